@@ -153,7 +153,7 @@ def plan(
     from ckptlint.loaders.checkpoint import open_checkpoint
     from ckptlint.loaders.discover import find
     from ckptlint.loaders.reference import obstacle
-    from ckptlint.planning.ask import make_plan
+    from ckptlint.planning.ask import PlanRequest, make_plan
 
     found = find(str(path))
     if len(found) > 1:
@@ -161,18 +161,8 @@ def plan(
     ckpt = open_checkpoint(found[0])
     if why := obstacle(ckpt):
         raise CheckpointError(why)
-    return make_plan(
-        ckpt,
-        to,
-        world=world,
-        mesh=mesh,
-        nodes=nodes,
-        ranks_per_node=ranks_per_node,
-        from_nodes=from_nodes,
-        give_up=give_up,
-        megatron=megatron,
-        seconds=timeout,
-    )
+    asked = PlanRequest(to, world, mesh, nodes, ranks_per_node, from_nodes, give_up, megatron, timeout)
+    return make_plan(ckpt, asked)
 
 
 def diff(

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Literal
+from typing import Literal, TypeVar
 
 from ckptlint.depth import Depth
 from ckptlint.model import Problem, Tensor
@@ -44,6 +44,15 @@ CEILING: dict[Confidence, Severity] = {
 
 class NotApplicable(Exception):  # noqa: N818  a verdict, not an error
     """Raised by a rule that has nothing to judge here, with the reason."""
+
+
+_T = TypeVar("_T")
+
+
+def given(value: _T | None) -> _T:
+    """The value: what a rule needs, and the depth that it needs, made sure that it is there."""
+    assert value is not None
+    return value
 
 
 Note = tuple[str, str]
@@ -168,7 +177,8 @@ class Rule:
         name: the same in words, accepted wherever the code is.
         severity: the highest it may give.
         check: yields findings; raises NotApplicable when there is nothing to judge.
-        needs: the least depth at which it can judge.
+        needs: what a checkpoint must have, as words of `analysis.needs`; elsewhere the rule does not apply.
+        depth: the least at which it can judge.
         always: whether it runs although the metadata could not be read.
         whole: whether it needs the metadata of the whole save, and says nothing where it describes a part.
         expects: whether it judges against a reference (`--expect`) and cannot run without one.
@@ -183,7 +193,8 @@ class Rule:
     name: str
     severity: Severity
     check: Check
-    needs: Depth = Depth.METADATA
+    needs: tuple[str, ...] = ()
+    depth: Depth = Depth.METADATA
     always: bool = False
     whole: bool = False
     expects: bool = False
@@ -215,7 +226,8 @@ def rule(
     name: str,
     severity: Severity,
     *,
-    needs: Depth = Depth.METADATA,
+    needs: tuple[str, ...] = (),
+    depth: Depth = Depth.METADATA,
     always: bool = False,
     whole: bool = False,
     expects: bool = False,
@@ -224,4 +236,4 @@ def rule(
     after: After = "",
 ) -> Callable[[Check], Rule]:
     """Turn a check function into a Rule; nothing is registered, rules are found by scanning modules."""
-    return lambda check: Rule(code, name, severity, check, needs, always, whole, expects, live, fixed, after)
+    return lambda check: Rule(code, name, severity, check, needs, depth, always, whole, expects, live, fixed, after)

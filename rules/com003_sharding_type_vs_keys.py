@@ -29,7 +29,7 @@ _FORMS: dict[str, _Form] = {
 }
 
 
-@rule("COM003", "sharding-type-vs-keys", Severity.ERROR)
+@rule("COM003", "sharding-type-vs-keys", Severity.ERROR, needs=("Megatron-Core",))
 def sharding_type_vs_keys(ckpt: Checkpoint) -> Iterator[Finding]:
     """The optimizer's keys do not have the form that its sharding type asks for.
 
@@ -48,8 +48,6 @@ def sharding_type_vs_keys(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.sharded_state_dict
     """
-    if not ckpt.is_megatron:
-        raise NotApplicable("only Megatron-Core's torch_dist declares a sharding type")
     forms = _forms(ckpt)
     if not forms:
         raise NotApplicable("there are no optimizer keys")

@@ -16,7 +16,7 @@ from ckptlint.analysis.optimizer_records import (
 )
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import printable
-from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
+from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, given, rule
 
 _WORDS: dict[RecordKind, str] = {
     "param_groups": "parameter groups (param_groups)",
@@ -24,7 +24,7 @@ _WORDS: dict[RecordKind, str] = {
 }
 
 
-@rule("COM004", "optimizer-module-record", Severity.ERROR)
+@rule("COM004", "optimizer-module-record", Severity.ERROR, needs=("Megatron-Core",))
 def optimizer_module_record(ckpt: Checkpoint) -> Iterator[Finding]:
     """An optimizer's state is stored without a record that its loader needs.
 
@@ -45,11 +45,9 @@ def optimizer_module_record(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.load_state_dict
     """
-    if not ckpt.is_megatron:
-        raise NotApplicable("only Megatron-Core's torch_dist keeps these records apart from the tensors")
     if not is_training_state(ckpt):
         raise NotApplicable("the common state is not there, or no training loop wrote it")
-    optimizers = modules(ckpt)
+    common, optimizers = given(ckpt.common), modules(ckpt)
     if not optimizers:
         raise NotApplicable("there are no optimizer states")
     kept: dict[RecordKind, list[Module]] = {
@@ -67,10 +65,9 @@ def optimizer_module_record(ckpt: Checkpoint) -> Iterator[Finding]:
         of = f" of {module.title}" if module.title else ""
         count = f"{len(tensors):,} optimizer tensor{'s' if len(tensors) > 1 else ''}{of}"
         other_chains = all(any(owner.covers(Module(module.name)) for owner in kept[kind]) for kind in lost)
-        assert ckpt.common is not None
         yield Finding(
             f"{count} {'have' if len(tensors) > 1 else 'has'} no {' and no '.join(_WORDS[kind] for kind in lost)}",
-            at=Location(file=ckpt.common.source, label=f"{ckpt.common.source} and {len(ckpt.objects):,} objects"),
+            at=Location(file=common.source, label=f"{common.source} and {len(ckpt.objects):,} objects"),
             identity=(module.title, *lost),
             severity=Severity.WARNING if module.chain and other_chains else None,
             notes=_notes(ckpt, lost, kept),
@@ -81,10 +78,9 @@ def optimizer_module_record(ckpt: Checkpoint) -> Iterator[Finding]:
     for module in dict.fromkeys(kept["param_groups"]):
         # tensors may carry no module in their keys (core < 0.19); the records alone then tell
         if types and module.name and module not in optimizers and not any(owner.covers(module) for owner in types):
-            assert ckpt.common is not None
             yield Finding(
                 f"{module.title} has parameter groups but no sharding type, unlike other modules",
-                at=Location(file=ckpt.common.source, label=f"{ckpt.common.source} and {len(ckpt.objects):,} objects"),
+                at=Location(file=common.source, label=f"{common.source} and {len(ckpt.objects):,} objects"),
                 identity=(module.title, "param_state_sharding_type"),
                 severity=Severity.WARNING,
                 notes=_notes(ckpt, ["param_state_sharding_type"], kept),
@@ -109,13 +105,13 @@ def _is_distributed(ckpt: Checkpoint, module: Module, types: list[Module]) -> bo
 
 def _notes(ckpt: Checkpoint, lost: list[RecordKind], kept: dict[RecordKind, list[Module]]) -> tuple[Note, ...]:
     """What the common state has instead, and which optimizers do have the records."""
-    assert ckpt.common is not None
-    held = ckpt.common.values.get("optimizer")
+    common = given(ckpt.common)
+    held = common.values.get("optimizer")
     if isinstance(held, dict):
         there = f"its optimizer holds {', '.join(map(str, list(held)[:6])) or 'nothing'}"
     else:
         there = "it has no key optimizer"
-    notes: list[Note] = [(ckpt.common.source, there)]
+    notes: list[Note] = [(common.source, there)]
     for kind in lost:
         owners = sorted({owner.title or "an optimizer without a name" for owner in kept[kind]})
         if owners:

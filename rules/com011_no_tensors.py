@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptlint.model import Checkpoint
-from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
+from ckptlint.rule import Finding, Location, Severity, rule
 
 
-@rule("COM011", "no-tensors", Severity.ERROR, whole=True)
+@rule("COM011", "no-tensors", Severity.ERROR, whole=True, needs=("export",))
 def no_tensors(ckpt: Checkpoint) -> Iterator[Finding]:
     """A file of weights holds no tensor.
 
@@ -24,8 +24,6 @@ def no_tensors(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         peft.utils.save_and_load.get_peft_model_state_dict
     """
-    if not ckpt.is_export:
-        raise NotApplicable("no files of weights")
     if not ckpt.tensors:
         file = ckpt.metadata_file
         hint = "gather the parameters before the save, and save again"

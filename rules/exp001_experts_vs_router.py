@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from ckptlint.analysis.chunks.missing import saved_by
 from ckptlint.analysis.experts import ExpertRole, MoeLayer, moe_layers
-from ckptlint.analysis.fit.judgement import judges
 from ckptlint.analysis.trusted_config import mesh_axes, number, trusted
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import named_ranks, ranges, shape_text
@@ -18,7 +17,7 @@ _HINTS = {
 }
 
 
-@rule("EXP001", "experts-vs-router", Severity.ERROR, whole=True)
+@rule("EXP001", "experts-vs-router", Severity.ERROR, whole=True, needs=("no model config",))
 def experts_vs_router(ckpt: Checkpoint) -> Iterator[Finding]:
     """A layer stores fewer experts than its router has rows.
 
@@ -39,8 +38,6 @@ def experts_vs_router(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.distributed.checkpoint._dedup_save_plans.dedup_save_plans
     """
-    if judges(ckpt):
-        raise NotApplicable("CFG001 compares every expert with the configuration")
     layers = [layer for layer in moe_layers(ckpt) if layer.rows is not None]
     if not layers:
         raise NotApplicable("there are no routed experts with a router")

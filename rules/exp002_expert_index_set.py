@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptlint.analysis.experts import MoeLayer, moe_layers, owners_note
-from ckptlint.analysis.fit.judgement import judges
 from ckptlint.analysis.trusted_config import number, trusted
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import ranges
@@ -15,7 +14,7 @@ from ckptlint.vocabulary.schemes import quantised_weight
 _LIMIT = 100_000  # no layer has as many experts, but a key may claim any number
 
 
-@rule("EXP002", "expert-index-set", Severity.ERROR, whole=True)
+@rule("EXP002", "expert-index-set", Severity.ERROR, whole=True, needs=("sound", "no model config"))
 def expert_index_set(ckpt: Checkpoint) -> Iterator[Finding]:
     """Expert numbers are missing in a layer.
 
@@ -33,10 +32,6 @@ def expert_index_set(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         megatron.core.transformer.moe.experts.SequentialMLP.sharded_state_dict
     """
-    if not ckpt.is_sound:
-        raise NotApplicable("some tensors cannot be judged, so it is not known which experts are stored")
-    if judges(ckpt):
-        raise NotApplicable("CFG001 compares every expert with the configuration")
     layers = [layer for layer in moe_layers(ckpt) if any(role.numbers for role in layer.roles)]
     if not layers:
         raise NotApplicable("no experts are numbered in names")

@@ -6,7 +6,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from ckptlint.analysis.experts import MoeLayer, moe_layers
-from ckptlint.analysis.fit.judgement import judges
 from ckptlint.analysis.inventory import inventory_of
 from ckptlint.analysis.layer_outliers import shape_outliers
 from ckptlint.model import Checkpoint
@@ -18,7 +17,7 @@ Experts = tuple[tuple[str, int, frozenset[tuple[int, ...]]], ...]
 """Of each weight of the experts: its name, the number of experts, the shapes they have."""
 
 
-@rule("EXP005", "experts-by-layer", Severity.WARNING, whole=True)
+@rule("EXP005", "experts-by-layer", Severity.WARNING, whole=True, needs=("no model config", "sound"))
 def experts_by_layer(ckpt: Checkpoint) -> Iterator[Finding]:
     """Layers that are otherwise equal differ in the number or shape of their experts.
 
@@ -35,11 +34,9 @@ def experts_by_layer(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         megatron.core.transformer.moe.experts.SequentialMLP.sharded_state_dict
     """
-    if judges(ckpt):
-        raise NotApplicable("CFG001 compares every expert with the configuration")
     layers = [layer for layer in moe_layers(ckpt) if layer.layer is not None]
-    if len(layers) < 2 or not ckpt.is_sound:
-        raise NotApplicable("there are no two layers with experts that can be judged")
+    if len(layers) < 2:
+        raise NotApplicable("there are no two layers with experts")
     if "heterogeneous" in ckpt.declared:
         raise NotApplicable("the job declares layers of their own kinds")
     outliers = {item.param for item in shape_outliers(ckpt)}

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from ckptlint.analysis.ranks.held_by_ranks import Holders, agree, at_ranks, described_row, holders, ranks_of
 from ckptlint.model import Checkpoint, RankTable
 from ckptlint.model.text import shape_text
-from ckptlint.rule import Finding, Note, Severity, rule
+from ckptlint.rule import Finding, Note, Severity, given, rule
 
 
 @rule("LIV201", "metadata-disagrees", Severity.ERROR, live=True)
@@ -28,20 +28,20 @@ def metadata_disagrees(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.distributed.checkpoint.default_planner.create_default_global_save_plan
     """
-    assert ckpt.ranks is not None
-    for held in holders(ckpt.ranks):
-        if not agree(ckpt.ranks, held.rows):
-            yield _finding(ckpt.ranks, held)
-        elif len(set(ckpt.ranks.view[held.rows].tolist())) > 1:
+    table = given(ckpt.ranks)
+    for held in holders(table):
+        if not agree(table, held.rows):
+            yield _finding(table, held)
+        elif len(set(table.view[held.rows].tolist())) > 1:
             by_view: dict[int, list[int]] = defaultdict(list)
             for row in held.rows.tolist():
-                by_view[int(ckpt.ranks.view[row])].append(row)
+                by_view[int(table.view[row])].append(row)
             views = enumerate(by_view.values(), 1)
             yield Finding(
                 "the ranks disagree on where the shards{of} lie",
-                at=at_ranks(ckpt.ranks, held.fqn, held.rows),
+                at=at_ranks(table, held.fqn, held.rows),
                 identity=("view",),
-                notes=tuple((f"view {i}", ranks_of(ckpt.ranks, rows)) for i, rows in views),
+                notes=tuple((f"view {i}", ranks_of(table, rows)) for i, rows in views),
             )
 
 

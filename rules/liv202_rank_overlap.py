@@ -9,7 +9,7 @@ from ckptlint.analysis.chunks.coverage import overlaps
 from ckptlint.analysis.ranks.held_by_ranks import sound
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import shape_text
-from ckptlint.rule import Finding, Location, Severity, rule
+from ckptlint.rule import Finding, Location, Severity, given, rule
 
 
 @rule("LIV202", "rank-overlap", Severity.ERROR, live=True)
@@ -51,6 +51,5 @@ def rank_overlap(ckpt: Checkpoint) -> Iterator[Finding]:
 
 def _writers(view: Checkpoint, tensor: Tensor, rows: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
     """The ranks that write some chunks, in words and as numbers."""
-    assert view.ranks is not None
-    ranks = view.ranks.rank[tensor.chunks.record[list(rows)]].tolist()
+    ranks = given(view.ranks).rank[tensor.chunks.record[list(rows)]].tolist()
     return " and ".join(f"rank {rank}" for rank in ranks), tuple(sorted(set(ranks)))

@@ -11,7 +11,7 @@ from ckptlint.analysis.chunks.coverage import holes
 from ckptlint.analysis.ranks.held_by_ranks import at_ranks, holders, sound
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import named_ranks
-from ckptlint.rule import Finding, Severity, rule
+from ckptlint.rule import Finding, Severity, given, rule
 
 
 @rule("LIV203", "chunk-missing", Severity.ERROR, live=True)
@@ -31,8 +31,7 @@ def chunk_missing(ckpt: Checkpoint) -> Iterator[Finding]:
         torch.distributed.checkpoint.metadata.TensorStorageMetadata
     """
     view = sound(ckpt)
-    table = view.ranks
-    assert table is not None
+    table = given(view.ranks)
     rows = {held.fqn: held for held in holders(table)}
     for finding in holes(view):
         at = finding.at

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ckptlint.analysis.ranks.held_by_ranks import HeldCell, at_cell, cells
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import named_ranks
-from ckptlint.rule import Finding, Severity, rule
+from ckptlint.rule import Finding, Severity, given, rule
 
 
 @rule("LIV204", "duplicate-owner", Severity.ERROR, live=True)
@@ -27,8 +27,7 @@ def duplicate_owner(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         megatron.core.dist_checkpointing.validation.validate_sharding_integrity
     """
-    table = ckpt.ranks
-    assert table is not None
+    table = given(ckpt.ranks)
     for cell in cells(table):
         mains = [row for row in cell.rows if table.replica[row] == 0]
         ranks = {int(table.rank[row]) for row in mains}

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ckptlint.analysis.ranks.held_by_ranks import agree, holders, reported
 from ckptlint.model import Checkpoint
-from ckptlint.rule import Finding, Severity, rule
+from ckptlint.rule import Finding, Severity, given, rule
 
 
 @rule("LIV208", "reference-changed", Severity.ERROR, live=True)
@@ -27,8 +27,8 @@ def reference_changed(ckpt: Checkpoint) -> Iterator[Finding]:
     How to fix:
         If you meant the change, do nothing. Else find what replaced the tensor since the last check.
     """
-    assert ckpt.ranks is not None
-    torn = {held.fqn for held in holders(ckpt.ranks) if not agree(ckpt.ranks, held.rows)}
+    table = given(ckpt.ranks)
+    torn = {held.fqn for held in holders(table) if not agree(table, held.rows)}
     kept: dict[tuple[str | None, str], Finding] = {}
     for finding in reported(ckpt):  # a rank that holds no siblings takes for complete what others know to be partial
         said = finding.at.fqn, finding.message

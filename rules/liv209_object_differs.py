@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ckptlint.analysis.ranks.held_by_ranks import at_ranks, cells, digest_groups, versions
 from ckptlint.model import Checkpoint
-from ckptlint.rule import Finding, Severity, rule
+from ckptlint.rule import Finding, Severity, given, rule
 
 
 @rule("LIV209", "object-differs", Severity.WARNING, live=True)
@@ -25,8 +25,7 @@ def object_differs(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.distributed.checkpoint._dedup_save_plans.dedup_save_plans
     """
-    table = ckpt.ranks
-    assert table is not None
+    table = given(ckpt.ranks)
     for cell in cells(table):
         groups = digest_groups(table, cell) if table.is_object[cell.rows[0]] else []
         if len(groups) > 1:

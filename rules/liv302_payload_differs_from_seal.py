@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import some
-from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
+from ckptlint.rule import Finding, Location, NotApplicable, Severity, given, rule
 from ckptlint.seals.file import SEAL
 from ckptlint.seals.verify import compare_with_seal, misfit
 
 
-@rule("LIV302", "payload-differs-from-seal", Severity.ERROR, needs=Depth.DATA)
+@rule("LIV302", "payload-differs-from-seal", Severity.ERROR, depth=Depth.DATA)
 def payload_differs_from_seal(ckpt: Checkpoint) -> Iterator[Finding]:
     """The stored values of a tensor are not those that the job sealed.
 
@@ -32,8 +32,7 @@ def payload_differs_from_seal(ckpt: Checkpoint) -> Iterator[Finding]:
     """
     if reason := misfit(ckpt):
         raise NotApplicable(reason)
-    seal = ckpt.seal
-    assert seal is not None
+    seal = given(ckpt.seal)
     found = compare_with_seal(ckpt)
     is_older = not seal.metadata and len(found.different) > 1 and not found.equal
     for fqn, digest in found.different.items():
@@ -57,7 +56,6 @@ def _files(ckpt: Checkpoint, tensor: Tensor) -> str:
 
 
 def _sealed(ckpt: Checkpoint) -> str:
-    seal = ckpt.seal
-    assert seal is not None
+    seal = given(ckpt.seal)
     step = f" at step {seal.step}" if seal.step is not None else ""
     return f"{SEAL}, written by ckptlint {seal.version}{step}"

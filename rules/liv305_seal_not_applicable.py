@@ -14,7 +14,7 @@ from ckptlint.seals.verify import compare_with_seal, misfit
 _SHOWN = 6
 
 
-@rule("LIV305", "seal-not-applicable", Severity.INFO, needs=Depth.DATA)
+@rule("LIV305", "seal-not-applicable", Severity.INFO, depth=Depth.DATA)
 def seal_not_applicable(ckpt: Checkpoint) -> Iterator[Finding]:
     """The seal belongs to another save, or does not cover some tensors.
 

@@ -11,11 +11,11 @@ import numpy as np
 from ckptlint.analysis.ranks.save_plans import Duplicate, duplicates
 from ckptlint.model import Checkpoint, RecordState
 from ckptlint.model.text import listed, named_ranks, plural, shape_text
-from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
+from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, given, rule
 from ckptlint.vocabulary.keys import role
 
 
-@rule("OBJ001", "duplicate-writer", Severity.ERROR)
+@rule("OBJ001", "duplicate-writer", Severity.ERROR, needs=("Megatron-Core",))
 def duplicate_writer(ckpt: Checkpoint) -> Iterator[Finding]:
     """Several ranks planned to write the same key at the same offset.
 
@@ -35,8 +35,6 @@ def duplicate_writer(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         megatron.core.dist_checkpointing.validation.validate_sharding_integrity
     """
-    if not ckpt.is_megatron:
-        raise NotApplicable("this writer's ranks all plan their replicas")
     yield from _lists(ckpt)
     if ckpt.save_plans is None:
         if ckpt.payload is None:
@@ -103,8 +101,7 @@ def _finding(ckpt: Checkpoint, same: list[Duplicate]) -> Finding:
 
 def _plans(ckpt: Checkpoint, duplicate: Duplicate) -> tuple[Note, ...]:
     """Whose copy the metadata points to, and how the plans differ."""
-    table = ckpt.save_plans
-    assert table is not None
+    table = given(ckpt.save_plans)
     record = _record(ckpt, duplicate)
     notes: list[Note] = [
         ("kept", f"the entry points to {ckpt.byte_range_of(record)[0]}" if record >= 0 else "no entry is left")

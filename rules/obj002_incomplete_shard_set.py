@@ -11,13 +11,13 @@ import numpy as np
 from ckptlint.model import Checkpoint
 from ckptlint.model.layout import IntArray
 from ckptlint.model.text import ranges, shape_text, some
-from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
+from ckptlint.rule import Finding, Location, Note, Severity, rule
 from ckptlint.vocabulary.mesh import axes_of_size
 
 _GRID_LIMIT = 1_000_000
 
 
-@rule("OBJ002", "incomplete-shard-set", Severity.ERROR, whole=True)
+@rule("OBJ002", "incomplete-shard-set", Severity.ERROR, whole=True, needs=("ShardedObjects",))
 def incomplete_shard_set(ckpt: Checkpoint) -> Iterator[Finding]:
     """Some shards of a ShardedObject are missing.
 
@@ -33,8 +33,6 @@ def incomplete_shard_set(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         megatron.core.dist_checkpointing.mapping.ShardedObject
     """
-    if not len(ckpt.objects) or not ckpt.is_megatron:
-        raise NotApplicable("there are no ShardedObjects")
     for key, shape, rows in ckpt.objects.rows_by_grid():
         # zarr-era names may have a shape one shorter than the offset; they say nothing about the grid
         present = _distinct(ckpt.objects.offsets_of(rows, len(shape)))

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from ckptlint.model import Checkpoint
 from ckptlint.model.layout import IntArray
 from ckptlint.model.text import shape_text, some
-from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
+from ckptlint.rule import Finding, Location, Note, Severity, rule
 
 
-@rule("OBJ003", "inconsistent-object-shape", Severity.ERROR)
+@rule("OBJ003", "inconsistent-object-shape", Severity.ERROR, needs=("ShardedObjects",))
 def inconsistent_object_shape(ckpt: Checkpoint) -> Iterator[Finding]:
     """The shards of one ShardedObject name different grids.
 
@@ -26,8 +26,6 @@ def inconsistent_object_shape(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         megatron.core.dist_checkpointing.mapping.ShardedObject
     """
-    if not len(ckpt.objects) or not ckpt.is_megatron:
-        raise NotApplicable("there are no ShardedObjects")
     shapes: dict[str, dict[tuple[int, ...], IntArray]] = defaultdict(dict)
     for key, shape, rows in ckpt.objects.rows_by_grid():
         shapes[key][shape] = rows

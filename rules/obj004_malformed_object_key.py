@@ -8,10 +8,10 @@ import numpy as np
 
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import shape_text
-from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
+from ckptlint.rule import Finding, Location, Severity, rule
 
 
-@rule("OBJ004", "malformed-object-key", Severity.WARNING)
+@rule("OBJ004", "malformed-object-key", Severity.WARNING, needs=("Megatron-Core",))
 def malformed_object_key(ckpt: Checkpoint) -> Iterator[Finding]:
     """The key of a ShardedObject does not parse.
 
@@ -28,8 +28,6 @@ def malformed_object_key(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         megatron.core.dist_checkpointing.mapping.ShardedObject.empty_from_unique_key
     """
-    if not ckpt.is_megatron:
-        raise NotApplicable("this is no Megatron-Core checkpoint")
     for entry in ckpt.byte_objects:
         if "/shard_" in entry.fqn:
             key, _, suffix = entry.fqn.rpartition("/shard_")

@@ -7,17 +7,17 @@ from collections.abc import Iterator
 from math import prod
 
 from ckptlint.analysis.chunks.missing import saved_by
-from ckptlint.analysis.inventory import MASTER_COPIES, OptimizerState, Param, inventory_of
+from ckptlint.analysis.inventory import MASTER_COPIES, OptimizerState, Param
 from ckptlint.analysis.optimizer_fit import PAIR, StateMismatch, elementwise_states, moment_pairs, state_mismatches
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import named_ranks, ranges, shape_text
-from ckptlint.rule import Confidence, Finding, Location, NotApplicable, Note, Severity, rule
+from ckptlint.rule import Confidence, Finding, Location, Note, Severity, rule
 
 _FILES = 4
 _MADE_LIKE = frozenset((*PAIR, "max_exp_avg_sq", *MASTER_COPIES))
 
 
-@rule("OPT001", "moment-numel", Severity.ERROR)
+@rule("OPT001", "moment-numel", Severity.ERROR, needs=("params", "states"))
 def moment_numel(ckpt: Checkpoint) -> Iterator[Finding]:
     """A moment or master weight has more or fewer elements than its parameter.
 
@@ -39,9 +39,6 @@ def moment_numel(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.distributed.checkpoint.state_dict.get_optimizer_state_dict
     """
-    inventory = inventory_of(ckpt)
-    if not inventory.states or not inventory.params:
-        raise NotApplicable("no optimizer state is stored beside parameters that it names")
     for misfit in state_mismatches(ckpt):
         yield from (_misfit(ckpt, misfit, state) for state in misfit.states)
     yield from _transposed(ckpt)

@@ -26,7 +26,7 @@ _ADAPTERS = ("lora_", "adapter", "dora_", "prompt_")
 _BUFFERS = ("inv_freq", "freqs", "rotary", "running_", "num_batches", "position_ids", "expert_bias", "score_correction")
 
 
-@rule("OPT003", "state-coverage", Severity.ERROR, whole=True)
+@rule("OPT003", "state-coverage", Severity.ERROR, whole=True, needs=("no DeepSpeed", "params", "states", "sound"))
 def state_coverage(ckpt: Checkpoint) -> Iterator[Finding]:
     """Layers lack the optimizer state that the rest of their block has, or a state has no parameter.
 
@@ -46,17 +46,9 @@ def state_coverage(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.distributed.checkpoint.state_dict.get_optimizer_state_dict
     """
-    if ckpt.format in ("deepspeed", "deepspeed-universal"):
-        raise NotApplicable(
-            "DeepSpeed lists the parameters that have state, and RNK005 compares the files with that list"
-        )
     inventory = inventory_of(ckpt)
-    if not inventory.states or not inventory.params:
-        raise NotApplicable("no optimizer state is stored beside parameters that it names")
     if inventory.mapped_share < _MOST:
         raise NotApplicable(f"only {inventory.mapped_share:.0%} of the optimizer states find a parameter by name")
-    if not ckpt.is_sound:
-        raise NotApplicable("some tensors cannot be judged, so it is not known what is stored")
     stateful = {param for state in inventory.states for param in state.params}
     yield from _orphans(ckpt, inventory, stateful)
     if inventory.buckets or inventory.numbered:

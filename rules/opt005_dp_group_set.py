@@ -41,7 +41,7 @@ class _Kind:
         return self.per_stage * self.stages
 
 
-@rule("OPT005", "dp-group-set", Severity.ERROR)
+@rule("OPT005", "dp-group-set", Severity.ERROR, needs=("sound",), whole=True)
 def dp_group_set(ckpt: Checkpoint) -> Iterator[Finding]:
     """The groups of the distributed optimizer's buckets do not match the mesh.
 
@@ -65,10 +65,6 @@ def dp_group_set(ckpt: Checkpoint) -> Iterator[Finding]:
         groups[bucket.chain].setdefault(bucket.group, bucket.tensor.fqn)
     if not groups:
         raise NotApplicable("there are no buckets of a distributed optimizer")
-    if ckpt.partial:
-        raise NotApplicable(ckpt.partial)
-    if not ckpt.is_sound:
-        raise NotApplicable("some tensors cannot be judged, so it is not known which buckets are stored")
     recorded: dict[tuple[str, ...], dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
     for key in ckpt.objects.keys:
         part = dp_group(key)

@@ -9,13 +9,13 @@ from ckptlint.analysis.inventory import OptimizerState, Param, inventory_of
 from ckptlint.analysis.optimizer_fit import elementwise_states, is_whole, mismatched_params
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import shape_text
-from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
+from ckptlint.rule import Finding, Location, Severity, rule
 from ckptlint.vocabulary.config_fields import attributes
 
 _ELEMENTWISE = frozenset({"exp_avg_diff", "exp_inf", "grad_avg", "square_avg", "sum", "acc_delta", "momentum"})
 
 
-@rule("OPT006", "writer-outlier", Severity.WARNING, whole=True)
+@rule("OPT006", "writer-outlier", Severity.WARNING, whole=True, needs=("states",))
 def writer_outlier(ckpt: Checkpoint) -> Iterator[Finding]:
     """A state is one chunk while its parameter is split into several.
 
@@ -33,8 +33,6 @@ def writer_outlier(ckpt: Checkpoint) -> Iterator[Finding]:
         torch.distributed.checkpoint.planner_helpers._create_write_items
     """
     states = inventory_of(ckpt).states
-    if not states:
-        raise NotApplicable("no optimizer state names its parameter")
     exact = {state.tensor.fqn for state in elementwise_states(ckpt)}
     left_out = mismatched_params(ckpt)
     gathered = _is_gathered(ckpt)

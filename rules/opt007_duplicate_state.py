@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from ckptlint.analysis.inventory import MASTER_COPIES, OptimizerState, inventory_of
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import shape_text
-from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
+from ckptlint.rule import Finding, Location, Severity, rule
 from ckptlint.vocabulary.dtypes import nbytes
 
 
-@rule("OPT007", "duplicate-state", Severity.WARNING)
+@rule("OPT007", "duplicate-state", Severity.WARNING, needs=("states",))
 def duplicate_state(ckpt: Checkpoint) -> Iterator[Finding]:
     """Two optimizer entries hold the same state of one parameter.
 
@@ -31,8 +31,6 @@ def duplicate_state(ckpt: Checkpoint) -> Iterator[Finding]:
         megatron.core.optimizer.cpu_offloading.HybridDeviceOptimizer
     """
     states = inventory_of(ckpt).states
-    if not states:
-        raise NotApplicable("no optimizer state names its parameter")
     seen: dict[tuple[object, ...], list[OptimizerState]] = defaultdict(list)
     for state in states:
         if state.tensor.volume > 1:

@@ -16,7 +16,7 @@ _GROUPS = ("param_groups", "param_to_group_meta")
 _ADAM = ".betas"
 
 
-@rule("OPT009", "groups-without-state", Severity.WARNING, whole=True)
+@rule("OPT009", "groups-without-state", Severity.WARNING, whole=True, needs=("sound",))
 def groups_without_state(ckpt: Checkpoint) -> Iterator[Finding]:
     """An optimizer that has stepped is stored without any state.
 
@@ -36,8 +36,8 @@ def groups_without_state(ckpt: Checkpoint) -> Iterator[Finding]:
     """
     inventory = inventory_of(ckpt)
     is_sharded = any("param_state" in key and parse(key).kind == "optimizer" for key in ckpt.objects.keys)
-    if inventory.states or inventory.numbered or inventory.buckets or is_sharded or not ckpt.is_sound:
-        raise NotApplicable("there is optimizer state, or some of what is stored cannot be judged")
+    if inventory.states or inventory.numbered or inventory.buckets or is_sharded:
+        raise NotApplicable("there is optimizer state")
     optimizer = [entry.fqn for entry in ckpt.byte_objects if parse(entry.fqn).kind == "optimizer"]
     if any(".state." in f".{name}" for name in optimizer) or any(
         parse(key).kind == "optimizer" for key in ckpt.tensors

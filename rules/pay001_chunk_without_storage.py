@@ -12,7 +12,7 @@ from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 
 
-@rule("PAY001", "chunk-without-storage", Severity.ERROR)
+@rule("PAY001", "chunk-without-storage", Severity.ERROR, needs=("no torch file",))
 def chunk_without_storage(ckpt: Checkpoint) -> Iterator[Finding]:
     """A chunk or bytes entry has no storage entry.
 
@@ -29,8 +29,6 @@ def chunk_without_storage(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.distributed.checkpoint.metadata.Metadata.storage_data
     """
-    if ckpt.storages is not None:
-        raise NotApplicable("a torch file describes a tensor and locates its bytes together")
     if not len(ckpt.records):
         lost = sum(bool(t.layout.live.any()) for t in ckpt.sound_tensors()) + len(ckpt.objects) + len(ckpt.byte_objects)
         if not lost:

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 import numpy as np
 
 from ckptlint.model import Checkpoint
-from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
+from ckptlint.rule import Finding, Location, Severity, rule
 
 _SHOWN = 64
 
 
-@rule("PAY002", "storage-without-chunk", Severity.WARNING)
+@rule("PAY002", "storage-without-chunk", Severity.WARNING, needs=("no safetensors", "no torch file"), whole=True)
 def storage_without_chunk(ckpt: Checkpoint) -> Iterator[Finding]:
     """A storage entry matches no chunk and no bytes entry.
 
@@ -29,12 +29,6 @@ def storage_without_chunk(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.distributed.checkpoint.metadata.Metadata.storage_data
     """
-    if ckpt.is_safetensors:
-        raise NotApplicable("a safetensors header describes a tensor and locates its bytes in one entry")
-    if ckpt.storages is not None:
-        raise NotApplicable("a torch file describes a tensor and locates its bytes together")
-    if ckpt.partial:
-        raise NotApplicable(ckpt.partial)
     table = ckpt.records
     stray = np.flatnonzero(~table.owned)
     if not len(stray):

@@ -34,7 +34,7 @@ _HINTS: dict[FileState, str] = {
 _OTHER_CASE = "it loads here, but not after a copy to a file system or store that tells upper from lower case"
 
 
-@rule("PAY003", "missing-file", Severity.ERROR, needs=Depth.FILES)
+@rule("PAY003", "missing-file", Severity.ERROR, depth=Depth.FILES)
 def missing_file(ckpt: Checkpoint) -> Iterator[Finding]:
     """A payload file that the metadata names is missing, or its path leaves the checkpoint.
 

@@ -18,7 +18,7 @@ _HEADER = 10
 _COPY = "compare its size with the original's and copy it again; an interrupted copy often leaves a round size"
 
 
-@rule("PAY004", "range-past-eof", Severity.ERROR, needs=Depth.FILES)
+@rule("PAY004", "range-past-eof", Severity.ERROR, depth=Depth.FILES)
 def range_past_eof(ckpt: Checkpoint) -> Iterator[Finding]:
     """A payload file is shorter than the metadata says.
 

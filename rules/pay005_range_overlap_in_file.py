@@ -10,14 +10,20 @@ import numpy as np
 from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import byte_span
-from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
+from ckptlint.rule import Finding, Location, Severity, rule
 
 _SHOWN = 32
 _EMBEDDING = re.compile(r"(?:^|\.)(?:word_embeddings|embed_tokens|tok_embeddings|wte)\.weight$")
 _OUTPUT = re.compile(r"(?:^|\.)(?:output_layer|lm_head|head|output)\.weight$")
 
 
-@rule("PAY005", "range-overlap-in-file", Severity.ERROR, needs=Depth.FILES)
+@rule(
+    "PAY005",
+    "range-overlap-in-file",
+    Severity.ERROR,
+    depth=Depth.FILES,
+    needs=("offsets", "no safetensors", "no torch file"),
+)
 def range_overlap_in_file(ckpt: Checkpoint) -> Iterator[Finding]:
     """Two entries of a payload file share bytes.
 
@@ -33,12 +39,6 @@ def range_overlap_in_file(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.distributed.checkpoint.filesystem._StorageInfo
     """
-    if not ckpt.locates_bytes:
-        raise NotApplicable("in the safetensors serialisation all tensors of a file share one offset")
-    if ckpt.is_safetensors:
-        raise NotApplicable("tensors that overlap in a safetensors file are reported with its header (PAY013)")
-    if ckpt.storages is not None:
-        raise NotApplicable("tensors of a torch file may share a storage")
     table = ckpt.records
     rows = np.flatnonzero((table.byte_length > 0) & (table.byte_offset >= 0))
     order = rows[np.lexsort((table.byte_length[rows], table.byte_offset[rows], table.file[rows]))]

@@ -22,7 +22,7 @@ _HEADER_ALONE = 512
 """More than the safetensors header of a rank without tensors; torch 2.13 writes 88 bytes."""
 
 
-@rule("PAY006", "unreferenced-bytes", Severity.WARNING, needs=Depth.FILES, whole=True)
+@rule("PAY006", "unreferenced-bytes", Severity.WARNING, depth=Depth.FILES, whole=True)
 def unreferenced_bytes(ckpt: Checkpoint, min_bytes: int = 64) -> Iterator[Finding]:
     """No tensor or object claims some bytes of a payload file.
 

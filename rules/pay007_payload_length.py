@@ -9,7 +9,7 @@ import numpy as np
 
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import byte_span
-from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
+from ckptlint.rule import Finding, Location, Severity, rule
 from ckptlint.vocabulary.dtypes import nbytes
 
 _FRAMING = 4096
@@ -17,7 +17,7 @@ _SHARE = 0.01
 _DENOMINATOR = 1024
 
 
-@rule("PAY007", "payload-length", Severity.ERROR)
+@rule("PAY007", "payload-length", Severity.ERROR, needs=("offsets", "no torch file"))
 def payload_length(ckpt: Checkpoint) -> Iterator[Finding]:
     """A stored record is too short for its chunk.
 
@@ -35,10 +35,6 @@ def payload_length(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.distributed.checkpoint.filesystem._StorageInfo.length
     """
-    if not ckpt.locates_bytes:
-        raise NotApplicable("in the safetensors serialisation a record's length is that of the tensor by definition")
-    if ckpt.storages is not None:
-        raise NotApplicable("PAY013 reports a tensor that reaches past its storage")
     table = ckpt.records
     for tensor in ckpt.sound_tensors():
         if nbytes(tensor.dtype, 1) is None:

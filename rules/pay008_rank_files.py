@@ -15,7 +15,7 @@ from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 _MOST = 2**16
 
 
-@rule("PAY008", "rank-files", Severity.INFO, needs=Depth.FILES)
+@rule("PAY008", "rank-files", Severity.INFO, depth=Depth.FILES)
 def rank_files(ckpt: Checkpoint) -> Iterator[Finding]:
     """Some ranks stored nothing.
 

@@ -13,7 +13,7 @@ from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model import Checkpoint, PayloadTable, RecordContent, Tensor
 from ckptlint.model.layout import IntArray
 from ckptlint.model.text import byte_span, named_ranks, plural
-from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
+from ckptlint.rule import Finding, Location, Note, Severity, given, rule
 from ckptlint.vocabulary.dtypes import ITEM_BITS, loses, nbytes
 
 _PACKED = 2
@@ -34,7 +34,7 @@ class _Mismatch:
     weak: bool
 
 
-@rule("PAY009", "payload-header-mismatch", Severity.ERROR, needs=Depth.HEADERS)
+@rule("PAY009", "payload-header-mismatch", Severity.ERROR, depth=Depth.HEADERS)
 def payload_header_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
     """A record holds a shape, dtype or offset different from its chunk's.
 
@@ -55,9 +55,7 @@ def payload_header_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.distributed.checkpoint.planner_helpers._create_write_items, filesystem._write_files_from_queue
     """
-    payload = ckpt.payload
-    if payload is None:
-        raise NotApplicable("the records were not read")
+    payload = given(ckpt.payload)
     for tensor in ckpt.sound_tensors():
         if found := [hit for row in _odd(payload, tensor) if (hit := _compare(payload, tensor, row))]:
             yield _finding(ckpt, payload, tensor, found)

@@ -14,7 +14,7 @@ from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model import Checkpoint, PayloadTable, Tensor
 from ckptlint.model.facts import fact
 from ckptlint.model.text import ranges
-from ckptlint.rule import Confidence, Finding, Location, NotApplicable, Note, Severity, rule
+from ckptlint.rule import Confidence, Finding, Location, NotApplicable, Note, Severity, given, rule
 from ckptlint.vocabulary.keys import Key, parse
 
 _SHOWN = 3
@@ -25,7 +25,7 @@ _HINTS = {
 _UNTRAINED = "ignore this if the values are still those of the initialisation"
 
 
-@rule("PAY010", "identical-shards", Severity.WARNING, needs=Depth.HEADERS)
+@rule("PAY010", "identical-shards", Severity.WARNING, depth=Depth.HEADERS)
 def identical_shards(ckpt: Checkpoint) -> Iterator[Finding]:
     """Two chunks of a tensor, or two experts of a layer, hold the same data.
 
@@ -47,9 +47,7 @@ def identical_shards(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.distributed.tensor.placement_types.Replicate
     """
-    payload = ckpt.payload
-    if payload is None:
-        raise NotApplicable("the records were not read")
+    payload = given(ckpt.payload)
     if not (payload.crc > 0).any():
         raise NotApplicable("the records hold no checksums to compare")
     experts: dict[tuple[object, ...], list[tuple[Key, Tensor, int]]] = defaultdict(list)

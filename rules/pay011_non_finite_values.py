@@ -10,7 +10,7 @@ from ckptlint.analysis.inventory import inventory_of
 from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint, PayloadTable, RecordContent, Tensor
 from ckptlint.model.layout import IntArray
-from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
+from ckptlint.rule import Finding, Location, Severity, given, rule
 from ckptlint.vocabulary.keys import parse
 
 _HARMLESS = ("mask", "min_val", "max_val", "amax")
@@ -19,7 +19,7 @@ _WEIGHTS = ("weight", "bias", "scale")
 _SHOWN = 3
 
 
-@rule("PAY011", "non-finite-values", Severity.WARNING, needs=Depth.DATA)
+@rule("PAY011", "non-finite-values", Severity.WARNING, depth=Depth.DATA)
 def non_finite_values(ckpt: Checkpoint) -> Iterator[Finding]:
     """A tensor holds NaN or infinity.
 
@@ -37,9 +37,7 @@ def non_finite_values(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.isfinite
     """
-    payload = ckpt.payload
-    if payload is None or payload.depth != "data":
-        raise NotApplicable("the tensor bytes were not read")
+    payload = given(ckpt.payload)
     bad = payload.nan + payload.plus_inf + payload.minus_inf > 0
     if not bad.any():
         return

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint, Damage
 from ckptlint.model.text import plural
-from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
+from ckptlint.rule import Finding, Location, Note, Severity, given, rule
 
 _SHOWN = 4
 
 
-@rule("PAY012", "payload-checksum", Severity.ERROR, needs=Depth.DATA)
+@rule("PAY012", "payload-checksum", Severity.ERROR, depth=Depth.DATA)
 def payload_checksum(ckpt: Checkpoint) -> Iterator[Finding]:
     """The bytes of a payload file changed after they were written.
 
@@ -31,9 +31,7 @@ def payload_checksum(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.serialization.set_crc32_options
     """
-    payload = ckpt.payload
-    if payload is None or not payload.depth.reads_all:
-        raise NotApplicable("the tensor bytes were not read")
+    payload = given(ckpt.payload)
     by_file: dict[tuple[str, str], list[Damage]] = defaultdict(list)
     for damage in payload.damages:
         kind = ("beside" if damage.member else "file") if damage.record < 0 else "member" if damage.member else "record"

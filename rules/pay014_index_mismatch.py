@@ -11,7 +11,7 @@ import numpy as np
 from ckptlint.analysis.fit.judgement import explains_bytes, judges
 from ckptlint.model import Checkpoint, WeightIndex
 from ckptlint.model.text import braces, human_bytes, plural, ranges, some
-from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
+from ckptlint.rule import Finding, Location, Note, Severity, rule
 from ckptlint.vocabulary.dtypes import nbytes
 from ckptlint.vocabulary.keys import parse
 
@@ -25,7 +25,7 @@ Held = dict[str, set[str]]
 """File -> the keys in its header."""
 
 
-@rule("PAY014", "index-mismatch", Severity.ERROR)
+@rule("PAY014", "index-mismatch", Severity.ERROR, needs=("export",))
 def index_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
     """The index of a model does not match its files, or one of the files is missing.
 
@@ -47,8 +47,6 @@ def index_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         huggingface_hub.split_torch_state_dict_into_shards
     """
-    if not ckpt.is_export:
-        raise NotApplicable("the folder holds no files of a model")
     names, held = ckpt.records.fqns, defaultdict[str, set[str]](set)
     files = list(ckpt.files.names)
     by_parameter = ckpt.index is not None and all(map(str.isdecimal, ckpt.index.places))

@@ -15,7 +15,7 @@ from ckptlint.model import Checkpoint, PayloadTable, Tensor
 from ckptlint.model.facts import fact
 from ckptlint.model.layout import BoolArray, Box, IntArray
 from ckptlint.model.text import listed, plural
-from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
+from ckptlint.rule import Finding, Location, Severity, given, rule
 from ckptlint.seals.verify import compare_with_seal, misfit
 from ckptlint.vocabulary.keys import is_adapter
 
@@ -44,7 +44,7 @@ class _Part:
     value: float
 
 
-@rule("PAY015", "constant-weight", Severity.WARNING, needs=Depth.DATA)
+@rule("PAY015", "constant-weight", Severity.WARNING, depth=Depth.DATA)
 def constant_weight(ckpt: Checkpoint) -> Iterator[Finding]:
     """A weight, or a whole shard of one, holds only zeros or one repeated value, unlike the weights like it.
 
@@ -65,9 +65,7 @@ def constant_weight(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.nn.Module.to_empty
     """
-    payload = ckpt.payload
-    if payload is None or payload.depth != "data":
-        raise NotApplicable("the tensor bytes were not read")
+    payload = given(ckpt.payload)
     is_read = payload.scanned.copy()
     is_read[[damage.record for damage in payload.damages if damage.record >= 0]] = False  # PAY012 reports it
     different = {} if misfit(ckpt) else compare_with_seal(ckpt).different  # LIV302 reports it

@@ -10,7 +10,7 @@ from ckptlint.analysis.key_matching import KeyComparison, KeyEntry, LoneKeys, ma
 from ckptlint.analysis.trusted_config import flag
 from ckptlint.model import Checkpoint, Reference
 from ckptlint.model.text import braces, plural, ranges, some
-from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
+from ckptlint.rule import Finding, Location, Note, Severity, given, rule
 from ckptlint.vocabulary.keys import COMPUTED
 from ckptlint.vocabulary.schemes import quantised_weight
 
@@ -18,7 +18,7 @@ _SHOWN = 6
 _KINDS = {"model": "parameters of the model", "copy": "the second copy of the model", "optimizer": "optimizer state"}
 
 
-@rule("REF001", "key-diff", Severity.ERROR, whole=True, expects=True)
+@rule("REF001", "key-diff", Severity.ERROR, whole=True, expects=True, needs=("reference tensors",))
 def key_diff(ckpt: Checkpoint) -> Iterator[Finding]:
     """Keys differ from those of the reference.
 
@@ -38,9 +38,7 @@ def key_diff(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.distributed.checkpoint.DefaultLoadPlanner (allow_partial_load), `ckptlint manifest`
     """
-    reference = ckpt.reference
-    if reference is None or not reference.tensors:
-        raise NotApplicable("the reference names no tensors")
+    reference = given(ckpt.reference)
     found = match_keys(ckpt, reference)
     yield from _lacking(ckpt, reference, found)
     shared = _same_places(found.absent)

@@ -10,7 +10,7 @@ from math import prod
 from ckptlint.analysis.key_matching import KeyComparison, KeyEntry, match_keys
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import human_bytes
-from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
+from ckptlint.rule import Finding, Location, NotApplicable, Severity, given, rule
 from ckptlint.vocabulary.dtypes import ITEM_BITS
 from ckptlint.vocabulary.mesh import axes_of_size
 
@@ -35,7 +35,7 @@ class _Sum:
         return next((k for k in _FACTORS if _TOLERANCE * abs(self.stored * k - self.expected) <= self.expected), None)
 
 
-@rule("REF003", "bytes-ratio", Severity.WARNING, whole=True, expects=True)
+@rule("REF003", "bytes-ratio", Severity.WARNING, whole=True, expects=True, needs=("reference tensors",))
 def bytes_ratio(ckpt: Checkpoint) -> Iterator[Finding]:
     """The state, or a part of it, has only a half, a quarter or an eighth of the reference's bytes.
 
@@ -53,9 +53,7 @@ def bytes_ratio(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         megatron.core.dist_checkpointing.mapping.ShardedTensor (replica_id)
     """
-    reference = ckpt.reference
-    if reference is None or not reference.tensors:
-        raise NotApplicable("the reference names no tensors")
+    reference = given(ckpt.reference)
     found = match_keys(ckpt, reference)
     if 2 * len(found.unpaired_expected) > found.expected.total():
         raise NotApplicable("the reference uses another naming scheme")
@@ -117,7 +115,6 @@ def _held(tensor: Tensor) -> int:
 
 
 def _finding(ckpt: Checkpoint, subject: str, part: str, total: _Sum, factor: int, parts: dict[str, _Sum]) -> Finding:
-    assert ckpt.reference is not None
     sizes = [
         f"{label} {human_bytes(inner.stored)} of {human_bytes(inner.expected)}"
         for label, inner in sorted(parts.items(), key=lambda item: item[1].stored - item[1].expected)
@@ -129,7 +126,7 @@ def _finding(ckpt: Checkpoint, subject: str, part: str, total: _Sum, factor: int
     verb = "hold" if subject.startswith("the experts") else "holds"
     return Finding(
         f"{subject} {verb} {stored}, 1/{factor} of the {expected} in the reference",
-        at=Location(label=f"{ckpt.metadata_file}, compared with {ckpt.reference.source}"),
+        at=Location(label=f"{ckpt.metadata_file}, compared with {given(ckpt.reference).source}"),
         identity=(part, str(factor)),
         notes=(
             ("counted", f"{total.stored:,} and {total.expected:,} bytes, in the dtypes of the reference"),

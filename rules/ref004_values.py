@@ -8,14 +8,14 @@ import numpy as np
 
 from ckptlint.depth import Depth
 from ckptlint.errors import BudgetError
-from ckptlint.model import Checkpoint
+from ckptlint.model import Checkpoint, PayloadTable, Reference
 from ckptlint.model.text import ranges, some
-from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
+from ckptlint.rule import Finding, Location, NotApplicable, Severity, given, rule
 
 _RANGES = 4
 
 
-@rule("REF004", "values", Severity.ERROR, needs=Depth.DATA, expects=True)
+@rule("REF004", "values", Severity.ERROR, depth=Depth.DATA, expects=True)
 def values(ckpt: Checkpoint) -> Iterator[Finding]:
     """A tensor does not hold the values that the manifest has of it.
 
@@ -34,20 +34,21 @@ def values(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         ckptlint manifest --values
     """
-    if ckpt.reference is None or not ckpt.reference.values:
+    reference, payload = given(ckpt.reference), given(ckpt.payload)
+    if not reference.values:
         raise NotApplicable("the reference holds no values: `ckptlint manifest --values` writes them")
-    if ckpt.payload is None or ckpt.payload.sample:
+    if payload.sample:
         raise NotApplicable("only a part of the records was read")
-    if not ckpt.payload.values:
+    if not payload.values:
         raise BudgetError(
-            f"nothing was compared: none of the {len(ckpt.reference.values):,} keys is here whose values the reference "
+            f"nothing was compared: none of the {len(reference.values):,} keys is here whose values the reference "
             "has; `ckptlint diff OLD NEW --values` pairs tensors by what they hold"
         )
     for fqn, tensor in ckpt.tensors.items():
-        wanted, found = ckpt.reference.values.get(fqn, {}), ckpt.payload.values.get(fqn, {})
+        wanted, found = reference.values.get(fqn, {}), payload.values.get(fqn, {})
         shared = wanted.keys() & found.keys()
         if any(wanted[dtype] != found[dtype] for dtype in shared):
-            odd = _odd_rows(ckpt, fqn)
+            odd = _odd_rows(reference, payload, fqn)
             yield Finding(
                 f"the values{{of}} are not those of the reference{odd}",
                 at=Location.of(tensor),
@@ -56,12 +57,10 @@ def values(ckpt: Checkpoint) -> Iterator[Finding]:
             )
 
 
-def _odd_rows(ckpt: Checkpoint, fqn: str) -> str:
+def _odd_rows(reference: Reference, payload: PayloadTable, fqn: str) -> str:
     """Which rows differ, where the reference has their words."""
-    assert ckpt.reference is not None
-    assert ckpt.payload is not None
-    for dtype, wanted in ckpt.reference.rows.get(fqn, {}).items():
-        found = ckpt.payload.row_hashes.get(fqn, {}).get(dtype)
+    for dtype, wanted in reference.rows.get(fqn, {}).items():
+        found = payload.row_hashes.get(fqn, {}).get(dtype)
         if found is not None and len(found) == len(wanted):
             parts = ranges(np.flatnonzero(found != wanted).tolist()).split(",")
             return f": rows {some(parts, _RANGES, 'range')} of {len(wanted):,}"

@@ -9,12 +9,12 @@ from itertools import chain
 from ckptlint.model import Checkpoint, RankFile
 from ckptlint.model.lost_files import by_node
 from ckptlint.model.text import ranges, some
-from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
+from ckptlint.rule import Finding, Location, Severity, given, rule
 
 _SHOWN = 6
 
 
-@rule("RNK001", "missing-rank-file", Severity.ERROR)
+@rule("RNK001", "missing-rank-file", Severity.ERROR, needs=("rank files",))
 def missing_rank_file(ckpt: Checkpoint) -> Iterator[Finding]:
     """A file of a set of per-rank torch files is missing.
 
@@ -31,14 +31,13 @@ def missing_rank_file(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         deepspeedai/DeepSpeed#2319, verl FSDPCheckpointManager
     """
-    if ckpt.rank_files is None:
-        raise NotApplicable("no set of rank files")
     groups: dict[str, list[RankFile]] = defaultdict(list)
-    missing = ckpt.rank_files.missing
+    rank_files = given(ckpt.rank_files)
+    missing = rank_files.missing
     for file in chain.from_iterable(missing.values()):
         groups[file.kind].append(file)
     for kind, files in groups.items():
-        there = sum(file.kind == kind for file in ckpt.rank_files.files)
+        there = sum(file.kind == kind for file in rank_files.files)
         numbers = {name: {file.numbers[name] for file in files} for name in files[0].numbers}
         of = "".join(f", {name} {ranges(found)}" for name, found in numbers.items()).replace(",", ":", 1)
         names = some((file.name for file in files), _SHOWN)
@@ -55,7 +54,7 @@ def missing_rank_file(ckpt: Checkpoint) -> Iterator[Finding]:
             identity=tuple(file.name for file in files),
             lost_files=by_node(
                 {file.name: file.numbers.get("rank") for file in files},
-                {file.numbers.get("rank", -1) for file in ckpt.rank_files.files if file.kind == kind} - {-1},
+                {file.numbers.get("rank", -1) for file in rank_files.files if file.kind == kind} - {-1},
             ),
             severity=Severity.WARNING if kind == "random state" else None,
             notes=(("files", names if len(files) > 1 else ""), ("because", ", ".join(missing))),

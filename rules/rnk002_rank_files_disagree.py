@@ -12,7 +12,7 @@ from ckptlint.rule import Finding, Location, Severity, rule
 _SHOWN = 6
 
 
-@rule("RNK002", "rank-files-disagree", Severity.ERROR)
+@rule("RNK002", "rank-files-disagree", Severity.ERROR, needs=("rank files",))
 def rank_files_disagree(ckpt: Checkpoint) -> Iterator[Finding]:
     """Files of one set disagree on a tensor or on the job.
 

@@ -12,7 +12,7 @@ from ckptlint.rule import Finding, Location, Severity, rule
 _SHOWN = 6
 
 
-@rule("RNK003", "ranks-at-other-steps", Severity.ERROR)
+@rule("RNK003", "ranks-at-other-steps", Severity.ERROR, needs=("rank files",))
 def ranks_at_other_steps(ckpt: Checkpoint) -> Iterator[Finding]:
     """Files of one set come from different steps.
 

@@ -9,7 +9,7 @@ from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, Location, Severity, rule
 
 
-@rule("RNK004", "local-shape", Severity.ERROR)
+@rule("RNK004", "local-shape", Severity.ERROR, needs=("rank files",))
 def local_shape(ckpt: Checkpoint) -> Iterator[Finding]:
     """A rank's part of a tensor does not have the shape that its placements imply.
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptlint.model import Checkpoint
-from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
+from ckptlint.rule import Finding, Location, Severity, given, rule
 
 
-@rule("RNK006", "other-rank-inside", Severity.ERROR)
+@rule("RNK006", "other-rank-inside", Severity.ERROR, needs=("rank files",))
 def other_rank_inside(ckpt: Checkpoint) -> Iterator[Finding]:
     """A rank's file holds what another rank wrote.
 
@@ -25,9 +25,7 @@ def other_rank_inside(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.serialization.save, torch.distributed.device_mesh.DeviceMesh
     """
-    if ckpt.rank_files is None:
-        raise NotApplicable("no set of rank files")
-    for item in (file for file in ckpt.rank_files.files if file.inside):
+    for item in (file for file in given(ckpt.rank_files).files if file.inside):
         same = f": the same bytes as {item.same_as}" if item.same_as else ""
         yield Finding(
             f"{item.name} holds what was saved as {item.inside}{same}",

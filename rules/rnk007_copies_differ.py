@@ -17,7 +17,7 @@ _OF = {
 }
 
 
-@rule("RNK007", "copies-differ", Severity.WARNING)
+@rule("RNK007", "copies-differ", Severity.WARNING, needs=("rank files",))
 def copies_differ(ckpt: Checkpoint) -> Iterator[Finding]:
     """The copies of a tensor in the files of several ranks differ.
 

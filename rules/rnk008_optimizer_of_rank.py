@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ckptlint.analysis.ranks.rank_sets import compared
 from ckptlint.model import Checkpoint, Misfit
-from ckptlint.rule import Confidence, Finding, Location, NotApplicable, Severity, rule
+from ckptlint.rule import Confidence, Finding, Location, Severity, given, rule
 
 _SENTENCES = {
     "length": "{at} in {file} have {stored} elements instead of {expected}",
@@ -16,7 +16,7 @@ _SENTENCES = {
 }
 
 
-@rule("RNK008", "optimizer-of-rank", Severity.ERROR)
+@rule("RNK008", "optimizer-of-rank", Severity.ERROR, needs=("rank files", "no DeepSpeed"))
 def optimizer_of_rank(ckpt: Checkpoint) -> Iterator[Finding]:
     """The optimizer in a rank's file does not fit the model of that rank.
 
@@ -35,10 +35,8 @@ def optimizer_of_rank(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         megatron.core.optimizer.DistributedOptimizer.get_parameter_state_dp_zero
     """
-    if ckpt.rank_files is None or ckpt.format.startswith("deepspeed"):
-        raise NotApplicable("no rank files of FSDP's, nor of Megatron's older format")
     part = compared(ckpt).of_a_part
-    for item in ckpt.rank_files.misfits:
+    for item in given(ckpt.rank_files).misfits:
         if item.what in _SENTENCES and item not in part:
             yield _finding(item, "certain", "take both files of this rank from one save, or go back one step")
     if part:  # one cause, reported for the first file

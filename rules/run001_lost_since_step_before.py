@@ -8,14 +8,14 @@ from collections.abc import Iterator, Mapping
 from ckptlint.analysis.step_change import KIND_NAMES, Change, changes, held_by, older_name
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import plural
-from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
+from ckptlint.rule import Finding, Location, Severity, given, rule
 from ckptlint.vocabulary.keys import parse
 from ckptlint.vocabulary.parts import part_of_file
 
 _PLACE = "compared with the step before"
 
 
-@rule("RUN001", "lost-since-step-before", Severity.WARNING, whole=True)
+@rule("RUN001", "lost-since-step-before", Severity.WARNING, whole=True, needs=("step before", "whole step before"))
 def lost_since_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
     """This step lacks keys or files that the step before it has.
 
@@ -35,11 +35,7 @@ def lost_since_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         pytorch#149785, nvidia-resiliency-ext#359, transformers#31034, Megatron-LM#4378
     """
-    before = ckpt.before
-    if before is None:
-        raise NotApplicable("there is no older step to compare with")
-    if before.partial:
-        raise NotApplicable(f"the metadata of {before.path} describes only part of its save")
+    before = given(ckpt.before)
     was, now = held_by(before), held_by(ckpt)
     gone = [change for change in changes(was, now) if change.kind == "gone"]
     kinds = Counter(parse(fqn).kind for fqn in was)
@@ -60,7 +56,7 @@ def lost_since_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
         kind = parse(change.fqns[0]).kind
         if kind in kept and not (kind == "model" and lost * 2 > kinds["model"]):
             yield from _findings(ckpt, change)
-    yield from _files(ckpt, keeps_optimizer="optimizer" in kept)
+    yield from _files(ckpt, before, keeps_optimizer="optimizer" in kept)
 
 
 def _findings(ckpt: Checkpoint, change: Change) -> Iterator[Finding]:
@@ -95,12 +91,11 @@ def _renamed(ckpt: Checkpoint, was: Mapping[str, object], now: Mapping[str, obje
     )
 
 
-def _files(ckpt: Checkpoint, keeps_optimizer: bool) -> Iterator[Finding]:
+def _files(ckpt: Checkpoint, before: Checkpoint, keeps_optimizer: bool) -> Iterator[Finding]:
     """Families of files that the step before has and this one lacks."""
-    assert ckpt.before is not None
     here = {file.family for file in ckpt.step_files}
     names: dict[str, str] = {}
-    for file in ckpt.before.step_files:
+    for file in before.step_files:
         if file.family not in here and (part_of_file(file.family) or file.family == "trainer state"):
             names.setdefault(file.family, file.name)
     is_meant = "optimizer state" in names and not keeps_optimizer

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from ckptlint.analysis.step_change import KIND_NAMES, changes, held_by, older_name
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import braces, plural
-from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
+from ckptlint.rule import Finding, Location, Severity, given, rule
 from ckptlint.vocabulary.keys import parse
 
 _SHOWN = 6
 
 
-@rule("RUN002", "new-since-step-before", Severity.INFO, whole=True)
+@rule("RUN002", "new-since-step-before", Severity.INFO, whole=True, needs=("step before", "whole step before"))
 def new_since_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
     """This step has keys that the step before it does not have.
 
@@ -28,11 +28,7 @@ def new_since_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
     How to fix:
         Nothing, if the change was meant.
     """
-    before = ckpt.before
-    if before is None:
-        raise NotApplicable("there is no older step to compare with")
-    if before.partial:
-        raise NotApplicable(f"the metadata of {before.path} describes only part of its save")
+    before = given(ckpt.before)
     new = [fqn for change in changes(held_by(before), held_by(ckpt)) if change.kind == "new" for fqn in change.fqns]
     kinds: dict[str, list[str]] = defaultdict(list)
     for fqn in new:

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from ckptlint.analysis.step_change import Change, changes, held_by, older_name
 from ckptlint.model import Checkpoint
-from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
+from ckptlint.rule import Finding, Location, Severity, given, rule
 
 
-@rule("RUN003", "changed-since-step-before", Severity.WARNING, whole=True)
+@rule("RUN003", "changed-since-step-before", Severity.WARNING, whole=True, needs=("step before", "whole step before"))
 def changed_since_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
     """A tensor's shape, dtype or number of chunks differs from the step before.
 
@@ -27,11 +27,7 @@ def changed_since_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         pytorch#149785
     """
-    before = ckpt.before
-    if before is None:
-        raise NotApplicable("there is no older step to compare with")
-    if before.partial:
-        raise NotApplicable(f"the metadata of {before.path} describes only part of its save")
+    before = given(ckpt.before)
     for change in changes(held_by(before), held_by(ckpt)):
         if change.kind in ("shape", "dtype", "cut"):
             yield from _findings(ckpt, older_name(ckpt), change)

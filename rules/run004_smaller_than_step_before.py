@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from ckptlint.analysis.step_change import held_by, older_name
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import human_bytes
-from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
+from ckptlint.rule import Finding, Location, NotApplicable, Severity, given, rule
 
 
-@rule("RUN004", "smaller-than-step-before", Severity.WARNING, whole=True)
+@rule("RUN004", "smaller-than-step-before", Severity.WARNING, whole=True, needs=("step before", "whole step before"))
 def smaller_than_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
     """The same keys take less than half, or more than twice, the bytes of the step before.
 
@@ -25,10 +25,8 @@ def smaller_than_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
     How to fix:
         Check both with `--depth headers`, and resume from the one that passes.
     """
-    before = ckpt.before
-    if before is None:
-        raise NotApplicable("there is no older step to compare with")
-    if before.partial or ckpt.format != before.format:
+    before = given(ckpt.before)
+    if ckpt.format != before.format:
         raise NotApplicable(f"{before.path} is stored in another format")
     was, now = held_by(before), held_by(ckpt)
     tensors = {fqn: (one.dtype, one.shape) for fqn, one in now.items() if one.is_tensor}

@@ -10,12 +10,12 @@ from ckptlint.analysis.inventory import MOMENTS, inventory_of
 from ckptlint.analysis.step_change import older_name
 from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint, Tensor
-from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
+from ckptlint.rule import Finding, Location, NotApplicable, Severity, given, rule
 
 _LEAST = 64  # elements: a smaller tensor may stay as it is by chance
 
 
-@rule("RUN005", "identical-to-step-before", Severity.WARNING, needs=Depth.HEADERS, whole=True)
+@rule("RUN005", "identical-to-step-before", Severity.WARNING, depth=Depth.HEADERS, whole=True, needs=("step before",))
 def identical_to_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
     """The weights are bit for bit those of the step before.
 
@@ -33,11 +33,9 @@ def identical_to_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         NVIDIA-NeMo/RL#3312
     """
-    before = ckpt.before
-    if before is None:
-        raise NotApplicable("there is no older step to compare with")
-    if ckpt.payload is None or before.payload is None:
-        raise NotApplicable("the records of one of the two steps were not read")
+    before = given(ckpt.before)
+    if before.payload is None:
+        raise NotApplicable("the records of the step before were not read")
     inventory = inventory_of(ckpt)
     weights = _compared(ckpt, before, [param.tensor for param in inventory.params])
     moments = _compared(ckpt, before, [state.tensor for state in inventory.states if state.what in MOMENTS])
@@ -73,11 +71,10 @@ def _compared(ckpt: Checkpoint, before: Checkpoint, tensors: list[Tensor]) -> li
 
 def _sums(ckpt: Checkpoint, tensor: Tensor) -> np.ndarray | None:
     """CRC-32, size and offsets of each chunk, in the order of their offsets; None where one has no checksum."""
-    assert ckpt.payload is not None
-    rows = tensor.chunks.record
-    if not len(rows) or (rows < 0).any() or (ckpt.payload.crc[rows] <= 0).any():
+    rows, payload = tensor.chunks.record, given(ckpt.payload)
+    if not len(rows) or (rows < 0).any() or (payload.crc[rows] <= 0).any():
         return None
     offsets = tensor.layout.offsets
-    columns = [*(offsets[:, axis] for axis in range(offsets.shape[1])), ckpt.payload.crc[rows], ckpt.payload.size[rows]]
+    columns = [*(offsets[:, axis] for axis in range(offsets.shape[1])), payload.crc[rows], payload.size[rows]]
     table = np.stack(columns, axis=1)
     return table[np.lexsort(table.T[::-1])]

@@ -19,7 +19,7 @@ from ckptlint.vocabulary.dtypes import FORMS
 _LARGEST = 2_000_000
 
 
-@rule("RUN006", "two-saves-in-one-folder", Severity.ERROR, needs=Depth.FILES)
+@rule("RUN006", "two-saves-in-one-folder", Severity.ERROR, depth=Depth.FILES)
 def two_saves_in_one_folder(ckpt: Checkpoint) -> Iterator[Finding]:
     """Payload files are of another save than `.metadata`, by their times or by the optimizer's step in them.
 

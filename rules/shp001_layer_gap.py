@@ -6,7 +6,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
 
-from ckptlint.analysis.fit.judgement import judges
 from ckptlint.analysis.inventory import Param, inventory_of
 from ckptlint.analysis.trusted_config import number, trusted
 from ckptlint.model import Checkpoint
@@ -24,7 +23,7 @@ _MOST = 0.8
 _LIMIT = 100_000  # no model has as many layers, but a key may claim any number
 
 
-@rule("SHP001", "layer-gap", Severity.ERROR, whole=True)
+@rule("SHP001", "layer-gap", Severity.ERROR, whole=True, needs=("no model config", "no DeepSpeed"))
 def layer_gap(ckpt: Checkpoint) -> Iterator[Finding]:
     """Layers are missing from the middle or the start of a block, or one layer lacks part of a module.
 
@@ -43,10 +42,6 @@ def layer_gap(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         megatron.core.transformer.transformer_layer.get_transformer_layer_offset
     """
-    if judges(ckpt):
-        raise NotApplicable("CFG001 compares every key with the configuration")
-    if ckpt.format in ("deepspeed", "deepspeed-universal"):
-        raise NotApplicable("DeepSpeed lists its parameters without frozen ones; RNK005 compares the files with it")
     blocks: dict[Block, Layers] = defaultdict(lambda: defaultdict(list))
     for param in inventory_of(ckpt).params:
         if param.key.layer is not None and not is_adapter(param.key):

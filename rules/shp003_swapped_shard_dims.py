@@ -22,7 +22,7 @@ from ckptlint.geometry.chunk_graph import axis_name
 from ckptlint.model import Checkpoint
 from ckptlint.model.cover import Shape
 from ckptlint.model.text import ranges, shape_text
-from ckptlint.rule import Confidence, Finding, Location, NotApplicable, Note, Severity, rule
+from ckptlint.rule import Confidence, Finding, Location, Note, Severity, rule
 from ckptlint.vocabulary.keys import is_adapter
 
 
@@ -44,7 +44,7 @@ class Swap:
     confidence: Confidence = "certain"
 
 
-@rule("SHP003", "swapped-shard-dims", Severity.ERROR, whole=True)
+@rule("SHP003", "swapped-shard-dims", Severity.ERROR, whole=True, needs=("params",))
 def swapped_shard_dims(ckpt: Checkpoint) -> Iterator[Finding]:
     """A weight was transposed, but its placement still shards the old dim.
 
@@ -65,8 +65,6 @@ def swapped_shard_dims(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.distributed.tensor.DTensor.from_local
     """
-    if not inventory_of(ckpt).params:
-        raise NotApplicable("no key is that of a parameter")
     found: dict[str, Swap] = {}
     for swap in (*_from_reference(ckpt), *_from_hidden(ckpt), *_from_layers(ckpt)):
         if not is_confirmed(ckpt, swap.param):

@@ -27,7 +27,7 @@ from ckptlint.analysis.trusted_config import knows_mesh, mesh_axes, number, trus
 from ckptlint.geometry.chunk_graph import axis_name
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import some
-from ckptlint.rule import Confidence, Finding, Location, NotApplicable, Note, Severity, rule
+from ckptlint.rule import Confidence, Finding, Location, Note, Severity, rule
 from ckptlint.vocabulary.dtypes import FLOATS
 from ckptlint.vocabulary.keys import is_adapter, module_path
 
@@ -60,7 +60,7 @@ class Local:
         return self.param.tensor.global_shape[self.axis]
 
 
-@rule("SHP004", "local-as-global", Severity.ERROR, whole=True)
+@rule("SHP004", "local-as-global", Severity.ERROR, whole=True, needs=("params",))
 def local_as_global(ckpt: Checkpoint) -> Iterator[Finding]:
     """The metadata records one rank's part as the whole tensor, or the copies of a replica as shards.
 
@@ -80,8 +80,6 @@ def local_as_global(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.distributed.tensor.DTensor.from_local
     """
-    if not inventory_of(ckpt).params:
-        raise NotApplicable("no key is that of a parameter")
     found: dict[str, Local] = {}
     for source in _SOURCES:
         for local in source(ckpt):

@@ -11,7 +11,7 @@ from ckptlint.analysis.layer_outliers import shape_outliers
 from ckptlint.analysis.projections import ProjectionFamily, families, is_rank_part, short_name
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import shape_text
-from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
+from ckptlint.rule import Finding, Location, Note, Severity, rule
 from ckptlint.vocabulary.keys import module_path, parse
 
 _HALVES = {"w": "v", "v": "w"}
@@ -19,7 +19,7 @@ _SHARED = ("query", "key", "value")
 """The components that both the projection and the convolution of a linear attention have."""
 
 
-@rule("SHP005", "fused-component-sum", Severity.WARNING, whole=True)
+@rule("SHP005", "fused-component-sum", Severity.WARNING, whole=True, needs=("params",))
 def fused_component_sum(ckpt: Checkpoint) -> Iterator[Finding]:
     """The parts of one fused projection have sizes that do not fit together.
 
@@ -37,8 +37,6 @@ def fused_component_sum(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         megatron.core.transformer.mlp.apply_swiglu_sharded_factory
     """
-    if not inventory_of(ckpt).params:
-        raise NotApplicable("no key is that of a parameter")
     alone = {item.param for item in shape_outliers(ckpt) if item.changed == 1}
     for source in (_halves, _components, _attention):
         for finding, params in source(ckpt):

@@ -20,7 +20,7 @@ from ckptlint.vocabulary.keys import module_path
 _STARTS = 8
 
 
-@rule("SHP006", "glu-chunk-pattern", Severity.WARNING)
+@rule("SHP006", "glu-chunk-pattern", Severity.WARNING, needs=("Megatron-Core",))
 def glu_chunk_pattern(ckpt: Checkpoint) -> Iterator[Finding]:
     """A gated projection is not split into two chunks for each tensor-parallel rank.
 
@@ -38,8 +38,6 @@ def glu_chunk_pattern(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         megatron.core.transformer.mlp.apply_swiglu_sharded_factory
     """
-    if not ckpt.is_megatron:
-        raise NotApplicable("only Megatron-Core's torch_dist stores the two halves of a gated projection as chunks")
     declared, topology = trusted(ckpt), trusted_topology(ckpt)
     if not flag(declared, "gated") or content_metadata(ckpt).get("singleton_local_shards") is not False:
         raise NotApplicable("the job does not say that projections are gated and stored fused")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from ckptlint.analysis.inventory import Param, inventory_of
+from ckptlint.analysis.inventory import Param
 from ckptlint.analysis.key_matching import is_confirmed
 from ckptlint.analysis.layer_outliers import shape_outliers
 from ckptlint.analysis.projections import ProjectionFamily, families, fused_factors, is_rank_part, short_name
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import shape_text
-from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
+from ckptlint.rule import Finding, Location, Note, Severity, rule
 from ckptlint.vocabulary.keys import module_path
 
 _HALVES = (("gate_proj", "up_proj"), ("w1", "w3"))
@@ -23,7 +23,7 @@ Misfit = tuple[Param, int, Param, int, str]
 """A weight and its inner axis, its partner and that one's, and what is wrong."""
 
 
-@rule("SHP009", "projection-misfit", Severity.WARNING, whole=True)
+@rule("SHP009", "projection-misfit", Severity.WARNING, whole=True, needs=("params",))
 def projection_misfit(ckpt: Checkpoint) -> Iterator[Finding]:
     """The projections of an attention or MLP have sizes that cannot be multiplied.
 
@@ -42,8 +42,6 @@ def projection_misfit(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.nn.Linear
     """
-    if not inventory_of(ckpt).params:
-        raise NotApplicable("no key is that of a parameter")
     alone = {item.param for item in shape_outliers(ckpt)}
     for family in families(ckpt):
         if family.hidden is None or family.is_latent:

@@ -55,7 +55,7 @@ def rule_names() -> Iterator[tuple[str, str]]:
     True
     """
     for module in sorted(path for place in _places() for path in Path(place).glob("[a-z]*_*.py")):
-        yield from re.findall(r'^@rule\(\s*"(\w+)", "([\w-]+)"', module.read_text(encoding="utf-8"), re.MULTILINE)
+        yield from re.findall(r'^@rule\(\s*"(\w+)",\s*"([\w-]+)"', module.read_text(encoding="utf-8"), re.MULTILINE)
 
 
 def _places() -> list[str]:

@@ -45,7 +45,6 @@ def plan(
     html: Path | None,
     color: str,
     no_progress: bool,
-    timeout: int,
     no_load_optim: bool,
     no_load_rng: bool,
     **asked: Any,
@@ -62,14 +61,14 @@ def plan(
     if len(found) > 1:
         raise ConfigError(f"{path} holds {len(found)} checkpoints: name one of them ({', '.join(found)})")
     (ckpt,) = found.values()
-    from ckptlint.planning.ask import make_plan
+    from ckptlint.planning.ask import PlanRequest, make_plan
     from ckptlint.reporters.html import plan_page
     from ckptlint.reporters.plan import as_json, as_text
     from ckptlint.reporters.style import JSON_ESCAPE, inert
 
-    give_up = {"optim": no_load_optim, "rng": no_load_rng}
+    give_up = ["optim"] * no_load_optim + ["rng"] * no_load_rng
     with progress(no_progress):
-        made = make_plan(ckpt, seconds=timeout, give_up=[what for what, gone in give_up.items() if gone], **asked)
+        made = make_plan(ckpt, PlanRequest(give_up=give_up, **asked))
     if html is not None:
         write_file(html, plan_page.render(made, ckpt))
     if format_ == "json":

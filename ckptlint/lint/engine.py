@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Iterable
 from dataclasses import replace
 
+from ckptlint.analysis.needs import NEEDS
 from ckptlint.depth import Depth
 from ckptlint.errors import BudgetError, OwnFileError
 from ckptlint.lint.report import UNREADABLE, CheckpointReport, Diagnostic
@@ -25,8 +26,8 @@ def run_rules(ckpt: Checkpoint, rules: Iterable[Rule], depth: Depth) -> Checkpoi
             continue  # what it judges is not known yet
         if rule.live and ckpt.ranks is None:
             report.not_run[rule.code] = "needs a running job"
-        elif not depth.reaches(rule.needs):
-            report.not_run[rule.code] = f"needs --depth {rule.needs}"
+        elif not depth.reaches(rule.depth):
+            report.not_run[rule.code] = f"needs --depth {rule.depth}"
         elif rule.expects and ckpt.reference is None:
             report.not_run[rule.code] = "needs --expect"
         elif not ckpt.readable and not rule.always:
@@ -59,6 +60,9 @@ def _run(rule: Rule, ckpt: Checkpoint, report: CheckpointReport) -> list[Problem
     try:
         if rule.whole and ckpt.partial:
             raise NotApplicable(ckpt.partial)
+        for is_met, otherwise in (NEEDS[word] for word in rule.needs):
+            if not is_met(ckpt):
+                raise NotApplicable(otherwise)
         for finding in rule.check(_with_rank_findings(ckpt, rule), **rule.values):
             severity = min(rule.severity, finding.severity or rule.severity, CEILING[finding.confidence])
             report.diagnostics.append(Diagnostic(rule, finding, severity))

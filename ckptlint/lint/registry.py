@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
+from ckptlint.analysis.needs import NEEDS
 from ckptlint.errors import ConfigError
 from ckptlint.rule import Rule
 
@@ -121,11 +122,19 @@ def _is_below(path: Path, folders: Iterable[Path]) -> bool:
 
 
 def _rules_in(package: ModuleType) -> list[Rule]:
-    """The rules in a package and its modules, or in a module; each once."""
+    """The rules in a package and its modules, or in a module; each once.
+
+    Raises:
+        ValueError: a rule needs what is no word of `NEEDS`.
+    """
     modules = [package]
     for module in pkgutil.iter_modules(getattr(package, "__path__", ())):
         modules.append(importlib.import_module(f"{package.__name__}.{module.name}"))
-    return list(dict.fromkeys(item for module in modules for item in vars(module).values() if isinstance(item, Rule)))
+    found = list(dict.fromkeys(item for module in modules for item in vars(module).values() if isinstance(item, Rule)))
+    for rule in found:
+        if unknown := [word for word in rule.needs if word not in NEEDS]:
+            raise ValueError(f"{rule.code} needs {unknown[0]!r}, which is none of {', '.join(NEEDS)}")
+    return found
 
 
 def _clash(rule: Rule, others: Iterable[Rule]) -> str:

@@ -289,7 +289,7 @@ class Report:
 
     def added_by(self, depth: Depth) -> int:
         """How many of the selected rules need this depth or a lesser one, and more than the depth of this report."""
-        return sum(depth.reaches(rule.needs) and not self.depth.reaches(rule.needs) for rule in self.rules)
+        return sum(depth.reaches(rule.depth) and not self.depth.reaches(rule.depth) for rule in self.rules)
 
     def is_failing(self, item: Diagnostic) -> bool:
         """Whether a finding makes the run fail: at or above `fail_on`, and always for errors of fixed rules.

@@ -70,7 +70,7 @@ def in_words(clause: Clause) -> str:
 def _needs(rule: Rule, option: str = "") -> str:
     if rule.live:
         return "a running job"
-    return f"{option}{rule.needs}, --expect" if rule.expects else f"{option}{rule.needs}"
+    return f"{option}{rule.depth}, --expect" if rule.expects else f"{option}{rule.depth}"
 
 
 def _examples(rule: Rule, width: int) -> Iterator[str]:
@@ -143,7 +143,7 @@ def catalogue(rules: Sequence[Rule], format_: str, width: int = 80) -> str:
                 "code": rule.code,
                 "name": rule.name,
                 "severity": rule.severity.label,
-                "needs": "live" if rule.live else rule.needs,
+                "needs": "live" if rule.live else rule.depth,
                 "default": not (rule.expects or rule.live),
                 "summary": rule.summary,
             }
@@ -184,5 +184,5 @@ def _listing(rules: Sequence[Rule], width: int) -> Iterator[str]:
 
 def _mark(rule: Rule) -> str:
     """The severity, and what `check` must be given so that the rule runs."""
-    needs = "--expect" if rule.expects else "" if rule.live or Depth.FILES.reaches(rule.needs) else rule.needs
+    needs = "--expect" if rule.expects else "" if rule.live or Depth.FILES.reaches(rule.depth) else rule.depth
     return f"{rule.severity.label}, {needs}" if needs else rule.severity.label

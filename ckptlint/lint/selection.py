@@ -41,8 +41,8 @@ def select(
         named = next((rule for rule in rules if token in (rule.code, rule.name)), None)
         if named and named.live:
             raise ConfigError(f"{named.code} {named.name} judges a running job: call ckptlint.live.check there")
-        if named and not depth.reaches(named.needs):
-            raise ConfigError(f"{named.code} {named.name} needs --depth {named.needs}, but the depth is {depth}")
+        if named and not depth.reaches(named.depth):
+            raise ConfigError(f"{named.code} {named.name} needs --depth {named.depth}, but the depth is {depth}")
         if named and named.expects and not has_reference:
             raise ConfigError(f"{named.code} {named.name} needs --expect REF, what to compare with")
     levels = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 
 from ckptlint.errors import ConfigError
@@ -18,22 +18,11 @@ from ckptlint.planning.verdict import plan_of
 from ckptlint.vocabulary.keys import parse
 
 
-def make_plan(
-    ckpt: Checkpoint,
-    to: str | None = None,
-    *,
-    world: int | None = None,
-    mesh: str | None = None,
-    nodes: int | None = None,
-    ranks_per_node: int | None = None,
-    from_nodes: int | None = None,
-    give_up: Collection[str] = (),
-    megatron: str | None = None,
-    seconds: float = 600,
-) -> Plan:
-    """Whether the checkpoint loads into a job, and what each of its ranks reads.
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """What a user asks of a plan; the command line and the API hold one.
 
-    Args:
+    Attributes:
         to: sizes of axes (`dp=8,tp=2`), or a function of the job (`job.py:state_dict`), which is run; None for as many
             ranks as saved, under FSDP.
         world: ranks of the job, for a function.
@@ -42,39 +31,50 @@ def make_plan(
         from_nodes: so many nodes saved, and each has only the files that it wrote.
         give_up: `optim`, `rng`: what a job of Megatron-LM does without (--no-load-optim, --no-load-rng).
         megatron: the version of megatron-core that loads (`0.16`); None for any from the one that saved on.
-        seconds: after which a function is given up.
+        timeout: seconds after which a function is given up.
+    """
+
+    to: str | None = None
+    world: int | None = None
+    mesh: str | None = None
+    nodes: int | None = None
+    ranks_per_node: int | None = None
+    from_nodes: int | None = None
+    give_up: Collection[str] = ()
+    megatron: str | None = None
+    timeout: float = 600
+
+
+def make_plan(ckpt: Checkpoint, asked: PlanRequest) -> Plan:
+    """Whether the checkpoint loads into a job, and what each of its ranks reads.
 
     Raises:
         ConfigError: what was asked is nonsense, or the function gave no state dict.
         BudgetError: chunks and parts are too many to compare.
     """
-    for name, value in {
-        "world": world,
-        "nodes": nodes,
-        "ranks-per-node": ranks_per_node,
-        "from-nodes": from_nodes,
-    }.items():
+    for name in ("world", "nodes", "ranks_per_node", "from_nodes"):
+        value = getattr(asked, name)
         if value is not None and value < 1:
-            raise ConfigError(f"{name} is {value}: give a whole number from 1 up")
-    if not ckpt.is_megatron and (give_up or megatron):
+            raise ConfigError(f"{name.replace('_', '-')} is {value}: give a whole number from 1 up")
+    if not ckpt.is_megatron and (asked.give_up or asked.megatron):
         raise ConfigError("--no-load-optim, --no-load-rng and --megatron are for checkpoints of Megatron-Core only")
-    per_node = ranks_per_node or 8
-    if to is not None and ":" in to:
-        job = _exact(ckpt, to, world, mesh, per_node, seconds)
-    elif mesh is not None:
+    if asked.to is not None and ":" in asked.to:
+        job = _exact(ckpt, asked.to, asked)
+    elif asked.mesh is not None:
         raise ConfigError("--mesh needs a function: --to job.py:state_dict --mesh dp=4,tp=2")
     else:
-        job = _quick(ckpt, to, world)
+        job = _quick(ckpt, asked.to, asked.world)
     if ckpt.is_megatron:
-        job = _of_megatron(ckpt, job, frozenset(give_up), megatron)
+        job = _of_megatron(ckpt, job, frozenset(asked.give_up), asked.megatron)
     if ckpt.rank_files is not None:
         job = replace(job, known=(*refusals(ckpt, axis_sizes(job.to), job.world), *job.known))
-    return plan_of(ckpt, job, _per_node(ckpt, job, nodes, ranks_per_node, from_nodes), from_nodes)
+    return plan_of(ckpt, job, _per_node(ckpt, job, asked), asked.from_nodes)
 
 
-def _exact(ckpt: Checkpoint, to: str, world: int | None, mesh: str | None, per_node: int, seconds: float) -> Job:
+def _exact(ckpt: Checkpoint, to: str, asked: PlanRequest) -> Job:
     from ckptlint.planning.exact import axes_of, exact_job
 
+    world, mesh = asked.world, asked.mesh
     if mesh is None and world is None:
         raise ConfigError(f"for how many ranks should {to} run? give --world 8, or --mesh dp=4,tp=2")
     axes = {"dp": world or 1} if mesh is None else axes_of(mesh)
@@ -89,7 +89,7 @@ def _exact(ckpt: Checkpoint, to: str, world: int | None, mesh: str | None, per_n
             "torch.distributed.checkpoint does not load files of torch.save: name sizes of axes, --to dp=4,tp=2"
         )
     keys = (*ckpt.tensors, *(item.fqn for item in ckpt.byte_objects))
-    return exact_job(to, axes, keys, per_node, seconds)
+    return exact_job(to, axes, keys, asked.ranks_per_node or 8, asked.timeout)
 
 
 def _quick(ckpt: Checkpoint, to: str | None, world: int | None) -> Job:
@@ -128,10 +128,9 @@ def _of_megatron(ckpt: Checkpoint, job: Job, give_up: frozenset[str], megatron: 
     return Job(job.form, job.to, job.world, wishes, (*found, *job.known))
 
 
-def _per_node(
-    ckpt: Checkpoint, job: Job, nodes: int | None, ranks_per_node: int | None, from_nodes: int | None
-) -> int | None:
+def _per_node(ckpt: Checkpoint, job: Job, asked: PlanRequest) -> int | None:
     """Ranks on a node; None where nodes do not matter."""
+    nodes, ranks_per_node, from_nodes = asked.nodes, asked.ranks_per_node, asked.from_nodes
     if nodes is not None and ranks_per_node is not None and nodes * ranks_per_node != job.world:
         raise ConfigError(
             f"{nodes:,} nodes with {ranks_per_node:,} ranks each do not make the {job.world:,} ranks of the job"

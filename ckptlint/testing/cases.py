@@ -131,7 +131,7 @@ def run_case(rule: Rule, case: Case, folder: Path) -> CheckpointReport:
 def depth_of(rule: Rule, case: Case) -> Depth:
     """The depth at which a case of a rule is read and judged."""
     least = Depth.METADATA if case.is_live else Depth.FILES
-    return Depth(case.table.get("depth", max(rule.needs, least, key=[*Depth].index)))
+    return Depth(case.table.get("depth", max(rule.depth, least, key=[*Depth].index)))
 
 
 def judge_case(rule: Rule, case: Case, ckpt: Checkpoint, depth: Depth) -> CheckpointReport:

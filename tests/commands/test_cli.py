@@ -147,7 +147,7 @@ def test_a_crashed_rule_gives_4_and_the_others_go_on(monkeypatch: pytest.MonkeyP
     (part,) = report.checkpoints
     assert list(part.failed) == [crashing]
     assert {"GEO004", "LNT002"} <= {item.code for item in report.diagnostics}
-    silent = sum(rule.expects or rule.live or rule.needs in ("headers", "data") for rule in load_rules())
+    silent = sum(rule.expects or rule.live or rule.depth in ("headers", "data") for rule in load_rules())
     assert len(part.passed) + len(part.not_applicable) == len(load_rules()) - 1 - silent
     crash = next(item for item in report.diagnostics if item.code == "LNT002")
     assert crash.severity == Severity.ERROR
@@ -369,7 +369,7 @@ def test_rules_that_need_more_depth_are_listed_as_not_run() -> None:
     document = json.loads(invoke(GOOD, "--depth", "metadata", "--format", "json").output)
     reasons = {row["code"]: row["reason"] for row in document["checkpoints"][0]["not_run"]}
     assert reasons["PAY003"] == "needs --depth files"
-    assert set(reasons) == {r.code for r in load_rules() if r.needs != "metadata" or r.expects or r.live}
+    assert set(reasons) == {r.code for r in load_rules() if r.depth != "metadata" or r.expects or r.live}
 
 
 @pytest.mark.parametrize(

@@ -122,6 +122,10 @@ def test_settings_name_a_package_without_an_entry_point(
         ("import sys; sys.exit(0)", "cannot be imported: SystemExit: 0"),
         ("import no_such_module", "cannot be imported: ModuleNotFoundError"),
         ("def (", "cannot be imported: SyntaxError"),
+        (
+            RULE.format(code="ZZZ001", name="a-rule").replace("WARNING", "WARNING, needs=('params', 'luck')"),
+            "ZZZ001 needs 'luck', which is none of Megatron-Core, ",
+        ),
         (RULE.format(code="ZZ1", name="a-rule"), "'ZZ1' is not three capitals and three digits"),
         (
             RULE.format(code="ZZZ001", name="A rule"),

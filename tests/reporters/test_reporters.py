@@ -76,7 +76,7 @@ def crashing(code: str) -> tuple[Rule, ...]:
         raise RuntimeError("broken ]]> \x1b[31m rule")
 
     return tuple(
-        Rule(rule.code, rule.name, rule.severity, crash, rule.needs) if rule.code == code else rule
+        Rule(rule.code, rule.name, rule.severity, crash, depth=rule.depth) if rule.code == code else rule
         for rule in load_rules()
     )
 
@@ -243,7 +243,7 @@ def test_what_could_not_run_names_its_checkpoint_and_nothing_else() -> None:
 def test_a_pass_says_what_a_deeper_look_adds() -> None:
     lines = render(check("fsdp2_4r"), "full").splitlines()
     counts = [
-        sum(not (rule.live or rule.expects) and rule.needs in deeper for rule in load_rules())
+        sum(not (rule.live or rule.expects) and rule.depth in deeper for rule in load_rules())
         for deeper in (("headers",), ("headers", "data"))
     ]
     assert lines[-1] == (

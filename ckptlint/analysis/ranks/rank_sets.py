@@ -10,7 +10,7 @@ from itertools import chain
 from ckptlint.model import Checkpoint, Misfit, RankFileSet, Statement
 from ckptlint.model.facts import fact
 from ckptlint.model.text import plural
-from ckptlint.rule import NotApplicable
+from ckptlint.rule import given
 
 _STEP = "step"
 _COPIES = ("content", "content of copies", "content of other meshes")
@@ -58,22 +58,17 @@ class Compared:
 
 @fact
 def compared(ckpt: Checkpoint) -> Compared:
-    """What the files of a checkpoint say differently.
-
-    Raises:
-        NotApplicable: it is no set of rank files.
-    """
-    if ckpt.rank_files is None:
-        raise NotApplicable("no set of rank files")
-    found = list(_differing(ckpt.rank_files.statements))
+    """What the files of a checkpoint that is a set of rank files say differently."""
+    rank_files = given(ckpt.rank_files)
+    found = list(_differing(rank_files.statements))
     odd = {id(item): _shapes(item) for item in found if item.what == _PART}
     judged = {number for number, misfits in odd.items() if misfits}
     return Compared(
         job=tuple(_merged(item for item in found if item.what not in (_STEP, *_COPIES) and id(item) not in judged)),
         steps=tuple(item for item in found if item.what == _STEP),
         copies=tuple(item for item in found if item.what in _COPIES),
-        shapes=(*(item for item in ckpt.rank_files.misfits if item.what == "shape"), *chain(*odd.values())),
-        of_a_part=_on_all_ranks(ckpt.rank_files),
+        shapes=(*(item for item in rank_files.misfits if item.what == "shape"), *chain(*odd.values())),
+        of_a_part=_on_all_ranks(rank_files),
     )
 
 

@@ -1,0 +1,40 @@
+"""What a rule may need of a checkpoint to judge it, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ckptlint.analysis.fit.judgement import judges
+from ckptlint.analysis.inventory import inventory_of
+from ckptlint.model import Checkpoint
+
+NEEDS: dict[str, tuple[Callable[[Checkpoint], object], str]] = {
+    "Megatron-Core": (lambda ckpt: ckpt.is_megatron, "this is no checkpoint of Megatron-Core's torch_dist"),
+    "ShardedObjects": (lambda ckpt: ckpt.is_megatron and len(ckpt.objects), "there are no ShardedObjects"),
+    "export": (lambda ckpt: ckpt.is_export, "these are no files that a library loads a model from"),
+    "offsets": (
+        lambda ckpt: ckpt.locates_bytes,
+        "in the safetensors serialisation no offset and length say where the bytes of a tensor lie",
+    ),
+    "no DeepSpeed": (
+        lambda ckpt: not ckpt.format.startswith("deepspeed"),
+        "DeepSpeed lists its parameters, and RNK005 compares the files with that list",
+    ),
+    "no model config": (lambda ckpt: not judges(ckpt), "CFG001 compares every key with the configuration"),
+    "no safetensors": (lambda ckpt: not ckpt.is_safetensors, "PAY013 reports what is wrong in a safetensors header"),
+    "no torch file": (
+        lambda ckpt: ckpt.storages is None,
+        "PAY013 reports what is wrong in the storages of a torch file",
+    ),
+    "params": (lambda ckpt: inventory_of(ckpt).params, "no key is that of a parameter"),
+    "rank files": (lambda ckpt: ckpt.rank_files is not None, "no set of rank files"),
+    "reference tensors": (lambda ckpt: ckpt.reference and ckpt.reference.tensors, "the reference names no tensors"),
+    "sound": (lambda ckpt: ckpt.is_sound, "some tensors cannot be judged, so it is not known what is stored"),
+    "states": (lambda ckpt: inventory_of(ckpt).states, "no optimizer state names its parameter"),
+    "step before": (lambda ckpt: ckpt.before, "there is no older step to compare with"),
+    "whole step before": (
+        lambda ckpt: ckpt.before and not ckpt.before.partial,
+        "the metadata of the step before describes only part of its save",
+    ),
+}
+"""Word -> whether a checkpoint has it, and what the report says of one that does not."""
