@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
 from ckptlint.analysis.fit.pairing import Pairing, best_pairing
+from ckptlint.analysis.quantised import quantisation
 from ckptlint.analysis.trusted_config import Contradiction, contradictions
 from ckptlint.architecture import huggingface, megatron, mistral
 from ckptlint.architecture.expected import Expected, ExpectedTensor, NoTable
@@ -204,7 +205,11 @@ def _held(ckpt: Checkpoint) -> Fit | str:
     if len(contradictions(ckpt)) >= 2:
         return f"{forms[0].source} belongs to another model (COM008)"
     names = [name for name in ckpt.tensors if ckpt.is_export or parse(name).kind == "model"]
-    pairing = best_pairing(forms, names)
+    codes = {one.weight: one.codes.fqn for one in quantisation(ckpt).weights}
+    weight_of = {key: weight for weight, key in codes.items()}
+    pairing = best_pairing(forms, [weight_of.get(name, name) for name in names])
+    stored = {name: codes.get(key, key) for name, key in pairing.stored.items()}
+    pairing = replace(pairing, stored=stored, unknown=[codes.get(name, name) for name in pairing.unknown])
     if not (_is_whole(pairing) if ckpt.is_of_megatron else pairing.fits):
         return f"the keys here are not those of model_type {forms[0].model_type} in {forms[0].source}"
     return _Judge(ckpt, pairing).fit()
