@@ -13,6 +13,7 @@ from typing import Any
 from ckptlint.architecture.expressions import ExpressionError, parse_expression, whole
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.facts import fact
+from ckptlint.vocabulary.config_fields import QUANTISATION
 from ckptlint.vocabulary.dtypes import FLOATS, ITEM_BITS
 from ckptlint.vocabulary.keys import role
 from ckptlint.vocabulary.schemes import Part, Scheme, named, quantised_weight, schemes, weight_of
@@ -211,8 +212,8 @@ def _declaration(ckpt: Checkpoint) -> Declaration | None:
     values = ckpt.config.values if ckpt.config is not None else {}
     text = values.get("text_config")
     for part in (values, text if isinstance(text, dict) else {}):
-        for field_ in ("quantization_config", "compression_config", "quantization"):
-            found = part.get(field_)
+        for name in QUANTISATION:
+            found = part.get(name)
             if isinstance(found, dict) and ckpt.config is not None and (method := _method(found)):
                 return _understood(str(found.get("_file") or ckpt.config.file), method, found)
     return None
@@ -255,10 +256,9 @@ def _options(weights: Mapping[str, Any], found: Mapping[str, Any]) -> Mapping[st
     if found.get("dynamic") and isinstance(found["dynamic"], dict):  # gptqmodel: other sizes for some modules
         return {}
     block = weights.get("block_structure") or found.get("weight_block_size")
-    own = {
-        "bits": weights.get("num_bits", found.get("bits")),
-        "group": weights.get("group_size", found.get("group_size")),
-    }
+    stated = {**found, **weights}
+    own = {"bits": stated.get("num_bits", stated.get("bits", stated.get("w_bit")))}
+    own["group"] = stated.get("group_size", stated.get("q_group_size"))
     if isinstance(block, list) and len(block) == 2:
         own |= {"tall": block[0], "wide": block[1], "strategy": "block"}
     own = {name: value for name, value in own.items() if name == "strategy" or _is_count(value)}

@@ -10,6 +10,12 @@ from ckptlint.model import Declared
 MODEL_CONFIG, ADAPTER_CONFIG, MISTRAL_CONFIG = "config.json", "adapter_config.json", "params.json"
 """What transformers, peft and mistral-inference keep beside the weights that it describes."""
 
+QUANTISATION = ("quantization_config", "compression_config", "quantization")
+"""Fields of a model's configuration that say how its weights are quantised."""
+
+QUANTISATION_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""Files beside the configuration that say it, and the method that they are of."""
+
 _NAMES: Mapping[str, tuple[str, ...]] = {
     "tp": ("tensor_model_parallel_size",),
     "pp": ("pipeline_model_parallel_size",),

@@ -21,12 +21,11 @@ from ckptlint.model.cover import Shape
 from ckptlint.model.facts import fact
 from ckptlint.model.text import some
 from ckptlint.rule import NotApplicable
-from ckptlint.vocabulary.config_fields import ADAPTER_CONFIG, MISTRAL_CONFIG
+from ckptlint.vocabulary.config_fields import ADAPTER_CONFIG, MISTRAL_CONFIG, QUANTISATION
 from ckptlint.vocabulary.dtypes import FLOATS, ITEM_BITS
 from ckptlint.vocabulary.keys import COMPUTED, COPIES, is_adapter, parse, role
 from ckptlint.vocabulary.schemes import quantised_weight
 
-_QUANTISATION = ("quantization_config", "compression_config", "quantization")
 _LABELS = frozenset({"id2label"})  # of a classifier, which says itself how many it has
 _FIELD = re.compile(r"[A-Za-z_][\w.]*")
 _WIDE = 8
@@ -266,7 +265,7 @@ class _Judge:
         self.config: Mapping[str, object] = ckpt.config.values if ckpt.config is not None else {}
         self.unknown = [name for name in pairing.unknown if not _may_lie_beside(name)]
         self.quantised = {stem for name in pairing.unknown if (stem := quantised_weight(name))}
-        self.is_quantised = any(name in self.config for name in _QUANTISATION) or bool(self.quantised)
+        self.is_quantised = any(name in self.config for name in QUANTISATION) or bool(self.quantised)
         ignored = [re.compile(pattern) for pattern in pairing.expected.ignored]
         self.unknown = [
             name

@@ -7,6 +7,7 @@ of files, known from their names alone, and judged by itself.
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,9 +29,10 @@ from ckptlint.model import (
 from ckptlint.model.facts import fact
 from ckptlint.model.text import plural, printable
 from ckptlint.storage.folder import Folder
-from ckptlint.vocabulary.config_fields import ADAPTER_CONFIG, MISTRAL_CONFIG
+from ckptlint.vocabulary.config_fields import ADAPTER_CONFIG, MISTRAL_CONFIG, QUANTISATION, QUANTISATION_FILES
 from ckptlint.vocabulary.litter import is_litter
 from ckptlint.vocabulary.mesh import read_topology
+from ckptlint.vocabulary.schemes import quantised_weight
 
 SHARD = re.compile(r"shard-(?P<rank>\d{5,9})-model-(?P<k>\d{5,9})-of-(?P<n>\d{5,9})\.safetensors")
 NUMBERED = re.compile(
@@ -155,6 +157,8 @@ def read_safetensors(folder: Folder, look_at_files: bool, is_first: bool = True)
         declared, config = {}, None
     if not (is_loaded or is_first):
         config_problems = []
+    if is_loaded and config is not None and any(map(quantised_weight, tensors)):
+        config = _with_quantisation(folder, config)
     beside, own_problems = _own_config(folder, names)
     ranks = {int(match["rank"]) - 1 for name in group.files if (match := SHARD.fullmatch(name))}
     return Checkpoint(
@@ -194,6 +198,25 @@ def _own_config(folder: Folder, files: list[str]) -> tuple[ModelConfig | None, l
     except UnreadableError as error:
         hint = "restore it from where the files were written"
         return None, [from_error(error, name, why="a load starts with it, so it fails", hint=hint)]
+
+
+def _with_quantisation(folder: Folder, config: ModelConfig) -> ModelConfig:
+    """The configuration, with what another file says of the quantisation where it says nothing itself.
+
+    Source:
+        nvidia-modelopt 0.47 (export_hf_checkpoint); auto-gptq 0.7 (BaseQuantizeConfig); autoawq 0.2 (AwqConfig)
+    """
+    if any(config.values.get(name) for name in QUANTISATION):
+        return config
+    for name, method in QUANTISATION_FILES.items():
+        if folder.has(name):
+            values: dict[str, Any] = {}
+            with suppress(UnreadableError, LimitError):  # that it is there says that something is declared
+                values = read_model_config(folder, name)
+            own = values.get("quantization")
+            found = {"quant_method": method, **(own if isinstance(own, dict) else values), "_file": name}
+            return ModelConfig(config.file, {**config.values, QUANTISATION[0]: found})
+    return config
 
 
 # ---------------------------------------------------------------- one file
