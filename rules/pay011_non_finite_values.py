@@ -12,6 +12,7 @@ from ckptlint.model import Checkpoint, PayloadTable, RecordContent, Tensor
 from ckptlint.model.layout import IntArray
 from ckptlint.rule import Finding, Location, Severity, given, rule
 from ckptlint.vocabulary.keys import parse
+from ckptlint.vocabulary.schemes import quantised_weight
 
 _HARMLESS = ("mask", "min_val", "max_val", "amax")
 _BUFFERS = ("inv_freq", "freqs", "rotary", "running_", "position_ids", "_buffer", "observer", "amax", "scale_inv")
@@ -80,6 +81,8 @@ def _finding(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, rows: IntA
 
 def _is_beside(ckpt: Checkpoint, tensor: Tensor) -> bool:
     """Whether it is a buffer, or one value that no optimizer trains: the best loss so far starts as infinity."""
+    if quantised_weight(tensor.fqn):
+        return False
     if any(name in tensor.fqn for name in _BUFFERS):
         return True
     if tensor.global_shape or tensor.fqn.endswith(_WEIGHTS):
