@@ -21,7 +21,7 @@ TEMPLATE = REPOSITORY / "docs" / "plugin-template"
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
     """A copy of what a rule needs, the real checkpoints as a link; rules and fixtures are found as in a package."""
-    for name in ("ckptlint", "rules", "fixtures", "docs", "tests"):
+    for name in ("ckptlint", "rules", "fixtures", "docs", "tests", "bench"):
         ignore = shutil.ignore_patterns("__pycache__", "real", "make")
         shutil.copytree(REPOSITORY / name, tmp_path / name, ignore=ignore)
     for name in ("README.md", "CONTRIBUTING.md", "pyproject.toml"):
