@@ -101,18 +101,23 @@ def _alone(ckpt: Checkpoint, scheme: Scheme, parts: dict[str, str]) -> Iterator[
     """Scales whose weight is not stored, or is stored in full precision."""
     wide = {key: weight for key, weight in parts.items() if weight in ckpt.tensors}
     for keys, is_wide in (([*wide], True), ([key for key in parts if key not in wide], False)):
-        if keys:
-            first = ckpt.tensors[parts[keys[0]]].dtype if is_wide else ""
-            end = f"beside weights in {first}" if is_wide else "without a weight"
-            yield Finding(
-                f"{plural(len(keys), 'tensor')} that {scheme.title} needs {'lies' if len(keys) == 1 else 'lie'} {end}",
-                at=Location.of(ckpt.tensors[keys[0]]),
-                identity=tuple(keys),
-                keys=tuple(keys),
-                notes=(("tensors", some(braces(keys), _SHOWN)),),
-                why="the loader takes the weight for codes and multiplies it with the scale"
-                if is_wide
-                else "the weight that it scales is lost",
-                hint="export the model again from the weights that it was quantised from",
-                group=f"{scheme.name} alone {is_wide}",
-            )
+        weights = list(dict.fromkeys(parts[key] for key in keys))
+        if not weights:
+            continue
+        many = len(weights) > 1
+        yield Finding(
+            f"{plural(len(weights), 'weight')} {'are' if many else 'is'} stored in {ckpt.tensors[weights[0]].dtype} "
+            f"beside {'scales' if many else 'a scale'} of {scheme.title}"
+            if is_wide
+            else f"{plural(len(weights), 'weight')} in {scheme.title} {'are' if many else 'is'} lost: only "
+            f"{'their scales are' if many else 'its scale is'} stored",
+            at=Location.of(ckpt.tensors[weights[0]]) if is_wide else Location(weights[0]),
+            identity=tuple(keys),
+            keys=(*keys, *weights[1:]),
+            notes=(("scales", some(braces(keys), _SHOWN)),),
+            why="the loader takes the weight for codes and multiplies it with the scale"
+            if is_wide
+            else "a scale alone gives no weight back",
+            hint="export the model again from the weights that it was quantised from",
+            group=f"{scheme.name} alone {is_wide}",
+        )

@@ -10,10 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
-from ckptlint.vocabulary.strict_toml import made_of, toml_table
+from ckptlint.vocabulary.strict_toml import made_of, own_file, toml_table
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,7 +63,11 @@ class Scheme:
 def schemes() -> tuple[Scheme, ...]:
     """All of them, by name."""
     files = sorted(Path(__file__).parent.glob("*.toml"))
-    return tuple(made_of(Scheme, file.name, toml_table(file.name, file.read_text()), name=file.stem) for file in files)
+    return tuple(own_file(file, partial(_scheme, file)) for file in files)
+
+
+def _scheme(file: Path, text: str) -> Scheme:
+    return made_of(Scheme, file.name, toml_table(file.name, text), name=file.stem)
 
 
 @cache
