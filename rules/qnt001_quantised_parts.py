@@ -93,8 +93,9 @@ def _lacks(found: Quantisation, scheme: Scheme, lost: list[QuantisedWeight], par
 def _name(found: Quantisation, scheme: Scheme, part: Part) -> str:
     """How the weights of a scheme call a part here."""
     used = next((one for one in found.weights if one.scheme is scheme and part in one.parts), None)
-    number = 0 if used is None else [named(n, used.weight) for n in part.names].index(used.parts[part].fqn)
-    return leaf_of(part, number)
+    if used is None:
+        return listed([leaf_of(part, number) for number in range(len(part.names))], "or")
+    return leaf_of(part, [named(name, used.weight) for name in part.names].index(used.parts[part].fqn))
 
 
 def _alone(ckpt: Checkpoint, scheme: Scheme, parts: dict[str, str]) -> Iterator[Finding]:

@@ -14,7 +14,7 @@ from ckptlint.model.text import braces, plural, some
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, given, rule
 from ckptlint.vocabulary.dtypes import FLOATS
 from ckptlint.vocabulary.keys import role
-from ckptlint.vocabulary.schemes import Part, Scheme, leaf_of
+from ckptlint.vocabulary.schemes import Part, Scheme
 
 _SHOWN = 6
 _FAR = 1_000.0
@@ -53,8 +53,8 @@ def quantised_scales(ckpt: Checkpoint) -> Iterator[Finding]:
     for (scheme, part), tensors in dead.items():
         yield _finding(
             tensors,
-            f"{leaf_of(part)} of {plural(len(tensors), 'weight')} in {scheme.title} is zero, but the codes are not",
-            f"{scheme.name} {leaf_of(part)} zero",
+            f"{_last(tensors[0])} of {plural(len(tensors), 'weight')} in {scheme.title} is zero, but the codes are not",
+            f"{scheme.name} {part.names} zero",
         )
     for (scheme, part, _), alike in sizes.items():
         usual = float(np.median([most for _, most in alike]))
@@ -62,11 +62,15 @@ def quantised_scales(ckpt: Checkpoint) -> Iterator[Finding]:
         if far and len(alike) > max(_LEAST, 2 * len(far)):
             yield _finding(
                 [tensor for tensor, _ in far],
-                f"the largest {leaf_of(part)}{{of}} is {far[0][1]:.3g}, and the median of its {len(alike) - 1} "
+                f"the largest value{{of}} is {far[0][1]:.3g}, and the median of its {len(alike) - 1} "
                 f"siblings {usual:.3g}",
-                f"{scheme.name} {leaf_of(part)} far",
+                f"{scheme.name} {part.names} far",
                 inferred_from="the scales of the same role",
             )
+
+
+def _last(tensor: Tensor) -> str:
+    return tensor.fqn.rpartition(".")[2]
 
 
 def _most(payload: PayloadTable, tensor: Tensor) -> float | None:

@@ -31,6 +31,7 @@ FAMILIES = {
     "OBJ": "objects of Megatron-Core",
     "OPT": "optimizer states against their parameters",
     "PAY": "payload files and the records in them",
+    "QNT": "quantised weights, their scales and what is declared",
     "REF": "against a reference (--expect)",
     "RNK": "sets of files, one for each rank",
     "RUN": "against the step before",

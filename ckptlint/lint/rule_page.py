@@ -17,6 +17,9 @@ from ckptlint.lint.registry import FAMILIES
 from ckptlint.model.text import named_ranks as ranks_in_words
 from ckptlint.rule import SECTIONS, Rule
 
+_SHOWN = 6  # tensors of a file
+_LONGEST = 200
+
 
 def page(rule: Rule, width: int = 80) -> str:
     """The rule's docstring as a page of text."""
@@ -117,7 +120,14 @@ def _facts(case: dict[str, Any]) -> Iterator[str]:
     for name, values in case.get("torch", {}).items():
         yield f"{name}: " + ", ".join(_leaves(values))
     yield from (f"{name}: {size}" for name, size in case.get("files", {}).items())
-    yield from (f"{name}: {content[:60]!r}" for name, content in case.get("raw", {}).items())
+    for name, file in case.get("safetensors", {}).items():
+        held = [f"{fqn} {t.get('dtype', 'float32')} {t['shape']}" for fqn, t in file.get("tensors", {}).items()]
+        yield from (f"{name}: {line}" for line in held[:_SHOWN])
+        yield from [f"{name}: and {len(held) - _SHOWN} more"] if len(held) > _SHOWN else []
+    for name, content in case.get("raw", {}).items():
+        text = " ".join(content.split())
+        text = text if text.isprintable() else repr(content)
+        yield f"{name}: {text[:_LONGEST]}{' ...' if len(text) > _LONGEST else ''}"
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[str]:
