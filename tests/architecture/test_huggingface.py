@@ -167,7 +167,7 @@ def test_every_expression_of_a_table_can_be_read(model_type: str) -> None:
         ({"architectures": ["MyOwn"]}, "no table for MyOwn of model_type llama"),
         ({"architectures": "LlamaForCausalLM"}, "no table for these architectures"),
         ({"architectures": [["x"]]}, "no table for these architectures"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantisation gptq"),
+        ({"quantization_config": {"quant_method": "spqr"}}, "quantisation spqr"),
         ({"quantization_config": {"load_in_4bit": True}}, "quantisation of an unknown method"),
         ({"quantization_config": 4}, "quantisation"),
         ({"hidden_size": "64"}, "hidden_size is '64'"),
