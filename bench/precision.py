@@ -2,8 +2,9 @@
 
     python bench/precision.py (--out FILE | --report FILE) [--types a,b] [--part I/N] [--fields 2] [--seed 1]
 
-Each type is built tiny and saved: whole, whole over older shards, in shards, by its base class, and with one field
-changed. A flagged folder's line keeps its configuration and what a load says. A run goes on after the types in FILE.
+Each type is built tiny and saved: whole, whole over older shards, in shards, by its base class, with one field changed,
+as an adapter (peft), and quantised by bitsandbytes and torchao where they are installed. A flagged folder's line keeps
+its configuration and what a load says. A run goes on after the types in FILE.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +129,7 @@ def saves(kind: str, seed: int, count: int) -> Iterator[tuple[str, Any, list[int
     yield "shards", model.to(torch.bfloat16), [third]
     if type(model.config) in HEADS[-1] and not isinstance(model, HEADS[-1][type(model.config)]):
         yield "base", build(kind, values, HEADS[-1:]), [MOST_BYTES]
+    yield from others(model)
     dice = random.Random(f"{seed} {kind}")
     for path, value in sorted(changes(values, dice), key=lambda _: dice.random())[: 6 * count]:
         changed = part = json.loads(json.dumps(values))
@@ -139,6 +143,35 @@ def saves(kind: str, seed: int, count: int) -> Iterator[tuple[str, Any, list[int
         if (count := count - 1) < 0:
             return
         yield f"{'.'.join(path)} = {value}", model, [MOST_BYTES]
+
+
+def others(model: Any) -> Iterator[tuple[str, Any, list[int]]]:
+    """The model quantised, and an adapter of it, as far as the libraries are there and take this type."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        for name, config in quantisers():
+            with suppress(Exception):
+                yield (
+                    name,
+                    type(model).from_pretrained(folder, quantization_config=config, dtype=torch.bfloat16),
+                    [MOST_BYTES],
+                )
+    with suppress(Exception):
+        import peft
+
+        yield "adapter", peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear", r=2)), [MOST_BYTES]
+
+
+def quantisers() -> Iterator[tuple[str, Any]]:
+    """Name and configuration of each way to quantise that is installed."""
+    if find_spec("bitsandbytes"):
+        yield "nf4", transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+        yield "int8", transformers.BitsAndBytesConfig(load_in_8bit=True)
+    if find_spec("torchao"):
+        from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig
+
+        yield "torchao int8", transformers.TorchAoConfig(Int8WeightOnlyConfig(version=2))
+        yield "torchao fp8", transformers.TorchAoConfig(Float8WeightOnlyConfig(version=2))
 
 
 def judged(folder: Path, model: Any, name: str) -> dict[str, Any]:

@@ -11,9 +11,10 @@ from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import braces, listed, plural, some
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 from ckptlint.vocabulary.dtypes import FLOATS, ITEM_BITS
-from ckptlint.vocabulary.keys import numbers_in, role
+from ckptlint.vocabulary.keys import numbers_in, parse, role
 
 _SHOWN = 6
+_LINEAR = frozenset({"q", "k", "v", "qkv", "attn_out", "mlp_in", "mlp_out"})
 
 
 @rule("QNT003", "quantised-as-declared", Severity.ERROR, whole=True)
@@ -61,10 +62,11 @@ def _other(ckpt: Checkpoint, found: Quantisation, declared: Declaration) -> Iter
     wide = [tensor for tensor in ckpt.tensors.values() if _is_wide(tensor) and tensor.fqn.endswith(".weight")]
     says = f"{declared.file} declares {declared.words}"
     if not found.weights:
-        if wide and not found.alone and declared.is_exact:
+        linear = [tensor for tensor in wide if _is_linear(tensor) and not declared.ignores(_module(tensor))]
+        if linear and not found.alone and declared.is_exact:
             yield _finding(
                 f"{says}, but no weight is stored so",
-                wide[:1],
+                linear[:1],
                 why="the loader looks for codes and scales, and finds weights in full precision",
                 hint="remove quantization_config from the configuration if the weights are to stay as they are",
             )
@@ -85,7 +87,7 @@ def _other(ckpt: Checkpoint, found: Quantisation, declared: Declaration) -> Iter
     left = [tensor for tensor in wide if role(tensor.fqn) in roles and numbers_in(tensor.fqn)]
     layers = number(trusted(ckpt), "layers") or 0  # draft layers come after these
     left = [t for t in left if numbers_in(t.fqn)[0] < max(layers, *roles[role(t.fqn)])]
-    left = [tensor for tensor in left if not declared.ignores(tensor.fqn.removesuffix(".weight"))]
+    left = [tensor for tensor in left if not declared.ignores(_module(tensor))]
     if left and declared.is_exact:
         yield _finding(
             f"{says}, but {plural(len(left), 'weight')} that other layers have in it "
@@ -98,6 +100,20 @@ def _other(ckpt: Checkpoint, found: Quantisation, declared: Declaration) -> Iter
 
 def _is_wide(tensor: Tensor) -> bool:
     return len(tensor.global_shape) > 1 and tensor.dtype in FLOATS and ITEM_BITS[tensor.dtype] > 8
+
+
+def _module(tensor: Tensor) -> str:
+    return tensor.fqn.removesuffix(".weight")
+
+
+def _is_linear(tensor: Tensor) -> bool:
+    """Whether it is the weight of a linear layer of attention or MLP, which every quantiser takes.
+
+    Source:
+        transformers 5.23 pytorch_utils.Conv1D: GPT-2 and its kin call theirs c_attn, c_fc, c_proj; most quantisers pass
+    """
+    key = parse(tensor.fqn)
+    return bool(key.block) and key.function in _LINEAR and not _module(tensor).rpartition(".")[2].startswith("c_")
 
 
 def _titles(weights: list[QuantisedWeight]) -> str:
