@@ -11,7 +11,7 @@ from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint, PayloadTable, RecordContent, Tensor
 from ckptlint.model.layout import IntArray
 from ckptlint.rule import Finding, Location, Severity, given, rule
-from ckptlint.vocabulary.keys import parse
+from ckptlint.vocabulary.keys import Key, parse
 from ckptlint.vocabulary.schemes import quantised_weight
 
 _HARMLESS = ("mask", "min_val", "max_val", "amax")
@@ -20,15 +20,16 @@ _WEIGHTS = ("weight", "bias", "scale")
 _SHOWN = 3
 
 
-@rule("PAY011", "non-finite-values", Severity.WARNING, depth=Depth.DATA)
+@rule("PAY011", "non-finite-values", Severity.ERROR, depth=Depth.DATA)
 def non_finite_values(ckpt: Checkpoint) -> Iterator[Finding]:
     """A tensor holds NaN or infinity.
 
     What it checks:
-        Every value of every floating tensor, fp8 included, is finite. It is only info for optimizer state, whose
-        padding may be uninitialised memory, for buffers, and for scalars that no optimizer trains (`best = inf`),
-        unless their name is that of a weight, bias or scale. Masks, tensors that hold only 0 and -Inf, and views with
-        gaps between their elements are left out.
+        Every value of every floating tensor, fp8 included, is finite. It is an error for what is named weight, bias or
+        scale, has a known function or is trained by an optimizer, and a warning for other tensors of the model. It is
+        only info for optimizer state, whose padding may be uninitialised memory, for buffers, and for other scalars
+        (`best = inf`). Masks, tensors that hold only 0 and -Inf, and views with gaps between their elements are left
+        out.
     Why it matters:
         The next forward pass spreads them over the whole model.
     Usual causes:
@@ -72,22 +73,24 @@ def _finding(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, rows: IntA
     return Finding(
         f"{_counts(payload, records)} in {where}{{of}}{at}",
         at=Location.of(tensor, region=box, rows=tuple(rows[:16].tolist()), file=file, byte_range=(start, length)),
-        severity=Severity.INFO if key.kind != "model" or _is_beside(ckpt, tensor) else None,
+        severity=_severity(ckpt, tensor, key),
         notes=(("chunks", "; ".join(parts) + more),),
         hint="find the first step that has them; the loss of that step shows whether the run diverged",
         group=f"{key.kind} {key.role or key.path.rpartition('.')[2]}",
     )
 
 
-def _is_beside(ckpt: Checkpoint, tensor: Tensor) -> bool:
-    """Whether it is a buffer, or one value that no optimizer trains: the best loss so far starts as infinity."""
+def _severity(ckpt: Checkpoint, tensor: Tensor, key: Key) -> Severity:
+    """The best loss so far starts as infinity: a value that nothing trains or names as a weight may be meant."""
     if quantised_weight(tensor.fqn):
-        return False
-    if any(name in tensor.fqn for name in _BUFFERS):
-        return True
-    if tensor.global_shape or tensor.fqn.endswith(_WEIGHTS):
-        return False
-    return not any(param.tensor is tensor for state in inventory_of(ckpt).states for param in state.params)
+        return Severity.ERROR
+    if key.kind != "model" or any(name in tensor.fqn for name in _BUFFERS):
+        return Severity.INFO
+    if tensor.fqn.endswith(_WEIGHTS) or (key.function != "other" and tensor.global_shape):
+        return Severity.ERROR
+    if any(param.tensor is tensor for state in inventory_of(ckpt).states for param in state.params):
+        return Severity.ERROR
+    return Severity.WARNING if tensor.global_shape else Severity.INFO
 
 
 def _counts(payload: PayloadTable, records: IntArray) -> str:

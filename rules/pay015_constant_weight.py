@@ -23,6 +23,7 @@ _BY_DESIGN = ("mask", "scale", "rotary", "rope", "freq", "zero", "buffer")
 _LEAST_ELEMENTS = 64
 _TOKENS = 128
 _SHOWN = 3
+_WHOLE = "every weight in this file is zeros"
 _HINT = "copy the file again from where it was written, or compare the values with those of an earlier step"
 
 
@@ -44,7 +45,7 @@ class _Part:
     value: float
 
 
-@rule("PAY015", "constant-weight", Severity.WARNING, depth=Depth.DATA)
+@rule("PAY015", "constant-weight", Severity.ERROR, depth=Depth.DATA)
 def constant_weight(ckpt: Checkpoint) -> Iterator[Finding]:
     """A weight, or a whole shard of one, holds only zeros or one repeated value, unlike the weights like it.
 
@@ -52,7 +53,8 @@ def constant_weight(ckpt: Checkpoint) -> Iterator[Finding]:
         No weight matrix is all zeros, or one value, while at least as many of the same name in other layers or experts
         are not; and no chunk is all zeros while the tensor's others are not, unless most weights like it have zeros
         there too. Biases, norms, adapters, masks, scales, fewer than 64 elements and the padding rows of embeddings are
-        left out. It is only info if it may be meant: iteration 0, no moments or moments of zeros, more than half of the
+        left out. It is a warning for a whole weight outside of a file of zeros, and for rows of a table. It is only
+        info if it may be meant: iteration 0, no moments or moments of zeros, more than half of the
         weights constant, only the output projections of a layer (an added layer starts so), an unusual part of the
         first or last layer, or fewer than 128 rows of a table, whose tokens may never have occurred.
     Why it matters:
@@ -79,7 +81,7 @@ def constant_weight(ckpt: Checkpoint) -> Iterator[Finding]:
     dead = _files_of_zeros(ckpt, payload, is_read, weights)
     added = _added_layers(groups)
     for parts in groups:
-        yield from _constant(ckpt, payload, parts, added)
+        yield from _constant(ckpt, payload, parts, added, dead)
         yield from _zero_chunks(ckpt, payload, is_read, parts, dead)
 
 
@@ -139,7 +141,11 @@ def _files_of_zeros(
 
 
 def _constant(
-    ckpt: Checkpoint, payload: PayloadTable, parts: Sequence[_Part], added: frozenset[_Layer]
+    ckpt: Checkpoint,
+    payload: PayloadTable,
+    parts: Sequence[_Part],
+    added: frozenset[_Layer],
+    dead: frozenset[int],
 ) -> Iterator[Finding]:
     odd, usual = [part for part in parts if part.value >= 0], [part for part in parts if part.value < 0]
     if not odd or not usual:
@@ -154,6 +160,7 @@ def _constant(
     for part in odd:
         tensor, box = part.param.tensor, _span(part)
         where = "" if box.volume == tensor.volume else f" in {box}"
+        whole = _WHOLE if not part.value and _files(ckpt, part.param, part.rows) <= dead else ""
         what = "0" if not part.value else f"the same, {part.value:.3g} in magnitude"
         doubt = _doubt(ckpt, payload, parts, part, part.rows)
         if not doubt and _layer(part) in added:
@@ -168,7 +175,7 @@ def _constant(
             part.rows,
             f"every value{where}{{of}} is {what}; other weights of this name hold several values",
             box,
-            (("others", holds), ("doubt", doubt)),
+            (("others", holds), ("file", whole), ("doubt", doubt)),
         )
 
 
@@ -279,8 +286,7 @@ def _chunks(
     layout = part.param.tensor.layout
     box = layout.box(int(rows[0]))
     where = f"chunk {box}{{of}} holds" if len(rows) == 1 else f"{len(rows):,} chunks{{of}}, the first {box}, hold"
-    files = {int(file) for file in ckpt.records.file[_records(part.param, rows)]}
-    whole = "every sharded weight in this file is zeros" if files <= dead else ""
+    whole = _WHOLE if _files(ckpt, part.param, rows) <= dead else ""
     doubt = "" if whole else _doubt(ckpt, payload, parts, part, rows)
     if not doubt and not part.param.key.block and int(layout.sizes[rows, 0].sum()) < _TOKENS:
         doubt = "these few rows may belong to tokens that never occurred"
@@ -289,7 +295,13 @@ def _chunks(
     message = f"{where} only zeros, unlike its {plural(others, 'other chunk')}"
     finding = _finding(ckpt, part.param, rows, message, box, (("file", whole), ("doubt", doubt)))
     at = replace(finding.at, ranks=tuple(sorted(rank for rank in ranks if rank is not None)))
-    return replace(finding, at=at, inferred_from="the other chunks of the tensor")
+    is_sure = not doubt and (whole or (part.param.key.block and len(parts) > 1))
+    confidence = "certain" if is_sure else finding.confidence
+    return replace(finding, at=at, confidence=confidence, inferred_from="the other chunks of the tensor")
+
+
+def _files(ckpt: Checkpoint, param: Param, rows: IntArray) -> set[int]:
+    return {int(file) for file in ckpt.records.file[_records(param, rows)]}
 
 
 def _finding(
@@ -302,7 +314,7 @@ def _finding(
     return Finding(
         message,
         at=Location.of(param.tensor, region=box, rows=tuple(rows[:16].tolist()), file=file, byte_range=(start, length)),
-        confidence="possible" if dict(notes)["doubt"] else "certain",
+        confidence="possible" if dict(notes)["doubt"] else "certain" if dict(notes)["file"] else "likely",
         notes=(*notes, ("files", listed([*names[:_SHOWN], *more]) if len(names) > 1 else "")),
         hint="" if dict(notes)["doubt"] else _HINT,
         inferred_from="the other weights of this name",

@@ -318,13 +318,13 @@ def test_shards_of_two_ranks(sharded: Path) -> None:
     assert zeros(sharded / "good") == []
     assert zeros(sharded / "padded") == []  # the same place of every layer, as padded heads
     shard = "chunk [16:32, 0:16] of decoder.layers.1.mlp.linear_fc1.weight holds only zeros, unlike its 1 other chunk"
-    assert zeros(sharded / "shard") == [("warning", shard)]
+    assert zeros(sharded / "shard") == [("error", shard)]
     weight = (
         "every value of decoder.layers.1.mlp.linear_fc2.weight is 0; other weights of this name hold several values"
     )
     assert zeros(sharded / "weight") == [("warning", weight)]
     rank = zeros(sharded / "rank")
-    assert len(rank) == 9 and {level for level, _ in rank} == {"warning"}
+    assert len(rank) == 9 and {level for level, _ in rank} == {"error"}
     assert all("chunk [16:32, 0:16] of" in text for _, text in rank)
 
 
