@@ -14,6 +14,7 @@ from ckptlint.loaders.layouts import Found
 from ckptlint.loaders.layouts.incomplete import unfinished
 from ckptlint.loaders.problems import from_error
 from ckptlint.loaders.readers.payload_files import file_table
+from ckptlint.loaders.readers.vocabulary import with_vocabulary
 from ckptlint.loaders.run.finished import other_step
 from ckptlint.loaders.run.step_files import folders_beside, with_step_files
 from ckptlint.model import Checkpoint, Problem
@@ -50,7 +51,7 @@ def open_checkpoint(found: Found, look_at_files: bool = True) -> Checkpoint:
         note = Problem("note", ckpt.metadata_file, sentence, why="a cleanup or another save there changes this step")
         ckpt = replace(ckpt, problems=[*ckpt.problems, note])
     ckpt = replace(ckpt, unseen=(*ckpt.unseen, *found.not_followed), step=found.step)
-    return with_step_files(found, ckpt) if look_at_files else ckpt
+    return with_step_files(found, with_vocabulary(folder, ckpt)) if look_at_files else ckpt
 
 
 def _times(folder: Folder, ckpt: Checkpoint) -> tuple[npt.NDArray[np.float64], float]:

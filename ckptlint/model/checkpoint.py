@@ -225,6 +225,8 @@ class Checkpoint:
             torch's FileSystemWriter (>= 2.8), where all tensors of a file share one offset.
         declared: what the job said about itself, by canonical name (`config_fields.read_declared`).
         config: the configuration that a library builds the model from; None where none is with these tensors.
+        generation: what transformers generates by; None without one, and where files were not looked at.
+        tokens: the highest ids of the tokenizer beside an export and their tokens, printable; () where none was read.
         object_values: entry name -> content of the optimizer objects that describe their module (parameter groups,
             sharding type), one for each kind and module.
         run: the run folder that the step is in; None outside of one.
@@ -262,6 +264,8 @@ class Checkpoint:
     common: CommonState | None = None
     declared: dict[str, Declared] = field(default_factory=dict)
     config: ModelConfig | None = None
+    generation: ModelConfig | None = None
+    tokens: tuple[tuple[int, str], ...] = ()
     object_values: dict[str, Any] = field(default_factory=dict)
     run: RunFolder | None = None
     claims: tuple[StepClaim, ...] = ()

@@ -73,6 +73,8 @@ _SHORT_NUMBER = re.compile(r"[0-9]{1,9}")
 _NUMBERED_WEIGHT = re.compile(r"(weight|bias)([0-9]{1,9})")
 _COMPONENTS = frozenset({"query", "key", "value", "z", "beta", "alpha"})
 
+_TOKEN_TABLES = (["shared"], ["embed_in"], ["embeddings"], ["additional_embedding"])
+
 _CLASSES: dict[str, KeyFunction] = {
     **dict.fromkeys(
         ("word_embeddings", "embed_tokens", "tok_embeddings", "wte", "embed", "token_embedding"), "embedding"
@@ -268,6 +270,11 @@ def inside_layer(key: Key) -> tuple[str, ...]:
     """The parts of a path after the layer number."""
     parts = key.path.split(".")[len(key.block.split(".")) :] if key.block else key.path.split(".")
     return tuple(parts[1:] if key.layer is not None else parts)
+
+
+def is_token_table(key: Key) -> bool:
+    """Whether it is the name of an embedding of tokens."""
+    return not key.block and (key.function == "embedding" or key.path.split(".")[-2:-1] in _TOKEN_TABLES)
 
 
 def is_adapter(key: Key) -> bool:

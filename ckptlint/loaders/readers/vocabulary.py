@@ -1,0 +1,76 @@
+"""What an export says of its tokens beside the configuration: the tokenizer, and the ids that generation uses."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from functools import partial
+from heapq import nlargest
+from typing import Any
+
+from ckptlint.errors import LimitError, UnreadableError
+from ckptlint.formats.pickles.safe_pickle import paused_gc
+from ckptlint.formats.strict_json import is_size
+from ckptlint.loaders.readers.common_state import read_model_config
+from ckptlint.model import Checkpoint, ModelConfig
+from ckptlint.model.text import printable
+from ckptlint.sandbox import isolated
+from ckptlint.storage.folder import READABLE, Folder
+from ckptlint.vocabulary.config_fields import GENERATION_CONFIG, MODEL_CONFIG
+from ckptlint.vocabulary.keys import is_token_table, parse
+
+_TOKENIZER = "tokenizer.json"
+_LIMIT = 64 * 1024**2
+_SHOWN = 64
+_MERGES = re.compile(rb'"merges"\s*:\s*\[.*\]\s*\}\s*\}\s*\Z', re.DOTALL)  # most of the file, and last in it
+
+
+def with_vocabulary(folder: Folder, ckpt: Checkpoint) -> Checkpoint:
+    """The checkpoint with what lies beside an export that embeds tokens; what cannot be read is named in `unseen`.
+
+    Raises:
+        AccessError: the operating system refused a read.
+    """
+    own = [name for name in (GENERATION_CONFIG, _TOKENIZER) if folder.look_at(name)[0] in READABLE]
+    has_table = any(is_token_table(parse(name)) for name in ckpt.tensors)
+    if not (own and has_table and ckpt.is_export and ckpt.config and ckpt.config.file == MODEL_CONFIG):
+        return ckpt
+    for name in own:
+        try:
+            if name == _TOKENIZER:
+                ckpt = replace(ckpt, tokens=isolated(partial(highest_tokens, folder), folder.size(name)))
+            else:
+                values = isolated(partial(read_model_config, folder, name), folder.size(name))
+                ckpt = replace(ckpt, generation=ModelConfig(name, values))
+        except (LimitError, UnreadableError) as error:
+            ckpt = replace(ckpt, unseen=(*ckpt.unseen, f"the token ids in {name}, since it {error}"))
+    return ckpt
+
+
+def highest_tokens(folder: Folder) -> tuple[tuple[int, str], ...]:
+    """The 64 highest ids of `tokenizer.json` and their tokens, printable, the highest first; () where it has no model.
+
+    Raises:
+        LimitError, UnreadableError: it is too large, or not what tokenizers write.
+
+    Source:
+        tokenizers 0.22 (BPE, WordPiece, WordLevel: token -> id; Unigram: a list of tokens with their scores)
+    """
+    try:
+        with paused_gc():
+            return _highest(json.loads(_MERGES.sub(b'"merges":[]}}', folder.read(_TOKENIZER, _LIMIT), count=1)))
+    except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
+        raise UnreadableError(f"is no tokenizer ({printable(str(error)[:200])})") from None
+
+
+def _highest(document: dict[str, Any]) -> tuple[tuple[int, str], ...]:
+    vocab = (document.get("model") or {}).get("vocab") or {}
+    found: dict[int, str] = {}
+    if isinstance(vocab, list):
+        found = {number: vocab[number][0] for number in range(len(vocab))[-_SHOWN:]}
+    else:
+        highest = set(nlargest(_SHOWN, (number for number in vocab.values() if is_size(number))))
+        found = {number: token for token, number in vocab.items() if number in highest}
+    found |= {token["id"]: token["content"] for token in document.get("added_tokens") or () if is_size(token["id"])}
+    return tuple((number, printable(str(found[number]))) for number in nlargest(_SHOWN, found))

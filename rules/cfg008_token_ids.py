@@ -1,0 +1,102 @@
+"""CFG008: every token has a row of the embedding."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from typing import Any
+
+from ckptlint.analysis.trusted_config import main_params
+from ckptlint.formats.strict_json import is_size
+from ckptlint.model import Checkpoint
+from ckptlint.model.text import plural, printable, some
+from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
+from ckptlint.vocabulary.config_fields import default_ids
+from ckptlint.vocabulary.dtypes import FLOATS
+from ckptlint.vocabulary.keys import is_token_table
+
+_SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+_REPLACED = ("_token_id", "_token_ids", "_token_index")
+_MODALITY = re.compile("image|img|video|vision|audio|speech", re.IGNORECASE)
+_LONGEST = 40
+
+
+@rule("CFG008", "token-ids", Severity.ERROR, whole=True)
+def token_ids(ckpt: Checkpoint) -> Iterator[Finding]:
+    """A token of the tokenizer or of the configuration has no row in the embedding.
+
+    What it checks:
+        In an export, `bos_token_id`, `eos_token_id`, `pad_token_id` and `decoder_start_token_id` of `config.json` and
+        of `generation_config.json` are below the rows of the embedding; so is every id of `tokenizer.json` (up to
+        64 MiB). A second embedding adds its rows. Fewer ids than rows are padding, and a negative id is none. Left out
+        are ids that a model type has where nobody sets them, ids that another field names (`image_token_id`), and
+        tokens for images, video and audio: the model replaces them before it embeds.
+    Why it matters:
+        The first text with such a token stops the forward pass: the index is out of range.
+    Usual causes:
+        Tokens were added and the embedding was not resized, or its new rows were cut; the tokenizer or the
+        configuration is of another model.
+    How to fix:
+        Call `resize_token_embeddings` before the export, or take tokenizer and configuration of this model.
+    See:
+        ollama/ollama#8238, transformers.PreTrainedModel.resize_token_embeddings
+    """
+    if ckpt.config is None or not ckpt.is_export:
+        raise NotApplicable("no export with a configuration")
+    sections = dict(_sections(ckpt.config.file, ckpt.config.values))
+    tables = [param.tensor for param in main_params(ckpt) if is_token_table(param.key)]
+    tables = [table for table in tables if len(table.global_shape) == 2 and table.dtype in FLOATS]
+    declared = max(chain.from_iterable(_ids(own.get("vocab_size")) for own in sections.values()), default=0)
+    rows = sum({table.global_shape[0] for table in tables})
+    if not declared or rows < declared:
+        raise NotApplicable("no embedding has a row for every token of a declared vocabulary")
+    lead = max(tables, key=lambda table: table.global_shape[0])
+    legal = {number for own in sections.values() for number in _legal(own)}
+    if ckpt.generation is not None:
+        sections[ckpt.generation.file] = ckpt.generation.values
+    special: dict[int, list[str]] = defaultdict(list)
+    for place, own in sections.items():
+        for name in _SPECIAL:
+            for number in _ids(own.get(name)):
+                if number >= rows and number not in legal:
+                    special[number].append(f"{name} of {place}")
+    tokens = {number: token for number, token in ckpt.tokens if number >= rows and number not in legal}
+    tokens = {number: token for number, token in tokens.items() if not _MODALITY.search(token)}
+    if tokens or special:
+        highest = max(tokens or special)
+        subject = f"the tokenizer has the id {highest:,} ({tokens[highest][:_LONGEST]})" if tokens else ""
+        yield Finding(
+            f"{subject or f'{special[highest][0]} is {highest:,}'}, but {lead.fqn} has {plural(rows, 'row')}",
+            at=Location.of(lead),
+            identity=tuple(map(str, sorted({*tokens, *special}))),
+            kind="tokenizer" if tokens else "special",
+            notes=(
+                ("tokens", some(f"{token[:_LONGEST]} {number:,}" for number, token in sorted(tokens.items()))),
+                ("special", some(f"{name} {number:,}" for number, names in sorted(special.items()) for name in names)),
+            ),
+            hint="resize the embedding to the tokenizer and train the new rows, or take the tokenizer of this model"
+            if tokens
+            else "set it to an id of this model's tokenizer",
+        )
+
+
+def _sections(place: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """A configuration and its sections, each under a name for reports."""
+    yield place, values
+    for name, own in values.items():
+        if isinstance(own, dict):
+            yield from _sections(f"{printable(name)} in {place}", own)
+
+
+def _legal(own: Mapping[str, Any]) -> Iterator[int]:
+    """The ids of a section that no row needs to stand for: nobody set them, or the model replaces them."""
+    yield from default_ids(str(own.get("model_type")))
+    for name, value in own.items():
+        if name.endswith(_REPLACED) and name not in _SPECIAL:
+            yield from _ids(value)
+
+
+def _ids(value: Any) -> list[int]:
+    return [number for number in (value if isinstance(value, list) else [value]) if is_size(number)]
