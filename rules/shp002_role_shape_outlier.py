@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from ckptlint.analysis.inventory import inventory_of
 from ckptlint.analysis.key_matching import is_confirmed
 from ckptlint.analysis.layer_outliers import Outlier, dtype_outliers, local_factor, shape_outliers
-from ckptlint.analysis.projections import swap_factor
+from ckptlint.analysis.projections import mismatches, swap_factor
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import plural, shape_text
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 
 
-@rule("SHP002", "role-shape-outlier", Severity.WARNING)
+@rule("SHP002", "role-shape-outlier", Severity.ERROR)
 def role_shape_outlier(ckpt: Checkpoint) -> Iterator[Finding]:
     """One layer stores a parameter with a shape or dtype different from the layers like it.
 
     What it checks:
         In layers with the same parameters, each parameter has one shape and one floating-point dtype. A single layer
-        that differs from three or more is a finding, and so is one run of at most a fifth of the layers. If several
-        modules of the layer differ, it is only info: the layer may be wider by design.
+        that differs from three or more is a warning, and so is one run of at most a fifth of the layers. It is an error
+        if the weight does not fit its partner in its own layer either, such as a transposed one. If several modules of
+        the layer differ, it is only info: the layer may be wider by design.
     Why it matters:
         The layer was saved differently from its siblings, so a load fails on it or converts it without an error.
     Usual causes:
@@ -31,18 +33,19 @@ def role_shape_outlier(ckpt: Checkpoint) -> Iterator[Finding]:
     if not any(param.key.layer is not None for param in inventory_of(ckpt).params):
         raise NotApplicable("no key has a layer number")
     if "heterogeneous" not in ckpt.declared:
+        unmatched = {param for _, odd, _, partner, _, _ in mismatches(ckpt) for param in (odd, partner)}
         for item in shape_outliers(ckpt):
             expected = item.usual
             if not isinstance(expected, tuple) or is_confirmed(ckpt, item.param):
                 continue
             # SHP003 and SHP004 say more about these
             if not swap_factor(item.param, expected) and not local_factor(ckpt, item):
-                yield _shape(item, expected)
+                yield _shape(item, expected, item.param in unmatched)
     for item in dtype_outliers(ckpt):
         yield _finding(item, f"dtype{{of}} is {item.param.tensor.dtype}", str(item.usual), ())
 
 
-def _shape(item: Outlier, usual: tuple[int, ...]) -> Finding:
+def _shape(item: Outlier, usual: tuple[int, ...], is_unmatched: bool) -> Finding:
     shape = item.param.own_shape
     quotients = ", ".join(
         f"dim {item.param.own_axes[i]}: {size:,} instead of {other:,}"
@@ -50,7 +53,11 @@ def _shape(item: Outlier, usual: tuple[int, ...]) -> Finding:
         if size != other
     )
     notes: tuple[Note, ...] = (("sizes", quotients if len(shape) == len(usual) else ""),)
-    return _finding(item, f"shape{{of}} is {shape_text(shape)}", shape_text(usual), notes)
+    found = _finding(item, f"shape{{of}} is {shape_text(shape)}", shape_text(usual), notes)
+    if not is_unmatched or item.changed > 1:
+        return found
+    why = "it cannot be multiplied with its partner in this layer either, so the model has no such shape"
+    return replace(found, severity=Severity.ERROR, why=why, hint="take the weight from an earlier step, or save again")
 
 
 def _finding(item: Outlier, sentence: str, usual: str, notes: tuple[Note, ...]) -> Finding:
@@ -58,6 +65,7 @@ def _finding(item: Outlier, sentence: str, usual: str, notes: tuple[Note, ...]) 
     return Finding(
         f"{sentence}, but {usual} in {plural(number, 'other layer')}",
         at=Location.of(item.param.tensor),
+        severity=Severity.WARNING,
         confidence="possible" if item.changed > 1 else "certain",
         notes=(
             *notes,

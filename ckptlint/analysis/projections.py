@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from ckptlint.analysis.hidden_size import Hidden, hidden_sizes
@@ -14,6 +14,7 @@ from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.cover import Shape
 from ckptlint.model.facts import fact
 from ckptlint.model.layout import distinct
+from ckptlint.model.text import shape_text
 from ckptlint.vocabulary.keys import Block, block_of, inside_layer, is_adapter, module_path
 
 
@@ -43,6 +44,10 @@ class ProjectionFamily:
 
 _PARTNER = {"mlp_in": "mlp_out", "mlp_out": "mlp_in", "q": "attn_out", "attn_out": "q", "k": "v", "v": "k"}
 _LATENT = re.compile(r"(linear_)?(q|kv)_(a|b|down|up)_proj(_with_mqa)?")
+_HALVES = (("gate_proj", "up_proj"), ("w1", "w3"))
+_UNTRANSPOSED = frozenset({"w1", "w2"})
+_LEAST_HEAD = 8
+_SCALES = re.compile(r".*(scale|zero|g_idx|absmax|norm).*")  # of a quantised weight, shaped by its blocks
 _SINGLE = frozenset({"gate_proj", "up_proj", "w3", "up"})
 
 
@@ -136,3 +141,107 @@ def swap_factor(param: Param, expected: Shape) -> tuple[int, int, int] | None:
         if p > 1 and not rest and shape[j] * p == expected[j]:
             return (a, b, p) if axis_factor(param.tensor, a) == p and axis_factor(param.tensor, b) == 1 else None
     return None
+
+
+# ---------------------------------------------------------------- weights that cannot be multiplied
+
+_Mismatch = tuple[Param, int, Param, int, str]
+"""A weight and its inner axis, its partner and that one's, and what is wrong."""
+
+
+@fact
+def mismatches(ckpt: Checkpoint) -> list[tuple[ProjectionFamily, Param, int, Param, int, str]]:
+    """The weights that cannot be multiplied with their partner: family, weight and its inner axis, partner, text."""
+    known = [family for family in families(ckpt) if family.hidden is not None and not family.is_latent]
+    return [(family, *found) for family in known for found in (*_mlp(family), *_attention(family))]
+
+
+def _weights(family: ProjectionFamily, function: str) -> list[Param]:
+    members = family.weights.get(function, [])
+    return [param for param in members if not _SCALES.fullmatch(param.key.path.rpartition(".")[2])]
+
+
+def _inner(param: Param, hidden: int) -> int | None:
+    """The one axis that is not as long as hidden; None where both are, or neither is."""
+    axes = [axis for axis, size in enumerate(param.own_shape) if size != hidden]
+    return axes[0] if len(axes) == 1 and param.own_shape[axes[0]] else None
+
+
+def _mlp(family: ProjectionFamily) -> Iterator[_Mismatch]:
+    assert family.hidden is not None
+    hidden = family.hidden.size
+    firsts, seconds = _weights(family, "mlp_in"), _weights(family, "mlp_out")
+    names = {module_path(param.key)[-1]: param for param in (*firsts, *seconds)}
+    if any(param.key.in_experts and param.key.expert is None for param in firsts) and _UNTRANSPOSED & names.keys():
+        return
+    for gate, up in _HALVES:
+        if gate in names and up in names and names[gate].own_shape != names[up].own_shape:
+            a, b = names[gate], names[up]
+            if hidden in a.own_shape and hidden in b.own_shape:
+                width = _inner(seconds[0], hidden) if len(seconds) == 1 else None
+                if width is not None and seconds[0].own_shape[width] in a.own_shape:
+                    a, b = b, a  # what comes after it fits the other one
+                axis = next(i for i, (x, y) in enumerate(zip(a.own_shape, b.own_shape, strict=True)) if x != y)
+                yield a, axis, b, axis, f"but {short_name(b)} is {shape_text(b.tensor.global_shape)}"
+            return
+    if len(seconds) != 1:
+        return
+    second = seconds[0]
+    for first in firsts:
+        own, other = _inner(first, hidden), _inner(second, hidden)
+        if own is None or other is None:
+            continue
+        size, width = first.own_shape[own], second.own_shape[other]
+        shape = shape_text(first.tensor.global_shape)
+        if own == other and any(size == k * width for k in fused_factors(first)):
+            yield second, other, first, own, f"with the same orientation as {short_name(first)}, {shape}"
+            return
+        if not any(size == k * width for k in fused_factors(first)):
+            yield second, other, first, own, f"but {short_name(first)} before it is {shape}"
+            return
+
+
+def _attention(family: ProjectionFamily) -> Iterator[_Mismatch]:
+    assert family.hidden is not None
+    hidden = family.hidden.size
+    found = [_weights(family, function) for function in ("q", "k", "v", "attn_out")]
+    if any(len(members) != 1 for members in found):
+        return
+    query, key, value, out = (members[0] for members in found)
+    axes = [_inner(param, hidden) for param in (query, key, value)]
+    own, other = axes[0], _inner(out, hidden)
+    sides = {axis for axis in axes if axis is not None}
+    if other is not None and (own is not None or not sides):  # a query without one side does not say what comes out
+        sides.add(1 - other)
+    if len(sides) > 1:
+        yield from _turned(hidden, [query, key, value, out])
+        return
+    if not sides or any(hidden not in param.own_shape for param in (query, key, value, out)):
+        return
+    side = sides.pop()
+    q, k, v = (param.own_shape[side] for param in (query, key, value))
+    o = out.own_shape[1 - side]
+    if not q or not k or not v or q % k or (q == o and k != v):  # the last two are SHP005's
+        return
+    is_plain, is_gated = q * v == o * k, q * v == 2 * o * k
+    heads = q - o  # a gate of one number for each head
+    if is_plain or is_gated or (k == v and heads > 0 and o % heads == 0 and o // heads >= _LEAST_HEAD):
+        return
+    text = f"but {short_name(out)} after it is {shape_text(out.tensor.global_shape)}"
+    yield query, side if own is None else own, out, 1 - side, text
+
+
+def _turned(hidden: int, weights: list[Param]) -> Iterator[_Mismatch]:
+    """The weight that is transposed relative to most of them."""
+    sides: dict[int, list[tuple[Param, int]]] = {0: [], 1: []}
+    for number, param in enumerate(weights):
+        axis = _inner(param, hidden)
+        if axis is not None:
+            sides[1 - axis if number == len(weights) - 1 else axis].append((param, axis))
+    few, most = sorted(sides.values(), key=len)
+    if len(few) == 1:
+        (odd, own), (partner, other) = few[0], most[0]
+        yield odd, own, partner, other, f"transposed relative to {short_name(partner)}"
+    elif few:
+        (odd, own), (partner, other) = sides[1][0], sides[0][0]
+        yield odd, own, partner, other, f"transposed relative to {short_name(partner)}"
