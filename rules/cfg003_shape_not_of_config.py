@@ -26,9 +26,10 @@ def shape_not_of_config(ckpt: Checkpoint) -> Iterator[Finding]:
     What it checks:
         Each tensor has the number of dims, and the size of each, that the fields of the `config.json` beside the files
         give, or the arguments of a Megatron job (`args` in the common state, `run_config.yaml`). Tensors that differ in
-        the same way are one finding. It is only info if embedding and head alike hold more rows than the declared
-        vocabulary, if the configuration names code of its own, or if the expected size is a constant that follows from
-        no field, or follows from one that the configuration leaves open. Quantised weights are left out.
+        the same way are one finding. It is only info if embedding and head of a training checkpoint alike hold more
+        rows than the declared vocabulary, if the configuration names code of its own, or if the expected size is a
+        constant that follows from no field, or follows from one that the configuration leaves open. Quantised weights
+        are left out.
     Why it matters:
         Loading fails on a different shape, or fills part of the tensor and leaves the rest as it was in memory.
     Usual causes:
@@ -227,11 +228,14 @@ def _many(ckpt: Checkpoint, fit: Fit) -> Finding:
 
 def _grown(ckpt: Checkpoint, fit: Fit) -> Finding:
     declared = fit.expected.fields.get("vocab_size")
+    doubt = fit.doubt_of(["vocab_size"])
     return Finding(
         f"the embedding has {fit.grown:,} rows, but {fit.expected.source} declares a vocabulary of {declared}",
         at=Location(label=f"{ckpt.metadata_file}, compared with {fit.place}"),
         identity=("vocab_size", str(fit.grown)),
-        severity=Severity.INFO,
-        why="these are added tokens or padding; a loader that compares sizes refuses them",
+        severity=None if fit.is_export else Severity.INFO,
+        confidence="possible" if doubt else "certain",
+        why=_consequence(fit) or "these are added tokens or padding; a loader that compares sizes refuses them",
+        notes=(doubt_note(doubt),),
         hint="set vocab_size to the rows that are stored",
     )
