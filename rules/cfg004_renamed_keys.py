@@ -8,10 +8,12 @@ from collections.abc import Iterator
 from ckptlint.analysis.fit.judgement import Fit, config_fit
 from ckptlint.analysis.fit.pairing import INNER_WORDS, WRAPPER_WORDS
 from ckptlint.model import Checkpoint
+from ckptlint.model.text import braces, some
 from ckptlint.rule import Confidence, Finding, Location, NotApplicable, Severity, rule
 from ckptlint.vocabulary.config_fields import MODEL_CONFIG
 
 _LEAST = 0.5
+_PARTS = frozenset({"base_layer", "lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"})
 _LEADING = frozenset({"module", "base_model"})
 
 
@@ -24,23 +26,46 @@ def renamed_keys(ckpt: Checkpoint) -> Iterator[Finding]:
         torch.compile, `_fsdp_wrapped_module.`, `module.` of DataParallel, `base_model.model.` of peft, at the start or
         in the middle. If the model is not known, these words in more than half of the keys are a warning. Training
         checkpoints may carry them: their loaders take them off again.
+
+        No key belongs to an adapter that was not merged (`base_layer`, `lora_A`), unless the configuration has fields
+        about `lora`, or code of its own.
     Why it matters:
         A loader finds none of the keys it looks for, keeps the initial values and raises no error.
     Usual causes:
         The state dict was taken from the wrapper instead of the model inside it.
     How to fix:
         Save the wrapped model itself (`model._orig_mod`, `accelerator.unwrap_model`), or strip the wrapper's name from
-        the keys.
+        the keys. Merge an adapter with `merge_and_unload()` first.
     See:
         torch.distributed.checkpoint.state_dict.get_model_state_dict
     """
     if ckpt.format not in ("safetensors", "torch") or ckpt.config is None or ckpt.config.file != MODEL_CONFIG:
         raise NotApplicable("these are no files that a library loads by a configuration")
+    unmerged = [key for key in ckpt.tensors if _PARTS.intersection(key.split("."))]
+    if unmerged and not any(map(_speaks_of_adapters, ckpt.config.values)):
+        yield _unmerged(ckpt, unmerged)
+        return
     fit = config_fit(ckpt)
     if isinstance(fit, Fit):
         yield from _certain(ckpt, fit)
     else:
         yield from _likely(ckpt)
+
+
+def _speaks_of_adapters(field: str) -> bool:
+    """Whether a field says that adapters belong to the model; ranks of latent attention (`kv_lora_rank`) do not."""
+    return field == "auto_map" or ("lora" in field and not field.endswith("lora_rank"))
+
+
+def _unmerged(ckpt: Checkpoint, keys: list[str]) -> Finding:
+    return Finding(
+        f"{len(keys):,} of {len(ckpt.tensors):,} keys belong to an adapter that was not merged into the model",
+        at=Location(label=ckpt.metadata_file),
+        identity=("unmerged",),
+        why="from_pretrained finds no weight for these modules, keeps random values there and raises no error",
+        notes=(("keys", some(braces(keys), noun="pattern")),),
+        hint="save what merge_and_unload() returns, or save the adapter and its base model apart",
+    )
 
 
 def _certain(ckpt: Checkpoint, fit: Fit) -> Iterator[Finding]:

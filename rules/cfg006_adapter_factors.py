@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from fractions import Fraction
 from math import prod
 
 from ckptlint.analysis.inventory import inventory_of
 from ckptlint.architecture.adapters import Factors, Part, factors_of, read_adapter_config
-from ckptlint.model import Checkpoint, Tensor
+from ckptlint.model import Checkpoint, PayloadTable, Tensor
 from ckptlint.model.text import braces, plural, ranges, shape_text, some
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.keys import parse
@@ -24,9 +25,12 @@ def adapter_factors(ckpt: Checkpoint) -> Iterator[Finding]:
     What it checks:
         Every module has both factors (`lora_A` and `lora_B`, `lora_embedding_A` and `_B`, `lora_down` and `lora_up`).
         Neither is empty or flat, and the second has as many columns as the first has rows, divided by the groups of a
-        convolution. A magnitude vector of DoRA has one element per row of the second factor. It is a warning if a few
-        consecutive layers lack the adapter of a module that the layers around them have, unless `adapter_config.json`
-        chooses layers itself. No configuration is needed.
+        convolution. No other tensor of an adapter's own file is empty. A magnitude vector of DoRA has one element per
+        row of the second factor. It is a warning if a few consecutive layers lack the adapter of a module that the
+        layers around them have, unless `adapter_config.json` chooses layers itself. No configuration is needed.
+
+        At depth data, factors B of which a half, three quarters, seven eighths, ... of the elements are zero, the same
+        share in all that hold zeros, are an error: one rank's rows. Factors B of zeros alone are info.
     Why it matters:
         peft stops on a factor of the wrong size. A factor that is not stored keeps its initial values: there the
         adapter does nothing, or adds noise.
@@ -42,11 +46,12 @@ def adapter_factors(ckpt: Checkpoint) -> Iterator[Finding]:
     if not any({"A", "B"} & factors.keys.keys() for factors in modules):
         raise NotApplicable("no low-rank adapters")
     keys = [key for factors in modules for key in factors.keys.values()]
-    empty = [key for key in keys if 0 in tensors[key].global_shape]
+    whole = [key for key in tensors if ckpt.metadata_file.startswith("adapter_model") and key not in keys]
+    empty = [key for key in (*keys, *whole) if 0 in tensors[key].global_shape]
     flat = [key for factors in modules for part, key in factors.keys.items() if _is_flat(part, tensors[key])]
     flat = [key for key in flat if key not in set(empty)]
     if empty:
-        yield _shapeless(tensors, empty, len(keys), "without elements")
+        yield _shapeless(tensors, empty, len(keys) + len(whole), "without elements")
     if flat:
         yield _shapeless(tensors, flat, len(keys), "flat, with fewer than two axes")
     yield from _alone(modules, tensors)
@@ -55,6 +60,42 @@ def adapter_factors(ckpt: Checkpoint) -> Iterator[Finding]:
     yield from _ranks(sound, tensors)
     yield from _magnitudes(sound, tensors)
     yield from _gaps(ckpt, modules)
+    if ckpt.payload is not None:
+        yield from _zeros(ckpt.payload, [tensors[factors.keys["B"]] for factors in sound if "B" in factors.keys])
+
+
+def _zeros(payload: PayloadTable, factors: list[Tensor]) -> Iterator[Finding]:
+    """What the zeros in factors B say: a rank's rows among zeros, or nothing trained."""
+    found: dict[Fraction, list[Tensor]] = defaultdict(list)
+    for factor in factors:
+        records = factor.chunks.record
+        if (records < 0).any() or not payload.scanned[records].all():
+            return
+        found[Fraction(int(payload.zeros[records].sum()), factor.volume)].append(factor)
+    with_zeros = found.keys() - {Fraction(0)}
+    if len(with_zeros) != 1 or not factors:
+        return
+    (share,) = with_zeros
+    keys = [factor.fqn for factor in found[share]]
+    if share == 1 and len(keys) == len(factors):
+        yield Finding(
+            f"factor B of {plural(len(keys), 'module')} holds only zeros",
+            at=Location.of(factors[0]),
+            severity=Severity.INFO,
+            identity=("untrained",),
+            why="the product of the factors is 0: the adapter was not trained, or does nothing",
+        )
+    elif share != 1 and share.denominator - share.numerator == 1 and len(keys) >= _LEAST:
+        yield Finding(
+            f"{share} of factor B is exactly zero in {len(keys)} of {plural(len(factors), 'module')}",
+            at=Location.of(found[share][0]),
+            identity=(str(share), *keys),
+            keys=tuple(keys),
+            notes=_keys(keys),
+            why=f"these hold the rows of one rank of {share.denominator}, and the adapter does nothing in the others",
+            hint="gather the factors from all ranks of tensor parallelism before saving",
+            group=f"zeros {share}",
+        )
 
 
 def _is_flat(part: Part, tensor: Tensor) -> bool:

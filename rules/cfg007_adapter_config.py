@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 
 from ckptlint.architecture.adapters import PREFIX, AdapterConfig, endings, factors_of, read_adapter_config
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import braces, plural, printable, some
+from ckptlint.model.text import braces, plural, printable, ranges, some
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.config_fields import ADAPTER_CONFIG
-from ckptlint.vocabulary.keys import WRAPPING
+from ckptlint.vocabulary.keys import WRAPPING, parse
 
 _SHOWN = 6
 _LONGEST = 60
 _ALTERNATIVES = (frozenset({"classifier", "score"}), frozenset({"embed_tokens", "lm_head"}))
+_NATIVE = frozenset({"linear_qkv", "linear_q", "linear_kv", "linear_proj", "linear_fc1", "linear_fc2"})
 _PROVEN_BY = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})),
     **dict.fromkeys(("up_proj", "down_proj"), frozenset({"gate_proj", "up_proj", "down_proj"})),
 }
 """Module -> those that no model has without it."""
+_ATTENTION = ("q", "k", "v", "qkv", "attn_out")
 
 
 @rule("CFG007", "adapter-config", Severity.ERROR)
@@ -31,8 +34,11 @@ def adapter_config(ckpt: Checkpoint) -> Iterator[Finding]:
         everywhere. `use_dora` comes with magnitude vectors. Every name in `target_modules` and `modules_to_save` is
         stored: a missing one is a warning, or info for names that many lists carry and the base model need not have.
 
-        Keys that peft does not find are a warning: without `base_model.model.`, with the name of an adapter in them, or
-        with the name of a wrapper. An adapter without a configuration is info. Other types are not judged.
+        Keys that peft does not find are an error if none has `base_model.model.`, or if some modules of a layer have
+        the names of Megatron-Core and others those of transformers. They are a warning with the name of an adapter or
+        a wrapper in them. If the base model's `config.json` lies beside, the layers with adapters of the attention are
+        not one end of its layers alone, as of one pipeline stage. An adapter without a configuration is info. Other
+        types are not judged.
     Why it matters:
         peft stops on a different rank. Whatever it does not find keeps its initial values, after a warning at most.
     Usual causes:
@@ -61,8 +67,14 @@ def adapter_config(ckpt: Checkpoint) -> Iterator[Finding]:
     yield from _names(ckpt)
     yield from _ranks(ckpt, config)
     yield from _magnitudes(ckpt, config)
-    yield from _targets(set(modules), config)
+    native = _native(modules)
+    if native:
+        yield _of_native(native)
+    else:
+        yield from _targets(set(modules), config)
     yield from _saved(ckpt, config)
+    if not config.is_explicit and not any(map(_has_number, config.targets)):
+        yield from _layers(modules, ckpt.config.base_layers)
 
 
 def _without_config(ckpt: Checkpoint) -> Finding:
@@ -95,7 +107,6 @@ def _names(ckpt: Checkpoint) -> Iterator[Finding]:
         yield _finding(
             f"no key starts with {PREFIX}",
             PREFIX,
-            Severity.WARNING,
             notes=_listed("keys", braces(keys)),
             why="PeftModel.from_pretrained finds none of them, warns, and keeps the initial values",
             hint=f"put {PREFIX} before every key, or save with save_pretrained",
@@ -109,6 +120,49 @@ def _names(ckpt: Checkpoint) -> Iterator[Finding]:
             why="peft puts the name there itself: release 0.21 finds the keys only under this name, 0.17 under none; "
             "whatever is not found keeps its initial values",
             hint="strip the name from the keys, or save with save_pretrained",
+        )
+
+
+def _native(modules: Iterable[str]) -> list[str]:
+    """The modules with names of Megatron-Core in a block of layers whose other modules have those of transformers."""
+    blocks: dict[str, list[str]] = defaultdict(list)
+    for module in modules:
+        blocks[parse(module).block].append(module)
+    mixed = [own for block, own in blocks.items() if block and any(_last(module) in _PROVEN_BY for module in own)]
+    return [module for own in mixed for module in own if _last(module) in _NATIVE]
+
+
+def _last(module: str) -> str:
+    return module.rpartition(".")[2]
+
+
+def _of_native(modules: list[str]) -> Finding:
+    return _finding(
+        f"{plural(len(modules), 'module')} {'has' if len(modules) == 1 else 'have'} a name of Megatron-Core, others of "
+        "the same layers have names of transformers",
+        "native",
+        notes=_listed("modules", braces(modules)),
+        why="no model has both, so peft does not find one part, warns, and keeps the initial values",
+        hint="export the adapter again with a map of names that covers these modules",
+    )
+
+
+def _layers(modules: Iterable[str], total: int) -> Iterator[Finding]:
+    """Layers at an end of the base model of which no adapter is stored."""
+    blocks: dict[str, set[int]] = defaultdict(set)
+    for module in modules:
+        key = parse(f"{module}.weight")
+        if key.layer is not None and key.function in _ATTENTION:
+            blocks[key.block].add(key.layer)
+    stored = next(iter(blocks.values())) if len(blocks) == 1 else set()
+    is_run = bool(stored) and max(stored) - min(stored) < len(stored) < total and max(stored) < total
+    if is_run:
+        yield _finding(
+            f"adapters are stored for layer{'s' if len(stored) > 1 else ''} {ranges(stored)}, "
+            f"but the base model has {total} layers",
+            "layers",
+            why="peft warns that the keys are missing and keeps the initial values: the adapter does nothing there",
+            hint=f"gather the adapter from all pipeline stages, or set layers_to_transform in {ADAPTER_CONFIG}",
         )
 
 

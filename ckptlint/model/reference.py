@@ -38,10 +38,12 @@ class ModelConfig:
     Attributes:
         file: its path relative to the checkpoint (`config.json`).
         values: field -> value, as JSON has it; what is nested deeper than any field of a model is left out.
+        base_layers: beside an adapter, the layers of its base model, whose `config.json` is there as well; else 0.
     """
 
     file: str
     values: Mapping[str, Any]
+    base_layers: int = 0
 
 
 @dataclass(frozen=True, slots=True)
