@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from ckptlint.analysis.quantised import Declaration, Quantisation, QuantisedWeight, quantisation
+from ckptlint.analysis.quantised import WIDE, Declaration, Quantisation, QuantisedWeight, quantisation
 from ckptlint.analysis.trusted_config import number, trusted
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import braces, listed, plural, some
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
-from ckptlint.vocabulary.dtypes import FLOATS, ITEM_BITS
 from ckptlint.vocabulary.keys import numbers_in, parse, role
 
 _SHOWN = 6
@@ -59,7 +58,11 @@ def _undeclared(ckpt: Checkpoint, found: Quantisation) -> Iterator[Finding]:
 
 
 def _other(ckpt: Checkpoint, found: Quantisation, declared: Declaration) -> Iterator[Finding]:
-    wide = [tensor for tensor in ckpt.tensors.values() if _is_wide(tensor) and tensor.fqn.endswith(".weight")]
+    wide = [
+        tensor
+        for tensor in ckpt.tensors.values()
+        if len(tensor.global_shape) > 1 and tensor.dtype in WIDE and tensor.fqn.endswith(".weight")
+    ]
     says = f"{declared.file} declares {declared.words}"
     if not found.weights:
         linear = [tensor for tensor in wide if _is_linear(tensor) and not declared.ignores(_module(tensor))]
@@ -96,10 +99,6 @@ def _other(ckpt: Checkpoint, found: Quantisation, declared: Declaration) -> Iter
             why="the loader builds these layers quantised too, and finds neither codes nor scales",
             hint="export again, or name these modules among those that are not quantised",
         )
-
-
-def _is_wide(tensor: Tensor) -> bool:
-    return len(tensor.global_shape) > 1 and tensor.dtype in FLOATS and ITEM_BITS[tensor.dtype] > 8
 
 
 def _module(tensor: Tensor) -> str:

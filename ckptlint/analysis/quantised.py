@@ -16,7 +16,10 @@ from ckptlint.model.facts import fact
 from ckptlint.vocabulary.config_fields import QUANTISATION
 from ckptlint.vocabulary.dtypes import FLOATS, ITEM_BITS
 from ckptlint.vocabulary.keys import role
-from ckptlint.vocabulary.schemes import Part, Scheme, named, quantised_weight, schemes, weight_of
+from ckptlint.vocabulary.schemes import Part, Scheme, named, quantised_weight, quantised_weights, schemes, weight_of
+
+WIDE = frozenset(dtype for dtype in FLOATS if ITEM_BITS[dtype] > 8)
+"""Dtypes of weights that are not quantised."""
 
 _BARE = "{weight}"
 _PLAIN = re.compile(r"[\w./*\-]+")
@@ -88,7 +91,9 @@ class Quantisation:
 def quantisation(ckpt: Checkpoint) -> Quantisation:
     """How the weights are quantised; without any and without a declaration there is nothing in it."""
     declared = _declaration(ckpt)
-    candidates = {key: found for key, tensor in ckpt.tensors.items() if (found := list(_candidates(ckpt, tensor)))}
+    with_parts = quantised_weights(ckpt.tensors)
+    few = (tensor for key, tensor in ckpt.tensors.items() if key in with_parts or tensor.dtype not in WIDE)
+    candidates = {tensor.fqn: found for tensor in few if (found := list(_candidates(ckpt, tensor)))}
     complete = Counter(one.scheme for found in candidates.values() for one in found if one.parts and not [*one.lacks()])
     if not candidates and declared is None:
         return Quantisation(None, [], frozenset())
@@ -121,12 +126,8 @@ def _candidates(ckpt: Checkpoint, tensor: Tensor) -> Iterator[QuantisedWeight]:
         if not weight or (scheme.weight == _BARE and quantised_weight(weight)):
             continue
         parts = {part: found for part in scheme.parts if (found := _stored(ckpt, part, weight)) is not None}
-        if parts or not _is_wide(tensor.dtype):
+        if parts or tensor.dtype not in WIDE:
             yield QuantisedWeight(weight, tensor, scheme, parts)
-
-
-def _is_wide(dtype: str) -> bool:
-    return dtype in FLOATS and ITEM_BITS[dtype] > 8
 
 
 @cache

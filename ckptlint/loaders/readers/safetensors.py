@@ -32,7 +32,7 @@ from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.config_fields import ADAPTER_CONFIG, MISTRAL_CONFIG, QUANTISATION, QUANTISATION_FILES
 from ckptlint.vocabulary.litter import is_litter
 from ckptlint.vocabulary.mesh import read_topology
-from ckptlint.vocabulary.schemes import quantised_weight
+from ckptlint.vocabulary.schemes import quantised_weights
 
 SHARD = re.compile(r"shard-(?P<rank>\d{5,9})-model-(?P<k>\d{5,9})-of-(?P<n>\d{5,9})\.safetensors")
 NUMBERED = re.compile(
@@ -160,7 +160,7 @@ def read_safetensors(folder: Folder, look_at_files: bool, is_first: bool = True)
         declared, config = {}, None
     if not (is_loaded or is_first):
         config_problems = []
-    if is_loaded and config is not None and any(map(quantised_weight, tensors)):
+    if is_loaded and config is not None and quantised_weights(tensors):
         config = _with_quantisation(folder, config)
     beside, own_problems = _own_config(folder, names)
     if beside is not None:

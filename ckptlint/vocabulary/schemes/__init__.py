@@ -8,7 +8,7 @@ its `{leaf}`; sizes are expressions (`architecture.expressions`) of the axes of 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -113,6 +113,12 @@ def _templates() -> tuple[tuple[str, ...], dict[str, tuple[str, ...]]]:
         tail = template.rpartition("}")[2]
         tails[tail] = (*tails.get(tail, ()), template)
     return tuple(tails), tails
+
+
+def quantised_weights(keys: Iterable[str]) -> set[str]:
+    """The weights that scales, blocks or codes among these keys belong to."""
+    ends, _ = _templates()
+    return {quantised_weight(key) for key in keys if key.endswith(ends)} - {""}
 
 
 def quantised_weight(key: str) -> str:
