@@ -86,7 +86,7 @@ def _is_transposed(item: ShapeDifference) -> bool:
 
 
 def _is_constant(item: ShapeDifference) -> bool:
-    """Whether no field tells the sizes that differ: another version of the library may take other numbers."""
+    """Whether no field gives the sizes that differ: another version of the library may take other numbers."""
     if _is_empty(item) or not item.axes or not item.expected.dims:
         return False
     return all(_dim(item, axis).isdecimal() and int(_dim(item, axis)) > _SMALL for axis in item.axes)

@@ -36,7 +36,7 @@ def adapter_config(ckpt: Checkpoint) -> Iterator[Finding]:
 
         Keys that peft does not find are an error if none has `base_model.model.`, or if some modules of a layer have
         the names of Megatron-Core and others those of transformers. They are a warning with the name of an adapter or
-        a wrapper in them. If the base model's `config.json` lies beside, the layers with adapters of the attention are
+        a wrapper in them. If the base model's `config.json` is beside it, the layers with adapters of the attention are
         not one end of its layers alone, as of one pipeline stage. An adapter without a configuration is info. Other
         types are not judged.
     Why it matters:
@@ -89,7 +89,7 @@ def _without_config(ckpt: Checkpoint) -> Finding:
 
 
 def _names(ckpt: Checkpoint) -> Iterator[Finding]:
-    """Names under which peft does not look; told once, since one save names all keys alike."""
+    """Names under which peft does not look; reported once, since one save names all keys alike."""
     keys = list(ckpt.tensors)
     wrapped = [key for key in keys if WRAPPING.intersection(key.split("."))]
     named = sorted({factors.adapter for factors in factors_of(keys)} - {""})

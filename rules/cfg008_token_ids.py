@@ -9,11 +9,11 @@ from itertools import chain
 from typing import Any
 
 from ckptlint.analysis.trusted_config import main_params
+from ckptlint.architecture.huggingface import default_ids
 from ckptlint.formats.strict_json import is_size
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import plural, printable, some
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
-from ckptlint.vocabulary.config_fields import default_ids
 from ckptlint.vocabulary.dtypes import FLOATS
 from ckptlint.vocabulary.keys import is_token_table
 

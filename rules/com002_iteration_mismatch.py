@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ckptlint.analysis.numbered_files import is_one_of_several
+from ckptlint.analysis.ranks.numbered_files import is_one_of_several
 from ckptlint.model import Checkpoint, RunFolder, StepClaim, StepFile
 from ckptlint.model.text import listed, some
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
@@ -28,8 +28,8 @@ def iteration_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
         slime and verl, `dlrover_latest.txt`, DeepSpeed's `latest`, or a link) names a finished step that is there, or
         `release`. An absent tracked step is a warning if one step alone was copied out of a run. A finished step newer
         than the tracked one is info: a job that is killed between save and tracker leaves a healthy run. That is the
-        run's: it is told when the run folder is checked, no step fails for it, and a step that is named by itself is
-        not compared with the tracker.
+        run's: a check of the run folder reports it, no step fails for it, and a step that is named by itself is not
+        compared with the tracker.
 
         A number inside the step that differs from the folder's is a warning if the library takes both from one counter:
         `global_step` of a `trainer_state.json` in `checkpoint-<number>`, `train_state.step` of torchtitan in

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import count, islice
 
-from ckptlint.analysis.numbered_files import PAYLOAD, NumberedFiles, exact_ranks, is_one_of_several, stated_ranks
-from ckptlint.analysis.numbered_files import numbered_files as sets_of
+from ckptlint.analysis.ranks.numbered_files import PAYLOAD, NumberedFiles, exact_ranks, is_one_of_several, stated_ranks
+from ckptlint.analysis.ranks.numbered_files import numbered_files as sets_of
 from ckptlint.model import Checkpoint
 from ckptlint.model.lost_files import by_node
 from ckptlint.model.text import listed, plural

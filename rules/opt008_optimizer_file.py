@@ -67,7 +67,7 @@ def _odd(
         if first is not None and second is not None and first != second:
             both = f"the shapes {shape_text(first)} and {shape_text(second)}"
             yield f"exp_avg and exp_avg_sq of {_some([param])} in {file} have {both}", f"pair {param}", False
-    is_judged = ckpt.format == "verl" and judges(ckpt)  # CFG001 tells what the model lacks
+    is_judged = ckpt.format == "verl" and judges(ckpt)  # CFG001 reports what the model lacks
     is_judged = is_alone and ckpt.format in ("safetensors", "torch", "verl") and not is_judged
     if is_judged and ckpt.tensors and ckpt.is_sound and not ckpt.partial:
         yield from _against_model(ckpt, file, optimizer)

@@ -26,7 +26,7 @@ def quantised_parts(ckpt: Checkpoint) -> Iterator[Finding]:
         scheme is used is known from the configuration, or from other weights that are stored in it whole; if neither
         says so, a missing part is a warning.
     Why it matters:
-        Codes without a scale are numbers that mean nothing. Some loaders stop; others take 1, or what lies in memory.
+        Codes without a scale are numbers that mean nothing. Some loaders stop; others take 1, or what is in memory.
     Usual causes:
         A filter or a converter that knows only `weight`, an export that lost a rank's experts, or an expert that saw no
         token while the scales of activations were measured.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from collections.abc import Iterator, Mapping
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,13 @@ def _class_of(config: Mapping[str, object], table: Mapping[str, Any], model_type
     if name not in table["models"]:
         raise UnknownModel(f"no table for {printable(name) or 'these architectures'} of model_type {model_type}")
     return name
+
+
+@cache
+def default_ids(model_type: str) -> frozenset[int]:
+    """The special token ids of a model type that nobody set."""
+    found = own_file(Path(__file__).with_name("default_ids.toml"), tomllib.loads)
+    return frozenset(found.get(model_type, ()))
 
 
 def declared_quantisation(config: Mapping[str, object]) -> object:

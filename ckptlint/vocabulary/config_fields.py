@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterable, Mapping
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 from ckptlint.model import Declared
-from ckptlint.vocabulary.strict_toml import own_file
 
 MODEL_CONFIG, ADAPTER_CONFIG, MISTRAL_CONFIG = "config.json", "adapter_config.json", "params.json"
 """What transformers, peft and mistral-inference keep beside the weights that it describes."""
@@ -88,13 +84,6 @@ def read_declared(sources: Iterable[tuple[str, Any]]) -> dict[str, Declared]:
             if value is not None and canonical not in found:
                 found[canonical] = Declared(value, source)
     return found
-
-
-@cache
-def default_ids(model_type: str) -> frozenset[int]:
-    """The special token ids of a model type that nobody set."""
-    found = own_file(Path(__file__).with_name("default_ids.toml"), tomllib.loads)
-    return frozenset(found.get(model_type, ()))
 
 
 def attributes(node: Any) -> dict[str, Any]:
