@@ -589,13 +589,19 @@ MODELS: dict[str, tuple[Any, dict[str, Any], int]] = {
     ),
     "gpt-oss, mxfp4": (
         layered(3, GPT_OSS, model__norm__weight=(BF, [2880])),
-        {"num_hidden_layers": 3, "hidden_size": 2880, "num_local_experts": 32},
+        {"num_hidden_layers": 3, "hidden_size": 2880, "num_local_experts": 32}
+        | {"quantization_config": {"quant_method": "mxfp4"}},
         1,
     ),
     "Phi-3, fused": (layered(4, FUSED, **PHI), {"num_hidden_layers": 4, "hidden_size": 3072, "vocab_size": 32064}, 2),
 } | {
-    how: (layered(4, quantised(LAYER, how), **OUTSIDE, **HEAD), LLAMA, 2)
-    for how in ("fp8 blocks", "fp8 tensors", "gptq", "awq", "bitsandbytes", "compressed-tensors")
+    f"{method} {how}".strip(): (
+        layered(4, quantised(LAYER, how or method), **OUTSIDE, **HEAD),
+        LLAMA | {"quantization_config": {"quant_method": method}},
+        2,
+    )
+    for method, how in [("fp8", "fp8 blocks"), ("fp8", "fp8 tensors")]
+    + [(method, "") for method in ("gptq", "awq", "bitsandbytes", "compressed-tensors")]
 }
 
 

@@ -32,11 +32,11 @@ def with_vocabulary(folder: Folder, ckpt: Checkpoint) -> Checkpoint:
     Raises:
         AccessError: the operating system refused a read.
     """
-    own = [name for name in (GENERATION_CONFIG, _TOKENIZER) if folder.look_at(name)[0] in READABLE]
-    has_table = any(is_token_table(parse(name)) for name in ckpt.tensors)
-    if not (own and has_table and ckpt.is_export and ckpt.config and ckpt.config.file == MODEL_CONFIG):
+    if not (ckpt.is_export and ckpt.config and ckpt.config.file == MODEL_CONFIG):
         return ckpt
-    for name in own:
+    own = [name for name in (GENERATION_CONFIG, _TOKENIZER) if folder.look_at(name)[0] in READABLE]
+    has_table = own and any(is_token_table(parse(name)) for name in ckpt.tensors)
+    for name in own if has_table else ():
         try:
             if name == _TOKENIZER:
                 ckpt = replace(ckpt, tokens=isolated(partial(highest_tokens, folder), folder.size(name)))
