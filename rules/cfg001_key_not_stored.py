@@ -24,10 +24,12 @@ def key_not_stored(ckpt: Checkpoint) -> Iterator[Finding]:
     What it checks:
         Every tensor of the model that the `config.json` beside the files declares, or the arguments of a Megatron job
         (`args` in the common state, `run_config.yaml`), is stored. Tables made from transformers and megatron-core say
-        which tensors these are. Tied heads, buffers, scales of quantised weights, layers for multi-token prediction and
-        adapters are optional, and so is all that a model without its head lacks. It is only info if a whole tower of a
-        multi-part model is absent, if the configuration names code of its own, or if a field decides that it leaves
-        open; in a training checkpoint any field that is open does.
+        which tensors these are. Tied heads, buffers that are not learned, scales of quantised weights and adapters are
+        optional, and so is all that a model without its head lacks. A layer for multi-token prediction may be absent;
+        one that is stored has all that the layer most like it has, and fewer than declared are a warning. A whole tower
+        is a warning if the configuration has a section for it and nothing else is absent, info if the name of the
+        folder or the class is that of a part. It is only info, too, if the configuration names code of its own or
+        leaves a field open that decides; in a training checkpoint any field that is open does.
     Why it matters:
         A load that is not strict leaves absent parameters at their initial values and raises no error.
     Usual causes:
@@ -45,11 +47,39 @@ def key_not_stored(ckpt: Checkpoint) -> Iterator[Finding]:
     for doubt, missing in doubts.items():
         yield _finding(ckpt, replace(fit, missing=missing), doubt)
     for tower in fit.absent_towers:
+        is_lost = tower in fit.lost_towers and not fit.missing
         yield Finding(
             f"nothing of {tower} is stored, though it is a part of {model_name(fit)}",
             at=Location(tower, label=f"{ckpt.metadata_file}, compared with {fit.place}"),
-            severity=Severity.INFO,
-            why="the parts of such a model are often saved alone",
+            severity=Severity.WARNING if is_lost else Severity.INFO,
+            why=_consequence(fit, one=False) if is_lost else "the parts of such a model are often saved alone",
+        )
+    yield from _predicting(ckpt, fit)
+
+
+def _predicting(ckpt: Checkpoint, fit: Fit) -> Iterator[Finding]:
+    """What is wrong with the layers for multi-token prediction."""
+    stored, declared = fit.mtp_layers
+    if fit.mtp_lost:
+        folded = braces(fit.mtp_lost)
+        what = folded[0] if len(fit.mtp_lost) == 1 else plural(len(fit.mtp_lost), "tensor")
+        verb = "is" if len(fit.mtp_lost) == 1 else "are"
+        yield Finding(
+            f"{what} of a layer for multi-token prediction {verb} not stored, but the rest of it is",
+            at=Location(fit.mtp_lost[0], label=f"{ckpt.metadata_file}, compared with the layer most like it"),
+            identity=tuple(fit.mtp_lost[:_MOST]),
+            keys=tuple(fit.mtp_lost[:_MOST]),
+            confidence="possible" if fit.doubt else "certain",
+            notes=(doubt_note(fit.doubt), ("missing", some(folded, noun="pattern"))),
+            hint="copy the whole layer from the checkpoint that was exported, or leave all of it out",
+        )
+    if stored < declared:
+        verb = "is" if stored == 1 else "are"
+        yield Finding(
+            f"{stored} of {plural(declared, 'layer')} for multi-token prediction {verb} stored",
+            at=Location(file=fit.expected.source),
+            severity=Severity.WARNING,
+            hint="store all of them, or declare as many as are stored",
         )
 
 

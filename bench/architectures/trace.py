@@ -37,6 +37,8 @@ Flat = dict[str, Any]
 Form = dict[str, tuple[tuple[int, ...], str]]
 """Key -> shape, and "" or `tied` or `buffer`."""
 
+_TRAINED = frozenset({"e_score_correction_bias", "expert_bias"})  # buffers that a router learns: needed as weights are
+
 DRAWS, PROOFS, MOST_KEYS = 24, 20, 20_000
 
 GIVEN: dict[str, Flat] = {
@@ -213,7 +215,7 @@ def forms(model: Any) -> dict[str, Form]:
     state = dict(model.state_dict())
     tied = set(model.all_tied_weights_keys)
     skipped = [re.compile(pattern) for pattern in model._keys_to_ignore_on_save or ()]
-    buffers = {name for name, _ in model.named_buffers()}
+    buffers = {name for name, _ in model.named_buffers() if name.rpartition(".")[2] not in _TRAINED}
     weights = {k: v for k, v in state.items() if k not in buffers}
     untied = {k: v for k, v in state.items() if k not in tied and not any(p.search(k) for p in skipped)}
     all_saved = _saved(model, state)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import lru_cache
 from math import prod
+from pathlib import PurePath
 from typing import NamedTuple
 
 from ckptlint.analysis.fit.pairing import Pairing, best_pairing
@@ -32,6 +33,8 @@ _WIDE = 8
 _MOST_AXES = 8
 _FEW, _MORE = 20_000, 50  # a configuration may imply so many tensors, or so many for each that is stored
 _LAYERS = re.compile(r"(?P<home>.*?)\.?(?:layers|h|blocks?|layer)\.(?P<number>\d{1,18})\..+")
+_PART_CLASS = re.compile(r"Text|CausalLM|(Vision|Audio)\w*(Model|Encoder|Tower)$")
+_PART_WORDS = frozenset({"text", "language", "llm", "lm", "only", "encoder", "decoder", "backbone", "tower", "vit"})
 _MTP = ("num_nextn_predict_layers", "mtp_num_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 
 
@@ -58,6 +61,9 @@ class Fit:
         pairing: which stored key is which tensor of the model.
         missing: expected keys that are needed and not stored, in the model's order.
         absent_towers: parts of a model of several (`model.vision_tower`) of which nothing is stored.
+        lost_towers: those of them with a section of the configuration, where nothing says that the export is a part.
+        mtp_lost: keys that layers for multi-token prediction, of which the rest is stored, would have as the others do.
+        mtp_layers: how many such layers are stored and how many are declared; (0, 0) where none are stored.
         beyond: stored layers and experts that the model has not, biases of weights that have none: stored keys.
         foreign: other stored keys that are no tensor of the model: a head, a module of one's own.
         instead: stored keys that lie in a module of which expected ones are missing.
@@ -71,6 +77,9 @@ class Fit:
     pairing: Pairing
     missing: list[str] = field(default_factory=list)
     absent_towers: tuple[str, ...] = ()
+    lost_towers: tuple[str, ...] = ()
+    mtp_lost: list[str] = field(default_factory=list)
+    mtp_layers: tuple[int, int] = (0, 0)
     beyond: list[str] = field(default_factory=list)
     foreign: list[str] = field(default_factory=list)
     instead: list[str] = field(default_factory=list)
@@ -294,6 +303,8 @@ class _Judge:
             self.pairing,
             missing,
             towers,
+            tuple(tower for tower in towers if self._is_lost(tower)),
+            *self._predicting(),
             beyond,
             foreign,
             instead,
@@ -325,7 +336,52 @@ class _Judge:
             return ()
         held = {_tower(name, homes) for name in self.pairing.stored}
         lost = {_tower(name, homes) for name in missing} - held
-        return tuple(sorted(home for home in lost if home is not None)) if held - {None} else ()
+        found = {self._root(home) if self._is_lost(home) else home for home in lost if home is not None}
+        return tuple(sorted(found)) if held - {None} else ()
+
+    def _is_lost(self, tower: str) -> bool:
+        """Whether an absent tower has a section of the configuration, and nothing says that the export is a part."""
+        inside = (name for name in self.tensors if name.startswith(f"{tower}.") and _place(name))
+        sections = {field.partition(".")[0] for name in inside for field in self.tensors[name].counted if "." in field}
+        classes = self.config.get("architectures")
+        named = map(str, classes if isinstance(classes, list) else ())
+        return (
+            self.ckpt.is_export
+            and not self._doubt()
+            and any(isinstance(self.config.get(section), dict) for section in sections)
+            and not any(map(_PART_CLASS.search, named))
+            and not _PART_WORDS & {*re.split(r"[\W_]+", PurePath(self.ckpt.path).name.lower())}
+        )
+
+    def _root(self, home: str) -> str:
+        """The shortest beginning of a home of layers below which nothing is stored."""
+        parts = home.split(".")
+        roots = (".".join(parts[:end]) for end in range(1, len(parts)))
+        return next((r for r in roots if not any(n.startswith(f"{r}.") for n in self.pairing.stored)), home)
+
+    def _predicting(self) -> tuple[list[str], tuple[int, int]]:
+        """What layers for multi-token prediction lack of the layer most like them; how many are stored and declared."""
+        declared = self._declared_mtp()
+        if not declared:
+            return [], (0, 0)
+        plain = {name for name in self.pairing.unknown if not _may_lie_beside(name) and not quantised_weight(name)}
+        codes = {f"{name.removesuffix('.weight')}.weight" for name in self.quantised}
+        stored = _by_layer(plain | codes)
+        lost, count = [], 0
+        for block, layers in _by_layer(name for name, tensor in self.tensors.items() if tensor.needed).items():
+            for number in sorted(stored[block].keys() - layers.keys()):
+                own, count = stored[block][number], count + 1
+                like = min(sorted(layers, reverse=True), key=lambda other: len(layers[other] ^ own))
+                built_otherwise = {tail.partition(".")[0] for tail in own - layers[like]}
+                gone = sorted(t for t in layers[like] - own if t.partition(".")[0] not in built_otherwise)
+                lost += [f"{block}.{number}.{tail}" for tail in gone if own & layers[like]]
+        return lost, (count, declared if count else 0)
+
+    def _declared_mtp(self) -> int:
+        """How many layers for multi-token prediction the configuration declares."""
+        parts = [self.config, *(part for part in self.config.values() if isinstance(part, Mapping))]
+        counts = [part.get(name) for part in parts for name in _MTP]
+        return max((count for count in counts if isinstance(count, int)), default=0)
 
     def _sorted_unknown(self, missing: list[str]) -> tuple[list[str], list[str], list[str]]:
         """The unknown keys that go beyond the model, that stand where others are missing, and the rest."""
@@ -340,9 +396,7 @@ class _Judge:
         gaps = {_module(name) for name in missing}
         tails = {name.partition(".")[2] for name in missing} | set(missing)
         roles = {role(name) for name in self.tensors}
-        has_mtp = any(self.config.get(name) for name in _MTP) or any(
-            isinstance(part, Mapping) and any(part.get(name) for name in _MTP) for part in self.config.values()
-        )
+        has_mtp = self._declared_mtp() > 0
         beyond, instead, foreign = [], [], []
         for name in self.unknown:
             if name in tails:
@@ -434,6 +488,15 @@ class _Place(NamedTuple):
 def _place(name: str) -> _Place | None:
     match = _LAYERS.fullmatch(name)
     return match and _Place(match["home"], name[: match.start("number") - 1], int(match["number"]))
+
+
+def _by_layer(names: Iterable[str]) -> dict[str, dict[int, set[str]]]:
+    """Block of layers -> number -> what stands behind it in the keys."""
+    found: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for name in names:
+        if place := _place(name):
+            found[place.block][place.number].add(name.removeprefix(f"{place.block}.{place.number}."))
+    return found
 
 
 def numbered_layer(name: str) -> tuple[str, int] | None:
