@@ -9,9 +9,10 @@ from fractions import Fraction
 from ckptlint.analysis.fit.judgement import judges
 from ckptlint.analysis.inventory import Param, inventory_of
 from ckptlint.analysis.trusted_config import flag, trusted, trusted_topology
-from ckptlint.model import Checkpoint
+from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import shape_text
 from ckptlint.rule import Finding, Location, Severity, rule
+from ckptlint.vocabulary.dtypes import nbytes
 from ckptlint.vocabulary.mesh import axes_of_size
 
 _MOST = 0.8
@@ -25,9 +26,10 @@ def alias_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
     What it checks:
         Keys that become equal once wrappers (`_orig_mod.`, `module.`) are stripped have equal global shapes; if they
         do, it is only info. Where only a leading wrapper differs, half of the keys below each must have such a twin. It
-        is a warning if embedding and output layer differ although the configuration ties them, or if a few keys of a
-        block of layers begin with different wrappers (`model.`, none) from most keys of the block and from others of
-        their layer. Keys of different stages, modules, chains or copies of the model are no twins.
+        is a warning if embedding and output layer differ, with `--depth data` in their values too, although the
+        configuration ties them, or if a few keys of a block of layers begin with different wrappers (`model.`, none)
+        from most keys of the block and from others of their layer. Keys of different stages, modules, chains or copies
+        of the model are no twins.
     Why it matters:
         One of the two keys bypassed the sharding rule, and a loader may take either. A key that lacks its wrapper is
         not found.
@@ -128,22 +130,35 @@ def _tied(ckpt: Checkpoint) -> Iterator[Finding]:
         if len(found["embedding"]) != 1 or len(found["output"]) != 1:
             continue
         a, b = found["embedding"][0].tensor, found["output"][0].tensor
-        if a.global_shape == b.global_shape or len(a.global_shape) != 2 or a.global_shape[1:] != b.global_shape[1:]:
+        if len(a.global_shape) != 2 or a.global_shape[1:] != b.global_shape[1:]:
             continue
-        shapes = f"{shape_text(a.global_shape)} and {shape_text(b.global_shape)}"
+        is_of_values = a.global_shape == b.global_shape
+        if is_of_values and not _values_differ(ckpt, a, b):
+            continue
+        shapes = f": {shape_text(a.global_shape)} and {shape_text(b.global_shape)}"
+        quotient = f"{Fraction(b.global_shape[0], a.global_shape[0])} of its rows" if a.volume else "no rows"
         yield Finding(
-            f"embedding and output layer are tied but differ: {shapes}",
+            f"embedding and output layer are tied but differ{' in their values' if is_of_values else shapes}",
             at=Location.of(b),
             identity=(a.fqn,),
             confidence="likely",
             notes=(
                 ("other key", f"{a.fqn}: {a.dtype} {shape_text(a.global_shape)}"),
-                (
-                    "quotient",
-                    f"{Fraction(b.global_shape[0], a.global_shape[0])} of its rows" if a.volume else "no rows",
-                ),
+                ("quotient", "" if is_of_values else quotient),
                 ("tied by", f"{declared[name].source}"),
             ),
             why="they are one weight, so what you load depends on which of the two is read",
-            hint="check the padding of the vocabulary and the placement of both, or untie them in the configuration",
+            hint="find out which of the two was trained, and store that one alone, or untie them in the configuration"
+            if is_of_values
+            else "check the padding of the vocabulary and the placement of both, or untie them in the configuration",
         )
+
+
+def _values_differ(ckpt: Checkpoint, a: Tensor, b: Tensor) -> bool:
+    """Whether the bytes of two tensors of one dtype, each in one record that holds nothing else, differ."""
+    payload, size = ckpt.payload, nbytes(a.dtype, a.volume)
+    records = [*a.chunks.record.tolist(), *b.chunks.record.tolist()]
+    if payload is None or a.dtype != b.dtype or (len(a.chunks), len(b.chunks)) != (1, 1) or min(records) < 0:
+        return False
+    crc = payload.crc[records]
+    return bool((payload.size[records] == size).all() and (crc > 0).all() and crc[0] != crc[1])

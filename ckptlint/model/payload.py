@@ -133,15 +133,15 @@ class PayloadTable:
         row_hashes: key -> dtype -> uint64 [rows], the hashes of the tensor's rows, where these were wanted.
 
     Columns:
-        state: a `RecordState`; the other columns mean something where it is READ.
+        state: a `RecordState`; the other columns mean something where it is READ, or RAW with a `content`.
         content: position in `contents`.
         storages: members that hold tensor data.
         stored: bytes of all of them.
         start: first byte in its file of the storage that the content names; -1 without one.
         size: bytes of that storage.
-        crc: its CRC-32 as recorded, -1 where the writer stored none.
+        crc: its CRC-32 as recorded, -1 where the writer stored none; of a RAW record as computed (depth `data`).
         equal_group: equal for records whose storages hold the same bytes (length, CRC-32 and up to 1 KiB of samples
-            agree); -1 for all others. Looked for among the chunks of one tensor and one layer's experts.
+            agree); -1 for all others. Looked for among the chunks of one tensor, one layer's experts, gate and up.
         rows_alike: whether all rows (axis 0) of a record with an `equal_group` hold the same, more than one value, as
             far as samples tell.
         constant: whether all samples taken hold one value; False where none were taken.

@@ -16,9 +16,16 @@ import numpy as np
 
 from ckptlint.errors import UnreadableError
 from ckptlint.loaders.problems import from_error
-from ckptlint.model import Checkpoint, Damage, RecordState, StorageTable, Tensor, empty_payload
+from ckptlint.model import Checkpoint, Damage, RecordContent, RecordState, StorageTable, Tensor, empty_payload
 from ckptlint.model.layout import IntArray, distinct
-from ckptlint.payload.archives.members import member_starts, members_and_views, members_of, scans_of, with_bare_tensors
+from ckptlint.payload.archives.members import (
+    bare_content,
+    member_starts,
+    members_and_views,
+    members_of,
+    scans_of,
+    with_bare_tensors,
+)
 from ckptlint.payload.archives.record_headers import AlikeRecords, ArchiveMember, Headers, RecordPlace, read_headers
 from ckptlint.payload.archives.whole import compare_archives
 from ckptlint.payload.integrity import compare_others, differs, recorded_sums
@@ -330,9 +337,14 @@ class Reader:
             for row in np.flatnonzero(is_wanted).tolist():
                 self.chunks[int(record[row])] = tensor, row
         raw = np.intersect1d(self.result.rows, np.array([*self.chunks], np.int64))
+        numbers: dict[RecordContent, int] = {}
         for file, rows in by_file(raw[is_raw[raw]], records.file, records.byte_offset).items():
             table.start[rows], table.size[rows] = records.byte_offset[rows], records.byte_length[rows]
+            found = [bare_content(*self.chunks[row]) for row in rows.tolist()]
+            table.content[rows] = [numbers.setdefault(content, len(table.contents) + len(numbers)) for content in found]
+            table.storages[rows] = 1
             self._add_bare(file, rows)
+        table.contents.extend(numbers)
 
     def _add_bare(self, file: int, rows: IntArray) -> None:
         """Have the tensors that lie bare in a file looked at too."""
@@ -385,6 +397,8 @@ class Reader:
             row = int(members.row[member])
             table.digest[row], table.digested[row] = own, True
         np.bitwise_xor.at(self.result.sums, members.row, seen.crc)
+        is_raw = table.state[members.row] == RecordState.RAW
+        table.crc[members.row[is_raw]] = seen.crc[is_raw]
         name = self.ckpt.files[file].name
         bad = np.flatnonzero((seen.crc != members.crc) & (members.crc > 0))
         damages = [

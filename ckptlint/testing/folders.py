@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -138,7 +139,7 @@ def optimizer_state(groups: Sequence[Mapping[str, Any]], states: Mapping[str, An
 
 
 def write_safetensors(path: Path, table: Mapping[str, Any]) -> Path:
-    """Write a safetensors file whose tensors are zeros.
+    """Write a safetensors file whose tensors are zeros, or values that differ where a tensor has a `seed`.
 
     Args:
         table: `tensors`, as `safetensors_header` takes them; `header`, its text, in their place; `before`, text before
@@ -152,7 +153,14 @@ def write_safetensors(path: Path, table: Mapping[str, Any]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:
         file.write(table.get("before", "").encode("latin-1") + start)
-        file.truncate(table.get("size", file.tell() + max(ends, default=0)))
+        begin = file.tell()
+        file.truncate(table.get("size", begin + max(ends, default=0)))
+        for name, entry in _entries(table.get("tensors", {})).items():
+            if "seed" in (own := table["tensors"][name]):
+                file.seek(begin + entry["data_offsets"][0])
+                count = entry["data_offsets"][1] - entry["data_offsets"][0]
+                data = random.Random(own["seed"]).randbytes(count)  # noqa: S311
+                file.write(bytes(byte & 0x3F for byte in data))
     return path
 
 

@@ -146,9 +146,8 @@ def scans_of(
     for member in is_storage.tolist():
         record = int(members.row[member])
         tensor, row = chunks.get(record, (None, -1))
-        content = table.of(record)
-        if tensor is not None and table.state[record] == RecordState.RAW:
-            content = bare_content(tensor, row)
+        is_raw = table.state[record] == RecordState.RAW
+        content = table.contents[int(table.content[record])] if is_raw else table.of(record)
         if content is None or content.form != "tensor" or content.dtype not in ITEM_BITS:
             continue
         item = ITEM_BITS[content.dtype] // 8
