@@ -1,4 +1,4 @@
-"""Checksums of whole files: those that Megatron-Core keeps beside a checkpoint, and the names of a cache's blobs."""
+"""Checksums of whole files: lists of Megatron-Core and sha256sum beside a checkpoint, names of a cache's blobs."""
 
 from __future__ import annotations
 
@@ -19,12 +19,21 @@ INTEGRITY = "integrity.json"
 _BLOB = "the name of its blob"
 _JSON_LIMIT = 64 * 1024**2
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+_LISTS = re.compile(r"sha256sums(\.txt)?|checksums\.sha256|.+\.sha256", re.IGNORECASE)
+_LIST_LIMIT = 1024**2
+_NUMBER = re.compile(r"\d+")
+_LINE = re.compile(r"([0-9a-fA-F]{64}) [ *](?:\./)?(.+)")
 
 
-def recorded_sums(folder: Folder) -> tuple[dict[str, str], set[str] | None, list[Problem]]:
+def recorded_sums(folder: Folder, ckpt: Checkpoint) -> tuple[dict[str, str], set[str] | None, list[Problem]]:
     """File -> its checksum as text with who says it; the files that Megatron-Core lists, None where it lists none."""
     listed, problems = _integrity(folder)
-    sums = ((_BLOB, _blob_names(folder)), (INTEGRITY, listed or {}))
+    lists = {name: _list(folder, ckpt, name, problems) for name in folder.files_beside() if _LISTS.fullmatch(name)}
+    sums = (
+        (_BLOB, _blob_names(folder)),
+        *((printable(name), own) for name, own in lists.items()),
+        (INTEGRITY, listed or {}),
+    )
     found = {name: f"SHA-256 {recorded:64} of {source}" for source, own in sums for name, recorded in own.items()}
     return found, None if listed is None else {*listed}, problems
 
@@ -68,6 +77,29 @@ def _integrity(folder: Folder) -> tuple[dict[str, str] | None, list[Problem]]:
     if not isinstance(files, dict) or listed.get("algorithm") != "sha256":
         return None, [from_error(UnreadableError("lists no SHA-256 checksums of files"), INTEGRITY)]
     return {name: str(text).lower() for name, text in files.items()}, []
+
+
+def _list(folder: Folder, ckpt: Checkpoint, name: str, problems: list[Problem]) -> dict[str, str]:
+    """The SHA-256 of each payload file, or absent one with a payload file's name but for its number, in a list.
+
+    Other absent files are those that a download leaves out: weights in another format, variants.
+
+    Source:
+        GNU coreutils (9) sha256sum: a digest, a space, a space or `*`, a name
+    """
+    payload = {file.path: file.size for file in ckpt.files if file.path is not None}
+    numbered = {_NUMBER.sub("#", path) for path in payload}
+    try:
+        lines = folder.read(name, _LIST_LIMIT).decode(errors="replace").splitlines()
+    except UnreadableError as error:
+        problems.append(from_error(error, name))
+        return {}
+    sums = {match[2]: match[1].lower() for line in lines if (match := _LINE.fullmatch(line))}
+    return {
+        path: own
+        for path, own in sums.items()
+        if (payload[path] is not None if path in payload else _NUMBER.sub("#", path) in numbered)
+    }
 
 
 def _blob_names(folder: Folder) -> dict[str, str]:

@@ -113,7 +113,7 @@ class Reader:
             if self.how.depth.reads_all:
                 self._read_seal()
                 self._find_chunks()
-                recorded, listed, problems = ({}, None, []) if sample else recorded_sums(self.folder)
+                recorded, listed, problems = ({}, None, []) if sample else recorded_sums(self.folder, self.ckpt)
                 result.problems += problems
                 self._read_data(recorded)
                 if self.leads and not sample:
