@@ -13,6 +13,7 @@ from ckptlint.model.facts import fact
 from ckptlint.model.text import ranges
 from ckptlint.vocabulary.dtypes import FLOATS, ITEM_BITS
 from ckptlint.vocabulary.keys import is_adapter, module_path, parse
+from ckptlint.vocabulary.schemes import quantised_weight
 
 _FEW_OUTLIERS = 0.2
 _MAJORITY = 3
@@ -41,6 +42,9 @@ def shape_outliers(ckpt: Checkpoint) -> list[Outlier]:
     """Parameters in layers that have another shape than the same parameter of the other layers."""
     found = []
     for members, classes in _alike(ckpt):
+        first = members[0].tensor
+        if first.dtype == "uint8" and len(first.global_shape) == 1 and quantised_weight(first.fqn):
+            continue  # a text about a quantised weight
         numbers = [member.key.layer for member in members if member.key.layer is not None]
         for item in _outliers(members, [member.own_shape for member in members]):
             # the first and last of a plain stack take the shape of what comes before and after
