@@ -6,9 +6,11 @@ from collections.abc import Iterator
 
 from ckptlint.analysis.fit.judgement import Fit, OtherDtype, fit_of, implied_bytes, other_dtypes
 from ckptlint.analysis.fit.wording import doubt_note
+from ckptlint.analysis.layer_outliers import dtype_outliers
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import braces, human_bytes, plural, some
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
+from ckptlint.vocabulary.keys import parse
 
 _SHARE = 0.25
 _LEAST = 0.01  # biases and norms that a library keeps in float32
@@ -20,9 +22,9 @@ def dtype_not_of_config(ckpt: Checkpoint) -> Iterator[Finding]:
 
     What it checks:
         Each float tensor of an export has the `dtype` (or `torch_dtype`) of the `config.json` beside it. It is a
-        warning if wider tensors add a quarter or more to the model's bytes. It is info for a few wider ones, such as
-        routers kept in float32, and for narrower ones, from 1% of the bytes on. Quantised models and training
-        checkpoints are left out.
+        warning if wider tensors add a quarter or more to the model's bytes, or if norms are float64. It is info for a
+        few wider ones, such as routers kept in float32, and for narrower ones, from 1% of the bytes on. Quantised
+        models and training checkpoints are left out.
     Why it matters:
         The files are larger than the model, and a loader that uses the declared dtype converts every tensor.
     Usual causes:
@@ -36,13 +38,20 @@ def dtype_not_of_config(ckpt: Checkpoint) -> Iterator[Finding]:
     if fit.expected.dtype is None or not fit.is_export:
         raise NotApplicable("no dtype is declared for these files")
     for item in other_dtypes(ckpt, fit):
-        if item.declared >= _LEAST * implied_bytes(fit):
-            yield _finding(ckpt, fit, item)
+        is_double = _has_double_norms(ckpt, item)
+        if is_double or item.declared >= _LEAST * implied_bytes(fit):
+            yield _finding(ckpt, fit, item, is_double)
 
 
-def _finding(ckpt: Checkpoint, fit: Fit, item: OtherDtype) -> Finding:
+def _has_double_norms(ckpt: Checkpoint, item: OtherDtype) -> bool:
+    """Whether they are float64 and norms among them, apart from single layers, of which SHP002 tells."""
+    told = {outlier.param.tensor.fqn for outlier in dtype_outliers(ckpt)}
+    return item.dtype == "float64" and any(parse(n).function == "norm" and n not in told for n in item.names)
+
+
+def _finding(ckpt: Checkpoint, fit: Fit, item: OtherDtype, is_double: bool) -> Finding:
     size = implied_bytes(fit)
-    is_large = item.extra >= _SHARE * size and not fit.doubt
+    is_loud = (is_double or item.extra >= _SHARE * size) and not fit.doubt
     names = braces(item.names)
     subject = f"{names[0]} is" if len(item.names) == 1 else f"{plural(len(item.names), 'tensor')} are"
     cost = f"{human_bytes(abs(item.extra))} {'more' if item.extra > 0 else 'less'} than the {human_bytes(size)} of"
@@ -50,11 +59,11 @@ def _finding(ckpt: Checkpoint, fit: Fit, item: OtherDtype) -> Finding:
         f"{subject} {item.dtype}, but {fit.expected.source} declares {fit.expected.dtype}",
         at=Location(label=f"{ckpt.metadata_file}, compared with {fit.place}"),
         identity=(item.dtype, str(fit.expected.dtype)),
-        severity=None if is_large else Severity.INFO,
+        severity=None if is_loud else Severity.INFO,
         notes=(
             doubt_note(fit.doubt),
             ("bytes", f"{cost} the model in {fit.expected.dtype}"),
             ("tensors", some(names, noun="pattern") if len(item.names) > 1 else ""),
         ),
-        hint="cast the model before the export, or declare the dtype that is stored" if is_large else "",
+        hint="cast the model before the export, or declare the dtype that is stored" if is_loud else "",
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -15,24 +15,27 @@ from ckptlint.model import Checkpoint, PayloadTable, Tensor
 from ckptlint.model.facts import fact
 from ckptlint.model.text import ranges
 from ckptlint.rule import Confidence, Finding, Location, NotApplicable, Note, Severity, given, rule
-from ckptlint.vocabulary.keys import Key, parse
+from ckptlint.vocabulary.keys import Key, gated_role, parse
 
 _SHOWN = 3
 _HINTS = {
     True: "compare the experts with an earlier step, and reload the repeated ones from it",
     False: "check whether the parameter should be Replicate on this axis; if so, load one copy of it",
 }
+_BUILT = "every layer repeats it, so ignore this if the model was built so"
 _UNTRAINED = "ignore this if the values are still those of the initialisation"
 
 
-@rule("PAY010", "identical-shards", Severity.WARNING, depth=Depth.HEADERS)
+@rule("PAY010", "identical-shards", Severity.ERROR, depth=Depth.HEADERS)
 def identical_shards(ckpt: Checkpoint) -> Iterator[Finding]:
-    """Two chunks of a tensor, or two experts of a layer, hold the same data.
+    """Two chunks of a tensor, two experts of a layer, or gate and up of an MLP hold the same data.
 
     What it checks:
         No two chunks of a floating tensor, and no two experts of a layer, agree in length, CRC-32 and up to 1 KiB of
-        samples. What may repeat is left out: fewer than 64 elements, one repeated value, rows that are all alike, views
-        of a larger storage, records without a CRC, flat optimizer buckets, attention heads that ranks share, experts
+        samples: a warning. With `--depth data` no two experts of an export do, and it is an error if its `up_proj`
+        repeats its `gate_proj`. What repeats alike in every layer of an export was probably built so, and is only info.
+        What may repeat is left out: fewer than 64 elements, one repeated value, rows that are all alike, views of a
+        larger storage, records without a CRC, flat optimizer buckets, attention heads that ranks share, experts
         upcycled from a dense model. It is only info if nothing shows that the model was trained (iteration 0, moments
         or norms of one value, all seeded alike), and for optimizer state unless its parameter repeats in the same
         shards: a summed loss gives equal gradients.
@@ -51,6 +54,7 @@ def identical_shards(ckpt: Checkpoint) -> Iterator[Finding]:
     if not (payload.crc > 0).any():
         raise NotApplicable("the records hold no checksums to compare")
     experts: dict[tuple[object, ...], list[tuple[Key, Tensor, int]]] = defaultdict(list)
+    halves: dict[tuple[object, ...], list[Tensor]] = defaultdict(list)
     for tensor in ckpt.sound_tensors():
         numbers = _numbers(payload, tensor)
         if not (numbers >= 0).any():
@@ -60,10 +64,24 @@ def identical_shards(ckpt: Checkpoint) -> Iterator[Finding]:
             continue
         if pairs := _unexplained(payload, tensor, _pairs(numbers)):
             yield _chunks(ckpt, payload, tensor, pairs)
-        elif key.expert is not None:
-            experts[key.scope, key.layer, key.role].append((key, tensor, int(numbers.max())))
-    for members in experts.values():
-        yield from _experts(ckpt, payload, members)
+        else:
+            if key.expert is not None:
+                experts[key.scope, key.layer, key.role].append((key, tensor, int(numbers.max())))
+            if ckpt.is_safetensors and gated_role(key):
+                halves[key.scope, key.layer, gated_role(key), key.expert, int(numbers.max())].append(tensor)
+    found = {unit: _expert_pairs(members) for unit, members in experts.items()}
+    alike = Counter((unit[0], unit[2], _of_experts(repeats)) for unit, repeats in found.items())
+    held = _held(ckpt)
+    layers = Counter((scope, role) for scope, _, role in held)
+    for (scope, layer, role), repeats in found.items():
+        if repeats and not (ckpt.is_safetensors and _is_of_all(repeats, held[scope, layer, role])):
+            is_built = alike[scope, role, _of_experts(repeats)] == layers[scope, role] and ckpt.is_safetensors
+            yield _experts(ckpt, payload, repeats, is_built)
+    pairs_of = {unit: tensors for unit, tensors in halves.items() if len({parse(t.fqn).role for t in tensors}) == 2}
+    units = Counter((scope, role, expert) for scope, _, role, expert, _ in pairs_of)
+    for (scope, _, role, expert, _), tensors in pairs_of.items():
+        is_built = units[scope, role, expert] == layers[scope, parse(tensors[0].fqn).role]
+        yield _halves(ckpt, payload, tensors, is_built)
 
 
 def _numbers(payload: PayloadTable, tensor: Tensor) -> np.ndarray:
@@ -123,6 +141,7 @@ def _chunks(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, pairs: list
             file=ckpt.chunk_file(tensor, row),
             ranks=tuple(sorted(rank for rank in ranks if rank is not None)),
         ),
+        severity=Severity.WARNING,
         confidence=confidence,
         why=why,
         notes=(_evidence(payload, record), ("chunks", listed + more)),
@@ -151,30 +170,68 @@ def _of_state(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, row: int,
     )
 
 
-def _experts(ckpt: Checkpoint, payload: PayloadTable, members: list[tuple[Key, Tensor, int]]) -> Iterator[Finding]:
+@fact
+def _held(ckpt: Checkpoint) -> Counter[tuple[object, ...]]:
+    """Scope, layer and role -> the weights that have them: the experts of a layer, or one."""
+    return Counter((param.key.scope, param.key.layer, param.key.role) for param in inventory_of(ckpt).params)
+
+
+_Pairs = list[tuple[Tensor, int, int]]
+"""A weight of an expert, its number, and that of the expert that holds the same."""
+
+
+def _expert_pairs(members: list[tuple[Key, Tensor, int]]) -> _Pairs:
     members.sort(key=lambda member: member[0].expert or 0)
     first: dict[int, int] = {}
-    pairs: list[tuple[Tensor, int, int]] = []
+    pairs: _Pairs = []
     for key, tensor, number_ in members:
         assert key.expert is not None
         earlier = first.setdefault(number_, key.expert)
         if earlier != key.expert:
             pairs.append((tensor, key.expert, earlier))
-    if not pairs:
-        return
+    return pairs
+
+
+def _of_experts(pairs: _Pairs) -> tuple[tuple[int, int], ...]:
+    return tuple((expert, earlier) for _, expert, earlier in pairs)
+
+
+def _is_of_all(pairs: _Pairs, count: int) -> bool:
+    """Whether all experts of a layer are equal, as those of a model that was built from a dense one."""
+    return len(pairs) == count - 1 and len({earlier for _, _, earlier in pairs}) == 1
+
+
+def _experts(ckpt: Checkpoint, payload: PayloadTable, pairs: _Pairs, is_built: bool) -> Finding:
     tensor = pairs[0][0]
     repeating, repeated = ranges(p[1] for p in pairs), ranges(p[2] for p in pairs)
     record = int(tensor.chunks.record.max())
     names = ("experts", "repeat") if len(pairs) > 1 else ("expert", "repeats")
-    yield Finding(
+    return Finding(
         f"{names[0]} {repeating} {names[1]} {names[0]} {repeated}: the same data in {tensor.fqn}",
         at=Location.of(tensor, file=ckpt.byte_range_of(record)[0]),
         identity=(repeating,),
-        confidence=(confidence := _confidence(ckpt, payload, tensor)),
+        severity=Severity.WARNING,
+        confidence=(confidence := "possible" if is_built else _confidence(ckpt, payload, tensor)),
         notes=(_evidence(payload, record),),
-        hint=_UNTRAINED if confidence == "possible" else _HINTS[True],
+        hint=_BUILT if is_built else _UNTRAINED if confidence == "possible" else _HINTS[True],
         inferred_from=_INFERRED,
         group=f"experts {repeating} {repeated}",
+    )
+
+
+def _halves(ckpt: Checkpoint, payload: PayloadTable, tensors: list[Tensor], is_built: bool) -> Finding:
+    gate, up = sorted(tensors, key=lambda tensor: tensor.fqn)
+    record = int(up.chunks.record[0])
+    confidence: Confidence = "possible" if is_built else _confidence(ckpt, payload, up)
+    return Finding(
+        f"{up.fqn} repeats {gate.fqn}",
+        at=Location.of(up, file=ckpt.byte_range_of(record)[0]),
+        confidence=confidence,
+        notes=(_evidence(payload, record),),
+        why="" if is_built else "gate and up are multiplied with each other, and training never makes them equal",
+        hint=_BUILT if is_built else _UNTRAINED if confidence == "possible" else "export the model again",
+        inferred_from=_INFERRED,
+        group="gate and up",
     )
 
 
@@ -259,7 +316,7 @@ def _differing(ckpt: Checkpoint, payload: PayloadTable) -> frozenset[str]:
     for param in inventory_of(ckpt).params:
         records = param.tensor.chunks.record
         read = records[records >= 0]
-        read = read[(payload.state[read] == 0) & (payload.crc[read] > 0)]
+        read = read[(payload.start[read] >= 0) & (payload.crc[read] > 0)]
         if len(read) < 2 or len(param.own_shape) < 2:
             continue
         if not payload.constant[read].any() and (payload.equal_group[read] < 0).all():
@@ -294,7 +351,7 @@ def _norms_are_constant(ckpt: Checkpoint, payload: PayloadTable) -> bool | None:
             records = param.tensor.chunks.record
             if (_numbers(payload, param.tensor) >= 0).any():
                 continue
-            norms += [bool(payload.constant[r]) for r in records.tolist() if r >= 0 and payload.state[r] == 0]
+            norms += [bool(payload.constant[r]) for r in records.tolist() if r >= 0 and payload.start[r] >= 0]
     return all(norms) if norms else None
 
 

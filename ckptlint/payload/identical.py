@@ -1,4 +1,4 @@
-"""Records that hold the same bytes, among those that should not: one tensor's chunks, one layer's experts."""
+"""Records that hold the same bytes but should not: one tensor's chunks, one layer's experts, gate and up."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ckptlint.model.layout import IntArray
 from ckptlint.payload.records import path_of
 from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.dtypes import ITEM_BITS
-from ckptlint.vocabulary.keys import parse
+from ckptlint.vocabulary.keys import gated_role, parse
 
 LEAST_ELEMENTS = 64
 """Fewer elements may be equal by chance or by construction."""
@@ -63,19 +63,21 @@ def find_same(folder: Folder, ckpt: Checkpoint, table: PayloadTable) -> None:
 
 
 def _alike(ckpt: Checkpoint, table: PayloadTable) -> list[IntArray]:
-    """Groups of records with equal length and checksum that belong to one tensor, or to one layer's experts."""
+    """Groups of records with equal length and checksum that belong to one tensor, one layer's experts or gated unit."""
     family = np.full(len(ckpt.records), -1, np.int64)
     numbers: dict[str, int] = {}
     for tensor in ckpt.tensors.values():
         rows = tensor.chunks.record[tensor.chunks.record >= 0]
         key = parse(tensor.fqn)
-        if not tensor.dtype.startswith(("float", "bfloat", "complex")) or (len(rows) < 2 and key.expert is None):
+        gated = gated_role(key) if len(rows) == 1 and ckpt.is_safetensors else ""
+        is_shared = key.expert is not None or gated
+        if not tensor.dtype.startswith(("float", "bfloat", "complex")) or (len(rows) < 2 and not is_shared):
             continue
-        name = tensor.fqn if key.expert is None else f"{key.scope} {key.layer} {key.role} {tensor.dtype}"
+        name = f"{key.scope} {key.layer} {gated or key.role} {tensor.dtype}" if is_shared else tensor.fqn
         family[rows] = numbers.setdefault(name, len(numbers))
     least = np.array([LEAST_ELEMENTS * ITEM_BITS.get(content.dtype, 0) // 8 for content in table.contents] or [0])
     is_whole = np.array([content.volume * ITEM_BITS.get(content.dtype, 0) // 8 for content in table.contents] or [0])
-    good = (table.state == 0) & (family >= 0) & (table.crc > 0) & (table.storages == 1)
+    good = (table.start >= 0) & (family >= 0) & (table.crc > 0) & (table.storages == 1)
     rows = np.flatnonzero(good)
     content = table.content[rows]
     # a view that was saved with its whole storage repeats that storage in each of its records
@@ -94,8 +96,8 @@ def _norms(ckpt: Checkpoint, table: PayloadTable) -> list[int]:
             break
         key = parse(tensor.fqn)
         if key.kind == "model" and key.function == "norm" and tensor.fqn.endswith("weight"):
-            rows += [row for row in tensor.chunks.record.tolist() if row >= 0 and table.state[row] == 0]
-    return [row for row in rows if table.size[row] > 0 and table.start[row] >= 0]
+            rows += [row for row in tensor.chunks.record.tolist() if row >= 0 and table.start[row] >= 0]
+    return [row for row in rows if table.size[row] > 0]
 
 
 def _is_constant(sample: bytes, table: PayloadTable, row: int) -> bool:

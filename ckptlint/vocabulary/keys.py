@@ -237,6 +237,18 @@ def _function_of(parts: list[str], in_experts: bool) -> KeyFunction:
     return "other"
 
 
+_HALF = re.compile(r"(^|\.)(gate_proj|up_proj|w1|w3)\.weight$")
+
+
+def gated_role(key: Key) -> str:
+    """The role of a weight of a gated unit, the same for gate and up; "" for all others.
+
+    >>> gated_role(parse("layers.0.mlp.up_proj.weight")), gated_role(parse("layers.0.mlp.up_proj.lora_A.weight"))
+    ('layers.*.mlp.half', '')
+    """
+    return _HALF.sub(r"\1half", key.role) if _HALF.search(key.role) else ""
+
+
 Block = tuple[tuple[str, ...], str]
 """The module of a multimodal job, and the path up to the layer number."""
 
