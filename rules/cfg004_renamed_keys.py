@@ -24,20 +24,20 @@ def renamed_keys(ckpt: Checkpoint) -> Iterator[Finding]:
     What it checks:
         In a folder of exported weights no key carries more than the `config.json` beside it implies: `_orig_mod.` of
         torch.compile, `_fsdp_wrapped_module.`, `module.` of DataParallel, `base_model.model.` of peft, at the start or
-        in the middle. If the model is not known, these words in more than half of the keys are a warning. Training
-        checkpoints may carry them: their loaders take them off again.
+        in the middle; nor a part of its name twice (`encoder.encoder.`). If the model is not known, these words in more
+        than half of the keys are a warning. Training checkpoints may carry them: their loaders take them off again.
 
         No key belongs to an adapter that was not merged (`base_layer`, `lora_A`), unless the configuration has fields
         about `lora`, or code of its own.
     Why it matters:
         A loader finds none of the keys it looks for, keeps the initial values and raises no error.
     Usual causes:
-        The state dict was taken from the wrapper instead of the model inside it.
+        The state dict was taken from the wrapper instead of the model inside it, or a conversion renamed keys twice.
     How to fix:
         Save the wrapped model itself (`model._orig_mod`, `accelerator.unwrap_model`), or strip the wrapper's name from
         the keys. Merge an adapter with `merge_and_unload()` first.
     See:
-        torch.distributed.checkpoint.state_dict.get_model_state_dict
+        torch.distributed.checkpoint.state_dict.get_model_state_dict, huggingface/transformers#46650
     """
     if ckpt.format not in ("safetensors", "torch") or ckpt.config is None or ckpt.config.file != MODEL_CONFIG:
         raise NotApplicable("these are no files that a library loads by a configuration")
@@ -106,13 +106,16 @@ def _words(name: str) -> frozenset[str]:
 def _finding(
     ckpt: Checkpoint, words: str, count: int, total: int, label: str, shown: str, confidence: Confidence
 ) -> Finding:
+    is_twice = words == words[: len(words) // 2] * 2
     which = f"all {total:,} keys carry" if count == total else f"{count:,} of {total:,} keys carry"
     return Finding(
-        f"{which} `{words}`, which a wrapper of the model left there",
+        f"{which} `{words}`, " + ("a part of a name twice" if is_twice else "which a wrapper of the model left there"),
         at=Location(label=label),
         identity=(words,),
         confidence=confidence,
         why="from_pretrained looks for the keys without it, finds none of them and keeps random values",
         notes=(("key", shown),),
-        hint="save the model inside the wrapper, or strip this from every key in the files and the index",
+        hint=f"write `{words[: len(words) // 2]}` once in every key of the files and the index"
+        if is_twice
+        else "save the model inside the wrapper, or strip this from every key in the files and the index",
     )

@@ -81,7 +81,7 @@ def _lacks(found: Quantisation, scheme: Scheme, lost: list[QuantisedWeight], par
         keys=keys,
         confidence="certain" if is_sure else "likely",
         notes=(("weights", some(braces(keys), _SHOWN)),),
-        why="the codes mean nothing without it: a load stops, or takes another number in its place"
+        why="without a scale the codes mean nothing: a load stops, or takes another number in its place"
         if is_needed
         else "the loader makes room for it in all of them, and keeps a wrong number where none is stored",
         hint="export the model again from the weights that it was quantised from",

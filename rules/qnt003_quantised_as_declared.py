@@ -93,7 +93,7 @@ def _other(ckpt: Checkpoint, found: Quantisation, declared: Declaration) -> Iter
     left = [tensor for tensor in left if not declared.ignores(_module(tensor))]
     if left and declared.is_exact:
         yield _finding(
-            f"{says}, but {plural(len(left), 'weight')} that other layers have in it "
+            f"{says}, and other layers have it, but {plural(len(left), 'weight')} "
             f"{'is' if len(left) == 1 else 'are'} stored in {listed(sorted({t.dtype for t in left}))}",
             left,
             why="the loader builds these layers quantised too, and finds neither codes nor scales",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby, pairwise
 
 from ckptlint.architecture.expected import Expected
 from ckptlint.vocabulary.keys import WRAPPING, role
@@ -83,6 +84,7 @@ def _paired(form: Expected, names: Sequence[str]) -> Pairing:
             unknown = _strip(form, unknown, stored, prefix)
             carried[words] += len(rest) - len(unknown)
         else:
+            unknown = _once(form, unknown, stored, carried)
             base = _base(form, unknown, stored)
             unknown = _join(form, unknown, stored, base)
     return Pairing(form, stored, unknown, carried, base, words, odd)
@@ -130,6 +132,20 @@ def _strip(form: Expected, names: list[str], stored: dict[str, str], prefix: tup
         tail = ".".join(parts[len(prefix) :])
         if tuple(parts[: len(prefix)]) == prefix and tail in form.tensors and tail not in stored:
             stored[tail] = name
+        else:
+            left.append(name)
+    return left
+
+
+def _once(form: Expected, names: list[str], stored: dict[str, str], carried: Counter[str]) -> list[str]:
+    """Pair what has a part of its name twice (`encoder.encoder.`); the names that are left over."""
+    left = []
+    for name in names:
+        parts = name.split(".")
+        single = ".".join(part for part, _ in groupby(parts))
+        if single != name and single in form.tensors and single not in stored:
+            stored[single] = name
+            carried.update({f"{part}.{part}." for part, other in pairwise(parts) if part == other})
         else:
             left.append(name)
     return left
