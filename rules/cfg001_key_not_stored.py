@@ -25,11 +25,12 @@ def key_not_stored(ckpt: Checkpoint) -> Iterator[Finding]:
         Every tensor of the model that the `config.json` beside the files declares, or the arguments of a Megatron job
         (`args` in the common state, `run_config.yaml`), is stored. Tables made from transformers and megatron-core say
         which tensors these are. Tied heads, buffers that are not learned, scales of quantised weights and adapters are
-        optional, and so is all that a model without its head lacks. A layer for multi-token prediction may be absent;
-        one that is stored has all that the layer most like it has, and fewer than declared are a warning. A whole tower
-        is a warning if the configuration has a section for it and nothing else is absent, info if the name of the
-        folder or the class is that of a part. It is only info, too, if the configuration names code of its own or
-        leaves a field open that decides; in a training checkpoint any field that is open does.
+        optional, and so is all that a model without its head lacks. A layer for multi-token prediction has all that the
+        layer most like it has, and fewer are stored than declared only if none is; that is a warning, unless it is one
+        that transformers declares by itself. A whole tower is a warning if the configuration has a section for it and
+        nothing else is absent, info if the name of the folder or the class is that of a part. It is only info, too, if
+        the configuration names code of its own or leaves a field open that decides; in a training checkpoint any field
+        that is open does.
     Why it matters:
         A load that is not strict leaves absent parameters at their initial values and raises no error.
     Usual causes:
@@ -73,13 +74,15 @@ def _predicting(ckpt: Checkpoint, fit: Fit) -> Iterator[Finding]:
             notes=(doubt_note(fit.doubt), ("missing", some(folded, noun="pattern"))),
             hint="copy the whole layer from the checkpoint that was exported, or leave all of it out",
         )
-    if stored < declared:
-        verb = "is" if stored == 1 else "are"
+    if stored < declared and (stored or not fit.missing):
+        number = "none is" if not stored else "1 is" if stored == 1 else f"{stored} are"
+        layers = plural(declared, "layer")
         yield Finding(
-            f"{stored} of {plural(declared, 'layer')} for multi-token prediction {verb} stored",
+            f"{fit.expected.source} declares {layers} for multi-token prediction, and {number} stored",
             at=Location(file=fit.expected.source),
-            severity=Severity.WARNING,
-            hint="store all of them, or declare as many as are stored",
+            severity=None if stored else Severity.WARNING,
+            why="the model runs without them, and speculative decoding does not",
+            hint="copy them from the checkpoint that was exported, or declare as many as are stored",
         )
 
 

@@ -8,7 +8,9 @@ from fractions import Fraction
 from math import prod
 
 from ckptlint.analysis.inventory import inventory_of
-from ckptlint.architecture.adapters import Factors, Part, factors_of, read_adapter_config
+from ckptlint.architecture.adapters import PREFIX, Factors, Part, factors_of, read_adapter_config
+from ckptlint.architecture.expected import NoTable
+from ckptlint.architecture.huggingface import expected_models
 from ckptlint.model import Checkpoint, PayloadTable, Tensor
 from ckptlint.model.text import braces, plural, ranges, shape_text, some
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
@@ -27,7 +29,9 @@ def adapter_factors(ckpt: Checkpoint) -> Iterator[Finding]:
         Neither is empty or flat, and the second has as many columns as the first has rows, divided by the groups of a
         convolution. No other tensor of an adapter's own file is empty. A magnitude vector of DoRA has one element per
         row of the second factor. It is a warning if a few consecutive layers lack the adapter of a module that the
-        layers around them have, unless `adapter_config.json` chooses layers itself. No configuration is needed.
+        layers around them have, unless `adapter_config.json` chooses layers itself. No configuration is needed. If the
+        base model's `config.json` is beside the adapter, the factors are as wide and tall as the weight that they
+        belong to.
 
         At depth data, factors B of which a half, three quarters, seven eighths, ... of the elements are zero, the same
         share in all that hold zeros, are an error: one rank's rows. Factors B of zeros alone are info.
@@ -59,6 +63,7 @@ def adapter_factors(ckpt: Checkpoint) -> Iterator[Finding]:
     sound = [factors for factors in modules if not bad.intersection(factors.keys.values())]
     yield from _ranks(sound, tensors)
     yield from _magnitudes(sound, tensors)
+    yield from _of_base(ckpt, sound, tensors)
     yield from _gaps(ckpt, modules)
     if ckpt.payload is not None:
         yield from _zeros(ckpt.payload, [tensors[factors.keys["B"]] for factors in sound if "B" in factors.keys])
@@ -156,6 +161,37 @@ def _ranks(modules: list[Factors], tensors: dict[str, Tensor]) -> Iterator[Findi
                 why="the two are multiplied, so one of them has a different rank or belongs to another module",
                 hint="take both from one save",
                 group=f"rank {rows} {columns} {parse(b.fqn).role}",
+            )
+
+
+def _of_base(ckpt: Checkpoint, modules: list[Factors], tensors: dict[str, Tensor]) -> Iterator[Finding]:
+    """Factors of another size than the weight of the base model, as one rank's slice is."""
+    base = ckpt.config.base if ckpt.config is not None else {}
+    try:
+        forms = expected_models(base) if base else ()
+    except NoTable:
+        return
+    weights = {key: tensor.shape for form in forms if not form.remote_code for key, tensor in form.tensors.items()}
+    for factors in modules:
+        key = f"{factors.module.removeprefix(PREFIX)}.weight"
+        shape = weights.get(key, ())
+        if len(shape) != 2 or not {"A", "B"} <= factors.keys.keys():
+            continue
+        a, b = tensors[factors.keys["A"]], tensors[factors.keys["B"]]
+        own = b.global_shape[0], a.global_shape[1]
+        if len(a.global_shape) == len(b.global_shape) == 2 and own not in (shape, shape[::-1]):
+            part, at, size, wanted = (
+                ("rows", b, own[0], shape[0]) if own[0] not in shape else ("columns", a, own[1], shape[1])
+            )
+            yield Finding(
+                f"factor {'B' if at is b else 'A'}{{of}} has {size:,} {part}, but the weight in the base model has "
+                f"{wanted:,}",
+                at=Location.of(at),
+                notes=(("base model", f"config.json: {key} {shape_text(shape)}"),),
+                why="peft stops with a size mismatch"
+                + (f": this is one rank's part of {wanted // size}" if wanted % size == 0 else ""),
+                hint="gather the factors from all ranks before saving, or name the base model that it was trained on",
+                group=f"base {size} {wanted} {parse(at.fqn).role}",
             )
 
 

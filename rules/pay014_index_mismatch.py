@@ -31,12 +31,12 @@ def index_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
 
     What it checks:
         Each key of `*.safetensors.index.json` or `*.bin.index.json` lies in the file that the index names, and no file
-        `model-<k>-of-<N>.safetensors` is missing. These are only warnings: a key that the index does not list or that
-        two files hold, several numbered files without an index, a missing number beside an index or among the shards
-        of torch's writer, a stale index (none of its files is there, but `model.safetensors` is), and a `total_size`
-        more than 1 % off (info if less, or if tied weights explain it). If the configuration explains `total_size`,
-        CFG001 and CFG005 report it. The index of ColossalAI's optimizer has the numbers of parameters for keys: all
-        states of a parameter lie in the file that it names.
+        `model-<k>-of-<N>.safetensors` is missing or without an entry. These are only warnings: a key that the index
+        does not list or that two files hold, several numbered files without an index, a missing number beside an index
+        or among the shards of torch's writer, a stale index (none of its files is there, but `model.safetensors` is),
+        and a `total_size` more than 1 % off (info if less, or if tied weights explain it). If the configuration
+        explains `total_size`, CFG001 and CFG005 report it. The index of ColossalAI's optimizer has the numbers of
+        parameters for keys: all states of a parameter lie in the file that it names.
     Why it matters:
         A loader that follows the index misses tensors, and one that reads every file takes stale ones.
     Usual causes:
@@ -126,7 +126,7 @@ def _unlisted(index: WeightIndex, held: Held) -> Iterator[Finding]:
                     at=Location(file=file),
                     identity=(file, *keys[:_MOST]),
                     keys=tuple(keys[:_MOST]),
-                    severity=Severity.WARNING,
+                    severity=None if keys is lacking and _is_left_out(index, file) else Severity.WARNING,
                     notes=_keys(keys),
                     why="a loader that follows the index never reads them, one that takes every file does",
                     hint="write the index again from the headers"
@@ -135,6 +135,14 @@ def _unlisted(index: WeightIndex, held: Held) -> Iterator[Finding]:
                     group="lacks" if keys is lacking else "double",
                     kind="unlisted" if keys is lacking else "double",
                 )
+
+
+def _is_left_out(index: WeightIndex, file: str) -> bool:
+    """Whether an index has nothing of a file, though it has the others of its series: none of it is loaded."""
+    number = _NUMBERS.fullmatch(file)
+    if number is None or file in index.places.values():
+        return False
+    return any((other := _NUMBERS.fullmatch(name)) and other[2] == number[2] for name in set(index.places.values()))
 
 
 def _total(ckpt: Checkpoint, index: WeightIndex) -> Iterator[Finding]:

@@ -22,9 +22,10 @@ def quantised_parts(ckpt: Checkpoint) -> Iterator[Finding]:
     What it checks:
         Codes of a known scheme (FP8, MXFP8, int8, packed integers, NVFP4, MXFP4, GPTQ, AWQ, bitsandbytes, torchao, MLX)
         have every tensor that the scheme needs: `weight_scale`, `qzeros`, `absmax`. Scales have codes, not a weight in
-        full precision. A scale of activations (`input_scale`) is there for all weights of one role, or for none. That a
-        scheme is used is known from the configuration, or from other weights that are stored in it whole; if neither
-        says so, a missing part is a warning.
+        full precision. Zero points are there if the configuration says `symmetric: false`. A scale of activations
+        (`input_scale`) is there for all weights of one role, or for none. That a scheme is used is known from the
+        configuration, or from other weights that are stored in it whole; if neither says so, a missing part is a
+        warning.
     Why it matters:
         Codes without a scale are numbers that mean nothing. Some loaders stop; others take 1, or what is in memory.
     Usual causes:
@@ -49,7 +50,8 @@ def _missing(ckpt: Checkpoint, found: Quantisation) -> Iterator[Finding]:
     by_role: dict[tuple[Scheme, str], list[QuantisedWeight]] = defaultdict(list)
     for one in found.weights:
         by_role[one.scheme, role(one.weight)].append(one)
-        for part in one.lacks():
+        asked = [part for part in one.scheme.parts if part not in one.parts and _is_asked(found, one.scheme, part)]
+        for part in (*one.lacks(), *asked):
             if stored_otherwise(ckpt, part, one) is None:  # QNT002 reports it
                 lacking[one.scheme, part].append(one)
     for (scheme, _), alike in by_role.items():
@@ -66,9 +68,15 @@ def _missing(ckpt: Checkpoint, found: Quantisation) -> Iterator[Finding]:
         yield _lacks(found, scheme, lost, parts)
 
 
+def _is_asked(found: Quantisation, scheme: Scheme, part: Part) -> bool:
+    """Whether what is declared asks for a part that the scheme itself does without."""
+    declared = found.declared
+    return declared is not None and scheme in declared.schemes and declared.asks_for(part) is True
+
+
 def _lacks(found: Quantisation, scheme: Scheme, lost: list[QuantisedWeight], parts: list[Part]) -> Finding:
     total = sum(one.scheme is scheme for one in found.weights)
-    is_needed = any(part.needed for part in parts)
+    is_needed = any(part.needed or _is_asked(found, scheme, part) for part in parts)
     is_declared = found.declared is not None and scheme in found.declared.schemes
     is_sure = is_declared or (is_needed and scheme in found.known)
     names = [_name(found, scheme, part) for part in parts]

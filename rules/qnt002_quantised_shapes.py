@@ -42,6 +42,7 @@ def quantised_shapes(ckpt: Checkpoint) -> Iterator[Finding]:
                 wrong[one.scheme, part, "dtype"].append((one, other, listed(part.dtypes[:3])))
             elif part in one.parts and (wanted := misfit(one, part, found.declared)):
                 wrong[one.scheme, part, "shape"].append((one, one.parts[part], wanted))
+    yield from _axes_differ(found.weights, {id(case[0]) for cases in wrong.values() for case in cases})
     for (scheme, part, what), cases in wrong.items():
         one, tensor, wanted = cases[0]
         keys = [case[1].fqn for case in cases]
@@ -60,6 +61,32 @@ def quantised_shapes(ckpt: Checkpoint) -> Iterator[Finding]:
             why="a load stops with a size mismatch, or takes the scales of other rows",
             hint="export the model again, or restore the configuration that it was exported with",
             group=f"{scheme.name} {leaf_of(part)} {what}",
+        )
+
+
+def _axes_differ(weights: list[QuantisedWeight], wrong: set[int]) -> Iterator[Finding]:
+    """Scales of rows that lack the last axis, of size 1, that those of other weights have, or the reverse."""
+    forms: dict[tuple[Scheme, Part], dict[int, list[tuple[QuantisedWeight, Tensor]]]] = defaultdict(dict)
+    for one in weights:
+        for part, tensor in one.parts.items():
+            shape, rows = tensor.global_shape, one.codes.global_shape[:-1]
+            if shape in (rows, (*rows, 1)) and id(one) not in wrong and rows[-1] > 1:
+                forms[one.scheme, part].setdefault(len(shape) - len(rows), []).append((one, tensor))
+    for (scheme, part), by_axes in forms.items():
+        if len(by_axes) < 2:
+            continue
+        few, many = sorted(by_axes.values(), key=len)
+        keys = [tensor.fqn for _, tensor in few]
+        yield Finding(
+            f"{_leaf(*few[0], part)} of {plural(len(few), 'weight')} in {scheme.title} has shapes such as "
+            f"{shape_text(few[0][1].global_shape)}, and of {len(many)} others such as "
+            f"{shape_text(many[0][1].global_shape)}",
+            at=Location.of(few[0][1]),
+            identity=("axes", *keys[1:]),
+            keys=tuple(keys[1:]),
+            notes=(("tensors", some(braces(keys), _SHOWN)),),
+            why="an axis of size 1 was dropped on the way, and a load that compares shapes stops",
+            hint="export the model again, with the axis kept",
         )
 
 

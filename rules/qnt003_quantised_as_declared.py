@@ -11,6 +11,7 @@ from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import braces, listed, plural, some
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 from ckptlint.vocabulary.keys import numbers_in, parse, role
+from ckptlint.vocabulary.schemes import leaf_of
 
 _SHOWN = 6
 _LINEAR = frozenset({"q", "k", "v", "qkv", "attn_out", "mlp_in", "mlp_out"})
@@ -21,9 +22,10 @@ def quantised_as_declared(ckpt: Checkpoint) -> Iterator[Finding]:
     """The configuration declares another quantisation than the one that is stored.
 
     What it checks:
-        A declared scheme is the stored one: some weights have it, and none has another. A weight in full precision is
-        one that the configuration leaves out (`ignore`, `modules_to_not_convert`, `exclude_modules`), or no layer has
-        it quantised. Weights that are stored quantised are declared, where a library builds the model from the
+        A declared scheme is the stored one: some weights have it, and none has another. No module that is named among
+        those left out is quantised, and no zero point is stored where `symmetric` is true. A weight in full precision
+        is one that the configuration leaves out (`ignore`, `modules_to_not_convert`, `exclude_modules`), or no layer
+        has it quantised. Weights that are stored quantised are declared, where a library builds the model from the
         configuration. Schemes and patterns that ckptlint does not know are not judged.
     Why it matters:
         The loader builds the layers that the configuration declares. It stops, or reads codes as weights.
@@ -74,6 +76,7 @@ def _other(ckpt: Checkpoint, found: Quantisation, declared: Declaration) -> Iter
                 hint="remove quantization_config from the configuration if the weights are to stay as they are",
             )
         return
+    yield from _contradicted(found, declared, says)
     others = [one for one in found.weights if one.scheme not in declared.schemes]
     if others and declared.is_exact:
         verb = "is" if len(others) == 1 else "are"
@@ -99,6 +102,30 @@ def _other(ckpt: Checkpoint, found: Quantisation, declared: Declaration) -> Iter
             why="the loader builds these layers quantised too, and finds neither codes nor scales",
             hint="export again, or name these modules among those that are not quantised",
         )
+
+
+def _contradicted(found: Quantisation, declared: Declaration, says: str) -> Iterator[Finding]:
+    """Modules that are named as left out and are quantised, and parts that a declaration rules out."""
+    left_out = [one for one in found.weights if one.parts and declared.names(one.weight.removesuffix(".weight"))]
+    if left_out:
+        yield _finding(
+            f"{declared.file} leaves {plural(len(left_out), 'module')} out of the quantisation, but "
+            f"{'it is' if len(left_out) == 1 else 'they are'} stored in {_titles(left_out)}",
+            [one.codes for one in left_out],
+            why="the loader builds these modules in full precision, and has no place for their scales",
+            hint="take these modules from the list in the configuration",
+        )
+    over = [part for scheme in declared.schemes for part in scheme.parts if declared.asks_for(part) is False]
+    for part in over:
+        if with_part := [one for one in found.weights if part in one.parts]:
+            words = " and ".join(f"not {name} {value}" for name, value in part.declared.items())
+            yield _finding(
+                f"{says}, {words}, but {plural(len(with_part), 'weight')} "
+                f"{'has' if len(with_part) == 1 else 'have'} a {leaf_of(part)}",
+                [one.parts[part] for one in with_part],
+                why="a loader that believes the configuration ignores it, and the values are shifted",
+                hint="restore the configuration that the model was exported with",
+            )
 
 
 def _module(tensor: Tensor) -> str:

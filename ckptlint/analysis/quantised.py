@@ -35,7 +35,7 @@ class Declaration:
         file: where it says so.
         words: the scheme as it stands there.
         schemes: those that it means; empty where it means none that is known.
-        options: of each group of weights, by name: bits, group, tall, wide; and its strategy.
+        options: of each group of weights, by name: bits, group, tall, wide; its strategy; whether it is symmetric.
         ignored: patterns (`fnmatch`) and parts of names of modules that are not quantised.
         is_exact: whether nothing of it is left open: every group and every pattern was understood.
     """
@@ -46,6 +46,16 @@ class Declaration:
     options: tuple[Mapping[str, Any], ...] = ()
     ignored: tuple[str, ...] = ()
     is_exact: bool = True
+
+    def asks_for(self, part: Part) -> bool | None:
+        """Whether all weights have a part (True) or none has (False); None where nothing of it is declared."""
+        said = {tuple(options.get(name) == value for name, value in part.declared.items()) for options in self.options}
+        is_open = any(name not in options for name in part.declared for options in self.options)
+        return None if is_open or not part.declared or len(said) != 1 else all(next(iter(said)))
+
+    def names(self, module: str) -> bool:
+        """Whether a module stands among those left as they were, under its own name."""
+        return any(entry == module or module.endswith(f".{entry}") for entry in self.ignored)
 
     def ignores(self, name: str) -> bool:
         """Whether a module, or all with such a name, is left as it was."""
@@ -263,6 +273,8 @@ def _options(weights: Mapping[str, Any], found: Mapping[str, Any]) -> Mapping[st
     if isinstance(block, list) and len(block) == 2:
         own |= {"tall": block[0], "wide": block[1], "strategy": "block"}
     own = {name: value for name, value in own.items() if name == "strategy" or _is_count(value)}
+    if isinstance(symmetric := weights.get("symmetric"), bool):
+        own["symmetric"] = str(symmetric).lower()
     if isinstance(strategy := weights.get("strategy"), str):
         own["strategy"] = "group" if strategy == "tensor_group" else strategy
     return own

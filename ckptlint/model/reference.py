@@ -38,11 +38,13 @@ class ModelConfig:
     Attributes:
         file: its path relative to the checkpoint (`config.json`).
         values: field -> value, as JSON has it; what is nested deeper than any field of a model is left out.
-        base_layers: beside an adapter, the layers of its base model, whose `config.json` is there as well; else 0.
+        base: beside an adapter, the values of its base model's `config.json`, where that is there as well.
+        base_layers: the layers that it declares; 0 where it does not.
     """
 
     file: str
     values: Mapping[str, Any]
+    base: Mapping[str, Any] = field(default_factory=dict)
     base_layers: int = 0
 
 

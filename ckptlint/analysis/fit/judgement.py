@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import lru_cache
@@ -35,7 +35,21 @@ _FEW, _MORE = 20_000, 50  # a configuration may imply so many tensors, or so man
 _LAYERS = re.compile(r"(?P<home>.*?)\.?(?:layers|h|blocks?|layer)\.(?P<number>\d{1,18})\..+")
 _PART_CLASS = re.compile(r"Text|CausalLM|(Vision|Audio)\w*(Model|Encoder|Tower)$")
 _PART_WORDS = frozenset({"text", "language", "llm", "lm", "only", "encoder", "decoder", "backbone", "tower", "vit"})
-_MTP = ("num_nextn_predict_layers", "mtp_num_layers", "mtp_num_hidden_layers", "num_mtp_layers")
+_MTP = {"num_nextn_predict_layers": 1, "num_mtp_layers": 1, "mtp_num_layers": 0, "mtp_num_hidden_layers": 0}
+"""Fields that declare layers for multi-token prediction, and how many a class of transformers declares by itself.
+
+Source:
+    transformers 5.23 configuration_deepseek_v3, _deepseek_v4, _glm4_moe, _bailing_hybrid: 1, and no such layer is built
+"""
+_MTP_JOINTS = (
+    ("eh_proj.weight", "enorm.weight", "hnorm.weight"),
+    ("mtp.fc.weight", "mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight"),
+)
+"""What joins the embedding with the hidden states before such layers; where one is stored, all are.
+
+Source:
+    vllm 0.11 model_executor.models.deepseek_mtp, glm4_moe_mtp; qwen3_next_mtp
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,7 +77,7 @@ class Fit:
         absent_towers: parts of a model of several (`model.vision_tower`) of which nothing is stored.
         lost_towers: those of them with a section of the configuration, where nothing says that the export is a part.
         mtp_lost: keys that layers for multi-token prediction, of which the rest is stored, would have as the others do.
-        mtp_layers: how many such layers are stored and how many are declared; (0, 0) where none are stored.
+        mtp_layers: how many such layers are stored, and how many must be.
         beyond: stored layers and experts that the model has not, biases of weights that have none: stored keys.
         foreign: other stored keys that are no tensor of the model: a head, a module of one's own.
         instead: stored keys that lie in a module of which expected ones are missing.
@@ -336,6 +350,10 @@ class _Judge:
             return ()
         held = {_tower(name, homes) for name in self.pairing.stored}
         lost = {_tower(name, homes) for name in missing} - held
+        moved = [tails for block in _by_layer(self.unknown).values() for tails in block.values()]
+        for block, layers in _by_layer(missing).items():
+            if any(tails in moved for tails in layers.values()):
+                lost.discard(_tower(f"{block}.", homes))  # its layers are stored, under other names
         found = {self._root(home) if self._is_lost(home) else home for home in lost if home is not None}
         return tuple(sorted(found)) if held - {None} else ()
 
@@ -360,7 +378,7 @@ class _Judge:
         return next((r for r in roots if not any(n.startswith(f"{r}.") for n in self.pairing.stored)), home)
 
     def _predicting(self) -> tuple[list[str], tuple[int, int]]:
-        """What layers for multi-token prediction lack of the layer most like them; how many are stored and declared."""
+        """What layers for multi-token prediction lack of the layer most like them; how many are stored and must be."""
         declared = self._declared_mtp()
         if not declared:
             return [], (0, 0)
@@ -375,13 +393,33 @@ class _Judge:
                 built_otherwise = {tail.partition(".")[0] for tail in own - layers[like]}
                 gone = sorted(t for t in layers[like] - own if t.partition(".")[0] not in built_otherwise)
                 lost += [f"{block}.{number}.{tail}" for tail in gone if own & layers[like]]
-        return lost, (count, declared if count else 0)
+        every = plain | codes
+        joints = {
+            name.removesuffix(part) + other
+            for group in _MTP_JOINTS
+            for part in group
+            for name in every
+            if f".{name}".endswith(f".{part}")
+            for other in group
+        }
+        lost += sorted(joints - every)
+        if not count and any("mtp" in name or "nextn" in name for name in every):
+            return lost, (0, 0)  # they lie elsewhere, under names of their own
+        return lost, (count, declared if count or self._must_predict() else 0)
 
     def _declared_mtp(self) -> int:
         """How many layers for multi-token prediction the configuration declares."""
-        parts = [self.config, *(part for part in self.config.values() if isinstance(part, Mapping))]
-        counts = [part.get(name) for part in parts for name in _MTP]
-        return max((count for count in counts if isinstance(count, int)), default=0)
+        return max((count for _, count in self._mtp_fields()), default=0)
+
+    def _must_predict(self) -> bool:
+        """Whether an export without any such layer lost them: its configuration declares more than a class does."""
+        return self.ckpt.is_export and any(count > _MTP[name] for name, count in self._mtp_fields())
+
+    def _mtp_fields(self) -> Iterator[tuple[str, int]]:
+        for part in (self.config, *(part for part in self.config.values() if isinstance(part, Mapping))):
+            for name in _MTP:
+                if isinstance(count := part.get(name), int):
+                    yield name, count
 
     def _sorted_unknown(self, missing: list[str]) -> tuple[list[str], list[str], list[str]]:
         """The unknown keys that go beyond the model, that stand where others are missing, and the rest."""

@@ -153,10 +153,10 @@ def read_safetensors(folder: Folder, look_at_files: bool, is_first: bool = True)
         problems.append(Problem("note", label, note))
     is_loaded = all(_LOADED.match(name) for name in names)
     declared, config, config_problems = read_configs(folder, None, is_loaded)
-    base_layers = 0
+    base: dict[str, Any] = {}
     if any(_ADAPTER.fullmatch(name) for name in names):  # next to it is its base model's config
         layers = declared["layers"].value if "layers" in declared else 0
-        base_layers = layers if isinstance(layers, int) else 0
+        base = {"base": config.values if config else {}, "base_layers": layers if isinstance(layers, int) else 0}
         declared, config = {}, None
     if not (is_loaded or is_first):
         config_problems = []
@@ -164,7 +164,7 @@ def read_safetensors(folder: Folder, look_at_files: bool, is_first: bool = True)
         config = _with_quantisation(folder, config)
     beside, own_problems = _own_config(folder, names)
     if beside is not None:
-        beside = replace(beside, base_layers=base_layers)
+        beside = replace(beside, **base)
     ranks = {int(match["rank"]) - 1 for name in group.files if (match := SHARD.fullmatch(name))}
     return Checkpoint(
         path=folder.display,

@@ -23,6 +23,7 @@ class Part:
     Attributes:
         names: templates of its key, of which one is stored.
         needed: whether no weight does without it.
+        declared: what a configuration says of all weights that have it, and of none without it; values as text.
         uniform: whether the weights of one role all have it, or none.
         dtypes: those that it may have; empty for any.
         shapes: strategy -> the shapes that it may have, the expert axes of the codes before them; empty for any.
@@ -31,6 +32,7 @@ class Part:
     names: tuple[str, ...]
     needed: bool = False
     uniform: bool = False
+    declared: Mapping[str, str] = field(default_factory=dict)
     dtypes: tuple[str, ...] = ()
     shapes: Mapping[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict)
 

@@ -1,0 +1,345 @@
+"""Exports that people lost: each public report, rebuilt by damage to a healthy export, is named.
+
+The reports are GitHub's, as owner/name#number. Others have a folder of their own: the manifests of
+`fixtures/real/exports`, `adapters` and `quantised_exports` say which.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from support import REAL
+
+import ckptlint
+from ckptlint.rule import Severity
+
+Damage = Callable[[Path], object]
+Tensors = dict[str, torch.Tensor]
+
+
+def tensors(change: Callable[[Tensors], Tensors]) -> Damage:
+    """Each file of weights, written again with a change."""
+
+    def damage(folder: Path) -> None:
+        for file in sorted(folder.glob("*.safetensors")):
+            with safe_open(file, "pt") as opened:
+                about = opened.metadata()
+            held = {k: v.contiguous().clone() for k, v in change(load_file(file)).items()}
+            save_file(held, file, about)
+
+    return damage
+
+
+def without(*parts: str, but: str = "never") -> Damage:
+    """The export without the tensors that have one of these parts in their names."""
+    return tensors(lambda held: {k: v for k, v in held.items() if but in k or not any(part in k for part in parts)})
+
+
+def named(change: Callable[[str], str]) -> Damage:
+    """The export under other names."""
+    return tensors(lambda held: {change(k): v for k, v in held.items()})
+
+
+def valued(change: Callable[[torch.Tensor], torch.Tensor], *parts: str) -> Damage:
+    """The export with other values for the tensors that have all of these parts in their names."""
+    return tensors(lambda held: {k: change(v) if all(p in k for p in parts) else v for k, v in held.items()})
+
+
+def document(name: str, change: Callable[[dict[str, Any]], object]) -> Damage:
+    """A JSON file of the export with other fields."""
+
+    def damage(folder: Path) -> None:
+        values = json.loads((folder / name).read_text())
+        change(values)
+        (folder / name).write_text(json.dumps(values))
+
+    return damage
+
+
+def config(**fields: Any) -> Damage:
+    return document("config.json", lambda values: values.update(fields))
+
+
+def index(change: Callable[[dict[str, str]], object]) -> Damage:
+    return document("model.safetensors.index.json", lambda values: change(values["weight_map"]))
+
+
+def both(*damages: Damage) -> Damage:
+    def damage(folder: Path) -> None:
+        for each in damages:
+            each(folder)
+
+    return damage
+
+
+def cut(name: str, share: float) -> Damage:
+    """A file that ends early."""
+
+    def damage(folder: Path) -> None:
+        held = (folder / name).read_bytes()
+        (folder / name).write_bytes(held[: int(len(held) * share)])
+
+    return damage
+
+
+def no_files(pattern: str) -> Damage:
+    return lambda folder: [file.unlink() for file in folder.glob(pattern)]
+
+
+def one_bit_flipped(folder: Path) -> None:
+    """Hashes beside the weights, and then other bytes under the same size."""
+    file = folder / "model.safetensors"
+    held = bytearray(file.read_bytes())
+    (folder / "SHA256SUMS").write_text(f"{sha256(held).hexdigest()}  {file.name}\n")
+    held[-1] ^= 1
+    file.write_bytes(held)
+
+
+SHARDED, EXPERTS = "exports/ok_llama_sharded", "exports/ok_qwen3_moe"
+LAST = "model-00007-of-00007.safetensors"
+
+
+def without_file(weight_map: dict[str, str]) -> None:
+    for key in [key for key, name in weight_map.items() if name == LAST]:
+        del weight_map[key]
+
+
+def requantised(folder: Path) -> None:
+    """The shards are replaced by one file, and their index stays."""
+    held: Tensors = {}
+    for file in folder.glob("*.safetensors"):
+        held |= load_file(file)
+        file.unlink()
+    save_file(held, folder / "model.safetensors", {"format": "pt"})
+
+
+def longer(folder: Path) -> None:
+    with (folder / "model.safetensors").open("ab") as file:
+        file.write(b"\0" * 64)
+
+
+def doubled(key: str) -> str:
+    return key.replace("encoder.layer", "encoder.encoder.layer")
+
+
+def tripled(key: str) -> str:
+    return key.replace("language_model.", "language_model.language_model.language_model.", 1)
+
+
+def moved(key: str) -> str:
+    return f"model.{key}".replace("model.language_model.model.", "language_model.") if "language" in key else key
+
+
+def singular(key: str) -> str:
+    return key.replace("backbone.embeddings", "backbone.embedding")
+
+
+def padded(held: torch.Tensor) -> torch.Tensor:
+    return torch.cat([held, torch.zeros_like(held[:8])])
+
+
+def half(held: torch.Tensor) -> torch.Tensor:
+    return held[:, : held.shape[1] // 2] if held.ndim > 1 else held
+
+
+def ignoring(name: str) -> Damage:
+    """A module that stands among those that are not quantised, and is."""
+    return document("config.json", lambda v: v["quantization_config"].update(modules_to_not_convert=["lm_head", name]))
+
+
+awq = config(
+    quantization_config={"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm", "zero_point": True}
+)
+
+
+def symmetric(folder: Path) -> None:
+    """Zero points are stored, and the configuration says that there are none."""
+    text = (folder / "config.json").read_text()
+    assert '"symmetric": false' in text
+    (folder / "config.json").write_text(text.replace('"symmetric": false', '"symmetric": true'))
+
+
+LOSSES: list[tuple[str, str, Damage, str, str]] = [
+    # the report, a healthy export, its damage, the code with e for error or w for warning, what the finding names
+    #
+    # the index and the files
+    ("redai-studio/Relax#148", SHARDED, index(lambda m: m.update(ghost=LAST)), "PAY014e", "ghost"),
+    (
+        "NVIDIA-NeMo/Megatron-Bridge#4083",
+        SHARDED,
+        index(lambda m: m.pop("model.layers.0.mlp.up_proj.weight")),
+        "PAY014w",
+        "up_proj",
+    ),
+    ("NVIDIA-NeMo/Megatron-Bridge#4083, a whole file", SHARDED, index(without_file), "PAY014e", LAST),
+    ("Neph0s/CoSER#3", SHARDED, no_files("*-0000[4-7]-*"), "PAY014e", "model-00004-of-00007"),
+    ("vllm-project/vllm#34859", SHARDED, no_files(LAST), "PAY014e", LAST),
+    ("verl-project/verl#4338", SHARDED, no_files("model-00001-*"), "PAY014e", "model-00001-of-00007"),
+    ("Blaizzy/mlx-vlm#1827", SHARDED, requantised, "PAY014w", "stale"),
+    ("pytorch/torchtitan#2137", SHARDED, no_files("*.index.json"), "PAY014w", "without an index"),
+    ("vllm-project/speculators#739", "exports/ok_llama", cut("model.safetensors", 0.6), "PAY004e", "model.safetensors"),
+    ("osaurus-ai/vmlx-swift#217", SHARDED, cut(LAST, 0.8), "PAY004e", LAST),
+    ("unslothai/unsloth#6796", SHARDED, cut(LAST, 0), "PAY013e", LAST),
+    ("Comfy-Org/ComfyUI#15599", "exports/ok_llama", longer, "PAY013e", "model.safetensors"),
+    ("huggingface/huggingface_hub#3643", "exports/ok_llama", one_bit_flipped, "PAY012e", "model.safetensors"),
+    (
+        "vllm-project/llm-compressor#2579",
+        "exports/ok_llava",
+        named(tripled),
+        "CFG004e",
+        "language_model.language_model",
+    ),
+    # what the configuration declares
+    ("sgl-project/sglang#16235", "exports/ok_llama", without(".layers.1."), "CFG001e", "layers.1"),
+    ("QwenLM/Qwen3-VL-Embedding#89", "exports/ok_llama", without("lm_head"), "CFG001e", "lm_head"),
+    ("NVIDIA-NeMo/Automodel#2732", "exports/ok_llama_tied", config(tie_word_embeddings=False), "CFG001e", "lm_head"),
+    ("sgl-project/sglang#26772", "exports/ok_qwen2_vl", without("visual."), "CFG001w", "visual"),
+    ("sgl-project/sglang#26772, llava", "exports/ok_llava", without("vision_tower."), "CFG001w", "vision_tower"),
+    ("huggingface/transformers#48075", "exports/ok_mamba", named(singular), "CFG001e", "backbone.embeddings"),
+    ("huggingface/transformers#46650", "exports/ok_bert", named(doubled), "CFG004e", "encoder.encoder"),
+    ("huggingface/transformers#45358", "exports/ok_llava", named(moved), "CFG001e", "language_model"),
+    (
+        "pytorch/torchtitan#961",
+        "exports/ok_llama",
+        named(lambda k: k.replace("layers.", "layers._orig_mod.")),
+        "CFG004e",
+        "_orig_mod",
+    ),
+    ("NVIDIA-NeMo/Megatron-Bridge#5375", "exports/ok_llama", valued(padded, "embed_tokens"), "CFG003e", "rows"),
+    (
+        "modelscope/twinkle#116",
+        "exports/ok_gpt_oss",
+        valued(lambda v: v[: len(v) // 2], "experts"),
+        "CFG003e",
+        "experts",
+    ),
+    (
+        "unslothai/unsloth#5403",
+        EXPERTS,
+        valued(lambda v: v[: len(v) // 2], "experts", "gate_proj"),
+        "CFG003e",
+        "gate_proj",
+    ),
+    ("NVIDIA-NeMo/Megatron-Bridge#4083, experts", EXPERTS, without("experts.2.", "experts.3."), "CFG001e", "experts"),
+    ("pytorch/pytorch#189945", "exports/ok_llama", valued(lambda v: v[:-2], "down_proj"), "CFG003e", "down_proj"),
+    # multi-token layers
+    (
+        "2U1/Qwen-VL-Series-Finetune#259",
+        "exports/ok_table_qwen3_5",
+        config(mtp_num_hidden_layers=1),
+        "CFG001w",
+        "none is stored",
+    ),
+    (
+        "NVIDIA-NeMo/Megatron-Bridge#5528",
+        "exports/ok_mtp",
+        both(without(".layers.2."), config(num_nextn_predict_layers=3)),
+        "CFG001w",
+        "none is stored",
+    ),
+    (
+        "NVIDIA-NeMo/Megatron-Bridge#5946",
+        "exports/ok_mtp",
+        config(num_nextn_predict_layers=2),
+        "CFG001e",
+        "1 is stored",
+    ),
+    ("intel/auto-round#1526", "exports/ok_mtp", without("layers.2.mlp", "layers.2.self_attn"), "CFG001e", "layers.2"),
+    (
+        "NVIDIA/Model-Optimizer#2427",
+        "exports/ok_mtp",
+        without("layers.2.eh_proj", "layers.2.hnorm"),
+        "CFG001e",
+        "eh_proj",
+    ),
+    # quantised exports
+    ("vllm-project/vllm#57108", "quantised_exports/ct_fp8_block", without("weight_scale"), "QNT001e", "weight_scale"),
+    ("vllm-project/vllm#53950", "exports/ok_fp8", ignoring("model.layers.0.mlp.up_proj"), "QNT003e", "up_proj"),
+    ("vllm-project/llm-compressor#1533", "quantised_exports/wide", awq, "QNT003e", "awq"),
+    (
+        "vllm-project/llm-compressor#2255",
+        "quantised_exports/ct_w4a16_asym",
+        without("zero_point"),
+        "QNT001e",
+        "zero_point",
+    ),
+    (
+        "vllm-project/llm-compressor#2255, symmetric",
+        "quantised_exports/ct_w4a16_asym",
+        symmetric,
+        "QNT003e",
+        "zero_point",
+    ),
+    (
+        "NVIDIA/Model-Optimizer#2160",
+        "quantised_exports/modelopt_nvfp4",
+        valued(half, "weight_scale"),
+        "QNT002e",
+        "weight_scale",
+    ),
+    (
+        "vllm-project/vllm#54444",
+        "quantised_exports/modelopt_nvfp4",
+        without("0.mlp.up_proj.weight_scale_2"),
+        "QNT001e",
+        "up_proj",
+    ),
+    (
+        "NVIDIA-NeMo/Megatron-Bridge#5731",
+        "quantised_exports/ct_experts",
+        valued(lambda v: v.squeeze(-1), "layers.1.", "weight_scale"),
+        "QNT002e",
+        "weight_scale",
+    ),
+    (
+        "wuwangzhang1216/abliterix#93",
+        "exports/ok_fp8",
+        named(lambda k: k.replace("weight_scale_inv", "scale")),
+        "QNT001e",
+        "weight_scale_inv",
+    ),
+    # adapters
+    (
+        "hiyouga/LlamaFactory#7665",
+        "adapters/lora_modules_to_save",
+        valued(lambda v: v[:0], "lm_head"),
+        "CFG006e",
+        "lm_head",
+    ),
+    (
+        "vllm-project/vllm#34186",
+        "adapters/lora",
+        named(lambda k: k.replace("base_model.model.", "")),
+        "CFG007e",
+        "base_model.model.",
+    ),
+    (
+        "verl-project/verl-omni#269",
+        "adapters/lora_base_config",
+        valued(lambda v: v[: len(v) // 2], "lora_B"),
+        "CFG006e",
+        "lora_B",
+    ),
+    ("zjunlp/KnowUnDo#3", "adapters/lora", valued(lambda v: v[:0], "lora_"), "CFG006e", "lora_"),
+]
+
+
+@pytest.mark.parametrize(("report", "export", "damage", "expected", "key"), LOSSES, ids=[row[0] for row in LOSSES])
+def test_a_loss_is_named(report: str, export: str, damage: Damage, expected: str, key: str, tmp_path: Path) -> None:
+    folder = tmp_path / "export"
+    shutil.copytree(REAL / export, folder)
+    damage(folder)
+    loud = [item for item in ckptlint.check(folder, depth="data").diagnostics if item.severity > Severity.INFO]
+    of_code = [item for item in loud if f"{item.code}{item.severity.label[0]}" == expected]
+    told = [f"{item.code} {item.severity.label} {item.title}" for item in loud]
+    assert of_code, f"{told} instead of {expected}"
+    assert any(key in f"{item.title} {item.fqn} {item.finding.at.file} {item.all_notes()}" for item in of_code), told
