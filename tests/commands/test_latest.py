@@ -12,7 +12,7 @@ import pytest
 import support
 import torch
 from safetensors.torch import save_file
-from support import REAL
+from support import REAL, copy_step
 
 import ckptlint
 
@@ -28,7 +28,7 @@ def latest(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 def run(tmp_path: Path) -> Path:
     """A torn newest step, a hole in the one before, a truncated one, and two good ones."""
     for number in (100, 200, 300, 500):
-        shutil.copytree(GOOD, tmp_path / f"step-{number}")
+        copy_step(GOOD, tmp_path / f"step-{number}", number)
     shutil.copytree(HOLE, tmp_path / "step-400")
     (tmp_path / "step-500" / ".metadata").rename(tmp_path / "step-500" / ".metadata.tmp")
     os.truncate(tmp_path / "step-300" / "__1_0.distcp", 5_000)
@@ -135,7 +135,7 @@ def test_megatron_run(tmp_path: Path) -> None:
     """A step of Megatron-LM holds model, optimizer, scheduler and random state; the last file of a save is missing."""
     real = REAL / "megatron_tp2_pp2" / "iter_0000010"
     for number in (10, 20):
-        shutil.copytree(real, tmp_path / f"iter_{number:07}")
+        copy_step(real, tmp_path / f"iter_{number:07}", number)
     (tmp_path / "iter_0000020" / "metadata.json").unlink()
     answer = latest(tmp_path, "--require", "model,optimizer,scheduler,rng")
     assert (answer.returncode, answer.stdout) == (0, f"{tmp_path}/iter_0000010\n")
@@ -169,7 +169,7 @@ def test_steps_are_siblings_that_a_number_tells_apart(tmp_path: Path, steps: lis
         if name.endswith(("pt", "pth", "ckpt")):
             torch.save({"model": {"w": torch.ones(4) * number}, "step": number}, tmp_path / name)
         else:
-            shutil.copytree(GOOD, tmp_path / name)
+            copy_step(GOOD, tmp_path / name, number)
     assert latest(tmp_path).stdout == f"{tmp_path}/{steps[-1]}\n"
     assert len(ckptlint.check(tmp_path, all_steps=True).checkpoints) == len(steps)
 
@@ -180,7 +180,7 @@ def test_parts_and_models_beside_each_other_are_no_steps(tmp_path: Path, names: 
         if name.endswith("pt"):
             torch.save({f"layers.{number}.w": torch.ones(4)}, tmp_path / name)
         else:
-            shutil.copytree(GOOD, tmp_path / name)
+            copy_step(GOOD, tmp_path / name, number)
     assert latest(tmp_path).returncode == 4
 
 
