@@ -90,7 +90,7 @@ def with_tar_header(data: bytes) -> bytes:
 
 
 def with_other_values(data: bytes, number: int) -> bytes:
-    """Archives, one after the other as DCP writes them, with other values in the larger storages, and their checksums."""
+    """Archives, one after the other as DCP writes them, with other values in larger storages, checksums right."""
     made = bytearray(data)
     for found in re.finditer(rb"PK\x01\x02", data):
         at = found.start()

@@ -73,7 +73,7 @@ class Retention:
     def sentence(self) -> str:
         """How many steps may be deleted, and how many stay."""
         if self.whole < self.keep:
-            return f"{plural(self.keep, 'whole step')} must stay, and there {'is' if self.whole == 1 else 'are'} {self.whole}"
+            return f"{plural(self.keep, 'whole step')} must stay, and there are {self.whole} here"
         gone = len(self.deletable)
         return f"{gone} of {plural(len(self.fates), 'step')} may be deleted"
 
