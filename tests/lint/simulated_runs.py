@@ -1,7 +1,7 @@
 """Runs as jobs leave them: saves that were killed, other retentions beside, two runs in one folder, copies, links.
 
-A step is made of files that the real libraries wrote, in the order in which a trainer writes them. What is whole is known
-from the bytes: a step that holds each file of its save, to the last byte.
+A step is made of files that the real libraries wrote, in the order in which a trainer writes them. What is whole is
+known from the bytes: a step that holds each file of its save, to the last byte.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -141,7 +142,7 @@ class Run:
     def whole(self) -> list[str]:
         """The steps that hold all that their saves wrote, the newest first."""
         names = [name for name, files in self.saved.items() if self._is_whole(name, files)]
-        return sorted(names, key=lambda name: int(name.strip("checkpointstepir_-")), reverse=True)
+        return sorted(names, key=lambda name: int(re.sub(r"\D", "", name)), reverse=True)
 
     def _is_whole(self, name: str, files: dict[str, bytes]) -> bool:
         places = [(self.folder / name / file, data) for file, data in files.items()]
@@ -227,7 +228,7 @@ def _tracked(made: Run) -> set[str]:
 
 def _pointed(made: Run) -> set[str]:
     """The steps that links and the newest whole step's best name."""
-    names = {Path(os.readlink(path)).name for path in made.folder.iterdir() if path.is_symlink()}
+    names = {path.readlink().name for path in made.folder.iterdir() if path.is_symlink()}
     for name in made.whole()[:1]:
         state = made.saved[name].get("trainer_state.json")
         best = json.loads(state)["best_model_checkpoint"] if state else None
