@@ -70,7 +70,9 @@ def _table(found: Retention) -> str:
 
 def _whole(fate: Fate) -> str:
     step = fate.step
-    return f"yes{with_warnings(step)}" if step.verdict == "passes" else f"{step.verdict}: {step.why}"
+    if step.verdict == "passes":
+        return f"yes{with_warnings(step)}"
+    return f"{'not judged' if step.verdict == 'not judged' else 'no'}: {step.why}"
 
 
 def _as_json(found: Retention) -> str:

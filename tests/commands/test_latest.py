@@ -233,3 +233,49 @@ def test_the_state_that_torchtune_has_beside_its_epochs(tmp_path: Path, data: by
     state.write_bytes(data)
     told = [item for part in ckptlint.check(tmp_path).checkpoints for item in part.diagnostics]
     assert [(item.code, item.severity.label) for item in told] == [("SAF002", "error")]
+
+
+def test_a_copy_of_the_step_before_is_not_the_newest(tmp_path: Path) -> None:
+    """NeMo-RL#3312: the save of step 120 wrote what the one of step 90 had staged."""
+    for number, values in ((30, 30), (60, 60), (90, 90), (120, 90)):
+        copy_step(GOOD, tmp_path / f"step_{number}", values)
+    answer = latest(tmp_path)
+    assert (answer.returncode, answer.stdout) == (0, f"{tmp_path}/step_90\n")
+    told = "ckptlint: step_120 skipped: RUN005 all weights and all moments are bit for bit those of step_90"
+    assert answer.stderr.splitlines()[0] == told
+    assert latest(tmp_path, "--ignore", "RUN005").stdout == f"{tmp_path}/step_120\n"
+
+
+def test_the_warnings_of_the_answer_are_told(tmp_path: Path) -> None:
+    """A step whose own counter says another number is not named without a word."""
+    for number, stated in ((10, 10), (20, 20), (30, 20)):
+        step = tmp_path / f"checkpoint-{number}"
+        step.mkdir()
+        save_file({"w": torch.ones(4) * number}, step / "model.safetensors")
+        (step / "trainer_state.json").write_text(json.dumps({"global_step": stated}))
+    answer = latest(tmp_path)
+    assert answer.stdout == f"{tmp_path}/checkpoint-30\n"
+    assert answer.stderr.splitlines() == [
+        "ckptlint: checkpoint-30 passes (it holds model), with 1 warning",
+        "ckptlint: warning COM002 the folder is named for step 30, but trainer_state.json says step 20",
+    ]
+    document = json.loads(latest(tmp_path, "--format", "json").stdout)
+    assert [warning[:6] for warning in document["runs"][0]["step"]["warnings"]] == ["COM002"]
+
+
+@pytest.mark.parametrize(("name", "step"), [("_SUCCESS", 1), ("notes.bin", 2)])
+def test_a_mark_of_the_only_older_step_is_missed(tmp_path: Path, name: str, step: int) -> None:
+    for number in (1, 2):
+        copy_step(GOOD, tmp_path / f"step-{number}", number)
+    (tmp_path / "step-1" / name).write_bytes(b"")
+    assert latest(tmp_path).stdout == f"{tmp_path}/step-{step}\n"
+
+
+def test_an_older_save_that_did_not_finish_hides_no_lack(tmp_path: Path) -> None:
+    for number in (1, 2, 3, 4):
+        copy_step(GOOD, tmp_path / f"step-{number}", number)
+        (tmp_path / f"step-{number}" / "notes.bin").touch()
+    (tmp_path / "step-3" / ".metadata").unlink()
+    for number in (3, 4):
+        (tmp_path / f"step-{number}" / "notes.bin").unlink()
+    assert latest(tmp_path).stdout == f"{tmp_path}/step-2\n"

@@ -163,6 +163,8 @@ def simulated(folder: Path, dice: Random, layout: Layout) -> Run:
                     break
             if dice.random() < 0.15:
                 half_delete(made)
+    if layout.tracker and dice.random() < 0.2 and (whole := made.whole()):  # somebody went back
+        made.write(folder / layout.tracker, re.sub(r"\D", "", dice.choice(whole)).encode())
     if dice.random() < 0.3 and (whole := made.whole()):
         target = dice.choice(whole)
         (folder / dice.choice(["best", "LATEST", "latest.good"])).symlink_to(
