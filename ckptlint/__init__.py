@@ -24,10 +24,21 @@ if TYPE_CHECKING:
     from ckptlint.comparing.values import Values
     from ckptlint.depth import Depth
     from ckptlint.lint.report import FailOn, Report
+    from ckptlint.lint.retention import Retention
     from ckptlint.model import Checkpoint
     from ckptlint.planning.outcome import Plan
 
-__all__ = ["CheckpointError", "CkptlintError", "ConfigError", "__version__", "check", "diff", "load", "plan"]
+__all__ = [
+    "CheckpointError",
+    "CkptlintError",
+    "ConfigError",
+    "__version__",
+    "check",
+    "deletable",
+    "diff",
+    "load",
+    "plan",
+]
 
 
 def check(
@@ -94,6 +105,48 @@ def check(
         "seed": seed,
     }
     return run(Request.of(options, Settings() if config is None else read_settings(str(config), checked), checked))
+
+
+def deletable(
+    run: str | PathLike[str],
+    keep: int,
+    depth: Depth | None = None,
+    select: Iterable[str] = (),
+    ignore: Iterable[str] = (),
+    fail_on: FailOn | None = None,
+    config: str | PathLike[str] | None = None,
+) -> Retention:
+    """Which steps of a run may be deleted, so that its newest whole ones and what something points to stay.
+
+    It deletes nothing. `Retention.paths` are the steps that may go, `Retention.rows` says of each why it stays.
+
+    >>> found = deletable("fixtures/real/frameworks/trackers/older", keep=1)
+    >>> found.paths, [row["stays"] for row in found.rows()]
+    ((), ['the newest whole step', 'latest_checkpointed_iteration.txt names it'])
+
+    Args:
+        keep: how many whole steps must stay, at least 1.
+        depth, select, ignore, fail_on, config: as `check` has them; they decide which steps are whole.
+
+    Raises:
+        ConfigError: as `check`; or `keep` is less than 1.
+        NothingToCheckError, UnknownLayoutError, AccessError: no step is there, or the folder could not be listed.
+    """
+    from functools import partial
+
+    from ckptlint.lint.request import Request
+    from ckptlint.lint.retention import deletable as judged_run
+    from ckptlint.lint.run import compared_with_before
+    from ckptlint.lint.run import run as report_on
+    from ckptlint.lint.settings_file import Settings, read_settings
+
+    if keep < 1:
+        raise ConfigError(f"keep is {keep}: at least one whole step must stay")
+    place = str(run)
+    options = {"depth": depth, "select": [*select], "ignore": [*ignore], "fail-on": fail_on}
+    settings = Settings() if config is None else read_settings(str(config), [place])
+    request = Request.of(options, settings, [place])
+    return judged_run(place, keep, lambda step: report_on(request.only(step)), partial(compared_with_before, request))
 
 
 def load(path: str | PathLike[str]) -> Checkpoint:

@@ -241,8 +241,9 @@ def _played(setup: str, block: str, files: Mapping[str, str]) -> str:
         assert not (said := shell(f"set -e\n{setup}")), said
         for name, text in files.items():
             (folder / name).write_text(text, encoding="utf-8")
+        written = time.time() - 7200
         for path in folder.rglob("*"):
-            os.utime(path, (time.time() - 7200,) * 2)
+            os.utime(path, (written, written))
         shown = [f"$ {command}\n{_settled(shell(command))}".rstrip() + "\n" for command in commands]
     return "\n".join(shown)
 

@@ -6,6 +6,7 @@ import csv
 import importlib.util
 import io
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from typing import Any, TypeVar
 from unittest.mock import patch
 
 import pytest
+from archives import with_other_values
 
 import ckptlint
 from ckptlint.__main__ import main
@@ -82,6 +84,14 @@ def found(report: Report, *levels: str) -> list[tuple[str, str, str]]:
     """(code, severity, sentence) of the findings, those of some severities where any are named."""
     listed = [(item.code, item.severity.label, item.title) for item in report.diagnostics]
     return [row for row in listed if not levels or row[1] in levels]
+
+
+def copy_step(step: Path, place: Path, number: int) -> Path:
+    """A copy of a DCP step, with other values in its larger tensors for each number, as training leaves them."""
+    shutil.copytree(step, place)
+    for path in place.rglob("*.distcp"):
+        path.write_bytes(with_other_values(path.read_bytes(), number))
+    return place
 
 
 def codes(report: Report, *levels: str) -> set[str]:

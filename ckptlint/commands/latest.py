@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,17 +13,20 @@ import click
 from ckptlint.commands.check import judge, requested
 from ckptlint.commands.shared import ENVIRONMENT, WithSettings, check_options, progress, show_text
 from ckptlint.lint.options import tokens
-from ckptlint.model.text import listed
+from ckptlint.model.text import listed, plural
 from ckptlint.vocabulary.parts import PARTS
 
 if TYPE_CHECKING:
     from ckptlint.lint.report import Report
-    from ckptlint.lint.steps import Search
+    from ckptlint.lint.steps import JudgedStep, Search
+
+_WARNINGS = 8  # that are shown
 
 SCHEMA = "ckptlint.latest/1"
-_OF_REPORTS = (
+OF_REPORTS = (
     "all-steps", "ascii", "color", "format", "max-per-rule", "output", "quiet", "statistics", "verbose",
 )  # fmt: skip
+"""The options of `check` that are about its report alone."""
 
 
 @click.command(cls=WithSettings, context_settings=ENVIRONMENT)
@@ -35,12 +39,13 @@ _OF_REPORTS = (
 )
 @click.option("--before", type=click.IntRange(min=0), metavar="STEP", help="Look only at steps below this number.")
 @click.option("--format", "answer", type=click.Choice(["text", "json"]), default="text", show_default=True)
-@check_options(but=_OF_REPORTS)
+@check_options(but=OF_REPORTS)
 def latest(run_dir: str, require: tuple[str, ...], before: int | None, answer: str, **options: Any) -> None:
     """Print the path of the newest step of a run that passes, and nothing else.
 
     ckptlint judges the steps from the newest down, with the options of `check`. stderr names those it skipped, and why.
-    Without --require a step must hold the parts that the finished step before it holds.
+    Without --require a step must hold the parts that the finished step before it holds. A copy of the step before it is
+    skipped, too.
 
     Exit codes: 0 found, 1 no step passes, 2 wrong use, 3 no step there, 4 a newer step could not be judged, or several
     runs lie there.
@@ -49,6 +54,7 @@ def latest(run_dir: str, require: tuple[str, ...], before: int | None, answer: s
     if unknown := [part for part in required if part not in PARTS]:
         raise click.UsageError(f"there is no part {unknown[0]!r}, only {', '.join(PARTS)}")
     request = requested(options)
+    from ckptlint.lint.run import compared_with_before
     from ckptlint.lint.steps import newest_good, runs_at
     from ckptlint.reporters.style import JSON_ESCAPE, inert
 
@@ -57,7 +63,8 @@ def latest(run_dir: str, require: tuple[str, ...], before: int | None, answer: s
 
     runs = runs_at(run_dir)
     with progress(options["no_progress"]):
-        searches = [newest_good(run, path, judged, required, before) for path, run in runs]
+        compare = partial(compared_with_before, request)
+        searches = [newest_good(run, path, judged, required, before, compare) for path, run in runs]
     if answer == "json":
         show_text(inert(_as_json(searches), JSON_ESCAPE))
     else:
@@ -90,7 +97,9 @@ def _told(searches: Sequence[Search]) -> str:
         else:
             lines.append(
                 f"{search.found.name} passes (it holds {listed(search.found.parts) or 'none of the named parts'})"
+                f"{with_warnings(search.found)}"
             )
+            lines += [f"warning {sentence}" for sentence in search.found.warnings[:_WARNINGS]]
         lines += [search.tracker] if search.tracker else []
         return "\n".join(f"ckptlint: {line}" for line in lines)
     from tabulate import tabulate
@@ -100,6 +109,11 @@ def _told(searches: Sequence[Search]) -> str:
     ]
     table = tabulate(rows, ("run", "newest good step", "newer steps, skipped"), disable_numparse=True)
     return f"{table}\n\nckptlint: {len(searches)} runs lie there, name one of them"
+
+
+def with_warnings(step: JudgedStep) -> str:
+    """How many warnings a step has that passes, to follow a sentence; "" without one."""
+    return f", with {plural(len(step.warnings), 'warning')}" if step.warnings else ""
 
 
 def _skipped(search: Search) -> list[str]:

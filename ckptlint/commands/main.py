@@ -19,6 +19,7 @@ from ckptlint.errors import CkptlintError, ConfigError, NothingToCheckError, Own
 COMMANDS = {
     "check": "Check checkpoints: a checkpoint folder, a step folder, or a run folder (its newest step).",
     "config": "Show the settings of `check`, and where each comes from: default, file, environment or option.",
+    "deletable": "Print the paths of the steps of a run that may be deleted, and nothing else.",
     "diff": "Compare the keys, shapes and dtypes of two checkpoints; resharding is no difference.",
     "explain": "Print the page of a rule, or of a cause that a report begins with: what it is, why it matters, how "
     "to fix.",

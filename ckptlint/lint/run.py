@@ -42,10 +42,11 @@ def opened(
     reading: Reading | None,
     jobs: int | None = None,
     seen: set[str] | None = None,
+    before_too: bool = False,
 ) -> Iterator[Opened]:
     """Each checkpoint under a path, with its payload at depths that read it, and with the step before it.
 
-    Of a step whose older neighbour is not asked for, the neighbour's metadata alone is read.
+    Of a step whose older neighbour is not asked for, the neighbour's metadata alone is read, unless `before_too`.
 
     Args:
         jobs: checkpoints that are read at the same time, in processes of their own; one per processor, 8 at most, if
@@ -71,7 +72,7 @@ def opened(
         read[found.display] = ckpt = next(reads)
         older = step_before(found.folder) if isinstance(ckpt, Checkpoint) and ckpt.readable else None
         if older is not None and older.display not in asked:
-            read[older.display] = _read(older, Depth.METADATA, None)
+            read[older.display] = _read(older, *((depth, reading) if before_too else (Depth.METADATA, None)))
         waiting.append((found, ckpt, older))
         while waiting and (waiting[0][2] is None or waiting[0][2].display in read):
             found, ckpt, older = waiting.pop(0)
@@ -159,6 +160,21 @@ def run(request: Request, source: Opener | None = None) -> Report:
         solved,
         shown(request.settings),
     )
+
+
+def compared_with_before(request: Request, path: str) -> Report:
+    """The report of RUN005 alone on one step: whether it is a copy of the step before it, whose records are read too.
+
+    It is empty where the request leaves the rule out. Its depth is `headers`, whatever the request says.
+    """
+    from ckptlint.payload.reading import default_reading
+
+    rules = tuple(rule for rule in request.rules if rule.code == "RUN005")
+    if not rules:
+        return Report([], ())
+    reading = default_reading(Depth.HEADERS)
+    asked = replace(request.only(path), rules=rules, depth=Depth.HEADERS, reading=reading, expect=None, baseline=None)
+    return run(asked, partial(opened, jobs=request.jobs, before_too=True))
 
 
 def _sentence(path: str, error: CkptlintError) -> str:

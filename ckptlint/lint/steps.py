@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from typing import Literal
 
 from ckptlint.errors import CkptlintError, NothingToCheckError, UnknownLayoutError
@@ -19,6 +20,7 @@ from ckptlint.loaders.run.steps import Step, is_alike, run_at, runs_below, steps
 from ckptlint.model import Checkpoint
 from ckptlint.model.checkpoint import ProblemKind
 from ckptlint.model.text import human_duration, listed, plural, printable
+from ckptlint.rule import Severity
 from ckptlint.sandbox import isolated
 from ckptlint.storage.folder import Folder
 from ckptlint.storage.paths import shown
@@ -27,6 +29,9 @@ from ckptlint.vocabulary.parts import PARTS, part_of_file, part_of_key
 
 StepVerdict = Literal["passes", "fails", "unfinished", "lacks parts", "not judged", "gone"]
 """`not judged`: it may be sound, and could not be read or judged as a whole; `gone`: it vanished meanwhile."""
+
+Judge = Callable[[str], Report]
+"""What gives the report on the checkpoint at a path."""
 
 _OLDER = 8  # steps that one is compared with
 _NUMBERS = re.compile(r"\d+")
@@ -50,6 +55,7 @@ class JudgedStep:
         parts: what it holds of `vocabulary.parts.PARTS`.
         size: bytes of its payload.
         written: when its newest file was written, seconds since the epoch; 0 where the store does not say.
+        warnings: what is odd about it and does not fail it, a code and a sentence each.
     """
 
     number: int
@@ -61,6 +67,7 @@ class JudgedStep:
     parts: tuple[str, ...] = ()
     size: int = 0
     written: float = 0.0
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,15 +127,20 @@ def runs_at(path: str) -> list[tuple[str, Folder]]:
 
 
 def newest_good(
-    run: Folder, path: str, judge: Callable[[str], Report], required: Sequence[str] = (), before: int | None = None
+    run: Folder,
+    path: str,
+    judge: Judge,
+    required: Sequence[str] = (),
+    before: int | None = None,
+    compare: Judge | None = None,
 ) -> Search:
     """Judge the steps of a run from the newest down to the first that passes.
 
     Args:
         path: the run folder as the user would name it.
-        judge: the report on the checkpoint at a path.
         required: the parts that the step must hold; without any, those that the step before it holds.
         before: only steps below this number.
+        compare: what `lint.run.compared_with_before` says of the checkpoint at a path.
 
     Raises:
         AccessError: the run folder could not be listed.
@@ -136,9 +148,12 @@ def newest_good(
     steps = [step for step in steps_of(run) if before is None or step.number < before]
     skipped: list[JudgedStep] = []
     for position, step in enumerate(steps):
-        judged = _judged(step, f"{path.rstrip('/')}/{step.name}", judge)
+        older = steps[position + 1 :]
+        judged = judge_step(step, f"{path.rstrip('/')}/{step.name}", judge)
         if judged.verdict == "passes":
-            judged = _with_parts(judged, step, required, steps[position + 1 :])
+            judged = _with_parts(judged, step, required, older)
+        if judged.verdict == "passes" and older and compare is not None:
+            judged = no_copy(judged, compare)
         if judged.verdict == "passes":
             return Search(path, judged, skipped, _tracking(run, judged))
         skipped.append(judged)
@@ -158,7 +173,8 @@ def _tracking(run: Folder, found: JudgedStep) -> str:
     return f"{tracker.file} names {step}: {how} to resume from {found.name}"
 
 
-def _judged(step: Step, path: str, judge: Callable[[str], Report]) -> JudgedStep:
+def judge_step(step: Step, path: str, judge: Judge) -> JudgedStep:
+    """What the report on a step says of it, not compared with other steps."""
     outcome = JudgedStep(step.number, printable(step.name), path, "not judged")
     try:
         outcome = replace(outcome, written=step.folder.newest)
@@ -193,17 +209,15 @@ def verdict_of(report: Report) -> JudgedStep:
     size = sum(ckpt.total_bytes for ckpt in checkpoints)
     written = max((ckpt.written for ckpt in checkpoints), default=0.0)
     outcome = JudgedStep(0, "", "", "passes", parts=parts_of(checkpoints), size=size, written=written)
+    leads = [group.lead for part in report.checkpoints for group in part.groups if not group.lead.finding.of_run]
+    odd = [lead for lead in leads if lead.severity == Severity.WARNING and not report.is_failing(lead)]
+    outcome = replace(outcome, warnings=tuple(f"{lead.code} {lead.title}" for lead in odd))
     doubts = [p.message for ckpt in checkpoints if not ckpt.readable for p in ckpt.problems_of(*_DOUBTFUL)]
-    failing = [
-        group
-        for part in report.checkpoints
-        for group in part.groups
-        if report.is_failing(group.lead) and not group.lead.finding.of_run
-    ]
+    failing = [lead for lead in leads if report.is_failing(lead)]
     if doubts:
         return replace(outcome, verdict="not judged", why=doubts[0])
     if failing:
-        lead = failing[0].lead
+        lead = failing[0]
         more = f" (and {plural(len(failing) - 1, 'more finding')})" if len(failing) > 1 else ""
         return replace(
             outcome, verdict="fails", code=lead.code, why=f"{lead.severity.label} {lead.code} {lead.title}{more}"
@@ -252,7 +266,7 @@ def newest_passing(steps: Iterable[JudgedStep]) -> dict[str, JudgedStep | None]:
 def _with_parts(judged: JudgedStep, step: Step, required: Sequence[str], older: Sequence[Step]) -> JudgedStep:
     """The verdict on a step that passes, once the parts that it must hold are compared with those it holds."""
     asked = "--require asks for them"
-    if missing := _missing(step, older):
+    if missing := missing_files(step, older):
         return replace(judged, verdict="unfinished", why=f"it has no {listed(missing)}, which all older steps have")
     if not required:
         before = next(_finished(older), None)
@@ -266,13 +280,34 @@ def _with_parts(judged: JudgedStep, step: Step, required: Sequence[str], older: 
     return replace(judged, verdict="lacks parts", why=f"it has no {listed(lacking, 'and no')}; {asked}")
 
 
-def _missing(step: Step, older: Sequence[Step]) -> list[str]:
-    """The files that each of several older steps of its kind has, and it lacks: what is written last shows the end."""
+def no_copy(judged: JudgedStep, compare: Judge) -> JudgedStep:
+    """The verdict on a step that passes, once its values are compared with those of the step before.
+
+    Args:
+        compare: what `lint.run.compared_with_before` says of the checkpoint at a path.
+    """
+    report = compare(judged.path)
+    if report.unreadable:
+        return replace(judged, verdict="not judged", why=report.unreadable[0])
+    told = [[item for item in part.diagnostics if item.severity >= Severity.WARNING] for part in report.checkpoints]
+    sentences = tuple(f"{item.code} {item.title}" for items in told for item in items)
+    if sentences and all(told):  # a frozen model beside one that learns is no copy of a step
+        return replace(judged, verdict="fails", code=told[0][0].code, why=sentences[0])
+    return replace(judged, warnings=(*judged.warnings, *sentences))
+
+
+def missing_files(step: Step, older: Iterable[Step]) -> list[str]:
+    """The files that each of several older steps of its kind has, and it lacks: what is written last shows the end.
+
+    A mark is missed where a single one has it. Older steps whose save did not finish say nothing.
+    """
     try:
-        alike = [one.folder for one in older if one.is_folder and is_alike(one.name, step.name)][:_OLDER]
-        if not step.is_folder or len(alike) < 2:
+        alike = (one.folder for one in older if one.is_folder and is_alike(one.name, step.name))
+        finished = [*islice((folder for folder in alike if step_state(folder) != "unfinished"), _OLDER)]
+        if not step.is_folder or not finished:
             return []
-        held = [{_shape(name): name for name in folder.files_beside() if _tells(name)} for folder in alike]
+        tells = _tells if len(finished) > 1 else _is_mark
+        held = [{_shape(name): name for name in folder.files_beside() if tells(name)} for folder in finished]
         own = {*map(_shape, step.folder.files_beside())}
         return sorted(
             printable(name) for shape, name in held[0].items() if shape not in own and all(shape in one for one in held)
@@ -290,6 +325,11 @@ def _tells(name: str) -> bool:
     """Whether a file is of what trainers write with each save: no text, log, code or settings that a run may drop."""
     family = family_of(name)
     return family is None or family.content != "other" or family.name in ("mark", "checksums")
+
+
+def _is_mark(name: str) -> bool:
+    family = family_of(name)
+    return family is not None and family.name == "mark"
 
 
 def _finished(steps: Iterable[Step]) -> Iterator[tuple[str, tuple[str, ...]]]:

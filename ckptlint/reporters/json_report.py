@@ -59,6 +59,7 @@ def step_object(step: JudgedStep) -> dict[str, Any]:
         "parts": list(step.parts),
         "bytes": step.size,
         "written": step.written or None,
+        "warnings": [*step.warnings],
     }
 
 

@@ -159,6 +159,10 @@ class Folder(ABC):
         """Where a link in the folder leads, as it says; "" for all else, and in a store."""
         return ""
 
+    def end(self, name: str) -> str:
+        """Where a link in the folder leads at last, over other links; "" for all else, and in a store."""
+        return ""
+
     @property
     def newest(self) -> float:
         """When what is directly in the folder was last written, seconds since the epoch; 0 where nobody knows."""

@@ -79,6 +79,9 @@ class LocalFolder(Folder):
         path = self.path / name
         return str(path.readlink()) if name in {*self.entries, *self.entries.strange} and _is_link(path) else ""
 
+    def end(self, name: str) -> str:
+        return str((self.path / name).resolve()) if self.target(name) else ""
+
     def look_at(self, relative: str) -> tuple[FileState, int | None]:
         if not is_safe(relative):
             return "unsafe-path", None

@@ -12,7 +12,7 @@ import pytest
 import support
 import torch
 from safetensors.torch import save_file
-from support import REAL
+from support import REAL, copy_step
 
 import ckptlint
 
@@ -28,7 +28,7 @@ def latest(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 def run(tmp_path: Path) -> Path:
     """A torn newest step, a hole in the one before, a truncated one, and two good ones."""
     for number in (100, 200, 300, 500):
-        shutil.copytree(GOOD, tmp_path / f"step-{number}")
+        copy_step(GOOD, tmp_path / f"step-{number}", number)
     shutil.copytree(HOLE, tmp_path / "step-400")
     (tmp_path / "step-500" / ".metadata").rename(tmp_path / "step-500" / ".metadata.tmp")
     os.truncate(tmp_path / "step-300" / "__1_0.distcp", 5_000)
@@ -135,7 +135,7 @@ def test_megatron_run(tmp_path: Path) -> None:
     """A step of Megatron-LM holds model, optimizer, scheduler and random state; the last file of a save is missing."""
     real = REAL / "megatron_tp2_pp2" / "iter_0000010"
     for number in (10, 20):
-        shutil.copytree(real, tmp_path / f"iter_{number:07}")
+        copy_step(real, tmp_path / f"iter_{number:07}", number)
     (tmp_path / "iter_0000020" / "metadata.json").unlink()
     answer = latest(tmp_path, "--require", "model,optimizer,scheduler,rng")
     assert (answer.returncode, answer.stdout) == (0, f"{tmp_path}/iter_0000010\n")
@@ -169,7 +169,7 @@ def test_steps_are_siblings_that_a_number_tells_apart(tmp_path: Path, steps: lis
         if name.endswith(("pt", "pth", "ckpt")):
             torch.save({"model": {"w": torch.ones(4) * number}, "step": number}, tmp_path / name)
         else:
-            shutil.copytree(GOOD, tmp_path / name)
+            copy_step(GOOD, tmp_path / name, number)
     assert latest(tmp_path).stdout == f"{tmp_path}/{steps[-1]}\n"
     assert len(ckptlint.check(tmp_path, all_steps=True).checkpoints) == len(steps)
 
@@ -180,7 +180,7 @@ def test_parts_and_models_beside_each_other_are_no_steps(tmp_path: Path, names: 
         if name.endswith("pt"):
             torch.save({f"layers.{number}.w": torch.ones(4)}, tmp_path / name)
         else:
-            shutil.copytree(GOOD, tmp_path / name)
+            copy_step(GOOD, tmp_path / name, number)
     assert latest(tmp_path).returncode == 4
 
 
@@ -233,3 +233,49 @@ def test_the_state_that_torchtune_has_beside_its_epochs(tmp_path: Path, data: by
     state.write_bytes(data)
     told = [item for part in ckptlint.check(tmp_path).checkpoints for item in part.diagnostics]
     assert [(item.code, item.severity.label) for item in told] == [("SAF002", "error")]
+
+
+def test_a_copy_of_the_step_before_is_not_the_newest(tmp_path: Path) -> None:
+    """NeMo-RL#3312: the save of step 120 wrote what the one of step 90 had staged."""
+    for number, values in ((30, 30), (60, 60), (90, 90), (120, 90)):
+        copy_step(GOOD, tmp_path / f"step_{number}", values)
+    answer = latest(tmp_path)
+    assert (answer.returncode, answer.stdout) == (0, f"{tmp_path}/step_90\n")
+    told = "ckptlint: step_120 skipped: RUN005 all weights and all moments are bit for bit those of step_90"
+    assert answer.stderr.splitlines()[0] == told
+    assert latest(tmp_path, "--ignore", "RUN005").stdout == f"{tmp_path}/step_120\n"
+
+
+def test_the_warnings_of_the_answer_are_told(tmp_path: Path) -> None:
+    """A step whose own counter says another number is not named without a word."""
+    for number, stated in ((10, 10), (20, 20), (30, 20)):
+        step = tmp_path / f"checkpoint-{number}"
+        step.mkdir()
+        save_file({"w": torch.ones(4) * number}, step / "model.safetensors")
+        (step / "trainer_state.json").write_text(json.dumps({"global_step": stated}))
+    answer = latest(tmp_path)
+    assert answer.stdout == f"{tmp_path}/checkpoint-30\n"
+    assert answer.stderr.splitlines() == [
+        "ckptlint: checkpoint-30 passes (it holds model), with 1 warning",
+        "ckptlint: warning COM002 the folder is named for step 30, but trainer_state.json says step 20",
+    ]
+    document = json.loads(latest(tmp_path, "--format", "json").stdout)
+    assert [warning[:6] for warning in document["runs"][0]["step"]["warnings"]] == ["COM002"]
+
+
+@pytest.mark.parametrize(("name", "step"), [("_SUCCESS", 1), ("notes.bin", 2)])
+def test_a_mark_of_the_only_older_step_is_missed(tmp_path: Path, name: str, step: int) -> None:
+    for number in (1, 2):
+        copy_step(GOOD, tmp_path / f"step-{number}", number)
+    (tmp_path / "step-1" / name).write_bytes(b"")
+    assert latest(tmp_path).stdout == f"{tmp_path}/step-{step}\n"
+
+
+def test_an_older_save_that_did_not_finish_hides_no_lack(tmp_path: Path) -> None:
+    for number in (1, 2, 3, 4):
+        copy_step(GOOD, tmp_path / f"step-{number}", number)
+        (tmp_path / f"step-{number}" / "notes.bin").touch()
+    (tmp_path / "step-3" / ".metadata").unlink()
+    for number in (3, 4):
+        (tmp_path / f"step-{number}" / "notes.bin").unlink()
+    assert latest(tmp_path).stdout == f"{tmp_path}/step-2\n"

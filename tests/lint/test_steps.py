@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from support import REAL
+from support import REAL, copy_step
 
 import ckptlint
 from ckptlint.lint.report import Report
@@ -24,7 +24,7 @@ def judge(path: str) -> Report:
 def run(tmp_path: Path) -> Path:
     """A run of three good steps."""
     for number in (1, 2, 3):
-        shutil.copytree(GOOD, tmp_path / f"step-{number}")
+        copy_step(GOOD, tmp_path / f"step-{number}", number)
     return tmp_path
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import PurePath
 from typing import Literal, get_args
@@ -19,6 +20,7 @@ from ckptlint.vocabulary.frameworks import Holds, Tracker, is_part, step_number,
 
 _UNSEEN = "ckptlint did not look at the other steps of its run and their tracker"
 
+_TRACKED = 256  # bytes of a tracker that are read
 _LEVELS = 5  # folders between a part and its step: NeMo-RL's step_N/policy/weights/iter_0000000
 
 
@@ -156,23 +158,30 @@ def trackers() -> list[Tracker]:
 
 def read_tracker(parent: Folder) -> tuple[Tracker | None, int | Literal["release"] | None]:
     """The tracker, and the step that it names; None for either where there is none."""
+    return next(((tracker, number) for tracker, number, _ in read_trackers(parent)), (None, None))
+
+
+def read_trackers(parent: Folder) -> Iterator[tuple[Tracker, int | Literal["release"] | None, str]]:
+    """Each tracker that is there, the step that it names, None where it names none, and what it says as a text."""
     for tracker in trackers():
         name = tracker.file
         if tracker.holds == "link":
-            number = step_number(PurePath(parent.target(name)).name)
+            target = PurePath(parent.target(name)).name
+            number = step_number(target)
             if number is not None:
-                return tracker, number
+                yield tracker, number, target
         if tracker.holds == "link" or not parent.has(name):
             continue
         if tracker.holds == "train state":
-            return tracker, read_train_state(parent, name)[0]
-        text = parent.head(name, 64).strip()
-        if text == b"release":
-            return tracker, "release"
-        if tracker.holds == "folder":
-            return tracker, step_number(text.decode("ascii", "replace"))
-        return tracker, int(text) if re.fullmatch(rb"\d{1,18}", text) else None
-    return None, None
+            yield tracker, read_train_state(parent, name)[0], ""
+            continue
+        text = parent.head(name, _TRACKED).decode("utf-8", "replace").strip()
+        if text == "release":
+            yield tracker, "release", text
+        elif tracker.holds == "folder":
+            yield tracker, step_number(text), text
+        else:
+            yield tracker, int(text) if re.fullmatch(r"[0-9]{1,18}", text) else None, text
 
 
 TRAIN_STATE = "train_state.pt"

@@ -1,0 +1,91 @@
+"""`ckptlint deletable`: the steps of a run that a retention may delete."""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ckptlint.commands.check import judge, requested
+from ckptlint.commands.latest import OF_REPORTS, with_warnings
+from ckptlint.commands.shared import ENVIRONMENT, WithSettings, check_options, progress, say, show_text
+
+if TYPE_CHECKING:
+    from ckptlint.lint.report import Report
+    from ckptlint.lint.retention import Fate, Retention
+
+SCHEMA = "ckptlint.deletable/1"
+
+
+@click.command(cls=WithSettings, context_settings=ENVIRONMENT)
+@click.argument("run_dir")
+@click.option("--keep", type=click.IntRange(min=1), required=True, metavar="N", help="How many whole steps must stay.")
+@click.option("--format", "answer", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@check_options(but=OF_REPORTS)
+def deletable(run_dir: str, keep: int, answer: str, **options: Any) -> None:
+    """Print the paths of the steps of a run that may be deleted, and nothing else.
+
+    It deletes nothing: `| xargs -d '\\n' -r rm -r --` does. The N newest whole steps stay, every newer one, what a
+    tracker, a link or the trainer's best checkpoint names, and what could not be judged. stderr says why each step
+    stays. ckptlint judges the steps with the options of `check`, and compares them with older ones as `latest` does.
+
+    Exit codes: 0 N whole steps stay, 1 there are fewer (nothing is printed), 2 wrong use, 3 no step there, 4 the run
+    could not be judged or changed meanwhile, or several runs lie there.
+    """
+    request = requested(options)
+    from ckptlint.lint.retention import deletable as judged_run
+    from ckptlint.lint.run import compared_with_before
+    from ckptlint.reporters.style import JSON_ESCAPE, inert
+
+    def judged(step: str) -> Report:
+        return judge(request.only(step))
+
+    with progress(options["no_progress"]):
+        found = judged_run(run_dir, keep, judged, partial(compared_with_before, request))
+    if answer == "json":
+        show_text(inert(_as_json(found), JSON_ESCAPE))
+    else:
+        if found.fates:
+            click.echo(inert(_table(found)) + "\n", err=True)
+        say(*found.unseen, found.refused or found.sentence)
+        show_text("".join(f"{path}\n" for path in found.paths))
+    sys.exit(found.exit_code)
+
+
+def _table(found: Retention) -> str:
+    from tabulate import tabulate
+
+    from ckptlint.model.text import human_bytes
+
+    gone = {*found.paths}
+    rows = [
+        (fate.step.name, _whole(fate), human_bytes(fate.step.size), "" if fate.step.path in gone else fate.stays)
+        for fate in found.fates
+    ]
+    return tabulate(rows, ("step", "whole", "payload", "stays because"), disable_numparse=True)
+
+
+def _whole(fate: Fate) -> str:
+    step = fate.step
+    if step.verdict == "passes":
+        return f"yes{with_warnings(step)}"
+    return f"{'not judged' if step.verdict == 'not judged' else 'no'}: {step.why}"
+
+
+def _as_json(found: Retention) -> str:
+    from ckptlint.reporters.json_report import step_object
+
+    document = {
+        "schema": SCHEMA,
+        "exit_code": found.exit_code,
+        "run": found.run,
+        "keep": found.keep,
+        "delete": found.paths,
+        "refused": found.refused or None,
+        "unseen": found.unseen,
+        "steps": [step_object(fate.step) | {"stays": fate.stays or None} for fate in found.fates],
+    }
+    return json.dumps(document, indent=2) + "\n"

@@ -1,0 +1,367 @@
+"""Which steps of a run may be deleted, so that its newest whole steps and all that something points to stay."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import PurePath
+from typing import Any
+
+from ckptlint.errors import AccessError, CkptlintError, NothingToCheckError
+from ckptlint.lint.steps import Judge, JudgedStep, judge_step, missing_files, no_copy, runs_at
+from ckptlint.loaders.json_file import read_json
+from ckptlint.loaders.run.folder import read_trackers
+from ckptlint.loaders.run.steps import Step, is_alike, run_at, runs_below, steps_of
+from ckptlint.model.text import listed, plural, printable
+from ckptlint.sandbox import isolated
+from ckptlint.storage.folder import Folder
+from ckptlint.storage.paths import shown
+from ckptlint.vocabulary.frameworks import family_of, is_newest
+from ckptlint.vocabulary.parts import PARTS
+
+_LEVELS = 5  # folders below a step or beside the steps that are listed
+_TRAINER_STATE, _STATE_LIMIT = "trainer_state.json", 64 * 1024**2
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """What may become of a step.
+
+    Attributes:
+        stays: why it must stay; "" where it may be deleted.
+    """
+
+    step: JudgedStep
+    stays: str = ""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Retention:
+    """Which steps of a run may be deleted.
+
+    Attributes:
+        run: the folder of the run, as the user would name it.
+        keep: how many whole steps must stay.
+        whole: how many whole steps stay for that.
+        fates: of all steps, the newest first.
+        refused: why no step may be deleted now, one sentence; "" otherwise.
+        unseen: folders that could not be searched for links, a sentence each.
+    """
+
+    run: str
+    keep: int
+    whole: int = 0
+    fates: tuple[Fate, ...] = ()
+    refused: str = ""
+    unseen: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"<Retention {shown(self.run)}: {self.refused or self.sentence}>"
+
+    @property
+    def deletable(self) -> tuple[JudgedStep, ...]:
+        """The steps that may be deleted, the newest first."""
+        is_sure = not self.refused and self.whole >= self.keep
+        return tuple(fate.step for fate in self.fates if is_sure and not fate.stays)
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Their paths."""
+        return tuple(step.path for step in self.deletable)
+
+    @property
+    def sentence(self) -> str:
+        """How many steps may be deleted, and how many stay."""
+        if self.whole < self.keep:
+            return f"{plural(self.keep, 'whole step')} must stay, and there are {self.whole} here"
+        gone = len(self.deletable)
+        return f"{gone} of {plural(len(self.fates), 'step')} may be deleted"
+
+    @property
+    def exit_code(self) -> int:
+        """0 there are enough whole steps, 1 there are not, 4 the run could not be judged or changed meanwhile."""
+        return 4 if self.refused else 1 if self.whole < self.keep else 0
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row for each step, the newest first: its name, path, verdict and why, bytes, and why it stays (or "")."""
+        gone = {*self.paths}
+        return [
+            {
+                "step": fate.step.name,
+                "path": fate.step.path,
+                "verdict": fate.step.verdict,
+                "why": fate.step.why,
+                "bytes": fate.step.size,
+                "stays": fate.stays or ("" if fate.step.path in gone else self.refused),
+            }
+            for fate in self.fates
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Pointers:
+    """What points to steps from outside of them.
+
+    Attributes:
+        named: name of a step -> what names it.
+        lost: the trackers that name no step that ckptlint understands.
+    """
+
+    named: dict[str, str] = field(default_factory=dict)
+    lost: tuple[str, ...] = ()
+
+
+def deletable(path: str, keep: int, judge: Judge, compare: Judge) -> Retention:
+    """Judge each step of a run once, and say which may be deleted; deletes nothing.
+
+    Args:
+        keep: how many whole steps must stay, at least 1.
+        judge: gives the report on the checkpoint at a path.
+        compare: gives what `lint.run.compared_with_before` says of it.
+
+    Raises:
+        NothingToCheckError, UnknownLayoutError, AccessError: as `runs_at`.
+    """
+    runs = runs_at(path)
+    if len(runs) > 1:
+        return Retention(path, keep, refused=f"{len(runs)} runs lie there, name one of them")
+    ((place, run),) = runs
+    steps = steps_of(run)
+    held = {step.name: _held(step) for step in steps}
+    pointers = _pointers(run, steps)
+    judged = [judge_step(step, f"{place.rstrip('/')}/{step.name}", judge) for step in steps]
+    judged, whole = _compared(steps, judged, keep, compare)
+    stays = _stays(steps, judged, whole, keep)
+    for name, why in pointers.named.items():
+        stays[name] = stays[name] or why
+    unseen = _follow(run, steps, stays)
+    fates = tuple(Fate(own, stays[step.name]) for step, own in zip(steps, judged, strict=True))
+    found = Retention(place, keep, len(whole), fates, "", tuple(unseen))
+    if found.paths:
+        refused = _lost(pointers) or _changed(place, found, pointers, {step.name: held[step.name] for step in whole})
+        found = replace(found, refused=refused)
+    return found
+
+
+# ---------------------------------------------------------------- which steps are whole
+
+
+def _compared(
+    steps: Sequence[Step], judged: Sequence[JudgedStep], keep: int, compare: Judge
+) -> tuple[list[JudgedStep], list[Step]]:
+    """The verdicts once steps are compared with older ones, and the newest whole steps: `keep` of one name or fewer."""
+    found, whole = list(judged), list[Step]()
+    for at, (step, own) in enumerate(zip(steps, judged, strict=True)):
+        if own.verdict != "passes" or is_newest(step.name) or (whole and not is_alike(step.name, whole[0].name)):
+            continue
+        older = [
+            pair for pair in zip(steps[at + 1 :], judged[at + 1 :], strict=True) if is_alike(pair[0].name, step.name)
+        ]
+        own = _beside_older(step, own, older)
+        if own.verdict == "passes" and older and len(whole) < keep:
+            own = no_copy(own, compare)
+        found[at] = own
+        if own.verdict == "passes" and len(whole) < keep:
+            whole.append(step)
+    return found, whole
+
+
+def _beside_older(step: Step, own: JudgedStep, older: Sequence[tuple[Step, JudgedStep]]) -> JudgedStep:
+    """The verdict on a step that passes, once it is compared with all older ones of its kind.
+
+    `latest` asks whether the step before has more. Here one older step that passes is enough: of two torn saves in a
+    row the second must not pass for whole.
+    """
+    passing = [pair for pair in older if pair[1].verdict == "passes"]
+    parts = {part for _, other in passing for part in other.parts}
+    families = {family: other.name for older_step, other in reversed(passing) for family in _families(older_step)}
+    lost = [name for name in families if name not in _families(step)]
+    if lost:
+        return replace(own, verdict="unfinished", why=f"it has no {listed(lost)}, which {families[lost[0]]} has")
+    if missing := missing_files(step, [older_step for older_step, _ in older]):
+        return replace(own, verdict="unfinished", why=f"it has no {listed(missing)}, which all older steps have")
+    lacking = [part for part in PARTS if part in parts and part not in own.parts]
+    if lacking:
+        return replace(own, verdict="lacks parts", why=f"it has no {listed(lacking, 'and no')}; an older step has them")
+    return own
+
+
+def _families(step: Step) -> set[str]:
+    """The kinds of state that files of a step hold, by their names."""
+    try:
+        known = map(family_of, step.folder.files_beside()) if step.is_folder else ()
+        return {family.name for family in known if family is not None and family.content != "other"}
+    except CkptlintError:
+        return set()
+
+
+# ---------------------------------------------------------------- why a step stays
+
+
+def _stays(steps: Sequence[Step], judged: Sequence[JudgedStep], whole: Sequence[Step], keep: int) -> dict[str, str]:
+    """Name of each step -> why it stays, "" for none of the reasons that lie in the steps themselves."""
+    newest = "the newest whole step" if keep == 1 else f"one of the {keep} newest whole steps"
+    if len(whole) < keep:
+        short = f"fewer than {plural(keep, 'whole step')}" if keep > 1 else "no step is whole"
+        return {step.name: newest if step in whole else short for step in steps}
+    last = steps.index(whole[-1])
+    stays = {}
+    for at, (step, own) in enumerate(zip(steps, judged, strict=True)):
+        if step in whole:
+            stays[step.name] = newest
+        elif at < last:
+            stays[step.name] = f"newer than {printable(whole[-1].name)}"
+        else:
+            stays[step.name] = _own_reason(step, own, whole[0]) or _of_clock(at, steps, judged)
+    return stays
+
+
+def _own_reason(step: Step, own: JudgedStep, newest: Step) -> str:
+    if not is_alike(step.name, newest.name) or step.is_folder != newest.is_folder:
+        return f"not named like {printable(newest.name)}"
+    if own.verdict == "not judged":
+        return "it could not be judged"
+    if own.verdict == "gone":
+        return own.why
+    if step.run.target(step.name):
+        return "it is a link"
+    if printable(own.path) != own.path:
+        return "its name cannot be printed as it is"
+    try:
+        several = next((run for _, run in runs_below(step.folder) if len(steps_of(run)) > 1), None)
+    except CkptlintError as error:
+        return str(error)
+    return "" if several is None or not step.is_folder else "it holds steps of its own"
+
+
+def _of_clock(at: int, steps: Sequence[Step], judged: Sequence[JudgedStep]) -> str:
+    """Why the time of a step contradicts its number: a new run in the folder of an old one counts from 0 again."""
+    own = judged[at]
+    for step, other in zip(steps[:at], judged[:at], strict=True):
+        if other.number > own.number and 0 < other.written < own.written and is_alike(step.name, steps[at].name):
+            return f"it was written after {other.name}: perhaps two runs lie here"
+    return ""
+
+
+# ---------------------------------------------------------------- what points to a step
+
+
+def _pointers(run: Folder, steps: Sequence[Step]) -> _Pointers:
+    """What the trackers of a run name.
+
+    Raises:
+        CkptlintError: a tracker could not be read.
+    """
+    named, lost = dict[str, str](), list[str]()
+    for tracker, number, text in isolated(lambda: [*read_trackers(run)], 0):  # one of them is a pickle
+        own = [step.name for step in steps if step.name == text or (number is not None and step.number == number)]
+        named |= dict.fromkeys(own, f"{tracker.file} names it")
+        if not own and number is None and not (tracker.holds == "folder" and text in run.folders()):
+            lost.append(tracker.file)
+    return _Pointers(named, tuple(lost))
+
+
+def _lost(pointers: _Pointers) -> str:
+    if not pointers.lost:
+        return ""
+    return f"{listed(pointers.lost)} names no step that ckptlint understands: a resume may need any of them"
+
+
+def _follow(run: Folder, steps: Sequence[Step], stays: dict[str, str]) -> list[str]:
+    """Add what links, and the trainer's states in the run and in steps that stay, name; what could not be searched."""
+    by_name, unseen = {step.name: step for step in steps}, list[str]()
+    queue: list[tuple[str, Folder]] = [("", run)]
+    queue += [(step.name, step.folder) for step in steps if stays[step.name] and step.is_folder and _is_near(step)]
+    while queue:
+        label, folder = queue.pop()
+        hidden = by_name if not label else ()
+        for named, why in [*_best(folder, label), *_links(folder, label, hidden, unseen)]:
+            if named in by_name and named != label and not stays[named]:
+                stays[named] = why
+                if by_name[named].is_folder:
+                    queue.append((named, by_name[named].folder))
+    return unseen
+
+
+def _is_near(step: Step) -> bool:
+    """Whether a step is in the run, and no link out of it that is not followed."""
+    try:
+        return bool(step.folder)
+    except CkptlintError:
+        return False
+
+
+def _best(folder: Folder, label: str) -> Iterator[tuple[str, str]]:
+    """The step that a trainer calls the best.
+
+    Source:
+        transformers 5.23: TrainerState.best_model_checkpoint, a path in `trainer_state.json`
+    """
+    try:
+        best = read_json(folder, _TRAINER_STATE, _STATE_LIMIT)[0].get("best_model_checkpoint")
+    except CkptlintError:
+        return  # said of the step
+    if isinstance(best, str):
+        yield PurePath(best).name, f"the best, says {_TRAINER_STATE}{' of ' + printable(label) if label else ''}"
+
+
+def _links(
+    folder: Folder, label: str, but: Collection[str], unseen: list[str], levels: int = _LEVELS
+) -> Iterator[tuple[str, str]]:
+    """Each name on the way of a link in a folder or below it, and which link that is.
+
+    Args:
+        but: folders that are not searched.
+    """
+    try:
+        names = [name for name, entry in folder.entries.others.items() if entry.is_link]
+        for name in [*names, *folder.entries.strange]:
+            place = printable(f"{label}/{name}" if label else name)
+            for part in {*PurePath(folder.target(name)).parts, *PurePath(folder.end(name)).parts}:
+                yield part, f"the link {place} leads there"
+        inner = [name for name in folder.folders() if levels and name not in but and name not in names]
+    except NothingToCheckError:
+        return  # it went meanwhile
+    except AccessError as error:
+        unseen.append(f"{error}, so ckptlint does not know whether links there lead to steps")
+        return
+    for name in inner:
+        yield from _links(folder.sub(name), f"{label}/{name}" if label else name, (), unseen, levels - 1)
+
+
+# ---------------------------------------------------------------- whether the run is still what was judged
+
+
+def _held(step: Step) -> int | None:
+    """A hash of the names and sizes of all that is in a step; None where it cannot be listed."""
+    try:
+        return _listing(step.folder) if step.is_folder else hash((step.name, step.run.size(step.name)))
+    except CkptlintError:
+        return None
+
+
+def _listing(folder: Folder, levels: int = _LEVELS) -> int:
+    entries = folder.entries
+    inner = [_listing(folder.sub(name), levels - 1) for name in folder.folders() if levels and not folder.outside(name)]
+    others = [(name, entry.size, entry.is_folder) for name, entry in entries.others.items()]
+    return hash((entries.payload.tobytes(), entries.size.tobytes(), *others, *inner))
+
+
+def _changed(place: str, found: Retention, pointers: _Pointers, whole: Mapping[str, int | None]) -> str:
+    """What became another since it was judged, as a sentence; "" where a deletion is still safe."""
+    again = "run ckptlint again"
+    try:
+        run = run_at(place)
+        steps = {step.name: step for step in steps_of(run)}
+        for name, held in whole.items():
+            if name not in steps or _held(steps[name]) != held:
+                return f"{printable(name)} changed while ckptlint judged the others: {again}"
+        there = {*map(printable, run.entries), *map(printable, run.entries.strange)}
+        gone = [fate.step for fate in found.fates if fate.stays and fate.step.verdict != "gone"]
+        if lost := [step.name for step in gone if step.name not in there]:
+            return f"somebody removed {listed(lost)}, which should stay: {again}"
+        if _pointers(run, [*steps.values()]) != pointers:
+            return f"the trackers name other steps than before: {again}"
+    except CkptlintError as error:
+        return f"the run cannot be looked at again: {error}"
+    return ""
