@@ -170,7 +170,7 @@ def _ask(arguments: Sequence[str], end: float) -> dict[str, Any]:
         _CannotRunError: it did not end in time, or gave no answer.
     """
     environment = {name: value for name, value in os.environ.items() if name not in _OF_THE_JOB}
-    child = subprocess.Popen(  # noqa: S603  this very package
+    with subprocess.Popen(  # noqa: S603  this very package
         [sys.executable, "-P", "-m", "ckptlint", *arguments],
         env=environment | {"CUDA_VISIBLE_DEVICES": ""},
         stdin=subprocess.DEVNULL,
@@ -179,31 +179,24 @@ def _ask(arguments: Sequence[str], end: float) -> dict[str, Any]:
         encoding="utf-8",
         errors="replace",
         start_new_session=True,
-    )
-    try:
-        with suppress(OSError, AttributeError):  # AttributeError: not on Windows
-            os.setpriority(os.PRIO_PROCESS, child.pid, _NICENESS)
-        output, errors = child.communicate(timeout=max(end - time.monotonic(), 0.1))
-    except subprocess.TimeoutExpired:
-        raise _CannotRunError("the check did not end in time; give it more with timeout=") from None
-    finally:
-        if child.poll() is None:
-            _kill(child)
+    ) as child:
+        try:
+            with suppress(OSError, AttributeError):  # AttributeError: not on Windows
+                os.setpriority(os.PRIO_PROCESS, child.pid, _NICENESS)
+            output, errors = child.communicate(timeout=max(end - time.monotonic(), 0.1))
+        except subprocess.TimeoutExpired:
+            raise _CannotRunError("the check did not end in time; give it more with timeout=") from None
+        finally:
+            if child.returncode is None:
+                child.kill()
+                with suppress(ProcessLookupError, AttributeError):
+                    os.killpg(child.pid, signal.SIGKILL)  # the readers that it started
     if child.returncode < 0:
         raise _CannotRunError(f"signal {-child.returncode} ended the check")
     if not output.startswith("{"):
         said = printable((errors.strip().splitlines() or ["the check gave no answer"])[-1])
         raise _CannotRunError(said.removeprefix("ckptlint: "))
     return dict(json.loads(output))
-
-
-def _kill(child: subprocess.Popen[str]) -> None:
-    """End a process and the readers that it started."""
-    with suppress(ProcessLookupError):
-        if hasattr(os, "killpg"):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.kill()
-    child.communicate()
 
 
 def _wrong(report: Mapping[str, Any]) -> str:

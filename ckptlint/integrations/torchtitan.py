@@ -38,17 +38,13 @@ def check_saves(manager: Any, on_fault: OnFault = "warn", **options: Any) -> Und
         while pending:
             check(pending.pop())
 
-    close = manager.close
-
-    def wait_and_close() -> None:
-        manager.maybe_wait_for_saving()
-        close()
-
-    undoes = [after(manager, "maybe_wait_for_saving", waited), after(manager, "save", saved)]
-    manager.close = wait_and_close
+    undoes = (
+        after(manager, "maybe_wait_for_saving", waited),
+        after(manager, "save", saved),
+        after(manager, "close", lambda _: manager.maybe_wait_for_saving()),
+    )
 
     def undo() -> None:
-        del manager.close
         for one in undoes:
             one()
 

@@ -6,6 +6,7 @@ import logging
 import re
 import shutil
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from support import REPOSITORY, run
 
 from ckptlint.errors import CheckpointError, ConfigError
 from ckptlint.integrations import check_saved
-from ckptlint.integrations.saved import GOOD
+from ckptlint.integrations.saved import _SETTLE, GOOD, stops_alone
 
 REAL = REPOSITORY / "fixtures" / "real"
 
@@ -119,3 +120,22 @@ def _timeless(text: str) -> str:
 def test_the_good_mark_can_be_checked_itself(job: Path) -> None:
     check_saved(job / "step-10")
     assert run("check", job / GOOD).returncode == 0
+
+
+def test_a_file_that_another_rank_writes_late_is_no_fault(
+    job: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    late = job / "step-10" / "__1_0.distcp"
+    kept = late.rename(job / "late")
+    assert check_saved(job / "step-10").verdict == "fail", "alone, nobody else writes"
+    caplog.clear()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    sleep = time.sleep
+    monkeypatch.setattr(time, "sleep", lambda seconds: kept.rename(late) if seconds == _SETTLE else sleep(seconds))
+    assert check_saved(job / "step-10").verdict == "pass" and caplog.messages == []
+
+
+def test_one_rank_of_several_does_not_stop_alone() -> None:
+    stops_alone(1)
+    with pytest.raises(ConfigError, match="needs a job of one rank"):
+        stops_alone(2)
