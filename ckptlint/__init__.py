@@ -50,6 +50,7 @@ def check(
     fail_on: FailOn | None = None,
     all_steps: bool | None = None,
     expect: str | PathLike[str] | None = None,
+    expect_hashes: str | PathLike[str] | None = None,
     baseline: str | PathLike[str] | None = None,
     config: str | PathLike[str] | None = None,
     sample: float | None = None,
@@ -77,6 +78,7 @@ def check(
         fail_on: the lowest severity that makes `Report.exit_code` 1; `error` by default.
         all_steps: every step of a run folder, not only the newest.
         expect: what to compare with: a manifest, a safetensors file or index, a model folder, another checkpoint.
+        expect_hashes: a list of sha256sum with what the files must hold, at depth `data`.
         baseline: an earlier JSON report, whose findings do not count.
         config: a settings file (docs/reference.md): what it says about checking, where the arguments say nothing;
             plug-ins are then loaded too.
@@ -100,6 +102,7 @@ def check(
         "fail-on": fail_on,
         "all-steps": all_steps,
         "expect": None if expect is None else str(expect),
+        "expect-hashes": None if expect_hashes is None else str(expect_hashes),
         "baseline": None if baseline is None else str(baseline),
         "sample": sample,
         "seed": seed,

@@ -20,10 +20,10 @@ def payload_checksum(ckpt: Checkpoint) -> Iterator[Finding]:
     What it checks:
         The CRC-32 of every member of every record, and of every other file of torch.save, matches its bytes. The
         SHA-256 of every file matches Megatron-Core's integrity.json, and every file it lists is there; a payload file
-        that it does not list is info. Lists of sha256sum beside the payload (SHA256SUMS, sha256sums.txt, *.sha256) hold
-        for payload files, and for absent ones that are named as these but for a number. In huggingface_hub's cache a
-        large file matches the name of its blob, which is its SHA-256. Records that zeros have overwritten are named
-        too. A CRC of 0 means none.
+        that it does not list is info, and an error if `--expect-hashes` names the list. Lists of sha256sum beside the
+        payload (SHA256SUMS, sha256sums.txt, *.sha256) hold for payload files, and for absent ones that are named as
+        these but for a number. In huggingface_hub's cache a large file matches the name of its blob, which is its
+        SHA-256. Records that zeros have overwritten are named too. A CRC of 0 means none.
     Why it matters:
         The bytes changed after they were written, and torch does not check them when it loads a tensor.
     Usual causes:
@@ -56,8 +56,16 @@ def payload_checksum(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def _whole(file: str, damage: Damage) -> Finding:
-    lost = damage.computed == "absent"
     recorded, source = damage.recorded[8:20], damage.recorded[76:]
+    if damage.computed == "unlisted":
+        return Finding(
+            f"{source} does not list {file}, so nobody knows what it should hold",
+            at=Location(file=file),
+            identity=(file,),
+            group="unlisted",
+            hint="add it to the list, or remove it: it is not a file of that release",
+        )
+    lost = damage.computed == "absent"
     what = f"{source} lists {file}, which is missing" if lost else f"{file} is not the file that was written"
     return Finding(
         what if lost else f"{what}: its SHA-256 starts with {damage.computed[:12]}, but {source} says {recorded}",

@@ -100,6 +100,7 @@ CHECK_OPTIONS = (
     CheckOption(
         "expect", "read", "Compare with a manifest, safetensors, a model folder or another checkpoint.", metavar="REF"
     ),
+    CheckOption("expect-hashes", "read", "Compare files with this list of sha256sum, at depth data.", metavar="FILE"),
     CheckOption(
         "jobs",
         "read",

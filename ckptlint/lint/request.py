@@ -84,7 +84,7 @@ class Request:
             given.get("fail-on") or settings.fail_on,
             said.get("all-steps", False),
             said.get("expect"),
-            _reading(depth, said.get("sample"), said.get("seed"), said.get("jobs")),
+            _reading(depth, said),
             () if said.get("no-ignores") else ignores,
             said.get("baseline"),
             said.get("jobs"),
@@ -103,13 +103,20 @@ def _level(text: str) -> tuple[str, str]:
     return rule, level
 
 
-def _reading(depth: Depth, sample: str | float | None, seed: int | None, jobs: int | None) -> Reading | None:
-    """How to read the payload; None at depths that do not."""
+def _reading(depth: Depth, said: Mapping[str, Any]) -> Reading | None:
+    """How to read the payload, by the options; None at depths that do not."""
+    sample, jobs, hashes = said.get("sample"), said.get("jobs"), said.get("expect-hashes")
+    if hashes is not None and (sample is not None or not depth.reads_all):
+        raise ConfigError("--expect-hashes needs --depth data" + (" without --sample" if depth.reads_all else ""))
     if not depth.opens_records:
         if sample is not None:
             raise ConfigError("--sample needs --depth headers or --depth data")
         return None
     from ckptlint.payload.reading import default_reading
 
-    reading = default_reading(depth, None if sample is None else percent(str(sample)), seed)
+    reading = default_reading(depth, None if sample is None else percent(str(sample)), said.get("seed"))
+    if hashes is not None:
+        from ckptlint.payload.integrity import expected_sums
+
+        reading = replace(reading, sums=expected_sums(hashes))
     return replace(reading, jobs=jobs or reading.jobs)

@@ -189,7 +189,7 @@ def _settings(file: Path, table: dict[str, Any], unread: tuple[str, ...]) -> Set
             options[key] = _option(name, value, _KNOWN[key])
         elif key not in _TABLES:
             raise ConfigError(_unknown(name, key))
-    for key in ("baseline", "expect"):
+    for key in ("baseline", "expect", "expect-hashes"):
         if key in options:
             options[key] = _anchored(file.parent, options[key])
     if "output" in options:

@@ -71,7 +71,8 @@ class Damage:
         record: row in `Checkpoint.records`; -1 for a member of a file beside them, or a whole file in `integrity.json`.
         file: its file.
         member: the member, "" for a whole record or file.
-        recorded, computed: the checksums as text, "" where there are none left.
+        recorded, computed: the checksums as text, "" where there are none left; `computed` is `absent` for a file that
+            is not there, `unlisted` for one that a list of the user does not have.
         zeros: bytes of the record in blocks of 512 that hold nothing but zeros.
     """
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
-from ckptlint.errors import UnreadableError
+from ckptlint.errors import ConfigError, UnreadableError
 from ckptlint.loaders.json_file import read_json
 from ckptlint.loaders.problems import from_error
 from ckptlint.model import Checkpoint, Damage, Problem
@@ -25,8 +25,29 @@ _NUMBER = re.compile(r"\d+")
 _LINE = re.compile(r"([0-9a-fA-F]{64}) [ *](?:\./)?(.+)")
 
 
-def recorded_sums(folder: Folder, ckpt: Checkpoint) -> tuple[dict[str, str], set[str] | None, list[Problem]]:
-    """File -> its checksum as text with who says it; the files that Megatron-Core lists, None where it lists none."""
+def expected_sums(file: str) -> dict[str, str]:
+    """File -> its checksum as text with the name of the list, as sha256sum writes one.
+
+    Raises:
+        ConfigError: it cannot be read, or no line of it is a checksum.
+    """
+    try:
+        found = _sums_in(Path(file).read_bytes()[:_LIST_LIMIT])
+    except OSError as error:
+        raise ConfigError(f"{printable(file)}: {error.strerror}") from None
+    if not found:
+        raise ConfigError(f"{printable(file)} lists no SHA-256: its lines are a digest, two spaces, a name")
+    return {name: _recorded(own, printable(Path(file).name)) for name, own in found.items()}
+
+
+def recorded_sums(
+    folder: Folder, ckpt: Checkpoint, expected: Mapping[str, str]
+) -> tuple[dict[str, str], set[str] | None, list[Problem]]:
+    """File -> its checksum as text with who says it; the files that Megatron-Core lists, None where it lists none.
+
+    Args:
+        expected: what a list of the user has, which counts before all others.
+    """
     listed, problems = _integrity(folder)
     lists = {name: _list(folder, ckpt, name, problems) for name in folder.files_beside() if _LISTS.fullmatch(name)}
     sums = (
@@ -34,8 +55,19 @@ def recorded_sums(folder: Folder, ckpt: Checkpoint) -> tuple[dict[str, str], set
         *((printable(name), own) for name, own in lists.items()),
         (INTEGRITY, listed or {}),
     )
-    found = {name: f"SHA-256 {recorded:64} of {source}" for source, own in sums for name, recorded in own.items()}
-    return found, None if listed is None else {*listed}, problems
+    found = {name: _recorded(recorded, source) for source, own in sums for name, recorded in own.items()}
+    return {**found, **expected}, None if listed is None else {*listed}, problems
+
+
+def _recorded(digest: str, source: str) -> str:
+    return f"SHA-256 {digest:64} of {source}"
+
+
+def not_expected(ckpt: Checkpoint, expected: Mapping[str, str]) -> list[Damage]:
+    """The payload files that a list of the user does not have."""
+    source = next(iter(expected.values()))
+    names = [file.path for file in ckpt.files if file.path is not None and file.path not in expected]
+    return [Damage(-1, printable(name), "", source, "unlisted") for name in names]
 
 
 def differs(computed: str, recorded: str) -> bool:
@@ -83,23 +115,29 @@ def _list(folder: Folder, ckpt: Checkpoint, name: str, problems: list[Problem]) 
     """The SHA-256 of each payload file, or absent one with a payload file's name but for its number, in a list.
 
     Other absent files are those that a download leaves out: weights in another format, variants.
-
-    Source:
-        GNU coreutils (9) sha256sum: a digest, a space, a space or `*`, a name
     """
     payload = {file.path: file.size for file in ckpt.files if file.path is not None}
     numbered = {_NUMBER.sub("#", path) for path in payload}
     try:
-        lines = folder.read(name, _LIST_LIMIT).decode(errors="replace").splitlines()
+        sums = _sums_in(folder.read(name, _LIST_LIMIT))
     except UnreadableError as error:
         problems.append(from_error(error, name))
         return {}
-    sums = {match[2]: match[1].lower() for line in lines if (match := _LINE.fullmatch(line))}
     return {
         path: own
         for path, own in sums.items()
         if (payload[path] is not None if path in payload else _NUMBER.sub("#", path) in numbered)
     }
+
+
+def _sums_in(held: bytes) -> dict[str, str]:
+    """File -> SHA-256, of the lines of a list.
+
+    Source:
+        GNU coreutils (9) sha256sum: a digest, a space, a space or `*`, a name
+    """
+    lines = held.decode(errors="replace").splitlines()
+    return {match[2]: match[1].lower() for line in lines if (match := _LINE.fullmatch(line))}
 
 
 def _blob_names(folder: Folder) -> dict[str, str]:

@@ -28,7 +28,7 @@ from ckptlint.payload.archives.members import (
 )
 from ckptlint.payload.archives.record_headers import AlikeRecords, ArchiveMember, Headers, RecordPlace, read_headers
 from ckptlint.payload.archives.whole import compare_archives
-from ckptlint.payload.integrity import compare_others, differs, recorded_sums
+from ckptlint.payload.integrity import compare_others, differs, not_expected, recorded_sums
 from ckptlint.payload.parts import EXAMINED, Contents, PartialRead, by_content, join, zero_bytes
 from ckptlint.payload.reading import Reading, hashes_of
 from ckptlint.payload.records import by_file, file_sizes, is_bare, needed_bytes, path_of
@@ -113,7 +113,9 @@ class Reader:
             if self.how.depth.reads_all:
                 self._read_seal()
                 self._find_chunks()
-                recorded, listed, problems = ({}, None, []) if sample else recorded_sums(self.folder, self.ckpt)
+                recorded, listed, problems = (
+                    ({}, None, []) if sample else recorded_sums(self.folder, self.ckpt, self.how.sums or {})
+                )
                 result.problems += problems
                 self._read_data(recorded)
                 if self.leads and not sample:
@@ -122,6 +124,7 @@ class Reader:
                     result.problems += problems
                 if self.leads:
                     result.damages += compare_others(self.folder, self.ckpt, recorded)
+                    result.damages += not_expected(self.ckpt, self.how.sums) if self.how.sums else []
                 if listed is not None and self.leads:
                     unlisted = tuple(file.name for file in self.ckpt.files if file.path and file.path not in listed)
         except KeyboardInterrupt:

@@ -25,6 +25,7 @@ class Reading:
         digests: key -> dtypes in which a digest of the tensor's values is wanted, at depth `data`.
         salt: of the hashes that these digests are of.
         rows: keys of which the hashes of the rows are wanted beside these digests.
+        sums: file -> its checksum as `integrity.recorded_sums` has them, from a list of the user; None without one.
         hashes_only: look at nothing but hashes of tensors and the checksums that are recorded.
     """
 
@@ -35,6 +36,7 @@ class Reading:
     digests: Mapping[str, Collection[str]] = field(default_factory=dict)
     salt: int = 0
     rows: Collection[str] = ()
+    sums: Mapping[str, str] | None = None
     hashes_only: bool = False
 
 

@@ -6,11 +6,13 @@ import json
 import os
 import pickle
 import pty
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from support import REAL, codes, found, run, run_python, takes_ctrl_c
 
 import ckptlint
 from ckptlint.depth import Depth
+from ckptlint.errors import ConfigError
 from ckptlint.formats.torch_archive import data_start, read_end, read_members
 from ckptlint.loaders.checkpoint import open_checkpoint
 from ckptlint.loaders.discover import find
@@ -472,3 +475,29 @@ def test_ctrl_c_says_what_was_covered(tmp_path: Path) -> None:
     lines = error.strip().splitlines()
     assert len(lines) == 1
     assert lines[0].startswith("ckptlint: interrupted after ") and "no damage was found so far" in lines[0]
+
+
+def test_a_list_of_hashes_from_outside_is_compared(tmp_path: Path) -> None:
+    """Changed, absent and unlisted files are errors; a list that cannot be used is one sentence."""
+    folder = shutil.copytree(REAL / "exports" / "ok_llama", tmp_path / "export")
+    names = ("config.json", "model.safetensors")
+    lines = {name: f"{sha256((folder / name).read_bytes()).hexdigest()}  {name}" for name in names}
+    for case, text, said in (
+        ("same", "\n".join(lines.values()), ""),
+        (
+            "other",
+            lines["model.safetensors"].replace("model.safetensors", "config.json"),
+            "config.json is not the file",
+        ),
+        ("absent", f"{lines['model.safetensors']}\n{'0' * 64}  lost.json", "lists lost.json, which is missing"),
+        ("unlisted", lines["config.json"], "does not list model.safetensors"),
+    ):
+        (tmp_path / case).write_text(text)
+        report = ckptlint.check(folder, depth="data", expect_hashes=tmp_path / case)
+        told = [item.title for item in report.diagnostics if item.code == "PAY012"]
+        assert bool(told) == bool(said) == (report.exit_code == 1), (case, told)
+        assert not said or any(said in title for title in told), told
+    (tmp_path / "none").write_text("nothing")
+    for path, depth in ((tmp_path / "none", "data"), (tmp_path / "gone", "data"), (tmp_path / "same", "files")):
+        with pytest.raises(ConfigError):
+            ckptlint.check(folder, depth=depth, expect_hashes=path)
