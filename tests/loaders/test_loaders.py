@@ -512,3 +512,12 @@ def test_a_run_of_ten_thousand_nearly_empty_steps_takes_seconds(
     before = os.times()
     assert ckptlint.check(tmp_path).exit_code == code
     assert sum(os.times()[:4]) - sum(before[:4]) < 8  # of processor time, children included; 1 to 3 on a quiet machine
+
+
+@pytest.mark.parametrize("held", ["", '{"sharded_backend": "torch_dist", "shard'], ids=["empty", "cut"])
+def test_a_cut_mark_of_megatron_is_named_though_the_common_state_is_gone(tmp_path: Path, held: str) -> None:
+    """What is left looks like a DCP save of another writer."""
+    step = REAL / "frameworks" / "trackers" / "older" / "iter_0000010"
+    folder = shutil.copytree(step, tmp_path / "step", ignore=shutil.ignore_patterns("common.pt"))
+    (folder / "metadata.json").write_text(held)
+    assert [code for code, *_ in found(ckptlint.check(folder), "error")] == ["SAF002"]

@@ -98,8 +98,8 @@ def _assemble(
     config, config_problem = read_config(folder)
     format_ = dialect(described, root.name, config, folder, objects)
     keys = described.byte_records.keys()
-    if config_problem and format_ == "torch_dist":
-        problems.append(config_problem)
+    if config_problem and (format_ == "torch_dist" or config_problem.kind != "limit"):
+        problems.append(config_problem)  # of a save that was cut it may be the only mark of Megatron-Core
     problems += described.problems
     problems += missing_marks(format_, config, folder, keys)
     partial = ""
