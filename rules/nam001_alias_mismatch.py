@@ -26,10 +26,10 @@ def alias_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
     What it checks:
         Keys that become equal once wrappers (`_orig_mod.`, `module.`) are stripped have equal global shapes; if they
         do, it is only info. Where only a leading wrapper differs, half of the keys below each must have such a twin. It
-        is a warning if embedding and output layer differ, with `--depth data` in their values too, although the
-        configuration ties them, or if a few keys of a block of layers begin with different wrappers (`model.`, none)
-        from most keys of the block and from others of their layer. Keys of different stages, modules, chains or copies
-        of the model are no twins.
+        is a warning if embedding and output layer differ in shape although the configuration ties them, an error if
+        `--depth data` finds other values in an export, and a warning if a few keys of a block of layers begin with
+        different wrappers (`model.`, none) from most keys of the block and from others of their layer. Keys of
+        different stages, modules, chains or copies of the model are no twins.
     Why it matters:
         One of the two keys bypassed the sharding rule, and a loader may take either. A key that lacks its wrapper is
         not found.
@@ -116,6 +116,13 @@ def _alias(ckpt: Checkpoint, first: Param, second: Param) -> Finding:
     )
 
 
+def _says_one_thing(ckpt: Checkpoint) -> bool:
+    """Whether the configuration beside an export ties at every level at which it says anything of it."""
+    values = ckpt.config.values if ckpt.config is not None and ckpt.is_export else {}
+    levels = [values, *(part for part in values.values() if isinstance(part, dict))]
+    return {level["tie_word_embeddings"] for level in levels if "tie_word_embeddings" in level} == {True}
+
+
 def _tied(ckpt: Checkpoint) -> Iterator[Finding]:
     """Embedding and output layer of one scope where the configuration says that they are one weight."""
     declared = trusted(ckpt)
@@ -141,7 +148,7 @@ def _tied(ckpt: Checkpoint) -> Iterator[Finding]:
             f"embedding and output layer are tied but differ{' in their values' if is_of_values else shapes}",
             at=Location.of(b),
             identity=(a.fqn,),
-            confidence="likely",
+            confidence="certain" if is_of_values and _says_one_thing(ckpt) else "likely",
             notes=(
                 ("other key", f"{a.fqn}: {a.dtype} {shape_text(a.global_shape)}"),
                 ("quotient", "" if is_of_values else quotient),

@@ -33,7 +33,7 @@ def identical_shards(ckpt: Checkpoint) -> Iterator[Finding]:
     What it checks:
         No two chunks of a floating tensor, and no two experts of a layer, agree in length, CRC-32 and up to 1 KiB of
         samples: a warning. With `--depth data` no two experts of an export do, and it is an error if its `up_proj`
-        repeats its `gate_proj`. What repeats alike in every layer of an export was probably built so, and is only info.
+        repeats its `gate_proj`. Experts that repeat alike in every layer of an export are info: built so.
         What may repeat is left out: fewer than 64 elements, one repeated value, rows that are all alike, views of a
         larger storage, records without a CRC, flat optimizer buckets, attention heads that ranks share, experts
         upcycled from a dense model. It is only info if nothing shows that the model was trained (iteration 0, moments
@@ -75,13 +75,12 @@ def identical_shards(ckpt: Checkpoint) -> Iterator[Finding]:
     layers = Counter((scope, role) for scope, _, role in held)
     for (scope, layer, role), repeats in found.items():
         if repeats and not (ckpt.is_safetensors and _is_of_all(repeats, held[scope, layer, role])):
-            is_built = alike[scope, role, _of_experts(repeats)] == layers[scope, role] and ckpt.is_safetensors
+            everywhere = alike[scope, role, _of_experts(repeats)] == layers[scope, role] > 1
+            is_built = everywhere and ckpt.is_safetensors
             yield _experts(ckpt, payload, repeats, is_built)
-    pairs_of = {unit: tensors for unit, tensors in halves.items() if len({parse(t.fqn).role for t in tensors}) == 2}
-    units = Counter((scope, role, expert) for scope, _, role, expert, _ in pairs_of)
-    for (scope, _, role, expert, _), tensors in pairs_of.items():
-        is_built = units[scope, role, expert] == layers[scope, parse(tensors[0].fqn).role]
-        yield _halves(ckpt, payload, tensors, is_built)
+    for tensors in halves.values():
+        if len({parse(tensor.fqn).role for tensor in tensors}) == 2:
+            yield _halves(ckpt, payload, tensors)
 
 
 def _numbers(payload: PayloadTable, tensor: Tensor) -> np.ndarray:
@@ -219,17 +218,17 @@ def _experts(ckpt: Checkpoint, payload: PayloadTable, pairs: _Pairs, is_built: b
     )
 
 
-def _halves(ckpt: Checkpoint, payload: PayloadTable, tensors: list[Tensor], is_built: bool) -> Finding:
+def _halves(ckpt: Checkpoint, payload: PayloadTable, tensors: list[Tensor]) -> Finding:
     gate, up = sorted(tensors, key=lambda tensor: tensor.fqn)
     record = int(up.chunks.record[0])
-    confidence: Confidence = "possible" if is_built else _confidence(ckpt, payload, up)
+    confidence = _confidence(ckpt, payload, up)
     return Finding(
         f"{up.fqn} repeats {gate.fqn}",
         at=Location.of(up, file=ckpt.byte_range_of(record)[0]),
         confidence=confidence,
         notes=(_evidence(payload, record),),
-        why="" if is_built else "gate and up are multiplied with each other, and training never makes them equal",
-        hint=_BUILT if is_built else _UNTRAINED if confidence == "possible" else "export the model again",
+        why="gate and up are multiplied with each other, and training never makes them equal",
+        hint=_UNTRAINED if confidence == "possible" else "export the model again",
         inferred_from=_INFERRED,
         group="gate and up",
     )

@@ -108,6 +108,42 @@ SHARDED, EXPERTS = "exports/ok_llama_sharded", "exports/ok_qwen3_moe"
 LAST = "model-00007-of-00007.safetensors"
 
 
+def copied(source: str, target: str) -> Damage:
+    """The export with the values of some tensors in the place of others."""
+    return tensors(lambda held: {k: held[k.replace(target, source)] if target in k else v for k, v in held.items()})
+
+
+def zeroed(name: str) -> Damage:
+    """A file of the export with zeros in the place of all values."""
+
+    def damage(folder: Path) -> None:
+        save_file(
+            {k: torch.zeros_like(v) for k, v in load_file(folder / name).items()}, folder / name, {"format": "pt"}
+        )
+
+    return damage
+
+
+def with_nan(held: torch.Tensor) -> torch.Tensor:
+    held[0, 0] = torch.nan
+    return held
+
+
+def trained(folder: Path) -> None:
+    """Norms that hold several values."""
+    valued(torch.rand_like, "norm")(folder)
+
+
+def more_tokens(folder: Path) -> None:
+    """A tokenizer with more tokens than the embedding has rows."""
+    rows = json.loads((folder / "config.json").read_text())["vocab_size"]
+    vocabulary = {
+        "model": {"type": "BPE", "vocab": {f"t{i}": i for i in range(rows + 2)}, "merges": []},
+        "added_tokens": [],
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(vocabulary))
+
+
 def without_file(weight_map: dict[str, str]) -> None:
     for key in [key for key, name in weight_map.items() if name == LAST]:
         del weight_map[key]
@@ -231,6 +267,39 @@ LOSSES: list[tuple[str, str, Damage, str, str]] = [
     ),
     ("NVIDIA-NeMo/Megatron-Bridge#4083, experts", EXPERTS, without("experts.2.", "experts.3."), "CFG001e", "experts"),
     ("pytorch/pytorch#189945", "exports/ok_llama", valued(lambda v: v[:-2], "down_proj"), "CFG003e", "down_proj"),
+    ("llama.cpp, ids beyond the rows", "exports/ok_llama", more_tokens, "CFG008e", "the tokenizer"),
+    (
+        "a router's bias",
+        "exports/ok_glm4_moe",
+        without("e_score_correction_bias"),
+        "CFG001e",
+        "e_score_correction_bias",
+    ),
+    ("norms in float64", "exports/ok_llama", valued(torch.Tensor.double, "norm"), "CFG005w", "float64"),
+    # values
+    (
+        "up_proj a copy of gate_proj",
+        "quantised_exports/wide",
+        both(trained, copied("gate_proj", "up_proj")),
+        "PAY010e",
+        "up_proj",
+    ),
+    (
+        "an expert a copy",
+        EXPERTS,
+        both(trained, copied("layers.1.mlp.experts.0.", "layers.1.mlp.experts.1.")),
+        "PAY010w",
+        "experts",
+    ),
+    (
+        "a head unlike the embedding",
+        "exports/ok_tied_and_stored",
+        valued(torch.rand_like, "lm_head"),
+        "NAM001e",
+        "lm_head",
+    ),
+    ("NaN", "quantised_exports/wide", valued(with_nan, "down_proj"), "PAY011e", "down_proj"),
+    ("a shard of zeros", SHARDED, zeroed("model-00003-of-00007.safetensors"), "PAY015e", "down_proj"),
     # multi-token layers
     (
         "2U1/Qwen-VL-Series-Finetune#259",
