@@ -74,6 +74,8 @@ def small(kind: str, values: Any, how: str, shallow: bool, name: str = "") -> An
     if isinstance(values, list) and values and all(type(value) is int for value in values):
         if DEPTH.search(name) or "heads" in name:
             return [min(value, 2) for value in values]
+        if TOKEN.search(name):
+            return [small_number(kind, name, value, how, shallow) for value in values]
         if max(values) > 64 and SIZE.match(name):
             return [value * 64 // max(values) // 8 * 8 or 8 for value in values]
     values = 333 if (name, values) == ("vocab_size", None) else values

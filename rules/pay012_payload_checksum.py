@@ -22,7 +22,8 @@ def payload_checksum(ckpt: Checkpoint) -> Iterator[Finding]:
         SHA-256 of every file matches Megatron-Core's integrity.json, and every file it lists is there; a payload file
         that it does not list is info, and an error if `--expect-hashes` names the list. Lists of sha256sum beside the
         payload (SHA256SUMS, sha256sums.txt, *.sha256) hold for payload files, and for absent ones that are named as
-        these but for a number. In huggingface_hub's cache a large file matches the name of its blob, which is its
+        these but for a number. So do those that the Hub keeps (`hf://`), or that a download noted in
+        `.cache/huggingface`. In huggingface_hub's cache a large file matches the name of its blob, which is its
         SHA-256. Records that zeros have overwritten are named too. A CRC of 0 means none.
     Why it matters:
         The bytes changed after they were written, and torch does not check them when it loads a tensor.

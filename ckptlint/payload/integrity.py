@@ -17,6 +17,7 @@ from ckptlint.storage.folder import READABLE, Folder
 
 INTEGRITY = "integrity.json"
 _BLOB = "the name of its blob"
+_DOWNLOADS, _NOTE, _NOTE_LIMIT = ".cache/huggingface/download", ".metadata", 4096
 _JSON_LIMIT = 64 * 1024**2
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _LISTS = re.compile(r"sha256sums(\.txt)?|checksums\.sha256|.+\.sha256", re.IGNORECASE)
@@ -52,6 +53,8 @@ def recorded_sums(
     lists = {name: _list(folder, ckpt, name, problems) for name in folder.files_beside() if _LISTS.fullmatch(name)}
     sums = (
         (_BLOB, _blob_names(folder)),
+        (_DOWNLOADS, _downloaded(folder)),
+        ("the Hub", folder.sums),
         *((printable(name), own) for name, own in lists.items()),
         (INTEGRITY, listed or {}),
     )
@@ -128,6 +131,33 @@ def _list(folder: Folder, ckpt: Checkpoint, name: str, problems: list[Problem]) 
         for path, own in sums.items()
         if (payload[path] is not None if path in payload else _NUMBER.sub("#", path) in numbered)
     }
+
+
+def _downloaded(folder: Folder) -> dict[str, str]:
+    """The SHA-256 of each file that was downloaded into this folder, and not written since.
+
+    Source:
+        huggingface_hub (2.4) _local_folder: `.cache/huggingface/download/<file>.metadata` holds commit, etag and time,
+        a line each; the etag of a file in LFS is its SHA-256, and a file that is younger by over a second is another
+    """
+    found = {}
+    notes = folder
+    for name in PurePath(_DOWNLOADS).parts:
+        if name not in notes.folders():
+            return {}
+        notes = notes.sub(name)
+    for name in notes.files_beside():
+        file = name.removesuffix(_NOTE)
+        if not name.endswith(_NOTE) or not folder.has(file):
+            continue
+        try:
+            _, etag, written = notes.read(name, _NOTE_LIMIT).decode("ascii").split()
+            is_of_it = folder.entries[file].mtime - 1 <= float(written)
+        except (UnreadableError, ValueError):
+            continue
+        if is_of_it and _SHA256.fullmatch(etag):
+            found[file] = etag
+    return found
 
 
 def _sums_in(held: bytes) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import cached_property, partial
 from typing import Any, BinaryIO, NamedTuple
@@ -162,6 +162,11 @@ class Folder(ABC):
     def end(self, name: str) -> str:
         """Where a link in the folder leads at last, over other links; "" for all else, and in a store."""
         return ""
+
+    @property
+    def sums(self) -> Mapping[str, str]:
+        """The SHA-256 of files that the store keeps with them, by name."""
+        return {}
 
     @property
     def newest(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
@@ -85,6 +86,16 @@ class ObjectFolder(RemoteFolder):
                     raise AccessError(f"{printable(name)} in {self.display} has no known size")
                 found[name] = FolderEntry(0 if is_folder else int(info["size"]), is_folder)
         return Listing.of(found.items())
+
+    @property
+    def sums(self) -> Mapping[str, str]:
+        """Those of the Hub.
+
+        Source:
+            huggingface_hub (2.4) HfFileSystem.ls: `lfs` of a large file has its `sha256`
+        """
+        found = {info["name"].rpartition("/")[2]: info.get("lfs") for info in self._infos}
+        return {name: str(lfs["sha256"]) for name, lfs in found.items() if isinstance(lfs, Mapping) and "sha256" in lfs}
 
     @property
     def _has_nameless(self) -> bool:
