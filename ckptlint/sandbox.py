@@ -119,13 +119,28 @@ def _forked(work: Callable[[], Any], size: int | None, shared: Shared | None) ->
     with warnings.catch_warnings():
         # Python 3.12 warns of threads; the child takes no lock that another thread may hold: it reads and computes
         warnings.simplefilter("ignore", DeprecationWarning)
-        child = os.fork()
-    if child == 0:
-        os.close(reading)
-        with listening(shared.write if shared else None):
-            _serve(work, size, writing, parent)
+        with _uninterrupted() as masked:
+            child = os.fork()
+            if child == 0:
+                os.close(reading)
+                with listening(shared.write if shared else None):
+                    _serve(work, size, writing, parent, masked)
     os.close(writing)
     return child, reading
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[set[int]]:
+    """Hold Ctrl-C back, and give the signals that were held back before.
+
+    Python only prints a KeyboardInterrupt that comes in what it calls around a fork, and goes on.
+    """
+    masked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    try:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # raises what came before
+        yield masked
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, masked)
 
 
 def _share(size: int) -> float:
@@ -170,11 +185,12 @@ def _received(pipe: BinaryIO) -> tuple[str, Any] | None:
     return answer
 
 
-def _serve(work: Callable[[], Any], size: int | None, writing: int, parent: int) -> NoReturn:
+def _serve(work: Callable[[], Any], size: int | None, writing: int, parent: int, masked: set[int]) -> NoReturn:
     """The child's whole life: work, answer, end without cleaning up."""
     try:
         _end_with(parent)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, masked)
         if size is not None:
             _limit(size)
             _keep_freed_memory()
