@@ -70,9 +70,9 @@ def plan(
     with progress(no_progress):
         made = make_plan(ckpt, PlanRequest(give_up=give_up, **asked))
     if html is not None:
-        write_file(html, plan_page.render(made, ckpt))
+        write_file(html, plan_page.render(made))
     if format_ == "json":
         show_text(inert(as_json(made), JSON_ESCAPE))
     else:
-        show_text(inert(as_text(made, ckpt, terminal_style(color, False, 0, 0, False))))
+        show_text(inert(as_text(made, terminal_style(color, False, 0, 0, False))))
     sys.exit(made.exit_code)

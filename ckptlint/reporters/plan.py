@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from ckptlint.model import Checkpoint
 from ckptlint.model.text import braces, human_bytes, listed, named_ranks, plural, shape_text
 from ckptlint.planning.outcome import Cost, Plan
 from ckptlint.reporters.full import header
@@ -22,9 +21,12 @@ _NODES = 16
 # ---------------------------------------------------------------- text
 
 
-def as_text(plan: Plan, ckpt: Checkpoint, style: Style) -> str:
+def as_text(plan: Plan, style: Style) -> str:
     """The verdict, what it rests on, and one table of what the ranks read."""
-    blocks = ["\n".join([header(ckpt, style), *style.wrap(job_line(plan), "    ", "  ")]), _verdict(plan, style)]
+    blocks = [
+        "\n".join([header(plan.checkpoint, style), *style.wrap(job_line(plan), "    ", "  ")]),
+        _verdict(plan, style),
+    ]
     blocks += ["\n".join(_section(*section, style)) for section in sections(plan)]
     blocks += [_table(plan), "\n".join(line for text in plan_facts(plan) for line in style.wrap(text, "  ", ""))]
     if plan.nodes:
@@ -207,7 +209,7 @@ def as_json(plan: Plan) -> str:
         "schema": SCHEMA,
         "verdict": plan.verdict,
         "exit_code": plan.exit_code,
-        "checkpoint": plan.path,
+        "checkpoint": plan.checkpoint.path,
         "form": plan.form,
         "to": plan.to,
         "world": plan.world,

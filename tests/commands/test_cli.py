@@ -401,7 +401,7 @@ def test_json_follows_its_schema(paths: list[str]) -> None:
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
     jsonschema.validate(document, SCHEMA)
     assert document["verdict"] == {0: "pass", 1: "fail", 3: "incomplete"}[result.exit_code]
-    assert len(document["checkpoints"]) + len(document["nothing"]) == len(paths)
+    assert len(document["checkpoints"]) + len(document["not_found"]) == len(paths)
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in REAL.iterdir() if path.is_dir())[::4])
