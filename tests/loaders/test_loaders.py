@@ -128,7 +128,7 @@ def test_a_newest_step_that_is_unfinished_is_reported_and_not_skipped(tmp_path: 
     assert checked(report, tmp_path) == ["iter_0000020"]
     assert codes(report, "error") == {"COM001"}
     assert report.exit_code == 1
-    assert "iter_0000010" in report.diagnostics[0].finding.hint
+    assert "`ckptlint latest RUN_DIR`" in report.diagnostics[0].finding.hint
 
 
 def test_a_newest_step_that_is_empty_is_reported_and_not_skipped(tmp_path: Path) -> None:
