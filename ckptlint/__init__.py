@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from ckptlint.comparing.values import Values
     from ckptlint.depth import Depth
     from ckptlint.lint.report import FailOn, Report
+    from ckptlint.lint.request import Request
     from ckptlint.lint.retention import Retention
+    from ckptlint.lint.steps import Judge, Search
     from ckptlint.model import Checkpoint
     from ckptlint.planning.outcome import Plan
 
@@ -36,6 +38,7 @@ __all__ = [
     "check",
     "deletable",
     "diff",
+    "latest",
     "load",
     "plan",
 ]
@@ -135,21 +138,72 @@ def deletable(
         ConfigError: as `check`; or `keep` is less than 1.
         NothingToCheckError, UnknownLayoutError, AccessError: no step is there, or the folder could not be listed.
     """
+    from ckptlint.lint.retention import deletable as judged_run
+
+    if keep < 1:
+        raise ConfigError(f"keep is {keep}: at least one whole step must stay")
+    _, judge, compare = _judging(run, depth, select, ignore, fail_on, config)
+    return judged_run(str(run), keep, judge, compare)
+
+
+def latest(
+    run: str | PathLike[str],
+    require: Iterable[str] = (),
+    before: int | None = None,
+    depth: Depth | None = None,
+    select: Iterable[str] = (),
+    ignore: Iterable[str] = (),
+    fail_on: FailOn | None = None,
+    config: str | PathLike[str] | None = None,
+) -> Search:
+    """The newest step of a run that passes, and why newer ones do not.
+
+    `Search.path` is None where no step passes, and where one that could not be judged may be a newer good one.
+
+    >>> found = latest("fixtures/real/frameworks/trackers/older")
+    >>> found.path, len(found.skipped)
+    ('fixtures/real/frameworks/trackers/older/iter_0000020', 0)
+
+    Args:
+        require: the parts that the step must hold (`model`, `optimizer`, ...); those of the step before it by default.
+        before: only steps below this number.
+        depth, select, ignore, fail_on, config: as `check` has them; they decide which steps pass.
+
+    Raises:
+        ConfigError: as `check`; there is no such part, or several runs lie there.
+        NothingToCheckError, UnknownLayoutError, AccessError: no step is there, or the folder could not be listed.
+    """
+    from ckptlint.lint.steps import newest_good, runs_at
+
+    request, judge, compare = _judging(run, depth, select, ignore, fail_on, config)
+    runs = runs_at(str(run))
+    if len(runs) > 1:
+        raise ConfigError(f"{run} holds {len(runs)} runs: name one of them ({', '.join(path for path, _ in runs)})")
+    ((path, folder),) = runs
+    return newest_good(folder, path, judge, tuple(require), before, compare, request.depth)
+
+
+def _judging(
+    run: str | PathLike[str],
+    depth: Depth | None,
+    select: Iterable[str],
+    ignore: Iterable[str],
+    fail_on: FailOn | None,
+    config: str | PathLike[str] | None,
+) -> tuple[Request, Judge, Judge]:
+    """What is asked of each step of a run; what judges one, and what compares it with the step before."""
     from functools import partial
 
     from ckptlint.lint.request import Request
-    from ckptlint.lint.retention import deletable as judged_run
     from ckptlint.lint.run import compared_with_before
     from ckptlint.lint.run import run as report_on
     from ckptlint.lint.settings_file import Settings, read_settings
 
-    if keep < 1:
-        raise ConfigError(f"keep is {keep}: at least one whole step must stay")
     place = str(run)
     options = {"depth": depth, "select": [*select], "ignore": [*ignore], "fail-on": fail_on}
     settings = Settings() if config is None else read_settings(str(config), [place])
     request = Request.of(options, settings, [place])
-    return judged_run(place, keep, lambda step: report_on(request.only(step)), partial(compared_with_before, request))
+    return request, lambda step: report_on(request.only(step)), partial(compared_with_before, request)
 
 
 def load(path: str | PathLike[str]) -> Checkpoint:
@@ -195,7 +249,8 @@ def plan(
         mesh: the axes of the mesh that the function is given (`dp=4,tp=2`).
         nodes, ranks_per_node: how the ranks lie on nodes, for the files that each must see.
         from_nodes: so many nodes saved, and each has only the files that it wrote.
-        give_up: `optim`, `rng`: what a job of Megatron-LM does without (--no-load-optim, --no-load-rng).
+        give_up: `optim`, `rng`: what the job does without (--no-load-optim, --no-load-rng); for Megatron-LM and for a
+            function.
         megatron: the version of megatron-core that loads (`0.16`); None for any from the one that saved on.
         timeout: seconds for the function.
 

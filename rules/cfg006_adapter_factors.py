@@ -140,10 +140,16 @@ def _alone(modules: list[Factors], tensors: dict[str, Tensor]) -> Iterator[Findi
                 keys=tuple(keys),
                 notes=_keys(keys, "stored alone"),
                 why="loading only warns and keeps the initial values: "
-                + ("zeros, so the adapter does nothing" if part == "B" else "random numbers under a trained factor"),
+                + (
+                    f"zeros, so {_these(len(keys))} nothing" if part == "B" else "random numbers under a trained factor"
+                ),
                 hint="save again with both, or take the adapter from an earlier step",
                 group=f"alone {part}",
             )
+
+
+def _these(count: int) -> str:
+    return "this module does" if count == 1 else f"these {count} modules do"
 
 
 def _ranks(modules: list[Factors], tensors: dict[str, Tensor]) -> Iterator[Finding]:

@@ -111,13 +111,15 @@ def _stored(ckpt: Checkpoint, run: RunFolder | None) -> list[tuple[str, int]]:
 
 
 def _numbers(run: RunFolder, stored: int | None) -> tuple[Note, ...]:
-    iteration = "not stored" if stored is None else stored
+    states = {"unfinished": ", which is not complete", "absent": ", which is not there"}
     shown = [str(step) for step in run.steps[-8:]]
     steps = ", ".join((["..."] if len(run.steps) > 8 else []) + shown)
-    tracker = "none" if run.tracker is None else f"{run.tracker} ({run.tracked})"
+    said = [f"the folder is step {run.step}"]
+    said += [f"the common state says {stored}"] if stored is not None else []
+    said += [f"the tracker points to {run.tracker}{states.get(run.tracked, '')}"] if run.tracker is not None else []
     newest = "none" if run.newest_complete is None else str(run.newest_complete)
     return (
-        ("numbers", f"folder {run.step}, common state {iteration}, tracker {tracker}"),
+        ("numbers", listed(said)),
         ("steps", f"{steps or run.step}; newest finished {newest}"),
     )
 

@@ -86,10 +86,11 @@ def _finding(ckpt: Checkpoint, tensor: Tensor, misfit: Crossing) -> Finding:
     )
     region = tensor.layout.box(rows[1])
     return Finding(
-        f"chunks{{of}} divide dim {misfit.axis} differently: {span(a, b)} against {span(c, d)}",
+        f"no data is missing, but the ranks disagree where dim {misfit.axis}{{of}} is cut: {span(a, b)} against "
+        f"{span(c, d)}",
         at=Location.of(tensor, region=Box(region.offsets, region.sizes), rows=rows, ranks=saved_by(ckpt, tensor, rows)),
         notes=where,
-        hint="check that the ranks that wrote these files agree on the shard order; every element is stored once",
+        hint="check that the ranks that wrote these files agree on the shard order",
     )
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
 
 from ckptlint.analysis.chunks.coverage import holes
-from ckptlint.analysis.ranks.held_by_ranks import at_ranks, holders, sound
-from ckptlint.model import Checkpoint
+from ckptlint.analysis.ranks.held_by_ranks import Holders, at_ranks, holders, sound
+from ckptlint.model import Checkpoint, RankTable
 from ckptlint.model.text import named_ranks
 from ckptlint.rule import Finding, Severity, given, rule
 
@@ -33,13 +34,15 @@ def chunk_missing(ckpt: Checkpoint) -> Iterator[Finding]:
     view = sound(ckpt)
     table = given(view.ranks)
     rows = {held.fqn: held for held in holders(table)}
-    for finding in holes(view):
+    found = [(finding, _without(table, rows, finding)) for finding in holes(view)]
+    lacking = Counter(absent for absent, _ in {(absent, finding.at.fqn) for finding, absent in found})
+    for finding, absent in found:
         at = finding.at
         assert at.tensor is not None
         writers = named_ranks(np.unique(table.rank[at.tensor.chunks.record]).tolist())
-        absent = tuple(sorted(set(range(table.world_size)) - set(table.rank[rows[at.tensor.fqn].rows].tolist())))
         finding = replace(finding, at=replace(at, label=f"written by {writers}", ranks=absent or at.ranks))
-        yield _with_absent(finding, absent, table.world_size) if absent else finding
+        counts = lacking[absent], len(rows)
+        yield _with_absent(finding, absent, table.world_size, counts) if absent else finding
     for tensor in view.sound_tensors():
         held = rows[tensor.fqn]
         if len(tensor.chunks) == 0 and len(held.live):
@@ -51,10 +54,23 @@ def chunk_missing(ckpt: Checkpoint) -> Iterator[Finding]:
             )
 
 
-def _with_absent(finding: Finding, absent: tuple[int, ...], world: int) -> Finding:
-    """The finding with the ranks that hold no part of the key; where they are few, they are what to look at."""
+def _without(table: RankTable, rows: Mapping[str, Holders], finding: Finding) -> tuple[int, ...]:
+    """The ranks that hold no part of the key."""
+    there = table.rank[rows[finding.at.fqn or ""].rows].tolist()
+    return tuple(sorted({*range(table.world_size)}.difference(there)))
+
+
+def _with_absent(finding: Finding, absent: tuple[int, ...], world: int, counts: tuple[int, int]) -> Finding:
+    """The finding with the ranks that hold no part of the key; where they are few, they are what to look at.
+
+    Args:
+        counts: how many keys have a hole and are not on these ranks, and how many keys there are.
+    """
     has = "has" if len(absent) == 1 else "have"
-    note = ("absent", f"{named_ranks(absent)} {has} no such key, or an empty shard")
+    text = f"{named_ranks(absent)} {has} no such key, or an empty shard"
+    if counts[0] > 1:
+        text += f"; that is so for {counts[0]:,} of {counts[1]:,} keys"
+    note = ("absent", text)
     told = replace(finding, notes=(note, *finding.notes))
     if 2 * len(absent) > world:
         return told

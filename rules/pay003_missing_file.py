@@ -11,8 +11,9 @@ from ckptlint.geometry.chunk_graph import rank_of, ranks_of_files
 from ckptlint.model import FILE_STATES, Checkpoint, FileState
 from ckptlint.model.layout import IntArray, distinct
 from ckptlint.model.lost_files import by_node
-from ckptlint.model.text import ranges, some
+from ckptlint.model.text import plural, ranges, some
 from ckptlint.rule import Finding, Location, Severity, rule
+from ckptlint.vocabulary.keys import parse
 
 _SENTENCES: dict[FileState, tuple[str, str]] = {
     "absent": ("is missing", "are missing"),
@@ -62,7 +63,13 @@ def missing_file(ckpt: Checkpoint) -> Iterator[Finding]:
         names = [ckpt.files.names[number] or '""' for number in numbers.tolist()]
         rows = np.flatnonzero(np.isin(table.file, numbers))
         filed, lost = len(rows), sum(length for length in table.byte_length[rows].tolist() if length > 0)
-        keys = list(dict.fromkeys(table.name(row) for row in rows.tolist()))
+        keys = sorted(dict.fromkeys(table.name(row) for row in rows.tolist()), key=_weights_first)
+        of_model, of_optimizer = (sum(parse(key).kind == kind for key in keys) for kind in ("model", "optimizer"))
+        kinds = (
+            f"parts of {plural(of_model, 'weight')} and {of_optimizer:,} of the optimizer: "
+            if of_model and of_optimizer
+            else ""
+        )
         count = names[0] if len(names) == 1 else f"{len(names)} of {len(used)} payload files"
         verb = _SENTENCES[state][len(names) > 1]
         yield Finding(
@@ -80,9 +87,13 @@ def missing_file(ckpt: Checkpoint) -> Iterator[Finding]:
             kind=state,
             severity=Severity.INFO if state in ("link-outside", "other-case") else None,
             why=_OTHER_CASE if state == "other-case" else "",
-            notes=(("keys", some(keys)),),
+            notes=(("keys", kinds + some(keys)),),
             hint=_instead(ckpt, numbers) or (_pattern(ckpt, names) if state == "absent" else _HINTS.get(state, "")),
         )
+
+
+def _weights_first(key: str) -> bool:
+    return parse(key).kind != "model"
 
 
 def _ranks_there(ckpt: Checkpoint) -> set[int]:

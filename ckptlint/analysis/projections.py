@@ -194,7 +194,7 @@ def _mlp(family: ProjectionFamily) -> Iterator[_Mismatch]:
         size, width = first.own_shape[own], second.own_shape[other]
         shape = shape_text(first.tensor.global_shape)
         if own == other and any(size == k * width for k in fused_factors(first)):
-            yield second, other, first, own, f"with the same orientation as {short_name(first)}, {shape}"
+            yield second, other, first, own, f"so it looks transposed: {short_name(first)} is {shape}"
             return
         if not any(size == k * width for k in fused_factors(first)):
             yield second, other, first, own, f"but {short_name(first)} before it is {shape}"

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckptlint.commands.check import judge, requested
-from ckptlint.commands.latest import OF_REPORTS, with_warnings
+from ckptlint.commands.latest import OF_REPORTS
 from ckptlint.commands.shared import ENVIRONMENT, WithSettings, check_options, progress, say, show_text
 
 if TYPE_CHECKING:
     from ckptlint.lint.report import Report
-    from ckptlint.lint.retention import Fate, Retention
+    from ckptlint.lint.retention import Retention
 
 SCHEMA = "ckptlint.deletable/1"
 
@@ -38,6 +38,7 @@ def deletable(run_dir: str, keep: int, answer: str, **options: Any) -> None:
     request = requested(options)
     from ckptlint.lint.retention import deletable as judged_run
     from ckptlint.lint.run import compared_with_before
+    from ckptlint.reporters.run import fate_table, retention_lines
     from ckptlint.reporters.style import JSON_ESCAPE, inert
 
     def judged(step: str) -> Report:
@@ -49,30 +50,10 @@ def deletable(run_dir: str, keep: int, answer: str, **options: Any) -> None:
         show_text(inert(_as_json(found), JSON_ESCAPE))
     else:
         if found.fates:
-            click.echo(inert(_table(found)) + "\n", err=True)
-        say(*found.unseen, found.refused or found.sentence)
+            click.echo(inert(fate_table(found)) + "\n", err=True)
+        say(*retention_lines(found))
         show_text("".join(f"{path}\n" for path in found.paths))
     sys.exit(found.exit_code)
-
-
-def _table(found: Retention) -> str:
-    from tabulate import tabulate
-
-    from ckptlint.model.text import human_bytes
-
-    gone = {*found.paths}
-    rows = [
-        (fate.step.name, _whole(fate), human_bytes(fate.step.size), "" if fate.step.path in gone else fate.stays)
-        for fate in found.fates
-    ]
-    return tabulate(rows, ("step", "whole", "payload", "stays because"), disable_numparse=True)
-
-
-def _whole(fate: Fate) -> str:
-    step = fate.step
-    if step.verdict == "passes":
-        return f"yes{with_warnings(step)}"
-    return f"{'not judged' if step.verdict == 'not judged' else 'no'}: {step.why}"
 
 
 def _as_json(found: Retention) -> str:

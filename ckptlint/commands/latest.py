@@ -11,16 +11,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckptlint.commands.check import judge, requested
-from ckptlint.commands.shared import ENVIRONMENT, WithSettings, check_options, progress, show_text
+from ckptlint.commands.shared import ENVIRONMENT, WithSettings, check_options, progress, say, show_text
 from ckptlint.lint.options import tokens
-from ckptlint.model.text import listed, plural
 from ckptlint.vocabulary.parts import PARTS
 
 if TYPE_CHECKING:
     from ckptlint.lint.report import Report
-    from ckptlint.lint.steps import JudgedStep, Search
-
-_WARNINGS = 8  # that are shown
+    from ckptlint.lint.steps import Search
 
 SCHEMA = "ckptlint.latest/1"
 OF_REPORTS = (
@@ -50,12 +47,10 @@ def latest(run_dir: str, require: tuple[str, ...], before: int | None, answer: s
     Exit codes: 0 found, 1 no step passes, 2 wrong use, 3 no step there, 4 a newer step could not be judged, or several
     runs lie there.
     """
-    required = tokens(require)
-    if unknown := [part for part in required if part not in PARTS]:
-        raise click.UsageError(f"there is no part {unknown[0]!r}, only {', '.join(PARTS)}")
     request = requested(options)
     from ckptlint.lint.run import compared_with_before
     from ckptlint.lint.steps import newest_good, runs_at
+    from ckptlint.reporters.run import search_lines
     from ckptlint.reporters.style import JSON_ESCAPE, inert
 
     def judged(step: str) -> Report:
@@ -64,13 +59,16 @@ def latest(run_dir: str, require: tuple[str, ...], before: int | None, answer: s
     runs = runs_at(run_dir)
     with progress(options["no_progress"]):
         compare = partial(compared_with_before, request)
-        searches = [newest_good(run, path, judged, required, before, compare) for path, run in runs]
+        asked = tokens(require), before, compare, request.depth
+        searches = [newest_good(run, path, judged, *asked) for path, run in runs]
     if answer == "json":
         show_text(inert(_as_json(searches), JSON_ESCAPE))
+    elif len(searches) > 1:
+        click.echo(inert(_table(searches)) + "\n", err=True)
+        say(f"{len(searches)} runs lie there, name one of them")
     else:
-        click.echo(inert(_told(searches)), err=True)
-        if len(searches) == 1 and searches[0].exit_code == 0 and searches[0].found is not None:
-            show_text(searches[0].found.path + "\n")
+        say(*search_lines(searches[0]))
+        show_text(f"{searches[0].path}\n" if searches[0].path else "")
     sys.exit(_exit_code(searches))
 
 
@@ -84,36 +82,14 @@ def _exit_code(searches: Sequence[Search]) -> int:
     return next((code for code in (4, 1, 3) if code in codes), 0)
 
 
-def _told(searches: Sequence[Search]) -> str:
-    """What was skipped and what was found, a line each; of several runs a table."""
-    if len(searches) == 1:
-        search = searches[0]
-        lines = [f"{step.name} skipped: {step.why}" for step in search.skipped]
-        doubt = next((step.name for step in search.skipped if step.verdict == "not judged"), "")
-        if search.found is None:
-            lines.append(f"no step passes, and {doubt} could not be judged" if doubt else "no step passes")
-        elif doubt:
-            lines.append(f"{search.found.name} passes, but {doubt} may be a newer good step: no answer")
-        else:
-            lines.append(
-                f"{search.found.name} passes (it holds {listed(search.found.parts) or 'none of the named parts'})"
-                f"{with_warnings(search.found)}"
-            )
-            lines += [f"warning {sentence}" for sentence in search.found.warnings[:_WARNINGS]]
-        lines += [search.tracker] if search.tracker else []
-        return "\n".join(f"ckptlint: {line}" for line in lines)
+def _table(searches: Sequence[Search]) -> str:
+    """What was skipped and what was found in each of several runs."""
     from tabulate import tabulate
 
     rows = [
         (search.run, search.found.name if search.found else "none", "; ".join(_skipped(search))) for search in searches
     ]
-    table = tabulate(rows, ("run", "newest good step", "newer steps, skipped"), disable_numparse=True)
-    return f"{table}\n\nckptlint: {len(searches)} runs lie there, name one of them"
-
-
-def with_warnings(step: JudgedStep) -> str:
-    """How many warnings a step has that passes, to follow a sentence; "" without one."""
-    return f", with {plural(len(step.warnings), 'warning')}" if step.warnings else ""
+    return tabulate(rows, ("run", "newest good step", "newer steps, skipped"), disable_numparse=True)
 
 
 def _skipped(search: Search) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
@@ -41,6 +42,8 @@ _MODULES = {
     "rules": "explain",
 }  # a command of another name is in the module of its own name
 
+_NEAR = 0.75  # how alike a word is to the command that was probably meant
+
 
 def command(name: str) -> click.Command:
     """The command of this name, imported now."""
@@ -58,6 +61,8 @@ class _LazyGroup(click.Group):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         own = {name for parameter in self.get_params(ctx) for name in parameter.opts}
         if args and args[0] not in own and args[0] not in self.commands:
+            if not os.path.lexists(args[0]) and (near := get_close_matches(args[0], self.commands, 1, _NEAR)):
+                raise click.UsageError(f"there is no command and no path {args[0]!r}, did you mean {near[0]}?", ctx)
             args = ["check", *args]
         return super().parse_args(ctx, args)
 

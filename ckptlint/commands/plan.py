@@ -32,8 +32,8 @@ _SIZE = click.IntRange(min=1)
 @click.option("--nodes", type=_SIZE, metavar="N", help="The job has N nodes: show which files each must see.")
 @click.option("--ranks-per-node", type=_SIZE, metavar="N", help="The same, with N ranks on each node.")
 @click.option("--from-nodes", type=_SIZE, metavar="N", help="N nodes saved, and each has only the files that it wrote.")
-@click.option("--no-load-optim", is_flag=True, help="The job starts its optimizer anew (Megatron-LM).")
-@click.option("--no-load-rng", is_flag=True, help="The job starts its random states anew (Megatron-LM).")
+@click.option("--no-load-optim", is_flag=True, help="The job starts its optimizer anew (Megatron-LM, or a function).")
+@click.option("--no-load-rng", is_flag=True, help="The job starts its random states anew (Megatron-LM, or a function).")
 @click.option("--megatron", metavar="V", help="The version of megatron-core that loads: 0.16.  [default: any]")
 @click.option("--format", "format_", type=click.Choice(["text", "json"]), default="text", show_default=True)
 @click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Also write a page to this file.")
@@ -70,9 +70,9 @@ def plan(
     with progress(no_progress):
         made = make_plan(ckpt, PlanRequest(give_up=give_up, **asked))
     if html is not None:
-        write_file(html, plan_page.render(made, ckpt))
+        write_file(html, plan_page.render(made))
     if format_ == "json":
         show_text(inert(as_json(made), JSON_ESCAPE))
     else:
-        show_text(inert(as_text(made, ckpt, terminal_style(color, False, 0, 0, False))))
+        show_text(inert(as_text(made, terminal_style(color, False, 0, 0, False))))
     sys.exit(made.exit_code)

@@ -139,10 +139,16 @@ def terminal_style(color: str, ascii_only: bool, per_rule: int, quiet: int, verb
     is_terminal = sys.stdout.isatty()
     chosen = {"always": True, "never": False}.get(color)
     if chosen is None:
-        chosen = not os.environ.get("NO_COLOR") and (bool(os.environ.get("FORCE_COLOR")) or is_terminal)
+        is_forced = bool(os.environ.get("FORCE_COLOR"))
+        chosen = not os.environ.get("NO_COLOR") and (is_forced or (is_terminal and not _is_dumb()))
     encoding = (sys.stdout.encoding or "").lower()
     width = min(max(shutil.get_terminal_size((80, 24)).columns, 60), 120)
-    return Style(chosen, ascii_only or "utf" not in encoding, width, per_rule, quiet, verbose)
+    return Style(chosen, ascii_only or "utf" not in encoding or _is_dumb(), width, per_rule, quiet, verbose)
+
+
+def _is_dumb() -> bool:
+    """Whether the terminal says that it can show plain text alone."""
+    return os.environ.get("TERM") == "dumb"
 
 
 def show_text(text: str) -> None:
@@ -180,8 +186,8 @@ def write_file(path: Path, text: str) -> None:
 
 @contextmanager
 def progress(off: bool) -> Iterator[None]:
-    """A bar on standard error, on a terminal only, once a phase has taken a second."""
-    if off or not sys.stderr.isatty():
+    """A bar on standard error, on a terminal that is not dumb, once a phase has taken a second."""
+    if off or not sys.stderr.isatty() or _is_dumb():
         yield
         return
     bar = _Bar()

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -34,7 +35,7 @@ from ckptlint.model.text import human_duration, plural, printable
 from ckptlint.reporters import REPORTERS
 from ckptlint.reporters.json_report import step_object
 from ckptlint.reporters.style import JSON_ESCAPE, Style, inert
-from ckptlint.storage.paths import shown
+from ckptlint.storage.paths import is_url, shown
 
 if TYPE_CHECKING:
     from ckptlint.lint.report import Report
@@ -73,8 +74,9 @@ def watch(
 ) -> None:
     """Check each step of a running job once, as soon as it is finished.
 
-    CMD finds CKPTLINT_STEP_PATH, CKPTLINT_EXIT_CODE and CKPTLINT_REPORT (a JSON file) in its environment. A file that
-    --output names holds the report on the last step. Ctrl-C ends the watch (130).
+    A run folder that does not exist yet is waited for. CMD finds CKPTLINT_STEP_PATH, CKPTLINT_EXIT_CODE and
+    CKPTLINT_REPORT (a JSON file) in its environment. A file that --output names holds the report on the last step.
+    Ctrl-C ends the watch (130).
 
     Exit codes of --once, the first that applies: 1 a step has findings, or its save did not finish, 4 a step could not
     be read, 3 no step is finished, 0 all pass.
@@ -82,6 +84,8 @@ def watch(
     emit = emitter(options, prints=not jsonl)
     request = requested(options)
     open_run = partial(run_at, run_dir)
+    if not once:
+        _wait_for(run_dir, interval)
     if options["quiet"] < 2:
         say(_banner(open_run(), shown(run_dir), interval, stale, once))
     codes: list[int] = []
@@ -118,6 +122,15 @@ def watch(
     if not codes:
         raise NothingToCheckError(f"nothing to check: no step of {run_dir} is finished")
     sys.exit(next((code for code in (1, 4, 3) if code in codes), 0))
+
+
+def _wait_for(run_dir: str, interval: float) -> None:
+    """Wait for a folder that the job makes when it starts; on a store there are no folders to wait for."""
+    if is_url(run_dir) or os.path.lexists(run_dir):
+        return
+    say(f"{shown(run_dir)} does not exist yet: waiting for it, looks every {interval:g} s")
+    while not os.path.lexists(run_dir):
+        time.sleep(interval)
 
 
 def _banner(run: Folder, name: str, interval: float, stale: float, once: bool) -> str:

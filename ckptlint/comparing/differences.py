@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from math import prod
 from typing import Any, Literal
@@ -14,6 +14,7 @@ import numpy as np
 from ckptlint.analysis.key_matching import match_keys
 from ckptlint.loaders.reference import tensors_of
 from ckptlint.model import Checkpoint, Reference, Tensor
+from ckptlint.model.shown import Shown
 from ckptlint.model.text import plural
 
 DifferenceKind = Literal["removed", "added", "renamed", "kind", "shape", "dtype", "cut", "files"]
@@ -55,8 +56,8 @@ class Difference:
     other: str = ""
 
 
-@dataclass(frozen=True, eq=False)
-class Diff:
+@dataclass(frozen=True, eq=False, repr=False)
+class Diff(Shown):
     """Two checkpoints and what differs.
 
     Attributes:
@@ -68,6 +69,14 @@ class Diff:
     new: Sequence[Checkpoint]
     shared: int = 0
     differences: list[Difference] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        paths = " -> ".join(", ".join(ckpt.path for ckpt in side) for side in (self.old, self.new))
+        return f"<Diff {paths}: {plural(len(self.differences), 'difference')}>"
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row for each difference; None for what is not there."""
+        return [{name: value or None for name, value in asdict(item).items()} for item in self.differences]
 
     @property
     def exit_code(self) -> int:

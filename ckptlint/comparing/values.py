@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from math import prod
+from math import isfinite, prod
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from ckptlint.depth import Depth
 from ckptlint.formats.pickles.safe_pickle import paused_gc
 from ckptlint.model import Tensor
 from ckptlint.model.cover import Shape
+from ckptlint.model.shown import Shown
 from ckptlint.model.text import plural, printable, some
 from ckptlint.payload.reader import read_payload
 from ckptlint.payload.reading import default_reading
@@ -37,8 +38,8 @@ from ckptlint.vocabulary.keys import COMPUTED, parse
 _NARROW = ("float32", "float16", "bfloat16")
 
 
-@dataclass(frozen=True, slots=True)
-class Values:
+@dataclass(frozen=True, slots=True, repr=False)
+class Values(Shown):
     """What two sides hold.
 
     Attributes:
@@ -55,6 +56,25 @@ class Values:
     sentences: tuple[str, ...] = ()
     updates: Sequence[Update] = ()
     lone: Sequence[str] = ()
+
+    def __repr__(self) -> str:
+        count, whole = self.proven
+        return f"<Values: {count:,} of {plural(whole, 'tensor')} proven>"
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row for each match; several tensors of one side are one text. None for what is not there."""
+        return [
+            {
+                "relation": match.relation,
+                "old": ", ".join(match.old) or None,
+                "new": ", ".join(match.new) or None,
+                "proven": match.is_proven,
+                "what": match.what or None,
+                "change": match.change if isfinite(match.change) else None,
+                "cosine": match.cosine if isfinite(match.cosine) else None,
+            }
+            for match in self.matches
+        ]
 
     @property
     def is_read(self) -> bool:

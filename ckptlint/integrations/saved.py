@@ -208,7 +208,7 @@ def _wrong(report: Mapping[str, Any]) -> str:
             leads.setdefault(item["group"], item)  # only the first of a group has a hint
     worst = sorted(leads.values(), key=lambda item: item["severity"] != "error")
     crashed = [f"{rule['code']} {rule['error']}" for part in report["checkpoints"] for rule in part["failed"]]
-    why = [*report["nothing"], *report["refused"], *crashed]
+    why = [*report["not_found"], *report["unreadable"], *crashed]
     if not worst:
         return f"could not be judged: {printable('; '.join(why))}"
     lines = [f"did not pass: {plural(len(worst), 'problem')}", *map(_sentence, worst[:_SHOWN]), *why]

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 from ckptlint.depth import Depth
 from ckptlint.errors import CheckpointError
+from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model import Checkpoint
-from ckptlint.rule import Finding, Note, Rule, Severity
+from ckptlint.model.shown import Shown
+from ckptlint.model.text import plural, ranges
+from ckptlint.rule import Finding, Location, Note, Rule, Severity
+from ckptlint.vocabulary.frameworks import number_of
 from ckptlint.vocabulary.keys import role
 
 FailOn = Literal["error", "warning", "info", "never"]
@@ -160,7 +164,7 @@ class Cause:
         return tuple(sorted({item.code for item in self.findings}))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class CheckpointReport:
     """What the rules made of one checkpoint.
 
@@ -184,6 +188,14 @@ class CheckpointReport:
     seconds: dict[str, float] = field(default_factory=dict)
     ignored: list[Diagnostic] = field(default_factory=list)
     causes: tuple[Cause, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"<CheckpointReport {self.checkpoint.path}: {_counted(self.counts)}>"
+
+    @cached_property
+    def counts(self) -> Counter[str]:
+        """Problems by severity: a group of like findings counts once."""
+        return Counter(group.lead.severity.label for group in self.groups)
 
     def without(self, why: Callable[[Diagnostic], Ignored | None]) -> CheckpointReport:
         """The report with the findings that have a reason not to count set aside."""
@@ -232,8 +244,8 @@ class CheckpointReport:
         return bool(self.failed) or not self.checkpoint.readable or unread
 
 
-@dataclass(frozen=True, eq=False)
-class Report:
+@dataclass(frozen=True, eq=False, repr=False)
+class Report(Shown):
     """The outcome of one run.
 
     Attributes:
@@ -258,20 +270,49 @@ class Report:
     settings: str = ""
     command: str = ""
 
-    @property
-    def diagnostics(self) -> Iterator[Diagnostic]:
-        """All findings of all checkpoints that count."""
-        return (item for part in self.checkpoints for item in part.diagnostics)
+    def __repr__(self) -> str:
+        what = plural(len(self.checkpoints), "checkpoint")
+        return f"<Report {what}: {self.verdict}, {_counted(self.counts)}>"
 
-    @property
-    def ignored(self) -> Iterator[Diagnostic]:
+    @cached_property
+    def diagnostics(self) -> tuple[Diagnostic, ...]:
+        """All findings of all checkpoints that count."""
+        return tuple(item for part in self.checkpoints for item in part.diagnostics)
+
+    @cached_property
+    def ignored(self) -> tuple[Diagnostic, ...]:
         """The findings that settings or a baseline set aside; `Diagnostic.ignored` says why."""
-        return (item for part in self.checkpoints for item in part.ignored)
+        return tuple(item for part in self.checkpoints for item in part.ignored)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row for each finding that counts; None for what it does not have.
+
+        `rank` is the only rank that it concerns; `ranks` all of them as text (`0-3,7`).
+        """
+        return [
+            {
+                "code": item.code,
+                "rule": item.rule.name,
+                "severity": item.severity.label,
+                "confidence": item.finding.confidence,
+                "fqn": item.fqn,
+                "rank": ranks[0] if len(ranks) == 1 else None,
+                "ranks": ranges(ranks) or None,
+                "file": item.finding.at.file or None,
+                "message": item.title,
+                "hint": item.finding.hint or None,
+                "checkpoint": part.checkpoint.path,
+                "fingerprint": item.fingerprint,
+            }
+            for part in self.checkpoints
+            for item in part.diagnostics
+            for ranks in [ranks_named(part.checkpoint, item.finding.at)]
+        ]
 
     @cached_property
     def counts(self) -> Counter[str]:
         """Problems by severity: a group of like findings counts once."""
-        return Counter(group.lead.severity.label for part in self.checkpoints for group in part.groups)
+        return sum((part.counts for part in self.checkpoints), Counter[str]())
 
     @cached_property
     def rule_counts(self) -> RuleCounts:
@@ -351,6 +392,23 @@ class Report:
                 raise CheckpointError(f"{item.code} {item.title}")
         if self.is_incomplete or self.not_found or not self.checkpoints:
             raise CheckpointError("; ".join((*self.not_found, *self.unreadable)) or "the verdict is incomplete")
+
+
+def ranks_named(ckpt: Checkpoint, at: Location) -> list[int]:
+    """The ranks that a rule names; without any the one in the name of the file."""
+    if at.ranks:
+        return sorted(set(at.ranks))
+    rank, counted = rank_of(at.file), number_of(at.file.rpartition("/")[2])
+    if rank is None and counted is not None and counted[0].counted_by == "rank":
+        rank = counted[1]
+    if rank is None and ckpt.rank_files is not None:
+        rank = next((file.numbers.get("rank") for file in ckpt.rank_files.files if file.name == at.file), None)
+    return [] if rank is None else [rank]
+
+
+def _counted(counts: Counter[str]) -> str:
+    nouns = {"error": "error", "warning": "warning", "info": "note"}
+    return ", ".join(plural(counts[level], noun) for level, noun in nouns.items() if counts[level]) or "no findings"
 
 
 def _grouped(diagnostics: list[Diagnostic], first: int) -> list[FindingGroup]:

@@ -12,6 +12,7 @@ from ckptlint.lint.steps import Judge, JudgedStep, judge_step, missing_files, no
 from ckptlint.loaders.json_file import read_json
 from ckptlint.loaders.run.folder import read_trackers
 from ckptlint.loaders.run.steps import Step, is_alike, run_at, runs_below, steps_of
+from ckptlint.model.shown import Shown
 from ckptlint.model.text import listed, plural, printable
 from ckptlint.sandbox import isolated
 from ckptlint.storage.folder import Folder
@@ -36,7 +37,7 @@ class Fate:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Retention:
+class Retention(Shown):
     """Which steps of a run may be deleted.
 
     Attributes:
@@ -86,14 +87,7 @@ class Retention:
         """A row for each step, the newest first: its name, path, verdict and why, bytes, and why it stays (or "")."""
         gone = {*self.paths}
         return [
-            {
-                "step": fate.step.name,
-                "path": fate.step.path,
-                "verdict": fate.step.verdict,
-                "why": fate.step.why,
-                "bytes": fate.step.size,
-                "stays": fate.stays or ("" if fate.step.path in gone else self.refused),
-            }
+            fate.step.row() | {"stays": fate.stays or ("" if fate.step.path in gone else self.refused)}
             for fate in self.fates
         ]
 

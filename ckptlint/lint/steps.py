@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
-from typing import Literal
+from typing import Any, Literal
 
-from ckptlint.errors import CkptlintError, NothingToCheckError, UnknownLayoutError
+from ckptlint.depth import Depth
+from ckptlint.errors import CkptlintError, ConfigError, NothingToCheckError, UnknownLayoutError
 from ckptlint.lint.report import CheckpointReport, Report
 from ckptlint.loaders.checkpoint import open_checkpoint
 from ckptlint.loaders.discover import find_checkpoints
@@ -19,6 +20,7 @@ from ckptlint.loaders.run.folder import read_tracker
 from ckptlint.loaders.run.steps import Step, is_alike, run_at, runs_below, steps_of
 from ckptlint.model import Checkpoint
 from ckptlint.model.checkpoint import ProblemKind
+from ckptlint.model.shown import Shown
 from ckptlint.model.text import human_duration, listed, plural, printable
 from ckptlint.rule import Severity
 from ckptlint.sandbox import isolated
@@ -69,9 +71,13 @@ class JudgedStep:
     written: float = 0.0
     warnings: tuple[str, ...] = ()
 
+    def row(self) -> dict[str, Any]:
+        """What became of it, as a row of a table."""
+        return {"step": self.name, "path": self.path, "verdict": self.verdict, "why": self.why, "bytes": self.size}
 
-@dataclass(frozen=True, slots=True)
-class Search:
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Search(Shown):
     """The outcome of a search for the newest good step of one run.
 
     Attributes:
@@ -85,6 +91,19 @@ class Search:
     found: JudgedStep | None = None
     skipped: list[JudgedStep] = field(default_factory=list)
     tracker: str = ""
+
+    def __repr__(self) -> str:
+        answer = f"{self.found.name} passes" if self.found else "no step passes"
+        return f"<Search {shown(self.run)}: {answer}, {len(self.skipped)} skipped>"
+
+    @property
+    def path(self) -> str | None:
+        """Where the step lies from which to resume; None where none passes, or a newer one might."""
+        return self.found.path if self.found is not None and self.is_certain else None
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row for each step that was judged, the newest first: name, path, verdict and why, bytes."""
+        return [step.row() for step in [*self.skipped, *([self.found] if self.found else [])]]
 
     @property
     def is_certain(self) -> bool:
@@ -133,6 +152,7 @@ def newest_good(
     required: Sequence[str] = (),
     before: int | None = None,
     compare: Judge | None = None,
+    depth: Depth = Depth.FILES,
 ) -> Search:
     """Judge the steps of a run from the newest down to the first that passes.
 
@@ -141,17 +161,21 @@ def newest_good(
         required: the parts that the step must hold; without any, those that the step before it holds.
         before: only steps below this number.
         compare: what `lint.run.compared_with_before` says of the checkpoint at a path.
+        depth: of the reports; where it does not look at files, what they hold is known by their names alone.
 
     Raises:
+        ConfigError: there is no such part.
         AccessError: the run folder could not be listed.
     """
+    if unknown := [part for part in required if part not in PARTS]:
+        raise ConfigError(f"there is no part {unknown[0]!r}, only {', '.join(PARTS)}")
     steps = [step for step in steps_of(run) if before is None or step.number < before]
     skipped: list[JudgedStep] = []
     for position, step in enumerate(steps):
         older = steps[position + 1 :]
         judged = judge_step(step, f"{path.rstrip('/')}/{step.name}", judge)
         if judged.verdict == "passes":
-            judged = _with_parts(judged, step, required, older)
+            judged = _with_parts(judged, step, required, older, depth)
         if judged.verdict == "passes" and older and compare is not None:
             judged = no_copy(judged, compare)
         if judged.verdict == "passes":
@@ -263,13 +287,17 @@ def newest_passing(steps: Iterable[JudgedStep]) -> dict[str, JudgedStep | None]:
     return newest
 
 
-def _with_parts(judged: JudgedStep, step: Step, required: Sequence[str], older: Sequence[Step]) -> JudgedStep:
+def _with_parts(
+    judged: JudgedStep, step: Step, required: Sequence[str], older: Sequence[Step], depth: Depth
+) -> JudgedStep:
     """The verdict on a step that passes, once the parts that it must hold are compared with those it holds."""
-    asked = "--require asks for them"
+    asked, is_asked = "--require asks for them", bool(required)
+    if not depth.looks_at_files:
+        judged = replace(judged, parts=_by_names(step, judged.parts))
     if missing := missing_files(step, older):
         return replace(judged, verdict="unfinished", why=f"it has no {listed(missing)}, which all older steps have")
     if not required:
-        before = next(_finished(older), None)
+        before = next(_finished(older, depth), None)
         if before is None:
             return judged
         name, required = before
@@ -277,6 +305,9 @@ def _with_parts(judged: JudgedStep, step: Step, required: Sequence[str], older: 
     lacking = [part for part in required if part not in judged.parts]
     if not lacking:
         return judged
+    if is_asked and not depth.looks_at_files:
+        why = f"--depth {depth} does not read the files that may hold {listed(lacking)}"
+        return replace(judged, verdict="not judged", why=why)
     return replace(judged, verdict="lacks parts", why=f"it has no {listed(lacking, 'and no')}; {asked}")
 
 
@@ -332,12 +363,21 @@ def _is_mark(name: str) -> bool:
     return family is not None and family.name == "mark"
 
 
-def _finished(steps: Iterable[Step]) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _by_names(step: Step, parts: Iterable[str]) -> tuple[str, ...]:
+    """The parts that a step holds by its metadata, and by the names of its files."""
+    names = step.folder.files_beside() if step.is_folder else ()
+    found = {*parts, *(part_of_file(family.name) for family in map(family_of, names) if family is not None)}
+    return tuple(part for part in PARTS if part in found)
+
+
+def _finished(steps: Iterable[Step], depth: Depth) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Name and parts of each step whose save finished and that can be read."""
     for step in steps:
         try:
             if step_state(step.folder) != "unfinished":
-                yield printable(step.name), parts_of(map(open_checkpoint, find_checkpoints(step.folder, False)))
+                found = find_checkpoints(step.folder, False)
+                parts = parts_of(open_checkpoint(one, depth.looks_at_files) for one in found)
+                yield printable(step.name), parts if depth.looks_at_files else _by_names(step, parts)
         except CkptlintError:
             continue
 

@@ -14,6 +14,7 @@ from ckptlint.planning.megatron import MEGATRON_AXES, Version, constraints
 from ckptlint.planning.outcome import Constraint, Plan
 from ckptlint.planning.quick import axis_sizes, quick_job
 from ckptlint.planning.rank_files import refusals
+from ckptlint.planning.unasked import unasked
 from ckptlint.planning.verdict import plan_of
 from ckptlint.vocabulary.keys import parse
 
@@ -29,7 +30,7 @@ class PlanRequest:
         mesh: the axes of the mesh that the function is given (`dp=4,tp=2`); one axis `dp` otherwise.
         nodes, ranks_per_node: how the ranks lie on nodes; either is enough.
         from_nodes: so many nodes saved, and each has only the files that it wrote.
-        give_up: `optim`, `rng`: what a job of Megatron-LM does without (--no-load-optim, --no-load-rng).
+        give_up: `optim`, `rng`: what the job does without (--no-load-optim, --no-load-rng).
         megatron: the version of megatron-core that loads (`0.16`); None for any from the one that saved on.
         timeout: seconds after which a function is given up.
     """
@@ -56,10 +57,17 @@ def make_plan(ckpt: Checkpoint, asked: PlanRequest) -> Plan:
         value = getattr(asked, name)
         if value is not None and value < 1:
             raise ConfigError(f"{name.replace('_', '-')} is {value}: give a whole number from 1 up")
-    if not ckpt.is_megatron and (asked.give_up or asked.megatron):
-        raise ConfigError("--no-load-optim, --no-load-rng and --megatron are for checkpoints of Megatron-Core only")
-    if asked.to is not None and ":" in asked.to:
+    is_exact = asked.to is not None and ":" in asked.to
+    if not ckpt.is_megatron and (asked.megatron or (asked.give_up and not is_exact)):
+        raise ConfigError(
+            "--megatron is for checkpoints of Megatron-Core only; --no-load-optim and --no-load-rng are for those, and "
+            "for a function of the job"
+        )
+    if unknown := {*asked.give_up} - {"optim", "rng"}:
+        raise ConfigError(f"a load can leave out optim and rng, not {sorted(unknown)[0]!r}")
+    if asked.to is not None and is_exact:
         job = _exact(ckpt, asked.to, asked)
+        job = replace(job, known=(*unasked(ckpt, job, asked.give_up), *job.known))
     elif asked.mesh is not None:
         raise ConfigError("--mesh needs a function: --to job.py:state_dict --mesh dp=4,tp=2")
     else:
@@ -113,8 +121,6 @@ def _quick(ckpt: Checkpoint, to: str | None, world: int | None) -> Job:
 
 def _of_megatron(ckpt: Checkpoint, job: Job, give_up: frozenset[str], megatron: str | None) -> Job:
     """The job with what Megatron-Core itself refuses or leaves out, and without what it gives up."""
-    if unknown := give_up - {"optim", "rng"}:
-        raise ConfigError(f"a load can leave out optim and rng, not {sorted(unknown)[0]!r}")
     reader: Version | None = None
     if megatron is not None:
         match = re.fullmatch(r"0\.([0-9]{1,3})(?:\..*)?", megatron)

@@ -22,6 +22,7 @@ import numpy as np
 from ckptlint.errors import ConfigError
 from ckptlint.planning.job import Job, Target, Wish
 from ckptlint.planning.outcome import Constraint
+from ckptlint.planning.quick import JOB_AXES
 from ckptlint.progress import advance
 
 MOST_PROCESSES = 4096
@@ -60,7 +61,7 @@ def exact_job(
         request = {"function": function, "world": world, "per_node": per_node, "mesh": {**mesh}, "keys": [*keys]}
         (folder / "request.json").write_text(json.dumps(request))
         _run(folder, function, world, seconds)
-        return Job("exact", function, world, *_wishes(folder, function, world))
+        return Job("exact", function, world, *_wishes(folder, function, mesh, world))
 
 
 def axes_of(mesh: str) -> dict[str, int]:
@@ -133,7 +134,9 @@ def _started(folder: Path) -> subprocess.Popen[bytes]:
     )
 
 
-def _wishes(folder: Path, function: str, world: int) -> tuple[list[Wish], tuple[Constraint, ...]]:
+def _wishes(
+    folder: Path, function: str, mesh: Mapping[str, int], world: int
+) -> tuple[list[Wish], tuple[Constraint, ...]]:
     """The answers of all ranks, put together by key."""
     ranks: dict[_Name, list[int]] = defaultdict(list)
     boxes: dict[_Name, list[_Chunk]] = defaultdict(list)
@@ -145,7 +148,7 @@ def _wishes(folder: Path, function: str, world: int) -> tuple[list[Wish], tuple[
             raise ConfigError(f"{function}, run for rank {rank} of {world}, gave no answer")
         if "failed" in answer:
             sentence = f"{function}, run for rank {rank} of {world}, {answer['failed']}"
-            raise ConfigError("\n  ".join([sentence, *answer["error"]]))
+            raise ConfigError("\n  ".join([sentence, *answer["error"], *_lacking(answer["error"], mesh)]))
         for key, shape, dtype, chunks, fits in answer["entries"]:
             if not fits:
                 misplaced[key] = None
@@ -163,6 +166,16 @@ def _wishes(folder: Path, function: str, world: int) -> tuple[list[Wish], tuple[
         wishes.append(Wish(key, dtype, target, np.array(asking, np.int64)))
     known = (Constraint("fails", _MISPLACED, tuple(misplaced), _SOURCE),) if misplaced else ()
     return wishes, known
+
+
+def _lacking(error: list[str], mesh: Mapping[str, int]) -> list[str]:
+    """What to do where a function asks the mesh for an axis that it does not have."""
+    said = error[-1] if error and error[-1].startswith("KeyError: ") else ""
+    absent = [name for name in re.findall(r"'(\w+)'", said) if name not in mesh]
+    if not absent or not ("mesh" in said.lower() or absent[0] in JOB_AXES):
+        return []
+    axes = f"{'axis' if len(mesh) == 1 else 'axes'} {', '.join(mesh)}"
+    return [f"the mesh has the {axes} and no {absent[0]}: give --mesh, such as dp=4,{absent[0]}=2"]
 
 
 def _target(shape: tuple[int, ...], chunks: list[_Chunk]) -> Target:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
+from ckptlint.model import Checkpoint
 from ckptlint.model.files import Names
 from ckptlint.model.layout import IntArray
+from ckptlint.model.shown import Shown
+from ckptlint.model.text import plural
 
 Effect = Literal["fails", "drops", "note"]
 
@@ -107,12 +110,12 @@ class NodeReads:
     bytes: int
 
 
-@dataclass(frozen=True, eq=False)
-class Plan:
+@dataclass(frozen=True, eq=False, repr=False)
+class Plan(Shown):
     """Whether a checkpoint loads into a job, and what each of its ranks would read.
 
     Attributes:
-        path: of the checkpoint, printable.
+        checkpoint: what is loaded.
         form: `exact`, as the job's own code says, or `quick`, as sizes of axes imply.
         to: what the user named: `dp=8,tp=2`, or a function.
         world: how many ranks.
@@ -126,7 +129,7 @@ class Plan:
         astray: keys of which a node lacks a part, where each has only the files that it wrote.
     """
 
-    path: str
+    checkpoint: Checkpoint
     form: Literal["exact", "quick"]
     to: str
     world: int
@@ -138,6 +141,29 @@ class Plan:
     cost: Cost
     nodes: tuple[NodeReads, ...] = ()
     astray: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"<Plan {self.checkpoint.path} into {self.to}: {self.verdict}, {plural(self.world, 'rank')}>"
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row for each key that the load misses, refuses, loses or converts, and for each sentence without a key.
+
+        `effect` is an `Effect`, `missing`, `shape`, `astray`, `converted` or `unexpected`; None is what a row has not.
+        """
+        shapes = ((item.key, str([*item.stored]), str([*item.wanted])) for item in self.mismatches)
+        found: list[tuple[str, str | None, str | None, str | None, str | None]] = [
+            *(("missing", key, None, None, None) for key in self.missing),
+            *(("shape", *shape, None) for shape in shapes),
+            *(("astray", key, None, None, None) for key in self.astray),
+            *(
+                (item.effect, key, None, None, item.sentence)
+                for item in self.constraints
+                for key in item.keys or [None]
+            ),
+            *(("converted", item.key, item.stored, item.wanted, None) for item in self.converted),
+            *(("unexpected", key, None, None, None) for key in self.unexpected),
+        ]
+        return [dict(zip(("effect", "key", "stored", "wanted", "sentence"), row, strict=True)) for row in found]
 
     @property
     def verdict(self) -> Literal["loads", "fails"]:

@@ -64,7 +64,7 @@ def plan_of(ckpt: Checkpoint, job: Job, per_node: int | None = None, from_nodes:
     ]
     nodes = nodes_of(cost, ckpt, per_node, work.homes) if per_node else ()
     return Plan(
-        ckpt.path,
+        ckpt,
         job.form,
         job.to,
         job.world,
@@ -72,7 +72,7 @@ def plan_of(ckpt: Checkpoint, job: Job, per_node: int | None = None, from_nodes:
         tuple(key for key in stored if key not in asked and job.form == "exact"),
         tuple(work.mismatches),
         tuple(work.converted.values()),
-        (*noted, *job.known),
+        (*job.known, *noted),
         cost,
         nodes,
         tuple(work.astray),

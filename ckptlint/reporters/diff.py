@@ -35,15 +35,17 @@ def as_text(found: Diff, style: Style) -> str:
             if len(lines) > _LINES + 1:
                 lines[_LINES + 1 :] = [f"  and {len(lines) - _LINES - 1:,} more patterns (--format json has all)"]
             blocks.append("\n".join(lines))
-    if found.differences:
-        counts = ", ".join(
-            f"{found.counts[kind]:,} {heading}" for kind, heading in _HEADINGS.items() if found.counts[kind]
-        )
-        blocks.append(style.paint(f"Different: {counts}.", "error") + f" {plural(found.shared, 'key')} in both.")
-    else:
-        same = style.paint("The same", "good") + f": {plural(found.shared, 'key')}."
-        blocks.append(f"{same}\nValues were not compared: --values reads both.")
+    head, rest = diff_verdict(found)
+    blocks.append(style.paint(head, "error" if found.differences else "good") + rest)
     return "\n\n".join(blocks) + "\n"
+
+
+def diff_verdict(found: Diff) -> tuple[str, str]:
+    """What differs in a few words, and what follows them."""
+    counts = ", ".join(f"{found.counts[kind]:,} {heading}" for kind, heading in _HEADINGS.items() if found.counts[kind])
+    if counts:
+        return f"Different: {counts}.", f" {plural(found.shared, 'key')} in both."
+    return "The same", f": {plural(found.shared, 'key')}.\nValues were not compared: --values reads both."
 
 
 def _grouped(items: list[Difference], style: Style) -> list[str]:

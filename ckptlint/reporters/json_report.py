@@ -10,15 +10,13 @@ from typing import Any, get_args
 import numpy as np
 
 from ckptlint._version import __version__
-from ckptlint.geometry.chunk_graph import coordinates, rank_of
-from ckptlint.lint.report import Cause, CheckpointReport, Diagnostic, FindingGroup, Ignored, Report
+from ckptlint.geometry.chunk_graph import coordinates
+from ckptlint.lint.report import Cause, CheckpointReport, Diagnostic, FindingGroup, Ignored, Report, ranks_named
 from ckptlint.lint.steps import JudgedStep, steps_in
 from ckptlint.model import Checkpoint, Reference
 from ckptlint.model.checkpoint import StepFileState
 from ckptlint.model.files import FILE_STATES
 from ckptlint.reporters.style import Style
-from ckptlint.rule import Location
-from ckptlint.vocabulary.frameworks import number_of
 
 SCHEMA = "ckptlint.report/1"
 
@@ -41,8 +39,8 @@ def render(report: Report, style: Style) -> str:
         "rules": asdict(report.rule_counts),
         "steps": [step_object(step) for step in steps_in(report)],
         "checkpoints": [_checkpoint(report, part) for part in report.checkpoints],
-        "nothing": list(report.not_found),
-        "refused": list(report.unreadable),
+        "not_found": list(report.not_found),
+        "unreadable": list(report.unreadable),
     }
     return json.dumps(document, indent=2) + "\n"
 
@@ -131,18 +129,6 @@ def _ignored(ignored: Ignored | None) -> dict[str, str] | None:
     if ignored is None:
         return None
     return {"by": ignored.by} | ({"reason": ignored.reason} if ignored.reason else {})
-
-
-def ranks_named(ckpt: Checkpoint, at: Location) -> list[int]:
-    """The ranks that a rule names; without any the one in the name of the file."""
-    if at.ranks:
-        return sorted(set(at.ranks))
-    rank, counted = rank_of(at.file), number_of(at.file.rpartition("/")[2])
-    if rank is None and counted is not None and counted[0].counted_by == "rank":
-        rank = counted[1]
-    if rank is None and ckpt.rank_files is not None:
-        rank = next((file.numbers.get("rank") for file in ckpt.rank_files.files if file.name == at.file), None)
-    return [] if rank is None else [rank]
 
 
 def _finding(part: CheckpointReport, item: Diagnostic, group: FindingGroup) -> dict[str, Any]:

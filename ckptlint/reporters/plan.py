@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from ckptlint.model import Checkpoint
 from ckptlint.model.text import braces, human_bytes, listed, named_ranks, plural, shape_text
 from ckptlint.planning.outcome import Cost, Plan
 from ckptlint.reporters.full import header
@@ -22,9 +21,12 @@ _NODES = 16
 # ---------------------------------------------------------------- text
 
 
-def as_text(plan: Plan, ckpt: Checkpoint, style: Style) -> str:
+def as_text(plan: Plan, style: Style) -> str:
     """The verdict, what it rests on, and one table of what the ranks read."""
-    blocks = ["\n".join([header(ckpt, style), *style.wrap(job_line(plan), "    ", "  ")]), _verdict(plan, style)]
+    blocks = [
+        "\n".join([header(plan.checkpoint, style), *style.wrap(job_line(plan), "    ", "  ")]),
+        _verdict(plan, style),
+    ]
     blocks += ["\n".join(_section(*section, style)) for section in sections(plan)]
     blocks += [_table(plan), "\n".join(line for text in plan_facts(plan) for line in style.wrap(text, "  ", ""))]
     if plan.nodes:
@@ -52,7 +54,8 @@ def verdict_line(plan: Plan) -> tuple[str, str]:
     if plan.astray:
         return "Does not load", f"nodes lack parts of {plural(len(plan.astray), 'key')}."
     if plan.exit_code:
-        return "Loads, but loses something", ""
+        lost = next(item.sentence for item in plan.constraints if item.effect == "drops")
+        return "Loads, but loses something", f"{lost}."
     if plan.form == "quick":
         return "Loads", "as far as sizes tell; only the job's own code says which keys it asks for."
     return "Loads", "every key that the job asks for is there, in the shape that it wants."
@@ -132,10 +135,16 @@ TABLE_HEAD = ("rank", "needed", "read", "requests", "files")
 def rows(cost: Cost) -> list[tuple[str, ...]]:
     """The least, the median and the most that a rank reads, and all ranks together."""
     order = np.argsort(cost.read[cost.kind], kind="stable").tolist()
-    found = []
+    words: dict[int, list[str]] = {}
     for word, rank in {"least": order[0], "median": order[len(order) // 2], "most": cost.worst[0]}.items():
+        words.setdefault(rank, []).append(word)
+    found = []
+    for rank, own in words.items():
         kind = int(cost.kind[rank])
-        found.append((f"{word} (rank {rank})", *_amounts(cost, [kind]), f"{len(cost.files[kind]):,}"))
+        label = f"{', '.join(own)} (rank {rank})" if len(cost.needed) > 1 else "each"
+        found.append((label, *_amounts(cost, [kind]), f"{len(cost.files[kind]):,}"))
+        if label == "each":
+            break
     opened = len(np.unique(np.concatenate(cost.files)))
     return [*found, (f"all {len(cost.kind):,}", *_amounts(cost, cost.kind), f"{opened:,}")]
 
@@ -207,7 +216,7 @@ def as_json(plan: Plan) -> str:
         "schema": SCHEMA,
         "verdict": plan.verdict,
         "exit_code": plan.exit_code,
-        "checkpoint": plan.path,
+        "checkpoint": plan.checkpoint.path,
         "form": plan.form,
         "to": plan.to,
         "world": plan.world,

@@ -149,7 +149,7 @@ def test_the_hint_tells_a_rank_that_saved_from_one_that_did_not(tmp_path: Path) 
         (1600, "holds only its other tensors"),
         (1600 + 1899, "holds only its other tensors"),
         (1600 + 1900, "still in __2_0.distcp at byte 1,600; only its entry is missing"),
-        (1600 + 5000, "no entry names 5,000 of its bytes"),
+        (1600 + 5000, ".metadata does not use 5,000 of its bytes"),
     ],
     ids=["no room", "too little", "just the record", "more than the record"],
 )
@@ -161,7 +161,7 @@ def test_the_hint_never_denies_bytes_that_no_entry_names(tmp_path: Path, size: i
 
 def test_a_file_that_no_entry_names_belongs_to_a_rank_that_saved(tmp_path: Path) -> None:
     ckpt = opened(tmp_path, [16, 8], ROWS, [0, 1, 3], files={"__2_0.distcp": 7000})
-    assert "__2_0.distcp of rank 2 is here, but no entry names it" in absent_hint(ckpt, the_tensor(ckpt), HOLE)
+    assert "__2_0.distcp of rank 2 is here, but .metadata does not use it" in absent_hint(ckpt, the_tensor(ckpt), HOLE)
 
 
 def test_lost_records_and_the_bytes_that_no_entry_names(tmp_path: Path) -> None:

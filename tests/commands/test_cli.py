@@ -8,6 +8,7 @@ import os
 import pty
 import re
 import select
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,9 +22,11 @@ from support import REAL, REPOSITORY, broken_rule, run, run_python
 
 import ckptlint
 from ckptlint.commands import main as cli
+from ckptlint.commands.shared import progress
 from ckptlint.errors import CheckpointError, ConfigError
 from ckptlint.lint.options import CHECK_OPTIONS, GROUPS
 from ckptlint.lint.registry import load_rules
+from ckptlint.progress import is_listened_to
 from ckptlint.rule import Severity
 from ckptlint.testing import write_checkpoint
 
@@ -214,6 +217,30 @@ def test_paths_come_from_standard_input() -> None:
     assert [part["path"] for part in json.loads(both.output)["checkpoints"]] == [WARNING, GOOD]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["chekc", str(GOOD)], "there is no command and no path 'chekc', did you mean check?"),
+        (["laters", "RUN", "--require", "model"], "did you mean latest?"),
+        (["deleteable"], "did you mean deletable?"),
+        (["check", "--dept", "files", str(GOOD)], "--depth"),
+    ],
+    ids=str,
+)
+def test_a_word_that_is_nearly_a_command_or_an_option(arguments: list[str], says: str) -> None:
+    done = run(*arguments)
+    assert (done.returncode, done.stdout) == (2, "") and says in done.stderr
+
+
+def test_a_path_is_no_command(tmp_path: Path) -> None:
+    """What is there is checked whatever its name, and a name that is like no command is a path that is not there."""
+    shutil.copytree(GOOD, tmp_path / "chekc")
+    assert run("chekc", cwd=tmp_path).returncode == 0
+    for name in ("step-1000", "run", "showcase/chec", "./chekc", "llama"):
+        done = run(name, cwd=tmp_path / "chekc")
+        assert (done.returncode, "did you mean" in done.stderr) == (3, False)
+
+
 def test_empty_standard_input_is_no_pass() -> None:
     assert invoke("-", stdin="").exit_code == 3
 
@@ -401,7 +428,7 @@ def test_json_follows_its_schema(paths: list[str]) -> None:
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
     jsonschema.validate(document, SCHEMA)
     assert document["verdict"] == {0: "pass", 1: "fail", 3: "incomplete"}[result.exit_code]
-    assert len(document["checkpoints"]) + len(document["nothing"]) == len(paths)
+    assert len(document["checkpoints"]) + len(document["not_found"]) == len(paths)
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in REAL.iterdir() if path.is_dir())[::4])
@@ -539,7 +566,7 @@ def test_quiet_and_verbose() -> None:
     assert "slowest" in loud
     assert "did not apply:" not in plain
     assert invoke(GOOD, "-q").output == ""
-    assert re.search(r"^Passed: \d+ rules ran in \d+\.\d\d s, \d+ did not apply\.$", invoke(GOOD).output, re.MULTILINE)
+    assert re.search(r"^Passed: \d+ rules ran in \d+\.\d\d s\.$", invoke(GOOD).output, re.MULTILINE)
     assert [invoke(p, "-qq").exit_code for p in (GOOD, BAD, NOTHING)] == [0, 1, 3]
 
 
@@ -592,7 +619,16 @@ def test_json_is_never_coloured() -> None:
     assert "\x1b" not in invoke(BAD, "--format", "json", "--color", "always").output
 
 
-@pytest.mark.parametrize(("env", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False)])
+@pytest.mark.parametrize(
+    ("env", "coloured"),
+    [
+        ({"TERM": "xterm"}, True),
+        ({"NO_COLOR": "1"}, False),
+        ({"TERM": "dumb"}, False),
+        ({"TERM": "dumb", "FORCE_COLOR": "1"}, True),
+    ],
+    ids=str,
+)
 def test_colour_on_a_terminal(env: dict[str, str], coloured: bool) -> None:
     ours, theirs = pty.openpty()
     kept = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "FORCE_COLOR")} | env
@@ -616,7 +652,16 @@ def test_colour_on_a_terminal(env: dict[str, str], coloured: bool) -> None:
 def test_ascii_by_option_and_by_encoding() -> None:
     assert "┌" in run(BAD).stdout
     assert run(BAD, "--ascii").stdout.isascii()
+    assert run(BAD, env={"TERM": "dumb"}).stdout.isascii()
     assert run(BAD, env={"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}).stdout.isascii()
+
+
+def test_a_dumb_terminal_gets_no_progress_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    for term, is_shown in (("xterm", True), ("dumb", False)):
+        monkeypatch.setenv("TERM", term)
+        with progress(off=False):
+            assert is_listened_to() == is_shown
 
 
 # ---------------------------------------------------------------- environment

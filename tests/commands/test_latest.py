@@ -75,6 +75,24 @@ def test_parts(run: Path) -> None:
     assert latest(run, "--require", "modle").returncode == 2
 
 
+def test_parts_at_depth_metadata(tmp_path: Path) -> None:
+    """Files beside the tensors are known by their names there; what these do not say is not known, never missing."""
+    for number in (1, 2):
+        step = tmp_path / f"checkpoint-{number}"
+        step.mkdir()
+        save_file({"w": torch.full((4,), float(number))}, step / "model.safetensors")
+        torch.save({"state": {}, "param_groups": []}, step / "optimizer.pt")
+        torch.save({"optimizer": 1}, step / "own.pt")
+        (step / "trainer_state.json").write_text(json.dumps({"global_step": number}))
+    for depth in ("metadata", "files"):
+        answer = latest(tmp_path, "--depth", depth)
+        assert (answer.returncode, answer.stdout) == (0, f"{tmp_path}/checkpoint-2\n"), answer.stderr
+        assert "(it holds model and optimizer" in answer.stderr
+    answer = latest(tmp_path, "--depth", "metadata", "--require", "model,rng")
+    assert answer.returncode == 4
+    assert "--depth metadata does not read the files that may hold rng" in answer.stderr
+
+
 def test_no_step_passes(tmp_path: Path) -> None:
     """Exit 1, and nothing on stdout."""
     shutil.copytree(HOLE, tmp_path / "step-1")

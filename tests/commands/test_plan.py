@@ -289,9 +289,10 @@ def test_a_function_that_does_not_end_is_ended(file: Path) -> None:
 @pytest.mark.slow
 def test_what_a_function_prints_is_not_the_answer(file: Path) -> None:
     done = run("plan", REAL / "plain_dtypes", "--to", f"{file}:prints", "--world", "2", "--format", "json")
-    assert done.returncode == 0 and done.stderr == ""
+    assert done.returncode == 1 and done.stderr == ""  # it asks for nothing
     found = json.loads(done.stdout)
     assert found["form"] == "exact" and len(found["unexpected"]) == 42
+    assert found["constraints"][0]["sentence"] == "no rank asks for the model"
 
 
 def test_a_function_is_run_only_when_it_is_named(tmp_path: Path, real_copy: Callable[[str], Path]) -> None:

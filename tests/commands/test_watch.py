@@ -387,6 +387,18 @@ def wait_for(condition: Callable[[], bool], seconds: float = 15) -> None:
         time.sleep(0.02)
 
 
+def test_a_run_folder_that_does_not_exist_yet_is_waited_for(tmp_path: Path) -> None:
+    """The job makes it when it starts; `--once` does not wait."""
+    path = tmp_path / "later" / "run"
+    assert run("watch", path, "--once", "--interval", "0").returncode == 3
+    with watching(path, "--interval", "0.1") as process:
+        assert process.stderr is not None
+        assert process.stderr.readline() == f"ckptlint: {path} does not exist yet: waiting for it, looks every 0.1 s\n"
+        save(path / "step-1", HOLE)()
+        assert "watching" in process.stderr.readline()
+        assert process.stderr.readline().endswith("step-1 is finished\n")
+
+
 def test_a_run_that_torch_writes_while_it_is_watched(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     dcp = pytest.importorskip("torch.distributed.checkpoint")

@@ -54,7 +54,7 @@ def test_verdict_and_exit_code(path: Path, verdict: str, code: int) -> None:
 
 
 def test_diagnostics() -> None:
-    first = next(ckptlint.check(str(BAD), select=["GEO"]).diagnostics)
+    first = ckptlint.check(str(BAD), select=["GEO"]).diagnostics[0]
     assert (first.code, first.rule.name, first.fqn) == (
         "GEO004",
         "coverage-hole",

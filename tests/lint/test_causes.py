@@ -261,7 +261,7 @@ def test_parts_of_a_sentence_that_name_nothing_are_left_out() -> None:
     holes = [("GEO004", Location(key, ranks=(rank,)), "no entry") for key, rank in (("x", 1), ("y", 2))]
     (cause,) = with_causes(report_of(*holes)).causes
     assert cause.sentence == (
-        "ranks 1 and 2 never saved: no entry names a file from there, and part of x and y is missing (GEO004)"
+        "ranks 1 and 2 never saved: the metadata uses no file from there, and part of x and y is missing (GEO004)"
     )
 
 

@@ -128,7 +128,7 @@ def test_a_newest_step_that_is_unfinished_is_reported_and_not_skipped(tmp_path: 
     assert checked(report, tmp_path) == ["iter_0000020"]
     assert codes(report, "error") == {"COM001"}
     assert report.exit_code == 1
-    assert "iter_0000010" in next(report.diagnostics).finding.hint
+    assert "`ckptlint latest RUN_DIR`" in report.diagnostics[0].finding.hint
 
 
 def test_a_newest_step_that_is_empty_is_reported_and_not_skipped(tmp_path: Path) -> None:
@@ -242,7 +242,7 @@ def test_an_unsupported_format_is_told_and_never_passes(tmp_path: Path, case: st
     report = ckptlint.check(tmp_path)
     assert [(code, level) for code, level, _ in found(report)] == [("SAF004", "error")]
     assert (report.exit_code, report.verdict) == (1, "fail")
-    assert next(report.diagnostics).finding.hint
+    assert report.diagnostics[0].finding.hint
     assert ckptlint.check(tmp_path, fail_on="never").exit_code == 1
 
 

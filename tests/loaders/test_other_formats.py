@@ -20,7 +20,7 @@ def only(path: Path, *words: str) -> None:
     assert [row[:2] for row in rows] == [("SAF004", "error")], rows
     for word in words:
         assert word in rows[0][2], rows[0][2]
-    finding = next(ckptlint.check(path).diagnostics).finding
+    finding = ckptlint.check(path).diagnostics[0].finding
     assert finding.hint
 
 

@@ -144,6 +144,22 @@ def an_object():
     return {"weight": "text", "bias": torch.zeros(5)}
 
 
+def first_layer():
+    return {"layers.0.w": torch.zeros(4)}
+
+
+def model():
+    return {"layers.0.w": torch.zeros(4), "layers.1.w": torch.zeros(4), "layers.2.w": torch.zeros(4)}
+
+
+def axes(mesh):
+    return {"weight": distribute_tensor(torch.zeros(4, 6), mesh["tp"], [Shard(0)])}
+
+
+def own_key():
+    return {}["layers"]
+
+
 def a_tensor():
     return {"step": torch.zeros(()), "weight": torch.zeros(4, 6)}
 """
@@ -160,6 +176,45 @@ def small(tmp_path: Path) -> tuple[Path, Path]:
     dcp.save(state, checkpoint_id=path, no_dist=True)
     (tmp_path / "wanted.py").write_text(WANTED)
     return path, tmp_path / "wanted.py"
+
+
+@pytest.mark.parametrize(
+    ("function", "give_up", "exit_code", "says"),
+    [
+        ("first_layer", (), 1, ["no rank asks for the optimizer", "no rank asks for layers 1-2 of layers"]),
+        ("model", (), 1, ["no rank asks for the optimizer; --no-load-optim says that this is meant"]),
+        ("model", ("optim",), 0, ["no rank asks for the optimizer (--no-load-optim)"]),
+    ],
+)
+def test_layers_and_parts_that_no_rank_asks_for_are_a_loss(
+    tmp_path: Path, function: str, give_up: tuple[str, ...], exit_code: int, says: list[str]
+) -> None:
+    """torch loads without a word; what the job does not ask for is gone with its first save."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    path, file = tmp_path / "step", tmp_path / "wanted.py"
+    state = {f"layers.{number}.w": torch.ones(4) for number in range(3)} | {"optimizer.lr.0": torch.ones(4)}
+    dcp.save(state, checkpoint_id=path, no_dist=True)
+    file.write_text(WANTED)
+    assert refusal(path, file, function) == ""
+    plan = ckptlint.plan(path, f"{file}:{function}", world=1, give_up=give_up)
+    assert (plan.verdict, plan.exit_code) == ("loads", exit_code)
+    assert [item.sentence.startswith(text) for item, text in zip(plan.constraints, says, strict=True)] == [True] * len(
+        says
+    )
+    assert ("Loads, but loses something: " + says[0] in " ".join(str(plan).split())) == bool(exit_code)
+
+
+def test_an_axis_that_the_mesh_has_not(small: tuple[Path, Path]) -> None:
+    """The error of torch is followed by what to do; that of a key of the job's own is not."""
+    with pytest.raises(
+        ckptlint.ConfigError, match="the mesh has the axis dp and no tp: give --mesh, such as dp=4,tp=2"
+    ):
+        of_small(small, "axes", 2)
+    with pytest.raises(ckptlint.ConfigError) as error:
+        of_small(small, "own_key")
+    assert "--mesh" not in str(error.value)
 
 
 def refusal(path: Path, file: Path, function: str) -> str:

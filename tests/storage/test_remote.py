@@ -397,7 +397,7 @@ def test_keys_that_differ_by_case_alone_are_two(s3: Server, edited: Edited) -> N
     edit("__1_0.distcp", None)
     report = ckptlint.check(url)
     assert codes(report, "error") == {"PAY003"}
-    assert "rename __1_0.DISTCP" in next(report.diagnostics).finding.hint
+    assert "rename __1_0.DISTCP" in report.diagnostics[0].finding.hint
 
 
 def test_keys_with_two_slashes_are_not_taken_for_those_with_one(s3: Server, edited: Edited) -> None:
@@ -407,7 +407,7 @@ def test_keys_with_two_slashes_are_not_taken_for_those_with_one(s3: Server, edit
     edit("__1_0.distcp", None)
     report = ckptlint.check(url)
     assert codes(report, "error") == {"PAY003"}
-    assert "`//`" in next(report.diagnostics).finding.hint
+    assert "`//`" in report.diagnostics[0].finding.hint
 
 
 def test_a_prefix_with_two_slashes_inside_is_one(s3: Server, put: Callable[..., str]) -> None:

@@ -326,7 +326,7 @@ def test_a_file_found_only_without_regard_to_case_is_a_note(real_copy: Copy) -> 
     assert report.exit_code == 0
     ((code, level, text),) = found(report)
     assert (code, level, "only in other letter case" in text) == ("PAY003", "info", True)
-    assert "rename __1_0.DISTCP" in next(report.diagnostics).finding.hint
+    assert "rename __1_0.DISTCP" in report.diagnostics[0].finding.hint
 
 
 @pytest.mark.usefixtures("caseless")
@@ -347,7 +347,7 @@ def test_a_file_under_another_case_is_missing_where_case_counts(real_copy: Copy)
         pytest.skip("this file system ignores case")
     report = ckptlint.check(folder)
     assert codes(report, "error") == {"PAY003"}
-    assert "rename __1_0.DISTCP" in next(report.diagnostics).finding.hint
+    assert "rename __1_0.DISTCP" in report.diagnostics[0].finding.hint
 
 
 # ---------------------------------------------------------------- small things

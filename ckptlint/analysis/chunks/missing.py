@@ -299,14 +299,14 @@ def absent_hint(ckpt: Checkpoint, tensor: Tensor, region: Box) -> str:
         mine = f"rank {owner}'s"
         return f"compare the offset of this key on {who} with {mine}: {who} saved {box}, which is {mine} part"
     (rank,) = absent.ranks
-    file = _file_of(ckpt, rank)
+    file, metadata = _file_of(ckpt, rank), ckpt.metadata_file
     if rank not in ranks_with_entries(ckpt):
         if _unnamed_of(ckpt, rank, 1):
-            return f"restore {ckpt.metadata_file} from a copy: {file} of {who} is here, but no entry names it"
-        return f"save again with {who}: no entry names a file of it, so it probably never saved ({file})"
+            return f"restore {metadata} from a copy: {file} of {who} is here, but {metadata} does not use it"
+        return f"save again with {who}: {metadata} uses no file of it, so it probably never saved ({file})"
     lengths = _record_lengths(ckpt, tensor, region)
     if lengths and (unnamed := _unnamed_of(ckpt, rank, min(lengths))):
-        return f"look into {file} of {who}: no entry names {unnamed:,} of its bytes, and this part may be among them"
+        return f"look into {file} of {who}: {metadata} does not use {unnamed:,} of its bytes; this part may be in them"
     if absent.shown_by == _PLANS:
         return f"save again: {who} planned this part, but {file} does not hold it"
     return f"look at the state dict of {who}: it should hold this part, but {file} holds only its other tensors"

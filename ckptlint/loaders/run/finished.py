@@ -155,7 +155,7 @@ def _up_to_step(folder: Folder) -> Iterator[Folder]:
 
 
 def other_step(folder: Folder) -> str:
-    """The newest other step of the run whose save finished, as advice; "" without one. The newest few are looked at."""
+    """Where to find another step, as advice; "" where the run's newest few others did not finish either."""
     *_, own = _up_to_step(folder)
     number, parent = step_number(own.name), own.parent
     if number is None or parent is None:
@@ -165,7 +165,7 @@ def other_step(folder: Folder) -> str:
         for step in islice(others, _STEPS_TRIED):
             there = sub_folder(parent, step.name) if step.is_folder else None
             if there is not None and step_state(there) == "complete":
-                return f"use {printable(step.name)}, the newest other step here whose save finished"
+                return "use another step: `ckptlint latest RUN_DIR` prints the newest that passes"
     except CkptlintError:
         return ""
     return ""

@@ -11,11 +11,11 @@ from urllib.parse import quote
 
 from ckptlint._version import __version__
 from ckptlint.geometry.chunk_map import make_grid
-from ckptlint.lint.report import CheckpointReport, FindingGroup, Ignored, Report
+from ckptlint.lint.report import CheckpointReport, FindingGroup, Ignored, Report, ranks_named
 from ckptlint.lint.rule_page import page
 from ckptlint.model import Checkpoint
 from ckptlint.reporters.full import note_line, notes
-from ckptlint.reporters.json_report import ranks_named, sampled
+from ckptlint.reporters.json_report import sampled
 from ckptlint.reporters.style import Style, shown_file
 from ckptlint.rule import Rule, Severity
 from ckptlint.storage.paths import is_url

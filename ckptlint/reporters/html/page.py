@@ -24,7 +24,7 @@ from ckptlint.model.layout import Box, ChunkLayout
 from ckptlint.model.text import human_bytes, named_ranks, plural, ranges, shape_text
 from ckptlint.reporters.full import STEP_COLUMNS, account, also, left_unread, place_in_words, step_lines, step_rows
 from ckptlint.reporters.html import svg
-from ckptlint.reporters.style import Style, cut
+from ckptlint.reporters.style import Style, cut, cut_names
 from ckptlint.rule import SECTIONS, Finding
 from ckptlint.vocabulary.dtypes import nbytes
 from ckptlint.vocabulary.keys import numbers_in, role
@@ -65,7 +65,7 @@ def render(report: Report, style: Style) -> str:
     for number, part in enumerate(report.checkpoints, 1):
         parts.append(_checkpoint(report, part, f"c{number}", room, work))
         room -= parts[-1]["appendix"]["shown"]
-    is_let_pass = report.verdict == "pass" and report.counts["error"] > 0
+    is_let_pass = _is_let_pass(report)
     return _template().render(
         **frame(),
         hatches=markup(svg.HATCHES),
@@ -80,6 +80,34 @@ def render(report: Report, style: Style) -> str:
         messages=[*report.unreadable, *report.not_found],
         parts=parts,
     )
+
+
+def summary(report: Report) -> list[str]:
+    """The verdict in a word or two, and the sentences of the head and of the causes."""
+    causes = (f"cause: {cause.sentence}. Do: {cause.do}" for part in report.checkpoints for cause in part.causes)
+    verdict = _LET_PASS if _is_let_pass(report) else _VERDICTS[report.verdict]
+    return [verdict[1], _sentence(report), left_unread(report), *report.unread, *causes]
+
+
+def group_rows(report: Report) -> list[dict[str, Any]]:
+    """A row for each group of findings, as the table of the page has it."""
+    return [
+        {
+            "level": group.lead.severity.label,
+            "rule": group.lead.code,
+            "finding": cut_names(group.lead.title, group.lead.fqn),
+            "rank": ranges(_ranks(group.members)),
+            "keys": len(group.members),
+            "hint": "; ".join(text for label, text in group.lead.all_notes() if label == "hint"),
+        }
+        | ({"checkpoint": part.checkpoint.path} if len(report.checkpoints) > 1 else {})
+        for part in report.checkpoints
+        for group in part.groups
+    ]
+
+
+def _is_let_pass(report: Report) -> bool:
+    return report.verdict == "pass" and report.counts["error"] > 0
 
 
 def frame() -> dict[str, Any]:

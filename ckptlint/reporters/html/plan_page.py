@@ -6,7 +6,6 @@ from html import escape
 
 import numpy as np
 
-from ckptlint.model import Checkpoint
 from ckptlint.model.text import human_bytes, named_ranks
 from ckptlint.planning.outcome import Cost, Plan
 from ckptlint.reporters.full import facts
@@ -17,7 +16,7 @@ _BARS = 64
 _WIDTH, _HEIGHT, _LEFT, _TOP = 960, 220, 70, 12
 
 
-def render(plan: Plan, ckpt: Checkpoint) -> str:
+def render(plan: Plan) -> str:
     """The page; every text is escaped, by jinja2 or here."""
     word, sentence = verdict_line(plan)
     nodes = [
@@ -39,8 +38,8 @@ def render(plan: Plan, ckpt: Checkpoint) -> str:
         word=word,
         sentence=sentence[:1].upper() + sentence[1:],
         job=job_line(plan),
-        path=ckpt.path,
-        facts=facts(ckpt),
+        path=plan.checkpoint.path,
+        facts=facts(plan.checkpoint),
         sections=[(heading, listed_patterns(keys), lines) for heading, keys, lines in sections(plan)],
         head=TABLE_HEAD,
         rows=rows(plan.cost),

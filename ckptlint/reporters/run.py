@@ -1,0 +1,66 @@
+"""What `ckptlint latest` and `ckptlint deletable` print of a run."""
+
+from __future__ import annotations
+
+from ckptlint.lint.retention import Fate, Retention
+from ckptlint.lint.steps import JudgedStep, Search
+from ckptlint.model.text import human_bytes, listed, plural
+
+_WARNINGS = 8  # that are shown
+
+
+def search_as_text(search: Search) -> str:
+    """What was skipped and found, and the path of the step that is the answer."""
+    return "".join(f"{line}\n" for line in [*search_lines(search), *filter(None, [search.path])])
+
+
+def search_lines(search: Search) -> list[str]:
+    """What was skipped and what was found, a sentence each."""
+    lines = [f"{step.name} skipped: {step.why}" for step in search.skipped]
+    doubt = next((step.name for step in search.skipped if step.verdict == "not judged"), "")
+    if search.found is None:
+        lines.append(f"no step passes, and {doubt} could not be judged" if doubt else "no step passes")
+    elif doubt:
+        lines.append(f"{search.found.name} passes, but {doubt} may be a newer good step: no answer")
+    else:
+        lines.append(
+            f"{search.found.name} passes (it holds {listed(search.found.parts) or 'none of the named parts'})"
+            f"{_with_warnings(search.found)}"
+        )
+        lines += [f"warning {sentence}" for sentence in search.found.warnings[:_WARNINGS]]
+    return lines + ([search.tracker] if search.tracker else [])
+
+
+def retention_as_text(found: Retention) -> str:
+    """Why each step stays, and the paths of those that may be deleted."""
+    table = [fate_table(found), ""] if found.fates else []
+    return "".join(f"{line}\n" for line in [*table, *retention_lines(found), *found.paths])
+
+
+def retention_lines(found: Retention) -> list[str]:
+    """What could not be searched, and how many steps may be deleted, or why none may."""
+    return [*found.unseen, found.refused or found.sentence]
+
+
+def fate_table(found: Retention) -> str:
+    """Each step, whether it is whole, and why it stays."""
+    from tabulate import tabulate
+
+    gone = {*found.paths}
+    rows = [
+        (fate.step.name, _whole(fate), human_bytes(fate.step.size), "" if fate.step.path in gone else fate.stays)
+        for fate in found.fates
+    ]
+    return tabulate(rows, ("step", "whole", "payload", "stays because"), disable_numparse=True)
+
+
+def _with_warnings(step: JudgedStep) -> str:
+    """How many warnings a step has that passes, to follow a sentence; "" without one."""
+    return f", with {plural(len(step.warnings), 'warning')}" if step.warnings else ""
+
+
+def _whole(fate: Fate) -> str:
+    step = fate.step
+    if step.verdict == "passes":
+        return f"yes{_with_warnings(step)}"
+    return f"{'not judged' if step.verdict == 'not judged' else 'no'}: {step.why}"

@@ -1,0 +1,137 @@
+"""The objects of the Python API in a console and in a notebook."""
+
+from __future__ import annotations
+
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import HOSTILE, REAL, run
+
+import ckptlint
+from ckptlint.testing import write_checkpoint
+
+GOOD, HOLE, RUN = REAL / "fsdp2_4r", REAL / "fsdp2_4r_hole", REAL / "frameworks" / "trackers" / "older"
+ELEMENTS = {"div", "p", "b", "br", "table", "thead", "tbody", "tr", "th", "td", "code"}
+
+
+class Part(HTMLParser):
+    """A part of a page; its elements and its text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.attributes: set[str] = set()
+        self.text = ""
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.attributes |= {name for name, _ in attrs}
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+@pytest.fixture(scope="module")
+def shown() -> dict[str, Any]:
+    """An object of each kind."""
+    return {
+        "Report": ckptlint.check(HOLE),
+        "Plan": ckptlint.plan(GOOD, "dp=3"),
+        "Diff": ckptlint.diff(GOOD, HOLE),
+        "Values": ckptlint.diff(GOOD, HOLE, values=True),
+        "Search": ckptlint.latest(RUN),
+        "Retention": ckptlint.deletable(RUN, keep=1),
+    }
+
+
+COMMANDS = {
+    "Report": ("check", HOLE),
+    "Plan": ("plan", GOOD, "--to", "dp=3"),
+    "Diff": ("diff", GOOD, HOLE),
+    "Values": ("diff", GOOD, HOLE, "--values"),
+    "Search": ("latest", RUN),
+    "Retention": ("deletable", RUN, "--keep", "1"),
+}
+
+
+@pytest.mark.parametrize("kind", COMMANDS)
+def test_str_is_what_the_command_prints(kind: str, shown: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("PYTHONIOENCODING", "utf-8")
+    answer = run(*COMMANDS[kind])
+    printed = answer.stderr.replace("ckptlint: ", "") + answer.stdout
+    seconds = [line for line in str(shown[kind]).splitlines() if " ran on " in line]
+    assert [line for line in str(shown[kind]).splitlines() if line not in seconds] == [
+        line for line in printed.splitlines() if " ran on " not in line
+    ]
+
+
+@pytest.mark.parametrize("kind", COMMANDS)
+def test_one_line_and_a_table(kind: str, shown: dict[str, Any]) -> None:
+    assert repr(shown[kind]).startswith(f"<{kind}") and "\n" not in repr(shown[kind]) and len(repr(shown[kind])) < 300
+    rows = shown[kind].rows()
+    assert len({tuple(row) for row in rows}) <= 1
+    assert all(isinstance(cell, str | int | float | None) for row in rows for cell in row.values())
+    json.dumps(rows)
+    part = Part(shown[kind]._repr_html_())
+    assert part.tags <= ELEMENTS and part.attributes <= {"class", "style"}
+    assert ("table" in part.tags) == bool(rows)
+
+
+def test_a_report_is_a_sequence_of_findings() -> None:
+    report = ckptlint.check(GOOD, HOLE)
+    assert (len(report.diagnostics), report.diagnostics[0].code, report.ignored) == (2, "GEO004", ())
+    assert repr(report) == "<Report 2 checkpoints: fail, 1 error>"
+    assert repr(report.checkpoints[0]) == f"<CheckpointReport {GOOD}: no findings>"
+    first = report.rows()[0]
+    assert (first["code"], first["rank"], first["checkpoint"]) == ("GEO004", 2, str(HOLE))
+    text = Part(report._repr_html_()).text
+    assert "1 error in 2 checkpoints." in text and "cause: rank 2 saved other tensors" in text
+
+
+def test_rows_of_what_a_plan_loses_and_a_diff_finds(shown: dict[str, Any]) -> None:
+    plan = ckptlint.plan(REAL / "fsdp2_4r_hole", "dp=3")
+    assert {(row["effect"], row["key"]) for row in plan.rows()} >= {("drops", "model.layers.0.feed_forward.w1.weight")}
+    kinds = {row["kind"] for row in shown["Diff"].rows()}
+    assert kinds == {"removed"}
+    proven = [row for row in shown["Values"].rows() if row["proven"]]
+    assert len(proven) == 19 and proven[0]["relation"] == "equal"
+
+
+def test_latest_answers_as_the_command_does(tmp_path: Path) -> None:
+    found = ckptlint.latest(RUN)
+    assert found.path == f"{RUN}/iter_0000020" and repr(found) == f"<Search {RUN}: iter_0000020 passes, 0 skipped>"
+    assert ckptlint.latest(RUN, require=["optimizer"]).path is None
+    with pytest.raises(ckptlint.ConfigError, match="there is no part 'optim'"):
+        ckptlint.latest(RUN, require=["optim"])
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "step-1").symlink_to(GOOD)
+    with pytest.raises(ckptlint.ConfigError, match="holds 2 runs: name one of them"):
+        ckptlint.latest(tmp_path)
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_no_name_is_more_than_text(kind: str, tmp_path: Path) -> None:
+    name = HOSTILE[kind][:3000]
+    holes = {name: {"shape": [8], "chunks": ["0:4"]}, f"layers.0.{name}": {"shape": [4], "chunks": []}}
+    write_checkpoint({"tensors": holes}, tmp_path / "old")
+    write_checkpoint({"tensors": {"w": {"shape": [8], "chunks": ["0:8"]}}}, tmp_path / "new")
+    for found in (
+        ckptlint.check(tmp_path / "old"),
+        ckptlint.diff(tmp_path / "old", tmp_path / "new"),
+        ckptlint.plan(tmp_path / "old", "dp=2"),
+    ):
+        part = Part(found._repr_html_())
+        assert part.tags <= ELEMENTS and part.attributes <= {"class", "style"}
+        assert "\n" not in repr(found) and repr(found).isprintable()
+        text = str(found)
+        assert all(line.isprintable() for line in text.splitlines())
+        text.encode(), part.text.encode()
+        for line in text.splitlines():
+            assert not line.lstrip().startswith(("::", "##["))
