@@ -26,6 +26,7 @@ from ckptlint.commands.shared import (
 )
 from ckptlint.errors import ConfigError
 from ckptlint.geometry.chunk_map import draw, make_grid
+from ckptlint.geometry.record_states import NOT_CHECKED, chunk_states
 from ckptlint.loaders.reference import manifest_text
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import braces, human_bytes, plural, printable, ranges, some
@@ -263,9 +264,12 @@ def _alike(ckpt: Checkpoint, tensors: Iterable[Tensor]) -> list[tuple[Tensor, li
 
 def _map(ckpt: Checkpoint, tensor: Tensor, names_alike: list[str], style: Style) -> Iterator[str]:
     yield f"{style.paint(cut(tensor.fqn), 'bold')}  {tensor.dtype} {_shape(tensor)}, {plural(_chunks(tensor), 'chunk')}"
-    grid = make_grid(tensor, None) if tensor.volume else None
+    lost = np.flatnonzero(chunk_states(ckpt, tensor) > NOT_CHECKED)
+    region = tensor.layout.box(int(lost[0])) if len(lost) and tensor.is_sound else None
+    grid = make_grid(tensor, region) if tensor.volume else None
     if grid is not None:
-        yield from (f"  {line}".rstrip() for line in draw(ckpt, grid, None, style.ascii_only, style.width - 2))
+        lines = draw(ckpt, grid, region, style.ascii_only, style.width - 2, style.lost)
+        yield from (f"  {line}".rstrip() for line in lines)
     elif tensor.malformed:
         yield "  the chunks have a different number of axes from the tensor"
     else:
