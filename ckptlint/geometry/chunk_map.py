@@ -17,7 +17,7 @@ from ckptlint.vocabulary.mesh import axes_of_size
 
 CELL_LIMIT = 8
 _CONTEXT = 2
-_MARKS = dict(zip(STATES, " ?!%/", strict=True))
+MARKS = dict(zip(STATES, " ?!%/", strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +213,7 @@ def _cell_text(grid: Grid, states: StateArray, row: int, column: int, width: int
     if not held:
         return "." * width
     if (best := states[held].min()) > NOT_CHECKED:
-        return paint(name.center(width, _MARKS[STATES[best]]))
+        return paint(name.center(width, MARKS[STATES[best]]))
     return name.center(width, "#") if len(held) > 1 else name.center(width)
 
 
@@ -248,7 +248,7 @@ def _legend_lines(
         lines = [*lines[:3], f"and {len(grid.legend)} chunks in all"]
     for state in np.unique(states[states > THERE]).tolist():
         is_lost, rows = state > NOT_CHECKED, np.flatnonzero(states == state).tolist()
-        head = f"{_MARKS[STATES[state]]} " * is_lost + f"{STATES[state]}: "
+        head = f"{MARKS[STATES[state]]} " * is_lost + f"{STATES[state]}: "
         shown = _in_lines([items[row] for row in rows if is_lost and row in items], width - len(head) - 16)[:1]
         left = len(rows) - sum(map(len, shown))
         more = [plural(left, "more chunk" if shown else "chunk")] if left else []

@@ -106,3 +106,11 @@ def shown_file(ckpt: Checkpoint, name: str) -> str:
     A stored path that leaves the folder is never pointed at, since a viewer would follow it.
     """
     return name if is_safe(name) else ckpt.metadata_file
+
+
+def aligned(heads: list[str], rows: list[list[str]]) -> list[str]:
+    """The lines of a table without rules."""
+    from tabulate import tabulate
+
+    table = tabulate([heads, *rows], tablefmt="plain", disable_numparse=True)
+    return [line.rstrip() for line in table.splitlines()]
