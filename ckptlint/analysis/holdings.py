@@ -22,7 +22,6 @@ CELL_STATES = ("nothing", "there", "stored twice", *STATES[1:])
 _PLACES = ("embedding", "layer", "stack", "norm", "head", "rest")
 _PLACE_OF = {"norm": "norm", "output": "head"}
 _KINDS = ("model", "optimizer", "other")
-_STATES = {"master", *MOMENTS} - {*MASTER_COPIES}
 _MOST_OFF = 0.2
 """Share of the median by which a row may be larger or smaller than its like."""
 
@@ -96,21 +95,14 @@ class Holdings:
         return np.searchsorted(self.row, np.arange(len(self.names) + 1))
 
     def without(self) -> dict[str, list[Column]]:
-        """State of the optimizer -> the model's layers of which nobody holds it, where others' are there."""
-        places = {(column.section, column.block, column.layer) for column in self.columns if column.layer >= 0}
-        return {
-            section: lacking
-            for section in dict.fromkeys(part for part, _, _ in places if part in _STATES)
-            if (
-                lacking := [
-                    column
-                    for column in self.columns
-                    if column.section == "model"
-                    and column.layer >= 0
-                    and (section, column.block, column.layer) not in places
-                ]
-            )
+        """Section -> the model's layers of which nobody holds it, where it is there for others: `exp_avg`, `ema`."""
+        layered = [column for column in self.columns if column.layer >= 0]
+        held = {(column.section, column.block, column.layer) for column in layered}
+        found = {
+            section: [c for c in layered if c.section == "model" and (section, c.block, c.layer) not in held]
+            for section in dict.fromkeys(column.section for column in layered)
         }
+        return {section: lacking for section, lacking in found.items() if lacking}
 
 
 @fact

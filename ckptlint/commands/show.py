@@ -201,6 +201,11 @@ def _facts(ckpt: Checkpoint, style: Style) -> Iterator[str]:
     if count:
         parts = [f"{dtype} {count[dtype]:,} ({_size(total[dtype] or None)})" for dtype in sorted(count)]
         yield from style.wrap("dtypes: " + ", ".join(parts), "    ", "  ")
+    states = np.bincount(record_states(ckpt), minlength=len(STATES)).tolist()
+    if bad := [f"{plural(states[i], 'record')} {STATES[i]}" for i in range(NOT_CHECKED, len(STATES)) if states[i]]:
+        yield from map(
+            style.lost, style.wrap(f"not known to be there: {', '.join(bad)}; --ranks shows whose", "    ", "  ")
+        )
 
 
 def _table(tensors: Iterable[Tensor]) -> list[str]:

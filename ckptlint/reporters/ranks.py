@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 from math import ceil
 from typing import Any
 
@@ -25,40 +24,40 @@ _LOST = CELL_STATES.index("failed")
 Run = list[int]
 """The numbers of the columns that share a mark."""
 
+Section = tuple[str, str, list[Run]]
+"""Its name, what stands above its marks, and what each mark is of."""
+
 
 def matrix(held: Holdings, style: Style) -> Iterator[str]:
     """The lines: a header, a row for all ranks or files that look the same, a legend, and what stands out in words."""
+    if not held.columns:
+        yield "no file holds anything that the metadata names"
+        return
     groups = _alike(held)
     shown = sorted(groups, key=lambda rows: not _is_lost(held, rows[0]))[:_ROWS] if len(groups) > _ROWS else groups
     labels = [_label(held, rows) for rows in shown]
     side = max(map(len, labels), default=0)
     wide = style.width - side - _SIZES
-    sections = _sections(held.columns, wide)
-    title = next((t for t in range(20, 3, -1) if sum(_wide(section, t) for section in sections) <= wide), 4)
-    room = [_wide(section, title) - 1 for section in sections]
+    sections, per = _sections(held.columns, wide)
+    title = next((most for most in range(20, 4, -1) if sum(_wide(section, most) for section in sections) <= wide), 4)
+    heads = [(name, head, _wide((name, head, runs), title) - 1) for name, head, runs in sections]
     marks = dict(enumerate((".#" if style.ascii_only else "·■") + "2" + "".join(MARKS.values())[1:] + "+"))
     pad = " " * (side + 2)
-    yield pad + " ".join(cut(name, width).ljust(width) for (name, _), width in zip(sections, room, strict=True))
-    letters = (_heads(held.columns, runs).ljust(width) for (_, runs), width in zip(sections, room, strict=True))
-    yield f"{pad}{' '.join(letters)}       size  model  optim"
+    yield pad + " ".join(cut(name, width).ljust(width) for name, _, width in heads)
+    yield f"{pad}{' '.join(head.ljust(width) for _, head, width in heads)}       size  model  optim"
     used: set[int] = set()
     for rows, label in zip(shown, labels, strict=True):
         states = _states(held, rows[0])
-        cells = [[_merged(states[run]) for run in runs] for _, runs in sections]
+        cells = [[_merged(states[run]) for run in runs] for _, _, runs in sections]
         used.update(*cells)
-        texts = ("".join(map(marks.get, own)).ljust(width) for own, width in zip(cells, room, strict=True))  # type: ignore[arg-type]
+        texts = ("".join(marks[cell] for cell in own).ljust(head[2]) for own, head in zip(cells, heads, strict=True))
         drawn = re.sub(r"[!%/]+", lambda found: style.lost(found[0]), " ".join(texts))
         yield f"{label:<{side}}  {drawn} {_sizes(held, rows)}"
     if len(groups) > _ROWS:
         yield f"and {plural(len(groups) - _ROWS, 'more row')} that differ; --format json has all"
     yield ""
-    yield from style.wrap(
-        _legend(
-            held.columns, sections, any(len(name) > width for (name, _), width in zip(sections, room, strict=True))
-        ),
-        "  ",
-        "",
-    )
+    is_cut = any(len(name) > width for name, _, width in heads)
+    yield from style.wrap(_legend(held.columns, sections, per, is_cut), "  ", "")
     names = dict(enumerate((*CELL_STATES, "some of these layers")))
     yield from style.wrap("   ".join(f"{marks[state]} {names[state]}" for state in sorted(used)), "  ", "")
     yield from (line for sentence in _sentences(held) for line in style.wrap(sentence, "  ", ""))
@@ -97,9 +96,10 @@ def as_json(held: Holdings) -> dict[str, Any]:
 
 def _alike(held: Holdings) -> list[list[int]]:
     found: dict[object, list[int]] = {}
+    is_off = held.out_of_balance
     for row, (start, stop) in enumerate(zip(held.starts, held.starts[1:], strict=False)):
         cells = held.column[start:stop].tobytes(), held.state[start:stop].tobytes()
-        found.setdefault((cells, held.out_of_balance[row], held.size[row] < 0), []).append(row)
+        found.setdefault((cells, is_off[row], held.size[row] < 0), []).append(row)
     return list(found.values())
 
 
@@ -133,59 +133,54 @@ def _sizes(held: Holdings, rows: Sequence[int]) -> str:
 # ---------------------------------------------------------------- columns
 
 
-def _sections(columns: Sequence[Column], room: int) -> list[tuple[str, list[Run]]]:
-    """Each section with the columns of its marks: so many layers in one that the marks fit."""
-    layers = sum(column.layer >= 0 for column in columns)
-    names = [*dict.fromkeys(column.section for column in columns)]
-    per = ceil(layers / max(room - (len(columns) - layers) - len(names), len(names), 1)) or 1
-    found: list[tuple[str, list[Run]]] = []
+def _sections(columns: Sequence[Column], room: int) -> tuple[list[Section], int]:
+    """The sections, and how many layers share a mark so that all fit; a mark is of the same layers in each section."""
+    layers: dict[str, list[int]] = {}
+    for block, layer in sorted({(column.block, column.layer) for column in columns if column.layer >= 0}):
+        layers.setdefault(block, []).append(layer)
+    number = {column: i for i, column in enumerate(columns)}
+    kinds = [*dict.fromkeys((column.section, column.place, column.block) for column in columns)]
+    most = sum(len(layers[block]) for _, place, block in kinds if place == "layer")
+    names = [*dict.fromkeys(name for name, _, _ in kinds)]
+    others = sum(place != "layer" for _, place, _ in kinds)
+    per = ceil(most / max(room - others - 2 * len(names), len(names))) or 1
+    found = []
     for name in names:
-        runs: list[Run] = []
-        own = [number for number, column in enumerate(columns) if column.section == name]
-        for _, group in groupby(own, key=lambda number: (columns[number].place, columns[number].block)):
-            alike = [*group]
-            runs += [alike[start : start + per] for start in range(0, len(alike), per)]
-        found.append((name, runs))
-    return found
+        head, runs = "", list[Run]()
+        for _, place, block in (kind for kind in kinds if kind[0] == name):
+            if place != "layer":
+                head += _LETTERS[place]
+                runs.append([number[Column(name, place, block)]])
+                continue
+            marks = [layers[block][start : start + per] for start in range(0, len(layers[block]), per)]
+            own = ([Column(name, place, block, layer) for layer in mark] for mark in marks)
+            runs += [[number[column] for column in mark if column in number] for mark in own]
+            first, last = str(marks[0][0]), str(marks[-1][-1])
+            last = last if len(marks) > len(first) + len(last) else ""
+            head += (first + last.rjust(len(marks) - len(first)))[: len(marks)]
+        found.append((name, head, runs))
+    return found, per
 
 
-def _wide(section: tuple[str, list[Run]], title: int) -> int:
-    return max(len(section[1]), min(len(section[0]), title)) + 1
+def _wide(section: Section, title: int) -> int:
+    name, _, runs = section
+    return max(len(runs), min(len(name), title)) + 1
 
 
-def _heads(columns: Sequence[Column], runs: Sequence[Run]) -> str:
-    """A letter above each mark, and above those of layers the first and the last number where there is room."""
-    text = ""
-    for _, group in groupby(runs, key=lambda run: (columns[run[0]].place, columns[run[0]].block)):
-        own = [*group]
-        first, last = columns[own[0][0]], str(columns[own[-1][-1]].layer)
-        head = _LETTERS.get(first.place) or str(first.layer)
-        text += (head + last.rjust(len(own) - len(head)) if len(own) > len(head) + len(last) else head)[: len(own)]
-    return text
-
-
-def _legend(columns: Sequence[Column], sections: Sequence[tuple[str, list[Run]]], trimmed: bool) -> str:
+def _legend(columns: Sequence[Column], sections: Sequence[Section], per: int, is_cut: bool) -> str:
     blocks: dict[str, set[int]] = {}
     for column in columns:
         if column.layer >= 0:
             blocks.setdefault(column.block, set()).add(column.layer)
-    per = max((len(run) for _, runs in sections for run in runs), default=1)
-    parts = [
-        f"{letter} {_WORDS[letter]}"
-        for letter in _LETTERS.values()
-        if letter in {_LETTERS.get(c.place) for c in columns}
-    ]
+    places = {column.place for column in columns}
+    parts = [f"{letter} {_WORDS[letter]}" for place, letter in _LETTERS.items() if place in places]
     parts += [f"{cut(block)} {ranges(layers)}" for block, layers in blocks.items()]
-    many = f" ({per} layers a mark)" if per > 1 else ""
-    return (
-        ("columns: " + ", ".join(name for name, _ in sections) + "; each: " if trimmed else "")
-        + ", ".join(parts)
-        + many
-    )
+    names = f"columns: {', '.join(name for name, _, _ in sections)}; each: " if is_cut else ""
+    return names + ", ".join(parts) + (f" ({per} layers a mark)" if per > 1 else "")
 
 
 def _merged(states: npt.NDArray[np.uint8]) -> int:
-    worst = int(states.max())
+    worst = int(states.max(initial=0))
     return _PARTLY if worst < _LOST and worst and not states.all() else worst
 
 
@@ -200,9 +195,9 @@ def _sentences(held: Holdings) -> Iterator[str]:
             yield f"{CELL_STATES[state]} {of}{some(map(cut, files), 3)}"
     odd = np.flatnonzero(held.out_of_balance)
     for row in odd[np.argsort(-np.abs(np.log(held.factor[odd])), kind="stable")][:4].tolist():
-        yield f"{held.names[row]} has {held.factor[row]:.1f} times the bytes that are usual for its like"
+        yield f"{held.names[row]} has {held.factor[row]:.1f} times the median size of its like"
     if len(odd) > 4:
-        yield f"and {plural(len(odd) - 4, 'more row')} more than 20 % off the median of their like"
+        yield f"and {plural(len(odd) - 4, 'more row')} more than 20 % off the median"
     for section, lacking in held.without().items():
         blocks = dict.fromkeys(column.block for column in lacking)
         where = (f"{block} {ranges(c.layer for c in lacking if c.block == block)}" for block in blocks)
