@@ -206,8 +206,9 @@ def _columns(ckpt: Checkpoint) -> tuple[list[Column], IntArray, npt.NDArray[np.b
     for tensor in ckpt.sound_tensors():
         rows = np.flatnonzero(tensor.chunks.record >= 0)
         records, whole = tensor.chunks.record[rows], _column_of(tensor.fqn, states)
-        if whole.place == "stack" and tensor.global_shape and (tensor.layout.sizes[rows, 0] <= 1).all():
-            layers, at = np.unique(tensor.layout.offsets[rows, 0], return_inverse=True)
+        starts, extents = (what[rows, :1].ravel() for what in (tensor.layout.offsets, tensor.layout.sizes))
+        if whole.place == "stack" and len(starts) and (starts >= 0).all() and (extents <= 1).all():
+            layers, at = np.unique(starts, return_inverse=True)
             parts[records] = np.array([*(replace(whole, place="layer", layer=i) for i in layers.tolist()), None])[at]
         for box in tensor.layout.coverage.doubled:
             over = tensor.chunks.record[tensor.layout.touching(box)]

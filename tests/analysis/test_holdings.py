@@ -105,3 +105,9 @@ def test_files_of_one_rank_are_in_order_of_the_ranks(tmp_path: Path) -> None:
     cut = [f"{i}:{i + 1}" for i in range(12)]
     write_checkpoint({"tensors": {"w": {"shape": [12], "chunks": cut}}}, tmp_path)
     assert holdings_of(load_folder(tmp_path)).ranks.tolist() == [*range(12)]
+
+
+@pytest.mark.parametrize("chunks", [["-1:0, :"], ["0:2, :"]])
+def test_layers_in_one_chunk_or_at_a_forged_offset_stay_a_stack(tmp_path: Path, chunks: list[str]) -> None:
+    write_checkpoint({"tensors": {"decoder.layers.mlp.w": {"shape": [2, 4], "chunks": chunks}}}, tmp_path)
+    assert holdings_of(load_folder(tmp_path)).columns == [Column("model", "stack", "decoder.layers")]
