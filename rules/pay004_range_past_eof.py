@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-import numpy.typing as npt
 
 from ckptlint.depth import Depth
-from ckptlint.model import Checkpoint, RecordTable
+from ckptlint.geometry.record_states import least_container, rows_by_file
+from ckptlint.model import Checkpoint
 from ckptlint.model.layout import IntArray, distinct
 from ckptlint.model.text import human_bytes, some
 from ckptlint.rule import Finding, Location, Note, Severity, rule
 
-_HEADER = 10
-"""Least bytes of a safetensors header: its length and an empty object."""
 _COPY = "compare its size with the original's and copy it again; an interrupted copy often leaves a round size"
 
 
@@ -41,26 +39,21 @@ def range_past_eof(ckpt: Checkpoint) -> Iterator[Finding]:
     size = ckpt.files.size[table.file]
     negative = (table.byte_offset < 0) | (table.byte_length < 0)
     beyond = (size >= 0) & (table.byte_length > size - table.byte_offset)
-    short = _by_file(table, beyond & ~negative)
+    short = rows_by_file(table, beyond & ~negative)
     kind = _kind(ckpt, len(short))
     for rows in short:
         yield _truncated(ckpt, rows, kind)
-    for rows in _by_file(table, negative):
+    for rows in rows_by_file(table, negative):
         yield _damaged(ckpt, rows)
 
 
 def _smaller_than_tensors(ckpt: Checkpoint) -> Iterator[Finding]:
     """Files of the safetensors serialisation that are shorter than a header and the tensors that begin after it."""
     table = ckpt.records
-    for rows in _by_file(table, ~table.transformed):
-        file = ckpt.files[int(table.file[rows[0]])]
-        start = int(table.byte_offset[rows].max())
-        rows = rows[table.byte_offset[rows] == start]
-        longest: dict[int, int] = {}  # a header has one entry for each key
-        for fqn, length in zip(table.fqn[rows].tolist(), table.byte_length[rows].tolist(), strict=True):
-            longest[fqn] = max(longest.get(fqn, 0), length)
-        needed = start + _HEADER + sum(longest.values())
-        if start >= 0 and file.size is not None and file.size < needed:
+    for own in rows_by_file(table, ~table.transformed):
+        file = ckpt.files[int(table.file[own[0]])]
+        rows, needed = least_container(table, own)
+        if file.size is not None and file.size < needed:
             keys = _keys(ckpt, rows)
             yield Finding(
                 f"{file.name} is {f'{human_bytes(needed - file.size)} short' if file.size else 'empty'}: it has "
@@ -74,13 +67,6 @@ def _smaller_than_tensors(ckpt: Checkpoint) -> Iterator[Finding]:
                 notes=_shown(keys),
                 hint=_COPY,
             )
-
-
-def _by_file(table: RecordTable, chosen: npt.NDArray[np.bool_]) -> list[IntArray]:
-    """The chosen rows, those of one file together."""
-    rows = np.flatnonzero(chosen)
-    rows = rows[np.argsort(table.file[rows], kind="stable")]
-    return np.split(rows, np.flatnonzero(np.diff(table.file[rows])) + 1) if len(rows) else []
 
 
 def _kind(ckpt: Checkpoint, short: int) -> str:

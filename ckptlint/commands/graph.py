@@ -12,10 +12,11 @@ import click
 import networkx as nx
 import numpy as np
 
-from ckptlint.commands.shared import ENVIRONMENT, described_or_exit, show_text
+from ckptlint.commands.shared import ENVIRONMENT, described_or_exit, say, show_text
 from ckptlint.commands.show import no_tensor
 from ckptlint.errors import ConfigError
 from ckptlint.geometry.chunk_graph import axis_graph
+from ckptlint.geometry.record_states import NOT_CHECKED, STATES, chunk_states
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import printable
 from ckptlint.reporters.style import JSON_ESCAPE, inert
@@ -42,21 +43,34 @@ def graph(path: str, fqn: str, axis: int | None, format_: str) -> None:
 
     Exit codes: 0 drawn, 1 unsafe or unreadable, 2 no such tensor or axis, 3 no checkpoint there, 4 not read.
     """
-    checkpoints = list(described_or_exit(path, partial=True).values())
+    checkpoints = list(described_or_exit(path, files=True, partial=True).values())
     found = [(ckpt, ckpt.tensors[key]) for ckpt in checkpoints for key in (fqn, printable(fqn)) if key in ckpt.tensors]
     if not found:
         raise ConfigError(no_tensor(checkpoints, fqn))
-    text = GRAPH_FORMATS[format_](drawing(*found[0], axis))
-    show_text(inert(text, JSON_ESCAPE if format_ == "json" else _ENTITY))
+    drawn = drawing(*found[0], axis)
+    show_text(inert(GRAPH_FORMATS[format_](drawn), JSON_ESCAPE if format_ == "json" else _ENTITY))
+    if axis is None and (chain := _chain(drawn)):
+        say(chain)
+
+
+def _chain(graph: nx.DiGraph[str]) -> str:
+    """The sentence for a graph that has nothing to show but intervals one after another; "" for any other."""
+    axes = {data["axis"] for _, data in graph.nodes(data=True)}
+    if len(axes) != 1 or any(degree > 1 for _, degree in graph.out_degree):
+        return ""
+    count = sum("start" in data for _, data in graph.nodes(data=True))
+    if count == 1:
+        return f"{graph.graph['fqn']} is not cut: its graph is one interval"
+    return f"{graph.graph['fqn']} is cut on dim {axes.pop()} alone: its graph is a chain of {count:,} intervals"
 
 
 def drawing(ckpt: Checkpoint, tensor: Tensor, axis: int | None) -> nx.DiGraph[str]:
     """The chunk graphs of the axes that are cut, or of one axis, in one graph.
 
     Node attributes: `axis`; `start` and `stop` in elements; `chunks`, how many lie on the interval; `files`, the names
-    of their files; a node of the attribute `edge` alone is an end of the axis that no chunk reaches. The attribute
-    `missing` of a link is the interval [start, stop) that no chunk occupies. Graph attributes: `fqn`, `dtype`, `shape`
-    and for each axis its label.
+    of their files; `lost`, how many of them are lost and how ("1 missing"), "" for none; a node of the attribute `edge`
+    alone is an end of the axis that no chunk reaches. The attribute `missing` of a link is the interval [start, stop)
+    that no chunk occupies. Graph attributes: `fqn`, `dtype`, `shape` and for each axis its label.
 
     Raises:
         ConfigError: there is no such axis, or chunks and shape cannot be compared.
@@ -90,16 +104,18 @@ def _gaps(intervals: list[list[int]], size: int) -> list[tuple[int, int]]:
 
 
 def _add_axis(graph: nx.DiGraph[str], ckpt: Checkpoint, tensor: Tensor, axis: int) -> None:
-    own = axis_graph(tensor.layout, axis)
+    intervals, states = axis_graph(tensor.layout, axis), chunk_states(ckpt, tensor)
     size = tensor.global_shape[axis]
-    nodes = sorted(own)
+    nodes = sorted(intervals)
     graph.graph[f"dim {axis}"] = f"dim {axis} x {len(nodes)}"
     names = {node: f"{axis}:{node[0]}:{node[1]}" for node in nodes}
     for start, stop in nodes:
-        rows = own.nodes[start, stop]["rows"]
+        rows = intervals.nodes[start, stop]["rows"]
         files = _files(ckpt, tensor, rows)
-        graph.add_node(names[start, stop], axis=axis, start=start, stop=stop, chunks=len(rows), files=files)
-    graph.add_edges_from((names[a], names[b]) for a, b in sorted(own.edges))
+        own = np.bincount(states[rows], minlength=len(STATES)).tolist()
+        lost = ", ".join(f"{own[i]} {STATES[i]}" for i in range(NOT_CHECKED + 1, len(STATES)) if own[i])
+        graph.add_node(names[start, stop], axis=axis, start=start, stop=stop, chunks=len(rows), files=files, lost=lost)
+    graph.add_edges_from((names[a], names[b]) for a, b in sorted(intervals.edges))
     ends = {stop: names[start, stop] for start, stop in reversed(nodes)}
     starts = {start: names[start, stop] for start, stop in reversed(nodes)}
     for low, high in _gaps([list(node) for node in nodes], size):
@@ -201,7 +217,8 @@ def _label(data: dict[str, Any]) -> list[str]:
         return [str(data["edge"])]
     files = [PurePath(name).stem for name in data["files"]]
     more = f" +{len(files) - _FILES:,}" if len(files) > _FILES else ""
-    return [f"{data['start']}:{data['stop']}", ", ".join(files[:_FILES]) + more or "stored nowhere"]
+    held = [f"{data['start']}:{data['stop']}", ", ".join(files[:_FILES]) + more or "stored nowhere"]
+    return [*held, data["lost"]] if data["lost"] else held
 
 
 def _letters(number: int) -> str:

@@ -14,6 +14,10 @@ from typing import Any
 import click
 import numpy as np
 
+from ckptlint.analysis.holdings import holdings_of
+from ckptlint.commands.region import HeldRegion, region_asked
+from ckptlint.commands.region import as_json as region_as_json
+from ckptlint.commands.region import as_text as region_as_text
 from ckptlint.commands.shared import (
     ENVIRONMENT,
     described_or_exit,
@@ -24,13 +28,17 @@ from ckptlint.commands.shared import (
     terminal_style,
     write_file,
 )
+from ckptlint.depth import Depth
 from ckptlint.errors import ConfigError
 from ckptlint.geometry.chunk_map import draw, make_grid
+from ckptlint.geometry.record_states import MISSING, NOT_CHECKED, STATES, chunk_states, record_states
 from ckptlint.loaders.reference import manifest_text
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import braces, human_bytes, plural, printable, ranges, some
 from ckptlint.reporters.full import header
-from ckptlint.reporters.style import JSON_ESCAPE, Style, cut, inert
+from ckptlint.reporters.ranks import as_json as ranks_as_json
+from ckptlint.reporters.ranks import matrix
+from ckptlint.reporters.style import JSON_ESCAPE, Style, aligned, cut, inert
 from ckptlint.vocabulary.dtypes import nbytes
 from ckptlint.vocabulary.keys import role
 
@@ -43,26 +51,69 @@ Branch = dict[str, "Branch | Tensor"]
 
 @click.command(context_settings=ENVIRONMENT)
 @click.argument("path")
-@click.argument("pattern", metavar="[GLOB]", required=False)
+@click.argument("pattern", metavar="[GLOB | KEY[SLICES]]", required=False)
 @click.option("--tree", is_flag=True, help="Show keys as a tree; layers that look the same are one branch.")
+@click.option("--ranks", is_flag=True, help="Show which rank or file holds which layers, and who is out of balance.")
+@click.option(
+    "--depth",
+    type=click.Choice([depth.value for depth in Depth if depth.looks_at_files]),
+    default=Depth.FILES.value,
+    show_default=True,
+    help="How deep to look for data that is lost: with data every byte is read, and checksums are compared.",
+)
 @click.option("--format", "format_", type=click.Choice(["text", "json"]), default="text", show_default=True)
 @click.option("--color", type=click.Choice(["auto", "always", "never"]), default="auto", show_default=True)
 @click.option("--ascii", "ascii_only", is_flag=True, help="Draw with plain characters.")
-def show(path: str, pattern: str | None, tree: bool, format_: str, color: str, ascii_only: bool) -> None:
+def show(
+    path: str, pattern: str | None, tree: bool, ranks: bool, depth: str, format_: str, color: str, ascii_only: bool
+) -> None:
     """Show what is in a checkpoint, without a verdict: tensors, shapes, dtypes, chunks, objects, topology.
 
-    With a GLOB, show the tensors whose key matches, and a map of their chunks.
+    With a GLOB, show the tensors whose key matches, and a map of their chunks. With a key and slices as Python writes
+    them (`'w[128:256, :]'`), show who holds these rows.
 
-    Exit codes: 0 shown, 1 unsafe or unreadable, 2 no tensor matches, 3 no checkpoint there, 4 not read.
+    Exit codes: 0 shown, 1 unsafe or unreadable, 2 no tensor or region matches, 3 no checkpoint there, 4 not read.
     """
     if tree and format_ == "json":
         raise click.UsageError("--tree prints text: leave out --format json")
-    checkpoints = list(described_or_exit(path, files=True, partial=True).values())
+    if ranks and (tree or pattern is not None):
+        raise click.UsageError("--ranks is about the whole checkpoint: leave out the pattern and --tree")
+    checkpoints = _read(path, Depth(depth))
     style = terminal_style(color, ascii_only, 0, 0, False)
+    held = _region(checkpoints, pattern)
     if format_ == "json":
-        show_text(inert(as_json(checkpoints, pattern), JSON_ESCAPE))
+        show_text(inert(as_json(checkpoints, pattern, ranks, held), JSON_ESCAPE))
+    elif held:
+        if tree:
+            raise click.UsageError("--tree is about whole tensors: leave out the slices")
+        texts = ("\n".join([header(part.ckpt, style), "", *region_as_text(part)]) for part in held)
+        show_text(inert("\n\n".join(texts) + "\n"))
+    elif ranks:
+        blocks = (
+            [header(ckpt, style), *_facts(ckpt, style), "", *matrix(holdings_of(ckpt), style)] for ckpt in checkpoints
+        )
+        show_text(inert("\n\n".join("\n".join(line.rstrip() for line in block) for block in blocks) + "\n"))
     else:
         show_text(inert(as_text(checkpoints, pattern, tree, style)))
+
+
+def _read(path: str, depth: Depth) -> list[Checkpoint]:
+    """The checkpoints that a path means, their records read as deep as that."""
+    if not depth.opens_records:
+        return [*described_or_exit(path, files=True, partial=True).values()]
+    from ckptlint.payload.reader import read_payload
+    from ckptlint.payload.reading import default_reading
+
+    with progress(off=False):
+        opened = opened_or_exit(path, files=True, partial=True)
+        return [read_payload(item.folder, item.ckpt, default_reading(depth)) for item in opened]
+
+
+def _region(checkpoints: Sequence[Checkpoint], pattern: str | None) -> list[HeldRegion]:
+    """Who holds the region that a pattern means; none where it is a glob: then tensors match it."""
+    if pattern is None or (":" not in pattern and any(matching(ckpt, pattern) for ckpt in checkpoints)):
+        return []
+    return region_asked(checkpoints, pattern)
 
 
 def matching(ckpt: Checkpoint, pattern: str | None) -> list[Tensor]:
@@ -102,14 +153,22 @@ def as_text(checkpoints: Sequence[Checkpoint], pattern: str | None, tree: bool, 
     return "\n\n".join(blocks) + "\n"
 
 
-def as_json(checkpoints: Sequence[Checkpoint], pattern: str | None) -> str:
-    """The same as JSON; with a glob every chunk of the tensors that match.
+def as_json(
+    checkpoints: Sequence[Checkpoint], pattern: str | None, ranks: bool = False, held: Sequence[HeldRegion] = ()
+) -> str:
+    """The same as JSON; with a glob every chunk of the tensors that match, with `ranks` who holds what.
 
     Raises:
         ConfigError: no tensor matches.
     """
+    if held:
+        parts = [_checkpoint(part.ckpt, part.tensor.fqn) | {"region": region_as_json(part)} for part in held]
+        return json.dumps({"schema": SCHEMA, "checkpoints": parts}, indent=2) + "\n"
     _demand_match(checkpoints, pattern)
-    found = [_checkpoint(ckpt, pattern) for ckpt in checkpoints]
+    found = [
+        _checkpoint(ckpt, pattern) | ({"ranks": ranks_as_json(holdings_of(ckpt))} if ranks else {})
+        for ckpt in checkpoints
+    ]
     return json.dumps({"schema": SCHEMA, "checkpoints": found}, indent=2) + "\n"
 
 
@@ -142,6 +201,11 @@ def _facts(ckpt: Checkpoint, style: Style) -> Iterator[str]:
     if count:
         parts = [f"{dtype} {count[dtype]:,} ({_size(total[dtype] or None)})" for dtype in sorted(count)]
         yield from style.wrap("dtypes: " + ", ".join(parts), "    ", "  ")
+    states = np.bincount(record_states(ckpt), minlength=len(STATES)).tolist()
+    if bad := [f"{plural(states[i], 'record')} {STATES[i]}" for i in range(NOT_CHECKED, len(STATES)) if states[i]]:
+        yield from map(
+            style.lost, style.wrap(f"not known to be there: {', '.join(bad)}; --ranks shows whose", "    ", "  ")
+        )
 
 
 def _table(tensors: Iterable[Tensor]) -> list[str]:
@@ -155,14 +219,7 @@ def _table(tensors: Iterable[Tensor]) -> list[str]:
         size = _size(nbytes(first.dtype, first.volume))
         each = [first.dtype, _shape(first), f"{_chunks(first):,}", _degrees(first), size]
         rows += [[cut(name), *each] for name in braces(tensor.fqn for tensor in members)]
-    return _aligned(["tensor", "dtype", "shape", "chunks", "cut", "size of one"], rows) if rows else ["no tensors"]
-
-
-def _aligned(heads: list[str], rows: list[list[str]]) -> list[str]:
-    from tabulate import tabulate
-
-    table = tabulate([heads, *rows], tablefmt="plain", disable_numparse=True)
-    return [line.rstrip() for line in table.splitlines()]
+    return aligned(["tensor", "dtype", "shape", "chunks", "cut", "size of one"], rows) if rows else ["no tensors"]
 
 
 def _tree(tensors: Iterable[Tensor], style: Style) -> Iterator[str]:
@@ -243,7 +300,7 @@ def _others(ckpt: Checkpoint, style: Style) -> Iterator[str]:
             if isinstance(shape, tuple)
             for name in braces(keys)
         ]
-        yield from ["", *_aligned(["object", "grid", "shards"], rows)]
+        yield from ["", *aligned(["object", "grid", "shards"], rows)]
     if ckpt.byte_objects:
         listed = some(map(cut, braces(entry.fqn for entry in ckpt.byte_objects)), _LISTED, "pattern")
         yield ""
@@ -263,9 +320,12 @@ def _alike(ckpt: Checkpoint, tensors: Iterable[Tensor]) -> list[tuple[Tensor, li
 
 def _map(ckpt: Checkpoint, tensor: Tensor, names_alike: list[str], style: Style) -> Iterator[str]:
     yield f"{style.paint(cut(tensor.fqn), 'bold')}  {tensor.dtype} {_shape(tensor)}, {plural(_chunks(tensor), 'chunk')}"
-    grid = make_grid(tensor, None) if tensor.volume else None
+    lost = np.flatnonzero(chunk_states(ckpt, tensor) > NOT_CHECKED)
+    region = tensor.layout.box(int(lost[0])) if len(lost) and tensor.is_sound else None
+    grid = make_grid(tensor, region) if tensor.volume else None
     if grid is not None:
-        yield from (f"  {line}".rstrip() for line in draw(ckpt, grid, None, style.ascii_only, style.width - 2))
+        lines = draw(ckpt, grid, region, style.ascii_only, style.width - 2, style.lost)
+        yield from (f"  {line}".rstrip() for line in lines)
     elif tensor.malformed:
         yield "  the chunks have a different number of axes from the tensor"
     else:
@@ -330,22 +390,26 @@ def _tensor(ckpt: Checkpoint, tensor: Tensor, with_chunks: bool) -> dict[str, An
         "cut": None if cuts is None else list(cuts),
     }
     if with_chunks:
-        boxes = zip(
-            tensor.layout.offsets.tolist(), tensor.layout.sizes.tolist(), tensor.chunks.record.tolist(), strict=True
+        sound = zip(tensor.layout.offsets.tolist(), tensor.layout.sizes.tolist(), strict=True)
+        boxes = [*sound, *((list(chunk.offsets), list(chunk.sizes)) for chunk in tensor.malformed)]
+        records = [*tensor.chunks.record.tolist(), *(chunk.record for chunk in tensor.malformed)]
+        of_malformed = (
+            record_states(ckpt)[chunk.record] if chunk.record >= 0 else MISSING for chunk in tensor.malformed
         )
-        places = [(list(chunk.offsets), list(chunk.sizes), chunk.record) for chunk in tensor.malformed]
-        described["layout"] = [_chunk(ckpt, *chunk) for chunk in [*boxes, *places]]
+        states = [*chunk_states(ckpt, tensor).tolist(), *of_malformed]
+        described["layout"] = [_chunk(ckpt, *chunk) for chunk in zip(boxes, records, states, strict=True)]
     return described
 
 
-def _chunk(ckpt: Checkpoint, offsets: list[int], sizes: list[int], record: int) -> dict[str, Any]:
+def _chunk(ckpt: Checkpoint, box: tuple[list[int], list[int]], record: int, state: int) -> dict[str, Any]:
     file, byte_offset, byte_length = ckpt.byte_range_of(record) if record >= 0 else (None, None, None)
     return {
-        "offsets": offsets,
-        "sizes": sizes,
+        "offsets": box[0],
+        "sizes": box[1],
         "file": file,
         "byte_offset": byte_offset,
         "byte_length": byte_length,
+        "state": STATES[state],
     }
 
 

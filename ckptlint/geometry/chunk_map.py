@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
+from ckptlint.geometry.record_states import NOT_CHECKED, STATES, THERE, StateArray, chunk_states
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.layout import Box, IntArray, distinct
-from ckptlint.model.text import human_bytes
+from ckptlint.model.text import human_bytes, plural
 from ckptlint.vocabulary.dtypes import nbytes
 from ckptlint.vocabulary.mesh import axes_of_size
 
 CELL_LIMIT = 8
 _CONTEXT = 2
+MARKS = dict(zip(STATES, " ?!%/", strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,24 +95,39 @@ def make_grid(tensor: Tensor, region: Box | None, cells: int = CELL_LIMIT) -> Gr
     return Grid(tensor, down, across, fixed, rows, columns, holders, inside, legend)
 
 
-def draw(ckpt: Checkpoint, grid: Grid, region: Box | None, ascii_only: bool, width: int = 76) -> list[str]:
-    """The lines of a chunk map; cells are folded until none is longer than `width`."""
-    lines = _drawn(ckpt, grid, region, ascii_only, width)
+def draw(
+    ckpt: Checkpoint,
+    grid: Grid,
+    region: Box | None,
+    ascii_only: bool,
+    width: int = 76,
+    paint: Callable[[str], str] = str,
+) -> list[str]:
+    """The lines of a chunk map; cells are folded until none is longer than `width`.
+
+    A chunk whose bytes are not there is filled with the mark of its state, `paint` colours it, and the legend names it.
+    """
     for cells in range(CELL_LIMIT - 1, 2, -1):
+        lines = _drawn(ckpt, grid, region, ascii_only, width, str)
         narrower = make_grid(grid.tensor, region, cells) if max(map(len, lines)) > width else None
         if narrower is None:
             break
-        lines = _drawn(ckpt, narrower, region, ascii_only, width)
-    return lines
+        grid = narrower
+    return _drawn(ckpt, grid, region, ascii_only, width, paint)
 
 
-def _drawn(ckpt: Checkpoint, grid: Grid, region: Box | None, ascii_only: bool, width: int) -> list[str]:
+def _drawn(
+    ckpt: Checkpoint, grid: Grid, region: Box | None, ascii_only: bool, width: int, paint: Callable[[str], str]
+) -> list[str]:
     labels = [_labels(grid.columns)] if grid.down is None else [_labels(grid.columns), _labels(grid.rows)]
     side = 0 if grid.down is None else max(map(len, labels[1])) + 1
     longest = max(map(len, labels[0]))
     room = (width - side - 2) // len(grid.columns) - 1
     cell = max(longest, min(8, room), 3)
-    texts = [[_cell_text(grid, r, c, cell) for c in range(len(grid.columns))] for r in range(len(grid.rows))]
+    states = chunk_states(ckpt, grid.tensor)
+    texts = [
+        [_cell_text(grid, states, r, c, cell, paint) for c in range(len(grid.columns))] for r in range(len(grid.rows))
+    ]
     pad = " " * side
     lines = []
     if grid.down is None:
@@ -133,7 +151,7 @@ def _drawn(ckpt: Checkpoint, grid: Grid, region: Box | None, ascii_only: bool, w
         lines += _marker(grid, region, cell, width)
     if any(not all(row) for row in grid.inside):
         lines.append("x outside the tensor")
-    return lines + _legend_lines(ckpt, grid, width)
+    return lines + _legend_lines(ckpt, grid, states, width, paint)
 
 
 def axis_label(ckpt: Checkpoint, grid: Grid, axis: int) -> str:
@@ -185,7 +203,7 @@ def _labels(cells: list[MapCell]) -> list[str]:
     return [str(cell.start) for cell in cells] + [str(cells[-1].stop)]
 
 
-def _cell_text(grid: Grid, row: int, column: int, width: int) -> str:
+def _cell_text(grid: Grid, states: StateArray, row: int, column: int, width: int, paint: Callable[[str], str]) -> str:
     held = grid.holders[row][column]
     if held is None:
         return f"..{grid.columns[column].folded or grid.rows[row].folded}.."[:width].center(width)
@@ -194,6 +212,8 @@ def _cell_text(grid: Grid, row: int, column: int, width: int) -> str:
         return (name or "").center(width, "x")
     if not held:
         return "." * width
+    if (best := states[held].min()) > NOT_CHECKED:
+        return paint(name.center(width, MARKS[STATES[best]]))
     return name.center(width, "#") if len(held) > 1 else name.center(width)
 
 
@@ -217,14 +237,31 @@ def _marker(grid: Grid, region: Box, cell: int, width: int) -> list[str]:
     return [beside] if len(beside) <= width else [carets, size]
 
 
-def _legend_lines(ckpt: Checkpoint, grid: Grid, width: int) -> list[str]:
-    lines = [""]
-    for row, letter in grid.legend.items():
-        item = f"{letter} {ckpt.chunk_file(grid.tensor, row) or 'stored nowhere'}"
-        if lines[-1] and len(lines[-1]) + 3 + len(item) > width:
-            lines.append("")
-        lines[-1] += ("   " if lines[-1] else "") + item
-        if len(lines) > 3:
-            lines[-1] = f"and {len(grid.legend)} chunks in all"
-            break
-    return [line for line in lines if line]
+def _legend_lines(
+    ckpt: Checkpoint, grid: Grid, states: StateArray, width: int, paint: Callable[[str], str]
+) -> list[str]:
+    items = {
+        row: f"{letter} {ckpt.chunk_file(grid.tensor, row) or 'stored nowhere'}" for row, letter in grid.legend.items()
+    }
+    lines = ["   ".join(line) for line in _in_lines([items[row] for row in items if states[row] <= NOT_CHECKED], width)]
+    if len(lines) > 3:
+        lines = [*lines[:3], f"and {len(grid.legend)} chunks in all"]
+    for state in np.unique(states[states > THERE]).tolist():
+        is_lost, rows = state > NOT_CHECKED, np.flatnonzero(states == state).tolist()
+        head = f"{MARKS[STATES[state]]} " * is_lost + f"{STATES[state]}: "
+        shown = _in_lines([items[row] for row in rows if is_lost and row in items], width - len(head) - 16)[:1]
+        left = len(rows) - sum(map(len, shown))
+        more = [plural(left, "more chunk" if shown else "chunk")] if left else []
+        lines.append(paint(head + " and ".join([*map("   ".join, shown), *more])))
+    return lines
+
+
+def _in_lines(items: list[str], width: int) -> list[list[str]]:
+    """The items of each line, three spaces apart, where no line is longer than a width."""
+    lines: list[list[str]] = []
+    for item in items:
+        if lines and len("   ".join([*lines[-1], item])) <= width:
+            lines[-1].append(item)
+        else:
+            lines.append([item])
+    return lines

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from ckptlint.errors import LimitError, UnreadableError
+from ckptlint.geometry.record_states import needed_bytes
 from ckptlint.loaders.problems import from_refusals
 from ckptlint.model import Checkpoint, Damage, PayloadTable, Problem, RecordContent, RecordState, empty_payload
 from ckptlint.model.layout import IntArray
@@ -17,7 +18,7 @@ from ckptlint.model.text import printable, some, unknown_classes
 from ckptlint.payload.archives.record_pickle import Decoded, decode
 from ckptlint.payload.identical import find_same
 from ckptlint.payload.reading import Reading
-from ckptlint.payload.records import needed_bytes, path_of
+from ckptlint.payload.records import path_of
 from ckptlint.payload.stream import BLOCK
 from ckptlint.storage.folder import Folder
 

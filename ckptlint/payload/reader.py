@@ -15,6 +15,7 @@ from typing import TypeVar
 import numpy as np
 
 from ckptlint.errors import UnreadableError
+from ckptlint.geometry.record_states import needed_bytes
 from ckptlint.loaders.problems import from_error
 from ckptlint.model import Checkpoint, Damage, RecordContent, RecordState, StorageTable, Tensor, empty_payload
 from ckptlint.model.layout import IntArray, distinct
@@ -31,7 +32,7 @@ from ckptlint.payload.archives.whole import compare_archives
 from ckptlint.payload.integrity import compare_others, differs, not_expected, recorded_sums
 from ckptlint.payload.parts import EXAMINED, Contents, PartialRead, by_content, join, zero_bytes
 from ckptlint.payload.reading import Reading, hashes_of
-from ckptlint.payload.records import by_file, file_sizes, is_bare, needed_bytes, path_of
+from ckptlint.payload.records import by_file, file_sizes, is_bare, path_of
 from ckptlint.payload.safetensors_blob import read_blob
 from ckptlint.payload.stream import Members, Meter, Streamed, stream
 from ckptlint.progress import advance

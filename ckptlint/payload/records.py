@@ -2,36 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-
 import numpy as np
 
-from ckptlint.model import Checkpoint, Tensor
+from ckptlint.model import Checkpoint
 from ckptlint.model.layout import IntArray
 from ckptlint.storage.folder import READABLE
-from ckptlint.vocabulary.dtypes import nbytes
-
-
-def needed_bytes(ckpt: Checkpoint) -> tuple[IntArray, np.ndarray]:
-    """For each record the bytes of its chunk, -1 where they are not known; and whether it holds a chunk at all."""
-    needed = np.full(len(ckpt.records), -1, np.int64)
-    is_tensor = np.zeros(len(ckpt.records), bool)
-    by_rank = defaultdict[int, list[Tensor]](list)
-    for tensor in ckpt.tensors.values():
-        by_rank[tensor.layout.sizes.shape[1]].append(tensor)
-        if tensor.malformed:
-            is_tensor[[chunk.record for chunk in tensor.malformed if chunk.record >= 0]] = True
-    for tensors in by_rank.values():
-        record = np.concatenate([tensor.chunks.record for tensor in tensors])
-        sizes = np.concatenate([tensor.layout.sizes for tensor in tensors])
-        known = [nbytes(tensor.dtype, 1) if tensor.is_sound else None for tensor in tensors]
-        counts = [len(tensor.chunks) for tensor in tensors]
-        item = np.repeat(np.array([-1 if size is None else size for size in known], np.int64), counts)
-        volume = sizes.astype(float).prod(axis=1)
-        fits = (record >= 0) & (item >= 0) & (sizes >= 0).all(axis=1) & (volume < 2**55)
-        is_tensor[record[record >= 0]] = True
-        needed[record[fits]] = sizes[fits].prod(axis=1) * item[fits]
-    return needed, is_tensor
 
 
 def is_bare(ckpt: Checkpoint, needed: IntArray) -> bool:

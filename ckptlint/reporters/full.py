@@ -229,7 +229,7 @@ def _figure(ckpt: Checkpoint, finding: Finding, style: Style) -> list[str]:
     if finding.at.tensor is None or finding.at.region is None:
         return []
     grid = make_grid(finding.at.tensor, finding.at.region)
-    return [] if grid is None else draw(ckpt, grid, finding.at.region, style.ascii_only, style.width - 5)
+    return [] if grid is None else draw(ckpt, grid, finding.at.region, style.ascii_only, style.width - 5, style.lost)
 
 
 def also(group: FindingGroup) -> str:

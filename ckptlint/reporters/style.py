@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
+from bisect import bisect
 from dataclasses import dataclass
 
 from ckptlint.model import Checkpoint
@@ -13,6 +14,8 @@ _CODES = {"error": "31;1", "warning": "33;1", "info": "36", "good": "32", "dim":
 NAME_LIMIT = 200
 JSON_ESCAPE = r"\u{:04x}"
 """For `inert`, inside the strings of a JSON text."""
+_WORD = re.compile(r"[^\W\d]+")
+_SHORTEST = 5  # characters of a word that is left: "d...r"
 _COMMAND = re.compile(r"^(\s*):(?=:)|##(?=\w*\[)", re.MULTILINE)
 
 
@@ -40,6 +43,10 @@ class Style:
         """The text in the colour of its kind; as it is without one."""
         return f"\x1b[{_CODES[kind]}m{text}\x1b[0m" if self.color and kind else text
 
+    def lost(self, text: str) -> str:
+        """The text in the colour of data that is lost."""
+        return self.paint(text, "error")
+
     def wrap(self, text: str, indent: str, first: str | None = None) -> list[str]:
         """The text in lines of at most `width` columns; names are never broken."""
         return textwrap.wrap(
@@ -52,12 +59,24 @@ class Style:
         ) or [indent if first is None else first]
 
 
-def cut(name: str) -> str:
-    """A long name with its middle left out."""
-    if len(name) <= NAME_LIMIT:
+def cut(name: str, limit: int = NAME_LIMIT) -> str:
+    """A long name with the middle of its words left out, never a number; where that is not enough, with its own.
+
+    >>> cut("decoder.layers.117.self_attention.linear_proj.weight", 46)
+    'decoder.layers.117.sel...ion.lin...roj.weight'
+    """
+    if len(name) <= limit:
         return name
-    half = NAME_LIMIT // 2 - 2
-    return f"{name[:half]}...{name[-half:]}"
+    words = [*map(len, _WORD.findall(name))]
+    fitting = bisect(range(_SHORTEST, limit), limit, key=lambda most: len(name) - sum(max(n - most, 0) for n in words))
+    if not fitting:
+        return _without_middle(name, limit)
+    return _WORD.sub(lambda word: _without_middle(word[0], _SHORTEST - 1 + fitting), name)
+
+
+def _without_middle(text: str, limit: int) -> str:
+    half = (limit - 3) // 2
+    return text if len(text) <= limit else f"{text[: limit - 3 - half]}...{text[len(text) - half :]}"
 
 
 def cut_names(title: str, fqn: str | None) -> str:
@@ -87,3 +106,11 @@ def shown_file(ckpt: Checkpoint, name: str) -> str:
     A stored path that leaves the folder is never pointed at, since a viewer would follow it.
     """
     return name if is_safe(name) else ckpt.metadata_file
+
+
+def aligned(heads: list[str], rows: list[list[str]]) -> list[str]:
+    """The lines of a table without rules."""
+    from tabulate import tabulate
+
+    table = tabulate([heads, *rows], tablefmt="plain", disable_numparse=True)
+    return [line.rstrip() for line in table.splitlines()]

@@ -1,0 +1,150 @@
+"""A region of one tensor: which chunks hold it, and what nobody holds (`ckptlint show PATH 'KEY[128:256, :]'`)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from operator import add
+from typing import Any
+
+import numpy as np
+
+from ckptlint.errors import ConfigError
+from ckptlint.geometry.chunk_graph import ranks_of_files
+from ckptlint.geometry.record_states import NOT_CHECKED, STATES, StateArray, chunk_states
+from ckptlint.model import Checkpoint, Tensor
+from ckptlint.model.layout import Box, ChunkLayout, Coverage, IntArray
+from ckptlint.model.text import byte_span, human_bytes, plural, printable, some
+from ckptlint.reporters.style import aligned, cut
+from ckptlint.vocabulary.dtypes import nbytes
+
+_SLICED = re.compile(r"(.+)\[([-\d:,.\s]*)\]")
+_ITEM = re.compile(r"\s*(-?\d{1,18})?\s*(:)?\s*(-?\d{1,18})?\s*")
+_LISTED = 32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeldRegion:
+    """Who holds a region of a tensor.
+
+    Attributes:
+        rows: int64 [n], the chunks that touch it.
+        states: uint8 [n], the position of each in `record_states.STATES`.
+        missing: what of it is in no chunk.
+        lost: what of it is in no chunk whose bytes are there.
+    """
+
+    ckpt: Checkpoint
+    tensor: Tensor
+    region: Box
+    rows: IntArray
+    states: StateArray
+    missing: Coverage
+    lost: Coverage
+
+
+def region_asked(checkpoints: Sequence[Checkpoint], text: str) -> list[HeldRegion]:
+    """Who holds `KEY[slices]`, in each checkpoint that has the key; none where the text is no slice of a key.
+
+    Raises:
+        ConfigError: the slices do not fit the tensor, or its chunks cannot be compared with its shape.
+    """
+    match = _SLICED.fullmatch(text)
+    names = dict.fromkeys((match[1], printable(match[1]))) if match else {}
+    found = [(ckpt, ckpt.tensors[name]) for ckpt in checkpoints for name in names if name in ckpt.tensors]
+    return [_held(ckpt, tensor, match[2]) for ckpt, tensor in found] if match else []
+
+
+def _held(ckpt: Checkpoint, tensor: Tensor, slices: str) -> HeldRegion:
+    if not tensor.is_sound:
+        raise ConfigError(f"the chunks of {tensor.fqn} do not fit its shape: run `ckptlint {ckpt.path}`")
+    region = parse_region(tensor, slices)
+    rows = np.array(tensor.layout.touching(region), np.int64)
+    states = chunk_states(ckpt, tensor)[rows]
+    missing, lost = (_left_out(tensor, region, own) for own in (rows, rows[states <= NOT_CHECKED]))
+    return HeldRegion(ckpt, tensor, region, rows, states, missing, lost)
+
+
+def _left_out(tensor: Tensor, region: Box, rows: IntArray) -> Coverage:
+    """What some chunks leave out of a region."""
+    layout = tensor.layout
+    low, high = np.array(region.offsets, np.int64), np.array(region.ends, np.int64)
+    starts = np.maximum(layout.offsets[rows], low)
+    ends = np.minimum(layout.offsets[rows] + layout.sizes[rows], high)
+    found = ChunkLayout(region.sizes, starts - low, ends - starts, layout.budget).coverage
+    shifted = (Box(tuple(map(add, box.offsets, region.offsets)), box.sizes) for box in found.missing)
+    return replace(found, missing=tuple(shifted))
+
+
+def parse_region(tensor: Tensor, slices: str) -> Box:
+    """The region that slices as Python writes them mean; a single index is a slice of one.
+
+    Raises:
+        ConfigError: they are no slices without a step, they are more than the tensor's dims, or they leave it.
+    """
+    shape, items = tensor.global_shape, [item.strip() for item in slices.split(",")]
+    if "..." in items:
+        at = items.index("...")
+        items[at : at + 1] = [":"] * (len(shape) - len(items) + 1)
+    if len(items) > len(shape):
+        raise ConfigError(f"{tensor.fqn} has {plural(len(shape), 'dim')}, and [{slices}] has {len(items)}")
+    found = []
+    for axis, (size, item) in enumerate(zip(shape, [*items, *[":"] * (len(shape) - len(items))], strict=True)):
+        match = _ITEM.fullmatch(item)
+        if match is None or not (match[1] or match[2]) or (match[3] and not match[2]):
+            raise ConfigError(f"[{slices}] is no slice: write [128:256, :], [-4:], [7] or [..., 0:8]")
+        low, high = (int(match[i]) + size * match[i].startswith("-") if match[i] else None for i in (1, 3))
+        start = low or 0
+        stop = (size if high is None else high) if match[2] else start + 1
+        if not 0 <= start < stop <= size:
+            raise ConfigError(
+                f"dim {axis} of {tensor.fqn} has {plural(size, 'element')}, so that {item} "
+                + ("leaves it" if not 0 <= start <= stop <= size or start == size else "holds none")
+            )
+        found.append((start, stop - start))
+    return Box(tuple(start for start, _ in found), tuple(size for _, size in found))
+
+
+def as_text(held: HeldRegion) -> Iterator[str]:
+    """The chunks with file, rank, bytes and state, those that are lost first, then what nobody holds."""
+    ckpt, tensor, region = held.ckpt, held.tensor, held.region
+    count = nbytes(tensor.dtype, region.volume)
+    size = "" if count is None else f", {human_bytes(count)}"
+    yield f"{tensor.fqn} {region}  {tensor.dtype}, {region.volume:,} of {plural(tensor.volume, 'element')}{size}"
+    table, order = [], np.argsort(held.states <= NOT_CHECKED, kind="stable")[:_LISTED].tolist()
+    for row, state in zip(held.rows[order].tolist(), held.states[order].tolist(), strict=True):
+        box, record = tensor.layout.box(row), int(tensor.chunks.record[row])
+        file, start, length = ckpt.byte_range_of(record) if record >= 0 else ("stored nowhere", 0, 0)
+        rank = ranks_of_files(ckpt)[ckpt.records.file[record]] if record >= 0 else -1
+        place = [cut(file), "-" if rank < 0 else str(rank), byte_span(start, length) if record >= 0 else "-"]
+        table.append([str(box.intersect(region)), str(box), *place, STATES[state]])
+    if table:
+        yield from aligned(["holds", "of chunk", "file", "rank", "bytes", "state"], table)
+    if len(held.rows) > _LISTED:
+        yield f"and {plural(len(held.rows) - _LISTED, 'more chunk')}; --format json has all"
+    if held.missing.missing_volume:
+        yield f"nobody holds {some(map(str, held.missing.missing), 4, 'region')}: {_elements(held.missing)}"
+    if held.lost.missing_volume > held.missing.missing_volume:
+        yield f"not to be loaded: {some(map(str, held.lost.missing), 4, 'region')}, {_elements(held.lost)}"
+
+
+def as_json(held: HeldRegion) -> dict[str, Any]:
+    """The same as plain values; `chunks` are positions in the `layout` of the tensor."""
+    return {
+        "key": held.tensor.fqn,
+        "region": _bounds(held.region),
+        "chunks": held.rows.tolist(),
+        "missing": [*map(_bounds, held.missing.missing)],
+        "missing_elements": held.missing.missing_volume,
+        "lost": [*map(_bounds, held.lost.missing)],
+        "lost_elements": held.lost.missing_volume,
+    }
+
+
+def _bounds(box: Box) -> list[tuple[int, int]]:
+    return [*zip(box.offsets, box.ends, strict=True)]
+
+
+def _elements(coverage: Coverage) -> str:
+    return ("" if coverage.exact else "at least ") + plural(coverage.missing_volume, "element")

@@ -1,0 +1,206 @@
+"""Which rank or file holds which layers and parts, as text: a mark for each, equal rows folded (`show --ranks`)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from math import ceil
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptlint.analysis.holdings import CELL_STATES, Column, Holdings
+from ckptlint.geometry.chunk_map import MARKS
+from ckptlint.model.text import braces, human_bytes, named_ranks, plural, ranges, some
+from ckptlint.reporters.style import Style, cut
+
+_LETTERS = {"embedding": "e", "stack": "s", "norm": "n", "head": "h", "rest": "o"}
+_WORDS = {"e": "embedding", "s": "stacked layers", "n": "norms outside of layers", "h": "head", "o": "others"}
+_NAME, _SIZES, _ROWS = 28, 26, 40  # characters, characters, lines
+_PARTLY = len(CELL_STATES)
+_LOST = CELL_STATES.index("failed")
+
+Run = list[int]
+"""The numbers of the columns that share a mark."""
+
+Section = tuple[str, str, list[Run]]
+"""Its name, what stands above its marks, and what each mark is of."""
+
+
+def matrix(held: Holdings, style: Style) -> Iterator[str]:
+    """The lines: a header, a row for all ranks or files that look the same, a legend, and what stands out in words."""
+    if not held.columns:
+        yield "no file holds anything that the metadata names"
+        return
+    groups = _alike(held)
+    shown = sorted(groups, key=lambda rows: not _is_lost(held, rows[0]))[:_ROWS] if len(groups) > _ROWS else groups
+    labels = [_label(held, rows) for rows in shown]
+    side = max(map(len, labels), default=0)
+    wide = style.width - side - _SIZES
+    sections, per = _sections(held.columns, wide)
+    title = next((most for most in range(20, 4, -1) if sum(_wide(section, most) for section in sections) <= wide), 4)
+    heads = [(name, head, _wide((name, head, runs), title) - 1) for name, head, runs in sections]
+    marks = dict(enumerate((".#" if style.ascii_only else "·■") + "2" + "".join(MARKS.values())[1:] + "+"))
+    pad = " " * (side + 2)
+    yield pad + " ".join(cut(name, width).ljust(width) for name, _, width in heads)
+    yield f"{pad}{' '.join(head.ljust(width) for _, head, width in heads)}       size  model  optim"
+    used: set[int] = set()
+    for rows, label in zip(shown, labels, strict=True):
+        states = _states(held, rows[0])
+        cells = [[_merged(states[run]) for run in runs] for _, _, runs in sections]
+        used.update(*cells)
+        texts = ("".join(marks[cell] for cell in own).ljust(head[2]) for own, head in zip(cells, heads, strict=True))
+        drawn = re.sub(r"[!%/]+", lambda found: style.lost(found[0]), " ".join(texts))
+        yield f"{label:<{side}}  {drawn} {_sizes(held, rows)}"
+    if len(groups) > _ROWS:
+        yield f"and {plural(len(groups) - _ROWS, 'more row')} that differ; --format json has all"
+    yield ""
+    is_cut = any(len(name) > width for name, _, width in heads)
+    yield from style.wrap(_legend(held.columns, sections, per, is_cut), "  ", "")
+    names = dict(enumerate((*CELL_STATES, "some of these layers")))
+    yield from style.wrap("   ".join(f"{marks[state]} {names[state]}" for state in sorted(used)), "  ", "")
+    yield from (line for sentence in _sentences(held) for line in style.wrap(sentence, "  ", ""))
+
+
+def as_json(held: Holdings) -> dict[str, Any]:
+    """The matrix as plain values; `cells` has for each state the numbers of the columns, all others are `nothing`."""
+    rows = []
+    for row, name in enumerate(held.names):
+        cells: dict[str, list[int]] = {}
+        for at in range(held.starts[row], held.starts[row + 1]):
+            cells.setdefault(CELL_STATES[held.state[at]], []).append(int(held.column[at]))
+        size, factor = int(held.size[row]), round(float(held.factor[row]), 3)
+        rows.append(
+            {
+                "name": name,
+                "rank": None if held.ranks[row] < 0 else int(held.ranks[row]),
+                "files": held.files[row],
+                "bytes": None if size < 0 else size,
+                "model_bytes": int(held.model[row]),
+                "optimizer_bytes": int(held.optimizer[row]),
+                "times_median": factor,
+                "cells": cells,
+            }
+        )
+    columns = [
+        {"section": c.section, "place": c.place, "block": c.block, "layer": None if c.layer < 0 else c.layer}
+        for c in held.columns
+    ]
+    lost = [{"row": row, "file": file, "state": CELL_STATES[state]} for row, file, state in held.lost]
+    return {"columns": columns, "rows": rows, "lost": lost, "chunks_in_no_file": held.unfiled}
+
+
+# ---------------------------------------------------------------- rows
+
+
+def _alike(held: Holdings) -> list[list[int]]:
+    found: dict[object, list[int]] = {}
+    is_off = held.out_of_balance
+    for row, (start, stop) in enumerate(zip(held.starts, held.starts[1:], strict=False)):
+        cells = held.column[start:stop].tobytes(), held.state[start:stop].tobytes()
+        found.setdefault((cells, is_off[row], held.size[row] < 0), []).append(row)
+    return list(found.values())
+
+
+def _states(held: Holdings, row: int) -> npt.NDArray[np.uint8]:
+    states = np.zeros(len(held.columns), np.uint8)
+    cells = slice(held.starts[row], held.starts[row + 1])
+    states[held.column[cells]] = held.state[cells]
+    return states
+
+
+def _is_lost(held: Holdings, row: int) -> bool:
+    return bool((_states(held, row) >= _LOST).any())
+
+
+def _label(held: Holdings, rows: Sequence[int]) -> str:
+    if (held.ranks[rows] >= 0).all():
+        return cut(named_ranks(held.ranks[rows].tolist()), _NAME)
+    return some((cut(name, _NAME) for name in braces(held.names[row] for row in rows)), 1)
+
+
+def _sizes(held: Holdings, rows: Sequence[int]) -> str:
+    size = held.size[rows]
+    if size[0] < 0:
+        return f"{'missing' if _is_lost(held, rows[0]) else 'unknown':>10}"
+    about = "~" if len({human_bytes(int(each)) for each in size}) > 1 else ""
+    total = max(int(size.sum()), 1)
+    share = (f"{int(part[rows].sum()) / total:>7.0%}" for part in (held.model, held.optimizer))
+    return f"{about + human_bytes(int(np.median(size))):>10}{''.join(share)}"
+
+
+# ---------------------------------------------------------------- columns
+
+
+def _sections(columns: Sequence[Column], room: int) -> tuple[list[Section], int]:
+    """The sections, and how many layers share a mark so that all fit; a mark is of the same layers in each section."""
+    layers: dict[str, list[int]] = {}
+    for block, layer in sorted({(column.block, column.layer) for column in columns if column.layer >= 0}):
+        layers.setdefault(block, []).append(layer)
+    number = {column: i for i, column in enumerate(columns)}
+    kinds = [*dict.fromkeys((column.section, column.place, column.block) for column in columns)]
+    most = sum(len(layers[block]) for _, place, block in kinds if place == "layer")
+    names = [*dict.fromkeys(name for name, _, _ in kinds)]
+    others = sum(place != "layer" for _, place, _ in kinds)
+    per = ceil(most / max(room - others - 2 * len(names), len(names))) or 1
+    found = []
+    for name in names:
+        head, runs = "", list[Run]()
+        for _, place, block in (kind for kind in kinds if kind[0] == name):
+            if place != "layer":
+                head += _LETTERS[place]
+                runs.append([number[Column(name, place, block)]])
+                continue
+            marks = [layers[block][start : start + per] for start in range(0, len(layers[block]), per)]
+            own = ([Column(name, place, block, layer) for layer in mark] for mark in marks)
+            runs += [[number[column] for column in mark if column in number] for mark in own]
+            first, last = str(marks[0][0]), str(marks[-1][-1])
+            last = last if len(marks) > len(first) + len(last) else ""
+            head += (first + last.rjust(len(marks) - len(first)))[: len(marks)]
+        found.append((name, head, runs))
+    return found, per
+
+
+def _wide(section: Section, title: int) -> int:
+    name, _, runs = section
+    return max(len(runs), min(len(name), title)) + 1
+
+
+def _legend(columns: Sequence[Column], sections: Sequence[Section], per: int, is_cut: bool) -> str:
+    blocks: dict[str, set[int]] = {}
+    for column in columns:
+        if column.layer >= 0:
+            blocks.setdefault(column.block, set()).add(column.layer)
+    places = {column.place for column in columns}
+    parts = [f"{letter} {_WORDS[letter]}" for place, letter in _LETTERS.items() if place in places]
+    parts += [f"{cut(block)} {ranges(layers)}" for block, layers in blocks.items()]
+    names = f"columns: {', '.join(name for name, _, _ in sections)}; each: " if is_cut else ""
+    return names + ", ".join(parts) + (f" ({per} layers a mark)" if per > 1 else "")
+
+
+def _merged(states: npt.NDArray[np.uint8]) -> int:
+    worst = int(states.max(initial=0))
+    return _PARTLY if worst < _LOST and worst and not states.all() else worst
+
+
+# ---------------------------------------------------------------- words
+
+
+def _sentences(held: Holdings) -> Iterator[str]:
+    for state in range(_LOST, len(CELL_STATES)):
+        if files := {name: row for row, name, own in held.lost if own == state}:
+            rows = [*dict.fromkeys(files.values())]
+            of = f"of {_label(held, rows)}: " if (held.ranks[rows] >= 0).all() else ""
+            yield f"{CELL_STATES[state]} {of}{some(map(cut, files), 3)}"
+    odd = np.flatnonzero(held.out_of_balance)
+    for row in odd[np.argsort(-np.abs(np.log(held.factor[odd])), kind="stable")][:4].tolist():
+        yield f"{held.names[row]} has {held.factor[row]:.1f} times the median size of its like"
+    if len(odd) > 4:
+        yield f"and {plural(len(odd) - 4, 'more row')} more than 20 % off the median"
+    for section, lacking in held.without().items():
+        blocks = dict.fromkeys(column.block for column in lacking)
+        where = (f"{block} {ranges(c.layer for c in lacking if c.block == block)}" for block in blocks)
+        yield f"no {section} for {', '.join(where)}"
+    if held.unfiled:
+        yield f"{plural(held.unfiled, 'chunk')} in no file"

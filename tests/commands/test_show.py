@@ -1,0 +1,211 @@
+"""`ckptlint show` of data that is lost, of ranks and of regions; `graph` of a chain."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from support import REAL
+from test_commands import invoke
+
+from ckptlint.errors import ConfigError
+from ckptlint.testing import write_checkpoint
+
+UP = "model.layers.1.mlp.up.weight"
+W1 = "model.layers.0.feed_forward.w1.weight"
+
+
+def shown(*arguments: object) -> list[str]:
+    done = invoke("show", *arguments)
+    assert done.exit_code == 0, done.output
+    return done.output.splitlines()
+
+
+# ---------------------------------------------------------------- lost chunks
+
+
+@pytest.mark.parametrize(
+    ("name", "cell", "legend"),
+    [
+        ("distcp_missing", "///C////", "  / missing: C __2_0.distcp"),
+        ("storage_past_eof", "%%%B%%%%", "  % cut: B __1_0.distcp"),
+        ("storage_negative", "///B////", "  / missing: B __1_0.distcp"),
+    ],
+)
+@pytest.mark.parametrize("options", [[], ["--ascii"], ["--color", "always"]])
+def test_a_chunk_whose_bytes_are_lost_is_hatched(name: str, cell: str, legend: str, options: list[str]) -> None:
+    lines = shown(REAL / name, UP, *options)
+    if "always" in options:
+        assert any(f"\x1b[31;1m{cell}\x1b[0m" in line for line in lines)
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in lines]
+    assert legend in lines and any(cell in line for line in lines)
+    assert "  not known to be there: 1 record " + legend[4:].split(":")[0] + "; --ranks shows whose" in lines
+
+
+def test_the_map_is_of_the_part_that_is_lost_and_a_healthy_one_has_no_marks(tmp_path: Path) -> None:
+    cut = [f"{4 * i}:{4 * i + 4}, :" for i in range(64)]
+    folder = write_checkpoint({"tensors": {"w": {"shape": [256, 4], "chunks": cut}}}, tmp_path / "c")
+    assert not re.search(r"[/%!]{2}|missing|not known", "\n".join(shown(folder, "w")).replace(str(folder), ""))
+    (folder / "__40_0.distcp").unlink()
+    lines = shown(folder, "w", "--ascii")
+    assert any("///" in line for line in lines)
+    assert lines[-1].endswith(" __40_0.distcp") and lines[-1].startswith("  / missing: ")
+
+
+def test_a_checksum_is_compared_at_depth_data(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(REAL / "edit_base", tmp_path / "c"))
+    (folder / "__2_0.distcp").write_bytes(b"Z" * (folder / "__2_0.distcp").stat().st_size)
+    assert not any("!!" in line for line in shown(folder, UP))
+    assert "  ! failed: C __2_0.distcp" in shown(folder, UP, "--depth", "data")
+    (chunks,) = (
+        tensor["layout"]
+        for tensor in json.loads(invoke("show", folder, UP, "--depth", "data", "--format", "json").output)[
+            "checkpoints"
+        ][0]["tensors"]
+    )
+    assert [chunk["state"] for chunk in chunks] == ["there", "there", "failed", "there"]
+
+
+# ---------------------------------------------------------------- --ranks
+
+
+def test_one_row_for_ranks_that_hold_the_same() -> None:
+    lines = shown(REAL / "distcp_missing", "--ranks", "--ascii")
+    assert [line.split() for line in lines if line.startswith("rank")][:3] == [
+        ["rank", "0", "##", "3.7", "KiB", "100%", "0%"],
+        ["ranks", "1,3", ".#", "1.7", "KiB", "100%", "0%"],
+        ["rank", "2", "./", "missing"],
+    ]
+    assert lines[-2:] == ["missing of rank 2: __2_0.distcp", "rank 0 has 2.2 times the median size of its like"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "megatron_tp2_pp2/iter_0000010",
+        "megatron_moe_ep2_dp2/iter_0000010",
+        "fsdp2_4r",
+        "exports/ok_mixtral",
+        "empty_state",
+        "deepspeed/pipe_pp2_dp2_z1",
+        "rank_files/verl_fsdp2_4r",
+        "per_rank_metadata_missing_rank",
+    ],
+)
+def test_rows_fit_80_columns(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    done = invoke("show", REAL / name, "--ranks")
+    lines = done.output.replace(str(REAL / name), "").splitlines()
+    assert done.exit_code == 0 and max(map(len, lines)) <= 80
+
+
+def test_many_ranks_and_layers_are_folded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    tensors: dict[str, object] = {}
+    end = dict.fromkeys(range(64), 0)
+    for layer in range(80):
+        ranks = [layer // 10 * 8 + i for i in range(8)]
+        for key in (f"layers.{layer}.w", f"optimizer.state.exp_avg.layers.{layer}.w")[: 1 if 30 <= layer < 40 else 2]:
+            records = [f"__{rank}_0.distcp {end[rank]}:{end[rank] + 1700}" for rank in ranks]
+            tensors[key] = {"shape": [16], "chunks": [f"{2 * i}:{2 * i + 2}" for i in range(8)], "records": records}
+            end |= {rank: end[rank] + 1700 for rank in ranks}
+    folder = write_checkpoint({"tensors": tensors}, tmp_path / "c")
+    (folder / "__13_0.distcp").unlink()
+    lines = shown(folder, "--ranks", "--ascii")
+    rows = [line.split("  ")[0] for line in lines if line.startswith("rank")]
+    assert rows == ["ranks 0-7", "ranks 8-12,14-15", "rank 13", *(f"ranks {8 * i}-{8 * i + 7}" for i in range(2, 8))]
+    (stage,) = (line for line in lines if line.startswith("ranks 24-31"))
+    assert "##" in stage.split()[2] and set(stage.split()[3]) == {"."}  # no moments
+    assert lines[-2:] == ["missing of rank 13: __13_0.distcp", "no exp_avg for layers 30-39"]
+    assert max(map(len, lines)) <= 80
+
+
+def test_the_matrix_as_json() -> None:
+    found = json.loads(invoke("show", REAL / "distcp_missing", "--ranks", "--format", "json").output)
+    ranks = found["checkpoints"][0]["ranks"]
+    assert ranks["columns"][1] == {"section": "model", "place": "layer", "block": "layers", "layer": 1}
+    assert ranks["rows"][2]["cells"] == {"missing": [1]} and ranks["rows"][2]["bytes"] is None
+    assert ranks["lost"] == [{"row": 2, "file": "__2_0.distcp", "state": "missing"}]
+
+
+@pytest.mark.parametrize("options", [[UP, "--ranks"], ["--tree", "--ranks"], [f"{UP}[0]", "--tree"]])
+def test_what_does_not_go_together_is_one_sentence(options: list[str]) -> None:
+    done = invoke("show", REAL / "edit_base", *options)
+    assert done.exit_code == 2 and ": leave out the " in done.output
+
+
+# ---------------------------------------------------------------- regions
+
+
+@pytest.mark.parametrize(
+    ("slices", "region", "ranks"),
+    [
+        ("[4:12]", "[4:12, 0:8]", "12"),
+        ("[-4:, 2:]", "[12:16, 2:8]", "3"),
+        ("[7]", "[7:8, 0:8]", "1"),
+        ("[-1]", "[15:16, 0:8]", "3"),
+        ("[:, -2:]", "[0:16, 6:8]", "0123"),
+        ("[..., 0:3]", "[0:16, 0:3]", "0123"),
+        ("[5, ...]", "[5:6, 0:8]", "1"),
+        ("[...]", "[0:16, 0:8]", "0123"),
+    ],
+)
+def test_slices_as_python_writes_them(slices: str, region: str, ranks: str) -> None:
+    lines = shown(REAL / "edit_base", UP + slices)
+    assert any(line.startswith(f"{UP} {region}  float32") for line in lines)
+    assert [line.split()[-3] for line in lines if line.endswith("  there")] == [*ranks]
+
+
+@pytest.mark.parametrize(
+    ("slices", "sentence"),
+    [
+        ("[16]", "dim 0 of {} has 16 elements, so that 16 leaves it"),
+        ("[0:20]", "dim 0 of {} has 16 elements, so that 0:20 leaves it"),
+        ("[-17:]", "dim 0 of {} has 16 elements, so that -17: leaves it"),
+        ("[:, 3:3]", "dim 1 of {} has 8 elements, so that 3:3 holds none"),
+        ("[::2]", "[::2] is no slice"),
+        ("[1, 2, 3]", "{} has 2 dims, and [1, 2, 3] has 3"),
+        ("[]", "[] is no slice"),
+    ],
+)
+def test_slices_that_do_not_fit(slices: str, sentence: str) -> None:
+    error = invoke("show", REAL / "edit_base", UP + slices).exception
+    assert isinstance(error, ConfigError) and str(error).startswith(sentence.format(UP))
+
+
+def test_what_of_a_region_is_lost_or_in_no_chunk() -> None:
+    assert "nobody holds [6:9, 0:12]: 36 elements" in shown(REAL / "fsdp2_4r_hole", f"{W1}[5:10, :]")
+    lines = shown(REAL / "distcp_missing", f"{UP}[4:10]")
+    assert lines[-1] == "not to be loaded: [8:10, 0:8], 16 elements"
+    assert any(re.fullmatch(r"\[8:10, 0:8\] +\[8:12, 0:8\] +__2_0.distcp +2 +0-1,704 +missing", line) for line in lines)
+    done = invoke("show", REAL / "distcp_missing", f"{UP}[4:10]", "--format", "json")
+    (found,) = json.loads(done.output)["checkpoints"]
+    assert found["region"]["lost"] == [[[8, 10], [0, 8]]] and found["region"]["chunks"] == [1, 2]
+    assert [found["tensors"][0]["layout"][row]["state"] for row in found["region"]["chunks"]] == ["there", "missing"]
+
+
+def test_chunks_that_do_not_fit_their_tensor_have_no_regions() -> None:
+    error = invoke("show", REAL / "rank_mismatch", f"{UP}[0:4]").exception
+    assert isinstance(error, ConfigError) and "do not fit its shape: run `ckptlint" in str(error)
+
+
+def test_a_glob_with_a_class_stays_a_glob(tmp_path: Path) -> None:
+    folder = write_checkpoint({"tensors": {name: {"shape": [4]} for name in ("w", "w0", "w1")}}, tmp_path / "c")
+    lines = shown(folder, "w[01]")
+    assert sum(line.startswith(("w0  ", "w1  ")) for line in lines) >= 1
+    assert any(line.startswith("w [0:1]  ") for line in shown(folder, "w[0:1]"))
+
+
+# ---------------------------------------------------------------- graph
+
+
+def test_a_graph_that_is_a_chain_says_so() -> None:
+    done = invoke("graph", REAL / "distcp_missing", UP, "--format", "mermaid")
+    assert f"{UP} is cut on dim 0 alone: its graph is a chain of 4 intervals" in done.output
+    assert "8:12<br/>__2_0<br/>1 missing" in done.output
+    done = invoke("graph", REAL / "edit_base", "model.layers.0.mlp.up.weight")
+    assert "is not cut: its graph is one interval" in done.output
+    assert "chain" not in invoke("graph", REAL / "ep2_epshard2", UP).output
