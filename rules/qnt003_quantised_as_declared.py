@@ -139,7 +139,13 @@ def _is_linear(tensor: Tensor) -> bool:
         transformers 5.23 pytorch_utils.Conv1D: GPT-2 and its kin call theirs c_attn, c_fc, c_proj; most quantisers pass
     """
     key = parse(tensor.fqn)
-    return bool(key.block) and key.function in _LINEAR and not _module(tensor).rpartition(".")[2].startswith("c_")
+    is_matrix = len(tensor.global_shape) == 2  # a convolution of one pixel has the names of a linear layer
+    return (
+        is_matrix
+        and bool(key.block)
+        and key.function in _LINEAR
+        and not _module(tensor).rpartition(".")[2].startswith("c_")
+    )
 
 
 def _titles(weights: list[QuantisedWeight]) -> str:
