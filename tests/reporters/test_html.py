@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import functools
+import os
 import re
 import shutil
 import threading
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 from support import REAL, run, sweep_only
 
@@ -123,7 +125,8 @@ def test_nothing_on_the_page_is_live_or_comes_from_elsewhere(name: str) -> None:
     assert not re.search(r"https?://|<script|javascript:|@import|\bsrc=|xlink", text)
     assert {tag for tag, _ in page.tags} <= set(ELEMENTS.split())
     assert not [name for _, attributes in page.tags for name in attributes if name.startswith("on") or name == "style"]
-    assert set(re.findall(r"url\(([^)]*)\)", text)) <= {f"#hatch-{k}" for k in ("gap", "overlap", "outside", "mark")}
+    hatches = "gap", "overlap", "outside", "mark", "missing", "cut", "failed"
+    assert set(re.findall(r"url\(([^)]*)\)", text)) == {f"#hatch-{kind}" for kind in hatches}
 
 
 def test_the_policy_forbids_scripts_and_network_and_allows_this_style_only() -> None:
@@ -227,6 +230,41 @@ def test_when_and_how_the_page_was_made(tmp_path: Path) -> None:
     assert words[words.index("version") + 1] == f"ckptlint {ckptlint.__version__}"
     assert str(settings) in words[words.index("settings") + 1]
     assert "no settings file" in parsed("fsdp2_4r").text
+
+
+def test_chunks_whose_bytes_are_lost_are_hatched_and_explained(tmp_path: Path) -> None:
+    folder = shutil.copytree(REAL / "fsdp2_4r", tmp_path / "lost")
+    (folder / "__2_0.distcp").unlink()
+    os.truncate(folder / "__1_0.distcp", 3000)
+    last = folder / "__3_0.distcp"
+    last.write_bytes(bytes(last.stat().st_size))
+    page = Page(html.render(ckptlint.check(folder, depth="headers"), Style()))
+    strips = re.findall(r'<svg class="strip".*?</svg>', page.source, re.DOTALL)
+    for state in ("missing", "cut", "failed"):
+        assert sum(f'class="lost-{state}"' in strip for strip in strips) > 10, state
+    (legend,) = re.findall(r'<p class="signs">.*?</p>', page.source, re.DOTALL)
+    assert [a["class"] for a in Page(legend).all("rect")] == ["lost-missing", "lost-cut", "lost-failed"]
+    healthy = parsed("fsdp2_4r").source
+    assert '<p class="signs">' not in healthy and not re.search('class="lost-(missing|cut|failed)', healthy)
+
+
+def test_a_map_marks_the_chunk_whose_file_is_gone(tmp_path: Path) -> None:
+    folder = shutil.copytree(REAL / "fsdp2_4r_hole", tmp_path / "hole")
+    (folder / "__0_0.distcp").unlink()
+    page = Page(html.render(ckptlint.check(folder), Style()))
+    drawn = next(m for m in re.findall(r'<svg class="map".*?</svg>', page.source, re.DOTALL) if "gap" in m)
+    assert [a["class"] for a in Page(drawn).all("rect")][:1] == ["lost-missing"]
+    assert "__0_0.distcp (missing), rank 0" in drawn and "1 gap cell, 1 missing cell" in drawn
+    chain = re.search(r'<svg class="chain".*?</svg>', page.source, re.DOTALL)
+    assert chain is not None and len(Page(chain[0]).all("rect", "lost-missing")) == 1
+    assert ("span", "missing") in page.texts and "in a chunk whose bytes are missing" in page.text
+
+
+def test_a_chunk_that_is_stored_twice_is_lost_only_with_both(tmp_path: Path) -> None:
+    table = {"tensors": {"w": {"shape": [10], "chunks": ["0:5", "5:10", "0:5"]}}}
+    tensor = load_folder(write_checkpoint(table, tmp_path)).tensors["w"]
+    for states, lost in (([4, 2, 0], (5, 10, "lost-failed")), ([4, 0, 2], (0, 5, "lost-failed"))):
+        assert html.svg.lost_marks(tensor, np.array(states, np.uint8), 0) == [lost]
 
 
 def test_healthy_neighbours_of_a_hole_are_not_marked() -> None:

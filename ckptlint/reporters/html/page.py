@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 from ckptlint._version import __version__
 from ckptlint.geometry.chunk_graph import axis_graph, axis_name, rank_of
 from ckptlint.geometry.chunk_map import Grid, make_grid
+from ckptlint.geometry.record_states import NOT_CHECKED, STATES, chunk_states
 from ckptlint.lint.report import Cause, CheckpointReport, Diagnostic, FindingGroup, Report
 from ckptlint.lint.steps import steps_in
-from ckptlint.model import Checkpoint, Tensor
+from ckptlint.model import Checkpoint
 from ckptlint.model.layout import Box, ChunkLayout
 from ckptlint.model.text import human_bytes, named_ranks, plural, ranges, shape_text
 from ckptlint.reporters.full import STEP_COLUMNS, account, also, left_unread, place_in_words, step_lines, step_rows
@@ -47,12 +48,16 @@ _GRAPH_LIMIT = 4096  # chunks of a tensor: the graph is made of Python objects
 _SAME_ROLE = 6  # tensors of one role in one layer that are not folded away
 _OPEN_LIMIT = 60  # tensors in the layers with findings, up to which these are open from the start
 _LEGEND = {
-    "gap": "missing: in no chunk",
+    "gap": "in no chunk",
     "overlap": "in several chunks",
+    "lost-missing": "in a chunk whose bytes are missing",
+    "lost-cut": "in a chunk that is cut short",
+    "lost-failed": "in a chunk that failed its check",
     "outside": "outside the tensor",
     "boundary": "a cut of other chunks",
     "region": "what the finding is about",
 }
+_LOST = ("gap", "lost-missing", "lost-cut", "lost-failed")
 _VERDICTS = {"pass": ("✓", "Passed"), "fail": ("✕", "Failed"), "incomplete": ("?", "Incomplete")}
 _LET_PASS = "!", "Errors, and exit 0"  # --exit-zero or --fail-on never
 
@@ -325,15 +330,17 @@ def _pictures(ckpt: Checkpoint, finding: Finding, work: _Work) -> dict[str, Any]
 
 def _map(ckpt: Checkpoint, grid: Grid, region: Box | None) -> dict[str, Any]:
     """The chunk map with what its colours mean and how much the region holds."""
-    kinds = {svg.cell_kind(grid, r, c) for r in range(len(grid.rows)) for c in range(len(grid.columns))}
-    kinds |= {"boundary"} if svg.has_boundary(grid) else set()
     picture = svg.chunk_map(ckpt, grid, region)
-    kinds |= {"region"} if 'class="region"' in picture else set()
     facts = []
     if region is not None:
         count = nbytes(grid.tensor.dtype, region.volume)
         facts = [str(region), plural(region.volume, "element"), *([human_bytes(count)] if count is not None else [])]
-    return {"svg": markup(picture), "facts": facts, "legend": [(k, v) for k, v in _LEGEND.items() if k in kinds]}
+    return {"svg": markup(picture), "facts": facts, "legend": _legend([picture])}
+
+
+def _legend(pictures: Sequence[str], kinds: Iterable[str] = tuple(_LEGEND)) -> list[tuple[str, str]]:
+    """The classes that pictures use, with what they mean."""
+    return [(kind, _LEGEND[kind]) for kind in kinds if any(f'class="{kind}"' in picture for picture in pictures)]
 
 
 def _chunks(ckpt: Checkpoint, finding: Finding, grid: Grid | None) -> dict[str, Any]:
@@ -344,7 +351,7 @@ def _chunks(ckpt: Checkpoint, finding: Finding, grid: Grid | None) -> dict[str, 
     letters = {} if grid is None else grid.legend
     is_gap = _is_gap(finding)  # the chunks beside a hole are healthy
     named = dict.fromkeys([*letters, *(row for row in finding.at.rows if 0 <= row < len(tensor.chunks))])
-    rows = []
+    rows, states = [], chunk_states(ckpt, tensor)
     for row in list(named)[:_CHUNK_LIMIT]:
         record = int(tensor.chunks.record[row])
         file, offset, length = ckpt.byte_range_of(record) if record >= 0 else ("", 0, 0)
@@ -356,6 +363,7 @@ def _chunks(ckpt: Checkpoint, finding: Finding, grid: Grid | None) -> dict[str, 
                 "file": cut(file) or "stored nowhere",
                 "rank": "" if rank is None else str(rank),
                 "bytes": f"{offset:,}-{offset + length:,}" if record >= 0 and ckpt.locates_bytes else "",
+                "lost": STATES[states[row]] if states[row] > NOT_CHECKED else "",
                 "is_concerned": row in finding.at.rows and not is_gap,
             }
         )
@@ -385,14 +393,15 @@ def _graphs(ckpt: Checkpoint, finding: Finding, work: _Work) -> list[dict[str, A
 
 def _appendix(part: CheckpointReport, room: int, work: _Work) -> dict[str, Any]:
     """The tensors by layer and by role, at most `room` of them, those that a finding concerns first."""
-    tensors, flags = part.checkpoint.tensors, _flags(part)
+    ckpt, flags = part.checkpoint, _flags(part)
+    tensors = ckpt.tensors
     concerned = [fqn for fqn in flags if fqn in tensors]
     shown = list(dict.fromkeys([*concerned, *tensors]))[:room]
     layers: dict[tuple[str, int], dict[str, list[dict[str, Any]]]] = {}
     for fqn in sorted(shown, key=lambda fqn: (role(fqn), numbers_in(fqn))):
         found = numbers_in(fqn)
         layer = (role(fqn).partition("*")[0], found[0]) if found else ("", 0)
-        layers.setdefault(layer, {}).setdefault(role(fqn), []).append(_row(tensors[fqn], flags.get(fqn, []), work))
+        layers.setdefault(layer, {}).setdefault(role(fqn), []).append(_row(ckpt, fqn, flags.get(fqn, []), work))
     flagged = [roles for roles in layers.values() if any(row["level"] for rows in roles.values() for row in rows)]
     is_few = sum(len(rows) for roles in flagged for rows in roles.values()) <= _OPEN_LIMIT
     sections = [
@@ -412,6 +421,7 @@ def _appendix(part: CheckpointReport, room: int, work: _Work) -> dict[str, Any]:
     ]
     return {
         "sections": sections,
+        "legend": _legend([row["svg"] for roles in layers.values() for rows in roles.values() for row in rows], _LOST),
         "shown": len(shown),
         "left_out": len(tensors) - len(shown),
         "is_mixed": 0 < len(concerned) < len(shown),
@@ -429,7 +439,8 @@ def _flags(part: CheckpointReport) -> dict[str, list[Diagnostic]]:
     return flags
 
 
-def _row(tensor: Tensor, found: list[Diagnostic], work: _Work) -> dict[str, Any]:
+def _row(ckpt: Checkpoint, fqn: str, found: list[Diagnostic], work: _Work) -> dict[str, Any]:
+    tensor = ckpt.tensors[fqn]
     row: dict[str, Any] = {
         "name": cut(tensor.fqn),
         "kind": f"{tensor.dtype} {cut(shape_text(tensor.global_shape))}",
@@ -444,7 +455,10 @@ def _row(tensor: Tensor, found: list[Diagnostic], work: _Work) -> dict[str, Any]
     layout = tensor.layout
     axis, count = work.most_cut(layout)
     regions = dict.fromkeys(item.finding.at.region for item in found if item.finding.at.region is not None)
-    marks = tuple((r.offsets[axis], r.ends[axis], svg.region_kind(layout, r)) for r in list(regions)[:_MARK_LIMIT])
+    marks = (
+        *((r.offsets[axis], r.ends[axis], svg.region_kind(layout, r)) for r in list(regions)[:_MARK_LIMIT]),
+        *svg.lost_marks(tensor, chunk_states(ckpt, tensor), axis),
+    )
     if (layout, marks) not in work.strips:
         label = f"{plural(len(tensor.chunks), 'chunk')}, dim {axis} in {plural(count, 'part')}"
         work.strips[layout, marks] = svg.strip(layout, axis, marks, label)
