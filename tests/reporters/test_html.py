@@ -21,9 +21,10 @@ import pytest
 from support import REAL, run, sweep_only
 
 import ckptlint
+from ckptlint.analysis.holdings import holdings_of
 from ckptlint.lint.report import Report
 from ckptlint.model.layout import Box
-from ckptlint.reporters import full
+from ckptlint.reporters import full, ranks
 from ckptlint.reporters.ci import junit
 from ckptlint.reporters.html import page as html
 from ckptlint.reporters.style import Style
@@ -125,7 +126,7 @@ def test_nothing_on_the_page_is_live_or_comes_from_elsewhere(name: str) -> None:
     assert not re.search(r"https?://|<script|javascript:|@import|\bsrc=|xlink", text)
     assert {tag for tag, _ in page.tags} <= set(ELEMENTS.split())
     assert not [name for _, attributes in page.tags for name in attributes if name.startswith("on") or name == "style"]
-    hatches = "gap", "overlap", "outside", "mark", "missing", "cut", "failed"
+    hatches = "gap", "overlap", "outside", "mark", "missing", "cut", "failed", "unchecked", "partly", "grid"
     assert set(re.findall(r"url\(([^)]*)\)", text)) == {f"#hatch-{kind}" for kind in hatches}
 
 
@@ -265,6 +266,42 @@ def test_a_chunk_that_is_stored_twice_is_lost_only_with_both(tmp_path: Path) -> 
     tensor = load_folder(write_checkpoint(table, tmp_path)).tensors["w"]
     for states, lost in (([4, 2, 0], (5, 10, "lost-failed")), ([4, 0, 2], (0, 5, "lost-failed"))):
         assert html.svg.lost_marks(tensor, np.array(states, np.uint8), 0) == [lost]
+
+
+def test_a_healthy_page_shows_who_holds_what() -> None:
+    report = ckptlint.check(REAL / "megatron_tp2_pp2")
+    text = html.render(report, Style())
+    (drawn,) = re.findall(r'<section class="holdings".*?</section>', text, re.DOTALL)
+    held = holdings_of(report.checkpoints[0].checkpoint)
+    page, (shown, left) = Page(drawn), ranks.folded(held)
+    labels = [text for tag, text in page.texts if tag == "th"]
+    assert labels[3:] == [label for label, _ in shown] == ["ranks 0-1", "rank 2", "rank 3"] and left == 0
+    # ranks 0 and 1 are the first stage: embedding and layer 0 of the model, not layer 1, the norm and the head
+    first = next(a["aria-label"] for a in page.all("svg", "cells") if a["aria-label"].startswith("ranks 0-1"))
+    assert first == "ranks 0-1: 3 nothing, 7 there"
+    assert len(page.all("svg", "size")) == 3 and len(drawn) < 10_000
+    bar = [float(a["width"]) for a in page.all("rect", "share-model")]
+    assert bar[1] / bar[0] == pytest.approx(held.model[2] / np.median(held.model[:2]), rel=0.01)
+
+
+def test_the_matrix_says_which_rank_is_gone_and_stays_small(tmp_path: Path) -> None:
+    folder = shutil.copytree(REAL / "fsdp2_4r", tmp_path / "lost")
+    (folder / "__2_0.distcp").unlink()
+    drawn = re.findall(
+        r'<section class="holdings".*?</section>', html.render(ckptlint.check(folder), Style()), re.DOTALL
+    )
+    page = Page(drawn[0])
+    assert "missing of rank 2: __2_0.distcp" in page.text and ("td", "missing") in page.texts
+    assert len(page.all("path", "lost-missing")) == 1
+    ranks_of_key = [f"{2 * i}:{2 * i + 2}, :" for i in range(1024)]
+    wide = {f"layers.{i}.w.weight": {"shape": [2048, 4], "chunks": ranks_of_key[: 1024 - 16 * i]} for i in range(64)}
+    page_of_many = html.render(ckptlint.check(write_checkpoint({"tensors": wide}, tmp_path / "wide")), Style())
+    (drawn_many,) = re.findall(r'<section class="holdings".*?</section>', page_of_many, re.DOTALL)
+    assert drawn_many.count("<tr>") == 41 and "24 more rows that differ" in drawn_many and len(drawn_many) < 40_000
+
+
+def test_a_checkpoint_that_is_not_read_has_no_matrix() -> None:
+    assert '<section class="holdings"' not in rendered("metadata_malicious")
 
 
 def test_healthy_neighbours_of_a_hole_are_not_marked() -> None:

@@ -14,7 +14,10 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ckptlint._version import __version__
+from ckptlint.analysis.holdings import holdings_of
 from ckptlint.geometry.chunk_graph import axis_graph, axis_name, rank_of
 from ckptlint.geometry.chunk_map import Grid, make_grid
 from ckptlint.geometry.record_states import NOT_CHECKED, STATES, chunk_states
@@ -23,6 +26,7 @@ from ckptlint.lint.steps import steps_in
 from ckptlint.model import Checkpoint
 from ckptlint.model.layout import Box, ChunkLayout
 from ckptlint.model.text import human_bytes, named_ranks, plural, ranges, shape_text
+from ckptlint.reporters import ranks
 from ckptlint.reporters.full import STEP_COLUMNS, account, also, left_unread, place_in_words, step_lines, step_rows
 from ckptlint.reporters.html import svg
 from ckptlint.reporters.style import Style, cut, cut_names
@@ -42,6 +46,7 @@ STRIP_LIMIT = 2000
 PICTURE_LIMIT = 5_000_000
 """Characters of markup for pictures and chunk tables; later findings have their sentences and notes only."""
 
+_MATRIX = 48  # cells across
 _CHUNK_LIMIT = 16
 _MARK_LIMIT = 64
 _GRAPH_LIMIT = 4096  # chunks of a tensor: the graph is made of Python objects
@@ -243,6 +248,7 @@ def _checkpoint(report: Report, part: CheckpointReport, anchor: str, room: int, 
         "groups": [_group(ckpt, group, f"{anchor}-{group.number}", work) for group in part.groups],
         "causes": [_cause(part, cause, anchor) for cause in part.causes],
         "worst": part.groups[0].lead.severity.label if part.groups else "incomplete" if part.is_incomplete else "",
+        "holdings": _holdings(ckpt, work),
         "appendix": _appendix(part, room, work),
         "rules": [
             ("did not finish", list(part.failed.items())),
@@ -251,6 +257,41 @@ def _checkpoint(report: Report, part: CheckpointReport, anchor: str, room: int, 
             ("not part of this run", [(code, why) for code, why in part.not_run.items() if code not in selected]),
         ],
         "ran": [(code, code in found) for code in part.passed if code in selected],
+    }
+
+
+def _holdings(ckpt: Checkpoint, work: _Work) -> dict[str, Any] | None:
+    """The matrix of ranks or files and layers, a row for all that look the same; None for a job, or without columns."""
+    held = holdings_of(ckpt) if ckpt.ranks is None and work.room > 0 else None
+    if held is None or not held.columns:
+        return None
+    shown, left = ranks.folded(held)
+    heads, places, legend = ranks.places_of(held.columns, _MATRIX)
+    middle = [np.median([part[rows] for part in (held.size, held.model, held.optimizer)], 1) for _, rows in shown]
+    most = max(1, *(size for size, _, _ in middle))
+    rows, used, kinds = [], set[int](), set[str]()
+    for (label, own), (size, model, optimizer) in zip(shown, middle, strict=True):
+        cells = ranks.cells_of(held, own[0], places)
+        used.update(cells)
+        counts = ((cells.count(i), name) for i, name in enumerate(ranks.STATE_NAMES))
+        words = f"{label}: {', '.join(f'{count} {name}' for count, name in counts if count)}"
+        sizes = ranks.sizes_of(held, own)
+        parts = {"model": model, "optimizer": optimizer, "others": max(size - model - optimizer, 0)}
+        shares = [(f"share-{kind}", part / most) for kind, part in parts.items() if part > 0]
+        kinds.update(kind for kind, part in parts.items() if part > 0)
+        bar = svg.size_bar(shares, f"{label}: {sizes[0]}") if shares else ""
+        rows.append((label, markup(svg.matrix_row(cells, words)), markup(bar), *sizes, *[""] * (3 - len(sizes))))
+    work.room -= len(str(rows))
+    return {
+        "heads": markup(svg.matrix_heads(heads)),
+        "rows": rows,
+        "left": left,
+        "legend": legend,
+        "signs": [
+            *((svg.CELL_KINDS[i], ranks.STATE_NAMES[i]) for i in sorted(used - {-1})),
+            *((f"share-{kind}", f"bytes of {kind}") for kind in ("model", "optimizer", "others") if kind in kinds),
+        ],
+        "sentences": list(ranks.sentences(held)),
     }
 
 
@@ -295,17 +336,17 @@ def _group(ckpt: Checkpoint, group: FindingGroup, anchor: str, work: _Work) -> d
 
 def _ranks(found: Iterable[Diagnostic]) -> set[int]:
     """The ranks that findings concern: those that they name, or the one in the file's name."""
-    ranks: set[int] = set()
+    named: set[int] = set()
     for at in (item.finding.at for item in found):
         own = at.ranks or (rank_of(at.file),)
-        ranks.update(rank for rank in own if rank is not None)
-    return ranks
+        named.update(rank for rank in own if rank is not None)
+    return named
 
 
 def _missing_from(found: Sequence[Diagnostic]) -> str:
     """Which ranks should hold what is missing, in words; "" where that is not known, or nothing is missing."""
-    ranks = _ranks(item for item in found if _is_gap(item.finding))
-    return f"missing from {named_ranks(ranks)}" if ranks else ""
+    lacking = _ranks(item for item in found if _is_gap(item.finding))
+    return f"missing from {named_ranks(lacking)}" if lacking else ""
 
 
 def _is_gap(finding: Finding) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from html import escape
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,6 +29,7 @@ _CUT_LIMIT = 200
 _RUN_LIMIT = 64
 _NODE_LIMIT = 5
 _NODE, _LINK, _LANE = 84, 56, 52
+_CELL, _BAR = 8, 96
 
 HATCHES = """\
 <svg class="defs" width="0" height="0" aria-hidden="true"><defs>
@@ -46,8 +47,18 @@ HATCHES = """\
 <rect width="8" height="8" class="ok"/><path d="M0 6l4-4l4 4" class="lost-line"/></pattern>
 <pattern id="hatch-failed" width="6" height="6" patternUnits="userSpaceOnUse">
 <rect width="6" height="6" class="ok"/><path d="M3 1v4M1 3h4" class="lost-line"/></pattern>
+<pattern id="hatch-unchecked" width="4" height="4" patternUnits="userSpaceOnUse">
+<rect width="4" height="4" class="nothing"/><rect x="1" y="1" width="1.5" height="1.5" class="dot"/></pattern>
+<pattern id="hatch-partly" width="8" height="12" patternUnits="userSpaceOnUse">
+<rect width="8" height="12" class="nothing"/><path d="M0 12L8 0v12z" class="held"/></pattern>
+<pattern id="hatch-grid" width="8" height="12" patternUnits="userSpaceOnUse">
+<path d="M8 0v12" class="grid-line"/></pattern>
 </defs></svg>"""
 """The hatching that the classes refer to; a page holds it once."""
+
+
+CELL_KINDS = ("nothing", "held", "overlap", "unchecked", "lost-failed", "lost-cut", "lost-missing", "partly")
+"""The classes of `ranks.STATE_NAMES`, in the same order."""
 
 
 def chunk_map(ckpt: Checkpoint, grid: Grid, region: Box | None) -> str:
@@ -169,6 +180,39 @@ def axis_chain(
     rows = [graph.nodes[node]["rows"] for node in shown]
     parts += boxes.drawn([(*_node_texts(ckpt, tensor, own), _lost_kind(states[own])) for own in rows])
     return _svg("".join(parts), boxes.width, boxes.height, "chain", label)
+
+
+def matrix_heads(heads: Sequence[str]) -> str:
+    """The lines above the rows of a matrix, each character above its cell."""
+    texts = []
+    for y, head in zip((11, 26), heads, strict=True):
+        at = [i for i, letter in enumerate(head) if letter != " "]
+        x = " ".join(str(_CELL * i) for i in at)
+        texts.append(_tag("text", escape("".join(head[i] for i in at)), x=x, y=y))
+    return _svg("".join(texts), _CELL * len(heads[0]), 30, "cells", " ".join(" ".join(heads).split()))
+
+
+def matrix_row(states: Sequence[int], label: str) -> str:
+    """The cells of one row of a matrix, those of one state as one path; states are positions in `CELL_KINDS`."""
+    paths = dict.fromkeys(CELL_KINDS, "")
+    for state, run in groupby(range(len(states)), key=lambda i: states[i]):
+        at = list(run)
+        if state >= 0:
+            width = _CELL * len(at)
+            paths[CELL_KINDS[state]] += f"M{_CELL * at[0]} 0h{width}v12h-{width}z"
+    drawn = [_tag("path", class_=kind, d=path) for kind, path in paths.items() if path]
+    wide = _CELL * len(states)
+    drawn += [_tag("rect", _tag("title", escape(label)), class_="grid", width=wide, height=12)]
+    return _svg("".join(drawn), wide, 12, "cells", label)
+
+
+def size_bar(shares: Sequence[tuple[str, float]], label: str) -> str:
+    """A bar of parts, each a class and its share of the largest bar."""
+    parts, x = [_tag("title", escape(label))], 0.0
+    for kind, share in shares:
+        parts.append(_tag("rect", class_=kind, x=f"{x:.4g}", width=f"{_BAR * share:.4g}", height=12))
+        x += _BAR * share
+    return _svg("".join(parts), _BAR, 12, "size", label)
 
 
 # ---------------------------------------------------------------- parts of a map
