@@ -268,6 +268,20 @@ def test_a_chunk_that_is_stored_twice_is_lost_only_with_both(tmp_path: Path) -> 
         assert html.svg.lost_marks(tensor, np.array(states, np.uint8), 0) == [lost]
 
 
+def test_steps_are_one_table_with_links(tmp_path: Path) -> None:
+    steps = [tmp_path / f"step-{number}" for number in (10, 20)]
+    shutil.copytree(REAL / "fsdp2_4r", steps[0])
+    for part, name in (("model", "fsdp2_4r_hole"), ("ema", "fsdp2_4r")):
+        shutil.copytree(REAL / name, steps[1] / part)
+    report = ckptlint.check(*steps, REAL / "gap_middle")
+    page = Page(html.render(report, Style()))
+    (drawn,) = re.findall(r'<nav aria-label="Checkpoints">.*?</nav>', page.source, re.DOTALL)
+    texts = [text for tag, text in Page(drawn).texts if tag in ("a", "span")]
+    assert texts == ["step-20: ", "ema", ", ", "model", "step-10", "error", str(REAL / "gap_middle")]
+    assert len({a["href"] for a in Page(drawn).all("a")}) == len(report.checkpoints) == 4
+    assert f"The newest step that passes: {steps[0]}" in page.text and len(page.all("table", "steps")) == 1
+
+
 def test_a_healthy_page_shows_who_holds_what() -> None:
     report = ckptlint.check(REAL / "megatron_tp2_pp2")
     text = html.render(report, Style())
@@ -543,6 +557,19 @@ def test_only_with_findings_hides_what_has_none(browser: Any, site: tuple[str, l
     assert browser.execute_script(shown, ".row") == browser.execute_script(shown, ".row.flagged") == flagged
     box.click()
     assert browser.execute_script(shown, "section.checkpoint") == parts
+
+
+def test_labels_of_a_plan_are_readable_on_a_narrow_screen(browser: Any, tmp_path: Path) -> None:
+    done = run("plan", REAL / "fsdp2_4r", "--to", "dp=300", "--html", tmp_path / "plan.html")
+    assert done.returncode == 0
+    for width in (400, 1280):
+        visit(browser, (tmp_path / "plan.html").as_uri(), width)
+        boxes = browser.execute_script(
+            "return [...document.querySelectorAll('.bars text')].map(e => e.getBoundingClientRect().toJSON())"
+        )
+        assert len(boxes) == 5 and all(box["height"] >= 11 for box in boxes)
+        assert min(box["left"] for box in boxes) >= 0 and max(box["right"] for box in boxes) <= width
+        assert browser.execute_script(OVERFLOWING) == []
 
 
 def test_text_has_contrast_in_light_and_dark(browser: Any, site: tuple[str, list[str]]) -> None:

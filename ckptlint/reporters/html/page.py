@@ -22,7 +22,7 @@ from ckptlint.geometry.chunk_graph import axis_graph, axis_name, rank_of
 from ckptlint.geometry.chunk_map import Grid, make_grid
 from ckptlint.geometry.record_states import NOT_CHECKED, STATES, chunk_states
 from ckptlint.lint.report import Cause, CheckpointReport, Diagnostic, FindingGroup, Report
-from ckptlint.lint.steps import steps_in
+from ckptlint.lint.steps import step_around, steps_in
 from ckptlint.model import Checkpoint
 from ckptlint.model.layout import Box, ChunkLayout
 from ckptlint.model.text import human_bytes, named_ranks, plural, ranges, shape_text
@@ -86,7 +86,7 @@ def render(report: Report, style: Style) -> str:
         counts=[(level, report.counts[level]) for level in ("error", "warning", "info")],
         totals=_totals(report),
         origin=_origin(report),
-        steps=_steps(report),
+        steps=_steps(report, parts),
         messages=[*report.unreadable, *report.not_found],
         parts=parts,
     )
@@ -218,10 +218,18 @@ def _origin(report: Report) -> list[tuple[str, str]]:
     ]
 
 
-def _steps(report: Report) -> dict[str, Any]:
-    """The table of steps and the sentences below it."""
+def _steps(report: Report, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The table of steps with links to their checkpoints, the sentences below it, and the parts in no step of it."""
     steps = steps_in(report)
-    return {"columns": STEP_COLUMNS, "rows": step_rows(steps), "lines": step_lines(steps) if steps else []}
+    around = [step_around(part.checkpoint) for part in report.checkpoints]
+    rows, others = [], list(parts)
+    for step, cells in zip(steps, step_rows(steps), strict=True):
+        own = [part for part, at in zip(parts, around, strict=True) if at is not None and at[0] == step.path]
+        others = [part for part in others if part not in own]
+        rows.append(
+            (cells, [(part["id"], part["path"].removeprefix(step.path).strip("/") or cells[0], part) for part in own])
+        )
+    return {"columns": STEP_COLUMNS, "rows": rows, "others": others, "lines": step_lines(steps) if steps else []}
 
 
 # ---------------------------------------------------------------- one checkpoint
