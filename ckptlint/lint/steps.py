@@ -260,7 +260,7 @@ def steps_in(report: Report) -> list[JudgedStep]:
     """The steps in a report, the newest first; [] where it has one step or none."""
     parts: dict[tuple[str, int], list[CheckpointReport]] = {}
     for part in report.checkpoints:
-        if (step := part.checkpoint.step or _step_in(part.checkpoint.path)) is not None:
+        if (step := step_around(part.checkpoint)) is not None:
             parts.setdefault(step, []).append(part)
     if len(parts) < 2:
         return []
@@ -271,9 +271,11 @@ def steps_in(report: Report) -> list[JudgedStep]:
     return sorted(judged, key=lambda step: (step.path.rpartition("/")[0], -step.number, step.name))
 
 
-def _step_in(path: str) -> tuple[str, int] | None:
-    """Path and number of the step that a checkpoint is by its name, or is in."""
-    names = path.split("/")
+def step_around(ckpt: Checkpoint) -> tuple[str, int] | None:
+    """Path and number of the step that a checkpoint is, or is in; None outside of any."""
+    if ckpt.step:
+        return ckpt.step
+    names = ckpt.path.split("/")
     places = [(place, number) for place, name in enumerate(names) if (number := step_number(name)) is not None]
     return ("/".join(names[: places[-1][0] + 1]), places[-1][1]) if places else None
 

@@ -18,6 +18,7 @@ from ckptlint.reporters.style import Style, cut
 _LETTERS = {"embedding": "e", "stack": "s", "norm": "n", "head": "h", "rest": "o"}
 _WORDS = {"e": "embedding", "s": "stacked layers", "n": "norms outside of layers", "h": "head", "o": "others"}
 _NAME, _SIZES, _ROWS = 28, 26, 40  # characters, characters, lines
+STATE_NAMES = (*CELL_STATES, "some of these layers")
 _PARTLY = len(CELL_STATES)
 _LOST = CELL_STATES.index("failed")
 
@@ -33,34 +34,26 @@ def matrix(held: Holdings, style: Style) -> Iterator[str]:
     if not held.columns:
         yield "no file holds anything that the metadata names"
         return
-    groups = _alike(held)
-    shown = sorted(groups, key=lambda rows: not _is_lost(held, rows[0]))[:_ROWS] if len(groups) > _ROWS else groups
-    labels = [_label(held, rows) for rows in shown]
-    side = max(map(len, labels), default=0)
-    wide = style.width - side - _SIZES
-    sections, per = _sections(held.columns, wide)
-    title = next((most for most in range(20, 4, -1) if sum(_wide(section, most) for section in sections) <= wide), 4)
-    heads = [(name, head, _wide((name, head, runs), title) - 1) for name, head, runs in sections]
-    marks = dict(enumerate((".#" if style.ascii_only else "·■") + "2" + "".join(MARKS.values())[1:] + "+"))
+    shown, left = folded(held)
+    side = max(len(label) for label, _ in shown)
+    heads, places, legend = places_of(held.columns, style.width - side - _SIZES)
+    marks = dict(enumerate((".#" if style.ascii_only else "·■") + "2" + "".join(MARKS.values())[1:] + "+")) | {-1: " "}
     pad = " " * (side + 2)
-    yield pad + " ".join(cut(name, width).ljust(width) for name, _, width in heads)
-    yield f"{pad}{' '.join(head.ljust(width) for _, head, width in heads)}       size  model  optim"
+    yield pad + heads[0]
+    yield f"{pad}{heads[1]}       size  model  optim"
     used: set[int] = set()
-    for rows, label in zip(shown, labels, strict=True):
-        states = _states(held, rows[0])
-        cells = [[_merged(states[run]) for run in runs] for _, _, runs in sections]
-        used.update(*cells)
-        texts = ("".join(marks[cell] for cell in own).ljust(head[2]) for own, head in zip(cells, heads, strict=True))
-        drawn = re.sub(r"[!%/]+", lambda found: style.lost(found[0]), " ".join(texts))
-        yield f"{label:<{side}}  {drawn} {_sizes(held, rows)}"
-    if len(groups) > _ROWS:
-        yield f"and {plural(len(groups) - _ROWS, 'more row')} that differ; --format json has all"
+    for label, rows in shown:
+        cells = cells_of(held, rows[0], places)
+        used.update(cells)
+        drawn = re.sub(r"[!%/]+", lambda found: style.lost(found[0]), "".join(marks[cell] for cell in cells))
+        size, *shares = sizes_of(held, rows)
+        yield f"{label:<{side}}  {drawn} {size:>10}{''.join(f'{share:>7}' for share in shares)}"
+    if left:
+        yield f"and {plural(left, 'more row')} that differ; --format json has all"
     yield ""
-    is_cut = any(len(name) > width for name, _, width in heads)
-    yield from style.wrap(_legend(held.columns, sections, per, is_cut), "  ", "")
-    names = dict(enumerate((*CELL_STATES, "some of these layers")))
-    yield from style.wrap("   ".join(f"{marks[state]} {names[state]}" for state in sorted(used)), "  ", "")
-    yield from (line for sentence in _sentences(held) for line in style.wrap(sentence, "  ", ""))
+    yield from style.wrap(legend, "  ", "")
+    yield from style.wrap("   ".join(f"{marks[i]} {STATE_NAMES[i]}" for i in sorted(used) if i >= 0), "  ", "")
+    yield from (line for sentence in sentences(held) for line in style.wrap(sentence, "  ", ""))
 
 
 def as_json(held: Holdings) -> dict[str, Any]:
@@ -94,6 +87,19 @@ def as_json(held: Holdings) -> dict[str, Any]:
 # ---------------------------------------------------------------- rows
 
 
+def folded(held: Holdings) -> tuple[list[tuple[str, list[int]]], int]:
+    """Label and numbers of the rows that look the same, and how many more there are; the lost ones first if many."""
+    groups = _alike(held)
+    shown = sorted(groups, key=lambda rows: not _is_lost(held, rows[0]))[:_ROWS] if len(groups) > _ROWS else groups
+    return [(_label(held, rows), rows) for rows in shown], len(groups) - len(shown)
+
+
+def cells_of(held: Holdings, row: int, places: Sequence[Run | None]) -> list[int]:
+    """For each place across its position in `STATE_NAMES`; -1 between two sections."""
+    states = _states(held, row)
+    return [-1 if run is None else _merged(states[run]) for run in places]
+
+
 def _alike(held: Holdings) -> list[list[int]]:
     found: dict[object, list[int]] = {}
     is_off = held.out_of_balance
@@ -120,17 +126,31 @@ def _label(held: Holdings, rows: Sequence[int]) -> str:
     return some((cut(name, _NAME) for name in braces(held.names[row] for row in rows)), 1)
 
 
-def _sizes(held: Holdings, rows: Sequence[int]) -> str:
+def sizes_of(held: Holdings, rows: Sequence[int]) -> tuple[str, ...]:
+    """The median size of rows, and the shares of model and optimizer; one word where no size is known."""
     size = held.size[rows]
     if size[0] < 0:
-        return f"{'missing' if _is_lost(held, rows[0]) else 'unknown':>10}"
+        return ("missing" if _is_lost(held, rows[0]) else "unknown",)
     about = "~" if len({human_bytes(int(each)) for each in size}) > 1 else ""
     total = max(int(size.sum()), 1)
-    share = (f"{int(part[rows].sum()) / total:>7.0%}" for part in (held.model, held.optimizer))
-    return f"{about + human_bytes(int(np.median(size))):>10}{''.join(share)}"
+    shares = (f"{int(part[rows].sum()) / total:.0%}" for part in (held.model, held.optimizer))
+    return about + human_bytes(int(np.median(size))), *shares
 
 
 # ---------------------------------------------------------------- columns
+
+
+def places_of(columns: Sequence[Column], wide: int) -> tuple[tuple[str, str], list[Run | None], str]:
+    """The two lines above the matrix, the columns at each place (None between sections), and what the letters mean."""
+    sections, per = _sections(columns, wide)
+    title = next((most for most in range(20, 4, -1) if sum(_wide(section, most) for section in sections) <= wide), 4)
+    heads, places = ["", ""], list[Run | None]()
+    for name, head, runs in sections:
+        width = _wide((name, head, runs), title)
+        heads = [heads[0] + cut(name, width - 1).ljust(width), heads[1] + head.ljust(width)]
+        places += [*runs, *[None] * (width - len(runs))]
+    is_cut = any(len(name) >= _wide((name, head, runs), title) for name, head, runs in sections)
+    return (heads[0][:-1], heads[1][:-1]), places[:-1], _legend(columns, sections, per, is_cut)
 
 
 def _sections(columns: Sequence[Column], room: int) -> tuple[list[Section], int]:
@@ -187,7 +207,8 @@ def _merged(states: npt.NDArray[np.uint8]) -> int:
 # ---------------------------------------------------------------- words
 
 
-def _sentences(held: Holdings) -> Iterator[str]:
+def sentences(held: Holdings) -> Iterator[str]:
+    """What stands out: what is lost, who is out of balance, what nobody holds."""
     for state in range(_LOST, len(CELL_STATES)):
         if files := {name: row for row, name, own in held.lost if own == state}:
             rows = [*dict.fromkeys(files.values())]

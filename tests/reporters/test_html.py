@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import functools
+import os
 import re
 import shutil
 import threading
@@ -15,13 +16,15 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 from support import REAL, run, sweep_only
 
 import ckptlint
+from ckptlint.analysis.holdings import holdings_of
 from ckptlint.lint.report import Report
 from ckptlint.model.layout import Box
-from ckptlint.reporters import full
+from ckptlint.reporters import full, ranks
 from ckptlint.reporters.ci import junit
 from ckptlint.reporters.html import page as html
 from ckptlint.reporters.style import Style
@@ -123,7 +126,8 @@ def test_nothing_on_the_page_is_live_or_comes_from_elsewhere(name: str) -> None:
     assert not re.search(r"https?://|<script|javascript:|@import|\bsrc=|xlink", text)
     assert {tag for tag, _ in page.tags} <= set(ELEMENTS.split())
     assert not [name for _, attributes in page.tags for name in attributes if name.startswith("on") or name == "style"]
-    assert set(re.findall(r"url\(([^)]*)\)", text)) <= {f"#hatch-{k}" for k in ("gap", "overlap", "outside", "mark")}
+    hatches = "gap", "overlap", "outside", "mark", "missing", "cut", "failed", "unchecked", "partly", "grid"
+    assert set(re.findall(r"url\(([^)]*)\)", text)) == {f"#hatch-{kind}" for kind in hatches}
 
 
 def test_the_policy_forbids_scripts_and_network_and_allows_this_style_only() -> None:
@@ -227,6 +231,91 @@ def test_when_and_how_the_page_was_made(tmp_path: Path) -> None:
     assert words[words.index("version") + 1] == f"ckptlint {ckptlint.__version__}"
     assert str(settings) in words[words.index("settings") + 1]
     assert "no settings file" in parsed("fsdp2_4r").text
+
+
+def test_chunks_whose_bytes_are_lost_are_hatched_and_explained(tmp_path: Path) -> None:
+    folder = shutil.copytree(REAL / "fsdp2_4r", tmp_path / "lost")
+    (folder / "__2_0.distcp").unlink()
+    os.truncate(folder / "__1_0.distcp", 3000)
+    last = folder / "__3_0.distcp"
+    last.write_bytes(bytes(last.stat().st_size))
+    page = Page(html.render(ckptlint.check(folder, depth="headers"), Style()))
+    strips = re.findall(r'<svg class="strip".*?</svg>', page.source, re.DOTALL)
+    for state in ("missing", "cut", "failed"):
+        assert sum(f'class="lost-{state}"' in strip for strip in strips) > 10, state
+    (legend,) = re.findall(r'<p class="signs">.*?</p>', page.source, re.DOTALL)
+    assert [a["class"] for a in Page(legend).all("rect")] == ["lost-missing", "lost-cut", "lost-failed"]
+    healthy = parsed("fsdp2_4r").source
+    assert '<p class="signs">' not in healthy and not re.search('class="lost-(missing|cut|failed)', healthy)
+
+
+def test_a_map_marks_the_chunk_whose_file_is_gone(tmp_path: Path) -> None:
+    folder = shutil.copytree(REAL / "fsdp2_4r_hole", tmp_path / "hole")
+    (folder / "__0_0.distcp").unlink()
+    page = Page(html.render(ckptlint.check(folder), Style()))
+    drawn = next(m for m in re.findall(r'<svg class="map".*?</svg>', page.source, re.DOTALL) if "gap" in m)
+    assert [a["class"] for a in Page(drawn).all("rect")][:1] == ["lost-missing"]
+    assert "__0_0.distcp (missing), rank 0" in drawn and "1 gap cell, 1 missing cell" in drawn
+    chain = re.search(r'<svg class="chain".*?</svg>', page.source, re.DOTALL)
+    assert chain is not None and len(Page(chain[0]).all("rect", "lost-missing")) == 1
+    assert ("span", "missing") in page.texts and "in a chunk whose bytes are missing" in page.text
+
+
+def test_a_chunk_that_is_stored_twice_is_lost_only_with_both(tmp_path: Path) -> None:
+    table = {"tensors": {"w": {"shape": [10], "chunks": ["0:5", "5:10", "0:5"]}}}
+    tensor = load_folder(write_checkpoint(table, tmp_path)).tensors["w"]
+    for states, lost in (([4, 2, 0], (5, 10, "lost-failed")), ([4, 0, 2], (0, 5, "lost-failed"))):
+        assert html.svg.lost_marks(tensor, np.array(states, np.uint8), 0) == [lost]
+
+
+def test_steps_are_one_table_with_links(tmp_path: Path) -> None:
+    steps = [tmp_path / f"step-{number}" for number in (10, 20)]
+    shutil.copytree(REAL / "fsdp2_4r", steps[0])
+    for part, name in (("model", "fsdp2_4r_hole"), ("ema", "fsdp2_4r")):
+        shutil.copytree(REAL / name, steps[1] / part)
+    report = ckptlint.check(*steps, REAL / "gap_middle")
+    page = Page(html.render(report, Style()))
+    (drawn,) = re.findall(r'<nav aria-label="Checkpoints">.*?</nav>', page.source, re.DOTALL)
+    texts = [text for tag, text in Page(drawn).texts if tag in ("a", "span")]
+    assert texts == ["step-20: ", "ema", ", ", "model", "step-10", "error", str(REAL / "gap_middle")]
+    assert len({a["href"] for a in Page(drawn).all("a")}) == len(report.checkpoints) == 4
+    assert f"The newest step that passes: {steps[0]}" in page.text and len(page.all("table", "steps")) == 1
+
+
+def test_a_healthy_page_shows_who_holds_what() -> None:
+    report = ckptlint.check(REAL / "megatron_tp2_pp2")
+    text = html.render(report, Style())
+    (drawn,) = re.findall(r'<section class="holdings".*?</section>', text, re.DOTALL)
+    held = holdings_of(report.checkpoints[0].checkpoint)
+    page, (shown, left) = Page(drawn), ranks.folded(held)
+    labels = [text for tag, text in page.texts if tag == "th"]
+    assert labels[3:] == [label for label, _ in shown] == ["ranks 0-1", "rank 2", "rank 3"] and left == 0
+    # ranks 0 and 1 are the first stage: embedding and layer 0 of the model, not layer 1, the norm and the head
+    first = next(a["aria-label"] for a in page.all("svg", "cells") if a["aria-label"].startswith("ranks 0-1"))
+    assert first == "ranks 0-1: 3 nothing, 7 there"
+    assert len(page.all("svg", "size")) == 3 and len(drawn) < 10_000
+    bar = [float(a["width"]) for a in page.all("rect", "share-model")]
+    assert bar[1] / bar[0] == pytest.approx(held.model[2] / np.median(held.model[:2]), rel=0.01)
+
+
+def test_the_matrix_says_which_rank_is_gone_and_stays_small(tmp_path: Path) -> None:
+    folder = shutil.copytree(REAL / "fsdp2_4r", tmp_path / "lost")
+    (folder / "__2_0.distcp").unlink()
+    drawn = re.findall(
+        r'<section class="holdings".*?</section>', html.render(ckptlint.check(folder), Style()), re.DOTALL
+    )
+    page = Page(drawn[0])
+    assert "missing of rank 2: __2_0.distcp" in page.text and ("td", "missing") in page.texts
+    assert len(page.all("path", "lost-missing")) == 1
+    ranks_of_key = [f"{2 * i}:{2 * i + 2}, :" for i in range(1024)]
+    wide = {f"layers.{i}.w.weight": {"shape": [2048, 4], "chunks": ranks_of_key[: 1024 - 16 * i]} for i in range(64)}
+    page_of_many = html.render(ckptlint.check(write_checkpoint({"tensors": wide}, tmp_path / "wide")), Style())
+    (drawn_many,) = re.findall(r'<section class="holdings".*?</section>', page_of_many, re.DOTALL)
+    assert drawn_many.count("<tr>") == 41 and "24 more rows that differ" in drawn_many and len(drawn_many) < 40_000
+
+
+def test_a_checkpoint_that_is_not_read_has_no_matrix() -> None:
+    assert '<section class="holdings"' not in rendered("metadata_malicious")
 
 
 def test_healthy_neighbours_of_a_hole_are_not_marked() -> None:
@@ -468,6 +557,19 @@ def test_only_with_findings_hides_what_has_none(browser: Any, site: tuple[str, l
     assert browser.execute_script(shown, ".row") == browser.execute_script(shown, ".row.flagged") == flagged
     box.click()
     assert browser.execute_script(shown, "section.checkpoint") == parts
+
+
+def test_labels_of_a_plan_are_readable_on_a_narrow_screen(browser: Any, tmp_path: Path) -> None:
+    done = run("plan", REAL / "fsdp2_4r", "--to", "dp=300", "--html", tmp_path / "plan.html")
+    assert done.returncode == 0
+    for width in (400, 1280):
+        visit(browser, (tmp_path / "plan.html").as_uri(), width)
+        boxes = browser.execute_script(
+            "return [...document.querySelectorAll('.bars text')].map(e => e.getBoundingClientRect().toJSON())"
+        )
+        assert len(boxes) == 5 and all(box["height"] >= 11 for box in boxes)
+        assert min(box["left"] for box in boxes) >= 0 and max(box["right"] for box in boxes) <= width
+        assert browser.execute_script(OVERFLOWING) == []
 
 
 def test_text_has_contrast_in_light_and_dark(browser: Any, site: tuple[str, list[str]]) -> None:

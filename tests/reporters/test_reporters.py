@@ -682,5 +682,6 @@ def test_a_running_job_is_told_in_every_format(format_: str) -> None:
     assert "LIV205" in text
     if format_ == "html":
         assert "7 ranks" in text and "7 files" not in text
+        assert not re.search('class="lost-(missing|cut|failed)', text)
     if format_ == "json":
         jsonschema.validate(json.loads(text), json.loads((REPOSITORY / "ckptlint" / "report.schema.json").read_text()))

@@ -14,14 +14,19 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ckptlint._version import __version__
+from ckptlint.analysis.holdings import holdings_of
 from ckptlint.geometry.chunk_graph import axis_graph, axis_name, rank_of
 from ckptlint.geometry.chunk_map import Grid, make_grid
+from ckptlint.geometry.record_states import NOT_CHECKED, STATES, chunk_states
 from ckptlint.lint.report import Cause, CheckpointReport, Diagnostic, FindingGroup, Report
-from ckptlint.lint.steps import steps_in
-from ckptlint.model import Checkpoint, Tensor
+from ckptlint.lint.steps import step_around, steps_in
+from ckptlint.model import Checkpoint
 from ckptlint.model.layout import Box, ChunkLayout
 from ckptlint.model.text import human_bytes, named_ranks, plural, ranges, shape_text
+from ckptlint.reporters import ranks
 from ckptlint.reporters.full import STEP_COLUMNS, account, also, left_unread, place_in_words, step_lines, step_rows
 from ckptlint.reporters.html import svg
 from ckptlint.reporters.style import Style, cut, cut_names
@@ -41,18 +46,23 @@ STRIP_LIMIT = 2000
 PICTURE_LIMIT = 5_000_000
 """Characters of markup for pictures and chunk tables; later findings have their sentences and notes only."""
 
+_MATRIX = 48  # cells across
 _CHUNK_LIMIT = 16
 _MARK_LIMIT = 64
 _GRAPH_LIMIT = 4096  # chunks of a tensor: the graph is made of Python objects
 _SAME_ROLE = 6  # tensors of one role in one layer that are not folded away
 _OPEN_LIMIT = 60  # tensors in the layers with findings, up to which these are open from the start
 _LEGEND = {
-    "gap": "missing: in no chunk",
+    "gap": "in no chunk",
     "overlap": "in several chunks",
+    "lost-missing": "in a chunk whose bytes are missing",
+    "lost-cut": "in a chunk that is cut short",
+    "lost-failed": "in a chunk that failed its check",
     "outside": "outside the tensor",
     "boundary": "a cut of other chunks",
     "region": "what the finding is about",
 }
+_LOST = ("gap", "lost-missing", "lost-cut", "lost-failed")
 _VERDICTS = {"pass": ("✓", "Passed"), "fail": ("✕", "Failed"), "incomplete": ("?", "Incomplete")}
 _LET_PASS = "!", "Errors, and exit 0"  # --exit-zero or --fail-on never
 
@@ -76,7 +86,7 @@ def render(report: Report, style: Style) -> str:
         counts=[(level, report.counts[level]) for level in ("error", "warning", "info")],
         totals=_totals(report),
         origin=_origin(report),
-        steps=_steps(report),
+        steps=_steps(report, parts),
         messages=[*report.unreadable, *report.not_found],
         parts=parts,
     )
@@ -208,10 +218,18 @@ def _origin(report: Report) -> list[tuple[str, str]]:
     ]
 
 
-def _steps(report: Report) -> dict[str, Any]:
-    """The table of steps and the sentences below it."""
+def _steps(report: Report, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The table of steps with links to their checkpoints, the sentences below it, and the parts in no step of it."""
     steps = steps_in(report)
-    return {"columns": STEP_COLUMNS, "rows": step_rows(steps), "lines": step_lines(steps) if steps else []}
+    around = [step_around(part.checkpoint) for part in report.checkpoints]
+    rows, others = [], list(parts)
+    for step, cells in zip(steps, step_rows(steps), strict=True):
+        own = [part for part, at in zip(parts, around, strict=True) if at is not None and at[0] == step.path]
+        others = [part for part in others if part not in own]
+        rows.append(
+            (cells, [(part["id"], part["path"].removeprefix(step.path).strip("/") or cells[0], part) for part in own])
+        )
+    return {"columns": STEP_COLUMNS, "rows": rows, "others": others, "lines": step_lines(steps) if steps else []}
 
 
 # ---------------------------------------------------------------- one checkpoint
@@ -238,6 +256,7 @@ def _checkpoint(report: Report, part: CheckpointReport, anchor: str, room: int, 
         "groups": [_group(ckpt, group, f"{anchor}-{group.number}", work) for group in part.groups],
         "causes": [_cause(part, cause, anchor) for cause in part.causes],
         "worst": part.groups[0].lead.severity.label if part.groups else "incomplete" if part.is_incomplete else "",
+        "holdings": _holdings(ckpt, work),
         "appendix": _appendix(part, room, work),
         "rules": [
             ("did not finish", list(part.failed.items())),
@@ -246,6 +265,41 @@ def _checkpoint(report: Report, part: CheckpointReport, anchor: str, room: int, 
             ("not part of this run", [(code, why) for code, why in part.not_run.items() if code not in selected]),
         ],
         "ran": [(code, code in found) for code in part.passed if code in selected],
+    }
+
+
+def _holdings(ckpt: Checkpoint, work: _Work) -> dict[str, Any] | None:
+    """The matrix of ranks or files and layers, a row for all that look the same; None for a job, or without columns."""
+    held = holdings_of(ckpt) if ckpt.ranks is None and work.room > 0 else None
+    if held is None or not held.columns:
+        return None
+    shown, left = ranks.folded(held)
+    heads, places, legend = ranks.places_of(held.columns, _MATRIX)
+    middle = [np.median([part[rows] for part in (held.size, held.model, held.optimizer)], 1) for _, rows in shown]
+    most = max(1, *(size for size, _, _ in middle))
+    rows, used, kinds = [], set[int](), set[str]()
+    for (label, own), (size, model, optimizer) in zip(shown, middle, strict=True):
+        cells = ranks.cells_of(held, own[0], places)
+        used.update(cells)
+        counts = ((cells.count(i), name) for i, name in enumerate(ranks.STATE_NAMES))
+        words = f"{label}: {', '.join(f'{count} {name}' for count, name in counts if count)}"
+        sizes = ranks.sizes_of(held, own)
+        parts = {"model": model, "optimizer": optimizer, "others": max(size - model - optimizer, 0)}
+        shares = [(f"share-{kind}", part / most) for kind, part in parts.items() if part > 0]
+        kinds.update(kind for kind, part in parts.items() if part > 0)
+        bar = svg.size_bar(shares, f"{label}: {sizes[0]}") if shares else ""
+        rows.append((label, markup(svg.matrix_row(cells, words)), markup(bar), *sizes, *[""] * (3 - len(sizes))))
+    work.room -= len(str(rows))
+    return {
+        "heads": markup(svg.matrix_heads(heads)),
+        "rows": rows,
+        "left": left,
+        "legend": legend,
+        "signs": [
+            *((svg.CELL_KINDS[i], ranks.STATE_NAMES[i]) for i in sorted(used - {-1})),
+            *((f"share-{kind}", f"bytes of {kind}") for kind in ("model", "optimizer", "others") if kind in kinds),
+        ],
+        "sentences": list(ranks.sentences(held)),
     }
 
 
@@ -290,17 +344,17 @@ def _group(ckpt: Checkpoint, group: FindingGroup, anchor: str, work: _Work) -> d
 
 def _ranks(found: Iterable[Diagnostic]) -> set[int]:
     """The ranks that findings concern: those that they name, or the one in the file's name."""
-    ranks: set[int] = set()
+    named: set[int] = set()
     for at in (item.finding.at for item in found):
         own = at.ranks or (rank_of(at.file),)
-        ranks.update(rank for rank in own if rank is not None)
-    return ranks
+        named.update(rank for rank in own if rank is not None)
+    return named
 
 
 def _missing_from(found: Sequence[Diagnostic]) -> str:
     """Which ranks should hold what is missing, in words; "" where that is not known, or nothing is missing."""
-    ranks = _ranks(item for item in found if _is_gap(item.finding))
-    return f"missing from {named_ranks(ranks)}" if ranks else ""
+    lacking = _ranks(item for item in found if _is_gap(item.finding))
+    return f"missing from {named_ranks(lacking)}" if lacking else ""
 
 
 def _is_gap(finding: Finding) -> bool:
@@ -325,15 +379,17 @@ def _pictures(ckpt: Checkpoint, finding: Finding, work: _Work) -> dict[str, Any]
 
 def _map(ckpt: Checkpoint, grid: Grid, region: Box | None) -> dict[str, Any]:
     """The chunk map with what its colours mean and how much the region holds."""
-    kinds = {svg.cell_kind(grid, r, c) for r in range(len(grid.rows)) for c in range(len(grid.columns))}
-    kinds |= {"boundary"} if svg.has_boundary(grid) else set()
     picture = svg.chunk_map(ckpt, grid, region)
-    kinds |= {"region"} if 'class="region"' in picture else set()
     facts = []
     if region is not None:
         count = nbytes(grid.tensor.dtype, region.volume)
         facts = [str(region), plural(region.volume, "element"), *([human_bytes(count)] if count is not None else [])]
-    return {"svg": markup(picture), "facts": facts, "legend": [(k, v) for k, v in _LEGEND.items() if k in kinds]}
+    return {"svg": markup(picture), "facts": facts, "legend": _legend([picture])}
+
+
+def _legend(pictures: Sequence[str], kinds: Iterable[str] = tuple(_LEGEND)) -> list[tuple[str, str]]:
+    """The classes that pictures use, with what they mean."""
+    return [(kind, _LEGEND[kind]) for kind in kinds if any(f'class="{kind}"' in picture for picture in pictures)]
 
 
 def _chunks(ckpt: Checkpoint, finding: Finding, grid: Grid | None) -> dict[str, Any]:
@@ -344,7 +400,7 @@ def _chunks(ckpt: Checkpoint, finding: Finding, grid: Grid | None) -> dict[str, 
     letters = {} if grid is None else grid.legend
     is_gap = _is_gap(finding)  # the chunks beside a hole are healthy
     named = dict.fromkeys([*letters, *(row for row in finding.at.rows if 0 <= row < len(tensor.chunks))])
-    rows = []
+    rows, states = [], chunk_states(ckpt, tensor)
     for row in list(named)[:_CHUNK_LIMIT]:
         record = int(tensor.chunks.record[row])
         file, offset, length = ckpt.byte_range_of(record) if record >= 0 else ("", 0, 0)
@@ -356,6 +412,7 @@ def _chunks(ckpt: Checkpoint, finding: Finding, grid: Grid | None) -> dict[str, 
                 "file": cut(file) or "stored nowhere",
                 "rank": "" if rank is None else str(rank),
                 "bytes": f"{offset:,}-{offset + length:,}" if record >= 0 and ckpt.locates_bytes else "",
+                "lost": STATES[states[row]] if states[row] > NOT_CHECKED else "",
                 "is_concerned": row in finding.at.rows and not is_gap,
             }
         )
@@ -385,14 +442,15 @@ def _graphs(ckpt: Checkpoint, finding: Finding, work: _Work) -> list[dict[str, A
 
 def _appendix(part: CheckpointReport, room: int, work: _Work) -> dict[str, Any]:
     """The tensors by layer and by role, at most `room` of them, those that a finding concerns first."""
-    tensors, flags = part.checkpoint.tensors, _flags(part)
+    ckpt, flags = part.checkpoint, _flags(part)
+    tensors = ckpt.tensors
     concerned = [fqn for fqn in flags if fqn in tensors]
     shown = list(dict.fromkeys([*concerned, *tensors]))[:room]
     layers: dict[tuple[str, int], dict[str, list[dict[str, Any]]]] = {}
     for fqn in sorted(shown, key=lambda fqn: (role(fqn), numbers_in(fqn))):
         found = numbers_in(fqn)
         layer = (role(fqn).partition("*")[0], found[0]) if found else ("", 0)
-        layers.setdefault(layer, {}).setdefault(role(fqn), []).append(_row(tensors[fqn], flags.get(fqn, []), work))
+        layers.setdefault(layer, {}).setdefault(role(fqn), []).append(_row(ckpt, fqn, flags.get(fqn, []), work))
     flagged = [roles for roles in layers.values() if any(row["level"] for rows in roles.values() for row in rows)]
     is_few = sum(len(rows) for roles in flagged for rows in roles.values()) <= _OPEN_LIMIT
     sections = [
@@ -412,6 +470,7 @@ def _appendix(part: CheckpointReport, room: int, work: _Work) -> dict[str, Any]:
     ]
     return {
         "sections": sections,
+        "legend": _legend([row["svg"] for roles in layers.values() for rows in roles.values() for row in rows], _LOST),
         "shown": len(shown),
         "left_out": len(tensors) - len(shown),
         "is_mixed": 0 < len(concerned) < len(shown),
@@ -429,7 +488,8 @@ def _flags(part: CheckpointReport) -> dict[str, list[Diagnostic]]:
     return flags
 
 
-def _row(tensor: Tensor, found: list[Diagnostic], work: _Work) -> dict[str, Any]:
+def _row(ckpt: Checkpoint, fqn: str, found: list[Diagnostic], work: _Work) -> dict[str, Any]:
+    tensor = ckpt.tensors[fqn]
     row: dict[str, Any] = {
         "name": cut(tensor.fqn),
         "kind": f"{tensor.dtype} {cut(shape_text(tensor.global_shape))}",
@@ -444,7 +504,10 @@ def _row(tensor: Tensor, found: list[Diagnostic], work: _Work) -> dict[str, Any]
     layout = tensor.layout
     axis, count = work.most_cut(layout)
     regions = dict.fromkeys(item.finding.at.region for item in found if item.finding.at.region is not None)
-    marks = tuple((r.offsets[axis], r.ends[axis], svg.region_kind(layout, r)) for r in list(regions)[:_MARK_LIMIT])
+    marks = (
+        *((r.offsets[axis], r.ends[axis], svg.region_kind(layout, r)) for r in list(regions)[:_MARK_LIMIT]),
+        *svg.lost_marks(tensor, chunk_states(ckpt, tensor), axis),
+    )
     if (layout, marks) not in work.strips:
         label = f"{plural(len(tensor.chunks), 'chunk')}, dim {axis} in {plural(count, 'part')}"
         work.strips[layout, marks] = svg.strip(layout, axis, marks, label)

@@ -10,10 +10,19 @@ from ckptlint.model.text import human_bytes, named_ranks
 from ckptlint.planning.outcome import Cost, Plan
 from ckptlint.reporters.full import facts
 from ckptlint.reporters.html.page import environment, frame, markup
-from ckptlint.reporters.plan import TABLE_HEAD, job_line, listed_patterns, plan_facts, rows, sections, verdict_line
+from ckptlint.reporters.plan import (
+    TABLE_HEAD,
+    job_line,
+    listed_patterns,
+    patterns,
+    plan_facts,
+    rows,
+    sections,
+    verdict_line,
+)
 
 _BARS = 64
-_WIDTH, _HEIGHT, _LEFT, _TOP = 960, 220, 70, 12
+_HEIGHT, _TOP = 220, 12
 
 
 def render(plan: Plan) -> str:
@@ -40,7 +49,7 @@ def render(plan: Plan) -> str:
         job=job_line(plan),
         path=plan.checkpoint.path,
         facts=facts(plan.checkpoint),
-        sections=[(heading, listed_patterns(keys), lines) for heading, keys, lines in sections(plan)],
+        sections=[(heading, patterns(keys), lines) for heading, keys, lines in sections(plan)],
         head=TABLE_HEAD,
         rows=rows(plan.cost),
         lines=plan_facts(plan),
@@ -53,34 +62,31 @@ def render(plan: Plan) -> str:
 def histogram(cost: Cost) -> str:
     """What each rank reads, as SVG: a bar for each rank, or for neighbouring ranks the largest of them.
 
-    The solid part of a bar is what is needed, the rest what the reader reads beside it.
+    The solid part of a bar is what is needed, the rest what the reader reads beside it. Only the bars grow with the
+    page; the labels keep their size.
     """
     read, needed = cost.read[cost.kind], cost.needed[cost.kind]
     world = len(read)
     edges = np.linspace(0, world, min(world, _BARS) + 1).astype(int)
     top = max(int(read.max(initial=0)), int(needed.max(initial=0)), 1)
-    step = (_WIDTH - _LEFT) / (len(edges) - 1)
+    step = 100 / (len(edges) - 1)
     bottom = _TOP + _HEIGHT
     parts = []
     for share in (0, 0.5, 1):
         y = bottom - _HEIGHT * share
-        parts.append(f'<line class="rule" x1="{_LEFT}" x2="{_WIDTH}" y1="{y:g}" y2="{y:g}"/>')
-        parts.append(f'<text class="side" x="{_LEFT - 8}" y="{y + 4:g}">{escape(human_bytes(int(top * share)))}</text>')
+        parts.append(f'<line class="rule" x2="100%" y1="{y:g}" y2="{y:g}"/>')
+        parts.append(f'<text class="side" x="-8" y="{y + 4:g}">{escape(human_bytes(int(top * share)))}</text>')
     for number, (low, high) in enumerate(zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)):
         at = low + int(read[low:high].argmax())
         title = (
             f"{named_ranks(range(low, high))}: {human_bytes(int(read[at]))} read, {human_bytes(int(needed[at]))} needed"
         )
-        x, width = _LEFT + step * number + step * 0.1, step * 0.8
-        bars = []
+        place, bars = f'x="{step * (number + 0.1):.2f}%" width="{step * 0.8:.2f}%"', []
         for css, value in (("read", int(read[at])), ("needed", min(int(needed[at]), int(read[at])))):
             height = _HEIGHT * value / top
-            bars.append(
-                f'<rect class="{css}" x="{x:.2f}" y="{bottom - height:.2f}" width="{width:.2f}" height="{height:.2f}"/>'
-            )
+            bars.append(f'<rect class="{css}" {place} y="{bottom - height:.2f}" height="{height:.2f}"/>')
         parts.append(f"<g><title>{escape(title)}</title>{''.join(bars)}</g>")
-    for rank, anchor in ((0, "start"), (world - 1, "end")) if world > 1 else ((0, "start"),):
-        x = _LEFT if anchor == "start" else _WIDTH
-        parts.append(f'<text text-anchor="{anchor}" x="{x}" y="{bottom + 18}">rank {rank:,}</text>')
-    size = f'viewBox="0 0 {_WIDTH} {bottom + 26}" width="{_WIDTH}" height="{bottom + 26}"'
-    return f'<svg class="bars" role="img" aria-label="What each rank reads" {size}>{"".join(parts)}</svg>'
+    for rank, anchor, at in ((0, "start", 0), (world - 1, "end", 100))[:world]:
+        parts.append(f'<text text-anchor="{anchor}" x="{at}%" y="{bottom + 18}">rank {rank:,}</text>')
+    label = 'role="img" aria-label="What each rank reads"'
+    return f'<svg class="bars" {label} height="{bottom + 26}">{"".join(parts)}</svg>'

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from html import escape
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.geometry.chunk_map import Grid, MapCell, axis_label, fixed_label
+from ckptlint.geometry.record_states import NOT_CHECKED, STATES, StateArray, chunk_states
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.layout import Box, ChunkLayout
 from ckptlint.model.text import plural
@@ -28,6 +29,7 @@ _CUT_LIMIT = 200
 _RUN_LIMIT = 64
 _NODE_LIMIT = 5
 _NODE, _LINK, _LANE = 84, 56, 52
+_CELL, _BAR = 8, 96
 
 HATCHES = """\
 <svg class="defs" width="0" height="0" aria-hidden="true"><defs>
@@ -39,8 +41,24 @@ HATCHES = """\
 <rect width="6" height="6" class="outside-ground"/><path d="M0 1.5h6M0 4.5h6" class="outside-line"/></pattern>
 <pattern id="hatch-mark" width="8" height="8" patternUnits="userSpaceOnUse">
 <rect width="8" height="8" class="mark-ground"/><path d="M2 0v8M6 0v8" class="mark-line"/></pattern>
+<pattern id="hatch-missing" width="6" height="6" patternUnits="userSpaceOnUse">
+<rect width="6" height="6" class="ok"/><path d="M-2 4l4 4M0 0l6 6M4 -2l4 4" class="lost-line"/></pattern>
+<pattern id="hatch-cut" width="8" height="8" patternUnits="userSpaceOnUse">
+<rect width="8" height="8" class="ok"/><path d="M0 6l4-4l4 4" class="lost-line"/></pattern>
+<pattern id="hatch-failed" width="6" height="6" patternUnits="userSpaceOnUse">
+<rect width="6" height="6" class="ok"/><path d="M3 1v4M1 3h4" class="lost-line"/></pattern>
+<pattern id="hatch-unchecked" width="4" height="4" patternUnits="userSpaceOnUse">
+<rect width="4" height="4" class="nothing"/><rect x="1" y="1" width="1.5" height="1.5" class="dot"/></pattern>
+<pattern id="hatch-partly" width="8" height="12" patternUnits="userSpaceOnUse">
+<rect width="8" height="12" class="nothing"/><path d="M0 12L8 0v12z" class="held"/></pattern>
+<pattern id="hatch-grid" width="8" height="12" patternUnits="userSpaceOnUse">
+<path d="M8 0v12" class="grid-line"/></pattern>
 </defs></svg>"""
 """The hatching that the classes refer to; a page holds it once."""
+
+
+CELL_KINDS = ("nothing", "held", "overlap", "unchecked", "lost-failed", "lost-cut", "lost-missing", "partly")
+"""The classes of `ranks.STATE_NAMES`, in the same order."""
 
 
 def chunk_map(ckpt: Checkpoint, grid: Grid, region: Box | None) -> str:
@@ -49,6 +67,7 @@ def chunk_map(ckpt: Checkpoint, grid: Grid, region: Box | None) -> str:
     A solid line separates chunks; a dashed one is a cut of other chunks that runs through this one.
     """
     columns, rows = _labels(grid.columns), _labels(grid.rows)
+    states = chunk_states(ckpt, grid.tensor)
     width = max(72, *(len(label) * _DIGIT + 12 for label in columns))
     height = 48 if grid.down is None else 36
     left = len(columns[0]) * _DIGIT // 2 + 6
@@ -64,10 +83,10 @@ def chunk_map(ckpt: Checkpoint, grid: Grid, region: Box | None) -> str:
     counts = dict.fromkeys(("gap", "overlap", "outside"), 0)
     for r in range(len(grid.rows)):
         for c in range(len(grid.columns)):
-            kind = cell_kind(grid, r, c)
+            kind = _cell_kind(grid, states, r, c)
             counts[kind] = counts.get(kind, 0) + 1
             x, y = left + c * width, top + r * height
-            title = _tag("title", escape(_cell_title(ckpt, grid, r, c, kind)))
+            title = _tag("title", escape(_cell_title(ckpt, grid, states, r, c, kind)))
             parts.append(_tag("rect", title, class_=kind, x=x, y=y, width=width, height=height))
             if name := _cell_name(grid, r, c):
                 parts.append(_text(name, x + width // 2, y + height // 2 + 4, "name"))
@@ -78,7 +97,7 @@ def chunk_map(ckpt: Checkpoint, grid: Grid, region: Box | None) -> str:
         c, r, across, down = outline
         x, y = left + c * width, top + r * height
         parts.append(_tag("rect", class_="region", x=x, y=y, width=across * width, height=down * height))
-    found = [plural(count, f"{kind} cell") for kind, count in counts.items() if count and kind != "ok"]
+    found = [plural(n, f"{kind.removeprefix('lost-')} cell") for kind, n in counts.items() if n and kind != "ok"]
     label = f"Chunk map of {cut(grid.tensor.fqn)}: {', '.join(found) or 'every cell is held once'}"
     return _svg("".join(parts), total, bottom + 8, "map", label)
 
@@ -89,21 +108,6 @@ def map_caption(ckpt: Checkpoint, grid: Grid) -> str:
     if grid.down is None:
         return f"{across} →" + fixed_label(grid)
     return f"{axis_label(ckpt, grid, grid.down)} down, {across} across" + fixed_label(grid)
-
-
-def cell_kind(grid: Grid, row: int, column: int) -> str:
-    """The class of a cell: `ok`, `gap`, `overlap`, `outside` of the tensor, or `folded`."""
-    held = grid.holders[row][column]
-    if held is None:
-        return "folded"
-    if not grid.inside[row][column]:
-        return "outside"
-    return ("gap", "ok")[len(held)] if len(held) < 2 else "overlap"
-
-
-def has_boundary(grid: Grid) -> bool:
-    """Whether the map shows a cut that runs through a chunk."""
-    return bool(_edges(grid, 0, 0, 1, 1)[1])
 
 
 def region_kind(layout: ChunkLayout, region: Box) -> str:
@@ -124,8 +128,10 @@ def strip(layout: ChunkLayout, axis: int, marks: Iterable[tuple[int, int, str]],
     """
     size = layout.shape[axis]
     starts, stops = np.clip(layout.intervals(axis), 0, size).T
-    parts = [_tag("title", escape(label)), _tag("rect", class_="gap", width=_STRIP_WIDTH, height=10)]
-    parts += [_bar(low, high, size, "ok") for low, high in _runs(starts, stops)]
+    runs, parts = _runs(starts, stops), [_tag("title", escape(label))]
+    if runs != [(0, size)]:
+        parts.append(_tag("rect", class_="gap", width=_STRIP_WIDTH, height=10))
+    parts += [_bar(low, high, size, "ok") for low, high in runs]
     parts += [_bar(max(low, 0), min(high, size), size, kind) for low, high, kind in marks]
     cuts = np.unique(np.concatenate([starts, stops]))
     cuts = cuts[(cuts > 0) & (cuts < size)]
@@ -134,6 +140,22 @@ def strip(layout: ChunkLayout, axis: int, marks: Iterable[tuple[int, int, str]],
         parts.append(_tag("path", class_="edge", d=path) if path else "")
     view = {"viewBox": f"0 0 {_STRIP_WIDTH} 10", "preserveAspectRatio": "none"}
     return _tag("svg", "".join(parts), class_="strip", role="img", aria_label=label, **view)
+
+
+def lost_marks(tensor: Tensor, states: StateArray, axis: int) -> list[tuple[int, int, str]]:
+    """The marks of a strip where bytes are lost: a chunk that another one repeats is lost only with it."""
+    layout = tensor.layout
+    if not (states > NOT_CHECKED).any():
+        return []
+    boxes, same = np.unique(np.hstack([layout.offsets, layout.sizes]), axis=0, return_inverse=True)
+    best = np.full(len(boxes), len(STATES), np.uint8)
+    np.minimum.at(best, same.ravel(), states)
+    starts, stops = boxes[:, axis], boxes[:, axis] + boxes[:, axis + len(layout.shape)]
+    marks = []
+    for state in range(NOT_CHECKED + 1, len(STATES)):
+        order = np.flatnonzero(best == state)[np.argsort(starts[best == state], kind="stable")]
+        marks += [(low, high, f"lost-{STATES[state]}") for low, high in _runs(starts[order], stops[order])]
+    return marks
 
 
 def axis_chain(
@@ -154,11 +176,62 @@ def axis_chain(
         after = min((boxes.place(node) for node in nodes if node[0] == stop), default=boxes.last)
         if before != after:
             parts.append(boxes.link(before, after, f"{start}:{stop}"))
-    parts += boxes.drawn([_node_texts(ckpt, tensor, graph.nodes[node]["rows"]) for node in shown])
+    states = chunk_states(ckpt, tensor)
+    rows = [graph.nodes[node]["rows"] for node in shown]
+    parts += boxes.drawn([(*_node_texts(ckpt, tensor, own), _lost_kind(states[own])) for own in rows])
     return _svg("".join(parts), boxes.width, boxes.height, "chain", label)
 
 
+def matrix_heads(heads: Sequence[str]) -> str:
+    """The lines above the rows of a matrix, each character above its cell."""
+    texts = []
+    for y, head in zip((11, 26), heads, strict=True):
+        at = [i for i, letter in enumerate(head) if letter != " "]
+        x = " ".join(str(_CELL * i) for i in at)
+        texts.append(_tag("text", escape("".join(head[i] for i in at)), x=x, y=y))
+    return _svg("".join(texts), _CELL * len(heads[0]), 30, "cells", " ".join(" ".join(heads).split()))
+
+
+def matrix_row(states: Sequence[int], label: str) -> str:
+    """The cells of one row of a matrix, those of one state as one path; states are positions in `CELL_KINDS`."""
+    paths = dict.fromkeys(CELL_KINDS, "")
+    for state, run in groupby(range(len(states)), key=lambda i: states[i]):
+        at = list(run)
+        if state >= 0:
+            width = _CELL * len(at)
+            paths[CELL_KINDS[state]] += f"M{_CELL * at[0]} 0h{width}v12h-{width}z"
+    drawn = [_tag("path", class_=kind, d=path) for kind, path in paths.items() if path]
+    wide = _CELL * len(states)
+    drawn += [_tag("rect", _tag("title", escape(label)), class_="grid", width=wide, height=12)]
+    return _svg("".join(drawn), wide, 12, "cells", label)
+
+
+def size_bar(shares: Sequence[tuple[str, float]], label: str) -> str:
+    """A bar of parts, each a class and its share of the largest bar."""
+    parts, x = [_tag("title", escape(label))], 0.0
+    for kind, share in shares:
+        parts.append(_tag("rect", class_=kind, x=f"{x:.4g}", width=f"{_BAR * share:.4g}", height=12))
+        x += _BAR * share
+    return _svg("".join(parts), _BAR, 12, "size", label)
+
+
 # ---------------------------------------------------------------- parts of a map
+
+
+def _lost_kind(states: StateArray) -> str:
+    """The class of what some chunks hold: `lost-` and the best of their states, "" where one may be there."""
+    best = int(states.min(initial=len(STATES)))
+    return f"lost-{STATES[best]}" if NOT_CHECKED < best < len(STATES) else ""
+
+
+def _cell_kind(grid: Grid, states: StateArray, row: int, column: int) -> str:
+    """The class of a cell: `ok`, `gap`, `overlap`, `outside` of the tensor, `folded`, or how its bytes are lost."""
+    held = grid.holders[row][column]
+    if held is None:
+        return "folded"
+    if not grid.inside[row][column]:
+        return "outside"
+    return _lost_kind(states[held]) or (("gap", "ok")[len(held)] if len(held) < 2 else "overlap")
 
 
 def _cell_name(grid: Grid, row: int, column: int) -> str:
@@ -168,7 +241,7 @@ def _cell_name(grid: Grid, row: int, column: int) -> str:
     return "".join(grid.legend[i] for i in held[:3]) + ("+" if len(held) > 3 else "")
 
 
-def _cell_title(ckpt: Checkpoint, grid: Grid, row: int, column: int, kind: str) -> str:
+def _cell_title(ckpt: Checkpoint, grid: Grid, states: StateArray, row: int, column: int, kind: str) -> str:
     if kind == "folded":
         return f"{grid.columns[column].folded or grid.rows[row].folded} cells between cuts, left out of the picture"
     drawn = {grid.across: grid.columns[column]} | ({} if grid.down is None else {grid.down: grid.rows[row]})
@@ -179,14 +252,14 @@ def _cell_title(ckpt: Checkpoint, grid: Grid, row: int, column: int, kind: str) 
     held = grid.holders[row][column] or []
     head = {"gap": "in no chunk", "overlap": f"in {len(held)} chunks", "outside": "outside the tensor"}.get(kind, "")
     lines = [f"[{', '.join(slices)}]" + (f" {head}" if head else "")]
-    lines += [_chunk_title(ckpt, grid.tensor, i, grid.legend[i]) for i in held[:4]]
+    lines += [_chunk_title(ckpt, grid.tensor, i, grid.legend[i], int(states[i])) for i in held[:4]]
     return "\n".join(lines)
 
 
-def _chunk_title(ckpt: Checkpoint, tensor: Tensor, row: int, letter: str) -> str:
+def _chunk_title(ckpt: Checkpoint, tensor: Tensor, row: int, letter: str, state: int) -> str:
     file = ckpt.chunk_file(tensor, row)
     rank = rank_of(file)
-    where = cut(file) or "stored nowhere"
+    where = (cut(file) or "stored nowhere") + f" ({STATES[state]})" * (state > NOT_CHECKED)
     return f"chunk {letter} {tensor.layout.box(row)} {where}" + ("" if rank is None else f", rank {rank}")
 
 
@@ -300,14 +373,14 @@ class _Boxes:
             missing, (x + to_x) // 2, min(y, to_y) - 8, "absent"
         )
 
-    def drawn(self, texts: Sequence[tuple[str, str]]) -> list[str]:
-        """All boxes; texts are the second line and the tooltip of each interval that is shown."""
+    def drawn(self, texts: Sequence[tuple[str, str, str]]) -> list[str]:
+        """All boxes; texts are the second line, the tooltip and the lost kind of each interval that is shown."""
         parts = [self._box_at(0, "0", "", "end", "start of the axis")]
         if self.before:
             parts.append(self._box_at(1, "…", f"{self.before} more", "folded", "intervals before, left out"))
-        for node, (line, title) in zip(self.shown, texts, strict=True):
+        for node, (line, title, lost) in zip(self.shown, texts, strict=True):
             shares = any(other != node and other[0] < node[1] and node[0] < other[1] for other in self.shown)
-            kind = "shared" if shares else "ok"
+            kind = lost or ("shared" if shares else "ok")
             parts.append(self._box_at(self._index[node], f"{node[0]}:{node[1]}", line, kind, title))
         if self.after:
             parts.append(self._box_at(self.last - 1, "…", f"{self.after} more", "folded", "intervals after, left out"))
