@@ -249,8 +249,7 @@ def plan(
         mesh: the axes of the mesh that the function is given (`dp=4,tp=2`).
         nodes, ranks_per_node: how the ranks lie on nodes, for the files that each must see.
         from_nodes: so many nodes saved, and each has only the files that it wrote.
-        give_up: `optim`, `rng`: what the job does without (--no-load-optim, --no-load-rng); for Megatron-LM and for a
-            function.
+        give_up: `optim`, `rng`: what Megatron-LM does without (--no-load-optim, --no-load-rng).
         megatron: the version of megatron-core that loads (`0.16`); None for any from the one that saved on.
         timeout: seconds for the function.
 

@@ -10,6 +10,7 @@ from ckptlint.analysis.inventory import inventory_of
 from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint, PayloadTable, RecordContent, Tensor
 from ckptlint.model.layout import IntArray
+from ckptlint.model.text import plural
 from ckptlint.rule import Finding, Location, Severity, given, rule
 from ckptlint.vocabulary.keys import Key, parse
 from ckptlint.vocabulary.schemes import quantised_weight
@@ -68,15 +69,18 @@ def _finding(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, rows: IntA
     at = "" if index is None else f", the first at {[o + i for o, i in zip(box.offsets, index, strict=True)]}"
     parts = (f"{ckpt.chunk_file(tensor, int(r))}: {_counts(payload, np.array([n]))} in {tensor.layout.box(int(r))}"
              for r, n in zip(rows[:_SHOWN], records, strict=False))  # fmt: skip
-    more = f", and {len(rows) - _SHOWN:,} more chunks" if len(rows) > _SHOWN else ""
+    more = f", and {plural(len(rows) - _SHOWN, 'more chunk')}" if len(rows) > _SHOWN else ""
+    columns = (payload.nan, payload.plus_inf, payload.minus_inf)
+    is_whole = sum(int(column[records].sum()) for column in columns) == tensor.volume
     file, start, length = ckpt.byte_range_of(record)
     return Finding(
         f"{_counts(payload, records)} in {where}{{of}}{at}",
         at=Location.of(tensor, region=box, rows=tuple(rows[:16].tolist()), file=file, byte_range=(start, length)),
         severity=_severity(ckpt, tensor, key),
         notes=(("chunks", "; ".join(parts) + more),),
-        hint="find the first step that has them; the loss of that step shows whether the run diverged",
-        group=f"{key.kind} {key.role or key.path.rpartition('.')[2]}",
+        hint="`ckptlint latest RUN --depth data` names the newest step without them; the loss after that step shows "
+        "whether the run diverged",
+        group=f"{key.kind} {'no value left' if is_whole else key.role or key.path.rpartition('.')[2]}",
     )
 
 

@@ -35,7 +35,7 @@ def new_since_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
         kinds[parse(fqn).kind].append(fqn)
     for kind, fqns in kinds.items():
         names = braces(fqns)
-        more = [f"{len(names) - _SHOWN:,} more patterns"] if len(names) > _SHOWN else []
+        more = [plural(len(names) - _SHOWN, "more pattern")] if len(names) > _SHOWN else []
         yield Finding(
             f"{plural(len(fqns), 'key')} of the {KIND_NAMES[kind]} that {older_name(ckpt)} does not have",
             at=Location(label="compared with the step before"),

@@ -83,7 +83,7 @@ class _LazyGroup(click.Group):
 
 @click.group(
     cls=_LazyGroup,
-    commands={name: click.Command(name, help=sentence) for name, sentence in COMMANDS.items()},
+    commands={name: click.Command(name, short_help=sentence) for name, sentence in COMMANDS.items()},
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 @click.version_option(__version__, "--version", "-V", prog_name="ckptlint")

@@ -122,7 +122,8 @@ def _of_chunks(rows: IntArray, columns: IntArray, stored: TensorBytes | None) ->
             names.append(f"chunk {row}{'' if rank is None else f', rank {rank}'}, {file}")
     if left or not names:
         return ""
-    return f" ({'; '.join(names[:_RUNS])}{f'; and {len(names) - _RUNS:,} more chunks' if len(names) > _RUNS else ''})"
+    more = [f"and {plural(len(names) - _RUNS, 'more chunk')}"] if len(names) > _RUNS else []
+    return f" ({'; '.join([*names[:_RUNS], *more])})"
 
 
 @dataclass(slots=True)

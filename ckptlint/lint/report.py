@@ -53,6 +53,9 @@ class Diagnostic:
     severity: Severity
     ignored: Ignored | None = None
 
+    def __repr__(self) -> str:
+        return f"<Diagnostic {self.code} {self.severity.label}: {self.title}>"
+
     @property
     def code(self) -> str:
         """The rule's code."""

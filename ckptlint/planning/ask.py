@@ -30,7 +30,7 @@ class PlanRequest:
         mesh: the axes of the mesh that the function is given (`dp=4,tp=2`); one axis `dp` otherwise.
         nodes, ranks_per_node: how the ranks lie on nodes; either is enough.
         from_nodes: so many nodes saved, and each has only the files that it wrote.
-        give_up: `optim`, `rng`: what the job does without (--no-load-optim, --no-load-rng).
+        give_up: `optim`, `rng`: what Megatron-LM does without (--no-load-optim, --no-load-rng).
         megatron: the version of megatron-core that loads (`0.16`); None for any from the one that saved on.
         timeout: seconds after which a function is given up.
     """
@@ -58,16 +58,13 @@ def make_plan(ckpt: Checkpoint, asked: PlanRequest) -> Plan:
         if value is not None and value < 1:
             raise ConfigError(f"{name.replace('_', '-')} is {value}: give a whole number from 1 up")
     is_exact = asked.to is not None and ":" in asked.to
-    if not ckpt.is_megatron and (asked.megatron or (asked.give_up and not is_exact)):
-        raise ConfigError(
-            "--megatron is for checkpoints of Megatron-Core only; --no-load-optim and --no-load-rng are for those, and "
-            "for a function of the job"
-        )
+    if not ckpt.is_megatron and (asked.megatron or asked.give_up):
+        raise ConfigError("--megatron, --no-load-optim and --no-load-rng are for checkpoints of Megatron-Core only")
     if unknown := {*asked.give_up} - {"optim", "rng"}:
         raise ConfigError(f"a load can leave out optim and rng, not {sorted(unknown)[0]!r}")
     if asked.to is not None and is_exact:
         job = _exact(ckpt, asked.to, asked)
-        job = replace(job, known=(*unasked(ckpt, job, asked.give_up), *job.known))
+        job = replace(job, known=(*unasked(ckpt, job), *job.known))
     elif asked.mesh is not None:
         raise ConfigError("--mesh needs a function: --to job.py:state_dict --mesh dp=4,tp=2")
     else:

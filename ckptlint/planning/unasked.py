@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Set
 from typing import TypeVar
 
+from ckptlint.analysis.inventory import inventory_of
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import listed, plural, ranges
 from ckptlint.planning.job import Job
@@ -13,34 +14,45 @@ from ckptlint.planning.outcome import Constraint
 from ckptlint.vocabulary.keys import parse
 from ckptlint.vocabulary.parts import part_of_key
 
-_GIVEN_UP = {"optimizer": "optim", "scheduler": "optim", "rng": "rng"}
+_OF_PART = {"model": "", "optimizer": " in the optimizer"}
 _LAYERS = 6  # stacks of layers that are named
 _Group = TypeVar("_Group", bound=Hashable)
 
 
-def unasked(ckpt: Checkpoint, job: Job, give_up: Collection[str] = ()) -> Iterator[Constraint]:
+def unasked(ckpt: Checkpoint, job: Job) -> Iterator[Constraint]:
     """The parts, and the layers of parts that are asked for, of which no rank of a job asks for any key.
+
+    A part besides the model that is left out as a whole is a note: a job may want the weights alone. Some layers of a
+    part without the others are a loss.
 
     Args:
         job: of the exact form; the quick one takes all to be asked for.
-        give_up: `optim`, `rng`: what the job does without, which is a note and no loss.
     """
     asked = {wish.key for wish in job.wishes}
     stored = [*ckpt.tensors, *(item.fqn for item in ckpt.objects), *(item.fqn for item in ckpt.byte_objects)]
     parts = _left_out(stored, asked, part_of_key)
     for name, keys in parts.items():
-        option = _GIVEN_UP.get(name, "")
-        if option in give_up:
-            yield Constraint("note", f"no rank asks for the {name} (--no-load-{option})", tuple(keys))
-        else:
-            meant = f"; --no-load-{option} says that this is meant" if option else ""
-            yield Constraint("drops", f"no rank asks for the {name}{meant}", tuple(keys))
-    layers = _left_out((key for key in stored if part_of_key(key) not in parts), asked, _layer)
+        yield Constraint("drops" if name == "model" else "note", f"no rank asks for the {name}", tuple(keys))
+    params = {
+        state.tensor.fqn: state.params[0].key if state.params else parse(state.path)
+        for state in inventory_of(ckpt).states
+        if state.params or state.path
+    }
+
+    def layer(fqn: str) -> tuple[str, tuple[str, ...], str, int] | None:
+        key = params.get(fqn) or parse(fqn)
+        part = "optimizer" if fqn in params else key.kind
+        return None if key.kind != "model" or key.layer is None else (part, key.scope, key.block, key.layer)
+
+    layers = _left_out((key for key in stored if part_of_key(key) not in parts), asked, layer)
     if layers:
-        stacks: dict[str, list[int]] = defaultdict(list)
-        for _, block, number in layers:
-            stacks[block].append(number)
-        named = [f"{'layer' if len(own) == 1 else 'layers'} {ranges(own)} of {block}" for block, own in stacks.items()]
+        stacks: dict[tuple[str, str], list[int]] = defaultdict(list)
+        for part, _, block, number in layers:
+            stacks[part, block].append(number)
+        named = [
+            f"{'layer' if len(own) == 1 else 'layers'} {ranges(own)} of {block}{_OF_PART[part]}"
+            for (part, block), own in stacks.items()
+        ]
         more = [plural(len(named) - _LAYERS, "more stack")] if len(named) > _LAYERS else []
         lost = tuple(key for keys in layers.values() for key in keys)
         yield Constraint("drops", f"no rank asks for {listed([*named[:_LAYERS], *more])}", lost)
@@ -55,8 +67,3 @@ def _left_out(
         if (group := group_of(key)) is not None:
             groups[group].append(key)
     return {group: keys for group, keys in groups.items() if asked.isdisjoint(keys)}
-
-
-def _layer(fqn: str) -> tuple[tuple[str, ...], str, int] | None:
-    key = parse(fqn)
-    return None if key.kind != "model" or key.layer is None else (key.scope, key.block, key.layer)

@@ -33,7 +33,8 @@ def as_text(found: Diff, style: Style) -> str:
         if items:
             lines = [style.paint(f"{heading}: {plural(len(items), 'key')}", "bold"), *_grouped(items, style)]
             if len(lines) > _LINES + 1:
-                lines[_LINES + 1 :] = [f"  and {len(lines) - _LINES - 1:,} more patterns (--format json has all)"]
+                left = plural(len(lines) - _LINES - 1, "more pattern")
+                lines[_LINES + 1 :] = [f"  and {left} (--format json has all)"]
             blocks.append("\n".join(lines))
     head, rest = diff_verdict(found)
     blocks.append(style.paint(head, "error" if found.differences else "good") + rest)

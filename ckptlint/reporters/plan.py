@@ -101,7 +101,7 @@ def patterns(keys: Sequence[str]) -> list[str]:
     return (
         folded
         if len(folded) <= _PATTERNS + 1
-        else [*folded[:_PATTERNS], f"and {len(folded) - _PATTERNS:,} more patterns"]
+        else [*folded[:_PATTERNS], f"and {plural(len(folded) - _PATTERNS, 'more pattern')}"]
     )
 
 
@@ -135,16 +135,15 @@ TABLE_HEAD = ("rank", "needed", "read", "requests", "files")
 def rows(cost: Cost) -> list[tuple[str, ...]]:
     """The least, the median and the most that a rank reads, and all ranks together."""
     order = np.argsort(cost.read[cost.kind], kind="stable").tolist()
-    words: dict[int, list[str]] = {}
+    words: dict[tuple[str, ...], tuple[int, list[str]]] = {}
     for word, rank in {"least": order[0], "median": order[len(order) // 2], "most": cost.worst[0]}.items():
-        words.setdefault(rank, []).append(word)
-    found = []
-    for rank, own in words.items():
         kind = int(cost.kind[rank])
-        label = f"{', '.join(own)} (rank {rank})" if len(cost.needed) > 1 else "each"
-        found.append((label, *_amounts(cost, [kind]), f"{len(cost.files[kind]):,}"))
-        if label == "each":
-            break
+        amounts = *_amounts(cost, [kind]), f"{len(cost.files[kind]):,}"
+        words.setdefault(amounts, (rank, []))[1].append(word)
+    found = [
+        (f"{', '.join(own)} (rank {rank})" if len(cost.needed) > 1 else "each", *amounts)
+        for amounts, (rank, own) in words.items()
+    ]
     opened = len(np.unique(np.concatenate(cost.files)))
     return [*found, (f"all {len(cost.kind):,}", *_amounts(cost, cost.kind), f"{opened:,}")]
 
@@ -167,18 +166,23 @@ def plan_facts(plan: Plan) -> list[str]:
     lines = []
     if read:
         worst = named_ranks(cost.worst).capitalize()
-        amount = f"{human_bytes(int(cost.read.max()))}, {_of_mean(cost.read[cost.kind])} the mean"
-        lines.append(f"{worst} {'reads' if len(cost.worst) == 1 else 'read'} the most: {amount}.")
+        most = human_bytes(int(cost.read.max()))
+        lines.append(
+            f"{worst} {'reads' if len(cost.worst) == 1 else 'read'} the most: {most}, "
+            f"{_of_mean(cost.read[cost.kind])} the mean."
+            if len(cost.worst) < len(cost.kind)
+            else f"All ranks read the same amount: {most}."
+        )
         lines.append(
             f"Read amplification {cost.amplification:.2f}: bytes read per byte needed, ideally 1. Reading each needed "
             f"record once would be {human_bytes(cost.distinct)}."
         )
     if len(cost.written) > 1:
         sizes = np.array([*cost.written.values()])
-        most = max(cost.written, key=lambda rank: cost.written[rank])
+        heaviest = max(cost.written, key=lambda rank: cost.written[rank])
         least, largest = (human_bytes(int(size)) for size in (sizes.min(), sizes.max()))
         wrote = f"{plural(len(sizes), 'rank')} wrote it, {least} to {largest} each"
-        lines.append(f"{wrote}; rank {most} wrote {_of_mean(sizes)} the mean.")
+        lines.append(f"{wrote}; rank {heaviest} wrote {_of_mean(sizes)} the mean.")
     return lines
 
 

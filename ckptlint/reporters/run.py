@@ -7,6 +7,7 @@ from ckptlint.lint.steps import JudgedStep, Search
 from ckptlint.model.text import human_bytes, listed, plural
 
 _WARNINGS = 8  # that are shown
+_WIDE = 29  # characters of a reason in a line of the table, so that 80 columns are enough
 
 
 def search_as_text(search: Search) -> str:
@@ -51,7 +52,8 @@ def fate_table(found: Retention) -> str:
         (fate.step.name, _whole(fate), human_bytes(fate.step.size), "" if fate.step.path in gone else fate.stays)
         for fate in found.fates
     ]
-    return tabulate(rows, ("step", "whole", "payload", "stays because"), disable_numparse=True)
+    head, most = ("step", "whole", "payload", "stays because"), (None, _WIDE, None, _WIDE)
+    return tabulate(rows, head, disable_numparse=True, maxcolwidths=most)
 
 
 def _with_warnings(step: JudgedStep) -> str:

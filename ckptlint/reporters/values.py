@@ -57,7 +57,7 @@ def values_as_text(found: Values, style: Style) -> str:
         for members in groups:
             lines += _lines(words, members, found, style)
         if left:
-            lines.append(f"{words:{_WIDTH}}{left:,} more patterns (--format json has all)")
+            lines.append(f"{words:{_WIDTH}}{plural(left, 'more pattern')} (--format json has all)")
     lines += _moved(found.updates, style)
     return "\n".join([*lines, "", *_verdict(found, style)]) + "\n"
 

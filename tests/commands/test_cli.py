@@ -262,6 +262,8 @@ def test_the_list_of_commands_says_what_each_says_of_itself(name: str) -> None:
     listed, real = cli.cli.commands[name], cli.command(name)
     assert listed.get_short_help_str(1000) == real.get_short_help_str(1000)
     assert real.name == name
+    whole = " ".join(invoke("--help", env={"COLUMNS": "80"}).output.split())
+    assert f"{name} {cli.COMMANDS[name]}" in whole
 
 
 def test_options_stand_below_headings(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,6 +111,14 @@ def test_text_fits_a_terminal() -> None:
         assert " the most: " in done.stdout
 
 
+def test_ranks_that_read_the_same_are_one_row_and_none_reads_the_most(tmp_path: Path) -> None:
+    folder = write_checkpoint({"tensors": {"w": {"shape": [8], "chunks": ["0:4", "4:8"]}}}, tmp_path / "step")
+    said = run("plan", folder, "--to", "dp=2").stdout
+    table = said.partition("\nrank ")[2].partition("\n\n")[0].splitlines()
+    assert [line.partition("  ")[0] for line in table[2:]] == ["least, median, most (rank 0)", "all 2"]
+    assert "All ranks read the same amount: " in said
+
+
 def test_the_page(tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
     name = "<script>alert(1)</script>"

@@ -54,6 +54,15 @@ def saved(place: Path, number: int, time: int | None = None) -> None:
         os.utime(path, (time or 1.7e9 + number,) * 2)
 
 
+def test_the_table_of_steps_fits_in_80_columns(run: Path) -> None:
+    """A step that does not pass has a reason of any length."""
+    (run / "step-5" / "__0_0.distcp").unlink()
+    (run / "step-5" / "__1_0.distcp").write_bytes(b"short")
+    table = support.run("deletable", str(run), "--keep", "1").stderr.splitlines()
+    assert "no: error PAY003" in table[2]
+    assert max(map(len, table)) <= 80
+
+
 def names(run: Path, keep: int = 1) -> list[str]:
     """The steps that may go."""
     return [Path(path).name for path in ckptlint.deletable(run, keep).paths]

@@ -87,6 +87,8 @@ def test_a_report_is_a_sequence_of_findings() -> None:
     report = ckptlint.check(GOOD, HOLE)
     assert (len(report.diagnostics), report.diagnostics[0].code, report.ignored) == (2, "GEO004", ())
     assert repr(report) == "<Report 2 checkpoints: fail, 1 error>"
+    sentence = "rows 6-8 of model.layers.0.feed_forward.w1.weight are missing"
+    assert repr(report.diagnostics[0]) == f"<Diagnostic GEO004 error: {sentence}>"
     assert repr(report.checkpoints[0]) == f"<CheckpointReport {GOOD}: no findings>"
     first = report.rows()[0]
     assert (first["code"], first["rank"], first["checkpoint"]) == ("GEO004", 2, str(HOLE))
