@@ -243,10 +243,10 @@ def test_chunks_whose_bytes_are_lost_are_hatched_and_explained(tmp_path: Path) -
     strips = re.findall(r'<svg class="strip".*?</svg>', page.source, re.DOTALL)
     for state in ("missing", "cut", "failed"):
         assert sum(f'class="lost-{state}"' in strip for strip in strips) > 10, state
-    (legend,) = re.findall(r'<p class="signs">.*?</p>', page.source, re.DOTALL)
+    legend = re.findall(r'<p class="signs">.*?</p>', page.source, re.DOTALL)[-1]
     assert [a["class"] for a in Page(legend).all("rect")] == ["lost-missing", "lost-cut", "lost-failed"]
     healthy = parsed("fsdp2_4r").source
-    assert '<p class="signs">' not in healthy and not re.search('class="lost-(missing|cut|failed)', healthy)
+    assert healthy.count('<p class="signs">') == 1 and not re.search('class="lost-(missing|cut|failed)', healthy)
 
 
 def test_a_map_marks_the_chunk_whose_file_is_gone(tmp_path: Path) -> None:
