@@ -200,7 +200,7 @@ def _printed(match: re.Match[str]) -> str:
     )
     output = _settled(done.stdout + done.stderr).rstrip()
     block = f"```console\n$ {command}\n{output}\n```"
-    return f"{block}\n\n```mermaid\n{output}\n```" if "--format mermaid" in command else block
+    return f"{block}\n\n```mermaid\n{done.stdout.rstrip()}\n```" if "--format mermaid" in command else block
 
 
 def played(text: str) -> str:

@@ -32,7 +32,7 @@ def record_states(ckpt: Checkpoint) -> StateArray:
     """uint8 [m], for each of `Checkpoint.records` the position of its state in `STATES`."""
     table, files = ckpt.records, ckpt.files
     states = np.zeros(len(table), np.uint8)
-    if not len(table):
+    if not len(table) or ckpt.ranks is not None:  # what a running job holds is in no file yet
         return states
     size = files.size[table.file]
     states[size < 0] = NOT_CHECKED
