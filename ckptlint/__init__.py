@@ -13,7 +13,7 @@ GEO004 model.layers.0.feed_forward.w1.weight ((6, 0), (3, 12))
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from os import PathLike
+from os import PathLike, fspath
 
 from ckptlint._version import __version__
 from ckptlint.errors import CheckpointError, CkptlintError, ConfigError
@@ -96,7 +96,7 @@ def check(
     from ckptlint.lint.run import run
     from ckptlint.lint.settings_file import Settings, read_settings
 
-    checked = [str(path) for path in paths]
+    checked = [fspath(path) for path in paths]
     options = {
         "depth": depth,
         "select": [*select],

@@ -199,3 +199,9 @@ def test_a_check_without_findings_needs_no_library_of_reports() -> None:
         f"print([name for name in {heavy!r} if name in sys.modules])"
     )
     assert run_python(program, GOOD).stdout == "[]\n"
+
+
+def test_a_list_in_the_place_of_paths_is_a_type_error() -> None:
+    """It would be read as the path of a file of that name, and nothing is there."""
+    with pytest.raises(TypeError):
+        ckptlint.check(["a", "b"])  # type: ignore[arg-type]
