@@ -420,12 +420,12 @@ def test_a_file_is_refused_in_the_words_of_the_command_line(
     assert in_file.endswith(".")
 
 
-@pytest.mark.parametrize("command", ["watch", "live"])
-def test_a_file_for_check_serves_the_commands_that_check(here: Path, command: str) -> None:
+@pytest.mark.parametrize("command", [("watch", "--once"), ("live",)], ids=["watch", "live"])
+def test_a_file_for_check_serves_the_commands_that_check(here: Path, command: tuple[str, ...]) -> None:
     (here / "ckptlint.toml").write_text("all-steps = true\n")
-    assert "all-steps" not in invoke(command, "nowhere").output
+    assert "all-steps" not in invoke(*command, "nowhere").output
     (here / "ckptlint.toml").write_text("every-node = true\nonce = true\n")
-    assert isinstance(invoke(command, "nowhere").exception, ConfigError)
+    assert isinstance(invoke(*command, "nowhere").exception, ConfigError)
 
 
 # ---------------------------------------------------------------- ckptlint config
