@@ -128,7 +128,7 @@ def as_json(report: Report) -> dict[str, Any]:
         for finding in part["findings"]:
             if finding["file"] and finding["file"].startswith(("s3://", "/")):
                 finding["file"] = finding["file"].rpartition("/")[2]
-    document["nothing"] = len(document["nothing"])
+    document["not_found"] = len(document["not_found"])
     return document
 
 
