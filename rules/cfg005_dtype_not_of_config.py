@@ -22,13 +22,15 @@ def dtype_not_of_config(ckpt: Checkpoint) -> Iterator[Finding]:
 
     What it checks:
         Each float tensor of an export has the `dtype` (or `torch_dtype`) of the `config.json` beside it. It is a
-        warning if wider tensors add a quarter or more to the model's bytes, or if norms are float64. It is info for a
-        few wider ones, such as routers kept in float32, and for narrower ones, from 1% of the bytes on. Quantised
-        models and training checkpoints are left out.
+        warning if other tensors add a quarter or more to the model's bytes or take as much from them, or if norms are
+        float64. It is info for a few others, such as routers kept in float32, from 1% of the bytes on. Quantised models
+        and training checkpoints are left out.
     Why it matters:
-        The files are larger than the model, and a loader that uses the declared dtype converts every tensor.
+        Wider files are larger than the model; in narrower ones the precision that is declared was lost. A loader that
+        uses the declared dtype converts every tensor.
     Usual causes:
-        Master weights were saved instead of the model's, or the model was not cast before the export.
+        Master weights were saved instead of the model's, or the model was not cast before the export. An option that
+        asked for float32 was not obeyed.
     How to fix:
         Cast the model to the declared dtype and export again, or declare the dtype that is stored.
     See:
@@ -51,7 +53,7 @@ def _has_double_norms(ckpt: Checkpoint, item: OtherDtype) -> bool:
 
 def _finding(ckpt: Checkpoint, fit: Fit, item: OtherDtype, is_double: bool) -> Finding:
     size = implied_bytes(fit)
-    is_loud = (is_double or item.extra >= _SHARE * size) and not fit.doubt
+    is_loud = (is_double or abs(item.extra) >= _SHARE * size) and not fit.doubt
     names = braces(item.names)
     subject = f"{names[0]} is" if len(item.names) == 1 else f"{plural(len(item.names), 'tensor')} are"
     cost = f"{human_bytes(abs(item.extra))} {'more' if item.extra > 0 else 'less'} than the {human_bytes(size)} of"

@@ -12,6 +12,7 @@ from ckptlint.analysis.fit.judgement import explains_bytes, judges
 from ckptlint.model import Checkpoint, WeightIndex
 from ckptlint.model.text import braces, human_bytes, plural, ranges, some
 from ckptlint.rule import Finding, Location, Note, Severity, rule
+from ckptlint.vocabulary.config_fields import MODEL_CONFIG
 from ckptlint.vocabulary.dtypes import nbytes
 from ckptlint.vocabulary.keys import parse
 
@@ -31,12 +32,13 @@ def index_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
 
     What it checks:
         Each key of `*.safetensors.index.json` or `*.bin.index.json` lies in the file that the index names, and no file
-        `model-<k>-of-<N>.safetensors` is missing or without an entry. These are only warnings: a key that the index
-        does not list or that two files hold, several numbered files without an index, a missing number beside an index
-        or among the shards of torch's writer, a stale index (none of its files is there, but `model.safetensors` is),
-        and a `total_size` more than 1 % off (info if less, or if tied weights explain it). If the configuration
-        explains `total_size`, CFG001 and CFG005 report it. The index of ColossalAI's optimizer has the numbers of
-        parameters for keys: all states of a parameter lie in the file that it names.
+        `model-<k>-of-<N>.safetensors` is missing or without an entry. Nor do several numbered files lie beside a
+        `config.json` without an index. These are only warnings: a key that the index does not list or that two files
+        hold, numbered files alone without an index, a missing number beside an index or among the shards of torch's
+        writer, a stale index (none of its files is there, but `model.safetensors` is), and a `total_size` more than 1 %
+        off (info if less, or if tied weights explain it). If the configuration explains `total_size`, CFG001 and CFG005
+        report it. The index of ColossalAI's optimizer has the numbers of parameters for keys: all states of a parameter
+        lie in the file that it names.
     Why it matters:
         A loader that follows the index misses tensors, and one that reads every file takes stale ones.
     Usual causes:
@@ -207,11 +209,12 @@ def _without_index(ckpt: Checkpoint, held: Held) -> Iterator[Finding]:
             and all(_NUMBERS.fullmatch(file) and not file.startswith("consolidated") for file in ckpt.files.names)
             and not _lost_numbers(ckpt)
         )
+        is_refused = is_read_by_index and ckpt.config is not None and ckpt.config.file == MODEL_CONFIG
         yield Finding(
             f"the model lies in {len(ckpt.files)} files without an index",
             identity=("index",),
             kind="no index",
-            severity=Severity.WARNING if is_read_by_index else Severity.INFO,
+            severity=None if is_refused else Severity.WARNING if is_read_by_index else Severity.INFO,
             why="transformers refuses several files without an index; other loaders take every file",
             hint="write the index from the headers of the files, or copy it from where the model was written",
         )

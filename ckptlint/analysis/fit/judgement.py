@@ -77,7 +77,8 @@ class Fit:
         absent_towers: parts of a model of several (`model.vision_tower`) of which nothing is stored.
         lost_towers: those of them with a section of the configuration, where nothing says that the export is a part.
         mtp_lost: keys that layers for multi-token prediction, of which the rest is stored, would have as the others do.
-        mtp_layers: how many such layers are stored, and how many must be.
+        mtp_layers: how many such layers are stored, and how many are declared.
+        mtp_by_class: whether a class of transformers declares so many by itself and builds none.
         beyond: stored layers and experts that the model has not, biases of weights that have none: stored keys.
         foreign: other stored keys that are no tensor of the model: a head, a module of one's own.
         instead: stored keys that lie in a module of which expected ones are missing.
@@ -94,6 +95,7 @@ class Fit:
     lost_towers: tuple[str, ...] = ()
     mtp_lost: list[str] = field(default_factory=list)
     mtp_layers: tuple[int, int] = (0, 0)
+    mtp_by_class: bool = False
     beyond: list[str] = field(default_factory=list)
     foreign: list[str] = field(default_factory=list)
     instead: list[str] = field(default_factory=list)
@@ -319,6 +321,7 @@ class _Judge:
             towers,
             tuple(tower for tower in towers if self._is_lost(tower)),
             *self._predicting(),
+            all(count <= _MTP[name] for name, count in self._mtp_fields()),
             beyond,
             foreign,
             instead,
@@ -378,7 +381,7 @@ class _Judge:
         return next((r for r in roots if not any(n.startswith(f"{r}.") for n in self.pairing.stored)), home)
 
     def _predicting(self) -> tuple[list[str], tuple[int, int]]:
-        """What layers for multi-token prediction lack of the layer most like them; how many are stored and must be."""
+        """What layers for multi-token prediction lack of the layer most like them; how many are stored and declared."""
         declared = self._declared_mtp()
         if not declared:
             return [], (0, 0)
@@ -405,15 +408,11 @@ class _Judge:
         lost += sorted(joints - every)
         if not count and any("mtp" in name or "nextn" in name for name in every):
             return lost, (0, 0)  # they lie elsewhere, under names of their own
-        return lost, (count, declared if count or self._must_predict() else 0)
+        return lost, (count, declared if count or self.ckpt.is_export else 0)
 
     def _declared_mtp(self) -> int:
         """How many layers for multi-token prediction the configuration declares."""
         return max((count for _, count in self._mtp_fields()), default=0)
-
-    def _must_predict(self) -> bool:
-        """Whether an export without any such layer lost them: its configuration declares more than a class does."""
-        return self.ckpt.is_export and any(count > _MTP[name] for name, count in self._mtp_fields())
 
     def _mtp_fields(self) -> Iterator[tuple[str, int]]:
         for part in (self.config, *(part for part in self.config.values() if isinstance(part, Mapping))):
