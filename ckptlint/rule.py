@@ -5,10 +5,11 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import IntEnum
 from typing import Literal, TypeVar
 
+from ckptlint.dataclass import dataclass
 from ckptlint.depth import Depth
 from ckptlint.model import Problem, Tensor
 from ckptlint.model.layout import Box

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 from ckptlint.analysis.ranks.numbered_files import is_one_of_several
+from ckptlint.dataclass import dataclass
 from ckptlint.model import Checkpoint, RunFolder, StepClaim, StepFile
 from ckptlint.model.text import listed, some
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule

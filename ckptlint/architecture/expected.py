@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from ckptlint.dataclass import dataclass
 
 
 class NoTable(Exception):  # noqa: N818  an answer, not an error

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from ckptlint.dataclass import dataclass
 from ckptlint.errors import CheckpointError
 from ckptlint.loaders.checkpoint import open_checkpoint
 from ckptlint.loaders.discover import find

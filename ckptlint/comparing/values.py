@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from math import isfinite, prod
 from typing import Any
@@ -21,6 +21,7 @@ from ckptlint.comparing.regions import TensorBytes
 from ckptlint.comparing.second_look import second_look
 from ckptlint.comparing.sides import OpenedCheckpoint
 from ckptlint.comparing.updates import Update, updates, weights_of
+from ckptlint.dataclass import dataclass
 from ckptlint.depth import Depth
 from ckptlint.formats.pickles.safe_pickle import paused_gc
 from ckptlint.model import Tensor

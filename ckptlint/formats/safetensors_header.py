@@ -7,11 +7,11 @@ Source:
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from ckptlint.dataclass import dataclass
 from ckptlint.errors import LimitError, UnreadableError
 from ckptlint.formats.strict_json import checked_key, checked_shape, is_size, json_object
 from ckptlint.model.layout import IntArray

@@ -12,10 +12,11 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from ckptlint.dataclass import dataclass
 from ckptlint.errors import CheckpointError, ConfigError
 from ckptlint.model.text import plural, printable
 from ckptlint.storage.paths import is_url

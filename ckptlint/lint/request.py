@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from ckptlint.dataclass import dataclass
 from ckptlint.depth import Depth
 from ckptlint.errors import ConfigError
 from ckptlint.lint import selection

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import PurePath
 from typing import Any
 
+from ckptlint.dataclass import dataclass
 from ckptlint.errors import AccessError, CkptlintError, NothingToCheckError
 from ckptlint.lint.steps import Judge, JudgedStep, judge_step, missing_files, no_copy, runs_at
 from ckptlint.loaders.json_file import read_json

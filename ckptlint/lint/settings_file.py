@@ -9,10 +9,11 @@ import difflib
 import os
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
+from ckptlint.dataclass import dataclass
 from ckptlint.errors import ConfigError
 from ckptlint.lint import registry, selection
 from ckptlint.lint.ignores import KeyIgnore

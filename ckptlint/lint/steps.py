@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import partial
 from itertools import islice
 from typing import Any, Literal
 
+from ckptlint.dataclass import dataclass
 from ckptlint.depth import Depth
 from ckptlint.errors import CkptlintError, ConfigError, NothingToCheckError, UnknownLayoutError
 from ckptlint.lint.report import CheckpointReport, Report

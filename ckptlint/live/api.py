@@ -14,7 +14,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ import numpy as np
 
 from ckptlint._version import __version__
 from ckptlint.analysis.ranks.held_by_ranks import as_checkpoint
+from ckptlint.dataclass import dataclass
 from ckptlint.depth import Depth
 from ckptlint.errors import CheckpointError, CkptlintError
 from ckptlint.lint.engine import run_rules

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ckptlint._version import __version__
+from ckptlint.dataclass import dataclass
 from ckptlint.errors import CkptlintError, UnreadableError
 from ckptlint.lint.report import Report
 from ckptlint.live import api

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import PurePath
 from typing import Literal
 
+from ckptlint.dataclass import dataclass
 from ckptlint.errors import AccessError, NothingToCheckError, UnknownLayoutError
 from ckptlint.loaders.layouts import Found, recognise
 from ckptlint.loaders.layouts.unsupported import unsupported

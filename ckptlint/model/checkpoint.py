@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from ckptlint.dataclass import dataclass
 from ckptlint.model.files import FileTable
 from ckptlint.model.lost_files import LostFiles
 from ckptlint.model.payload import PayloadTable

@@ -6,13 +6,14 @@ import hashlib
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cache
 from threading import Event, Lock
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
+from ckptlint.dataclass import dataclass
 from ckptlint.errors import AccessError
 from ckptlint.model.layout import IntArray
 from ckptlint.model.text import printable

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 import textwrap
 from bisect import bisect
-from dataclasses import dataclass
 
+from ckptlint.dataclass import dataclass
 from ckptlint.model import Checkpoint
 from ckptlint.storage.paths import is_safe
 

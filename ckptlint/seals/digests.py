@@ -11,7 +11,7 @@ import hashlib
 import math
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from enum import Enum
 from io import BytesIO
 from math import prod
@@ -19,6 +19,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from ckptlint.dataclass import dataclass
 
 Words = npt.NDArray[np.uint64]
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ckptlint.analysis.ranks.held_by_ranks import as_checkpoint
+from ckptlint.dataclass import dataclass
 from ckptlint.depth import Depth
 from ckptlint.lint.engine import run_rules
 from ckptlint.lint.ignores import KeyIgnore, set_aside

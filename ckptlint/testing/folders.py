@@ -8,11 +8,12 @@ import os
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from math import prod
 from pathlib import Path
 from typing import Any
 
+from ckptlint.dataclass import dataclass
 from ckptlint.loaders.reference import MANIFEST_SCHEMA
 from ckptlint.seals.digests import ALGORITHM
 from ckptlint.seals.file import SCHEMA, SEAL, metadata_hash

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 
+from ckptlint.dataclass import dataclass
 from ckptlint.model import Checkpoint, Misfit, RankFileSet, Statement
 from ckptlint.model.facts import fact
 from ckptlint.model.text import plural

@@ -21,9 +21,10 @@ import pickletools
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
+from ckptlint.dataclass import dataclass
 from ckptlint.errors import ForeignError, LimitError, OwnFileError, UnreadableError
 from ckptlint.formats.pickles import names
 from ckptlint.formats.pickles.columns import (

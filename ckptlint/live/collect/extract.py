@@ -7,7 +7,6 @@ what a value is, never imports of the libraries that define it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
 from math import prod
@@ -16,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from ckptlint.analysis.inventory import MOMENTS, optimizer_parts, split_state
+from ckptlint.dataclass import dataclass
 from ckptlint.live.collect import compat
 from ckptlint.model import RankFinding
 from ckptlint.model.cover import Shape

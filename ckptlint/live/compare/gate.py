@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
+
+from ckptlint.dataclass import dataclass
 
 _GO = b"go"
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import ceil, log2
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,6 +22,7 @@ import numpy as np
 from ckptlint.analysis.ranks.held_by_ranks import HeldCell, cells, digest_groups
 from ckptlint.analysis.step_change import Holding
 from ckptlint.analysis.step_change import changes as step_changes
+from ckptlint.dataclass import dataclass
 from ckptlint.live.compare import fingerprints as fp
 from ckptlint.live.compare.difference import first_difference
 from ckptlint.live.compare.group import RankGroup

@@ -9,10 +9,11 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from math import prod
 from typing import Any
 
+from ckptlint.dataclass import dataclass
 from ckptlint.loaders.rank_files.deepspeed_files import (
     Source,
     Tag,

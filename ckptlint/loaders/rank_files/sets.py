@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from ckptlint.dataclass import dataclass
 from ckptlint.model import RankFile
 from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.litter import is_litter

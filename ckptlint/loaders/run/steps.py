@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from dataclasses import dataclass
 from itertools import islice
 from math import isclose
 from operator import itemgetter
 from pathlib import PurePath
 
+from ckptlint.dataclass import dataclass
 from ckptlint.errors import AccessError, NothingToCheckError
 from ckptlint.loaders.layouts import Found, layouts, recognise
 from ckptlint.loaders.rank_files.megatron_keys import is_rank_folder

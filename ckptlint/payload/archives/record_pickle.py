@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from ckptlint.dataclass import dataclass
 from ckptlint.errors import LimitError, UnreadableError
 from ckptlint.formats.pickles.safe_pickle import Opaque, Unpickled, read_state
 from ckptlint.formats.torch_file import record_content, stored_tensor
@@ -28,7 +28,7 @@ class Decoded:
     """
 
     content: RecordContent | None
-    unpickled: Unpickled = Unpickled(None)  # noqa: RUF009  frozen
+    unpickled: Unpickled = Unpickled(None)
     error: UnreadableError | None = None
 
 

@@ -9,7 +9,7 @@ import hashlib
 import time
 from base64 import b64encode
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ import numpy as np
 
 from ckptlint._version import __version__
 from ckptlint.analysis.holdings import holdings_of
+from ckptlint.dataclass import dataclass
 from ckptlint.geometry.chunk_graph import axis_graph, axis_name, rank_of
 from ckptlint.geometry.chunk_map import Grid, make_grid
 from ckptlint.geometry.record_states import NOT_CHECKED, STATES, chunk_states
