@@ -244,8 +244,8 @@ def test_what_only_its_number_makes_an_older_step_is_named_and_models_of_two_siz
         place = tmp_path / name[:2] / name
         place.mkdir(parents=True)
         save_file({"w": torch.ones(size, size)}, place / "model.safetensors")
-    told = ckptlint.check(tmp_path / "bs").checkpoints
-    assert [part.checkpoint.unseen for part in told] == [
+    checked = ckptlint.check(tmp_path / "bs").checkpoints
+    assert [part.checkpoint.unseen for part in checked] == [
         ("whether bs32 pass: by their numbers they are older steps (--all-steps checks them)",)
     ]
     table = support.run("check", tmp_path / "bs", "--all-steps", "--format", "json")
@@ -276,8 +276,8 @@ def test_the_state_that_torchtune_has_beside_its_epochs(tmp_path: Path, data: by
     torch.save({"optimizer": {"state": {}, "param_groups": []}, "epochs_run": 2}, state)
     assert ckptlint.check(tmp_path).exit_code == 0
     state.write_bytes(data)
-    told = [item for part in ckptlint.check(tmp_path).checkpoints for item in part.diagnostics]
-    assert [(item.code, item.severity.label) for item in told] == [("SAF002", "error")]
+    reported = [item for part in ckptlint.check(tmp_path).checkpoints for item in part.diagnostics]
+    assert [(item.code, item.severity.label) for item in reported] == [("SAF002", "error")]
 
 
 def test_a_copy_of_the_step_before_is_not_the_newest(tmp_path: Path) -> None:
@@ -286,12 +286,12 @@ def test_a_copy_of_the_step_before_is_not_the_newest(tmp_path: Path) -> None:
         copy_step(GOOD, tmp_path / f"step_{number}", values)
     answer = latest(tmp_path)
     assert (answer.returncode, answer.stdout) == (0, f"{tmp_path}/step_90\n")
-    told = "ckptlint: step_120 skipped: RUN005 all weights and all moments are bit for bit those of step_90"
-    assert answer.stderr.splitlines()[0] == told
+    sentence = "ckptlint: step_120 skipped: RUN005 all weights and all moments are bit for bit those of step_90"
+    assert answer.stderr.splitlines()[0] == sentence
     assert latest(tmp_path, "--ignore", "RUN005").stdout == f"{tmp_path}/step_120\n"
 
 
-def test_the_warnings_of_the_answer_are_told(tmp_path: Path) -> None:
+def test_the_warnings_of_the_answer_are_reported(tmp_path: Path) -> None:
     """A step whose own counter says another number is not named without a word."""
     for number, stated in ((10, 10), (20, 20), (30, 20)):
         step = tmp_path / f"checkpoint-{number}"
