@@ -38,7 +38,7 @@ def deletable(run_dir: str, keep: int, answer: str, **options: Any) -> None:
     request = requested(options)
     from ckptlint.lint.retention import deletable as judged_run
     from ckptlint.lint.run import compared_with_before
-    from ckptlint.reporters.run import fate_table, retention_lines
+    from ckptlint.reporters.run import fate_table, retention_lines, unread_bytes
     from ckptlint.reporters.style import JSON_ESCAPE, inert
 
     def judged(step: str) -> Report:
@@ -51,7 +51,7 @@ def deletable(run_dir: str, keep: int, answer: str, **options: Any) -> None:
     else:
         if found.fates:
             click.echo(inert(fate_table(found)) + "\n", err=True)
-        say(*retention_lines(found))
+        say(*retention_lines(found), *(unread_bytes(request.depth) if found.paths else []))
         show_text("".join(f"{path}\n" for path in found.paths))
     sys.exit(found.exit_code)
 

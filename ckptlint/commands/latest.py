@@ -50,7 +50,7 @@ def latest(run_dir: str, require: tuple[str, ...], before: int | None, answer: s
     request = requested(options)
     from ckptlint.lint.run import compared_with_before
     from ckptlint.lint.steps import newest_good, runs_at
-    from ckptlint.reporters.run import search_lines
+    from ckptlint.reporters.run import search_lines, unread_bytes
     from ckptlint.reporters.style import JSON_ESCAPE, inert
 
     def judged(step: str) -> Report:
@@ -67,7 +67,7 @@ def latest(run_dir: str, require: tuple[str, ...], before: int | None, answer: s
         click.echo(inert(_table(searches)) + "\n", err=True)
         say(f"{len(searches)} runs lie there, name one of them")
     else:
-        say(*search_lines(searches[0]))
+        say(*search_lines(searches[0]), *(unread_bytes(request.depth) if searches[0].path else []))
         show_text(f"{searches[0].path}\n" if searches[0].path else "")
     sys.exit(_exit_code(searches))
 

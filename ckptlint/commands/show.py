@@ -28,17 +28,18 @@ from ckptlint.commands.shared import (
     terminal_style,
     write_file,
 )
+from ckptlint.commands.tensor_table import broken, chunk_count, chunks_text, degrees, fitted, size_text, tensor_table
 from ckptlint.depth import Depth
 from ckptlint.errors import ConfigError
 from ckptlint.geometry.chunk_map import draw, make_grid
 from ckptlint.geometry.record_states import MISSING, NOT_CHECKED, STATES, chunk_states, record_states
 from ckptlint.loaders.reference import manifest_text
 from ckptlint.model import Checkpoint, Tensor
-from ckptlint.model.text import braces, human_bytes, plural, printable, ranges, some
+from ckptlint.model.text import braces, plural, printable, ranges, shape_text, some
 from ckptlint.reporters.full import header
 from ckptlint.reporters.ranks import as_json as ranks_as_json
 from ckptlint.reporters.ranks import matrix
-from ckptlint.reporters.style import JSON_ESCAPE, Style, aligned, cut, inert
+from ckptlint.reporters.style import JSON_ESCAPE, Style, cut, inert
 from ckptlint.vocabulary.dtypes import nbytes
 from ckptlint.vocabulary.keys import role
 
@@ -90,7 +91,8 @@ def show(
         show_text(inert("\n\n".join(texts) + "\n"))
     elif ranks:
         blocks = (
-            [header(ckpt, style), *_facts(ckpt, style), "", *matrix(holdings_of(ckpt), style)] for ckpt in checkpoints
+            [header(ckpt, style), *_facts(ckpt, ranks, style), "", *matrix(holdings_of(ckpt), style)]
+            for ckpt in checkpoints
         )
         show_text(inert("\n\n".join("\n".join(line.rstrip() for line in block) for block in blocks) + "\n"))
     else:
@@ -125,13 +127,6 @@ def matching(ckpt: Checkpoint, pattern: str | None) -> list[Tensor]:
     return [tensor for tensor in tensors if tensor.fqn in names or fnmatchcase(tensor.fqn, pattern)]
 
 
-def degrees(tensor: Tensor) -> tuple[int, ...] | None:
-    """Into how many distinct intervals each axis is cut; None where chunks and shape cannot be compared."""
-    if not tensor.is_sound:
-        return None
-    return tuple(len(tensor.layout.intervals(axis)) for axis in range(len(tensor.global_shape)))
-
-
 def as_text(checkpoints: Sequence[Checkpoint], pattern: str | None, tree: bool, style: Style) -> str:
     """The checkpoints as text: tensors folded over layers, or as a tree; chunk maps where a glob is given.
 
@@ -142,8 +137,12 @@ def as_text(checkpoints: Sequence[Checkpoint], pattern: str | None, tree: bool, 
     blocks = []
     for ckpt in checkpoints:
         tensors = matching(ckpt, pattern)
-        lines = [header(ckpt, style), *_facts(ckpt, style), ""]
-        lines += list(_tree(tensors, style)) if tree else _table(tensors)
+        lines = [header(ckpt, style), *_facts(ckpt, False, style), ""]
+        one_dtype = len({tensor.dtype for tensor in ckpt.tensors.values()}) == 1
+        if not tensors:
+            lines.append("no tensors")
+        else:
+            lines += _tree(tensors, style) if tree else tensor_table(tensors, one_dtype, style)
         if pattern is None:
             lines += _others(ckpt, style)
         else:
@@ -188,7 +187,7 @@ def no_tensor(checkpoints: Sequence[Checkpoint], name: str) -> str:
 # ---------------------------------------------------------------- text
 
 
-def _facts(ckpt: Checkpoint, style: Style) -> Iterator[str]:
+def _facts(ckpt: Checkpoint, ranks: bool, style: Style) -> Iterator[str]:
     if ckpt.partial:
         yield from style.wrap(f"partial: {ckpt.partial}", "    ", "  ")
     if ckpt.topology:
@@ -199,27 +198,12 @@ def _facts(ckpt: Checkpoint, style: Style) -> Iterator[str]:
         count[tensor.dtype] += 1
         total[tensor.dtype] += nbytes(tensor.dtype, tensor.volume) or 0
     if count:
-        parts = [f"{dtype} {count[dtype]:,} ({_size(total[dtype] or None)})" for dtype in sorted(count)]
+        parts = [f"{dtype} {count[dtype]:,} ({size_text(total[dtype] or None)})" for dtype in sorted(count)]
         yield from style.wrap("dtypes: " + ", ".join(parts), "    ", "  ")
     states = np.bincount(record_states(ckpt), minlength=len(STATES)).tolist()
     if bad := [f"{plural(states[i], 'record')} {STATES[i]}" for i in range(NOT_CHECKED, len(STATES)) if states[i]]:
-        yield from map(
-            style.lost, style.wrap(f"not known to be there: {', '.join(bad)}; --ranks shows whose", "    ", "  ")
-        )
-
-
-def _table(tensors: Iterable[Tensor]) -> list[str]:
-    """One line for all tensors of one role that look the same."""
-    alike: dict[tuple[object, ...], list[Tensor]] = defaultdict(list)
-    for tensor in tensors:
-        alike[role(tensor.fqn), tensor.dtype, tensor.global_shape, _degrees(tensor), _chunks(tensor)].append(tensor)
-    rows = []
-    for members in alike.values():
-        first = members[0]
-        size = _size(nbytes(first.dtype, first.volume))
-        each = [first.dtype, _shape(first), f"{_chunks(first):,}", _degrees(first), size]
-        rows += [[cut(name), *each] for name in braces(tensor.fqn for tensor in members)]
-    return aligned(["tensor", "dtype", "shape", "chunks", "cut", "size of one"], rows) if rows else ["no tensors"]
+        whose = "" if ranks else "; --ranks shows whose"
+        yield from map(style.lost, style.wrap(f"not known to be there: {', '.join(bad)}{whose}", "    ", "  "))
 
 
 def _tree(tensors: Iterable[Tensor], style: Style) -> Iterator[str]:
@@ -250,15 +234,18 @@ def _branches(node: Branch, indent: str, style: Style) -> Iterator[str]:
         elements = list(_leaves(child))
         size = sum(nbytes(tensor.dtype, tensor.volume) or 0 for tensor in elements) * count
         if isinstance(child, dict):
-            yield f"{indent}{lead}{cut(name)}  {plural(len(elements) * count, 'tensor')}, {_size(size or None)}"
+            about = f"  {plural(len(elements) * count, 'tensor')}, {size_text(size or None)}"
+            yield _branch(indent + lead, name, about, style.width)
             yield from _branches(child, indent + below, style)
         else:
             often = f"  x {count:,}" if count > 1 else ""
-            cuts = f", cut {_degrees(child)}" if _chunks(child) > 1 else ""
-            yield (
-                f"{indent}{lead}{cut(name)}  {child.dtype} {_shape(child)}  {plural(_chunks(child), 'chunk')}{cuts}"
-                f"  {_size(size or None)}{often}"
-            )
+            chunks = f"{chunks_text([child])} chunk" + "s" * (chunk_count(child) != 1)
+            about = f"  {child.dtype} {shape_text(child.global_shape)}  {chunks}"
+            yield _branch(indent + lead, name, f"{about}  {size_text(size or None)}{often}", style.width)
+
+
+def _branch(lead: str, name: str, about: str, width: int) -> str:
+    return lead + cut(name, max(width - len(lead) - len(about), 12)) + about
 
 
 def _folded(node: Branch) -> list[tuple[str, Branch | Tensor, int]]:
@@ -276,7 +263,7 @@ def _folded(node: Branch) -> list[tuple[str, Branch | Tensor, int]]:
 def _look(child: Branch | Tensor) -> object:
     if isinstance(child, dict):
         return tuple((name, _look(inner)) for name, inner in child.items())
-    return child.dtype, child.global_shape, _degrees(child), _chunks(child)
+    return child.dtype, child.global_shape, degrees(child), chunk_count(child)
 
 
 def _leaves(child: Branch | Tensor) -> Iterator[Tensor]:
@@ -295,12 +282,12 @@ def _others(ckpt: Checkpoint, style: Style) -> Iterator[str]:
         for (key, shape), count in grids.items():
             alike[role(key), shape, count].append(key)
         rows = [
-            [cut(name), " x ".join(map(str, shape)) or "1", f"{count:,}"]
+            [name, " x ".join(map(str, shape)) or "1", f"{count:,}"]
             for (_, shape, count), keys in alike.items()
             if isinstance(shape, tuple)
             for name in braces(keys)
         ]
-        yield from ["", *aligned(["object", "grid", "shards"], rows)]
+        yield from ["", *fitted(["object", "grid", "shards"], rows, style.width)]
     if ckpt.byte_objects:
         listed = some(map(cut, braces(entry.fqn for entry in ckpt.byte_objects)), _LISTED, "pattern")
         yield ""
@@ -319,7 +306,11 @@ def _alike(ckpt: Checkpoint, tensors: Iterable[Tensor]) -> list[tuple[Tensor, li
 
 
 def _map(ckpt: Checkpoint, tensor: Tensor, names_alike: list[str], style: Style) -> Iterator[str]:
-    yield f"{style.paint(cut(tensor.fqn), 'bold')}  {tensor.dtype} {_shape(tensor)}, {plural(_chunks(tensor), 'chunk')}"
+    about = f"{tensor.dtype} {shape_text(tensor.global_shape)}, {plural(chunk_count(tensor), 'chunk')}"
+    name = broken(tensor.fqn, style.width)
+    is_short = len(name) == 1 and len(name[0]) + len(about) + 2 <= style.width
+    bold = "\n".join(style.paint(line, "bold") for line in name)
+    yield bold + ("  " if is_short else "\n  ") + about
     lost = np.flatnonzero(chunk_states(ckpt, tensor) > NOT_CHECKED)
     region = tensor.layout.box(int(lost[0])) if len(lost) and tensor.is_sound else None
     grid = make_grid(tensor, region) if tensor.volume else None
@@ -334,24 +325,6 @@ def _map(ckpt: Checkpoint, tensor: Tensor, names_alike: list[str], style: Style)
     if len(names_alike) > 1:
         names = some(map(cut, braces(names_alike)), _LISTED, "pattern")
         yield from style.wrap(f"the same for: {names}", "    ", "  ")
-
-
-def _shape(tensor: Tensor) -> str:
-    return "[" + ", ".join(map(str, tensor.global_shape)) + "]"
-
-
-def _chunks(tensor: Tensor) -> int:
-    return len(tensor.chunks) + len(tensor.malformed)
-
-
-def _degrees(tensor: Tensor) -> str:
-    """`4 x 1`: into how many intervals each axis is cut."""
-    found = degrees(tensor)
-    return "?" if found is None else " x ".join(map(str, found)) or "-"
-
-
-def _size(nbytes: int | None) -> str:
-    return "?" if nbytes is None else human_bytes(nbytes)
 
 
 # ---------------------------------------------------------------- JSON
@@ -386,7 +359,7 @@ def _tensor(ckpt: Checkpoint, tensor: Tensor, with_chunks: bool) -> dict[str, An
         "dtype": None if tensor.dtype == "unknown" else tensor.dtype,
         "shape": list(tensor.global_shape),
         "bytes": nbytes(tensor.dtype, tensor.volume),
-        "chunks": _chunks(tensor),
+        "chunks": chunk_count(tensor),
         "cut": None if cuts is None else list(cuts),
     }
     if with_chunks:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import pairwise
+from collections.abc import Callable, Sequence
+from itertools import combinations, pairwise
 
 import numpy as np
 
@@ -102,22 +102,28 @@ def draw(
     ascii_only: bool,
     width: int = 76,
     paint: Callable[[str], str] = str,
+    rows: Sequence[int] = (),
 ) -> list[str]:
     """The lines of a chunk map; cells are folded until none is longer than `width`.
 
+    Of a region that is one of the chunks `rows`, the others are marked below the map as well.
+
     A chunk whose bytes are not there is filled with the mark of its state, `paint` colours it, and the legend names it.
     """
+    boxes = {grid.tensor.layout.box(row) for row in rows}
+    is_apart = not any(a.intersect(b) for a, b in combinations(boxes, 2))
+    marked = [] if region is None else [*boxes] if region in boxes and is_apart else [region]
     for cells in range(CELL_LIMIT - 1, 2, -1):
-        lines = _drawn(ckpt, grid, region, ascii_only, width, str)
+        lines = _drawn(ckpt, grid, marked, ascii_only, width, str)
         narrower = make_grid(grid.tensor, region, cells) if max(map(len, lines)) > width else None
         if narrower is None:
             break
         grid = narrower
-    return _drawn(ckpt, grid, region, ascii_only, width, paint)
+    return _drawn(ckpt, grid, marked, ascii_only, width, paint)
 
 
 def _drawn(
-    ckpt: Checkpoint, grid: Grid, region: Box | None, ascii_only: bool, width: int, paint: Callable[[str], str]
+    ckpt: Checkpoint, grid: Grid, marked: Sequence[Box], ascii_only: bool, width: int, paint: Callable[[str], str]
 ) -> list[str]:
     labels = [_labels(grid.columns)] if grid.down is None else [_labels(grid.columns), _labels(grid.rows)]
     side = 0 if grid.down is None else max(map(len, labels[1])) + 1
@@ -147,8 +153,8 @@ def _drawn(
     corners = "+++" if ascii_only else "└┴┘"
     label = f"{labels[1][-1]:>{side - 1}} " if side else ""
     lines.append(label + corners[0] + corners[1].join([dash * cell] * len(texts[0])) + corners[2])
-    if grid.down is None and region is not None:
-        lines += _marker(grid, region, cell, width)
+    if grid.down is None and marked:
+        lines += _marker(grid, marked, cell, width)
     if any(not all(row) for row in grid.inside):
         lines.append("x outside the tensor")
     return lines + _legend_lines(ckpt, grid, states, width, paint)
@@ -223,16 +229,23 @@ def fixed_label(grid: Grid) -> str:
     return f", at {at}" if at else ""
 
 
-def _marker(grid: Grid, region: Box, cell: int, width: int) -> list[str]:
-    """Carets below the cells of the region, and how much it is, beside them where there is room."""
-    start, stop = region.offsets[grid.across], region.ends[grid.across]
-    under = [i for i, c in enumerate(grid.columns) if not c.folded and c.start < stop and c.stop > start]
-    elements = f"{region.volume:,} elements"
-    count = nbytes(grid.tensor.dtype, region.volume)
+def _marker(grid: Grid, marked: Sequence[Box], cell: int, width: int) -> list[str]:
+    """Carets below the cells of the regions, and how much these are, beside them where there is room."""
+    spans = [(box.offsets[grid.across], box.ends[grid.across]) for box in marked]
+    under = {
+        i
+        for i, c in enumerate(grid.columns)
+        if not c.folded and any(c.start < stop and c.stop > start for start, stop in spans)
+    }
+    volume = sum(box.volume for box in marked)
+    elements = f"{volume:,} elements"
+    count = nbytes(grid.tensor.dtype, volume)
     size = elements if count is None else f"{elements}, {human_bytes(count)}"
-    if not under or (start, stop) == (0, grid.tensor.global_shape[grid.across]):
+    if not under or (0, grid.tensor.global_shape[grid.across]) in spans:
         return [size]
-    carets = " " * (1 + under[0] * (cell + 1)) + "^" * ((under[-1] - under[0] + 1) * (cell + 1) - 1)
+    below = ("^" * cell + ("^" if {i, i + 1} <= under else " ") if i in under else " " * (cell + 1)
+             for i in range(max(under) + 1))  # fmt: skip
+    carets = " " + "".join(below).rstrip()
     beside = f"{carets} {size}"
     return [beside] if len(beside) <= width else [carets, size]
 

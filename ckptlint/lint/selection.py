@@ -106,7 +106,17 @@ def find_rule(rules: Sequence[Rule], token: str, also: Iterable[str] = ()) -> Ru
     for rule in rules:
         if token.upper() == rule.code or token.lower() == rule.name:
             return rule
+    if family := _families(rules).get(token.upper()):
+        raise ConfigError(f"{token} is a family: name one of {', '.join(family)}")
     raise ConfigError(_unknown(rules, token, also))
+
+
+def _families(rules: Sequence[Rule]) -> dict[str, list[str]]:
+    """The letters of codes -> the codes."""
+    found: dict[str, list[str]] = {}
+    for rule in rules:
+        found.setdefault(rule.code.rstrip("0123456789"), []).append(rule.code)
+    return found
 
 
 def _matching(rules: Sequence[Rule], tokens: Iterable[str]) -> list[str]:
@@ -125,5 +135,8 @@ def _matching(rules: Sequence[Rule], tokens: Iterable[str]) -> list[str]:
 
 def _unknown(rules: Sequence[Rule], token: str, also: Iterable[str] = ()) -> str:
     known = [rule.code for rule in rules] + [rule.name for rule in rules] + [*also]
-    near = difflib.get_close_matches(token.upper(), known, 1) or difflib.get_close_matches(token.lower(), known, 1)
+    families = [*_families(rules)]
+    is_short = len(token) <= max(map(len, families), default=0)
+    tries = [(token.upper(), families if is_short else []), (token.upper(), known), (token.lower(), known)]
+    near = next(filter(None, (difflib.get_close_matches(word, names, 1) for word, names in tries)), [])
     return f"there is no rule {token!r}" + (f", did you mean {near[0]}?" if near else "; `ckptlint rules` lists them")

@@ -45,7 +45,9 @@ def diff_verdict(found: Diff) -> tuple[str, str]:
     """What differs in a few words, and what follows them."""
     counts = ", ".join(f"{found.counts[kind]:,} {heading}" for kind, heading in _HEADINGS.items() if found.counts[kind])
     if counts:
-        return f"Different: {counts}.", f" {plural(found.shared, 'key')} in both."
+        both = f"{plural(found.shared, 'key')} in both." if found.shared else "No key is in both."
+        is_named = found.counts["removed"] and found.counts["added"]
+        return f"Different: {counts}.", f" {both}" + " --values finds tensors that have another name." * bool(is_named)
     return "The same", f": {plural(found.shared, 'key')}.\nValues were not compared: --values reads both."
 
 

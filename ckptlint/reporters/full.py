@@ -228,8 +228,12 @@ def _figure(ckpt: Checkpoint, finding: Finding, style: Style) -> list[str]:
         return list(finding.detail)
     if finding.at.tensor is None or finding.at.region is None:
         return []
-    grid = make_grid(finding.at.tensor, finding.at.region)
-    return [] if grid is None else draw(ckpt, grid, finding.at.region, style.ascii_only, style.width - 5, style.lost)
+    tensor, region, rows = finding.at.tensor, finding.at.region, finding.at.rows
+    grid = make_grid(tensor, region)
+    if grid is None:
+        return []
+    sound = [row for row in rows if 0 <= row < len(tensor.chunks)]
+    return draw(ckpt, grid, region, style.ascii_only, style.width - 5, style.lost, sound)
 
 
 def also(group: FindingGroup) -> str:
@@ -365,7 +369,7 @@ def _verdict(report: Report, verbose: bool) -> list[tuple[str, str, str]]:
         sentences.append(("error" if report.counts["error"] else "warning", head, f" {_ran(report, _judged(report))}."))
         codes = (g.lead.code for part in report.checkpoints for g in part.groups if g.lead.severity > Severity.INFO)
         first = next(chain((cause.name for part in report.checkpoints for cause in part.causes), codes))
-        sentences.append(("", "", f"`ckptlint explain {first}` shows more."))
+        sentences.append(("", "", f"`ckptlint explain {first}` shows more.{_other_steps(report)}"))
     if failed:
         verb = "rule did not finish" if len(failed) == 1 else "rules did not finish"
         sentences.append(("error", f"{len(failed)} {verb}: {', '.join(failed)}. The verdict is incomplete.", ""))
@@ -378,6 +382,16 @@ def _verdict(report: Report, verbose: bool) -> list[tuple[str, str, str]]:
     elif report.depth.opens_records and (limits := _limits(report)):
         sentences.append(("", "", limits))
     return [*sentences[:1], *(("", "", sentence) for sentence in _blocked(report)), *sentences[1:]]
+
+
+def _other_steps(report: Report) -> str:
+    """Where to find a step that passes, to follow a sentence; "" where none failed that has others beside it."""
+    failed = [part for part in report.checkpoints if any(map(report.is_failing, part.diagnostics))]
+    runs = [part.checkpoint.run for part in failed if part.checkpoint.run is not None]
+    is_said = any("`ckptlint latest" in item.finding.hint for part in failed for item in part.diagnostics)
+    if is_said or not any(len(run.steps) > 1 for run in runs):
+        return ""
+    return " `ckptlint latest RUN_DIR` prints the newest step that passes."
 
 
 def _ran(report: Report, on: str = "") -> str:

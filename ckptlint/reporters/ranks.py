@@ -215,10 +215,14 @@ def sentences(held: Holdings) -> Iterator[str]:
             of = f"of {_label(held, rows)}: " if (held.ranks[rows] >= 0).all() else ""
             yield f"{CELL_STATES[state]} {of}{some(map(cut, files), 3)}"
     odd = np.flatnonzero(held.out_of_balance)
-    for row in odd[np.argsort(-np.abs(np.log(held.factor[odd])), kind="stable")][:4].tolist():
-        yield f"{held.names[row]} has {held.factor[row]:.1f} times the median size of its like"
-    if len(odd) > 4:
-        yield f"and {plural(len(odd) - 4, 'more row')} more than 20 % off the median"
+    factors: dict[str, list[int]] = {}
+    for row in odd[np.argsort(-np.abs(np.log(held.factor[odd])), kind="stable")].tolist():
+        factors.setdefault(f"{held.factor[row]:.1f}", []).append(row)
+    for factor, rows in [*factors.items()][:4]:
+        has, its = ("has", "its") if len(rows) == 1 else ("have", "their")
+        yield f"{_label(held, rows)} {has} {factor} times the median size of {its} like"
+    if left := sum(map(len, [*factors.values()][4:])):
+        yield f"and {plural(left, 'more row')} more than 20 % off the median"
     for section, lacking in held.without().items():
         blocks = dict.fromkeys(column.block for column in lacking)
         where = (f"{block} {ranges(c.layer for c in lacking if c.block == block)}" for block in blocks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ckptlint.depth import Depth
 from ckptlint.lint.retention import Fate, Retention
 from ckptlint.lint.steps import JudgedStep, Search
 from ckptlint.model.text import human_bytes, listed, plural
@@ -30,6 +31,13 @@ def search_lines(search: Search) -> list[str]:
         )
         lines += [f"warning {sentence}" for sentence in search.found.warnings[:_WARNINGS]]
     return lines + ([search.tracker] if search.tracker else [])
+
+
+def unread_bytes(depth: Depth) -> list[str]:
+    """What steps were not judged by, in a sentence; none where every byte was read."""
+    if depth.reads_all:
+        return []
+    return ["tensor bytes were not read; --depth data reads them, and finds changed bytes and NaN"]
 
 
 def retention_as_text(found: Retention) -> str:

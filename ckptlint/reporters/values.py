@@ -12,7 +12,7 @@ from tabulate import tabulate
 from ckptlint.comparing.facts import Match, Relation
 from ckptlint.comparing.updates import Update, short_names
 from ckptlint.comparing.values import Values
-from ckptlint.model.text import braces, human_bytes, plural
+from ckptlint.model.text import braces, human_bytes, plural, some
 from ckptlint.reporters.style import Style, cut
 from ckptlint.vocabulary.dtypes import ITEM_BITS
 from ckptlint.vocabulary.keys import parse, role
@@ -38,14 +38,15 @@ _WORDS: dict[Relation, str] = {
 }
 _ORDERS = ("reordered", "joined", "split", "transposed")
 _REST = {
-    "unmerged": "are not what the adapter makes of the base",
-    "exchanged": "are under the names of others",
-    "differ": "differ",
-    "order": "hold the same rows in an order that their names do not ask for",
-    "padded": "have rows that the other side lacks, and no configuration calls them padding",
-    "absent": "of one side are not on the other",
-    "unread": "could not be read",
+    "unmerged": ("is", "are", "not what the adapter makes of the base"),
+    "exchanged": ("is", "are", "under the name of another"),
+    "differ": ("differs", "differ", ""),
+    "order": ("holds", "hold", "the same rows in an order that the name does not ask for"),
+    "padded": ("has", "have", "rows that the other side lacks, and no configuration calls them padding"),
+    "absent": ("is", "are", "on one side only"),
+    "unread": ("could not be read", "could not be read", ""),
 }
+"""What is not proven: the verb for one tensor, for several, and the rest."""
 _WIDTH = max(map(len, _WORDS.values())) + 2
 _PATTERNS = 12
 
@@ -147,8 +148,12 @@ STATE = "state of the optimizer and of the job"
 def _groups(matches: list[Match]) -> list[list[Match]]:
     alike: dict[tuple[object, ...], list[Match]] = defaultdict(list)
     for match in matches:
-        roles = ("",) if match.relation in ("equal", "rounded") else (*map(role, match.old), "", *map(role, match.new))
-        alike[roles, match.what, match.notes, match.is_proven].append(match)
+        names = (*map(role, match.old), "", *map(role, match.new))
+        if match.relation in ("equal", "rounded"):
+            names = ("",)
+        elif match.relation == "absent" and (kind := parse((match.old or match.new)[0]).kind) != "model":
+            names = (kind, "old" if match.old else "new")
+        alike[names, match.what, match.notes, match.is_proven].append(match)
     return list(alike.values())
 
 
@@ -163,7 +168,7 @@ def sentence_of(members: list[Match], found: Values) -> tuple[str, list[str]]:
         return f"{count}, {human_bytes(size)}", []
     if first.relation == "absent":
         where = "only in the old one" if first.old else "only in the new one"
-        return f"{plural(len(members), 'tensor')}: {', '.join(map(cut, sides[0] or sides[1]))} ({where})", []
+        return f"{plural(len(members), 'tensor')}: {some(map(cut, sides[0] or sides[1]))} ({where})", []
     if first.relation == "rounded" or first.what == STATE:
         return f"{count}: {first.what}", []
     notes = [first.what, *first.notes]
@@ -193,12 +198,17 @@ def values_verdict(found: Values) -> tuple[str, str]:
     """`Proven` or `Not proven`, and the rest of the sentence."""
     count, whole = found.proven
     if found.exit_code == 0:
-        return "Proven", f"{plural(count, 'tensor')} of {whole:,} hold the same values."
+        return "Proven", f"{plural(count, 'tensor')} of {whole:,} {'holds' if count == 1 else 'hold'} the same values."
     lacking = (match for match in found.matches if not match.is_proven)
     kinds = Counter("order" if match.relation in _ORDERS else match.relation for match in lacking)
     kinds["absent"] = len(found.lone) or kinds["absent"] * (count < whole)
-    rest = [f"{kinds[kind]:,} {text}" for kind, text in _REST.items() if kinds[kind]]
-    return "Not proven", f"{count:,} of {plural(whole, 'tensor')} hold the same values; {', '.join(rest)}."
+    rest = [
+        f"{kinds[kind]:,} {one if kinds[kind] == 1 else more} {text}".rstrip()
+        for kind, (one, more, text) in _REST.items()
+        if kinds[kind]
+    ]
+    hold = "holds" if count == 1 else "hold"
+    return "Not proven", f"{count:,} of {plural(whole, 'tensor')} {hold} the same values; {', '.join(rest)}."
 
 
 def _verdict(found: Values, style: Style) -> list[str]:

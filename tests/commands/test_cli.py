@@ -315,7 +315,8 @@ def test_all_steps_of_a_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("token", "near"), [("GEO04", "GEO00"), ("coverage-hol", "coverage-hole"), ("chunk_overlap", "chunk-overlap")]
+    ("token", "near"),
+    [("GEO04", "GEO00"), ("GE0", "GEO?"), ("coverage-hol", "coverage-hole"), ("chunk_overlap", "chunk-overlap")],
 )
 @pytest.mark.parametrize("option", ["--select", "--extend-select", "--ignore"])
 def test_an_unknown_rule_is_a_usage_error_that_names_the_nearest(
@@ -325,6 +326,15 @@ def test_an_unknown_rule_is_a_usage_error_that_names_the_nearest(
     said = capsys.readouterr()
     assert said.out == ""
     assert f"there is no rule {token!r}, did you mean {near}" in said.err
+
+
+def test_a_family_has_no_page_but_names_its_rules(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(monkeypatch, "explain", "geo") == 2
+    assert "geo is a family: name one of GEO001, GEO002, " in capsys.readouterr().err
+    assert main(monkeypatch, "explain", "GE0") == 2
+    assert "there is no rule 'GE0', did you mean GEO?" in capsys.readouterr().err
 
 
 def test_a_rule_that_is_like_no_other_points_to_the_list(

@@ -111,7 +111,7 @@ def test_show_has_everything_that_the_loader_read(name: str) -> None:
 def test_show_folds_layers_and_names_how_tensors_are_cut() -> None:
     lines = invoke("show", REAL / "fsdp2_4r").output.splitlines()
     (line,) = (line for line in lines if line.startswith("model.layers.{0-1}.attention.wk.weight"))
-    assert line.split()[1:] == ["float32", "[6,", "12]", "4", "3", "x", "1", "288", "B"]
+    assert line.split()[1:] == ["[6,", "12]", "4", "(3x1)", "288", "B"]
     assert any("topology: world = 4 (files)" in line for line in lines)
     assert any(line.startswith("14 objects stored as bytes: ") for line in lines)
 

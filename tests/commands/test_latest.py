@@ -39,11 +39,38 @@ def test_the_newest_good_step_alone_is_on_stdout(run: Path) -> None:
     """What was skipped, and why, is on stderr, the newest first."""
     answer = latest(run)
     assert (answer.returncode, answer.stdout) == (0, f"{run}/step-200\n")
-    lines = answer.stderr.splitlines()
+    *lines, unread = answer.stderr.splitlines()
     assert [line.split()[1] for line in lines] == ["step-500", "step-400", "step-300", "step-200"]
+    assert unread == "ckptlint: tensor bytes were not read; --depth data reads them, and finds changed bytes and NaN"
     assert "its save did not finish" in lines[0]
     assert "error GEO004" in lines[1]
     assert "error PAY004" in lines[2]
+
+
+def test_what_was_read_is_not_said_to_be_unread(run: Path) -> None:
+    answer = latest(run, "--depth", "data")
+    assert answer.stdout == f"{run}/step-200\n" and "not read" not in answer.stderr
+
+
+def test_deletable_says_what_it_did_not_read(tmp_path: Path) -> None:
+    for number in (10, 20, 30):
+        step = tmp_path / f"checkpoint-{number}"
+        step.mkdir()
+        save_file({"w": torch.ones(4) * number}, step / "model.safetensors")
+    answer = support.run("deletable", "--isolated", tmp_path, "--keep", "2")
+    assert answer.stdout == f"{tmp_path}/checkpoint-10\n"
+    assert answer.stderr.splitlines()[-1].startswith("ckptlint: tensor bytes were not read; --depth data reads them")
+
+
+def test_a_report_on_a_step_that_fails_names_what_finds_another(
+    run: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    advice = "`ckptlint latest RUN_DIR` prints the newest step that passes."
+    said = " ".join(support.run("check", "--isolated", run / "step-400").stdout.split())
+    assert said.count(advice) == 1
+    assert advice not in " ".join(support.run("check", "--isolated", run / "step-200").stdout.split())
+    alone = Path(shutil.copytree(HOLE, tmp_path_factory.mktemp("alone") / "step-400"))
+    assert "ckptlint latest" not in support.run("check", "--isolated", alone).stdout
 
 
 def test_json_holds_the_same(run: Path) -> None:
@@ -217,8 +244,8 @@ def test_what_only_its_number_makes_an_older_step_is_named_and_models_of_two_siz
         place = tmp_path / name[:2] / name
         place.mkdir(parents=True)
         save_file({"w": torch.ones(size, size)}, place / "model.safetensors")
-    told = ckptlint.check(tmp_path / "bs").checkpoints
-    assert [part.checkpoint.unseen for part in told] == [
+    checked = ckptlint.check(tmp_path / "bs").checkpoints
+    assert [part.checkpoint.unseen for part in checked] == [
         ("whether bs32 pass: by their numbers they are older steps (--all-steps checks them)",)
     ]
     table = support.run("check", tmp_path / "bs", "--all-steps", "--format", "json")
@@ -249,8 +276,8 @@ def test_the_state_that_torchtune_has_beside_its_epochs(tmp_path: Path, data: by
     torch.save({"optimizer": {"state": {}, "param_groups": []}, "epochs_run": 2}, state)
     assert ckptlint.check(tmp_path).exit_code == 0
     state.write_bytes(data)
-    told = [item for part in ckptlint.check(tmp_path).checkpoints for item in part.diagnostics]
-    assert [(item.code, item.severity.label) for item in told] == [("SAF002", "error")]
+    reported = [item for part in ckptlint.check(tmp_path).checkpoints for item in part.diagnostics]
+    assert [(item.code, item.severity.label) for item in reported] == [("SAF002", "error")]
 
 
 def test_a_copy_of_the_step_before_is_not_the_newest(tmp_path: Path) -> None:
@@ -259,12 +286,12 @@ def test_a_copy_of_the_step_before_is_not_the_newest(tmp_path: Path) -> None:
         copy_step(GOOD, tmp_path / f"step_{number}", values)
     answer = latest(tmp_path)
     assert (answer.returncode, answer.stdout) == (0, f"{tmp_path}/step_90\n")
-    told = "ckptlint: step_120 skipped: RUN005 all weights and all moments are bit for bit those of step_90"
-    assert answer.stderr.splitlines()[0] == told
+    sentence = "ckptlint: step_120 skipped: RUN005 all weights and all moments are bit for bit those of step_90"
+    assert answer.stderr.splitlines()[0] == sentence
     assert latest(tmp_path, "--ignore", "RUN005").stdout == f"{tmp_path}/step_120\n"
 
 
-def test_the_warnings_of_the_answer_are_told(tmp_path: Path) -> None:
+def test_the_warnings_of_the_answer_are_reported(tmp_path: Path) -> None:
     """A step whose own counter says another number is not named without a word."""
     for number, stated in ((10, 10), (20, 20), (30, 20)):
         step = tmp_path / f"checkpoint-{number}"
@@ -273,7 +300,7 @@ def test_the_warnings_of_the_answer_are_told(tmp_path: Path) -> None:
         (step / "trainer_state.json").write_text(json.dumps({"global_step": stated}))
     answer = latest(tmp_path)
     assert answer.stdout == f"{tmp_path}/checkpoint-30\n"
-    assert answer.stderr.splitlines() == [
+    assert answer.stderr.splitlines()[:-1] == [
         "ckptlint: checkpoint-30 passes (it holds model), with 1 warning",
         "ckptlint: warning COM002 the folder is named for step 30, but trainer_state.json says step 20",
     ]

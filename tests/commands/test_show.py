@@ -24,6 +24,67 @@ def shown(*arguments: object) -> list[str]:
     return done.output.splitlines()
 
 
+# ---------------------------------------------------------------- the table of tensors
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "megatron_0.19_tp2/iter_0000010",
+        "megatron_moe_ep2_dp2/iter_0000010",
+        "fsdp2_4r",
+        "deepspeed/z2_bf16_4r",
+        "exports/ok_qwen3_next",
+        "exports/ok_longcat_flash",
+        "adapters/lora_experts",
+        "lookalikes/galore",
+    ],
+)
+@pytest.mark.parametrize("options", [[], ["--tree"], ["*"]])
+def test_what_is_shown_fits_80_columns(name: str, options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = [line.replace(str(REAL), "") for line in shown(REAL / name, *options)]
+    assert [line for line in lines if len(line) > 80] == []
+
+
+def test_moments_scalars_and_layers_are_one_line_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = shown(REAL / "fsdp2_4r")
+    assert "optimizer.state.*.weight.step                   21 x []       1        4 B" in lines
+    assert "op...er.state.layers.{0-1}.at...on.wk.weight.*  2 x [6, 12]   4 (3x1)  288 B" in lines
+    assert "* is exp_avg or exp_avg_sq; of scalars, a parameter" in lines
+    assert any(
+        re.fullmatch(r"op.*er\.state\.\*\.layers\.\{1-2\}\.down\.weight +float32 +3 x \[77\] +1 to 2 +308 B", line)
+        for line in shown(REAL / "deepspeed/z2_bf16_4r")
+    )
+    assert "each tensor is one chunk" in shown(REAL / "exports/ok_llama")
+
+
+def test_moments_that_are_not_there_for_all_are_named(tmp_path: Path) -> None:
+    names = ["optimizer.state.exp_avg.a", "optimizer.state.exp_avg_sq.a", "optimizer.state.exp_avg.b.0"]
+    folder = write_checkpoint({"tensors": {name: {"shape": [4]} for name in names}}, tmp_path / "c")
+    assert any(line.startswith("optimizer.state.*.a ") and " 2 x [4] " in line for line in shown(folder))
+    assert any(line.startswith("optimizer.state.exp_avg.b.0 ") for line in shown(folder))
+    (folder / ".metadata").unlink()
+    names += ["optimizer.state.exp_avg.b.1", "optimizer.state.exp_avg_sq.b.0"]
+    folder = write_checkpoint({"tensors": {name: {"shape": [4]} for name in names}}, tmp_path / "d")
+    rows = [line.split()[0] for line in shown(folder) if " [4] " in line and line.startswith("optim")]
+    assert rows == ["optimizer.state.*.a", "optimizer.state.exp_avg.b.{0-1}", "optimizer.state.exp_avg_sq.b.0"]
+
+
+def test_a_name_that_no_shortening_fits_has_a_line_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    long = "a.layers." + ".".join(f"{word}_projection" for word in ("first", "second", "third")) + ".weight"
+    twins = [f"b.{'x' * 20}{middle}{'y' * 60}" for middle in ("one", "two")]
+    shape = {"shape": [1] * 12}
+    folder = write_checkpoint({"tensors": dict.fromkeys([long, "a.117.w", *twins], shape)}, tmp_path / "c")
+    lines = shown(folder)
+    at = lines.index(long)
+    assert lines[at + 1].startswith(" ") and lines[at + 1].split()[0] == "[1,"
+    assert any(line.startswith("a.117.w  ") for line in lines)
+    assert len({line for line in lines if line.startswith("b.xx")}) == 2
+
+
 # ---------------------------------------------------------------- lost chunks
 
 
@@ -100,6 +161,17 @@ def test_rows_fit_80_columns(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     done = invoke("show", REAL / name, "--ranks")
     lines = done.output.replace(str(REAL / name), "").splitlines()
     assert done.exit_code == 0 and max(map(len, lines)) <= 80
+
+
+def test_ranks_of_one_size_are_one_sentence_and_no_option_points_at_itself(tmp_path: Path) -> None:
+    sizes = {rank: 3400 if rank in (1, 4) else 1700 for rank in range(7)}
+    records = [f"__{rank}_0.distcp 0:{size}" for rank, size in sizes.items()]
+    chunks = [f"{2 * rank}:{2 * rank + 2}" for rank in sizes]
+    folder = write_checkpoint({"tensors": {"w": {"shape": [14], "chunks": chunks, "records": records}}}, tmp_path / "c")
+    (folder / "__6_0.distcp").unlink()
+    lines = shown(folder, "--ranks", "--ascii")
+    assert "ranks 1,4 have 2.0 times the median size of their like" in lines
+    assert "  not known to be there: 1 record missing" in lines
 
 
 def test_many_ranks_and_layers_are_folded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The chunk graph of one axis, and what it tells about a missing region."""
+"""The chunk graph of one axis, and what it says about a missing region."""
 
 from __future__ import annotations
 

@@ -282,3 +282,14 @@ def test_a_place_that_thousands_of_chunks_hold_is_drawn() -> None:
     made = ChunkLayout((4, 4), np.zeros((3000, 2), np.int64), np.full((3000, 2), 4))
     tensor = Tensor("model.w", "float32", (4, 4), ChunkTable(made, np.full(3000, -1)))
     assert make_grid(tensor, Box((0, 0), (4, 4))).legend[2999] == "DKJ"
+
+
+def test_all_chunks_that_a_finding_names_are_marked_and_of_an_overlap_the_region(tmp_path: Path) -> None:
+    ckpt = opened(tmp_path / "a", [16], ["0:4", "4:8", "8:12", "12:16"])
+    region = Box((0,), (4,))
+    lines = draw(ckpt, grid(ckpt, region), region, True, 76, rows=[0, 2, 3])
+    assert " ^^^^^^^^          ^^^^^^^^^^^^^^^^^ 12 elements, 48 B" in lines
+    inside = Box((4,), (2,))
+    ckpt = opened(tmp_path / "b", [16], ["0:16", "4:6"])
+    lines = draw(ckpt, grid(ckpt, inside), inside, True, 76, rows=[0, 1])
+    assert any(line.endswith("^ 2 elements, 8 B") for line in lines)

@@ -646,3 +646,9 @@ def test_print_is_dark_on_white_and_cuts_nothing(browser: Any, site: tuple[str, 
     assert browser.execute_script(OVERFLOWING) == []
     pdf = base64.b64decode(browser.print_page())
     assert pdf.startswith(b"%PDF-") and len(pdf) > 5000
+
+
+def test_a_note_of_several_names_is_a_list_and_a_sentence_is_none() -> None:
+    page = html.render(ckptlint.check(REAL / "exports/R13_eighth"), Style())
+    assert "<ul><li>model.norm.weight</li><li>model.layers.{0-3}.input_layernorm.weight</li><li>" in page
+    assert page.count("<ul>") == 1

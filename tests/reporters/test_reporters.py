@@ -193,11 +193,11 @@ def test_sarif_is_valid_against_the_schema_itself(report: Report) -> None:
 def test_junit_is_read_by_a_parser_and_its_totals_are_right(report: Report) -> None:
     text = render(report, "junit")
     suites = JUnitXml.fromstring(text.encode())
-    told = [(s.tests, s.failures, s.errors, s.skipped) for s in [suites, *suites]]
+    reported = [(s.tests, s.failures, s.errors, s.skipped) for s in [suites, *suites]]
     for suite in suites:
         suite.update_statistics()
     suites.update_statistics()
-    assert told == [(s.tests, s.failures, s.errors, s.skipped) for s in [suites, *suites]]
+    assert reported == [(s.tests, s.failures, s.errors, s.skipped) for s in [suites, *suites]]
     for part, suite in zip(report.checkpoints, suites, strict=False):
         assert suite.name == part.checkpoint.path
         assert [case.name.split()[0] for case in suite] == [rule.code for rule in report.rules]
@@ -219,10 +219,10 @@ def test_gitlab_has_what_gitlab_asks_for(report: Report) -> None:
 def test_every_format_says_the_same_of_the_rules_that_ran(report: Report) -> None:
     document = json.loads(render(report, "json"))
     suites = JUnitXml.fromstring(render(report, "junit").encode())
-    for part, told, suite in zip(report.checkpoints, document["checkpoints"], suites, strict=False):
+    for part, reported, suite in zip(report.checkpoints, document["checkpoints"], suites, strict=False):
         own = report.rule_counts_of(part)
-        assert told["rules"] == asdict(own)
-        assert sum(told["rules"].values()) == len(report.rules) == suite.tests
+        assert reported["rules"] == asdict(own)
+        assert sum(reported["rules"].values()) == len(report.rules) == suite.tests
         assert suite.tests - suite.skipped - suite.errors == own.ran
         assert {p.name: p.value for p in suite.properties()}["rules that ran"] == f"{own.ran:,}"
     assert document["rules"] == asdict(report.rule_counts)
@@ -304,7 +304,7 @@ def test_json_has_the_ranks_and_the_inference_as_fields() -> None:
     def finding(report: Report) -> Any:
         return json.loads(render(report, "json"))["checkpoints"][0]["findings"][0]
 
-    assert finding(inferring())["ranks"] == [2]  # the name of the file tells it
+    assert finding(inferring())["ranks"] == [2]  # the name of the file says it
     assert finding(inferring(3))["ranks"] == [0, 3]
     assert finding(inferring())["inferred_from"] == "the shapes of layers 0-3"
     assert all(note["label"] != "inferred" for note in finding(inferring())["notes"])
@@ -420,8 +420,8 @@ def test_a_crashed_rule_is_told_apart_from_a_finding() -> None:
     report = judged(REAL / "fsdp2_4r", crashing("GEO008"))
     (invocation,) = json.loads(render(report, "sarif"))["runs"][0]["invocations"]
     assert (invocation["executionSuccessful"], invocation["exitCode"]) == (False, 4)
-    (told,) = invocation["toolExecutionNotifications"]
-    assert told["associatedRule"]["id"] == "GEO008"
+    (reported,) = invocation["toolExecutionNotifications"]
+    assert reported["associatedRule"]["id"] == "GEO008"
     suites = JUnitXml.fromstring(render(report, "junit").encode())
     cases = {case.name.split()[0]: case for suite in suites for case in suite}
     assert isinstance(cases["GEO008"].result[0], Error)

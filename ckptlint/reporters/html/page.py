@@ -6,6 +6,7 @@ The page is `report.html.jinja` with `report.css`; here is what it shows. Every 
 from __future__ import annotations
 
 import hashlib
+import re
 import time
 from base64 import b64encode
 from collections.abc import Iterable, Sequence
@@ -47,6 +48,8 @@ STRIP_LIMIT = 2000
 PICTURE_LIMIT = 5_000_000
 """Characters of markup for pictures and chunk tables; later findings have their sentences and notes only."""
 
+_LISTS = ("tensors", "keys", "modules")  # labels of notes that are names
+_BETWEEN = re.compile(r", (?![^(]*\))| (?=and [\d,]+ more )")  # a name may have a comma in its parentheses
 _MATRIX = 48  # cells across
 _CHUNK_LIMIT = 16
 _MARK_LIMIT = 64
@@ -335,7 +338,7 @@ def _group(ckpt: Checkpoint, group: FindingGroup, anchor: str, work: _Work) -> d
         "missing": _missing_from([lead]),
         "detail": finding.detail,
         "is_shown": is_shown,
-        "notes": [(label, text) for label, text in notes if text],
+        "notes": [(label, _items(label, text)) for label, text in notes if text],
         **pictures,
         "page": page if page != anchor else "",
         "summary": lead.rule.summary,
@@ -362,6 +365,12 @@ def _is_gap(finding: Finding) -> bool:
     """Whether a finding is about a region that no chunk holds."""
     tensor, region = finding.at.tensor, finding.at.region
     return tensor is not None and region is not None and svg.region_kind(tensor.layout, region) == "gap"
+
+
+def _items(label: str, text: str) -> str | list[str]:
+    """A note of several names as a list, one of a single name or of a sentence as it is."""
+    items = _BETWEEN.split(text) if label in _LISTS else []
+    return items if len(items) > 1 else text
 
 
 def _cut(text: str, fqn: str | None) -> str:

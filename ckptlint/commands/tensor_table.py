@@ -1,0 +1,146 @@
+"""The tensors of a checkpoint as a table that fits the terminal: layers, moments and an optimizer's scalars folded."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
+from math import prod
+
+from ckptlint.analysis.inventory import MOMENTS
+from ckptlint.model import Tensor
+from ckptlint.model.text import braces, human_bytes, listed, shape_text
+from ckptlint.reporters.style import Style, aligned, cut
+from ckptlint.vocabulary.dtypes import nbytes
+from ckptlint.vocabulary.keys import parse, role
+
+_FRAME = re.compile(r"\d+|\.")
+_SHORTENED = re.compile(r"[^\W\d]+\.\.\.[^\W\d]+")
+_SHORTEST = len("ab...yz")
+
+
+def tensor_table(tensors: Sequence[Tensor], one_dtype: bool, style: Style) -> Iterator[str]:
+    """A line for all tensors of one role, dtype and shape; last ones for chunks if none is cut, and for what `*` means.
+
+    Args:
+        one_dtype: whether the checkpoint has one dtype, so that no column says it.
+    """
+    alike: dict[tuple[object, ...], list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        alike[role(_folded_name(tensor)), tensor.dtype, tensor.global_shape].append(tensor)
+    rows, moments, is_star = list[list[str]](), set[str](), False
+    for members in alike.values():
+        own = {part for tensor in members for part in tensor.fqn.split(".") if part in MOMENTS}
+        names, times = braces(map(_folded_name, members)), max(len(own), 1)
+        if _is_scalar(members[0]) and len(members) > 1:
+            names, times, is_star = [_glob([tensor.fqn for tensor in members])], len(members), True
+        elif times == 1 or len(members) != times * len({*map(_folded_name, members)}):
+            names, times = braces(tensor.fqn for tensor in members), 1
+        else:
+            moments |= own
+        first = members[0]
+        shape = shape_text(first.global_shape)
+        size = size_text(nbytes(first.dtype, first.volume))
+        each = [first.dtype, f"{times:,} x {shape}" if times > 1 else shape, chunks_text(members), size]
+        rows += [[name, *each] for name in names]
+    is_whole = all(row[3] == "1" for row in rows)
+    shown = [0, *([] if one_dtype else [1]), 2, *([] if is_whole else [3]), 4]
+    lines = ([row[i] for i in shown] for row in [["tensor", "dtype", "shape", "chunks", "size each"], *rows])
+    yield from fitted(next(lines), [*lines], style.width)
+    if is_whole:
+        yield "each tensor is one chunk"
+    if moments:
+        of_scalars = "; of scalars, a parameter" if is_star else ""
+        yield from style.wrap(f"* is {listed(sorted(moments), 'or')}{of_scalars}", "  ", "")
+
+
+def fitted(heads: list[str], rows: list[list[str]], width: int) -> Iterator[str]:
+    """A table of shortened names; one that would lose digits, look like another or be hard to read has a line alone."""
+    others = [*zip(*(row[1:] for row in [heads, *rows]), strict=True)]
+    room = max(width - sum(2 + max(map(len, column)) for column in others), len(heads[0]))
+    names = [row[0] for row in rows]
+    short = [cut(name, room) for name in names]
+    times = Counter(short)
+    fits = [times[new] == 1 and _is_clear(old, new) for old, new in zip(names, short, strict=True)]
+    cells = [[name if fit else "", *row[1:]] for name, fit, row in zip(short, fits, rows, strict=True)]
+    head, *lines = aligned(heads, cells)
+    yield head
+    for name, fit, line in zip(names, fits, lines, strict=True):
+        if not fit:
+            yield from broken(name, width)
+        yield line
+
+
+def degrees(tensor: Tensor) -> tuple[int, ...] | None:
+    """Into how many distinct intervals each axis is cut; None where chunks and shape cannot be compared."""
+    if not tensor.is_sound:
+        return None
+    return tuple(len(tensor.layout.intervals(axis)) for axis in range(len(tensor.global_shape)))
+
+
+def chunk_count(tensor: Tensor) -> int:
+    """How many chunks the metadata names for a tensor, those that do not fit its shape included."""
+    return len(tensor.chunks) + len(tensor.malformed)
+
+
+def broken(name: str, width: int) -> list[str]:
+    """A name in lines that fit."""
+    return textwrap.wrap(cut(name), width, break_on_hyphens=False)
+
+
+def chunks_text(tensors: Sequence[Tensor]) -> str:
+    """How many chunks each tensor has; into how many intervals each axis is cut where that says it, or differs.
+
+    `4x1` are four chunks on the first of two axes, `4 (3x1)` are four of which one is empty or a second copy.
+    """
+    counts, cuts = {*map(chunk_count, tensors)}, {*map(degrees, tensors)}
+    if len(counts) > 1:
+        return f"{min(counts):,} to {max(counts):,}"
+    (count,), found = counts, cuts.pop()
+    if count == 1 or cuts or not found:
+        return f"{count:,}"
+    text = "x".join(map(str, found))
+    return text if prod(found) == count else f"{count:,} ({text})"
+
+
+def size_text(size: int | None) -> str:
+    """A size in bytes, `?` where it is not known."""
+    return "?" if size is None else human_bytes(size)
+
+
+def _is_scalar(tensor: Tensor) -> bool:
+    return not tensor.global_shape and parse(tensor.fqn).kind == "optimizer"
+
+
+def _folded_name(tensor: Tensor) -> str:
+    """The name, of an optimizer's state with `*` for which moment it is, of a scalar for whose."""
+    if _is_scalar(tensor):
+        return "*." + tensor.fqn.rpartition(".")[2]
+    if parse(tensor.fqn).kind != "optimizer":
+        return tensor.fqn
+    return ".".join("*" if part in MOMENTS else part for part in tensor.fqn.split("."))
+
+
+def _glob(names: Sequence[str]) -> str:
+    """The parts that names have in common at both ends, `*` for what is between.
+
+    >>> _glob(["optimizer.state.head.weight.step", "optimizer.state.scale.step"])
+    'optimizer.state.*.step'
+    """
+    parts = [name.split(".") for name in names]
+    first = _shared(parts)
+    last = _shared([own[len(first) :][::-1] for own in parts])
+    return ".".join([*first, "*", *reversed(last)])
+
+
+def _shared(parts: Sequence[Sequence[str]]) -> list[str]:
+    """The parts that all begin with."""
+    return [same[0] for same in takewhile(lambda same: len({*same}) == 1, zip(*parts, strict=False))]
+
+
+def _is_clear(name: str, short: str) -> bool:
+    """Whether a shortened name has the dots and digits of the whole one, and four letters of each word."""
+    is_kept = _FRAME.findall(name) == _FRAME.findall(short.replace("...", ""))
+    return is_kept and all(len(word) >= _SHORTEST for word in _SHORTENED.findall(short))

@@ -1,0 +1,48 @@
+"""What `ckptlint diff` says in words."""
+
+from __future__ import annotations
+
+import pytest
+from support import REAL
+
+import ckptlint
+from ckptlint.comparing.differences import Diff
+from ckptlint.comparing.facts import Match, Relation
+from ckptlint.comparing.values import Values
+from ckptlint.reporters.diff import diff_verdict
+from ckptlint.reporters.values import groups_of, sentence_of, values_verdict
+
+
+@pytest.mark.parametrize(
+    ("relations", "says"),
+    [
+        (["absent"], "1 is on one side only."),
+        (["absent", "absent"], "2 are on one side only."),
+        (["differ"], "1 differs."),
+        (["differ", "differ", "unmerged"], "1 is not what the adapter makes of the base, 2 differ."),
+        (["joined"], "1 holds the same rows in an order that the name does not ask for."),
+    ],
+)
+def test_the_verdict_on_values_counts_in_good_grammar(relations: list[Relation], says: str) -> None:
+    matches = tuple(Match(relation, (f"w{i}",), (), False) for i, relation in enumerate(relations))
+    word, sentence = values_verdict(Values({}, {}, matches, lone=[m.old[0] for m in matches if m.relation == "absent"]))
+    assert word == "Not proven" and sentence.endswith(f"; {says}")
+
+
+def test_states_that_an_export_does_not_have_are_one_line_and_weights_are_not() -> None:
+    names = ["optimizer.state.a.exp_avg", "optimizer.state.b.exp_avg", "a.weight", "b.weight"]
+    found = Values({}, {}, tuple(Match("absent", (name,), (), False) for name in names), ())
+    (groups,) = (groups for _, groups, _ in groups_of(found))
+    assert [sentence_of(group, found)[0] for group in groups] == [
+        "2 tensors: optimizer.state.a.exp_avg, optimizer.state.b.exp_avg (only in the old one)",
+        "1 tensor: a.weight (only in the old one)",
+        "1 tensor: b.weight (only in the old one)",
+    ]
+
+
+def test_keys_that_only_have_other_names_point_to_the_values() -> None:
+    found = ckptlint.diff(REAL / "edit_base", REAL / "fsdp2_4r")
+    assert isinstance(found, Diff)
+    head, rest = diff_verdict(found)
+    assert head.startswith("Different: 2 only in the old one")
+    assert rest == " No key is in both. --values finds tensors that have another name."
