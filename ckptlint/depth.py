@@ -19,8 +19,7 @@ class Depth(StrEnum):
         >>> Depth.HEADERS.reaches(Depth.FILES), Depth.METADATA.reaches(Depth.FILES)
         (True, False)
         """
-        order = [*Depth]
-        return order.index(self) >= order.index(needed)
+        return _ORDER[self] >= _ORDER[needed]
 
     @property
     def looks_at_files(self) -> bool:
@@ -36,3 +35,6 @@ class Depth(StrEnum):
     def reads_all(self) -> bool:
         """Whether every byte is read."""
         return self.reaches(Depth.DATA)
+
+
+_ORDER = {depth: number for number, depth in enumerate(Depth)}  # asked for each rule of each checkpoint

@@ -17,9 +17,10 @@ import pickle
 import select
 import signal
 import sys
+import time
 import warnings
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, TypeVar
 
@@ -41,6 +42,7 @@ _PR_SET_PDEATHSIG = 1  # Linux' prctl.h
 in_children = hasattr(os, "fork")
 """Whether readers run in children. Not on Windows, which cannot fork; the tests of what is read do without, too."""
 
+_is_expendable = False  # whether this process is one of `ahead`, which replaces those that die of what they read
 _left: float | None = None  # seconds of the budget that are left beside the shares of the bytes, None without a budget
 
 
@@ -77,15 +79,30 @@ def isolated(work: Callable[[], _T], size: int) -> _T:
         assert _left is not None
         if _left <= 0:
             raise LimitError("was not read: reading the files before it took far longer than their sizes explain")
+        if _is_expendable:
+            return _here(work, size)
         shared = Shared() if is_listened_to() else None
         return _answer(*_forked(work, size, shared), shared, _share(size))  # type: ignore[no-any-return]
 
 
-def ahead(works: Iterable[Callable[[], _T]], jobs: int) -> Iterator[_T]:
-    """What each work returns, in their order; up to `jobs` are at it at the same time, each in a forked process.
+def _here(work: Callable[[], _T], size: int) -> _T:
+    """As `isolated`, in this process, which may die of it: `ahead` then has the work done again."""
+    global _left
+    started = time.process_time()
+    _limit(size)
+    try:
+        return _value(*_outcome(work))  # type: ignore[no-any-return]
+    finally:
+        assert _left is not None
+        _left -= max(0.0, time.process_time() - started - _share(size))
 
-    Unlike `isolated` it sets no limits: it is for work of our own that isolates what it reads. Threads would not do: a
-    child that is forked beside one may wait for ever for a lock which that thread held.
+
+def ahead(works: Sequence[Callable[[], _T]], jobs: int) -> Iterator[_T]:
+    """What each work returns, in their order; up to `jobs` forked processes are at it, each with every `jobs`th work.
+
+    What a work isolates is read in these processes themselves. One that dies of it is replaced, and the work is done
+    once more, in a child of its own. Threads would not do: a child that is forked beside one may wait for ever for a
+    lock which that thread held.
 
     Args:
         works: what they return must be picklable.
@@ -96,19 +113,38 @@ def ahead(works: Iterable[Callable[[], _T]], jobs: int) -> Iterator[_T]:
     if not hasattr(os, "fork"):
         yield from (work() for work in works)
         return
-    going: deque[tuple[int, int]] = deque()
+    going: dict[int, tuple[int, BinaryIO]] = {}
     try:
-        for work in works:
-            going.append(_forked(work, None, None))
-            if len(going) == jobs:
-                yield _answer(*going.popleft(), None)
-        while going:
-            yield _answer(*going.popleft(), None)
+        for turn in range(min(jobs, len(works))):
+            going[turn] = _worker(works[turn::jobs])
+        for number, work in enumerate(works):
+            child, pipe = going.pop(number % jobs)
+            answer = _received(pipe)
+            if answer is None:  # it ends here, for good or for worse
+                _end(child, pipe)
+                rest = works[number + jobs :: jobs]
+                if rest:
+                    going[number % jobs] = _worker(rest)
+                yield work()
+            else:
+                going[number % jobs] = child, pipe
+                yield _value(*answer)
     finally:
-        for child, reading in going:  # nobody asks for the rest
-            os.close(reading)
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
+        for child, pipe in going.values():
+            _end(child, pipe)
+
+
+def _worker(works: Sequence[Callable[[], Any]]) -> tuple[int, BinaryIO]:
+    """A child that answers to each of the works in turn, and the pipe with its answers."""
+    child, reading = _forked(partial(map, _outcome, works), None, None)
+    return child, os.fdopen(reading, "rb")
+
+
+def _end(child: int, pipe: BinaryIO) -> None:
+    """Have nothing of a child left, whose other answers nobody asks for."""
+    pipe.close()
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
 
 
 def _forked(work: Callable[[], Any], size: int | None, shared: Shared | None) -> tuple[int, int]:
@@ -186,21 +222,28 @@ def _received(pipe: BinaryIO) -> tuple[str, Any] | None:
 
 
 def _serve(work: Callable[[], Any], size: int | None, writing: int, parent: int, masked: set[int]) -> NoReturn:
-    """The child's whole life: work, answer, end without cleaning up."""
+    """The child's whole life: work, answer, end without cleaning up.
+
+    Without a size, the work gives one answer after the other.
+    """
+    global _is_expendable
     try:
         _end_with(parent)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, masked)
+        _keep_freed_memory()
         if size is not None:
             _limit(size)
-            _keep_freed_memory()
-        answer = _outcome(work)
-        give_back_freed_memory()
+        _is_expendable = size is None
+        answers = work() if size is None else [_outcome(work)]
         with os.fdopen(writing, "wb") as pipe:
-            try:
-                pickle.Pickler(pipe, 5).dump(answer)  # arrays go through the pipe as they are, without a copy
-            except RecursionError:
-                os._exit(_TOO_DEEP)
+            for answer in answers:
+                give_back_freed_memory()
+                try:
+                    pickle.Pickler(pipe, 5).dump(answer)  # arrays go through the pipe as they are, without a copy
+                except RecursionError:
+                    os._exit(_TOO_DEEP)
+                pipe.flush()
         os._exit(0)
     finally:
         os._exit(70)
@@ -236,7 +279,7 @@ def _limit(size: int) -> None:
     except ImportError:
         return
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _lower(resource.RLIMIT_CPU, math.ceil((_left or _BASE_SECONDS) / 2 + _share(size)))
+    _lower(resource.RLIMIT_CPU, math.ceil(time.process_time() + (_left or _BASE_SECONDS) / 2 + _share(size)))
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
     except (OSError, ValueError):
@@ -265,9 +308,17 @@ def give_back_freed_memory() -> None:
 def _lower(which: int, value: int) -> None:
     import resource
 
-    soft, hard = resource.getrlimit(which)
+    soft, hard = _given_limits(which)
     limits = [limit for limit in (soft, hard, value) if limit != resource.RLIM_INFINITY]
     resource.setrlimit(which, (min(limits), hard))
+
+
+@cache
+def _given_limits(which: int) -> tuple[int, int]:
+    """The limits, soft and hard, before this process set any."""
+    import resource
+
+    return resource.getrlimit(which)
 
 
 def _ending(status: int) -> str:

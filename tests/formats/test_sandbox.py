@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ import ckptlint
 from ckptlint import sandbox
 from ckptlint.errors import LimitError
 from ckptlint.payload.archives.record_pickle import decode
-from ckptlint.sandbox import isolated, one_budget
+from ckptlint.sandbox import ahead, isolated, one_budget
 
 pytestmark = pytest.mark.forks
 
@@ -110,6 +111,43 @@ def test_slow_records_cost_one_budget(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @linux
+def _ended_by(number: int) -> tuple[int, str]:
+    """What reading a file gives where one kills its reader, and another takes for ever."""
+
+    def work() -> int:
+        if number == 3:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        while number == 6:
+            pass
+        return os.getpid()
+
+    try:
+        return isolated(work, 0), ""
+    except LimitError as error:
+        return 0, str(error)
+
+
+def test_a_reader_that_dies_is_replaced_and_its_work_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "_BASE_SECONDS", 2.0)
+    found = list(ahead([partial(_ended_by, number) for number in range(12)], 2))
+    assert [number for number, (child, _) in enumerate(found) if not child] == [3, 6]
+    assert "SIGSEGV" in found[3][1]
+    assert "far longer than its size explains" in found[6][1]
+    children = [child for child, _ in found if child]
+    assert os.getpid() not in children
+    assert len(set(children)) == 4  # two to begin with, and one for each that died
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, 0)
+
+
+def test_readers_that_nobody_asks_any_more_are_ended() -> None:
+    answers = ahead([partial(_ended_by, 0)] * 50, 2)
+    next(answers)
+    answers.close()  # type: ignore[attr-defined]
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, 0)
+
+
 def test_a_child_dies_with_its_killed_parent(tmp_path: Path) -> None:
     program = (
         "import os, sys, time\n"

@@ -67,6 +67,8 @@ SIZE_LIMIT = 2 * 1024**3
 _WALK_LIMIT = 64 * 1024**2
 _NESTED_LIMIT = 8
 _ZIP = b"PK\3\4"
+_NO_OPCODE = b"\xff"
+_TOO_LARGE = "would take more memory to read than its size explains"
 _FRAME = re.compile(rb"\x95.{4}\0{4}", re.DOTALL)  # the opcode and a length that a file can have
 _INNER_PICKLE = re.compile(rb"\x80[\x02-\x05]")
 _HOLDS_BYTES = ((b"CU\x8c", 1), (b"BTX", 4), (b"\x8e\x96\x8d", 8))  # opcodes of bytes and texts, width of their length
@@ -206,16 +208,28 @@ def _load(data: bytes, strict: bool) -> _Loaded:
         with paused_gc(), _no_extensions():
             root = unpickler.load()
     except MemoryError:
-        raise LimitError("would take more memory to read than its size explains") from None
+        raise LimitError(_TOO_LARGE) from None
     except OwnFileError:
         raise
     except Exception as caught:  # a crafted stream can make the unpickler raise anything
         error = caught
     faults, unknown = list(unpickler.faults), list(unpickler.unknown)
     end = stream.tell()
-    if error is None and isinstance(stream, _Framed):
+    if error is None and isinstance(stream, _Framed) and not _ends_at(data, end, strict):
         end = _after_stop(data, stream.began, end)
     return _Loaded(root if error is None else None, faults, unknown, unpickler.loaded, error, end)
+
+
+def _ends_at(data: bytes, end: int, strict: bool) -> bool:
+    """Whether a pickle that was read ends with the last byte of its frame: with no opcode there it cannot be read."""
+    try:
+        with paused_gc(), _no_extensions():
+            _Unpickler(io.BytesIO(data[: end - 1] + _NO_OPCODE), strict).load()
+    except pickle.UnpicklingError:
+        return True
+    except MemoryError:
+        raise LimitError(_TOO_LARGE) from None
+    return False
 
 
 def _after_stop(data: bytes, start: int, end: int) -> int:

@@ -10,7 +10,7 @@ from ckptlint.errors import CkptlintError
 from ckptlint.loaders.bare_parts import bare_parts
 from ckptlint.loaders.json_file import read_json
 from ckptlint.loaders.layouts import recognise
-from ckptlint.loaders.run.steps import is_alike, steps_of, sub_folder
+from ckptlint.loaders.run.steps import older_steps, steps_of, sub_folder
 from ckptlint.model import AxisSize, Problem, StepState
 from ckptlint.model.text import listed, printable
 from ckptlint.storage.folder import Folder
@@ -125,11 +125,10 @@ def _step_before(folder: Folder) -> Folder | None:
     if number is None or parent is None:
         return None
     try:
-        older = (step for step in steps_of(parent) if step.number < number and is_alike(step.name, folder.name))
-        before = next(older, None)
+        older = older_steps(parent, folder.name, number)
     except CkptlintError:
         return None
-    return sub_folder(parent, before.name) if before is not None and before.is_folder else None
+    return parent.sub(older[0].name) if older else None
 
 
 def _lies_below(folder: Folder, path: str) -> bool:

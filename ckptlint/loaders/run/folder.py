@@ -13,7 +13,7 @@ from ckptlint.formats.torch_file import number_in, ranges_of, read_torch_file
 from ckptlint.loaders.layouts import Found, recognise
 from ckptlint.loaders.problems import from_error, from_torch_file
 from ckptlint.loaders.run.finished import step_state
-from ckptlint.loaders.run.steps import components, is_alike, steps_of, sub_folder
+from ckptlint.loaders.run.steps import alike_steps, components, older_steps, sub_folder
 from ckptlint.model import Problem, RunFolder, StepState
 from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.frameworks import Holds, Tracker, is_part, step_number, steps_like, world
@@ -47,13 +47,7 @@ def read_run(folder: Folder) -> RunFolder | None:
     if parent is None:
         return replace(alone, steps=(), unseen=_UNSEEN if tracked_always else "")
     try:
-        steps = {
-            older.number: older.name
-            for older in steps_of(parent)
-            if is_alike(older.name, own.name)
-            and not parent.has(older.name)
-            and sub_folder(parent, older.name) is not None
-        }
+        steps = {older.number: older.name for older in alike_steps(parent, own.name)}
         file, tracker = read_tracker(parent) if prefix else (None, None)
         alone = replace(alone, steps=tuple(sorted(steps)))
         if file is None and not tracked_always:
@@ -107,12 +101,9 @@ def step_before(folder: Folder) -> Found | None:
     if run is None or number is None:
         return None
     try:
-        for older in steps_of(run):
-            is_older = older.number < number and is_alike(older.name, step.name)
-            there = sub_folder(run, older.name) if is_older else None
-            if there is None or step_state(there) == "unfinished":
-                continue
-            if found := _part(there, inner, folder.part):
+        for older in older_steps(run, step.name, number):
+            there = run.sub(older.name)
+            if step_state(there) != "unfinished" and (found := _part(there, inner, folder.part)):
                 return found
     except CkptlintError:
         return None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections import defaultdict
+from collections.abc import Sequence
 from itertools import islice
 from math import isclose
 from operator import itemgetter
@@ -88,6 +90,31 @@ def steps_of(run: Folder) -> list[Step]:
         AccessError: the folder could not be listed.
     """
     return [Step(number, run, name) for name, number in numbered_steps(run).items()]
+
+
+def older_steps(run: Folder, like: str, number: int) -> Sequence[Step]:
+    """The steps of `alike_steps` with a smaller number.
+
+    Raises:
+        AccessError: as `steps_of`.
+    """
+    alike = alike_steps(run, like)
+    return alike[bisect_right(alike, -number, key=lambda step: -step.number) :]
+
+
+def alike_steps(run: Folder, like: str) -> Sequence[Step]:
+    """The folders of `steps_of` that are named like this one, but for those that `sub_folder` does not follow.
+
+    Raises:
+        AccessError: as `steps_of`.
+    """
+    return _of_form(run, _NUMBERS.sub("", like))
+
+
+@fact
+def _of_form(run: Folder, form: str) -> tuple[Step, ...]:
+    alike = (step for step in steps_of(run) if _NUMBERS.sub("", step.name) == form)
+    return tuple(step for step in alike if step.is_folder and is_followed(run, step.name))
 
 
 @fact
@@ -185,20 +212,21 @@ def is_dcp_file(name: str) -> bool:
 
 
 def sub_folder(folder: Folder, name: str) -> Folder | None:
-    """A sub-folder; None for a link out of the folder that leads to no checkpoint, such as `iter_0000099 -> /`.
+    """A sub-folder; None for a link that is not followed."""
+    return folder.sub(name) if is_followed(folder, name) else None
+
+
+def is_followed(folder: Folder, name: str) -> bool:
+    """Whether a name is no link out of the folder that leads to no checkpoint, such as `iter_0000099 -> /`.
 
     Steps and components that lie on another disk are links to a folder that is called so there too, or that has
     metadata itself. For metadata only its names are looked for: nothing else outside is ever listed.
     """
     target = folder.outside(name)
-    if not target:
-        return folder.sub(name)
-    is_step = PurePath(target).name == name or (
-        step_number(name) is not None and step_number(PurePath(target).name) is not None
-    )
-    if is_step or any(folder.look_at(f"{name}/{mark}")[0] in READABLE for row in layouts() for mark in row.marks):
-        return folder.sub(name)
-    return None
+    if not target or PurePath(target).name == name:
+        return True
+    is_step = step_number(name) is not None and step_number(PurePath(target).name) is not None
+    return is_step or any(folder.look_at(f"{name}/{mark}")[0] in READABLE for row in layouts() for mark in row.marks)
 
 
 def not_followed(folder: Folder, name: str) -> str:
