@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import os
 import sys
-from difflib import get_close_matches
+from collections.abc import Iterable
 from importlib import import_module
 from typing import Any
 
@@ -52,6 +52,12 @@ def command(name: str) -> click.Command:
     return found
 
 
+def _near(word: str, names: Iterable[str]) -> str:
+    from difflib import get_close_matches  # `model.text` would import numpy first
+
+    return next(iter(get_close_matches(word, names, 1, _NEAR)), "")
+
+
 class _LazyGroup(click.Group):
     """A group in which `ckptlint PATH` means `ckptlint check PATH`.
 
@@ -61,8 +67,8 @@ class _LazyGroup(click.Group):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         own = {name for parameter in self.get_params(ctx) for name in parameter.opts}
         if args and args[0] not in own and args[0] not in self.commands:
-            if not os.path.lexists(args[0]) and (near := get_close_matches(args[0], self.commands, 1, _NEAR)):
-                raise click.UsageError(f"there is no command and no path {args[0]!r}, did you mean {near[0]}?", ctx)
+            if not os.path.lexists(args[0]) and (near := _near(args[0], self.commands)):
+                raise click.UsageError(f"there is no command and no path {args[0]!r}, did you mean {near}?", ctx)
             args = ["check", *args]
         return super().parse_args(ctx, args)
 

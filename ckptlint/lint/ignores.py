@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import json
 import re
@@ -15,7 +14,7 @@ from ckptlint.errors import ConfigError
 from ckptlint.lint.engine import report_unused
 from ckptlint.lint.report import CheckpointReport, Diagnostic, Ignored
 from ckptlint.model import Problem
-from ckptlint.model.text import printable
+from ckptlint.model.text import nearest, printable
 from ckptlint.rule import Rule
 
 _SCHEMA = "ckptlint.report/1"
@@ -98,13 +97,13 @@ def _problem(ignore: KeyIgnore, parts: Sequence[CheckpointReport]) -> Problem:
     message = f"the ignore of {codes} for {printable(ignore.pattern)!r} matched no finding"
     if any(glob.match(key) for key in keys):
         return Problem("unused", printable(ignore.file), message, fqn=ignore.pattern, hint="delete it")
-    near = difflib.get_close_matches(ignore.pattern, keys, 1) if len(keys) <= _NEAR_LIMIT else []
+    near = nearest(ignore.pattern, keys) if len(keys) <= _NEAR_LIMIT else ""
     return Problem(
         "unused",
         printable(ignore.file),
         message + ", and no key has this name",
         fqn=ignore.pattern,
-        hint=f"did you mean {near[0]}?" if near else "delete it unless other checkpoints need it",
+        hint=f"did you mean {near}?" if near else "delete it unless other checkpoints need it",
         outside_checkpoint=True,
     )
 

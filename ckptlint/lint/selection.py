@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from ckptlint.depth import Depth
 from ckptlint.errors import ConfigError
+from ckptlint.model.text import nearest
 from ckptlint.rule import Option, Rule, Severity
 
 
@@ -81,8 +81,8 @@ def configured(rules: Sequence[Rule], tables: Mapping[str, Mapping[str, object]]
         options = rule.options
         for option, value in table.items():
             if option not in options:
-                near = difflib.get_close_matches(option, options, 1)
-                more = f", did you mean {near[0]}?" if near else f"; it has {', '.join(options) or 'none'}"
+                near = nearest(option, options)
+                more = f", did you mean {near}?" if near else f"; it has {', '.join(options) or 'none'}"
                 raise ConfigError(f"{rule.code} {rule.name} has no option {option!r}{more}")
             kind = type(options[option])
             if kind is tuple and isinstance(value, list) and all(isinstance(item, str) for item in value):
@@ -138,5 +138,5 @@ def _unknown(rules: Sequence[Rule], token: str, also: Iterable[str] = ()) -> str
     families = [*_families(rules)]
     is_short = len(token) <= max(map(len, families), default=0)
     tries = [(token.upper(), families if is_short else []), (token.upper(), known), (token.lower(), known)]
-    near = next(filter(None, (difflib.get_close_matches(word, names, 1) for word, names in tries)), [])
-    return f"there is no rule {token!r}" + (f", did you mean {near[0]}?" if near else "; `ckptlint rules` lists them")
+    near = next(filter(None, (nearest(word, names) for word, names in tries)), "")
+    return f"there is no rule {token!r}" + (f", did you mean {near}?" if near else "; `ckptlint rules` lists them")

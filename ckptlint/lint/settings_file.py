@@ -5,7 +5,6 @@ The keys are the long options of `ckptlint check`, as `lint/options.py` lists th
 
 from __future__ import annotations
 
-import difflib
 import os
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,6 +19,7 @@ from ckptlint.lint.ignores import KeyIgnore
 from ckptlint.lint.options import CHECK_OPTIONS, FORMATS, CheckOption, tokens
 from ckptlint.lint.report import FailOn
 from ckptlint.loaders.run.folder import is_of_a_run
+from ckptlint.model.text import nearest
 from ckptlint.rule import Rule
 from ckptlint.storage.local import LocalFolder
 from ckptlint.storage.paths import is_url
@@ -208,9 +208,9 @@ def _settings(file: Path, table: dict[str, Any], unread: tuple[str, ...]) -> Set
 def _unknown(file: str, key: str) -> str:
     if key in _REFUSED:
         return f"{file}: {key} cannot be set in a file"
-    near = difflib.get_close_matches(key.replace("_", "-"), [*_KNOWN, *_TABLES], 1)
+    near = nearest(key.replace("_", "-"), [*_KNOWN, *_TABLES])
     return f"{file}: there is no setting {key!r}" + (
-        f", did you mean {near[0]}?" if near else "; `ckptlint config` lists them"
+        f", did you mean {near}?" if near else "; `ckptlint config` lists them"
     )
 
 

@@ -172,6 +172,17 @@ def some(names: Iterable[str], count: int = 4, noun: str = "") -> str:
     return ", ".join(listed[:count]) + (f" and {more}" if left > 0 else "")
 
 
+def nearest(word: str, names: Iterable[str]) -> str:
+    """The name that was probably meant by a word; "" where none is like it.
+
+    >>> nearest("dept", ["depth", "jobs"]), nearest("x", ["depth"])
+    ('depth', '')
+    """
+    from difflib import get_close_matches  # for mistakes alone
+
+    return next(iter(get_close_matches(word, list(names), 1)), "")
+
+
 def plural(count: int, noun: str) -> str:
     """A count with its noun.
 

@@ -7,9 +7,7 @@ can balance a sum.
 
 from __future__ import annotations
 
-import hashlib
 import math
-from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -188,8 +186,10 @@ def object_digest(value: Any, leaf: Callable[[Any], bytes | None] = lambda value
     >>> object_digest([1]) == object_digest([1.0]), object_digest(object())
     (False, None)
     """
+    from hashlib import blake2b  # it loads a library of its own
+
     text = _canonical(value, leaf, 0)
-    return None if text is None else int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+    return None if text is None else int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
 
 
 def _canonical(value: Any, leaf: Callable[[Any], bytes | None], depth: int) -> bytes | None:
@@ -214,6 +214,8 @@ def _canonical(value: Any, leaf: Callable[[Any], bytes | None], depth: int) -> b
         return _tagged(name, bytes(value))
     if isinstance(value, BytesIO):
         return _tagged(name, value.getvalue())
+    from argparse import Namespace  # of these Megatron's arguments are; a check of metadata meets none
+
     if isinstance(value, Namespace):
         return _joined(name, [vars(value)], leaf, depth)
     if is_dataclass(value) and not isinstance(value, type):

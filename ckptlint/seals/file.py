@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -93,7 +92,9 @@ def metadata_hash(folder: Folder) -> str:
     """
     if not folder.has(_METADATA):
         return ""
-    return hashlib.blake2b(folder.read(_METADATA, _METADATA_LIMIT), digest_size=16).hexdigest()
+    from hashlib import blake2b  # it loads a library of its own
+
+    return blake2b(folder.read(_METADATA, _METADATA_LIMIT), digest_size=16).hexdigest()
 
 
 def _entry(key: str, entry: Any) -> tuple[str, SealEntry]:
