@@ -37,7 +37,7 @@ def unread_bytes(depth: Depth) -> list[str]:
     """What steps were not judged by, in a sentence; none where every byte was read."""
     if depth.reads_all:
         return []
-    return ["tensor bytes were not read; --depth data reads them, and finds changed bytes and NaN"]
+    return ["tensor bytes were not read; --depth data reads them"]
 
 
 def retention_as_text(found: Retention) -> str:
