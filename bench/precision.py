@@ -69,7 +69,9 @@ def small(kind: str, values: Any, how: str, shallow: bool, name: str = "") -> An
     if isinstance(values, dict):
         known = values.get("model_type") in CONFIG_MAPPING
         given = {"model_type", *(one.name for one in fields(CONFIG_MAPPING[values["model_type"]]))} if known else values
-        return {key: small(kind, value, how, shallow, str(key)) for key, value in values.items() if key in given
+        few = isinstance(rows := values.get("vocab_size"), int) and rows < 100  # no id of a class's own fits, as it is
+        return {key: value if few and TOKEN.search(str(key)) else small(kind, value, how, shallow, str(key))
+            for key, value in values.items() if key in given
             and not (shallow and isinstance(value, list) and str(key).endswith("_types"))}  # fmt: skip
     if isinstance(values, list) and values and all(type(value) is int for value in values):
         if DEPTH.search(name) or "heads" in name:

@@ -50,7 +50,8 @@ def _function(text: str) -> Callable[[Env], Any]:
     return parse_expression(text).value
 
 
-def _value(text: str, env: Env) -> Any:
+def value_of(text: str, env: Env) -> Any:
+    """What an expression gives. Raises ExpressionError where it gives nothing."""
     return _function(text)(env)
 
 
@@ -74,7 +75,7 @@ class Domain:
 
     def mask(self, text: str) -> int | None:
         try:
-            return sum(1 << i for i, env in enumerate(self.envs) if _value(text, env))
+            return sum(1 << i for i, env in enumerate(self.envs) if value_of(text, env))
         except ExpressionError:
             return None
 
@@ -366,7 +367,7 @@ def _places(
 ) -> list[tuple[int, ...]]:
     if len(done) == len(outer):
         return [done]
-    count = _value(ranges[outer[len(done)]], env | dict(zip(outer, done, strict=False)))
+    count = value_of(ranges[outer[len(done)]], env | dict(zip(outer, done, strict=False)))
     return [found for number in range(count) for found in _places(outer, ranges, env, (*done, number))]
 
 

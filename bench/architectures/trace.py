@@ -26,7 +26,7 @@ from typing import Any
 import tags
 import torch
 import transformers
-from rows import Domain, NotTraced, cost, names_in, rows_of
+from rows import Domain, NotTraced, cost, names_in, rows_of, value_of
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto import modeling_auto as auto
@@ -356,6 +356,8 @@ def others(name: str, value: Any, log: tags.Log, kind: str) -> Iterator[Any]:
     elif isinstance(value, list) and value and all(type(item) is int for item in value):
         yield from (value[:-1], value[:1], [item * 2 for item in value], [item + 1 for item in value])
         yield from ([max(1, item - 1) for item in value], [0], [1], [0, 1])
+    elif isinstance(value, list) and value and all(isinstance(item, bool) for item in value):
+        yield from ([not item for item in value], [not value[0], *value[1:]], [*value[:-1], not value[-1]])
     elif value is None or value == []:
         is_flag = "bool" in kind or "tie_" in name
         if ("list" in kind or value == [] or not kind) and not is_flag:
@@ -422,7 +424,8 @@ def _vary(found: Study, known: Iterable[str]) -> None:
             found.twins.setdefault(name, set()).update(same - {name})
     for above, below in base.log.divided:
         known, divisors = (
-            [n for n in names_in(t) if n in base.env and type(base.env[n]) is int] for t in (above, below)
+            [n for n in names_in(t) if n in base.env and type(base.env[n]) in kinds]
+            for t, kinds in ((above, (int, list)), (below, (int,)))
         )
         if known and divisors:
             found.above.setdefault(known[0], set()).update(n for n in divisors if n != known[0])
@@ -685,7 +688,7 @@ def _default(values: list[Any], envs: list[Flat], common: set[str], found: Study
     if all(v == values[0] and type(v) is type(values[0]) for v in values):
         return [values[0]]
     if all(type(v) is int for v in values):
-        usable = {t for t in common if all(n in envs[0] for n in names_in(t))}
+        usable = {t for t in common if all(_gives(t, env, value) for value, env in zip(values, envs, strict=True))}
         return [{"=": min(usable, key=cost)}] if usable else None
     asked = [n for n in (*found.counts, *found.words, *found.sizes) if n not in found.lists and n != name]
     if all(isinstance(v, bool) for v in values):
@@ -711,6 +714,13 @@ def _default(values: list[Any], envs: list[Flat], common: set[str], found: Study
             text = f"{_literal(item)} if {condition} else {text}" if condition else _literal(item)
         return [{"each": count, "=": text}]
     return None
+
+
+def _gives(text: str, env: Flat, value: Any) -> bool:
+    try:
+        return bool(value_of(text, env) == value)
+    except ExpressionError:
+        return False
 
 
 def _literal(item: Any) -> str:
@@ -791,10 +801,10 @@ def with_class(found: Study, table: dict[str, Any], names: dict[tuple[str, str, 
     count = DRAWS
     likes: list[Flat] = []
     for turn in range(6):
-        builds = drawn(found, count, turn, likes=likes)
+        builds = [found.base, *drawn(found, count, turn, likes=likes)]
         if more := _unvaried(found, builds):  # a branch that no configuration showed before asks for them
             found.sizes |= more
-            builds = drawn(found, count, turn, likes=likes)
+            builds = [found.base, *drawn(found, count, turn, likes=likes)]
         same = [
             n
             for n in (*found.relevant(), *found.stuck)
@@ -808,7 +818,7 @@ def with_class(found: Study, table: dict[str, Any], names: dict[tuple[str, str, 
                 found.pinned |= {f"len({n})": len(value)} if lengths == {len(value)} else {}
         try:
             new = _merged(found, builds, json.loads(json.dumps(table)), names)
-            prove(new, found.name, builds[:3] + drawn(found, PROOFS, 100 + turn, stray=True))
+            prove(new, found.name, builds[:4] + drawn(found, PROOFS, 100 + turn, stray=True))
             return new, names
         except (NotTraced, ExpressionError) as error:
             if isinstance(error, ExpressionError):

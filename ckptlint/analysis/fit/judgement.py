@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import field, replace
 from fractions import Fraction
@@ -309,6 +309,7 @@ class _Judge:
             for name, tensor in self.tensors.items()
             if tensor.needed and name not in self.pairing.stored and not self._is_excused(name)
         ]
+        missing = self._without_joined(missing)
         towers = self._absent_towers(missing)
         missing = [name for name in missing if _tower(name, towers) is None]
         beyond, instead, foreign = self._sorted_unknown(missing)
@@ -346,6 +347,23 @@ class _Judge:
             return True
         module = name.rpartition(".")[0]
         return bool({name, module} & self.quantised) or module in self.renamed_modules
+
+    def _without_joined(self, missing: list[str]) -> list[str]:
+        """Those of which no quantised weight beside them holds the rows under the name that it has in memory.
+
+        Source:
+            transformers 5.23 quantizer_torchao: the parts of a weight get no names of the saved form, so that `gate_proj`
+            and `up_proj` stay `gate_up_proj._weight_qdata`
+        """
+        spare: Counter[str] = Counter()
+        for one in quantisation(self.ckpt).weights:
+            if one.parts and one.weight in self.quantised and one.weight not in self.tensors:
+                spare[_home(one.weight)] += one.codes.global_shape[0]
+        wanted: Counter[str] = Counter()
+        homes = {name: _home(name.removeprefix(f"{self.pairing.base}.")) for name in missing}
+        for name, home in homes.items():
+            wanted[home] += sum(self.tensors[name].shape[:1])
+        return [name for name in missing if not spare[homes[name]] or spare[homes[name]] != wanted[homes[name]]]
 
     def _absent_towers(self, missing: list[str]) -> tuple[str, ...]:
         """Parts of a model with layers of their own of which nothing is stored, where others are."""
@@ -554,6 +572,11 @@ def _module(name: str) -> str:
         return name.rpartition(".")[0]
     start = f"{place.block}.{place.number}."
     return start + name[len(start) :].partition(".")[0]
+
+
+def _home(name: str) -> str:
+    """What holds the module of a weight."""
+    return ".".join(name.split(".")[:-2])
 
 
 def _is_vocabulary(item: ShapeDifference) -> bool:
