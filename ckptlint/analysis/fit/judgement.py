@@ -352,8 +352,8 @@ class _Judge:
         """Those of which no quantised weight beside them holds the rows under the name that it has in memory.
 
         Source:
-            transformers 5.23 quantizer_torchao: the parts of a weight get no names of the saved form, so that `gate_proj`
-            and `up_proj` stay `gate_up_proj._weight_qdata`
+            transformers 5.23 quantizer_torchao: the parts of a weight get no names of the saved form:
+            `gate_proj` and `up_proj` stay `gate_up_proj._weight_qdata`
         """
         spare: Counter[str] = Counter()
         for one in quantisation(self.ckpt).weights:
