@@ -65,8 +65,8 @@ _LEGEND = {
     "outside": "outside the tensor",
     "boundary": "a cut of other chunks",
     "region": "what the finding is about",
+    "mark": "what a finding is about",
 }
-_LOST = ("gap", "lost-missing", "lost-cut", "lost-failed")
 _VERDICTS = {"pass": ("✓", "Passed"), "fail": ("✕", "Failed"), "incomplete": ("?", "Incomplete")}
 _LET_PASS = "!", "Errors, and exit 0"  # --exit-zero or --fail-on never
 
@@ -398,9 +398,9 @@ def _map(ckpt: Checkpoint, grid: Grid, marked: Sequence[Box]) -> dict[str, Any]:
     return {"svg": markup(picture), "facts": facts, "legend": _legend([picture])}
 
 
-def _legend(pictures: Sequence[str], kinds: Iterable[str] = tuple(_LEGEND)) -> list[tuple[str, str]]:
+def _legend(pictures: Sequence[str]) -> list[tuple[str, str]]:
     """The classes that pictures use, with what they mean."""
-    return [(kind, _LEGEND[kind]) for kind in kinds if any(f'class="{kind}"' in picture for picture in pictures)]
+    return [(kind, text) for kind, text in _LEGEND.items() if any(f'class="{kind}"' in picture for picture in pictures)]
 
 
 def _chunks(ckpt: Checkpoint, finding: Finding, grid: Grid | None) -> dict[str, Any]:
@@ -481,7 +481,7 @@ def _appendix(part: CheckpointReport, room: int, work: _Work) -> dict[str, Any]:
     ]
     return {
         "sections": sections,
-        "legend": _legend([row["svg"] for roles in layers.values() for rows in roles.values() for row in rows], _LOST),
+        "legend": _legend([row["svg"] for roles in layers.values() for rows in roles.values() for row in rows]),
         "shown": len(shown),
         "left_out": len(tensors) - len(shown),
         "is_mixed": 0 < len(concerned) < len(shown),
