@@ -50,7 +50,7 @@ def unreferenced_bytes(ckpt: Checkpoint, min_bytes: int = 64) -> Iterator[Findin
         file, size = ckpt.files[number[name]], int(ckpt.files.size[number[name]])
         total = sum(stop - start for start, stop in gaps)
         if not file.referenced:
-            message = f"no tensor or object lies in {file.name}, which holds {human_bytes(size)}"
+            message = f"no tensor or object claims {file.name}, which holds {human_bytes(size)}"
         else:
             message = f"no tensor or object claims {total:,} bytes of {file.name} ({total / size:.1%})"
         spans = some((byte_span(start, stop - start) for start, stop in gaps), _SHOWN, "gap")

@@ -28,7 +28,6 @@ from ckptlint.commands.shared import (
     terminal_style,
     write_file,
 )
-from ckptlint.commands.tensor_table import broken, chunk_count, chunks_text, degrees, fitted, size_text, tensor_table
 from ckptlint.depth import Depth
 from ckptlint.errors import ConfigError
 from ckptlint.geometry.chunk_map import draw, make_grid
@@ -40,6 +39,7 @@ from ckptlint.reporters.full import header
 from ckptlint.reporters.ranks import as_json as ranks_as_json
 from ckptlint.reporters.ranks import matrix
 from ckptlint.reporters.style import JSON_ESCAPE, Style, cut, inert
+from ckptlint.reporters.tensor_table import broken, chunk_count, chunks_text, degrees, fitted, size_text, tensor_table
 from ckptlint.vocabulary.dtypes import nbytes
 from ckptlint.vocabulary.keys import role
 

@@ -95,6 +95,13 @@ def make_grid(tensor: Tensor, region: Box | None, cells: int = CELL_LIMIT) -> Gr
     return Grid(tensor, down, across, fixed, rows, columns, holders, inside, legend)
 
 
+def marked_boxes(tensor: Tensor, region: Box, rows: Sequence[int]) -> list[Box]:
+    """What the map of a finding marks: its region, or all chunks of `rows` if that is one and no two overlap."""
+    boxes = dict.fromkeys(tensor.layout.box(row) for row in rows if 0 <= row < len(tensor.chunks))
+    is_apart = not any(a.intersect(b) for a, b in combinations(boxes, 2))
+    return [*boxes] if region in boxes and is_apart else [region]
+
+
 def draw(
     ckpt: Checkpoint,
     grid: Grid,
@@ -106,13 +113,11 @@ def draw(
 ) -> list[str]:
     """The lines of a chunk map; cells are folded until none is longer than `width`.
 
-    Of a region that is one of the chunks `rows`, the others are marked below the map as well.
+    What `marked_boxes` names is marked below the map.
 
     A chunk whose bytes are not there is filled with the mark of its state, `paint` colours it, and the legend names it.
     """
-    boxes = {grid.tensor.layout.box(row) for row in rows}
-    is_apart = not any(a.intersect(b) for a, b in combinations(boxes, 2))
-    marked = [] if region is None else [*boxes] if region in boxes and is_apart else [region]
+    marked = [] if region is None else marked_boxes(grid.tensor, region, rows)
     for cells in range(CELL_LIMIT - 1, 2, -1):
         lines = _drawn(ckpt, grid, marked, ascii_only, width, str)
         narrower = make_grid(grid.tensor, region, cells) if max(map(len, lines)) > width else None

@@ -6,9 +6,10 @@ import json
 from collections import defaultdict
 
 from ckptlint.comparing.differences import Diff, Difference, DifferenceKind
-from ckptlint.model.text import braces, plural
+from ckptlint.model.text import plural
 from ckptlint.reporters.full import header
-from ckptlint.reporters.style import Style, cut
+from ckptlint.reporters.style import Style
+from ckptlint.reporters.tensor_table import fitted, folded, meaning_of_star, starred
 from ckptlint.vocabulary.keys import role
 
 SCHEMA = "ckptlint.diff/1"
@@ -37,7 +38,8 @@ def as_text(found: Diff, style: Style) -> str:
                 lines[_LINES + 1 :] = [f"  and {left} (--format json has all)"]
             blocks.append("\n".join(lines))
     head, rest = diff_verdict(found)
-    blocks.append(style.paint(head, "error" if found.differences else "good") + rest)
+    verdict = style.paint(head, "error" if found.differences else "good") + rest
+    blocks.append("\n".join(line for text in verdict.splitlines() for line in style.wrap(text, "")))
     return "\n\n".join(blocks) + "\n"
 
 
@@ -54,15 +56,19 @@ def diff_verdict(found: Diff) -> tuple[str, str]:
 def _grouped(items: list[Difference], style: Style) -> list[str]:
     alike: dict[tuple[str, ...], list[Difference]] = defaultdict(list)
     for item in items:
-        alike[role(item.key), item.old, item.new, role(item.other)].append(item)
-    lines = []
+        alike[role(starred(item.key)), item.old, item.new, role(starred(item.other))].append(item)
+    rows, moments = list[list[str]](), set[str]()
     for members in alike.values():
         first = members[0]
-        names = ", ".join(map(cut, braces(item.key for item in members)))
-        others = ", ".join(map(cut, braces(item.other for item in members if item.other)))
-        what = " -> ".join(dict.fromkeys(text for text in (first.old, first.new) if text))
-        lines.append("\n".join(style.wrap(f"{names}{f' -> {others}' if others else ''}  {what}", "      ", "  ")))
-    return lines
+        names, own = folded([item.key for item in members])
+        others, also = folded([item.other for item in members if item.other])
+        moments |= own | also
+        if others:
+            rows += [[name, first.old] for name in names] + [[f"-> {name}", first.new] for name in others]
+        else:
+            rows += [[name, " -> ".join(filter(None, (first.old, first.new)))] for name in names]
+    _, *lines = fitted(["", ""], rows, style.width - 2)
+    return [f"  {line}" for line in [*lines, *meaning_of_star(moments, style)]]
 
 
 def as_json(found: Diff) -> str:

@@ -232,8 +232,7 @@ def _figure(ckpt: Checkpoint, finding: Finding, style: Style) -> list[str]:
     grid = make_grid(tensor, region)
     if grid is None:
         return []
-    sound = [row for row in rows if 0 <= row < len(tensor.chunks)]
-    return draw(ckpt, grid, region, style.ascii_only, style.width - 5, style.lost, sound)
+    return draw(ckpt, grid, region, style.ascii_only, style.width - 5, style.lost, rows)
 
 
 def also(group: FindingGroup) -> str:

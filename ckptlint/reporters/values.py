@@ -14,6 +14,7 @@ from ckptlint.comparing.updates import Update, short_names
 from ckptlint.comparing.values import Values
 from ckptlint.model.text import braces, human_bytes, plural, some
 from ckptlint.reporters.style import Style, cut
+from ckptlint.reporters.tensor_table import folded, starred
 from ckptlint.vocabulary.dtypes import ITEM_BITS
 from ckptlint.vocabulary.keys import parse, role
 
@@ -148,7 +149,7 @@ STATE = "state of the optimizer and of the job"
 def _groups(matches: list[Match]) -> list[list[Match]]:
     alike: dict[tuple[object, ...], list[Match]] = defaultdict(list)
     for match in matches:
-        names = (*map(role, match.old), "", *map(role, match.new))
+        names = tuple(role(starred(name)) for name in (*match.old, "", *match.new))
         if match.relation in ("equal", "rounded"):
             names = ("",)
         elif match.relation == "absent" and (kind := parse((match.old or match.new)[0]).kind) != "model":
@@ -160,7 +161,7 @@ def _groups(matches: list[Match]) -> list[list[Match]]:
 def sentence_of(members: list[Match], found: Values) -> tuple[str, list[str]]:
     """How many tensors a group has, which these are, and what else is to be said of them."""
     first = members[0]
-    sides = [braces(name for match in members for name in getattr(match, side)) for side in ("old", "new")]
+    sides = [folded([name for match in members for name in getattr(match, side)])[0] for side in ("old", "new")]
     held = [name for match in members for name in match.old]
     count = plural(len(held) or len(members), "tensor")
     if first.relation == "equal":

@@ -261,6 +261,19 @@ def test_a_map_marks_the_chunk_whose_file_is_gone(tmp_path: Path) -> None:
     assert ("span", "missing") in page.texts and "in a chunk whose bytes are missing" in page.text
 
 
+def test_all_chunks_of_a_finding_are_marked(tmp_path: Path) -> None:
+    bad, good = {"put": {1: 0x7FC00000}}, {}
+    tensor = {"shape": [16], "chunks": ["0:4", "4:8", "8:12", "12:16"], "holds": [bad, good, good, bad]}
+    table = {"tensors": {"w.weight": tensor}, "depth": "data"}
+    report = ckptlint.check(write_checkpoint(table, tmp_path), depth="data")
+    page = html.render(report, Style())
+    drawn = {kind: re.search(f'<svg class="{kind}".*?</svg>', page, re.DOTALL) for kind in ("map", "strip")}
+    regions = [int(a["x"]) for a in Page(drawn["map"][0]).all("rect", "region")]
+    cells = [int(a["x"]) for a in Page(drawn["map"][0]).all("rect", "ok")]
+    assert regions == [cells[0], cells[3]] and "2 chunks · 8 elements · 32 B" in page
+    assert [a["x"] for a in Page(drawn["strip"][0]).all("rect", "mark")] == ["0", "750"]
+
+
 def test_a_chunk_that_is_stored_twice_is_lost_only_with_both(tmp_path: Path) -> None:
     table = {"tensors": {"w": {"shape": [10], "chunks": ["0:5", "5:10", "0:5"]}}}
     tensor = load_folder(write_checkpoint(table, tmp_path)).tensors["w"]

@@ -21,7 +21,7 @@ from ckptlint._version import __version__
 from ckptlint.analysis.holdings import holdings_of
 from ckptlint.dataclass import dataclass
 from ckptlint.geometry.chunk_graph import axis_graph, axis_name, rank_of
-from ckptlint.geometry.chunk_map import Grid, make_grid
+from ckptlint.geometry.chunk_map import Grid, make_grid, marked_boxes
 from ckptlint.geometry.record_states import NOT_CHECKED, STATES, chunk_states
 from ckptlint.lint.report import Cause, CheckpointReport, Diagnostic, FindingGroup, Report
 from ckptlint.lint.steps import step_around, steps_in
@@ -65,8 +65,8 @@ _LEGEND = {
     "outside": "outside the tensor",
     "boundary": "a cut of other chunks",
     "region": "what the finding is about",
+    "mark": "what a finding is about",
 }
-_LOST = ("gap", "lost-missing", "lost-cut", "lost-failed")
 _VERDICTS = {"pass": ("✓", "Passed"), "fail": ("✕", "Failed"), "incomplete": ("?", "Incomplete")}
 _LET_PASS = "!", "Errors, and exit 0"  # --exit-zero or --fail-on never
 
@@ -379,27 +379,28 @@ def _cut(text: str, fqn: str | None) -> str:
 
 def _pictures(ckpt: Checkpoint, finding: Finding, work: _Work) -> dict[str, Any]:
     """The chunk map, the chunk table and the graphs of a finding."""
-    grid = make_grid(finding.at.tensor, finding.at.region) if finding.at.tensor and finding.at.region else None
+    tensor, region = finding.at.tensor, finding.at.region
+    grid = make_grid(tensor, region) if tensor and region else None
+    marked = marked_boxes(tensor, region, finding.at.rows) if tensor and region and grid else []
     return {
-        "map": None if grid is None or finding.detail else _map(ckpt, grid, finding.at.region),
+        "map": None if grid is None or finding.detail else _map(ckpt, grid, marked),
         "chunks": _chunks(ckpt, finding, grid),
         "graphs": _graphs(ckpt, finding, work),
     }
 
 
-def _map(ckpt: Checkpoint, grid: Grid, region: Box | None) -> dict[str, Any]:
-    """The chunk map with what its colours mean and how much the region holds."""
-    picture = svg.chunk_map(ckpt, grid, region)
-    facts = []
-    if region is not None:
-        count = nbytes(grid.tensor.dtype, region.volume)
-        facts = [str(region), plural(region.volume, "element"), *([human_bytes(count)] if count is not None else [])]
+def _map(ckpt: Checkpoint, grid: Grid, marked: Sequence[Box]) -> dict[str, Any]:
+    """The chunk map with what its colours mean and how much is marked."""
+    picture, volume = svg.chunk_map(ckpt, grid, marked), sum(box.volume for box in marked)
+    count = nbytes(grid.tensor.dtype, volume)
+    place = str(marked[0]) if len(marked) == 1 else plural(len(marked), "chunk")
+    facts = [place, plural(volume, "element"), *([human_bytes(count)] if count is not None else [])]
     return {"svg": markup(picture), "facts": facts, "legend": _legend([picture])}
 
 
-def _legend(pictures: Sequence[str], kinds: Iterable[str] = tuple(_LEGEND)) -> list[tuple[str, str]]:
+def _legend(pictures: Sequence[str]) -> list[tuple[str, str]]:
     """The classes that pictures use, with what they mean."""
-    return [(kind, _LEGEND[kind]) for kind in kinds if any(f'class="{kind}"' in picture for picture in pictures)]
+    return [(kind, text) for kind, text in _LEGEND.items() if any(f'class="{kind}"' in picture for picture in pictures)]
 
 
 def _chunks(ckpt: Checkpoint, finding: Finding, grid: Grid | None) -> dict[str, Any]:
@@ -480,7 +481,7 @@ def _appendix(part: CheckpointReport, room: int, work: _Work) -> dict[str, Any]:
     ]
     return {
         "sections": sections,
-        "legend": _legend([row["svg"] for roles in layers.values() for rows in roles.values() for row in rows], _LOST),
+        "legend": _legend([row["svg"] for roles in layers.values() for rows in roles.values() for row in rows]),
         "shown": len(shown),
         "left_out": len(tensors) - len(shown),
         "is_mixed": 0 < len(concerned) < len(shown),
@@ -513,9 +514,10 @@ def _row(ckpt: Checkpoint, fqn: str, found: list[Diagnostic], work: _Work) -> di
         return row
     layout = tensor.layout
     axis, count = work.most_cut(layout)
-    regions = dict.fromkeys(item.finding.at.region for item in found if item.finding.at.region is not None)
+    places = ((item.finding.at.region, item.finding.at.rows) for item in found)
+    boxes = dict.fromkeys(box for region, rows in places if region for box in marked_boxes(tensor, region, rows))
     marks = (
-        *((r.offsets[axis], r.ends[axis], svg.region_kind(layout, r)) for r in list(regions)[:_MARK_LIMIT]),
+        *((r.offsets[axis], r.ends[axis], svg.region_kind(layout, r)) for r in list(boxes)[:_MARK_LIMIT]),
         *svg.lost_marks(tensor, chunk_states(ckpt, tensor), axis),
     )
     if (layout, marks) not in work.strips:

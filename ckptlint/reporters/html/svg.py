@@ -61,8 +61,8 @@ CELL_KINDS = ("nothing", "held", "overlap", "unchecked", "lost-failed", "lost-cu
 """The classes of `ranks.STATE_NAMES`, in the same order."""
 
 
-def chunk_map(ckpt: Checkpoint, grid: Grid, region: Box | None) -> str:
-    """The grid of a finding: one rectangle per cell, the region of the finding outlined.
+def chunk_map(ckpt: Checkpoint, grid: Grid, marked: Iterable[Box]) -> str:
+    """The grid of a finding: one rectangle per cell, what the finding is about outlined.
 
     A solid line separates chunks; a dashed one is a cut of other chunks that runs through this one.
     """
@@ -93,8 +93,7 @@ def chunk_map(ckpt: Checkpoint, grid: Grid, region: Box | None) -> str:
     solid, dashed = _edges(grid, left, top, width, height)
     parts.append(_tag("path", class_="boundary", d=dashed) if dashed else "")
     parts.append(_tag("path", class_="edge", d=solid))
-    if region is not None and (outline := _outline(grid, region)):
-        c, r, across, down = outline
+    for c, r, across, down in filter(None, (_outline(grid, box) for box in marked)):
         x, y = left + c * width, top + r * height
         parts.append(_tag("rect", class_="region", x=x, y=y, width=across * width, height=down * height))
     found = [plural(n, f"{kind.removeprefix('lost-')} cell") for kind, n in counts.items() if n and kind != "ok"]

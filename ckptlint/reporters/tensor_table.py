@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import takewhile
 from math import prod
 
@@ -32,14 +32,11 @@ def tensor_table(tensors: Sequence[Tensor], one_dtype: bool, style: Style) -> It
         alike[role(_folded_name(tensor)), tensor.dtype, tensor.global_shape].append(tensor)
     rows, moments, is_star = list[list[str]](), set[str](), False
     for members in alike.values():
-        own = {part for tensor in members for part in tensor.fqn.split(".") if part in MOMENTS}
-        names, times = braces(map(_folded_name, members)), max(len(own), 1)
+        names, own = folded([tensor.fqn for tensor in members])
+        times = max(len(own), 1)
         if _is_scalar(members[0]) and len(members) > 1:
             names, times, is_star = [_glob([tensor.fqn for tensor in members])], len(members), True
-        elif times == 1 or len(members) != times * len({*map(_folded_name, members)}):
-            names, times = braces(tensor.fqn for tensor in members), 1
-        else:
-            moments |= own
+        moments |= own
         first = members[0]
         shape = shape_text(first.global_shape)
         size = size_text(nbytes(first.dtype, first.volume))
@@ -51,9 +48,31 @@ def tensor_table(tensors: Sequence[Tensor], one_dtype: bool, style: Style) -> It
     yield from fitted(next(lines), [*lines], style.width)
     if is_whole:
         yield "each tensor is one chunk"
-    if moments:
-        of_scalars = "; of scalars, a parameter" if is_star else ""
-        yield from style.wrap(f"* is {listed(sorted(moments), 'or')}{of_scalars}", "  ", "")
+    yield from meaning_of_star(moments, style, "; of scalars, a parameter" if is_star else "")
+
+
+def folded(fqns: Sequence[str]) -> tuple[list[str], set[str]]:
+    """Names folded over numbers, and over moments where all have the same ones: `*` is any of those that are returned.
+
+    >>> folded(["optimizer.state.0.w.exp_avg", "optimizer.state.0.w.exp_avg_sq"])[0]
+    ['optimizer.state.0.w.*']
+    """
+    own, names = {part for fqn in fqns for part in fqn.split(".") if part in MOMENTS}, {*map(starred, fqns)}
+    if len(own) < 2 or len({*fqns}) != len(own) * len(names):
+        return braces(fqns), set()
+    return braces(map(starred, fqns)), own
+
+
+def starred(fqn: str) -> str:
+    """The name, of an optimizer's state with `*` for which moment it is."""
+    if parse(fqn).kind != "optimizer":
+        return fqn
+    return ".".join("*" if part in MOMENTS else part for part in fqn.split("."))
+
+
+def meaning_of_star(moments: Collection[str], style: Style, others: str = "") -> list[str]:
+    """The line that says which moments `*` stands for; none for none."""
+    return style.wrap(f"* is {listed(sorted(moments), 'or')}{others}", "  ", "") if moments else []
 
 
 def fitted(heads: list[str], rows: list[list[str]], width: int) -> Iterator[str]:
@@ -115,12 +134,8 @@ def _is_scalar(tensor: Tensor) -> bool:
 
 
 def _folded_name(tensor: Tensor) -> str:
-    """The name, of an optimizer's state with `*` for which moment it is, of a scalar for whose."""
-    if _is_scalar(tensor):
-        return "*." + tensor.fqn.rpartition(".")[2]
-    if parse(tensor.fqn).kind != "optimizer":
-        return tensor.fqn
-    return ".".join("*" if part in MOMENTS else part for part in tensor.fqn.split("."))
+    """The name with `*` for which moment it is, of a scalar for whose."""
+    return "*." + tensor.fqn.rpartition(".")[2] if _is_scalar(tensor) else starred(tensor.fqn)
 
 
 def _glob(names: Sequence[str]) -> str:
