@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 
 from ckptlint.analysis.quantised import WIDE, Declaration, Quantisation, QuantisedWeight, quantisation
 from ckptlint.analysis.trusted_config import number, trusted
@@ -26,7 +27,8 @@ def quantised_as_declared(ckpt: Checkpoint) -> Iterator[Finding]:
         those left out is quantised, and no zero point is stored where `symmetric` is true. A weight in full precision
         is one that the configuration leaves out (`ignore`, `modules_to_not_convert`, `exclude_modules`), or no layer
         has it quantised. Weights that are stored quantised are declared, where a library builds the model from the
-        configuration. Schemes and patterns that ckptlint does not know are not judged.
+        configuration. Schemes and patterns that ckptlint does not know are not judged. It is info where the library
+        quantises nothing of the model type (Falcon under bitsandbytes).
     Why it matters:
         The loader builds the layers that the configuration declares. It stops, or reads codes as weights.
     Usual causes:
@@ -69,12 +71,17 @@ def _other(ckpt: Checkpoint, found: Quantisation, declared: Declaration) -> Iter
     if not found.weights:
         linear = [tensor for tensor in wide if _is_linear(tensor) and not declared.ignores(_module(tensor))]
         if linear and not found.alone and declared.is_exact:
-            yield _finding(
+            kind = "" if ckpt.config is None else str(ckpt.config.values.get("model_type"))
+            is_left = all(kind in scheme.passed_over for scheme in declared.schemes)
+            finding = _finding(
                 f"{says}, but no weight is stored so",
                 linear[:1],
-                why="the loader looks for codes and scales, and finds weights in full precision",
+                why=f"the library quantises nothing of {kind}: the layers have a class of their own"
+                if is_left
+                else "the loader looks for codes and scales, and finds weights in full precision",
                 hint="remove quantization_config from the configuration if the weights are to stay as they are",
             )
+            yield replace(finding, severity=Severity.INFO) if is_left else finding
         return
     yield from _contradicted(found, declared, says)
     others = [one for one in found.weights if one.scheme not in declared.schemes]

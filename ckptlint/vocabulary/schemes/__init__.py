@@ -49,6 +49,7 @@ class Scheme:
         axes: names of the last axes of the codes.
         sizes: name -> an expression of the axes.
         declared: what a configuration says that means this scheme, each of them alone; values as text.
+        passed_over: model types of which the library quantises nothing, whatever the configuration says.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Scheme:
     declared: tuple[Mapping[str, str], ...]
     parts: tuple[Part, ...]
     sizes: Mapping[str, str] = field(default_factory=dict)
+    passed_over: tuple[str, ...] = ()
 
 
 @cache
