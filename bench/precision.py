@@ -198,6 +198,7 @@ def write_lines(kind: str, seed: int, count: int, path: Path) -> None:
     """Write one line for each folder of a type to a file; the last may say why there are no more."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     torch.manual_seed(seed)
+    torch.set_num_threads(1)  # a fork has none of its parent's threads, and would wait for them
     line = {"type": kind}
     with path.open("a") as lines:
         try:
