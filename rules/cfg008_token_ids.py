@@ -12,7 +12,7 @@ from ckptlint.analysis.trusted_config import main_params
 from ckptlint.architecture.huggingface import default_ids
 from ckptlint.formats.strict_json import is_size
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import plural, printable, some
+from ckptlint.model.text import plural, some
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 from ckptlint.vocabulary.dtypes import FLOATS
 from ckptlint.vocabulary.keys import is_token_table
@@ -45,7 +45,7 @@ def token_ids(ckpt: Checkpoint) -> Iterator[Finding]:
     """
     if ckpt.config is None or not ckpt.is_export:
         raise NotApplicable("no export with a configuration")
-    sections = dict(_sections(ckpt.config.file, ckpt.config.values))
+    sections = dict(ckpt.config.sections())
     tables = [param.tensor for param in main_params(ckpt) if is_token_table(param.key)]
     tables = [table for table in tables if len(table.global_shape) == 2 and table.dtype in FLOATS]
     declared = max(chain.from_iterable(_ids(own.get("vocab_size")) for own in sections.values()), default=0)
@@ -80,14 +80,6 @@ def token_ids(ckpt: Checkpoint) -> Iterator[Finding]:
             if tokens
             else "set it to an id of this model's tokenizer",
         )
-
-
-def _sections(place: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """A configuration and its sections, each under a name for reports."""
-    yield place, values
-    for name, own in values.items():
-        if isinstance(own, dict):
-            yield from _sections(f"{printable(name)} in {place}", own)
 
 
 def _legal(own: Mapping[str, Any]) -> Iterator[int]:

@@ -9,6 +9,7 @@ from ckptlint.analysis.inventory import Param
 from ckptlint.analysis.trusted_config import main_params, number, trusted, trusted_topology
 from ckptlint.model import Checkpoint
 from ckptlint.rule import Confidence, Finding, Location, NotApplicable, Note, Severity, rule
+from ckptlint.vocabulary.dtypes import FLOATS
 
 _TABLES = frozenset({"word_embeddings", "embed_tokens", "tok_embeddings", "wte", "output_layer", "lm_head"})
 _TP_LIMIT = 64
@@ -39,6 +40,7 @@ def vocab_rows(ckpt: Checkpoint) -> Iterator[Finding]:
     """
     tables = [p for p in main_params(ckpt) if not p.key.block and _TABLES & set(p.key.path.split("."))]
     tables = [p for p in tables if p.key.function in ("embedding", "output") and len(p.own_shape) == 2]
+    tables = [p for p in tables if p.tensor.dtype in FLOATS]  # codes have rows of their own
     if not tables:
         raise NotApplicable("there is neither an embedding nor an output layer")
     known = judged_shapes(ckpt)  # CFG003 reports these

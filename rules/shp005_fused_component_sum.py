@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 
 from ckptlint.analysis.inventory import Param, inventory_of
 from ckptlint.analysis.key_matching import is_confirmed
 from ckptlint.analysis.layer_outliers import shape_outliers
 from ckptlint.analysis.projections import ProjectionFamily, families, is_rank_part, short_name
+from ckptlint.analysis.trusted_config import number
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import shape_text
 from ckptlint.rule import Finding, Location, Note, Severity, rule
+from ckptlint.vocabulary.config_fields import read_declared
 from ckptlint.vocabulary.keys import module_path, parse
 
 _HALVES = {"w": "v", "v": "w"}
@@ -27,7 +30,8 @@ def fused_component_sum(ckpt: Checkpoint) -> Iterator[Finding]:
         The halves `_w` and `_v` of a gated projection are both there, with one shape. In a linear attention query and
         key have equally many rows, and each component as many in the convolution as in the projection. In an attention
         with separate weights the query's rows are a multiple of the key's, and key and value have equally many if all
-        heads have one size. Latent attention, and what SHP002 or SHP004 report, is left out.
+        heads have one size; a value head for each query head is info where the configuration declares so few key heads.
+        Latent attention, and what SHP002 or SHP004 report, is left out.
     Why it matters:
         A load joins the parts again, so rows end up in another component, or the load fails on the size.
     Usual causes:
@@ -169,10 +173,10 @@ def _attention(ckpt: Checkpoint) -> Iterator[Found]:
             continue
         query, key, value = (members[0] for members in found)
         if len({param.own_shape[1] for param in (query, key, value)}) == 1 and not _is_left_to_shp004(ckpt, family):
-            yield from _heads(family, query, key, value)
+            yield from _heads(ckpt, family, query, key, value)
 
 
-def _heads(family: ProjectionFamily, query: Param, key: Param, value: Param) -> Iterator[Found]:
+def _heads(ckpt: Checkpoint, family: ProjectionFamily, query: Param, key: Param, value: Param) -> Iterator[Found]:
     rows = {name: param.own_shape[0] for name, param in (("query", query), ("key", key), ("value", value))}
     notes: tuple[Note, ...] = (("rows", ", ".join(f"{name} {size:,}" for name, size in rows.items())),)
     out = family.weights.get("attn_out", [])
@@ -187,7 +191,8 @@ def _heads(family: ProjectionFamily, query: Param, key: Param, value: Param) -> 
             hint="check how the job split the fused weight: key and value have the same number of heads",
             inferred_from="the rows of query, key and value",
         )
-        yield finding, (query, key, value)
+        place = _where_declared(ckpt, rows["query"], rows["key"]) if rows["query"] == rows["value"] else None
+        yield (_meant(finding, place) if place else finding), (query, key, value)
     elif rows["key"] and rows["query"] % rows["key"]:
         finding = Finding(
             f"query{{of}} has {rows['query']:,} rows, not a multiple of the {rows['key']:,} of {short_name(key)}",
@@ -197,6 +202,26 @@ def _heads(family: ProjectionFamily, query: Param, key: Param, value: Param) -> 
             inferred_from="the rows of query, key and value",
         )
         yield finding, (query, key, value)
+
+
+def _where_declared(ckpt: Checkpoint, query_rows: int, key_rows: int) -> str | None:
+    """The section of the configuration that declares fewer key heads than heads, by just the ratio of these rows."""
+    for place, values in ckpt.config.sections() if ckpt.config else ():
+        own = read_declared([(place, values)])
+        heads, groups = number(own, "heads"), number(own, "kv_groups")
+        if heads and groups and groups < heads and heads * key_rows == groups * query_rows:
+            return place
+    return None
+
+
+def _meant(finding: Finding, place: str) -> Finding:
+    """Nemotron's diarization: `v_proj` has a head for each of the query, whatever `num_key_value_heads` says."""
+    return replace(
+        finding,
+        severity=Severity.INFO,
+        notes=(*finding.notes, ("key heads", f"as few as {place} declares")),
+        hint="check that the model has as many value heads as query heads; otherwise split the fused weight again",
+    )
 
 
 def _is_left_to_shp004(ckpt: Checkpoint, family: ProjectionFamily) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import field
 from typing import Any, Literal
 
@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptlint.dataclass import dataclass
+from ckptlint.model.text import printable
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,17 @@ class ModelConfig:
     values: Mapping[str, Any]
     base: Mapping[str, Any] = field(default_factory=dict)
     base_layers: int = 0
+
+    def sections(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """The configuration and each of its sections, at any depth, under a name for reports."""
+        yield from _sections(self.file, self.values)
+
+
+def _sections(place: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    yield place, values
+    for name, own in values.items():
+        if isinstance(own, dict):
+            yield from _sections(f"{printable(name)} in {place}", own)
 
 
 @dataclass(frozen=True, slots=True)
