@@ -114,7 +114,8 @@ def _assemble(
     values, object_problems = read_objects(folder, _locations(described, describing_objects(objects)))
     problems += common_problems + object_problems
     # over a network no record is fetched at the depths that do not ask for it
-    counters = {fqn for fqn in (*keys, *described.tensors) if is_counter(fqn)} if folder.is_near else set()
+    others = [item.fqn for item in byte_objects]
+    counters = {fqn for fqn in (*others, *described.tensors) if is_counter(fqn)} if folder.is_near else set()
     moments = {*islice(filter(counts_moments, described.tensors), _MOMENTS)} if folder.is_near else set()
     claims, claim_problems = read_claims(folder, _locations(described, counters, of_tensors=True))
     made, moment_problems = read_claims(folder, _locations(described, moments, of_tensors=True))
