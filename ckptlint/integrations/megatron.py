@@ -13,15 +13,16 @@ from ckptlint.live.api import rank_and_world
 def patch_megatron(on_fault: OnFault = "warn", **options: Any) -> Undo:
     """From now on check after each `save_checkpoint` of Megatron-LM; see `check_saved`. Returns what undoes it.
 
-    An asynchronous save is checked as the last of its finalize functions, after the tracker. Saves with
-    `non_persistent_ckpt` are not checked.
+    An asynchronous save is checked as the last of its finalize functions, after the tracker (before it where a job also
+    saves logits). Saves with `non_persistent_ckpt` are not checked, nor those of `--freeze-all-layers`, which write no
+    weights.
 
     Raises:
         ConfigError: `on_fault` is unknown.
         ImportError: megatron.training cannot be imported.
 
     Source:
-        Megatron-LM (0032978f) megatron.training.checkpointing.save_checkpoint, which ends with a barrier; training.py
+        Megatron-LM (d98e8a64) megatron.training.checkpointing.save_checkpoint, which ends with a barrier; training.py
         imports its name
     """
     require(on_fault)
@@ -34,7 +35,8 @@ def patch_megatron(on_fault: OnFault = "warn", **options: Any) -> Undo:
     @wraps(save)
     def save_and_check(*args: Any, **named: Any) -> None:
         given = parameters.bind(*args, **named).arguments
-        if not given.get("non_persistent_ckpt") and rank_and_world()[0] == 0:
+        is_kept = not given.get("non_persistent_ckpt") and not getattr(get_args(), "freeze_all_layers", False)
+        if is_kept and rank_and_world()[0] == 0:
             release = given.get("release", False)
             name = checkpointing.get_checkpoint_name
             steps[:] = [name(get_args().save, given["iteration"], release=release, return_base_dir=True)]

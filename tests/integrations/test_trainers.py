@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -300,3 +302,32 @@ def test_torchtitan_checks_what_is_finished(mode: str, tmp_path: Path) -> None:
     steps = [("step-1", "pass"), ("step-2", "fail"), ("step-3", "pass")]
     assert first == steps + ([("step-4", "pass")] if mode == "disabled" else [])
     assert good(tmp_path / "run") == "step-3", "the last step holds the model alone"
+
+
+# ---------------------------------------------------------------- Megatron-LM
+
+
+def megatron_run(run: Path, cut: int = 0, *words: str, ranks: int = 1, **environment: str) -> str:
+    if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.training") is None:
+        pytest.skip("no checkout of Megatron-LM is on PYTHONPATH")
+    job = str(Path(__file__).with_name("megatron_job.py"))
+    words = (job, str(run), str(cut), *words, "--tensor-model-parallel-size", str(ranks))
+    launch = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+    command = [sys.executable, "-W", "ignore", "-m", *launch, *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("words", [(), ("--async-save",), ("--ckpt-format", "torch")])
+def test_a_save_of_megatron_is_checked_once_it_is_finished(tmp_path: Path, ranks: int, words: tuple[str, ...]) -> None:
+    log = megatron_run(tmp_path, 2, *words, ranks=ranks)
+    assert "iter_0000002 did not pass" in log
+    assert log.count("did not pass") == 1
+    assert good(tmp_path) == "iter_0000003"
+
+
+def test_a_save_that_writes_no_weights_is_not_checked(tmp_path: Path) -> None:
+    assert "ckptlint:" not in megatron_run(tmp_path, FREEZE="1")
+    assert not (tmp_path / GOOD).is_symlink()
