@@ -238,16 +238,16 @@ class _Distance:
     @property
     def change(self) -> float:
         """The norm of the difference relative to that of the old one."""
-        apart, old = np.sqrt(self.squares[:2])
+        apart, old = map(sqrt, self.squares[:2])
         if self.largest != self.largest:
             return nan
-        return float(apart / old) if old else (inf if apart else nan)
+        return apart / old if old else (inf if apart else nan)
 
     @property
     def cosine(self) -> float:
         """Of the angle between both."""
-        _, old, new, both = self.squares
-        return float(both / sqrt(old * new)) if old > 0 and new > 0 else nan
+        _, old, new, both = map(float, self.squares)
+        return both / sqrt(old * new) if old > 0 and new > 0 else nan
 
 
 def _distance(dtype: str, sides: tuple[Side, Side], shape: Shape) -> _Distance | None:

@@ -104,6 +104,12 @@ def chunk_count(tensor: Tensor) -> int:
     return len(tensor.chunks) + len(tensor.malformed)
 
 
+def fitting(name: str, width: int) -> str:
+    """A name shortened to a width, whole where it would lose digits or be hard to read."""
+    short = cut(name, width)
+    return short if _is_clear(name, short) else cut(name)
+
+
 def broken(name: str, width: int) -> list[str]:
     """A name in lines that fit."""
     return textwrap.wrap(cut(name), width, break_on_hyphens=False)

@@ -13,8 +13,8 @@ from ckptlint.comparing.facts import Match, Relation
 from ckptlint.comparing.updates import Update, short_names
 from ckptlint.comparing.values import Values
 from ckptlint.model.text import braces, human_bytes, plural, some
-from ckptlint.reporters.style import Style, cut
-from ckptlint.reporters.tensor_table import folded, starred
+from ckptlint.reporters.style import NAME_LIMIT, Style, cut
+from ckptlint.reporters.tensor_table import fitting, folded, starred
 from ckptlint.vocabulary.dtypes import ITEM_BITS
 from ckptlint.vocabulary.keys import parse, role
 
@@ -152,14 +152,18 @@ def _groups(matches: list[Match]) -> list[list[Match]]:
         names = tuple(role(starred(name)) for name in (*match.old, "", *match.new))
         if match.relation in ("equal", "rounded"):
             names = ("",)
-        elif match.relation == "absent" and (kind := parse((match.old or match.new)[0]).kind) != "model":
-            names = (kind, "old" if match.old else "new")
+        elif match.relation == "absent":
+            names = (parse((match.old or match.new)[0]).kind, "old" if match.old else "new")
         alike[names, match.what, match.notes, match.is_proven].append(match)
     return list(alike.values())
 
 
-def sentence_of(members: list[Match], found: Values) -> tuple[str, list[str]]:
-    """How many tensors a group has, which these are, and what else is to be said of them."""
+def sentence_of(members: list[Match], found: Values, limit: int = NAME_LIMIT) -> tuple[str, list[str]]:
+    """How many tensors a group has, which these are, and what else is to be said of them.
+
+    Args:
+        limit: columns for a name; one that would be unclear in so few is whole.
+    """
     first = members[0]
     sides = [folded([name for match in members for name in getattr(match, side)])[0] for side in ("old", "new")]
     held = [name for match in members for name in match.old]
@@ -169,7 +173,8 @@ def sentence_of(members: list[Match], found: Values) -> tuple[str, list[str]]:
         return f"{count}, {human_bytes(size)}", []
     if first.relation == "absent":
         where = "only in the old one" if first.old else "only in the new one"
-        return f"{plural(len(members), 'tensor')}: {some(map(cut, sides[0] or sides[1]))} ({where})", []
+        names = some((fitting(name, limit) for name in sides[0] or sides[1]), _PATTERNS)
+        return f"{plural(len(members), 'tensor')}: {names} ({where})", []
     if first.relation == "rounded" or first.what == STATE:
         return f"{count}: {first.what}", []
     notes = [first.what, *first.notes]
@@ -177,7 +182,7 @@ def sentence_of(members: list[Match], found: Values) -> tuple[str, list[str]]:
     if changes and not first.notes and first.relation == "differ":
         to = f" to {changes[-1]:.2g}" if len(changes) > 1 else ""
         notes.append(f"every row; the norm of the difference is {changes[0]:.2g}{to} of the old one's")
-    names = " -> ".join(dict.fromkeys(", ".join(map(cut, side)) for side in sides if side))
+    names = " -> ".join(dict.fromkeys(", ".join(fitting(name, limit) for name in side) for side in sides if side))
     return f"{count}: {names}", [note for note in notes if note]
 
 
@@ -188,8 +193,9 @@ def volume_of(found: Values, name: str) -> int:
 
 
 def _lines(words: str, members: list[Match], found: Values, style: Style) -> list[str]:
-    sentence, notes = sentence_of(members, found)
+    sentence, notes = sentence_of(members, found, min(NAME_LIMIT, style.width - 2))
     lines = style.wrap(f"{words:{_WIDTH}}{sentence}", " " * _WIDTH, "")
+    lines = [line if len(line) <= style.width else f"  {line.lstrip()}" for line in lines]  # a name that needs the room
     for note in notes:
         lines += style.wrap(note, " " * (_WIDTH + 2), " " * _WIDTH)
     return lines

@@ -10,7 +10,8 @@ from ckptlint.comparing.differences import Diff
 from ckptlint.comparing.facts import Match, Relation
 from ckptlint.comparing.values import Values
 from ckptlint.reporters.diff import diff_verdict
-from ckptlint.reporters.values import groups_of, sentence_of, values_verdict
+from ckptlint.reporters.style import Style
+from ckptlint.reporters.values import groups_of, sentence_of, values_as_text, values_verdict
 
 
 @pytest.mark.parametrize(
@@ -29,15 +30,21 @@ def test_the_verdict_on_values_counts_in_good_grammar(relations: list[Relation],
     assert word == "Not proven" and sentence.endswith(f"; {says}")
 
 
-def test_states_that_an_export_does_not_have_are_one_line_and_weights_are_not() -> None:
+def test_states_and_weights_that_one_side_does_not_have_are_a_line_each() -> None:
     names = ["optimizer.state.a.exp_avg", "optimizer.state.b.exp_avg", "a.weight", "b.weight"]
     found = Values({}, {}, tuple(Match("absent", (name,), (), False) for name in names), ())
     (groups,) = (groups for _, groups, _ in groups_of(found))
     assert [sentence_of(group, found)[0] for group in groups] == [
         "2 tensors: optimizer.state.a.exp_avg, optimizer.state.b.exp_avg (only in the old one)",
-        "1 tensor: a.weight (only in the old one)",
-        "1 tensor: b.weight (only in the old one)",
+        "2 tensors: a.weight, b.weight (only in the old one)",
     ]
+
+
+def test_a_long_name_has_the_whole_line() -> None:
+    name = "model.vision_tower.vision_model.encoder.layers.11.self_attn.out_proj.weight"
+    lone = Values({}, {}, (Match("absent", (name,), (), False),), ())
+    lines = values_as_text(lone, Style(width=80)).splitlines()
+    assert lines[:3] == ["nothing to compare         1 tensor:", f"  {name}", " " * 27 + "(only in the old one)"]
 
 
 def test_keys_that_only_have_other_names_point_to_the_values() -> None:
