@@ -171,7 +171,7 @@ def _consequence(fit: Fit, one: bool) -> str:
     if not fit.is_export:
         return ""
     them = "it" if one else "them"
-    return f"from_pretrained fills {them} with random values and only warns"
+    return f"from_pretrained starts {them} untrained and only warns"
 
 
 def _instead(fit: Fit) -> str:

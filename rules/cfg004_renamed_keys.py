@@ -62,7 +62,7 @@ def _unmerged(ckpt: Checkpoint, keys: list[str]) -> Finding:
         f"{len(keys):,} of {len(ckpt.tensors):,} keys belong to an adapter that was not merged into the model",
         at=Location(label=ckpt.metadata_file),
         identity=("unmerged",),
-        why="from_pretrained finds no weight for these modules, keeps random values there and raises no error",
+        why="from_pretrained finds no weight for these modules, leaves them untrained and raises no error",
         notes=(("keys", some(braces(keys), noun="pattern")),),
         hint="save what merge_and_unload() returns, or save the adapter and its base model apart",
     )
@@ -113,7 +113,7 @@ def _finding(
         at=Location(label=label),
         identity=(words,),
         confidence=confidence,
-        why="from_pretrained looks for the keys without it, finds none of them and keeps random values",
+        why="from_pretrained looks for the keys without it, finds none of them and starts untrained",
         notes=(("key", shown),),
         hint=f"write `{words[: len(words) // 2]}` once in every key of the files and the index"
         if is_twice

@@ -127,7 +127,7 @@ def step_lines(steps: Sequence[JudgedStep]) -> list[str]:
         if step is None:
             lines.append(f"No step of {run} passes.")
         else:
-            lines.append(f"The newest step that passes: {step.path}")
+            lines.append(f"The newest step that passes (`ckptlint latest` asks for more): {step.path}")
     return lines
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import copyreg
 import gc
 import io
+import os
 import pickle
 import pickletools
 import re
@@ -67,7 +68,7 @@ SIZE_LIMIT = 2 * 1024**3
 _WALK_LIMIT = 64 * 1024**2
 _NESTED_LIMIT = 8
 _ZIP = b"PK\3\4"
-_NO_OPCODE = b"\xff"
+_POP_AND_BYTES = b"0C\x10"  # POP, then 16 bytes
 _TOO_LARGE = "would take more memory to read than its size explains"
 _FRAME = re.compile(rb"\x95.{4}\0{4}", re.DOTALL)  # the opcode and a length that a file can have
 _INNER_PICKLE = re.compile(rb"\x80[\x02-\x05]")
@@ -202,6 +203,8 @@ class _Framed(io.BytesIO):
 
 def _load(data: bytes, strict: bool) -> _Loaded:
     stream = (_Framed if _FRAME.search(data) else io.BytesIO)(data)
+    # looked at before the load, so that its objects are gone by then
+    is_filled = isinstance(stream, _Framed) and _ends_at(data, len(data), strict)
     unpickler = _Unpickler(stream, strict)
     root, error = None, None
     try:
@@ -215,21 +218,27 @@ def _load(data: bytes, strict: bool) -> _Loaded:
         error = caught
     faults, unknown = list(unpickler.faults), list(unpickler.unknown)
     end = stream.tell()
-    if error is None and isinstance(stream, _Framed) and not _ends_at(data, end, strict):
-        end = _after_stop(data, stream.began, end)
+    if error is None and isinstance(stream, _Framed):
+        is_last = is_filled if end == len(data) else _ends_at(data, end, strict)
+        end = end if is_last else _after_stop(data, stream.began, end)
     return _Loaded(root if error is None else None, faults, unknown, unpickler.loaded, error, end)
 
 
 def _ends_at(data: bytes, end: int, strict: bool) -> bool:
-    """Whether a pickle that was read ends with the last byte of its frame: with no opcode there it cannot be read."""
-    try:
-        with paused_gc(), _no_extensions():
-            _Unpickler(io.BytesIO(data[: end - 1] + _NO_OPCODE), strict).load()
-    except pickle.UnpicklingError:
-        return True
-    except MemoryError:
-        raise LimitError(_TOO_LARGE) from None
-    return False
+    """Whether a pickle ends with the last byte of its frame: then bytes that stand there instead are what it gives."""
+    mark = os.urandom(16)
+    with io.BytesIO(data[: end - 1] + _POP_AND_BYTES + mark + pickle.STOP) as stream:
+        unpickler = _Unpickler(stream, strict)
+        try:
+            with paused_gc(), _no_extensions():
+                found = unpickler.load()
+        except MemoryError:
+            raise LimitError(_TOO_LARGE) from None
+        except Exception:  # a crafted stream can make the unpickler raise anything; the load reports it
+            return False
+        finally:
+            unpickler.memo.clear()  # the stand-ins hold the unpickler: only a collector would free them
+    return type(found) is bytes and found == mark
 
 
 def _after_stop(data: bytes, start: int, end: int) -> int:
