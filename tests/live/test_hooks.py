@@ -261,7 +261,9 @@ def test_accelerate_saves_copies_that_are_equal(tmp_path: Path) -> None:
 
     def job(rank: int) -> dict[str, Any]:
         from accelerate import Accelerator
+        from accelerate.state import AcceleratorState
 
+        AcceleratorState._reset_state(reset_partial_state=True)  # forked, perhaps after a test of a trainer
         free_port(tmp_path, rank)
         live.install()
         accelerator = Accelerator(cpu=True)
