@@ -42,7 +42,7 @@ def vocab_rows(ckpt: Checkpoint) -> Iterator[Finding]:
     tables = [p for p in tables if p.key.function in ("embedding", "output") and len(p.own_shape) == 2]
     tables = [p for p in tables if p.tensor.dtype in FLOATS]  # codes have rows of their own
     if not tables:
-        raise NotApplicable("there is neither an embedding nor an output layer")
+        raise NotApplicable("there is neither an embedding nor an output layer whose weights are floating point")
     known = judged_shapes(ckpt)  # CFG003 reports these
     tables = [param for param in tables if param.tensor.fqn not in known]
     found = list(_against_declared(ckpt, tables))

@@ -146,4 +146,4 @@ def _others(found: list[tuple[OptimizerState, Param]], odd: int) -> tuple[Note, 
         return ()
     layers = [param.key.layer for _, param in found if param.key.layer is not None]
     where = f" (layers {ranges(layers)})" if layers else ""
-    return (("shared by", f"{odd} of {len(found)} parameters of this shape{where}"),)
+    return (("differ", f"{odd} of {len(found)} parameters of this shape{where}"),)

@@ -71,7 +71,7 @@ def _shapes(pairs: list[MomentPair]) -> Iterator[Finding]:
                 notes=(
                     _parameter(pair.param, agrees),
                     ("chunks", f"{_count(wrong.tensor)} of {wrong.what}, {_count(right.tensor)} of {right.what}"),
-                    ("shared by", f"{len(odd)} of {len(members)} parameters of this shape"),
+                    ("differ", f"{len(odd)} of {len(members)} parameters of this shape"),
                 ),
                 hint=f"drop {wrong.what} of this parameter or save it again: a resume applies it to other elements",
             )

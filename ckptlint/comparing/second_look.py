@@ -247,7 +247,7 @@ class _Distance:
     def cosine(self) -> float:
         """Of the angle between both."""
         _, old, new, both = map(float, self.squares)
-        return both / sqrt(old * new) if old > 0 and new > 0 else nan
+        return both / (sqrt(old) * sqrt(new)) if old > 0 and new > 0 else nan
 
 
 def _distance(dtype: str, sides: tuple[Side, Side], shape: Shape) -> _Distance | None:

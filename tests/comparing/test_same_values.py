@@ -461,6 +461,17 @@ def test_what_overflows_when_it_is_rounded_is_not_proven(tmp_path: Path, dtype: 
     assert compared(export(tmp_path / "c", {"w": wide}), new)[0] == 0
 
 
+def test_values_of_any_size_are_compared_without_a_message(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes = {"tiny": 1e-110, "huge": 1e200, "usual": 1.0}
+    old = {name: torch.randn(8, 8, dtype=torch.float64) * size for name, size in sizes.items()}
+    new = {name: torch.randn(8, 8, dtype=torch.float64) * size for name, size in sizes.items()}
+    old["usual"][1, 2], new["usual"][3, 4] = -torch.inf, torch.inf
+    answer = run("diff", str(export(tmp_path / "a", old)), str(export(tmp_path / "b", new)), "--values")
+    assert (answer.returncode, answer.stderr) == (1, "")
+    assert "0 of 3 tensors hold the same values; 3 differ." in answer.stdout
+
+
 def test_what_is_equal_after_rounding_alone_is_no_pair_of_one_dtype(tmp_path: Path) -> None:
     torch.manual_seed(0)
     weight, other = torch.randn(16, 16), torch.randn(16, 16).bfloat16()

@@ -234,7 +234,7 @@ def _ends_at(data: bytes, end: int, strict: bool) -> bool:
                 found = unpickler.load()
         except MemoryError:
             raise LimitError(_TOO_LARGE) from None
-        except Exception:  # a crafted stream can make the unpickler raise anything; the load reports it
+        except Exception:  # a crafted stream can make the unpickler raise anything; its opcodes show it then
             return False
         finally:
             unpickler.memo.clear()  # the stand-ins hold the unpickler: only a collector would free them
