@@ -153,7 +153,7 @@ def run(
         return _run_here([*map(str, arguments)], environment, options.get("cwd", REPOSITORY))
     environment = {"PYTHONIOENCODING": "utf-8"} | environment
     command = [sys.executable, "-m", "ckptlint", *map(str, arguments)]
-    defaults: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 60, "cwd": REPOSITORY}
+    defaults: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 600, "cwd": REPOSITORY}
     return subprocess.run(command, env=environment, encoding="utf-8", check=False, **(defaults | options))
 
 
@@ -185,7 +185,7 @@ def takes_ctrl_c() -> None:
 def run_python(code: str, *arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
     """A Python program in a process of its own; it may crash, hang or run out of memory without harm to the tests."""
     command = [sys.executable, "-c", code, *map(str, arguments)]
-    defaults: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 60, "cwd": REPOSITORY}
+    defaults: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 600, "cwd": REPOSITORY}
     return subprocess.run(command, encoding="utf-8", check=False, **(defaults | options))
 
 

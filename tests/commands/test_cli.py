@@ -519,7 +519,7 @@ def test_an_output_that_is_no_plain_file_is_written_to_as_it_is(tmp_path: Path) 
     with subprocess.Popen(["cat", tmp_path / "pipe"], stdout=subprocess.PIPE, text=True) as reader:
         outputs = [f"--output={name}" for name in (tmp_path / "link.json", f"json={tmp_path / 'pipe'}")]
         assert run(GOOD, *outputs, own_process=True).returncode == 0
-        piped, _ = reader.communicate(timeout=20)
+        piped, _ = reader.communicate(timeout=600)
     assert (tmp_path / "link.json").is_symlink() and (tmp_path / "pipe").is_fifo()
     assert json.loads(piped)["summary"] == json.loads((tmp_path / "report.json").read_text())["summary"]
     assert '"schema"' in run(GOOD, "--quiet", "--output", "json=/dev/stdout", own_process=True).stdout

@@ -437,7 +437,7 @@ def test_a_run_that_torch_writes_while_it_is_watched(tmp_path: Path) -> None:
         assert heard() == ["step-2", "step-3"]
 
         process.send_signal(signal.SIGINT)
-        output, errors = process.communicate(timeout=10)
+        output, errors = process.communicate(timeout=600)
     assert process.returncode == 130
     assert "Traceback" not in errors
     assert "step-3 is still unfinished, and step-4 is finished" in errors

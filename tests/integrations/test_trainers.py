@@ -314,7 +314,7 @@ def megatron_run(run: Path, cut: int = 0, *words: str, ranks: int = 1, **environ
     words = (job, str(run), str(cut), *words, "--tensor-model-parallel-size", str(ranks))
     launch = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
     command = [sys.executable, "-W", "ignore", "-m", *launch, *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=os.environ | environment)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout + done.stderr
 

@@ -39,7 +39,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = shutil.copytree(TEMPLATE, work / "source")
     options = ["--quiet", "--no-index", "--no-build-isolation", "--no-deps", "--disable-pip-version-check"]
     command = [sys.executable, "-m", "pip", "install", *options, "--target", work / "site", source]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [*(work / "site").glob("*.dist-info/entry_points.txt")]
     return work / "site"
@@ -84,7 +84,7 @@ def test_the_cases_of_the_template_pass(installed: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "tests"]
     source = installed.parent / "source"
     env = os.environ | {"PYTHONPATH": str(installed)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=source, env=env)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, cwd=source, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 passed" in done.stdout
 

@@ -33,7 +33,7 @@ class Failure:
 
 
 def run_ranks(
-    function: Callable[[int], Any], world: int = 4, timeout: float = 180.0, *, expect_failures: bool = False
+    function: Callable[[int], Any], world: int = 4, timeout: float = 600.0, *, expect_failures: bool = False
 ) -> list[Any]:
     """What `function(rank)` returned on each rank of a gloo job, in the order of ranks.
 

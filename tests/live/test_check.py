@@ -258,7 +258,7 @@ def job(rank: int) -> dict[str, Seen]:
 
 @pytest.fixture(scope="module")
 def seen() -> list[dict[str, Seen]]:
-    return run_ranks(job, timeout=240)
+    return run_ranks(job)
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -150,7 +150,7 @@ def job_of_fixtures(name: str, *args: Any) -> Callable[[int], Any]:
     ],
 )
 def test_healthy_jobs_are_read_as_torch_would_write_them(name: str, args: tuple[Any, ...]) -> None:
-    ranks = run_ranks(job_of_fixtures(name, *args), timeout=120)
+    ranks = run_ranks(job_of_fixtures(name, *args))
     for items, plan, problems, is_data_sound, _, _ in ranks:
         assert items == plan and plan
         assert problems == []
@@ -649,7 +649,7 @@ def test_a_training_state_of_megatron_core(mapping: Any, tmp_path: Path) -> None
         rows = [row for row in planned(found["plan"]) if len(row) > 1]
         return held(main), held(tensors), rows, said(items) + said(inside), len(items)
 
-    for main, inside, plan, problems, count in run_ranks(job, timeout=120):
+    for main, inside, plan, problems, count in run_ranks(job):
         assert main == inside == plan
         assert len(plan) >= 30 and count > len(plan)
         assert problems == []

@@ -77,7 +77,7 @@ def test_the_whole_protocol_with_four_ranks_on_one_device() -> None:
             live.check(state, tag=2)
         return clean, str(error.value)
 
-    results = run_ranks(job, timeout=120)
+    results = run_ranks(job)
     assert all(result == results[0] for result in results)
     clean, text = results[0]
     assert clean == []

@@ -193,7 +193,7 @@ def test_every_save_of_megatron_core_is_checked_until_undone(tmp_path: Path) -> 
         found["undone"] = checkpointing.save is save
         return found
 
-    first, *others = run_ranks(job, timeout=120)
+    first, *others = run_ranks(job)
     assert all(other == first for other in others)
     assert first["healthy"] == SAVED and first["undone"]
     assert "LIV205" in first["drifted"] and "decoder.final_layernorm.weight" in first["drifted"]
@@ -226,7 +226,7 @@ def test_megatron_fsdp_saves_through_torch(tmp_path: Path) -> None:
 
     for folder in ("healthy", "detached"):
         (tmp_path / folder).mkdir()
-    first, *others = run_ranks(job, timeout=120)
+    first, *others = run_ranks(job)
     assert all(other == first for other in others)
     assert first["healthy"] == SAVED and ".metadata" in files(tmp_path / "healthy")
     assert "LIV101" in first["detached"] and files(tmp_path / "detached") == []

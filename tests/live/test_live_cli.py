@@ -44,7 +44,7 @@ os.chdir(sys.argv.pop(1) + "/" + os.environ["RANK"])
 def torchrun(world: int, *arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
     command += ["-m", "ckptlint", "live", *map(str, arguments)]
-    return subprocess.run(command, cwd=REPOSITORY, env=KEPT, text=True, capture_output=True, timeout=120, check=False)
+    return subprocess.run(command, cwd=REPOSITORY, env=KEPT, text=True, capture_output=True, timeout=600, check=False)
 
 
 class Rank:

@@ -252,7 +252,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
             for name, (make, _, _) in FAULTS.items()
         }
 
-    return run_ranks(job, timeout=120)
+    return run_ranks(job)
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -175,7 +175,7 @@ for path in map(Path, sys.argv[1:]):
 @pytest.fixture(scope="module")
 def read_by_torch() -> dict[Path, Any]:
     """What torch reads from each real file, or the name of its error. Malicious files are left out: torch runs them."""
-    done = run_python(_READ, *METADATA, timeout=300)
+    done = run_python(_READ, *METADATA, timeout=600)
     assert done.returncode == 0, done.stderr
     return dict(zip(METADATA, map(json.loads, done.stdout.splitlines()), strict=True))
 

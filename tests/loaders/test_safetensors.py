@@ -81,7 +81,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What torch's HuggingFaceStorageWriter and the safetensors library write, on 4 ranks and on one."""
     pytest.importorskip("safetensors")
     folder = tmp_path_factory.mktemp("written")
-    done = run_python(WRITE, folder, timeout=300)
+    done = run_python(WRITE, folder, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     return folder
 

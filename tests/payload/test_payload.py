@@ -432,7 +432,7 @@ def _on_terminal(code: str, *arguments: str) -> bytes:
     """What a program writes to standard error when that is a terminal."""
     ours, theirs = pty.openpty()
     subprocess.run(
-        [sys.executable, "-c", code, *arguments], stdout=subprocess.DEVNULL, stderr=theirs, check=False, timeout=60
+        [sys.executable, "-c", code, *arguments], stdout=subprocess.DEVNULL, stderr=theirs, check=False, timeout=600
     )
     os.close(theirs)
     shown = b""
@@ -470,7 +470,7 @@ def test_ctrl_c_says_what_was_covered(tmp_path: Path) -> None:
         process.stdout.readline()
     time.sleep(0.1)
     process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=30)
+    _, error = process.communicate(timeout=600)
     assert process.returncode == 130
     lines = error.strip().splitlines()
     assert len(lines) == 1

@@ -302,7 +302,7 @@ def sharded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     if request.param == "megatron":
         pytest.importorskip("megatron.core.dist_checkpointing", reason="megatron-core is not installed")
     folder = tmp_path_factory.mktemp(request.param)
-    done = run_python(SHARDED, folder, request.param, timeout=200)
+    done = run_python(SHARDED, folder, request.param, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     return folder
 

@@ -50,7 +50,7 @@ def test_a_new_rule_is_two_files_and_three_commands(clone: Path) -> None:
     printed = {}
     for command in (make, test, explain):
         done = subprocess.run(
-            ["bash", "-c", command], cwd=clone, env=env, capture_output=True, encoding="utf-8", timeout=300, check=False
+            ["bash", "-c", command], cwd=clone, env=env, capture_output=True, encoding="utf-8", timeout=600, check=False
         )
         assert done.returncode == 0, done.stdout + done.stderr
         printed[command] = done.stdout

@@ -36,7 +36,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(REPOSITORY / name, work)
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(work / "dist"), str(work)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return work / "dist"
 
@@ -84,7 +84,7 @@ def test_what_is_built_installs_and_works(built: Path, tmp_path: Path, kind: str
     (package,) = built.glob(f"*.{kind}")
     options = ["--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--disable-pip-version-check"]
     command = [sys.executable, "-m", "pip", "install", *options, "--target", tmp_path / "site", package]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     env = os.environ | {"PYTHONPATH": str(tmp_path / "site")}
     for arguments, code, said in (

@@ -65,7 +65,7 @@ def shell(tmp_path: Path) -> Callable[..., tuple[int, list[str], str]]:
             env=environment,
             capture_output=True,
             encoding="utf-8",
-            timeout=60,
+            timeout=600,
             check=False,
         )
         return done.returncode, noted.read_text().splitlines(), done.stdout + done.stderr

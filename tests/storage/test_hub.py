@@ -61,7 +61,7 @@ def changed(data: bytes) -> bytes:
 def checked(path: str, environment: dict[str, str]) -> dict[str, Any]:
     """The JSON report of a process of its own: huggingface_hub reads its settings when it is imported."""
     command = [sys.executable, "-m", "ckptlint", path, "--depth", "data", "--format", "json"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.stdout, done.stderr
     return dict(json.loads(done.stdout))
 
@@ -110,7 +110,7 @@ def test_the_extension_of_the_hubs_command_line_installs(tmp_path: Path) -> None
         "--prefix",
         str(tmp_path / "venv"),
     ]
-    subprocess.run([*pip, str(template)], check=True, timeout=120)
+    subprocess.run([*pip, str(template)], check=True, timeout=600)
     done = subprocess.run(
         [tmp_path / "venv" / "bin" / "hf-ckptlint", MODEL], capture_output=True, text=True, check=False
     )
