@@ -13,6 +13,7 @@ import numpy.typing as npt
 from ckptlint.dataclass import dataclass
 from ckptlint.model import Checkpoint, RecordState, Tensor
 from ckptlint.model.cover import Shape
+from ckptlint.model.layout import Box
 from ckptlint.payload.archives.members import bare_content, places_of
 from ckptlint.seals.row_hashes import Bits, blocks, first_place, matrix, word_of
 from ckptlint.storage.folder import Folder
@@ -58,7 +59,7 @@ class TensorBytes:
         end = min(last * columns, prod(shape))  # the last row of a long vector may be shorter
         found = np.zeros((last - first, columns), word_of(tensor.dtype))
         left = end - first * columns
-        for row in np.flatnonzero(tensor.layout.live).tolist():
+        for row in _touching(tensor, first * columns, end):
             added = self._add(row, first, end, shape, found)
             if added is None:
                 return None
@@ -119,6 +120,15 @@ class TensorBytes:
             part = bits[position : position + rows * width].reshape(rows, width)
             found[number - first : number - first + rows, column : column + width] = part
         return int(count)
+
+
+def _touching(tensor: Tensor, first: int, end: int) -> list[int]:
+    """The chunks in whose rows along the first axis some of the elements [first, end) lie."""
+    if not tensor.global_shape:
+        return [int(row) for row in np.flatnonzero(tensor.layout.live)]
+    axes, inner = len(tensor.global_shape) - 1, max(prod(tensor.global_shape[1:]), 1)
+    low, high = first // inner, -(-end // inner)
+    return tensor.layout.touching(Box((low, *[0] * axes), (high - low, *tensor.global_shape[1:])))
 
 
 BytesByKey = Mapping[str, TensorBytes]

@@ -69,7 +69,9 @@ def _mixed(bits: Bits, salt: int) -> Words:
     """The elements, `_FIT` at most, mixed, until the next call of this thread."""
     mixed, scratch = (own[: bits.size].reshape(bits.shape) for own in (_BUFFERS.mixed, _BUFFERS.scratch))
     if bits.itemsize <= 2:
-        return np.take(_table(salt), bits, out=mixed, mode="clip")  # none is beyond it, and nothing is buffered
+        place = scratch.view(np.intp)  # take makes such indices of others, in new memory
+        place[...] = bits
+        return np.take(_table(salt), place, out=mixed, mode="clip")  # none is beyond it, and nothing is buffered
     return fin(np.multiply(bits, _keys(salt)[0], out=mixed), scratch)
 
 

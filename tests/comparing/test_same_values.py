@@ -18,6 +18,7 @@ from support import REAL, codes, run
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import ckptlint
+from ckptlint.seals.row_hashes import RowHashes
 
 H, HEAD, LAYERS, ROWS, INNER = 64, 16, 3, 96, 80
 State = dict[str, torch.Tensor]
@@ -134,6 +135,35 @@ def test_a_real_step_and_what_torch_makes_of_it(tmp_path: Path) -> None:
 def test_real_saves_that_hold_the_same(old: str, new: str) -> None:
     code, document = compared(REAL / old, REAL / new)
     assert (code, document["tensors"]["proven"]) == (0, document["tensors"]["of"])
+
+
+@pytest.mark.parametrize(("old", "new"), [("base", "export"), ("export", "base"), ("fsdp2_4r", "fsdp2_4r")])
+def test_equal_bytes_are_proven_without_hashes(
+    base: tuple[Path, State], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str
+) -> None:
+    def refused(*_: object) -> None:
+        raise AssertionError("rows were hashed")
+
+    state = dict(base[1])
+    state["norm.weight"] = torch.zeros(H)
+    sides = {"export": export(tmp_path / "export", state | {"norm.weight": -torch.zeros(H)})}
+    sides["base"] = tmp_path / "base"
+    dcp.save(state, checkpoint_id=sides["base"], no_dist=True)
+    monkeypatch.setattr(RowHashes, "add", refused)
+    code, document = compared(*(sides.get(name, REAL / name) for name in (old, new)))
+    assert (code, document["proven"]) == (0, True)
+    assert [*relations(document)] == ["equal"]
+
+
+def test_the_same_damage_on_both_sides_is_no_proof(base: tuple[Path, State], tmp_path: Path) -> None:
+    data = bytearray((base[0] / "__0_0.distcp").read_bytes())
+    data[len(data) // 2] ^= 1
+    for name in ("old", "new"):
+        shutil.copytree(base[0], tmp_path / name)
+        (tmp_path / name / "__0_0.distcp").write_bytes(data)
+    code, document = compared(tmp_path / "old", tmp_path / "new")
+    assert (code, document["proven"]) == (4, False)
+    assert document["problems"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
