@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from functools import partial
 
 import numpy as np
@@ -13,7 +13,6 @@ from ckptlint.depth import Depth
 from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model import Checkpoint
 from ckptlint.model.facts import fact
-from ckptlint.model.layout import IntArray
 from ckptlint.model.text import byte_span, human_bytes, listed, some
 from ckptlint.rule import Finding, Location, Note, Severity, rule
 
@@ -46,6 +45,7 @@ def unreferenced_bytes(ckpt: Checkpoint, min_bytes: int = 64) -> Iterator[Findin
     """
     table, least = ckpt.records, max(min_bytes, 1 if ckpt.locates_bytes else _HEADER_ALONE)
     repeaters, number = _repeaters(ckpt), {name: i for i, name in enumerate(ckpt.files.names)}
+    lengths = set(np.unique(table.byte_length).tolist())
     for name, gaps in unnamed_bytes(ckpt, least).items():
         file, size = ckpt.files[number[name]], int(ckpt.files.size[number[name]])
         total = sum(stop - start for start, stop in gaps)
@@ -63,7 +63,7 @@ def unreferenced_bytes(ckpt: Checkpoint, min_bytes: int = 64) -> Iterator[Findin
                 label=f"{file.name}: bytes {spans}",
             ),
             identity=(file.name,),
-            kind=_kind(table.byte_length, gaps) if file.referenced else "whole file",
+            kind=_kind(lengths, gaps) if file.referenced else "whole file",
             severity=Severity.INFO if rank_of(file.name) in repeaters else None,
             group=("gaps" if file.referenced else "unnamed") + " ".join(fqn for _, fqn in lost),
             why=_LOST_ENTRY if lost else "",
@@ -134,9 +134,9 @@ def _repeaters(ckpt: Checkpoint) -> set[int]:
     return {rank for duplicate in duplicates(plans) for rank in duplicate.ranks}
 
 
-def _kind(lengths: IntArray, gaps: Sequence[tuple[int, int]]) -> str:
+def _kind(lengths: Set[int], gaps: Sequence[tuple[int, int]]) -> str:
     """Whether each gap is as long as some record, so that only its entry may be lost."""
-    return "records" if np.isin([stop - start for start, stop in gaps], lengths).all() else "inside"
+    return "records" if all(stop - start in lengths for start, stop in gaps) else "inside"
 
 
 def _planned_elsewhere(ckpt: Checkpoint, name: str) -> tuple[Note, ...]:
