@@ -10,12 +10,14 @@ from dataclasses import replace
 from ckptlint.analysis.needs import NEEDS
 from ckptlint.depth import Depth
 from ckptlint.errors import BudgetError, OwnFileError
+from ckptlint.formats.pickles.safe_pickle import paused_gc
 from ckptlint.lint.report import UNREADABLE, CheckpointReport, Diagnostic
 from ckptlint.model import Checkpoint, Problem
 from ckptlint.model.text import printable
 from ckptlint.rule import CEILING, NotApplicable, Rule, Severity
 
 
+@paused_gc()
 def run_rules(ckpt: Checkpoint, rules: Iterable[Rule], depth: Depth) -> CheckpointReport:
     """What the rules make of one checkpoint, at the depth that was read."""
     report = CheckpointReport(ckpt)
