@@ -18,11 +18,17 @@ from ckptlint.model.layout import BoolArray, Box, IntArray
 from ckptlint.model.text import listed, plural
 from ckptlint.rule import Finding, Location, Severity, given, rule
 from ckptlint.seals.verify import compare_with_seal, misfit
+from ckptlint.vocabulary.dtypes import ITEM_BITS
 from ckptlint.vocabulary.keys import is_adapter
 
 _BY_DESIGN = ("mask", "scale", "rotary", "rope", "freq", "zero", "buffer")
 _LEAST_ELEMENTS = 64
 _TOKENS = 128
+_HALF_PAGE = 2048  # bytes: a page of 4 KiB that was lost may lie across two weights
+_WITNESSES = 3
+_FEW_ZEROS = 0.001  # share of the values, of weights that are not pruned
+_MORE = 16  # times the share of zeros in any other
+_MOST_TORN = 2  # weights that one lost stretch of a file runs through
 _SHOWN = 3
 _WHOLE = "every weight in this file is zeros"
 _HINT = "copy the file again from where it was written, or compare the values with those of an earlier step"
@@ -53,16 +59,18 @@ def constant_weight(ckpt: Checkpoint) -> Iterator[Finding]:
     What it checks:
         No weight matrix is all zeros, or one value, while at least as many of the same name in other layers or experts
         are not; and no chunk is all zeros while the tensor's others are not, unless most weights like it have zeros
-        there too. Biases, norms, adapters, masks, scales, fewer than 64 elements and the padding rows of embeddings are
-        left out. It is a warning for a whole weight outside of a file of zeros, and for rows of a table. It is only
-        info if it may be meant: iteration 0, no moments or moments of zeros, more than half of the
-        weights constant, only the output projections of a layer (an added layer starts so), an unusual part of the
-        first or last layer, or fewer than 128 rows of a table, whose tokens may never have occurred.
+        there too. No weight holds as many zeros as fill half a page (2 KiB) while three or more of the same name have
+        next to none. Biases, norms, adapters, masks, scales, fewer than 64 elements and the padding rows of embeddings
+        are left out. It is a warning for a whole weight outside of a file of zeros, for pages, and for rows of a table.
+        It is only info if it may be meant: iteration 0, no moments or moments of zeros, more than half of the weights
+        constant, more than two weights with pages of zeros (pruned ones), only the output projections of a layer (an
+        added layer starts so), an unusual part of the first or last layer, or fewer than 128 rows of a table, whose
+        tokens may never have occurred.
     Why it matters:
         The layer, expert or shard does nothing after a load, and no checksum shows it: the record is whole.
     Usual causes:
-        Somebody uploaded zeros, a rank saved before it had loaded or received its weights, or a parameter left the meta
-        device and was never initialised.
+        Somebody uploaded zeros, pages of the file never reached the disk (a crash, a copy cut short), a rank saved
+        before it had loaded or received its weights, or a parameter left the meta device and was never initialised.
     How to fix:
         Go back to a step where the weight has values, or copy the file again.
     See:
@@ -73,7 +81,8 @@ def constant_weight(ckpt: Checkpoint) -> Iterator[Finding]:
     is_read[[damage.record for damage in payload.damages if damage.record >= 0]] = False  # PAY012 reports it
     different = {} if misfit(ckpt) else compare_with_seal(ckpt).different  # LIV302 reports it
     weights = [param for param in inventory_of(ckpt).params if _is_judged(param) and param.tensor.fqn not in different]
-    if not any((payload.one_value & is_read)[_records(param, _live(param))].any() for param in weights):
+    is_odd = is_read & (payload.one_value | (payload.zeros >= _HALF_PAGE // 8))
+    if not any(is_odd[_records(param, _live(param))].any() for param in weights):
         return
     groups = [
         [part for param in members for part in _parts(payload, is_read, param)]
@@ -84,6 +93,9 @@ def constant_weight(ckpt: Checkpoint) -> Iterator[Finding]:
     for parts in groups:
         yield from _constant(ckpt, payload, parts, added, dead)
         yield from _zero_chunks(ckpt, payload, is_read, parts, dead)
+    torn = [item for parts in groups for item in _with_pages(payload, is_read, parts)]
+    for part, zeros, usual in torn:
+        yield _page(ckpt, payload, part, zeros, usual, len(torn))
 
 
 def _is_judged(param: Param) -> bool:
@@ -299,6 +311,41 @@ def _chunks(
     is_sure = not doubt and (whole or (part.param.key.block and len(parts) > 1))
     confidence = "certain" if is_sure else finding.confidence
     return replace(finding, at=at, confidence=confidence, inferred_from="the other chunks of the tensor")
+
+
+# ---------------------------------------------------------------- pages
+
+
+def _with_pages(payload: PayloadTable, is_read: BoolArray, parts: Sequence[_Part]) -> list[tuple[_Part, int, float]]:
+    """The few weights with half a page of zeros among other values; how many, and the largest share in the others."""
+    mixed = [part for part in parts if part.value < 0]
+    zeros, volume = np.zeros(len(mixed), np.int64), np.zeros(len(mixed))
+    for number, part in enumerate(mixed):
+        records = _records(part.param, part.rows)
+        zeros[number] = payload.zeros[records[is_read[records] & ~payload.one_value[records]]].sum()
+        volume[number] = part.param.tensor.layout.sizes[part.rows].prod(axis=1).sum()
+    items = np.array([ITEM_BITS[part.param.tensor.dtype] for part in mixed]) // 8
+    is_torn, share = zeros * items >= _HALF_PAGE, zeros / volume
+    others = share[~is_torn]
+    if not is_torn.any() or len(others) < max(_WITNESSES, int(is_torn.sum())):
+        return []
+    usual = float(others.max())
+    if usual > _FEW_ZEROS or share[is_torn].min() < _MORE * usual:
+        return []
+    return [(mixed[number], int(zeros[number]), usual) for number in np.flatnonzero(is_torn).tolist()]
+
+
+def _page(ckpt: Checkpoint, payload: PayloadTable, part: _Part, zeros: int, usual: float, count: int) -> Finding:
+    box = _span(part)
+    doubt = _doubt(ckpt, payload, [part], part, part.rows)
+    if not doubt and count > _MOST_TORN:
+        doubt = f"so do {count - 1:,} weights of other names or layers: they may be pruned"
+    message = f"{zeros:,} of {box.volume:,} values{{of}} are 0; other weights of this name have next to none"
+    notes = (("others", f"{usual:.2%} of their values are 0 at most"), ("file", ""), ("doubt", doubt))
+    return _finding(ckpt, part.param, part.rows, message, box, notes)
+
+
+# ---------------------------------------------------------------- both
 
 
 def _files(ckpt: Checkpoint, param: Param, rows: IntArray) -> set[int]:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from support import codes, examples, found, run_python
 
 import ckptlint
@@ -162,6 +163,38 @@ def told(report: Any) -> list[tuple[str, str]]:
     """Severity and sentence of what PAY015 found; it is all that was found."""
     assert codes(report) <= {"PAY015"}, found(report)
     return [(level, text) for _, level, text in found(report)]
+
+
+@pytest.fixture
+def wide(tmp_path: Path) -> Path:
+    """A safetensors file with weights of five layers, each of several pages."""
+    made = torch.Generator().manual_seed(0)
+    names = [f"model.layers.{i}.{name}_proj.weight" for i in range(5) for name in ("self_attn.q", "mlp.up", "mlp.down")]
+    state = {name: torch.randn(64, 96, generator=made).to(torch.bfloat16) for name in names}
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    return tmp_path / "model.safetensors"
+
+
+@pytest.mark.parametrize(("pages", "hit"), [((5,), 1), ((8, 9, 10), 2), ((40, 41), 1)])
+def test_pages_that_never_reached_the_disk(wide: Path, pages: tuple[int, ...], hit: int) -> None:
+    assert told(ckptlint.check(wide, depth="data")) == []
+    data = bytearray(wide.read_bytes())
+    for page in pages:
+        data[page * 4096 : (page + 1) * 4096] = bytes(4096)
+    wide.write_bytes(data)
+    said = told(ckptlint.check(wide, depth="data"))
+    assert [level for level, _ in said] == ["warning"] * hit
+    assert all("other weights of this name have next to none" in text for _, text in said)
+
+
+@pytest.mark.parametrize(("layers", "level"), [((2,), ["info"] * 3), (range(5), [])])
+def test_rows_that_were_pruned(wide: Path, layers: Any, level: list[str]) -> None:
+    state = load_file(wide)
+    for name, weight in state.items():
+        if any(f".{layer}." in name for layer in layers):
+            weight[20:50] = 0
+    save_file(state, wide, {"format": "pt"})
+    assert [level for level, _ in told(ckptlint.check(wide, depth="data"))] == level
 
 
 def test_a_weight_of_zeros_in_a_dcp_save(tmp_path: Path) -> None:
