@@ -341,7 +341,8 @@ def _page(ckpt: Checkpoint, payload: PayloadTable, part: _Part, zeros: int, usua
     if not doubt and count > _MOST_TORN:
         doubt = f"so do {count - 1:,} weights of other names or layers: they may be pruned"
     message = f"{zeros:,} of {box.volume:,} values{{of}} are 0; other weights of this name have next to none"
-    notes = (("others", f"{usual:.2%} of their values are 0 at most"), ("file", ""), ("doubt", doubt))
+    others = f"at most {usual:.2g} of their values are 0" if usual else "none of their values is 0"
+    notes = (("others", others), ("file", ""), ("doubt", doubt))
     return _finding(ckpt, part.param, part.rows, message, box, notes)
 
 
