@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import sys
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
 _LEAST_MEMORY = 192 * 1024**2
 """Bytes of address space; where numpy gets less to load, OpenBLAS ends the process with exit 1."""
+_NEW_OBJECTS = 20_000
+"""How many there are before the next search for garbage; modules make more than that, and none of it is garbage."""
 
 
 def main() -> None:
@@ -23,10 +26,10 @@ def main() -> None:
         print(f"ckptlint, version {__version__}")  # noqa: T201  nothing where stdout is closed
         return
     _open_standard_streams()
-    if (limit := _memory_limit()) is not None:
-        if limit < _LEAST_MEMORY:
-            _stop(f"`ulimit -v` leaves {limit // 1024**2} MiB of memory, {_LEAST_MEMORY // 1024**2} MiB are needed")
-        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # each thread of numpy's would take its share
+    if (limit := _memory_limit()) is not None and limit < _LEAST_MEMORY:
+        _stop(f"`ulimit -v` leaves {limit // 1024**2} MiB of memory, {_LEAST_MEMORY // 1024**2} MiB are needed")
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # each thread of numpy's takes memory, and waits in a loop
+    gc.set_threshold(_NEW_OBJECTS)
     try:
         from ckptlint.commands.main import main as run
 

@@ -53,6 +53,16 @@ def _init(own: tuple[Field[Any], ...], frozen: bool, is_followed: bool) -> Any:
     return known["__init__"]
 
 
+def _late_init(made: Any, own: tuple[Field[Any], ...], frozen: bool) -> Any:
+    """What compiles `__init__` in its own place for the first object: of most classes a check makes none."""
+
+    def first(self: Any, *values: Any, **named: Any) -> None:
+        made.__init__ = _init(own, frozen, hasattr(made, "__post_init__"))
+        made.__init__(self, *values, **named)
+
+    return first
+
+
 if TYPE_CHECKING:
     from dataclasses import dataclass as dataclass
 else:
@@ -68,7 +78,7 @@ else:
             cls.__doc__ = cls.__doc__ or cls.__name__  # else its signature is worked out, to stand there
             made = _with_fields(init=False, repr=False, eq=False, match_args=False, slots=slots)(cls)
             own = fields(made)
-            methods = {"__init__": _init(own, frozen, hasattr(made, "__post_init__"))}
+            methods = {"__init__": _late_init(made, own, frozen)}
             if repr:
                 methods["__repr__"] = _repr
             if frozen:
