@@ -2,8 +2,9 @@
 
 Each kind of input grows one dimension, all else stays: tensors, chunks of one tensor, files, objects, findings, groups,
 layers, experts, storage entries of one file. Every rule and the reading is measured in processor time at two sizes, and
-the exponent between them is printed where the larger one takes long enough to tell. What seems to grow too fast is
-measured again, twice at most, and the shortest time of each size counts: a neighbour on the machine slows one of them.
+the exponent between them is printed where the larger one takes long enough to tell. A neighbour on the machine may slow
+one of them by half: each time is divided by that of work that is always the same, just before and after it. What seems
+to grow too fast is measured again, twice at most, and the shortest time of each size counts.
 
 With --tilings it is hard tilings instead (`irregular.py`), of 30,000 and 100,000 chunks in 1 to 8 dims; with --files
 the whole command on a folder of N payload files: processor time, and memory of its processes together, in which what
@@ -290,8 +291,15 @@ KINDS = {
 # ---------------------------------------------------------------- measuring
 
 
+def pace() -> float:
+    """Processor seconds of work that is always the same: how fast the machine is just now."""
+    started = time.process_time()
+    sorted({str(number): number for number in range(20_000)})
+    return time.process_time() - started
+
+
 def measured(folder: Path) -> dict[str, float]:
-    """Processor seconds of the reading, of every rule and of the text, in this process."""
+    """Processor time of the reading, of every rule and of the text, in this process, in paces; and the least pace."""
     from ckptlint.depth import Depth
     from ckptlint.lint.engine import run_rules
     from ckptlint.lint.registry import load_rules
@@ -299,17 +307,24 @@ def measured(folder: Path) -> dict[str, float]:
     from ckptlint.loaders.discover import find
 
     taken: dict[str, float] = {}
+    paces = [pace()]
+
+    def note(name: str, seconds: float) -> None:
+        paces.append(pace())
+        taken[name] = seconds * 2 / (paces[-2] + paces[-1])
+
     started = time.process_time()
     ckpt = read_checkpoint(find(str(folder))[0])
-    taken["reading"] = time.process_time() - started
+    note("reading", time.process_time() - started)
     for one in load_rules():
         started = time.process_time()
         report = run_rules(ckpt, [one], Depth.FILES)
-        taken[one.code] = time.process_time() - started
+        note(one.code, time.process_time() - started)
         started = time.process_time()
         for item in report.diagnostics[:64]:
             item.all_notes()
-        taken[f"{one.code} notes"] = time.process_time() - started
+        note(f"{one.code} notes", time.process_time() - started)
+    taken["pace"] = min(paces)
     taken["peak MB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     return taken
 
@@ -320,11 +335,12 @@ def in_child(folder: Path) -> dict[str, float]:
         [sys.executable, __file__, "--measure", str(folder)], check=True, stdout=subprocess.PIPE, text=True
     )
     taken: dict[str, float] = json.loads(found.stdout)
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    pace_before, before = pace(), resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [sys.executable, "-m", "ckptlint", "check", str(folder), "--isolated", "--exit-zero"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    taken["whole command"] = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    taken["whole command"] = seconds * 2 / (pace_before + pace())
     return taken
 
 
@@ -337,7 +353,8 @@ def grow(kind: str, small: int, factor: int, folder: Path) -> list[str]:
         )
     fasts, slows = map(in_child, places)
     for _ in range(_AGAIN):
-        long = [name for name, slow in slows.items() if slow >= LONG and name != "peak MB"]
+        unit = min(fasts["pace"], slows["pace"])
+        long = [name for name, slow in slows.items() if slow * unit >= LONG and name not in ("peak MB", "pace")]
         if all(_exponent(fasts[name], slows[name], factor) <= MOST_EXPONENT for name in long):
             break
         again = [in_child(place) for place in places]
@@ -345,12 +362,12 @@ def grow(kind: str, small: int, factor: int, folder: Path) -> list[str]:
     for place in places:
         shutil.rmtree(place)
     steep = []
-    peak = slows.pop("peak MB")
+    peak, unit = slows.pop("peak MB"), min(fasts["pace"], slows.pop("pace"))  # seconds at the best pace of all
     for name, slow in slows.items():
-        if slow < LONG:
+        if slow * unit < LONG:
             continue
         fast, exponent = fasts[name], _exponent(fasts[name], slow, factor)
-        print(f"| {kind} | {name} | {fast:.2f} | {slow:.2f} | {exponent:.2f} | {peak:.0f} |", flush=True)
+        print(f"| {kind} | {name} | {fast * unit:.2f} | {slow * unit:.2f} | {exponent:.2f} | {peak:.0f} |", flush=True)
         if exponent > MOST_EXPONENT:
             steep.append(f"{kind}: {name} {exponent:.2f}")
     return steep
