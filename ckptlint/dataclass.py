@@ -56,11 +56,11 @@ def _init(own: tuple[Field[Any], ...], frozen: bool, is_followed: bool) -> Any:
 def _late_init(made: Any, own: tuple[Field[Any], ...], frozen: bool) -> Any:
     """What compiles `__init__` in its own place for the first object: of most classes a check makes none."""
 
-    def first(self: Any, *values: Any, **named: Any) -> None:
+    def __init__(self: Any, *values: Any, **named: Any) -> None:  # noqa: N807  the name that it stands in for
         made.__init__ = _init(own, frozen, hasattr(made, "__post_init__"))
         made.__init__(self, *values, **named)
 
-    return first
+    return __init__
 
 
 if TYPE_CHECKING:
