@@ -37,7 +37,7 @@ def _init(own: tuple[Field[Any], ...], frozen: bool, is_followed: bool) -> Any:
         name = value = item.name
         known[f"_default_{name}"] = item.default if item.default is not MISSING else item.default_factory
         if item.default is not MISSING:
-            argument = f"{name}=_default_{name}"
+            argument, value = f"{name}=_default_{name}", name if item.init else f"_default_{name}"
         elif item.default_factory is MISSING:
             argument = name
         else:

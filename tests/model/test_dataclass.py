@@ -31,6 +31,7 @@ def both(**options: Any) -> tuple[type, type]:
             names: list[str] = dataclasses.field(default_factory=list, repr=False)
             y: float = 1.5
             seen: dict[str, int] = dataclasses.field(default_factory=dict, init=False, compare=False)
+            turns: int = dataclasses.field(default=0, init=False)
             label: str = dataclasses.field(default="", kw_only=True)
 
             def total(self) -> float:
@@ -64,7 +65,7 @@ def test_the_same_as_the_library(options: dict[str, Any]) -> None:
                 one.total(),
                 kind(3).names,
                 kind(3).names is kind(3).names,
-                one.seen,
+                (one.seen, one.turns),
                 dataclasses.asdict(one),
                 dataclasses.astuple(dataclasses.replace(one, x=7)),
                 outcome(lambda one=one: dataclasses.replace(one, seen={})),
