@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import field
+from dataclasses import field, fields, replace
 from enum import IntEnum
+from importlib import import_module
 from typing import Literal, TypeVar
 
 from ckptlint.dataclass import dataclass
@@ -144,6 +145,13 @@ class Finding:
     of_run: bool = False
     told_by: str = ""
 
+    def __reduce__(self) -> tuple[Callable[..., Finding], tuple[object, ...]]:
+        """With the lines that cost time made: a function made on the way cannot travel."""
+        state = {item.name: getattr(self, item.name) for item in fields(self)} | {"explain": None}
+        if self.explain is not None:
+            state["notes"] = (*self.notes, *self.explain())
+        return Finding, tuple(state.values())
+
     @classmethod
     def of_problem(cls, problem: Problem) -> Finding:
         """All that a loader says of a problem; `dataclasses.replace` changes what a rule knows better."""
@@ -204,6 +212,10 @@ class Rule:
     after: After = ""
     values: Mapping[str, Option] = field(default_factory=dict)
 
+    def __reduce__(self) -> tuple[Callable[..., Rule], tuple[object, ...]]:
+        """As the rule of its module, with the severity and options in force: its function is not found by name."""
+        return _rule_of, (self.check.__module__, self.check.__qualname__, self.severity, {**self.values})
+
     @property
     def summary(self) -> str:
         """The first line of the docstring."""
@@ -220,6 +232,11 @@ class Rule:
         page = inspect.getdoc(self.check) or ""
         match = re.search(rf"^{heading}:\n((?:[ ]+.*\n?|\n)+)", page, re.MULTILINE)
         return " ".join(match[1].split()) if match else ""
+
+
+def _rule_of(module: str, name: str, severity: Severity, values: Mapping[str, Option]) -> Rule:
+    made: Rule = getattr(import_module(module), name)
+    return replace(made, severity=severity, values=values)
 
 
 def rule(

@@ -88,7 +88,7 @@ class LiveError(CheckpointError):
         return CheckpointError, (str(self),)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Live:
     """Live mode of one job, or of one rank of a test.
 
@@ -106,6 +106,13 @@ class Live:
     memory: protocol.Memory = field(default_factory=protocol.Memory)
     keys: dict[str, int] = field(default_factory=dict)
     _first: int = field(default=0, init=False)  # the lowest rank that came to the last check: it prints
+
+    def __repr__(self) -> str:
+        return f"<Live: {self.refusal or 'on, ' + plural(self.group.world, 'rank')}>"
+
+    def __reduce__(self) -> tuple[Callable[[], Live], tuple[()]]:
+        """A copy is the live mode of the process that it is made in: a process group cannot travel."""
+        return installed, ()
 
     def check(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import field
 from functools import cached_property
 from typing import Any, Literal
@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptlint.dataclass import dataclass
+from ckptlint.model.facts import Facts
 from ckptlint.model.files import FileTable
 from ckptlint.model.lost_files import LostFiles
 from ckptlint.model.payload import PayloadTable
@@ -292,7 +293,7 @@ class Checkpoint:
     rank_files: RankFileSet | None = None
     storages: StorageTable | None = None
     rank_findings: tuple[RankFinding, ...] = ()
-    facts: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
+    facts: Facts = field(default_factory=Facts, init=False, repr=False)
 
     def __repr__(self) -> str:
         """One line: findings hold their checkpoint, and a traceback or a failed assertion prints every one of them."""

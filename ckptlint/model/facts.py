@@ -7,11 +7,18 @@ from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 
+class Facts(dict[Hashable, Any]):
+    """What was worked out about an object; a copy or a pickle of it works it out anew."""
+
+    def __reduce__(self) -> tuple[type[Facts], tuple[()]]:
+        return Facts, ()
+
+
 class HasFacts(Protocol):
     """An object that keeps what was worked out about it."""
 
     @property
-    def facts(self) -> dict[Hashable, Any]:
+    def facts(self) -> Facts:
         """(function, further arguments) -> its result."""
 
 

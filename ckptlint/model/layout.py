@@ -6,11 +6,9 @@ of a few sorts; only what fails is searched for its holes and overlaps (`cover`)
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import field
 from functools import cached_property
 from math import prod
-from typing import Any
 
 import numpy as np
 
@@ -19,6 +17,7 @@ from ckptlint.model.cover import BoolArray as BoolArray
 from ckptlint.model.cover import Budget, Span, cover
 from ckptlint.model.cover import IntArray as IntArray
 from ckptlint.model.cover import distinct as distinct
+from ckptlint.model.facts import Facts
 
 COORDINATE_LIMIT = 2**62
 """Offsets and sizes beyond this are refused by the loaders, so that a sum of two never overflows int64."""
@@ -102,7 +101,7 @@ class ChunkLayout:
     offsets: IntArray
     sizes: IntArray
     budget: Budget = field(default_factory=Budget, repr=False)
-    facts: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
+    facts: Facts = field(default_factory=Facts, init=False, repr=False)
 
     def box(self, row: int) -> Box:
         """Chunk `row` as a box, not clipped."""

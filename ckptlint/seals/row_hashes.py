@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator
-from dataclasses import field
+from dataclasses import field, fields
 from functools import lru_cache
 from math import prod
 from threading import Lock, local
@@ -125,6 +125,15 @@ class RowHashes:
         slices, rows, columns = matrix(self.shape)
         self.rows = np.zeros(slices * rows, np.uint64)
         self.columns = np.zeros((slices, columns) if self.by_columns and len(self.shape) > 1 else (0, 0), np.uint64)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but the lock, which cannot travel."""
+        return {item.name: getattr(self, item.name) for item in fields(self) if item.name != "lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.lock = Lock()
+        for name, value in state.items():
+            setattr(self, name, value)
 
     @property
     def is_whole(self) -> bool:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import copy
 from functools import cached_property, partial
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ckptlint.errors import AccessError, LimitError
 from ckptlint.model import FILE_STATES, FileState
+from ckptlint.model.facts import Facts
 from ckptlint.model.layout import IntArray
 from ckptlint.model.text import printable
 from ckptlint.storage.listing import Listing
@@ -69,9 +70,9 @@ class Folder(ABC):
         return view.display
 
     @cached_property
-    def facts(self) -> dict[Hashable, Any]:
+    def facts(self) -> Facts:
         """What was worked out about it (`fact`)."""
-        return {}
+        return Facts()
 
     def without(self, hidden: Collection[str], part: str) -> Folder:
         """The same folder with some files out of view, to judge by itself what else is there.
