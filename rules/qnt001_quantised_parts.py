@@ -102,7 +102,8 @@ def _name(found: Quantisation, scheme: Scheme, part: Part) -> str:
     """How the weights of a scheme call a part here."""
     used = next((one for one in found.weights if one.scheme is scheme and part in one.parts), None)
     if used is None:
-        return listed([leaf_of(part, number) for number in range(len(part.names))], "or")
+        said = [leaf_of(part, number) for number, name in enumerate(part.names) if name not in part.common]
+        return listed(said, "or")
     return leaf_of(part, [named(name, used.weight) for name in part.names].index(used.parts[part].fqn))
 
 

@@ -16,7 +16,7 @@ from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.facts import fact
 from ckptlint.vocabulary.config_fields import QUANTISATION
 from ckptlint.vocabulary.dtypes import FLOATS, ITEM_BITS
-from ckptlint.vocabulary.keys import role
+from ckptlint.vocabulary.keys import parse, role
 from ckptlint.vocabulary.schemes import Part, Scheme, named, quantised_weight, quantised_weights, schemes, weight_of
 
 WIDE = frozenset(dtype for dtype in FLOATS if ITEM_BITS[dtype] > 8)
@@ -120,7 +120,7 @@ def quantisation(ckpt: Checkpoint) -> Quantisation:
     known = frozenset(complete) | frozenset(expected)
     used = {named(name, one.weight) for one in weights for part in one.scheme.parts for name in part.names}
     used |= {one.codes.fqn for one in weights}
-    return Quantisation(declared, weights, known, _alone(ckpt, known, used))
+    return Quantisation(declared, weights, known, _alone(ckpt, known, used, {role(one.weight) for one in weights}))
 
 
 def _rank(one: QuantisedWeight) -> int:
@@ -154,7 +154,8 @@ def _stored(ckpt: Checkpoint, part: Part, weight: str) -> Tensor | None:
     """A part of a weight, where it has a dtype that it may have."""
     for name in part.names:
         tensor = ckpt.tensors.get(named(name, weight))
-        if tensor is not None and (not part.dtypes or tensor.dtype in part.dtypes):
+        dtypes = part.common.get(name, part.dtypes)
+        if tensor is not None and (not dtypes or tensor.dtype in dtypes):
             return tensor
     return None
 
@@ -163,21 +164,51 @@ def stored_otherwise(ckpt: Checkpoint, part: Part, one: QuantisedWeight) -> Tens
     """What is stored under the name of a part of a weight, in a dtype that no such part has."""
     if part in one.parts:
         return None
-    return next((ckpt.tensors[key] for name in part.names if (key := named(name, one.weight)) in ckpt.tensors), None)
+    keys = (named(name, one.weight) for name in part.names if name not in part.common)
+    return next((ckpt.tensors[key] for key in keys if key in ckpt.tensors), None)
 
 
-def _alone(ckpt: Checkpoint, known: frozenset[Scheme], used: set[str]) -> Mapping[Scheme, dict[str, str]]:
-    """Parts that nothing has but a weight of a known scheme, whose codes are not stored."""
+def _alone(
+    ckpt: Checkpoint, known: frozenset[Scheme], used: set[str], roles: set[str]
+) -> Mapping[Scheme, dict[str, str]]:
+    """Parts that nothing has but a weight of a known scheme, whose codes are not stored.
+
+    Args:
+        used: the keys of weights and of their parts.
+        roles: of the weights that are stored quantised.
+    """
     found: dict[Scheme, dict[str, str]] = defaultdict(dict)
-    needed = [(s, name) for s in sorted(known, key=lambda s: s.name) for p in s.parts if p.needed for name in p.names]
-    for key in ckpt.tensors:
-        if key in used or not quantised_weight(key):
+    needed = [
+        (scheme, part, name)
+        for scheme in sorted(known, key=lambda scheme: scheme.name)
+        for part in scheme.parts
+        if part.needed
+        for name in part.names
+    ]
+    for key, tensor in ckpt.tensors.items():
+        if key in used:
             continue
-        for scheme, name in needed:
-            if (weight := weight_of(key, name)) and not quantised_weight(weight):
+        for scheme, part, name in needed:
+            weight = weight_of(key, name)
+            if not weight or quantised_weight(weight):
+                continue
+            if tensor.dtype not in part.common.get(name, (tensor.dtype,)):
+                continue
+            if role(weight) in roles or _is_of_a_weight(tensor, weight, scheme):
                 found[scheme][key] = weight
                 break
     return found
+
+
+def _is_of_a_weight(scale: Tensor, weight: str, scheme: Scheme) -> bool:
+    """Whether what a scale belongs to by its name is a weight.
+
+    An attention layer has scales of its KV cache, which are called `k_scale` as if there were a weight `k`
+    (compressed-tensors, Quark, ModelOpt, vLLM). They are one number, or one for each head; a cache is of no expert.
+    """
+    if scheme.weight != _BARE or weight.endswith("weight") or parse(weight).in_experts:
+        return True
+    return sum(size > 1 for size in scale.global_shape) > 1
 
 
 # ---------------------------------------------------------------- shapes

@@ -23,6 +23,7 @@ class Part:
 
     Attributes:
         names: templates of its key, of which one is stored.
+        common: those of them that other tensors have, too -> the dtypes in which they are this part.
         needed: whether no weight does without it.
         declared: what a configuration says of all weights that have it, and of none without it; values as text.
         uniform: whether the weights of one role all have it, or none.
@@ -31,6 +32,7 @@ class Part:
     """
 
     names: tuple[str, ...]
+    common: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     needed: bool = False
     uniform: bool = False
     declared: Mapping[str, str] = field(default_factory=dict)
@@ -111,7 +113,7 @@ def leaf_of(part: Part, number: int = 0) -> str:
 @cache
 def _templates() -> tuple[tuple[str, ...], dict[str, tuple[str, ...]]]:
     """The ends of all names but a weight's own, and end -> templates."""
-    every = {name for scheme in schemes() for part in scheme.parts for name in part.names}
+    every = {name for scheme in schemes() for part in scheme.parts for name in part.names if name not in part.common}
     every |= {scheme.weight for scheme in schemes()} - {"{weight}"}
     tails: dict[str, tuple[str, ...]] = {}
     for template in sorted(every):
