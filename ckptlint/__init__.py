@@ -75,7 +75,8 @@ def check(
     Args:
         depth: `metadata`; `files`, the default, to look at payload files too; `headers` to open their records; `data`
             to read all of them.
-        select: codes, names or prefixes of the rules to run; all by default.
+        select: codes, names or prefixes of the rules to run; all by default. Here and elsewhere one text stands for
+            a list of one.
         ignore: the same, to leave out.
         severity: code or name -> `error`, `warning` or `info`.
         fail_on: the lowest severity that makes `Report.exit_code` 1; `error` by default.
@@ -95,12 +96,13 @@ def check(
     from ckptlint.lint.request import Request
     from ckptlint.lint.run import run
     from ckptlint.lint.settings_file import Settings, read_settings
+    from ckptlint.model.text import texts
 
     checked = [fspath(path) for path in paths]
     options = {
         "depth": depth,
-        "select": [*select],
-        "ignore": [*ignore],
+        "select": texts(select),
+        "ignore": texts(ignore),
         "severity": None if severity is None else [f"{rule}={level}" for rule, level in severity.items()],
         "fail-on": fail_on,
         "all-steps": all_steps,
@@ -174,13 +176,14 @@ def latest(
         NothingToCheckError, UnknownLayoutError, AccessError: no step is there, or the folder could not be listed.
     """
     from ckptlint.lint.steps import newest_good, runs_at
+    from ckptlint.model.text import texts
 
     request, judge, compare = _judging(run, depth, select, ignore, fail_on, config)
     runs = runs_at(str(run))
     if len(runs) > 1:
         raise ConfigError(f"{run} holds {len(runs)} runs: name one of them ({', '.join(path for path, _ in runs)})")
     ((path, folder),) = runs
-    return newest_good(folder, path, judge, tuple(require), before, compare, request.depth)
+    return newest_good(folder, path, judge, texts(require), before, compare, request.depth)
 
 
 def _judging(
@@ -198,9 +201,10 @@ def _judging(
     from ckptlint.lint.run import compared_with_before
     from ckptlint.lint.run import run as report_on
     from ckptlint.lint.settings_file import Settings, read_settings
+    from ckptlint.model.text import texts
 
     place = str(run)
-    options = {"depth": depth, "select": [*select], "ignore": [*ignore], "fail-on": fail_on}
+    options = {"depth": depth, "select": texts(select), "ignore": texts(ignore), "fail-on": fail_on}
     settings = Settings() if config is None else read_settings(str(config), [place])
     request = Request.of(options, settings, [place])
     return request, lambda step: report_on(request.only(step)), partial(compared_with_before, request)
@@ -263,6 +267,7 @@ def plan(
     from ckptlint.loaders.checkpoint import open_checkpoint
     from ckptlint.loaders.discover import find
     from ckptlint.loaders.reference import obstacle
+    from ckptlint.model.text import texts
     from ckptlint.planning.ask import PlanRequest, make_plan
 
     found = find(str(path))
@@ -271,7 +276,7 @@ def plan(
     ckpt = open_checkpoint(found[0])
     if why := obstacle(ckpt):
         raise CheckpointError(why)
-    asked = PlanRequest(to, world, mesh, nodes, ranks_per_node, from_nodes, give_up, megatron, timeout)
+    asked = PlanRequest(to, world, mesh, nodes, ranks_per_node, from_nodes, texts(give_up), megatron, timeout)
     return make_plan(ckpt, asked)
 
 
@@ -302,13 +307,14 @@ def diff(
         AccessError: the operating system refused a read.
     """
     from ckptlint.comparing.sides import by_place, open_side
+    from ckptlint.model.text import texts
 
     sides = [open_side(str(path), files=values) for path in (old, new)]
     if values:
         from ckptlint.comparing.values import compared_values
 
         merged = open_side(str(adapter), files=True) if adapter is not None else ()
-        return compared_values(sides[0], sides[1], tuple(select), tuple(ignore), merged)
+        return compared_values(sides[0], sides[1], texts(select), texts(ignore), merged)
     from ckptlint.comparing.differences import differences
 
     return differences(by_place(sides[0]), by_place(sides[1]), layout)

@@ -1,4 +1,4 @@
-"""LIV101 to LIV110: what a rank finds wrong in its own state before a save."""
+"""LIV101 to LIV111: what a rank finds wrong in its own state before a save."""
 
 from __future__ import annotations
 
@@ -190,5 +190,24 @@ def fragmentation_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
         Make the tensor with ShardedTensor.from_rank_offsets.
     See:
         megatron.core.dist_checkpointing.mapping.ShardedTensor
+    """
+    yield from reported(ckpt)
+
+
+@rule("LIV111", "freed-memory", Severity.ERROR, live=True)
+def freed_memory(ckpt: Checkpoint) -> Iterator[Finding]:
+    """A tensor has no memory any more.
+
+    What it checks:
+        The storage of each tensor has room for its elements. ckptlint does not read a tensor whose storage has not.
+    Why it matters:
+        A save that reads such a tensor ends the process, or writes a file that no load accepts.
+    Usual causes:
+        The state holds parameters themselves while FSDP1 has freed them (`untyped_storage().resize_(0)`), or a buffer
+        that was moved to another place.
+    How to fix:
+        Save what `state_dict()` of the model returns under its state dict type, which gathers the parameters first.
+    See:
+        torch.distributed.fsdp._flat_param
     """
     yield from reported(ckpt)

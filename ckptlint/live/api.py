@@ -33,7 +33,7 @@ from ckptlint.live.compare import protocol
 from ckptlint.live.compare.gate import Gate
 from ckptlint.live.compare.group import GroupBroken, RankGroup, Solo, new_torch_group
 from ckptlint.model import RankFinding, RankTable
-from ckptlint.model.text import named_ranks, plural, printable, shape_text
+from ckptlint.model.text import named_ranks, plural, printable, shape_text, texts
 from ckptlint.rule import Severity
 from ckptlint.seals.digests import Words
 
@@ -129,7 +129,7 @@ class Live:
     ) -> Report:
         """As the function of this module; a state that is yet to be made may fail on a rank as any other."""
         name = "" if tag is None else _name_of(tag)
-        patterns = (*UNEQUAL, *ignore)
+        patterns = (*UNEQUAL, *texts(ignore))
         wanted = _expected(expect)
         started = time.monotonic()
         local = self._input(state_dict, name, digest, patterns, wanted, resolve_stateful)
@@ -488,7 +488,7 @@ def _expected(expect: Expect | None) -> dict[str, tuple[Sequence[int] | None, st
             fqn: (None if shape is None else tuple(shape), None if dtype is None else str(dtype).removeprefix("torch."))
             for fqn, (shape, dtype) in sorted(expect.items())
         }
-    return dict.fromkeys(sorted(expect), (None, None))
+    return dict.fromkeys(sorted(texts(expect)), (None, None))
 
 
 def _against(held: Sequence[Any], expect: Mapping[str, Any], rank: int) -> list[RankFinding]:

@@ -24,18 +24,20 @@ from ckptlint.loaders.checkpoint import read_checkpoint
 from ckptlint.loaders.layouts import Found
 from ckptlint.model import RankFinding, Seal, SealEntry
 from ckptlint.model.layout import IntArray
+from ckptlint.model.text import texts
 from ckptlint.rule import Severity
 from ckptlint.seals.digests import ALGORITHM, MASK, Words
 from ckptlint.seals.file import SEAL, metadata_hash, read_seal, write_seal
 from ckptlint.seals.verify import misfit_of
 from ckptlint.storage.local import LocalFolder
 
-_IGNORED, _NO_DIGEST, _NO_MEMORY, _OBJECT = 1, 2, 3, 4
+_IGNORED, _NO_DIGEST, _NO_MEMORY, _OBJECT, _FREED = 1, 2, 3, 4, 5
 _REASONS = {
     _IGNORED: "ignored",
     _NO_DIGEST: "no digest for its dtype or class",
     _NO_MEMORY: "a rank ran out of memory for its digest",
     _OBJECT: "not a tensor on some rank",
+    _FREED: "its memory was freed on some rank",
 }
 _UNLIKE = "a different dtype or shape in the state"
 _OWNERS = "its owners do not hold each element once"
@@ -139,10 +141,10 @@ def _unlike(sums: _Sums, fqn: str, row: int, seed: int) -> str:
     """Why a key that is described by its seed cannot be compared with what the ranks hold; "" when it can."""
     if row < 0:
         return "not in the state"
-    if fqn in sums.torn:
-        return "the ranks disagree on it"
     if sums.reason[row]:
         return _REASONS[int(sums.reason[row])]
+    if fqn in sums.torn:
+        return "the ranks disagree on it"
     return "" if sums.seed[row] == seed else _UNLIKE
 
 
@@ -189,7 +191,7 @@ def prepare_seal(
     if api.is_off():
         return Pending("", step)
     live = api.installed()
-    outcome = _measured(live, state_dict, f"seal {tag}", (*api.UNEQUAL, *ignore), resolve_stateful)
+    outcome = _measured(live, state_dict, f"seal {tag}", (*api.UNEQUAL, *texts(ignore)), resolve_stateful)
     if isinstance(outcome, str):
         return Pending(outcome, step, _is_writer=live.group.rank == 0)
     return Pending("", step, outcome[0], live.group.rank == 0)
@@ -232,7 +234,7 @@ def check_loaded(
         return api.judge_ranks(protocol.no_table(1), "state dict", 0.0)
     live = api.installed()
     name, tag = f"state dict loaded from {path}", f"loaded {path}"
-    outcome = _measured(live, state_dict, tag, (*api.UNEQUAL, *ignore), resolve_stateful)
+    outcome = _measured(live, state_dict, tag, (*api.UNEQUAL, *texts(ignore)), resolve_stateful)
     if isinstance(outcome, str):
         report = api.judge_ranks(
             protocol.no_table(live.group.world, RankFinding(-1, "", "LIV211", outcome, voids="check")), name, 0.0
@@ -322,7 +324,7 @@ def _local(
 def _rows(held: Sequence[Any], seeds: list[int], patterns: Sequence[str]) -> _Rows:
     import torch
 
-    from ckptlint.live.collect.tensor_digest import Chunk, elem_digests
+    from ckptlint.live.collect.tensor_digest import Chunk, elem_digests, freed_bytes
 
     reason = np.zeros(len(held), np.int64)
     digest, count = np.zeros(len(held), np.uint64), np.zeros(len(held), np.int64)
@@ -339,7 +341,8 @@ def _rows(held: Sequence[Any], seeds: list[int], patterns: Sequence[str]) -> _Ro
         digests, known = elem_digests(chunks)
         digest[chosen] = digests.view(np.uint64)
         count[chosen] = [int(np.prod(held[i].sizes, dtype=object)) for i in chosen]
-        reason[chosen] = np.where(known, 0, _NO_DIGEST)
+        freed = [freed_bytes(held[i].data) is not None for i in chosen]
+        reason[chosen] = np.where(known, 0, np.where(freed, _FREED, _NO_DIGEST))
     except torch.OutOfMemoryError:
         reason[chosen] = _NO_MEMORY
     undeclared = np.array([item.replica < 0 for item in held], bool)

@@ -31,6 +31,15 @@ def all_printable(texts: Sequence[str]) -> list[str]:
     return [*texts] if whole.isprintable() and "\\" not in whole else [*map(printable, texts)]
 
 
+def texts(values: Iterable[str]) -> tuple[str, ...]:
+    """The texts of an argument that takes several; a bare text is one, not its letters.
+
+    >>> texts("GEO"), texts(["GEO", "PAY"])
+    (('GEO',), ('GEO', 'PAY'))
+    """
+    return (values,) if isinstance(values, str) else tuple(values)
+
+
 NUMBER = re.compile(r"(?<![^./(_])\d+(?![^./)_,])|(?<=\bweight)\d+$|(?<=\bbias)\d+$")
 _PLAIN_NUMBER = re.compile(r"0|[1-9][0-9]{0,15}")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from support import REAL, broken_rule, run_python
+from support import REAL, broken_rule, codes, run_python
 
 import ckptlint
 from ckptlint.commands import main as cli
@@ -211,3 +211,18 @@ def test_a_list_in_the_place_of_paths_is_a_type_error() -> None:
     """It would be read as the path of a file of that name, and nothing is there."""
     with pytest.raises(TypeError):
         ckptlint.check(["a", "b"])  # type: ignore[arg-type]
+
+
+def test_a_bare_text_is_a_list_of_one() -> None:
+    run = REAL / "frameworks" / "trackers" / "older"
+    assert (
+        codes(ckptlint.check(BAD, ignore="GEO"))
+        == codes(ckptlint.check(BAD, ignore=["GEO"]))
+        != codes(ckptlint.check(BAD))
+    )
+    assert ckptlint.check(BAD, select="PAY004").verdict == "pass"
+    with pytest.raises(ckptlint.ConfigError, match="no part 'nothing'"):
+        ckptlint.latest(run, require="nothing")
+    with pytest.raises(ckptlint.ConfigError, match="nothing"):
+        ckptlint.plan(REAL / "megatron_tp2_pp2", "tp=1", give_up="nothing")
+    assert len(ckptlint.diff(GOOD, GOOD, values=True, select="model.norm.weight").matches) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import pickle
@@ -11,6 +12,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from jobs import Failure, run_ranks
-from support import REPOSITORY
+from support import REPOSITORY, codes
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -454,6 +456,34 @@ def test_check_without_install_and_alone() -> None:
     report = live.check({"w": torch.ones(3), "step": 3})
     assert report.verdict == "pass"
     assert report.checkpoints[0].checkpoint.ranks.keys == 2
+    live.uninstall()
+
+
+def test_freed_memory_is_named_and_not_read(tmp_path: Path) -> None:
+    live.uninstall()
+    state = {"w": torch.ones(300, 200), "v": torch.ones(3), "kept": [torch.ones(2)]}
+    path = tmp_path / "step-1"
+    dcp.save(state, checkpoint_id=path)
+    live.seal(state, path)
+    state["w"].untyped_storage().resize_(0)
+    with pytest.raises(live.LiveError) as caught:
+        live.check(state)
+    assert codes(caught.value.report) == {"LIV111", "LIV213"}
+    assert "w was freed: its storage has 0 bytes, and its elements need 240,000" in str(caught.value)
+    with pytest.raises(live.LiveError) as caught:
+        live.check_loaded(state, path)
+    assert codes(caught.value.report) == {"LIV111", "LIV213"}
+    assert "1 key was not compared with the seal: its memory was freed on some rank" in str(caught.value)
+    seal = live.seal(state, path)
+    assert seal is not None and json.loads(seal.read_text())["skipped"] == {"w": "its memory was freed on some rank"}
+    live.uninstall()
+
+
+def test_a_bare_text_is_a_list_of_one() -> None:
+    live.uninstall()
+    state = {"w": torch.ones(3)}
+    assert live.check(state, expect="w").verdict == "pass"
+    assert not live.prepare_seal(state, ignore="w").problem and live.check(state, ignore="*w").verdict == "pass"
     live.uninstall()
 
 

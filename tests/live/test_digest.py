@@ -257,3 +257,17 @@ def test_scratch_on_the_device_is_bounded() -> None:
             before = torch.cuda.memory_allocated()
             measure()
             assert torch.cuda.max_memory_allocated() - before <= 64 * 2**20
+
+
+@pytest.mark.parametrize("left", [0, 7], ids=["all", "most"])
+@pytest.mark.parametrize("shape", [(), (3,), (40, 1000), (8, 3, 5)], ids=str)
+def test_freed_memory_is_not_read(shape: tuple[int, ...], left: int) -> None:
+    whole, freed = torch.ones(shape, dtype=torch.float64), torch.ones(shape, dtype=torch.float64).T
+    freed.untyped_storage().resize_(left)
+    chunks = [Chunk(value, (0,) * len(shape), tuple(value.shape), tuple(value.shape)) for value in (whole, freed)]
+    for found, known in (word_digests([whole, freed]), elem_digests(chunks)):
+        assert known.tolist() == [True, False] and found[0] and not found[1]
+    assert live_object_digest({"a": [freed]}) is None
+    assert digest.freed_bytes(freed) == (left, 8 * whole.numel()) and digest.freed_bytes(whole) is None
+    for kept in (torch.ones(3).expand(10**12, 3), torch.zeros(0, 4), torch.ones(8)[2::3], torch.eye(3).to_sparse()):
+        assert digest.freed_bytes(kept) is None

@@ -17,6 +17,7 @@ import torch
 from ckptlint.analysis.inventory import MOMENTS, optimizer_parts, split_state
 from ckptlint.dataclass import dataclass
 from ckptlint.live.collect import compat
+from ckptlint.live.collect.tensor_digest import freed_bytes
 from ckptlint.model import RankFinding
 from ckptlint.model.cover import Shape
 from ckptlint.model.layout import Box
@@ -139,7 +140,7 @@ def extract(state_dict: Mapping[Any, Any], *, resolve_stateful: bool = True) -> 
             if items and items[0].writer != "mcore" and (first := paths.setdefault(fqn, path)) is not path:
                 clash = _problem("LIV108", f"two entries have the same key: {_path(first)} and {_path(path)}")
                 items = [item._replace(problems=(*item.problems, clash)) for item in items]
-            held.extend(items)
+            held.extend(map(_with_freed, items))
     return _with_unsharded_states(held)
 
 
@@ -513,6 +514,15 @@ def _problem(code: str, sentence: str, voids: bool = True) -> Flaw:
     if len(encoded := sentence.encode(errors="backslashreplace")) <= _SENTENCE:
         return Flaw(code, encoded.decode(), voids)
     return Flaw(code, encoded[: _SENTENCE - 3].decode(errors="ignore") + "...", voids)
+
+
+def _with_freed(item: HeldChunk) -> HeldChunk:
+    """The same, with LIV111 where its memory was freed."""
+    if not isinstance(item.data, torch.Tensor) or (sizes := freed_bytes(item.data)) is None:
+        return item
+    stored, needed = sizes
+    said = f"the memory{{of}} was freed: its storage has {stored:,} bytes, and its elements need {needed:,}"
+    return item._replace(problems=(*item.problems, _problem("LIV111", said, voids=False)))
 
 
 def _bounds(shape: Shape, offsets: Shape, sizes: Shape) -> tuple[Flaw, ...]:

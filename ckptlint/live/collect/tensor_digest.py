@@ -54,8 +54,8 @@ def word_digests(tensors: Sequence[AnyTensor]) -> tuple[IntArray, BoolArray]:
     zero bytes. Many small tensors share their kernels.
 
     Returns:
-        int64 [n], digests; bool [n], whether there is one: not of packed, quantised and sparse tensors, nor of
-        subclasses that wrap other tensors.
+        int64 [n], digests; bool [n], whether there is one: not of packed, quantised and sparse tensors, of
+        those whose memory was freed, nor of subclasses that wrap other tensors.
 
     Raises:
         torch.OutOfMemoryError: there is no room for the scratch.
@@ -146,15 +146,49 @@ def _bits(tensor: AnyTensor) -> AnyTensor | None:
     import torch
 
     kind = type(tensor)
-    if kind is not torch.Tensor and kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+    if _wraps_others(kind):
         return None
     integer = _integer(tensor.dtype)
-    if integer is None or tensor.layout != torch.strided or tensor.device.type not in _BLOCK:
+    if integer is None or tensor.layout != torch.strided or tensor.device.type not in _BLOCK or freed_bytes(tensor):
         return None
-    tensor = tensor.detach() if kind is torch.Tensor else tensor.detach().as_subclass(torch.Tensor)
+    tensor = _plain(tensor).detach()
     if tensor.is_complex() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).view(integer)
+
+
+def freed_bytes(tensor: AnyTensor) -> tuple[int, int] | None:
+    """The bytes of the storage and those that the elements need, where it has too few: to read them ends the process.
+
+    `untyped_storage().resize_(0)` leaves such tensors, as FSDP1 does with parameters between two uses. None for all
+    others, and for those that have no storage of their own.
+    """
+    import torch
+
+    if tensor.layout != torch.strided or _wraps_others(type(tensor)):
+        return None
+    tensor = _plain(tensor)  # a class may give the shape of the whole tensor as its own
+    if not tensor.numel():
+        return None
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    needed = (tensor.storage_offset() + last + 1) * tensor.element_size()
+    stored = tensor.untyped_storage().nbytes()
+    return (stored, needed) if stored < needed else None
+
+
+def _plain(tensor: AnyTensor) -> AnyTensor:
+    """The tensor without what a subclass of it overrides."""
+    import torch
+
+    return tensor if type(tensor) is torch.Tensor else tensor.detach().as_subclass(torch.Tensor)
+
+
+def _wraps_others(kind: type) -> bool:
+    """Whether a class of tensors keeps its elements in other tensors."""
+    import torch
+
+    own: Any = getattr(kind, "__torch_dispatch__", None)
+    return kind is not torch.Tensor and own is not torch.Tensor.__torch_dispatch__
 
 
 @cache

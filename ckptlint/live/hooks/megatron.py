@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckptlint.live.hooks.dcp import Undo, check_save
+from ckptlint.model.text import texts
 
 MEGATRON_UNEQUAL = ("*param_groups*", "*rerun_state_machine*")
 """Keys of Megatron's common state that differ between pipeline stages by design."""
@@ -28,7 +29,7 @@ def patch_mcore(**options: Any) -> Undo:
     from megatron.core import dist_checkpointing
 
     original = dist_checkpointing.save
-    options["ignore"] = (*MEGATRON_UNEQUAL, *options.get("ignore", ()))
+    options["ignore"] = (*MEGATRON_UNEQUAL, *texts(options.get("ignore", ())))
 
     @functools.wraps(original)
     def save(sharded_state_dict: Mapping[Any, Any], checkpoint_dir: Any, *args: Any, **arguments: Any) -> Any:
