@@ -469,11 +469,13 @@ def test_freed_memory_is_named_and_not_read(tmp_path: Path) -> None:
     with pytest.raises(live.LiveError) as caught:
         live.check(state)
     assert codes(caught.value.report) == {"LIV111", "LIV213"}
-    assert "w was freed: its storage has 0 bytes, and its elements need 240,000" in str(caught.value)
+    said = "the memory of w was freed: its storage has 0 bytes, and its elements need 240,000"
+    assert said in {item.title for item in caught.value.report.diagnostics}
     with pytest.raises(live.LiveError) as caught:
         live.check_loaded(state, path)
     assert codes(caught.value.report) == {"LIV111", "LIV213"}
-    assert "1 key was not compared with the seal: its memory was freed on some rank" in str(caught.value)
+    said = "1 key was not compared with the seal: its memory was freed on some rank"
+    assert said in {item.title for item in caught.value.report.diagnostics}
     seal = live.seal(state, path)
     assert seal is not None and json.loads(seal.read_text())["skipped"] == {"w": "its memory was freed on some rank"}
     live.uninstall()
