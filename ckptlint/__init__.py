@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ckptlint.comparing.values import Values
     from ckptlint.depth import Depth
     from ckptlint.lint.report import FailOn, Report
-    from ckptlint.lint.request import Request
+    from ckptlint.lint.request import Purpose, Request
     from ckptlint.lint.retention import Retention
     from ckptlint.lint.steps import Judge, Search
     from ckptlint.model import Checkpoint
@@ -119,8 +119,6 @@ def deletable(
     run: str | PathLike[str],
     keep: int,
     depth: Depth | None = None,
-    select: Iterable[str] = (),
-    ignore: Iterable[str] = (),
     fail_on: FailOn | None = None,
     config: str | PathLike[str] | None = None,
 ) -> Retention:
@@ -134,7 +132,8 @@ def deletable(
 
     Args:
         keep: how many whole steps must stay, at least 1.
-        depth, select, ignore, fail_on, config: as `check` has them; they decide which steps are whole.
+        depth, fail_on, config: as `check` has them; they can make it stricter only. All rules at their own severities,
+            at depth `files` at least, decide which steps are whole.
 
     Raises:
         ConfigError: as `check`; or `keep` is less than 1.
@@ -144,7 +143,7 @@ def deletable(
 
     if keep < 1:
         raise ConfigError(f"keep is {keep}: at least one whole step must stay")
-    _, judge, compare = _judging(run, depth, select, ignore, fail_on, config)
+    _, judge, compare = _judging("delete", run, depth, (), (), fail_on, config)
     return judged_run(str(run), keep, judge, compare)
 
 
@@ -169,7 +168,8 @@ def latest(
     Args:
         require: the parts that the step must hold (`model`, `optimizer`, ...); those of the step before it by default.
         before: only steps below this number.
-        depth, select, ignore, fail_on, config: as `check` has them; they decide which steps pass.
+        depth, select, ignore, fail_on, config: as `check` has them; they decide which steps pass, but an error stays
+            one, whatever `config` says.
 
     Raises:
         ConfigError: as `check`; there is no such part, or several runs lie there.
@@ -178,7 +178,7 @@ def latest(
     from ckptlint.lint.steps import newest_good, runs_at
     from ckptlint.model.text import texts
 
-    request, judge, compare = _judging(run, depth, select, ignore, fail_on, config)
+    request, judge, compare = _judging("resume", run, depth, select, ignore, fail_on, config)
     runs = runs_at(str(run))
     if len(runs) > 1:
         raise ConfigError(f"{run} holds {len(runs)} runs: name one of them ({', '.join(path for path, _ in runs)})")
@@ -187,6 +187,7 @@ def latest(
 
 
 def _judging(
+    purpose: Purpose,
     run: str | PathLike[str],
     depth: Depth | None,
     select: Iterable[str],
@@ -206,7 +207,7 @@ def _judging(
     place = str(run)
     options = {"depth": depth, "select": texts(select), "ignore": texts(ignore), "fail-on": fail_on}
     settings = Settings() if config is None else read_settings(str(config), [place])
-    request = Request.of(options, settings, [place])
+    request = Request.of(options, settings, [place], purpose)
     return request, lambda step: report_on(request.only(step)), partial(compared_with_before, request)
 
 

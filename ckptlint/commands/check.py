@@ -31,7 +31,7 @@ from ckptlint.lint.options import CHECK_OPTIONS, FORMATS, SUFFIXES
 
 if TYPE_CHECKING:
     from ckptlint.lint.report import Report
-    from ckptlint.lint.request import Request
+    from ckptlint.lint.request import Purpose, Request
     from ckptlint.lint.run import Opener
     from ckptlint.lint.settings_file import Settings
     from ckptlint.rule import Rule
@@ -58,11 +58,12 @@ def check(paths: tuple[str, ...], **options: Any) -> None:
     sys.exit(report.exit_code)
 
 
-def requested(options: Mapping[str, Any]) -> Request:
+def requested(options: Mapping[str, Any], purpose: Purpose = "report") -> Request:
     """What the options of `check` and the settings ask for.
 
     Args:
         options: variable -> value, of a command with `check_options`.
+        purpose: what the verdict is for.
 
     Raises:
         UsageError, ConfigError: an option or a setting is wrong.
@@ -74,7 +75,7 @@ def requested(options: Mapping[str, Any]) -> Request:
     for sentence in settings.unread:
         say(sentence)
     given = {option.name: options[option.variable] for option in CHECK_OPTIONS if option.variable in options}
-    return Request.of(given | {"fail-on": level}, settings, checked)
+    return Request.of(given | {"fail-on": level}, settings, checked, purpose)
 
 
 def judge(request: Request, source: Opener | None = None) -> Report:
@@ -133,7 +134,7 @@ def _level() -> Any:
         said = {
             name: value
             for name in ("strict", "exit_zero", "fail_on")
-            if (value := context.params[name]) and context.get_parameter_source(name) == source
+            if (value := context.params.get(name)) and context.get_parameter_source(name) == source
         }
         if len(said.keys() & {"strict", "exit_zero"}) == 2:
             raise click.UsageError("--strict and --exit-zero contradict each other: give one of them")

@@ -12,6 +12,7 @@ import click
 from ckptlint.commands.check import judge, requested
 from ckptlint.commands.latest import OF_REPORTS
 from ckptlint.commands.shared import ENVIRONMENT, WithSettings, check_options, progress, say, show_text
+from ckptlint.lint.options import LOOSENING
 
 if TYPE_CHECKING:
     from ckptlint.lint.report import Report
@@ -24,18 +25,19 @@ SCHEMA = "ckptlint.deletable/1"
 @click.argument("run_dir")
 @click.option("--keep", type=click.IntRange(min=1), required=True, metavar="N", help="How many whole steps must stay.")
 @click.option("--format", "answer", type=click.Choice(["text", "json"]), default="text", show_default=True)
-@check_options(but=OF_REPORTS)
+@check_options(but=(*OF_REPORTS, *LOOSENING))
 def deletable(run_dir: str, keep: int, answer: str, **options: Any) -> None:
     """Print the paths of the steps of a run that may be deleted, and nothing else.
 
     It deletes nothing: `| xargs -d '\\n' -r rm -r --` does. The N newest whole steps stay, every newer one, what a
     tracker, a link or the trainer's best checkpoint names, and what could not be judged. stderr says why each step
-    stays. ckptlint judges the steps with the options of `check`, and compares them with older ones as `latest` does.
+    stays. All rules at their own severities judge each step, at depth files at least; options and settings can make
+    this stricter only. ckptlint compares the steps with older ones as `latest` does.
 
     Exit codes: 0 N whole steps stay, 1 there are fewer (nothing is printed), 2 wrong use, 3 no step there, 4 the run
     could not be judged or changed meanwhile, or several runs lie there.
     """
-    request = requested(options)
+    request = requested(options, "delete")
     from ckptlint.lint.retention import deletable as judged_run
     from ckptlint.lint.run import compared_with_before
     from ckptlint.reporters.run import fate_table, retention_lines, unread_bytes

@@ -36,18 +36,19 @@ OF_REPORTS = (
 )
 @click.option("--before", type=click.IntRange(min=0), metavar="STEP", help="Look only at steps below this number.")
 @click.option("--format", "answer", type=click.Choice(["text", "json"]), default="text", show_default=True)
-@check_options(but=OF_REPORTS)
+@check_options(but=(*OF_REPORTS, "exit-zero"))
 def latest(run_dir: str, require: tuple[str, ...], before: int | None, answer: str, **options: Any) -> None:
     """Print the path of the newest step of a run that passes, and nothing else.
 
-    ckptlint judges the steps from the newest down, with the options of `check`. stderr names those it skipped, and why.
+    ckptlint judges the steps from the newest down, with the options of `check`; none of them makes an error less than
+    that, but --ignore leaves a rule out. stderr names the steps that were skipped, and why.
     Without --require a step must hold the parts that the finished step before it holds. A copy of the step before it is
     skipped, too.
 
     Exit codes: 0 found, 1 no step passes, 2 wrong use, 3 no step there, 4 a newer step could not be judged, or several
     runs lie there.
     """
-    request = requested(options)
+    request = requested(options, "resume")
     from ckptlint.lint.run import compared_with_before
     from ckptlint.lint.steps import newest_good, runs_at
     from ckptlint.reporters.run import search_lines, unread_bytes

@@ -154,6 +154,10 @@ CHECK_OPTIONS = (
 )
 
 
+LOOSENING = ("select", "extend-select", "ignore", "exit-zero", "baseline", "no-ignores")
+"""The options that can only make a verdict more lenient: they have no say in what may be deleted."""
+
+
 def tokens(values: Iterable[str]) -> list[str]:
     """The codes, names and prefixes in the values of an option that takes rules; one value may hold several.
 

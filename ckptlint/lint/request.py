@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ckptlint.dataclass import dataclass
 from ckptlint.depth import Depth
 from ckptlint.errors import ConfigError
 from ckptlint.lint import selection
 from ckptlint.lint.ignores import KeyIgnore
-from ckptlint.lint.options import percent, tokens
+from ckptlint.lint.options import LOOSENING, percent, tokens
 from ckptlint.lint.report import FailOn
 from ckptlint.lint.settings_file import Settings, every_rule, key_ignores
 from ckptlint.rule import Rule
 
 if TYPE_CHECKING:
     from ckptlint.payload.reading import Reading
+
+
+Purpose = Literal["report", "resume", "delete"]
+"""What a verdict is for: to be read, or to choose the step to resume from or those to delete."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +55,13 @@ class Request:
     settings: str = ""
 
     @classmethod
-    def of(cls, options: Mapping[str, Any], settings: Settings, paths: Iterable[str]) -> Request:
+    def of(
+        cls, options: Mapping[str, Any], settings: Settings, paths: Iterable[str], purpose: Purpose = "report"
+    ) -> Request:
         """The request that options make, and a settings file where they say nothing.
+
+        A step is chosen by fixed severities: neither options nor settings make an error less than that. What may be
+        deleted is decided by all rules with their own options, at depth `files` at least.
 
         Args:
             options: long option of `check` -> value; None and empty lists say nothing.
@@ -62,11 +71,19 @@ class Request:
         """
         paths = tuple(paths)
         given = {name: value for name, value in options.items() if value is not None and value != () and value != []}
+        fail_on = given.get("fail-on") or settings.fail_on
+        if purpose != "report" and fail_on == "never":
+            fail_on = "error"
         said = {**settings.options, **given}
+        if purpose == "delete":
+            said = {name: value for name, value in said.items() if name not in LOOSENING}
+            settings = replace(settings, ignores=(), rule_options={})
         depth = said.get("depth", Depth.FILES)
         if depth not in [*Depth]:
             raise ConfigError(f"there is no depth {depth!r}: {', '.join(Depth)}")
         depth = Depth(depth)
+        if purpose == "delete" and not depth.looks_at_files:
+            depth = Depth.FILES
         known = every_rule(settings, paths)
         ignores = key_ignores(settings, known)
         rules = selection.select(
@@ -77,12 +94,13 @@ class Request:
             severities=[_level(text) for text in said.get("severity", ())],
             depth=depth,
             has_reference="expect" in said,
+            only_raise=purpose != "report",
         )
         return cls(
             paths,
             rules,
             depth,
-            given.get("fail-on") or settings.fail_on,
+            fail_on,
             said.get("all-steps", False),
             said.get("expect"),
             _reading(depth, said),

@@ -20,10 +20,14 @@ def select(
     severities: Iterable[tuple[str, str]] = (),
     depth: Depth = Depth.FILES,
     has_reference: bool = False,
+    only_raise: bool = False,
 ) -> tuple[Rule, ...]:
     """The rules to run, with the user's severities.
 
     Fixed rules always run: a file that could not be read safely must never pass.
+
+    Args:
+        only_raise: whether severities below a rule's own do not count.
 
     Raises:
         ConfigError: an unknown rule or level, an attempt to switch off or lower a fixed rule, or a rule chosen
@@ -53,6 +57,8 @@ def select(
             if code in fixed:
                 raise ConfigError(f"the severity of {code} cannot be changed")
             levels[code] = Severity[level.upper()]
+    if only_raise:
+        levels = {rule.code: max(levels[rule.code], rule.severity) for rule in rules if rule.code in levels}
     return tuple(replace(rule, severity=levels.get(rule.code, rule.severity)) for rule in rules if rule.code in codes)
 
 

@@ -21,7 +21,7 @@ import ckptlint
 from ckptlint.lint.report import Report
 from ckptlint.lint.retention import deletable
 
-GOOD, HOLE = REAL / "edit_base", REAL / "fsdp2_4r_hole"
+GOOD, WHOLE, HOLE = REAL / "edit_base", REAL / "fsdp2_4r", REAL / "fsdp2_4r_hole"
 
 
 @pytest.mark.sweep
@@ -87,6 +87,53 @@ def test_the_newest_whole_steps_stay_and_every_newer_one(run: Path) -> None:
     too_few = ckptlint.deletable(run, 5)
     assert (too_few.paths, too_few.exit_code) == ((), 1)
     assert repr(too_few) == f"<Retention {run}: 5 whole steps must stay, and there are 4 here>"
+
+
+LENIENT = {
+    "exit-zero": "exit-zero = true",
+    "never": 'fail-on = "never"',
+    "severity": 'severity = { GEO = "info" }',
+    "ignore": 'ignore = ["GEO", "coverage-hole"]',
+    "select": 'select = ["PAY"]',
+    "keys": '[per-key-ignores."*"]\nrules = ["GEO"]\nreason = "known"',
+    "depth": 'depth = "metadata"',
+    "baseline": 'baseline = "known.json"',
+}
+
+
+@pytest.mark.parametrize("way", LENIENT)
+def test_settings_never_make_a_torn_step_whole(way: str, tmp_path: Path) -> None:
+    """`latest`, whose user may leave a rule out, is not moved by a severity or by what fails a run either."""
+    run, settings = tmp_path / "run", tmp_path / "ckptlint.toml"
+    for number in (1, 2):
+        copy_step(WHOLE, run / f"step-{number}", number)
+    copy_step(WHOLE if way == "depth" else HOLE, run / "step-3", 3)
+    if way == "depth":
+        os.truncate(run / "step-3" / "__1_0.distcp", 5_000)
+    (tmp_path / "known.json").write_text(support.run("check", "--isolated", run, "--format", "json").stdout)
+    settings.write_text(LENIENT[way])
+    assert support.run("check", run, cwd=tmp_path).returncode == 0, "the settings work"
+    answer = support.run("deletable", run, "--keep", "1", cwd=tmp_path)
+    assert (answer.returncode, answer.stdout) == (0, f"{run}/step-1\n")
+    assert ckptlint.deletable(run, 1, config=settings).paths == (f"{run}/step-1",)
+    found = support.run("latest", run, cwd=tmp_path).stdout, ckptlint.latest(run, config=settings).path
+    newest = run / ("step-3" if way == "depth" else "step-2")
+    assert found == (f"{newest}\n", str(newest))
+
+
+def test_options_and_environment_make_it_stricter_only(run: Path) -> None:
+    os.truncate(run / "step-5" / "__1_0.distcp", 500)
+    left = "".join(f"{run}/step-{number}\n" for number in (3, 2, 1))
+    for options in (["--depth", "metadata"], ["--fail-on", "never"], ["--severity", "PAY004=info"], []):
+        assert support.run("deletable", run, "--keep", "1", *options, env={"CKPTLINT_EXIT_ZERO": "1"}).stdout == left
+    assert [*ckptlint.deletable(run, 1, "metadata", "never").paths] == left.split()
+    for option in ("--exit-zero", "--ignore=PAY", "--select=GEO", "--baseline=known.json", "--no-ignores"):
+        answer = support.run("deletable", run, "--keep", "1", option)
+        assert (answer.returncode, answer.stdout) == (2, "") and "No such option" in answer.stderr
+    odd = run / "odd"
+    for number in (1, 2):
+        copy_step(REAL / "boundary_mismatch", odd / f"step-{number}", number)
+    assert [len(ckptlint.deletable(odd, 1, fail_on=level).paths) for level in (None, "warning")] == [1, 0]
 
 
 POINTERS: dict[str, Callable[[Path], object]] = {
