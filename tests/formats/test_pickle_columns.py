@@ -7,7 +7,6 @@ import struct
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
