@@ -104,6 +104,7 @@ def block(monkeypatch: pytest.MonkeyPatch) -> int:
     """The bytes that are read at once: fewer than a user's, so that what spans several blocks is soon made."""
     for module in (stream, parts):
         monkeypatch.setattr(module, "BLOCK", 2**16)
+    monkeypatch.setattr(stream, "_shift", stream._shift.__wrapped__)  # what it keeps is that of a block
     return 2**16
 
 
