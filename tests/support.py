@@ -68,6 +68,11 @@ def sweep_only(test: T) -> T:
     return pytest.mark.sweep(pytest.mark.skipif(not SWEEP, reason="takes long: SWEEP=1 runs it")(test))
 
 
+def also(*values: Any) -> list[Any]:
+    """Parameters of a test that a sweep tries beside those of every run."""
+    return [pytest.param(value, marks=pytest.mark.sweep) for value in values] if SWEEP else []
+
+
 # ---------------------------------------------------------------- real checkpoints
 
 

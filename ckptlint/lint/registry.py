@@ -92,18 +92,22 @@ def _may_name(place: str) -> bool:
     """Whether a place that packages come from may hold plug-ins: importing what knows for sure takes 20 ms."""
     try:
         with os.scandir(place or ".") as listing:
-            described = [entry.path for entry in listing if entry.name.endswith((".dist-info", ".egg-info"))]
+            own = [entry for entry in listing if entry.name.endswith((".dist-info", ".egg-info"))]
+            described = [(entry.path, entry.stat().st_mtime_ns) for entry in own]
     except NotADirectoryError:  # an archive
         return True
     except OSError:
         return False
-    for path in described:
-        try:
-            if f"[{GROUP}]".encode() in Path(path, "entry_points.txt").read_bytes().replace(b" ", b""):
-                return True
-        except OSError:
-            continue
-    return False
+    return any(_names_rules(*one) for one in described)
+
+
+@cache
+def _names_rules(described: str, _changed: int) -> bool:
+    """Whether a distribution names plug-ins; it is asked again when its folder has changed."""
+    try:
+        return f"[{GROUP}]".encode() in Path(described, "entry_points.txt").read_bytes().replace(b" ", b"")
+    except OSError:
+        return False
 
 
 def _imported(name: str, barred: Iterable[Path]) -> ModuleType:

@@ -183,7 +183,9 @@ class _Work:
 
     def block(self, slot: int, begin: int, end: int, first: int, last: int) -> _Block:
         """The members [first, last) in the bytes [begin, end)."""
-        data = self._read(self.buffers.setdefault(slot, bytearray(BLOCK)), begin, end)
+        if len(self.buffers.get(slot, b"")) < end - begin:
+            self.buffers[slot] = bytearray(end - begin)  # most files are far smaller than a block
+        data = self._read(self.buffers[slot], begin, end)
         parts = []
         for member in range(first, last):
             start = max(self.starts[member], begin)

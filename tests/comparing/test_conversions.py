@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support import REAL, bench, examples
+from support import REAL, SWEEP, bench, examples
 
 import ckptlint
 from ckptlint.comparing.values import Values
@@ -31,13 +31,14 @@ def compared(name: str, old: Path | None = None, new: Path | None = None) -> Val
     return found
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ROWS)
 def test_a_real_conversion_is_proven(name: str) -> None:
     found = compared(name)
     odd = [match for match in found.matches if not match.is_proven]
     assert [match for match in odd if match.relation != "absent"] == []  # a tied head is there once more
     assert (found.exit_code, list(found.lone), list(found.sentences)) == (0, [], [])
-    if not ROWS[name]["adapter"]:
+    if not ROWS[name]["adapter"] and (SWEEP or [*ROWS].index(name) % 4 == 0):
         assert compared(name, PAIRS / ROWS[name]["new"], PAIRS / ROWS[name]["old"]).exit_code == 0
 
 
@@ -83,5 +84,5 @@ NEAR = bench("near_misses")
 @pytest.mark.sweep
 @pytest.mark.parametrize("kind", NEAR.KINDS)
 def test_a_near_miss_of_a_real_conversion_is_not_proven_and_named(tmp_path: Path, kind: str) -> None:
-    judged = list(NEAR.near_misses(examples(4, 12), len(kind), tmp_path, [kind]))
+    judged = list(NEAR.near_misses(examples(2, 12), len(kind), tmp_path, [kind]))
     assert judged and [one for one in judged if one[2]] == []

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
-from support import REAL, codes, run
+from support import REAL, SWEEP, codes, run
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import ckptlint
@@ -435,6 +435,7 @@ FORMATS = ("fsdp2_4r", "megatron_tp2_dp2_fully_reshardable/iter_0000010", "deeps
            "rank_files/verl_tp2_fsdp2", "conversions/transformers_llama/disk")  # fmt: skip
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_cut_side_is_never_proof(tmp_path: Path, name: str) -> None:
     """Each payload file lost a part of its end, its last bytes, or everything."""
@@ -442,7 +443,7 @@ def test_a_cut_side_is_never_proof(tmp_path: Path, name: str) -> None:
     assert compared(whole, whole)[0] == 0
     payload = max((path for path in whole.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
     size = payload.stat().st_size
-    for left in (0, size // 3, size * 9 // 10, size - 1):
+    for left in (0, size // 3, size * 9 // 10, size - 1) if SWEEP or name == FORMATS[0] else (size * 9 // 10,):
         cut = Path(shutil.copytree(whole, tmp_path / f"cut{left}"))
         os.truncate(cut / payload.relative_to(whole), left)
         for sides in ((whole, cut), (cut, whole), (cut, cut)):

@@ -22,16 +22,19 @@ from ckptlint.rule import Severity
 
 MANIFESTS = sorted(REAL.rglob("MANIFEST.tsv"))
 ROWS = [(path.parent, {"codes": "", "key": ""} | row) for path in MANIFESTS for row in manifest(path.parent)]
-EVERY = [pytest.param(folder / row["path"], row, id=f"{folder.name}/{row['path']}") for folder, row in ROWS]
 OTHER_DEPTHS = {"healthy": ("metadata", "files", "headers") if SWEEP else ("metadata",)}
+EVERY = [
+    pytest.param(folder / row["path"], row, number, id=f"{folder.name}/{row['path']}")
+    for number, (folder, row) in enumerate(ROWS)
+]
 
 pytestmark = [pytest.mark.sweep, *([pytest.mark.forks] if SWEEP else [])]  # a sweep reads in children, as users do
 
 
-@pytest.mark.parametrize(("path", "row"), EVERY)
-def test_a_folder_gets_its_verdict(path: Path, row: dict[str, str]) -> None:
+@pytest.mark.parametrize(("path", "row", "number"), EVERY)
+def test_a_folder_gets_its_verdict(path: Path, row: dict[str, str], number: int) -> None:
     wrong = list(wrong_at("data", path, row))
-    for depth in OTHER_DEPTHS.get(row["verdict"], ("files",)):
+    for depth in OTHER_DEPTHS.get(row["verdict"], ("files",)) if SWEEP or number % 4 == 0 else ():
         wrong += wrong_at(depth, path, row)
     assert not wrong, "\n".join(wrong)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from pickles import named, stream, text, write_zip
-from support import REAL, check_bytes, codes, found, run_python
+from support import REAL, SWEEP, check_bytes, codes, found, run_python
 
 import ckptlint
 
@@ -344,16 +344,18 @@ for file in json.load(sys.stdin):
 """
 
 
+@pytest.mark.sweep
 @pytest.mark.skipif(sys.platform == "win32", reason="the gadgets are those of a POSIX system")
 def test_no_gadget_passes_or_runs(tmp_path: Path) -> None:
     made = gadgets(tmp_path)
     files = []
-    for number, (_, data) in enumerate(made.values()):
+    tried = dict([*made.items()][:: 1 if SWEEP else 5])
+    for number, (_, data) in enumerate(tried.values()):
         files.append(tmp_path / f"{number}.pkl")
         files[-1].write_bytes(data)
     run_python(RUN, input=json.dumps(list(map(str, files))), cwd=tmp_path, timeout=600)
-    idle = [name for name, (mark, _) in made.items() if not mark.exists() and not mark.is_symlink()]
-    assert len(made) - len(idle) >= 60
+    idle = [name for name, (mark, _) in tried.items() if not mark.exists() and not mark.is_symlink()]
+    assert len(tried) - len(idle) >= 60 * len(tried) // len(made)
     assert not importlib.util.find_spec("torch") or [name for name in idle if name.startswith("known: ")] == []
     assert [name for name in idle if importlib.util.find_spec(name.partition(".")[0])] == []
     for mark, _ in made.values():

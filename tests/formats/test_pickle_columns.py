@@ -7,7 +7,6 @@ import struct
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -76,28 +75,36 @@ def assert_read_alike(data: bytes) -> None:
 # ---------------------------------------------------------------- what is read
 
 
-@pytest.mark.parametrize("path", METADATA, ids=lambda path: str(path.relative_to(REAL).parent))
-def test_a_real_file_says_the_same_both_ways(path: Path) -> None:
-    assert_read_alike(path.read_bytes())
-
-
-def test_most_real_files_have_row_runs() -> None:
-    assert sum(scan(path.read_bytes()) is not None for path in METADATA) > len(METADATA) / 2
+def test_every_real_file_says_the_same_both_ways() -> None:
+    wrong = []
+    for path in METADATA:
+        try:
+            assert_read_alike(path.read_bytes())
+        except Exception as error:
+            wrong.append(f"{path}: {error!r}")
+    assert METADATA and not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize("block", [1 << 20, 1000])
-@pytest.mark.parametrize("path", METADATA, ids=lambda path: str(path.relative_to(REAL).parent))
-def test_a_scanned_buffer_gives_the_file_back(path: Path, block: int) -> None:
-    data = path.read_bytes()
-    buffer = Buffer((data[start : start + block] for start in range(0, len(data), block)), len(data))
-    assert bytes(buffer) == data
-    found = scan(buffer)
-    assert bytes(buffer) == data and (found is None or buffer.end < len(data))
+def test_a_scanned_buffer_gives_every_real_file_back(block: int) -> None:
+    wrong, with_row_runs = [], 0
+    for path in METADATA:
+        data = path.read_bytes()
+        buffer = Buffer((data[start : start + block] for start in range(0, len(data), block)), len(data))
+        before = bytes(buffer)
+        found = scan(buffer)
+        if before != data or bytes(buffer) != data or (found is not None and buffer.end >= len(data)):
+            wrong.append(
+                f"{path}: {len(before)} and {len(bytes(buffer))} bytes of {len(data)}, rows until {buffer.end}"
+            )
+        with_row_runs += found is not None
+    assert not wrong, "\n".join(wrong)
+    assert with_row_runs > len(METADATA) / 2
 
 
 @pytest.mark.parametrize("cut", [0, 1, 11, 12, 500, 70_000])
 def test_a_buffer_with_broken_frames_is_left_alone(cut: int) -> None:
-    data = dumped(large())[: cut or None] + b"rest"
+    data = dumped(large(800))[: cut or None] + b"rest"
     buffer = Buffer([data, b""], len(data) + 7)
     assert scan(buffer) is None and bytes(buffer) == data
 
@@ -189,7 +196,7 @@ def trees(draw: st.DrawFn) -> Any:
     return metadata(tensors, stored)
 
 
-@settings(max_examples=examples(60, 300))
+@settings(max_examples=examples(20, 300))
 @given(trees())
 def test_random_metadata_says_the_same_both_ways(root: Any) -> None:
     assert_read_alike(dumped(root))
@@ -305,7 +312,7 @@ def trees_with_plans(draw: st.DrawFn) -> Any:
     return root
 
 
-@settings(max_examples=examples(60, 300))
+@settings(max_examples=examples(20, 300))
 @given(trees_with_plans())
 def test_random_plans_say_the_same_both_ways(root: Any) -> None:
     assert_read_alike(dumped(root))
@@ -343,11 +350,11 @@ SMALL = opcodes_of(dumped(large(4, ("w", "v"))))
 SMALL_PLANS = opcodes_of(dumped(planned(4, ("w",))))
 
 
-def edits(seed: int) -> Iterator[bytes]:
+def edits(seed: int, number: int) -> Iterator[bytes]:
     """Small pickles with a byte changed, removed or put in, or a part repeated or left out."""
     choose = random.Random(seed)
     opcodes = b"0123()]}NKMJhjqrtleaesubR\x81\x85\x86\x87\x8c\x90\x93\x94\x95Qc.\x88\x89\x8a"
-    for _ in range(400):
+    for _ in range(number):
         edited = bytearray(choose.choice([SMALL, SMALL_PLANS]))
         for _ in range(choose.randint(1, 2)):
             at, kind = choose.randrange(len(edited)), choose.randrange(5)
@@ -367,7 +374,7 @@ def edits(seed: int) -> Iterator[bytes]:
 def differing(seed: int) -> list[bytes]:
     """The edited pickles that are read differently."""
     found = []
-    for data in edits(seed):
+    for data in edits(seed, examples(150, 400)):
         try:
             assert_read_alike(data)
         except AssertionError:

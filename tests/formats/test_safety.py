@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
 import io
 import json
@@ -23,7 +24,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from pickles import CF, CM, CP, Call, dumped, name_of, named, new, number, stream, text, write_zip
-from support import REAL, REPOSITORY, check_bytes, codes, examples, found, run, run_python
+from support import REAL, REPOSITORY, also, check_bytes, codes, examples, found, run, run_python
 
 import ckptlint
 from ckptlint.errors import LimitError, UnreadableError
@@ -40,6 +41,8 @@ from ckptlint.testing import write_checkpoint
 pytestmark = pytest.mark.usefixtures("either_way")
 one_way = pytest.mark.parametrize("either_way", ["opcode by opcode"], indirect=True)
 """For tests that read no metadata of their own in this process: there is nothing to read as columns."""
+in_columns = pytest.mark.parametrize("either_way", ["in columns", *also("opcode by opcode")], indirect=True)
+"""For tests of small metadata, which has no rows: it is looked for columns, and then read opcode by opcode."""
 
 MEGATRON = "megatron_edit_base/iter_0000010"
 TARGET = ("pickles", "payload")  # can be imported, and would leave a trace
@@ -220,15 +223,15 @@ def overwritten(module: str, name: str, *, slots: bool) -> bytes:
 
 
 @pytest.mark.parametrize("slots", [False, True], ids=["state", "slotstate"])
-@pytest.mark.parametrize(("module", "name"), STAND_INS)
-def test_damage_by_a_crafted_pickle_does_not_survive_it(tmp_path: Path, module: str, name: str, slots: bool) -> None:
+def test_damage_by_crafted_pickles_does_not_survive_them(tmp_path: Path, slots: bool) -> None:
     before = ckptlint.check(REAL / "fsdp2_4r"), ckptlint.check(REAL / MEGATRON)
     # what is an error before the attack must be one after it
     misuse = metadata_around(extra=Call(name_of("torch.serialization", "_get_layout")))
     assert check_bytes(misuse, tmp_path / "misuse").exit_code == 1
-    attack = overwritten(module, name, slots=slots)
-    check_bytes(attack, tmp_path / "a")
-    with_common(tmp_path / "b", common_stream(attack[2:-1]))
+    for module, name in STAND_INS:
+        attack = overwritten(module, name, slots=slots)
+        check_bytes(attack, tmp_path / "a")
+        with_common(tmp_path / "b", common_stream(attack[2:-1]))
     after = ckptlint.check(REAL / "fsdp2_4r"), ckptlint.check(REAL / MEGATRON)
     for first, second in zip(before, after, strict=True):
         assert found(first) == found(second)
@@ -529,10 +532,11 @@ def test_an_archive_is_not_judged_by_a_pickle_that_torch_does_not_load(tmp_path:
 @pytest.mark.filterwarnings("ignore:Duplicate name")
 @pytest.mark.parametrize("case", ["other case", "one name twice", "old format"])
 def test_torch_does_run_what_such_an_archive_hides(tmp_path: Path, case: str) -> None:
-    hide(
-        tmp_path / "common.pt", case, stream(named("posix", "mkdir"), text(str(tmp_path / "ran")), pickle.TUPLE1, b"R")
-    )
-    run_python("import sys, torch; torch.load(sys.argv[1], weights_only=False)", tmp_path / "common.pt")
+    torch = pytest.importorskip("torch")
+    call = stream(named("posix", "mkdir"), text(str(tmp_path / "ran")), pickle.TUPLE1, b"R")
+    hide(tmp_path / "common.pt", case, call)
+    with contextlib.suppress(Exception):  # what comes after the call is no checkpoint
+        torch.load(tmp_path / "common.pt", weights_only=False)
     assert (tmp_path / "ran").exists()
 
 
@@ -646,6 +650,7 @@ FORGED = {
 }  # fmt: skip
 
 
+@in_columns
 @pytest.mark.parametrize("case", FORGED)
 def test_a_forged_length_reserves_nothing(limited: Limited, case: str) -> None:
     exit_code, levels = limited(stream(FORGED[case], protocol=5))
@@ -663,6 +668,7 @@ DEEP = {
 }
 
 
+@in_columns
 @pytest.mark.parametrize("case", DEEP)
 def test_deep_nesting_is_unreadable(limited: Limited, case: str) -> None:
     exit_code, levels = limited(stream(DEEP[case]))
@@ -671,6 +677,7 @@ def test_deep_nesting_is_unreadable(limited: Limited, case: str) -> None:
     assert levels
 
 
+@in_columns
 @pytest.mark.parametrize("place", ["planner_data", "extra", "version", "storage_meta", "mcore_data"])
 def test_deep_nesting_beside_an_honest_description_is_no_crash(limited: Limited, place: str) -> None:
     deep = pickle.EMPTY_TUPLE + pickle.TUPLE1 * 200_000
@@ -685,9 +692,10 @@ def test_a_key_that_crashes_the_reader_is_a_finding(limited: Limited) -> None:
     assert limited(stream(pickle.EMPTY_DICT, key, pickle.NONE, pickle.SETITEM)) == (1, {"SAF003"})
 
 
+@in_columns
 @pytest.mark.forks
 def test_a_key_that_takes_hours_to_hash_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptlint.sandbox._BASE_SECONDS", 1)
+    monkeypatch.setattr("ckptlint.sandbox._BASE_SECONDS", 0.9)
     key = pickle.EMPTY_TUPLE + (pickle.DUP + pickle.TUPLE2) * 60
     report = check_bytes(stream(pickle.EMPTY_DICT, key, pickle.NONE, pickle.SETITEM), tmp_path / "ckpt")
     assert codes(report, "error") == {"SAF003"}
@@ -775,6 +783,7 @@ SENSELESS: dict[str, bytes] = {
 }  # fmt: skip
 
 
+@in_columns
 @pytest.mark.parametrize("case", SENSELESS)
 def test_senseless_metadata_is_a_finding_in_every_format(tmp_path: Path, case: str) -> None:
     report = check_bytes(SENSELESS[case], tmp_path / "ckpt")
@@ -841,9 +850,10 @@ def laughs(form: str) -> str:
 
 
 @one_way
-@pytest.mark.parametrize("text", [laughs("{{<<: [{}]}}"), laughs("[{}]"), "[" + "[]," * 300_000 + "]"])
-def test_a_yaml_that_repeats_itself_is_a_limit(text: str) -> None:
-    with pytest.raises(LimitError, match=r"^it has more than 100,000 values$"):
+@pytest.mark.parametrize("text", [laughs("{{<<: [{}]}}"), laughs("[{}]"), "[" + "[]," * 30_000 + "]"])
+def test_a_yaml_that_repeats_itself_is_a_limit(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptlint.loaders.readers.common_state._YAML_VALUES", 10_000)
+    with pytest.raises(LimitError, match=r"^it has more than 10,000 values$"):
         _yaml(text)
 
 
@@ -866,7 +876,7 @@ def test_anchors_and_merges_of_a_yaml_are_followed() -> None:
 # ---------------------------------------------------------------- any bytes
 
 
-SETTINGS = settings(max_examples=examples(15, 200), suppress_health_check=[HealthCheck.function_scoped_fixture])
+SETTINGS = settings(max_examples=examples(5, 200), suppress_health_check=[HealthCheck.function_scoped_fixture])
 METADATA = (REAL / "edit_base" / ".metadata").read_bytes()
 WRITTEN = (REAL / MEGATRON / ".metadata").read_bytes()
 with zipfile.ZipFile(REAL / MEGATRON / "common.pt") as _archive:
@@ -922,7 +932,7 @@ def test_any_truncation_of_metadata_fails(base: dict[str, Path], length: int) ->
     assert "SAF002" in codes(report, "error")
 
 
-@settings(SETTINGS, max_examples=examples(30, 300))
+@settings(SETTINGS, max_examples=examples(10, 300))
 @given(st.integers(0, len(METADATA) - 1), st.integers(1, 255))
 def test_any_changed_byte_of_metadata_leads_to_a_report(base: dict[str, Path], position: int, change: int) -> None:
     changed = METADATA[:position] + bytes([METADATA[position] ^ change]) + METADATA[position + 1 :]
@@ -1062,14 +1072,14 @@ def test_what_a_machine_reads_is_one_text_whatever_the_style(tmp_path: Path, for
     assert len({REPORTERS[format_](report, style) for style in styles}) == 1
 
 
+@in_columns
 @pytest.mark.parametrize("case", NASTY)
 def test_names_reach_no_output_raw(tmp_path: Path, case: str) -> None:
     report = ckptlint.check(name_case(tmp_path / "ckpt", NASTY[case]))
     assert len(codes(report)) >= 4
-    escaped = printable(NASTY[case])
-    for output in outputs(report):
+    for output in (shown := outputs(report)):
         assert_clean(output)
-    assert any(escaped in output for output in outputs(report))
+    assert any(printable(NASTY[case]) in output for output in shown)
     document = json.loads(REPORTERS["json"](report, Style()))
     assert_clean(json.dumps(document, ensure_ascii=False).replace("\\n", ""))
 
@@ -1084,6 +1094,7 @@ def test_names_reach_no_terminal_raw(tmp_path: Path, case: str, format_: str) ->
     assert_clean(done.stderr)
 
 
+@in_columns
 @pytest.mark.parametrize("case", sorted(set(NASTY) - {"surrogate"}))
 def test_names_in_a_refused_call_reach_no_output_raw(tmp_path: Path, case: str) -> None:
     nasty = NASTY[case]
@@ -1096,7 +1107,7 @@ def test_names_in_a_refused_call_reach_no_output_raw(tmp_path: Path, case: str) 
 
 
 @one_way
-@pytest.mark.parametrize("suffix", [".safetensors", ".data-00000-of-00001", ".distcp", ""])
+@pytest.mark.parametrize("suffix", [".safetensors", *also(".data-00000-of-00001", ".distcp"), ""])
 @pytest.mark.parametrize("case", sorted(set(NASTY) - {"surrogate", "newline", "link"}))
 def test_file_names_reach_no_output_raw(tmp_path: Path, case: str, suffix: str) -> None:
     folder = tmp_path / f"run{NASTY[case]}"
@@ -1173,6 +1184,7 @@ def test_a_check_changes_nothing_in_the_folder(tmp_path: Path, name: str) -> Non
 @pytest.mark.parametrize(
     "path", ["/etc/passwd", "../outside.distcp", "a/../../outside.distcp", "..\\outside.distcp", "C:\\x", "\\\\host\\x"]
 )
+@in_columns
 @pytest.mark.parametrize("kind", ["tensor", "common state"])
 def test_a_path_that_leaves_the_folder_is_not_touched(tmp_path: Path, path: str, kind: str) -> None:
     (tmp_path / "outside.distcp").write_bytes(b"secret" * 100)

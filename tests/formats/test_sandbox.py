@@ -43,7 +43,7 @@ def seconds_of_children() -> float:
 
 
 def test_children_share_one_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "_BASE_SECONDS", 2.0)
+    monkeypatch.setattr(sandbox, "_BASE_SECONDS", 1.0)
     before, sentences = seconds_of_children(), []
     with one_budget():
         for _ in range(6):
@@ -72,7 +72,7 @@ def test_the_share_of_the_bytes_is_not_taken_from_the_budget(monkeypatch: pytest
 def test_slow_files_of_a_step_cost_one_budget_and_the_others_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sandbox, "_BASE_SECONDS", 4.0)
+    monkeypatch.setattr(sandbox, "_BASE_SECONDS", 3.6)
     step = Path(shutil.copytree(REAL / "edit_base", tmp_path / "step"))
     healthy = codes(ckptlint.check(step))
     for name in ("optimizer.pt", "scheduler.pt"):
@@ -101,11 +101,11 @@ def test_files_that_no_time_is_left_for_are_named(tmp_path: Path, monkeypatch: p
 
 
 def test_slow_records_cost_one_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "_BASE_SECONDS", 4.0)
+    monkeypatch.setattr(sandbox, "_BASE_SECONDS", 1.6)
     before = seconds_of_children()
     with one_budget():
         decoded = decode([HEALTHY, SLOW, SLOW])
-    assert seconds_of_children() - before < 6
+    assert seconds_of_children() - before < 4
     assert decoded[0].content is not None
     assert [part.error is not None for part in decoded] == [False, True, True]
 
@@ -128,7 +128,7 @@ def _ended_by(number: int) -> tuple[int, str]:
 
 
 def test_a_reader_that_dies_is_replaced_and_its_work_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "_BASE_SECONDS", 2.0)
+    monkeypatch.setattr(sandbox, "_BASE_SECONDS", 0.9)
     found = list(ahead([partial(_ended_by, number) for number in range(12)], 2))
     assert [number for number, (child, _) in enumerate(found) if not child] == [3, 6]
     assert "SIGSEGV" in found[3][1]

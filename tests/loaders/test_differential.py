@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterator
 from functools import cache
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import REAL, codes, examples, run_python
+from support import REAL, codes, examples
 from tilings import Chunk, box_cells, counted, damaged, layout, tilings
 
 import ckptlint
@@ -56,7 +55,7 @@ def leaves(shape: tuple[int, ...], chunk: Chunk) -> bool:
     return any(o < 0 or o + s > n for o, s, n in zip(*chunk, shape, strict=True))
 
 
-@settings(max_examples=examples(60, 400))
+@settings(max_examples=examples(25, 400))
 @given(damaged())
 def test_the_geometry_rules_say_what_counting_cells_says(case: Case) -> None:
     shape, chunks = case
@@ -94,7 +93,7 @@ def many(draw: st.DrawFn) -> Case:
     return shape, list(zip(map(tuple, offsets.tolist()), map(tuple, sizes.tolist()), strict=True))
 
 
-@settings(max_examples=examples(60, 150))
+@settings(max_examples=examples(25, 150))
 @given(many())
 def test_gaps_and_overlaps_of_many_boxes_are_exact(case: Case) -> None:
     shape, chunks = case
@@ -122,7 +121,7 @@ def inside(box: Box) -> tuple[slice, ...]:
 # ---------------------------------------------------------------- torch's validator
 
 
-@settings(max_examples=examples(60, 300))
+@settings(max_examples=examples(25, 300))
 @given(damaged())
 def test_the_verdict_is_that_of_the_validator_of_torch(case: Case) -> None:
     """Where torch is right: it takes an empty chunk inside another one for an overlap, and looks at no scalar."""
@@ -145,39 +144,38 @@ def test_the_verdict_is_that_of_the_validator_of_torch(case: Case) -> None:
 
 # ---------------------------------------------------------------- torch's reader
 
-_READ = """
-import json, sys
-from pathlib import Path
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import MetadataIndex
 
-for path in map(Path, sys.argv[1:]):
-    rank = None if path.name == ".metadata" else int(path.name[2:].partition(".")[0])
-    try:
-        found = FileSystemReader(path.parent).read_metadata(rank=rank)
-    except Exception as error:
-        print(json.dumps(type(error).__name__))
-        continue
-    place = lambda index: (
-        [info.relative_path, info.offset, info.length] if (info := found.storage_data.get(index)) else None
-    )
+@pytest.fixture(scope="module")
+def read_by_torch() -> dict[Path, Any]:
+    """What torch reads from each real file, or the name of its error. Malicious files are left out: torch runs them."""
+    from torch.distributed.checkpoint import FileSystemReader
+
+    found = {}
+    for path in METADATA:
+        rank = None if path.name == ".metadata" else int(path.name[2:].partition(".")[0])
+        try:
+            found[path] = contents(FileSystemReader(path.parent).read_metadata(rank=rank))
+        except Exception as error:
+            found[path] = type(error).__name__
+    return found
+
+
+def contents(read: Any) -> list[Any]:
+    """Tensors, other entries and the number of records of what torch read, as `described` gives them."""
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+
+    def place(index: Any) -> Any:
+        info = read.storage_data.get(index)
+        return [info.relative_path, info.offset, info.length] if info else None
+
     tensors, others = {}, {}
-    for key, value in found.state_dict_metadata.items():
+    for key, value in read.state_dict_metadata.items():
         if hasattr(value, "chunks"):
             chunks = [[[*c.offsets], [*c.sizes], place(MetadataIndex(key, c.offsets))] for c in value.chunks]
             tensors[key] = [str(value.properties.dtype).removeprefix("torch."), [*value.size], chunks]
         else:
             others[key] = place(MetadataIndex(key))
-    print(json.dumps([tensors, others, len(found.storage_data)]))
-"""
-
-
-@pytest.fixture(scope="module")
-def read_by_torch() -> dict[Path, Any]:
-    """What torch reads from each real file, or the name of its error. Malicious files are left out: torch runs them."""
-    done = run_python(_READ, *METADATA, timeout=600)
-    assert done.returncode == 0, done.stderr
-    return dict(zip(METADATA, map(json.loads, done.stdout.splitlines()), strict=True))
+    return [tensors, others, len(read.storage_data)]
 
 
 def described(path: Path) -> list[Any]:
@@ -201,19 +199,26 @@ def described(path: Path) -> list[Any]:
     return [tensors, {fqn: place(row) for fqn, row in found.byte_records.items()}, len(table)]
 
 
-@pytest.mark.parametrize("path", METADATA, ids=lambda path: str(path.relative_to(REAL)))
-def test_every_real_file_is_read_as_torch_reads_it(read_by_torch: dict[Path, Any], path: Path) -> None:
-    theirs = read_by_torch[path]
-    if isinstance(theirs, str):
-        assert theirs in ("UnpicklingError", "ModuleNotFoundError")  # damaged; with classes of megatron-core
-        pytest.skip(f"torch cannot read it: {theirs}")
-    tensors, others, records = theirs
-    for _, shape, chunks in tensors.values():
-        for chunk in chunks:
-            if not len(chunk[0]) == len(chunk[1]) == len(shape):  # GEO002; no rule asks where it is stored
-                chunk[2] = None
-    wanted = [{printable(key): value for key, value in part.items()} for part in (tensors, others)]
-    assert described(path) == [*wanted, records]
+def test_every_real_file_is_read_as_torch_reads_it(read_by_torch: dict[Path, Any]) -> None:
+    wrong = []
+    for path, theirs in read_by_torch.items():
+        if isinstance(theirs, str):
+            if theirs not in ("UnpicklingError", "ModuleNotFoundError"):  # damaged; with classes of megatron-core
+                wrong.append(f"{path}: torch ended with {theirs}")
+            continue
+        tensors, others, records = theirs
+        for _, shape, chunks in tensors.values():
+            for chunk in chunks:
+                if not len(chunk[0]) == len(chunk[1]) == len(shape):  # GEO002; no rule asks where it is stored
+                    chunk[2] = None
+        wanted = [{printable(key): value for key, value in part.items()} for part in (tensors, others)]
+        try:
+            ours: Any = described(path)
+        except Exception as error:
+            ours = repr(error)
+        if ours != [*wanted, records]:
+            wrong.append(f"{path}: {ours} instead of {[*wanted, records]}")
+    assert not wrong, "\n".join(wrong)
 
 
 def test_torch_reads_nearly_all_of_them(read_by_torch: dict[Path, Any]) -> None:
@@ -242,12 +247,13 @@ def edited(head: bytearray, chance: random.Random) -> bytes:
     return bytes(head)
 
 
+@pytest.mark.sweep
 def test_a_safetensors_header_is_taken_where_the_library_takes_it(tmp_path: Path) -> None:
     library = pytest.importorskip("safetensors")
     chance = random.Random(1)
     files = [path.read_bytes() for path in sorted((REAL / "hf_sharded").glob("*.safetensors"))]
-    taken, refused = 0, 0
-    for _ in range(20_000):
+    taken, refused, tries, checks = 0, 0, examples(4_000, 40_000), examples(10, 120)
+    for _ in range(tries):
         data = chance.choice(files)
         length = int.from_bytes(data[:8], "little")
         head, payload = edited(bytearray(data[8 : 8 + length]), chance), data[8 + length :]
@@ -266,10 +272,10 @@ def test_a_safetensors_header_is_taken_where_the_library_takes_it(tmp_path: Path
             taken += 1
             # the library takes the last of two equal names, and blanks that no writer puts there
             assert not ours or "has a name twice" in ours or head[:1] != b"{", (head, ours)
-        elif not ours and refused < 60:
+        elif not ours and refused < checks:
             refused += 1  # a whole check sees more than the header
             (tmp_path / "model.safetensors").write_bytes(data)
             report = ckptlint.check(tmp_path)
             is_new = "unknown variant" in theirs or "subbytes" in theirs  # a dtype of a later version is a note
             assert report.exit_code == 1 or (is_new and codes(report, "info")), (head, theirs)
-    assert taken > 500 and refused == 60
+    assert taken > tries / 40 and refused == checks

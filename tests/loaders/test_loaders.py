@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import tempfile
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import REAL, codes, found, run_python
+from support import REAL, also, codes, ends, examples, found, run_python
 
 import ckptlint
 from ckptlint.errors import NothingToCheckError
@@ -44,19 +43,18 @@ def test_the_format_is_recognised(name: str, format_: str) -> None:
 
 
 def test_the_same_checkpoint_is_read_alike_by_torch(tmp_path: Path) -> None:
-    program = (
-        "import sys, json\n"
-        "from torch.distributed.checkpoint import FileSystemReader\n"
-        "for path in sys.argv[1:]:\n"
-        "    meta = FileSystemReader(path).read_metadata().state_dict_metadata\n"
-        "    tensors = {k: v for k, v in meta.items() if hasattr(v, 'chunks')}\n"
-        "    print(json.dumps({k: [str(v.properties.dtype).removeprefix('torch.'), list(v.size),\n"
-        "        sorted([list(c.offsets), list(c.sizes)] for c in v.chunks)] for k, v in tensors.items()}))\n"
-    )
-    folders = [REAL / "plain_dtypes", REAL / "tp2_fsdp2_uneven", write_all_kinds(tmp_path)]
-    done = run_python(program, *folders)
-    assert done.returncode == 0, done.stderr
-    for folder, line in zip(folders, done.stdout.splitlines(), strict=True):
+    from torch.distributed.checkpoint import FileSystemReader
+
+    for folder in (REAL / "plain_dtypes", REAL / "tp2_fsdp2_uneven", write_all_kinds(tmp_path)):
+        theirs = {
+            key: [
+                str(value.properties.dtype).removeprefix("torch."),
+                list(value.size),
+                sorted([list(chunk.offsets), list(chunk.sizes)] for chunk in value.chunks),
+            ]
+            for key, value in FileSystemReader(folder).read_metadata().state_dict_metadata.items()
+            if hasattr(value, "chunks")
+        }
         ours = {
             fqn: [
                 tensor.dtype,
@@ -65,7 +63,7 @@ def test_the_same_checkpoint_is_read_alike_by_torch(tmp_path: Path) -> None:
             ]
             for fqn, tensor in ckptlint.load(folder).tensors.items()
         }
-        assert ours == json.loads(line)
+        assert ours == theirs
         assert ours
 
 
@@ -457,7 +455,7 @@ def test_a_refused_common_state_is_an_incomplete_verdict(
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can become another user")
-@pytest.mark.parametrize("locked", ["folder", "metadata", "parent"])
+@pytest.mark.parametrize("locked", ["folder", *also("metadata", "parent")])
 def test_another_user_gets_an_incomplete_verdict(open_folder: Path, locked: str) -> None:
     checkpoint = open_folder / "run" / "ckpt"
     write_checkpoint(WHOLE, checkpoint)
@@ -500,18 +498,16 @@ def test_a_named_file_beside_a_checkpoint_says_which_folder_to_name(tmp_path: Pa
         assert item.finding.hint.startswith(hint or "name the folder of the checkpoint, ")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("name", "content", "code"), [("note.txt", "x", 3), (".metadata", "x", 3), (".metadata", "", 1)]
 )
-def test_a_run_of_ten_thousand_nearly_empty_steps_takes_seconds(
-    tmp_path: Path, name: str, content: str, code: int
-) -> None:
-    for number in range(10_000):
+def test_a_run_of_many_nearly_empty_steps_is_judged(tmp_path: Path, name: str, content: str, code: int) -> None:
+    for number in range(examples(1_000, 20_000)):
         (step := tmp_path / f"step-{number}").mkdir()
         (step / name).write_text(content)
-    before = os.times()
-    assert ckptlint.check(tmp_path).exit_code == code
-    assert sum(os.times()[:4]) - sum(before[:4]) < 8  # of processor time, children included; 1 to 3 on a quiet machine
+    with ends(100):
+        assert ckptlint.check(tmp_path).exit_code == code
 
 
 @pytest.mark.parametrize("held", ["", '{"sharded_backend": "torch_dist", "shard'], ids=["empty", "cut"])

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from support import bench, ends, examples
+from support import also, bench, ends, examples
 from tilings import Chunk, box_cells, cells_of, counted, damaged, layout, tangled, tilings
 
 from ckptlint.model import cover as boxes
@@ -50,7 +50,7 @@ def test_a_tiling_has_no_hole_and_no_overlap(case: tuple[tuple[int, ...], list[C
     assert (coverage.missing, coverage.missing_volume, coverage.doubled, coverage.doubled_volume) == ((), 0, (), 0)
 
 
-@settings(max_examples=examples(60, 400))
+@settings(max_examples=examples(25, 400))
 @given(damaged())
 def test_holes_and_overlaps_equal_counted_cells(case: tuple[tuple[int, ...], list[Chunk]]) -> None:
     shape, chunks = case
@@ -60,7 +60,7 @@ def test_holes_and_overlaps_equal_counted_cells(case: tuple[tuple[int, ...], lis
     assert_exact(coverage.doubled, coverage.doubled_volume, {cell for cell, n in counts.items() if n > 1})
 
 
-@settings(max_examples=examples(60, 400))
+@settings(max_examples=examples(25, 400))
 @given(st.one_of(damaged(), tangled()), st.sampled_from([0, 2, 9]), st.sampled_from([1, 3, 60]))
 def test_searching_gives_what_painting_gives(case: tuple[tuple[int, ...], list[Chunk]], few: int, cells: int) -> None:
     shape, chunks = case
@@ -77,7 +77,7 @@ def test_searching_gives_what_painting_gives(case: tuple[tuple[int, ...], list[C
             assert set(cells_of_parts) == set(box_cells(at_once))
 
 
-@settings(max_examples=examples(60, 200))
+@settings(max_examples=examples(25, 200))
 @given(st.one_of(damaged(), tangled()), st.integers(0, 6))
 def test_what_a_search_without_budget_says_is_true(case: tuple[tuple[int, ...], list[Chunk]], budget: int) -> None:
     shape, chunks = case
@@ -119,8 +119,8 @@ def test_a_spiral_is_whole_and_one_strip_less_is_a_hole(count: int) -> None:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("rank", [2, 8, 1, 3, 4, 6][: examples(2, 6)])
-def test_thirty_thousand_irregular_chunks_are_judged_exactly(rank: int) -> None:
-    shape, *columns = bench("irregular").irregular(30_000, rank)
+def test_many_irregular_chunks_are_judged_exactly(rank: int) -> None:
+    shape, *columns = bench("irregular").irregular(examples(10_000, 60_000), rank)
     chunks = list(zip(*(map(tuple, column.tolist()) for column in columns), strict=True))
     assert layout(shape, chunks).coverage == Coverage()
     lost = chunks[100:2000:100]
@@ -134,11 +134,11 @@ def test_thirty_thousand_irregular_chunks_are_judged_exactly(rank: int) -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("rank", [2, 8, 4, 5][: examples(2, 4)])
+@pytest.mark.parametrize("rank", [2, *also(8, 4, 5)])
 def test_boxes_anywhere_are_told_within_the_budget(rank: int) -> None:
     random = np.random.default_rng(rank)
     extent = 2 ** (60 // rank)
-    sizes = random.integers(1, extent // 2, (30_000, rank))
+    sizes = random.integers(1, extent // 2, (examples(10_000, 60_000), rank))
     offsets = (random.random(sizes.shape) * (extent - sizes)).astype(np.int64)
     with ends(20):
         found = ChunkLayout((extent,) * rank, offsets, sizes).coverage
@@ -241,7 +241,7 @@ def grid_cells(shape: tuple[int, ...], chunks: list[Chunk]) -> bool:
     return wanted == sorted(tuple((a, a + b) for a, b in zip(o, s, strict=True)) for o, s in live)
 
 
-@settings(max_examples=examples(60, 300))
+@settings(max_examples=examples(25, 300))
 @given(damaged())
 def test_is_grid_equals_the_product_of_the_paths(case: tuple[tuple[int, ...], list[Chunk]]) -> None:
     shape, chunks = case
@@ -286,14 +286,14 @@ def assert_pairs(found: list[Crossing], chunks: list[Chunk], rank: int, fits: ob
         assert {(pair.first, pair.second) for pair in named} <= pairs
 
 
-@settings(max_examples=examples(60, 400))
+@settings(max_examples=examples(25, 400))
 @given(damaged())
 def test_crossings_name_a_pair_wherever_one_exists(case: tuple[tuple[int, ...], list[Chunk]]) -> None:
     shape, chunks = case
     assert_pairs(layout(shape, chunks).crossings, chunks, len(shape), crosses)
 
 
-@settings(max_examples=examples(60, 400))
+@settings(max_examples=examples(25, 400))
 @given(damaged())
 def test_nestings_name_a_pair_wherever_one_exists(case: tuple[tuple[int, ...], list[Chunk]]) -> None:
     shape, chunks = case
@@ -320,7 +320,7 @@ def test_intervals_are_distinct_and_in_order(case: tuple[tuple[int, ...], list[C
 # ---------------------------------------------------------------- flattened runs
 
 
-@settings(max_examples=examples(60, 300))
+@settings(max_examples=examples(25, 300))
 @given(tilings(least=1))
 def test_row_major_means_that_flat_indices_are_one_run(case: tuple[tuple[int, ...], list[Chunk]]) -> None:
     shape, chunks = case

@@ -14,7 +14,7 @@ from operators import OPERATORS
 from support import examples
 
 SEED = 0
-SAVES = examples(2, 3)
+SAVES = examples(1, 3)
 
 
 @pytest.mark.sweep

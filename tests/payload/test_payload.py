@@ -414,9 +414,11 @@ def test_the_bar_shows_on_a_terminal_only(tmp_path: Path) -> None:
     folder = save({"w": torch.zeros(1024)}, tmp_path)
     code = (
         "import sys,time\n"
+        "from ckptlint.commands import shared\n"
         "from ckptlint.payload import stream\n"
+        "shared._PATIENCE=0.1\n"
         "read=stream._Work._read\n"
-        "def slow(*a):\n time.sleep(2.5)\n return read(*a)\n"
+        "def slow(*a):\n time.sleep(0.5)\n return read(*a)\n"
         "stream._Work._read=slow\n"
         "from ckptlint.commands.main import main\n"
         f"sys.argv=['ckptlint',{str(folder)!r},'--depth','data']+sys.argv[1:]\n"
@@ -451,7 +453,7 @@ def test_ctrl_c_says_what_was_covered(tmp_path: Path) -> None:
         "import sys,time\n"
         "from ckptlint.payload import stream\n"
         "read=stream._Work._read\n"
-        "def slow(*a):\n time.sleep(0.6)\n print('reading',flush=True)\n return read(*a)\n"
+        "def slow(*a):\n time.sleep(0.3)\n print('reading',flush=True)\n return read(*a)\n"
         "stream._Work._read=slow\n"
         "from ckptlint.commands.main import main\n"
         f"sys.argv=['ckptlint',{str(folder)!r},'--depth','data','--jobs','1']\n"

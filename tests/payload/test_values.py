@@ -11,16 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from support import codes, examples, found, run_python
+from support import also, codes, examples, found, run_python
 
 import ckptlint
 from ckptlint.depth import Depth
 from ckptlint.loaders.checkpoint import open_checkpoint
 from ckptlint.loaders.discover import find
+from ckptlint.payload import parts, stream
 from ckptlint.payload.parts import join
 from ckptlint.payload.reader import Reader, read_payload
 from ckptlint.payload.reading import Reading
-from ckptlint.payload.stream import BLOCK
 from ckptlint.payload.values import RecordValues, values_of
 from ckptlint.storage.local import LocalFolder
 from ckptlint.vocabulary.dtypes import ENCODINGS, ITEM_BITS
@@ -76,7 +76,7 @@ def test_every_number_is_seen_as_torch_sees_it(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", sorted(ENCODINGS))
-@settings(max_examples=examples(60, 2000))
+@settings(max_examples=examples(20, 2000))
 @given(data=st.data())
 def test_parts_joined_are_the_whole(dtype: str, data: Any) -> None:
     item = ITEM_BITS[dtype] // 8
@@ -99,6 +99,15 @@ def save(state: dict[str, Any], folder: Path) -> Path:
     return folder
 
 
+@pytest.fixture
+def block(monkeypatch: pytest.MonkeyPatch) -> int:
+    """The bytes that are read at once: fewer than a user's, so that what spans several blocks is soon made."""
+    for module in (stream, parts):
+        monkeypatch.setattr(module, "BLOCK", 2**16)
+    monkeypatch.setattr(stream, "_shift", stream._shift.__wrapped__)  # what it keeps is that of a block
+    return 2**16
+
+
 COLUMNS = ("nan", "plus_inf", "minus_inf", "zeros", "denormals", "least", "most", "one_value")
 
 
@@ -119,9 +128,9 @@ def columns(folder: Path, fqn: str, *shares: list[int]) -> tuple[object, ...]:
 
 
 @pytest.mark.parametrize("dtype", sorted(ENCODINGS))
-def test_columns_agree_with_torch_across_blocks(dtype: str, tmp_path: Path) -> None:
+def test_columns_agree_with_torch_across_blocks(dtype: str, block: int, tmp_path: Path) -> None:
     chance = np.random.default_rng(7)
-    raw = chance.bytes(BLOCK + BLOCK // 2)
+    raw = chance.bytes(block + block // 2)
     tensor = torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(getattr(torch, dtype))
     save({"small": torch.ones(8), "w": tensor.reshape(-1, 4)}, tmp_path)
     assert columns(tmp_path, "w") == wanted(raw, dtype)
@@ -133,9 +142,9 @@ def test_columns_agree_with_torch_across_blocks(dtype: str, tmp_path: Path) -> N
     [(0.0, None, True), (0.5, None, True), (0.5, -0.5, False), (0.0, -0.0, True), (0.0, 1e-45, False)],
 )
 def test_one_value_ends_with_the_last_element_of_the_last_block(
-    fill: float, changed: float | None, one: bool, tmp_path: Path
+    fill: float, changed: float | None, one: bool, block: int, tmp_path: Path
 ) -> None:
-    tensor = torch.full((BLOCK // 2,), fill)
+    tensor = torch.full((block // 2,), fill)
     if changed is not None:
         tensor[-1] = changed
     save({"w": tensor}, tmp_path)
@@ -329,7 +338,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture(scope="module", params=["torch", pytest.param("megatron", marks=pytest.mark.ci)])
+@pytest.fixture(scope="module", params=[*also("torch"), pytest.param("megatron", marks=pytest.mark.ci)])
 def sharded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Saves of two ranks, by torch's DCP and by megatron-core: a good one, and some with zeros."""
     if request.param == "megatron":
