@@ -63,9 +63,17 @@ def examples(few: int, many: int) -> int:
     return max(min(few, many), many // 2) if SWEEP else few
 
 
+NOT_NOW = (pytest.mark.sweep, pytest.mark.skipif(not SWEEP, reason="takes long: SWEEP=1 runs it"))
+
+
 def sweep_only(test: T) -> T:
     """Mark a test that is too long for every run."""
-    return pytest.mark.sweep(pytest.mark.skipif(not SWEEP, reason="takes long: SWEEP=1 runs it")(test))
+    return NOT_NOW[0](NOT_NOW[1](test))
+
+
+def swept(*values: Any) -> list[Any]:
+    """Values of a parametrisation that only a sweep tries; a tuple is one value of each name."""
+    return [pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=NOT_NOW) for value in values]
 
 
 # ---------------------------------------------------------------- real checkpoints

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from support import REAL, REPOSITORY, run
+from support import REAL, REPOSITORY, run, sweep_only
 
 from ckptlint.commands import main as cli
 from ckptlint.errors import ConfigError
@@ -80,6 +80,7 @@ def test_settings_reach_an_option_of_a_plugin(installed: Path, wide: Path, tmp_p
     assert "there is no rule 'wide-float'" in done.stderr
 
 
+@sweep_only
 def test_the_cases_of_the_template_pass(installed: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "tests"]
     source = installed.parent / "source"
