@@ -729,7 +729,9 @@ def test_check_in_python_reads_no_environment(monkeypatch: pytest.MonkeyPatch) -
 # ---------------------------------------------------------------- pipes
 
 
-@pytest.mark.parametrize("arguments", [[BAD], ["rules"], *swept([GOOD], [BAD, "--format", "json"], ["explain", "GEO004"])])
+@pytest.mark.parametrize(
+    "arguments", [[BAD], ["rules"], *swept([GOOD], [BAD, "--format", "json"], ["explain", "GEO004"])]
+)
 def test_a_closed_pipe_is_141_and_silent(arguments: list[str]) -> None:
     reading, writing = os.pipe()
     os.close(reading)

@@ -324,7 +324,9 @@ def test_the_matrix_says_which_rank_is_gone_and_stays_small(tmp_path: Path) -> N
     assert len(page.all("path", "lost-missing")) == 1
     world = examples(128, 2048)
     parts = [f"{i}:{i + 1}, :" for i in range(world)]
-    wide = {f"layers.{i}.w.weight": {"shape": [world, 4], "chunks": parts[: world - world // 64 * i]} for i in range(64)}
+    wide = {
+        f"layers.{i}.w.weight": {"shape": [world, 4], "chunks": parts[: world - world // 64 * i]} for i in range(64)
+    }
     page_of_many = html.render(ckptlint.check(write_checkpoint({"tensors": wide}, tmp_path / "wide")), Style())
     (drawn_many,) = re.findall(r'<section class="holdings".*?</section>', page_of_many, re.DOTALL)
     assert drawn_many.count("<tr>") == 41 and "24 more rows that differ" in drawn_many and len(drawn_many) < 40_000

@@ -554,6 +554,7 @@ def hostile(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return name, ckptlint.check(write_checkpoint(table, folder))
 
 
+@pytest.mark.sweep
 def test_no_name_reaches_the_output_raw(hostile: tuple[str, Report]) -> None:
     _, report = hostile
     assert len(list(report.diagnostics)) > 1
