@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import pytest
@@ -65,14 +66,20 @@ class Piece(torch.Tensor):
         return self.as_subclass(torch.Tensor)
 
 
+@cache
 def mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+
+@cache
+def all_in_line() -> DeviceMesh:
+    return init_device_mesh("cpu", (4,))
 
 
 def healthy(rank: int) -> State:
     """One of everything, as it should be."""
     torch.manual_seed(0)
-    grid, line = mesh(), init_device_mesh("cpu", (4,))
+    grid, line = mesh(), all_in_line()
     full = torch.randn(8, 4)
     return {
         "model": {
@@ -93,7 +100,7 @@ def healthy(rank: int) -> State:
 
 
 def from_local(data: torch.Tensor, placements: list[Any], shape: tuple[int, ...]) -> DTensor:
-    line = init_device_mesh("cpu", (4,))
+    line = all_in_line()
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(data, line, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 

@@ -24,7 +24,7 @@ def make() -> ModuleType:
 def test_generated_pages_are_fresh_and_small(
     make: ModuleType, monkeypatch: pytest.MonkeyPatch, commands_run: bool
 ) -> None:
-    """Only a sweep runs the commands of three pages, each in a process of its own; test_recipes looks at what is there."""
+    """Only a sweep runs the commands of three pages, each in a process; test_recipes looks at what is there."""
     if not commands_run:
         for name in ("played", "printed"):
             monkeypatch.setattr(make, name, str)
