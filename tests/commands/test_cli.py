@@ -90,34 +90,20 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 # ---------------------------------------------------------------- exit codes
 
 
+EXIT_CODES: list[tuple[int, list[list[str]]]] = [
+    (0, [[GOOD], [WARNING], [BAD, "--exit-zero"], [BAD, "--fail-on", "never"]]),
+    (0, [["--help"], ["--version"], ["explain", "GEO004"], ["rules"]]),
+    (1, [[WARNING, "--strict"], [WARNING, "--fail-on", "warning"], [BAD], [UNSAFE], [UNREADABLE]]),
+    (1, [[GOOD, BAD], [NOTHING, BAD]]),
+    (2, [[GOOD, "--no-such-option"], [GOOD, "--depth", "x"], [BAD, "--select", "NOPE"], ["explain", "NOPE"]]),
+    (2, [[], ["check"]]),
+    (3, [[NOTHING], ["/nowhere/at/all"], [GOOD, NOTHING], [BAD, NOTHING, "--exit-zero"]]),
+]
+
+
 @pytest.mark.parametrize(
     ("arguments", "code"),
-    [
-        ([GOOD], 0),
-        ([WARNING], 0),
-        ([WARNING, "--strict"], 1),
-        ([WARNING, "--fail-on", "warning"], 1),
-        ([BAD], 1),
-        ([UNSAFE], 1),
-        ([UNREADABLE], 1),
-        ([BAD, "--exit-zero"], 0),
-        ([BAD, "--fail-on", "never"], 0),
-        ([GOOD, BAD], 1),
-        ([NOTHING], 3),
-        (["/nowhere/at/all"], 3),
-        ([GOOD, NOTHING], 3),
-        ([NOTHING, BAD], 1),
-        ([BAD, NOTHING, "--exit-zero"], 3),
-        ([GOOD, "--no-such-option"], 2),
-        ([BAD, "--select", "NOPE"], 2),
-        ([], 2),
-        (["check"], 2),
-        (["--help"], 0),
-        (["--version"], 0),
-        (["explain", "GEO004"], 0),
-        (["explain", "NOPE"], 2),
-        (["rules"], 0),
-    ],
+    [(arguments, code) for code, calls in EXIT_CODES for arguments in calls],
     ids=lambda value: " ".join(Path(v).name for v in value) if isinstance(value, list) else None,
 )
 def test_exit_codes(monkeypatch: pytest.MonkeyPatch, arguments: list[str], code: int) -> None:
@@ -125,11 +111,6 @@ def test_exit_codes(monkeypatch: pytest.MonkeyPatch, arguments: list[str], code:
         assert run().returncode == code
     else:
         assert main(monkeypatch, *arguments) == code
-
-
-@pytest.mark.parametrize(("arguments", "code"), [([GOOD], 0), ([BAD], 1), ([GOOD, "--depth", "x"], 2), ([NOTHING], 3)])
-def test_exit_codes_of_a_process(arguments: list[str], code: int) -> None:
-    assert run(*arguments).returncode == code
 
 
 def test_a_refused_read_gives_4(monkeypatch: pytest.MonkeyPatch, refused: str) -> None:
@@ -444,7 +425,10 @@ def test_json_follows_its_schema(paths: list[str]) -> None:
     assert len(document["checkpoints"]) + len(document["not_found"]) == len(paths)
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in REAL.iterdir() if path.is_dir())[::4])
+NAMES = sorted(path.name for path in REAL.iterdir() if path.is_dir())[::4]
+
+
+@pytest.mark.parametrize("name", [*NAMES[::3], *swept(*NAMES[1::3], *NAMES[2::3])])
 def test_json_of_real_checkpoints_follows_its_schema(name: str) -> None:
     VALIDATOR.validate(json.loads(invoke(str(REAL / name), "--format", "json", "--depth", "files").output))
 

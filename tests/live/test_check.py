@@ -66,20 +66,17 @@ class Piece(torch.Tensor):
         return self.as_subclass(torch.Tensor)
 
 
-@cache
+a_mesh = cache(init_device_mesh)  # each starts groups on all ranks
+
+
 def mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-
-
-@cache
-def all_in_line() -> DeviceMesh:
-    return init_device_mesh("cpu", (4,))
+    return a_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
 
 def healthy(rank: int) -> State:
     """One of everything, as it should be."""
     torch.manual_seed(0)
-    grid, line = mesh(), all_in_line()
+    grid, line = mesh(), a_mesh("cpu", (4,))
     full = torch.randn(8, 4)
     return {
         "model": {
@@ -100,7 +97,7 @@ def healthy(rank: int) -> State:
 
 
 def from_local(data: torch.Tensor, placements: list[Any], shape: tuple[int, ...]) -> DTensor:
-    line = all_in_line()
+    line = a_mesh("cpu", (4,))
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(data, line, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 

@@ -132,6 +132,7 @@ def run_folder(tmp_path: Path, *steps: Path) -> Path:
     return tmp_path / "run"
 
 
+@sweep_only
 def test_a_slurm_job_ends_in_the_verdict_of_its_newest_step(shell: Shell, tmp_path: Path) -> None:
     recipe, submit = blocks("Slurm", "sh")
     run = run_folder(tmp_path, BAD, GOOD)
@@ -158,6 +159,7 @@ def test_a_job_resumes_from_the_newest_good_step_or_not_at_all(shell: Shell, tmp
     assert shell(recipe, RUN_DIR=NOTHING)[:2] == (3, [])
 
 
+@sweep_only
 def test_an_init_container_leaves_the_step_to_resume_from(shell: Shell, tmp_path: Path) -> None:
     spec = yaml.safe_load(blocks(RESUME, "yaml")[0])
     volumes = {volume["name"] for volume in spec["volumes"]}
@@ -177,7 +179,10 @@ def test_an_init_container_leaves_the_step_to_resume_from(shell: Shell, tmp_path
 
 @pytest.mark.parametrize(
     ("steps", "code", "noted"),
-    [((GOOD, BAD), 0, ["python train.py --resume RUN/step-1"]), ((), 0, ["python train.py"]), ((BAD,), 1, [])],
+    [
+        ((GOOD, BAD), 0, ["python train.py --resume RUN/step-1"]),
+        *swept(((), 0, ["python train.py"]), ((BAD,), 1, [])),
+    ],
 )
 def test_an_sbatch_script_starts_and_resumes(
     shell: Shell, tmp_path: Path, steps: tuple[Path, ...], code: int, noted: list[str]
@@ -199,6 +204,7 @@ def test_an_alarm_leads_to_the_step_to_resume_from() -> None:
     assert [line.split()[0] for line in table.splitlines()[2:]] == [f"step-{n}" for n in (2000, 1900, 1800, 1700, 1600)]
 
 
+@sweep_only
 @pytest.mark.skipif(shutil.which("jq") is None, reason="jq is not installed")
 def test_jq_reads_the_json_report(shell: Shell) -> None:
     findings, verdict, counts = blocks("Findings as data", "sh")
@@ -333,6 +339,9 @@ def test_a_bucket_is_gated_with_the_options_of_a_volume() -> None:
     assert "volumeMounts" not in gate
     lines = (REPOSITORY / "Containerfile").read_text(encoding="utf-8")
     assert "ARG EXTRA=\n" in lines and "--build-arg EXTRA='[remote]'" in RECIPES
+    assert lines.rpartition("ENTRYPOINT ")[2].strip() == '["ckptlint"]'
+    copied = " ".join(re.findall(r"^COPY (?!--from)(.*) \S+$", lines, re.MULTILINE)).split()
+    assert copied and all((REPOSITORY / name).exists() for name in copied)
 
 
 def test_the_kubernetes_job_ends_on_a_verdict_and_retries_without_one(shell: Shell) -> None:
@@ -356,13 +365,6 @@ def test_the_kubernetes_job_ends_on_a_verdict_and_retries_without_one(shell: She
 
 
 # ---------------------------------------------------------------- the image
-
-
-def test_the_containerfile_names_what_is_there() -> None:
-    lines = (REPOSITORY / "Containerfile").read_text(encoding="utf-8").splitlines()
-    copied = [line.split()[1:-1] for line in lines if line.startswith("COPY ") and "--from" not in line]
-    assert copied and all((REPOSITORY / name).exists() for names in copied for name in names)
-    assert next(line for line in lines if line.startswith("ENTRYPOINT")) == 'ENTRYPOINT ["ckptlint"]'
 
 
 @sweep_only
