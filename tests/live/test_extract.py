@@ -137,9 +137,11 @@ def job_of_fixtures(name: str, *args: Any) -> Callable[[int], Any]:
 
 @pytest.mark.parametrize(
     ("name", "args"),
-    [("hsdp", ()), ("tp_fsdp2", ()), ("expert_parallel", (2,)), ("fsdp1", (StateDictType.SHARDED_STATE_DICT,))]
-    + swept(("replicated", ()), ("fsdp2", ()), ("expert_parallel", (1,)), ("flat_1d", ()))
-    + swept(("fsdp1", (StateDictType.LOCAL_STATE_DICT,))),
+    [
+        *(("hsdp", ()), ("tp_fsdp2", ()), ("expert_parallel", (2,)), ("fsdp1", (StateDictType.SHARDED_STATE_DICT,))),
+        *swept(("replicated", ()), ("fsdp2", ()), ("expert_parallel", (1,)), ("flat_1d", ())),
+        *swept(("fsdp1", (StateDictType.LOCAL_STATE_DICT,))),
+    ],
 )
 def test_healthy_jobs_are_read_as_torch_would_write_them(name: str, args: tuple[Any, ...]) -> None:
     ranks = run_ranks(job_of_fixtures(name, *args))

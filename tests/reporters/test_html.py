@@ -323,10 +323,8 @@ def test_the_matrix_says_which_rank_is_gone_and_stays_small(tmp_path: Path) -> N
     assert "missing of rank 2: __2_0.distcp" in page.text and ("td", "missing") in page.texts
     assert len(page.all("path", "lost-missing")) == 1
     world = examples(128, 2048)
-    parts = [f"{i}:{i + 1}, :" for i in range(world)]
-    wide = {
-        f"layers.{i}.w.weight": {"shape": [world, 4], "chunks": parts[: world - world // 64 * i]} for i in range(64)
-    }
+    parts = {i: [f"{n}:{n + 1}, :" for n in range(world - world // 64 * i)] for i in range(64)}
+    wide = {f"layers.{i}.w.weight": {"shape": [world, 4], "chunks": part} for i, part in parts.items()}
     page_of_many = html.render(ckptlint.check(write_checkpoint({"tensors": wide}, tmp_path / "wide")), Style())
     (drawn_many,) = re.findall(r'<section class="holdings".*?</section>', page_of_many, re.DOTALL)
     assert drawn_many.count("<tr>") == 41 and "24 more rows that differ" in drawn_many and len(drawn_many) < 40_000
