@@ -35,6 +35,11 @@ SWEEP = bool(os.environ.get("SWEEP"))
 """Whether tests that are marked as sweeps try all they can: `SWEEP=1 pytest -m sweep`, as .ci/run does."""
 
 
+def examples(few: int, many: int) -> int:
+    """How many inputs a test that is marked as a sweep tries: few in every run, half of many in a sweep."""
+    return max(min(few, many), many // 2) if SWEEP else few
+
+
 HOSTILE = {
     "markup": "<script>alert(1)</script><img src=x onerror=alert(1)>",
     "closing": "a</script></code></pre>--><b>",
@@ -53,14 +58,9 @@ HOSTILE = {
     "link": "[click](http://evil) {0} {{x}}",
     "csv": "=cmd|'/C calc'!A0",
     "escaped bytes": "a\udcff\udc9b31m",
-    "long": "<img src=x onerror=alert(2)>" * 4000,
+    "long": "<img src=x onerror=alert(2)>" * examples(400, 8000),
 }
 """One list of names that mean something to a terminal, a log, a page or a reader of one of the formats."""
-
-
-def examples(few: int, many: int) -> int:
-    """How many inputs a test that is marked as a sweep tries: few in every run, half of many in a sweep."""
-    return max(min(few, many), many // 2) if SWEEP else few
 
 
 def sweep_only(test: T) -> T:
@@ -68,9 +68,10 @@ def sweep_only(test: T) -> T:
     return pytest.mark.sweep(pytest.mark.skipif(not SWEEP, reason="takes long: SWEEP=1 runs it")(test))
 
 
-def also(*values: Any) -> list[Any]:
-    """Parameters of a test that a sweep tries beside those of every run."""
-    return [pytest.param(value, marks=pytest.mark.sweep) for value in values] if SWEEP else []
+def swept(*values: Any) -> list[Any]:
+    """Values of a parameter that only a sweep tries; a tuple is one value of each parameter."""
+    several = (value if isinstance(value, tuple) else (value,) for value in values)
+    return [pytest.param(*value, marks=pytest.mark.sweep) for value in several] if SWEEP else []
 
 
 # ---------------------------------------------------------------- real checkpoints

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import textwrap
 from bisect import bisect
+from collections import Counter
 
 from ckptlint.dataclass import dataclass
 from ckptlint.model import Checkpoint
@@ -67,8 +68,10 @@ def cut(name: str, limit: int = NAME_LIMIT) -> str:
     """
     if len(name) <= limit:
         return name
-    words = [*map(len, _WORD.findall(name))]
-    fitting = bisect(range(_SHORTEST, limit), limit, key=lambda most: len(name) - sum(max(n - most, 0) for n in words))
+    lengths = Counter(map(len, _WORD.findall(name))).items()
+    fitting = bisect(
+        range(_SHORTEST, limit), limit, key=lambda most: len(name) - sum(max(n - most, 0) * m for n, m in lengths)
+    )
     if not fitting:
         return _without_middle(name, limit)
     return _WORD.sub(lambda word: _without_middle(word[0], _SHORTEST - 1 + fitting), name)

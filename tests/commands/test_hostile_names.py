@@ -25,6 +25,8 @@ from ckptlint.testing import write_checkpoint
 
 SHORT = {kind: name.replace("\0", "").replace("/", "|")[:90] for kind, name in HOSTILE.items() if kind != "surrogate"}
 """Names that a file can have."""
+NAMES = [*SHORT.values()][:: examples(3, 1)]
+"""Those that a run has, too: all of them in a sweep."""
 TEXTS = {"full", "concise", "text", "table", "statistics", "error", "paths"}
 MARKUP = re.compile(r"injected|evil|script|@user|onerror|</|<img")
 
@@ -42,7 +44,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name in SHORT.values():
             (step / f"{name}.pt").write_bytes(b"\x80\x02cos\nsystem\n.")
             (step / f"{name}.json").write_bytes(b"{")
-    for name in SHORT.values():
+    for name in NAMES:
         write_checkpoint({"tensors": {name: {"shape": [8], "chunks": ["0:4"]}}}, root / name / "step-1")
         (root / name / "step-2").mkdir()
         (root / name / "step-2" / ".metadata").write_bytes(b"\x80\x02")
@@ -108,6 +110,7 @@ class Page(HTMLParser):
         self.found += [link for link in links if link and "evil" in link]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("format_", REPORTERS)
 def test_check(root: Path, format_: str) -> None:
     assert_prints(["check", str(root), "--all-steps", "-v", "--max-per-rule", "0", "--format", format_], format_)
@@ -120,7 +123,7 @@ def test_watch(root: Path, format_: str) -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("name", [*SHORT.values()][:: examples(3, 1)])
+@pytest.mark.parametrize("name", NAMES)
 def test_commands_on_a_run_of_that_name(root: Path, name: str) -> None:
     run, one = root / name, root / name / "step-1"
     for format_, arguments in {

@@ -24,7 +24,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from pickles import CF, CM, CP, Call, dumped, name_of, named, new, number, stream, text, write_zip
-from support import REAL, REPOSITORY, also, check_bytes, codes, examples, found, run, run_python
+from support import REAL, REPOSITORY, check_bytes, codes, examples, found, run, run_python, swept
 
 import ckptlint
 from ckptlint.errors import LimitError, UnreadableError
@@ -41,7 +41,7 @@ from ckptlint.testing import write_checkpoint
 pytestmark = pytest.mark.usefixtures("either_way")
 one_way = pytest.mark.parametrize("either_way", ["opcode by opcode"], indirect=True)
 """For tests that read no metadata of their own in this process: there is nothing to read as columns."""
-in_columns = pytest.mark.parametrize("either_way", ["in columns", *also("opcode by opcode")], indirect=True)
+in_columns = pytest.mark.parametrize("either_way", ["in columns", *swept("opcode by opcode")], indirect=True)
 """For tests of small metadata, which has no rows: it is looked for columns, and then read opcode by opcode."""
 
 MEGATRON = "megatron_edit_base/iter_0000010"
@@ -1107,7 +1107,7 @@ def test_names_in_a_refused_call_reach_no_output_raw(tmp_path: Path, case: str) 
 
 
 @one_way
-@pytest.mark.parametrize("suffix", [".safetensors", *also(".data-00000-of-00001", ".distcp"), ""])
+@pytest.mark.parametrize("suffix", [".safetensors", *swept(".data-00000-of-00001", ".distcp"), ""])
 @pytest.mark.parametrize("case", sorted(set(NASTY) - {"surrogate", "newline", "link"}))
 def test_file_names_reach_no_output_raw(tmp_path: Path, case: str, suffix: str) -> None:
     folder = tmp_path / f"run{NASTY[case]}"

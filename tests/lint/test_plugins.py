@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from support import REAL, REPOSITORY, run
+from support import REAL, REPOSITORY, run, run_python, sweep_only
 
 from ckptlint.commands import main as cli
 from ckptlint.errors import ConfigError
@@ -80,6 +80,7 @@ def test_settings_reach_an_option_of_a_plugin(installed: Path, wide: Path, tmp_p
     assert "there is no rule 'wide-float'" in done.stderr
 
 
+@sweep_only
 def test_the_cases_of_the_template_pass(installed: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "tests"]
     source = installed.parent / "source"
@@ -91,9 +92,7 @@ def test_the_cases_of_the_template_pass(installed: Path) -> None:
 
 def test_an_installed_plugin_reaches_the_python_api(installed: Path, wide: Path) -> None:
     program = "import sys, ckptlint; print(*[item.code for item in ckptlint.check(sys.argv[1]).diagnostics])"
-    env = os.environ | {"PYTHONPATH": str(installed)}
-    command = [sys.executable, "-c", program, str(wide)]
-    assert subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout == "ACM001\n"
+    assert run_python(program, wide, env=os.environ | {"PYTHONPATH": str(installed)}).stdout == "ACM001\n"
 
 
 # ---------------------------------------------------------------- plug-ins that settings name

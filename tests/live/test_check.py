@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -67,14 +68,17 @@ class Piece(torch.Tensor):
         return self.as_subclass(torch.Tensor)
 
 
+a_mesh = cache(init_device_mesh)  # each starts groups on all ranks
+
+
 def mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    return a_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
 
 def healthy(rank: int) -> State:
     """One of everything, as it should be."""
     torch.manual_seed(0)
-    grid, line = mesh(), init_device_mesh("cpu", (4,))
+    grid, line = mesh(), a_mesh("cpu", (4,))
     full = torch.randn(8, 4)
     return {
         "model": {
@@ -95,7 +99,7 @@ def healthy(rank: int) -> State:
 
 
 def from_local(data: torch.Tensor, placements: list[Any], shape: tuple[int, ...]) -> DTensor:
-    line = init_device_mesh("cpu", (4,))
+    line = a_mesh("cpu", (4,))
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(data, line, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 

@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint._extension
 import torch.distributed.checkpoint.planner_helpers
 from jobs import run_ranks
-from support import REPOSITORY
+from support import REPOSITORY, swept
 from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import (
     ShardedTensor,
@@ -138,15 +138,9 @@ def job_of_fixtures(name: str, *args: Any) -> Callable[[int], Any]:
 @pytest.mark.parametrize(
     ("name", "args"),
     [
-        ("replicated", ()),
-        ("fsdp2", ()),
-        ("hsdp", ()),
-        ("tp_fsdp2", ()),
-        ("expert_parallel", (1,)),
-        ("expert_parallel", (2,)),
-        ("fsdp1", (StateDictType.SHARDED_STATE_DICT,)),
-        ("fsdp1", (StateDictType.LOCAL_STATE_DICT,)),
-        ("flat_1d", ()),
+        *(("hsdp", ()), ("tp_fsdp2", ()), ("expert_parallel", (2,)), ("fsdp1", (StateDictType.SHARDED_STATE_DICT,))),
+        *swept(("replicated", ()), ("fsdp2", ()), ("expert_parallel", (1,)), ("flat_1d", ())),
+        *swept(("fsdp1", (StateDictType.LOCAL_STATE_DICT,))),
     ],
 )
 def test_healthy_jobs_are_read_as_torch_would_write_them(name: str, args: tuple[Any, ...]) -> None:

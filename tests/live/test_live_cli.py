@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support import REAL, REPOSITORY, run, takes_ctrl_c
+from support import REAL, REPOSITORY, run, sweep_only, swept, takes_ctrl_c
 
 import ckptlint
 from ckptlint import live
@@ -128,6 +128,7 @@ def findings(text: str) -> list[tuple[str, str, str]]:
     return [(item["code"], item["severity"], item.get("fqn") or item.get("file") or "") for item in part["findings"]]
 
 
+@sweep_only
 def test_torchrun_of_three_reports_once_what_one_process_reports(saved: Path) -> None:
     (code, text, errors), *others = ended(started(3, ["live", saved, "--digest", "--format", "json"]))
     assert code == 0, errors[-2000:]
@@ -140,7 +141,7 @@ def test_torchrun_of_three_reports_once_what_one_process_reports(saved: Path) ->
     assert {row[0] for row in findings(done.stdout)} == {"LIV302", "PAY012"}
 
 
-@pytest.mark.parametrize("name", ["fsdp2_4r_hole", "hf_sharded", "safetensors_mode", "zstd"])
+@pytest.mark.parametrize("name", ["fsdp2_4r_hole", "zstd", *swept("hf_sharded", "safetensors_mode")])
 @pytest.mark.parametrize("depth", ["headers", "data"])
 def test_real_checkpoints_are_judged_as_by_one_process(name: str, depth: str) -> None:
     arguments = ["live", REAL / name, "--depth", depth, "--format", "json", "-v"]

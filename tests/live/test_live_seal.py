@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from jobs import run_ranks
+from support import swept
 from test_check import Piece, mesh
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -97,15 +98,16 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("fqn", CHANGES)
-def test_a_change_between_save_and_seal_is_named(fqn: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("fqns", [[*CHANGES], *swept(*([fqn] for fqn in CHANGES))], ids=" ".join)
+def test_a_change_between_save_and_seal_is_named(fqns: list[str], tmp_path: Path) -> None:
     def change(held: State, rank: int) -> None:
-        if rank == 1 or fqn in ("model.plain", "model.scalar"):
-            CHANGES[fqn](held["model"][fqn.partition(".")[2]])
+        for fqn in fqns:
+            if rank == 1 or fqn in ("model.plain", "model.scalar"):
+                CHANGES[fqn](held["model"][fqn.partition(".")[2]])
 
     saved(tmp_path, change)
     report = ckptlint.check(tmp_path, depth="data", select=["LIV302"])
-    assert [item.fqn for item in report.diagnostics] == [fqn]
+    assert sorted(item.fqn or "" for item in report.diagnostics) == sorted(fqns)
 
 
 def layouts(rank: int) -> State:
@@ -163,38 +165,39 @@ def reported(report: Any) -> list[tuple[str, str | None, str, str]]:
     return [(item.code, item.fqn, item.finding.at.label, item.title) for item in report.diagnostics]
 
 
-@pytest.mark.parametrize(
-    ("fault", "sentence"),
-    [
-        ("absent", "there is no ckptlint.seal.json"),
-        ("broken", "ckptlint.seal.json is not valid JSON"),
-        ("older", "it belongs to a .metadata with the BLAKE2b"),
-        ("later algorithm", "'elem64-2' made its digests"),
-    ],
-)
-def test_a_seal_that_cannot_be_used_is_no_pass(fault: str, sentence: str, tmp_path: Path, sealed: Path) -> None:
-    path = tmp_path / SEAL
-    document = json.loads(path.read_text())
-    if fault == "absent":
-        path.unlink()
-    elif fault == "broken":
-        path.write_text("{")
-    else:
-        change = {"metadata_blake2b": "0" * 32} if fault == "older" else {"algorithm": "elem64-2"}
-        path.write_text(json.dumps(document | change))
+UNUSABLE = {
+    "absent": "there is no ckptlint.seal.json",
+    "broken": "ckptlint.seal.json is not valid JSON",
+    "older": "it belongs to a .metadata with the BLAKE2b",
+    "later algorithm": "'elem64-2' made its digests",
+}
 
-    def job(rank: int) -> tuple[list[tuple[str, str | None, str, str]], int]:
+
+def test_a_seal_that_cannot_be_used_is_no_pass(tmp_path: Path, sealed_once: Path) -> None:
+    for fault in UNUSABLE:
+        path = Path(shutil.copytree(sealed_once, tmp_path / fault)) / SEAL
+        document = json.loads(path.read_text())
+        if fault == "absent":
+            path.unlink()
+        elif fault == "broken":
+            path.write_text("{")
+        else:
+            change = {"metadata_blake2b": "0" * 32} if fault == "older" else {"algorithm": "elem64-2"}
+            path.write_text(json.dumps(document | change))
+
+    def job(rank: int) -> dict[str, tuple[list[tuple[str, str | None, str, str]], int]]:
         live.install(timeout=20)
         held = state(rank)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            report = live.check_loaded(held, tmp_path)
-        return reported(report), report.exit_code
+            reports = {fault: live.check_loaded(held, tmp_path / fault) for fault in UNUSABLE}
+        return {fault: (reported(report), report.exit_code) for fault, report in reports.items()}
 
     answers = run_ranks(job)
     assert all(answer == answers[0] for answer in answers)
-    found, code = answers[0]
-    assert code == 4 and [line[0] for line in found] == ["LIV211"] and sentence in found[0][3]
+    for fault, (found, code) in answers[0].items():
+        assert (code, [line[0] for line in found]) == (4, ["LIV211"]), fault
+        assert UNUSABLE[fault] in found[0][3]
 
 
 def test_what_ranks_do_not_agree_about_is_not_sealed(tmp_path: Path) -> None:

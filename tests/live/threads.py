@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -96,5 +97,10 @@ def run_threads(function: Callable[[Live], Any], world: int = 64, timeout: float
     lives = [Live(ThreadGroup(rank, meeting), Gate(store, rank, world), timeout) for rank in range(world)]
     for live in lives:
         live.memory.cells = 3 * 2**11  # a small table: all of them pass through one process
-    with ThreadPoolExecutor(world) as pool:
-        return list(pool.map(function, lives))
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(0.5)  # ranks wait for each other often enough: switches in between only cost time
+    try:
+        with ThreadPoolExecutor(world) as pool:
+            return list(pool.map(function, lives))
+    finally:
+        sys.setswitchinterval(interval)

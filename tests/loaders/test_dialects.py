@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from pickles import CF, CM, CP, MT, Call, Size, dumped, name_of, new, write_zip
-from support import also, codes, found
+from support import codes, found, swept
 
 import ckptlint
 from ckptlint.lint.report import Report
@@ -186,7 +186,7 @@ DIALECTS: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("protocol", [2, *also(3), 4, *also(5)])
+@pytest.mark.parametrize("protocol", [2, *swept(3), 4, *swept(5)])
 @pytest.mark.parametrize("case", DIALECTS)
 def test_a_dialect_is_read_without_a_complaint(tmp_path: Path, case: str, protocol: int) -> None:
     made, writer = DIALECTS[case]

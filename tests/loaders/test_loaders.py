@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import REAL, also, codes, ends, examples, found, run_python
+from support import REAL, codes, ends, examples, found, run_python, swept
 
 import ckptlint
 from ckptlint.errors import NothingToCheckError
@@ -455,7 +455,7 @@ def test_a_refused_common_state_is_an_incomplete_verdict(
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can become another user")
-@pytest.mark.parametrize("locked", ["folder", *also("metadata", "parent")])
+@pytest.mark.parametrize("locked", ["folder", *swept("metadata", "parent")])
 def test_another_user_gets_an_incomplete_verdict(open_folder: Path, locked: str) -> None:
     checkpoint = open_folder / "run" / "ckpt"
     write_checkpoint(WHOLE, checkpoint)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import REAL, also, codes, manifest, run
+from support import REAL, codes, manifest, run, swept
 
 import ckptlint
 
@@ -36,7 +36,7 @@ def test_the_latest_step(row: dict[str, str]) -> None:
     )
 
 
-@pytest.mark.parametrize("depth", ["files", *also("headers"), "data"])
+@pytest.mark.parametrize("depth", ["files", *swept("headers"), "data"])
 @pytest.mark.parametrize("row", HEALTHY, ids=lambda row: row["path"])
 def test_every_step_of_a_healthy_run_is_silent(row: dict[str, str], depth: str) -> None:
     report = ckptlint.check(WORLD / row["path"], depth=depth, all_steps=True)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from support import also, bench, ends, examples
+from support import bench, ends, examples, swept
 from tilings import Chunk, box_cells, cells_of, counted, damaged, layout, tangled, tilings
 
 from ckptlint.model import cover as boxes
@@ -134,7 +134,7 @@ def test_many_irregular_chunks_are_judged_exactly(rank: int) -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("rank", [2, *also(8, 4, 5)])
+@pytest.mark.parametrize("rank", [2, *swept(8, 4, 5)])
 def test_boxes_anywhere_are_told_within_the_budget(rank: int) -> None:
     random = np.random.default_rng(rank)
     extent = 2 ** (60 // rank)

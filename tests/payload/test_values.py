@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from support import also, codes, examples, found, run_python
+from support import codes, examples, found, run_python, swept
 
 import ckptlint
 from ckptlint.depth import Depth
@@ -338,7 +338,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture(scope="module", params=[*also("torch"), pytest.param("megatron", marks=pytest.mark.ci)])
+@pytest.fixture(scope="module", params=[*swept("torch"), pytest.param("megatron", marks=pytest.mark.ci)])
 def sharded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Saves of two ranks, by torch's DCP and by megatron-core: a good one, and some with zeros."""
     if request.param == "megatron":

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from support import REAL
+from support import REAL, swept
 
 import ckptlint
 from ckptlint.errors import ConfigError
@@ -87,12 +87,14 @@ def saved(jobs: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Checkpo
 @pytest.mark.parametrize(
     ("function", "mesh", "to"),
     [
-        ("fsdp", {"dp": 1}, "dp=1"),
         ("fsdp", {"dp": 3}, "dp=3"),
-        ("fsdp", {"dp": 8}, "dp=8"),
-        ("hsdp", {"replicate": 2, "shard": 3}, "dp_replicate=2,dp=3"),
-        ("fsdp_tp", {"dp": 2, "tp": 2}, "dp=2,tp=2"),
         ("fsdp_tp", {"dp": 3, "tp": 2}, "dp=3,tp=2"),
+        *swept(
+            ("fsdp", {"dp": 1}, "dp=1"),
+            ("fsdp", {"dp": 8}, "dp=8"),
+            ("hsdp", {"replicate": 2, "shard": 3}, "dp_replicate=2,dp=3"),
+            ("fsdp_tp", {"dp": 2, "tp": 2}, "dp=2,tp=2"),
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else str(prod(value.values())),
 )

@@ -20,7 +20,7 @@ def generate() -> ModuleType:
 
 @pytest.mark.parametrize("kind", ["fsdp", "tp-fsdp", "flat", "mcore", "objects", "files"])
 def test_a_healthy_kind_passes(generate: ModuleType, tmp_path: Path, kind: str) -> None:
-    generate.generate(kind, 4096, tmp_path)
+    generate.generate(kind, 1024, tmp_path)
     report = ckptlint.check(tmp_path, depth="files" if kind == "files" else "metadata")
     assert codes(report) == set() and report.exit_code == 0
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import yaml
-from support import REAL, REPOSITORY
+from support import REAL, REPOSITORY, sweep_only, swept
 
 from ckptlint.reporters import REPORTERS
 
@@ -108,7 +108,7 @@ def test_a_framework_with_live_mode_saves_the_good_state_and_refuses_the_other()
     assert "step-1" not in printed.partition("step-2")[2]
 
 
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("number", [0, *swept(1)])
 def test_an_upload_happens_for_a_healthy_checkpoint_alone(shell: Shell, number: int) -> None:
     recipe = blocks("Before an upload", "sh")[number]
     code, noted, _ = shell(recipe, CKPT=GOOD)
@@ -132,6 +132,7 @@ def run_folder(tmp_path: Path, *steps: Path) -> Path:
     return tmp_path / "run"
 
 
+@sweep_only
 def test_a_slurm_job_ends_in_the_verdict_of_its_newest_step(shell: Shell, tmp_path: Path) -> None:
     recipe, submit = blocks("Slurm", "sh")
     run = run_folder(tmp_path, BAD, GOOD)
@@ -146,7 +147,7 @@ def test_a_slurm_job_ends_in_the_verdict_of_its_newest_step(shell: Shell, tmp_pa
 RESUME = "Resume from the newest good step"
 
 
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("number", [0, *swept(1)])
 def test_a_job_resumes_from_the_newest_good_step_or_not_at_all(shell: Shell, tmp_path: Path, number: int) -> None:
     recipe = blocks(RESUME, "sh")[number]
     run = run_folder(tmp_path, GOOD, BAD)
@@ -158,6 +159,7 @@ def test_a_job_resumes_from_the_newest_good_step_or_not_at_all(shell: Shell, tmp
     assert shell(recipe, RUN_DIR=NOTHING)[:2] == (3, [])
 
 
+@sweep_only
 def test_an_init_container_leaves_the_step_to_resume_from(shell: Shell, tmp_path: Path) -> None:
     spec = yaml.safe_load(blocks(RESUME, "yaml")[0])
     volumes = {volume["name"] for volume in spec["volumes"]}
@@ -177,7 +179,10 @@ def test_an_init_container_leaves_the_step_to_resume_from(shell: Shell, tmp_path
 
 @pytest.mark.parametrize(
     ("steps", "code", "noted"),
-    [((GOOD, BAD), 0, ["python train.py --resume RUN/step-1"]), ((), 0, ["python train.py"]), ((BAD,), 1, [])],
+    [
+        ((GOOD, BAD), 0, ["python train.py --resume RUN/step-1"]),
+        *swept(((), 0, ["python train.py"]), ((BAD,), 1, [])),
+    ],
 )
 def test_an_sbatch_script_starts_and_resumes(
     shell: Shell, tmp_path: Path, steps: tuple[Path, ...], code: int, noted: list[str]
@@ -199,6 +204,7 @@ def test_an_alarm_leads_to_the_step_to_resume_from() -> None:
     assert [line.split()[0] for line in table.splitlines()[2:]] == [f"step-{n}" for n in (2000, 1900, 1800, 1700, 1600)]
 
 
+@sweep_only
 @pytest.mark.skipif(shutil.which("jq") is None, reason="jq is not installed")
 def test_jq_reads_the_json_report(shell: Shell) -> None:
     findings, verdict, counts = blocks("Findings as data", "sh")
@@ -253,7 +259,7 @@ def test_the_gitlab_job_gates_and_keeps_its_report(shell: Shell, tmp_path: Path)
     assert len(kept) == 3 and all((tmp_path / path).is_file() for path in kept)
 
 
-@pytest.mark.parametrize("format_", ["full", "github"])
+@pytest.mark.parametrize("format_", ["full", *swept("github")])
 def test_the_github_action_gates(shell: Shell, tmp_path: Path, format_: str) -> None:
     action = yaml.safe_load((REPOSITORY / "action.yml").read_text(encoding="utf-8"))
     (use,) = yaml.safe_load(blocks("GitHub Actions", "yaml")[0])["jobs"]["checkpoint"]["steps"]
@@ -333,6 +339,9 @@ def test_a_bucket_is_gated_with_the_options_of_a_volume() -> None:
     assert "volumeMounts" not in gate
     lines = (REPOSITORY / "Containerfile").read_text(encoding="utf-8")
     assert "ARG EXTRA=\n" in lines and "--build-arg EXTRA='[remote]'" in RECIPES
+    assert lines.rpartition("ENTRYPOINT ")[2].strip() == '["ckptlint"]'
+    copied = " ".join(re.findall(r"^COPY (?!--from)(.*) \S+$", lines, re.MULTILINE)).split()
+    assert copied and all((REPOSITORY / name).exists() for name in copied)
 
 
 def test_the_kubernetes_job_ends_on_a_verdict_and_retries_without_one(shell: Shell) -> None:
@@ -358,7 +367,7 @@ def test_the_kubernetes_job_ends_on_a_verdict_and_retries_without_one(shell: She
 # ---------------------------------------------------------------- the image
 
 
-@pytest.mark.slow
+@sweep_only
 def test_the_containerfile_installs_from_what_it_copies(tmp_path: Path) -> None:
     try:
         assert int(version("setuptools").partition(".")[0]) >= 77 and version("pip")
@@ -398,5 +407,3 @@ def test_the_containerfile_installs_from_what_it_copies(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0 and "Bad: " in done.stdout, done.stderr
-    entry = next(line for line in lines if line.startswith("ENTRYPOINT"))
-    assert entry == 'ENTRYPOINT ["ckptlint"]'

@@ -18,7 +18,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from support import REAL, run, sweep_only
+from support import REAL, examples, run, sweep_only
 
 import ckptlint
 from ckptlint.analysis.holdings import holdings_of
@@ -312,6 +312,7 @@ def test_a_healthy_page_shows_who_holds_what() -> None:
     assert bar[1] / bar[0] == pytest.approx(held.model[2] / np.median(held.model[:2]), rel=0.01)
 
 
+@pytest.mark.sweep
 def test_the_matrix_says_which_rank_is_gone_and_stays_small(tmp_path: Path) -> None:
     folder = shutil.copytree(REAL / "fsdp2_4r", tmp_path / "lost")
     (folder / "__2_0.distcp").unlink()
@@ -321,8 +322,9 @@ def test_the_matrix_says_which_rank_is_gone_and_stays_small(tmp_path: Path) -> N
     page = Page(drawn[0])
     assert "missing of rank 2: __2_0.distcp" in page.text and ("td", "missing") in page.texts
     assert len(page.all("path", "lost-missing")) == 1
-    ranks_of_key = [f"{2 * i}:{2 * i + 2}, :" for i in range(1024)]
-    wide = {f"layers.{i}.w.weight": {"shape": [2048, 4], "chunks": ranks_of_key[: 1024 - 16 * i]} for i in range(64)}
+    world = examples(128, 2048)
+    parts = {i: [f"{n}:{n + 1}, :" for n in range(world - world // 64 * i)] for i in range(64)}
+    wide = {f"layers.{i}.w.weight": {"shape": [world, 4], "chunks": part} for i, part in parts.items()}
     page_of_many = html.render(ckptlint.check(write_checkpoint({"tensors": wide}, tmp_path / "wide")), Style())
     (drawn_many,) = re.findall(r'<section class="holdings".*?</section>', page_of_many, re.DOTALL)
     assert drawn_many.count("<tr>") == 41 and "24 more rows that differ" in drawn_many and len(drawn_many) < 40_000
