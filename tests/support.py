@@ -63,15 +63,17 @@ HOSTILE = {
 """One list of names that mean something to a terminal, a log, a page or a reader of one of the formats."""
 
 
+NOT_NOW = (pytest.mark.sweep, pytest.mark.skipif(not SWEEP, reason="takes long: SWEEP=1 runs it"))
+
+
 def sweep_only(test: T) -> T:
     """Mark a test that is too long for every run."""
-    return pytest.mark.sweep(pytest.mark.skipif(not SWEEP, reason="takes long: SWEEP=1 runs it")(test))
+    return NOT_NOW[0](NOT_NOW[1](test))
 
 
 def swept(*values: Any) -> list[Any]:
     """Values of a parameter that only a sweep tries; a tuple is one value of each parameter."""
-    several = (value if isinstance(value, tuple) else (value,) for value in values)
-    return [pytest.param(*value, marks=pytest.mark.sweep) for value in several] if SWEEP else []
+    return [pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=NOT_NOW) for value in values]
 
 
 # ---------------------------------------------------------------- real checkpoints
