@@ -15,7 +15,6 @@ from typing import Any
 
 import pickles
 import pytest
-import timing
 from hypothesis import is_hypothesis_test, settings
 from support import REAL, REPOSITORY, examples
 
@@ -86,11 +85,6 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if not hasattr(session.config, "workerinput") and (after := tree()) != session.config.stash[BEFORE]:
         changed = sorted({*after.splitlines()} ^ {*session.config.stash[BEFORE].splitlines()})
         pytest.exit(f"the tests changed the working tree: {', '.join(changed)}", returncode=1)
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    if timing.SLOWEST:
-        config.pluginmanager.register(timing.Times())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,13 +1,12 @@
-"""Where the processor time of the suite goes: a table at the end where SLOWEST is set, as .ci/run does.
+"""Where the processor time of the tests goes: PYTHONPATH=bench pytest -p suite_times.
 
-A pytest plug-in that tests/conftest.py loads. Times are processor seconds of a test and of the processes that it
-waited for. A neighbour on the machine changes them, so the sum is also divided by the time of work that is always the
-same, done between the tests.
+A plug-in of pytest that prints the functions that took longest. Times are processor seconds of a test and of the
+processes that it waited for. A neighbour on the machine changes them, so their sum is also divided by the time of work
+that is always the same, done between the tests.
 """
 
 from __future__ import annotations
 
-import os
 import resource
 import statistics
 from collections import Counter
@@ -15,14 +14,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from support import bench
+from budget import pace
 
-SLOWEST = int(os.environ.get("SLOWEST", "0"))
-"""Rows of the table; 0 for none."""
+SLOWEST = 20
 TESTS_PER_PACE = 20
 """Tests between two measures of the pace of the machine, which takes 3 ms."""
 
 BEGAN = pytest.StashKey[float]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Times())
 
 
 def processor_seconds(*who: int) -> float:
@@ -35,7 +37,6 @@ class Times:
     """What one process of pytest measures; the one that prints gathers the times of all workers."""
 
     def __init__(self) -> None:
-        self.pace = bench("budget").pace
         self.paces: list[float] = []
         self.tests = 0
         self.seconds = 0.0
@@ -46,7 +47,7 @@ class Times:
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         """Begin to count."""
         if self.tests % TESTS_PER_PACE == 0:
-            self.paces.append(self.pace())
+            self.paces.append(pace())
         self.tests += 1
         item.stash[BEGAN] = processor_seconds()
 
@@ -84,7 +85,7 @@ class Times:
         terminalreporter.section(f"{SLOWEST} slowest functions: processor seconds, tests")
         for name, seconds in self.functions.most_common(SLOWEST):
             terminalreporter.write_line(f"{seconds:7.1f} {self.items[name]:5} {name}")
-        pace = statistics.mean(self.paces)
+        unit = statistics.mean(self.paces)
         terminalreporter.write_line(
-            f"{self.seconds:.0f} s of processor time, {self.seconds / pace:,.0f} times that of the same small work"
+            f"{self.seconds:.0f} s of processor time, {self.seconds / unit:,.0f} times that of the same small work"
         )
