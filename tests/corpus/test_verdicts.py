@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from claims import causes_of_real
-from support import REAL, SHARED, SWEEP, codes, found, manifest
+from support import REAL, SHARED, SWEEP, codes, found, manifest, sweep_only
 
 import ckptlint
 from ckptlint.lint.report import Diagnostic
@@ -28,7 +28,7 @@ EVERY = [
     for number, (folder, row) in enumerate(ROWS)
 ]
 
-pytestmark = [pytest.mark.sweep, *([pytest.mark.forks] if SWEEP else [])]  # a sweep reads in children, as users do
+pytestmark = pytest.mark.sweep
 
 
 @pytest.mark.parametrize(("path", "row", "number"), EVERY)
@@ -37,6 +37,13 @@ def test_a_folder_gets_its_verdict(path: Path, row: dict[str, str], number: int)
     for depth in OTHER_DEPTHS.get(row["verdict"], ("files",)) if SWEEP or number % 4 == 0 else ():
         wrong += wrong_at(depth, path, row)
     assert not wrong, "\n".join(wrong)
+
+
+@sweep_only
+@pytest.mark.forks
+@pytest.mark.parametrize(("path", "row", "number"), EVERY)
+def test_a_reader_in_a_child_gives_the_same_verdict(path: Path, row: dict[str, str], number: int) -> None:
+    assert not [*wrong_at("data", path, row)]
 
 
 def wrong_at(depth: str, path: Path, row: dict[str, str]) -> Iterator[str]:

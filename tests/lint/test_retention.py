@@ -28,7 +28,7 @@ GOOD, WHOLE, HOLE = REAL / "edit_base", REAL / "fsdp2_4r", REAL / "fsdp2_4r_hole
 @pytest.mark.parametrize("layout", simulated_runs.LAYOUTS)
 def test_enough_whole_steps_stay_whatever_a_run_went_through(tmp_path: Path, layout: str) -> None:
     deleted = 0
-    for seed in range(examples(6, 200)):
+    for seed in range(examples(6, 80)):
         dice = Random(f"{layout} {seed}")
         folder = tmp_path / str(seed)
         folder.mkdir()

@@ -76,7 +76,7 @@ def test_every_number_is_seen_as_torch_sees_it(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", sorted(ENCODINGS))
-@settings(max_examples=examples(20, 2000))
+@settings(max_examples=examples(20, 600))
 @given(data=st.data())
 def test_parts_joined_are_the_whole(dtype: str, data: Any) -> None:
     item = ITEM_BITS[dtype] // 8
