@@ -281,7 +281,8 @@ def _watch() -> None:
     """From now on importing, opening or running anything while `_WATCHING` holds something is an error."""
     from ckptlint.formats.pickles.safe_pickle import read_state
 
-    read_state(pickle.dumps({"what the reader itself imports": b""}, 4))
+    for stream in (pickle.dumps({"what the reader itself imports and compiles": b""}, 4), gadget(b"\0\0\2")):
+        read_state(stream)
 
     def seen(event: str, arguments: tuple[Any, ...]) -> None:
         if _WATCHING and event.split(".")[0] in ("import", "open", "exec", "compile", "os", "subprocess", "ctypes"):
