@@ -8,6 +8,8 @@ from ckptlint.analysis.ranks.held_by_ranks import at_cell, cells, digest_groups,
 from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, Severity, given, rule
 
+_OPEN = "nothing shows which copy is right: find the first step at which they differ, and what these ranks did apart"
+
 
 @rule("LIV205", "replica-content-differs", Severity.ERROR, live=True)
 def replica_content_differs(ckpt: Checkpoint) -> Iterator[Finding]:
@@ -30,11 +32,12 @@ def replica_content_differs(ckpt: Checkpoint) -> Iterator[Finding]:
         groups = [] if table.is_object[cell.rows[0]] else digest_groups(table, cell)
         if len(groups) > 1:
             what = "copies{of}" if cell.is_whole else f"copies of {cell.box}{{of}}"
+            odd = ranks_of(table, groups[-1]) if len(groups[0]) > len(groups[-1]) else ""
             yield Finding(
                 f"{what} differ between ranks",
                 at=at_cell(ckpt, cell, cell.rows),
                 identity=(str(cell.box),),
                 notes=versions(table, cell, groups, "copy"),
-                hint=f"look at {ranks_of(table, groups[-1])} first" if len(groups[0]) > len(groups[-1]) else "",
+                hint=f"look at {odd} first" if odd else _OPEN,
                 group=str([sorted(int(table.rank[row]) for row in rows) for rows in groups]),
             )

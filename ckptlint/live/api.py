@@ -13,7 +13,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -33,6 +33,7 @@ from ckptlint.live.compare import protocol
 from ckptlint.live.compare.gate import Gate
 from ckptlint.live.compare.group import GroupBroken, RankGroup, Solo, new_torch_group
 from ckptlint.model import RankFinding, RankTable
+from ckptlint.model.layout import BoolArray, IntArray
 from ckptlint.model.text import named_ranks, plural, printable, shape_text, texts
 from ckptlint.rule import Severity
 from ckptlint.seals.digests import Words
@@ -193,6 +194,7 @@ class Live:
                 has_digests=has_digests,
                 uncompared=uncompared,
                 contents=[item.data for item in held] if digest == "replicas" else (),
+                late_digests=functools.partial(_late_digests, held, patterns) if digest == "replicas" else None,
             )
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
@@ -243,7 +245,8 @@ def install(*, timeout: float = _TIMEOUT, backend: Literal["auto", "gloo", "nccl
         max_ctas: blocks of the GPU that NCCL may take for it.
 
     Raises:
-        LiveNotInstalled: not all ranks came, so there is no group.
+        LiveNotInstalled: not all ranks came, so there is no group; or a launcher started several ranks, and
+            `init_process_group` was not called yet.
         GroupBroken: the group could not reduce.
     """
     global _installed
@@ -264,9 +267,16 @@ def uninstall() -> None:
 
 
 def _live(timeout: float, backend: str, max_ctas: int) -> Live:
-    if rank_and_world()[1] == 1:
-        return Live(Solo(), None, timeout)
     import torch.distributed as dist
+
+    if rank_and_world()[1] == 1:
+        started = os.environ.get("WORLD_SIZE", "1")
+        if started.isdecimal() and int(started) > 1 and not (dist.is_available() and dist.is_initialized()):
+            raise LiveNotInstalled(
+                f"a launcher started {started} ranks (WORLD_SIZE), and they do not know each other yet: "
+                "call ckptlint.live.install() right after init_process_group"
+            )
+        return Live(Solo(), None, timeout)
     from torch.distributed.distributed_c10d import _get_default_store
 
     if "fake" in str(dist.get_backend()):
@@ -448,25 +458,21 @@ def _digests(held: Sequence[Any], patterns: Sequence[str], with_contents: bool) 
     """uint64 [n], digest of each row's contents (0 for none); whether there was memory; how many are left out."""
     import torch
 
-    from ckptlint.live.collect.tensor_digest import live_object_digest, word_digests
+    from ckptlint.live.collect.tensor_digest import live_object_digest
 
     out = np.zeros(len(held), np.uint64)
     if not with_contents:
         return out, True, 0
-    is_unequal = re.compile("|".join(fnmatch.translate(pattern) for pattern in patterns) or "(?!)").match
-    # what one rank alone holds has nothing to be compared with
+    is_unequal = _unequal(patterns)
+    # what placements give to one rank alone is hashed if others turn out to hold it (`_late_digests`)
     shared = [i for i, item in enumerate(held) if item.copies != 1]
     compared = [i for i in shared if is_unequal(held[i].fqn) is None]
     tensors = [i for i in compared if held[i].kind == "tensor" and isinstance(held[i].data, torch.Tensor)]
     left = len(shared) - len(compared)
-    data = [held[i].data for i in tensors]
-    if any(tensor.is_cuda for tensor in data):
-        torch.cuda.synchronize()  # other streams may still write what is about to be read
     try:
-        found, known = word_digests(data)
+        out[tensors], known = _tensor_digests([held[i].data for i in tensors])
     except torch.OutOfMemoryError:
         return out, False, left
-    out[tensors] = np.where(known, np.maximum(found.view(np.uint64), np.uint64(1)), np.uint64(0))
     left += int((~known).sum())
     for i in compared:
         if held[i].kind != "object":
@@ -478,6 +484,48 @@ def _digests(held: Sequence[Any], patterns: Sequence[str], with_contents: bool) 
         out[i] = 0 if digest is None else digest or 1
         left += digest is None
     return out, True, left
+
+
+def _late_digests(held: Sequence[Any], patterns: Sequence[str], rows: IntArray) -> Words:
+    """uint64 [k], digests of tensors that others hold too although no placement says so; 0 for none.
+
+    Raises nothing: the others are in the middle of the check, and without digests they are told that nothing was
+    compared.
+    """
+    import torch
+
+    out = np.zeros(len(rows), np.uint64)
+    is_unequal = _unequal(patterns)
+    data = [held[i].data for i in rows.tolist()]
+    at = [
+        i
+        for i, row in enumerate(rows.tolist())
+        if isinstance(data[i], torch.Tensor) and is_unequal(held[row].fqn) is None
+    ]
+    with suppress(Exception):
+        out[at], _ = _tensor_digests([data[i] for i in at])
+    return out
+
+
+def _tensor_digests(data: Sequence[Any]) -> tuple[Words, BoolArray]:
+    """uint64 [n], digests, 0 for none; bool [n], whether there is one.
+
+    Raises:
+        torch.OutOfMemoryError: there is no room for the scratch.
+    """
+    import torch
+
+    from ckptlint.live.collect.tensor_digest import word_digests
+
+    if any(tensor.is_cuda for tensor in data):
+        torch.cuda.synchronize()  # other streams may still write what is about to be read
+    found, known = word_digests(data)
+    return np.where(known, np.maximum(found.view(np.uint64), np.uint64(1)), np.uint64(0)), known
+
+
+def _unequal(patterns: Sequence[str]) -> Callable[[str], object]:
+    """Tells of a key whether its contents differ by design: None for those that are compared."""
+    return re.compile("|".join(fnmatch.translate(pattern) for pattern in patterns) or "(?!)").match
 
 
 def _expected(expect: Expect | None) -> dict[str, tuple[Sequence[int] | None, str | None]] | None:

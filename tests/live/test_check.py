@@ -463,6 +463,17 @@ def test_check_without_install_and_alone() -> None:
     live.uninstall()
 
 
+def test_install_waits_for_the_process_group_of_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    live.uninstall()
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    for call in (live.install, lambda: live.check({"w": torch.ones(3)})):
+        with pytest.raises(live.LiveNotInstalled, match=r"started 4 ranks .*right after init_process_group"):
+            call()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert live.install().group.world == 1
+    live.uninstall()
+
+
 def test_freed_memory_is_named_and_not_read(tmp_path: Path) -> None:
     live.uninstall()
     state = {"w": torch.ones(300, 200), "v": torch.ones(3), "kept": [torch.ones(2)]}
@@ -596,9 +607,52 @@ def test_where_copies_differ_first_and_who_holds_which() -> None:
         "values": "first difference at [5, 2]: 1.0 against 2.0",
     }
     assert facts["flags"]["values"] == "first difference at [1]: False against True"
-    assert facts["scalar"]["values"] == "first difference at []: 1.0 against 1.0000001"
+    assert facts["scalar"]["values"] == "1.0 against 1.0000001"
     assert facts["step"] == {"value 1": "ranks 0-2", "value 2": "rank 3", "values": "7 against 8"}
     assert facts["names"] == {f"value {rank + 1}": f"rank {rank}" for rank in range(4)}
+
+
+def test_copies_that_no_placement_declares_are_compared() -> None:
+    """FSDP2 over dp alone beside tensor parallelism: each rank of tp holds the same shards of the norms."""
+
+    def job(rank: int) -> list[list[tuple[str, str, str, dict[str, str]]]]:
+        warnings.simplefilter("ignore")
+        live.install(timeout=SECONDS)
+        grid, seen = mesh(), []
+        state = {
+            "norm": distribute_tensor(torch.arange(8.0), grid["dp"], [Shard(0)]),
+            "up": distribute_tensor(torch.ones(8, 4), grid, [Shard(0), Shard(1)]),
+        }
+        for drift in (0.0, 0.5):
+            if rank == 3:
+                state["norm"]._local_tensor[2] += drift
+            for digest in ("replicas", "none"):
+                report = live.check(state, tag=f"{drift} {digest}", digest=digest, on_error="warn")  # type: ignore[arg-type]
+                seen.append(
+                    [
+                        (d.code, d.severity.label, str(d.finding.at.region), dict(d.finding.notes))
+                        for d in report.diagnostics
+                    ]
+                )
+        return seen
+
+    results = run_ranks(job)
+    assert all(result == results[0] for result in results)
+    equal, unknown, drifted, still_unknown = results[0]
+    owners = [(code, level, region, notes) for code, level, region, notes in equal if code == "LIV204"]
+    same = {"contents": "the same on all"}
+    assert owners == [("LIV204", "info", "[0:4]", same), ("LIV204", "info", "[4:8]", same)]
+    assert {level for _, level, _, _ in equal} == {"info"}
+    assert {notes["contents"] for code, _, _, notes in (*unknown, *still_unknown) if code == "LIV204"} == {
+        "not compared"
+    }
+    assert [(level, region, notes) for code, level, region, notes in drifted if code == "LIV205"] == [
+        (
+            "error",
+            "[4:8]",
+            {"copy 1": "rank 2", "copy 2": "rank 3", "values": "first difference at [6]: 6.0 against 6.5"},
+        )
+    ]
 
 
 def test_a_healthy_job_says_once_on_rank_0_that_it_is_on(capfd: pytest.CaptureFixture[str]) -> None:

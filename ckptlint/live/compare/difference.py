@@ -35,7 +35,8 @@ def first_difference(group: RankGroup, holders: tuple[int, int], mine: Any, box:
         place = _narrowed(group, holders, part, box.sizes)
         if place is None:
             return ""
-        at = f"first difference at {shape_text(start + i for start, i in zip(box.offsets, place, strict=True))}"
+        index = [start + i for start, i in zip(box.offsets, place, strict=True)]
+        at = f"first difference at {shape_text(index)}" if index else ""  # of a scalar there is one value
         part = None if part is None else part[tuple(place)]
     words = _value(part)
     first, second = (_text(group.broadcast(words, rank)) for rank in holders)

@@ -3,7 +3,8 @@
     S0   MAX of 9 words                   failures, settings, sizes
     S1   SUM of 3 * BUCKETS + table       the fingerprints; the table again and larger when it overflowed
     S1b  MAX of BUCKETS                   what each holder makes of the table; a healthy check ends here
-    S2   MAX of sizes, one gather         only for bad buckets: their records, which every rank then compares
+    S2   MAX of sizes, one gather         only for bad buckets: their records, which every rank then compares; chunks
+                                          that placements give to one rank alone are hashed just before
     S3   a few broadcasts of digests      only for copies that differ: where they do so first
 
 Everything that can fail has happened before: its failure is a word of S0.
@@ -12,7 +13,7 @@ Everything that can fail has happened before: its failure is a word of S0.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import ceil, log2
 from typing import TYPE_CHECKING, Any, Literal
@@ -27,7 +28,7 @@ from ckptlint.live.compare import fingerprints as fp
 from ckptlint.live.compare.difference import first_difference
 from ckptlint.live.compare.group import RankGroup
 from ckptlint.model import RankFinding, RankTable
-from ckptlint.model.layout import IntArray
+from ckptlint.model.layout import BoolArray, IntArray
 from ckptlint.model.text import plural, printable
 from ckptlint.seals.digests import Words
 
@@ -61,6 +62,8 @@ class RankInput:
         uncompared: how many contents were left out on purpose.
         milliseconds: that making it took.
         contents: what each row holds; empty where contents are not compared.
+        late_digests: of rows that no placement says are copies, once they turn out to be; raises nothing. None where
+            contents are not compared.
         error: what `failure` describes.
     """
 
@@ -73,6 +76,7 @@ class RankInput:
     uncompared: int = 0
     milliseconds: int = 0
     contents: Sequence[Any] = ()
+    late_digests: Callable[[IntArray], Words] | None = None
     error: BaseException | None = None
 
 
@@ -148,6 +152,8 @@ def exchange(group: RankGroup, local: RankInput, memory: Memory, expect: Mapping
     is_changed, changes = _changes(local.rows, by_key, common, memory, expect)
     parts: list[_Part] = []
     if bad.any() or is_changed:
+        if has_digests:
+            local = replace(local, rows=_with_late_digests(local, bad))
         parts, left = _gathered(group, local, changes, np.flatnonzero(bad), int(opening[1]))
         if left:
             findings.append(_reserve(f"{left:,} more groups of keys look wrong: too many to compare in one check"))
@@ -233,6 +239,17 @@ def _reserve(text: str) -> RankFinding:
 
 
 # ---------------------------------------------------------------- S2: the records of suspicious keys
+
+
+def _with_late_digests(local: RankInput, bad: BoolArray) -> fp.Records:
+    """The rows, those of bad buckets with digests too: a mesh that is not all of the job may hide a copy elsewhere."""
+    rows = local.rows
+    at = np.flatnonzero(bad[rows.bucket] & rows.is_live & (rows.copies == 1))
+    if local.late_digests is None or not len(at):
+        return rows
+    digest = rows.digest.copy()
+    digest[at] = local.late_digests(at)
+    return replace(rows, digest=digest)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
