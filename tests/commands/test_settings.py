@@ -60,8 +60,7 @@ def in_force(*arguments: str, **options: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("name", "text"),
-    [("ckptlint.toml", "strict = true\n"), ("pyproject.toml", "[tool.ckptlint]\nstrict = true\n")],
+    ("name", "text"), [("ckptlint.toml", "strict = true\n"), ("pyproject.toml", "[tool.ckptlint]\nstrict = true\n")]
 )
 def test_the_nearest_file_upward_counts(here: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str) -> None:
     (here / name).write_text(text)
@@ -519,9 +518,7 @@ def test_an_unused_ignore_is_a_warning(here: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [["--ignore", "GEO005"], ["--select", "PAY"], ["--no-ignores"], [BAD], ["nowhere"]],
-    ids=" ".join,
+    "options", [["--ignore", "GEO005"], ["--select", "PAY"], ["--no-ignores"], [BAD], ["nowhere"]], ids=" ".join
 )
 def test_an_ignore_that_could_not_be_used_is_not_unused(here: Path, options: list[str]) -> None:
     """A rule was left out; or another checkpoint has the finding, or could not be found."""

@@ -258,16 +258,7 @@ ARGUMENT = text("a b")
         ),
         called("copyreg._reconstructor", named("own.code", "Kind"), named("own.code", "Base"), ARGUMENT),
     ],
-    ids=[
-        "REDUCE",
-        "REDUCE of a class",
-        "INST",
-        "OBJ",
-        "OBJ with arguments",
-        "NEWOBJ of a C class",
-        "type",
-        "base",
-    ],
+    ids=["REDUCE", "REDUCE of a class", "INST", "OBJ", "OBJ with arguments", "NEWOBJ of a C class", "type", "base"],
 )
 def test_every_way_to_call_is_a_call(tmp_path: Path, opcodes: bytes) -> None:
     report = with_common(tmp_path / "a", opcodes)

@@ -469,12 +469,7 @@ def test_a_class_itself_in_the_common_state_is_data(tmp_path: Path, target: str)
 
 @one_way
 @pytest.mark.parametrize(
-    "target",
-    [
-        "my_training.config.Config",
-        "slime.utils.Arguments",
-        "transformers.models.llama.LlamaConfig",
-    ],
+    "target", ["my_training.config.Config", "slime.utils.Arguments", "transformers.models.llama.LlamaConfig"]
 )
 def test_a_class_nobody_knows_in_the_common_state_is_only_a_note(tmp_path: Path, target: str) -> None:
     value = named(*target.rsplit(".", 1)) + pickle.EMPTY_TUPLE + pickle.NEWOBJ

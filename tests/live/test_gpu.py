@@ -17,10 +17,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from ckptlint import live
 from ckptlint.live.compare.group import new_torch_group
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
 
 
 @pytest.fixture

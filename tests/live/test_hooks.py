@@ -128,12 +128,7 @@ def test_a_state_dict_that_raises_on_one_rank_stops_the_save_on_all_at_once(tmp_
     assert ranks[0][0].endswith("Nothing was written.\n")
     for text, *_ in ranks[1:]:
         assert text.startswith("ckptlint live: LIV210 rank 1 could not read its own state: RuntimeError: the optimizer")
-    assert [cause for _, cause, _, _ in ranks] == [
-        "None",
-        "RuntimeError('the optimizer is on fire')",
-        "None",
-        "None",
-    ]
+    assert [cause for _, cause, _, _ in ranks] == ["None", "RuntimeError('the optimizer is on fire')", "None", "None"]
     assert max(seconds for _, _, seconds, _ in ranks) < 20, "nobody waits for the time limit of 60 s"
     assert files(tmp_path / "step") == []
     assert [healthy for *_, healthy in ranks] == [SAVED] * 4 and ".metadata" in files(tmp_path / "next")

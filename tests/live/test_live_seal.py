@@ -128,7 +128,7 @@ def layouts(rank: int) -> State:
             "scalar": torch.tensor(0, dtype=torch.int64),
             "none": torch.zeros(0, 4),
             "piece": empty((8, 4), grid, [Shard(1), Replicate()]),
-        },
+        }
     }
 
 

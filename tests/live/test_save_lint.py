@@ -163,11 +163,7 @@ FAULTS: Mapping[str, tuple[Callable[[int], dict[str, Any]], str, str]] = {
         ACCEPTED,
         "LIV201 the ranks disagree on the global shape of w; float32 [15, 2] on rank 1",
     ),
-    "dtype": (
-        dtype_of_rank_2,
-        ACCEPTED,
-        "LIV201 the ranks disagree on the dtype of w; bfloat16 [16, 2] on rank 2",
-    ),
+    "dtype": (dtype_of_rank_2, ACCEPTED, "LIV201 the ranks disagree on the dtype of w; bfloat16 [16, 2] on rank 2"),
     "two claim one chunk": (two_claim_one_chunk, ACCEPTED, ""),
     "one place, two sizes": (
         one_place_two_sizes,

@@ -239,8 +239,7 @@ def test_odd_names_survive_the_round_trip(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "code"),
-    [("metadata_malicious", "SAF001"), ("metadata_truncated", "SAF002"), ("huge_shape", "SAF003")],
+    ("name", "code"), [("metadata_malicious", "SAF001"), ("metadata_truncated", "SAF002"), ("huge_shape", "SAF003")]
 )
 def test_manifest_of_what_is_unsafe_or_unreadable_is_refused(name: str, code: str, tmp_path: Path) -> None:
     target = tmp_path / "m.json"

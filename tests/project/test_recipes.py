@@ -179,10 +179,7 @@ def test_an_init_container_leaves_the_step_to_resume_from(shell: Shell, tmp_path
 
 @pytest.mark.parametrize(
     ("steps", "code", "noted"),
-    [
-        ((GOOD, BAD), 0, ["python train.py --resume RUN/step-1"]),
-        *swept(((), 0, ["python train.py"]), ((BAD,), 1, [])),
-    ],
+    [((GOOD, BAD), 0, ["python train.py --resume RUN/step-1"]), *swept(((), 0, ["python train.py"]), ((BAD,), 1, []))],
 )
 def test_an_sbatch_script_starts_and_resumes(
     shell: Shell, tmp_path: Path, steps: tuple[Path, ...], code: int, noted: list[str]

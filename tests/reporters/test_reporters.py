@@ -312,10 +312,7 @@ def test_json_has_the_ranks_and_the_inference_as_fields() -> None:
     assert (hole["ranks"], hole["inferred_from"]) == ([2], None)  # the rank that should have saved it
     jsonschema.validate(json.loads(render(inferring(3), "json")), SCHEMA)
     document = json.loads(render(inferring(), "sarif"))
-    assert document["runs"][0]["results"][0]["properties"] == {
-        "ranks": [2],
-        "inferredFrom": "the shapes of layers 0-3",
-    }
+    assert document["runs"][0]["results"][0]["properties"] == {"ranks": [2], "inferredFrom": "the shapes of layers 0-3"}
 
 
 def test_json_accounts_for_every_file() -> None:
