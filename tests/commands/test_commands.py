@@ -286,16 +286,11 @@ def test_an_axis_of_a_healthy_tensor_is_one_path(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "fqn", "missing"),
     [
-        ("gap_middle", UP, 1),
-        ("gap_tail", UP, 1),
-        ("no_chunks", UP, 2),
-        ("megatron_moe_ep_offset_lost/iter_0000010", EXPERTS, 1),
-        ("boundary_mismatch", UP, 0),
-        ("out_of_bounds", UP, None),
-        ("negative_offset", UP, None),
-        ("overlap_one_row", UP, None),
+        ("gap_middle", UP, 1), ("gap_tail", UP, 1), ("no_chunks", UP, 2),
+        ("megatron_moe_ep_offset_lost/iter_0000010", EXPERTS, 1), ("boundary_mismatch", UP, 0),
+        ("out_of_bounds", UP, None), ("negative_offset", UP, None), ("overlap_one_row", UP, None),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("format_", GRAPH_FORMATS)
 def test_graph_of_a_broken_tensor(name: str, fqn: str, missing: int | None, format_: str) -> None:
     done = invoke("graph", REAL / name, fqn, "--format", format_)

@@ -210,17 +210,10 @@ TRUSTED_BEFORE = [
     ("collections", "_sys.path"),
 ]
 FUNCTIONS = [
-    "megatron.core.transformer.spec_utils.import_module",
-    "yaml.unsafe_load",
-    "sympy.core.sympify.sympify",
-    "sympy.parsing.sympy_parser.parse_expr",
-    "torch._C.PyTorchFileWriter",
-    "uuid._get_command_stdout",
-    "enum.reduce",
-    "numpy.dtypes.__loader__",
-    "torch._utils._rebuild_anything",
-    "webdataset.gopen.gopen",
-]
+    "megatron.core.transformer.spec_utils.import_module", "yaml.unsafe_load", "sympy.core.sympify.sympify",
+    "sympy.parsing.sympy_parser.parse_expr", "torch._C.PyTorchFileWriter", "uuid._get_command_stdout", "enum.reduce",
+    "numpy.dtypes.__loader__", "torch._utils._rebuild_anything", "webdataset.gopen.gopen",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("module", "name"), TRUSTED_BEFORE)

@@ -198,17 +198,10 @@ def test_a_call_hidden_behind_an_unsupported_root_is_still_unsafe(tmp_path: Path
 
 
 STAND_INS = [
-    (CM, "Metadata"),
-    (CM, "TensorProperties"),
-    (CP, "WriteItemType"),
-    ("torch", "Size"),
-    ("torch", "float32"),
-    ("torch.serialization", "_get_layout"),
-    ("pathlib", "PosixPath"),
-    ("collections", "OrderedDict"),
-    ("builtins", "getattr"),
-    (f"{CM}", "_MEM_FORMAT_ENCODING"),
-]
+    (CM, "Metadata"), (CM, "TensorProperties"), (CP, "WriteItemType"), ("torch", "Size"), ("torch", "float32"),
+    ("torch.serialization", "_get_layout"), ("pathlib", "PosixPath"), ("collections", "OrderedDict"),
+    ("builtins", "getattr"), (f"{CM}", "_MEM_FORMAT_ENCODING"),
+]  # fmt: skip
 
 
 def overwritten(module: str, name: str, *, slots: bool) -> bytes:
@@ -417,38 +410,23 @@ def calling_with(*arguments: Any) -> bytes:
 
 
 HARMLESS = {
-    "argparse.Namespace": FILLED,
-    "types.SimpleNamespace": calling_with(),
-    "pathlib.PosixPath": calling_with("a", "b"),
-    "signal.Signals": calling_with(15),
-    "signal.SIGTERM": b"",
-    "_io.BytesIO": MADE,
-    "collections.OrderedDict": calling_with(),
-    "torch.bfloat16": b"",
-    "torch.Generator": calling_with(),
-    "torch._C.Generator": calling_with(),
-    "numpy.ndarray": b"",
-    "numpy.dtype": calling_with("f4", False, True),
-    "numpy.dtypes.UInt32DType": b"",
-    "megatron.core.enums.ModelType": calling_with(1),
+    "argparse.Namespace": FILLED, "types.SimpleNamespace": calling_with(), "pathlib.PosixPath": calling_with("a", "b"),
+    "signal.Signals": calling_with(15), "signal.SIGTERM": b"", "_io.BytesIO": MADE,
+    "collections.OrderedDict": calling_with(), "torch.bfloat16": b"", "torch.Generator": calling_with(),
+    "torch._C.Generator": calling_with(), "numpy.ndarray": b"", "numpy.dtype": calling_with("f4", False, True),
+    "numpy.dtypes.UInt32DType": b"", "megatron.core.enums.ModelType": calling_with(1),
     "megatron.core.transformer.enums.AttnBackend": calling_with(5),
     "megatron.core.transformer.enums.InferenceCudaGraphScope": calling_with(1),
-    "megatron.core.optimizer.OptimizerConfig": FILLED,
-    "megatron.core.rerun_state_machine.RerunState": calling_with(0),
+    "megatron.core.optimizer.OptimizerConfig": FILLED, "megatron.core.rerun_state_machine.RerunState": calling_with(0),
     "transformer_engine.common.recipe.DelayedScaling": FILLED,
-    "megatron.core.extensions.transformer_engine.TEDelayedScaling": FILLED,
-    "datetime.timedelta": calling_with(1, 2, 3),
-    "decimal.Decimal": calling_with("1.5"),
-    "enum.Enum": b"",
-    "uuid.UUID": MADE,
-    "builtins.range": calling_with(0, 3, 1),
-    "builtins.slice": calling_with(0, 3, None),
-    "omegaconf.dictconfig.DictConfig": FILLED,
-    "accelerate.parallelism_config.ParallelismConfig": FILLED,
+    "megatron.core.extensions.transformer_engine.TEDelayedScaling": FILLED, "datetime.timedelta": calling_with(1, 2, 3),
+    "decimal.Decimal": calling_with("1.5"), "enum.Enum": b"", "uuid.UUID": MADE,
+    "builtins.range": calling_with(0, 3, 1), "builtins.slice": calling_with(0, 3, None),
+    "omegaconf.dictconfig.DictConfig": FILLED, "accelerate.parallelism_config.ParallelismConfig": FILLED,
     "torch.distributed.fsdp.MixedPrecisionPolicy": FILLED,
     "torch.distributed.fsdp._fully_shard._fsdp_api.CPUOffloadPolicy": FILLED,
     "torch.distributed.fsdp.wrap.transformer_auto_wrap_policy": b"",
-}
+}  # fmt: skip
 
 
 @one_way
@@ -1013,19 +991,11 @@ def test_any_sequence_of_opcodes_leads_to_a_report_that_is_no_pass(base: dict[st
 
 
 NASTY = {
-    "colour": "a\x1b[31mb",
-    "title": "a\x1b]0;owned\x07b",
-    "link": "a\x1b]8;;http://x\x1b\\b",
-    "bidi": "a\u202eb\u202c",
-    "isolate": "a\u2066b\u2069",
-    "zero width": "a\u200bb\ufeff",
-    "newline": "a\nb\r\nc",
-    "separator": "a\u2028b\u2029c\x85d",
-    "c1": "a\x9b31mb",
-    "surrogate": "a\ud800b",
-    "delete": "a\x7f\x08b",
+    "colour": "a\x1b[31mb", "title": "a\x1b]0;owned\x07b", "link": "a\x1b]8;;http://x\x1b\\b", "bidi": "a\u202eb\u202c",
+    "isolate": "a\u2066b\u2069", "zero width": "a\u200bb\ufeff", "newline": "a\nb\r\nc",
+    "separator": "a\u2028b\u2029c\x85d", "c1": "a\x9b31mb", "surrogate": "a\ud800b", "delete": "a\x7f\x08b",
     "tag": "a\U000e0041b",
-}
+}  # fmt: skip
 RAW = set("\x1b\x07\r\x7f\x08\x85\x9b\u2028\u2029\u202e\u202c\u2066\u2069\u200b\ufeff\ud800\U000e0041")
 
 

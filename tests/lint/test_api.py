@@ -83,17 +83,11 @@ def test_arguments_do_what_the_options_do(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"select": ["NOPE"]},
-        {"ignore": ["SAF001"]},
-        {"severity": {"GEO004": "bad"}},
-        {"depth": "deep"},
-        {"sample": 5.0},
-        {"expect": "/nowhere"},
-        {"baseline": "/nowhere"},
-        {"config": "/nowhere"},
+        {"select": ["NOPE"]}, {"ignore": ["SAF001"]}, {"severity": {"GEO004": "bad"}}, {"depth": "deep"},
+        {"sample": 5.0}, {"expect": "/nowhere"}, {"baseline": "/nowhere"}, {"config": "/nowhere"},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_wrong_arguments_raise(arguments: dict[str, object]) -> None:
     with pytest.raises(ckptlint.ConfigError):
         ckptlint.check(BAD, **arguments)  # type: ignore[arg-type]

@@ -318,18 +318,10 @@ class Proxy:
 
 def test_state_dicts_are_flattened_as_torch_flattens_them() -> None:
     state = {
-        "model": OrderedDict(w=torch.ones(2), nested={"b": torch.ones(3), 4: 5}),
-        "list": [torch.ones(1), 2, {"x": 3}],
-        "deep": [[1, 2], [[torch.ones(1)]]],
-        "numbers": [1, 2],
-        "empty": [],
-        "nothing": {},
-        "tuple": (torch.ones(1), torch.ones(1)),
-        "none": None,
-        7: "seven",
-        "app": App(),
-        "inner": {"app": App()},
-    }
+        "model": OrderedDict(w=torch.ones(2), nested={"b": torch.ones(3), 4: 5}), "list": [torch.ones(1), 2, {"x": 3}],
+        "deep": [[1, 2], [[torch.ones(1)]]], "numbers": [1, 2], "empty": [], "nothing": {},
+        "tuple": (torch.ones(1), torch.ones(1)), "none": None, 7: "seven", "app": App(), "inner": {"app": App()},
+    }  # fmt: skip
     items = extract(state)
     assert held(items) == planned(local_plan({**state, "app": App()}))
     assert {item.fqn: item.data for item in items if item.kind == "object"}["tuple"] is state["tuple"]
@@ -415,14 +407,9 @@ class McoreObject:
 
 def mcore(**changes: Any) -> McoreTensor:
     values = {
-        "key": "w",
-        "data": torch.ones(4, 3),
-        "dtype": torch.float32,
-        "local_shape": (4, 3),
-        "global_shape": (8, 3),
-        "global_offset": (4, 0),
-        "axis_fragmentations": (2, 1),
-    }
+        "key": "w", "data": torch.ones(4, 3), "dtype": torch.float32, "local_shape": (4, 3), "global_shape": (8, 3),
+        "global_offset": (4, 0), "axis_fragmentations": (2, 1),
+    }  # fmt: skip
     return McoreTensor(**{**values, **changes})
 
 

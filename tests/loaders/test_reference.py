@@ -146,19 +146,13 @@ def make_metadata_file(folder: Path) -> Path:
 
 
 KINDS: list[tuple[Callable[[Path], Path], str, bool]] = [
-    (make_manifest, "manifest", True),
-    (make_manifest_of_another_name, "manifest", True),
-    (make_safetensors, "safetensors", True),
-    (make_index, "index", True),
-    (make_index_alone, "index", False),
-    (make_index_with_pointers, "index", False),
-    (make_linked_index, "index", True),
-    (make_model_folder, "Hugging Face folder", True),
-    (make_model_folder_of_one_file, "Hugging Face folder", True),
-    (make_checkpoint, "checkpoint", True),
-    (make_run_folder, "checkpoint", True),
+    (make_manifest, "manifest", True), (make_manifest_of_another_name, "manifest", True),
+    (make_safetensors, "safetensors", True), (make_index, "index", True), (make_index_alone, "index", False),
+    (make_index_with_pointers, "index", False), (make_linked_index, "index", True),
+    (make_model_folder, "Hugging Face folder", True), (make_model_folder_of_one_file, "Hugging Face folder", True),
+    (make_checkpoint, "checkpoint", True), (make_run_folder, "checkpoint", True),
     (make_metadata_file, "checkpoint", True),
-]
+]  # fmt: skip
 EVERY_KIND = [pytest.param(make, kind, shapes, id=make.__name__[5:]) for make, kind, shapes in KINDS]
 
 
@@ -273,19 +267,14 @@ def test_manifest_of_parts_with_one_key_asks_for_one_of_them(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("path", "reference"),
     [
-        ("hsdp_2x2", "tp2_fsdp2_uneven"),
-        ("tp2_fsdp2_uneven", "hsdp_2x2"),
-        ("ep4", "ep2_epshard2"),
-        ("ep2_epshard2", "ep4"),
-        ("async_save", "per_rank_metadata"),
-        ("zstd", "safetensors_mode"),
-        ("noflatten", "dedup_lowest"),
-        ("megatron_0.19_tp2/iter_0000010", "megatron_0.15_tp2/iter_0000010"),
+        ("hsdp_2x2", "tp2_fsdp2_uneven"), ("tp2_fsdp2_uneven", "hsdp_2x2"), ("ep4", "ep2_epshard2"),
+        ("ep2_epshard2", "ep4"), ("async_save", "per_rank_metadata"), ("zstd", "safetensors_mode"),
+        ("noflatten", "dedup_lowest"), ("megatron_0.19_tp2/iter_0000010", "megatron_0.15_tp2/iter_0000010"),
         ("megatron_0.15_tp2/iter_0000010", "megatron_0.19_tp2/iter_0000010"),
         ("megatron_tp2_dp2_fully_reshardable/iter_0000010", "megatron_0.12_dp2/iter_0000010"),
         ("megatron_0.12_dp2/iter_0000010", "megatron_tp2_dp2_fully_reshardable/iter_0000010"),
     ],
-)
+)  # fmt: skip
 def test_resharding_and_another_writer_are_no_difference(path: str, reference: str) -> None:
     assert loud(REAL / path, REAL / reference) == set()
 
@@ -410,25 +399,20 @@ def test_pairing_is_linear_in_the_names() -> None:
 
 
 BROKEN_FILES: dict[str, bytes] = {
-    "empty.json": b"",
-    "pickle.json": b"\x80\x04not json",
-    "cut.json": b'{"schema": "ckptlint.manifest/1", "tensors": {',
-    "deep.json": b'{"tensors": ' + b"[" * 200_000,
+    "empty.json": b"", "pickle.json": b"\x80\x04not json",
+    "cut.json": b'{"schema": "ckptlint.manifest/1", "tensors": {', "deep.json": b'{"tensors": ' + b"[" * 200_000,
     "list.json": b"[1, 2]",
     "twice.json": b'{"schema": "ckptlint.manifest/1", "tensors": {"w": {"shape": [1]}, "w": {"shape": [2]}}}',
     "report.json": b'{"schema": "ckptlint.report/1", "checkpoints": []}',
-    "no-tensors.json": b'{"schema": "ckptlint.manifest/1", "tensors": {}}',
-    "list.index.json": b'{"weight_map": ["w"]}',
-    "number.index.json": b'{"weight_map": {"w": 1}}',
-    "empty.safetensors": b"",
-    "zip.safetensors": b"PK\x03\x04" + bytes(60),
-    "cut.safetensors": safetensors_header(entries())[:200],
+    "no-tensors.json": b'{"schema": "ckptlint.manifest/1", "tensors": {}}', "list.index.json": b'{"weight_map": ["w"]}',
+    "number.index.json": b'{"weight_map": {"w": 1}}', "empty.safetensors": b"",
+    "zip.safetensors": b"PK\x03\x04" + bytes(60), "cut.safetensors": safetensors_header(entries())[:200],
     "long.safetensors": (100_000_001).to_bytes(8, "little") + b'{"w": ' + bytes(100),
     "huge.safetensors": (2**63).to_bytes(8, "little") + b"{",
     "braces.safetensors": (6).to_bytes(8, "little") + b"{{{{{{",
     "pointer.safetensors": b"version https://git-lfs.github.com/spec/v1\n",
     "bare.safetensors": (2).to_bytes(8, "little") + b"{}",
-}
+}  # fmt: skip
 BROKEN_TENSORS: dict[str, Any] = {
     "tensors is a list": ["w"],
     "entry is no object": {"w": 1},
@@ -441,14 +425,9 @@ BROKEN_TENSORS: dict[str, Any] = {
     "long key": {"w" * 5000: {"dtype": "float32", "shape": [1]}},
 }
 BROKEN_CHECKPOINTS = (
-    "metadata_malicious",
-    "metadata_truncated",
-    "metadata_missing",
-    "per_rank_metadata_missing_rank",
-    "megatron_common_malicious",
-    "empty_state",
-    "no_such_folder",
-)
+    "metadata_malicious", "metadata_truncated", "metadata_missing", "per_rank_metadata_missing_rank",
+    "megatron_common_malicious", "empty_state", "no_such_folder",
+)  # fmt: skip
 BROKEN = [*BROKEN_FILES, *BROKEN_TENSORS, *BROKEN_CHECKPOINTS, "empty folder"]
 
 
@@ -562,15 +541,9 @@ def test_the_reference_is_not_judged_and_may_have_holes() -> None:
 
 
 LLAMA = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 8,
-    "intermediate_size": 12,
-    "num_attention_heads": 2,
-    "num_hidden_layers": 2,
-    "vocab_size": 32,
-    "tie_word_embeddings": True,
-}
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 8, "intermediate_size": 12,
+    "num_attention_heads": 2, "num_hidden_layers": 2, "vocab_size": 32, "tie_word_embeddings": True,
+}  # fmt: skip
 
 
 def test_a_configuration_alone_names_every_tensor_that_it_implies(tmp_path: Path) -> None:
@@ -587,13 +560,8 @@ def test_a_configuration_alone_names_every_tensor_that_it_implies(tmp_path: Path
 def test_a_type_without_a_table_is_built_where_transformers_is_installed(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="needs transformers (extra tables)")
     config = {
-        "model_type": "xlm",
-        "architectures": ["XLMModel"],
-        "emb_dim": 8,
-        "n_layers": 1,
-        "n_heads": 2,
-        "n_words": 32,
-    }
+        "model_type": "xlm", "architectures": ["XLMModel"], "emb_dim": 8, "n_layers": 1, "n_heads": 2, "n_words": 32,
+    }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
     tensors = read_reference(str(tmp_path)).tensors
     assert tensors["embeddings.weight"] == (None, (32, 8))

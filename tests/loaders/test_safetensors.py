@@ -557,21 +557,14 @@ MIXTRAL |= {
     for w, shape in {"w1": [14336, 4096], "w2": [4096, 14336], "w3": [14336, 4096]}.items()
 }
 GPT_OSS: dict[str, tuple[str, list[int]]] = {
-    "input_layernorm.weight": (BF, [2880]),
-    "self_attn.q_proj.weight": (BF, [4096, 2880]),
-    "self_attn.k_proj.weight": (BF, [512, 2880]),
-    "self_attn.v_proj.weight": (BF, [512, 2880]),
-    "self_attn.o_proj.weight": (BF, [2880, 4096]),
-    "self_attn.sinks": (BF, [64]),
-    "mlp.router.weight": (BF, [32, 2880]),
-    "mlp.router.bias": (BF, [32]),
-    "mlp.experts.gate_up_proj_blocks": (U8, [32, 5760, 90, 16]),
-    "mlp.experts.gate_up_proj_scales": (U8, [32, 5760, 90]),
-    "mlp.experts.gate_up_proj_bias": (BF, [32, 5760]),
-    "mlp.experts.down_proj_blocks": (U8, [32, 2880, 90, 16]),
-    "mlp.experts.down_proj_scales": (U8, [32, 2880, 90]),
+    "input_layernorm.weight": (BF, [2880]), "self_attn.q_proj.weight": (BF, [4096, 2880]),
+    "self_attn.k_proj.weight": (BF, [512, 2880]), "self_attn.v_proj.weight": (BF, [512, 2880]),
+    "self_attn.o_proj.weight": (BF, [2880, 4096]), "self_attn.sinks": (BF, [64]), "mlp.router.weight": (BF, [32, 2880]),
+    "mlp.router.bias": (BF, [32]), "mlp.experts.gate_up_proj_blocks": (U8, [32, 5760, 90, 16]),
+    "mlp.experts.gate_up_proj_scales": (U8, [32, 5760, 90]), "mlp.experts.gate_up_proj_bias": (BF, [32, 5760]),
+    "mlp.experts.down_proj_blocks": (U8, [32, 2880, 90, 16]), "mlp.experts.down_proj_scales": (U8, [32, 2880, 90]),
     "mlp.experts.down_proj_bias": (BF, [32, 2880]),
-}
+}  # fmt: skip
 
 MODELS: dict[str, tuple[Any, dict[str, Any], int]] = {
     "Llama-3 in 3 files": (layered(4, LAYER, **OUTSIDE, **HEAD), LLAMA, 3),

@@ -60,14 +60,9 @@ def shell(tmp_path: Path) -> Callable[..., tuple[int, list[str], str]]:
             **{name: str(value) for name, value in variables.items()},
         }
         done = subprocess.run(
-            ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", text],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            encoding="utf-8",
-            timeout=600,
-            check=False,
-        )
+            ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", text], cwd=tmp_path, env=environment,
+            capture_output=True, encoding="utf-8", timeout=600, check=False,
+        )  # fmt: skip
         return done.returncode, noted.read_text().splitlines(), done.stdout + done.stderr
 
     return script

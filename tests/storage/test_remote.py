@@ -33,22 +33,10 @@ from ckptlint.storage.locate import folder_at  # noqa: E402
 
 MEGATRON = "megatron_tp2_pp2/iter_0000010"
 SAME = [
-    "fsdp2_4r",
-    "fsdp2_4r_hole",
-    "fsdp1_local_flat",
-    "hf_sharded",
-    "safetensors_mode",
-    "zstd",
-    "per_rank_metadata",
-    "per_rank_metadata_missing_rank",
-    "metadata_truncated",
-    "metadata_malicious",
-    MEGATRON,
-    "megatron_tp2_pp2",
-    "megatron_0.19_tp2/iter_0000010",
-    "megatron_0.12_dp2/iter_0000010",
-    "megatron_fsdp_dtensor_tp2_dp2",
-]
+    "fsdp2_4r", "fsdp2_4r_hole", "fsdp1_local_flat", "hf_sharded", "safetensors_mode", "zstd", "per_rank_metadata",
+    "per_rank_metadata_missing_rank", "metadata_truncated", "metadata_malicious", MEGATRON, "megatron_tp2_pp2",
+    "megatron_0.19_tp2/iter_0000010", "megatron_0.12_dp2/iter_0000010", "megatron_fsdp_dtensor_tp2_dp2",
+]  # fmt: skip
 
 
 # ---------------------------------------------------------------- servers
