@@ -41,6 +41,12 @@ def outcome(save: Callable[[], Any]) -> str:
     return SAVED
 
 
+def needs_megatron_core() -> None:
+    pytest.importorskip("megatron.core.dist_checkpointing", reason="megatron-core is not installed")
+    for package in ("einops", "psutil"):
+        pytest.importorskip(package, reason=f"megatron-core needs {package}")
+
+
 def files(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.rglob("*") if path.is_file())
 
@@ -48,6 +54,11 @@ def files(folder: Path) -> list[str]:
 def sharded(rank: int, rows: int = 2) -> DTensor:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     return DTensor.from_local(torch.ones(rows, 3), mesh, [Shard(0)], run_check=False)
+
+
+OF_ONE_STEP: dict[str, Any] = {"max_steps": 1, "accelerator": "cpu", "devices": 2, "use_distributed_sampler": False}
+OF_ONE_STEP |= dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+"""What the trainers of Lightning are told here: one step of two ranks, and nothing beside it."""
 
 
 # ---------------------------------------------------------------- torch
@@ -153,9 +164,7 @@ def test_running_statistics_of_each_ranks_own_data_are_healthy(tmp_path: Path) -
 
 
 def test_every_save_of_megatron_core_is_checked_until_undone(tmp_path: Path) -> None:
-    pytest.importorskip("megatron.core.dist_checkpointing", reason="megatron-core is not installed")
-    for package in ("einops", "psutil"):
-        pytest.importorskip(package, reason=f"megatron-core needs {package}")
+    needs_megatron_core()
 
     def job(rank: int) -> dict[str, Any]:
         live.install()
@@ -196,9 +205,7 @@ def test_every_save_of_megatron_core_is_checked_until_undone(tmp_path: Path) -> 
 
 
 def test_megatron_fsdp_saves_through_torch(tmp_path: Path) -> None:
-    pytest.importorskip("megatron.core.dist_checkpointing", reason="megatron-core is not installed")
-    for package in ("einops", "psutil"):
-        pytest.importorskip(package, reason=f"megatron-core needs {package}")
+    needs_megatron_core()
 
     def job(rank: int) -> dict[str, Any]:
         live.install()
@@ -342,17 +349,10 @@ def test_lightning_saves_copies_that_are_equal(tmp_path: Path) -> None:
         torch.manual_seed(0)
         module = Module()
         trainer = pl.Trainer(
-            accelerator="cpu",
-            devices=2,
             strategy="ddp",
             plugins=[LightningEnvironment()],
             callbacks=[Check()],
-            max_steps=1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            use_distributed_sampler=False,
+            **OF_ONE_STEP,
         )
         trainer.fit(module, torch.utils.data.DataLoader(torch.randn(4, 3), batch_size=4))
         found = {
@@ -401,16 +401,9 @@ def test_lightning_saves_model_parallel_states_through_torch(tmp_path: Path) -> 
 
         module = Module()
         trainer = pl.Trainer(
-            accelerator="cpu",
-            devices=2,
             strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
             plugins=[LightningEnvironment()],
-            max_steps=1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            use_distributed_sampler=False,
+            **OF_ONE_STEP,
         )
         trainer.fit(module, torch.utils.data.DataLoader(torch.randn(4, 3), batch_size=4))
         found = {"healthy": outcome(lambda: trainer.save_checkpoint(tmp_path / "healthy"))}

@@ -87,22 +87,6 @@ def make_manifest(folder: Path) -> Path:
     return write_manifest(folder / "manifest.json", entries())
 
 
-def make_manifest_of_another_name(folder: Path) -> Path:
-    return write_manifest(folder / "expected", entries())
-
-
-def make_safetensors(folder: Path) -> Path:
-    return write_safetensors(folder / "model.safetensors", entries())
-
-
-def make_index(folder: Path) -> Path:
-    return write_index(folder / "model", halves())
-
-
-def make_index_alone(folder: Path) -> Path:
-    return write_index(folder / "model", halves(), at_hand=False)
-
-
 def make_index_with_pointers(folder: Path) -> Path:
     path = write_index(folder / "model", halves())
     for name in halves():
@@ -131,29 +115,27 @@ def make_model_folder_of_one_file(folder: Path) -> Path:
     return path
 
 
-def make_checkpoint(folder: Path) -> Path:
-    return step(folder / "reference")
-
-
 def make_run_folder(folder: Path) -> Path:
     step(folder / "run" / "step-100", drop="norm")
     step(folder / "run" / "step-200")
     return folder / "run"
 
 
-def make_metadata_file(folder: Path) -> Path:
-    return step(folder / "reference") / ".metadata"
-
-
-KINDS: list[tuple[Callable[[Path], Path], str, bool]] = [
-    (make_manifest, "manifest", True), (make_manifest_of_another_name, "manifest", True),
-    (make_safetensors, "safetensors", True), (make_index, "index", True), (make_index_alone, "index", False),
-    (make_index_with_pointers, "index", False), (make_linked_index, "index", True),
-    (make_model_folder, "Hugging Face folder", True), (make_model_folder_of_one_file, "Hugging Face folder", True),
-    (make_checkpoint, "checkpoint", True), (make_run_folder, "checkpoint", True),
-    (make_metadata_file, "checkpoint", True),
-]  # fmt: skip
-EVERY_KIND = [pytest.param(make, kind, shapes, id=make.__name__[5:]) for make, kind, shapes in KINDS]
+KINDS: dict[str, tuple[Callable[[Path], Path], str, bool]] = {
+    "manifest": (make_manifest, "manifest", True),
+    "manifest_of_another_name": (lambda folder: write_manifest(folder / "expected", entries()), "manifest", True),
+    "safetensors": (lambda folder: write_safetensors(folder / "model.safetensors", entries()), "safetensors", True),
+    "index": (lambda folder: write_index(folder / "model", halves()), "index", True),
+    "index_alone": (lambda folder: write_index(folder / "model", halves(), at_hand=False), "index", False),
+    "index_with_pointers": (make_index_with_pointers, "index", False),
+    "linked_index": (make_linked_index, "index", True),
+    "model_folder": (make_model_folder, "Hugging Face folder", True),
+    "model_folder_of_one_file": (make_model_folder_of_one_file, "Hugging Face folder", True),
+    "checkpoint": (lambda folder: step(folder / "reference"), "checkpoint", True),
+    "run_folder": (make_run_folder, "checkpoint", True),
+    "metadata_file": (lambda folder: step(folder / "reference") / ".metadata", "checkpoint", True),
+}
+EVERY_KIND = [pytest.param(*row, id=name) for name, row in KINDS.items()]
 
 
 @pytest.mark.parametrize(("make", "kind", "shapes"), EVERY_KIND)
