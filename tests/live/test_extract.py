@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint._extension
 import torch.distributed.checkpoint.planner_helpers
-from jobs import run_ranks
+from jobs import fixtures_of, run_ranks
 from support import REPOSITORY, swept
 from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import (
@@ -598,11 +598,7 @@ def test_a_training_state_of_megatron_core(mapping: Any, tmp_path: Path) -> None
         pytest.importorskip(package, reason=f"megatron-core needs {package}")
 
     def job(rank: int) -> Any:
-        sys.path.insert(0, str(REPOSITORY / "fixtures" / "make"))
-        storage_meta = dcp.FileSystemWriter.storage_meta
-        import megatron_core
-
-        dcp.FileSystemWriter.storage_meta = storage_meta  # the fixtures' knows only their own folders
+        megatron_core = fixtures_of("megatron_core")
         from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
 
         found: dict[str, Any] = {}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from jobs import run_ranks
-from support import REPOSITORY
+from jobs import fixtures_of, run_alike, run_ranks
 from torch import nn
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.device_mesh import init_device_mesh
@@ -104,8 +102,7 @@ def test_every_save_of_torch_is_checked_until_undone(tmp_path: Path) -> None:
         found["undone"] = (dcp.save, dcp.async_save) == (save, async_save)
         return found
 
-    first, *others = run_ranks(job)
-    assert all(other == first for other in others)
+    first = run_alike(job)
     assert first["healthy"] == first["again"] == first["fine"] == first["off"] == SAVED
     assert first["asked"] == 2 and first["undone"]
     for name in ("drifted", "async", "writer"):
@@ -168,11 +165,7 @@ def test_every_save_of_megatron_core_is_checked_until_undone(tmp_path: Path) -> 
 
     def job(rank: int) -> dict[str, Any]:
         live.install()
-        sys.path.insert(0, str(REPOSITORY / "fixtures" / "make"))
-        storage_meta = dcp.FileSystemWriter.storage_meta
-        import megatron_core
-
-        dcp.FileSystemWriter.storage_meta = storage_meta  # the fixtures' knows only their own folders
+        megatron_core = fixtures_of("megatron_core")
         checkpointing = megatron_core.dist_checkpointing
         save, undo = checkpointing.save, live.patch_mcore()
         run = megatron_core.Run(tp=2, layers=2, sharding="fully_reshardable")
@@ -197,8 +190,7 @@ def test_every_save_of_megatron_core_is_checked_until_undone(tmp_path: Path) -> 
         found["undone"] = checkpointing.save is save
         return found
 
-    first, *others = run_ranks(job)
-    assert all(other == first for other in others)
+    first = run_alike(job)
     assert first["healthy"] == SAVED and first["undone"]
     assert "LIV205" in first["drifted"] and "decoder.final_layernorm.weight" in first["drifted"]
     assert files(tmp_path / "drifted") == [] and ".metadata" in files(tmp_path / "healthy")
@@ -210,11 +202,7 @@ def test_megatron_fsdp_saves_through_torch(tmp_path: Path) -> None:
     def job(rank: int) -> dict[str, Any]:
         live.install()
         live.patch_dcp()
-        sys.path.insert(0, str(REPOSITORY / "fixtures" / "make"))
-        storage_meta = dcp.FileSystemWriter.storage_meta
-        import fsdp_dtensor
-
-        dcp.FileSystemWriter.storage_meta = storage_meta  # the fixtures' knows only their own folders
+        fsdp_dtensor = fixtures_of("fsdp_dtensor")
         found = {"healthy": outcome(lambda: fsdp_dtensor.megatron_fsdp(rank, tmp_path / "healthy"))}
         preprocess = fsdp_dtensor.uneven_dtensor.preprocess_state_dict_for_uneven_dtensor
 
@@ -228,8 +216,7 @@ def test_megatron_fsdp_saves_through_torch(tmp_path: Path) -> None:
 
     for folder in ("healthy", "detached"):
         (tmp_path / folder).mkdir()
-    first, *others = run_ranks(job)
-    assert all(other == first for other in others)
+    first = run_alike(job)
     assert first["healthy"] == SAVED and ".metadata" in files(tmp_path / "healthy")
     assert "LIV101" in first["detached"] and files(tmp_path / "detached") == []
 
@@ -315,8 +302,7 @@ def test_accelerate_saves_fsdp2_through_torch(tmp_path: Path) -> None:
         found["broken"] = outcome(lambda: accelerator.save_state(str(tmp_path / "broken")))
         return found
 
-    first, second = run_ranks(job, world=2)
-    assert first == second
+    first = run_alike(job, world=2)
     assert first["healthy"] == SAVED and ".metadata" in files(tmp_path / "healthy")
     assert "LIV101" in first["broken"] and ".metadata" not in files(tmp_path / "broken")
 
@@ -412,8 +398,7 @@ def test_lightning_saves_model_parallel_states_through_torch(tmp_path: Path) -> 
         found["broken"] = outcome(lambda: trainer.save_checkpoint(tmp_path / "broken"))
         return found
 
-    first, second = run_ranks(job, world=2)
-    assert first == second
+    first = run_alike(job, world=2)
     assert first["healthy"] == SAVED and ".metadata" in files(tmp_path / "healthy")
     assert "LIV101" in first["broken"] and ".metadata" not in files(tmp_path / "broken")
 
@@ -443,8 +428,7 @@ def test_torchtitan_saves_through_torch(tmp_path: Path) -> None:
         found["broken"] = outcome(lambda: manager.save(2))
         return found
 
-    first, second = run_ranks(job, world=2)
-    assert first == second
+    first = run_alike(job, world=2)
     assert first["healthy"] == SAVED and ".metadata" in files(tmp_path / "checkpoint" / "step-1")
     assert "LIV205" in first["broken"] and "train_state.w" in first["broken"]
     assert files(tmp_path / "checkpoint" / "step-2") == []

@@ -141,9 +141,13 @@ def report(request: pytest.FixtureRequest) -> Report:
     return REPORTS[request.param]()
 
 
-def test_the_schema_knows_every_depth_and_every_format() -> None:
+def test_the_schema_knows_every_depth() -> None:
     text = json.dumps(SCHEMA)
     assert all(f'"{depth}"' in text for depth in Depth)
+
+
+def test_the_schema_knows_every_format() -> None:
+    text = json.dumps(SCHEMA)
     assert all(f'"{name}"' in text for row in layouts() for name in row.formats)
 
 

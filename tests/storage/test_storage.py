@@ -5,14 +5,13 @@ from __future__ import annotations
 import errno
 import io
 import os
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support import REAL, codes, found, run
+from support import REAL, a_socket, codes, found, run
 
 import ckptlint
 from ckptlint import progress
@@ -136,17 +135,6 @@ def test_a_path_that_is_a_circle_of_links_is_nothing_to_check(tmp_path: Path) ->
 
 
 # ---------------------------------------------------------------- what is no file
-
-
-def a_socket(path: Path) -> None:
-    """A Unix socket; its name has to be short."""
-    here = Path.cwd()
-    os.chdir(path.parent)
-    try:
-        with socket.socket(socket.AF_UNIX) as made:
-            made.bind(path.name)
-    finally:
-        os.chdir(here)
 
 
 KINDS: dict[str, Callable[[Path], None]] = {
