@@ -94,13 +94,9 @@ def fixtures_of(name: str) -> ModuleType:
 def _import_what_ranks_need() -> None:
     """Import here, once, what every rank of every job would import: torch's compiler takes most of a second."""
     for name in (
-        "torch._dynamo",
-        "torch.distributed.checkpoint.state_dict",
-        "torch.distributed.fsdp",
-        "torch.distributed.tensor",
-        "ckptlint.live.api",
-        "ckptlint.live.sealing",
-    ):
+        "torch._dynamo", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp",
+        "torch.distributed.tensor", "ckptlint.live.api", "ckptlint.live.sealing",
+    ):  # fmt: skip
         import_module(name)
     load_rules()
 

@@ -120,16 +120,12 @@ def layouts(rank: int) -> State:
     return {
         "model": {
             "rows": empty((8, 6), grid, [Shard(1), Shard(0)], torch.bfloat16),
-            "both": empty((8, 6), line, [Replicate()]),
-            "copied": torch.zeros(8, 6),
-            "everywhere": empty((3, 5), line, [Shard(1)]),
-            "uneven": empty((5, 3), grid, [Replicate(), Shard(1)]),
-            "plain": empty((6,), line, [Shard(0)]),
-            "scalar": torch.tensor(0, dtype=torch.int64),
-            "none": torch.zeros(0, 4),
-            "piece": empty((8, 4), grid, [Shard(1), Replicate()]),
+            "both": empty((8, 6), line, [Replicate()]), "copied": torch.zeros(8, 6),
+            "everywhere": empty((3, 5), line, [Shard(1)]), "uneven": empty((5, 3), grid, [Replicate(), Shard(1)]),
+            "plain": empty((6,), line, [Shard(0)]), "scalar": torch.tensor(0, dtype=torch.int64),
+            "none": torch.zeros(0, 4), "piece": empty((8, 4), grid, [Shard(1), Replicate()]),
         }
-    }
+    }  # fmt: skip
 
 
 def test_another_layout_loads_what_was_sealed(tmp_path: Path, sealed: Path) -> None:

@@ -480,12 +480,8 @@ def test_what_cannot_be_opened_under_other_names_is_named(step: Path) -> None:
 
 
 DAMAGE = {
-    "cut": b'{"model_type": "llama", ',
-    "empty": b"",
-    "zeroed": bytes(4096),
-    "a list": b"[]",
-    "no text": b"\xff{}",
-}
+    "cut": b'{"model_type": "llama", ', "empty": b"", "zeroed": bytes(4096), "a list": b"[]", "no text": b"\xff{}",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("damage", DAMAGE)

@@ -12,13 +12,9 @@ import pytest
 from ckptlint import dataclass as ours
 
 OPTIONS = [
-    {},
-    {"slots": True},
-    {"frozen": True, "slots": True},
-    {"frozen": True, "slots": True, "eq": False},
-    {"frozen": True, "eq": False, "repr": False},
-    {"slots": True, "eq": False},
-]
+    {}, {"slots": True}, {"frozen": True, "slots": True}, {"frozen": True, "slots": True, "eq": False},
+    {"frozen": True, "eq": False, "repr": False}, {"slots": True, "eq": False},
+]  # fmt: skip
 
 
 def both(**options: Any) -> tuple[type, type]:
