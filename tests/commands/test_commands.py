@@ -343,17 +343,14 @@ def test_several_axes_are_apart(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- completion
 
 
+def asked_of_bash(line: str) -> dict[str, str]:
+    return {"_CKPTLINT_COMPLETE": "bash_complete", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
+
+
 def complete(line: str) -> list[str]:
     """What bash would be offered for a line."""
-    done = run_python(
-        "import sys; sys.argv = ['ckptlint']; from ckptlint.commands.main import main; main()",
-        env={
-            **os.environ,
-            "_CKPTLINT_COMPLETE": "bash_complete",
-            "COMP_WORDS": line,
-            "COMP_CWORD": str(line.count(" ")),
-        },
-    )
+    program = "import sys; sys.argv = ['ckptlint']; from ckptlint.commands.main import main; main()"
+    done = run_python(program, env=os.environ | asked_of_bash(line))
     return [item.partition(",")[2] for item in done.stdout.splitlines()]
 
 
@@ -395,8 +392,7 @@ sys.argv = ["ckptlint"]
 from ckptlint.commands.main import main
 main()
 """
-    shell = {"_CKPTLINT_COMPLETE": "bash_complete", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
-    done = run_python(code, env=os.environ | shell)
+    done = run_python(code, env=os.environ | asked_of_bash(line))
     assert done.stdout and done.stderr == "imported\n"
 
 
