@@ -8,6 +8,7 @@ import io
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -123,6 +124,17 @@ def broken_rule(code: str) -> tuple[Rule, ...]:
         raise RuntimeError("broken \x1b[31m rule")
 
     return tuple(replace(rule, check=crash) if rule.code == code else rule for rule in load_rules())
+
+
+def a_socket(path: Path) -> None:
+    """A Unix socket; its name has to be short."""
+    here = Path.cwd()
+    os.chdir(path.parent)
+    try:
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(path.name)
+    finally:
+        os.chdir(here)
 
 
 @contextmanager

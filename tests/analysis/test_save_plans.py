@@ -44,18 +44,10 @@ def seen(found: list[Duplicate]) -> list[tuple[str, tuple[int, ...] | None, tupl
         ([[{"fqn": "s", "chunk": "", "shape": []}]] * 2, [("s", (), (0, 1), True)]),
     ],
     ids=[
-        "each once",
-        "nothing planned",
-        "one chunk by two ranks",
-        "bytes by three ranks",
-        "two chunks",
-        "other size",
-        "other dtype",
-        "other global shape",
-        "twice by one rank",
-        "scalar",
+        "each once", "nothing planned", "one chunk by two ranks", "bytes by three ranks", "two chunks", "other size",
+        "other dtype", "other global shape", "twice by one rank", "scalar",
     ],
-)
+)  # fmt: skip
 def test_duplicates(tmp_path: Path, plans: list[list[Any]], expected: list[Any]) -> None:
     assert seen(duplicates(table(tmp_path, plans))) == expected
 

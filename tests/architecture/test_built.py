@@ -22,14 +22,9 @@ needs_transformers = pytest.mark.skipif(
     reason="needs torch and transformers (extra tables)",
 )
 CONVBERT = {
-    "model_type": "convbert",
-    "architectures": ["ConvBertModel"],
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "vocab_size": 30,
-}
+    "model_type": "convbert", "architectures": ["ConvBertModel"], "hidden_size": 16, "intermediate_size": 24,
+    "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 30,
+}  # fmt: skip
 """A type that no table knows."""
 
 
@@ -75,17 +70,12 @@ def test_what_is_refused_before_any_work(values: dict[str, Any], told: str) -> N
 @pytest.mark.parametrize(
     "values",
     [
-        {"architectures": ["os.system"]},
-        {"architectures": [["ConvBertModel"]]},
-        {"architectures": "ConvBertModel"},
-        {"model_type": ["convbert"]},
-        {"model_type": "no such type"},
-        {"hidden_size": "sixteen"},
-        {"hidden_size": -16},
+        {"architectures": ["os.system"]}, {"architectures": [["ConvBertModel"]]}, {"architectures": "ConvBertModel"},
+        {"model_type": ["convbert"]}, {"model_type": "no such type"}, {"hidden_size": "sixteen"}, {"hidden_size": -16},
         {"vocab_size": 10**30},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_values_that_no_model_has_are_one_sentence(values: dict[str, Any]) -> None:
     assert "cannot build it" in refused(CONVBERT | values)
 

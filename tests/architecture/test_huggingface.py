@@ -22,16 +22,10 @@ from ckptlint.architecture.tables import rows_of
 
 COUNTS = json.loads((Path(__file__).parent / "counts.json").read_text())
 LLAMA = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 2,
-    "vocab_size": 300,
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 96,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": 300,
     "torch_dtype": "bfloat16",
-}
+}  # fmt: skip
 TYPES = sorted(file.stem for file in Path(ckptlint.architecture.__path__[0], "tables").iterdir())
 
 
@@ -42,16 +36,10 @@ def saved(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def test_a_small_llama_by_hand() -> None:
     layer = {
-        "self_attn.q_proj.weight": (64, 64),
-        "self_attn.k_proj.weight": (16, 64),
-        "self_attn.v_proj.weight": (16, 64),
-        "self_attn.o_proj.weight": (64, 64),
-        "mlp.gate_proj.weight": (96, 64),
-        "mlp.up_proj.weight": (96, 64),
-        "mlp.down_proj.weight": (64, 96),
-        "input_layernorm.weight": (64,),
-        "post_attention_layernorm.weight": (64,),
-    }
+        "self_attn.q_proj.weight": (64, 64), "self_attn.k_proj.weight": (16, 64), "self_attn.v_proj.weight": (16, 64),
+        "self_attn.o_proj.weight": (64, 64), "mlp.gate_proj.weight": (96, 64), "mlp.up_proj.weight": (96, 64),
+        "mlp.down_proj.weight": (64, 96), "input_layernorm.weight": (64,), "post_attention_layernorm.weight": (64,),
+    }  # fmt: skip
     assert saved(LLAMA) == {
         "model.embed_tokens.weight": (300, 64),
         "model.norm.weight": (64,),
@@ -161,32 +149,23 @@ def test_every_expression_of_a_table_can_be_read(model_type: str) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model_type": "no_such"}, "no table for model_type no_such"),
-        ({"model_type": None}, "has no model_type"),
-        ({"model_type": 7}, "has no model_type"),
-        ({"model_type": "a" * 10**6}, "has no model_type"),
-        ({"model_type": "\x1b[31m"}, "no table for model_type"),
-        ({"model_type": ""}, "has no model_type"),
+        ({"model_type": "no_such"}, "no table for model_type no_such"), ({"model_type": None}, "has no model_type"),
+        ({"model_type": 7}, "has no model_type"), ({"model_type": "a" * 10**6}, "has no model_type"),
+        ({"model_type": "\x1b[31m"}, "no table for model_type"), ({"model_type": ""}, "has no model_type"),
         ({"architectures": ["MyOwn"]}, "no table for MyOwn of model_type llama"),
         ({"architectures": "LlamaForCausalLM"}, "no table for these architectures"),
         ({"architectures": [["x"]]}, "no table for these architectures"),
         ({"quantization_config": {"quant_method": "spqr"}}, "quantisation spqr"),
         ({"quantization_config": {"load_in_4bit": True}}, "quantisation of an unknown method"),
-        ({"quantization_config": 4}, "quantisation"),
-        ({"hidden_size": "64"}, "hidden_size is '64'"),
-        ({"hidden_size": True}, "hidden_size is True"),
-        ({"hidden_size": 64.5}, "hidden_size is 64.5"),
-        ({"hidden_size": [64]}, "hidden_size is"),
-        ({"hidden_size": -64}, "no size"),
-        ({"hidden_size": 2**62}, "describes no model"),
-        ({"num_attention_heads": 0}, "describes no model"),
-        ({"num_hidden_layers": 10**9}, "implies more than"),
-        ({"num_hidden_layers": 10**4000}, "describes no model"),
-        ({"num_hidden_layers": None}, "describes no model"),
-        ({"mlp_bias": "yes"}, "mlp_bias is 'yes'"),
+        ({"quantization_config": 4}, "quantisation"), ({"hidden_size": "64"}, "hidden_size is '64'"),
+        ({"hidden_size": True}, "hidden_size is True"), ({"hidden_size": 64.5}, "hidden_size is 64.5"),
+        ({"hidden_size": [64]}, "hidden_size is"), ({"hidden_size": -64}, "no size"),
+        ({"hidden_size": 2**62}, "describes no model"), ({"num_attention_heads": 0}, "describes no model"),
+        ({"num_hidden_layers": 10**9}, "implies more than"), ({"num_hidden_layers": 10**4000}, "describes no model"),
+        ({"num_hidden_layers": None}, "describes no model"), ({"mlp_bias": "yes"}, "mlp_bias is 'yes'"),
         ({"hidden_size": "\n" * 10**6}, "hidden_size is"),
     ],
-)
+)  # fmt: skip
 def test_a_configuration_that_says_nothing_is_one_sentence(change: dict[str, Any], words: str) -> None:
     with pytest.raises(NoTable) as raised, ends():
         expected_models(LLAMA | change)

@@ -17,33 +17,16 @@ from ckptlint.vocabulary.config_fields import attributes
 from ckptlint.vocabulary.keys import parse
 
 DENSE = {
-    "num_layers": 2,
-    "hidden_size": 12,
-    "ffn_hidden_size": 20,
-    "num_attention_heads": 4,
-    "group_query_attention": True,
-    "num_query_groups": 2,
-    "kv_channels": 5,
-    "padded_vocab_size": 64,
-    "position_embedding_type": "rope",
-    "swiglu": True,
-    "add_bias_linear": False,
-    "untie_embeddings_and_output_weights": True,
-    "normalization": "RMSNorm",
-}
+    "num_layers": 2, "hidden_size": 12, "ffn_hidden_size": 20, "num_attention_heads": 4, "group_query_attention": True,
+    "num_query_groups": 2, "kv_channels": 5, "padded_vocab_size": 64, "position_embedding_type": "rope", "swiglu": True,
+    "add_bias_linear": False, "untie_embeddings_and_output_weights": True, "normalization": "RMSNorm",
+}  # fmt: skip
 
 WHOLE = [
-    "megatron_0.12_dp2",
-    "megatron_0.15_tp2",
-    "megatron_0.19_tp2",
-    "megatron_tp2_pp2",
-    "megatron_tp2_dp2_fully_reshardable",
-    "megatron_moe_ep2_dp2",
-    "lookalikes/megatron_tied_padded_tp2",
-    "lookalikes/megatron_tied_pp2",
-    "lookalikes/megatron_moe_dense_first",
-    "lookalikes/megatron_mtp",
-]
+    "megatron_0.12_dp2", "megatron_0.15_tp2", "megatron_0.19_tp2", "megatron_tp2_pp2",
+    "megatron_tp2_dp2_fully_reshardable", "megatron_moe_ep2_dp2", "lookalikes/megatron_tied_padded_tp2",
+    "lookalikes/megatron_tied_pp2", "lookalikes/megatron_moe_dense_first", "lookalikes/megatron_mtp",
+]  # fmt: skip
 """Checkpoints of whole models, of four versions, with the arguments that they were made with."""
 
 

@@ -45,13 +45,9 @@ def test_a_tied_head_may_be_stored_or_not() -> None:
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"dim": "wide"}, "no size for dim"),
-        ({"dim": -1}, "no size for dim"),
-        ({"dim": True}, "no size for dim"),
-        ({"hidden_dim": None}, "no size for hidden_dim"),
-        ({"n_layers": 10**9}, "9,000,000,000 tensors"),
-        ({"n_layers": 10**400}, "no size for n_layers"),
-        ({"moe": [1]}, "moe holds no fields"),
+        ({"dim": "wide"}, "no size for dim"), ({"dim": -1}, "no size for dim"), ({"dim": True}, "no size for dim"),
+        ({"hidden_dim": None}, "no size for hidden_dim"), ({"n_layers": 10**9}, "9,000,000,000 tensors"),
+        ({"n_layers": 10**400}, "no size for n_layers"), ({"moe": [1]}, "moe holds no fields"),
         ({"moe": {"num_experts": 10**6, "num_experts_per_tok": 2}}, "more than the"),
         ({"moe": {"num_experts": 4, "num_experts_per_tok": 2, "num_shared_experts": 1}}, "num_shared_experts"),
         ({"vision_encoder": {"hidden_size": 4}}, "no size for num_channels"),
@@ -61,7 +57,7 @@ def test_a_tied_head_may_be_stored_or_not() -> None:
         ({"quantization": {"qformat_weight": "fp8_e4m3"}}, "'quantization'"),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_what_the_table_does_not_know_is_not_judged(fields: dict[str, Any], reason: str) -> None:
     with pytest.raises(NoTable) as refused, ends():
         mistral_models(DENSE | fields)

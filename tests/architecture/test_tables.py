@@ -58,19 +58,10 @@ def test_a_range_and_a_size_may_depend_on_an_index() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"layers": 10**9},
-        {"layers": -1},
-        {"layers": "3"},
-        {"layers": None},
-        {"layers": 2.5},
-        {"layers": 10**400},
-        {"experts": 10**9},
-        {"layers": 40_000, "experts": 40_000},
-        {"hidden": -8},
-        {"hidden": [8]},
-        {"vocab": 2**62},
+        {"layers": 10**9}, {"layers": -1}, {"layers": "3"}, {"layers": None}, {"layers": 2.5}, {"layers": 10**400},
+        {"experts": 10**9}, {"layers": 40_000, "experts": 40_000}, {"hidden": -8}, {"hidden": [8]}, {"vocab": 2**62},
     ],
-)
+)  # fmt: skip
 def test_a_hostile_value_is_refused_at_once(change: dict[str, object]) -> None:
     with pytest.raises(NoTable) as raised, ends():
         expand(ROWS, RANGES, FIELDS | change)

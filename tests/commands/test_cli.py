@@ -113,15 +113,12 @@ def test_exit_codes(monkeypatch: pytest.MonkeyPatch, arguments: list[str], code:
         assert main(monkeypatch, *arguments) == code
 
 
-def test_a_refused_read_gives_4(monkeypatch: pytest.MonkeyPatch, refused: str) -> None:
-    assert main(monkeypatch, refused) == 4
-
-
 def test_the_order_is_2_1_4_3_0(monkeypatch: pytest.MonkeyPatch, refused: str) -> None:
     assert main(monkeypatch, GOOD, NOTHING, refused, BAD, "--select", "NOPE") == 2
     assert main(monkeypatch, GOOD, NOTHING, refused, BAD) == 1
     assert main(monkeypatch, GOOD, NOTHING, refused, BAD, "--exit-zero") == 4
     assert main(monkeypatch, GOOD, NOTHING, refused) == 4
+    assert main(monkeypatch, refused) == 4
     assert main(monkeypatch, GOOD, NOTHING) == 3
     assert main(monkeypatch, GOOD, GOOD) == 0
 
@@ -191,12 +188,13 @@ def test_a_folder_named_like_a_command_is_reached_with_a_dot(tmp_path: Path) -> 
     assert "1 tensor" in done.stdout
 
 
-def test_paths_come_from_standard_input() -> None:
+def test_paths_come_from_standard_input_and_none_is_no_pass() -> None:
     result = invoke("-", "--format", "json", stdin=f"{GOOD}\n\n{BAD}\n")
     assert [part["path"] for part in json.loads(result.output)["checkpoints"]] == [GOOD, BAD]
     assert result.exit_code == 1
     both = invoke(WARNING, "-", "--format", "json", stdin=f"{GOOD}\n")
     assert [part["path"] for part in json.loads(both.output)["checkpoints"]] == [WARNING, GOOD]
+    assert invoke("-", stdin="").exit_code == 3
 
 
 @pytest.mark.parametrize(
@@ -221,10 +219,6 @@ def test_a_path_is_no_command(tmp_path: Path) -> None:
     for name in ("step-1000", "run", "showcase/chec", "./chekc", "llama"):
         done = run(name, cwd=tmp_path / "chekc")
         assert (done.returncode, "did you mean" in done.stderr) == (3, False)
-
-
-def test_empty_standard_input_is_no_pass() -> None:
-    assert invoke("-", stdin="").exit_code == 3
 
 
 @pytest.mark.parametrize("flag", ["--version", "-V"])
@@ -310,20 +304,19 @@ def test_an_unknown_rule_is_a_usage_error_that_names_the_nearest(
     assert f"there is no rule {token!r}, did you mean {near}" in said.err
 
 
-def test_a_family_has_no_page_but_names_its_rules(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("token", "says"),
+    [
+        ("geo", "geo is a family: name one of GEO001, GEO002, "),
+        ("GE0", "there is no rule 'GE0', did you mean GEO?"),
+        ("qqqqqqqq", "`ckptlint rules` lists them"),
+    ],
+)
+def test_what_has_no_page_leads_to_what_has_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], token: str, says: str
 ) -> None:
-    assert main(monkeypatch, "explain", "geo") == 2
-    assert "geo is a family: name one of GEO001, GEO002, " in capsys.readouterr().err
-    assert main(monkeypatch, "explain", "GE0") == 2
-    assert "there is no rule 'GE0', did you mean GEO?" in capsys.readouterr().err
-
-
-def test_a_rule_that_is_like_no_other_points_to_the_list(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(monkeypatch, "explain", "qqqqqqqq") == 2
-    assert "`ckptlint rules` lists them" in capsys.readouterr().err
+    assert main(monkeypatch, "explain", token) == 2
+    assert says in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("token", ["SAF", "SAF001", "unsafe-pickle", "LNT002", "saf002"])
@@ -366,11 +359,6 @@ def test_other_rules_can_be_ignored_and_lowered() -> None:
     assert invoke(BAD, "--select", "GEO", "--ignore", "GEO004").exit_code == 0
 
 
-@pytest.mark.parametrize("value", ["GEO004", "GEO004=bad", "NOPE=info", "=info"])
-def test_a_senseless_severity_is_a_usage_error(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
-    assert main(monkeypatch, GOOD, "--severity", value) == 2
-
-
 @pytest.mark.parametrize("token", ["PAY003", "missing-file"])
 def test_a_rule_that_needs_more_depth_is_a_usage_error_when_chosen_itself(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], token: str
@@ -388,7 +376,11 @@ def test_rules_that_need_more_depth_are_listed_as_not_run() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", ["--strict --exit-zero", "--depth deep", "--format pdf", "--max-per-rule -1", "--color red"]
+    "options",
+    [
+        *("--strict --exit-zero", "--depth deep", "--format pdf", "--max-per-rule -1", "--color red"),
+        *(f"--severity {level}" for level in ("GEO004", "GEO004=bad", "NOPE=info", "=info")),
+    ],
 )
 def test_senseless_options_are_usage_errors(monkeypatch: pytest.MonkeyPatch, options: str) -> None:
     assert main(monkeypatch, GOOD, *options.split()) == 2
@@ -596,11 +588,8 @@ def test_colour_of_piped_output(options: list[str], env: dict[str, str], coloure
     assert ("\x1b[" in run(BAD, *options, env=env).stdout) == coloured
 
 
-def test_the_concise_format_has_colour_too() -> None:
+def test_the_concise_format_has_colour_too_and_json_never() -> None:
     assert "\x1b[" in run(BAD, "--format", "concise", "--color", "always").stdout
-
-
-def test_json_is_never_coloured() -> None:
     assert "\x1b" not in invoke(BAD, "--format", "json", "--color", "always").output
 
 
@@ -715,13 +704,10 @@ def test_a_closed_pipe_is_141_and_silent(arguments: list[str]) -> None:
 # ---------------------------------------------------------------- rules and explain
 
 
-def test_rules_as_json() -> None:
+def test_the_list_of_rules_in_every_format() -> None:
     rows = json.loads(invoke("rules", "--format", "json").output)
     assert [row["code"] for row in rows] == [rule.code for rule in load_rules()]
     assert all(row["summary"] and row["severity"] in ("error", "warning", "info") for row in rows)
-
-
-def test_rules_as_a_table_and_as_markdown() -> None:
     for format_ in ("table", "markdown"):
         output = invoke("rules", "--format", format_).output
         assert all(rule.code in output and rule.name in output for rule in load_rules())
@@ -801,14 +787,10 @@ def imported(*arguments: str) -> set[str]:
     return set(last[1:])
 
 
-@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["check", "--help"]], ids=" ".join)
-def test_version_and_help_import_nothing_heavy(arguments: list[str]) -> None:
-    assert imported(*arguments) == set()
-
-
 @pytest.mark.parametrize(
     ("arguments", "absent"),
     [
+        *((arguments, {*HEAVY}) for arguments in (["--version"], ["--help"], ["check", "--help"])),
         ([GOOD], {"torch", "networkx", "tabulate"}),
         ([BAD], {"torch", "tabulate"}),
         *swept(
@@ -817,7 +799,7 @@ def test_version_and_help_import_nothing_heavy(arguments: list[str]) -> None:
             (["rules"], {"torch", "networkx"}),
         ),
     ],
-    ids=["pass", "full", "json", "explain", "rules"],
+    ids=["version", "help", "help of check", "pass", "full", "json", "explain", "rules"],
 )
 def test_commands_import_no_more_than_they_need(arguments: list[str], absent: set[str]) -> None:
     assert imported(*arguments) & absent == set()

@@ -286,16 +286,11 @@ def test_an_axis_of_a_healthy_tensor_is_one_path(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "fqn", "missing"),
     [
-        ("gap_middle", UP, 1),
-        ("gap_tail", UP, 1),
-        ("no_chunks", UP, 2),
-        ("megatron_moe_ep_offset_lost/iter_0000010", EXPERTS, 1),
-        ("boundary_mismatch", UP, 0),
-        ("out_of_bounds", UP, None),
-        ("negative_offset", UP, None),
-        ("overlap_one_row", UP, None),
+        ("gap_middle", UP, 1), ("gap_tail", UP, 1), ("no_chunks", UP, 2),
+        ("megatron_moe_ep_offset_lost/iter_0000010", EXPERTS, 1), ("boundary_mismatch", UP, 0),
+        ("out_of_bounds", UP, None), ("negative_offset", UP, None), ("overlap_one_row", UP, None),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("format_", GRAPH_FORMATS)
 def test_graph_of_a_broken_tensor(name: str, fqn: str, missing: int | None, format_: str) -> None:
     done = invoke("graph", REAL / name, fqn, "--format", format_)
@@ -348,17 +343,14 @@ def test_several_axes_are_apart(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- completion
 
 
+def asked_of_bash(line: str) -> dict[str, str]:
+    return {"_CKPTLINT_COMPLETE": "bash_complete", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
+
+
 def complete(line: str) -> list[str]:
     """What bash would be offered for a line."""
-    done = run_python(
-        "import sys; sys.argv = ['ckptlint']; from ckptlint.commands.main import main; main()",
-        env={
-            **os.environ,
-            "_CKPTLINT_COMPLETE": "bash_complete",
-            "COMP_WORDS": line,
-            "COMP_CWORD": str(line.count(" ")),
-        },
-    )
+    program = "import sys; sys.argv = ['ckptlint']; from ckptlint.commands.main import main; main()"
+    done = run_python(program, env=os.environ | asked_of_bash(line))
     return [item.partition(",")[2] for item in done.stdout.splitlines()]
 
 
@@ -400,8 +392,7 @@ sys.argv = ["ckptlint"]
 from ckptlint.commands.main import main
 main()
 """
-    shell = {"_CKPTLINT_COMPLETE": "bash_complete", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
-    done = run_python(code, env=os.environ | shell)
+    done = run_python(code, env=os.environ | asked_of_bash(line))
     assert done.stdout and done.stderr == "imported\n"
 
 

@@ -89,10 +89,7 @@ def test_nodes_of_a_shared_disk() -> None:
 def test_each_node_has_only_what_it_wrote() -> None:
     code, found = planned(REAL / "fsdp2_4r", "--from-nodes", "2")
     assert (code, found["verdict"], found["world"]) == (1, "fails", 4)
-    assert [set(node["absent"]) for node in found["nodes"]] == [
-        {"__2_0.distcp", "__3_0.distcp"},
-        {"__1_0.distcp"},
-    ]
+    assert [set(node["absent"]) for node in found["nodes"]] == [{"__2_0.distcp", "__3_0.distcp"}, {"__1_0.distcp"}]
     weights = [key for key in found["astray"] if key.startswith("model.")]
     assert not weights  # each rank reads its own part of every weight; steps lie with one rank alone
     assert "optimizer.state.norm.weight.step" in found["astray"]

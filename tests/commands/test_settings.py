@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +41,19 @@ def invoke(*arguments: str | Path, **options: Any) -> Result:
     return CliRunner().invoke(cli.cli, [*map(str, arguments)], **options)
 
 
-def usage_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """What the entry point says on stderr when it ends in exit 2 and nothing was checked."""
-    monkeypatch.setattr(sys, "argv", ["ckptlint", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    said = capsys.readouterr()
-    assert ended.value.code == 2
-    assert said.out == ""
-    return said.err.removeprefix("ckptlint: ").rstrip("\n")
+@pytest.fixture
+def usage_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """What the entry point says on stderr of such arguments, when it ends in exit 2 and nothing was checked."""
+
+    def said(*arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["ckptlint", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        streams = capsys.readouterr()
+        assert (ended.value.code, streams.out) == (2, "")
+        return streams.err.removeprefix("ckptlint: ").rstrip("\n")
+
+    return said
 
 
 def in_force(*arguments: str, **options: Any) -> dict[str, Any]:
@@ -60,8 +65,7 @@ def in_force(*arguments: str, **options: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("name", "text"),
-    [("ckptlint.toml", "strict = true\n"), ("pyproject.toml", "[tool.ckptlint]\nstrict = true\n")],
+    ("name", "text"), [("ckptlint.toml", "strict = true\n"), ("pyproject.toml", "[tool.ckptlint]\nstrict = true\n")]
 )
 def test_the_nearest_file_upward_counts(here: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str) -> None:
     (here / name).write_text(text)
@@ -191,19 +195,15 @@ def test_odd_paths_end_in_a_sentence(here: Path, path: str) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_settings_file_that_is_a_loop_of_links_is_exit_2(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_settings_file_that_is_a_loop_of_links_is_exit_2(here: Path, usage_error: Callable[..., str]) -> None:
     (here / "ckptlint.toml").symlink_to("ckptlint.toml")
-    assert "ckptlint.toml cannot be read: " in usage_error(monkeypatch, capsys, GOOD)
+    assert "ckptlint.toml cannot be read: " in usage_error(GOOD)
 
 
-def test_a_named_file_inside_a_checked_path_is_refused(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_named_file_inside_a_checked_path_is_refused(here: Path, usage_error: Callable[..., str]) -> None:
     write_checkpoint({"tensors": {"w": {"shape": [4]}}}, here / "step-1")
     (here / "step-1" / "ckptlint.toml").write_text("")
-    said = usage_error(monkeypatch, capsys, "step-1", "--config", "step-1/ckptlint.toml")
+    said = usage_error("step-1", "--config", "step-1/ckptlint.toml")
     assert said == "step-1/ckptlint.toml lies inside a checked path: ckptlint never reads settings from a checkpoint"
 
 
@@ -238,16 +238,16 @@ def test_a_named_file_inside_a_checked_path_is_refused(
     ],
 )
 def test_what_may_not_stand_in_a_file_is_one_sentence(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str, sentence: str
+    here: Path, usage_error: Callable[..., str], text: str, sentence: str
 ) -> None:
     (here / "ckptlint.toml").write_text(text + "\n")
-    said = usage_error(monkeypatch, capsys, GOOD)
+    said = usage_error(GOOD)
     assert said.startswith("ckptlint.toml")
     assert sentence in said
     assert "\n" not in said
     (here / "ckptlint.toml").unlink()
     (here / "pyproject.toml").write_text(text if text == "x =" else f"[tool.ckptlint]\n{text}\n")
-    assert usage_error(monkeypatch, capsys, GOOD).startswith("pyproject.toml")
+    assert usage_error(GOOD).startswith("pyproject.toml")
 
 
 @pytest.mark.parametrize(
@@ -261,11 +261,11 @@ def test_what_may_not_stand_in_a_file_is_one_sentence(
     ],
 )
 def test_a_named_file_without_settings_is_refused(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str | None, sentence: str
+    here: Path, usage_error: Callable[..., str], text: str | None, sentence: str
 ) -> None:
     if text is not None:
         (here / "pyproject.toml").write_bytes(text.encode("latin-1"))
-    assert sentence in usage_error(monkeypatch, capsys, GOOD, "--config", "pyproject.toml")
+    assert sentence in usage_error(GOOD, "--config", "pyproject.toml")
 
 
 @pytest.mark.parametrize(
@@ -294,10 +294,10 @@ def test_a_named_file_without_settings_is_refused(
     ],
 )
 def test_what_a_file_may_not_say_about_rules_is_exit_2(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str, sentence: str
+    here: Path, usage_error: Callable[..., str], text: str, sentence: str
 ) -> None:
     (here / "ckptlint.toml").write_text(text + "\n")
-    assert sentence in usage_error(monkeypatch, capsys, UNSAFE)
+    assert sentence in usage_error(UNSAFE)
 
 
 def test_the_example_of_the_documentation_is_accepted(here: Path) -> None:
@@ -394,13 +394,10 @@ def test_paths_of_a_file_are_relative_to_it(here: Path, monkeypatch: pytest.Monk
     assert (here / "out").exists()
 
 
-def test_every_long_option_is_a_setting() -> None:
+def test_every_long_option_is_a_setting_and_in_the_table() -> None:
     names = {option.name for option in CHECK_OPTIONS}
     assert {"select", "depth", "fail-on", "baseline", "no-ignores", "ascii", "format", "quiet", "verbose"} <= names
     assert names <= set(in_force()["settings"])
-
-
-def test_every_option_of_check_is_in_the_table() -> None:
     taken = {name.removeprefix("--") for option in cli.command("check").params for name in option.opts if "--" in name}
     assert taken == {option.name for option in CHECK_OPTIONS}
     assert {option.name: option.choices for option in CHECK_OPTIONS}["depth"] == tuple(Depth)
@@ -408,14 +405,14 @@ def test_every_option_of_check_is_in_the_table() -> None:
 
 @pytest.mark.parametrize("option", [option for option in CHECK_OPTIONS if option.choices or option.minimum is not None])
 def test_a_file_is_refused_in_the_words_of_the_command_line(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: CheckOption
+    here: Path, usage_error: Callable[..., str], option: CheckOption
 ) -> None:
     value: Any = "'no'" if option.choices else option.minimum - 1 if option.minimum is not None else None
     (here / "ckptlint.toml").write_text(f"{option.name} = {value}\n")
-    in_file = usage_error(monkeypatch, capsys, GOOD).removeprefix(f"ckptlint.toml: {option.name}: ")
+    in_file = usage_error(GOOD).removeprefix(f"ckptlint.toml: {option.name}: ")
     (here / "ckptlint.toml").unlink()
     if not option.counts:  # -q has no value
-        said = usage_error(monkeypatch, capsys, GOOD, f"--{option.name}", str(value).strip("'"))
+        said = usage_error(GOOD, f"--{option.name}", str(value).strip("'"))
         assert said.endswith(f": {in_file}")
     assert in_file.endswith(".")
 
@@ -445,12 +442,10 @@ def test_config_as_text(here: Path) -> None:
     assert lines[-1] == ["file:", "ckptlint.toml"]
 
 
-def test_config_refuses_what_check_refuses(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert "No such option" in usage_error(monkeypatch, capsys, "config", "--no-such-option")
+def test_config_refuses_what_check_refuses(here: Path, usage_error: Callable[..., str]) -> None:
+    assert "No such option" in usage_error("config", "--no-such-option")
     (here / "ckptlint.toml").write_text("mistake = 1\n")
-    assert "there is no setting" in usage_error(monkeypatch, capsys, "config")
+    assert "there is no setting" in usage_error("config")
 
 
 # ---------------------------------------------------------------- ignores
@@ -519,9 +514,7 @@ def test_an_unused_ignore_is_a_warning(here: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [["--ignore", "GEO005"], ["--select", "PAY"], ["--no-ignores"], [BAD], ["nowhere"]],
-    ids=" ".join,
+    "options", [["--ignore", "GEO005"], ["--select", "PAY"], ["--no-ignores"], [BAD], ["nowhere"]], ids=" ".join
 )
 def test_an_ignore_that_could_not_be_used_is_not_unused(here: Path, options: list[str]) -> None:
     """A rule was left out; or another checkpoint has the finding, or could not be found."""
@@ -628,10 +621,10 @@ def test_safety_is_never_baselined(here: Path, name: str) -> None:
     ids=lambda value: str(value)[:30],
 )
 def test_a_broken_or_foreign_baseline_is_exit_2(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str | None, sentence: str
+    here: Path, usage_error: Callable[..., str], text: str | None, sentence: str
 ) -> None:
     if text is not None:
         (here / "old.json").write_bytes(text.encode("latin-1"))
-    said = usage_error(monkeypatch, capsys, BAD, "--baseline", "old.json")
+    said = usage_error(BAD, "--baseline", "old.json")
     assert said.startswith("the baseline old.json ")
     assert sentence in said

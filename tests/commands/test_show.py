@@ -30,16 +30,10 @@ def shown(*arguments: object) -> list[str]:
 @pytest.mark.parametrize(
     "name",
     [
-        "megatron_0.19_tp2/iter_0000010",
-        "megatron_moe_ep2_dp2/iter_0000010",
-        "fsdp2_4r",
-        "deepspeed/z2_bf16_4r",
-        "exports/ok_qwen3_next",
-        "exports/ok_longcat_flash",
-        "adapters/lora_experts",
-        "lookalikes/galore",
+        "megatron_0.19_tp2/iter_0000010", "megatron_moe_ep2_dp2/iter_0000010", "fsdp2_4r", "deepspeed/z2_bf16_4r",
+        "exports/ok_qwen3_next", "exports/ok_longcat_flash", "adapters/lora_experts", "lookalikes/galore",
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("options", [[], ["--tree"], ["*"]])
 def test_what_is_shown_fits_80_columns(name: str, options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
@@ -146,16 +140,10 @@ def test_one_row_for_ranks_that_hold_the_same() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "megatron_tp2_pp2/iter_0000010",
-        "megatron_moe_ep2_dp2/iter_0000010",
-        "fsdp2_4r",
-        "exports/ok_mixtral",
-        "empty_state",
-        "deepspeed/pipe_pp2_dp2_z1",
-        "rank_files/verl_fsdp2_4r",
-        "per_rank_metadata_missing_rank",
+        "megatron_tp2_pp2/iter_0000010", "megatron_moe_ep2_dp2/iter_0000010", "fsdp2_4r", "exports/ok_mixtral",
+        "empty_state", "deepspeed/pipe_pp2_dp2_z1", "rank_files/verl_fsdp2_4r", "per_rank_metadata_missing_rank",
     ],
-)
+)  # fmt: skip
 def test_rows_fit_80_columns(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     done = invoke("show", REAL / name, "--ranks")
@@ -215,16 +203,11 @@ def test_what_does_not_go_together_is_one_sentence(options: list[str]) -> None:
 @pytest.mark.parametrize(
     ("slices", "region", "ranks"),
     [
-        ("[4:12]", "[4:12, 0:8]", "12"),
-        ("[-4:, 2:]", "[12:16, 2:8]", "3"),
-        ("[7]", "[7:8, 0:8]", "1"),
-        ("[-1]", "[15:16, 0:8]", "3"),
-        ("[:, -2:]", "[0:16, 6:8]", "0123"),
-        ("[..., 0:3]", "[0:16, 0:3]", "0123"),
-        ("[5, ...]", "[5:6, 0:8]", "1"),
-        ("[...]", "[0:16, 0:8]", "0123"),
+        ("[4:12]", "[4:12, 0:8]", "12"), ("[-4:, 2:]", "[12:16, 2:8]", "3"), ("[7]", "[7:8, 0:8]", "1"),
+        ("[-1]", "[15:16, 0:8]", "3"), ("[:, -2:]", "[0:16, 6:8]", "0123"), ("[..., 0:3]", "[0:16, 0:3]", "0123"),
+        ("[5, ...]", "[5:6, 0:8]", "1"), ("[...]", "[0:16, 0:8]", "0123"),
     ],
-)
+)  # fmt: skip
 def test_slices_as_python_writes_them(slices: str, region: str, ranks: str) -> None:
     lines = shown(REAL / "edit_base", UP + slices)
     assert any(line.startswith(f"{UP} {region}  float32") for line in lines)

@@ -364,14 +364,9 @@ def watching(*arguments: str | Path) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "ckptlint", "watch", *map(str, arguments)]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("CKPTLINT_")}
     process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=REPOSITORY,
-        env=environment,
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY, env=environment,
         preexec_fn=takes_ctrl_c,
-    )
+    )  # fmt: skip
     try:
         yield process
     finally:

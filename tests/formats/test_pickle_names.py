@@ -210,17 +210,10 @@ TRUSTED_BEFORE = [
     ("collections", "_sys.path"),
 ]
 FUNCTIONS = [
-    "megatron.core.transformer.spec_utils.import_module",
-    "yaml.unsafe_load",
-    "sympy.core.sympify.sympify",
-    "sympy.parsing.sympy_parser.parse_expr",
-    "torch._C.PyTorchFileWriter",
-    "uuid._get_command_stdout",
-    "enum.reduce",
-    "numpy.dtypes.__loader__",
-    "torch._utils._rebuild_anything",
-    "webdataset.gopen.gopen",
-]
+    "megatron.core.transformer.spec_utils.import_module", "yaml.unsafe_load", "sympy.core.sympify.sympify",
+    "sympy.parsing.sympy_parser.parse_expr", "torch._C.PyTorchFileWriter", "uuid._get_command_stdout", "enum.reduce",
+    "numpy.dtypes.__loader__", "torch._utils._rebuild_anything", "webdataset.gopen.gopen",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("module", "name"), TRUSTED_BEFORE)
@@ -258,16 +251,7 @@ ARGUMENT = text("a b")
         ),
         called("copyreg._reconstructor", named("own.code", "Kind"), named("own.code", "Base"), ARGUMENT),
     ],
-    ids=[
-        "REDUCE",
-        "REDUCE of a class",
-        "INST",
-        "OBJ",
-        "OBJ with arguments",
-        "NEWOBJ of a C class",
-        "type",
-        "base",
-    ],
+    ids=["REDUCE", "REDUCE of a class", "INST", "OBJ", "OBJ with arguments", "NEWOBJ of a C class", "type", "base"],
 )
 def test_every_way_to_call_is_a_call(tmp_path: Path, opcodes: bytes) -> None:
     report = with_common(tmp_path / "a", opcodes)

@@ -18,19 +18,12 @@ from ckptlint.storage.locate import folder_at
 def states() -> dict[str, Any]:
     whole = torch.arange(60, dtype=torch.float32).reshape(6, 10)
     return {
-        "whole": whole,
-        "turned": whole.t(),
-        "rows": whole[2:4],
-        "columns": whole[:, 3:5],
-        "tied": whole,
-        "scalar": torch.tensor(7),
-        "empty": torch.zeros(0, 4, dtype=torch.bfloat16),
-        "unsigned": torch.zeros(4, dtype=torch.uint16),
-        "fp8": torch.zeros(4).to(torch.float8_e4m3fn),
-        "parameter": torch.nn.Parameter(torch.ones(2, 2)),
-        "inner": [{"half": torch.ones(3).half()}],
+        "whole": whole, "turned": whole.t(), "rows": whole[2:4], "columns": whole[:, 3:5], "tied": whole,
+        "scalar": torch.tensor(7), "empty": torch.zeros(0, 4, dtype=torch.bfloat16),
+        "unsigned": torch.zeros(4, dtype=torch.uint16), "fp8": torch.zeros(4).to(torch.float8_e4m3fn),
+        "parameter": torch.nn.Parameter(torch.ones(2, 2)), "inner": [{"half": torch.ones(3).half()}],
         "expanded": torch.ones(1).expand(5),
-    }
+    }  # fmt: skip
 
 
 def tensors(root: Any) -> dict[str, StoredTensor]:

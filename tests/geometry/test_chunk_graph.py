@@ -10,15 +10,7 @@ import numpy as np
 import pytest
 from one_tensor import opened, the_tensor
 
-from ckptlint.geometry.chunk_graph import (
-    AxisSlots,
-    axis_graph,
-    axis_name,
-    axis_slots,
-    coordinates,
-    mesh_note,
-    rank_of,
-)
+from ckptlint.geometry.chunk_graph import AxisSlots, axis_graph, axis_name, axis_slots, coordinates, mesh_note, rank_of
 from ckptlint.model import AxisSize
 from ckptlint.model.layout import Box, ChunkLayout
 

@@ -52,23 +52,11 @@ def test_what_is_lost_of_a_tensor(name: str, expected: list[str]) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "fsdp2_4r",
-        "zstd",
-        "safetensors_mode",
-        "threads_per_rank",
-        "hf_sharded",
-        "flat_1d",
-        "plain_dtypes",
-        "ep2_epshard2",
-        "megatron_tp2_pp2/iter_0000010",
-        "megatron_0.10/iter_0000010",
-        "megatron_legacy/tp2_pp2",
-        "exports/ok_llama_sharded",
-        "rank_files/verl_hsdp_4r",
-        "deepspeed/z3_bf16_4r",
-        "deepspeed/pipe_pp2_dp2_z1",
+        "fsdp2_4r", "zstd", "safetensors_mode", "threads_per_rank", "hf_sharded", "flat_1d", "plain_dtypes",
+        "ep2_epshard2", "megatron_tp2_pp2/iter_0000010", "megatron_0.10/iter_0000010", "megatron_legacy/tp2_pp2",
+        "exports/ok_llama_sharded", "rank_files/verl_hsdp_4r", "deepspeed/z3_bf16_4r", "deepspeed/pipe_pp2_dp2_z1",
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("depth", [Depth.FILES, Depth.DATA])
 def test_nothing_is_lost_of_what_is_healthy(name: str, depth: Depth) -> None:
     for side in open_side(str(REAL / name), files=True, partial=True):

@@ -22,13 +22,10 @@ GOOD, BAD, WARNING = REAL / "fsdp2_4r", REAL / "fsdp2_4r_hole", REAL / "boundary
 UNSAFE = REAL / "metadata_malicious"
 
 
-def test_importing_it_imports_nothing_heavy() -> None:
+def test_importing_it_imports_nothing_heavy_and_checking_no_torch() -> None:
     heavy = ("numpy", "torch", "networkx", "click", "importlib.metadata")
     program = f"import sys, ckptlint; print([name for name in {heavy!r} if name in sys.modules])"
     assert run_python(program).stdout == "[]\n"
-
-
-def test_checking_imports_no_torch() -> None:
     program = "import sys, ckptlint; ckptlint.check(sys.argv[1]); print('torch' in sys.modules)"
     assert run_python(program, GOOD).stdout == "False\n"
 
@@ -83,17 +80,11 @@ def test_arguments_do_what_the_options_do(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"select": ["NOPE"]},
-        {"ignore": ["SAF001"]},
-        {"severity": {"GEO004": "bad"}},
-        {"depth": "deep"},
-        {"sample": 5.0},
-        {"expect": "/nowhere"},
-        {"baseline": "/nowhere"},
-        {"config": "/nowhere"},
+        {"select": ["NOPE"]}, {"ignore": ["SAF001"]}, {"severity": {"GEO004": "bad"}}, {"depth": "deep"},
+        {"sample": 5.0}, {"expect": "/nowhere"}, {"baseline": "/nowhere"}, {"config": "/nowhere"},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_wrong_arguments_raise(arguments: dict[str, object]) -> None:
     with pytest.raises(ckptlint.ConfigError):
         ckptlint.check(BAD, **arguments)  # type: ignore[arg-type]

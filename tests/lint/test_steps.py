@@ -96,13 +96,8 @@ def test_a_report_of_one_step_has_no_table(run: Path) -> None:
 
 def test_the_newest_step_that_passes_is_told_for_each_run() -> None:
     verdicts = {
-        "a/9": "fails",
-        "a/8": "passes",
-        "a/7": "passes",
-        "a/6": "lacks parts",
-        "b/2": "passes",
-        "c/1": "unfinished",
-    }
+        "a/9": "fails", "a/8": "passes", "a/7": "passes", "a/6": "lacks parts", "b/2": "passes", "c/1": "unfinished",
+    }  # fmt: skip
     steps = [JudgedStep(int(path[2:]), path[2:], path, verdict) for path, verdict in verdicts.items()]
     newest = newest_passing(steps)
     assert {run: step and step.path for run, step in newest.items()} == {"a": "a/8", "b": "b/2", "c": None}

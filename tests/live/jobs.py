@@ -6,6 +6,7 @@ import math
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -17,10 +18,12 @@ from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from support import REPOSITORY
 
 from ckptlint.lint.registry import load_rules
 
@@ -69,17 +72,31 @@ def run_ranks(
     return [results[rank] for rank in range(world)]
 
 
+def run_alike(function: Callable[[int], Any], world: int = 4) -> Any:
+    """What `function(rank)` returned on each rank of a gloo job, which is the same on all of them."""
+    first, *others = run_ranks(function, world)
+    assert all(other == first for other in others)
+    return first
+
+
+def fixtures_of(name: str) -> ModuleType:
+    """A module of `fixtures/make`, in a rank: what saves go through is left as torch has it."""
+    import torch.distributed.checkpoint as dcp
+
+    sys.path.insert(0, str(REPOSITORY / "fixtures" / "make"))
+    storage_meta = dcp.FileSystemWriter.storage_meta
+    module = import_module(name)
+    dcp.FileSystemWriter.storage_meta = storage_meta  # the fixtures' knows only their own folders
+    return module
+
+
 @cache
 def _import_what_ranks_need() -> None:
     """Import here, once, what every rank of every job would import: torch's compiler takes most of a second."""
     for name in (
-        "torch._dynamo",
-        "torch.distributed.checkpoint.state_dict",
-        "torch.distributed.fsdp",
-        "torch.distributed.tensor",
-        "ckptlint.live.api",
-        "ckptlint.live.sealing",
-    ):
+        "torch._dynamo", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp",
+        "torch.distributed.tensor", "ckptlint.live.api", "ckptlint.live.sealing",
+    ):  # fmt: skip
         import_module(name)
     load_rules()
 

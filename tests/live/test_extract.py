@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint._extension
 import torch.distributed.checkpoint.planner_helpers
-from jobs import run_ranks
+from jobs import fixtures_of, run_ranks
 from support import REPOSITORY, swept
 from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import (
@@ -318,18 +318,10 @@ class Proxy:
 
 def test_state_dicts_are_flattened_as_torch_flattens_them() -> None:
     state = {
-        "model": OrderedDict(w=torch.ones(2), nested={"b": torch.ones(3), 4: 5}),
-        "list": [torch.ones(1), 2, {"x": 3}],
-        "deep": [[1, 2], [[torch.ones(1)]]],
-        "numbers": [1, 2],
-        "empty": [],
-        "nothing": {},
-        "tuple": (torch.ones(1), torch.ones(1)),
-        "none": None,
-        7: "seven",
-        "app": App(),
-        "inner": {"app": App()},
-    }
+        "model": OrderedDict(w=torch.ones(2), nested={"b": torch.ones(3), 4: 5}), "list": [torch.ones(1), 2, {"x": 3}],
+        "deep": [[1, 2], [[torch.ones(1)]]], "numbers": [1, 2], "empty": [], "nothing": {},
+        "tuple": (torch.ones(1), torch.ones(1)), "none": None, 7: "seven", "app": App(), "inner": {"app": App()},
+    }  # fmt: skip
     items = extract(state)
     assert held(items) == planned(local_plan({**state, "app": App()}))
     assert {item.fqn: item.data for item in items if item.kind == "object"}["tuple"] is state["tuple"]
@@ -415,14 +407,9 @@ class McoreObject:
 
 def mcore(**changes: Any) -> McoreTensor:
     values = {
-        "key": "w",
-        "data": torch.ones(4, 3),
-        "dtype": torch.float32,
-        "local_shape": (4, 3),
-        "global_shape": (8, 3),
-        "global_offset": (4, 0),
-        "axis_fragmentations": (2, 1),
-    }
+        "key": "w", "data": torch.ones(4, 3), "dtype": torch.float32, "local_shape": (4, 3), "global_shape": (8, 3),
+        "global_offset": (4, 0), "axis_fragmentations": (2, 1),
+    }  # fmt: skip
     return McoreTensor(**{**values, **changes})
 
 
@@ -611,11 +598,7 @@ def test_a_training_state_of_megatron_core(mapping: Any, tmp_path: Path) -> None
         pytest.importorskip(package, reason=f"megatron-core needs {package}")
 
     def job(rank: int) -> Any:
-        sys.path.insert(0, str(REPOSITORY / "fixtures" / "make"))
-        storage_meta = dcp.FileSystemWriter.storage_meta
-        import megatron_core
-
-        dcp.FileSystemWriter.storage_meta = storage_meta  # the fixtures' knows only their own folders
+        megatron_core = fixtures_of("megatron_core")
         from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
 
         found: dict[str, Any] = {}

@@ -10,17 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from jobs import run_ranks
+from jobs import run_alike
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from ckptlint import live
 from ckptlint.live.compare.group import new_torch_group
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
 
 
 @pytest.fixture
@@ -77,8 +74,6 @@ def test_the_whole_protocol_with_four_ranks_on_one_device() -> None:
             live.check(state, tag=2)
         return clean, str(error.value)
 
-    results = run_ranks(job)
-    assert all(result == results[0] for result in results)
-    clean, text = results[0]
+    clean, text = run_alike(job)
     assert clean == []
     assert "copies of plain differ between ranks" in text

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from jobs import run_ranks
-from support import REPOSITORY
+from jobs import fixtures_of, run_alike, run_ranks
 from torch import nn
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.device_mesh import init_device_mesh
@@ -41,6 +39,12 @@ def outcome(save: Callable[[], Any]) -> str:
     return SAVED
 
 
+def needs_megatron_core() -> None:
+    pytest.importorskip("megatron.core.dist_checkpointing", reason="megatron-core is not installed")
+    for package in ("einops", "psutil"):
+        pytest.importorskip(package, reason=f"megatron-core needs {package}")
+
+
 def files(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.rglob("*") if path.is_file())
 
@@ -48,6 +52,11 @@ def files(folder: Path) -> list[str]:
 def sharded(rank: int, rows: int = 2) -> DTensor:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     return DTensor.from_local(torch.ones(rows, 3), mesh, [Shard(0)], run_check=False)
+
+
+OF_ONE_STEP: dict[str, Any] = {"max_steps": 1, "accelerator": "cpu", "devices": 2, "use_distributed_sampler": False}
+OF_ONE_STEP |= dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+"""What the trainers of Lightning are told here: one step of two ranks, and nothing beside it."""
 
 
 # ---------------------------------------------------------------- torch
@@ -93,8 +102,7 @@ def test_every_save_of_torch_is_checked_until_undone(tmp_path: Path) -> None:
         found["undone"] = (dcp.save, dcp.async_save) == (save, async_save)
         return found
 
-    first, *others = run_ranks(job)
-    assert all(other == first for other in others)
+    first = run_alike(job)
     assert first["healthy"] == first["again"] == first["fine"] == first["off"] == SAVED
     assert first["asked"] == 2 and first["undone"]
     for name in ("drifted", "async", "writer"):
@@ -128,12 +136,7 @@ def test_a_state_dict_that_raises_on_one_rank_stops_the_save_on_all_at_once(tmp_
     assert ranks[0][0].endswith("Nothing was written.\n")
     for text, *_ in ranks[1:]:
         assert text.startswith("ckptlint live: LIV210 rank 1 could not read its own state: RuntimeError: the optimizer")
-    assert [cause for _, cause, _, _ in ranks] == [
-        "None",
-        "RuntimeError('the optimizer is on fire')",
-        "None",
-        "None",
-    ]
+    assert [cause for _, cause, _, _ in ranks] == ["None", "RuntimeError('the optimizer is on fire')", "None", "None"]
     assert max(seconds for _, _, seconds, _ in ranks) < 20, "nobody waits for the time limit of 60 s"
     assert files(tmp_path / "step") == []
     assert [healthy for *_, healthy in ranks] == [SAVED] * 4 and ".metadata" in files(tmp_path / "next")
@@ -158,17 +161,11 @@ def test_running_statistics_of_each_ranks_own_data_are_healthy(tmp_path: Path) -
 
 
 def test_every_save_of_megatron_core_is_checked_until_undone(tmp_path: Path) -> None:
-    pytest.importorskip("megatron.core.dist_checkpointing", reason="megatron-core is not installed")
-    for package in ("einops", "psutil"):
-        pytest.importorskip(package, reason=f"megatron-core needs {package}")
+    needs_megatron_core()
 
     def job(rank: int) -> dict[str, Any]:
         live.install()
-        sys.path.insert(0, str(REPOSITORY / "fixtures" / "make"))
-        storage_meta = dcp.FileSystemWriter.storage_meta
-        import megatron_core
-
-        dcp.FileSystemWriter.storage_meta = storage_meta  # the fixtures' knows only their own folders
+        megatron_core = fixtures_of("megatron_core")
         checkpointing = megatron_core.dist_checkpointing
         save, undo = checkpointing.save, live.patch_mcore()
         run = megatron_core.Run(tp=2, layers=2, sharding="fully_reshardable")
@@ -193,26 +190,19 @@ def test_every_save_of_megatron_core_is_checked_until_undone(tmp_path: Path) -> 
         found["undone"] = checkpointing.save is save
         return found
 
-    first, *others = run_ranks(job)
-    assert all(other == first for other in others)
+    first = run_alike(job)
     assert first["healthy"] == SAVED and first["undone"]
     assert "LIV205" in first["drifted"] and "decoder.final_layernorm.weight" in first["drifted"]
     assert files(tmp_path / "drifted") == [] and ".metadata" in files(tmp_path / "healthy")
 
 
 def test_megatron_fsdp_saves_through_torch(tmp_path: Path) -> None:
-    pytest.importorskip("megatron.core.dist_checkpointing", reason="megatron-core is not installed")
-    for package in ("einops", "psutil"):
-        pytest.importorskip(package, reason=f"megatron-core needs {package}")
+    needs_megatron_core()
 
     def job(rank: int) -> dict[str, Any]:
         live.install()
         live.patch_dcp()
-        sys.path.insert(0, str(REPOSITORY / "fixtures" / "make"))
-        storage_meta = dcp.FileSystemWriter.storage_meta
-        import fsdp_dtensor
-
-        dcp.FileSystemWriter.storage_meta = storage_meta  # the fixtures' knows only their own folders
+        fsdp_dtensor = fixtures_of("fsdp_dtensor")
         found = {"healthy": outcome(lambda: fsdp_dtensor.megatron_fsdp(rank, tmp_path / "healthy"))}
         preprocess = fsdp_dtensor.uneven_dtensor.preprocess_state_dict_for_uneven_dtensor
 
@@ -226,8 +216,7 @@ def test_megatron_fsdp_saves_through_torch(tmp_path: Path) -> None:
 
     for folder in ("healthy", "detached"):
         (tmp_path / folder).mkdir()
-    first, *others = run_ranks(job)
-    assert all(other == first for other in others)
+    first = run_alike(job)
     assert first["healthy"] == SAVED and ".metadata" in files(tmp_path / "healthy")
     assert "LIV101" in first["detached"] and files(tmp_path / "detached") == []
 
@@ -313,8 +302,7 @@ def test_accelerate_saves_fsdp2_through_torch(tmp_path: Path) -> None:
         found["broken"] = outcome(lambda: accelerator.save_state(str(tmp_path / "broken")))
         return found
 
-    first, second = run_ranks(job, world=2)
-    assert first == second
+    first = run_alike(job, world=2)
     assert first["healthy"] == SAVED and ".metadata" in files(tmp_path / "healthy")
     assert "LIV101" in first["broken"] and ".metadata" not in files(tmp_path / "broken")
 
@@ -347,17 +335,10 @@ def test_lightning_saves_copies_that_are_equal(tmp_path: Path) -> None:
         torch.manual_seed(0)
         module = Module()
         trainer = pl.Trainer(
-            accelerator="cpu",
-            devices=2,
             strategy="ddp",
             plugins=[LightningEnvironment()],
             callbacks=[Check()],
-            max_steps=1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            use_distributed_sampler=False,
+            **OF_ONE_STEP,
         )
         trainer.fit(module, torch.utils.data.DataLoader(torch.randn(4, 3), batch_size=4))
         found = {
@@ -406,16 +387,9 @@ def test_lightning_saves_model_parallel_states_through_torch(tmp_path: Path) -> 
 
         module = Module()
         trainer = pl.Trainer(
-            accelerator="cpu",
-            devices=2,
             strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
             plugins=[LightningEnvironment()],
-            max_steps=1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            use_distributed_sampler=False,
+            **OF_ONE_STEP,
         )
         trainer.fit(module, torch.utils.data.DataLoader(torch.randn(4, 3), batch_size=4))
         found = {"healthy": outcome(lambda: trainer.save_checkpoint(tmp_path / "healthy"))}
@@ -424,8 +398,7 @@ def test_lightning_saves_model_parallel_states_through_torch(tmp_path: Path) -> 
         found["broken"] = outcome(lambda: trainer.save_checkpoint(tmp_path / "broken"))
         return found
 
-    first, second = run_ranks(job, world=2)
-    assert first == second
+    first = run_alike(job, world=2)
     assert first["healthy"] == SAVED and ".metadata" in files(tmp_path / "healthy")
     assert "LIV101" in first["broken"] and ".metadata" not in files(tmp_path / "broken")
 
@@ -455,8 +428,7 @@ def test_torchtitan_saves_through_torch(tmp_path: Path) -> None:
         found["broken"] = outcome(lambda: manager.save(2))
         return found
 
-    first, second = run_ranks(job, world=2)
-    assert first == second
+    first = run_alike(job, world=2)
     assert first["healthy"] == SAVED and ".metadata" in files(tmp_path / "checkpoint" / "step-1")
     assert "LIV205" in first["broken"] and "train_state.w" in first["broken"]
     assert files(tmp_path / "checkpoint" / "step-2") == []

@@ -49,57 +49,17 @@ def overlap(rank: int) -> dict[str, Any]:
     return {"w": boxed((3 if rank == 1 else 4 * rank, 0), (4, 2), 16, 2)}
 
 
-def missing_chunk(rank: int) -> dict[str, Any]:
-    return {} if rank == 1 else {"w": sharded(torch.ones(4, 2), 16, 2)}
-
-
-def shape_of_rank_1(rank: int) -> dict[str, Any]:
-    return {"w": sharded(torch.ones(4, 2), 15 if rank == 1 else 16, 2)}
-
-
 def dtype_of_rank_2(rank: int) -> dict[str, Any]:
     return {"w": sharded(torch.ones(4, 2, dtype=torch.bfloat16 if rank == 2 else torch.float32), 16, 2)}
-
-
-def two_claim_one_chunk(rank: int) -> dict[str, Any]:
-    return {"w": boxed((8 * (rank % 2), 0), (8, 2), 16, 2)}
-
-
-def one_place_two_sizes(rank: int) -> dict[str, Any]:
-    return {"w": boxed((0, 0), (15 if rank == 3 else 16, 2), 16, 2)}
-
-
-def plain_value_differs(rank: int) -> dict[str, Any]:
-    return {"norm": torch.full((3,), float(rank))}
-
-
-def plain_shape_differs(rank: int) -> dict[str, Any]:
-    return {"norm": torch.ones(4 if rank == 2 else 3)}
-
-
-def object_differs(rank: int) -> dict[str, Any]:
-    return {"step": rank}
 
 
 def local_shape(rank: int) -> dict[str, Any]:
     return {"w": sharded(torch.ones(5 if rank == 1 else 4, 2), 16, 2)}
 
 
-def stale_placement(rank: int) -> dict[str, Any]:
-    return {"w": sharded(torch.ones(4, 2).t(), 8, 4)}
-
-
 def strided_shard(rank: int) -> dict[str, Any]:
     placements = (Shard(0), _StridedShard(0, split_factor=2))
     return {"w": sharded(torch.ones(4, 2), 16, 2, placements=placements, mesh=init_device_mesh("cpu", (2, 2)))}
-
-
-def partial_sum(rank: int) -> dict[str, Any]:
-    return {"w": sharded(torch.ones(16, 2), 16, 2, placements=(Partial(),))}
-
-
-def tensor_or_object(rank: int) -> dict[str, Any]:
-    return {"norm": 3 if rank == 2 else torch.ones(3)}
 
 
 def order_of_the_mesh(rank: int) -> dict[str, Any]:
@@ -157,44 +117,44 @@ FAULTS: Mapping[str, tuple[Callable[[int], dict[str, Any]], str, str]] = {
     # what torch does, and what SaveLint says; "" where it says nothing: contents are not its business
     "healthy": (healthy, ACCEPTED, ""),
     "overlap": (overlap, REFUSED, ""),
-    "missing chunk": (missing_chunk, REFUSED, ""),
+    "missing chunk": (lambda rank: {} if rank == 1 else {"w": sharded(torch.ones(4, 2), 16, 2)}, REFUSED, ""),
     "shape": (
-        shape_of_rank_1,
+        lambda rank: {"w": sharded(torch.ones(4, 2), 15 if rank == 1 else 16, 2)},
         ACCEPTED,
         "LIV201 the ranks disagree on the global shape of w; float32 [15, 2] on rank 1",
     ),
-    "dtype": (
-        dtype_of_rank_2,
-        ACCEPTED,
-        "LIV201 the ranks disagree on the dtype of w; bfloat16 [16, 2] on rank 2",
-    ),
-    "two claim one chunk": (two_claim_one_chunk, ACCEPTED, ""),
+    "dtype": (dtype_of_rank_2, ACCEPTED, "LIV201 the ranks disagree on the dtype of w; bfloat16 [16, 2] on rank 2"),
+    "two claim one chunk": (lambda rank: {"w": boxed((8 * (rank % 2), 0), (8, 2), 16, 2)}, ACCEPTED, ""),
     "one place, two sizes": (
-        one_place_two_sizes,
+        lambda rank: {"w": boxed((0, 0), (15 if rank == 3 else 16, 2), 16, 2)},
         ACCEPTED,
         "LIV202 rank 0 and rank 3 hold chunks of w that start at [0, 0] and differ in size",
     ),
-    "plain value": (plain_value_differs, ACCEPTED, ""),
+    "plain value": (lambda rank: {"norm": torch.full((3,), float(rank))}, ACCEPTED, ""),
     "plain shape": (
-        plain_shape_differs,
+        lambda rank: {"norm": torch.ones(4 if rank == 2 else 3)},
         ACCEPTED,
         "LIV201 the ranks disagree on the global shape of norm; float32 [4] on rank 2",
     ),
-    "object": (object_differs, ACCEPTED, ""),
+    "object": (lambda rank: {"step": rank}, ACCEPTED, ""),
     "local shape": (
         local_shape,
         ACCEPTED,
         "LIV101 the local tensor of w is [5, 2], but (Shard(dim=0)) of [16, 2] on a mesh of [4] gives [4, 2]",
     ),
-    "stale placement": (stale_placement, ACCEPTED, ""),
+    "stale placement": (lambda _: {"w": sharded(torch.ones(4, 2).t(), 8, 4)}, ACCEPTED, ""),
     "strided shard": (
         strided_shard,
         REFUSED,
         "LIV102 the shard of w is not one box: on dim 0 it holds 4 of 16 indices, in 2 separate runs",
     ),
-    "partial": (partial_sum, REFUSED, "LIV106 the values of w are partial sums"),
+    "partial": (
+        lambda _: {"w": sharded(torch.ones(16, 2), 16, 2, placements=(Partial(),))},
+        REFUSED,
+        "LIV106 the values of w are partial sums",
+    ),
     "tensor or object": (
-        tensor_or_object,
+        lambda rank: {"norm": 3 if rank == 2 else torch.ones(3)},
         REFUSED,
         "LIV201 the ranks disagree on the kind of norm; object [1] on rank 2",
     ),

@@ -209,17 +209,11 @@ def test_these_streams_are_built_like_those_of_torch() -> None:
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        ("bfloat16", "bfloat16"),
-        ("half", "float16"),
-        ("long", "int64"),
-        ("float8_e4m3fn", "float8_e4m3fn"),
-        ("float8_e8m0fnu", "float8_e8m0fnu"),
-        ("complex64", "complex64"),
-        ("quint4x2", "quint4x2"),
-        ("uint7", "uint7"),
+        ("bfloat16", "bfloat16"), ("half", "float16"), ("long", "int64"), ("float8_e4m3fn", "float8_e4m3fn"),
+        ("float8_e8m0fnu", "float8_e8m0fnu"), ("complex64", "complex64"), ("quint4x2", "quint4x2"), ("uint7", "uint7"),
         ("float4_e2m1fn_x2", "float4_e2m1fn_x2"),
     ],
-)
+)  # fmt: skip
 def test_dtypes_of_every_age_are_read(tmp_path: Path, name: str, dtype: str) -> None:
     assert_read(written(tmp_path, dumped(metadata(props=lambda: properties(dtype=name)))), dtype)
 

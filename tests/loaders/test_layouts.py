@@ -151,22 +151,18 @@ def nemo(run: Path) -> list[str]:
     return ["model--val_loss=0.10-step=19-consumed_samples=152.0/weights"]
 
 
-def megatron(run: Path) -> list[str]:
-    real("megatron_tp2_pp2/iter_0000010", run / "iter_0000010")
-    text(run / "latest_checkpointed_iteration.txt", "10")
-    return ["iter_0000010"]
+def megatron(run: Path, name: str = "megatron_tp2_pp2/iter_0000010", step: str = "iter_0000010") -> list[str]:
+    real(name, run / step)
+    text(run / "latest_checkpointed_iteration.txt", step.removeprefix("iter_00000"))
+    return [step]
 
 
 def release(run: Path) -> list[str]:
-    real("megatron_tp2_pp2/iter_0000010", run / "release")
-    text(run / "latest_checkpointed_iteration.txt", "release")
-    return ["release"]
+    return megatron(run, step="release")
 
 
 def fsdp_dtensor(run: Path) -> list[str]:
-    real("megatron_fsdp_dtensor_tp2_dp2/iter_0000010", run / "iter_0000010")
-    text(run / "latest_checkpointed_iteration.txt", "10")
-    return ["iter_0000010"]
+    return megatron(run, "megatron_fsdp_dtensor_tp2_dp2/iter_0000010")
 
 
 def fsdp1(run: Path) -> list[str]:

@@ -98,17 +98,12 @@ def checked(report: Report, root: Path) -> list[str]:
 @pytest.mark.parametrize(
     "names",
     [
-        ["iter_0000010", "iter_0000020"],
-        ["step-9", "step-10"],
-        ["step_9", "step_10"],
-        ["global_step9", "global_step_10"],
-        ["checkpoint-999", "checkpoint-1000"],
-        ["epoch_0_step_9", "epoch_0_step_10"],
-        ["ep0-ba9", "ep0-ba10"],
-        ["0000009", "0000010"],
+        ["iter_0000010", "iter_0000020"], ["step-9", "step-10"], ["step_9", "step_10"],
+        ["global_step9", "global_step_10"], ["checkpoint-999", "checkpoint-1000"],
+        ["epoch_0_step_9", "epoch_0_step_10"], ["ep0-ba9", "ep0-ba10"], ["0000009", "0000010"],
     ],
     ids=lambda names: names[1],
-)
+)  # fmt: skip
 def test_a_run_folder_means_its_step_with_the_highest_number(tmp_path: Path, names: list[str]) -> None:
     steps(tmp_path, **{names[0]: HOLE, names[1]: WHOLE})
     newest = ckptlint.check(tmp_path)

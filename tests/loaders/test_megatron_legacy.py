@@ -161,45 +161,100 @@ def test_rewriting_changes_nothing(copied: Copied) -> None:
     assert told(step) == []
 
 
-def test_a_lost_rank_file(copied: Copied) -> None:
-    step = copied("tp2_pp2")
-    (step / "mp_rank_01_001" / MODEL).unlink()
-    only(step, "RNK001", "mp_rank_01_001/model_optim_rng.pt is missing")
+Damage = Callable[[Path], Any]
 
 
-def test_a_lost_rank_folder(copied: Copied) -> None:
-    step = copied("tp2")
-    shutil.rmtree(step / "mp_rank_01")
-    only(step, "RNK001", "mp_rank_01/model_optim_rng.pt is missing")
+def gone(*names: str) -> Damage:
+    """Files, or folders, of a step that are lost."""
+
+    def lose(step: Path) -> None:
+        for path in (step / name for name in names):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    return lose
 
 
-def test_a_lost_stage(copied: Copied) -> None:
-    step = copied("tp2_pp2")
-    for rank in (0, 1):
-        shutil.rmtree(step / f"mp_rank_0{rank}_000")
-    only(step, "RNK001", "2 of 4 model files are missing", "pp 0")
+def edited(name: str, change: Callable[[Any], Any]) -> Damage:
+    return lambda step: edit(step / name, change)
 
 
-def test_arguments_that_differ(copied: Copied) -> None:
-    step = copied("tp2_pp2")
-    edit(step / "mp_rank_01_000" / MODEL, lambda state: setattr(state["args"], "num_layers", 4))
-    only(step, "RNK002", "num_layers 4 in mp_rank_01_000/model_optim_rng.pt")
+def cut(name: str, keep: int) -> Damage:
+    return lambda step: (step / name).write_bytes((step / name).read_bytes()[:keep])
 
 
-def test_a_rank_of_a_job_of_other_sizes(copied: Copied) -> None:
-    step = copied("tp2")
-
-    def other(state: Any) -> None:
-        state["args"].tensor_model_parallel_size = state["args"].world_size = 4
-
-    edit(step / "mp_rank_01" / MODEL, other)
-    only(step, "RNK002", "tensor_model_parallel_size 4", "mp_rank_01/model_optim_rng.pt")
+def shorten(state: Any) -> None:
+    """Let the buffer of a distributed optimizer lack its last elements, and say so."""
+    [buffer] = state[0].values()
+    for what in ("param", "exp_avg", "exp_avg_sq"):
+        buffer[what] = buffer[what][:-400].clone()
+    buffer["numel_unpadded"] -= 400
 
 
-def test_an_iteration_that_differs(copied: Copied) -> None:
-    step = copied("tp2_pp2")
-    edit(step / "mp_rank_00_001" / MODEL, lambda state: state.update(iteration=9))
-    only(step, "RNK003", "mp_rank_00_001/model_optim_rng.pt comes from step 9")
+class Marker:
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.system, ("echo ckptlint-marker",)
+
+
+OPTIMIZER = "distrib_optim.pt"
+OF_FOUR = {"tensor_model_parallel_size": 4, "world_size": 4}
+PROJECTION = "decoder.layers.1.self_attention.linear_proj.weight"
+BROKEN: dict[str, tuple[str, Damage, str, tuple[str, ...]]] = {
+    "a lost rank file": ("tp2_pp2", gone(f"mp_rank_01_001/{MODEL}"), "RNK001", (f"mp_rank_01_001/{MODEL} is missing",)),
+    "a lost rank folder": ("tp2", gone("mp_rank_01"), "RNK001", (f"mp_rank_01/{MODEL} is missing",)),
+    "a lost stage": (
+        "tp2_pp2", gone("mp_rank_00_000", "mp_rank_01_000"), "RNK001", ("2 of 4 model files are missing", "pp 0"),
+    ),
+    "arguments that differ": (
+        "tp2_pp2", edited(f"mp_rank_01_000/{MODEL}", lambda state: setattr(state["args"], "num_layers", 4)),
+        "RNK002", (f"num_layers 4 in mp_rank_01_000/{MODEL}",),
+    ),
+    "a rank of a job of other sizes": (
+        "tp2", edited(f"mp_rank_01/{MODEL}", lambda state: vars(state["args"]).update(OF_FOUR)),
+        "RNK002", ("tensor_model_parallel_size 4", f"mp_rank_01/{MODEL}"),
+    ),
+    "an iteration that differs": (
+        "tp2_pp2", edited(f"mp_rank_00_001/{MODEL}", lambda state: state.update(iteration=9)),
+        "RNK003", (f"mp_rank_00_001/{MODEL} comes from step 9",),
+    ),
+    "parts of different shape": (
+        "tp2", edited(f"mp_rank_01/{MODEL}", lambda state: state["model"].update(
+            {PROJECTION: state["model"][PROJECTION][:, :6].clone()})),
+        "RNK002", ("local shape", PROJECTION, "mp_rank_01"),
+    ),
+    "a lost distributed optimizer": (
+        "tp2_dp2_distributed", gone(f"mp_rank_01/{OPTIMIZER}"), "RNK001", (f"mp_rank_01/{OPTIMIZER} is missing",),
+    ),
+    "a rank without an optimizer": (
+        "tp2_pp2", edited(f"mp_rank_01_001/{MODEL}", lambda state: state.pop("optimizer")),
+        "RNK002", (f"the optimizer state is missing in mp_rank_01_001/{MODEL}",),
+    ),
+    "a short buffer": (
+        "tp2_dp2_distributed", edited(f"mp_rank_01/{OPTIMIZER}", shorten),
+        "RNK008", (f"in mp_rank_01/{OPTIMIZER} have 2,608 elements instead of",),
+    ),
+    "no rank has a model": (
+        "tp2_dp2_distributed", gone(f"mp_rank_00/{MODEL}", f"mp_rank_01/{MODEL}"),
+        "COM001", (f"no rank has a {MODEL}",),
+    ),
+} | {
+    f"a hostile pickle in {name}": (
+        "tp2_dp2_distributed", edited(name, lambda state: state.update(x=Marker())), "SAF001", (f"{name} asks to call",)
+    )
+    for name in (f"mp_rank_01/{MODEL}", f"mp_rank_01/{OPTIMIZER}")
+} | {
+    f"a file that is cut to {keep} bytes": (
+        "tp2_pp2", cut(f"mp_rank_01_000/{MODEL}", keep), "PAY013", (f"mp_rank_01_000/{MODEL}",)
+    )
+    for keep in (0, 2000)
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_a_fault_is_told_once_and_by_its_place(copied: Copied, fault: str) -> None:
+    name, damage, code, words = BROKEN[fault]
+    step = copied(name)
+    damage(step)
+    only(step, code, *words)
 
 
 def test_a_folder_of_another_step(copied: Copied) -> None:
@@ -224,13 +279,6 @@ def test_the_whole_where_a_part_should_be(copied: Copied) -> None:
     rows = told(step)
     assert rows
     assert all(key in row[2] for row in rows), rows
-
-
-def test_parts_of_different_shape(copied: Copied) -> None:
-    step = copied("tp2")
-    key = "decoder.layers.1.self_attention.linear_proj.weight"
-    edit(step / "mp_rank_01" / MODEL, lambda state: state["model"].update({key: state["model"][key][:, :6].clone()}))
-    only(step, "RNK002", "local shape", key, "mp_rank_01")
 
 
 def test_a_layer_that_a_stage_lacks(copied: Copied) -> None:
@@ -287,36 +335,11 @@ def test_a_vocabulary_padded_otherwise(copied: Copied) -> None:
     assert all("word_embeddings" in row[2] or "vocab" in row[2] or "output_layer" in row[2] for row in rows), rows
 
 
-def test_a_lost_distributed_optimizer(copied: Copied) -> None:
-    step = copied("tp2_dp2_distributed")
-    (step / "mp_rank_01" / "distrib_optim.pt").unlink()
-    only(step, "RNK001", "mp_rank_01/distrib_optim.pt is missing")
-
-
-def test_a_rank_without_an_optimizer(copied: Copied) -> None:
-    step = copied("tp2_pp2")
-    edit(step / "mp_rank_01_001" / MODEL, lambda state: state.pop("optimizer"))
-    only(step, "RNK002", "the optimizer state is missing in mp_rank_01_001/model_optim_rng.pt")
-
-
 def test_a_job_that_saves_no_optimizer_is_silent(copied: Copied) -> None:
     step = copied("tp2_pp2")
     for path in step.glob(f"*/{MODEL}"):
         edit(path, lambda state: state.pop("optimizer"))
     assert told(step) == []
-
-
-def test_a_short_buffer(copied: Copied) -> None:
-    step = copied("tp2_dp2_distributed")
-
-    def cut(state: Any) -> None:
-        [buffer] = state[0].values()
-        for what in ("param", "exp_avg", "exp_avg_sq"):
-            buffer[what] = buffer[what][:-400].clone()
-        buffer["numel_unpadded"] -= 400
-
-    edit(step / "mp_rank_01" / "distrib_optim.pt", cut)
-    only(step, "RNK008", "in mp_rank_01/distrib_optim.pt have 2,608 elements instead of")
 
 
 def test_a_buffer_that_is_shorter_than_it_says(copied: Copied) -> None:
@@ -347,26 +370,6 @@ def test_an_expert_that_is_lost(copied: Copied) -> None:
     edit(step / "mp_rank_00_001" / MODEL, lambda state: state["model"].pop(key))
     rows = told(step)
     assert "local_experts.3" in " ".join(row[2] for row in rows), rows
-
-
-class Marker:
-    def __reduce__(self) -> tuple[object, ...]:
-        return os.system, ("echo ckptlint-marker",)
-
-
-@pytest.mark.parametrize("file", ["mp_rank_01/model_optim_rng.pt", "mp_rank_01/distrib_optim.pt"])
-def test_a_hostile_pickle(copied: Copied, file: str) -> None:
-    step = copied("tp2_dp2_distributed")
-    edit(step / file, lambda state: state.update(x=Marker()))
-    only(step, "SAF001", f"{file} asks to call")
-
-
-@pytest.mark.parametrize("keep", [0, 2000])
-def test_a_file_that_is_cut(copied: Copied, keep: int) -> None:
-    step = copied("tp2_pp2")
-    path = step / "mp_rank_01_000" / MODEL
-    path.write_bytes(path.read_bytes()[:keep])
-    only(step, "PAY013", "mp_rank_01_000/model_optim_rng.pt")
 
 
 def test_hostile_sizes_are_bounded(copied: Copied) -> None:
@@ -402,13 +405,6 @@ def test_a_stage_that_is_being_written_is_not_finished(copied: Copied) -> None:
     path = step / "mp_rank_01_001" / MODEL
     path.write_bytes(path.read_bytes()[:-30])
     assert step_state(find(str(step))[0].folder) == "unfinished"
-
-
-def test_no_rank_has_a_model(copied: Copied) -> None:
-    step = copied("tp2_dp2_distributed")
-    for rank in range(2):
-        (step / f"mp_rank_0{rank}" / MODEL).unlink()
-    only(step, "COM001", "no rank has a model_optim_rng.pt")
 
 
 def test_parameters_of_unknown_names_are_not_judged(copied: Copied) -> None:

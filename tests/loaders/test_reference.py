@@ -87,22 +87,6 @@ def make_manifest(folder: Path) -> Path:
     return write_manifest(folder / "manifest.json", entries())
 
 
-def make_manifest_of_another_name(folder: Path) -> Path:
-    return write_manifest(folder / "expected", entries())
-
-
-def make_safetensors(folder: Path) -> Path:
-    return write_safetensors(folder / "model.safetensors", entries())
-
-
-def make_index(folder: Path) -> Path:
-    return write_index(folder / "model", halves())
-
-
-def make_index_alone(folder: Path) -> Path:
-    return write_index(folder / "model", halves(), at_hand=False)
-
-
 def make_index_with_pointers(folder: Path) -> Path:
     path = write_index(folder / "model", halves())
     for name in halves():
@@ -131,35 +115,27 @@ def make_model_folder_of_one_file(folder: Path) -> Path:
     return path
 
 
-def make_checkpoint(folder: Path) -> Path:
-    return step(folder / "reference")
-
-
 def make_run_folder(folder: Path) -> Path:
     step(folder / "run" / "step-100", drop="norm")
     step(folder / "run" / "step-200")
     return folder / "run"
 
 
-def make_metadata_file(folder: Path) -> Path:
-    return step(folder / "reference") / ".metadata"
-
-
-KINDS: list[tuple[Callable[[Path], Path], str, bool]] = [
-    (make_manifest, "manifest", True),
-    (make_manifest_of_another_name, "manifest", True),
-    (make_safetensors, "safetensors", True),
-    (make_index, "index", True),
-    (make_index_alone, "index", False),
-    (make_index_with_pointers, "index", False),
-    (make_linked_index, "index", True),
-    (make_model_folder, "Hugging Face folder", True),
-    (make_model_folder_of_one_file, "Hugging Face folder", True),
-    (make_checkpoint, "checkpoint", True),
-    (make_run_folder, "checkpoint", True),
-    (make_metadata_file, "checkpoint", True),
-]
-EVERY_KIND = [pytest.param(make, kind, shapes, id=make.__name__[5:]) for make, kind, shapes in KINDS]
+KINDS: dict[str, tuple[Callable[[Path], Path], str, bool]] = {
+    "manifest": (make_manifest, "manifest", True),
+    "manifest_of_another_name": (lambda folder: write_manifest(folder / "expected", entries()), "manifest", True),
+    "safetensors": (lambda folder: write_safetensors(folder / "model.safetensors", entries()), "safetensors", True),
+    "index": (lambda folder: write_index(folder / "model", halves()), "index", True),
+    "index_alone": (lambda folder: write_index(folder / "model", halves(), at_hand=False), "index", False),
+    "index_with_pointers": (make_index_with_pointers, "index", False),
+    "linked_index": (make_linked_index, "index", True),
+    "model_folder": (make_model_folder, "Hugging Face folder", True),
+    "model_folder_of_one_file": (make_model_folder_of_one_file, "Hugging Face folder", True),
+    "checkpoint": (lambda folder: step(folder / "reference"), "checkpoint", True),
+    "run_folder": (make_run_folder, "checkpoint", True),
+    "metadata_file": (lambda folder: step(folder / "reference") / ".metadata", "checkpoint", True),
+}
+EVERY_KIND = [pytest.param(*row, id=name) for name, row in KINDS.items()]
 
 
 @pytest.mark.parametrize(("make", "kind", "shapes"), EVERY_KIND)
@@ -239,8 +215,7 @@ def test_odd_names_survive_the_round_trip(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "code"),
-    [("metadata_malicious", "SAF001"), ("metadata_truncated", "SAF002"), ("huge_shape", "SAF003")],
+    ("name", "code"), [("metadata_malicious", "SAF001"), ("metadata_truncated", "SAF002"), ("huge_shape", "SAF003")]
 )
 def test_manifest_of_what_is_unsafe_or_unreadable_is_refused(name: str, code: str, tmp_path: Path) -> None:
     target = tmp_path / "m.json"
@@ -274,19 +249,14 @@ def test_manifest_of_parts_with_one_key_asks_for_one_of_them(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("path", "reference"),
     [
-        ("hsdp_2x2", "tp2_fsdp2_uneven"),
-        ("tp2_fsdp2_uneven", "hsdp_2x2"),
-        ("ep4", "ep2_epshard2"),
-        ("ep2_epshard2", "ep4"),
-        ("async_save", "per_rank_metadata"),
-        ("zstd", "safetensors_mode"),
-        ("noflatten", "dedup_lowest"),
-        ("megatron_0.19_tp2/iter_0000010", "megatron_0.15_tp2/iter_0000010"),
+        ("hsdp_2x2", "tp2_fsdp2_uneven"), ("tp2_fsdp2_uneven", "hsdp_2x2"), ("ep4", "ep2_epshard2"),
+        ("ep2_epshard2", "ep4"), ("async_save", "per_rank_metadata"), ("zstd", "safetensors_mode"),
+        ("noflatten", "dedup_lowest"), ("megatron_0.19_tp2/iter_0000010", "megatron_0.15_tp2/iter_0000010"),
         ("megatron_0.15_tp2/iter_0000010", "megatron_0.19_tp2/iter_0000010"),
         ("megatron_tp2_dp2_fully_reshardable/iter_0000010", "megatron_0.12_dp2/iter_0000010"),
         ("megatron_0.12_dp2/iter_0000010", "megatron_tp2_dp2_fully_reshardable/iter_0000010"),
     ],
-)
+)  # fmt: skip
 def test_resharding_and_another_writer_are_no_difference(path: str, reference: str) -> None:
     assert loud(REAL / path, REAL / reference) == set()
 
@@ -411,25 +381,20 @@ def test_pairing_is_linear_in_the_names() -> None:
 
 
 BROKEN_FILES: dict[str, bytes] = {
-    "empty.json": b"",
-    "pickle.json": b"\x80\x04not json",
-    "cut.json": b'{"schema": "ckptlint.manifest/1", "tensors": {',
-    "deep.json": b'{"tensors": ' + b"[" * 200_000,
+    "empty.json": b"", "pickle.json": b"\x80\x04not json",
+    "cut.json": b'{"schema": "ckptlint.manifest/1", "tensors": {', "deep.json": b'{"tensors": ' + b"[" * 200_000,
     "list.json": b"[1, 2]",
     "twice.json": b'{"schema": "ckptlint.manifest/1", "tensors": {"w": {"shape": [1]}, "w": {"shape": [2]}}}',
     "report.json": b'{"schema": "ckptlint.report/1", "checkpoints": []}',
-    "no-tensors.json": b'{"schema": "ckptlint.manifest/1", "tensors": {}}',
-    "list.index.json": b'{"weight_map": ["w"]}',
-    "number.index.json": b'{"weight_map": {"w": 1}}',
-    "empty.safetensors": b"",
-    "zip.safetensors": b"PK\x03\x04" + bytes(60),
-    "cut.safetensors": safetensors_header(entries())[:200],
+    "no-tensors.json": b'{"schema": "ckptlint.manifest/1", "tensors": {}}', "list.index.json": b'{"weight_map": ["w"]}',
+    "number.index.json": b'{"weight_map": {"w": 1}}', "empty.safetensors": b"",
+    "zip.safetensors": b"PK\x03\x04" + bytes(60), "cut.safetensors": safetensors_header(entries())[:200],
     "long.safetensors": (100_000_001).to_bytes(8, "little") + b'{"w": ' + bytes(100),
     "huge.safetensors": (2**63).to_bytes(8, "little") + b"{",
     "braces.safetensors": (6).to_bytes(8, "little") + b"{{{{{{",
     "pointer.safetensors": b"version https://git-lfs.github.com/spec/v1\n",
     "bare.safetensors": (2).to_bytes(8, "little") + b"{}",
-}
+}  # fmt: skip
 BROKEN_TENSORS: dict[str, Any] = {
     "tensors is a list": ["w"],
     "entry is no object": {"w": 1},
@@ -442,14 +407,9 @@ BROKEN_TENSORS: dict[str, Any] = {
     "long key": {"w" * 5000: {"dtype": "float32", "shape": [1]}},
 }
 BROKEN_CHECKPOINTS = (
-    "metadata_malicious",
-    "metadata_truncated",
-    "metadata_missing",
-    "per_rank_metadata_missing_rank",
-    "megatron_common_malicious",
-    "empty_state",
-    "no_such_folder",
-)
+    "metadata_malicious", "metadata_truncated", "metadata_missing", "per_rank_metadata_missing_rank",
+    "megatron_common_malicious", "empty_state", "no_such_folder",
+)  # fmt: skip
 BROKEN = [*BROKEN_FILES, *BROKEN_TENSORS, *BROKEN_CHECKPOINTS, "empty folder"]
 
 
@@ -563,15 +523,9 @@ def test_the_reference_is_not_judged_and_may_have_holes() -> None:
 
 
 LLAMA = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 8,
-    "intermediate_size": 12,
-    "num_attention_heads": 2,
-    "num_hidden_layers": 2,
-    "vocab_size": 32,
-    "tie_word_embeddings": True,
-}
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 8, "intermediate_size": 12,
+    "num_attention_heads": 2, "num_hidden_layers": 2, "vocab_size": 32, "tie_word_embeddings": True,
+}  # fmt: skip
 
 
 def test_a_configuration_alone_names_every_tensor_that_it_implies(tmp_path: Path) -> None:
@@ -588,13 +542,8 @@ def test_a_configuration_alone_names_every_tensor_that_it_implies(tmp_path: Path
 def test_a_type_without_a_table_is_built_where_transformers_is_installed(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="needs transformers (extra tables)")
     config = {
-        "model_type": "xlm",
-        "architectures": ["XLMModel"],
-        "emb_dim": 8,
-        "n_layers": 1,
-        "n_heads": 2,
-        "n_words": 32,
-    }
+        "model_type": "xlm", "architectures": ["XLMModel"], "emb_dim": 8, "n_layers": 1, "n_heads": 2, "n_words": 32,
+    }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
     tensors = read_reference(str(tmp_path)).tensors
     assert tensors["embeddings.weight"] == (None, (32, 8))

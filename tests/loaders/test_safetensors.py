@@ -106,13 +106,9 @@ def shapes(ckpt: Checkpoint) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 WANTED = {
-    "embed.weight": ("float32", (10, 4)),
-    "layers.0.w": ("float32", (8, 8)),
-    "layers.1.w": ("float32", (8, 8)),
-    "norm.weight": ("bfloat16", (8,)),
-    "tiny": ("float32", (2, 3)),
-    "count": ("int64", ()),
-}
+    "embed.weight": ("float32", (10, 4)), "layers.0.w": ("float32", (8, 8)), "layers.1.w": ("float32", (8, 8)),
+    "norm.weight": ("bfloat16", (8,)), "tiny": ("float32", (2, 3)), "count": ("int64", ()),
+}  # fmt: skip
 
 
 def loud(report: Report) -> list[tuple[str, str, str]]:
@@ -299,20 +295,16 @@ def test_an_absent_index_is_no_damage_when_all_files_are_there(copied: Callable[
 @pytest.mark.parametrize(
     ("damage", "wanted"),
     [
-        (lambda data: data[:-20], "PAY004"),
-        (lambda data: data[:100], "PAY013"),
-        (lambda data: data[:5], "PAY013"),
-        (lambda data: b"", "PAY013"),
-        (lambda data: data + bytes(64), "PAY013"),
-        (lambda data: b"PK\x03\x04" + data, "PAY013"),
-        (lambda data: data[:8] + b"[" + data[9:], "PAY013"),
+        (lambda data: data[:-20], "PAY004"), (lambda data: data[:100], "PAY013"), (lambda data: data[:5], "PAY013"),
+        (lambda data: b"", "PAY013"), (lambda data: data + bytes(64), "PAY013"),
+        (lambda data: b"PK\x03\x04" + data, "PAY013"), (lambda data: data[:8] + b"[" + data[9:], "PAY013"),
         (lambda data: data.replace(b'"shape":[8,8]', b'"shape":[8,7]', 1), "PAY007"),
         (lambda data: data.replace(b'"shape":[8,8]', b'"shape":[8,9]', 1), "PAY007"),
         (lambda data: data.replace(b'"dtype":"F32"', b'"dtype":"F64"', 1), "PAY007"),
         (lambda data: (2**40).to_bytes(8, "little") + data[8:], "PAY013"),
     ],
     ids=["cut payload", "cut header", "cut length", "empty", "longer", "zip", "list", "short", "long", "dtype", "huge"],
-)
+)  # fmt: skip
 def test_a_damaged_file_is_an_error(copied: Callable[[str], Path], damage: Any, wanted: str) -> None:
     path = copied("single") / "model.safetensors"
     path.write_bytes(damage(path.read_bytes()))
@@ -428,16 +420,12 @@ BF, F8, F32, I32, U8 = "bfloat16", "float8_e4m3fn", "float32", "int32", "uint8"
 
 def dense(hidden: int, ffn: int, heads: int, kv: int, head: int) -> dict[str, tuple[str, list[int]]]:
     return {
-        "input_layernorm.weight": (BF, [hidden]),
-        "post_attention_layernorm.weight": (BF, [hidden]),
-        "self_attn.q_proj.weight": (BF, [heads * head, hidden]),
-        "self_attn.k_proj.weight": (BF, [kv * head, hidden]),
-        "self_attn.v_proj.weight": (BF, [kv * head, hidden]),
-        "self_attn.o_proj.weight": (BF, [hidden, heads * head]),
-        "mlp.gate_proj.weight": (BF, [ffn, hidden]),
-        "mlp.up_proj.weight": (BF, [ffn, hidden]),
+        "input_layernorm.weight": (BF, [hidden]), "post_attention_layernorm.weight": (BF, [hidden]),
+        "self_attn.q_proj.weight": (BF, [heads * head, hidden]), "self_attn.k_proj.weight": (BF, [kv * head, hidden]),
+        "self_attn.v_proj.weight": (BF, [kv * head, hidden]), "self_attn.o_proj.weight": (BF, [hidden, heads * head]),
+        "mlp.gate_proj.weight": (BF, [ffn, hidden]), "mlp.up_proj.weight": (BF, [ffn, hidden]),
         "mlp.down_proj.weight": (BF, [hidden, ffn]),
-    }
+    }  # fmt: skip
 
 
 def quantised(entries: dict[str, tuple[str, list[int]]], how: str) -> dict[str, tuple[str, list[int]]]:
@@ -483,16 +471,12 @@ def quantised(entries: dict[str, tuple[str, list[int]]], how: str) -> dict[str, 
 def deepseek(layers: int) -> dict[str, tuple[str, list[int]]]:
     """DeepSeek-V3 with fewer layers and experts: latent attention, dense first layers, fp8 blocks, one MTP layer."""
     attention = {
-        "self_attn.q_a_proj.weight": (BF, [1536, 7168]),
-        "self_attn.q_a_layernorm.weight": (BF, [1536]),
-        "self_attn.q_b_proj.weight": (BF, [24576, 1536]),
-        "self_attn.kv_a_proj_with_mqa.weight": (BF, [576, 7168]),
-        "self_attn.kv_a_layernorm.weight": (BF, [512]),
-        "self_attn.kv_b_proj.weight": (BF, [32768, 512]),
-        "self_attn.o_proj.weight": (BF, [7168, 16384]),
-        "input_layernorm.weight": (BF, [7168]),
+        "self_attn.q_a_proj.weight": (BF, [1536, 7168]), "self_attn.q_a_layernorm.weight": (BF, [1536]),
+        "self_attn.q_b_proj.weight": (BF, [24576, 1536]), "self_attn.kv_a_proj_with_mqa.weight": (BF, [576, 7168]),
+        "self_attn.kv_a_layernorm.weight": (BF, [512]), "self_attn.kv_b_proj.weight": (BF, [32768, 512]),
+        "self_attn.o_proj.weight": (BF, [7168, 16384]), "input_layernorm.weight": (BF, [7168]),
         "post_attention_layernorm.weight": (BF, [7168]),
-    }
+    }  # fmt: skip
     mlp = {name: entry for name, entry in dense(7168, 18432, 1, 1, 1).items() if name.startswith("mlp")}
     shared = {
         name.replace("mlp.", "mlp.shared_experts."): entry
@@ -557,21 +541,14 @@ MIXTRAL |= {
     for w, shape in {"w1": [14336, 4096], "w2": [4096, 14336], "w3": [14336, 4096]}.items()
 }
 GPT_OSS: dict[str, tuple[str, list[int]]] = {
-    "input_layernorm.weight": (BF, [2880]),
-    "self_attn.q_proj.weight": (BF, [4096, 2880]),
-    "self_attn.k_proj.weight": (BF, [512, 2880]),
-    "self_attn.v_proj.weight": (BF, [512, 2880]),
-    "self_attn.o_proj.weight": (BF, [2880, 4096]),
-    "self_attn.sinks": (BF, [64]),
-    "mlp.router.weight": (BF, [32, 2880]),
-    "mlp.router.bias": (BF, [32]),
-    "mlp.experts.gate_up_proj_blocks": (U8, [32, 5760, 90, 16]),
-    "mlp.experts.gate_up_proj_scales": (U8, [32, 5760, 90]),
-    "mlp.experts.gate_up_proj_bias": (BF, [32, 5760]),
-    "mlp.experts.down_proj_blocks": (U8, [32, 2880, 90, 16]),
-    "mlp.experts.down_proj_scales": (U8, [32, 2880, 90]),
+    "input_layernorm.weight": (BF, [2880]), "self_attn.q_proj.weight": (BF, [4096, 2880]),
+    "self_attn.k_proj.weight": (BF, [512, 2880]), "self_attn.v_proj.weight": (BF, [512, 2880]),
+    "self_attn.o_proj.weight": (BF, [2880, 4096]), "self_attn.sinks": (BF, [64]), "mlp.router.weight": (BF, [32, 2880]),
+    "mlp.router.bias": (BF, [32]), "mlp.experts.gate_up_proj_blocks": (U8, [32, 5760, 90, 16]),
+    "mlp.experts.gate_up_proj_scales": (U8, [32, 5760, 90]), "mlp.experts.gate_up_proj_bias": (BF, [32, 5760]),
+    "mlp.experts.down_proj_blocks": (U8, [32, 2880, 90, 16]), "mlp.experts.down_proj_scales": (U8, [32, 2880, 90]),
     "mlp.experts.down_proj_bias": (BF, [32, 2880]),
-}
+}  # fmt: skip
 
 MODELS: dict[str, tuple[Any, dict[str, Any], int]] = {
     "Llama-3 in 3 files": (layered(4, LAYER, **OUTSIDE, **HEAD), LLAMA, 3),

@@ -19,7 +19,7 @@ from typing import Any
 
 import pickles
 import pytest
-from support import codes, found, run
+from support import a_socket, codes, found, run
 
 import ckptlint
 
@@ -85,6 +85,13 @@ def trainer_step(folder: Path, ranks: int = 2) -> Path:
 @pytest.fixture
 def step(tmp_path: Path) -> Path:
     return trainer_step(tmp_path / "checkpoint-500")
+
+
+def dcp_step(folder: Path, key: str = "w") -> Path:
+    import torch.distributed.checkpoint as writer
+
+    writer.save({key: torch.ones(4)}, checkpoint_id=str(folder), no_dist=True)
+    return folder
 
 
 def copied(step: Path, folder: Path) -> Path:
@@ -183,9 +190,7 @@ def test_a_file_that_breaks_a_limit_is_told_by_its_name_and_hides_no_other(step:
 
 
 def test_metadata_of_a_rank_beside_the_whole_is_read_too(tmp_path: Path) -> None:
-    import torch.distributed.checkpoint as writer
-
-    writer.save({"w": torch.ones(4)}, checkpoint_id=str(tmp_path), no_dist=True)
+    dcp_step(tmp_path)
     pickled(tmp_path / "__0.metadata")
     report = ckptlint.check(tmp_path)
     assert found(report, "error")[0][0] == "SAF001"
@@ -195,11 +200,9 @@ def test_metadata_of_a_rank_beside_the_whole_is_read_too(tmp_path: Path) -> None
 
 
 def test_files_around_the_components_of_a_step_are_judged_once(tmp_path: Path) -> None:
-    import torch.distributed.checkpoint as writer
-
     step = tmp_path / "checkpoint-500"
     for name in ("pytorch_model_fsdp_0", "optimizer_0"):
-        writer.save({f"{name}.w": torch.ones(4)}, checkpoint_id=str(step / name), no_dist=True)
+        dcp_step(step / name, f"{name}.w")
     torch.save({"last_epoch": 1}, step / "scheduler.pt")
     (step / "trainer_state.json").write_text("{}")
     assert codes(ckptlint.check(step), "error", "warning") == set()
@@ -309,24 +312,19 @@ def unread_files(folder: Path) -> None:
 
 
 def test_a_part_of_a_step_in_a_format_that_is_not_read_is_told_by_its_name(step: Path, tmp_path: Path) -> None:
-    import torch.distributed.checkpoint as writer
-
     unread_files(step / "global_step500")
     report = ckptlint.check(step)
     assert found(report, "error", "warning")[0][:2] == ("SAF004", "error")
     assert [part.checkpoint.path for part in report.checkpoints] == [str(step), str(step / "global_step500")]
     assert report.exit_code == 1
-    folder = tmp_path / "dcp"
-    writer.save({"w": torch.ones(4)}, checkpoint_id=str(folder), no_dist=True)
+    folder = dcp_step(tmp_path / "dcp")
     unread_files(folder / "files")
     assert codes(ckptlint.check(folder)) == {"SAF004"}
 
 
 def test_several_runs_below_a_path_are_all_judged(tmp_path: Path) -> None:
-    import torch.distributed.checkpoint as writer
-
     for name in ("runA_step1", "runB/step-10", "runC/step-10", "runC/step-20"):
-        writer.save({"w": torch.ones(4)}, checkpoint_id=str(tmp_path / name), no_dist=True)
+        dcp_step(tmp_path / name)
     assert ckptlint.check(tmp_path).exit_code == 0
     (tmp_path / "runB" / "step-10" / ".metadata").write_bytes(b"")
     report = ckptlint.check(tmp_path)
@@ -364,13 +362,6 @@ def test_an_adapter_without_tensors_is_no_pass(step: Path) -> None:
 
 
 # ---------------------------------------------------------------- what is not read is named
-
-
-def dcp_step(folder: Path) -> Path:
-    import torch.distributed.checkpoint as writer
-
-    writer.save({"w": torch.ones(4)}, checkpoint_id=str(folder), no_dist=True)
-    return folder
 
 
 def states(report: Any) -> dict[str, str]:
@@ -457,20 +448,9 @@ def test_two_files_of_one_label_do_not_hide_each_other(tmp_path: Path) -> None:
     assert codes(ckptlint.check(tmp_path / "checkpoint-5")) == {"SAF001"}
 
 
-def _socket(path: Path) -> None:
-    import socket
-
-    here = Path.cwd()
-    os.chdir(path.parent)  # the path of a socket is short
-    try:
-        socket.socket(socket.AF_UNIX).bind(path.name)
-    finally:
-        os.chdir(here)
-
-
 UNOPENED: dict[str, Callable[[Path], None]] = {
     "a pipe": lambda path: os.mkfifo(path),
-    "a socket": _socket,
+    "a socket": a_socket,
     "a device": lambda path: path.symlink_to("/dev/zero"),
     "a link that leads nowhere": lambda path: path.symlink_to("gone"),
     "a folder": lambda path: path.mkdir(),
@@ -500,12 +480,8 @@ def test_what_cannot_be_opened_under_other_names_is_named(step: Path) -> None:
 
 
 DAMAGE = {
-    "cut": b'{"model_type": "llama", ',
-    "empty": b"",
-    "zeroed": bytes(4096),
-    "a list": b"[]",
-    "no text": b"\xff{}",
-}
+    "cut": b'{"model_type": "llama", ', "empty": b"", "zeroed": bytes(4096), "a list": b"[]", "no text": b"\xff{}",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
@@ -612,10 +588,7 @@ def test_files_that_are_too_many_to_be_looked_at_are_named(step: Path, monkeypat
 
 
 def test_litter_is_neither_payload_nor_a_model(tmp_path: Path, step: Path) -> None:
-    import torch.distributed.checkpoint as writer
-
-    folder = tmp_path / "dcp"
-    writer.save({"w": torch.ones(4)}, checkpoint_id=str(folder), no_dist=True)
+    folder = dcp_step(tmp_path / "dcp")
     for name in ("._.metadata", ".___0_0.distcp", ".DS_Store", "Thumbs.db", ".__0_0.distcp.Ab12Cd"):
         (folder / name).write_bytes(b"\0\5\26\7")
     (step / "._model.safetensors").write_bytes(b"\0\5\26\7")

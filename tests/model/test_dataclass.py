@@ -12,13 +12,9 @@ import pytest
 from ckptlint import dataclass as ours
 
 OPTIONS = [
-    {},
-    {"slots": True},
-    {"frozen": True, "slots": True},
-    {"frozen": True, "slots": True, "eq": False},
-    {"frozen": True, "eq": False, "repr": False},
-    {"slots": True, "eq": False},
-]
+    {}, {"slots": True}, {"frozen": True, "slots": True}, {"frozen": True, "slots": True, "eq": False},
+    {"frozen": True, "eq": False, "repr": False}, {"slots": True, "eq": False},
+]  # fmt: skip
 
 
 def both(**options: Any) -> tuple[type, type]:
@@ -60,24 +56,16 @@ def test_the_same_as_the_library(options: dict[str, Any]) -> None:
             own = [one == kind(1, ["a"], label="b"), one == kind(2), outcome(lambda one=one: hash(one)), one == 1]
         answers.append(
             [
-                own,
-                repr(one) if options.get("repr", True) else "",
-                one.total(),
-                kind(3).names,
-                kind(3).names is kind(3).names,
-                (one.seen, one.turns),
-                dataclasses.asdict(one),
+                own, repr(one) if options.get("repr", True) else "", one.total(), kind(3).names,
+                kind(3).names is kind(3).names, (one.seen, one.turns), dataclasses.asdict(one),
                 dataclasses.astuple(dataclasses.replace(one, x=7)),
                 outcome(lambda one=one: dataclasses.replace(one, seen={})),
-                outcome(lambda one=one: setattr(one, "x", 2)),
-                outcome(lambda one=one: delattr(one, "y")),
-                outcome(lambda one=one: setattr(one, "other", 2)) is None,
-                outcome(kind),
-                outcome(lambda kind=kind: kind(1, [], 2.0, {}, "c")),
-                str(inspect.signature(kind)).count(","),
+                outcome(lambda one=one: setattr(one, "x", 2)), outcome(lambda one=one: delattr(one, "y")),
+                outcome(lambda one=one: setattr(one, "other", 2)) is None, outcome(kind),
+                outcome(lambda kind=kind: kind(1, [], 2.0, {}, "c")), str(inspect.signature(kind)).count(","),
                 dataclasses.is_dataclass(one),
             ]
-        )
+        )  # fmt: skip
     assert answers[0] == answers[1]
 
 

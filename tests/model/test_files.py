@@ -14,15 +14,10 @@ from ckptlint.model.text import printable
 NAMES = st.text(max_size=6).map(printable)
 FILES = st.lists(
     st.builds(
-        StoredFile,
-        NAMES,
-        st.none() | NAMES,
-        st.none() | st.integers(0, 2**62),
-        st.sampled_from(FILE_STATES),
-        st.booleans(),
-        st.sampled_from(["", "another file is there"]),
+        StoredFile, NAMES, st.none() | NAMES, st.none() | st.integers(0, 2**62), st.sampled_from(FILE_STATES),
+        st.booleans(), st.sampled_from(["", "another file is there"]),
     )
-)
+)  # fmt: skip
 
 
 @given(FILES, FILES)

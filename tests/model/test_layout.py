@@ -288,15 +288,9 @@ def assert_pairs(found: list[Crossing], chunks: list[Chunk], rank: int, fits: ob
 
 @settings(max_examples=examples(25, 400))
 @given(damaged())
-def test_crossings_name_a_pair_wherever_one_exists(case: tuple[tuple[int, ...], list[Chunk]]) -> None:
+def test_crossings_and_nestings_name_a_pair_wherever_one_exists(case: tuple[tuple[int, ...], list[Chunk]]) -> None:
     shape, chunks = case
     assert_pairs(layout(shape, chunks).crossings, chunks, len(shape), crosses)
-
-
-@settings(max_examples=examples(25, 400))
-@given(damaged())
-def test_nestings_name_a_pair_wherever_one_exists(case: tuple[tuple[int, ...], list[Chunk]]) -> None:
-    shape, chunks = case
     assert_pairs(layout(shape, chunks).nestings, chunks, len(shape), encloses)
 
 

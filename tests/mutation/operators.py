@@ -136,31 +136,28 @@ def duplicate_chunk(save: Save) -> Iterator[Mutant]:
         yield Mutant(f"chunk {i} of {fqn}", (fqn,), edited(change))
 
 
-@operator("shift a chunk by one", "metadata", f"{HOLES} GEO001 GEO003 GEO007 PAY001")
-def shift_chunk(save: Save) -> Iterator[Mutant]:
+def put_otherwise(save: Save, shift: int, growth: int) -> Iterator[Mutant]:
+    """Every chunk, on one axis at another place or of another size."""
     for fqn, i, offsets, sizes in chunks(save):
         for axis in range(len(sizes)):
-            place = fqn, i, moved(offsets, axis, 1), sizes
+            place = fqn, i, moved(offsets, axis, shift), moved(sizes, axis, growth)
             change = edited(lambda m, step, a=place: put(m, *a))
             yield Mutant(f"chunk {i} of {fqn}, axis {axis}", (fqn,), change)
+
+
+@operator("shift a chunk by one", "metadata", f"{HOLES} GEO001 GEO003 GEO007 PAY001")
+def shift_chunk(save: Save) -> Iterator[Mutant]:
+    yield from put_otherwise(save, 1, 0)
 
 
 @operator("grow a chunk by one", "metadata", "GEO001 GEO003 PAY007")
 def grow_chunk(save: Save) -> Iterator[Mutant]:
-    for fqn, i, offsets, sizes in chunks(save):
-        for axis in range(len(sizes)):
-            place = fqn, i, offsets, moved(sizes, axis, 1)
-            change = edited(lambda m, step, a=place: put(m, *a))
-            yield Mutant(f"chunk {i} of {fqn}, axis {axis}", (fqn,), change)
+    yield from put_otherwise(save, 0, 1)
 
 
 @operator("shrink a chunk by one", "metadata", f"{HOLES} PAY007")
 def shrink_chunk(save: Save) -> Iterator[Mutant]:
-    for fqn, i, offsets, sizes in chunks(save):
-        for axis in range(len(sizes)):
-            place = fqn, i, offsets, moved(sizes, axis, -1)
-            change = edited(lambda m, step, a=place: put(m, *a))
-            yield Mutant(f"chunk {i} of {fqn}, axis {axis}", (fqn,), change)
+    yield from put_otherwise(save, 0, -1)
 
 
 @operator("move a cut by one", "headers", "PAY007 PAY009 GEO008 EXP003 OPT002")

@@ -98,18 +98,8 @@ def content(path: Path, at: int, length: int) -> bytes:
 @pytest.mark.parametrize("depth", ["headers", "data"])
 def test_every_dtype_of_torch_is_read_as_it_was_saved(depth: str, tmp_path: Path) -> None:
     names = [
-        "bool",
-        "uint8",
-        "int8",
-        "int16",
-        "int32",
-        "int64",
-        "uint16",
-        "uint32",
-        "uint64",
-        "complex64",
-        "complex128",
-    ]
+        "bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64", "complex64", "complex128",
+    ]  # fmt: skip
     names += ["float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"]
     names += ["float8_e4m3fnuz", "float8_e5m2fnuz"]
     state = {name: torch.ones(4, 6).to(getattr(torch, name)) for name in names}

@@ -42,15 +42,10 @@ def wanted(raw: bytes, dtype: str) -> tuple[object, ...]:
     sizes = fine.abs()
     is_narrow = dtype in NARROW or dtype.startswith("float8")
     return (
-        int(exact.isnan().sum()),
-        int((exact == inf).sum()),
-        int((exact == -inf).sum()),
-        int((fine == 0).sum()),
-        0 if is_narrow else int(((sizes > 0) & (sizes < normal)).sum()),
-        float(sizes.min()) if len(fine) else inf,
-        float(sizes.max()) if len(fine) else -inf,
-        len(fine) == len(exact) and bool((fine == fine[0]).all()),
-    )
+        int(exact.isnan().sum()), int((exact == inf).sum()), int((exact == -inf).sum()), int((fine == 0).sum()),
+        0 if is_narrow else int(((sizes > 0) & (sizes < normal)).sum()), float(sizes.min()) if len(fine) else inf,
+        float(sizes.max()) if len(fine) else -inf, len(fine) == len(exact) and bool((fine == fine[0]).all()),
+    )  # fmt: skip
 
 
 def seen(values: RecordValues) -> tuple[object, ...]:

@@ -60,14 +60,9 @@ def shell(tmp_path: Path) -> Callable[..., tuple[int, list[str], str]]:
             **{name: str(value) for name, value in variables.items()},
         }
         done = subprocess.run(
-            ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", text],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            encoding="utf-8",
-            timeout=600,
-            check=False,
-        )
+            ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", text], cwd=tmp_path, env=environment,
+            capture_output=True, encoding="utf-8", timeout=600, check=False,
+        )  # fmt: skip
         return done.returncode, noted.read_text().splitlines(), done.stdout + done.stderr
 
     return script
@@ -179,10 +174,7 @@ def test_an_init_container_leaves_the_step_to_resume_from(shell: Shell, tmp_path
 
 @pytest.mark.parametrize(
     ("steps", "code", "noted"),
-    [
-        ((GOOD, BAD), 0, ["python train.py --resume RUN/step-1"]),
-        *swept(((), 0, ["python train.py"]), ((BAD,), 1, [])),
-    ],
+    [((GOOD, BAD), 0, ["python train.py --resume RUN/step-1"]), *swept(((), 0, ["python train.py"]), ((BAD,), 1, []))],
 )
 def test_an_sbatch_script_starts_and_resumes(
     shell: Shell, tmp_path: Path, steps: tuple[Path, ...], code: int, noted: list[str]

@@ -312,10 +312,7 @@ def test_json_has_the_ranks_and_the_inference_as_fields() -> None:
     assert (hole["ranks"], hole["inferred_from"]) == ([2], None)  # the rank that should have saved it
     jsonschema.validate(json.loads(render(inferring(3), "json")), SCHEMA)
     document = json.loads(render(inferring(), "sarif"))
-    assert document["runs"][0]["results"][0]["properties"] == {
-        "ranks": [2],
-        "inferredFrom": "the shapes of layers 0-3",
-    }
+    assert document["runs"][0]["results"][0]["properties"] == {"ranks": [2], "inferredFrom": "the shapes of layers 0-3"}
 
 
 def test_json_accounts_for_every_file() -> None:
@@ -379,11 +376,8 @@ def test_sarif_points_at_bytes_and_never_outside_the_checkpoint() -> None:
     places = [result["locations"][0]["physicalLocation"] for result in run["results"]]
     assert any(place["region"].get("byteLength") for place in places)
     assert "/etc/passwd" in render(check("path_absolute"), "concise")
-    assert {artifact["location"]["uri"] for artifact in run["artifacts"]} <= {".metadata", *payload_names()}
-
-
-def payload_names() -> set[str]:
-    return {path.name for path in (REAL / "storage_past_eof").iterdir()}
+    files = {path.name for path in (REAL / "storage_past_eof").iterdir()}
+    assert {artifact["location"]["uri"] for artifact in run["artifacts"]} <= {".metadata", *files}
 
 
 def test_a_path_outside_the_working_directory_is_absolute(tmp_path: Path) -> None:

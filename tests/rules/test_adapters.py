@@ -30,21 +30,13 @@ def _edited(folder: Path, **fields: Any) -> Path:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"r": "four"},
-        {"r": -4},
-        {"r": 10**400},
-        {"r": True},
-        {"target_modules": 7},
-        {"target_modules": [None, 3, "q_proj"]},
-        {"rank_pattern": [1, 2]},
-        {"rank_pattern": {"q_proj": "many"}},
-        {"modules_to_save": {"a": 1}},
-        {"peft_type": 3},
-        {"layers_to_transform": "all"},
+        {"r": "four"}, {"r": -4}, {"r": 10**400}, {"r": True}, {"target_modules": 7},
+        {"target_modules": [None, 3, "q_proj"]}, {"rank_pattern": [1, 2]}, {"rank_pattern": {"q_proj": "many"}},
+        {"modules_to_save": {"a": 1}}, {"peft_type": 3}, {"layers_to_transform": "all"},
         {"target_parameters": [[], "x"]},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_fields_of_other_types_are_not_judged(fields: dict[str, Any], tmp_path: Path) -> None:
     assert found(ckptlint.check(_edited(tmp_path / "a", **fields)), "error", "warning") == []
 

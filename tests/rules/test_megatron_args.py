@@ -27,15 +27,11 @@ def test_a_model_of_other_layers_is_not_judged(name: str) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"num_layers": 10**9},
-        {"num_layers": 19_000},
-        {"num_layers": [1] * 1000},
-        {"num_experts": 10**12, "hidden_size": 10**18},
-        {"padded_vocab_size": "many"},
-        {"moe_layer_freq": [[1]] * 2, "num_experts": 4},
-        {"normalization": ["RMSNorm"]},
+        {"num_layers": 10**9}, {"num_layers": 19_000}, {"num_layers": [1] * 1000},
+        {"num_experts": 10**12, "hidden_size": 10**18}, {"padded_vocab_size": "many"},
+        {"moe_layer_freq": [[1]] * 2, "num_experts": 4}, {"normalization": ["RMSNorm"]},
     ],
-)
+)  # fmt: skip
 def test_wild_arguments_are_one_sentence(changes: dict[str, object]) -> None:
     ckpt = ckptlint.load(MODELS / "ok_hybrid" / "iter_0000010")
     assert ckpt.config is not None

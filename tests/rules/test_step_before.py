@@ -70,34 +70,20 @@ def found(path: Path, depth: Any = "files") -> set[tuple[str, str]]:
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (lambda values: values, set()),
-        (without("layers.1.w"), {("RUN001", "warning")}),
-        (without("exp_avg_sq.layers.2"), {("RUN001", "warning")}),
-        (without("norm"), {("RUN001", "warning")}),
-        (without("rng_state"), {("RUN001", "warning")}),
-        (without("optimizer"), {("RUN001", "info")}),
-        (renamed, {("RUN001", "info"), ("RUN002", "info")}),
-        (transposed, {("RUN003", "warning")}),
-        (recast("layers.0.w"), {("RUN003", "warning")}),
-        (recast("exp_avg"), {("RUN003", "info")}),
+        (lambda values: values, set()), (without("layers.1.w"), {("RUN001", "warning")}),
+        (without("exp_avg_sq.layers.2"), {("RUN001", "warning")}), (without("norm"), {("RUN001", "warning")}),
+        (without("rng_state"), {("RUN001", "warning")}), (without("optimizer"), {("RUN001", "info")}),
+        (renamed, {("RUN001", "info"), ("RUN002", "info")}), (transposed, {("RUN003", "warning")}),
+        (recast("layers.0.w"), {("RUN003", "warning")}), (recast("exp_avg"), {("RUN003", "info")}),
         (grown, {("RUN003", "info")}),
         (lambda values: values | {"model.value_head.weight": torch.ones(1, 8)}, {("RUN002", "info")}),
     ],
     ids=[
-        "nothing changed",
-        "a layer is lost",
-        "a moment is lost",
-        "the final norm is lost",
-        "the random state is lost",
-        "without the optimizer",
-        "every key renamed",
-        "a layer transposed",
-        "a layer cast",
-        "all first moments cast",
-        "the vocabulary grew",
-        "a head is new",
+        "nothing changed", "a layer is lost", "a moment is lost", "the final norm is lost", "the random state is lost",
+        "without the optimizer", "every key renamed", "a layer transposed", "a layer cast", "all first moments cast",
+        "the vocabulary grew", "a head is new",
     ],
-)
+)  # fmt: skip
 def test_a_step_against_the_one_before_it(
     change: Callable[[State], State], expected: set[tuple[str, str]], tmp_path: Path
 ) -> None:

@@ -183,13 +183,7 @@ def test_what_nobody_knows_has_no_digest() -> None:
     endless: list[Any] = []
     endless.append(endless)
     for value in (
-        object(),
-        [object()],
-        {"a": {"b": object()}},
-        {object()},
-        endless,
-        np.array([None]),
-        Namespace(a=len),
-    ):
+        object(), [object()], {"a": {"b": object()}}, {object()}, endless, np.array([None]), Namespace(a=len),
+    ):  # fmt: skip
         assert object_digest(value) is None
     assert object_digest([object()], lambda value: b"known") is not None

@@ -62,14 +62,8 @@ def loaded(folder: Path) -> dict[str, Any]:
 
 
 REAL_ONES = [
-    "fsdp2_4r",
-    "hsdp_2x2",
-    "fsdp1_sharded",
-    "flat_1d",
-    "tp2_fsdp2_uneven",
-    "one_file_per_item",
-    "replicated_4r",
-]
+    "fsdp2_4r", "hsdp_2x2", "fsdp1_sharded", "flat_1d", "tp2_fsdp2_uneven", "one_file_per_item", "replicated_4r",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REAL_ONES)
@@ -216,28 +210,21 @@ def test_a_seal_reads_as_it_was_written(tmp_path: Path) -> None:
 GOOD = {"schema": "ckptlint.seal/1", "algorithm": "elem64-1", "metadata_blake2b": "", "entries": {}}
 ENTRY = {"dtype": "float32", "shape": [2], "digest": "0" * 16}
 BROKEN: dict[str, Any] = {
-    "empty": "",
-    "no JSON": "{",
-    "a list": "[]",
+    "empty": "", "no JSON": "{", "a list": "[]",
     "a key twice": '{"schema": "ckptlint.seal/1", "schema": "ckptlint.seal/1"}',
     "another schema": GOOD | {"schema": "ckptlint.seal/9"},
     "no entries": {key: value for key, value in GOOD.items() if key != "entries"},
-    "a short hash": GOOD | {"metadata_blake2b": "12"},
-    "a hash of capitals": GOOD | {"metadata_blake2b": "AB" * 16},
-    "a step that is a text": GOOD | {"step": "3"},
-    "a step that is true": GOOD | {"step": True},
-    "skipped is a list": GOOD | {"skipped": ["a"]},
-    "a reason that is a number": GOOD | {"skipped": {"a": 1}},
-    "a long reason": GOOD | {"skipped": {"a": "x" * 1000}},
-    "a long key": GOOD | {"entries": {"a" * 5000: ENTRY}},
+    "a short hash": GOOD | {"metadata_blake2b": "12"}, "a hash of capitals": GOOD | {"metadata_blake2b": "AB" * 16},
+    "a step that is a text": GOOD | {"step": "3"}, "a step that is true": GOOD | {"step": True},
+    "skipped is a list": GOOD | {"skipped": ["a"]}, "a reason that is a number": GOOD | {"skipped": {"a": 1}},
+    "a long reason": GOOD | {"skipped": {"a": "x" * 1000}}, "a long key": GOOD | {"entries": {"a" * 5000: ENTRY}},
     "a short digest": GOOD | {"entries": {"a": ENTRY | {"digest": "12"}}},
     "a digest that is a number": GOOD | {"entries": {"a": ENTRY | {"digest": 1234567890123456}}},
     "a negative shape": GOOD | {"entries": {"a": ENTRY | {"shape": [-1]}}},
     "a shape beyond 64 bits": GOOD | {"entries": {"a": ENTRY | {"shape": [2**40, 2**40]}}},
     "an entry that is a text": GOOD | {"entries": {"a": "0" * 16}},
-    "a dtype that is a number": GOOD | {"entries": {"a": ENTRY | {"dtype": 3}}},
-    "nested": "[" * 100_000,
-}
+    "a dtype that is a number": GOOD | {"entries": {"a": ENTRY | {"dtype": 3}}}, "nested": "[" * 100_000,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BROKEN)

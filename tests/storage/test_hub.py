@@ -100,16 +100,9 @@ def test_the_extension_of_the_hubs_command_line_installs(tmp_path: Path) -> None
     """`hf extensions install` calls pip and then looks for a script of the repository's name."""
     template = shutil.copytree(REPOSITORY / "docs" / "hf-ckptlint", tmp_path / "hf-ckptlint")
     pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "-q",
-        "--no-deps",
-        "--no-build-isolation",
-        "--prefix",
+        sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--prefix",
         str(tmp_path / "venv"),
-    ]
+    ]  # fmt: skip
     subprocess.run([*pip, str(template)], check=True, timeout=600)
     done = subprocess.run(
         [tmp_path / "venv" / "bin" / "hf-ckptlint", MODEL], capture_output=True, text=True, check=False

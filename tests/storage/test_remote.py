@@ -33,22 +33,10 @@ from ckptlint.storage.locate import folder_at  # noqa: E402
 
 MEGATRON = "megatron_tp2_pp2/iter_0000010"
 SAME = [
-    "fsdp2_4r",
-    "fsdp2_4r_hole",
-    "fsdp1_local_flat",
-    "hf_sharded",
-    "safetensors_mode",
-    "zstd",
-    "per_rank_metadata",
-    "per_rank_metadata_missing_rank",
-    "metadata_truncated",
-    "metadata_malicious",
-    MEGATRON,
-    "megatron_tp2_pp2",
-    "megatron_0.19_tp2/iter_0000010",
-    "megatron_0.12_dp2/iter_0000010",
-    "megatron_fsdp_dtensor_tp2_dp2",
-]
+    "fsdp2_4r", "fsdp2_4r_hole", "fsdp1_local_flat", "hf_sharded", "safetensors_mode", "zstd", "per_rank_metadata",
+    "per_rank_metadata_missing_rank", "metadata_truncated", "metadata_malicious", MEGATRON, "megatron_tp2_pp2",
+    "megatron_0.19_tp2/iter_0000010", "megatron_0.12_dp2/iter_0000010", "megatron_fsdp_dtensor_tp2_dp2",
+]  # fmt: skip
 
 
 # ---------------------------------------------------------------- servers
@@ -426,8 +414,9 @@ def test_a_key_that_begins_with_a_slash_is_no_other_key(s3: Server, store: tuple
 # ---------------------------------------------------------------- what goes wrong
 
 
-def only_sentence(report: Report) -> str:
-    """The one sentence of a run that judged nothing."""
+def only_sentence(report: Report, code: int = 4) -> str:
+    """The one sentence of a run that judged nothing and ended in this code."""
+    assert report.exit_code == code
     assert not report.checkpoints
     (sentence,) = (*report.not_found, *report.unreadable)
     assert "\n" not in sentence
@@ -478,7 +467,6 @@ def test_a_refusal_is_an_incomplete_verdict(
     url = put(REAL / "edit_base")
     s3.trouble = failing(1000, 403, code, only)
     report = ckptlint.check(url)
-    assert report.exit_code == 4
     sentence = only_sentence(report)
     assert "access is denied" in sentence
     assert says in sentence
@@ -489,16 +477,12 @@ def test_a_refusal_is_an_incomplete_verdict(
 def test_missing_credentials_are_named(s3: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
-    report = ckptlint.check(f"s3://{BUCKET}/run")
-    assert report.exit_code == 4
-    assert "there are no usable credentials; set AWS_PROFILE" in only_sentence(report)
+    assert "there are no usable credentials; set AWS_PROFILE" in only_sentence(ckptlint.check(f"s3://{BUCKET}/run"))
 
 
 @pytest.mark.parametrize("url", ["s3://no-such-bucket-here/run", f"s3://{BUCKET}/no-such-prefix"])
 def test_what_does_not_exist_is_nothing_to_check(s3: Server, url: str) -> None:
-    report = ckptlint.check(url)
-    assert report.exit_code == 3
-    assert f"{url} does not exist" in only_sentence(report)
+    assert f"{url} does not exist" in only_sentence(ckptlint.check(url), 3)
 
 
 @pytest.mark.parametrize(
@@ -511,12 +495,8 @@ def test_what_does_not_exist_is_nothing_to_check(s3: Server, url: str) -> None:
 @pytest.mark.usefixtures("afresh")
 def test_a_server_that_cannot_be_reached(s3: Server, monkeypatch: pytest.MonkeyPatch, endpoint: str, says: str) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-    report = ckptlint.check(f"s3://{BUCKET}/run")
-    assert report.exit_code == 4
-    assert says in only_sentence(report)
-    web = ckptlint.check(f"{endpoint}/run")
-    assert web.exit_code == 4
-    assert says in only_sentence(web)
+    assert says in only_sentence(ckptlint.check(f"s3://{BUCKET}/run"))
+    assert says in only_sentence(ckptlint.check(f"{endpoint}/run"))
 
 
 def silent(handler: Handler) -> bool:
@@ -532,20 +512,14 @@ def test_a_silent_server_is_given_up(s3: Server, put: Callable[..., str], monkey
     monkeypatch.setattr(requests, "ATTEMPTS", 2)
     monkeypatch.setattr(requests, "READ_SECONDS", 0.3)
     s3.trouble = silent
-    report = ckptlint.check(url)
-    assert report.exit_code == 4
-    assert "did not answer within" in only_sentence(report)
-    web = ckptlint.check(f"{s3.url}/run")
-    assert web.exit_code == 4
-    assert "did not answer within" in only_sentence(web)
+    assert "did not answer within" in only_sentence(ckptlint.check(url))
+    assert "did not answer within" in only_sentence(ckptlint.check(f"{s3.url}/run"))
 
 
 def test_an_object_that_vanishes_after_the_listing(s3: Server, put: Callable[..., str]) -> None:
     url = put(REAL / "edit_base")
     s3.trouble = failing(1000, 404, "NoSuchKey", only=".metadata")
-    report = ckptlint.check(url)
-    assert report.exit_code == 4
-    assert "it is gone" in only_sentence(report)
+    assert "it is gone" in only_sentence(ckptlint.check(url))
 
 
 def cut_short(times: int) -> Callable[[Handler], bool]:
@@ -567,9 +541,7 @@ def test_a_body_that_breaks_off_is_fetched_again(s3: Server, put: Callable[..., 
         server.trouble = cut_short(2)
         assert ckptlint.check(url).exit_code == 0
         server.trouble = cut_short(1000)
-        report = ckptlint.check(url)
-        assert report.exit_code == 4
-        only_sentence(report)
+        only_sentence(ckptlint.check(url))
 
 
 def test_an_object_that_shrinks_after_the_listing(s3: Server, put: Callable[..., str]) -> None:
@@ -581,9 +553,7 @@ def test_an_object_that_shrinks_after_the_listing(s3: Server, put: Callable[...,
 
     url = put(REAL / "edit_base")
     s3.trouble = trouble
-    report = ckptlint.check(url)
-    assert report.exit_code == 4
-    assert "the answer ends after 100" in only_sentence(report)
+    assert "the answer ends after 100" in only_sentence(ckptlint.check(url))
 
 
 def test_the_command_prints_one_sentence_and_no_secret(s3: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -707,9 +677,7 @@ def test_a_lost_payload_file_is_found_on_a_web_server(web: Server) -> None:
 @pytest.mark.parametrize("only", ["__2_0.distcp", ".metadata", "common.pt"])
 def test_a_refusal_of_a_web_server_is_no_lost_file(web: Server, status: int, only: str) -> None:
     web.trouble = failing(1000, status, only=only)
-    report = ckptlint.check(f"{web.url}/fsdp2_4r")
-    assert report.exit_code == 4
-    assert f"access is denied ({status})" in only_sentence(report)
+    assert f"access is denied ({status})" in only_sentence(ckptlint.check(f"{web.url}/fsdp2_4r"))
 
 
 def test_a_size_that_a_web_server_does_not_tell_is_no_finding(web: Server) -> None:
@@ -744,9 +712,7 @@ def test_a_server_that_answers_for_everything_is_not_believed(web: Server) -> No
         return True
 
     web.trouble = trouble
-    report = ckptlint.check(f"{web.url}/fsdp2_4r")
-    assert report.exit_code == 4
-    assert "answers for files that are not there" in only_sentence(report)
+    assert "answers for files that are not there" in only_sentence(ckptlint.check(f"{web.url}/fsdp2_4r"))
 
 
 def test_a_server_without_ranges_sends_no_whole_payload() -> None:
@@ -759,9 +725,7 @@ def test_a_server_without_ranges_sends_no_whole_payload() -> None:
 
 
 def test_a_run_folder_of_a_web_server_is_nothing_to_check(web: Server) -> None:
-    report = ckptlint.check(f"{web.url}/megatron_tp2_pp2")
-    assert report.exit_code == 3
-    assert "name the checkpoint folder itself" in only_sentence(report)
+    assert "name the checkpoint folder itself" in only_sentence(ckptlint.check(f"{web.url}/megatron_tp2_pp2"), 3)
 
 
 def test_a_signed_url_is_used_and_never_printed(web: Server, tmp_path: Path) -> None:
@@ -879,18 +843,16 @@ def dripping(handler: Handler) -> bool:
 def test_a_server_that_drips_is_given_up(web: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requests, "READ_SECONDS", 0.5)
     web.trouble = dripping
-    report = ckptlint.check(f"{web.url}/edit_base")
-    assert report.exit_code == 4
-    assert "did not answer within" in only_sentence(report)
+    assert "did not answer within" in only_sentence(ckptlint.check(f"{web.url}/edit_base"))
 
 
 @pytest.mark.usefixtures("afresh")
 def test_patience_with_all_requests_of_a_path_ends(web: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requests, "PATIENCE_SECONDS", 2)
     web.trouble = waiting(1.5)
-    report = ckptlint.check(f"{web.url}/edit_base")
-    assert report.exit_code == 4
-    assert "the server is too slow: ckptlint waits 2 s beyond the time of the bytes" in only_sentence(report)
+    assert "the server is too slow: ckptlint waits 2 s beyond the time of the bytes" in only_sentence(
+        ckptlint.check(f"{web.url}/edit_base")
+    )
     web.trouble = None
     assert ckptlint.check(f"{web.url}/edit_base").exit_code == 0  # the next path is waited for again
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import errno
 import io
 import os
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support import REAL, codes, found, run
+from support import REAL, a_socket, codes, found, run
 
 import ckptlint
 from ckptlint import progress
@@ -138,17 +137,6 @@ def test_a_path_that_is_a_circle_of_links_is_nothing_to_check(tmp_path: Path) ->
 # ---------------------------------------------------------------- what is no file
 
 
-def a_socket(path: Path) -> None:
-    """A Unix socket; its name has to be short."""
-    here = Path.cwd()
-    os.chdir(path.parent)
-    try:
-        with socket.socket(socket.AF_UNIX) as made:
-            made.bind(path.name)
-    finally:
-        os.chdir(here)
-
-
 KINDS: dict[str, Callable[[Path], None]] = {
     "pipe": lambda path: os.mkfifo(path),
     "socket": a_socket,
@@ -159,22 +147,16 @@ KINDS: dict[str, Callable[[Path], None]] = {
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_payload_that_is_no_regular_file_is_an_error(real_copy: Copy, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "code", "says"),
+    [("__1_0.distcp", "PAY003", "not a regular file"), (".metadata", "COM001", ".metadata is not a regular file")],
+)
+def test_what_is_no_regular_file_is_an_error(real_copy: Copy, kind: str, name: str, code: str, says: str) -> None:
     folder = real_copy("edit_base")
-    (folder / "__1_0.distcp").unlink()
-    KINDS[kind](folder / "__1_0.distcp")
-    ((code, _, text),) = found(ckptlint.check(folder), "error")
-    assert (code, "not a regular file" in text) == ("PAY003", True)
-
-
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
-@pytest.mark.parametrize("kind", KINDS)
-def test_metadata_that_is_no_regular_file_is_not_opened(real_copy: Copy, kind: str) -> None:
-    folder = real_copy("edit_base")
-    (folder / ".metadata").unlink()
-    KINDS[kind](folder / ".metadata")
-    ((code, _, text),) = found(ckptlint.check(folder), "error")
-    assert (code, ".metadata is not a regular file" in text) == ("COM001", True)
+    (folder / name).unlink()
+    KINDS[kind](folder / name)
+    ((told, _, text),) = found(ckptlint.check(folder), "error")
+    assert (told, says in text) == (code, True)
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")

@@ -17,21 +17,16 @@ from ckptlint.vocabulary.keys import numbers_in, role
     ("fqn", "expected", "found"),
     [
         ("model.layers.3.mlp.experts.12.w1.weight", "model.layers.*.mlp.experts.*.w1.weight", (3, 12)),
-        ("layers.10.weight", "layers.*.weight", (10,)),
-        ("0.weight", "*.weight", (0,)),
-        ("blocks.7", "blocks.*", (7,)),
+        ("layers.10.weight", "layers.*.weight", (10,)), ("0.weight", "*.weight", (0,)), ("blocks.7", "blocks.*", (7,)),
         ("mlp.experts.linear_fc1.weight3", "mlp.experts.linear_fc1.weight*", (3,)),
         ("mlp.experts.linear_fc1.bias12", "mlp.experts.linear_fc1.bias*", (12,)),
         ("decoder.layers._extra_state/shard_0_4", "decoder.layers._extra_state/shard_*_*", (0, 4)),
         ("rng_state/shard_0.1_2.2", "rng_state/shard_*.*_*.*", (0, 1, 2, 2)),
         ("optimizer.dp_group_idx_0.optimizer", "optimizer.dp_group_idx_*.optimizer", (0,)),
-        ("conv2d.w1.weight", "conv2d.w1.weight", ()),
-        ("mlp.up.weight", "mlp.up.weight", ()),
-        ("layers.3b.weight", "layers.3b.weight", ()),
-        ("weight2bias.x", "weight2bias.x", ()),
-        ("", "", ()),
+        ("conv2d.w1.weight", "conv2d.w1.weight", ()), ("mlp.up.weight", "mlp.up.weight", ()),
+        ("layers.3b.weight", "layers.3b.weight", ()), ("weight2bias.x", "weight2bias.x", ()), ("", "", ()),
     ],
-)
+)  # fmt: skip
 def test_role_and_numbers(fqn: str, expected: str, found: tuple[int, ...]) -> None:
     assert role(fqn) == expected
     assert numbers_in(fqn) == found
