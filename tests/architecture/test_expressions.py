@@ -10,26 +10,55 @@ from support import ends
 from ckptlint.architecture.expressions import LARGEST, ExpressionError, parse_expression, true, whole
 
 FIELDS = {
-    "hidden_size": 48, "heads": 6, "tied": True, "none": None, "kinds": ["full", "linear", "full"], "dense": [0, 2],
-    "pattern": "M*-", "text_config.depth": 5, "ratio": 2.5, "layer": 1,
-}  # fmt: skip
+    "hidden_size": 48,
+    "heads": 6,
+    "tied": True,
+    "none": None,
+    "kinds": ["full", "linear", "full"],
+    "dense": [0, 2],
+    "pattern": "M*-",
+    "text_config.depth": 5,
+    "ratio": 2.5,
+    "layer": 1,
+}
 
 
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("hidden_size // heads", 8), ("2 * hidden_size + heads * 3", 114), ("hidden_size - heads - 2", 40),
-        ("(hidden_size + 15) // 16 * 16", 48), ("hidden_size % 7", 6), ("-2 + heads", 4), ("text_config.depth", 5),
-        ("int(hidden_size * ratio)", 120), ("max(heads, 9) + min(heads, 2, 1)", 10), ("len(kinds) + len(pattern)", 6),
-        ("kinds[layer] == 'linear'", True), ("pattern[layer] == '*'", True), ("kinds[len(kinds) - 1]", "full"),
-        ("layer in dense", False), ("layer not in dense", True), ("layer in none", False), ("'M' in pattern", True),
-        ("not tied", False), ("not not tied", True), ("not none and heads > 5", True),
-        ("tied and none or heads == 6", True), ("heads * (1 + tied)", 12), ("1 if tied else 2", 1),
-        ("1 if none else 2 if not tied else 3", 3), ("false or none or 0", False), ("heads != 6", False),
-        ("kinds == none", False), ("none == none", True), ("int(heads / 4) + ceil(heads / 4) + round(ratio)", 5),
-        ("(hidden_size // heads) ** 2 + 1", 65), ("int(heads * 1.5)", 9),
+        ("hidden_size // heads", 8),
+        ("2 * hidden_size + heads * 3", 114),
+        ("hidden_size - heads - 2", 40),
+        ("(hidden_size + 15) // 16 * 16", 48),
+        ("hidden_size % 7", 6),
+        ("-2 + heads", 4),
+        ("text_config.depth", 5),
+        ("int(hidden_size * ratio)", 120),
+        ("max(heads, 9) + min(heads, 2, 1)", 10),
+        ("len(kinds) + len(pattern)", 6),
+        ("kinds[layer] == 'linear'", True),
+        ("pattern[layer] == '*'", True),
+        ("kinds[len(kinds) - 1]", "full"),
+        ("layer in dense", False),
+        ("layer not in dense", True),
+        ("layer in none", False),
+        ("'M' in pattern", True),
+        ("not tied", False),
+        ("not not tied", True),
+        ("not none and heads > 5", True),
+        ("tied and none or heads == 6", True),
+        ("heads * (1 + tied)", 12),
+        ("1 if tied else 2", 1),
+        ("1 if none else 2 if not tied else 3", 3),
+        ("false or none or 0", False),
+        ("heads != 6", False),
+        ("kinds == none", False),
+        ("none == none", True),
+        ("int(heads / 4) + ceil(heads / 4) + round(ratio)", 5),
+        ("(hidden_size // heads) ** 2 + 1", 65),
+        ("int(heads * 1.5)", 9),
     ],
-)  # fmt: skip
+)
 def test_a_text_means_what_it_says(text: str, value: object) -> None:
     assert parse_expression(text).value(FIELDS) == value
 

@@ -40,8 +40,12 @@ def classes(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, name, made)
 
     for name in (
-        "deepspeed", "deepspeed.runtime", "deepspeed.runtime.zero", "deepspeed.runtime.fp16", "deepspeed.utils",
-    ):  # fmt: skip
+        "deepspeed",
+        "deepspeed.runtime",
+        "deepspeed.runtime.zero",
+        "deepspeed.runtime.fp16",
+        "deepspeed.utils",
+    ):
         module(name)
     module("deepspeed.runtime.zero.config", ZeroStageEnum=ZeroStageEnum)
     module("deepspeed.runtime.fp16.loss_scaler", LossScaler=type("LossScaler", (), {}))
@@ -149,7 +153,10 @@ def hostile(value: Any) -> dict[str, Any]:
 
 BROKEN: dict[str, tuple[str, Callable[[Path], None], str, str]] = {
     "each node has its own half (R35)": (
-        Z2, gone("bf16_" + OPTIM.format(2, 0), RANK3), "RNK001", "2 of 4 optimizer files are missing: dp 2-3",
+        Z2,
+        gone("bf16_" + OPTIM.format(2, 0), RANK3),
+        "RNK001",
+        "2 of 4 optimizer files are missing: dp 2-3",
     ),
     "model states of rank 0 only (R36)": (
         Z3,
@@ -159,17 +166,26 @@ BROKEN: dict[str, tuple[str, Callable[[Path], None], str, str]] = {
     ),
     "an expert is missing": ("moe_ep2_z1", gone(EXPERT), "RNK001", f"{EXPERT} is missing"),
     "a stage of the pipeline is missing": (
-        "pipe_pp2_dp2_z1", gone("mp_rank_01_model_states.pt"), "RNK001", "mp_rank_01_model_states.pt is missing",
+        "pipe_pp2_dp2_z1",
+        gone("mp_rank_01_model_states.pt"),
+        "RNK001",
+        "mp_rank_01_model_states.pt is missing",
     ),
     "a file is cut": (Z1, cut(RANK1, 0.6), "PAY013", RANK1),
     "a file is empty": (Z3, cut(MODEL1, 0), "PAY013", f"{MODEL1} is empty"),
     "another partition count": (Z1, edit(RANK3, state(put("partition_count", to=[8, 8]))), "RNK002", RANK3),
     "another version": (Z1, edit(RANK3, put("ds_version", to="0.15.4")), "RNK002", "DeepSpeed version is 0.15.4"),
     "a padding that does not fit": (
-        Z1, edit(RANK3, state(put("group_paddings", 0, to=lambda n: n + 2))), "RNK005", f"group 0 of {RANK3} says that",
+        Z1,
+        edit(RANK3, state(put("group_paddings", 0, to=lambda n: n + 2))),
+        "RNK005",
+        f"group 0 of {RANK3} says that",
     ),
     "a flat group is short in stage 3": (
-        Z3, edit(RANK1, state(put("fp32_flat_groups", 0, to=shorter(1)))), "RNK005", f"group 0 of {RANK1} has",
+        Z3,
+        edit(RANK1, state(put("fp32_flat_groups", 0, to=shorter(1)))),
+        "RNK005",
+        f"group 0 of {RANK1} has",
     ),
     "moments are short": (
         Z1,
@@ -203,13 +219,22 @@ BROKEN: dict[str, tuple[str, Callable[[Path], None], str, str]] = {
     ),
     "a hostile pickle": (Z2, edit(RANK1, hostile), "SAF001", RANK1),
     "a hostile pickle in a layer": (
-        "pipe_pp2_dp2_z0", edit("layer_01-model_states.pt", hostile), "SAF001", "layer_01-model_states.pt",
+        "pipe_pp2_dp2_z0",
+        edit("layer_01-model_states.pt", hostile),
+        "SAF001",
+        "layer_01-model_states.pt",
     ),
     "universal: a parameter is missing": (
-        "universal_z1", gone("zero/layers.0.up.weight"), "RNK001", "zero/layers.0.up.weight/ is missing",
+        "universal_z1",
+        gone("zero/layers.0.up.weight"),
+        "RNK001",
+        "zero/layers.0.up.weight/ is missing",
     ),
     "universal: a state is missing": (
-        "universal_z3", gone("zero/embed.weight/exp_avg_sq.pt"), "RNK001", "zero/embed.weight/exp_avg_sq.pt is missing",
+        "universal_z3",
+        gone("zero/embed.weight/exp_avg_sq.pt"),
+        "RNK001",
+        "zero/embed.weight/exp_avg_sq.pt is missing",
     ),
     "universal: a state is short": (
         "universal_z3",
@@ -218,10 +243,16 @@ BROKEN: dict[str, tuple[str, Callable[[Path], None], str, str]] = {
         "zero/embed.weight/exp_avg.pt is [132] of embed.weight",
     ),
     "universal: a state is empty": (
-        "universal_z1", cut("zero/embed.weight/exp_avg.pt", 0), "PAY013", "zero/embed.weight/exp_avg.pt is empty",
+        "universal_z1",
+        cut("zero/embed.weight/exp_avg.pt", 0),
+        "PAY013",
+        "zero/embed.weight/exp_avg.pt is empty",
     ),
     "universal: the conversion was broken off": (
-        "universal_z1", lambda step: (step / "tmp").mkdir(), "COM001", "tmp/ is still there",
+        "universal_z1",
+        lambda step: (step / "tmp").mkdir(),
+        "COM001",
+        "tmp/ is still there",
     ),
     "universal: hostile": (
         "universal_z1",
@@ -229,7 +260,7 @@ BROKEN: dict[str, tuple[str, Callable[[Path], None], str, str]] = {
         "SAF001",
         "zero/embed.weight/step.pt",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.fixture
