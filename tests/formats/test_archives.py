@@ -47,6 +47,15 @@ def test_a_script_is_no_state(saved: bytes) -> None:
         read_torch_bytes(with_members(saved, constants=b"N."))
 
 
+def after(first: bytes, data: bytes) -> bytes:
+    """The members of an archive in one that begins with other bytes, which its directory does not name."""
+    made = io.BytesIO(first)
+    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(made, "a") as new:
+        for member in old.infolist():
+            new.writestr(member.filename, old.read(member))
+    return made.getvalue()
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -55,6 +64,8 @@ def test_a_script_is_no_state(saved: bytes) -> None:
         (lambda data: data.replace(b"version", b"ver\0ion"), "different readers"),
         (lambda data: data.replace(b".format_version", b"other/_version"), "zip64 locator"),
         (lambda data: data[:-4] + b"\1\0" + data[-2:], "end"),
+        (lambda data: data[:-2] + b"\1\0", "split or commented"),
+        (lambda data: after(b"PK\3\4 hidden", data), "11 bytes before its first member"),
     ],
 )
 def test_what_two_readers_could_take_otherwise_is_refused(saved: bytes, change: object, says: str) -> None:
