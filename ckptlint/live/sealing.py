@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -224,7 +225,8 @@ def check_loaded(
         ignore: patterns of keys that are not compared, besides `api.UNEQUAL`.
 
     Returns:
-        The report, the same on all ranks: LIV304 where values differ, LIV213 for what was not compared.
+        The report, the same on all ranks: LIV304 where values differ, LIV205 where copies differ from each other,
+            LIV213 for what was not compared.
 
     Raises:
         LiveError: an error.
@@ -234,7 +236,7 @@ def check_loaded(
         return api.judge_ranks(protocol.no_table(1), "state dict", 0.0)
     live = api.installed()
     name, tag = f"state dict loaded from {path}", f"loaded {path}"
-    outcome = _measured(live, state_dict, tag, (*api.UNEQUAL, *texts(ignore)), resolve_stateful)
+    outcome = _measured(live, state_dict, tag, (*api.UNEQUAL, *texts(ignore)), resolve_stateful, compares_copies=True)
     if isinstance(outcome, str):
         report = api.judge_ranks(
             protocol.no_table(live.group.world, RankFinding(-1, "", "LIV211", outcome, voids="check")), name, 0.0
@@ -258,10 +260,19 @@ def check_loaded(
 
 
 def _measured(
-    live: api.Live, state_dict: Mapping[Any, Any], tag: str, patterns: Sequence[str], resolve_stateful: bool
+    live: api.Live,
+    state_dict: Mapping[Any, Any],
+    tag: str,
+    patterns: Sequence[str],
+    resolve_stateful: bool,
+    compares_copies: bool = False,
 ) -> tuple[_Sums, protocol.Outcome] | str:
-    """The sums over all ranks; why there are none, the same on all ranks that are here."""
-    rows, local = _local(live, state_dict, tag, patterns, resolve_stateful)
+    """The sums over all ranks; why there are none, the same on all ranks that are here.
+
+    Args:
+        compares_copies: whether the copies of each chunk are compared with each other: the sums are of one of them.
+    """
+    rows, local = _local(live, state_dict, tag, patterns, resolve_stateful, compares_copies)
     if absence := live._absence(tag, repeats=True):
         return absence
     # a memory of its own: this is no check that the next one is to be compared with
@@ -301,20 +312,32 @@ class _Rows:
 
 
 def _local(
-    live: api.Live, state_dict: Mapping[Any, Any], tag: str, patterns: Sequence[str], resolve_stateful: bool
+    live: api.Live,
+    state_dict: Mapping[Any, Any],
+    tag: str,
+    patterns: Sequence[str],
+    resolve_stateful: bool,
+    compares_copies: bool,
 ) -> tuple[_Rows, protocol.RankInput]:
     """The local phase: everything that can fail, before any other rank is waited for."""
-    settings = api._short_hash((protocol.VERSION, __version__, ALGORITHM, patterns, resolve_stateful))
+    settings = api._short_hash((protocol.VERSION, __version__, ALGORITHM, patterns, resolve_stateful, compares_copies))
     try:
         from ckptlint.live.collect.extract import extract, findings_of
 
         held = extract(state_dict, resolve_stateful=resolve_stateful)
-        records = fp.chunk_rows(held, [0] * len(held), live.keys)
+        digests, has_digests, _ = api._digests(held, patterns, with_contents=compares_copies)
+        digests[[item.kind == "object" for item in held]] = 0  # a seal is of tensors alone
+        records = fp.chunk_rows(held, digests, live.keys)
         findings = findings_of(held, live.group.rank)
         unlike = {finding.fqn for finding in findings}
         records.flawed[:] = [fqn in unlike for fqn in records.fqns]
         rows = _rows(held, _short_seeds(records), patterns)
-        return rows, protocol.RankInput(records, tuple(findings), settings, api._short_hash(tag))
+        late = functools.partial(api._late_digests, held, patterns) if compares_copies else None
+        contents = [item.data for item in held] if compares_copies else ()
+        tag_hash = api._short_hash(tag)
+        return rows, protocol.RankInput(
+            records, tuple(findings), settings, tag_hash, "", has_digests, contents=contents, late_digests=late
+        )
     except Exception as error:
         none = fp.chunk_rows([], [], live.keys)
         text = f"{type(error).__name__}: {error}"

@@ -129,7 +129,7 @@ def layouts(rank: int) -> State:
 
 
 def test_another_layout_loads_what_was_sealed(tmp_path: Path, sealed: Path) -> None:
-    def job(rank: int) -> list[tuple[list[tuple[str, str | None, str, str]], int]]:
+    def job(rank: int) -> list[tuple[list[tuple[str, str | None, str, str, str]], int]]:
         live.install(timeout=20)
         held = layouts(rank)
         dcp.load(held, checkpoint_id=tmp_path)
@@ -137,6 +137,8 @@ def test_another_layout_loads_what_was_sealed(tmp_path: Path, sealed: Path) -> N
         if rank == 2:  # one element of one shard
             held["model"]["rows"]._local_tensor.view(torch.int16)[0, 0].bitwise_xor_(1)
         held["model"]["copied"][1, 1] += 1
+        if rank == 3:  # of four copies; the one that is summed up for the seal is right
+            held["model"]["both"]._local_tensor[2, 4] += 1
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             reports.append(live.check_loaded(held, tmp_path, on_error="warn"))
@@ -150,13 +152,16 @@ def test_another_layout_loads_what_was_sealed(tmp_path: Path, sealed: Path) -> N
     (good, code), (bad, bad_code), raised = run_alike(job)
     lines = ["2 keys were not compared with the seal: not in the state"]
     assert ([line[3] for line in good], code) == (lines, 0)
-    differing = [(code, fqn, place) for code, fqn, place, _ in bad if code == "LIV304"]
+    differing = [(code, fqn, place) for code, fqn, place, *_ in bad if code == "LIV304"]
     assert differing == [("LIV304", "model.copied", "ranks 0-3"), ("LIV304", "model.rows", "ranks 0-3")]
+    assert [(fqn, hint) for code, fqn, _, _, hint in bad if code == "LIV205"] == [
+        ("model.both", "look at rank 3 first")
+    ]
     assert bad_code == 1 and raised == (bad, 1)
 
 
-def reported(report: Any) -> list[tuple[str, str | None, str, str]]:
-    return [(item.code, item.fqn, item.finding.at.label, item.title) for item in report.diagnostics]
+def reported(report: Any) -> list[tuple[str, str | None, str, str, str]]:
+    return [(d.code, d.fqn, d.finding.at.label, d.title, d.finding.hint) for d in report.diagnostics]
 
 
 UNUSABLE = {
