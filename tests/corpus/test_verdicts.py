@@ -42,7 +42,8 @@ def test_a_folder_gets_its_verdict(path: Path, row: dict[str, str], number: int)
 @sweep_only
 @pytest.mark.forks
 def test_readers_in_children_give_the_same_verdicts() -> None:
-    wrong = [text for folder, row in ROWS for text in wrong_at("data", folder / row["path"], row)]
+    paths = [(folder / row["path"], row) for folder, row in ROWS]
+    wrong = [f"{path}: {text}" for path, row in paths for text in wrong_at("data", path, row)]
     assert not wrong, "\n".join(wrong)
 
 
