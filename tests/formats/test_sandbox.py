@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from pickles import stream, write_zip
-from support import REAL, codes, found
+from support import REAL, codes, found, sweep_only
 
 import ckptlint
 from ckptlint import sandbox
@@ -69,6 +69,7 @@ def test_the_share_of_the_bytes_is_not_taken_from_the_budget(monkeypatch: pytest
         assert [isolated(work, 2**20) for _ in range(5)] == ["read"] * 5
 
 
+@sweep_only
 def test_slow_files_of_a_step_cost_one_budget_and_the_others_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,6 +101,7 @@ def test_files_that_no_time_is_left_for_are_named(tmp_path: Path, monkeypatch: p
     assert "was not read" in told
 
 
+@sweep_only
 def test_slow_records_cost_one_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "_BASE_SECONDS", 1.6)
     before = seconds_of_children()

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from support import REPOSITORY, bench, codes, run_python, sweep_only
+from support import REPOSITORY, bench, codes, run_python, sweep_only, swept
 
 import ckptlint
 from ckptlint.formats.pickles import safe_pickle as unpickle
@@ -18,7 +18,7 @@ def generate() -> ModuleType:
     return bench("generate")
 
 
-@pytest.mark.parametrize("kind", ["fsdp", "tp-fsdp", "flat", "mcore", "objects", "files"])
+@pytest.mark.parametrize("kind", ["fsdp", *swept("tp-fsdp", "flat", "mcore"), "objects", "files"])
 def test_a_healthy_kind_passes(generate: ModuleType, tmp_path: Path, kind: str) -> None:
     generate.generate(kind, 1024, tmp_path)
     report = ckptlint.check(tmp_path, depth="files" if kind == "files" else "metadata")
