@@ -14,6 +14,7 @@ from support import REAL
 
 import ckptlint
 from ckptlint import live
+from ckptlint.integrations.saved import SaveCheck
 
 GOOD, HOLE, RUN = REAL / "fsdp2_4r", REAL / "fsdp2_4r_hole", REAL / "frameworks" / "trackers" / "older"
 
@@ -64,6 +65,7 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "a live error": a_live_error,
     "a seal to be written": sealed,
     "a planner": live.SaveLint,
+    "a check of a save": lambda: SaveCheck("step-1", "fail", "error GEO004", {"exit_code": 1}),
 }
 
 
