@@ -68,6 +68,10 @@ def read_header(folder: Folder, name: str, size: int) -> Header:
     return parse_header(start[8 : 8 + length], 8 + length)
 
 
+_SPACES = b" \t\r\n"
+"""What JSON allows before a value; safetensors 0.8 reads a header that begins with it."""
+
+
 def header_length(start: bytes, size: int) -> int:
     """The length that the first bytes of a file of `size` bytes claim for its header; `read_header` has the errors."""
     if start[: len(_POINTER)] == _POINTER:
@@ -81,7 +85,7 @@ def header_length(start: bytes, size: int) -> int:
     if len(start) < 8:
         raise UnreadableError(f"ends after {len(start)} bytes, before the length of its header", 0)
     length = int.from_bytes(start[:8], "little")
-    if len(start) > 8 and start[8:9] != b"{":
+    if start[8:].lstrip(_SPACES)[:1] not in (b"{", b""):
         raise UnreadableError("does not start like a safetensors file: its header is not a JSON object", 8)
     if length > size - 8:
         raise UnreadableError(

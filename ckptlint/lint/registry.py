@@ -92,8 +92,8 @@ def _may_name(place: str) -> bool:
     """Whether a place that packages come from may hold plug-ins: importing what knows for sure takes 20 ms."""
     try:
         with os.scandir(place or ".") as listing:
-            own = [entry for entry in listing if entry.name.endswith((".dist-info", ".egg-info"))]
-            described = [(entry.path, entry.stat().st_mtime_ns) for entry in own]
+            distributions = [entry for entry in listing if entry.name.endswith((".dist-info", ".egg-info"))]
+            described = [(entry.path, entry.stat().st_mtime_ns) for entry in distributions]
     except NotADirectoryError:  # an archive
         return True
     except OSError:

@@ -187,8 +187,8 @@ def _wraps_others(kind: type) -> bool:
     """Whether a class of tensors keeps its elements in other tensors."""
     import torch
 
-    own: Any = getattr(kind, "__torch_dispatch__", None)
-    return kind is not torch.Tensor and own is not torch.Tensor.__torch_dispatch__
+    dispatch: Any = getattr(kind, "__torch_dispatch__", None)
+    return kind is not torch.Tensor and dispatch is not torch.Tensor.__torch_dispatch__
 
 
 @cache
