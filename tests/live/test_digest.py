@@ -18,6 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support", "ignore:to
 
 from ckptlint.live.collect import tensor_digest as digest  # noqa: E402
 from ckptlint.live.collect.tensor_digest import Chunk, elem_digests, live_object_digest, word_digests  # noqa: E402
+from ckptlint.live.compare.difference import _shaped  # noqa: E402
 
 DTYPES = [
     *("bool", "uint8", "int8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "complex32", "complex64"),
@@ -267,7 +268,7 @@ def test_freed_memory_is_not_read(shape: tuple[int, ...], left: int) -> None:
     chunks = [Chunk(value, (0,) * len(shape), tuple(value.shape), tuple(value.shape)) for value in (whole, freed)]
     for found, known in (word_digests([whole, freed]), elem_digests(chunks)):
         assert known.tolist() == [True, False] and found[0] and not found[1]
-    assert live_object_digest({"a": [freed]}) is None
+    assert live_object_digest({"a": [freed]}) is None and _shaped(freed, freed.shape) is None
     assert digest.freed_bytes(freed) == (left, 8 * whole.numel()) and digest.freed_bytes(whole) is None
     for kept in (torch.ones(3).expand(10**12, 3), torch.zeros(0, 4), torch.ones(8)[2::3], torch.eye(3).to_sparse()):
         assert digest.freed_bytes(kept) is None
