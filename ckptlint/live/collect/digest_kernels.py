@@ -12,6 +12,9 @@ import triton.language as tl
 
 from ckptlint.seals.digests import GOLD
 
+INTEGERS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
+"""Without sign, by their size in bytes."""
+
 _GOLD = tl.constexpr(GOLD)
 
 
@@ -38,54 +41,45 @@ def word_tiles(rows, sums, ALIGNED: tl.constexpr, TILE: tl.constexpr, STEP: tl.c
         TILE: words that need no mask; STEP: words that are read at once.
     """
     row = rows + tl.program_id(0) * 4
-    address, first, stop = tl.load(row), tl.load(row + 1) // 8, tl.load(row + 2)
+    data, single = tl.load(row).to(tl.pointer_type(tl.int64)), tl.load(row).to(tl.pointer_type(tl.uint8))
+    begin, stop = tl.load(row + 1) // 8, tl.load(row + 2)
     end = (stop + 7) // 8
     total = tl.zeros((STEP,), tl.uint64)
-    if ALIGNED == 1:
-        data = address.to(tl.pointer_type(tl.uint8))
-        for begin in range(first, end, STEP):
-            at = begin + tl.arange(0, STEP)
-            words = tl.zeros((STEP,), tl.uint64)
-            for byte in tl.static_range(8):
-                value = tl.load(data + at * 8 + byte, mask=at * 8 + byte < stop, other=0)
-                words |= value.to(tl.uint64) << (8 * byte)
-            total += tl.where(at < end, _keyed(words, at), 0)
-    else:
-        data = address.to(tl.pointer_type(tl.int64))
-        whole = first + (end - first) // TILE * TILE
-        for begin in range(first, whole, TILE):  # without a mask a thread loads 16 bytes at once
+    if ALIGNED > 1:
+        whole = begin + (end - begin) // TILE * TILE
+        for tile in range(begin, whole, TILE):  # without a mask a thread loads 16 bytes at once
             for step in tl.static_range(0, TILE, STEP):
-                at = begin + step + tl.arange(0, STEP)
+                at = tile + step + tl.arange(0, STEP)
                 here = data + at
                 if ALIGNED == 16:
                     here = tl.max_contiguous(tl.multiple_of(here, 16), STEP)
                 total += _keyed(tl.load(here, eviction_policy="evict_first").to(tl.uint64), at)
-        for begin in range(whole, end, STEP):
-            at = begin + tl.arange(0, STEP)
+        begin = whole
+    for step in range(begin, end, STEP):
+        at = step + tl.arange(0, STEP)
+        if ALIGNED > 1:
             words = tl.load(data + at, mask=at < end, other=0).to(tl.uint64)
-            total += tl.where(at < end, _keyed(words, at), 0)
+        else:
+            words = tl.zeros((STEP,), tl.uint64)
+            for byte in tl.static_range(8):
+                here = at * 8 + byte
+                words |= tl.load(single + here, mask=here < stop, other=0).to(tl.uint64) << (8 * byte)
+        total += tl.where(at < end, _keyed(words, at), 0)
     tl.atomic_add(sums + tl.load(row + 3), tl.sum(total.to(tl.int64), 0))
 
 
 @triton.jit
-def element_tiles(rows, sums, BITS: tl.constexpr, AXES: tl.constexpr, STEP: tl.constexpr):
+def element_tiles(rows, sums, INTEGER: tl.constexpr, AXES: tl.constexpr, STEP: tl.constexpr):
     """Adds the sums over elements to `sums`, int64 [n].
 
     Args:
         rows: int64 [programs, 5 + 3 * AXES], address of a tensor, first element, end, place in `sums`, number of the
             tensor's first element in the whole; of each axis, the fastest last: size, stride in memory, in the whole.
-        BITS: of an element; STEP: elements that are read at once.
+        INTEGER: dtype that an element is read as, of `INTEGERS`; STEP: elements that are read at once.
     """
     row = rows + tl.program_id(0) * (5 + 3 * AXES)
     first, end, start = tl.load(row + 1), tl.load(row + 2), tl.load(row + 4)
-    if BITS == 8:
-        data = tl.load(row).to(tl.pointer_type(tl.uint8))
-    elif BITS == 16:
-        data = tl.load(row).to(tl.pointer_type(tl.uint16))
-    elif BITS == 32:
-        data = tl.load(row).to(tl.pointer_type(tl.uint32))
-    else:
-        data = tl.load(row).to(tl.pointer_type(tl.uint64))
+    data = tl.load(row).to(tl.pointer_type(INTEGER))
     total = tl.zeros((STEP,), tl.uint64)
     for begin in range(first, end, STEP):
         at = begin + tl.arange(0, STEP)

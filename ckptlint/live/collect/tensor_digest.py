@@ -1,8 +1,8 @@
 """Digests of tensors on their own device (CPU, CUDA): those of `ckptlint.seals.digests` bit by bit, and of their bytes.
 
-The kernels of `fused_digests` on a GPU, if Triton is there; all else by eager torch operations on int64, whose products
-and sums wrap. Blocks are bounded, so that all scratch together stays
-below 64 MiB; nothing draws random numbers, records gradients or waits for the device before the results are fetched.
+On a GPU by the kernels of `fused_digests`, if Triton is there. All else by eager torch operations on int64, whose
+products and sums wrap, in bounded blocks, so that all scratch together stays below 64 MiB. Nothing draws random
+numbers, records gradients or waits for the device before the results are fetched.
 """
 
 from __future__ import annotations
