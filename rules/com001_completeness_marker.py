@@ -20,6 +20,8 @@ def completeness_marker(ckpt: Checkpoint) -> Iterator[Finding]:
         save, a note where none is.
         A step of transformers' Trainer has its `trainer_state.json`; one of prime-rl or VeOmni has `STABLE` or
         `checkpoint_manifest.json` if the step before it has one.
+        A step has the kinds of state beside the model that the step before it has (`optimizer.pt`, `trainer_state.json`),
+        and the files that all of several older steps have: a warning.
         A part that `model_index.json` names, or of diffusers in a step, holds weights beside its `config.json`.
     Why it matters:
         Each of these files is written last in its stage, so the save or the copy did not finish.

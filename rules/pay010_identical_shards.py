@@ -281,9 +281,7 @@ def _is_misshapen(ckpt: Checkpoint, tensor: Tensor) -> bool:
     return param is not None and param.global_shape != tensor.global_shape
 
 
-def _parameter_repeats(
-    payload: PayloadTable, param: Tensor, tensor: Tensor, pairs: Sequence[tuple[int, int]]
-) -> bool:
+def _parameter_repeats(payload: PayloadTable, param: Tensor, tensor: Tensor, pairs: Sequence[tuple[int, int]]) -> bool:
     """Whether the parameter of a state, cut as the state is, repeats where the state does."""
     numbers = _numbers(payload, param)
     at = {tensor.layout.box(row): row for row in {row for pair in pairs for row in pair}}

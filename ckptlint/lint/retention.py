@@ -9,7 +9,7 @@ from typing import Any
 
 from ckptlint.dataclass import dataclass
 from ckptlint.errors import AccessError, CkptlintError, NothingToCheckError
-from ckptlint.lint.steps import Judge, JudgedStep, judge_step, missing_files, no_copy, runs_at
+from ckptlint.lint.steps import Judge, JudgedStep, judge_step, lacking, no_copy, runs_at
 from ckptlint.loaders.json_file import read_json
 from ckptlint.loaders.run.folder import read_trackers
 from ckptlint.loaders.run.steps import Step, is_alike, run_at, runs_below, steps_of
@@ -18,7 +18,7 @@ from ckptlint.model.text import listed, plural, printable
 from ckptlint.sandbox import isolated
 from ckptlint.storage.folder import Folder
 from ckptlint.storage.paths import shown
-from ckptlint.vocabulary.frameworks import family_of, is_newest
+from ckptlint.vocabulary.frameworks import is_newest
 from ckptlint.vocabulary.parts import PARTS
 
 _LEVELS = 5  # folders below a step or beside the steps that are listed
@@ -169,25 +169,12 @@ def _beside_older(step: Step, own: JudgedStep, older: Sequence[tuple[Step, Judge
     """
     passing = [pair for pair in older if pair[1].verdict == "passes"]
     parts = {part for _, other in passing for part in other.parts}
-    families = {family: other.name for older_step, other in reversed(passing) for family in _families(older_step)}
-    lost = [name for name in families if name not in _families(step)]
+    if why := lacking(step, [older_step for older_step, _ in passing], len(passing)):
+        return replace(own, verdict="unfinished", why=why)
+    lost = [part for part in PARTS if part in parts and part not in own.parts]
     if lost:
-        return replace(own, verdict="unfinished", why=f"it has no {listed(lost)}, which {families[lost[0]]} has")
-    if missing := missing_files(step, [older_step for older_step, _ in older]):
-        return replace(own, verdict="unfinished", why=f"it has no {listed(missing)}, which all older steps have")
-    lacking = [part for part in PARTS if part in parts and part not in own.parts]
-    if lacking:
-        return replace(own, verdict="lacks parts", why=f"it has no {listed(lacking, 'and no')}; an older step has them")
+        return replace(own, verdict="lacks parts", why=f"it has no {listed(lost, 'and no')}; an older step has them")
     return own
-
-
-def _families(step: Step) -> set[str]:
-    """The kinds of state that files of a step hold, by their names."""
-    try:
-        known = map(family_of, step.folder.files_beside()) if step.is_folder else ()
-        return {family.name for family in known if family is not None and family.content != "other"}
-    except CkptlintError:
-        return set()
 
 
 # ---------------------------------------------------------------- why a step stays

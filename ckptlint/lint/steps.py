@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import field, replace
 from functools import partial
-from itertools import islice
 from typing import Any, Literal
 
 from ckptlint.dataclass import dataclass
@@ -16,7 +14,7 @@ from ckptlint.errors import CkptlintError, ConfigError, NothingToCheckError, Unk
 from ckptlint.lint.report import CheckpointReport, Report
 from ckptlint.loaders.checkpoint import open_checkpoint
 from ckptlint.loaders.discover import find_checkpoints
-from ckptlint.loaders.run.finished import step_state
+from ckptlint.loaders.run.finished import lacking_files, step_state
 from ckptlint.loaders.run.folder import read_tracker
 from ckptlint.loaders.run.steps import Step, is_alike, run_at, runs_below, steps_of
 from ckptlint.model import Checkpoint
@@ -36,9 +34,6 @@ StepVerdict = Literal["passes", "fails", "unfinished", "lacks parts", "not judge
 Judge = Callable[[str], Report]
 """What gives the report on the checkpoint at a path."""
 
-_OLDER = 8  # steps that one is compared with
-_NUMBERS = re.compile(r"\d+")
-_SHARDED = re.compile(r"-\d+-of-\d+(?=\.\w+$)|\.index\.json$")
 _DOUBTFUL: tuple[ProblemKind, ...] = (
     "unsupported",
     "limit",
@@ -297,21 +292,21 @@ def _with_parts(
     asked, is_asked = "--require asks for them", bool(required)
     if not depth.looks_at_files:
         judged = replace(judged, parts=_by_names(step, judged.parts))
-    if missing := missing_files(step, older):
-        return replace(judged, verdict="unfinished", why=f"it has no {listed(missing)}, which all older steps have")
+    if why := lacking(step, older):
+        return replace(judged, verdict="unfinished", why=why)
     if not required:
         before = next(_finished(older, depth), None)
         if before is None:
             return judged
         name, required = before
         asked = f"the step before it, {name}, has them"
-    lacking = [part for part in required if part not in judged.parts]
-    if not lacking:
+    lost = [part for part in required if part not in judged.parts]
+    if not lost:
         return judged
     if is_asked and not depth.looks_at_files:
-        why = f"--depth {depth} does not read the files that may hold {listed(lacking)}"
+        why = f"--depth {depth} does not read the files that may hold {listed(lost)}"
         return replace(judged, verdict="not judged", why=why)
-    return replace(judged, verdict="lacks parts", why=f"it has no {listed(lacking, 'and no')}; {asked}")
+    return replace(judged, verdict="lacks parts", why=f"it has no {listed(lost, 'and no')}; {asked}")
 
 
 def no_copy(judged: JudgedStep, compare: Judge) -> JudgedStep:
@@ -330,40 +325,16 @@ def no_copy(judged: JudgedStep, compare: Judge) -> JudgedStep:
     return replace(judged, warnings=(*judged.warnings, *sentences))
 
 
-def missing_files(step: Step, older: Iterable[Step]) -> list[str]:
-    """The files that each of several older steps of its kind has, and it lacks: what is written last shows the end.
-
-    A mark is missed where a single one has it. Older steps whose save did not finish say nothing.
-    """
+def lacking(step: Step, older: Iterable[Step], kinds_of: int = 1) -> str:
+    """That a step lacks files which older ones have (`loaders.run.finished.lacking_files`); "" where it lacks none."""
+    if not step.is_folder:
+        return ""
     try:
         alike = (one.folder for one in older if one.is_folder and is_alike(one.name, step.name))
-        finished = [*islice((folder for folder in alike if step_state(folder) != "unfinished"), _OLDER)]
-        if not step.is_folder or not finished:
-            return []
-        tells = _tells if len(finished) > 1 else _is_mark
-        held = [{_shape(name): name for name in folder.files_beside() if tells(name)} for folder in finished]
-        own = {*map(_shape, step.folder.files_beside())}
-        return sorted(
-            printable(name) for shape, name in held[0].items() if shape not in own and all(shape in one for one in held)
-        )
+        files, holders = lacking_files(step.folder, alike, kinds_of)
     except CkptlintError:
-        return []
-
-
-def _shape(name: str) -> str:
-    """What the names of one thing share in all steps: weights may become one file or several."""
-    return _NUMBERS.sub("0", _SHARDED.sub("", name))
-
-
-def _tells(name: str) -> bool:
-    """Whether a file is of what trainers write with each save: no text, log, code or settings that a run may drop."""
-    family = family_of(name)
-    return family is None or family.content != "other" or family.name in ("mark", "checksums")
-
-
-def _is_mark(name: str) -> bool:
-    family = family_of(name)
-    return family is not None and family.name == "mark"
+        return ""
+    return f"it has no {listed(files, 'and no')}, which {holders}" if files else ""
 
 
 def _by_names(step: Step, parts: Iterable[str]) -> tuple[str, ...]:

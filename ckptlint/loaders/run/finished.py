@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from itertools import islice
 from typing import Any
 
@@ -15,10 +17,21 @@ from ckptlint.model import AxisSize, Problem, StepState
 from ckptlint.model.text import listed, printable
 from ckptlint.storage.folder import Folder
 from ckptlint.storage.paths import is_safe
-from ckptlint.vocabulary.frameworks import Mark, SaveInventory, is_part, step_number, world
+from ckptlint.vocabulary.frameworks import (
+    Mark,
+    SaveInventory,
+    family_of,
+    holds_no_state,
+    is_part,
+    step_number,
+    world,
+)
 
 _LEVELS = 5  # folders between a part and its step
 _STEPS_TRIED = 16
+_OLDER = 8  # steps that one is compared with
+_NUMBERS = re.compile(r"\d+")
+_SHARDED = re.compile(r"-\d+-of-\d+(?=\.\w+$)|\.index\.json$")
 _INVENTORY_LIMIT = 1024**2
 _MOST_RANKS = 2**31
 
@@ -65,17 +78,89 @@ def _mark(folder: Folder, mark: Mark) -> str:
 
 
 def missing_parts(folder: Folder) -> list[Problem]:
-    """What an inventory names and the folder lacks, an inventory that was never written, and parts without weights."""
+    """What an inventory names and the folder lacks, an inventory that was never written, and parts without weights.
+
+    And of a step what the steps before it have.
+    """
     found, bare = list(_lacking(folder)), list(bare_parts(folder))
-    other = other_step(folder) if found or bare else ""
+    files, holders = lacking_files(folder, _steps_before(folder))
+    files = [name for name in files if name not in {label for label, *_ in found}]
+    other = other_step(folder) if found or bare or files else ""
     hint = other or "copy it from where it was written, or use another step"
     problems = [Problem("incomplete", label, sentence, why=why, hint=hint) for label, sentence, why in found]
+    if files:
+        problems.append(
+            Problem(
+                "incomplete",
+                files[0],
+                f"{folder.name} has no {listed(files, 'and no')}, which {holders}",
+                why="a resume goes on without this state, and says so at most in a log",
+                hint=other or "copy what is missing from where it was written, or ignore this if it is no longer saved",
+                outside_checkpoint=True,
+            )
+        )
     for part in bare:
         sentence = f"{part.name} holds the configuration of {part.model} and no weights"
         why = f"{part.named_by}, so the save or the copy lost the weights of this part"
         hint = other or "copy the weights from where they were written"
         problems.append(Problem("incomplete", part.name, sentence, why=why, hint=hint))
     return problems
+
+
+def lacking_files(step: Folder, older: Iterable[Folder], kinds_of: int = 1) -> tuple[list[str], str]:
+    """The files that a step lacks beside older ones of its kind, printable, and who has them, as the end of a sentence.
+
+    Missed is a kind of state that one of the nearest older steps has, by its name, a file that all of several older
+    steps have, and a mark that a single one has. Older steps whose save did not finish say nothing.
+
+    Args:
+        older: the nearest first.
+        kinds_of: how many of them say which kinds of state there are.
+    """
+    try:
+        finished = [*islice((folder for folder in older if step_state(folder) != "unfinished"), _OLDER)]
+        there = _files_of_state(step)
+        kinds = {*map(_kind, there)}
+        for one in finished[:kinds_of]:
+            if lost := [name for name in _files_of_state(one).values() if (kind := _kind(name)) and kind not in kinds]:
+                return sorted(map(printable, lost)), f"{printable(one.name)} has"
+        held = [_files_of_state(folder) for folder in finished]
+        lost = [
+            name
+            for pattern, name in (held[0] if held else {}).items()
+            if pattern not in there and all(pattern in one for one in held) and (len(held) > 1 or _is_mark(name))
+        ]
+        return sorted(map(printable, lost)), "all older steps have"
+    except CkptlintError:
+        return [], ""
+
+
+def _files_of_state(step: Folder) -> dict[str, str]:
+    """What the names of one thing share in all steps -> a file of the step, or of a folder in it, that holds state.
+
+    Weights may become one file or several.
+    """
+    inner = [name for name in step.folders() if not (holds_no_state(name) or step_number(name) is not None)]
+    subs = [(name, sub_folder(step, name)) for name in inner] if step.is_near else []
+    names = [*step.files_beside(), *(f"{name}/{file}" for name, sub in subs if sub for file in sub.files_beside())]
+    return {_NUMBERS.sub("0", _SHARDED.sub("", name)): name for name in names if _is_of_state(name)}
+
+
+def _is_of_state(path: str) -> bool:
+    """Whether a file is of what trainers write with each save: no text, log, code or settings that a run may drop."""
+    family = family_of(path.rpartition("/")[2])
+    return family is None or family.content != "other" or family.name in ("mark", "checksums")
+
+
+def _kind(path: str) -> str:
+    """The kind of state that a file beside the model holds by its name; "" for all else."""
+    family = None if "/" in path else family_of(path)
+    return "" if family is None or family.content == "other" or family.part == "model" else family.name
+
+
+def _is_mark(path: str) -> bool:
+    family = family_of(path)
+    return family is not None and family.name == "mark"
 
 
 def _lacking(folder: Folder) -> Iterator[tuple[str, str, str]]:
@@ -121,14 +206,15 @@ def _stated(folder: Folder, known: SaveInventory) -> dict[str, Any]:
 
 def _step_before(folder: Folder) -> Folder | None:
     """The step of the same run before this one, where both are folders named alike."""
+    return next(_steps_before(folder), None)
+
+
+def _steps_before(folder: Folder) -> Iterator[Folder]:
+    """The steps of the same run before this one that are folders named alike, the nearest first."""
     number, parent = step_number(folder.name), folder.parent
-    if number is None or parent is None:
-        return None
-    try:
-        older = older_steps(parent, folder.name, number)
-    except CkptlintError:
-        return None
-    return parent.sub(older[0].name) if older else None
+    with suppress(CkptlintError):
+        if number is not None and parent is not None:
+            yield from (parent.sub(step.name) for step in older_steps(parent, folder.name, number))
 
 
 def _lies_below(folder: Folder, path: str) -> bool:
