@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from jobs import Failure, run_alike, run_ranks
+from jobs import Failure, run_alike, run_ranks, works
 from support import REPOSITORY, codes
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -322,12 +322,6 @@ def collected(function: Callable[[], Report]) -> tuple[list[tuple[str, str, str]
         text,
         time.monotonic() - started,
     )
-
-
-def works() -> bool:
-    total = torch.ones(())
-    dist.all_reduce(total)
-    return int(total) == 4
 
 
 def test_a_rank_that_raises_tells_all_ranks() -> None:

@@ -1,0 +1,111 @@
+"""What a rank may spend on collecting what it holds: states without an end cost a check, never the job."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jobs import run_alike, works
+from threads import run_threads
+
+from ckptlint import live
+from ckptlint.lint.report import Report
+from ckptlint.live import api, sealing
+from ckptlint.live.api import Live
+from ckptlint.live.collect import limit
+from ckptlint.live.collect.extract import extract, resolved
+from ckptlint.live.collect.limit import Limit, OutOfTime, readable
+
+
+class Endless(dict[str, Any]):
+    def items(self) -> Iterator[tuple[str, int]]:  # type: ignore[override]
+        return ((f"key{i}", i) for i in count())
+
+
+def doubled(value: Any, kind: type) -> Any:
+    """A value that holds the value before it twice, 60 times over."""
+    for _ in range(60):
+        value = {"a": value, "b": value} if kind is dict else kind((value, value))
+    return value
+
+
+STATES: dict[str, Any] = {
+    "an endless mapping": lambda: {"model": Endless()},
+    "an endless state": Endless,
+    "an endless mapping in a tuple": lambda: {"arguments": (Endless(),)},
+    "tuples that share": lambda: {"arguments": doubled(1, tuple)},
+    "lists that share": lambda: {"arguments": doubled(1, list)},
+    "lists of tensors that share": lambda: {"model": doubled(torch.ones(1), list)},
+    "mappings that share": lambda: {"model": doubled(1, dict)},
+    "a million keys": lambda: dict.fromkeys(range(1_000_000), 1),
+}
+
+
+def diagnosed(report: Report) -> list[tuple[str, str]]:
+    return [(d.code, d.title) for d in report.diagnostics]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_state_without_an_end_is_given_up_by_all_ranks_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "_COLLECTING", 0.02)
+    states = {name: make() for name, make in STATES.items()}
+
+    def job(of_rank: Live) -> Any:
+        seen = {}
+        for name, state in states.items():
+            started = time.monotonic()
+            seen[name] = diagnosed(of_rank.check(state if of_rank.group.rank == 2 else {"step": 1}, tag=name))
+            assert time.monotonic() - started < 5, name
+        return seen, of_rank.check({"step": 1}, tag="after").verdict
+
+    first, *others = run_threads(job, world=4)
+    assert all(other == first for other in others)
+    said = "nothing was compared: rank 2: its state could not be collected: within 0.2 s"
+    assert first == ({name: [("LIV211", said)] for name in STATES}, "pass")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_job_goes_on_after_the_time_is_over(tmp_path: Path) -> None:
+    def job(rank: int) -> Any:
+        installed = live.install(timeout=1)
+        state = {"w": torch.ones(4), **({"arguments": doubled(1, tuple)} if rank == 1 else {})}
+        first = diagnosed(live.check(state, tag=1))
+        loaded = diagnosed(live.check_loaded(Endless() if rank == 1 else state, tmp_path))
+        return first, loaded, installed.refusal, live.check({"w": torch.ones(4)}, tag=2).verdict, works()
+
+    said = "nothing was compared: rank 1: its state could not be collected: within 0.6 s"
+    assert run_alike(job) == ([("LIV211", said)], [("LIV211", said)], "", "pass", True)
+
+
+def test_time_of_the_jobs_own_code_is_not_counted() -> None:
+    class Slow:
+        def state_dict(self) -> dict[str, Any]:
+            time.sleep(0.2)
+            return {"step": 1}
+
+        load_state_dict = None
+
+    assert [key for key, _ in resolved({"app": Slow(), "step": 2}, Limit(0.1))] == ["app", "step"]
+
+
+def test_so_many_values_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limit, "_MOST_VALUES", 1_000)
+    with pytest.raises(OutOfTime, match="it has more than 1,000 values"):
+        extract({"model": Endless()})
+
+
+def test_what_was_expanded_far_beyond_its_memory_is_not_read() -> None:
+    wide = {f"w{i}": torch.ones(1).expand(2**27) for i in range(3)} | {"huge": torch.ones(1, 3).expand(2**40, 3)}
+    assert readable([*wide.values(), torch.ones(3)]).tolist() == [True, True, False, False, True]
+    state = {"huge": wide["huge"], "kept": (wide["huge"],), "b": torch.ones(1).expand(8), "c": torch.ones(2**23)}
+    report = run_threads(lambda of_rank: of_rank.check(state), world=2)[0]
+    assert diagnosed(report) == [("LIV213", "the contents of up to 2 values per rank were not compared")]
+    pending = live.prepare_seal(state)
+    assert pending._sums is not None
+    reasons = dict(zip(state, pending._sums.reason[pending._sums.places(list(state))].tolist(), strict=True))
+    assert reasons == {"huge": sealing._NO_DIGEST, "kept": sealing._OBJECT, "b": 0, "c": 0}
