@@ -5,12 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from jobs import run_alike, works
 from threads import run_threads
 
 from ckptlint import live
@@ -18,8 +16,8 @@ from ckptlint.lint.report import Report
 from ckptlint.live import api, sealing
 from ckptlint.live.api import Live
 from ckptlint.live.collect import limit
-from ckptlint.live.collect.extract import extract, resolved
-from ckptlint.live.collect.limit import Limit, OutOfTime, readable
+from ckptlint.live.collect.extract import resolved
+from ckptlint.live.collect.limit import Limit, readable
 
 
 class Endless(dict[str, Any]):
@@ -69,19 +67,6 @@ def test_a_state_without_an_end_is_given_up_by_all_ranks_alike(monkeypatch: pyte
     assert first == ({name: [("LIV211", said)] for name in STATES}, "pass")
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_a_job_goes_on_after_the_time_is_over(tmp_path: Path) -> None:
-    def job(rank: int) -> Any:
-        installed = live.install(timeout=1)
-        state = {"w": torch.ones(4), **({"arguments": doubled(1, tuple)} if rank == 1 else {})}
-        first = diagnosed(live.check(state, tag=1))
-        loaded = diagnosed(live.check_loaded(Endless() if rank == 1 else state, tmp_path))
-        return first, loaded, installed.refusal, live.check({"w": torch.ones(4)}, tag=2).verdict, works()
-
-    said = "nothing was compared: rank 1: its state could not be collected: within 0.6 s"
-    assert run_alike(job) == ([("LIV211", said)], [("LIV211", said)], "", "pass", True)
-
-
 def test_time_of_the_jobs_own_code_is_not_counted() -> None:
     class Slow:
         def state_dict(self) -> dict[str, Any]:
@@ -93,10 +78,12 @@ def test_time_of_the_jobs_own_code_is_not_counted() -> None:
     assert [key for key, _ in resolved({"app": Slow(), "step": 2}, Limit(0.1))] == ["app", "step"]
 
 
-def test_so_many_values_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_alone_and_a_seal_stop_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limit, "_MOST_VALUES", 1_000)
-    with pytest.raises(OutOfTime, match="it has more than 1,000 values"):
-        extract({"model": Endless()})
+    said = "its state could not be collected: it has more than 1,000 values"
+    with pytest.warns(UserWarning, match="LIV211"):
+        assert diagnosed(live.check({"model": Endless()})) == [("LIV211", said)]
+    assert live.prepare_seal(Endless()).problem == said
 
 
 def test_what_was_expanded_far_beyond_its_memory_is_not_read() -> None:
