@@ -169,6 +169,7 @@ def alone(rank: int) -> list[Any]:
         tensor = torch.ones(9, device=DEVICE) + drift * (rank == 3)
         seen.append([code for code, *_ in codes(live.check, {"w": tensor}, tag=drift)])
     words = np.array([2**61, -5, rank], np.int64)
+    group.begin(SECONDS)
     assert group.reduce(words, "sum").tolist() == [-(2**63), -20, 6]
     assert group.reduce(words, "max").tolist() == [2**61, -5, 3]
     assert group.gather(words)[:, 2].tolist() == [0, 1, 2, 3] and group.broadcast(words, 1)[2] == 1
