@@ -217,11 +217,11 @@ class Live:
             failure: of this rank.
         """
         self._first = 0
-        refusal = self.refusal or (str(failure) if isinstance(failure, OutOfTime) else _veto())
+        refusal = self.refusal or (str(failure) if isinstance(failure, OutOfTime) else "")
         if self.gate is None:
             return refusal
         # a rank that gave up says so at the gate: others may not know, and would wait for it
-        passage = self.gate.enter(tag, self.timeout, refusal, repeats)
+        passage = self.gate.enter(tag, self.timeout, refusal or _veto(), repeats)
         if passage.go:
             return ""
         if passage.reason:

@@ -57,7 +57,7 @@ def test_a_state_without_an_end_is_given_up_by_all_ranks_alike(monkeypatch: pyte
 
     first, *others = run_threads(job, world=4)
     assert all(other == first for other in others)
-    said = "nothing was compared: rank 2: its state could not be collected: within 0.2 s"
+    said = "nothing was compared: rank 2: its state could not be collected within 0.2 s"
     assert first == ({name: [("LIV211", said)] for name in states}, "pass")
 
 

@@ -145,7 +145,7 @@ def extract(
         _walk((), resolved(state_dict, limit) if resolve_stateful else state_dict.items(), found, limit)
         for number, (path, value) in enumerate(found):
             if not number % 64:
-                limit.spend()
+                limit.look()
             fqn = ".".join(map(str, path))
             items = _READERS[_kind(value)](fqn, value, parts)
             if items and items[0].writer != "mcore" and (first := paths.setdefault(fqn, path)) is not path:
@@ -205,7 +205,7 @@ def _is_walked(part: Any, limit: Limit) -> bool:
     if type(part) in _LEAVES:
         return False
     if isinstance(part, list):
-        limit.spend()
+        limit.look()
         return any(_is_walked(value, limit) for value in part)
     return isinstance(part, (torch.Tensor, Mapping)) or _has(part, _OBJECT) or _has(part, _FACTORY)
 

@@ -16,8 +16,8 @@ from ckptlint.model.layout import BoolArray
 _T = TypeVar("_T")
 
 _MOST_VALUES = 8_000_000  # an endless mapping fills the memory long before the time is over
-_LARGE = 2**24
-_MOST_EXPANDED = 2**30
+_LARGE = 2**22  # elements
+_MOST_EXPANDED = 2**30  # bytes
 
 
 class OutOfTime(Exception):  # noqa: N818  what is the case
@@ -26,7 +26,7 @@ class OutOfTime(Exception):  # noqa: N818  what is the case
 
 @dataclass(slots=True)
 class Limit:
-    """What a rank may spend on collecting, from now on.
+    """How long a rank may collect, from now on.
 
     Attributes:
         seconds: for all of it; what the job's own code takes is not counted.
@@ -40,21 +40,22 @@ class Limit:
         self._until = time.monotonic() + self.seconds
         self._left = _MOST_VALUES
 
-    def spend(self) -> None:
-        """Come to one more value.
+    def look(self) -> None:
+        """Look at the clock.
 
         Raises:
-            OutOfTime: no time is left, or there are too many values.
+            OutOfTime: no time is left.
         """
-        self._left -= 1
-        if self._left < 0 or time.monotonic() > self._until:
-            few = f"it has more than {_MOST_VALUES:,} values" if self._left < 0 else f"within {self.seconds:.3g} s"
-            raise OutOfTime(f"its state could not be collected: {few}")
+        if time.monotonic() > self._until:
+            raise OutOfTime(f"its state could not be collected within {self.seconds:.3g} s")
 
     def within(self, values: Iterable[_T]) -> Iterator[_T]:
-        """The values, as long as they can be spent."""
+        """The values, as long as there is time; raises OutOfTime, also when there are too many."""
         for value in values:
-            self.spend()
+            self._left -= 1
+            if self._left < 0:
+                raise OutOfTime(f"its state could not be collected: it has more than {_MOST_VALUES:,} values")
+            self.look()
             yield value
 
     def extend(self, seconds: float) -> None:
@@ -68,8 +69,7 @@ def readable(tensors: Sequence[Any]) -> BoolArray:
 
     left, found = _MOST_EXPANDED, np.ones(len(tensors), bool)
     for number, tensor in enumerate(tensors):
-        size = tensor.numel() * tensor.element_size()
-        if size > _LARGE and tensor.layout == torch.strided and 0 in tensor.stride():
-            left -= size
+        if tensor.numel() > _LARGE and tensor.layout == torch.strided and 0 in tensor.stride():
+            left -= tensor.numel() * tensor.element_size()
             found[number] = left >= 0
     return found

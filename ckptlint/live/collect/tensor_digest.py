@@ -79,7 +79,7 @@ def elem_digests(chunks: Sequence[Chunk]) -> tuple[IntArray, BoolArray]:
 
 def live_object_digest(value: Any, limit: Limit | None = None) -> int | None:
     """`digests.object_digest` of a value that may hold tensors, dtypes and devices; raises OutOfTime."""
-    return digests.object_digest(value, _leaf, (limit or Limit()).spend)
+    return digests.object_digest(value, _leaf, (limit or Limit()).look)
 
 
 def _leaf(value: Any) -> bytes | None:
