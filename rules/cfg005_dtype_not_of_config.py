@@ -23,8 +23,8 @@ def dtype_not_of_config(ckpt: Checkpoint) -> Iterator[Finding]:
     What it checks:
         Each float tensor of an export has the `dtype` (or `torch_dtype`) of the `config.json` beside it. It is a
         warning if other tensors add a quarter or more to the model's bytes or take as much from them, or if norms are
-        float64. It is info for a few others, such as routers kept in float32, from 1% of the bytes on. Quantised models
-        and training checkpoints are left out.
+        float64. It is info for a few others, such as routers kept in float32, from 1% of the bytes on. Quantised models,
+        training checkpoints and variants (`model.fp16.safetensors`) are left out.
     Why it matters:
         Wider files are larger than the model; in narrower ones the precision that is declared was lost. A loader that
         uses the declared dtype converts every tensor.
@@ -39,6 +39,8 @@ def dtype_not_of_config(ckpt: Checkpoint) -> Iterator[Finding]:
     fit = fit_of(ckpt)
     if fit.expected.dtype is None or not fit.is_export:
         raise NotApplicable("no dtype is declared for these files")
+    if any(name.count(".") > 1 for name in ckpt.files.names):
+        raise NotApplicable("the configuration describes the model without a variant in its name")
     for item in other_dtypes(ckpt, fit):
         is_double = _has_double_norms(ckpt, item)
         if is_double or item.declared >= _LEAST * implied_bytes(fit):

@@ -32,7 +32,8 @@ def adapter_config(ckpt: Checkpoint) -> Iterator[Finding]:
         For adapters of type LORA, the rank of every module is `r`, or what `rank_pattern` gives it; factors of fused
         experts are a multiple of it. Patterns that are more than plain text are never run: their ranks are allowed
         everywhere. `use_dora` comes with magnitude vectors. Every name in `target_modules` and `modules_to_save` is
-        stored: a missing one is a warning, or info for names that many lists carry and the base model need not have.
+        stored, unless `exclude_modules` takes it out: a missing one is a warning, or info for names that many lists
+        carry and the base model need not have.
 
         Keys that peft does not find are an error if none has `base_model.model.`, or if some modules of a layer have
         the names of Megatron-Core and others those of transformers. They are a warning with the name of an adapter or
@@ -223,7 +224,9 @@ def _targets(modules: set[str], config: AdapterConfig) -> Iterator[Finding]:
     """Names in `target_modules` that no stored module has."""
     stored = {end for module in modules for end in endings(module)}
     lost = [name for name in config.targets if name not in stored and name not in config.saved]
-    proven = {name for name in lost if _PROVEN_BY.get(name, frozenset()) & stored or _has_number(name)}
+    lost = [name for name in lost if config.exclusion_of(name) != "all"]
+    sure = [name for name in lost if not config.exclusion_of(name)]
+    proven = {name for name in sure if _PROVEN_BY.get(name, frozenset()) & stored or _has_number(name)}
     surely, perhaps = [n for n in lost if n in proven], [n for n in lost if n not in proven]
     for names, severity in ((surely, Severity.WARNING), (perhaps, Severity.INFO)):
         if names:

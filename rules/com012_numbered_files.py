@@ -13,6 +13,7 @@ from ckptlint.model import Checkpoint
 from ckptlint.model.lost_files import by_node
 from ckptlint.model.text import listed, plural
 from ckptlint.rule import Confidence, Finding, Location, NotApplicable, Note, Severity, rule
+from ckptlint.vocabulary.parts import part_of_file, part_of_key
 
 _DATALOADER = re.compile(r"((?:.+\.)?dataloader\.dp_rank_)(\d{1,9})(?:\..*)?")
 _NAMED = 8
@@ -33,8 +34,8 @@ def numbered_files(ckpt: Checkpoint) -> Iterator[Finding]:
         warning. Where nobody says what a number counts, a gap in a set from 0 on is info, or a warning if the set would
         have one file of each rank. An even distance (0, 8, 16: one rank of each node or group writes) is no gap, but
         what breaks it is. It is only info if such a set does not reach the first or the last group, if two files are
-        all and nobody states the ranks, if the files are those of whole later nodes (4-7 of 8), or if rank 0 alone has
-        one. All files of a set state one step, but for objects that count by themselves (`optimizer_1.bin`). None is of
+        all and nobody states the ranks, if the files are those of whole later nodes (4-7 of 8), if rank 0 alone has one,
+        or if a set of dataloaders is whole for a number of data-parallel ranks (0-3 of 8). All files of a set state one step, but for objects that count by themselves (`optimizer_1.bin`). None is of
         a rank beyond those that the job states exactly (VeOmni's manifest): a warning, or an error if two agree.
         Data-parallel ranks (`train_dataloader_dprank000.pt`) are as many as the arguments state.
     Why it matters:
@@ -93,7 +94,7 @@ def _gaps(own: NumberedFiles, stated: dict[str, int]) -> Iterator[Finding]:
         if 0 not in numbers or stride > 1 or len(numbers) < _MANY * lost:
             return
         confidence = "likely" if agree else "possible"
-    elif counts_all and not inside and (stride > 1 or _is_of_some(set(numbers), total, agree)):
+    elif counts_all and not inside and (stride > 1 or _is_of_some(set(numbers), total, agree) or _is_of_dp(own, total)):
         confidence = "possible"
     missing = _lost(own.pattern, set(numbers), lost, first, stride, own)
     names = _shown(missing, lost)
@@ -158,6 +159,17 @@ def _is_of_some(numbers: set[int], total: int, agree: list[str]) -> bool:
     if size == 2 and first < last - first > 1:
         return agree == [PAYLOAD] * (total > last + 1)
     return numbers == {0} or (size > 1 and total == last + 1 == first + size and first % size == 0)
+
+
+def _is_of_dp(own: NumberedFiles, total: int) -> bool:
+    """Whether the data-parallel ranks may be all that have one: ranks that share their data share its state.
+
+    Source:
+        torchtitan.components.dataloader.ParallelAwareDataloader, which numbers its states by `dp_rank`
+    """
+    is_data = "dataloader" in (part_of_file(own.what), part_of_key(own.pattern))
+    count = len(own.files)
+    return is_data and count > 1 and max(own.files) == count - 1 and total % count == 0
 
 
 def _dataloaders(ckpt: Checkpoint) -> dict[str, set[int]]:

@@ -28,10 +28,10 @@ def optimizer_file(ckpt: Checkpoint) -> Iterator[Finding]:
         optimizer with `betas` have state if `trainer_state.json` says a step above 0.
 
         Moments keyed by name have the shapes of the tensors of these names. Of moments keyed by number, as many have
-        each shape as tensors do: a warning if all others match one to one, or if all are one-dimensional, fit nothing
-        and hold fewer elements than the weights; otherwise info, since weights may be saved in a different form from
-        the trained one. Tied and frozen parameters, adapters, factored states and projected ones (GaLore) are no
-        findings.
+        each shape as tensors of the step's models do: a warning if all others match one to one, or if all are
+        one-dimensional, fit nothing and hold fewer elements than the weights; otherwise info, since weights may be
+        saved in a different form from the trained one. Tied and frozen parameters, adapters, factored states and
+        projected ones (GaLore) are no findings.
     Why it matters:
         A resume fails at the first step, or continues with the moments of other parameters.
     Usual causes:
@@ -99,6 +99,8 @@ def _against_model(ckpt: Checkpoint, file: str, optimizer: OptimizerFile) -> Ite
     if any(isinstance(param, str) for param in moments):
         return
     wanted, there = Counter(moments.values()), Counter(tensors.values())
+    if wanted <= there + Counter(optimizer.shapes_beside):
+        return
     odd, left = wanted - there, there - wanted
     held, whole = sum(map(prod, moments.values())), sum(map(prod, tensors.values()))
     if not odd or held == whole:

@@ -256,7 +256,9 @@ def _confidence(
     if iteration == 0:
         return "possible"
     if parse(tensor.fqn).kind == "optimizer":
-        return "certain" if _parameter_repeats(ckpt, payload, tensor, pairs) else "possible"
+        param = _parameters(ckpt).get(tensor.fqn)
+        repeats = param is not None and _parameter_repeats(payload, param, tensor, pairs)
+        return _confidence(ckpt, payload, param, pairs) if param is not None and repeats else "possible"
     if (moments := _moments(ckpt, payload, tensor)) is not None:
         return "certain" if moments else "possible"
     norms = _norms_are_constant(ckpt, payload)
@@ -280,12 +282,9 @@ def _is_misshapen(ckpt: Checkpoint, tensor: Tensor) -> bool:
 
 
 def _parameter_repeats(
-    ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, pairs: Sequence[tuple[int, int]]
+    payload: PayloadTable, param: Tensor, tensor: Tensor, pairs: Sequence[tuple[int, int]]
 ) -> bool:
     """Whether the parameter of a state, cut as the state is, repeats where the state does."""
-    param = _parameters(ckpt).get(tensor.fqn)
-    if param is None:
-        return False
     numbers = _numbers(payload, param)
     at = {tensor.layout.box(row): row for row in {row for pair in pairs for row in pair}}
     rows = {box: i for i in range(len(param.chunks)) if (box := param.layout.box(i)) in at}

@@ -104,6 +104,7 @@ class AdapterConfig:
         parameters: the modules that `target_parameters` lie in, whose factors are as wide as their experts together;
             "" where any module may hold one of them.
         saved: the names in `modules_to_save`.
+        excluded: the names of modules in `exclude_modules`; None where it is a regular expression.
         is_explicit: whether the layers are chosen by a list of numbers, by exclusion or by a regular expression.
         magnitudes: `use_dora`.
         alpha: `lora_alpha`; None where it is no number.
@@ -120,6 +121,7 @@ class AdapterConfig:
     targets: tuple[str, ...] = ()
     parameters: frozenset[str] = frozenset()
     saved: tuple[str, ...] = ()
+    excluded: tuple[str, ...] | None = ()
     is_explicit: bool = False
     magnitudes: bool = False
     alpha: float | None = None
@@ -138,6 +140,18 @@ class AdapterConfig:
             return None
         alpha = next((self.alphas[end] for end in endings(module) if end in self.alphas), self.alpha)
         return alpha / (rank**0.5 if self.is_rank_stabilised else rank)
+
+    def exclusion_of(self, target: str) -> Literal["", "perhaps", "all"]:
+        """Which of the modules that a name in `target_modules` means get no factors.
+
+        Source:
+            peft 0.21 tuners.tuners_utils.check_target_module_exists
+        """
+        if self.excluded is None:
+            return "perhaps"
+        if not {*endings(target)}.isdisjoint(self.excluded):
+            return "all"
+        return "perhaps" if any(name.endswith(f".{target}") for name in self.excluded) else ""
 
     def ranks_of(self, module: str) -> set[int]:
         """The ranks that a module may have: one, or several where a regular expression decides."""
@@ -172,6 +186,7 @@ def read_adapter_config(values: Mapping[str, Any]) -> AdapterConfig:
         targets=_names(targets),
         parameters=frozenset(name.rpartition(".")[0] for name in _names(values.get("target_parameters"))),
         saved=tuple(name for name in _names(values.get("modules_to_save"))[:_SAVED] if _LITERAL.fullmatch(name)),
+        excluded=None if isinstance(exclude, str) and exclude else _names(exclude),
         is_explicit=bool(exclude) or layers not in (None, []) or (isinstance(targets, str) and targets != "all-linear"),
         magnitudes=values.get("use_dora") is True,
         alpha=_number(values.get("lora_alpha")),

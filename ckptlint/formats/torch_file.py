@@ -86,7 +86,7 @@ def read_torch_file(folder: Folder, name: str, read_bare: Callable[[bytes], Unpi
         read_bare: reads a pickle that stands alone.
 
     Raises:
-        UnreadableError: it is cut, damaged, or readers could take it for different things.
+        UnreadableError: it is empty, cut, damaged, or readers could take it for different things.
         ForeignError: it is no such file.
         LimitError: it would take more to read than such a file may need.
         AccessError: the operating system refused a read.
@@ -98,8 +98,8 @@ def read_torch_file(folder: Folder, name: str, read_bare: Callable[[bytes], Unpi
 
 
 def read_torch_bytes(data: bytes) -> TorchFile:
-    """The same of bytes in memory: a record of a payload file, say."""
-    return _read(ranges_in(data), len(data))
+    """The same of bytes in memory: a record of a payload file, say, whose name promises nothing."""
+    return _read(ranges_in(data), len(data), without_content=ForeignError)
 
 
 def ranges_of(folder: Folder, name: str) -> Read:
@@ -107,10 +107,15 @@ def ranges_of(folder: Folder, name: str) -> Read:
     return lambda spans: folder.ranges(name, spans)
 
 
-def _read(read: Read, size: int, read_bare: Callable[[bytes], Unpickled] = read_state) -> TorchFile:
+def _read(
+    read: Read,
+    size: int,
+    read_bare: Callable[[bytes], Unpickled] = read_state,
+    without_content: type[UnreadableError] = UnreadableError,
+) -> TorchFile:
     [head] = read([(0, min(size, _HEAD))])
     if not head:
-        raise ForeignError("is empty (0 bytes)", 0)
+        raise without_content("is empty (0 bytes)", 0)
     if head[:4] == _ARCHIVE:
         try:
             return _archive(read, size)
@@ -118,17 +123,18 @@ def _read(read: Read, size: int, read_bare: Callable[[bytes], Unpickled] = read_
             raise
         except UnreadableError as error:
             # a zip file of something else may be compressed, commented, or of any other form
-            tail = read([(max(size - _PICKLED_LIMIT, 0), _PICKLED_LIMIT)])[0]
-            kind = UnreadableError if b"data.pkl" in (head + tail).lower() else ForeignError
+            kind = UnreadableError if b"data.pkl" in (head + _tail(read, size)).lower() else ForeignError
             raise kind(str(error), error.position) from None
     if is_tar(head):
         raise UnreadableError("starts as a tar archive, in which torch.load looks for another pickle first", 0)
     if is_legacy(head):
         return _old_file(read, size)
     if head.startswith(b"version https://git-lfs"):
-        raise ForeignError("is a Git LFS pointer, not the file itself", 0)
+        raise without_content("is a Git LFS pointer, not the file itself", 0)
     if not head.strip(b"\0"):
-        raise ForeignError("starts with zero bytes instead of the first member of a torch.save archive", 0)
+        tail = _tail(read, size)  # of an array of something else, some bytes are not zero
+        kind = without_content if b"data.pkl" in tail or not tail.strip(b"\0") else ForeignError
+        raise kind("starts with zero bytes instead of the first member of a torch.save archive", 0)
     foreign = ForeignError(f"is not a file of torch.save: it starts with the bytes {head[:4].hex(' ')}", 0)
     if size > _PICKLED_LIMIT and _PICKLED.match(head):
         raise LimitError(f"has {size:,} bytes, the limit is {_PICKLED_LIMIT:,}")
@@ -140,6 +146,10 @@ def _read(read: Read, size: int, read_bare: Callable[[bytes], Unpickled] = read_
         if head[0] == 0x80:
             raise
         raise foreign from None
+
+
+def _tail(read: Read, size: int) -> bytes:
+    return read([(max(size - _PICKLED_LIMIT, 0), min(size, _PICKLED_LIMIT))])[0]
 
 
 def storage_bytes(read: Read, place: Storage) -> bytes:

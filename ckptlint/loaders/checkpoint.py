@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -17,6 +18,7 @@ from ckptlint.loaders.readers.payload_files import file_table
 from ckptlint.loaders.readers.vocabulary import with_vocabulary
 from ckptlint.loaders.run.finished import other_step
 from ckptlint.loaders.run.step_files import folders_beside, with_step_files
+from ckptlint.loaders.run.steps import sub_folder
 from ckptlint.model import Checkpoint, Problem
 from ckptlint.model.text import printable
 from ckptlint.sandbox import isolated, one_budget
@@ -51,7 +53,26 @@ def open_checkpoint(found: Found, look_at_files: bool = True) -> Checkpoint:
         note = Problem("note", ckpt.metadata_file, sentence, why="a cleanup or another save there changes this step")
         ckpt = replace(ckpt, problems=[*ckpt.problems, note])
     ckpt = replace(ckpt, unseen=(*ckpt.unseen, *found.not_followed), step=found.step)
-    return with_step_files(found, with_vocabulary(folder, ckpt)) if look_at_files else ckpt
+    if not look_at_files:
+        return ckpt
+    ckpt = with_step_files(found, with_vocabulary(folder, ckpt))
+    if not any(file.optimizer for file in ckpt.step_files):
+        return ckpt
+    shapes = tuple(_shapes_beside(found))
+    files = (
+        replace(file, optimizer=replace(file.optimizer, shapes_beside=shapes)) if file.optimizer else file
+        for file in ckpt.step_files
+    )
+    return replace(ckpt, step_files=tuple(files))
+
+
+def _shapes_beside(found: Found) -> Iterator[tuple[int, ...]]:
+    """The shapes of the tensors in other models of a step, such as the `2_Dense` of sentence-transformers."""
+    for place in found.accounts_for:
+        for name in place.folders():
+            sub = sub_folder(place, name)
+            if sub is not None and sub.place in found.claimed_places and sub.place != place.place:
+                yield from (tensor.global_shape for tensor in _open(Found.at(sub), False).tensors.values())
 
 
 def _times(folder: Folder, ckpt: Checkpoint) -> tuple[npt.NDArray[np.float64], float]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from pathlib import PurePath
 from typing import Literal
@@ -12,14 +14,29 @@ from ckptlint.errors import AccessError, NothingToCheckError, UnknownLayoutError
 from ckptlint.loaders.layouts import Found, recognise
 from ckptlint.loaders.layouts.unsupported import unsupported
 from ckptlint.loaders.rank_files.megatron_keys import is_rank_folder, legacy_file
-from ckptlint.loaders.readers.plain import lone_state
 from ckptlint.loaders.readers.safetensors import groups
-from ckptlint.loaders.run.steps import components, is_dcp_file, not_followed, numbered_steps, sub_folder
+from ckptlint.loaders.run.siblings import series
+from ckptlint.loaders.run.steps import (
+    checkpoints_in,
+    components,
+    is_dcp_file,
+    not_followed,
+    numbered_steps,
+    numberless,
+    sub_folder,
+)
 from ckptlint.model.text import plural, printable, some
 from ckptlint.sandbox import one_budget
 from ckptlint.storage.folder import READABLE, Folder
 from ckptlint.storage.locate import folder_at
-from ckptlint.vocabulary.frameworks import holds_no_state, is_part, step_number
+from ckptlint.vocabulary.frameworks import (
+    beside_step,
+    holds_no_state,
+    is_part,
+    may_be_pickle,
+    number_of,
+    step_number,
+)
 
 _UNIVERSAL = "_universal"  # what deepspeed.checkpoint.ds_to_universal makes of a step, beside it
 _DEPTH = 6  # folders below the one that the user named: a run, its step, a role, its weights, their counter
@@ -44,8 +61,6 @@ def find_checkpoints(folder: Folder, all_steps: bool) -> list[Found]:
     """
     walk = _Walk()
     found = walk.units(folder, "all" if all_steps else "newest", _DEPTH)
-    if not found and (name := lone_state(folder)) is not None:
-        return [Found.at(folder.only(name))]
     if not found:
         if folder.unseen:
             hint = f"name the checkpoint folder itself, {folder.unseen}"
@@ -104,13 +119,19 @@ class _Walk:
             return own
         numbered = numbered_steps(folder)
         if own:  # a model is what its folder means; the steps of the run that made it lie beside it
-            return own + self._beside(folder, list(numbered), "all" if steps == "all" else "none", levels)
+            own += self._beside(folder, list(numbered), "all" if steps == "all" else "none", levels)
+            notes = [] if in_step else _not_read(folder, numbered, own)
+            return [replace(own[0], not_followed=(*own[0].not_followed, *notes)), *own[1:]]
         are_steps = len({*numbered, *(name for name in folder.folders() if name == "release")}) > in_step
         if are_steps and steps != "none" and (found := self._steps(folder, numbered, steps, levels, in_step)):
             return found
         left_out = {name for name in numbered if are_steps and not (steps == "none" and _is_part(folder, name))}
         inner = [name for name in _inner(folder) if name not in left_out and not (in_step and holds_no_state(name))]
-        return _accounted(self._below(folder, inner, steps, levels, in_step), folder)
+        found = self._below(folder, inner, steps, levels, in_step)
+        if in_step or step_number(folder.name) is not None:  # a file of torch.save is one of the step's own
+            found = [unit for unit in found if not _is_kind(unit.folder, "file")] or found
+        is_log = levels < _DEPTH and holds_no_state(folder.name)
+        return _accounted(found, folder) or ([] if is_log else checkpoints_in(folder))
 
     def _beside(self, folder: Folder, numbered: list[str], steps: WhichSteps, levels: int) -> list[Found]:
         """The checkpoints below one: parts of its step, other models, steps of its run where they are asked for."""
@@ -122,17 +143,56 @@ class _Walk:
         inner += [name for name in numbered if name in folder.folders() and (steps == "all" or _is_part(folder, name))]
         is_dcp = not groups(folder)  # the metadata may name payload in sub-folders: these are no saves of their own
         found = self._below(folder, inner, steps, levels, in_step=True)
+        hidden = ("incomplete", "file") if is_dcp else ("file",)  # a file of torch.save is one of the step's own
         return [
-            unit for unit in found if not _is_kind(unit.folder, "incomplete") or not (is_dcp or _is_bare(unit.folder))
+            unit
+            for unit in found
+            if not (_is_kind(unit.folder, *hidden) or (_is_kind(unit.folder, "incomplete") and _is_bare(unit.folder)))
         ]
 
     def _steps(
         self, folder: Folder, numbers: dict[str, int], steps: WhichSteps, levels: int, in_step: bool
     ) -> list[Found]:
+        alike: dict[str, list[str]] = defaultdict(list)
+        for name in numbers:
+            alike[re.sub("[-_]", "", numberless(name))].append(name)
+        if "release" in folder.folders() and "release" not in numbers:  # older than all that have a number
+            alike[next(iter(alike), "release")].append("release")
+        found: list[Found] = []
+        notes: list[str] = []
+        for names in alike.values():
+            units, said = self._series(folder, {name: numbers.get(name, 0) for name in names}, steps, levels)
+            found += units
+            notes += said
+        if not found and notes:
+            raise AccessError("; ".join(notes))
+        if not found:
+            return []
+        if not in_step:
+            beside = {place for name in numbers for place in beside_step(name)}
+            known = {*numbers, *beside, "release"}
+            others = [name for name in _inner(folder) if name not in known and _UNIVERSAL not in name]
+            others = [name for name in others if not (is_part(name) or holds_no_state(name) or folder.target(name))]
+            found += self._below(folder, others, steps, levels, in_step)
+        notes += _not_read(folder, numbers, found) if steps == "newest" else []
+        around = folder if in_step or step_number(folder.name) is not None else _newest_of_series(folder, numbers)
+        found = _accounted(found, around)
+        for name in folder.folders():
+            if is_part(name) and name not in numbers and not folder.outside(name):
+                found = _accounted(found, folder.sub(name))  # state that a run has once, of its newest step
+        return [
+            replace(found[0], not_followed=(*found[0].not_followed, *notes), of_run=not in_step),
+            *found[1:],
+        ]
+
+    def _series(
+        self, folder: Folder, numbers: dict[str, int], steps: WhichSteps, levels: int
+    ) -> tuple[list[Found], list[str]]:
+        """The checkpoints in steps that are named alike, the newest first, or in the newest; and what was not read."""
         found: list[Found] = []
         unfinished: list[Folder] = []
         notes: list[str] = []
-        for name in dict.fromkeys([*numbers, *(name for name in folder.folders() if name == "release")]):
+        for name in numbers:
             step = folder.only(name) if folder.has(name) else sub_folder(folder, name)
             if step is None:
                 notes.append(not_followed(folder, name))
@@ -143,28 +203,15 @@ class _Walk:
             if inside and f"{name}{_UNIVERSAL}" in folder.folders():
                 inside += self._below(folder, [name + _UNIVERSAL], steps, 1, in_step=True)
             path = f"{folder.display.rstrip('/')}/{printable(name)}"
-            found += [unit if unit.step else replace(unit, step=(path, numbers.get(name, 0))) for unit in inside]
+            found += [unit if unit.step else replace(unit, step=(path, numbers[name])) for unit in inside]
             unfinished += [] if inside else [step]
             if found and steps == "newest":
                 break
-        if found or any(not step.entries for step in unfinished):
-            # a newer step without a checkpoint in it is no reason to pass an older one
-            others = [Found.at(step) for step in unfinished]
-            found = found + others if steps == "all" else others[:1] or found
-            found = _accounted(found, folder) if in_step or step_number(folder.name) is not None else found
-            for name in folder.folders():
-                if is_part(name) and name not in numbers and not folder.outside(name):
-                    found = _accounted(found, folder.sub(name))  # state that a run has once, of its newest step
-            if steps == "newest" and (guessed := [name for name in numbers if step_number(name) is None][1:]):
-                named = some(map(printable, guessed))
-                notes.append(f"whether {named} pass: by their numbers they are older steps (--all-steps checks them)")
-            return [
-                replace(found[0], not_followed=(*found[0].not_followed, *notes), of_run=not in_step),
-                *found[1:],
-            ]
-        if notes:
-            raise AccessError("; ".join(notes))
-        return []
+        if not found and all(step.entries for step in unfinished):
+            return [], notes
+        # a newer step without a checkpoint in it is no reason to pass an older one
+        others = [Found.at(step) for step in unfinished]
+        return found + others if steps == "all" else others[:1] or found, notes
 
     def _below(
         self, folder: Folder, names: Iterable[str], steps: WhichSteps, levels: int, in_step: bool
@@ -209,6 +256,30 @@ def _inner(folder: Folder) -> list[str]:
 def _accounted(found: list[Found], folder: Folder) -> list[Found]:
     """The same checkpoints; the files of the folder around them are reported with the first."""
     return [replace(unit, accounts_for=(*unit.accounts_for, folder)) for unit in found[:1]] + found[1:]
+
+
+def _not_read(folder: Folder, steps: Iterable[str], found: list[Found]) -> list[str]:
+    """What is said of the steps in a folder that none of the checkpoints is, or lies in."""
+    late = [name for name in steps if not any(_is_at(folder, name, unit) for unit in found)]
+    verb, them = ("passes", "it") if len(late) == 1 else ("pass", "them")
+    named = some([*map(printable, late)])
+    return [f"whether {plural(len(late), 'other step')} {verb}: {named} (--all-steps checks {them})"] if late else []
+
+
+def _is_at(folder: Folder, name: str, unit: Found) -> bool:
+    """Whether a checkpoint is a step of this name, or lies in it."""
+    if folder.has(name):
+        return unit.folder.part == name and unit.folder.place == folder.place
+    place = folder.sub(name).place
+    return unit.folder.place == place or unit.folder.place.startswith(f"{place}/")
+
+
+def _newest_of_series(run: Folder, steps: Collection[str]) -> Folder:
+    """A run with those of its own files in view that a resume from its newest step may read: `optimizer_300.pt`."""
+    names = [name for name in run.files_beside() if may_be_pickle(name)]
+    counted = [numbers for numbers in series(n for n in names if not number_of(n)) if numbers.keys() - steps]
+    older = {name for numbers in counted for name, number in numbers.items() if number < max(numbers.values())}
+    return run.without({*run.entries, *run.entries.strange} - ({*names} - {*steps} - older), "")
 
 
 def _is_part(folder: Folder, name: str) -> bool:

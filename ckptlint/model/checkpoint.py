@@ -131,6 +131,7 @@ class OptimizerFile:
         params: the parameters that its groups list, in order, by number or by name.
         settings: the names of what its groups set.
         shapes: parameter -> name of each of its states that is a tensor -> shape.
+        shapes_beside: of the tensors in other models of the step, which it may have trained too.
 
     Source:
         torch.optim.Optimizer.state_dict; names in place of numbers: FullyShardedDataParallel.optim_state_dict
@@ -139,6 +140,7 @@ class OptimizerFile:
     params: tuple[int | str, ...]
     settings: frozenset[str]
     shapes: dict[int | str, dict[str, tuple[int, ...]]]
+    shapes_beside: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -246,7 +246,7 @@ def test_what_only_its_number_makes_an_older_step_is_named_and_models_of_two_siz
         save_file({"w": torch.ones(size, size)}, place / "model.safetensors")
     checked = ckptlint.check(tmp_path / "bs").checkpoints
     assert [part.checkpoint.unseen for part in checked] == [
-        ("whether bs32 pass: by their numbers they are older steps (--all-steps checks them)",)
+        ("whether 1 other step passes: bs32 (--all-steps checks it)",)
     ]
     table = support.run("check", tmp_path / "bs", "--all-steps", "--format", "json")
     assert [step["step"] for step in json.loads(table.stdout)["steps"]] == [64, 32]
@@ -319,7 +319,7 @@ def test_a_mark_of_the_only_older_step_is_missed(tmp_path: Path, name: str, step
 def test_an_older_save_that_did_not_finish_hides_no_lack(tmp_path: Path) -> None:
     for number in (1, 2, 3, 4):
         copy_step(GOOD, tmp_path / f"step-{number}", number)
-        (tmp_path / f"step-{number}" / "notes.bin").touch()
+        (tmp_path / f"step-{number}" / "notes.bin").write_text("notes")
     (tmp_path / "step-3" / ".metadata").unlink()
     for number in (3, 4):
         (tmp_path / f"step-{number}" / "notes.bin").unlink()

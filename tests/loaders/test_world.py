@@ -179,7 +179,8 @@ def test_a_lost_part_without_an_inventory_of_an_older_layout(tmp_path: Path) -> 
 def test_payload_below_a_path_is_never_nothing_there(tmp_path: Path) -> None:
     """A layout that nobody described: the folder is named, and neither command says that there is nothing."""
     (tmp_path / "run/step_1/parts").mkdir(parents=True)
-    torch.save({"weights": torch.ones(1000)}, tmp_path / "run/step_1/parts/somebody_0.pt")
+    for rank in range(2):
+        torch.save({"weights": torch.ones(1000)}, tmp_path / f"run/step_1/parts/somebody_{rank}.pt")
     answer = run("--isolated", tmp_path / "run")
     assert answer.returncode == 4
     assert "parts" in answer.stdout + answer.stderr

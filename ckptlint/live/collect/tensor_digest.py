@@ -1,7 +1,8 @@
 """Digests of tensors on their own device (CPU, CUDA): those of `ckptlint.seals.digests` bit by bit, and of their bytes.
 
-Eager torch operations on int64, whose products and sums wrap. Blocks are bounded, so that all scratch together stays
-below 64 MiB; nothing draws random numbers, records gradients or waits for the device before the results are fetched.
+On a GPU by the kernels of `fused_digests`, if Triton is there. All else by eager torch operations on int64, whose
+products and sums wrap, in bounded blocks, so that all scratch together stays below 64 MiB. Nothing draws random
+numbers, records gradients or waits for the device before the results are fetched.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ckptlint.live.collect import fused_digests
 from ckptlint.live.collect.limit import Limit, readable
 from ckptlint.model.layout import BoolArray, IntArray
 from ckptlint.seals import digests
@@ -61,11 +63,15 @@ def word_digests(tensors: Sequence[AnyTensor]) -> tuple[IntArray, BoolArray]:
     Raises:
         torch.OutOfMemoryError: there is no room for the scratch.
     """
-    plain = [_bits(tensor) for tensor in tensors]
-    sizes = np.array([0 if bits is None else bits.nbytes for bits in plain], np.uint64)
-    found = _collect(plain, _words_of, _words_of_many)
-    found += digests.fin(sizes).view(np.int64)
-    return found, np.array([bits is not None for bits in plain], bool)
+    readable = [_readable(tensor) for tensor in tensors]
+    known = np.array([tensor is not None for tensor in readable], bool)
+    devices = [tensor.device if tensor is not None and tensor.is_contiguous() else None for tensor in readable]
+    sums, made = fused_digests.kernel_sums(fused_digests.word_sums, readable, devices)
+    left = [_bits(tensor) if wanted else None for tensor, wanted in zip(readable, known & ~made, strict=True)]
+    sums += _collect(left, _words_of, _words_of_many)
+    sizes = np.array([0 if tensor is None else tensor.nbytes for tensor in readable], np.uint64)
+    sums += digests.fin(sizes).view(np.int64)
+    return sums, known
 
 
 def elem_digests(chunks: Sequence[Chunk]) -> tuple[IntArray, BoolArray]:
@@ -74,7 +80,11 @@ def elem_digests(chunks: Sequence[Chunk]) -> tuple[IntArray, BoolArray]:
     Returns, raises: as `word_digests`; there is no digest either where the tensor is not of the chunk's sizes.
     """
     runs = [_run(chunk) for chunk in chunks]
-    return _collect(runs, _elements_of, _elements_of_many), np.array([run is not None for run in runs], bool)
+    devices = [run.data.device if run and len(run.strides) <= fused_digests.MOST_AXES else None for run in runs]
+    sums, made = fused_digests.kernel_sums(fused_digests.element_sums, runs, devices)
+    left = [None if done else run for run, done in zip(runs, made, strict=True)]
+    sums += _collect(left, _elements_of, _elements_of_many)
+    return sums, np.array([run is not None for run in runs], bool)
 
 
 def live_object_digest(value: Any, limit: Limit | None = None) -> int | None:
@@ -142,20 +152,29 @@ def _is_linear(item: Any) -> bool:
     return not isinstance(item, _Run) or item.strides in ((), (1,))
 
 
-def _bits(tensor: AnyTensor) -> AnyTensor | None:
-    """The tensor as integers of its element's size, a last axis of two for complex; None where there is no digest."""
+def _readable(tensor: AnyTensor) -> AnyTensor | None:
+    """The tensor, its elements in memory as they read; None where there is no digest."""
     import torch
 
-    kind = type(tensor)
-    if _wraps_others(kind):
+    kind: Any = type(tensor)
+    if _wraps_others(kind) or _integer(tensor.dtype) is None or tensor.layout != torch.strided:
         return None
-    integer = _integer(tensor.dtype)
-    if integer is None or tensor.layout != torch.strided or tensor.device.type not in _BLOCK or freed_bytes(tensor):
+    if not (tensor.is_cpu or tensor.is_cuda):
         return None
-    tensor = _plain(tensor).detach()
+    tensor = _plain(tensor)
+    if _stored_and_needed(tensor):
+        return None
     if tensor.is_complex() or tensor.is_neg():
-        tensor = tensor.resolve_conj().resolve_neg()
-    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).view(integer)
+        return tensor.detach().resolve_conj().resolve_neg()
+    return tensor
+
+
+def _bits(readable: AnyTensor) -> AnyTensor:
+    """A tensor as integers of its element's size, a last axis of two for complex."""
+    import torch
+
+    tensor = readable.detach()
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).view(_integer(tensor.dtype))
 
 
 def freed_bytes(tensor: AnyTensor) -> tuple[int, int] | None:
@@ -166,24 +185,33 @@ def freed_bytes(tensor: AnyTensor) -> tuple[int, int] | None:
     """
     import torch
 
-    if tensor.layout != torch.strided or _wraps_others(type(tensor)):
+    kind: Any = type(tensor)
+    if tensor.layout != torch.strided or _wraps_others(kind):
         return None
-    tensor = _plain(tensor)  # a class may give the shape of the whole tensor as its own
-    if not tensor.numel():
+    return _stored_and_needed(_plain(tensor))  # a class may give the shape of the whole tensor as its own
+
+
+def _stored_and_needed(tensor: AnyTensor) -> tuple[int, int] | None:
+    """`freed_bytes` of a plain tensor: asked of each tensor at each check, so in a microsecond."""
+    if not (reach := tensor.numel()):
         return None
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    needed = (tensor.storage_offset() + last + 1) * tensor.element_size()
+    if not tensor.is_contiguous():
+        reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    needed = (tensor.storage_offset() + reach) * tensor.element_size()
     stored = tensor.untyped_storage().nbytes()
     return (stored, needed) if stored < needed else None
 
 
 def _plain(tensor: AnyTensor) -> AnyTensor:
-    """The tensor without what a subclass of it overrides."""
+    """The tensor without what a subclass of it overrides; a parameter overrides nothing that is read."""
     import torch
 
-    return tensor if type(tensor) is torch.Tensor else tensor.detach().as_subclass(torch.Tensor)
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        return tensor
+    return tensor.detach().as_subclass(torch.Tensor)
 
 
+@cache
 def _wraps_others(kind: type) -> bool:
     """Whether a class of tensors keeps its elements in other tensors."""
     import torch
@@ -287,8 +315,8 @@ class _Run(NamedTuple):
 
     Attributes:
         data: integers, of the sizes that are left.
-        start: number of the first element in the whole tensor.
-        strides: in the whole tensor, of each axis, in elements.
+        start: number of the first element in the whole tensor, modulo 2^64.
+        strides: in the whole tensor, of each axis, in elements, modulo 2^64.
     """
 
     data: AnyTensor
@@ -300,10 +328,11 @@ def _run(chunk: Chunk) -> _Run | None:
     import torch
 
     offsets, sizes, shape = list(chunk.offsets), list(chunk.sizes), list(chunk.shape)
-    bits = _bits(chunk.data)
-    if bits is None:
+    readable = _readable(chunk.data)
+    if readable is None:
         return None
-    if chunk.data.is_complex():
+    bits = _bits(readable)
+    if readable.is_complex():
         offsets, sizes, shape = [*offsets, 0], [*sizes, 2], [*shape, 2]
     if [size for size in bits.shape if size != 1] != [size for size in sizes if size != 1]:
         return None
@@ -318,7 +347,7 @@ def _run(chunk: Chunk) -> _Run | None:
         else:
             joined.append((size, near, far))
     data = torch.as_strided(bits, [a[0] for a in joined], [a[1] for a in joined])
-    return _Run(data, start, tuple(a[2] for a in joined))
+    return _Run(data, _signed(start), tuple(_signed(a[2]) for a in joined))
 
 
 def _elements_of(run: _Run) -> AnyTensor:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 from ckptlint.errors import ForeignError, LimitError, UnreadableError
 from ckptlint.formats.pickles.safe_pickle import Opaque
@@ -27,10 +30,13 @@ from ckptlint.sandbox import isolated
 from ckptlint.storage.folder import READABLE, Folder
 from ckptlint.vocabulary.dtypes import FLOATS
 from ckptlint.vocabulary.frameworks import family_of, is_counter, may_be_pickle
+from ckptlint.vocabulary.keys import numbers_in
 from ckptlint.vocabulary.litter import is_litter
 
 _OPTIMIZER = {"state", "param_groups"}  # torch.optim.Optimizer.state_dict
 _META = re.compile(r"consolidated\.\d{1,3}\.pth")
+_MOST_STATES = 64  # files of a folder that are judged each by itself
+_NUMBERS = re.compile(r"\d+")
 _EPOCHS = ("epoch", "iteration", "iter")
 _STATES = ("state_dict", "model", "module", "model_state_dict", "model_state")
 
@@ -55,7 +61,7 @@ def read_named(folder: Folder, name: str, look_at_files: bool) -> Checkpoint | N
     try:
         found = read_torch_file(folder, name)
     except UnreadableError as error:
-        if isinstance(error, ForeignError) and (folder.size(name) or not may_be_pickle(name)):
+        if isinstance(error, ForeignError) or not (folder.size(name) or may_be_pickle(name)):
             return None
         return read_states(folder, FileSet([name]), look_at_files)  # reports that it is empty, cut or damaged
     if not holds_weights(found.root):
@@ -71,28 +77,45 @@ def read_named(folder: Folder, name: str, look_at_files: bool) -> Checkpoint | N
     return replace(ckpt, step_files=beside, claims=claims)
 
 
-def lone_state(folder: Folder) -> str | None:
-    """The one file in a folder that may hold weights, where it does; None for any other folder.
+def states_apart(folder: Folder) -> list[str]:
+    """The files of a folder that are a whole state each, by themselves; [] where they may be parts of one.
 
-    Of Meta's models, which have a `consolidated.NN.pth` for each rank, that is a file of one rank that holds all.
+    Those that cannot be read are among them. Files whose names differ in numbers alone may be ranks, parts or steps:
+    only where none of them can be read the last one stands for all. Of Meta's models, which have a
+    `consolidated.NN.pth` for each rank, the file of one rank is a state where it holds all.
     """
-    names = [name for name in folder.files_beside() if may_be_pickle(name)]
+    names = [name for name in folder.files_beside() if may_be_pickle(name) and not is_litter(name)]
     names = [name for name in names if family_of(name) is None or _META.fullmatch(name)]
-    if len(names) != 1 or is_litter(names[0]) or folder.look_at(names[0])[0] not in READABLE:
-        return None
-
-    def holds() -> bool:
-        try:
-            found = read_torch_file(folder, names[0])
-            is_whole = not _META.fullmatch(names[0]) or _has_square_outputs(found.root)
-            return bool(found.unpickled.refused) or (holds_weights(found.root) and is_whole)
-        except UnreadableError:
-            return False
-
+    names = [name for name in names if folder.look_at(name)[0] in READABLE]
+    if not 0 < len(names) <= _MOST_STATES:
+        return []
     try:
-        return names[0] if isolated(holds, min(folder.size(names[0]), PICKLE_SHARE)) else None
+        held = isolated(partial(_held, folder, names), sum(min(folder.size(name), PICKLE_SHARE) for name in names))
     except LimitError:
-        return None
+        return []
+    alike: dict[str, list[str]] = defaultdict(list)
+    for name in sorted(names, key=numbers_in):
+        if held[name] != "other":
+            alike[_NUMBERS.sub("0", name)].append(name)
+    if any(len(members) > 1 and any(held[name] == "weights" for name in members) for members in alike.values()):
+        return []
+    return sorted(members[-1] for members in alike.values())
+
+
+def _held(folder: Folder, names: Sequence[str]) -> dict[str, Literal["weights", "nothing readable", "other"]]:
+    """Name -> what a file holds, as far as its metadata says."""
+    held: dict[str, Literal["weights", "nothing readable", "other"]] = {}
+    for name in names:
+        try:
+            found = read_torch_file(folder, name)
+            is_whole = not _META.fullmatch(name) or _has_square_outputs(found.root)
+            is_model = bool(found.unpickled.refused) or (holds_weights(found.root) and is_whole)
+            held[name] = "weights" if is_model else "other"
+        except ForeignError:
+            held[name] = "other"
+        except UnreadableError:
+            held[name] = "nothing readable"
+    return held
 
 
 def _has_square_outputs(root: Any) -> bool:
@@ -108,23 +131,28 @@ def _has_square_outputs(root: Any) -> bool:
 
 
 def are_states(folder: Folder, names: Sequence[str], grow: bool) -> bool:
-    """Whether files hold a whole state each, with the same keys.
+    """Whether files hold a whole state each, with the same keys, as far as the first two that can be read say.
 
     Args:
         grow: whether a counter beside the state must grow from file to file, as it does not over ranks.
     """
 
-    def keys() -> list[frozenset[str]]:
-        roots = [read_torch_file(folder, name).root for name in names]
-        if grow and not _grows(roots):
-            return []
-        return [frozenset(fqn for fqn, _ in walked(state_of(root) or {})) for root in roots if holds_weights(root)]
+    def said() -> bool:
+        roots: list[Any] = []
+        for name in names:
+            with suppress(UnreadableError):
+                roots.append(read_torch_file(folder, name).root)
+            if len(roots) == 2:
+                break
+        if grow and not (len(roots) == 2 and _grows(roots)):
+            return False
+        keys = {frozenset(fqn for fqn, _ in walked(state_of(root) or {})) for root in roots if holds_weights(root)}
+        return len(keys) == 1 and all(map(holds_weights, roots))
 
     try:
-        found = isolated(keys, min(sum(map(folder.size, names)), len(names) * PICKLE_SHARE))
-    except UnreadableError:
+        return isolated(said, min(sum(map(folder.size, names)), len(names) * PICKLE_SHARE))
+    except LimitError:
         return False
-    return len(found) == len(names) and len({*found}) == 1
 
 
 def _grows(roots: Sequence[Any]) -> bool:

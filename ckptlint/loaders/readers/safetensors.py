@@ -19,7 +19,7 @@ from ckptlint.formats.safetensors_header import HEADER_LIMIT, Header, layout_fau
 from ckptlint.formats.strict_json import is_size, json_object
 from ckptlint.loaders.problems import from_error
 from ckptlint.loaders.readers.common_state import read_configs, read_model_config
-from ckptlint.loaders.readers.model_files import read_set
+from ckptlint.loaders.readers.model_files import read_index, read_set
 from ckptlint.loaders.readers.rows import Row, tables
 from ckptlint.model import (
     Checkpoint,
@@ -29,6 +29,7 @@ from ckptlint.model import (
 )
 from ckptlint.model.facts import fact
 from ckptlint.model.text import plural, printable
+from ckptlint.sandbox import isolated
 from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.config_fields import ADAPTER_CONFIG, MISTRAL_CONFIG, QUANTISATION, QUANTISATION_FILES
 from ckptlint.vocabulary.litter import is_litter
@@ -69,7 +70,9 @@ class ModelFiles:
 
 @fact
 def groups(folder: Folder) -> list[ModelFiles]:
-    """The groups of safetensors files in a folder, by their names; a model's own comes first.
+    """The groups of safetensors files in a folder; a model's own comes first.
+
+    They follow from the names; beside others, a file that an index names belongs to the model of that index.
 
     Source:
         transformers and diffusers (`model.safetensors.index.json`, variants); torch.distributed.checkpoint._hf_utils
@@ -98,10 +101,29 @@ def groups(folder: Folder) -> list[ModelFiles]:
         # names that differ in numbers alone may be parts of one model: no part is judged as a whole
         pattern = _DIGITS.sub("*", name)
         found.setdefault(pattern, ModelFiles(name)).files.append(name)
+    indexed = [group for group in found.values() if group.index]
+    for group in indexed if len(found) > len(indexed) else ():
+        named = _named_files(folder, group.index)
+        for other in found.values():
+            if not other.index:
+                group.files += [name for name in other.files if name in named]
+                other.files = [name for name in other.files if name not in named]
+    found = {key: group for key, group in found.items() if group.files or group.index}
     for group in found.values():
         if len(group.files) > 1 and group.label == group.files[0]:
             group.label = _DIGITS.sub("*", group.label)
     return sorted(found.values(), key=lambda group: (not group.label.startswith("model"), group.label))
+
+
+def _named_files(folder: Folder, index: str) -> frozenset[str]:
+    """The files that an index names; none where it cannot be read, which is reported with the model."""
+
+    def named() -> frozenset[str]:
+        return frozenset((read_index(folder, index, [])[0] or {}).values())
+
+    with suppress(UnreadableError, LimitError):
+        return isolated(named, folder.size(index))
+    return frozenset()
 
 
 def header_bytes(folder: Folder) -> int:

@@ -13,7 +13,7 @@ from ckptlint.formats.torch_file import number_in, ranges_of, read_torch_file
 from ckptlint.loaders.layouts import Found, recognise
 from ckptlint.loaders.problems import from_error, from_torch_file
 from ckptlint.loaders.run.finished import step_state
-from ckptlint.loaders.run.steps import alike_steps, components, older_steps, sub_folder
+from ckptlint.loaders.run.steps import alike_steps, checkpoints_in, older_steps, sub_folder
 from ckptlint.model import Problem, RunFolder, StepState
 from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.frameworks import Holds, Tracker, is_part, step_number, steps_like, world
@@ -117,7 +117,7 @@ def _part(step: Folder, inner: list[str], label: str) -> Found | None:
         if below is None:
             return None
         step = below
-    return next((part for part in components(step) if part.folder.part == label), None)
+    return next((part for part in checkpoints_in(step) if part.folder.part == label), None)
 
 
 def is_of_a_run(folder: Folder) -> bool:

@@ -361,7 +361,7 @@ def _read(item: _File) -> _Read:
         problem = Problem("unread", item.label, sentence, why=_RESUME)
         return item.reported(), [] if _is_partial(item, error) else [problem]
     except UnreadableError as error:
-        is_other = is_open and isinstance(error, ForeignError)
+        is_other = is_open and (isinstance(error, ForeignError) or not may_be_pickle(item.name))
         return item.reported("unknown" if is_other else "read"), [from_error(error, item.label, why=_RESUME)]
     if not files:
         return item.reported(), []

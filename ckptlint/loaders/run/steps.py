@@ -15,7 +15,7 @@ from ckptlint.dataclass import dataclass
 from ckptlint.errors import AccessError, NothingToCheckError
 from ckptlint.loaders.layouts import Found, layouts, recognise
 from ckptlint.loaders.rank_files.megatron_keys import is_rank_folder
-from ckptlint.loaders.readers.plain import are_states
+from ckptlint.loaders.readers.plain import are_states, states_apart
 from ckptlint.loaders.readers.safetensors import groups
 from ckptlint.loaders.run.siblings import series
 from ckptlint.model.facts import fact
@@ -31,9 +31,14 @@ _SIBLINGS_TRIED = 16
 _LIKE = 0.01  # by which the largest files of two steps differ: what is pickled with the tensors varies
 
 
+def numberless(name: str) -> str:
+    """A name without its numbers, which the steps of one series share."""
+    return _NUMBERS.sub("", name)
+
+
 def is_alike(name: str, other: str) -> bool:
     """Whether two folders are named alike but for their numbers."""
-    return _NUMBERS.sub("", name) == _NUMBERS.sub("", other)
+    return numberless(name) == numberless(other)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +113,12 @@ def alike_steps(run: Folder, like: str) -> Sequence[Step]:
     Raises:
         AccessError: as `steps_of`.
     """
-    return _of_form(run, _NUMBERS.sub("", like))
+    return _of_form(run, numberless(like))
 
 
 @fact
 def _of_form(run: Folder, form: str) -> tuple[Step, ...]:
-    alike = (step for step in steps_of(run) if _NUMBERS.sub("", step.name) == form)
+    alike = (step for step in steps_of(run) if numberless(step.name) == form)
     return tuple(step for step in alike if step.is_folder and is_followed(run, step.name))
 
 
@@ -139,14 +144,14 @@ def _unlisted(folder: Folder) -> dict[str, int]:
         return {}
     for numbers in series(name for name in folder.folders() if not _is_place(folder, name)):
         oldest = sorted(numbers, key=numbers.__getitem__)[:_SIBLINGS_TRIED]
-        held = islice((parts for name in oldest if (parts := components(folder.sub(name)))), 2)
+        held = islice((parts for name in oldest if (parts := checkpoints_in(folder.sub(name)))), 2)
         bulks = [_bulk(parts[0].folder) for parts in held]  # the newest may be unfinished
         if len(bulks) == 2 and bulks[0][:2] == bulks[1][:2] and isclose(bulks[0][2], bulks[1][2], rel_tol=_LIKE):
             return numbers
     files = [name for name in folder.files_beside() if may_be_pickle(name) and family_of(name) is None]
     sure = [*series(files)]
     for numbers in [*sure, *(others for others in series(files, from_any=True) if others not in sure)]:
-        if are_states(folder, sorted(numbers, key=numbers.__getitem__)[:2], numbers not in sure):
+        if are_states(folder, sorted(numbers, key=numbers.__getitem__)[:_SIBLINGS_TRIED], numbers not in sure):
             return numbers
     return {"release": 0} if "release" in folder.folders() else {}
 
@@ -155,7 +160,7 @@ def _bulk(folder: Folder) -> tuple[str, int, int]:
     """The largest file: its name without numbers, how many are called so, its bytes; sizes of one model differ"""
     sizes: dict[str, list[int]] = defaultdict(list)
     for name in folder.files():
-        sizes[_NUMBERS.sub("", name)].append(folder.size(name))
+        sizes[numberless(name)].append(folder.size(name))
     name, largest = max(((name, max(held)) for name, held in sizes.items()), key=itemgetter(1), default=("", 0))
     return name, len(sizes[name]), largest
 
@@ -203,6 +208,16 @@ def components(folder: Folder) -> list[Found]:
         hidden = {*weights, *described} - {*group.files, group.index}
         parts.append(folder.without(hidden, group.label))
     return [Found.at(parts[0]), *map(Found, parts[1:])]
+
+
+@fact
+def checkpoints_in(folder: Folder) -> list[Found]:
+    """The same; where nothing is that is known, the files of torch.save that hold a whole state each."""
+    if known := components(folder):
+        return known
+    names = states_apart(folder)
+    first = [Found(folder.only(name), accounts_for=(folder.without(names, ""),)) for name in names[:1]]
+    return first + [Found(folder.only(name)) for name in names[1:]]
 
 
 def is_dcp_file(name: str) -> bool:
