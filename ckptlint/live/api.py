@@ -28,6 +28,7 @@ from ckptlint.errors import CheckpointError, CkptlintError
 from ckptlint.lint.engine import run_rules
 from ckptlint.lint.registry import load_rules
 from ckptlint.lint.report import Report
+from ckptlint.live.collect.limit import Limit, OutOfTime, readable
 from ckptlint.live.compare import fingerprints as fp
 from ckptlint.live.compare import protocol
 from ckptlint.live.compare.gate import Gate
@@ -64,6 +65,7 @@ REFUSED = "Nothing was written."
 """Ends the text of an error that is raised before a save."""
 
 _TIMEOUT = 60.0
+_COLLECTING = 0.6  # of the timeout; what follows on the last value takes no longer than the rest
 _TAG_LIMIT = 1000  # characters of a tag that are shown as they are; a store takes keys of megabytes badly
 
 
@@ -136,7 +138,7 @@ class Live:
         local = self._input(state_dict, name, digest, patterns, wanted, resolve_stateful)
         local = _with_time(local, started)
         path = f"state dict {name}".rstrip()
-        if absence := self._absence(name, repeats or tag is None):
+        if absence := self._absence(name, repeats or tag is None, local.error):
             return self._incomplete(path, absence, on_incomplete)
         try:
             self.group.begin(self.timeout)
@@ -177,10 +179,11 @@ class Live:
             from ckptlint.live.collect.extract import extract, findings_of, resolved
 
             state = state_dict() if callable(state_dict) else state_dict
-            state = dict(resolved(state)) if resolve_stateful else state
+            limit = self.limit()
+            state = dict(resolved(state, limit)) if resolve_stateful else state
             with _uncollected():
-                held = extract(state, resolve_stateful=False)
-                digests, has_digests, uncompared = _digests(held, patterns, with_contents=digest == "replicas")
+                held = extract(state, resolve_stateful=False, limit=limit)
+                digests, has_digests, uncompared = _digests(held, patterns, digest == "replicas", limit)
                 rows = fp.chunk_rows(held, digests, self.keys)
                 findings = findings_of(held, self.group.rank)
                 findings += _against(held, expect, self.group.rank) if expect else []
@@ -203,13 +206,22 @@ class Live:
             none = fp.chunk_rows([], [], self.keys)
             return protocol.RankInput(none, (), settings, _short_hash(tag), failure=reason, error=error)
 
-    def _absence(self, tag: str, repeats: bool) -> str:
-        """Why the ranks cannot be compared; "" when all are here."""
+    def limit(self) -> Limit:
+        """For a rank that begins to collect: it ends before the others give it up, so that they are told why."""
+        return Limit(self.timeout * _COLLECTING)
+
+    def _absence(self, tag: str, repeats: bool, failure: BaseException | None) -> str:
+        """Why the ranks cannot be compared; "" when all are here.
+
+        Args:
+            failure: of this rank.
+        """
         self._first = 0
+        refusal = self.refusal or (str(failure) if isinstance(failure, OutOfTime) else "")
         if self.gate is None:
-            return self.refusal
+            return refusal
         # a rank that gave up says so at the gate: others may not know, and would wait for it
-        passage = self.gate.enter(tag, self.timeout, self.refusal or _veto(), repeats)
+        passage = self.gate.enter(tag, self.timeout, refusal or _veto(), repeats)
         if passage.go:
             return ""
         if passage.reason:
@@ -454,7 +466,9 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _digests(held: Sequence[Any], patterns: Sequence[str], with_contents: bool) -> tuple[Words, bool, int]:
+def _digests(
+    held: Sequence[Any], patterns: Sequence[str], with_contents: bool, limit: Limit
+) -> tuple[Words, bool, int]:
     """uint64 [n], digest of each row's contents (0 for none); whether there was memory; how many are left out."""
     import torch
 
@@ -469,10 +483,12 @@ def _digests(held: Sequence[Any], patterns: Sequence[str], with_contents: bool) 
     compared = [i for i in shared if is_unequal(held[i].fqn) is None]
     tensors = [i for i in compared if held[i].kind == "tensor" and isinstance(held[i].data, torch.Tensor)]
     left = len(shared) - len(compared)
+    started = time.monotonic()
     try:
         out[tensors], known = _tensor_digests([held[i].data for i in tensors])
     except torch.OutOfMemoryError:
         return out, False, left
+    limit.extend(time.monotonic() - started)  # it grows with memory that is there, much alike on all ranks
     left += int((~known).sum())
     for i in compared:
         if held[i].kind != "object":
@@ -480,7 +496,7 @@ def _digests(held: Sequence[Any], patterns: Sequence[str], with_contents: bool) 
         value = held[i].data
         if isinstance(value, argparse.Namespace):
             value = {name: part for name, part in vars(value).items() if is_unequal(f"{held[i].fqn}.{name}") is None}
-        digest = live_object_digest(value)
+        digest = live_object_digest(value, limit)
         out[i] = 0 if digest is None else digest or 1
         left += digest is None
     return out, True, left
@@ -519,7 +535,9 @@ def _tensor_digests(data: Sequence[Any]) -> tuple[Words, BoolArray]:
 
     if any(tensor.is_cuda for tensor in data):
         torch.cuda.synchronize()  # other streams may still write what is about to be read
-    found, known = word_digests(data)
+    found, known = np.zeros(len(data), np.int64), readable(data)
+    at = np.flatnonzero(known)
+    found[at], known[at] = word_digests([data[i] for i in at.tolist()])
     return np.where(known, np.maximum(found.view(np.uint64), np.uint64(1)), np.uint64(0)), known
 
 

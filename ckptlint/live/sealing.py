@@ -18,6 +18,7 @@ from ckptlint.dataclass import dataclass
 from ckptlint.errors import CkptlintError, UnreadableError
 from ckptlint.lint.report import Report
 from ckptlint.live import api
+from ckptlint.live.collect.limit import readable
 from ckptlint.live.compare import fingerprints as fp
 from ckptlint.live.compare import protocol
 from ckptlint.live.compare.group import GroupBroken
@@ -273,7 +274,7 @@ def _measured(
         compares_copies: whether the copies of each chunk are compared with each other: the sums are of one of them.
     """
     rows, local = _local(live, state_dict, tag, patterns, resolve_stateful, compares_copies)
-    if absence := live._absence(tag, repeats=True):
+    if absence := live._absence(tag, True, local.error):
         return absence
     # a memory of its own: this is no check that the next one is to be compared with
     memory = protocol.Memory(cells=live.memory.cells, salt=live.memory.salt)
@@ -324,8 +325,9 @@ def _local(
     try:
         from ckptlint.live.collect.extract import extract, findings_of
 
-        held = extract(state_dict, resolve_stateful=resolve_stateful)
-        digests, has_digests, _ = api._digests(held, patterns, with_contents=compares_copies)
+        limit = live.limit()
+        held = extract(state_dict, resolve_stateful=resolve_stateful, limit=limit)
+        digests, has_digests, _ = api._digests(held, patterns, compares_copies, limit)
         digests[[item.kind == "object" for item in held]] = 0  # a seal is of tensors alone
         records = fp.chunk_rows(held, digests, live.keys)
         findings = findings_of(held, live.group.rank)
@@ -341,7 +343,8 @@ def _local(
     except Exception as error:
         none = fp.chunk_rows([], [], live.keys)
         text = f"{type(error).__name__}: {error}"
-        return _rows([], [], ()), protocol.RankInput(none, (), settings, api._short_hash(tag), failure=text)
+        tag_hash = api._short_hash(tag)
+        return _rows([], [], ()), protocol.RankInput(none, (), settings, tag_hash, failure=text, error=error)
 
 
 def _rows(held: Sequence[Any], seeds: list[int], patterns: Sequence[str]) -> _Rows:
@@ -359,6 +362,9 @@ def _rows(held: Sequence[Any], seeds: list[int], patterns: Sequence[str]) -> _Ro
             reason[i] = _OBJECT
         elif item.replica <= 0 and isinstance(item.data, torch.Tensor):
             chosen.append(i)
+    is_read = readable([held[i].data for i in chosen])
+    reason[np.array(chosen, np.int64)[~is_read]] = _NO_DIGEST
+    chosen = [i for i, reads in zip(chosen, is_read, strict=True) if reads]
     try:
         chunks = [Chunk(held[i].data, held[i].offsets, held[i].sizes, held[i].shape) for i in chosen]
         digests, known = elem_digests(chunks)

@@ -36,6 +36,8 @@ _STEPS = ((np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uin
 _LAST = np.uint64(31)
 _DEEP = 64
 
+_Leaf = Callable[[Any], "bytes | None"]
+
 
 def fin(words: Words, scratch: Words | None = None) -> Words:
     """The words mixed in place: the finaliser of splitmix64, a bijection that leaves 0 at 0.
@@ -173,13 +175,16 @@ def _starts(where: Elements, row: int, rows: int) -> Words:
 # ---------------------------------------------------------------- objects
 
 
-def object_digest(value: Any, leaf: Callable[[Any], bytes | None] = lambda value: None) -> int | None:
+def object_digest(
+    value: Any, leaf: _Leaf = lambda value: None, before_each: Callable[[], object] = lambda: None
+) -> int | None:
     """The digest of a value as it reads, independent of the order of mappings and sets; None when it has none.
 
     Types are part of it, floats count by every bit but the payload of a NaN, arrays by dtype, shape and bytes.
 
     Args:
         leaf: what stands for a value of a type that is not known here, a tensor say; None for no idea.
+        before_each: is called before each value within the value; it may raise to end this.
 
     >>> object_digest({"lr": 0.1, "step": 3}) == object_digest({"step": 3, "lr": 0.1})
     True
@@ -188,14 +193,15 @@ def object_digest(value: Any, leaf: Callable[[Any], bytes | None] = lambda value
     """
     from hashlib import blake2b  # it loads a library of its own
 
-    text = _canonical(value, leaf, 0)
+    text = _canonical(value, leaf, before_each, 0)
     return None if text is None else int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
 
 
-def _canonical(value: Any, leaf: Callable[[Any], bytes | None], depth: int) -> bytes | None:
+def _canonical(value: Any, leaf: _Leaf, before_each: Callable[[], object], depth: int) -> bytes | None:
     """The value as bytes that no other value has: tag, length, content. None for what is unknown, or too deep."""
     if depth > _DEEP:
         return None
+    before_each()
     name = type(value).__qualname__
     if isinstance(value, Enum):
         return _tagged(name, value.name.encode())
@@ -217,25 +223,29 @@ def _canonical(value: Any, leaf: Callable[[Any], bytes | None], depth: int) -> b
     from argparse import Namespace  # of these Megatron's arguments are; a check of metadata meets none
 
     if isinstance(value, Namespace):
-        return _joined(name, [vars(value)], leaf, depth)
+        return _joined(name, [vars(value)], leaf, before_each, depth)
     if is_dataclass(value) and not isinstance(value, type):
-        return _joined(name, [{field.name: getattr(value, field.name) for field in fields(value)}], leaf, depth)
+        return _joined(
+            name, [{field.name: getattr(value, field.name) for field in fields(value)}], leaf, before_each, depth
+        )
     if isinstance(value, Mapping):
-        pairs = [_joined("", pair, leaf, depth) for pair in value.items()]
+        pairs = [_joined("", pair, leaf, before_each, depth) for pair in value.items()]
         return None if None in pairs else _tagged(name, b"".join(sorted(pair for pair in pairs if pair is not None)))
     if isinstance(value, Set):
-        members = [_canonical(member, leaf, depth + 1) for member in value]
+        members = [_canonical(member, leaf, before_each, depth + 1) for member in value]
         return None if None in members else _tagged(name, b"".join(sorted(m for m in members if m is not None)))
     if isinstance(value, (list, tuple)):
-        return _joined(name, value, leaf, depth)
+        return _joined(name, value, leaf, before_each, depth)
     known = leaf(value)
     return None if known is None else _tagged(name, known)
 
 
-def _joined(tag: str, values: Sequence[Any], leaf: Callable[[Any], bytes | None], depth: int) -> bytes | None:
+def _joined(
+    tag: str, values: Sequence[Any], leaf: _Leaf, before_each: Callable[[], object], depth: int
+) -> bytes | None:
     parts = []
     for value in values:
-        part = _canonical(value, leaf, depth + 1)
+        part = _canonical(value, leaf, before_each, depth + 1)
         if part is None:
             return None
         parts.append(part)

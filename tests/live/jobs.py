@@ -35,24 +35,39 @@ class Failure:
     text: str
 
 
-def run_ranks(
-    function: Callable[[int], Any], world: int = 4, timeout: float = 600.0, *, expect_failures: bool = False
-) -> list[Any]:
-    """What `function(rank)` returned on each rank of a gloo job, in the order of ranks.
+ON_ONE_GPU = dict.fromkeys(("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE"), "1") | {
+    "NCCL_SOCKET_IFNAME": "lo",
+    "LOCAL_RANK": "0",
+}
+"""With a host id of its own for each rank NCCL takes several on one GPU, and talks over sockets."""
 
-    The ranks are forked, so that closures go in; what they return must pickle. `RANK`, `LOCAL_RANK` and `WORLD_SIZE`
-    are set as torchrun sets them. No rank outlives `timeout` seconds.
+
+def run_ranks(
+    function: Callable[[int], Any],
+    world: int = 4,
+    timeout: float = 600.0,
+    *,
+    expect_failures: bool = False,
+    backend: str = "gloo",
+) -> list[Any]:
+    """What `function(rank)` returned on each rank of a job, in the order of ranks.
+
+    The ranks are forked, so that closures go in; for another backend than gloo they are spawned, and share one GPU.
+    What they return must pickle. `RANK`, `LOCAL_RANK` and `WORLD_SIZE` are set as torchrun sets them. No rank outlives
+    `timeout` seconds.
 
     Raises:
         AssertionError: a rank raised, died or ran out of time; with `expect_failures` a Failure stands in its place.
     """
     _import_what_ranks_need()
-    fork = multiprocessing.get_context("fork")
+    context: Any = multiprocessing.get_context("fork" if backend == "gloo" else "spawn")
     with tempfile.TemporaryDirectory() as folder:
-        pipes = [fork.Pipe(duplex=False) for _ in range(world)]
+        pipes = [context.Pipe(duplex=False) for _ in range(world)]
         senders = [sender for _, sender in pipes]
-        ranks = [
-            fork.Process(target=_rank, args=(function, rank, world, timeout, Path(folder, "store"), senders))
+        ranks: list[BaseProcess] = [
+            context.Process(
+                target=_rank, args=(function, rank, world, timeout, Path(folder, "store"), senders, backend)
+            )
             for rank in range(world)
         ]
         try:
@@ -72,11 +87,18 @@ def run_ranks(
     return [results[rank] for rank in range(world)]
 
 
-def run_alike(function: Callable[[int], Any], world: int = 4) -> Any:
-    """What `function(rank)` returned on each rank of a gloo job, which is the same on all of them."""
-    first, *others = run_ranks(function, world)
+def run_alike(function: Callable[[int], Any], world: int = 4, backend: str = "gloo") -> Any:
+    """What `function(rank)` returned on each rank of a job, which is the same on all of them."""
+    first, *others = run_ranks(function, world, backend=backend)
     assert all(other == first for other in others)
     return first
+
+
+def works(device: str = "cpu") -> bool:
+    """Whether the job's own group of four goes on."""
+    total = torch.ones((), device=device)
+    dist.all_reduce(total)
+    return int(total) == 4
 
 
 def fixtures_of(name: str) -> ModuleType:
@@ -127,7 +149,13 @@ def _kill(process: BaseProcess) -> None:
 
 
 def _rank(
-    function: Callable[[int], Any], rank: int, world: int, timeout: float, store: Path, answers: list[Connection]
+    function: Callable[[int], Any],
+    rank: int,
+    world: int,
+    timeout: float,
+    store: Path,
+    answers: list[Connection],
+    backend: str,
 ) -> None:
     signal.alarm(math.ceil(timeout) + 5)  # should the test run be killed, nobody else ends this process
     answer = answers.pop(rank)
@@ -138,7 +166,10 @@ def _rank(
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), OMP_NUM_THREADS="1")
     torch.set_num_threads(1)
     try:
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+        if "nccl" in backend:
+            os.environ.update(ON_ONE_GPU, NCCL_HOSTID=f"host{rank}")
+            torch.cuda.set_device(0)
+        dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world)
         answer.send(function(rank))
         signal.pause()  # until all have answered: a peer may still read from this rank
     except BaseException:

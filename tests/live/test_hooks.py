@@ -7,6 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -160,40 +161,44 @@ def test_running_statistics_of_each_ranks_own_data_are_healthy(tmp_path: Path) -
 # ---------------------------------------------------------------- Megatron-Core
 
 
+def megatron_saves(tmp_path: Path, rank: int) -> dict[str, Any]:
+    live.install()
+    megatron_core = fixtures_of("megatron_core")
+    checkpointing = megatron_core.dist_checkpointing
+    save, undo = checkpointing.save, live.patch_mcore()
+    run = megatron_core.Run(tp=2, layers=2, sharding="fully_reshardable")
+    with megatron_core.CudaToCpu():
+        megatron_core.start_parallel(run)
+        state, _ = megatron_core.training_state(run)
+        drifted = copy.copy(state)
+        name, tensor = next((key, value) for key, value in state["model"].items() if "final_layernorm" in key)
+        bad = copy.copy(tensor)
+        bad.data = tensor.data + (rank == 3)
+        drifted["model"] = {**state["model"], name: bad}
+
+        def saved(state: dict[str, Any], folder: str) -> str:
+            if rank == 0:
+                (tmp_path / folder).mkdir()
+            dist.barrier()
+            strategy = megatron_core.TorchDistSaveShardedStrategy("torch_dist", 1)
+            return outcome(lambda: checkpointing.save(state, str(tmp_path / folder), strategy))
+
+        found = {"drifted": saved(drifted, "drifted"), "healthy": saved(state, "healthy")}
+    undo()
+    found["undone"] = checkpointing.save is save
+    return found
+
+
 def test_every_save_of_megatron_core_is_checked_until_undone(tmp_path: Path) -> None:
     needs_megatron_core()
+    refused_by_megatron(run_alike(partial(megatron_saves, tmp_path)), tmp_path)
 
-    def job(rank: int) -> dict[str, Any]:
-        live.install()
-        megatron_core = fixtures_of("megatron_core")
-        checkpointing = megatron_core.dist_checkpointing
-        save, undo = checkpointing.save, live.patch_mcore()
-        run = megatron_core.Run(tp=2, layers=2, sharding="fully_reshardable")
-        with megatron_core.CudaToCpu():
-            megatron_core.start_parallel(run)
-            state, _ = megatron_core.training_state(run)
-            drifted = copy.copy(state)
-            name, tensor = next((key, value) for key, value in state["model"].items() if "final_layernorm" in key)
-            bad = copy.copy(tensor)
-            bad.data = tensor.data + (rank == 3)
-            drifted["model"] = {**state["model"], name: bad}
 
-            def saved(state: dict[str, Any], folder: str) -> str:
-                if rank == 0:
-                    (tmp_path / folder).mkdir()
-                dist.barrier()
-                strategy = megatron_core.TorchDistSaveShardedStrategy("torch_dist", 1)
-                return outcome(lambda: checkpointing.save(state, str(tmp_path / folder), strategy))
-
-            found = {"drifted": saved(drifted, "drifted"), "healthy": saved(state, "healthy")}
-        undo()
-        found["undone"] = checkpointing.save is save
-        return found
-
-    first = run_alike(job)
+def refused_by_megatron(first: dict[str, Any], folder: Path) -> None:
+    """The drifted copy was refused before anything was written, the healthy state was saved."""
     assert first["healthy"] == SAVED and first["undone"]
     assert "LIV205" in first["drifted"] and "decoder.final_layernorm.weight" in first["drifted"]
-    assert files(tmp_path / "drifted") == [] and ".metadata" in files(tmp_path / "healthy")
+    assert files(folder / "drifted") == [] and ".metadata" in files(folder / "healthy")
 
 
 def test_megatron_fsdp_saves_through_torch(tmp_path: Path) -> None:

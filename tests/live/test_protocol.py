@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from itertools import product
+from math import prod
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,6 +14,7 @@ import pytest
 import torch
 from support import examples
 from threads import Sharded, run_threads
+from torch.distributed.tensor import Replicate, Shard
 
 from ckptlint.lint.report import Report
 from ckptlint.live.api import Live, LiveError, as_text
@@ -55,7 +60,7 @@ def checked(states: list[dict[str, Any]], tag: str = "x", **options: Any) -> Rep
         except LiveError as error:
             return error.report, str(error), live.group.log
 
-    results = run_threads(one)
+    results = run_threads(one, len(states))
     assert len({as_text(report) for report, *_ in results}) == 1
     assert len({text for _, text, _ in results[1:]}) == 1 and "\n" not in results[1][1]
     assert results[0][1] in ("", as_text(results[0][0]) + "Nothing was written.\n")
@@ -157,6 +162,52 @@ def test_contents_that_drift_after_a_healthy_check_are_found(seed: int) -> None:
     assert all(result == results[0] for result in results)
     expected = [("LIV209" if drift == "step" else "LIV205", drift)] if len(holders) > 1 else []
     assert results[0] == [([], 3), ([], 3), (expected, 5 if expected else 3), ([], 3), ([], 3)]
+
+
+class Placed(torch.Tensor):
+    """A tensor with the attributes of a DTensor, on a mesh that needs no process group."""
+
+    @staticmethod
+    def of(whole: torch.Tensor, rank: int, sizes: Sequence[int], cut: Sequence[int | None]) -> Placed:
+        """This rank's part of the whole, cut on a dim by each axis of the mesh, or copied by it."""
+        coordinate = [int(place) for place in np.unravel_index(rank, sizes)]
+        local = whole
+        for place, size, dim in zip(coordinate, sizes, cut, strict=True):
+            local = local if dim is None else local.chunk(size, dim)[place]
+        tensor = local.as_subclass(Placed)
+        placements = tuple(Replicate() if dim is None else Shard(dim) for dim in cut)
+        on = SimpleNamespace(shape=tuple(sizes), get_coordinate=lambda: coordinate)
+        spec = SimpleNamespace(mesh=on, placements=placements, tensor_meta=SimpleNamespace(shape=whole.shape))
+        tensor._local_tensor, tensor._spec = local.clone(), spec  # type: ignore[attr-defined]
+        return tensor
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("seed", range(examples(1, 40)))
+def test_random_copies_that_drift_on_small_meshes_are_found(seed: int) -> None:
+    """Copies that placements declare, and those of axes that they do not know of; 25 draws each."""
+    draw = random.Random(seed)
+    for number in range(25):
+        sizes = draw.choice([(2,), (3,), (4,), (2, 2), (1, 3), (4, 1)])
+        world = prod(sizes)
+        states: list[dict[str, Any]] = [{} for _ in range(world)]
+        cuts = {f"t{i}": [draw.choice([None, 0, 1]) for _ in sizes] for i in range(6)}
+        seen = {key: [draw.random() < 0.7 for _ in sizes] for key in cuts}  # the axes that are on the tensor's mesh
+        for (key, cut), rank in product(cuts.items(), range(world)):
+            place = np.unravel_index(rank, sizes)
+            known = [axis for axis in range(len(sizes)) if seen[key][axis] or cut[axis] is not None]
+            own = sum(int(place[axis]) * prod(sizes[other] for other in known if other > axis) for axis in known)
+            whole = torch.arange(144.0).view(12, 12)
+            states[rank][key] = Placed.of(whole, own, [sizes[a] for a in known], [cut[a] for a in known])
+        key, rank = draw.choice(list(cuts)), draw.randrange(world)
+        if drifts := number % 3 > 0:
+            flat = states[rank][key]._local_tensor.view(-1)
+            flat[draw.randrange(len(flat))] += 1e-3
+        is_copied = any(dim is None and size > 1 for size, dim in zip(sizes, cuts[key], strict=True))
+        expected = {("LIV205", key)} if drifts and is_copied else set()
+        found = reported(checked(states))
+        may_have = {("LIV204", key)} if expected else set()  # where both are written and no placement says so
+        assert found - may_have == expected, (seed, number, sizes, cuts, seen, key, rank)
 
 
 def test_a_table_that_overflows_grows_and_stays_so() -> None:

@@ -6,6 +6,7 @@ what a value is, never imports of the libraries that define it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from hashlib import blake2b
@@ -17,6 +18,7 @@ import torch
 from ckptlint.analysis.inventory import MOMENTS, optimizer_parts, split_state
 from ckptlint.dataclass import dataclass
 from ckptlint.live.collect import compat
+from ckptlint.live.collect.limit import Limit
 from ckptlint.live.collect.tensor_digest import freed_bytes
 from ckptlint.model import RankFinding
 from ckptlint.model.cover import Shape
@@ -121,20 +123,29 @@ _Parts = dict[object, tuple[Any, "_Part | None"]]
 """By mesh, placements and shape; the mesh is kept so that no other one gets its id."""
 
 
-def extract(state_dict: Mapping[Any, Any], *, resolve_stateful: bool = True) -> list[HeldChunk]:
+def extract(
+    state_dict: Mapping[Any, Any], *, resolve_stateful: bool = True, limit: Limit | None = None
+) -> list[HeldChunk]:
     """All chunks and objects of this rank, in the order of the state dict.
 
     Args:
         state_dict: what would be given to `torch.distributed.checkpoint.save` or to Megatron-Core's `save`.
         resolve_stateful: whether `state_dict()` of top-level values that are Stateful is called, as DCP does.
+        limit: of time and values; none by default.
+
+    Raises:
+        OutOfTime: the limit is reached.
     """
+    limit = limit or Limit()
     held: list[HeldChunk] = []
     paths: dict[str, tuple[Any, ...]] = {}
     parts: _Parts = {}
     found: list[_Leaf] = []
     with torch.no_grad():
-        _walk((), resolved(state_dict) if resolve_stateful else state_dict.items(), found)
-        for path, value in found:
+        _walk((), resolved(state_dict, limit) if resolve_stateful else state_dict.items(), found, limit)
+        for number, (path, value) in enumerate(found):
+            if not number % 64:
+                limit.look()
             fqn = ".".join(map(str, path))
             items = _READERS[_kind(value)](fqn, value, parts)
             if items and items[0].writer != "mcore" and (first := paths.setdefault(fqn, path)) is not path:
@@ -147,49 +158,55 @@ def extract(state_dict: Mapping[Any, Any], *, resolve_stateful: bool = True) -> 
 # ---------------------------------------------------------------- the walk
 
 
-def resolved(state_dict: Mapping[Any, Any]) -> Iterator[tuple[Any, Any]]:
+def resolved(state_dict: Mapping[Any, Any], limit: Limit | None = None) -> Iterator[tuple[Any, Any]]:
     """The entries, with `state_dict()` called where a value is Stateful; entries below are pickled as they are.
 
     Source:
         torch 2.13 torch.distributed.checkpoint.state_dict_saver._stateful_to_state_dict
     """
-    for key, value in state_dict.items():
-        yield key, value.state_dict() if _has(value, ("state_dict", "load_state_dict")) else value
+    limit = limit or Limit()
+    for key, value in limit.within(state_dict.items()):
+        if _has(value, ("state_dict", "load_state_dict")):
+            started = time.monotonic()
+            value = value.state_dict()
+            limit.extend(time.monotonic() - started)
+        yield key, value
 
 
-def _walk(path: tuple[Any, ...], entries: Iterable[tuple[Any, Any]], found: list[_Leaf]) -> None:
+def _walk(path: tuple[Any, ...], entries: Iterable[tuple[Any, Any]], found: list[_Leaf], limit: Limit) -> None:
     """Add the values that are saved.
 
     Source:
         torch 2.13 torch.distributed.checkpoint._traverse.traverse_state_dict: mappings always, lists that hold a tensor
         or a mapping, no tuples.
     """
-    for key, value in entries:
-        _leaves((*path, key), value, found)
+    for key, value in limit.within(entries):
+        _leaves((*path, key), value, found, limit)
 
 
-def _leaves(path: tuple[Any, ...], value: Any, found: list[_Leaf]) -> None:
+def _leaves(path: tuple[Any, ...], value: Any, found: list[_Leaf], limit: Limit) -> None:
     if type(value) in _LEAVES or isinstance(value, torch.Tensor):
         found.append((path, value))
     elif isinstance(value, Mapping):
-        _walk(path, value.items(), found)
+        _walk(path, value.items(), found, limit)
     elif isinstance(value, list):
-        if any(map(_is_walked, value)):
-            _walk(path, enumerate(value), found)
+        if _is_walked(value, limit):
+            _walk(path, enumerate(value), found, limit)
         else:
             found.append((path, value))
     elif _has(value, _FACTORY):
-        _leaves(path, value.build(), found)
+        _leaves(path, value.build(), found, limit)
     elif type(value).__name__ != "LocalNonpersistentObject" and not _has(value, ("obj", "unwrap")):
         found.append((path, value))
 
 
-def _is_walked(part: Any) -> bool:
+def _is_walked(part: Any, limit: Limit) -> bool:
     """Whether a list is walked because it holds this."""
     if type(part) in _LEAVES:
         return False
     if isinstance(part, list):
-        return any(map(_is_walked, part))
+        limit.look()
+        return any(_is_walked(value, limit) for value in part)
     return isinstance(part, (torch.Tensor, Mapping)) or _has(part, _OBJECT) or _has(part, _FACTORY)
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ckptlint.live.collect import fused_digests
+from ckptlint.live.collect.limit import Limit, readable
 from ckptlint.model.layout import BoolArray, IntArray
 from ckptlint.seals import digests
 from ckptlint.seals.digests import GOLD, MASK
@@ -86,9 +87,9 @@ def elem_digests(chunks: Sequence[Chunk]) -> tuple[IntArray, BoolArray]:
     return sums, np.array([run is not None for run in runs], bool)
 
 
-def live_object_digest(value: Any) -> int | None:
-    """`digests.object_digest` of a value that may hold tensors, dtypes and devices."""
-    return digests.object_digest(value, _leaf)
+def live_object_digest(value: Any, limit: Limit | None = None) -> int | None:
+    """`digests.object_digest` of a value that may hold tensors, dtypes and devices; raises OutOfTime."""
+    return digests.object_digest(value, _leaf, (limit or Limit()).look)
 
 
 def _leaf(value: Any) -> bytes | None:
@@ -96,7 +97,7 @@ def _leaf(value: Any) -> bytes | None:
 
     if isinstance(value, (torch.dtype, torch.device, torch.layout)):
         return str(value).encode()
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, torch.Tensor) or not readable([value]).all():
         return None
     (digest,), (known,) = word_digests([value])
     return f"{value.dtype} {tuple(value.shape)} {int(digest) & MASK:016x}".encode() if known else None
