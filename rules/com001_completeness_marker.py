@@ -20,7 +20,7 @@ def completeness_marker(ckpt: Checkpoint) -> Iterator[Finding]:
         save, a note where none is.
         A step of transformers' Trainer has its `trainer_state.json`; one of prime-rl or VeOmni has `STABLE` or
         `checkpoint_manifest.json` if the step before it has one.
-        A step has the kinds of state beside the model that the step before it has (`optimizer.pt`, `trainer_state.json`),
+        A step has the kinds of state beside the model that the step before it has (`optimizer.pt`, `rng_state.pth`),
         and the files that all of several older steps have: a warning.
         A part that `model_index.json` names, or of diffusers in a step, holds weights beside its `config.json`.
     Why it matters:
