@@ -46,7 +46,8 @@ def opened(
 ) -> Iterator[Opened]:
     """Each checkpoint under a path, with its payload at depths that read it, and with the step before it.
 
-    Of a step whose older neighbour is not asked for, the neighbour's metadata alone is read, unless `before_too`.
+    Of a step whose older neighbour is not asked for, the neighbour's metadata alone is read, unless `before_too`; with
+    its files where a file of the step counts as another one, which may have stood still since.
 
     Args:
         jobs: checkpoints that are read at the same time, in processes of their own; one per processor, 8 at most, if
@@ -72,7 +73,8 @@ def opened(
         read[found.display] = ckpt = next(reads)
         older = step_before(found.folder) if isinstance(ckpt, Checkpoint) and ckpt.readable else None
         if older is not None and older.display not in asked:
-            read[older.display] = _read(older, *((depth, reading) if before_too else (Depth.METADATA, None)))
+            least = Depth.FILES if isinstance(ckpt, Checkpoint) and _counts_another_step(ckpt) else Depth.METADATA
+            read[older.display] = _read(older, *((depth, reading) if before_too else (least, None)))
         waiting.append((found, ckpt, older))
         while waiting and (waiting[0][2] is None or waiting[0][2].display in read):
             found, ckpt, older = waiting.pop(0)
@@ -81,6 +83,11 @@ def opened(
                 # an export beside the saves of a run has names of its own
                 ckpt = replace(ckpt, before=before if before.format == ckpt.format else None)
             yield found, ckpt
+
+
+def _counts_another_step(ckpt: Checkpoint) -> bool:
+    steps = () if ckpt.run is None else ckpt.run.steps
+    return any(file.step in steps and file.step != ckpt.run.step for file in ckpt.step_files if ckpt.run is not None)
 
 
 def _all_read(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import field, replace
 from functools import partial
 from typing import Any, Literal
@@ -165,7 +166,7 @@ def newest_good(
     """
     if unknown := [part for part in required if part not in PARTS]:
         raise ConfigError(f"there is no part {unknown[0]!r}, only {', '.join(PARTS)}")
-    steps = [step for step in steps_of(run) if before is None or step.number < before]
+    steps = [step for step in [*steps_of(run), *_released(run)] if before is None or step.number < before]
     skipped: list[JudgedStep] = []
     for position, step in enumerate(steps):
         older = steps[position + 1 :]
@@ -178,6 +179,15 @@ def newest_good(
             return Search(path, judged, skipped, _tracking(run, judged))
         skipped.append(judged)
     return Search(path, None, skipped)
+
+
+def _released(run: Folder) -> list[Step]:
+    """The folder `release` where the tracker names it, beside steps that have numbers: it is older than all of them."""
+    with suppress(CkptlintError):
+        is_named = "release" in run.folders() and isolated(partial(read_tracker, run), 0)[1] == "release"
+        if is_named and not any(step.name == "release" for step in steps_of(run)):
+            return [Step(0, run, "release")]
+    return []
 
 
 def _tracking(run: Folder, found: JudgedStep) -> str:
@@ -242,6 +252,8 @@ def verdict_of(report: Report) -> JudgedStep:
         return replace(
             outcome, verdict="fails", code=lead.code, why=f"{lead.severity.label} {lead.code} {lead.title}{more}"
         )
+    if unfinished := [lead.title for lead in odd if lead.code == "COM001"]:
+        return replace(outcome, verdict="unfinished", why=unfinished[0])
     if report.is_incomplete:
         reasons = [reason for part in report.checkpoints for reason in part.failed.values()]
         return replace(

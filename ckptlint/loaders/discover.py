@@ -254,8 +254,13 @@ def _inner(folder: Folder) -> list[str]:
 
 
 def _accounted(found: list[Found], folder: Folder) -> list[Found]:
-    """The same checkpoints; the files of the folder around them are reported with the first."""
-    return [replace(unit, accounts_for=(*unit.accounts_for, folder)) for unit in found[:1]] + found[1:]
+    """The same checkpoints; the files of the folder around them are reported with the first that a job resumes from."""
+    exports = ("safetensors", "torch", "file", "incomplete", "unsupported")
+    first = next((n for n, unit in enumerate(found) if not _is_kind(unit.folder, *exports)), 0)
+    return [
+        replace(unit, accounts_for=(*unit.accounts_for, folder)) if number == first else unit
+        for number, unit in enumerate(found)
+    ]
 
 
 def _not_read(folder: Folder, steps: Iterable[str], found: list[Found]) -> list[str]:

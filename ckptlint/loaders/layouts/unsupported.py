@@ -88,7 +88,8 @@ def _any(folder: Folder) -> Evidence | None:
     names = [name for name in folder.files_beside() if not is_litter(name)]
     is_file = folder.part != "" and [*folder.entries] == [folder.part]
     for known in world().unread:
-        if known.alone and (is_file or not folder.folders()) and (packed := _first(names, known.files)):
+        is_bare = is_file or not folder.folders() or _first(folder.folders(), known.folders)
+        if known.alone and is_bare and (packed := _first(names, known.files)):
             return Evidence(printable(packed), known.name)
     return None
 

@@ -134,7 +134,7 @@ class Unread:
 
     Attributes:
         files, folders: match whole names of files and folders that show it; without either it is known by content.
-        alone: whether a file is a model by itself, where nothing else is there that is known.
+        alone: whether a file is a model by itself, or shows it beside one of `folders`, where nothing else is known.
         hint: what to do with it.
     """
 
