@@ -192,8 +192,8 @@ def automodel(run: Path) -> list[str]:
 
 
 def lingua(run: Path) -> list[str]:
-    text(dcp(run / "checkpoints" / "0000000100", "model.w") / "train_state_00000.json", "{}")
-    text(dcp(run / "checkpoints" / "0000000200", "model.w") / "params.json", "{}")
+    for step in ("0000000100", "0000000200"):
+        text(dcp(run / "checkpoints" / step, "model.w") / "train_state_00000.json", "{}")
     return ["checkpoints/0000000200"]
 
 

@@ -4,13 +4,20 @@ as something else than it is."""
 from __future__ import annotations
 
 import json
+import random
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support import codes, found
+import test_contracts
+from layouts import LayoutTests
+from support import REAL, codes, examples, found
 
 import ckptlint
+from ckptlint.lint.report import Report
+from ckptlint.lint.steps import JudgedStep, steps_in
+from ckptlint.vocabulary.frameworks import family_of, step_number
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("safetensors")
@@ -149,3 +156,128 @@ def test_every_file_is_accounted_for(tmp_path: Path, name: str) -> None:
 def test_a_full_disk_is_no_wrong_path(tmp_path: Path, names: list[str]) -> None:
     report = ckptlint.check(written(tmp_path, dict.fromkeys(names, b"")))
     assert report.exit_code == 1 and names[-1] in str(found(report))
+
+
+def test_release_is_the_step_that_its_tracker_names(tmp_path: Path) -> None:
+    """Beside it lies a first step whose save did not finish."""
+    shutil.copytree(REAL / "fsdp2_4r", tmp_path / "release")
+    (tmp_path / "iter_0000001").mkdir()
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")
+    assert ckptlint.latest(tmp_path).path == f"{tmp_path}/release"
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("1")
+    assert ckptlint.latest(tmp_path).path is None
+
+
+def test_a_step_is_compared_with_the_one_before(tmp_path: Path) -> None:
+    """An optimizer that stood still (ms-swift), a state below (RLinf#1469), the engine's own step (DeepSpeed)."""
+    for number in (4, 6):
+        step = tmp_path / f"checkpoint-{number}"
+        state = an_optimizer()
+        for moments in state["state"].values():
+            moments["step"] = torch.tensor(float(number))
+        written(step, {"model.safetensors": a_model(number), "optimizer.pt": state, "data/data.pt": {"epoch": number}})
+        (step / "latest").write_text(f"global_step{number}")
+        (step / f"global_step{number}").mkdir()
+        (step / f"global_step{number}" / "zero.txt").touch()
+    newest = tmp_path / "checkpoint-6"
+    assert codes(ckptlint.check(tmp_path), "error", "warning") == set()
+    shutil.rmtree(newest / "global_step6")
+    assert (
+        found(ckptlint.check(tmp_path), "warning")[0][2]
+        == "latest names global_step6, and no such folder is in the step"
+    )
+    (newest / "global_step6").mkdir()
+    (newest / "global_step6" / "zero.txt").touch()
+    shutil.rmtree(newest / "data")
+    assert found(ckptlint.check(tmp_path)) == []
+    shutil.copytree(tmp_path / "checkpoint-4", tmp_path / "checkpoint-2")
+    assert "checkpoint-6 has no data/data.pt, which all older steps have" in str(
+        found(ckptlint.check(tmp_path), "warning")
+    )
+    shutil.copytree(tmp_path / "checkpoint-4" / "data", newest / "data")
+    shutil.copy(tmp_path / "checkpoint-4" / "optimizer.pt", newest)
+    assert "optimizer.pt says step 4" in str(found(ckptlint.check(tmp_path), "warning"))
+
+
+def test_formats_that_are_known_and_not_read(tmp_path: Path) -> None:
+    deep = tmp_path / "nanotron/10/model/model/decoder/0/pp_block/attn"
+    written(deep, {"model_weight_pp-rank-0-of-1_tp-rank-0-of-1.safetensors": a_model()})
+    (tmp_path / "nanotron/10/random").mkdir()
+    (tmp_path / "nanotron/10/checkpoint_metadata.json").write_text("{}")
+    written(tmp_path / "miles", {f"adapter_megatron_rank{rank}.pt": a_model() for rank in range(2)})
+    for name in ("nanotron", "miles"):
+        assert [(code, name in sentence) for code, _, sentence in found(ckptlint.check(tmp_path / name))] == [
+            ("SAF004", True)
+        ]
+
+
+def run_of(layout: type[LayoutTests], place: Path) -> tuple[Path, Path | None]:
+    """A step of a layout, and an older one of the same state beside it where there is one."""
+    place.mkdir()
+    step = layout().write(place)
+    name = layout.source.rpartition("/")[2]
+    if (state := step / "trainer_state.json").exists():
+        name = f"checkpoint-{json.loads(state.read_text())['global_step']}"
+    newest = place / "run" / (name if step_number(name) is not None else "checkpoint-200")
+    shutil.copytree(step, newest, symlinks=True)
+    older = newest.with_name(layout.older.rpartition("/")[2]) if layout.older else None
+    if older is not None:
+        shutil.copytree(REAL / layout.older, older)
+    return newest, older
+
+
+def damage(dice: random.Random, step: Path) -> tuple[Path, str]:
+    """One file of a step is emptied, zeroed, cut, renamed, removed, or one is added."""
+    path = dice.choice(sorted(path for path in step.rglob("*") if path.is_file() and not path.is_symlink()))
+    kind, data = dice.choice(["empty", "zeros", "cut", "renamed", "removed", "added", "none"]), path.read_bytes()
+    if kind in ("empty", "zeros", "cut"):
+        path.write_bytes({"empty": b"", "zeros": bytes(len(data)), "cut": data[: len(data) * 2 // 3]}[kind])
+    elif kind == "renamed":
+        path.rename(path.with_name(f"{path.name}.old"))
+    elif kind == "removed":
+        path.unlink()
+    elif kind == "added":
+        path = path.with_name(dice.choice(["extra.pt", "best.pth", "state.ckpt"]))
+        path.touch()
+    return path, kind
+
+
+def is_whole(report: Report) -> bool:
+    return report.exit_code == 0 and not codes(report, "error", "warning")
+
+
+def is_trusted(step: JudgedStep | None) -> bool:
+    return step is not None and step.verdict == "passes" and not step.warnings
+
+
+def test_damage_to_any_file_is_told_and_all_commands_agree(tmp_path: Path) -> None:
+    """No file of a layout that holds state is lost without a word, and no command trusts what another one does not."""
+    layouts = [
+        kind for kind in vars(test_contracts).values() if isinstance(kind, type) and issubclass(kind, LayoutTests)
+    ]
+    layouts = [kind for kind in layouts if kind.__module__ == test_contracts.__name__]
+    runs = {kind: run_of(kind, tmp_path / kind.__name__) for kind in layouts}
+    dice = random.Random(64)
+    for number in range(examples(20, 300)):
+        newest, older = runs[kind := layouts[number % len(layouts)]]
+        kept = newest.with_name("kept").parent.parent / "kept"
+        shutil.copytree(newest, kept, symlinks=True)
+        path, how = damage(dice, newest)
+        report = ckptlint.check(newest)
+        about = f"{kind.__name__}: {path.relative_to(newest)} {how}"
+        family = family_of(path.name)
+        is_state = (family is None or family.content != "other") and not (how == "zeros" and path.suffix == ".distcp")
+        is_missed = older is not None and not (family is not None and family.counted_by)  # a job may have fewer ranks
+        if how == "none":
+            assert is_whole(report), about
+        elif how == "added" or (is_state and (how in ("empty", "zeros", "cut") or is_missed)):
+            assert not is_whole(report), f"{about} passes"
+        search = ckptlint.latest(newest.parent)
+        fates = {fate.step.name: fate.step for fate in ckptlint.deletable(newest.parent, keep=1).fates}
+        answers = [is_whole(ckptlint.check(newest.parent)), is_trusted(fates[newest.name])]
+        answers.append(search.found is not None and search.found.name == newest.name and is_trusted(search.found))
+        every = steps_in(ckptlint.check(newest.parent, all_steps=True))
+        answers += [is_trusted(step) for step in every if step.name == newest.name]
+        assert {*answers} == {is_whole(report)}, f"{about}: {answers}"
+        shutil.rmtree(newest)
+        kept.rename(newest)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+
 from ckptlint.loaders.layouts import Evidence, Fixed, Found, Layout
 from ckptlint.loaders.layouts.torch_files import opened_files
 from ckptlint.loaders.rank_files.sets import flat_name, flat_sets, input_bytes
-from ckptlint.model import Checkpoint
-from ckptlint.model.text import printable
+from ckptlint.model import Checkpoint, Problem
+from ckptlint.model.text import listed, printable
 from ckptlint.storage.folder import Folder
+
+_POINTER = "last_checkpoint.rank_"
+_NAME = 256  # bytes of a pointer that are read
 
 
 def _evidence(folder: Folder) -> Evidence | None:
@@ -25,7 +31,30 @@ def _evidence(folder: Folder) -> Evidence | None:
 def _read(found: Found, look_at_files: bool) -> Checkpoint:
     from ckptlint.loaders.rank_files.verl import read_flat
 
-    return opened_files(found, read_flat(found.folder, look_at_files))
+    ckpt = opened_files(found, read_flat(found.folder, look_at_files))
+    return replace(ckpt, problems=[*ckpt.problems, *_pointers(found.folder)])
+
+
+def _pointers(folder: Folder) -> Iterator[Problem]:
+    """Ranks that find no save: what names the file of each rank is missing, or names none that is there.
+
+    Source:
+        dinov2.fsdp.FSDPCheckpointer.has_checkpoint, get_checkpoint_file: `last_checkpoint.rank_N` holds the file's name
+    """
+    ranks = [flat_name(name)[1] for name in flat_sets(folder)[0].files]
+    names = [f"{_POINTER}{rank}" for rank in ranks]
+    if not any(map(folder.has, names)):
+        return
+    lost = [name for name in names if not folder.has(name) or not folder.has(_named(folder, name))]
+    if lost:
+        sentence = f"{listed(lost)} {'names' if len(lost) == 1 else 'name'} no file that is there"
+        why = "a rank that finds no name there starts anew, and the others resume"
+        hint = "write the name of the rank's newest file into it"
+        yield Problem("incomplete", lost[0], sentence, why=why, hint=hint, outside_checkpoint=True)
+
+
+def _named(folder: Folder, pointer: str) -> str:
+    return folder.head(pointer, _NAME).decode("utf-8", "replace").strip()
 
 
 LAYOUTS = (

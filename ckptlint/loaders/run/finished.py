@@ -26,6 +26,7 @@ from ckptlint.vocabulary.frameworks import (
     step_number,
     world,
 )
+from ckptlint.vocabulary.metadata_files import METADATA, RANK_METADATA
 
 _LEVELS = 5  # folders between a part and its step
 _STEPS_TRIED = 16
@@ -129,7 +130,7 @@ def lacking_files(step: Folder, older: Iterable[Folder], kinds_of: int = 1) -> t
     try:
         finished = [*islice((folder for folder in older if step_state(folder) != "unfinished"), _OLDER)]
         there = _files_of_state(step)
-        kinds = {*map(_kind, there)}
+        kinds = {*map(_kind, there.values())}
         for one in finished[:kinds_of]:
             if lost := [name for name in _files_of_state(one).values() if (kind := _kind(name)) and kind not in kinds]:
                 return sorted(map(printable, lost)), f"{printable(one.name)} has"
@@ -156,9 +157,14 @@ def _files_of_state(step: Folder) -> dict[str, str]:
 
 
 def _is_of_state(path: str) -> bool:
-    """Whether a file is of what trainers write with each save: no text, log, code or settings that a run may drop."""
-    family = family_of(path.rpartition("/")[2])
-    return family is None or family.content != "other" or family.name in ("mark", "checksums")
+    """Whether a file is of what trainers write with each save: no text, log, code or settings that a run may drop.
+
+    Nor metadata of a format: the last step of a run may be an export.
+    """
+    name = path.rpartition("/")[2]
+    family = family_of(name)
+    is_state = family is None or family.content != "other" or family.name in ("mark", "checksums")
+    return is_state and name != METADATA and RANK_METADATA.fullmatch(name) is None
 
 
 def _kind(path: str) -> str:

@@ -265,9 +265,14 @@ def _below(found: list[_File], whole: Found) -> Iterator[_File]:
 
 
 def _with_content(found: list[_File]) -> tuple[list[_File], list[_File]]:
-    """The same files, of those below folders the ones that a loader may unpickle; and those not looked at."""
-    items = [item for item in found if item.size and not item.name.endswith(_PAYLOAD)]
+    """The same files, of those below folders the ones that a loader may unpickle; and those not looked at.
+
+    Those that are named like such a file and are empty or start with zeros are among them, as files of the step.
+    """
+    items = [item for item in found if not item.name.endswith(_PAYLOAD)]
     items = [item for item in items if not item.is_opened or item.label in _TEXTS]
+    hollow = {item for item in items if item.is_below and not item.size and may_be_pickle(item.name)}
+    items = [item for item in items if item.size]
     items.sort(key=lambda item: (item.is_below, item.family is not None))
     most = _HEADS[items[0].folder.is_near] if items else 0
     late, contents = items[most:], dict[_File, FileContent | None]()
@@ -278,7 +283,10 @@ def _with_content(found: list[_File]) -> tuple[list[_File], list[_File]]:
                 late.append(item)
             else:
                 contents[item] = file_content(head)
-    looked = (replace(item, content=contents[item]) if contents.get(item) else item for item in found)
+                hollow |= {item} if item.is_below and may_be_pickle(item.name) and not head.strip(b"\0") else set()
+    looked = (
+        replace(item, content=contents.get(item), is_below=item.is_below and item not in hollow) for item in found
+    )
     return [item for item in looked if item.content or not item.is_below], late
 
 
