@@ -19,7 +19,7 @@ from zlib import crc32
 import numpy as np
 
 from ckptlint.dataclass import dataclass
-from ckptlint.errors import ForeignError, LimitError, UnreadableError
+from ckptlint.errors import ForeignError, LimitError, ScriptError, UnreadableError
 from ckptlint.formats.pickles.safe_pickle import Opaque, Unpickled, read_row, read_state
 from ckptlint.formats.torch_archive import LOCAL_SIZE, Member, Read, data_start, ranges_in, read_archive
 from ckptlint.formats.torch_legacy import PICKLES, PICKLES_LIMIT, is_legacy, is_tar
@@ -88,6 +88,7 @@ def read_torch_file(folder: Folder, name: str, read_bare: Callable[[bytes], Unpi
     Raises:
         UnreadableError: it is cut, damaged, or readers could take it for different things.
         ForeignError: it is no such file.
+        ScriptError: torch.jit.save wrote it.
         LimitError: it would take more to read than such a file may need.
         AccessError: the operating system refused a read.
 
@@ -114,7 +115,7 @@ def _read(read: Read, size: int, read_bare: Callable[[bytes], Unpickled] = read_
     if head[:4] == _ARCHIVE:
         try:
             return _archive(read, size)
-        except (LimitError, ForeignError):  # a zip file of something else, which all readers read alike
+        except (LimitError, ForeignError, ScriptError):  # a zip file of something else, which all readers read alike
             raise
         except UnreadableError as error:
             # a zip file of something else may be compressed, commented, or of any other form

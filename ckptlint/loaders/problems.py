@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckptlint.errors import LimitError, UnreadableError
+from ckptlint.errors import LimitError, ScriptError, UnreadableError
 from ckptlint.formats.pickles.safe_pickle import Unpickled
 from ckptlint.formats.torch_file import TorchFile
 from ckptlint.model import Problem, ProblemKind
@@ -22,6 +22,8 @@ _UNKNOWN = ", which ckptlint does not know"
 def from_error(error: UnreadableError, file: str, blocks: bool = False, hint: str = "", why: str = "") -> Problem:
     """A file that could not be read, or not within the limits."""
     kind: ProblemKind = "limit" if isinstance(error, LimitError) else "unreadable"
+    if isinstance(error, ScriptError):
+        kind = "unread"
     return Problem(kind, file, f"{file} {error}", hint=hint, why=why, blocks=blocks)
 
 

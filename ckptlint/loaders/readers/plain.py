@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ckptlint.errors import ForeignError, LimitError, UnreadableError
+from ckptlint.errors import ForeignError, LimitError, ScriptError, UnreadableError
 from ckptlint.formats.pickles.safe_pickle import Opaque
 from ckptlint.formats.torch_file import TorchFile, read_torch_file
 from ckptlint.loaders.optimizer_state import optimizer_file
@@ -86,8 +86,8 @@ def lone_state(folder: Folder) -> str | None:
             found = read_torch_file(folder, names[0])
             is_whole = not _META.fullmatch(names[0]) or _has_square_outputs(found.root)
             return bool(found.unpickled.refused) or (holds_weights(found.root) and is_whole)
-        except UnreadableError:
-            return False
+        except UnreadableError as error:
+            return isinstance(error, ScriptError)
 
     try:
         return names[0] if isolated(holds, min(folder.size(names[0]), PICKLE_SHARE)) else None
