@@ -518,6 +518,22 @@ def stored_tensor(node: Any) -> StoredTensor | None:
     return StoredTensor(dtype, shape, strides, offset, pid[2], length, wrapped)
 
 
+def subclass_form(node: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides of a tensor of a class that holds other tensors, such as torchao's; both () for other calls.
+
+    Source:
+        torch._utils._rebuild_wrapper_subclass, called by torch._tensor._rebuild_from_type_v2
+    """
+    if isinstance(node, Opaque) and node.name.startswith("_rebuild_parameter") and node.args:
+        node = node.args[0]
+    args = node.args if isinstance(node, Opaque) and node.name == "_rebuild_from_type_v2" else ()
+    if len(args) < 3 or not _is(args[0], "_rebuild_wrapper_subclass"):
+        return (), ()
+    shape, strides = args[2][2:4] if isinstance(args[2], tuple) and len(args[2]) > 3 else ((), ())
+    is_form = _counts(shape) and _counts(strides) and len(shape) == len(strides)
+    return (shape, strides) if is_form else ((), ())
+
+
 def _is_plain(node: Any) -> bool:
     """Whether a class is torch's own: such a tensor has attributes of Python beside its elements, no other meaning."""
     is_class = isinstance(node, type) and issubclass(node, Opaque)

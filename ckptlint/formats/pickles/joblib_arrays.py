@@ -33,7 +33,7 @@ class _Cutter(Tracer):
         if isinstance(made, Opaque) and made.module in _MODULES and made.name == MARK.decode():
             start, has_objects = self.file.tell(), _has_objects(made.state["dtype"])
             if has_objects:
-                opcodes = [*pickletools.genops(self.file)]
+                opcodes: list[tuple[Any, Any, Any]] = [*pickletools.genops(self.file)]
                 ends = [at + _FRAME_SIZE + size for opcode, size, at in opcodes if opcode.name == "FRAME"]
                 if max(ends, default=0) > self.file.tell():
                     raise pickle.UnpicklingError("a frame that reaches beyond its pickle: readers go on elsewhere")
