@@ -20,6 +20,7 @@ def completeness_marker(ckpt: Checkpoint) -> Iterator[Finding]:
         save, a note where none is.
         A step of transformers' Trainer has its `trainer_state.json`; one of prime-rl or VeOmni has `STABLE` or
         `checkpoint_manifest.json` if the step before it has one.
+        The files `model-rank-R-part-P.safetensors` of vLLM's sharded_state count ranks and parts from 0 without a gap.
         A part that `model_index.json` names, or of diffusers in a step, holds weights beside its `config.json`.
     Why it matters:
         Each of these files is written last in its stage, so the save or the copy did not finish.

@@ -54,7 +54,9 @@ def payload_length(ckpt: Checkpoint) -> Iterator[Finding]:
         needed = _nbytes(tensor, rows)
         stored = table.byte_length[records].astype(float)
         is_short = (stored < needed) & (stored >= 0)
-        known = is_short & [ckpt.payload is not None and _is_subclass(ckpt.payload, tensor, row) for row in rows.tolist()]
+        known = is_short & [
+            ckpt.payload is not None and _is_subclass(ckpt.payload, tensor, row) for row in rows.tolist()
+        ]
         short = np.flatnonzero(is_short & ~known)
         if len(short):
             finding = _too_short(ckpt, tensor, rows[short], int(records[short[0]]))
