@@ -41,7 +41,7 @@ def payload_length(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.distributed.checkpoint.filesystem._StorageInfo.length
     """
-    table = ckpt.records
+    table, payload = ckpt.records, ckpt.payload
     for tensor in ckpt.sound_tensors():
         if nbytes(tensor.dtype, 1) is None:
             continue
@@ -54,14 +54,14 @@ def payload_length(ckpt: Checkpoint) -> Iterator[Finding]:
         needed = _nbytes(tensor, rows)
         stored = table.byte_length[records].astype(float)
         is_short = (stored < needed) & (stored >= 0)
-        known = is_short & [
-            ckpt.payload is not None and _is_subclass(ckpt.payload, tensor, row) for row in rows.tolist()
-        ]
-        short = np.flatnonzero(is_short & ~known)
+        short = np.flatnonzero(is_short)
+        if payload is not None:
+            short = short[[not _is_subclass(payload, tensor, row) for row in rows[short].tolist()]]
         if len(short):
             finding = _too_short(ckpt, tensor, rows[short], int(records[short[0]]))
-            is_open = ckpt.payload is None and not ckpt.is_safetensors and bool(is_short.all())
-            yield _perhaps_quantised(finding) if is_open and _may_be_quantised(tensor, rows, stored) else finding
+            is_unread = payload is None or (payload.sample and not any(map(payload.of, records[short].tolist())))
+            is_unsure = is_unread and not ckpt.is_safetensors and is_short.all()
+            yield _perhaps_quantised(finding) if is_unsure and _may_be_quantised(tensor, rows, stored) else finding
         slack = 0 if ckpt.is_safetensors else np.maximum(_FRAMING, _SHARE * needed)
         long = np.flatnonzero(stored > needed + slack)
         if len(long):
