@@ -120,7 +120,9 @@ def test_a_torchscript_file_that_is_cut_is_damaged(tmp_path: Path) -> None:
 OBJECTS = {"x": np.array(["a", None], object), "y": np.ones(3), "z": [np.array([{}], object)]}
 
 
-@pytest.mark.parametrize("values", [OBJECTS, np.array(["a"], object), {"w": np.ones((3, 4)), "r": np.random.RandomState(0)}])
+@pytest.mark.parametrize(
+    "values", [OBJECTS, np.array(["a"], object), {"w": np.ones((3, 4)), "r": np.random.RandomState(0)}]
+)
 @pytest.mark.parametrize("protocol", [2, 5])
 def test_pickles_of_joblib_are_of_one_format(values: Any, protocol: int, tmp_path: Path) -> None:
     pytest.importorskip("joblib").dump(values, tmp_path / "forest.pkl", protocol=protocol)
