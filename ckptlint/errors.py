@@ -39,6 +39,10 @@ class ForeignError(UnreadableError):
     """A file holds something else than what its reader is for; by its name it may be either."""
 
 
+class ScriptError(UnreadableError):
+    """A file is TorchScript, which ckptlint knows and does not judge. Becomes SAF004, beside a checkpoint SAF002."""
+
+
 class LimitError(UnreadableError):
     """Reading on would exceed a resource limit. Becomes SAF003."""
 

@@ -34,7 +34,8 @@ def adapter_factors(ckpt: Checkpoint) -> Iterator[Finding]:
         belong to.
 
         At depth data, factors B of which a half, three quarters, seven eighths, ... of the elements are zero, the same
-        share in all that hold zeros, are an error: one rank's rows. Factors B of zeros alone are info.
+        share in all that hold zeros, and the whole first or last row, are an error: one rank's rows. Zeros in some
+        columns alone are ranks that are not used. Factors B of zeros alone are info.
     Why it matters:
         peft stops on a factor of the wrong size. A factor that is not stored keeps its initial values: there the
         adapter does nothing, or adds noise.
@@ -90,7 +91,12 @@ def _zeros(payload: PayloadTable, factors: list[Tensor]) -> Iterator[Finding]:
             identity=("untrained",),
             why="the product of the factors is 0: the adapter was not trained, or does nothing",
         )
-    elif share != 1 and share.denominator - share.numerator == 1 and len(keys) >= _LEAST:
+    elif (
+        share != 1
+        and share.denominator - share.numerator == 1
+        and len(keys) >= _LEAST
+        and _lacks_rows(payload, found[share])
+    ):
         yield Finding(
             f"{share} of factor B is exactly zero in {len(keys)} of {plural(len(factors), 'module')}",
             at=Location.of(found[share][0]),
@@ -101,6 +107,13 @@ def _zeros(payload: PayloadTable, factors: list[Tensor]) -> Iterator[Finding]:
             hint="gather the factors from all ranks of tensor parallelism before saving",
             group=f"zeros {share}",
         )
+
+
+def _lacks_rows(payload: PayloadTable, factors: list[Tensor]) -> bool:
+    """Whether the first or the last row of each is zero, as where other ranks' rows are; else some columns are."""
+    return all(
+        bool((payload.edge_zeros[factor.chunks.record] >= prod(factor.global_shape[1:])).any()) for factor in factors
+    )
 
 
 def _is_flat(part: Part, tensor: Tensor) -> bool:

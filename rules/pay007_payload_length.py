@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
 
-from ckptlint.model import Checkpoint, Tensor
+from ckptlint.model import Checkpoint, PayloadTable, Tensor
 from ckptlint.model.text import byte_span
 from ckptlint.rule import Finding, Location, Severity, rule
-from ckptlint.vocabulary.dtypes import nbytes
+from ckptlint.vocabulary.dtypes import FLOATS, nbytes
 
 _FRAMING = 4096
 _SHARE = 0.01
 _DENOMINATOR = 1024
+_SUBCLASS_FRAMING = (2048, 4096)  # of a record with several storages; one of a plain tensor has less (1.7 KB)
+_QUANTISED_BITS = (4, 8)
+_SCALES = 0.25  # bytes of scales and zero points for each byte of quantised values, at most (groups of 32)
 
 
 @rule("PAY007", "payload-length", Severity.ERROR, needs=("offsets", "no torch file"))
@@ -25,7 +29,9 @@ def payload_length(ckpt: Checkpoint) -> Iterator[Finding]:
         Each record is at least as long as its chunk's elements need. If it is longer by more than 4 KiB and 1 %, that
         is info: usually somebody saved a view with its whole storage. In safetensors the two are equal, and a longer
         one is an error. Transformed records, packed and unknown dtypes are left out. Outside of safetensors a record
-        has a header of its own, which hides a lack of up to 1.6 KB.
+        has a header of its own, which hides a lack of up to 1.6 KB. `.metadata` does not say that a tensor is of a
+        subclass, such as a quantised one of torchao: at depth files it is only a possible finding if every record of a
+        matrix has the length that such a tensor needs. From depth headers on each record says what it holds.
     Why it matters:
         The record cannot hold the chunk, so a load fails or takes other bytes for values.
     Usual causes:
@@ -35,7 +41,7 @@ def payload_length(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.distributed.checkpoint.filesystem._StorageInfo.length
     """
-    table = ckpt.records
+    table, payload = ckpt.records, ckpt.payload
     for tensor in ckpt.sound_tensors():
         if nbytes(tensor.dtype, 1) is None:
             continue
@@ -47,9 +53,15 @@ def payload_length(ckpt: Checkpoint) -> Iterator[Finding]:
             continue
         needed = _nbytes(tensor, rows)
         stored = table.byte_length[records].astype(float)
-        short = np.flatnonzero((stored < needed) & (stored >= 0))
+        is_short = (stored < needed) & (stored >= 0)
+        short = np.flatnonzero(is_short)
+        if payload is not None:
+            short = short[[not _is_subclass(payload, tensor, row) for row in rows[short].tolist()]]
         if len(short):
-            yield _too_short(ckpt, tensor, rows[short], int(records[short[0]]))
+            finding = _too_short(ckpt, tensor, rows[short], int(records[short[0]]))
+            is_unread = payload is None or (payload.sample and not any(map(payload.of, records[short].tolist())))
+            is_unsure = is_unread and not ckpt.is_safetensors and is_short.all()
+            yield _perhaps_quantised(finding) if is_unsure and _may_be_quantised(tensor, rows, stored) else finding
         slack = 0 if ckpt.is_safetensors else np.maximum(_FRAMING, _SHARE * needed)
         long = np.flatnonzero(stored > needed + slack)
         if len(long):
@@ -72,6 +84,35 @@ def payload_length(ckpt: Checkpoint) -> Iterator[Finding]:
 def _nbytes(tensor: Tensor, rows: np.ndarray) -> np.ndarray:
     """Payload bytes of the chunks, as floats: a chunk may claim more than int64 holds."""
     return np.asarray(tensor.layout.sizes[rows].astype(float).prod(axis=1) * (nbytes(tensor.dtype, 8) or 0) / 8)
+
+
+def _is_subclass(payload: PayloadTable, tensor: Tensor, row: int) -> bool:
+    """Whether a record says that it holds the chunk as a subclass with a form of its own."""
+    content = payload.of(int(tensor.chunks.record[row]))
+    is_own = content is not None and content.form == "subclass" and content.dtype == "unknown"
+    return content is not None and is_own and content.shape in ((), tuple(tensor.layout.sizes[row].tolist()))
+
+
+def _may_be_quantised(tensor: Tensor, rows: np.ndarray, stored: np.ndarray) -> bool:
+    """Whether all records of a matrix are as long as quantised values of few bits with their scales.
+
+    Source:
+        torchao 0.18: Int8Tensor, Float8Tensor, Int4Tensor
+    """
+    values = [tensor.layout.sizes[rows].astype(float).prod(axis=1) * bits / 8 for bits in _QUANTISED_BITS]
+    least, most = _SUBCLASS_FRAMING
+    fits = [(stored >= size + least) & (stored <= size * (1 + _SCALES) + most) for size in values]
+    return len(tensor.global_shape) > 1 and tensor.dtype in FLOATS and any(fit.all() for fit in fits)
+
+
+def _perhaps_quantised(finding: Finding) -> Finding:
+    return replace(
+        finding,
+        severity=Severity.INFO,
+        confidence="possible",
+        why="the record is cut, or holds a quantised tensor, which .metadata does not tell apart",
+        hint="check with --depth headers: there the record says what it holds",
+    )
 
 
 def _too_short(ckpt: Checkpoint, tensor: Tensor, rows: np.ndarray, record: int) -> Finding:

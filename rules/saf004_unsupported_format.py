@@ -14,7 +14,8 @@ def unsupported_format(ckpt: Checkpoint) -> Iterator[Finding]:
 
     What it checks:
         The folder holds no files of Orbax, PaddlePaddle, torchsnapshot, zarr, NVRx local checkpoints, GGUF, packed
-        NeMo, nanotron, TensorFlow and others. It is only info if they lie beside a checkpoint that is checked.
+        NeMo, nanotron, TensorFlow and others. It is only info if they lie beside a checkpoint that is checked. A file
+        of TorchScript, whose code runs when it is loaded, is told here by its content; beside a checkpoint by SAF002.
     Why it matters:
         A gate must not pass what nobody looked at.
     Usual causes:

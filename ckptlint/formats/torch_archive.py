@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable, Sequence
 
 from ckptlint.dataclass import dataclass
-from ckptlint.errors import ForeignError, LimitError, UnreadableError
+from ckptlint.errors import ForeignError, LimitError, ScriptError, UnreadableError
 from ckptlint.model.text import printable
 
 MEMBERS_LIMIT = 65_535
@@ -97,6 +97,11 @@ class Member:
         """Whether it holds the data of a tensor."""
         return self.short.lower().startswith("data/")
 
+    @property
+    def is_code(self) -> bool:
+        """Whether it holds code, as torch.jit.save writes it, compressed."""
+        return self.short.lower().startswith("code/")
+
 
 def read_end(tail: bytes, length: int) -> Directory:
     """The place of the central directory.
@@ -148,8 +153,10 @@ def read_members(data: bytes, directory: Directory) -> list[Member]:
     Raises:
         UnreadableError: an entry is damaged, compressed, or leads outside, members overlap, or two readers would take
             different members for the same name.
+        ScriptError: it is the directory of a TorchScript archive.
     """
     members, at = [], 0
+    compressed: Member | None = None
     for _ in range(directory.count):
         if at + _CENTRAL.size > len(data):
             raise UnreadableError("has a central directory that ends inside an entry", directory.start + at)
@@ -163,15 +170,16 @@ def read_members(data: bytes, directory: Directory) -> list[Member]:
         name, more = data[at + _CENTRAL.size : end], data[end : end + extra]
         if is_wide := _MARK32 in (size, packed, header):
             size, packed, header = _wide(more, (size, packed, header), directory.start + end)
-        if method or flags & ~(_DESCRIPTOR | _UTF8) or packed != size:
-            raise UnreadableError(
-                f"has the compressed or encrypted member {_text(name)}, which torch.save never writes", header
-            )
+        member = Member(name, crc, packed, header, directory.start + at)
+        is_compressed = bool(method) or packed != size
+        if flags & ~(_DESCRIPTOR | _UTF8) or (is_compressed and not member.is_code):
+            raise _compressed(member)
+        compressed = member if is_compressed else compressed
         # another field may give another name, size or place to a reader that knows it
         is_odd = (extra and not is_wide) or comment or disk or needs > _NEEDS or kind & _FOLDER
         if is_odd or not _is_one_name(name, flags):
             raise UnreadableError(_AMBIGUOUS, directory.start + at)
-        members.append(Member(name, crc, size, header, directory.start + at))
+        members.append(member)
         at = end + extra + comment
     if at != len(data):
         raise UnreadableError(f"has {len(data) - at:,} bytes after its central directory", directory.start + at)
@@ -185,7 +193,16 @@ def read_members(data: bytes, directory: Directory) -> list[Member]:
     names = {member.name.lower() for member in members}
     if len(names) < len(members) or len({member.name.partition(b"/")[0] for member in members}) > 1:
         raise UnreadableError(_AMBIGUOUS, directory.start)
+    if any(member.is_code for member in members) and "constants.pkl" in {member.short.lower() for member in members}:
+        raise ScriptError("is a TorchScript archive, whose code runs when it is loaded")
+    if compressed is not None:
+        raise _compressed(compressed)
     return members
+
+
+def _compressed(member: Member) -> UnreadableError:
+    what = f"has the compressed or encrypted member {_text(member.name)}, which torch.save never writes"
+    return UnreadableError(what, member.header)
 
 
 def limits_of(members: Sequence[Member], directory: Directory) -> list[int]:
@@ -289,6 +306,7 @@ def read_archive(read: Read, size: int) -> Archive:
     Raises:
         UnreadableError: it is damaged, no archive of torch.save, or one that two readers may read differently.
         ForeignError: it is an archive of something else, without a `data.pkl`.
+        ScriptError: torch.jit.save wrote it.
         LimitError: its directory or its `data.pkl` is too large.
 
     Source:

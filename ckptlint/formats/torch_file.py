@@ -19,7 +19,7 @@ from zlib import crc32
 import numpy as np
 
 from ckptlint.dataclass import dataclass
-from ckptlint.errors import ForeignError, LimitError, UnreadableError
+from ckptlint.errors import ForeignError, LimitError, ScriptError, UnreadableError
 from ckptlint.formats.pickles.safe_pickle import Opaque, Unpickled, read_row, read_state
 from ckptlint.formats.torch_archive import LOCAL_SIZE, Member, Read, data_start, ranges_in, read_archive
 from ckptlint.formats.torch_legacy import PICKLES, PICKLES_LIMIT, is_legacy, is_tar
@@ -88,6 +88,7 @@ def read_torch_file(folder: Folder, name: str, read_bare: Callable[[bytes], Unpi
     Raises:
         UnreadableError: it is empty, cut, damaged, or readers could take it for different things.
         ForeignError: it is no such file.
+        ScriptError: torch.jit.save wrote it.
         LimitError: it would take more to read than such a file may need.
         AccessError: the operating system refused a read.
 
@@ -119,7 +120,7 @@ def _read(
     if head[:4] == _ARCHIVE:
         try:
             return _archive(read, size)
-        except (LimitError, ForeignError):  # a zip file of something else, which all readers read alike
+        except (LimitError, ForeignError, ScriptError):  # a zip file of something else, which all readers read alike
             raise
         except UnreadableError as error:
             # a zip file of something else may be compressed, commented, or of any other form
@@ -525,6 +526,22 @@ def stored_tensor(node: Any) -> StoredTensor | None:
     if pid[1].name == "UntypedStorage":
         length = length * 8 // bits if (bits := ITEM_BITS.get(dtype, 0)) else -1
     return StoredTensor(dtype, shape, strides, offset, pid[2], length, wrapped)
+
+
+def subclass_form(node: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides of a tensor of a class that holds other tensors, such as torchao's; both () for other calls.
+
+    Source:
+        torch._utils._rebuild_wrapper_subclass, called by torch._tensor._rebuild_from_type_v2
+    """
+    if isinstance(node, Opaque) and node.name.startswith("_rebuild_parameter") and node.args:
+        node = node.args[0]
+    args = node.args if isinstance(node, Opaque) and node.name == "_rebuild_from_type_v2" else ()
+    if len(args) < 3 or not _is(args[0], "_rebuild_wrapper_subclass"):
+        return (), ()
+    shape, strides = args[2][2:4] if isinstance(args[2], tuple) and len(args[2]) > 3 else ((), ())
+    is_form = _counts(shape) and _counts(strides) and len(shape) == len(strides)
+    return (shape, strides) if is_form else ((), ())
 
 
 def _is_plain(node: Any) -> bool:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from ckptlint.errors import LimitError, UnreadableError
+from ckptlint.errors import LimitError, ScriptError, UnreadableError
 from ckptlint.formats.pickles.safe_pickle import Unpickled
 from ckptlint.formats.torch_file import TorchFile
 from ckptlint.model import Problem, ProblemKind
 from ckptlint.model.text import unknown_classes
+from ckptlint.vocabulary.metadata_files import METADATA, RANK_METADATA
 
 _SENDER = "do not open this folder with torch.load or dcp.load; and find out who wrote this file"
 _VOUCH = (
-    'if this is your own code, write trusted-modules = ["{}"] below [rules.unsafe-pickle] in the settings; if not, '
+    "if this is your own code, write trusted-modules = [{}] below [rules.unsafe-pickle] in the settings; if not, "
     "do not load this file"
 )
 _OPENED = "torch reads this file with a plain pickle load, so opening the folder makes these calls"
+_CALLS = "a plain pickle load of this file makes these calls"
 _CALLED = "a plain pickle load calls it, whatever it does"
 _FILLED = "the class may call what it is filled with when it is loaded, and ckptlint does not know it"
 _UNKNOWN = ", which ckptlint does not know"
@@ -21,6 +23,8 @@ _UNKNOWN = ", which ckptlint does not know"
 
 def from_error(error: UnreadableError, file: str, blocks: bool = False, hint: str = "", why: str = "") -> Problem:
     """A file that could not be read, or not within the limits."""
+    if isinstance(error, ScriptError):
+        return Problem("unread", file, f"{file} {error}", why="ckptlint knows the format and does not judge it")
     kind: ProblemKind = "limit" if isinstance(error, LimitError) else "unreadable"
     return Problem(kind, file, f"{file} {error}", hint=hint, why=why, blocks=blocks)
 
@@ -34,6 +38,9 @@ def from_torch_file(found: TorchFile, file: str, why: str = "") -> list[Problem]
 def from_refusals(unpickled: Unpickled, file: str, where: str = "") -> list[Problem]:
     """One problem per name that the pickle may not ask for, and one note for all classes nobody knows."""
     problems = []
+    packages = {refused.target.partition(".")[0] for refused in unpickled.refused if refused.unknown}
+    vouch = _VOUCH.format(", ".join(f'"{package}"' for package in sorted(packages)))
+    opened = _OPENED if file == METADATA or RANK_METADATA.fullmatch(file) else _CALLS
     for refused in unpickled.refused:
         is_filled = refused.unknown and refused.misuse
         act = "fills" if is_filled else "asks to call" if refused.called else "names"
@@ -47,8 +54,8 @@ def from_refusals(unpickled: Unpickled, file: str, where: str = "") -> list[Prob
                 file,
                 f"{where}{file} {act} {refused.target}{at}{inside if refused.nested else ''}{end}",
                 detail=refused.trace,
-                hint=_VOUCH.format(refused.target.partition(".")[0]) if refused.unknown else _SENDER,
-                why=_FILLED if is_filled else _CALLED if refused.unknown else _OPENED,
+                hint=vouch if refused.unknown else _SENDER,
+                why=_FILLED if is_filled else _CALLED if refused.unknown else opened,
                 blocks=unpickled.root is None,
                 # what could not be read to its end stays a finding, whoever is trusted
                 unknown=(refused.target,) if refused.unknown and unpickled.root is not None else (),

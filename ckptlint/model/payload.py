@@ -33,7 +33,8 @@ class RecordContent:
     Attributes:
         form: a plain `tensor`, a `subclass` of torch.Tensor or a tensor in another layout, or any other `object`.
         dtype: of a tensor, torch's name, or `unknown`.
-        shape, strides: of a tensor, in elements; of a subclass those of the plain tensor inside, () when unknown.
+        shape, strides: of a tensor, in elements; of a subclass those of the plain tensor inside, its own where it
+            holds several, () when unknown.
         offset: its first element in the storage.
         key: name of the storage's member (`data/0`).
         length: elements of a list, -1 for anything else.
@@ -104,6 +105,7 @@ _ROW = np.dtype(
         ("first", np.int64),
         ("masks", np.bool_),
         ("zeros", np.int64),
+        ("edge_zeros", np.int64),
         ("denormals", np.int64),
         ("least", np.float64),
         ("most", np.float64),
@@ -152,6 +154,7 @@ class PayloadTable:
         first: position of the first of them in the storage, in elements, or -1.
         masks: whether all values are 0 or -Inf.
         zeros: how many numbers are 0, of either sign; as with NaN, a complex element has two numbers.
+        edge_zeros: the longer run of zeros of those at the beginning and at the end.
         denormals: how many others are less than the smallest normal number (1e-38 in bfloat16); not counted in float16
             and fp8, whose denormals are everyday numbers.
         least, most: magnitudes of the finite numbers; inf and -inf where there is none.

@@ -130,7 +130,7 @@ class _Samples:
         """Whether the rows (axis 0) of a record hold the same, as far as samples of them tell; not of one value."""
         content = self.table.contents[int(self.table.content[row])]
         start, size = int(self.table.start[row]), int(self.table.size[row])
-        count = content.shape[0] if len(content.shape) > 1 else 0
+        count = content.shape[0] if len(content.shape) > 1 and content.dtype != "unknown" else 0
         if count < 2 or content.strides[0] * count != content.volume:
             return False
         length = size // count

@@ -43,7 +43,19 @@ from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.dtypes import ENCODINGS
 
 _TICK = 0.1
-_OF_VALUES = ("nan", "plus_inf", "minus_inf", "first", "masks", "zeros", "denormals", "least", "most", "one_value")
+_OF_VALUES = (
+    "nan",
+    "plus_inf",
+    "minus_inf",
+    "first",
+    "masks",
+    "zeros",
+    "edge_zeros",
+    "denormals",
+    "least",
+    "most",
+    "one_value",
+)
 _NO_SEAL = "copy the seal again from where it was written, or remove it; without it the contents are not compared"
 Gatherers = Mapping[str, tuple[RowHashes, ...]]
 _T = TypeVar("_T")

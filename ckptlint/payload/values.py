@@ -22,6 +22,7 @@ class RecordValues:
         nan, plus_inf, minus_inf: numbers of each.
         first: position of the first of them among the record's elements, -1 while there is none.
         zeros: numbers that are 0, of either sign.
+        leading, trailing: how many of them come before the first number that is not, and after the last.
         denormals: numbers other than 0 that are less than the smallest normal one (1e-38 in bfloat16); not counted in
             float16 and fp8, whose denormals are everyday numbers.
         least, most: magnitudes of the finite numbers; inf and -inf while there is none.
@@ -34,6 +35,8 @@ class RecordValues:
     minus_inf: int = 0
     first: int = -1
     zeros: int = 0
+    leading: int = 0
+    trailing: int = 0
     denormals: int = 0
     least: float = inf
     most: float = -inf
@@ -45,8 +48,19 @@ class RecordValues:
         """Whether everything seen is 0 or -Inf, as in an attention mask."""
         return self.most <= 0 and not self.nan and not self.plus_inf
 
+    @property
+    def edge_zeros(self) -> int:
+        """The longer run of zeros of those at the beginning and at the end."""
+        return max(self.leading, self.trailing)
+
+    @property
+    def _is_zero(self) -> bool:
+        return self.masks and not self.minus_inf
+
     def join(self, later: RecordValues) -> None:
         """Add what was seen in elements that come after these."""
+        self.leading += later.leading if self._is_zero else 0
+        self.trailing = later.trailing + (self.trailing if later._is_zero else 0)
         self.nan += later.nan
         self.plus_inf += later.plus_inf
         self.minus_inf += later.minus_inf
@@ -87,9 +101,11 @@ def values_of(data: memoryview, dtype: str, position: int) -> RecordValues:
     seen.bits = int(words[0]) if high else 0
     seen.least, seen.most = _magnitude(low, encoding), _magnitude(high, encoding)
     if seen.most == 0:
-        seen.zeros = len(sizes)
+        seen.zeros = seen.leading = seen.trailing = len(sizes)
     elif seen.least == 0:
-        seen.zeros = len(sizes) - int(np.count_nonzero(sizes))
+        is_other = sizes != 0
+        seen.zeros = len(sizes) - int(np.count_nonzero(is_other))
+        seen.leading, seen.trailing = int(is_other.argmax()), int(is_other[::-1].argmax())
     normal = 2 << encoding.mantissa
     if encoding.bias >= _WIDE and not encoding.unsigned and low < normal and high:
         seen.denormals = int(np.count_nonzero(sizes < normal)) - seen.zeros

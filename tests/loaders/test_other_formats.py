@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import pickle
+import warnings
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
-from support import REAL, found
+from support import REAL, codes, found
 
 import ckptlint
 from ckptlint.loaders.discover import find
 from ckptlint.loaders.run.finished import step_state
 
+HEADER = b'{"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}'
 OTHERS = REAL / "other_formats"
 
 
@@ -80,3 +84,56 @@ def test_an_exported_file_beside_the_steps_of_a_run_hides_none(tmp_path: Path) -
     (tmp_path / "step-100").mkdir()
     paddle(tmp_path / "step-100")
     only(tmp_path, "PaddlePaddle")
+
+
+def scripted() -> Any:
+    torch = pytest.importorskip("torch")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.trace(torch.nn.Linear(64, 64), torch.ones(1, 64))
+
+
+@pytest.mark.parametrize("name", ["vad.jit", "model.pt", "pytorch_model.bin"])
+def test_torchscript_alone(name: str, tmp_path: Path) -> None:
+    scripted().save(str(tmp_path / name))
+    for path in (tmp_path, tmp_path / name):
+        only(path, f"{name} belongs to a format that ckptlint does not check: TorchScript")
+
+
+@pytest.mark.parametrize("name", ["vad.jit", "vad.pt", "vad.dat"])
+def test_torchscript_beside_a_model(name: str, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"\x40\0\0\0\0\0\0\0" + HEADER.ljust(64) + bytes(16))
+    scripted().save(str(tmp_path / name))
+    report = ckptlint.check(tmp_path)
+    assert found(report) == [
+        ("SAF002", "warning", f"{name} is a TorchScript archive, whose code runs when it is loaded")
+    ]
+    assert report.exit_code == 4
+
+
+def test_a_torchscript_file_that_is_cut_is_damaged(tmp_path: Path) -> None:
+    scripted().save(str(tmp_path / "model.pt"))
+    (tmp_path / "model.pt").write_bytes((tmp_path / "model.pt").read_bytes()[:-200])
+    assert codes(ckptlint.check(tmp_path / "model.pt")) == {"PAY013"}
+
+
+OBJECTS = {"x": np.array(["a", None], object), "y": np.ones(3), "z": [np.array([{}], object)]}
+
+
+@pytest.mark.parametrize(
+    "values", [OBJECTS, np.array(["a"], object), {"w": np.ones((3, 4)), "r": np.random.RandomState(0)}]
+)
+@pytest.mark.parametrize("protocol", [2, 5])
+def test_pickles_of_joblib_are_of_one_format(values: Any, protocol: int, tmp_path: Path) -> None:
+    pytest.importorskip("joblib").dump(values, tmp_path / "forest.pkl", protocol=protocol)
+    assert codes(ckptlint.check(tmp_path / "forest.pkl")) == {"SAF004"}
+
+
+def test_an_array_of_objects_of_joblib_is_judged(tmp_path: Path) -> None:
+    """The pickle in place of the array is of protocol 0, which no first byte tells, and nothing holds the array."""
+    joblib = pytest.importorskip("joblib")
+    joblib.dump(np.array(["a"], object), tmp_path / "forest.pkl", protocol=2)
+    data = (tmp_path / "forest.pkl").read_bytes()
+    start = data.index(b"\x80", 2)
+    (tmp_path / "forest.pkl").write_bytes(data[:start] + b"cos\nsystem\n(S'x'\ntR.0N.")
+    assert "os.system" in found(ckptlint.check(tmp_path / "forest.pkl"))[0][2]

@@ -144,6 +144,33 @@ def test_tensor_subclass_and_parameter_are_no_mismatch(tmp_path: Path) -> None:
     assert codes(report, "error", "warning") == set()
 
 
+class Quantised(torch.Tensor):  # type: ignore[misc]
+    """As torchao's Int8Tensor is pickled: in a form of its own, with values of int8 and their scales."""
+
+    @staticmethod
+    def __new__(cls, values: Any) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=torch.float32)
+
+    def __init__(self, values: Any) -> None:
+        self.values_of_int8, self.scales, self.offsets = values, torch.ones(len(values), 1), torch.zeros(len(values))
+
+    @classmethod
+    def __torch_dispatch__(cls, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if "is_pinned" not in str(call) else False
+
+
+@pytest.mark.parametrize(("rows", "wanted"), [(256, set()), (64, {"PAY007"})])
+def test_bytes_needed_are_those_of_the_form_that_a_record_has(rows: int, wanted: set[str], tmp_path: Path) -> None:
+    save({"w": Quantised(torch.ones(rows, 64, dtype=torch.int8))}, tmp_path)
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    tensor = metadata.state_dict_metadata["w"]
+    tensor.size = tensor.chunks[0].sizes = torch.Size((256, 64))
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    for depth in ("headers", "data"):
+        assert codes(ckptlint.check(tmp_path, depth=depth), "error", "warning") == wanted
+    assert ("PAY007" in codes(ckptlint.check(tmp_path), "error")) == bool(wanted)
+
+
 def test_a_view_with_a_larger_storage_counts_only_its_own_values(tmp_path: Path) -> None:
     folder = save({"w": torch.zeros(16, 8)}, tmp_path)
     path, start, length = place(folder, "w")

@@ -86,6 +86,8 @@ def test_parts_joined_are_the_whole(dtype: str, data: Any) -> None:
     whole = values_of(memoryview(raw), dtype, 0)
     assert seen(joined) == seen(whole) == wanted(raw, dtype)
     assert (joined.first, joined.masks) == (whole.first, whole.masks)
+    if whole.first < 0:
+        assert (joined.leading, joined.trailing) == (whole.leading, whole.trailing)
 
 
 def save(state: dict[str, Any], folder: Path) -> Path:

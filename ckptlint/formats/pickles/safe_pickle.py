@@ -258,9 +258,11 @@ def _read(data: bytes, strict: bool, depth: int = 0) -> Unpickled:
         raise LimitError(f"has {len(data):,} bytes, the limit is {SIZE_LIMIT:,}")
     if not data:
         raise UnreadableError("is empty (0 bytes)", 0)
+    inner: list[bytes] = []
     if not strict and MARK in data:
-        data = without_arrays(data)
+        data, inner = without_arrays(data)
     found = _load(data, strict)
+    found.given.extend(inner)
     refused, unknown, error = _judged(data, found, strict, depth)
     if not refused and found.error is not None:
         raise _unreadable(data, found.error)

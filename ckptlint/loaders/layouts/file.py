@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import PurePath
+
 from ckptlint.loaders.layouts import Evidence, Found, Layout
 from ckptlint.loaders.readers.plain import read_named
 from ckptlint.loaders.run.steps import components, steps_of
@@ -28,8 +30,17 @@ def _read(found: Found, look_at_files: bool) -> Checkpoint:
     return Checkpoint(folder.display, "unsupported", problems=[problem], readable=False, metadata_file=name)
 
 
+_INSTEAD = {
+    ".npz": "save its arrays as safetensors to have them checked",
+    ".npy": "save it as safetensors to have it checked",
+    ".onnx": "check the weights from which it was exported, and the file itself with onnx.checker",
+}
+
+
 def _folder_to_name(folder: Folder) -> str:
-    """Which folder to give instead of a file in it."""
+    """Which folder to give instead of a file in it, or what to do with a file that belongs to no checkpoint."""
+    if (instead := _INSTEAD.get(PurePath(folder.part).suffix.lower())) is not None:
+        return instead
     whole = None if folder.parent is None else folder.parent.sub(folder.name)
     place = folder.display.removesuffix(folder.part).rstrip("/") or "."
     if whole is not None and steps_of(whole):

@@ -9,8 +9,10 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from ckptlint.dataclass import dataclass
-from ckptlint.errors import LimitError, UnreadableError
+from ckptlint.errors import LimitError, ScriptError, UnreadableError
 from ckptlint.formats.torch_file import Storage, TorchFile, read_torch_file, record_content
+from ckptlint.loaders.layouts import Evidence
+from ckptlint.loaders.layouts.unsupported import unsupported_problem
 from ckptlint.loaders.problems import from_error, from_refusals
 from ckptlint.loaders.readers.model_files import looked_at
 from ckptlint.loaders.readers.rows import Row, tables
@@ -176,6 +178,9 @@ def read_file(folder: Folder, name: str, problems: list[Problem]) -> TorchFile |
         found = read_torch_file(folder, name)
     except LimitError as error:
         problems.append(from_error(error, label))
+        return None
+    except ScriptError:
+        problems.append(unsupported_problem(Evidence(label, "TorchScript")))
         return None
     except UnreadableError as error:
         problems.append(damaged(label, f"{label} {error}", error.position))

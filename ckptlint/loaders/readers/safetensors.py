@@ -28,7 +28,8 @@ from ckptlint.model import (
     empty_objects,
 )
 from ckptlint.model.facts import fact
-from ckptlint.model.text import plural, printable
+from ckptlint.model.lost_files import by_node
+from ckptlint.model.text import plural, printable, some
 from ckptlint.sandbox import isolated
 from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.config_fields import ADAPTER_CONFIG, MISTRAL_CONFIG, QUANTISATION, QUANTISATION_FILES
@@ -45,7 +46,8 @@ NUMBERED = re.compile(
 _INDEX = re.compile(r"(?P<stem>.+)\.safetensors\.index(?P<variant>\.[^.]+)?\.json")
 _FRAGMENT = re.compile(r"model_(?:weight|bias)(?:_pp-rank-.*)?\.safetensors")  # nanotron: one file per module
 _ADAPTER = re.compile(r"adapter[_-].*")
-_LOADED = re.compile(r"model[-.]|pytorch_model[-.]|shard-")  # what a library loads by the config.json beside it
+_OF_RANK = re.compile(r"model-rank-(?P<rank>\d{1,4})-part-(?P<part>\d{1,4})\.safetensors")  # vLLM's sharded_state
+_LOADED = re.compile(r"model[-.](?!rank-)|pytorch_model[-.]|shard-")  # what is loaded by the config.json beside it
 _MISTRAL = re.compile(r"consolidated[-.].*")
 _DIGITS = re.compile(r"\d+")
 _INFO = "DCP_SHARDING_INFO"
@@ -163,8 +165,10 @@ def read_safetensors(folder: Folder, look_at_files: bool, is_first: bool = True)
     owner = _owners(rows, shards, names, own.places or {})
     if not partial and not group.index and not shards and not owner.all() and not _is_numbered(group):
         partial = "files without an index hold the same keys, so they are not parts of one model"
+        if all(map(_OF_RANK.fullmatch, group.files)):
+            partial = "the files of each rank hold its part of the model"
     tensors, records = tables(rows, owner)
-    problems = own.problems + _mixed(rows, shards, names)
+    problems = own.problems + _mixed(rows, shards, names) + _lost_of_ranks(group.files)
     for tensor in tensors.values():
         if not tensor.is_representable:
             shape = list(tensor.global_shape)
@@ -205,6 +209,30 @@ def read_safetensors(folder: Folder, look_at_files: bool, is_first: bool = True)
         partial=partial,
         metadata_file=label,
     )
+
+
+def _lost_of_ranks(files: list[str]) -> list[Problem]:
+    """The files of ranks that are not there: the ranks, and the files of each, are counted from 0 on.
+
+    Source:
+        vllm 0.11, model_executor/model_loader/sharded_state_loader.py, ShardedStateLoader.save_model; SGLang has a copy
+    """
+    there: dict[int, set[int]] = {}
+    for match in filter(None, map(_OF_RANK.fullmatch, files)):
+        there.setdefault(int(match["rank"]), set()).add(int(match["part"]))
+    lost = {
+        f"model-rank-{rank}-part-{part}.safetensors": rank
+        for rank in range(max(there, default=-1) + 1)
+        for part in range(max(there.get(rank, {0})) + 1)
+        if part not in there.get(rank, ())
+    }
+    if not lost:
+        return []
+    names = some([*lost])
+    sentence = f"{names} {'is' if len(lost) == 1 else 'are'} missing; {plural(len(there), 'rank')} wrote files"
+    why = "each rank loads its own files, and finds none or not all of its weights"
+    hint = "copy the files again from where they were written"
+    return [Problem("incomplete", next(iter(lost)), sentence, why=why, hint=hint, lost_files=by_node(lost, there))]
 
 
 def _is_numbered(group: ModelFiles) -> bool:

@@ -12,7 +12,7 @@ from os.path import relpath
 from typing import Any
 
 from ckptlint.dataclass import dataclass
-from ckptlint.errors import AccessError, CkptlintError, ForeignError, LimitError, UnreadableError
+from ckptlint.errors import AccessError, CkptlintError, ForeignError, LimitError, ScriptError, UnreadableError
 from ckptlint.formats.content import HEAD, FileContent, file_content, is_pickled, pickles_in
 from ckptlint.formats.pickles.safe_pickle import read_metadata, read_state
 from ckptlint.formats.torch_file import TorchFile, number_in, ranges_of, read_torch_bytes, read_torch_file
@@ -369,7 +369,8 @@ def _read(item: _File) -> _Read:
         problem = Problem("unread", item.label, sentence, why=_RESUME)
         return item.reported(), [] if _is_partial(item, error) else [problem]
     except UnreadableError as error:
-        is_other = is_open and (isinstance(error, ForeignError) or not may_be_pickle(item.name))
+        kinds = (ForeignError, ScriptError)
+        is_other = is_open and (isinstance(error, kinds) or not may_be_pickle(item.name))
         return item.reported("unknown" if is_other else "read"), [from_error(error, item.label, why=_RESUME)]
     if not files:
         return item.reported(), []
@@ -410,6 +411,8 @@ def _pickled(item: _File) -> tuple[list[TorchFile], bool]:
         raise _NotToItsEndError(f"has {item.size:,} bytes, the limit is {_PLAIN_LIMIT:,}")
     try:
         return [_torch_file(item)], False
+    except ScriptError:
+        raise
     except UnreadableError as error:
         is_foreign = isinstance(error, ForeignError) or content == "packed"
         if content in ("pickle", "perhaps pickle") or (item.content is not None and not is_foreign):

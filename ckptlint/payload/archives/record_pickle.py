@@ -9,7 +9,7 @@ from typing import Any
 from ckptlint.dataclass import dataclass
 from ckptlint.errors import LimitError, UnreadableError
 from ckptlint.formats.pickles.safe_pickle import Opaque, Unpickled, read_state
-from ckptlint.formats.torch_file import record_content, stored_tensor
+from ckptlint.formats.torch_file import record_content, stored_tensor, subclass_form
 from ckptlint.model import RecordContent
 from ckptlint.sandbox import isolated
 
@@ -62,7 +62,10 @@ def root_content(root: Any) -> RecordContent:
     """The root of a record's pickle in words."""
     if isinstance(root, Opaque):
         found = stored_tensor(root)
-        return RecordContent("subclass") if found is None else record_content(found)
+        if found is not None:
+            return record_content(found)
+        shape, strides = subclass_form(root)
+        return RecordContent("subclass", shape=shape, strides=strides)
     if not isinstance(root, list):
         return RecordContent("object")
     return RecordContent("object", length=len(root), value=root if _is_small(root, [_VALUE_LIMIT]) else None)
