@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
-from ckptlint.errors import ForeignError, LimitError, ScriptError, UnreadableError
+from ckptlint.errors import ForeignError, LimitError, UnreadableError
 from ckptlint.formats.pickles.safe_pickle import Opaque
 from ckptlint.formats.torch_file import TorchFile, read_torch_file
 from ckptlint.loaders.optimizer_state import optimizer_file
