@@ -21,6 +21,7 @@ import numpy as np
 from ckptlint.dataclass import dataclass
 from ckptlint.errors import ForeignError, LimitError, ScriptError, UnreadableError
 from ckptlint.formats.pickles.safe_pickle import Opaque, Unpickled, read_row, read_state
+from ckptlint.formats.pickles.stand_ins import SCALARS
 from ckptlint.formats.torch_archive import LOCAL_SIZE, Member, Read, data_start, ranges_in, read_archive
 from ckptlint.formats.torch_legacy import PICKLES, PICKLES_LIMIT, is_legacy, is_tar
 from ckptlint.model import RANK_LIMIT, RecordContent
@@ -302,14 +303,15 @@ class _Reading:
         if isinstance(value, dict):
             made = self.memo[id(value)] = {}
             for key, item in value.items():
-                made[key if isinstance(key, str) else _hashable(key)] = self.value(item)
+                kept = item if type(item) in SCALARS else self.value(item)
+                made[key if isinstance(key, str) else _hashable(key)] = kept
             return made
         if isinstance(value, list):
             made = self.memo[id(value)] = []
-            made.extend(map(self.value, value))
+            made.extend(item if type(item) in SCALARS else self.value(item) for item in value)
             return made
         if isinstance(value, tuple):
-            made = value if all(type(item) in (int, str) for item in value) else tuple(map(self.value, value))
+            made = value if all(type(item) in SCALARS for item in value) else tuple(map(self.value, value))
         else:
             made = self._node(value)
         self.memo[id(value)] = made

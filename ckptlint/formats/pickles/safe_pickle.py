@@ -23,6 +23,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from ckptlint.dataclass import dataclass
@@ -43,7 +44,7 @@ from ckptlint.formats.pickles.joblib_arrays import MARK, without_arrays
 from ckptlint.formats.pickles.names import Pair
 from ckptlint.formats.pickles.refusals import Refused, refusal_text
 from ckptlint.formats.pickles.rows import Buffer
-from ckptlint.formats.pickles.stand_ins import Fault, Node, Opaque, StandIns, raw_bytes
+from ckptlint.formats.pickles.stand_ins import SCALARS, Fault, Node, Opaque, StandIns, raw_bytes
 from ckptlint.formats.torch_archive import ranges_in, read_archive
 from ckptlint.formats.torch_legacy import PICKLES, is_magic, is_tar
 from ckptlint.model.text import printable
@@ -378,7 +379,8 @@ def _bytes_of(root: Any) -> Iterator[bytes]:
             if isinstance(value, Opaque):
                 stack += [value.args, value.state, value.items]
             else:
-                stack += [part for pair in value.items() for part in pair] if isinstance(value, dict) else value
+                parts = chain.from_iterable(value.items()) if isinstance(value, dict) else value
+                stack += [part for part in parts if type(part) not in SCALARS]
 
 
 def _is_whole(raw: bytes) -> bool:

@@ -256,6 +256,10 @@ _TEXTS: dict[Pair, Callable[..., str]] = {
 """Names whose objects become texts."""
 
 
+SCALARS = frozenset({bool, int, float, str, type(None)})
+"""Types of values that hold no others, and no bytes."""
+
+
 def raw_bytes(value: Any) -> bytes | None:
     """The bytes that a stand-in for bytes or a bytearray means; None where it is neither."""
     if isinstance(value, bytes):
