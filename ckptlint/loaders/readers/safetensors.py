@@ -51,6 +51,7 @@ _LOADED = re.compile(r"model[-.](?!rank-)|pytorch_model[-.]|shard-")  # what is 
 _MISTRAL = re.compile(r"consolidated[-.].*")
 _DIGITS = re.compile(r"\d+")
 _INFO = "DCP_SHARDING_INFO"
+_BITMASK = ".bitmask"  # compressed-tensors 0.17: compressors/sparse_compressors/sparse_bitmask.py
 
 
 @dataclass(slots=True)
@@ -178,6 +179,9 @@ def read_safetensors(folder: Folder, look_at_files: bool, is_first: bool = True)
         shown_keys = ", ".join(unknown[:4]) + (", ..." if len(unknown) > 4 else "")
         note = f"{plural(len(unknown), 'tensor')} of a dtype that torch does not have: {shown_keys}"
         problems.append(Problem("note", label, note))
+    if packed := [row.fqn for row in rows if row.fqn.endswith(_BITMASK)]:
+        note = f"{plural(len(packed), 'weight')} with a bitmask, as compressed-tensors stores sparse ones, not judged"
+        problems.append(Problem("note", label, f"{note}: {some([printable(fqn) for fqn in packed])}"))
     is_loaded = all(_LOADED.match(name) for name in names)
     declared, config, config_problems = read_configs(folder, None, is_loaded)
     base: dict[str, Any] = {}
