@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,7 @@ from ckptlint.vocabulary.keys import parse
 
 _GROUPS = ("param_groups", "param_to_group_meta")
 _ADAM = ".betas"
+_GROUP = re.compile(r"param_groups\.\d+\.betas$")
 
 
 @rule("OPT009", "groups-without-state", Severity.WARNING, whole=True, needs=("sound",))
@@ -23,8 +25,8 @@ def groups_without_state(ckpt: Checkpoint) -> Iterator[Finding]:
     What it checks:
         Parameter groups with a step above 0 (Megatron-Core), or with betas, which every form of Adam has from its first
         step on, come with at least one tensor or object of state. Groups of optimizers that need no state, such as SGD
-        without momentum, are not judged, nor is what a flag of the job says (COM007). A single entry is only info: its
-        parameter may be frozen.
+        without momentum, are not judged, nor is what a flag of the job says (COM007). A single entry of a parameter is
+        only info, since it may be frozen; so is a single group of a job that has not stepped.
     Why it matters:
         A resume finds the optimizer, takes its settings, and continues with moments of zero.
     Usual causes:
@@ -52,7 +54,14 @@ def groups_without_state(ckpt: Checkpoint) -> Iterator[Finding]:
     if adam:
         count = "1 entry" if len(adam) == 1 else f"{len(adam)} entries"
         found = _finding(ckpt.metadata_file, adam[0], f"({count}) have betas, as Adam's do")
-        yield found if len(adam) > 1 else replace(found, confidence="possible")  # one may be frozen
+        # a key with a name is one parameter, which may be frozen; one with a number is a group of them
+        is_sure = len(adam) > 1 or (_GROUP.search(adam[0]) is not None and _has_stepped(ckpt))
+        yield found if is_sure else replace(found, confidence="possible")
+
+
+def _has_stepped(ckpt: Checkpoint) -> bool:
+    """Whether the step of the run, or a counter in it, is above 0: Adam has no state before its first step."""
+    return bool(ckpt.run and ckpt.run.step) or any(claim.step > 0 for claim in ckpt.claims)
 
 
 def _finding(file: str, place: str, text: str) -> Finding:

@@ -48,7 +48,8 @@ def read_universal(folder: Folder, look_at_files: bool) -> Checkpoint:
         "step", [(state.step, state.file) for state in states if state.step is not None], among="state"
     )
     tag.statements.misfits += _misfits(states, {fqn: wanted[fqn] for fqn in wanted.keys() - joined}, source)
-    made = assembled(tag, facts, columns, {source: [*_expected(wanted, states)]})
+    bare = {*folder.sub("zero").folders()} - {state.fqn for state in states}
+    made = assembled(tag, facts, columns, {source: [*_expected(wanted, states, bare)]})
     problems = [*made.problems, *_left_over(folder)]
     return replace(made, format="deepspeed-universal", problems=problems, metadata_file="zero")
 
@@ -125,8 +126,8 @@ def _tensor(root: Any) -> StoredTensor | None:
     return value if isinstance(value, StoredTensor) else None
 
 
-def _expected(wanted: Collection[str], states: list[_State]) -> Iterator[RankFile]:
-    """A folder for each parameter, with the states in it that most of the others have."""
+def _expected(wanted: Collection[str], states: list[_State], bare: set[str]) -> Iterator[RankFile]:
+    """A folder for each parameter, with the states in it that most of the others have; weights in a bare folder."""
     there: dict[str, set[str]] = defaultdict(set)
     for state in states:
         there[state.fqn].add(state.name)
@@ -135,6 +136,7 @@ def _expected(wanted: Collection[str], states: list[_State]) -> Iterator[RankFil
     for fqn in wanted:
         for name in usual if fqn in there else ("",):
             yield RankFile(printable(f"zero/{fqn}/{name}"), "state", {})
+    yield from (RankFile(printable(f"zero/{fqn}/fp32.pt"), "state", {}) for fqn in sorted(bare.difference(wanted)))
     yield RankFile(f"zero/{_REST}", "optimizer", {})
 
 
