@@ -64,6 +64,8 @@ def _with_differences(match: Match, sides: tuple[Side, Side], holders: _Holders)
         shapes = " and ".join(str([*side.shape]) for side in sides)
         return replace(match, notes=(*match.notes, f"shape {shapes}"))
     rows = np.flatnonzero(a.rows != b.rows)
+    if not len(rows):
+        return match  # rounding alone took the values
     held = holders.say(sides[0].fqn, dtype, rows, b.rows)
     distance = _distance(dtype, sides, a.shape)
     width = matrix(a.shape)[2]

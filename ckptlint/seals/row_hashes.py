@@ -110,6 +110,7 @@ class RowHashes:
         by_columns: whether the hashes of columns are wanted.
         columns: uint64 [slices, columns]; [0, 0] for vectors and where they are not wanted.
         count: elements that were added.
+        zeros: those of them that are zero, where they are counted.
     """
 
     shape: Shape
@@ -119,6 +120,7 @@ class RowHashes:
     rows: Words = field(init=False)
     columns: Words = field(init=False)
     count: int = 0
+    zeros: int = 0
     lock: Any = field(default_factory=Lock, repr=False)
 
     def __post_init__(self) -> None:
@@ -227,6 +229,9 @@ class Placed:
             own = comparable(bits, self.dtype, hashes.dtype)
             if own is None:
                 continue
+            if len(self.hashes) > 1:  # rounding may make zeros
+                with hashes.lock:
+                    hashes.zeros += own.size - int(np.count_nonzero(own))
             if parts > 1:  # both parts are one element
                 own = _paired(own.reshape(-1, 2), hashes.salt)
             if self.where.strides and self.where.strides[-1] != 1:

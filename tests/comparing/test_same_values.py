@@ -478,6 +478,19 @@ def test_the_python_api(base: tuple[Path, State], tmp_path: Path) -> None:
         ckptlint.diff(REAL / "metadata_malicious", new, values=True)
 
 
+def test_what_rounding_makes_zero_is_not_proven(tmp_path: Path) -> None:
+    """float16 has nothing below 6e-8; a few such values are in any weight, and bfloat16 has them all."""
+    small, usual = torch.randn(64, 64) * 1e-9, torch.randn(64, 64) * 0.02
+    usual[0, :9] = 1e-9
+    old = export(tmp_path / "old", {"small": small, "usual": usual})
+    half = export(tmp_path / "half", {"small": small.half(), "usual": usual.half()})
+    said = {match.old[0]: (match.relation, match.what) for match in ckptlint.diff(old, half, values=True).matches}
+    assert said["usual"][0] == "rounded"
+    assert said["small"] == ("differ", "float32 -> float16: rounding makes 4,096 of 4,096 values zero")
+    brain = export(tmp_path / "brain", {"small": small.bfloat16(), "usual": usual.bfloat16()})
+    assert ckptlint.diff(old, brain, values=True).exit_code == 0
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_what_overflows_when_it_is_rounded_is_not_proven(tmp_path: Path, dtype: torch.dtype) -> None:
     wide = torch.randn(16, 16)

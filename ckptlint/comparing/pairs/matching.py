@@ -61,6 +61,9 @@ def _without(sides: Sides, found: Iterable[Match]) -> dict[str, Side]:
     return {name: side for name, side in sides.items() if name not in gone}
 
 
+_FEW = 0.01  # values that rounding may make zero: float16 has none below 6e-8, where weights have a few
+
+
 def common(first: Side, second: Side) -> str:
     """The dtype in which both can be compared, "" where there is none."""
     if first.dtype == second.dtype:
@@ -96,8 +99,18 @@ def _alike(old: Side, new: Side) -> Match:
     if what:
         return Match("transposed" if what == "transposed" else "reordered", *names, True, what)
     if old.dtype != new.dtype:
+        lost, of = _rounded_away(old, new.dtype) if new.dtype in old.hashes else _rounded_away(new, old.dtype)
+        if lost > _FEW * of:
+            why = f"{old.dtype} -> {new.dtype}: rounding makes {lost:,} of {of:,} values zero"
+            return Match("differ", *names, False, why)
         return Match("rounded", *names, True, f"{old.dtype} -> {new.dtype}")
     return Match("renamed" if old.fqn != new.fqn else "equal", *names, True)
+
+
+def _rounded_away(wide: Side, dtype: str) -> tuple[int, int]:
+    """How many values become zero in a narrower dtype, of those that are not."""
+    own = wide.hashes[wide.dtype]
+    return wide.hashes[dtype].zeros - own.zeros, own.count - own.zeros
 
 
 def _may_be_padded(side: Side) -> bool:
