@@ -29,10 +29,11 @@ def token_ids(ckpt: Checkpoint) -> Iterator[Finding]:
 
     What it checks:
         In an export, `bos_token_id`, `eos_token_id`, `pad_token_id` and `decoder_start_token_id` of `config.json` and
-        of `generation_config.json` are below the rows of the embedding; so is every id of `tokenizer.json` (up to
-        64 MiB). A second embedding adds its rows. Fewer ids than rows are padding, and a negative id is none. Left out
-        are ids that a model type has where nobody sets them, ids that another field names (`image_token_id`), and
-        tokens for images, video and audio: the model replaces them before it embeds.
+        of `generation_config.json` are below the rows of the embedding; so is every id of `tokenizer.json`, or of
+        `vocab.json`, `vocab.txt` and `added_tokens.json` where there is none (up to 64 MiB each). A second embedding
+        adds its rows. Fewer ids than rows are padding, and a negative id is none. Left out are ids that a model type
+        has where nobody sets them, ids that another field names (`image_token_id`), and tokens for images, video and
+        audio: the model replaces them before it embeds.
     Why it matters:
         The first text with such a token stops the forward pass: the index is out of range.
     Usual causes:

@@ -14,6 +14,7 @@ from ckptlint.model.text import printable
 from ckptlint.payload.archives.members import members_of
 from ckptlint.payload.stream import Meter, stream
 from ckptlint.storage.folder import READABLE, Folder
+from ckptlint.vocabulary.frameworks import family_of
 
 INTEGRITY = "integrity.json"
 _BLOB = "the name of its blob"
@@ -23,7 +24,10 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 _LISTS = re.compile(r"sha256sums(\.txt)?|checksums\.sha256|.+\.sha256", re.IGNORECASE)
 _LIST_LIMIT = 1024**2
 _NUMBER = re.compile(r"\d+")
-_LINE = re.compile(r"([0-9a-fA-F]{64}) [ *](?:\./)?(.+)")
+_LINES = (
+    re.compile(r"(?P<sum>[0-9a-fA-F]{64}) [ *](?:\./)?(?P<name>.+)"),
+    re.compile(r"SHA256 \((?:\./)?(?P<name>.+)\) = (?P<sum>[0-9a-fA-F]{64})"),
+)
 
 
 def expected_sums(file: str) -> dict[str, str]:
@@ -115,9 +119,9 @@ def _integrity(folder: Folder) -> tuple[dict[str, str] | None, list[Problem]]:
 
 
 def _list(folder: Folder, ckpt: Checkpoint, name: str, problems: list[Problem]) -> dict[str, str]:
-    """The SHA-256 of each payload file, or absent one with a payload file's name but for its number, in a list.
+    """The SHA-256 of each file in a list that is there, and of absent ones named as payload but for their numbers.
 
-    Other absent files are those that a download leaves out: weights in another format, variants.
+    Other absent files are those that a download leaves out: weights in another format, variants. A text may be edited.
     """
     payload = {file.path: file.size for file in ckpt.files if file.path is not None}
     numbered = {_NUMBER.sub("#", path) for path in payload}
@@ -130,7 +134,13 @@ def _list(folder: Folder, ckpt: Checkpoint, name: str, problems: list[Problem]) 
         path: own
         for path, own in sums.items()
         if (payload[path] is not None if path in payload else _NUMBER.sub("#", path) in numbered)
+        or (path not in payload and folder.has(path) and not _is_text(path))
     }
+
+
+def _is_text(name: str) -> bool:
+    family = family_of(name)
+    return family is not None and family.name == "text"
 
 
 def _downloaded(folder: Folder) -> dict[str, str]:
@@ -164,10 +174,12 @@ def _sums_in(held: bytes) -> dict[str, str]:
     """File -> SHA-256, of the lines of a list.
 
     Source:
-        GNU coreutils (9) sha256sum: a digest, a space, a space or `*`, a name
+        GNU coreutils (9) sha256sum: a digest, a space, a space or `*`, a name; with --tag, and of BSD's sha256: both
+        with the name of the algorithm before them
     """
     lines = held.decode(errors="replace").splitlines()
-    return {match[2]: match[1].lower() for line in lines if (match := _LINE.fullmatch(line))}
+    matches = (match for line in lines for pattern in _LINES if (match := pattern.fullmatch(line)))
+    return {match["name"]: match["sum"].lower() for match in matches}
 
 
 def _blob_names(folder: Folder) -> dict[str, str]:

@@ -21,6 +21,7 @@ from ckptlint.vocabulary.config_fields import GENERATION_CONFIG, MODEL_CONFIG
 from ckptlint.vocabulary.keys import is_token_table, parse
 
 _TOKENIZER = "tokenizer.json"
+_SLOW = ("vocab.json", "vocab.txt", "added_tokens.json")  # what stands in its place
 _LIMIT = 64 * 1024**2
 _SHOWN = 64
 _MERGES = re.compile(rb'"merges"\s*:\s*\[.*\]\s*\}\s*\}\s*\Z', re.DOTALL)  # most of the file, and last in it
@@ -34,12 +35,14 @@ def with_vocabulary(folder: Folder, ckpt: Checkpoint) -> Checkpoint:
     """
     if not (ckpt.is_export and ckpt.config and ckpt.config.file == MODEL_CONFIG):
         return ckpt
-    own = [name for name in (GENERATION_CONFIG, _TOKENIZER) if folder.look_at(name)[0] in READABLE]
+    own = [name for name in (GENERATION_CONFIG, _TOKENIZER, *_SLOW) if folder.look_at(name)[0] in READABLE]
+    own = [name for name in own if name not in _SLOW or _TOKENIZER not in own]
     has_table = own and any(is_token_table(parse(name)) for name in ckpt.tensors)
     for name in own if has_table else ():
         try:
-            if name == _TOKENIZER:
-                ckpt = replace(ckpt, tokens=isolated(partial(highest_tokens, folder), folder.size(name)))
+            if name != GENERATION_CONFIG:
+                highest = isolated(partial(highest_tokens, folder, name), folder.size(name))
+                ckpt = replace(ckpt, tokens=tuple(nlargest(_SHOWN, {*ckpt.tokens, *highest})))
             else:
                 values = isolated(partial(read_model_config, folder, name), folder.size(name))
                 ckpt = replace(ckpt, generation=ModelConfig(name, values))
@@ -48,17 +51,23 @@ def with_vocabulary(folder: Folder, ckpt: Checkpoint) -> Checkpoint:
     return ckpt
 
 
-def highest_tokens(folder: Folder) -> tuple[tuple[int, str], ...]:
-    """The 64 highest ids of `tokenizer.json` and their tokens, printable, the highest first; () where it has no model.
+def highest_tokens(folder: Folder, name: str = _TOKENIZER) -> tuple[tuple[int, str], ...]:
+    """The 64 highest ids of a tokenizer's file and their tokens, printable, the highest first; () where it has none.
 
     Raises:
         LimitError, UnreadableError: it is too large, or not what tokenizers write.
 
     Source:
-        tokenizers 0.22 (BPE, WordPiece, WordLevel: token -> id; Unigram: a list of tokens with their scores)
+        tokenizers 0.22 (BPE, WordPiece, WordLevel: token -> id; Unigram: a list of tokens with their scores);
+        transformers 5.23, models/bert/tokenization_bert.py: `vocab.txt` has a token in each line, numbered from 0
     """
     try:
         with paused_gc():
+            if name == "vocab.txt":
+                lines = folder.read(name, _LIMIT).decode().rstrip("\n").split("\n")
+                return _highest({"model": {"vocab": [[line] for line in lines]}})
+            if name != _TOKENIZER:
+                return _highest({"model": {"vocab": json.loads(folder.read(name, _LIMIT))}})
             return _highest(json.loads(_MERGES.sub(b'"merges":[]}}', folder.read(_TOKENIZER, _LIMIT), count=1)))
     except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
         raise UnreadableError(f"is no tokenizer ({printable(str(error)[:200])})") from None
