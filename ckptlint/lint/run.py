@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from ckptlint.payload.reading import Reading
 
 
+_FEW_RECORDS = 20_000  # of the newest step of a run, whose checksums are read at depth files too: tenths of a second
+
 Opened = tuple[Found, Checkpoint | CkptlintError]
 """A checkpoint that a path means and what is in it, or why it could not be read."""
 
@@ -138,8 +140,10 @@ def run(request: Request, source: Opener | None = None) -> Report:
     not_found: list[str] = []
     unreadable: list[str] = []
     source = source or partial(opened, jobs=request.jobs, seen=set())
+    steps: list[tuple[int, str]] = []
     for path in request.paths:
         try:
+            first = len(parts)
             for found, ckpt in source(path, request.all_steps, depth, reading):
                 if not isinstance(ckpt, Checkpoint):
                     (not_found if isinstance(ckpt, NothingToCheckError) else unreadable).append(_sentence(path, ckpt))
@@ -148,10 +152,16 @@ def run(request: Request, source: Opener | None = None) -> Report:
                     unseen = (*ckpt.unseen, reference.unseen) if reference.unseen else ckpt.unseen
                     ckpt = replace(ckpt, reference=reference.part(found.folder.name), unseen=unseen)
                 parts.append(run_rules(ckpt, rules, depth))
+                newest = found.step[0] if found.of_run and found.step else ""
+                if newest and depth is Depth.FILES and not is_url(path) and len(ckpt.records) <= _FEW_RECORDS:
+                    steps.append((first, newest))
         except NothingToCheckError as error:
             not_found.append(str(error))
         except (AccessError, ReaderError) as error:
             unreadable.append(_sentence(path, error))
+    for first, newest in steps:
+        copies = {part.checkpoint.path: part for part in compared_with_before(request, newest).checkpoints}
+        parts[first:] = [_with_comparison(part, copies.get(part.checkpoint.path)) for part in parts[first:]]
     judging = tuple(rule for rule in rules if (reference is not None or not rule.expects) and not rule.live)
     parts = set_aside(parts, rules, request.ignores, is_whole=not (not_found or unreadable))
     parts, solved = apply_baseline(parts, rules, known)
@@ -166,6 +176,20 @@ def run(request: Request, source: Opener | None = None) -> Report:
         time.perf_counter() - started,
         solved,
         shown(request.settings),
+    )
+
+
+def _with_comparison(part: CheckpointReport, compared: CheckpointReport | None) -> CheckpointReport:
+    """A report with what a comparison of its records with those of the step before says."""
+    if compared is None or not compared.passed:
+        return part
+    not_run = {code: why for code, why in part.not_run.items() if code not in compared.passed}
+    return replace(
+        part,
+        diagnostics=[*part.diagnostics, *compared.diagnostics],
+        passed=[*part.passed, *compared.passed],
+        not_run=not_run,
+        seconds=part.seconds | compared.seconds,
     )
 
 

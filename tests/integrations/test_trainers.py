@@ -80,7 +80,7 @@ def test_transformers_healthy(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     ("damage", "said"),
     [
         (lambda step: cut(step / "model.safetensors"), "PAY004: model.safetensors is 100 B short"),
-        (lambda step: (step / "optimizer.pt").unlink(), "it has no optimizer.pt, which checkpoint-2 has"),
+        (lambda step: (step / "optimizer.pt").unlink(), "the step has no optimizer.pt, which checkpoint-2 has"),
     ],
 )
 def test_transformers_damaged(damage: Damage, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -131,5 +131,5 @@ def test_what_all_older_steps_have_is_missed(run: Path) -> None:
     ((place, folder),) = runs_at(str(run))
     search = newest_good(folder, place, judge)
     assert [(step.name, step.why) for step in search.skipped] == [
-        ("step-3", "it has no STABLE, which all older steps have")
+        ("step-3", "the step has no STABLE, which all older steps have")
     ]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import test_contracts
 from layouts import LayoutTests
-from support import REAL, codes, examples, found
+from support import REAL, codes, copy_step, examples, found
 
 import ckptlint
 from ckptlint.lint.report import Report
@@ -191,9 +191,7 @@ def test_a_step_is_compared_with_the_one_before(tmp_path: Path) -> None:
     shutil.rmtree(newest / "data")
     assert found(ckptlint.check(tmp_path)) == []
     shutil.copytree(tmp_path / "checkpoint-4", tmp_path / "checkpoint-2")
-    assert "checkpoint-6 has no data/data.pt, which all older steps have" in str(
-        found(ckptlint.check(tmp_path), "warning")
-    )
+    assert "the step has no data/data.pt, which all older steps have" in str(found(ckptlint.check(tmp_path), "warning"))
     shutil.copytree(tmp_path / "checkpoint-4" / "data", newest / "data")
     shutil.copy(tmp_path / "checkpoint-4" / "optimizer.pt", newest)
     assert "optimizer.pt says step 4" in str(found(ckptlint.check(tmp_path), "warning"))
@@ -281,3 +279,12 @@ def test_damage_to_any_file_is_told_and_all_commands_agree(tmp_path: Path) -> No
         assert {*answers} == {is_whole(report)}, f"{about}: {answers}"
         shutil.rmtree(newest)
         kept.rename(newest)
+
+
+def test_the_newest_step_of_a_run_is_no_stale_copy(tmp_path: Path) -> None:
+    """NeMo-RL#3312: check says what latest says, though no other record is read at its depth."""
+    for number in (10, 20):
+        copy_step(REAL / "fsdp2_4r", tmp_path / f"step-{number}", number=7)
+    assert "RUN005" in codes(ckptlint.check(tmp_path), "warning")
+    assert "RUN005" not in codes(ckptlint.check(tmp_path, depth="metadata"))
+    assert ckptlint.latest(tmp_path).path == f"{tmp_path}/step-10"
