@@ -32,7 +32,11 @@ def renamed_keys(ckpt: Checkpoint) -> Iterator[Finding]:
         In a folder of exported weights no key carries more than the `config.json` beside it implies: `_orig_mod.` of
         torch.compile, `_fsdp_wrapped_module.`, `module.` of DataParallel, `base_model.model.` of peft, at the start or
         in the middle; nor a part of its name twice (`encoder.encoder.`). If the model is not known, these words in more
-        than half of the keys are a warning. Training checkpoints may carry them: their loaders take them off again.
+        than half of the keys are a warning. Training checkpoints may carry them, for their loaders take
+        them off again, but not in a few layers alone. Files that diffusers loads by names carry none.
+
+        Where transformers wrote `config.json`, and no code of the model's own is named there, some key is one of the
+        model, and no other prefix (`policy.`) stands before the keys than those that transformers takes off.
 
         No key belongs to an adapter that was not merged (`base_layer`, `lora_A`), unless the configuration has fields
         about `lora`, or code of its own.
