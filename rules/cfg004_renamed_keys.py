@@ -11,7 +11,7 @@ from ckptlint.analysis.fit.pairing import INNER_WORDS, WRAPPER_WORDS, bare_name,
 from ckptlint.analysis.trusted_config import contradictions
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import braces, some
-from ckptlint.rule import Confidence, Finding, Location, NotApplicable, Severity, rule
+from ckptlint.rule import Confidence, Finding, Location, Severity, rule
 from ckptlint.vocabulary.config_fields import MODEL_CONFIG
 from ckptlint.vocabulary.keys import role
 

@@ -47,9 +47,9 @@ def adapter_config(ckpt: Checkpoint) -> Iterator[Finding]:
 
         Keys that peft does not find are an error if none has `base_model.model.`, if a wrapper left its name in them,
         or if some modules of a layer have the names of Megatron-Core and others those of transformers. They are a
-        warning with the name of an adapter in them. If the base model's `config.json` is beside it, the layers with adapters of the attention are
-        not one end of its layers alone, as of one pipeline stage. A few layers in a row without any factors are a
-        warning. An adapter without a configuration is an error. Other types are not judged.
+        warning with the name of an adapter in them. If the base model's `config.json` is beside it, the layers with
+        adapters of the attention are not one end of its layers alone, as of one pipeline stage. A few layers in a row
+        without any factors are a warning. An adapter without a configuration is an error. Other types are not judged.
 
         At depth data, a few factors B of zeros alone among others are a warning; so are all of them in a step that says
         that it was trained.
@@ -150,7 +150,7 @@ def _scale(modules: Iterable[Factors], ckpt: Checkpoint, config: AdapterConfig) 
     """Modules whose factors the configuration multiplies by 0."""
     ranks = {f.module: ckpt.tensors[f.keys["A"]].global_shape[:1] for f in modules if "A" in f.keys}
     nothing = [module for module, rank in ranks.items() if rank and config.scale_of(module, rank[0]) == 0]
-    if nothing:
+    if nothing and config.alpha == 0:
         yield _finding(
             f"lora_alpha is 0 for {len(nothing)} of {plural(len(ranks), 'module')}",
             "lora_alpha",
