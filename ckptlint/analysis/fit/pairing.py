@@ -93,12 +93,14 @@ def _paired(form: Expected, names: Sequence[str]) -> Pairing:
 
 
 def bare_name(name: str) -> str:
-    """A name without what a wrapper may have put into it.
+    """A name without what a wrapper may have put into it; a `module` before the whole name is a prefix.
 
     >>> bare_name("layers.0._orig_mod.up.weight"), bare_name("layers.0.module.up.weight")
     ('layers.0.up.weight', 'layers.0.up.weight')
     """
-    return ".".join(part for part in name.split(".") if part not in _BETWEEN and part not in _MIXED)
+    first, *parts = name.split(".")
+    kept = [part for part in parts if part not in _BETWEEN and part not in _MIXED]
+    return ".".join(kept if first in INNER_WORDS else [first, *kept])
 
 
 def _bare(name: str) -> list[str]:
