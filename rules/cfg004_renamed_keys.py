@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 
-from ckptlint.analysis.fit.judgement import Fit, config_fit
-from ckptlint.analysis.fit.pairing import INNER_WORDS, WRAPPER_WORDS
+from ckptlint.analysis.fit.judgement import Fit, config_fit, expectations
+from ckptlint.analysis.fit.pairing import INNER_WORDS, WRAPPER_WORDS, bare_name, best_pairing
+from ckptlint.analysis.trusted_config import contradictions
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import braces, some
-from ckptlint.rule import Confidence, Finding, Location, NotApplicable, Severity, rule
+from ckptlint.rule import Confidence, Finding, Location, Severity, rule
 from ckptlint.vocabulary.config_fields import MODEL_CONFIG
+from ckptlint.vocabulary.keys import role
 
 _LEAST = 0.5
 _PARTS = frozenset({"base_layer", "lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"})
 _LEADING = frozenset({"module", "base_model"})
+_FILES = re.compile(r"(model|pytorch_model)[.-].*(safetensors|bin)(\.index\.json)?")
+_FILES_OF_DIFFUSERS = ("diffusion_pytorch_model", "pytorch_lora_weights")
+_USUAL = 4  # times as many names must have no wrapper
+_ROLES = 3  # fewer may be a module of the model
 
 
 @rule("CFG004", "renamed-keys", Severity.ERROR)
@@ -25,7 +32,11 @@ def renamed_keys(ckpt: Checkpoint) -> Iterator[Finding]:
         In a folder of exported weights no key carries more than the `config.json` beside it implies: `_orig_mod.` of
         torch.compile, `_fsdp_wrapped_module.`, `module.` of DataParallel, `base_model.model.` of peft, at the start or
         in the middle; nor a part of its name twice (`encoder.encoder.`). If the model is not known, these words in more
-        than half of the keys are a warning. Training checkpoints may carry them: their loaders take them off again.
+        than half of the keys are a warning. Training checkpoints may carry them, for their loaders take
+        them off again, but not in a few layers alone. Files that diffusers loads by names carry none.
+
+        Where transformers wrote `config.json`, and no code of the model's own is named there, some key is one of the
+        model, and no other prefix (`policy.`) stands before the keys than those that transformers takes off.
 
         No key belongs to an adapter that was not merged (`base_layer`, `lora_A`), unless the configuration has fields
         about `lora`, or code of its own.
@@ -39,8 +50,12 @@ def renamed_keys(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.distributed.checkpoint.state_dict.get_model_state_dict, huggingface/transformers#46650
     """
+    if ckpt.metadata_file.startswith(_FILES_OF_DIFFUSERS):
+        yield from _of_diffusers(ckpt)
+        return
     if ckpt.format not in ("safetensors", "torch") or ckpt.config is None or ckpt.config.file != MODEL_CONFIG:
-        raise NotApplicable("these are no files that a library loads by a configuration")
+        yield from _in_few(ckpt)
+        return
     unmerged = [key for key in ckpt.tensors if _PARTS.intersection(key.split("."))]
     if unmerged and not any(map(_speaks_of_adapters, ckpt.config.values)):
         yield _unmerged(ckpt, unmerged)
@@ -48,8 +63,59 @@ def renamed_keys(ckpt: Checkpoint) -> Iterator[Finding]:
     fit = config_fit(ckpt)
     if isinstance(fit, Fit):
         yield from _certain(ckpt, fit)
+    elif _matches_nothing(ckpt):
+        yield Finding(
+            f"none of {len(ckpt.tensors):,} keys is one of model_type {ckpt.config.values['model_type']}",
+            at=Location(label=ckpt.metadata_file),
+            identity=("unknown",),
+            notes=(("keys", some(braces(list(ckpt.tensors)), noun="pattern")),),
+            why="from_pretrained finds no weight of the model, starts untrained and raises no error",
+            hint="convert the keys to those of the library, or set model_type and architectures to this model's",
+        )
     else:
-        yield from _likely(ckpt)
+        likely = [*_likely(ckpt)]
+        yield from likely or _in_few(ckpt)
+
+
+def _by_its_library(ckpt: Checkpoint) -> bool:
+    """Whether transformers wrote the configuration of its own model, and loads a file of this name."""
+    values = ckpt.config.values if ckpt.config is not None else {}
+    has_name = bool(_FILES.fullmatch(ckpt.metadata_file))
+    return has_name and "transformers_version" in values and "auto_map" not in values
+
+
+def _matches_nothing(ckpt: Checkpoint) -> bool:
+    """Whether a file with about as many keys as the model has none of its names, under no prefix."""
+    forms = expectations(ckpt)
+    if isinstance(forms, str) or not _by_its_library(ckpt) or len(contradictions(ckpt)) >= 2:
+        return False
+    least = min(sum(tensor.needed for tensor in form.tensors.values()) for form in forms)
+    return 2 * len(ckpt.tensors) >= least and not best_pairing(forms, [*ckpt.tensors]).stored
+
+
+def _of_diffusers(ckpt: Checkpoint) -> Iterator[Finding]:
+    """Words of wrappers in a file that diffusers loads by names, whose first part may be that of a component."""
+    counts: Counter[str] = Counter()
+    for name in ckpt.tensors:
+        parts = name.split(".")
+        counts.update(INNER_WORDS.intersection(parts) | {"module"}.intersection(parts[:2]))
+    for word, count in counts.items():
+        shown = next(name for name in ckpt.tensors if word in name.split("."))
+        yield _finding(ckpt, f"{word}.", count, len(ckpt.tensors), ckpt.metadata_file, shown, "certain")
+
+
+def _in_few(ckpt: Checkpoint) -> Iterator[Finding]:
+    """Names with a wrapper inside where most names of their role have none: those of a layer or two."""
+    bare = {name: short for name in ckpt.tensors if (short := bare_name(name)) != name}
+    if not bare:
+        return
+    usual = Counter(role(name) for name in ckpt.tensors if name not in bare)
+    seldom = Counter(map(role, bare.values()))
+    odd = [name for name, short in bare.items() if usual[role(short)] >= _USUAL * seldom[role(short)]]
+    odd = [name for name in odd if bare[name] not in ckpt.tensors]
+    if len({role(name) for name in odd}) >= _ROLES:
+        word = next(part for part in odd[0].split(".") if part not in bare[odd[0]].split("."))
+        yield _finding(ckpt, f"{word}.", len(odd), len(ckpt.tensors), ckpt.metadata_file, odd[0], "certain")
 
 
 def _speaks_of_adapters(field: str) -> bool:
@@ -79,12 +145,10 @@ def _certain(ckpt: Checkpoint, fit: Fit) -> Iterator[Finding]:
             ),
             "",
         )
-        is_base = (
-            words.strip(".") not in WRAPPER_WORDS
-            and words.count(".") == 1
-            and not any(name.startswith(words) for name in fit.expected.tensors)
-        )
-        if not is_base:  # a base model takes the names of a model with a head as well
+        prefix = words.removesuffix(".")
+        is_known = prefix in fit.expected.prefixes or (words.count(".") == 1 and not _by_its_library(ckpt))
+        is_base = prefix not in WRAPPER_WORDS and is_known
+        if not is_base or any(name.startswith(words) for name in fit.expected.tensors):
             label = f"{ckpt.metadata_file}, compared with {fit.place}"
             yield _finding(ckpt, words, count, total, label, shown, "likely" if fit.doubt_of(()) else "certain")
 

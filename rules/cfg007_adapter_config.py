@@ -5,16 +5,24 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
-from ckptlint.architecture.adapters import PREFIX, AdapterConfig, endings, factors_of, read_adapter_config
-from ckptlint.model import Checkpoint
+from ckptlint.architecture.adapters import PREFIX, AdapterConfig, Factors, endings, factors_of, read_adapter_config
+from ckptlint.model import Checkpoint, PayloadTable
 from ckptlint.model.text import braces, plural, printable, ranges, some
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.config_fields import ADAPTER_CONFIG
 from ckptlint.vocabulary.keys import WRAPPING, parse
 
 _SHOWN = 6
+_FEW = 4  # times as many layers or modules must have what a few lack
+_SPARSEST = 2  # a key may claim any number
 _LONGEST = 60
-_ALTERNATIVES = (frozenset({"classifier", "score"}), frozenset({"embed_tokens", "lm_head"}))
+_HEAD, _TABLES = ("classifier", "score"), ("embed_tokens", "lm_head")
+_CLASSIFIERS = ("SEQ_CLS", "TOKEN_CLS")
+"""Tasks for which peft adds both names of a head.
+
+Source:
+    peft 0.21 peft_model.PeftModelForSequenceClassification, PeftModelForTokenClassification
+"""
 _NATIVE = frozenset({"linear_qkv", "linear_q", "linear_kv", "linear_proj", "linear_fc1", "linear_fc2"})
 _PROVEN_BY = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})),
@@ -31,15 +39,20 @@ def adapter_config(ckpt: Checkpoint) -> Iterator[Finding]:
     What it checks:
         For adapters of type LORA, the rank of every module is `r`, or what `rank_pattern` gives it; factors of fused
         experts are a multiple of it. Patterns that are more than plain text are never run: their ranks are allowed
-        everywhere. `use_dora` comes with magnitude vectors. Every name in `target_modules` and `modules_to_save` is
+        everywhere. `use_dora` comes with magnitude vectors. No module is scaled by a `lora_alpha` of 0, and a list in
+        `target_modules` names each module that has factors. Every name in `target_modules` and `modules_to_save` is
         stored, unless `exclude_modules` takes it out: a missing one is a warning, or info for names that many lists
-        carry and the base model need not have.
+        carry and the base model need not have. It is an error for embeddings and heads that the base model must have,
+        and without any head for the tasks SEQ_CLS and TOKEN_CLS.
 
-        Keys that peft does not find are an error if none has `base_model.model.`, or if some modules of a layer have
-        the names of Megatron-Core and others those of transformers. They are a warning with the name of an adapter or
-        a wrapper in them. If the base model's `config.json` is beside it, the layers with adapters of the attention are
-        not one end of its layers alone, as of one pipeline stage. An adapter without a configuration is info. Other
-        types are not judged.
+        Keys that peft does not find are an error if none has `base_model.model.`, if a wrapper left its name in them,
+        or if some modules of a layer have the names of Megatron-Core and others those of transformers. They are a
+        warning with the name of an adapter in them. If the base model's `config.json` is beside it, the layers with
+        adapters of the attention are not one end of its layers alone, as of one pipeline stage. A few layers in a row
+        without any factors are a warning. An adapter without a configuration is an error. Other types are not judged.
+
+        At depth data, a few factors B of zeros alone among others are a warning; so are all of them in a step that says
+        that it was trained.
     Why it matters:
         peft stops on a different rank. Whatever it does not find keeps its initial values, after a warning at most.
     Usual causes:
@@ -66,6 +79,7 @@ def adapter_config(ckpt: Checkpoint) -> Iterator[Finding]:
         )
         return
     yield from _names(ckpt)
+    yield from _scale(modules.values(), ckpt, config)
     yield from _ranks(ckpt, config)
     yield from _magnitudes(ckpt, config)
     native = _native(modules)
@@ -73,9 +87,13 @@ def adapter_config(ckpt: Checkpoint) -> Iterator[Finding]:
         yield _of_native(native)
     else:
         yield from _targets(set(modules), config)
-    yield from _saved(ckpt, config)
+        yield from _untargeted(set(modules), config)
+    yield from _saved(ckpt, config, modules)
     if not config.is_explicit and not any(map(_has_number, config.targets)):
         yield from _layers(modules, ckpt.config.base_layers)
+        yield from _gaps(modules)
+    if ckpt.payload is not None:
+        yield from _zeros(ckpt, ckpt.payload, modules.values())
 
 
 def _without_config(ckpt: Checkpoint) -> Finding:
@@ -83,7 +101,6 @@ def _without_config(ckpt: Checkpoint) -> Finding:
         f"{ckpt.metadata_file} is here without {ADAPTER_CONFIG}",
         at=Location(file=ckpt.metadata_file),
         identity=(ADAPTER_CONFIG,),
-        severity=Severity.INFO,
         why="peft cannot load it, and the factor that scales it (lora_alpha / r) is stored nowhere else",
         hint="copy it from where the adapter was written",
     )
@@ -92,14 +109,13 @@ def _without_config(ckpt: Checkpoint) -> Finding:
 def _names(ckpt: Checkpoint) -> Iterator[Finding]:
     """Names under which peft does not look; reported once, since one save names all keys alike."""
     keys = list(ckpt.tensors)
-    wrapped = [key for key in keys if WRAPPING.intersection(key.split("."))]
+    wrapped = [key for key in keys if _wrapping(key)]
     named = sorted({factors.adapter for factors in factors_of(keys)} - {""})
     if wrapped:
-        word = next(part for part in wrapped[0].split(".") if part in WRAPPING)
+        word = _wrapping(wrapped[0])
         yield _finding(
             f"{len(wrapped)} of {plural(len(keys), 'key')} carry {word}., which a wrapper puts there",
             word,
-            Severity.WARNING,
             notes=_listed("keys", braces(wrapped)),
             why="peft finds none of these in a model without that wrapper, warns, and keeps the initial values",
             hint=f"strip {word}. from the keys, or save the model inside the wrapper",
@@ -121,6 +137,26 @@ def _names(ckpt: Checkpoint) -> Iterator[Finding]:
             why="peft puts the name there itself: release 0.21 finds the keys only under this name, 0.17 under none; "
             "whatever is not found keeps its initial values",
             hint="strip the name from the keys, or save with save_pretrained",
+        )
+
+
+def _wrapping(key: str) -> str:
+    """The word of a wrapper in a key, "" without one; `module` only where it stands before the whole model."""
+    parts = key.removeprefix(PREFIX).split(".")
+    return next((part for part in parts if part in WRAPPING), "module" if parts[0] == "module" else "")
+
+
+def _scale(modules: Iterable[Factors], ckpt: Checkpoint, config: AdapterConfig) -> Iterator[Finding]:
+    """Modules whose factors the configuration multiplies by 0."""
+    ranks = {f.module: ckpt.tensors[f.keys["A"]].global_shape[:1] for f in modules if "A" in f.keys}
+    nothing = [module for module, rank in ranks.items() if rank and config.scale_of(module, rank[0]) == 0]
+    if nothing and config.alpha == 0:
+        yield _finding(
+            f"lora_alpha is 0 for {len(nothing)} of {plural(len(ranks), 'module')}",
+            "lora_alpha",
+            notes=_listed("modules", braces(nothing)),
+            why="peft multiplies the factors by lora_alpha / r, so the adapter does nothing",
+            hint=f"set lora_alpha in {ADAPTER_CONFIG} as the run had it",
         )
 
 
@@ -242,25 +278,85 @@ def _targets(modules: set[str], config: AdapterConfig) -> Iterator[Finding]:
             )
 
 
+def _untargeted(modules: set[str], config: AdapterConfig) -> Iterator[Finding]:
+    """Modules with factors that no name in a list of `target_modules` means."""
+    odd = [m for m in modules if config.targets and not config.parameters and {*endings(m)}.isdisjoint(config.targets)]
+    if odd:
+        yield _finding(
+            f"target_modules names none of {plural(len(odd), 'module')} with factors",
+            "untargeted",
+            notes=_listed("modules", braces(sorted(odd))),
+            why="peft builds no adapter there and leaves their factors aside, so the adapter does nothing there",
+            hint=f"add them to target_modules in {ADAPTER_CONFIG}",
+        )
+
+
+def _gaps(modules: Iterable[str]) -> Iterator[Finding]:
+    """Few layers in a row without any factors, where all others of their block have some."""
+    blocks: dict[str, set[int]] = defaultdict(set)
+    for module in modules:
+        key = parse(f"{module}.weight")
+        if key.layer is not None:
+            blocks[key.block].add(key.layer)
+    for block, stored in blocks.items():
+        span = max(stored) + 1
+        lost = sorted({*range(span)} - stored) if span <= _SPARSEST * len(stored) else []
+        if lost and lost[-1] - lost[0] < len(lost) and len(stored) >= _FEW * len(lost):
+            which = f"layer{'s' if len(lost) > 1 else ''} {ranges(lost)} of {block}"
+            yield _finding(
+                f"no adapter of {which} is stored, but those of {len(stored)} other layers are",
+                "gap",
+                Severity.WARNING,
+                notes=(("layers", ranges(stored)),),
+                why="peft warns that the keys are missing and keeps the initial values: the adapter does nothing there",
+                hint="take them from an earlier save, or save again",
+            )
+
+
+def _zeros(ckpt: Checkpoint, payload: PayloadTable, modules: Iterable[Factors]) -> Iterator[Finding]:
+    """Factors B of zeros alone, among others that were trained or in a step that says that it was."""
+    factors = [ckpt.tensors[f.keys["B"]] for f in modules if "B" in f.keys and not parse(f.keys["B"]).in_experts]
+    if any((b.chunks.record < 0).any() or not payload.scanned[b.chunks.record].all() for b in factors):
+        return
+    empty = [b.fqn for b in factors if payload.zeros[b.chunks.record].sum() == b.volume]
+    step = max((claim.step for claim in ckpt.claims), default=0)
+    is_lone = 0 < _FEW * len(empty) <= len(factors) - len(empty)
+    if is_lone or (empty and len(empty) == len(factors) and step > 0):
+        where = "the others were trained" if is_lone else f"this is step {step:,}"
+        yield _finding(
+            f"factor B of {plural(len(empty), 'module')} holds only zeros, but {where}",
+            "zeros",
+            Severity.WARNING,
+            at=Location(empty[0]),
+            notes=_listed("keys", braces(empty)),
+            why="the product of the factors is 0: the adapter does nothing there",
+            hint="see whether the optimizer had these parameters, and whether they were gathered before the save",
+        )
+
+
 def _has_number(name: str) -> bool:
     """Whether it names one layer, as no list does that was made for several models."""
     return any(part.isdigit() for part in name.split("."))
 
 
-def _saved(ckpt: Checkpoint, config: AdapterConfig) -> Iterator[Finding]:
-    """Names in `modules_to_save` of which nothing is stored."""
+def _saved(ckpt: Checkpoint, config: AdapterConfig, modules: Iterable[str]) -> Iterator[Finding]:
+    """Names in `modules_to_save`, and those that peft adds to them for a classifier, of which nothing is stored."""
     paths = [f".{key}." for key in ckpt.tensors if ".lora_" not in key]
-    parts = {end for path in paths for end in path.split(".")}
-    stored = {name for name in config.saved if name in parts or ("." in name and any(f".{name}." in p for p in paths))}
-    for names in _ALTERNATIVES:  # lists carry both names of a head; of two that are tied one may be stored
-        if stored & names:
-            stored |= names
-    lost = [name for name in config.saved if name not in stored]
+    parts = {end for path in paths for end in path.split(".")} | {*map(_last, modules)}
+    names = dict.fromkeys((*config.saved, *(_HEAD if config.task in _CLASSIFIERS and not paths else ())))
+    stored = {name for name in names if name in parts or ("." in name and any(f".{name}." in p for p in paths))}
+    for pair in (_HEAD, _TABLES):  # lists carry both names of a head; of two that are tied one may be stored
+        if parts.intersection(pair):
+            stored |= {*pair}
+    lost = [name for name in names if name not in stored]
+    has_tables = any(".model.layers." in module for module in modules)
+    is_sure = (not paths and {*_HEAD} <= {*lost}) or (has_tables and not {*_TABLES}.isdisjoint(lost))
+    names_them = "modules_to_save names" if {*lost} & {*config.saved} else f"for {config.task} peft loads"
     if lost:
         yield _finding(
-            f"modules_to_save names {_quoted(lost)}, but nothing of {'it' if len(lost) == 1 else 'them'} is stored",
+            f"{names_them} {_quoted(lost)}, but nothing of {'it' if len(lost) == 1 else 'them'} is stored",
             "modules_to_save",
-            Severity.WARNING,
+            None if is_sure else Severity.WARNING,
             why="peft stops with a KeyError",
             hint="save again with save_pretrained; if the run is gone, remove the name and lose what was trained",
         )

@@ -12,6 +12,7 @@ import os
 import resource
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from trace import Build, config_of, nested, quiet, table_of
 
 import transformers
 from rows import NotTraced
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import PrefixChange
 from transformers.models.auto import modeling_auto as auto
 
 from ckptlint.architecture import huggingface
@@ -68,6 +71,7 @@ def one(model_type: str) -> dict[str, Any]:
         base = auto.MODEL_MAPPING_NAMES.get(model_type)
         if base in table["models"]:
             table["base"] = base
+        table["prefixes"] = prefixes_of(model_type, table["models"])
         write(model_type, table)
     return {
         "type": model_type,
@@ -75,6 +79,16 @@ def one(model_type: str) -> dict[str, Any]:
         "left": left,
         "seconds": round(time.process_time() - began, 1),
     }
+
+
+def prefixes_of(model_type: str, classes: Iterable[str]) -> list[str]:
+    """What the loader takes off the names of a type, or puts before them."""
+    words = {getattr(transformers, name).base_model_prefix for name in classes}
+    for name in (model_type, *classes):
+        for change in get_checkpoint_conversion_mapping(name) or ():
+            if isinstance(change, PrefixChange) and change.prefix_to_remove:
+                words.add(".".join(filter(None, (change.model_prefix, change.prefix_to_remove))))
+    return sorted(words - {""})
 
 
 def write(model_type: str, table: dict[str, Any]) -> None:

@@ -97,6 +97,7 @@ class AdapterConfig:
 
     Attributes:
         kind: `peft_type` in capitals; "" where it is not given.
+        task: `task_type`; "" where it is not given.
         rank: `r`; None where it is no rank.
         ranks: ending of a name -> the rank that `rank_pattern` gives these modules.
         perhaps: the ranks in it that belong to regular expressions, which may match any module.
@@ -115,6 +116,7 @@ class AdapterConfig:
     """
 
     kind: str = ""
+    task: str = ""
     rank: int | None = None
     ranks: Mapping[str, int] = field(default_factory=dict)
     perhaps: frozenset[int] = frozenset()
@@ -180,10 +182,11 @@ def read_adapter_config(values: Mapping[str, Any]) -> AdapterConfig:
     ]
     return AdapterConfig(
         kind=kind.upper() if isinstance(kind, str) else "",
+        task=str(values.get("task_type") or ""),
         rank=_rank(values.get("r")),
         ranks={name: rank for name, rank in reversed(patterns) if name is not None},  # the first one decides
         perhaps=frozenset(rank for name, rank in patterns if name is None),
-        targets=_names(targets),
+        targets=_names(targets) if not isinstance(targets, list) or len(_names(targets)) == len(targets) else (),
         parameters=frozenset(name.rpartition(".")[0] for name in _names(values.get("target_parameters"))),
         saved=tuple(name for name in _names(values.get("modules_to_save"))[:_SAVED] if _LITERAL.fullmatch(name)),
         excluded=None if isinstance(exclude, str) and exclude else _names(exclude),

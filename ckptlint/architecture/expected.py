@@ -49,6 +49,7 @@ class Expected:
         model_class: the class that it was made from (`LlamaForCausalLM`); "" where there is none.
         ignored: patterns of keys that the loader passes over without a word, as its class names them.
         remote_code: whether the configuration names code of its own, which may be another model of the same name.
+        prefixes: what its loader takes off the names or puts before them (`base_model_prefix`).
     """
 
     source: str
@@ -61,3 +62,4 @@ class Expected:
     model_class: str = ""
     ignored: tuple[str, ...] = ()
     remote_code: bool = False
+    prefixes: frozenset[str] = frozenset()

@@ -87,6 +87,7 @@ def expected_models(
                     model_class=name,
                     ignored=tuple(table.get("ignored", ())),
                     remote_code="auto_map" in config,
+                    prefixes=frozenset(table.get("prefixes", ())),
                 )
             )
     except NoTable as error:
@@ -101,7 +102,7 @@ def model_table(model_type: str) -> Mapping[str, Any] | None:
     """The table of a model type, as `bench/architectures` writes it; None where there is none.
 
     Its keys: `usual` class, `fields` with their kinds and defaults, `ranges` of indices, `rows`, `models` (class ->
-    form -> numbers of rows), `made_with`.
+    form -> numbers of rows), `made_with`, `prefixes` that its loader takes off names or puts before them.
 
     Raises:
         OwnFileError: it is broken.

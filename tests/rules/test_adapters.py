@@ -75,9 +75,9 @@ def test_what_is_nested_too_deep_for_a_field_is_left_out(tmp_path: Path) -> None
     assert found(ckptlint.check(folder)) == []
 
 
-def test_an_adapter_alone_is_a_note(tmp_path: Path) -> None:
+def test_an_adapter_alone_cannot_be_loaded(tmp_path: Path) -> None:
     shutil.copytree(ADAPTERS / "lora", tmp_path / "a")
     (tmp_path / "a" / "adapter_config.json").unlink()
     assert found(ckptlint.check(tmp_path / "a")) == [
-        ("CFG007", "info", "adapter_model.safetensors is here without adapter_config.json")
+        ("CFG007", "error", "adapter_model.safetensors is here without adapter_config.json")
     ]

@@ -17,6 +17,7 @@ INNER_WORDS = WRAPPING | {"_forward_module"}
 WRAPPER_WORDS = INNER_WORDS | {"module", "base_model", "state_dict", "app"}
 """These, and what stands before the names of a model that was wrapped as a whole."""
 
+_BETWEEN = INNER_WORDS | {"module"}  # DataParallel's, which some models have as a name of their own
 _MIXED = {"base_layer"}  # of an adapter that was not merged
 _DEPTH = 6
 _LEAST = 0.5
@@ -70,10 +71,10 @@ def _paired(form: Expected, names: Sequence[str]) -> Pairing:
     unknown = []
     for name in rest:  # words inside of names
         parts = name.split(".")
-        bare = ".".join(part for part in parts if part not in INNER_WORDS and part not in _MIXED)
+        bare = bare_name(name)
         if bare != name and bare in wanted and bare not in stored:
             stored[bare] = name
-            carried.update(f"{part}." for part in dict.fromkeys(parts) if part in INNER_WORDS)
+            carried.update(f"{part}." for part in dict.fromkeys(parts) if part in _BETWEEN)
         else:
             unknown.append(name)
     base = words = ""
@@ -89,6 +90,17 @@ def _paired(form: Expected, names: Sequence[str]) -> Pairing:
             base = _base(form, unknown, stored)
             unknown = _join(form, unknown, stored, base)
     return Pairing(form, stored, unknown, carried, base, words, odd)
+
+
+def bare_name(name: str) -> str:
+    """A name without what a wrapper may have put into it; a `module` before the whole name is a prefix.
+
+    >>> bare_name("layers.0._orig_mod.up.weight"), bare_name("layers.0.module.up.weight")
+    ('layers.0.up.weight', 'layers.0.up.weight')
+    """
+    first, *parts = name.split(".")
+    kept = [part for part in parts if part not in _BETWEEN and part not in _MIXED]
+    return ".".join(kept if first in INNER_WORDS else [first, *kept])
 
 
 def _bare(name: str) -> list[str]:
