@@ -15,7 +15,7 @@ from ckptlint.analysis.optimizer_records import (
     optimizer_records,
 )
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import printable
+from ckptlint.model.text import listed, printable
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, given, rule
 
 _WORDS: dict[RecordKind, str] = {
@@ -32,7 +32,8 @@ def optimizer_module_record(ckpt: Checkpoint) -> Iterator[Finding]:
         For each optimizer that has state tensors or buckets (the only one, each chain, each module of a multimodal job)
         the common state or an object holds its parameter groups and, for the distributed optimizer, its sharding type.
         It is a warning if another chain of the same module has the record, or if a module has parameter groups and only
-        other modules have a sharding type. States that a caller of the library saved without a training loop are not
+        other modules have a sharding type, or if the states of several modules share parameter groups of no module
+        (Megatron-LM#4791). States that a caller of the library saved without a training loop are not
         judged.
     Why it matters:
         Loading stops with a KeyError or an assertion for that optimizer.
@@ -72,6 +73,19 @@ def optimizer_module_record(ckpt: Checkpoint) -> Iterator[Finding]:
             severity=Severity.WARNING if module.chain and other_chains else None,
             notes=_notes(ckpt, lost, kept),
             hint=_hint(ckpt, lost),
+        )
+
+    names = sorted({module.name for module in optimizers if module.name})
+    groups = [record for record in optimizer_records(ckpt) if record.kind == "param_groups"]
+    if len(names) > 1 and groups and not any(record.module.name for record in groups):
+        yield Finding(
+            f"the optimizer states of {listed(names)} share the parameter groups in {groups[0].place}",
+            at=Location(file=common.source, label=groups[0].place),
+            identity=("shared", *names),
+            severity=Severity.WARNING,
+            why="each module has an optimizer of its own, and a load gives the settings and steps of one to all",
+            hint="load without the optimizer, or take the groups of the other modules from another save",
+            told_by="OBJ001",
         )
 
     types = kept["param_state_sharding_type"]
