@@ -35,6 +35,10 @@ class UnreadableError(CkptlintError):
         self.position = position
 
 
+GIT_LFS_POINTER = "is a Git LFS pointer, not the file itself"
+"""What an UnreadableError says of a text that stands for a large file."""
+
+
 class ForeignError(UnreadableError):
     """A file holds something else than what its reader is for; by its name it may be either."""
 

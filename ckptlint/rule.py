@@ -12,6 +12,7 @@ from typing import Literal, TypeVar
 
 from ckptlint.dataclass import dataclass
 from ckptlint.depth import Depth
+from ckptlint.errors import GIT_LFS_POINTER
 from ckptlint.model import Problem, Tensor
 from ckptlint.model.layout import Box
 from ckptlint.model.lost_files import LostFiles
@@ -155,13 +156,14 @@ class Finding:
     @classmethod
     def of_problem(cls, problem: Problem) -> Finding:
         """All that a loader says of a problem; `dataclasses.replace` changes what a rule knows better."""
+        is_pointer = GIT_LFS_POINTER in problem.message
         return cls(
             problem.message,
             at=Location(problem.fqn, file=problem.file),
             identity=(problem.file,),
             severity=Severity.INFO if problem.outside_checkpoint else None,
-            why=problem.why,
-            hint=problem.hint,
+            why="git fetched the pointer alone, and no loader follows it" if is_pointer else problem.why,
+            hint="fetch the file: git lfs pull" if is_pointer else problem.hint,
             detail=problem.detail,
             lost_files=problem.lost_files,
         )

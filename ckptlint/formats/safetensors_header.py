@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ckptlint.dataclass import dataclass
-from ckptlint.errors import LimitError, UnreadableError
+from ckptlint.errors import GIT_LFS_POINTER, LimitError, UnreadableError
 from ckptlint.formats.strict_json import checked_key, checked_shape, is_size, json_object
 from ckptlint.model.layout import IntArray
 from ckptlint.model.text import printable
@@ -75,7 +75,7 @@ _SPACES = b" \t\r\n"
 def header_length(start: bytes, size: int) -> int:
     """The length that the first bytes of a file of `size` bytes claim for its header; `read_header` has the errors."""
     if start[: len(_POINTER)] == _POINTER:
-        raise UnreadableError("is a git-lfs pointer, not the file itself")
+        raise UnreadableError(GIT_LFS_POINTER)
     if start[:4] == b"PK\x03\x04":
         raise UnreadableError(
             "starts with a zip record: torch wrote a value that is not a tensor before the header, and no reader of "

@@ -19,7 +19,7 @@ from zlib import crc32
 import numpy as np
 
 from ckptlint.dataclass import dataclass
-from ckptlint.errors import ForeignError, LimitError, ScriptError, UnreadableError
+from ckptlint.errors import GIT_LFS_POINTER, ForeignError, LimitError, ScriptError, UnreadableError
 from ckptlint.formats.pickles.safe_pickle import Opaque, Unpickled, read_row, read_state
 from ckptlint.formats.pickles.stand_ins import SCALARS
 from ckptlint.formats.torch_archive import LOCAL_SIZE, Member, Read, data_start, ranges_in, read_archive
@@ -132,7 +132,7 @@ def _read(
     if is_legacy(head):
         return _old_file(read, size)
     if head.startswith(b"version https://git-lfs"):
-        raise without_content("is a Git LFS pointer, not the file itself", 0)
+        raise without_content(GIT_LFS_POINTER, 0)
     if not head.strip(b"\0"):
         tail = _tail(read, size)  # of an array of something else, some bytes are not zero
         kind = without_content if b"data.pkl" in tail or not tail.strip(b"\0") else ForeignError

@@ -398,15 +398,18 @@ def _ran(report: Report, on: str = "") -> str:
     return f"{plural(report.rule_counts.ran, 'rule')} ran{f' on {on}' if on else ''} in {report.seconds:.2f} s"
 
 
+def _needed(ckpt: Checkpoint) -> str:
+    is_known = ckpt.format == "unsupported"
+    return "a format that ckptlint checks" if is_known else f"a readable {ckpt.metadata_file}"
+
+
 def _blocked(report: Report) -> Iterator[str]:
     """For each number of rules that could not run a sentence with the checkpoints of which that is true."""
     alike: dict[tuple[int, str], list[str]] = {}
     selected = {rule.code for rule in report.rules}
     for part in report.checkpoints:
         if count := len(selected.intersection(part.blocked)):
-            missing = (
-                "the state dict of every rank" if report.is_live else f"a readable {part.checkpoint.metadata_file}"
-            )
+            missing = "the state dict of every rank" if report.is_live else _needed(part.checkpoint)
             alike.setdefault((count, missing), []).append(part.checkpoint.path)
     for (count, missing), paths in alike.items():
         where = f" on {', '.join(cut(path) for path in braces(paths))}" if len(report.checkpoints) > 1 else ""

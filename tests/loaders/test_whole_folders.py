@@ -288,3 +288,10 @@ def test_the_newest_step_of_a_run_is_no_stale_copy(tmp_path: Path) -> None:
     assert "RUN005" in codes(ckptlint.check(tmp_path), "warning")
     assert "RUN005" not in codes(ckptlint.check(tmp_path, depth="metadata"))
     assert ckptlint.latest(tmp_path).path == f"{tmp_path}/step-10"
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "model.pt", ".metadata"])
+def test_a_pointer_of_git_lfs_is_fetched_not_saved_again(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    (lead,) = [item for item in ckptlint.check(tmp_path).diagnostics if "Git LFS pointer" in item.title]
+    assert lead.finding.hint == "fetch the file: git lfs pull"

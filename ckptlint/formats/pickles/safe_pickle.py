@@ -27,7 +27,7 @@ from itertools import chain
 from typing import Any
 
 from ckptlint.dataclass import dataclass
-from ckptlint.errors import ForeignError, LimitError, OwnFileError, UnreadableError
+from ckptlint.errors import GIT_LFS_POINTER, ForeignError, LimitError, OwnFileError, UnreadableError
 from ckptlint.formats.pickles import names
 from ckptlint.formats.pickles.columns import (
     END,
@@ -449,7 +449,7 @@ def _state(node: Any, kind: str) -> dict[str, Any]:
 def _wrong_start(data: bytes) -> str:
     """What the first bytes are instead of a pickle's; torch writes no pickle that starts otherwise."""
     if data.startswith(b"version https://git-lfs"):
-        return "is a Git LFS pointer, not the file itself"
+        return GIT_LFS_POINTER
     if data.lstrip()[:1] in (b"{", b"["):
         return "is JSON, not a pickle"
     if not data.strip(b"\0"):
