@@ -67,15 +67,15 @@ def token_ids(ckpt: Checkpoint) -> Iterator[Finding]:
     tokens = {number: token for number, token in tokens.items() if not _MODALITY.search(token)}
     if tokens or special:
         highest = max(tokens or special)
-        subject = f"the tokenizer has the id {highest:,} ({tokens[highest][:_LONGEST]})" if tokens else ""
+        subject = f"the tokenizer has the id {highest} ({tokens[highest][:_LONGEST]})" if tokens else ""
         yield Finding(
-            f"{subject or f'{special[highest][0]} is {highest:,}'}, but {lead.fqn} has {plural(rows, 'row')}",
+            f"{subject or f'{special[highest][0]} is {highest}'}, but {lead.fqn} has {plural(rows, 'row')}",
             at=Location.of(lead),
             identity=tuple(map(str, sorted({*tokens, *special}))),
             kind="tokenizer" if tokens else "special",
             notes=(
-                ("tokens", some(f"{token[:_LONGEST]} {number:,}" for number, token in sorted(tokens.items()))),
-                ("special", some(f"{name} {number:,}" for number, names in sorted(special.items()) for name in names)),
+                ("tokens", some(f"{token[:_LONGEST]} {number}" for number, token in sorted(tokens.items()))),
+                ("special", some(f"{name} {number}" for number, names in sorted(special.items()) for name in names)),
             ),
             hint="resize the embedding to the tokenizer and train the new rows, or take the tokenizer of this model"
             if tokens

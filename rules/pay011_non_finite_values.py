@@ -78,7 +78,9 @@ def _finding(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, rows: IntA
         at=Location.of(tensor, region=box, rows=tuple(rows[:16].tolist()), file=file, byte_range=(start, length)),
         severity=_severity(ckpt, tensor, key),
         notes=(("chunks", "; ".join(parts) + more),),
-        hint="`ckptlint latest RUN --depth data` names the newest step without them; the loss after that step shows "
+        hint="export the model again, after a check of the weights that it is made from with --depth data"
+        if ckpt.is_export or quantised_weight(tensor.fqn)
+        else "`ckptlint latest RUN --depth data` names the newest step without them; the loss after that step shows "
         "whether the run diverged",
         group=f"{key.kind} {'no value left' if is_whole else key.role or key.path.rpartition('.')[2]}",
     )
