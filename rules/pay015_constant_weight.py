@@ -62,7 +62,8 @@ def constant_weight(ckpt: Checkpoint) -> Iterator[Finding]:
         are not; and no chunk is all zeros while the tensor's others are not, unless most weights like it have zeros
         there too. No weight holds as many zeros as fill half a page (2 KiB) while three or more of the same name have
         next to none. Biases, norms, adapters, masks, scales, fewer than 64 elements and the padding rows of embeddings
-        are left out. If all weight matrices, of three names or more, hold one value, that is an error. It is a warning for a whole weight outside of a file of zeros, for pages, and for rows of a table.
+        are left out. If all weight matrices, of three names or more, hold one value, that is an error. It is a warning
+        for a whole weight outside of a file of zeros, for pages, and for rows of a table.
         It is only info if it may be meant: iteration 0, no moments or moments of zeros, more than half of the weights
         constant, more than two weights with pages of zeros (pruned ones), only the output projections of a layer (an
         added layer starts so), an unusual part of the first or last layer, or fewer than 128 rows of a table, whose
