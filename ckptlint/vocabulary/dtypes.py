@@ -96,7 +96,9 @@ SAFETENSORS: Mapping[str, str] = {dtype.safetensors: name for name, dtype in DTY
 
 SAFETENSORS_BITS: Mapping[str, int] = {
     **{name: ITEM_BITS[dtype] for name, dtype in SAFETENSORS.items()},
-    "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
 }
 """Names in a safetensors header -> bits per element: all that the format has, those that torch has no dtype for too.
 
