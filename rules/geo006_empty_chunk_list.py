@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ckptlint.analysis.fit.judgement import config_fit
+from ckptlint.analysis.inventory import Param, inventory_of, siblings
 from ckptlint.model import Checkpoint
+from ckptlint.model.text import braces, plural, shape_text, some
 from ckptlint.rule import Finding, Location, Severity, rule
-from ckptlint.vocabulary.keys import role
+from ckptlint.vocabulary.dtypes import FLOATS
+from ckptlint.vocabulary.keys import is_adapter, role
+
+_SHOWN = 6
 
 
 @rule("GEO006", "empty-chunk-list", Severity.ERROR, whole=True)
@@ -14,13 +20,17 @@ def empty_chunk_list(ckpt: Checkpoint) -> Iterator[Finding]:
     """A tensor is listed, but no chunk holds any of it.
 
     What it checks:
-        A tensor whose global shape has elements has at least one chunk with elements. A scalar needs its one chunk.
+        A tensor whose global shape has elements has at least one chunk with elements. A scalar needs its one chunk. No
+        weight has the shape [0] where other weights of the model have elements, and none is empty in another way where
+        most of the same name in other layers are not. Adapters are CFG006's, and models that the configuration
+        describes CFG003's.
     Why it matters:
         The key loads as if it were there, and nothing is read.
     Usual causes:
-        No rank considered itself the writer, because the main replica was elected in the wrong group.
+        No rank considered itself the writer, because the main replica was elected in the wrong group. ZeRO-3 held the
+        parameters in parts, and left a placeholder of shape [0] for each.
     How to fix:
-        Elect the main replica in the right group, and save again.
+        Elect the main replica in the right group, or gather the parameters, and save again.
     See:
         torch.distributed.checkpoint.metadata.TensorStorageMetadata
     """
@@ -35,3 +45,34 @@ def empty_chunk_list(ckpt: Checkpoint) -> Iterator[Finding]:
                 if role(tensor.fqn) in stored
                 else "check which rank is elected to write it (replica_id): none was",
             )
+    if empty := _without_elements(ckpt):
+        keys = [param.tensor.fqn for param in empty]
+        verb = "is" if len(keys) == 1 else "are"
+        yield Finding(
+            f"{plural(len(keys), 'weight')} {verb} stored without elements, and others of the model are not: "
+            f"{keys[0]} is {shape_text(empty[0].tensor.global_shape)}",
+            at=Location.of(empty[0].tensor),
+            identity=tuple(keys[1:]),
+            keys=tuple(keys[1:]),
+            kind="empty",
+            notes=(("weights", some(braces(keys), _SHOWN)),),
+            hint="gather the parameters before the save (deepspeed.zero.GatheredParameters): ZeRO-3 leaves such "
+            "placeholders",
+        )
+
+
+def _without_elements(ckpt: Checkpoint) -> list[Param]:
+    """The weights that hold nothing, though a model in which others hold something needs them."""
+    if not isinstance(config_fit(ckpt), str):
+        return []
+    params = [
+        param for param in inventory_of(ckpt).params if param.tensor.dtype in FLOATS and not is_adapter(param.key)
+    ]
+    weights = {param for param in params if param.key.path.rpartition(".")[2] == "weight"}
+    if not any(param.tensor.volume and len(param.own_shape) > 1 for param in weights):
+        return []
+    empty = {param for param in weights if param.tensor.global_shape == (0,)}
+    for alike in siblings(weights).values():
+        none = [param for param in alike if not param.tensor.volume]
+        empty.update(none if 2 * len(none) < len(alike) else ())
+    return [param for param in params if param in empty]

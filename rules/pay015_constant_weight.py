@@ -29,6 +29,7 @@ _WITNESSES = 3
 _FEW_ZEROS = 0.001  # share of the values, of weights that are not pruned
 _MORE = 16  # times the share of zeros in any other
 _MOST_TORN = 2  # weights that one lost stretch of a file runs through
+_NAMES = 3  # of weights, in a model that holds one value everywhere
 _SHOWN = 3
 _WHOLE = "every weight in this file is zeros"
 _HINT = "copy the file again from where it was written, or compare the values with those of an earlier step"
@@ -61,7 +62,8 @@ def constant_weight(ckpt: Checkpoint) -> Iterator[Finding]:
         are not; and no chunk is all zeros while the tensor's others are not, unless most weights like it have zeros
         there too. No weight holds as many zeros as fill half a page (2 KiB) while three or more of the same name have
         next to none. Biases, norms, adapters, masks, scales, fewer than 64 elements and the padding rows of embeddings
-        are left out. It is a warning for a whole weight outside of a file of zeros, for pages, and for rows of a table.
+        are left out. If all weight matrices, of three names or more, hold one value, that is an error. It is a warning
+        for a whole weight outside of a file of zeros, for pages, and for rows of a table.
         It is only info if it may be meant: iteration 0, no moments or moments of zeros, more than half of the weights
         constant, more than two weights with pages of zeros (pruned ones), only the output projections of a layer (an
         added layer starts so), an unusual part of the first or last layer, or fewer than 128 rows of a table, whose
@@ -88,6 +90,14 @@ def constant_weight(ckpt: Checkpoint) -> Iterator[Finding]:
         [part for param in members for part in _parts(payload, is_read, param)]
         for members in siblings(weights).values()
     ]
+    every = [part for parts in groups for part in parts]
+    if (
+        len(groups) >= _NAMES
+        and len(every) >= len(weights)
+        and {part.value for part in every} == {max(every[0].value, 0)}
+    ):
+        yield _all_alike(ckpt, payload, every)
+        return
     dead = _files_of_zeros(ckpt, payload, is_read, weights)
     added = _added_layers(groups)
     for parts in groups:
@@ -190,6 +200,16 @@ def _constant(
             box,
             (("others", holds), ("file", whole), ("doubt", doubt)),
         )
+
+
+def _all_alike(ckpt: Checkpoint, payload: PayloadTable, parts: Sequence[_Part]) -> Finding:
+    """The finding where every weight matrix of a model holds one and the same value."""
+    first = parts[0]
+    what = "0" if not first.value else f"the same, {first.value:.3g} in magnitude"
+    message = f"every value{{of}} is {what}, and so in all {len(parts):,} weight matrices"
+    doubt = _doubt(ckpt, payload, parts, first, first.rows)
+    whole = "no model starts with one value everywhere, or is trained to it"
+    return _finding(ckpt, first.param, first.rows, message, _span(first), (("file", whole), ("doubt", doubt)))
 
 
 def _layer(part: _Part) -> _Layer:

@@ -55,8 +55,8 @@ class Declaration:
         return None if is_open or not part.declared or len(said) != 1 else all(next(iter(said)))
 
     def names(self, module: str) -> bool:
-        """Whether a module stands among those left as they were, under its own name."""
-        return any(entry == module or module.endswith(f".{entry}") for entry in self.ignored)
+        """Whether a module stands among those left as they were, under its name or a pattern of the whole name."""
+        return any(fnmatchcase(module, entry) or module.endswith(f".{entry}") for entry in self.ignored)
 
     def ignores(self, name: str) -> bool:
         """Whether a module, or all with such a name, is left as it was."""

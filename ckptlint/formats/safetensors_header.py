@@ -6,7 +6,7 @@ Source:
 
 from __future__ import annotations
 
-import re
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -17,12 +17,11 @@ from ckptlint.formats.strict_json import checked_key, checked_shape, is_size, js
 from ckptlint.model.layout import IntArray
 from ckptlint.model.text import printable
 from ckptlint.storage.folder import Folder
-from ckptlint.vocabulary.dtypes import SAFETENSORS
+from ckptlint.vocabulary.dtypes import SAFETENSORS, SAFETENSORS_BITS
 
 HEADER_LIMIT = 100_000_000
 """Bytes of a header; the limit of the safetensors library itself."""
 
-_DTYPE = re.compile(r"[A-Z][A-Z0-9_]*")  # torch 2.13 writes "" for a key that no rank had when it consolidates
 _FIRST_READ = 65536  # most headers end within it: one read, and one request to a store
 _POINTER = b"version https://git-lfs"
 
@@ -103,19 +102,21 @@ def parse_header(text: bytes, payload: int) -> Header:
         payload: the byte of the file at which the payload starts.
     """
     entries = json_object(text)
-    metadata = entries.pop("__metadata__", None) or {}
+    metadata = {} if (stored := entries.pop("__metadata__", None)) is None else stored
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise UnreadableError("has a header whose __metadata__ does not map text to text", 8)
     shapes, dtypes, spans = [], [], []
     for name, entry in entries.items():
         if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
             raise UnreadableError(f"has no dtype and shape for {printable(checked_key(name))}", 8)
-        if not _DTYPE.fullmatch(entry["dtype"]):
+        if entry["dtype"] not in SAFETENSORS_BITS:  # torch 2.13 consolidates a key that no rank had with the dtype ""
             named = printable(entry["dtype"][:40])
-            raise UnreadableError(f"has {named!r} as the dtype of {printable(name)}", 8)
+            raise UnreadableError(f"has {named!r} as the dtype of {printable(name)}, which is none of the format", 8)
         shapes.append(checked_shape(name, entry.get("shape")))
         dtypes.append(SAFETENSORS.get(entry["dtype"]))
         spans.append(_span(name, entry.get("data_offsets")))
+        if dtypes[-1] is None:
+            _check_packed(name, entry["dtype"], prod(shapes[-1]), spans[-1])
     ends = np.array(spans, np.int64).reshape(len(spans), 2)
     return Header(payload, metadata, list(entries), dtypes, shapes, ends[:, 0], ends[:, 1])
 
@@ -144,6 +145,14 @@ def layout_faults(header: Header, size: int) -> list[tuple[str, str, int]]:
     if rest > 0:
         faults.append((f"no tensor claims {rest:,} bytes after the last tensor", "", size - rest))
     return faults
+
+
+def _check_packed(name: str, dtype: str, elements: int, span: tuple[int, int]) -> None:
+    """Refuse elements of less than a byte that do not end with a byte, or not with the bytes that they are given."""
+    bits, size = elements * SAFETENSORS_BITS[dtype], span[1] - span[0]
+    if bits != 8 * size:
+        needed = f"{bits:,} bits, which fill no whole bytes" if bits % 8 else f"{bits // 8:,} bytes"
+        raise UnreadableError(f"gives {printable(name)} {size:,} bytes, but its {elements:,} {dtype} need {needed}", 8)
 
 
 def _span(name: str, value: Any) -> tuple[int, int]:

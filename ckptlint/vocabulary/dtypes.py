@@ -78,7 +78,7 @@ DTYPES: Mapping[str, Dtype] = {
 """By torch's name without the module.
 
 Packed and quantised dtypes (float4_e2m1fn_x2, int1-7, quint4x2; F4 and F6_* of safetensors) are left out on purpose:
-their shapes count other things, and no size check is made for them.
+their shapes count other things, and no size check is made for them; `SAFETENSORS_BITS` has those of safetensors.
 
 Source:
     torch 2.13 `torch.dtype.itemsize` and its storage classes; safetensors 0.8 `Dtype`; OCP 8-bit Floating Point
@@ -93,6 +93,18 @@ STORAGES: Mapping[str, str] = {dtype.storage: name for name, dtype in DTYPES.ite
 
 SAFETENSORS: Mapping[str, str] = {dtype.safetensors: name for name, dtype in DTYPES.items() if dtype.safetensors}
 """Names in a safetensors header -> dtypes."""
+
+SAFETENSORS_BITS: Mapping[str, int] = {
+    **{name: ITEM_BITS[dtype] for name, dtype in SAFETENSORS.items()},
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+}
+"""Names in a safetensors header -> bits per element: all that the format has, those that torch has no dtype for too.
+
+Source:
+    safetensors 0.8 `Dtype`, `TensorInfo`
+"""
 
 ENCODINGS: Mapping[str, Encoding] = {name: dtype.encoding for name, dtype in DTYPES.items() if dtype.encoding}
 """How the floating dtypes write numbers."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from functools import cache
@@ -261,12 +262,65 @@ def test_blanks_before_a_header_are_taken_as_the_library_takes_them(blanks: byte
     assert (codes(report, "error", "warning"), report.exit_code) == ((set(), 0) if is_taken else ({"PAY013"}, 1))
 
 
+def entry(dtype: str = "F32", shape: Any = (2,), span: Any = (0, 8)) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": span}
+
+
+def headers() -> Iterator[tuple[str, int]]:
+    """Headers at every limit of the format, and the bytes that follow each.
+
+    Left out are those where the two differ for a reason. Of two equal names the library takes the last, and other
+    readers the first. No writer gives an entry as a list, which the library takes, or a size as -0, which it refuses.
+    A size of 2**63 and more beside a 0, 65 axes and a key of over 4,096 characters are past ckptlint's limits.
+    """
+    texts = (None, {}, [], ["a"], "", "a", 0, 1, False, 1.5, {"a": "b"}, {"a": 1}, {"a": None}, {"a": []})
+    yield from ((json.dumps({"__metadata__": value, "a": entry()}), 8) for value in texts)
+    for name in ("BOOL", "F4", "F6_E2M3", "F6_E3M2", "F8_E8M0", "F8_E4M3FNUZ", "C64", "C128", "I4", "f32", "F32X", ""):
+        for size, stored in ((3, 2), (4, 2), (4, 3), (4, 4), (2, 16)):
+            yield json.dumps({"a": entry(name, [size], [0, stored])}), stored
+    for shape in ([2**63], [2**64], [2**32, 2**32], [2**61], [2**40, 0], [0], [], [-1], [1.0], [True], None, "2"):
+        yield json.dumps({"a": entry(shape=shape, span=[0, 0])}), 0
+    for span in ([0, 8, 8], [0], [8, 0], [-1, 7], [0.0, 8.0], ["0", "8"], None, [2**63, 2**63 + 8]):
+        yield json.dumps({"a": entry(span=span)}), 8
+    places = [[8, 16]], [[0, 8], [16, 24]], [[0, 8], [4, 12]], [[0, 8], [0, 8]], [[8, 16], [0, 8]], [[0, 8]]
+    for spans in places:
+        held = {f"w{number}": entry(span=span) for number, span in enumerate(spans)}
+        yield from ((json.dumps(held), max(stop for _, stop in spans) + more) for more in (-1, 0, 1))
+    for at in (4, 8, 12):
+        yield json.dumps({"a": entry(), "empty": entry(shape=[0], span=[at, at])}), 8
+    whole = json.dumps({"a": entry()})
+    yield from ((blank + whole, 8) for blank in (" ", "\n", "\v", "\0", "\ufeff"))
+    yield from ((whole + blank, 8) for blank in (" ", "\n", "\0", "x", "}"))
+    yield from ((text, 0) for text in ("{}", "[]", "null", "", "{", json.dumps({"a": None}), json.dumps({"a": {}})))
+    yield from ((json.dumps({"__metadata__": {}})[:-1] + more, 8) for more in (f", {whole[1:]}", f", {whole}"))
+
+
+def test_a_safetensors_header_at_the_limits_is_taken_as_the_library_takes_it(tmp_path: Path) -> None:
+    library = pytest.importorskip("safetensors", minversion="0.8")
+    wrong = []
+    for number, (text, stored) in enumerate(headers()):
+        head = text.encode()
+        data = len(head).to_bytes(8, "little") + head + b"\1" * stored
+        path = tmp_path / str(number) / "model.safetensors"
+        path.parent.mkdir()
+        path.write_bytes(data)
+        try:
+            library.deserialize(data)
+            is_taken = True
+        except library.SafetensorError:
+            is_taken = False
+        report = ckptlint.check(path.parent, select=["PAY", "SAF"])
+        if is_taken != (report.exit_code == 0):
+            wrong.append((text, stored, report.exit_code))
+    assert number > 120 and not wrong
+
+
 @pytest.mark.sweep
 def test_a_safetensors_header_is_taken_where_the_library_takes_it(tmp_path: Path) -> None:
     library = pytest.importorskip("safetensors")
     chance = random.Random(1)
     files = [path.read_bytes() for path in sorted((REAL / "hf_sharded").glob("*.safetensors"))]
-    taken, refused, tries, checks = 0, 0, examples(4_000, 40_000), examples(10, 120)
+    taken, refused, tries, checks = 0, 0, examples(4_000, 40_000), examples(5, 60)
     for _ in range(tries):
         data = chance.choice(files)
         length = int.from_bytes(data[:8], "little")
@@ -289,6 +343,5 @@ def test_a_safetensors_header_is_taken_where_the_library_takes_it(tmp_path: Path
             refused += 1  # a whole check sees more than the header
             (tmp_path / "model.safetensors").write_bytes(data)
             report = ckptlint.check(tmp_path)
-            is_new = "unknown variant" in theirs or "subbytes" in theirs  # a dtype of a later version is a note
-            assert report.exit_code == 1 or (is_new and codes(report, "info")), (head, theirs)
+            assert report.exit_code == 1, (head, theirs)
     assert taken > tries / 40 and refused == checks
