@@ -121,6 +121,10 @@ FOLDERS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
         {"step-10/model.safetensors": a_model(1), "step-20/model.safetensors": a_model(2), "pt.bin": a_model(2)},
         ["pt.bin", "step-20/model.safetensors"], ["step-10/model.safetensors"],
     ),
+    "two models of accelerate": (
+        {f"checkpoint_{n}/{name}.safetensors": a_model(n) for n in (0, 1, 2) for name in ("model", "model_1")},
+        ["checkpoint_2/model.safetensors", "checkpoint_2/model_1.safetensors"], ["checkpoint_0/model.safetensors"],
+    ),
     "xtuner": (
         {"iter_100.pth": a_model(), "hf-100/model.safetensors": a_model()},
         ["iter_100.pth", "hf-100/model.safetensors"], [],

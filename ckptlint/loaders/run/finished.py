@@ -85,7 +85,8 @@ def missing_parts(folder: Folder) -> list[Problem]:
     And of a step what the steps before it have.
     """
     found, bare = list(_lacking(folder)), list(bare_parts(folder))
-    files, holders = lacking_files(folder, _steps_before(folder))
+    whole = folder if folder.parent is None else folder.parent.sub(folder.name)  # a view hides other models
+    files, holders = lacking_files(whole, _steps_before(folder))
     files = [name for name in files if name not in {label for label, *_ in found}]
     other = other_step(folder) if found or bare or files else ""
     hint = other or "copy it from where it was written, or use another step"
