@@ -91,6 +91,7 @@ def write(
         pickle.dump(Metadata(described, {name: (name,) for name in described}, stored), file)
     for number, end in ends.items():
         with (folder / f"__{number}_0.distcp").open("wb") as payload:
+            payload.write(b"PK\3\4"[:end])
             payload.truncate(end)
     if megatron:
         (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')

@@ -17,7 +17,7 @@ def unreadable_record(ckpt: Checkpoint) -> Iterator[Finding]:
         directory, members and a data.pkl that decodes. A safetensors file, at any depth, has a valid JSON header, byte
         ranges without overlaps and holes, nothing after the last one, and one dtype in all shards of a key; PAY004
         reports one that is too short for its tensors. Records that went through a stream transform, and writers of raw
-        bytes, are left out.
+        bytes, are left out. At depth files no payload file starts with zeros.
     Why it matters:
         These keys, or the whole file, cannot be loaded.
     Usual causes:
@@ -30,6 +30,9 @@ def unreadable_record(ckpt: Checkpoint) -> Iterator[Finding]:
         torch.distributed.checkpoint.hf_storage.HuggingFaceStorageWriter
     """
     problems = list(ckpt.problems_of("container"))
+    if ckpt.payload is not None and not ckpt.is_safetensors:  # what a file lost is said of its records
+        records = {problem.file for problem in problems if problem.detail}
+        problems = [problem for problem in problems if problem.detail or problem.file not in records]
     if ckpt.payload is None and not problems and ckpt.records.fqns:
         raise NotApplicable("records are opened from depth headers on")
     yield from map(Finding.of_problem, problems)

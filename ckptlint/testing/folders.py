@@ -201,7 +201,10 @@ def _parts(table: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], int | N
 
 
 def _write_file(folder: Path, name: str, size: int | str, link: str | None = None) -> Path:
-    """A file of so many zero bytes, `absent`, or a `folder`; at the end of a link when there is one."""
+    """A file of so many zero bytes, `absent`, or a `folder`; at the end of a link when there is one.
+
+    Payload starts as an archive does: a file of zeros is a fault.
+    """
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True)
     if link is not None:
@@ -212,6 +215,7 @@ def _write_file(folder: Path, name: str, size: int | str, link: str | None = Non
         path.mkdir()
     elif isinstance(size, int):
         with path.open("wb") as file:
+            file.write(b"PK\3\4"[:size] if name.endswith(".distcp") else b"")
             file.truncate(size)
     return path
 

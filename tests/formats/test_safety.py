@@ -572,7 +572,7 @@ def limited(server: subprocess.Popen[str], tmp_path: Path) -> Limited:
         folder = tmp_path / "ckpt"
         folder.mkdir(exist_ok=True)
         (folder / name).write_bytes(data)
-        (folder / "__0_0.distcp").write_bytes(bytes(100))
+        (folder / "__0_0.distcp").write_bytes(b"PK\3\4" + bytes(96))
         assert server.stdin is not None and server.stdout is not None
         print(json.dumps([str(folder), safe_pickle.WORTHWHILE]), file=server.stdin)
         answer = json.loads(server.stdout.readline())
@@ -1009,7 +1009,7 @@ def name_case(folder: Path, nasty: str) -> Path:
     )
     folder.mkdir()
     (folder / ".metadata").write_bytes(metadata_of(tensors, storage, planner_data={nasty: (nasty,)}))
-    (folder / "__0_0.distcp").write_bytes(bytes(100_000))
+    (folder / "__0_0.distcp").write_bytes(b"PK\3\4" + bytes(100_000))
     return folder
 
 

@@ -85,7 +85,7 @@ def metadata(
 def written(folder: Path, data: bytes) -> Report:
     (folder / ".metadata").write_bytes(data)
     for name, size in (("__0_0.distcp", 4300), ("__1_0.distcp", 1600)):
-        (folder / name).write_bytes(bytes(size))
+        (folder / name).write_bytes(b"PK\3\4" + bytes(size - 4))
     return ckptlint.check(folder)
 
 

@@ -81,6 +81,7 @@ def adapter_beside_fsdp(run: Path) -> list[str]:
     step = run / "checkpoint-500"
     dcp(step / "pytorch_model_fsdp_0")
     write_safetensors(step / "adapter_model.safetensors", {"tensors": {"lora_A.weight": {"shape": [4, 8]}}})
+    text(step / "adapter_config.json", '{"peft_type": "LOHA"}')
     return ["checkpoint-500", "checkpoint-500/pytorch_model_fsdp_0"]
 
 

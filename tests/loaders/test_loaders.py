@@ -432,7 +432,7 @@ def test_a_refusal_of_the_operating_system_is_an_incomplete_verdict(
         case "opening":
             refused.opening(folder / ".metadata")
         case "looking":
-            refused.looking(folder / "__1_0.distcp")
+            refused.looking(folder / "__0_0.distcp")
         case _:
             refused.looking(folder)
     report = ckptlint.check(folder)

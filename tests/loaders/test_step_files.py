@@ -490,6 +490,7 @@ def test_a_damaged_configuration_is_an_error_where_a_load_needs_it(step: Path, t
     adapter.mkdir()
     factors = {f"base_model.model.q.lora_{name}.weight": torch.ones(4, 4) for name in "AB"}
     safetensors.save_file(factors, adapter / "adapter_model.safetensors")
+    (adapter / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "target_modules": ["q"]}')
     exported = tmp_path / "exported"
     exported.mkdir()
     torch.save({"w": torch.ones(3)}, exported / "pytorch_model.bin")

@@ -31,7 +31,7 @@ from ckptlint.loaders.readers.megatron import (
     read_config,
     split_objects,
 )
-from ckptlint.loaders.readers.payload_files import file_table, payload_files
+from ckptlint.loaders.readers.payload_files import file_table, hollow_files, payload_files
 from ckptlint.loaders.readers.save_plans import read_plans
 from ckptlint.loaders.run.finished import other_step, unfinished_marks
 from ckptlint.loaders.run.folder import read_run, read_train_state
@@ -124,6 +124,7 @@ def _assemble(
     problems += claim_problems
     plans = read_plans(described.extras.get("all_local_plans"))
     files, locates = payload_files(folder, described, look_at_files)
+    problems += hollow_files(folder, files) if look_at_files else []
     declared, model_config, config_problems = read_configs(folder, common)
     if isinstance(backend := config.get("sharded_backend"), str):
         declared["sharded_backend"] = Declared(backend, CONFIG_FILE)

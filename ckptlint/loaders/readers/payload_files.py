@@ -9,14 +9,16 @@ from pathlib import PurePosixPath
 import numpy as np
 
 from ckptlint.loaders.readers.dcp_metadata import Description
-from ckptlint.model import FILE_STATES, FileTable, StoredFile
+from ckptlint.model import FILE_STATES, FileTable, Problem, StoredFile
 from ckptlint.model.files import Names
 from ckptlint.model.layout import IntArray
-from ckptlint.model.text import printable
+from ckptlint.model.text import printable, some
 from ckptlint.storage.folder import Folder
 from ckptlint.storage.listing import is_plain
 from ckptlint.storage.paths import is_safe
 from ckptlint.vocabulary.litter import is_litter
+
+_HEAD, _MOST_HEADS = 64, 4096
 
 
 def payload_files(folder: Folder, described: Description, look: bool) -> tuple[FileTable, bool]:
@@ -40,6 +42,21 @@ def payload_files(folder: Folder, described: Description, look: bool) -> tuple[F
             named.instead[row] = instead
     others = file_table(folder, known, found.at[found.at >= 0])
     return named.followed_by(others), not _shares_offsets(folder, described, look)
+
+
+def hollow_files(folder: Folder, files: FileTable) -> list[Problem]:
+    """That payload files start with zeros, as no record does; of the first 4,096, and of none over a network."""
+    rows = np.flatnonzero(files.are("ok") & files.referenced & (files.size > 0))
+    rows = rows[: _MOST_HEADS if folder.is_near else 0]
+    paths = [path for row in rows.tolist() if (path := files[row].path or "").endswith(".distcp")]
+    heads = zip(paths, folder.heads(paths, _HEAD), strict=True)
+    hollow = [printable(path) for path, head in heads if head and not head.strip(b"\0")]
+    if not hollow:
+        return []
+    sentence = f"{some(hollow)} {'starts' if len(hollow) == 1 else 'start'} with zero bytes instead of a record"
+    why = "the file system or a copy lost what was written there, so a load fails or takes zeros"
+    hint = "copy the file again from where it was written, or go back one step"
+    return [Problem("container", hollow[0], sentence, why=why, hint=hint)]
 
 
 def file_table(folder: Folder, known: Collection[str] = (), rows: IntArray | None = None) -> FileTable:
