@@ -160,7 +160,8 @@ def run(request: Request, source: Opener | None = None) -> Report:
         except (AccessError, ReaderError) as error:
             unreadable.append(_sentence(path, error))
     for first, newest in steps:
-        copies = {part.checkpoint.path: part for part in compared_with_before(request, newest).checkpoints}
+        compared = compared_with_before(replace(request, ignores=()), newest)  # what is ignored is set aside below
+        copies = {part.checkpoint.path: part for part in compared.checkpoints}
         parts[first:] = [_with_comparison(part, copies.get(part.checkpoint.path)) for part in parts[first:]]
     judging = tuple(rule for rule in rules if (reference is not None or not rule.expects) and not rule.live)
     parts = set_aside(parts, rules, request.ignores, is_whole=not (not_found or unreadable))

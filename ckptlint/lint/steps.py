@@ -346,7 +346,7 @@ def lacking(step: Step, older: Iterable[Step], kinds_of: int = 1) -> str:
         files, holders = lacking_files(step.folder, alike, kinds_of)
     except CkptlintError:
         return ""
-    return f"the step has no {listed(files, 'and no')}, which {holders}" if files else ""
+    return f"the step has no {listed(files, 'or')}, which {holders}" if files else ""
 
 
 def _by_names(step: Step, parts: Iterable[str]) -> tuple[str, ...]:

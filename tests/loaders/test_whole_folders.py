@@ -287,11 +287,16 @@ def test_damage_to_any_file_is_told_and_all_commands_agree(tmp_path: Path) -> No
 
 def test_the_newest_step_of_a_run_is_no_stale_copy(tmp_path: Path) -> None:
     """NeMo-RL#3312: check says what latest says, though no other record is read at its depth."""
+    run = tmp_path / "run"
+    run.mkdir()
     for number in (10, 20):
-        copy_step(REAL / "fsdp2_4r", tmp_path / f"step-{number}", number=7)
-    assert "RUN005" in codes(ckptlint.check(tmp_path), "warning")
-    assert "RUN005" not in codes(ckptlint.check(tmp_path, depth="metadata"))
-    assert ckptlint.latest(tmp_path).path == f"{tmp_path}/step-10"
+        copy_step(REAL / "fsdp2_4r", run / f"step-{number}", number=7)
+    assert "RUN005" in codes(ckptlint.check(run), "warning")
+    assert "RUN005" not in codes(ckptlint.check(run, depth="metadata"))
+    settings = tmp_path / "settings.toml"
+    settings.write_text("[per-key-ignores]\n'*' = { rules = ['RUN005'], reason = 'a rehearsal' }\n")
+    assert {"RUN005", "LNT001"}.isdisjoint(codes(ckptlint.check(run, config=settings)))
+    assert ckptlint.latest(run).path == f"{run}/step-10"
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "model.pt", ".metadata"])

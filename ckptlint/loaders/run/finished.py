@@ -96,7 +96,7 @@ def missing_parts(folder: Folder) -> list[Problem]:
             Problem(
                 "incomplete",
                 files[0],
-                f"the step has no {listed(files, 'and no')}, which {holders}",
+                f"the step has no {listed(files, 'or')}, which {holders}",
                 why="a resume goes on without this state, and says so at most in a log",
                 hint=other or "copy what is missing from where it was written, or ignore this if it is no longer saved",
                 outside_checkpoint=True,

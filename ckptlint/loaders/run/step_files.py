@@ -56,6 +56,7 @@ _LISTED = 2**16
 _APART = 2.0  # seconds between the files of one save and those of a later one, at least
 _MOMENTS = 64  # parameters of an optimizer whose steps are read
 _RESUME = "a resume from this step reads it"
+_AGAIN = "copy it again from where it was written, or use another step"
 _KEPT = ("unsafe", "unread", "limit")  # kinds of problems that count whatever the file is
 _PAYLOAD = ".distcp"  # many archives in one file
 _TEXTS = (CONFIG_FILE, RUN_CONFIG, "config.json", "fsdp_config.json")
@@ -371,7 +372,8 @@ def _read(item: _File) -> _Read:
     except UnreadableError as error:
         kinds = (ForeignError, ScriptError)
         is_other = is_open and (isinstance(error, kinds) or not may_be_pickle(item.name))
-        return item.reported("unknown" if is_other else "read"), [from_error(error, item.label, why=_RESUME)]
+        hint = "" if isinstance(error, LimitError) else _AGAIN
+        return item.reported("unknown" if is_other else "read"), [from_error(error, item.label, hint=hint, why=_RESUME)]
     if not files:
         return item.reported(), []
     root = files[-1].root
