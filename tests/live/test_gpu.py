@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from ckptlint import live
 from ckptlint.live import api
+from ckptlint.live.collect import compat
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE, BACKEND, SECONDS = ("cuda", "cpu:gloo,cuda:nccl", 8) if HAS_GPU else ("cpu", "gloo", 2)
@@ -73,7 +74,9 @@ def state(rank: int, spoil: Callable[[dict[str, Any], int], None] = lambda state
 def test_faults_are_found_and_the_job_goes_on(tmp_path: Path) -> None:
     seen = run_alike(partial(one_after_another, tmp_path), backend=BACKEND)
     for name, fault in FAULTS.items():
-        assert seen.pop(name) == sorted(fault.expect), name
+        reports = seen.pop(name)
+        if name != "a strided shard" or compat._STRIDED:  # an older torch saves other chunks of it
+            assert reports == sorted(fault.expect), name
     codes_of = {name: [code for code, *_ in found] for name, found in seen.items()}
     assert codes_of == {"raises": ["LIV210"], "late": ["LIV211"], "in step": [], "busy": ["LIV205"], "works": ["yes"]}
     assert ".metadata" in files(tmp_path / "few")
@@ -190,4 +193,5 @@ def megatron(folder: Path, rank: int) -> dict[str, Any]:
     started(rank)
     stand_ins: Any = fixtures_of("megatron_cpu")
     stand_ins.use_cpu, stand_ins.CudaToCpu = (lambda: None), nullcontext
+    torch.manual_seed(1234)  # the model is initialised on the CPU, by each rank alike
     return megatron_saves(folder, rank)

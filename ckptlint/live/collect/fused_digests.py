@@ -16,7 +16,8 @@ from ckptlint.model.layout import BoolArray, IntArray
 
 AnyTensor = Any
 Sums = tuple[IntArray, BoolArray]
-TABLE_BYTES = 1 << 21
+TABLE_BYTES = 1 << 18
+"""Making a larger table takes longer than smaller tiles save."""
 MOST_AXES = 6
 """Of a chunk, after those were joined where memory runs on; the kernels divide once for each."""
 
