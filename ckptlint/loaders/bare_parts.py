@@ -15,7 +15,7 @@ from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.frameworks import holds_no_state, step_number, world
 from ckptlint.vocabulary.litter import is_litter
 
-_CONFIG = "config.json"
+CONFIG = "config.json"
 _PIPELINE = "model_index.json"
 _CONFIG_LIMIT = 4 * 1024**2
 _LEVELS = 3  # folders below a part that may hold its weights
@@ -54,7 +54,7 @@ def bare_parts(folder: Folder) -> Iterator[BarePart]:
     is_step = step_number(folder.name) is not None
     if not names or not (is_step or (folder.has(_PIPELINE) and not _is_cache(folder))):
         return
-    subs = {name: sub for name in names if (sub := sub_folder(folder, name)) is not None and sub.has(_CONFIG)}
+    subs = {name: sub for name in names if (sub := sub_folder(folder, name)) is not None and sub.has(CONFIG)}
     bare = {name: sub for name, sub in subs.items() if name not in world().models and not _may_hold_weights(sub)}
     models = {name: _models(sub) for name, sub in subs.items()} if bare else {}
     whole = [printable(name) for name, own in models.items() if own and name not in bare]
@@ -65,7 +65,7 @@ def bare_parts(folder: Folder) -> Iterator[BarePart]:
         class_ = said[1] if isinstance(said, list) and len(said) == 2 else ""
         if own and class_ in own:
             yield BarePart(printable(name), printable(own[0]), f"{_PIPELINE} names it")
-        elif own and class_ is not None and is_step and "_class_name" in _json(sub, _CONFIG):
+        elif own and class_ is not None and is_step and "_class_name" in _json(sub, CONFIG):
             yield BarePart(printable(name), printable(own[0]), beside)
 
 
@@ -76,7 +76,7 @@ def _is_cache(folder: Folder) -> bool:
 
 def _models(folder: Folder) -> list[str]:
     """The classes of the model that the configuration in a folder is of; [] where it is of none."""
-    config = _json(folder, _CONFIG)
+    config = _json(folder, CONFIG)
     own, named = config.get("_class_name"), config.get("architectures")
     if isinstance(own, str):
         return [] if _NO_MODEL.fullmatch(own) else [own]

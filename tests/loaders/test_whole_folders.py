@@ -201,6 +201,24 @@ def test_a_step_is_compared_with_the_one_before(tmp_path: Path) -> None:
     assert "optimizer.pt says step 4" in str(found(ckptlint.check(tmp_path), "warning"))
 
 
+def test_a_configuration_that_is_gone_is_missed(tmp_path: Path) -> None:
+    """Beside torch files nothing else says that there was one."""
+    for number in (4, 6):
+        step = tmp_path / f"checkpoint-{number}"
+        written(step, {"pytorch_model.bin": a_model(number), "huggingface/tokenizer.json": b"{}"})
+        (step / "config.json").write_text('{"model_type": "custom"}')
+        (step / "huggingface" / "config.json").write_text('{"model_type": "custom"}')
+        (step / "trainer_state.json").write_text(json.dumps({"global_step": number}))
+    assert codes(ckptlint.check(tmp_path), "error", "warning") == set()
+    for name in ("config.json", "huggingface/config.json"):
+        lost = tmp_path / "checkpoint-6" / name
+        text = lost.read_text()
+        lost.unlink()
+        assert f"the step has no {name}, which" in str(found(ckptlint.check(tmp_path), "warning"))
+        assert ckptlint.check(tmp_path / "checkpoint-6").exit_code == ckptlint.check(tmp_path).exit_code
+        lost.write_text(text)
+
+
 def test_formats_that_are_known_and_not_read(tmp_path: Path) -> None:
     deep = tmp_path / "nanotron/10/model/model/decoder/0/pp_block/attn"
     written(deep, {"model_weight_pp-rank-0-of-1_tp-rank-0-of-1.safetensors": a_model()})

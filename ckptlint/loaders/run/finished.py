@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any
 
 from ckptlint.errors import CkptlintError
-from ckptlint.loaders.bare_parts import bare_parts
+from ckptlint.loaders.bare_parts import CONFIG, bare_parts
 from ckptlint.loaders.json_file import read_json
 from ckptlint.loaders.layouts import recognise
 from ckptlint.loaders.run.steps import older_steps, steps_of, sub_folder
@@ -97,7 +97,7 @@ def missing_parts(folder: Folder) -> list[Problem]:
                 "incomplete",
                 files[0],
                 f"the step has no {listed(files, 'or')}, which {holders}",
-                why="a resume goes on without this state, and says so at most in a log",
+                why="a load fails, or a resume goes on without it and says so at most in a log",
                 hint=other or "copy what is missing from where it was written, or ignore this if it is no longer saved",
                 outside_checkpoint=True,
             )
@@ -122,7 +122,8 @@ def lacking_files(step: Folder, older: Iterable[Folder], kinds_of: int = 1) -> t
     """The files that a step lacks beside older ones of its kind, printable, and who has them, as the end of a sentence.
 
     Missed is a kind of state that one of the nearest older steps has, by its name, a file that all of several older
-    steps have, and a mark that a single one has. Older steps whose save did not finish say nothing.
+    steps have, and a mark or a model's configuration that a single one has. Older steps whose save did not finish say
+    nothing.
 
     Args:
         older: the nearest first.
@@ -139,7 +140,7 @@ def lacking_files(step: Folder, older: Iterable[Folder], kinds_of: int = 1) -> t
         lost = [
             name
             for pattern, name in (held[0] if held else {}).items()
-            if pattern not in there and all(pattern in one for one in held) and (len(held) > 1 or _is_mark(name))
+            if pattern not in there and all(pattern in one for one in held) and (len(held) > 1 or _is_in_all(name))
         ]
         return sorted(map(printable, lost)), "all older steps have"
     except CkptlintError:
@@ -160,11 +161,13 @@ def _files_of_state(step: Folder) -> dict[str, str]:
 def _is_of_state(path: str) -> bool:
     """Whether a file is of what trainers write with each save: no text, log, code or settings that a run may drop.
 
+    But for a model's configuration, without which nothing builds the model.
+
     Nor metadata of a format: the last step of a run may be an export.
     """
     name = path.rpartition("/")[2]
     family = family_of(name)
-    is_state = family is None or family.content != "other" or family.name in ("mark", "checksums")
+    is_state = family is None or family.content != "other" or family.name in ("mark", "checksums") or _is_config(path)
     return is_state and name != METADATA and RANK_METADATA.fullmatch(name) is None
 
 
@@ -174,9 +177,14 @@ def _kind(path: str) -> str:
     return "" if family is None or family.content == "other" or family.part == "model" else family.name
 
 
-def _is_mark(path: str) -> bool:
+def _is_in_all(path: str) -> bool:
+    """Whether a run whose one step has the file writes it with all: a mark, a configuration."""
     family = family_of(path)
-    return family is not None and family.name == "mark"
+    return _is_config(path) or (family is not None and family.name == "mark")
+
+
+def _is_config(path: str) -> bool:
+    return path.rpartition("/")[2] == CONFIG
 
 
 def _lacking(folder: Folder) -> Iterator[tuple[str, str, str]]:
