@@ -111,7 +111,7 @@ def _finding(ckpt: Checkpoint, fit: Fit, doubt: str) -> Finding:
         ((block, numbers),) = whole.items()
         home = fit.shown(block)
         layers = f"layer {numbers[0]} of {home} is" if in_layers == 1 else f"layers {ranges(numbers)} of {home} are"
-        message = f"{layers} not stored, but {fit.expected.source} declares {_layers_field(fit)}"
+        message = f"{layers} not stored, but {fit.expected.source} declares {_layers_field(fit, missing[0])}"
     else:
         message = f"{len(missing):,} of the {plural(needed, 'tensor')} of {model_name(fit)} {verb} not stored"
     lost = implied_bytes(fit, missing)
@@ -162,8 +162,11 @@ def _roles(fit: Fit, whole: dict[str, list[int]]) -> int:
     return len(braces(name for name in fit.missing if numbered_layer(name) in gone))
 
 
-def _layers_field(fit: Fit) -> str:
-    name = next((n for n in fit.expected.fields if n.endswith(("num_hidden_layers", "n_layer", "num_layers"))), "")
+def _layers_field(fit: Fit, key: str) -> str:
+    """The field that says how many layers there are of the kind that this key is in, with its value."""
+    layers = ("num_hidden_layers", "n_layer", "num_layers")
+    counts = fit.expected.tensors[key].counted or [name for name in fit.expected.fields if name.endswith(layers)]
+    name = next(iter(counts), "")
     return field_text(fit, name) if name else "them"
 
 

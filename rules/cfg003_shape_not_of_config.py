@@ -149,7 +149,7 @@ def _sizes(source: str, items: list[ShapeDifference]) -> str:
     stored, expected = lead.tensor.global_shape, lead.expected.shape
     axis = lead.axes[0]
     dim = _dim(lead, axis)
-    wanted = f"{dim} = {expected[axis]:,}" if dim and dim != str(expected[axis]) else f"{expected[axis]:,}"
+    wanted = f"{dim} = {expected[axis]}" if dim and dim != str(expected[axis]) else str(expected[axis])
     ratio = _times(Fraction(stored[axis], expected[axis] or 1))
     if len({_dim(item, item.axes[0]) for item in items}) > 1:
         return (
@@ -164,7 +164,7 @@ def _sizes(source: str, items: list[ShapeDifference]) -> str:
             f"{lead.tensor.fqn} is {shape_text(stored)}, but {source} makes it {shape_text(expected)}"
             f"{' =' + dims if dims and any(not d.isdecimal() for d in lead.expected.dims) else ''}{tail}{more}"
         )
-    return f"{plural(len(items), 'tensor')} have size {stored[axis]:,}, but {source} makes it {wanted}: {ratio}"
+    return f"{plural(len(items), 'tensor')} have size {stored[axis]}, but {source} makes it {wanted}: {ratio}"
 
 
 def _times(ratio: Fraction) -> str:
@@ -227,15 +227,15 @@ def _many(ckpt: Checkpoint, fit: Fit) -> Finding:
 
 
 def _grown(ckpt: Checkpoint, fit: Fit) -> Finding:
-    declared = fit.expected.fields.get("vocab_size")
-    doubt = fit.doubt_of(["vocab_size"])
+    field = next(name for name in fit.expected.fields if name.endswith("vocab_size"))
+    declared, doubt = fit.expected.fields[field], fit.doubt_of([field])
     return Finding(
-        f"the embedding has {fit.grown:,} rows, but {fit.expected.source} declares a vocabulary of {declared}",
+        f"the embedding has {fit.grown} rows, but {fit.expected.source} declares a vocabulary of {declared}",
         at=Location(label=f"{ckpt.metadata_file}, compared with {fit.place}"),
         identity=("vocab_size", str(fit.grown)),
         severity=None if fit.is_export else Severity.INFO,
         confidence="possible" if doubt else "certain",
         why=_consequence(fit) or "these are added tokens or padding; a loader that compares sizes refuses them",
         notes=(doubt_note(doubt),),
-        hint="set vocab_size to the rows that are stored",
+        hint=f"set {field} to {fit.grown} if the tokenizer has these tokens; otherwise cut the tables to {declared}",
     )

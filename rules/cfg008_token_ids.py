@@ -12,7 +12,7 @@ from ckptlint.analysis.trusted_config import main_params
 from ckptlint.architecture.huggingface import default_ids
 from ckptlint.formats.strict_json import is_size
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import plural, some
+from ckptlint.model.text import some
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 from ckptlint.vocabulary.dtypes import FLOATS
 from ckptlint.vocabulary.keys import is_token_table
@@ -69,7 +69,7 @@ def token_ids(ckpt: Checkpoint) -> Iterator[Finding]:
         highest = max(tokens or special)
         subject = f"the tokenizer has the id {highest} ({tokens[highest][:_LONGEST]})" if tokens else ""
         yield Finding(
-            f"{subject or f'{special[highest][0]} is {highest}'}, but {lead.fqn} has {plural(rows, 'row')}",
+            f"{subject or f'{special[highest][0]} is {highest}'}, but {lead.fqn} has {rows} row{'s' * (rows != 1)}",
             at=Location.of(lead),
             identity=tuple(map(str, sorted({*tokens, *special}))),
             kind="tokenizer" if tokens else "special",

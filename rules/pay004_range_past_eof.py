@@ -13,7 +13,8 @@ from ckptlint.model.layout import IntArray, distinct
 from ckptlint.model.text import human_bytes, some
 from ckptlint.rule import Finding, Location, Note, Severity, rule
 
-_COPY = "compare its size with the original's and copy it again; an interrupted copy often leaves a round size"
+_COPY = "compare its size with the original's and copy it again"
+_BLOCK = 4096
 
 
 @rule("PAY004", "range-past-eof", Severity.ERROR, depth=Depth.FILES)
@@ -65,8 +66,25 @@ def _smaller_than_tensors(ckpt: Checkpoint) -> Iterator[Finding]:
                 ),
                 identity=(file.name,),
                 notes=_shown(keys),
-                hint=_COPY,
+                hint=_hint(file.size),
             )
+
+
+def _exchanged(ckpt: Checkpoint, has: int, needed: int) -> str:
+    """The file whose size and whose entries' end are the other way round; "" where none or several are."""
+    ends = np.zeros(len(ckpt.files), np.int64)
+    np.maximum.at(ends, ckpt.records.file, ckpt.records.byte_offset + ckpt.records.byte_length)
+    others = np.flatnonzero((ckpt.files.size == needed) & (ends == has))
+    return ckpt.files[int(others[0])].name if len(others) == 1 else ""
+
+
+def _hint(size: int, other: str = "") -> str:
+    """What to do with a short file of so many bytes; `other` may have changed places with it."""
+    if other:
+        return f"exchange it with {other}, which has exactly the bytes that these entries need, and check again"
+    if not size:
+        return "copy it again from where it was written; if it is empty there too, the writer's disk was full"
+    return _COPY + "; an interrupted copy often ends at a block, as this one does" * (size % _BLOCK == 0)
 
 
 def _kind(ckpt: Checkpoint, short: int) -> str:
@@ -96,7 +114,8 @@ def _truncated(ckpt: Checkpoint, rows: IntArray, kind: str) -> Finding:
         identity=(file,),
         kind=kind,
         notes=_shown(keys),
-        hint=_COPY,
+        why="" if has else "nothing of the file is there, so these tensors cannot be loaded",
+        hint=_hint(has, _exchanged(ckpt, has, needed)),
     )
 
 

@@ -93,6 +93,7 @@ def _misplaced(index: WeightIndex, held: Held) -> Iterator[Finding]:
             continue  # a file whose header cannot be read has a finding of its own
         is_absent = file in index.absent
         homes = sorted(other for other, present in held.items() if present & set(lost))
+        is_stored = {*lost} <= {key for other in homes for key in held[other]}
         yield Finding(
             f"{index.file} places {_count(lost)} in {file}, which "
             f"{'is missing' if is_absent else 'does not hold ' + ('it' if len(lost) == 1 else 'them')}",
@@ -105,7 +106,7 @@ def _misplaced(index: WeightIndex, held: Held) -> Iterator[Finding]:
             if homes
             else "copy the file again from where the model was written",
             group="absent" if is_absent else "lacking",
-            kind="absent" if is_absent else "lacking",
+            kind="lacking" if not is_absent else "elsewhere" if is_stored else "absent",
         )
 
 

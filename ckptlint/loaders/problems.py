@@ -16,6 +16,7 @@ _VOUCH = (
 )
 _OPENED = "torch reads this file with a plain pickle load, so opening the folder makes these calls"
 _CALLS = "a plain pickle load of this file makes these calls"
+_NAMED = "a plain pickle load imports the module of this name, and what uses the value later may call it"
 _CALLED = "a plain pickle load calls it, whatever it does"
 _FILLED = "the class may call what it is filled with when it is loaded, and ckptlint does not know it"
 _UNKNOWN = ", which ckptlint does not know"
@@ -55,7 +56,7 @@ def from_refusals(unpickled: Unpickled, file: str, where: str = "") -> list[Prob
                 f"{where}{file} {act} {refused.target}{at}{inside if refused.nested else ''}{end}",
                 detail=refused.trace,
                 hint=vouch if refused.unknown else _SENDER,
-                why=_FILLED if is_filled else _CALLED if refused.unknown else opened,
+                why=_FILLED if is_filled else _CALLED if refused.unknown else opened if refused.called else _NAMED,
                 blocks=unpickled.root is None,
                 # what could not be read to its end stays a finding, whoever is trusted
                 unknown=(refused.target,) if refused.unknown and unpickled.root is not None else (),

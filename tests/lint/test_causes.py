@@ -39,7 +39,7 @@ def own_cases() -> Iterator[Any]:
     for name in CAUSES:
         for number, table in enumerate(CLAIMS[name].get("case", ())):
             case = {key: value for key, value in table.items() if key not in ("name", "says")}
-            yield pytest.param(name, Case(table["name"], case), table.get("says", ""), id=f"{name}:{number}")
+            yield pytest.param(name, Case(table["name"], case), table["says"], id=f"{name}:{number}")
 
 
 def real_ones() -> Iterator[Any]:
@@ -108,6 +108,7 @@ def test_every_cause_has_a_fixture_and_words() -> None:
         table = CLAIMS[name]
         assert table.get("case") or table.get("real") or table.get("cases"), name
         assert all((known.summary, known.sentence, known.do, known.why, known.see)), name
+        assert all(fixture.get("says") for fixture in (*table.get("case", ()), *table.get("real", ()))), name
         assert set(known.over) <= CAUSES.keys()
     assert {path.stem for path in (REPOSITORY / "fixtures" / "causes").iterdir()} == CAUSES.keys()
 
@@ -127,7 +128,7 @@ def test_it_fires_on_a_real_checkpoint(name: str, table: dict[str, Any], tmp_pat
         (part,) = report.checkpoints
         assert names(part.causes) == [name], [f"{item.code} {item.title}" for item in report.diagnostics]
         if depth == table.get("depth", "files"):
-            check_sentence(part.causes[0], table.get("says", ""))
+            check_sentence(part.causes[0], table["says"])
 
 
 def check_sentence(cause: Cause, says: str) -> None:

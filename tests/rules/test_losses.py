@@ -426,3 +426,31 @@ def test_a_loss_is_named(report: str, export: str, damage: Damage, expected: str
     told = [f"{item.code} {item.severity.label} {item.title}" for item in found]
     assert of_code, f"{told} instead of {expected}"
     assert any(key in f"{item.title} {item.fqn} {item.finding.at.file} {item.all_notes()}" for item in of_code), told
+
+
+def test_a_short_file_is_told_by_what_happened_to_it(tmp_path: Path) -> None:
+    source = next((REAL / "megatron_tp2_pp2").rglob(".metadata")).parent
+    said = {}
+    for name in ("exchanged", "empty", "cut"):
+        folder = Path(shutil.copytree(source, tmp_path / name))
+        one, other = folder / "__1_0.distcp", folder / "__2_0.distcp"
+        if name == "exchanged":
+            data = one.read_bytes()
+            one.write_bytes(other.read_bytes())
+            other.write_bytes(data)
+        else:
+            one.write_bytes(one.read_bytes()[: 0 if name == "empty" else 8192])
+        (short,) = [item for item in ckptlint.check(folder).diagnostics if item.code == "PAY004"]
+        said[name] = short.finding.hint
+    assert "exchange it with __1_0.distcp" in said["exchanged"]
+    assert "disk was full" in said["empty"] and "ends at a block" in said["cut"]
+
+
+def test_an_index_whose_keys_lie_in_another_file_is_no_stopped_copy(tmp_path: Path) -> None:
+    keys = {f"layers.{number}.weight": torch.randn(4, 4) for number in range(4)}
+    save_file(keys, tmp_path / "model-00001-of-00001.safetensors")
+    places = {key: f"model-0000{1 + number % 3}-of-00003.safetensors" for number, key in enumerate(keys)}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    report = ckptlint.check(tmp_path)
+    assert not report.checkpoints[0].causes
+    assert all("they lie" in item.finding.hint or "it lies" in item.finding.hint for item in report.diagnostics)

@@ -46,7 +46,8 @@ def unfinished(folder: Folder, sentence: str, file: str) -> Checkpoint:
         sentence,
         why=WRITTEN_LAST if file else "a save began this step and never wrote it",
         hint=other_step(folder)
-        or "copy it from where it was written, if the copy left it out (dot files are easy to miss)",
+        or "copy it from where it was written (a copy easily misses dot files); if it is not there either, the save "
+        "was killed: use another step",
         blocks=True,
     )
     problems = [problem]

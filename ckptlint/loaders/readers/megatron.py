@@ -143,7 +143,8 @@ def missing_marks(format_: str, config: dict[str, Any], folder: Folder, keys: Co
                 COMMON_FILE,
                 f"{COMMON_FILE} is missing, and so is an entry {COMMON_ENTRY}{says}",
                 why="it holds arguments, iteration and parameter groups; Megatron-Core cannot load without them",
-                hint=f"copy {COMMON_FILE} again from where the checkpoint was written",
+                hint=f"copy {COMMON_FILE} from where it was written; if it is not there either, the save was killed: "
+                "use another step",
             )
         )
     return problems

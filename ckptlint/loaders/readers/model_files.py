@@ -134,7 +134,7 @@ def _no_files(label: str, absent: list[str]) -> Problem:
         f"{label} names {plural(len(absent), 'file')}, and none of them is there"
         if absent
         else f"{label} names no file",
-        why="a writer writes the index after the files, so a copy left them out",
-        hint="copy the files again from where the index came from",
+        why="a writer writes the index after the files, so they were deleted, or a copy left them out",
+        hint="copy the files from where the index came from; if they are not there either, it is of another export",
         blocks=True,
     )
