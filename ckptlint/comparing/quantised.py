@@ -98,7 +98,8 @@ class _Seen:
 def _judge(quantised: Quantised, other: TensorBytes, key: str) -> Match:
     """The match of a quantised weight, taken for the old side."""
     names = quantised.keys, (key,)
-    shape, own = quantised.shape, other.shape
+    own = other.shape
+    shape = quantised.shape or own
     is_transposed = shape != own and shape[:-2] == own[:-2] and shape[-2:] == own[:-3:-1]
     if shape != own and not is_transposed:
         return Match("differ", *names, False, f"shape {[*shape]} and {[*own]}")

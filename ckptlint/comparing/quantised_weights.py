@@ -52,7 +52,7 @@ class Quantised:
     Attributes:
         fqn: the key that it has unquantised.
         keys: the tensors that it is stored in.
-        shape: unquantised.
+        shape: unquantised; () where it is not known.
         scheme: how it is quantised, in words.
         group: columns of a row that share a scale.
         rows: (first, last) -> these rows; None where they cannot be read.
@@ -73,7 +73,7 @@ def quantised_of(places: BytesByKey) -> Iterator[Quantised]:
         AccessError: a read was refused.
     """
     for key, place in places.items():
-        for find in (_scaled, _packed, _blocks, _transposed):
+        for find in (_scaled, _packed, _blocks, _transposed, _of_library):
             found = find(key, place, places)
             if found is not None:
                 yield found
@@ -169,13 +169,15 @@ def _scaled(key: str, place: TensorBytes, places: BytesByKey) -> Quantised | Non
     if not (is_float or dtype == "int8") or len(shape) < 2:
         return None
     home = key.rpartition(".")[0]
-    name = next((name for name in (f"{key}_scale_inv", f"{key}_scale", f"{home}.SCB") if name in places), "")
+    weight = _weight_of_library(key)
+    base = _beside(key) if weight else f"{key}_"
+    name = next((name for name in (f"{base}scale_inv", f"{base}scale", f"{home}.SCB") if name in places), "")
     scale = _whole(places.get(name))
     if scale is None:
         return None
     if name.endswith("SCB"):
         scale = scale / np.float32(127)
-    zero_key = f"{key}_zero_point"
+    zero_key = f"{base}zero_point"
     zero = _whole(places.get(zero_key))
     own = _spread(scale, shape, _option(place, "weight_block_size"))
     shift = None if zero is None else _spread(zero, shape, None)
@@ -197,7 +199,33 @@ def _scaled(key: str, place: TensorBytes, places: BytesByKey) -> Quantised | Non
         return Rows(values * by, half * np.abs(by), is_end)
 
     keys = tuple(found for found in (key, name, zero_key) if found in places)
-    return Quantised(key, keys, shape, f"{dtype}, {_in_words(scale, shape)}", _group(scale, shape), rows)
+    return Quantised(weight or key, keys, shape, f"{dtype}, {_in_words(scale, shape)}", _group(scale, shape), rows)
+
+
+def _weight_of_library(key: str) -> str:
+    """The weight whose codes a key of torchao or quanto holds; "" for others.
+
+    >>> _weight_of_library("layers.0._weight_qdata"), _weight_of_library("layers.0.weight._data")
+    ('layers.0.weight', 'layers.0.weight')
+    """
+    home, _, name = key.rpartition(".")
+    if name.startswith("_") and name.endswith("_qdata"):
+        return f"{home}.{name[1:-6]}"
+    return home.removesuffix("._data") if name == "_data" else ""
+
+
+def _beside(key: str) -> str:
+    """What the scale and the zero point of such codes begin with: `layers.0._weight_`, `layers.0.weight._`."""
+    return key.removesuffix("qdata").removesuffix("data").removesuffix("data._")
+
+
+def _of_library(key: str, place: TensorBytes, places: BytesByKey) -> Quantised | None:
+    """Codes of torchao and quanto in a packing that is not read (int4), so that this is said."""
+    weight = _weight_of_library(key)
+    keys = tuple(name for name in places if name.startswith(_beside(key))) if weight else ()
+    return (
+        Quantised(weight, keys, (), f"packed {place.tensor.dtype}", 1, lambda _first, _last: None) if weight else None
+    )
 
 
 def _shifted(half: Matrix, codes: Matrix, zero: Matrix) -> tuple[Matrix, Matrix]:

@@ -52,7 +52,9 @@ FAULTS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("case", ["fp8_blocks", "fp8_rows", "int8_rows", "int4_groups", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize(
+    "case", ["fp8_blocks", "fp8_rows", "int8_rows", "int4_groups", "mxfp4", "nvfp4", "torchao_int8"]
+)
 def test_scales_that_are_not_the_weights(tmp_path: Path, case: str, fault: str) -> None:
     made = stored(case)
     scale = next(key for key in made if key.endswith(("scale", "scale_inv")) and ".0." in key and "global" not in key)
@@ -65,6 +67,13 @@ def test_scales_that_are_not_the_weights(tmp_path: Path, case: str, fault: str) 
     assert code == 1
     assert KEY in match["old"]
     assert "further than half a step" in match["notes"][0]
+
+
+def test_codes_whose_packing_is_not_read_are_named() -> None:
+    code, document = compared(PAIRS / "quantised_wide", PAIRS / "quantised_quanto_int4")
+    (first, *_) = told(document, "unread")
+    assert code == 4 and KEY in first["old"] and f"{KEY}._data._data" in first["new"]
+    assert first["notes"] == ["packed uint8: its rows cannot be read"]
 
 
 FACTORS = {"fp8_blocks": 1.06, "fp8_rows": 1.06, "int8_rows": 1.02, "int4_groups": 1.25, "nvfp4": 1.25}
