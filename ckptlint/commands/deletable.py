@@ -68,7 +68,6 @@ def _as_json(found: Retention) -> str:
         "keep": found.keep,
         "delete": found.paths,
         "refused": found.refused or None,
-        "unseen": found.unseen,
         "steps": [step_object(fate.step) | {"stays": fate.stays or None} for fate in found.fates],
     }
     return json.dumps(document, indent=2) + "\n"

@@ -9,19 +9,21 @@ from typing import Any
 
 from ckptlint.dataclass import dataclass
 from ckptlint.errors import AccessError, CkptlintError, NothingToCheckError
+from ckptlint.lint.report import Report
 from ckptlint.lint.steps import Judge, JudgedStep, judge_step, lacking, no_copy, runs_at
 from ckptlint.loaders.json_file import read_json
-from ckptlint.loaders.run.folder import read_trackers
+from ckptlint.loaders.run.folder import read_trackers, trackers
 from ckptlint.loaders.run.steps import Step, is_alike, run_at, runs_below, steps_of
 from ckptlint.model.shown import Shown
 from ckptlint.model.text import listed, plural, printable
 from ckptlint.sandbox import isolated
 from ckptlint.storage.folder import Folder
 from ckptlint.storage.paths import shown
-from ckptlint.vocabulary.frameworks import is_newest
+from ckptlint.vocabulary.frameworks import is_newest, step_number
+from ckptlint.vocabulary.keys import parse
 from ckptlint.vocabulary.parts import PARTS
 
-_LEVELS = 5  # folders below a step or beside the steps that are listed
+_LEVELS = 32  # folders below a step or beside the steps; deeper ones are a doubt
 _TRAINER_STATE, _STATE_LIMIT = "trainer_state.json", 64 * 1024**2
 
 
@@ -47,7 +49,6 @@ class Retention(Shown):
         whole: how many whole steps stay for that.
         fates: of all steps, the newest first.
         refused: why no step may be deleted now, one sentence; "" otherwise.
-        unseen: folders that could not be searched for links, a sentence each.
     """
 
     run: str
@@ -55,7 +56,6 @@ class Retention(Shown):
     whole: int = 0
     fates: tuple[Fate, ...] = ()
     refused: str = ""
-    unseen: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         return f"<Retention {shown(self.run)}: {self.refused or self.sentence}>"
@@ -99,11 +99,11 @@ class _Pointers:
 
     Attributes:
         named: name of a step -> what names it.
-        lost: the trackers that name no step that ckptlint understands.
+        doubt: why it is not known which step a resume needs, one sentence; "" otherwise.
     """
 
     named: dict[str, str] = field(default_factory=dict)
-    lost: tuple[str, ...] = ()
+    doubt: str = ""
 
 
 def deletable(path: str, keep: int, judge: Judge, compare: Judge) -> Retention:
@@ -122,27 +122,74 @@ def deletable(path: str, keep: int, judge: Judge, compare: Judge) -> Retention:
         return Retention(path, keep, refused=f"{len(runs)} runs lie there, name one of them")
     ((place, run),) = runs
     steps = steps_of(run)
-    held = {step.name: _held(step) for step in steps}
+    stamps = {step.name: _stamp(step) for step in steps}
     pointers = _pointers(run, steps)
-    judged = [judge_step(step, f"{place.rstrip('/')}/{step.name}", judge) for step in steps]
-    judged, whole = _compared(steps, judged, keep, compare)
+    contents: dict[str, _Contents] = {}
+
+    def judge_and_count(at: str) -> Report:
+        report = judge(at)
+        made, last = _contents(report), next(reversed(contents.values()), None)
+        contents[at] = last if last == made else made  # most steps of a run hold the same
+        return report
+
+    judged = [judge_step(step, f"{place.rstrip('/')}/{step.name}", judge_and_count) for step in steps]
+    judged, whole = _compared(steps, judged, keep, compare, contents)
     stays = _stays(steps, judged, whole, keep)
     for name, why in pointers.named.items():
         stays[name] = stays[name] or why
-    unseen = _follow(run, steps, stays)
+    unlinked = {**stays}
+    doubt = pointers.doubt or _follow(run, steps, stays)
     fates = tuple(Fate(own, stays[step.name]) for step, own in zip(steps, judged, strict=True))
-    found = Retention(place, keep, len(whole), fates, "", tuple(unseen))
-    if found.paths:
-        refused = _lost(pointers) or _changed(place, found, pointers, {step.name: held[step.name] for step in whole})
-        found = replace(found, refused=refused)
-    return found
+    found = Retention(place, keep, len(whole), fates)
+    if not found.paths:
+        return found
+    relied_on = {step.name: stamps[step.name] for step in whole}
+    return replace(found, refused=doubt or _changed(place, found, pointers, relied_on, unlinked))
 
 
 # ---------------------------------------------------------------- which steps are whole
 
 
+@dataclass(frozen=True, slots=True)
+class _Contents:
+    """What a step holds.
+
+    Attributes:
+        weights: a hash of key and shape of each tensor of the model.
+        moments: elements of the optimizer's state.
+    """
+
+    weights: frozenset[int]
+    moments: int
+
+    def lacks(self, older: _Contents) -> str:
+        """What an older step holds and this one does not, as the end of a sentence; "" where it holds all.
+
+        The padding of an optimizer's buckets follows the parallel sizes, so a tenth may be missing.
+        """
+        if lost := len(older.weights - self.weights):
+            return f"{lost:,} of {plural(len(older.weights), 'weight')} in their shapes"
+        lost = older.moments - self.moments
+        return f"{lost:,} of {older.moments:,} elements of the optimizer" if lost * 10 > older.moments else ""
+
+
+def _contents(report: Report) -> _Contents:
+    weights, moments = set[int](), 0
+    for part in report.checkpoints:
+        for tensor in part.checkpoint.tensors.values():
+            kind = parse(tensor.fqn).kind
+            if kind == "model":
+                weights.add(hash((tensor.fqn, tensor.global_shape)))
+            moments += tensor.volume * (kind == "optimizer")
+    return _Contents(frozenset(weights), moments)
+
+
 def _compared(
-    steps: Sequence[Step], judged: Sequence[JudgedStep], keep: int, compare: Judge
+    steps: Sequence[Step],
+    judged: Sequence[JudgedStep],
+    keep: int,
+    compare: Judge,
+    contents: Mapping[str, _Contents],
 ) -> tuple[list[JudgedStep], list[Step]]:
     """The verdicts once steps are compared with older ones, and the newest whole steps: `keep` of one name or fewer."""
     found, whole = list(judged), list[Step]()
@@ -152,7 +199,7 @@ def _compared(
         older = [
             pair for pair in zip(steps[at + 1 :], judged[at + 1 :], strict=True) if is_alike(pair[0].name, step.name)
         ]
-        own = _beside_older(step, own, older)
+        own = _beside_older(step, own, older, contents)
         if own.verdict == "passes" and older and len(whole) < keep:
             own = no_copy(own, compare)
         found[at] = own
@@ -161,7 +208,9 @@ def _compared(
     return found, whole
 
 
-def _beside_older(step: Step, own: JudgedStep, older: Sequence[tuple[Step, JudgedStep]]) -> JudgedStep:
+def _beside_older(
+    step: Step, own: JudgedStep, older: Sequence[tuple[Step, JudgedStep]], contents: Mapping[str, _Contents]
+) -> JudgedStep:
     """The verdict on a step that passes, once it is compared with all older ones of its kind.
 
     `latest` asks whether the step before has more. Here one older step that passes is enough: of two torn saves in a
@@ -174,6 +223,10 @@ def _beside_older(step: Step, own: JudgedStep, older: Sequence[tuple[Step, Judge
     lost = [part for part in PARTS if part in parts and part not in own.parts]
     if lost:
         return replace(own, verdict="lacks parts", why=f"it has no {listed(lost, 'and no')}; an older step has them")
+    for _, other in passing:
+        same = contents[other.path] is contents[own.path]
+        if not same and (less := contents[own.path].lacks(contents[other.path])):
+            return replace(own, verdict="lacks parts", why=f"it lacks {less}; {other.name} has them")
     return own
 
 
@@ -210,10 +263,24 @@ def _own_reason(step: Step, own: JudgedStep, newest: Step) -> str:
     if printable(own.path) != own.path:
         return "its name cannot be printed as it is"
     try:
-        several = next((run for _, run in runs_below(step.folder) if len(steps_of(run)) > 1), None)
+        return "it holds steps of its own" if step.is_folder and _holds_steps(step.folder, step.number) else ""
     except CkptlintError as error:
         return str(error)
-    return "" if several is None or not step.is_folder else "it holds steps of its own"
+
+
+def _holds_steps(folder: Folder, number: int, levels: int = _LEVELS) -> bool:
+    """Whether a folder holds several steps, or one of another number; DeepSpeed's of the same number is a part of it.
+
+    Raises:
+        CkptlintError: it is too deep, or cannot be listed.
+    """
+    if any(len(steps_of(run)) > 1 for _, run in runs_below(folder)):
+        return True
+    inner = [name for name in folder.folders() if not folder.outside(name)]
+    if not levels and inner:
+        raise AccessError(f"{folder.display} holds more than {_LEVELS} floors of folders")
+    named = {step_number(name) for name in inner if not name.isdecimal()} - {None, number}
+    return bool(named) or any(_holds_steps(folder.sub(name), number, levels - 1) for name in inner)
 
 
 def _of_clock(at: int, steps: Sequence[Step], judged: Sequence[JudgedStep]) -> str:
@@ -240,29 +307,36 @@ def _pointers(run: Folder, steps: Sequence[Step]) -> _Pointers:
         named |= dict.fromkeys(own, f"{tracker.file} names it")
         if not own and number is None and not (tracker.holds == "folder" and text in run.folders()):
             lost.append(tracker.file)
-    return _Pointers(named, tuple(lost))
+    if lost:
+        doubt = f"{listed(lost)} names no step that ckptlint understands: a resume may need any of them"
+        return _Pointers(named, doubt)
+    there = run.entries.strange | dict.fromkeys({*run.folders()} - {step.name for step in steps}, "a folder")
+    files = [tracker.file for tracker in trackers() if tracker.holds != "link" and tracker.file in there]
+    return _Pointers(named, f"{files[0]} is {there[files[0]]}: a resume may need any step" if files else "")
 
 
-def _lost(pointers: _Pointers) -> str:
-    if not pointers.lost:
-        return ""
-    return f"{listed(pointers.lost)} names no step that ckptlint understands: a resume may need any of them"
+def _follow(run: Folder, steps: Sequence[Step], stays: dict[str, str]) -> str:
+    """Add what links, and the trainer's states in the run and in steps that stay, name.
 
-
-def _follow(run: Folder, steps: Sequence[Step], stays: dict[str, str]) -> list[str]:
-    """Add what links, and the trainer's states in the run and in steps that stay, name; what could not be searched."""
-    by_name, unseen = {step.name: step for step in steps}, list[str]()
+    Returns:
+        What could not be searched, one sentence; "" where all was.
+    """
+    by_name = {step.name: step for step in steps}
     queue: list[tuple[str, Folder]] = [("", run)]
     queue += [(step.name, step.folder) for step in steps if stays[step.name] and step.is_folder and _is_near(step)]
     while queue:
         label, folder = queue.pop()
         hidden = by_name if not label else ()
-        for named, why in [*_best(folder, label), *_links(folder, label, hidden, unseen)]:
+        try:
+            pointed = [*_best(folder, label), *_links(folder, label, hidden)]
+        except AccessError as error:
+            return f"{error}, so ckptlint does not know whether links there lead to steps"
+        for named, why in pointed:
             if named in by_name and named != label and not stays[named]:
                 stays[named] = why
                 if by_name[named].is_folder:
                     queue.append((named, by_name[named].folder))
-    return unseen
+    return ""
 
 
 def _is_near(step: Step) -> bool:
@@ -287,13 +361,14 @@ def _best(folder: Folder, label: str) -> Iterator[tuple[str, str]]:
         yield PurePath(best).name, f"the best, says {_TRAINER_STATE}{' of ' + printable(label) if label else ''}"
 
 
-def _links(
-    folder: Folder, label: str, but: Collection[str], unseen: list[str], levels: int = _LEVELS
-) -> Iterator[tuple[str, str]]:
+def _links(folder: Folder, label: str, but: Collection[str], levels: int = _LEVELS) -> Iterator[tuple[str, str]]:
     """Each name on the way of a link in a folder or below it, and which link that is.
 
     Args:
         but: folders that are not searched.
+
+    Raises:
+        AccessError: something could not be searched.
     """
     try:
         names = [name for name, entry in folder.entries.others.items() if entry.is_link]
@@ -301,42 +376,54 @@ def _links(
             place = printable(f"{label}/{name}" if label else name)
             for part in {*PurePath(folder.target(name)).parts, *PurePath(folder.end(name)).parts}:
                 yield part, f"the link {place} leads there"
-        inner = [name for name in folder.folders() if levels and name not in but and name not in names]
+        inner = [name for name in folder.folders() if name not in but and name not in names]
     except NothingToCheckError:
         return  # it went meanwhile
-    except AccessError as error:
-        unseen.append(f"{error}, so ckptlint does not know whether links there lead to steps")
-        return
+    if inner and not levels:
+        raise AccessError(f"{folder.display} holds more than {_LEVELS} floors of folders")
     for name in inner:
-        yield from _links(folder.sub(name), f"{label}/{name}" if label else name, (), unseen, levels - 1)
+        yield from _links(folder.sub(name), f"{label}/{name}" if label else name, (), levels - 1)
 
 
 # ---------------------------------------------------------------- whether the run is still what was judged
 
 
-def _held(step: Step) -> int | None:
-    """A hash of the names and sizes of all that is in a step; None where it cannot be listed."""
+def _stamp(step: Step) -> int | None:
+    """A hash of what tells whether something in a step changed (`Folder.stamps`); None where it cannot be listed."""
     try:
-        return _listing(step.folder) if step.is_folder else hash((step.name, step.run.size(step.name)))
+        if step.is_folder:
+            return _stamp_of(step.folder)
+        return hash(tuple(row for row in step.run.stamps() if row[0] == step.name))
     except CkptlintError:
         return None
 
 
-def _listing(folder: Folder, levels: int = _LEVELS) -> int:
-    entries = folder.entries
-    inner = [_listing(folder.sub(name), levels - 1) for name in folder.folders() if levels and not folder.outside(name)]
-    others = [(name, entry.size, entry.is_folder) for name, entry in entries.others.items()]
-    return hash((entries.payload.tobytes(), entries.size.tobytes(), *others, *inner))
+def _stamp_of(folder: Folder, levels: int = _LEVELS) -> int:
+    inner = [folder.sub(name) for name in folder.folders() if not folder.outside(name)]
+    if inner and not levels:
+        raise AccessError(f"{folder.display} holds more than {_LEVELS} floors of folders")
+    return hash((*folder.stamps(), *(_stamp_of(sub, levels - 1) for sub in inner)))
 
 
-def _changed(place: str, found: Retention, pointers: _Pointers, whole: Mapping[str, int | None]) -> str:
-    """What became another since it was judged, as a sentence; "" where a deletion is still safe."""
+def _changed(
+    place: str,
+    found: Retention,
+    pointers: _Pointers,
+    relied_on: Mapping[str, int | None],
+    unlinked: Mapping[str, str],
+) -> str:
+    """What became another since it was judged, as a sentence; "" where a deletion is still safe.
+
+    Args:
+        relied_on: the whole steps that stay, each with its stamp.
+        unlinked: why each step stays, before links were followed.
+    """
     again = "run ckptlint again"
     try:
         run = run_at(place)
         steps = {step.name: step for step in steps_of(run)}
-        for name, held in whole.items():
-            if name not in steps or _held(steps[name]) != held:
+        for name, stamp in relied_on.items():
+            if stamp is None or name not in steps or _stamp(steps[name]) != stamp:
                 return f"{printable(name)} changed while ckptlint judged the others: {again}"
         there = {*map(printable, run.entries), *map(printable, run.entries.strange)}
         gone = [fate.step for fate in found.fates if fate.stays and fate.step.verdict != "gone"]
@@ -344,6 +431,12 @@ def _changed(place: str, found: Retention, pointers: _Pointers, whole: Mapping[s
             return f"somebody removed {listed(lost)}, which should stay: {again}"
         if _pointers(run, [*steps.values()]) != pointers:
             return f"the trackers name other steps than before: {again}"
+        stays = {name: unlinked.get(name, "new") for name in steps}
+        if doubt := _follow(run, [*steps.values()], stays):
+            return doubt
+        gone_soon = {step.name for step in found.deletable}
+        if led := [printable(name) for name, why in stays.items() if why and printable(name) in gone_soon]:
+            return f"something leads to {listed(led)} now: {again}"
     except CkptlintError as error:
         return f"the run cannot be looked at again: {error}"
     return ""

@@ -48,7 +48,7 @@ def retention_as_text(found: Retention) -> str:
 
 def retention_lines(found: Retention) -> list[str]:
     """What could not be searched, and how many steps may be deleted, or why none may."""
-    return [*found.unseen, found.refused or found.sentence]
+    return [found.refused or found.sentence]
 
 
 def fate_table(found: Retention) -> str:

@@ -152,6 +152,15 @@ class Folder(ABC):
         """`look_at` for each of them; where a look is a round trip, for many at the same time."""
         return map(self.look_at, relatives)
 
+    def stamps(self) -> list[tuple[object, ...]]:
+        """What tells whether something in the folder became another: names, sizes, times of the last change.
+
+        Asked anew each time, unlike `entries`; a store is listed once.
+        """
+        columns = (self.entries.payload, self.entries.size, self.entries.mtime)
+        payload = zip(*(column.tolist() for column in columns), strict=True)
+        return [*payload, *self.entries.others.items(), *self.entries.strange.items()]
+
     def outside(self, name: str) -> str:
         """Where a link leads that leaves this folder, or leads back to it; "" for all else."""
         return ""

@@ -69,6 +69,15 @@ class LocalFolder(Folder):
     def sub(self, name: str) -> Folder:
         return LocalFolder(self.path / name, self)
 
+    def stamps(self) -> list[tuple[object, ...]]:
+        try:
+            with os.scandir(self.path) as listing:
+                return sorted(
+                    (item.name, _stamp(item.stat(follow_symlinks=False)), _stamp(_status(item))) for item in listing
+                )
+        except OSError as error:
+            raise AccessError(f"{self.display} cannot be listed: {error.strerror}") from None
+
     def outside(self, name: str) -> str:
         if name not in self.entries or not self.entries[name].is_link:
             return ""
@@ -175,11 +184,8 @@ def _entries(listing: Iterator[os.DirEntry[str]], total: int) -> Iterator[tuple[
 
 
 def _entry(item: os.DirEntry[str]) -> tuple[str, FolderEntry] | None:
-    try:
-        status = item.stat()
-    except OSError as error:
-        if error.errno not in ABSENT:
-            raise
+    status = _status(item)
+    if status is None:
         return (item.name, FolderEntry(0, False, what="a link that leads nowhere")) if item.is_symlink() else None
     is_folder = stat.S_ISDIR(status.st_mode)
     if not is_folder and not stat.S_ISREG(status.st_mode):  # reading it might never end
@@ -187,6 +193,24 @@ def _entry(item: os.DirEntry[str]) -> tuple[str, FolderEntry] | None:
         return item.name, FolderEntry(0, False, what=what)
     size = 0 if is_folder else status.st_size
     return item.name, FolderEntry(size, is_folder, status.st_mtime, item.is_symlink())
+
+
+def _status(item: os.DirEntry[str]) -> os.stat_result | None:
+    """What a name stands for, links followed; None where a link leads nowhere."""
+    try:
+        return item.stat()
+    except OSError as error:
+        if error.errno not in ABSENT:
+            raise
+        return None
+
+
+def _stamp(status: os.stat_result | None) -> tuple[int, ...]:
+    """A file that is written in place may keep its size and its time, and not the time of the change.
+
+    No inode: file systems over a network may give a file another one at each look.
+    """
+    return () if status is None else (status.st_mode, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
 class _Checked(io.RawIOBase):

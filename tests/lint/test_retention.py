@@ -15,6 +15,7 @@ import pytest
 import simulated_runs
 import support
 import torch
+from safetensors.torch import save_file
 from support import REAL, copy_step, examples
 
 import ckptlint
@@ -289,3 +290,78 @@ def test_exit_codes(tmp_path: Path, run: Path) -> None:
     assert ended(tmp_path / "both", "1") == (4, "")
     with pytest.raises(ckptlint.ConfigError):
         ckptlint.deletable(run, 0)
+
+
+SMALLER: dict[str, Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]] = {
+    "one tensor": lambda state: dict([*state.items()][:1]),
+    "half of the keys": lambda state: dict([*state.items()][::2]),
+    "another model": lambda state: {f"other.{key}": value for key, value in state.items()},
+    "without elements": lambda state: {key: value[:0] for key, value in state.items()},
+}
+
+
+@pytest.mark.parametrize("change", SMALLER.values(), ids=SMALLER)
+def test_a_newer_step_that_holds_less_is_not_whole(
+    tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+) -> None:
+    for number in range(1, 5):
+        step = tmp_path / f"checkpoint-{number}"
+        step.mkdir()
+        state = {f"layers.{layer}.weight": torch.randn(8, 8) for layer in range(4)}
+        save_file(state if number < 3 else change(state), step / "model.safetensors")
+    assert names(tmp_path) == ["checkpoint-1"]
+
+
+def test_a_step_inside_an_old_one_stays_and_that_of_its_engine_goes(run: Path) -> None:
+    saved(run / "step-1" / "step-99", 99)
+    saved(run / "step-2" / "some" / "where" / "checkpoint-7", 7)
+    (run / "step-3" / "global_step3").mkdir()
+    os.utime(run / "step-3" / "global_step3", (1.7e9, 1.7e9))
+    assert names(run) == ["step-4", "step-3"]
+    assert why(run)["step-2"] == "it holds steps of its own"
+
+
+ODD_TRACKERS: dict[str, Callable[[Path], object]] = {
+    "a pipe": os.mkfifo,
+    "a folder": Path.mkdir,
+    "a link that leads nowhere": lambda path: path.symlink_to("/nowhere/else"),
+    "a device": lambda path: path.symlink_to("/dev/zero"),
+}
+
+
+@pytest.mark.parametrize("make", ODD_TRACKERS.values(), ids=ODD_TRACKERS)
+@pytest.mark.parametrize("tracker", ["latest", "latest_checkpointed_iteration.txt"])
+def test_a_tracker_that_cannot_be_read_keeps_all(run: Path, tracker: str, make: Callable[[Path], object]) -> None:
+    make(run / tracker)
+    found = ckptlint.deletable(run, 1)
+    assert (found.paths, found.exit_code) == ((), 4)
+    assert tracker in found.refused
+
+
+def test_links_are_found_at_any_depth_and_what_is_too_deep_is_a_doubt(run: Path) -> None:
+    deep = run.joinpath("step-5", *"abcdefghij")
+    deep.mkdir(parents=True)
+    (deep / "x").symlink_to(run / "step-2")
+    assert names(run) == ["step-4", "step-3", "step-1"]
+    run.joinpath("step-5", *"abcdefghij" * 4).mkdir(parents=True)
+    found = ckptlint.deletable(run, 1)
+    assert (found.paths, found.exit_code) == ((), 4) and "floors of folders" in found.refused
+
+
+@pytest.mark.parametrize("change", ["same size", "same size and time", "link", "link in a whole step"])
+def test_what_changes_and_looks_the_same_is_seen(run: Path, change: str) -> None:
+    def judge(path: str) -> Report:
+        report = ckptlint.check(path)
+        newest = run / "step-5" / "__0_0.distcp"
+        if path.endswith("step-1") and change.startswith("same size"):
+            before = newest.stat()
+            newest.write_bytes(bytes(before.st_size))
+            if change.endswith("time"):
+                os.utime(newest, ns=(before.st_atime_ns, before.st_mtime_ns))
+        elif path.endswith("step-1"):
+            (run / ("best" if change == "link" else "step-5/best")).symlink_to(run / "step-2")
+        return report
+
+    found = deletable(str(run), 1, judge, lambda _: Report([], ()))
+    assert (found.paths, found.exit_code) == ((), 4)
+    assert "run ckptlint again" in found.refused
