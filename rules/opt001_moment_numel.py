@@ -25,8 +25,9 @@ def moment_numel(ckpt: Checkpoint) -> Iterator[Finding]:
         exp_avg, exp_avg_sq, momentum_buffer, the master weights and the like have as many elements as their parameter,
         in whatever shape; the halves of a fused weight count together. It is a warning if only the shape differs at an
         equal number of axes. Scalars, factored and quantised states, flat parameters and buckets are left out. If all
-        parameters of a shape deviate alike, it is only info, since the optimizer may be unknown here; Adam's moments
-        and master weights stay a warning when all are transposed.
+        parameters of a shape deviate alike, it is only info, since the optimizer may be unknown here; but if all states
+        are the same 1/k of parameters of several shapes, that is a loss: an error where vectors are among them, else a
+        warning. Adam's moments and master weights stay a warning when all are transposed.
     Why it matters:
         DCP loads a state of the recorded size without comparing it with the parameter, so part of the moments, or those
         of other elements, are applied.
@@ -56,10 +57,14 @@ def _misfit(ckpt: Checkpoint, misfit: StateMismatch, state: OptimizerState) -> F
         confidence=confidence,
         notes=tuple(_notes(ckpt, misfit, state)),
         hint=_hint(misfit, ranks),
-        inferred_from="the sizes of the mesh axes" if misfit.is_inferred and not misfit.is_pattern else "",
+        inferred_from=_source(misfit) if misfit.is_inferred and not misfit.is_pattern else "",
         group=f"{lead.key.scope} {lead.key.role} {misfit.elements}/{misfit.expected}",
         kind=_kind(misfit),
     )
+
+
+def _source(misfit: StateMismatch) -> str:
+    return "the sizes of the mesh axes" if misfit.axes else "the same share of every other state"
 
 
 def _kind(misfit: StateMismatch) -> str:
