@@ -27,8 +27,9 @@ def quantised_as_declared(ckpt: Checkpoint) -> Iterator[Finding]:
         those left out is quantised, and no zero point is stored where `symmetric` is true. A weight in full precision
         is one that the configuration leaves out (`ignore`, `modules_to_not_convert`, `exclude_modules`), or no layer
         has it quantised. Weights that are stored quantised are declared, where a library builds the model from the
-        configuration. Schemes and patterns that ckptlint does not know are not judged. It is info where the library
-        quantises nothing of the model type (Falcon under bitsandbytes).
+        configuration. `hf_quant_config.json` and `config.json` of ModelOpt declare the same. Schemes and
+        patterns that ckptlint does not know are not judged. It is info where the library quantises nothing of the model
+        type (Falcon under bitsandbytes).
     Why it matters:
         The loader builds the layers that the configuration declares. It stops, or reads codes as weights.
     Usual causes:
@@ -45,8 +46,37 @@ def quantised_as_declared(ckpt: Checkpoint) -> Iterator[Finding]:
         if not (found.weights and ckpt.is_export and ckpt.config is not None and ckpt.config.file == "config.json"):
             raise NotApplicable("no quantisation is declared")
         yield from _undeclared(ckpt, found)
-    elif declared.schemes:
+        return
+    if declared.beside is not None:
+        yield from _declared_twice(found, declared, declared.beside)
+    if declared.schemes:
         yield from _other(ckpt, found, declared)
+
+
+def _declared_twice(found: Quantisation, declared: Declaration, beside: Declaration) -> Iterator[Finding]:
+    """What the file of ModelOpt says otherwise than the configuration, where both say something.
+
+    Source:
+        nvidia-modelopt 0.47 export_hf_checkpoint writes `quantization_config` from what it writes into the file; of
+        the two vLLM reads the configuration first, TensorRT-LLM the file
+    """
+    differing = [(declared.words, beside.words)] if declared.words.casefold() != beside.words.casefold() else []
+    for name, title in (("group", "groups of"), ("cache_bits", "a KV cache in bits:")):
+        sizes = [{options[name] for options in one.options if name in options} for one in (declared, beside)]
+        if all(len(stated) == 1 for stated in sizes) and sizes[0] != sizes[1]:
+            differing.append((f"{title} {sizes[0].pop()}", f"{title} {sizes[1].pop()}"))
+    modules = [one.weight.removesuffix(".weight") for one in found.weights if one.parts]
+    left = [module for module in modules if beside.names(module) and not declared.names(module)]
+    differing += [(f"{module} quantised", "it left as it was") for module in left[:1]]
+    if differing:
+        yield Finding(
+            f"{declared.file} declares {listed([a for a, _ in differing])}, but {beside.file} declares "
+            f"{listed([b for _, b in differing])}",
+            at=Location(file=beside.file),
+            identity=("declared twice",),
+            why="vLLM reads the one and TensorRT-LLM the other, so one of them reads codes as those of another scheme",
+            hint="restore both files from one export",
+        )
 
 
 def _undeclared(ckpt: Checkpoint, found: Quantisation) -> Iterator[Finding]:
