@@ -47,19 +47,19 @@ def quantised_as_declared(ckpt: Checkpoint) -> Iterator[Finding]:
             raise NotApplicable("no quantisation is declared")
         yield from _undeclared(ckpt, found)
         return
-    if declared.beside is not None:
-        yield from _declared_twice(found, declared, declared.beside)
-    if declared.schemes:
-        yield from _other(ckpt, found, declared)
+    findings = [*_other(ckpt, found, declared)] if declared.schemes else []
+    yield from findings or _declared_twice(found, declared)
 
 
-def _declared_twice(found: Quantisation, declared: Declaration, beside: Declaration) -> Iterator[Finding]:
+def _declared_twice(found: Quantisation, declared: Declaration) -> Iterator[Finding]:
     """What the file of ModelOpt says otherwise than the configuration, where both say something.
 
     Source:
         nvidia-modelopt 0.47 export_hf_checkpoint writes `quantization_config` from what it writes into the file; of
         the two vLLM reads the configuration first, TensorRT-LLM the file
     """
+    if (beside := declared.beside) is None:
+        return
     differing = [(declared.words, beside.words)] if declared.words.casefold() != beside.words.casefold() else []
     for name, title in (("group", "groups of"), ("cache_bits", "a KV cache in bits:")):
         sizes = [{options[name] for options in one.options if name in options} for one in (declared, beside)]
