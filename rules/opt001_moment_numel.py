@@ -50,6 +50,7 @@ def _misfit(ckpt: Checkpoint, misfit: StateMismatch, state: OptimizerState) -> F
     held = f"{misfit.elements:,} elements" if len(misfit.states) == 1 else f"{misfit.elements:,} with its other half"
     lead = misfit.params[0]
     ranks = saved_by(ckpt, state.tensor)
+    source = "the sizes of the mesh axes" if misfit.axes else "the same share of every other state"
     confidence: Confidence = "possible" if misfit.is_pattern else "likely" if misfit.is_inferred else "certain"
     return Finding(
         f"state{{of}} has {held}, but its parameter has {misfit.expected:,}: {ratio}",
@@ -57,14 +58,10 @@ def _misfit(ckpt: Checkpoint, misfit: StateMismatch, state: OptimizerState) -> F
         confidence=confidence,
         notes=tuple(_notes(ckpt, misfit, state)),
         hint=_hint(misfit, ranks),
-        inferred_from=_source(misfit) if misfit.is_inferred and not misfit.is_pattern else "",
+        inferred_from=source if misfit.is_inferred and not misfit.is_pattern else "",
         group=f"{lead.key.scope} {lead.key.role} {misfit.elements}/{misfit.expected}",
         kind=_kind(misfit),
     )
-
-
-def _source(misfit: StateMismatch) -> str:
-    return "the sizes of the mesh axes" if misfit.axes else "the same share of every other state"
 
 
 def _kind(misfit: StateMismatch) -> str:
