@@ -416,7 +416,7 @@ class _Judge:
             homes = [block] if block in main else [*main]
             for number, own in sorted(layers.items()):
                 is_declared = block in main and self._declared_mtp()
-                if number in main.get(block, ()) or not ("mtp" in block or own & joints or is_declared):
+                if not main or number in main.get(block, ()) or not ("mtp" in block or own & joints or is_declared):
                     continue
                 others = [(f"{home}.{n}.", main[home][n]) for home in homes for n in sorted(main[home], reverse=True)]
                 yield f"{block}.{number}.", own, sorted(others, key=lambda other: len(other[1] ^ own))
@@ -443,7 +443,8 @@ class _Judge:
             if f".{name}".endswith(f".{part}")
             for other in group
         }
-        lost += sorted(joints - every)
+        # LongCat has its norms as `enorm.m.weight`
+        lost += sorted(joint for joint in joints - every if not any(n.startswith(joint[:-6]) for n in every))
         if not count and any("mtp" in name or "nextn" in name for name in every):
             return lost, (0, 0)  # they lie elsewhere, under names of their own
         return lost, (count, declared if count or self.ckpt.is_export else 0)
@@ -493,16 +494,14 @@ class _Judge:
 
     def _mtp_shapes(self) -> list[ShapeDifference]:
         """Weights of layers for multi-token prediction of a shape that they have in none of the model's layers."""
-        found = []
+        found: list[ShapeDifference] = []
         for start, own, others in self._mtp_layers():
             like, odd, fitting = others[0][0], dict[str, ShapeDifference](), set()
             for tail in sorted(own & others[0][1]):
                 tensor, expected = self.ckpt.tensors.get(start + tail), self.tensors[like + tail]
                 if tensor is None or not _is_wide_float(tensor.dtype) or tensor.is_flattened:
                     continue
-                if tensor.global_shape not in {
-                    self.tensors[name + tail].shape for name, tails in others if tail in tails
-                }:
+                if all(tensor.global_shape != self.tensors[at + tail].shape for at, tails in others if tail in tails):
                     odd[tail] = ShapeDifference(like + tail, tensor, expected, ())
                 elif len(tensor.global_shape) > 1:
                     fitting.add(tail.partition(".")[0])
