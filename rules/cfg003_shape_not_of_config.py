@@ -54,7 +54,7 @@ def shape_not_of_config(ckpt: Checkpoint) -> Iterator[Finding]:
         yield _grown(ckpt, fit)
     for item in fit.mtp_shapes:
         yield Finding(
-            f"a layer for multi-token prediction has {item.tensor.fqn} as {shape_text(item.tensor.global_shape)}, but "
+            f"{item.tensor.fqn} of a layer for multi-token prediction is {shape_text(item.tensor.global_shape)}, but "
             f"{item.name} is {shape_text(item.expected.shape)}",
             at=Location.of(item.tensor, label=f"{ckpt.metadata_file}, compared with the layer most like it"),
             confidence="possible" if fit.doubt else "likely",

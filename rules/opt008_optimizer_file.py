@@ -145,12 +145,12 @@ def _last_layers(
     without = [place for place, param in enumerate(optimizer.params) if param not in moments]
     keys = sorted((key for key in map(parse, tensors) if key.block), key=lambda key: key.layer or 0)
     rest, lost = keys[: -len(without)], keys[-len(without) :]
-    if not without or len({key.block for key in keys}) != 1 or len(optimizer.params) != len(tensors):
+    if not rest or len({key.block for key in keys}) != 1 or len(optimizer.params) != len(tensors):
         return []
     is_like_others = {key.role for key in lost} <= {key.role for key in rest}
     is_last = len(optimizer.params) - 1 - without[-1] <= len(tensors) - len(keys) and rest[-1].layer != lost[0].layer
     lack = Counter(tensors.values()) - Counter(moments.values())
-    is_all = is_like_others and is_last and Counter(tensors[key.fqn] for key in lost) == lack
+    is_all = is_last and is_like_others and Counter(tensors[key.fqn] for key in lost) == lack
     return [key.layer or 0 for key in lost] if is_all else []
 
 

@@ -61,13 +61,13 @@ def _declared_twice(found: Quantisation, declared: Declaration) -> Iterator[Find
     if (beside := declared.beside) is None:
         return
     differing = [(declared.words, beside.words)] if declared.words.casefold() != beside.words.casefold() else []
-    for name, title in (("group", "groups of"), ("cache_bits", "a KV cache in bits:")):
+    for name, title in (("group", "groups of {}"), ("cache_bits", "a KV cache of {} bits")):
         sizes = [{options[name] for options in one.options if name in options} for one in (declared, beside)]
         if all(len(stated) == 1 for stated in sizes) and sizes[0] != sizes[1]:
-            differing.append((f"{title} {sizes[0].pop()}", f"{title} {sizes[1].pop()}"))
+            differing.append((title.format(*sizes[0]), title.format(*sizes[1])))
     modules = [one.weight.removesuffix(".weight") for one in found.weights if one.parts]
     left = [module for module in modules if beside.names(module) and not declared.names(module)]
-    differing += [(f"{module} quantised", "it left as it was") for module in left[:1]]
+    differing += [(f"{module} to be quantised", "it to be left as it is") for module in left[:1]]
     if differing:
         yield Finding(
             f"{declared.file} declares {listed([a for a, _ in differing])}, but {beside.file} declares "

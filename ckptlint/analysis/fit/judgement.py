@@ -189,9 +189,7 @@ def told_keys(ckpt: Checkpoint) -> Mapping[str, str]:
 def told_shapes(ckpt: Checkpoint) -> Mapping[str, Shape]:
     """Stored key -> the shape that a configuration gives it and it does not have, which CFG003 reports."""
     fit = config_fit(ckpt)
-    return (
-        {} if isinstance(fit, str) else {item.tensor.fqn: item.expected.shape for item in fit.shapes + fit.mtp_shapes}
-    )
+    return {} if isinstance(fit, str) else {item.tensor.fqn: item.expected.shape for item in fit.shapes}
 
 
 @fact
