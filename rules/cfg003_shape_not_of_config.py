@@ -25,12 +25,10 @@ def shape_not_of_config(ckpt: Checkpoint) -> Iterator[Finding]:
 
     What it checks:
         Each tensor has the number of dims, and the size of each, that the fields of the `config.json` beside the files
-        give, or the arguments of a Megatron job (`args` in the common state, `run_config.yaml`). Tensors that differ in
-        the same way are one finding. It is only info if embedding and head of a training checkpoint alike hold more
-        rows than the declared vocabulary, if the configuration names code of its own, or if the expected size is a
-        constant that follows from no field, or follows from one that the configuration leaves open. Quantised weights
-        are left out. It is a warning if a weight of a layer for multi-token prediction has a shape that no layer of the
-        model gives it, unless one module alone may have another width.
+        give, or the arguments of a Megatron job. It is only info if embedding and head of a training checkpoint alike
+        hold more rows than the declared vocabulary, if the configuration names code of its own, or if the expected size
+        follows from no field, or from one that it leaves open. Quantised weights are left out. A shape in a layer for
+        multi-token prediction that no other layer has is a warning.
     Why it matters:
         Loading fails on a different shape, or fills part of the tensor and leaves the rest as it was in memory.
     Usual causes:

@@ -25,9 +25,9 @@ def moment_numel(ckpt: Checkpoint) -> Iterator[Finding]:
         exp_avg, exp_avg_sq, momentum_buffer, the master weights and the like have as many elements as their parameter,
         in whatever shape; the halves of a fused weight count together. It is a warning if only the shape differs at an
         equal number of axes. Scalars, factored and quantised states, flat parameters and buckets are left out. If all
-        parameters of a shape deviate alike, it is only info, since the optimizer may be unknown here; but if all states
-        are the same 1/k of parameters of several shapes, that is a loss: an error where vectors are among them, else a
-        warning. Adam's moments and master weights stay a warning when all are transposed.
+        parameters of a shape deviate alike, it is only info, for the optimizer may be unknown; that all states are one
+        1/k, of several shapes, is an error if vectors are among them, else a warning. Adam's moments and master weights
+        stay a warning when all are transposed.
     Why it matters:
         DCP loads a state of the recorded size without comparing it with the parameter, so part of the moments, or those
         of other elements, are applied.

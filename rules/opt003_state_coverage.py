@@ -35,10 +35,9 @@ def state_coverage(ckpt: Checkpoint) -> Iterator[Finding]:
     What it checks:
         Where the optimizer names its parameters and 90% of the states find theirs, no whole pipeline stage, and no last
         layers together with the final norm and output, lack the state that the other layers of the block have. A state
-        without a parameter is a warning, and so are last layers without state if the final norm has it, unless the
-        parameter groups leave them out. Other layers, whole blocks and single parameters without state are info: they
-        may be frozen, never stepped or lost. Layers and blocks become errors if the optimizer's own list
-        (param_to_group_meta) names their parameters.
+        without a parameter is a warning, as are last layers without it where the final norm has it, unless the groups
+        leave them out. Other layers, whole blocks and single parameters without state are info: they may be frozen,
+        never stepped or lost. Layers and blocks become errors if param_to_group_meta names their parameters.
     Why it matters:
         Parameters without state restart their moments after a resume, which shows only in the loss.
     Usual causes:

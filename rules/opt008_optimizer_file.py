@@ -29,11 +29,11 @@ def optimizer_file(ckpt: Checkpoint) -> Iterator[Finding]:
         optimizer with `betas` have state if `trainer_state.json` says a step above 0.
 
         Moments keyed by name have the shapes of the tensors of these names. Of moments keyed by number, as many have
-        each shape as tensors of the step's models do: a warning if all others match one to one, if all hold the same
-        1/k of their parameters, or if all are one-dimensional, fit nothing and hold fewer elements than the weights;
-        otherwise info, since weights may be saved in a different form from the trained one. It is a warning, too, if
-        the groups list all parameters and just those of the last layers have no moments. Tied and frozen parameters,
-        adapters, factored states and projected ones (GaLore) are no findings.
+        each shape as tensors of the step's models do: a warning if all others match one to one, all hold one 1/k of
+        their parameters, or all are one-dimensional, fit nothing and hold fewer elements than the weights; otherwise
+        info, since weights may be saved in another form. That just the last layers lack moments, of all that the groups
+        list, is a warning. Tied and frozen parameters, adapters, factored states and projected ones (GaLore) are no
+        findings.
     Why it matters:
         A resume fails at the first step, or continues with the moments of other parameters.
     Usual causes:

@@ -21,9 +21,9 @@ def quantised_shapes(ckpt: Checkpoint) -> Iterator[Finding]:
 
     What it checks:
         Scales, zero points and the order of groups are as large as the codes beside them and the declared group, block
-        and bits imply, and have a dtype that the scheme knows. Codes of stacked experts
-        (`gate_up_proj_blocks`) are of as many as the router has rows, or as the configuration says where there is no
-        router. What is not declared is not judged: one scale a tensor, a row, a group or a block are all allowed then.
+        and bits imply, and have a dtype that the scheme knows. Codes of stacked experts are of as many as the router
+        has rows, or the configuration says. What is not declared is not judged: one scale a tensor, row, group or block
+        is allowed then.
     Why it matters:
         A load stops with a size mismatch, or reads the scales of other rows.
     Usual causes:

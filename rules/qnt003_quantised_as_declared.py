@@ -25,11 +25,10 @@ def quantised_as_declared(ckpt: Checkpoint) -> Iterator[Finding]:
     What it checks:
         A declared scheme is the stored one: some weights have it, and none has another. No module that is named among
         those left out is quantised, and no zero point is stored where `symmetric` is true. A weight in full precision
-        is one that the configuration leaves out (`ignore`, `modules_to_not_convert`, `exclude_modules`), or no layer
-        has it quantised. Weights that are stored quantised are declared, where a library builds the model from the
-        configuration. `hf_quant_config.json` and `config.json` of ModelOpt declare the same. Schemes and
-        patterns that ckptlint does not know are not judged. It is info where the library quantises nothing of the model
-        type (Falcon under bitsandbytes).
+        is one that the configuration leaves out (`ignore`, `exclude_modules` and the like), or no layer has it
+        quantised. Weights that are stored quantised are declared, where a library builds the model from the
+        configuration. ModelOpt's two files declare the same. Schemes and patterns that ckptlint does not know are not
+        judged. It is info where the library quantises nothing of the model type (Falcon under bitsandbytes).
     Why it matters:
         The loader builds the layers that the configuration declares. It stops, or reads codes as weights.
     Usual causes:

@@ -30,7 +30,7 @@ def two_saves_in_one_folder(ckpt: Checkpoint) -> Iterator[Finding]:
         it. At depth headers: the scalar `step` that Adam keeps for each parameter is the same in all files, by the
         CRC-32 of its record. Parameters that lag behind because they got no gradient, were frozen or were reset differ
         within one file, or from layer to layer; that is fine. It is an error where times and steps tell the same files
-        apart, or where the other files have the step that the folder's name or a counter of the job says.
+        apart, or the other files have the step of the folder or of a counter.
     Why it matters:
         The files belong to different moments of the training, and a load mixes them without an error.
     Usual causes:
