@@ -26,11 +26,11 @@ def key_not_stored(ckpt: Checkpoint) -> Iterator[Finding]:
         (`args` in the common state, `run_config.yaml`), is stored. Tables made from transformers and megatron-core say
         which tensors these are. Tied heads, buffers that are not learned, scales of quantised weights and adapters are
         optional, and so is all that a model without its head lacks. A layer for multi-token prediction has all that the
-        layer most like it has, and fewer are stored than declared only if none is; that is a warning, or info for the
-        one that classes of transformers declare by themselves and never save. A whole tower is a warning if the
-        configuration has a section for it and nothing else is absent, info if the name of the folder or the class is
-        that of a part. It is only info, too, if the configuration names code of its own or leaves a field open that
-        decides; in a training checkpoint any field that is open does.
+        layer most like it has, and a lack is a warning if none is declared. Fewer are stored than declared only if none
+        is: a warning, or info for the one that classes of transformers declare by themselves and never save. A whole
+        tower is a warning if the configuration has a section for it and nothing else is absent, info if the name of the
+        folder or the class is that of a part. It is only info, too, if the configuration names code of its own or
+        leaves a field open that decides (in a training checkpoint: any).
     Why it matters:
         A load that is not strict leaves absent parameters at their initial values and raises no error.
     Usual causes:
@@ -70,7 +70,7 @@ def _predicting(ckpt: Checkpoint, fit: Fit) -> Iterator[Finding]:
             at=Location(fit.mtp_lost[0], label=f"{ckpt.metadata_file}, compared with the layer most like it"),
             identity=tuple(fit.mtp_lost[:_MOST]),
             keys=tuple(fit.mtp_lost[:_MOST]),
-            confidence="possible" if fit.doubt else "certain",
+            confidence="possible" if fit.doubt else "certain" if declared else "likely",
             notes=(doubt_note(fit.doubt), ("missing", some(folded, noun="pattern"))),
             hint="copy the whole layer from the checkpoint that was exported, or leave all of it out",
         )

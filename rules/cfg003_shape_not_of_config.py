@@ -25,11 +25,10 @@ def shape_not_of_config(ckpt: Checkpoint) -> Iterator[Finding]:
 
     What it checks:
         Each tensor has the number of dims, and the size of each, that the fields of the `config.json` beside the files
-        give, or the arguments of a Megatron job (`args` in the common state, `run_config.yaml`). Tensors that differ in
-        the same way are one finding. It is only info if embedding and head of a training checkpoint alike hold more
-        rows than the declared vocabulary, if the configuration names code of its own, or if the expected size is a
-        constant that follows from no field, or follows from one that the configuration leaves open. Quantised weights
-        are left out.
+        give, or the arguments of a Megatron job. It is only info if embedding and head of a training checkpoint alike
+        hold more rows than the declared vocabulary, if the configuration names code of its own, or if the expected size
+        follows from no field, or from one that it leaves open. Quantised weights are left out. A shape in a layer for
+        multi-token prediction that no other layer has is a warning.
     Why it matters:
         Loading fails on a different shape, or fills part of the tensor and leaves the rest as it was in memory.
     Usual causes:
@@ -51,6 +50,15 @@ def shape_not_of_config(ckpt: Checkpoint) -> Iterator[Finding]:
             yield _finding(ckpt, fit, items)
     if fit.grown:
         yield _grown(ckpt, fit)
+    for item in fit.mtp_shapes:
+        yield Finding(
+            f"{item.tensor.fqn} of a layer for multi-token prediction is {shape_text(item.tensor.global_shape)}, but "
+            f"{item.name} is {shape_text(item.expected.shape)}",
+            at=Location.of(item.tensor, label=f"{ckpt.metadata_file}, compared with the layer most like it"),
+            confidence="possible" if fit.doubt else "likely",
+            hint="copy the whole layer from the checkpoint that was exported, or leave all of it out",
+            group="shapes of prediction",
+        )
 
 
 def _cause(ckpt: Checkpoint, item: ShapeDifference) -> tuple[object, ...]:

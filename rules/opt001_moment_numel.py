@@ -25,8 +25,9 @@ def moment_numel(ckpt: Checkpoint) -> Iterator[Finding]:
         exp_avg, exp_avg_sq, momentum_buffer, the master weights and the like have as many elements as their parameter,
         in whatever shape; the halves of a fused weight count together. It is a warning if only the shape differs at an
         equal number of axes. Scalars, factored and quantised states, flat parameters and buckets are left out. If all
-        parameters of a shape deviate alike, it is only info, since the optimizer may be unknown here; Adam's moments
-        and master weights stay a warning when all are transposed.
+        parameters of a shape deviate alike, it is only info, for the optimizer may be unknown; that all states are one
+        1/k, of several shapes, is an error if vectors are among them, else a warning. Adam's moments and master weights
+        stay a warning when all are transposed.
     Why it matters:
         DCP loads a state of the recorded size without comparing it with the parameter, so part of the moments, or those
         of other elements, are applied.
@@ -49,6 +50,7 @@ def _misfit(ckpt: Checkpoint, misfit: StateMismatch, state: OptimizerState) -> F
     held = f"{misfit.elements:,} elements" if len(misfit.states) == 1 else f"{misfit.elements:,} with its other half"
     lead = misfit.params[0]
     ranks = saved_by(ckpt, state.tensor)
+    source = "the sizes of the mesh axes" if misfit.axes else "the same share of every other state"
     confidence: Confidence = "possible" if misfit.is_pattern else "likely" if misfit.is_inferred else "certain"
     return Finding(
         f"state{{of}} has {held}, but its parameter has {misfit.expected:,}: {ratio}",
@@ -56,7 +58,7 @@ def _misfit(ckpt: Checkpoint, misfit: StateMismatch, state: OptimizerState) -> F
         confidence=confidence,
         notes=tuple(_notes(ckpt, misfit, state)),
         hint=_hint(misfit, ranks),
-        inferred_from="the sizes of the mesh axes" if misfit.is_inferred and not misfit.is_pattern else "",
+        inferred_from=source if misfit.is_inferred and not misfit.is_pattern else "",
         group=f"{lead.key.scope} {lead.key.role} {misfit.elements}/{misfit.expected}",
         kind=_kind(misfit),
     )

@@ -22,6 +22,7 @@ _MOST = 0.9
 _SHOWN = 8
 _FROZEN = "; nothing is wrong if these were frozen"
 _META = "param_to_group_meta."
+_GROUPS = "param_groups."
 _RUN = "consecutive layers"
 _ADAPTERS = ("lora_", "adapter", "dora_", "prompt_")
 _BUFFERS = ("inv_freq", "freqs", "rotary", "running_", "num_batches", "position_ids", "expert_bias", "score_correction")
@@ -34,9 +35,9 @@ def state_coverage(ckpt: Checkpoint) -> Iterator[Finding]:
     What it checks:
         Where the optimizer names its parameters and 90% of the states find theirs, no whole pipeline stage, and no last
         layers together with the final norm and output, lack the state that the other layers of the block have. A state
-        without a parameter is a warning. Other layers, whole blocks and single parameters without state are info: they
-        may be frozen, never stepped or lost. Layers and blocks become errors if the optimizer's own list
-        (param_to_group_meta) names their parameters.
+        without a parameter is a warning, as are last layers without it where the final norm has it, unless the groups
+        leave them out. Other layers, whole blocks and single parameters without state are info: they may be frozen,
+        never stepped or lost. Layers and blocks become errors if param_to_group_meta names their parameters.
     Why it matters:
         Parameters without state restart their moments after a resume, which shows only in the loss.
     Usual causes:
@@ -54,7 +55,7 @@ def state_coverage(ckpt: Checkpoint) -> Iterator[Finding]:
     yield from _orphans(ckpt, inventory, stateful)
     if inventory.buckets or inventory.numbered:
         return
-    trained = _listed(ckpt)
+    trained = _listed(ckpt, _META)
     reported: set[Param] = set()
     for finding, params in _gaps(ckpt, inventory, stateful, trained):
         reported.update(params)
@@ -124,12 +125,15 @@ class _Gap:
         pattern: what the numbers look like, "" when they are neither consecutive nor a stride.
         is_bottom: whether they are the lowest layers, which are often frozen on purpose.
         is_stage: whether they are whole pipeline stages, or the last layers together with what comes after them.
+        is_passed: whether they are the last layers, and the norm behind them was trained, by a gradient that goes on
+            into them.
     """
 
     layers: tuple[int, ...]
     pattern: str
     is_bottom: bool
     is_stage: bool = False
+    is_passed: bool = False
 
 
 def _gaps(
@@ -139,6 +143,7 @@ def _gaps(
     for param in inventory.params:
         if not _is_buffer(param):
             blocks[param.key.scope, param.key.block or param.key.path.partition(".")[0]].append(param)
+    handed = _listed(ckpt, _GROUPS)
     has_adapters = any(name in param.key.path for param in stateful for name in _ADAPTERS)
     for (_, block), params in blocks.items():
         having = [param for param in params if param in stateful]
@@ -158,7 +163,11 @@ def _gaps(
             is_stage = gap.pattern == _RUN and (
                 _fills_stages(ckpt, gap.layers, len(of_layer)) or _reaches_output(inventory, stateful, gap, of_layer)
             )
-            yield _layers(ckpt, block, replace(gap, is_stage=is_stage), lost, len(of_layer), trained), lost
+            last = [param for param in params if param.key.layer in gap.layers]
+            is_left_out = bool(handed) and not any(param.key.path in handed for param in last)
+            is_passed = gap.layers[-1] == max(of_layer) and not is_left_out and _norm_behind(inventory, stateful, last)
+            gap = replace(gap, is_stage=is_stage, is_passed=is_passed and {p.key.role for p in last} <= roles)
+            yield _layers(ckpt, block, gap, lost, len(of_layer), trained), lost
 
 
 def _fills_stages(ckpt: Checkpoint, layers: tuple[int, ...], count: int) -> bool:
@@ -175,6 +184,15 @@ def _reaches_output(inventory: Inventory, stateful: set[Param], gap: _Gap, of_la
     behind = [p for p in inventory.params if not p.key.block and p.key.function in ("norm", "output")]
     is_part = len(gap.layers) > 1 and len(of_layer) % len(gap.layers) == 0
     return gap.layers[-1] == max(of_layer) and bool(behind or is_part) and not stateful.intersection(behind)
+
+
+def _norm_behind(inventory: Inventory, stateful: set[Param], last: list[Param]) -> bool:
+    """Whether all norms that stand beside the block of these layers have state, the final one among them."""
+    key = last[0].key
+    outside = [p for p in inventory.params if p.key.scope == key.scope and p.key.function == "norm" and not p.key.block]
+    home = key.block.split(".")[:-1]
+    beside = {param for param in outside if param.key.path.split(".")[:-2] == home}
+    return bool(beside) and beside <= stateful
 
 
 def _gap(without: list[int], present: list[int]) -> _Gap:
@@ -202,7 +220,7 @@ def _layers(ckpt: Checkpoint, block: str, gap: _Gap, lost: list[Param], count: i
         f"{subject} no optimizer state; the other {plural(others, 'layer')} {'has' if others == 1 else 'have'} it",
         at=Location.of(lead.tensor, ranks=ranks),
         identity=(block, numbers),
-        confidence="possible" if frozen else "certain",
+        confidence="certain" if not frozen else "likely" if gap.is_passed and not gap.is_bottom else "possible",
         notes=(
             ("layers", f"{len(gap.layers)} of {count}: {cause}"),
             ("parameters", _names(lost)),
@@ -266,15 +284,15 @@ def _single(inventory: Inventory, stateful: set[Param], reported: set[Param]) ->
 # ---------------------------------------------------------------- helpers
 
 
-def _listed(ckpt: Checkpoint) -> set[str]:
-    """Paths of the parameters that Megatron-Core's optimizer stepped.
+def _listed(ckpt: Checkpoint, word: str) -> set[str]:
+    """Paths of the parameters that the groups of an optimizer name, in entries with this word before the path.
 
-    Its parameter groups leave out what needs no gradient; torch's list every parameter that was handed over, frozen
-    ones too (torch 2.13), and prove nothing.
+    Megatron-Core's parameter groups leave out what needs no gradient; torch's list every parameter that was handed
+    over, frozen ones too (torch 2.13), and prove nothing of those that they list.
     """
     listed = set()
     for entry in ckpt.byte_objects:
-        _, found, rest = entry.fqn.partition(_META)
+        _, found, rest = entry.fqn.partition(word)
         if found and parse(entry.fqn).kind == "optimizer":
             listed.add(parse(rest.rpartition(".")[0]).path)
     return listed

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from fractions import Fraction
 from math import prod
 
 from ckptlint.analysis.fit.judgement import judges
 from ckptlint.model import Checkpoint, OptimizerFile
-from ckptlint.model.text import plural, printable, shape_text
+from ckptlint.model.text import plural, printable, ranges, shape_text
 from ckptlint.rule import Confidence, Finding, Location, NotApplicable, Severity, rule
 from ckptlint.vocabulary.dtypes import FLOATS
 from ckptlint.vocabulary.keys import is_adapter, parse
@@ -28,10 +29,11 @@ def optimizer_file(ckpt: Checkpoint) -> Iterator[Finding]:
         optimizer with `betas` have state if `trainer_state.json` says a step above 0.
 
         Moments keyed by name have the shapes of the tensors of these names. Of moments keyed by number, as many have
-        each shape as tensors of the step's models do: a warning if all others match one to one, or if all are
-        one-dimensional, fit nothing and hold fewer elements than the weights; otherwise info, since weights may be
-        saved in a different form from the trained one. Tied and frozen parameters, adapters, factored states and
-        projected ones (GaLore) are no findings.
+        each shape as tensors of the step's models do: a warning if all others match one to one, all hold one 1/k of
+        their parameters, or all are one-dimensional, fit nothing and hold fewer elements than the weights; otherwise
+        info, since weights may be saved in another form. That just the last layers lack moments, of all that the groups
+        list, is a warning. Tied and frozen parameters, adapters, factored states and projected ones (GaLore) are no
+        findings.
     Why it matters:
         A resume fails at the first step, or continues with the moments of other parameters.
     Usual causes:
@@ -96,15 +98,24 @@ def _against_model(ckpt: Checkpoint, file: str, optimizer: OptimizerFile) -> Ite
                 str(param),
                 False,
             )
+    wanted, there = Counter(moments.values()), Counter(tensors.values())
+    if wanted <= there and (layers := _last_layers(optimizer, moments, tensors)):
+        lost = f"layer{'s' * (layers[0] != layers[-1])} {ranges(layers)}"
+        yield f"{file} lists all parameters, and has moments for all but those of {lost}, the last", "last", False
     if any(isinstance(param, str) for param in moments):
         return
-    wanted, there = Counter(moments.values()), Counter(tensors.values())
     if wanted <= there + Counter(optimizer.shapes_beside):
         return
     odd, left = wanted - there, there - wanted
     held, whole = sum(map(prod, moments.values())), sum(map(prod, tensors.values()))
     if not odd or held == whole:
         return  # the second: parts that were trained as one
+    sizes = sorted(map(prod, moments.values())), sorted(map(prod, tensors.values()))
+    shares = {Fraction(*pair) for pair in zip(*sizes, strict=True)} if len(sizes[0]) == len(sizes[1]) else set()
+    has_vector = len(set(sizes[1])) > 1 and any(len(shape) == 1 for shape in tensors.values())
+    if len(shares) == 1 and (share := shares.pop()) < 1 == share.numerator and has_vector:
+        yield f"all moments in {file} hold {share} of their parameters' elements", "share", False
+        return
     shapes = ", ".join(map(shape_text, list(odd)[:_NAMED]))
     is_flat = ckpt.format != "verl" and all(len(shape) == 1 for shape in moments.values())
     if is_flat and held < whole and not wanted & there:
@@ -122,6 +133,25 @@ def _against_model(ckpt: Checkpoint, file: str, optimizer: OptimizerFile) -> Ite
         f"shapes {shapes}",
         not is_one_to_one,
     )
+
+
+def _last_layers(
+    optimizer: OptimizerFile, moments: dict[int | str, tuple[int, ...]], tensors: dict[str, tuple[int, ...]]
+) -> list[int]:
+    """The last layers of a model of one block, where the parameters that are listed without moments are just theirs.
+
+    Their place in the groups says that they are the last: only what lies outside of layers is listed behind them.
+    """
+    without = [place for place, param in enumerate(optimizer.params) if param not in moments]
+    keys = sorted((key for key in map(parse, tensors) if key.block), key=lambda key: key.layer or 0)
+    rest, lost = keys[: -len(without)], keys[-len(without) :]
+    if not rest or len({key.block for key in keys}) != 1 or len(optimizer.params) != len(tensors):
+        return []
+    is_like_others = {key.role for key in lost} <= {key.role for key in rest}
+    is_last = len(optimizer.params) - 1 - without[-1] <= len(tensors) - len(keys) and rest[-1].layer != lost[0].layer
+    lack = Counter(tensors.values()) - Counter(moments.values())
+    is_all = is_last and is_like_others and Counter(tensors[key.fqn] for key in lost) == lack
+    return [key.layer or 0 for key in lost] if is_all else []
 
 
 def _some(params: list[int | str]) -> str:

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from ckptlint.analysis.quantised import QuantisedWeight, misfit, quantisation, stored_otherwise
+from ckptlint.analysis.trusted_config import number, trusted
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import braces, listed, plural, shape_text, some
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
@@ -20,8 +21,9 @@ def quantised_shapes(ckpt: Checkpoint) -> Iterator[Finding]:
 
     What it checks:
         Scales, zero points and the order of groups are as large as the codes beside them and the declared group, block
-        and bits imply, and have a dtype that the scheme knows. What is not declared is not judged: one scale a tensor,
-        a row, a group or a block are all allowed then.
+        and bits imply, and have a dtype that the scheme knows. Codes of stacked experts are of as many as the router
+        has rows, or the configuration says. What is not declared is not judged: one scale a tensor, row, group or block
+        is allowed then.
     Why it matters:
         A load stops with a size mismatch, or reads the scales of other rows.
     Usual causes:
@@ -42,6 +44,7 @@ def quantised_shapes(ckpt: Checkpoint) -> Iterator[Finding]:
                 wrong[one.scheme, part, "dtype"].append((one, other, listed(part.dtypes[:3])))
             elif part in one.parts and (wanted := misfit(one, part, found.declared)):
                 wrong[one.scheme, part, "shape"].append((one, one.parts[part], wanted))
+    yield from _experts_differ(ckpt, found.weights)
     yield from _axes_differ(found.weights, {id(case[0]) for cases in wrong.values() for case in cases})
     for (scheme, part, what), cases in wrong.items():
         one, tensor, wanted = cases[0]
@@ -62,6 +65,36 @@ def quantised_shapes(ckpt: Checkpoint) -> Iterator[Finding]:
             hint="export the model again, or restore the configuration that it was exported with",
             group=f"{scheme.name} {leaf_of(part)} {what}",
         )
+
+
+def _experts_differ(ckpt: Checkpoint, weights: list[QuantisedWeight]) -> Iterator[Finding]:
+    """Codes of stacked experts whose first axis is not as long as the router of their module has rows.
+
+    Source:
+        transformers 5.23 models.gpt_oss: `mlp.experts.gate_up_proj` [experts, ...] beside `mlp.router.weight`
+        [experts, hidden]; integrations.mxfp4 stores its codes as [experts, rows, groups, 16]
+    """
+    rows = {
+        key.rpartition(".")[0]: tensor.global_shape[0]
+        for key, tensor in ckpt.tensors.items()
+        if key.endswith((".router.weight", ".gate.weight")) and len(tensor.global_shape) == 2
+    }
+    declared = number(trusted(ckpt), "experts")
+    for one in weights:
+        home, experts, name = one.weight.rpartition(".experts.")
+        shape = one.codes.global_shape
+        routers = [key for key in (f"{home}.router", f"{home}.gate") if key in rows]
+        wanted, source = (rows[routers[0]], f"{routers[0]}.weight") if routers else (declared, "the configuration")
+        if not experts or len(shape) != len(one.scheme.axes) + 1 or wanted is None:
+            continue
+        if shape[0] not in (wanted, declared):  # as declared: a router may have rows for zero experts, too
+            yield Finding(
+                f"codes{{of}} are of {shape[0]} experts, but {source} has {wanted}",
+                at=Location.of(one.codes),
+                why="the router sends tokens to experts that are not stored, or the load stops",
+                hint="export again with all experts: these are probably those of one rank",
+                group=f"experts {name} {shape[0]}",
+            )
 
 
 def _axes_differ(weights: list[QuantisedWeight], wrong: set[int]) -> Iterator[Finding]:

@@ -25,10 +25,10 @@ def quantised_as_declared(ckpt: Checkpoint) -> Iterator[Finding]:
     What it checks:
         A declared scheme is the stored one: some weights have it, and none has another. No module that is named among
         those left out is quantised, and no zero point is stored where `symmetric` is true. A weight in full precision
-        is one that the configuration leaves out (`ignore`, `modules_to_not_convert`, `exclude_modules`), or no layer
-        has it quantised. Weights that are stored quantised are declared, where a library builds the model from the
-        configuration. Schemes and patterns that ckptlint does not know are not judged. It is info where the library
-        quantises nothing of the model type (Falcon under bitsandbytes).
+        is one that the configuration leaves out (`ignore`, `exclude_modules` and the like), or no layer has it
+        quantised. Weights that are stored quantised are declared, where a library builds the model from the
+        configuration. ModelOpt's two files declare the same. Schemes and patterns that ckptlint does not know are not
+        judged. It is info where the library quantises nothing of the model type (Falcon under bitsandbytes).
     Why it matters:
         The loader builds the layers that the configuration declares. It stops, or reads codes as weights.
     Usual causes:
@@ -45,8 +45,37 @@ def quantised_as_declared(ckpt: Checkpoint) -> Iterator[Finding]:
         if not (found.weights and ckpt.is_export and ckpt.config is not None and ckpt.config.file == "config.json"):
             raise NotApplicable("no quantisation is declared")
         yield from _undeclared(ckpt, found)
-    elif declared.schemes:
-        yield from _other(ckpt, found, declared)
+        return
+    findings = [*_other(ckpt, found, declared)] if declared.schemes else []
+    yield from findings or _declared_twice(found, declared)
+
+
+def _declared_twice(found: Quantisation, declared: Declaration) -> Iterator[Finding]:
+    """What the file of ModelOpt says otherwise than the configuration, where both say something.
+
+    Source:
+        nvidia-modelopt 0.47 export_hf_checkpoint writes `quantization_config` from what it writes into the file; of
+        the two vLLM reads the configuration first, TensorRT-LLM the file
+    """
+    if (beside := declared.beside) is None:
+        return
+    differing = [(declared.words, beside.words)] if declared.words.casefold() != beside.words.casefold() else []
+    for name, title in (("group", "groups of {}"), ("cache_bits", "a KV cache of {} bits")):
+        sizes = [{options[name] for options in one.options if name in options} for one in (declared, beside)]
+        if all(len(stated) == 1 for stated in sizes) and sizes[0] != sizes[1]:
+            differing.append((title.format(*sizes[0]), title.format(*sizes[1])))
+    modules = [one.weight.removesuffix(".weight") for one in found.weights if one.parts]
+    left = [module for module in modules if beside.names(module) and not declared.names(module)]
+    differing += [(f"{module} to be quantised", "it to be left as it is") for module in left[:1]]
+    if differing:
+        yield Finding(
+            f"{declared.file} declares {listed([a for a, _ in differing])}, but {beside.file} declares "
+            f"{listed([b for _, b in differing])}",
+            at=Location(file=beside.file),
+            identity=("declared twice",),
+            why="vLLM reads the one and TensorRT-LLM the other, so one of them reads codes as those of another scheme",
+            hint="restore both files from one export",
+        )
 
 
 def _undeclared(ckpt: Checkpoint, found: Quantisation) -> Iterator[Finding]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from ckptlint.analysis.chunks.two_saves import replaced_files
@@ -15,8 +15,10 @@ from ckptlint.model import Checkpoint, PayloadTable
 from ckptlint.model.text import human_duration, some
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 from ckptlint.vocabulary.dtypes import FORMS
+from ckptlint.vocabulary.keys import parse
 
 _LARGEST = 2_000_000
+_SEVERAL = 2
 
 
 @rule("RUN006", "two-saves-in-one-folder", Severity.ERROR, depth=Depth.FILES)
@@ -28,7 +30,7 @@ def two_saves_in_one_folder(ckpt: Checkpoint) -> Iterator[Finding]:
         it. At depth headers: the scalar `step` that Adam keeps for each parameter is the same in all files, by the
         CRC-32 of its record. Parameters that lag behind because they got no gradient, were frozen or were reset differ
         within one file, or from layer to layer; that is fine. It is an error where times and steps tell the same files
-        apart.
+        apart, or the other files have the step of the folder or of a counter.
     Why it matters:
         The files belong to different moments of the training, and a load mixes them without an error.
     Usual causes:
@@ -45,7 +47,7 @@ def two_saves_in_one_folder(ckpt: Checkpoint) -> Iterator[Finding]:
     groups = _by_step(ckpt, ckpt.payload) if ckpt.payload is not None else []
     young = {ckpt.files[file].name for file in torn.files} if torn is not None else set()
     if groups:
-        yield _steps_differ(groups, young)
+        yield _steps_differ(ckpt, groups, young)
     elif torn is not None:
         names = sorted(young)
         are, pause = "is" if len(names) == 1 else "are", human_duration(torn.pause)
@@ -60,8 +62,11 @@ def two_saves_in_one_folder(ckpt: Checkpoint) -> Iterator[Finding]:
         )
 
 
-def _by_step(ckpt: Checkpoint, payload: PayloadTable) -> list[tuple[str, list[str]]]:
-    """The optimizer's steps, with the files that hold each, the most files first; none where no save looks mixed."""
+def _by_step(ckpt: Checkpoint, payload: PayloadTable) -> list[tuple[str, list[str], int]]:
+    """The optimizer's steps, with the files that hold each and how many parameters are at it.
+
+    The step of the checkpoint comes first, then that of the most files; there are none where no save looks mixed.
+    """
     steps = [state for state in inventory_of(ckpt).states if state.what == "step" and state.tensor.volume == 1]
     found = [(state, int(state.tensor.chunks.record[0])) for state in steps if len(state.tensor.chunks) == 1]
     known = [(state, row, int(payload.crc[row])) for state, row in found if row >= 0 and payload.crc[row] > 0]
@@ -80,23 +85,37 @@ def _by_step(ckpt: Checkpoint, payload: PayloadTable) -> list[tuple[str, list[st
     files: dict[int, list[str]] = defaultdict(list)
     for file, values in by_file.items():
         files[next(iter(values))].append(ckpt.files[file].name)
-    ordered = sorted(files.items(), key=lambda pair: -len(pair[1]))
-    return [(_value(lead[crc].tensor.dtype, crc), names) for crc, names in ordered]
+    counts = Counter(crc for _, _, crc in known)
+    groups = [(_value(lead[crc].tensor.dtype, crc), names, counts[crc]) for crc, names in files.items()]
+    return sorted(groups, key=lambda group: (group[0] not in _stated(ckpt), -len(group[1])))
 
 
-def _steps_differ(groups: list[tuple[str, list[str]]], young: set[str]) -> Finding:
-    """Files that differ by step; an error where their times tell them apart too."""
+def _stated(ckpt: Checkpoint) -> set[str]:
+    """The steps that the folder's name, or a counter outside of the optimizer, says that this is, as text."""
+    counters = {claim.step for claim in ckpt.claims if parse(claim.source).kind != "optimizer"}
+    steps = counters | ({ckpt.run.step} if ckpt.run else set())
+    return {f"{step:,}" for step in steps if isinstance(step, int)}
+
+
+def _steps_differ(ckpt: Checkpoint, groups: list[tuple[str, list[str], int]], young: set[str]) -> Finding:
+    """Files that differ by step; an error where something else tells them apart too.
+
+    That is the time of the files, or the step of the checkpoint, which several parameters of each odd file contradict:
+    a single one may have got no gradient.
+    """
+    (step, _, _), *others = groups
     names = groups[-1][1]
-    is_sure = any(young and young >= set(group) for _, group in groups)
-    also = ", as their times do" if is_sure else ""
+    is_young = any(young and young >= set(group) for _, group, _ in groups)
+    is_stated = step in _stated(ckpt) and all(count >= _SEVERAL * len(group) for _, group, count in others)
+    also = ", as their times do" if is_young else f", and the checkpoint's is {step}" if is_stated else ""
     return Finding(
         f"files of two saves: the optimizer's step in {_some(names)} differs from the other files{also}",
         at=Location(file=sorted(names)[0], ranks=_ranks(names)),
         identity=("steps",),
-        confidence="certain" if is_sure else "likely",
-        notes=tuple(("step", f"{value} in {_some(group)}") for value, group in groups[:4]),
+        confidence="certain" if is_young or is_stated else "likely",
+        notes=tuple(("step", f"{value} in {_some(group)}") for value, group, _ in groups[:4]),
         hint="compare the times of these files with the others', and copy the files of one save again",
-        inferred_from="the optimizer's step in each file" + (" and the times of the files" if is_sure else ""),
+        inferred_from="the optimizer's step in each file" + (" and the times of the files" if is_young else ""),
     )
 
 

@@ -42,7 +42,8 @@ class StateMismatch:
         is_local: whether the state is as long as one chunk of the parameter, which has several.
         is_pattern: whether every parameter of this shape shows the same quotient and nothing says that a rank's part
             was taken for the whole: then it looks like an optimizer that is not known here.
-        is_inferred: whether only axis sizes that were inferred speak against that.
+        is_inferred: whether only axis sizes that were inferred speak against that, or that matrices of several shapes,
+            and no vector, lack the same share.
     """
 
     params: tuple[Param, ...]
@@ -84,6 +85,12 @@ def state_mismatches(ckpt: Checkpoint) -> list[StateMismatch]:
             found.append((tuple(both), param.tensor.volume))
     rank = _projected(state for parts, _ in found for state in parts)
     is_rare = 2 * len(found) < len(states)
+    shapes = {shape for shape, _ in peers}
+    shares = set[Fraction]().union(*peers.values())
+    is_loss = len(shapes) > 1 and len(shares) == 1 and max(shares) < 1 == max(shares).numerator and not halves
+    # Optimizers that project moments leave those of vectors whole, and give those of matrices one common size.
+    has_vector = is_loss and any(len(shape) == 1 for shape in shapes)
+    is_loss = has_vector or (is_loss and len({_rank(parts[0]) or parts[0] for parts, _ in found}) > 1)
     result = []
     for parts, expected in found:
         state = parts[0]
@@ -92,7 +99,7 @@ def state_mismatches(ckpt: Checkpoint) -> list[StateMismatch]:
         axes = _axes(ckpt, quotient)
         is_local = any(_is_one_chunk(state.tensor, param.tensor) for param in state.params)
         shared = len(peers[_peer(state)]) == 1 and (odd[_peer(state)] > 1 or not is_rare)
-        weak = shared and not is_local and not any(source in _EXACT for _, source in axes)
+        weak = shared and not has_vector and not is_local and not any(source in _EXACT for _, source in axes)
         result.append(
             StateMismatch(
                 state.params,
@@ -101,8 +108,8 @@ def state_mismatches(ckpt: Checkpoint) -> list[StateMismatch]:
                 expected,
                 tuple(axes),
                 is_local,
-                is_pattern=(weak and not axes) or (rank is not None and _rank(state) == rank),
-                is_inferred=weak and bool(axes),
+                is_pattern=(weak and not axes and not is_loss) or (rank is not None and _rank(state) == rank),
+                is_inferred=weak and (bool(axes) or is_loss),
             )
         )
     return result

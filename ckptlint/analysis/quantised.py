@@ -25,6 +25,7 @@ WIDE = frozenset(dtype for dtype in FLOATS if ITEM_BITS[dtype] > 8)
 _BARE = "{weight}"
 _PLAIN = re.compile(r"[\w./*\-]+")
 _IGNORED = ("ignore", "modules_to_not_convert", "exclude_modules", "llm_int8_skip_modules")
+_CACHE_BITS = {"fp8": 8, "int8": 8, "nvfp4": 4}  # nvidia-modelopt 0.47: kv_cache_quant_algo
 _UNFINISHED = ("initialized", "calibration", "frozen")  # compressed-tensors 0.20: weights are not compressed yet
 
 
@@ -36,9 +37,11 @@ class Declaration:
         file: where it says so.
         words: the scheme as it stands there.
         schemes: those that it means; empty where it means none that is known.
-        options: of each group of weights, by name: bits, group, tall, wide; its strategy; whether it is symmetric.
+        options: of each group of weights, by name: bits, group, tall, wide, bits of the KV cache; its strategy; whether
+            it is symmetric.
         ignored: patterns (`fnmatch`) and parts of names of modules that are not quantised.
         is_exact: whether nothing of it is left open: every group and every pattern was understood.
+        beside: what ModelOpt's own file says, where the configuration says something, too.
     """
 
     file: str
@@ -47,6 +50,7 @@ class Declaration:
     options: tuple[Mapping[str, Any], ...] = ()
     ignored: tuple[str, ...] = ()
     is_exact: bool = True
+    beside: Declaration | None = None
 
     def asks_for(self, part: Part) -> bool | None:
         """Whether all weights have a part (True) or none has (False); None where nothing of it is declared."""
@@ -287,7 +291,9 @@ def _understood(file: str, method: str, found: Mapping[str, Any]) -> Declaration
         words.append(str(stated.get("quant_algo") or stated["format"] or method))
     ignored, is_plain = _ignored(found)
     title = ", ".join(dict.fromkeys(words))[:60] or method[:60]
-    return Declaration(file, title, tuple(meant), tuple(options), ignored, is_exact and is_plain)
+    other = found.get("_beside")
+    beside = _understood(str(other.get("_file")), "modelopt", other) if isinstance(other, dict) else None
+    return Declaration(file, title, tuple(meant), tuple(options), ignored, is_exact and is_plain, beside)
 
 
 def _is_meant(facts: Mapping[str, str], wanted: Mapping[str, str]) -> bool:
@@ -302,6 +308,8 @@ def _options(weights: Mapping[str, Any], found: Mapping[str, Any]) -> Mapping[st
     stated = {**found, **weights}
     own = {"bits": stated.get("num_bits", stated.get("bits", stated.get("w_bit")))}
     own["group"] = stated.get("group_size", stated.get("q_group_size"))
+    cache, algo = stated.get("kv_cache_scheme"), stated.get("kv_cache_quant_algo")
+    own["cache_bits"] = cache.get("num_bits") if isinstance(cache, dict) else _CACHE_BITS.get(str(algo).casefold())
     if isinstance(block, list) and len(block) == 2:
         own |= {"tall": block[0], "wide": block[1], "strategy": "block"}
     own = {name: value for name, value in own.items() if name == "strategy" or _is_count(value)}

@@ -186,6 +186,23 @@ def half(held: torch.Tensor) -> torch.Tensor:
     return held[:, : held.shape[1] // 2] if held.ndim > 1 else held
 
 
+def cut_rows(held: torch.Tensor) -> torch.Tensor:
+    return held[: held.shape[0] // 2]
+
+
+def with_mtp(held: Tensors) -> Tensors:
+    """With `mtp.*` as Qwen3-Next has it, of its last layer with full attention (vllm qwen3_next_mtp)."""
+    last = max(key.split(".")[2] for key in held if "self_attn.q_proj" in key)
+    start, norm = f"model.layers.{last}.", held["model.norm.weight"]
+    copied = {key.replace(start, "mtp.layers.0."): value for key, value in held.items() if key.startswith(start)}
+    names = ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
+    return held | copied | {f"mtp.{name}.weight": norm for name in names} | {"mtp.fc.weight": norm.tile(len(norm), 2)}
+
+
+UNDECLARED = config(num_nextn_predict_layers=None)
+QWEN = "exports/ok_qwen3_next"
+
+
 def ignoring(name: str) -> Damage:
     """A module that stands among those that are not quantised, and is."""
     return document("config.json", lambda v: v["quantization_config"].update(modules_to_not_convert=["lm_head", name]))
@@ -344,6 +361,18 @@ LOSSES: list[tuple[str, str, Damage, str, str]] = [
         "CFG001e",
         "eh_proj",
     ),
+    ("an undeclared one", "exports/ok_mtp", both(UNDECLARED, without("layers.2.eh_proj")), "CFG001w", "eh_proj"),
+    ("its expert", "exports/ok_mtp", both(UNDECLARED, without("layers.2.mlp.experts.3.")), "CFG001w", "experts.3"),
+    ("its rows", "exports/ok_mtp", valued(cut_rows, "layers.2.", "q_b_proj"), "CFG003w", "q_b_proj"),
+    (
+        "mtp without a projection",
+        QWEN,
+        both(tensors(with_mtp), without("mtp.layers.0.self_attn.q")),
+        "CFG001w",
+        "q_proj",
+    ),
+    ("mtp without an expert", QWEN, both(tensors(with_mtp), without("mtp.layers.0.mlp.experts.1.")), "CFG001w", "mtp"),
+    ("rows of mtp", QWEN, both(tensors(with_mtp), valued(cut_rows, "mtp.", "q_proj")), "CFG003w", "q_proj"),
     # quantised exports
     ("vllm-project/vllm#57108", "quantised_exports/ct_fp8_block", without("weight_scale"), "QNT001e", "weight_scale"),
     ("vllm-project/vllm#53950", "exports/ok_fp8", ignoring("model.layers.0.mlp.up_proj"), "QNT003e", "up_proj"),
@@ -454,3 +483,14 @@ def test_an_index_whose_keys_lie_in_another_file_is_no_stopped_copy(tmp_path: Pa
     report = ckptlint.check(tmp_path)
     assert not report.checkpoints[0].causes
     assert all("they lie" in item.finding.hint or "it lies" in item.finding.hint for item in report.diagnostics)
+
+
+@pytest.mark.parametrize(
+    ("export", "change"),
+    [("exports/ok_mtp", UNDECLARED), (QWEN, tensors(with_mtp))],
+    ids=["undeclared, as in DeepSeek-V3", "whole, as in Qwen3-Next"],
+)
+def test_a_whole_layer_for_multi_token_prediction_passes(export: str, change: Damage, tmp_path: Path) -> None:
+    shutil.copytree(REAL / export, folder := tmp_path / "export")
+    change(folder)
+    assert not ckptlint.check(folder, depth="headers").diagnostics

@@ -84,6 +84,7 @@ class Fit:
         foreign: other stored keys that are no tensor of the model: a head, a module of one's own.
         instead: stored keys that lie in a module of which expected ones are missing.
         shapes: tensors of another shape.
+        mtp_shapes: tensors of layers for multi-token prediction of another shape than in all layers of the model.
         grown: the rows of embedding and head, where they hold more than the declared vocabulary; 0 otherwise.
         doubt: why the configuration may mean another model than the table, "" where it cannot.
         open: fields that the configuration does not give, where no library wrote it: their defaults were assumed.
@@ -101,6 +102,7 @@ class Fit:
     foreign: list[str] = field(default_factory=list)
     instead: list[str] = field(default_factory=list)
     shapes: list[ShapeDifference] = field(default_factory=list)
+    mtp_shapes: list[ShapeDifference] = field(default_factory=list)
     grown: int = 0
     doubt: str = ""
     open: tuple[str, ...] = ()
@@ -328,6 +330,7 @@ class _Judge:
             foreign,
             instead,
             shapes,
+            self._mtp_shapes(),
             grown,
             self._doubt(),
             self._open(),
@@ -399,23 +402,37 @@ class _Judge:
         roots = (".".join(parts[:end]) for end in range(1, len(parts)))
         return next((r for r in roots if not any(n.startswith(f"{r}.") for n in self.pairing.stored)), home)
 
+    def _mtp_layers(self) -> Iterator[tuple[str, set[str], list[tuple[str, set[str]]]]]:
+        """Each stored layer for multi-token prediction, and the model's layers, the one most like it first.
+
+        Each as the beginning of its keys and what stands behind it. It is one by its name, by what joins it with the
+        model, or by its number where the configuration declares such layers.
+        """
+        main = _by_layer(name for name, tensor in self.tensors.items() if tensor.needed)
+        joints = {part for group in _MTP_JOINTS for part in group}
+        for block, layers in _by_layer(self._beyond_model()).items():
+            homes = [block] if block in main else [*main]
+            for number, own in sorted(layers.items()):
+                is_declared = block in main and self._declared_mtp()
+                if not main or number in main.get(block, ()) or not ("mtp" in block or own & joints or is_declared):
+                    continue
+                others = [(f"{home}.{n}.", main[home][n]) for home in homes for n in sorted(main[home], reverse=True)]
+                yield f"{block}.{number}.", own, sorted(others, key=lambda other: len(other[1] ^ own))
+
+    def _beyond_model(self) -> set[str]:
+        """The stored weights that the model does not have, by the names that they have unquantised."""
+        plain = {name for name in self.pairing.unknown if not _may_lie_beside(name) and not quantised_weight(name)}
+        return plain | {f"{name.removesuffix('.weight')}.weight" for name in self.quantised}
+
     def _predicting(self) -> tuple[list[str], tuple[int, int]]:
         """What layers for multi-token prediction lack of the layer most like them; how many are stored and declared."""
-        declared = self._declared_mtp()
-        if not declared:
-            return [], (0, 0)
-        plain = {name for name in self.pairing.unknown if not _may_lie_beside(name) and not quantised_weight(name)}
-        codes = {f"{name.removesuffix('.weight')}.weight" for name in self.quantised}
-        stored = _by_layer(plain | codes)
+        declared, every = self._declared_mtp(), self._beyond_model()
         lost, count = [], 0
-        for block, layers in _by_layer(name for name, tensor in self.tensors.items() if tensor.needed).items():
-            for number in sorted(stored[block].keys() - layers.keys()):
-                own, count = stored[block][number], count + 1
-                like = min(sorted(layers, reverse=True), key=lambda other: len(layers[other] ^ own))
-                built_otherwise = {tail.partition(".")[0] for tail in own - layers[like]}
-                gone = sorted(t for t in layers[like] - own if t.partition(".")[0] not in built_otherwise)
-                lost += [f"{block}.{number}.{tail}" for tail in gone if own & layers[like]]
-        every = plain | codes
+        for start, own, ((_, tails), *_) in self._mtp_layers():
+            count += any(name.startswith(f"{start.rstrip('.').rpartition('.')[0]}.") for name in self.tensors)
+            built_otherwise = {tail.partition(".")[0] for tail in own - tails}
+            gone = sorted(tail for tail in tails - own if tail.partition(".")[0] not in built_otherwise)
+            lost += [f"{start}{tail}" for tail in gone if own & tails]
         joints = {
             name.removesuffix(part) + other
             for group in _MTP_JOINTS
@@ -424,7 +441,8 @@ class _Judge:
             if f".{name}".endswith(f".{part}")
             for other in group
         }
-        lost += sorted(joints - every)
+        # LongCat has its norms as `enorm.m.weight`
+        lost += sorted(joint for joint in joints - every if not any(n.startswith(joint[:-6]) for n in every))
         if not count and any("mtp" in name or "nextn" in name for name in every):
             return lost, (0, 0)  # they lie elsewhere, under names of their own
         return lost, (count, declared if count or self.ckpt.is_export else 0)
@@ -452,7 +470,7 @@ class _Judge:
         gaps = {_module(name) for name in missing}
         tails = {name.partition(".")[2] for name in missing} | set(missing)
         roles = {role(name) for name in self.tensors}
-        has_mtp = self._declared_mtp() > 0
+        mtp = {start for start, _, _ in self._mtp_layers()}
         beyond, instead, foreign = [], [], []
         for name in self.unknown:
             if name in tails:
@@ -460,7 +478,7 @@ class _Judge:
                 continue
             place = _place(name)
             is_new_layer = place and layers.get(place.home) and place.number not in layers[place.home]
-            if is_new_layer and (has_mtp or "mtp" in name):
+            if place and is_new_layer and f"{place.block}.{place.number}." in mtp:
                 continue
             if is_new_layer or role(name) in roles:
                 beyond.append(name)
@@ -471,6 +489,24 @@ class _Judge:
             else:
                 foreign.append(name)
         return beyond, instead, foreign
+
+    def _mtp_shapes(self) -> list[ShapeDifference]:
+        """Weights of layers for multi-token prediction of a shape that they have in none of the model's layers."""
+        found: list[ShapeDifference] = []
+        for start, own, others in self._mtp_layers():
+            like, odd, fitting = others[0][0], dict[str, ShapeDifference](), set()
+            for tail in sorted(own & others[0][1]):
+                tensor, expected = self.ckpt.tensors.get(start + tail), self.tensors[like + tail]
+                if tensor is None or not _is_wide_float(tensor.dtype) or tensor.is_flattened:
+                    continue
+                if all(tensor.global_shape != self.tensors[at + tail].shape for at, tails in others if tail in tails):
+                    odd[tail] = ShapeDifference(like + tail, tensor, expected, ())
+                elif len(tensor.global_shape) > 1:
+                    fitting.add(tail.partition(".")[0])
+            modules = {tail.partition(".")[0] for tail in odd}
+            if len(modules) > 1 or modules & fitting:  # one module alone may be built with another width
+                found += odd.values()
+        return found
 
     def _shapes(self) -> list[ShapeDifference]:
         found = []

@@ -261,21 +261,23 @@ def _own_config(folder: Folder, files: list[str]) -> tuple[ModelConfig | None, l
 
 
 def _with_quantisation(folder: Folder, config: ModelConfig) -> ModelConfig:
-    """The configuration, with what another file says of the quantisation where it says nothing itself.
+    """The configuration, with what another file says of the quantisation; in `_beside` where it says it itself, too.
 
     Source:
         nvidia-modelopt 0.47 (export_hf_checkpoint); auto-gptq 0.7 (BaseQuantizeConfig); autoawq 0.2 (AwqConfig)
     """
-    if any(config.values.get(name) for name in QUANTISATION):
-        return config
+    place = next((name for name in QUANTISATION if config.values.get(name)), QUANTISATION[0])
+    stated = config.values.get(place)
+    is_modelopt = isinstance(stated, dict) and stated.get("quant_method") == "modelopt"
     for name, method in QUANTISATION_FILES.items():
-        if folder.has(name):
+        if folder.has(name) and (not stated or (is_modelopt and method == "modelopt")):
             values: dict[str, Any] = {}
             with suppress(UnreadableError, LimitError):  # that it is there says that something is declared
                 values = read_model_config(folder, name)
             own = values.get("quantization")
             found = {"quant_method": method, **(own if isinstance(own, dict) else values), "_file": name}
-            return ModelConfig(config.file, {**config.values, QUANTISATION[0]: found})
+            found = {**stated, "_beside": found} if isinstance(stated, dict) and stated else found
+            return ModelConfig(config.file, {**config.values, place: found})
     return config
 
 
