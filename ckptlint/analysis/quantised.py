@@ -218,6 +218,7 @@ def misfit(one: QuantisedWeight, part: Part, declared: Declaration | None) -> st
     """The shape that a part should have, as text, where it has another; "" where it fits or nobody knows."""
     lead = one.codes.global_shape[: -len(one.scheme.axes)]
     sizes = dict(zip(one.scheme.axes, one.codes.global_shape[len(lead) :], strict=True))
+    sizes["item"] = ITEM_BITS.get(one.codes.dtype, 8) // 8
     shape = one.parts[part].global_shape
     groups = declared.options if declared is not None and one.scheme in declared.schemes else ()
     wanted: list[tuple[int | None, ...]] = []

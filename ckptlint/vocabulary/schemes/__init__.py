@@ -26,6 +26,7 @@ class Part:
         common: those of them that other tensors have, too -> the dtypes in which they are this part.
         needed: whether no weight does without it.
         declared: what a configuration says of all weights that have it, and of none without it; values as text.
+        may_be_zero: whether it is 0 for codes other than 0, where all values of the weight are 0.
         uniform: whether the weights of one role all have it, or none.
         dtypes: those that it may have; empty for any.
         shapes: strategy -> the shapes that it may have, the expert axes of the codes before them; empty for any.
@@ -34,6 +35,7 @@ class Part:
     names: tuple[str, ...]
     common: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     needed: bool = False
+    may_be_zero: bool = False
     uniform: bool = False
     declared: Mapping[str, str] = field(default_factory=dict)
     dtypes: tuple[str, ...] = ()
@@ -51,6 +53,7 @@ class Scheme:
         axes: names of the last axes of the codes.
         sizes: name -> an expression of the axes.
         declared: what a configuration says that means this scheme, each of them alone; values as text.
+        shifted: whether code 0 is the least number, so that a weight of zeros has others.
         passed_over: model types of which the library quantises nothing, whatever the configuration says.
     """
 
@@ -63,6 +66,7 @@ class Scheme:
     declared: tuple[Mapping[str, str], ...]
     parts: tuple[Part, ...]
     sizes: Mapping[str, str] = field(default_factory=dict)
+    shifted: bool = False
     passed_over: tuple[str, ...] = ()
 
 
