@@ -249,7 +249,7 @@ def _is_never_so(part: _Part, tables: set[int]) -> bool:
         tables: rows of the embeddings of tokens, which a head of a language model has too.
     """
     key = part.param.key
-    if not (key.in_experts or key.path.rpartition(".")[2].startswith("weight")):
+    if not key.in_experts and key.path.rpartition(".")[2].rstrip("0123456789") != "weight":
         return False
     if key.function in ("embedding", "output"):
         return is_token_table(key) or (not key.block and part.param.own_shape[0] in tables)

@@ -26,7 +26,7 @@ class Part:
         common: those of them that other tensors have, too -> the dtypes in which they are this part.
         needed: whether no weight does without it.
         declared: what a configuration says of all weights that have it, and of none without it; values as text.
-        may_be_zero: whether it is 0 for codes other than 0, where all values of the weight are 0.
+        may_be_zero: whether it has a 0 where codes are not: in a table of values, or of blocks of zeros.
         uniform: whether the weights of one role all have it, or none.
         dtypes: those that it may have; empty for any.
         shapes: strategy -> the shapes that it may have, the expert axes of the codes before them; empty for any.
