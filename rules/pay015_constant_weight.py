@@ -32,6 +32,7 @@ _MORE = 16  # times the share of zeros in any other
 _MOST_TORN = 2  # weights that one lost stretch of a file runs through
 _NAMES = 3  # of weights, in a model that holds one value everywhere
 _FROM_ZERO = ("q", "output")  # what muP starts with zeros in
+_BY_NAME = ("norm", "pos", "adapt")  # in names: what is set to one value by its name, positions, adapters
 _SHOWN = 3
 _WHOLE = "every weight in this file is zeros"
 _HINT = "copy the file again from where it was written, or compare the values with those of an earlier step"
@@ -64,16 +65,17 @@ def constant_weight(ckpt: Checkpoint) -> Iterator[Finding]:
         are not; and no chunk is all zeros while the tensor's others are not, unless most weights like it have zeros
         there too. No weight holds as many zeros as fill half a page (2 KiB) while three or more of the same name have
         next to none. Biases, norms, adapters, masks, scales, fewer than 64 elements and the padding rows of embeddings
-        are left out. Where a projection of queries, keys or values, one into the MLP, the embedding of tokens or the
-        head of as many rows holds one value in all layers, while most other matrices do not, that is a warning: no
-        model starts with it. For projections out of attention and MLP that is so for values other than 0. For queries
-        and heads it is only info while norms and moments show no training, since some models start with zeros there. If
-        all weight matrices, of three names or more, hold one value, that is an error. It is a warning for a whole
-        weight outside of a file of zeros, for pages, and for rows of a table. It is only info if it may be meant:
-        iteration 0, pruning that the configuration declares, no moments or moments of zeros, more than half of the
-        weights constant, more than two weights with pages of zeros (pruned ones), only the output projections of a
-        layer (an added layer starts so), an unusual part of the first or last layer, or fewer than 128 rows of a table,
-        whose tokens may never have occurred.
+        are left out. Where a projection of queries, keys or values, one into the MLP, the embedding of tokens, or a
+        head of as many rows holds one value in all layers while most other matrices do not, that is a warning: no model
+        starts with it. So it is for projections out of attention and MLP with another value than 0. Queries and heads
+        of zeros are not judged while no norm and no moment shows training: some models start with them. If all weight
+        matrices, of three names or more, hold one value, that is an error. It is a warning for a whole weight outside
+        of a file of zeros, for pages, and for rows of a table.
+
+        It is only info if it may be meant: iteration 0, pruning that the configuration declares, no moments or moments
+        of zeros, more than half of the weights constant, more than two weights with pages of zeros (pruned ones), only
+        the output projections of a layer (an added layer starts so), an unusual part of the first or last layer, or
+        fewer than 128 rows of a table, whose tokens may never have occurred.
     Why it matters:
         The layer, expert or shard does nothing after a load, and no checksum shows it: the record is whole.
     Usual causes:
@@ -225,15 +227,14 @@ def _unlike_all_others(ckpt: Checkpoint, payload: PayloadTable, groups: Sequence
     varying = sum(part.value < 0 for part in every)
     tables = {part.param.own_shape[0] for part in every if is_token_table(part.param.key)}
     constant = [parts for parts in groups if parts and all(part.value >= 0 for part in parts)]
-    constant = [parts for parts in constant if _is_never_so(parts[0], tables)]
+    sides = Counter(side for part in every for side in {*part.param.own_shape})
+    constant = [parts for parts in constant if _is_never_so(parts[0], tables, sides.most_common(1)[0][0])]
     is_most = sum(map(len, constant)) > varying
     for parts in constant if varying else ():
         first, function = parts[0], parts[0].param.key.function
-        doubt = _doubt(ckpt, payload, every, first, first.rows)
-        if not doubt and is_most:
-            doubt = "so are most of the weight matrices"
-        if not doubt and function in _FROM_ZERO and not first.value and not _is_trained(ckpt, payload):
-            doubt = "no norm and no moment shows that anything was trained, and some models start with zeros here"
+        if function in _FROM_ZERO and not first.value and not _is_trained(ckpt, payload):
+            continue
+        doubt = _doubt(ckpt, payload, every, first, first.rows) or ("so are most of the weights" if is_most else "")
         what = "0" if not first.value else f"the same, {first.value:.3g} in magnitude"
         also = f", and so in all {len(parts)} weights of this name" if len(parts) > 1 else ""
         message = f"every value{{of}} is {what}{also}; {plural(varying, 'other weight')} of the model vary"
@@ -242,17 +243,21 @@ def _unlike_all_others(ckpt: Checkpoint, payload: PayloadTable, groups: Sequence
         yield replace(finding, inferred_from="the other weights of the model")
 
 
-def _is_never_so(part: _Part, tables: set[int]) -> bool:
+def _is_never_so(part: _Part, tables: set[int], hidden: int) -> bool:
     """Whether no model starts with one value in a weight.
 
     Args:
         tables: rows of the embeddings of tokens, which a head of a language model has too.
+        hidden: the size that most matrices share; from fewer features into it leads an adapter, which starts as zeros.
     """
-    key = part.param.key
-    if not key.in_experts and key.path.rpartition(".")[2].rstrip("0123456789") != "weight":
+    key, (rows, columns) = part.param.key, part.param.own_shape
+    is_plain = key.in_experts or key.path.rpartition(".")[2].rstrip("0123456789") == "weight"
+    if not is_plain or any(word in key.path for word in _BY_NAME):
+        return False
+    if key.function == "mlp_in" and rows == hidden > columns:
         return False
     if key.function in ("embedding", "output"):
-        return is_token_table(key) or (not key.block and part.param.own_shape[0] in tables)
+        return is_token_table(key) or (not key.block and rows in tables)
     return key.function in NEVER_ZERO or (part.value > 0 and key.function in ("attn_out", "mlp_out"))
 
 

@@ -41,11 +41,11 @@ def quantised_parts(ckpt: Checkpoint) -> Iterator[Finding]:
         vllm-project/vllm#45212, sgl-project/sglang#23625, NVIDIA/Model-Optimizer#2038
     """
     found = quantisation(ckpt)
-    bare = _without_meaning(ckpt, found) if found.declared is None else []
-    if not found.weights and not found.alone and not bare:
+    meaningless = _without_meaning(ckpt, found) if found.declared is None else []
+    if not found.weights and not found.alone and not meaningless:
         raise NotApplicable("no weight is stored quantised")
-    if bare:
-        yield _bare(bare)
+    if meaningless:
+        yield _meaningless(meaningless)
     yield from _missing(ckpt, found)
     for scheme, parts in found.alone.items():
         yield from _alone(ckpt, scheme, parts)
@@ -73,7 +73,7 @@ def _has_others_beside(module: str, every: list[str]) -> bool:
     return any(key not in (f"{module}.weight", f"{module}.bias") for key in beside)
 
 
-def _bare(weights: list[Tensor]) -> Finding:
+def _meaningless(weights: list[Tensor]) -> Finding:
     keys = tuple(tensor.fqn for tensor in weights)
     dtypes = listed(sorted({tensor.dtype for tensor in weights}))
     return Finding(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from ckptlint.analysis.quantised import QuantisedWeight, misfit, quantisation, stored_otherwise
+from ckptlint.analysis.quantised import QuantisedWeight, in_other_blocks, misfit, quantisation, stored_otherwise
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import braces, listed, plural, shape_text, some
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
@@ -21,7 +21,8 @@ def quantised_shapes(ckpt: Checkpoint) -> Iterator[Finding]:
     What it checks:
         Scales, zero points and the order of groups are as large as the codes beside them and the declared group, block
         and bits imply, and have a dtype that the scheme knows. What is not declared is not judged: one scale a tensor,
-        a row, a group or a block are all allowed then.
+        a row, a group or a block are all allowed then. Blocks of bitsandbytes have one of its sizes,
+        the same in most weights.
     Why it matters:
         A load stops with a size mismatch, or reads the scales of other rows.
     Usual causes:
@@ -42,6 +43,8 @@ def quantised_shapes(ckpt: Checkpoint) -> Iterator[Finding]:
                 wrong[one.scheme, part, "dtype"].append((one, other, listed(part.dtypes[:3])))
             elif part in one.parts and (wanted := misfit(one, part, found.declared)):
                 wrong[one.scheme, part, "shape"].append((one, one.parts[part], wanted))
+    for one, part, wanted in in_other_blocks(found.weights):
+        wrong[one.scheme, part, "shape"].append((one, one.parts[part], wanted))
     yield from _axes_differ(found.weights, {id(case[0]) for cases in wrong.values() for case in cases})
     for (scheme, part, what), cases in wrong.items():
         one, tensor, wanted = cases[0]

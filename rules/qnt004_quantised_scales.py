@@ -77,7 +77,7 @@ def quantised_scales(ckpt: Checkpoint) -> Iterator[Finding]:
             f"{zeros:,} of {tensors[0].volume:,} values{{of}} {'is' if zeros == 1 else 'are'} 0, but the codes there "
             "are not" + (f"; so it is in {plural(len(tensors) - 1, 'other weight')}" if len(tensors) > 1 else ""),
             f"{scheme.name} {part.names} gaps",
-            confidence="possible" if underflows else "likely",
+            "possible" if underflows else "likely",
         )
     yield from _constant_codes(ckpt, payload, found.weights)
     for (scheme, part, _), alike in sizes.items():
@@ -89,8 +89,8 @@ def quantised_scales(ckpt: Checkpoint) -> Iterator[Finding]:
                 f"the largest value{{of}} is {far[0][1]:.3g}, and the median of its {len(alike) - 1} "
                 f"siblings {usual:.3g}",
                 f"{scheme.name} {part.names} far",
+                "likely",
                 inferred_from="the scales of the same role",
-                confidence="likely",
             )
 
 
@@ -102,15 +102,12 @@ def _constant_codes(ckpt: Checkpoint, payload: PayloadTable, weights: list[Quant
     """Weights whose integer codes are all the same, beside scales that are not zero."""
     judged = [one for one in weights if one.codes.dtype in INTEGERS and one.codes.volume >= _LEAST_CODES]
     constant = [one for one in judged if _is_constant(payload, one.codes) and 0 not in _scales(payload, one)]
+    is_all = len(constant) == len(judged) >= _ALL
+    is_pruned = declares_pruning(ckpt.config.values if ckpt.config else {})
     by_confidence: dict[Confidence, list[QuantisedWeight]] = defaultdict(list)
     for one in constant:
-        is_proven = (
-            _most(payload, one.codes) == 0 and one.scheme.shifted and not any(part.declared for part in one.parts)
-        )
-        is_usual = is_proven or parse(one.weight).function in NEVER_ZERO
-        is_doubtful = declares_pruning(ckpt.config.values if ckpt.config else {}) or not is_usual
-        is_all = len(constant) == len(judged) >= _ALL
-        by_confidence["certain" if is_all else "possible" if is_doubtful else "likely"].append(one)
+        may_be_meant = is_pruned or _may_be_zeros(payload, one)
+        by_confidence["certain" if is_all else "possible" if may_be_meant else "likely"].append(one)
     for confidence, ones in by_confidence.items():
         titles = listed(list(dict.fromkeys(one.scheme.title for one in ones)))
         yield _finding(
@@ -118,8 +115,14 @@ def _constant_codes(ckpt: Checkpoint, payload: PayloadTable, weights: list[Quant
             f"the codes of {len(ones)} of {plural(len(judged), 'weight')} in {titles} are all the same, but the scales "
             "are not zero",
             f"{titles} codes {confidence}",
-            confidence=confidence,
+            confidence,
         )
+
+
+def _may_be_zeros(payload: PayloadTable, one: QuantisedWeight) -> bool:
+    """Whether codes that are all the same may be those of a weight of zeros, which some models start with."""
+    is_shifted = one.scheme.shifted and not any(part.declared for part in one.parts)
+    return parse(one.weight).function not in NEVER_ZERO and not (is_shifted and _most(payload, one.codes) == 0)
 
 
 def _is_constant(payload: PayloadTable, codes: Tensor) -> bool:
@@ -156,11 +159,7 @@ def _most(payload: PayloadTable, tensor: Tensor) -> float | None:
 
 
 def _finding(
-    tensors: list[Tensor],
-    message: str,
-    group: str,
-    inferred_from: str = "",
-    confidence: Confidence = "certain",
+    tensors: list[Tensor], message: str, group: str, confidence: Confidence = "certain", inferred_from: str = ""
 ) -> Finding:
     keys = [tensor.fqn for tensor in tensors]
     return Finding(

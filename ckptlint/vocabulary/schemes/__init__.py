@@ -29,7 +29,8 @@ class Part:
         may_be_zero: whether it has a 0 where codes are not: in a table of values, or of blocks of zeros.
         uniform: whether the weights of one role all have it, or none.
         dtypes: those that it may have; empty for any.
-        shapes: strategy -> the shapes that it may have, the expert axes of the codes before them; empty for any.
+        shapes: strategy -> the shapes that it may have, the expert axes of the codes before them; empty for any. Each
+            of `same_block` is for blocks of one size, which all weights share.
     """
 
     names: tuple[str, ...]
