@@ -58,29 +58,25 @@ class _Part:
 
 @rule("PAY015", "constant-weight", Severity.ERROR, depth=Depth.DATA)
 def constant_weight(ckpt: Checkpoint) -> Iterator[Finding]:
-    """A weight, or a whole shard of one, holds only zeros or one repeated value, unlike other weights.
+    """A weight, or a whole shard of one, holds one repeated value, such as 0, unlike other weights.
 
     What it checks:
         No weight matrix is all zeros, or one value, while at least as many of the same name in other layers or experts
         are not; and no chunk is all zeros while the tensor's others are not, unless most weights like it have zeros
         there too. No weight holds as many zeros as fill half a page (2 KiB) while three or more of the same name have
-        next to none. Biases, norms, adapters, masks, scales, fewer than 64 elements and the padding rows of embeddings
-        are left out. Where a projection of queries, keys or values, one into the MLP, the embedding of tokens, or a
-        head of as many rows holds one value in all layers while most other matrices do not, that is a warning: no model
-        starts with it. So it is for projections out of attention and MLP with another value than 0. Queries and heads
-        of zeros are not judged while no norm and no moment shows training: some models start with them. If all weight
-        matrices, of three names or more, hold one value, that is an error. It is a warning for a whole weight outside
-        of a file of zeros, for pages, and for rows of a table.
-
-        It is only info if it may be meant: iteration 0, pruning that the configuration declares, no moments or moments
-        of zeros, more than half of the weights constant, more than two weights with pages of zeros (pruned ones), only
-        the output projections of a layer (an added layer starts so), an unusual part of the first or last layer, or
-        fewer than 128 rows of a table, whose tokens may never have occurred.
+        next to none. No query, key, value or first MLP projection, embedding of tokens or head holds one value in all
+        layers while most matrices vary, and no output projection one but 0; queries and heads of zeros are judged if a
+        norm or a moment shows training. Biases, norms, adapters, masks, scales, fewer than 64 elements and padding rows
+        are left out. It is an error if all weight matrices, of three names or more, hold one value, and a warning for a
+        whole weight outside of a file of zeros, for pages, and for rows of a table. It is info if it may be meant:
+        iteration 0, declared pruning, no moments or moments of zeros, more than half of the weights constant, more than
+        two weights with pages of zeros, only the output projections of a layer, an unusual part of the first or last
+        layer, or under 128 rows of a table.
     Why it matters:
         The layer, expert or shard does nothing after a load, and no checksum shows it: the record is whole.
     Usual causes:
-        Somebody uploaded zeros, pages of the file never reached the disk (a crash, a copy cut short), a rank saved
-        before it had loaded or received its weights, or a parameter left the meta device and was never initialised.
+        Somebody uploaded zeros, pages of the file never reached the disk, a rank saved before it had loaded its
+        weights, or a parameter left the meta device and was never initialised.
     How to fix:
         Go back to a step where the weight has values, or copy the file again.
     See:

@@ -28,8 +28,7 @@ def quantised_parts(ckpt: Checkpoint) -> Iterator[Finding]:
         full precision. Zero points are there if the configuration says `symmetric: false`. A scale of activations
         (`input_scale`) is there for all weights of one role, or for none. That a scheme is used is known from the
         configuration, or from other weights that are stored in it whole; if neither says so, a missing part is a
-        warning. So is a weight of a layer, an embedding or a head in whole numbers, where no quantisation is declared
-        and no other tensor lies beside it.
+        warning. So is an integer weight of an export that declares no quantisation, with no other tensor beside it.
     Why it matters:
         Codes without a scale are numbers that mean nothing. Some loaders stop; others take 1, or what is in memory.
     Usual causes:
@@ -41,7 +40,8 @@ def quantised_parts(ckpt: Checkpoint) -> Iterator[Finding]:
         vllm-project/vllm#45212, sgl-project/sglang#23625, NVIDIA/Model-Optimizer#2038
     """
     found = quantisation(ckpt)
-    meaningless = _without_meaning(ckpt, found) if found.declared is None else []
+    is_plain = ckpt.is_export and ckpt.config is not None and found.declared is None
+    meaningless = _without_meaning(ckpt, found) if is_plain else []
     if not found.weights and not found.alone and not meaningless:
         raise NotApplicable("no weight is stored quantised")
     if meaningless:

@@ -28,22 +28,19 @@ _MOST_HIT = 2  # weights with a scale that was lost
 
 @rule("QNT004", "quantised-scales", Severity.ERROR, depth=Depth.DATA)
 def quantised_scales(ckpt: Checkpoint) -> Iterator[Finding]:
-    """The codes of a quantised weight are all the same, or its scales are zero or far from those of its siblings.
+    """A quantised weight has codes that are all the same, or scales that are zero or far from its siblings'.
 
     What it checks:
-        A scale whose numbers are all zero, beside codes that are not, is an error: the weight is zero. It is a warning
-        if some are zero, and fewer codes are zero than belong to them; of scales in float16 it is info if this is so in
-        more than two weights, since small numbers become zero in it. Integer codes that are all the same, beside scales
-        that are not zero, are an error if this is so in all weights, of three or more. They are a warning in some, and
-        info in output projections and modules without a known name, which may start as zeros, and where the
-        configuration declares pruned weights. Zero points are not judged. It is a warning if the largest scale of a
-        weight is 1,000 times larger or smaller than the median of the same role in at least four other layers or
-        experts. Scales that are powers of two in bytes are not judged. NaN and infinities are PAY011's.
+        A scale that is all zero, beside codes that are not, is an error; with some zeros over codes that are not zero
+        it is a warning (info for float16 in over two weights: small numbers underflow). Integer codes that are all the
+        same, beside scales that are not zero, are an error in all weights, else a warning, and info where the weight
+        may be zeros (output projections, declared pruning). It is a warning if the largest scale of a weight is 1,000
+        times larger or smaller than the median of the same role in at least four other layers or experts. Scales that
+        are powers of two in bytes are not judged.
     Why it matters:
         The weight is its codes times its scale, so the layer gives nothing, or drowns the others.
     Usual causes:
-        Codes were never packed or copied. Scales were inverted, were saved before they were measured, or were read with
-        the wrong dtype.
+        Codes were never copied. Scales were inverted, saved before they were measured, or read with the wrong dtype.
     How to fix:
         Export the model again from the weights that it was quantised from.
     """
