@@ -21,7 +21,7 @@ def quantised_shapes(ckpt: Checkpoint) -> Iterator[Finding]:
     What it checks:
         Scales, zero points and the order of groups are as large as the codes beside them and the declared group, block
         and bits imply, and have a dtype that the scheme knows. What is not declared is not judged: one scale a tensor,
-        a row, a group or a block are all allowed then. All of bitsandbytes have one block.
+        a row, a group or a block are all allowed then.
     Why it matters:
         A load stops with a size mismatch, or reads the scales of other rows.
     Usual causes:
