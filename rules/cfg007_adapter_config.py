@@ -46,13 +46,10 @@ def adapter_config(ckpt: Checkpoint) -> Iterator[Finding]:
         and without any head for the tasks SEQ_CLS and TOKEN_CLS.
 
         Keys that peft does not find are an error if none has `base_model.model.`, if a wrapper left its name in them,
-        or if some modules of a layer have the names of Megatron-Core and others those of transformers. They are a
-        warning with the name of an adapter in them. If the base model's `config.json` is beside it, the layers with
-        adapters of the attention are not one end of its layers alone, as of one pipeline stage. A few layers in a row
-        without any factors are a warning. An adapter without a configuration is an error. Other types are not judged.
-
-        At depth data, a few factors B of zeros alone among others are a warning; so are all of them in a step that says
-        that it was trained.
+        or if a layer mixes names of Megatron-Core and transformers; with the name of an adapter in them, a warning. If
+        the base model's `config.json` is beside it, adapters of the attention are not at one end of its layers alone.
+        A few layers in a row without factors are a warning, an adapter without a configuration is an error. At depth
+        data, a few factors B of zeros among others are a warning; so are all of them in a trained step.
     Why it matters:
         peft stops on a different rank. Whatever it does not find keeps its initial values, after a warning at most.
     Usual causes:

@@ -28,9 +28,8 @@ def iteration_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
         `train_state.pt`. The tracker beside it (`latest_checkpointed_iteration.txt` of Megatron-LM, Megatron-Bridge,
         slime and verl, `dlrover_latest.txt`, DeepSpeed's `latest`, or a link) names a finished step that is there, or
         `release`. An absent tracked step is a warning if one step alone was copied out of a run. A finished step newer
-        than the tracked one is info: a job that is killed between save and tracker leaves a healthy run. That is the
-        run's: a check of the run folder reports it, no step fails for it, and a step that is named by itself is not
-        compared with the tracker.
+        than the tracked one is info, which a check of the run folder alone reports: a job that is killed between save
+        and tracker leaves a healthy run.
 
         A number inside the step that differs from the folder's is a warning if the library takes both from one counter:
         `global_step` of a `trainer_state.json` in `checkpoint-<number>`, `train_state.step` of torchtitan in

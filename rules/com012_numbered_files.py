@@ -26,9 +26,8 @@ def numbered_files(ckpt: Checkpoint) -> Iterator[Finding]:
     """A set of files that ranks or objects number is not whole.
 
     What it checks:
-        Files of state beside the tensors whose names differ in one number are a set: `rng_state_N.pth`,
-        `extra_state_rank_N.pt`, `dataloader/rank_N.pt`, `data_N.pt`. Where it counts ranks (by the word before the
-        number, or because it is known to) it runs from 0 without a gap, up to the last rank that payload files, the
+        Files of state whose names differ in one number are a set: `rng_state_N.pth`, `dataloader/rank_N.pt`,
+        `data_N.pt`. Where it counts ranks it runs from 0 without a gap, up to the last rank that payload files, the
         mesh or other sets state: an error if two of these agree on the number of ranks, a warning if one says it. Sets
         of objects (`custom_checkpoint_N.pkl`) and the entries `dataloader.dp_rank_N` of torchtitan have no gap: a
         warning. Where nobody says what a number counts, a gap in a set from 0 on is info, or a warning if the set would

@@ -18,8 +18,9 @@ from ckptlint.model.layout import BoolArray, Box, IntArray
 from ckptlint.model.text import listed, plural
 from ckptlint.rule import Finding, Location, Severity, given, rule
 from ckptlint.seals.verify import compare_with_seal, misfit
+from ckptlint.vocabulary.config_fields import declares_pruning
 from ckptlint.vocabulary.dtypes import ITEM_BITS
-from ckptlint.vocabulary.keys import is_adapter
+from ckptlint.vocabulary.keys import NEVER_ZERO, is_adapter, is_token_table
 
 _BY_DESIGN = ("mask", "scale", "rotary", "rope", "freq", "zero", "buffer")
 _LEAST_ELEMENTS = 64
@@ -30,6 +31,8 @@ _FEW_ZEROS = 0.001  # share of the values, of weights that are not pruned
 _MORE = 16  # times the share of zeros in any other
 _MOST_TORN = 2  # weights that one lost stretch of a file runs through
 _NAMES = 3  # of weights, in a model that holds one value everywhere
+_FROM_ZERO = ("q", "output")  # what muP starts with zeros in
+_BY_NAME = ("norm", "pos", "adapt")  # in names: what is set to one value by its name, positions, adapters
 _SHOWN = 3
 _WHOLE = "every weight in this file is zeros"
 _HINT = "copy the file again from where it was written, or compare the values with those of an earlier step"
@@ -55,24 +58,25 @@ class _Part:
 
 @rule("PAY015", "constant-weight", Severity.ERROR, depth=Depth.DATA)
 def constant_weight(ckpt: Checkpoint) -> Iterator[Finding]:
-    """A weight, or a whole shard of one, holds only zeros or one repeated value, unlike the weights like it.
+    """A weight, or a whole shard of one, holds one repeated value, such as 0, unlike other weights.
 
     What it checks:
         No weight matrix is all zeros, or one value, while at least as many of the same name in other layers or experts
         are not; and no chunk is all zeros while the tensor's others are not, unless most weights like it have zeros
         there too. No weight holds as many zeros as fill half a page (2 KiB) while three or more of the same name have
-        next to none. Biases, norms, adapters, masks, scales, fewer than 64 elements and the padding rows of embeddings
-        are left out. If all weight matrices, of three names or more, hold one value, that is an error. It is a warning
-        for a whole weight outside of a file of zeros, for pages, and for rows of a table.
-        It is only info if it may be meant: iteration 0, no moments or moments of zeros, more than half of the weights
-        constant, more than two weights with pages of zeros (pruned ones), only the output projections of a layer (an
-        added layer starts so), an unusual part of the first or last layer, or fewer than 128 rows of a table, whose
-        tokens may never have occurred.
+        next to none. No query, key, value or first MLP projection, embedding of tokens or head holds one value in all
+        layers while most matrices vary, and no output projection one but 0; queries and heads of zeros are judged if a
+        norm or a moment shows training. Biases, norms, adapters, masks, scales, fewer than 64 elements and padding rows
+        are left out. It is an error if all weight matrices, of three names or more, hold one value, and a warning for a
+        whole weight outside of a file of zeros, for pages, and for rows of a table. It is info if it may be meant:
+        iteration 0, declared pruning, no moments or moments of zeros, more than half of the weights constant, more than
+        two weights with pages of zeros, only the output projections of a layer, an unusual part of the first or last
+        layer, or under 128 rows of a table.
     Why it matters:
         The layer, expert or shard does nothing after a load, and no checksum shows it: the record is whole.
     Usual causes:
-        Somebody uploaded zeros, pages of the file never reached the disk (a crash, a copy cut short), a rank saved
-        before it had loaded or received its weights, or a parameter left the meta device and was never initialised.
+        Somebody uploaded zeros, pages of the file never reached the disk, a rank saved before it had loaded its
+        weights, or a parameter left the meta device and was never initialised.
     How to fix:
         Go back to a step where the weight has values, or copy the file again.
     See:
@@ -98,6 +102,7 @@ def constant_weight(ckpt: Checkpoint) -> Iterator[Finding]:
     ):
         yield _all_alike(ckpt, payload, every)
         return
+    yield from _unlike_all_others(ckpt, payload, groups)
     dead = _files_of_zeros(ckpt, payload, is_read, weights)
     added = _added_layers(groups)
     for parts in groups:
@@ -212,6 +217,57 @@ def _all_alike(ckpt: Checkpoint, payload: PayloadTable, parts: Sequence[_Part]) 
     return _finding(ckpt, first.param, first.rows, message, _span(first), (("file", whole), ("doubt", doubt)))
 
 
+def _unlike_all_others(ckpt: Checkpoint, payload: PayloadTable, groups: Sequence[Sequence[_Part]]) -> Iterator[Finding]:
+    """Weights that hold one value in every layer, where no model starts with it and the other matrices vary."""
+    every = [part for parts in groups for part in parts]
+    varying = sum(part.value < 0 for part in every)
+    tables = {part.param.own_shape[0] for part in every if is_token_table(part.param.key)}
+    constant = [parts for parts in groups if parts and all(part.value >= 0 for part in parts)]
+    sides = Counter(side for part in every for side in {*part.param.own_shape})
+    constant = [parts for parts in constant if _is_never_so(parts[0], tables, sides.most_common(1)[0][0])]
+    is_most = sum(map(len, constant)) > varying
+    for parts in constant if varying else ():
+        first, function = parts[0], parts[0].param.key.function
+        if function in _FROM_ZERO and not first.value and not _is_trained(ckpt, payload):
+            continue
+        doubt = _doubt(ckpt, payload, every, first, first.rows) or ("so are most of the weights" if is_most else "")
+        what = "0" if not first.value else f"the same, {first.value:.3g} in magnitude"
+        also = f", and so in all {len(parts)} weights of this name" if len(parts) > 1 else ""
+        message = f"every value{{of}} is {what}{also}; {plural(varying, 'other weight')} of the model vary"
+        notes = (("others", "no model starts with one value here"), ("file", ""), ("doubt", doubt))
+        finding = _finding(ckpt, first.param, first.rows, message, _span(first), notes)
+        yield replace(finding, inferred_from="the other weights of the model")
+
+
+def _is_never_so(part: _Part, tables: set[int], hidden: int) -> bool:
+    """Whether no model starts with one value in a weight.
+
+    Args:
+        tables: rows of the embeddings of tokens, which a head of a language model has too.
+        hidden: the size that most matrices share; from fewer features into it leads an adapter, which starts as zeros.
+    """
+    key, (rows, columns) = part.param.key, part.param.own_shape
+    is_plain = key.in_experts or key.path.rpartition(".")[2].rstrip("0123456789") == "weight"
+    if not is_plain or any(word in key.path for word in _BY_NAME):
+        return False
+    if key.function == "mlp_in" and rows == hidden > columns:
+        return False
+    if key.function in ("embedding", "output"):
+        return is_token_table(key) or (not key.block and rows in tables)
+    return key.function in NEVER_ZERO or (part.value > 0 and key.function in ("attn_out", "mlp_out"))
+
+
+def _is_trained(ckpt: Checkpoint, payload: PayloadTable) -> bool:
+    """Whether some norm holds several values, or some moment another than 0."""
+    inventory = inventory_of(ckpt)
+    norms = [param.tensor for param in inventory.params if param.key.function == "norm"]
+    moments = [tensor for tensors in _moments(ckpt).values() for tensor in tensors]
+    return any(
+        bool((payload.scanned & ~payload.one_value)[tensor.chunks.record[tensor.chunks.record >= 0]].any())
+        for tensor in (*norms, *moments)
+    )
+
+
 def _layer(part: _Part) -> _Layer:
     return part.param.key.scope, part.param.key.block, part.param.key.layer
 
@@ -247,6 +303,8 @@ def _doubt(ckpt: Checkpoint, payload: PayloadTable, parts: Sequence[_Part], part
     """Why the values may be what they should be: those of an initialisation with zeros; "" where nothing says so."""
     if ckpt.common is not None and ckpt.common.values.get("iteration") == 0:
         return "nothing was trained yet: iteration 0"
+    if declares_pruning(ckpt.config.values if ckpt.config else {}):
+        return "the configuration says that weights are pruned"
     moments = _moments(ckpt)
     if part.param not in moments:
         others = any(other.param in moments for other in parts)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator
+from itertools import islice, takewhile
 
 from ckptlint.analysis.quantised import Quantisation, QuantisedWeight, quantisation, stored_otherwise
-from ckptlint.model import Checkpoint
+from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import braces, listed, plural, some
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
-from ckptlint.vocabulary.keys import role
+from ckptlint.vocabulary.dtypes import INTEGERS
+from ckptlint.vocabulary.keys import NEVER_ZERO, parse, role
 from ckptlint.vocabulary.schemes import Part, Scheme, leaf_of, named
 
 _SHOWN = 6
@@ -25,7 +28,7 @@ def quantised_parts(ckpt: Checkpoint) -> Iterator[Finding]:
         full precision. Zero points are there if the configuration says `symmetric: false`. A scale of activations
         (`input_scale`) is there for all weights of one role, or for none. That a scheme is used is known from the
         configuration, or from other weights that are stored in it whole; if neither says so, a missing part is a
-        warning.
+        warning. So is an integer weight of an export that declares no quantisation, with no other tensor beside it.
     Why it matters:
         Codes without a scale are numbers that mean nothing. Some loaders stop; others take 1, or what is in memory.
     Usual causes:
@@ -37,11 +40,54 @@ def quantised_parts(ckpt: Checkpoint) -> Iterator[Finding]:
         vllm-project/vllm#45212, sgl-project/sglang#23625, NVIDIA/Model-Optimizer#2038
     """
     found = quantisation(ckpt)
-    if not found.weights and not found.alone:
+    is_plain = ckpt.is_export and ckpt.config is not None and found.declared is None
+    meaningless = _without_meaning(ckpt, found) if is_plain else []
+    if not found.weights and not found.alone and not meaningless:
         raise NotApplicable("no weight is stored quantised")
+    if meaningless:
+        yield _meaningless(meaningless)
     yield from _missing(ckpt, found)
     for scheme, parts in found.alone.items():
         yield from _alone(ckpt, scheme, parts)
+
+
+def _without_meaning(ckpt: Checkpoint, found: Quantisation) -> list[Tensor]:
+    """Weights of layers that are stored in whole numbers, with nothing beside them that gives these a meaning."""
+    known = {one.codes.fqn for one in found.weights}
+    weights = [tensor for tensor in ckpt.tensors.values() if _is_whole(tensor) and tensor.fqn not in known]
+    every = sorted({*ckpt.tensors, *(one.fqn for one in ckpt.byte_objects)}) if weights else []
+    return [tensor for tensor in weights if not _has_others_beside(tensor.fqn.removesuffix(".weight"), every)]
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    """Whether it is the weight of a layer, an embedding or a head in whole numbers."""
+    key = parse(tensor.fqn)
+    is_weight = tensor.dtype in INTEGERS and len(tensor.global_shape) > 1 and key.path.endswith(".weight")
+    return is_weight and key.function in (*NEVER_ZERO, "attn_out", "mlp_out")
+
+
+def _has_others_beside(module: str, every: list[str]) -> bool:
+    """Whether other keys than those of a weight and a bias begin as a module, in a sorted list of all keys."""
+    rest = islice(every, bisect_left(every, module), None)
+    beside = takewhile(lambda key: key.startswith(module), rest)
+    return any(key not in (f"{module}.weight", f"{module}.bias") for key in beside)
+
+
+def _meaningless(weights: list[Tensor]) -> Finding:
+    keys = tuple(tensor.fqn for tensor in weights)
+    dtypes = listed(sorted({tensor.dtype for tensor in weights}))
+    return Finding(
+        f"{plural(len(keys), 'weight')} {'is' if len(keys) == 1 else 'are'} stored in {dtypes} without a scale, and "
+        "no quantisation is declared",
+        at=Location.of(weights[0]),
+        identity=keys[1:],
+        keys=keys[1:],
+        confidence="likely",
+        notes=(("weights", some(braces(keys), _SHOWN)),),
+        why="no parameter of a layer is a whole number, so a load takes codes or rounded numbers for weights",
+        hint="export the model again in a floating dtype, or with the scales of its codes",
+        group="without meaning",
+    )
 
 
 def _missing(ckpt: Checkpoint, found: Quantisation) -> Iterator[Finding]:

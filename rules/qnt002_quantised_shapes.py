@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from ckptlint.analysis.quantised import QuantisedWeight, misfit, quantisation, stored_otherwise
+from ckptlint.analysis.quantised import QuantisedWeight, in_other_blocks, misfit, quantisation, stored_otherwise
 from ckptlint.analysis.trusted_config import number, trusted
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import braces, listed, plural, shape_text, some
@@ -45,6 +45,8 @@ def quantised_shapes(ckpt: Checkpoint) -> Iterator[Finding]:
             elif part in one.parts and (wanted := misfit(one, part, found.declared)):
                 wrong[one.scheme, part, "shape"].append((one, one.parts[part], wanted))
     yield from _experts_differ(ckpt, found.weights)
+    for one, part, wanted in in_other_blocks(found.weights):
+        wrong[one.scheme, part, "shape"].append((one, one.parts[part], wanted))
     yield from _axes_differ(found.weights, {id(case[0]) for cases in wrong.values() for case in cases})
     for (scheme, part, what), cases in wrong.items():
         one, tensor, wanted = cases[0]

@@ -1,4 +1,4 @@
-"""QNT004: the scales of quantised weights are numbers that a quantiser gives."""
+"""QNT004: the codes and scales of quantised weights are numbers that a quantiser gives."""
 
 from __future__ import annotations
 
@@ -7,33 +7,40 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ckptlint.analysis.quantised import quantisation
+from ckptlint.analysis.quantised import WIDE, QuantisedWeight, quantisation
 from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint, PayloadTable, Tensor
-from ckptlint.model.text import braces, plural, some
-from ckptlint.rule import Finding, Location, NotApplicable, Severity, given, rule
-from ckptlint.vocabulary.dtypes import FLOATS
-from ckptlint.vocabulary.keys import role
+from ckptlint.model.layout import IntArray
+from ckptlint.model.text import braces, listed, plural, some
+from ckptlint.rule import Confidence, Finding, Location, NotApplicable, Severity, given, rule
+from ckptlint.vocabulary.config_fields import declares_pruning
+from ckptlint.vocabulary.dtypes import FLOATS, INTEGERS
+from ckptlint.vocabulary.keys import NEVER_ZERO, parse, role
 from ckptlint.vocabulary.schemes import Part, Scheme
 
 _SHOWN = 6
 _FAR = 1_000.0
 _LEAST = 4  # siblings
+_LEAST_CODES = 16
+_ALL = 3  # weights, in an export of which no code was written
+_MOST_HIT = 2  # weights with a scale that was lost
 
 
 @rule("QNT004", "quantised-scales", Severity.ERROR, depth=Depth.DATA)
 def quantised_scales(ckpt: Checkpoint) -> Iterator[Finding]:
-    """The scales of a quantised weight are zero, or far from those of its siblings.
+    """A quantised weight has codes that are all the same, or scales that are zero or far from its siblings'.
 
     What it checks:
-        A scale whose numbers are all zero, beside codes that are not, is an error: the weight is zero. It is a warning
-        if the largest scale of a weight is 1,000 times larger or smaller than the median of the same role in at least
-        four other layers or experts. Scales that are powers of two in bytes are not judged. NaN and infinities are
-        PAY011's.
+        A scale that is all zero, beside codes that are not, is an error; with some zeros over codes that are not zero
+        it is a warning (info for float16 in over two weights: small numbers underflow). Integer codes that are all the
+        same, beside scales that are not zero, are an error in all weights, else a warning, and info where the weight
+        may be zeros (output projections, declared pruning). It is a warning if the largest scale of a weight is 1,000
+        times larger or smaller than the median of the same role in at least four other layers or experts. Scales that
+        are powers of two in bytes are not judged.
     Why it matters:
-        The weight is multiplied with its scale, so the layer gives nothing, or drowns the others.
+        The weight is its codes times its scale, so the layer gives nothing, or drowns the others.
     Usual causes:
-        Scales were inverted, were saved before they were measured, or were read with the wrong dtype.
+        Codes were never copied. Scales were inverted, saved before they were measured, or read with the wrong dtype.
     How to fix:
         Export the model again from the weights that it was quantised from.
     """
@@ -43,12 +50,15 @@ def quantised_scales(ckpt: Checkpoint) -> Iterator[Finding]:
         raise NotApplicable("no weight is stored quantised")
     dead: dict[tuple[Scheme, Part], list[Tensor]] = defaultdict(list)
     sizes: dict[tuple[Scheme, Part, str], list[tuple[Tensor, float]]] = defaultdict(list)
+    gaps: dict[tuple[Scheme, Part], list[Tensor]] = defaultdict(list)
     for one in found.weights:
         for part, tensor in one.parts.items():
             most = _most(payload, tensor) if part.needed and tensor.dtype in FLOATS else None
             if most == 0 and _most(payload, one.codes) != 0:
                 dead[one.scheme, part].append(tensor)
             elif most:
+                if not part.may_be_zero and _has_gaps(payload, one.codes, tensor):
+                    gaps[one.scheme, part].append(tensor)
                 sizes[one.scheme, part, role(one.weight)].append((tensor, most))
     for (scheme, part), tensors in dead.items():
         yield _finding(
@@ -56,6 +66,17 @@ def quantised_scales(ckpt: Checkpoint) -> Iterator[Finding]:
             f"{_last(tensors[0])} of {plural(len(tensors), 'weight')} in {scheme.title} is zero, but the codes are not",
             f"{scheme.name} {part.names} zero",
         )
+    for (scheme, part), tensors in gaps.items():
+        zeros = int(payload.zeros[_records(tensors[0])].sum())
+        underflows = tensors[0].dtype == "float16" and len(tensors) > _MOST_HIT
+        yield _finding(
+            tensors,
+            f"{zeros:,} of {tensors[0].volume:,} values{{of}} {'is' if zeros == 1 else 'are'} 0, but the codes there "
+            "are not" + (f"; so it is in {plural(len(tensors) - 1, 'other weight')}" if len(tensors) > 1 else ""),
+            f"{scheme.name} {part.names} gaps",
+            "possible" if underflows else "likely",
+        )
+    yield from _constant_codes(ckpt, payload, found.weights)
     for (scheme, part, _), alike in sizes.items():
         usual = float(np.median([most for _, most in alike]))
         far = [(tensor, most) for tensor, most in alike if not usual / _FAR < most < usual * _FAR]
@@ -65,6 +86,7 @@ def quantised_scales(ckpt: Checkpoint) -> Iterator[Finding]:
                 f"the largest value{{of}} is {far[0][1]:.3g}, and the median of its {len(alike) - 1} "
                 f"siblings {usual:.3g}",
                 f"{scheme.name} {part.names} far",
+                "likely",
                 inferred_from="the scales of the same role",
             )
 
@@ -73,9 +95,59 @@ def _last(tensor: Tensor) -> str:
     return tensor.fqn.rpartition(".")[2]
 
 
+def _constant_codes(ckpt: Checkpoint, payload: PayloadTable, weights: list[QuantisedWeight]) -> Iterator[Finding]:
+    """Weights whose integer codes are all the same, beside scales that are not zero."""
+    judged = [one for one in weights if one.codes.dtype in INTEGERS and one.codes.volume >= _LEAST_CODES]
+    constant = [one for one in judged if _is_constant(payload, one.codes) and 0 not in _scales(payload, one)]
+    is_all = len(constant) == len(judged) >= _ALL
+    is_pruned = declares_pruning(ckpt.config.values if ckpt.config else {})
+    by_confidence: dict[Confidence, list[QuantisedWeight]] = defaultdict(list)
+    for one in constant:
+        may_be_meant = is_pruned or _may_be_zeros(payload, one)
+        by_confidence["certain" if is_all else "possible" if may_be_meant else "likely"].append(one)
+    for confidence, ones in by_confidence.items():
+        titles = listed(list(dict.fromkeys(one.scheme.title for one in ones)))
+        yield _finding(
+            [one.codes for one in ones],
+            f"the codes of {len(ones)} of {plural(len(judged), 'weight')} in {titles} are all the same, but the scales "
+            "are not zero",
+            f"{titles} codes {confidence}",
+            confidence,
+        )
+
+
+def _may_be_zeros(payload: PayloadTable, one: QuantisedWeight) -> bool:
+    """Whether codes that are all the same may be those of a weight of zeros, which some models start with."""
+    is_shifted = one.scheme.shifted and not any(part.declared for part in one.parts)
+    return parse(one.weight).function not in NEVER_ZERO and not (is_shifted and _most(payload, one.codes) == 0)
+
+
+def _is_constant(payload: PayloadTable, codes: Tensor) -> bool:
+    records = _records(codes)
+    is_read = _most(payload, codes) is not None and bool(payload.one_value[records].all())
+    return is_read and len(set(payload.most[records].tolist())) == 1
+
+
+def _scales(payload: PayloadTable, one: QuantisedWeight) -> list[float | None]:
+    """The largest number of each scale."""
+    return [_most(payload, tensor) for part, tensor in one.parts.items() if part.needed and tensor.dtype in FLOATS]
+
+
+def _has_gaps(payload: PayloadTable, codes: Tensor, scale: Tensor) -> bool:
+    """Whether a scale has zeros, and fewer codes are zero than lie under them."""
+    zeros = int(payload.zeros[_records(scale)].sum())
+    if not zeros or scale.dtype not in WIDE or codes.volume % scale.volume or _most(payload, codes) is None:
+        return False
+    return int(payload.zeros[_records(codes)].sum()) < zeros * (codes.volume // scale.volume)
+
+
+def _records(tensor: Tensor) -> IntArray:
+    return tensor.chunks.record[tensor.layout.live]
+
+
 def _most(payload: PayloadTable, tensor: Tensor) -> float | None:
     """The largest magnitude in a tensor; None where not all of it was read, or it holds something that is no number."""
-    records = tensor.chunks.record[tensor.layout.live]
+    records = _records(tensor)
     if not len(records) or (records < 0).any() or not payload.scanned[records].all():
         return None
     if (payload.nan + payload.plus_inf + payload.minus_inf)[records].any():
@@ -83,16 +155,18 @@ def _most(payload: PayloadTable, tensor: Tensor) -> float | None:
     return float(payload.most[records].max())
 
 
-def _finding(tensors: list[Tensor], message: str, group: str, inferred_from: str = "") -> Finding:
+def _finding(
+    tensors: list[Tensor], message: str, group: str, confidence: Confidence = "certain", inferred_from: str = ""
+) -> Finding:
     keys = [tensor.fqn for tensor in tensors]
     return Finding(
         message,
         at=Location.of(tensors[0]),
         identity=tuple(keys[1:]),
         keys=tuple(keys[1:]),
-        confidence="likely" if inferred_from else "certain",
-        notes=(("scales", some(braces(keys), _SHOWN)),),
-        why="the weight is multiplied with its scale, so the layer gives nothing, or drowns the others",
+        confidence=confidence,
+        notes=(("tensors", some(braces(keys), _SHOWN)),),
+        why="the weight is its codes times its scale, so the layer gives nothing, or drowns the others",
         hint="export the model again from the weights that it was quantised from",
         group=group,
         inferred_from=inferred_from,

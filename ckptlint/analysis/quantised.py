@@ -221,7 +221,7 @@ def _is_of_a_weight(scale: Tensor, weight: str, scheme: Scheme) -> bool:
 def misfit(one: QuantisedWeight, part: Part, declared: Declaration | None) -> str:
     """The shape that a part should have, as text, where it has another; "" where it fits or nobody knows."""
     lead = one.codes.global_shape[: -len(one.scheme.axes)]
-    sizes = dict(zip(one.scheme.axes, one.codes.global_shape[len(lead) :], strict=True))
+    sizes = _sizes(one)
     shape = one.parts[part].global_shape
     groups = declared.options if declared is not None and one.scheme in declared.schemes else ()
     wanted: list[tuple[int | None, ...]] = []
@@ -242,6 +242,26 @@ def misfit(one: QuantisedWeight, part: Part, declared: Declaration | None) -> st
     if not wanted:
         return ""
     return " or ".join(dict.fromkeys(f"[{', '.join(map(str, (*lead, *w)))}]" for w in wanted if None not in w))
+
+
+def _sizes(one: QuantisedWeight) -> dict[str, int]:
+    """The axes of the codes of a weight, and the bytes of each code."""
+    shape = one.codes.global_shape[-len(one.scheme.axes) :]
+    return {**dict(zip(one.scheme.axes, shape, strict=True)), "item": ITEM_BITS.get(one.codes.dtype, 8) // 8}
+
+
+def in_other_blocks(weights: list[QuantisedWeight]) -> Iterator[tuple[QuantisedWeight, Part, str]]:
+    """Weights with a scale for each block of another size than most have; the part, and the shape that it should be."""
+    fits: dict[Part, list[tuple[QuantisedWeight, set[str]]]] = defaultdict(list)
+    for one in weights:
+        for part, tensor in one.parts.items():
+            texts = {text for (text,) in part.shapes.get("same_block", ())}
+            fits[part].append((one, {text for text in texts if (_size(text, _sizes(one)),) == tensor.global_shape}))
+    for part, alike in fits.items():
+        (usual, count), *_ = Counter(text for _, texts in alike for text in texts).most_common(1) or [("", 0)]
+        for one, texts in alike if 2 * count > len(alike) else ():
+            if texts and usual not in texts:
+                yield one, part, f"[{_size(usual, _sizes(one))}] as in most others"
 
 
 def _size(text: str, own: Mapping[str, Any]) -> int | None:

@@ -40,7 +40,7 @@ from ckptlint.seals.file import SEAL, metadata_hash, read_seal
 from ckptlint.seals.row_hashes import RowHashes, digest
 from ckptlint.seals.verify import misfit, sealed_tensors
 from ckptlint.storage.folder import Folder
-from ckptlint.vocabulary.dtypes import ENCODINGS
+from ckptlint.vocabulary.dtypes import ENCODINGS, INTEGERS
 
 _TICK = 0.1
 _OF_VALUES = (
@@ -339,7 +339,7 @@ class Reader:
             self.sealed = {tensor.fqn for tensor in sealed_tensors(self.ckpt)}
 
     def _find_chunks(self) -> None:
-        """The records of chunks that are sealed, to be hashed row by row, or bare bytes of a floating dtype."""
+        """The records of chunks that are sealed, to be hashed row by row, or bare bytes of numbers."""
         table, records = self.result.table, self.ckpt.records
         is_raw = table.state == RecordState.RAW
         looks = bool(is_raw.any()) and self.how.percent is None
@@ -347,7 +347,7 @@ class Reader:
             record = tensor.chunks.record
             is_wanted = tensor.layout.live & (record >= 0)
             if tensor.fqn not in self.sealed and tensor.fqn not in self.hashes:
-                if not looks or tensor.dtype not in ENCODINGS:
+                if not looks or tensor.dtype not in ENCODINGS.keys() | INTEGERS:
                     continue
                 is_wanted &= is_raw[record]
             for row in np.flatnonzero(is_wanted).tolist():

@@ -75,7 +75,7 @@ class Streamed:
 
     Attributes:
         crc: int64 per member, as computed.
-        values: member -> what its values are; for every scanned member of a floating dtype.
+        values: member -> what its values are; for every scanned member whose values are numbers.
         digests: member -> digest of its elements, for those with their places known.
         sha256: of the whole file, "" when not asked for.
         finished: whether everything was read.

@@ -1,4 +1,4 @@
-"""What the values in raw tensor bytes are, for every floating dtype, without torch: NaN, zeros, least and largest."""
+"""What the values in raw tensor bytes are, floating or whole, without torch: NaN, zeros, least and largest."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from ckptlint.dataclass import dataclass
 from ckptlint.seals.row_hashes import Bits
-from ckptlint.vocabulary.dtypes import ENCODINGS, Encoding
+from ckptlint.vocabulary.dtypes import ENCODINGS, ITEM_BITS, Encoding
 
 _WIDE = 127  # exponent bias of bfloat16 and float32
 
@@ -25,7 +25,8 @@ class RecordValues:
         leading, trailing: how many of them come before the first number that is not, and after the last.
         denormals: numbers other than 0 that are less than the smallest normal one (1e-38 in bfloat16); not counted in
             float16 and fp8, whose denormals are everyday numbers.
-        least, most: magnitudes of the finite numbers; inf and -inf while there is none.
+        least, most: magnitudes of the finite numbers; inf and -inf while there is none. Whole numbers are codes, whose
+            bits are taken as they are: -1 in int8 is 255.
         one_value: whether everything seen is one finite value.
         bits: those of the first number seen, -1 before; 0 for a zero of either sign.
     """
@@ -77,20 +78,20 @@ def values_of(data: memoryview, dtype: str, position: int) -> RecordValues:
 
     Args:
         data: their bytes, of any alignment.
-        dtype: torch's name, one of `ENCODINGS`.
+        dtype: torch's name, one of `ENCODINGS` or `INTEGERS`.
         position: number of the first element among the record's.
     """
-    encoding = ENCODINGS[dtype]
-    words = np.frombuffer(data, encoding.word)
+    encoding = ENCODINGS.get(dtype)
+    words = np.frombuffer(data, f"<u{ITEM_BITS[dtype] // 8}" if encoding is None else encoding.word)
     if not words.flags.aligned:
         words = words.copy()
     seen = RecordValues()
     if not len(words):
         return seen
     # twice the bits, which shifts the sign out, are ordered as the magnitudes are
-    sizes = words if encoding.unsigned else words + words
+    sizes = words if encoding is None or encoding.unsigned else words + words
     low, high = int(sizes.min()), int(sizes.max())
-    if _has_bad(words, low, high, encoding):
+    if encoding is not None and _has_bad(words, low, high, encoding):
         is_bad = _count_bad(seen, words, encoding, position)
         seen.one_value = False
         sizes = sizes[~is_bad]
@@ -106,9 +107,9 @@ def values_of(data: memoryview, dtype: str, position: int) -> RecordValues:
         is_other = sizes != 0
         seen.zeros = len(sizes) - int(np.count_nonzero(is_other))
         seen.leading, seen.trailing = int(is_other.argmax()), int(is_other[::-1].argmax())
-    normal = 2 << encoding.mantissa
-    if encoding.bias >= _WIDE and not encoding.unsigned and low < normal and high:
-        seen.denormals = int(np.count_nonzero(sizes < normal)) - seen.zeros
+    if encoding is not None and encoding.bias >= _WIDE and not encoding.unsigned:
+        normal = 2 << encoding.mantissa
+        seen.denormals = int(np.count_nonzero(sizes < normal)) - seen.zeros if low < normal and high else 0
     return seen
 
 
@@ -119,7 +120,9 @@ def _has_bad(words: Bits, low: int, high: int, encoding: Encoding) -> bool:
     return high >= (encoding.bad if encoding.unsigned else 2 * encoding.bad)
 
 
-def _magnitude(size: int, encoding: Encoding) -> float:
+def _magnitude(size: int, encoding: Encoding | None) -> float:
+    if encoding is None:
+        return float(size)
     if encoding.unsigned:
         return ldexp(1.0, size - encoding.bias)
     exponent, fraction = divmod(size >> 1, 1 << encoding.mantissa)

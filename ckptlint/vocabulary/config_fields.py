@@ -16,6 +16,9 @@ GENERATION_CONFIG = "generation_config.json"
 QUANTISATION = ("quantization_config", "compression_config", "quantization")
 """Fields of a model's configuration that say how its weights are quantised."""
 
+_PRUNING = ("sparsity_config", "pruned_heads")
+"""Fields that say what is pruned: of compressed-tensors 0.17, and of transformers 4."""
+
 QUANTISATION_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Files beside the configuration that say it, and the method that they are of."""
 
@@ -84,6 +87,12 @@ def read_declared(sources: Iterable[tuple[str, Any]]) -> dict[str, Declared]:
             if value is not None and canonical not in found:
                 found[canonical] = Declared(value, source)
     return found
+
+
+def declares_pruning(values: Mapping[str, Any]) -> bool:
+    """Whether a configuration, or its section on quantisation, says that weights are pruned."""
+    sections = [values, *(attributes(values.get(name)) for name in QUANTISATION)]
+    return any(section.get(name) for section in sections for name in _PRUNING)
 
 
 def attributes(node: Any) -> dict[str, Any]:

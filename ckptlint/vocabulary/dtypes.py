@@ -110,6 +110,10 @@ ENCODINGS: Mapping[str, Encoding] = {name: dtype.encoding for name, dtype in DTY
 """How the floating dtypes write numbers."""
 
 
+INTEGERS = frozenset(dtype for dtype in DTYPES if "int" in dtype)
+"""Dtypes of whole numbers, in which the codes of quantised weights are stored."""
+
+
 def nbytes(dtype: str, elements: int) -> int | None:
     """Payload bytes of so many elements; None for dtypes of uncertain size.
 

@@ -107,6 +107,13 @@ _CLASSES: dict[str, KeyFunction] = {
 }
 
 
+NEVER_ZERO: frozenset[KeyFunction] = frozenset({"q", "k", "v", "qkv", "mlp_in", "embedding", "output"})
+"""What no model starts with one value in; projections back into the residual stream do in some.
+
+Source:
+    transformers 5.23: 527 types, freshly initialised; Tensor Programs V (muP), where q and output may start as zeros
+"""
+
 COMPUTED = frozenset(
     {"inv_freq", "original_inv_freq", "cos_cached", "sin_cached", "freqs_cis", "position_ids", "token_type_ids"}
     | {"masked_bias", "attn_mask", "causal_mask", "relative_position_index", "embed_positions.weights", "_extra_state"}

@@ -23,7 +23,7 @@ from ckptlint.payload.reader import Reader, read_payload
 from ckptlint.payload.reading import Reading
 from ckptlint.payload.values import RecordValues, values_of
 from ckptlint.storage.local import LocalFolder
-from ckptlint.vocabulary.dtypes import ENCODINGS, ITEM_BITS
+from ckptlint.vocabulary.dtypes import ENCODINGS, INTEGERS, ITEM_BITS
 
 torch = pytest.importorskip("torch")
 dcp = pytest.importorskip("torch.distributed.checkpoint")
@@ -68,6 +68,18 @@ def special(dtype: str) -> list[bytes]:
 def test_every_number_is_seen_as_torch_sees_it(dtype: str) -> None:
     for element in special(dtype):
         assert seen(values_of(memoryview(element * 3), dtype, 0)) == wanted(element * 3, dtype), element.hex()
+
+
+@pytest.mark.parametrize("dtype", sorted(INTEGERS))
+def test_codes_are_whole_numbers_whose_bits_count(dtype: str) -> None:
+    item = ITEM_BITS[dtype] // 8
+    zero, one, last = bytes(item), (1).to_bytes(item, "little"), b"\xff" * item
+    top = float(2 ** ITEM_BITS[dtype] - 1)
+    mixed = values_of(memoryview(zero + one + zero + last), dtype, 0)
+    assert seen(mixed) == (0, 0, 0, 2, 0, 0.0, top, False)
+    assert (mixed.leading, mixed.trailing) == (1, 0)
+    assert seen(values_of(memoryview(last * 3), dtype, 0)) == (0, 0, 0, 0, 0, top, top, True)
+    assert seen(values_of(memoryview(zero * 3), dtype, 0)) == (0, 0, 0, 3, 0, 0.0, 0.0, True)
 
 
 @pytest.mark.parametrize("dtype", sorted(ENCODINGS))

@@ -203,6 +203,14 @@ UNDECLARED = config(num_nextn_predict_layers=None)
 QWEN = "exports/ok_qwen3_next"
 
 
+def first_zero(scale: torch.Tensor) -> torch.Tensor:
+    return torch.cat([torch.zeros_like(scale[:1]), scale[1:]])
+
+
+def rounded(weight: torch.Tensor) -> torch.Tensor:
+    return (weight.float() * 127).round().to(torch.int8)
+
+
 def ignoring(name: str) -> Damage:
     """A module that stands among those that are not quantised, and is."""
     return document("config.json", lambda v: v["quantization_config"].update(modules_to_not_convert=["lm_head", name]))
@@ -419,6 +427,32 @@ LOSSES: list[tuple[str, str, Damage, str, str]] = [
         "QNT001e",
         "weight_scale_inv",
     ),
+    ("ModelCloud/GPTQModel#1294", "quantised/gptq_4", valued(torch.zeros_like, "qweight"), "QNT004w", "qweight"),
+    ("codes of AWQ never copied", "quantised/awq", valued(torch.zeros_like, "down_proj.qweight"), "QNT004i", "qweight"),
+    ("a lost scale", "quantised_exports/ct_w8a8", valued(first_zero, "0.mlp.up_proj.weight_scale"), "QNT004w", "scale"),
+    (
+        "absmax cut",
+        "quantised_exports/bnb_nf4",
+        valued(lambda v: v[:-1], "0.mlp.up_proj.weight.absmax"),
+        "QNT002e",
+        "absmax",
+    ),
+    (
+        "absmax halved",
+        "quantised_exports/bnb_nf4",
+        valued(lambda v: v[: len(v) // 2], "0.mlp.up_proj.weight.absmax"),
+        "QNT002e",
+        "absmax",
+    ),
+    (
+        "a head of zeros",
+        "quantised_exports/wide",
+        both(trained, valued(torch.zeros_like, "lm_head")),
+        "PAY015w",
+        "lm_head",
+    ),
+    ("an embedding of zeros", "quantised_exports/wide", valued(torch.zeros_like, "embed"), "PAY015w", "embed"),
+    ("int8 without a scale", "quantised_exports/wide", valued(rounded, "up_proj"), "QNT001w", "up_proj"),
     # adapters
     (
         "hiyouga/LlamaFactory#7665",

@@ -18,7 +18,7 @@ from ckptlint.payload.stream import Members, Meter, Scan
 from ckptlint.seals.digests import Elements, elements
 from ckptlint.seals.row_hashes import Placed, RowHashes
 from ckptlint.storage.folder import Folder
-from ckptlint.vocabulary.dtypes import ENCODINGS, ITEM_BITS
+from ckptlint.vocabulary.dtypes import ENCODINGS, INTEGERS, ITEM_BITS
 
 
 def members_of(records: Sequence[Record], alike: Sequence[AlikeRecords] = ()) -> Members:
@@ -133,7 +133,7 @@ def scans_of(
     hashes: Mapping[str, tuple[RowHashes, ...]],
     hashes_only: bool = False,
 ) -> dict[int, Scan]:
-    """The members that hold a floating tensor, or one that was sealed, with the part of them that it covers.
+    """The members that hold a tensor of numbers, or one that was sealed, with the part of them that it covers.
 
     Args:
         chunks: record -> tensor and row of its chunk, of what is bare bytes, sealed, or has its hashes gathered.
@@ -158,7 +158,7 @@ def scans_of(
             where = at if tensor.fqn in sealed else None
             if tensor.fqn in hashes and at is not None:
                 gathered = Placed(hashes[tensor.fqn], content.dtype, at)
-        looks = content.dtype in ENCODINGS and not hashes_only
+        looks = content.dtype in ENCODINGS.keys() | INTEGERS and not hashes_only
         is_wanted = looks or where is not None or gathered is not None
         fits = extent == content.volume and (content.offset + extent) * item <= int(members.size[member])
         if is_wanted and extent and fits:

@@ -26,14 +26,17 @@ class Part:
         common: those of them that other tensors have, too -> the dtypes in which they are this part.
         needed: whether no weight does without it.
         declared: what a configuration says of all weights that have it, and of none without it; values as text.
+        may_be_zero: whether it has a 0 where codes are not: in a table of values, or of blocks of zeros.
         uniform: whether the weights of one role all have it, or none.
         dtypes: those that it may have; empty for any.
-        shapes: strategy -> the shapes that it may have, the expert axes of the codes before them; empty for any.
+        shapes: strategy -> the shapes that it may have, the expert axes of the codes before them; empty for any. Each
+            of `same_block` is for blocks of one size, which all weights share.
     """
 
     names: tuple[str, ...]
     common: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     needed: bool = False
+    may_be_zero: bool = False
     uniform: bool = False
     declared: Mapping[str, str] = field(default_factory=dict)
     dtypes: tuple[str, ...] = ()
@@ -51,6 +54,7 @@ class Scheme:
         axes: names of the last axes of the codes.
         sizes: name -> an expression of the axes.
         declared: what a configuration says that means this scheme, each of them alone; values as text.
+        shifted: whether code 0 is the least number, so that a weight of zeros has others.
         passed_over: model types of which the library quantises nothing, whatever the configuration says.
     """
 
@@ -63,6 +67,7 @@ class Scheme:
     declared: tuple[Mapping[str, str], ...]
     parts: tuple[Part, ...]
     sizes: Mapping[str, str] = field(default_factory=dict)
+    shifted: bool = False
     passed_over: tuple[str, ...] = ()
 
 
