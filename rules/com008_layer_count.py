@@ -22,8 +22,7 @@ def layer_count(ckpt: Checkpoint) -> Iterator[Finding]:
     What it checks:
         The main block has as many layers, numbered in the keys or stacked on an axis, as the arguments,
         `run_config.yaml` or `config.json` declare. Encoder and decoder have numbers of their own, and a block with a
-        part of its own in the configuration (`encoder_config`) is counted by that; layers for multi-token prediction
-        and hybrid patterns count too. More layers than declared are a warning. Where CFG001 knows every layer from a
+        part of its own in the configuration (`encoder_config`) is counted by that. More layers than declared are a warning. Where CFG001 knows every layer from a
         configuration, layers are not counted here.
 
         If two or more declared sizes (layers, hidden size, experts, mesh axes, world size) contradict what is stored,
@@ -34,8 +33,7 @@ def layer_count(ckpt: Checkpoint) -> Iterator[Finding]:
     Usual causes:
         Every pipeline stage numbered its layers from 0; a stage did not save; the arguments belong to another job.
     How to fix:
-        Number layers across all stages and save all stages. If the arguments are another job's, give the sizes on the
-        command line instead of taking them from the checkpoint.
+        Number layers across all stages and save all stages. If the arguments are another job's, give the sizes by hand.
     See:
         megatron.core.transformer.transformer_layer.get_transformer_layer_offset
     """
