@@ -49,7 +49,8 @@ def adapter_config(ckpt: Checkpoint) -> Iterator[Finding]:
         or if a layer mixes names of Megatron-Core and transformers; with the name of an adapter in them, a warning. If
         the base model's `config.json` is beside it, adapters of the attention are not at one end of its layers alone.
         A few layers in a row without factors are a warning, an adapter without a configuration is an error. At depth
-        data, a few factors B of zeros among others are a warning; so are all of them in a trained step.
+        data, a few factors B of zeros among others are a warning; so are all of them in a trained step, or beside
+        factors A of zeros.
     Why it matters:
         peft stops on a different rank. Whatever it does not find keeps its initial values, after a warning at most.
     Usual causes:
@@ -311,22 +312,26 @@ def _gaps(modules: Iterable[str]) -> Iterator[Finding]:
 
 
 def _zeros(ckpt: Checkpoint, payload: PayloadTable, modules: Iterable[Factors]) -> Iterator[Finding]:
-    """Factors B of zeros alone, among others that were trained or in a step that says that it was."""
-    factors = [ckpt.tensors[f.keys["B"]] for f in modules if "B" in f.keys and not parse(f.keys["B"]).in_experts]
-    if any((b.chunks.record < 0).any() or not payload.scanned[b.chunks.record].all() for b in factors):
+    """Factors B of zeros alone, among others that were trained or in a step that was, or with an A of zeros."""
+    pairs = [f.keys for f in modules if {"A", "B"} <= f.keys.keys() and not parse(f.keys["B"]).in_experts]
+    factors = [ckpt.tensors[key] for keys in pairs for key in (keys["A"], keys["B"])]
+    if any((one.chunks.record < 0).any() or not payload.scanned[one.chunks.record].all() for one in factors):
         return
-    empty = [b.fqn for b in factors if payload.zeros[b.chunks.record].sum() == b.volume]
+    zeros = {one.fqn for one in factors if payload.zeros[one.chunks.record].sum() == one.volume}
+    dead = [keys["B"] for keys in pairs if {keys["A"], keys["B"]} <= zeros]
+    keys = dead or [keys["B"] for keys in pairs if keys["B"] in zeros]
     step = max((claim.step for claim in ckpt.claims), default=0)
-    is_lone = 0 < _FEW * len(empty) <= len(factors) - len(empty)
-    if is_lone or (empty and len(empty) == len(factors) and step > 0):
-        where = "the others were trained" if is_lone else f"this is step {step:,}"
+    is_lone = 0 < _FEW * len(keys) <= len(pairs) - len(keys)
+    if dead or is_lone or (keys and len(keys) == len(pairs) and step > 0):
+        where = "so does factor A" if dead else "the others were trained" if is_lone else f"this is step {step:,}"
         yield _finding(
-            f"factor B of {plural(len(empty), 'module')} holds only zeros, but {where}",
+            f"factor B of {plural(len(keys), 'module')} holds only zeros, {'and' if dead else 'but'} {where}",
             "zeros",
             Severity.WARNING,
-            at=Location(empty[0]),
-            notes=_listed("keys", braces(empty)),
-            why="the product of the factors is 0: the adapter does nothing there",
+            at=Location(keys[0]),
+            notes=_listed("keys", braces(keys)),
+            why="the product of the factors is 0: the adapter does nothing there"
+            + ", and no gradient ever reaches it" * bool(dead),
             hint="see whether the optimizer had these parameters, and whether they were gathered before the save",
         )
 

@@ -22,8 +22,8 @@ def layer_count(ckpt: Checkpoint) -> Iterator[Finding]:
     What it checks:
         The main block has as many layers, numbered in the keys or stacked on an axis, as the arguments,
         `run_config.yaml` or `config.json` declare. Encoder and decoder have numbers of their own, and a block with a
-        part of its own in the configuration (`encoder_config`) is counted by that. More layers than declared are a warning. Where CFG001 knows every layer from a
-        configuration, layers are not counted here.
+        part of its own in the configuration (`encoder_config`) is counted by that. More layers than declared are a
+        warning. Where CFG001 knows every layer from a configuration, layers are not counted here.
 
         If two or more declared sizes (layers, hidden size, experts, mesh axes, world size) contradict what is stored,
         that is one warning, or info if only the mesh differs, and all other rules ignore what was declared. For a

@@ -252,8 +252,10 @@ def _is_never_so(part: _Part, tables: set[int], hidden: int) -> bool:
         return False
     if key.function == "mlp_in" and rows == hidden > columns:
         return False
+    if is_token_table(key):
+        return True
     if key.function in ("embedding", "output"):
-        return is_token_table(key) or (not key.block and rows in tables)
+        return not key.block and rows in tables
     return key.function in NEVER_ZERO or (part.value > 0 and key.function in ("attn_out", "mlp_out"))
 
 

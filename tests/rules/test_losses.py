@@ -453,7 +453,15 @@ LOSSES: list[tuple[str, str, Damage, str, str]] = [
     ),
     ("an embedding of zeros", "quantised_exports/wide", valued(torch.zeros_like, "embed"), "PAY015w", "embed"),
     ("int8 without a scale", "quantised_exports/wide", valued(rounded, "up_proj"), "QNT001w", "up_proj"),
+    (
+        "an embedding of zeros in GPT-NeoX's name",
+        "quantised_exports/wide",
+        both(named(lambda k: k.replace("embed_tokens", "embed_in")), valued(torch.zeros_like, "embed_in")),
+        "PAY015w",
+        "embed_in",
+    ),
     # adapters
+    ("both factors of zeros", "adapters/lora", valued(torch.zeros_like, "lora_"), "CFG007w", "so does factor A"),
     (
         "hiyouga/LlamaFactory#7665",
         "adapters/lora_modules_to_save",
