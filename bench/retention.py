@@ -1,6 +1,6 @@
 """Simulated runs (tests/lint/simulated_runs.py) on which steps are deleted that `ckptlint deletable` names; counts.
 
-    python bench/retention.py [--runs 2000] [--first 0]
+    python bench/retention.py [--runs 2000] [--first 0] [--hostile]
 
 Writes a line for every hundred runs, and one for each run in which a step is gone that should have stayed.
 """
@@ -27,6 +27,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--runs", type=int, default=2000)
     parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--hostile", action="store_true", help="runs that somebody changes, also while they are judged")
     chosen = parser.parse_args()
     sandbox.in_children = False  # the files are our own
     counts, started = Counter[str](), time.monotonic()
@@ -39,7 +40,7 @@ def main() -> int:
             made = simulated(folder, dice, LAYOUTS[layout])
             keep = dice.randint(1, 3)
             whole = len(made.whole())
-            found, wrong = retained(made, keep)
+            found, wrong = retained(made, keep, chosen.hostile)
         counts.update(runs=1, steps=len(found.fates), whole=whole, spare=max(0, whole - keep), deleted=len(found.paths))
         counts[f"exit {found.exit_code}"] += 1
         counts["wrong"] += bool(wrong)

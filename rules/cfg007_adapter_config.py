@@ -49,8 +49,8 @@ def adapter_config(ckpt: Checkpoint) -> Iterator[Finding]:
         or if a layer mixes names of Megatron-Core and transformers; with the name of an adapter in them, a warning. If
         the base model's `config.json` is beside it, adapters of the attention are not at one end of its layers alone.
         A few layers in a row without factors are a warning, an adapter without a configuration is an error. At depth
-        data, a few factors B of zeros among others are a warning; so are all of them in a trained step, or beside
-        factors A of zeros.
+        data, a few factors B of zeros among others are a warning; so are all in a trained step, or beside factors A
+        of zeros.
     Why it matters:
         peft stops on a different rank. Whatever it does not find keeps its initial values, after a warning at most.
     Usual causes:

@@ -17,8 +17,10 @@ from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from archives import with_other_values
 from safetensors.torch import save
 from support import REAL
@@ -201,11 +203,101 @@ def judged(path: str) -> Report:
     return _REPORTS[key]
 
 
-def retained(made: Run, keep: int) -> tuple[Retention, list[str]]:
+def hostile(made: Run) -> set[str]:
+    """Change a run in one of the ways in which whole steps were lost once; the steps that must stay for it."""
+    dice, whole = made.dice, made.whole()
+    steps = sorted(path for path in made.folder.iterdir() if path.is_dir() and not path.is_symlink())
+    if not whole or not steps:
+        return set()
+    victim = made.folder / dice.choice(whole)
+    way = dice.choice(["inside", "less", "another", "tracker", "deep link", "option"])
+    if way == "inside":
+        inner = victim.joinpath(*dice.choice([(), ("a",), ("a", "b")]), made.layout.name.format(9_999))
+        inner.mkdir(parents=True)
+        for name, data in made.saved[whole[0]].items():
+            (inner / name).write_bytes(data)
+        return {victim.name}
+    if way in ("less", "another"):  # the newest ones are of a smaller model, or of another one
+        for number in (20_000, 20_010)[: dice.randint(1, 2)]:
+            place = made.folder / made.layout.name.format(number)
+            place.mkdir()
+            state = {"lm_head.weight": torch.randn(12, 8), "other.weight": torch.randn(4, 4)}
+            kept = dict([*state.items()][way == "another" :])
+            if made.layout.name == "checkpoint-{}":
+                made.write(place / "model.safetensors", save(kept, {"format": "pt"}))
+            else:
+                dcp.save({f"model.{key}": value for key, value in kept.items()}, checkpoint_id=place, no_dist=True)
+        return set(whole[:1])
+    if way == "tracker":
+        name = dice.choice(["latest", "latest_checkpointed_iteration.txt", "dlrover_latest.txt"])
+        (made.folder / name).unlink(missing_ok=True)
+        dice.choice([os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/nowhere/else")])(made.folder / name)
+        return set(whole)
+    if way == "deep link":
+        deep = (made.folder / whole[0]).joinpath(*"abcdefgh"[: dice.randint(1, 8)])
+        deep.mkdir(parents=True)
+        (deep / "x").symlink_to(dice.choice([victim, victim / "some" / "file"]))
+        return {victim.name}
+    return set()
+
+
+def disturbed(made: Run) -> Callable[[], set[str]]:
+    """What another process does to a run while it is judged; it gives the steps that must stay for it."""
+    dice, whole = made.dice, made.whole()
+    way = dice.choice(["overwrite", "overwrite", "link", "delete", "tracker", "best"]) if whole else ""
+
+    def disturb() -> set[str]:
+        victim = made.folder / dice.choice(whole)
+        files = sorted(path for path in victim.iterdir() if path.is_file() and path.stat().st_size > 64)
+        if way == "overwrite" and files:  # in place, of the same length, perhaps with the same time
+            path = dice.choice(files)
+            before = path.stat()
+            with path.open("r+b") as file:
+                file.write(bytes(64))
+            if dice.random() < 0.5:
+                os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+            return set()
+        if way == "link":
+            (made.folder / "best-now").symlink_to(victim)
+        elif way == "best":
+            inner = made.folder / whole[0] / "best-now"
+            inner.symlink_to(Path("..", victim.name))
+        elif way == "tracker" and made.layout.tracker:
+            (made.folder / made.layout.tracker).write_text(re.sub(r"\D", "", victim.name))
+        elif way == "delete":
+            shutil.rmtree(victim)
+            return set()
+        return {victim.name} if way in ("link", "best") or made.layout.tracker else set()
+
+    return disturb if way else set
+
+
+LENIENT: tuple[dict[str, Any], ...] = (
+    {"exit-zero": True}, {"fail-on": "never"}, {"severity": ["PAY=info", "COM001=info"]}, {"ignore": ["PAY"]},
+    {"select": ["GEO"]}, {"depth": "metadata"},
+)  # fmt: skip
+
+
+def retained(made: Run, keep: int, is_hostile: bool = False) -> tuple[Retention, list[str]]:
     """What ckptlint says, and what is wrong once the steps that it names are deleted, a sentence each."""
-    whole, tracked, pointed = made.whole(), _tracked(made), _pointed(made)
+    pointed = hostile(made) if is_hostile else set()
+    disturb = disturbed(made) if is_hostile and made.dice.random() < 0.5 else set
+    request = Request.of(made.dice.choice(LENIENT), Settings(), [], "delete") if is_hostile else REQUEST
+    whole, tracked, pointed = made.whole(), _tracked(made), pointed | _pointed(made)
     times = {name: max(p.stat().st_mtime for p in (made.folder / name).iterdir()) for name in whole}
-    found = deletable(str(made.folder), keep, judged, partial(compared_with_before, REQUEST))
+    moment, count = made.dice.randint(1, 4), 0
+
+    def judge(path: str) -> Report:
+        nonlocal count, pointed
+        report = run(request.only(path)) if is_hostile else judged(path)
+        count += 1
+        if count == moment:
+            pointed = pointed | disturb()
+        return report
+
+    found = deletable(str(made.folder), keep, judge, partial(compared_with_before, request))
+    whole = [name for name in whole if name in made.whole()]  # as it is now
+    named = {name for name in tracked | pointed if (made.folder / name).exists()}
     for path in found.paths:
         shutil.rmtree(path)
     after, wrong = made.whole(), []
@@ -214,7 +306,7 @@ def retained(made: Run, keep: int) -> tuple[Retention, list[str]]:
     youngest = sorted(whole, key=lambda name: times[name], reverse=True)
     for why, names in {"newest by number": whole[:keep], "newest by time": youngest[:1]}.items():
         wrong += [f"{name} is gone, {why}" for name in names if name not in after]
-    for name in tracked | pointed:
+    for name in named:
         if not (made.folder / name).exists():
             wrong.append(f"{name} is gone, and something names it")
     return found, wrong
@@ -223,7 +315,7 @@ def retained(made: Run, keep: int) -> tuple[Retention, list[str]]:
 def _tracked(made: Run) -> set[str]:
     """The step that the tracker names, where it is there."""
     tracker = made.folder / (made.layout.tracker or "none")
-    text = tracker.read_text() if tracker.exists() else ""
+    text = tracker.read_text() if tracker.is_file() else ""
     name = made.layout.name.format(int(text)) if text else ""
     return {name} if name and (made.folder / name).exists() else set()
 

@@ -40,6 +40,16 @@ def test_enough_whole_steps_stay_whatever_a_run_went_through(tmp_path: Path, lay
     assert deleted
 
 
+@pytest.mark.parametrize("layout", simulated_runs.LAYOUTS)
+def test_nothing_whole_is_lost_where_somebody_changes_the_run(tmp_path: Path, layout: str) -> None:
+    for seed in range(examples(5, 40)):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        made = simulated_runs.simulated(folder, Random(f"{layout} {seed}"), simulated_runs.LAYOUTS[layout])
+        found, wrong = simulated_runs.retained(made, made.dice.randint(1, 3), is_hostile=True)
+        assert wrong == [], (seed, found.refused, found.rows())
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """Five whole steps, written one after the other."""
