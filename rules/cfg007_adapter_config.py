@@ -320,7 +320,7 @@ def _zeros(ckpt: Checkpoint, payload: PayloadTable, modules: Iterable[Factors]) 
     zeros = {one.fqn for one in factors if payload.zeros[one.chunks.record].sum() == one.volume}
     dead = [keys["B"] for keys in pairs if {keys["A"], keys["B"]} <= zeros]
     keys = dead or [keys["B"] for keys in pairs if keys["B"] in zeros]
-    step = max((claim.step for claim in ckpt.claims), default=0)
+    step = max([*(claim.step for claim in ckpt.claims), *(file.step or 0 for file in ckpt.step_files)], default=0)
     is_lone = 0 < _FEW * len(keys) <= len(pairs) - len(keys)
     if dead or is_lone or (keys and len(keys) == len(pairs) and step > 0):
         where = "so does factor A" if dead else "the others were trained" if is_lone else f"this is step {step:,}"

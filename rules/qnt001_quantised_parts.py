@@ -11,7 +11,7 @@ from ckptlint.analysis.quantised import Quantisation, QuantisedWeight, quantisat
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import braces, listed, plural, some
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
-from ckptlint.vocabulary.dtypes import INTEGERS
+from ckptlint.vocabulary.dtypes import FLOATS, INTEGERS
 from ckptlint.vocabulary.keys import NEVER_ZERO, parse, role
 from ckptlint.vocabulary.schemes import Part, Scheme, leaf_of, named
 
@@ -54,16 +54,22 @@ def quantised_parts(ckpt: Checkpoint) -> Iterator[Finding]:
 def _without_meaning(ckpt: Checkpoint, found: Quantisation) -> list[Tensor]:
     """Weights of layers that are stored in whole numbers, with nothing beside them that gives these a meaning."""
     known = {one.codes.fqn for one in found.weights}
-    weights = [tensor for tensor in ckpt.tensors.values() if _is_whole(tensor) and tensor.fqn not in known]
+    roles = {role(tensor.fqn) for tensor in ckpt.tensors.values() if tensor.dtype in FLOATS}
+    whole = (tensor for tensor in ckpt.tensors.values() if _is_whole(tensor, roles))
+    weights = [tensor for tensor in whole if tensor.fqn not in known]
     every = sorted({*ckpt.tensors, *(one.fqn for one in ckpt.byte_objects)}) if weights else []
     return [tensor for tensor in weights if not _has_others_beside(tensor.fqn.removesuffix(".weight"), every)]
 
 
-def _is_whole(tensor: Tensor) -> bool:
-    """Whether it is the weight of a layer, an embedding or a head in whole numbers."""
+def _is_whole(tensor: Tensor, roles: set[str]) -> bool:
+    """Whether it is the weight of a layer, an embedding or a head in whole numbers.
+
+    Args:
+        roles: of the floating tensors: what is one of them in another layer is a weight, whatever its name.
+    """
     key = parse(tensor.fqn)
     is_weight = tensor.dtype in INTEGERS and len(tensor.global_shape) > 1 and key.path.endswith(".weight")
-    return is_weight and key.function in (*NEVER_ZERO, "attn_out", "mlp_out")
+    return is_weight and (key.function in (*NEVER_ZERO, "attn_out", "mlp_out") or role(tensor.fqn) in roles)
 
 
 def _has_others_beside(module: str, every: list[str]) -> bool:
