@@ -180,7 +180,7 @@ def quantisers() -> Iterator[tuple[str, Any]]:
 
 def judged(folder: Path, model: Any, name: str) -> dict[str, Any]:
     """What is said against the folder of a model, with what transformers says; nothing if it is not flagged."""
-    report = ckptlint.check(folder)
+    report = ckptlint.check(folder, fail_on="error")
     told = [one for one in report.diagnostics if one.severity.label in ("warning", "error")
         and (name != "over shards" or "index.json is stale" not in one.title)]  # fmt: skip
     if not told and not report.exit_code:

@@ -79,7 +79,7 @@ def check(
             a list of one.
         ignore: the same, to leave out.
         severity: code or name -> `error`, `warning` or `info`.
-        fail_on: the lowest severity that makes `Report.exit_code` 1; `error` by default.
+        fail_on: the lowest severity that makes `Report.exit_code` 1; `warning` by default.
         all_steps: every step of a run folder, not only the newest.
         expect: what to compare with: a manifest, a safetensors file or index, a model folder, another checkpoint.
         expect_hashes: a list of sha256sum with what the files must hold, at depth `data`.
@@ -169,7 +169,7 @@ def latest(
         require: the parts that the step must hold (`model`, `optimizer`, ...); those of the step before it by default.
         before: only steps below this number.
         depth, select, ignore, fail_on, config: as `check` has them; they decide which steps pass, but an error stays
-            one, whatever `config` says.
+            one, whatever `config` says. Warnings fail no step unless `fail_on` says so.
 
     Raises:
         ConfigError: as `check`; there is no such part, or several runs lie there.

@@ -26,7 +26,7 @@ import ckptlint
 from ckptlint.__main__ import main
 from ckptlint.lint.registry import load_rules
 from ckptlint.lint.report import Report
-from ckptlint.rule import Finding, Rule
+from ckptlint.rule import Finding, Rule, Severity
 
 REPOSITORY = Path(__file__).parent.parent
 REAL = REPOSITORY / "fixtures" / "real"
@@ -120,7 +120,7 @@ def broken_rule(code: str) -> tuple[Rule, ...]:
     """The rules, one of them ending in an error of its own after its first finding."""
 
     def crash(_: Any) -> Iterator[Finding]:
-        yield Finding("half a finding")
+        yield Finding("half a finding", severity=Severity.INFO)
         raise RuntimeError("broken \x1b[31m rule")
 
     return tuple(replace(rule, check=crash) if rule.code == code else rule for rule in load_rules())

@@ -115,11 +115,10 @@ CHECK_OPTIONS = (
     CheckOption(
         "fail-on",
         "rules",
-        "Exit with 1 on findings of this severity or a higher one.",
-        default="error",
-        choices=("error", "warning", "info", "never"),
+        "Exit with 1 on findings of this severity or a higher one.  [default: warning; of latest: error]",
+        choices=("info", "warning", "error", "never"),
     ),
-    CheckOption("strict", "rules", "Short for --fail-on warning.", is_flag=True),
+    CheckOption("strict", "rules", "Short for --fail-on warning, the default of check.", is_flag=True),
     CheckOption(
         "exit-zero",
         "rules",

@@ -19,7 +19,7 @@ from ckptlint.rule import Finding, Location, Note, Rule, Severity
 from ckptlint.vocabulary.frameworks import number_of
 from ckptlint.vocabulary.keys import role
 
-FailOn = Literal["error", "warning", "info", "never"]
+FailOn = Literal["info", "warning", "error", "never"]
 _PROPER_NAMES = ("Megatron", "PyTorch", "DCP")
 
 Verdict = Literal["pass", "fail", "incomplete"]

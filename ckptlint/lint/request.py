@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ckptlint.dataclass import dataclass
 from ckptlint.depth import Depth
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 
 Purpose = Literal["report", "resume", "delete"]
 """What a verdict is for: to be read, or to choose the step to resume from or those to delete."""
+
+
+_FAILS: dict[Purpose, FailOn] = {"report": "warning", "resume": "error", "delete": "warning"}
+"""What fails a step where nobody says another: to resume from an older step costs days, to delete a good one more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +49,7 @@ class Request:
     paths: tuple[str, ...]
     rules: tuple[Rule, ...]
     depth: Depth = Depth.FILES
-    fail_on: FailOn = "error"
+    fail_on: FailOn = "warning"
     all_steps: bool = False
     expect: str | None = None
     reading: Reading | None = None
@@ -71,9 +75,9 @@ class Request:
         """
         paths = tuple(paths)
         given = {name: value for name, value in options.items() if value is not None and value != () and value != []}
-        fail_on = given.get("fail-on") or settings.fail_on
-        if purpose != "report" and fail_on == "never":
-            fail_on = "error"
+        fail_on: FailOn = given.get("fail-on") or settings.fail_on or _FAILS[purpose]
+        if purpose != "report":
+            fail_on = min(fail_on, _FAILS[purpose], key=get_args(FailOn).index)
         said = {**settings.options, **given}
         if purpose == "delete":
             said = {name: value for name, value in said.items() if name not in LOOSENING}

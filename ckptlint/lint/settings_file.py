@@ -52,8 +52,8 @@ class Settings:
     unread: tuple[str, ...] = ()
 
     @property
-    def fail_on(self) -> FailOn:
-        """The lowest severity that fails a run.
+    def fail_on(self) -> FailOn | None:
+        """The lowest severity that fails a run; None where it is not said.
 
         Raises:
             ConfigError: `strict` and `exit-zero` are both set.
@@ -62,7 +62,7 @@ class Settings:
             raise ConfigError(f"{self.file}: strict and exit-zero contradict each other")
         if self.options.get("strict"):
             return "warning"
-        level: FailOn = self.options.get("fail-on", "error")
+        level: FailOn | None = self.options.get("fail-on")
         return "never" if self.options.get("exit-zero") else level
 
 

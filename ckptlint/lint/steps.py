@@ -243,17 +243,19 @@ def verdict_of(report: Report) -> JudgedStep:
     odd = [lead for lead in leads if lead.severity == Severity.WARNING and not report.is_failing(lead)]
     outcome = replace(outcome, warnings=tuple(f"{lead.code} {lead.title}" for lead in odd))
     doubts = [p.message for ckpt in checkpoints if not ckpt.readable for p in ckpt.problems_of(*_DOUBTFUL)]
-    failing = [lead for lead in leads if report.is_failing(lead)]
+    failing = sorted(filter(report.is_failing, leads), key=lambda lead: -lead.severity)
+    is_wrong = bool(failing) and failing[0].severity == Severity.ERROR
     if doubts:
         return replace(outcome, verdict="not judged", why=doubts[0])
-    if failing:
+    unfinished = [lead.title for lead in leads if lead.code == "COM001" and lead.severity == Severity.WARNING]
+    if unfinished and not is_wrong:
+        return replace(outcome, verdict="unfinished", why=unfinished[0])
+    if failing and (is_wrong or not report.is_incomplete):
         lead = failing[0]
         more = f" (and {plural(len(failing) - 1, 'more finding')})" if len(failing) > 1 else ""
         return replace(
             outcome, verdict="fails", code=lead.code, why=f"{lead.severity.label} {lead.code} {lead.title}{more}"
         )
-    if unfinished := [lead.title for lead in odd if lead.code == "COM001"]:
-        return replace(outcome, verdict="unfinished", why=unfinished[0])
     if report.is_incomplete:
         reasons = [reason for part in report.checkpoints for reason in part.failed.values()]
         return replace(

@@ -91,9 +91,9 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 EXIT_CODES: list[tuple[int, list[list[str]]]] = [
-    (0, [[GOOD], [WARNING], [BAD, "--exit-zero"], [BAD, "--fail-on", "never"]]),
+    (0, [[GOOD], [WARNING, "--fail-on", "error"], [BAD, "--exit-zero"], [BAD, "--fail-on", "never"]]),
     (0, [["--help"], ["--version"], ["explain", "GEO004"], ["rules"]]),
-    (1, [[WARNING, "--strict"], [WARNING, "--fail-on", "warning"], [BAD], [UNSAFE], [UNREADABLE]]),
+    (1, [[WARNING], [WARNING, "--strict"], [WARNING, "--fail-on", "warning"], [BAD], [UNSAFE], [UNREADABLE]]),
     (1, [[GOOD, BAD], [NOTHING, BAD]]),
     (2, [[GOOD, "--no-such-option"], [GOOD, "--depth", "x"], [BAD, "--select", "NOPE"], ["explain", "NOPE"]]),
     (2, [[], ["check"]]),
@@ -350,7 +350,7 @@ def test_no_option_turns_a_safety_error_into_0(path: str, options: str) -> None:
 def test_other_rules_can_be_ignored_and_lowered() -> None:
     assert invoke(BAD, "--ignore", "GEO004,GEO005").exit_code == 0
     assert invoke(BAD, "--ignore", "coverage-hole").exit_code == 0
-    assert invoke(BAD, "--severity", "GEO004=warning").exit_code == 0
+    assert invoke(BAD, "--severity", "GEO004=info").exit_code == 0
     assert invoke(BAD, "--severity", "GEO004=warning", "--strict").exit_code == 1
     assert invoke(WARNING, "--severity", "GEO008=error").exit_code == 1
     assert invoke(BAD, "--select", "PAY").exit_code == 0
@@ -643,14 +643,15 @@ def test_a_dumb_terminal_gets_no_progress_bar(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("name", "value", "arguments", "code"),
     [
-        ("CKPTLINT_FAIL_ON", "warning", [WARNING], 1),
-        ("CKPTLINT_FAIL_ON", "warning", [WARNING, "--fail-on", "error"], 0),
-        ("CKPTLINT_STRICT", "1", [WARNING], 1),
+        ("CKPTLINT_FAIL_ON", "error", [WARNING], 0),
+        ("CKPTLINT_FAIL_ON", "error", [WARNING, "--fail-on", "warning"], 1),
+        ("CKPTLINT_FAIL_ON", "error", [WARNING, "--strict"], 1),
+        ("CKPTLINT_STRICT", "1", [WARNING, "--fail-on", "error"], 0),
         ("CKPTLINT_EXIT_ZERO", "1", [BAD], 0),
         ("CKPTLINT_IGNORE", "GEO004", [BAD], 0),
         ("CKPTLINT_IGNORE", "GEO004,GEO005", [BAD], 0),
         ("CKPTLINT_SELECT", "PAY", [BAD], 0),
-        ("CKPTLINT_SEVERITY", "GEO004=warning", [BAD], 0),
+        ("CKPTLINT_SEVERITY", "GEO004=info", [BAD], 0),
         ("CKPTLINT_DEPTH", "metadata", [str(REAL / "distcp_missing")], 0),
         ("CKPTLINT_DEPTH", "metadata", [str(REAL / "distcp_missing"), "--depth", "files"], 1),
         ("CKPTLINT_DEPTH", "nonsense", [GOOD], 2),

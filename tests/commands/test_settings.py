@@ -65,19 +65,20 @@ def in_force(*arguments: str, **options: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("name", "text"), [("ckptlint.toml", "strict = true\n"), ("pyproject.toml", "[tool.ckptlint]\nstrict = true\n")]
+    ("name", "text"),
+    [("ckptlint.toml", "fail-on = 'error'\n"), ("pyproject.toml", "[tool.ckptlint]\nfail-on = 'error'\n")],
 )
 def test_the_nearest_file_upward_counts(here: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str) -> None:
     (here / name).write_text(text)
     deep = here / "a" / "b"
     deep.mkdir(parents=True)
     monkeypatch.chdir(deep)
-    assert invoke(WARNING).exit_code == 1
+    assert invoke(WARNING).exit_code == 0
     assert in_force()["file"] == f"../../{name}"
     (here / "a" / "pyproject.toml").write_text("[tool.other]\n")  # says nothing of ckptlint: the search goes on
-    assert invoke(WARNING).exit_code == 1
-    (here / "a" / "ckptlint.toml").write_text("")
     assert invoke(WARNING).exit_code == 0
+    (here / "a" / "ckptlint.toml").write_text("")
+    assert invoke(WARNING).exit_code == 1
 
 
 def test_ckptlint_toml_comes_before_pyproject(here: Path) -> None:
@@ -87,12 +88,13 @@ def test_ckptlint_toml_comes_before_pyproject(here: Path) -> None:
 
 
 def test_config_and_isolated(here: Path, tmp_path: Path) -> None:
-    (here / "ckptlint.toml").write_text("strict = true\n")
+    (here / "ckptlint.toml").write_text("fail-on = 'error'\n")
     (tmp_path / "other.toml").write_text('depth = "metadata"\n')
-    assert invoke(WARNING, "--isolated").exit_code == 0
-    assert invoke(WARNING, "--config", tmp_path / "other.toml").exit_code == 0
-    assert invoke(WARNING, env={"CKPTLINT_CONFIG": str(tmp_path / "other.toml")}).exit_code == 0
-    assert invoke(WARNING, env={"CKPTLINT_ISOLATED": "1"}).exit_code == 0
+    assert invoke(WARNING).exit_code == 0
+    assert invoke(WARNING, "--isolated").exit_code == 1
+    assert invoke(WARNING, "--config", tmp_path / "other.toml").exit_code == 1
+    assert invoke(WARNING, env={"CKPTLINT_CONFIG": str(tmp_path / "other.toml")}).exit_code == 1
+    assert invoke(WARNING, env={"CKPTLINT_ISOLATED": "1"}).exit_code == 1
     assert invoke(WARNING, "--isolated", "--config", "ckptlint.toml").exit_code == 2
 
 
@@ -436,7 +438,6 @@ def test_config_as_text(here: Path) -> None:
     lines = [line.split() for line in invoke("config", "--strict").output.splitlines()]
     assert ["depth", '"headers"', "file"] in lines
     assert ["strict", "true", "option"] in lines
-    assert ["fail-on", '"error"', "default"] in lines
     assert ["rules.unreferenced-bytes.min-bytes", "9", "file"] in lines
     assert ["ignored:", "*.w", "GEO:", "because"] in lines
     assert lines[-1] == ["file:", "ckptlint.toml"]
@@ -505,7 +506,7 @@ def test_safety_is_not_ignored_by_all(here: Path) -> None:
 
 def test_an_unused_ignore_is_a_warning(here: Path) -> None:
     (here / "ckptlint.toml").write_text(IGNORE)
-    result = invoke(GOOD)
+    result = invoke(GOOD, "--fail-on", "error")
     assert result.exit_code == 0
     assert "warning[LNT001] unused-ignore: the ignore of GEO004, GEO005" in result.output
     assert "ckptlint.toml: per-key-ignores" in result.output

@@ -265,7 +265,7 @@ def disturbed(made: Run) -> Callable[[], set[str]]:
         elif way == "tracker" and made.layout.tracker:
             (made.folder / made.layout.tracker).write_text(re.sub(r"\D", "", victim.name))
         elif way == "delete":
-            shutil.rmtree(victim)
+            victim.unlink() if victim.is_symlink() else shutil.rmtree(victim)
             return set()
         return {victim.name} if way in ("link", "best") or made.layout.tracker else set()
 

@@ -65,9 +65,9 @@ def test_diagnostics() -> None:
 def test_arguments_do_what_the_options_do(tmp_path: Path) -> None:
     assert ckptlint.check(BAD, ignore=["GEO004", "GEO005"]).verdict == "pass"
     assert ckptlint.check(BAD, ignore=["GEO004,GEO005"]).verdict == "pass"
-    assert ckptlint.check(BAD, severity={"GEO004": "warning"}).verdict == "pass"
-    assert ckptlint.check(BAD, severity={"GEO004": "warning"}, fail_on="warning").verdict == "fail"
-    assert ckptlint.check(WARNING, fail_on="warning").exit_code == 1
+    assert ckptlint.check(BAD, severity={"GEO004": "warning"}, fail_on="error").verdict == "pass"
+    assert ckptlint.check(BAD, severity={"GEO004": "warning"}).verdict == "fail"
+    assert [ckptlint.check(WARNING, fail_on=level).exit_code for level in (None, "warning", "error")] == [1, 1, 0]
     assert ckptlint.check(GOOD, depth="metadata").depth == "metadata"
     assert ckptlint.check(GOOD, BAD).exit_code == 1
     assert ckptlint.check(GOOD, depth="headers", sample=50, seed=1).verdict == "pass"

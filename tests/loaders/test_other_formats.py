@@ -104,7 +104,7 @@ def test_torchscript_alone(name: str, tmp_path: Path) -> None:
 def test_torchscript_beside_a_model(name: str, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"\x40\0\0\0\0\0\0\0" + HEADER.ljust(64) + bytes(16))
     scripted().save(str(tmp_path / name))
-    report = ckptlint.check(tmp_path)
+    report = ckptlint.check(tmp_path, fail_on="error")
     assert found(report) == [
         ("SAF002", "warning", f"{name} is a TorchScript archive, whose code runs when it is loaded")
     ]

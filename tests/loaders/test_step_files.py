@@ -429,7 +429,7 @@ def test_files_beyond_the_bytes_that_are_read_make_the_verdict_incomplete(
     for number in range(40):
         (step / f"mine_{number:02}.pt").write_bytes(pickle.dumps({"number": number}))
     pickled(step / "zz.pt")
-    report = ckptlint.check(step)
+    report = ckptlint.check(step, fail_on="error")
     ((code, level, sentence),) = found(report)
     assert (code, level, report.exit_code) == ("SAF002", "warning", 4)
     # the files whose names are known count first
@@ -464,7 +464,8 @@ def test_what_cannot_be_opened_makes_the_verdict_incomplete(step: Path, name: st
         return
     (step / name).unlink(missing_ok=True)
     UNOPENED[what](step / name)
-    report = ckptlint.check(step)
+    assert ckptlint.check(step).exit_code == 1
+    report = ckptlint.check(step, fail_on="error")
     assert (report.exit_code, report.verdict) == (4, "incomplete")
     assert [(code, level) for code, level, _ in found(report)] == [("SAF002", "warning")]
     assert f"{name} is {what}" in run(step).stdout.replace("\n    ", " ")
@@ -496,7 +497,7 @@ def test_a_damaged_configuration_is_an_error_where_a_load_needs_it(step: Path, t
     torch.save({"w": torch.ones(3)}, exported / "pytorch_model.bin")
     for folder, level in ((step, "error"), (exported, "error"), (trained, "warning"), (adapter, "warning")):
         (folder / "config.json").write_bytes(DAMAGE[damage])
-        report = ckptlint.check(folder)
+        report = ckptlint.check(folder, fail_on="error")
         ((severity, sentence),) = [(how, text) for code, how, text in found(report) if code == "SAF002"]
         assert (severity, report.exit_code) == (level, int(level == "error"))
         assert sentence.startswith("config.json is damaged: it ")
@@ -581,7 +582,7 @@ def test_files_that_are_too_many_to_be_looked_at_are_named(step: Path, monkeypat
     for name, code in (("{}.log", 0), ("x{}", 4)):
         for number in range(20):
             (step / name.format(number)).write_text("step 1\n")
-        report = ckptlint.check(step)
+        report = ckptlint.check(step, fail_on="error")
         assert (len(found(report)), report.exit_code) == (1, code)
 
 

@@ -31,7 +31,7 @@ def test_what_grows_healthy_passes(
 ) -> None:
     monkeypatch.syspath_prepend(REPOSITORY / "bench")
     __import__("budget").KINDS[kind](tmp_path / "step-1", 84)
-    assert ckptlint.check(tmp_path / "step-1", depth="files").exit_code == 0
+    assert ckptlint.check(tmp_path / "step-1", depth="files", fail_on="error").exit_code == 0
 
 
 def test_holes_are_found_one_in_each_tensor(generate: ModuleType, tmp_path: Path) -> None:

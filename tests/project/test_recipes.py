@@ -306,7 +306,7 @@ def test_the_pre_commit_hook_checks_the_folder_of_a_changed_file(shell: Shell, t
 
     def commit(*files: Path) -> tuple[int, str]:
         names = " ".join(shlex.quote(str(file)) for file in files)
-        code, _, printed = shell(f"{hook['entry']} {shlex.join(use['args'])} {names}")
+        code, _, printed = shell(f"{hook['entry']} {shlex.join(use.get('args', []))} {names}")
         return code, printed
 
     assert commit(GOOD / ".metadata")[0] == 0
