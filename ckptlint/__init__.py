@@ -73,8 +73,8 @@ def check(
     ckptlint.errors.ConfigError: there is no rule 'GEO04', did you mean GEO004?
 
     Args:
-        depth: `metadata`; `files`, the default, to look at payload files too; `headers` to open their records; `data`
-            to read all of them.
+        depth: `metadata`; `files` to look at payload files too; `headers` to open their records; `data` to read all of
+            them; by default `data` where all of it is at most 512 MiB on a local disk, and `files` otherwise.
         select: codes, names or prefixes of the rules to run; all by default. Here and elsewhere one text stands for
             a list of one.
         ignore: the same, to leave out.

@@ -20,6 +20,7 @@ from support import REAL, REPOSITORY, examples
 
 from ckptlint import sandbox
 from ckptlint.formats.pickles import safe_pickle as unpickle
+from ckptlint.lint import request
 
 if sys.dont_write_bytecode:  # each process of a test would compile the package anew, in a quarter of a second
     sys.dont_write_bytecode = False
@@ -48,6 +49,7 @@ def run_reader_here(work: Callable[[], Any]) -> tuple[str, Any]:
 
 
 sandbox.in_children = False
+request.CHEAP_BYTES = 0  # tests say their depth: otherwise files
 
 
 @pytest.fixture(autouse=True)

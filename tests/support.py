@@ -171,7 +171,7 @@ def run(
     needs_one = own_process or options.keys() - {"cwd"} or any(name.startswith("PYTHON") for name in env or ())
     if not needs_one:
         return _run_here([*map(str, arguments)], environment, options.get("cwd", REPOSITORY))
-    environment = {"PYTHONIOENCODING": "utf-8"} | environment
+    environment = {"PYTHONIOENCODING": "utf-8", "CKPTLINT_DEPTH": "files"} | environment
     command = [sys.executable, "-m", "ckptlint", *map(str, arguments)]
     defaults: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 600, "cwd": REPOSITORY}
     return subprocess.run(command, env=environment, encoding="utf-8", check=False, **(defaults | options))

@@ -40,7 +40,7 @@ def live(path: str, every_node: bool, digest: bool, settle: float, **options: An
             options["seed"] = job.seed
         try:
             emit = emitter(options)
-            request = requested(options).only(path)
+            request = requested(options, "job").only(path)
             with progress(options["no_progress"] or job.rank > 0):
                 report = judge(request, job.source)
             emit(report)

@@ -82,7 +82,7 @@ def watch(
     be read, 3 no step is finished, 0 all pass.
     """
     emit = emitter(options, prints=not jsonl)
-    request = requested(options)
+    request = requested(options, "job")
     open_run = partial(run_at, run_dir)
     if not once:
         _wait_for(run_dir, interval)

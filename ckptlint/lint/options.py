@@ -90,9 +90,10 @@ CHECK_OPTIONS = (
     CheckOption(
         "depth",
         "read",
-        "How much to read: metadata; also names and sizes of payload files; also the header of each record; all bytes.",
-        default=Depth.FILES.value,
-        choices=tuple(depth.value for depth in Depth),  # click shows members of an enum by their names
+        "How much to read: metadata; also names and sizes of payload files; also the header of each record; all bytes. "
+        "auto: all bytes of up to 512 MiB on a local disk, else files; of other commands than check files.",
+        default="auto",
+        choices=("auto", *(depth.value for depth in Depth)),  # click shows members of an enum by their names
     ),
     CheckOption("sample", "read", "Read a random part of the records, at depths headers and data.", metavar="P%"),
     CheckOption("seed", "read", "Seed of --sample.  [default: random, and printed]", metavar="N", minimum=0),

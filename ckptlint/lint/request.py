@@ -20,11 +20,17 @@ if TYPE_CHECKING:
     from ckptlint.payload.reading import Reading
 
 
-Purpose = Literal["report", "resume", "delete"]
-"""What a verdict is for: to be read, or to choose the step to resume from or those to delete."""
+Purpose = Literal["report", "job", "resume", "delete"]
+"""What a verdict is for: to be read, also while a job runs, or to choose the step to resume from or those to delete."""
 
 
-_FAILS: dict[Purpose, FailOn] = {"report": "warning", "resume": "error", "delete": "warning"}
+AUTO = "auto"
+"""The depth that reads every byte where that is cheap, and looks at files otherwise."""
+
+CHEAP_BYTES = 512 * 1024**2
+"""What a reader takes about two seconds for, from a local disk."""
+
+_FAILS: dict[Purpose, FailOn] = {"report": "warning", "job": "warning", "resume": "error", "delete": "warning"}
 """What fails a step where nobody says another: to resume from an older step costs days, to delete a good one more."""
 
 
@@ -76,15 +82,19 @@ class Request:
         paths = tuple(paths)
         given = {name: value for name, value in options.items() if value is not None and value != () and value != []}
         fail_on: FailOn = given.get("fail-on") or settings.fail_on or _FAILS[purpose]
-        if purpose != "report":
+        chooses = purpose in ("resume", "delete")
+        if chooses:
             fail_on = min(fail_on, _FAILS[purpose], key=get_args(FailOn).index)
         said = {**settings.options, **given}
         if purpose == "delete":
             said = {name: value for name, value in said.items() if name not in LOOSENING}
             settings = replace(settings, ignores=(), rule_options={})
-        depth = said.get("depth", Depth.FILES)
-        if depth not in [*Depth]:
-            raise ConfigError(f"there is no depth {depth!r}: {', '.join(Depth)}")
+        depth = said.get("depth", AUTO)
+        if depth not in [AUTO, *Depth]:
+            raise ConfigError(f"there is no depth {depth!r}: {AUTO}, {', '.join(Depth)}")
+        if depth == AUTO:
+            is_cheap = purpose == "report" and "sample" not in said and _is_cheap(paths, said.get("all-steps", False))
+            depth = Depth.DATA if is_cheap else Depth.FILES
         depth = Depth(depth)
         if purpose == "delete" and not depth.looks_at_files:
             depth = Depth.FILES
@@ -98,7 +108,7 @@ class Request:
             severities=[_level(text) for text in said.get("severity", ())],
             depth=depth,
             has_reference="expect" in said,
-            only_raise=purpose != "report",
+            only_raise=chooses,
         )
         return cls(
             paths,
@@ -124,6 +134,12 @@ def _level(text: str) -> tuple[str, str]:
     if not equals:
         raise ConfigError(f"--severity takes RULE=LEVEL, not {text!r}")
     return rule, level
+
+
+def _is_cheap(paths: Iterable[str], all_steps: bool) -> bool:
+    from ckptlint.loaders.discover import holds_at_most
+
+    return CHEAP_BYTES > 0 and holds_at_most(paths, all_steps, CHEAP_BYTES)
 
 
 def _reading(depth: Depth, said: Mapping[str, Any]) -> Reading | None:

@@ -16,6 +16,7 @@ from ckptlint.loaders.run.folder import read_trackers, trackers
 from ckptlint.loaders.run.steps import Step, is_alike, run_at, runs_below, steps_of
 from ckptlint.model.shown import Shown
 from ckptlint.model.text import listed, plural, printable
+from ckptlint.rule import Severity
 from ckptlint.sandbox import isolated
 from ckptlint.storage.folder import Folder
 from ckptlint.storage.paths import shown
@@ -124,12 +125,13 @@ def deletable(path: str, keep: int, judge: Judge, compare: Judge) -> Retention:
     steps = steps_of(run)
     stamps = {step.name: _stamp(step) for step in steps}
     pointers = _pointers(run, steps)
-    contents: dict[str, _Contents] = {}
+    contents: dict[str, _Contents] = {}  # of steps without an error
 
     def judge_and_count(at: str) -> Report:
         report = judge(at)
-        made, last = _contents(report), next(reversed(contents.values()), None)
-        contents[at] = last if last == made else made  # most steps of a run hold the same
+        if all(item.severity < Severity.ERROR for item in report.diagnostics):
+            made, last = _contents(report), next(reversed(contents.values()), None)
+            contents[at] = last if last == made else made  # most steps of a run hold the same
         return report
 
     judged = [judge_step(step, f"{place.rstrip('/')}/{step.name}", judge_and_count) for step in steps]
@@ -223,10 +225,10 @@ def _beside_older(
     lost = [part for part in PARTS if part in parts and part not in own.parts]
     if lost:
         return replace(own, verdict="lacks parts", why=f"it has no {listed(lost, 'and no')}; an older step has them")
-    for _, other in passing:
-        same = contents[other.path] is contents[own.path]
-        if not same and (less := contents[own.path].lacks(contents[other.path])):
-            return replace(own, verdict="lacks parts", why=f"it lacks {less}; {other.name} has them")
+    here = contents[own.path]
+    for name, there in [(other.name, contents[other.path]) for _, other in older if other.path in contents]:
+        if there is not here and (less := here.lacks(there)):
+            return replace(own, verdict="lacks parts", why=f"it lacks {less}; {name} has them")
     return own
 
 

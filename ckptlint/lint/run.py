@@ -153,7 +153,7 @@ def run(request: Request, source: Opener | None = None) -> Report:
                     ckpt = replace(ckpt, reference=reference.part(found.folder.name), unseen=unseen)
                 parts.append(run_rules(ckpt, rules, depth))
                 newest = found.step[0] if found.of_run and found.step else ""
-                if newest and depth is Depth.FILES and not is_url(path) and len(ckpt.records) <= _FEW_RECORDS:
+                if newest and depth.looks_at_files and not is_url(path) and len(ckpt.records) <= _FEW_RECORDS:
                     steps.append((first, newest))
         except NothingToCheckError as error:
             not_found.append(str(error))

@@ -10,7 +10,7 @@ from pathlib import PurePath
 from typing import Literal
 
 from ckptlint.dataclass import dataclass
-from ckptlint.errors import AccessError, NothingToCheckError, UnknownLayoutError
+from ckptlint.errors import AccessError, CkptlintError, NothingToCheckError, UnknownLayoutError
 from ckptlint.loaders.layouts import Found, recognise
 from ckptlint.loaders.layouts.unsupported import unsupported
 from ckptlint.loaders.rank_files.megatron_keys import is_rank_folder, legacy_file
@@ -314,6 +314,34 @@ def _holds_state(head: bytes) -> bool:
 
 
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
+
+
+def holds_at_most(paths: Iterable[str], all_steps: bool, most: int) -> bool:
+    """Whether the checkpoints that these paths mean lie on a file system and hold no more than so many bytes.
+
+    False where they cannot be listed: the check says why.
+    """
+    left = most
+    try:
+        for path in paths:
+            for found in find(path, all_steps):
+                left -= _bytes_within(found.folder, left)
+                if left < 0 or not found.folder.is_near:
+                    return False
+    except CkptlintError:
+        return False
+    return left >= 0
+
+
+def _bytes_within(folder: Folder, most: int, levels: int = _DEPTH) -> int:
+    """The bytes of all files in a folder and below it; once there are more than `most`, those that were counted."""
+    total = int(folder.entries.size.sum()) + sum(entry.size for entry in folder.entries.others.values())
+    for name in folder.folders() if levels else ():
+        if total > most:
+            break
+        if not folder.outside(name):
+            total += _bytes_within(folder.sub(name), most - total, levels - 1)
+    return total
 
 
 def find(path: str, all_steps: bool = False) -> list[Found]:

@@ -14,10 +14,11 @@ from ckptlint.lint.report import Cause, CheckpointReport, Diagnostic, FindingGro
 from ckptlint.lint.steps import JudgedStep, newest_passing, steps_in
 from ckptlint.model import Checkpoint, RecordState, StepFile
 from ckptlint.model.layout import Box
-from ckptlint.model.text import braces, human_bytes, plural, ranges, shape_text, some
+from ckptlint.model.text import braces, human_bytes, human_duration, plural, ranges, shape_text, some
 from ckptlint.reporters.style import Style, cut, cut_names, inert
 from ckptlint.rule import Finding, Note, Severity
 
+_BYTES_A_SECOND = 250 * 1024**2  # of a local disk, read and summed: docs/benchmarks.md
 _MORE_LIMIT = 12
 _UNKNOWN_LIMIT = 6
 _REASONS_LIMIT = 175  # characters
@@ -440,7 +441,9 @@ def left_unread(report: Report) -> str:
         f"--depth {depth} adds {plural(count, 'rule')}" if not place else f"--depth {depth} {count:,}"
         for place, (depth, count) in enumerate(deeper)
     )
-    return f"Tensor bytes were not read{files}" + (f": {more}." if more else ".")
+    seconds = sum(part.checkpoint.total_bytes for part in report.checkpoints) / _BYTES_A_SECOND
+    takes = f", and takes about {human_duration(seconds)}" if more and seconds >= 2 else ""
+    return f"Tensor bytes were not read{files}" + (f": {more}{takes}." if more else ".")
 
 
 def _unsummed(report: Report) -> str:

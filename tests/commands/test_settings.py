@@ -402,7 +402,7 @@ def test_every_long_option_is_a_setting_and_in_the_table() -> None:
     assert names <= set(in_force()["settings"])
     taken = {name.removeprefix("--") for option in cli.command("check").params for name in option.opts if "--" in name}
     assert taken == {option.name for option in CHECK_OPTIONS}
-    assert {option.name: option.choices for option in CHECK_OPTIONS}["depth"] == tuple(Depth)
+    assert {option.name: option.choices for option in CHECK_OPTIONS}["depth"] == ("auto", *Depth)
 
 
 @pytest.mark.parametrize("option", [option for option in CHECK_OPTIONS if option.choices or option.minimum is not None])

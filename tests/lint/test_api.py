@@ -14,6 +14,7 @@ from support import REAL, broken_rule, codes, run_python
 
 import ckptlint
 from ckptlint.commands import main as cli
+from ckptlint.lint.request import Request
 from ckptlint.model import Checkpoint
 from ckptlint.reporters import REPORTERS
 from ckptlint.reporters.style import Style
@@ -217,3 +218,23 @@ def test_a_bare_text_is_a_list_of_one() -> None:
     with pytest.raises(ckptlint.ConfigError, match="nothing"):
         ckptlint.plan(REAL / "megatron_tp2_pp2", "tp=1", give_up="nothing")
     assert len(ckptlint.diff(GOOD, GOOD, values=True, select="model.norm.weight").matches) == 1
+
+
+def test_the_default_depth_reads_what_is_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All bytes of a small checkpoint; of a larger one the files; a step to resume from or to delete as ever."""
+    run = REAL / "frameworks" / "trackers" / "older"
+    small = sum(path.stat().st_size for path in GOOD.iterdir())
+    for limit, depth in ((small, "data"), (small - 1, "files")):
+        monkeypatch.setattr("ckptlint.lint.request.CHEAP_BYTES", limit)
+        assert ckptlint.check(GOOD).depth == depth
+    monkeypatch.setattr("ckptlint.lint.request.CHEAP_BYTES", 2 * small - 1)
+    assert ckptlint.check(GOOD, GOOD).depth == "files"
+    monkeypatch.setattr("ckptlint.lint.request.CHEAP_BYTES", 1 << 40)
+    assert ckptlint.check(GOOD, depth="metadata").depth == "metadata"
+    assert ckptlint.check("/nowhere/at/all").depth == "files"
+    seen: list[Request] = []
+    real = Request.of.__func__  # type: ignore[attr-defined]
+    monkeypatch.setattr(Request, "of", classmethod(lambda cls, *args: seen.append(real(cls, *args)) or seen[-1]))
+    ckptlint.latest(run)
+    ckptlint.deletable(run, 1)
+    assert [(request.depth, request.fail_on) for request in seen] == [("files", "error"), ("files", "warning")]

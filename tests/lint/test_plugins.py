@@ -91,7 +91,7 @@ def test_the_cases_of_the_template_pass(installed: Path) -> None:
 
 
 def test_an_installed_plugin_reaches_the_python_api(installed: Path, wide: Path) -> None:
-    program = "import sys, ckptlint; print(*[item.code for item in ckptlint.check(sys.argv[1]).diagnostics])"
+    program = "import sys, ckptlint; print(*[i.code for i in ckptlint.check(sys.argv[1], depth='files').diagnostics])"
     assert run_python(program, wide, env=os.environ | {"PYTHONPATH": str(installed)}).stdout == "ACM001\n"
 
 
