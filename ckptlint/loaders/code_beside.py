@@ -4,42 +4,72 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
+from ckptlint.errors import CkptlintError, UnreadableError
 from ckptlint.model import Problem
-from ckptlint.model.text import listed, printable
+from ckptlint.model.text import listed, plural, some
+from ckptlint.sandbox import isolated
 from ckptlint.storage.folder import Folder
 
-_LIMIT = 2**20  # bytes of a file that are looked at
-_MOST = 64  # files
+_LIMIT = 2**20  # bytes of a JSON file or a template
+_ALL_LIMIT = 2**26  # bytes of all files together
+_LEAST = {True: 2**16, False: 2**20}  # as which the smallest file counts, near and over a network
 _LOOKED_AT = re.compile(r".*config\.json|chat_template\.json|.*\.(jinja2?|ya?ml)")
+_YAML = (".yaml", ".yml")
 _TEMPLATE = re.compile(r"__\w+__")  # what a template needs to leave its sandbox, and no healthy one has
+_TAG = "tag:yaml.org,2002:python/"
+_SPELLS_TAG = re.compile(r"python/|%TAG|%[0-9a-fA-F]{2}")  # no text spells that tag without one of these
 
 
-def code_beside(folder: Folder) -> list[Problem]:
-    """A note of the modules, settings and templates through which loading the folder may run code that it brings.
+def code_beside(files: Sequence[tuple[Folder, str, str]]) -> list[Problem]:
+    """Notes of the modules, settings and templates through which loading may run code, and of those not read.
+
+    Args:
+        files: the folder, the name there and the printable path from the checkpoint of each file of a step.
 
     Source:
         transformers 5.23, dynamic_module_utils.py (`auto_map`, with `trust_remote_code`); PyYAML 6, `!!python/` tags of
         `yaml.unsafe_load`
     """
-    names = [name for name in folder.files_beside() if _LOOKED_AT.fullmatch(name)][:_MOST]
-    heads = zip(names, folder.heads(names, _LIMIT), strict=True)
-    found = {printable(name): what for name, data in heads if data is not None and (what := _brought(name, data))}
-    if not found:
-        return []
-    modules = [printable(name) for name in folder.files_beside() if name.endswith(".py")]
-    sentence = f"this folder brings code: {listed([*(f'{name} ({what})' for name, what in found.items()), *modules])}"
-    why = "it runs where the model is loaded with trust_remote_code, yaml.unsafe_load or an open template"
-    return [Problem("note", next(iter(found)), sentence, why=why)]
+    settings = [item for item in files if _LOOKED_AT.fullmatch(item[1])]
+    settings.sort(key=lambda item: item[0].size(item[1]))
+    brought, unread, spent = dict[str, str](), list[str](), 0
+    for folder, name, label in settings:
+        spent += max(folder.size(name), _LEAST[folder.is_near])
+        try:
+            limit = _ALL_LIMIT if name.endswith(_YAML) else _LIMIT
+            if what := _brought(name, folder.read(name, limit if spent <= _ALL_LIMIT else 0)):
+                brought[label] = what
+        except CkptlintError:
+            unread.append(label)
+    problems = []
+    if brought:
+        modules = [label for _, name, label in files if name.endswith(".py") and "/" not in label]
+        files_with_code = [f"{label} ({what})" for label, what in brought.items()]
+        sentence = f"this folder brings code: {listed([*files_with_code, *modules])}"
+        why = "it runs where the model is loaded with trust_remote_code, yaml.unsafe_load or an open template"
+        problems.append(Problem("note", next(iter(brought)), sentence, why=why))
+    if unread:
+        sentence = f"{plural(len(unread), 'file')} of settings could not be searched for code: {some(unread)}"
+        problems.append(Problem("note", unread[0], sentence, why="too large, too many or damaged"))
+    return problems
 
 
 def _brought(name: str, data: bytes) -> str:
-    """What in a file names code, "" for nothing."""
+    """What in a file names code, "" for nothing.
+
+    Raises:
+        UnreadableError: a YAML does not decode, or that takes too long.
+    """
+    if name.endswith(_YAML):
+        text = data.decode("utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8", "replace")
+        is_spelled = "!" in text and _SPELLS_TAG.search(text)
+        return isolated(partial(_python_tag, data), len(data)) if is_spelled else ""
     if not name.endswith(".json"):
-        is_yaml = name.endswith(("yaml", "yml"))
-        text = data.decode("utf-8", "replace")
-        return ("a tag !!python/" if "!!python/" in text else "") if is_yaml else _names(text)
+        return _names(data.decode("utf-8", "replace"))
     try:
         document: Any = json.loads(data)
     except (ValueError, RecursionError):
@@ -47,6 +77,21 @@ def _brought(name: str, data: bytes) -> str:
     if not isinstance(document, dict):
         return ""
     return "auto_map" if document.get("auto_map") else _names(json.dumps(document.get("chat_template", "")))
+
+
+def _python_tag(data: bytes) -> str:
+    """Whether a YAML has a tag that makes an object of Python, in words; events construct nothing.
+
+    Raises:
+        UnreadableError: PyYAML cannot read it, so what other readers see there is open.
+    """
+    import yaml
+
+    try:
+        tags = (getattr(event, "tag", None) or "" for event in yaml.parse(data, yaml.SafeLoader))
+        return "a tag !!python/" if any(tag.startswith(_TAG) for tag in tags) else ""
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise UnreadableError(f"is no YAML ({type(error).__name__})") from None
 
 
 def _names(template: str) -> str:

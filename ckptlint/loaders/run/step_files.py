@@ -123,12 +123,14 @@ class _Survey:
     """What is beside the tensors of a step, apart from what the loaders took.
 
     Attributes:
+        listed: all files, whatever is in them.
         files: those of the step, and those below folders that start as pickles do.
         opened: which of them to read here, those of known names first, for which the bytes always last.
         shut: which of them cannot be opened.
         late: what was not looked at: files, and folders below those whose files are not reported one by one.
     """
 
+    listed: list[_File]
     files: list[_File]
     opened: list[_File]
     shut: list[_File]
@@ -162,7 +164,7 @@ def with_step_files(whole: Found, ckpt: Checkpoint) -> Checkpoint:
         problems.append(_left_out(unread))
     if survey.late:
         problems.append(_not_looked_at(survey.late))
-    problems += code_beside(whole.folder)
+    problems += code_beside([(item.folder, item.name, item.label) for item in survey.listed])
     world = next((size for place in whole.accounts_for if (size := stated_world(place)) is not None), None)
     topology = {**ckpt.topology, "world": world} if world is not None else ckpt.topology
     return replace(ckpt, step_files=(*ckpt.step_files, *files), problems=problems, topology=topology)
@@ -204,7 +206,8 @@ def _survey(whole: Found, ckpt: Checkpoint) -> _Survey:
     shut = {item: None for item in wanted if item.what or item.folder.look_at(item.name)[0] not in READABLE}
     opened = [item for item in wanted if (item.content or not item.is_read) and item not in shut]
     opened.sort(key=lambda item: item.family is None or item.content is not None)
-    return _Survey(files, opened, [*shut], late + [item for item in below if item.label.endswith("/")])
+    in_all = [item for item in found if not (item.what or item.label.endswith("/"))]
+    return _Survey(in_all, files, opened, [*shut], late + [item for item in below if item.label.endswith("/")])
 
 
 def _files_of(whole: Found) -> Iterator[_File]:
@@ -264,7 +267,7 @@ def _below(found: list[_File], whole: Found) -> Iterator[_File]:
             if listed == _FOLDERS[folder.is_near]:
                 raise AccessError
             listed += 1
-            names, inner = folder.files_beside(), folder.folders()
+            names, inner = folder.files(), folder.folders()
         except AccessError:
             yield replace(item, is_below=True)
             continue
