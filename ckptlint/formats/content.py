@@ -58,9 +58,7 @@ def file_content(head: bytes) -> FileContent | None:
     if head.startswith(_ARRAY):
         return "array"
     if not (_FIRST.match(head) and _is_decoded(head)):
-        if is_tar(head):
-            return "tar"
-        return "packed" if _unpacker(head) is not None else None
+        return "tar" if is_tar(head) else "packed" if _unpacker(head) is not None else None
     return "pickle" if head[0] == 0x80 and head[1:2] > b"\1" else "perhaps pickle"  # no pickler writes PROTO 0 or 1
 
 
@@ -206,22 +204,20 @@ def _object_pickle(file: BinaryIO, limit: int) -> bytes:
 
 
 def _has_objects(file: BinaryIO) -> bool:
-    """Whether an array is one of objects by what follows its first bytes: its version and its header.
+    """Whether an array is one of objects, by its version and its header.
 
     Raises:
         UnreadableError: numpy cannot read the header, or it has more than `_HEADER` bytes.
 
     Source:
-        numpy.lib.format.read_array_header_1_0 and _2_0, which evaluate literals alone and have a second way for what
-        Python 2 wrote; 3.0 differs from 2.0 in the encoding, which the names of fields alone may need
+        numpy.lib.format, which evaluates literals alone and reads what Python 2 wrote in a second way; version 3.0
+        differs from 2.0 in the encoding of the names of fields
     """
-    import numpy as np
+    from numpy.lib.format import read_array_header_1_0, read_array_header_2_0
 
     try:
-        version = file.read(2)[0]
-        form, read_header = "<I", np.lib.format.read_array_header_2_0
-        if version == 1:
-            form, read_header = "<H", np.lib.format.read_array_header_1_0
+        is_first = file.read(2)[0] == 1
+        form, read_header = ("<H", read_array_header_1_0) if is_first else ("<I", read_array_header_2_0)
         size = file.read(struct.calcsize(form))
         header = BytesIO(size + file.read(min(*struct.unpack(form, size), _HEADER)))
         with warnings.catch_warnings(action="ignore"):
@@ -256,13 +252,10 @@ def _object_pickles(file: BinaryIO, limit: int) -> Iterator[bytes]:
 
 
 def _has_storages(file: BinaryIO) -> bool:
-    """Whether a tar file has the member that torch.load unpickles first.
+    """Whether a tar file has the member that torch.load unpickles first (torch.serialization._legacy_load, torch 2.13).
 
     Raises:
         LimitError: it has too many members.
-
-    Source:
-        torch.serialization._legacy_load (torch 2.13), legacy_load
     """
     import tarfile
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,6 @@ _LEAST = {True: 2**16, False: 2**20}  # as which the smallest file counts, near 
 _LOOKED_AT = re.compile(r".*config\.json|chat_template\.json|.*\.(jinja2?|ya?ml)")
 _YAML = (".yaml", ".yml")
 _TEMPLATE = re.compile(r"__\w+__")  # what a template needs to leave its sandbox, and no healthy one has
-_TAG = "tag:yaml.org,2002:python/"
 _SPELLS_TAG = re.compile(r"python/|%TAG|%[0-9a-fA-F]{2}")  # no text spells that tag without one of these
 
 
@@ -34,22 +34,21 @@ def code_beside(files: Sequence[tuple[Folder, str, str]]) -> list[Problem]:
         transformers 5.23, dynamic_module_utils.py (`auto_map`, with `trust_remote_code`); PyYAML 6, `!!python/` tags of
         `yaml.unsafe_load`
     """
-    settings = [item for item in files if _LOOKED_AT.fullmatch(item[1])]
-    settings.sort(key=lambda item: item[0].size(item[1]))
+    settings = [item for item in files if _LOOKED_AT.fullmatch(item[1]) and item[0].has(item[1])]
     brought, unread, spent = dict[str, str](), list[str](), 0
-    for folder, name, label in settings:
+    for folder, name, label in sorted(settings, key=lambda item: item[0].size(item[1])):  # the large ones last
         spent += max(folder.size(name), _LEAST[folder.is_near])
+        limit = 0 if spent > _ALL_LIMIT else _ALL_LIMIT if name.endswith(_YAML) else _LIMIT
         try:
-            limit = _ALL_LIMIT if name.endswith(_YAML) else _LIMIT
-            if what := _brought(name, folder.read(name, limit if spent <= _ALL_LIMIT else 0)):
+            if what := _brought(name, folder.read(name, limit)):
                 brought[label] = what
         except CkptlintError:
             unread.append(label)
     problems = []
     if brought:
-        modules = [label for _, name, label in files if name.endswith(".py") and "/" not in label]
-        files_with_code = [f"{label} ({what})" for label, what in brought.items()]
-        sentence = f"this folder brings code: {listed([*files_with_code, *modules])}"
+        modules = [label for _, _, label in files if label.endswith(".py") and "/" not in label]
+        settings_with_code = [f"{label} ({what})" for label, what in brought.items()]
+        sentence = f"this folder brings code: {listed(settings_with_code + modules)}"
         why = "it runs where the model is loaded with trust_remote_code, yaml.unsafe_load or an open template"
         problems.append(Problem("note", next(iter(brought)), sentence, why=why))
     if unread:
@@ -59,37 +58,28 @@ def code_beside(files: Sequence[tuple[Folder, str, str]]) -> list[Problem]:
 
 
 def _brought(name: str, data: bytes) -> str:
-    """What in a file names code, "" for nothing.
-
-    Raises:
-        UnreadableError: a YAML does not decode, or that takes too long.
-    """
+    """What in a file names code, "" for nothing; UnreadableError for a YAML that cannot be read, or not in time."""
     if name.endswith(_YAML):
         text = data.decode("utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8", "replace")
         is_spelled = "!" in text and _SPELLS_TAG.search(text)
         return isolated(partial(_python_tag, data), len(data)) if is_spelled else ""
     if not name.endswith(".json"):
         return _names(data.decode("utf-8", "replace"))
-    try:
-        document: Any = json.loads(data)
-    except (ValueError, RecursionError):
-        return ""
+    document: Any = None
+    with suppress(ValueError, RecursionError):
+        document = json.loads(data)
     if not isinstance(document, dict):
         return ""
     return "auto_map" if document.get("auto_map") else _names(json.dumps(document.get("chat_template", "")))
 
 
 def _python_tag(data: bytes) -> str:
-    """Whether a YAML has a tag that makes an object of Python, in words; events construct nothing.
-
-    Raises:
-        UnreadableError: PyYAML cannot read it, so what other readers see there is open.
-    """
+    """What `_brought` returns for a YAML, whose events construct nothing; UnreadableError where PyYAML reads none."""
     import yaml
 
     try:
         tags = (getattr(event, "tag", None) or "" for event in yaml.parse(data, yaml.SafeLoader))
-        return "a tag !!python/" if any(tag.startswith(_TAG) for tag in tags) else ""
+        return "a tag !!python/" if any(tag.startswith("tag:yaml.org,2002:python/") for tag in tags) else ""
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UnreadableError(f"is no YAML ({type(error).__name__})") from None
 

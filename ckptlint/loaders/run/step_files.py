@@ -123,7 +123,7 @@ class _Survey:
     """What is beside the tensors of a step, apart from what the loaders took.
 
     Attributes:
-        listed: all files, whatever is in them.
+        listed: all files and folders.
         files: those of the step, and those below folders that start as pickles do.
         opened: which of them to read here, those of known names first, for which the bytes always last.
         shut: which of them cannot be opened.
@@ -206,8 +206,7 @@ def _survey(whole: Found, ckpt: Checkpoint) -> _Survey:
     shut = {item: None for item in wanted if item.what or item.folder.look_at(item.name)[0] not in READABLE}
     opened = [item for item in wanted if (item.content or not item.is_read) and item not in shut]
     opened.sort(key=lambda item: item.family is None or item.content is not None)
-    in_all = [item for item in found if not (item.what or item.label.endswith("/"))]
-    return _Survey(in_all, files, opened, [*shut], late + [item for item in below if item.label.endswith("/")])
+    return _Survey(found, files, opened, [*shut], late + [item for item in below if item.label.endswith("/")])
 
 
 def _files_of(whole: Found) -> Iterator[_File]:
@@ -295,13 +294,10 @@ def _with_content(found: list[_File]) -> tuple[list[_File], list[_File]]:
                 late.append(item)
             else:
                 content = file_content(head) or ("archive" if item.name.endswith(".npz") else None)
-                is_payload = item.name.endswith(_PAYLOAD) and content in (
-                    "archive",
-                    "tar",
-                )  # of a save, or what was one
-                contents[item] = None if is_payload else content
-                is_hollow = content is None and (_says_pickle(item) or not head.strip(b"\0"))
-                hollow |= {item} if is_hollow and item.is_below and may_be_pickle(item.name) else set()
+                is_record = item.name.endswith(_PAYLOAD) and content in ("archive", "tar")  # of another save
+                contents[item] = None if is_record else content
+                if content is None and item.is_below and may_be_pickle(item.name):
+                    hollow |= {item} if _says_pickle(item) or not head.strip(b"\0") else set()
     looked = (
         replace(item, content=contents.get(item), is_below=item.is_below and item not in hollow) for item in found
     )
@@ -408,9 +404,8 @@ def _read(item: _File) -> _Read:
 
 def _says_pickle(item: _File) -> bool:
     """Whether a file is called as pickles are; one whose ending is that of any data too must be packed besides."""
-    if item.name.lower().endswith(".bin") and not is_packed(item.folder.read_range(item.name, 0, HEAD)):
-        return False
-    return may_be_pickle(item.name)
+    is_any = item.name.lower().endswith(".bin")
+    return may_be_pickle(item.name) and not (is_any and not is_packed(item.folder.read_range(item.name, 0, HEAD)))
 
 
 class _NotToItsEndError(UnreadableError):
