@@ -188,12 +188,17 @@ def folders_beside(step: Folder) -> list[Folder]:
 def _survey(whole: Found, ckpt: Checkpoint) -> _Survey:
     """What is beside the tensors of a checkpoint."""
     # what the loaders read, beside safetensors too; `_listed` leaves out plain payload of the folder itself
-    taken = {name for name in ckpt.files.names if not is_plain(name)} | {METADATA}
+    pairs = zip(ckpt.files.names, ckpt.files.referenced.tolist(), strict=True)
+    unclaimed = [name for name, is_claimed in pairs if not is_claimed and name.endswith(_PAYLOAD)]
+    taken = {name for name in ckpt.files.names if not is_plain(name)}.difference(unclaimed) | {METADATA}
     taken |= {ckpt.index.file} if ckpt.index else set()
     taken |= {f"{name.rpartition('/')[0]}/" for name in taken if "/" in name}
     is_dcp = not (ckpt.is_safetensors or ckpt.storages is not None)
     read = {*_READ_ELSEWHERE, *(["train_state.pt"] if is_dcp else []), *([ckpt.config.file] if ckpt.config else [])}
-    listed = [*_files_of(whole), *_unclaimed(whole.folder, ckpt)]
+    listed = [*_files_of(whole)]
+    # that nobody refers to plain payload is for its rules to report
+    plain = [name for name in unclaimed if is_plain(name) and whole.folder.has(name)]
+    listed += [_File(whole.folder, name, name, None, whole.folder.size(name), is_below=True) for name in plain]
     below = [*_below(listed, whole)]
     found = [
         replace(item, is_read=item.label in read and not item.what)
@@ -244,13 +249,6 @@ def _listed(folder: Folder, prefix: str, names: Collection[str]) -> Iterator[_Fi
         yield _File(folder, name, printable(prefix + name), family_of(name), folder.entries[name].size)
     for name, what in folder.entries.strange.items():
         yield _File(folder, name, printable(prefix + name), family_of(name), what=what)
-
-
-def _unclaimed(folder: Folder, ckpt: Checkpoint) -> Iterator[_File]:
-    """The payload files that no metadata refers to; not reported one by one, as rules of payload do that."""
-    for name, is_claimed in zip(ckpt.files.names, ckpt.files.referenced.tolist(), strict=True):
-        if not is_claimed and is_plain(name) and folder.has(name):
-            yield _File(folder, name, name, None, folder.size(name), is_below=True)
 
 
 def _below(found: list[_File], whole: Found) -> Iterator[_File]:
