@@ -17,6 +17,7 @@ from io import BytesIO
 from typing import Any, BinaryIO, Literal
 
 from ckptlint.errors import LimitError, UnreadableError
+from ckptlint.formats.pickles.joblib_arrays import MARK
 from ckptlint.formats.pickles.safe_pickle import asks_for_names
 from ckptlint.formats.torch_legacy import is_tar
 
@@ -68,11 +69,11 @@ def is_packed(head: bytes) -> bool:
 
 
 def _is_decoded(head: bytes) -> bool:
-    """Whether the bytes are opcodes of a pickle as far as they go; what Python refuses else, C may take."""
+    """Whether bytes are opcodes of a pickle, up to their end or arrays of joblib; what Python refuses else, C may take."""
     try:
         return all(opcode.name != "PROTO" or value in range(6) for opcode, value, _ in pickletools.genops(head))
     except ValueError as error:
-        return not str(error).endswith(" unknown")
+        return MARK in head or not str(error).endswith(" unknown")
 
 
 def is_pickled(start: bytes, size: int) -> bool:
@@ -163,7 +164,8 @@ def _unpacked(data: bytes, limit: int) -> bytes:
                 return bytes(found)
             if unpacker.eof:
                 break
-        data = unpacker.unused_data + data[start + _PIECE :] if unpacker.eof else b""
+        # Python's gzip goes on behind zeros
+        data = (unpacker.unused_data + data[start + _PIECE :]).lstrip(b"\0") if unpacker.eof else b""
     return bytes(found)
 
 
