@@ -69,7 +69,7 @@ def is_packed(head: bytes) -> bool:
 
 
 def _is_decoded(head: bytes) -> bool:
-    """Whether bytes are opcodes of a pickle, up to their end or arrays of joblib; what Python refuses else, C may take."""
+    """Whether bytes are opcodes of a pickle, to their end or joblib's arrays; what Python refuses else, C may take."""
     try:
         return all(opcode.name != "PROTO" or value in range(6) for opcode, value, _ in pickletools.genops(head))
     except ValueError as error:

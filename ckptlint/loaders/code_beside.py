@@ -9,17 +9,15 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from ckptlint.errors import CkptlintError, UnreadableError
+from ckptlint.errors import CkptlintError, LimitError
 from ckptlint.model import Problem
 from ckptlint.model.text import listed, plural, some
 from ckptlint.sandbox import isolated
 from ckptlint.storage.folder import Folder
 
-_LIMIT = 2**20  # bytes of a JSON file or a template
-_ALL_LIMIT = 2**26  # bytes of all files together
+_LIMIT = 2**26  # bytes of all files together
 _LEAST = {True: 2**16, False: 2**20}  # as which the smallest file counts, near and over a network
 _LOOKED_AT = re.compile(r".*config\.json|chat_template\.json|.*\.(jinja2?|ya?ml)")
-_YAML = (".yaml", ".yml")
 _TEMPLATE = re.compile(r"__\w+__")  # what a template needs to leave its sandbox, and no healthy one has
 _SPELLS_TAG = re.compile(r"python/|%TAG|%[0-9a-fA-F]{2}")  # no text spells that tag without one of these
 
@@ -35,15 +33,11 @@ def code_beside(files: Sequence[tuple[Folder, str, str]]) -> list[Problem]:
         `yaml.unsafe_load`
     """
     settings = [item for item in files if _LOOKED_AT.fullmatch(item[1]) and item[0].has(item[1])]
-    brought, unread, spent = dict[str, str](), list[str](), 0
-    for folder, name, label in sorted(settings, key=lambda item: item[0].size(item[1])):  # the large ones last
-        spent += max(folder.size(name), _LEAST[folder.is_near])
-        limit = 0 if spent > _ALL_LIMIT else _ALL_LIMIT if name.endswith(_YAML) else _LIMIT
-        try:
-            if what := _brought(name, folder.read(name, limit)):
-                brought[label] = what
-        except CkptlintError:
-            unread.append(label)
+    try:
+        size = min(sum(folder.size(name) for folder, name, _ in settings), _LIMIT)
+        brought, unread = isolated(partial(_searched, settings), size) if settings else ({}, [])
+    except LimitError:
+        brought, unread = {}, [label for _, _, label in settings]
     problems = []
     if brought:
         modules = [label for _, _, label in files if label.endswith(".py") and "/" not in label]
@@ -53,16 +47,34 @@ def code_beside(files: Sequence[tuple[Folder, str, str]]) -> list[Problem]:
         problems.append(Problem("note", next(iter(brought)), sentence, why=why))
     if unread:
         sentence = f"{plural(len(unread), 'file')} of settings could not be searched for code: {some(unread)}"
-        problems.append(Problem("note", unread[0], sentence, why="too large, too many or damaged"))
+        problems.append(Problem("note", unread[0], sentence))
     return problems
 
 
+def _searched(settings: Sequence[tuple[Folder, str, str]]) -> tuple[dict[str, str], list[str]]:
+    """Path -> what names code there; and the paths of the files that are not read, the large ones first of all."""
+    import yaml
+
+    brought, unread, spent = dict[str, str](), list[str](), 0
+    for folder, name, label in sorted(settings, key=lambda item: item[0].size(item[1])):
+        spent += max(folder.size(name), _LEAST[folder.is_near])
+        try:
+            if what := _brought(name, folder.read(name, _LIMIT if spent <= _LIMIT else 0)):
+                brought[label] = what
+        except (CkptlintError, yaml.YAMLError, ValueError):
+            unread.append(label)
+    return brought, unread
+
+
 def _brought(name: str, data: bytes) -> str:
-    """What in a file names code, "" for nothing; UnreadableError for a YAML that cannot be read, or not in time."""
-    if name.endswith(_YAML):
+    """What in a file names code, "" for nothing; errors of `yaml` for what is none, whose events construct nothing."""
+    import yaml
+
+    if name.endswith((".yaml", ".yml")):
         text = data.decode("utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8", "replace")
-        is_spelled = "!" in text and _SPELLS_TAG.search(text)
-        return isolated(partial(_python_tag, data), len(data)) if is_spelled else ""
+        events = yaml.parse(data, yaml.SafeLoader) if "!" in text and _SPELLS_TAG.search(text) else ()
+        tags = (getattr(event, "tag", None) or "" for event in events)
+        return "a tag !!python/" if any(tag.startswith("tag:yaml.org,2002:python/") for tag in tags) else ""
     if not name.endswith(".json"):
         return _names(data.decode("utf-8", "replace"))
     document: Any = None
@@ -71,17 +83,6 @@ def _brought(name: str, data: bytes) -> str:
     if not isinstance(document, dict):
         return ""
     return "auto_map" if document.get("auto_map") else _names(json.dumps(document.get("chat_template", "")))
-
-
-def _python_tag(data: bytes) -> str:
-    """What `_brought` returns for a YAML, whose events construct nothing; UnreadableError where PyYAML reads none."""
-    import yaml
-
-    try:
-        tags = (getattr(event, "tag", None) or "" for event in yaml.parse(data, yaml.SafeLoader))
-        return "a tag !!python/" if any(tag.startswith("tag:yaml.org,2002:python/") for tag in tags) else ""
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise UnreadableError(f"is no YAML ({type(error).__name__})") from None
 
 
 def _names(template: str) -> str:

@@ -351,9 +351,9 @@ def test_many_settings_are_all_read_and_what_is_not_is_told(step: Path, monkeypa
     assert "z.yaml (a tag" in judged(step, "z.yaml", data)[1][0][2]
     unread = "1 file of settings could not be searched for code: z.yaml"
     assert judged(step, "z.yaml", b"a: ! [python/ : {")[1][0][2] == unread
-    assert judged(step, "z.json", b" " * 2**21) == (0, [])
-    assert judged(step, "my_config.json", b" " * 2**21)[1][0][2] == unread.replace("z.yaml", "my_config.json")
-    monkeypatch.setattr("ckptlint.loaders.code_beside._ALL_LIMIT", 81 * 2**16)
+    late = b" " * 2**21 + b'{"auto_map": {"AutoModel": "own.Model"}}'
+    assert judged(step, "own_config.json", late)[1][0][2] == "this folder brings code: own_config.json (auto_map)"
+    monkeypatch.setattr("ckptlint.loaders.code_beside._LIMIT", 81 * 2**16)
     assert judged(step, "z.yaml", data + b" " * 99)[1][0][2] == unread
 
 

@@ -196,8 +196,7 @@ def _survey(whole: Found, ckpt: Checkpoint) -> _Survey:
     is_dcp = not (ckpt.is_safetensors or ckpt.storages is not None)
     read = {*_READ_ELSEWHERE, *(["train_state.pt"] if is_dcp else []), *([ckpt.config.file] if ckpt.config else [])}
     listed = [*_files_of(whole)]
-    # that nobody refers to plain payload is for its rules to report
-    plain = [name for name in unclaimed if is_plain(name) and whole.folder.has(name)]
+    plain = [name for name in unclaimed if is_plain(name) and whole.folder.has(name)]  # rules of payload report them
     listed += [_File(whole.folder, name, name, None, whole.folder.size(name), is_below=True) for name in plain]
     below = [*_below(listed, whole)]
     found = [
