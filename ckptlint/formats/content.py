@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import bz2
 import lzma
 import pickle
 import pickletools
 import re
 import struct
+import warnings
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -17,16 +17,22 @@ from io import BytesIO
 from typing import Any, BinaryIO, Literal
 
 from ckptlint.errors import LimitError, UnreadableError
+from ckptlint.formats.pickles.joblib_arrays import MARK
 from ckptlint.formats.pickles.safe_pickle import asks_for_names
+from ckptlint.formats.torch_legacy import is_tar
 
 HEAD = 512
 """Bytes that `file_content` asks for."""
 
-FileContent = Literal["pickle", "perhaps pickle", "archive", "array", "packed"]
-"""A pickle, of torch's old format too; a text that may be one of protocol 0 or 1; a zip file; an array; packed."""
+FileContent = Literal["pickle", "perhaps pickle", "archive", "array", "packed", "tar"]
+"""A pickle, of torch's old format too; a text that may be one of protocol 0 or 1; a zip file; an array; packed; tar."""
 
-_ZIP, _ARRAY = b"PK\3\4", b"\x93NUMPY"
-_GZIP, _BZIP2, _XZ, _LZMA = b"\x1f\x8b", b"BZh", b"\xfd7zXZ\0", b"]\0\0"
+_ZIP, _ARRAY = (b"PK\3\4", b"PK\5\6"), b"\x93NUMPY"  # numpy.load opens what starts with the end of an empty zip too
+_GZIP, _BZIP2, _XZ = b"\x1f\x8b", b"BZh", b"\xfd7zXZ\0"
+_NOT_UNPACKED = (b'\x04"M\x18', b"\x02!L\x18", b"\x28\xb5\x2f\xfd")  # LZ4 frames, its older ones, Zstandard
+# properties, size of the dictionary, size of the content or -1, first byte of the coder (xz, doc/lzma-file-format.txt)
+_LZMA = re.compile(rb"(?:].{4}(?:\xff{8}|.{5}\0{3})|[\0-\xe0].{4}\xff{8})\0", re.DOTALL)
+_Z_FILE = re.compile(rb"ZF[-+\w\s]{19} ?")  # joblib < 0.10, read_zfile of joblib.numpy_pickle_compat: then zlib
 _PACK_MEMORY = 2**28  # bytes that an unpacker may take
 _FEW = 2**20  # packed bytes that tell what they hold: bzip2 packs almost as many at once
 _PIECE = 2**16  # packed bytes that are unpacked at once: damage hides what came out of one piece
@@ -37,7 +43,8 @@ _FIRST = re.compile(
     rb"|[IL]\s*[-+]?\d|F[-+.\dinIN]|S['\"]"
 )
 _NAMES = ("GLOBAL", "STACK_GLOBAL", "INST", "EXT1", "EXT2", "EXT4")
-_MEMBERS = 4096  # of a zip file whose first bytes are looked at
+_MEMBERS = 65_535  # of a zip or tar file that are looked at
+_HEADER = 2**20  # bytes of the header of an array, which grows with its named fields
 _NOT_ASCII = bytes.maketrans(bytes(range(128, 256)), b"?" * 128)
 
 
@@ -52,16 +59,21 @@ def file_content(head: bytes) -> FileContent | None:
     if head.startswith(_ARRAY):
         return "array"
     if not (_FIRST.match(head) and _is_decoded(head)):
-        return "packed" if _unpacker(head) is not None else None
+        return "tar" if is_tar(head) else "packed" if _unpacker(head) is not None else None
     return "pickle" if head[0] == 0x80 and head[1:2] > b"\1" else "perhaps pickle"  # no pickler writes PROTO 0 or 1
 
 
+def is_packed(head: bytes) -> bool:
+    """Whether a file says by its first bytes that it is packed, in a way that is not unpacked here too."""
+    return head.startswith((*_NOT_UNPACKED, _GZIP, _BZIP2, _XZ)) or bool(_LZMA.match(head) or _Z_FILE.match(head))
+
+
 def _is_decoded(head: bytes) -> bool:
-    """Whether the bytes are opcodes of a pickle as far as they go; what Python refuses else, C may take."""
+    """Whether bytes are opcodes of a pickle, to their end or joblib's arrays; what Python refuses else, C may take."""
     try:
         return all(opcode.name != "PROTO" or value in range(6) for opcode, value, _ in pickletools.genops(head))
     except ValueError as error:
-        return not str(error).endswith(" unknown")
+        return MARK in head or not str(error).endswith(" unknown")
 
 
 def is_pickled(start: bytes, size: int) -> bool:
@@ -103,13 +115,15 @@ def pickles_in(content: FileContent | None, file: BinaryIO, limit: int) -> Itera
     """The pickles inside a file of this content: in its arrays of objects, or packed, then a file of torch.save too.
 
     Raises:
-        UnreadableError: one is damaged.
+        UnreadableError: one is damaged, or in an archive of torch < 0.2.
         LimitError: one has more than `limit` bytes.
     """
     if content == "archive":
         yield from _object_pickles(file, limit)
     elif content == "array" and (found := _object_pickle(file, limit)):
         yield found
+    elif content == "tar" and _has_storages(file):
+        raise UnreadableError("is a tar archive with the storages that torch.load unpickles, a form of torch < 0.2")
     elif content == "packed":
         packed = file.read(_FEW)
         inner = file_content(_unpacked(packed, HEAD) or _unpacked(packed + file.read(limit), HEAD))
@@ -137,6 +151,7 @@ def _unpacked(data: bytes, limit: int) -> bytes:
         LimitError: unpacking them takes too much memory.
     """
     found = bytearray()
+    data = data[match.end() :] if (match := _Z_FILE.match(data)) is not None else data
     while (unpacker := _unpacker(data)) is not None:
         for start in range(0, len(data), _PIECE):
             try:
@@ -149,18 +164,21 @@ def _unpacked(data: bytes, limit: int) -> bytes:
                 return bytes(found)
             if unpacker.eof:
                 break
-        data = unpacker.unused_data + data[start + _PIECE :] if unpacker.eof else b""
+        # Python's gzip goes on behind zeros
+        data = (unpacker.unused_data + data[start + _PIECE :]).lstrip(b"\0") if unpacker.eof else b""
     return bytes(found)
 
 
 def _unpacker(data: bytes) -> Any:
     """What unpacks bytes that start so; None for bytes that are not packed."""
-    if data.startswith((_XZ, _LZMA)):
-        return lzma.LZMADecompressor(memlimit=_PACK_MEMORY)
+    if data.startswith(_XZ) or _LZMA.match(data):  # told which, as liblzma knows the latter by usual sizes alone
+        form = lzma.FORMAT_XZ if data.startswith(_XZ) else lzma.FORMAT_ALONE
+        return lzma.LZMADecompressor(form, memlimit=_PACK_MEMORY)
     if data.startswith(_BZIP2):
         return bz2.BZ2Decompressor()
     is_zlib = len(data) > 1 and data[0] & 15 == 8 and data[0] < 0x80 and int.from_bytes(data[:2], "big") % 31 == 0
-    return zlib.decompressobj(47) if is_zlib or data.startswith(_GZIP) else None  # 47: either of both
+    is_zlib = is_zlib or data.startswith(_GZIP) or _Z_FILE.match(data) is not None
+    return zlib.decompressobj(47) if is_zlib else None  # 47: either of both
 
 
 # ---------------------------------------------------------------- arrays
@@ -176,20 +194,7 @@ def _object_pickle(file: BinaryIO, limit: int) -> bytes:
     Source:
         numpy.lib.format.read_array
     """
-    import numpy as np
-
-    start = file.read(8)
-    if not start.startswith(_ARRAY):
-        return b""
-    width, form = (2, "<H") if start[6:7] == b"\1" else (4, "<I")
-    header = b""
-    try:
-        [length] = struct.unpack(form, file.read(width))
-        header = file.read(min(length, limit))
-        has_objects = np.lib.format.descr_to_dtype(ast.literal_eval(header.decode("latin-1"))["descr"]).hasobject
-    except Exception:  # a header can make numpy raise anything; it has a second way to read one
-        has_objects = b"O" in header or b"object" in header
-    if not has_objects:
+    if file.read(len(_ARRAY)) != _ARRAY or not _has_objects(file):
         return b""
     try:
         data = file.read(limit + 1)
@@ -198,6 +203,29 @@ def _object_pickle(file: BinaryIO, limit: int) -> bytes:
     if len(data) > limit:
         raise LimitError(f"holds an array of more than {limit:,} bytes of objects")
     return data
+
+
+def _has_objects(file: BinaryIO) -> bool:
+    """Whether an array is one of objects, by its version and its header.
+
+    Raises:
+        UnreadableError: numpy cannot read the header, or it has more than `_HEADER` bytes.
+
+    Source:
+        numpy.lib.format, which evaluates literals alone and reads what Python 2 wrote in a second way; version 3.0
+        differs from 2.0 in the encoding of the names of fields
+    """
+    from numpy.lib.format import read_array_header_1_0, read_array_header_2_0
+
+    try:
+        is_first = file.read(2)[0] == 1
+        form, read_header = ("<H", read_array_header_1_0) if is_first else ("<I", read_array_header_2_0)
+        size = file.read(struct.calcsize(form))
+        header = BytesIO(size + file.read(min(*struct.unpack(form, size), _HEADER)))
+        with warnings.catch_warnings(action="ignore"):
+            return bool(read_header(header, max_header_size=_HEADER)[2].hasobject)
+    except Exception as error:  # a header can make numpy raise anything
+        raise UnreadableError(f"holds an array whose header is damaged ({type(error).__name__})") from None
 
 
 def _object_pickles(file: BinaryIO, limit: int) -> Iterator[bytes]:
@@ -212,6 +240,31 @@ def _object_pickles(file: BinaryIO, limit: int) -> Iterator[bytes]:
     with suppress(*_BAD_ZIP), zipfile.ZipFile(file) as archive:
         members = sorted(archive.infolist(), key=lambda member: not member.filename.endswith(".npy"))
         for member in members[:_MEMBERS]:
-            with suppress(*_BAD_ZIP), archive.open(member) as opened:  # the loader cannot open it either
-                if found := _object_pickle(opened, limit):  # type: ignore[arg-type]
-                    yield found
+            try:
+                with archive.open(member) as opened:
+                    pickled = _object_pickle(opened, limit)  # type: ignore[arg-type]
+            except _BAD_ZIP as error:
+                if isinstance(error, NotImplementedError) and member.filename.endswith(".npy"):
+                    raise UnreadableError("holds an array that is packed as this Python cannot unpack it") from None
+                continue  # the loader cannot open it either
+            if pickled:
+                yield pickled
+        if len(members) > _MEMBERS:
+            raise LimitError(f"has {len(members):,} members, the limit is {_MEMBERS:,}")
+
+
+def _has_storages(file: BinaryIO) -> bool:
+    """Whether a tar file has the member that torch.load unpickles first (torch.serialization._legacy_load, torch 2.13).
+
+    Raises:
+        LimitError: it has too many members.
+    """
+    import tarfile
+
+    with suppress(tarfile.TarError), tarfile.open(fileobj=file, mode="r:") as archive:
+        for number, member in enumerate(archive):
+            if member.name == "storages":
+                return True
+            if number == _MEMBERS:
+                raise LimitError(f"has more than {_MEMBERS:,} members")
+    return False

@@ -231,7 +231,7 @@ def test_an_unsupported_format_is_told_and_never_passes(tmp_path: Path, case: st
         name, _, content = mark.partition("=")
         path = tmp_path / under / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(content or "x")
+        path.write_text(content or "N.")
     report = ckptlint.check(tmp_path)
     assert [(code, level) for code, level, _ in found(report)] == [("SAF004", "error")]
     assert (report.exit_code, report.verdict) == (1, "fail")
@@ -241,7 +241,7 @@ def test_an_unsupported_format_is_told_and_never_passes(tmp_path: Path, case: st
 
 def test_an_unsupported_format_beside_a_checkpoint_is_a_note(tmp_path: Path) -> None:
     write_checkpoint(WHOLE, tmp_path)
-    (tmp_path / "metadata.pkl").write_bytes(b"x")
+    (tmp_path / "metadata.pkl").write_bytes(b"N.")
     report = ckptlint.check(tmp_path)
     assert [(code, level) for code, level, _ in found(report)] == [("SAF004", "info")]
     assert report.exit_code == 0

@@ -13,9 +13,10 @@ from typing import Any
 
 from ckptlint.dataclass import dataclass
 from ckptlint.errors import AccessError, CkptlintError, ForeignError, LimitError, ScriptError, UnreadableError
-from ckptlint.formats.content import HEAD, FileContent, file_content, is_pickled, pickles_in
+from ckptlint.formats.content import HEAD, FileContent, file_content, is_packed, is_pickled, pickles_in
 from ckptlint.formats.pickles.safe_pickle import read_metadata, read_state
 from ckptlint.formats.torch_file import TorchFile, number_in, ranges_of, read_torch_bytes, read_torch_file
+from ckptlint.formats.torch_legacy import is_tar
 from ckptlint.loaders.code_beside import code_beside
 from ckptlint.loaders.json_file import read_json
 from ckptlint.loaders.layouts import Found
@@ -122,12 +123,14 @@ class _Survey:
     """What is beside the tensors of a step, apart from what the loaders took.
 
     Attributes:
+        listed: all files and folders.
         files: those of the step, and those below folders that start as pickles do.
         opened: which of them to read here, those of known names first, for which the bytes always last.
         shut: which of them cannot be opened.
         late: what was not looked at: files, and folders below those whose files are not reported one by one.
     """
 
+    listed: list[_File]
     files: list[_File]
     opened: list[_File]
     shut: list[_File]
@@ -161,7 +164,7 @@ def with_step_files(whole: Found, ckpt: Checkpoint) -> Checkpoint:
         problems.append(_left_out(unread))
     if survey.late:
         problems.append(_not_looked_at(survey.late))
-    problems += code_beside(whole.folder)
+    problems += code_beside([(item.folder, item.name, item.label) for item in survey.listed])
     world = next((size for place in whole.accounts_for if (size := stated_world(place)) is not None), None)
     topology = {**ckpt.topology, "world": world} if world is not None else ckpt.topology
     return replace(ckpt, step_files=(*ckpt.step_files, *files), problems=problems, topology=topology)
@@ -185,12 +188,16 @@ def folders_beside(step: Folder) -> list[Folder]:
 def _survey(whole: Found, ckpt: Checkpoint) -> _Survey:
     """What is beside the tensors of a checkpoint."""
     # what the loaders read, beside safetensors too; `_listed` leaves out plain payload of the folder itself
-    taken = {name for name in ckpt.files.names if not is_plain(name)} | {METADATA}
+    pairs = zip(ckpt.files.names, ckpt.files.referenced.tolist(), strict=True)
+    unclaimed = [name for name, is_claimed in pairs if not is_claimed and name.endswith(_PAYLOAD)]
+    taken = {name for name in ckpt.files.names if not is_plain(name)}.difference(unclaimed) | {METADATA}
     taken |= {ckpt.index.file} if ckpt.index else set()
     taken |= {f"{name.rpartition('/')[0]}/" for name in taken if "/" in name}
     is_dcp = not (ckpt.is_safetensors or ckpt.storages is not None)
     read = {*_READ_ELSEWHERE, *(["train_state.pt"] if is_dcp else []), *([ckpt.config.file] if ckpt.config else [])}
     listed = [*_files_of(whole)]
+    plain = [name for name in unclaimed if is_plain(name) and whole.folder.has(name)]  # rules of payload report them
+    listed += [_File(whole.folder, name, name, None, whole.folder.size(name), is_below=True) for name in plain]
     below = [*_below(listed, whole)]
     found = [
         replace(item, is_read=item.label in read and not item.what)
@@ -203,7 +210,7 @@ def _survey(whole: Found, ckpt: Checkpoint) -> _Survey:
     shut = {item: None for item in wanted if item.what or item.folder.look_at(item.name)[0] not in READABLE}
     opened = [item for item in wanted if (item.content or not item.is_read) and item not in shut]
     opened.sort(key=lambda item: item.family is None or item.content is not None)
-    return _Survey(files, opened, [*shut], late + [item for item in below if item.label.endswith("/")])
+    return _Survey(found, files, opened, [*shut], late + [item for item in below if item.label.endswith("/")])
 
 
 def _files_of(whole: Found) -> Iterator[_File]:
@@ -256,7 +263,7 @@ def _below(found: list[_File], whole: Found) -> Iterator[_File]:
             if listed == _FOLDERS[folder.is_near]:
                 raise AccessError
             listed += 1
-            names, inner = folder.files_beside(), folder.folders()
+            names, inner = folder.files(), folder.folders()
         except AccessError:
             yield replace(item, is_below=True)
             continue
@@ -268,13 +275,13 @@ def _below(found: list[_File], whole: Found) -> Iterator[_File]:
 def _with_content(found: list[_File]) -> tuple[list[_File], list[_File]]:
     """The same files, of those below folders the ones that a loader may unpickle; and those not looked at.
 
-    Those that are named like such a file and are empty or start with zeros are among them, as files of the step.
+    Those that are named like such a file and are empty, start with zeros or are of no known content are among them, as
+    files of the step.
     """
-    items = [item for item in found if not item.name.endswith(_PAYLOAD)]
-    items = [item for item in items if not item.is_opened or item.label in _TEXTS]
+    items = [item for item in found if not item.is_opened or item.label in _TEXTS]
     hollow = {item for item in items if item.is_below and not item.size and may_be_pickle(item.name)}
     items = [item for item in items if item.size]
-    items.sort(key=lambda item: (item.is_below, item.family is not None))
+    items.sort(key=lambda item: (item.name.endswith(_PAYLOAD), item.is_below, item.family is not None))
     most = _HEADS[items[0].folder.is_near] if items else 0
     late, contents = items[most:], dict[_File, FileContent | None]()
     for folder, group in groupby(items[:most], lambda item: item.folder):
@@ -283,8 +290,11 @@ def _with_content(found: list[_File]) -> tuple[list[_File], list[_File]]:
             if head is None:
                 late.append(item)
             else:
-                contents[item] = file_content(head)
-                hollow |= {item} if item.is_below and may_be_pickle(item.name) and not head.strip(b"\0") else set()
+                content = file_content(head) or ("archive" if item.name.endswith(".npz") else None)
+                is_record = item.name.endswith(_PAYLOAD) and content in ("archive", "tar")  # of another save
+                contents[item] = None if is_record else content
+                if content is None and item.is_below and may_be_pickle(item.name):
+                    hollow |= {item} if _says_pickle(item) or not head.strip(b"\0") else set()
     looked = (
         replace(item, content=contents.get(item), is_below=item.is_below and item not in hollow) for item in found
     )
@@ -307,7 +317,7 @@ def _left_out(late: list[_File]) -> Problem:
 def _not_looked_at(late: list[_File]) -> Problem:
     """What is reported of files that are too many: a verdict without those of unknown names is incomplete."""
     names = [item.label for item in late]
-    is_open = any(item.family is None and not item.is_below for item in late)
+    is_open = any(item.family is None and (not item.is_below or may_be_pickle(item.name)) for item in late)
     folders = sum(name.endswith("/") for name in names)
     counts = ((len(names) - folders, "file"), (folders, "folder"))
     what = " and ".join(plural(count, noun) for count, noun in counts if count)
@@ -373,7 +383,10 @@ def _read(item: _File) -> _Read:
         kinds = (ForeignError, ScriptError)
         is_other = is_open and (isinstance(error, kinds) or not may_be_pickle(item.name))
         hint = "" if isinstance(error, LimitError) else _AGAIN
-        return item.reported("unknown" if is_other else "read"), [from_error(error, item.label, hint=hint, why=_RESUME)]
+        problem = from_error(error, item.label, hint=hint, why=_RESUME)
+        if is_other and isinstance(error, ForeignError) and _says_pickle(item):
+            problem = replace(problem, kind="unread", hint="")
+        return item.reported("unknown" if is_other else "read"), [problem]
     if not files:
         return item.reported(), []
     root = files[-1].root
@@ -384,6 +397,12 @@ def _read(item: _File) -> _Read:
     file = replace(item.reported("unknown" if is_inside else "read", step), optimizer=optimizer)
     problems = [problem for found in files for problem in from_torch_file(found, item.label, why=_RESUME)]
     return file, [replace(problem, blocks=False) for problem in problems]
+
+
+def _says_pickle(item: _File) -> bool:
+    """Whether a file is called as pickles are; one whose ending is that of any data too must be packed besides."""
+    is_any = item.name.lower().endswith(".bin")
+    return may_be_pickle(item.name) and not (is_any and not is_packed(item.folder.read_range(item.name, 0, HEAD)))
 
 
 class _NotToItsEndError(UnreadableError):
@@ -398,14 +417,15 @@ def _pickled(item: _File) -> tuple[list[TorchFile], bool]:
         UnreadableError: it is not what its name promises.
     """
     folder, name = item.folder, item.name
-    content = item.content or file_content(folder.read_range(name, 0, HEAD))
+    head = folder.read_range(name, 0, HEAD)
+    content, is_known = item.content or file_content(head), item.content is not None and not _says_pickle(item)
     try:
         if content == "perhaps pickle" and not is_pickled(folder.read_range(name, 0, _PLAIN_LIMIT), item.size):
-            content = "packed"  # which may start with the same bytes
-        if content in ("archive", "array", "packed"):
+            content = "tar" if is_tar(head) else "packed"  # which may start with the same bytes
+        if content in ("archive", "array", "packed", "tar"):
             with folder.open(name) as file:
                 inside = [read_torch_bytes(data) for data in pickles_in(content, file, _PLAIN_LIMIT)]
-            if inside or (item.content is not None and content != "archive"):
+            if inside or content == "array" or (is_known and content != "archive"):
                 return inside, True
     except UnreadableError as error:
         raise _NotToItsEndError(str(error), error.position) from None
@@ -419,7 +439,7 @@ def _pickled(item: _File) -> tuple[list[TorchFile], bool]:
         is_foreign = isinstance(error, ForeignError) or content == "packed"
         if content in ("pickle", "perhaps pickle") or (item.content is not None and not is_foreign):
             raise _NotToItsEndError(str(error), error.position) from None
-        if item.content is not None:
+        if is_known:
             return [], False  # a zip file of something else
         raise (ForeignError(f"is no pickle: it {error}") if content == "packed" else error) from None
 

@@ -298,7 +298,8 @@ LITTER = Family("left by other tools", "other", re.compile(""))
 OTHER_STEP = Family("another step", "other", re.compile(""))
 """Families that no pattern matches: `is_litter` does, and the number in the name of a folder."""
 
-_PICKLES = re.compile(r".+\.(pt|pth|pkl|pickle|bin|ckpt|p|pck|joblib|dill|jit|pth?\.tar)", re.IGNORECASE | re.DOTALL)
+_ENDING = r"\.(pt|pth|pkl|pickle|bin|ckpt|p|pck|joblib|sav|dill|jit|pth?\.tar)(\.(z|gz|bz2|xz|lzma|lz4|zst))?"
+_PICKLES = re.compile(f".+{_ENDING}", re.IGNORECASE | re.DOTALL)
 
 
 def family_of(name: str) -> Family | None:
