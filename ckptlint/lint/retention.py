@@ -15,7 +15,7 @@ from ckptlint.loaders.json_file import read_json
 from ckptlint.loaders.run.folder import read_trackers, trackers
 from ckptlint.loaders.run.steps import Step, is_alike, run_at, runs_below, steps_of
 from ckptlint.model.shown import Shown
-from ckptlint.model.text import listed, plural, printable
+from ckptlint.model.text import inert, listed, plural, printable
 from ckptlint.sandbox import isolated
 from ckptlint.storage.folder import Folder
 from ckptlint.storage.paths import shown
@@ -260,7 +260,7 @@ def _own_reason(step: Step, own: JudgedStep, newest: Step) -> str:
         return own.why
     if step.run.target(step.name):
         return "it is a link"
-    if printable(own.path) != own.path:
+    if inert(printable(own.path)) != own.path:
         return "its name cannot be printed as it is"
     try:
         return "it holds steps of its own" if step.is_folder and _holds_steps(step.folder, step.number) else ""
