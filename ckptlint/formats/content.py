@@ -136,20 +136,21 @@ def _unpacked(data: bytes, limit: int) -> bytes:
     Raises:
         LimitError: unpacking them takes too much memory.
     """
-    found = bytearray()
-    while (unpacker := _unpacker(data)) is not None:
-        for start in range(0, len(data), _PIECE):
+    found, start = bytearray(), 0
+    while (unpacker := _unpacker(data[start : start + HEAD])) is not None:
+        length = HEAD  # of the next piece; there may be a million members of a few bytes, each with an end to look for
+        while start < len(data) and not unpacker.eof:
+            piece = data[start : start + length]
+            start, length = start + len(piece), min(2 * length, _PIECE)
             try:
-                found += unpacker.decompress(data[start : start + _PIECE], limit - len(found))
+                found += unpacker.decompress(piece, limit - len(found))
             except (zlib.error, lzma.LZMAError, OSError) as error:
                 if "emory" in str(error):
                     raise LimitError(f"takes more than {_PACK_MEMORY:,} bytes of memory to unpack") from None
                 return bytes(found)
             if len(found) >= limit:
                 return bytes(found)
-            if unpacker.eof:
-                break
-        data = unpacker.unused_data + data[start + _PIECE :] if unpacker.eof else b""
+        start -= len(unpacker.unused_data)
     return bytes(found)
 
 
