@@ -51,6 +51,7 @@ HOSTILE = {
     "command": "::error file=x::injected",
     "indented": "a                                                                      ::add-mask::injected",
     "old command": "##[add-path]injected ##vso[task.complete]",
+    "build servers": "x ##vso[task.complete] ##[error] ##teamcity[x] ::error a=b::c ::add-mask::b%0A\x1b]8;;",
     "percent": "a%0A::warning::injected%25,line=2:b",
     "markdown": "a|b`c``d``` [x](http://evil) **bold** @user #1 <http://evil>",
     "fence": "```\n# injected\n```",

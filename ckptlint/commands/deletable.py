@@ -40,8 +40,8 @@ def deletable(run_dir: str, keep: int, answer: str, **options: Any) -> None:
     request = requested(options, "delete")
     from ckptlint.lint.retention import deletable as judged_run
     from ckptlint.lint.run import compared_with_before
+    from ckptlint.model.text import JSON_ESCAPE, inert
     from ckptlint.reporters.run import fate_table, retention_lines, unread_bytes
-    from ckptlint.reporters.style import JSON_ESCAPE, inert
 
     def judged(step: str) -> Report:
         return judge(request.only(step))

@@ -17,8 +17,8 @@ from ckptlint.commands.shared import (
     write_file,
 )
 from ckptlint.comparing.differences import differences
+from ckptlint.model.text import JSON_ESCAPE, MARKUP_ESCAPE, inert
 from ckptlint.reporters.diff import as_json, as_text
-from ckptlint.reporters.style import JSON_ESCAPE, inert
 
 
 @click.command(context_settings=ENVIRONMENT)
@@ -69,7 +69,7 @@ def diff(
         if html is not None:
             from ckptlint.reporters.html.values_page import render
 
-            write_file(html, render(held, (old, new)))
+            write_file(html, inert(render(held, (old, new)), MARKUP_ESCAPE))
     else:
         found = differences(described_or_exit(old), described_or_exit(new), layout)
         text, exit_code = as_json(found) if format_ == "json" else as_text(found, style), found.exit_code

@@ -3,38 +3,55 @@
 from __future__ import annotations
 
 import shutil
+from typing import TYPE_CHECKING
 
 import click
 
 from ckptlint.commands.completion import one_page
-from ckptlint.commands.shared import ENVIRONMENT
+from ckptlint.commands.shared import ENVIRONMENT, say
+
+if TYPE_CHECKING:
+    from ckptlint.rule import Rule
+
+_config = click.option(
+    "--config", metavar="FILE", envvar="CKPTLINT_CONFIG", help="Read settings from this file and look for no other."
+)
 
 
 @click.command(context_settings=ENVIRONMENT)
 @click.argument("rule", shell_complete=one_page)
-def explain(rule: str) -> None:
+@_config
+def explain(rule: str, config: str | None) -> None:
     """Print the page of a rule, or of a cause that a report begins with: what it is, why it matters, how to fix."""
     from ckptlint.lint.causes import load_causes
     from ckptlint.lint.rule_page import cause_page, page
     from ckptlint.lint.selection import find_rule
-    from ckptlint.lint.settings_file import every_rule, find_settings
 
     width = min(shutil.get_terminal_size().columns, 100)
     causes = {known.name: known for known in load_causes()}
     cause = causes.get(rule.lower())
-    click.echo(cause_page(cause, width) if cause else page(find_rule(every_rule(find_settings()), rule, causes), width))
+    click.echo(cause_page(cause, width) if cause else page(find_rule(_known(config), rule, causes), width))
 
 
 @click.command(context_settings=ENVIRONMENT)
 @click.option(
     "--format", "format_", type=click.Choice(["table", "json", "markdown"]), default="table", show_default=True
 )
-def rules(format_: str) -> None:
+@_config
+def rules(format_: str, config: str | None) -> None:
     """List all rules: code, name, severity, the depth they need, what they find.
 
     A rule without a depth runs at the one that `check` reads by default.
     """
     from ckptlint.lint.rule_page import catalogue
-    from ckptlint.lint.settings_file import every_rule, find_settings
 
-    click.echo(catalogue(every_rule(find_settings()), format_, shutil.get_terminal_size().columns))
+    click.echo(catalogue(_known(config), format_, shutil.get_terminal_size().columns))
+
+
+def _known(config: str | None) -> tuple[Rule, ...]:
+    """All rules as the settings have them."""
+    from ckptlint.lint.settings_file import every_rule, find_settings, read_settings
+
+    settings = read_settings(config) if config else find_settings()
+    say(*settings.unread)
+    return every_rule(settings)

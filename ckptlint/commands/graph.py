@@ -18,11 +18,9 @@ from ckptlint.errors import ConfigError
 from ckptlint.geometry.chunk_graph import axis_graph
 from ckptlint.geometry.record_states import NOT_CHECKED, STATES, chunk_states
 from ckptlint.model import Checkpoint, Tensor
-from ckptlint.model.text import printable
-from ckptlint.reporters.style import JSON_ESCAPE, inert
+from ckptlint.model.text import JSON_ESCAPE, MARKUP_ESCAPE, inert, printable
 
 _FILES = 2  # named in a label
-_ENTITY = "&#x{:x};"  # in XML, and in labels of Graphviz and Mermaid
 
 
 @click.command(context_settings=ENVIRONMENT)
@@ -48,7 +46,7 @@ def graph(path: str, fqn: str, axis: int | None, format_: str) -> None:
     if not found:
         raise ConfigError(no_tensor(checkpoints, fqn))
     drawn = drawing(*found[0], axis)
-    show_text(inert(GRAPH_FORMATS[format_](drawn), JSON_ESCAPE if format_ == "json" else _ENTITY))
+    show_text(inert(GRAPH_FORMATS[format_](drawn), JSON_ESCAPE if format_ == "json" else MARKUP_ESCAPE))
     if axis is None and (chain := _chain(drawn)):
         say(chain)
 

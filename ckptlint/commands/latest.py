@@ -12,6 +12,7 @@ import click
 
 from ckptlint.commands.check import judge, requested
 from ckptlint.commands.shared import ENVIRONMENT, WithSettings, check_options, progress, say, show_text
+from ckptlint.errors import AccessError
 from ckptlint.lint.options import tokens
 from ckptlint.vocabulary.parts import PARTS
 
@@ -51,8 +52,8 @@ def latest(run_dir: str, require: tuple[str, ...], before: int | None, answer: s
     request = requested(options, "resume")
     from ckptlint.lint.run import compared_with_before
     from ckptlint.lint.steps import newest_good, runs_at
+    from ckptlint.model.text import JSON_ESCAPE, inert, printable
     from ckptlint.reporters.run import search_lines, unread_bytes
-    from ckptlint.reporters.style import JSON_ESCAPE, inert
 
     def judged(step: str) -> Report:
         return judge(request.only(step))
@@ -67,6 +68,8 @@ def latest(run_dir: str, require: tuple[str, ...], before: int | None, answer: s
     elif len(searches) > 1:
         click.echo(inert(_table(searches)) + "\n", err=True)
         say(f"{len(searches)} runs lie there, name one of them")
+    elif (found := searches[0].path) and not (found.isprintable() and inert(found) == found):
+        raise AccessError(f"{printable(found)} passes, and cannot be printed as it is: --format json gives it")
     else:
         say(*search_lines(searches[0]), *(unread_bytes(request.depth) if searches[0].path else []))
         show_text(f"{searches[0].path}\n" if searches[0].path else "")

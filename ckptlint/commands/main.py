@@ -126,8 +126,7 @@ def _main() -> None:
             say(error.__cause__)
         sys.exit(130)
     except click.ClickException as error:
-        from ckptlint.model.text import printable
-        from ckptlint.reporters.style import inert
+        from ckptlint.model.text import inert, printable
 
         shown = io.StringIO()
         error.show(shown)

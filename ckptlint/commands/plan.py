@@ -61,16 +61,16 @@ def plan(
     if len(found) > 1:
         raise ConfigError(f"{path} holds {len(found)} checkpoints: name one of them ({', '.join(found)})")
     (ckpt,) = found.values()
+    from ckptlint.model.text import JSON_ESCAPE, MARKUP_ESCAPE, inert
     from ckptlint.planning.ask import PlanRequest, make_plan
     from ckptlint.reporters.html import plan_page
     from ckptlint.reporters.plan import as_json, as_text
-    from ckptlint.reporters.style import JSON_ESCAPE, inert
 
     give_up = ["optim"] * no_load_optim + ["rng"] * no_load_rng
     with progress(no_progress):
         made = make_plan(ckpt, PlanRequest(give_up=give_up, **asked))
     if html is not None:
-        write_file(html, plan_page.render(made))
+        write_file(html, inert(plan_page.render(made), MARKUP_ESCAPE))
     if format_ == "json":
         show_text(inert(as_json(made), JSON_ESCAPE))
     else:

@@ -159,7 +159,7 @@ def show_text(text: str) -> None:
 
 def say(*sentences: object) -> None:
     """Sentences on standard error, a line each, in which no name is a command of a CI runner."""
-    from ckptlint.reporters.style import inert
+    from ckptlint.model.text import inert
 
     for sentence in sentences:
         click.echo(inert(f"ckptlint: {sentence}"), err=True)

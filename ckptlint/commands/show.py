@@ -34,11 +34,11 @@ from ckptlint.geometry.chunk_map import draw, make_grid
 from ckptlint.geometry.record_states import MISSING, NOT_CHECKED, STATES, chunk_states, record_states
 from ckptlint.loaders.reference import manifest_text
 from ckptlint.model import Checkpoint, Tensor
-from ckptlint.model.text import braces, plural, printable, ranges, shape_text, some
+from ckptlint.model.text import JSON_ESCAPE, braces, inert, plural, printable, ranges, shape_text, some
 from ckptlint.reporters.full import header
 from ckptlint.reporters.ranks import as_json as ranks_as_json
 from ckptlint.reporters.ranks import matrix
-from ckptlint.reporters.style import JSON_ESCAPE, Style, cut, inert
+from ckptlint.reporters.style import Style, cut
 from ckptlint.reporters.tensor_table import broken, chunk_count, chunks_text, degrees, fitted, size_text, tensor_table
 from ckptlint.vocabulary.dtypes import nbytes
 from ckptlint.vocabulary.keys import role

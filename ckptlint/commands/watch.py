@@ -31,10 +31,10 @@ from ckptlint.errors import CkptlintError, ConfigError, NothingToCheckError
 from ckptlint.lint.steps import JudgedStep, verdict_of
 from ckptlint.loaders.run.events import Event, events, is_vanishing, steps_in_run
 from ckptlint.loaders.run.steps import run_at
-from ckptlint.model.text import human_duration, plural, printable
+from ckptlint.model.text import JSON_ESCAPE, human_duration, inert, plural, printable
 from ckptlint.reporters import REPORTERS
 from ckptlint.reporters.json_report import step_object
-from ckptlint.reporters.style import JSON_ESCAPE, Style, inert
+from ckptlint.reporters.style import Style
 from ckptlint.storage.paths import is_url, shown
 
 if TYPE_CHECKING:

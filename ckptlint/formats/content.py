@@ -33,6 +33,7 @@ _NOT_UNPACKED = (b'\x04"M\x18', b"\x02!L\x18", b"\x28\xb5\x2f\xfd")  # LZ4 frame
 # properties, size of the dictionary, size of the content or -1, first byte of the coder (xz, doc/lzma-file-format.txt)
 _LZMA = re.compile(rb"(?:].{4}(?:\xff{8}|.{5}\0{3})|[\0-\xe0].{4}\xff{8})\0", re.DOTALL)
 _Z_FILE = re.compile(rb"ZF[-+\w\s]{19} ?")  # joblib < 0.10, read_zfile of joblib.numpy_pickle_compat: then zlib
+_ZEROS = re.compile(rb"\0*")
 _PACK_MEMORY = 2**28  # bytes that an unpacker may take
 _FEW = 2**20  # packed bytes that tell what they hold: bzip2 packs almost as many at once
 _PIECE = 2**16  # packed bytes that are unpacked at once: damage hides what came out of one piece
@@ -150,22 +151,23 @@ def _unpacked(data: bytes, limit: int) -> bytes:
     Raises:
         LimitError: unpacking them takes too much memory.
     """
-    found = bytearray()
-    data = data[match.end() :] if (match := _Z_FILE.match(data)) is not None else data
-    while (unpacker := _unpacker(data)) is not None:
-        for start in range(0, len(data), _PIECE):
+    found, header = bytearray(), _Z_FILE.match(data)
+    start = header.end() if header is not None else 0
+    while (unpacker := _unpacker(data[start : start + HEAD])) is not None:
+        length = HEAD  # of the next piece; there may be a million members of a few bytes, each with an end to look for
+        while start < len(data) and not unpacker.eof:
+            piece = data[start : start + length]
+            start, length = start + len(piece), min(2 * length, _PIECE)
             try:
-                found += unpacker.decompress(data[start : start + _PIECE], limit - len(found))
+                found += unpacker.decompress(piece, limit - len(found))
             except (zlib.error, lzma.LZMAError, OSError) as error:
                 if "emory" in str(error):
                     raise LimitError(f"takes more than {_PACK_MEMORY:,} bytes of memory to unpack") from None
                 return bytes(found)
             if len(found) >= limit:
                 return bytes(found)
-            if unpacker.eof:
-                break
-        # Python's gzip goes on behind zeros
-        data = (unpacker.unused_data + data[start + _PIECE :]).lstrip(b"\0") if unpacker.eof else b""
+        zeros = _ZEROS.match(data, start - len(unpacker.unused_data))  # Python's gzip goes on behind them
+        start = zeros.end() if zeros is not None else len(data)
     return bytes(found)
 
 

@@ -12,13 +12,13 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import field
+from dataclasses import field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ckptlint.dataclass import dataclass
 from ckptlint.errors import CheckpointError, ConfigError
-from ckptlint.model.text import plural, printable
+from ckptlint.model.text import inert, plural, printable
 from ckptlint.storage.paths import is_url
 from ckptlint.vocabulary.frameworks import step_number
 
@@ -94,6 +94,7 @@ def check_saved(
         if keep_good and not is_url(step):
             _point_to(Path(step).absolute(), None if keep_good is True else Path(keep_good).absolute())
         return saved
+    saved = replace(saved, text=inert(saved.text))
     log.warning(saved.text)
     if on_fault == "raise":
         raise CheckpointError(saved.text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import field, replace
+from math import inf
 from pathlib import PurePath
 from typing import Any
 
@@ -13,12 +14,13 @@ from ckptlint.lint.report import Report
 from ckptlint.lint.steps import Judge, JudgedStep, judge_step, lacking, no_copy, runs_at
 from ckptlint.loaders.json_file import read_json
 from ckptlint.loaders.run.folder import read_trackers, trackers
-from ckptlint.loaders.run.steps import Step, is_alike, run_at, runs_below, steps_of
+from ckptlint.loaders.run.steps import Step, is_alike, numberless, run_at, runs_below, steps_of
 from ckptlint.model.shown import Shown
-from ckptlint.model.text import listed, plural, printable
+from ckptlint.model.text import inert, listed, plural, printable
 from ckptlint.rule import Severity
 from ckptlint.sandbox import isolated
 from ckptlint.storage.folder import Folder
+from ckptlint.storage.locate import listed_once
 from ckptlint.storage.paths import shown
 from ckptlint.vocabulary.frameworks import is_newest, step_number
 from ckptlint.vocabulary.keys import parse
@@ -134,8 +136,9 @@ def deletable(path: str, keep: int, judge: Judge, compare: Judge) -> Retention:
             contents[at] = last if last == made else made  # most steps of a run hold the same
         return report
 
-    judged = [judge_step(step, f"{place.rstrip('/')}/{step.name}", judge_and_count) for step in steps]
-    judged, whole = _compared(steps, judged, keep, compare, contents)
+    with listed_once(place, run):
+        judged = [judge_step(step, f"{place.rstrip('/')}/{step.name}", judge_and_count) for step in steps]
+        judged, whole = _compared(steps, judged, keep, compare, contents)
     stays = _stays(steps, judged, whole, keep)
     for name, why in pointers.named.items():
         stays[name] = stays[name] or why
@@ -194,13 +197,11 @@ def _compared(
     contents: Mapping[str, _Contents],
 ) -> tuple[list[JudgedStep], list[Step]]:
     """The verdicts once steps are compared with older ones, and the newest whole steps: `keep` of one name or fewer."""
-    found, whole = list(judged), list[Step]()
+    found, whole, forms = list(judged), list[Step](), [numberless(step.name) for step in steps]
     for at, (step, own) in enumerate(zip(steps, judged, strict=True)):
         if own.verdict != "passes" or is_newest(step.name) or (whole and not is_alike(step.name, whole[0].name)):
             continue
-        older = [
-            pair for pair in zip(steps[at + 1 :], judged[at + 1 :], strict=True) if is_alike(pair[0].name, step.name)
-        ]
+        older = [(steps[n], judged[n]) for n in range(at + 1, len(steps)) if forms[n] == forms[at]]
         own = _beside_older(step, own, older, contents)
         if own.verdict == "passes" and older and len(whole) < keep:
             own = no_copy(own, compare)
@@ -242,14 +243,17 @@ def _stays(steps: Sequence[Step], judged: Sequence[JudgedStep], whole: Sequence[
         short = f"fewer than {plural(keep, 'whole step')}" if keep > 1 else "no step is whole"
         return {step.name: newest if step in whole else short for step in steps}
     last = steps.index(whole[-1])
-    stays = {}
+    stays, earliest = {}, inf
     for at, (step, own) in enumerate(zip(steps, judged, strict=True)):
         if step in whole:
             stays[step.name] = newest
         elif at < last:
             stays[step.name] = f"newer than {printable(whole[-1].name)}"
         else:
-            stays[step.name] = _own_reason(step, own, whole[0]) or _of_clock(at, steps, judged)
+            stays[step.name] = _own_reason(step, own, whole[0])
+            if not stays[step.name] and earliest < own.written:  # few are: the newer ones are not gone through for each
+                stays[step.name] = _of_clock(at, steps, judged)
+        earliest = min(earliest, own.written or inf)
     return stays
 
 
@@ -262,7 +266,7 @@ def _own_reason(step: Step, own: JudgedStep, newest: Step) -> str:
         return own.why
     if step.run.target(step.name):
         return "it is a link"
-    if printable(own.path) != own.path:
+    if inert(printable(own.path)) != own.path:
         return "its name cannot be printed as it is"
     try:
         return "it holds steps of its own" if step.is_folder and _holds_steps(step.folder, step.number) else ""

@@ -18,7 +18,7 @@ from ckptlint.lint import registry, selection
 from ckptlint.lint.ignores import KeyIgnore
 from ckptlint.lint.options import CHECK_OPTIONS, FORMATS, CheckOption, tokens
 from ckptlint.lint.report import FailOn
-from ckptlint.loaders.run.folder import is_of_a_run
+from ckptlint.loaders.run.folder import is_named_step, is_of_a_run
 from ckptlint.model.text import nearest
 from ckptlint.rule import Rule
 from ckptlint.storage.local import LocalFolder
@@ -41,7 +41,7 @@ class Settings:
         ignores: (glob of keys, codes or names of rules, reason).
         rule_options: rule -> option -> value.
         plugins: packages to look for rules in.
-        unread: sentences on files that were passed over because they lie inside a checked path or beside its run.
+        unread: sentences on files that were passed over because they lie inside a checked path or beside checkpoints.
     """
 
     file: str = ""
@@ -67,9 +67,9 @@ class Settings:
 
 
 def find_settings(checked: Iterable[str] = ()) -> Settings:
-    """The settings of the nearest file from the working directory upward, never of one that came with a checked path.
+    """The settings of the nearest file from the working directory upward, never of one that came with a checkpoint.
 
-    Such a file is inside of the path, or in a folder above it that is a step or holds steps, payload or a tracker.
+    Such a file is inside of a checked path or of a step, or in a folder that holds steps, payload or a tracker.
     In each folder `ckptlint.toml` comes before `pyproject.toml`, which counts when it has a table `[tool.ckptlint]`.
 
     Args:
@@ -91,9 +91,9 @@ def find_settings(checked: Iterable[str] = ()) -> Settings:
                 continue
             if _inside(file, barred):
                 unread.append(f"{file} lies inside a checked path, so ckptlint did not read it for settings")
-            elif any(path.is_relative_to(folder) for path in barred) and is_of_a_run(LocalFolder(folder)):
+            elif is_of_a_run(LocalFolder(folder)) or any(is_named_step(above.name) for above in folder.parents):
                 unread.append(
-                    f"{file} lies in the run of a checked path, so ckptlint did not read it: name it with --config FILE"
+                    f"{file} lies in a folder of checkpoints, so ckptlint did not read it: name it with --config FILE"
                 )
             elif (table := _table(file)) is not None:
                 return _settings(file, table, tuple(unread))

@@ -25,6 +25,7 @@ from ckptlint.model.text import human_duration, listed, plural, printable
 from ckptlint.rule import Severity
 from ckptlint.sandbox import isolated
 from ckptlint.storage.folder import Folder
+from ckptlint.storage.locate import listed_once
 from ckptlint.storage.paths import shown
 from ckptlint.vocabulary.frameworks import family_of, step_number
 from ckptlint.vocabulary.parts import PARTS, part_of_file, part_of_key
@@ -169,12 +170,13 @@ def newest_good(
     steps = [step for step in [*steps_of(run), *_released(run)] if before is None or step.number < before]
     skipped: list[JudgedStep] = []
     for position, step in enumerate(steps):
-        older = steps[position + 1 :]
-        judged = judge_step(step, f"{path.rstrip('/')}/{step.name}", judge)
-        if judged.verdict == "passes":
-            judged = _with_parts(judged, step, required, older, depth)
-        if judged.verdict == "passes" and older and compare is not None:
-            judged = no_copy(judged, compare)
+        with listed_once(path, run):
+            judged = judge_step(step, f"{path.rstrip('/')}/{step.name}", judge)
+            older = steps[position + 1 :] if judged.verdict == "passes" else []
+            if judged.verdict == "passes":
+                judged = _with_parts(judged, step, required, older, depth)
+            if judged.verdict == "passes" and older and compare is not None:
+                judged = no_copy(judged, compare)
         if judged.verdict == "passes":
             return Search(path, judged, skipped, _tracking(run, judged))
         skipped.append(judged)

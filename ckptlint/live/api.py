@@ -420,10 +420,10 @@ def judge_ranks(table: RankTable, path: str, seconds: float) -> Report:
 
 def as_text(report: Report) -> str:
     """The report as text, at 100 columns."""
-    from ckptlint.reporters.full import render
+    from ckptlint.reporters import REPORTERS
     from ckptlint.reporters.style import Style
 
-    return render(report, Style(width=100))
+    return REPORTERS["full"](report, Style(width=100))
 
 
 def text_for(report: Report, rank: int, end: str = "", first: int = 0) -> str:
@@ -434,13 +434,14 @@ def text_for(report: Report, rank: int, end: str = "", first: int = 0) -> str:
     """
     if rank == first:
         return as_text(report) + (f"{end}\n" if end else "")
+    from ckptlint.model.text import inert
     from ckptlint.reporters.style import cut_names
 
     groups = [group for part in report.checkpoints for group in part.groups]
     lead = groups[0].lead
     more = f" ({plural(len(groups) - 1, 'more finding')})" if len(groups) > 1 else ""
     what = f"{lead.code} {cut_names(lead.title, lead.fqn)}{more}."
-    return " ".join(filter(None, ["ckptlint live:", what, end, f"Rank {first} prints the report."]))
+    return " ".join(filter(None, ["ckptlint live:", inert(what), end, f"Rank {first} prints the report."]))
 
 
 def announce(world: int) -> None:

@@ -52,7 +52,8 @@ def open_checkpoint(found: Found, look_at_files: bool = True) -> Checkpoint:
         sentence = f"{printable(folder.name)} is a link to {found.linked_to}, outside the run"
         note = Problem("note", ckpt.metadata_file, sentence, why="a cleanup or another save there changes this step")
         ckpt = replace(ckpt, problems=[*ckpt.problems, note])
-    ckpt = replace(ckpt, unseen=(*ckpt.unseen, *found.not_followed), step=found.step)
+    redirected = (folder.redirected,) if folder.redirected else ()
+    ckpt = replace(ckpt, unseen=(*ckpt.unseen, *found.not_followed, *redirected), step=found.step)
     if not look_at_files:
         return ckpt
     ckpt = with_step_files(found, with_vocabulary(folder, ckpt))

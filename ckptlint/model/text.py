@@ -8,6 +8,10 @@ from functools import lru_cache
 from itertools import pairwise
 from math import prod
 
+JSON_ESCAPE, MARKUP_ESCAPE = r"\u{:04x}", "&#x{:x};"
+"""For `inert`: inside the strings of a JSON text; in HTML, XML, and labels of Graphviz and Mermaid."""
+_COMMAND = re.compile(r"^(\s*):(?=:)|:(?=:[\w-]+(?: [^\n]*?)?::)|##(?=\w*\[)", re.MULTILINE)
+
 
 def printable(text: str) -> str:
     r"""The text with every character that a terminal may act on as a visible escape; no two texts become equal.
@@ -29,6 +33,24 @@ def all_printable(texts: Sequence[str]) -> list[str]:
     """`printable` of each text; in one look where none needs a change."""
     whole = "".join(texts)
     return [*texts] if whole.isprintable() and "\\" not in whole else [*map(printable, texts)]
+
+
+def inert(text: str, escape: str = r"\x{:x}") -> str:
+    r"""The text without what a CI runner takes for a command: `::` that starts a line, `::a::` and `##vso[` anywhere.
+
+    A name may hold these, and wrapping may put it at the start of a line; it gets a visible escape, as `printable`
+    gives, or in the form of a format that has its own. Every text that leaves ckptlint goes through here last.
+
+    Source:
+        actions/runner, src/Runner.Common/ActionCommand.cs; Azure Pipelines and TeamCity write `##vso[`, `##teamcity[`
+
+    >>> print(inert("  ::error::a"))
+      \x3a:error::a
+    >>> print(inert("w ##vso[a]", JSON_ESCAPE))
+    w #\u0023vso[a]
+    """
+    colon, hash_ = escape.format(ord(":")), escape.format(ord("#"))
+    return _COMMAND.sub(lambda command: f"#{hash_}" if command[0] == "##" else command[0][:-1] + colon, text)
 
 
 def texts(values: Iterable[str]) -> tuple[str, ...]:

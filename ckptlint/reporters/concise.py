@@ -5,7 +5,7 @@ from __future__ import annotations
 from ckptlint.lint.report import Report, worst
 from ckptlint.model.text import plural
 from ckptlint.reporters.full import basis, region_text
-from ckptlint.reporters.style import Style, cut, inert
+from ckptlint.reporters.style import Style, cut
 
 
 def render(report: Report, style: Style) -> str:
@@ -27,4 +27,4 @@ def render(report: Report, style: Style) -> str:
             f"{part.checkpoint.path}: {plural(count, 'more group')} of {code}" for code, count in left_out.items()
         ]
     lines += report.unread
-    return inert("".join(line + "\n" for line in lines))
+    return "".join(line + "\n" for line in lines)

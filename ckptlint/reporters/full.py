@@ -15,7 +15,7 @@ from ckptlint.lint.steps import JudgedStep, newest_passing, steps_in
 from ckptlint.model import Checkpoint, RecordState, StepFile
 from ckptlint.model.layout import Box
 from ckptlint.model.text import braces, human_bytes, human_duration, plural, ranges, shape_text, some
-from ckptlint.reporters.style import Style, cut, cut_names, inert
+from ckptlint.reporters.style import Style, cut, cut_names
 from ckptlint.rule import Finding, Note, Severity
 
 _BYTES_A_SECOND = 250 * 1024**2  # of a local disk, read and summed: docs/benchmarks.md
@@ -53,7 +53,7 @@ def render(report: Report, style: Style) -> str:
                 *(line for text in step_lines(steps) for line in style.wrap(text, "  ", "")),
             ]
     separator = "\n" if _is_clean(report, style) else "\n\n"
-    return inert(separator.join(text for text in blocks if text)) + ("\n" if blocks else "")
+    return separator.join(text for text in blocks if text) + ("\n" if blocks else "")
 
 
 def header(ckpt: Checkpoint, style: Style) -> str:

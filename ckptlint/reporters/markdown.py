@@ -8,7 +8,7 @@ from dataclasses import replace
 from ckptlint.lint.report import CheckpointReport, FindingGroup, Report, worst
 from ckptlint.model.text import plural
 from ckptlint.reporters.full import block, facts, loud_groups, verdict
-from ckptlint.reporters.style import Style, cut, cut_names, inert
+from ckptlint.reporters.style import Style, cut, cut_names
 
 TEXT_LIMIT = 50_000
 """Characters after which findings are only counted: a GitHub comment holds 65,536."""
@@ -31,7 +31,7 @@ def render(report: Report, style: Style) -> str:
         texts = _checkpoint(part, style, room)
         room -= sum(map(len, texts))
         blocks += texts
-    return inert("\n\n".join(blocks)) + "\n"
+    return "\n\n".join(blocks) + "\n"
 
 
 def code(text: str, in_table: bool = False) -> str:

@@ -13,11 +13,8 @@ from ckptlint.storage.paths import is_safe
 
 _CODES = {"error": "31;1", "warning": "33;1", "info": "36", "good": "32", "dim": "2", "bold": "1"}
 NAME_LIMIT = 200
-JSON_ESCAPE = r"\u{:04x}"
-"""For `inert`, inside the strings of a JSON text."""
 _WORD = re.compile(r"[^\W\d]+")
 _SHORTEST = 5  # characters of a word that is left: "d...r"
-_COMMAND = re.compile(r"^(\s*):(?=:)|##(?=\w*\[)", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,22 +82,6 @@ def _without_middle(text: str, limit: int) -> str:
 def cut_names(title: str, fqn: str | None) -> str:
     """The title with a very long name shortened."""
     return title.replace(fqn, cut(fqn)) if fqn else title
-
-
-def inert(text: str, escape: str = r"\x{:x}") -> str:
-    r"""The text without what a CI runner takes for a command: `::` that starts a line, `##[` or `##vso[` anywhere.
-
-    A name may hold either, and wrapping may put it at the start of a line; it gets a visible escape, as `printable`
-    gives, or in the form of a format that has its own.
-
-    Source:
-        actions/runner, src/Runner.Common/ActionCommand.cs; Azure Pipelines and TeamCity write `##vso[`, `##teamcity[`
-
-    >>> print(inert("  ::error::a"))
-      \x3a:error::a
-    """
-    colon, hash_ = escape.format(ord(":")), escape.format(ord("#"))
-    return _COMMAND.sub(lambda found: f"#{hash_}" if found[1] is None else found[1] + colon, text)
 
 
 def shown_file(ckpt: Checkpoint, name: str) -> str:

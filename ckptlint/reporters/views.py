@@ -10,11 +10,11 @@ from ckptlint.lint.report import Report
 from ckptlint.lint.retention import Retention
 from ckptlint.lint.steps import Search
 from ckptlint.model.shown import Shown
-from ckptlint.model.text import plural
+from ckptlint.model.text import MARKUP_ESCAPE, inert, plural
 from ckptlint.planning.outcome import Plan
 from ckptlint.reporters import diff, full, plan, run, values
 from ckptlint.reporters.html import page
-from ckptlint.reporters.style import Style, cut, inert
+from ckptlint.reporters.style import Style, cut
 
 _ROWS = 100  # of a table
 _STYLE = Style(ascii_only=False)
@@ -24,34 +24,34 @@ def as_text(shown: Shown) -> str:
     """What the command prints of it, on a terminal of 80 columns without colour."""
     match shown:
         case Report():
-            return full.render(shown, _STYLE)
+            text = full.render(shown, _STYLE)
         case Plan():
-            return inert(plan.as_text(shown, _STYLE))
+            text = plan.as_text(shown, _STYLE)
         case Diff():
-            return inert(diff.as_text(shown, _STYLE))
+            text = diff.as_text(shown, _STYLE)
         case Values():
-            return inert(values.values_as_text(shown, _STYLE))
+            text = values.values_as_text(shown, _STYLE)
         case Search():
-            return inert(run.search_as_text(shown))
+            text = run.search_as_text(shown)
         case Retention():
-            return inert(run.retention_as_text(shown))
-    raise TypeError(f"{type(shown).__name__} has no text")
+            text = run.retention_as_text(shown)
+        case _:
+            raise TypeError(f"{type(shown).__name__} has no text")
+    return inert(text)
 
 
 def as_html(shown: Shown) -> str:
     """The verdict and a table, as a part of a page; jinja2 escapes every text."""
     (word, *sentences), rows = _summary(shown)
-    return (
-        page.environment()
-        .get_template("view.html.jinja")
-        .render(
-            word=word,
-            sentences=[*filter(None, sentences)],
-            head=[*rows[0]] if rows else [],
-            rows=[["" if cell is None else cut(str(cell)) for cell in row.values()] for row in rows[:_ROWS]],
-            more=plural(len(rows) - _ROWS, "more row") if len(rows) > _ROWS else "",
-        )
+    template = page.environment().get_template("view.html.jinja")
+    html = template.render(
+        word=word,
+        sentences=[*filter(None, sentences)],
+        head=[*rows[0]] if rows else [],
+        rows=[["" if cell is None else cut(str(cell)) for cell in row.values()] for row in rows[:_ROWS]],
+        more=plural(len(rows) - _ROWS, "more row") if len(rows) > _ROWS else "",
     )
+    return inert(html, MARKUP_ESCAPE)
 
 
 def _summary(shown: Shown) -> tuple[list[str], list[dict[str, Any]]]:

@@ -58,6 +58,11 @@ class Folder(ABC):
     bytes_read = 0
 
     @property
+    def redirected(self) -> str:
+        """Which other host a server sends requests on to, as what is not known; "" for none."""
+        return ""
+
+    @property
     @abstractmethod
     def display(self) -> str:
         """The path or URL as text that is safe to print, without credentials; of a part with the part's name."""

@@ -52,7 +52,9 @@ class LocalFolder(Folder):
 
     @property
     def parent(self) -> Folder | None:
-        return self.above or LocalFolder(self.path.absolute().parent)
+        if self.above is None:
+            self.above = LocalFolder(self.path.absolute().parent)
+        return self.above
 
     @cached_property
     def entries(self) -> Listing:

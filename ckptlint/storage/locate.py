@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 
 from ckptlint.errors import AccessError, NothingToCheckError
@@ -10,6 +13,18 @@ from ckptlint.model.text import printable
 from ckptlint.storage.folder import Folder
 from ckptlint.storage.local import ABSENT, LocalFolder
 from ckptlint.storage.paths import is_url
+
+_listed: ContextVar[tuple[str, Folder] | None] = ContextVar("_listed", default=None)
+
+
+@contextmanager
+def listed_once(path: str, folder: Folder) -> Iterator[None]:
+    """Let `folder_at` reach the folders in this local one from it: a run is listed once, not for each of its steps."""
+    token = _listed.set((path.rstrip("/"), folder) if isinstance(folder, LocalFolder) else None)
+    try:
+        yield
+    finally:
+        _listed.reset(token)
 
 
 def folder_at(path: str) -> tuple[Folder, str]:
@@ -20,6 +35,9 @@ def folder_at(path: str) -> tuple[Folder, str]:
         AccessError: the operating system, the store or the network refused.
         ConfigError: a URL of a scheme that cannot be read, or for which a package is missing.
     """
+    around, (above, _, name) = _listed.get(), path.rpartition("/")
+    if around is not None and above == around[0] and name in around[1].entries and around[1].entries[name].is_folder:
+        return around[1].sub(name), ""
     if is_url(path):
         from ckptlint.storage.remote import remote_at
 

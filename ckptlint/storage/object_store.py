@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from ckptlint.errors import AccessError, NothingToCheckError
@@ -13,7 +13,7 @@ from ckptlint.storage.folder import Folder
 from ckptlint.storage.listing import FolderEntry, Listing
 from ckptlint.storage.paths import is_safe, shown
 from ckptlint.storage.remote_folder import RemoteFolder
-from ckptlint.storage.requests import attempted, filesystem, is_absent, reason
+from ckptlint.storage.requests import attempted, filesystem, is_absent, listed, reason
 
 _LONG_LISTING = 64 * 1024**2  # bytes of the answers to one listing that patience is kept for
 
@@ -57,9 +57,8 @@ class ObjectFolder(RemoteFolder):
     @cached_property
     def _infos(self) -> list[dict[str, Any]]:
         """What one listing says, page after page."""
-        listing = filesystem(self.protocol)
         try:
-            return list(attempted(lambda: listing.ls(self.path, detail=True), _LONG_LISTING))
+            return attempted(partial(listed, self.protocol, self.path), _LONG_LISTING)
         except Exception as error:
             if is_absent(error):
                 raise NothingToCheckError(f"{self.display} does not exist") from None

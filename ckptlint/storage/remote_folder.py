@@ -28,6 +28,11 @@ class RemoteFolder(Folder):
 
     is_near = False
 
+    @property
+    def source(self) -> str:
+        """What its bytes come from, as errors name it."""
+        return self.display
+
     def __init__(self) -> None:
         self._heads: dict[str, bytes] = {}
 
@@ -38,7 +43,7 @@ class RemoteFolder(Folder):
             self._heads[name] = known = super().head(name, count)
             if not any(known) and self.size(name):
                 raise AccessError(
-                    f"{printable(name)} in {self.display} cannot be read: the server sends zero bytes only"
+                    f"{printable(name)} in {self.source} cannot be read: the server sends zero bytes only"
                 )
         return known[:count]
 
@@ -81,7 +86,6 @@ class RemoteFolder(Folder):
     def _bytes(self, name: str, start: int, stop: int) -> bytes:
         if start >= stop:
             return b""
-        what = f"{printable(name)} in {self.display}"
 
         def whole() -> bytes:
             data = self.fetch(name, start, stop)
@@ -92,6 +96,7 @@ class RemoteFolder(Folder):
         try:
             return attempted(whole, stop - start)
         except Exception as error:
+            what = f"{printable(name)} in {self.source}"
             if is_absent(error):
                 raise AccessError(f"{what} cannot be read: it is gone") from None
             raise AccessError(f"{what} cannot be read: {reason(error, self.protocol)}") from None

@@ -6,6 +6,7 @@ Every process makes its own connections, since the event loop of fsspec does not
 from __future__ import annotations
 
 import errno
+import ipaddress
 import mmap
 import os
 import random
@@ -14,10 +15,12 @@ import socket
 import ssl
 import struct
 import time
-from collections.abc import Callable, Iterator
+from asyncio import get_running_loop, timeout
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar
+from urllib.parse import urljoin, urlsplit
 
 from ckptlint.errors import AccessError, ConfigError
 from ckptlint.model.text import printable
@@ -41,6 +44,9 @@ SLOWEST = 32 * 1024
 
 PATIENCE_SECONDS = 120
 """How long ckptlint waits in all for one path, beyond a second for each request and the time of its bytes."""
+
+PAGES = 1_000
+"""Pages of one listing that are read, of 1,000 names each."""
 
 WORKERS = 8
 """Requests at the same time."""
@@ -96,10 +102,13 @@ def _made(protocol: str, _process: int) -> Any:
     if protocol != "hf":  # whose files are looked up in the listing
         options["use_listings_cache"] = False
     if protocol in WEB:
-        from aiohttp import ClientTimeout
+        from aiohttp import ClientTimeout, TraceConfig
 
-        timeout = ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=READ_SECONDS)
-        options["client_kwargs"] = {"timeout": timeout, "trust_env": True} | own.get("client_kwargs", {})
+        redirects = TraceConfig()
+        redirects.on_request_redirect.append(_redirected)
+        silence = ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=READ_SECONDS)
+        options["client_kwargs"] = {"timeout": silence, "trust_env": True} | own.get("client_kwargs", {})
+        options["client_kwargs"]["trace_configs"] = [*own.get("client_kwargs", {}).get("trace_configs", []), redirects]
     elif "s3" in names:
         patience = {"connect_timeout": CONNECT_SECONDS, "read_timeout": READ_SECONDS, "retries": {"max_attempts": 0}}
         options["config_kwargs"] = patience | own.get("config_kwargs", {})
@@ -109,7 +118,68 @@ def _made(protocol: str, _process: int) -> Any:
         raise AccessError(f"{protocol}:// cannot be used: {reason(error, protocol)}") from None
     if "s3" in names:
         made.retries = 1  # `attempted` makes the attempts, for all stores alike
+        if hasattr(made, "_list_pages"):  # in an older s3fs the time alone ends a listing
+            made._list_pages = partial(_pages, made._list_pages)
     return made
+
+
+async def _pages(listing: Callable[..., AsyncIterator[Any]], *arguments: Any, **options: Any) -> AsyncIterator[Any]:
+    """The pages of a listing, up to `PAGES` of them."""
+    count = 0
+    async for page in listing(*arguments, **options):
+        if count == PAGES:
+            raise EndlessError(f"its listing does not end after {PAGES:,} pages")
+        yield page
+        count += 1
+
+
+def listed(protocol: str, path: str) -> list[dict[str, Any]]:
+    """What a store lists at a path, by one attempt.
+
+    Raises:
+        EndlessError: the listing does not end in `PATIENCE_SECONDS`, or after `PAGES` pages.
+    """
+    store = filesystem(protocol)
+    if not store.async_impl:
+        return list(store.ls(path, detail=True))
+    from fsspec.asyn import sync
+
+    async def whole() -> list[dict[str, Any]]:
+        try:
+            async with timeout(PATIENCE_SECONDS) as clock:
+                return list(await store._ls(path, detail=True))
+        except TimeoutError:
+            if clock.expired():
+                raise EndlessError(f"its listing does not end within {PATIENCE_SECONDS} s") from None
+            raise
+
+    return sync(store.loop, whole)  # type: ignore[no-any-return]
+
+
+async def _redirected(_session: Any, context: Any, redirect: Any) -> None:
+    """Note where a request is sent on to, unless that is a private address and this is none.
+
+    Raises:
+        RedirectError: it is.
+    """
+    url = urlsplit(urljoin(str(redirect.url), redirect.response.headers.get("Location", "")))
+    host, before = url.hostname or "", redirect.url.host
+    if host == before:
+        return
+    if isinstance(context.trace_request_ctx, dict):
+        context.trace_request_ctx[host] = None
+    if await _is_private(host) and not await _is_private(before):
+        raise RedirectError(f"the server redirects to {printable(host)}, a private address: name that if you trust it")
+
+
+async def _is_private(host: str) -> bool:
+    """Whether an address of a host is not of the public internet; False for a name that only a proxy knows."""
+    try:
+        answers = await get_running_loop().getaddrinfo(host, None)
+    except OSError:
+        return False
+    found = [ipaddress.ip_address(str(answer[4][0]).partition("%")[0]) for answer in answers]
+    return any(not (getattr(address, "ipv4_mapped", None) or address).is_global for address in found)
 
 
 def _missing(protocol: str) -> str:
@@ -135,6 +205,14 @@ class CutShortError(ConnectionError):
 
 class RangesError(OSError):
     """A server ignores the header `Range`."""
+
+
+class EndlessError(OSError):
+    """A listing goes on and on."""
+
+
+class RedirectError(OSError):
+    """A server sends ckptlint to where it does not go."""
 
 
 def longest(count: int) -> float:
@@ -262,7 +340,7 @@ def reason(error: BaseException, protocol: str) -> str:
         return "there is no such bucket"
     if status is not None:
         return f"the server answers {status}" + (f" ({printable(code)})" if code and code != str(status) else "")
-    if isinstance(error, CutShortError | RangesError | SlowError):
+    if isinstance(error, CutShortError | RangesError | SlowError | EndlessError | RedirectError):
         return str(error)
     for part in _chain(error):
         if isinstance(part, socket.gaierror) or type(part).__name__ == "ClientConnectorDNSError":

@@ -9,7 +9,7 @@ from urllib.parse import quote, unquote, urlsplit
 
 from ckptlint.errors import AccessError
 from ckptlint.model import FileState
-from ckptlint.model.text import printable
+from ckptlint.model.text import printable, some
 from ckptlint.storage.folder import Folder
 from ckptlint.storage.listing import FolderEntry, Listing
 from ckptlint.storage.paths import is_safe, shown
@@ -50,10 +50,20 @@ class WebFolder(RemoteFolder):
         self.query = query
         self.protocol = url.partition(":")[0]
         self._sizes: dict[str, int | None] = {}
+        self._redirects: dict[str, None] = {}  # the hosts that requests were sent on to
 
     @property
     def display(self) -> str:
         return shown("/".join(filter(None, (self.url, self.part))))
+
+    @property
+    def source(self) -> str:
+        return f"{self.display}{', redirected to ' * bool(self._redirects)}{some(map(printable, self._redirects))}"
+
+    @property
+    def redirected(self) -> str:
+        hosts = some(map(printable, self._redirects))
+        return f"who answers for {hosts}, to which the server redirects" if hosts else ""
 
     @property
     def name(self) -> str:
@@ -112,7 +122,7 @@ class WebFolder(RemoteFolder):
                 size: int | bool | None = attempted(lambda: self._request("HEAD", name)[0])
             except Exception as error:
                 if not is_absent(error):
-                    what = f"{printable(name)} in {self.display}"
+                    what = f"{printable(name)} in {self.source}"
                     raise AccessError(f"{what} cannot be looked at: {reason(error, self.protocol)}") from None
                 size = False
             self._sizes[name] = size
@@ -130,7 +140,8 @@ class WebFolder(RemoteFolder):
         session = await store.set_session()
         url = store.encode_url(f"{self.url}/{quote(name)}" + (f"?{self.query}" if self.query else ""))
         headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={start}-{stop - 1}"} if stop else {})
-        async with session.request(method, url, headers=headers, allow_redirects=True, **store.kwargs) as answer:
+        options = {"allow_redirects": True, "trace_request_ctx": self._redirects} | store.kwargs
+        async with session.request(method, url, headers=headers, **options) as answer:
             if method == "HEAD" and answer.status in (405, 501):
                 return await self._answered(store, "GET", name, 0, 1)
             answer.raise_for_status()

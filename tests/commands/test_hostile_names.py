@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 import sys
+from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from html.parser import HTMLParser
 from pathlib import Path
@@ -25,9 +26,13 @@ from ckptlint.testing import write_checkpoint
 
 SHORT = {kind: name.replace("\0", "").replace("/", "|")[:90] for kind, name in HOSTILE.items() if kind != "surrogate"}
 """Names that a file can have."""
+KEYS = {kind: name[:4000] for kind, name in HOSTILE.items()}
+"""Keys that are read."""
 NAMES = [*SHORT.values()][:: examples(3, 1)]
 """Those that a run has, too: all of them in a sweep."""
 TEXTS = {"full", "concise", "text", "table", "statistics", "error", "paths"}
+COMMAND = re.compile(r"##[\w.]*\[|::[\w-]+( [^:\n]*)?::")
+"""What GitHub, Azure Pipelines and TeamCity take for a command, where they look for it in the whole of a line."""
 MARKUP = re.compile(r"injected|evil|script|@user|onerror|</|<img")
 
 
@@ -36,14 +41,22 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs with hostile names, whose newest step is damaged, and one with hostile keys and files."""
     root = tmp_path_factory.mktemp("runs")
     tensors: dict[str, Any] = {}
-    for kind, name in HOSTILE.items():
+    for kind, name in KEYS.items():
         tensors |= {name: {"shape": [8], "chunks": ["0:4"]}, f"{kind}.{name}": {"shape": [8], "chunks": ["0:8"]}}
     for number in (1, 2):
         step = root / "all" / f"step-{number}"
-        write_checkpoint({"tensors": tensors, "unstored": [f"object {name}" for name in HOSTILE.values()]}, step)
+        write_checkpoint({"tensors": tensors, "unstored": [f"object {name}" for name in KEYS.values()]}, step)
         for name in SHORT.values():
             (step / f"{name}.pt").write_bytes(b"\x80\x02cos\nsystem\n.")
             (step / f"{name}.json").write_bytes(b"{")
+        for place, name in enumerate(HOSTILE.values()):
+            module = name.replace("\n", "").encode("utf-8", "surrogatepass")
+            (step / f"class {place}.pt").write_bytes(b"\x80\x02c" + module + b"\nsystem\n.")
+        hostile = HOSTILE["build servers"]
+        (step / "config.json").write_text(json.dumps(dict.fromkeys(("model_type", "architectures", hostile), hostile)))
+    write_checkpoint({"tensors": tensors}, root / "keys" / "step-1")  # no command describes what would run code
+    whole = {key: {"shape": [8], "chunks": ["0:8"]} for key in tensors}
+    write_checkpoint({"tensors": whole | {"w": {"shape": [9], "chunks": ["0:9"]}}}, root / "keys" / "step-2")
     for name in NAMES:
         write_checkpoint({"tensors": {name: {"shape": [8], "chunks": ["0:4"]}}}, root / name / "step-1")
         (root / name / "step-2").mkdir()
@@ -72,10 +85,7 @@ def assert_harmless(text: str, format_: str) -> None:
     text.encode()
     own = r"::(error|warning|notice) (file=[^,:]*,line=1,)?title=[^,:]*::" if format_ == "github" else r"(?!)"
     assert not [line for line in text.splitlines() if line.lstrip().startswith("::") and not re.match(own, line)]
-    if format_ in TEXTS | {"github", "markdown"}:
-        assert not [
-            line for line in text.splitlines() if not line.startswith("::") and re.search(r"##\w[\w.]*\[", line)
-        ]
+    assert not [line for line in text.splitlines() if COMMAND.search(re.sub(rf"^{own}", "", line))]
     if format_ == "markdown":
         tokens = MarkdownIt("gfm-like", {"linkify": False}).parse(text)
         inline = [child for token in tokens for child in token.children or ()]
@@ -144,14 +154,54 @@ def test_commands_on_a_run_of_that_name(root: Path, name: str) -> None:
     assert_prints(["explain", name], "error")
 
 
+def test_json_gives_back_what_a_build_server_would_obey(root: Path) -> None:
+    key = printable(HOSTILE["build servers"])
+    one, other = str(root / "keys" / "step-1"), str(root / SHORT["markup"] / "step-1")
+    for arguments in (
+        ["check", one, "--format", "json"],
+        ["check", one, "--format", "sarif"],
+        ["show", one],
+        ["diff", one, other],
+    ):
+        format_ = [] if "--format" in arguments else ["--format", "json"]
+        assert key in {*texts_in(json.loads(assert_prints([*arguments, *format_], "json")))}
+    assert_prints(["deletable", str(root / "all"), "--keep", "1"], "text")
+    assert_prints(["deletable", str(root / "all"), "--keep", "1", "--format", "json"], "json")
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """The keys and texts in the value of a JSON text."""
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
+    if isinstance(value, list):
+        for item in value:
+            yield from texts_in(item)
+    elif isinstance(value, str):
+        yield value
+
+
+@pytest.mark.parametrize("name", ["a ##vso[task.complete]", "::error::b", "a\x1b]8;;"])
+def test_a_path_that_a_build_server_would_obey_is_not_the_answer(tmp_path: Path, name: str) -> None:
+    write_checkpoint({"tensors": {"w": {"shape": [8], "chunks": ["0:8"]}}}, tmp_path / name / "step-1")
+    write_checkpoint({"tensors": {"w": {"shape": [8], "chunks": ["0:8"]}}}, tmp_path / name / "step-2")
+    assert assert_prints(["latest", str(tmp_path)], "text") == ""
+    (run,) = json.loads(assert_prints(["latest", str(tmp_path), "--format", "json"], "json"))["runs"]
+    assert run["step"]["path"] == f"{tmp_path}/{name}/step-2"
+    assert assert_prints(["deletable", str(tmp_path), "--keep", "1"], "text") == ""
+
+
 def test_commands_on_keys_and_files_of_those_names(root: Path, tmp_path: Path) -> None:
-    one, other = root / "all" / "step-1", root / SHORT["markup"] / "step-1"
+    one, other = root / "keys" / "step-1", root / "keys" / "step-2"
     for format_ in ("text", "json"):
         assert_prints(["show", str(one), "--format", format_], format_)
         assert_prints(["diff", str(one), str(other), "--format", format_], format_)
         assert_prints(["plan", str(one), "--format", format_, "--html", str(tmp_path / "page.html")], format_)
+        assert_harmless((tmp_path / "page.html").read_text(encoding="utf-8"), "html")
+        values = ["diff", str(one), str(other), "--values", "--html", str(tmp_path / "page.html")]
+        assert_prints([*values, "--format", format_], format_)
+        assert_harmless((tmp_path / "page.html").read_text(encoding="utf-8"), "html")
     assert_prints(["manifest", str(one)], "json")
-    for (kind, name), format_ in itertools.product(HOSTILE.items(), GRAPHS):
+    for (kind, name), format_ in itertools.product(KEYS.items(), GRAPHS):
         text = assert_prints(["graph", str(one), printable(f"{kind}.{name}"), "--format", format_], format_)
         assert text == assert_prints(["graph", str(one), f"{kind}.{name}", "--format", format_], format_)
         if format_ == "mermaid":

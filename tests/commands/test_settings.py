@@ -15,6 +15,7 @@ from click.testing import CliRunner, Result
 from support import REAL, REPOSITORY, broken_rule, run
 
 from ckptlint.commands import main as cli
+from ckptlint.commands.main import COMMANDS
 from ckptlint.depth import Depth
 from ckptlint.errors import ConfigError
 from ckptlint.lint.options import CHECK_OPTIONS, CheckOption
@@ -152,11 +153,41 @@ def test_settings_that_came_with_the_run_are_not_read(
     above = "/".join(".." for _ in step.split("/")) + "/ckptlint.toml"
     done = run(".", cwd=here / step)
     assert (done.returncode, f"\nSettings: {above}.\n" in done.stdout) == ((0, True) if is_taken else (1, False))
-    unread = f"ckptlint: {above} lies in the run of a checked path, so ckptlint did not read it: "
+    unread = f"ckptlint: {above} lies in a folder of checkpoints, so ckptlint did not read it: "
     unread += "name it with --config FILE\n"
     assert done.stderr == ("" if is_taken else unread)
     assert run(".", "--config", above, cwd=here / step).returncode == 0
-    assert run(GOOD, cwd=here).stderr == ""  # another checkpoint is checked from there: the folder is no run of it
+    assert run(GOOD, cwd=here).stderr == ("" if is_taken else unread.replace(above, "ckptlint.toml"))
+
+
+HARMFUL = 'exit-zero = true\nplugins = ["harmful"]\n[severity]\nGEO004 = "info"\n'
+
+
+@pytest.mark.parametrize("place", ["step-10", "step-10/code", "model"])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_command_reads_settings_that_came_with_a_checkpoint(here: Path, command: str, place: str) -> None:
+    """Whatever is asked from inside of it, about nothing or about another checkpoint."""
+    step = here / place.removesuffix("/code")
+    write_checkpoint({"tensors": {"w": {"shape": [8], "chunks": ["0:4"]}}}, step)
+    (here / place).mkdir(exist_ok=True)
+    (here / place / "ckptlint.toml").write_text(HARMFUL)
+    torn = here.parent / "torn" / "step-1"
+    write_checkpoint({"tensors": {"w": {"shape": [8], "chunks": ["0:4"]}}}, torn)
+    arguments = {
+        "diff": [torn, torn], "explain": ["GEO004"], "graph": [torn, "w"], "rules": [], "config": [],
+        "watch": [torn.parent, "--once", "--interval", "0"], "live": [torn],
+        "latest": [torn.parent], "deletable": [torn.parent, "--keep", "1"],
+        "plan": [torn], "show": [torn], "manifest": [torn], "check": [torn],
+    }[command]  # fmt: skip
+    done = run(command, *arguments, cwd=here / place)
+    assert "harmful" not in done.stdout + done.stderr
+    assert done.returncode == {"check": 1, "watch": 1, "latest": 1, "deletable": 1, "plan": 1}.get(
+        command, done.returncode
+    )
+    if command not in ("diff", "graph", "manifest", "plan", "show"):  # which have no settings
+        assert "ckptlint.toml lies in a folder of checkpoints, so ckptlint did not read it" in done.stderr
+        if command in ("rules", "explain", "config", "check"):
+            assert "harmful" in run(command, *arguments, "--config", "ckptlint.toml", cwd=here / place).stderr
 
 
 def test_each_report_names_its_settings_file(here: Path) -> None:

@@ -559,8 +559,8 @@ def test_no_name_reaches_the_output_raw(hostile: tuple[str, Report]) -> None:
         raw[format_] = [char for char in {*text} if not char.isprintable() and char != "\n"]
         if format_ != "github":
             raw[format_] += [line for line in text.splitlines() if line.lstrip().startswith("::")]
-        if format_ in TEXTS:
-            raw[format_] += re.findall(r"##\w*\[", text)
+            raw[format_] += re.findall(r"::[\w-]+(?: [^:\n]*)?::", text)
+        raw[format_] += re.findall(r"##\w*\[", text)
     assert not any(raw.values()), raw
 
 

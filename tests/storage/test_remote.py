@@ -857,6 +857,79 @@ def test_patience_with_all_requests_of_a_path_ends(web: Server, monkeypatch: pyt
     assert ckptlint.check(f"{web.url}/edit_base").exit_code == 0  # the next path is waited for again
 
 
+def endless(handler: Handler) -> bool:
+    """A page of a listing that says that another one follows, each with a name."""
+    number = len(handler.server_state.asked)
+    text = (
+        "<ListBucketResult><IsTruncated>true</IsTruncated><KeyCount>1</KeyCount>"
+        f"<NextContinuationToken>{number}</NextContinuationToken>"
+        f"<Contents><Key>run/{number}</Key><Size>1</Size></Contents></ListBucketResult>"
+    )
+    handler.reply(200, {"Content-Type": "application/xml"}, text.encode())
+    return True
+
+
+@pytest.mark.usefixtures("afresh")
+@pytest.mark.parametrize(
+    ("limit", "value", "says"),
+    [("PAGES", 20, "its listing does not end after 20 pages"), ("PATIENCE_SECONDS", 1, "does not end within 1 s")],
+)
+def test_a_listing_without_an_end_is_given_up(
+    s3: Server, monkeypatch: pytest.MonkeyPatch, limit: str, value: int, says: str
+) -> None:
+    monkeypatch.setattr(requests, limit, value)
+    s3.trouble = endless
+    begun = time.monotonic()
+    report = ckptlint.check(f"s3://{BUCKET}/run")
+    assert report.exit_code == 4 and says in only_sentence(report)
+    assert time.monotonic() - begun < 10
+    count = len(s3.asked)
+    time.sleep(0.2)
+    assert len(s3.asked) <= count + 1  # nothing goes on behind it
+    assert limit != "PAGES" or count == 21
+
+
+def sent_on(url: str) -> Callable[[Handler], bool]:
+    """Trouble that redirects every request."""
+
+    def redirect(handler: Handler) -> bool:
+        handler.reply(302, {"Location": url + handler.path})
+        return True
+
+    return redirect
+
+
+def test_the_host_that_a_server_redirects_to_is_named(web: Server) -> None:
+    with serving(files_of(REAL)) as front:
+        front.trouble = sent_on(f"http://localhost:{web.port}")
+        report = ckptlint.check(f"{front.url}/edit_base")
+        assert report.exit_code == 0
+        sentence = "who answers for localhost, to which the server redirects"
+        assert sentence in report.checkpoints[0].checkpoint.unseen
+        web.trouble = failing(1000, 403)
+        assert ", redirected to localhost cannot be " in only_sentence(ckptlint.check(f"{front.url}/edit_base"))
+
+
+@pytest.mark.parametrize(
+    "target",
+    ["http://127.0.0.1:{port}", "http://[::ffff:127.0.0.1]:{port}", "http://169.254.169.254", "http://10.0.0.1"],
+)
+def test_no_redirect_of_a_public_host_to_a_private_one_is_followed(
+    web: Server, monkeypatch: pytest.MonkeyPatch, target: str
+) -> None:
+    is_private = requests._is_private
+
+    async def of_others(host: str) -> bool:
+        return host != "localhost" and await is_private(host)
+
+    monkeypatch.setattr(requests, "_is_private", of_others)
+    with serving(files_of(REAL)) as front:
+        front.trouble = sent_on(target.format(port=web.port))
+        report = ckptlint.check(f"http://localhost:{front.port}/edit_base")
+    assert report.exit_code == 4 and not web.asked
+    assert "a private address: name that if you trust it" in only_sentence(report)
+
+
 def test_a_server_that_sends_zeros_is_an_incomplete_verdict() -> None:
     answers = files_of(REAL)
 

@@ -69,7 +69,7 @@ def _step_folder(folder: Folder) -> Folder | None:
     """The step that a folder is, or is in as a part; a number alone may be a year."""
     found: Folder | None = None
     for level in range(_LEVELS):
-        if _is_named_step(folder.name):
+        if is_named_step(folder.name):
             like = steps_like(folder.name)
             is_step = like is None or not like[1].tracked or len(folder.name) >= len(like[0]) + like[1].digits
             if found is not None or not is_step:
@@ -124,16 +124,17 @@ def is_of_a_run(folder: Folder) -> bool:
     """Whether a folder is a step, or holds steps, payload or a tracker; one that cannot be listed counts as such."""
     try:
         return (
-            _is_named_step(folder.name)
+            is_named_step(folder.name)
             or recognise(folder) is not None
             or any(folder.has(tracker.file) for tracker in trackers())
-            or any(_is_named_step(name) or _is_numbered_step(folder, name) for name in folder.folders())
+            or any(is_named_step(name) or _is_numbered_step(folder, name) for name in folder.folders())
         )
     except CkptlintError:
         return True
 
 
-def _is_named_step(name: str) -> bool:
+def is_named_step(name: str) -> bool:
+    """Whether a name is that of a step, and more than a number."""
     return step_number(name) is not None and not name.isdecimal()
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ckptlint.lint.report import CheckpointReport, FindingGroup, Report
-from ckptlint.model.text import plural
+from ckptlint.model.text import inert, plural
 from ckptlint.reporters.full import note_line, notes, verdict
-from ckptlint.reporters.style import Style, cut_names, inert, shown_file
+from ckptlint.reporters.style import Style, cut_names, shown_file
 from ckptlint.rule import Severity
 
 SHOWN = 10
@@ -46,8 +46,8 @@ def _annotation(command: str, part: CheckpointReport, group: FindingGroup) -> st
 
 
 def _command(command: str, properties: dict[str, str], message: str) -> str:
-    listed = ",".join(f"{name}={_property(value)}" for name, value in properties.items())
-    return f"::{command} {listed}::{_data(message)}"
+    listed = ",".join(f"{name}={inert(_property(value))}" for name, value in properties.items())
+    return f"::{command} {listed}::{inert(_data(message))}"
 
 
 def _data(text: str) -> str:

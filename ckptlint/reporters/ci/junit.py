@@ -10,7 +10,7 @@ from ckptlint.lint.report import CheckpointReport, FindingGroup, Report
 from ckptlint.model.text import plural
 from ckptlint.reporters.full import block
 from ckptlint.reporters.json_report import sampled
-from ckptlint.reporters.style import Style, inert
+from ckptlint.reporters.style import Style
 from ckptlint.rule import Rule
 
 _FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -47,7 +47,7 @@ def render(report: Report, style: Style) -> str:
     _count(root, list(root))
     root.set("time", _time(report.seconds))
     ET.indent(root)
-    xml = inert(ET.tostring(root, encoding="unicode"), "&#x{:x};")
+    xml = ET.tostring(root, encoding="unicode")
     return f'<?xml version="1.0" encoding="UTF-8"?>\n{xml}\n'
 
 
