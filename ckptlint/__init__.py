@@ -98,6 +98,8 @@ def check(
     from ckptlint.lint.settings_file import Settings, read_settings
     from ckptlint.model.text import texts
 
+    if unknown := [path for path in paths if not isinstance(path, (str, bytes, PathLike))]:
+        raise TypeError(f"check takes paths one by one, check(*paths), and {type(unknown[0]).__name__} is none")
     checked = [fspath(path) for path in paths]
     options = {
         "depth": depth,

@@ -144,7 +144,7 @@ def _banner(run: Folder, name: str, interval: float, stale: float, once: bool) -
 
 def _line(event: Event, path: str, code: int, report: Report | None) -> str:
     """What became of a step, as one line of JSON: the fields of a step in a report, and when and how it ended."""
-    step = verdict_of(report) if report else JudgedStep(0, "", "", "not judged", why=event.text)
+    step = verdict_of(report) if report is not None else JudgedStep(0, "", "", "not judged", why=event.text)
     if event.kind == "unfinished":
         step = replace(step, verdict="unfinished", why=event.text)
     fields = step_object(replace(step, name=printable(event.step), path=shown(path.rstrip("/"))))

@@ -276,7 +276,8 @@ class Report(Shown):
 
     def __repr__(self) -> str:
         what = plural(len(self.checkpoints), "checkpoint")
-        return f"<Report {what}: {self.verdict}, {_counted(self.counts)}>"
+        why = f", {self.unread[0]}" if self.unread else ""
+        return f"<Report {what}: {self.verdict}, {_counted(self.counts)}{why}>"
 
     @cached_property
     def diagnostics(self) -> tuple[Diagnostic, ...]:
@@ -339,11 +340,12 @@ class Report(Shown):
     def is_failing(self, item: Diagnostic) -> bool:
         """Whether a finding makes the run fail: at or above `fail_on`, and always for errors of fixed rules.
 
-        That a rule crashed never does: it makes the verdict incomplete.
+        That a rule crashed never does, nor a warning of what was not read: they make the verdict incomplete.
         """
         least = Severity.ERROR + 1 if self.fail_on == "never" else Severity[self.fail_on.upper()]
         unsafe = item.rule.fixed and item.severity == Severity.ERROR
-        return item.rule.after != "rules" and (item.severity >= least or unsafe)
+        unread = item.rule.fixed and item.severity == Severity.WARNING and self.is_incomplete
+        return item.rule.after != "rules" and not unread and (item.severity >= least or unsafe)
 
     @property
     def is_live(self) -> bool:
@@ -360,7 +362,7 @@ class Report(Shown):
         """A sentence for each path or file that gave no checkpoint to judge."""
         return (*self.unreadable, *self.not_found)
 
-    @property
+    @cached_property
     def is_incomplete(self) -> bool:
         """Whether some rule or file could not be judged."""
         return bool(self.unreadable) or any(part.is_incomplete for part in self.checkpoints)
@@ -380,8 +382,16 @@ class Report(Shown):
         verdicts: dict[int, Verdict] = {0: "pass", 1: "fail"}
         return verdicts.get(self.exit_code, "incomplete")
 
-    def raise_for_findings(self, level: str = "error") -> None:
-        """Raise unless everything was judged and no finding that counts reaches the level.
+    @property
+    def passed(self) -> bool:
+        """Whether everything was judged and nothing fails; the truth of a report, too."""
+        return self.exit_code == 0
+
+    def __bool__(self) -> bool:
+        return self.passed
+
+    def raise_for_findings(self, level: str | None = None) -> None:
+        """Raise unless everything was judged and no finding that counts fails, or reaches the level.
 
         >>> import ckptlint
         >>> ckptlint.check("fixtures/real/fsdp2_4r_hole").raise_for_findings()
@@ -392,7 +402,7 @@ class Report(Shown):
             CheckpointError: with the first finding, or with what could not be judged.
         """
         for item in self.diagnostics:
-            if item.severity >= Severity[level.upper()]:
+            if self.is_failing(item) if level is None else item.severity >= Severity[level.upper()]:
                 raise CheckpointError(f"{item.code} {item.title}")
         if self.is_incomplete or self.not_found or not self.checkpoints:
             raise CheckpointError("; ".join((*self.not_found, *self.unreadable)) or "the verdict is incomplete")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import pickle
 import pty
 import re
 import select
@@ -549,7 +550,7 @@ def test_quiet_and_verbose() -> None:
 
 def test_notes_are_shown_with_verbose_or_beside_something_worse(tmp_path: Path) -> None:
     write_checkpoint({"tensors": {"w": {"shape": [4]}}}, tmp_path)
-    (tmp_path / "metadata.pkl").write_bytes(b"x")
+    (tmp_path / "metadata.pkl").write_bytes(pickle.dumps({}))
     assert "SAF004" not in invoke(str(tmp_path)).output
     assert "1 note (-v)" in invoke(str(tmp_path)).output
     assert "info[SAF004]" in invoke(str(tmp_path), "-v").output

@@ -1076,7 +1076,7 @@ def test_a_file_name_that_is_no_unicode_is_no_crash(tmp_path: Path) -> None:
         (Path(os.fsdecode(os.fsencode(tmp_path / "ckpt") + b"/\xff\xfe__9_0.distcp"))).write_bytes(bytes(100))
     except OSError:
         pytest.skip("this file system takes only Unicode names")
-    done = run(tmp_path / "ckpt", "-v")
+    done = run(tmp_path / "ckpt", "-v", "--fail-on", "error")
     assert done.returncode == 0
     assert "\\udcff" in done.stdout
     json.loads(run(tmp_path / "ckpt", "--format", "json").stdout)
@@ -1206,7 +1206,8 @@ def test_a_module_beside_the_checkpoint_is_not_imported(tmp_path: Path) -> None:
     script = Path(sys.executable).parent / "ckptlint"
     if not script.exists():
         pytest.skip("the ckptlint script is not installed beside this Python")
-    done = run_python("import sys, subprocess; sys.exit(subprocess.call(sys.argv[1:]))", script, tmp_path, cwd=tmp_path)
+    program = "import sys, subprocess; sys.exit(subprocess.call(sys.argv[1:]))"
+    done = run_python(program, script, tmp_path, "--depth", "files", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert not (tmp_path / "was_here").exists()
 

@@ -262,12 +262,14 @@ def disturbed(made: Run) -> Callable[[], set[str]]:
         elif way == "best":
             inner = made.folder / whole[0] / "best-now"
             inner.symlink_to(Path("..", victim.name))
-        elif way == "tracker" and made.layout.tracker:
-            (made.folder / made.layout.tracker).write_text(re.sub(r"\D", "", victim.name))
+        elif way == "tracker" and (tracker := made.folder / (made.layout.tracker or "none")).is_file():
+            tracker.write_text(re.sub(r"\D", "", victim.name))
         elif way == "delete":
             victim.unlink() if victim.is_symlink() else shutil.rmtree(victim)
             return set()
-        return {victim.name} if way in ("link", "best") or made.layout.tracker else set()
+        else:
+            return set()
+        return {victim.name}
 
     return disturb if way else set
 

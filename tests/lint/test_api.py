@@ -95,11 +95,18 @@ def test_raise_for_findings() -> None:
     ckptlint.check(GOOD).raise_for_findings("warning")
     with pytest.raises(ckptlint.CheckpointError, match="GEO004 rows 6-8 of model"):
         ckptlint.check(BAD).raise_for_findings()
-    ckptlint.check(WARNING).raise_for_findings()
+    ckptlint.check(WARNING).raise_for_findings("error")
+    ckptlint.check(WARNING, fail_on="error").raise_for_findings()
     with pytest.raises(ckptlint.CheckpointError, match="GEO008"):
-        ckptlint.check(WARNING).raise_for_findings("warning")
+        ckptlint.check(WARNING).raise_for_findings()
     with pytest.raises(ckptlint.CheckpointError, match="does not exist"):
         ckptlint.check("/nowhere").raise_for_findings()
+
+
+def test_a_report_is_true_where_it_passed() -> None:
+    assert [bool(ckptlint.check(path)) for path in (GOOD, WARNING, BAD, "/nowhere")] == [True, False, False, False]
+    assert ckptlint.check(WARNING, fail_on="error").passed
+    assert repr(ckptlint.check("/nowhere/at/all")).endswith("no findings, /nowhere/at/all does not exist>")
 
 
 def test_raise_for_findings_when_a_rule_crashed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +208,7 @@ def test_a_check_without_findings_needs_no_library_of_reports() -> None:
 
 def test_a_list_in_the_place_of_paths_is_a_type_error() -> None:
     """It would be read as the path of a file of that name, and nothing is there."""
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="one by one"):
         ckptlint.check(["a", "b"])  # type: ignore[arg-type]
 
 
