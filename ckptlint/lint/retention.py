@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import field, replace
+from functools import partial
 from math import inf
 from pathlib import PurePath
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from ckptlint.dataclass import dataclass
 from ckptlint.errors import AccessError, CkptlintError, NothingToCheckError
 from ckptlint.lint.report import Report
-from ckptlint.lint.steps import Judge, JudgedStep, judge_step, lacking, no_copy, runs_at
+from ckptlint.lint.steps import Judge, JudgedStep, judge_step, lacking, no_copy, results_in_order, runs_at
 from ckptlint.loaders.json_file import read_json
 from ckptlint.loaders.run.folder import read_trackers, trackers
 from ckptlint.loaders.run.steps import Step, is_alike, numberless, run_at, runs_below, steps_of
@@ -127,17 +128,15 @@ def deletable(path: str, keep: int, judge: Judge, compare: Judge) -> Retention:
     steps = steps_of(run)
     stamps = {step.name: _stamp(step) for step in steps}
     pointers = _pointers(run, steps)
-    contents: dict[str, _Contents] = {}  # of steps without an error
-
-    def judge_and_count(at: str) -> Report:
-        report = judge(at)
-        if all(item.severity < Severity.ERROR for item in report.diagnostics):
-            made, last = _contents(report), next(reversed(contents.values()), None)
-            contents[at] = last if last == made else made  # most steps of a run hold the same
-        return report
-
+    contents: dict[str, _Contents] = {}
+    judged: list[JudgedStep] = []
+    last: _Contents | None = None
     with listed_once(place, run):
-        judged = [judge_step(step, f"{place.rstrip('/')}/{step.name}", judge_and_count) for step in steps]
+        works = [partial(_judged, step, f"{place.rstrip('/')}/{step.name}", judge) for step in steps]
+        for own, made in results_in_order(works):
+            judged.append(own)
+            if made is not None:
+                contents[own.path] = last = last if last == made else made  # most steps of a run hold the same
         judged, whole = _compared(steps, judged, keep, compare, contents)
     stays = _stays(steps, judged, whole, keep)
     for name, why in pointers.named.items():
@@ -176,6 +175,19 @@ class _Contents:
             return f"{lost:,} of {plural(len(older.weights), 'weight')} in their shapes"
         lost = older.moments - self.moments
         return f"{lost:,} of {older.moments:,} elements of the optimizer" if lost * 10 > older.moments else ""
+
+
+def _judged(step: Step, path: str, judge: Judge) -> tuple[JudgedStep, _Contents | None]:
+    """What the report on a step says, and what the step holds; None where the report has an error."""
+    reports: list[Report] = []
+
+    def judge_and_keep(at: str) -> Report:
+        reports.append(judge(at))
+        return reports[-1]
+
+    own = judge_step(step, path, judge_and_keep)
+    is_sound = bool(reports) and all(item.severity < Severity.ERROR for item in reports[0].diagnostics)
+    return own, _contents(reports[0]) if is_sound else None
 
 
 def _contents(report: Report) -> _Contents:

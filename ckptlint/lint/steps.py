@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from ckptlint.dataclass import dataclass
 from ckptlint.depth import Depth
@@ -23,7 +24,7 @@ from ckptlint.model.checkpoint import ProblemKind
 from ckptlint.model.shown import Shown
 from ckptlint.model.text import human_duration, listed, plural, printable
 from ckptlint.rule import Severity
-from ckptlint.sandbox import isolated
+from ckptlint.sandbox import ahead, isolated
 from ckptlint.storage.folder import Folder
 from ckptlint.storage.locate import listed_once
 from ckptlint.storage.paths import shown
@@ -40,6 +41,10 @@ _DOUBTFUL: tuple[ProblemKind, ...] = (
     "unsupported",
     "limit",
 )  # kinds of problems that say nothing about the checkpoint itself
+
+
+_FEW = 8  # most searches end with one of them
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,18 +174,24 @@ def newest_good(
         raise ConfigError(f"there is no part {unknown[0]!r}, only {', '.join(PARTS)}")
     steps = [step for step in [*steps_of(run), *_released(run)] if before is None or step.number < before]
     skipped: list[JudgedStep] = []
-    for position, step in enumerate(steps):
-        with listed_once(path, run):
-            judged = judge_step(step, f"{path.rstrip('/')}/{step.name}", judge)
-            older = steps[position + 1 :] if judged.verdict == "passes" else []
+    with listed_once(path, run):
+        works = [partial(judge_step, step, f"{path.rstrip('/')}/{step.name}", judge) for step in steps]
+        for position, judged in enumerate(results_in_order(works)):
+            step, older = steps[position], steps[position + 1 :] if judged.verdict == "passes" else []
             if judged.verdict == "passes":
                 judged = _with_parts(judged, step, required, older, depth)
             if judged.verdict == "passes" and older and compare is not None:
                 judged = no_copy(judged, compare)
-        if judged.verdict == "passes":
-            return Search(path, judged, skipped, _tracking(run, judged))
-        skipped.append(judged)
+            if judged.verdict == "passes":
+                return Search(path, judged, skipped, _tracking(run, judged))
+            skipped.append(judged)
     return Search(path, None, skipped)
+
+
+def results_in_order(works: Sequence[Callable[[], _T]]) -> Iterator[_T]:
+    """What each work returns, which must be picklable; later ones are done in processes that do many of them."""
+    yield from (work() for work in works[:_FEW])
+    yield from ahead(works[_FEW:], min(4, os.cpu_count() or 1))
 
 
 def _released(run: Folder) -> list[Step]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -57,7 +58,8 @@ def test_a_step_that_vanishes_before_it_is_judged_is_no_answer(run: Path) -> Non
     assert search.is_certain
 
 
-def test_thousands_of_steps_and_names_that_are_none(run: Path) -> None:
+def test_thousands_of_steps_and_names_that_are_none(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptlint.lint.steps._FEW", 1 << 20)  # what is asked is seen in this process alone
     for number in range(10, 3010):
         (run / f"step-{number}").mkdir()
     for name in ("step-", "step-x", "checkpoint", "latest", "step-1e9", "99"):
@@ -73,6 +75,17 @@ def test_thousands_of_steps_and_names_that_are_none(run: Path) -> None:
     assert search.found is not None and search.found.name == "step-3"
     assert asked == [f"{run}/step-3"]  # an empty folder is no finished save, and is not judged
     assert len(search.skipped) == 3000
+
+
+def test_steps_that_are_judged_in_other_processes_are_found_and_kept(tmp_path: Path) -> None:
+    for number in range(1, 21):
+        copy_step(GOOD, tmp_path / f"step-{number}", number)
+        if number > 3:
+            os.truncate(tmp_path / f"step-{number}" / "__1_0.distcp", 500)
+    search = ckptlint.latest(tmp_path)
+    assert search.path == f"{tmp_path}/step-3" and len(search.skipped) == 17
+    assert {step.code for step in search.skipped} == {"PAY004"}
+    assert [Path(path).name for path in ckptlint.deletable(tmp_path, 1).paths] == ["step-2", "step-1"]
 
 
 def test_numbers_beyond_64_bits_are_numbers(run: Path) -> None:
