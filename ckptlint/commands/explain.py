@@ -37,15 +37,22 @@ def explain(rule: str, config: str | None) -> None:
 @click.option(
     "--format", "format_", type=click.Choice(["table", "json", "markdown"]), default="table", show_default=True
 )
+@click.argument("named", nargs=-1, metavar="[RULES]...")
 @_config
-def rules(format_: str, config: str | None) -> None:
+def rules(format_: str, named: tuple[str, ...], config: str | None) -> None:
     """List all rules: code, name, severity, the depth they need, what they find.
+
+    RULES are codes, prefixes such as GEO, or names: then only these.
 
     A rule without a depth runs at the one that `check` reads by default.
     """
     from ckptlint.lint.rule_page import catalogue
+    from ckptlint.lint.selection import matching
 
-    click.echo(catalogue(_known(config), format_, shutil.get_terminal_size().columns))
+    known = _known(config)
+    codes = matching(known, named or ["ALL"])
+    chosen = [rule for rule in known if rule.code in codes]
+    click.echo(catalogue(chosen, format_, shutil.get_terminal_size().columns))
 
 
 def _known(config: str | None) -> tuple[Rule, ...]:

@@ -34,9 +34,9 @@ def select(
             by its own code or name that needs a greater depth or a reference.
     """
     chosen = list(chosen)
-    codes = set(_matching(rules, chosen)) if chosen else {rule.code for rule in rules}
+    codes = set(matching(rules, chosen)) if chosen else {rule.code for rule in rules}
     extended = list(extended)
-    codes |= set(_matching(rules, extended))
+    codes |= set(matching(rules, extended))
     for token in ignored:
         codes -= ignorable(rules, token)
     fixed = {rule.code for rule in rules if rule.fixed}
@@ -53,7 +53,7 @@ def select(
     for token, level in severities:
         if level.upper() not in Severity.__members__:
             raise ConfigError(f"{level!r} is not a severity: use error, warning or info")
-        for code in _matching(rules, [token]):
+        for code in matching(rules, [token]):
             if code in fixed:
                 raise ConfigError(f"the severity of {code} cannot be changed")
             levels[code] = Severity[level.upper()]
@@ -68,7 +68,7 @@ def ignorable(rules: Sequence[Rule], token: str) -> set[str]:
     Raises:
         ConfigError: an unknown rule, or one that cannot be ignored.
     """
-    dropped = set(_matching(rules, [token]))
+    dropped = set(matching(rules, [token]))
     fixed = {rule.code for rule in rules if rule.fixed and rule.code in dropped}
     if fixed == dropped:
         raise ConfigError(f"{', '.join(sorted(fixed))} cannot be ignored: unsafe or unreadable input must never pass")
@@ -125,7 +125,12 @@ def _families(rules: Sequence[Rule]) -> dict[str, list[str]]:
     return found
 
 
-def _matching(rules: Sequence[Rule], tokens: Iterable[str]) -> list[str]:
+def matching(rules: Sequence[Rule], tokens: Iterable[str]) -> list[str]:
+    """The codes that these codes, names and prefixes mean.
+
+    Raises:
+        ConfigError: one means no rule.
+    """
     codes: list[str] = []
     for token in tokens:
         wanted = token.strip()

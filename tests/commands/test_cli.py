@@ -810,3 +810,19 @@ def test_commands_import_no_more_than_they_need(arguments: list[str], absent: se
 def test_importing_ckptlint_imports_neither_numpy_nor_torch() -> None:
     done = run_python("import sys, ckptlint; print([n for n in ('numpy', 'torch', 'networkx') if n in sys.modules])")
     assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("help", "Usage: ckptlint [OPTIONS] COMMAND"),
+        ("help latest", "Usage: ckptlint latest"),
+        ("version", "ckptlint, version"),
+        ("rules GEO003", "GEO003  chunk-overlap"),
+        (f"--depth files latest {REAL / 'frameworks' / 'trackers' / 'older'}", "iter_0000020"),
+    ],
+)
+def test_words_that_people_try(words: str, says: str) -> None:
+    result = invoke(*words.split())
+    assert (result.exit_code, says in result.output) == (0, True)
+    assert invoke("rules", "NOPE").exit_code == 2
