@@ -22,7 +22,7 @@ from ckptlint.storage.folder import Folder
 from ckptlint.storage.paths import shown
 from ckptlint.vocabulary.frameworks import is_newest, step_number
 from ckptlint.vocabulary.keys import parse
-from ckptlint.vocabulary.parts import PARTS
+from ckptlint.vocabulary.parts import PARTS, not_stored
 
 _LEVELS = 32  # folders below a step or beside the steps; deeper ones are a doubt
 _TRAINER_STATE, _STATE_LIMIT = "trainer_state.json", 64 * 1024**2
@@ -224,7 +224,7 @@ def _beside_older(
         return replace(own, verdict="unfinished", why=why)
     lost = [part for part in PARTS if part in parts and part not in own.parts]
     if lost:
-        return replace(own, verdict="lacks parts", why=f"it has no {listed(lost, 'and no')}; an older step has them")
+        return replace(own, verdict="lacks parts", why=f"{not_stored(lost)}; an older step has it")
     here = contents[own.path]
     for name, there in [(other.name, contents[other.path]) for _, other in older if other.path in contents]:
         if there is not here and (less := here.lacks(there)):

@@ -19,6 +19,21 @@ from ckptlint.rule import SECTIONS, Rule
 
 _SHOWN = 6  # tensors of a file
 _LONGEST = 200
+_KINDS = dict(
+    line.strip().split(" = ")
+    for line in """
+        absent = a file is absent; all short = all files are too short; axes = another number of axes
+        chunk = two ranks wrote one chunk; double = a key in two files; empty = an empty tensor
+        has other entries = the rank wrote other tensors; inside = bytes inside a file; lacking = keys are not there
+        list = lists of one name; no entry = the rank wrote nothing; numbers = files are missing by their numbers
+        object = two ranks wrote one object; one stage = layers of one pipeline stage; part = one rank's part
+        part of another = another rank's part; records = bytes as long as a record; shapeless = without a shape
+        short = too short; size = another size; stages = stages that number layers from 0
+        total = another total size; unlisted = keys that the index lacks; whole file = a whole file
+        written twice = experts written twice
+    """.strip().replace("\n", ";").split(";")
+)  # fmt: skip
+"""Kinds of findings (`Finding.kind`) that causes ask for, in words."""
 
 
 def page(rule: Rule, width: int = 80) -> str:
@@ -60,14 +75,14 @@ def cause_page(known: KnownCause, width: int = 80) -> str:
 def in_words(clause: Clause) -> str:
     """A clause of a cause, as its page says it.
 
-    >>> in_words(Clause(("GEO004", "PAY001"), same=("keys",))), in_words(Clause(("PAY006",), least=2))
-    ('GEO004 or PAY001 on the same keys', 'PAY006 at least 2 times')
+    >>> in_words(Clause(("GEO004", "PAY001"), same=("keys",))), in_words(Clause(("PAY006",), ("inside",), least=2))
+    ('GEO004 or PAY001 on the same keys', '2 or more findings of PAY006 (bytes inside a file)')
     """
     text = " or ".join(clause.codes)
-    text += f" ({', '.join(kinds)})" if (kinds := list(filter(None, clause.kinds))) else ""
+    text = f"{clause.least} or more findings of {text}" if clause.least > 1 else text
+    text += f" ({' or '.join(kinds)})" if (kinds := [_KINDS[kind] for kind in clause.kinds if kind]) else ""
     text += f" on the same {' and '.join(clause.same)}" if clause.same else ""
-    text += f" on other {' and '.join(clause.other)}" if clause.other else ""
-    return text + (f" at least {clause.least} times" if clause.least > 1 else "")
+    return text + (f" on other {' and '.join(clause.other)}" if clause.other else "")
 
 
 def _needs(rule: Rule, option: str = "") -> str:

@@ -95,10 +95,10 @@ def test_before_and_options_of_check(run: Path) -> None:
 def test_parts(run: Path) -> None:
     """A step without the optimizer of the step before is passed over, unless the model alone is asked for."""
     shutil.rmtree(run / "step-500")
-    assert "it has no optimizer" in latest(run, "--ignore", "GEO").stderr
+    assert "no optimizer state is stored; the step before it, step-300, has it" in latest(run, "--ignore", "GEO").stderr
     answer = latest(run, "--require", "model,rng")
     assert (answer.returncode, answer.stdout) == (1, "")
-    assert "it has no rng; --require asks for them" in answer.stderr
+    assert "no random state is stored; --require model,rng asks for it" in answer.stderr
     assert latest(run, "--require", "modle").returncode == 2
 
 

@@ -217,10 +217,10 @@ def test_slices_as_python_writes_them(slices: str, region: str, ranks: str) -> N
 @pytest.mark.parametrize(
     ("slices", "sentence"),
     [
-        ("[16]", "dim 0 of {} has 16 elements, so that 16 leaves it"),
-        ("[0:20]", "dim 0 of {} has 16 elements, so that 0:20 leaves it"),
-        ("[-17:]", "dim 0 of {} has 16 elements, so that -17: leaves it"),
-        ("[:, 3:3]", "dim 1 of {} has 8 elements, so that 3:3 holds none"),
+        ("[16]", "16 is outside dim 0 of {}, which has 16 elements"),
+        ("[0:20]", "0:20 is outside dim 0 of {}, which has 16 elements"),
+        ("[-17:]", "-17: is outside dim 0 of {}, which has 16 elements"),
+        ("[:, 3:3]", "3:3 is an empty slice of dim 1 of {}, which has 8 elements"),
         ("[::2]", "[::2] is no slice"),
         ("[1, 2, 3]", "{} has 2 dims, and [1, 2, 3] has 3"),
         ("[]", "[] is no slice"),
