@@ -25,11 +25,13 @@ from ckptlint.reporters.style import JSON_ESCAPE, inert
 @click.argument("old")
 @click.argument("new")
 @click.option("--layout", is_flag=True, help="Also compare how tensors are cut, and which files hold them.")
-@click.option("--values", is_flag=True, help="Read both and compare what the tensors hold, whatever they are called.")
+@click.option(
+    "--values", is_flag=True, help="Read both checkpoints and compare the contents of tensors, under any name."
+)
 @click.option("--select", multiple=True, metavar="KEY", help="With --values, the tensors to compare, a glob.")
 @click.option("--ignore", multiple=True, metavar="KEY", help="With --values, tensors to leave out, as glob.")
 @click.option("--adapter", metavar="DIR", help="With --values, a LoRA adapter: NEW should be OLD with it merged in.")
-@click.option("--jobs", type=click.IntRange(1, 64), metavar="N", help="With --values, threads that read.")
+@click.option("--jobs", type=click.IntRange(1, 64), metavar="N", help="With --values, how many threads read.")
 @click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="With --values, also write a page.")
 @click.option("--format", "format_", type=click.Choice(["text", "json"]), default="text", show_default=True)
 @click.option("--color", type=click.Choice(["auto", "always", "never"]), default="auto", show_default=True)

@@ -13,7 +13,7 @@ from ckptlint.commands.shared import ENVIRONMENT
 @click.command(context_settings=ENVIRONMENT)
 @click.argument("rule", shell_complete=one_page)
 def explain(rule: str) -> None:
-    """Print the page of a rule, or of a cause that a report begins with: what it is, why it matters, how to fix."""
+    """Print the page of a rule, or of a cause: what it is, why it matters, how to fix it."""
     from ckptlint.lint.causes import load_causes
     from ckptlint.lint.rule_page import cause_page, page
     from ckptlint.lint.selection import find_rule
@@ -32,7 +32,7 @@ def explain(rule: str) -> None:
 def rules(format_: str) -> None:
     """List all rules: code, name, severity, the depth they need, what they find.
 
-    A rule without a depth runs at the one that `check` reads by default.
+    A rule without a depth runs at the default depth of `check`.
     """
     from ckptlint.lint.rule_page import catalogue
     from ckptlint.lint.settings_file import every_rule, find_settings

@@ -76,7 +76,8 @@ class Retention(Shown):
     def sentence(self) -> str:
         """How many steps may be deleted, and how many stay."""
         if self.whole < self.keep:
-            return f"{plural(self.keep, 'whole step')} must stay, and there are {self.whole} here"
+            there = f"{self.whole} {'is' if self.whole == 1 else 'are'} here"
+            return f"{plural(self.keep, 'whole step')} must stay, and only {there}"
         gone = len(self.deletable)
         return f"{gone} of {plural(len(self.fates), 'step')} may be deleted"
 
@@ -120,7 +121,7 @@ def deletable(path: str, keep: int, judge: Judge, compare: Judge) -> Retention:
     """
     runs = runs_at(path)
     if len(runs) > 1:
-        return Retention(path, keep, refused=f"{len(runs)} runs lie there, name one of them")
+        return Retention(path, keep, refused=f"{shown(path)} holds {len(runs)} runs: name one of them")
     ((place, run),) = runs
     steps = steps_of(run)
     stamps = {step.name: _stamp(step) for step in steps}
@@ -263,7 +264,7 @@ def _own_reason(step: Step, own: JudgedStep, newest: Step) -> str:
     if step.run.target(step.name):
         return "it is a link"
     if printable(own.path) != own.path:
-        return "its name cannot be printed as it is"
+        return "its name has characters that cannot be printed"
     try:
         return "it holds steps of its own" if step.is_folder and _holds_steps(step.folder, step.number) else ""
     except CkptlintError as error:
@@ -280,7 +281,7 @@ def _holds_steps(folder: Folder, number: int, levels: int = _LEVELS) -> bool:
         return True
     inner = [name for name in folder.folders() if not folder.outside(name)]
     if not levels and inner:
-        raise AccessError(f"{folder.display} holds more than {_LEVELS} floors of folders")
+        raise AccessError(f"{folder.display} holds more than {_LEVELS} levels of folders")
     named = {step_number(name) for name in inner if not name.isdecimal()} - {None, number}
     return bool(named) or any(_holds_steps(folder.sub(name), number, levels - 1) for name in inner)
 
@@ -382,7 +383,7 @@ def _links(folder: Folder, label: str, but: Collection[str], levels: int = _LEVE
     except NothingToCheckError:
         return  # it went meanwhile
     if inner and not levels:
-        raise AccessError(f"{folder.display} holds more than {_LEVELS} floors of folders")
+        raise AccessError(f"{folder.display} holds more than {_LEVELS} levels of folders")
     for name in inner:
         yield from _links(folder.sub(name), f"{label}/{name}" if label else name, (), levels - 1)
 
@@ -403,7 +404,7 @@ def _stamp(step: Step) -> int | None:
 def _stamp_of(folder: Folder, levels: int = _LEVELS) -> int:
     inner = [folder.sub(name) for name in folder.folders() if not folder.outside(name)]
     if inner and not levels:
-        raise AccessError(f"{folder.display} holds more than {_LEVELS} floors of folders")
+        raise AccessError(f"{folder.display} holds more than {_LEVELS} levels of folders")
     return hash((*folder.stamps(), *(_stamp_of(sub, levels - 1) for sub in inner)))
 
 
@@ -438,7 +439,7 @@ def _changed(
             return doubt
         gone_soon = {step.name for step in found.deletable}
         if led := [printable(name) for name, why in stays.items() if why and printable(name) in gone_soon]:
-            return f"something leads to {listed(led)} now: {again}"
+            return f"a new link or tracker leads to {listed(led)}: {again}"
     except CkptlintError as error:
         return f"the run cannot be looked at again: {error}"
     return ""

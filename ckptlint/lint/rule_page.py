@@ -14,25 +14,24 @@ from typing import Any
 from ckptlint.depth import Depth
 from ckptlint.lint.causes import Clause, KnownCause, fixture_of
 from ckptlint.lint.registry import FAMILIES
+from ckptlint.model.text import listed
 from ckptlint.model.text import named_ranks as ranks_in_words
 from ckptlint.rule import SECTIONS, Rule
 
 _SHOWN = 6  # tensors of a file
 _LONGEST = 200
-_KINDS = dict(
-    line.strip().split(" = ")
-    for line in """
-        absent = a file is absent; all short = all files are too short; axes = another number of axes
-        chunk = two ranks wrote one chunk; double = a key in two files; empty = an empty tensor
-        has other entries = the rank wrote other tensors; inside = bytes inside a file; lacking = keys are not there
-        list = lists of one name; no entry = the rank wrote nothing; numbers = files are missing by their numbers
-        object = two ranks wrote one object; one stage = layers of one pipeline stage; part = one rank's part
-        part of another = another rank's part; records = bytes as long as a record; shapeless = without a shape
-        short = too short; size = another size; stages = stages that number layers from 0
-        total = another total size; unlisted = keys that the index lacks; whole file = a whole file
-        written twice = experts written twice
-    """.strip().replace("\n", ";").split(";")
-)  # fmt: skip
+_KINDS = {
+    "absent": "a file is absent", "all short": "all files are too short", "axes": "another number of axes",
+    "chunk": "two ranks wrote one chunk", "double": "a key in two files", "empty": "an empty tensor",
+    "has other entries": "the rank wrote other tensors", "inside": "bytes inside a file",
+    "lacking": "keys that no file holds", "list": "two lists under one name", "no entry": "the rank wrote nothing",
+    "numbers": "numbered files are absent", "object": "two ranks wrote one object",
+    "one stage": "layers of one stage", "part": "one rank's part", "part of another": "another rank's part",
+    "records": "bytes as long as a record", "shapeless": "a tensor without a shape",
+    "short": "something is too short", "size": "another size", "stages": "stages that number layers from 0",
+    "total": "another total size", "unlisted": "keys that the index lacks", "whole file": "a whole file",
+    "written twice": "experts written twice",
+}  # fmt: skip
 """Kinds of findings (`Finding.kind`) that causes ask for, in words."""
 
 
@@ -51,7 +50,7 @@ def page(rule: Rule, width: int = 80) -> str:
 
 def cause_page(known: KnownCause, width: int = 80) -> str:
     """What speaks for a cause, how it comes about, what to do, and an example, as a page of text."""
-    lines = [known.name, "a cause, which a report says before the findings that it explains", ""]
+    lines = [known.name, "a cause: a report names it above the findings that it explains", ""]
     lines += textwrap.wrap(known.summary, width)
     sections = {
         "What speaks for it": [in_words(clause) for clause in (*known.find.values(), *known.also.values())],
@@ -80,7 +79,7 @@ def in_words(clause: Clause) -> str:
     """
     text = " or ".join(clause.codes)
     text = f"{clause.least} or more findings of {text}" if clause.least > 1 else text
-    text += f" ({' or '.join(kinds)})" if (kinds := [_KINDS[kind] for kind in clause.kinds if kind]) else ""
+    text += f" ({listed(kinds, 'or')})" if (kinds := [_KINDS[kind] for kind in clause.kinds if kind]) else ""
     text += f" on the same {' and '.join(clause.same)}" if clause.same else ""
     return text + (f" on other {' and '.join(clause.other)}" if clause.other else "")
 

@@ -93,7 +93,7 @@ def find_settings(checked: Iterable[str] = ()) -> Settings:
                 unread.append(f"{file} lies inside a checked path, so ckptlint did not read it for settings")
             elif any(path.is_relative_to(folder) for path in barred) and is_of_a_run(LocalFolder(folder)):
                 unread.append(
-                    f"{file} lies in the run of a checked path, so ckptlint did not read it: name it with --config FILE"
+                    f"{file} lies in the run of a checked path, so ckptlint did not read it; use --config FILE"
                 )
             elif (table := _table(file)) is not None:
                 return _settings(file, table, tuple(unread))

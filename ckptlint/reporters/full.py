@@ -296,7 +296,7 @@ def _reasons(reasons: Mapping[str, str]) -> Iterator[str]:
     for reason, codes in _by_reason(reasons).items():
         room -= len(reason)
         if room < 0:
-            yield f"{folded(left)} for other reasons (--format json)"
+            yield f"{folded(left)} for other reasons (see --format json)"
             return
         yield f"{folded(codes)} {reason}"
         left = {code: other for code, other in left.items() if other != reason}
@@ -455,7 +455,7 @@ def _unsummed(report: Report) -> str:
     files = sum(len(payload.bare) for payload in payloads)
     counts = [plural(count, noun) for count, noun in ((records, "record"), (files, "other file")) if count]
     have = "has" if records + files == 1 else "have"
-    return f"{' and '.join(counts)} {have} no checksum: changed bytes there go unseen." if counts else ""
+    return f"{' and '.join(counts)} {have} no checksum: ckptlint cannot see changed bytes there." if counts else ""
 
 
 def _limits(report: Report) -> str:

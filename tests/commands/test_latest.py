@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -170,7 +171,7 @@ def test_several_runs(run: Path, tmp_path: Path) -> None:
     shutil.copytree(HOLE, both / "b" / "checkpoints" / "step-2")
     answer = latest(both)
     assert (answer.returncode, answer.stdout) == (4, "")
-    assert f"{both}/a" in answer.stderr
+    assert re.search(r"^a +step-1$", answer.stderr, re.MULTILINE) and f"{both} holds 2 runs" in answer.stderr
     assert "step-2 fails (GEO004)" in answer.stderr
     document = json.loads(latest(both, "--format", "json").stdout)
     assert [search["step"] and search["step"]["name"] for search in document["runs"]] == ["step-1", None]

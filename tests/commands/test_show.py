@@ -134,7 +134,7 @@ def test_one_row_for_ranks_that_hold_the_same() -> None:
         ["ranks", "1,3", ".#", "1.7", "KiB", "100%", "0%"],
         ["rank", "2", "./", "missing"],
     ]
-    assert lines[-2:] == ["missing of rank 2: __2_0.distcp", "rank 0 has 2.2 times the median size of its like"]
+    assert lines[-2:] == ["missing of rank 2: __2_0.distcp", "rank 0 has 2.2 times the median size of its kind"]
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_ranks_of_one_size_are_one_sentence_and_no_option_points_at_itself(tmp_p
     folder = write_checkpoint({"tensors": {"w": {"shape": [14], "chunks": chunks, "records": records}}}, tmp_path / "c")
     (folder / "__6_0.distcp").unlink()
     lines = shown(folder, "--ranks", "--ascii")
-    assert "ranks 1,4 have 2.0 times the median size of their like" in lines
+    assert "ranks 1,4 have 2.0 times the median size of their kind" in lines
     assert "  not known to be there: 1 record missing" in lines
 
 

@@ -97,7 +97,7 @@ def test_the_newest_whole_steps_stay_and_every_newer_one(run: Path) -> None:
     }
     too_few = ckptlint.deletable(run, 5)
     assert (too_few.paths, too_few.exit_code) == ((), 1)
-    assert repr(too_few) == f"<Retention {run}: 5 whole steps must stay, and there are 4 here>"
+    assert repr(too_few) == f"<Retention {run}: 5 whole steps must stay, and only 4 are here>"
 
 
 LENIENT = {
