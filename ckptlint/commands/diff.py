@@ -25,9 +25,7 @@ from ckptlint.reporters.style import JSON_ESCAPE, inert
 @click.argument("old")
 @click.argument("new")
 @click.option("--layout", is_flag=True, help="Also compare how tensors are cut, and which files hold them.")
-@click.option(
-    "--values", is_flag=True, help="Read both checkpoints and compare the contents of tensors, under any name."
-)
+@click.option("--values", is_flag=True, help="Read both, and compare the contents of tensors under any name.")
 @click.option("--select", multiple=True, metavar="KEY", help="With --values, the tensors to compare, a glob.")
 @click.option("--ignore", multiple=True, metavar="KEY", help="With --values, tensors to leave out, as glob.")
 @click.option("--adapter", metavar="DIR", help="With --values, a LoRA adapter: NEW should be OLD with it merged in.")

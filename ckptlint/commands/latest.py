@@ -88,14 +88,8 @@ def _table(searches: Sequence[Search], top: str) -> str:
     """What was skipped and what was found in each of several runs, which are named from the folder above them."""
     from tabulate import tabulate
 
-    rows = [
-        (
-            search.run.removeprefix(f"{top.rstrip('/')}/"),
-            search.found.name if search.found else "none",
-            "; ".join(_skipped(search)),
-        )
-        for search in searches
-    ]
+    found = ((s.run.removeprefix(f"{top.rstrip('/')}/"), s.found.name if s.found else "none", s) for s in searches)
+    rows = [(run, newest, "; ".join(_skipped(search))) for run, newest, search in found]
     return tabulate(rows, ("run", "newest good step", "newer steps, skipped"), disable_numparse=True)
 
 

@@ -31,9 +31,7 @@ _SIZE = click.IntRange(min=1)
 )
 @click.option("--nodes", type=_SIZE, metavar="N", help="The job has N nodes: show which files each must see.")
 @click.option("--ranks-per-node", type=_SIZE, metavar="N", help="Like --nodes, with N ranks on each node.")
-@click.option(
-    "--from-nodes", type=_SIZE, metavar="N", help="N nodes saved, and each holds only the files that it wrote."
-)
+@click.option("--from-nodes", type=_SIZE, metavar="N", help="N nodes saved, and each has only the files that it wrote.")
 @click.option("--no-load-optim", is_flag=True, help="Megatron-LM starts its optimizer anew.")
 @click.option("--no-load-rng", is_flag=True, help="Megatron-LM starts its random states anew.")
 @click.option("--megatron", metavar="V", help="The version of megatron-core that loads: 0.16.  [default: any]")

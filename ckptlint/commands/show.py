@@ -393,9 +393,7 @@ def _chunk(ckpt: Checkpoint, box: tuple[list[int], list[int]], record: int, stat
 @click.argument("path")
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="Write to this file, not to stdout.")
 @click.option("--values", is_flag=True, help="Read the tensors, and write digests of what they hold.")
-@click.option(
-    "--rows", is_flag=True, help="With --values, also write a digest of each row, so that findings name the rows."
-)
+@click.option("--rows", is_flag=True, help="With --values, also a digest of each row: findings then name rows.")
 def manifest(path: str, output: Path | None, values: bool, rows: bool) -> None:
     """Write the tensors of a checkpoint as JSON, to compare others with: `ckptlint OTHER --expect FILE`.
 

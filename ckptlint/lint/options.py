@@ -91,7 +91,7 @@ CHECK_OPTIONS = (
         "depth",
         "read",
         "How much to read. files adds names and sizes of payload files to metadata, headers adds the header of each "
-        "record, data reads all bytes. auto is data up to 512 MiB on a local disk, else files; only check uses data.",
+        "record, data reads all bytes. auto is data for up to 512 MiB on a local disk (check only), else files.",
         default="auto",
         choices=("auto", *(depth.value for depth in Depth)),  # click shows members of an enum by their names
     ),
@@ -149,9 +149,7 @@ CHECK_OPTIONS = (
     CheckOption("color", "output", "Whether to print colors.", default="auto", choices=("auto", "always", "never")),
     CheckOption("ascii", "output", "Draw with plain characters.", is_flag=True),
     CheckOption("no-progress", "output", "Show no progress bar.", is_flag=True),
-    CheckOption(
-        "config", "settings", "Read this settings file instead of the nearest one.", metavar="FILE", in_files=False
-    ),
+    CheckOption("config", "settings", "Read this settings file, not the nearest.", metavar="FILE", in_files=False),
     CheckOption("isolated", "settings", "Read no settings file.", is_flag=True, in_files=False),
 )
 

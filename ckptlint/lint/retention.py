@@ -76,8 +76,7 @@ class Retention(Shown):
     def sentence(self) -> str:
         """How many steps may be deleted, and how many stay."""
         if self.whole < self.keep:
-            there = f"{self.whole} {'is' if self.whole == 1 else 'are'} here"
-            return f"{plural(self.keep, 'whole step')} must stay, and only {there}"
+            return f"{plural(self.keep, 'whole step')} must stay; this run has {self.whole}"
         gone = len(self.deletable)
         return f"{gone} of {plural(len(self.fates), 'step')} may be deleted"
 

@@ -120,7 +120,8 @@ def step_table(steps: Sequence[JudgedStep], width: int) -> str:
     from tabulate import tabulate
 
     rows = step_rows(steps)
-    others = sum(max(map(len, cells)) + 2 for i, cells in enumerate(zip(STEP_COLUMNS, *rows, strict=True)) if i != 2)
+    heads = [f"{head}  " for head in STEP_COLUMNS]  # tabulate leaves two blanks after a head
+    others = sum(max(map(len, cells)) + 2 for cells in zip(heads, *rows, strict=True) if cells[0] != "holds  ")
     most = (None, None, max(width - others, len("dataloader,")), None, None)
     return tabulate(rows, STEP_COLUMNS, disable_numparse=True, tablefmt="plain", maxcolwidths=most)
 

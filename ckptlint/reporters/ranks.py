@@ -143,15 +143,12 @@ def sizes_of(held: Holdings, rows: Sequence[int]) -> tuple[str, ...]:
 
 
 def places_of(columns: Sequence[Column], wide: int, in_words: bool) -> tuple[tuple[str, str], list[Run | None], str]:
-    """The two lines above the matrix, the columns at each place (None between sections), and what the letters mean.
+    """The two lines above the matrix, the columns at each place (None between marks), and what the letters mean.
 
-    Args:
-        in_words: the second line names what the marks are of where that fits, in place of letters.
+    `in_words` puts names above the marks in place of letters, where they fit.
     """
     sections, per = _sections(columns, wide, in_words)
-    if in_words and (
-        sum(_wide(section, 4) for section in sections) > wide or len({c.block for c in columns if c.layer >= 0}) > 1
-    ):
+    if in_words and sum(_wide(section, 4) for section in sections) > wide:
         return places_of(columns, wide, False)
     title = next((most for most in range(20, 4, -1) if sum(_wide(section, most) for section in sections) <= wide), 4)
     heads, places = ["", ""], list[Run | None]()
@@ -190,7 +187,8 @@ def _sections(columns: Sequence[Column], room: int, in_words: bool) -> tuple[lis
             runs += [[number[column] for column in mark if column in number] for mark in own]
             first, last = str(marks[0][0]), str(marks[-1][-1])
             last = last if len(marks) > len(first) + len(last) else ""
-            span = f"{block.rpartition('.')[2]} {ranges(layers[block])}".ljust(len(marks))
+            name_of = block if len(layers) > 1 else block.rpartition(".")[2]
+            span = f"{name_of} {ranges(layers[block])}".ljust(len(marks))
             head += span if in_words else (first + last.rjust(len(marks) - len(first)))[: len(marks)]
         found.append((name, head, runs))
     return found, per
@@ -211,13 +209,7 @@ def _legend(columns: Sequence[Column], sections: Sequence[Section], per: int, is
     said = "" if in_words else "digits "
     named = (f"{said}{cut(block)} {ranges(layers)}" for block, layers in blocks.items())
     parts += named if said or per > 1 or any("." in block for block in blocks) else ()
-    names = (
-        f"columns: {', '.join(name for name, _, _ in sections)}; each: "
-        if is_cut
-        else ""
-        if in_words
-        else "above the marks: "
-    )
+    names = f"columns: {', '.join(name for name, _, _ in sections)}; " * is_cut + "above the marks: " * (not in_words)
     return names + ", ".join(parts) + (f" ({per} layers a mark)" if per > 1 else "")
 
 

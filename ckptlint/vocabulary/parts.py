@@ -13,11 +13,7 @@ PARTS = ("model", "optimizer", "scheduler", "rng", "dataloader")
 
 
 def not_stored(parts: Sequence[str]) -> str:
-    """That a step lacks these parts, in words.
-
-    >>> not_stored(["optimizer", "rng"])
-    'no optimizer state and no random state is stored'
-    """
+    """The sentence on parts that a step lacks."""
     words = {"model": "model", "rng": "random state"}
     return f"no {listed([words.get(part, f'{part} state') for part in parts], 'and no')} is stored"
 

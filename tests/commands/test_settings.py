@@ -152,7 +152,7 @@ def test_settings_that_came_with_the_run_are_not_read(
     above = "/".join(".." for _ in step.split("/")) + "/ckptlint.toml"
     done = run(".", cwd=here / step)
     assert (done.returncode, f"\nSettings: {above}.\n" in done.stdout) == ((0, True) if is_taken else (1, False))
-    unread = f"ckptlint: {above} lies in the run of a checked path, so ckptlint did not read it: "
+    unread = f"ckptlint: {above} lies in the run of a checked path, so ckptlint did not read it; "
     unread += "use --config FILE\n"
     assert done.stderr == ("" if is_taken else unread)
     assert run(".", "--config", above, cwd=here / step).returncode == 0
