@@ -163,6 +163,12 @@ def test_links_in_circles_and_names_that_are_no_steps(run: Path) -> None:
     assert latest(run).stdout == f"{run}/step-200\n"
 
 
+def test_a_step_is_not_a_run() -> None:
+    done = latest(REAL / "fsdp2_4r")
+    assert done.returncode == 4
+    assert done.stderr == f"ckptlint: {REAL}/fsdp2_4r is a checkpoint, not a run: use `ckptlint {REAL}/fsdp2_4r`\n"
+
+
 def test_several_runs(run: Path, tmp_path: Path) -> None:
     """A table, and no answer: which run was meant?"""
     both = tmp_path / "both"
