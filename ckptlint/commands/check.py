@@ -139,7 +139,7 @@ def _level() -> Any:
             if (value := context.params.get(name)) and context.get_parameter_source(name) == source
         }
         if len(said.keys() & {"strict", "exit_zero"}) == 2:
-            raise click.UsageError("--strict and --exit-zero contradict each other: give one of them")
+            raise click.UsageError("--strict and --exit-zero contradict each other: use one of them")
         if said:
             return "warning" if "strict" in said else "never" if "exit_zero" in said else said["fail_on"]
     return None
@@ -152,7 +152,7 @@ def _output(value: str) -> tuple[str, Path]:
         return name, Path(path)
     suffix = Path(value).suffix
     if suffix not in SUFFIXES:
-        raise click.UsageError(f"which format is {value}? end its name in one of {', '.join(SUFFIXES)}, or give F=FILE")
+        raise click.UsageError(f"--output {value} has no known suffix: use one of {', '.join(SUFFIXES)}, or F=FILE")
     return SUFFIXES[suffix], Path(value)
 
 

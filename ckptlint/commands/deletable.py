@@ -29,13 +29,13 @@ SCHEMA = "ckptlint.deletable/1"
 def deletable(run_dir: str, keep: int, answer: str, **options: Any) -> None:
     """Print the paths of the steps of a run that may be deleted, and nothing else.
 
-    It deletes nothing: `| xargs -d '\\n' -r rm -r --` does. The N newest whole steps stay, every newer one, what a
-    tracker, a link or the trainer's best checkpoint names, and what could not be judged. stderr says why each step
-    stays. All rules at their own severities judge each step, at depth files at least; options and settings can make
-    this stricter only. ckptlint compares the steps with older ones as `latest` does.
+    It deletes nothing: `| xargs -d '\\n' -r rm -r --` does. These steps stay: the N newest whole ones, every newer one,
+    those that a tracker or a link names, the trainer's best one, and those that could not be judged. stderr says why
+    each step stays. All rules judge each step at their own severities, at depth files or deeper; options and settings
+    can only make this stricter. ckptlint compares each step with older ones, as `latest` does.
 
     Exit codes: 0 N whole steps stay, 1 there are fewer (nothing is printed), 2 wrong use, 3 no step there, 4 the run
-    could not be judged or changed meanwhile, or several runs lie there.
+    could not be judged or changed meanwhile, or the folder holds several runs.
     """
     request = requested(options, "delete")
     from ckptlint.lint.retention import deletable as judged_run

@@ -22,7 +22,7 @@ _config = click.option(
 @click.argument("rule", shell_complete=one_page)
 @_config
 def explain(rule: str, config: str | None) -> None:
-    """Print the page of a rule, or of a cause that a report begins with: what it is, why it matters, how to fix."""
+    """Print the page of a rule, or of a cause: what it is, why it matters, how to fix it."""
     from ckptlint.lint.causes import load_causes
     from ckptlint.lint.rule_page import cause_page, page
     from ckptlint.lint.selection import find_rule
@@ -44,7 +44,7 @@ def rules(format_: str, named: tuple[str, ...], config: str | None) -> None:
 
     RULES are codes, prefixes such as GEO, or names: then only these.
 
-    A rule without a depth runs at the one that `check` reads by default.
+    A rule without a depth runs at the default depth of `check`.
     """
     from ckptlint.lint.rule_page import catalogue
     from ckptlint.lint.selection import matching

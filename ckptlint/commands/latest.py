@@ -14,6 +14,7 @@ from ckptlint.commands.check import judge, requested
 from ckptlint.commands.shared import ENVIRONMENT, WithSettings, check_options, progress, say, show_text
 from ckptlint.errors import AccessError
 from ckptlint.lint.options import tokens
+from ckptlint.storage.paths import shown
 from ckptlint.vocabulary.parts import PARTS
 
 if TYPE_CHECKING:
@@ -41,13 +42,13 @@ OF_REPORTS = (
 def latest(run_dir: str, require: tuple[str, ...], before: int | None, answer: str, **options: Any) -> None:
     """Print the path of the newest step of a run that passes, and nothing else.
 
-    ckptlint judges the steps from the newest down, with the options of `check`; none of them makes an error less than
-    that, but --ignore leaves a rule out. stderr names the steps that were skipped, and why.
-    Without --require a step must hold the parts that the finished step before it holds. A copy of the step before it is
-    skipped, too.
+    ckptlint judges the steps from the newest down, with the options of `check`. --ignore leaves a rule out; no option
+    makes an error less severe. stderr says which steps were skipped, and why.
+    Without --require a step must hold the same parts as the finished step before it. ckptlint also skips a step that is
+    a copy of the step before it.
 
-    Exit codes: 0 found, 1 no step passes, 2 wrong use, 3 no step there, 4 a newer step could not be judged, or several
-    runs lie there.
+    Exit codes: 0 found, 1 no step passes, 2 wrong use, 3 no step there, 4 a newer step could not be judged, or the
+    folder holds several runs.
     """
     request = requested(options, "resume")
     from ckptlint.lint.run import compared_with_before
@@ -66,8 +67,8 @@ def latest(run_dir: str, require: tuple[str, ...], before: int | None, answer: s
     if answer == "json":
         show_text(inert(_as_json(searches), JSON_ESCAPE))
     elif len(searches) > 1:
-        click.echo(inert(_table(searches)) + "\n", err=True)
-        say(f"{len(searches)} runs lie there, name one of them")
+        click.echo(inert(_table(searches, run_dir)) + "\n", err=True)
+        say(f"{shown(run_dir)} holds {len(searches)} runs: name one of them")
     elif (found := searches[0].path) and not (found.isprintable() and inert(found) == found):
         raise AccessError(f"{printable(found)} passes, and cannot be printed as it is: --format json gives it")
     else:
@@ -86,13 +87,12 @@ def _exit_code(searches: Sequence[Search]) -> int:
     return next((code for code in (4, 1, 3) if code in codes), 0)
 
 
-def _table(searches: Sequence[Search]) -> str:
-    """What was skipped and what was found in each of several runs."""
+def _table(searches: Sequence[Search], top: str) -> str:
+    """What was skipped and what was found in each of several runs, which are named from the folder above them."""
     from tabulate import tabulate
 
-    rows = [
-        (search.run, search.found.name if search.found else "none", "; ".join(_skipped(search))) for search in searches
-    ]
+    found = ((s.run.removeprefix(f"{top.rstrip('/')}/"), s.found.name if s.found else "none", s) for s in searches)
+    rows = [(run, newest, "; ".join(_skipped(search))) for run, newest, search in found]
     return tabulate(rows, ("run", "newest good step", "newer steps, skipped"), disable_numparse=True)
 
 

@@ -22,8 +22,7 @@ COMMANDS = {
     "config": "Show the settings of `check`, and where each comes from: default, file, environment or option.",
     "deletable": "Print the paths of the steps of a run that may be deleted, and nothing else.",
     "diff": "Compare the keys, shapes and dtypes of two checkpoints; resharding is no difference.",
-    "explain": "Print the page of a rule, or of a cause that a report begins with: what it is, why it matters, how "
-    "to fix.",
+    "explain": "Print the page of a rule, or of a cause: what it is, why it matters, how to fix it.",
     "graph": "Draw the chunks of one tensor as a graph: on each axis, which intervals they cover and where one is "
     "missing.",
     "latest": "Print the path of the newest step of a run that passes, and nothing else.",

@@ -24,13 +24,13 @@ _SIZE = click.IntRange(min=1)
     help="The job that loads: sizes of axes (dp=64,tp=4,pp=2), or a function of its code (job.py:state_dict), which "
     "ckptlint runs for each rank.  [default: as many ranks as saved, under FSDP]",
 )
-@click.option("--world", type=_SIZE, metavar="N", help="How many ranks the job has; for a function.")
+@click.option("--world", type=_SIZE, metavar="N", help="With a function: how many ranks the job has.")
 @click.option("--mesh", metavar="AXES", help="The mesh to give the function: dp=4,tp=2.  [default: dp=N]")
 @click.option(
     "--timeout", type=_SIZE, metavar="S", default=600, show_default=True, help="Stop the function after S seconds."
 )
 @click.option("--nodes", type=_SIZE, metavar="N", help="The job has N nodes: show which files each must see.")
-@click.option("--ranks-per-node", type=_SIZE, metavar="N", help="The same, with N ranks on each node.")
+@click.option("--ranks-per-node", type=_SIZE, metavar="N", help="Like --nodes, with N ranks on each node.")
 @click.option("--from-nodes", type=_SIZE, metavar="N", help="N nodes saved, and each has only the files that it wrote.")
 @click.option("--no-load-optim", is_flag=True, help="Megatron-LM starts its optimizer anew.")
 @click.option("--no-load-rng", is_flag=True, help="Megatron-LM starts its random states anew.")

@@ -53,7 +53,7 @@ Branch = dict[str, "Branch | Tensor"]
 @click.command(context_settings=ENVIRONMENT)
 @click.argument("path")
 @click.argument("pattern", metavar="[GLOB | KEY[SLICES]]", required=False)
-@click.option("--tree", is_flag=True, help="Show keys as a tree; layers that look the same are one branch.")
+@click.option("--tree", is_flag=True, help="Show keys as a tree; layers with the same contents share a branch.")
 @click.option("--ranks", is_flag=True, help="Show which rank or file holds which layers, and who is out of balance.")
 @click.option(
     "--depth",
@@ -393,11 +393,11 @@ def _chunk(ckpt: Checkpoint, box: tuple[list[int], list[int]], record: int, stat
 @click.argument("path")
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="Write to this file, not to stdout.")
 @click.option("--values", is_flag=True, help="Read the tensors, and write digests of what they hold.")
-@click.option("--rows", is_flag=True, help="With --values, a word for each row too: findings name the rows then.")
+@click.option("--rows", is_flag=True, help="With --values, also a digest of each row: findings then name rows.")
 def manifest(path: str, output: Path | None, values: bool, rows: bool) -> None:
     """Write the tensors of a checkpoint as JSON, to compare others with: `ckptlint OTHER --expect FILE`.
 
-    With --values `ckptlint OTHER --expect FILE --depth data` compares what they hold, too, whatever they are cut into.
+    With --values `ckptlint OTHER --expect FILE --depth data` compares what they hold, too, however they are cut.
 
     Exit codes: 0 written, 1 unsafe or unreadable, 3 no checkpoint there, 4 not read.
     """

@@ -53,11 +53,11 @@ def _seconds(_context: click.Context, _param: click.Parameter, value: str) -> fl
 @click.command(cls=WithSettings, context_settings=ENVIRONMENT)
 @click.argument("run_dir")
 @click.option(
-    "--interval", type=click.FloatRange(min=0), default=30, show_default=True, help="Look every so many seconds."
+    "--interval", type=click.FloatRange(min=0), default=30, show_default=True, help="Seconds between two looks."
 )
 @click.option(
     "--stale", callback=_seconds, metavar="TIME", default="30m", show_default=True,
-    help="Report an unfinished step when nothing in it has changed for this long.",
+    help="Report an unfinished step after this time without a change in it.",
 )  # fmt: skip
 @click.option("--once", is_flag=True, help="Check the finished steps, and exit with the worst code.")
 @click.option("--exec", "command", metavar="CMD", help="Run CMD on each step that does not exit with 0.")
@@ -74,7 +74,7 @@ def watch(
 ) -> None:
     """Check each step of a running job once, as soon as it is finished.
 
-    A run folder that does not exist yet is waited for. CMD finds CKPTLINT_STEP_PATH, CKPTLINT_EXIT_CODE and
+    If the run folder does not exist yet, ckptlint waits for it. CMD finds CKPTLINT_STEP_PATH, CKPTLINT_EXIT_CODE and
     CKPTLINT_REPORT (a JSON file) in its environment. A file that --output names holds the report on the last step.
     Ctrl-C ends the watch (130).
 

@@ -372,7 +372,7 @@ def _verdict(match: Match, change: _Change, target: _Target) -> Match:
     elif alike < -_ALIKE:
         what = f"the adapter was taken off, {-times:.3g} times, not added"
     elif alike > _ALIKE:
-        what = f"{change.far:,} of {volume:,} elements are not what the adapter makes of the base"
+        what = f"{change.far:,} of {volume:,} elements are not the base with the adapter merged in"
     else:
         what = f"changed, but not as the adapter says (cosine of both changes {alike:.2f})"
     return replace(match, relation="unmerged", is_proven=False, what=what, notes=())
@@ -429,6 +429,6 @@ def _replaced(match: Match, kept: _Rows, new: TensorBytes) -> Match:
     if not compare_rows(rows, expected, new.numbers, change.see):
         return replace(match, is_proven=False, notes=(*match.notes, "not compared with the adapter: not readable"))
     if change.far:
-        what = "is not what the adapter holds of it (modules_to_save)"
+        what = "differs from the copy in the adapter (modules_to_save)"
         return replace(match, relation="unmerged", is_proven=False, what=what, notes=())
     return replace(match, relation="merged", is_proven=True, what="taken from the adapter whole", notes=())

@@ -227,9 +227,7 @@ def data_start(header: bytes, member: Member, limit: int | None = None) -> int:
         raise UnreadableError(f"has {_seen(signature)} where the member {_text(member.name)} starts", member.header)
     if header[LOCAL_SIZE : LOCAL_SIZE + named] != member.name:
         raise UnreadableError(
-            f"calls a member {_text(header[LOCAL_SIZE : LOCAL_SIZE + named])} in one place and {_text(member.name)} in "
-            "another",
-            member.header,
+            f"is damaged: the zip's two directories disagree about the name of {_text(member.name)}", member.header
         )
     # torch leaves CRC and sizes to the central directory
     local = (method, crc, packed, size)

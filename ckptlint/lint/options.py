@@ -90,8 +90,8 @@ CHECK_OPTIONS = (
     CheckOption(
         "depth",
         "read",
-        "How much to read: metadata; also names and sizes of payload files; also the header of each record; all bytes. "
-        "auto: all bytes of up to 512 MiB on a local disk, else files; of other commands than check files.",
+        "How much to read. files adds names and sizes of payload files to metadata, headers adds the header of each "
+        "record, data reads all bytes. auto is data for up to 512 MiB on a local disk (check only), else files.",
         default="auto",
         choices=("auto", *(depth.value for depth in Depth)),  # click shows members of an enum by their names
     ),
@@ -101,7 +101,7 @@ CHECK_OPTIONS = (
     CheckOption(
         "expect", "read", "Compare with a manifest, safetensors, a model folder or another checkpoint.", metavar="REF"
     ),
-    CheckOption("expect-hashes", "read", "Compare files with this list of sha256sum, at depth data.", metavar="FILE"),
+    CheckOption("expect-hashes", "read", "Compare files with this output of sha256sum, at depth data.", metavar="FILE"),
     CheckOption(
         "jobs",
         "read",
@@ -116,7 +116,7 @@ CHECK_OPTIONS = (
     CheckOption(
         "fail-on",
         "rules",
-        "Exit with 1 on findings of this severity or a higher one.  [default: warning; of latest: error]",
+        "Exit with 1 on findings of this severity or a higher one.  [default: warning; for latest: error]",
         choices=("info", "warning", "error", "never"),
     ),
     CheckOption("strict", "rules", "Short for --fail-on warning, the default of check.", is_flag=True),
@@ -132,7 +132,7 @@ CHECK_OPTIONS = (
     CheckOption(
         "output",
         "output",
-        "Also write a report to a file, in the format F or that of its suffix.",
+        "Also write a report to a file, in format F or by the suffix of the file.",
         metavar="[F=]FILE",
         repeats=True,
     ),

@@ -25,7 +25,7 @@ from ckptlint.storage.locate import listed_once
 from ckptlint.storage.paths import shown
 from ckptlint.vocabulary.frameworks import is_newest, step_number
 from ckptlint.vocabulary.keys import parse
-from ckptlint.vocabulary.parts import PARTS
+from ckptlint.vocabulary.parts import PARTS, not_stored
 
 _LEVELS = 32  # folders below a step or beside the steps; deeper ones are a doubt
 _TRAINER_STATE, _STATE_LIMIT = "trainer_state.json", 64 * 1024**2
@@ -79,7 +79,7 @@ class Retention(Shown):
     def sentence(self) -> str:
         """How many steps may be deleted, and how many stay."""
         if self.whole < self.keep:
-            return f"{plural(self.keep, 'whole step')} must stay, and there are {self.whole} here"
+            return f"{plural(self.keep, 'whole step')} must stay; this run has {self.whole}"
         gone = len(self.deletable)
         return f"{gone} of {plural(len(self.fates), 'step')} may be deleted"
 
@@ -123,7 +123,7 @@ def deletable(path: str, keep: int, judge: Judge, compare: Judge) -> Retention:
     """
     runs = runs_at(path)
     if len(runs) > 1:
-        return Retention(path, keep, refused=f"{len(runs)} runs lie there, name one of them")
+        return Retention(path, keep, refused=f"{shown(path)} holds {len(runs)} runs: name one of them")
     ((place, run),) = runs
     steps = steps_of(run)
     stamps = {step.name: _stamp(step) for step in steps}
@@ -237,7 +237,7 @@ def _beside_older(
         return replace(own, verdict="unfinished", why=why)
     lost = [part for part in PARTS if part in parts and part not in own.parts]
     if lost:
-        return replace(own, verdict="lacks parts", why=f"it has no {listed(lost, 'and no')}; an older step has them")
+        return replace(own, verdict="lacks parts", why=f"{not_stored(lost)}; an older step has it")
     here = contents[own.path]
     for name, there in [(other.name, contents[other.path]) for _, other in older if other.path in contents]:
         if there is not here and (less := here.lacks(there)):
@@ -279,7 +279,7 @@ def _own_reason(step: Step, own: JudgedStep, newest: Step) -> str:
     if step.run.target(step.name):
         return "it is a link"
     if inert(printable(own.path)) != own.path:
-        return "its name cannot be printed as it is"
+        return "its name has characters that cannot be printed"
     try:
         return "it holds steps of its own" if step.is_folder and _holds_steps(step.folder, step.number) else ""
     except CkptlintError as error:
@@ -296,7 +296,7 @@ def _holds_steps(folder: Folder, number: int, levels: int = _LEVELS) -> bool:
         return True
     inner = [name for name in folder.folders() if not folder.outside(name)]
     if not levels and inner:
-        raise AccessError(f"{folder.display} holds more than {_LEVELS} floors of folders")
+        raise AccessError(f"{folder.display} holds more than {_LEVELS} levels of folders")
     named = {step_number(name) for name in inner if not name.isdecimal()} - {None, number}
     return bool(named) or any(_holds_steps(folder.sub(name), number, levels - 1) for name in inner)
 
@@ -398,7 +398,7 @@ def _links(folder: Folder, label: str, but: Collection[str], levels: int = _LEVE
     except NothingToCheckError:
         return  # it went meanwhile
     if inner and not levels:
-        raise AccessError(f"{folder.display} holds more than {_LEVELS} floors of folders")
+        raise AccessError(f"{folder.display} holds more than {_LEVELS} levels of folders")
     for name in inner:
         yield from _links(folder.sub(name), f"{label}/{name}" if label else name, (), levels - 1)
 
@@ -419,7 +419,7 @@ def _stamp(step: Step) -> int | None:
 def _stamp_of(folder: Folder, levels: int = _LEVELS) -> int:
     inner = [folder.sub(name) for name in folder.folders() if not folder.outside(name)]
     if inner and not levels:
-        raise AccessError(f"{folder.display} holds more than {_LEVELS} floors of folders")
+        raise AccessError(f"{folder.display} holds more than {_LEVELS} levels of folders")
     return hash((*folder.stamps(), *(_stamp_of(sub, levels - 1) for sub in inner)))
 
 
@@ -454,7 +454,7 @@ def _changed(
             return doubt
         gone_soon = {step.name for step in found.deletable}
         if led := [printable(name) for name, why in stays.items() if why and printable(name) in gone_soon]:
-            return f"something leads to {listed(led)} now: {again}"
+            return f"a new link or tracker leads to {listed(led)}: {again}"
     except CkptlintError as error:
         return f"the run cannot be looked at again: {error}"
     return ""

@@ -14,11 +14,25 @@ from typing import Any
 from ckptlint.depth import Depth
 from ckptlint.lint.causes import Clause, KnownCause, fixture_of
 from ckptlint.lint.registry import FAMILIES
+from ckptlint.model.text import listed
 from ckptlint.model.text import named_ranks as ranks_in_words
 from ckptlint.rule import SECTIONS, Rule
 
 _SHOWN = 6  # tensors of a file
 _LONGEST = 200
+_KINDS = {
+    "absent": "a file is absent", "all short": "all files are too short", "axes": "another number of axes",
+    "chunk": "two ranks wrote one chunk", "double": "a key in two files", "empty": "an empty tensor",
+    "has other entries": "the rank wrote other tensors", "inside": "bytes inside a file",
+    "lacking": "keys that no file holds", "list": "two lists under one name", "no entry": "the rank wrote nothing",
+    "numbers": "numbered files are absent", "object": "two ranks wrote one object",
+    "one stage": "layers of one stage", "part": "one rank's part", "part of another": "another rank's part",
+    "records": "bytes as long as a record", "shapeless": "a tensor without a shape",
+    "short": "something is too short", "size": "another size", "stages": "stages that number layers from 0",
+    "total": "another total size", "unlisted": "keys that the index lacks", "whole file": "a whole file",
+    "written twice": "experts written twice",
+}  # fmt: skip
+"""Kinds of findings (`Finding.kind`) that causes ask for, in words."""
 
 
 def page(rule: Rule, width: int = 80) -> str:
@@ -36,7 +50,7 @@ def page(rule: Rule, width: int = 80) -> str:
 
 def cause_page(known: KnownCause, width: int = 80) -> str:
     """What speaks for a cause, how it comes about, what to do, and an example, as a page of text."""
-    lines = [known.name, "a cause, which a report says before the findings that it explains", ""]
+    lines = [known.name, "a cause: a report names it above the findings that it explains", ""]
     lines += textwrap.wrap(known.summary, width)
     sections = {
         "What speaks for it": [in_words(clause) for clause in (*known.find.values(), *known.also.values())],
@@ -60,14 +74,14 @@ def cause_page(known: KnownCause, width: int = 80) -> str:
 def in_words(clause: Clause) -> str:
     """A clause of a cause, as its page says it.
 
-    >>> in_words(Clause(("GEO004", "PAY001"), same=("keys",))), in_words(Clause(("PAY006",), least=2))
-    ('GEO004 or PAY001 on the same keys', 'PAY006 at least 2 times')
+    >>> in_words(Clause(("GEO004", "PAY001"), same=("keys",))), in_words(Clause(("PAY006",), ("inside",), least=2))
+    ('GEO004 or PAY001 on the same keys', '2 or more findings of PAY006 (bytes inside a file)')
     """
     text = " or ".join(clause.codes)
-    text += f" ({', '.join(kinds)})" if (kinds := list(filter(None, clause.kinds))) else ""
+    text = f"{clause.least} or more findings of {text}" if clause.least > 1 else text
+    text += f" ({listed(kinds, 'or')})" if (kinds := [_KINDS[kind] for kind in clause.kinds if kind]) else ""
     text += f" on the same {' and '.join(clause.same)}" if clause.same else ""
-    text += f" on other {' and '.join(clause.other)}" if clause.other else ""
-    return text + (f" at least {clause.least} times" if clause.least > 1 else "")
+    return text + (f" on other {' and '.join(clause.other)}" if clause.other else "")
 
 
 def _needs(rule: Rule, option: str = "") -> str:

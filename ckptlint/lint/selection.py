@@ -48,7 +48,7 @@ def select(
         if named and not depth.reaches(named.depth):
             raise ConfigError(f"{named.code} {named.name} needs --depth {named.depth}, but the depth is {depth}")
         if named and named.expects and not has_reference:
-            raise ConfigError(f"{named.code} {named.name} needs --expect REF, what to compare with")
+            raise ConfigError(f"{named.code} {named.name} needs --expect REF to compare with")
     levels = {}
     for token, level in severities:
         if level.upper() not in Severity.__members__:

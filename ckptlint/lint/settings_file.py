@@ -92,9 +92,7 @@ def find_settings(checked: Iterable[str] = ()) -> Settings:
             if _inside(file, barred):
                 unread.append(f"{file} lies inside a checked path, so ckptlint did not read it for settings")
             elif is_of_a_run(LocalFolder(folder)) or any(is_named_step(above.name) for above in folder.parents):
-                unread.append(
-                    f"{file} lies in a folder of checkpoints, so ckptlint did not read it: name it with --config FILE"
-                )
+                unread.append(f"{file} lies in a folder of checkpoints, so ckptlint did not read it; use --config FILE")
             elif (table := _table(file)) is not None:
                 return _settings(file, table, tuple(unread))
     return Settings(unread=tuple(unread))

@@ -29,7 +29,7 @@ from ckptlint.storage.folder import Folder
 from ckptlint.storage.locate import listed_once
 from ckptlint.storage.paths import shown
 from ckptlint.vocabulary.frameworks import family_of, step_number
-from ckptlint.vocabulary.parts import PARTS, part_of_file, part_of_key
+from ckptlint.vocabulary.parts import PARTS, not_stored, part_of_file, part_of_key
 
 StepVerdict = Literal["passes", "fails", "unfinished", "lacks parts", "not judged", "gone"]
 """`not judged`: it may be sound, and could not be read or judged as a whole; `gone`: it vanished meanwhile."""
@@ -139,9 +139,7 @@ def runs_at(path: str) -> list[tuple[str, Folder]]:
         except NothingToCheckError:
             there = ""
         if there:
-            raise UnknownLayoutError(
-                f"{there} is a checkpoint, and no name there is that of a step: name it to check it"
-            )
+            raise UnknownLayoutError(f"{there} is a checkpoint, not a run: use `ckptlint {there}`")
         raise NothingToCheckError(
             f"no step under {shown(path)}: looked for folders such as iter_*, step-*, checkpoint-*"
         )
@@ -316,7 +314,7 @@ def _with_parts(
     judged: JudgedStep, step: Step, required: Sequence[str], older: Sequence[Step], depth: Depth
 ) -> JudgedStep:
     """The verdict on a step that passes, once the parts that it must hold are compared with those it holds."""
-    asked, is_asked = "--require asks for them", bool(required)
+    asked, is_asked = f"--require {','.join(required)} asks for it", bool(required)
     if not depth.looks_at_files:
         judged = replace(judged, parts=_by_names(step, judged.parts))
     if why := lacking(step, older):
@@ -326,14 +324,14 @@ def _with_parts(
         if before is None:
             return judged
         name, required = before
-        asked = f"the step before it, {name}, has them"
+        asked = f"the step before it, {name}, has it"
     lost = [part for part in required if part not in judged.parts]
     if not lost:
         return judged
     if is_asked and not depth.looks_at_files:
         why = f"--depth {depth} does not read the files that may hold {listed(lost)}"
         return replace(judged, verdict="not judged", why=why)
-    return replace(judged, verdict="lacks parts", why=f"it has no {listed(lost, 'and no')}; {asked}")
+    return replace(judged, verdict="lacks parts", why=f"{not_stored(lost)}; {asked}")
 
 
 def no_copy(judged: JudgedStep, compare: Judge) -> JudgedStep:

@@ -49,7 +49,7 @@ def diff_verdict(found: Diff) -> tuple[str, str]:
     if counts:
         both = f"{plural(found.shared, 'key')} in both." if found.shared else "No key is in both."
         is_named = found.counts["removed"] and found.counts["added"]
-        return f"Different: {counts}.", f" {both}" + " --values finds tensors that have another name." * bool(is_named)
+        return f"Different: {counts}.", f" {both}" + " --values also finds renamed tensors." * bool(is_named)
     return "The same", f": {plural(found.shared, 'key')}.\nValues were not compared: --values reads both."
 
 

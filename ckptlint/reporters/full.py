@@ -6,6 +6,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 
 from ckptlint.depth import Depth
@@ -49,7 +50,7 @@ def render(report: Report, style: Style) -> str:
         if steps := steps_in(report):
             blocks += [
                 "",
-                step_table(steps),
+                step_table(steps, style.width),
                 *(line for text in step_lines(steps) for line in style.wrap(text, "  ", "")),
             ]
     separator = "\n" if _is_clean(report, style) else "\n\n"
@@ -114,11 +115,15 @@ def step_rows(steps: Sequence[JudgedStep]) -> list[tuple[str, ...]]:
     ]
 
 
-def step_table(steps: Sequence[JudgedStep]) -> str:
-    """The steps as a table."""
+def step_table(steps: Sequence[JudgedStep], width: int) -> str:
+    """The steps as a table; what they hold is wrapped, so that its lines fit the width."""
     from tabulate import tabulate
 
-    return tabulate(step_rows(steps), STEP_COLUMNS, disable_numparse=True, tablefmt="plain")
+    rows = step_rows(steps)
+    heads = [f"{head}  " for head in STEP_COLUMNS]  # tabulate leaves two blanks after a head
+    others = sum(max(map(len, cells)) + 2 for cells in zip(heads, *rows, strict=True) if cells[0] != "holds  ")
+    most = (None, None, max(width - others, len("dataloader,")), None, None)
+    return tabulate(rows, STEP_COLUMNS, disable_numparse=True, tablefmt="plain", maxcolwidths=most)
 
 
 def step_lines(steps: Sequence[JudgedStep]) -> list[str]:
@@ -128,7 +133,7 @@ def step_lines(steps: Sequence[JudgedStep]) -> list[str]:
         if step is None:
             lines.append(f"No step of {run} passes.")
         else:
-            lines.append(f"The newest step that passes (`ckptlint latest` asks for more): {step.path}")
+            lines.append(f"The newest step that passes: {step.path}")
     return lines
 
 
@@ -226,7 +231,8 @@ def place_in_words(ckpt: Checkpoint, finding: Finding) -> str:
 
 def _figure(ckpt: Checkpoint, finding: Finding, style: Style) -> list[str]:
     if finding.detail:
-        return list(finding.detail)
+        narrow = replace(style, width=style.width - len("   | "))
+        return [part for line in finding.detail for part in narrow.wrap(line, "  ", "")]
     if finding.at.tensor is None or finding.at.region is None:
         return []
     tensor, region, rows = finding.at.tensor, finding.at.region, finding.at.rows
@@ -291,7 +297,7 @@ def _reasons(reasons: Mapping[str, str]) -> Iterator[str]:
     for reason, codes in _by_reason(reasons).items():
         room -= len(reason)
         if room < 0:
-            yield f"{folded(left)} for other reasons (--format json)"
+            yield f"{folded(left)} for other reasons (see --format json)"
             return
         yield f"{folded(codes)} {reason}"
         left = {code: other for code, other in left.items() if other != reason}
@@ -399,22 +405,19 @@ def _ran(report: Report, on: str = "") -> str:
     return f"{plural(report.rule_counts.ran, 'rule')} ran{f' on {on}' if on else ''} in {report.seconds:.2f} s"
 
 
-def _needed(ckpt: Checkpoint) -> str:
-    is_known = ckpt.format == "unsupported"
-    return "a format that ckptlint checks" if is_known else f"a readable {ckpt.metadata_file}"
-
-
 def _blocked(report: Report) -> Iterator[str]:
     """For each number of rules that could not run a sentence with the checkpoints of which that is true."""
     alike: dict[tuple[int, str], list[str]] = {}
     selected = {rule.code for rule in report.rules}
     for part in report.checkpoints:
         if count := len(selected.intersection(part.blocked)):
-            missing = "the state dict of every rank" if report.is_live else _needed(part.checkpoint)
-            alike.setdefault((count, missing), []).append(part.checkpoint.path)
-    for (count, missing), paths in alike.items():
+            ckpt, need = part.checkpoint, "it needs" if count == 1 else "they need"
+            why = f"{need} {'the state dict of every rank' if report.is_live else f'a readable {ckpt.metadata_file}'}"
+            why = "not a checkpoint that ckptlint checks" if ckpt.format == "unsupported" else why
+            alike.setdefault((count, why), []).append(part.checkpoint.path)
+    for (count, why), paths in alike.items():
         where = f" on {', '.join(cut(path) for path in braces(paths))}" if len(report.checkpoints) > 1 else ""
-        yield f"{plural(count, 'rule')} could not run{where}: {'it needs' if count == 1 else 'they need'} {missing}."
+        yield f"{plural(count, 'rule')} could not run{where}: {why}."
 
 
 def _judged(report: Report) -> str:
@@ -453,7 +456,7 @@ def _unsummed(report: Report) -> str:
     files = sum(len(payload.bare) for payload in payloads)
     counts = [plural(count, noun) for count, noun in ((records, "record"), (files, "other file")) if count]
     have = "has" if records + files == 1 else "have"
-    return f"{' and '.join(counts)} {have} no checksum: changed bytes there go unseen." if counts else ""
+    return f"{' and '.join(counts)} {have} no checksum: ckptlint cannot see changed bytes there." if counts else ""
 
 
 def _limits(report: Report) -> str:
@@ -461,12 +464,13 @@ def _limits(report: Report) -> str:
     payloads = [part.checkpoint.payload for part in report.checkpoints if part.checkpoint.payload is not None]
     texts = [f"Only a sample was read: {payload.sample}." for payload in payloads if payload.sample]
     for state, is_scanned, why in (
-        (RecordState.TRANSFORMED, False, "went through a stream transform and were not opened"),
-        (RecordState.RAW, True, "have no archive around them: their values were read, and there is no checksum"),
-        (RecordState.RAW, False, "have no archive around them and were not checked"),
+        (RecordState.TRANSFORMED, False, "not opened because of a stream transform"),
+        (RecordState.RAW, True, "read; this format stores no checksums"),
+        (RecordState.RAW, False, "not checked: this format has no record headers"),
     ):
         if count := sum(int(((p.state == state) & (p.scanned == is_scanned)).sum()) for p in payloads):
-            texts.append(f"{plural(count, 'record')} {why}.")
+            noun = "record" if state == RecordState.TRANSFORMED else "tensor"
+            texts.append(f"{plural(count, noun)} {'was' if count == 1 else 'were'} {why}.")
     return " ".join(texts)
 
 

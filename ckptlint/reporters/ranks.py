@@ -17,6 +17,7 @@ from ckptlint.reporters.style import Style, cut
 
 _LETTERS = {"embedding": "e", "stack": "s", "norm": "n", "head": "h", "rest": "o"}
 _WORDS = {"e": "embedding", "s": "stacked layers", "n": "norms outside of layers", "h": "head", "o": "others"}
+_SHORT = {"embedding": "embedding", "stack": "stacked", "norm": "norms", "head": "head", "rest": "others"}
 _NAME, _SIZES, _ROWS = 28, 26, 40  # characters, characters, lines
 STATE_NAMES = (*CELL_STATES, "some of these layers")
 _PARTLY = len(CELL_STATES)
@@ -25,18 +26,18 @@ _LOST = CELL_STATES.index("failed")
 Run = list[int]
 """The numbers of the columns that share a mark."""
 
-Section = tuple[str, str, list[Run]]
-"""Its name, what stands above its marks, and what each mark is of."""
+Section = tuple[str, str, list[Run | None]]
+"""Its name, what stands above its marks, and what each mark is of; None where the text above is longer."""
 
 
 def matrix(held: Holdings, style: Style) -> Iterator[str]:
     """The lines: a header, a row for all ranks or files that look the same, a legend, and what stands out in words."""
     if not held.columns:
-        yield "no file holds anything that the metadata names"
+        yield "no file holds any tensor of the metadata"
         return
     shown, left = folded(held)
     side = max(len(label) for label, _ in shown)
-    heads, places, legend = places_of(held.columns, style.width - side - _SIZES)
+    heads, places, legend = places_of(held.columns, style.width - side - _SIZES, True)
     marks = dict(enumerate((".#" if style.ascii_only else "·■") + "2" + "".join(MARKS.values())[1:] + "+")) | {-1: " "}
     pad = " " * (side + 2)
     yield pad + heads[0]
@@ -51,7 +52,7 @@ def matrix(held: Holdings, style: Style) -> Iterator[str]:
     if left:
         yield f"and {plural(left, 'more row')} that differ; --format json has all"
     yield ""
-    yield from style.wrap(legend, "  ", "")
+    yield from style.wrap(legend, "  ", "") if legend else ()
     yield from style.wrap("   ".join(f"{marks[i]} {STATE_NAMES[i]}" for i in sorted(used) if i >= 0), "  ", "")
     yield from (line for sentence in sentences(held) for line in style.wrap(sentence, "  ", ""))
 
@@ -123,7 +124,8 @@ def _is_lost(held: Holdings, row: int) -> bool:
 def _label(held: Holdings, rows: Sequence[int]) -> str:
     if (held.ranks[rows] >= 0).all():
         return cut(named_ranks(held.ranks[rows].tolist()), _NAME)
-    return some((cut(name, _NAME) for name in braces(held.names[row] for row in rows)), 1)
+    names = braces(held.names[row] for row in rows)
+    return some((cut(name, _NAME - 6 * (len(names) > 1)) for name in names), 1)
 
 
 def sizes_of(held: Holdings, rows: Sequence[int]) -> tuple[str, ...]:
@@ -140,9 +142,14 @@ def sizes_of(held: Holdings, rows: Sequence[int]) -> tuple[str, ...]:
 # ---------------------------------------------------------------- columns
 
 
-def places_of(columns: Sequence[Column], wide: int) -> tuple[tuple[str, str], list[Run | None], str]:
-    """The two lines above the matrix, the columns at each place (None between sections), and what the letters mean."""
-    sections, per = _sections(columns, wide)
+def places_of(columns: Sequence[Column], wide: int, in_words: bool) -> tuple[tuple[str, str], list[Run | None], str]:
+    """The two lines above the matrix, the columns at each place (None between marks), and what the letters mean.
+
+    `in_words` puts names above the marks in place of letters, where they fit.
+    """
+    sections, per = _sections(columns, wide, in_words)
+    if in_words and sum(_wide(section, 4) for section in sections) > wide:
+        return places_of(columns, wide, False)
     title = next((most for most in range(20, 4, -1) if sum(_wide(section, most) for section in sections) <= wide), 4)
     heads, places = ["", ""], list[Run | None]()
     for name, head, runs in sections:
@@ -150,10 +157,10 @@ def places_of(columns: Sequence[Column], wide: int) -> tuple[tuple[str, str], li
         heads = [heads[0] + cut(name, width - 1).ljust(width), heads[1] + head.ljust(width)]
         places += [*runs, *[None] * (width - len(runs))]
     is_cut = any(len(name) >= _wide((name, head, runs), title) for name, head, runs in sections)
-    return (heads[0][:-1], heads[1][:-1]), places[:-1], _legend(columns, sections, per, is_cut)
+    return (heads[0][:-1], heads[1][:-1]), places[:-1], _legend(columns, sections, per, is_cut, in_words)
 
 
-def _sections(columns: Sequence[Column], room: int) -> tuple[list[Section], int]:
+def _sections(columns: Sequence[Column], room: int, in_words: bool) -> tuple[list[Section], int]:
     """The sections, and how many layers share a mark so that all fit; a mark is of the same layers in each section."""
     layers: dict[str, list[int]] = {}
     for block, layer in sorted({(column.block, column.layer) for column in columns if column.layer >= 0}):
@@ -166,10 +173,13 @@ def _sections(columns: Sequence[Column], room: int) -> tuple[list[Section], int]
     per = ceil(most / max(room - others - 2 * len(names), len(names))) or 1
     found = []
     for name in names:
-        head, runs = "", list[Run]()
+        head, runs = "", list[Run | None]()
         for _, place, block in (kind for kind in kinds if kind[0] == name):
+            if in_words:
+                head += " " * bool(head)
+                runs += [None] * (len(head) - len(runs))
             if place != "layer":
-                head += _LETTERS[place]
+                head += _SHORT[place] if in_words else _LETTERS[place]
                 runs.append([number[Column(name, place, block)]])
                 continue
             marks = [layers[block][start : start + per] for start in range(0, len(layers[block]), per)]
@@ -177,25 +187,29 @@ def _sections(columns: Sequence[Column], room: int) -> tuple[list[Section], int]
             runs += [[number[column] for column in mark if column in number] for mark in own]
             first, last = str(marks[0][0]), str(marks[-1][-1])
             last = last if len(marks) > len(first) + len(last) else ""
-            head += (first + last.rjust(len(marks) - len(first)))[: len(marks)]
+            name_of = block if len(layers) > 1 else block.rpartition(".")[2]
+            span = f"{name_of} {ranges(layers[block])}".ljust(len(marks))
+            head += span if in_words else (first + last.rjust(len(marks) - len(first)))[: len(marks)]
         found.append((name, head, runs))
     return found, per
 
 
 def _wide(section: Section, title: int) -> int:
-    name, _, runs = section
-    return max(len(runs), min(len(name), title)) + 1
+    name, head, runs = section
+    return max(len(runs), len(head), min(len(name), title)) + 1
 
 
-def _legend(columns: Sequence[Column], sections: Sequence[Section], per: int, is_cut: bool) -> str:
+def _legend(columns: Sequence[Column], sections: Sequence[Section], per: int, is_cut: bool, in_words: bool) -> str:
     blocks: dict[str, set[int]] = {}
     for column in columns:
         if column.layer >= 0:
             blocks.setdefault(column.block, set()).add(column.layer)
     places = {column.place for column in columns}
-    parts = [f"{letter} {_WORDS[letter]}" for place, letter in _LETTERS.items() if place in places]
-    parts += [f"{cut(block)} {ranges(layers)}" for block, layers in blocks.items()]
-    names = f"columns: {', '.join(name for name, _, _ in sections)}; each: " if is_cut else ""
+    parts = [f"{letter} {_WORDS[letter]}" for place, letter in _LETTERS.items() if place in places and not in_words]
+    said = "" if in_words else "digits "
+    named = (f"{said}{cut(block)} {ranges(layers)}" for block, layers in blocks.items())
+    parts += named if said or per > 1 or any("." in block for block in blocks) else ()
+    names = f"columns: {', '.join(name for name, _, _ in sections)}; " * is_cut + "above the marks: " * (not in_words)
     return names + ", ".join(parts) + (f" ({per} layers a mark)" if per > 1 else "")
 
 
@@ -220,7 +234,7 @@ def sentences(held: Holdings) -> Iterator[str]:
         factors.setdefault(f"{held.factor[row]:.1f}", []).append(row)
     for factor, rows in [*factors.items()][:4]:
         has, its = ("has", "its") if len(rows) == 1 else ("have", "their")
-        yield f"{_label(held, rows)} {has} {factor} times the median size of {its} like"
+        yield f"{_label(held, rows)} {has} {factor} times the median size of {its} kind"
     if left := sum(map(len, [*factors.values()][4:])):
         yield f"and {plural(left, 'more row')} more than 20 % off the median"
     for section, lacking in held.without().items():

@@ -39,10 +39,10 @@ _WORDS: dict[Relation, str] = {
 }
 _ORDERS = ("reordered", "joined", "split", "transposed")
 _REST = {
-    "unmerged": ("is", "are", "not what the adapter makes of the base"),
+    "unmerged": ("is", "are", "not the base with the adapter merged in"),
     "exchanged": ("is", "are", "under the name of another"),
     "differ": ("differs", "differ", ""),
-    "order": ("holds", "hold", "the same rows in an order that the name does not ask for"),
+    "order": ("holds", "hold", "the same rows in another order, which the name does not explain"),
     "padded": ("has", "have", "rows that the other side lacks, and no configuration calls them padding"),
     "absent": ("is", "are", "on one side only"),
     "unread": ("could not be read", "could not be read", ""),

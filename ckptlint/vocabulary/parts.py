@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from ckptlint.model.text import listed
 from ckptlint.vocabulary.frameworks import world
 from ckptlint.vocabulary.keys import parse
 
 PARTS = ("model", "optimizer", "scheduler", "rng", "dataloader")
 """What `ckptlint latest --require` takes, in the order of reports."""
+
+
+def not_stored(parts: Sequence[str]) -> str:
+    """The sentence on parts that a step lacks."""
+    words = {"model": "model", "rng": "random state"}
+    return f"no {listed([words.get(part, f'{part} state') for part in parts], 'and no')} is stored"
 
 
 def part_of_key(fqn: str) -> str | None:

@@ -13,13 +13,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
 
 import jsonschema
 import pytest
 from click.testing import CliRunner, Result
-from support import REAL, REPOSITORY, broken_rule, run, run_python, swept
+from support import REAL, REPOSITORY, SWEEP, broken_rule, run, run_python, swept
 
 import ckptlint
 from ckptlint.commands import main as cli
@@ -567,6 +568,28 @@ def test_text_fits_the_terminal(columns: int) -> None:
         lines = invoke(f"fixtures/real/{name}", env={"COLUMNS": str(columns)}).output.splitlines()
         assert len(lines) > 5
         assert [line for line in lines if len(line) > columns and " " in line.strip()] == []
+
+
+TEXTS = (
+    ("check",), ("check", "--depth", "data"), ("show",), ("show", "--ranks"), ("latest",), ("deletable", "--keep", "1"),
+)  # fmt: skip
+
+
+@pytest.mark.sweep
+def test_no_text_is_wider_than_the_terminal() -> None:
+    """Only one word, such as a path, may be wider, alone on its line; a message on stderr is one line."""
+    real = [str(path.relative_to(REPOSITORY)) for path in sorted(REAL.iterdir()) if path.is_dir()]
+    few = [f"fixtures/real/{name}" for name in ("fsdp2_4r_hole", "frameworks/energon", "storage_too_short")]
+    places = real if SWEEP else few
+    asked = [(*command, place) for command in TEXTS for place in places]
+    asked += [("diff", *pair) for pair in pairwise(places)]
+    wide = {
+        (arguments, line)
+        for arguments in asked
+        for line in invoke(*arguments, env={"COLUMNS": "80"}).stdout.splitlines()
+        if len(line) > 80 and " " in line.strip()
+    }
+    assert not wide
 
 
 # ---------------------------------------------------------------- colour

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -95,10 +96,10 @@ def test_before_and_options_of_check(run: Path) -> None:
 def test_parts(run: Path) -> None:
     """A step without the optimizer of the step before is passed over, unless the model alone is asked for."""
     shutil.rmtree(run / "step-500")
-    assert "it has no optimizer" in latest(run, "--ignore", "GEO").stderr
+    assert "no optimizer state is stored; the step before it, step-300, has it" in latest(run, "--ignore", "GEO").stderr
     answer = latest(run, "--require", "model,rng")
     assert (answer.returncode, answer.stdout) == (1, "")
-    assert "it has no rng; --require asks for them" in answer.stderr
+    assert "no random state is stored; --require model,rng asks for it" in answer.stderr
     assert latest(run, "--require", "modle").returncode == 2
 
 
@@ -162,6 +163,12 @@ def test_links_in_circles_and_names_that_are_no_steps(run: Path) -> None:
     assert latest(run).stdout == f"{run}/step-200\n"
 
 
+def test_a_step_is_not_a_run() -> None:
+    done = latest(REAL / "fsdp2_4r")
+    assert done.returncode == 4
+    assert done.stderr == f"ckptlint: {REAL}/fsdp2_4r is a checkpoint, not a run: use `ckptlint {REAL}/fsdp2_4r`\n"
+
+
 def test_several_runs(run: Path, tmp_path: Path) -> None:
     """A table, and no answer: which run was meant?"""
     both = tmp_path / "both"
@@ -170,7 +177,7 @@ def test_several_runs(run: Path, tmp_path: Path) -> None:
     shutil.copytree(HOLE, both / "b" / "checkpoints" / "step-2")
     answer = latest(both)
     assert (answer.returncode, answer.stdout) == (4, "")
-    assert f"{both}/a" in answer.stderr
+    assert re.search(r"^a +step-1$", answer.stderr, re.MULTILINE) and f"{both} holds 2 runs" in answer.stderr
     assert "step-2 fails (GEO004)" in answer.stderr
     document = json.loads(latest(both, "--format", "json").stdout)
     assert [search["step"] and search["step"]["name"] for search in document["runs"]] == ["step-1", None]

@@ -153,8 +153,8 @@ def test_settings_that_came_with_the_run_are_not_read(
     above = "/".join(".." for _ in step.split("/")) + "/ckptlint.toml"
     done = run(".", cwd=here / step)
     assert (done.returncode, f"\nSettings: {above}.\n" in done.stdout) == ((0, True) if is_taken else (1, False))
-    unread = f"ckptlint: {above} lies in a folder of checkpoints, so ckptlint did not read it: "
-    unread += "name it with --config FILE\n"
+    unread = f"ckptlint: {above} lies in a folder of checkpoints, so ckptlint did not read it; "
+    unread += "use --config FILE\n"
     assert done.stderr == ("" if is_taken else unread)
     assert run(".", "--config", above, cwd=here / step).returncode == 0
     assert run(GOOD, cwd=here).stderr == ("" if is_taken else unread.replace(above, "ckptlint.toml"))

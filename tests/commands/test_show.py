@@ -134,7 +134,7 @@ def test_one_row_for_ranks_that_hold_the_same() -> None:
         ["ranks", "1,3", ".#", "1.7", "KiB", "100%", "0%"],
         ["rank", "2", "./", "missing"],
     ]
-    assert lines[-2:] == ["missing of rank 2: __2_0.distcp", "rank 0 has 2.2 times the median size of its like"]
+    assert lines[-2:] == ["missing of rank 2: __2_0.distcp", "rank 0 has 2.2 times the median size of its kind"]
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_ranks_of_one_size_are_one_sentence_and_no_option_points_at_itself(tmp_p
     folder = write_checkpoint({"tensors": {"w": {"shape": [14], "chunks": chunks, "records": records}}}, tmp_path / "c")
     (folder / "__6_0.distcp").unlink()
     lines = shown(folder, "--ranks", "--ascii")
-    assert "ranks 1,4 have 2.0 times the median size of their like" in lines
+    assert "ranks 1,4 have 2.0 times the median size of their kind" in lines
     assert "  not known to be there: 1 record missing" in lines
 
 
@@ -217,10 +217,10 @@ def test_slices_as_python_writes_them(slices: str, region: str, ranks: str) -> N
 @pytest.mark.parametrize(
     ("slices", "sentence"),
     [
-        ("[16]", "dim 0 of {} has 16 elements, so that 16 leaves it"),
-        ("[0:20]", "dim 0 of {} has 16 elements, so that 0:20 leaves it"),
-        ("[-17:]", "dim 0 of {} has 16 elements, so that -17: leaves it"),
-        ("[:, 3:3]", "dim 1 of {} has 8 elements, so that 3:3 holds none"),
+        ("[16]", "16 is outside dim 0 of {}, which has 16 elements"),
+        ("[0:20]", "0:20 is outside dim 0 of {}, which has 16 elements"),
+        ("[-17:]", "-17: is outside dim 0 of {}, which has 16 elements"),
+        ("[:, 3:3]", "3:3 is an empty slice of dim 1 of {}, which has 8 elements"),
         ("[::2]", "[::2] is no slice"),
         ("[1, 2, 3]", "{} has 2 dims, and [1, 2, 3] has 3"),
         ("[]", "[] is no slice"),

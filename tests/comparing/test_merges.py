@@ -60,7 +60,7 @@ def test_a_merge_that_changed_nothing(lora: Made) -> None:
     assert (code, document["proven"], len(told)) == (1, False, 4)
     assert {match["what"] for match in told} == {"the adapter changes it, and it holds the base's values"}
     text = run("diff", str(lora[0]), str(lora[0]), "--values", "--adapter", str(lora[2])).stdout
-    assert "4 are not what the adapter makes of the base" in " ".join(text.split())
+    assert "4 are not the base with the adapter merged in" in " ".join(text.split())
 
 
 def test_one_target_that_was_left_out(lora: Made, tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_a_part_of_the_rows_was_not_merged(lora: Made, tmp_path: Path) -> None:
     code, document = compared(lora[0], edited(lora, tmp_path, edit), lora[2])
     (match,) = of(document, "unmerged")
     assert code == 1
-    assert "elements are not what the adapter makes of the base" in match["what"] or "times" in match["what"]
+    assert "elements are not the base with the adapter merged in" in match["what"] or "times" in match["what"]
 
 
 def test_a_transposed_product_and_the_product_of_another_layer(lora: Made, tmp_path: Path) -> None:

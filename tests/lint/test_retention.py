@@ -97,7 +97,7 @@ def test_the_newest_whole_steps_stay_and_every_newer_one(run: Path) -> None:
     }
     too_few = ckptlint.deletable(run, 5)
     assert (too_few.paths, too_few.exit_code) == ((), 1)
-    assert repr(too_few) == f"<Retention {run}: 5 whole steps must stay, and there are 4 here>"
+    assert repr(too_few) == f"<Retention {run}: 5 whole steps must stay; this run has 4>"
 
 
 LENIENT = {
@@ -355,7 +355,7 @@ def test_links_are_found_at_any_depth_and_what_is_too_deep_is_a_doubt(run: Path)
     assert names(run) == ["step-4", "step-3", "step-1"]
     run.joinpath("step-5", *"abcdefghij" * 4).mkdir(parents=True)
     found = ckptlint.deletable(run, 1)
-    assert (found.paths, found.exit_code) == ((), 4) and "floors of folders" in found.refused
+    assert (found.paths, found.exit_code) == ((), 4) and "levels of folders" in found.refused
 
 
 @pytest.mark.parametrize("change", ["same size", "same size and time", "link", "link in a whole step"])

@@ -240,6 +240,11 @@ def test_what_could_not_run_names_its_checkpoint_and_nothing_else() -> None:
     assert one == f"{blocked} rules could not run: they need a readable .metadata."
 
 
+def test_a_file_that_is_no_checkpoint_blocks_rules() -> None:
+    text = " ".join(render(check("other_formats/gguf"), "full").split())
+    assert "rules could not run: not a checkpoint that ckptlint checks." in text
+
+
 def test_a_pass_says_what_a_deeper_look_adds() -> None:
     lines = render(check("fsdp2_4r"), "full").splitlines()
     counts = [

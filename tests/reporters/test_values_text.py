@@ -20,8 +20,8 @@ from ckptlint.reporters.values import groups_of, sentence_of, values_as_text, va
         (["absent"], "1 is on one side only."),
         (["absent", "absent"], "2 are on one side only."),
         (["differ"], "1 differs."),
-        (["differ", "differ", "unmerged"], "1 is not what the adapter makes of the base, 2 differ."),
-        (["joined"], "1 holds the same rows in an order that the name does not ask for."),
+        (["differ", "differ", "unmerged"], "1 is not the base with the adapter merged in, 2 differ."),
+        (["joined"], "1 holds the same rows in another order, which the name does not explain."),
     ],
 )
 def test_the_verdict_on_values_counts_in_good_grammar(relations: list[Relation], says: str) -> None:
@@ -52,4 +52,4 @@ def test_keys_that_only_have_other_names_point_to_the_values() -> None:
     assert isinstance(found, Diff)
     head, rest = diff_verdict(found)
     assert head.startswith("Different: 2 only in the old one")
-    assert rest == " No key is in both. --values finds tensors that have another name."
+    assert rest == " No key is in both. --values also finds renamed tensors."
