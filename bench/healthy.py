@@ -3,7 +3,7 @@
     python bench/healthy.py [--folders 300] [--seed 1] [--keep FOLDER]
 
 Each folder is a run of one of `KINDS`, with what people keep beside steps. Each step by itself and the whole run are
-checked at depth files and headers, and `ckptlint latest` must name the newest step. Every warning, error, refusal and
+checked at depth files and data, and `ckptlint latest` must name the newest step. Every warning, error, refusal and
 wrong answer is printed with the seed, the number and the kind; any ends the command in 1.
 `--keep` leaves there what was flagged. The share of a library that is not installed is left out, and it is named.
 """
@@ -262,7 +262,7 @@ KINDS: list[Kind] = [torch_dcp, torch_files]
 def wrong_about(run: Path, steps: Steps) -> Iterator[str]:
     """What ckptlint has against a healthy run: findings from a warning up, refusals, a newest step that is another."""
     has_folders = any(path.is_dir() for path in steps)
-    for depth in (Depth.FILES, Depth.HEADERS):
+    for depth in (Depth.FILES, Depth.DATA):
         for path in [*steps, run] if len(steps) > 1 or has_folders else steps:
             report = ckptlint.check(path, depth=depth, all_steps=path == run)
             told = [f"{one.severity.label} {one.code} {one.title}" for one in report.diagnostics if

@@ -36,7 +36,9 @@ def main() -> None:
         run()
     except MemoryError:
         _stop("there is not enough memory (a limit of the system or of `ulimit -v`)")
-    except Exception:  # exit 1, which Python would make of it, claims findings
+    except Exception as error:  # exit 1, which Python would make of it, claims findings
+        if isinstance(error, RuntimeError) and "start new thread" in str(error):
+            _stop("there is not enough memory, or there are too many threads")
         sys.excepthook(*sys.exc_info())
         _stop("this is a mistake in ckptlint or its installation, please report it")
 

@@ -138,8 +138,9 @@ def test_every_file_is_accounted_for(tmp_path: Path, name: str) -> None:
     """What is empty, full of zeros or cut is broken, whatever its first bytes; what is older is named as not read."""
     files, newest, older = FOLDERS[name]
     run = written(tmp_path / "run", files)
-    report = ckptlint.check(run)
-    assert (codes(report, "error", "warning"), report.exit_code) == (set(), 0)
+    for depth in ("files", "data"):
+        report = ckptlint.check(run, depth=depth)
+        assert (codes(report, "error", "warning"), report.exit_code) == (set(), 0), depth
     for damaged in newest:
         whole = (run / damaged).read_bytes()
         for data in (b"", bytes(len(whole)), whole[: len(whole) * 2 // 3]):
