@@ -18,6 +18,7 @@ from hashlib import sha256
 from pathlib import Path
 from random import Random
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -25,6 +26,7 @@ from archives import with_other_values
 from safetensors.torch import save
 from support import REAL
 
+from ckptlint.lint import steps
 from ckptlint.lint.report import Report
 from ckptlint.lint.request import Request
 from ckptlint.lint.retention import Retention, deletable
@@ -297,7 +299,8 @@ def retained(made: Run, keep: int, is_hostile: bool = False) -> tuple[Retention,
             pointed = pointed | disturb()
         return report
 
-    found = deletable(str(made.folder), keep, judge, partial(compared_with_before, request))
+    with patch.object(steps, "_FEW", 1 << 20):  # what is done while it judges is known in this process alone
+        found = deletable(str(made.folder), keep, judge, partial(compared_with_before, request))
     whole = [name for name in whole if name in made.whole()]  # as it is now
     named = {name for name in tracked | pointed if (made.folder / name).exists()}
     for path in found.paths:
