@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -22,11 +22,12 @@ _TEMPLATE = re.compile(r"__\w+__")  # what a template needs to leave its sandbox
 _SPELLS_TAG = re.compile(r"python/|%TAG|%[0-9a-fA-F]{2}")  # no text spells that tag without one of these
 
 
-def code_beside(files: Sequence[tuple[Folder, str, str]]) -> list[Problem]:
+def code_beside(files: Sequence[tuple[Folder, str, str]], reported: Collection[str]) -> list[Problem]:
     """Notes of the modules, settings and templates through which loading may run code, and of those not read.
 
     Args:
         files: the folder, the name there and the printable path from the checkpoint of each file of a step.
+        reported: paths of those that are damaged, as other problems say.
 
     Source:
         transformers 5.23, dynamic_module_utils.py (`auto_map`, with `trust_remote_code`); PyYAML 6, `!!python/` tags of
@@ -45,7 +46,7 @@ def code_beside(files: Sequence[tuple[Folder, str, str]]) -> list[Problem]:
         sentence = f"this folder brings code: {listed(settings_with_code + modules)}"
         why = "it runs where the model is loaded with trust_remote_code, yaml.unsafe_load or an open template"
         problems.append(Problem("note", next(iter(brought)), sentence, why=why))
-    if unread:
+    if unread := [label for label in unread if label not in reported]:
         sentence = f"{plural(len(unread), 'file')} of settings could not be searched for code: {some(unread)}"
         problems.append(Problem("note", unread[0], sentence))
     return problems

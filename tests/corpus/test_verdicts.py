@@ -58,7 +58,7 @@ def wrong_at(depth: str, path: Path, row: dict[str, str]) -> Iterator[str]:
     if depth == "data" or row["verdict"] == "healthy":
         if sorted(item.code for item in loud) != sorted(filter(None, row["codes"].split(","))):
             yield f"{depth}: {listed} instead of {row['codes'] or 'nothing'}"
-        if report.exit_code != (row["verdict"] == "broken"):
+        if report.exit_code != (row["verdict"] != "healthy"):
             yield f"{depth}: exit {report.exit_code} of what is {row['verdict']}"
     if depth == "data" and not any(row["key"] in named_by(item) for item in loud or [None]):
         yield f"{row['key']!r} is named by none of {listed}"

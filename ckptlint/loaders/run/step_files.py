@@ -164,7 +164,8 @@ def with_step_files(whole: Found, ckpt: Checkpoint) -> Checkpoint:
         problems.append(_left_out(unread))
     if survey.late:
         problems.append(_not_looked_at(survey.late))
-    problems += code_beside([(item.folder, item.name, item.label) for item in survey.listed])
+    reported = {problem.file for problem in (*ckpt.problems, *problems)}
+    problems += code_beside([(item.folder, item.name, item.label) for item in survey.listed], reported)
     world = next((size for place in whole.accounts_for if (size := stated_world(place)) is not None), None)
     topology = {**ckpt.topology, "world": world} if world is not None else ckpt.topology
     return replace(ckpt, step_files=(*ckpt.step_files, *files), problems=problems, topology=topology)
