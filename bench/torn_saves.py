@@ -65,7 +65,7 @@ def kills(kind: str, count: int, seed: int, apart: float) -> tuple[Counter[str],
                 lasts = _save(folder, 2.0, ranks, is_async, None)
                 continue
             _save(folder, 2.0, ranks, is_async, dice.uniform(0.0, 0.5 * lasts))
-            state, report = loaded(folder), ckptlint.check(folder)
+            state, report = loaded(folder), ckptlint.check(folder, depth="files", fail_on="error")
             told = bool(report.exit_code) or any(item.severity.label == "warning" for item in report.diagnostics)
             found[state] += 1
             if (state == "torn" and not told) or (state in ("old", "new") and report.exit_code):
