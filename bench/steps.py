@@ -42,7 +42,11 @@ def main() -> None:
             os.truncate(payload, payload.stat().st_size // 2)
         print(f"{chosen.steps} steps of {chosen.tensors:,} tensors\n")
         print("| command | wall s | processor s | exit |\n|---|--:|--:|--:|")
-        for arguments in (["check", str(run), "--all-steps"], ["latest", str(run)], ["deletable", str(run), "--keep", "1"]):
+        for arguments in (
+            ["check", str(run), "--all-steps"],
+            ["latest", str(run)],
+            ["deletable", str(run), "--keep", "1"],
+        ):
             wall, processor, code = timed(*arguments)
             print(
                 f"| `{arguments[0]} {' '.join(arguments[2:])}`".rstrip() + f" | {wall:.1f} | {processor:.1f} | {code} |"
