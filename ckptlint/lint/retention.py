@@ -178,7 +178,7 @@ class _Contents:
 
 
 def _judged(step: Step, path: str, judge: Judge) -> tuple[JudgedStep, _Contents | None]:
-    """What the report on a step says, and what the step holds; None where the report has an error."""
+    """What the report on a step says, and what the step holds; None where an error in it does not let it pass."""
     reports: list[Report] = []
 
     def judge_and_keep(at: str) -> Report:
@@ -186,8 +186,8 @@ def _judged(step: Step, path: str, judge: Judge) -> tuple[JudgedStep, _Contents 
         return reports[-1]
 
     own = judge_step(step, path, judge_and_keep)
-    is_sound = bool(reports) and all(item.severity < Severity.ERROR for item in reports[0].diagnostics)
-    return own, _contents(reports[0]) if is_sound else None
+    errors = [item for report in reports[:1] for item in report.diagnostics if item.severity >= Severity.ERROR]
+    return own, _contents(reports[0]) if reports and (own.verdict == "passes" or not errors) else None
 
 
 def _contents(report: Report) -> _Contents:

@@ -220,6 +220,27 @@ def test_a_configuration_that_is_gone_is_missed(tmp_path: Path) -> None:
         lost.write_text(text)
 
 
+def test_a_step_of_megatron_that_lost_both_its_files_is_no_plain_one(tmp_path: Path) -> None:
+    """Nothing in its `.metadata` says that Megatron-Core wrote it."""
+    source = REAL / "frameworks" / "trackers" / "older" / "iter_0000010"
+    copy_step(source, tmp_path / "iter_0000005", 5)
+    newest = copy_step(source, tmp_path / "iter_0000010", 10)
+    assert codes(ckptlint.check(newest), "error", "warning") == set()
+    (newest / "metadata.json").unlink()
+    (newest / "common.pt").unlink()
+    ((code, severity, sentence), *_) = found(ckptlint.check(newest))
+    assert code == "COM001" and severity == "warning" and "no metadata.json, which" in sentence
+
+
+def test_an_export_or_a_newer_core_lacks_no_file_of_the_older_steps(tmp_path: Path) -> None:
+    for number in (10, 20):
+        copy_step(REAL / "megatron_0.15_tp2" / "iter_0000010", tmp_path / f"iter_{number:07d}", number)
+    shutil.copytree(REAL / "megatron_0.19_tp2" / "iter_0000010", tmp_path / "iter_0000030")
+    assert "COM001" not in codes(ckptlint.check(tmp_path / "iter_0000030"))
+    written(tmp_path / "iter_0000040", {"model.safetensors": a_model(1), "config.json": b"{}"})
+    assert "COM001" not in codes(ckptlint.check(tmp_path / "iter_0000040"))
+
+
 def test_formats_that_are_known_and_not_read(tmp_path: Path) -> None:
     deep = tmp_path / "nanotron/10/model/model/decoder/0/pp_block/attn"
     written(deep, {"model_weight_pp-rank-0-of-1_tp-rank-0-of-1.safetensors": a_model()})

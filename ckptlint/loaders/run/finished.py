@@ -12,6 +12,8 @@ from ckptlint.errors import CkptlintError
 from ckptlint.loaders.bare_parts import CONFIG, bare_parts
 from ckptlint.loaders.json_file import read_json
 from ckptlint.loaders.layouts import recognise
+from ckptlint.loaders.readers.common_state import COMMON_FILE
+from ckptlint.loaders.readers.megatron import CONFIG_FILE
 from ckptlint.loaders.run.steps import older_steps, steps_of, sub_folder
 from ckptlint.model import AxisSize, Problem, StepState
 from ckptlint.model.text import listed, printable
@@ -141,6 +143,7 @@ def lacking_files(step: Folder, older: Iterable[Folder], kinds_of: int = 1) -> t
             name
             for pattern, name in (held[0] if held else {}).items()
             if pattern not in there and all(pattern in one for one in held) and (len(held) > 1 or _is_in_all(name))
+            if not _is_judged_alone(step, name)
         ]
         return sorted(map(printable, lost)), "all older steps have"
     except CkptlintError:
@@ -161,7 +164,7 @@ def _files_of_state(step: Folder) -> dict[str, str]:
 def _is_of_state(path: str) -> bool:
     """Whether a file is of what trainers write with each save: no text, log, code or settings that a run may drop.
 
-    But for a model's configuration, without which nothing builds the model.
+    But for a model's configuration, without which nothing builds the model, and that of a Megatron-Core save.
 
     Nor metadata of a format: the last step of a run may be an export.
     """
@@ -177,6 +180,15 @@ def _kind(path: str) -> str:
     return "" if family is None or family.content == "other" or family.part == "model" else family.name
 
 
+def _is_judged_alone(step: Folder, name: str) -> bool:
+    """Whether a step without this file of Megatron-Core is right or wrong by what it holds itself.
+
+    An export, which has no `.metadata`, needs no `metadata.json`. Beside a `metadata.json`, the common state is
+    `common.pt` or, from 0.19 on, an entry of `.metadata`, which `readers.megatron.missing_marks` looks for.
+    """
+    return (name == CONFIG_FILE and not step.has(METADATA)) or (name == COMMON_FILE and step.has(CONFIG_FILE))
+
+
 def _is_in_all(path: str) -> bool:
     """Whether a run whose one step has the file writes it with all: a mark, a configuration."""
     family = family_of(path)
@@ -184,7 +196,7 @@ def _is_in_all(path: str) -> bool:
 
 
 def _is_config(path: str) -> bool:
-    return path.rpartition("/")[2] == CONFIG
+    return path.rpartition("/")[2] == CONFIG or path == CONFIG_FILE
 
 
 def _lacking(folder: Folder) -> Iterator[tuple[str, str, str]]:
