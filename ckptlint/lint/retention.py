@@ -444,9 +444,9 @@ def _changed(
             if stamp is None or name not in steps or _stamp(steps[name]) != stamp:
                 return f"{printable(name)} changed while ckptlint judged the others: {again}"
         there = {*map(printable, run.entries), *map(printable, run.entries.strange)}
-        gone = [fate.step for fate in found.fates if fate.stays and fate.step.verdict != "gone"]
-        if lost := [step.name for step in gone if step.name not in there]:
-            return f"somebody removed {listed(lost)}, which should stay: {again}"
+        stay = [fate.step.name for fate in found.fates if fate.stays]
+        if lost := [name for name in stay if name not in there]:
+            return f"somebody removed {listed(lost)} during the check, so the steps it named are not known: {again}"
         if _pointers(run, [*steps.values()]) != pointers:
             return f"the trackers name other steps than before: {again}"
         stays = {name: unlinked.get(name, "new") for name in steps}
