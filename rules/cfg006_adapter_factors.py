@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from fractions import Fraction
 from math import prod
 
 from ckptlint.analysis.inventory import inventory_of
-from ckptlint.architecture.adapters import PREFIX, Factors, Part, factors_of, read_adapter_config
-from ckptlint.architecture.expected import NoTable
+from ckptlint.architecture.adapters import (
+    EXPERTS_TURNED,
+    Factors,
+    Part,
+    expert_sizes,
+    factors_of,
+    home_of_experts,
+    read_adapter_config,
+)
+from ckptlint.architecture.expected import Expected, NoTable
 from ckptlint.architecture.huggingface import expected_models
 from ckptlint.model import Checkpoint, PayloadTable, Tensor
-from ckptlint.model.text import braces, plural, ranges, shape_text, some
+from ckptlint.model.text import braces, listed, plural, ranges, shape_text, some
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
+from ckptlint.vocabulary.dtypes import ENCODINGS
 from ckptlint.vocabulary.keys import parse
 
 _FEW = 5  # a gap is at most one layer in so many
@@ -30,8 +40,9 @@ def adapter_factors(ckpt: Checkpoint) -> Iterator[Finding]:
         convolution. No other tensor of an adapter's own file is empty. A magnitude vector of DoRA has one element per
         row of the second factor. It is a warning if a few consecutive layers lack the adapter of a module that the
         layers around them have, unless `adapter_config.json` chooses layers itself. No configuration is needed. If the
-        base model's `config.json` is beside the adapter, the factors are as wide and tall as the weight that they
-        belong to.
+        base model's `config.json` is beside the adapter, or `--expect` names the base model, the factors are as wide
+        and tall as the weight that they belong to; those of experts that are one tensor in memory lie as the version of
+        peft in `adapter_config.json` lays them (turned in 0.19.1).
 
         At depth data, factors B of which a half, three quarters, seven eighths, ... of the elements are zero, the same
         share in all that hold zeros, and the whole first or last row, are an error: one rank's rows. Zeros in some
@@ -185,33 +196,90 @@ def _ranks(modules: list[Factors], tensors: dict[str, Tensor]) -> Iterator[Findi
 
 def _of_base(ckpt: Checkpoint, modules: list[Factors], tensors: dict[str, Tensor]) -> Iterator[Finding]:
     """Factors of another size than the weight of the base model, as one rank's slice is."""
-    base = ckpt.config.base if ckpt.config is not None else {}
-    try:
-        forms = expected_models(base) if base else ()
-    except NoTable:
-        return
-    weights = {key: tensor.shape for form in forms if not form.remote_code for key, tensor in form.tensors.items()}
+    shapes, source = _base_shapes(ckpt)
+    experts = expert_sizes(shapes)
+    of_experts: list[tuple[Tensor, Tensor, frozenset[tuple[int, int]]]] = []
     for factors in modules:
-        key = f"{factors.module.removeprefix(PREFIX)}.weight"
-        shape = weights.get(key, ())
-        if len(shape) != 2 or not {"A", "B"} <= factors.keys.keys():
+        if not {"A", "B"} <= factors.keys.keys():
             continue
         a, b = tensors[factors.keys["A"]], tensors[factors.keys["B"]]
-        own = b.global_shape[0], a.global_shape[1]
-        if len(a.global_shape) == len(b.global_shape) == 2 and own not in (shape, shape[::-1]):
+        if len(a.global_shape) != 2 or len(b.global_shape) != 2:
+            continue
+        key, rows, columns = f"{factors.base_module}.weight", b.global_shape[0], a.global_shape[1]
+        shape = shapes.get(key, ())
+        if len(shape) == 2 and (rows, columns) not in (shape, shape[::-1]):
             part, at, size, wanted = (
-                ("rows", b, own[0], shape[0]) if own[0] not in shape else ("columns", a, own[1], shape[1])
+                ("rows", b, rows, shape[0]) if rows not in shape else ("columns", a, columns, shape[1])
             )
             yield Finding(
                 f"factor {'B' if at is b else 'A'}{{of}} has {size:,} {part}, but the weight in the base model has "
                 f"{wanted:,}",
                 at=Location.of(at),
-                notes=(("base model", f"config.json: {key} {shape_text(shape)}"),),
+                notes=(("base model", f"{source}: {key} {shape_text(shape)}"),),
                 why="peft stops with a size mismatch"
                 + (f": this is one rank's part of {wanted // size}" if wanted % size == 0 else ""),
                 hint="gather the factors from all ranks before saving, or name the base model that it was trained on",
                 group=f"base {size} {wanted} {parse(at.fqn).role}",
             )
+        sizes = experts.get(home_of_experts(factors.base_module), frozenset())
+        if not shape and sizes:
+            of_experts.append((a, b, sizes))
+    yield from _of_experts(ckpt, of_experts, source)
+
+
+def _base_shapes(ckpt: Checkpoint) -> tuple[dict[str, tuple[int, ...]], str]:
+    """The shapes of the base model's weights by key, and the file or the reference that says so."""
+    base = ckpt.config.base if ckpt.config is not None else {}
+    forms: Sequence[Expected] = ()
+    with suppress(NoTable):
+        forms = expected_models(base) if base else ()
+    shapes = {key: tensor.shape for form in forms if not form.remote_code for key, tensor in form.tensors.items()}
+    if shapes or ckpt.reference is None:
+        return shapes, "config.json"
+    stored = ckpt.reference.tensors.items()  # packed weights have other shapes than those that they stand for
+    return {key: shape for key, (dtype, shape) in stored if shape and dtype in ENCODINGS}, ckpt.reference.source
+
+
+def _of_experts(
+    ckpt: Checkpoint, pairs: list[tuple[Tensor, Tensor, frozenset[tuple[int, int]]]], source: str
+) -> Iterator[Finding]:
+    """Factors for all experts of a layer, with the sizes that fit: those of another model, or all in another layout.
+
+    Of a file whose factors all fit when they are turned, another peft than today's made it. Where only some do, it is a
+    coincidence: one rank's half of gate and up is as large as down, turned.
+    """
+    wrong = [pair for pair in pairs if (pair[1].global_shape[0], pair[0].global_shape[1]) not in pair[2]]
+    turned = [pair for pair in pairs if (pair[0].global_shape[1], pair[1].global_shape[0]) in pair[2]]
+    version = read_adapter_config(ckpt.config.values).version if ckpt.config is not None else ()
+    is_late, stated = version >= EXPERTS_TURNED, ".".join(map(str, version))
+    for a, b, sizes in wrong:
+        rows, columns = b.global_shape[0], a.global_shape[1]
+        expected = listed([f"{across:,} and {down:,}" for down, across in sorted(sizes)], "or")
+        notes = [("base model", f"{source}: for its experts, {expected}")]
+        if len(turned) < len(pairs):
+            yield Finding(
+                f"factor A has {columns:,} columns and factor B{{of}} {rows:,} rows, which fits no weight of the "
+                "experts in the base model",
+                at=Location.of(b),
+                notes=tuple(notes),
+                why="peft stops with a size mismatch",
+                hint="gather the factors from all ranks before saving, or name the base model that it was trained on",
+                group=f"experts {rows} {columns} {parse(b.fqn).role}",
+            )
+            continue
+        notes += [("written by", f"peft {stated}, says adapter_config.json")] if stated else []
+        yield Finding(
+            f"factor A has {columns:,} columns and factor B{{of}} {rows:,} rows, the other way round than peft "
+            f"{'.'.join(map(str, EXPERTS_TURNED))} and later make them for the experts of the base model",
+            at=Location.of(b),
+            severity=Severity.ERROR if is_late else Severity.INFO if version else Severity.WARNING,
+            notes=tuple(notes),
+            why="these versions stop with a size mismatch; earlier ones took the middle axis of [experts, out, in] for "
+            "the input",
+            hint=("save it again with the peft that trained it, " if is_late else "load it with an earlier peft, ")
+            + "or exchange the two factors of each expert",
+            group="experts turned",
+        )
 
 
 def _magnitudes(modules: list[Factors], tensors: dict[str, Tensor]) -> Iterator[Finding]:

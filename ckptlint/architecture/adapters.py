@@ -7,11 +7,13 @@ Source:
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import field
 from typing import Any, Literal
 
 from ckptlint.dataclass import dataclass
+from ckptlint.vocabulary.keys import parse
 
 Part = Literal["A", "B", "magnitude"]
 
@@ -26,6 +28,14 @@ _PARTS: Mapping[str, Part] = {
 }
 PREFIX = "base_model.model."
 """What peft puts before the names of the base model."""
+BASE_LAYER = ".base_layer"
+"""What peft puts after the name of a module that it wraps once more, for another parameter of it."""
+EXPERTS_TURNED = (0, 19, 1)
+"""The first peft whose factors of [experts, out, in] have A as wide as the last axis; before, as the middle one.
+
+Source:
+    peft 0.17 to 0.21: tuners.lora.layer.ParamWrapper.update_layer
+"""
 
 _LITERAL = re.compile(r"[\w.\-]+")
 _DEPTH = 32
@@ -46,6 +56,14 @@ class Factors:
     adapter: str
     keys: dict[Part, str] = field(default_factory=dict)
 
+    @property
+    def base_module(self) -> str:
+        """The path of the module in the base model."""
+        module = self.module.removeprefix(PREFIX)
+        while module.endswith(BASE_LAYER):
+            module = module.removesuffix(BASE_LAYER)
+        return module
+
 
 def factors_of(keys: Iterable[str]) -> list[Factors]:
     """The factors that these keys hold, one entry for each module and adapter, in order.
@@ -65,6 +83,40 @@ def factors_of(keys: Iterable[str]) -> list[Factors]:
         home = ".".join(parts[:at]), "".join(behind)
         found.setdefault(home, Factors(*home)).keys[_PARTS[parts[at]]] = key
     return list(found.values())
+
+
+def home_of_experts(module: str) -> tuple[int | None, str]:
+    """What a module of experts shares with itself under the names of another version: its layer and its last name."""
+    return parse(f"{module}.weight").layer, module.rpartition(".")[2]
+
+
+def expert_sizes(shapes: Mapping[str, tuple[int, ...]]) -> dict[tuple[int | None, str], frozenset[tuple[int, int]]]:
+    """The (rows of B, columns of A) that factors for all experts of a module at once may have, by `home_of_experts`.
+
+    Experts that are stored one by one are [out, in], and joined in memory, gate and up in one. Of a tensor that holds
+    them all, [experts, out, in] shows in that the output of gate and up is twice the input of down; where it does not,
+    peft may take either axis for the input, as the class and the version say.
+    """
+    single = defaultdict[tuple[int | None, str], dict[str, tuple[int, int]]](dict)
+    stacked = defaultdict[tuple[int | None, str], set[tuple[int, int]]](set)
+    for key, shape in shapes.items():
+        module, _, name = key.removesuffix(".weight").rpartition(".")
+        above, _, number = module.rpartition(".")
+        if len(shape) == 2 and number.isdecimal():
+            single[home_of_experts(above)].setdefault(name, (shape[0], shape[1]))
+        elif len(shape) == 3 and name:
+            stacked[home_of_experts(module)].add((shape[1], shape[2]))
+    sizes = {}
+    for home, pairs in stacked.items():
+        is_out_in = any((2 * across, down) in pairs for down, across in pairs)
+        sizes[home] = frozenset(pairs if is_out_in else pairs | {pair[::-1] for pair in pairs})
+    for home, by_name in single.items():
+        outs = {name for name in by_name if parse(f"{home[1]}.0.{name}.weight").function == "mlp_out"}
+        first = [pair for name, pair in by_name.items() if name not in outs]
+        joined = {(2 * down, across) for down, across in first} if len(first) > 1 else set()
+        is_sure = bool(outs) and len(first) == 2 and len({*first}) == 1
+        sizes[home] = frozenset({by_name[name] for name in outs} | joined | ({*first} if not is_sure else set()))
+    return sizes
 
 
 def endings(name: str) -> Iterator[str]:
@@ -113,6 +165,7 @@ class AdapterConfig:
         is_rank_stabilised: `use_rslora`: factors are divided by the root of the rank.
         is_transposed: `fan_in_fan_out`: the weights of the base are [in, out].
         tokens: `trainable_token_indices`, in the order of their rows.
+        version: `peft_version`, its numbers; () where it is not given, as before 0.18.
     """
 
     kind: str = ""
@@ -131,6 +184,7 @@ class AdapterConfig:
     is_rank_stabilised: bool = False
     is_transposed: bool = False
     tokens: tuple[int, ...] = ()
+    version: tuple[int, ...] = ()
 
     def scale_of(self, module: str, rank: int) -> float | None:
         """What the product of the factors is multiplied by; None where the configuration does not say it plainly.
@@ -197,6 +251,7 @@ def read_adapter_config(values: Mapping[str, Any]) -> AdapterConfig:
         is_rank_stabilised=values.get("use_rslora") is True,
         is_transposed=values.get("fan_in_fan_out") is True,
         tokens=tuple(token for token in tokens if isinstance(token, int)) if isinstance(tokens, list) else (),
+        version=tuple(map(int, re.findall(r"\d{1,9}", str(values.get("peft_version") or ""))[:3])),
     )
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ckptlint.architecture.adapters import PREFIX, AdapterConfig, Factors, factors_of, read_adapter_config
+from ckptlint.architecture.adapters import BASE_LAYER, PREFIX, AdapterConfig, Factors, factors_of, read_adapter_config
 from ckptlint.comparing.facts import Match
 from ckptlint.comparing.regions import BytesByKey, Matrix, TensorBytes
 from ckptlint.comparing.rows import ROUNDING, compare_rows, row_ranges
@@ -32,7 +32,6 @@ from ckptlint.vocabulary.keys import parse, role
 
 _PRODUCT = 4e-6  # of the norms of a row and a column: the error of their product in float32
 _ALIKE = 0.9  # cosine from which on a change goes the way of the adapter
-_BASE = ".base_layer"
 _ONE = np.ones((1, 1), np.float32)
 
 
@@ -169,7 +168,7 @@ def _targets(adapter: _Adapter, base: BytesByKey) -> Iterator[list[_Target]]:
         if not {"A", "B"} <= factors.keys.keys():
             continue
         a, b = (adapter.places[factors.keys[part]].whole() for part in ("A", "B"))
-        scale = None if a is None else adapter.config.scale_of(_module(factors), _rank(a, factors, base, endings))
+        scale = None if a is None else adapter.config.scale_of(factors.base_module, _rank(a, factors, base, endings))
         if a is None or b is None or scale is None:
             continue
         options = list(_meant(factors, a, b * np.float32(scale), adapter, base, endings))
@@ -177,18 +176,11 @@ def _targets(adapter: _Adapter, base: BytesByKey) -> Iterator[list[_Target]]:
             adapter.used |= {*factors.keys.values()}
             yield from ([option] if isinstance(option, _Target) else option for option in options)
         bias = factors.keys["B"].removesuffix("weight") + "bias"
-        key = _key(f"{_module(factors)}.bias", base, endings)
+        key = _key(f"{factors.base_module}.bias", base, endings)
         added = adapter.places[bias].whole() if bias in adapter.places else None
         if key and added is not None and base[key].shape == added.shape:
             adapter.used.add(bias)
             yield [_Target(key, (len(added), 1), (_Block(0, added[:, None] * np.float32(scale), _ONE),))]
-
-
-def _module(factors: Factors) -> str:
-    module = factors.module.removeprefix(PREFIX)
-    while module.endswith(_BASE):
-        module = module.removesuffix(_BASE)
-    return module
 
 
 def _home(module: str, base: BytesByKey) -> str:
@@ -226,7 +218,7 @@ def _stacked(module: str, base: BytesByKey) -> list[str]:
 
 def _rank(a: Matrix, factors: Factors, base: BytesByKey, endings: Mapping[str, str]) -> int:
     """The rank of one module's factors; of experts these lie side by side."""
-    module = _module(factors)
+    module = factors.base_module
     if _key(f"{module}.weight", base, endings):
         return len(a)
     module = _home(module, base)
@@ -239,7 +231,7 @@ def _meant(
     factors: Factors, a: Matrix, b: Matrix, adapter: _Adapter, base: BytesByKey, endings: Mapping[str, str]
 ) -> Iterator[_Target | list[_Target]]:
     """The tensors that factors may mean, `b` scaled: one by one, or a list of which one is meant."""
-    module = _module(factors)
+    module = factors.base_module
     key = _key(f"{module}.weight", base, endings)
     is_embedding = "lora_embedding" in factors.keys["A"]
     if not key:
@@ -388,10 +380,10 @@ def _saved(adapter: _Adapter, base: BytesByKey) -> Iterator[tuple[str, str, _Row
     """
     endings = {key.partition(".")[2]: key for key in base}
     for key in sorted(adapter.places.keys() - adapter.used):
-        if f"{_BASE}.weight" in key:  # the base's own, which peft saves beside trained embeddings
+        if f"{BASE_LAYER}.weight" in key:  # the base's own, which peft saves beside trained embeddings
             adapter.used.add(key)
             continue
-        name, kept = key.removeprefix(PREFIX).replace(f"{_BASE}.", "."), adapter.places[key]
+        name, kept = key.removeprefix(PREFIX).replace(f"{BASE_LAYER}.", "."), adapter.places[key]
         if name.endswith(_TOKENS):
             fqn = _key(f"{name.removesuffix(_TOKENS)}.weight", base, endings)
             rows = adapter.places[key].whole()
