@@ -89,7 +89,7 @@ def adapter_config(ckpt: Checkpoint) -> Iterator[Finding]:
     yield from _saved(ckpt, config, modules)
     if not config.is_explicit and not any(map(_has_number, config.targets)):
         yield from _layers(modules, ckpt.config.base_layers)
-        yield from _gaps(modules)
+        yield from _gaps(modules.values())
     if ckpt.payload is not None:
         yield from _zeros(ckpt, ckpt.payload, modules.values())
 
@@ -209,10 +209,7 @@ def _ranks(ckpt: Checkpoint, config: AdapterConfig) -> Iterator[Finding]:
         expected = config.ranks_of(factors.module)
         if len(shape) < 2 or 0 in shape or not expected or shape[0] in expected:
             continue
-        module = factors.module
-        while module.endswith(".base_layer"):
-            module = module.removesuffix(".base_layer")
-        if any(shape[0] % rank == 0 for rank in config.ranks_of_experts(module)):
+        if any(shape[0] % rank == 0 for rank in config.ranks_of_experts(factors.base_module)):
             continue
         odd.setdefault((shape[0], tuple(sorted(expected))), []).append(factors.keys["A"])
     for (rank, expected_ranks), keys in odd.items():
@@ -289,17 +286,23 @@ def _untargeted(modules: set[str], config: AdapterConfig) -> Iterator[Finding]:
         )
 
 
-def _gaps(modules: Iterable[str]) -> Iterator[Finding]:
-    """Few layers in a row without any factors, where all others of their block have some."""
+def _gaps(modules: Iterable[Factors]) -> Iterator[Finding]:
+    """Few layers in a row without any factors, where all others of their block have some.
+
+    The first layers of a model may have no experts, so an adapter of experts alone may begin later.
+    """
     blocks: dict[str, set[int]] = defaultdict(set)
-    for module in modules:
-        key = parse(f"{module}.weight")
+    of_all_layers = set[str]()
+    for factors in modules:
+        key = parse(f"{factors.module}.weight")
         if key.layer is not None:
             blocks[key.block].add(key.layer)
+            of_all_layers |= set() if key.in_experts else {key.block}
     for block, stored in blocks.items():
         span = max(stored) + 1
         lost = sorted({*range(span)} - stored) if span <= _SPARSEST * len(stored) else []
-        if lost and lost[-1] - lost[0] < len(lost) and len(stored) >= _FEW * len(lost):
+        is_architecture = block not in of_all_layers and lost[:1] == [0]
+        if lost and not is_architecture and lost[-1] - lost[0] < len(lost) and len(stored) >= _FEW * len(lost):
             which = f"layer{'s' if len(lost) > 1 else ''} {ranges(lost)} of {block}"
             yield _finding(
                 f"no adapter of {which} is stored, but those of {len(stored)} other layers are",
