@@ -38,9 +38,12 @@ __all__ = [
     "check",
     "deletable",
     "diff",
+    "explain",
     "latest",
     "load",
+    "manifest",
     "plan",
+    "show",
 ]
 
 
@@ -228,6 +231,84 @@ def load(path: str | PathLike[str]) -> Checkpoint:
     from ckptlint.loaders.discover import find
 
     return open_checkpoint(find(str(path))[0])
+
+
+def show(
+    path: str | PathLike[str],
+    pattern: str | None = None,
+    *,
+    tree: bool = False,
+    ranks: bool = False,
+    depth: Depth | str = "files",
+) -> str:
+    """What is in a checkpoint as text of 80 columns, without a verdict; `load` gives it as data.
+
+    >>> print(show("fixtures/real/fsdp2_4r", "model.norm.weight").partition("\\n\\n")[2].split("\\n")[0])
+    tensor             shape  chunks  size each
+
+    Args:
+        pattern: a glob of keys, or a key with slices (`'w[128:256, :]'`); None for all.
+        tree: keys as a tree.
+        ranks: which rank or file holds which layers.
+        depth: `files`, `headers` or `data`: how deep to look for data that is lost.
+
+    Raises:
+        ConfigError: no tensor or region matches, or the arguments do not go together.
+        CheckpointError: the checkpoint is unsafe or unreadable.
+        NothingToCheckError: there is none.
+        AccessError: the operating system refused a read.
+    """
+    from ckptlint.comparing.sides import open_side, read_records
+    from ckptlint.depth import Depth
+    from ckptlint.reporters.contents import contents_text
+    from ckptlint.reporters.style import Style
+
+    if depth not in [known for known in Depth if known.looks_at_files]:
+        raise ConfigError(f"show reads no depth {depth!r}: files, headers, data")
+    checkpoints = read_records(open_side(str(path), files=True, partial=True), Depth(depth))
+    return contents_text(checkpoints, pattern, tree, ranks, Style())
+
+
+def manifest(path: str | PathLike[str], *, values: bool = False, rows: bool = False) -> str:
+    """The tensors of a checkpoint as JSON, for `check(other, expect=...)` once it is in a file.
+
+    >>> manifest("fixtures/real/fsdp2_4r").split('"')[3]
+    'ckptlint.manifest/1'
+
+    Args:
+        values: read the tensors, and add digests of what they hold.
+        rows: with `values`, also a digest of each row: findings then name rows.
+
+    Raises:
+        ConfigError: rows without values.
+        CheckpointError: the checkpoint is unsafe or unreadable, or its values could not be read.
+        NothingToCheckError: there is none.
+        AccessError: the operating system refused a read.
+    """
+    from ckptlint.comparing.manifest import manifest_of
+    from ckptlint.comparing.sides import open_side
+
+    if rows and not values:
+        raise ConfigError("rows goes with values")
+    text, unread = manifest_of(open_side(str(path), files=values), values, rows)
+    if unread:
+        raise CheckpointError("\n".join(unread))
+    return text
+
+
+def explain(name: str) -> str:
+    """The page of a rule or a cause: what it is, why it matters, how to fix it.
+
+    >>> explain("GEO004").split("\\n")[0]
+    GEO004 coverage-hole
+
+    Raises:
+        ConfigError: there is none of this name.
+    """
+    from ckptlint.lint.registry import load_rules
+    from ckptlint.lint.rule_page import page_of
+
+    return page_of(load_rules(), name, 80)
 
 
 def plan(

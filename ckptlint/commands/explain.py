@@ -23,14 +23,9 @@ _config = click.option(
 @_config
 def explain(rule: str, config: str | None) -> None:
     """Print the page of a rule, or of a cause: what it is, why it matters, how to fix it."""
-    from ckptlint.lint.causes import load_causes
-    from ckptlint.lint.rule_page import cause_page, page
-    from ckptlint.lint.selection import find_rule
+    from ckptlint.lint.rule_page import page_of
 
-    width = min(shutil.get_terminal_size().columns, 100)
-    causes = {known.name: known for known in load_causes()}
-    cause = causes.get(rule.lower())
-    click.echo(cause_page(cause, width) if cause else page(find_rule(_known(config), rule, causes), width))
+    click.echo(page_of(_known(config), rule, min(shutil.get_terminal_size().columns, 100)))
 
 
 @click.command(context_settings=ENVIRONMENT)

@@ -13,12 +13,12 @@ import networkx as nx
 import numpy as np
 
 from ckptlint.commands.shared import ENVIRONMENT, described_or_exit, say, show_text
-from ckptlint.commands.show import no_tensor
 from ckptlint.errors import ConfigError
 from ckptlint.geometry.chunk_graph import axis_graph
 from ckptlint.geometry.record_states import NOT_CHECKED, STATES, chunk_states
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import JSON_ESCAPE, MARKUP_ESCAPE, inert, printable
+from ckptlint.reporters.contents import no_tensor
 
 _FILES = 2  # named in a label
 

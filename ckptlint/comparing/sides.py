@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ckptlint.dataclass import dataclass
+from ckptlint.depth import Depth
 from ckptlint.errors import CheckpointError
 from ckptlint.loaders.checkpoint import open_checkpoint
 from ckptlint.loaders.discover import find
@@ -40,6 +41,20 @@ def open_side(path: str, files: bool = False, partial: bool = False) -> list[Ope
     if sentences := [sentence for sentence in obstacles if sentence]:
         raise CheckpointError("\n".join(sentences))
     return made
+
+
+def read_records(side: Sequence[OpenedCheckpoint], depth: Depth) -> list[Checkpoint]:
+    """The checkpoints, their records read as deep as that where it is deeper than `files`.
+
+    Raises:
+        AccessError: the operating system refused a read.
+    """
+    if not depth.opens_records:
+        return [item.ckpt for item in side]
+    from ckptlint.payload.reader import read_payload
+    from ckptlint.payload.reading import default_reading
+
+    return [read_payload(item.folder, item.ckpt, default_reading(depth)) for item in side]
 
 
 def by_place(side: Sequence[OpenedCheckpoint]) -> dict[str, Checkpoint]:

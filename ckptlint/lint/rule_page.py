@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from ckptlint.depth import Depth
-from ckptlint.lint.causes import Clause, KnownCause, fixture_of
+from ckptlint.lint.causes import Clause, KnownCause, fixture_of, load_causes
 from ckptlint.lint.registry import FAMILIES
+from ckptlint.lint.selection import find_rule
 from ckptlint.model.text import listed
 from ckptlint.model.text import named_ranks as ranks_in_words
 from ckptlint.rule import SECTIONS, Rule
@@ -33,6 +34,17 @@ _KINDS = {
     "written twice": "experts written twice",
 }  # fmt: skip
 """Kinds of findings (`Finding.kind`) that causes ask for, in words."""
+
+
+def page_of(rules: Sequence[Rule], name: str, width: int = 80) -> str:
+    """The page of the rule or the cause of this name or code.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    causes = {known.name: known for known in load_causes()}
+    cause = causes.get(name.lower())
+    return cause_page(cause, width) if cause else page(find_rule(rules, name, causes), width)
 
 
 def page(rule: Rule, width: int = 80) -> str:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import json
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from support import REAL, broken_rule, codes, run_python
+from support import REAL, broken_rule, codes, run, run_python
 
 import ckptlint
 from ckptlint.commands import main as cli
@@ -245,3 +246,36 @@ def test_the_default_depth_reads_what_is_cheap(monkeypatch: pytest.MonkeyPatch) 
     ckptlint.latest(run)
     ckptlint.deletable(run, 1)
     assert [(request.depth, request.fail_on) for request in seen] == [("files", "error"), ("files", "warning")]
+
+
+def test_show_manifest_and_explain_say_what_the_commands_print(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    step = REAL / "fsdp2_4r_hole"
+    for options, text in {
+        ("show", step, "--ascii"): ckptlint.show(step),
+        ("show", step, "--ascii", "--ranks"): ckptlint.show(step, ranks=True),
+        ("show", step, "--ascii", "*.w1.weight"): ckptlint.show(step, "*.w1.weight"),
+        ("show", step, "--ascii", "--tree", "--depth", "data"): ckptlint.show(step, tree=True, depth="data"),
+        ("manifest", step): ckptlint.manifest(step),
+        ("explain", "copy-stopped"): ckptlint.explain("copy-stopped"),
+        ("explain", "coverage-hole"): ckptlint.explain("GEO004"),
+    }.items():
+        assert run(*options).stdout.rstrip("\n") == text.rstrip("\n")
+    expected = tmp_path / "expected.json"
+    expected.write_text(ckptlint.manifest(REAL / "fsdp2_4r", values=True))
+    assert ckptlint.check(REAL / "fsdp2_4r", expect=expected, depth="data").passed
+
+
+@pytest.mark.parametrize(
+    ("ask", "sentence"),
+    [
+        (lambda: ckptlint.show(REAL / "fsdp2_4r", "nope"), "no tensor of .* matches nope"),
+        (lambda: ckptlint.show(REAL / "fsdp2_4r", depth="deep"), "no depth 'deep'"),
+        (lambda: ckptlint.manifest(REAL / "fsdp2_4r", rows=True), "rows goes with values"),
+        (lambda: ckptlint.manifest(REAL / "metadata_malicious"), "posix.system"),
+        (lambda: ckptlint.explain("GEO04"), "did you mean GEO004"),
+    ],
+)
+def test_what_cannot_be_shown_is_one_sentence(ask: Callable[[], str], sentence: str) -> None:
+    with pytest.raises(ckptlint.CkptlintError, match=sentence):
+        ask()

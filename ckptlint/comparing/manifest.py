@@ -1,0 +1,33 @@
+"""The tensors of checkpoints as a text that others are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ckptlint.comparing.sides import OpenedCheckpoint
+from ckptlint.loaders.reference import manifest_text
+from ckptlint.model.text import JSON_ESCAPE, inert
+
+
+def manifest_of(side: Sequence[OpenedCheckpoint], values: bool, rows: bool) -> tuple[str, list[str]]:
+    """The manifest as JSON, and what could not be read, a sentence each: then the text is "".
+
+    Args:
+        values: read the tensors, for digests of what they hold; the side was opened with its files.
+        rows: a digest of each row, too.
+
+    Raises:
+        AccessError: the operating system refused a read.
+    """
+    checkpoints = [item.ckpt for item in side]
+    if not values:
+        return inert(manifest_text(checkpoints), JSON_ESCAPE), []
+    from ckptlint.comparing.values import held_values
+    from ckptlint.seals.row_hashes import digest, new_salt
+
+    salt = new_salt()
+    row_words, unread = held_values(side, salt)
+    if unread:
+        return "", unread
+    digests = {key: {dtype: digest(words) for dtype, words in by_dtype.items()} for key, by_dtype in row_words.items()}
+    return inert(manifest_text(checkpoints, digests, row_words if rows else None, salt), JSON_ESCAPE), []
