@@ -1,16 +1,66 @@
-"""What the shell offers for an incomplete rule (codes, names, families) or job (axes). Imports no rule."""
+"""`ckptlint completion`, and what the shell offers for an incomplete rule (codes, names, families) or job (axes).
+
+Imports no rule.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import click
+
+from ckptlint.errors import ConfigError
+
 if TYPE_CHECKING:
-    import click
     from click.shell_completion import CompletionItem
+
+_SCRIPTS = {
+    "bash": "~/.local/share/bash-completion/completions/ckptlint",
+    "fish": "~/.config/fish/completions/ckptlint.fish",
+    "zsh": "~/.zshrc",
+}
+"""Shell -> the file of the user that it reads: a script of its own, or for zsh the user's settings.
+
+Source:
+    bash-completion 2 (README, `BASH_COMPLETION_USER_DIR`); fish-shell, "Where to put completions"
+"""
+
+
+@click.command()
+@click.argument("shell", type=click.Choice([*_SCRIPTS]), default=lambda: Path(os.environ.get("SHELL", "bash")).name)
+@click.option("--install", is_flag=True, help="Write it where the shell reads it at its start, and say where that is.")
+def completion(shell: str, install: bool) -> None:
+    """Print the script that completes commands, options and rule codes in a shell.
+
+    SHELL is the one in use by default.
+    """
+    from click.shell_completion import get_completion_class
+
+    from ckptlint.commands.main import cli
+
+    made = get_completion_class(shell)
+    assert made is not None
+    script = made(cli, {}, "ckptlint", "_CKPTLINT_COMPLETE").source()
+    if not install:
+        click.echo(script)
+        return
+    place = Path(_SCRIPTS[shell]).expanduser()
+    line = '(( $+commands[ckptlint] )) && eval "$(ckptlint completion zsh)"'
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if shell != "zsh":
+            place.write_text(script, encoding="utf-8")
+        elif not place.exists() or line not in place.read_text(encoding="utf-8", errors="replace"):
+            with place.open("a", encoding="utf-8") as file:
+                file.write(f"\n{line}\n")
+    except OSError as error:
+        raise ConfigError(f"{place} cannot be written: {error.strerror}") from None
+    click.echo(f"{place} completes ckptlint in every {shell} that starts from now on", err=True)
 
 
 def one_rule(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:

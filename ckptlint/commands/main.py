@@ -19,6 +19,7 @@ from ckptlint.errors import CkptlintError, ConfigError, NothingToCheckError, Own
 
 COMMANDS = {
     "check": "Check checkpoints: a checkpoint folder, a step folder, or a run folder (its newest step).",
+    "completion": "Print the script that completes commands, options and rule codes in a shell.",
     "config": "Show the settings of `check`, and where each comes from: default, file, environment or option.",
     "deletable": "Print the paths of the steps of a run that may be deleted, and nothing else.",
     "diff": "Compare the keys, shapes and dtypes of two checkpoints; resharding is no difference.",

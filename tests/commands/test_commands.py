@@ -371,6 +371,29 @@ def test_completion_offers_rules(line: str, expected: str) -> None:
     assert expected in complete(line)
 
 
+@pytest.mark.parametrize(
+    ("shell", "place"),
+    [
+        ("bash", ".local/share/bash-completion/completions/ckptlint"),
+        ("fish", ".config/fish/completions/ckptlint.fish"),
+        ("zsh", ".zshrc"),
+    ],
+)
+def test_completion_is_installed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shell: str, place: str) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("SHELL", f"/usr/bin/{shell}")
+    (tmp_path / ".zshrc").write_text("setopt autocd")
+    script = run("completion", env={"HOME": str(tmp_path)}).stdout
+    assert "_CKPTLINT_COMPLETE" in script
+    for _ in range(2):
+        assert str(tmp_path / place) in run("completion", "--install", env={"HOME": str(tmp_path)}).stderr
+    installed = (tmp_path / place).read_text()
+    if shell == "zsh":
+        assert installed.startswith("setopt autocd\n") and installed.count("ckptlint completion zsh") == 1
+    else:
+        assert installed.strip() == script.strip()
+
+
 def test_completion_imports_nothing_heavy() -> None:
     code = """
 import sys
