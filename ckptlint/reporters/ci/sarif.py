@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, metadata
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ def render(report: Report, style: Style) -> str:
         OASIS, "Static Analysis Results Interchange Format (SARIF) Version 2.1.0", with errata 01
     """
     index = {rule.code: number for number, rule in enumerate(report.rules)}
+    pages = _pages()
     parts = list(enumerate(report.checkpoints))
     bases = {f"CKPT{number}": _base(part.checkpoint.path) for number, part in parts}
     root = {"description": {"text": "the folder that ckptlint was started in"}}
@@ -45,7 +48,7 @@ def render(report: Report, style: Style) -> str:
         for result in results:  # compared with a baseline, every result has a state
             result.setdefault("baselineState", "new")
     run = {
-        "tool": {"driver": {"name": "ckptlint", "version": __version__, "rules": [_rule(r) for r in report.rules]}},
+        "tool": {"driver": {"name": "ckptlint", "version": __version__, "rules": [_rule(r, pages) for r in report.rules]}},
         "invocations": [_invocation(report, index)],
         "originalUriBaseIds": {_ROOT: root, **bases},
         "artifacts": _artifacts(report, results),
@@ -65,11 +68,23 @@ def render(report: Report, style: Style) -> str:
     return json.dumps({"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}, indent=2) + "\n"
 
 
-def _rule(rule: Rule) -> dict[str, Any]:
+def _pages() -> str:
+    """The address of the documentation that the package states (`project.urls`); "" where it states none."""
+    with suppress(PackageNotFoundError):
+        for line in metadata("ckptlint").get_all("Project-URL") or ():
+            label, _, address = line.partition(", ")
+            if label.lower() == "documentation":
+                return f"{address.rstrip('/')}/rules"
+    return ""
+
+
+def _rule(rule: Rule, pages: str) -> dict[str, Any]:
     about = f"{rule.section('What it checks')} {rule.section('Why it matters')}".strip()
+    anchor = f"{rule.code}-{rule.name}".lower()
     return {
         "id": rule.code,
         "name": rule.name,
+        **({"helpUri": f"{pages}/{rule.code[:3]}/#{anchor}"} if pages else {}),
         "shortDescription": {"text": rule.summary or rule.name},
         "fullDescription": {"text": about or rule.summary or rule.name},
         "help": {"text": page(rule, 100)},
