@@ -7,8 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
-from os.path import commonprefix
+from itertools import chain, takewhile
 
 from ckptlint.depth import Depth
 from ckptlint.geometry.chunk_map import draw, make_grid
@@ -123,7 +122,8 @@ STEP_COLUMNS = ("step", "written", "holds", "payload", "verdict")
 
 def step_rows(steps: Sequence[JudgedStep]) -> list[tuple[str, ...]]:
     """The cells of a table of steps, below `STEP_COLUMNS`; steps of several runs are named from the folder above."""
-    above = len(commonprefix([step.path.split("/")[:-1] for step in steps]))
+    levels = zip(*(step.path.split("/")[:-1] for step in steps), strict=False)
+    above = len([*takewhile(lambda names: len({*names}) == 1, levels)])
     return [
         (
             "/".join([*(cut(name, _RUN) for name in step.path.split("/")[above:-1]), step.name]),

@@ -229,7 +229,7 @@ def _files_of(whole: Found) -> Iterator[_File]:
             label = f"{prefix}{name}/"
             if (family := family_of(name)) is not None and family.content != "other":
                 yield _File(place, name, printable(prefix + name), family, what="a folder")
-            is_idle = holds_no_state(name) and place.sub(name).place not in known  # by its name: a run may be called run
+            is_idle = holds_no_state(name) and place.sub(name).place not in known
             sub = None if is_idle else sub_folder(place, name)
             if sub is None:
                 yield _File(place, name, printable(label), None)

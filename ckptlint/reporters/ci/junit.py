@@ -1,4 +1,4 @@
-"""The `junit` format: a test suite per checkpoint and a test case per rule that ran; why others did not is a property."""
+"""The `junit` format: a test suite per checkpoint, a test case per rule that ran, a property per rule that did not."""
 
 from __future__ import annotations
 
