@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -28,7 +29,7 @@ from ckptlint.commands.shared import (
     write_file,
 )
 from ckptlint.errors import CkptlintError, ConfigError, NothingToCheckError
-from ckptlint.lint.steps import JudgedStep, judge_step, verdict_of
+from ckptlint.lint.steps import JudgedStep, judge_step
 from ckptlint.loaders.run.events import Event, events, is_vanishing, steps_in_run
 from ckptlint.loaders.run.steps import Step, run_at
 from ckptlint.model.text import JSON_ESCAPE, human_duration, inert, plural, printable
@@ -98,8 +99,7 @@ def watch(
             code, report, file = 4, None, Path(folder, f"{len(codes)}.json")
             if event.kind == "writing":
                 if jsonl:
-                    own = judge_step(Step(event.number or 0, open_run(), event.step), step, partial(_unread, event))
-                    show_text(_line(event, step, None, own) + "\n")
+                    show_text(_line(event, step, None, _judged(open_run, event, step)) + "\n")
                 continue
             if event.kind != "unread":
                 try:
@@ -121,7 +121,7 @@ def watch(
                     code = 1  # whatever can be read of it
             codes.append(code)
             if jsonl:
-                show_text(_line(event, step, code, _judged(event, report)) + "\n")
+                show_text(_line(event, step, code, _judged(open_run, event, step, report)) + "\n")
             if code and command and event.kind != "unread":
                 _execute(command, step, code, file)
     if not codes:
@@ -147,14 +147,19 @@ def _banner(run: Folder, name: str, interval: float, stale: float, once: bool) -
     return f"watching {name}: {there}; {often}; {patience}"
 
 
-def _unread(event: Event, _path: str) -> Report:
-    raise CkptlintError(event.text)
+def _judged(open_run: Callable[[], Folder], event: Event, path: str, report: Report | None = None) -> JudgedStep:
+    """What became of a step, as `latest` says it; without a report it was not judged."""
 
+    def made(_path: str) -> Report:
+        if report is None:
+            raise CkptlintError(event.text)
+        return report
 
-def _judged(event: Event, report: Report | None) -> JudgedStep:
-    """What became of a step that was read, or could not be."""
-    step = verdict_of(report) if report is not None else JudgedStep(0, "", "", "not judged", why=event.text)
-    return replace(step, verdict="unfinished", code="COM001", why=event.text) if event.kind == "unfinished" else step
+    try:
+        own = judge_step(Step(event.number or 0, open_run(), event.step), path, made)
+    except CkptlintError as error:
+        return JudgedStep(0, "", "", "not judged", why=str(error))
+    return replace(own, why=event.text) if event.text else own
 
 
 def _line(event: Event, path: str, code: int | None, step: JudgedStep) -> str:
