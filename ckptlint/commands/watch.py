@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -28,9 +29,9 @@ from ckptlint.commands.shared import (
     write_file,
 )
 from ckptlint.errors import CkptlintError, ConfigError, NothingToCheckError
-from ckptlint.lint.steps import JudgedStep, verdict_of
+from ckptlint.lint.steps import JudgedStep, judge_step
 from ckptlint.loaders.run.events import Event, events, is_vanishing, steps_in_run
-from ckptlint.loaders.run.steps import run_at
+from ckptlint.loaders.run.steps import Step, run_at
 from ckptlint.model.text import JSON_ESCAPE, human_duration, inert, plural, printable
 from ckptlint.reporters import REPORTERS
 from ckptlint.reporters.json_report import step_object
@@ -76,7 +77,7 @@ def watch(
 
     If the run folder does not exist yet, ckptlint waits for it. CMD finds CKPTLINT_STEP_PATH, CKPTLINT_EXIT_CODE and
     CKPTLINT_REPORT (a JSON file) in its environment. A file that --output names holds the report on the last step.
-    Ctrl-C ends the watch (130).
+    Ctrl-C ends the watch (130). --once names a step that may still be written, and does not count it.
 
     Exit codes of --once, the first that applies: 1 a step has findings, or its save did not finish, 4 a step could not
     be read, 3 no step is finished, 0 all pass.
@@ -96,6 +97,10 @@ def watch(
                 say(f"{datetime.now():%Y-%m-%d %H:%M:%S} {text}")
             step = f"{run_dir.rstrip('/') or '/'}/{event.step}"
             code, report, file = 4, None, Path(folder, f"{len(codes)}.json")
+            if event.kind == "writing":
+                if jsonl:
+                    show_text(_line(event, step, None, _judged(open_run, event, step)) + "\n")
+                continue
             if event.kind != "unread":
                 try:
                     with progress(options["no_progress"]):
@@ -116,7 +121,7 @@ def watch(
                     code = 1  # whatever can be read of it
             codes.append(code)
             if jsonl:
-                show_text(_line(event, step, code, report) + "\n")
+                show_text(_line(event, step, code, _judged(open_run, event, step, report)) + "\n")
             if code and command and event.kind != "unread":
                 _execute(command, step, code, file)
     if not codes:
@@ -142,11 +147,23 @@ def _banner(run: Folder, name: str, interval: float, stale: float, once: bool) -
     return f"watching {name}: {there}; {often}; {patience}"
 
 
-def _line(event: Event, path: str, code: int, report: Report | None) -> str:
-    """What became of a step, as one line of JSON: the fields of a step in a report, and when and how it ended."""
-    step = verdict_of(report) if report is not None else JudgedStep(0, "", "", "not judged", why=event.text)
-    if event.kind == "unfinished":
-        step = replace(step, verdict="unfinished", why=event.text)
+def _judged(open_run: Callable[[], Folder], event: Event, path: str, report: Report | None = None) -> JudgedStep:
+    """What became of a step, as `latest` says it; without a report it was not judged."""
+
+    def made(_path: str) -> Report:
+        if report is None:
+            raise CkptlintError(event.text)
+        return report
+
+    try:
+        own = judge_step(Step(event.number or 0, open_run(), event.step), path, made)
+    except CkptlintError as error:
+        return JudgedStep(0, "", "", "not judged", why=str(error))
+    return replace(own, why=event.text) if event.text else own
+
+
+def _line(event: Event, path: str, code: int | None, step: JudgedStep) -> str:
+    """One line of JSON: the fields of a step in a report, and when and how it ended."""
     fields = step_object(replace(step, name=printable(event.step), path=shown(path.rstrip("/"))))
     about = {"event": event.kind, "time": datetime.now(UTC).isoformat(timespec="seconds"), "exit_code": code}
     return inert(json.dumps(about | fields | {"step": event.number}), JSON_ESCAPE)

@@ -131,17 +131,15 @@ class FindingGroup:
 
 @dataclass(frozen=True, slots=True)
 class RuleCounts:
-    """What became of the selected rules; every report format takes its numbers from here.
+    """What became of the rules; every report format takes its numbers from here.
 
     Attributes:
         ran: they came to their end, with or without findings.
-        not_applicable: they found nothing to judge.
-        not_run: the depth, `--expect` or readable metadata was missing.
+        not_run: those of `CheckpointReport.silent`.
         failed: they ended in an error.
     """
 
     ran: int
-    not_applicable: int
     not_run: int
     failed: int
 
@@ -221,16 +219,21 @@ class CheckpointReport:
         return [group for group in self.groups if any(id(item) in own for item in group.members)]
 
     @cached_property
-    def folded(self) -> frozenset[FindingGroup]:
+    def folded(self) -> dict[FindingGroup, Cause]:
         """The groups that a cause explains together with others: a line of each below the cause is enough."""
         explained = {id(item) for cause in self.causes for item in cause.findings}
-        several = [groups for cause in self.causes if len(groups := self.groups_of(cause)) > 1]
-        return frozenset(g for groups in several for g in groups if all(id(item) in explained for item in g.members))
+        several = [(cause, groups) for cause in self.causes if len(groups := self.groups_of(cause)) > 1]
+        return {g: cause for cause, own in several for g in own if all(id(item) in explained for item in g.members)}
 
     @cached_property
     def ignored_groups(self) -> list[FindingGroup]:
         """The same of the ignored findings, each group with one reason; numbered after the others."""
         return _grouped(self.ignored, len(self.groups) + 1)
+
+    @cached_property
+    def silent(self) -> dict[str, str]:
+        """Code -> why the rule says nothing: not part of this run, the depth, unreadable metadata, nothing to judge."""
+        return dict(sorted({**self.not_run, **self.not_applicable}.items()))
 
     @property
     def blocked(self) -> list[str]:
@@ -321,17 +324,15 @@ class Report(Shown):
 
     @cached_property
     def rule_counts(self) -> RuleCounts:
-        """What became of the selected rules; one that ran on any of the checkpoints ran."""
+        """What became of the rules; one that ran on any of the checkpoints ran."""
         return self.rule_counts_of(*self.checkpoints)
 
     def rule_counts_of(self, *parts: CheckpointReport) -> RuleCounts:
-        """The same on some of the checkpoints; the four numbers add up to that of the selected rules."""
+        """The same on some of the checkpoints."""
         failed = {code for part in parts for code in part.failed}
         ran = {code for part in parts for code in part.passed} - failed
-        idle = {code for part in parts for code in part.not_applicable} - failed - ran
-        selected = {rule.code for rule in self.rules}
-        counts = [len(codes & selected) for codes in (ran, idle, failed)]
-        return RuleCounts(counts[0], counts[1], len(selected) - sum(counts), counts[2])
+        silent = {code for part in parts for code in part.silent} - failed - ran
+        return RuleCounts(len(ran), len(silent), len(failed))
 
     def added_by(self, depth: Depth) -> int:
         """How many of the selected rules need this depth or a lesser one, and more than the depth of this report."""

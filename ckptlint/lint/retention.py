@@ -234,7 +234,7 @@ def _beside_older(
     passing = [pair for pair in older if pair[1].verdict == "passes"]
     parts = {part for _, other in passing for part in other.parts}
     if why := lacking(step, [older_step for older_step, _ in passing], len(passing)):
-        return replace(own, verdict="unfinished", why=why)
+        return replace(own, verdict="unfinished", code="COM001", why=why)
     lost = [part for part in PARTS if part in parts and part not in own.parts]
     if lost:
         return replace(own, verdict="lacks parts", why=f"{not_stored(lost)}; an older step has it")

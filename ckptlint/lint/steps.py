@@ -15,7 +15,7 @@ from ckptlint.depth import Depth
 from ckptlint.errors import CkptlintError, ConfigError, NothingToCheckError, UnknownLayoutError
 from ckptlint.lint.report import CheckpointReport, Report
 from ckptlint.loaders.checkpoint import open_checkpoint
-from ckptlint.loaders.discover import find_checkpoints
+from ckptlint.loaders.discover import find, find_checkpoints
 from ckptlint.loaders.run.finished import lacking_files, step_state
 from ckptlint.loaders.run.folder import read_tracker
 from ckptlint.loaders.run.steps import Step, is_alike, run_at, runs_below, steps_of
@@ -220,15 +220,23 @@ def judge_step(step: Step, path: str, judge: Judge) -> JudgedStep:
     try:
         outcome = replace(outcome, written=step.folder.newest)
         if step_state(step.folder) == "unfinished":
-            return replace(outcome, verdict="unfinished", why=_unfinished(outcome.written))
+            outcome = replace(outcome, verdict="unfinished", code="COM001", size=_payload_bytes(path))
+            return replace(outcome, why=_unfinished(outcome.written))
         report = judge(path)
     except NothingToCheckError:
         return replace(outcome, verdict="gone", why="somebody removed it during the check")
     except CkptlintError as error:
-        return replace(outcome, why=str(error))
+        return replace(outcome, why=str(error), size=_payload_bytes(path))
     if not _is_there(step):
         return replace(outcome, verdict="gone", why="somebody removed it during the check")
     return replace(verdict_of(report), number=outcome.number, name=outcome.name, path=path, written=outcome.written)
+
+
+def _payload_bytes(step: str) -> int:
+    """Bytes of the payload in the step at a path, as a report says; 0 where it holds no checkpoint yet."""
+    with suppress(CkptlintError):
+        return sum(open_checkpoint(found, True).total_bytes for found in find(step))
+    return 0
 
 
 def _is_there(step: Step) -> bool:
@@ -256,11 +264,11 @@ def verdict_of(report: Report) -> JudgedStep:
     doubts = [p.message for ckpt in checkpoints if not ckpt.readable for p in ckpt.problems_of(*_DOUBTFUL)]
     failing = sorted(filter(report.is_failing, leads), key=lambda lead: -lead.severity)
     is_wrong = bool(failing) and failing[0].severity == Severity.ERROR
+    torn = [lead for lead in leads if lead.code == "COM001" and lead.severity > Severity.INFO]
+    if torn and (torn[0].severity == Severity.ERROR or not (is_wrong or doubts)):
+        return replace(outcome, verdict="unfinished", code="COM001", why=torn[0].title)
     if doubts:
         return replace(outcome, verdict="not judged", why=doubts[0])
-    unfinished = [lead.title for lead in leads if lead.code == "COM001" and lead.severity == Severity.WARNING]
-    if unfinished and not is_wrong:
-        return replace(outcome, verdict="unfinished", why=unfinished[0])
     if failing and (is_wrong or not report.is_incomplete):
         lead = failing[0]
         more = f" (and {plural(len(failing) - 1, 'more finding')})" if len(failing) > 1 else ""
@@ -318,7 +326,7 @@ def _with_parts(
     if not depth.looks_at_files:
         judged = replace(judged, parts=_by_names(step, judged.parts))
     if why := lacking(step, older):
-        return replace(judged, verdict="unfinished", why=why)
+        return replace(judged, verdict="unfinished", code="COM001", why=why)
     if not required:
         before = next(_finished(older, depth), None)
         if before is None:

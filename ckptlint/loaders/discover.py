@@ -190,7 +190,7 @@ class _Walk:
     ) -> tuple[list[Found], list[str]]:
         """The checkpoints in steps that are named alike, the newest first, or in the newest; and what was not read."""
         found: list[Found] = []
-        unfinished: list[Folder] = []
+        unfinished: list[Found] = []
         notes: list[str] = []
         for name in numbers:
             step = folder.only(name) if folder.has(name) else sub_folder(folder, name)
@@ -202,16 +202,15 @@ class _Walk:
             inside = self._at(folder, name, step, steps, levels)
             if inside and f"{name}{_UNIVERSAL}" in folder.folders():
                 inside += self._below(folder, [name + _UNIVERSAL], steps, 1, in_step=True)
-            path = f"{folder.display.rstrip('/')}/{printable(name)}"
-            found += [unit if unit.step else replace(unit, step=(path, numbers[name])) for unit in inside]
-            unfinished += [] if inside else [step]
+            at = step.display, numbers[name]
+            found += [unit if unit.step else replace(unit, step=at) for unit in inside]
+            unfinished += [] if inside else [replace(Found.at(step), step=at)]
             if found and steps == "newest":
                 break
-        if not found and all(step.entries for step in unfinished):
+        if not found and all(unit.folder.entries for unit in unfinished):
             return [], notes
         # a newer step without a checkpoint in it is no reason to pass an older one
-        others = [Found.at(step) for step in unfinished]
-        return found + others if steps == "all" else others[:1] or found, notes
+        return found + unfinished if steps == "all" else unfinished[:1] or found, notes
 
     def _below(
         self, folder: Folder, names: Iterable[str], steps: WhichSteps, levels: int, in_step: bool

@@ -7,12 +7,12 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, takewhile
 
 from ckptlint.depth import Depth
 from ckptlint.geometry.chunk_map import draw, make_grid
 from ckptlint.lint.report import Cause, CheckpointReport, Diagnostic, FindingGroup, Report, worst
-from ckptlint.lint.steps import JudgedStep, newest_passing, steps_in
+from ckptlint.lint.steps import JudgedStep, newest_passing, step_around, steps_in, verdict_of
 from ckptlint.model import Checkpoint, RecordState, StepFile
 from ckptlint.model.layout import Box
 from ckptlint.model.text import braces, human_bytes, human_duration, plural, ranges, shape_text, some
@@ -22,6 +22,7 @@ from ckptlint.rule import Finding, Note, Severity
 _BYTES_A_SECOND = 250 * 1024**2  # of a local disk, read and summed: docs/benchmarks.md
 _MORE_LIMIT = 12
 _UNKNOWN_LIMIT = 6
+_RUN = 24  # characters of a folder around a step in a table
 _REASONS_LIMIT = 175  # characters
 
 
@@ -41,20 +42,38 @@ def render(report: Report, style: Style) -> str:
         if texts:
             blocks.append("\n\n".join(texts))
     if style.verbose:
-        blocks.append(_details(report, style))
+        blocks.append(details(report, style))
     if not style.quiet:
-        unread = [line for text in report.unread for line in style.wrap(text, "  ", "")]
+        steps, outcomes = steps_in(report), list(_outcomes(report, style))
+        unread = [line for text in report.unread if not outcomes for line in style.wrap(text, "  ", "")]
         files = [file for part in report.checkpoints for file in part.checkpoint.step_files]
         others = style.wrap(account(files), "  ", "") if any(file.state != "read" for file in files) else []
         blocks.append("\n".join([*unread, *others, *verdict(report, style, wrapped=True)]))
-        if steps := steps_in(report):
-            blocks += [
-                "",
-                step_table(steps, style.width),
-                *(line for text in step_lines(steps) for line in style.wrap(text, "  ", "")),
-            ]
+        if steps:
+            lines = [line for text in step_lines(steps) for line in style.wrap(text, "  ", "")]
+            blocks += ["", step_table(steps, style.width), *lines]
+        blocks.append("\n".join(outcomes))
     separator = "\n" if _is_clean(report, style) else "\n\n"
     return separator.join(text for text in blocks if text) + ("\n" if blocks else "")
+
+
+def _outcomes(report: Report, style: Style) -> Iterator[str]:
+    """A line for each checkpoint of several and each path that was not read, what fails last; none where all pass.
+
+    Checkpoints in the table of steps are left out.
+    """
+    tabled = {step.path for step in steps_in(report)}
+    rows = [("not read", text) for text in (*report.not_found, *report.unreadable)]
+    for part in report.checkpoints:
+        step = step_around(part.checkpoint)
+        if step is None or step[0] not in tabled:
+            own = verdict_of(replace(report, checkpoints=[part], not_found=(), unreadable=()))
+            rows.append((f"{own.verdict} {own.code}".rstrip(), part.checkpoint.path))
+    if len(report.checkpoints) + len(report.unread) > 1 and any(word != "passes" for word, _ in rows):
+        order = ("passes", "not read", "not judged", "unfinished COM001")
+        width = max(len(word) for word, _ in rows)
+        for word, text in sorted(rows, key=lambda row: order.index(row[0]) if row[0] in order else len(order)):
+            yield from style.wrap(f"{word:{width}}  {text}", "  ", "")
 
 
 def header(ckpt: Checkpoint, style: Style) -> str:
@@ -102,10 +121,12 @@ STEP_COLUMNS = ("step", "written", "holds", "payload", "verdict")
 
 
 def step_rows(steps: Sequence[JudgedStep]) -> list[tuple[str, ...]]:
-    """The cells of a table of steps, below `STEP_COLUMNS`."""
+    """The cells of a table of steps, below `STEP_COLUMNS`; steps of several runs are named from the folder above."""
+    levels = zip(*(step.path.split("/")[:-1] for step in steps), strict=False)
+    above = len([*takewhile(lambda names: len({*names}) == 1, levels)])
     return [
         (
-            step.name,
+            "/".join([*(cut(name, _RUN) for name in step.path.split("/")[above:-1]), step.name]),
             time.strftime("%Y-%m-%d %H:%M", time.localtime(step.written)) if step.written else "",
             ", ".join(step.parts),
             human_bytes(step.size) if step.size else "",
@@ -150,7 +171,7 @@ def loud_groups(part: CheckpointReport, style: Style) -> list[FindingGroup]:
 def _findings(part: CheckpointReport, style: Style) -> list[str]:
     groups = loud_groups(part, style)
     causes = ["\n".join(cause_block(part, cause, style)) for cause in part.causes] if groups else []
-    folded = set() if style.verbose else part.folded
+    folded = {} if style.verbose else part.folded
     shown, cut_off = worst([group for group in groups if group not in folded], style.per_rule)
     blocks = causes + ["\n".join(block(part.checkpoint, group, style)) for group in shown]
     blocks += [
@@ -250,7 +271,7 @@ def also(group: FindingGroup) -> str:
     return f"{count}, {same}: " + some(map(cut, names), _MORE_LIMIT, "pattern")
 
 
-def _details(report: Report, style: Style) -> str:
+def details(report: Report, style: Style) -> str:
     """Which rules did not run, by reason; checkpoints of which the same is true share their lines."""
     alike: dict[tuple[str, ...], list[CheckpointReport]] = {}
     for part in report.checkpoints:
@@ -278,13 +299,11 @@ def _part_details(part: CheckpointReport, style: Style) -> Iterator[str]:
         sizes.setdefault(size.source, []).append(f"{axis}={size.size}")
     if sizes:
         yield from style.wrap("; ".join(f"{', '.join(of)} ({source})" for source, of in sizes.items()), "    ", "  ")
-    if blocked := [f"{folded(codes)} {reason}" for reason, codes in _by_reason(part.not_run).items()]:
-        yield from style.wrap("not run: " + "; ".join(blocked), "    ", "  ")
     families: dict[str, dict[str, str]] = {}
-    for code, reason in part.not_applicable.items():
+    for code, reason in part.silent.items():
         families.setdefault(code[:3], {})[code] = re.sub("^there (is|are) no ", "no ", reason)
     if families:
-        yield "  did not apply:"
+        yield "  not run:"
     for reasons in families.values():
         yield from style.wrap("; ".join(_reasons(reasons)), "    ", "  ")
     for group in part.ignored_groups:
@@ -292,7 +311,7 @@ def _part_details(part: CheckpointReport, style: Style) -> Iterator[str]:
 
 
 def _reasons(reasons: Mapping[str, str]) -> Iterator[str]:
-    """Why the rules of one family did not apply, in about three lines; every code is named."""
+    """Why the rules of one family did not run, in about three lines; every code is named."""
     room, left = _REASONS_LIMIT, dict(reasons)
     for reason, codes in _by_reason(reasons).items():
         room -= len(reason)

@@ -91,8 +91,7 @@ def _checkpoint(report: Report, part: CheckpointReport) -> dict[str, Any]:
         "causes": [_cause(cause, numbers) for cause in part.causes],
         "findings": [_finding(part, item, group) for group in groups for item in group.members],
         "rules": asdict(report.rule_counts_of(part)),
-        "not_run": [{"code": code, "reason": reason} for code, reason in part.not_run.items()],
-        "not_applicable": [{"code": code, "reason": reason} for code, reason in part.not_applicable.items()],
+        "not_run": [{"code": code, "reason": reason} for code, reason in part.silent.items()],
         "failed": [{"code": code, "error": error} for code, error in part.failed.items()],
     }
 

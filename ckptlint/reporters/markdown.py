@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ckptlint.lint.report import CheckpointReport, FindingGroup, Report, worst
 from ckptlint.model.text import plural
-from ckptlint.reporters.full import block, facts, loud_groups, verdict
+from ckptlint.reporters.full import block, details, facts, loud_groups, verdict
 from ckptlint.reporters.style import Style, cut, cut_names
 
 TEXT_LIMIT = 50_000
@@ -26,6 +26,7 @@ def render(report: Report, style: Style) -> str:
     blocks = [f"## {_MARKS[report.verdict]} ckptlint: {report.verdict}"]
     blocks += [code(sentence) for sentence in report.unread]
     blocks.append("  \n".join(line if _WORDS.fullmatch(line) else code(line) for line in verdict(report, style)))
+    blocks += [_fenced(details(report, style))] if style.verbose else []
     room = TEXT_LIMIT
     for part in report.checkpoints:
         texts = _checkpoint(part, style, room)
@@ -55,7 +56,8 @@ def _checkpoint(part: CheckpointReport, style: Style, room: int) -> list[str]:
         return [*texts, "No problems." if not part.is_incomplete else "Not judged."]
     rows, details = [], []
     for group in shown:
-        row, detail = _row(group), "" if group in part.folded else _detail(part, group, style)
+        row = _row(group)
+        detail = "" if group in part.folded else _fenced("\n".join(block(part.checkpoint, group, style)))
         if len(row) + len(detail) > room:
             left_out[group.lead.code] += 1
             continue
@@ -74,7 +76,6 @@ def _row(group: FindingGroup) -> str:
     return f"| {lead.severity.label} | {lead.code} {lead.rule.name} | {problem} | {len(group.members):,} |"
 
 
-def _detail(part: CheckpointReport, group: FindingGroup, style: Style) -> str:
-    text = "\n".join(block(part.checkpoint, group, style))
+def _fenced(text: str) -> str:
     fence = "`" * max(3, max(map(len, re.findall("`+", text)), default=0) + 1)
     return f"{fence}text\n{text}\n{fence}"

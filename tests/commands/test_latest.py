@@ -81,7 +81,7 @@ def test_json_holds_the_same(run: Path) -> None:
     assert document["exit_code"] == 0
     assert (search["step"]["path"], search["step"]["parts"]) == (f"{run}/step-200", ["model", "optimizer"])
     assert [(step["name"], step["verdict"], step["code"]) for step in search["skipped"]] == [
-        ("step-500", "unfinished", None),
+        ("step-500", "unfinished", "COM001"),
         ("step-400", "fails", "GEO004"),
         ("step-300", "fails", "PAY004"),
     ]

@@ -207,7 +207,7 @@ def test_a_run_in_a_store(tmp_path: Path) -> None:
     store.put(str(tmp_path / "step-1"), "/watched-run/step-1", recursive=True)
     store.pipe("/watched-run/step-2/__0_0.distcp", b"half")
     told = list(events(partial(run_at, "memory://watched-run"), 0, once=True, sleep=no_sleep))
-    assert [(event.kind, event.step) for event in told] == [("finished", "step-1")]
+    assert [(event.kind, event.step) for event in told] == [("finished", "step-1"), ("writing", "step-2")]
     assert not is_vanishing(partial(run_at, "memory://watched-run"), told[0])
 
 
@@ -333,6 +333,26 @@ def test_a_line_of_json_for_each_step(tmp_path: Path) -> None:
     assert [line["path"] for line in lines[1:]] == [f"{tmp_path}/step-{n}" for n in (1, 2, 3)]
     assert all(datetime.fromisoformat(line["time"]).tzinfo for line in lines)
     assert done.returncode == 1
+
+
+def test_once_names_the_newest_step_that_may_still_be_written(tmp_path: Path) -> None:
+    save(tmp_path / "step-1")()
+    unfinished(tmp_path / "step-2", 60)
+    (tmp_path / "step-3").mkdir()
+    once = ("watch", tmp_path, "--once", "--interval", "0")
+    done = run(*once)
+    assert done.returncode == 0
+    assert [line.split(maxsplit=3)[-1] for line in done.stderr.splitlines()[-2:]] == [
+        f"step-{n} is not finished yet: it was not checked" for n in (2, 3)
+    ]
+    lines = [json.loads(line) for line in run(*once, "--jsonl").stdout.splitlines()]
+    keys = ("event", "step", "verdict", "code", "exit_code")
+    assert [tuple(line[key] for key in keys) for line in lines] == [
+        ("finished", 1, "passes", None, 0),
+        ("writing", 2, "unfinished", "COM001", None),
+        ("writing", 3, "unfinished", "COM001", None),
+    ]
+    assert lines[1]["bytes"] == sum(path.stat().st_size for path in (tmp_path / "step-2").iterdir())
 
 
 def test_once_ends_in_4_for_a_step_that_was_not_read(tmp_path: Path) -> None:

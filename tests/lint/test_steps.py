@@ -12,6 +12,7 @@ from support import REAL, copy_step
 import ckptlint
 from ckptlint.lint.report import Report
 from ckptlint.lint.steps import JudgedStep, newest_good, newest_passing, runs_at, steps_in
+from ckptlint.reporters.full import step_table
 
 GOOD, HOLE = REAL / "edit_base", REAL / "fsdp2_4r_hole"
 
@@ -105,6 +106,30 @@ def test_a_report_of_one_step_has_no_table(run: Path) -> None:
         ("step-2", "passes", ""),
         ("step-1", "passes", ""),
     ]
+
+
+def test_steps_of_several_runs_are_named_with_their_run(run: Path) -> None:
+    for name in ("a", "b/checkpoints-of-a-run-with-a-very-long-name"):
+        copy_step(GOOD, run / "runs" / name / "step-1", 4)
+    lines = step_table(steps_in(ckptlint.check(run / "runs")), 80).splitlines()
+    assert [line.split()[0] for line in lines[1:]] == ["a/step-1", "b/checkpoints...-long-name/step-1"]
+    assert max(map(len, lines)) <= 80
+
+
+def test_a_run_that_is_named_by_a_dot_has_one_name(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (run / "step-4").mkdir()
+    monkeypatch.chdir(run)
+    every = steps_in(ckptlint.check(".", all_steps=True))
+    assert [step.path for step in every] == ["step-4", "step-3", "step-2", "step-1"]
+
+
+def test_an_unfinished_step_has_its_size_in_each_view(run: Path) -> None:
+    (run / "step-3" / ".metadata").unlink()
+    size = sum(path.stat().st_size for path in (run / "step-3").glob("*.distcp"))
+    every = steps_in(ckptlint.check(run, all_steps=True))
+    assert (every[0].verdict, every[0].code, every[0].size) == ("unfinished", "COM001", size)
+    for rows in (ckptlint.latest(run).rows(), ckptlint.deletable(run, keep=1).rows()):
+        assert (rows[0]["step"], rows[0]["verdict"], rows[0]["bytes"]) == ("step-3", "unfinished", size)
 
 
 def test_the_newest_step_that_passes_is_told_for_each_run() -> None:

@@ -409,6 +409,18 @@ def test_folders_that_are_not_looked_into_are_named(step: Path) -> None:
     }  # fmt: skip
 
 
+def test_a_run_that_is_named_like_logs_is_not_unknown(
+    step: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for place in ("run/step-1", "run/step-2", "runs/deep/step-1"):
+        shutil.copytree(step, tmp_path / "all" / place)
+    (tmp_path / "all" / "runs" / "other.bin").write_bytes(b"x")
+    monkeypatch.chdir(tmp_path / "all")
+    for path in (".", "../all", tmp_path / "all"):
+        files = [file.name for part in ckptlint.check(path).checkpoints for file in part.checkpoint.step_files]
+        assert sorted(name for name in files if "run" in name or "other" in name) == ["../../other.bin"]
+
+
 def test_litter_is_named_as_such(step: Path) -> None:
     (step / ".DS_Store").write_bytes(b"1")
     file = next(file for file in ckptlint.check(step).checkpoints[0].checkpoint.step_files if file.name == ".DS_Store")

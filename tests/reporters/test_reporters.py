@@ -18,7 +18,7 @@ from typing import Any
 import jsonschema
 import pytest
 from click.testing import CliRunner
-from junitparser import Error, Failure, JUnitXml, Skipped
+from junitparser import Error, Failure, JUnitXml
 from markdown_it import MarkdownIt
 from support import HOSTILE, REAL, REPOSITORY
 
@@ -200,7 +200,8 @@ def test_junit_is_read_by_a_parser_and_its_totals_are_right(report: Report) -> N
     assert reported == [(s.tests, s.failures, s.errors, s.skipped) for s in [suites, *suites]]
     for part, suite in zip(report.checkpoints, suites, strict=False):
         assert suite.name == part.checkpoint.path
-        assert [case.name.split()[0] for case in suite] == [rule.code for rule in report.rules]
+        assert suite.skipped == 0
+        assert [case.name.split()[0] for case in suite] == [r.code for r in report.rules if r.code not in part.silent]
 
 
 def test_gitlab_has_what_gitlab_asks_for(report: Report) -> None:
@@ -222,11 +223,15 @@ def test_every_format_says_the_same_of_the_rules_that_ran(report: Report) -> Non
     for part, reported, suite in zip(report.checkpoints, document["checkpoints"], suites, strict=False):
         own = report.rule_counts_of(part)
         assert reported["rules"] == asdict(own)
-        assert sum(reported["rules"].values()) == len(report.rules) == suite.tests
-        assert suite.tests - suite.skipped - suite.errors == own.ran
-        assert {p.name: p.value for p in suite.properties()}["rules that ran"] == f"{own.ran:,}"
+        assert (suite.tests - suite.errors, suite.errors) == (own.ran, own.failed)
+        facts = {p.name: p.value for p in suite.properties()}
+        assert facts["rules that ran"] == f"{own.ran:,}"
+        reasons = {row["code"]: row["reason"] for row in reported["not_run"]}
+        assert {f"not run: {code}": why for code, why in reasons.items()}.items() <= facts.items()
+        assert len(reasons) == own.not_run == sum(name.startswith("not run: ") for name in facts)
+        loud = " ".join(render(report, "markdown", Style(verbose=True)).split())
+        assert not reasons or "not run:" in loud
     assert document["rules"] == asdict(report.rule_counts)
-    assert sum(document["rules"].values()) == len(document["tool"]["rules"])
     assert report.rule_counts.ran >= max(report.rule_counts_of(part).ran for part in report.checkpoints)
     for format_ in ("full", "markdown", "github", "statistics"):
         assert f"{report.rule_counts.ran} rules ran " in render(report, format_) or report.rule_counts.failed
@@ -450,9 +455,23 @@ def test_junit_fails_what_fails_the_run() -> None:
 
 def test_junit_says_why_a_rule_was_skipped() -> None:
     suites = JUnitXml.fromstring(render(check("metadata_truncated", "fsdp2_4r"), "junit").encode())
-    reasons = [case.result[0].message for suite in suites for case in suite if case.is_skipped]
-    assert all(isinstance(case.result[0], Skipped) for suite in suites for case in suite if case.is_skipped)
-    assert {reason.partition(":")[0] for reason in reasons} == {"not run", "not applicable"}
+    facts = [{p.name: p.value for p in suite.properties()} for suite in suites]
+    assert [own["not run: PAY003"] for own in facts if "not run: PAY003" in own] == ["needs .metadata"]
+    assert facts[1]["not run: LIV101"] == "needs a running job"
+    assert facts[1]["not run: EXP001"] == "there are no routed experts with a router"
+
+
+def test_a_text_on_several_ends_with_a_line_for_each_failures_last() -> None:
+    report = check("fsdp2_4r_hole", "no_such_folder", "fsdp2_4r", "storage_past_eof", "hsdp_2x2")
+    assert render(report, "full", Style(width=60)).splitlines()[-5:] == [
+        "passes        fixtures/real/fsdp2_4r",
+        "passes        fixtures/real/hsdp_2x2",
+        "not read      fixtures/real/no_such_folder does not exist",
+        "fails GEO004  fixtures/real/fsdp2_4r_hole",
+        "fails PAY004  fixtures/real/storage_past_eof",
+    ]
+    for clean in (check("fsdp2_4r", "hsdp_2x2"), check("fsdp2_4r_hole")):
+        assert "fails GEO004" not in render(clean, "full") and "passes  " not in render(clean, "full")
 
 
 def test_github_tells_in_the_last_shown_annotation_how_many_more_there_are(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ class Event:
         files: the files of the step at the last look.
     """
 
-    kind: Literal["finished", "unfinished", "unread"]
+    kind: Literal["finished", "unfinished", "writing", "unread"]
     step: str = ""
     number: int | None = None
     text: str = ""
@@ -69,6 +69,8 @@ def events(
 ) -> Iterator[Event]:
     """Each finished step once, oldest first, and each that stays unfinished once; without end unless `once`.
 
+    With `once` the steps that a job may still be writing come too.
+
     A step is finished when what is written last is there and its files did not change between two looks, one interval
     apart: `.metadata`; for Megatron `metadata.json` and the tracker too, where the run has one. A step that vanishes is
     forgotten: one of the same name is a new one.
@@ -88,7 +90,7 @@ def events(
     while True:
         sleep(interval)
         try:
-            yield from _look(open_run(), memory, stale)
+            yield from _look(open_run(), memory, stale, once)
             memory.trouble.pop("", None)
         except CkptlintError as error:
             yield from memory.note_trouble("", None, error)
@@ -96,7 +98,7 @@ def events(
             return
 
 
-def _look(run: Folder, memory: _Memory, stale: float) -> list[Event]:
+def _look(run: Folder, memory: _Memory, stale: float, is_last: bool = False) -> list[Event]:
     numbers = {step.name: step.number for step in reversed(steps_in_run(run)) if step.is_folder}
     names = [*numbers]
     for gone in {*memory.sizes, *memory.trouble} - {"", *names}:
@@ -142,6 +144,10 @@ def _look(run: Folder, memory: _Memory, stale: float) -> list[Event]:
             continue
         memory.left_behind.add(name)
         found.append(Event("unfinished", name, numbers[name], text, frozenset(memory.sizes[name])))
+    told = memory.finished | memory.left_behind | {*memory.trouble}
+    for name in names if is_last else ():
+        if name not in told:
+            found.append(Event("writing", name, numbers[name], f"{name} is not finished yet: it was not checked"))
     return sorted(found, key=lambda event: names.index(event.step))
 
 

@@ -229,7 +229,8 @@ def _files_of(whole: Found) -> Iterator[_File]:
             label = f"{prefix}{name}/"
             if (family := family_of(name)) is not None and family.content != "other":
                 yield _File(place, name, printable(prefix + name), family, what="a folder")
-            sub = None if holds_no_state(name) else sub_folder(place, name)
+            is_idle = holds_no_state(name) and place.sub(name).place not in known
+            sub = None if is_idle else sub_folder(place, name)
             if sub is None:
                 yield _File(place, name, printable(label), None)
             elif sub.place in claimed:

@@ -1,4 +1,4 @@
-"""The `junit` format: a test suite per checkpoint and a test case per rule, so that it is visible what ran."""
+"""The `junit` format: a test suite per checkpoint, a test case per rule that ran, a property per rule that did not."""
 
 from __future__ import annotations
 
@@ -32,11 +32,13 @@ def render(report: Report, style: Style) -> str:
         facts += [("settings", report.settings)] if report.settings else []
         facts += [("not known", sentence) for sentence in part.checkpoint.unseen]
         facts += [("cause", f"{cause.sentence}; {cause.do}") for cause in part.causes]
+        facts += [(f"not run: {code}", reason) for code, reason in part.silent.items()]
         properties = ET.SubElement(suite, "properties")
         for name, value in facts:
             ET.SubElement(properties, "property", name=name, value=_legal(value))
         for rule in report.rules:
-            _case(suite, report, part, rule, style)
+            if rule.code not in part.silent:
+                _case(suite, report, part, rule, style)
     if report.unread:
         suite = ET.SubElement(root, "testsuite", name="not read", time=_time(0))
         for sentence in report.unread:
@@ -58,10 +60,6 @@ def _case(suite: ET.Element, report: Report, part: CheckpointReport, rule: Rule,
     failing = [group for group in groups if report.is_failing(group.lead)]
     if rule.code in part.failed:
         _say(case, "error", f"the rule did not finish: {part.failed[rule.code]}", "crash")
-    elif rule.code in part.not_run:
-        ET.SubElement(case, "skipped", message=_legal(f"not run: {part.not_run[rule.code]}"))
-    elif rule.code in part.not_applicable:
-        ET.SubElement(case, "skipped", message=_legal(f"not applicable: {part.not_applicable[rule.code]}"))
     elif failing:
         more = f" (and {plural(len(failing) - 1, 'more problem')})" if len(failing) > 1 else ""
         text = _say(case, "failure", failing[0].lead.title + more, failing[0].lead.severity.label)

@@ -29,10 +29,10 @@ from ckptlint.model import Checkpoint
 from ckptlint.model.layout import Box, ChunkLayout
 from ckptlint.model.text import human_bytes, named_ranks, plural, ranges, shape_text
 from ckptlint.reporters import ranks
-from ckptlint.reporters.full import STEP_COLUMNS, account, also, left_unread, place_in_words, step_lines, step_rows
+from ckptlint.reporters.full import STEP_COLUMNS, account, left_unread, notes, place_in_words, step_lines, step_rows
 from ckptlint.reporters.html import svg
 from ckptlint.reporters.style import Style, cut, cut_names
-from ckptlint.rule import SECTIONS, Finding
+from ckptlint.rule import SECTIONS, Finding, Note
 from ckptlint.vocabulary.dtypes import nbytes
 from ckptlint.vocabulary.keys import numbers_in, role
 from ckptlint.vocabulary.strict_toml import own_file
@@ -77,7 +77,7 @@ def render(report: Report, style: Style) -> str:
     room = STRIP_LIMIT
     parts = []
     for number, part in enumerate(report.checkpoints, 1):
-        parts.append(_checkpoint(report, part, f"c{number}", room, work))
+        parts.append(_checkpoint(part, f"c{number}", room, work))
         room -= parts[-1]["appendix"]["shown"]
     is_let_pass = _is_let_pass(report)
     return _template().render(
@@ -112,7 +112,7 @@ def group_rows(report: Report) -> list[dict[str, Any]]:
             "finding": cut_names(group.lead.title, group.lead.fqn),
             "rank": ranges(_ranks(group.members)),
             "keys": len(group.members),
-            "hint": "; ".join(text for label, text in group.lead.all_notes() if label == "hint"),
+            "hint": "; ".join(text for label, text in _notes(part, group) if label in ("hint", "explained")),
         }
         | ({"checkpoint": part.checkpoint.path} if len(report.checkpoints) > 1 else {})
         for part in report.checkpoints
@@ -206,8 +206,7 @@ def _totals(report: Report) -> list[tuple[str, str]]:
         ("tensors", f"{sum(len(ckpt.tensors) for ckpt in checkpoints):,}"),
         ("payload", human_bytes(sum(ckpt.total_bytes for ckpt in checkpoints))),
         ("rules that ran", f"{report.rule_counts.ran:,}"),
-        ("did not apply", f"{report.rule_counts.not_applicable:,}"),
-        ("not run", f"{report.rule_counts.not_run + report.rule_counts.failed:,}"),
+        ("not run", f"{report.rule_counts.not_run:,}"),
         ("depth", report.depth),
     ]
 
@@ -239,8 +238,8 @@ def _steps(report: Report, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 # ---------------------------------------------------------------- one checkpoint
 
 
-def _checkpoint(report: Report, part: CheckpointReport, anchor: str, room: int, work: _Work) -> dict[str, Any]:
-    ckpt, selected = part.checkpoint, {rule.code for rule in report.rules}
+def _checkpoint(part: CheckpointReport, anchor: str, room: int, work: _Work) -> dict[str, Any]:
+    ckpt = part.checkpoint
     others = len(ckpt.objects) + len(ckpt.byte_objects)
     facts = [ckpt.title + (f" ({ckpt.writer})" if ckpt.writer else "")]
     if ckpt.ranks is not None:
@@ -257,18 +256,16 @@ def _checkpoint(report: Report, part: CheckpointReport, anchor: str, room: int, 
         "path": ckpt.path,
         "facts": facts,
         "topology": [(axis, size.size, size.source) for axis, size in ckpt.topology.items()],
-        "groups": [_group(ckpt, group, f"{anchor}-{group.number}", work) for group in part.groups],
+        "groups": [_group(part, group, f"{anchor}-{group.number}", work) for group in part.groups],
         "causes": [_cause(part, cause, anchor) for cause in part.causes],
         "worst": part.groups[0].lead.severity.label if part.groups else "incomplete" if part.is_incomplete else "",
         "holdings": _holdings(ckpt, work),
         "appendix": _appendix(part, room, work),
         "rules": [
             ("did not finish", list(part.failed.items())),
-            ("not run", [(code, why) for code, why in part.not_run.items() if code in selected]),
-            ("did not apply", [(code, why) for code, why in part.not_applicable.items() if code in selected]),
-            ("not part of this run", [(code, why) for code, why in part.not_run.items() if code not in selected]),
+            ("not run", list(part.silent.items())),
         ],
-        "ran": [(code, code in found) for code in part.passed if code in selected],
+        "ran": [(code, code in found) for code in part.passed],
     }
 
 
@@ -315,11 +312,17 @@ def _cause(part: CheckpointReport, cause: Cause, anchor: str) -> dict[str, Any]:
     return {"name": cause.name, "sentence": cause.sentence, "do": cause.do, "groups": list(groups.items())}
 
 
-def _group(ckpt: Checkpoint, group: FindingGroup, anchor: str, work: _Work) -> dict[str, Any]:
-    lead, finding = group.lead, group.lead.finding
-    notes = [("why", lead.why), *lead.all_notes()]
-    if len(group.members) > 1:
-        notes.append(("also", also(group)))
+def _notes(part: CheckpointReport, group: FindingGroup) -> list[Note]:
+    """The notes of a group; of one that a cause explains it says so, not what a fault of its own would ask for."""
+    listed = notes(group)
+    if group not in part.folded:
+        return listed
+    explained = "explained", f"by the cause {part.folded[group].name} above"
+    return [note for note in listed if note[0] not in ("why", "hint")] + [explained]
+
+
+def _group(part: CheckpointReport, group: FindingGroup, anchor: str, work: _Work) -> dict[str, Any]:
+    ckpt, lead, finding = part.checkpoint, group.lead, group.lead.finding
     before, has_name, after = finding.message.partition("{of}")
     page = work.pages.setdefault(lead.code, anchor)
     pictures: dict[str, Any] = {}
@@ -338,7 +341,7 @@ def _group(ckpt: Checkpoint, group: FindingGroup, anchor: str, work: _Work) -> d
         "missing": _missing_from([lead]),
         "detail": finding.detail,
         "is_shown": is_shown,
-        "notes": [(label, _items(label, text)) for label, text in notes if text],
+        "notes": [(label, _items(label, text)) for label, text in _notes(part, group)],
         **pictures,
         "page": page if page != anchor else "",
         "summary": lead.rule.summary,
