@@ -48,7 +48,9 @@ def render(report: Report, style: Style) -> str:
         for result in results:  # compared with a baseline, every result has a state
             result.setdefault("baselineState", "new")
     run = {
-        "tool": {"driver": {"name": "ckptlint", "version": __version__, "rules": [_rule(r, pages) for r in report.rules]}},
+        "tool": {
+            "driver": {"name": "ckptlint", "version": __version__, "rules": [_rule(r, pages) for r in report.rules]}
+        },
         "invocations": [_invocation(report, index)],
         "originalUriBaseIds": {_ROOT: root, **bases},
         "artifacts": _artifacts(report, results),
