@@ -99,7 +99,7 @@ def check(
     from ckptlint.model.text import texts
 
     if unknown := [path for path in paths if not isinstance(path, (str, bytes, PathLike))]:
-        raise TypeError(f"check takes paths one by one, check(*paths), and {type(unknown[0]).__name__} is none")
+        raise TypeError(f"check takes paths one by one, check(*paths), not {type(unknown[0]).__name__}")
     checked = [fspath(path) for path in paths]
     options = {
         "depth": depth,

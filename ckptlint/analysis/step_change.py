@@ -79,8 +79,8 @@ class Change:
         """
         was, now = self.was or Holding("nothing"), self.now or Holding("nothing")
         return {
-            "gone": f"nothing{{of}} is {here}; {before} has {was}",
-            "new": f"{now}{{of}} is new; {before} does not have it",
+            "gone": f"no part{{of}} is {here}; {before} has {was}",
+            "new": f"{now}{{of}} is new; {before} lacks it",
             "shape": f"the shape{{of}} is {shape_text(now.shape)}; it was {shape_text(was.shape)} in {before}",
             "dtype": f"the dtype{{of}} is {now.dtype}; it was {was.dtype} in {before}",
             "cut": f"the number of chunks{{of}} is {now.parts:,}; it was {was.parts:,} in {before}",
@@ -225,7 +225,7 @@ def _alike(
 
 
 def _stay(count: int) -> str:
-    return f"{count:,} others stay as they were" if count else ""
+    return f"{count:,} other{' is' if count == 1 else 's are'} unchanged" if count else ""
 
 
 def _dtype_family(fqn: str) -> str:

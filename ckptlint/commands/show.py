@@ -54,7 +54,7 @@ Branch = dict[str, "Branch | Tensor"]
 @click.argument("path")
 @click.argument("pattern", metavar="[GLOB | KEY[SLICES]]", required=False)
 @click.option("--tree", is_flag=True, help="Show keys as a tree; layers with the same contents share a branch.")
-@click.option("--ranks", is_flag=True, help="Show which rank or file holds which layers, and who is out of balance.")
+@click.option("--ranks", is_flag=True, help="Show which rank or file holds which layers, and which are out of balance.")
 @click.option(
     "--depth",
     type=click.Choice([depth.value for depth in Depth if depth.looks_at_files]),
@@ -402,7 +402,7 @@ def manifest(path: str, output: Path | None, values: bool, rows: bool) -> None:
     Exit codes: 0 written, 1 unsafe or unreadable, 3 no checkpoint there, 4 not read.
     """
     if rows and not values:
-        raise click.UsageError("--rows goes with --values")
+        raise click.UsageError("--rows needs --values")
     if values:
         from ckptlint.comparing.values import held_values
         from ckptlint.seals.row_hashes import digest, new_salt

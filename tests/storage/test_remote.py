@@ -927,7 +927,7 @@ def test_no_redirect_of_a_public_host_to_a_private_one_is_followed(
         front.trouble = sent_on(target.format(port=web.port))
         report = ckptlint.check(f"http://localhost:{front.port}/edit_base")
     assert report.exit_code == 4 and not web.asked
-    assert "a private address: name that if you trust it" in only_sentence(report)
+    assert "a private address: pass that address if you trust it" in only_sentence(report)
 
 
 def test_a_server_that_sends_zeros_is_an_incomplete_verdict() -> None:
