@@ -40,6 +40,11 @@ from ckptlint.testing import fixture_cases, open_case, read_cases, run_case
 DOCS = Path(__file__).parent
 MESSAGES = DOCS.parent / "tests" / "rules" / "messages.txt"
 _SOURCES = DOCS.parent / "ckptlint"
+_DATA = {"mesh", "keys", "tensors", "bytes", "modules", "chunks", "record", "parameter", "parameters", "expected", "sizes"}
+_DATA |= {"stored", "siblings", "fields", "copies", "rows", "dtypes", "plan", "starts", "source", "held", "grid", "ratio"}
+    "mesh keys tensors bytes modules chunks record parameter parameters expected stored siblings fields".split()
+)
+_PLACE = re.compile(r"/\S+/(?=case-)")
 _FOR_AUTHORS = ("testing", "vocabulary", "pickles")
 _VARIES = re.compile(r"\d+|[^\s,:;()]*[\w\]][._/\[][\w\[][^\s,:;()]*")
 _UNWRAPPED = 10_000
@@ -326,10 +331,11 @@ def sentences(code: str, reports: Iterable[CheckpointReport]) -> str:
     """Each sentence of a rule once, in the order of its cases; names and numbers make no other sentence."""
     lines, seen = [f"# {code}\n"], set()
     for item in (item for report in reports for item in report.diagnostics if item.code == code):
-        for label, text in ((item.severity.label, item.title), ("    why", item.why), *item.all_notes()):
-            key = (label, _VARIES.sub("0", text))
-            if text and label != "mesh" and key not in seen:
-                lines.append(f"{label if label.startswith(' ') or text == item.title else '    ' + label}: {text}\n")
+        for label, text in ((item.severity.label, item.title), ("why", item.why), *item.all_notes()):
+            text = _PLACE.sub("", text)
+            key = _VARIES.sub("0", text)
+            if text and label not in _DATA and key not in seen:
+                lines.append(f"{label}: {text}\n")
             seen.add(key)
     return "".join(lines)
 

@@ -76,9 +76,9 @@ def _predicting(ckpt: Checkpoint, fit: Fit) -> Iterator[Finding]:
         )
     if stored < declared and (stored or not fit.missing):
         number = "none is" if not stored else "1 is" if stored == 1 else f"{stored} are"
-        layers = plural(declared, "layer")
+        layers = plural(declared, "multi-token-prediction layer")
         yield Finding(
-            f"{fit.expected.source} declares {layers} for multi-token prediction, but {number} stored",
+            f"{fit.expected.source} declares {layers}, but {number} stored",
             at=Location(file=fit.expected.source),
             severity=None if stored else Severity.INFO if fit.mtp_by_class else Severity.WARNING,
             why="transformers declares this layer by itself and saves none; speculative decoding needs it"

@@ -220,7 +220,7 @@ def _level(ckpt: Checkpoint, run: RunFolder, claim: StepClaim) -> tuple[Severity
     if before is not None and before.run is not None and "last_epoch" not in claim.source:
         stood = claim.step == before.run.step and claim in _claims(before)
         if stood:
-            return Severity.WARNING, f"in {run.folder_of(claim.step)} this counter says step {claim.step} too"
+            return Severity.WARNING, f"in {run.folder_of(claim.step)} the same counter matches the folder"
     return (
         Severity.INFO,
         f"{run.folder_of(claim.step)} is another step of the run; this counter may count something else",

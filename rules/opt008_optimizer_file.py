@@ -128,8 +128,8 @@ def _against_model(ckpt: Checkpoint, file: str, optimizer: OptimizerFile) -> Ite
         return
     is_one_to_one = odd.total() == left.total() and 2 * odd.total() < len(moments)
     yield (
-        f"{odd.total()} of {plural(len(moments), 'parameter')} in {file} have moments of a shape that too few tensors "
-        f"have: {shapes}",
+        f"too few tensors have the moment shapes of {odd.total()} of {plural(len(moments), 'parameter')} in {file}: "
+        f"{shapes}",
         f"shapes {shapes}",
         not is_one_to_one,
     )

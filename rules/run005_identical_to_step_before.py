@@ -17,7 +17,7 @@ _LEAST = 64  # elements: a smaller tensor may stay as it is by chance
 
 @rule("RUN005", "identical-to-step-before", Severity.WARNING, depth=Depth.HEADERS, whole=True, needs=("step before",))
 def identical_to_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
-    """The weights are bit for bit those of the step before.
+    """The weights are bit-identical to those of the step before.
 
     What it checks:
         The CRC-32s of the records differ between the two steps, for tensors of at least 64 elements with the same
@@ -44,7 +44,7 @@ def identical_to_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
     is_copy = bool(moments) and all(moments)
     subject = "all weights and all moments are" if is_copy else f"all {len(weights):,} weights that can be compared are"
     yield Finding(
-        f"{subject} identical to {older_name(ckpt)}, bit for bit",
+        f"{subject} bit-identical to {older_name(ckpt)}",
         at=Location(label="compared with the step before"),
         identity=("identical",),
         confidence="certain" if is_copy else "possible",

@@ -101,7 +101,7 @@ def _gaps(ckpt: Checkpoint, block: Block, numbers: dict[Block, set[int]]) -> Ite
         identity=tuple(f"{name}.{layer}" for layer in sorted(missing)),
         confidence=_confidence(ckpt, missing, is_declared),
         notes=tuple(notes),
-        hint=f"find the ranks or stages that hold layer{'s' * (len(missing) > 1)} {ranges(missing)}, and their keys there",
+        hint=f"find the ranks or stages that held layer{'s' * (len(missing) > 1)} {ranges(missing)}, and their keys",
         inferred_from="" if is_declared else f"the numbers of the {plural(len(present), 'other layer')}",
     )
 

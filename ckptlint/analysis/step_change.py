@@ -145,17 +145,17 @@ def _gone(was: Mapping[str, Holding], now: Mapping[str, Holding], after: Mapping
         key, state = parse(fqns[0]), _state(fqns[0])
         rest = ""
         if name in after:
-            rest = f"{len(after[name]):,} of the same role stay"
+            rest = f"{len(after[name]):,} of the same role still stored"
         elif key.kind not in kinds:
             rest = ""  # the step holds nothing of the kind any more
         elif state is not None and state[1] in params:
-            rest = "other states of the same parameters stay"
+            rest = "other states of the same parameters are still stored"
         elif key.kind == "model" and role(key.path) in params:
             rest = "its optimizer state stays"
         elif key.kind == "runtime" and "optimizer" in kinds:
             rest = "the optimizer stays, so the job meant to go on"
         elif key.kind == "model" and (key.function in _CORE or name.rpartition(".")[0] in modules):
-            rest = "the rest of the model stays"
+            rest = "the rest of the model is still stored"
         yield from _alike("gone", fqns, was, now, bool(rest), rest)
 
 
