@@ -40,10 +40,33 @@ from ckptlint.testing import fixture_cases, open_case, read_cases, run_case
 DOCS = Path(__file__).parent
 MESSAGES = DOCS.parent / "tests" / "rules" / "messages.txt"
 _SOURCES = DOCS.parent / "ckptlint"
-_DATA = {"mesh", "keys", "tensors", "bytes", "modules", "chunks", "record", "parameter", "parameters", "expected", "sizes"}
-_DATA |= {"stored", "siblings", "fields", "copies", "rows", "dtypes", "plan", "starts", "source", "held", "grid", "ratio"}
-    "mesh keys tensors bytes modules chunks record parameter parameters expected stored siblings fields".split()
-)
+_DATA = {
+    "mesh",
+    "keys",
+    "tensors",
+    "bytes",
+    "modules",
+    "chunks",
+    "record",
+    "parameter",
+    "parameters",
+    "expected",
+    "sizes",
+}
+_DATA |= {
+    "stored",
+    "siblings",
+    "fields",
+    "copies",
+    "rows",
+    "dtypes",
+    "plan",
+    "starts",
+    "source",
+    "held",
+    "grid",
+    "ratio",
+}
 _PLACE = re.compile(r"/\S+/(?=case-)")
 _FOR_AUTHORS = ("testing", "vocabulary", "pickles")
 _VARIES = re.compile(r"\d+|[^\s,:;()]*[\w\]][._/\[][\w\[][^\s,:;()]*")
