@@ -63,13 +63,8 @@ def _finding(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, rows: IntA
     row, record = int(rows[0]), int(records[0])
     box = tensor.layout.box(row)
     key = parse(tensor.fqn)
-    where = (
-        "the value"
-        if not box.sizes
-        else f"chunk {box}"
-        if len(rows) == 1
-        else f"{len(rows):,} of {len(tensor.chunks):,} chunks"
-    )
+    chunk = f"chunk {box}" if box.sizes else "the value"
+    where = chunk if len(rows) == 1 else f"{len(rows):,} of {len(tensor.chunks):,} chunks"
     content = payload.of(record)
     index = None if content is None else _index(content, int(payload.first[record]))
     at = "" if not index else f", the first at {[o + i for o, i in zip(box.offsets, index, strict=True)]}"

@@ -287,7 +287,9 @@ def test_broken_saves_are_named(case: str, copy: Callable[[str], Path]) -> None:
 def test_latest_names_what_is_not_there(copy: Callable[[str], Path]) -> None:
     run = copy(Z1)
     (run / "latest").write_text("global_step4")
-    assert [(c, t) for c, _, t in found(ckptlint.check(run))] == [("COM002", "latest names step 4, which does not exist")]
+    assert [(c, t) for c, _, t in found(ckptlint.check(run))] == [
+        ("COM002", "latest names step 4, which does not exist")
+    ]
 
 
 def test_the_trainer_and_the_engine_name_one_step(copy: Callable[[str], Path]) -> None:
