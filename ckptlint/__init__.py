@@ -102,7 +102,7 @@ def check(
     from ckptlint.model.text import texts
 
     if unknown := [path for path in paths if not isinstance(path, (str, bytes, PathLike))]:
-        raise TypeError(f"check takes paths one by one, check(*paths), and {type(unknown[0]).__name__} is none")
+        raise TypeError(f"check takes paths one by one, check(*paths), not {type(unknown[0]).__name__}")
     checked = [fspath(path) for path in paths]
     options = {
         "depth": depth,
@@ -289,7 +289,7 @@ def manifest(path: str | PathLike[str], *, values: bool = False, rows: bool = Fa
     from ckptlint.comparing.sides import open_side
 
     if rows and not values:
-        raise ConfigError("rows goes with values")
+        raise ConfigError("rows needs values")
     text, unread = manifest_of(open_side(str(path), files=values), values, rows)
     if unread:
         raise CheckpointError("\n".join(unread))

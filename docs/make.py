@@ -1,10 +1,13 @@
 """Writes the generated pages: `docs/rules/`, what the commands of three pages print, and the picture of the README.
 
+It also writes `tests/rules/messages.txt`: every sentence that a user can meet, to be read from top to bottom.
+
 Run it from anywhere.
 """
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shlex
@@ -13,24 +16,60 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from html import escape
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import click
+
 import ckptlint
+from ckptlint.commands.main import cli, command
 from ckptlint.depth import Depth
 from ckptlint.lint.causes import KnownCause, fixture_of, load_causes, with_causes
 from ckptlint.lint.engine import run_rules
 from ckptlint.lint.registry import FAMILIES, load_rules
+from ckptlint.lint.report import CheckpointReport
 from ckptlint.lint.rule_page import catalogue, in_words, page
 from ckptlint.reporters import full
 from ckptlint.reporters.style import Style
 from ckptlint.rule import Rule
-from ckptlint.testing import open_case, read_cases
+from ckptlint.testing import fixture_cases, open_case, read_cases, run_case
 
 DOCS = Path(__file__).parent
+MESSAGES = DOCS.parent / "tests" / "rules" / "messages.txt"
+_SOURCES = DOCS.parent / "ckptlint"
+_DATA = {
+    "mesh",
+    "keys",
+    "tensors",
+    "bytes",
+    "modules",
+    "chunks",
+    "record",
+    "parameter",
+    "parameters",
+    "expected",
+    "sizes",
+}
+_DATA |= {
+    "stored",
+    "siblings",
+    "fields",
+    "copies",
+    "rows",
+    "dtypes",
+    "plan",
+    "starts",
+    "source",
+    "held",
+    "grid",
+    "ratio",
+}
+_PLACE = re.compile(r"/\S+/(?=case-)")
+_FOR_AUTHORS = ("testing", "vocabulary", "pickles")
+_VARIES = re.compile(r"\d+|[^\s,:;()]*[\w\]][._/\[][\w\[][^\s,:;()]*")
 _UNWRAPPED = 10_000
 _CONSOLE = re.compile(r"```console\n\$ (ckptlint [^\n]*fixtures/[^\n]*)\n.*?```", re.DOTALL)
 _MERMAID = re.compile(r"\n\n```mermaid\n.*?```", re.DOTALL)
@@ -300,6 +339,66 @@ def _run(run: str, column: int, y: int, kind: str) -> str:
     return f'<text x="{x:.1f}" y="{y}"{class_}{length}>{escape(shown, quote=False)}</text>'
 
 
+def messages() -> str:
+    """What the rules say about all cases, what `--help` prints, and the errors: what tests compare part by part."""
+    rules = {rule.code: rule for rule in load_rules()}
+    reports: dict[str, list[CheckpointReport]] = {}
+    with TemporaryDirectory() as work:
+        for number, (code, case) in enumerate(fixture_cases(DOCS.parent / "fixtures")):
+            (folder := Path(work, str(number))).mkdir()
+            reports.setdefault(code, []).append(run_case(rules[code], case, folder / "case"))
+    return "\n".join([*(sentences(code, own) for code, own in reports.items()), help_texts(), error_texts()])
+
+
+def sentences(code: str, reports: Iterable[CheckpointReport]) -> str:
+    """Each sentence of a rule once, in the order of its cases; names and numbers make no other sentence."""
+    lines, seen = [f"# {code}\n"], set()
+    for item in (item for report in reports for item in report.diagnostics if item.code == code):
+        for label, text in ((item.severity.label, item.title), ("why", item.why), *item.all_notes()):
+            text = _PLACE.sub("", text)
+            key = _VARIES.sub("0", text)
+            if text and label not in _DATA and key not in seen:
+                lines.append(f"{label}: {text}\n")
+            seen.add(key)
+    return "".join(lines)
+
+
+def help_texts() -> str:
+    """What `--help` says about each option and command, unwrapped."""
+    lines = ["# help\n"]
+    for name, shown in [("ckptlint", cli), *((name, command(name)) for name in sorted(cli.commands))]:
+        lines.append(f"{name}: {' '.join((shown.help or '').split())}\n")
+        options = [param for param in shown.params if isinstance(param, click.Option)]
+        helps = [f"    {option.opts[-1]}: {' '.join(option.help.split())}\n" for option in options if option.help]
+        lines += [line for line in helps if line not in lines]
+    return "".join(lines)
+
+
+def error_texts() -> str:
+    """The sentences of the errors and problems that each module raises, with `{}` for what they fill in."""
+    lines = ["# errors\n"]
+    for path in sorted(_SOURCES.rglob("*.py")):
+        if set(_FOR_AUTHORS) & set(path.parts):
+            continue
+        calls = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
+        raised = [call for call in calls if re.search(r"Error$|^Problem$|^NotApplicable$", _called(call))]
+        found = [text for call in raised for text in _texts(call) if " " in text]
+        lines += [f"{path.relative_to(_SOURCES).as_posix()}: {text}\n" for text in dict.fromkeys(found)]
+    return "".join(lines)
+
+
+def _called(call: ast.Call) -> str:
+    return call.func.id if isinstance(call.func, ast.Name) else getattr(call.func, "attr", "")
+
+
+def _texts(call: ast.Call) -> Iterator[str]:
+    """The literal arguments of a call."""
+    for value in (*call.args, *(keyword.value for keyword in call.keywords)):
+        parts = value.values if isinstance(value, ast.JoinedStr) else [value]
+        texts = [str(part.value) if isinstance(part, ast.Constant) else "{}" for part in parts]
+        yield " ".join("".join(texts).split())
+
+
 def write(made: Mapping[Path, str], docs: Path = DOCS) -> None:
     """Write every generated page, and remove the pages of families that are gone."""
     for path, text in made.items():
@@ -311,4 +410,4 @@ def write(made: Mapping[Path, str], docs: Path = DOCS) -> None:
 
 
 if __name__ == "__main__":
-    write(pages())
+    write(pages() | {MESSAGES: messages()})

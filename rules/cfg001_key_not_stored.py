@@ -35,7 +35,7 @@ def key_not_stored(ckpt: Checkpoint) -> Iterator[Finding]:
         A load that is not strict leaves absent parameters at their initial values and raises no error.
     Usual causes:
         An export lost some of its shards and wrote its index from the others; only one rank's part was saved; a filter
-        or map of keys dropped a role; a head was taken for tied that is not.
+        or map of keys dropped a role; an untied head was treated as tied.
     How to fix:
         Export again from the training checkpoint and compare, or correct the wrong field of the configuration.
     See:
@@ -50,10 +50,10 @@ def key_not_stored(ckpt: Checkpoint) -> Iterator[Finding]:
     for tower in fit.absent_towers:
         is_lost = tower in fit.lost_towers and not fit.missing
         yield Finding(
-            f"nothing of {tower} is stored, though it is a part of {model_name(fit)}",
+            f"no tensor of {tower} is stored, but {model_name(fit)} has this part",
             at=Location(tower, label=f"{ckpt.metadata_file}, compared with {fit.place}"),
             severity=Severity.WARNING if is_lost else Severity.INFO,
-            why=_consequence(fit, one=False) if is_lost else "the parts of such a model are often saved alone",
+            why=_consequence(fit, one=False) if is_lost else "the parts of such a model are often saved separately",
         )
     yield from _predicting(ckpt, fit)
 
@@ -66,25 +66,25 @@ def _predicting(ckpt: Checkpoint, fit: Fit) -> Iterator[Finding]:
         what = folded[0] if len(fit.mtp_lost) == 1 else plural(len(fit.mtp_lost), "tensor")
         verb = "is" if len(fit.mtp_lost) == 1 else "are"
         yield Finding(
-            f"{what} of a layer for multi-token prediction {verb} not stored, but the rest of it is",
+            f"{what} of a multi-token-prediction layer {verb} not stored, but its other tensors are",
             at=Location(fit.mtp_lost[0], label=f"{ckpt.metadata_file}, compared with the layer most like it"),
             identity=tuple(fit.mtp_lost[:_MOST]),
             keys=tuple(fit.mtp_lost[:_MOST]),
             confidence="possible" if fit.doubt else "certain" if declared else "likely",
             notes=(doubt_note(fit.doubt), ("missing", some(folded, noun="pattern"))),
-            hint="copy the whole layer from the checkpoint that was exported, or leave all of it out",
+            hint="copy the whole layer from the source checkpoint, or leave the whole layer out",
         )
     if stored < declared and (stored or not fit.missing):
         number = "none is" if not stored else "1 is" if stored == 1 else f"{stored} are"
-        layers = plural(declared, "layer")
+        layers = plural(declared, "multi-token-prediction layer")
         yield Finding(
-            f"{fit.expected.source} declares {layers} for multi-token prediction, and {number} stored",
+            f"{fit.expected.source} declares {layers}, but {number} stored",
             at=Location(file=fit.expected.source),
             severity=None if stored else Severity.INFO if fit.mtp_by_class else Severity.WARNING,
             why="transformers declares this layer by itself and saves none; speculative decoding needs it"
             if fit.mtp_by_class and not stored
-            else "the model runs without them, and speculative decoding does not",
-            hint="copy them from the checkpoint that was exported, or declare as many as are stored",
+            else "the model runs without them, but speculative decoding needs them",
+            hint="copy them from the source checkpoint, or declare only as many as are stored",
         )
 
 
@@ -185,11 +185,11 @@ def _instead(fit: Fit) -> str:
 
 def _hint(fit: Fit, because: tuple[str, ...]) -> str:
     if fit.instead and not fit.is_export:
-        return "save again with the key names that the rest of the model follows"
+        return "save again with the key names that the rest of the model uses"
     if fit.instead:
-        return "map the stored keys to those of this model and export again: they are those of another version"
+        return "map the stored keys to the names of this model and export again: another version named them"
     if because == ("tie_word_embeddings",):
-        return "if the head is the embedding, set tie_word_embeddings to true; otherwise export again with the head"
+        return "if the head shares the embedding, set tie_word_embeddings to true; otherwise export again with the head"
     if not fit.is_export:
-        return "list the keys that each rank passes to save, and find the rank or stage that held these"
+        return "list the keys that each rank passes to save, and find the rank or stage that should save these"
     return "export again from the training checkpoint, and compare the number of tensors with the model's"

@@ -26,7 +26,7 @@ def key_not_in_model(ckpt: Checkpoint) -> Iterator[Finding]:
         quantised weights, adapters, second copies and layers for multi-token prediction are left out, and so are keys
         that stand where CFG001 misses others.
     Why it matters:
-        A loader leaves out what its model does not have, so part of what was trained has no effect.
+        A loader ignores keys that its model does not have, so part of the trained weights has no effect.
     Usual causes:
         The configuration belongs to another run; a field was changed by hand; the class in use lacks a fused or added
         module.
@@ -47,20 +47,18 @@ def _finding(ckpt: Checkpoint, fit: Fit, names: list[str], is_beyond: bool) -> F
     size = sum(nbytes(t.dtype, t.volume) or 0 for t in map(ckpt.tensors.__getitem__, names))
     subject = f"{folded[0]} is" if len(names) == 1 else f"{plural(len(names), 'tensor')} are"
     return Finding(
-        f"{subject} stored that {model_name(fit)} does not have",
+        f"{subject} stored, but {model_name(fit)} does not have {'it' if len(names) == 1 else 'them'}",
         at=Location(names[0], label=f"{ckpt.metadata_file}, compared with {fit.place}"),
         identity=tuple(names[:_MOST]),
         confidence="certain" if is_beyond and not fit.doubt_of(fit.open) else "possible",
-        why="from_pretrained leaves them out and only warns" if fit.is_export else "",
+        why="from_pretrained ignores them and only warns" if fit.is_export else "",
         notes=(
             doubt_note(fit.doubt_of(fit.open)),
             ("keys", some(folded, noun="pattern") if len(names) > 1 else ""),
-            ("bytes", f"{human_bytes(size)} that the model does not have"),
+            ("bytes", f"{human_bytes(size)} outside the model"),
             core_note(fit),
         ),
-        hint="compare the fields of the configuration with those of the job that trained the model"
-        if is_beyond
-        else "",
+        hint="compare the configuration with that of the job that trained the model" if is_beyond else "",
         told_by="REF001" if not is_beyond and _added(ckpt) >= set(names) else "",
     )
 

@@ -56,7 +56,7 @@ def shape_not_of_config(ckpt: Checkpoint) -> Iterator[Finding]:
             f"{item.name} is {shape_text(item.expected.shape)}",
             at=Location.of(item.tensor, label=f"{ckpt.metadata_file}, compared with the layer most like it"),
             confidence="possible" if fit.doubt else "likely",
-            hint="copy the whole layer from the checkpoint that was exported, or leave all of it out",
+            hint="copy the whole layer from the source checkpoint, or leave the whole layer out",
             group="shapes of prediction",
         )
 
@@ -114,18 +114,18 @@ def _finding(ckpt: Checkpoint, fit: Fit, items: list[ShapeDifference]) -> Findin
     hint = f"gather the whole tensor before the save, and {again}"
     if _is_empty(lead):
         subject = f"{name} is" if count == 1 else f"{plural(count, 'tensor')} have a size of 0: {name} is"
-        message = f"{subject} {shape_text(stored)}, but {source} makes it {shape_text(expected)}"
-        hint = "gather the parameters before the save (stage3_gather_16bit_weights): ZeRO-3 leaves such placeholders"
+        message = f"{subject} {shape_text(stored)}, but {source} gives {shape_text(expected)}"
+        hint = "gather the parameters before the save (stage3_gather_16bit_weights): ZeRO-3 leaves empty placeholders"
     elif not lead.axes:
-        subject = f"{name} is" if count == 1 else f"{plural(count, 'tensor')} have more or fewer dims: {name} is"
-        message = f"{subject} {shape_text(stored)}, but {source} makes it {shape_text(expected)}"
+        subject = f"{name} is" if count == 1 else f"{plural(count, 'tensor')} have the wrong number of dims: {name} is"
+        message = f"{subject} {shape_text(stored)}, but {source} gives {shape_text(expected)}"
         part = Fraction(prod(stored), prod(expected) or 1)
         if part != 1:
-            notes = (("ratio", f"{prod(stored):,} elements for {prod(expected):,} = {_times(part)}"),)
+            notes = (("ratio", f"{prod(stored):,} of {prod(expected):,} elements = {_times(part)}"),)
     elif _is_transposed(lead):
         subject = f"{name} is" if count == 1 else f"{plural(count, 'tensor')} are transposed: {name} is"
-        message = f"{subject} {shape_text(stored)}, but {source} makes it {shape_text(expected)}"
-        hint = f"store them as the model's own class does, and {again}"
+        message = f"{subject} {shape_text(stored)}, but {source} gives {shape_text(expected)}"
+        hint = f"store them in the layout of the model's class, and {again}"
     else:
         message = _sizes(source, items)
         ratio = Fraction(stored[lead.axes[0]], expected[lead.axes[0]] or 1)
@@ -136,7 +136,7 @@ def _finding(ckpt: Checkpoint, fit: Fit, items: list[ShapeDifference]) -> Findin
         if dim == "padded_vocab_size" and ratio > 1:
             hint = f"pad the vocabulary once, for all ranks together, and {again}"
         if ratio.numerator != 1 and ratio.denominator != 1:
-            hint = "compare the fields of the configuration with those of the job that trained the model"
+            hint = "compare the configuration with that of the job that trained the model"
     return Finding(
         message,
         at=Location.of(lead.tensor, label=f"{ckpt.metadata_file}, compared with {fit.place}"),
@@ -169,10 +169,10 @@ def _sizes(source: str, items: list[ShapeDifference]) -> str:
         more = f", and {plural(len(items) - 1, 'other')} like it" if len(items) > 1 else ""
         tail = f": {ratio}" if len(lead.axes) == 1 else ""
         return (
-            f"{lead.tensor.fqn} is {shape_text(stored)}, but {source} makes it {shape_text(expected)}"
+            f"{lead.tensor.fqn} is {shape_text(stored)}, but {source} gives {shape_text(expected)}"
             f"{' =' + dims if dims and any(not d.isdecimal() for d in lead.expected.dims) else ''}{tail}{more}"
         )
-    return f"{plural(len(items), 'tensor')} have size {stored[axis]}, but {source} makes it {wanted}: {ratio}"
+    return f"{plural(len(items), 'tensor')} have size {stored[axis]}, but {source} gives {wanted}: {ratio}"
 
 
 def _times(ratio: Fraction) -> str:
@@ -188,7 +188,7 @@ def _relation(ckpt: Checkpoint, dim: str, ratio: Fraction) -> tuple[Note, ...]:
         return ()
     axes = axes_of_size(ckpt.topology, factor)
     mesh = f"; {' and '.join(axes)} {'has' if len(axes) == 1 else 'have'} size {factor}" if axes else ""
-    what = "looks like one rank's part saved as the whole" if ratio < 1 else "looks like replicas saved as shards"
+    what = "looks like one rank's shard saved as the whole" if ratio < 1 else "looks like replicas saved as shards"
     if dim == "padded_vocab_size" and ratio > 1:
         return (("relation", f"rows already padded were padded or multiplied again{mesh}"),)
     if dim.startswith("(1 + swiglu)") and ratio == Fraction(1, 2) and "tp" not in axes:
@@ -230,7 +230,7 @@ def _many(ckpt: Checkpoint, fit: Fit) -> Finding:
         confidence="possible" if doubt else "certain",
         why=_consequence(fit),
         notes=(doubt_note(doubt), ("tensors", _listed(fit.shapes))),
-        hint="take the configuration of the job that wrote the tensors: this one probably belongs to another model",
+        hint="use the configuration of the job that wrote the tensors: this one probably belongs to another model",
     )
 
 
@@ -245,5 +245,5 @@ def _grown(ckpt: Checkpoint, fit: Fit) -> Finding:
         confidence="possible" if doubt else "certain",
         why=_consequence(fit) or "these are added tokens or padding; a loader that compares sizes refuses them",
         notes=(doubt_note(doubt),),
-        hint=f"set {field} to {fit.grown} if the tokenizer has these tokens; otherwise cut the tables to {declared}",
+        hint=f"set {field} to {fit.grown} if the tokenizer has these tokens; otherwise trim the rows to {declared}",
     )

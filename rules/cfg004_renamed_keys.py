@@ -65,12 +65,12 @@ def renamed_keys(ckpt: Checkpoint) -> Iterator[Finding]:
         yield from _certain(ckpt, fit)
     elif _matches_nothing(ckpt):
         yield Finding(
-            f"none of {len(ckpt.tensors):,} keys is one of model_type {ckpt.config.values['model_type']}",
+            f"none of {len(ckpt.tensors):,} keys belongs to model_type {ckpt.config.values['model_type']}",
             at=Location(label=ckpt.metadata_file),
             identity=("unknown",),
             notes=(("keys", some(braces(list(ckpt.tensors)), noun="pattern")),),
             why="from_pretrained finds no weight of the model, starts untrained and raises no error",
-            hint="convert the keys to those of the library, or set model_type and architectures to this model's",
+            hint="rename the keys to the library's names, or set model_type and architectures for this model",
         )
     else:
         likely = [*_likely(ckpt)]
@@ -130,7 +130,7 @@ def _unmerged(ckpt: Checkpoint, keys: list[str]) -> Finding:
         identity=("unmerged",),
         why="from_pretrained finds no weight for these modules, leaves them untrained and raises no error",
         notes=(("keys", some(braces(keys), noun="pattern")),),
-        hint="save what merge_and_unload() returns, or save the adapter and its base model apart",
+        hint="save what merge_and_unload() returns, or save the adapter and its base model separately",
     )
 
 
@@ -139,7 +139,7 @@ def _certain(ckpt: Checkpoint, fit: Fit) -> Iterator[Finding]:
     for words, count in fit.pairing.carried.items():
         shown = next(
             (
-                f"{stored} for {name}"
+                f"{stored} instead of {name}"
                 for name, stored in fit.pairing.stored.items()
                 if stored != name and words in stored
             ),
@@ -171,9 +171,9 @@ def _finding(
     ckpt: Checkpoint, words: str, count: int, total: int, label: str, shown: str, confidence: Confidence
 ) -> Finding:
     is_twice = words == words[: len(words) // 2] * 2
-    which = f"all {total:,} keys carry" if count == total else f"{count:,} of {total:,} keys carry"
+    which = f"all {total:,} keys contain" if count == total else f"{count:,} of {total:,} keys contain"
     return Finding(
-        f"{which} `{words}`, " + ("a part of a name twice" if is_twice else "which a wrapper of the model left there"),
+        f"{which} `{words}`, " + ("a name part twice" if is_twice else "left by a model wrapper"),
         at=Location(label=label),
         identity=(words,),
         confidence=confidence,
@@ -181,5 +181,5 @@ def _finding(
         notes=(("key", shown),),
         hint=f"write `{words[: len(words) // 2]}` once in every key of the files and the index"
         if is_twice
-        else "save the model inside the wrapper, or strip this from every key in the files and the index",
+        else "save the unwrapped model, or strip this from every key in the files and the index",
     )

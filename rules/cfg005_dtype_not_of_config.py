@@ -26,7 +26,7 @@ def dtype_not_of_config(ckpt: Checkpoint) -> Iterator[Finding]:
         float64. It is info for a few others, such as routers kept in float32, from 1% of the bytes on. Quantised
         models, training checkpoints and variants (`model.fp16.safetensors`) are left out.
     Why it matters:
-        Wider files are larger than the model; in narrower ones the precision that is declared was lost. A loader that
+        A wider dtype wastes space; a narrower one has lost the declared precision. A loader that
         uses the declared dtype converts every tensor.
     Usual causes:
         Master weights were saved instead of the model's, or the model was not cast before the export. An option that
@@ -69,5 +69,5 @@ def _finding(ckpt: Checkpoint, fit: Fit, item: OtherDtype, is_double: bool) -> F
             ("bytes", f"{cost} the model in {fit.expected.dtype}"),
             ("tensors", some(names, noun="pattern") if len(item.names) > 1 else ""),
         ),
-        hint="cast the model before the export, or declare the dtype that is stored" if is_loud else "",
+        hint="cast the model before the export, or declare the stored dtype" if is_loud else "",
     )

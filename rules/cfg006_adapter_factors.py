@@ -48,7 +48,7 @@ def adapter_factors(ckpt: Checkpoint) -> Iterator[Finding]:
         share in all that hold zeros, and the whole first or last row, are an error: one rank's rows. Zeros in some
         columns alone are ranks that are not used. Factors B of zeros alone are info.
     Why it matters:
-        peft stops on a factor of the wrong size. A factor that is not stored keeps its initial values: there the
+        peft refuses a factor of the wrong size. A factor that is not stored keeps its initial values: there the
         adapter does nothing, or adds noise.
     Usual causes:
         The adapter was saved while ZeRO-3 or FSDP held its parameters in parts, or a filter of keys missed some.
@@ -67,9 +67,9 @@ def adapter_factors(ckpt: Checkpoint) -> Iterator[Finding]:
     flat = [key for factors in modules for part, key in factors.keys.items() if _is_flat(part, tensors[key])]
     flat = [key for key in flat if key not in set(empty)]
     if empty:
-        yield _shapeless(tensors, empty, len(keys) + len(whole), "without elements")
+        yield _shapeless(tensors, empty, len(keys) + len(whole), "empty")
     if flat:
-        yield _shapeless(tensors, flat, len(keys), "flat, with fewer than two axes")
+        yield _shapeless(tensors, flat, len(keys), "flat (fewer than two axes)")
     yield from _alone(modules, tensors)
     bad = {*empty, *flat}
     sound = [factors for factors in modules if not bad.intersection(factors.keys.values())]
@@ -114,7 +114,7 @@ def _zeros(payload: PayloadTable, factors: list[Tensor]) -> Iterator[Finding]:
             identity=(str(share), *keys),
             keys=tuple(keys),
             notes=_keys(keys),
-            why=f"these hold the rows of one rank of {share.denominator}, and the adapter does nothing in the others",
+            why=f"one of {share.denominator} ranks saved its rows: in the other rows the adapter does nothing",
             hint="gather the factors from all ranks of tensor parallelism before saving",
             group=f"zeros {share}",
         )
@@ -134,14 +134,14 @@ def _is_flat(part: Part, tensor: Tensor) -> bool:
 def _shapeless(tensors: dict[str, Tensor], keys: list[str], total: int, how: str) -> Finding:
     verb = "are" if len(keys) > 1 else "is"
     return Finding(
-        f"{len(keys)} of {plural(total, 'tensor')} of adapters {verb} {how}",
+        f"{len(keys)} of {plural(total, 'adapter tensor')} {verb} {how}",
         at=Location.of(tensors[keys[0]]),
         identity=tuple(keys),
         keys=tuple(keys),
         kind="shapeless",
         notes=_keys(keys),
-        why="loading stops with a size mismatch; what was trained is not in this file",
-        hint="gather the parameters before saving: ZeRO-3 and FSDP keep only a part of each on a rank",
+        why="loading stops with a size mismatch; this file does not hold the trained values",
+        hint="gather the parameters before saving: with ZeRO-3 and FSDP each rank holds only a shard",
         group=how,
     )
 
@@ -189,7 +189,7 @@ def _ranks(modules: list[Factors], tensors: dict[str, Tensor]) -> Iterator[Findi
                 at=Location.of(b),
                 notes=(("factor A", f"{a.fqn}: {shape_text(a.global_shape)}"),),
                 why="the two are multiplied, so one of them has a different rank or belongs to another module",
-                hint="take both from one save",
+                hint="take both from the same save",
                 group=f"rank {rows} {columns} {parse(b.fqn).role}",
             )
 
@@ -218,7 +218,7 @@ def _of_base(ckpt: Checkpoint, modules: list[Factors], tensors: dict[str, Tensor
                 notes=(("base model", f"{source}: {key} {shape_text(shape)}"),),
                 why="peft stops with a size mismatch"
                 + (f": this is one rank's part of {wanted // size}" if wanted % size == 0 else ""),
-                hint="gather the factors from all ranks before saving, or name the base model that it was trained on",
+                hint="gather the factors from all ranks before saving, or name the base model of the training",
                 group=f"base {size} {wanted} {parse(at.fqn).role}",
             )
         sizes = experts.get(home_of_experts(factors.base_module), frozenset())
@@ -292,7 +292,7 @@ def _magnitudes(modules: list[Factors], tensors: dict[str, Tensor]) -> Iterator[
                     f"the magnitude{{of}} has {plural(count, 'element')}, but factor B has {plural(rows, 'row')}",
                     at=Location.of(magnitude),
                     notes=(("factor B", f"{b.fqn}: {shape_text(b.global_shape)}"),),
-                    hint="take both from one save",
+                    hint="take both from the same save",
                     group=f"magnitude {count} {rows}",
                 )
 
@@ -332,7 +332,7 @@ def _gaps(ckpt: Checkpoint, modules: list[Factors]) -> Iterator[Finding]:
                 confidence="likely",
                 notes=(("others", f"other modules of {role.rpartition('.')[0]} have one in these layers"),),
                 why="loading only warns and keeps the initial values, so the adapter does nothing there",
-                hint="take it from the step before, or save again",
+                hint="take it from the previous step, or save again",
                 inferred_from=f"the {len(stored)} other layers",
             )
 

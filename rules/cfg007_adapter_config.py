@@ -52,7 +52,7 @@ def adapter_config(ckpt: Checkpoint) -> Iterator[Finding]:
         data, a few factors B of zeros among others are a warning; so are all in a trained step, or beside factors A
         of zeros.
     Why it matters:
-        peft stops on a different rank. Whatever it does not find keeps its initial values, after a warning at most.
+        peft stops if the rank differs. Whatever it does not find keeps its initial values, after a warning at most.
     Usual causes:
         The configuration belongs to another run, or somebody filtered or saved the state dict by hand.
     How to fix:
@@ -72,7 +72,7 @@ def adapter_config(ckpt: Checkpoint) -> Iterator[Finding]:
     modules = {factors.module: factors for factors in factors_of(ckpt.tensors)}
     if not modules:
         yield _finding(
-            f"{ADAPTER_CONFIG} says LORA, but none of {plural(len(ckpt.tensors), 'tensor')} is a factor of it",
+            f"{ADAPTER_CONFIG} says LORA, but none of {plural(len(ckpt.tensors), 'tensor')} is a LoRA factor",
             "factors",
         )
         return
@@ -112,11 +112,11 @@ def _names(ckpt: Checkpoint) -> Iterator[Finding]:
     if wrapped:
         word = _wrapping(wrapped[0])
         yield _finding(
-            f"{len(wrapped)} of {plural(len(keys), 'key')} carry {word}., which a wrapper puts there",
+            f"{len(wrapped)} of {plural(len(keys), 'key')} contain {word}., left by a model wrapper",
             word,
             notes=_listed("keys", braces(wrapped)),
-            why="peft finds none of these in a model without that wrapper, warns, and keeps the initial values",
-            hint=f"strip {word}. from the keys, or save the model inside the wrapper",
+            why="a model without that wrapper has no such keys: peft warns and keeps the initial values",
+            hint=f"strip {word}. from the keys, or save the unwrapped model",
         )
     elif not any(key.startswith("base_model.") for key in keys):
         yield _finding(
@@ -154,7 +154,7 @@ def _scale(modules: Iterable[Factors], ckpt: Checkpoint, config: AdapterConfig) 
             "lora_alpha",
             notes=_listed("modules", braces(nothing)),
             why="peft multiplies the factors by lora_alpha / r, so the adapter does nothing",
-            hint=f"set lora_alpha in {ADAPTER_CONFIG} as the run had it",
+            hint=f"set lora_alpha in {ADAPTER_CONFIG} to the value of the run",
         )
 
 
@@ -173,12 +173,12 @@ def _last(module: str) -> str:
 
 def _of_native(modules: list[str]) -> Finding:
     return _finding(
-        f"{plural(len(modules), 'module')} {'has' if len(modules) == 1 else 'have'} a name of Megatron-Core, others of "
-        "the same layers have names of transformers",
+        f"{plural(len(modules), 'module')} {'has' if len(modules) == 1 else 'have'} a Megatron-Core name, others in "
+        "the same layers have transformers names",
         "native",
         notes=_listed("modules", braces(modules)),
-        why="no model has both, so peft does not find one part, warns, and keeps the initial values",
-        hint="export the adapter again with a map of names that covers these modules",
+        why="no model has both, so peft misses one kind, warns, and keeps the initial values",
+        hint="export the adapter again with a key mapping that covers these modules",
     )
 
 
@@ -223,7 +223,7 @@ def _ranks(ckpt: Checkpoint, config: AdapterConfig) -> Iterator[Finding]:
                 *_listed("keys", braces(keys)),
             ),
             why="peft builds the adapter with the declared rank and stops with a size mismatch",
-            hint=f"set r or rank_pattern in {ADAPTER_CONFIG} as the run had it, and lora_alpha with it",
+            hint=f"set r or rank_pattern and lora_alpha in {ADAPTER_CONFIG} to the values of the run",
         )
 
 
@@ -237,7 +237,7 @@ def _magnitudes(ckpt: Checkpoint, config: AdapterConfig) -> Iterator[Finding]:
             f"use_dora is true, but {len(keys)} of {plural(len(modules), 'module')} have no magnitude vector",
             "magnitude",
             notes=_listed("modules", braces(keys)),
-            why="peft warns and takes the norms of the base model instead of what was trained",
+            why="peft warns and uses the norms of the base model instead of the trained magnitudes",
             hint="save again with save_pretrained",
         )
     elif with_one and not config.magnitudes:
@@ -247,7 +247,7 @@ def _magnitudes(ckpt: Checkpoint, config: AdapterConfig) -> Iterator[Finding]:
             "use_dora",
             Severity.WARNING,
             why="peft then ignores these, so the adapter differs from the one that was trained",
-            hint=f"set use_dora in {ADAPTER_CONFIG} as the run had it",
+            hint=f"set use_dora in {ADAPTER_CONFIG} to the value of the run",
         )
 
 
@@ -263,7 +263,7 @@ def _targets(modules: set[str], config: AdapterConfig) -> Iterator[Finding]:
         if names:
             is_sure, them = severity is Severity.WARNING, "it" if len(names) == 1 else "them"
             yield _finding(
-                f"target_modules names {_quoted(names)}, but no adapter of {them} is stored",
+                f"target_modules names {_quoted(names)}, but no adapter for {them} is stored",
                 "target_modules",
                 severity,
                 why="peft warns that the keys are missing and keeps the initial values: the adapter does nothing there"
@@ -278,10 +278,10 @@ def _untargeted(modules: set[str], config: AdapterConfig) -> Iterator[Finding]:
     odd = [m for m in modules if config.targets and not config.parameters and {*endings(m)}.isdisjoint(config.targets)]
     if odd:
         yield _finding(
-            f"target_modules names none of {plural(len(odd), 'module')} with factors",
+            f"target_modules lists none of {plural(len(odd), 'module')} with factors",
             "untargeted",
             notes=_listed("modules", braces(sorted(odd))),
-            why="peft builds no adapter there and leaves their factors aside, so the adapter does nothing there",
+            why="peft builds no adapter there and ignores the factors, so the adapter does nothing there",
             hint=f"add them to target_modules in {ADAPTER_CONFIG}",
         )
 

@@ -37,7 +37,7 @@ def token_ids(ckpt: Checkpoint) -> Iterator[Finding]:
     Why it matters:
         The first text with such a token stops the forward pass: the index is out of range.
     Usual causes:
-        Tokens were added and the embedding was not resized, or its new rows were cut; the tokenizer or the
+        Tokens were added and the embedding was not resized, or its new rows were trimmed; the tokenizer or the
         configuration is of another model.
     How to fix:
         Call `resize_token_embeddings` before the export, or take tokenizer and configuration of this model.

@@ -40,7 +40,7 @@ def iteration_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
         they agreed. All numbers that contradict the folder's are one finding. Files of ranks that are called alike and
         say different steps are a warning.
     Why it matters:
-        A resume takes the tracked step and counts on from the iteration saved in it, whatever the folder is called.
+        A resume loads the step that the tracker names, and continues from the iteration stored in it.
     Usual causes:
         Somebody renamed or copied a step folder; the save was interrupted before the tracker was written; the tracker
         was not reduced over the ranks; a file belongs to another step.
@@ -78,10 +78,10 @@ def _tracked(run: RunFolder, tracker: int | Literal["release"], notes: tuple[Not
         alone = len(run.steps) == 1
         yield replace(
             finding,
-            message=f"{run.tracker_file} names {named}, which is not there",
+            message=f"{run.tracker_file} names {named}, which does not exist",
             identity=("tracked", str(tracker)),
             severity=Severity.WARNING if alone else None,
-            hint=f"{resume} to resume from this step, or copy {run.folder_of(tracker)} back",
+            hint=f"{resume} to resume from this step, or restore {run.folder_of(tracker)}",
         )
     elif run.tracked == "unfinished" and tracker != run.step:
         yield replace(
@@ -93,11 +93,11 @@ def _tracked(run: RunFolder, tracker: int | Literal["release"], notes: tuple[Not
     elif tracker != "release" and tracker < run.step == newest:
         yield replace(
             finding,
-            message=f"{run.tracker_file} names step {tracker}, but this finished step {run.step} is newer",
+            message=f"{run.tracker_file} names step {tracker}, but step {run.step} is newer and finished",
             identity=("newer", str(tracker)),
             severity=Severity.INFO,
             why=f"a resume starts from step {tracker} and repeats the training since then",
-            hint=f"{resume}, unless somebody chose the older step on purpose",
+            hint=f"{resume}, unless the older step was chosen on purpose",
         )
 
 
@@ -111,7 +111,7 @@ def _stored(ckpt: Checkpoint, run: RunFolder | None) -> list[tuple[str, int]]:
 
 
 def _numbers(run: RunFolder, stored: int | None) -> tuple[Note, ...]:
-    states = {"unfinished": ", which is not complete", "absent": ", which is not there"}
+    states = {"unfinished": ", which is not complete", "absent": ", which does not exist"}
     shown = [str(step) for step in run.steps[-8:]]
     steps = ", ".join((["..."] if len(run.steps) > 8 else []) + shown)
     said = [f"the folder is step {run.step}"]
@@ -162,7 +162,7 @@ def _contradiction(
         at=Location(file=lead.source) if is_file else Location(lead.source),
         identity=("step", str(lead.step)),
         severity=lead.level,
-        why="a resume finds the step by its folder, and counts on from the number inside",
+        why="a resume picks the step by its folder name, and continues counting from the number inside",
         notes=tuple(note for note in about if note[1]) + notes,
         hint=lead.hint,
     )
@@ -170,7 +170,7 @@ def _contradiction(
 
 def _of_trainer(file: StepFile) -> _Counter:
     hint = f"rename the folder to checkpoint-{file.step}, or restore the {file.name} of its step"
-    return _Counter(file.name, file.step or 0, Severity.WARNING, hint, "the Trainer takes both from one counter")
+    return _Counter(file.name, file.step or 0, Severity.WARNING, hint, "the Trainer writes both from one counter")
 
 
 def _of_iteration(run: RunFolder, source: str, iteration: int) -> _Counter:
@@ -179,7 +179,7 @@ def _of_iteration(run: RunFolder, source: str, iteration: int) -> _Counter:
 
 
 def _of_claim(ckpt: Checkpoint, run: RunFolder, claim: StepClaim) -> _Counter:
-    hint = f"compare it with step {claim.step} before you resume"
+    hint = f"compare this folder with step {claim.step} before you resume"
     level, because = _level(ckpt, run, claim)
     return _Counter(claim.source, claim.step, level, hint, because)
 
@@ -204,7 +204,7 @@ def _ranks_apart(claims: list[StepClaim]) -> Iterator[Finding]:
                 at=Location(file=steps[step][0]),
                 identity=("ranks", str(step)),
                 severity=Severity.WARNING,
-                why="each rank of one save writes the same step: these files are of two saves",
+                why="each rank of one save writes the same step: these files come from two saves",
                 hint=f"copy the files of step {most} again, or resume from another step",
             )
 
@@ -213,14 +213,14 @@ def _level(ckpt: Checkpoint, run: RunFolder, claim: StepClaim) -> tuple[Severity
     """How sure it is that the number should be the folder's, and why; None for a counter that may count otherwise."""
     for counter in world().one_counter:
         if run.prefix == counter.prefix and counter.entry.fullmatch(claim.source):
-            return Severity.WARNING, f"{counter.framework} takes both from one counter"
+            return Severity.WARNING, f"{counter.framework} writes both from one counter"
     if claim.step not in run.steps or claim.step == run.step:
         return None, ""
     before = ckpt.before
     if before is not None and before.run is not None and "last_epoch" not in claim.source:
         stood = claim.step == before.run.step and claim in _claims(before)
         if stood:
-            return Severity.WARNING, f"{run.folder_of(claim.step)} says the same, and it is step {claim.step}"
+            return Severity.WARNING, f"in {run.folder_of(claim.step)} the same counter matches the folder"
     return (
         Severity.INFO,
         f"{run.folder_of(claim.step)} is another step of the run; this counter may count something else",

@@ -40,7 +40,7 @@ def sharding_type_vs_keys(ckpt: Checkpoint) -> Iterator[Finding]:
         `dp_group_idx_N.param_state`; fsdp_dtensor has `optimizer.state.<parameter>.<what>`. Prefixes of chains and
         modules do not count; a module without optimizer keys is not judged.
     Why it matters:
-        The loader picks its code path by the type and finds none of the keys that the path asks for.
+        The loader picks its code path by the sharding type, and finds none of the keys that it needs.
     Usual causes:
         The type was replaced by a default or by another module's, or a conversion changed the format but not the type.
     How to fix:
@@ -70,14 +70,14 @@ def sharding_type_vs_keys(ckpt: Checkpoint) -> Iterator[Finding]:
         of = f" of mimo.{name}" if name else ""
         fitting = " or ".join(kind for kind, form in _FORMS.items() if form == found)
         yield Finding(
-            f"sharding type {declared_type}{of} asks for keys {_WORDS[wanted]}, but all {count:,} are {_WORDS[found]}",
+            f"sharding type {declared_type}{of} needs keys {_WORDS[wanted]}, but all {count:,} are {_WORDS[found]}",
             at=Location(
                 file=places[0].partition(": ")[0] if places[0] != "content_metadata" else _source(ckpt),
                 label=", ".join(places[:4]),
             ),
             identity=(declared_type, name),
             notes=(("keys", ", ".join(f"{_WORDS[form]}: {forms[name].get(form, 0):,}" for form in (wanted, found))),),
-            hint=f"set the type to {fitting}, whose keys these are, and load again",
+            hint=f"set the type to {fitting}, which matches these keys, and load again",
         )
 
 

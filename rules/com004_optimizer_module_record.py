@@ -36,7 +36,7 @@ def optimizer_module_record(ckpt: Checkpoint) -> Iterator[Finding]:
         (Megatron-LM#4791). States that a caller of the library saved without a training loop are not
         judged.
     Why it matters:
-        Loading stops with a KeyError or an assertion for that optimizer.
+        Loading stops with a KeyError or a failed assertion for that optimizer.
     Usual causes:
         Only rank 0 keeps plain values, and it does not own the module; an empty dict was dropped on the way; somebody
         edited or filtered the common state.
@@ -83,7 +83,7 @@ def optimizer_module_record(ckpt: Checkpoint) -> Iterator[Finding]:
             at=Location(file=common.source, label=groups[0].place),
             identity=("shared", *names),
             severity=Severity.WARNING,
-            why="each module has an optimizer of its own, and a load gives the settings and steps of one to all",
+            why="each module has its own optimizer, but a load gives all of them the settings and steps of one",
             hint="load without the optimizer, or take the groups of the other modules from another save",
             told_by="OBJ001",
         )

@@ -30,7 +30,7 @@ def runtime_state_in_common(ckpt: Checkpoint) -> Iterator[Finding]:
         parameter. `args` has no attribute that only a running job sets (loaded_iteration). The `common_step` that
         optimizers share is allowed.
     Why it matters:
-        Every rank restores what rank 0 had, and ranks that compare their common states see false differences.
+        Every rank restores the value of rank 0, and ranks that compare their common states report false differences.
     Usual causes:
         Nobody filtered the state dict before the save, or the job wrote into its own arguments.
     How to fix:

@@ -21,7 +21,7 @@ def optimizer_presence(ckpt: Checkpoint) -> Iterator[Finding]:
         Not judged in a folder `release`, at iteration 0 and after a finetuning start, where weights are exported alone,
         nor where no flag is declared.
     Why it matters:
-        A resume stops with a KeyError, or starts with fresh moments although the configuration promises otherwise.
+        A resume stops with a KeyError, or starts with fresh moments although the configuration promises saved ones.
     Usual causes:
         The flag changed between two jobs, or an export of the weights kept the configuration of the training.
     How to fix:
@@ -48,9 +48,9 @@ def optimizer_presence(ckpt: Checkpoint) -> Iterator[Finding]:
         "to an optimizer",
         at=Location(file=source, label=f"{source}: {name}"),
         identity=(name,),
-        why="loading by this flag ignores the optimizer state" if keys else "",
+        why="a load that follows this flag skips the optimizer state" if keys else "",
         notes=(("keys", ", ".join(keys[:3]) + (", ..." if len(keys) > 3 else "")),) if keys else (),
-        hint="set the flag as the job that wrote the checkpoint had it"
+        hint="set the flag to the value that the job that wrote the checkpoint used"
         if keys
         else "load with finetune or no_load_optim if you only want the weights",
     )

@@ -73,13 +73,13 @@ def _finding(ckpt: Checkpoint, count: LayerCount) -> Finding:
     elif count.found < declared:
         hint = "compare with the keys of an earlier step; after loading, missing layers keep whatever was in memory"
     else:
-        hint = "set the number of layers to what is stored, or find out which job wrote the configuration"
+        hint = "set the number of layers to the stored one, or find out which job wrote the configuration"
     stored = "1 layer is" if count.found == 1 else f"{count.found} layers are"
     return Finding(
         f"{stored} stored under {count.block}, but {count.declared.source} declares {declared}",
         at=Location(count.block, label=ckpt.metadata_file),
         severity=Severity.WARNING if count.found > declared else None,
-        why="a model of the declared size loads without the further layers" if count.found > declared else "",
+        why="a model of the declared size loads without the extra layers" if count.found > declared else "",
         notes=tuple(notes),
         hint=hint,
         inferred_from=f"the {'numbers in the keys' if count.numbers or count.stages else 'shapes'} of {count.block}",
@@ -102,6 +102,6 @@ def _foreign(ckpt: Checkpoint, foreign: tuple[Contradiction, ...]) -> Finding:
         if of_model
         else "nothing that follows from the declared sizes could be checked",
         notes=tuple((item.name, f"{item.found} in {item.shown_by}") for item in foreign),
-        hint="give the sizes on the command line; the other rules ignored what was declared",
+        hint="pass the right sizes when you load; the other rules ignored the declared ones",
         inferred_from=f"{len(foreign)} declared sizes that contradict what is stored",
     )

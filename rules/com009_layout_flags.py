@@ -8,7 +8,7 @@ from ckptlint.analysis.inventory import inventory_of
 from ckptlint.analysis.optimizer_records import content_metadata
 from ckptlint.analysis.trusted_config import flag, trusted
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import printable
+from ckptlint.model.text import plural, printable
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 
 _BACKEND = "torch_dist"
@@ -26,7 +26,7 @@ def layout_flags(ckpt: Checkpoint) -> Iterator[Finding]:
         judged. The backend in `metadata.json` is that of the files here. Flattened optimizer states, which newer
         versions refuse, are info.
     Why it matters:
-        The loader asks for keys of the form that the flag names, and finds none.
+        The loader looks for keys in the form that the flag implies, and finds none.
     Usual causes:
         The flag was not passed to every part of the state dict, or the writing and the loading version differ.
     How to fix:
@@ -62,12 +62,12 @@ def layout_flags(ckpt: Checkpoint) -> Iterator[Finding]:
 def _finding(ckpt: Checkpoint, name: str, value: bool, keys: list[str], found: str, wanted: str) -> Finding:
     source = ckpt.common.source if ckpt.common is not None else ""
     return Finding(
-        f"{name} is {value}, but {len(keys):,} keys are {found}",
+        f"{name} is {value}, but {plural(len(keys), 'key')} {'is' if len(keys) == 1 else 'are'} {found}",
         at=Location(file=source, label=f"{source}: content_metadata"),
         identity=(name, str(value)),
         severity=Severity.WARNING,
         notes=(("expected", wanted), ("keys", ", ".join(keys[:3]) + (", ..." if len(keys) > 3 else ""))),
-        hint=f"load with {name}={not value}, or find out which of the two the writer meant",
+        hint=f"load with {name}={not value}, or find out how the writer set this flag",
     )
 
 

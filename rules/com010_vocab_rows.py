@@ -30,7 +30,7 @@ def vocab_rows(ckpt: Checkpoint) -> Iterator[Finding]:
         exactly in Megatron's formats, elsewhere up to a factor that is no whole number, since some models have a
         vocabulary for each.
     Why it matters:
-        Loading fails with a size mismatch, or the tail of the table is rows that were never trained.
+        Loading fails with a size mismatch, or the last rows of the table were never trained.
     Usual causes:
         The padded size was multiplied by TP a second time, or the padded size of one shard was used for the offsets.
     How to fix:

@@ -63,7 +63,7 @@ def numbered_files(ckpt: Checkpoint) -> Iterator[Finding]:
                 identity=tuple(names),
                 severity=Severity.WARNING,
                 group=prefix,
-                hint="save again with all ranks: the data of these ranks starts anew after a resume",
+                hint="save again with all ranks: after a resume these ranks start their data from the beginning",
             )
     for own in found:
         stated = stated_ranks(ckpt, own)
@@ -98,12 +98,10 @@ def _gaps(own: NumberedFiles, stated: dict[str, int]) -> Iterator[Finding]:
         confidence = "possible"
     missing = _lost(own.pattern, set(numbers), lost, first, stride, own)
     names = _shown(missing, lost)
-    noun = own.counts or "file"
-    notes: tuple[Note, ...] = (
-        ("because", f"{listed(agree)} {'state' if len(agree) > 1 else 'states'} {total:,} ranks"),
-    )
+    what = f"the {own.what} of {plural(lost, 'rank')}" if is_of_ranks else plural(lost, own.what)
+    notes: tuple[Note, ...] = (("because", f"{total:,} ranks according to {listed(agree)}"),)
     yield Finding(
-        f"the {own.what} of {plural(lost, noun)} of {len(numbers) + lost:,} is missing: {', '.join(names)}",
+        f"{what} of {len(numbers) + lost:,} {'is' if is_of_ranks or lost == 1 else 'are'} missing: {', '.join(names)}",
         at=Location(file=names[0]),
         identity=tuple(names),
         confidence=confidence,
@@ -127,7 +125,7 @@ def _beyond(own: NumberedFiles, stated: dict[str, int], size: int) -> Iterator[F
         at=Location(file=names[0]),
         confidence="likely" if len(agree) < 2 else "certain",
         kind="beyond",
-        notes=(("because", f"{listed(agree)} {'state' if len(agree) > 1 else 'states'} {plural(size, 'rank')}"),),
+        notes=(("because", f"{plural(size, 'rank')} according to {listed(agree)}"),),
         hint="these are left from a larger job: save into an empty folder, or remove them",
     )
 
@@ -146,7 +144,7 @@ def _steps(own: NumberedFiles) -> Iterator[Finding]:
         identity=tuple(file.name for file in odd),
         severity=Severity.WARNING,
         kind="step",
-        hint="take all files of the set from one save",
+        hint="take all files of the set from the same save",
     )
 
 

@@ -54,7 +54,7 @@ def expert_index_set(ckpt: Checkpoint) -> Iterator[Finding]:
                     identity=tuple(map(str, sorted(missing))),
                     severity=Severity.INFO if is_tail and same else None,
                     notes=owners_note(ckpt, missing, keys),
-                    hint="check which ranks are elected to write these experts: none of them did",
+                    hint="check which ranks should write these experts: none of them did",
                     inferred_from="the rows of the router"
                     if keys > max(union) + 1
                     else "the numbers of the other experts",

@@ -88,6 +88,6 @@ def _finding(layers: list[MoeLayer], experts: Experts, usual: Experts, others: l
         f"{plural(len(others), 'layer')} like {like} {'has' if one else 'have'} {' and '.join(wants)}",
         at=Location.of(lead.tensor),
         identity=(name, listed),
-        hint="if no setting makes these layers special, look at how their stage or ranks saved them",
+        hint="check how their stage or ranks saved them, unless a setting makes these layers different",
         inferred_from=f"layer{'s' * (not one)} {ranges(others)}, equal in everything else",
     )

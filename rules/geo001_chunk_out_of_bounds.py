@@ -45,7 +45,7 @@ def chunk_out_of_bounds(ckpt: Checkpoint) -> Iterator[Finding]:
                 ),
                 severity=None if layout.live[row] or min(box.sizes) < 0 else Severity.INFO,
                 notes=(("where", place),),
-                hint="compare this tensor with the same one of the step before; its other chunks show its true size",
+                hint="compare with the same tensor of the previous step; the other chunks show its true size",
             )
 
 

@@ -31,7 +31,7 @@ def chunk_rank_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
         chunk = chunks[0]
         yield Finding(
             f"{len(chunks)} of {plural(len(chunks) + len(tensor.chunks), 'chunk')}{{of}} "
-            f"{'does' if len(chunks) == 1 else 'do'} not have its {len(tensor.global_shape)} axes: "
+            f"{'does' if len(chunks) == 1 else 'do'} not have the tensor's {len(tensor.global_shape)} axes: "
             f"offsets {shape_text(chunk.offsets)}, sizes {shape_text(chunk.sizes)}, "
             f"shape {shape_text(tensor.global_shape)}",
             at=Location.of(tensor),

@@ -39,7 +39,7 @@ def empty_chunk_list(ckpt: Checkpoint) -> Iterator[Finding]:
         if tensor.volume and not tensor.layout.live.any():
             count = "its chunk list is empty" if not len(tensor.chunks) else "all its chunks are empty"
             yield Finding(
-                f"nothing{{of}} is stored: {count}",
+                f"no part{{of}} is stored: {count}",
                 at=Location.of(tensor),
                 hint="compare with the same tensor of another layer, which has chunks"
                 if role(tensor.fqn) in stored
@@ -49,7 +49,7 @@ def empty_chunk_list(ckpt: Checkpoint) -> Iterator[Finding]:
         keys = [param.tensor.fqn for param in empty]
         verb = "is" if len(keys) == 1 else "are"
         yield Finding(
-            f"{plural(len(keys), 'weight')} {verb} stored without elements, and others of the model are not: "
+            f"{plural(len(keys), 'weight')} {verb} empty, unlike the model's other weights: "
             f"{keys[0]} is {shape_text(empty[0].tensor.global_shape)}",
             at=Location.of(empty[0].tensor),
             identity=tuple(keys[1:]),

@@ -39,7 +39,7 @@ def duplicate_chunk(ckpt: Checkpoint) -> Iterator[Finding]:
         for first, others in islice(at_place.items(), _SHOWN):
             files = dict.fromkeys(ckpt.chunk_file(tensor, row) or "no file" for row in (first, *others))
             place = listed([*files][:_NAMED]) + (" and others" if len(files) > _NAMED else "")
-            place = f"stored in {place}" if len(files) > 1 else f"one entry in {place} stands for all of them"
+            place = f"stored in {place}" if len(files) > 1 else f"all of them share one entry in {place}"
             if len(at_place) > 1 and first == next(iter(at_place)):
                 place += f"; chunks repeat at {len(at_place):,} offsets"
             boxes = [tensor.layout.box(row) for row in (first, *others[:_NAMED])]
@@ -54,5 +54,5 @@ def duplicate_chunk(ckpt: Checkpoint) -> Iterator[Finding]:
                     tensor, region=boxes[0].intersect(boxes[1]), rows=rows, ranks=saved_by(ckpt, tensor, rows)
                 ),
                 notes=(("where", place), ("two saves", saves_note(ckpt))),
-                hint=saves_hint(ckpt) or "find the two writers of this key: the tensor of one of them is lost",
+                hint=saves_hint(ckpt) or "find the two writers of this key: the tensor of one writer is lost",
             )

@@ -35,7 +35,7 @@ def shard_not_a_box(ckpt: Checkpoint) -> Iterator[Finding]:
     What it checks:
         The rows that the placements give a rank are contiguous on every axis.
     Why it matters:
-        A checkpoint stores boxes: of a strided shard only the first run of rows gets the right offset.
+        A checkpoint stores boxes, so only the first run of rows in a strided shard gets the right offset.
     Usual causes:
         Two mesh axes split one tensor axis, and not in the order of the mesh ([Shard(0), _StridedShard(0)]).
     How to fix:
@@ -54,7 +54,7 @@ def chunk_override_broken(ckpt: Checkpoint) -> Iterator[Finding]:
         A tensor that is not split as its placements say has both `__create_chunk_list__` and `__create_write_items__`,
         and the two agree.
     Why it matters:
-        Without them the save falls back to the offsets of an even split. A load then puts rows in the wrong places.
+        With no valid list the save uses the offsets of an even split. A load then puts rows in the wrong places.
     Usual causes:
         `detach()`, `clone()`, or `to_local()` followed by `from_local`, on an uneven DTensor of Megatron-FSDP: the new
         tensor lacks the two attributes.
@@ -146,7 +146,7 @@ def fqn_collision(ckpt: Checkpoint) -> Iterator[Finding]:
     What it checks:
         Joined by dots, every path through the state dict gives a key of its own.
     Why it matters:
-        One of the two overwrites the other without a message.
+        One of the two silently overwrites the other.
     Usual causes:
         A key contains a dot, or a mapping has a number both as text and as a number.
     How to fix:

@@ -20,7 +20,7 @@ def rank_overlap(ckpt: Checkpoint) -> Iterator[Finding]:
         No two chunks that will be written share an element; equal boxes are left to LIV204 and LIV205. Says nothing
         where a rank has a finding about its own chunk, or ranks disagree on the shape.
     Why it matters:
-        torch takes chunks at the same offset for copies and keeps one, whatever their sizes. Of other overlaps a load
+        torch treats chunks at the same offset as copies and keeps one, whatever their sizes. Of other overlaps a load
         keeps the chunk that it reads last.
     Usual causes:
         Two ranks compute their offsets from different sizes, or a replica is not declared as one.
@@ -46,7 +46,7 @@ def rank_overlap(ckpt: Checkpoint) -> Iterator[Finding]:
         at = finding.at
         assert at.tensor is not None
         names, ranks = _writers(view, at.tensor, at.rows)
-        yield replace(finding, at=replace(at, label=names, ranks=ranks))
+        yield replace(finding, at=replace(at, label=names, ranks=ranks), hint=f"compare the offsets of {names}")
 
 
 def _writers(view: Checkpoint, tensor: Tensor, rows: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:

@@ -69,7 +69,7 @@ def _with_absent(finding: Finding, absent: tuple[int, ...], world: int, counts: 
     has = "has" if len(absent) == 1 else "have"
     text = f"{named_ranks(absent)} {has} no such key, or an empty shard"
     if counts[0] > 1:
-        text += f"; that is so for {counts[0]:,} of {counts[1]:,} keys"
+        text += f"; the same holds for {counts[0]:,} of {counts[1]:,} keys"
     note = ("absent", text)
     told = replace(finding, notes=(note, *finding.notes))
     if 2 * len(absent) > world:

@@ -19,7 +19,7 @@ def duplicate_owner(ckpt: Checkpoint) -> Iterator[Finding]:
         DTensors, whose save keeps one copy, a warning; if the contents are the same (a tied weight on two meshes), only
         info.
     Why it matters:
-        One copy survives. If two different tensors share the key, the other one is lost.
+        The save keeps one copy. If two different tensors share the key, the other one is lost.
     Usual causes:
         replica_id lacks a mesh axis (tp, ep), or two modules share a key.
     How to fix:
@@ -34,7 +34,7 @@ def duplicate_owner(ckpt: Checkpoint) -> Iterator[Finding]:
         if len(mains) < 2:
             continue
         digests = {int(table.digest[row]) for row in mains}
-        contents = "not compared" if 0 in digests else "the same on all"
+        contents = "not compared" if 0 in digests else "equal on all ranks"
         contents = "they differ" if len(digests - {0}) > 1 else contents
         is_strict = bool(table.strict[mains].any())
         lesser = Severity.INFO if len(digests) == 1 and 0 not in digests else Severity.WARNING

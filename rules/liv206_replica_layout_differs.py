@@ -17,7 +17,7 @@ def replica_layout_differs(ckpt: Checkpoint) -> Iterator[Finding]:
     What it checks:
         The box of every replica is also the box of a chunk that is written.
     Why it matters:
-        This rank assumes a different layout from the owners: after a load it holds other rows than before the save.
+        This rank assumes a different layout from the owners: after a load it holds different rows than before.
     Usual causes:
         Different code or settings sharded the replicas of one tensor.
     How to fix:

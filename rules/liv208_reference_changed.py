@@ -20,7 +20,7 @@ def reference_changed(ckpt: Checkpoint) -> Iterator[Finding]:
         info, and so is a new key. The number of holders may change; keys on which the ranks disagree are left to
         LIV201.
     Why it matters:
-        If all ranks transposed or cut a tensor alike, they are consistent, and no other rule can see it.
+        If all ranks transpose or trim a tensor alike, they agree with each other, and no other rule notices.
     Usual causes:
         A placement survived a transpose, a module was swapped or frozen between two saves, or the optimizer made its
         state in the first step (only info).

@@ -16,7 +16,7 @@ def rank_unreadable(ckpt: Checkpoint) -> Iterator[Finding]:
     What it checks:
         Every rank can walk its state dict and hash its values.
     Why it matters:
-        Nobody knows what that rank is about to save.
+        The state that this rank is about to save was not checked.
     Usual causes:
         A `state_dict()` that raises, or a tensor type that ckptlint does not know.
     How to fix:
@@ -32,7 +32,7 @@ def rank_absent(ckpt: Checkpoint) -> Iterator[Finding]:
     What it checks:
         Every rank enters the check in time, and its reductions finish.
     Why it matters:
-        Nothing was verified. The job itself goes on.
+        This save was not verified. The job itself goes on.
     Usual causes:
         A rank raised before the check, skips it under a condition that the others do not meet, or is dead.
     How to fix:

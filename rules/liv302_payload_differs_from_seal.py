@@ -38,7 +38,7 @@ def payload_differs_from_seal(ckpt: Checkpoint) -> Iterator[Finding]:
     for fqn, digest in found.different.items():
         tensor = ckpt.tensors[fqn]
         yield Finding(
-            f"the stored values{{of}} are not those that the job sealed: digest {digest:016x}, "
+            f"the stored values{{of}} differ from those that the job sealed: digest {digest:016x}, "
             f"sealed {seal.entries[fqn].digest:016x}",
             at=Location(fqn, tensor),
             severity=Severity.WARNING if is_older else None,

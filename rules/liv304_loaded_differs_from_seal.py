@@ -17,7 +17,7 @@ def loaded_differs_from_seal(ckpt: Checkpoint) -> Iterator[Finding]:
         After a load, `live.check_loaded` adds up the digests of what the ranks hold, in any layout, and compares them
         with ckptlint.seal.json, tensor by tensor.
     Why it matters:
-        The job goes on with values that nobody trained.
+        The job continues with values that no training step produced.
     Usual causes:
         A rank loaded another rank's shard, resharding has a bug, or the payload changed after the seal.
     How to fix:

@@ -34,7 +34,7 @@ def alias_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
         One of the two keys bypassed the sharding rule, and a loader may take either. A key that lacks its wrapper is
         not found.
     Usual causes:
-        The map of placements lacks the name of a wrapper.
+        The placement mapping lacks the name of a wrapper.
     How to fix:
         Register the placement for every alias, and save the parameter under one key.
     """
@@ -69,12 +69,12 @@ def _odd_wrappers(ckpt: Checkpoint) -> Iterator[Finding]:
             expected = f"{usual}.{param.key.path}".removeprefix(".")
             if _prefix(param) != usual and param.key.layer in layers and expected not in ckpt.tensors:
                 yield Finding(
-                    f"key{{of}} should be {expected}: {count} of {len(params)} keys of its block begin that way",
+                    f"key{{of}} should be {expected}: {count} of {len(params)} keys of its block start this way",
                     at=Location.of(param.tensor),
                     identity=(expected,),
                     confidence="likely",
                     why="a loader that asks for the whole key finds nothing and leaves the parameter as it was",
-                    hint="look for a map of names that forgot this one, and save again",
+                    hint="look for a key mapping that misses this name, and save again",
                     inferred_from=f"{count} of {len(params)} keys of its block",
                 )
 

@@ -25,7 +25,7 @@ def duplicate_writer(ckpt: Checkpoint) -> Iterator[Finding]:
         another state, or come from a writer whose ranks all plan their replicas. From depth headers on, the record of
         every ShardedObject is a list of one; a longer list holds several objects that one rank saved under one key.
     Why it matters:
-        One copy survives and the rest is dropped without a message, so if they differed, a module or a rank has lost
+        The save keeps one copy and silently drops the rest, so if they differed, a module or a rank has lost
         its state.
     Usual causes:
         replica_id lacks a mesh axis (tp, ep); two modules share inner keys without a prefix; two pipeline stages claim
@@ -73,7 +73,7 @@ def _lists(ckpt: Checkpoint) -> Iterator[Finding]:
             kind="list",
             notes=(("record", f"{file}, bytes {start:,}-{start + length - 1:,}: a list of {count}"),),
             why="loading returns the first of them, so the state of the others is lost",
-            hint="give each module a prefix of its own: two of them share this key on one rank",
+            hint="give each module its own prefix: two of them share this key on one rank",
             group=f"list {count}",
         )
 

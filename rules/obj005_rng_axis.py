@@ -22,7 +22,7 @@ def rng_axis(ckpt: Checkpoint) -> Iterator[Finding]:
         numbers matter (that flag, dropout, jitter at the router's input). Not judged where the expert ranks are the
         tensor ranks, where EP is not declared, or after a finetuning start.
     Why it matters:
-        Ranks that differ by expert or data parallelism resume with the same random state, so they drop the same
+        Ranks that differ by expert or data parallelism resume with the same random state, so dropout hits the same
         activations.
     Usual causes:
         Most versions of Megatron-Core treat the random state as a replica over data and context parallelism.
@@ -61,7 +61,7 @@ def rng_axis(ckpt: Checkpoint) -> Iterator[Finding]:
             ("ranks", f"{world - own:,} of {world:,} resume with the random state of another rank"),
             ("random", ", ".join(matters) if matters else "no dropout, jitter or random init is declared"),
         ),
-        hint="resume as it is if equal random numbers do no harm: nothing else of this checkpoint is affected",
+        hint="resume from it if equal random numbers do no harm: nothing else in this checkpoint is affected",
     )
 
 

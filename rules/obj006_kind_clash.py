@@ -36,7 +36,7 @@ def kind_clash(ckpt: Checkpoint) -> Iterator[Finding]:
         instead of the model, is a tensor everywhere or bytes everywhere. It is info for `_extra_state`; other runtime
         entries are left out.
     Why it matters:
-        A planner chooses how to read by the kind of the key in the running job, and fails late if the file has the
+        A planner decides how to read a key by its kind in the running job, and fails late if the file stores the
         other kind.
     Usual causes:
         A library changed how it wraps a state between the saves of two parts.

@@ -94,7 +94,7 @@ def _hint(misfit: StateMismatch, ranks: tuple[int, ...]) -> str:
         whose = f"the part of {named_ranks(ranks)} alone" if len(ranks) == 1 else "one rank's part"
         return f"wrap the state with its parameter's placement and save again: this is probably {whose}"
     if misfit.is_pattern:
-        return "compare with a state of the same optimizer that is known to be right"
+        return "compare with a state of the same optimizer that is known to be correct"
     return "do not resume with this state: drop it, or take it from a step that passes"
 
 
@@ -132,7 +132,7 @@ def _transposed(ckpt: Checkpoint) -> Iterator[Finding]:
 
 def _transposed_hint(count: int) -> str:
     if count > 1:
-        return f"check the parameter's own shape: {count} of its states have this one"
+        return f"check the shape of the parameter: {count} of its states have this shape"
     return "check how this state was gathered: save it in the shape of its parameter"
 
 

@@ -93,7 +93,7 @@ def _chunks(pairs: list[MomentPair]) -> Iterator[Finding]:
             severity=Severity.INFO if len(odd) == len(cut) > 1 else Severity.WARNING,
             notes=(_parameter(pair.param, f", {_count(pair.param.tensor)} chunks"), _first_chunks(a, b)),
             why="both are sharded together, so one of them took a different path; every element is stored",
-            hint="compare how the ranks that wrote them wrapped the two",
+            hint="compare how the ranks wrapped the two before they wrote them",
         )
 
 

@@ -257,7 +257,7 @@ def _whose(ranks: tuple[int, ...], what: str) -> str:
 def _evidence(named: list[Param]) -> tuple[Note, ...]:
     if not named:
         return ()
-    return (("trained", f"{_META[:-1]} names {len(named)} of them, so the optimizer stepped them"),)
+    return (("trained", f"{_META[:-1]} names {len(named)} of them, so the optimizer updated them"),)
 
 
 def _single(inventory: Inventory, stateful: set[Param], reported: set[Param]) -> Iterator[Finding]:

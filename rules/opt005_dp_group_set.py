@@ -204,7 +204,7 @@ def _moments(buckets: list[Bucket]) -> Iterator[Finding]:
     for home, what in alone if len(alone) <= len(both) else ():
         absent = next(other for other in PAIR if other != what)
         yield Finding(
-            f"bucket{{of}} has no {absent}, which {len(both)} other{'s' if len(both) > 1 else ''} of the chain have",
+            f"bucket{{of}} has no {absent}, unlike {len(both)} other bucket{'s' * (len(both) > 1)} of the chain",
             at=Location.of(homes[home][what].tensor),
             identity=(f"{home}.{absent}",),
             why="the loader asks for both moments of every bucket, and a strict load fails on the missing key",

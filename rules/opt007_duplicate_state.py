@@ -21,7 +21,7 @@ def duplicate_state(ckpt: Checkpoint) -> Iterator[Finding]:
         stripped, and no parameter has two master copies (param, fp32_param, main_param, master_param) of equal length
         and dtype. From depth headers on, the message says whether the checksums of the two are equal.
     Why it matters:
-        A loader takes one of the two and the other goes stale, and every step stores these bytes twice.
+        A loader reads one of the two, the other goes stale, and every step stores these bytes twice.
     Usual causes:
         An offloading wrapper and the inner optimizer both export the master weights, one of them under a wrapper's
         prefix.

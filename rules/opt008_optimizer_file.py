@@ -101,7 +101,7 @@ def _against_model(ckpt: Checkpoint, file: str, optimizer: OptimizerFile) -> Ite
     wanted, there = Counter(moments.values()), Counter(tensors.values())
     if wanted <= there and (layers := _last_layers(optimizer, moments, tensors)):
         lost = f"layer{'s' * (layers[0] != layers[-1])} {ranges(layers)}"
-        yield f"{file} lists all parameters, and has moments for all but those of {lost}, the last", "last", False
+        yield f"{file} lists all parameters, but has no moments for {lost}, the last", "last", False
     if any(isinstance(param, str) for param in moments):
         return
     if wanted <= there + Counter(optimizer.shapes_beside):
@@ -120,7 +120,7 @@ def _against_model(ckpt: Checkpoint, file: str, optimizer: OptimizerFile) -> Ite
     is_flat = ckpt.format != "verl" and all(len(shape) == 1 for shape in moments.values())
     if is_flat and held < whole and not wanted & there:
         yield (
-            f"the moments in {file} are one-dimensional and fit no tensor: {held:,} elements of {whole:,}, one rank's "
+            f"the moments in {file} are one-dimensional and fit no tensor: {held:,} of {whole:,} elements, one rank's "
             "part saved as the whole",
             "part",
             False,
@@ -128,8 +128,8 @@ def _against_model(ckpt: Checkpoint, file: str, optimizer: OptimizerFile) -> Ite
         return
     is_one_to_one = odd.total() == left.total() and 2 * odd.total() < len(moments)
     yield (
-        f"the moments of {odd.total()} of {plural(len(moments), 'parameter')} in {file} have shapes that fewer "
-        f"tensors have: {shapes}",
+        f"too few tensors have the moment shapes of {odd.total()} of {plural(len(moments), 'parameter')} in {file}: "
+        f"{shapes}",
         f"shapes {shapes}",
         not is_one_to_one,
     )

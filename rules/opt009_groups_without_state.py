@@ -28,7 +28,7 @@ def groups_without_state(ckpt: Checkpoint) -> Iterator[Finding]:
         without momentum, are not judged, nor is what a flag of the job says (COM007). A single entry of a parameter is
         only info, since it may be frozen; so is a single group of a job that has not stepped.
     Why it matters:
-        A resume finds the optimizer, takes its settings, and continues with moments of zero.
+        A resume finds the optimizer, loads its settings, and continues with zero moments.
     Usual causes:
         A filter of keys dropped the state; the ranks that held it did not save; it was moved elsewhere before the save.
     How to fix:
@@ -69,7 +69,7 @@ def _finding(file: str, place: str, text: str) -> Finding:
         f"the parameter groups of an optimizer {text}, but no state of it is stored",
         at=Location(file=file, label=place),
         identity=("state", place),
-        hint="load without the optimizer, or take a step that has its state",
+        hint="load without the optimizer, or use a step that has its state",
     )
 
 

@@ -20,7 +20,7 @@ def chunk_without_storage(ckpt: Checkpoint) -> Iterator[Finding]:
         storage_data has an entry for every chunk with elements, every bytes entry and every ShardedObject, under its
         key and offset.
     Why it matters:
-        The load does not know where to find these bytes, and fails.
+        The load cannot find these bytes, and fails.
     Usual causes:
         The save did not merge the results of some ranks, reused the plan of an earlier save, or somebody edited the
         metadata.

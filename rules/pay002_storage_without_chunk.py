@@ -21,7 +21,7 @@ def storage_without_chunk(ckpt: Checkpoint) -> Iterator[Finding]:
         Each entry in storage_data has the key and offset of a chunk or of a bytes entry. Tensors with wrong chunks are
         left to GEO001, GEO002 and PAY001.
     Why it matters:
-        The file holds bytes that no key leads to.
+        The file holds bytes that no key uses.
     Usual causes:
         The save reused a cached plan of another state, or somebody edited the metadata.
     How to fix:

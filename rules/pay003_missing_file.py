@@ -32,7 +32,7 @@ _HINTS: dict[FileState, str] = {
     "not-a-file": "copy the payload again from where the checkpoint was written",
     "dangling-link": "copy the files themselves, not the links to them",
 }
-_OTHER_CASE = "it loads here, but not after a copy to a file system or store that tells upper from lower case"
+_OTHER_CASE = "it loads here, but not after a copy to a file system or store that distinguishes upper and lower case"
 
 
 @rule("PAY003", "missing-file", Severity.ERROR, depth=Depth.FILES)

@@ -114,7 +114,7 @@ def _truncated(ckpt: Checkpoint, rows: IntArray, kind: str) -> Finding:
         identity=(file,),
         kind=kind,
         notes=_shown(keys),
-        why="" if has else "nothing of the file is there, so these tensors cannot be loaded",
+        why="" if has else "the file is empty, so these tensors cannot be loaded",
         hint=_hint(has, _exchanged(ckpt, has, needed)),
     )
 

@@ -31,7 +31,7 @@ def range_overlap_in_file(ckpt: Checkpoint) -> Iterator[Finding]:
         The byte ranges of a file's storage entries do not overlap; empty ranges do not count. It is only a warning if
         an input embedding and an output layer, which may be tied, have exactly the same range.
     Why it matters:
-        At least one of the two tensors reads bytes of the other.
+        At least one of the two tensors reads bytes that belong to the other.
     Usual causes:
         Damaged or edited metadata, or two ranks that wrote to one file at the same time.
     How to fix:

@@ -33,7 +33,7 @@ def payload_length(ckpt: Checkpoint) -> Iterator[Finding]:
         subclass, such as a quantised one of torchao: at depth files it is only a possible finding if every record of a
         matrix has the length that such a tensor needs. From depth headers on each record says what it holds.
     Why it matters:
-        The record cannot hold the chunk, so a load fails or takes other bytes for values.
+        The record cannot hold the chunk, so a load fails or reads other bytes as values.
     Usual causes:
         The metadata states another dtype or shape than the rank wrote.
     How to fix:
@@ -110,8 +110,8 @@ def _perhaps_quantised(finding: Finding) -> Finding:
         finding,
         severity=Severity.INFO,
         confidence="possible",
-        why="the record is cut, or holds a quantised tensor, which .metadata does not tell apart",
-        hint="check with --depth headers: there the record says what it holds",
+        why="the record is cut, or holds a quantised tensor, and .metadata does not say which",
+        hint="run with --depth headers: the header of the record says what it holds",
     )
 
 

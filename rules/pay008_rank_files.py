@@ -23,8 +23,8 @@ def rank_files(ckpt: Checkpoint) -> Iterator[Finding]:
         Every rank has a payload file that some entry names: the rank numbers in the names have no gap. If the metadata
         holds the plans of all ranks, every rank that planned something counts.
     Why it matters:
-        It explains other findings. A rank stores nothing if deduplication gave all its items to other ranks, and also
-        if it never saved.
+        What other findings miss may belong to this rank. A rank stores nothing if it never saved, and also if
+        deduplication gave all its items to other ranks.
     Usual causes:
         Deduplication, a save by one group of ranks only (HSDP), or a rank that never saved.
     How to fix:
@@ -50,7 +50,7 @@ def rank_files(ckpt: Checkpoint) -> Iterator[Finding]:
         named = ranges(silent)
     if silent:
         yield Finding(
-            f"rank{'s' if len(silent) > 1 else ''} {named} of {last + 1} stored nothing that an entry names",
+            f"rank{'s' if len(silent) > 1 else ''} {named} of {last + 1} stored nothing: no entry names such a file",
             at=Location(label=f"{plural(len(present), 'rank')} of {last + 1} stored something", ranks=tuple(silent)),
             identity=tuple(map(str, silent)),
             inferred_from="the rank numbers in the names of the payload files",

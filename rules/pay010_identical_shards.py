@@ -23,7 +23,7 @@ _HINTS = {
     False: "check whether the parameter should be Replicate on this axis; if so, load one copy of it",
 }
 _BUILT = "every layer repeats it, so ignore this if the model was built so"
-_UNTRAINED = "ignore this if the values are still those of the initialisation"
+_UNTRAINED = "ignore this if the tensor still has its initial values"
 
 
 @rule("PAY010", "identical-shards", Severity.ERROR, depth=Depth.HEADERS)
@@ -157,15 +157,15 @@ def _of_state(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, row: int,
     """Why it matters little that two chunks of a state repeat, and what to do."""
     param = _parameters(ckpt).get(tensor.fqn)
     if param is None:
-        return "", "compare with the shards of the parameter, which is not in this checkpoint"
+        return "", "compare with the parameter's shards in another checkpoint: this one lacks the parameter"
     boxes = tensor.layout.box(row), tensor.layout.box(earlier)
     records = [int(param.chunks.record[i]) for i in range(len(param.chunks)) if param.layout.box(i) in boxes]
     sums = {int(payload.crc[record]) for record in records if record >= 0 and payload.crc[record] > 0}
     if len(sums) < len(boxes):
-        return "", "compare with the shards of the parameter, which do not say whether the state may repeat"
+        return "", "compare the gradients of the two ranks: the parameter's shards do not show if states may repeat"
     return (
-        "the parameter's own shards differ, so they are shards; equal gradients, as of a summed loss, repeat a state",
-        "compare the gradients of the two ranks, unless the loss is a sum as in a toy model",
+        "the parameter's shards differ, so it is really split; only equal gradients (a summed loss) make states equal",
+        "compare the gradients of the two ranks, unless the loss is a plain sum, as in a toy model",
     )
 
 

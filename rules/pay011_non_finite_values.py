@@ -63,10 +63,11 @@ def _finding(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, rows: IntA
     row, record = int(rows[0]), int(records[0])
     box = tensor.layout.box(row)
     key = parse(tensor.fqn)
-    where = f"chunk {box}" if len(rows) == 1 else f"{len(rows):,} of {len(tensor.chunks):,} chunks"
+    chunk = f"chunk {box}" if box.sizes else "the value"
+    where = chunk if len(rows) == 1 else f"{len(rows):,} of {len(tensor.chunks):,} chunks"
     content = payload.of(record)
     index = None if content is None else _index(content, int(payload.first[record]))
-    at = "" if index is None else f", the first at {[o + i for o, i in zip(box.offsets, index, strict=True)]}"
+    at = "" if not index else f", the first at {[o + i for o, i in zip(box.offsets, index, strict=True)]}"
     parts = (f"{ckpt.chunk_file(tensor, int(r))}: {_counts(payload, np.array([n]))} in {tensor.layout.box(int(r))}"
              for r, n in zip(rows[:_SHOWN], records, strict=False))  # fmt: skip
     more = f", and {plural(len(rows) - _SHOWN, 'more chunk')}" if len(rows) > _SHOWN else ""
@@ -78,7 +79,7 @@ def _finding(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, rows: IntA
         at=Location.of(tensor, region=box, rows=tuple(rows[:16].tolist()), file=file, byte_range=(start, length)),
         severity=_severity(ckpt, tensor, key),
         notes=(("chunks", "; ".join(parts) + more),),
-        hint="export the model again, after a check of the weights that it is made from with --depth data"
+        hint="check the source weights with --depth data, then export the model again"
         if ckpt.is_export or quantised_weight(tensor.fqn)
         else "`ckptlint latest RUN --depth data` names the newest step without them; the loss after that step shows "
         "whether the run diverged",

@@ -52,7 +52,7 @@ def payload_checksum(ckpt: Checkpoint) -> Iterator[Finding]:
             identity=payload.unlisted,
             files=payload.unlisted[1:],
             severity=Severity.INFO,
-            why="another save added them, or somebody did after the checksums were taken",
+            why="they were added after the checksums were taken, by another save or by hand",
         )
 
 
@@ -60,7 +60,7 @@ def _whole(file: str, damage: Damage) -> Finding:
     recorded, source = damage.recorded[8:20], damage.recorded[76:]
     if damage.computed == "unlisted":
         return Finding(
-            f"{source} does not list {file}, so nobody knows what it should hold",
+            f"{source} does not list {file}, so its content cannot be verified",
             at=Location(file=file),
             identity=(file,),
             group="unlisted",

@@ -40,7 +40,7 @@ def index_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
         report it. The index of ColossalAI's optimizer has the numbers of parameters for keys: all states of a parameter
         lie in the file that it names.
     Why it matters:
-        A loader that follows the index misses tensors, and one that reads every file takes stale ones.
+        A loader that follows the index misses tensors; one that reads every file loads stale ones.
     Usual causes:
         An interrupted upload or download, the index of another export, an export into a folder that held another one,
         or a map of keys that was built on one rank.

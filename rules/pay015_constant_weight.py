@@ -192,9 +192,9 @@ def _constant(
         what = "0" if not part.value else f"the same, {part.value:.3g} in magnitude"
         doubt = _doubt(ckpt, payload, parts, part, part.rows)
         if not doubt and _layer(part) in added:
-            doubt = "only the two output projections of this layer are zeros: an added layer starts so"
+            doubt = "only the two output projections of this layer are zeros: an added layer starts like this"
         if not doubt and len(odd) > len(usual):
-            doubt = f"so are {len(odd)} of {len(parts)} weights of this name"
+            doubt = f"{len(odd)} of {len(parts)} weights of this name hold one value"
         if not doubt and part.param.key.function == "other" and part.param.key.layer in ends:
             doubt = "the first and the last layer may have parts that nothing uses or changes"
         yield _finding(
@@ -211,9 +211,9 @@ def _all_alike(ckpt: Checkpoint, payload: PayloadTable, parts: Sequence[_Part]) 
     """The finding where every weight matrix of a model holds one and the same value."""
     first = parts[0]
     what = "0" if not first.value else f"the same, {first.value:.3g} in magnitude"
-    message = f"every value{{of}} is {what}, and so in all {len(parts):,} weight matrices"
+    message = f"every value{{of}} is {what}, as in all {len(parts):,} weight matrices"
     doubt = _doubt(ckpt, payload, parts, first, first.rows)
-    whole = "no model starts with one value everywhere, or is trained to it"
+    whole = "no model starts with one value everywhere, and no training leads to it"
     return _finding(ckpt, first.param, first.rows, message, _span(first), (("file", whole), ("doubt", doubt)))
 
 

@@ -90,8 +90,8 @@ def _meaningless(weights: list[Tensor]) -> Finding:
         keys=keys[1:],
         confidence="likely",
         notes=(("weights", some(braces(keys), _SHOWN)),),
-        why="no parameter of a layer is a whole number, so a load takes codes or rounded numbers for weights",
-        hint="export the model again in a floating dtype, or with the scales of its codes",
+        why="layer weights are not integers, so a load uses codes or rounded values as weights",
+        hint="export the model again in a floating dtype, or with the scales of the codes",
         group="without meaning",
     )
 
@@ -135,15 +135,15 @@ def _lacks(found: Quantisation, scheme: Scheme, lost: list[QuantisedWeight], par
     keys = tuple(one.codes.fqn for one in lost)
     return Finding(
         f"{len(keys)} of {plural(total, 'weight')} in {scheme.title} {'has' if len(keys) == 1 else 'have'} no "
-        f"{listed(names, 'or')}" + ("" if is_needed else ", and their siblings do"),
+        f"{listed(names, 'or')}" + ("" if is_needed else ", but their siblings do"),
         at=Location.of(lost[0].codes),
         identity=(*names, *keys),
         keys=keys,
         confidence="certain" if is_sure else "likely",
         notes=(("weights", some(braces(keys), _SHOWN)),),
-        why="without a scale the codes mean nothing: a load stops, or takes another number in its place"
+        why="without a scale the codes mean nothing: a load stops, or uses some other number as the scale"
         if is_needed
-        else "the loader makes room for it in all of them, and keeps a wrong number where none is stored",
+        else "the loader allocates it for all of them, and keeps an arbitrary number where none is stored",
         hint="export the model again from the weights that it was quantised from",
         inferred_from="" if is_sure else "the names of the stored tensors",
         group=f"{scheme.name} {names}",
@@ -169,7 +169,7 @@ def _alone(ckpt: Checkpoint, scheme: Scheme, parts: dict[str, str]) -> Iterator[
         many = len(weights) > 1
         yield Finding(
             f"{plural(len(weights), 'weight')} {'are' if many else 'is'} stored in {ckpt.tensors[weights[0]].dtype} "
-            f"beside {'scales' if many else 'a scale'} of {scheme.title}"
+            f"beside {'scales' if many else 'a scale'} for {scheme.title}"
             if is_wide
             else f"{plural(len(weights), 'weight')} in {scheme.title} {'are' if many else 'is'} lost: only "
             f"{'their scales are' if many else 'its scale is'} stored",
@@ -177,9 +177,9 @@ def _alone(ckpt: Checkpoint, scheme: Scheme, parts: dict[str, str]) -> Iterator[
             identity=tuple(keys),
             keys=(*keys, *weights[1:]),
             notes=(("scales", some(braces(keys), _SHOWN)),),
-            why="the loader takes the weight for codes and multiplies it with the scale"
+            why="the loader treats the weight as codes and multiplies it by the scale"
             if is_wide
-            else "a scale alone gives no weight back",
+            else "a scale alone cannot restore the weight",
             hint="export the model again from the weights that it was quantised from",
             group=f"{scheme.name} alone {is_wide}",
         )

@@ -63,7 +63,7 @@ def quantised_shapes(ckpt: Checkpoint) -> Iterator[Finding]:
                 ("codes", f"{one.codes.fqn}: {one.codes.dtype} {shape_text(one.codes.global_shape)}"),
                 ("tensors", some(braces(keys), _SHOWN)),
             ),
-            why="a load stops with a size mismatch, or takes the scales of other rows",
+            why="a load stops with a size mismatch, or uses the scales of other rows",
             hint="export the model again, or restore the configuration that it was exported with",
             group=f"{scheme.name} {leaf_of(part)} {what}",
         )
@@ -91,10 +91,10 @@ def _experts_differ(ckpt: Checkpoint, weights: list[QuantisedWeight]) -> Iterato
             continue
         if shape[0] not in (wanted, declared):  # as declared: a router may have rows for zero experts, too
             yield Finding(
-                f"codes{{of}} are of {shape[0]} experts, but {source} has {wanted}",
+                f"codes{{of}} cover {shape[0]} experts, but {source} has {wanted}",
                 at=Location.of(one.codes),
                 why="the router sends tokens to experts that are not stored, or the load stops",
-                hint="export again with all experts: these are probably those of one rank",
+                hint="export again with all experts: these probably come from one rank",
                 group=f"experts {name} {shape[0]}",
             )
 

@@ -66,14 +66,14 @@ def _declared_twice(found: Quantisation, declared: Declaration) -> Iterator[Find
             differing.append((title.format(*sizes[0]), title.format(*sizes[1])))
     modules = [one.weight.removesuffix(".weight") for one in found.weights if one.parts]
     left = [module for module in modules if beside.names(module) and not declared.names(module)]
-    differing += [(f"{module} to be quantised", "it to be left as it is") for module in left[:1]]
+    differing += [(f"{module} as quantised", "it as not quantised") for module in left[:1]]
     if differing:
         yield Finding(
             f"{declared.file} declares {listed([a for a, _ in differing])}, but {beside.file} declares "
             f"{listed([b for _, b in differing])}",
             at=Location(file=beside.file),
             identity=("declared twice",),
-            why="vLLM reads the one and TensorRT-LLM the other, so one of them reads codes as those of another scheme",
+            why="vLLM reads the first, TensorRT-LLM the second: one of them decodes the codes with the wrong scheme",
             hint="restore both files from one export",
         )
 
@@ -85,7 +85,7 @@ def _undeclared(ckpt: Checkpoint, found: Quantisation) -> Iterator[Finding]:
             f"{plural(len(whole), 'weight')} {'is' if len(whole) == 1 else 'are'} stored in {_titles(whole)}, but "
             "config.json declares no quantisation",
             [one.codes for one in whole],
-            why="the loader builds a model without scales, and takes the codes for weights",
+            why="the loader builds a model without scales, and uses the codes as weights",
             hint="restore quantization_config in config.json",
         )
 
@@ -103,12 +103,12 @@ def _other(ckpt: Checkpoint, found: Quantisation, declared: Declaration) -> Iter
             kind = "" if ckpt.config is None else str(ckpt.config.values.get("model_type"))
             is_left = all(kind in scheme.passed_over for scheme in declared.schemes)
             finding = _finding(
-                f"{says}, but no weight is stored so",
+                f"{says}, but no weight is stored in it",
                 linear[:1],
-                why=f"the library quantises nothing of {kind}: the layers have a class of their own"
+                why=f"the library quantises nothing in {kind}, because its layers use their own class"
                 if is_left
-                else "the loader looks for codes and scales, and finds weights in full precision",
-                hint="remove quantization_config from the configuration if the weights are to stay as they are",
+                else "the loader looks for codes and scales, but finds weights in full precision",
+                hint="remove quantization_config from the configuration if the weights should stay in full precision",
             )
             yield replace(finding, severity=Severity.INFO) if is_left else finding
         return
@@ -119,7 +119,7 @@ def _other(ckpt: Checkpoint, found: Quantisation, declared: Declaration) -> Iter
         yield _finding(
             f"{says}, but {plural(len(others), 'weight')} {verb} stored in {_titles(others)}",
             [one.codes for one in others],
-            why="the loader reads the codes as those of another scheme, or stops",
+            why="the loader decodes the codes with the wrong scheme, or stops",
             hint="restore the configuration of this export",
         )
         return
@@ -132,11 +132,11 @@ def _other(ckpt: Checkpoint, found: Quantisation, declared: Declaration) -> Iter
     left = [tensor for tensor in left if not declared.ignores(_module(tensor))]
     if left and declared.is_exact:
         yield _finding(
-            f"{says}, and other layers have it, but {plural(len(left), 'weight')} "
+            f"{says} and other layers use it, but {plural(len(left), 'weight')} "
             f"{'is' if len(left) == 1 else 'are'} stored in {listed(sorted({t.dtype for t in left}))}",
             left,
-            why="the loader builds these layers quantised too, and finds neither codes nor scales",
-            hint="export again, or name these modules among those that are not quantised",
+            why="the loader builds these layers quantised too, but finds neither codes nor scales",
+            hint="export again, or list these modules as not quantised in the configuration",
         )
 
 
@@ -148,8 +148,8 @@ def _contradicted(found: Quantisation, declared: Declaration, says: str) -> Iter
             f"{declared.file} leaves {plural(len(left_out), 'module')} out of the quantisation, but "
             f"{'it is' if len(left_out) == 1 else 'they are'} stored in {_titles(left_out)}",
             [one.codes for one in left_out],
-            why="the loader builds these modules in full precision, and has no place for their scales",
-            hint="take these modules from the list in the configuration",
+            why="the loader builds these modules in full precision, without room for their scales",
+            hint="remove these modules from the list in the configuration",
         )
     over = [part for scheme in declared.schemes for part in scheme.parts if declared.asks_for(part) is False]
     for part in over:
@@ -159,7 +159,7 @@ def _contradicted(found: Quantisation, declared: Declaration, says: str) -> Iter
                 f"{says}, {words}, but {plural(len(with_part), 'weight')} "
                 f"{'has' if len(with_part) == 1 else 'have'} a {leaf_of(part)}",
                 [one.parts[part] for one in with_part],
-                why="a loader that believes the configuration ignores it, and the values are shifted",
+                why="a loader that follows the configuration ignores it, so the values are shifted",
                 hint="restore the configuration that the model was exported with",
             )
 

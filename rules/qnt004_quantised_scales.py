@@ -38,7 +38,7 @@ def quantised_scales(ckpt: Checkpoint) -> Iterator[Finding]:
         times larger or smaller than the median of the same role in at least four other layers or experts. Scales that
         are powers of two in bytes are not judged.
     Why it matters:
-        The weight is its codes times its scale, so the layer gives nothing, or drowns the others.
+        The weight is its codes times its scale, so the layer outputs zeros or dominates all others.
     Usual causes:
         Codes were never copied. Scales were inverted, saved before they were measured, or read with the wrong dtype.
     How to fix:
@@ -72,7 +72,7 @@ def quantised_scales(ckpt: Checkpoint) -> Iterator[Finding]:
         yield _finding(
             tensors,
             f"{zeros:,} of {tensors[0].volume:,} values{{of}} {'is' if zeros == 1 else 'are'} 0, but the codes there "
-            "are not" + (f"; so it is in {plural(len(tensors) - 1, 'other weight')}" if len(tensors) > 1 else ""),
+            "are not" + (f"; the same in {plural(len(tensors) - 1, 'other weight')}" if len(tensors) > 1 else ""),
             f"{scheme.name} {part.names} gaps",
             "possible" if underflows else "likely",
         )
@@ -83,7 +83,7 @@ def quantised_scales(ckpt: Checkpoint) -> Iterator[Finding]:
         if far and len(alike) > max(_LEAST, 2 * len(far)):
             yield _finding(
                 [tensor for tensor, _ in far],
-                f"the largest value{{of}} is {far[0][1]:.3g}, and the median of its {len(alike) - 1} "
+                f"the largest value{{of}} is {far[0][1]:.3g}, but the median of its {len(alike) - 1} "
                 f"siblings {usual:.3g}",
                 f"{scheme.name} {part.names} far",
                 "likely",
@@ -166,7 +166,7 @@ def _finding(
         keys=tuple(keys[1:]),
         confidence=confidence,
         notes=(("tensors", some(braces(keys), _SHOWN)),),
-        why="the weight is its codes times its scale, so the layer gives nothing, or drowns the others",
+        why="the weight is its codes times its scale, so the layer outputs zeros or dominates all others",
         hint="export the model again from the weights that it was quantised from",
         group=group,
         inferred_from=inferred_from,

@@ -57,14 +57,14 @@ def _lacking(ckpt: Checkpoint, reference: Reference, found: KeyComparison) -> It
     saves = {"save_optim": False, "no_save_optim": True}
     left_out = next((name for name, value in saves.items() if flag(ckpt.declared, name) is value), "")
     for kind in sorted(found.lacking):
-        reason, hint = "", "compare with a step or a manifest without it, if the job left it out on purpose"
+        reason, hint = "", "if the job leaves it out on purpose, compare with a step or a manifest without it"
         if kind == "model":
             reason, hint = "the folder is named for the optimizer and holds only its state", ""
         elif kind == "optimizer" and left_out:
-            reason, hint = f"the job declares that it does not save it ({left_out})", ""
+            reason, hint = f"the job is configured not to save it ({left_out})", ""
         count = found.expected[kind]
         yield Finding(
-            f"nothing of the {_KINDS[kind]} is stored here; the reference has {plural(count, 'key')} of it",
+            f"no part of the {_KINDS[kind]} is stored here; the reference has {plural(count, 'such key')}",
             at=Location(label=_place(ckpt, reference)),
             severity=Severity.INFO if reason else Severity.WARNING,
             why="a load that needs this part fails or starts it from scratch",
@@ -86,10 +86,10 @@ def _finding(
     if is_absent:
         subject = f"{single.part}{{of}} {'is' if _is_one(single.part) else 'are'} not" if single.part else ""
         tail = f"; the reference has {what}" if what else ", but the reference names it"
-        message = f"{subject} stored here{tail}" if subject else f"nothing{{of}} is stored here{tail}"
+        message = f"{subject} stored here{tail}" if subject else f"no part{{of}} is stored here{tail}"
     else:
         subject = f"{single.part}{{of}} {'is' if _is_one(single.part) else 'are'} not" if single.part else ""
-        message = f"{subject or 'nothing{of} is'} in the reference; stored here is {what}"
+        message = f"{subject or 'no part{of} is'} in the reference; this checkpoint stores {what}"
     severity, reason = _level(ckpt, reference, entry, is_absent)
     kind = _KINDS[entry.kind]
     return Finding(
@@ -107,8 +107,8 @@ def _finding(
 
 def _hint(is_absent: bool) -> str:
     if is_absent:
-        return "list the keys that each rank passes to save, and find the rank or stage that held these"
-    return "write a new manifest from this step with `ckptlint manifest`, if the model changed on purpose"
+        return "list the keys that each rank passes to save, and find the rank or stage that should save these"
+    return "if the model changed on purpose, write a new manifest from this step with `ckptlint manifest`"
 
 
 def _level(ckpt: Checkpoint, reference: Reference, entry: KeyEntry, is_absent: bool) -> tuple[Severity | None, str]:
@@ -117,7 +117,7 @@ def _level(ckpt: Checkpoint, reference: Reference, entry: KeyEntry, is_absent: b
     if last in COMPUTED:
         return Severity.INFO, f"{last} is a buffer that the model computes; newer versions do not store it"
     if quantised_weight(entry.fqn):
-        return Severity.INFO, f"{last} belongs to quantised weights; the other side may hold them in full precision"
+        return Severity.INFO, f"{last} belongs to quantised weights; the other side may store them in full precision"
     if entry.key.function == "output" and _is_tied(ckpt, reference, is_absent):
         return Severity.INFO, "the output layer shares the weight of the embedding"
     return None if is_absent and entry.kind == "model" else Severity.WARNING, ""
@@ -164,7 +164,7 @@ def _unpaired(ckpt: Checkpoint, reference: Reference, found: KeyComparison) -> F
         f"{plural(len(found.unpaired_stored), 'key')} here have no counterpart: the naming schemes may differ",
         at=Location(label=_place(ckpt, reference)),
         severity=Severity.INFO,
-        why="ckptlint calls no key missing that may be stored under another name",
+        why="ckptlint does not report a key as missing if it may be stored under another name",
         notes=(
             ("paired", f"{paired:,} of {named:,} keys of the reference"),
             ("expected", _listed(found.unpaired_expected)),

@@ -152,14 +152,14 @@ def _relation(ckpt: Checkpoint, expected: Shape, stored: Shape) -> tuple[Note, .
             return (
                 (
                     "relation",
-                    f"dim {axes[0]} is 1/{k}: one rank's part counts as the whole (SHP004){_meshes(ckpt, k)}",
+                    f"dim {axes[0]} is 1/{k}: one rank's shard saved as the whole (SHP004){_meshes(ckpt, k)}",
                 ),
             )
         if ratio.denominator == 1:
             return (
                 (
                     "relation",
-                    f"dim {axes[0]} is {ratio} times as long: copies count as shards (SHP004){_meshes(ckpt, ratio)}",
+                    f"dim {axes[0]} is {ratio} times as long: copies saved as shards (SHP004){_meshes(ckpt, ratio)}",
                 ),
             )
     return ()
@@ -183,7 +183,7 @@ def _dtype_finding(ckpt: Checkpoint, reference: Reference, pair: KeyPair) -> Fin
         at=Location.of(ckpt.tensors[pair.stored.fqn], label=_place(ckpt, reference, pair)),
         severity=Severity.WARNING,
         why="a load converts the values without an error, and lost precision stays lost",
-        hint="give --expect a reference of the same precision, if the change was meant",
+        hint="if the change was intended, pass --expect a reference of the same precision",
         group=f"dtype {pair.stored.kind} {pair.stored.dtype} {pair.expected.dtype}",
     )
 

@@ -25,7 +25,7 @@ def values(ckpt: Checkpoint) -> Iterator[Finding]:
         cut, and which files hold it, makes no difference. A tensor that was not read to its last element is left to the
         rules that tell why. If no tensor of its names is here, the verdict is incomplete (exit 4).
     Why it matters:
-        The shapes are right and the weights are not: those of another step, another layer, or of a broken conversion.
+        The shapes match, but the weights come from another step, another layer or a broken conversion.
     Usual causes:
         An upload or export of another step, a converter that left a tensor as it was made, bytes that changed on the
         way without a checksum.
@@ -41,8 +41,8 @@ def values(ckpt: Checkpoint) -> Iterator[Finding]:
         raise NotApplicable("only a part of the records was read")
     if not payload.values:
         raise BudgetError(
-            f"nothing was compared: none of the {len(reference.values):,} keys is here whose values the reference "
-            "has; `ckptlint diff OLD NEW --values` pairs tensors by what they hold"
+            f"nothing was compared: none of the {len(reference.values):,} keys with values in the reference is stored "
+            "here; `ckptlint diff OLD NEW --values` pairs tensors by their values"
         )
     for fqn, tensor in ckpt.tensors.items():
         wanted, found = reference.values.get(fqn, {}), payload.values.get(fqn, {})
@@ -50,7 +50,7 @@ def values(ckpt: Checkpoint) -> Iterator[Finding]:
         if any(wanted[dtype] != found[dtype] for dtype in shared):
             odd = _odd_rows(reference, payload, fqn)
             yield Finding(
-                f"the values{{of}} are not those of the reference{odd}",
+                f"the values{{of}} differ from those of the reference{odd}",
                 at=Location.of(tensor),
                 identity=(fqn,),
                 hint="compare both with `ckptlint diff OLD NEW --values`, which says where they differ",

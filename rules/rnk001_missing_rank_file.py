@@ -23,7 +23,7 @@ def missing_rank_file(ckpt: Checkpoint) -> Iterator[Finding]:
         every kind that any of them has. It is only a warning if just the random state of a rank is missing. A file that
         is there but cannot be read is left to PAY013, SAF001 and SAF002.
     Why it matters:
-        No other file holds what this one held: a load stops, or a merger joins the remaining files without it.
+        No other file holds these shards: a load stops, or a merge joins the remaining files without them.
     Usual causes:
         Each node saved to its own disk and one was not copied, a rank died while it wrote, or an upload broke off.
     How to fix:

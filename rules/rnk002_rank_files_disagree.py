@@ -21,7 +21,7 @@ def rank_files_disagree(ckpt: Checkpoint) -> Iterator[Finding]:
         device mesh and placements. They also agree on the job: world size, version, stage, counts. Keys that only some
         pipeline stages or expert groups have are fine. If files disagree on a tensor, GEO rules do not judge it.
     Why it matters:
-        The parts do not belong together: a load fails, or puts rows where others belong.
+        The files do not belong together: a load fails, or puts rows in the wrong place.
     Usual causes:
         Files of two saves in one folder, a save into a used folder with another number of GPUs, or a rank that ran
         other code.
@@ -54,6 +54,6 @@ def _finding(item: Disagreement) -> Finding:
         identity=(item.what, *files, *item.fqns[:1000]),
         confidence="certain" if item.is_sure else "likely",
         notes=(("keys", some(braces(item.fqns), _SHOWN)),) if len(item.fqns) > 1 else (),
-        hint="take all files from one save; compare the times of these files with the others'",
+        hint="take all files from the same save; compare the times of these files with the others'",
         group=f"{item.what} {files[0]}",
     )

@@ -34,8 +34,8 @@ def ranks_at_other_steps(ckpt: Checkpoint) -> Iterator[Finding]:
         rest = "; ".join(f"{len(found)} at step {value}" for value, found in item.says[:-1])
         yield Finding(
             f"{some(files, _SHOWN)} {'comes' if len(files) == 1 else 'come'} from step {step}, "
-            f"the other files of this kind do not: {rest}",
+            f"but other files of this kind do not: {rest}",
             at=Location(file=files[0]),
             identity=files,
-            hint="take all files from one save, or go back to a step whose files agree",
+            hint="take all files from the same save, or go back to a step whose files agree",
         )

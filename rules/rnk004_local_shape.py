@@ -18,7 +18,7 @@ def local_shape(ckpt: Checkpoint) -> Iterator[Finding]:
         of one size, rounded up, the last ones short or empty. The shard of a ShardedTensor is the one that all files
         list for its rank. GEO rules do not repeat this for the same part.
     Why it matters:
-        The parts do not tile the tensor: a merge lacks rows, or takes rows twice.
+        The shards do not tile the tensor: a merge misses rows, or uses rows twice.
     Usual causes:
         The file of another rank or of another world size, or a tensor that somebody cut or padded by hand.
     How to fix:
@@ -32,6 +32,6 @@ def local_shape(ckpt: Checkpoint) -> Iterator[Finding]:
             at=Location(item.fqn, file=item.file),
             identity=(item.file,),
             notes=(("because", item.because),),
-            hint="take this file from the save that the others come from, or go back one step",
+            hint="copy this file from the same save as the others, or go back one step",
             group=f"{item.file} {item.stored} {item.expected}",
         )

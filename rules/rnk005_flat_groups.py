@@ -31,7 +31,7 @@ def flat_groups(ckpt: Checkpoint) -> Iterator[Finding]:
         and moments as long as their group. In the universal form each state is as large as its parameter. No file
         belongs to a rank beyond those that the files count.
     Why it matters:
-        Everything after the wrong element counts as part of another parameter, or the load stops.
+        A load reads everything after the wrong element as part of another parameter, or stops.
     Usual causes:
         A file of another save or of another number of GPUs, a model that changed before the save, files that somebody
         edited or merged by hand.
@@ -54,6 +54,6 @@ def _finding(item: Misfit) -> Finding:
         at=Location(item.fqn if item.what in _OF_KEYS else None, file=item.file),
         identity=(item.fqn, item.file),
         notes=(("because", item.because),),
-        hint="take all files from one save, or go back one step",
+        hint="take all files from the same save, or go back one step",
         group=f"{item.what} {item.because}",
     )

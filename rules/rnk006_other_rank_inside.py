@@ -17,7 +17,7 @@ def other_rank_inside(ckpt: Checkpoint) -> Iterator[Finding]:
         them, and torch.save names the folder inside its archive after the file. It is only a warning if just that
         folder differs and no other file has the same bytes: somebody may have renamed the file.
     Why it matters:
-        One rank's part is there twice and another's is lost, although every file is whole.
+        One rank's shard is stored twice and another's is lost, although every file is whole.
     Usual causes:
         A copy or an upload that wrote one file under two names, or a script that renumbered ranks.
     How to fix:
@@ -34,5 +34,5 @@ def other_rank_inside(ckpt: Checkpoint) -> Iterator[Finding]:
             confidence="certain" if item.is_stated or item.same_as else "likely",
             hint="copy the file again from the node that wrote it, or go back one step"
             if item.is_stated or item.same_as
-            else "check whether somebody renamed it on purpose; then nothing is lost",
+            else "check whether the file was renamed on purpose: then nothing is lost",
         )

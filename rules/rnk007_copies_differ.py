@@ -11,9 +11,9 @@ from ckptlint.rule import Finding, Location, Severity, rule
 
 _SHOWN = 6
 _OF = {
-    "content": "which all ranks hold whole",
-    "content of copies": "which a replicated mesh axis holds more than once",
-    "content of other meshes": "which several groups of ranks hold, each for itself",
+    "content": "all ranks hold this tensor whole",
+    "content of copies": "a replicated mesh axis holds several copies",
+    "content of other meshes": "each of several groups of ranks holds a copy",
 }
 
 
@@ -27,7 +27,7 @@ def copies_differ(ckpt: Checkpoint) -> Iterator[Finding]:
         tensors on some axes of the mesh, such as norms beside tensor-parallel weights, whose copies may drift. Tensors
         that share a storage with others are not compared.
     Why it matters:
-        A merge takes one of the copies: the other ranks trained with other values, or one file is damaged.
+        A merge keeps one of the copies: the other ranks trained with other values, or one file is damaged.
     Usual causes:
         A buffer that each rank changes for itself, ranks that drifted apart, or a file of another save.
     How to fix:
@@ -40,7 +40,7 @@ def copies_differ(ckpt: Checkpoint) -> Iterator[Finding]:
         files = item.says[-1][1]
         for fqn in item.fqns:
             yield Finding(
-                f"the copy{{of}} in {some(files, _SHOWN)} differs from the one in other files, {_OF[item.what]}",
+                f"the copy{{of}} in {some(files, _SHOWN)} differs from the copies in other files: {_OF[item.what]}",
                 at=Location.of(ckpt.tensors[fqn], file=files[0])
                 if fqn in ckpt.tensors
                 else Location(fqn, file=files[0]),

@@ -27,7 +27,7 @@ def optimizer_of_rank(ckpt: Checkpoint) -> Iterator[Finding]:
         many parameters as the model has, or as it has adapters. It is only info if the optimizers of all ranks know
         fewer parameters than the model: the job may train or save only a part.
     Why it matters:
-        A load stops, or gives parameters the moments of others.
+        A load stops, or gives parameters the moments of other parameters.
     Usual causes:
         A file of another save or of another rank, or a model that changed before the save.
     How to fix:
@@ -40,7 +40,7 @@ def optimizer_of_rank(ckpt: Checkpoint) -> Iterator[Finding]:
         if item.what in _SENTENCES and item not in part:
             yield _finding(item, "certain", "take both files of this rank from one save, or go back one step")
     if part:  # one cause, reported for the first file
-        hint = "check what the job trains: the same holds for all ranks, and no file says that the rest is frozen"
+        hint = "check whether the job freezes the rest: all ranks show the same, and no file says so"
         yield _finding(part[0], "possible", hint)
 
 

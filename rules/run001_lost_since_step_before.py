@@ -46,7 +46,7 @@ def lost_since_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
     for kind in kinds.keys() - kept - {"model"}:
         count = plural(kinds[kind], "such key")
         yield Finding(
-            f"nothing of the {KIND_NAMES[kind]} is stored here; {older_name(ckpt)} has {count}",
+            f"no part of the {KIND_NAMES[kind]} is stored here; {older_name(ckpt)} has {count}",
             at=Location(label=_PLACE),
             identity=("kind", kind),
             severity=Severity.INFO if kind == "optimizer" or "optimizer" not in kept else None,
@@ -66,7 +66,7 @@ def _findings(ckpt: Checkpoint, change: Change) -> Iterator[Finding]:
             at=Location(fqn, label=_PLACE),
             confidence="certain" if change.is_partial else "possible",
             notes=(("because", change.rest),),
-            hint="resume from the older step, unless the job left it out on purpose" if change.is_partial else "",
+            hint="resume from the older step, unless the job leaves it out on purpose" if change.is_partial else "",
             inferred_from=f"the keys of {older_name(ckpt)}",
             group=f"gone {change.fqns[0]}",
         )
@@ -85,7 +85,7 @@ def _renamed(ckpt: Checkpoint, was: Mapping[str, object], now: Mapping[str, obje
             ("new", f"{plural(len(new), 'key')} that {older_name(ckpt)} does not have"),
             ("because", f"{same:,} differ only in a wrapper's name, such as {new[0]}" if same else ""),
         ),
-        why="a load by the older keys finds none of them",
+        why="a load that uses the older keys finds none of them",
         hint="resume with the code that wrote this step, or rename the keys",
         inferred_from=f"the keys of {older_name(ckpt)}",
     )

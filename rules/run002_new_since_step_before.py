@@ -37,7 +37,7 @@ def new_since_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
         names = braces(fqns)
         more = [plural(len(names) - _SHOWN, "more pattern")] if len(names) > _SHOWN else []
         yield Finding(
-            f"{plural(len(fqns), 'key')} of the {KIND_NAMES[kind]} that {older_name(ckpt)} does not have",
+            f"{plural(len(fqns), 'new key')} of the {KIND_NAMES[kind]}, not in {older_name(ckpt)}",
             at=Location(label="compared with the step before"),
             identity=(kind,),
             notes=(("new", ", ".join([*names[:_SHOWN], *more])),),

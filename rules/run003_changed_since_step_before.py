@@ -43,7 +43,7 @@ def _findings(ckpt: Checkpoint, older: str, change: Change) -> Iterator[Finding]
             identity=(change.kind,),
             confidence="certain" if change.is_partial else "possible",
             notes=(("because", change.rest),),
-            hint="resume from the older step, unless the change was meant" if change.is_partial else "",
+            hint="resume from the older step, unless the change was intended" if change.is_partial else "",
             inferred_from=f"the same tensor in {older}",
             group=f"{change.kind} {change.fqns[0]}",
         )

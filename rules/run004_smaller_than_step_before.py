@@ -18,7 +18,7 @@ def smaller_than_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
         All storage entries together are about as long as in the nearest older finished step of the run. Steps with
         different keys, shapes or dtypes, or with stream transforms, are not compared.
     Why it matters:
-        The same tensors need the same bytes, so one of the two steps does not hold what its metadata says.
+        The same tensors need the same bytes, so the metadata of one of the two steps is wrong.
     Usual causes:
         Views that were saved with their whole storage, truncated records, the metadata of one step beside the payload
         of another.
@@ -38,7 +38,7 @@ def smaller_than_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
     if not held_before or held_before <= 2 * held <= 4 * held_before:
         return
     yield Finding(
-        f"the records hold {human_bytes(held)}, but {human_bytes(held_before)} in {older_name(ckpt)} for the same keys",
+        f"the records hold {human_bytes(held)}; for the same keys {older_name(ckpt)} holds {human_bytes(held_before)}",
         at=Location(label="compared with the step before"),
         identity=("bytes",),
         notes=(("ratio", f"{held / held_before:.2f}"),),

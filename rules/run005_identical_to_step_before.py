@@ -17,7 +17,7 @@ _LEAST = 64  # elements: a smaller tensor may stay as it is by chance
 
 @rule("RUN005", "identical-to-step-before", Severity.WARNING, depth=Depth.HEADERS, whole=True, needs=("step before",))
 def identical_to_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
-    """The weights are bit for bit those of the step before.
+    """The weights are bit-identical to those of the step before.
 
     What it checks:
         The CRC-32s of the records differ between the two steps, for tensors of at least 64 elements with the same
@@ -25,7 +25,7 @@ def identical_to_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
         weights are the same but no moment can be compared, or moments changed, it is only info: the learning rate may
         be zero. Frozen weights beside others that changed are fine.
     Why it matters:
-        The training between the two steps is not in this one.
+        This step contains none of the training between the two steps.
     Usual causes:
         An asynchronous save that staged its data too late, or a save that wrote a stale copy of the state.
     How to fix:
@@ -44,14 +44,14 @@ def identical_to_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
     is_copy = bool(moments) and all(moments)
     subject = "all weights and all moments are" if is_copy else f"all {len(weights):,} weights that can be compared are"
     yield Finding(
-        f"{subject} bit for bit those of {older_name(ckpt)}",
+        f"{subject} bit-identical to {older_name(ckpt)}",
         at=Location(label="compared with the step before"),
         identity=("identical",),
         confidence="certain" if is_copy else "possible",
         notes=(("compared", f"{len(weights):,} weights and {len(moments):,} moments, by CRC-32 and length"),),
         hint="resume from the older step: this one is a copy of it"
         if is_copy
-        else "check whether the weights were frozen, or the learning rate zero, between the two steps",
+        else "check whether the weights were frozen or the learning rate was zero between the two steps",
         inferred_from="equal lengths and CRC-32s",
     )
 

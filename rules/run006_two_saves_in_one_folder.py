@@ -57,7 +57,7 @@ def two_saves_in_one_folder(ckpt: Checkpoint) -> Iterator[Finding]:
             identity=("times",),
             severity=Severity.WARNING,
             why=".metadata is written last, so a later save into this folder replaced these files and never finished",
-            hint="load another step; if somebody fetched these files again later, compare them with their source",
+            hint="load another step; if these files were copied again later, compare them with the originals",
             inferred_from="the times of the files",
         )
 
@@ -107,7 +107,7 @@ def _steps_differ(ckpt: Checkpoint, groups: list[tuple[str, list[str], int]], yo
     names = groups[-1][1]
     is_young = any(young and young >= set(group) for _, group, _ in groups)
     is_stated = step in _stated(ckpt) and all(count >= _SEVERAL * len(group) for _, group, count in others)
-    also = ", as their times do" if is_young else f", and the checkpoint's is {step}" if is_stated else ""
+    also = ", and so do their times" if is_young else f"; the checkpoint says step {step}" if is_stated else ""
     return Finding(
         f"files of two saves: the optimizer's step in {_some(names)} differs from the other files{also}",
         at=Location(file=sorted(names)[0], ranks=_ranks(names)),

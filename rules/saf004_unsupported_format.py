@@ -17,7 +17,7 @@ def unsupported_format(ckpt: Checkpoint) -> Iterator[Finding]:
         NeMo, nanotron, TensorFlow and others. It is only info if they lie beside a checkpoint that is checked. A file
         of TorchScript, whose code runs when it is loaded, is told here by its content; beside a checkpoint by SAF002.
     Why it matters:
-        A gate must not pass what nobody looked at.
+        A gate must not pass a checkpoint that was not checked.
     Usual causes:
         A wrong path, or a checkpoint of another framework.
     How to fix:

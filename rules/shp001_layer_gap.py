@@ -101,7 +101,7 @@ def _gaps(ckpt: Checkpoint, block: Block, numbers: dict[Block, set[int]]) -> Ite
         identity=tuple(f"{name}.{layer}" for layer in sorted(missing)),
         confidence=_confidence(ckpt, missing, is_declared),
         notes=tuple(notes),
-        hint=f"find the ranks or stages that hold layers {ranges(missing)}, and the keys under which they saved them",
+        hint=f"find the ranks or stages that held layer{'s' * (len(missing) > 1)} {ranges(missing)}, and their keys",
         inferred_from="" if is_declared else f"the numbers of the {plural(len(present), 'other layer')}",
     )
 
@@ -137,7 +137,7 @@ def _lacking(ckpt: Checkpoint, layers: Layers) -> Iterator[Finding]:
             if role.rpartition(".")[2] not in ("weight", "bias"):
                 continue  # only quantised layers have scales
             yield Finding(
-                f"nothing{{of}} is stored; {complete} other layers have theirs",
+                f"no part{{of}} is stored; {complete} other layers have theirs",
                 at=Location(fqn, label=f"{ckpt.metadata_file}: layer {layer} has {len(found)} of {len(usual)} keys"),
                 identity=(fqn,),
                 confidence="likely",

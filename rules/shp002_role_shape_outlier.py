@@ -56,7 +56,7 @@ def _shape(item: Outlier, usual: tuple[int, ...], is_unmatched: bool) -> Finding
     found = _finding(item, f"shape{{of}} is {shape_text(shape)}", shape_text(usual), notes)
     if not is_unmatched or item.changed > 1:
         return found
-    why = "it cannot be multiplied with its partner in this layer either, so the model has no such shape"
+    why = "it does not fit its partner in this layer either, so the model has no such shape"
     return replace(found, severity=Severity.ERROR, why=why, hint="take the weight from an earlier step, or save again")
 
 

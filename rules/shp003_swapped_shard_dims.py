@@ -91,7 +91,7 @@ def _finding(ckpt: Checkpoint, swap: Swap) -> Finding:
         confidence=swap.confidence,
         notes=swap.notes,
         hint=f"use Shard({b}) instead of Shard({a}) where the job transposes this weight, and save again; no value is "
-        f"lost, but those from {from_:,} of dim {a} on belong at {to:,} of dim {b}",
+        f"lost, but values from index {from_:,} of dim {a} on belong at index {to:,} of dim {b}",
         inferred_from=swap.basis.partition(" from ")[0] if swap.confidence == "likely" else "",
         group=f"{numbers} {swap.basis}",
     )

@@ -107,7 +107,7 @@ def _finding(ckpt: Checkpoint, local: Local) -> Finding:
         at=Location.of(tensor),
         kind="part" if size < expected else "copies",
         confidence=local.confidence,
-        why="" if size < expected else "a replica that was saved as shards loads with another shape",
+        why="" if size < expected else "a replica that was saved as shards loads with the wrong shape",
         notes=(note, ("mesh", f"{axis_name(ckpt, local.axis, places)} is {_split(places)}")),
         explain=partial(_files, ckpt, local),
         hint=hint,

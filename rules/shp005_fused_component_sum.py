@@ -33,7 +33,7 @@ def fused_component_sum(ckpt: Checkpoint) -> Iterator[Finding]:
         heads have one size; a value head for each query head is info where the configuration declares so few key heads.
         Latent attention, and what SHP002 or SHP004 report, is left out.
     Why it matters:
-        A load joins the parts again, so rows end up in another component, or the load fails on the size.
+        A load joins the components again, so rows end up in the wrong component, or the load fails on the size.
     Usual causes:
         The job split a global tensor by the sizes of one tensor-parallel rank, or a rank's part by the global sizes.
     How to fix:
@@ -84,7 +84,7 @@ def _is_short_half(ckpt: Checkpoint, param: Param, other: Param) -> bool:
 def _lone_half(param: Param, wanted: str) -> Finding:
     name = wanted.rpartition(".")[2]
     return Finding(
-        f"half{{of}} has no other half {name}",
+        f"half{{of}} lacks its other half, {name}",
         at=Location.of(param.tensor),
         identity=(wanted,),
         keys=(wanted,),
@@ -158,7 +158,7 @@ def _odd_component(odd: Param, partner: Param, parts: dict[tuple[str, str], Para
         f"component{{of}} has {odd.own_shape[0]:,} rows, but {short_name(partner)} has {partner.own_shape[0]:,}",
         at=Location.of(odd.tensor),
         notes=notes,
-        hint="split so that query and key have equally many rows, and each component as many in conv1d as in in_proj",
+        hint="split it again: query and key need equal rows, and each component the same in conv1d and in_proj",
         inferred_from="the rows of the other components",
     )
 

@@ -74,7 +74,7 @@ def _finding(ckpt: Checkpoint, fc1: Param, fc2: Param, tp: int, places: int) -> 
     shown = ", ".join(f"{start:,}" for start in starts[:_STARTS]) + (", ..." if len(starts) > _STARTS else "")
     source = trusted_topology(ckpt)["tp"].source
     return Finding(
-        f"dim {axis}{{of}} has {plural(places, 'shard')} where two halves make {2 * tp} = 2 x tp {tp}",
+        f"dim {axis}{{of}} has {plural(places, 'shard')} where gate and up need {2 * tp} = 2 x tp {tp}",
         at=Location.of(fc1.tensor),
         notes=(
             ("starts", shown),
@@ -82,7 +82,7 @@ def _finding(ckpt: Checkpoint, fc1: Param, fc2: Param, tp: int, places: int) -> 
             ("partner", f"{fc2.tensor.fqn} has {plural(tp, 'shard')} on dim {fc2.own_axes[1]}"),
         ),
         explain=partial(_writers, ckpt, fc1, axis),
-        hint="load it on the number of ranks that saved it, and save it again with separate halves",
+        hint="load it on the number of ranks that saved it, and save it again with gate and up as separate halves",
         inferred_from=f"tp {tp} and the shards of {short_name(fc2)}",
     )
 

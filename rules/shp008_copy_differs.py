@@ -25,7 +25,7 @@ def copy_differs(ckpt: Checkpoint) -> Iterator[Finding]:
         (frozen ones, or another depth) and other dtypes are only info. Copies of another architecture are left out:
         the model has fewer than half of their keys, or half of the shapes differ.
     Why it matters:
-        The copy is loaded into the same architecture, where the load fails or takes one rank's part for the whole.
+        The copy is loaded into the same architecture, where the load fails or uses one rank's shard as the whole.
     Usual causes:
         The job saved the copy with placements different from the model's, or left its keys out of the map of
         placements.

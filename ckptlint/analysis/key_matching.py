@@ -214,8 +214,8 @@ def _compare_kind(
     for family, entries in extra.items():
         if family not in extra_open:
             result.added.extend(map(LoneKeys, entries))
-    result.unpaired_expected.extend(entry.fqn for family in lost_open for entry in lost[family])
-    result.unpaired_stored.extend(entry.fqn for family in extra_open for entry in extra[family])
+    result.unpaired_expected.extend(sorted(e.fqn for family in lost_open for e in lost[family]))
+    result.unpaired_stored.extend(sorted(e.fqn for family in extra_open for e in extra[family]))
 
 
 def _renamed(

@@ -79,8 +79,8 @@ class Change:
         """
         was, now = self.was or Holding("nothing"), self.now or Holding("nothing")
         return {
-            "gone": f"nothing{{of}} is {here}; {before} has {was}",
-            "new": f"{now}{{of}} is new; {before} does not have it",
+            "gone": f"no part{{of}} is {here}; {before} has {was}",
+            "new": f"{now}{{of}} is new; {before} lacks it",
             "shape": f"the shape{{of}} is {shape_text(now.shape)}; it was {shape_text(was.shape)} in {before}",
             "dtype": f"the dtype{{of}} is {now.dtype}; it was {was.dtype} in {before}",
             "cut": f"the number of chunks{{of}} is {now.parts:,}; it was {was.parts:,} in {before}",
@@ -145,17 +145,17 @@ def _gone(was: Mapping[str, Holding], now: Mapping[str, Holding], after: Mapping
         key, state = parse(fqns[0]), _state(fqns[0])
         rest = ""
         if name in after:
-            rest = f"{len(after[name]):,} of the same role stay"
+            rest = f"{len(after[name]):,} of the same role still stored"
         elif key.kind not in kinds:
             rest = ""  # the step holds nothing of the kind any more
         elif state is not None and state[1] in params:
-            rest = "other states of the same parameters stay"
+            rest = "other states of the same parameters are still stored"
         elif key.kind == "model" and role(key.path) in params:
             rest = "its optimizer state stays"
         elif key.kind == "runtime" and "optimizer" in kinds:
             rest = "the optimizer stays, so the job meant to go on"
         elif key.kind == "model" and (key.function in _CORE or name.rpartition(".")[0] in modules):
-            rest = "the rest of the model stays"
+            rest = "the rest of the model is still stored"
         yield from _alike("gone", fqns, was, now, bool(rest), rest)
 
 
@@ -225,7 +225,7 @@ def _alike(
 
 
 def _stay(count: int) -> str:
-    return f"{count:,} others stay as they were" if count else ""
+    return f"{count:,} other{' is' if count == 1 else 's are'} unchanged" if count else ""
 
 
 def _dtype_family(fqn: str) -> str:

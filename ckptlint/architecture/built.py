@@ -43,7 +43,7 @@ def built_model(config: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
             the reason as the end of a sentence.
     """
     if _names_code(config):
-        raise NoTable("and it names code of its own (auto_map), which ckptlint never runs")
+        raise NoTable("and it names custom code (auto_map), which ckptlint never runs")
     if declared_quantisation(config):
         raise NoTable("and it declares a quantisation, which renames or reshapes tensors")
     if not config.get("architectures"):

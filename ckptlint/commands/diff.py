@@ -24,10 +24,10 @@ from ckptlint.reporters.diff import as_json, as_text
 @click.command(context_settings=ENVIRONMENT)
 @click.argument("old")
 @click.argument("new")
-@click.option("--layout", is_flag=True, help="Also compare how tensors are cut, and which files hold them.")
+@click.option("--layout", is_flag=True, help="Also compare chunks, and which files hold them.")
 @click.option("--values", is_flag=True, help="Read both, and compare the contents of tensors under any name.")
-@click.option("--select", multiple=True, metavar="KEY", help="With --values, the tensors to compare, a glob.")
-@click.option("--ignore", multiple=True, metavar="KEY", help="With --values, tensors to leave out, as glob.")
+@click.option("--select", multiple=True, metavar="GLOB", help="With --values, compare only tensors that match.")
+@click.option("--ignore", multiple=True, metavar="GLOB", help="With --values, leave out tensors that match.")
 @click.option("--adapter", metavar="DIR", help="With --values, a LoRA adapter: NEW should be OLD with it merged in.")
 @click.option("--jobs", type=click.IntRange(1, 64), metavar="N", help="With --values, how many threads read.")
 @click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="With --values, also write a page.")
@@ -46,7 +46,7 @@ def diff(
     format_: str,
     color: str,
 ) -> None:
-    """Compare the keys, shapes and dtypes of two checkpoints; resharding is no difference.
+    """Compare the keys, shapes and dtypes of two checkpoints; resharding does not count as one.
 
     With --values also what the tensors hold: equal, rounded, renamed, reordered, put together, or different and where.
 
@@ -54,7 +54,7 @@ def diff(
     checkpoint there, 4 not read.
     """
     if not values and (select or ignore or adapter or jobs or html):
-        raise click.UsageError("--select, --ignore, --adapter, --jobs and --html go with --values")
+        raise click.UsageError("--select, --ignore, --adapter, --jobs and --html need --values")
     style = terminal_style(color, False, 0, 0, False)
     if values:
         from ckptlint.comparing.values import compared_values

@@ -70,7 +70,7 @@ def latest(run_dir: str, require: tuple[str, ...], before: int | None, answer: s
         click.echo(inert(_table(searches, run_dir)) + "\n", err=True)
         say(f"{shown(run_dir)} holds {len(searches)} runs: name one of them")
     elif (found := searches[0].path) and not (found.isprintable() and inert(found) == found):
-        raise AccessError(f"{printable(found)} passes, and cannot be printed as it is: --format json gives it")
+        raise AccessError(f"{printable(found)} passes, but its path is not plain text: use --format json")
     else:
         say(*search_lines(searches[0]), *(unread_bytes(request.depth) if searches[0].path else []))
         show_text(f"{searches[0].path}\n" if searches[0].path else "")

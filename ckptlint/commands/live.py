@@ -15,7 +15,7 @@ from ckptlint.live.shared_check import joined
 
 @click.command(cls=WithSettings, context_settings=ENVIRONMENT)
 @click.argument("path")
-@click.option("--every-node", is_flag=True, help="Read all of the payload on every node, past its page cache.")
+@click.option("--every-node", is_flag=True, help="Read the whole payload on every node, bypassing its page cache.")
 @click.option("--digest", is_flag=True, help="Short for --depth data.")
 @click.option(
     "--settle",

@@ -22,14 +22,14 @@ COMMANDS = {
     "completion": "Print the script that completes commands, options and rule codes in a shell.",
     "config": "Show the settings of `check`, and where each comes from: default, file, environment or option.",
     "deletable": "Print the paths of the steps of a run that may be deleted, and nothing else.",
-    "diff": "Compare the keys, shapes and dtypes of two checkpoints; resharding is no difference.",
+    "diff": "Compare the keys, shapes and dtypes of two checkpoints; resharding does not count as one.",
     "explain": "Print the page of a rule, or of a cause: what it is, why it matters, how to fix it.",
     "graph": "Draw the chunks of one tensor as a graph: on each axis, which intervals they cover and where one is "
     "missing.",
     "latest": "Print the path of the newest step of a run that passes, and nothing else.",
     "live": "Check a checkpoint with all ranks of a job: every node must see the same files.",
     "manifest": "Write the tensors of a checkpoint as JSON, to compare others with: `ckptlint OTHER --expect FILE`.",
-    "plan": "Tell whether a checkpoint loads into a job of another shape, and what each rank would read.",
+    "plan": "Say whether a checkpoint loads into a job of another shape, and what each rank would read.",
     "rules": "List all rules: code, name, severity, the depth they need, what they find.",
     "show": "Show what is in a checkpoint, without a verdict: tensors, shapes, dtypes, chunks, objects, topology.",
     "watch": "Check each step of a running job once, as soon as it is finished.",
@@ -74,7 +74,7 @@ class _LazyGroup(click.Group):
             args = [*names[:1], *(word for word in args if word not in names[:1])]
         if args and args[0] not in own and args[0] not in self.commands:
             if not os.path.lexists(args[0]) and (near := _near(args[0], self.commands)):
-                raise click.UsageError(f"there is no command and no path {args[0]!r}, did you mean {near}?", ctx)
+                raise click.UsageError(f"there is no command or path {args[0]!r}, did you mean {near}?", ctx)
             args = ["check", *args]
         return super().parse_args(ctx, args)
 

@@ -32,8 +32,8 @@ _SIZE = click.IntRange(min=1)
 @click.option("--nodes", type=_SIZE, metavar="N", help="The job has N nodes: show which files each must see.")
 @click.option("--ranks-per-node", type=_SIZE, metavar="N", help="Like --nodes, with N ranks on each node.")
 @click.option("--from-nodes", type=_SIZE, metavar="N", help="N nodes saved, and each has only the files that it wrote.")
-@click.option("--no-load-optim", is_flag=True, help="Megatron-LM starts its optimizer anew.")
-@click.option("--no-load-rng", is_flag=True, help="Megatron-LM starts its random states anew.")
+@click.option("--no-load-optim", is_flag=True, help="Megatron-LM loads no optimizer state.")
+@click.option("--no-load-rng", is_flag=True, help="Megatron-LM loads no random states.")
 @click.option("--megatron", metavar="V", help="The version of megatron-core that loads: 0.16.  [default: any]")
 @click.option("--format", "format_", type=click.Choice(["text", "json"]), default="text", show_default=True)
 @click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Also write a page to this file.")
@@ -49,7 +49,7 @@ def plan(
     no_load_rng: bool,
     **asked: Any,
 ) -> None:
-    """Tell whether a checkpoint loads into a job of another shape, and what each rank would read.
+    """Say whether a checkpoint loads into a job of another shape, and what each rank would read.
 
     Axes: dp (FSDP shards), dp_replicate, tp, pp, vpp, ep, etp, cp. A function takes a DeviceMesh, or nothing, and
     returns the state dict that its rank loads into. It runs on the CPU, without memory and network.

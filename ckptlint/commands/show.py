@@ -15,7 +15,7 @@ from ckptlint.depth import Depth
 @click.argument("path")
 @click.argument("pattern", metavar="[GLOB | KEY[SLICES]]", required=False)
 @click.option("--tree", is_flag=True, help="Show keys as a tree; layers with the same contents share a branch.")
-@click.option("--ranks", is_flag=True, help="Show which rank or file holds which layers, and who is out of balance.")
+@click.option("--ranks", is_flag=True, help="Show which rank or file holds which layers, and which are out of balance.")
 @click.option(
     "--depth",
     type=click.Choice([depth.value for depth in Depth if depth.looks_at_files]),
@@ -65,7 +65,7 @@ def manifest(path: str, output: Path | None, values: bool, rows: bool) -> None:
     from ckptlint.comparing.manifest import manifest_of
 
     if rows and not values:
-        raise click.UsageError("--rows goes with --values")
+        raise click.UsageError("--rows needs --values")
     with progress(off=not values):
         text, unread = manifest_of(opened_or_exit(path, files=values), values, rows)
     if unread:

@@ -157,7 +157,7 @@ def _opened(adapter: Sequence[OpenedCheckpoint]) -> _Adapter:
         places |= {fqn: TensorBytes(side.folder, ckpt, tensor) for fqn, tensor in ckpt.tensors.items()}
     read = read_adapter_config(config.values) if config is not None else AdapterConfig()
     if read.kind != "LORA" or not factors_of(places):
-        raise ConfigError("--adapter is the folder of a LoRA adapter: adapter_config.json and its factors")
+        raise ConfigError("--adapter takes the folder of a LoRA adapter, with adapter_config.json and its factors")
     return _Adapter(places, read)
 
 

@@ -135,7 +135,7 @@ def pickles_in(content: FileContent | None, file: BinaryIO, limit: int) -> Itera
         if inner == "perhaps pickle" and not is_pickled(data[:limit], len(data)):
             return
         if len(data) > limit:
-            raise LimitError(f"holds more than {limit:,} bytes that are packed")
+            raise LimitError(f"holds more than {limit:,} bytes of compressed data")
         if inner in ("pickle", "perhaps pickle") or (inner == "archive" and b"data.pkl" in data.lower()):
             yield data
         else:
@@ -247,7 +247,7 @@ def _object_pickles(file: BinaryIO, limit: int) -> Iterator[bytes]:
                     pickled = _object_pickle(opened, limit)  # type: ignore[arg-type]
             except _BAD_ZIP as error:
                 if isinstance(error, NotImplementedError) and member.filename.endswith(".npy"):
-                    raise UnreadableError("holds an array that is packed as this Python cannot unpack it") from None
+                    raise UnreadableError("holds an array whose compression this Python cannot read") from None
                 continue  # the loader cannot open it either
             if pickled:
                 yield pickled

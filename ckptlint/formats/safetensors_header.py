@@ -111,7 +111,7 @@ def parse_header(text: bytes, payload: int) -> Header:
             raise UnreadableError(f"has no dtype and shape for {printable(checked_key(name))}", 8)
         if entry["dtype"] not in SAFETENSORS_BITS:  # torch 2.13 consolidates a key that no rank had with the dtype ""
             named = printable(entry["dtype"][:40])
-            raise UnreadableError(f"has {named!r} as the dtype of {printable(name)}, which is none of the format", 8)
+            raise UnreadableError(f"has {named!r} as the dtype of {printable(name)}, unknown to the format", 8)
         shapes.append(checked_shape(name, entry.get("shape")))
         dtypes.append(SAFETENSORS.get(entry["dtype"]))
         spans.append(_span(name, entry.get("data_offsets")))
@@ -151,7 +151,7 @@ def _check_packed(name: str, dtype: str, elements: int, span: tuple[int, int]) -
     """Refuse elements of less than a byte that do not end with a byte, or not with the bytes that they are given."""
     bits, size = elements * SAFETENSORS_BITS[dtype], span[1] - span[0]
     if bits != 8 * size:
-        needed = f"{bits:,} bits, which fill no whole bytes" if bits % 8 else f"{bits // 8:,} bytes"
+        needed = f"{bits:,} bits, which is not a whole number of bytes" if bits % 8 else f"{bits // 8:,} bytes"
         raise UnreadableError(f"gives {printable(name)} {size:,} bytes, but its {elements:,} {dtype} need {needed}", 8)
 
 

@@ -61,7 +61,7 @@ def is_size(value: Any) -> bool:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     document = dict(pairs)
     if len(document) < len(pairs):
-        raise ValueError("one object has a name twice")
+        raise ValueError("one object repeats a name")
     for name in document:
         if not name.isascii():
             name.encode()  # a lone surrogate is a ValueError: no other reader takes it

@@ -108,7 +108,7 @@ def require(on_fault: str, allowed: Sequence[str] = get_args(OnFault)) -> None:
         ConfigError: it is none of those that are allowed.
     """
     if on_fault not in allowed:
-        raise ConfigError(f"on_fault is {on_fault!r}, and can be {', '.join(allowed)}")
+        raise ConfigError(f"on_fault is {on_fault!r}: use one of {', '.join(allowed)}")
 
 
 def stops_alone(world: int) -> None:
@@ -187,7 +187,7 @@ def _ask(arguments: Sequence[str], end: float) -> dict[str, Any]:
                 os.setpriority(os.PRIO_PROCESS, child.pid, _NICENESS)
             output, errors = child.communicate(timeout=max(end - time.monotonic(), 0.1))
         except subprocess.TimeoutExpired:
-            raise _CannotRunError("the check did not end in time; give it more with timeout=") from None
+            raise _CannotRunError("the check did not end in time: set a larger timeout=") from None
         finally:
             if child.returncode is None:
                 child.kill()

@@ -117,7 +117,7 @@ def read_cause(file: str, text: str) -> KnownCause:
     for part in ("find", "also", "never"):
         for name, clause in getattr(known, part).items():
             if unknown := [code for code in clause.codes if code not in codes]:
-                raise ValueError(f"{file}: {part}.{name}.codes has {unknown[0]!r}, which is no rule")
+                raise ValueError(f"{file}: {part}.{name}.codes has {unknown[0]!r}, which is not a rule")
     return known
 
 

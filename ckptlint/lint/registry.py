@@ -138,7 +138,7 @@ def _rules_in(package: ModuleType) -> list[Rule]:
     found = list(dict.fromkeys(item for module in modules for item in vars(module).values() if isinstance(item, Rule)))
     for rule in found:
         if unknown := [word for word in rule.needs if word not in NEEDS]:
-            raise ValueError(f"{rule.code} needs {unknown[0]!r}, which is none of {', '.join(NEEDS)}")
+            raise ValueError(f"{rule.code} needs {unknown[0]!r}, which is not one of {', '.join(NEEDS)}")
     return found
 
 

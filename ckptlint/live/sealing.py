@@ -482,11 +482,11 @@ def _differing(
     differing = live.group.broadcast(padded, 0).tobytes()[:length].decode().split("\n")
     findings = []
     for place, (row, fqn) in enumerate(zip(rows, differing, strict=True)):
-        sentence = f"the loaded values{{of}} are not those that the job sealed: digest {different[row]:016x}, "
+        sentence = f"the loaded values{{of}} differ from those that the job sealed: digest {different[row]:016x}, "
         sentence += f"sealed {int(sealed[row]) & MASK:016x}"
         findings += [RankFinding(rank, fqn, "LIV304", sentence) for rank in np.flatnonzero(holds[:, place]).tolist()]
     if more := len(different) - len(rows):
         findings.append(
-            RankFinding(-1, "", "LIV304", f"the loaded values of {more:,} more keys are not those that the job sealed")
+            RankFinding(-1, "", "LIV304", f"the loaded values of {more:,} more keys differ from the sealed ones")
         )
     return findings

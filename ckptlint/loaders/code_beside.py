@@ -43,8 +43,8 @@ def code_beside(files: Sequence[tuple[Folder, str, str]], reported: Collection[s
     if brought:
         modules = [label for _, _, label in files if label.endswith(".py") and "/" not in label]
         settings_with_code = [f"{label} ({what})" for label, what in brought.items()]
-        sentence = f"this folder brings code: {listed(settings_with_code + modules)}"
-        why = "it runs where the model is loaded with trust_remote_code, yaml.unsafe_load or an open template"
+        sentence = f"this folder contains code: {listed(settings_with_code + modules)}"
+        why = "it runs where the model is loaded with trust_remote_code, yaml.unsafe_load or an unsandboxed template"
         problems.append(Problem("note", next(iter(brought)), sentence, why=why))
     if unread := [label for label in unread if label not in reported]:
         sentence = f"{plural(len(unread), 'file')} of settings could not be searched for code: {some(unread)}"

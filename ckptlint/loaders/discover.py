@@ -68,7 +68,7 @@ def find_checkpoints(folder: Folder, all_steps: bool) -> list[Found]:
         if held := walk.payload(folder):
             raise UnknownLayoutError(
                 f"{held} holds weights or other state, and ckptlint does not know how these files belong together: "
-                "name one of them to have it read by itself"
+                "name one of them to read it alone"
             )
         raise NothingToCheckError(
             f"no checkpoint under {folder.display}: looked for .metadata, __N.metadata, *.distcp, *.safetensors, files "

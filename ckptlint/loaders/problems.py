@@ -9,14 +9,14 @@ from ckptlint.model import Problem, ProblemKind
 from ckptlint.model.text import unknown_classes
 from ckptlint.vocabulary.metadata_files import METADATA, RANK_METADATA
 
-_SENDER = "do not open this folder with torch.load or dcp.load; and find out who wrote this file"
+_SENDER = "do not open this folder with torch.load or dcp.load, and find out who wrote this file"
 _VOUCH = (
     "if this is your own code, write trusted-modules = [{}] below [rules.unsafe-pickle] in the settings; if not, "
     "do not load this file"
 )
 _OPENED = "torch reads this file with a plain pickle load, so opening the folder makes these calls"
 _CALLS = "a plain pickle load of this file makes these calls"
-_NAMED = "a plain pickle load imports the module of this name, and what uses the value later may call it"
+_NAMED = "a plain pickle load imports the module of this name, and code that uses the value later may call it"
 _CALLED = "a plain pickle load calls it, whatever it does"
 _FILLED = "the class may call what it is filled with when it is loaded, and ckptlint does not know it"
 _UNKNOWN = ", which ckptlint does not know"

@@ -99,8 +99,8 @@ class RunFolder:
     def tracking(self, step: int) -> str:
         """What to do so that the tracker names a step, as an order."""
         if self.holds == "link":
-            return f"point it to {self.folder_of(step)}"
-        return f"write {self.folder_of(step) if self.holds == 'folder' else step} into it"
+            return f"point {self.tracker_file} to {self.folder_of(step)}"
+        return f"write {self.folder_of(step) if self.holds == 'folder' else step} into {self.tracker_file}"
 
     def folder_of(self, step: int | str) -> str:
         """The name of a step's folder."""

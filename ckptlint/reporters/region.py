@@ -94,7 +94,7 @@ def parse_region(tensor: Tensor, slices: str) -> Box:
     for axis, (size, item) in enumerate(zip(shape, [*items, *[":"] * (len(shape) - len(items))], strict=True)):
         match = _ITEM.fullmatch(item)
         if match is None or not (match[1] or match[2]) or (match[3] and not match[2]):
-            raise ConfigError(f"[{slices}] is no slice: write [128:256, :], [-4:], [7] or [..., 0:8]")
+            raise ConfigError(f"[{slices}] is not a slice: write [128:256, :], [-4:], [7] or [..., 0:8]")
         low, high = (int(match[i]) + size * match[i].startswith("-") if match[i] else None for i in (1, 3))
         start = low or 0
         stop = (size if high is None else high) if match[2] else start + 1

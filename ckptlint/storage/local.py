@@ -101,7 +101,7 @@ class LocalFolder(Folder):
             status = path.stat()
         except (OSError, UnicodeEncodeError) as error:
             if isinstance(error, OSError) and error.errno not in ABSENT:
-                raise AccessError(f"{printable(relative)} cannot be looked at: {error.strerror}") from None
+                raise AccessError(f"{printable(relative)} cannot be accessed: {error.strerror}") from None
             return "dangling-link" if _is_link(path) else "absent", None
         if not stat.S_ISREG(status.st_mode):
             return "not-a-file", None

@@ -50,5 +50,5 @@ def folder_at(path: str) -> tuple[Folder, str]:
     except OSError as error:
         if error.errno in ABSENT:
             raise NothingToCheckError(f"{printable(path)} does not exist") from None
-        raise AccessError(f"{printable(path)} cannot be looked at: {error.strerror}") from None
+        raise AccessError(f"{printable(path)} cannot be accessed: {error.strerror}") from None
     return (LocalFolder(place), "") if is_folder else (LocalFolder(place.parent), place.name)

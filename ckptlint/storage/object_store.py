@@ -133,7 +133,7 @@ class ObjectFolder(RemoteFolder):
             if is_absent(error):
                 return "absent", None
             what = f"{printable(relative)} in {self.display}"
-            raise AccessError(f"{what} cannot be looked at: {reason(error, self.protocol)}") from None
+            raise AccessError(f"{what} cannot be accessed: {reason(error, self.protocol)}") from None
         if info["type"] != "file":
             return "not-a-file", None
         self._sizes[relative] = int(info["size"])

@@ -169,7 +169,7 @@ async def _redirected(_session: Any, context: Any, redirect: Any) -> None:
     if isinstance(context.trace_request_ctx, dict):
         context.trace_request_ctx[host] = None
     if await _is_private(host) and not await _is_private(before):
-        raise RedirectError(f"the server redirects to {printable(host)}, a private address: name that if you trust it")
+        raise RedirectError(f"the server redirects to {printable(host)}, a private address: pass it if you trust it")
 
 
 async def _is_private(host: str) -> bool:

@@ -81,7 +81,7 @@ class WebFolder(RemoteFolder):
         names = (_NEVER_THERE, *ASKED)
         answers = dict(zip(names, pool(self.protocol).map(self._ask, names), strict=True))
         if answers[_NEVER_THERE] is not False:
-            raise AccessError(f"{self.display} cannot be checked: the server answers for files that are not there")
+            raise AccessError(f"{self.display} cannot be checked: the server answers for files that do not exist")
         found = {}
         for name, size in answers.items():
             if size is None:
@@ -123,7 +123,7 @@ class WebFolder(RemoteFolder):
             except Exception as error:
                 if not is_absent(error):
                     what = f"{printable(name)} in {self.source}"
-                    raise AccessError(f"{what} cannot be looked at: {reason(error, self.protocol)}") from None
+                    raise AccessError(f"{what} cannot be accessed: {reason(error, self.protocol)}") from None
                 size = False
             self._sizes[name] = size
         return self._sizes[name]
@@ -149,7 +149,7 @@ class WebFolder(RemoteFolder):
             if answer.status == 206:
                 length = answer.headers.get("Content-Range", "").rpartition("/")[2]
             elif start:
-                raise RangesError("the server does not send parts of a file")
+                raise RangesError("the server does not support range requests")
             data = bytearray()
             while len(data) < stop - start and (piece := await answer.content.read(stop - start - len(data))):
                 data += piece  # a server without ranges would send the whole file

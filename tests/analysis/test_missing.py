@@ -138,7 +138,7 @@ def test_a_tensor_that_is_cut_alike_tells_the_rank(
 def test_the_hint_tells_a_rank_that_saved_from_one_that_did_not(tmp_path: Path) -> None:
     other = {"v": {"shape": [4], "records": ["__2_0.distcp 0:1600"]}}
     saved = opened(tmp_path / "a", [16, 8], ROWS, [0, 1, 3], more=other)
-    assert "__2_0.distcp holds only its other tensors" in absent_hint(saved, the_tensor(saved), HOLE)
+    assert "__2_0.distcp holds only other tensors" in absent_hint(saved, the_tensor(saved), HOLE)
     lost = opened(tmp_path / "b", [16, 8], ROWS, [0, 1, 3])
     assert "it probably never saved (__2_0.distcp)" in absent_hint(lost, the_tensor(lost), HOLE)
 
@@ -146,8 +146,8 @@ def test_the_hint_tells_a_rank_that_saved_from_one_that_did_not(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("size", "says"),
     [
-        (1600, "holds only its other tensors"),
-        (1600 + 1899, "holds only its other tensors"),
+        (1600, "holds only other tensors"),
+        (1600 + 1899, "holds only other tensors"),
         (1600 + 1900, "still in __2_0.distcp at byte 1,600; only its entry is missing"),
         (1600 + 5000, ".metadata does not use 5,000 of its bytes"),
     ],

@@ -202,7 +202,7 @@ def test_paths_come_from_standard_input_and_none_is_no_pass() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["chekc", str(GOOD)], "there is no command and no path 'chekc', did you mean check?"),
+        (["chekc", str(GOOD)], "there is no command or path 'chekc', did you mean check?"),
         (["laters", "RUN", "--require", "model"], "did you mean latest?"),
         (["deleteable"], "did you mean deletable?"),
         (["check", "--dept", "files", str(GOOD)], "--depth"),

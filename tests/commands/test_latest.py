@@ -293,7 +293,7 @@ def test_a_copy_of_the_step_before_is_not_the_newest(tmp_path: Path) -> None:
         copy_step(GOOD, tmp_path / f"step_{number}", values)
     answer = latest(tmp_path)
     assert (answer.returncode, answer.stdout) == (0, f"{tmp_path}/step_90\n")
-    sentence = "ckptlint: step_120 skipped: RUN005 all weights and all moments are bit for bit those of step_90"
+    sentence = "ckptlint: step_120 skipped: RUN005 all weights and all moments are bit-identical to step_90"
     assert answer.stderr.splitlines()[0] == sentence
     assert latest(tmp_path, "--ignore", "RUN005").stdout == f"{tmp_path}/step_120\n"
 

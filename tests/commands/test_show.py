@@ -221,9 +221,9 @@ def test_slices_as_python_writes_them(slices: str, region: str, ranks: str) -> N
         ("[0:20]", "0:20 is outside dim 0 of {}, which has 16 elements"),
         ("[-17:]", "-17: is outside dim 0 of {}, which has 16 elements"),
         ("[:, 3:3]", "3:3 is an empty slice of dim 1 of {}, which has 8 elements"),
-        ("[::2]", "[::2] is no slice"),
+        ("[::2]", "[::2] is not a slice"),
         ("[1, 2, 3]", "{} has 2 dims, and [1, 2, 3] has 3"),
-        ("[]", "[] is no slice"),
+        ("[]", "[] is not a slice"),
     ],
 )
 def test_slices_that_do_not_fit(slices: str, sentence: str) -> None:

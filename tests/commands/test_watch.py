@@ -367,7 +367,7 @@ def test_each_step_is_compared_with_the_one_before(tmp_path: Path) -> None:
     save(tmp_path / "step-2", {"tensors": {"layers.0.w": {"shape": [4]}}})()
     done = run("watch", "run", "--once", "--interval", "0", "--strict", cwd=link(tmp_path))
     assert done.returncode == 1
-    assert "nothing of layers.1.w is stored here; step-1 has float32 [4]" in " ".join(done.stdout.split())
+    assert "no part of layers.1.w is stored here; step-1 has float32 [4]" in " ".join(done.stdout.split())
 
 
 def link(path: Path) -> Path:

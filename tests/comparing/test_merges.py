@@ -166,5 +166,5 @@ def test_something_else_than_an_adapter_is_wrong_use(lora: Made) -> None:
     for other in (lora[0], REAL / "fsdp2_4r", REAL / "adapters" / "ia3"):
         answer = run("diff", str(lora[0]), str(lora[1]), "--values", "--adapter", str(other))
         assert (answer.returncode, answer.stdout) == (2, "")
-        assert "--adapter is the folder of a LoRA adapter" in answer.stderr
+        assert "--adapter takes the folder of a LoRA adapter" in answer.stderr
     assert run("diff", str(lora[0]), str(lora[1]), "--adapter", str(lora[2])).returncode == 2

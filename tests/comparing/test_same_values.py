@@ -373,7 +373,7 @@ def test_a_manifest_with_values_proves_a_copy_and_names_what_differs(base: tuple
     assert run("manifest", str(base[0]), "--values", "--rows", "--output", str(manifest)).returncode == 0
     report = ckptlint.check(tmp_path / "odd", expect=manifest, depth="data")
     (told,) = [item.message for item in report.diagnostics if item.code == "REF004"]
-    assert told.endswith("are not those of the reference: rows 3 of 64")
+    assert told.endswith("differ from those of the reference: rows 3 of 64")
     assert report.exit_code == 1
     other = ckptlint.check(export(tmp_path / "hf", hugging_face(base[1])), expect=manifest, depth="data")
     assert other.exit_code == 4 and "nothing was compared" in str(other.checkpoints[0].failed)

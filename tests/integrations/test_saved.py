@@ -43,7 +43,7 @@ def test_raise_is_for_whatever_is_no_pass(job: Path) -> None:
         check_saved(job / "step-20", on_fault="raise")
     with pytest.raises(CheckpointError, match="step-30 does not exist"):
         check_saved(job / "step-30", on_fault="raise")
-    with pytest.raises(ConfigError, match="can be warn, raise"):
+    with pytest.raises(ConfigError, match="use one of warn, raise"):
         check_saved(job / "step-10", on_fault="rise")  # type: ignore[arg-type]
 
 

@@ -100,7 +100,7 @@ def test_transformers_nan_is_seen_at_depth_data(tmp_path: Path, caplog: pytest.L
 def test_transformers_raises_where_asked(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="PAY004"):
         hf_run(tmp_path, lambda step: cut(step / "model.safetensors"), on_fault="raise")
-    with pytest.raises(ConfigError, match="can be warn, stop, raise"):
+    with pytest.raises(ConfigError, match="use one of warn, stop, raise"):
         hf_run(tmp_path, on_fault="never")
 
 

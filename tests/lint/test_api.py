@@ -271,7 +271,7 @@ def test_show_manifest_and_explain_say_what_the_commands_print(tmp_path: Path, m
     [
         (lambda: ckptlint.show(REAL / "fsdp2_4r", "nope"), "no tensor of .* matches nope"),
         (lambda: ckptlint.show(REAL / "fsdp2_4r", depth="deep"), "no depth 'deep'"),
-        (lambda: ckptlint.manifest(REAL / "fsdp2_4r", rows=True), "rows goes with values"),
+        (lambda: ckptlint.manifest(REAL / "fsdp2_4r", rows=True), "rows needs values"),
         (lambda: ckptlint.manifest(REAL / "metadata_malicious"), "posix.system"),
         (lambda: ckptlint.explain("GEO04"), "did you mean GEO004"),
     ],

@@ -146,7 +146,7 @@ WORDS = "".join(f'{name} = "x"\n' for name in ("summary", "sentence", "do", "why
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (f'{WORDS}[find.a]\ncodes = ["GEO004", "GEO999"]', "find.a.codes has 'GEO999', which is no rule"),
+        (f'{WORDS}[find.a]\ncodes = ["GEO004", "GEO999"]', "find.a.codes has 'GEO999', which is not a rule"),
         (f'{WORDS}[find.a]\ncodes = "GEO004"', "find.a.codes is 'GEO004'"),
         (f'{WORDS}[find.a]\nkinds = ["part"]', "find.a.codes is missing"),
         (f'{WORDS}[find]\n[also.a]\ncodes = []\nkinds = ["part", 2]', "also.a.kinds[1] is 2"),

@@ -123,7 +123,7 @@ def test_settings_name_a_package_without_an_entry_point(
         ("def (", "cannot be imported: SyntaxError"),
         (
             RULE.format(code="ZZZ001", name="a-rule").replace("WARNING", "WARNING, needs=('params', 'luck')"),
-            "ZZZ001 needs 'luck', which is none of Megatron-Core, ",
+            "ZZZ001 needs 'luck', which is not one of Megatron-Core, ",
         ),
         (RULE.format(code="ZZ1", name="a-rule"), "'ZZ1' is not three capitals and three digits"),
         (

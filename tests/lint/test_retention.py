@@ -242,7 +242,7 @@ def test_a_copy_of_the_step_before_is_not_whole(tmp_path: Path) -> None:
         copy_step(REAL / "fsdp2_4r", tmp_path / f"step-{number}", values)
     assert names(tmp_path) == ["step-60", "step-30"]
     (copy, *_) = ckptlint.deletable(tmp_path, 1).rows()
-    assert copy["why"] == "RUN005 all weights and all moments are bit for bit those of step-90"
+    assert copy["why"] == "RUN005 all weights and all moments are bit-identical to step-90"
 
 
 def test_files_are_steps_too_and_the_last_one_stays(tmp_path: Path) -> None:

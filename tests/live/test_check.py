@@ -530,7 +530,7 @@ def test_expected_keys_shapes_and_dtypes() -> None:
     assert bad == [
         ("LIV208", "a", "the shape or dtype of a is float32 [8, 4], not float32 [4, 8] as expected"),
         ("LIV208", "b", "the shape or dtype of b is float32 [2], not bfloat16 [2] as expected"),
-        ("LIV208", "c", "no rank holds any part of c, which you expect"),
+        ("LIV208", "c", "no rank holds any part of c, but you expect it"),
     ]
     assert names == [("LIV208", "b", "float32 [2] of b is not among the expected keys")]
 
@@ -627,7 +627,7 @@ def test_copies_that_no_placement_declares_are_compared() -> None:
     assert all(result == results[0] for result in results)
     equal, unknown, drifted, still_unknown = results[0]
     owners = [(code, level, region, notes) for code, level, region, notes in equal if code == "LIV204"]
-    same = {"contents": "the same on all"}
+    same = {"contents": "equal on all ranks"}
     assert owners == [("LIV204", "info", "[0:4]", same), ("LIV204", "info", "[4:8]", same)]
     assert {level for _, level, _, _ in equal} == {"info"}
     assert {notes["contents"] for code, _, _, notes in (*unknown, *still_unknown) if code == "LIV204"} == {

@@ -337,6 +337,6 @@ def test_a_change_of_keys_is_judged_as_one_between_two_steps() -> None:
     assert all(result == results[0] for result in results)
     assert sorted(results[0]) == [
         ("cut", "warning", f"the shape is [9]; it was [8] in {last}"),
-        ("layers.2.wq.weight", "warning", f"nothing is held by any rank now; {last} has float32 [4]"),
-        ("value_head.weight", "info", f"nothing is held by any rank now; {last} has float32 [4]"),
+        ("layers.2.wq.weight", "warning", f"no part is held by any rank now; {last} has float32 [4]"),
+        ("value_head.weight", "info", f"no part is held by any rank now; {last} has float32 [4]"),
     ]

@@ -197,7 +197,7 @@ BROKEN: dict[str, tuple[str, Callable[[Path], None], str, str]] = {
         "z1_fp32_2r",
         edit(MODEL, drop("module", "layers.1.up.weight")),
         "RNK005",
-        f"{MODEL} holds nothing of layers.1.up.weight",
+        f"{MODEL} holds no values of layers.1.up.weight",
     ),
     "a weight of another shape in a layer's file": (
         "pipe_pp2_dp2_z1",
@@ -287,7 +287,9 @@ def test_broken_saves_are_named(case: str, copy: Callable[[str], Path]) -> None:
 def test_latest_names_what_is_not_there(copy: Callable[[str], Path]) -> None:
     run = copy(Z1)
     (run / "latest").write_text("global_step4")
-    assert [(c, t) for c, _, t in found(ckptlint.check(run))] == [("COM002", "latest names step 4, which is not there")]
+    assert [(c, t) for c, _, t in found(ckptlint.check(run))] == [
+        ("COM002", "latest names step 4, which does not exist")
+    ]
 
 
 def test_the_trainer_and_the_engine_name_one_step(copy: Callable[[str], Path]) -> None:

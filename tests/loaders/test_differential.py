@@ -338,7 +338,7 @@ def test_a_safetensors_header_is_taken_where_the_library_takes_it(tmp_path: Path
             ours = str(error)
         if not theirs:
             taken += 1
-            assert not ours or "has a name twice" in ours, (head, ours)  # of two equal names the library takes the last
+            assert not ours or "repeats a name" in ours, (head, ours)  # of two equal names the library takes the last
         elif not ours and refused < checks:
             refused += 1  # a whole check sees more than the header
             (tmp_path / "model.safetensors").write_bytes(data)

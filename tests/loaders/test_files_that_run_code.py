@@ -341,7 +341,7 @@ def test_tags_of_python_are_told_however_they_are_spelled(step: Path, mark: Path
     assert any((getattr(event, "tag", None) or "").startswith("tag:yaml.org,2002:python/") for event in events)
     for name in ("x.yaml", "a/b/c/x.yml", ".hydra/config.yaml"):
         code, rows = judged(step, name, data)
-        assert (code, rows) == (0, [("SAF001", "info", f"this folder brings code: {name} (a tag !!python/)")])
+        assert (code, rows) == (0, [("SAF001", "info", f"this folder contains code: {name} (a tag !!python/)")])
     assert not mark.exists()
 
 
@@ -353,7 +353,7 @@ def test_many_settings_are_all_read_and_what_is_not_is_told(step: Path, monkeypa
     unread = "1 file of settings could not be searched for code: z.yaml"
     assert judged(step, "z.yaml", b"a: ! [python/ : {")[1][0][2] == unread
     late = b" " * 2**21 + b'{"auto_map": {"AutoModel": "own.Model"}}'
-    assert judged(step, "own_config.json", late)[1][0][2] == "this folder brings code: own_config.json (auto_map)"
+    assert judged(step, "own_config.json", late)[1][0][2] == "this folder contains code: own_config.json (auto_map)"
     monkeypatch.setattr("ckptlint.loaders.code_beside._LIMIT", 81 * 2**16)
     assert judged(step, "z.yaml", data + b" " * 99)[1][0][2] == unread
 

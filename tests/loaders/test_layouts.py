@@ -260,7 +260,7 @@ def test_a_tracker_that_names_another_step_is_reported(
     text(tmp_path / "latest_checkpointed_iteration.txt", tracker)
     report = ckptlint.check(tmp_path)
     assert codes(report, "error", "warning") == {"COM002"}
-    assert found(report, "error", "warning")[0][2].endswith("which is not there")
+    assert found(report, "error", "warning")[0][2].endswith("which does not exist")
 
 
 def test_a_tracker_behind_the_newest_finished_step_is_a_note(tmp_path: Path) -> None:
@@ -280,7 +280,7 @@ def test_the_train_state_of_bridge_is_a_tracker_of_its_own(tmp_path: Path) -> No
     bridge_fsdp(tmp_path)
     saved(tmp_path / "latest_train_state.pt", {"step": torch.tensor(30, dtype=torch.int32)})
     (finding,) = found(ckptlint.check(tmp_path), "error", "warning")
-    assert finding[2] == "latest_train_state.pt names step 30, which is not there"
+    assert finding[2] == "latest_train_state.pt names step 30, which does not exist"
 
 
 def test_a_train_state_of_another_step_is_an_error(tmp_path: Path) -> None:

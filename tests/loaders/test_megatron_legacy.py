@@ -267,7 +267,7 @@ def test_a_folder_of_another_step(copied: Copied) -> None:
 def test_a_tracker_that_names_what_is_not_there(copied: Copied) -> None:
     step = copied("no_optimizer")
     (step.parent / "latest_checkpointed_iteration.txt").write_text("30")
-    only(step, "COM002", "names step 30, which is not there", level="warning")
+    only(step, "COM002", "names step 30, which does not exist", level="warning")
 
 
 def test_the_whole_where_a_part_should_be(copied: Copied) -> None:

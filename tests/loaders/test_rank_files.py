@@ -393,7 +393,7 @@ def test_a_tracker_that_names_a_step_which_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("9")
     report = ckptlint.check(tmp_path / "run")
     assert [row[:2] for row in found(report, "error", "warning")] == [("COM002", "warning")]
-    assert "names step 9, which is not there" in found(report)[0][2]
+    assert "names step 9, which does not exist" in found(report)[0][2]
 
 
 def test_a_smaller_set_beside_the_whole_one_is_a_note(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from claims import causes_of_case
-from support import REPOSITORY, SWEEP
+from support import REPOSITORY, SWEEP, bench
 
 from ckptlint.lint.causes import with_causes
 from ckptlint.lint.engine import run_rules
@@ -26,29 +26,45 @@ from ckptlint.testing.cases import depth_of, judge_case
 RULES = {rule.code: rule for rule in load_rules()}
 CASES = list(fixture_cases(REPOSITORY / "fixtures"))
 OF_RULE = {code: [case for other, case in CASES if other == code] for code, _ in CASES}
+MESSAGES = (Path(__file__).parent / "messages.txt").read_text(encoding="utf-8")
+MAKE = bench("make", "docs")
+RENEW = "run `python docs/make.py`, and read what is new in tests/rules/messages.txt aloud"
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("code", OF_RULE)
 def test_each_case_is_judged_as_it_says(code: str, tmp_path: Path) -> None:
-    wrong = []
+    wrong, reports = [], list[CheckpointReport]()
     for number, case in enumerate(OF_RULE[code]):
         (folder := tmp_path / str(number)).mkdir()
         try:
-            wrong += [f"{case.name}: {text}" for text in wrong_about(code, case, folder / "case", SWEEP or not number)]
+            found = wrong_about(code, case, folder / "case", SWEEP or not number, reports)
+            wrong += [f"{case.name}: {text}" for text in found]
         except Exception as error:
             wrong.append(f"{case.name}: {''.join(traceback.format_exception(error))}")
     assert not wrong, "\n".join(wrong)
+    assert MAKE.sentences(code, reports) in MESSAGES, f"{code}: {RENEW}"
 
 
-def wrong_about(code: str, case: Case, folder: Path, is_read_by_torch: bool) -> list[str]:
+def test_the_file_of_all_sentences_is_fresh_and_small() -> None:
+    """The sentences of rules are compared where their cases are judged."""
+    rest = MESSAGES.partition("# help\n")[2]
+    assert f"# help\n{rest}" == f"{MAKE.help_texts()}\n{MAKE.error_texts()}", RENEW
+    assert [line[2:] for line in MESSAGES.splitlines() if line.startswith("# ")] == [*OF_RULE, "help", "errors"]
+    assert len(MESSAGES.encode()) < 150_000
+
+
+def wrong_about(
+    code: str, case: Case, folder: Path, is_read_by_torch: bool, reports: list[CheckpointReport]
+) -> list[str]:
     """It is written and read once; what its rule says is asked of that rule alone, the rest of all rules together."""
     rule = RULES[code]
     depth = depth_of(rule, case)
     rules = [other for other in RULES.values() if other.live or not case.is_live]
     ckpt = held_by_ranks(case.table) if case.is_live else open_case(case, folder, depth)
     every = with_causes(run_rules(ckpt, rules, depth))
-    wrong = [*wrong_findings(rule, case, judge_case(rule, case, ckpt, depth)), *wrong_causes(code, case, every)]
+    reports.append(judge_case(rule, case, ckpt, depth))
+    wrong = [*wrong_findings(rule, case, reports[-1]), *wrong_causes(code, case, every)]
     if not case.expect:
         bare = replace(ckpt, reference=None, before=None)  # `others` is about the checkpoint, not what is beside it
         is_bare = ckpt.reference is None and ckpt.before is None

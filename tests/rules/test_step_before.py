@@ -99,7 +99,7 @@ def test_a_copy_of_the_step_before(tmp_path: Path) -> None:
     save(state(100) | {"rng_state": 200}, tmp_path / "step-200")
     report = ckptlint.check(tmp_path, depth="headers", select=["RUN"], all_steps=True)
     assert [(item.code, item.severity.label) for item in report.diagnostics] == [("RUN005", "warning")]
-    assert "bit for bit those of step-100" in report.diagnostics[0].title
+    assert "bit-identical to step-100" in report.diagnostics[0].title
 
 
 def test_files_of_two_saves_in_one_folder(tmp_path: Path) -> None:

@@ -309,7 +309,7 @@ def absent_hint(ckpt: Checkpoint, tensor: Tensor, region: Box) -> str:
         return f"look into {file} of {who}: {metadata} does not use {unnamed:,} of its bytes; this part may be in them"
     if absent.shown_by == _PLANS:
         return f"save again: {who} planned this part, but {file} does not hold it"
-    return f"look at the state dict of {who}: it should hold this part, but {file} holds only its other tensors"
+    return f"look at the state dict of {who}: it should hold this part, but {file} holds only other tensors"
 
 
 def _file_of(ckpt: Checkpoint, rank: int) -> str:

@@ -126,7 +126,7 @@ class Fit:
         Of a training checkpoint with a configuration that no library wrote nobody knows which class its job builds.
         """
         open_ = [name for name in self.open if not self.is_export or name in {*fields}]
-        said = f"{self.expected.source} leaves {some(open_, 3)} open: defaults were assumed"
+        said = f"{self.expected.source} does not set {some(open_, 3)}: ckptlint assumed defaults"
         return self.doubt or (said if open_ else "")
 
     def doubt_that_exists(self, name: str) -> str:
@@ -532,7 +532,7 @@ class _Judge:
     def _doubt(self) -> str:
         """Why the configuration may mean another model than its table: it names code of its own."""
         expected = self.pairing.expected
-        why = f"{expected.source} names code of its own (auto_map), whose model may differ from the library's"
+        why = f"{expected.source} names custom code (auto_map), whose model may differ from the library's"
         return why if expected.remote_code else ""
 
     def _open(self) -> tuple[str, ...]:

@@ -154,7 +154,7 @@ def _turned(old: Sides, new: Sides) -> Iterator[Match]:
         return None if side.is_dull or len(found) != 1 else digest(found[0])
 
     for side, other, _ in _found_by(old, new, rows, columns):
-        yield Match("transposed", (side.fqn,), (other.fqn,), False, "the names do not ask for that")
+        yield Match("transposed", (side.fqn,), (other.fqn,), False, "the names do not suggest that")
 
 
 def _found_by(old: Sides, new: Sides, key: _Key, other_key: _Key) -> Iterator[tuple[Side, Side, str]]:
@@ -279,7 +279,7 @@ def _in_order(parts: Sequence[Side], whole: Side, dtype: str) -> tuple[bool, str
 
 def _unknown(rows: Words, whole: Side, dtype: str) -> tuple[str, tuple[str, ...]]:
     """The order of some rows in a whole, which is not the one that the names demand, in words."""
-    text = "in an order that the names do not ask for" if whole.held else "in an order that no known conversion makes"
+    text = "in an order that the names do not suggest" if whole.held else "in an order that no known conversion makes"
     order = np.argsort(rows, kind="stable")
     ordered = rows[order]
     if (ordered[1:] == ordered[:-1]).any():
@@ -289,7 +289,7 @@ def _unknown(rows: Words, whole: Side, dtype: str) -> tuple[str, tuple[str, ...]
         return f"shifted by {int(source[0]):,} rows", ()
     first = [int(row) for row in np.flatnonzero(source != np.arange(len(source)))[:3]]
     notes = [", ".join(f"row {row:,} was row {int(source[row]):,}" for row in first)] if first else []
-    return text, (*notes, *([f"the names ask for: {whole.moved}"] if whole.moved else []))
+    return text, (*notes, *([f"the names suggest: {whole.moved}"] if whole.moved else []))
 
 
 def _longer(old: Sides, new: Sides, vocabulary: int) -> Iterator[Match]:

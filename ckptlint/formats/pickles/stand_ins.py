@@ -241,7 +241,7 @@ def _layout(_: Any, name: Any) -> str:
 
 def _path(_: Any, *parts: Any) -> str:
     if not all(isinstance(part, str) for part in parts):
-        raise pickle.UnpicklingError("a path was given parts that are no text")
+        raise pickle.UnpicklingError("a path has parts that are not text")
     return NoText("/".join(parts).replace("//", "/"))
 
 

@@ -434,7 +434,7 @@ def _changes(
         is_here = np.isin(wanted, common.key)
         gone = [fqn for fqn, here in zip(expect, is_here, strict=True) if not here]
         new = _named(rows, by_key, common.key[~np.isin(common.key, wanted)])
-        findings = [RankFinding(-1, fqn, "LIV208", "no rank holds any part{of}, which you expect") for fqn in gone]
+        findings = [RankFinding(-1, fqn, "LIV208", "no rank holds any part{of}, but you expect it") for fqn in gone]
         findings += [
             RankFinding(-1, fqn, "LIV208", f"{what}{{of}} is not among the expected keys") for fqn, what in new.items()
         ]

@@ -97,7 +97,7 @@ def _weights(tag: Tag, facts: Facts) -> Iterator[Misfit]:
                 found.setdefault(file, []).append((fqn, tensor, shape))
         for file, odd in found.items():
             fqn, tensor, shape = odd[0]
-            stored = f"shape {list(tensor.shape)}" if isinstance(tensor, StoredTensor) else "nothing"
+            stored = f"shape {list(tensor.shape)}" if isinstance(tensor, StoredTensor) else "no values"
             because = f"{source.file.name} lists it" + (f", and {len(odd) - 1:,} more like it" if odd[1:] else "")
             yield Misfit(printable(fqn), file, stored, f"shape {list(shape)}", because, "weight")
 

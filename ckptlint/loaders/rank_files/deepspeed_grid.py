@@ -165,7 +165,7 @@ def expected(tag: Tag, facts: Facts) -> dict[str, tuple[RankFile, ...]]:
     found: dict[str, list[RankFile]] = defaultdict(list)
     for number, file in enumerate(_expected(tag, facts)):
         if number == _FILES_LIMIT:
-            raise LimitError(f"counts more files of ranks, layers and experts than {_FILES_LIMIT:,}, the limit")
+            raise LimitError(f"numbers more ranks, layers and experts than {_FILES_LIMIT:,}, the limit")
         found[sources.get(file.kind) or "their numbers"].append(file)
     return {grid: tuple(files) for grid, files in found.items()}
 

@@ -525,7 +525,7 @@ class _Reading:
             least, most = sum(sizes), sum(-(-size // _ALIGNED) * _ALIGNED for size in sizes)
             if sizes and not least <= numel <= most:
                 expected = f"{least:,}" if least == most else f"{least:,} to {most:,}"
-                because = f"the {plural(len(sizes), 'parameter')} of {dtype} in {rank.label} have as many"
+                because = f"the sizes of {plural(len(sizes), f'{dtype} parameter')} in {rank.label} add up to it"
                 self._misfit(f"the buffers of {dtype} parameters", file.label, f"{numel:,}", expected, because, "sum")
 
     # ------------------------------------------------------------ placing

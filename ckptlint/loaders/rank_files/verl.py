@@ -104,7 +104,7 @@ def read_flat(folder: Folder, look_at_files: bool) -> Checkpoint:
     reading.read(folder)
     for other in others:
         sentence = f"ckptlint did not read {plural(len(other.files), 'file')} of another save beside {save}*"
-        files.problems.append(Problem("note", printable(other.files[0]), sentence, why="it reads the newest one"))
+        files.problems.append(Problem("note", printable(other.files[0]), sentence, why="ckptlint reads the newest one"))
     grid = f"{where} holds tensors of {plural(world, 'rank')}" if world else "the numbers in the names of the files"
     expected = [RankFile(f"{save}{rank}.{extension}", "model", {"rank": rank}) for rank in range(reading.world)]
     return _checkpoint(files, reading, reading.statements.of(files.files, {grid: expected}))
@@ -209,8 +209,8 @@ def _beyond(folder: Folder) -> list[Problem]:
         Problem(
             "unreadable",
             label,
-            f"{label} is named for rank {rank:,} of {world:,}, and there is none",
-            why="no load asks for it, so what it holds belongs to another file or to none",
+            f"{label} is named for rank {rank:,} of {world:,}, but there is no such rank",
+            why="no load reads it, so its content belongs to another file or to none",
             hint="compare it with the files of the node that wrote it",
             outside_checkpoint=True,
         )

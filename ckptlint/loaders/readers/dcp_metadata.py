@@ -143,7 +143,7 @@ def _misplaced(planner_data: list[Any], entries: Mapping[str, Any], file: str) -
     if not wrong:
         return []
     more = f", and {plural(len(wrong) - 1, 'more key')} elsewhere" if len(wrong) > 1 else ""
-    why = "a conversion to a torch.save file, or a load without a model, puts tensors where this says"
+    why = "a conversion to a torch.save file, or a load without a model, places tensors by this map"
     return [Problem("unreadable", file, f"{file} has planner_data that {wrong[0]}{more}", why=why)]
 
 

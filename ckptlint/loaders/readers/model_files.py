@@ -135,6 +135,6 @@ def _no_files(label: str, absent: list[str]) -> Problem:
         if absent
         else f"{label} names no file",
         why="a writer writes the index after the files, so they were deleted, or a copy left them out",
-        hint="copy the files from where the index came from; if they are not there either, it is of another export",
+        hint="copy the files from where the index came from; if they are not there, the index is of another export",
         blocks=True,
     )

@@ -234,7 +234,7 @@ def _lost_of_ranks(files: list[str]) -> list[Problem]:
         return []
     names = some([*lost])
     sentence = f"{names} {'is' if len(lost) == 1 else 'are'} missing; {plural(len(there), 'rank')} wrote files"
-    why = "each rank loads its own files, and finds none or not all of its weights"
+    why = "each rank loads only its own files, so these ranks miss some or all of their weights"
     hint = "copy the files from where they were written; if they are not there either, save the model again"
     return [Problem("incomplete", next(iter(lost)), sentence, why=why, hint=hint, lost_files=by_node(lost, there))]
 

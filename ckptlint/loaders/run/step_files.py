@@ -313,7 +313,7 @@ def _left_out(late: list[_File]) -> Problem:
     was, names = "was" if len(late) == 1 else "were", _first([item.label for item in late])
     sentence = f"{plural(len(late), 'file')} beside the tensors {was} not read: {names}"
     why = f"those before took the {_BYTES_LIMIT // 1024**3} GiB that are read of such files together"
-    return Problem("unread", late[0].label, sentence, why=why, hint="name them one by one to have them judged")
+    return Problem("unread", late[0].label, sentence, why=why, hint="pass them one by one to check them")
 
 
 def _not_looked_at(late: list[_File]) -> Problem:
@@ -506,7 +506,7 @@ def lost_ranks(folder: Folder) -> tuple[str, list[Problem]]:
         names,
         f"{names} {'is' if lost == 1 else 'are'} missing; {plural(len(present), 'other rank')} wrote "
         f"{'its own' if len(present) == 1 else 'their own'}",
-        why="with use_collectives=False each rank describes only its own chunks, so what these ranks held is lost",
+        why="with use_collectives=False each rank describes only its own chunks, so the chunks of these ranks are lost",
         hint="copy the files again from the node of these ranks, or go back to a complete step",
         lost_files=by_node(missing, present),
     )

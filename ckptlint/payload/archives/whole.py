@@ -77,7 +77,7 @@ def _place(folder: Folder, label: str) -> tuple[Folder, str]:
     if not folder.has(name) and folder.parent is not None:
         folder = folder.parent.sub(folder.name)  # a view of one file hides those beside it
     if not folder.has(name):
-        raise UnreadableError("has gone, or has a name that does not lead back to it: its bytes were not compared")
+        raise UnreadableError("is gone, or its name does not lead back to it: its bytes were not compared")
     return folder, name
 
 
