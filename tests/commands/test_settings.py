@@ -176,7 +176,7 @@ def test_no_command_reads_settings_that_came_with_a_checkpoint(here: Path, comma
     arguments = {
         "diff": [torn, torn], "explain": ["GEO004"], "graph": [torn, "w"], "rules": [], "config": [],
         "watch": [torn.parent, "--once", "--interval", "0"], "live": [torn],
-        "latest": [torn.parent], "deletable": [torn.parent, "--keep", "1"],
+        "completion": ["bash"], "latest": [torn.parent], "deletable": [torn.parent, "--keep", "1"],
         "plan": [torn], "show": [torn], "manifest": [torn], "check": [torn],
     }[command]  # fmt: skip
     done = run(command, *arguments, cwd=here / place)
