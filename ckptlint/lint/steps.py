@@ -16,6 +16,8 @@ from ckptlint.errors import CkptlintError, ConfigError, NothingToCheckError, Unk
 from ckptlint.lint.report import CheckpointReport, Report
 from ckptlint.loaders.checkpoint import open_checkpoint
 from ckptlint.loaders.discover import find, find_checkpoints
+from ckptlint.loaders.layouts import Found
+from ckptlint.loaders.readers.payload_files import file_table
 from ckptlint.loaders.run.finished import lacking_files, step_state
 from ckptlint.loaders.run.folder import read_tracker
 from ckptlint.loaders.run.steps import Step, is_alike, run_at, runs_below, steps_of
@@ -235,8 +237,14 @@ def judge_step(step: Step, path: str, judge: Judge) -> JudgedStep:
 def _payload_bytes(step: str) -> int:
     """Bytes of the payload in the step at a path, as a report says; 0 where it holds no checkpoint yet."""
     with suppress(CkptlintError):
-        return sum(open_checkpoint(found, True).total_bytes for found in find(step))
+        return sum(map(_bytes_of, find(step)))
     return 0
+
+
+def _bytes_of(found: Found) -> int:
+    if found.recognised is None or found.recognised.kind == "incomplete":  # no file describes it: none is read
+        return int(file_table(found.folder).size.sum())
+    return open_checkpoint(found, True).total_bytes
 
 
 def _is_there(step: Step) -> bool:

@@ -33,6 +33,7 @@ from ckptlint.vocabulary.metadata_files import METADATA, RANK_METADATA
 _LEVELS = 5  # folders between a part and its step
 _STEPS_TRIED = 16
 _OLDER = 8  # steps that one is compared with
+_OLDEST = 64  # steps among which these are looked for: a run may hold thousands that never finished
 _NUMBERS = re.compile(r"\d+")
 _SHARDED = re.compile(r"-\d+-of-\d+(?=\.\w+$)|\.index\.json$")
 _INVENTORY_LIMIT = 1024**2
@@ -132,7 +133,8 @@ def lacking_files(step: Folder, older: Iterable[Folder], kinds_of: int = 1) -> t
         kinds_of: how many of them say which kinds of state there are.
     """
     try:
-        finished = [*islice((folder for folder in older if step_state(folder) != "unfinished"), _OLDER)]
+        near = islice(older, _OLDEST)
+        finished = [*islice((folder for folder in near if step_state(folder) != "unfinished"), _OLDER)]
         there = _files_of_state(step)
         kinds = {*map(_kind, there.values())}
         for one in finished[:kinds_of]:
