@@ -254,7 +254,8 @@ def joined(every_node: bool, settle: float) -> Iterator[SharedCheck]:
         import torch.distributed as dist
     except ImportError:
         raise AccessError(
-            "several ranks need torch to talk to each other, and it is not installed: pip install torch"
+            "several ranks need torch to talk to each other, and it is not installed; without a GPU: "
+            "pip install torch --index-url https://download.pytorch.org/whl/cpu"
         ) from None
     try:
         dist.init_process_group("gloo", timeout=timedelta(seconds=_PATIENCE))

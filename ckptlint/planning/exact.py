@@ -89,7 +89,9 @@ def _check(function: str) -> None:
     if match[1].endswith(".py") and not Path(match[1]).is_file():
         raise ConfigError(f"{function}: there is no file {match[1]}")
     if importlib.util.find_spec("torch") is None:
-        raise ConfigError(f"{function} needs torch, which is not installed: pip install 'ckptlint[torch]'")
+        raise ConfigError(
+            f"{function} needs torch, which is not installed: pip install torch --index-url https://download.pytorch.org/whl/cpu"
+        )
     if not hasattr(os, "fork"):
         raise ConfigError(
             "ckptlint runs a function for each rank in a fork, and this system has none: name sizes of axes"

@@ -64,8 +64,6 @@ _PACKAGES = {
     "http": "aiohttp",
     "https": "aiohttp",
 }
-_IN_EXTRA = ("s3fs", "aiohttp")
-"""What the extra `remote` installs besides fsspec."""
 
 _CREDENTIALS = {
     "s3": "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; FSSPEC_S3_ANON=true for a public bucket",
@@ -185,8 +183,7 @@ async def _is_private(host: str) -> bool:
 def _missing(protocol: str) -> str:
     """Which packages a scheme needs, and how to get them."""
     package = _PACKAGES.get(protocol, "fsspec")
-    more = f" {package}" if package in _PACKAGES.values() and package not in _IN_EXTRA else ""
-    return f"{protocol}:// needs {package}: pip install 'ckptlint[remote]'{more}"
+    return f"{protocol}:// needs {package}: pip install fsspec{'' if package == 'fsspec' else f' {package}'}"
 
 
 def pool(protocol: str) -> ThreadPoolExecutor:

@@ -706,3 +706,19 @@ def test_a_running_job_is_told_in_every_format(format_: str) -> None:
         assert not re.search('class="lost-(missing|cut|failed)', text)
     if format_ == "json":
         jsonschema.validate(json.loads(text), json.loads((REPOSITORY / "ckptlint" / "report.schema.json").read_text()))
+
+
+def test_sarif_links_each_rule_to_the_pages_that_the_package_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    from email.message import Message
+
+    from ckptlint.reporters.ci import sarif
+
+    def linked() -> set[str]:
+        (run,) = json.loads(render(ckptlint.check(REAL / "fsdp2_4r_hole"), "sarif"))["runs"]
+        return {rule.get("helpUri", "") for rule in run["tool"]["driver"]["rules"]}
+
+    stated = Message()
+    monkeypatch.setattr(sarif, "metadata", lambda _: stated)
+    assert linked() == {""}
+    stated["Project-URL"] = "Documentation, https://docs.example.com/ckptlint/"
+    assert "https://docs.example.com/ckptlint/rules/GEO.html#geo004-coverage-hole" in linked()

@@ -86,7 +86,7 @@ def _rule(rule: Rule, pages: str) -> dict[str, Any]:
     return {
         "id": rule.code,
         "name": rule.name,
-        **({"helpUri": f"{pages}/{rule.code[:3]}/#{anchor}"} if pages else {}),
+        **({"helpUri": f"{pages}/{rule.code[:3]}.html#{anchor}"} if pages else {}),
         "shortDescription": {"text": rule.summary or rule.name},
         "fullDescription": {"text": about or rule.summary or rule.name},
         "help": {"text": page(rule, 100)},
