@@ -106,7 +106,8 @@ def emitter(options: Mapping[str, Any], prints: bool = True) -> Callable[[Report
 
         if prints and (text := REPORTERS[format_](report, style)):
             show_text(text)
-        if prints and report.settings and format_ in _WITHOUT_SETTINGS and not style.quiet:
+        is_named = format_ not in FORMATS or FORMATS[format_].names_settings
+        if prints and report.settings and not is_named and not style.quiet:
             say(f"settings from {report.settings}")
         whole = replace(style, color=False, quiet=0)  # a file is whole, whatever -q says
         for name, path in outputs:
@@ -154,10 +155,6 @@ def _output(value: str) -> tuple[str, Path]:
     if suffix not in SUFFIXES:
         raise click.UsageError(f"--output {value} has no known suffix: use one of {', '.join(SUFFIXES)}, or F=FILE")
     return SUFFIXES[suffix], Path(value)
-
-
-_WITHOUT_SETTINGS = ("concise", "gitlab")
-"""Formats that have no place for the name of the settings file, each line or item of theirs being a finding."""
 
 
 # ---------------------------------------------------------------- ckptlint config

@@ -4,25 +4,45 @@ from __future__ import annotations
 
 import builtins
 from collections.abc import Iterable
+from typing import Literal
 
 from ckptlint.dataclass import dataclass
 from ckptlint.depth import Depth
 from ckptlint.errors import ConfigError
 
-FORMATS = {
-    "full": ".txt",
-    "concise": "",
-    "json": ".json",
-    "sarif": ".sarif",
-    "junit": ".xml",
-    "github": "",
-    "gitlab": "",
-    "markdown": ".md",
-    "html": ".html",
-}
-"""The formats of a report, each with the suffix of an output file that asks for it, where one does."""
 
-SUFFIXES = {suffix: name for name, suffix in FORMATS.items() if suffix}
+@dataclass(frozen=True, slots=True)
+class ReportFormat:
+    """One format of a report.
+
+    Attributes:
+        module: where in `ckptlint.reporters` its `render` is.
+        suffix: of an output file that asks for it; "" where none does.
+        syntax: what its text is made of, which decides how names in it are made inert; `commands` does that itself.
+        names_settings: whether it has a place for the name of the settings file.
+    """
+
+    module: str
+    suffix: str = ""
+    syntax: Literal["text", "json", "markup", "commands"] = "text"
+    names_settings: bool = True
+
+
+FORMATS = {
+    "full": ReportFormat("full", ".txt"),
+    "concise": ReportFormat("concise", names_settings=False),
+    "json": ReportFormat("json_report", ".json", "json"),
+    "sarif": ReportFormat("ci.sarif", ".sarif", "json"),
+    "junit": ReportFormat("ci.junit", ".xml", "markup"),
+    "github": ReportFormat("ci.github", syntax="commands"),
+    "gitlab": ReportFormat("ci.gitlab", syntax="json", names_settings=False),
+    "rdjson": ReportFormat("ci.rdjson", syntax="json", names_settings=False),
+    "markdown": ReportFormat("markdown", ".md"),
+    "html": ReportFormat("html.page", ".html", "markup"),
+}
+"""The formats of a report: the command line, the reporters, the docs and the tests take them from here."""
+
+SUFFIXES = {form.suffix: name for name, form in FORMATS.items() if form.suffix}
 """Formats by the suffix of an output file."""
 
 GROUPS = {

@@ -6,34 +6,30 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import cast
 
-from ckptlint.lint.options import FORMATS
+from ckptlint.lint.options import FORMATS, ReportFormat
 from ckptlint.lint.report import Report
 from ckptlint.model.text import JSON_ESCAPE, MARKUP_ESCAPE, inert
 from ckptlint.reporters.style import Style
 
 Render = Callable[[Report, Style], str]
 
-_MODULES = {"html": "html.page", "json": "json_report"} | {
-    name: f"ci.{name}" for name in ("github", "gitlab", "junit", "sarif")
-}
-"""Where a format is made, if not in the module of its own name."""
-
-_ESCAPES = dict.fromkeys(("gitlab", "json", "sarif"), JSON_ESCAPE) | dict.fromkeys(("html", "junit"), MARKUP_ESCAPE)
-"""How `inert` escapes in a format, if not visibly."""
+_ESCAPES = {"json": JSON_ESCAPE, "markup": MARKUP_ESCAPE}
+"""How `inert` escapes in a syntax, if not visibly."""
 
 
-def _imported_when_called(name: str) -> Render:
+def _imported_when_called(form: ReportFormat) -> Render:
     """One run writes one or two formats: the others are not imported."""
-    module = f"ckptlint.reporters.{_MODULES.get(name, name)}"
 
     def render(report: Report, style: Style) -> str:
-        text = cast(Render, import_module(module).render)(report, style)
-        if name == "github":  # which is made of commands, and of texts that it makes inert itself
+        text = cast(Render, import_module(f"ckptlint.reporters.{form.module}").render)(report, style)
+        if form.syntax == "commands":
             return text
-        return inert(text, *([_ESCAPES[name]] if name in _ESCAPES else []))
+        return inert(text, *([_ESCAPES[form.syntax]] if form.syntax in _ESCAPES else []))
 
     return render
 
 
-REPORTERS: dict[str, Render] = {name: _imported_when_called(name) for name in (*FORMATS, "statistics")}
+REPORTERS: dict[str, Render] = {
+    name: _imported_when_called(form) for name, form in {**FORMATS, "statistics": ReportFormat("statistics")}.items()
+}
 """What makes each format, and the table of `--statistics`."""

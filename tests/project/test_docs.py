@@ -11,6 +11,7 @@ import pytest
 from support import REAL, REPOSITORY, SWEEP, bench, manifest
 
 from ckptlint.lint import request
+from ckptlint.lint.options import FORMATS
 from ckptlint.lint.registry import FAMILIES, load_rules
 
 DOCS = REPOSITORY / "docs"
@@ -105,3 +106,9 @@ def test_the_page_names_every_reproduced_bug() -> None:
     shown = {match[1] for match in re.finditer(r"<!-- finding: fixtures/real/bugs/([^/ ]+)", page)}
     broken = {row["path"].partition("/")[0] for row in rows if row["verdict"] in ("broken", "warning")}
     assert shown >= broken
+
+
+def test_the_reference_has_a_row_for_each_format() -> None:
+    text = (REPOSITORY / "docs" / "reference.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `(\w+)` \| (?:`(\.\w+)`)? ?\| ", text, re.MULTILINE))
+    assert {name: form.suffix for name, form in FORMATS.items() if name != "html"}.items() <= rows.items()
