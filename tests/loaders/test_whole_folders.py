@@ -241,6 +241,22 @@ def test_an_export_or_a_newer_core_lacks_no_file_of_the_older_steps(tmp_path: Pa
     assert "COM001" not in codes(ckptlint.check(tmp_path / "iter_0000040"))
 
 
+def test_bare_numbers_are_steps_or_parts_by_what_they_hold(tmp_path: Path) -> None:
+    """nanotron's steps are bare numbers beside `latest.txt`; so may parts of one model be called."""
+    for number in (10, 20):
+        step = tmp_path / "run" / str(number)
+        module = step / "model" / "decoder" / "0"
+        written(module, {"model_weight_pp-rank-0-of-1_tp-rank-0-of-1.safetensors": a_model()})
+        (step / "random").mkdir()
+        (step / "checkpoint_metadata.json").write_text("{}")
+    (tmp_path / "run" / "latest.txt").write_text("20")
+    for number in range(3):
+        model = {f"layers.{number}.weight": torch.full((4, 4), number + 0.5)}
+        written(tmp_path / "parts" / str(number), {"model.safetensors": model})
+    assert [Path(one.checkpoint.path).name for one in ckptlint.check(tmp_path / "run").checkpoints] == ["20"]
+    assert len(ckptlint.check(tmp_path / "parts").checkpoints) == 3
+
+
 def test_formats_that_are_known_and_not_read(tmp_path: Path) -> None:
     deep = tmp_path / "nanotron/10/model/model/decoder/0/pp_block/attn"
     written(deep, {"model_weight_pp-rank-0-of-1_tp-rank-0-of-1.safetensors": a_model()})

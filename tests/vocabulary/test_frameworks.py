@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ckptlint.vocabulary import frameworks
-from ckptlint.vocabulary.frameworks import merged, read_framework, world
+from ckptlint.vocabulary.frameworks import merged, read_framework, step_number, world
 
 FILES = sorted(Path(frameworks.__file__).parent.glob("*.toml"))
 STEPS = '[[steps]]\npattern = "{}"\nsource = "acme 1"'
@@ -35,12 +35,18 @@ def test_each_file_says_where_its_names_are_from(path: Path) -> None:
         ('source = "acme 1"\n[[trackers]]\nfile = "x"\nholds = "url"\nsource = "y"', "trackers[0].holds is 'url'"),
         ('source = "acme 1"\nparts = "net"', "acme.toml: parts is 'net'"),
         ('source = "acme 1', "acme.toml: "),
+        (f'source = "acme 1"\n{STEPS.format("([0-9]+)")}', "matches the bare number 0"),
     ],
 )
 def test_a_wrong_entry_is_named(text: str, said: str) -> None:
     with pytest.raises(ValueError, match=r"^acme\.toml: ") as told:
         read_framework("acme.toml", text)
     assert said in str(told.value)
+
+
+def test_no_step_is_called_like_a_part_of_one() -> None:
+    names = {name for pattern in (*world().parts, *world().roles) for name in pattern.pattern.split("|")}
+    assert len(names) > 15 and not [name for name in names if step_number(name) is not None]
 
 
 def test_one_file_more_adds_to_what_the_others_say() -> None:

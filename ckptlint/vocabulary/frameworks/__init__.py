@@ -208,7 +208,12 @@ def read_framework(name: str, text: str) -> World:
     table = toml_table(name, text)
     if not isinstance(table.pop("source", None), str):
         raise ValueError(f"{name}: source is missing: library, version and file that these names are from")
-    return made_of(World, name, table)
+    read = made_of(World, name, table)
+    for steps in read.steps:
+        # in runs of other frameworks short numbers are ranks and parts: contents decide (run.steps._unlisted)
+        if number := next((number for number in ("0", "7", "100") if steps.pattern.fullmatch(number)), ""):
+            raise ValueError(f"{name}: the step pattern {steps.pattern.pattern!r} matches the bare number {number}")
+    return read
 
 
 # ---------------------------------------------------------------- what readers ask
