@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Collection, Iterator
 
 import numpy as np
 
-from ckptlint.analysis.inventory import inventory_of
+from ckptlint.analysis.inventory import MOMENTS, OptimizerState, inventory_of
 from ckptlint.depth import Depth
-from ckptlint.model import Checkpoint, PayloadTable, RecordContent, Tensor
+from ckptlint.model import Checkpoint, NonFinite, PayloadTable, RecordContent, Tensor
+from ckptlint.model.facts import fact
 from ckptlint.model.layout import IntArray
 from ckptlint.model.text import plural
 from ckptlint.rule import Finding, Location, Severity, given, rule
@@ -19,6 +21,11 @@ _HARMLESS = ("mask", "min_val", "max_val", "amax")
 _BUFFERS = ("inv_freq", "freqs", "rotary", "running_", "position_ids", "_buffer", "observer", "amax", "scale_inv")
 _WEIGHTS = ("weight", "bias", "scale")
 _SHOWN = 3
+_NEXT_STEP = "the next step of the optimizer writes them into the weights"
+_NEWEST_WITHOUT = (
+    "`ckptlint latest RUN --depth data` names the newest step without them; the loss after that step shows whether the "
+    "run diverged"
+)
 
 
 @rule("PAY011", "non-finite-values", Severity.ERROR, depth=Depth.DATA)
@@ -27,10 +34,11 @@ def non_finite_values(ckpt: Checkpoint) -> Iterator[Finding]:
 
     What it checks:
         Every value of every floating tensor, fp8 included, is finite. It is an error for what is named weight, bias or
-        scale, has a known function or is trained by an optimizer, and a warning for other tensors of the model. It is
-        only info for optimizer state, whose padding may be uninitialised memory, for buffers, and for other scalars
-        (`best = inf`). Masks, tensors that hold only 0 and -Inf, and views with gaps between their elements are left
-        out.
+        scale, has a known function or is trained by an optimizer, and a warning for other tensors of the model. In a
+        moment or a master copy of the shape of its parameter, and in the file of an optimizer beside the model, NaN is
+        an error and infinity a warning; info where a weight holds NaN as well. It is only info for other optimizer
+        state, whose padding may be uninitialised memory, for buffers, and for other scalars (`best = inf`). Masks,
+        tensors that hold only 0 and -Inf, and views with gaps between their elements are left out.
     Why it matters:
         The next forward pass spreads them over the whole model.
     Usual causes:
@@ -42,13 +50,41 @@ def non_finite_values(ckpt: Checkpoint) -> Iterator[Finding]:
     """
     payload = given(ckpt.payload)
     bad = payload.nan + payload.plus_inf + payload.minus_inf > 0
-    if not bad.any():
-        return
-    for tensor in ckpt.tensors.values():
+    found: list[tuple[Tensor, IntArray]] = []
+    for tensor in ckpt.tensors.values() if bad.any() else ():
         rows = np.flatnonzero(tensor.chunks.record >= 0)
         rows = rows[bad[tensor.chunks.record[rows]]]
         if len(rows) and not _is_mask(payload, tensor):
-            yield _finding(ckpt, payload, tensor, rows)
+            found.append((tensor, rows))
+    broken = {tensor.fqn for tensor, rows in found if payload.nan[tensor.chunks.record[rows]].any()}
+    yield from (_finding(ckpt, payload, tensor, rows, broken) for tensor, rows in found)
+    yield from _of_files(payload, bool(broken & {param.tensor.fqn for param in inventory_of(ckpt).params}))
+
+
+def _of_files(payload: PayloadTable, is_model_broken: bool) -> Iterator[Finding]:
+    """The states in an optimizer's file, one finding for each file and state."""
+    groups: dict[tuple[str, str], list[NonFinite]] = defaultdict(list)
+    for item in payload.non_finite:
+        if item.state in MOMENTS:
+            groups[item.file, item.state].append(item)
+    for (file, state), items in groups.items():
+        nan, infinite = sum(item.nan for item in items), sum(item.plus_inf + item.minus_inf for item in items)
+        counts = " and ".join(f"{count:,} {name}" for count, name in ((nan, "NaN"), (infinite, "Inf")) if count)
+        first, more = items[0].param, f" and {plural(len(items) - 1, 'more parameter')}" if len(items) > 1 else ""
+        yield Finding(
+            f"{counts} in {state} of parameter {first}{more}",
+            at=Location(file=file),
+            identity=(state,),
+            severity=_of_state(nan > 0, is_model_broken),
+            why=_NEXT_STEP,
+            hint=_NEWEST_WITHOUT,
+            group=f"{file} {state}",
+        )
+
+
+def _of_state(is_nan: bool, is_told: bool) -> Severity:
+    """How bad it is in a state that has one element per element of its parameter; less where the weight says it."""
+    return Severity.INFO if is_told else Severity.ERROR if is_nan else Severity.WARNING
 
 
 def _is_mask(payload: PayloadTable, tensor: Tensor) -> bool:
@@ -58,7 +94,9 @@ def _is_mask(payload: PayloadTable, tensor: Tensor) -> bool:
     return bool((payload.masks | ~payload.scanned)[records].all())
 
 
-def _finding(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, rows: IntArray) -> Finding:
+def _finding(
+    ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, rows: IntArray, broken: Collection[str]
+) -> Finding:
     records = tensor.chunks.record[rows]
     row, record = int(rows[0]), int(records[0])
     box = tensor.layout.box(row)
@@ -77,20 +115,31 @@ def _finding(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, rows: IntA
     return Finding(
         f"{_counts(payload, records)} in {where}{{of}}{at}",
         at=Location.of(tensor, region=box, rows=tuple(rows[:16].tolist()), file=file, byte_range=(start, length)),
-        severity=_severity(ckpt, tensor, key),
+        severity=_severity(ckpt, tensor, key, broken),
+        why=_NEXT_STEP if key.kind == "optimizer" else "",
         notes=(("chunks", "; ".join(parts) + more),),
         hint="check the source weights with --depth data, then export the model again"
         if ckpt.is_export or quantised_weight(tensor.fqn)
-        else "`ckptlint latest RUN --depth data` names the newest step without them; the loss after that step shows "
-        "whether the run diverged",
+        else _NEWEST_WITHOUT,
         group=f"{key.kind} {'no value left' if is_whole else key.role or key.path.rpartition('.')[2]}",
     )
 
 
-def _severity(ckpt: Checkpoint, tensor: Tensor, key: Key) -> Severity:
+@fact
+def _moments(ckpt: Checkpoint) -> dict[str, OptimizerState]:
+    """The states that have one element per element of their parameter, by key."""
+    return {state.tensor.fqn: state for state in inventory_of(ckpt).states if state.what in MOMENTS}
+
+
+def _severity(ckpt: Checkpoint, tensor: Tensor, key: Key, broken: Collection[str]) -> Severity:
     """The best loss so far starts as infinity: a value that nothing trains or names as a weight may be meant."""
     if quantised_weight(tensor.fqn):
         return Severity.ERROR
+    if key.kind == "optimizer":
+        state = _moments(ckpt).get(tensor.fqn)
+        param = state.param.tensor if state is not None and state.param is not None else None
+        if param is not None and param.global_shape == tensor.global_shape:
+            return _of_state(tensor.fqn in broken, param.fqn in broken)
     if key.kind != "model" or any(name in tensor.fqn for name in _BUFFERS):
         return Severity.INFO
     if tensor.fqn.endswith(_WEIGHTS) or (key.function != "other" and tensor.global_shape):

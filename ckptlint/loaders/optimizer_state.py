@@ -25,4 +25,11 @@ def optimizer_file(root: Any) -> OptimizerFile | None:
         for param, own in states.items()
         if isinstance(own, dict)
     }
-    return OptimizerFile(tuple(params), frozenset(str(name) for group in groups for name in group), shapes)
+    storages = {
+        value.key: (str(param), str(name), value.dtype)
+        for param, own in states.items()
+        for name, value in (own.items() if isinstance(own, dict) else ())
+        if isinstance(value, StoredTensor) and value.offset == 0 and value.extent == value.length
+    }
+    settings = frozenset(str(name) for group in groups for name in group)
+    return OptimizerFile(tuple(params), settings, shapes, storages=storages)

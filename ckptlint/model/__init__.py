@@ -14,7 +14,7 @@ from ckptlint.model.checkpoint import (
     WeightIndex,
 )
 from ckptlint.model.files import FILE_STATES, FileState, FileTable, StoredFile
-from ckptlint.model.payload import Damage, PayloadTable, RecordContent, RecordState, empty_payload
+from ckptlint.model.payload import Damage, NonFinite, PayloadTable, RecordContent, RecordState, empty_payload
 from ckptlint.model.ranks.files import Misfit, RankFile, RankFileSet, Statement, StorageTable
 from ckptlint.model.ranks.job import RankFinding, RankTable
 from ckptlint.model.ranks.plans import SavePlans
@@ -50,6 +50,7 @@ __all__ = [
     "MalformedChunk",
     "Misfit",
     "ModelConfig",
+    "NonFinite",
     "ObjectTable",
     "OptimizerFile",
     "PayloadTable",

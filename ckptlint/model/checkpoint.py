@@ -132,6 +132,7 @@ class OptimizerFile:
         settings: the names of what its groups set.
         shapes: parameter -> name of each of its states that is a tensor -> shape.
         shapes_beside: of the tensors in other models of the step, which it may have trained too.
+        storages: key of a storage in the archive -> parameter, state and dtype of the tensor that fills it.
 
     Source:
         torch.optim.Optimizer.state_dict; names in place of numbers: FullyShardedDataParallel.optim_state_dict
@@ -141,6 +142,7 @@ class OptimizerFile:
     settings: frozenset[str]
     shapes: dict[int | str, dict[str, tuple[int, ...]]]
     shapes_beside: tuple[tuple[int, ...], ...] = ()
+    storages: dict[str, tuple[str, str, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

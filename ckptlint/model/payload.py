@@ -86,6 +86,26 @@ class Damage:
     zeros: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class NonFinite:
+    """A tensor in an optimizer's file beside the records that holds NaN or infinity.
+
+    Attributes:
+        file: the file, relative to the checkpoint.
+        param: the parameter, as the file numbers or names it; state: the name of its state (`exp_avg`).
+        nan, plus_inf, minus_inf: how many of them.
+        elements: of the tensor.
+    """
+
+    file: str
+    param: str
+    state: str
+    nan: int
+    plus_inf: int
+    minus_inf: int
+    elements: int
+
+
 _ROW = np.dtype(
     [
         ("state", np.int8),
@@ -131,6 +151,7 @@ class PayloadTable:
         damages: checksums that do not match (depth `data`).
         unlisted: payload files that `integrity.json` leaves out.
         bare: files of torch.save beside the records that have bytes without a checksum (depth `data`).
+        non_finite: of the tensors in the optimizer's files beside the records (depth `data`).
         depth: how deep the records were read.
         sample: what was read of all records (`5% of the records (12 of 240), seed 7`), "" for all of them.
         values: key -> dtype -> digest of the tensor's elements in it, where these were wanted and read to the last.
@@ -169,6 +190,7 @@ class PayloadTable:
     damages: tuple[Damage, ...] = ()
     unlisted: tuple[str, ...] = ()
     bare: tuple[str, ...] = ()
+    non_finite: tuple[NonFinite, ...] = ()
     depth: Depth = Depth.HEADERS
     sample: str = ""
     values: Mapping[str, Mapping[str, int]] = field(default_factory=dict)

@@ -17,7 +17,16 @@ import numpy as np
 from ckptlint.errors import UnreadableError
 from ckptlint.geometry.record_states import needed_bytes
 from ckptlint.loaders.problems import from_error
-from ckptlint.model import Checkpoint, Damage, RecordContent, RecordState, StorageTable, Tensor, empty_payload
+from ckptlint.model import (
+    Checkpoint,
+    Damage,
+    NonFinite,
+    RecordContent,
+    RecordState,
+    StorageTable,
+    Tensor,
+    empty_payload,
+)
 from ckptlint.model.layout import IntArray, distinct
 from ckptlint.payload.archives.members import (
     bare_content,
@@ -116,6 +125,7 @@ class Reader:
         rows, sample = self._choose()
         unlisted: tuple[str, ...] = ()
         bare: tuple[str, ...] = ()
+        non_finite: tuple[NonFinite, ...] = ()
         try:
             if self.ckpt.storages is None:
                 self._read_headers(rows)
@@ -132,7 +142,7 @@ class Reader:
                 result.problems += problems
                 self._read_data(recorded)
                 if self.leads and not sample:
-                    damages, bare, problems = compare_archives(self.folder, self.ckpt)
+                    damages, bare, non_finite, problems = compare_archives(self.folder, self.ckpt)
                     result.damages += damages
                     result.problems += problems
                 if self.leads:
@@ -154,6 +164,7 @@ class Reader:
             rows=result.table.rows if len(result.rows) == len(self.ckpt.records) else result.table.rows[result.rows],
             unlisted=unlisted,
             bare=bare,
+            non_finite=non_finite,
             sample=sample,
             values={fqn: {dtype: digest(rows) for dtype, rows in own.items()} for fqn, own in whole.items()},
             row_hashes={fqn: own for fqn, own in whole.items() if fqn in self.how.rows},

@@ -1,8 +1,8 @@
-"""Depth `data`: the files of torch.save whose members no record stands for, compared with their checksums."""
+"""Depth `data`: the files of torch.save whose members no record stands for: their checksums, an optimizer's values."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import PurePosixPath
 
 import numpy as np
@@ -11,15 +11,18 @@ from ckptlint.errors import UnreadableError
 from ckptlint.formats.torch_archive import LOCAL_SIZE, data_start, read_archive
 from ckptlint.formats.torch_file import ranges_of
 from ckptlint.loaders.problems import from_error
-from ckptlint.model import Checkpoint, Damage, Problem
-from ckptlint.payload.stream import Members, Meter, stream
+from ckptlint.model import Checkpoint, Damage, NonFinite, Problem
+from ckptlint.payload.stream import Members, Meter, Scan, stream
 from ckptlint.storage.folder import READABLE, Folder
+from ckptlint.vocabulary.dtypes import ENCODINGS, ITEM_BITS
 
 _UNREAD = ("unreadable", "container", "limit")
 
 
-def compare_archives(folder: Folder, ckpt: Checkpoint) -> tuple[list[Damage], tuple[str, ...], list[Problem]]:
-    """Members that do not match their checksums, files that have none, and files that cannot be compared.
+def compare_archives(
+    folder: Folder, ckpt: Checkpoint
+) -> tuple[list[Damage], tuple[str, ...], tuple[NonFinite, ...], list[Problem]]:
+    """Members that do not match their checksums, files that have none, values that are no numbers, unreadable files.
 
     Storages of rank files that a record stands for are left to it.
 
@@ -30,6 +33,8 @@ def compare_archives(folder: Folder, ckpt: Checkpoint) -> tuple[list[Damage], tu
     reported = {problem.file for problem in ckpt.problems if problem.kind in _UNREAD}
     damages: list[Damage] = []
     bare: list[str] = []
+    non_finite: list[NonFinite] = []
+    optimizers = {file.name: file.optimizer.storages for file in ckpt.step_files if file.optimizer is not None}
     problems: list[Problem] = []
     for label in dict.fromkeys(_opened(ckpt)):
         if label in reported:
@@ -37,14 +42,16 @@ def compare_archives(folder: Folder, ckpt: Checkpoint) -> tuple[list[Damage], tu
         try:
             place, name = _place(folder, label)
             if place.head(name, 4) == b"PK\3\4":
-                own, is_bare = _compare(place, name, label, covered.get(label, ()))
-                damages += own
+                skipped, tensors = covered.get(label, ()), optimizers.get(label, {})
+                differing, values, is_bare = _compare(place, name, label, skipped, tensors)
+                damages += differing
+                non_finite += values
             else:
                 is_bare = label not in covered  # the records of an older file have no checksum either
             bare += [label] if is_bare else []
         except UnreadableError as error:
             problems.append(from_error(error, label))
-    return damages, tuple(bare), problems
+    return damages, tuple(bare), tuple(non_finite), problems
 
 
 def _opened(ckpt: Checkpoint) -> Iterator[str]:
@@ -81,8 +88,14 @@ def _place(folder: Folder, label: str) -> tuple[Folder, str]:
     return folder, name
 
 
-def _compare(folder: Folder, name: str, label: str, covered: Collection[int]) -> tuple[list[Damage], bool]:
-    """Members that do not match, and whether there are any without a checksum."""
+def _compare(
+    folder: Folder, name: str, label: str, covered: Collection[int], tensors: Mapping[str, tuple[str, str, str]]
+) -> tuple[list[Damage], list[NonFinite], bool]:
+    """Members that do not match, tensors with values that are no numbers, whether a member has no checksum.
+
+    Args:
+        tensors: storage -> parameter, state and dtype of what it holds.
+    """
     read = ranges_of(folder, name)
     archive = read_archive(read, folder.size(name))
     rest = [
@@ -98,7 +111,17 @@ def _compare(folder: Folder, name: str, label: str, covered: Collection[int]) ->
     )
     names = [member.short for member, _ in rest]
     members = Members(np.zeros_like(start), start, size, crc, np.arange(len(start)), names)
-    seen = stream(folder, name, members, {}, None, Meter())
+    scans = {}
+    for number, short in enumerate(names):
+        dtype = tensors.get(short.removeprefix("data/"), ("", "", ""))[2]
+        if dtype in ENCODINGS and (item := ITEM_BITS[dtype] // 8):
+            scans[number] = Scan(dtype, 0, int(size[number]) // item, item, True)
+    seen = stream(folder, name, members, scans, None, Meter())
     bad = np.flatnonzero((seen.crc != crc) & (crc > 0)).tolist()
     damages = [Damage(-1, label, names[i], f"CRC-32 {crc[i]:08x}", f"{seen.crc[i]:08x}") for i in bad]
-    return damages, bool(((crc == 0) & (size > 0)).any())
+    values = [
+        NonFinite(label, *tensors[names[i].removeprefix("data/")][:2], *found, scans[i].count)
+        for i, one in seen.values.items()
+        if any(found := (one.nan, one.plus_inf, one.minus_inf))
+    ]
+    return damages, values, bool(((crc == 0) & (size > 0)).any())
