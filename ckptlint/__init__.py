@@ -17,6 +17,7 @@ from os import PathLike, fspath
 
 from ckptlint._version import __version__
 from ckptlint.errors import CheckpointError, CkptlintError, ConfigError
+from ckptlint.shown import Shown
 
 TYPE_CHECKING = False  # as type checkers read it; the typing module takes longer to import than all else here
 if TYPE_CHECKING:
@@ -45,6 +46,15 @@ __all__ = [
     "plan",
     "show",
 ]
+
+
+def _views() -> object:
+    from ckptlint.reporters import views
+
+    return views
+
+
+Shown.views = _views
 
 
 def check(

@@ -15,8 +15,8 @@ from ckptlint.analysis.key_matching import match_keys
 from ckptlint.dataclass import dataclass
 from ckptlint.loaders.reference import tensors_of
 from ckptlint.model import Checkpoint, Reference, Tensor
-from ckptlint.model.shown import Shown
 from ckptlint.model.text import plural
+from ckptlint.shown import Shown
 
 DifferenceKind = Literal["removed", "added", "renamed", "kind", "shape", "dtype", "cut", "files"]
 

@@ -27,12 +27,12 @@ from ckptlint.depth import Depth
 from ckptlint.formats.pickles.safe_pickle import paused_gc
 from ckptlint.model import Tensor
 from ckptlint.model.cover import Shape
-from ckptlint.model.shown import Shown
 from ckptlint.model.text import plural, printable, some
 from ckptlint.payload.reader import read_payload
 from ckptlint.payload.reading import default_reading
 from ckptlint.seals.digests import Words
 from ckptlint.seals.row_hashes import RowHashes, can_be_rounded, digest, new_salt
+from ckptlint.shown import Shown
 from ckptlint.vocabulary.config_fields import read_declared
 from ckptlint.vocabulary.dtypes import FLOATS, ITEM_BITS
 from ckptlint.vocabulary.keys import COMPUTED, parse

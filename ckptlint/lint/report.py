@@ -13,9 +13,9 @@ from ckptlint.depth import Depth
 from ckptlint.errors import CheckpointError
 from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model import Checkpoint
-from ckptlint.model.shown import Shown
 from ckptlint.model.text import plural, ranges
 from ckptlint.rule import Finding, Location, Note, Rule, Severity
+from ckptlint.shown import Shown
 from ckptlint.vocabulary.frameworks import number_of
 from ckptlint.vocabulary.keys import role
 

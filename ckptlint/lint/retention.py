@@ -16,10 +16,10 @@ from ckptlint.lint.steps import Judge, JudgedStep, judge_step, lacking, no_copy,
 from ckptlint.loaders.json_file import read_json
 from ckptlint.loaders.run.folder import read_trackers, trackers
 from ckptlint.loaders.run.steps import Step, is_alike, numberless, run_at, runs_below, steps_of
-from ckptlint.model.shown import Shown
 from ckptlint.model.text import inert, listed, plural, printable
 from ckptlint.rule import Severity
 from ckptlint.sandbox import isolated
+from ckptlint.shown import Shown
 from ckptlint.storage.folder import Folder
 from ckptlint.storage.locate import listed_once
 from ckptlint.storage.paths import shown

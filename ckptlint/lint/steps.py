@@ -23,10 +23,10 @@ from ckptlint.loaders.run.folder import read_tracker
 from ckptlint.loaders.run.steps import Step, is_alike, run_at, runs_below, steps_of
 from ckptlint.model import Checkpoint
 from ckptlint.model.checkpoint import ProblemKind
-from ckptlint.model.shown import Shown
 from ckptlint.model.text import human_duration, listed, plural, printable
 from ckptlint.rule import Severity
 from ckptlint.sandbox import ahead, isolated
+from ckptlint.shown import Shown
 from ckptlint.storage.folder import Folder
 from ckptlint.storage.locate import listed_once
 from ckptlint.storage.paths import shown

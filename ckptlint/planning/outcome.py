@@ -9,8 +9,8 @@ from ckptlint.dataclass import dataclass
 from ckptlint.model import Checkpoint
 from ckptlint.model.files import Names
 from ckptlint.model.layout import IntArray
-from ckptlint.model.shown import Shown
 from ckptlint.model.text import plural
+from ckptlint.shown import Shown
 
 Effect = Literal["fails", "drops", "note"]
 

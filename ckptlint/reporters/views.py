@@ -1,4 +1,4 @@
-"""How the objects of the Python API look in a console and in a notebook (`ckptlint.model.shown`)."""
+"""How the objects of the Python API look in a console and in a notebook (`ckptlint.shown`)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from ckptlint.comparing.values import Values
 from ckptlint.lint.report import Report
 from ckptlint.lint.retention import Retention
 from ckptlint.lint.steps import Search
-from ckptlint.model.shown import Shown
 from ckptlint.model.text import MARKUP_ESCAPE, inert, plural
 from ckptlint.planning.outcome import Plan
 from ckptlint.reporters import diff, full, plan, run, values
 from ckptlint.reporters.html import page
 from ckptlint.reporters.style import Style, cut
+from ckptlint.shown import Shown
 
 _ROWS = 100  # of a table
 _STYLE = Style(ascii_only=False)
