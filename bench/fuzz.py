@@ -8,7 +8,7 @@ in docs/evidence.md. A mutant on which anything but an error of ckptlint's own i
 of processor time or 1 GiB of memory, ends its target; it is left in FOLDER.
 
 In production a reader that CPython itself cannot protect from crafted input runs in a child process under limits
-(`ckptlint.isolate`). Here readers run in this process, where the fuzzer sees their branches. Mutants for which the
+(`ckptlint.sandbox`). Here readers run in this process, where the fuzzer sees their branches. Mutants for which the
 child is there (`needs_child`) are given to it.
 """
 

@@ -57,7 +57,7 @@ class Meeting:
 
 
 class ThreadGroup:
-    """A rank's view of a meeting, with the methods of `ckptlint.live.group.Group`."""
+    """A rank's view of a meeting, with the methods of `ckptlint.live.compare.group.RankGroup`."""
 
     def __init__(self, rank: int, meeting: Meeting) -> None:
         self.rank, self.world, self.log = rank, meeting.world, []

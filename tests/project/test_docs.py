@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from unittest.mock import patch
@@ -112,3 +115,41 @@ def test_the_reference_has_a_row_for_each_format() -> None:
     text = (REPOSITORY / "docs" / "reference.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| `(\w+)` \| (?:`(\.\w+)`)? ?\| ", text, re.MULTILINE))
     assert {name: form.suffix for name, form in FORMATS.items()}.items() <= rows.items()
+
+
+def texts_for_readers() -> Iterator[tuple[str, str]]:
+    """(path, text) of each page, and of the docstrings of each module."""
+    for page in (*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/*.md")):
+        yield page.name, page.read_text(encoding="utf-8")
+    for folder in ("ckptlint", "rules", "bench", "tests"):
+        for module in sorted(REPOSITORY.glob(f"{folder}/**/*.py")):
+            nodes = ast.walk(ast.parse(module.read_text(encoding="utf-8")))
+            kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
+            said = [text for node in nodes if isinstance(node, kinds) and (text := ast.get_docstring(node))]
+            yield str(module.relative_to(REPOSITORY)), "\n".join(said)
+
+
+def is_named_rightly(name: str) -> bool:
+    """Whether a dotted name is a module of ckptlint, or what one holds; names of other libraries and files count."""
+    parts = name.removeprefix("ckptlint.").split(".")
+    package = REPOSITORY / "ckptlint" / parts[0]
+    if not package.is_dir() or parts[-1] in ("json", "safetensors", "good"):
+        return True
+    below = package / parts[1]
+    return (
+        below.is_dir() or below.with_suffix(".py").is_file() or hasattr(import_module(f"ckptlint.{parts[0]}"), parts[1])
+    )
+
+
+def test_every_module_that_a_text_names_is_there() -> None:
+    dead = []
+    for place, text in texts_for_readers():
+        paths = re.findall(r"`(\w+/[\w/]+\.py)`", text)
+        dead += [
+            f"{place}: {path}"
+            for path in paths
+            if not any((REPOSITORY / top / path).is_file() for top in ("", "ckptlint"))
+        ]
+        names = re.findall(r"`(ckptlint\.\w+\.\w+|\w+\.\w+\.\w+)`", text)
+        dead += [f"{place}: {name}" for name in names if not is_named_rightly(name)]
+    assert dead == []

@@ -22,11 +22,11 @@ import torch
 _VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 _STRIDED = _VERSION >= (2, 13)
-"""Whether a _StridedShard cuts as `layout.runs` does; before torch 2.13 it stood for an order of mesh dims."""
+"""Whether a _StridedShard cuts as `vocabulary.placements.runs` does; before torch 2.13 it was an order of mesh dims."""
 
 
 def is_known(placement: Any) -> bool:
-    """Whether `layout.runs` knows what this placement of a DTensor means in this version of torch."""
+    """Whether `vocabulary.placements.runs` knows what this placement of a DTensor means in this version of torch."""
     if placement.is_replicate() or placement.is_partial():
         return True
     return hasattr(placement, "dim") and (_STRIDED or not hasattr(placement, "split_factor"))

@@ -1,4 +1,4 @@
-"""What the files of a set state, gathered by their loader as it reads them; `analysis.rank_sets` judges it."""
+"""What the files of a set state, gathered by their loader as it reads them; `analysis.ranks.rank_sets` judges it."""
 
 from __future__ import annotations
 
