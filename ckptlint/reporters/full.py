@@ -400,6 +400,8 @@ def _verdict(report: Report, verbose: bool) -> list[tuple[str, str, str]]:
         sentences.append(("error", f"{len(failed)} {verb}: {', '.join(failed)}. The verdict is incomplete.", ""))
     elif report.is_incomplete and not report.fails:
         sentences.append(("error", "The verdict is incomplete.", ""))
+    if report.not_found:
+        sentences.append(("error", f"{plural(len(report.not_found), 'path')} without a checkpoint.", ""))
     if not sentences:
         head = f"{len(report.checkpoints):,} checkpoints passed" if several else "Passed"
         notes = f"; {plural(report.counts['info'], 'note')} (-v)" if report.counts["info"] and not verbose else ""
