@@ -191,7 +191,7 @@ def cause_block(part: CheckpointReport, cause: Cause, style: Style) -> list[str]
         text = f"{lead.code} {cut_names(lead.title, lead.fqn)}"
         end = f" (+{more:,} more)" if more else ""
         room = style.width - len(f"  --> {lead.severity.label} ") - len(end)
-        text = text if len(text) <= room else f"{text[: room - 3]}..."
+        text = text if len(text) <= room else f"{text[: room - 3].rpartition(' ')[0]} ..."
         lines.append(f"  --> {style.paint(lead.severity.label, lead.severity.label)} {text}{end}")
     lines += [f"  --> {plural(count, 'more group')} of {code}" for code, count in cut_off.items()]
     return lines + style.wrap(cause.do, "     ", "   = do: ")

@@ -102,6 +102,8 @@ def test_raise_for_findings() -> None:
         ckptlint.check(WARNING).raise_for_findings()
     with pytest.raises(ckptlint.CheckpointError, match="does not exist"):
         ckptlint.check("/nowhere").raise_for_findings()
+    with pytest.raises(ckptlint.ConfigError, match="no level 'eror'"):
+        ckptlint.check(GOOD, fail_on="eror")  # type: ignore[arg-type]
 
 
 def test_a_report_is_true_where_it_passed() -> None:
