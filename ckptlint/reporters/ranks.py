@@ -240,7 +240,7 @@ def _legend(columns: Sequence[Column], sections: Sequence[Section], per: int, is
     named = (f"{said}{cut(block)} {ranges(layers)}" for block, layers in blocks.items())
     parts += named if said or per > 1 or any("." in block for block in blocks) else ()
     names = f"columns: {', '.join(name for name, _, _ in sections)}; " * is_cut + "above the marks: " * (not in_words)
-    return names + ", ".join(parts) + (f" ({per} layers a mark)" if per > 1 else "")
+    return (names + ", ".join(parts)).removesuffix("; ") + (f" ({per} layers a mark)" if per > 1 else "")
 
 
 def _merged(states: npt.NDArray[np.uint8]) -> int:
