@@ -297,7 +297,7 @@ def _settled(output: str) -> str:
 
 
 def finding_picture() -> str:
-    """A pass and a finding as a terminal shows them, as SVG, without what changes by itself: time and number of rules."""
+    """A pass and a finding as a terminal shows them, as SVG, without what changes: time and number of rules."""
     style, text = Style(color=True, ascii_only=False, width=80), ""
     for path in (_PASSING, _PICTURED):
         report = replace(ckptlint.check(DOCS.parent / path), seconds=0.1)
