@@ -87,6 +87,7 @@ _COUNTS = (  # a number of rules, or a list of them, would change a page with ea
 _BLIND = re.compile(r"(<!-- made from tests/loaders/cannot.toml -->)\n.*?(<!-- end -->)", re.DOTALL)
 _WAY = re.compile(r"(<!-- what a check calls -->\n).*?(<!-- end -->)", re.DOTALL)
 _CALLS = DOCS.parent / "bench" / "way_of_a_check.py"
+_PASSING = "fixtures/real/fsdp2_4r"
 _PICTURED = "fixtures/real/fsdp2_4r_hole"
 _COLUMN, _LINE = 8.4, 19
 _COLOUR = re.compile(r"\x1b\[([0-9;]*)m")
@@ -296,14 +297,12 @@ def _settled(output: str) -> str:
 
 
 def finding_picture() -> str:
-    """A report as a terminal shows it, as SVG, without what changes by itself.
-
-    The time is a tenth of a second, and rules are not counted.
-    """
-    report = replace(ckptlint.check(DOCS.parent / _PICTURED), seconds=0.1)
-    text = full.render(report, Style(color=True, ascii_only=False, width=80)).replace(f"{DOCS.parent.as_posix()}/", "")
-    text = re.sub(r"\d+ rules, ", "", text)
-    return _terminal(f"\x1b[32m$\x1b[0m ckptlint {_PICTURED}\n{text}")
+    """A pass and a finding as a terminal shows them, as SVG, without what changes: time and number of rules."""
+    style, text = Style(color=True, ascii_only=False, width=80), ""
+    for path in (_PASSING, _PICTURED):
+        report = replace(ckptlint.check(DOCS.parent / path), seconds=0.1)
+        text += f"\x1b[32m$\x1b[0m ckptlint {path}\n{full.render(report, style)}\n"
+    return _terminal(re.sub(r"\d+ rules ran", "N rules ran", text.replace(f"{DOCS.parent.as_posix()}/", "")))
 
 
 def _terminal(text: str) -> str:

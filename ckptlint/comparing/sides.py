@@ -37,8 +37,8 @@ def open_side(path: str, files: bool = False, partial: bool = False) -> list[Ope
         AccessError: the operating system refused a read.
     """
     made = [OpenedCheckpoint(found.folder, open_checkpoint(found, files)) for found in find(path)]
-    obstacles = (obstacle(replace(item.ckpt, partial="") if partial else item.ckpt) for item in made)
-    if sentences := [sentence for sentence in obstacles if sentence]:
+    obstacles = ((item, obstacle(replace(item.ckpt, partial="") if partial else item.ckpt)) for item in made)
+    if sentences := [f"{item.ckpt.path}: {sentence}" for item, sentence in obstacles if sentence]:
         raise CheckpointError("\n".join(sentences))
     return made
 

@@ -82,6 +82,8 @@ class Request:
         paths = tuple(paths)
         given = {name: value for name, value in options.items() if value is not None and value != () and value != []}
         fail_on: FailOn = given.get("fail-on") or settings.fail_on or _FAILS[purpose]
+        if fail_on not in get_args(FailOn):
+            raise ConfigError(f"there is no level {fail_on!r} to fail on: {', '.join(get_args(FailOn))}")
         chooses = purpose in ("resume", "delete")
         if chooses:
             fail_on = min(fail_on, _FAILS[purpose], key=get_args(FailOn).index)

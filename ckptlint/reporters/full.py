@@ -191,7 +191,7 @@ def cause_block(part: CheckpointReport, cause: Cause, style: Style) -> list[str]
         text = f"{lead.code} {cut_names(lead.title, lead.fqn)}"
         end = f" (+{more:,} more)" if more else ""
         room = style.width - len(f"  --> {lead.severity.label} ") - len(end)
-        text = text if len(text) <= room else f"{text[: room - 3]}..."
+        text = text if len(text) <= room else f"{text[: room - 3].rpartition(' ')[0]} ..."
         lines.append(f"  --> {style.paint(lead.severity.label, lead.severity.label)} {text}{end}")
     lines += [f"  --> {plural(count, 'more group')} of {code}" for code, count in cut_off.items()]
     return lines + style.wrap(cause.do, "     ", "   = do: ")
@@ -400,6 +400,8 @@ def _verdict(report: Report, verbose: bool) -> list[tuple[str, str, str]]:
         sentences.append(("error", f"{len(failed)} {verb}: {', '.join(failed)}. The verdict is incomplete.", ""))
     elif report.is_incomplete and not report.fails:
         sentences.append(("error", "The verdict is incomplete.", ""))
+    if report.not_found:
+        sentences.append(("error", f"{plural(len(report.not_found), 'path')} without a checkpoint.", ""))
     if not sentences:
         head = f"{len(report.checkpoints):,} checkpoints passed" if several else "Passed"
         notes = f"; {plural(report.counts['info'], 'note')} (-v)" if report.counts["info"] and not verbose else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from math import ceil
 from typing import Any
 
@@ -37,22 +38,31 @@ def matrix(held: Holdings, style: Style) -> Iterator[str]:
         return
     shown, left = folded(held)
     side = max(len(label) for label, _ in shown)
-    heads, places, legend = places_of(held.columns, style.width - side - _SIZES, True)
+    room = style.width - side - 2
+    bands = _bands(held.columns, room, len(shown))
     marks = dict(enumerate((".#" if style.ascii_only else "·■") + "2" + "".join(MARKS.values())[1:] + "+")) | {-1: " "}
     pad = " " * (side + 2)
-    yield pad + heads[0]
-    yield f"{pad}{heads[1]}       size  model  optim"
     used: set[int] = set()
-    for label, rows in shown:
-        cells = cells_of(held, rows[0], places)
-        used.update(cells)
-        drawn = re.sub(r"[!%/]+", lambda found: style.lost(found[0]), "".join(marks[cell] for cell in cells))
-        size, *shares = sizes_of(held, rows)
-        yield f"{label:<{side}}  {drawn} {size:>10}{''.join(f'{share:>7}' for share in shares)}"
+    legends = dict[str, None]()
+    for band in bands:
+        is_last = band is bands[-1]
+        heads, places, legend = places_of([held.columns[i] for i in band], room - (_SIZES - 2) * is_last, True)
+        legends[legend] = None
+        yield from [(pad + heads[0]).rstrip()] if band else []
+        yield f"{pad}{heads[1]}{'       size  model  optim' * is_last}".rstrip()
+        for label, rows in shown:
+            cells = cells_of(held, rows[0], [run and [band[i] for i in run] for run in places])
+            used.update(cells)
+            drawn = re.sub(r"[!%/]+", lambda found: style.lost(found[0]), "".join(marks[cell] for cell in cells))
+            size, *shares = sizes_of(held, rows)
+            sizes = f" {size:>10}{''.join(f'{share:>7}' for share in shares)}"
+            yield f"{label:<{side}}  {drawn}{sizes * is_last}".rstrip()
+        if not is_last:
+            yield ""
     if left:
         yield f"and {plural(left, 'more row')} that differ; --format json has all"
     yield ""
-    yield from style.wrap(legend, "  ", "") if legend else ()
+    yield from (line for legend in legends if legend for line in style.wrap(legend, "  ", ""))
     yield from style.wrap("   ".join(f"{marks[i]} {STATE_NAMES[i]}" for i in sorted(used) if i >= 0), "  ", "")
     yield from (line for sentence in sentences(held) for line in style.wrap(sentence, "  ", ""))
 
@@ -142,6 +152,26 @@ def sizes_of(held: Holdings, rows: Sequence[int]) -> tuple[str, ...]:
 # ---------------------------------------------------------------- columns
 
 
+def _bands(columns: Sequence[Column], room: int, rows: int) -> list[list[int]]:
+    """The numbers of the columns of each table, one below the other, so that names fit above the marks.
+
+    The last has room for sizes. One table where all fit, some section fits nowhere, or the lines are too many.
+    """
+    bands: list[list[int]] = [[]]
+    for _, own in groupby(range(len(columns)), key=lambda i: columns[i].section):
+        numbers = [*own]
+        if not _fits(columns, numbers, room):
+            return [[*range(len(columns))]]
+        bands = [*bands[:-1], bands[-1] + numbers] if _fits(columns, bands[-1] + numbers, room) else [*bands, numbers]
+    bands += [[]] * (not _fits(columns, bands[-1], room - _SIZES + 2))
+    return bands if len(bands) * rows <= _ROWS else [[*range(len(columns))]]
+
+
+def _fits(columns: Sequence[Column], numbers: Sequence[int], room: int) -> bool:
+    sections, per = _sections([columns[i] for i in numbers], room, True)
+    return per == 1 and sum(_wide(section, 20) for section in sections) <= room
+
+
 def places_of(columns: Sequence[Column], wide: int, in_words: bool) -> tuple[tuple[str, str], list[Run | None], str]:
     """The two lines above the matrix, the columns at each place (None between marks), and what the letters mean.
 
@@ -210,7 +240,7 @@ def _legend(columns: Sequence[Column], sections: Sequence[Section], per: int, is
     named = (f"{said}{cut(block)} {ranges(layers)}" for block, layers in blocks.items())
     parts += named if said or per > 1 or any("." in block for block in blocks) else ()
     names = f"columns: {', '.join(name for name, _, _ in sections)}; " * is_cut + "above the marks: " * (not in_words)
-    return names + ", ".join(parts) + (f" ({per} layers a mark)" if per > 1 else "")
+    return (names + ", ".join(parts)).removesuffix("; ") + (f" ({per} layers a mark)" if per > 1 else "")
 
 
 def _merged(states: npt.NDArray[np.uint8]) -> int:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 
-from ckptlint.errors import AccessError, NothingToCheckError
+from ckptlint.errors import AccessError, ConfigError, NothingToCheckError
 from ckptlint.model.text import printable
 from ckptlint.storage.folder import Folder
 from ckptlint.storage.local import ABSENT, LocalFolder
@@ -33,8 +33,10 @@ def folder_at(path: str) -> tuple[Folder, str]:
     Raises:
         NothingToCheckError: nothing is there.
         AccessError: the operating system, the store or the network refused.
-        ConfigError: a URL of a scheme that cannot be read, or for which a package is missing.
+        ConfigError: the path is empty, or a URL of a scheme that cannot be read, or for which a package is missing.
     """
+    if not path:
+        raise ConfigError("the path is empty: a variable may not be set")
     around, (above, _, name) = _listed.get(), path.rpartition("/")
     if around is not None and above == around[0] and name in around[1].entries and around[1].entries[name].is_folder:
         return around[1].sub(name), ""

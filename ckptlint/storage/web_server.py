@@ -122,7 +122,7 @@ class WebFolder(RemoteFolder):
                 size: int | bool | None = attempted(lambda: self._request("HEAD", name)[0])
             except Exception as error:
                 if not is_absent(error):
-                    what = f"{printable(name)} in {self.source}"
+                    what = f"{printable(name)} in {self.source}" if name != _NEVER_THERE else self.source
                     raise AccessError(f"{what} cannot be accessed: {reason(error, self.protocol)}") from None
                 size = False
             self._sizes[name] = size

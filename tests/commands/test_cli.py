@@ -98,7 +98,7 @@ EXIT_CODES: list[tuple[int, list[list[str]]]] = [
     (1, [[WARNING], [WARNING, "--strict"], [WARNING, "--fail-on", "warning"], [BAD], [UNSAFE], [UNREADABLE]]),
     (1, [[GOOD, BAD], [NOTHING, BAD]]),
     (2, [[GOOD, "--no-such-option"], [GOOD, "--depth", "x"], [BAD, "--select", "NOPE"], ["explain", "NOPE"]]),
-    (2, [[], ["check"]]),
+    (2, [[], ["check"], [""], ["latest", ""], ["deletable", "", "--keep", "1"]]),
     (3, [[NOTHING], ["/nowhere/at/all"], [GOOD, NOTHING], [BAD, NOTHING, "--exit-zero"]]),
 ]
 

@@ -62,7 +62,7 @@ def test_unsafe_or_unreadable_input_is_exit_1_with_a_sentence(command: str, name
     done = run(*arguments)
     assert done.returncode == 1
     assert not done.stdout
-    assert "Traceback" not in done.stderr and "ckptlint: " in done.stderr
+    assert "Traceback" not in done.stderr and f"ckptlint: {REAL / name}: " in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -137,6 +137,18 @@ def test_one_row_for_ranks_that_hold_the_same() -> None:
     assert lines[-2:] == ["missing of rank 2: __2_0.distcp", "rank 0 has 2.2 times the median size of its kind"]
 
 
+def test_tables_below_each_other_name_their_columns() -> None:
+    """Where one line is too narrow for the names of all columns; sizes stand beside the last."""
+    lines = shown(REAL / "megatron_tp2_pp2/iter_0000010", "--ranks", "--ascii")
+    heads = [line.split() for line in lines if "others" in line]
+    assert heads == [
+        ["embedding", "layers", "0-1", "norms", "head", *["others"] * 4],
+        ["others", "size", "model", "optim"],
+    ]
+    rows = [line.split() for line in lines if line.startswith("rank 2")]
+    assert rows == [["rank", "2", ".", ".#", *"######"], ["rank", "2", "#", "86.6", "KiB", "17%", "67%"]]
+
+
 @pytest.mark.parametrize(
     "name",
     [

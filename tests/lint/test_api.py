@@ -102,6 +102,8 @@ def test_raise_for_findings() -> None:
         ckptlint.check(WARNING).raise_for_findings()
     with pytest.raises(ckptlint.CheckpointError, match="does not exist"):
         ckptlint.check("/nowhere").raise_for_findings()
+    with pytest.raises(ckptlint.ConfigError, match="no level 'eror'"):
+        ckptlint.check(GOOD, fail_on="eror")  # type: ignore[arg-type]
 
 
 def test_a_report_is_true_where_it_passed() -> None:
@@ -239,7 +241,7 @@ def test_the_default_depth_reads_what_is_cheap(monkeypatch: pytest.MonkeyPatch) 
     assert ckptlint.check(GOOD, GOOD).depth == "files"
     monkeypatch.setattr("ckptlint.lint.request.CHEAP_BYTES", 1 << 40)
     assert ckptlint.check(GOOD, depth="metadata").depth == "metadata"
-    assert ckptlint.check("/nowhere/at/all").depth == "files"
+    assert ckptlint.check(GOOD, "/nowhere/at/all").depth == "data"  # what is not there costs nothing
     seen: list[Request] = []
     real = Request.of.__func__  # type: ignore[attr-defined]
     monkeypatch.setattr(Request, "of", classmethod(lambda cls, *args: seen.append(real(cls, *args)) or seen[-1]))

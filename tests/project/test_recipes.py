@@ -244,7 +244,7 @@ def test_the_gitlab_job_gates_and_keeps_its_report(shell: Shell, tmp_path: Path)
     (text,) = blocks("GitLab", "yaml")
     job = yaml.safe_load(text)["ckptlint"]
     install, lint = job["script"]
-    assert install == 'pip install "$CKPTLINT"'
+    assert install == "pip install https://github.com/OWNER/ckptlint/archive/COMMIT.zip"
     assert shell(lint, CKPT=GOOD)[0] == 0
     assert shell(lint, CKPT=BAD)[0] == 1
     kept = [*job["artifacts"]["paths"], *job["artifacts"]["reports"].values()]

@@ -474,6 +474,7 @@ def test_a_text_on_several_ends_with_a_line_for_each_failures_last() -> None:
         "fails GEO004  fixtures/real/fsdp2_4r_hole",
         "fails PAY004  fixtures/real/storage_past_eof",
     ]
+    assert "1 path without a checkpoint." in render(check("fsdp2_4r", "no_such_folder"), "full")
     for clean in (check("fsdp2_4r", "hsdp_2x2"), check("fsdp2_4r_hole")):
         assert "fails GEO004" not in render(clean, "full") and "passes  " not in render(clean, "full")
 

@@ -275,7 +275,7 @@ def _holdings(ckpt: Checkpoint, work: _Work) -> dict[str, Any] | None:
     if held is None or not held.columns:
         return None
     shown, left = ranks.folded(held)
-    heads, places, legend = ranks.places_of(held.columns, _MATRIX, False)
+    heads, places, legend = ranks.places_of(held.columns, _MATRIX, True)
     middle = [np.median([part[rows] for part in (held.size, held.model, held.optimizer)], 1) for _, rows in shown]
     most = max(1, *(size for size, _, _ in middle))
     rows, used, kinds = [], set[int](), set[str]()
