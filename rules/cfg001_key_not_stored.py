@@ -1,5 +1,3 @@
-"""CFG001: every tensor that the configuration implies is stored."""
-
 from __future__ import annotations
 
 import re

@@ -1,5 +1,3 @@
-"""CFG003: every tensor has the shape that the configuration implies."""
-
 from __future__ import annotations
 
 from collections import defaultdict

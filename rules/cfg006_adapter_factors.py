@@ -1,5 +1,3 @@
-"""CFG006: the low-rank factors of an adapter fit each other, and every layer has its own."""
-
 from __future__ import annotations
 
 from collections import defaultdict

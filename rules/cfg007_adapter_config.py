@@ -1,5 +1,3 @@
-"""CFG007: an adapter has the names and ranks that its `adapter_config.json` says."""
-
 from __future__ import annotations
 
 from collections import defaultdict

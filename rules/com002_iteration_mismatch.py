@@ -1,5 +1,3 @@
-"""COM002: a step folder, its content and the tracker agree on the step."""
-
 from __future__ import annotations
 
 import re

@@ -1,5 +1,3 @@
-"""COM004: every optimizer has its parameter groups and its sharding type beside its tensors."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

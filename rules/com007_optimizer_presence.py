@@ -1,5 +1,3 @@
-"""COM007: the optimizer is there when the job says it saved one."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,5 +1,3 @@
-"""COM009: the keys are laid out as the flags of the save say."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,5 +1,3 @@
-"""COM012: files that each rank or object has are all there."""
-
 from __future__ import annotations
 
 import re

@@ -1,5 +1,3 @@
-"""EXP002: the experts of a layer are numbered through."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

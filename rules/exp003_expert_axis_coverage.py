@@ -1,5 +1,3 @@
-"""EXP003: a hole in stacked experts is named by its experts."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

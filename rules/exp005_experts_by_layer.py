@@ -1,5 +1,3 @@
-"""EXP005: layers that are alike have experts that are alike."""
-
 from __future__ import annotations
 
 from collections import Counter, defaultdict

@@ -1,5 +1,3 @@
-"""GEO002: offsets, sizes and shape have one length."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

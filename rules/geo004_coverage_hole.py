@@ -1,5 +1,3 @@
-"""GEO004: every element of a tensor is stored in some chunk."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,5 +1,3 @@
-"""GEO005: the fraction that is stored shows which mesh axis was lost."""
-
 from __future__ import annotations
 
 from collections import defaultdict

@@ -1,5 +1,3 @@
-"""GEO006: a tensor with elements has a chunk with elements."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,5 +1,3 @@
-"""LIV203: together the chunks of all ranks hold every element."""
-
 from __future__ import annotations
 
 from collections import Counter

@@ -1,5 +1,3 @@
-"""LIV206: a replica of a chunk has the box of its owner."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

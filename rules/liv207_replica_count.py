@@ -1,5 +1,3 @@
-"""LIV207: as many ranks hold a chunk as its placements say."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

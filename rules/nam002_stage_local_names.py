@@ -1,5 +1,3 @@
-"""NAM002: pipeline stages do not share the names of their layers."""
-
 from __future__ import annotations
 
 from collections import defaultdict

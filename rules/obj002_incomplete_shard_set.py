@@ -1,5 +1,3 @@
-"""OBJ002: the shards of a ShardedObject are all there."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

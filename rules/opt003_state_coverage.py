@@ -1,5 +1,3 @@
-"""OPT003: layers that were trained have their optimizer state, and states have their parameter."""
-
 from __future__ import annotations
 
 from collections import defaultdict

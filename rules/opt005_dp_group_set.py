@@ -1,5 +1,3 @@
-"""OPT005: every model-parallel group has its own part of the distributed optimizer."""
-
 from __future__ import annotations
 
 import re

@@ -1,5 +1,3 @@
-"""OPT006: a state is split where its parameter is."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

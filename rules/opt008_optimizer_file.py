@@ -1,5 +1,3 @@
-"""OPT008: the optimizer's file beside the weights is that of these weights."""
-
 from __future__ import annotations
 
 from collections import Counter

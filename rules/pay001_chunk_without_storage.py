@@ -1,5 +1,3 @@
-"""PAY001: the metadata says where the bytes of every chunk lie."""
-
 from __future__ import annotations
 
 from collections import defaultdict

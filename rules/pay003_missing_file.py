@@ -1,5 +1,3 @@
-"""PAY003: every file that the metadata names is there."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,5 +1,3 @@
-"""PAY006: every byte of the payload files belongs to an entry."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Set

@@ -1,5 +1,3 @@
-"""PAY010: no two shards hold the same data."""
-
 from __future__ import annotations
 
 from collections import Counter, defaultdict

@@ -1,5 +1,3 @@
-"""PAY014: the index of a model and its safetensors files agree."""
-
 from __future__ import annotations
 
 import re

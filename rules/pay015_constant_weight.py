@@ -1,5 +1,3 @@
-"""PAY015: a trained weight, and each shard of it, holds more than one value."""
-
 from __future__ import annotations
 
 from collections import Counter, defaultdict

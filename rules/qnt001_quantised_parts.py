@@ -1,5 +1,3 @@
-"""QNT001: a quantised weight has the tensors that give its codes a meaning."""
-
 from __future__ import annotations
 
 from bisect import bisect_left

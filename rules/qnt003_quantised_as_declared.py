@@ -1,5 +1,3 @@
-"""QNT003: weights are quantised as the configuration says."""
-
 from __future__ import annotations
 
 from collections import defaultdict

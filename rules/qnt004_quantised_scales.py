@@ -1,5 +1,3 @@
-"""QNT004: the codes and scales of quantised weights are numbers that a quantiser gives."""
-
 from __future__ import annotations
 
 from collections import defaultdict

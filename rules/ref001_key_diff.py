@@ -1,5 +1,3 @@
-"""REF001: the keys of the reference are there."""
-
 from __future__ import annotations
 
 from collections import Counter, defaultdict

@@ -1,5 +1,3 @@
-"""REF002: what the reference names has its shape and dtype here."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

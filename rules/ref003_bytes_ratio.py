@@ -1,5 +1,3 @@
-"""REF003: no part of the state shrank to a half, a quarter, an eighth of the reference."""
-
 from __future__ import annotations
 
 from collections import defaultdict

@@ -1,5 +1,3 @@
-"""RNK001: each rank, layer, expert and stage of a set of torch files has its file."""
-
 from __future__ import annotations
 
 from collections import defaultdict

@@ -1,5 +1,3 @@
-"""RNK002: the files of a set agree on what they share."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,5 +1,3 @@
-"""RNK003: all files of a set belong to one step."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

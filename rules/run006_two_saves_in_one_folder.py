@@ -1,5 +1,3 @@
-"""RUN006: all files of a step come from one save."""
-
 from __future__ import annotations
 
 import struct

@@ -1,5 +1,3 @@
-"""SHP001: the layers of a block are numbered without a gap."""
-
 from __future__ import annotations
 
 from collections import Counter, defaultdict

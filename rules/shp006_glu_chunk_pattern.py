@@ -1,5 +1,3 @@
-"""SHP006: the two halves of a gated projection are stored in separate chunks."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,5 +1,3 @@
-"""SHP008: a second copy of the model (ema, teacher) has the shapes of the model."""
-
 from __future__ import annotations
 
 from collections import defaultdict
