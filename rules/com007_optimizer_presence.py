@@ -6,6 +6,7 @@ from pathlib import PurePath
 
 from ckptlint.analysis.trusted_config import flag, trusted
 from ckptlint.model import Checkpoint
+from ckptlint.model.text import first_few
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 from ckptlint.vocabulary.keys import parse
 
@@ -47,7 +48,7 @@ def optimizer_presence(ckpt: Checkpoint) -> Iterator[Finding]:
         at=Location(file=source, label=f"{source}: {name}"),
         identity=(name,),
         why="a load that follows this flag skips the optimizer state" if keys else "",
-        notes=(("keys", ", ".join(keys[:3]) + (", ..." if len(keys) > 3 else "")),) if keys else (),
+        notes=(("keys", first_few(keys)),) if keys else (),
         hint="set the flag to the value that the job that wrote the checkpoint used"
         if keys
         else "load with finetune or no_load_optim if you only want the weights",

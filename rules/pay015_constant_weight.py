@@ -13,7 +13,7 @@ from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model import Checkpoint, PayloadTable, Tensor
 from ckptlint.model.facts import fact
 from ckptlint.model.layout import BoolArray, Box, IntArray
-from ckptlint.model.text import listed, plural
+from ckptlint.model.text import at_most, listed, plural
 from ckptlint.rule import Finding, Location, Severity, given, rule
 from ckptlint.seals.verify import compare_with_seal, misfit
 from ckptlint.vocabulary.config_fields import declares_pruning
@@ -435,14 +435,13 @@ def _finding(
     ckpt: Checkpoint, param: Param, rows: IntArray, message: str, box: Box, notes: tuple[tuple[str, str], ...]
 ) -> Finding:
     names = list(dict.fromkeys(ckpt.chunk_file(param.tensor, int(row)) for row in rows))
-    more = [f"{len(names) - _SHOWN:,} more"] if len(names) > _SHOWN else []
     record = int(param.tensor.chunks.record[rows[0]])
     file, start, length = ckpt.byte_range_of(record)
     return Finding(
         message,
         at=Location.of(param.tensor, region=box, rows=tuple(rows[:16].tolist()), file=file, byte_range=(start, length)),
         confidence="possible" if dict(notes)["doubt"] else "certain" if dict(notes)["file"] else "likely",
-        notes=(*notes, ("files", listed([*names[:_SHOWN], *more]) if len(names) > 1 else "")),
+        notes=(*notes, ("files", listed(at_most(names, _SHOWN)) if len(names) > 1 else "")),
         hint="" if dict(notes)["doubt"] else _HINT,
         inferred_from="the other weights of this name",
         group=f"{names}",

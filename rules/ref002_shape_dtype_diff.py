@@ -10,6 +10,7 @@ from ckptlint.analysis.key_matching import KeyComparison, KeyPair, match_keys
 from ckptlint.analysis.trusted_config import contradictions, main_params, number
 from ckptlint.model import Checkpoint, Declared, Reference
 from ckptlint.model.cover import Shape
+from ckptlint.model.text import verb
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.mesh import axes_of_size
 
@@ -165,7 +166,7 @@ def _relation(ckpt: Checkpoint, expected: Shape, stored: Shape) -> tuple[Note, .
 
 def _meshes(ckpt: Checkpoint, factor: Fraction) -> str:
     names = axes_of_size(ckpt.topology, int(factor))
-    return f"; {', '.join(names)} {'has' if len(names) == 1 else 'have'} size {factor}" if names else ""
+    return f"; {', '.join(names)} {verb(len(names), 'has')} size {factor}" if names else ""
 
 
 def _times(ratio: Fraction) -> str:

@@ -10,7 +10,7 @@ from ckptlint.analysis.inventory import OptimizerState, inventory_of
 from ckptlint.depth import Depth
 from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model import Checkpoint, PayloadTable
-from ckptlint.model.text import human_duration, some
+from ckptlint.model.text import human_duration, some, verb
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 from ckptlint.vocabulary.dtypes import FORMS
 from ckptlint.vocabulary.keys import parse
@@ -48,7 +48,7 @@ def two_saves_in_one_folder(ckpt: Checkpoint) -> Iterator[Finding]:
         yield _steps_differ(ckpt, groups, young)
     elif torn is not None:
         names = sorted(young)
-        are, pause = "is" if len(names) == 1 else "are", human_duration(torn.pause)
+        are, pause = verb(len(names), "is"), human_duration(torn.pause)
         yield Finding(
             f"files of two saves: {_some(names)} {are} {pause} younger than .metadata and the other files",
             at=Location(file=names[0], ranks=_ranks(names)),

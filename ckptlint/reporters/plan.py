@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ckptlint.model.text import braces, human_bytes, listed, named_ranks, plural, shape_text
+from ckptlint.model.text import at_most, braces, human_bytes, listed, named_ranks, plural, shape_text, table, verb
 from ckptlint.planning.outcome import Cost, Plan
 from ckptlint.reporters.full import header
 from ckptlint.reporters.style import Style, cut
@@ -98,11 +98,7 @@ def sections(plan: Plan) -> list[tuple[str, list[str], list[str]]]:
 def patterns(keys: Sequence[str]) -> list[str]:
     """Keys folded over layers, cut after some."""
     folded = [cut(name) for name in braces(keys)]
-    return (
-        folded
-        if len(folded) <= _PATTERNS + 1
-        else [*folded[:_PATTERNS], f"and {plural(len(folded) - _PATTERNS, 'more pattern')}"]
-    )
+    return folded if len(folded) <= _PATTERNS + 1 else at_most(folded, _PATTERNS, "pattern", "and ")
 
 
 def _verdict(plan: Plan, style: Style) -> str:
@@ -154,9 +150,7 @@ def _amounts(cost: Cost, kinds: Any) -> tuple[str, str, str]:
 
 
 def _table(plan: Plan) -> str:
-    from tabulate import tabulate
-
-    return tabulate(rows(plan.cost), TABLE_HEAD, disable_numparse=True, colalign=("left", *["right"] * 4))
+    return table(rows(plan.cost), TABLE_HEAD, colalign=("left", *["right"] * 4))
 
 
 def plan_facts(plan: Plan) -> list[str]:
@@ -168,8 +162,7 @@ def plan_facts(plan: Plan) -> list[str]:
         worst = named_ranks(cost.worst).capitalize()
         most = human_bytes(int(cost.read.max()))
         lines.append(
-            f"{worst} {'reads' if len(cost.worst) == 1 else 'read'} the most: {most}, "
-            f"{_of_mean(cost.read[cost.kind])} the mean."
+            f"{worst} {verb(len(cost.worst), 'reads')} the most: {most}, {_of_mean(cost.read[cost.kind])} the mean."
             if len(cost.worst) < len(cost.kind)
             else f"All ranks read the same amount: {most}."
         )
