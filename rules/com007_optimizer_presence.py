@@ -57,5 +57,5 @@ def optimizer_presence(ckpt: Checkpoint) -> Iterator[Finding]:
 
 def _is_export(ckpt: Checkpoint) -> bool:
     """Whether weights alone are what such a folder holds."""
-    iteration = ckpt.common.values.get("iteration") if ckpt.common is not None else None
-    return PurePath(ckpt.path).name == "release" or iteration == 0 or flag(ckpt.declared, "finetune") is True
+    is_first = ckpt.common_value("iteration") == 0
+    return PurePath(ckpt.path).name == "release" or is_first or flag(ckpt.declared, "finetune") is True

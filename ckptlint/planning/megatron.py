@@ -105,8 +105,7 @@ class _Change:
 
     def argument(self, name: str) -> object:
         """An argument of the job that saved, None without one."""
-        common = self.ckpt.common
-        return attributes(common.values.get("args")).get(name) if common is not None else None
+        return attributes(self.ckpt.common_value("args")).get(name)
 
 
 def constraints(
@@ -462,7 +461,7 @@ def _chain(change: _Change, form: Form, keys: tuple[str, ...]) -> Iterator[Const
 
 def _chains(ckpt: Checkpoint) -> int:
     """How many optimizers rank 0 described, 0 where it described none."""
-    described = ckpt.common.values.get("optimizer") if ckpt.common is not None else None
+    described = ckpt.common_value("optimizer")
     if not isinstance(described, dict):
         return 0
     return sum(isinstance(key, int) for key in described) or 1
