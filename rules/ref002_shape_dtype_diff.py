@@ -10,7 +10,7 @@ from ckptlint.analysis.key_matching import KeyComparison, KeyPair, match_keys
 from ckptlint.analysis.trusted_config import contradictions, main_params, number
 from ckptlint.model import Checkpoint, Declared, Reference
 from ckptlint.model.cover import Shape
-from ckptlint.model.text import verb
+from ckptlint.model.text import shape_text, verb
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.mesh import axes_of_size
 
@@ -95,7 +95,7 @@ def _shape_finding(ckpt: Checkpoint, reference: Reference, pair: KeyPair) -> Fin
     each = "" if pair.alike else " for each layer or expert"
     padding = _is_padding(ckpt, pair)
     return Finding(
-        f"the shape{{of}} is {_shape(stored)}{each}, the reference has {_shape(expected)}",
+        f"the shape{{of}} is {shape_text(stored)}{each}, the reference has {shape_text(expected)}",
         at=Location.of(ckpt.tensors[pair.stored.fqn], label=_place(ckpt, reference, pair)),
         severity=Severity.INFO if padding else None,
         why="a load fails on this tensor; a planner that does not compare sizes fills only part of it",
@@ -226,7 +226,3 @@ def _counts(ckpt: Checkpoint, reference: Reference, found: KeyComparison) -> Ite
 def _place(ckpt: Checkpoint, reference: Reference, pair: KeyPair | None = None) -> str:
     place = f"{ckpt.metadata_file}, compared with {reference.source}"
     return place if pair is None or pair.expected.fqn == pair.stored.fqn else f"{place}: {pair.expected.fqn}"
-
-
-def _shape(shape: Shape) -> str:
-    return "[" + ", ".join(map(str, shape)) + "]"

@@ -28,7 +28,8 @@ def as_text(plan: Plan, style: Style) -> str:
         _verdict(plan, style),
     ]
     blocks += ["\n".join(_section(*section, style)) for section in sections(plan)]
-    blocks += [_table(plan), "\n".join(line for text in plan_facts(plan) for line in style.wrap(text, "  ", ""))]
+    costs = table(rows(plan.cost), TABLE_HEAD, colalign=("left", *["right"] * 4))
+    blocks += [costs, "\n".join(line for text in plan_facts(plan) for line in style.wrap(text, "  ", ""))]
     if plan.nodes:
         blocks.append("\n".join(_nodes(plan, style)))
     return "\n\n".join(block for block in blocks if block) + "\n"
@@ -147,10 +148,6 @@ def rows(cost: Cost) -> list[tuple[str, ...]]:
 def _amounts(cost: Cost, kinds: Any) -> tuple[str, str, str]:
     needed, read, requests = (int(column[kinds].sum()) for column in (cost.needed, cost.read, cost.requests))
     return human_bytes(needed), human_bytes(read), f"{requests:,}"
-
-
-def _table(plan: Plan) -> str:
-    return table(rows(plan.cost), TABLE_HEAD, colalign=("left", *["right"] * 4))
 
 
 def plan_facts(plan: Plan) -> list[str]:
