@@ -28,7 +28,6 @@ from ckptlint.commands.shared import (
     write_file,
 )
 from ckptlint.lint.options import CHECK_OPTIONS, FORMATS, SUFFIXES
-from ckptlint.model.text import table
 
 if TYPE_CHECKING:
     from ckptlint.lint.report import Report
@@ -210,6 +209,8 @@ def _in_force(settings: Settings, rows: Mapping[str, tuple[Any, str]], rules: Se
             "plugins": settings.plugins,
         }
         return json.dumps(document, indent=2)
+    from ckptlint.model.text import table
+
     cells = [(name, json.dumps(value), source) for name, (value, source) in shown.items()]
     lines = [table(cells, ("setting", "value", "from")), ""]
     lines += [f"ignored: {item['keys']} {', '.join(item['rules'])}: {item['reason']}" for item in ignores]

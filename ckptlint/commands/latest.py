@@ -14,7 +14,6 @@ from ckptlint.commands.check import judge, requested
 from ckptlint.commands.shared import ENVIRONMENT, WithSettings, check_options, progress, say, show_text
 from ckptlint.errors import AccessError
 from ckptlint.lint.options import tokens
-from ckptlint.model.text import table
 from ckptlint.storage.paths import shown
 from ckptlint.vocabulary.parts import PARTS
 
@@ -90,6 +89,8 @@ def _exit_code(searches: Sequence[Search]) -> int:
 
 def _table(searches: Sequence[Search], top: str) -> str:
     """What was skipped and what was found in each of several runs, which are named from the folder above them."""
+    from ckptlint.model.text import table
+
     found = ((s.run.removeprefix(f"{top.rstrip('/')}/"), s.found.name if s.found else "none", s) for s in searches)
     rows = [(run, newest, "; ".join(_skipped(search))) for run, newest, search in found]
     return table(rows, ("run", "newest good step", "newer steps, skipped"))
