@@ -1,5 +1,3 @@
-"""CFG001: every tensor that the configuration implies is stored."""
-
 from __future__ import annotations
 
 import re
@@ -10,7 +8,7 @@ from dataclasses import replace
 from ckptlint.analysis.fit.judgement import Fit, fit_of, implied_bytes, numbered_layer
 from ckptlint.analysis.fit.wording import core_note, doubt_note, field_text, keys_in_words, model_name, whole_layers
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import braces, human_bytes, plural, ranges, some
+from ckptlint.model.text import braces, human_bytes, numbered, plural, some, verb
 from ckptlint.rule import Finding, Location, Severity, rule
 
 _MOST = 100_000
@@ -64,9 +62,9 @@ def _predicting(ckpt: Checkpoint, fit: Fit) -> Iterator[Finding]:
     if fit.mtp_lost:
         folded = braces(fit.mtp_lost)
         what = folded[0] if len(fit.mtp_lost) == 1 else plural(len(fit.mtp_lost), "tensor")
-        verb = "is" if len(fit.mtp_lost) == 1 else "are"
+        are = verb(len(fit.mtp_lost), "is")
         yield Finding(
-            f"{what} of a multi-token-prediction layer {verb} not stored, but its other tensors are",
+            f"{what} of a multi-token-prediction layer {are} not stored, but its other tensors are",
             at=Location(fit.mtp_lost[0], label=f"{ckpt.metadata_file}, compared with the layer most like it"),
             identity=tuple(fit.mtp_lost[:_MOST]),
             keys=tuple(fit.mtp_lost[:_MOST]),
@@ -97,23 +95,23 @@ def _finding(ckpt: Checkpoint, fit: Fit, doubt: str) -> Finding:
     because = reasons.pop() if len(reasons) == 1 else ()
     names = braces(map(fit.shown, missing))
     one = len(missing) == 1
-    verb = "is" if one else "are"
+    are = verb(len(missing), "is")
     if because and len(names) == 1:
         said = f"but {fit.expected.source} says {' and '.join(field_text(fit, name) for name in because)}"
         if because == ("tie_word_embeddings",):
             said = f"but {fit.expected.source} does not tie it ({field_text(fit, because[0])})"
-        message = f"{names[0]} {verb} not stored, {said}"
+        message = f"{names[0]} {are} not stored, {said}"
     elif experts := _experts(fit):
         message = experts
     elif len(names) == 1:
-        message = f"{names[0]} {verb} not stored, but {model_name(fit)} has {'it' if one else 'them'}"
+        message = f"{names[0]} {are} not stored, but {model_name(fit)} has {'it' if one else 'them'}"
     elif len(whole) == 1 and len(names) == _roles(fit, whole):
         ((block, numbers),) = whole.items()
         home = fit.shown(block)
-        layers = f"layer {numbers[0]} of {home} is" if in_layers == 1 else f"layers {ranges(numbers)} of {home} are"
+        layers = f"{numbered('layer', numbers)} of {home} {verb(in_layers, 'is')}"
         message = f"{layers} not stored, but {fit.expected.source} declares {_layers_field(fit, missing[0])}"
     else:
-        message = f"{len(missing):,} of the {plural(needed, 'tensor')} of {model_name(fit)} {verb} not stored"
+        message = f"{len(missing):,} of the {plural(needed, 'tensor')} of {model_name(fit)} {are} not stored"
     lost = implied_bytes(fit, missing)
     return Finding(
         message,
@@ -145,9 +143,8 @@ def _experts(fit: Fit) -> str:
         return ""
     numbers = next(iter(lost.values()))
     count = 1 + max(expert for name in fit.expected.tensors if (expert := _expert(name)) is not None)
-    some, layers = "s" * (len(numbers) > 1), "s" * (len(lost) > 1)
-    verb = "are" if some else "is"
-    return f"expert{some} {ranges(numbers)} of {count} {verb} not stored in layer{layers} {ranges(lost)}"
+    experts = f"{numbered('expert', numbers)} of {count} {verb(len(numbers), 'is')}"
+    return f"{experts} not stored in {numbered('layer', lost)}"
 
 
 def _expert(name: str) -> int | None:

@@ -1,5 +1,3 @@
-"""CFG002: every tensor that is stored is one of the model that the configuration declares."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,5 +1,3 @@
-"""CFG003: every tensor has the shape that the configuration implies."""
-
 from __future__ import annotations
 
 from collections import defaultdict
@@ -10,7 +8,7 @@ from math import prod
 from ckptlint.analysis.fit.judgement import Fit, ShapeDifference, fit_of
 from ckptlint.analysis.fit.wording import doubt_note, field_text
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import braces, plural, shape_text, some
+from ckptlint.model.text import braces, plural, shape_text, some, verb
 from ckptlint.rule import Finding, Location, Note, Severity, rule
 from ckptlint.vocabulary.mesh import axes_of_size
 
@@ -187,7 +185,7 @@ def _relation(ckpt: Checkpoint, dim: str, ratio: Fraction) -> tuple[Note, ...]:
     if min(ratio.numerator, ratio.denominator) != 1 or dim == "num_layers":
         return ()
     axes = axes_of_size(ckpt.topology, factor)
-    mesh = f"; {' and '.join(axes)} {'has' if len(axes) == 1 else 'have'} size {factor}" if axes else ""
+    mesh = f"; {' and '.join(axes)} {verb(len(axes), 'has')} size {factor}" if axes else ""
     what = "looks like one rank's shard saved as the whole" if ratio < 1 else "looks like replicas saved as shards"
     if dim == "padded_vocab_size" and ratio > 1:
         return (("relation", f"rows already padded were padded or multiplied again{mesh}"),)

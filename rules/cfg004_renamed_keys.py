@@ -1,5 +1,3 @@
-"""CFG004: no wrapper is left in the keys of an export."""
-
 from __future__ import annotations
 
 import re

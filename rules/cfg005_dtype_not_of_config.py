@@ -1,5 +1,3 @@
-"""CFG005: tensors have the dtype that the configuration declares."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

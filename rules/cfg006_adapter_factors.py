@@ -1,5 +1,3 @@
-"""CFG006: the low-rank factors of an adapter fit each other, and every layer has its own."""
-
 from __future__ import annotations
 
 from collections import defaultdict
@@ -21,7 +19,7 @@ from ckptlint.architecture.adapters import (
 from ckptlint.architecture.expected import Expected, NoTable
 from ckptlint.architecture.huggingface import expected_models
 from ckptlint.model import Checkpoint, PayloadTable, Tensor
-from ckptlint.model.text import braces, listed, plural, ranges, shape_text, some
+from ckptlint.model.text import braces, listed, numbered, plural, shape_text, some, verb
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.dtypes import ENCODINGS
 from ckptlint.vocabulary.keys import parse
@@ -132,9 +130,8 @@ def _is_flat(part: Part, tensor: Tensor) -> bool:
 
 
 def _shapeless(tensors: dict[str, Tensor], keys: list[str], total: int, how: str) -> Finding:
-    verb = "are" if len(keys) > 1 else "is"
     return Finding(
-        f"{len(keys)} of {plural(total, 'adapter tensor')} {verb} {how}",
+        f"{len(keys)} of {plural(total, 'adapter tensor')} {verb(len(keys), 'is')} {how}",
         at=Location.of(tensors[keys[0]]),
         identity=tuple(keys),
         keys=tuple(keys),
@@ -325,8 +322,7 @@ def _gaps(ckpt: Checkpoint, modules: list[Factors]) -> Iterator[Finding]:
             lead = next(iter(stored.values()))
             name = role.rpartition("*.")[2]
             yield Finding(
-                f"{name} has no adapter in layer{'s' if len(lost) > 1 else ''} {ranges(lost)}, but "
-                f"has one in {len(stored)} other layers",
+                f"{name} has no adapter in {numbered('layer', lost)}, but has one in {len(stored)} other layers",
                 at=Location(lead.replace(f".{next(iter(stored))}.", f".{lost[0]}.", 1)),
                 identity=tuple(map(str, lost)),
                 confidence="likely",

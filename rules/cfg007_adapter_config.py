@@ -1,5 +1,3 @@
-"""CFG007: an adapter has the names and ranks that its `adapter_config.json` says."""
-
 from __future__ import annotations
 
 from collections import defaultdict
@@ -7,7 +5,7 @@ from collections.abc import Iterable, Iterator
 
 from ckptlint.architecture.adapters import PREFIX, AdapterConfig, Factors, endings, factors_of, read_adapter_config
 from ckptlint.model import Checkpoint, PayloadTable
-from ckptlint.model.text import braces, plural, printable, ranges, some
+from ckptlint.model.text import braces, numbered, plural, printable, ranges, some
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.config_fields import ADAPTER_CONFIG
 from ckptlint.vocabulary.keys import WRAPPING, parse
@@ -173,7 +171,7 @@ def _last(module: str) -> str:
 
 def _of_native(modules: list[str]) -> Finding:
     return _finding(
-        f"{plural(len(modules), 'module')} {'has' if len(modules) == 1 else 'have'} a Megatron-Core name, others in "
+        f"{plural(len(modules), 'module', 'has')} a Megatron-Core name, others in "
         "the same layers have transformers names",
         "native",
         notes=_listed("modules", braces(modules)),
@@ -193,8 +191,7 @@ def _layers(modules: Iterable[str], total: int) -> Iterator[Finding]:
     is_run = bool(stored) and max(stored) - min(stored) < len(stored) < total and max(stored) < total
     if is_run:
         yield _finding(
-            f"adapters are stored for layer{'s' if len(stored) > 1 else ''} {ranges(stored)}, "
-            f"but the base model has {total} layers",
+            f"adapters are stored for {numbered('layer', stored)}, but the base model has {total} layers",
             "layers",
             why="peft warns that the keys are missing and keeps the initial values: the adapter does nothing there",
             hint=f"gather the adapter from all pipeline stages, or set layers_to_transform in {ADAPTER_CONFIG}",
@@ -213,9 +210,9 @@ def _ranks(ckpt: Checkpoint, config: AdapterConfig) -> Iterator[Finding]:
             continue
         odd.setdefault((shape[0], tuple(sorted(expected))), []).append(factors.keys["A"])
     for (rank, expected_ranks), keys in odd.items():
-        wanted, verb = " or ".join(map(str, expected_ranks)), "have" if len(keys) > 1 else "has"
+        wanted = " or ".join(map(str, expected_ranks))
         yield _finding(
-            f"{plural(len(keys), 'module')} {verb} rank {rank}, but {ADAPTER_CONFIG} says {wanted}",
+            f"{plural(len(keys), 'module', 'has')} rank {rank}, but {ADAPTER_CONFIG} says {wanted}",
             f"rank {rank}",
             at=Location.of(ckpt.tensors[keys[0]]),
             notes=(
@@ -241,9 +238,8 @@ def _magnitudes(ckpt: Checkpoint, config: AdapterConfig) -> Iterator[Finding]:
             hint="save again with save_pretrained",
         )
     elif with_one and not config.magnitudes:
-        verb = "is" if len(with_one) == 1 else "are"
         yield _finding(
-            f"use_dora is not set, but {plural(len(with_one), 'magnitude vector')} {verb} stored",
+            f"use_dora is not set, but {plural(len(with_one), 'magnitude vector', 'is')} stored",
             "use_dora",
             Severity.WARNING,
             why="peft then ignores these, so the adapter differs from the one that was trained",
@@ -303,7 +299,7 @@ def _gaps(modules: Iterable[Factors]) -> Iterator[Finding]:
         lost = sorted({*range(span)} - stored) if span <= _SPARSEST * len(stored) else []
         is_architecture = block not in of_all_layers and lost[:1] == [0]
         if lost and not is_architecture and lost[-1] - lost[0] < len(lost) and len(stored) >= _FEW * len(lost):
-            which = f"layer{'s' if len(lost) > 1 else ''} {ranges(lost)} of {block}"
+            which = f"{numbered('layer', lost)} of {block}"
             yield _finding(
                 f"no adapter of {which} is stored, but those of {len(stored)} other layers are",
                 "gap",

@@ -1,5 +1,3 @@
-"""CFG008: every token has a row of the embedding."""
-
 from __future__ import annotations
 
 import re

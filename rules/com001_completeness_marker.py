@@ -1,5 +1,3 @@
-"""COM001: the save reached its end."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

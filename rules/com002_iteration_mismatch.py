@@ -1,5 +1,3 @@
-"""COM002: a step folder, its content and the tracker agree on the step."""
-
 from __future__ import annotations
 
 import re
@@ -104,7 +102,7 @@ def _tracked(run: RunFolder, tracker: int | Literal["release"], notes: tuple[Not
 def _stored(ckpt: Checkpoint, run: RunFolder | None) -> list[tuple[str, int]]:
     """The iterations that were saved in the step, each with where."""
     found = [] if run is None or run.saved is None else [(_TRAIN_STATE, run.saved)]
-    value = ckpt.common.values.get("iteration") if ckpt.common is not None else None
+    value = ckpt.common_value("iteration")
     if ckpt.common is not None and isinstance(value, int) and not isinstance(value, bool):
         found.insert(0, (ckpt.common.source, value))
     return found

@@ -1,5 +1,3 @@
-"""COM003: the keys of an optimizer follow the sharding type that was declared for it."""
-
 from __future__ import annotations
 
 from collections import defaultdict

@@ -1,5 +1,3 @@
-"""COM004: every optimizer has its parameter groups and its sharding type beside its tensors."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -15,7 +13,7 @@ from ckptlint.analysis.optimizer_records import (
     optimizer_records,
 )
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import listed, printable
+from ckptlint.model.text import listed, plural, printable, verb
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, given, rule
 
 _WORDS: dict[RecordKind, str] = {
@@ -64,10 +62,10 @@ def optimizer_module_record(ckpt: Checkpoint) -> Iterator[Finding]:
         if not lost:
             continue
         of = f" of {module.title}" if module.title else ""
-        count = f"{len(tensors):,} optimizer tensor{'s' if len(tensors) > 1 else ''}{of}"
+        count = plural(len(tensors), "optimizer tensor") + of
         other_chains = all(any(owner.covers(Module(module.name)) for owner in kept[kind]) for kind in lost)
         yield Finding(
-            f"{count} {'have' if len(tensors) > 1 else 'has'} no {' and no '.join(_WORDS[kind] for kind in lost)}",
+            f"{count} {verb(len(tensors), 'has')} no {' and no '.join(_WORDS[kind] for kind in lost)}",
             at=Location(file=common.source, label=f"{common.source} and {len(ckpt.objects):,} objects"),
             identity=(module.title, *lost),
             severity=Severity.WARNING if module.chain and other_chains else None,

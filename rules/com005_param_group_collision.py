@@ -1,5 +1,3 @@
-"""COM005: parameter groups differ in what loaders match them with."""
-
 from __future__ import annotations
 
 from collections import defaultdict

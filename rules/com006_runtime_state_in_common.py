@@ -1,5 +1,3 @@
-"""COM006: the common state holds nothing that belongs to one rank."""
-
 from __future__ import annotations
 
 import re

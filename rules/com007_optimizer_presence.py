@@ -1,5 +1,3 @@
-"""COM007: the optimizer is there when the job says it saved one."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -8,6 +6,7 @@ from pathlib import PurePath
 
 from ckptlint.analysis.trusted_config import flag, trusted
 from ckptlint.model import Checkpoint
+from ckptlint.model.text import first_few
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 from ckptlint.vocabulary.keys import parse
 
@@ -49,7 +48,7 @@ def optimizer_presence(ckpt: Checkpoint) -> Iterator[Finding]:
         at=Location(file=source, label=f"{source}: {name}"),
         identity=(name,),
         why="a load that follows this flag skips the optimizer state" if keys else "",
-        notes=(("keys", ", ".join(keys[:3]) + (", ..." if len(keys) > 3 else "")),) if keys else (),
+        notes=(("keys", first_few(keys)),) if keys else (),
         hint="set the flag to the value that the job that wrote the checkpoint used"
         if keys
         else "load with finetune or no_load_optim if you only want the weights",
@@ -58,5 +57,5 @@ def optimizer_presence(ckpt: Checkpoint) -> Iterator[Finding]:
 
 def _is_export(ckpt: Checkpoint) -> bool:
     """Whether weights alone are what such a folder holds."""
-    iteration = ckpt.common.values.get("iteration") if ckpt.common is not None else None
-    return PurePath(ckpt.path).name == "release" or iteration == 0 or flag(ckpt.declared, "finetune") is True
+    is_first = ckpt.common_value("iteration") == 0
+    return PurePath(ckpt.path).name == "release" or is_first or flag(ckpt.declared, "finetune") is True

@@ -1,5 +1,3 @@
-"""COM008: as many layers are stored as the job declared."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,5 +1,3 @@
-"""COM009: the keys are laid out as the flags of the save say."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -8,7 +6,7 @@ from ckptlint.analysis.inventory import inventory_of
 from ckptlint.analysis.optimizer_records import content_metadata
 from ckptlint.analysis.trusted_config import flag, trusted
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import plural, printable
+from ckptlint.model.text import first_few, plural, printable
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 
 _BACKEND = "torch_dist"
@@ -62,11 +60,11 @@ def layout_flags(ckpt: Checkpoint) -> Iterator[Finding]:
 def _finding(ckpt: Checkpoint, name: str, value: bool, keys: list[str], found: str, wanted: str) -> Finding:
     source = ckpt.common.source if ckpt.common is not None else ""
     return Finding(
-        f"{name} is {value}, but {plural(len(keys), 'key')} {'is' if len(keys) == 1 else 'are'} {found}",
+        f"{name} is {value}, but {plural(len(keys), 'key', 'is')} {found}",
         at=Location(file=source, label=f"{source}: content_metadata"),
         identity=(name, str(value)),
         severity=Severity.WARNING,
-        notes=(("expected", wanted), ("keys", ", ".join(keys[:3]) + (", ..." if len(keys) > 3 else ""))),
+        notes=(("expected", wanted), ("keys", first_few(keys))),
         hint=f"load with {name}={not value}, or find out how the writer set this flag",
     )
 
@@ -111,5 +109,5 @@ def _flattened(ckpt: Checkpoint) -> Iterator[Finding]:
 
 def _chains(ckpt: Checkpoint) -> int:
     """How many chains the common state's optimizer has."""
-    optimizer = ckpt.common.values.get("optimizer") if ckpt.common is not None else None
+    optimizer = ckpt.common_value("optimizer")
     return sum(str(key).isdecimal() for key in optimizer) if isinstance(optimizer, dict) else 0

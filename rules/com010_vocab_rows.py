@@ -1,5 +1,3 @@
-"""COM010: the vocabulary has the rows that the job declared."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,5 +1,3 @@
-"""COM011: a file of weights holds weights."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,5 +1,3 @@
-"""COM012: files that each rank or object has are all there."""
-
 from __future__ import annotations
 
 import re
@@ -11,7 +9,7 @@ from ckptlint.analysis.ranks.numbered_files import PAYLOAD, NumberedFiles, exact
 from ckptlint.analysis.ranks.numbered_files import numbered_files as sets_of
 from ckptlint.model import Checkpoint
 from ckptlint.model.lost_files import by_node
-from ckptlint.model.text import listed, plural
+from ckptlint.model.text import listed, plural, verb
 from ckptlint.rule import Confidence, Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.parts import part_of_file, part_of_key
 
@@ -101,7 +99,7 @@ def _gaps(own: NumberedFiles, stated: dict[str, int]) -> Iterator[Finding]:
     what = f"the {own.what} of {plural(lost, 'rank')}" if is_of_ranks else plural(lost, own.what)
     notes: tuple[Note, ...] = (("because", f"{total:,} ranks according to {listed(agree)}"),)
     yield Finding(
-        f"{what} of {len(numbers) + lost:,} {'is' if is_of_ranks or lost == 1 else 'are'} missing: {', '.join(names)}",
+        f"{what} of {len(numbers) + lost:,} {verb(1 if is_of_ranks else lost, 'is')} missing: {', '.join(names)}",
         at=Location(file=names[0]),
         identity=tuple(names),
         confidence=confidence,
@@ -138,8 +136,8 @@ def _steps(own: NumberedFiles) -> Iterator[Finding]:
     usual, most = steps.most_common(1)[0]
     odd = [file for _, file in sorted(own.files.items()) if file.step not in (None, usual)]
     yield Finding(
-        f"{odd[0].name} says step {odd[0].step}, but {plural(most, 'other file')} of its set say"
-        f"{'s' * (most == 1)} step {usual}",
+        f"{odd[0].name} says step {odd[0].step}, but {plural(most, 'other file')} of its set "
+        f"{verb(most, 'says')} step {usual}",
         at=Location(file=odd[0].name),
         identity=tuple(file.name for file in odd),
         severity=Severity.WARNING,

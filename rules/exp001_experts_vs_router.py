@@ -1,5 +1,3 @@
-"""EXP001: as many experts are stored as the router sends tokens to."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

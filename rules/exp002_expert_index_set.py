@@ -1,5 +1,3 @@
-"""EXP002: the experts of a layer are numbered through."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -7,7 +5,7 @@ from collections.abc import Iterator
 from ckptlint.analysis.experts import MoeLayer, moe_layers, owners_note
 from ckptlint.analysis.trusted_config import number, trusted
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import ranges
+from ckptlint.model.text import numbered, ranges, verb
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 from ckptlint.vocabulary.schemes import quantised_weight
 
@@ -36,20 +34,20 @@ def expert_index_set(ckpt: Checkpoint) -> Iterator[Finding]:
     if not layers:
         raise NotApplicable("no experts are numbered in names")
     for layer in layers:
-        numbered = [role for role in layer.roles if role.numbers]
-        union = set().union(*(role.numbers for role in numbered))
+        stored = [role for role in layer.roles if role.numbers]
+        union = set().union(*(role.numbers for role in stored))
         declared = number(trusted(ckpt), "experts")  # the router has rows of zero experts besides
         keys = max(union) + 1 if declared == layer.count else _expected_keys(layer, max(union) + 1)
         keys = min(keys, _LIMIT)
-        for role in numbered:
+        for role in stored:
             missing = set(range(keys)) - set(role.numbers)
             if missing and role.numbers != tuple(range(declared or 0)):
                 # the tail alone is missing everywhere: that is what EXP001 counts
                 is_tail = layer.rows is not None and missing == set(range(len(role.numbers), keys))
-                same = all(set(r.numbers) == set(role.numbers) for r in numbered)
+                same = all(set(r.numbers) == set(role.numbers) for r in stored)
                 yield Finding(
-                    f"{_experts(missing)} of {keys}{{of}} {'is' if len(missing) == 1 else 'are'} missing; "
-                    f"{ranges(role.numbers)} {'is' if len(role.numbers) == 1 else 'are'} stored",
+                    f"{numbered('expert', missing)} of {keys}{{of}} {verb(len(missing), 'is')} missing; "
+                    f"{ranges(role.numbers)} {verb(len(role.numbers), 'is')} stored",
                     at=Location.of(role.params[0].tensor),
                     identity=tuple(map(str, sorted(missing))),
                     severity=Severity.INFO if is_tail and same else None,
@@ -60,10 +58,6 @@ def expert_index_set(ckpt: Checkpoint) -> Iterator[Finding]:
                     else "the numbers of the other experts",
                     told_by="QNT001" if quantised_weight(role.params[0].tensor.fqn) else "",
                 )
-
-
-def _experts(numbers: set[int]) -> str:
-    return f"expert{'s' * (len(numbers) > 1)} {ranges(numbers)}"
 
 
 def _expected_keys(layer: MoeLayer, least: int) -> int:

@@ -1,5 +1,3 @@
-"""EXP003: a hole in stacked experts is named by its experts."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -10,7 +8,7 @@ from ckptlint.analysis.inventory import Param, inventory_of
 from ckptlint.geometry.chunk_graph import ranks_of_files
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.layout import distinct
-from ckptlint.model.text import named_ranks, ranges
+from ckptlint.model.text import named_ranks, numbered
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 
 
@@ -42,7 +40,7 @@ def expert_axis_coverage(ckpt: Checkpoint) -> Iterator[Finding]:
             owners = owners_note(ckpt, experts, total)
             writers = _too_many_writers(ckpt, param.tensor, total, len(experts)) if owners else ()
             yield Finding(
-                f"the hole{{of}} is exactly expert{'s' * (len(experts) > 1)} {ranges(experts)} of {total}",
+                f"the hole{{of}} is exactly {numbered('expert', experts)} of {total}",
                 at=Location.of(param.tensor, ranks=writers or ranks),
                 identity=tuple(map(str, sorted(experts))),
                 kind="written twice" if writers else "",

@@ -1,5 +1,3 @@
-"""EXP004: moments cover the experts that the weights have."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,5 +1,3 @@
-"""EXP005: layers that are alike have experts that are alike."""
-
 from __future__ import annotations
 
 from collections import Counter, defaultdict
@@ -9,7 +7,7 @@ from ckptlint.analysis.experts import MoeLayer, moe_layers
 from ckptlint.analysis.inventory import inventory_of
 from ckptlint.analysis.layer_outliers import shape_outliers
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import plural, ranges, shape_text
+from ckptlint.model.text import numbered, plural, ranges, shape_text, verb
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 from ckptlint.vocabulary.keys import block_of
 
@@ -75,19 +73,18 @@ def _finding(layers: list[MoeLayer], experts: Experts, usual: Experts, others: l
     number = next(i for i, (own, other) in enumerate(zip(experts, usual, strict=True)) if own != other)
     (name, count, shapes), (_, usual_count, usual_shapes) = experts[number], usual[number]
     lead = next(role.params[0] for role in layers[0].roles if role.role == name)
-    numbers, one = [layer.layer or 0 for layer in layers], len(others) == 1
+    numbers = [layer.layer or 0 for layer in layers]
     shape, usual_shape = (" and ".join(map(shape_text, sorted(found))) for found in (shapes, usual_shapes))
     has = plural(count, "expert") if count != usual_count else "experts"
     wants = [str(usual_count)] if count != usual_count else []
     with_shape = f" with shape {shape}" if shapes != usual_shapes else ""
     wants += [f"shape {usual_shape}"] if shapes != usual_shapes else []
-    subject, like = ("layers", "them") if len(numbers) > 1 else ("layer", "it")
-    listed = ranges(numbers)
+    like = "them" if len(numbers) > 1 else "it"
     return Finding(
-        f"{subject} {listed} {'have' if len(numbers) > 1 else 'has'} {has}{{of}}{with_shape}; "
-        f"{plural(len(others), 'layer')} like {like} {'has' if one else 'have'} {' and '.join(wants)}",
+        f"{numbered('layer', numbers)} {verb(len(numbers), 'has')} {has}{{of}}{with_shape}; "
+        f"{plural(len(others), 'layer')} like {like} {verb(len(others), 'has')} {' and '.join(wants)}",
         at=Location.of(lead.tensor),
-        identity=(name, listed),
+        identity=(name, ranges(numbers)),
         hint="check how their stage or ranks saved them, unless a setting makes these layers different",
-        inferred_from=f"layer{'s' * (not one)} {ranges(others)}, equal in everything else",
+        inferred_from=f"{numbered('layer', others)}, equal in everything else",
     )

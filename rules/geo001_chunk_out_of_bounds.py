@@ -1,5 +1,3 @@
-"""GEO001: every chunk lies inside its tensor."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,11 +1,9 @@
-"""GEO002: offsets, sizes and shape have one length."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import plural, shape_text
+from ckptlint.model.text import plural, shape_text, verb
 from ckptlint.rule import Finding, Location, Severity, rule
 
 
@@ -31,7 +29,7 @@ def chunk_rank_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
         chunk = chunks[0]
         yield Finding(
             f"{len(chunks)} of {plural(len(chunks) + len(tensor.chunks), 'chunk')}{{of}} "
-            f"{'does' if len(chunks) == 1 else 'do'} not have the tensor's {len(tensor.global_shape)} axes: "
+            f"{verb(len(chunks), 'does')} not have the tensor's {len(tensor.global_shape)} axes: "
             f"offsets {shape_text(chunk.offsets)}, sizes {shape_text(chunk.sizes)}, "
             f"shape {shape_text(tensor.global_shape)}",
             at=Location.of(tensor),

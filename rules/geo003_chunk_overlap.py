@@ -1,5 +1,3 @@
-"""GEO003: no element is in two chunks."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,5 +1,3 @@
-"""GEO004: every element of a tensor is stored in some chunk."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -38,5 +36,5 @@ def _declares_padding(ckpt: Checkpoint) -> bool:
     Source:
         `content_metadata` of a development branch of Megatron-Core; no release writes such a declaration yet
     """
-    content = attributes(ckpt.common.values.get("content_metadata")) if ckpt.common else {}
+    content = attributes(ckpt.common_value("content_metadata"))
     return any("padding" in key for key in content)

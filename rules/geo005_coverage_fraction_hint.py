@@ -1,11 +1,10 @@
-"""GEO005: the fraction that is stored shows which mesh axis was lost."""
-
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
 
 from ckptlint.model import Checkpoint, Tensor
+from ckptlint.model.text import first_few
 from ckptlint.rule import Finding, Location, Severity, rule
 from ckptlint.vocabulary.mesh import axes_of_size
 
@@ -45,7 +44,7 @@ def coverage_fraction_hint(ckpt: Checkpoint) -> Iterator[Finding]:
         )
         whose = "the tensor with a hole" if len(tensors) == 1 else f"each of {len(tensors)} tensors with holes"
         lost = f"{' or '.join(axes)} axis" if axes else f"mesh axis of size {factor}"
-        keys = ", ".join(tensor.fqn for tensor in tensors[:4]) + (", ..." if len(tensors) > 4 else "")
+        keys = first_few([tensor.fqn for tensor in tensors], 4)
         yield Finding(
             f"exactly 1/{factor} of {whose} is stored, {named}",
             at=Location(label=f"{ckpt.metadata_file}: {keys}"),

@@ -1,5 +1,3 @@
-"""GEO006: a tensor with elements has a chunk with elements."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -47,9 +45,8 @@ def empty_chunk_list(ckpt: Checkpoint) -> Iterator[Finding]:
             )
     if empty := _without_elements(ckpt):
         keys = [param.tensor.fqn for param in empty]
-        verb = "is" if len(keys) == 1 else "are"
         yield Finding(
-            f"{plural(len(keys), 'weight')} {verb} empty, unlike the model's other weights: "
+            f"{plural(len(keys), 'weight', 'is')} empty, unlike the model's other weights: "
             f"{keys[0]} is {shape_text(empty[0].tensor.global_shape)}",
             at=Location.of(empty[0].tensor),
             identity=tuple(keys[1:]),

@@ -1,5 +1,3 @@
-"""GEO007: no two chunks of a tensor start at the same place."""
-
 from __future__ import annotations
 
 from collections import defaultdict

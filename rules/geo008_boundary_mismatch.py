@@ -1,5 +1,3 @@
-"""GEO008: all chunks of a tensor share one grid of cuts."""
-
 from __future__ import annotations
 
 from collections import defaultdict

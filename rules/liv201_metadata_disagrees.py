@@ -1,5 +1,3 @@
-"""LIV201: all ranks that hold a key describe the same tensor or object."""
-
 from __future__ import annotations
 
 from collections import defaultdict

@@ -1,5 +1,3 @@
-"""LIV202: no two ranks write different boxes that share an element."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

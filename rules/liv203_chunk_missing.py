@@ -1,5 +1,3 @@
-"""LIV203: together the chunks of all ranks hold every element."""
-
 from __future__ import annotations
 
 from collections import Counter
@@ -11,7 +9,7 @@ import numpy as np
 from ckptlint.analysis.chunks.coverage import holes
 from ckptlint.analysis.ranks.held_by_ranks import Holders, at_ranks, holders, sound
 from ckptlint.model import Checkpoint, RankTable
-from ckptlint.model.text import named_ranks
+from ckptlint.model.text import named_ranks, verb
 from ckptlint.rule import Finding, Severity, given, rule
 
 
@@ -66,8 +64,7 @@ def _with_absent(finding: Finding, absent: tuple[int, ...], world: int, counts: 
     Args:
         counts: how many keys have a hole and are not on these ranks, and how many keys there are.
     """
-    has = "has" if len(absent) == 1 else "have"
-    text = f"{named_ranks(absent)} {has} no such key, or an empty shard"
+    text = f"{named_ranks(absent)} {verb(len(absent), 'has')} no such key, or an empty shard"
     if counts[0] > 1:
         text += f"; the same holds for {counts[0]:,} of {counts[1]:,} keys"
     note = ("absent", text)

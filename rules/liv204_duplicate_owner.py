@@ -1,5 +1,3 @@
-"""LIV204: one rank writes a chunk or object."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,5 +1,3 @@
-"""LIV205: copies of a chunk hold the same bytes."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

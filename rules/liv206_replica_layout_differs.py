@@ -1,12 +1,10 @@
-"""LIV206: a replica of a chunk has the box of its owner."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from ckptlint.analysis.ranks.held_by_ranks import at_cell, cells
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import named_ranks
+from ckptlint.model.text import named_ranks, verb
 from ckptlint.rule import Finding, Severity, given, rule
 
 
@@ -28,7 +26,7 @@ def replica_layout_differs(ckpt: Checkpoint) -> Iterator[Finding]:
     for cell in cells(table):
         if cell.fqn in written and (table.replica[cell.rows] > 0).all():
             ranks = set(table.rank[cell.rows].tolist())
-            who = f"{named_ranks(ranks)} hold{'s' * (len(ranks) == 1)}"
+            who = f"{named_ranks(ranks)} {verb(len(ranks), 'holds')}"
             yield Finding(
                 f"{who} a replica of {cell.box}{{of}}, which no rank writes",
                 at=at_cell(ckpt, cell, cell.rows),

@@ -1,5 +1,3 @@
-"""LIV207: as many ranks hold a chunk as its placements say."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -27,7 +25,7 @@ def replica_count(ckpt: Checkpoint) -> Iterator[Finding]:
     for cell in cells(table):
         copies = int(table.copies[cell.rows[0]])
         if copies and (table.copies[cell.rows] == copies).all() and copies != len(cell.rows):
-            who = f"{plural(len(cell.rows), 'rank')} hold{'s' * (len(cell.rows) == 1)}"
+            who = f"{plural(len(cell.rows), 'rank', 'holds')}"
             yield Finding(
                 f"{who} {cell.box}{{of}}; its placements say {copies}",
                 at=at_ranks(table, cell.fqn, cell.rows),

@@ -1,5 +1,3 @@
-"""LIV208: the state dict holds the keys, shapes and dtypes that you expect."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,5 +1,3 @@
-"""LIV209: plain values are the same on all ranks that save them under one key."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

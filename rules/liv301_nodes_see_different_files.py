@@ -1,5 +1,3 @@
-"""LIV301: all nodes of a job see the same files."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,5 +1,3 @@
-"""LIV302: the payload holds what the job sealed."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

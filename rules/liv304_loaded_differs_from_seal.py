@@ -1,5 +1,3 @@
-"""LIV304: the ranks loaded what the job sealed."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,5 +1,3 @@
-"""LIV305: a seal belongs to the checkpoint beside it, and covers all of it."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

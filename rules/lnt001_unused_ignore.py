@@ -1,5 +1,3 @@
-"""LNT001: every ignore of the settings hides some finding."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,5 +1,3 @@
-"""LNT002: every rule ran to its end."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

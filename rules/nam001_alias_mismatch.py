@@ -1,5 +1,3 @@
-"""NAM001: a parameter has one key, or keys of one shape."""
-
 from __future__ import annotations
 
 from collections import Counter, defaultdict

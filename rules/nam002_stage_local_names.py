@@ -1,5 +1,3 @@
-"""NAM002: pipeline stages do not share the names of their layers."""
-
 from __future__ import annotations
 
 from collections import defaultdict
@@ -11,7 +9,7 @@ from ckptlint.analysis.ranks.save_plans import Duplicate, duplicates
 from ckptlint.analysis.trusted_config import trusted_topology
 from ckptlint.dataclass import dataclass
 from ckptlint.model import Checkpoint, SavePlans
-from ckptlint.model.text import listed, named_ranks, ranges, shape_text, some
+from ckptlint.model.text import listed, named_ranks, numbered, shape_text, some
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.keys import Key, parse
 
@@ -126,7 +124,7 @@ def _finding(
     keys = list(dict.fromkeys(duplicate.fqn for duplicate in shared.same))
     return Finding(
         f"pipeline stages {listed([*map(str, stages)])} planned different layers under "
-        f"number{'s' * (len(shared.layers) > 1)} {ranges(shared.layers)}",
+        f"{numbered('number', shared.layers)}",
         at=Location(lead.fqn, ckpt.tensors.get(lead.fqn), ranks=tuple(sorted(ranks))),
         identity=tuple(keys),
         keys=tuple(keys),

@@ -1,5 +1,3 @@
-"""OBJ001: each part of the state has one writer."""
-
 from __future__ import annotations
 
 from collections import defaultdict

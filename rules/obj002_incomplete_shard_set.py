@@ -1,5 +1,3 @@
-"""OBJ002: the shards of a ShardedObject are all there."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -10,7 +8,7 @@ import numpy as np
 
 from ckptlint.model import Checkpoint
 from ckptlint.model.layout import IntArray
-from ckptlint.model.text import ranges, shape_text, some
+from ckptlint.model.text import numbered, plural, shape_text, some, verb
 from ckptlint.rule import Finding, Location, Note, Severity, rule
 from ckptlint.vocabulary.mesh import axes_of_size
 
@@ -44,10 +42,10 @@ def incomplete_shard_set(ckpt: Checkpoint) -> Iterator[Finding]:
         place = f"{ckpt.metadata_file}: grid {shape_text(shape)}, {len(inside):,} of {prod(shape):,} shards stored"
         if outside:
             far = present[~is_inside][0]
-            subject = "1 shard{of} lies" if outside == 1 else f"{outside:,} shards{{of}} lie"
+            subject = f"{plural(outside, 'shard')}{{of}} {verb(outside, 'lies')}"
             message = f"{subject} outside its grid {shape_text(shape)}, the first at {shape_text(far.tolist())}"
         else:
-            message = f"{lost:,} of {prod(shape):,} ShardedObject shards{{of}} {'is' if lost == 1 else 'are'} missing"
+            message = f"{lost:,} of {prod(shape):,} ShardedObject shards{{of}} {verb(lost, 'is')} missing"
         missing = _missing(shape, set(map(tuple, inside.tolist())))
         yield Finding(
             message,
@@ -78,17 +76,12 @@ def _which(ckpt: Checkpoint, shape: tuple[int, ...], missing: list[tuple[int, ..
     if not missing:
         return (("missing", f"{lost:,} shards"),)
     if len(shape) == 1:
-        return (("missing", f"shard{'s' if len(missing) > 1 else ''} {ranges(o[0] for o in missing)}"),)
+        return (("missing", numbered("shard", (o[0] for o in missing))),)
     for axis, size in enumerate(shape):
         values = {offset[axis] for offset in missing}
         if len(values) < size and len(missing) == len(values) * prod(shape) // size:
             names = axes_of_size(ckpt.topology, size)
             name = f"dim {axis} ({names[0]})" if len(names) == 1 else f"dim {axis}"
-            shards, verb = ("shard", "is") if len(values) == 1 else ("shards", "are")
-            return (
-                (
-                    "mesh",
-                    f"{name} has {size} shards; {shards} {ranges(values)} {verb} missing everywhere",
-                ),
-            )
+            gone = f"{numbered('shard', values)} {verb(len(values), 'is')}"
+            return (("mesh", f"{name} has {size} shards; {gone} missing everywhere"),)
     return (("missing", some((".".join(map(str, offset)) for offset in missing), 8)),)

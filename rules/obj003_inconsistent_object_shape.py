@@ -1,5 +1,3 @@
-"""OBJ003: the shards of one key agree on their grid."""
-
 from __future__ import annotations
 
 from collections import defaultdict

@@ -1,5 +1,3 @@
-"""OBJ004: ShardedObject keys can be taken apart."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

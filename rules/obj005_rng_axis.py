@@ -1,5 +1,3 @@
-"""OBJ005: ranks that draw their own random numbers have their own random state."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

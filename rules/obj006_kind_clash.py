@@ -1,5 +1,3 @@
-"""OBJ006: one logical key is stored as one kind of thing."""
-
 from __future__ import annotations
 
 from collections import defaultdict

@@ -1,5 +1,3 @@
-"""OPT001: a moment has one element per element of its parameter."""
-
 from __future__ import annotations
 
 from collections import Counter, defaultdict

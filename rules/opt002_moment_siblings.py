@@ -1,5 +1,3 @@
-"""OPT002: the two moments of a parameter are shaped and cut alike."""
-
 from __future__ import annotations
 
 from collections import defaultdict

@@ -1,5 +1,3 @@
-"""OPT003: layers that were trained have their optimizer state, and states have their parameter."""
-
 from __future__ import annotations
 
 from collections import defaultdict
@@ -14,7 +12,7 @@ from ckptlint.dataclass import dataclass
 from ckptlint.geometry.chunk_graph import ranks_of_files
 from ckptlint.model import Checkpoint
 from ckptlint.model.layout import distinct
-from ckptlint.model.text import braces, named_ranks, plural, ranges, some
+from ckptlint.model.text import braces, named_ranks, numbered, plural, ranges, some, verb
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.keys import Key, parse
 
@@ -212,12 +210,12 @@ def _layers(ckpt: Checkpoint, block: str, gap: _Gap, lost: list[Param], count: i
     frozen = not named and (gap.is_bottom or not gap.is_stage)
     numbers = ranges(gap.layers)
     lead = lost[0]
-    subject = f"layer {numbers} of {block} has" if len(gap.layers) == 1 else f"layers {numbers} of {block} have"
+    subject = f"{numbered('layer', gap.layers)} of {block} {verb(len(gap.layers), 'has')}"
     others = count - len(gap.layers)
     ranks = _savers(ckpt, lost)
     cause = "the lowest layers, often frozen" if gap.is_bottom else gap.pattern or "no pattern"
     return Finding(
-        f"{subject} no optimizer state; the other {plural(others, 'layer')} {'has' if others == 1 else 'have'} it",
+        f"{subject} no optimizer state; the other {plural(others, 'layer', 'has')} it",
         at=Location.of(lead.tensor, ranks=ranks),
         identity=(block, numbers),
         confidence="certain" if not frozen else "likely" if gap.is_passed and not gap.is_bottom else "possible",

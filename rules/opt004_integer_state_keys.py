@@ -1,5 +1,3 @@
-"""OPT004: states name their parameter, not a number."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,5 +1,3 @@
-"""OPT005: every model-parallel group has its own part of the distributed optimizer."""
-
 from __future__ import annotations
 
 import re
@@ -12,7 +10,7 @@ from ckptlint.analysis.optimizer_fit import PAIR
 from ckptlint.analysis.trusted_config import trusted_topology
 from ckptlint.dataclass import dataclass
 from ckptlint.model import AxisSize, Checkpoint
-from ckptlint.model.text import ranges
+from ckptlint.model.text import ranges, verb
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 
 _NUMEL = "per_bucket_numel"
@@ -145,9 +143,7 @@ def _finding(
 ) -> Finding:
     numbers = sorted(found)
     extra = [number for number in numbers if kind is not None and number >= kind.count]
-    odd = (
-        f"{ranges(missing)} {'is' if len(missing) == 1 else 'are'} missing" if missing else f"{ranges(extra)} too many"
-    )
+    odd = f"{ranges(missing)} {verb(len(missing), 'is')} missing" if missing else f"{ranges(extra)} too many"
     if missing and extra:
         odd += f", {ranges(extra)} too many"
     stages = ""

@@ -1,5 +1,3 @@
-"""OPT006: a state is split where its parameter is."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -73,5 +71,5 @@ def _finding(ckpt: Checkpoint, state: OptimizerState, param: Param, count: int, 
 
 def _is_gathered(ckpt: Checkpoint) -> bool:
     """Whether the optimizer says that it gathers its states over the data-parallel ranks."""
-    content = attributes(ckpt.common.values.get("content_metadata")) if ckpt.common else {}
+    content = attributes(ckpt.common_value("content_metadata"))
     return content.get("distrib_optim_sharding_type") == "fully_reshardable"

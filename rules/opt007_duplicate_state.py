@@ -1,5 +1,3 @@
-"""OPT007: each state of a parameter is stored once."""
-
 from __future__ import annotations
 
 from collections import defaultdict

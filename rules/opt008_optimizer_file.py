@@ -1,5 +1,3 @@
-"""OPT008: the optimizer's file beside the weights is that of these weights."""
-
 from __future__ import annotations
 
 from collections import Counter
@@ -9,7 +7,7 @@ from math import prod
 
 from ckptlint.analysis.fit.judgement import judges
 from ckptlint.model import Checkpoint, OptimizerFile
-from ckptlint.model.text import plural, printable, ranges, shape_text
+from ckptlint.model.text import first_few, numbered, plural, printable, shape_text
 from ckptlint.rule import Confidence, Finding, Location, NotApplicable, Severity, rule
 from ckptlint.vocabulary.dtypes import FLOATS
 from ckptlint.vocabulary.keys import is_adapter, parse
@@ -100,7 +98,7 @@ def _against_model(ckpt: Checkpoint, file: str, optimizer: OptimizerFile) -> Ite
             )
     wanted, there = Counter(moments.values()), Counter(tensors.values())
     if wanted <= there and (layers := _last_layers(optimizer, moments, tensors)):
-        lost = f"layer{'s' * (layers[0] != layers[-1])} {ranges(layers)}"
+        lost = numbered("layer", layers)
         yield f"{file} lists all parameters, but has no moments for {lost}, the last", "last", False
     if any(isinstance(param, str) for param in moments):
         return
@@ -155,5 +153,5 @@ def _last_layers(
 
 
 def _some(params: list[int | str]) -> str:
-    shown = [printable(str(param)) for param in params[:_NAMED]] + ["..."] * (len(params) > _NAMED)
-    return f"{'parameters' if len(params) > 1 else 'parameter'} {', '.join(shown)}"
+    shown = first_few([printable(str(param)) for param in params], _NAMED)
+    return f"{'parameters' if len(params) > 1 else 'parameter'} {shown}"

@@ -1,5 +1,3 @@
-"""OPT009: an optimizer that was saved has state."""
-
 from __future__ import annotations
 
 import re

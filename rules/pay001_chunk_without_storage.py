@@ -1,5 +1,3 @@
-"""PAY001: the metadata says where the bytes of every chunk lie."""
-
 from __future__ import annotations
 
 from collections import defaultdict
@@ -9,6 +7,7 @@ import numpy as np
 
 from ckptlint.analysis.chunks.missing import absent_writer
 from ckptlint.model import Checkpoint
+from ckptlint.model.text import verb
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 
 
@@ -51,7 +50,7 @@ def chunk_without_storage(ckpt: Checkpoint) -> Iterator[Finding]:
         owner = absent_writer(ckpt, tensor, box) if len(rows) == 1 else None
         files = sorted({ckpt.chunk_file(tensor, row) for row in range(min(len(tensor.chunks), 512))} - {""})
         yield Finding(
-            f"{count}{{of}} {'has' if len(rows) == 1 else 'have'} no storage entry",
+            f"{count}{{of}} {verb(len(rows), 'has')} no storage entry",
             at=Location.of(tensor, region=box, rows=tuple(rows[:16].tolist()), ranks=() if owner is None else (owner,)),
             notes=(("stored", "its other chunks are in " + ", ".join(files[:6]) if files else "none of it is stored"),),
             hint=_filed_elsewhere(ckpt, unreferenced.get(tensor.fqn, [])),

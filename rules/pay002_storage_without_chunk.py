@@ -1,5 +1,3 @@
-"""PAY002: every storage entry belongs to something."""
-
 from __future__ import annotations
 
 from collections import defaultdict

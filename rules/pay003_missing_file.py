@@ -1,5 +1,3 @@
-"""PAY003: every file that the metadata names is there."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -11,7 +9,7 @@ from ckptlint.geometry.chunk_graph import rank_of, ranks_of_files
 from ckptlint.model import FILE_STATES, Checkpoint, FileState
 from ckptlint.model.layout import IntArray, distinct
 from ckptlint.model.lost_files import by_node
-from ckptlint.model.text import plural, ranges, some
+from ckptlint.model.text import at_most, plural, ranges, some
 from ckptlint.rule import Finding, Location, Severity, rule
 from ckptlint.vocabulary.keys import parse
 
@@ -104,7 +102,7 @@ def _ranks_there(ckpt: Checkpoint) -> set[int]:
 def _instead(ckpt: Checkpoint, numbers: IntArray) -> str:
     """What lies there in place of the files."""
     sentences = list(dict.fromkeys(filter(None, map(ckpt.files.instead.get, numbers.tolist()))))
-    return "; ".join(sentences[:3]) + (f"; and {len(sentences) - 3} more like that" if len(sentences) > 3 else "")
+    return "; ".join(at_most(sentences, 3, before="and ")) + (" like that" if len(sentences) > 3 else "")
 
 
 def _pattern(ckpt: Checkpoint, names: list[str]) -> str:

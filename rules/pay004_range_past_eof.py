@@ -1,5 +1,3 @@
-"""PAY004: stored ranges lie inside their files."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,5 +1,3 @@
-"""PAY005: no byte belongs to two entries."""
-
 from __future__ import annotations
 
 import re

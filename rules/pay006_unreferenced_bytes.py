@@ -1,5 +1,3 @@
-"""PAY006: every byte of the payload files belongs to an entry."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Set
@@ -13,7 +11,7 @@ from ckptlint.depth import Depth
 from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model import Checkpoint
 from ckptlint.model.facts import fact
-from ckptlint.model.text import byte_span, human_bytes, listed, some
+from ckptlint.model.text import at_most, byte_span, human_bytes, listed, some
 from ckptlint.rule import Finding, Location, Note, Severity, rule
 
 _SHOWN = 3
@@ -91,8 +89,8 @@ def _hint(is_named: bool, is_repeater: bool) -> str:
 
 
 def _told(lost: list[tuple[int, str]]) -> str:
-    parts = [f"the bytes from {start:,} on are as long as the missing record of {fqn}" for start, fqn in lost[:_SHOWN]]
-    return "; ".join(parts) + (f"; and {len(lost) - _SHOWN:,} more" if len(lost) > _SHOWN else "")
+    parts = (f"the bytes from {start:,} on are as long as the missing record of {fqn}" for start, fqn in lost)
+    return "; ".join(at_most(parts, _SHOWN, before="and "))
 
 
 def _lost_here(ckpt: Checkpoint, gaps: Sequence[tuple[int, int]]) -> list[tuple[int, str]]:

@@ -1,5 +1,3 @@
-"""PAY007: a stored record can hold its chunk."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

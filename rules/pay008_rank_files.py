@@ -1,5 +1,3 @@
-"""PAY008: every rank has a file."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,5 +1,3 @@
-"""PAY009: a record holds the chunk that the metadata files it under."""
-
 from __future__ import annotations
 
 from collections import Counter

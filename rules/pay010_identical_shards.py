@@ -1,5 +1,3 @@
-"""PAY010: no two shards hold the same data."""
-
 from __future__ import annotations
 
 from collections import Counter, defaultdict
@@ -7,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from ckptlint.analysis.inventory import inventory_of
+from ckptlint.analysis.inventory import inventory_of, moments_of
 from ckptlint.analysis.trusted_config import flag, number, trusted, trusted_topology
 from ckptlint.depth import Depth
 from ckptlint.geometry.chunk_graph import rank_of
@@ -296,16 +294,6 @@ def _parameter_repeats(payload: PayloadTable, param: Tensor, tensor: Tensor, pai
 
 
 @fact
-def _states(ckpt: Checkpoint) -> dict[str, list[Tensor]]:
-    """Key of a parameter -> the tensors of its moments."""
-    found: dict[str, list[Tensor]] = defaultdict(list)
-    for state in inventory_of(ckpt).states:
-        if state.param is not None and state.what.startswith(("exp_avg", "momentum")):
-            found[state.param.tensor.fqn].append(state.tensor)
-    return found
-
-
-@fact
 def _differing(ckpt: Checkpoint, payload: PayloadTable) -> frozenset[str]:
     """The weights that are stored in several chunks of which none repeats: ranks were not seeded alike."""
     found = set()
@@ -329,8 +317,8 @@ def _iteration(ckpt: Checkpoint) -> object:
 def _moments(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor) -> bool | None:
     """Whether the parameter's moments hold more than one value; None when there are none to look at."""
     found = None
-    for state in _states(ckpt).get(tensor.fqn, ()):
-        records = state.chunks.record
+    for state in (state for state in moments_of(ckpt).get(tensor.fqn, ()) if state.param is not None):
+        records = state.tensor.chunks.record
         read = records[(records >= 0)]
         read = read[payload.state[read] == 0]
         if len(read):

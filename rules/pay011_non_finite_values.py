@@ -1,5 +1,3 @@
-"""PAY011: every stored value is a finite number."""
-
 from __future__ import annotations
 
 from collections import defaultdict

@@ -1,5 +1,3 @@
-"""PAY012: the payload's bytes are those whose checksums were recorded."""
-
 from __future__ import annotations
 
 from collections import defaultdict

@@ -1,5 +1,3 @@
-"""PAY013: every record and every safetensors file is a container that can be read."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,5 +1,3 @@
-"""PAY014: the index of a model and its safetensors files agree."""
-
 from __future__ import annotations
 
 import re
@@ -10,7 +8,7 @@ import numpy as np
 
 from ckptlint.analysis.fit.judgement import explains_bytes, judges
 from ckptlint.model import Checkpoint, WeightIndex
-from ckptlint.model.text import braces, human_bytes, plural, ranges, some
+from ckptlint.model.text import braces, human_bytes, numbered, plural, some, verb
 from ckptlint.rule import Finding, Location, Note, Severity, rule
 from ckptlint.vocabulary.config_fields import MODEL_CONFIG
 from ckptlint.vocabulary.dtypes import nbytes
@@ -243,8 +241,7 @@ def _numbers(ckpt: Checkpoint) -> Iterator[Finding]:
         return  # CFG001 reports what the lost files held
     for total, present, missing in _lost_numbers(ckpt):
         yield Finding(
-            f"{'file' if len(missing) == 1 else 'files'} {ranges(missing)} of {total} "
-            f"{'is' if len(missing) == 1 else 'are'} missing",
+            f"{numbered('file', missing)} of {total} {verb(len(missing), 'is')} missing",
             at=Location(label=f"{len(present)} of {total} files are there"),
             identity=tuple(f"{number}-of-{total}" for number in sorted(missing)),
             kind="numbers",

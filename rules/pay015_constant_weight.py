@@ -1,5 +1,3 @@
-"""PAY015: a trained weight, and each shard of it, holds more than one value."""
-
 from __future__ import annotations
 
 from collections import Counter, defaultdict
@@ -8,14 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from ckptlint.analysis.inventory import Param, inventory_of, is_weight, siblings
+from ckptlint.analysis.inventory import Param, inventory_of, is_weight, moments_of, siblings
 from ckptlint.dataclass import dataclass
 from ckptlint.depth import Depth
 from ckptlint.geometry.chunk_graph import rank_of
-from ckptlint.model import Checkpoint, PayloadTable, Tensor
-from ckptlint.model.facts import fact
+from ckptlint.model import Checkpoint, PayloadTable
 from ckptlint.model.layout import BoolArray, Box, IntArray
-from ckptlint.model.text import listed, plural
+from ckptlint.model.text import at_most, listed, plural
 from ckptlint.rule import Finding, Location, Severity, given, rule
 from ckptlint.seals.verify import compare_with_seal, misfit
 from ckptlint.vocabulary.config_fields import declares_pruning
@@ -263,7 +260,7 @@ def _is_trained(ckpt: Checkpoint, payload: PayloadTable) -> bool:
     """Whether some norm holds several values, or some moment another than 0."""
     inventory = inventory_of(ckpt)
     norms = [param.tensor for param in inventory.params if param.key.function == "norm"]
-    moments = [tensor for tensors in _moments(ckpt).values() for tensor in tensors]
+    moments = [state.tensor for states in moments_of(ckpt).values() for state in states]
     return any(
         bool((payload.scanned & ~payload.one_value)[tensor.chunks.record[tensor.chunks.record >= 0]].any())
         for tensor in (*norms, *moments)
@@ -292,29 +289,20 @@ def _span(part: _Part) -> Box:
     return Box(tuple(low.tolist()), tuple((high - low).tolist()))
 
 
-@fact
-def _moments(ckpt: Checkpoint) -> dict[Param, list[Tensor]]:
-    found: dict[Param, list[Tensor]] = defaultdict(list)
-    for state in inventory_of(ckpt).states:
-        for param in state.params if state.what.startswith(("exp_avg", "momentum")) else ():
-            found[param].append(state.tensor)
-    return found
-
-
 def _doubt(ckpt: Checkpoint, payload: PayloadTable, parts: Sequence[_Part], part: _Part, rows: IntArray) -> str:
     """Why the values may be what they should be: those of an initialisation with zeros; "" where nothing says so."""
-    if ckpt.common is not None and ckpt.common.values.get("iteration") == 0:
+    if ckpt.common_value("iteration") == 0:
         return "nothing was trained yet: iteration 0"
     if declares_pruning(ckpt.config.values if ckpt.config else {}):
         return "the configuration says that weights are pruned"
-    moments = _moments(ckpt)
-    if part.param not in moments:
-        others = any(other.param in moments for other in parts)
+    moments = moments_of(ckpt)
+    if part.param.tensor.fqn not in moments:
+        others = any(other.param.tensor.fqn in moments for other in parts)
         return "it has no optimizer state, unlike the others: it may not be trained" if others else ""
     boxes = {part.param.tensor.layout.box(row) for row in rows.tolist()}
-    for tensor in moments[part.param]:
-        records = tensor.chunks.record
-        seen = [r for row, r in enumerate(records.tolist()) if r >= 0 and tensor.layout.box(row) in boxes]
+    for state in moments[part.param.tensor.fqn]:
+        layout, records = state.tensor.layout, state.tensor.chunks.record
+        seen = [r for row, r in enumerate(records.tolist()) if r >= 0 and layout.box(row) in boxes]
         if not seen or not (payload.scanned[seen] & (payload.most[seen] == 0)).all():
             return ""
     return "its moments are zeros too: it may not be trained"
@@ -437,14 +425,13 @@ def _finding(
     ckpt: Checkpoint, param: Param, rows: IntArray, message: str, box: Box, notes: tuple[tuple[str, str], ...]
 ) -> Finding:
     names = list(dict.fromkeys(ckpt.chunk_file(param.tensor, int(row)) for row in rows))
-    more = [f"{len(names) - _SHOWN:,} more"] if len(names) > _SHOWN else []
     record = int(param.tensor.chunks.record[rows[0]])
     file, start, length = ckpt.byte_range_of(record)
     return Finding(
         message,
         at=Location.of(param.tensor, region=box, rows=tuple(rows[:16].tolist()), file=file, byte_range=(start, length)),
         confidence="possible" if dict(notes)["doubt"] else "certain" if dict(notes)["file"] else "likely",
-        notes=(*notes, ("files", listed([*names[:_SHOWN], *more]) if len(names) > 1 else "")),
+        notes=(*notes, ("files", listed(at_most(names, _SHOWN)) if len(names) > 1 else "")),
         hint="" if dict(notes)["doubt"] else _HINT,
         inferred_from="the other weights of this name",
         group=f"{names}",

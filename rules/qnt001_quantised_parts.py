@@ -1,5 +1,3 @@
-"""QNT001: a quantised weight has the tensors that give its codes a meaning."""
-
 from __future__ import annotations
 
 from bisect import bisect_left
@@ -9,7 +7,7 @@ from itertools import islice, takewhile
 
 from ckptlint.analysis.quantised import Quantisation, QuantisedWeight, quantisation, stored_otherwise
 from ckptlint.model import Checkpoint, Tensor
-from ckptlint.model.text import braces, listed, plural, some
+from ckptlint.model.text import braces, listed, plural, some, verb
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 from ckptlint.vocabulary.dtypes import FLOATS, INTEGERS
 from ckptlint.vocabulary.keys import NEVER_ZERO, parse, role
@@ -83,8 +81,7 @@ def _meaningless(weights: list[Tensor]) -> Finding:
     keys = tuple(tensor.fqn for tensor in weights)
     dtypes = listed(sorted({tensor.dtype for tensor in weights}))
     return Finding(
-        f"{plural(len(keys), 'weight')} {'is' if len(keys) == 1 else 'are'} stored in {dtypes} without a scale, and "
-        "no quantisation is declared",
+        f"{plural(len(keys), 'weight', 'is')} stored in {dtypes} without a scale, and no quantisation is declared",
         at=Location.of(weights[0]),
         identity=keys[1:],
         keys=keys[1:],
@@ -134,7 +131,7 @@ def _lacks(found: Quantisation, scheme: Scheme, lost: list[QuantisedWeight], par
     names = [_name(found, scheme, part) for part in parts]
     keys = tuple(one.codes.fqn for one in lost)
     return Finding(
-        f"{len(keys)} of {plural(total, 'weight')} in {scheme.title} {'has' if len(keys) == 1 else 'have'} no "
+        f"{len(keys)} of {plural(total, 'weight')} in {scheme.title} {verb(len(keys), 'has')} no "
         f"{listed(names, 'or')}" + ("" if is_needed else ", but their siblings do"),
         at=Location.of(lost[0].codes),
         identity=(*names, *keys),
@@ -168,10 +165,10 @@ def _alone(ckpt: Checkpoint, scheme: Scheme, parts: dict[str, str]) -> Iterator[
             continue
         many = len(weights) > 1
         yield Finding(
-            f"{plural(len(weights), 'weight')} {'are' if many else 'is'} stored in {ckpt.tensors[weights[0]].dtype} "
+            f"{plural(len(weights), 'weight', 'is')} stored in {ckpt.tensors[weights[0]].dtype} "
             f"beside {'scales' if many else 'a scale'} for {scheme.title}"
             if is_wide
-            else f"{plural(len(weights), 'weight')} in {scheme.title} {'are' if many else 'is'} lost: only "
+            else f"{plural(len(weights), 'weight')} in {scheme.title} {verb(len(weights), 'is')} lost: only "
             f"{'their scales are' if many else 'its scale is'} stored",
             at=Location.of(ckpt.tensors[weights[0]]) if is_wide else Location(weights[0]),
             identity=tuple(keys),

@@ -1,5 +1,3 @@
-"""QNT002: the scales of a quantised weight have the shape and the dtype that its scheme gives them."""
-
 from __future__ import annotations
 
 from collections import defaultdict

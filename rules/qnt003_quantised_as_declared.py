@@ -1,5 +1,3 @@
-"""QNT003: weights are quantised as the configuration says."""
-
 from __future__ import annotations
 
 from collections import defaultdict
@@ -9,7 +7,7 @@ from dataclasses import replace
 from ckptlint.analysis.quantised import WIDE, Declaration, Quantisation, QuantisedWeight, quantisation
 from ckptlint.analysis.trusted_config import number, trusted
 from ckptlint.model import Checkpoint, Tensor
-from ckptlint.model.text import braces, listed, plural, some
+from ckptlint.model.text import braces, listed, plural, some, verb
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 from ckptlint.vocabulary.keys import numbers_in, parse, role
 from ckptlint.vocabulary.schemes import leaf_of
@@ -82,7 +80,7 @@ def _undeclared(ckpt: Checkpoint, found: Quantisation) -> Iterator[Finding]:
     whole = [one for one in found.weights if one.parts and not any(one.lacks())]
     if whole:
         yield _finding(
-            f"{plural(len(whole), 'weight')} {'is' if len(whole) == 1 else 'are'} stored in {_titles(whole)}, but "
+            f"{plural(len(whole), 'weight', 'is')} stored in {_titles(whole)}, but "
             "config.json declares no quantisation",
             [one.codes for one in whole],
             why="the loader builds a model without scales, and uses the codes as weights",
@@ -115,9 +113,8 @@ def _other(ckpt: Checkpoint, found: Quantisation, declared: Declaration) -> Iter
     yield from _contradicted(found, declared, says)
     others = [one for one in found.weights if one.scheme not in declared.schemes]
     if others and declared.is_exact:
-        verb = "is" if len(others) == 1 else "are"
         yield _finding(
-            f"{says}, but {plural(len(others), 'weight')} {verb} stored in {_titles(others)}",
+            f"{says}, but {plural(len(others), 'weight', 'is')} stored in {_titles(others)}",
             [one.codes for one in others],
             why="the loader decodes the codes with the wrong scheme, or stops",
             hint="restore the configuration of this export",
@@ -133,7 +130,7 @@ def _other(ckpt: Checkpoint, found: Quantisation, declared: Declaration) -> Iter
     if left and declared.is_exact:
         yield _finding(
             f"{says} and other layers use it, but {plural(len(left), 'weight')} "
-            f"{'is' if len(left) == 1 else 'are'} stored in {listed(sorted({t.dtype for t in left}))}",
+            f"{verb(len(left), 'is')} stored in {listed(sorted({t.dtype for t in left}))}",
             left,
             why="the loader builds these layers quantised too, but finds neither codes nor scales",
             hint="export again, or list these modules as not quantised in the configuration",
@@ -157,7 +154,7 @@ def _contradicted(found: Quantisation, declared: Declaration, says: str) -> Iter
             words = " and ".join(f"not {name} {value}" for name, value in part.declared.items())
             yield _finding(
                 f"{says}, {words}, but {plural(len(with_part), 'weight')} "
-                f"{'has' if len(with_part) == 1 else 'have'} a {leaf_of(part)}",
+                f"{verb(len(with_part), 'has')} a {leaf_of(part)}",
                 [one.parts[part] for one in with_part],
                 why="a loader that follows the configuration ignores it, so the values are shifted",
                 hint="restore the configuration that the model was exported with",

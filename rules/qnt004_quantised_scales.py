@@ -1,5 +1,3 @@
-"""QNT004: the codes and scales of quantised weights are numbers that a quantiser gives."""
-
 from __future__ import annotations
 
 from collections import defaultdict
@@ -11,7 +9,7 @@ from ckptlint.analysis.quantised import WIDE, QuantisedWeight, quantisation
 from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint, PayloadTable, Tensor
 from ckptlint.model.layout import IntArray
-from ckptlint.model.text import braces, listed, plural, some
+from ckptlint.model.text import braces, listed, plural, some, verb
 from ckptlint.rule import Confidence, Finding, Location, NotApplicable, Severity, given, rule
 from ckptlint.vocabulary.config_fields import declares_pruning
 from ckptlint.vocabulary.dtypes import FLOATS, INTEGERS
@@ -71,7 +69,7 @@ def quantised_scales(ckpt: Checkpoint) -> Iterator[Finding]:
         underflows = tensors[0].dtype == "float16" and len(tensors) > _MOST_HIT
         yield _finding(
             tensors,
-            f"{zeros:,} of {tensors[0].volume:,} values{{of}} {'is' if zeros == 1 else 'are'} 0, but the codes there "
+            f"{zeros:,} of {tensors[0].volume:,} values{{of}} {verb(zeros, 'is')} 0, but the codes there "
             "are not" + (f"; the same in {plural(len(tensors) - 1, 'other weight')}" if len(tensors) > 1 else ""),
             f"{scheme.name} {part.names} gaps",
             "possible" if underflows else "likely",

@@ -1,5 +1,3 @@
-"""REF001: the keys of the reference are there."""
-
 from __future__ import annotations
 
 from collections import Counter, defaultdict
@@ -9,7 +7,7 @@ from ckptlint.analysis.fit.judgement import told_keys
 from ckptlint.analysis.key_matching import KeyComparison, KeyEntry, LoneKeys, match_keys
 from ckptlint.analysis.trusted_config import flag
 from ckptlint.model import Checkpoint, Reference
-from ckptlint.model.text import braces, plural, ranges, some
+from ckptlint.model.text import braces, plural, ranges, shape_text, some
 from ckptlint.rule import Finding, Location, Note, Severity, given, rule
 from ckptlint.vocabulary.keys import COMPUTED
 from ckptlint.vocabulary.schemes import quantised_weight
@@ -82,7 +80,7 @@ def _finding(
     is_absent: bool,
 ) -> Finding:
     entry = single.entry
-    what = " ".join(part for part in (entry.dtype, _shape(entry)) if part)
+    what = " ".join(part for part in (entry.dtype, shape_text(entry.shape) if entry.shape is not None else "") if part)
     if is_absent:
         subject = f"{single.part}{{of}} {'is' if _is_one(single.part) else 'are'} not" if single.part else ""
         tail = f"; the reference has {what}" if what else ", but the reference names it"
@@ -180,10 +178,6 @@ def _listed(fqns: list[str]) -> str:
 
 def _place(ckpt: Checkpoint, reference: Reference) -> str:
     return f"{ckpt.metadata_file}, compared with {reference.source}"
-
-
-def _shape(entry: KeyEntry) -> str:
-    return "" if entry.shape is None else "[" + ", ".join(map(str, entry.shape)) + "]"
 
 
 def _is_one(part: str) -> bool:

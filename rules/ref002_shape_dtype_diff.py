@@ -1,5 +1,3 @@
-"""REF002: what the reference names has its shape and dtype here."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -12,6 +10,7 @@ from ckptlint.analysis.key_matching import KeyComparison, KeyPair, match_keys
 from ckptlint.analysis.trusted_config import contradictions, main_params, number
 from ckptlint.model import Checkpoint, Declared, Reference
 from ckptlint.model.cover import Shape
+from ckptlint.model.text import shape_text, verb
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.mesh import axes_of_size
 
@@ -96,7 +95,7 @@ def _shape_finding(ckpt: Checkpoint, reference: Reference, pair: KeyPair) -> Fin
     each = "" if pair.alike else " for each layer or expert"
     padding = _is_padding(ckpt, pair)
     return Finding(
-        f"the shape{{of}} is {_shape(stored)}{each}, the reference has {_shape(expected)}",
+        f"the shape{{of}} is {shape_text(stored)}{each}, the reference has {shape_text(expected)}",
         at=Location.of(ckpt.tensors[pair.stored.fqn], label=_place(ckpt, reference, pair)),
         severity=Severity.INFO if padding else None,
         why="a load fails on this tensor; a planner that does not compare sizes fills only part of it",
@@ -167,7 +166,7 @@ def _relation(ckpt: Checkpoint, expected: Shape, stored: Shape) -> tuple[Note, .
 
 def _meshes(ckpt: Checkpoint, factor: Fraction) -> str:
     names = axes_of_size(ckpt.topology, int(factor))
-    return f"; {', '.join(names)} {'has' if len(names) == 1 else 'have'} size {factor}" if names else ""
+    return f"; {', '.join(names)} {verb(len(names), 'has')} size {factor}" if names else ""
 
 
 def _times(ratio: Fraction) -> str:
@@ -227,7 +226,3 @@ def _counts(ckpt: Checkpoint, reference: Reference, found: KeyComparison) -> Ite
 def _place(ckpt: Checkpoint, reference: Reference, pair: KeyPair | None = None) -> str:
     place = f"{ckpt.metadata_file}, compared with {reference.source}"
     return place if pair is None or pair.expected.fqn == pair.stored.fqn else f"{place}: {pair.expected.fqn}"
-
-
-def _shape(shape: Shape) -> str:
-    return "[" + ", ".join(map(str, shape)) + "]"

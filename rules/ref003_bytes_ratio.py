@@ -1,5 +1,3 @@
-"""REF003: no part of the state shrank to a half, a quarter, an eighth of the reference."""
-
 from __future__ import annotations
 
 from collections import defaultdict
@@ -9,7 +7,7 @@ from math import prod
 from ckptlint.analysis.key_matching import KeyComparison, KeyEntry, match_keys
 from ckptlint.dataclass import dataclass
 from ckptlint.model import Checkpoint, Tensor
-from ckptlint.model.text import human_bytes
+from ckptlint.model.text import human_bytes, verb
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, given, rule
 from ckptlint.vocabulary.dtypes import ITEM_BITS
 from ckptlint.vocabulary.mesh import axes_of_size
@@ -121,11 +119,11 @@ def _finding(ckpt: Checkpoint, subject: str, part: str, total: _Sum, factor: int
         if inner.stored != inner.expected
     ]
     names = axes_of_size(ckpt.topology, factor)
-    mesh = f"{', '.join(names)} {'has' if len(names) == 1 else 'have'} size {factor}" if names else ""
+    mesh = f"{', '.join(names)} {verb(len(names), 'has')} size {factor}" if names else ""
     stored, expected = human_bytes(total.stored), human_bytes(total.expected)
-    verb = "hold" if subject.startswith("the experts") else "holds"
+    hold = "hold" if subject.startswith("the experts") else "holds"
     return Finding(
-        f"{subject} {verb} {stored}, 1/{factor} of the {expected} in the reference",
+        f"{subject} {hold} {stored}, 1/{factor} of the {expected} in the reference",
         at=Location(label=f"{ckpt.metadata_file}, compared with {given(ckpt.reference).source}"),
         identity=(part, str(factor)),
         notes=(

@@ -1,5 +1,3 @@
-"""REF004: the tensors hold the values of the manifest."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,5 +1,3 @@
-"""RNK001: each rank, layer, expert and stage of a set of torch files has its file."""
-
 from __future__ import annotations
 
 from collections import defaultdict
@@ -8,7 +6,7 @@ from itertools import chain
 
 from ckptlint.model import Checkpoint, RankFile
 from ckptlint.model.lost_files import by_node
-from ckptlint.model.text import ranges, some
+from ckptlint.model.text import ranges, some, verb
 from ckptlint.rule import Finding, Location, Severity, given, rule
 
 _SHOWN = 6
@@ -48,7 +46,7 @@ def missing_rank_file(ckpt: Checkpoint) -> Iterator[Finding]:
             else f"{len(files):,} of {len(files) + there:,} {kind} files are missing{of}",
             at=Location(
                 file=files[0].name,
-                label=f"{there:,} of {len(files) + there:,} {kind} files {'is' if there == 1 else 'are'} there",
+                label=f"{there:,} of {len(files) + there:,} {kind} files {verb(there, 'is')} there",
                 ranks=tuple(sorted(numbers.get("rank", ()))),
             ),
             identity=tuple(file.name for file in files),

@@ -1,12 +1,10 @@
-"""RNK002: the files of a set agree on what they share."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from ckptlint.analysis.ranks.rank_sets import Disagreement, compared
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import braces, plural, some
+from ckptlint.model.text import braces, plural, some, verb
 from ckptlint.rule import Finding, Location, Severity, rule
 
 _SHOWN = 6
@@ -40,10 +38,9 @@ def _finding(item: Disagreement) -> Finding:
     shown = some(files, _SHOWN)
     keys = item.fqns[0] if len(item.fqns) == 1 else f"{len(item.fqns):,} keys"
     if item.what == "keys":
-        holders, s = plural(others, "other file"), "s" * (others == 1)
-        message = f"{shown} {'lacks' if len(files) == 1 else 'lack'} {keys}, which {holders} hold{s}"
-        if fewest == "hold":
-            message = f"{shown} {'holds' if len(files) == 1 else 'hold'} {keys}, which {holders} lack{s}"
+        few, many = ("holds", "lacks") if fewest == "hold" else ("lacks", "holds")
+        holders = f"{plural(others, 'other file')} {verb(others, many)}"
+        message = f"{shown} {verb(len(files), few)} {keys}, which {holders}"
     else:
         of = f" of {keys}" if item.fqns else ""
         says = "; ".join(f"{value} in {plural(len(found), 'file')}" for value, found in item.says[:-1])

@@ -1,12 +1,10 @@
-"""RNK003: all files of a set belong to one step."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from ckptlint.analysis.ranks.rank_sets import compared
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import some
+from ckptlint.model.text import some, verb
 from ckptlint.rule import Finding, Location, Severity, rule
 
 _SHOWN = 6
@@ -33,7 +31,7 @@ def ranks_at_other_steps(ckpt: Checkpoint) -> Iterator[Finding]:
         step, files = item.says[-1]
         rest = "; ".join(f"{len(found)} at step {value}" for value, found in item.says[:-1])
         yield Finding(
-            f"{some(files, _SHOWN)} {'comes' if len(files) == 1 else 'come'} from step {step}, "
+            f"{some(files, _SHOWN)} {verb(len(files), 'comes')} from step {step}, "
             f"but other files of this kind do not: {rest}",
             at=Location(file=files[0]),
             identity=files,

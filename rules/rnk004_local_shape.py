@@ -1,5 +1,3 @@
-"""RNK004: each rank holds the part of a tensor that mesh and placements give it."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,5 +1,3 @@
-"""RNK005: the flat groups of DeepSpeed's ZeRO hold their parameters and nothing else."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

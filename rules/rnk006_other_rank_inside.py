@@ -1,5 +1,3 @@
-"""RNK006: a rank's file was written by that rank."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,5 +1,3 @@
-"""RNK007: what several ranks hold whole is the same on all of them."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,5 +1,3 @@
-"""RNK008: a Megatron rank's optimizer fits the model beside it."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

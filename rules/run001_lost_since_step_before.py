@@ -1,5 +1,3 @@
-"""RUN001: a step holds what the step before it held."""
-
 from __future__ import annotations
 
 from collections import Counter

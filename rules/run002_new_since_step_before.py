@@ -1,5 +1,3 @@
-"""RUN002: a step holds nothing that the step before it does not hold."""
-
 from __future__ import annotations
 
 from collections import defaultdict

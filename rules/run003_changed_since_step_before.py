@@ -1,5 +1,3 @@
-"""RUN003: shapes, dtypes and numbers of shards are those of the step before."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

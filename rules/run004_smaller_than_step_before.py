@@ -1,5 +1,3 @@
-"""RUN004: a step has about as many bytes as the step before."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,5 +1,3 @@
-"""RUN005: a step's values differ from the step before."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

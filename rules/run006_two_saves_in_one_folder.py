@@ -1,5 +1,3 @@
-"""RUN006: all files of a step come from one save."""
-
 from __future__ import annotations
 
 import struct
@@ -12,7 +10,7 @@ from ckptlint.analysis.inventory import OptimizerState, inventory_of
 from ckptlint.depth import Depth
 from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model import Checkpoint, PayloadTable
-from ckptlint.model.text import human_duration, some
+from ckptlint.model.text import human_duration, some, verb
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 from ckptlint.vocabulary.dtypes import FORMS
 from ckptlint.vocabulary.keys import parse
@@ -50,9 +48,9 @@ def two_saves_in_one_folder(ckpt: Checkpoint) -> Iterator[Finding]:
         yield _steps_differ(ckpt, groups, young)
     elif torn is not None:
         names = sorted(young)
-        are, pause = "is" if len(names) == 1 else "are", human_duration(torn.pause)
+        are, pause = verb(len(names), "is"), human_duration(torn.pause)
         yield Finding(
-            f"files of two saves: {_some(names)} {are} {pause} younger than .metadata and the other files",
+            f"files of two saves: {some(names, 3)} {are} {pause} younger than .metadata and the other files",
             at=Location(file=names[0], ranks=_ranks(names)),
             identity=("times",),
             severity=Severity.WARNING,
@@ -104,16 +102,16 @@ def _steps_differ(ckpt: Checkpoint, groups: list[tuple[str, list[str], int]], yo
     a single one may have got no gradient.
     """
     (step, _, _), *others = groups
-    names = groups[-1][1]
+    names = sorted(groups[-1][1])
     is_young = any(young and young >= set(group) for _, group, _ in groups)
     is_stated = step in _stated(ckpt) and all(count >= _SEVERAL * len(group) for _, group, count in others)
     also = ", and so do their times" if is_young else f"; the checkpoint says step {step}" if is_stated else ""
     return Finding(
-        f"files of two saves: the optimizer's step in {_some(names)} differs from the other files{also}",
-        at=Location(file=sorted(names)[0], ranks=_ranks(names)),
+        f"files of two saves: the optimizer's step in {some(names, 3)} differs from the other files{also}",
+        at=Location(file=names[0], ranks=_ranks(names)),
         identity=("steps",),
         confidence="certain" if is_young or is_stated else "likely",
-        notes=tuple(("step", f"{value} in {_some(group)}") for value, group, _ in groups[:4]),
+        notes=tuple(("step", f"{value} in {some(sorted(group), 3)}") for value, group, _ in groups[:4]),
         hint="compare the times of these files with the others', and copy the files of one save again",
         inferred_from="the optimizer's step in each file" + (" and the times of the files" if is_young else ""),
     )
@@ -121,10 +119,6 @@ def _steps_differ(ckpt: Checkpoint, groups: list[tuple[str, list[str], int]], yo
 
 def _ranks(names: list[str]) -> tuple[int, ...]:
     return tuple(sorted({rank for name in names if (rank := rank_of(name)) is not None}))
-
-
-def _some(names: list[str]) -> str:
-    return some(sorted(names), 3)
 
 
 def _value(dtype: str, crc: int) -> str:

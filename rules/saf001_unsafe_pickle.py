@@ -1,5 +1,3 @@
-"""SAF001: no pickle asks for anything but checkpoint data."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,5 +1,3 @@
-"""SAF002: the metadata can be read."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

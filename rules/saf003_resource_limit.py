@@ -1,5 +1,3 @@
-"""SAF003: nothing in the input exceeds what torch can represent and ckptlint can read."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,5 +1,3 @@
-"""SAF004: the folder holds a format that ckptlint checks."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

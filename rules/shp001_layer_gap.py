@@ -1,5 +1,3 @@
-"""SHP001: the layers of a block are numbered without a gap."""
-
 from __future__ import annotations
 
 from collections import Counter, defaultdict
@@ -9,7 +7,7 @@ from itertools import pairwise
 from ckptlint.analysis.inventory import Param, inventory_of
 from ckptlint.analysis.trusted_config import number, trusted
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import plural, ranges
+from ckptlint.model.text import numbered, plural, ranges
 from ckptlint.rule import Confidence, Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.keys import Block, block_of, inside_layer, is_adapter, module_path, parse
 
@@ -101,7 +99,7 @@ def _gaps(ckpt: Checkpoint, block: Block, numbers: dict[Block, set[int]]) -> Ite
         identity=tuple(f"{name}.{layer}" for layer in sorted(missing)),
         confidence=_confidence(ckpt, missing, is_declared),
         notes=tuple(notes),
-        hint=f"find the ranks or stages that held layer{'s' * (len(missing) > 1)} {ranges(missing)}, and their keys",
+        hint=f"find the ranks or stages that held {numbered('layer', missing)}, and their keys",
         inferred_from="" if is_declared else f"the numbers of the {plural(len(present), 'other layer')}",
     )
 

@@ -1,5 +1,3 @@
-"""SHP002: a parameter has the same shape and dtype in all layers of one kind."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,5 +1,3 @@
-"""SHP003: a transposed weight has a placement that was transposed with it."""
-
 from __future__ import annotations
 
 from collections import defaultdict

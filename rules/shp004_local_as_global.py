@@ -1,5 +1,3 @@
-"""SHP004: the global shape of a tensor is not the shape of one rank's part, nor of several copies."""
-
 from __future__ import annotations
 
 from collections import defaultdict

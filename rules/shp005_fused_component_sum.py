@@ -1,5 +1,3 @@
-"""SHP005: the parts of a fused projection have sizes that fit together."""
-
 from __future__ import annotations
 
 from collections import defaultdict

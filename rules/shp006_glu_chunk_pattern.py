@@ -1,5 +1,3 @@
-"""SHP006: the two halves of a gated projection are stored in separate chunks."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -13,7 +11,7 @@ from ckptlint.analysis.projections import axis_factor, families, short_name
 from ckptlint.analysis.trusted_config import MAIN_BLOCKS, flag, main_params, number, trusted, trusted_topology
 from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import plural, ranges
+from ckptlint.model.text import first_few, plural, ranges
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.keys import module_path
 
@@ -71,7 +69,7 @@ def _is_dense(param: Param) -> bool:
 def _finding(ckpt: Checkpoint, fc1: Param, fc2: Param, tp: int, places: int) -> Finding:
     axis = fc1.own_axes[0]
     starts = [int(start) for start in fc1.tensor.layout.intervals(axis)[: _STARTS + 1, 0]]
-    shown = ", ".join(f"{start:,}" for start in starts[:_STARTS]) + (", ..." if len(starts) > _STARTS else "")
+    shown = first_few([f"{start:,}" for start in starts], _STARTS)
     source = trusted_topology(ckpt)["tp"].source
     return Finding(
         f"dim {axis}{{of}} has {plural(places, 'shard')} where gate and up need {2 * tp} = 2 x tp {tp}",

@@ -1,5 +1,3 @@
-"""SHP007: a tensor is sharded if its siblings are."""
-
 from __future__ import annotations
 
 from collections import Counter, defaultdict

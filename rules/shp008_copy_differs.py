@@ -1,5 +1,3 @@
-"""SHP008: a second copy of the model (ema, teacher) has the shapes of the model."""
-
 from __future__ import annotations
 
 from collections import defaultdict
@@ -8,7 +6,7 @@ from fractions import Fraction
 
 from ckptlint.analysis.inventory import Param, inventory_of
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import ranges, shape_text
+from ckptlint.model.text import first_few, ranges, shape_text
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.keys import COPIES
 
@@ -83,9 +81,7 @@ def _absent(name: str, params: list[Param], copies: list[Param]) -> Iterator[Fin
     for (what, in_layer), absent in lost.items():
         numbers = [param.key.layer for param in absent if param.key.layer is not None]
         text = f"{what} in" if in_layer else f"all of {what} in"
-        notes: tuple[Note, ...] = (
-            ("absent", ", ".join(p.key.path for p in absent[:_FEW]) + ", ..." * (len(absent) > _FEW)),
-        )
+        notes: tuple[Note, ...] = (("absent", first_few([p.key.path for p in absent], _FEW)),)
         yield Finding(
             f"copy {name} lacks {text} layer{'s'[: len(set(numbers)) != 1]} {ranges(numbers)}, which the model has",
             at=Location(absent[0].tensor.fqn),

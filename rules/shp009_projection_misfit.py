@@ -1,5 +1,3 @@
-"""SHP009: the projections of an attention or MLP can be multiplied with each other."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -139,14 +139,6 @@ class Inventory:
     numbered: list[Tensor] = field(default_factory=list)
     buckets: list[Bucket] = field(default_factory=list)
 
-    def states_of(self) -> dict[Param, dict[str, list[OptimizerState]]]:
-        """Parameter -> state name -> the states that belong to exactly this parameter."""
-        found: dict[Param, dict[str, list[OptimizerState]]] = defaultdict(lambda: defaultdict(list))
-        for state in self.states:
-            if state.param is not None:
-                found[state.param][state.what].append(state)
-        return found
-
     @property
     def mapped_share(self) -> float:
         """Which share of the optimizer states found its parameter; 1.0 without states."""
@@ -170,6 +162,16 @@ def inventory_of(ckpt: Checkpoint) -> Inventory:
     for tensor, key in optimizer:
         _add_optimizer(inventory, tensor, key, index)
     return inventory
+
+
+@fact
+def moments_of(ckpt: Checkpoint) -> dict[str, list[OptimizerState]]:
+    """Key of a parameter -> its moments; one of fused components stands with each of them."""
+    found: dict[str, list[OptimizerState]] = defaultdict(list)
+    for state in inventory_of(ckpt).states:
+        for param in state.params if state.what.startswith(("exp_avg", "momentum")) else ():
+            found[param.tensor.fqn].append(state)
+    return found
 
 
 def siblings(params: Iterable[Param]) -> dict[tuple[tuple[str, ...], str], list[Param]]:

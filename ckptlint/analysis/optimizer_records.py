@@ -82,7 +82,7 @@ def is_training_state(ckpt: Checkpoint) -> bool:
 
 def content_metadata(ckpt: Checkpoint) -> Mapping[str, Any]:
     """The flags that say how the state was laid out; {} before Megatron-Core 0.13."""
-    flags = ckpt.common.values.get("content_metadata") if ckpt.common is not None else None
+    flags = ckpt.common_value("content_metadata")
     return flags if isinstance(flags, dict) else {}
 
 

@@ -206,10 +206,10 @@ def _in_force(settings: Settings, rows: Mapping[str, tuple[Any, str]], rules: Se
             "plugins": settings.plugins,
         }
         return json.dumps(document, indent=2)
-    from tabulate import tabulate
+    from ckptlint.model.text import table
 
     cells = [(name, json.dumps(value), source) for name, (value, source) in shown.items()]
-    lines = [tabulate(cells, ("setting", "value", "from"), disable_numparse=True), ""]
+    lines = [table(cells, ("setting", "value", "from")), ""]
     lines += [f"ignored: {item['keys']} {', '.join(item['rules'])}: {item['reason']}" for item in ignores]
     lines += [f"plug-in: {name}" for name in settings.plugins]
     return "\n".join([*lines, f"file: {settings.file or 'none'}"])

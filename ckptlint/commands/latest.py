@@ -89,11 +89,11 @@ def _exit_code(searches: Sequence[Search]) -> int:
 
 def _table(searches: Sequence[Search], top: str) -> str:
     """What was skipped and what was found in each of several runs, which are named from the folder above them."""
-    from tabulate import tabulate
+    from ckptlint.model.text import table
 
     found = ((s.run.removeprefix(f"{top.rstrip('/')}/"), s.found.name if s.found else "none", s) for s in searches)
     rows = [(run, newest, "; ".join(_skipped(search))) for run, newest, search in found]
-    return tabulate(rows, ("run", "newest good step", "newer steps, skipped"), disable_numparse=True)
+    return table(rows, ("run", "newest good step", "newer steps, skipped"))
 
 
 def _skipped(search: Search) -> list[str]:

@@ -21,7 +21,7 @@ from ckptlint.dataclass import dataclass
 from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model.cover import Shape
 from ckptlint.model.layout import IntArray
-from ckptlint.model.text import plural, ranges, some
+from ckptlint.model.text import at_most, plural, ranges, some
 from ckptlint.seals.digests import Words
 from ckptlint.seals.row_hashes import Bits, comparable, matrix
 
@@ -125,8 +125,7 @@ def _of_chunks(rows: IntArray, columns: IntArray, stored: TensorBytes | None) ->
             names.append(f"chunk {row}{'' if rank is None else f', rank {rank}'}, {file}")
     if left or not names:
         return ""
-    more = [f"and {plural(len(names) - _RUNS, 'more chunk')}"] if len(names) > _RUNS else []
-    return f" ({'; '.join([*names[:_RUNS], *more])})"
+    return f" ({'; '.join(at_most(names, _RUNS, 'chunk', 'and '))})"
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ from ckptlint.dataclass import dataclass
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.facts import fact
 from ckptlint.model.layout import Box, ChunkLayout, IntArray, distinct
-from ckptlint.model.text import ranges
+from ckptlint.model.text import numbered, ranges, verb
 from ckptlint.vocabulary.mesh import axes_of_size
 
 if TYPE_CHECKING:
@@ -136,12 +136,11 @@ def mesh_note(ckpt: Checkpoint, tensor: Tensor, region: Box) -> str:
         name = axis_name(ckpt, axis, count) if count < tensor.global_shape[axis] else f"dim {axis}"
         lengths = distinct(slots.stops - slots.starts)
         of = f" of size {lengths[0]:,}" if len(lengths) == 1 else ""
-        plural = "s" if len(inside) > 1 else ""
+        shards = numbered("shard", inside)
         if slots.is_absent[inside].all():
-            verb = "are" if plural else "is"
-            parts.append(f"{name} is split into {count} shards{of}; shard{plural} {ranges(inside)} {verb} missing")
+            parts.append(f"{name} is split into {count} shards{of}; {shards} {verb(len(inside), 'is')} missing")
         elif len(inside) < count:
-            crossing.append(f"shard{plural} {ranges(inside)} of {count} on {name}")
+            crossing.append(f"{shards} of {count} on {name}")
     if crossing and not parts:
         parts.append("no axis lacks a shard; what is missing is " + " x ".join(crossing))
     elif crossing:

@@ -18,7 +18,7 @@ from ckptlint.dataclass import dataclass
 from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.lint.registry import load_rules, rules_package
 from ckptlint.lint.report import Cause, CheckpointReport, Diagnostic
-from ckptlint.model.text import braces, listed, plural, ranges
+from ckptlint.model.text import at_most, braces, listed, plural, ranges
 from ckptlint.rule import Severity
 from ckptlint.vocabulary.strict_toml import made_of, own_file, toml_table
 
@@ -248,8 +248,7 @@ def _filled(text: str, found: Mapping[str, list[Diagnostic]]) -> str:
 def _some(names: Iterable[str], noun: str = "") -> str:
     """A few names, and how many more there are."""
     folded = list(names)
-    shown = folded[:_SHOWN] + ([f"{len(folded) - _SHOWN:,} more"] if len(folded) > _SHOWN else [])
-    return " ".join(filter(None, [noun and noun + "s" * (len(folded) > 1), listed(shown)]))
+    return " ".join(filter(None, [noun and noun + "s" * (len(folded) > 1), listed(at_most(folded, _SHOWN))]))
 
 
 def _numbers(values: Iterable[int], noun: str) -> str:
@@ -262,8 +261,7 @@ def _rank_sets(items: Sequence[Diagnostic], noun: str) -> str:
     """The ranks of all findings together, or set by set where findings concern several ranks each."""
     sets = dict.fromkeys(tuple(sorted(ranks)) for item in items if (ranks := _ranks(item)))
     if len(sets) > 1 and any(len(ranks) > 1 for ranks in sets):
-        more = [f"and {len(sets) - _SHOWN:,} more sets"] if len(sets) > _SHOWN else []
-        return ", ".join([*(_numbers(ranks, noun) for ranks in list(sets)[:_SHOWN]), *more])
+        return ", ".join(at_most((_numbers(ranks, noun) for ranks in sets), _SHOWN, "set", "and "))
     return _numbers(set().union(*sets), noun)
 
 

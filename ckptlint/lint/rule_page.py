@@ -15,7 +15,7 @@ from ckptlint.depth import Depth
 from ckptlint.lint.causes import Clause, KnownCause, fixture_of, load_causes
 from ckptlint.lint.registry import FAMILIES
 from ckptlint.lint.selection import find_rule
-from ckptlint.model.text import listed
+from ckptlint.model.text import at_most, listed, table
 from ckptlint.model.text import named_ranks as ranks_in_words
 from ckptlint.rule import SECTIONS, Rule
 
@@ -148,8 +148,7 @@ def _facts(case: dict[str, Any]) -> Iterator[str]:
     yield from (f"{name}: {size}" for name, size in case.get("files", {}).items())
     for name, file in case.get("safetensors", {}).items():
         held = [f"{fqn} {t.get('dtype', 'float32')} {t['shape']}" for fqn, t in file.get("tensors", {}).items()]
-        yield from (f"{name}: {line}" for line in held[:_SHOWN])
-        yield from [f"{name}: and {len(held) - _SHOWN} more"] if len(held) > _SHOWN else []
+        yield from (f"{name}: {line}" for line in at_most(held, _SHOWN, before="and "))
     for name, content in case.get("raw", {}).items():
         text = " ".join(content.split())
         text = text if text.isprintable() else repr(content)
@@ -188,11 +187,9 @@ def catalogue(rules: Sequence[Rule], format_: str, width: int = 80) -> str:
         return json.dumps(rows, indent=2)
     if format_ == "table":
         return "\n".join(_listing(rules, width))
-    from tabulate import tabulate
-
     heads = ("code", "name", "severity", "depth", "finds")
     cells = [(rule.code, rule.name, rule.severity.label, _needs(rule), rule.summary) for rule in rules]
-    return tabulate(cells, heads, tablefmt="github")
+    return table(cells, heads, tablefmt="github")
 
 
 _RUNNING = "what the ranks of a running job hold: needs ckptlint.live or SaveLint there"

@@ -5,15 +5,14 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import functools
-import gc
 import os
 import re
 import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +24,7 @@ from ckptlint.analysis.ranks.held_by_ranks import as_checkpoint
 from ckptlint.dataclass import dataclass
 from ckptlint.depth import Depth
 from ckptlint.errors import CheckpointError, CkptlintError
+from ckptlint.formats.pickles.safe_pickle import paused_gc
 from ckptlint.lint.engine import run_rules
 from ckptlint.lint.registry import load_rules
 from ckptlint.lint.report import Report
@@ -181,7 +181,7 @@ class Live:
             state = state_dict() if callable(state_dict) else state_dict
             limit = self.limit()
             state = dict(resolved(state, limit)) if resolve_stateful else state
-            with _uncollected():
+            with paused_gc():
                 held = extract(state, resolve_stateful=False, limit=limit)
                 digests, has_digests, uncompared = _digests(held, patterns, digest == "replicas", limit)
                 rows = fp.chunk_rows(held, digests, self.keys)
@@ -453,18 +453,6 @@ def announce(world: int) -> None:
 
 
 # ---------------------------------------------------------------- the local phase
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Many small objects are made and dropped here: a search for cycles among them would be in vain."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _digests(

@@ -27,7 +27,7 @@ from ckptlint.loaders.discover import find
 from ckptlint.loaders.layouts import Found
 from ckptlint.model import Checkpoint, Problem
 from ckptlint.model.layout import IntArray
-from ckptlint.model.text import named_ranks, plural, printable
+from ckptlint.model.text import named_ranks, plural, printable, verb
 from ckptlint.payload.integrity import INTEGRITY
 from ckptlint.payload.parts import PartialRead, join
 from ckptlint.payload.reader import Reader
@@ -195,7 +195,7 @@ class SharedCheck:
             )
             what = {"path": "a different checkpoint", "the listing": "different files"}.get(name, f"a different {name}")
             others = [rank for text, ranks in list(by_view.items())[1:] for rank in ranks] or [0]
-            sentence = f"{named_ranks(others)} see{'s' * (len(others) == 1)} {what} from rank 0"
+            sentence = f"{named_ranks(others)} {verb(len(others), 'sees')} {what} from rank 0"
             problems.append(Problem("view", name, printable(sentence), detail=detail, hint=_HINT))
         return tuple(problems)
 

@@ -10,7 +10,7 @@ from ckptlint.dataclass import dataclass
 from ckptlint.errors import CkptlintError
 from ckptlint.loaders.json_file import read_json
 from ckptlint.loaders.run.steps import sub_folder
-from ckptlint.model.text import listed, printable
+from ckptlint.model.text import listed, printable, verb
 from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.frameworks import holds_no_state, step_number, world
 from ckptlint.vocabulary.litter import is_litter
@@ -59,7 +59,7 @@ def bare_parts(folder: Folder) -> Iterator[BarePart]:
     models = {name: _models(sub) for name, sub in subs.items()} if bare else {}
     whole = [printable(name) for name, own in models.items() if own and name not in bare]
     pipeline = _json(folder, _PIPELINE) if whole else {}
-    beside = f"{listed(whole)} beside it {'holds' if len(whole) == 1 else 'hold'} weights"
+    beside = f"{listed(whole)} beside it {verb(len(whole), 'holds')} weights"
     for name, sub in bare.items() if whole else ():
         own, said = models[name], pipeline.get(name)
         class_ = said[1] if isinstance(said, list) and len(said) == 2 else ""

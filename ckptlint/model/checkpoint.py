@@ -336,6 +336,10 @@ class Checkpoint:
         """Whether geometry rules can judge every tensor; otherwise it is not known which are stored."""
         return all(tensor.is_sound for tensor in self.tensors.values())
 
+    def common_value(self, name: str) -> Any:
+        """An entry of the common state; None where there is none."""
+        return None if self.common is None else self.common.values.get(name)
+
     def chunk_file(self, tensor: Tensor, row: int) -> str:
         """Name of the file that holds a chunk, or "" without a storage entry."""
         record = int(tensor.chunks.record[row])

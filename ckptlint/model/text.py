@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from math import prod
+from typing import Any
 
 JSON_ESCAPE, MARKUP_ESCAPE = r"\u{:04x}", "&#x{:x};"
 """For `inert`: inside the strings of a JSON text; in HTML, XML, and labels of Graphviz and Mermaid."""
@@ -63,6 +64,7 @@ def texts(values: Iterable[str]) -> tuple[str, ...]:
 
 
 NUMBER = re.compile(r"(?<![^./(_])\d+(?![^./)_,])|(?<=\bweight)\d+$|(?<=\bbias)\d+$")
+_OF_SEVERAL = {"is": "are", "was": "were", "has": "have", "does": "do"}
 _PLAIN_NUMBER = re.compile(r"0|[1-9][0-9]{0,15}")
 
 
@@ -197,10 +199,29 @@ def some(names: Iterable[str], count: int = 4, noun: str = "") -> str:
     >>> some("abc", 2), some("abcd", 2, "gap")
     ('a, b and 1 more', 'a, b and 2 more gaps')
     """
-    listed = list(names)
-    left = len(listed) - count
+    shown = at_most(names, count, noun, " and ")
+    return ", ".join(shown[:count]) + "".join(shown[count:])
+
+
+def at_most(names: Iterable[str], count: int, noun: str = "", before: str = "") -> list[str]:
+    """The first names, and as a last one how many more there are.
+
+    >>> at_most("abc", 3), at_most("abcd", 2), at_most("abcd", 2, "gap", "and ")
+    (['a', 'b', 'c'], ['a', 'b', '2 more'], ['a', 'b', 'and 2 more gaps'])
+    """
+    every = list(names)
+    left = len(every) - count
     more = plural(left, f"more {noun}") if noun else f"{left:,} more"
-    return ", ".join(listed[:count]) + (f" and {more}" if left > 0 else "")
+    return [*every[:count], before + more] if left > 0 else every
+
+
+def first_few(names: Sequence[str], count: int = 3) -> str:
+    """The first names, and dots where there are more.
+
+    >>> first_few("abc"), first_few("abcd")
+    ('a, b, c', 'a, b, c, ...')
+    """
+    return ", ".join([*names[:count], *["..."] * (len(names) > count)])
 
 
 def nearest(word: str, names: Iterable[str]) -> str:
@@ -214,13 +235,37 @@ def nearest(word: str, names: Iterable[str]) -> str:
     return next(iter(get_close_matches(word, list(names), 1)), "")
 
 
-def plural(count: int, noun: str) -> str:
-    """A count with its noun.
+def plural(count: int, noun: str, does: str = "") -> str:
+    """A count with its noun, and with the verb that follows one such thing.
 
-    >>> plural(1, "error"), plural(2_054, "object")
-    ('1 error', '2,054 objects')
+    >>> plural(1, "error"), plural(2_054, "object"), plural(2, "file", "is")
+    ('1 error', '2,054 objects', '2 files are')
     """
-    return f"{count:,} {noun}" + ("" if count == 1 else "s")
+    return f"{count:,} {noun}" + ("" if count == 1 else "s") + (f" {verb(count, does)}" if does else "")
+
+
+def verb(count: int, one: str) -> str:
+    """A verb, given as it follows one thing, as it follows so many.
+
+    >>> verb(1, "is"), verb(2, "is"), verb(2, "holds")
+    ('is', 'are', 'hold')
+    """
+    return one if count == 1 else _OF_SEVERAL.get(one, one.removesuffix("s"))
+
+
+def table(rows: Iterable[Iterable[object]], heads: Sequence[str], **form: Any) -> str:
+    """Rows of texts below their heads.
+
+    Args:
+        form: as `tabulate` takes it.
+
+    >>> print(table([["1", "w"]], ["row", "name"], tablefmt="plain"))
+    row    name
+    1      w
+    """
+    from tabulate import tabulate  # for tables alone
+
+    return tabulate(rows, heads, **{"disable_numparse": True} | form)
 
 
 def shape_text(shape: Iterable[int]) -> str:
@@ -234,11 +279,19 @@ def shape_text(shape: Iterable[int]) -> str:
 
 def named_ranks(ranks: Iterable[int]) -> str:
     """Ranks in words, as a set."""
-    numbers = sorted(set(ranks))
-    return f"rank{'s' if len(numbers) != 1 else ''} {ranges(numbers)}"
+    return numbered("rank", ranks)
+
+
+def numbered(noun: str, numbers: Iterable[int]) -> str:
+    """Things that have a number, as a set.
+
+    >>> numbered("layer", [3]), numbered("layer", [0, 1, 2, 6])
+    ('layer 3', 'layers 0-2,6')
+    """
+    distinct = set(numbers)
+    return f"{noun}{'' if len(distinct) == 1 else 's'} {ranges(distinct)}"
 
 
 def unknown_classes(names: Sequence[str]) -> str:
     """How many classes ckptlint does not know, and the first of them."""
-    shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
-    return f"{len(names)} {'class' if len(names) == 1 else 'classes'} unknown to ckptlint: {shown}"
+    return f"{len(names)} {'class' if len(names) == 1 else 'classes'} unknown to ckptlint: {first_few(names, 8)}"

@@ -15,7 +15,7 @@ from ckptlint.geometry.record_states import needed_bytes
 from ckptlint.loaders.problems import from_refusals
 from ckptlint.model import Checkpoint, Damage, PayloadTable, Problem, RecordContent, RecordState, empty_payload
 from ckptlint.model.layout import IntArray
-from ckptlint.model.text import printable, some, unknown_classes
+from ckptlint.model.text import plural, printable, some, unknown_classes
 from ckptlint.payload.archives.record_pickle import Decoded, decode
 from ckptlint.payload.identical import find_same
 from ckptlint.payload.reading import Reading
@@ -173,7 +173,7 @@ def _refusals(ckpt: Checkpoint, table: PayloadTable, decoded: Mapping[int, Decod
         first = int(rows[0])
         file, name = ckpt.byte_range_of(first)[0], ckpt.records.name(first)
         if not any(problem.kind == "unsafe" and problem.file == name for problem in ckpt.problems):
-            more = f" and {len(rows) - 1:,} more record{'s' * (len(rows) > 2)}" if len(rows) > 1 else ""
+            more = f" and {plural(len(rows) - 1, 'more record')}" if len(rows) > 1 else ""
             refused = from_refusals(replace(unpickled, unknown=()), f"{file}{more}", f"data.pkl of {name} in ")
             problems += [replace(p, file=file, why=_LOADED, blocks=False) for p in refused]
         for cls in unpickled.unknown:
@@ -218,7 +218,7 @@ def _problem(ckpt: Checkpoint, file: int, broken: Sequence[tuple[int, Unreadable
     limit = isinstance(error, LimitError)
     at = "" if error.position is None else f", byte {int(ckpt.records.byte_offset[row]) + error.position:,}"
     fqns = list(dict.fromkeys(ckpt.records.name(r) for r, _ in broken))
-    more = f" (and {len(broken) - 1:,} more record{'s' * (len(broken) > 2)} of this file)" if len(broken) > 1 else ""
+    more = f" (and {plural(len(broken) - 1, 'more record')} of this file)" if len(broken) > 1 else ""
     shown = some(fqns, _NAMED)
     return Problem(
         "limit" if limit else "container",

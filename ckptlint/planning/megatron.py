@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Literal
 
 from ckptlint.analysis.inventory import dp_group
@@ -104,8 +105,7 @@ class _Change:
 
     def argument(self, name: str) -> object:
         """An argument of the job that saved, None without one."""
-        common = self.ckpt.common
-        return attributes(common.values.get("args")).get(name) if common is not None else None
+        return attributes(self.ckpt.common_value("args")).get(name)
 
 
 def constraints(
@@ -225,14 +225,11 @@ def _model(change: _Change) -> Iterator[Constraint]:
     heads, experts = change.number("heads"), change.number("experts")
     groups = change.number("kv_groups") if change.argument("group_query_attention") is not False else None
     tp = new["tp"]
+    fails = partial(Constraint, "fails", source=f"megatron-core, {_CONFIG}")
     if heads and heads % tp:
-        yield Constraint(
-            "fails", f"{_many(heads, 'attention head')} not divide by tp {tp}", source=f"megatron-core, {_CONFIG}"
-        )
+        yield fails(f"{plural(heads, 'attention head', 'does')} not divide by tp {tp}")
     elif groups and groups % tp:
-        refused = Constraint(
-            "fails", f"{_many(groups, 'query group')} not divide by tp {tp}", source=f"megatron-core, {_CONFIG}"
-        )
+        refused = fails(f"{plural(groups, 'query group', 'does')} not divide by tp {tp}")
         if tp % groups:
             yield refused
         else:  # from 0.16 on ranks may share a group
@@ -253,20 +250,14 @@ def _model(change: _Change) -> Iterator[Constraint]:
             source="megatron-core, tensor_parallel.layers.ColumnParallelLinear",
         )
     if experts and experts % new["ep"]:
-        yield Constraint(
-            "fails", f"{_many(experts, 'expert')} not divide by ep {new['ep']}", source=f"megatron-core, {_CONFIG}"
-        )
+        yield fails(f"{plural(experts, 'expert', 'does')} not divide by ep {new['ep']}")
     elif experts is None and new["ep"] > 1 and change.is_told:
-        yield Constraint("fails", f"the model has no experts for ep {new['ep']}", source=f"megatron-core, {_CONFIG}")
+        yield fails(f"the model has no experts for ep {new['ep']}")
     yield from _layers(change)
 
 
 def _is_gated(change: _Change) -> bool:
     return flag(trusted(change.ckpt), "gated") is True
-
-
-def _many(count: int, noun: str) -> str:
-    return f"{plural(count, noun)} {'does' if count == 1 else 'do'}"
 
 
 def _layers(change: _Change) -> Iterator[Constraint]:
@@ -287,7 +278,7 @@ def _layers(change: _Change) -> Iterator[Constraint]:
         where = f"pp {pp} with vpp {vpp}"
     else:
         return
-    sentence = f"{_many(layers, 'layer')} not divide by {where}, unless the job names an uneven cut"
+    sentence = f"{plural(layers, 'layer', 'does')} not divide by {where}, unless the job names an uneven cut"
     yield Constraint("fails", sentence, source=source, guessed=True)
 
 
@@ -470,7 +461,7 @@ def _chain(change: _Change, form: Form, keys: tuple[str, ...]) -> Iterator[Const
 
 def _chains(ckpt: Checkpoint) -> int:
     """How many optimizers rank 0 described, 0 where it described none."""
-    described = ckpt.common.values.get("optimizer") if ckpt.common is not None else None
+    described = ckpt.common_value("optimizer")
     if not isinstance(described, dict):
         return 0
     return sum(isinstance(key, int) for key in described) or 1

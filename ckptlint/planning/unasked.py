@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from ckptlint.analysis.inventory import inventory_of
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import listed, plural, ranges
+from ckptlint.model.text import listed, numbered, plural
 from ckptlint.planning.job import Job
 from ckptlint.planning.outcome import Constraint
 from ckptlint.vocabulary.keys import parse
@@ -49,10 +49,7 @@ def unasked(ckpt: Checkpoint, job: Job) -> Iterator[Constraint]:
         stacks: dict[tuple[str, str], list[int]] = defaultdict(list)
         for part, _, block, number in layers:
             stacks[part, block].append(number)
-        named = [
-            f"{'layer' if len(own) == 1 else 'layers'} {ranges(own)} of {block}{_OF_PART[part]}"
-            for (part, block), own in stacks.items()
-        ]
+        named = [f"{numbered('layer', own)} of {block}{_OF_PART[part]}" for (part, block), own in stacks.items()]
         more = [plural(len(named) - _LAYERS, "more stack")] if len(named) > _LAYERS else []
         lost = tuple(key for keys in layers.values() for key in keys)
         yield Constraint("drops", f"no rank asks for {listed([*named[:_LAYERS], *more])}", lost)

@@ -15,7 +15,7 @@ from ckptlint.lint.report import Cause, CheckpointReport, Diagnostic, FindingGro
 from ckptlint.lint.steps import JudgedStep, newest_passing, step_around, steps_in, verdict_of
 from ckptlint.model import Checkpoint, RecordState, StepFile
 from ckptlint.model.layout import Box
-from ckptlint.model.text import braces, human_bytes, human_duration, plural, ranges, shape_text, some
+from ckptlint.model.text import at_most, braces, human_bytes, human_duration, plural, ranges, shape_text, some, table
 from ckptlint.reporters.style import Style, cut, cut_names
 from ckptlint.rule import Finding, Note, Severity
 
@@ -111,8 +111,7 @@ def account(files: Sequence[StepFile]) -> str:
         families = ", ".join(sorted({file.family for file in known}))
         parts.append(f"{len(known):,} known and not judged ({families})")
     if unknown:
-        more = [f"{len(unknown) - _UNKNOWN_LIMIT:,} more"] if len(unknown) > _UNKNOWN_LIMIT else []
-        names = ", ".join([cut(name) for name in unknown[:_UNKNOWN_LIMIT]] + more)
+        names = ", ".join(at_most(map(cut, unknown), _UNKNOWN_LIMIT))
         parts.append(f"{sum(file.state == 'unknown' for file in files):,} unknown ({names})")
     return "Besides the tensors: " + ", ".join(parts) + "."
 
@@ -138,13 +137,11 @@ def step_rows(steps: Sequence[JudgedStep]) -> list[tuple[str, ...]]:
 
 def step_table(steps: Sequence[JudgedStep], width: int) -> str:
     """The steps as a table; what they hold is wrapped, so that its lines fit the width."""
-    from tabulate import tabulate
-
     rows = step_rows(steps)
     heads = [f"{head}  " for head in STEP_COLUMNS]  # tabulate leaves two blanks after a head
     others = sum(max(map(len, cells)) + 2 for cells in zip(heads, *rows, strict=True) if cells[0] != "holds  ")
     most = (None, None, max(width - others, len("dataloader,")), None, None)
-    return tabulate(rows, STEP_COLUMNS, disable_numparse=True, tablefmt="plain", maxcolwidths=most)
+    return table(rows, STEP_COLUMNS, tablefmt="plain", maxcolwidths=most)
 
 
 def step_lines(steps: Sequence[JudgedStep]) -> list[str]:
@@ -491,7 +488,7 @@ def _limits(report: Report) -> str:
     ):
         if count := sum(int(((p.state == state) & (p.scanned == is_scanned)).sum()) for p in payloads):
             noun = "record" if state == RecordState.TRANSFORMED else "tensor"
-            texts.append(f"{plural(count, noun)} {'was' if count == 1 else 'were'} {why}.")
+            texts.append(f"{plural(count, noun, 'was')} {why}.")
     return " ".join(texts)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ckptlint.model.text import braces, human_bytes, listed, named_ranks, plural, shape_text
+from ckptlint.model.text import at_most, braces, human_bytes, listed, named_ranks, plural, shape_text, table, verb
 from ckptlint.planning.outcome import Cost, Plan
 from ckptlint.reporters.full import header
 from ckptlint.reporters.style import Style, cut
@@ -28,7 +28,8 @@ def as_text(plan: Plan, style: Style) -> str:
         _verdict(plan, style),
     ]
     blocks += ["\n".join(_section(*section, style)) for section in sections(plan)]
-    blocks += [_table(plan), "\n".join(line for text in plan_facts(plan) for line in style.wrap(text, "  ", ""))]
+    costs = table(rows(plan.cost), TABLE_HEAD, colalign=("left", *["right"] * 4))
+    blocks += [costs, "\n".join(line for text in plan_facts(plan) for line in style.wrap(text, "  ", ""))]
     if plan.nodes:
         blocks.append("\n".join(_nodes(plan, style)))
     return "\n\n".join(block for block in blocks if block) + "\n"
@@ -98,11 +99,7 @@ def sections(plan: Plan) -> list[tuple[str, list[str], list[str]]]:
 def patterns(keys: Sequence[str]) -> list[str]:
     """Keys folded over layers, cut after some."""
     folded = [cut(name) for name in braces(keys)]
-    return (
-        folded
-        if len(folded) <= _PATTERNS + 1
-        else [*folded[:_PATTERNS], f"and {plural(len(folded) - _PATTERNS, 'more pattern')}"]
-    )
+    return folded if len(folded) <= _PATTERNS + 1 else at_most(folded, _PATTERNS, "pattern", "and ")
 
 
 def _verdict(plan: Plan, style: Style) -> str:
@@ -153,12 +150,6 @@ def _amounts(cost: Cost, kinds: Any) -> tuple[str, str, str]:
     return human_bytes(needed), human_bytes(read), f"{requests:,}"
 
 
-def _table(plan: Plan) -> str:
-    from tabulate import tabulate
-
-    return tabulate(rows(plan.cost), TABLE_HEAD, disable_numparse=True, colalign=("left", *["right"] * 4))
-
-
 def plan_facts(plan: Plan) -> list[str]:
     """What the table does not show: amplification, the ideal, the worst ranks, the balance of the writers."""
     cost = plan.cost
@@ -168,8 +159,7 @@ def plan_facts(plan: Plan) -> list[str]:
         worst = named_ranks(cost.worst).capitalize()
         most = human_bytes(int(cost.read.max()))
         lines.append(
-            f"{worst} {'reads' if len(cost.worst) == 1 else 'read'} the most: {most}, "
-            f"{_of_mean(cost.read[cost.kind])} the mean."
+            f"{worst} {verb(len(cost.worst), 'reads')} the most: {most}, {_of_mean(cost.read[cost.kind])} the mean."
             if len(cost.worst) < len(cost.kind)
             else f"All ranks read the same amount: {most}."
         )

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ckptlint.analysis.holdings import CELL_STATES, Column, Holdings
 from ckptlint.geometry.chunk_map import MARKS
-from ckptlint.model.text import braces, human_bytes, named_ranks, plural, ranges, some
+from ckptlint.model.text import braces, human_bytes, named_ranks, plural, ranges, some, verb
 from ckptlint.reporters.style import Style, cut
 
 _LETTERS = {"embedding": "e", "stack": "s", "norm": "n", "head": "h", "rest": "o"}
@@ -263,8 +263,8 @@ def sentences(held: Holdings) -> Iterator[str]:
     for row in odd[np.argsort(-np.abs(np.log(held.factor[odd])), kind="stable")].tolist():
         factors.setdefault(f"{held.factor[row]:.1f}", []).append(row)
     for factor, rows in [*factors.items()][:4]:
-        has, its = ("has", "its") if len(rows) == 1 else ("have", "their")
-        yield f"{_label(held, rows)} {has} {factor} times the median size of {its} kind"
+        its = "its" if len(rows) == 1 else "their"
+        yield f"{_label(held, rows)} {verb(len(rows), 'has')} {factor} times the median size of {its} kind"
     if left := sum(map(len, [*factors.values()][4:])):
         yield f"and {plural(left, 'more row')} more than 20 % off the median"
     for section, lacking in held.without().items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ckptlint.depth import Depth
 from ckptlint.lint.retention import Fate, Retention
 from ckptlint.lint.steps import JudgedStep, Search
-from ckptlint.model.text import human_bytes, listed, plural
+from ckptlint.model.text import human_bytes, listed, plural, table
 
 _WARNINGS = 8  # that are shown
 _WIDE = 29  # characters of a reason in a line of the table, so that 80 columns are enough
@@ -53,15 +53,13 @@ def retention_lines(found: Retention) -> list[str]:
 
 def fate_table(found: Retention) -> str:
     """Each step, whether it is whole, and why it stays."""
-    from tabulate import tabulate
-
     gone = {*found.paths}
     rows = [
         (fate.step.name, _whole(fate), human_bytes(fate.step.size), "" if fate.step.path in gone else fate.stays)
         for fate in found.fates
     ]
     head, most = ("step", "whole", "payload", "stays because"), (None, _WIDE, None, _WIDE)
-    return tabulate(rows, head, disable_numparse=True, maxcolwidths=most)
+    return table(rows, head, maxcolwidths=most)
 
 
 def _with_warnings(step: JudgedStep) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ckptlint.lint.report import Report
+from ckptlint.model.text import table
 from ckptlint.reporters.full import verdict
 from ckptlint.reporters.style import Style
 
@@ -11,7 +12,6 @@ def render(report: Report, style: Style) -> str:
     """A table of problems, code, name and keys concerned, worst first; notes are counted too."""
     if style.quiet >= 2:
         return ""
-    from tabulate import tabulate
 
     groups = [(part.checkpoint.path, group) for part in report.checkpoints for group in part.groups]
     rows = []
@@ -19,6 +19,7 @@ def render(report: Report, style: Style) -> str:
         own = [(path, group) for path, group in groups if group.lead.rule is rule]
         keys = {(path, item.fqn) for path, group in own for item in group.members if item.fqn}
         rows.append((len(own), rule.code, rule.name, len(keys)))
-    table = [tabulate(rows, ("count", "code", "name", "tensors"), intfmt=","), ""] if rows else []
-    lines = table if style.quiet else [*table, *report.unread, *verdict(report, style)]
+    heads = ("count", "code", "name", "tensors")
+    counts = [table(rows, heads, intfmt=",", disable_numparse=False), ""] if rows else []
+    lines = counts if style.quiet else [*counts, *report.unread, *verdict(report, style)]
     return "".join(line + "\n" for line in lines)

@@ -9,6 +9,7 @@ from collections import Counter
 
 from ckptlint.dataclass import dataclass
 from ckptlint.model import Checkpoint
+from ckptlint.model.text import table
 from ckptlint.storage.paths import is_safe
 
 _CODES = {"error": "31;1", "warning": "33;1", "info": "36", "good": "32", "dim": "2", "bold": "1"}
@@ -94,7 +95,4 @@ def shown_file(ckpt: Checkpoint, name: str) -> str:
 
 def aligned(heads: list[str], rows: list[list[str]]) -> list[str]:
     """The lines of a table without rules."""
-    from tabulate import tabulate
-
-    table = tabulate([heads, *rows], tablefmt="plain", disable_numparse=True)
-    return [line.rstrip() for line in table.splitlines()]
+    return [line.rstrip() for line in table([heads, *rows], (), tablefmt="plain").splitlines()]

@@ -7,12 +7,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from math import isfinite, prod
 
-from tabulate import tabulate
-
 from ckptlint.comparing.facts import Match, Relation
 from ckptlint.comparing.updates import Update, short_names
 from ckptlint.comparing.values import Values
-from ckptlint.model.text import braces, human_bytes, plural, some
+from ckptlint.model.text import braces, human_bytes, plural, some, table, verb
 from ckptlint.reporters.style import NAME_LIMIT, Style, cut
 from ckptlint.reporters.tensor_table import fitting, folded, starred
 from ckptlint.vocabulary.dtypes import ITEM_BITS
@@ -69,8 +67,8 @@ def _moved(updates: Sequence[Update], style: Style) -> list[str]:
     if not updates:
         return []
     head, *still = moved_sentences(updates)
-    table = tabulate(_rows(updates), MOVED_HEAD, tablefmt="plain").splitlines()
-    lines = ["", *style.wrap(f"{head}:", "", ""), "", *table, ""]
+    moved = table(_rows(updates), MOVED_HEAD, tablefmt="plain", disable_numparse=False).splitlines()
+    lines = ["", *style.wrap(f"{head}:", "", ""), "", *moved, ""]
     return [*lines, *(line for sentence in still for line in style.wrap(sentence, "  ", ""))]
 
 
@@ -205,7 +203,7 @@ def values_verdict(found: Values) -> tuple[str, str]:
     """`Proven` or `Not proven`, and the rest of the sentence."""
     count, whole = found.proven
     if found.exit_code == 0:
-        return "Proven", f"{plural(count, 'tensor')} of {whole:,} {'holds' if count == 1 else 'hold'} the same values."
+        return "Proven", f"{plural(count, 'tensor')} of {whole:,} {verb(count, 'holds')} the same values."
     lacking = (match for match in found.matches if not match.is_proven)
     kinds = Counter("order" if match.relation in _ORDERS else match.relation for match in lacking)
     kinds["absent"] = len(found.lone) or kinds["absent"] * (count < whole)
@@ -214,7 +212,7 @@ def values_verdict(found: Values) -> tuple[str, str]:
         for kind, (one, more, text) in _REST.items()
         if kinds[kind]
     ]
-    hold = "holds" if count == 1 else "hold"
+    hold = verb(count, "holds")
     return "Not proven", f"{count:,} of {plural(whole, 'tensor')} {hold} the same values; {', '.join(rest)}."
 
 

@@ -38,7 +38,7 @@ def test_code_name_and_file_agree(rule: Rule) -> None:
     several = sum(inspect.getfile(other.check) == str(source) for other in load_rules()) > 1
     assert source.name.startswith(rule.code[:4].lower()) if several else source.name == module_name(rule)
     assert rule.check.__name__ == rule.name.replace("-", "_")
-    assert several or (inspect.getmodule(rule.check).__doc__ or "").startswith(f"{rule.code}: ")
+    assert several or inspect.getmodule(rule.check).__doc__ is None, "the page says what the module is for"
 
 
 @pytest.mark.parametrize("rule", RULES)

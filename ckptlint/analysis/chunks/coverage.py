@@ -12,7 +12,7 @@ from ckptlint.errors import BudgetError
 from ckptlint.geometry.chunk_graph import mesh_note, place_on_mesh
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.layout import Box
-from ckptlint.model.text import listed, plural, shape_text, span
+from ckptlint.model.text import first_few, listed, plural, shape_text, span, verb
 from ckptlint.rule import Finding, Location, Note, Severity
 
 _SHOWN = 3
@@ -84,7 +84,7 @@ def holes(ckpt: Checkpoint, padded: str | None = None) -> Iterator[Finding]:
 def _admit(unsure: list[Tensor], what: str) -> None:
     """Say that a search was stopped before it found, or could rule out, what it looked for."""
     if unsure:
-        names = ", ".join(tensor.fqn for tensor in unsure[:3]) + (", ..." if len(unsure) > 3 else "")
+        names = first_few([tensor.fqn for tensor in unsure])
         raise BudgetError(f"the chunks of {names} are too tangled to tell whether there are {what}")
 
 
@@ -106,14 +106,13 @@ def _pairs(tensor: Tensor) -> Iterator[tuple[Box, int, int]]:
 
 def _sizes(ckpt: Checkpoint, tensor: Tensor, first: int, second: int) -> tuple[Note, ...]:
     coverage = tensor.layout.coverage
-    volume = plural(coverage.doubled_volume, "element")
-    verb = "is" if coverage.doubled_volume == 1 else "are"
+    stored = f"{plural(coverage.doubled_volume, 'element', 'is')} stored more than once"
     boxes = " and ".join(
         f"{tensor.layout.box(row)} in {ckpt.chunk_file(tensor, row) or 'no file'}" for row in (first, second)
     )
     if not coverage.exact:
-        return (("chunks", f"{boxes}; at least {volume} {verb} stored more than once: {_STOPPED}"),)
-    return (("chunks", f"{boxes}; {volume} {verb} stored more than once"),)
+        return (("chunks", f"{boxes}; at least {stored}: {_STOPPED}"),)
+    return (("chunks", f"{boxes}; {stored}"),)
 
 
 def _odd_one(ckpt: Checkpoint, tensor: Tensor, *rows: int) -> str:
@@ -140,10 +139,8 @@ def _sentence(region: Box, shape: tuple[int, ...]) -> str:
         return "the only element{of} is missing"
     if region.sizes[1:] != shape[1:]:
         return f"{region}{{of}} is missing"
-    noun, verb = ("element" if len(shape) == 1 else "row"), "is"
-    if region.sizes[0] > 1:
-        noun, verb = f"{noun}s", "are"
-    return f"{noun} {span(region.offsets[0], region.ends[0])}{{of}} {verb} missing"
+    rows = ("element" if len(shape) == 1 else "row") + "s" * (region.sizes[0] > 1)
+    return f"{rows} {span(region.offsets[0], region.ends[0])}{{of}} {verb(region.sizes[0], 'is')} missing"
 
 
 def _total(tensor: Tensor) -> tuple[Note, ...]:
@@ -153,7 +150,7 @@ def _total(tensor: Tensor) -> tuple[Note, ...]:
     percent = f"{covered:.1%}"
     if percent in ("0.0%", "100.0%"):
         percent = "almost all" if covered > 0.5 else "almost none"
-    lost = "1 element is" if coverage.missing_volume == 1 else f"{coverage.missing_volume:,} elements are"
+    lost = f"{plural(coverage.missing_volume, 'element', 'is')}"
     if not coverage.exact:
         return (("covered", f"at most {percent} of the tensor; at least {lost} missing{more}: {_STOPPED}"),)
     return (("covered", f"{percent} of the tensor; {lost} missing{more}"),)

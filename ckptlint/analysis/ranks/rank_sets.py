@@ -98,7 +98,7 @@ def _shapes(item: Disagreement) -> list[Misfit]:
     (usual, most), *others = item.says
     if len(most) == len(others[0][1]):
         return []
-    because = f"{plural(len(most), 'other rank')} {'holds' if len(most) == 1 else 'hold'} that shape"
+    because = f"{plural(len(most), 'other rank', 'holds')} that shape"
     return [Misfit(item.fqns[0], file, stored, usual, because) for stored, files in others for file in files]
 
 

@@ -9,7 +9,7 @@ from ckptlint.loaders.layouts import Evidence, Fixed, Found, Layout
 from ckptlint.loaders.layouts.torch_files import opened_files
 from ckptlint.loaders.rank_files.sets import flat_name, flat_sets, input_bytes
 from ckptlint.model import Checkpoint, Problem
-from ckptlint.model.text import listed, printable
+from ckptlint.model.text import listed, printable, verb
 from ckptlint.storage.folder import Folder
 
 _POINTER = "last_checkpoint.rank_"
@@ -47,7 +47,7 @@ def _pointers(folder: Folder) -> Iterator[Problem]:
         return
     lost = [name for name in names if not folder.has(name) or not folder.has(_named(folder, name))]
     if lost:
-        sentence = f"{listed(lost)} {'names' if len(lost) == 1 else 'name'} no file that is there"
+        sentence = f"{listed(lost)} {verb(len(lost), 'names')} no file that is there"
         why = "a rank that finds no name there starts anew, and the others resume"
         hint = "write the name of the rank's newest file into it"
         yield Problem("incomplete", lost[0], sentence, why=why, hint=hint, outside_checkpoint=True)

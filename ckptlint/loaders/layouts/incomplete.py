@@ -10,7 +10,7 @@ from ckptlint.loaders.readers.megatron import CONFIG_FILE, read_config
 from ckptlint.loaders.readers.payload_files import file_table
 from ckptlint.loaders.run.finished import other_step
 from ckptlint.model import Checkpoint, Problem
-from ckptlint.model.text import plural, printable
+from ckptlint.model.text import plural, printable, verb
 from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.metadata_files import METADATA, UNFINISHED_METADATA, WRITTEN_LAST
 
@@ -35,7 +35,7 @@ def _read(found: Found, _look_at_files: bool) -> Checkpoint:
     if folder.has(UNFINISHED_METADATA) and evidence != UNFINISHED_METADATA:
         evidence, count = f"{evidence} and {UNFINISHED_METADATA}", 2
     state = _NO_METADATA.get(folder.look_at(METADATA)[0], "is missing")
-    return unfinished(folder, f"{METADATA} {state}, {evidence} {'is' if count == 1 else 'are'} there", METADATA)
+    return unfinished(folder, f"{METADATA} {state}, {evidence} {verb(count, 'is')} there", METADATA)
 
 
 def unfinished(folder: Folder, sentence: str, file: str) -> Checkpoint:

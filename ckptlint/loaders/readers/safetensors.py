@@ -29,7 +29,7 @@ from ckptlint.model import (
 )
 from ckptlint.model.facts import fact
 from ckptlint.model.lost_files import by_node
-from ckptlint.model.text import plural, printable, some
+from ckptlint.model.text import first_few, plural, printable, some, verb
 from ckptlint.sandbox import isolated
 from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.config_fields import ADAPTER_CONFIG, MISTRAL_CONFIG, QUANTISATION, QUANTISATION_FILES
@@ -176,7 +176,7 @@ def read_safetensors(folder: Folder, look_at_files: bool, is_first: bool = True)
             sentence = f"{label}: {tensor.fqn}: size {shape} does not fit 64 bits"
             problems.append(Problem("limit", label, sentence, fqn=tensor.fqn))
     if unknown := [printable(row.fqn) for row in rows if row.dtype == "unknown"]:
-        shown_keys = ", ".join(unknown[:4]) + (", ..." if len(unknown) > 4 else "")
+        shown_keys = first_few(unknown, 4)
         note = f"{plural(len(unknown), 'tensor')} of a dtype that torch does not have: {shown_keys}"
         problems.append(Problem("note", label, note))
     if packed := [row.fqn for row in rows if row.fqn.endswith(_BITMASK)]:
@@ -233,7 +233,7 @@ def _lost_of_ranks(files: list[str]) -> list[Problem]:
     if not lost:
         return []
     names = some([*lost])
-    sentence = f"{names} {'is' if len(lost) == 1 else 'are'} missing; {plural(len(there), 'rank')} wrote files"
+    sentence = f"{names} {verb(len(lost), 'is')} missing; {plural(len(there), 'rank')} wrote files"
     why = "each rank loads only its own files, so these ranks miss some or all of their weights"
     hint = "copy the files from where they were written; if they are not there either, save the model again"
     return [Problem("incomplete", next(iter(lost)), sentence, why=why, hint=hint, lost_files=by_node(lost, there))]

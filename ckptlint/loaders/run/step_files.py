@@ -28,7 +28,7 @@ from ckptlint.loaders.run.finished import missing_parts, stated_world
 from ckptlint.loaders.run.steps import is_alike, steps_of, sub_folder
 from ckptlint.model import Checkpoint, Problem, StepFile, StepFileState
 from ckptlint.model.lost_files import by_node
-from ckptlint.model.text import plural, printable
+from ckptlint.model.text import first_few, plural, printable, verb
 from ckptlint.sandbox import isolated
 from ckptlint.storage.folder import READABLE, Folder
 from ckptlint.storage.listing import is_plain
@@ -310,8 +310,8 @@ def _unopened(item: _File) -> Problem:
 
 
 def _left_out(late: list[_File]) -> Problem:
-    was, names = "was" if len(late) == 1 else "were", _first([item.label for item in late])
-    sentence = f"{plural(len(late), 'file')} beside the tensors {was} not read: {names}"
+    names = first_few([item.label for item in late], _SHOWN)
+    sentence = f"{plural(len(late), 'file')} beside the tensors {verb(len(late), 'was')} not read: {names}"
     why = f"those before took the {_BYTES_LIMIT // 1024**3} GiB that are read of such files together"
     return Problem("unread", late[0].label, sentence, why=why, hint="pass them one by one to check them")
 
@@ -323,14 +323,9 @@ def _not_looked_at(late: list[_File]) -> Problem:
     folders = sum(name.endswith("/") for name in names)
     counts = ((len(names) - folders, "file"), (folders, "folder"))
     what = " and ".join(plural(count, noun) for count, noun in counts if count)
-    sentence = f"{what} beside the tensors {'was' if len(names) == 1 else 'were'} not looked at: {_first(names)}"
+    sentence = f"{what} beside the tensors {verb(len(names), 'was')} not looked at: {first_few(names, _SHOWN)}"
     why = "they are too many or cannot be read, and nobody knows whether one of them is a pickle"
     return Problem("unread" if is_open else "note", names[0], sentence, why=why)
-
-
-def _first(names: Collection[str]) -> str:
-    """The first names, and dots where there are more."""
-    return ", ".join(islice(names, _SHOWN)) + (", ..." if len(names) > _SHOWN else "")
 
 
 def _read_within_limits(opened: list[_File]) -> list[_Read]:
@@ -500,11 +495,11 @@ def lost_ranks(folder: Folder) -> tuple[str, list[Problem]]:
         return "", []
     ranks = islice((rank for rank in count() if rank not in present), min(lost, _LISTED))
     missing = {f"__{rank}.metadata": rank for rank in ranks}
-    names = _first(missing)
+    names = first_few([*missing], _SHOWN)
     problem = Problem(
         "incomplete",
         names,
-        f"{names} {'is' if lost == 1 else 'are'} missing; {plural(len(present), 'other rank')} wrote "
+        f"{names} {verb(lost, 'is')} missing; {plural(len(present), 'other rank')} wrote "
         f"{'its own' if len(present) == 1 else 'their own'}",
         why="with use_collectives=False each rank describes only its own chunks, so the chunks of these ranks are lost",
         hint="copy the files again from the node of these ranks, or go back to a complete step",

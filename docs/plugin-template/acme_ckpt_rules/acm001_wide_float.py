@@ -1,5 +1,3 @@
-"""ACM001: floats are stored no wider than agreed."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
