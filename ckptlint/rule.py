@@ -144,7 +144,7 @@ class Finding:
     inferred_from: str = ""
     kind: str = ""
     of_run: bool = False
-    told_by: str = ""
+    duplicate_of: str = ""
 
     def __reduce__(self) -> tuple[Callable[..., Finding], tuple[object, ...]]:
         """With the lines that cost time made: a function made on the way cannot travel."""

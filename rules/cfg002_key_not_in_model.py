@@ -57,7 +57,7 @@ def _finding(ckpt: Checkpoint, fit: Fit, names: list[str], is_beyond: bool) -> F
             core_note(fit),
         ),
         hint="compare the configuration with that of the job that trained the model" if is_beyond else "",
-        told_by="REF001" if not is_beyond and _added(ckpt) >= set(names) else "",
+        duplicate_of="REF001" if not is_beyond and _added(ckpt) >= set(names) else "",
     )
 
 

@@ -76,7 +76,7 @@ def _cause(ckpt: Checkpoint, item: ShapeDifference) -> tuple[object, ...]:
 def _part(ckpt: Checkpoint, item: ShapeDifference) -> int:
     """The size of the parallel axis of which one rank's part is stored; 0 where there is none."""
     stored, expected = item.tensor.global_shape, item.expected.shape
-    if len(item.axes) != 1 or not ckpt.is_of_megatron or _dim(item, item.axes[0]) == "num_layers":
+    if len(item.axes) != 1 or not ckpt.has_megatron_names or _dim(item, item.axes[0]) == "num_layers":
         return 0
     ratio = Fraction(stored[item.axes[0]], expected[item.axes[0]] or 1)
     return ratio.denominator if ratio.numerator == 1 and axes_of_size(ckpt.topology, ratio.denominator) else 0

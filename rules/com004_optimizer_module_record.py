@@ -83,7 +83,7 @@ def optimizer_module_record(ckpt: Checkpoint) -> Iterator[Finding]:
             severity=Severity.WARNING,
             why="each module has its own optimizer, but a load gives all of them the settings and steps of one",
             hint="load without the optimizer, or take the groups of the other modules from another save",
-            told_by="OBJ001",
+            duplicate_of="OBJ001",
         )
 
     types = kept["param_state_sharding_type"]

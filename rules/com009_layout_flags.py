@@ -33,7 +33,7 @@ def layout_flags(ckpt: Checkpoint) -> Iterator[Finding]:
         megatron.training.checkpointing._build_sharded_state_dict_metadata
     """
     yield from _backend(ckpt)
-    if not ckpt.is_megatron:
+    if not ckpt.is_torch_dist:
         raise NotApplicable("only Megatron-Core's torch_dist declares its layout")
     yield from _flattened(ckpt)
     flags = content_metadata(ckpt)

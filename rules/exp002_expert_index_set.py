@@ -56,7 +56,7 @@ def expert_index_set(ckpt: Checkpoint) -> Iterator[Finding]:
                     inferred_from="the rows of the router"
                     if keys > max(union) + 1
                     else "the numbers of the other experts",
-                    told_by="QNT001" if quantised_weight(role.params[0].tensor.fqn) else "",
+                    duplicate_of="QNT001" if quantised_weight(role.params[0].tensor.fqn) else "",
                 )
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from ckptlint.analysis.ranks.held_by_ranks import Holders, agree, at_ranks, described_row, holders, ranks_of
+from ckptlint.analysis.ranks.held_by_ranks import KeyRows, agree, at_ranks, described_row, holders, ranks_of
 from ckptlint.model import Checkpoint, RankTable
 from ckptlint.model.text import shape_text
 from ckptlint.rule import Finding, Note, Severity, given, rule
@@ -43,7 +43,7 @@ def metadata_disagrees(ckpt: Checkpoint) -> Iterator[Finding]:
             )
 
 
-def _finding(table: RankTable, held: Holders) -> Finding:
+def _finding(table: RankTable, held: KeyRows) -> Finding:
     variants: dict[tuple[str, str, tuple[int, ...]], list[int]] = defaultdict(list)
     for row in held.rows.tolist():
         variants[described_row(table, row)].append(row)

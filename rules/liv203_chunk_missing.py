@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from ckptlint.analysis.chunks.coverage import holes
-from ckptlint.analysis.ranks.held_by_ranks import Holders, at_ranks, holders, sound
+from ckptlint.analysis.ranks.held_by_ranks import KeyRows, at_ranks, holders, sound
 from ckptlint.model import Checkpoint, RankTable
 from ckptlint.model.text import named_ranks, verb
 from ckptlint.rule import Finding, Severity, given, rule
@@ -52,7 +52,7 @@ def chunk_missing(ckpt: Checkpoint) -> Iterator[Finding]:
             )
 
 
-def _without(table: RankTable, rows: Mapping[str, Holders], finding: Finding) -> tuple[int, ...]:
+def _without(table: RankTable, rows: Mapping[str, KeyRows], finding: Finding) -> tuple[int, ...]:
     """The ranks that hold no part of the key."""
     there = table.rank[rows[finding.at.fqn or ""].rows].tolist()
     return tuple(sorted({*range(table.world_size)}.difference(there)))

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.analysis.ranks.held_by_ranks import HeldCell, at_cell, cells
+from ckptlint.analysis.ranks.held_by_ranks import ChunkCopies, at_cell, cells
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import named_ranks
 from ckptlint.rule import Finding, Severity, given, rule
@@ -48,5 +48,5 @@ def duplicate_owner(ckpt: Checkpoint) -> Iterator[Finding]:
         )
 
 
-def _what(cell: HeldCell) -> str:
+def _what(cell: ChunkCopies) -> str:
     return "the whole{of}" if cell.is_whole else f"{cell.box}{{of}}"

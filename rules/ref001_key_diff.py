@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 
-from ckptlint.analysis.fit.judgement import told_keys
+from ckptlint.analysis.fit.judgement import keys_reported
 from ckptlint.analysis.key_matching import KeyComparison, KeyEntry, LoneKeys, match_keys
 from ckptlint.analysis.trusted_config import flag
 from ckptlint.model import Checkpoint, Reference
@@ -99,7 +99,7 @@ def _finding(
         notes=(("because", reason), *notes),
         hint="" if severity is Severity.INFO else _hint(is_absent),
         group=f"{is_absent} {shared.get(entry, '')}" if entry in shared else "",
-        told_by=told_keys(ckpt).get(entry.fqn, ""),
+        duplicate_of=keys_reported(ckpt).get(entry.fqn, ""),
     )
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from fractions import Fraction
 from math import prod
 
-from ckptlint.analysis.fit.judgement import judges, told_shapes
+from ckptlint.analysis.fit.judgement import judges, shapes_reported
 from ckptlint.analysis.key_matching import KeyComparison, KeyPair, match_keys
 from ckptlint.analysis.trusted_config import contradictions, main_params, number
 from ckptlint.model import Checkpoint, Declared, Reference
@@ -101,7 +101,7 @@ def _shape_finding(ckpt: Checkpoint, reference: Reference, pair: KeyPair) -> Fin
         why="a load fails on this tensor; a planner that does not compare sizes fills only part of it",
         notes=(("because", padding), *_ratios(expected, stored), *_relation(ckpt, expected, stored)),
         hint="" if padding else "find the first step with this shape, and what changed in the job before it",
-        told_by="CFG003" if told_shapes(ckpt).get(pair.stored.fqn) == expected else "",
+        duplicate_of="CFG003" if shapes_reported(ckpt).get(pair.stored.fqn) == expected else "",
     )
 
 

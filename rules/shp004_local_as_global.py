@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from ckptlint.analysis.fit.judgement import told_shapes
+from ckptlint.analysis.fit.judgement import shapes_reported
 from ckptlint.analysis.hidden_size import Hidden, hidden_params
 from ckptlint.analysis.inventory import Param, inventory_of, is_weight
 from ckptlint.analysis.key_matching import is_confirmed, reference_shapes
@@ -111,7 +111,7 @@ def _finding(ckpt: Checkpoint, local: Local) -> Finding:
         hint=hint,
         inferred_from=f"the size of {local.basis}" if local.confidence == "likely" else "",
         group=f"{short_name(local.param)} {numbers} {local.basis}",
-        told_by="CFG003" if tensor.fqn in told_shapes(ckpt) else "",
+        duplicate_of="CFG003" if tensor.fqn in shapes_reported(ckpt) else "",
     )
 
 

@@ -9,8 +9,8 @@ from ckptlint.analysis.inventory import inventory_of
 from ckptlint.model import Checkpoint
 
 NEEDS: dict[str, tuple[Callable[[Checkpoint], object], str]] = {
-    "Megatron-Core": (lambda ckpt: ckpt.is_megatron, "this is no checkpoint of Megatron-Core's torch_dist"),
-    "ShardedObjects": (lambda ckpt: ckpt.is_megatron and len(ckpt.objects), "there are no ShardedObjects"),
+    "Megatron-Core": (lambda ckpt: ckpt.is_torch_dist, "this is no checkpoint of Megatron-Core's torch_dist"),
+    "ShardedObjects": (lambda ckpt: ckpt.is_torch_dist and len(ckpt.objects), "there are no ShardedObjects"),
     "export": (lambda ckpt: ckpt.is_export, "these are no files that a library loads a model from"),
     "offsets": (
         lambda ckpt: ckpt.locates_bytes,

@@ -29,7 +29,7 @@ _CORE = ("embedding", "output", "norm")
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class StoredKey:
     """What is under a key.
 
     Attributes:
@@ -65,8 +65,8 @@ class Change:
 
     kind: ChangeKind
     fqns: tuple[str, ...]
-    was: Holding | None
-    now: Holding | None
+    was: StoredKey | None
+    now: StoredKey | None
     is_partial: bool
     rest: str = ""
 
@@ -77,7 +77,7 @@ class Change:
             here: what keys of the later state are: `stored here`.
             before: the older state in words.
         """
-        was, now = self.was or Holding("nothing"), self.now or Holding("nothing")
+        was, now = self.was or StoredKey("nothing"), self.now or StoredKey("nothing")
         return {
             "gone": f"no part{{of}} is {here}; {before} has {was}",
             "new": f"{now}{{of}} is new; {before} lacks it",
@@ -101,20 +101,20 @@ def older_name(ckpt: Checkpoint) -> str:
     return theirs[-1]
 
 
-def held_by(ckpt: Checkpoint) -> dict[str, Holding]:
+def held_by(ckpt: Checkpoint) -> dict[str, StoredKey]:
     """Key -> what is under it, for the tensors, objects and bytes of a checkpoint."""
     held = {
-        tensor.fqn: Holding(tensor.dtype, tensor.global_shape, len(tensor.chunks)) for tensor in ckpt.tensors.values()
+        tensor.fqn: StoredKey(tensor.dtype, tensor.global_shape, len(tensor.chunks)) for tensor in ckpt.tensors.values()
     }
     for entry in ckpt.byte_objects:
-        held[entry.fqn] = Holding("bytes")
+        held[entry.fqn] = StoredKey("bytes")
     shards: dict[str, int] = defaultdict(int)
     for key, _, rows in ckpt.objects.rows_by_grid():
         shards[key] += len(rows)
-    return held | {key: Holding("object", (), count) for key, count in shards.items()}
+    return held | {key: StoredKey("object", (), count) for key, count in shards.items()}
 
 
-def changes(was: Mapping[str, Holding], now: Mapping[str, Holding]) -> Iterator[Change]:
+def changes(was: Mapping[str, StoredKey], now: Mapping[str, StoredKey]) -> Iterator[Change]:
     """What changed, one `Change` for all keys of a role that changed alike."""
     after: dict[str, list[str]] = defaultdict(list)
     for fqn in now:
@@ -133,7 +133,9 @@ def _by_role(fqns: Iterable[str]) -> dict[str, list[str]]:
     return found
 
 
-def _gone(was: Mapping[str, Holding], now: Mapping[str, Holding], after: Mapping[str, list[str]]) -> Iterator[Change]:
+def _gone(
+    was: Mapping[str, StoredKey], now: Mapping[str, StoredKey], after: Mapping[str, list[str]]
+) -> Iterator[Change]:
     kinds = {parse(fqn).kind for fqn in now}
     states = {state for fqn in now if (state := _state(fqn))}
     params = {param for _, param in states}
@@ -180,7 +182,7 @@ def _state(fqn: str) -> tuple[str, str] | None:
     return None if found is None else (found[0], role(found[1]))
 
 
-def _altered(was: Mapping[str, Holding], now: Mapping[str, Holding]) -> Iterator[Change]:
+def _altered(was: Mapping[str, StoredKey], now: Mapping[str, StoredKey]) -> Iterator[Change]:
     shared = [fqn for fqn in was if fqn in now]
     by_role = _by_role(shared)
     kind_of = {name: _dtype_family(fqns[0]) for name, fqns in by_role.items()}
@@ -210,8 +212,8 @@ def _altered(was: Mapping[str, Holding], now: Mapping[str, Holding]) -> Iterator
 def _alike(
     kind: ChangeKind,
     fqns: Iterable[str],
-    was: Mapping[str, Holding],
-    now: Mapping[str, Holding],
+    was: Mapping[str, StoredKey],
+    now: Mapping[str, StoredKey],
     is_partial: bool,
     rest: str = "",
 ) -> Iterator[Change]:

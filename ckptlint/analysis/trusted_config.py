@@ -175,7 +175,7 @@ def _count(ckpt: Checkpoint, block: str, params: list[Param], declared: Declared
     numbers = set().union(*numbered.values())
     stages: tuple[int, ...] = ()
     if stacked and not numbers:
-        if not ckpt.is_megatron or len(stacked) > 1:
+        if not ckpt.is_torch_dist or len(stacked) > 1:
             return None
         found = max(stacked)
     elif numbers and not stacked:

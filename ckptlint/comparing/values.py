@@ -12,6 +12,7 @@ import numpy as np
 
 from ckptlint.comparing.differences import differences
 from ckptlint.comparing.facts import Match, Side
+from ckptlint.comparing.locate_differences import locate_differences
 from ckptlint.comparing.merges import with_merges
 from ckptlint.comparing.pairs.canonical import Heads
 from ckptlint.comparing.pairs.matching import matches
@@ -19,7 +20,6 @@ from ckptlint.comparing.pairs.stacked import layer_by_layer, stacked
 from ckptlint.comparing.quantised import with_quantised
 from ckptlint.comparing.regions import TensorBytes
 from ckptlint.comparing.same_bytes import UnequalError, twins_of
-from ckptlint.comparing.second_look import second_look
 from ckptlint.comparing.sides import OpenedCheckpoint
 from ckptlint.comparing.updates import Update, updates, weights_of
 from ckptlint.dataclass import dataclass
@@ -147,7 +147,7 @@ def compared_values(
         sentences += said
     known = {name: other for name, other in renamed.items() if name in read[0] and other in read[1]}
     pairs = matches(read[0], read[1], known, *_declared(old, new))
-    pairs = second_look(pairs, (read[0], read[1]), jobs or default_reading(Depth.DATA).jobs)
+    pairs = locate_differences(pairs, (read[0], read[1]), jobs or default_reading(Depth.DATA).jobs)
     where = [{name: tensor.stored for name, tensor in side.items() if tensor.stored} for side in read]
     pairs = with_quantised(pairs, (where[0], where[1]))
     if adapter:

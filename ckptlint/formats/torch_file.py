@@ -96,7 +96,7 @@ def read_torch_file(folder: Folder, name: str, read_bare: Callable[[bytes], Unpi
     Source:
         torch.serialization (1.0 - 2.13), caffe2/serialize/inline_container.cc
     """
-    return _read(ranges_of(folder, name), folder.look_at(name)[1] or 0, read_bare)
+    return _read(ranges_of(folder, name), folder.stat(name)[1] or 0, read_bare)
 
 
 def read_torch_bytes(data: bytes) -> TorchFile:

@@ -36,19 +36,19 @@ def run_rules(ckpt: Checkpoint, rules: Iterable[Rule], depth: Depth) -> Checkpoi
             report.not_run[rule.code] = UNREADABLE.format(ckpt.metadata_file)
         else:
             crashes += _run(rule, ckpt, report)
-    report.diagnostics[:] = _told_once(report.diagnostics)
+    report.diagnostics[:] = _without_duplicates(report.diagnostics)
     for rule in rules:
         if rule.after == "rules":
             _run(rule, replace(ckpt, problems=crashes), report)
     return report
 
 
-def _told_once(found: list[Diagnostic]) -> list[Diagnostic]:
+def _without_duplicates(found: list[Diagnostic]) -> list[Diagnostic]:
     """What was found without what another rule reports as well, at the same severity or a higher one."""
     worst: dict[str, Severity] = {}
     for item in found:
         worst[item.rule.code] = max(item.severity, worst.get(item.rule.code, item.severity))
-    return [item for item in found if worst.get(item.finding.told_by, 0) < item.severity]
+    return [item for item in found if worst.get(item.finding.duplicate_of, 0) < item.severity]
 
 
 def report_unused(report: CheckpointReport, rule: Rule, problems: list[Problem]) -> None:

@@ -152,10 +152,10 @@ def _unlike(sums: _Sums, fqn: str, row: int, seed: int) -> str:
 
 def _seeds(described: Mapping[str, SealEntry]) -> list[int]:
     """What `_Sums.seed` is of keys that are described so."""
-    from ckptlint.live.collect.extract import HeldChunk
+    from ckptlint.live.collect.extract import RankChunk
 
     held = [
-        HeldChunk(fqn, "tensor", "plain", entry.dtype, entry.shape, (0,) * len(entry.shape), entry.shape, 0, 1, None)
+        RankChunk(fqn, "tensor", "plain", entry.dtype, entry.shape, (0,) * len(entry.shape), entry.shape, 0, 1, None)
         for fqn, entry in described.items()
     ]
     return _short_seeds(fp.chunk_rows(held, [0] * len(held), {}))

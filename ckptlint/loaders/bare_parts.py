@@ -13,7 +13,7 @@ from ckptlint.loaders.run.steps import sub_folder
 from ckptlint.model.text import listed, printable, verb
 from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.frameworks import holds_no_state, step_number, world
-from ckptlint.vocabulary.litter import is_litter
+from ckptlint.vocabulary.litter import is_system_file
 
 CONFIG = "config.json"
 _PIPELINE = "model_index.json"
@@ -85,7 +85,7 @@ def _models(folder: Folder) -> list[str]:
 
 def _may_hold_weights(folder: Folder, levels: int = _LEVELS) -> bool:
     """Whether a folder holds anything but texts, itself or below, as far as it is looked into."""
-    if any(not (_TEXT.fullmatch(name) or is_litter(name)) for name in folder.files()):
+    if any(not (_TEXT.fullmatch(name) or is_system_file(name)) for name in folder.files()):
         return True
     subs = [sub_folder(folder, name) for name in folder.folders()]
     return any(sub is None or not levels or _may_hold_weights(sub, levels - 1) for sub in subs)

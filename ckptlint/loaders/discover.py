@@ -238,9 +238,7 @@ class _Walk:
         """A place below a folder where files hold state by their first bytes, with one of them; "" without one."""
         self.left -= 1
         names = sorted(folder.files_beside(), key=folder.size, reverse=True)[:_MOST_HEADS]
-        held = [
-            name for name in names if folder.look_at(name)[0] in READABLE and _holds_state(folder.head(name, _HEAD))
-        ]
+        held = [name for name in names if folder.stat(name)[0] in READABLE and _holds_state(folder.head(name, _HEAD))]
         if held:
             return f"{folder.display.rstrip('/')}/{printable(held[0])}"
         inner = (sub for name in _inner(folder) if levels and (sub := sub_folder(folder, name)) is not None)

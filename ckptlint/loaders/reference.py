@@ -96,7 +96,7 @@ def _from_file(folder: Folder, name: str, source: str) -> Reference:
         return _from_checkpoint(folder, name, source)
     if name == _CONFIG:  # what it implies, whatever is next to it
         return isolated(partial(_configuration, folder, source), folder.size(name))
-    if folder.look_at(name)[0] not in READABLE:
+    if folder.stat(name)[0] not in READABLE:
         raise ConfigError(f"the reference {source} is not a regular file")
     if name.endswith(".safetensors"):
         return isolated(partial(_safetensors_file, folder, name, source), _header_length(folder, name))
@@ -231,7 +231,7 @@ def _is_model_folder(folder: Folder) -> bool:
 def _safetensors(folder: Folder) -> list[str]:
     """The files of a model; `model.safetensors` alone where a copy in another layout is next to it."""
     weights = [name for name in folder.files_beside() if name.endswith(".safetensors")]
-    names = [name for name in weights if folder.look_at(name)[0] in READABLE]
+    names = [name for name in weights if folder.stat(name)[0] in READABLE]
     return ["model.safetensors"] if "model.safetensors" in names else names
 
 
@@ -242,7 +242,7 @@ def _indexed(folder: Folder, name: str) -> Tensors:
         raise UnreadableError("it has no weight_map from keys to files")
     headers: dict[str, Tensors] = {}
     for file in dict.fromkeys(places.values()):
-        at_hand = file.endswith(".safetensors") and is_safe(file) and folder.look_at(file)[0] in READABLE
+        at_hand = file.endswith(".safetensors") and is_safe(file) and folder.stat(file)[0] in READABLE
         headers[file] = (_header(folder, file) if at_hand else None) or {}
     keys = {fqn: printable(checked_key(fqn)) for fqn in places}
     return {keys[fqn]: headers[file].get(keys[fqn], (None, None)) for fqn, file in places.items()}
@@ -260,7 +260,7 @@ def _header(folder: Folder, name: str) -> Tensors | None:
         return None
     shown = printable(name)
     try:
-        header = read_header(folder, name, folder.look_at(name)[1] or 0)
+        header = read_header(folder, name, folder.stat(name)[1] or 0)
     except UnreadableError as error:
         raise type(error)(f"{shown} {error}") from None
     # a dtype that torch has no name for counts its shape in other things

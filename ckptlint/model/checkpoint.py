@@ -304,12 +304,12 @@ class Checkpoint:
         return f"<Checkpoint {self.path}: {self.format}, {len(self.tensors)} tensors, {len(self.files)} files>"
 
     @property
-    def is_megatron(self) -> bool:
+    def is_torch_dist(self) -> bool:
         """Whether Megatron-Core's own planner wrote it: entries follow its key scheme, plans its dedup."""
         return self.format == "torch_dist"
 
     @property
-    def is_of_megatron(self) -> bool:
+    def has_megatron_names(self) -> bool:
         """Whether its model is named as Megatron-Core names it, and described by the arguments of its job."""
         return self.format in ("torch_dist", "megatron-legacy")
 

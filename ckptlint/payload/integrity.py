@@ -93,7 +93,7 @@ def compare_others(folder: Folder, ckpt: Checkpoint, recorded: Mapping[str, str]
     for name, own in recorded.items():
         if name in payload:
             continue
-        state, size = folder.look_at(name)
+        state, size = folder.stat(name)
         is_there = state in ("ok", "link-outside") and size is not None
         computed = stream(folder, name, members_of([]), {}, size, Meter()).sha256 if is_there else "absent"
         if not is_there or differs(computed, own):
@@ -193,5 +193,5 @@ def _blob_names(folder: Folder) -> dict[str, str]:
     return {
         name: target.name
         for name, target in targets.items()
-        if target.parent.name == "blobs" and _SHA256.fullmatch(target.name) and folder.look_at(name)[0] in READABLE
+        if target.parent.name == "blobs" and _SHA256.fullmatch(target.name) and folder.stat(name)[0] in READABLE
     }

@@ -15,7 +15,7 @@ from ckptlint.planning.megatron import MEGATRON_AXES, Version, constraints
 from ckptlint.planning.outcome import Constraint, Plan
 from ckptlint.planning.quick import axis_sizes, quick_job
 from ckptlint.planning.rank_files import refusals
-from ckptlint.planning.unasked import unasked
+from ckptlint.planning.unrequested_keys import unrequested_keys
 from ckptlint.planning.verdict import plan_of
 from ckptlint.vocabulary.keys import parse
 
@@ -59,18 +59,18 @@ def make_plan(ckpt: Checkpoint, asked: PlanRequest) -> Plan:
         if value is not None and value < 1:
             raise ConfigError(f"{name.replace('_', '-')} is {value}: give a whole number from 1 up")
     is_exact = asked.to is not None and ":" in asked.to
-    if not ckpt.is_megatron and (asked.megatron or asked.give_up):
+    if not ckpt.is_torch_dist and (asked.megatron or asked.give_up):
         raise ConfigError("--megatron, --no-load-optim and --no-load-rng are for checkpoints of Megatron-Core only")
     if unknown := {*asked.give_up} - {"optim", "rng"}:
         raise ConfigError(f"a load can leave out optim and rng, not {sorted(unknown)[0]!r}")
     if asked.to is not None and is_exact:
         job = _exact(ckpt, asked.to, asked)
-        job = replace(job, known=(*unasked(ckpt, job), *job.known))
+        job = replace(job, known=(*unrequested_keys(ckpt, job), *job.known))
     elif asked.mesh is not None:
         raise ConfigError("--mesh needs a function: --to job.py:state_dict --mesh dp=4,tp=2")
     else:
         job = _quick(ckpt, asked.to, asked.world)
-    if ckpt.is_megatron:
+    if ckpt.is_torch_dist:
         job = _of_megatron(ckpt, job, frozenset(asked.give_up), asked.megatron)
     if ckpt.rank_files is not None:
         job = replace(job, known=(*refusals(ckpt, axis_sizes(job.to), job.world), *job.known))
@@ -86,7 +86,7 @@ def _exact(ckpt: Checkpoint, to: str, asked: PlanRequest) -> Job:
     axes = {"dp": world or 1} if mesh is None else axes_of(mesh)
     if world is not None and prod(axes.values()) != world:
         raise ConfigError(f"the mesh {mesh} has {prod(axes.values()):,} ranks, but --world is {world:,}")
-    if ckpt.is_megatron:
+    if ckpt.is_torch_dist:
         raise ConfigError(
             "Megatron-Core loads its checkpoints with its own planner: name sizes of axes, --to tp=2,pp=2,dp=4"
         )
@@ -104,7 +104,7 @@ def _quick(ckpt: Checkpoint, to: str | None, world: int | None) -> Job:
         if world not in (None, job.world):
             raise ConfigError(f"{to} has {job.world:,} ranks, but --world is {world:,}")
         return job
-    if ckpt.is_megatron and world is None and "tp" in ckpt.topology:
+    if ckpt.is_torch_dist and world is None and "tp" in ckpt.topology:
         sizes = {axis: ckpt.topology[axis].size for axis in MEGATRON_AXES if axis in ckpt.topology}
         job = quick_job(ckpt, ",".join(f"{axis}={size}" for axis, size in sizes.items()))
         guess = Constraint("note", "--to names no job, so this plan takes the layout that saved", guessed=True)

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from ckptlint.errors import ConfigError
-from ckptlint.planning.job import Job, Target, Wish
+from ckptlint.planning.job import Job, Target, TensorRequest
 from ckptlint.planning.outcome import Constraint
 from ckptlint.planning.quick import JOB_AXES
 from ckptlint.progress import advance
@@ -138,7 +138,7 @@ def _started(folder: Path) -> subprocess.Popen[bytes]:
 
 def _wishes(
     folder: Path, function: str, mesh: Mapping[str, int], world: int
-) -> tuple[list[Wish], tuple[Constraint, ...]]:
+) -> tuple[list[TensorRequest], tuple[Constraint, ...]]:
     """The answers of all ranks, put together by key."""
     ranks: dict[_Name, list[int]] = defaultdict(list)
     boxes: dict[_Name, list[_Chunk]] = defaultdict(list)
@@ -165,7 +165,7 @@ def _wishes(
         if shape is not None:
             target = _target(shape, boxes[name])
             target = shared.setdefault(target.content, target)
-        wishes.append(Wish(key, dtype, target, np.array(asking, np.int64)))
+        wishes.append(TensorRequest(key, dtype, target, np.array(asking, np.int64)))
     known = (Constraint("fails", _MISPLACED, tuple(misplaced), _SOURCE),) if misplaced else ()
     return wishes, known
 

@@ -56,7 +56,7 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Wish:
+class TensorRequest:
     """What a job asks for under one key. Ranks that want other shapes under it have a wish of their own.
 
     Attributes:
@@ -86,5 +86,5 @@ class Job:
     form: Literal["exact", "quick"]
     to: str
     world: int
-    wishes: list[Wish] = field(default_factory=list)
+    wishes: list[TensorRequest] = field(default_factory=list)
     known: tuple[Constraint, ...] = ()

@@ -23,7 +23,7 @@ from ckptlint.dataclass import dataclass
 from ckptlint.errors import BudgetError, ConfigError
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.layout import BoolArray, IntArray
-from ckptlint.planning.job import Job, Target, Wish
+from ckptlint.planning.job import Job, Target, TensorRequest
 from ckptlint.planning.outcome import Constraint
 from ckptlint.vocabulary.keys import Key, block_of
 
@@ -97,7 +97,7 @@ def quick_job(ckpt: Checkpoint, to: str) -> Job:
 
 def _heads(ckpt: Checkpoint, sizes: Mapping[str, int]) -> Iterator[Constraint]:
     heads, tp = ckpt.declared.get("heads"), sizes.get("tp", 1)
-    if not ckpt.is_megatron and heads is not None and isinstance(heads.value, int) and heads.value % tp:
+    if not ckpt.is_torch_dist and heads is not None and isinstance(heads.value, int) and heads.value % tp:
         sentence = f"{heads.value} attention heads ({heads.source}) do not divide by tp {tp}: most models refuse that"
         yield Constraint("note", sentence, guessed=True)
 
@@ -147,7 +147,7 @@ class _Cutter:
     everyone: dict[tuple[object, ...], IntArray] = field(default_factory=dict)
     rows: int = 0
 
-    def wishes(self) -> Iterator[Wish]:
+    def wishes(self) -> Iterator[TensorRequest]:
         """A wish for each tensor, and for each object that all ranks read."""
         inventory = inventory_of(self.ckpt)
         params = {param.tensor.fqn: param for param in inventory.params}
@@ -171,7 +171,7 @@ class _Cutter:
                 yield self._other(tensor, owner)
         everyone = np.arange(self.ranks.world)
         for item in self.ckpt.byte_objects:
-            yield Wish(item.fqn, None, None, everyone)
+            yield TensorRequest(item.fqn, None, None, everyone)
         if self.ckpt.objects:
             self._guess("objects of Megatron-Core are not counted", *sorted(self.ckpt.objects.keys))
 
@@ -180,7 +180,7 @@ class _Cutter:
 
     # ------------------------------------------------------------ who, and how it is cut
 
-    def _wish(self, tensor: Tensor, param: Param, part: str) -> Wish:
+    def _wish(self, tensor: Tensor, param: Param, part: str) -> TensorRequest:
         """A parameter, or an optimizer state of its shape."""
         key = param.key
         cuts: list[_Cut] = []
@@ -192,16 +192,18 @@ class _Cutter:
         over = "etp" if key.in_experts else "tp"
         if self.ranks.sizes[over] > 1:
             cuts += [(axis, over, runs) for axis, runs in self._tensor_parallel(tensor, param)]
-        return Wish(tensor.fqn, None, self._target(tensor, [*cuts, *self._sharded(tensor, param, part)], who), who[1])
+        return TensorRequest(
+            tensor.fqn, None, self._target(tensor, [*cuts, *self._sharded(tensor, param, part)], who), who[1]
+        )
 
-    def _other(self, tensor: Tensor, owner: Param | None) -> Wish:
+    def _other(self, tensor: Tensor, owner: Param | None) -> TensorRequest:
         """What has no parameter of its shape: steps, factored states, flat buffers, states of unknown parameters."""
         who = self._who(owner.key, False) if owner is not None else ("all", np.arange(self.ranks.world))
         cuts: list[_Cut] = []
         if tensor.global_shape and len(tensor.chunks) > 1:
             cuts = [(0, "shard", 1)]
             self._guess("dp cuts the first axis, since the checkpoint does not say how the job cuts it", tensor.fqn)
-        return Wish(tensor.fqn, None, self._target(tensor, cuts, who), who[1])
+        return TensorRequest(tensor.fqn, None, self._target(tensor, cuts, who), who[1])
 
     def _who(self, key: Key, is_stacked: bool) -> tuple[object, IntArray]:
         """The ranks that hold a parameter, and a name for them."""
@@ -255,7 +257,7 @@ class _Cutter:
         """The axis that tp cuts, and in how many runs; empty where each rank has all of it."""
         own, key = param.own_axes, param.key
         seen = [axis for axis in own if axis_factor(tensor, axis) > 1]
-        if self.ckpt.is_megatron and len(seen) == 1:  # dp copies parameters there, so what is cut is cut by tp
+        if self.ckpt.is_torch_dist and len(seen) == 1:  # dp copies parameters there, so what is cut is cut by tp
             return [(seen[0], self._runs(key, tensor, seen[0]))]
         if len(own) > 1 and (later := [axis for axis in seen if axis != own[0]]):
             return [(later[0], 1)]  # FSDP cuts the first axis
@@ -264,7 +266,7 @@ class _Cutter:
             return []
         if tensor is param.tensor:  # its states follow
             self._guess(f"tp cuts axis {axis}, as is usual for such a tensor", tensor.fqn)
-        return [(axis, self._runs(key, tensor, axis) if self.ckpt.is_megatron else 1)]
+        return [(axis, self._runs(key, tensor, axis) if self.ckpt.is_torch_dist else 1)]
 
     def _by_role(self, param: Param) -> int | None:
         """The axis that tp cuts by what a parameter does; None where each rank has all of it."""
@@ -296,7 +298,7 @@ class _Cutter:
         over = "within_ep" if in_experts else "shard"
         if self.ranks.sizes[over] == 1 or not tensor.global_shape:
             return []
-        if self.ckpt.is_megatron:
+        if self.ckpt.is_torch_dist:
             if part == "model":
                 return []  # each dp rank has a copy
             self._guess("dp cuts the optimizer state evenly: Megatron-Core cuts its flat buffers instead", tensor.fqn)

@@ -9,7 +9,7 @@ import numpy as np
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.layout import IntArray
 from ckptlint.planning.cost import Tally, needs_away, nodes_of, writer_nodes
-from ckptlint.planning.job import Job, Target, Wish
+from ckptlint.planning.job import Job, Target, TensorRequest
 from ckptlint.planning.outcome import Constraint, Conversion, Effect, Mismatch, Plan
 from ckptlint.planning.reads import ReadBudget, Reads, reads
 from ckptlint.vocabulary.dtypes import ITEM_BITS, loses
@@ -98,7 +98,7 @@ class _Work:
         self.whole: dict[bytes, Target] = {}
         self.budget = ReadBudget()
 
-    def take(self, wish: Wish) -> None:
+    def take(self, wish: TensorRequest) -> None:
         """One key of the job."""
         tensor = self.ckpt.tensors.get(wish.key)
         if tensor is None and wish.key not in self.records:
@@ -130,7 +130,7 @@ class _Work:
     def _tell(self, effect: Effect, what: str, key: str) -> None:
         self.noted[effect, what][key] = None
 
-    def _object(self, wish: Wish) -> None:
+    def _object(self, wish: TensorRequest) -> None:
         record = np.array([self.records[wish.key]], np.int64)
         target = self.whole.setdefault(wish.ranks.tobytes(), Target.replicated((), wish.ranks))
         none = np.zeros((1, 0), np.int64)

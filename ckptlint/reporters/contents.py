@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ckptlint.analysis.holdings import holdings_of
+from ckptlint.analysis.rank_contents import rank_contents_of
 from ckptlint.errors import ConfigError
 from ckptlint.geometry.chunk_map import draw, make_grid
 from ckptlint.geometry.record_states import MISSING, NOT_CHECKED, STATES, chunk_states, record_states
@@ -20,7 +20,7 @@ from ckptlint.model.text import JSON_ESCAPE, braces, inert, plural, printable, r
 from ckptlint.reporters.full import header
 from ckptlint.reporters.ranks import as_json as ranks_as_json
 from ckptlint.reporters.ranks import matrix
-from ckptlint.reporters.region import HeldRegion, region_asked
+from ckptlint.reporters.region import StoredRegion, region_asked
 from ckptlint.reporters.region import as_json as region_as_json
 from ckptlint.reporters.region import as_text as region_as_text
 from ckptlint.reporters.style import Style, cut
@@ -56,7 +56,7 @@ def contents_text(checkpoints: Sequence[Checkpoint], pattern: str | None, tree: 
         return inert("\n\n".join(texts) + "\n")
     if ranks:
         blocks = (
-            [header(ckpt, style), *_facts(ckpt, ranks, style), "", *matrix(holdings_of(ckpt), style)]
+            [header(ckpt, style), *_facts(ckpt, ranks, style), "", *matrix(rank_contents_of(ckpt), style)]
             for ckpt in checkpoints
         )
         return inert("\n\n".join("\n".join(line.rstrip() for line in block) for block in blocks) + "\n")
@@ -74,13 +74,13 @@ def contents_json(checkpoints: Sequence[Checkpoint], pattern: str | None, ranks:
     else:
         _demand_match(checkpoints, pattern)
         found = [
-            _checkpoint(ckpt, pattern) | ({"ranks": ranks_as_json(holdings_of(ckpt))} if ranks else {})
+            _checkpoint(ckpt, pattern) | ({"ranks": ranks_as_json(rank_contents_of(ckpt))} if ranks else {})
             for ckpt in checkpoints
         ]
     return inert(json.dumps({"schema": SCHEMA, "checkpoints": found}, indent=2) + "\n", JSON_ESCAPE)
 
 
-def _region(checkpoints: Sequence[Checkpoint], pattern: str | None) -> list[HeldRegion]:
+def _region(checkpoints: Sequence[Checkpoint], pattern: str | None) -> list[StoredRegion]:
     """Who holds the region that a pattern means; none where it is a glob: then tensors match it."""
     if pattern is None or (":" not in pattern and any(matching(ckpt, pattern) for ckpt in checkpoints)):
         return []

@@ -156,17 +156,17 @@ def step_lines(steps: Sequence[JudgedStep]) -> list[str]:
 
 
 def _is_clean(report: Report, style: Style) -> bool:
-    return all(not loud_groups(part, style) for part in report.checkpoints)
+    return all(not groups_to_show(part, style) for part in report.checkpoints)
 
 
-def loud_groups(part: CheckpointReport, style: Style) -> list[FindingGroup]:
+def groups_to_show(part: CheckpointReport, style: Style) -> list[FindingGroup]:
     """The groups to show: notes only with -v or beside something worse, which they may explain."""
     loud = any(item.severity > Severity.INFO for item in part.diagnostics)
     return part.groups if loud or style.verbose else []
 
 
 def _findings(part: CheckpointReport, style: Style) -> list[str]:
-    groups = loud_groups(part, style)
+    groups = groups_to_show(part, style)
     causes = ["\n".join(cause_block(part, cause, style)) for cause in part.causes] if groups else []
     folded = {} if style.verbose else part.folded
     shown, cut_off = worst([group for group in groups if group not in folded], style.per_rule)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ckptlint.lint.report import CheckpointReport, FindingGroup, Report, worst
 from ckptlint.model.text import plural
-from ckptlint.reporters.full import block, details, facts, loud_groups, verdict
+from ckptlint.reporters.full import block, details, facts, groups_to_show, verdict
 from ckptlint.reporters.style import Style, cut, cut_names
 
 TEXT_LIMIT = 50_000
@@ -51,7 +51,7 @@ def _checkpoint(part: CheckpointReport, style: Style, room: int) -> list[str]:
     texts = [f"### {code(part.checkpoint.path)}\n\n{code(facts(part.checkpoint).replace('  ', ', '))}"]
     texts += [code(f"not known: {sentence}") for sentence in part.checkpoint.unseen]
     texts += [f"**Cause:** {code(cause.sentence)}\n\n**Do:** {code(cause.do)}" for cause in part.causes]
-    shown, left_out = worst(loud_groups(part, style), style.per_rule)
+    shown, left_out = worst(groups_to_show(part, style), style.per_rule)
     if not shown:
         return [*texts, "No problems." if not part.is_incomplete else "Not judged."]
     rows, details = [], []

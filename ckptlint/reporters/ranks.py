@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ckptlint.analysis.holdings import CELL_STATES, Column, Holdings
+from ckptlint.analysis.rank_contents import CELL_STATES, Column, RankContents
 from ckptlint.geometry.chunk_map import MARKS
 from ckptlint.model.text import braces, human_bytes, named_ranks, plural, ranges, some, verb
 from ckptlint.reporters.style import Style, cut
@@ -31,7 +31,7 @@ Section = tuple[str, str, list[Run | None]]
 """Its name, what stands above its marks, and what each mark is of; None where the text above is longer."""
 
 
-def matrix(held: Holdings, style: Style) -> Iterator[str]:
+def matrix(held: RankContents, style: Style) -> Iterator[str]:
     """The lines: a header, a row for all ranks or files that look the same, a legend, and what stands out in words."""
     if not held.columns:
         yield "no file holds any tensor of the metadata"
@@ -67,7 +67,7 @@ def matrix(held: Holdings, style: Style) -> Iterator[str]:
     yield from (line for sentence in sentences(held) for line in style.wrap(sentence, "  ", ""))
 
 
-def as_json(held: Holdings) -> dict[str, Any]:
+def as_json(held: RankContents) -> dict[str, Any]:
     """The matrix as plain values; `cells` has for each state the numbers of the columns, all others are `nothing`."""
     rows = []
     for row, name in enumerate(held.names):
@@ -98,20 +98,20 @@ def as_json(held: Holdings) -> dict[str, Any]:
 # ---------------------------------------------------------------- rows
 
 
-def folded(held: Holdings) -> tuple[list[tuple[str, list[int]]], int]:
+def folded(held: RankContents) -> tuple[list[tuple[str, list[int]]], int]:
     """Label and numbers of the rows that look the same, and how many more there are; the lost ones first if many."""
     groups = _alike(held)
     shown = sorted(groups, key=lambda rows: not _is_lost(held, rows[0]))[:_ROWS] if len(groups) > _ROWS else groups
     return [(_label(held, rows), rows) for rows in shown], len(groups) - len(shown)
 
 
-def cells_of(held: Holdings, row: int, places: Sequence[Run | None]) -> list[int]:
+def cells_of(held: RankContents, row: int, places: Sequence[Run | None]) -> list[int]:
     """For each place across its position in `STATE_NAMES`; -1 between two sections."""
     states = _states(held, row)
     return [-1 if run is None else _merged(states[run]) for run in places]
 
 
-def _alike(held: Holdings) -> list[list[int]]:
+def _alike(held: RankContents) -> list[list[int]]:
     found: dict[object, list[int]] = {}
     is_off = held.out_of_balance
     for row, (start, stop) in enumerate(zip(held.starts, held.starts[1:], strict=False)):
@@ -120,25 +120,25 @@ def _alike(held: Holdings) -> list[list[int]]:
     return list(found.values())
 
 
-def _states(held: Holdings, row: int) -> npt.NDArray[np.uint8]:
+def _states(held: RankContents, row: int) -> npt.NDArray[np.uint8]:
     states = np.zeros(len(held.columns), np.uint8)
     cells = slice(held.starts[row], held.starts[row + 1])
     states[held.column[cells]] = held.state[cells]
     return states
 
 
-def _is_lost(held: Holdings, row: int) -> bool:
+def _is_lost(held: RankContents, row: int) -> bool:
     return bool((_states(held, row) >= _LOST).any())
 
 
-def _label(held: Holdings, rows: Sequence[int]) -> str:
+def _label(held: RankContents, rows: Sequence[int]) -> str:
     if (held.ranks[rows] >= 0).all():
         return cut(named_ranks(held.ranks[rows].tolist()), _NAME)
     names = braces(held.names[row] for row in rows)
     return some((cut(name, _NAME - 6 * (len(names) > 1)) for name in names), 1)
 
 
-def sizes_of(held: Holdings, rows: Sequence[int]) -> tuple[str, ...]:
+def sizes_of(held: RankContents, rows: Sequence[int]) -> tuple[str, ...]:
     """The median size of rows, and the shares of model and optimizer; one word where no size is known."""
     size = held.size[rows]
     if size[0] < 0:
@@ -251,7 +251,7 @@ def _merged(states: npt.NDArray[np.uint8]) -> int:
 # ---------------------------------------------------------------- words
 
 
-def sentences(held: Holdings) -> Iterator[str]:
+def sentences(held: RankContents) -> Iterator[str]:
     """What stands out: what is lost, who is out of balance, what nobody holds."""
     for state in range(_LOST, len(CELL_STATES)):
         if files := {name: row for row, name, own in held.lost if own == state}:

@@ -26,7 +26,7 @@ _LISTED = 32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class HeldRegion:
+class StoredRegion:
     """Who holds a region of a tensor.
 
     Attributes:
@@ -45,7 +45,7 @@ class HeldRegion:
     lost: Coverage
 
 
-def region_asked(checkpoints: Sequence[Checkpoint], text: str) -> list[HeldRegion]:
+def region_asked(checkpoints: Sequence[Checkpoint], text: str) -> list[StoredRegion]:
     """Who holds `KEY[slices]`, in each checkpoint that has the key; none where the text is no slice of a key.
 
     Raises:
@@ -57,14 +57,14 @@ def region_asked(checkpoints: Sequence[Checkpoint], text: str) -> list[HeldRegio
     return [_held(ckpt, tensor, match[2]) for ckpt, tensor in found] if match else []
 
 
-def _held(ckpt: Checkpoint, tensor: Tensor, slices: str) -> HeldRegion:
+def _held(ckpt: Checkpoint, tensor: Tensor, slices: str) -> StoredRegion:
     if not tensor.is_sound:
         raise ConfigError(f"the chunks of {tensor.fqn} do not fit its shape: run `ckptlint {ckpt.path}`")
     region = parse_region(tensor, slices)
     rows = np.array(tensor.layout.touching(region), np.int64)
     states = chunk_states(ckpt, tensor)[rows]
     missing, lost = (_left_out(tensor, region, own) for own in (rows, rows[states <= NOT_CHECKED]))
-    return HeldRegion(ckpt, tensor, region, rows, states, missing, lost)
+    return StoredRegion(ckpt, tensor, region, rows, states, missing, lost)
 
 
 def _left_out(tensor: Tensor, region: Box, rows: IntArray) -> Coverage:
@@ -107,7 +107,7 @@ def parse_region(tensor: Tensor, slices: str) -> Box:
     return Box(tuple(start for start, _ in found), tuple(size for _, size in found))
 
 
-def as_text(held: HeldRegion) -> Iterator[str]:
+def as_text(held: StoredRegion) -> Iterator[str]:
     """The chunks with file, rank, bytes and state, those that are lost first, then what nobody holds."""
     ckpt, tensor, region = held.ckpt, held.tensor, held.region
     count = nbytes(tensor.dtype, region.volume)
@@ -130,7 +130,7 @@ def as_text(held: HeldRegion) -> Iterator[str]:
         yield f"not to be loaded: {some(map(str, held.lost.missing), 4, 'region')}, {_elements(held.lost)}"
 
 
-def as_json(held: HeldRegion) -> dict[str, Any]:
+def as_json(held: StoredRegion) -> dict[str, Any]:
     """The same as plain values; `chunks` are positions in the `layout` of the tensor."""
     return {
         "key": held.tensor.fqn,

@@ -120,7 +120,7 @@ class Folder(ABC):
         """A folder inside this one."""
 
     @abstractmethod
-    def look_at(self, relative: str) -> tuple[FileState, int | None]:
+    def stat(self, relative: str) -> tuple[FileState, int | None]:
         """The state and size of a file that the metadata names; a path that leaves the folder is not touched."""
 
     @abstractmethod
@@ -141,8 +141,8 @@ class Folder(ABC):
     def blocks(self, name: str, size: int = READ_BLOCK) -> Iterator[bytes]:
         """The whole file in order, in blocks of `size` bytes; memory for a few of them."""
 
-    def looks_at(self, relatives: Sequence[str]) -> Looks:
-        """`look_at` for many files. Plain payload files are known from the listing."""
+    def stat_many(self, relatives: Sequence[str]) -> Looks:
+        """`stat` for many files. Plain payload files are known from the listing."""
         at = self.entries.positions(relatives)
         listed = at >= 0
         state, size = np.zeros(len(at), np.uint8), np.full(len(at), -1, np.int64)
@@ -154,8 +154,8 @@ class Folder(ABC):
         return Looks(state, size, at)
 
     def _looks(self, relatives: Sequence[str]) -> Iterator[tuple[FileState, int | None]]:
-        """`look_at` for each of them; where a look is a round trip, for many at the same time."""
-        return map(self.look_at, relatives)
+        """`stat` for each of them; where a look is a round trip, for many at the same time."""
+        return map(self.stat, relatives)
 
     def stamps(self) -> list[tuple[object, ...]]:
         """What tells whether something in the folder became another: names, sizes, times of the last change.

@@ -93,7 +93,7 @@ class LocalFolder(Folder):
     def end(self, name: str) -> str:
         return str((self.path / name).resolve()) if self.target(name) else ""
 
-    def look_at(self, relative: str) -> tuple[FileState, int | None]:
+    def stat(self, relative: str) -> tuple[FileState, int | None]:
         if not is_safe(relative):
             return "unsafe-path", None
         path = self.path / relative
@@ -120,7 +120,7 @@ class LocalFolder(Folder):
         parts = [relatives[start : start + _PART] for start in range(0, len(relatives), _PART)]
         done = 0
         with ThreadPoolExecutor(_THREADS) as pool:
-            for part in pool.map(lambda part: list(map(self.look_at, part)), parts):
+            for part in pool.map(lambda part: list(map(self.stat, part)), parts):
                 yield from part
                 done += len(part)
                 advance("files", done, len(relatives))

@@ -13,7 +13,7 @@ from ckptlint.storage.folder import Folder
 from ckptlint.storage.listing import FolderEntry, Listing
 from ckptlint.storage.paths import is_safe, shown
 from ckptlint.storage.remote_folder import RemoteFolder
-from ckptlint.storage.requests import attempted, filesystem, is_absent, listed, reason
+from ckptlint.storage.requests import filesystem, is_absent, listed, reason, with_retries
 
 _LONG_LISTING = 64 * 1024**2  # bytes of the answers to one listing that patience is kept for
 
@@ -58,7 +58,7 @@ class ObjectFolder(RemoteFolder):
     def _infos(self) -> list[dict[str, Any]]:
         """What one listing says, page after page."""
         try:
-            return attempted(partial(listed, self.protocol, self.path), _LONG_LISTING)
+            return with_retries(partial(listed, self.protocol, self.path), _LONG_LISTING)
         except Exception as error:
             if is_absent(error):
                 raise NothingToCheckError(f"{self.display} does not exist") from None
@@ -111,12 +111,12 @@ class ObjectFolder(RemoteFolder):
     def size(self, name: str) -> int:
         if name in self.entries:
             return self.entries[name].size
-        state, size = self.look_at(name)
+        state, size = self.stat(name)
         if state != "ok" or size is None:
             raise AccessError(f"{printable(name)} in {self.display} cannot be read: it is missing")
         return size
 
-    def look_at(self, relative: str) -> tuple[FileState, int | None]:
+    def stat(self, relative: str) -> tuple[FileState, int | None]:
         if not is_safe(relative):
             return "unsafe-path", None
         if relative in self.entries:
@@ -128,7 +128,7 @@ class ObjectFolder(RemoteFolder):
             return "absent", None
         store = filesystem(self.protocol)
         try:
-            info = attempted(lambda: store.info(f"{self.path}/{relative}"))
+            info = with_retries(lambda: store.info(f"{self.path}/{relative}"))
         except Exception as error:
             if is_absent(error):
                 return "absent", None

@@ -9,7 +9,7 @@ from ckptlint.errors import ConfigError
 from ckptlint.storage.folder import Folder
 from ckptlint.storage.object_store import ObjectFolder
 from ckptlint.storage.paths import shown
-from ckptlint.storage.requests import WEB, be_patient_again, filesystem
+from ckptlint.storage.requests import WEB, filesystem, reset_time_budget
 from ckptlint.storage.web_server import WebFolder
 
 _FILES = re.compile(r".*\.(metadata|distcp|json|safetensors|pt|yaml)")
@@ -28,7 +28,7 @@ def remote_at(url: str) -> tuple[Folder, str]:
     if "::" in url:
         raise ConfigError(f"{shown(url)} chains file systems, which ckptlint does not follow")
     filesystem(protocol)
-    be_patient_again()
+    reset_time_budget()
     if protocol in WEB:
         parts = urlsplit(url)
         folder = WebFolder(f"{protocol}://{parts.netloc}{parts.path}".rstrip("/"), parts.query)

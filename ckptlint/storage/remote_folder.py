@@ -16,7 +16,7 @@ from ckptlint.errors import AccessError
 from ckptlint.model import FileState
 from ckptlint.model.text import printable
 from ckptlint.storage.folder import READ_BLOCK, Folder
-from ckptlint.storage.requests import WORKERS, CutShortError, attempted, is_absent, pool, reason
+from ckptlint.storage.requests import WORKERS, CutShortError, is_absent, pool, reason, with_retries
 
 _PAGE = 64 * 1024
 
@@ -81,7 +81,7 @@ class RemoteFolder(Folder):
         return io.BufferedReader(_Reader(partial(self._bytes, name), self.size(name)), _PAGE)
 
     def _looks(self, relatives: Sequence[str]) -> Iterator[tuple[FileState, int | None]]:
-        return pool(self.protocol).map(self.look_at, relatives)
+        return pool(self.protocol).map(self.stat, relatives)
 
     def _bytes(self, name: str, start: int, stop: int) -> bytes:
         if start >= stop:
@@ -94,7 +94,7 @@ class RemoteFolder(Folder):
             return data
 
         try:
-            return attempted(whole, stop - start)
+            return with_retries(whole, stop - start)
         except Exception as error:
             what = f"{printable(name)} in {self.source}"
             if is_absent(error):

@@ -115,7 +115,7 @@ def _made(protocol: str, _process: int) -> Any:
     except Exception as error:  # each library has its own way to say that credentials are missing
         raise AccessError(f"{protocol}:// cannot be used: {reason(error, protocol)}") from None
     if "s3" in names:
-        made.retries = 1  # `attempted` makes the attempts, for all stores alike
+        made.retries = 1  # `with_retries` makes the attempts, for all stores alike
         if hasattr(made, "_list_pages"):  # in an older s3fs the time alone ends a listing
             made._list_pages = partial(_pages, made._list_pages)
     return made
@@ -224,7 +224,7 @@ class SlowError(OSError):
 _patience = mmap.mmap(-1, 16)  # two numbers that forked processes share: of the path, and of the seconds spent on it
 
 
-def be_patient_again() -> None:
+def reset_time_budget() -> None:
     """Begin to count anew what is spent of `PATIENCE_SECONDS`; what still waits for the path before counts no more."""
     _patience[:] = struct.pack("qd", _path() + 1, 0)
 
@@ -252,7 +252,7 @@ _NO_CREDENTIALS |= {"NoAuthTokenError", "TokenRetrievalError", "UnauthorizedSSOT
 _NO_CREDENTIALS |= {"DefaultCredentialsError", "RefreshError", "ClientAuthenticationError", "LocalTokenNotFoundError"}
 
 
-def attempted(work: Callable[[], _T], count: int = 0) -> _T:
+def with_retries(work: Callable[[], _T], count: int = 0) -> _T:
     """The result of `work`, tried again while it fails for a reason that may pass, but not after two silences.
 
     Args:

@@ -14,7 +14,7 @@ from ckptlint.storage.folder import Folder
 from ckptlint.storage.listing import FolderEntry, Listing
 from ckptlint.storage.paths import is_safe, shown
 from ckptlint.storage.remote_folder import RemoteFolder
-from ckptlint.storage.requests import RangesError, attempted, filesystem, is_absent, longest, pool, reason
+from ckptlint.storage.requests import RangesError, filesystem, is_absent, longest, pool, reason, with_retries
 
 ASKED = (
     ".metadata",
@@ -101,7 +101,7 @@ class WebFolder(RemoteFolder):
             raise AccessError(f"{printable(name)} in {self.display} is missing or has no known size")
         return size
 
-    def look_at(self, relative: str) -> tuple[FileState, int | None]:
+    def stat(self, relative: str) -> tuple[FileState, int | None]:
         if not is_safe(relative):
             return "unsafe-path", None
         size = self._ask(relative)
@@ -119,7 +119,7 @@ class WebFolder(RemoteFolder):
         """The size of a file, None when the server does not tell, False when there is no such file."""
         if name not in self._sizes:
             try:
-                size: int | bool | None = attempted(lambda: self._request("HEAD", name)[0])
+                size: int | bool | None = with_retries(lambda: self._request("HEAD", name)[0])
             except Exception as error:
                 if not is_absent(error):
                     what = f"{printable(name)} in {self.source}" if name != _NEVER_THERE else self.source

@@ -36,7 +36,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ckptlint.live.collect import compat
-from ckptlint.live.collect.extract import HeldChunk, extract
+from ckptlint.live.collect.extract import RankChunk, extract
 
 pytestmark = pytest.mark.ci
 
@@ -68,12 +68,12 @@ def forbid_communication(monkeypatch: pytest.MonkeyPatch) -> None:
                 monkeypatch.setattr(kind, name, raises)
 
 
-def one(state: dict[Any, Any]) -> HeldChunk:
+def one(state: dict[Any, Any]) -> RankChunk:
     (item,) = extract(state)
     return item
 
 
-def said(items: list[HeldChunk]) -> list[tuple[str, str]]:
+def said(items: list[RankChunk]) -> list[tuple[str, str]]:
     return [(code, text.replace("{of}", f" of {item.fqn}")) for item in items for code, text, _ in item.problems]
 
 
@@ -93,7 +93,7 @@ def planned(plan: SavePlan) -> list[tuple[Any, ...]]:
     return sorted(rows)
 
 
-def held(items: list[HeldChunk]) -> list[tuple[Any, ...]]:
+def held(items: list[RankChunk]) -> list[tuple[Any, ...]]:
     rows = [
         (item.fqn,) if item.kind == "object" else (item.fqn, item.dtype, item.shape, item.offsets, item.sizes)
         for item in items

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import examples
 
-from ckptlint.live.collect.extract import HeldChunk
+from ckptlint.live.collect.extract import RankChunk
 from ckptlint.live.compare import fingerprints as fp
 
-CHUNK = HeldChunk("w", "tensor", "plain", "float32", (4,), (0,), (4,), 0, 0, None)
+CHUNK = RankChunk("w", "tensor", "plain", "float32", (4,), (0,), (4,), 0, 0, None)
 
 
 @st.composite
@@ -37,11 +37,11 @@ def tilings(draw: Any, empty: bool = True) -> tuple[tuple[int, ...], list[tuple[
     return shape, boxes
 
 
-def held(shape: tuple[int, ...], boxes: list[Any], **changes: Any) -> list[HeldChunk]:
+def held(shape: tuple[int, ...], boxes: list[Any], **changes: Any) -> list[RankChunk]:
     return [CHUNK._replace(shape=shape, offsets=offsets, sizes=sizes, **changes) for offsets, sizes in boxes]
 
 
-def words(rows: list[HeldChunk]) -> Any:
+def words(rows: list[RankChunk]) -> Any:
     records = fp.chunk_rows(rows, [0] * len(rows), {})
     return fp.tiling(records, fp.marks(records, True))
 
@@ -129,7 +129,7 @@ def test_shape_dtype_kind_and_rank_are_part_of_the_sum() -> None:
 def test_copies_of_a_known_number_are_compared_without_a_table() -> None:
     rows = [CHUNK._replace(writer="dtensor", replica=i, copies=3) for i in range(3)]
 
-    def compared(rows: list[HeldChunk], digests: list[int]) -> bool:
+    def compared(rows: list[RankChunk], digests: list[int]) -> bool:
         records = fp.chunk_rows(rows, digests, {})
         return bool(fp.tiling(records, fp.marks(records, True))[2].any())
 

@@ -21,7 +21,7 @@ import pytest
 from support import REAL, examples, run, sweep_only
 
 import ckptlint
-from ckptlint.analysis.holdings import holdings_of
+from ckptlint.analysis.rank_contents import rank_contents_of
 from ckptlint.lint.registry import load_rules
 from ckptlint.lint.report import Report
 from ckptlint.model.layout import Box
@@ -315,7 +315,7 @@ def test_a_healthy_page_shows_who_holds_what() -> None:
     report = ckptlint.check(REAL / "megatron_tp2_pp2")
     text = html.render(report, Style())
     (drawn,) = re.findall(r'<section class="holdings".*?</section>', text, re.DOTALL)
-    held = holdings_of(report.checkpoints[0].checkpoint)
+    held = rank_contents_of(report.checkpoints[0].checkpoint)
     page, (shown, left) = Page(drawn), ranks.folded(held)
     labels = [text for tag, text in page.texts if tag == "th"]
     assert labels[3:] == [label for label, _ in shown] == ["ranks 0-1", "rank 2", "rank 3"] and left == 0

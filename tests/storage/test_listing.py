@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ckptlint.model.text import printable
 from ckptlint.storage.listing import FolderEntry, Listing, is_plain
 from ckptlint.storage.paths import is_safe
-from ckptlint.vocabulary.litter import is_litter
+from ckptlint.vocabulary.litter import is_system_file
 
 NAMES = st.one_of(
     st.from_regex(r"__[0-9]{1,3}_[01]\.distcp", fullmatch=True),
@@ -49,7 +49,7 @@ def test_it_is_a_mapping_in_order_of_name(entries: dict[str, FolderEntry], asked
 @given(NAMES)
 def test_a_plain_name_is_safe_printable_and_no_litter(name: str) -> None:
     if is_plain(name):
-        assert is_safe(name) and printable(name) == name and not is_litter(name)
+        assert is_safe(name) and printable(name) == name and not is_system_file(name)
 
 
 def test_a_name_that_a_column_would_cut_is_not_found() -> None:

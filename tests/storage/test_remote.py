@@ -296,9 +296,9 @@ def test_all_kinds_of_folders_read_alike(folders: list[Folder]) -> None:
             assert (file.seek(end + 5), file.read(1), file.seek(3), file.read()) == (end + 5, b"", 3, whole[3:])
         with pytest.raises(AccessError):
             folder.read("nothing", 10)
-        assert folder.look_at("__1_0.distcp") == ("ok", end)
-        assert folder.look_at("__9_0.distcp") == ("absent", None)
-        assert folder.look_at("../edit_base/__1_0.distcp") == ("unsafe-path", None)
+        assert folder.stat("__1_0.distcp") == ("ok", end)
+        assert folder.stat("__9_0.distcp") == ("absent", None)
+        assert folder.stat("../edit_base/__1_0.distcp") == ("unsafe-path", None)
 
 
 def test_ranges_that_lie_together_are_one_request(s3: Server, put: Callable[..., str], tmp_path: Path) -> None:

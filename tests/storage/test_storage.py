@@ -391,14 +391,14 @@ def test_many_files_are_looked_at_as_few_are(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "outside.distcp").symlink_to(tmp_path.parent)
     names = [*(f"__{number}_0.distcp" for number in range(42)), "link.distcp", "dangling.distcp", "../escape"]
     few = LocalFolder(tmp_path)
-    expected = few.entries, [column.tolist() for column in few.looks_at(names)]
+    expected = few.entries, [column.tolist() for column in few.stat_many(names)]
     monkeypatch.setattr(local, "_MANY", 4)
     monkeypatch.setattr(local, "_PART", 3)
     monkeypatch.setattr(local, "_SLOW", 0)
     told: list[tuple[str, int, int]] = []
     with progress.listening(lambda *far: told.append(far)):
         many = LocalFolder(tmp_path)
-        assert (many.entries, [column.tolist() for column in many.looks_at(names)]) == expected
+        assert (many.entries, [column.tolist() for column in many.stat_many(names)]) == expected
     assert told[-1] == ("files", 5, 5)  # those that the listing does not tell
 
 

@@ -217,7 +217,7 @@ def _planned(ckpt: Checkpoint, tensor: Tensor, region: Box) -> tuple[int, ...]:
 def _plan_rows(ckpt: Checkpoint) -> Mapping[str, IntArray]:
     """Key -> the rows of the plans that are about it; {} unless they are of this very state, before deduplication."""
     plans = ckpt.save_plans
-    if plans is None or not ckpt.is_megatron or set(plans.fqns) != set(ckpt.records.fqns):
+    if plans is None or not ckpt.is_torch_dist or set(plans.fqns) != set(ckpt.records.fqns):
         return {}
     order = np.argsort(plans.fqn, kind="stable")
     bounds = np.searchsorted(plans.fqn[order], np.arange(len(plans.fqns) + 1))

@@ -175,7 +175,7 @@ def judged_shapes(ckpt: Checkpoint) -> Collection[str]:
 
 
 @fact
-def told_keys(ckpt: Checkpoint) -> Mapping[str, str]:
+def keys_reported(ckpt: Checkpoint) -> Mapping[str, str]:
     """Key, as expected or as stored -> the rule that finds, without a doubt, that it is missing or beyond the model."""
     fit = config_fit(ckpt)
     if isinstance(fit, str):
@@ -186,7 +186,7 @@ def told_keys(ckpt: Checkpoint) -> Mapping[str, str]:
 
 
 @fact
-def told_shapes(ckpt: Checkpoint) -> Mapping[str, Shape]:
+def shapes_reported(ckpt: Checkpoint) -> Mapping[str, Shape]:
     """Stored key -> the shape that a configuration gives it and it does not have, which CFG003 reports."""
     fit = config_fit(ckpt)
     return {} if isinstance(fit, str) else {item.tensor.fqn: item.expected.shape for item in fit.shapes}
@@ -202,7 +202,7 @@ def expectations(ckpt: Checkpoint) -> tuple[Expected, ...] | str:
         most = max(_FEW, _MORE * len(ckpt.tensors))  # more is another model's
         if ckpt.format == "megatron-legacy":
             return megatron.rank_models(values, source, most)
-        if ckpt.is_megatron:
+        if ckpt.is_torch_dist:
             return megatron.megatron_models(values, source, megatron.layer_naming(ckpt.tensors), most)
         if source == MISTRAL_CONFIG:
             return mistral.mistral_models(values, source)
@@ -227,7 +227,7 @@ def _held(ckpt: Checkpoint) -> Fit | str:
     forms = expectations(ckpt)
     if isinstance(forms, str):
         return forms
-    if ckpt.is_of_megatron and ckpt.partial:
+    if ckpt.has_megatron_names and ckpt.partial:
         return "the metadata describes a part of a save"
     if len(contradictions(ckpt)) >= 2:
         return f"{forms[0].source} belongs to another model (COM008)"
@@ -237,7 +237,7 @@ def _held(ckpt: Checkpoint) -> Fit | str:
     pairing = best_pairing(forms, [weight_of.get(name, name) for name in names])
     stored = {name: codes.get(key, key) for name, key in pairing.stored.items()}
     pairing = replace(pairing, stored=stored, unknown=[codes.get(name, name) for name in pairing.unknown])
-    if not (_is_whole(pairing) if ckpt.is_of_megatron else pairing.fits):
+    if not (_is_whole(pairing) if ckpt.has_megatron_names else pairing.fits):
         return f"the keys here are not those of model_type {forms[0].model_type} in {forms[0].source}"
     return _Judge(ckpt, pairing).fit()
 
@@ -261,7 +261,7 @@ def foreign_sizes(ckpt: Checkpoint) -> tuple[Contradiction, ...]:
     arguments belong to another model.
     """
     fit = _held(ckpt)
-    if isinstance(fit, str) or not ckpt.is_of_megatron or not fit.shapes:
+    if isinstance(fit, str) or not ckpt.has_megatron_names or not fit.shapes:
         return ()
     seen: dict[str, set[int]] = defaultdict(set)
     declared: dict[str, int] = {}
@@ -523,7 +523,7 @@ class _Judge:
 
     def _is_value_head(self, name: str) -> bool:
         """Whether a key is of an output layer of one row, as a critic or a reward model has it instead of its own."""
-        head = self.ckpt.tensors.get("output_layer.weight") if self.ckpt.is_of_megatron else None
+        head = self.ckpt.tensors.get("output_layer.weight") if self.ckpt.has_megatron_names else None
         return name.startswith("output_layer.") and head is not None and head.global_shape[:1] == (1,)
 
     def _is_quantised(self, name: str) -> bool:
@@ -540,7 +540,7 @@ class _Judge:
 
         A library writes all fields of a model that are not at their default, with its own version.
         """
-        if "transformers_version" in self.config or self.ckpt.config is None or self.ckpt.is_of_megatron:
+        if "transformers_version" in self.config or self.ckpt.config is None or self.ckpt.has_megatron_names:
             return ()
         given = set(self.config) | {inner for part in self.config.values() if isinstance(part, dict) for inner in part}
         named = (name for name in self.pairing.expected.fields if name not in _LABELS)

@@ -19,7 +19,7 @@ _VERSIONS = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Holders:
+class KeyRows:
     """The rows of one key.
 
     Attributes:
@@ -32,14 +32,14 @@ class Holders:
     live: IntArray
 
 
-def holders(table: RankTable) -> Iterator[Holders]:
+def holders(table: RankTable) -> Iterator[KeyRows]:
     """The rows of each key, in order of its name."""
     order = np.lexsort((table.rank, table.fqn))
     is_live = np.asarray((table.sizes > 0).all(axis=1))
     changes = np.flatnonzero(table.fqn[order][1:] != table.fqn[order][:-1]) + 1
     groups = np.split(order, changes) if len(order) else []
     for rows in sorted(groups, key=lambda rows: table.fqns[int(table.fqn[rows[0]])]):
-        yield Holders(table.fqns[int(table.fqn[rows[0]])], rows, rows[is_live[rows]])
+        yield KeyRows(table.fqns[int(table.fqn[rows[0]])], rows, rows[is_live[rows]])
 
 
 def described_row(table: RankTable, row: int) -> tuple[str, str, tuple[int, ...]]:
@@ -62,7 +62,7 @@ def agree(table: RankTable, rows: IntArray) -> bool:
     return bool(same and (table.global_shape[rows] == table.global_shape[rows[:1]]).all())
 
 
-def owners(table: RankTable, held: Holders) -> IntArray:
+def owners(table: RankTable, held: KeyRows) -> IntArray:
     """Rows whose chunk is written: declared ones, and of equal undeclared chunks the lowest rank's."""
     rows = held.live[table.replica[held.live] <= 0]
     undeclared = rows[table.replica[rows] < 0]
@@ -74,7 +74,7 @@ def owners(table: RankTable, held: Holders) -> IntArray:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class HeldCell:
+class ChunkCopies:
     """The copies of one chunk or object: rows of one key with equal boxes that hold elements, by rank."""
 
     fqn: str
@@ -83,7 +83,7 @@ class HeldCell:
     is_whole: bool
 
 
-def cells(table: RankTable) -> Iterator[HeldCell]:
+def cells(table: RankTable) -> Iterator[ChunkCopies]:
     """The chunks, each with its copies, of the keys whose holders agree what it is and find no fault with their own."""
     flawed = _flawed(table)
     for held in holders(table):
@@ -95,10 +95,10 @@ def cells(table: RankTable) -> Iterator[HeldCell]:
         for rows in np.split(held.live[order], np.flatnonzero(np.diff(number.reshape(-1)[order])) + 1):
             shape = described_row(table, int(rows[0]))[2]
             place = box_of_row(table, int(rows[0]))
-            yield HeldCell(held.fqn, place, rows, place.sizes == shape)
+            yield ChunkCopies(held.fqn, place, rows, place.sizes == shape)
 
 
-def digest_groups(table: RankTable, cell: HeldCell) -> list[IntArray]:
+def digest_groups(table: RankTable, cell: ChunkCopies) -> list[IntArray]:
     """Rows of the copies whose contents were hashed, those with equal contents together, the largest group first."""
     known = cell.rows[table.digest[cell.rows] != 0]
     groups = [known[table.digest[known] == digest] for digest in np.unique(table.digest[known]).tolist()]
@@ -131,7 +131,7 @@ def at_ranks(table: RankTable, fqn: str, rows: Iterable[int]) -> Location:
     return Location(fqn, label=named_ranks(ranks), ranks=tuple(ranks))
 
 
-def at_cell(ckpt: Checkpoint, cell: HeldCell, rows: Iterable[int]) -> Location:
+def at_cell(ckpt: Checkpoint, cell: ChunkCopies, rows: Iterable[int]) -> Location:
     """The chunk, and the ranks of some of its rows; its tensor is drawn where the ranks agree on it."""
     assert ckpt.ranks is not None
     tensor = ckpt.tensors.get(cell.fqn)
@@ -139,7 +139,7 @@ def at_cell(ckpt: Checkpoint, cell: HeldCell, rows: Iterable[int]) -> Location:
     return replace(at_ranks(ckpt.ranks, cell.fqn, rows), tensor=tensor, region=region)
 
 
-def versions(table: RankTable, cell: HeldCell, groups: Sequence[IntArray], noun: str) -> tuple[Note, ...]:
+def versions(table: RankTable, cell: ChunkCopies, groups: Sequence[IntArray], noun: str) -> tuple[Note, ...]:
     """Notes on who holds which of several contents, in order of ranks, and where the first two differ.
 
     Args:

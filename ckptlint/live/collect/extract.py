@@ -69,7 +69,7 @@ _CHECKPOINTABLE = ("__create_chunk_list__", "shape", "dtype")
 _REPLICA_BITS = 20
 
 
-class HeldChunk(NamedTuple):
+class RankChunk(NamedTuple):
     """One chunk, or one object, that this rank holds.
 
     Attributes:
@@ -125,7 +125,7 @@ _Parts = dict[object, tuple[Any, "_Part | None"]]
 
 def extract(
     state_dict: Mapping[Any, Any], *, resolve_stateful: bool = True, limit: Limit | None = None
-) -> list[HeldChunk]:
+) -> list[RankChunk]:
     """All chunks and objects of this rank, in the order of the state dict.
 
     Args:
@@ -137,7 +137,7 @@ def extract(
         OutOfTime: the limit is reached.
     """
     limit = limit or Limit()
-    held: list[HeldChunk] = []
+    held: list[RankChunk] = []
     paths: dict[str, tuple[Any, ...]] = {}
     parts: _Parts = {}
     found: list[_Leaf] = []
@@ -243,24 +243,24 @@ def _kind(value: Any) -> _Kind:
     return "chunk_list" if hasattr(value, "__create_chunk_list__") else "plain_tensor"
 
 
-def _plain_tensor(fqn: str, tensor: torch.Tensor) -> HeldChunk:
+def _plain_tensor(fqn: str, tensor: torch.Tensor) -> RankChunk:
     shape = tuple(tensor.shape)
-    return HeldChunk(fqn, "tensor", "plain", _dtype(tensor.dtype), shape, (0,) * len(shape), shape, -1, 0, tensor)
+    return RankChunk(fqn, "tensor", "plain", _dtype(tensor.dtype), shape, (0,) * len(shape), shape, -1, 0, tensor)
 
 
-def _plain_object(fqn: str, value: Any) -> HeldChunk:
-    return HeldChunk(fqn, "object", "plain", "", (1,), (0,), (1,), -1, 0, value)
+def _plain_object(fqn: str, value: Any) -> RankChunk:
+    return RankChunk(fqn, "object", "plain", "", (1,), (0,), (1,), -1, 0, value)
 
 
-def _mcore_object(value: Any) -> HeldChunk:
+def _mcore_object(value: Any) -> RankChunk:
     shape, offsets = tuple(value.global_shape), tuple(value.global_offset)
     cell = (1,) * len(shape)
     problems = _bounds(shape, offsets, cell)
     replica = _replica(value.replica_id)
-    return HeldChunk(value.key, "object", "mcore", "", shape, offsets, cell, replica, 0, value.data, problems=problems)
+    return RankChunk(value.key, "object", "mcore", "", shape, offsets, cell, replica, 0, value.data, problems=problems)
 
 
-def _mcore_tensor(fqn: str, value: Any) -> HeldChunk:
+def _mcore_tensor(fqn: str, value: Any) -> RankChunk:
     """One chunk of a Megatron-Core ShardedTensor.
 
     Source:
@@ -286,7 +286,7 @@ def _mcore_tensor(fqn: str, value: Any) -> HeldChunk:
     problems += _bounds(shape, offsets, sizes)
     replica = _replica(value.replica_id)
     dtype = _dtype(value.dtype)
-    return HeldChunk(fqn, "tensor", "mcore", dtype, shape, offsets, sizes, replica, 0, data, problems=problems)
+    return RankChunk(fqn, "tensor", "mcore", dtype, shape, offsets, sizes, replica, 0, data, problems=problems)
 
 
 def _regular_grid(value: Any, sizes: Shape) -> tuple[Flaw, ...]:
@@ -321,7 +321,7 @@ def _replica(replica_id: Any) -> int:
     return 1 + packed % (1 << 62)
 
 
-def _sharded_tensor(fqn: str, value: Any) -> list[HeldChunk]:
+def _sharded_tensor(fqn: str, value: Any) -> list[RankChunk]:
     """The shards of a torch ShardedTensor on this rank (FSDP1, torchrec; Megatron-Core makes them too).
 
     Source:
@@ -354,20 +354,20 @@ def _sharded_tensor(fqn: str, value: Any) -> list[HeldChunk]:
         if data.dtype != dtype:
             problems += (_payload_dtype(data.dtype, dtype),)
         if mcore is None:
-            item = HeldChunk(fqn, "tensor", "sharded_tensor", _dtype(dtype), shape, offsets, sizes, -1, 0, data, view)
+            item = RankChunk(fqn, "tensor", "sharded_tensor", _dtype(dtype), shape, offsets, sizes, -1, 0, data, view)
         else:
             replica = _replica(mcore.replica_id)
-            item = HeldChunk(fqn, "tensor", "mcore", _dtype(dtype), shape, offsets, sizes, replica, 0, data)
+            item = RankChunk(fqn, "tensor", "mcore", _dtype(dtype), shape, offsets, sizes, replica, 0, data)
         found.append(item._replace(problems=problems) if problems else item)
     return found
 
 
-def _chunk_list(fqn: str, value: Any) -> list[HeldChunk]:
+def _chunk_list(fqn: str, value: Any) -> list[RankChunk]:
     """The chunks of a tensor that lists them itself; those of Megatron-Core's container know their owner."""
     shards = getattr(value, "_local_shards", None)
     if shards and all(hasattr(shard, "_sh_ten") for shard in shards):
         return [_mcore_tensor(fqn, shard._sh_ten) for shard in shards]
-    item = HeldChunk(fqn, "tensor", "chunk_list", _dtype(value.dtype), tuple(value.shape), (), (), -1, 0, value)
+    item = RankChunk(fqn, "tensor", "chunk_list", _dtype(value.dtype), tuple(value.shape), (), (), -1, 0, value)
     return _several(item, _chunks(value))
 
 
@@ -375,7 +375,7 @@ def _chunks(value: Any) -> list[_Box]:
     return [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in value.__create_chunk_list__()]
 
 
-def _several(item: HeldChunk, boxes: list[_Box]) -> list[HeldChunk]:
+def _several(item: RankChunk, boxes: list[_Box]) -> list[RankChunk]:
     """The chunks at these boxes, each with its shard of the data, or the data where there is one of each."""
     shards = getattr(item.data, "_local_shards", None) or [item.data]
     if len(shards) != len(boxes):
@@ -391,7 +391,7 @@ def _several(item: HeldChunk, boxes: list[_Box]) -> list[HeldChunk]:
 # ---------------------------------------------------------------- DTensor
 
 
-def _dtensor(fqn: str, value: Any, parts: _Parts) -> list[HeldChunk]:
+def _dtensor(fqn: str, value: Any, parts: _Parts) -> list[RankChunk]:
     """The chunks of a DTensor on this rank, as DCP would write them.
 
     Source:
@@ -418,7 +418,7 @@ def _dtensor(fqn: str, value: Any, parts: _Parts) -> list[HeldChunk]:
         said = f"is {shape_text(local.shape)}, but {part.declared} gives {shape_text(part.sizes)}"
         problems += (_problem("LIV101", f"the local tensor{{of}} {said}"),)
     where = part.shape, part.offsets, part.sizes, part.replica, part.copies
-    return [HeldChunk(fqn, "tensor", "dtensor", _dtype(local.dtype), *where, local, b"", problems)]
+    return [RankChunk(fqn, "tensor", "dtensor", _dtype(local.dtype), *where, local, b"", problems)]
 
 
 def _part(value: Any, spec: Any, shape: Shape) -> _Part | None:
@@ -453,7 +453,7 @@ def _part(value: Any, spec: Any, shape: Shape) -> _Part | None:
     return _Part(shape, offsets, sizes, replica, copies, declared, problems, order)
 
 
-def _overridden(fqn: str, value: Any, part: _Part) -> list[HeldChunk]:
+def _overridden(fqn: str, value: Any, part: _Part) -> list[RankChunk]:
     """The chunks of a DTensor whose local tensor states its own place (Megatron-FSDP, LocalShardsWrapper)."""
     local = value._local_tensor
     placed = [(part.offsets, part.sizes)]
@@ -469,7 +469,7 @@ def _overridden(fqn: str, value: Any, part: _Part) -> list[HeldChunk]:
     boxes = written or _live(read)
     if len(boxes) == 1 and not hasattr(local, "_local_shards"):
         problems += _against_placements(value, boxes[0], part)
-    item = HeldChunk(
+    item = RankChunk(
         fqn, "tensor", "dtensor", _dtype(local.dtype), part.shape, (), (), part.replica, part.copies, local
     )
     return _several(item._replace(problems=problems), boxes)
@@ -501,7 +501,7 @@ def _boxes(boxes: list[_Box]) -> str:
     return " ".join(str(Box(*box)) for box in boxes[:3]) + " ..." * (len(boxes) > 3) or "nothing"
 
 
-_READERS: dict[_Kind, Callable[[str, Any, _Parts], list[HeldChunk]]] = {
+_READERS: dict[_Kind, Callable[[str, Any, _Parts], list[RankChunk]]] = {
     "object": lambda fqn, value, _: [_plain_object(fqn, value)],
     "plain_tensor": lambda fqn, value, _: [_plain_tensor(fqn, value)],
     "dtensor": _dtensor,
@@ -517,7 +517,7 @@ _READERS: dict[_Kind, Callable[[str, Any, _Parts], list[HeldChunk]]] = {
 # ---------------------------------------------------------------- problems
 
 
-def findings_of(held: Iterable[HeldChunk], rank: int) -> list[RankFinding]:
+def findings_of(held: Iterable[RankChunk], rank: int) -> list[RankFinding]:
     """The problems of what a rank holds, as findings for the other ranks."""
     return [
         RankFinding(rank, item.fqn, problem.code, problem.text, voids="chunks" if problem.voids else "")
@@ -533,7 +533,7 @@ def _problem(code: str, sentence: str, voids: bool = True) -> Flaw:
     return Flaw(code, encoded[: _SENTENCE - 3].decode(errors="ignore") + "...", voids)
 
 
-def _with_freed(item: HeldChunk) -> HeldChunk:
+def _with_freed(item: RankChunk) -> RankChunk:
     """The same, with LIV111 where its memory was freed."""
     if not isinstance(item.data, torch.Tensor) or (sizes := freed_bytes(item.data)) is None:
         return item
@@ -564,11 +564,11 @@ def _dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _with_unsharded_states(held: list[HeldChunk]) -> list[HeldChunk]:
+def _with_unsharded_states(held: list[RankChunk]) -> list[RankChunk]:
     """The same, with LIV109 on optimizer states that hold one shard of their parameter as a plain tensor."""
     plain = ((i, item) for i, item in enumerate(held) if item.writer == "plain" and item.kind == "tensor")
     states = {i: path for i, item in plain if (path := _param_of_state(item))}
-    params: dict[str, list[HeldChunk]] = {}
+    params: dict[str, list[RankChunk]] = {}
     for item in held if states else ():
         if item.writer == "dtensor" and item.sizes != item.shape and (key := parse(item.fqn)).kind == "model":
             params.setdefault(key.path, []).append(item)
@@ -582,7 +582,7 @@ def _with_unsharded_states(held: list[HeldChunk]) -> list[HeldChunk]:
     return held
 
 
-def _param_of_state(item: HeldChunk) -> str:
+def _param_of_state(item: RankChunk) -> str:
     """The path of the parameter of which this plain tensor is an optimizer state, element by element; or ""."""
     if prod(item.shape) < 2:
         return ""

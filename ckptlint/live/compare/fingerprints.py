@@ -19,7 +19,7 @@ from ckptlint.model.layout import BoolArray, IntArray
 from ckptlint.seals.digests import GOLD, Words, mix
 
 if TYPE_CHECKING:
-    from ckptlint.live.collect.extract import HeldChunk
+    from ckptlint.live.collect.extract import RankChunk
 
 
 BUCKETS = 4096
@@ -95,7 +95,7 @@ def hashed(text: str | bytes) -> int:
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
 
 
-def chunk_rows(held: Sequence[HeldChunk], digests: Sequence[int] | Words, keys: dict[str, int]) -> Records:
+def chunk_rows(held: Sequence[RankChunk], digests: Sequence[int] | Words, keys: dict[str, int]) -> Records:
     """Columns of what was extracted.
 
     Args:

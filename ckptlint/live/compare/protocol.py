@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from ckptlint.analysis.ranks.held_by_ranks import HeldCell, cells, digest_groups
-from ckptlint.analysis.step_change import Holding
+from ckptlint.analysis.ranks.held_by_ranks import ChunkCopies, cells, digest_groups
+from ckptlint.analysis.step_change import StoredKey
 from ckptlint.analysis.step_change import changes as step_changes
 from ckptlint.dataclass import dataclass
 from ckptlint.live.compare import fingerprints as fp
@@ -33,7 +33,7 @@ from ckptlint.model.text import plural, printable
 from ckptlint.seals.digests import Words
 
 if TYPE_CHECKING:
-    from ckptlint.live.collect.extract import HeldChunk
+    from ckptlint.live.collect.extract import RankChunk
 
 VERSION = 4
 """Of the words on the wire: ranks of different versions do not compare."""
@@ -341,7 +341,7 @@ def no_table(world: int, *findings: RankFinding) -> RankTable:
     return _table(world, 0, [], findings)
 
 
-def table_of(held: Sequence[Sequence[HeldChunk]]) -> RankTable:
+def table_of(held: Sequence[Sequence[RankChunk]]) -> RankTable:
     """What the ranks hold, one list of chunks for each, as a table for the rules; nothing of it was compared."""
     every = [fp.chunk_rows(items, [0] * len(items), {}) for items in held]
     width = max((rows.offsets.shape[1] for rows in every), default=0)
@@ -402,7 +402,7 @@ def _differences(group: RankGroup, local: RankInput, table: RankTable) -> dict[t
     return found
 
 
-def _held_at(local: RankInput, cell: HeldCell) -> Any:
+def _held_at(local: RankInput, cell: ChunkCopies) -> Any:
     """What this rank holds of a chunk."""
     rows, width = local.rows, len(cell.box.sizes)
     for i, fqn in enumerate(rows.fqns if local.contents else ()):
@@ -465,10 +465,10 @@ def _changes(
     return True, findings
 
 
-def _named(rows: fp.Records, by_key: fp.Entries, numbers: Words) -> dict[str, Holding]:
+def _named(rows: fp.Records, by_key: fp.Entries, numbers: Words) -> dict[str, StoredKey]:
     """Which of these keys this rank holds -> dtype and global shape."""
     at = by_key.row[np.isin(by_key.key, numbers)]
     return {
-        rows.fqns[i]: Holding(rows.dtypes[i] or "object", tuple(rows.global_shape[i, : rows.ndim[i]].tolist()))
+        rows.fqns[i]: StoredKey(rows.dtypes[i] or "object", tuple(rows.global_shape[i, : rows.ndim[i]].tolist()))
         for i in at.tolist()
     }

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptlint.errors import CheckpointError
 from ckptlint.live import api
-from ckptlint.live.collect.extract import HeldChunk, extract, findings_of, resolved
+from ckptlint.live.collect.extract import RankChunk, extract, findings_of, resolved
 from ckptlint.live.compare import protocol
 from ckptlint.model import RankTable
 from ckptlint.model.text import named_ranks
@@ -141,14 +141,14 @@ def compare(plans: Sequence[Any]) -> RankTable:
     return protocol.table_of([[_held(item) for item in plan.items if item.index.fqn in torn] for plan in plans])
 
 
-def _held(item: Any) -> HeldChunk:
+def _held(item: Any) -> RankChunk:
     """What a WriteItem says that a rank holds; who writes it is decided later."""
     data = item.tensor_data
     if data is None:
-        return HeldChunk(item.index.fqn, "object", "plain", "", (1,), (0,), (1,), -1, 0, None)
+        return RankChunk(item.index.fqn, "object", "plain", "", (1,), (0,), (1,), -1, 0, None)
     dtype = str(data.properties.dtype).removeprefix("torch.")
     shape, chunk = tuple(data.size), data.chunk
-    return HeldChunk(
+    return RankChunk(
         item.index.fqn, "tensor", "plain", dtype, shape, tuple(chunk.offsets), tuple(chunk.sizes), -1, 0, None
     )
 

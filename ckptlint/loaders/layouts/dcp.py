@@ -14,7 +14,7 @@ from ckptlint.loaders.readers.megatron import CONFIG_FILE
 from ckptlint.model import StepState
 from ckptlint.sandbox import isolated
 from ckptlint.storage.folder import Folder
-from ckptlint.vocabulary.litter import is_litter
+from ckptlint.vocabulary.litter import is_system_file
 from ckptlint.vocabulary.metadata_files import METADATA, RANK_METADATA
 
 _TEXT_LIMIT = 1024**2
@@ -56,7 +56,7 @@ def has_payload(folder: Folder) -> str:
     plain = folder.entries.payload[:1].tolist()
     if plain:
         return str(plain[0].decode())
-    return next((name for name in folder.files_beside() if name.endswith(".distcp") and not is_litter(name)), "")
+    return next((name for name in folder.files_beside() if name.endswith(".distcp") and not is_system_file(name)), "")
 
 
 def _whole(folder: Folder) -> Evidence | None:

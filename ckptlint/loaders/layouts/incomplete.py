@@ -34,7 +34,7 @@ def _read(found: Found, _look_at_files: bool) -> Checkpoint:
     count = payload or 1
     if folder.has(UNFINISHED_METADATA) and evidence != UNFINISHED_METADATA:
         evidence, count = f"{evidence} and {UNFINISHED_METADATA}", 2
-    state = _NO_METADATA.get(folder.look_at(METADATA)[0], "is missing")
+    state = _NO_METADATA.get(folder.stat(METADATA)[0], "is missing")
     return unfinished(folder, f"{METADATA} {state}, {evidence} {verb(count, 'is')} there", METADATA)
 
 

@@ -12,7 +12,7 @@ from ckptlint.model import Checkpoint, Problem
 from ckptlint.model.text import printable
 from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.frameworks import world
-from ckptlint.vocabulary.litter import is_litter
+from ckptlint.vocabulary.litter import is_system_file
 
 _ZARR = "zarr (Megatron-Core <= 0.15)"
 
@@ -24,7 +24,7 @@ def _hint(name: str) -> str:
 
 def unsupported(folder: Folder) -> Evidence | None:
     """A known format that ckptlint does not check, or None."""
-    files = [name for name in folder.files_beside() if not (name.endswith(".distcp") or is_litter(name))]
+    files = [name for name in folder.files_beside() if not (name.endswith(".distcp") or is_system_file(name))]
     folders = [name for name in folder.folders() if not (is_rank_folder(name) and legacy_file(folder))]
     for known in world().unread:
         found = None if known.alone else _first(files, known.files) or _first(folders, known.folders)
@@ -78,14 +78,14 @@ def _zarr(folder: Folder) -> str | None:
 def _paddle(folder: Folder) -> Evidence | None:
     """Its payload files are called as DCP's are, so it is asked for before a DCP save that lost its metadata."""
     paddle = next(known for known in world().unread if known.name == "PaddlePaddle")
-    found = _first([name for name in folder.files_beside() if not is_litter(name)], paddle.files)
+    found = _first([name for name in folder.files_beside() if not is_system_file(name)], paddle.files)
     return None if found is None else Evidence(found, paddle.name)
 
 
 def _any(folder: Folder) -> Evidence | None:
     if (found := unsupported(folder)) is not None:
         return found
-    names = [name for name in folder.files_beside() if not is_litter(name)]
+    names = [name for name in folder.files_beside() if not is_system_file(name)]
     is_file = folder.part != "" and [*folder.entries] == [folder.part]
     for known in world().unread:
         is_bare = is_file or not folder.folders() or _first(folder.folders(), known.folders)

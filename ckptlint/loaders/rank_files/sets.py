@@ -10,7 +10,7 @@ from dataclasses import field
 from ckptlint.dataclass import dataclass
 from ckptlint.model import RankFile
 from ckptlint.storage.folder import Folder
-from ckptlint.vocabulary.litter import is_litter
+from ckptlint.vocabulary.litter import is_system_file
 
 PICKLE_SHARE = 4 * 1024**2
 """Bytes of pickle and directory that are expected of a file, at most."""
@@ -41,7 +41,7 @@ def input_bytes(sets: Sets) -> Callable[[Folder], int]:
 
 
 def _names(folder: Folder) -> list[str]:
-    return [name for name in folder.files_beside() if not is_litter(name)]
+    return [name for name in folder.files_beside() if not is_system_file(name)]
 
 
 # ---------------------------------------------------------------- whole states

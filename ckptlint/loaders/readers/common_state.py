@@ -264,7 +264,7 @@ def _entry(folder: Folder, name: str, location: StoragePlace, problems: list[Pro
     except (ForeignError, LimitError):
         return None
     except UnreadableError as error:
-        if folder.look_at(path)[0] in READABLE and len(folder.read_range(path, offset, length)) == length:
+        if folder.stat(path)[0] in READABLE and len(folder.read_range(path, offset, length)) == length:
             label = printable(path)
             sentence = f"the record of {name} in {label} {error}, byte {offset + (error.position or 0):,}"
             hint = "copy the file again from where it was written, or go back one step"
@@ -279,7 +279,7 @@ def _record(folder: Folder, location: StoragePlace) -> bytes:
     path, offset, length = location
     if not 0 < length <= PICKLE_LIMIT or offset < 0:
         raise LimitError(f"has a record that claims {length:,} bytes at {offset:,}")
-    if folder.look_at(path)[0] not in READABLE:
+    if folder.stat(path)[0] not in READABLE:
         raise UnreadableError("cannot be read: its payload file is missing")
     return folder.read_range(path, offset, length)
 

@@ -85,7 +85,7 @@ def read_set(
 
 def looked_at(folder: Folder, name: str, look_at_files: bool) -> tuple[StoredFile, int | None]:
     """A payload file, with state and size where files are to be looked at; its size where it can be read."""
-    state, size = folder.look_at(name)
+    state, size = folder.stat(name)
     shown: FileState = state if look_at_files else "unchecked"
     path = name if is_safe(name) else None
     file = StoredFile(printable(name), path, size if look_at_files else None, shown, True)
@@ -123,7 +123,7 @@ def is_stale(folder: Folder, files: Sequence[str], places: Mapping[str, str] | N
     """
     if not places or len(files) != 1 or not _WHOLE.fullmatch(files[0]):
         return False
-    return all(folder.look_at(name)[0] == "absent" for name in {*places.values()})
+    return all(folder.stat(name)[0] == "absent" for name in {*places.values()})
 
 
 def _no_files(label: str, absent: list[str]) -> Problem:

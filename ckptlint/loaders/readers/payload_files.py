@@ -16,7 +16,7 @@ from ckptlint.model.text import printable, some, verb
 from ckptlint.storage.folder import Folder
 from ckptlint.storage.listing import is_plain
 from ckptlint.storage.paths import is_safe
-from ckptlint.vocabulary.litter import is_litter
+from ckptlint.vocabulary.litter import is_system_file
 
 _HEAD, _MOST_HEADS = 64, 4096
 
@@ -32,7 +32,7 @@ def payload_files(folder: Folder, described: Description, look: bool) -> tuple[F
     named = FileTable(Names.of(names), np.full(len(paths), -1, np.int64), unchecked, np.ones(len(paths), bool), raw, {})
     if not look:
         return named, True
-    found = folder.looks_at(paths)
+    found = folder.stat_many(paths)
     named = replace(named, state=found.state, size=found.size)
     elsewhere = [paths[row] for row in np.flatnonzero(found.at < 0).tolist()]
     known = {str(PurePosixPath(path)) if "/" in path else path for path in elsewhere}
@@ -65,7 +65,7 @@ def file_table(folder: Folder, known: Collection[str] = (), rows: IntArray | Non
     others = [
         StoredFile(printable(name), name, entry.size, "ok", False)
         for name, entry in listing.others.items()
-        if name.endswith(".distcp") and not entry.is_folder and not is_litter(name)
+        if name.endswith(".distcp") and not entry.is_folder and not is_system_file(name)
     ]
     names = listing.payload_names()
     none, flags = np.zeros(len(names), np.uint8), np.zeros(len(names), bool)
@@ -95,7 +95,7 @@ def _shares_offsets(folder: Folder, described: Description, look: bool) -> bool:
     shares = bool((full[1:] == full[:-1]).any())
     for start in starts.tolist():
         path, offset = described.paths[int(files[start])], int(offsets[start])
-        state, size = folder.look_at(path)
+        state, size = folder.stat(path)
         if state != "ok" or not 0 <= offset < (size or 0):
             continue  # lost, cut or damaged: the other files show it
         head = folder.read_range(path, offset, 9)

@@ -31,7 +31,7 @@ from ckptlint.storage.folder import READABLE, Folder
 from ckptlint.vocabulary.dtypes import FLOATS
 from ckptlint.vocabulary.frameworks import family_of, is_counter, may_be_pickle
 from ckptlint.vocabulary.keys import numbers_in
-from ckptlint.vocabulary.litter import is_litter
+from ckptlint.vocabulary.litter import is_system_file
 
 _OPTIMIZER = {"state", "param_groups"}  # torch.optim.Optimizer.state_dict
 _META = re.compile(r"consolidated\.\d{1,3}\.pth")
@@ -70,7 +70,7 @@ def read_named(folder: Folder, name: str, look_at_files: bool) -> Checkpoint | N
     label = printable(name)
     optimizers = found.root.get("optimizer_states", [found.root.get("optimizer")])
     states = [made for state in _listed(optimizers) if (made := optimizer_file(state)) is not None]
-    size = folder.look_at(name)[1] or 0
+    size = folder.stat(name)[1] or 0
     beside = tuple(StepFile(label, "optimizer state", "read", size, optimizer=state) for state in states)
     step = found.root.get("global_step")
     claims = (StepClaim(f"global_step of {label}", step),) if type(step) is int and step >= 0 else ()
@@ -84,9 +84,9 @@ def states_apart(folder: Folder) -> list[str]:
     only where none of them can be read the last one stands for all. Of Meta's models, which have a
     `consolidated.NN.pth` for each rank, the file of one rank is a state where it holds all.
     """
-    names = [name for name in folder.files_beside() if may_be_pickle(name) and not is_litter(name)]
+    names = [name for name in folder.files_beside() if may_be_pickle(name) and not is_system_file(name)]
     names = [name for name in names if family_of(name) is None or _META.fullmatch(name)]
-    names = [name for name in names if folder.look_at(name)[0] in READABLE]
+    names = [name for name in names if folder.stat(name)[0] in READABLE]
     if not 0 < len(names) <= _MOST_STATES:
         return []
     try:

@@ -33,7 +33,7 @@ from ckptlint.model.text import first_few, plural, printable, some, verb
 from ckptlint.sandbox import isolated
 from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.config_fields import ADAPTER_CONFIG, MISTRAL_CONFIG, QUANTISATION, QUANTISATION_FILES
-from ckptlint.vocabulary.litter import is_litter
+from ckptlint.vocabulary.litter import is_system_file
 from ckptlint.vocabulary.mesh import read_topology
 from ckptlint.vocabulary.schemes import quantised_weights
 
@@ -82,7 +82,7 @@ def groups(folder: Folder) -> list[ModelFiles]:
     """
     found: dict[str, ModelFiles] = {}
     single: dict[str, str] = {}
-    names = [name for name in folder.files_beside() if not _FRAGMENT.fullmatch(name) and not is_litter(name)]
+    names = [name for name in folder.files_beside() if not _FRAGMENT.fullmatch(name) and not is_system_file(name)]
     for name in names:
         if match := SHARD.fullmatch(name):
             found.setdefault("shard-", ModelFiles("shard-*.safetensors", sharded=True)).files.append(name)

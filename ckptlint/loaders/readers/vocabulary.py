@@ -35,7 +35,7 @@ def with_vocabulary(folder: Folder, ckpt: Checkpoint) -> Checkpoint:
     """
     if not (ckpt.is_export and ckpt.config and ckpt.config.file == MODEL_CONFIG):
         return ckpt
-    own = [name for name in (GENERATION_CONFIG, _TOKENIZER, *_SLOW) if folder.look_at(name)[0] in READABLE]
+    own = [name for name in (GENERATION_CONFIG, _TOKENIZER, *_SLOW) if folder.stat(name)[0] in READABLE]
     own = [name for name in own if name not in _SLOW or _TOKENIZER not in own]
     has_table = own and any(is_token_table(parse(name)) for name in ckpt.tensors)
     for name in own if has_table else ():

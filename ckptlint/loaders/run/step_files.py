@@ -42,7 +42,7 @@ from ckptlint.vocabulary.frameworks import (
     step_number,
     steps_like,
 )
-from ckptlint.vocabulary.litter import is_litter
+from ckptlint.vocabulary.litter import is_system_file
 from ckptlint.vocabulary.metadata_files import METADATA, PAYLOAD_RANK, RANK_METADATA, UNFINISHED_METADATA
 
 _PLAIN_LIMIT = 64 * 1024**2
@@ -208,7 +208,7 @@ def _survey(whole: Found, ckpt: Checkpoint) -> _Survey:
     ]
     files, late = _with_content(found)
     wanted = [item for item in files if item.is_opened]
-    shut = {item: None for item in wanted if item.what or item.folder.look_at(item.name)[0] not in READABLE}
+    shut = {item: None for item in wanted if item.what or item.folder.stat(item.name)[0] not in READABLE}
     opened = [item for item in wanted if (item.content or not item.is_read) and item not in shut]
     opened.sort(key=lambda item: item.family is None or item.content is not None)
     return _Survey(found, files, opened, [*shut], late + [item for item in below if item.label.endswith("/")])
@@ -449,7 +449,7 @@ def _torch_file(item: _File) -> TorchFile:
 
 def _is_partial(item: _File, error: UnreadableError) -> bool:
     """Whether a file is by its name a copy that did not end, and by its bytes one that no loader reads to its end."""
-    if not is_litter(item.name):
+    if not is_system_file(item.name):
         return False
     tail = item.folder.read_range(item.name, max(item.size - _ZIP_END, 0), _ZIP_END)
     return error.position == item.size or (item.content == "archive" and b"PK\5\6" not in tail)
@@ -529,7 +529,7 @@ def leftover_files(folder: Folder) -> list[Problem]:
         name = others[0]
         problems.append(Problem("note", name, f"{name} lies beside {METADATA} and belongs to another save"))
     for name in (METADATA, COMMON_FILE):
-        if folder.has(name) and folder.look_at(name)[0] == "link-outside":
+        if folder.has(name) and folder.stat(name)[0] == "link-outside":
             sentence = f"{name} is a link to a file outside the checkpoint"
             why = "in a model cache that is normal; elsewhere it may describe another checkpoint"
             problems.append(Problem("note", name, sentence, why=why))

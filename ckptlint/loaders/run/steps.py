@@ -241,7 +241,7 @@ def is_followed(folder: Folder, name: str) -> bool:
     if not target or PurePath(target).name == name:
         return True
     is_step = step_number(name) is not None and step_number(PurePath(target).name) is not None
-    return is_step or any(folder.look_at(f"{name}/{mark}")[0] in READABLE for row in layouts() for mark in row.marks)
+    return is_step or any(folder.stat(f"{name}/{mark}")[0] in READABLE for row in layouts() for mark in row.marks)
 
 
 def not_followed(folder: Folder, name: str) -> str:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ckptlint._version import __version__
-from ckptlint.analysis.holdings import holdings_of
+from ckptlint.analysis.rank_contents import rank_contents_of
 from ckptlint.dataclass import dataclass
 from ckptlint.geometry.chunk_graph import axis_graph, axis_name, rank_of
 from ckptlint.geometry.chunk_map import Grid, make_grid, marked_boxes
@@ -271,7 +271,7 @@ def _checkpoint(part: CheckpointReport, anchor: str, room: int, work: _Work) -> 
 
 def _holdings(ckpt: Checkpoint, work: _Work) -> dict[str, Any] | None:
     """The matrix of ranks or files and layers, a row for all that look the same; None for a job, or without columns."""
-    held = holdings_of(ckpt) if ckpt.ranks is None and work.room > 0 else None
+    held = rank_contents_of(ckpt) if ckpt.ranks is None and work.room > 0 else None
     if held is None or not held.columns:
         return None
     shown, left = ranks.folded(held)

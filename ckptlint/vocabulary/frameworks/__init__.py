@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ckptlint.dataclass import dataclass
-from ckptlint.vocabulary.litter import is_litter
+from ckptlint.vocabulary.litter import is_system_file
 from ckptlint.vocabulary.strict_toml import made_of, own_file, toml_table
 
 Content = Literal["pickle", "perhaps pickle", "json", "other"]
@@ -301,7 +301,7 @@ def _matches(patterns: tuple[re.Pattern[str], ...], name: str) -> bool:
 
 LITTER = Family("left by other tools", "other", re.compile(""))
 OTHER_STEP = Family("another step", "other", re.compile(""))
-"""Families that no pattern matches: `is_litter` does, and the number in the name of a folder."""
+"""Families that no pattern matches: `is_system_file` does, and the number in the name of a folder."""
 
 _ENDING = r"\.(pt|pth|pkl|pickle|bin|ckpt|p|pck|joblib|sav|dill|jit|pth?\.tar)(\.(z|gz|bz2|xz|lzma|lz4|zst))?"
 _PICKLES = re.compile(f".+{_ENDING}", re.IGNORECASE | re.DOTALL)
@@ -313,7 +313,7 @@ def family_of(name: str) -> Family | None:
     >>> family_of("rng_state_3.pth").name, family_of("checkpoint.whatever"), family_of("README.pt")
     ('random state', None, None)
     """
-    if is_litter(name):
+    if is_system_file(name):
         return LITTER
     found = next((family for family in world().files if family.pattern.fullmatch(name)), None)
     return None if found is not None and found.content == "other" and may_be_pickle(name) else found

@@ -30,7 +30,7 @@ _RUNS = 4  # of rows that a sentence names
 _FEW = 64  # elements that say nothing of a factor
 
 
-def second_look(
+def locate_differences(
     found: Sequence[Match],
     sides: tuple[Mapping[str, Side], Mapping[str, Side]],
     jobs: int,

@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 from support import REAL
 
-from ckptlint.analysis.holdings import CELL_STATES, Column, Holdings, holdings_of
+from ckptlint.analysis.rank_contents import CELL_STATES, Column, RankContents, rank_contents_of
 from ckptlint.comparing.sides import open_side
 from ckptlint.testing import load_folder, write_checkpoint
 
 
-def held(path: Path) -> Holdings:
+def held(path: Path) -> RankContents:
     (side,) = open_side(str(path), files=True, partial=True)
-    return holdings_of(side.ckpt)
+    return rank_contents_of(side.ckpt)
 
 
-def cells(found: Holdings, name: str) -> dict[Column, str]:
+def cells(found: RankContents, name: str) -> dict[Column, str]:
     row = found.names.index(name)
     own = range(found.starts[row], found.starts[row + 1])
     return {found.columns[found.column[at]]: CELL_STATES[found.state[at]] for at in own}
@@ -90,7 +90,7 @@ def test_layers_without_a_moment_and_a_large_rank(tmp_path: Path) -> None:
             start = 4000 * bool(moment)
             tensors[key] = {"shape": [4, 4], "records": [f"__{rank}_0.distcp {start}:{start + 1700}"]}
     write_checkpoint({"tensors": tensors, "files": {"__1_0.distcp": 12_000}}, tmp_path)
-    found = holdings_of(load_folder(tmp_path))
+    found = rank_contents_of(load_folder(tmp_path))
     assert found.without() == {"exp_avg": [Column("model", "layer", "layers", 3)]}
     assert np.flatnonzero(found.out_of_balance).tolist() == [1]  # rank 3 is of another kind
     assert found.factor[1] == pytest.approx(12_000 / 5_700)
@@ -104,10 +104,10 @@ def test_a_chunk_that_no_record_holds() -> None:
 def test_files_of_one_rank_are_in_order_of_the_ranks(tmp_path: Path) -> None:
     cut = [f"{i}:{i + 1}" for i in range(12)]
     write_checkpoint({"tensors": {"w": {"shape": [12], "chunks": cut}}}, tmp_path)
-    assert holdings_of(load_folder(tmp_path)).ranks.tolist() == [*range(12)]
+    assert rank_contents_of(load_folder(tmp_path)).ranks.tolist() == [*range(12)]
 
 
 @pytest.mark.parametrize("chunks", [["-1:0, :"], ["0:2, :"]])
 def test_layers_in_one_chunk_or_at_a_forged_offset_stay_a_stack(tmp_path: Path, chunks: list[str]) -> None:
     write_checkpoint({"tensors": {"decoder.layers.mlp.w": {"shape": [2, 4], "chunks": chunks}}}, tmp_path)
-    assert holdings_of(load_folder(tmp_path)).columns == [Column("model", "stack", "decoder.layers")]
+    assert rank_contents_of(load_folder(tmp_path)).columns == [Column("model", "stack", "decoder.layers")]

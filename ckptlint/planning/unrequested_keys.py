@@ -19,7 +19,7 @@ _LAYERS = 6  # stacks of layers that are named
 _Group = TypeVar("_Group", bound=Hashable)
 
 
-def unasked(ckpt: Checkpoint, job: Job) -> Iterator[Constraint]:
+def unrequested_keys(ckpt: Checkpoint, job: Job) -> Iterator[Constraint]:
     """The parts, and the layers of parts that are asked for, of which no rank of a job asks for any key.
 
     A part besides the model that is left out as a whole is a note: a job may want the weights alone. Some layers of a

@@ -53,7 +53,7 @@ class Column:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Holdings:
+class RankContents:
     """Who holds what; row i is a rank, or a file of no rank, and cell k is one entry of the matrix that is not empty.
 
     Attributes:
@@ -107,7 +107,7 @@ class Holdings:
 
 
 @fact
-def holdings_of(ckpt: Checkpoint) -> Holdings:
+def rank_contents_of(ckpt: Checkpoint) -> RankContents:
     """The matrix of a checkpoint; files that are lost are rows of it, with what they held as far as anything says."""
     table, states, sizes = ckpt.records, record_states(ckpt), ckpt.files.size
     lost_files = [file for files in (ckpt.rank_files.missing if ckpt.rank_files else {}).values() for file in files]
@@ -151,7 +151,7 @@ def holdings_of(ckpt: Checkpoint) -> Holdings:
     row, column = np.append(row, gone[:, 0]), np.append(column, gone[:, 1])
     order = np.lexsort((column, row))
     first = np.flatnonzero(np.append(True, np.diff(row[order]) | np.diff(column[order])))[: len(order)]
-    return Holdings(
+    return RankContents(
         names=[name for _, name in rows],
         ranks=np.array([rank for rank, _ in rows], np.int64),
         files=files,
