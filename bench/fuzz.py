@@ -341,7 +341,7 @@ def keys(data: bytes) -> None:
             split_state(optimizer_parts(key)[1])
         dp_group(name)
     names.parse.cache_clear()
-    assert len(text.braces(found)) <= len(found)
+    assert len(text.fold_names(found)) <= len(found)
 
 
 def yaml(data: bytes) -> None:

@@ -310,7 +310,7 @@ def explain(name: str) -> str:
     """The page of a rule or a cause: what it is, why it matters, how to fix it.
 
     >>> explain("GEO004").split("\\n")[0]
-    GEO004 coverage-hole
+    'GEO004 coverage-hole'
 
     Raises:
         ConfigError: there is none of this name.

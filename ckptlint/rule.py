@@ -52,7 +52,7 @@ class NotApplicable(Exception):  # noqa: N818  a verdict, not an error
 _T = TypeVar("_T")
 
 
-def given(value: _T | None) -> _T:
+def require(value: _T | None) -> _T:
     """The value: what a rule needs, and the depth that it needs, made sure that it is there."""
     assert value is not None
     return value

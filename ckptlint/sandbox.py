@@ -42,7 +42,7 @@ _PR_SET_PDEATHSIG = 1  # Linux' prctl.h
 in_children = hasattr(os, "fork")
 """Whether readers run in children. Not on Windows, which cannot fork; the tests of what is read do without, too."""
 
-_is_expendable = False  # whether this process is one of `ahead`, which replaces those that die of what they read
+_is_expendable = False  # whether this process is one of `prefetch`, which replaces those that die of what they read
 _left: float | None = None  # seconds of the budget that are left beside the shares of the bytes, None without a budget
 
 
@@ -86,7 +86,7 @@ def isolated(work: Callable[[], _T], size: int) -> _T:
 
 
 def _here(work: Callable[[], _T], size: int) -> _T:
-    """As `isolated`, in this process, which may die of it: `ahead` then has the work done again."""
+    """As `isolated`, in this process, which may die of it: `prefetch` then has the work done again."""
     global _left
     started = time.process_time()
     _limit(size)
@@ -97,7 +97,7 @@ def _here(work: Callable[[], _T], size: int) -> _T:
         _left -= max(0.0, time.process_time() - started - _share(size))
 
 
-def ahead(works: Sequence[Callable[[], _T]], jobs: int) -> Iterator[_T]:
+def prefetch(works: Sequence[Callable[[], _T]], jobs: int) -> Iterator[_T]:
     """What each work returns, in their order; up to `jobs` forked processes are at it, each with every `jobs`th work.
 
     What a work isolates is read in these processes themselves. One that dies of it is replaced, and the work is done

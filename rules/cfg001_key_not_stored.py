@@ -8,7 +8,7 @@ from dataclasses import replace
 from ckptlint.analysis.fit.judgement import Fit, fit_of, implied_bytes, numbered_layer
 from ckptlint.analysis.fit.wording import core_note, doubt_note, field_text, keys_in_words, model_name, whole_layers
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import braces, human_bytes, numbered, plural, some, verb
+from ckptlint.model.text import first_names, fold_names, human_bytes, numbered, plural, verb
 from ckptlint.rule import Finding, Location, Severity, rule
 
 _MOST = 100_000
@@ -60,7 +60,7 @@ def _predicting(ckpt: Checkpoint, fit: Fit) -> Iterator[Finding]:
     """What is wrong with the layers for multi-token prediction."""
     stored, declared = fit.mtp_layers
     if fit.mtp_lost:
-        folded = braces(fit.mtp_lost)
+        folded = fold_names(fit.mtp_lost)
         what = folded[0] if len(fit.mtp_lost) == 1 else plural(len(fit.mtp_lost), "tensor")
         are = verb(len(fit.mtp_lost), "is")
         yield Finding(
@@ -69,7 +69,7 @@ def _predicting(ckpt: Checkpoint, fit: Fit) -> Iterator[Finding]:
             identity=tuple(fit.mtp_lost[:_MOST]),
             keys=tuple(fit.mtp_lost[:_MOST]),
             confidence="possible" if fit.doubt else "certain" if declared else "likely",
-            notes=(doubt_note(fit.doubt), ("missing", some(folded, noun="pattern"))),
+            notes=(doubt_note(fit.doubt), ("missing", first_names(folded, noun="pattern"))),
             hint="copy the whole layer from the source checkpoint, or leave the whole layer out",
         )
     if stored < declared and (stored or not fit.missing):
@@ -93,7 +93,7 @@ def _finding(ckpt: Checkpoint, fit: Fit, doubt: str) -> Finding:
     in_layers = sum(len(numbers) for numbers in whole.values())
     reasons = {tensors[name].because for name in missing}
     because = reasons.pop() if len(reasons) == 1 else ()
-    names = braces(map(fit.shown, missing))
+    names = fold_names(map(fit.shown, missing))
     one = len(missing) == 1
     are = verb(len(missing), "is")
     if because and len(names) == 1:
@@ -156,7 +156,7 @@ def _expert(name: str) -> int | None:
 def _roles(fit: Fit, whole: dict[str, list[int]]) -> int:
     """How many patterns the tensors of whole layers fold into."""
     gone = {(block, number) for block, numbers in whole.items() for number in numbers}
-    return len(braces(name for name in fit.missing if numbered_layer(name) in gone))
+    return len(fold_names(name for name in fit.missing if numbered_layer(name) in gone))
 
 
 def _layers_field(fit: Fit, key: str) -> str:
@@ -177,7 +177,7 @@ def _consequence(fit: Fit, one: bool) -> str:
 def _instead(fit: Fit) -> str:
     if not fit.instead:
         return ""
-    return f"the same modules hold {some(braces(fit.instead), noun='pattern')}"
+    return f"the same modules hold {first_names(fold_names(fit.instead), noun='pattern')}"
 
 
 def _hint(fit: Fit, because: tuple[str, ...]) -> str:

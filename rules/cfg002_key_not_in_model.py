@@ -6,7 +6,7 @@ from ckptlint.analysis.fit.judgement import Fit, fit_of
 from ckptlint.analysis.fit.wording import core_note, doubt_note, model_name
 from ckptlint.analysis.key_matching import match_keys
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import braces, human_bytes, plural, some
+from ckptlint.model.text import first_names, fold_names, human_bytes, plural
 from ckptlint.rule import Finding, Location, Severity, rule
 from ckptlint.vocabulary.dtypes import nbytes
 
@@ -41,7 +41,7 @@ def key_not_in_model(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def _finding(ckpt: Checkpoint, fit: Fit, names: list[str], is_beyond: bool) -> Finding:
-    folded = braces(names)
+    folded = fold_names(names)
     size = sum(nbytes(t.dtype, t.volume) or 0 for t in map(ckpt.tensors.__getitem__, names))
     subject = f"{folded[0]} is" if len(names) == 1 else f"{plural(len(names), 'tensor')} are"
     return Finding(
@@ -52,7 +52,7 @@ def _finding(ckpt: Checkpoint, fit: Fit, names: list[str], is_beyond: bool) -> F
         why="from_pretrained ignores them and only warns" if fit.is_export else "",
         notes=(
             doubt_note(fit.doubt_of(fit.open)),
-            ("keys", some(folded, noun="pattern") if len(names) > 1 else ""),
+            ("keys", first_names(folded, noun="pattern") if len(names) > 1 else ""),
             ("bytes", f"{human_bytes(size)} outside the model"),
             core_note(fit),
         ),

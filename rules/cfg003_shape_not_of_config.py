@@ -8,7 +8,7 @@ from math import prod
 from ckptlint.analysis.fit.judgement import Fit, ShapeDifference, fit_of
 from ckptlint.analysis.fit.wording import doubt_note, field_text
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import braces, plural, shape_text, some, verb
+from ckptlint.model.text import first_names, fold_names, plural, shape_text, verb
 from ckptlint.rule import Finding, Location, Note, Severity, rule
 from ckptlint.vocabulary.mesh import axes_of_size
 
@@ -207,7 +207,7 @@ def _consequence(fit: Fit) -> str:
 def _listed(items: list[ShapeDifference]) -> str:
     if len(items) == 1:
         return ""
-    return some(braces(item.tensor.fqn for item in items), noun="pattern")
+    return first_names(fold_names(item.tensor.fqn for item in items), noun="pattern")
 
 
 def _doubt(fit: Fit, items: list[ShapeDifference]) -> str:

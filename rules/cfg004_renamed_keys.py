@@ -8,7 +8,7 @@ from ckptlint.analysis.fit.judgement import Fit, config_fit, expectations
 from ckptlint.analysis.fit.pairing import INNER_WORDS, WRAPPER_WORDS, bare_name, best_pairing
 from ckptlint.analysis.trusted_config import contradictions
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import braces, some
+from ckptlint.model.text import first_names, fold_names
 from ckptlint.rule import Confidence, Finding, Location, Severity, rule
 from ckptlint.vocabulary.config_fields import MODEL_CONFIG
 from ckptlint.vocabulary.keys import role
@@ -66,7 +66,7 @@ def renamed_keys(ckpt: Checkpoint) -> Iterator[Finding]:
             f"none of {len(ckpt.tensors):,} keys belongs to model_type {ckpt.config.values['model_type']}",
             at=Location(label=ckpt.metadata_file),
             identity=("unknown",),
-            notes=(("keys", some(braces(list(ckpt.tensors)), noun="pattern")),),
+            notes=(("keys", first_names(fold_names(list(ckpt.tensors)), noun="pattern")),),
             why="from_pretrained finds no weight of the model, starts untrained and raises no error",
             hint="rename the keys to the library's names, or set model_type and architectures for this model",
         )
@@ -127,7 +127,7 @@ def _unmerged(ckpt: Checkpoint, keys: list[str]) -> Finding:
         at=Location(label=ckpt.metadata_file),
         identity=("unmerged",),
         why="from_pretrained finds no weight for these modules, leaves them untrained and raises no error",
-        notes=(("keys", some(braces(keys), noun="pattern")),),
+        notes=(("keys", first_names(fold_names(keys), noun="pattern")),),
         hint="save what merge_and_unload() returns, or save the adapter and its base model separately",
     )
 

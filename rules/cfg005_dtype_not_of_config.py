@@ -6,7 +6,7 @@ from ckptlint.analysis.fit.judgement import Fit, OtherDtype, fit_of, implied_byt
 from ckptlint.analysis.fit.wording import doubt_note
 from ckptlint.analysis.layer_outliers import dtype_outliers
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import braces, human_bytes, plural, some
+from ckptlint.model.text import first_names, fold_names, human_bytes, plural
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 from ckptlint.vocabulary.keys import parse
 
@@ -54,7 +54,7 @@ def _has_double_norms(ckpt: Checkpoint, item: OtherDtype) -> bool:
 def _finding(ckpt: Checkpoint, fit: Fit, item: OtherDtype, is_double: bool) -> Finding:
     size = implied_bytes(fit)
     is_loud = (is_double or abs(item.extra) >= _SHARE * size) and not fit.doubt
-    names = braces(item.names)
+    names = fold_names(item.names)
     subject = f"{names[0]} is" if len(item.names) == 1 else f"{plural(len(item.names), 'tensor')} are"
     cost = f"{human_bytes(abs(item.extra))} {'more' if item.extra > 0 else 'less'} than the {human_bytes(size)} of"
     return Finding(
@@ -65,7 +65,7 @@ def _finding(ckpt: Checkpoint, fit: Fit, item: OtherDtype, is_double: bool) -> F
         notes=(
             doubt_note(fit.doubt),
             ("bytes", f"{cost} the model in {fit.expected.dtype}"),
-            ("tensors", some(names, noun="pattern") if len(item.names) > 1 else ""),
+            ("tensors", first_names(names, noun="pattern") if len(item.names) > 1 else ""),
         ),
         hint="cast the model before the export, or declare the stored dtype" if is_loud else "",
     )

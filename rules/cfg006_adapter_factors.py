@@ -19,7 +19,7 @@ from ckptlint.architecture.adapters import (
 from ckptlint.architecture.expected import Expected, NoTable
 from ckptlint.architecture.huggingface import expected_models
 from ckptlint.model import Checkpoint, PayloadTable, Tensor
-from ckptlint.model.text import braces, listed, numbered, plural, shape_text, some, verb
+from ckptlint.model.text import first_names, fold_names, join_words, numbered, plural, shape_text, verb
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.dtypes import ENCODINGS
 from ckptlint.vocabulary.keys import parse
@@ -251,7 +251,7 @@ def _of_experts(
     is_late, stated = version >= EXPERTS_TURNED, ".".join(map(str, version))
     for a, b, sizes in wrong:
         rows, columns = b.global_shape[0], a.global_shape[1]
-        expected = listed([f"{across:,} and {down:,}" for down, across in sorted(sizes)], "or")
+        expected = join_words([f"{across:,} and {down:,}" for down, across in sorted(sizes)], "or")
         notes = [("base model", f"{source}: for its experts, {expected}")]
         if len(turned) < len(pairs):
             yield Finding(
@@ -334,5 +334,5 @@ def _gaps(ckpt: Checkpoint, modules: list[Factors]) -> Iterator[Finding]:
 
 
 def _keys(keys: list[str], label: str = "keys") -> tuple[Note, ...]:
-    folded = braces(keys)
-    return ((label, some(folded)),)
+    folded = fold_names(keys)
+    return ((label, first_names(folded)),)

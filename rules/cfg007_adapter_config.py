@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 
 from ckptlint.architecture.adapters import PREFIX, AdapterConfig, Factors, endings, factors_of, read_adapter_config
 from ckptlint.model import Checkpoint, PayloadTable
-from ckptlint.model.text import braces, numbered, plural, printable, ranges, some
+from ckptlint.model.text import first_names, fold_names, numbered, plural, printable, ranges
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.config_fields import ADAPTER_CONFIG
 from ckptlint.vocabulary.keys import WRAPPING, parse
@@ -112,7 +112,7 @@ def _names(ckpt: Checkpoint) -> Iterator[Finding]:
         yield _finding(
             f"{len(wrapped)} of {plural(len(keys), 'key')} contain {word}., left by a model wrapper",
             word,
-            notes=_listed("keys", braces(wrapped)),
+            notes=_listed("keys", fold_names(wrapped)),
             why="a model without that wrapper has no such keys: peft warns and keeps the initial values",
             hint=f"strip {word}. from the keys, or save the unwrapped model",
         )
@@ -120,7 +120,7 @@ def _names(ckpt: Checkpoint) -> Iterator[Finding]:
         yield _finding(
             f"no key starts with {PREFIX}",
             PREFIX,
-            notes=_listed("keys", braces(keys)),
+            notes=_listed("keys", fold_names(keys)),
             why="PeftModel.from_pretrained finds none of them, warns, and keeps the initial values",
             hint=f"put {PREFIX} before every key, or save with save_pretrained",
         )
@@ -129,7 +129,7 @@ def _names(ckpt: Checkpoint) -> Iterator[Finding]:
             f"the name of the adapter ({', '.join(named[:_SHOWN])}) is part of the keys, as in memory",
             "name",
             Severity.WARNING,
-            notes=_listed("keys", braces(keys)),
+            notes=_listed("keys", fold_names(keys)),
             why="peft puts the name there itself: release 0.21 finds the keys only under this name, 0.17 under none; "
             "whatever is not found keeps its initial values",
             hint="strip the name from the keys, or save with save_pretrained",
@@ -150,7 +150,7 @@ def _scale(modules: Iterable[Factors], ckpt: Checkpoint, config: AdapterConfig) 
         yield _finding(
             f"lora_alpha is 0 for {len(nothing)} of {plural(len(ranks), 'module')}",
             "lora_alpha",
-            notes=_listed("modules", braces(nothing)),
+            notes=_listed("modules", fold_names(nothing)),
             why="peft multiplies the factors by lora_alpha / r, so the adapter does nothing",
             hint=f"set lora_alpha in {ADAPTER_CONFIG} to the value of the run",
         )
@@ -174,7 +174,7 @@ def _of_native(modules: list[str]) -> Finding:
         f"{plural(len(modules), 'module', 'has')} a Megatron-Core name, others in "
         "the same layers have transformers names",
         "native",
-        notes=_listed("modules", braces(modules)),
+        notes=_listed("modules", fold_names(modules)),
         why="no model has both, so peft misses one kind, warns, and keeps the initial values",
         hint="export the adapter again with a key mapping that covers these modules",
     )
@@ -217,7 +217,7 @@ def _ranks(ckpt: Checkpoint, config: AdapterConfig) -> Iterator[Finding]:
             at=Location.of(ckpt.tensors[keys[0]]),
             notes=(
                 ("declared", f"r {config.rank}, rank_pattern of {plural(len(config.ranks), 'name')}"),
-                *_listed("keys", braces(keys)),
+                *_listed("keys", fold_names(keys)),
             ),
             why="peft builds the adapter with the declared rank and stops with a size mismatch",
             hint=f"set r or rank_pattern and lora_alpha in {ADAPTER_CONFIG} to the values of the run",
@@ -233,7 +233,7 @@ def _magnitudes(ckpt: Checkpoint, config: AdapterConfig) -> Iterator[Finding]:
         yield _finding(
             f"use_dora is true, but {len(keys)} of {plural(len(modules), 'module')} have no magnitude vector",
             "magnitude",
-            notes=_listed("modules", braces(keys)),
+            notes=_listed("modules", fold_names(keys)),
             why="peft warns and uses the norms of the base model instead of the trained magnitudes",
             hint="save again with save_pretrained",
         )
@@ -276,7 +276,7 @@ def _untargeted(modules: set[str], config: AdapterConfig) -> Iterator[Finding]:
         yield _finding(
             f"target_modules lists none of {plural(len(odd), 'module')} with factors",
             "untargeted",
-            notes=_listed("modules", braces(sorted(odd))),
+            notes=_listed("modules", fold_names(sorted(odd))),
             why="peft builds no adapter there and ignores the factors, so the adapter does nothing there",
             hint=f"add them to target_modules in {ADAPTER_CONFIG}",
         )
@@ -328,7 +328,7 @@ def _zeros(ckpt: Checkpoint, payload: PayloadTable, modules: Iterable[Factors]) 
             "zeros",
             Severity.WARNING,
             at=Location(keys[0]),
-            notes=_listed("keys", braces(keys)),
+            notes=_listed("keys", fold_names(keys)),
             why="the product of the factors is 0: the adapter does nothing there"
             + ", and no gradient ever reaches it" * bool(dead),
             hint="see whether the optimizer had these parameters, and whether they were gathered before the save",
@@ -385,8 +385,8 @@ def _finding(
 
 
 def _listed(label: str, texts: list[str]) -> tuple[Note, ...]:
-    return ((label, some(texts, _SHOWN)),)
+    return ((label, first_names(texts, _SHOWN)),)
 
 
 def _quoted(names: list[str]) -> str:
-    return some((printable(name[:_LONGEST]) for name in names), _SHOWN)
+    return first_names((printable(name[:_LONGEST]) for name in names), _SHOWN)

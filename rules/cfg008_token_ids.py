@@ -10,7 +10,7 @@ from ckptlint.analysis.trusted_config import main_params
 from ckptlint.architecture.huggingface import default_ids
 from ckptlint.formats.strict_json import is_size
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import some
+from ckptlint.model.text import first_names
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 from ckptlint.vocabulary.dtypes import FLOATS
 from ckptlint.vocabulary.keys import is_token_table
@@ -72,8 +72,11 @@ def token_ids(ckpt: Checkpoint) -> Iterator[Finding]:
             identity=tuple(map(str, sorted({*tokens, *special}))),
             kind="tokenizer" if tokens else "special",
             notes=(
-                ("tokens", some(f"{token[:_LONGEST]} {number}" for number, token in sorted(tokens.items()))),
-                ("special", some(f"{name} {number}" for number, names in sorted(special.items()) for name in names)),
+                ("tokens", first_names(f"{token[:_LONGEST]} {number}" for number, token in sorted(tokens.items()))),
+                (
+                    "special",
+                    first_names(f"{name} {number}" for number, names in sorted(special.items()) for name in names),
+                ),
             ),
             hint="resize the embedding to the tokenizer and train the new rows, or take the tokenizer of this model"
             if tokens

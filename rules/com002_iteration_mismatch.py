@@ -9,7 +9,7 @@ from typing import Literal
 from ckptlint.analysis.ranks.numbered_files import is_one_of_several
 from ckptlint.dataclass import dataclass
 from ckptlint.model import Checkpoint, RunFolder, StepClaim, StepFile
-from ckptlint.model.text import listed, some
+from ckptlint.model.text import first_names, join_words
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.frameworks import world
 
@@ -117,7 +117,7 @@ def _numbers(run: RunFolder, stored: int | None) -> tuple[Note, ...]:
     said += [f"the tracker points to {run.tracker}{states.get(run.tracked, '')}"] if run.tracker is not None else []
     newest = "none" if run.newest_complete is None else str(run.newest_complete)
     return (
-        ("numbers", listed(said)),
+        ("numbers", join_words(said)),
         ("steps", f"{steps or run.step}; newest finished {newest}"),
     )
 
@@ -152,7 +152,7 @@ def _contradiction(
     said = defaultdict(list)
     for counter in counters:
         said[counter.step].append(counter.source)
-    at = [f"{step}: {some(dict.fromkeys(sources))}" for step, sources in sorted(said.items())]
+    at = [f"{step}: {first_names(dict.fromkeys(sources))}" for step, sources in sorted(said.items())]
     about = (("because", lead.because), ("counters", "; ".join(at) if at[1:] else ""))
     is_file = any(file.name == lead.source for file in ckpt.step_files)
     yield Finding(
@@ -198,7 +198,7 @@ def _ranks_apart(claims: list[StepClaim]) -> Iterator[Finding]:
         for step in others:
             verb = "says" if len(steps[step]) == 1 else "say"
             yield Finding(
-                f"{listed(steps[step])} {verb} step {step}, but {listed(steps[most])} step {most}",
+                f"{join_words(steps[step])} {verb} step {step}, but {join_words(steps[most])} step {most}",
                 at=Location(file=steps[step][0]),
                 identity=("ranks", str(step)),
                 severity=Severity.WARNING,

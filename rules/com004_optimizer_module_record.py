@@ -13,8 +13,8 @@ from ckptlint.analysis.optimizer_records import (
     optimizer_records,
 )
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import listed, plural, printable, verb
-from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, given, rule
+from ckptlint.model.text import join_words, plural, printable, verb
+from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, require, rule
 
 _WORDS: dict[RecordKind, str] = {
     "param_groups": "parameter groups (param_groups)",
@@ -46,7 +46,7 @@ def optimizer_module_record(ckpt: Checkpoint) -> Iterator[Finding]:
     """
     if not is_training_state(ckpt):
         raise NotApplicable("the common state is not there, or no training loop wrote it")
-    common, optimizers = given(ckpt.common), modules(ckpt)
+    common, optimizers = require(ckpt.common), modules(ckpt)
     if not optimizers:
         raise NotApplicable("there are no optimizer states")
     kept: dict[RecordKind, list[Module]] = {
@@ -77,7 +77,7 @@ def optimizer_module_record(ckpt: Checkpoint) -> Iterator[Finding]:
     groups = [record for record in optimizer_records(ckpt) if record.kind == "param_groups"]
     if len(names) > 1 and groups and not any(record.module.name for record in groups):
         yield Finding(
-            f"the optimizer states of {listed(names)} share the parameter groups in {groups[0].place}",
+            f"the optimizer states of {join_words(names)} share the parameter groups in {groups[0].place}",
             at=Location(file=common.source, label=groups[0].place),
             identity=("shared", *names),
             severity=Severity.WARNING,
@@ -117,7 +117,7 @@ def _is_distributed(ckpt: Checkpoint, module: Module, types: list[Module]) -> bo
 
 def _notes(ckpt: Checkpoint, lost: list[RecordKind], kept: dict[RecordKind, list[Module]]) -> tuple[Note, ...]:
     """What the common state has instead, and which optimizers do have the records."""
-    common = given(ckpt.common)
+    common = require(ckpt.common)
     held = common.values.get("optimizer")
     if isinstance(held, dict):
         there = f"its optimizer holds {', '.join(map(str, list(held)[:6])) or 'nothing'}"

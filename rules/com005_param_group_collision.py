@@ -6,7 +6,7 @@ from typing import Any
 
 from ckptlint.analysis.optimizer_records import optimizer_records
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import listed, printable
+from ckptlint.model.text import join_words, printable
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 from ckptlint.vocabulary.config_fields import is_scalar
 
@@ -49,8 +49,8 @@ def param_group_collision(ckpt: Checkpoint) -> Iterator[Finding]:
             equal = ", ".join(f"{name} {_text(value)}" for name, value in zip(_IDENTITY, identity, strict=True))
             title = record.module.title
             yield Finding(
-                f"parameter groups {listed([*map(str, numbers)])}{' of ' + title if title else ''} "
-                + (f"differ only in {listed(fields)}" if fields else "cannot be told apart"),
+                f"parameter groups {join_words([*map(str, numbers)])}{' of ' + title if title else ''} "
+                + (f"differ only in {join_words(fields)}" if fields else "cannot be told apart"),
                 at=Location(file=record.place.partition(": ")[0], label=record.place),
                 identity=(title, *fields),
                 severity=None if fields else Severity.INFO,
@@ -89,4 +89,4 @@ def _sizes(groups: dict[int, dict[Any, Any]], numbers: list[int]) -> str:
     params = [groups[number].get("params") for number in numbers]
     if not all(isinstance(own, list) for own in params):
         return ""
-    return listed([f"{len(own):,}" for own in params if isinstance(own, list)]) + " parameters"
+    return join_words([f"{len(own):,}" for own in params if isinstance(own, list)]) + " parameters"

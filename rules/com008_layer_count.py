@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from fractions import Fraction
 
-from ckptlint.analysis.fit.judgement import foreign_sizes, judges
+from ckptlint.analysis.fit.judgement import foreign_sizes, has_known_config
 from ckptlint.analysis.trusted_config import Contradiction, LayerCount, contradictions, layer_counts
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import gaps, ranges
@@ -41,7 +41,7 @@ def layer_count(ckpt: Checkpoint) -> Iterator[Finding]:
         if len(foreign) >= 2:
             yield _foreign(ckpt, foreign)
             return
-    if judges(ckpt):
+    if has_known_config(ckpt):
         raise NotApplicable("CFG001 and CFG002 compare every layer with the configuration")
     counts = layer_counts(ckpt)
     if not counts:

@@ -9,7 +9,7 @@ from ckptlint.analysis.ranks.numbered_files import PAYLOAD, NumberedFiles, exact
 from ckptlint.analysis.ranks.numbered_files import numbered_files as sets_of
 from ckptlint.model import Checkpoint
 from ckptlint.model.lost_files import by_node
-from ckptlint.model.text import listed, plural, verb
+from ckptlint.model.text import join_words, plural, verb
 from ckptlint.rule import Confidence, Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.parts import part_of_file, part_of_key
 
@@ -97,7 +97,7 @@ def _gaps(own: NumberedFiles, stated: dict[str, int]) -> Iterator[Finding]:
     missing = _lost(own.pattern, set(numbers), lost, first, stride, own)
     names = _shown(missing, lost)
     what = f"the {own.what} of {plural(lost, 'rank')}" if is_of_ranks else plural(lost, own.what)
-    notes: tuple[Note, ...] = (("because", f"{total:,} ranks according to {listed(agree)}"),)
+    notes: tuple[Note, ...] = (("because", f"{total:,} ranks according to {join_words(agree)}"),)
     yield Finding(
         f"{what} of {len(numbers) + lost:,} {verb(1 if is_of_ranks else lost, 'is')} missing: {', '.join(names)}",
         at=Location(file=names[0]),
@@ -123,7 +123,7 @@ def _beyond(own: NumberedFiles, stated: dict[str, int], size: int) -> Iterator[F
         at=Location(file=names[0]),
         confidence="likely" if len(agree) < 2 else "certain",
         kind="beyond",
-        notes=(("because", f"{plural(size, 'rank')} according to {listed(agree)}"),),
+        notes=(("because", f"{plural(size, 'rank')} according to {join_words(agree)}"),),
         hint="these are left from a larger job: save into an empty folder, or remove them",
     )
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from ckptlint.analysis.fit.judgement import config_fit
 from ckptlint.analysis.inventory import Param, inventory_of, siblings
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import braces, plural, shape_text, some
+from ckptlint.model.text import first_names, fold_names, plural, shape_text
 from ckptlint.rule import Finding, Location, Severity, rule
 from ckptlint.vocabulary.dtypes import FLOATS
 from ckptlint.vocabulary.keys import is_adapter, role
@@ -52,7 +52,7 @@ def empty_chunk_list(ckpt: Checkpoint) -> Iterator[Finding]:
             identity=tuple(keys[1:]),
             keys=tuple(keys[1:]),
             kind="empty",
-            notes=(("weights", some(braces(keys), _SHOWN)),),
+            notes=(("weights", first_names(fold_names(keys), _SHOWN)),),
             hint="gather the parameters before the save (deepspeed.zero.GatheredParameters): ZeRO-3 leaves such "
             "placeholders",
         )

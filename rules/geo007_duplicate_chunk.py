@@ -7,7 +7,7 @@ from itertools import islice
 from ckptlint.analysis.chunks.missing import saved_by
 from ckptlint.analysis.chunks.two_saves import saves_hint, saves_note
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import listed, shape_text
+from ckptlint.model.text import join_words, shape_text
 from ckptlint.rule import Finding, Location, Severity, rule
 
 _SHOWN, _NAMED, _ROWS = 64, 3, 15
@@ -36,7 +36,7 @@ def duplicate_chunk(ckpt: Checkpoint) -> Iterator[Finding]:
             at_place[first].append(other)
         for first, others in islice(at_place.items(), _SHOWN):
             files = dict.fromkeys(ckpt.chunk_file(tensor, row) or "no file" for row in (first, *others))
-            place = listed([*files][:_NAMED]) + (" and others" if len(files) > _NAMED else "")
+            place = join_words([*files][:_NAMED]) + (" and others" if len(files) > _NAMED else "")
             place = f"stored in {place}" if len(files) > 1 else f"all of them share one entry in {place}"
             if len(at_place) > 1 and first == next(iter(at_place)):
                 place += f"; chunks repeat at {len(at_place):,} offsets"

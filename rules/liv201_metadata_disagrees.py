@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from ckptlint.analysis.ranks.held_by_ranks import KeyRows, agree, at_ranks, described_row, holders, ranks_of
 from ckptlint.model import Checkpoint, RankTable
 from ckptlint.model.text import shape_text
-from ckptlint.rule import Finding, Note, Severity, given, rule
+from ckptlint.rule import Finding, Note, Severity, require, rule
 
 
 @rule("LIV201", "metadata-disagrees", Severity.ERROR, live=True)
@@ -26,7 +26,7 @@ def metadata_disagrees(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.distributed.checkpoint.default_planner.create_default_global_save_plan
     """
-    table = given(ckpt.ranks)
+    table = require(ckpt.ranks)
     for held in holders(table):
         if not agree(table, held.rows):
             yield _finding(table, held)

@@ -7,7 +7,7 @@ from ckptlint.analysis.chunks.coverage import overlaps
 from ckptlint.analysis.ranks.held_by_ranks import sound
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import shape_text
-from ckptlint.rule import Finding, Location, Severity, given, rule
+from ckptlint.rule import Finding, Location, Severity, require, rule
 
 
 @rule("LIV202", "rank-overlap", Severity.ERROR, live=True)
@@ -49,5 +49,5 @@ def rank_overlap(ckpt: Checkpoint) -> Iterator[Finding]:
 
 def _writers(view: Checkpoint, tensor: Tensor, rows: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
     """The ranks that write some chunks, in words and as numbers."""
-    ranks = given(view.ranks).rank[tensor.chunks.record[list(rows)]].tolist()
+    ranks = require(view.ranks).rank[tensor.chunks.record[list(rows)]].tolist()
     return " and ".join(f"rank {rank}" for rank in ranks), tuple(sorted(set(ranks)))

@@ -10,7 +10,7 @@ from ckptlint.analysis.chunks.coverage import holes
 from ckptlint.analysis.ranks.held_by_ranks import KeyRows, at_ranks, holders, sound
 from ckptlint.model import Checkpoint, RankTable
 from ckptlint.model.text import named_ranks, verb
-from ckptlint.rule import Finding, Severity, given, rule
+from ckptlint.rule import Finding, Severity, require, rule
 
 
 @rule("LIV203", "chunk-missing", Severity.ERROR, live=True)
@@ -30,7 +30,7 @@ def chunk_missing(ckpt: Checkpoint) -> Iterator[Finding]:
         torch.distributed.checkpoint.metadata.TensorStorageMetadata
     """
     view = sound(ckpt)
-    table = given(view.ranks)
+    table = require(view.ranks)
     rows = {held.fqn: held for held in holders(table)}
     found = [(finding, _without(table, rows, finding)) for finding in holes(view)]
     lacking = Counter(absent for absent, _ in {(absent, finding.at.fqn) for finding, absent in found})

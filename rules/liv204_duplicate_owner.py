@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from ckptlint.analysis.ranks.held_by_ranks import ChunkCopies, at_cell, cells
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import named_ranks
-from ckptlint.rule import Finding, Severity, given, rule
+from ckptlint.rule import Finding, Severity, require, rule
 
 
 @rule("LIV204", "duplicate-owner", Severity.ERROR, live=True)
@@ -25,7 +25,7 @@ def duplicate_owner(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         megatron.core.dist_checkpointing.validation.validate_sharding_integrity
     """
-    table = given(ckpt.ranks)
+    table = require(ckpt.ranks)
     for cell in cells(table):
         mains = [row for row in cell.rows if table.replica[row] == 0]
         ranks = {int(table.rank[row]) for row in mains}

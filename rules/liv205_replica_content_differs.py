@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from ckptlint.analysis.ranks.held_by_ranks import at_cell, cells, digest_groups, ranks_of, versions
 from ckptlint.model import Checkpoint
-from ckptlint.rule import Finding, Severity, given, rule
+from ckptlint.rule import Finding, Severity, require, rule
 
 _OPEN = "nothing shows which copy is right: find the first step at which they differ, and what these ranks did apart"
 
@@ -25,7 +25,7 @@ def replica_content_differs(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.distributed.checkpoint._dedup_save_plans.dedup_save_plans
     """
-    table = given(ckpt.ranks)
+    table = require(ckpt.ranks)
     for cell in cells(table):
         groups = [] if table.is_object[cell.rows[0]] else digest_groups(table, cell)
         if len(groups) > 1:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from ckptlint.analysis.ranks.held_by_ranks import at_cell, cells
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import named_ranks, verb
-from ckptlint.rule import Finding, Severity, given, rule
+from ckptlint.rule import Finding, Severity, require, rule
 
 
 @rule("LIV206", "replica-layout-differs", Severity.ERROR, live=True)
@@ -21,7 +21,7 @@ def replica_layout_differs(ckpt: Checkpoint) -> Iterator[Finding]:
     How to fix:
         Compare the placements of the named ranks with those of the owners.
     """
-    table = given(ckpt.ranks)
+    table = require(ckpt.ranks)
     written = {cell.fqn for cell in cells(table) if (table.replica[cell.rows] <= 0).any()}
     for cell in cells(table):
         if cell.fqn in written and (table.replica[cell.rows] > 0).all():

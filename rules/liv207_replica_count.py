@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from ckptlint.analysis.ranks.held_by_ranks import at_ranks, cells
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import plural
-from ckptlint.rule import Finding, Severity, given, rule
+from ckptlint.rule import Finding, Severity, require, rule
 
 
 @rule("LIV207", "replica-count", Severity.INFO, live=True)
@@ -21,7 +21,7 @@ def replica_count(ckpt: Checkpoint) -> Iterator[Finding]:
     How to fix:
         Find the ranks of the mesh that do not hold it.
     """
-    table = given(ckpt.ranks)
+    table = require(ckpt.ranks)
     for cell in cells(table):
         copies = int(table.copies[cell.rows[0]])
         if copies and (table.copies[cell.rows] == copies).all() and copies != len(cell.rows):

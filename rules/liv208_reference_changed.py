@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from ckptlint.analysis.ranks.held_by_ranks import agree, holders, reported
 from ckptlint.model import Checkpoint
-from ckptlint.rule import Finding, Severity, given, rule
+from ckptlint.rule import Finding, Severity, require, rule
 
 
 @rule("LIV208", "reference-changed", Severity.ERROR, live=True)
@@ -25,7 +25,7 @@ def reference_changed(ckpt: Checkpoint) -> Iterator[Finding]:
     How to fix:
         If you meant the change, do nothing. Else find what replaced the tensor since the last check.
     """
-    table = given(ckpt.ranks)
+    table = require(ckpt.ranks)
     torn = {held.fqn for held in holders(table) if not agree(table, held.rows)}
     kept: dict[tuple[str | None, str], Finding] = {}
     for finding in reported(ckpt):  # a rank that holds no siblings takes for complete what others know to be partial

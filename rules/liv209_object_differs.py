@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from ckptlint.analysis.ranks.held_by_ranks import at_ranks, cells, digest_groups, versions
 from ckptlint.model import Checkpoint
-from ckptlint.rule import Finding, Severity, given, rule
+from ckptlint.rule import Finding, Severity, require, rule
 
 
 @rule("LIV209", "object-differs", Severity.WARNING, live=True)
@@ -23,7 +23,7 @@ def object_differs(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.distributed.checkpoint._dedup_save_plans.dedup_save_plans
     """
-    table = given(ckpt.ranks)
+    table = require(ckpt.ranks)
     for cell in cells(table):
         groups = digest_groups(table, cell) if table.is_object[cell.rows[0]] else []
         if len(groups) > 1:

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint, Tensor
-from ckptlint.model.text import some
-from ckptlint.rule import Finding, Location, NotApplicable, Severity, given, rule
+from ckptlint.model.text import first_names
+from ckptlint.rule import Finding, Location, NotApplicable, Severity, require, rule
 from ckptlint.seals.file import SEAL
 from ckptlint.seals.verify import compare_with_seal, misfit
 
@@ -30,7 +30,7 @@ def payload_differs_from_seal(ckpt: Checkpoint) -> Iterator[Finding]:
     """
     if reason := misfit(ckpt):
         raise NotApplicable(reason)
-    seal = given(ckpt.seal)
+    seal = require(ckpt.seal)
     found = compare_with_seal(ckpt)
     is_older = not seal.metadata and len(found.different) > 1 and not found.equal
     for fqn, digest in found.different.items():
@@ -50,10 +50,10 @@ def payload_differs_from_seal(ckpt: Checkpoint) -> Iterator[Finding]:
 
 def _files(ckpt: Checkpoint, tensor: Tensor) -> str:
     rows = tensor.layout.live.nonzero()[0].tolist()
-    return some(dict.fromkeys(ckpt.chunk_file(tensor, row) for row in rows))
+    return first_names(dict.fromkeys(ckpt.chunk_file(tensor, row) for row in rows))
 
 
 def _sealed(ckpt: Checkpoint) -> str:
-    seal = given(ckpt.seal)
+    seal = require(ckpt.seal)
     step = f" at step {seal.step}" if seal.step is not None else ""
     return f"{SEAL}, written by ckptlint {seal.version}{step}"

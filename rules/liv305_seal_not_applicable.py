@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import braces, some
+from ckptlint.model.text import first_names, fold_names
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 from ckptlint.seals.file import SEAL
 from ckptlint.seals.verify import compare_with_seal, misfit
@@ -43,5 +43,5 @@ def seal_not_applicable(ckpt: Checkpoint) -> Iterator[Finding]:
             f"{len(fqns):,} key{'s were' if len(fqns) > 1 else ' was'} not compared with {SEAL}: {why}",
             at=Location(file=SEAL),
             identity=tuple(fqns[:_SHOWN]),
-            notes=(("keys", some(braces(dict.fromkeys(fqns)), _SHOWN, "pattern")),),
+            notes=(("keys", first_names(fold_names(dict.fromkeys(fqns)), _SHOWN, "pattern")),),
         )

@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from fractions import Fraction
 
-from ckptlint.analysis.fit.judgement import judges
+from ckptlint.analysis.fit.judgement import has_known_config
 from ckptlint.analysis.inventory import Param, inventory_of
 from ckptlint.analysis.trusted_config import flag, trusted, trusted_topology
 from ckptlint.model import Checkpoint, Tensor
@@ -36,7 +36,7 @@ def alias_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
     How to fix:
         Register the placement for every alias, and save the parameter under one key.
     """
-    if not judges(ckpt):  # CFG001 names a key that stands under another name than the model's
+    if not has_known_config(ckpt):  # CFG001 names a key that stands under another name than the model's
         yield from _odd_wrappers(ckpt)
     by_path: dict[tuple[tuple[str, ...], str], list[Param]] = defaultdict(list)
     for param in inventory_of(ckpt).params:

@@ -9,7 +9,7 @@ from ckptlint.analysis.ranks.save_plans import Duplicate, duplicates
 from ckptlint.analysis.trusted_config import trusted_topology
 from ckptlint.dataclass import dataclass
 from ckptlint.model import Checkpoint, SavePlans
-from ckptlint.model.text import listed, named_ranks, numbered, shape_text, some
+from ckptlint.model.text import first_names, join_words, named_ranks, numbered, shape_text
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.keys import Key, parse
 
@@ -123,7 +123,7 @@ def _finding(
     homes = [named_ranks(range(stage * per_stage, (stage + 1) * per_stage)) for stage in stages]
     keys = list(dict.fromkeys(duplicate.fqn for duplicate in shared.same))
     return Finding(
-        f"pipeline stages {listed([*map(str, stages)])} planned different layers under "
+        f"pipeline stages {join_words([*map(str, stages)])} planned different layers under "
         f"{numbered('number', shared.layers)}",
         at=Location(lead.fqn, ckpt.tensors.get(lead.fqn), ranks=tuple(sorted(ranks))),
         identity=tuple(keys),
@@ -132,7 +132,7 @@ def _finding(
         notes=(
             ("ranks", ", ".join(f"stage {stage} is {home}" for stage, home in zip(stages, homes, strict=True))),
             *found,
-            ("shared", some(keys, _SHOWN)),
+            ("shared", first_names(keys, _SHOWN)),
         ),
         hint=f"compare the layer offsets of {named_ranks(ranks)}; this checkpoint holds these layers of one stage only",
         inferred_from=f"the number of pipeline stages ({trusted_topology(ckpt)['pp'].source})",

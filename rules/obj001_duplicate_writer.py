@@ -8,8 +8,8 @@ import numpy as np
 
 from ckptlint.analysis.ranks.save_plans import Duplicate, duplicates
 from ckptlint.model import Checkpoint, RecordState
-from ckptlint.model.text import listed, named_ranks, plural, shape_text
-from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, given, rule
+from ckptlint.model.text import join_words, named_ranks, plural, shape_text
+from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, require, rule
 from ckptlint.vocabulary.keys import role
 
 
@@ -78,7 +78,7 @@ def _lists(ckpt: Checkpoint) -> Iterator[Finding]:
 
 def _finding(ckpt: Checkpoint, same: list[Duplicate]) -> Finding:
     first = same[0]
-    ranks = f"ranks {listed([*map(str, first.ranks)])}" if len(first.ranks) < 4 else named_ranks(first.ranks)
+    ranks = f"ranks {join_words([*map(str, first.ranks)])}" if len(first.ranks) < 4 else named_ranks(first.ranks)
     all_ = "both" if len(first.ranks) == 2 else "all"
     if first.offset is None:
         what = f"{ranks} {all_} wrote a copy{{of}}; one copy was kept"
@@ -99,7 +99,7 @@ def _finding(ckpt: Checkpoint, same: list[Duplicate]) -> Finding:
 
 def _plans(ckpt: Checkpoint, duplicate: Duplicate) -> tuple[Note, ...]:
     """Whose copy the metadata points to, and how the plans differ."""
-    table = given(ckpt.save_plans)
+    table = require(ckpt.save_plans)
     record = _record(ckpt, duplicate)
     notes: list[Note] = [
         ("kept", f"the entry points to {ckpt.byte_range_of(record)[0]}" if record >= 0 else "no entry is left")

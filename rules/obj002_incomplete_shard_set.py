@@ -8,7 +8,7 @@ import numpy as np
 
 from ckptlint.model import Checkpoint
 from ckptlint.model.layout import IntArray
-from ckptlint.model.text import numbered, plural, shape_text, some, verb
+from ckptlint.model.text import first_names, numbered, plural, shape_text, verb
 from ckptlint.rule import Finding, Location, Note, Severity, rule
 from ckptlint.vocabulary.mesh import axes_of_size
 
@@ -84,4 +84,4 @@ def _which(ckpt: Checkpoint, shape: tuple[int, ...], missing: list[tuple[int, ..
             name = f"dim {axis} ({names[0]})" if len(names) == 1 else f"dim {axis}"
             gone = f"{numbered('shard', values)} {verb(len(values), 'is')}"
             return (("mesh", f"{name} has {size} shards; {gone} missing everywhere"),)
-    return (("missing", some((".".join(map(str, offset)) for offset in missing), 8)),)
+    return (("missing", first_names((".".join(map(str, offset)) for offset in missing), 8)),)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from ckptlint.model import Checkpoint
 from ckptlint.model.layout import IntArray
-from ckptlint.model.text import shape_text, some
+from ckptlint.model.text import first_names, shape_text
 from ckptlint.rule import Finding, Location, Note, Severity, rule
 
 
@@ -33,7 +33,7 @@ def inconsistent_object_shape(ckpt: Checkpoint) -> Iterator[Finding]:
         found = {shape: [_place(ckpt, row) for row in rows.tolist()] for shape, rows in rows_of.items()}
         grids = " and ".join(map(shape_text, sorted(found)))
         notes: list[Note] = [
-            ("grid", f"{shape_text(shape)}: {some(shards)}") for shape, shards in sorted(found.items())
+            ("grid", f"{shape_text(shape)}: {first_names(shards)}") for shape, shards in sorted(found.items())
         ]
         yield Finding(
             f"shards{{of}} name different grids: {grids}",

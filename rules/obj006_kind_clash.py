@@ -8,7 +8,7 @@ from ckptlint.analysis.inventory import dp_group
 from ckptlint.dataclass import dataclass
 from ckptlint.model import ByteObject, Checkpoint, Tensor
 from ckptlint.model.layout import IntArray
-from ckptlint.model.text import braces, plural, some
+from ckptlint.model.text import first_names, fold_names, plural
 from ckptlint.rule import Finding, Location, Severity, rule
 from ckptlint.vocabulary.keys import parse
 
@@ -95,4 +95,4 @@ def _finding(ckpt: Checkpoint, kinds: _Kinds) -> Finding:
 
 
 def _names(fqns: list[str]) -> str:
-    return some(braces(fqns), _SHOWN, "pattern")
+    return first_names(fold_names(fqns), _SHOWN, "pattern")

@@ -12,7 +12,7 @@ from ckptlint.dataclass import dataclass
 from ckptlint.geometry.chunk_graph import ranks_of_files
 from ckptlint.model import Checkpoint
 from ckptlint.model.layout import distinct
-from ckptlint.model.text import braces, named_ranks, numbered, plural, ranges, some, verb
+from ckptlint.model.text import first_names, fold_names, named_ranks, numbered, plural, ranges, verb
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.keys import Key, parse
 
@@ -304,4 +304,4 @@ def _is_buffer(param: Param) -> bool:
 
 
 def _names(params: Iterable[Param]) -> str:
-    return some(braces(dict.fromkeys(param.tensor.fqn for param in params)), _SHOWN, "pattern")
+    return first_names(fold_names(dict.fromkeys(param.tensor.fqn for param in params)), _SHOWN, "pattern")

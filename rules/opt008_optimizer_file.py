@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 from math import prod
 
-from ckptlint.analysis.fit.judgement import judges
+from ckptlint.analysis.fit.judgement import has_known_config
 from ckptlint.model import Checkpoint, OptimizerFile
 from ckptlint.model.text import first_few, numbered, plural, printable, shape_text
 from ckptlint.rule import Confidence, Finding, Location, NotApplicable, Severity, rule
@@ -67,7 +67,7 @@ def _odd(
         if first is not None and second is not None and first != second:
             both = f"the shapes {shape_text(first)} and {shape_text(second)}"
             yield f"exp_avg and exp_avg_sq of {_some([param])} in {file} have {both}", f"pair {param}", False
-    is_judged = ckpt.format == "verl" and judges(ckpt)  # CFG001 reports what the model lacks
+    is_judged = ckpt.format == "verl" and has_known_config(ckpt)  # CFG001 reports what the model lacks
     is_judged = is_alone and ckpt.format in ("safetensors", "torch", "verl") and not is_judged
     if is_judged and ckpt.tensors and ckpt.is_sound and not ckpt.partial:
         yield from _against_model(ckpt, file, optimizer)

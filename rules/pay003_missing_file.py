@@ -9,7 +9,7 @@ from ckptlint.geometry.chunk_graph import rank_of, ranks_of_files
 from ckptlint.model import FILE_STATES, Checkpoint, FileState
 from ckptlint.model.layout import IntArray, distinct
 from ckptlint.model.lost_files import by_node
-from ckptlint.model.text import at_most, plural, ranges, some
+from ckptlint.model.text import at_most, first_names, plural, ranges
 from ckptlint.rule import Finding, Location, Severity, rule
 from ckptlint.vocabulary.keys import parse
 
@@ -74,7 +74,7 @@ def missing_file(ckpt: Checkpoint) -> Iterator[Finding]:
             f"{count} {verb}: {filed:,} {'entry' if filed == 1 else 'entries'}, {lost:,} bytes",
             at=Location(
                 file=names[0],
-                label=f"{ckpt.metadata_file}: {some(names, 6)}",
+                label=f"{ckpt.metadata_file}: {first_names(names, 6)}",
                 ranks=tuple(sorted({rank for name in names if (rank := rank_of(name)) is not None})),
             ),
             identity=tuple(names),
@@ -85,7 +85,7 @@ def missing_file(ckpt: Checkpoint) -> Iterator[Finding]:
             kind=state,
             severity=Severity.INFO if state in ("link-outside", "other-case") else None,
             why=_OTHER_CASE if state == "other-case" else "",
-            notes=(("keys", kinds + some(keys)),),
+            notes=(("keys", kinds + first_names(keys)),),
             hint=_instead(ckpt, numbers) or (_pattern(ckpt, names) if state == "absent" else _HINTS.get(state, "")),
         )
 

@@ -8,7 +8,7 @@ from ckptlint.depth import Depth
 from ckptlint.geometry.record_states import least_container, rows_by_file
 from ckptlint.model import Checkpoint
 from ckptlint.model.layout import IntArray, distinct
-from ckptlint.model.text import human_bytes, some
+from ckptlint.model.text import first_names, human_bytes
 from ckptlint.rule import Finding, Location, Note, Severity, rule
 
 _COPY = "compare its size with the original's and copy it again"
@@ -148,4 +148,4 @@ def _entries(count: int) -> str:
 
 
 def _shown(keys: list[str]) -> tuple[Note, ...]:
-    return (("keys", some(keys)),)
+    return (("keys", first_names(keys)),)

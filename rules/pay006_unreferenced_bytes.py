@@ -11,7 +11,7 @@ from ckptlint.depth import Depth
 from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model import Checkpoint
 from ckptlint.model.facts import fact
-from ckptlint.model.text import at_most, byte_span, human_bytes, listed, some
+from ckptlint.model.text import at_most, byte_span, first_names, human_bytes, join_words
 from ckptlint.rule import Finding, Location, Note, Severity, rule
 
 _SHOWN = 3
@@ -51,7 +51,7 @@ def unreferenced_bytes(ckpt: Checkpoint, min_bytes: int = 64) -> Iterator[Findin
             message = f"no tensor or object claims {file.name}, which holds {human_bytes(size)}"
         else:
             message = f"no tensor or object claims {total:,} bytes of {file.name} ({total / size:.1%})"
-        spans = some((byte_span(start, stop - start) for start, stop in gaps), _SHOWN, "gap")
+        spans = first_names((byte_span(start, stop - start) for start, stop in gaps), _SHOWN, "gap")
         lost = [] if rank_of(file.name) in repeaters else _lost_here(ckpt, gaps)
         yield Finding(
             message,
@@ -67,7 +67,7 @@ def unreferenced_bytes(ckpt: Checkpoint, min_bytes: int = 64) -> Iterator[Findin
             why=_LOST_ENTRY if lost else "",
             notes=(("record", _told(lost)),) if lost else (),
             explain=partial(_planned_elsewhere, ckpt, file.name),
-            inferred_from=f"the length of the other records of {listed([fqn for _, fqn in lost][:_SHOWN])}"
+            inferred_from=f"the length of the other records of {join_words([fqn for _, fqn in lost][:_SHOWN])}"
             if lost
             else "",
             hint="compare .metadata with the original: either it lost an entry, or this rank saved its part under the "
@@ -146,4 +146,4 @@ def _planned_elsewhere(ckpt: Checkpoint, name: str) -> tuple[Note, ...]:
     lost = sorted(planned_by(ckpt.save_plans, rank) & set(ckpt.records.fqns) - own)
     if not lost:
         return ()
-    return (("planned", f"rank {rank} also planned {some(lost, _SHOWN)}, which another rank stored"),)
+    return (("planned", f"rank {rank} also planned {first_names(lost, _SHOWN)}, which another rank stored"),)

@@ -11,7 +11,7 @@ from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model import Checkpoint, PayloadTable, RecordContent, Tensor
 from ckptlint.model.layout import IntArray
 from ckptlint.model.text import byte_span, named_ranks, plural
-from ckptlint.rule import Finding, Location, Note, Severity, given, rule
+from ckptlint.rule import Finding, Location, Note, Severity, require, rule
 from ckptlint.vocabulary.dtypes import ITEM_BITS, loses, nbytes
 
 _PACKED = 2
@@ -53,7 +53,7 @@ def payload_header_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.distributed.checkpoint.planner_helpers._create_write_items, filesystem._write_files_from_queue
     """
-    payload = given(ckpt.payload)
+    payload = require(ckpt.payload)
     for tensor in ckpt.sound_tensors():
         if found := [hit for row in _odd(payload, tensor) if (hit := _compare(payload, tensor, row))]:
             yield _finding(ckpt, payload, tensor, found)

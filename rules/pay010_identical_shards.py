@@ -12,7 +12,7 @@ from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model import Checkpoint, PayloadTable, Tensor
 from ckptlint.model.facts import fact
 from ckptlint.model.text import ranges
-from ckptlint.rule import Confidence, Finding, Location, NotApplicable, Note, Severity, given, rule
+from ckptlint.rule import Confidence, Finding, Location, NotApplicable, Note, Severity, require, rule
 from ckptlint.vocabulary.keys import Key, gated_role, parse
 
 _SHOWN = 3
@@ -48,7 +48,7 @@ def identical_shards(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.distributed.tensor.placement_types.Replicate
     """
-    payload = given(ckpt.payload)
+    payload = require(ckpt.payload)
     if not (payload.crc > 0).any():
         raise NotApplicable("the records hold no checksums to compare")
     experts: dict[tuple[object, ...], list[tuple[Key, Tensor, int]]] = defaultdict(list)

@@ -11,7 +11,7 @@ from ckptlint.model import Checkpoint, NonFinite, PayloadTable, RecordContent, T
 from ckptlint.model.facts import fact
 from ckptlint.model.layout import IntArray
 from ckptlint.model.text import plural
-from ckptlint.rule import Finding, Location, Severity, given, rule
+from ckptlint.rule import Finding, Location, Severity, require, rule
 from ckptlint.vocabulary.keys import Key, parse
 from ckptlint.vocabulary.schemes import quantised_weight
 
@@ -46,7 +46,7 @@ def non_finite_values(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.isfinite
     """
-    payload = given(ckpt.payload)
+    payload = require(ckpt.payload)
     bad = payload.nan + payload.plus_inf + payload.minus_inf > 0
     found: list[tuple[Tensor, IntArray]] = []
     for tensor in ckpt.tensors.values() if bad.any() else ():

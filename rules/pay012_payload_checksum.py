@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint, Damage
 from ckptlint.model.text import plural
-from ckptlint.rule import Finding, Location, Note, Severity, given, rule
+from ckptlint.rule import Finding, Location, Note, Severity, require, rule
 
 _SHOWN = 4
 
@@ -32,7 +32,7 @@ def payload_checksum(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.serialization.set_crc32_options
     """
-    payload = given(ckpt.payload)
+    payload = require(ckpt.payload)
     by_file: dict[tuple[str, str], list[Damage]] = defaultdict(list)
     for damage in payload.damages:
         kind = ("beside" if damage.member else "file") if damage.record < 0 else "member" if damage.member else "record"

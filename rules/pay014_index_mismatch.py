@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from ckptlint.analysis.fit.judgement import explains_bytes, judges
+from ckptlint.analysis.fit.judgement import explains_bytes, has_known_config
 from ckptlint.model import Checkpoint, WeightIndex
-from ckptlint.model.text import braces, human_bytes, numbered, plural, some, verb
+from ckptlint.model.text import first_names, fold_names, human_bytes, numbered, plural, verb
 from ckptlint.rule import Finding, Location, Note, Severity, rule
 from ckptlint.vocabulary.config_fields import MODEL_CONFIG
 from ckptlint.vocabulary.dtypes import nbytes
@@ -191,7 +191,7 @@ def _without_index(ckpt: Checkpoint, held: Held) -> Iterator[Finding]:
             f"several files hold {_count(shared)}, and no index names the right one",
             at=Location(
                 file=files[0],
-                label=some(files, _SHOWN),
+                label=first_names(files, _SHOWN),
             ),
             identity=tuple(shared[:_MOST]),
             keys=tuple(shared[:_MOST]),
@@ -237,7 +237,7 @@ def _lost_numbers(ckpt: Checkpoint) -> list[tuple[int, set[int], set[int]]]:
 def _numbers(ckpt: Checkpoint) -> Iterator[Finding]:
     """Numbers k of the names `<stem>-<k>-of-<N>` that no file has."""
     is_listed = ckpt.index is not None
-    if is_listed and judges(ckpt):
+    if is_listed and has_known_config(ckpt):
         return  # CFG001 reports what the lost files held
     for total, present, missing in _lost_numbers(ckpt):
         yield Finding(
@@ -261,5 +261,5 @@ def _count(keys: Iterable[str]) -> str:
 
 
 def _keys(keys: list[str]) -> tuple[Note, ...]:
-    folded = braces(keys)
-    return (("keys", some(folded, _SHOWN)),)
+    folded = fold_names(keys)
+    return (("keys", first_names(folded, _SHOWN)),)

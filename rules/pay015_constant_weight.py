@@ -12,8 +12,8 @@ from ckptlint.depth import Depth
 from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model import Checkpoint, PayloadTable
 from ckptlint.model.layout import BoolArray, Box, IntArray
-from ckptlint.model.text import at_most, listed, plural
-from ckptlint.rule import Finding, Location, Severity, given, rule
+from ckptlint.model.text import at_most, join_words, plural
+from ckptlint.rule import Finding, Location, Severity, require, rule
 from ckptlint.seals.verify import compare_with_seal, misfit
 from ckptlint.vocabulary.config_fields import declares_pruning
 from ckptlint.vocabulary.dtypes import ITEM_BITS
@@ -79,7 +79,7 @@ def constant_weight(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.nn.Module.to_empty
     """
-    payload = given(ckpt.payload)
+    payload = require(ckpt.payload)
     is_read = payload.scanned.copy()
     is_read[[damage.record for damage in payload.damages if damage.record >= 0]] = False  # PAY012 reports it
     different = {} if misfit(ckpt) else compare_with_seal(ckpt).different  # LIV302 reports it
@@ -431,7 +431,7 @@ def _finding(
         message,
         at=Location.of(param.tensor, region=box, rows=tuple(rows[:16].tolist()), file=file, byte_range=(start, length)),
         confidence="possible" if dict(notes)["doubt"] else "certain" if dict(notes)["file"] else "likely",
-        notes=(*notes, ("files", listed(at_most(names, _SHOWN)) if len(names) > 1 else "")),
+        notes=(*notes, ("files", join_words(at_most(names, _SHOWN)) if len(names) > 1 else "")),
         hint="" if dict(notes)["doubt"] else _HINT,
         inferred_from="the other weights of this name",
         group=f"{names}",

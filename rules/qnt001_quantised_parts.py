@@ -7,7 +7,7 @@ from itertools import islice, takewhile
 
 from ckptlint.analysis.quantised import Quantisation, QuantisedWeight, quantisation, stored_otherwise
 from ckptlint.model import Checkpoint, Tensor
-from ckptlint.model.text import braces, listed, plural, some, verb
+from ckptlint.model.text import first_names, fold_names, join_words, plural, verb
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 from ckptlint.vocabulary.dtypes import FLOATS, INTEGERS
 from ckptlint.vocabulary.keys import NEVER_ZERO, parse, role
@@ -79,14 +79,14 @@ def _has_others_beside(module: str, every: list[str]) -> bool:
 
 def _meaningless(weights: list[Tensor]) -> Finding:
     keys = tuple(tensor.fqn for tensor in weights)
-    dtypes = listed(sorted({tensor.dtype for tensor in weights}))
+    dtypes = join_words(sorted({tensor.dtype for tensor in weights}))
     return Finding(
         f"{plural(len(keys), 'weight', 'is')} stored in {dtypes} without a scale, and no quantisation is declared",
         at=Location.of(weights[0]),
         identity=keys[1:],
         keys=keys[1:],
         confidence="likely",
-        notes=(("weights", some(braces(keys), _SHOWN)),),
+        notes=(("weights", first_names(fold_names(keys), _SHOWN)),),
         why="layer weights are not integers, so a load uses codes or rounded values as weights",
         hint="export the model again in a floating dtype, or with the scales of the codes",
         group="without meaning",
@@ -132,12 +132,12 @@ def _lacks(found: Quantisation, scheme: Scheme, lost: list[QuantisedWeight], par
     keys = tuple(one.codes.fqn for one in lost)
     return Finding(
         f"{len(keys)} of {plural(total, 'weight')} in {scheme.title} {verb(len(keys), 'has')} no "
-        f"{listed(names, 'or')}" + ("" if is_needed else ", but their siblings do"),
+        f"{join_words(names, 'or')}" + ("" if is_needed else ", but their siblings do"),
         at=Location.of(lost[0].codes),
         identity=(*names, *keys),
         keys=keys,
         confidence="certain" if is_sure else "likely",
-        notes=(("weights", some(braces(keys), _SHOWN)),),
+        notes=(("weights", first_names(fold_names(keys), _SHOWN)),),
         why="without a scale the codes mean nothing: a load stops, or uses some other number as the scale"
         if is_needed
         else "the loader allocates it for all of them, and keeps an arbitrary number where none is stored",
@@ -152,7 +152,7 @@ def _name(found: Quantisation, scheme: Scheme, part: Part) -> str:
     used = next((one for one in found.weights if one.scheme is scheme and part in one.parts), None)
     if used is None:
         said = [leaf_of(part, number) for number, name in enumerate(part.names) if name not in part.common]
-        return listed(said, "or")
+        return join_words(said, "or")
     return leaf_of(part, [named(name, used.weight) for name in part.names].index(used.parts[part].fqn))
 
 
@@ -173,7 +173,7 @@ def _alone(ckpt: Checkpoint, scheme: Scheme, parts: dict[str, str]) -> Iterator[
             at=Location.of(ckpt.tensors[weights[0]]) if is_wide else Location(weights[0]),
             identity=tuple(keys),
             keys=(*keys, *weights[1:]),
-            notes=(("scales", some(braces(keys), _SHOWN)),),
+            notes=(("scales", first_names(fold_names(keys), _SHOWN)),),
             why="the loader treats the weight as codes and multiplies it by the scale"
             if is_wide
             else "a scale alone cannot restore the weight",

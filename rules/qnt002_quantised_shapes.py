@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from ckptlint.analysis.quantised import QuantisedWeight, in_other_blocks, misfit, quantisation, stored_otherwise
 from ckptlint.analysis.trusted_config import number, trusted
 from ckptlint.model import Checkpoint, Tensor
-from ckptlint.model.text import braces, listed, plural, shape_text, some
+from ckptlint.model.text import first_names, fold_names, join_words, plural, shape_text
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 from ckptlint.vocabulary.schemes import Part, Scheme, leaf_of, named
 
@@ -39,7 +39,7 @@ def quantised_shapes(ckpt: Checkpoint) -> Iterator[Finding]:
     for one in found.weights:
         for part in one.scheme.parts:
             if (other := stored_otherwise(ckpt, part, one)) is not None:
-                wrong[one.scheme, part, "dtype"].append((one, other, listed(part.dtypes[:3])))
+                wrong[one.scheme, part, "dtype"].append((one, other, join_words(part.dtypes[:3])))
             elif part in one.parts and (wanted := misfit(one, part, found.declared)):
                 wrong[one.scheme, part, "shape"].append((one, one.parts[part], wanted))
     yield from _experts_differ(ckpt, found.weights)
@@ -59,7 +59,7 @@ def quantised_shapes(ckpt: Checkpoint) -> Iterator[Finding]:
             keys=tuple(keys[1:]),
             notes=(
                 ("codes", f"{one.codes.fqn}: {one.codes.dtype} {shape_text(one.codes.global_shape)}"),
-                ("tensors", some(braces(keys), _SHOWN)),
+                ("tensors", first_names(fold_names(keys), _SHOWN)),
             ),
             why="a load stops with a size mismatch, or uses the scales of other rows",
             hint="export the model again, or restore the configuration that it was exported with",
@@ -117,7 +117,7 @@ def _axes_differ(weights: list[QuantisedWeight], wrong: set[int]) -> Iterator[Fi
             at=Location.of(few[0][1]),
             identity=("axes", *keys[1:]),
             keys=tuple(keys[1:]),
-            notes=(("tensors", some(braces(keys), _SHOWN)),),
+            notes=(("tensors", first_names(fold_names(keys), _SHOWN)),),
             why="an axis of size 1 was dropped on the way, and a load that compares shapes stops",
             hint="export the model again, with the axis kept",
         )

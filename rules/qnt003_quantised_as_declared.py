@@ -7,7 +7,7 @@ from dataclasses import replace
 from ckptlint.analysis.quantised import WIDE, Declaration, Quantisation, QuantisedWeight, quantisation
 from ckptlint.analysis.trusted_config import number, trusted
 from ckptlint.model import Checkpoint, Tensor
-from ckptlint.model.text import braces, listed, plural, some, verb
+from ckptlint.model.text import first_names, fold_names, join_words, plural, verb
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 from ckptlint.vocabulary.keys import numbers_in, parse, role
 from ckptlint.vocabulary.schemes import leaf_of
@@ -67,8 +67,8 @@ def _declared_twice(found: Quantisation, declared: Declaration) -> Iterator[Find
     differing += [(f"{module} as quantised", "it as not quantised") for module in left[:1]]
     if differing:
         yield Finding(
-            f"{declared.file} declares {listed([a for a, _ in differing])}, but {beside.file} declares "
-            f"{listed([b for _, b in differing])}",
+            f"{declared.file} declares {join_words([a for a, _ in differing])}, but {beside.file} declares "
+            f"{join_words([b for _, b in differing])}",
             at=Location(file=beside.file),
             identity=("declared twice",),
             why="vLLM reads the first, TensorRT-LLM the second: one of them decodes the codes with the wrong scheme",
@@ -130,7 +130,7 @@ def _other(ckpt: Checkpoint, found: Quantisation, declared: Declaration) -> Iter
     if left and declared.is_exact:
         yield _finding(
             f"{says} and other layers use it, but {plural(len(left), 'weight')} "
-            f"{verb(len(left), 'is')} stored in {listed(sorted({t.dtype for t in left}))}",
+            f"{verb(len(left), 'is')} stored in {join_words(sorted({t.dtype for t in left}))}",
             left,
             why="the loader builds these layers quantised too, but finds neither codes nor scales",
             hint="export again, or list these modules as not quantised in the configuration",
@@ -182,7 +182,7 @@ def _is_linear(tensor: Tensor) -> bool:
 
 
 def _titles(weights: list[QuantisedWeight]) -> str:
-    return listed(list(dict.fromkeys(one.scheme.title for one in weights)))
+    return join_words(list(dict.fromkeys(one.scheme.title for one in weights)))
 
 
 def _finding(message: str, tensors: list[Tensor], why: str, hint: str) -> Finding:
@@ -192,7 +192,7 @@ def _finding(message: str, tensors: list[Tensor], why: str, hint: str) -> Findin
         at=Location.of(tensors[0]),
         identity=tuple(keys[1:]),
         keys=tuple(keys[1:]),
-        notes=(("weights", some(braces(keys), _SHOWN)),) if len(keys) > 1 else (),
+        notes=(("weights", first_names(fold_names(keys), _SHOWN)),) if len(keys) > 1 else (),
         why=why,
         hint=hint,
     )

@@ -9,8 +9,8 @@ from ckptlint.analysis.quantised import WIDE, QuantisedWeight, quantisation
 from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint, PayloadTable, Tensor
 from ckptlint.model.layout import IntArray
-from ckptlint.model.text import braces, listed, plural, some, verb
-from ckptlint.rule import Confidence, Finding, Location, NotApplicable, Severity, given, rule
+from ckptlint.model.text import first_names, fold_names, join_words, plural, verb
+from ckptlint.rule import Confidence, Finding, Location, NotApplicable, Severity, require, rule
 from ckptlint.vocabulary.config_fields import declares_pruning
 from ckptlint.vocabulary.dtypes import FLOATS, INTEGERS
 from ckptlint.vocabulary.keys import NEVER_ZERO, parse, role
@@ -42,7 +42,7 @@ def quantised_scales(ckpt: Checkpoint) -> Iterator[Finding]:
     How to fix:
         Export the model again from the weights that it was quantised from.
     """
-    payload = given(ckpt.payload)
+    payload = require(ckpt.payload)
     found = quantisation(ckpt)
     if not found.weights:
         raise NotApplicable("no weight is stored quantised")
@@ -104,7 +104,7 @@ def _constant_codes(ckpt: Checkpoint, payload: PayloadTable, weights: list[Quant
         may_be_meant = is_pruned or _may_be_zeros(payload, one)
         by_confidence["certain" if is_all else "possible" if may_be_meant else "likely"].append(one)
     for confidence, ones in by_confidence.items():
-        titles = listed(list(dict.fromkeys(one.scheme.title for one in ones)))
+        titles = join_words(list(dict.fromkeys(one.scheme.title for one in ones)))
         yield _finding(
             [one.codes for one in ones],
             f"the codes of {len(ones)} of {plural(len(judged), 'weight')} in {titles} are all the same, but the scales "
@@ -163,7 +163,7 @@ def _finding(
         identity=tuple(keys[1:]),
         keys=tuple(keys[1:]),
         confidence=confidence,
-        notes=(("tensors", some(braces(keys), _SHOWN)),),
+        notes=(("tensors", first_names(fold_names(keys), _SHOWN)),),
         why="the weight is its codes times its scale, so the layer outputs zeros or dominates all others",
         hint="export the model again from the weights that it was quantised from",
         group=group,

@@ -7,8 +7,8 @@ from ckptlint.analysis.fit.judgement import keys_reported
 from ckptlint.analysis.key_matching import KeyComparison, KeyEntry, LoneKeys, match_keys
 from ckptlint.analysis.trusted_config import flag
 from ckptlint.model import Checkpoint, Reference
-from ckptlint.model.text import braces, plural, ranges, shape_text, some
-from ckptlint.rule import Finding, Location, Note, Severity, given, rule
+from ckptlint.model.text import first_names, fold_names, plural, ranges, shape_text
+from ckptlint.rule import Finding, Location, Note, Severity, require, rule
 from ckptlint.vocabulary.keys import COMPUTED
 from ckptlint.vocabulary.schemes import quantised_weight
 
@@ -36,7 +36,7 @@ def key_diff(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.distributed.checkpoint.DefaultLoadPlanner (allow_partial_load), `ckptlint manifest`
     """
-    reference = given(ckpt.reference)
+    reference = require(ckpt.reference)
     found = match_keys(ckpt, reference)
     yield from _lacking(ckpt, reference, found)
     shared = _same_places(found.absent)
@@ -173,7 +173,7 @@ def _unpaired(ckpt: Checkpoint, reference: Reference, found: KeyComparison) -> F
 
 
 def _listed(fqns: list[str]) -> str:
-    return some(braces(dict.fromkeys(fqns)), _SHOWN, "pattern")
+    return first_names(fold_names(dict.fromkeys(fqns)), _SHOWN, "pattern")
 
 
 def _place(ckpt: Checkpoint, reference: Reference) -> str:

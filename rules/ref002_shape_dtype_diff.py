@@ -5,7 +5,7 @@ from dataclasses import replace
 from fractions import Fraction
 from math import prod
 
-from ckptlint.analysis.fit.judgement import judges, shapes_reported
+from ckptlint.analysis.fit.judgement import has_known_config, shapes_reported
 from ckptlint.analysis.key_matching import KeyComparison, KeyPair, match_keys
 from ckptlint.analysis.trusted_config import contradictions, main_params, number
 from ckptlint.model import Checkpoint, Declared, Reference
@@ -60,7 +60,7 @@ def shape_dtype_diff(ckpt: Checkpoint) -> Iterator[Finding]:
 def _is_own(ckpt: Checkpoint, reference: Reference) -> bool:
     """Whether the reference declares what the checkpoint's own configuration does, against which CFG rules hold it."""
     shared = [name for name in reference.declared if name in _WORDS]
-    return judges(ckpt) and all(
+    return has_known_config(ckpt) and all(
         name in ckpt.declared and ckpt.declared[name].value == reference.declared[name].value for name in shared
     )
 

@@ -8,7 +8,7 @@ from ckptlint.analysis.key_matching import KeyComparison, KeyEntry, match_keys
 from ckptlint.dataclass import dataclass
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import human_bytes, verb
-from ckptlint.rule import Finding, Location, NotApplicable, Severity, given, rule
+from ckptlint.rule import Finding, Location, NotApplicable, Severity, require, rule
 from ckptlint.vocabulary.dtypes import ITEM_BITS
 from ckptlint.vocabulary.mesh import axes_of_size
 
@@ -51,7 +51,7 @@ def bytes_ratio(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         megatron.core.dist_checkpointing.mapping.ShardedTensor (replica_id)
     """
-    reference = given(ckpt.reference)
+    reference = require(ckpt.reference)
     found = match_keys(ckpt, reference)
     if 2 * len(found.unpaired_expected) > found.expected.total():
         raise NotApplicable("the reference uses another naming scheme")
@@ -124,7 +124,7 @@ def _finding(ckpt: Checkpoint, subject: str, part: str, total: _Sum, factor: int
     hold = "hold" if subject.startswith("the experts") else "holds"
     return Finding(
         f"{subject} {hold} {stored}, 1/{factor} of the {expected} in the reference",
-        at=Location(label=f"{ckpt.metadata_file}, compared with {given(ckpt.reference).source}"),
+        at=Location(label=f"{ckpt.metadata_file}, compared with {require(ckpt.reference).source}"),
         identity=(part, str(factor)),
         notes=(
             ("counted", f"{total.stored:,} and {total.expected:,} bytes, in the dtypes of the reference"),

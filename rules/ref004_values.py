@@ -7,8 +7,8 @@ import numpy as np
 from ckptlint.depth import Depth
 from ckptlint.errors import BudgetError
 from ckptlint.model import Checkpoint, PayloadTable, Reference
-from ckptlint.model.text import ranges, some
-from ckptlint.rule import Finding, Location, NotApplicable, Severity, given, rule
+from ckptlint.model.text import first_names, ranges
+from ckptlint.rule import Finding, Location, NotApplicable, Severity, require, rule
 
 _RANGES = 4
 
@@ -32,7 +32,7 @@ def values(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         ckptlint manifest --values
     """
-    reference, payload = given(ckpt.reference), given(ckpt.payload)
+    reference, payload = require(ckpt.reference), require(ckpt.payload)
     if not reference.values:
         raise NotApplicable("the reference holds no values: `ckptlint manifest --values` writes them")
     if payload.sample:
@@ -61,5 +61,5 @@ def _odd_rows(reference: Reference, payload: PayloadTable, fqn: str) -> str:
         found = payload.row_hashes.get(fqn, {}).get(dtype)
         if found is not None and len(found) == len(wanted):
             parts = ranges(np.flatnonzero(found != wanted).tolist()).split(",")
-            return f": rows {some(parts, _RANGES, 'range')} of {len(wanted):,}"
+            return f": rows {first_names(parts, _RANGES, 'range')} of {len(wanted):,}"
     return ""

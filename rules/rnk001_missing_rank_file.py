@@ -6,8 +6,8 @@ from itertools import chain
 
 from ckptlint.model import Checkpoint, RankFile
 from ckptlint.model.lost_files import by_node
-from ckptlint.model.text import ranges, some, verb
-from ckptlint.rule import Finding, Location, Severity, given, rule
+from ckptlint.model.text import first_names, ranges, verb
+from ckptlint.rule import Finding, Location, Severity, require, rule
 
 _SHOWN = 6
 
@@ -30,7 +30,7 @@ def missing_rank_file(ckpt: Checkpoint) -> Iterator[Finding]:
         deepspeedai/DeepSpeed#2319, verl FSDPCheckpointManager
     """
     groups: dict[str, list[RankFile]] = defaultdict(list)
-    rank_files = given(ckpt.rank_files)
+    rank_files = require(ckpt.rank_files)
     missing = rank_files.missing
     for file in chain.from_iterable(missing.values()):
         groups[file.kind].append(file)
@@ -38,7 +38,7 @@ def missing_rank_file(ckpt: Checkpoint) -> Iterator[Finding]:
         there = sum(file.kind == kind for file in rank_files.files)
         numbers = {name: {file.numbers[name] for file in files} for name in files[0].numbers}
         of = "".join(f", {name} {ranges(found)}" for name, found in numbers.items()).replace(",", ":", 1)
-        names = some((file.name for file in files), _SHOWN)
+        names = first_names((file.name for file in files), _SHOWN)
         it = "it" if len(files) == 1 else "them"
         yield Finding(
             f"{files[0].name} is missing"

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from ckptlint.analysis.ranks.rank_sets import Disagreement, compared
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import braces, plural, some, verb
+from ckptlint.model.text import first_names, fold_names, plural, verb
 from ckptlint.rule import Finding, Location, Severity, rule
 
 _SHOWN = 6
@@ -35,7 +35,7 @@ def rank_files_disagree(ckpt: Checkpoint) -> Iterator[Finding]:
 def _finding(item: Disagreement) -> Finding:
     fewest, files = item.says[-1]
     others = sum(len(found) for value, found in item.says[:-1])
-    shown = some(files, _SHOWN)
+    shown = first_names(files, _SHOWN)
     keys = item.fqns[0] if len(item.fqns) == 1 else f"{len(item.fqns):,} keys"
     if item.what == "keys":
         few, many = ("holds", "lacks") if fewest == "hold" else ("lacks", "holds")
@@ -50,7 +50,7 @@ def _finding(item: Disagreement) -> Finding:
         at=Location(item.fqns[0] if len(item.fqns) == 1 else None, file=files[0]),
         identity=(item.what, *files, *item.fqns[:1000]),
         confidence="certain" if item.is_sure else "likely",
-        notes=(("keys", some(braces(item.fqns), _SHOWN)),) if len(item.fqns) > 1 else (),
+        notes=(("keys", first_names(fold_names(item.fqns), _SHOWN)),) if len(item.fqns) > 1 else (),
         hint="take all files from the same save; compare the times of these files with the others'",
         group=f"{item.what} {files[0]}",
     )

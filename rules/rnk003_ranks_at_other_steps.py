@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from ckptlint.analysis.ranks.rank_sets import compared
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import some, verb
+from ckptlint.model.text import first_names, verb
 from ckptlint.rule import Finding, Location, Severity, rule
 
 _SHOWN = 6
@@ -31,7 +31,7 @@ def ranks_at_other_steps(ckpt: Checkpoint) -> Iterator[Finding]:
         step, files = item.says[-1]
         rest = "; ".join(f"{len(found)} at step {value}" for value, found in item.says[:-1])
         yield Finding(
-            f"{some(files, _SHOWN)} {verb(len(files), 'comes')} from step {step}, "
+            f"{first_names(files, _SHOWN)} {verb(len(files), 'comes')} from step {step}, "
             f"but other files of this kind do not: {rest}",
             at=Location(file=files[0]),
             identity=files,

@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptlint.model import Checkpoint
-from ckptlint.rule import Finding, Location, Severity, given, rule
+from ckptlint.rule import Finding, Location, Severity, require, rule
 
 
 @rule("RNK006", "other-rank-inside", Severity.ERROR, needs=("rank files",))
@@ -23,7 +23,7 @@ def other_rank_inside(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.serialization.save, torch.distributed.device_mesh.DeviceMesh
     """
-    for item in (file for file in given(ckpt.rank_files).files if file.inside):
+    for item in (file for file in require(ckpt.rank_files).files if file.inside):
         same = f": the same bytes as {item.same_as}" if item.same_as else ""
         yield Finding(
             f"{item.name} holds what was saved as {item.inside}{same}",

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from ckptlint.analysis.ranks.rank_sets import compared
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import braces, some
+from ckptlint.model.text import first_names, fold_names
 from ckptlint.rule import Finding, Location, Severity, rule
 
 _SHOWN = 6
@@ -38,13 +38,14 @@ def copies_differ(ckpt: Checkpoint) -> Iterator[Finding]:
         files = item.says[-1][1]
         for fqn in item.fqns:
             yield Finding(
-                f"the copy{{of}} in {some(files, _SHOWN)} differs from the copies in other files: {_OF[item.what]}",
+                f"the copy{{of}} in {first_names(files, _SHOWN)} differs from the copies in other files: "
+                f"{_OF[item.what]}",
                 at=Location.of(ckpt.tensors[fqn], file=files[0])
                 if fqn in ckpt.tensors
                 else Location(fqn, file=files[0]),
                 identity=files,
                 confidence="certain" if item.is_sure else "possible",
                 hint="find the first step at which the copies differ, and resume from the one before it",
-                notes=(("copies", "; ".join(f"{value} in {braces(found)[0]}" for value, found in item.says[:4])),),
+                notes=(("copies", "; ".join(f"{value} in {fold_names(found)[0]}" for value, found in item.says[:4])),),
                 group=f"{item.what} {files[0]}",
             )

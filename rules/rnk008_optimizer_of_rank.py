@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from ckptlint.analysis.ranks.rank_sets import compared
 from ckptlint.model import Checkpoint, Misfit
-from ckptlint.rule import Confidence, Finding, Location, Severity, given, rule
+from ckptlint.rule import Confidence, Finding, Location, Severity, require, rule
 
 _SENTENCES = {
     "length": "{at} in {file} have {stored} elements instead of {expected}",
@@ -34,7 +34,7 @@ def optimizer_of_rank(ckpt: Checkpoint) -> Iterator[Finding]:
         megatron.core.optimizer.DistributedOptimizer.get_parameter_state_dp_zero
     """
     part = compared(ckpt).of_a_part
-    for item in given(ckpt.rank_files).misfits:
+    for item in require(ckpt.rank_files).misfits:
         if item.what in _SENTENCES and item not in part:
             yield _finding(item, "certain", "take both files of this rank from one save, or go back one step")
     if part:  # one cause, reported for the first file

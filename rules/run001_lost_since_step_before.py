@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from ckptlint.analysis.step_change import KIND_NAMES, Change, changes, held_by, older_name
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import plural
-from ckptlint.rule import Finding, Location, Severity, given, rule
+from ckptlint.rule import Finding, Location, Severity, require, rule
 from ckptlint.vocabulary.keys import parse
 from ckptlint.vocabulary.parts import part_of_file
 
@@ -33,7 +33,7 @@ def lost_since_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         pytorch#149785, nvidia-resiliency-ext#359, transformers#31034, Megatron-LM#4378
     """
-    before = given(ckpt.before)
+    before = require(ckpt.before)
     was, now = held_by(before), held_by(ckpt)
     gone = [change for change in changes(was, now) if change.kind == "gone"]
     kinds = Counter(parse(fqn).kind for fqn in was)

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 from ckptlint.analysis.step_change import KIND_NAMES, changes, held_by, older_name
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import braces, plural
-from ckptlint.rule import Finding, Location, Severity, given, rule
+from ckptlint.model.text import fold_names, plural
+from ckptlint.rule import Finding, Location, Severity, require, rule
 from ckptlint.vocabulary.keys import parse
 
 _SHOWN = 6
@@ -26,13 +26,13 @@ def new_since_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
     How to fix:
         Nothing, if the change was meant.
     """
-    before = given(ckpt.before)
+    before = require(ckpt.before)
     new = [fqn for change in changes(held_by(before), held_by(ckpt)) if change.kind == "new" for fqn in change.fqns]
     kinds: dict[str, list[str]] = defaultdict(list)
     for fqn in new:
         kinds[parse(fqn).kind].append(fqn)
     for kind, fqns in kinds.items():
-        names = braces(fqns)
+        names = fold_names(fqns)
         more = [plural(len(names) - _SHOWN, "more pattern")] if len(names) > _SHOWN else []
         yield Finding(
             f"{plural(len(fqns), 'new key')} of the {KIND_NAMES[kind]}, not in {older_name(ckpt)}",

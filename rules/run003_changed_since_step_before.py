@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from ckptlint.analysis.step_change import Change, changes, held_by, older_name
 from ckptlint.model import Checkpoint
-from ckptlint.rule import Finding, Location, Severity, given, rule
+from ckptlint.rule import Finding, Location, Severity, require, rule
 
 
 @rule("RUN003", "changed-since-step-before", Severity.WARNING, whole=True, needs=("step before", "whole step before"))
@@ -25,7 +25,7 @@ def changed_since_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         pytorch#149785
     """
-    before = given(ckpt.before)
+    before = require(ckpt.before)
     for change in changes(held_by(before), held_by(ckpt)):
         if change.kind in ("shape", "dtype", "cut"):
             yield from _findings(ckpt, older_name(ckpt), change)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from ckptlint.analysis.step_change import held_by, older_name
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import human_bytes
-from ckptlint.rule import Finding, Location, NotApplicable, Severity, given, rule
+from ckptlint.rule import Finding, Location, NotApplicable, Severity, require, rule
 
 
 @rule("RUN004", "smaller-than-step-before", Severity.WARNING, whole=True, needs=("step before", "whole step before"))
@@ -23,7 +23,7 @@ def smaller_than_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
     How to fix:
         Check both with `--depth headers`, and resume from the one that passes.
     """
-    before = given(ckpt.before)
+    before = require(ckpt.before)
     if ckpt.format != before.format:
         raise NotApplicable(f"{before.path} is stored in another format")
     was, now = held_by(before), held_by(ckpt)

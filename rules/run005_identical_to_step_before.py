@@ -8,7 +8,7 @@ from ckptlint.analysis.inventory import MOMENTS, inventory_of
 from ckptlint.analysis.step_change import older_name
 from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint, Tensor
-from ckptlint.rule import Finding, Location, NotApplicable, Severity, given, rule
+from ckptlint.rule import Finding, Location, NotApplicable, Severity, require, rule
 
 _LEAST = 64  # elements: a smaller tensor may stay as it is by chance
 
@@ -31,7 +31,7 @@ def identical_to_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         NVIDIA-NeMo/RL#3312
     """
-    before = given(ckpt.before)
+    before = require(ckpt.before)
     if before.payload is None:
         raise NotApplicable("the records of the step before were not read")
     inventory = inventory_of(ckpt)
@@ -69,7 +69,7 @@ def _compared(ckpt: Checkpoint, before: Checkpoint, tensors: list[Tensor]) -> li
 
 def _sums(ckpt: Checkpoint, tensor: Tensor) -> np.ndarray | None:
     """CRC-32, size and offsets of each chunk, in the order of their offsets; None where one has no checksum."""
-    rows, payload = tensor.chunks.record, given(ckpt.payload)
+    rows, payload = tensor.chunks.record, require(ckpt.payload)
     if not len(rows) or (rows < 0).any() or (payload.crc[rows] <= 0).any():
         return None
     offsets = tensor.layout.offsets

@@ -10,7 +10,7 @@ from ckptlint.analysis.inventory import OptimizerState, inventory_of
 from ckptlint.depth import Depth
 from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model import Checkpoint, PayloadTable
-from ckptlint.model.text import human_duration, some, verb
+from ckptlint.model.text import first_names, human_duration, verb
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 from ckptlint.vocabulary.dtypes import FORMS
 from ckptlint.vocabulary.keys import parse
@@ -50,7 +50,7 @@ def two_saves_in_one_folder(ckpt: Checkpoint) -> Iterator[Finding]:
         names = sorted(young)
         are, pause = verb(len(names), "is"), human_duration(torn.pause)
         yield Finding(
-            f"files of two saves: {some(names, 3)} {are} {pause} younger than .metadata and the other files",
+            f"files of two saves: {first_names(names, 3)} {are} {pause} younger than .metadata and the other files",
             at=Location(file=names[0], ranks=_ranks(names)),
             identity=("times",),
             severity=Severity.WARNING,
@@ -107,11 +107,11 @@ def _steps_differ(ckpt: Checkpoint, groups: list[tuple[str, list[str], int]], yo
     is_stated = step in _stated(ckpt) and all(count >= _SEVERAL * len(group) for _, group, count in others)
     also = ", and so do their times" if is_young else f"; the checkpoint says step {step}" if is_stated else ""
     return Finding(
-        f"files of two saves: the optimizer's step in {some(names, 3)} differs from the other files{also}",
+        f"files of two saves: the optimizer's step in {first_names(names, 3)} differs from the other files{also}",
         at=Location(file=names[0], ranks=_ranks(names)),
         identity=("steps",),
         confidence="certain" if is_young or is_stated else "likely",
-        notes=tuple(("step", f"{value} in {some(sorted(group), 3)}") for value, group, _ in groups[:4]),
+        notes=tuple(("step", f"{value} in {first_names(sorted(group), 3)}") for value, group, _ in groups[:4]),
         hint="compare the times of these files with the others', and copy the files of one save again",
         inferred_from="the optimizer's step in each file" + (" and the times of the files" if is_young else ""),
     )

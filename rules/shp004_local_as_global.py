@@ -25,7 +25,7 @@ from ckptlint.analysis.trusted_config import knows_mesh, mesh_axes, number, trus
 from ckptlint.dataclass import dataclass
 from ckptlint.geometry.chunk_graph import axis_name
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import some
+from ckptlint.model.text import first_names
 from ckptlint.rule import Confidence, Finding, Location, Note, Severity, rule
 from ckptlint.vocabulary.dtypes import FLOATS
 from ckptlint.vocabulary.keys import is_adapter, module_path
@@ -122,7 +122,7 @@ def _split(shards: int) -> str:
 def _files(ckpt: Checkpoint, local: Local) -> tuple[Note, ...]:
     tensor = local.param.tensor
     files = sorted({ckpt.chunk_file(tensor, row) for row in np.flatnonzero(tensor.layout.live)[:64].tolist()} - {""})
-    return (("written in", some(files, _FILES)),)
+    return (("written in", first_names(files, _FILES)),)
 
 
 def _cause(ckpt: Checkpoint, k: int, fewer: tuple[Param, int], more: tuple[Param, int]) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ckptlint.analysis.fit.judgement import judges
+from ckptlint.analysis.fit.judgement import has_known_config
 from ckptlint.analysis.inventory import inventory_of
 from ckptlint.model import Checkpoint
 
@@ -20,7 +20,7 @@ NEEDS: dict[str, tuple[Callable[[Checkpoint], object], str]] = {
         lambda ckpt: not ckpt.format.startswith("deepspeed"),
         "DeepSpeed lists its parameters, and RNK005 compares the files with that list",
     ),
-    "no model config": (lambda ckpt: not judges(ckpt), "CFG001 compares every key with the configuration"),
+    "no model config": (lambda ckpt: not has_known_config(ckpt), "CFG001 compares every key with the configuration"),
     "no safetensors": (lambda ckpt: not ckpt.is_safetensors, "PAY013 reports what is wrong in a safetensors header"),
     "no torch file": (
         lambda ckpt: ckpt.storages is None,

@@ -21,7 +21,7 @@ from ckptlint.dataclass import dataclass
 from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model.cover import Shape
 from ckptlint.model.layout import IntArray
-from ckptlint.model.text import at_most, plural, ranges, some
+from ckptlint.model.text import at_most, first_names, plural, ranges
 from ckptlint.seals.digests import Words
 from ckptlint.seals.row_hashes import Bits, comparable, matrix
 
@@ -98,7 +98,7 @@ def _where(rows: IntArray, columns: IntArray, shape: Shape, stored: TensorBytes 
 
 def _shown(rows: IntArray) -> str:
     parts = ranges(rows.tolist()).split(",")
-    return some(parts, _RUNS, "range")
+    return first_names(parts, _RUNS, "range")
 
 
 def _of_chunks(rows: IntArray, columns: IntArray, stored: TensorBytes | None) -> str:

@@ -27,7 +27,7 @@ from ckptlint.depth import Depth
 from ckptlint.formats.pickles.safe_pickle import paused_gc
 from ckptlint.model import Tensor
 from ckptlint.model.cover import Shape
-from ckptlint.model.text import plural, printable, some
+from ckptlint.model.text import first_names, plural, printable
 from ckptlint.payload.reader import read_payload
 from ckptlint.payload.reading import default_reading
 from ckptlint.seals.digests import Words
@@ -231,7 +231,9 @@ def held_values(
             held[printable(name)] = {dtype: hashes.rows for dtype, hashes in tensor.hashes.items()}
     unread = [name for name, tensor in read.items() if not tensor.is_read]
     if unread:
-        sentences.append(f"{plural(len(unread), 'tensor')} could not be read to the last element: {some(unread)}")
+        sentences.append(
+            f"{plural(len(unread), 'tensor')} could not be read to the last element: {first_names(unread)}"
+        )
     return held, sentences
 
 

@@ -18,7 +18,7 @@ from ckptlint.dataclass import dataclass
 from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.lint.registry import load_rules, rules_package
 from ckptlint.lint.report import Cause, CheckpointReport, Diagnostic
-from ckptlint.model.text import at_most, braces, listed, plural, ranges
+from ckptlint.model.text import at_most, fold_names, join_words, plural, ranges
 from ckptlint.rule import Severity
 from ckptlint.vocabulary.strict_toml import made_of, own_file, toml_table
 
@@ -248,12 +248,12 @@ def _filled(text: str, found: Mapping[str, list[Diagnostic]]) -> str:
 def _some(names: Iterable[str], noun: str = "") -> str:
     """A few names, and how many more there are."""
     folded = list(names)
-    return " ".join(filter(None, [noun and noun + "s" * (len(folded) > 1), listed(at_most(folded, _SHOWN))]))
+    return " ".join(filter(None, [noun and noun + "s" * (len(folded) > 1), join_words(at_most(folded, _SHOWN))]))
 
 
 def _numbers(values: Iterable[int], noun: str) -> str:
     numbers = sorted(set(values))
-    text = listed([*map(str, numbers)]) if len(numbers) <= _LISTED_RANKS else ranges(numbers)
+    text = join_words([*map(str, numbers)]) if len(numbers) <= _LISTED_RANKS else ranges(numbers)
     return " ".join(filter(None, [noun and noun + "s" * (len(numbers) > 1), text])) if numbers else ""
 
 
@@ -286,7 +286,7 @@ _VALUES: dict[str, Callable[[Sequence[Diagnostic], str], str]] = {
     "count": lambda items, noun: plural(len(items), noun) if items else "",
     "files": lambda items, noun: _some(sorted(set().union(*map(_files, items))), noun),
     "identity": _identity,
-    "keys": lambda items, noun: _some(braces(item.fqn for item in items if item.fqn), noun),
+    "keys": lambda items, noun: _some(fold_names(item.fqn for item in items if item.fqn), noun),
     "ranks": _rank_sets,
     "regions": _regions,
 }

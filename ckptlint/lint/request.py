@@ -17,7 +17,7 @@ from ckptlint.lint.settings_file import Settings, every_rule, key_ignores
 from ckptlint.rule import Rule
 
 if TYPE_CHECKING:
-    from ckptlint.payload.reading import Reading
+    from ckptlint.payload.reading import ReadOptions
 
 
 Purpose = Literal["report", "job", "resume", "delete"]
@@ -58,7 +58,7 @@ class Request:
     fail_on: FailOn = "warning"
     all_steps: bool = False
     expect: str | None = None
-    reading: Reading | None = None
+    reading: ReadOptions | None = None
     ignores: tuple[KeyIgnore, ...] = ()
     baseline: str | None = None
     jobs: int | None = None
@@ -144,7 +144,7 @@ def _is_cheap(paths: Iterable[str], all_steps: bool) -> bool:
     return CHEAP_BYTES > 0 and holds_at_most(paths, all_steps, CHEAP_BYTES)
 
 
-def _reading(depth: Depth, said: Mapping[str, Any]) -> Reading | None:
+def _reading(depth: Depth, said: Mapping[str, Any]) -> ReadOptions | None:
     """How to read the payload, by the options; None at depths that do not."""
     sample, jobs, hashes = said.get("sample"), said.get("jobs"), said.get("expect-hashes")
     if hashes is not None and (sample is not None or not depth.reads_all):

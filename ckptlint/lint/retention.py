@@ -16,7 +16,7 @@ from ckptlint.lint.steps import Judge, JudgedStep, judge_step, lacking, no_copy,
 from ckptlint.loaders.json_file import read_json
 from ckptlint.loaders.run.folder import read_trackers, trackers
 from ckptlint.loaders.run.steps import Step, is_alike, numberless, run_at, runs_below, steps_of
-from ckptlint.model.text import inert, listed, plural, printable
+from ckptlint.model.text import inert, join_words, plural, printable
 from ckptlint.rule import Severity
 from ckptlint.sandbox import isolated
 from ckptlint.shown import Shown
@@ -32,7 +32,7 @@ _TRAINER_STATE, _STATE_LIMIT = "trainer_state.json", 64 * 1024**2
 
 
 @dataclass(frozen=True, slots=True)
-class Fate:
+class Decision:
     """What may become of a step.
 
     Attributes:
@@ -58,7 +58,7 @@ class Retention(Shown):
     run: str
     keep: int
     whole: int = 0
-    fates: tuple[Fate, ...] = ()
+    fates: tuple[Decision, ...] = ()
     refused: str = ""
 
     def __repr__(self) -> str:
@@ -143,7 +143,7 @@ def deletable(path: str, keep: int, judge: Judge, compare: Judge) -> Retention:
         stays[name] = stays[name] or why
     unlinked = {**stays}
     doubt = pointers.doubt or _follow(run, steps, stays)
-    fates = tuple(Fate(own, stays[step.name]) for step, own in zip(steps, judged, strict=True))
+    fates = tuple(Decision(own, stays[step.name]) for step, own in zip(steps, judged, strict=True))
     found = Retention(place, keep, len(whole), fates)
     if not found.paths:
         return found
@@ -326,7 +326,7 @@ def _pointers(run: Folder, steps: Sequence[Step]) -> _Pointers:
         if not own and number is None and not (tracker.holds == "folder" and text in run.folders()):
             lost.append(tracker.file)
     if lost:
-        doubt = f"{listed(lost)} names no step that ckptlint understands: a resume may need any of them"
+        doubt = f"{join_words(lost)} names no step that ckptlint understands: a resume may need any of them"
         return _Pointers(named, doubt)
     there = run.entries.strange | dict.fromkeys({*run.folders()} - {step.name for step in steps}, "a folder")
     files = [tracker.file for tracker in trackers() if tracker.holds != "link" and tracker.file in there]
@@ -446,7 +446,7 @@ def _changed(
         there = {*map(printable, run.entries), *map(printable, run.entries.strange)}
         stay = [fate.step.name for fate in found.fates if fate.stays]
         if lost := [name for name in stay if name not in there]:
-            return f"somebody removed {listed(lost)} during the check, so the steps it named are not known: {again}"
+            return f"somebody removed {join_words(lost)} during the check, so the steps it named are not known: {again}"
         if _pointers(run, [*steps.values()]) != pointers:
             return f"the trackers name other steps than before: {again}"
         stays = {name: unlinked.get(name, "new") for name in steps}
@@ -454,7 +454,7 @@ def _changed(
             return doubt
         gone_soon = {step.name for step in found.deletable}
         if led := [printable(name) for name, why in stays.items() if why and printable(name) in gone_soon]:
-            return f"a new link or tracker leads to {listed(led)}: {again}"
+            return f"a new link or tracker leads to {join_words(led)}: {again}"
     except CkptlintError as error:
         return f"the run cannot be looked at again: {error}"
     return ""

@@ -15,7 +15,7 @@ from ckptlint.depth import Depth
 from ckptlint.lint.causes import Clause, KnownCause, fixture_of, load_causes
 from ckptlint.lint.registry import FAMILIES
 from ckptlint.lint.selection import find_rule
-from ckptlint.model.text import at_most, listed, table
+from ckptlint.model.text import at_most, join_words, table
 from ckptlint.model.text import named_ranks as ranks_in_words
 from ckptlint.rule import SECTIONS, Rule
 
@@ -91,7 +91,7 @@ def in_words(clause: Clause) -> str:
     """
     text = " or ".join(clause.codes)
     text = f"{clause.least} or more findings of {text}" if clause.least > 1 else text
-    text += f" ({listed(kinds, 'or')})" if (kinds := [_KINDS[kind] for kind in clause.kinds if kind]) else ""
+    text += f" ({join_words(kinds, 'or')})" if (kinds := [_KINDS[kind] for kind in clause.kinds if kind]) else ""
     text += f" on the same {' and '.join(clause.same)}" if clause.same else ""
     return text + (f" on other {' and '.join(clause.other)}" if clause.other else "")
 

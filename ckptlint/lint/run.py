@@ -22,11 +22,11 @@ from ckptlint.loaders.discover import find
 from ckptlint.loaders.layouts import Found
 from ckptlint.loaders.run.folder import step_before
 from ckptlint.model import Checkpoint
-from ckptlint.sandbox import ahead, one_budget
+from ckptlint.sandbox import one_budget, prefetch
 from ckptlint.storage.paths import is_url, shown
 
 if TYPE_CHECKING:
-    from ckptlint.payload.reading import Reading
+    from ckptlint.payload.reading import ReadOptions
 
 
 _FEW_RECORDS = 20_000  # of the newest step of a run, whose checksums are read at depth files too: tenths of a second
@@ -34,14 +34,14 @@ _FEW_RECORDS = 20_000  # of the newest step of a run, whose checksums are read a
 Opened = tuple[Found, Checkpoint | CkptlintError]
 """A checkpoint that a path means and what is in it, or why it could not be read."""
 
-Opener = Callable[[str, bool, Depth, "Reading | None"], Iterator[Opened]]
+Opener = Callable[[str, bool, Depth, "ReadOptions | None"], Iterator[Opened]]
 
 
 def opened(
     path: str,
     all_steps: bool,
     depth: Depth,
-    reading: Reading | None,
+    reading: ReadOptions | None,
     jobs: int | None = None,
     seen: set[str] | None = None,
     before_too: bool = False,
@@ -93,18 +93,18 @@ def _counts_another_step(ckpt: Checkpoint) -> bool:
 
 
 def _all_read(
-    every: Sequence[Found], depth: Depth, reading: Reading | None, jobs: int
+    every: Sequence[Found], depth: Depth, reading: ReadOptions | None, jobs: int
 ) -> Iterator[Checkpoint | CkptlintError]:
     """What is in each place, in their order; metadata is read ahead, by several processes."""
     works = [partial(_read, found, depth, reading) for found in every]
     if reading is not None or len(every) == 1 or jobs == 1:
         yield from (work() for work in works)
     else:
-        yield from ahead(works, jobs)
+        yield from prefetch(works, jobs)
 
 
 @one_budget()
-def _read(found: Found, depth: Depth, reading: Reading | None) -> Checkpoint | CkptlintError:
+def _read(found: Found, depth: Depth, reading: ReadOptions | None) -> Checkpoint | CkptlintError:
     try:
         ckpt = open_checkpoint(found, depth.looks_at_files)
         if reading is None or not ckpt.readable:

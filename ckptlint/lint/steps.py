@@ -23,9 +23,9 @@ from ckptlint.loaders.run.folder import read_tracker
 from ckptlint.loaders.run.steps import Step, is_alike, run_at, runs_below, steps_of
 from ckptlint.model import Checkpoint
 from ckptlint.model.checkpoint import ProblemKind
-from ckptlint.model.text import human_duration, listed, plural, printable
+from ckptlint.model.text import human_duration, join_words, plural, printable
 from ckptlint.rule import Severity
-from ckptlint.sandbox import ahead, isolated
+from ckptlint.sandbox import isolated, prefetch
 from ckptlint.shown import Shown
 from ckptlint.storage.folder import Folder
 from ckptlint.storage.locate import listed_once
@@ -191,7 +191,7 @@ def newest_good(
 def results_in_order(works: Sequence[Callable[[], _T]]) -> Iterator[_T]:
     """What each work returns, which must be picklable; later ones are done in processes that do many of them."""
     yield from (work() for work in works[:_FEW])
-    yield from ahead(works[_FEW:], min(4, os.cpu_count() or 1))
+    yield from prefetch(works[_FEW:], min(4, os.cpu_count() or 1))
 
 
 def _released(run: Folder) -> list[Step]:
@@ -345,7 +345,7 @@ def _with_parts(
     if not lost:
         return judged
     if is_asked and not depth.looks_at_files:
-        why = f"--depth {depth} does not read the files that may hold {listed(lost)}"
+        why = f"--depth {depth} does not read the files that may hold {join_words(lost)}"
         return replace(judged, verdict="not judged", why=why)
     return replace(judged, verdict="lacks parts", why=f"{not_stored(lost)}; {asked}")
 
@@ -375,7 +375,7 @@ def lacking(step: Step, older: Iterable[Step], kinds_of: int = 1) -> str:
         files, holders = lacking_files(step.folder, alike, kinds_of)
     except CkptlintError:
         return ""
-    return f"the step has no {listed(files, 'or')}, which {holders}" if files else ""
+    return f"the step has no {join_words(files, 'or')}, which {holders}" if files else ""
 
 
 def _by_names(step: Step, parts: Iterable[str]) -> tuple[str, ...]:

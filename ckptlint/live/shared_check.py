@@ -31,7 +31,7 @@ from ckptlint.model.text import named_ranks, plural, printable, verb
 from ckptlint.payload.integrity import INTEGRITY
 from ckptlint.payload.parts import PartialRead, join
 from ckptlint.payload.reader import Reader
-from ckptlint.payload.reading import Reading
+from ckptlint.payload.reading import ReadOptions
 from ckptlint.sandbox import one_budget
 from ckptlint.seals.file import SEAL
 from ckptlint.storage.folder import Folder
@@ -82,7 +82,7 @@ class SharedCheck:
             self.group.broadcast(np.array([code], np.int64), 0)
 
     def source(
-        self, path: str, all_steps: bool, depth: Depth, reading: Reading | None
+        self, path: str, all_steps: bool, depth: Depth, reading: ReadOptions | None
     ) -> Iterator[tuple[Found, Checkpoint]]:
         """As `lint.run.opened`, on rank 0; the other ranks take part, wait for the end, and leave with its exit code.
 
@@ -105,7 +105,7 @@ class SharedCheck:
                 sys.exit(code)
 
     def _checkpoints(
-        self, path: str, all_steps: bool, depth: Depth, reading: Reading | None
+        self, path: str, all_steps: bool, depth: Depth, reading: ReadOptions | None
     ) -> Iterator[tuple[Found, Checkpoint]]:
         view = self._settled(path, all_steps)
         if view.problems:
@@ -134,14 +134,14 @@ class SharedCheck:
 
     @one_budget()
     def _read(
-        self, found: Found, depth: Depth, reading: Reading | None
+        self, found: Found, depth: Depth, reading: ReadOptions | None
     ) -> tuple[Reader | None, PartialRead | None, str]:
         """This rank's part of a checkpoint; and why it has none, when it failed."""
         try:
             ckpt, folder = open_checkpoint(found, depth.looks_at_files), found.folder
             number, count = (self.node, self.nodes) if self.every_node else (self.rank, self.group.world)
             share = shares(ckpt, count, by_file=not ckpt.locates_bytes or folder.has(INTEGRITY))[number]
-            how = reading or Reading(Depth.HEADERS, 1)
+            how = reading or ReadOptions(Depth.HEADERS, 1)
             reader = Reader(folder, ckpt, how, share, self.rank == 0)
             if reading is None or not ckpt.readable:
                 return reader, None, ""

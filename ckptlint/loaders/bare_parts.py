@@ -10,7 +10,7 @@ from ckptlint.dataclass import dataclass
 from ckptlint.errors import CkptlintError
 from ckptlint.loaders.json_file import read_json
 from ckptlint.loaders.run.steps import sub_folder
-from ckptlint.model.text import listed, printable, verb
+from ckptlint.model.text import join_words, printable, verb
 from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.frameworks import holds_no_state, step_number, world
 from ckptlint.vocabulary.litter import is_system_file
@@ -59,7 +59,7 @@ def bare_parts(folder: Folder) -> Iterator[BarePart]:
     models = {name: _models(sub) for name, sub in subs.items()} if bare else {}
     whole = [printable(name) for name, own in models.items() if own and name not in bare]
     pipeline = _json(folder, _PIPELINE) if whole else {}
-    beside = f"{listed(whole)} beside it {verb(len(whole), 'holds')} weights"
+    beside = f"{join_words(whole)} beside it {verb(len(whole), 'holds')} weights"
     for name, sub in bare.items() if whole else ():
         own, said = models[name], pipeline.get(name)
         class_ = said[1] if isinstance(said, list) and len(said) == 2 else ""

@@ -11,7 +11,7 @@ from typing import Any
 
 from ckptlint.errors import CkptlintError, LimitError
 from ckptlint.model import Problem
-from ckptlint.model.text import listed, plural, some
+from ckptlint.model.text import first_names, join_words, plural
 from ckptlint.sandbox import isolated
 from ckptlint.storage.folder import Folder
 
@@ -43,11 +43,11 @@ def code_beside(files: Sequence[tuple[Folder, str, str]], reported: Collection[s
     if brought:
         modules = [label for _, _, label in files if label.endswith(".py") and "/" not in label]
         settings_with_code = [f"{label} ({what})" for label, what in brought.items()]
-        sentence = f"this folder contains code: {listed(settings_with_code + modules)}"
+        sentence = f"this folder contains code: {join_words(settings_with_code + modules)}"
         why = "it runs where the model is loaded with trust_remote_code, yaml.unsafe_load or an unsandboxed template"
         problems.append(Problem("note", next(iter(brought)), sentence, why=why))
     if unread := [label for label in unread if label not in reported]:
-        sentence = f"{plural(len(unread), 'file')} of settings could not be searched for code: {some(unread)}"
+        sentence = f"{plural(len(unread), 'file')} of settings could not be searched for code: {first_names(unread)}"
         problems.append(Problem("note", unread[0], sentence))
     return problems
 

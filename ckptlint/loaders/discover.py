@@ -26,7 +26,7 @@ from ckptlint.loaders.run.steps import (
     numberless,
     sub_folder,
 )
-from ckptlint.model.text import plural, printable, some
+from ckptlint.model.text import first_names, plural, printable
 from ckptlint.sandbox import one_budget
 from ckptlint.storage.folder import READABLE, Folder
 from ckptlint.storage.locate import folder_at
@@ -265,7 +265,7 @@ def _not_read(folder: Folder, steps: Iterable[str], found: list[Found]) -> list[
     """What is said of the steps in a folder that none of the checkpoints is, or lies in."""
     late = [name for name in steps if not any(_is_at(folder, name, unit) for unit in found)]
     verb, them = ("passes", "it") if len(late) == 1 else ("pass", "them")
-    named = some([*map(printable, late)])
+    named = first_names([*map(printable, late)])
     return [f"whether {plural(len(late), 'other step')} {verb}: {named} (--all-steps checks {them})"] if late else []
 
 

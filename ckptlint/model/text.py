@@ -107,10 +107,10 @@ def gaps(values: Iterable[int], count: int) -> str:
     return ",".join(parts)
 
 
-def braces(fqns: Iterable[str]) -> list[str]:
+def fold_names(fqns: Iterable[str]) -> list[str]:
     """Names of one role folded into as few as possible, the numbers that vary as ranges.
 
-    >>> braces(["layers.0.w", "layers.1.w", "layers.3.w"])
+    >>> fold_names(["layers.0.w", "layers.1.w", "layers.3.w"])
     ['layers.{0-1,3}.w']
     """
     by_words: dict[tuple[str, ...], dict[tuple[int, ...], str]] = {}
@@ -184,19 +184,19 @@ def human_duration(seconds: float) -> str:
     return f"{int(seconds)} s"
 
 
-def listed(words: Sequence[str], last: str = "and") -> str:
+def join_words(words: Sequence[str], last: str = "and") -> str:
     """Words in a row.
 
-    >>> listed(["model", "optimizer", "rng"]), listed(["model"])
+    >>> join_words(["model", "optimizer", "rng"]), join_words(["model"])
     ('model, optimizer and rng', 'model')
     """
     return f" {last} ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
 
 
-def some(names: Iterable[str], count: int = 4, noun: str = "") -> str:
+def first_names(names: Iterable[str], count: int = 4, noun: str = "") -> str:
     """The first names, and how many more there are.
 
-    >>> some("abc", 2), some("abcd", 2, "gap")
+    >>> first_names("abc", 2), first_names("abcd", 2, "gap")
     ('a, b and 1 more', 'a, b and 2 more gaps')
     """
     shown = at_most(names, count, noun, " and ")

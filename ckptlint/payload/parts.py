@@ -15,10 +15,10 @@ from ckptlint.geometry.record_states import needed_bytes
 from ckptlint.loaders.problems import from_refusals
 from ckptlint.model import Checkpoint, Damage, PayloadTable, Problem, RecordContent, RecordState, empty_payload
 from ckptlint.model.layout import IntArray
-from ckptlint.model.text import plural, printable, some, unknown_classes
+from ckptlint.model.text import first_names, plural, printable, unknown_classes
 from ckptlint.payload.archives.record_pickle import Decoded, decode
 from ckptlint.payload.identical import find_same
-from ckptlint.payload.reading import Reading
+from ckptlint.payload.reading import ReadOptions
 from ckptlint.payload.records import path_of
 from ckptlint.payload.stream import BLOCK
 from ckptlint.storage.folder import Folder
@@ -106,7 +106,7 @@ class Contents:
 # ---------------------------------------------------------------- joining
 
 
-def join(folder: Folder, ckpt: Checkpoint, how: Reading, parts: Sequence[PartialRead]) -> Checkpoint:
+def join(folder: Folder, ckpt: Checkpoint, how: ReadOptions, parts: Sequence[PartialRead]) -> Checkpoint:
     """The checkpoint with what the parts saw; where two read one record, what the first saw.
 
     Raises:
@@ -133,7 +133,7 @@ def join(folder: Folder, ckpt: Checkpoint, how: Reading, parts: Sequence[Partial
 
 
 def _merged(
-    count: int, how: Reading, parts: Sequence[PartialRead]
+    count: int, how: ReadOptions, parts: Sequence[PartialRead]
 ) -> tuple[PayloadTable, dict[int, Decoded], dict[int, list[tuple[int, UnreadableError]]]]:
     """The table of all parts, what the `data.pkl`s are by the number of their content, and what is broken by file."""
     is_whole = len(parts) == 1 and len(parts[0].rows) == count
@@ -219,7 +219,7 @@ def _problem(ckpt: Checkpoint, file: int, broken: Sequence[tuple[int, Unreadable
     at = "" if error.position is None else f", byte {int(ckpt.records.byte_offset[row]) + error.position:,}"
     fqns = list(dict.fromkeys(ckpt.records.name(r) for r, _ in broken))
     more = f" (and {plural(len(broken) - 1, 'more record')} of this file)" if len(broken) > 1 else ""
-    shown = some(fqns, _NAMED)
+    shown = first_names(fqns, _NAMED)
     return Problem(
         "limit" if limit else "container",
         name,

@@ -40,7 +40,7 @@ from ckptlint.payload.archives.record_headers import AlikeRecords, ArchiveMember
 from ckptlint.payload.archives.whole import compare_archives
 from ckptlint.payload.integrity import compare_others, differs, not_expected, recorded_sums
 from ckptlint.payload.parts import EXAMINED, Contents, PartialRead, by_content, join, zero_bytes
-from ckptlint.payload.reading import Reading, hashes_of
+from ckptlint.payload.reading import ReadOptions, hashes_of
 from ckptlint.payload.records import by_file, file_sizes, is_bare, path_of
 from ckptlint.payload.safetensors_blob import read_blob
 from ckptlint.payload.stream import Members, Meter, Streamed, stream
@@ -70,7 +70,7 @@ Gatherers = Mapping[str, tuple[RowHashes, ...]]
 _T = TypeVar("_T")
 
 
-def read_payload(folder: Folder, ckpt: Checkpoint, how: Reading, hashes: Gatherers | None = None) -> Checkpoint:
+def read_payload(folder: Folder, ckpt: Checkpoint, how: ReadOptions, hashes: Gatherers | None = None) -> Checkpoint:
     """The checkpoint with `payload`, and with the problems that its records are.
 
     Args:
@@ -98,7 +98,7 @@ class Reader:
         self,
         folder: Folder,
         ckpt: Checkpoint,
-        how: Reading,
+        how: ReadOptions,
         share: IntArray | None = None,
         leads: bool = True,
         hashes: Gatherers | None = None,

@@ -15,7 +15,7 @@ from ckptlint.vocabulary.dtypes import ITEM_BITS
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ReadOptions:
     """How to read the payload.
 
     Attributes:
@@ -41,7 +41,7 @@ class Reading:
     hashes_only: bool = False
 
 
-def with_reference(how: Reading, reference: Reference | None) -> Reading:
+def with_reference(how: ReadOptions, reference: Reference | None) -> ReadOptions:
     """The reading that takes digests of the tensors of which a reference has some."""
     if reference is None or not reference.values or how.percent is not None or not how.depth.reads_all:
         return how
@@ -49,13 +49,13 @@ def with_reference(how: Reading, reference: Reference | None) -> Reading:
     return replace(how, digests=digests, salt=reference.salt, rows=reference.rows.keys())
 
 
-def default_reading(depth: Depth, percent: float | None = None, seed: int | None = None) -> Reading:
+def default_reading(depth: Depth, percent: float | None = None, seed: int | None = None) -> ReadOptions:
     """A reading with a thread per processor, 8 at most, and a seed of its own when none is given."""
     jobs = min(8, os.cpu_count() or 1)
-    return Reading(depth, jobs, percent, secrets.randbelow(2**31) if seed is None else seed)
+    return ReadOptions(depth, jobs, percent, secrets.randbelow(2**31) if seed is None else seed)
 
 
-def hashes_of(ckpt: Checkpoint, how: Reading) -> dict[str, tuple[RowHashes, ...]]:
+def hashes_of(ckpt: Checkpoint, how: ReadOptions) -> dict[str, tuple[RowHashes, ...]]:
     """What gathers the hashes of the tensors of which digests are wanted, in the dtypes that fit theirs."""
     found = {}
     for fqn, dtypes in how.digests.items():

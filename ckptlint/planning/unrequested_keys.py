@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from ckptlint.analysis.inventory import inventory_of
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import listed, numbered, plural
+from ckptlint.model.text import join_words, numbered, plural
 from ckptlint.planning.job import Job
 from ckptlint.planning.outcome import Constraint
 from ckptlint.vocabulary.keys import parse
@@ -52,7 +52,7 @@ def unrequested_keys(ckpt: Checkpoint, job: Job) -> Iterator[Constraint]:
         named = [f"{numbered('layer', own)} of {block}{_OF_PART[part]}" for (part, block), own in stacks.items()]
         more = [plural(len(named) - _LAYERS, "more stack")] if len(named) > _LAYERS else []
         lost = tuple(key for keys in layers.values() for key in keys)
-        yield Constraint("drops", f"no rank asks for {listed([*named[:_LAYERS], *more])}", lost)
+        yield Constraint("drops", f"no rank asks for {join_words([*named[:_LAYERS], *more])}", lost)
 
 
 def _left_out(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckptlint.lint.report import Report, worst
 from ckptlint.model.text import plural
-from ckptlint.reporters.full import basis, region_text
+from ckptlint.reporters.full import confidence_text, region_text
 from ckptlint.reporters.style import Style, cut
 
 
@@ -21,7 +21,7 @@ def render(report: Report, style: Style) -> str:
             region = region_text(lead.finding.at.region) if lead.finding.at.region else ""
             more = f" (+{len(group.members) - 1:,} more)" if len(group.members) > 1 else ""
             level = style.paint(lead.severity.label, lead.severity.label)
-            said = f"{lead.message}{basis(lead)}{more}"
+            said = f"{lead.message}{confidence_text(lead)}{more}"
             lines.append(f"{part.checkpoint.path}:{subject}{region}: {level} {lead.code} {said}")
         lines += [
             f"{part.checkpoint.path}: {plural(count, 'more group')} of {code}" for code, count in left_out.items()

@@ -16,7 +16,7 @@ from ckptlint.errors import ConfigError
 from ckptlint.geometry.chunk_map import draw, make_grid
 from ckptlint.geometry.record_states import MISSING, NOT_CHECKED, STATES, chunk_states, record_states
 from ckptlint.model import Checkpoint, Tensor
-from ckptlint.model.text import JSON_ESCAPE, braces, inert, plural, printable, ranges, shape_text, some
+from ckptlint.model.text import JSON_ESCAPE, first_names, fold_names, inert, plural, printable, ranges, shape_text
 from ckptlint.reporters.full import header
 from ckptlint.reporters.ranks import as_json as ranks_as_json
 from ckptlint.reporters.ranks import matrix
@@ -231,11 +231,11 @@ def _others(ckpt: Checkpoint, style: Style) -> Iterator[str]:
             [name, " x ".join(map(str, shape)) or "1", f"{count:,}"]
             for (_, shape, count), keys in alike.items()
             if isinstance(shape, tuple)
-            for name in braces(keys)
+            for name in fold_names(keys)
         ]
         yield from ["", *fitted(["object", "grid", "shards"], rows, style.width)]
     if ckpt.byte_objects:
-        listed = some(map(cut, braces(entry.fqn for entry in ckpt.byte_objects)), _LISTED, "pattern")
+        listed = first_names(map(cut, fold_names(entry.fqn for entry in ckpt.byte_objects)), _LISTED, "pattern")
         yield ""
         yield from style.wrap(f"{plural(len(ckpt.byte_objects), 'object')} stored as bytes: {listed}", "  ", "")
 
@@ -269,7 +269,7 @@ def _map(ckpt: Checkpoint, tensor: Tensor, names_alike: list[str], style: Style)
         files = dict.fromkeys(ckpt.chunk_file(tensor, row) or "stored nowhere" for row in range(len(tensor.chunks)))
         yield "  " + (", ".join(list(files)[:_LISTED]) or "stored in no chunk")
     if len(names_alike) > 1:
-        names = some(map(cut, braces(names_alike)), _LISTED, "pattern")
+        names = first_names(map(cut, fold_names(names_alike)), _LISTED, "pattern")
         yield from style.wrap(f"the same for: {names}", "    ", "  ")
 
 

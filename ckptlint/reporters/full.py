@@ -15,7 +15,17 @@ from ckptlint.lint.report import Cause, CheckpointReport, Diagnostic, FindingGro
 from ckptlint.lint.steps import JudgedStep, newest_passing, step_around, steps_in, verdict_of
 from ckptlint.model import Checkpoint, RecordState, StepFile
 from ckptlint.model.layout import Box
-from ckptlint.model.text import at_most, braces, human_bytes, human_duration, plural, ranges, shape_text, some, table
+from ckptlint.model.text import (
+    at_most,
+    first_names,
+    fold_names,
+    human_bytes,
+    human_duration,
+    plural,
+    ranges,
+    shape_text,
+    table,
+)
 from ckptlint.reporters.style import Style, cut, cut_names
 from ckptlint.rule import Finding, Note, Severity
 
@@ -47,7 +57,7 @@ def render(report: Report, style: Style) -> str:
         steps, outcomes = steps_in(report), list(_outcomes(report, style))
         unread = [line for text in report.unread if not outcomes for line in style.wrap(text, "  ", "")]
         files = [file for part in report.checkpoints for file in part.checkpoint.step_files]
-        others = style.wrap(account(files), "  ", "") if any(file.state != "read" for file in files) else []
+        others = style.wrap(other_files_line(files), "  ", "") if any(file.state != "read" for file in files) else []
         blocks.append("\n".join([*unread, *others, *verdict(report, style, wrapped=True)]))
         if steps:
             lines = [line for text in step_lines(steps) for line in style.wrap(text, "  ", "")]
@@ -101,11 +111,11 @@ def facts(ckpt: Checkpoint) -> str:
     return "  ".join([name, ", ".join(counts)] if counts else [name])
 
 
-def account(files: Sequence[StepFile]) -> str:
+def other_files_line(files: Sequence[StepFile]) -> str:
     """What became of the files beside the tensors: how many were read, which were known or unknown by their names."""
     read = sum(file.state == "read" for file in files)
     known = [file for file in files if file.state == "known"]
-    unknown = braces(file.name for file in files if file.state == "unknown")
+    unknown = fold_names(file.name for file in files if file.state == "unknown")
     parts = [f"{plural(read, 'file')} read"]
     if known:
         families = ", ".join(sorted({file.family for file in known}))
@@ -216,7 +226,7 @@ def notes(group: FindingGroup) -> list[Note]:
     """Why it matters, every note of the one shown, and the names of the others."""
     listed = [("why", group.lead.why), *group.lead.all_notes()]
     if len(group.members) > 1:
-        listed.append(("also", also(group)))
+        listed.append(("also", other_members(group)))
     return [note for note in listed if note[1]]
 
 
@@ -230,7 +240,7 @@ def note_line(note: Note) -> str:
     return f"{label} {text}" if label == "inferred" else f"{label}: {text}"
 
 
-def basis(item: Diagnostic) -> str:
+def confidence_text(item: Diagnostic) -> str:
     """How sure a finding is and from what, in brackets, for formats of one line; "" where the files state it."""
     return f" ({note_line(item.basis)})" if item.basis[1] else ""
 
@@ -260,12 +270,12 @@ def _figure(ckpt: Checkpoint, finding: Finding, style: Style) -> list[str]:
     return draw(ckpt, grid, region, style.ascii_only, style.width - 5, style.lost, rows)
 
 
-def also(group: FindingGroup) -> str:
+def other_members(group: FindingGroup) -> str:
     """The other members of a group, their names folded."""
-    names = braces(dict.fromkeys(item.fqn or item.finding.at.file for item in group.members[1:]))
+    names = fold_names(dict.fromkeys(item.fqn or item.finding.at.file for item in group.members[1:]))
     count = plural(len(group.members) - 1, "more key" if group.lead.fqn else "more file")
     same = "the same" if len({item.message for item in group.members}) == 1 else "alike"
-    return f"{count}, {same}: " + some(map(cut, names), _MORE_LIMIT, "pattern")
+    return f"{count}, {same}: " + first_names(map(cut, names), _MORE_LIMIT, "pattern")
 
 
 def details(report: Report, style: Style) -> str:
@@ -276,7 +286,7 @@ def details(report: Report, style: Style) -> str:
     lines = []
     for texts, parts in alike.items():
         if len(report.checkpoints) > 1:
-            paths = ", ".join(braces(part.checkpoint.path for part in parts))
+            paths = ", ".join(fold_names(part.checkpoint.path for part in parts))
             lines.append(f"{paths}: {plural(report.rule_counts_of(parts[0]).ran, 'rule')} ran")
         lines += texts
     slow = Counter[str]()
@@ -434,7 +444,7 @@ def _blocked(report: Report) -> Iterator[str]:
             why = "not a checkpoint that ckptlint checks" if ckpt.format == "unsupported" else why
             alike.setdefault((count, why), []).append(part.checkpoint.path)
     for (count, why), paths in alike.items():
-        where = f" on {', '.join(cut(path) for path in braces(paths))}" if len(report.checkpoints) > 1 else ""
+        where = f" on {', '.join(cut(path) for path in fold_names(paths))}" if len(report.checkpoints) > 1 else ""
         yield f"{plural(count, 'rule')} could not run{where}: {why}."
 
 

@@ -8,7 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from ckptlint.model.text import at_most, braces, human_bytes, listed, named_ranks, plural, shape_text, table, verb
+from ckptlint.model.text import (
+    at_most,
+    fold_names,
+    human_bytes,
+    join_words,
+    named_ranks,
+    plural,
+    shape_text,
+    table,
+    verb,
+)
 from ckptlint.planning.outcome import Cost, Plan
 from ckptlint.reporters.full import header
 from ckptlint.reporters.style import Style, cut
@@ -98,7 +108,7 @@ def sections(plan: Plan) -> list[tuple[str, list[str], list[str]]]:
 
 def patterns(keys: Sequence[str]) -> list[str]:
     """Keys folded over layers, cut after some."""
-    folded = [cut(name) for name in braces(keys)]
+    folded = [cut(name) for name in fold_names(keys)]
     return folded if len(folded) <= _PATTERNS + 1 else at_most(folded, _PATTERNS, "pattern", "and ")
 
 
@@ -190,7 +200,7 @@ def _nodes(plan: Plan, style: Style) -> list[str]:
         ranks = named_ranks(range(low, high + 1))
         text = f"node {number} ({ranks}): {amount}: {listed_patterns(node.files) or 'none'}"
         if is_own:
-            text += f"; lacks {listed(patterns(node.absent)) or 'none'}"
+            text += f"; lacks {join_words(patterns(node.absent)) or 'none'}"
         lines += style.wrap(text, "    ", "  ")
     if len(plan.nodes) > _NODES:
         lines.append(f"  and {plural(len(plan.nodes) - _NODES, 'more node')} (--format json has all)")

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ckptlint.analysis.rank_contents import CELL_STATES, Column, RankContents
 from ckptlint.geometry.chunk_map import MARKS
-from ckptlint.model.text import braces, human_bytes, named_ranks, plural, ranges, some, verb
+from ckptlint.model.text import first_names, fold_names, human_bytes, named_ranks, plural, ranges, verb
 from ckptlint.reporters.style import Style, cut
 
 _LETTERS = {"embedding": "e", "stack": "s", "norm": "n", "head": "h", "rest": "o"}
@@ -134,8 +134,8 @@ def _is_lost(held: RankContents, row: int) -> bool:
 def _label(held: RankContents, rows: Sequence[int]) -> str:
     if (held.ranks[rows] >= 0).all():
         return cut(named_ranks(held.ranks[rows].tolist()), _NAME)
-    names = braces(held.names[row] for row in rows)
-    return some((cut(name, _NAME - 6 * (len(names) > 1)) for name in names), 1)
+    names = fold_names(held.names[row] for row in rows)
+    return first_names((cut(name, _NAME - 6 * (len(names) > 1)) for name in names), 1)
 
 
 def sizes_of(held: RankContents, rows: Sequence[int]) -> tuple[str, ...]:
@@ -257,7 +257,7 @@ def sentences(held: RankContents) -> Iterator[str]:
         if files := {name: row for row, name, own in held.lost if own == state}:
             rows = [*dict.fromkeys(files.values())]
             of = f"of {_label(held, rows)}: " if (held.ranks[rows] >= 0).all() else ""
-            yield f"{CELL_STATES[state]} {of}{some(map(cut, files), 3)}"
+            yield f"{CELL_STATES[state]} {of}{first_names(map(cut, files), 3)}"
     odd = np.flatnonzero(held.out_of_balance)
     factors: dict[str, list[int]] = {}
     for row in odd[np.argsort(-np.abs(np.log(held.factor[odd])), kind="stable")].tolist():

@@ -16,7 +16,7 @@ from ckptlint.geometry.chunk_graph import ranks_of_files
 from ckptlint.geometry.record_states import NOT_CHECKED, STATES, StateArray, chunk_states
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.layout import Box, ChunkLayout, Coverage, IntArray
-from ckptlint.model.text import byte_span, human_bytes, plural, printable, some
+from ckptlint.model.text import byte_span, first_names, human_bytes, plural, printable
 from ckptlint.reporters.style import aligned, cut
 from ckptlint.vocabulary.dtypes import nbytes
 
@@ -125,9 +125,9 @@ def as_text(held: StoredRegion) -> Iterator[str]:
     if len(held.rows) > _LISTED:
         yield f"and {plural(len(held.rows) - _LISTED, 'more chunk')}; --format json has all"
     if held.missing.missing_volume:
-        yield f"nobody holds {some(map(str, held.missing.missing), 4, 'region')}: {_elements(held.missing)}"
+        yield f"nobody holds {first_names(map(str, held.missing.missing), 4, 'region')}: {_elements(held.missing)}"
     if held.lost.missing_volume > held.missing.missing_volume:
-        yield f"not to be loaded: {some(map(str, held.lost.missing), 4, 'region')}, {_elements(held.lost)}"
+        yield f"not to be loaded: {first_names(map(str, held.lost.missing), 4, 'region')}, {_elements(held.lost)}"
 
 
 def as_json(held: StoredRegion) -> dict[str, Any]:

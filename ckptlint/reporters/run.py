@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ckptlint.depth import Depth
-from ckptlint.lint.retention import Fate, Retention
+from ckptlint.lint.retention import Decision, Retention
 from ckptlint.lint.steps import JudgedStep, Search
-from ckptlint.model.text import human_bytes, listed, plural, table
+from ckptlint.model.text import human_bytes, join_words, plural, table
 
 _WARNINGS = 8  # that are shown
 _WIDE = 29  # characters of a reason in a line of the table, so that 80 columns are enough
@@ -26,7 +26,7 @@ def search_lines(search: Search) -> list[str]:
         lines.append(f"{search.found.name} passes, but {doubt} may be a newer good step: no answer")
     else:
         lines.append(
-            f"{search.found.name} passes (it holds {listed(search.found.parts) or 'none of the named parts'})"
+            f"{search.found.name} passes (it holds {join_words(search.found.parts) or 'none of the named parts'})"
             f"{_with_warnings(search.found)}"
         )
         lines += [f"warning {sentence}" for sentence in search.found.warnings[:_WARNINGS]]
@@ -67,7 +67,7 @@ def _with_warnings(step: JudgedStep) -> str:
     return f", with {plural(len(step.warnings), 'warning')}" if step.warnings else ""
 
 
-def _whole(fate: Fate) -> str:
+def _whole(fate: Decision) -> str:
     step = fate.step
     if step.verdict == "passes":
         return f"yes{_with_warnings(step)}"

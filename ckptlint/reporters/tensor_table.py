@@ -11,7 +11,7 @@ from math import prod
 
 from ckptlint.analysis.inventory import MOMENTS
 from ckptlint.model import Tensor
-from ckptlint.model.text import braces, human_bytes, listed, shape_text
+from ckptlint.model.text import fold_names, human_bytes, join_words, shape_text
 from ckptlint.reporters.style import Style, aligned, cut
 from ckptlint.vocabulary.dtypes import nbytes
 from ckptlint.vocabulary.keys import parse, role
@@ -59,8 +59,8 @@ def folded(fqns: Sequence[str]) -> tuple[list[str], set[str]]:
     """
     own, names = {part for fqn in fqns for part in fqn.split(".") if part in MOMENTS}, {*map(starred, fqns)}
     if len(own) < 2 or len({*fqns}) != len(own) * len(names):
-        return braces(fqns), set()
-    return braces(map(starred, fqns)), own
+        return fold_names(fqns), set()
+    return fold_names(map(starred, fqns)), own
 
 
 def starred(fqn: str) -> str:
@@ -72,7 +72,7 @@ def starred(fqn: str) -> str:
 
 def meaning_of_star(moments: Collection[str], style: Style, others: str = "") -> list[str]:
     """The line that says which moments `*` stands for; none for none."""
-    return style.wrap(f"* is {listed(sorted(moments), 'or')}{others}", "  ", "") if moments else []
+    return style.wrap(f"* is {join_words(sorted(moments), 'or')}{others}", "  ", "") if moments else []
 
 
 def fitted(heads: list[str], rows: list[list[str]], width: int) -> Iterator[str]:

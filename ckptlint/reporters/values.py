@@ -10,7 +10,7 @@ from math import isfinite, prod
 from ckptlint.comparing.facts import Match, Relation
 from ckptlint.comparing.updates import Update, short_names
 from ckptlint.comparing.values import Values
-from ckptlint.model.text import braces, human_bytes, plural, some, table, verb
+from ckptlint.model.text import first_names, fold_names, human_bytes, plural, table, verb
 from ckptlint.reporters.style import NAME_LIMIT, Style, cut
 from ckptlint.reporters.tensor_table import fitting, folded, starred
 from ckptlint.vocabulary.dtypes import ITEM_BITS
@@ -79,10 +79,10 @@ def moved_sentences(updates: Sequence[Update]) -> list[str]:
     still = [update for update in updates if not update.change]
     trained = [update.fqn for update in still if update.is_trained]
     if still:
-        names = ", ".join(map(cut, braces(update.fqn for update in still)))
+        names = ", ".join(map(cut, fold_names(update.fqn for update in still)))
         lines.append(f"{plural(len(still), 'weight')} did not move: {names}")
     if trained:
-        held = ", ".join(map(cut, braces(trained)))
+        held = ", ".join(map(cut, fold_names(trained)))
         lines.append(f"The optimizer holds state for {len(trained):,} of them: {held}")
     return lines
 
@@ -171,7 +171,7 @@ def sentence_of(members: list[Match], found: Values, limit: int = NAME_LIMIT) ->
         return f"{count}, {human_bytes(size)}", []
     if first.relation == "absent":
         where = "only in the old one" if first.old else "only in the new one"
-        names = some((fitting(name, limit) for name in sides[0] or sides[1]), _PATTERNS)
+        names = first_names((fitting(name, limit) for name in sides[0] or sides[1]), _PATTERNS)
         return f"{plural(len(members), 'tensor')}: {names} ({where})", []
     if first.relation == "rounded" or first.what == STATE:
         return f"{count}: {first.what}", []

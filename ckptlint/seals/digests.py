@@ -1,8 +1,8 @@
 """Digests of contents: of the elements of a tensor whatever its sharding, and of objects.
 
-All arithmetic is modulo 2^64. `fin` is a bijection of 64-bit words, so one changed element always changes the digest of
-a tensor; more changes are missed with a probability of 2^-64. It finds accidents and is no signature: whoever wants to
-can balance a sum.
+All arithmetic is modulo 2^64. `finalise` is a bijection of 64-bit words, so one changed element always changes the
+digest of a tensor; more changes are missed with a probability of 2^-64. It finds accidents and is no signature: whoever
+wants to can balance a sum.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _DEEP = 64
 _Leaf = Callable[[Any], "bytes | None"]
 
 
-def fin(words: Words, scratch: Words | None = None) -> Words:
+def finalise(words: Words, scratch: Words | None = None) -> Words:
     """The words mixed in place: the finaliser of splitmix64, a bijection that leaves 0 at 0.
 
     Args:
@@ -60,7 +60,7 @@ def fin(words: Words, scratch: Words | None = None) -> Words:
 
 def mix(words: Words) -> Words:
     """fin(words + GOLD), as a new array: what keys and seeds go through."""
-    return fin(words + np.uint64(GOLD))
+    return finalise(words + np.uint64(GOLD))
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +140,8 @@ def elem_digest(bits: npt.NDArray[np.unsignedinteger[Any]], where: Elements, fir
         where, first = Elements(where.start * parts, (*where.sizes, parts), doubled), first * parts
     total = 0
     for at, keys in _keys(where, first, len(bits)):
-        np.bitwise_xor(fin(keys), bits[at : at + len(keys)], out=keys)
-        total += int(fin(keys).sum())
+        np.bitwise_xor(finalise(keys), bits[at : at + len(keys)], out=keys)
+        total += int(finalise(keys).sum())
     return total & MASK
 
 

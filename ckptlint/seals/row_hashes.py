@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from ckptlint.dataclass import dataclass
 from ckptlint.model.cover import Shape
-from ckptlint.seals.digests import GOLD, MASK, Elements, Words, fin, mix
+from ckptlint.seals.digests import GOLD, MASK, Elements, Words, finalise, mix
 from ckptlint.vocabulary.dtypes import ENCODINGS, ITEM_BITS
 
 Bits = npt.NDArray[np.unsignedinteger[Any]]
@@ -72,13 +72,13 @@ def _mixed(bits: Bits, salt: int) -> Words:
         place = scratch.view(np.intp)  # take makes such indices of others, in new memory
         place[...] = bits
         return np.take(_table(salt), place, out=mixed, mode="clip")  # none is beyond it, and nothing is buffered
-    return fin(np.multiply(bits, _keys(salt)[0], out=mixed), scratch)
+    return finalise(np.multiply(bits, _keys(salt)[0], out=mixed), scratch)
 
 
 @lru_cache(4)
 def _table(salt: int) -> Words:
     """uint64 [65536]: each element of 16 bits or fewer, mixed."""
-    return fin(np.arange(2**16, dtype=np.uint64) * _keys(salt)[0])
+    return finalise(np.arange(2**16, dtype=np.uint64) * _keys(salt)[0])
 
 
 @lru_cache(4)
@@ -95,7 +95,7 @@ def _weights(salt: int, first: int, count: int) -> Words:
 
 
 def _made(salt: int, number: Words) -> Words:
-    return fin((number + np.uint64(1)) * np.uint64(GOLD) + mix(np.array([salt], np.uint64))) | np.uint64(1)
+    return finalise((number + np.uint64(1)) * np.uint64(GOLD) + mix(np.array([salt], np.uint64))) | np.uint64(1)
 
 
 @dataclass(slots=True, eq=False)
@@ -370,10 +370,10 @@ def digest(hashes: Words) -> int:
     for first in range(0, len(hashes), _FIT):
         some = hashes[first : first + _FIT]
         number = np.arange(first + 1, first + len(some) + 1, dtype=np.uint64) * np.uint64(GOLD)
-        total += int(fin(some ^ fin(number)).sum())
+        total += int(finalise(some ^ finalise(number)).sum())
     return total & MASK
 
 
 def multiset(hashes: Words) -> int:
     """Of hashes in any order; that of two sets together is the sum of both."""
-    return sum(int(fin(hashes[at : at + _FIT].copy()).sum()) for at in range(0, len(hashes), _FIT)) & MASK
+    return sum(int(finalise(hashes[at : at + _FIT].copy()).sum()) for at in range(0, len(hashes), _FIT)) & MASK

@@ -9,7 +9,7 @@ from urllib.parse import quote, unquote, urlsplit
 
 from ckptlint.errors import AccessError
 from ckptlint.model import FileState
-from ckptlint.model.text import printable, some
+from ckptlint.model.text import first_names, printable
 from ckptlint.storage.folder import Folder
 from ckptlint.storage.listing import FolderEntry, Listing
 from ckptlint.storage.paths import is_safe, shown
@@ -58,11 +58,13 @@ class WebFolder(RemoteFolder):
 
     @property
     def source(self) -> str:
-        return f"{self.display}{', redirected to ' * bool(self._redirects)}{some(map(printable, self._redirects))}"
+        return (
+            f"{self.display}{', redirected to ' * bool(self._redirects)}{first_names(map(printable, self._redirects))}"
+        )
 
     @property
     def redirected(self) -> str:
-        hosts = some(map(printable, self._redirects))
+        hosts = first_names(map(printable, self._redirects))
         return f"who answers for {hosts}, to which the server redirects" if hosts else ""
 
     @property

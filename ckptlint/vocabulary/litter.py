@@ -20,7 +20,7 @@ _LITTER = re.compile(
 def is_system_file(name: str) -> bool:
     """Whether a file of this name is known to belong to an operating system, a copying tool or an editor.
 
-    >>> [is_litter(name) for name in ("._model.safetensors", ".__0_0.distcp.Xy12Ab", ".metadata.backup")]
+    >>> [is_system_file(name) for name in ("._model.safetensors", ".__0_0.distcp.Xy12Ab", ".metadata.backup")]
     [True, True, False]
     """
     return _LITTER.fullmatch(name) is not None

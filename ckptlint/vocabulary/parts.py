@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ckptlint.model.text import listed
+from ckptlint.model.text import join_words
 from ckptlint.vocabulary.frameworks import world
 from ckptlint.vocabulary.keys import parse
 
@@ -15,7 +15,7 @@ PARTS = ("model", "optimizer", "scheduler", "rng", "dataloader")
 def not_stored(parts: Sequence[str]) -> str:
     """The sentence on parts that a step lacks."""
     words = {"model": "model", "rng": "random state"}
-    return f"no {listed([words.get(part, f'{part} state') for part in parts], 'and no')} is stored"
+    return f"no {join_words([words.get(part, f'{part} state') for part in parts], 'and no')} is stored"
 
 
 def part_of_key(fqn: str) -> str | None:

@@ -21,7 +21,7 @@ import ckptlint
 from ckptlint import sandbox
 from ckptlint.errors import LimitError
 from ckptlint.payload.archives.record_pickle import decode
-from ckptlint.sandbox import ahead, isolated, one_budget
+from ckptlint.sandbox import isolated, one_budget, prefetch
 
 pytestmark = pytest.mark.forks
 
@@ -132,7 +132,7 @@ def _ended_by(number: int) -> tuple[int, str]:
 
 def test_a_reader_that_dies_is_replaced_and_its_work_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "_BASE_SECONDS", 0.9)
-    found = list(ahead([partial(_ended_by, number) for number in range(12)], 2))
+    found = list(prefetch([partial(_ended_by, number) for number in range(12)], 2))
     assert [number for number, (child, _) in enumerate(found) if not child] == [3, 6]
     assert "SIGSEGV" in found[3][1]
     assert "far longer than its size explains" in found[6][1]
@@ -144,7 +144,7 @@ def test_a_reader_that_dies_is_replaced_and_its_work_done_again(monkeypatch: pyt
 
 
 def test_readers_that_nobody_asks_any_more_are_ended() -> None:
-    answers = ahead([partial(_ended_by, 0)] * 50, 2)
+    answers = prefetch([partial(_ended_by, 0)] * 50, 2)
     next(answers)
     answers.close()  # type: ignore[attr-defined]
     with pytest.raises(ChildProcessError):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import examples
 
-from ckptlint.seals.digests import GOLD, MASK, elem_digest, elements, fin
+from ckptlint.seals.digests import GOLD, MASK, elem_digest, elements, finalise
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support", "ignore:torch.quantize_per_tensor")
@@ -54,7 +54,7 @@ def word_digest(data: bytes) -> int:
     """The formula of `word_digests`."""
     words = np.frombuffer(data + bytes(-len(data) % 8), "<u8")
     keys = np.arange(len(words), dtype=np.uint64) * np.uint64(GOLD)
-    return int(fin(np.array([len(data), *(words ^ keys)], np.uint64)).sum())
+    return int(finalise(np.array([len(data), *(words ^ keys)], np.uint64)).sum())
 
 
 def twin(value: Any, offsets: tuple[int, ...], shape: tuple[int, ...]) -> int:

@@ -30,7 +30,7 @@ from ckptlint.loaders.discover import find
 from ckptlint.model import Checkpoint, RecordState
 from ckptlint.payload.archives.record_headers import RecordPlace, read_headers
 from ckptlint.payload.reader import read_payload
-from ckptlint.payload.reading import Reading
+from ckptlint.payload.reading import ReadOptions
 from ckptlint.storage.local import LocalFolder
 from ckptlint.testing import torch_archive
 from ckptlint.vocabulary.dtypes import ENCODINGS
@@ -70,7 +70,7 @@ def model(count: int = 4, rows: int = 64) -> dict[str, Any]:
 def load(folder: Path, depth: Any = "data", **options: Any) -> Checkpoint:
     """The checkpoint with its payload."""
     ckpt = open_checkpoint(find(str(folder))[0])
-    return read_payload(LocalFolder(folder), ckpt, Reading(Depth(depth), 2, **options))
+    return read_payload(LocalFolder(folder), ckpt, ReadOptions(Depth(depth), 2, **options))
 
 
 def place(folder: Path, fqn: str) -> tuple[Path, int, int]:

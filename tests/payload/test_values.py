@@ -20,7 +20,7 @@ from ckptlint.loaders.discover import find
 from ckptlint.payload import parts, stream
 from ckptlint.payload.parts import join
 from ckptlint.payload.reader import Reader, read_payload
-from ckptlint.payload.reading import Reading
+from ckptlint.payload.reading import ReadOptions
 from ckptlint.payload.values import RecordValues, values_of
 from ckptlint.storage.local import LocalFolder
 from ckptlint.vocabulary.dtypes import ENCODINGS, INTEGERS, ITEM_BITS
@@ -123,7 +123,7 @@ COLUMNS = ("nan", "plus_inf", "minus_inf", "zeros", "denormals", "least", "most"
 def columns(folder: Path, fqn: str, *shares: list[int]) -> tuple[object, ...]:
     """The columns of a key's only record; read by so many processes as there are shares."""
     ckpt = open_checkpoint(find(str(folder))[0])
-    how = Reading(Depth("data"), 2)
+    how = ReadOptions(Depth("data"), 2)
     if shares:
         readers = [
             Reader(LocalFolder(folder), ckpt, how, np.array(share), leads=share == shares[0]) for share in shares
@@ -382,7 +382,7 @@ def test_shards_of_two_ranks(sharded: Path) -> None:
 def test_zeros_that_a_checksum_or_a_seal_tells_are_told_once(tmp_path: Path) -> None:
     folder = save(model(), tmp_path)
     ckpt = open_checkpoint(find(str(folder))[0])
-    payload = read_payload(LocalFolder(folder), ckpt, Reading(Depth("headers"), 2)).payload
+    payload = read_payload(LocalFolder(folder), ckpt, ReadOptions(Depth("headers"), 2)).payload
     assert payload is not None
     record = int(ckpt.tensors["model.layers.2.mlp.up_proj.weight"].chunks.record[0])
     with (folder / ckpt.byte_range_of(record)[0]).open("r+b") as file:

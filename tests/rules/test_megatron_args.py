@@ -8,7 +8,7 @@ import pytest
 from support import REAL
 
 import ckptlint
-from ckptlint.analysis.fit.judgement import config_fit, judges
+from ckptlint.analysis.fit.judgement import config_fit, has_known_config
 from ckptlint.model import ModelConfig
 
 MODELS = REAL / "megatron_args"
@@ -21,7 +21,7 @@ MODELS = REAL / "megatron_args"
 def test_a_model_of_other_layers_is_not_judged(name: str) -> None:
     ckpt = ckptlint.load(REAL / name / "iter_0000010")
     assert ckpt.config is not None
-    assert not judges(ckpt)
+    assert not has_known_config(ckpt)
 
 
 @pytest.mark.parametrize(

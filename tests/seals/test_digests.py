@@ -19,12 +19,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptlint.seals import digests
-from ckptlint.seals.digests import GOLD, MASK, elem_digest, elements, fin, mix, object_digest
+from ckptlint.seals.digests import GOLD, MASK, elem_digest, elements, finalise, mix, object_digest
 
 WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
-def plain_fin(x: int) -> int:
+def plain_finalise(x: int) -> int:
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & MASK
     x = (x ^ x >> 27) * 0x94D049BB133111EB & MASK
     return x ^ x >> 31
@@ -35,7 +35,7 @@ def plain_elem_digest(values: np.ndarray, offsets: Sequence[int], shape: Sequenc
     total = 0
     for index in np.ndindex(values.shape):
         number = sum((o + i) * s for o, i, s in zip(offsets, index, strides, strict=True))
-        total += plain_fin(int(values[index]) ^ plain_fin((number + 1) * GOLD & MASK))
+        total += plain_finalise(int(values[index]) ^ plain_finalise((number + 1) * GOLD & MASK))
     return total & MASK
 
 
@@ -47,7 +47,11 @@ def test_fin_and_mix_are_the_words_of_splitmix64() -> None:
     # the first two outputs of Vigna's generator with seed 1234567, as other implementations have them too
     state = np.array([1234567, 1234567 + GOLD], np.uint64)
     assert mix(state).tolist() == [6457827717110365317, 3203168211198807973]
-    assert fin(np.array([0, 1, MASK], np.uint64)).tolist() == [plain_fin(0), plain_fin(1), plain_fin(MASK)]
+    assert finalise(np.array([0, 1, MASK], np.uint64)).tolist() == [
+        plain_finalise(0),
+        plain_finalise(1),
+        plain_finalise(MASK),
+    ]
 
 
 @st.composite

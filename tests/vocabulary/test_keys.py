@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptlint.model.text import braces, ranges
+from ckptlint.model.text import fold_names, ranges
 from ckptlint.vocabulary.keys import numbers_in, role
 
 
@@ -62,7 +62,7 @@ def test_ranges(values: list[int], expected: str) -> None:
     ids=["gap", "one", "no numbers", "product", "no product", "one varies", "two roles", "none"],
 )
 def test_braces(fqns: list[str], expected: list[str]) -> None:
-    assert braces(fqns) == expected
+    assert fold_names(fqns) == expected
 
 
 def spelled_out(pattern: str) -> list[str]:
@@ -78,20 +78,20 @@ def spelled_out(pattern: str) -> list[str]:
 @given(st.sets(st.tuples(st.integers(0, 9), st.integers(0, 12), st.sampled_from(["w", "bias", "e.w"])), min_size=1))
 def test_braces_stand_for_the_names_and_no_others(rows: set[tuple[int, int, str]]) -> None:
     fqns = [f"model.layers.{a}.experts.{b}.{name}" for a, b, name in rows]
-    listed = [name for pattern in braces(fqns) for name in spelled_out(pattern)]
+    listed = [name for pattern in fold_names(fqns) for name in spelled_out(pattern)]
     assert sorted(listed) == sorted(fqns)
 
 
 @pytest.mark.parametrize("fqn", ["layers.007.w", "block_00.w", "a*.3.w", "*", "layers.٣.w"])
 def test_one_name_alone_stays_as_it_is(fqn: str) -> None:
-    assert braces([fqn]) == [fqn]
+    assert fold_names([fqn]) == [fqn]
 
 
 def test_names_that_differ_only_in_leading_zeros_do_not_merge() -> None:
-    assert len({name for pattern in braces(["layers.01.w", "layers.1.w"]) for name in [pattern]}) == 2
+    assert len({name for pattern in fold_names(["layers.01.w", "layers.1.w"]) for name in [pattern]}) == 2
 
 
 def test_a_number_of_any_length_is_no_error() -> None:
     digits = "9" * 5000
     assert role(f"layers.{digits}.w") == "layers.*.w"
-    assert braces([f"layers.{digits}.w"]) == [f"layers.{digits}.w"]
+    assert fold_names([f"layers.{digits}.w"]) == [f"layers.{digits}.w"]

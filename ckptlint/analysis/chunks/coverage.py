@@ -12,7 +12,7 @@ from ckptlint.errors import BudgetError
 from ckptlint.geometry.chunk_graph import mesh_note, place_on_mesh
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.layout import Box
-from ckptlint.model.text import first_few, listed, plural, shape_text, span, verb
+from ckptlint.model.text import first_few, join_words, plural, shape_text, span, verb
 from ckptlint.rule import Finding, Location, Note, Severity
 
 _SHOWN = 3
@@ -126,7 +126,7 @@ def _odd_one(ckpt: Checkpoint, tensor: Tensor, *rows: int) -> str:
             where = ckpt.chunk_file(tensor, row) or "no file"
             return f"look at who wrote {where}: its chunk has sizes {own}, the {len(sizes) - 1} other chunks {peers}"
     files = list(dict.fromkeys(name for row in rows if (name := ckpt.chunk_file(tensor, row))))
-    return f"compare the offsets of this key on the ranks that wrote {listed(files)}" if files else ""
+    return f"compare the offsets of this key on the ranks that wrote {join_words(files)}" if files else ""
 
 
 def _sentence(region: Box, shape: tuple[int, ...]) -> str:

@@ -12,7 +12,7 @@ from ckptlint.geometry.chunk_graph import coordinates, ranks_of_files
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.facts import fact
 from ckptlint.model.layout import Box, IntArray, distinct
-from ckptlint.model.text import listed, named_ranks
+from ckptlint.model.text import join_words, named_ranks
 
 _REGIONS = 3  # of a tensor, as findings show them
 _SIBLINGS, _PARTS = 16, 64  # tensors of one shape that are compared, and chunks of each
@@ -283,7 +283,7 @@ def rank_note(absent: Absent | None) -> str:
 def absent_hint(ckpt: Checkpoint, tensor: Tensor, region: Box) -> str:
     """What to do about a missing part: where its record probably is, or whose state dict or offsets to look at."""
     if lost := lost_records(ckpt).get((tensor.fqn, region)):
-        at = listed([f"{start:,}" for start in lost.starts[:_NAMED]], "or")
+        at = join_words([f"{start:,}" for start in lost.starts[:_NAMED]], "or")
         return (
             f"restore {ckpt.metadata_file} from a copy: the record is probably still in {lost.file} at byte {at}; "
             "only its entry is missing"

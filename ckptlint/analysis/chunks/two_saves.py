@@ -13,7 +13,7 @@ from ckptlint.dataclass import dataclass
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.facts import fact
 from ckptlint.model.layout import ChunkLayout, Coverage, IntArray, distinct
-from ckptlint.model.text import listed, plural
+from ckptlint.model.text import join_words, plural
 
 _FORMATS = ("dcp-safetensors", "dcp-per-rank")
 """Where each file, or its own metadata, says what it holds, so that leftovers are read along."""
@@ -190,4 +190,4 @@ def _when(save: FilesOfSave) -> str:
 
 
 def _names(save: FilesOfSave) -> str:
-    return listed(save.files) if len(save.files) <= _NAMED else f"{save.files[0]} .. {save.files[-1]}"
+    return join_words(save.files) if len(save.files) <= _NAMED else f"{save.files[0]} .. {save.files[-1]}"

@@ -21,7 +21,7 @@ from ckptlint.dataclass import dataclass
 from ckptlint.model import Checkpoint, Declared, Tensor
 from ckptlint.model.cover import Shape
 from ckptlint.model.facts import fact
-from ckptlint.model.text import some
+from ckptlint.model.text import first_names
 from ckptlint.rule import NotApplicable
 from ckptlint.vocabulary.config_fields import ADAPTER_CONFIG, MISTRAL_CONFIG, QUANTISATION
 from ckptlint.vocabulary.dtypes import FLOATS, ITEM_BITS
@@ -126,7 +126,7 @@ class Fit:
         Of a training checkpoint with a configuration that no library wrote nobody knows which class its job builds.
         """
         open_ = [name for name in self.open if not self.is_export or name in {*fields}]
-        said = f"{self.expected.source} does not set {some(open_, 3)}: ckptlint assumed defaults"
+        said = f"{self.expected.source} does not set {first_names(open_, 3)}: ckptlint assumed defaults"
         return self.doubt or (said if open_ else "")
 
     def doubt_that_exists(self, name: str) -> str:
@@ -159,7 +159,7 @@ def fit_of(ckpt: Checkpoint) -> Fit:
     return fit
 
 
-def judges(ckpt: Checkpoint) -> bool:
+def has_known_config(ckpt: Checkpoint) -> bool:
     """Whether names and shapes are held against a configuration: what else infers them then has nothing to add."""
     fit = config_fit(ckpt)
     return not isinstance(fit, str) and not fit.doubt_of(fit.open)

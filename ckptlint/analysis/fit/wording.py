@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from ckptlint.analysis.fit.judgement import Fit, numbered_layer
-from ckptlint.model.text import braces, plural, printable, ranges, some
+from ckptlint.model.text import first_names, fold_names, plural, printable, ranges
 from ckptlint.rule import Note
 
 _SHOWN = 6
@@ -36,9 +36,9 @@ def keys_in_words(fit: Fit, names: Collection[str], whole: Mapping[str, Sequence
         )
     gone = {(block, number) for block, numbers in whole.items() for number in numbers}
     rest = [name for name in names if numbered_layer(name) not in gone]
-    parts = [*braces(fit.shown(n) for n in rest if numbered_layer(n) is None), *parts]
-    parts += braces(fit.shown(n) for n in rest if numbered_layer(n) is not None)
-    return some(parts, _SHOWN, "pattern")
+    parts = [*fold_names(fit.shown(n) for n in rest if numbered_layer(n) is None), *parts]
+    parts += fold_names(fit.shown(n) for n in rest if numbered_layer(n) is not None)
+    return first_names(parts, _SHOWN, "pattern")
 
 
 def whole_layers(fit: Fit, lost: Collection[str]) -> dict[str, list[int]]:

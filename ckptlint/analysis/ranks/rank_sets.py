@@ -11,7 +11,7 @@ from ckptlint.dataclass import dataclass
 from ckptlint.model import Checkpoint, Misfit, RankFileSet, Statement
 from ckptlint.model.facts import fact
 from ckptlint.model.text import plural
-from ckptlint.rule import given
+from ckptlint.rule import require
 
 _STEP = "step"
 _COPIES = ("content", "content of copies", "content of other meshes")
@@ -60,7 +60,7 @@ class Compared:
 @fact
 def compared(ckpt: Checkpoint) -> Compared:
     """What the files of a checkpoint that is a set of rank files say differently."""
-    rank_files = given(ckpt.rank_files)
+    rank_files = require(ckpt.rank_files)
     found = list(_differing(rank_files.statements))
     odd = {id(item): _shapes(item) for item in found if item.what == _PART}
     judged = {number for number, misfits in odd.items() if misfits}

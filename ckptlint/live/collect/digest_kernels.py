@@ -20,7 +20,7 @@ _GOLD = tl.constexpr(GOLD)
 
 @triton.jit
 def _fin(words):
-    """`digests.fin` of uint64."""
+    """`digests.finalise` of uint64."""
     words = (words ^ (words >> 30)) * tl.full((), 0xBF58476D1CE4E5B9, tl.uint64)
     words = (words ^ (words >> 27)) * tl.full((), 0x94D049BB133111EB, tl.uint64)
     return words ^ (words >> 31)

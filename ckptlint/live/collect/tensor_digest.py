@@ -70,7 +70,7 @@ def word_digests(tensors: Sequence[AnyTensor]) -> tuple[IntArray, BoolArray]:
     left = [_bits(tensor) if wanted else None for tensor, wanted in zip(readable, known & ~made, strict=True)]
     sums += _collect(left, _words_of, _words_of_many)
     sizes = np.array([0 if tensor is None else tensor.nbytes for tensor in readable], np.uint64)
-    sums += digests.fin(sizes).view(np.int64)
+    sums += digests.finalise(sizes).view(np.int64)
     return sums, known
 
 
@@ -403,7 +403,7 @@ def _unsigned(bits: AnyTensor) -> AnyTensor:
 
 
 def _fin(words: AnyTensor) -> AnyTensor:
-    """`digests.fin` in place; `>>` of int64 is arithmetic, so the copies of the sign are masked off."""
+    """`digests.finalise` in place; `>>` of int64 is arithmetic, so the copies of the sign are masked off."""
     for shift, factor in _STEPS:
         words ^= (words >> shift).bitwise_and_((1 << 64 - shift) - 1)
         words *= _signed(factor)

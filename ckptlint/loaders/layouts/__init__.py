@@ -32,7 +32,7 @@ class Evidence(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Fixed:
+class FixedAxes:
     """What a job must have as the job had that saved, or nothing is loaded.
 
     Attributes:
@@ -79,7 +79,7 @@ class Layout:
     state: Callable[[Folder], StepState] = _unknown
     marks: tuple[str, ...] = ()
     describes_itself: bool = False
-    fixed: tuple[Fixed, ...] = ()
+    fixed: tuple[FixedAxes, ...] = ()
     unsure_axes: tuple[str, ...] = ()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckptlint.loaders.layouts import Evidence, Fixed, Found, Layout
+from ckptlint.loaders.layouts import Evidence, FixedAxes, Found, Layout
 from ckptlint.loaders.layouts.torch_files import opened_files, set_of
 from ckptlint.loaders.rank_files.sets import deepspeed_sets, input_bytes
 from ckptlint.model import Checkpoint
@@ -47,7 +47,7 @@ LAYOUTS = (
         state=lambda _folder: "complete",
         describes_itself=True,
         fixed=(
-            Fixed(
+            FixedAxes(
                 ("dp",),
                 "DeepSpeed raises ZeRORuntimeException: {saved:,} data-parallel rank{s} saved, the job has {asked:,}; "
                 "convert it with ds_to_universal.py, or load it without the optimizer states",

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ckptlint.loaders.layouts import Evidence, Fixed, Found, Layout
+from ckptlint.loaders.layouts import Evidence, FixedAxes, Found, Layout
 from ckptlint.loaders.layouts.torch_files import opened_files
 from ckptlint.loaders.rank_files.sets import flat_name, flat_sets, input_bytes
 from ckptlint.model import Checkpoint, Problem
-from ckptlint.model.text import listed, printable, verb
+from ckptlint.model.text import join_words, printable, verb
 from ckptlint.storage.folder import Folder
 
 _POINTER = "last_checkpoint.rank_"
@@ -47,7 +47,7 @@ def _pointers(folder: Folder) -> Iterator[Problem]:
         return
     lost = [name for name in names if not folder.has(name) or not folder.has(_named(folder, name))]
     if lost:
-        sentence = f"{listed(lost)} {verb(len(lost), 'names')} no file that is there"
+        sentence = f"{join_words(lost)} {verb(len(lost), 'names')} no file that is there"
         why = "a rank that finds no name there starts anew, and the others resume"
         hint = "write the name of the rank's newest file into it"
         yield Problem("incomplete", lost[0], sentence, why=why, hint=hint, outside_checkpoint=True)
@@ -67,7 +67,7 @@ LAYOUTS = (
         input_bytes=input_bytes(flat_sets),
         describes_itself=True,
         fixed=(
-            Fixed(
+            FixedAxes(
                 ("world",),
                 "each rank reads the file of its own number, which holds its part of FSDP's flat parameters: {saved:,} "
                 "rank{s} saved, the job has {asked:,}",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ckptlint.formats.torch_archive import END_SIZE
-from ckptlint.loaders.layouts import Evidence, Fixed, Found, Layout
+from ckptlint.loaders.layouts import Evidence, FixedAxes, Found, Layout
 from ckptlint.loaders.layouts.torch_files import opened_files
 from ckptlint.loaders.rank_files.megatron_keys import MODEL_FILES, legacy_bytes, legacy_file, rank_folders
 from ckptlint.model import Checkpoint, StepState
@@ -44,7 +44,7 @@ LAYOUTS = (
         state=_state,
         describes_itself=True,
         fixed=(
-            Fixed(
+            FixedAxes(
                 ("tp", "pp", "vpp", "ep"),
                 "each model-parallel rank reads the folder of its own numbers, and these change ({changes}): convert "
                 "the checkpoint with Megatron-LM's tools/checkpoint/convert.py",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckptlint.loaders.layouts import Fixed, Found, Layout
+from ckptlint.loaders.layouts import FixedAxes, Found, Layout
 from ckptlint.loaders.layouts.torch_files import opened_files, set_of
 from ckptlint.loaders.rank_files.sets import has_all_ranks, input_bytes, verl_sets
 from ckptlint.model import Checkpoint, StepState
@@ -32,7 +32,7 @@ LAYOUTS = (
         state=_state,
         describes_itself=True,
         fixed=(
-            Fixed(
+            FixedAxes(
                 ("world",),
                 "verl puts the world size into the name of each rank's file: {saved:,} rank{s} saved, the job has "
                 "{asked:,}; merge the files first (python -m verl.model_merger)",

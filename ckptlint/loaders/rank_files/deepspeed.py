@@ -14,7 +14,7 @@ from ckptlint.loaders.rank_files.deepspeed_groups import EXPERT, Cut, flat_group
 from ckptlint.loaders.rank_files.onto import Columns
 from ckptlint.model import Checkpoint, Misfit, RankFile
 from ckptlint.model.stored import StoredTensor
-from ckptlint.model.text import printable, ranges, some
+from ckptlint.model.text import first_names, printable, ranges
 from ckptlint.storage.folder import Folder
 
 
@@ -172,7 +172,8 @@ def _add_unnamed(columns: Columns, tag: Tag, placed: Collection[int]) -> tuple[s
     if not strange:
         return ()
     return (
-        f"{some(strange)}: ckptlint does not know this form of optimizer state and did not compare it with the model",
+        f"{first_names(strange)}: ckptlint does not know this form of optimizer state and did not compare it with the "
+        "model",
     )
 
 

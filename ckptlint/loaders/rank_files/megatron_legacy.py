@@ -47,7 +47,7 @@ from ckptlint.loaders.readers.plain import walked
 from ckptlint.model import Checkpoint, CommonState, Misfit, Problem, RankFile, empty_objects
 from ckptlint.model.cover import Shape
 from ckptlint.model.stored import StoredTensor
-from ckptlint.model.text import plural, printable, shape_text, some
+from ckptlint.model.text import first_names, plural, printable, shape_text
 from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.config_fields import is_scalar
 from ckptlint.vocabulary.mesh import read_topology
@@ -317,7 +317,7 @@ class _Reading:
         shared = [name for name in _COMPARED if all(name in own for own in stated.values())]
         names = [name for name in shared if len({repr(own[name]) for own in stated.values()}) > 1]
         shown = [
-            (some((f"{name} {printable(str(own[name]))}" for name in names), 4), self.ranks[place].label)
+            (first_names((f"{name} {printable(str(own[name]))}" for name in names), 4), self.ranks[place].label)
             for place, own in stated.items()
         ]
         self.statements.note_if_different("set of arguments", shown)

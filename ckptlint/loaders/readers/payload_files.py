@@ -12,7 +12,7 @@ from ckptlint.loaders.readers.dcp_metadata import Description
 from ckptlint.model import FILE_STATES, FileTable, Problem, StoredFile
 from ckptlint.model.files import Names
 from ckptlint.model.layout import IntArray
-from ckptlint.model.text import printable, some, verb
+from ckptlint.model.text import first_names, printable, verb
 from ckptlint.storage.folder import Folder
 from ckptlint.storage.listing import is_plain
 from ckptlint.storage.paths import is_safe
@@ -53,7 +53,7 @@ def hollow_files(folder: Folder, files: FileTable) -> list[Problem]:
     hollow = [printable(path) for path, head in heads if head and not head.strip(b"\0")]
     if not hollow:
         return []
-    sentence = f"{some(hollow)} {verb(len(hollow), 'starts')} with zero bytes instead of a record"
+    sentence = f"{first_names(hollow)} {verb(len(hollow), 'starts')} with zero bytes instead of a record"
     why = "the file system or a copy lost what was written there, so a load fails or takes zeros"
     hint = "copy the file again from where it was written, or go back one step"
     return [Problem("container", hollow[0], sentence, why=why, hint=hint)]

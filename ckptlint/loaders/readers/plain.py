@@ -25,7 +25,7 @@ from ckptlint.model import (
     StepFile,
 )
 from ckptlint.model.stored import StoredDTensor, StoredShards, StoredTensor
-from ckptlint.model.text import plural, printable, some
+from ckptlint.model.text import first_names, plural, printable
 from ckptlint.sandbox import isolated
 from ckptlint.storage.folder import READABLE, Folder
 from ckptlint.vocabulary.dtypes import FLOATS
@@ -229,7 +229,9 @@ def add_state(columns: Columns, number: int, found: TorchFile, label: str, probl
         else:
             strange.append(printable(fqn))
     if strange:
-        sentence = f"{label}: {plural(len(strange), 'tensor')} in a form that ckptlint does not read: {some(strange)}"
+        sentence = (
+            f"{label}: {plural(len(strange), 'tensor')} in a form that ckptlint does not read: {first_names(strange)}"
+        )
         problems.append(Problem("note", label, sentence))
     return True
 

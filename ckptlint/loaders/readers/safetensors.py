@@ -29,7 +29,7 @@ from ckptlint.model import (
 )
 from ckptlint.model.facts import fact
 from ckptlint.model.lost_files import by_node
-from ckptlint.model.text import first_few, plural, printable, some, verb
+from ckptlint.model.text import first_few, first_names, plural, printable, verb
 from ckptlint.sandbox import isolated
 from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.config_fields import ADAPTER_CONFIG, MISTRAL_CONFIG, QUANTISATION, QUANTISATION_FILES
@@ -181,7 +181,7 @@ def read_safetensors(folder: Folder, look_at_files: bool, is_first: bool = True)
         problems.append(Problem("note", label, note))
     if packed := [row.fqn for row in rows if row.fqn.endswith(_BITMASK)]:
         note = f"{plural(len(packed), 'weight')} with a bitmask, as compressed-tensors stores sparse ones, not judged"
-        problems.append(Problem("note", label, f"{note}: {some([printable(fqn) for fqn in packed])}"))
+        problems.append(Problem("note", label, f"{note}: {first_names([printable(fqn) for fqn in packed])}"))
     is_loaded = all(_LOADED.match(name) for name in names)
     declared, config, config_problems = read_configs(folder, None, is_loaded)
     base: dict[str, Any] = {}
@@ -232,7 +232,7 @@ def _lost_of_ranks(files: list[str]) -> list[Problem]:
     }
     if not lost:
         return []
-    names = some([*lost])
+    names = first_names([*lost])
     sentence = f"{names} {verb(len(lost), 'is')} missing; {plural(len(there), 'rank')} wrote files"
     why = "each rank loads only its own files, so these ranks miss some or all of their weights"
     hint = "copy the files from where they were written; if they are not there either, save the model again"

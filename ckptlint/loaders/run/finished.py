@@ -16,7 +16,7 @@ from ckptlint.loaders.readers.common_state import COMMON_FILE
 from ckptlint.loaders.readers.megatron import CONFIG_FILE
 from ckptlint.loaders.run.steps import older_steps, steps_of, sub_folder
 from ckptlint.model import AxisSize, Problem, StepState
-from ckptlint.model.text import listed, printable
+from ckptlint.model.text import join_words, printable
 from ckptlint.storage.folder import Folder
 from ckptlint.storage.paths import is_safe
 from ckptlint.vocabulary.frameworks import (
@@ -99,7 +99,7 @@ def missing_parts(folder: Folder) -> list[Problem]:
             Problem(
                 "incomplete",
                 files[0],
-                f"the step has no {listed(files, 'or')}, which {holders}",
+                f"the step has no {join_words(files, 'or')}, which {holders}",
                 why="a load fails, or a resume goes on without it and says so at most in a log",
                 hint=other or "copy what is missing from where it was written, or ignore this if it is no longer saved",
                 outside_checkpoint=True,
@@ -214,7 +214,7 @@ def _lacking(folder: Folder) -> Iterator[tuple[str, str, str]]:
             before = _step_before(folder) if there and known.by_run else None
             if there and (not known.by_run or (before is not None and before.has(known.file))):
                 too = f", and {printable(before.name)} has one" if before is not None else ""
-                yield known.file, f"{known.file} is missing beside {listed(there)}{too}", why
+                yield known.file, f"{known.file} is missing beside {join_words(there)}{too}", why
             continue
         parts = _stated(folder, known).get(known.entries)
         for name, stated in parts.items() if isinstance(parts, dict) else ():

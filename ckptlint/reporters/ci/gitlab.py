@@ -8,7 +8,7 @@ import posixpath
 from typing import Any
 
 from ckptlint.lint.report import CheckpointReport, FindingGroup, Report
-from ckptlint.reporters.full import basis
+from ckptlint.reporters.full import confidence_text
 from ckptlint.reporters.style import Style, shown_file
 from ckptlint.rule import Severity
 from ckptlint.storage.paths import is_url
@@ -37,7 +37,7 @@ def _issue(part: CheckpointReport, group: FindingGroup) -> dict[str, Any]:
     lead = group.lead
     more = f" (+{len(group.members) - 1:,} more)" if len(group.members) > 1 else ""
     return {
-        "description": f"{lead.code} {lead.title}{basis(lead)}{more}",
+        "description": f"{lead.code} {lead.title}{confidence_text(lead)}{more}",
         "check_name": lead.rule.name,
         "fingerprint": lead.fingerprint,
         "severity": _SEVERITIES[lead.severity],

@@ -29,7 +29,15 @@ from ckptlint.model import Checkpoint
 from ckptlint.model.layout import Box, ChunkLayout
 from ckptlint.model.text import human_bytes, named_ranks, plural, ranges, shape_text
 from ckptlint.reporters import ranks
-from ckptlint.reporters.full import STEP_COLUMNS, account, left_unread, notes, place_in_words, step_lines, step_rows
+from ckptlint.reporters.full import (
+    STEP_COLUMNS,
+    left_unread,
+    notes,
+    other_files_line,
+    place_in_words,
+    step_lines,
+    step_rows,
+)
 from ckptlint.reporters.html import svg
 from ckptlint.reporters.style import Style, cut, cut_names
 from ckptlint.rule import SECTIONS, Finding, Note
@@ -249,7 +257,7 @@ def _checkpoint(part: CheckpointReport, anchor: str, room: int, work: _Work) -> 
     if ckpt.files and ckpt.ranks is None:
         facts += [plural(len(ckpt.files), "file"), human_bytes(ckpt.total_bytes)]
     if ckpt.step_files:
-        facts.append(account(ckpt.step_files).rstrip("."))
+        facts.append(other_files_line(ckpt.step_files).rstrip("."))
     found = {item.code for item in part.diagnostics}
     return {
         "id": anchor,
