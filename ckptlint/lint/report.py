@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from ckptlint.dataclass import dataclass
 from ckptlint.depth import Depth
-from ckptlint.errors import CheckpointError
+from ckptlint.errors import CheckpointError, ConfigError
 from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import plural, ranges
@@ -395,16 +395,21 @@ class Report(Shown):
         """Raise unless everything was judged and no finding that counts fails, or reaches the level.
 
         >>> import ckptlint
-        >>> ckptlint.check("fixtures/real/fsdp2_4r_hole").raise_for_findings()
+        >>> ckptlint.check("fixtures/real/metadata_missing").raise_for_findings()  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        ckptlint.errors.CheckpointError: GEO004 rows 6-8 of model.layers.0.feed_forward.w1.weight are missing
+        ckptlint.errors.CheckpointError: fixtures/real/metadata_missing: COM001 .metadata is missing, ...
 
         Raises:
-            CheckpointError: with the first finding, or with what could not be judged.
+            CheckpointError: with the first finding and its checkpoint, or with what could not be judged.
+            ConfigError: there is no such level.
         """
-        for item in self.diagnostics:
-            if self.is_failing(item) if level is None else item.severity >= Severity[level.upper()]:
-                raise CheckpointError(f"{item.code} {item.title}")
+        levels = {severity.label: severity for severity in Severity}
+        if level is not None and level not in levels:
+            raise ConfigError(f"there is no level {level!r}: {', '.join(levels)}")
+        for part in self.checkpoints:
+            for item in part.diagnostics:
+                if self.is_failing(item) if level is None else item.severity >= levels[level]:
+                    raise CheckpointError(f"{part.checkpoint.path}: {item.code} {item.title}")
         if self.is_incomplete or self.not_found or not self.checkpoints:
             raise CheckpointError("; ".join((*self.not_found, *self.unreadable)) or "the verdict is incomplete")
 

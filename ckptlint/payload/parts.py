@@ -129,7 +129,12 @@ def join(folder: Folder, ckpt: Checkpoint, how: ReadOptions, parts: Sequence[Par
         values=parts[0].table.values,
         row_hashes=parts[0].table.row_hashes,
     )
-    return replace(ckpt, payload=payload, problems=[*ckpt.problems, *dict.fromkeys([*problems, *unread])])
+    is_all = how.depth.reads_all and not payload.sample  # lists of checksums and the seal were then compared
+    step_files = tuple(
+        replace(file, state="read") if is_all and file.family == "checksums" else file for file in ckpt.step_files
+    )
+    problems = [*ckpt.problems, *dict.fromkeys([*problems, *unread])]
+    return replace(ckpt, payload=payload, problems=problems, step_files=step_files)
 
 
 def _merged(

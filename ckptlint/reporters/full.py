@@ -41,9 +41,14 @@ def render(report: Report, style: Style) -> str:
     if style.quiet >= 2:
         return ""
     blocks = []
+    steps = [] if style.quiet else steps_in(report)
+    tabled = set() if style.verbose else {step.path for step in steps}
     for part in report.checkpoints:
-        texts = [] if style.quiet else [header(part.checkpoint, style)]
         found = _findings(part, style)
+        around = step_around(part.checkpoint)
+        if not (found or part.is_incomplete or part.checkpoint.unseen) and around and around[0] in tabled:
+            continue  # its row in the table says it
+        texts = [] if style.quiet else [header(part.checkpoint, style)]
         if style.quiet and found and len(report.checkpoints) > 1:
             texts = [style.paint(part.checkpoint.path, "bold")]
         if texts and not found and len(report.checkpoints) > 1 and not part.is_incomplete:
@@ -54,7 +59,7 @@ def render(report: Report, style: Style) -> str:
     if style.verbose:
         blocks.append(details(report, style))
     if not style.quiet:
-        steps, outcomes = steps_in(report), list(_outcomes(report, style))
+        outcomes = list(_outcomes(report, style))
         unread = [line for text in report.unread if not outcomes for line in style.wrap(text, "  ", "")]
         files = [file for part in report.checkpoints for file in part.checkpoint.step_files]
         others = style.wrap(other_files_line(files), "  ", "") if any(file.state != "read" for file in files) else []

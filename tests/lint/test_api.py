@@ -97,6 +97,8 @@ def test_raise_for_findings() -> None:
     with pytest.raises(ckptlint.CheckpointError, match="GEO004 rows 6-8 of model"):
         ckptlint.check(BAD).raise_for_findings()
     ckptlint.check(WARNING).raise_for_findings("error")
+    with pytest.raises(ckptlint.ConfigError, match="there is no level 'wrong': info, warning, error"):
+        ckptlint.check(GOOD).raise_for_findings("wrong")
     ckptlint.check(WARNING, fail_on="error").raise_for_findings()
     with pytest.raises(ckptlint.CheckpointError, match="GEO008"):
         ckptlint.check(WARNING).raise_for_findings()
