@@ -86,7 +86,7 @@ _COUNTS = (  # a number of rules, or a list of them, would change a page with ea
 )
 _BLIND = re.compile(r"(<!-- made from tests/loaders/cannot.toml -->)\n.*?(<!-- end -->)", re.DOTALL)
 _WAY = re.compile(r"(<!-- what a check calls -->\n).*?(<!-- end -->)", re.DOTALL)
-_CALLS = DOCS.parent / "bench" / "way_of_a_check.py"
+_CALLS = DOCS / "way_of_a_check.py"
 _PASSING = "fixtures/real/fsdp2_4r"
 _PICTURED = "fixtures/real/fsdp2_4r_hole"
 _COLUMN, _LINE = 8.4, 19

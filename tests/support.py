@@ -211,10 +211,11 @@ def run_python(code: str, *arguments: str | Path, **options: Any) -> subprocess.
 
 
 def bench(name: str, folder: str = "bench") -> ModuleType:
-    """A module of `bench/`, or of another folder that is no package."""
-    spec = importlib.util.spec_from_file_location(name, REPOSITORY / folder / f"{name}.py")
+    """A module of `bench/` (`speed/generate`), or of another folder that is no package."""
+    path = REPOSITORY / folder / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
+    sys.modules[path.stem] = module
     spec.loader.exec_module(module)
     return module

@@ -99,7 +99,7 @@ def expected_models(
 
 @lru_cache(maxsize=8)
 def model_table(model_type: str) -> Mapping[str, Any] | None:
-    """The table of a model type, as `bench/architectures` writes it; None where there is none.
+    """The table of a model type, as `bench/tables` writes it; None where there is none.
 
     Its keys: `usual` class, `fields` with their kinds and defaults, `ranges` of indices, `rows`, `models` (class ->
     form -> numbers of rows), `made_with`, `prefixes` that its loader takes off names or puts before them.

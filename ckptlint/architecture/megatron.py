@@ -36,7 +36,7 @@ _LOCAL_NORMS = {
 _EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 
 TABLE_FILE = "megatron.json"
-"""The data file: `""` -> what it was made with; `gpt`, `hybrid` -> ranges, rows, forms (bench/architectures)."""
+"""The data file: `""` -> what it was made with; `gpt`, `hybrid` -> ranges, rows, forms (bench/tables)."""
 
 _BRIDGE = {
     "num_moe_experts": "num_experts",

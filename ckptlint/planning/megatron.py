@@ -1,8 +1,8 @@
 """What Megatron-Core refuses, leaves out or pads when it loads a torch_dist checkpoint into another layout.
 
 Judged from the metadata and the common state alone, as Megatron-LM's `load_checkpoint` decides before it reads, and
-`dist_checkpointing.load` while it does. What depends on the version says so. `bench/resharding` drives real loads of
-megatron-core 0.12 to 0.19, and tests hold these sentences against what came of them.
+`dist_checkpointing.load` while it does. What depends on the version says so. `bench/evidence/megatron_loads.py`
+drives real loads of megatron-core 0.12 to 0.19, and tests hold these sentences against what came of them.
 """
 
 from __future__ import annotations

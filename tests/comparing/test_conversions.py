@@ -78,7 +78,7 @@ def test_a_near_miss_of_flux(tmp_path: Path, key: str, change: str | Callable[[l
         assert found.exit_code == 1 and {f"{key}.weight", f"{key}.bias"} <= named
 
 
-NEAR = bench("near_misses")
+NEAR = bench("evidence/near_misses")
 
 
 @pytest.mark.sweep

@@ -120,7 +120,7 @@ def test_a_spiral_is_whole_and_one_strip_less_is_a_hole(count: int) -> None:
 @pytest.mark.sweep
 @pytest.mark.parametrize("rank", [2, 8, 1, 3, 4, 6][: examples(2, 6)])
 def test_many_irregular_chunks_are_judged_exactly(rank: int) -> None:
-    shape, *columns = bench("irregular").irregular(examples(10_000, 60_000), rank)
+    shape, *columns = bench("speed/irregular").irregular(examples(10_000, 60_000), rank)
     chunks = list(zip(*(map(tuple, column.tolist()) for column in columns), strict=True))
     assert layout(shape, chunks).coverage == Coverage()
     lost = chunks[100:2000:100]

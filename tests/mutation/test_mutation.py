@@ -1,6 +1,6 @@
 """Damage is caught by a rule that may speak of it, which names what was damaged; legal mutants raise nothing.
 
-A small sample in every run; `bench/mutation.py` judges the whole and writes a section of docs/evidence.md.
+A small sample in every run; `bench/evidence/mutation.py` judges the whole and writes a section of docs/evidence.md.
 """
 
 from __future__ import annotations

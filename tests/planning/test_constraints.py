@@ -17,7 +17,7 @@ from ckptlint.planning.megatron import constraints, form_of
 from ckptlint.planning.outcome import Constraint
 from ckptlint.testing import load_folder, write_checkpoint
 
-RESHARDING = REPOSITORY / "bench" / "resharding"
+EVIDENCE = REPOSITORY / "bench" / "evidence"
 
 DRIVEN = [
     "reshardable tp2 to dp2",
@@ -29,7 +29,7 @@ DRIVEN = [
     "experts ep2 to ep1 without rng",
     "layers not divisible by vpp",
 ]
-"""Pairs of bench/resharding/megatron_loads.py that are driven here; the others were, by several versions."""
+"""Pairs of bench/evidence/megatron_loads.py that are driven here; the others were, by several versions."""
 
 
 def step_of(name: str) -> Any:
@@ -51,7 +51,7 @@ def driven(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     for package in ("torch", "megatron.core", "einops", "psutil"):
         pytest.importorskip(package, reason=f"real loads need {package}")
     out = tmp_path_factory.mktemp("resharding")
-    script = [sys.executable, "-W", "ignore", str(RESHARDING / "megatron_loads.py"), str(out), *DRIVEN]
+    script = [sys.executable, "-W", "ignore", str(EVIDENCE / "megatron_loads.py"), str(out), *DRIVEN]
     ended = subprocess.run(script, capture_output=True, text=True, check=False, timeout=600)
     assert ended.returncode == 0, ended.stderr[-3000:]
     return {"folder": out, **json.loads((out / "outcomes.json").read_text())}
@@ -59,7 +59,7 @@ def driven(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", DRIVEN)
 def test_a_real_load_does_what_was_said(driven: dict[str, Any], name: str) -> None:
-    compare = bench("resharding/compare")
+    compare = bench("evidence/megatron_compare")
     row = driven["pairs"][name]
     assert "unsaved" not in row
     folder = driven["folder"] / name.replace(" ", "_") / "iter_0000010"
@@ -68,7 +68,7 @@ def test_a_real_load_does_what_was_said(driven: dict[str, Any], name: str) -> No
 
 
 def test_the_comparison_sees_both_ways_of_being_wrong(driven: dict[str, Any]) -> None:
-    compare = bench("resharding/compare")
+    compare = bench("evidence/megatron_compare")
     loads, raises = (driven["pairs"][name] for name in ("buckets dp1 to dp2", "buckets pp2 to pp2 vpp2"))
     assert not loads["raised"] and raises["raised"]
     assert compare.disagreements(raises, []) and compare.disagreements(loads, [Constraint("fails", "it does")])

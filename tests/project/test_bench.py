@@ -14,8 +14,8 @@ from ckptlint.formats.pickles import safe_pickle as unpickle
 
 @pytest.fixture(scope="module")
 def generate() -> ModuleType:
-    """`bench/generate.py` as a module."""
-    return bench("generate")
+    """`bench/speed/generate.py` as a module."""
+    return bench("speed/generate")
 
 
 @pytest.mark.parametrize("kind", ["fsdp", *swept("tp-fsdp", "flat", "mcore"), "objects", "files"])
@@ -29,7 +29,7 @@ def test_a_healthy_kind_passes(generate: ModuleType, tmp_path: Path, kind: str) 
 def test_what_grows_healthy_passes(
     generate: ModuleType, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.syspath_prepend(REPOSITORY / "bench")
+    monkeypatch.syspath_prepend(REPOSITORY / "bench" / "speed")
     __import__("budget").KINDS[kind](tmp_path / "step-1", 84)
     assert ckptlint.check(tmp_path / "step-1", depth="files", fail_on="error").exit_code == 0
 
@@ -55,6 +55,6 @@ def test_most_of_a_large_file_is_read_as_columns(generate: ModuleType, tmp_path:
 @sweep_only
 def test_no_torn_save_passes_and_no_whole_one_fails() -> None:
     """Saves that are killed in a folder with an older step."""
-    program = (REPOSITORY / "bench" / "torn_saves.py").read_text(encoding="utf-8")
-    done = run_python(program, "--kills", "6", cwd=REPOSITORY / "bench", timeout=600)
+    program = (REPOSITORY / "bench" / "evidence" / "torn_saves.py").read_text(encoding="utf-8")
+    done = run_python(program, "--kills", "6", cwd=REPOSITORY, timeout=600)
     assert (done.returncode, len(done.stdout.splitlines())) == (0, 3), done.stdout + done.stderr[-2000:]

@@ -1,4 +1,4 @@
-"""Calls composed at random: a small part of what bench/calls.py runs, and the table that it takes its names from."""
+"""Calls composed at random: a small part of bench/evidence/calls.py, and the table that it takes its names from."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ print("\\n" + json.dumps([totals, events, len(missed)]))
 @sweep_only
 @pytest.mark.skipif(sys.platform == "win32", reason="needs fork and limits")
 def test_what_acts_when_it_is_loaded_is_refused(tmp_path: Path) -> None:
-    arguments = [str(REPOSITORY / "bench"), "1000", "5", str(tmp_path / "found")]
+    arguments = [str(REPOSITORY / "bench" / "evidence"), "1000", "5", str(tmp_path / "found")]
     done = run_python(CODE, *arguments, timeout=600)
     totals, events, missed = json.loads(done.stdout.splitlines()[-1])
     assert missed == 0, sorted((tmp_path / "found").iterdir())

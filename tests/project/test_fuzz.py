@@ -1,4 +1,4 @@
-"""The targets of bench/fuzz.py hold on their seeds and on a few mutants; bench/fuzz.py itself runs millions."""
+"""The targets of bench/evidence/fuzz.py hold on their seeds and on a few mutants; by itself it runs millions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MUTANTS = 30
 
 @pytest.fixture(scope="module")
 def fuzz() -> ModuleType:
-    return bench("fuzz")
+    return bench("evidence/fuzz")
 
 
 READERS = "keys safetensors archive state calls metadata baseline manifest index config.json yaml toml"
