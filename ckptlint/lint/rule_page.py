@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import textwrap
-import tomllib
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -120,8 +119,9 @@ def _examples(rule: Rule, width: int) -> Iterator[str]:
 
 @cache  # a SARIF report has the pages of all rules
 def _cases(fixture: Path) -> list[dict[str, Any]]:
-    cases: list[dict[str, Any]] = tomllib.loads(fixture.read_text(encoding="utf-8"))["case"]
-    return cases
+    from ckptlint.testing.cases import case_tables
+
+    return case_tables(fixture)
 
 
 def _facts(case: dict[str, Any]) -> Iterator[str]:

@@ -110,10 +110,11 @@ def read_cases(path: Path) -> list[Case]:
     """The cases of a fixture file.
 
     Raises:
-        ValueError: a key that nobody knows, which would leave the case without what it says; with file and case.
+        ValueError: a key that nobody knows, which would leave the case without what it says; a `like` that names
+            no case; with file and case.
     """
     cases = []
-    for table in tomllib.loads(path.read_text(encoding="utf-8"))["case"]:
+    for table in case_tables(path):
         parts = [(own, _KEYS) for own in (table, table.get("before", {}))]
         parts += [(tensor, _TENSOR_KEYS) for tensor in table.get("tensors", {}).values()]
         if unknown := {key for own, known in parts for key in own.keys() - known}:
@@ -121,6 +122,30 @@ def read_cases(path: Path) -> list[Case]:
         name, expect, says = table.pop("name"), table.pop("expect", ()), table.pop("says", ())
         cases.append(Case(name, table, tuple(expect), tuple(says), table.pop("others", False)))
     return cases
+
+
+def case_tables(path: Path) -> list[dict[str, Any]]:
+    """The tables of a fixture file, with what each takes from the case that it is `like` (see fixtures/README.md)."""
+    tables: list[dict[str, Any]] = tomllib.loads(path.read_text(encoding="utf-8"))["case"]
+    full = {table.get("name"): table for table in tables if "like" not in table}
+    for table in (table for table in tables if "like" in table):
+        like, without = table.pop("like"), table.pop("without", ())
+        base = {key: item for key, item in full.get(like, {}).items() if key not in ("name", "expect", "says")}
+        if lost := [like] if like not in full else [name for name in without if _over(base, {}, [name]) == base]:
+            what = "full case has the name" if like not in full else f"key of {like!r} is named"
+            raise ValueError(f"{path.name}, case {table.get('name')!r}: no {what} {lost[0]!r}")
+        table |= _over(base, table, without)
+    return tables
+
+
+def _over(base: dict[str, Any], own: dict[str, Any], without: Sequence[str]) -> dict[str, Any]:
+    """Own keys over those of a base: tables by key, except that what has a shape is replaced as a whole."""
+    merged = {key: item for key, item in base.items() if key not in without} | own
+    for key in base.keys() & merged.keys() - set(without):
+        item, mine = base[key], own.get(key, {})
+        if isinstance(item, dict) and isinstance(mine, dict) and not (mine and "shape" in item | mine):
+            merged[key] = _over(item, mine, without)
+    return merged
 
 
 def run_case(rule: Rule, case: Case, folder: Path) -> CheckpointReport:

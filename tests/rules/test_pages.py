@@ -80,3 +80,40 @@ def test_a_misspelt_key_of_a_fixture_is_refused(tmp_path: Path) -> None:
         (tmp_path / "GEO001.toml").write_text(f'[[case]]\nname = "a case"\n{line}\n')
         with pytest.raises(ValueError, match=rf"^GEO001\.toml, case 'a case': there is no key '{key}'$"):
             read_cases(tmp_path / "GEO001.toml")
+
+
+LIKE = """
+[[case]]
+name = "a gap"
+objects = ["o"]
+tensors."w" = { shape = [4], dtype = "int8" }
+tensors."v" = { shape = [4] }
+files = { "a" = 1, "b" = 2 }
+expect = ["w"]
+[[case]]
+name = "no gap"
+"""
+
+
+def test_a_case_takes_what_it_does_not_say_from_the_one_that_it_is_like(tmp_path: Path) -> None:
+    own = 'like = "a gap"\nwithout = ["objects", "b"]\ntensors."w" = { shape = [8] }\nfiles."c" = 3\n'
+    (tmp_path / "GEO001.toml").write_text(LIKE + own)
+    first, second = read_cases(tmp_path / "GEO001.toml")
+    assert first.table["files"] == {"a": 1, "b": 2} and "objects" in first.table
+    assert second.table == {"tensors": {"w": {"shape": [8]}, "v": {"shape": [4]}}, "files": {"a": 1, "c": 3}}
+    assert not second.expect
+
+
+@pytest.mark.parametrize(
+    ("own", "says"),
+    [
+        ('like = "a gab"', "no full case has the name 'a gab'"),
+        ('like = "no gap"', "no full case has the name 'no gap'"),
+        ('like = "a gap"\nwithout = ["x"]', "no key of 'a gap' is named 'x'"),
+        ('without = ["x"]', "there is no key 'without'"),
+    ],
+)
+def test_a_case_that_is_like_no_other_is_refused(tmp_path: Path, own: str, says: str) -> None:
+    (tmp_path / "GEO001.toml").write_text(LIKE + own)
+    with pytest.raises(ValueError, match=f"^GEO001\\.toml, case 'no gap': {says}$"):
+        read_cases(tmp_path / "GEO001.toml")
