@@ -40,7 +40,7 @@ OF_REPORTS = (
 @click.option("--format", "answer", type=click.Choice(["text", "json"]), default="text", show_default=True)
 @check_options(but=(*OF_REPORTS, "exit-zero"))
 def latest(run_dir: str, require: tuple[str, ...], before: int | None, answer: str, **options: Any) -> None:
-    """Print the path of the newest step of a run that passes, and nothing else.
+    """Print the path of the newest step that has no errors, and nothing else.
 
     ckptlint judges the steps from the newest down, with the options of `check`. --ignore leaves a rule out; no option
     makes an error less severe. stderr says which steps were skipped, and why.

@@ -26,7 +26,7 @@ COMMANDS = {
     "explain": "Print the page of a rule, or of a cause: what it is, why it matters, how to fix it.",
     "graph": "Draw the chunks of one tensor as a graph: on each axis, which intervals they cover and where one is "
     "missing.",
-    "latest": "Print the path of the newest step of a run that passes, and nothing else.",
+    "latest": "Print the path of the newest step that has no errors, and nothing else.",
     "live": "Check a checkpoint with all ranks of a job: every node must see the same files.",
     "manifest": "Write the tensors of a checkpoint as JSON, to compare others with: `ckptlint OTHER --expect FILE`.",
     "plan": "Say whether a checkpoint loads into a job of another shape, and what each rank would read.",
