@@ -151,12 +151,23 @@ def step_rows(steps: Sequence[JudgedStep]) -> list[tuple[str, ...]]:
 
 
 def step_table(steps: Sequence[JudgedStep], width: int) -> str:
-    """The steps as a table; what they hold is wrapped, so that its lines fit the width."""
-    rows = step_rows(steps)
-    heads = [f"{head}  " for head in STEP_COLUMNS]  # tabulate leaves two blanks after a head
-    others = sum(max(map(len, cells)) + 2 for cells in zip(heads, *rows, strict=True) if cells[0] != "holds  ")
-    most = (None, None, max(width - others, len("dataloader,")), None, None)
-    return table(rows, STEP_COLUMNS, tablefmt="plain", maxcolwidths=most)
+    """The steps as a table; what they hold is wrapped, and with long names the times are left out, to fit the width."""
+    rows: list[tuple[str, ...]] = step_rows(steps)
+    heads: tuple[str, ...] = STEP_COLUMNS
+    least = len("dataloader,")
+    if (room := _room_to_hold(rows, heads, width)) < least:
+        rows, heads = [(row[0], *row[2:]) for row in rows], (heads[0], *heads[2:])
+        room = _room_to_hold(rows, heads, width)
+    longest = max(len(row[0]) for row in rows) + min(room - least, 0)
+    rows = [(cut(row[0], longest), *row[1:]) for row in rows]
+    most = [max(room, least) if head == "holds" else None for head in heads]
+    return table(rows, heads, tablefmt="plain", maxcolwidths=most)
+
+
+def _room_to_hold(rows: Sequence[Sequence[str]], heads: Sequence[str], width: int) -> int:
+    """Characters that the other columns leave for `holds`."""
+    columns = zip([f"{head}  " for head in heads], *rows, strict=True)  # tabulate leaves two blanks after a head
+    return width - sum(max(map(len, cells)) + 2 for cells in columns if cells[0] != "holds  ")
 
 
 def step_lines(steps: Sequence[JudgedStep]) -> list[str]:
