@@ -12,6 +12,7 @@ from typing import Any
 
 from ckptlint.depth import Depth
 from ckptlint.lint.causes import Clause, KnownCause, fixture_of, load_causes
+from ckptlint.lint.fixture_cases import case_tables
 from ckptlint.lint.registry import FAMILIES
 from ckptlint.lint.selection import find_rule
 from ckptlint.model.text import at_most, join_words, table
@@ -119,8 +120,6 @@ def _examples(rule: Rule, width: int) -> Iterator[str]:
 
 @cache  # a SARIF report has the pages of all rules
 def _cases(fixture: Path) -> list[dict[str, Any]]:
-    from ckptlint.testing.cases import case_tables
-
     return case_tables(fixture)
 
 

@@ -6,7 +6,6 @@ needed: the metadata is pickled with classes that only carry torch's names.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from ckptlint.analysis.ranks.held_by_ranks import as_checkpoint
 from ckptlint.dataclass import dataclass
 from ckptlint.depth import Depth
 from ckptlint.lint.engine import run_rules
+from ckptlint.lint.fixture_cases import case_tables
 from ckptlint.lint.ignores import KeyIgnore, set_aside
 from ckptlint.lint.registry import load_rules
 from ckptlint.lint.report import CheckpointReport
@@ -122,30 +122,6 @@ def read_cases(path: Path) -> list[Case]:
         name, expect, says = table.pop("name"), table.pop("expect", ()), table.pop("says", ())
         cases.append(Case(name, table, tuple(expect), tuple(says), table.pop("others", False)))
     return cases
-
-
-def case_tables(path: Path) -> list[dict[str, Any]]:
-    """The tables of a fixture file, with what each takes from the case that it is `like` (see fixtures/README.md)."""
-    tables: list[dict[str, Any]] = tomllib.loads(path.read_text(encoding="utf-8"))["case"]
-    full = {table.get("name"): table for table in tables if "like" not in table}
-    for table in (table for table in tables if "like" in table):
-        like, without = table.pop("like"), table.pop("without", ())
-        base = {key: item for key, item in full.get(like, {}).items() if key not in ("name", "expect", "says")}
-        if lost := [like] if like not in full else [name for name in without if _over(base, {}, [name]) == base]:
-            what = "full case has the name" if like not in full else f"key of {like!r} is named"
-            raise ValueError(f"{path.name}, case {table.get('name')!r}: no {what} {lost[0]!r}")
-        table |= _over(base, table, without)
-    return tables
-
-
-def _over(base: dict[str, Any], own: dict[str, Any], without: Sequence[str]) -> dict[str, Any]:
-    """Own keys over those of a base: tables by key, except that what has a shape is replaced as a whole."""
-    merged = {key: item for key, item in base.items() if key not in without} | own
-    for key in base.keys() & merged.keys() - set(without):
-        item, mine = base[key], own.get(key, {})
-        if isinstance(item, dict) and isinstance(mine, dict) and not (mine and "shape" in item | mine):
-            merged[key] = _over(item, mine, without)
-    return merged
 
 
 def run_case(rule: Rule, case: Case, folder: Path) -> CheckpointReport:
