@@ -33,7 +33,7 @@ def non_finite_values(ckpt: Checkpoint) -> Iterator[Finding]:
     What it checks:
         Every value of every floating tensor, fp8 included, is finite. It is an error for what is named weight, bias or
         scale, has a known function or is trained by an optimizer, and a warning for other tensors of the model. In a
-        moment or a master copy of the shape of its parameter, and in the file of an optimizer beside the model, NaN is
+        moment or a master copy of the shape of its parameter, in the file of an optimizer beside the model too, NaN is
         an error and infinity a warning; info where a weight holds NaN as well. It is only info for other optimizer
         state, whose padding may be uninitialised memory, for buffers, and for other scalars (`best = inf`). Masks,
         tensors that hold only 0 and -Inf, and views with gaps between their elements are left out.
@@ -63,8 +63,7 @@ def _of_files(payload: PayloadTable, is_model_broken: bool) -> Iterator[Finding]
     """The states in an optimizer's file, one finding for each file and state."""
     groups: dict[tuple[str, str], list[NonFinite]] = defaultdict(list)
     for item in payload.non_finite:
-        if item.state in MOMENTS:
-            groups[item.file, item.state].append(item)
+        groups[item.file, item.state].append(item)
     for (file, state), items in groups.items():
         nan, infinite = sum(item.nan for item in items), sum(item.plus_inf + item.minus_inf for item in items)
         counts = " and ".join(f"{count:,} {name}" for count, name in ((nan, "NaN"), (infinite, "Inf")) if count)
@@ -73,16 +72,16 @@ def _of_files(payload: PayloadTable, is_model_broken: bool) -> Iterator[Finding]
             f"{counts} in {state} of parameter {first}{more}",
             at=Location(file=file),
             identity=(state,),
-            severity=_of_state(nan > 0, is_model_broken),
-            why=_NEXT_STEP,
+            severity=_of_state(nan > 0, is_model_broken) if state in MOMENTS else Severity.INFO,
+            why=_NEXT_STEP if state in MOMENTS else "",
             hint=_NEWEST_WITHOUT,
             group=f"{file} {state}",
         )
 
 
-def _of_state(is_nan: bool, is_told: bool) -> Severity:
+def _of_state(is_nan: bool, is_weight_broken: bool) -> Severity:
     """How bad it is in a state that has one element per element of its parameter; less where the weight says it."""
-    return Severity.INFO if is_told else Severity.ERROR if is_nan else Severity.WARNING
+    return Severity.INFO if is_weight_broken else Severity.ERROR if is_nan else Severity.WARNING
 
 
 def _is_mask(payload: PayloadTable, tensor: Tensor) -> bool:

@@ -221,6 +221,8 @@ def test_a_run_in_a_store(tmp_path: Path) -> None:
         ([GOOD, HOLE, GOOD], [], 1),
         ([HOLE], ["--exit-zero"], 0),
         ([HOLE], ["--select", "PAY"], 0),
+        ([HOLE], ["--severity", "GEO=warning"], 1),
+        ([HOLE], ["--severity", "GEO=warning", "--fail-on", "error"], 0),
         ([], [], 3),
     ],
 )
