@@ -124,7 +124,8 @@ class Finding:
         inferred_from: what it was inferred from ("the shapes of layers 0-3"); empty where the files state it.
         kind: which of the things that its rule finds, in a word that stays; causes look for it, no report prints it.
         of_run: whether it is a fault of the run around a step, for which no step fails.
-        told_by: the code of a rule that reports the same: where it ran and found as much, this finding is left out.
+        partners: keys that may be at fault in place of that of `at`, with which it does not agree.
+        is_apart: whether it says something else of its keys than the rules that its own yields to.
     """
 
     message: str
@@ -144,7 +145,8 @@ class Finding:
     inferred_from: str = ""
     kind: str = ""
     of_run: bool = False
-    duplicate_of: str = ""
+    partners: tuple[str, ...] = ()
+    is_apart: bool = False
 
     def __reduce__(self) -> tuple[Callable[..., Finding], tuple[object, ...]]:
         """With the lines that cost time made: a function made on the way cannot travel."""
@@ -189,6 +191,8 @@ class Rule:
         severity: the highest it may give.
         check: yields findings; raises NotApplicable when there is nothing to judge.
         needs: what a checkpoint must have, as words of `analysis.needs`; elsewhere the rule does not apply.
+        yields_to: codes of rules that report the same faults and say more. Of two findings on the same keys the worse
+            one is shown, of two that are equally bad theirs.
         depth: the least at which it can judge.
         always: whether it runs although the metadata could not be read.
         whole: whether it needs the metadata of the whole save, and says nothing where it describes a part.
@@ -205,6 +209,7 @@ class Rule:
     severity: Severity
     check: Check
     needs: tuple[str, ...] = ()
+    yields_to: tuple[str, ...] = ()
     depth: Depth = Depth.METADATA
     always: bool = False
     whole: bool = False
@@ -247,6 +252,7 @@ def rule(
     severity: Severity,
     *,
     needs: tuple[str, ...] = (),
+    yields_to: tuple[str, ...] = (),
     depth: Depth = Depth.METADATA,
     always: bool = False,
     whole: bool = False,
@@ -256,4 +262,6 @@ def rule(
     after: After = "",
 ) -> Callable[[Check], Rule]:
     """Turn a check function into a Rule; nothing is registered, rules are found by scanning modules."""
-    return lambda check: Rule(code, name, severity, check, needs, depth, always, whole, expects, live, fixed, after)
+    return lambda check: Rule(
+        code, name, severity, check, needs, yields_to, depth, always, whole, expects, live, fixed, after
+    )

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 from ckptlint.analysis.fit.judgement import Fit, fit_of
 from ckptlint.analysis.fit.wording import core_note, doubt_note, model_name
-from ckptlint.analysis.key_matching import match_keys
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import first_names, fold_names, human_bytes, plural
 from ckptlint.rule import Finding, Location, Severity, rule
@@ -48,6 +47,7 @@ def _finding(ckpt: Checkpoint, fit: Fit, names: list[str], is_beyond: bool) -> F
         f"{subject} stored, but {model_name(fit)} does not have {'it' if len(names) == 1 else 'them'}",
         at=Location(names[0], label=f"{ckpt.metadata_file}, compared with {fit.place}"),
         identity=tuple(names[:_MOST]),
+        keys=tuple(names[:_MOST]),
         confidence="certain" if is_beyond and not fit.doubt_of(fit.open) else "possible",
         why="from_pretrained ignores them and only warns" if fit.is_export else "",
         notes=(
@@ -57,10 +57,4 @@ def _finding(ckpt: Checkpoint, fit: Fit, names: list[str], is_beyond: bool) -> F
             core_note(fit),
         ),
         hint="compare the configuration with that of the job that trained the model" if is_beyond else "",
-        duplicate_of="REF001" if not is_beyond and _added(ckpt) >= set(names) else "",
     )
-
-
-def _added(ckpt: Checkpoint) -> set[str]:
-    """The keys of which REF001 says that the reference does not have them."""
-    return {single.entry.fqn for single in match_keys(ckpt, ckpt.reference).added} if ckpt.reference else set()

@@ -22,7 +22,7 @@ _WORDS: dict[RecordKind, str] = {
 }
 
 
-@rule("COM004", "optimizer-module-record", Severity.ERROR, needs=("Megatron-Core",))
+@rule("COM004", "optimizer-module-record", Severity.ERROR, needs=("Megatron-Core",), yields_to=("OBJ001",))
 def optimizer_module_record(ckpt: Checkpoint) -> Iterator[Finding]:
     """An optimizer's state is stored without a record that its loader needs.
 
@@ -83,7 +83,7 @@ def optimizer_module_record(ckpt: Checkpoint) -> Iterator[Finding]:
             severity=Severity.WARNING,
             why="each module has its own optimizer, but a load gives all of them the settings and steps of one",
             hint="load without the optimizer, or take the groups of the other modules from another save",
-            duplicate_of="OBJ001",
+            partners=tuple(record.place for record in groups),
         )
 
     types = kept["param_state_sharding_type"]

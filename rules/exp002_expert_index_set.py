@@ -12,7 +12,9 @@ from ckptlint.vocabulary.schemes import quantised_weight
 _LIMIT = 100_000  # no layer has as many experts, but a key may claim any number
 
 
-@rule("EXP002", "expert-index-set", Severity.ERROR, whole=True, needs=("sound", "no model config"))
+@rule(
+    "EXP002", "expert-index-set", Severity.ERROR, whole=True, needs=("sound", "no model config"), yields_to=("QNT001",)
+)
 def expert_index_set(ckpt: Checkpoint) -> Iterator[Finding]:
     """Expert numbers are missing in a layer.
 
@@ -44,6 +46,8 @@ def expert_index_set(ckpt: Checkpoint) -> Iterator[Finding]:
             if missing and role.numbers != tuple(range(declared or 0)):
                 # the tail alone is missing everywhere: that is what EXP001 counts
                 is_tail = layer.rows is not None and missing == set(range(len(role.numbers), keys))
+                others = (item for item in stored if item is not role)
+                partners = tuple(p.tensor.fqn for item in others for p in item.params if p.key.expert in missing)
                 same = all(set(r.numbers) == set(role.numbers) for r in stored)
                 yield Finding(
                     f"{numbered('expert', missing)} of {keys}{{of}} {verb(len(missing), 'is')} missing; "
@@ -56,7 +60,8 @@ def expert_index_set(ckpt: Checkpoint) -> Iterator[Finding]:
                     inferred_from="the rows of the router"
                     if keys > max(union) + 1
                     else "the numbers of the other experts",
-                    duplicate_of="QNT001" if quantised_weight(role.params[0].tensor.fqn) else "",
+                    partners=partners,
+                    is_apart=not quantised_weight(role.params[0].tensor.fqn),
                 )
 
 

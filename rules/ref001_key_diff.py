@@ -3,7 +3,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 
-from ckptlint.analysis.fit.judgement import keys_reported
 from ckptlint.analysis.key_matching import KeyComparison, KeyEntry, LoneKeys, match_keys
 from ckptlint.analysis.trusted_config import flag
 from ckptlint.model import Checkpoint, Reference
@@ -16,7 +15,15 @@ _SHOWN = 6
 _KINDS = {"model": "parameters of the model", "copy": "the second copy of the model", "optimizer": "optimizer state"}
 
 
-@rule("REF001", "key-diff", Severity.ERROR, whole=True, expects=True, needs=("reference tensors",))
+@rule(
+    "REF001",
+    "key-diff",
+    Severity.ERROR,
+    whole=True,
+    expects=True,
+    needs=("reference tensors",),
+    yields_to=("CFG001", "CFG002"),
+)
 def key_diff(ckpt: Checkpoint) -> Iterator[Finding]:
     """Keys differ from those of the reference.
 
@@ -99,7 +106,6 @@ def _finding(
         notes=(("because", reason), *notes),
         hint="" if severity is Severity.INFO else _hint(is_absent),
         group=f"{is_absent} {shared.get(entry, '')}" if entry in shared else "",
-        duplicate_of=keys_reported(ckpt).get(entry.fqn, ""),
     )
 
 

@@ -24,7 +24,7 @@ _WORDS = {
 _FROM_CHECKPOINT = ("hybrid_pattern", "mtp_layers", "heterogeneous")
 
 
-@rule("REF002", "shape-dtype-diff", Severity.ERROR, expects=True)
+@rule("REF002", "shape-dtype-diff", Severity.ERROR, expects=True, yields_to=("CFG003",))
 def shape_dtype_diff(ckpt: Checkpoint) -> Iterator[Finding]:
     """A tensor's shape or dtype differs from the reference.
 
@@ -101,7 +101,7 @@ def _shape_finding(ckpt: Checkpoint, reference: Reference, pair: KeyPair) -> Fin
         why="a load fails on this tensor; a planner that does not compare sizes fills only part of it",
         notes=(("because", padding), *_ratios(expected, stored), *_relation(ckpt, expected, stored)),
         hint="" if padding else "find the first step with this shape, and what changed in the job before it",
-        duplicate_of="CFG003" if shapes_reported(ckpt).get(pair.stored.fqn) == expected else "",
+        is_apart=shapes_reported(ckpt).get(pair.stored.fqn) != expected,
     )
 
 
@@ -183,6 +183,7 @@ def _dtype_finding(ckpt: Checkpoint, reference: Reference, pair: KeyPair) -> Fin
         severity=Severity.WARNING,
         why="a load converts the values without an error, and lost precision stays lost",
         hint="if the change was intended, pass --expect a reference of the same precision",
+        is_apart=True,
         group=f"dtype {pair.stored.kind} {pair.stored.dtype} {pair.expected.dtype}",
     )
 

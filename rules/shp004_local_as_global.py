@@ -7,7 +7,6 @@ from functools import partial
 
 import numpy as np
 
-from ckptlint.analysis.fit.judgement import shapes_reported
 from ckptlint.analysis.hidden_size import Hidden, hidden_params
 from ckptlint.analysis.inventory import Param, inventory_of, is_weight
 from ckptlint.analysis.key_matching import is_confirmed, reference_shapes
@@ -59,7 +58,7 @@ class Local:
         return self.param.tensor.global_shape[self.axis]
 
 
-@rule("SHP004", "local-as-global", Severity.ERROR, whole=True, needs=("params",))
+@rule("SHP004", "local-as-global", Severity.ERROR, whole=True, needs=("params",), yields_to=("CFG003",))
 def local_as_global(ckpt: Checkpoint) -> Iterator[Finding]:
     """The metadata records one rank's part as the whole tensor, or the copies of a replica as shards.
 
@@ -111,7 +110,6 @@ def _finding(ckpt: Checkpoint, local: Local) -> Finding:
         hint=hint,
         inferred_from=f"the size of {local.basis}" if local.confidence == "likely" else "",
         group=f"{short_name(local.param)} {numbers} {local.basis}",
-        duplicate_of="CFG003" if tensor.fqn in shapes_reported(ckpt) else "",
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -207,10 +207,6 @@ def _apart(items: list[Diagnostic], others: list[Diagnostic]) -> list[Diagnostic
     return [item for item in items if id(item) not in known]
 
 
-def _keys(item: Diagnostic) -> set[str]:
-    return {name for name in (item.fqn, *item.finding.keys) if name}
-
-
 def _files(item: Diagnostic) -> set[str]:
     return {name for name in (item.finding.at.file, *item.finding.files) if name}
 
@@ -220,7 +216,11 @@ def _ranks(item: Diagnostic) -> set[int]:
     return {*item.finding.at.ranks, *(rank for rank in named if rank is not None)}
 
 
-_NAMES: dict[InCommon, Callable[[Diagnostic], set[Any]]] = {"keys": _keys, "files": _files, "ranks": _ranks}
+_NAMES: dict[InCommon, Callable[[Diagnostic], Set[Any]]] = {
+    "keys": lambda item: item.keys,
+    "files": _files,
+    "ranks": _ranks,
+}
 
 
 # ---------------------------------------------------------------- words

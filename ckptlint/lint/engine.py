@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -14,7 +15,7 @@ from ckptlint.formats.pickles.safe_pickle import paused_gc
 from ckptlint.lint.report import UNREADABLE, CheckpointReport, Diagnostic
 from ckptlint.model import Checkpoint, Problem
 from ckptlint.model.text import printable
-from ckptlint.rule import CEILING, NotApplicable, Rule, Severity
+from ckptlint.rule import CEILING, NotApplicable, Rule
 
 
 @paused_gc()
@@ -43,12 +44,31 @@ def run_rules(ckpt: Checkpoint, rules: Iterable[Rule], depth: Depth) -> Checkpoi
     return report
 
 
-def _without_duplicates(found: list[Diagnostic]) -> list[Diagnostic]:
-    """What was found without what another rule reports as well, at the same severity or a higher one."""
-    worst: dict[str, Severity] = {}
-    for item in found:
-        worst[item.rule.code] = max(item.severity, worst.get(item.rule.code, item.severity))
-    return [item for item in found if worst.get(item.finding.duplicate_of, 0) < item.severity]
+def _without_duplicates(diagnostics: list[Diagnostic]) -> list[Diagnostic]:
+    """One finding for each fault: of rules of which one yields to the other, the worse; of equal ones the other's.
+
+    A finding is left out where the others report all of its keys, or one of its partners.
+    """
+    margins: dict[str, dict[str, int]] = defaultdict(dict)  # how much worse the findings of another rule must be
+    for item in diagnostics:
+        for code in item.rule.yields_to:
+            margins[item.code][code] = 0
+            margins[code][item.code] = 1
+    worst: dict[tuple[str, str], int] = {}
+    for item in diagnostics:
+        if item.code in margins and not item.finding.is_apart:
+            for key in item.keys:
+                worst[item.code, key] = max(item.severity, worst.get((item.code, key), 0))
+
+    def is_duplicate(item: Diagnostic) -> bool:
+        others = margins[item.code].items()
+        reported = [
+            any(worst.get((code, key), 0) >= item.severity + margin for code, margin in others)
+            for key in (*item.keys, *item.finding.partners)
+        ]
+        return any(reported[len(item.keys) :]) or (bool(item.keys) and all(reported[: len(item.keys)]))
+
+    return [item for item in diagnostics if item.code not in margins or item.finding.is_apart or not is_duplicate(item)]
 
 
 def report_unused(report: CheckpointReport, rule: Rule, problems: list[Problem]) -> None:

@@ -68,6 +68,11 @@ class Diagnostic:
         return self.finding.at.fqn
 
     @property
+    def keys(self) -> frozenset[str]:
+        """All keys concerned."""
+        return frozenset(filter(None, (self.fqn, *self.finding.keys)))
+
+    @property
     def region(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         """Offsets and sizes of the part concerned."""
         region = self.finding.at.region

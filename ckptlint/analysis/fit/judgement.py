@@ -175,17 +175,6 @@ def judged_shapes(ckpt: Checkpoint) -> Collection[str]:
 
 
 @fact
-def keys_reported(ckpt: Checkpoint) -> Mapping[str, str]:
-    """Key, as expected or as stored -> the rule that finds, without a doubt, that it is missing or beyond the model."""
-    fit = config_fit(ckpt)
-    if isinstance(fit, str):
-        return {}
-    lost = [name for name in fit.missing if not fit.doubt_that_exists(name)]
-    missing = {name for expected in lost for name in (expected, fit.shown(expected))}
-    return dict.fromkeys(missing, "CFG001") | dict.fromkeys(() if fit.doubt_of(fit.open) else fit.beyond, "CFG002")
-
-
-@fact
 def shapes_reported(ckpt: Checkpoint) -> Mapping[str, Shape]:
     """Stored key -> the shape that a configuration gives it and it does not have, which CFG003 reports."""
     fit = config_fit(ckpt)
