@@ -7,7 +7,14 @@ from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, Location, Severity, require, rule
 
 
-@rule("RUN003", "changed-since-step-before", Severity.WARNING, whole=True, needs=("step before", "whole step before"))
+@rule(
+    "RUN003",
+    "changed-since-step-before",
+    Severity.WARNING,
+    whole=True,
+    needs=("step before", "whole step before"),
+    yields_to=("GEO004",),
+)
 def changed_since_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
     """A tensor's shape, dtype or number of chunks differs from the step before.
 
@@ -33,12 +40,11 @@ def changed_since_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
 
 def _findings(ckpt: Checkpoint, older: str, change: Change) -> Iterator[Finding]:
     for fqn in change.fqns:
-        if change.kind == "cut" and ckpt.tensors[fqn].layout.coverage.missing_volume:
-            continue  # a chunk is missing: GEO004
         yield Finding(
             change.sentence("stored here", older),
             at=Location(fqn, ckpt.tensors.get(fqn)),
             identity=(change.kind,),
+            is_apart=change.kind != "cut",
             confidence="certain" if change.is_partial else "possible",
             notes=(("because", change.rest),),
             hint="resume from the older step, unless the change was intended" if change.is_partial else "",

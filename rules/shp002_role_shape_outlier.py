@@ -5,14 +5,14 @@ from dataclasses import replace
 
 from ckptlint.analysis.inventory import inventory_of
 from ckptlint.analysis.key_matching import is_confirmed
-from ckptlint.analysis.layer_outliers import Outlier, dtype_outliers, local_factor, shape_outliers
-from ckptlint.analysis.projections import mismatches, swap_factor
+from ckptlint.analysis.layer_outliers import Outlier, dtype_outliers, shape_outliers
+from ckptlint.analysis.projections import mismatches
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import plural, shape_text
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 
 
-@rule("SHP002", "role-shape-outlier", Severity.ERROR)
+@rule("SHP002", "role-shape-outlier", Severity.ERROR, yields_to=("SHP003", "SHP004"))
 def role_shape_outlier(ckpt: Checkpoint) -> Iterator[Finding]:
     """One layer stores a parameter with a shape or dtype different from the layers like it.
 
@@ -36,11 +36,9 @@ def role_shape_outlier(ckpt: Checkpoint) -> Iterator[Finding]:
             expected = item.usual
             if not isinstance(expected, tuple) or is_confirmed(ckpt, item.param):
                 continue
-            # SHP003 and SHP004 say more about these
-            if not swap_factor(item.param, expected) and not local_factor(ckpt, item):
-                yield _shape(item, expected, item.param in unmatched)
+            yield _shape(item, expected, item.param in unmatched)
     for item in dtype_outliers(ckpt):
-        yield _finding(item, f"dtype{{of}} is {item.param.tensor.dtype}", str(item.usual), ())
+        yield replace(_finding(item, f"dtype{{of}} is {item.param.tensor.dtype}", str(item.usual), ()), is_apart=True)
 
 
 def _shape(item: Outlier, usual: tuple[int, ...], is_unmatched: bool) -> Finding:

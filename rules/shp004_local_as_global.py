@@ -65,9 +65,9 @@ def local_as_global(ckpt: Checkpoint) -> Iterator[Finding]:
     What it checks:
         No dim is exactly k times too short, where k is the size of a mesh axis or follows from the shards of a partner.
         For biases of row-parallel layers, norms and routers it is not k times too long either. If the reference or the
-        job's arguments give the right size, that is an error. If tensors that share the size give it, that is a
-        warning: a bias and its weight, the two projections of an MLP, the parts of an attention, the same tensor in
-        other layers. Vocabularies, the number of experts and latent attention are left out.
+        job's arguments give the right size, that is an error, and so it is if the same tensor in other layers and a
+        partner in this layer both do. One of these alone is a warning: a bias and its weight, the two projections of an
+        MLP, the parts of an attention, the other layers. Vocabularies, the number of experts and latent attention are left out.
     Why it matters:
         No file holds the rows of the other ranks, although every element of the recorded shape is stored.
     Usual causes:
@@ -78,11 +78,14 @@ def local_as_global(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.distributed.tensor.DTensor.from_local
     """
+    siblings = {(local.param, local.axis, local.expected) for local in _from_siblings(ckpt)}
     found: dict[str, Local] = {}
     for source in _SOURCES:
         for local in source(ckpt):
             if source is _from_reference or not is_confirmed(ckpt, local.param):
-                found.setdefault(local.param.tensor.fqn, local)
+                # other layers, and what lies beside it in its own layer, are independent witnesses
+                is_sure = source is not _from_siblings and (local.param, local.axis, local.expected) in siblings
+                found.setdefault(local.param.tensor.fqn, replace(local, confidence="certain") if is_sure else local)
     for local in found.values():
         yield _finding(ckpt, local)
 

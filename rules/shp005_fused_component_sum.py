@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from ckptlint.analysis.inventory import Param, inventory_of
 from ckptlint.analysis.key_matching import is_confirmed
-from ckptlint.analysis.layer_outliers import shape_outliers
 from ckptlint.analysis.projections import ProjectionFamily, families, is_rank_part, short_name
 from ckptlint.analysis.trusted_config import number
 from ckptlint.model import Checkpoint
@@ -20,7 +19,7 @@ _SHARED = ("query", "key", "value")
 """The components that both the projection and the convolution of a linear attention have."""
 
 
-@rule("SHP005", "fused-component-sum", Severity.WARNING, whole=True, needs=("params",))
+@rule("SHP005", "fused-component-sum", Severity.WARNING, whole=True, needs=("params",), yields_to=("SHP002", "SHP004"))
 def fused_component_sum(ckpt: Checkpoint) -> Iterator[Finding]:
     """The parts of one fused projection have sizes that do not fit together.
 
@@ -39,11 +38,10 @@ def fused_component_sum(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         megatron.core.transformer.mlp.apply_swiglu_sharded_factory
     """
-    alone = {item.param for item in shape_outliers(ckpt) if item.changed == 1}
     for source in (_halves, _components, _attention):
         for finding, params in source(ckpt):
-            if not alone.intersection(params) and not all(is_confirmed(ckpt, param) for param in params):
-                yield finding
+            if not all(is_confirmed(ckpt, param) for param in params):
+                yield replace(finding, partners=tuple(param.tensor.fqn for param in params))
 
 
 Found = tuple[Finding, tuple[Param, ...]]

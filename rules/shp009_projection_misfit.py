@@ -4,14 +4,13 @@ from collections.abc import Iterator
 
 from ckptlint.analysis.inventory import Param
 from ckptlint.analysis.key_matching import is_confirmed
-from ckptlint.analysis.layer_outliers import shape_outliers
 from ckptlint.analysis.projections import ProjectionFamily, is_rank_part, mismatches, short_name
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import shape_text
 from ckptlint.rule import Finding, Location, Note, Severity, rule
 
 
-@rule("SHP009", "projection-misfit", Severity.WARNING, whole=True, needs=("params",))
+@rule("SHP009", "projection-misfit", Severity.WARNING, whole=True, needs=("params",), yields_to=("SHP002", "SHP004"))
 def projection_misfit(ckpt: Checkpoint) -> Iterator[Finding]:
     """The projections of an attention or MLP have sizes that cannot be multiplied.
 
@@ -30,9 +29,8 @@ def projection_misfit(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.nn.Linear
     """
-    alone = {item.param for item in shape_outliers(ckpt)}
     for family, odd, own, partner, other, text in mismatches(ckpt):
-        if alone.intersection((odd, partner)) or is_confirmed(ckpt, odd) or is_confirmed(ckpt, partner):
+        if is_confirmed(ckpt, odd) or is_confirmed(ckpt, partner):
             continue
         if odd.own_shape[own] != partner.own_shape[other] and is_rank_part(ckpt, (odd, own), (partner, other)):
             continue
@@ -48,6 +46,7 @@ def _finding(family: ProjectionFamily, odd: Param, partner: Param, text: str) ->
         f"weight{{of}} is {shape_text(odd.tensor.global_shape)}, {text}",
         at=Location.of(odd.tensor),
         notes=notes,
+        partners=(partner.tensor.fqn,),
         hint="compare both with the configuration of the model, and the same weight in other layers",
         inferred_from=f"{short_name(partner)} and {family.hidden}",
     )
