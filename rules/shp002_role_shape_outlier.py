@@ -31,7 +31,7 @@ def role_shape_outlier(ckpt: Checkpoint) -> Iterator[Finding]:
     if not any(param.key.layer is not None for param in inventory_of(ckpt).params):
         raise NotApplicable("no key has a layer number")
     if "heterogeneous" not in ckpt.declared:
-        unmatched = {param for _, odd, _, partner, _, _ in mismatches(ckpt) for param in (odd, partner)}
+        unmatched = {param for _, odd, partner, _ in mismatches(ckpt) for param in (odd, partner)}
         for item in shape_outliers(ckpt):
             expected = item.usual
             if not isinstance(expected, tuple) or is_confirmed(ckpt, item.param):

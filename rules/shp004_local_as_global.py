@@ -67,7 +67,8 @@ def local_as_global(ckpt: Checkpoint) -> Iterator[Finding]:
         For biases of row-parallel layers, norms and routers it is not k times too long either. If the reference or the
         job's arguments give the right size, that is an error, and so it is if the same tensor in other layers and a
         partner in this layer both do. One of these alone is a warning: a bias and its weight, the two projections of an
-        MLP, the parts of an attention, the other layers. Vocabularies, the number of experts and latent attention are left out.
+        MLP, the parts of an attention, the other layers. Vocabularies, the number of experts and latent
+        attention are left out.
     Why it matters:
         No file holds the rows of the other ranks, although every element of the recorded shape is stored.
     Usual causes:

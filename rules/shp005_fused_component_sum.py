@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ckptlint.analysis.inventory import Param, inventory_of
 from ckptlint.analysis.key_matching import is_confirmed
-from ckptlint.analysis.projections import ProjectionFamily, families, is_rank_part, short_name
+from ckptlint.analysis.projections import ProjectionFamily, families, short_name
 from ckptlint.analysis.trusted_config import number
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import shape_text
@@ -65,16 +65,8 @@ def _halves(ckpt: Checkpoint) -> Iterator[Found]:
         if other is None:
             if not any(parse(fqn).path == wanted for fqn in ckpt.tensors):  # that cannot be judged
                 yield _lone_half(param, wanted), (param,)
-        elif component == "w" and param.own_shape != other.own_shape and not _is_short_half(ckpt, param, other):
+        elif component == "w" and param.own_shape != other.own_shape:
             yield _odd_half(param, other), (param, other)
-
-
-def _is_short_half(ckpt: Checkpoint, param: Param, other: Param) -> bool:
-    pairs = zip(param.own_shape, other.own_shape, strict=False)
-    differing = [axis for axis, (a, b) in enumerate(pairs) if a != b]
-    if len(param.own_shape) != len(other.own_shape) or differing != [0]:
-        return False
-    return is_rank_part(ckpt, (param, 0), (other, 0))
 
 
 def _lone_half(param: Param, wanted: str) -> Finding:
@@ -116,7 +108,7 @@ def _components(ckpt: Checkpoint) -> Iterator[Found]:
             homes[key.scope, module[:-1], what][module[-1], key.component] = param
     for parts in homes.values():
         pairs = [*_unlike(parts)]
-        if not pairs or any(is_rank_part(ckpt, (a, 0), (b, 0)) for a, b in pairs):
+        if not pairs:
             continue
         # the component that disagrees most often; of two the shorter one
         involved = [param for pair in pairs for param in pair]
@@ -168,7 +160,7 @@ def _attention(ckpt: Checkpoint) -> Iterator[Found]:
         if family.is_latent or any(len(members) != 1 for members in found):
             continue
         query, key, value = (members[0] for members in found)
-        if len({param.own_shape[1] for param in (query, key, value)}) == 1 and not _is_left_to_shp004(ckpt, family):
+        if len({param.own_shape[1] for param in (query, key, value)}) == 1:
             yield from _heads(ckpt, family, query, key, value)
 
 
@@ -217,12 +209,4 @@ def _meant(finding: Finding, place: str) -> Finding:
         severity=Severity.INFO,
         notes=(*finding.notes, ("key heads", f"as few as {place} declares")),
         hint="check that the model has as many value heads as query heads; otherwise split the fused weight again",
-    )
-
-
-def _is_left_to_shp004(ckpt: Checkpoint, family: ProjectionFamily) -> bool:
-    (query,), (key,), (value,) = (family.weights[cls] for cls in ("q", "k", "v"))
-    pairs = [((key, 0), (value, 0)), *(((query, 0), (out, 1)) for out in family.weights.get("attn_out", []))]
-    return family.hidden is not None and any(
-        a[0].own_shape[a[1]] != b[0].own_shape[b[1]] and is_rank_part(ckpt, a, b, by_cuts=True) for a, b in pairs
     )

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from ckptlint.analysis.inventory import Param
 from ckptlint.analysis.key_matching import is_confirmed
-from ckptlint.analysis.projections import ProjectionFamily, is_rank_part, mismatches, short_name
+from ckptlint.analysis.projections import ProjectionFamily, mismatches, short_name
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import shape_text
 from ckptlint.rule import Finding, Location, Note, Severity, rule
@@ -29,10 +29,8 @@ def projection_misfit(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.nn.Linear
     """
-    for family, odd, own, partner, other, text in mismatches(ckpt):
+    for family, odd, partner, text in mismatches(ckpt):
         if is_confirmed(ckpt, odd) or is_confirmed(ckpt, partner):
-            continue
-        if odd.own_shape[own] != partner.own_shape[other] and is_rank_part(ckpt, (odd, own), (partner, other)):
             continue
         yield _finding(family, odd, partner, text)
 

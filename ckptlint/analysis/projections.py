@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator
 
 from ckptlint.analysis.hidden_size import Hidden, hidden_sizes
 from ckptlint.analysis.inventory import Param, inventory_of, is_weight
-from ckptlint.analysis.trusted_config import knows_mesh, mesh_axes
 from ckptlint.dataclass import dataclass
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.cover import Shape
@@ -109,21 +108,6 @@ def short_name(param: Param) -> str:
     return ".".join(tail[start:] if len(tail) > start else tail).lstrip("0123456789.")
 
 
-def is_rank_part(ckpt: Checkpoint, first: tuple[Param, int], second: tuple[Param, int], by_cuts: bool = False) -> bool:
-    """Whether one of two axes looks like a rank's part of the other, which SHP004 reports.
-
-    Args:
-        by_cuts: whether the cuts must show the factor even where an axis of this size is known.
-    """
-    (small, own), (large, other) = sorted((first, second), key=lambda item: item[0].own_shape[item[1]])
-    size = small.own_shape[own]
-    k, rest = divmod(large.own_shape[other], size) if size else (0, 1)
-    if rest:
-        return False
-    shows = axis_factor(large.tensor, large.own_axes[other]) == k * axis_factor(small.tensor, small.own_axes[own])
-    return (bool(mesh_axes(ckpt, k)) and (shows or not by_cuts)) or (shows and not knows_mesh(ckpt))
-
-
 def swap_factor(param: Param, expected: Shape) -> tuple[int, int, int] | None:
     """Axes a and b and p, when the shape is the expected one times p on a, which is cut in p places, and / p on b.
 
@@ -145,13 +129,13 @@ def swap_factor(param: Param, expected: Shape) -> tuple[int, int, int] | None:
 
 # ---------------------------------------------------------------- weights that cannot be multiplied
 
-_Mismatch = tuple[Param, int, Param, int, str]
-"""A weight and its inner axis, its partner and that one's, and what is wrong."""
+_Mismatch = tuple[Param, Param, str]
+"""A weight, its partner, and what is wrong."""
 
 
 @fact
-def mismatches(ckpt: Checkpoint) -> list[tuple[ProjectionFamily, Param, int, Param, int, str]]:
-    """The weights that cannot be multiplied with their partner: family, weight and its inner axis, partner, text."""
+def mismatches(ckpt: Checkpoint) -> list[tuple[ProjectionFamily, Param, Param, str]]:
+    """The weights that cannot be multiplied with their partner: family, weight, partner, text."""
     known = [family for family in families(ckpt) if family.hidden is not None and not family.is_latent]
     return [(family, *found) for family in known for found in (*_mlp(family), *_attention(family))]
 
@@ -181,8 +165,7 @@ def _mlp(family: ProjectionFamily) -> Iterator[_Mismatch]:
                 width = _inner(seconds[0], hidden) if len(seconds) == 1 else None
                 if width is not None and seconds[0].own_shape[width] in a.own_shape:
                     a, b = b, a  # what comes after it fits the other one
-                axis = next(i for i, (x, y) in enumerate(zip(a.own_shape, b.own_shape, strict=True)) if x != y)
-                yield a, axis, b, axis, f"but {short_name(b)} is {shape_text(b.tensor.global_shape)}"
+                yield a, b, f"but {short_name(b)} is {shape_text(b.tensor.global_shape)}"
             return
     if len(seconds) != 1:
         return
@@ -194,10 +177,10 @@ def _mlp(family: ProjectionFamily) -> Iterator[_Mismatch]:
         size, width = first.own_shape[own], second.own_shape[other]
         shape = shape_text(first.tensor.global_shape)
         if own == other and any(size == k * width for k in fused_factors(first)):
-            yield second, other, first, own, f"so it looks transposed: {short_name(first)} is {shape}"
+            yield second, first, f"so it looks transposed: {short_name(first)} is {shape}"
             return
         if not any(size == k * width for k in fused_factors(first)):
-            yield second, other, first, own, f"but {short_name(first)} before it is {shape}"
+            yield second, first, f"but {short_name(first)} before it is {shape}"
             return
 
 
@@ -228,20 +211,18 @@ def _attention(family: ProjectionFamily) -> Iterator[_Mismatch]:
     if is_plain or is_gated or (k == v and heads > 0 and o % heads == 0 and o // heads >= _LEAST_HEAD):
         return
     text = f"but {short_name(out)} after it is {shape_text(out.tensor.global_shape)}"
-    yield query, side if own is None else own, out, 1 - side, text
+    yield query, out, text
 
 
 def _turned(hidden: int, weights: list[Param]) -> Iterator[_Mismatch]:
     """The weight that is transposed relative to most of them."""
-    sides: dict[int, list[tuple[Param, int]]] = {0: [], 1: []}
+    sides: dict[int, list[Param]] = {0: [], 1: []}
     for number, param in enumerate(weights):
         axis = _inner(param, hidden)
         if axis is not None:
-            sides[1 - axis if number == len(weights) - 1 else axis].append((param, axis))
+            sides[1 - axis if number == len(weights) - 1 else axis].append(param)
     few, most = sorted(sides.values(), key=len)
     if len(few) == 1:
-        (odd, own), (partner, other) = few[0], most[0]
-        yield odd, own, partner, other, f"transposed relative to {short_name(partner)}"
+        yield few[0], most[0], f"transposed relative to {short_name(most[0])}"
     elif few:
-        (odd, own), (partner, other) = sides[1][0], sides[0][0]
-        yield odd, own, partner, other, f"transposed relative to {short_name(partner)}"
+        yield sides[1][0], sides[0][0], f"transposed relative to {short_name(sides[0][0])}"

@@ -43,6 +43,7 @@ class Case:
         expect: what the rule must find, as `described` words it; nothing for a good case.
         says: texts that must appear in the full report.
         others: whether other rules find something worse than a note here.
+        yielding: rules that report the same keys when they run alone, and nothing beside the rule of the case.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Case:
     expect: tuple[str, ...] = ()
     says: tuple[str, ...] = ()
     others: bool = False
+    yielding: tuple[str, ...] = ()
 
     @property
     def is_live(self) -> bool:
@@ -100,6 +102,7 @@ _KEYS = frozenset(
         "torch",
         "unstored",
         "views",
+        "yielding",
         "younger",
     ]
 )
@@ -120,7 +123,8 @@ def read_cases(path: Path) -> list[Case]:
         if unknown := {key for own, known in parts for key in own.keys() - known}:
             raise ValueError(f"{path.name}, case {table.get('name')!r}: there is no key {min(unknown)!r}")
         name, expect, says = table.pop("name"), table.pop("expect", ()), table.pop("says", ())
-        cases.append(Case(name, table, tuple(expect), tuple(says), table.pop("others", False)))
+        others, yielding = table.pop("others", False), tuple(table.pop("yielding", ()))
+        cases.append(Case(name, table, tuple(expect), tuple(says), others, yielding))
     return cases
 
 

@@ -7,16 +7,19 @@ import pickle
 import traceback
 from collections.abc import Iterator
 from dataclasses import replace
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 from claims import causes_of_case
 from support import REPOSITORY, SWEEP, bench
 
+from ckptlint.depth import Depth
 from ckptlint.lint.causes import with_causes
 from ckptlint.lint.engine import run_rules
 from ckptlint.lint.registry import load_rules
 from ckptlint.lint.report import CheckpointReport, Report
+from ckptlint.model import Checkpoint
 from ckptlint.reporters.full import render
 from ckptlint.reporters.style import Style
 from ckptlint.rule import Rule, Severity
@@ -64,7 +67,11 @@ def wrong_about(
     ckpt = held_by_ranks(case.table) if case.is_live else open_case(case, folder, depth)
     every = with_causes(run_rules(ckpt, rules, depth))
     reports.append(judge_case(rule, case, ckpt, depth))
-    wrong = [*wrong_findings(rule, case, reports[-1]), *wrong_causes(code, case, every)]
+    wrong = [
+        *wrong_findings(rule, case, reports[-1]),
+        *wrong_causes(code, case, every),
+        *wrong_yields(case, ckpt, depth, every),
+    ]
     if not case.expect:
         bare = replace(ckpt, reference=None, before=None)  # `others` is about the checkpoint, not what is beside it
         is_bare = ckpt.reference is None and ckpt.before is None
@@ -89,6 +96,20 @@ def wrong_findings(rule: Rule, case: Case, report: CheckpointReport) -> Iterator
     if case.says:
         text = plain(render(Report([report], (rule,)), Style(width=100, per_rule=0, verbose=True)))
         yield from (f"not said: {sentence}" for sentence in case.says if plain(sentence) not in text)
+
+
+def wrong_yields(case: Case, ckpt: Checkpoint, depth: Depth, report: CheckpointReport) -> Iterator[str]:
+    """Where a rule does not find alone what this case leaves to the rule of the fixture, or is shown beside it."""
+    for code in case.yielding:
+        alone, beside = run_rules(ckpt, [RULES[code]], depth).diagnostics, [item.code for item in report.diagnostics]
+        if not alone or code in beside:
+            yield f"{code} finds {alone} alone, and {beside.count(code)} beside the others"
+
+
+def test_every_rule_that_yields_does_so_in_a_case_and_none_in_a_circle() -> None:
+    declared = {(rule.code, other) for rule in RULES.values() for other in rule.yields_to}
+    assert declared == {(code, other) for other, case in CASES for code in case.yielding}
+    assert tuple(TopologicalSorter({rule.code: rule.yields_to for rule in RULES.values()}).static_order())
 
 
 def wrong_others(case: Case, report: CheckpointReport) -> Iterator[str]:
