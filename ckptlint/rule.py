@@ -67,8 +67,7 @@ class Location:
     """Where a finding is; all of it may be unknown.
 
     Attributes:
-        fqn: the key concerned.
-        tensor: draws the chunk map and gives dtype and shape.
+        key: the key concerned, or the tensor that is stored under it, which gives chunk map, dtype and shape.
         region: the part of the tensor concerned.
         rows: chunks concerned, as rows of the tensor's table.
         file: the payload file concerned.
@@ -77,8 +76,7 @@ class Location:
         ranks: the ranks concerned, where the rule knows them and the file's name does not say so.
     """
 
-    fqn: str | None = None
-    tensor: Tensor | None = None
+    key: str | Tensor | None = None
     region: Box | None = None
     rows: tuple[int, ...] = ()
     file: str = ""
@@ -86,20 +84,15 @@ class Location:
     label: str = ""
     ranks: tuple[int, ...] = ()
 
-    @classmethod
-    def of(
-        cls,
-        tensor: Tensor,
-        *,
-        region: Box | None = None,
-        rows: tuple[int, ...] = (),
-        file: str = "",
-        byte_range: tuple[int, int] | None = None,
-        label: str = "",
-        ranks: tuple[int, ...] = (),
-    ) -> Location:
-        """A tensor that is stored, under its own key; or a part of it."""
-        return cls(tensor.fqn, tensor, region, rows, file, byte_range, label, ranks)
+    @property
+    def fqn(self) -> str | None:
+        """The key concerned."""
+        return self.key.fqn if isinstance(self.key, Tensor) else self.key
+
+    @property
+    def tensor(self) -> Tensor | None:
+        """The tensor concerned, where it is stored."""
+        return self.key if isinstance(self.key, Tensor) else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,7 +101,7 @@ class Finding:
 
     Attributes:
         message: one sentence; `{of}` stands for " of <key>", which machine formats leave out.
-        at: where it is: `Location.of(tensor)`, `Location(key)`, `Location(file=name)`.
+        at: where it is: `Location(tensor)`, `Location(key)`, `Location(file=name)`.
         identity: what identifies the finding besides code, key and region; part of the fingerprint.
         keys: further keys concerned, besides that of `at`; causes compare them.
         files: further files concerned, in the same way.

@@ -52,7 +52,7 @@ def shape_not_of_config(ckpt: Checkpoint) -> Iterator[Finding]:
         yield Finding(
             f"{item.tensor.fqn} of a layer for multi-token prediction is {shape_text(item.tensor.global_shape)}, but "
             f"{item.name} is {shape_text(item.expected.shape)}",
-            at=Location.of(item.tensor, label=f"{ckpt.metadata_file}, compared with the layer most like it"),
+            at=Location(item.tensor, label=f"{ckpt.metadata_file}, compared with the layer most like it"),
             confidence="possible" if fit.doubt else "likely",
             hint="copy the whole layer from the source checkpoint, or leave the whole layer out",
             group="shapes of prediction",
@@ -137,7 +137,7 @@ def _finding(ckpt: Checkpoint, fit: Fit, items: list[ShapeDifference]) -> Findin
             hint = "compare the configuration with that of the job that trained the model"
     return Finding(
         message,
-        at=Location.of(lead.tensor, label=f"{ckpt.metadata_file}, compared with {fit.place}"),
+        at=Location(lead.tensor, label=f"{ckpt.metadata_file}, compared with {fit.place}"),
         identity=tuple(item.tensor.fqn for item in items[:_MOST]),
         keys=tuple(item.tensor.fqn for item in items[:_MOST]),
         kind=cause if isinstance(cause := _cause(ckpt, lead)[0], str) else "size",
@@ -222,7 +222,7 @@ def _many(ckpt: Checkpoint, fit: Fit) -> Finding:
     return Finding(
         f"{len(fit.shapes):,} of {plural(compared, 'tensor')} have shapes different from {fit.expected.source}: "
         f"{lead.tensor.fqn} is {shape_text(lead.tensor.global_shape)} instead of {shape_text(lead.expected.shape)}",
-        at=Location.of(lead.tensor, label=f"{ckpt.metadata_file}, compared with {fit.place}"),
+        at=Location(lead.tensor, label=f"{ckpt.metadata_file}, compared with {fit.place}"),
         identity=tuple(item.tensor.fqn for item in fit.shapes[:_MOST]),
         keys=tuple(item.tensor.fqn for item in fit.shapes[:_MOST]),
         confidence="possible" if doubt else "certain",

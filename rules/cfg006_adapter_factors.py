@@ -95,7 +95,7 @@ def _zeros(payload: PayloadTable, factors: list[Tensor]) -> Iterator[Finding]:
     if share == 1 and len(keys) == len(factors):
         yield Finding(
             f"factor B of {plural(len(keys), 'module')} holds only zeros",
-            at=Location.of(factors[0]),
+            at=Location(factors[0]),
             severity=Severity.INFO,
             identity=("untrained",),
             why="the product of the factors is 0: the adapter was not trained, or does nothing",
@@ -108,7 +108,7 @@ def _zeros(payload: PayloadTable, factors: list[Tensor]) -> Iterator[Finding]:
     ):
         yield Finding(
             f"{share} of factor B is exactly zero in {len(keys)} of {plural(len(factors), 'module')}",
-            at=Location.of(found[share][0]),
+            at=Location(found[share][0]),
             identity=(str(share), *keys),
             keys=tuple(keys),
             notes=_keys(keys),
@@ -132,7 +132,7 @@ def _is_flat(part: Part, tensor: Tensor) -> bool:
 def _shapeless(tensors: dict[str, Tensor], keys: list[str], total: int, how: str) -> Finding:
     return Finding(
         f"{len(keys)} of {plural(total, 'adapter tensor')} {verb(len(keys), 'is')} {how}",
-        at=Location.of(tensors[keys[0]]),
+        at=Location(tensors[keys[0]]),
         identity=tuple(keys),
         keys=tuple(keys),
         kind="shapeless",
@@ -156,7 +156,7 @@ def _alone(modules: list[Factors], tensors: dict[str, Tensor]) -> Iterator[Findi
         if keys:
             yield Finding(
                 f"factor {part} is not stored for {len(keys)} of {plural(both + len(keys), 'module')}",
-                at=Location.of(tensors[keys[0]]),
+                at=Location(tensors[keys[0]]),
                 identity=(part, *keys),
                 keys=tuple(keys),
                 notes=_keys(keys, "stored alone"),
@@ -183,7 +183,7 @@ def _ranks(modules: list[Factors], tensors: dict[str, Tensor]) -> Iterator[Findi
         if rows != columns and not is_grouped:
             yield Finding(
                 f"factor B{{of}} has {columns:,} columns, but factor A has {rows:,} rows",
-                at=Location.of(b),
+                at=Location(b),
                 notes=(("factor A", f"{a.fqn}: {shape_text(a.global_shape)}"),),
                 why="the two are multiplied, so one of them has a different rank or belongs to another module",
                 hint="take both from the same save",
@@ -211,7 +211,7 @@ def _of_base(ckpt: Checkpoint, modules: list[Factors], tensors: dict[str, Tensor
             yield Finding(
                 f"factor {'B' if at is b else 'A'}{{of}} has {size:,} {part}, but the weight in the base model has "
                 f"{wanted:,}",
-                at=Location.of(at),
+                at=Location(at),
                 notes=(("base model", f"{source}: {key} {shape_text(shape)}"),),
                 why="peft stops with a size mismatch"
                 + (f": this is one rank's part of {wanted // size}" if wanted % size == 0 else ""),
@@ -257,7 +257,7 @@ def _of_experts(
             yield Finding(
                 f"factor A has {columns:,} columns and factor B{{of}} {rows:,} rows, which fits no weight of the "
                 "experts in the base model",
-                at=Location.of(b),
+                at=Location(b),
                 notes=tuple(notes),
                 why="peft stops with a size mismatch",
                 hint="gather the factors from all ranks before saving, or name the base model that it was trained on",
@@ -268,7 +268,7 @@ def _of_experts(
         yield Finding(
             f"factor A has {columns:,} columns and factor B{{of}} {rows:,} rows, the other way round than peft "
             f"{'.'.join(map(str, EXPERTS_TURNED))} and later make them for the experts of the base model",
-            at=Location.of(b),
+            at=Location(b),
             severity=Severity.ERROR if is_late else Severity.INFO if version else Severity.WARNING,
             notes=tuple(notes),
             why="these versions stop with a size mismatch; earlier ones took the middle axis of [experts, out, in] for "
@@ -287,7 +287,7 @@ def _magnitudes(modules: list[Factors], tensors: dict[str, Tensor]) -> Iterator[
             if count != rows:
                 yield Finding(
                     f"the magnitude{{of}} has {plural(count, 'element')}, but factor B has {plural(rows, 'row')}",
-                    at=Location.of(magnitude),
+                    at=Location(magnitude),
                     notes=(("factor B", f"{b.fqn}: {shape_text(b.global_shape)}"),),
                     hint="take both from the same save",
                     group=f"magnitude {count} {rows}",

@@ -214,7 +214,7 @@ def _ranks(ckpt: Checkpoint, config: AdapterConfig) -> Iterator[Finding]:
         yield _finding(
             f"{plural(len(keys), 'module', 'has')} rank {rank}, but {ADAPTER_CONFIG} says {wanted}",
             f"rank {rank}",
-            at=Location.of(ckpt.tensors[keys[0]]),
+            at=Location(ckpt.tensors[keys[0]]),
             notes=(
                 ("declared", f"r {config.rank}, rank_pattern of {plural(len(config.ranks), 'name')}"),
                 *_listed("keys", fold_names(keys)),

@@ -68,7 +68,7 @@ def token_ids(ckpt: Checkpoint) -> Iterator[Finding]:
         subject = f"the tokenizer has the id {highest} ({tokens[highest][:_LONGEST]})" if tokens else ""
         yield Finding(
             f"{subject or f'{special[highest][0]} is {highest}'}, but {lead.fqn} has {rows} row{'s' * (rows != 1)}",
-            at=Location.of(lead),
+            at=Location(lead),
             identity=tuple(map(str, sorted({*tokens, *special}))),
             kind="tokenizer" if tokens else "special",
             notes=(

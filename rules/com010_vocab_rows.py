@@ -86,7 +86,7 @@ def _unequal(ckpt: Checkpoint, tables: list[Param]) -> Iterator[Finding]:
         f"{more:,} rows{{of}} are {more - rows:,} more than {few.tensor.fqn} has"
         if rest
         else f"{more:,} rows{{of}} are {times} times those of {few.tensor.fqn}",
-        at=Location.of(many.tensor),
+        at=Location(many.tensor),
         confidence="likely",
         notes=(("rows", f"{rows:,} of {few.tensor.fqn}, {more:,} of {many.tensor.fqn}"),),
         why="both are tables of one vocabulary, so one of them was padded twice or cut",
@@ -134,7 +134,7 @@ def _finding(ckpt: Checkpoint, param: Param, message: str, confidence: Confidenc
     names = ("vocab", "padded_vocab", "vocab_divisor")
     shown = ", ".join(f"{n} {ckpt.declared[n].value} ({ckpt.declared[n].source})" for n in names if n in ckpt.declared)
     notes: tuple[Note, ...] = (("declared", f"{shown}, tp {tp}"),)
-    return Finding(message, at=Location.of(param.tensor), confidence=confidence, notes=notes, hint=hint)
+    return Finding(message, at=Location(param.tensor), confidence=confidence, notes=notes, hint=hint)
 
 
 def _rounded(size: int, multiple: int) -> int:

@@ -57,7 +57,7 @@ def _short(layer: MoeLayer, role: ExpertRole) -> Finding:
     agree = [other.role for other in layer.roles if other.count == layer.rows]
     return Finding(
         f"only {role.count} of {layer.rows} experts{{of}} are stored, but {agree[0]} has all of them",
-        at=Location.of(param.tensor),
+        at=Location(param.tensor),
         identity=(str(layer.rows), str(role.count)),
         notes=(("router", f"{layer.router.key.fqn} {shape_text(layer.router.tensor.global_shape)}"),),
         hint="compare its placement with that of the other weights: it was probably recorded with one rank's shape",
@@ -93,7 +93,7 @@ def _finding(ckpt: Checkpoint, layer: MoeLayer, rows: int, router_is_odd: bool) 
             sentence = f"the router has {rows} rows for {stored} experts{{of}}: {factor} times as many"
     return Finding(
         sentence,
-        at=Location.of(lead.tensor, ranks=ranks),
+        at=Location(lead.tensor, ranks=ranks),
         identity=(str(rows), str(stored)),
         confidence=confidence,
         notes=tuple(notes),

@@ -52,7 +52,7 @@ def expert_index_set(ckpt: Checkpoint) -> Iterator[Finding]:
                 yield Finding(
                     f"{numbered('expert', missing)} of {keys}{{of}} {verb(len(missing), 'is')} missing; "
                     f"{ranges(role.numbers)} {verb(len(role.numbers), 'is')} stored",
-                    at=Location.of(role.params[0].tensor),
+                    at=Location(role.params[0].tensor),
                     identity=tuple(map(str, sorted(missing))),
                     severity=Severity.INFO if is_tail and same else None,
                     notes=owners_note(ckpt, missing, keys),

@@ -41,7 +41,7 @@ def expert_axis_coverage(ckpt: Checkpoint) -> Iterator[Finding]:
             writers = _too_many_writers(ckpt, param.tensor, total, len(experts)) if owners else ()
             yield Finding(
                 f"the hole{{of}} is exactly {numbered('expert', experts)} of {total}",
-                at=Location.of(param.tensor, ranks=writers or ranks),
+                at=Location(param.tensor, ranks=writers or ranks),
                 identity=tuple(map(str, sorted(experts))),
                 kind="written twice" if writers else "",
                 notes=owners,

@@ -35,7 +35,7 @@ def expert_state_alignment(ckpt: Checkpoint) -> Iterator[Finding]:
             here, there = own[param.expert_axis], expected[param.expert_axis]
             yield Finding(
                 f"the state{{of}} has {here} experts, but its weight has {there}",
-                at=Location.of(state.tensor),
+                at=Location(state.tensor),
                 identity=(str(here), str(there)),
                 notes=(("weight", f"{param.key.fqn} {shape_text(expected)}"),),
                 hint="compare with the expert-parallel size: the state is probably one rank's part",

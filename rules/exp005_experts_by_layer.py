@@ -83,7 +83,7 @@ def _finding(layers: list[MoeLayer], experts: Experts, usual: Experts, others: l
     return Finding(
         f"{numbered('layer', numbers)} {verb(len(numbers), 'has')} {has}{{of}}{with_shape}; "
         f"{plural(len(others), 'layer')} like {like} {verb(len(others), 'has')} {' and '.join(wants)}",
-        at=Location.of(lead.tensor),
+        at=Location(lead.tensor),
         identity=(name, ranges(numbers)),
         hint="check how their stage or ranks saved them, unless a setting makes these layers different",
         inferred_from=f"{numbered('layer', others)}, equal in everything else",

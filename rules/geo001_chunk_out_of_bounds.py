@@ -38,7 +38,7 @@ def chunk_out_of_bounds(ckpt: Checkpoint) -> Iterator[Finding]:
                 place += f"; {len(rows):,} chunks of this tensor lie outside"
             yield Finding(
                 f"chunk {box}{{of}} {_fault(box, tensor.global_shape)}",
-                at=Location.of(
+                at=Location(
                     tensor, region=box if layout.live[row] else None, rows=(row,), file=ckpt.chunk_file(tensor, row)
                 ),
                 severity=None if layout.live[row] or min(box.sizes) < 0 else Severity.INFO,

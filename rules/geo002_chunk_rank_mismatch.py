@@ -32,6 +32,6 @@ def chunk_rank_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
             f"{verb(len(chunks), 'does')} not have the tensor's {len(tensor.global_shape)} axes: "
             f"offsets {shape_text(chunk.offsets)}, sizes {shape_text(chunk.sizes)}, "
             f"shape {shape_text(tensor.global_shape)}",
-            at=Location.of(tensor),
+            at=Location(tensor),
             hint="look for an axis (layer, expert) that was prepended or dropped on one side only",
         )

@@ -38,7 +38,7 @@ def empty_chunk_list(ckpt: Checkpoint) -> Iterator[Finding]:
             count = "its chunk list is empty" if not len(tensor.chunks) else "all its chunks are empty"
             yield Finding(
                 f"no part{{of}} is stored: {count}",
-                at=Location.of(tensor),
+                at=Location(tensor),
                 hint="compare with the same tensor of another layer, which has chunks"
                 if role(tensor.fqn) in stored
                 else "check which rank is elected to write it (replica_id): none was",
@@ -48,7 +48,7 @@ def empty_chunk_list(ckpt: Checkpoint) -> Iterator[Finding]:
         yield Finding(
             f"{plural(len(keys), 'weight', 'is')} empty, unlike the model's other weights: "
             f"{keys[0]} is {shape_text(empty[0].tensor.global_shape)}",
-            at=Location.of(empty[0].tensor),
+            at=Location(empty[0].tensor),
             identity=tuple(keys[1:]),
             keys=tuple(keys[1:]),
             kind="empty",

@@ -48,9 +48,7 @@ def duplicate_chunk(ckpt: Checkpoint) -> Iterator[Finding]:
             rows = (first, *others[:_ROWS])
             yield Finding(
                 f"{count} chunks{{of}} start at offset {shape_text(boxes[0].offsets)}: {what}",
-                at=Location.of(
-                    tensor, region=boxes[0].intersect(boxes[1]), rows=rows, ranks=saved_by(ckpt, tensor, rows)
-                ),
+                at=Location(tensor, region=boxes[0].intersect(boxes[1]), rows=rows, ranks=saved_by(ckpt, tensor, rows)),
                 notes=(("where", place), ("two saves", saves_note(ckpt))),
                 hint=saves_hint(ckpt) or "find the two writers of this key: the tensor of one writer is lost",
             )

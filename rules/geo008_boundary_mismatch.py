@@ -86,7 +86,7 @@ def _finding(ckpt: Checkpoint, tensor: Tensor, misfit: Crossing) -> Finding:
     return Finding(
         f"no data is missing, but the ranks disagree where dim {misfit.axis}{{of}} is cut: {span(a, b)} against "
         f"{span(c, d)}",
-        at=Location.of(tensor, region=Box(region.offsets, region.sizes), rows=rows, ranks=saved_by(ckpt, tensor, rows)),
+        at=Location(tensor, region=Box(region.offsets, region.sizes), rows=rows, ranks=saved_by(ckpt, tensor, rows)),
         notes=where,
         hint="check that the ranks that wrote these files agree on the shard order",
     )

@@ -35,7 +35,7 @@ def rank_overlap(ckpt: Checkpoint) -> Iterator[Finding]:
                 names, ranks = _writers(view, tensor, (first, second))
                 yield Finding(
                     f"{names} hold chunks{{of}} that start at {shape_text(boxes[0].offsets)} and differ in size",
-                    at=Location.of(
+                    at=Location(
                         tensor, region=boxes[0].intersect(boxes[1]), rows=(first, second), label=names, ranks=ranks
                     ),
                     notes=(("chunks", f"{boxes[0]} and {boxes[1]}; the save keeps one of them"),),

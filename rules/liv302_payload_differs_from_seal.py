@@ -38,7 +38,7 @@ def payload_differs_from_seal(ckpt: Checkpoint) -> Iterator[Finding]:
         yield Finding(
             f"the stored values{{of}} differ from those that the job sealed: digest {digest:016x}, "
             f"sealed {seal.entries[fqn].digest:016x}",
-            at=Location(fqn, tensor),
+            at=Location(tensor),
             severity=Severity.WARNING if is_older else None,
             notes=(("files", _files(ckpt, tensor)), ("sealed", _sealed(ckpt))),
             hint=f"every tensor differs: check whether {SEAL} belongs to an earlier save into this folder"

@@ -68,7 +68,7 @@ def _odd_wrappers(ckpt: Checkpoint) -> Iterator[Finding]:
             if _prefix(param) != usual and param.key.layer in layers and expected not in ckpt.tensors:
                 yield Finding(
                     f"key{{of}} should be {expected}: {count} of {len(params)} keys of its block start this way",
-                    at=Location.of(param.tensor),
+                    at=Location(param.tensor),
                     identity=(expected,),
                     confidence="likely",
                     why="a loader that asks for the whole key finds nothing and leaves the parameter as it was",
@@ -101,7 +101,7 @@ def _alias(ckpt: Checkpoint, first: Param, second: Param) -> Finding:
     part += "".join(f" = 1/{axis}" for axis in axes)
     return Finding(
         text,
-        at=Location.of(b),
+        at=Location(b),
         identity=(a.fqn,),
         severity=Severity.INFO if equal or small else None,
         notes=(
@@ -144,7 +144,7 @@ def _tied(ckpt: Checkpoint) -> Iterator[Finding]:
         quotient = f"{Fraction(b.global_shape[0], a.global_shape[0])} of its rows" if a.volume else "no rows"
         yield Finding(
             f"embedding and output layer are tied but differ{' in their values' if is_of_values else shapes}",
-            at=Location.of(b),
+            at=Location(b),
             identity=(a.fqn,),
             confidence="certain" if is_of_values and _says_one_thing(ckpt) else "likely",
             notes=(

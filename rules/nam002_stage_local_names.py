@@ -125,7 +125,7 @@ def _finding(
     return Finding(
         f"pipeline stages {join_words([*map(str, stages)])} planned different layers under "
         f"{numbered('number', shared.layers)}",
-        at=Location(lead.fqn, ckpt.tensors.get(lead.fqn), ranks=tuple(sorted(ranks))),
+        at=Location(ckpt.tensors.get(lead.fqn, lead.fqn), ranks=tuple(sorted(ranks))),
         identity=tuple(keys),
         keys=tuple(keys),
         kind="stages",

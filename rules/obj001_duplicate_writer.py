@@ -87,7 +87,7 @@ def _finding(ckpt: Checkpoint, same: list[Duplicate]) -> Finding:
         what = f"{ranks} {all_} wrote {plural(len(same), 'chunk')}{{of}}; one copy{each} was kept"
     return Finding(
         what,
-        at=Location(first.fqn, ckpt.tensors.get(first.fqn), ranks=first.ranks),
+        at=Location(ckpt.tensors.get(first.fqn, first.fqn), ranks=first.ranks),
         identity=tuple(str(duplicate.offset) for duplicate in same),
         kind="object" if first.offset is None else "chunk",
         severity=Severity.WARNING if first.equal else None,

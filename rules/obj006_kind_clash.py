@@ -82,7 +82,7 @@ def _finding(ckpt: Checkpoint, kinds: _Kinds) -> Finding:
     return Finding(
         f"key{{of}} is a tensor here and bytes elsewhere: {plural(len(kinds.tensors), 'tensor')}, "
         f"{len(in_bytes)} in bytes",
-        at=Location.of(lead),
+        at=Location(lead),
         severity=Severity.INFO if is_extra else None,
         notes=(
             ("tensors", _names([tensor.fqn for tensor in kinds.tensors])),

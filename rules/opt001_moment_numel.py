@@ -52,7 +52,7 @@ def _misfit(ckpt: Checkpoint, misfit: StateMismatch, state: OptimizerState) -> F
     confidence: Confidence = "possible" if misfit.is_pattern else "likely" if misfit.is_inferred else "certain"
     return Finding(
         f"state{{of}} has {held}, but its parameter has {misfit.expected:,}: {ratio}",
-        at=Location.of(state.tensor, ranks=ranks),
+        at=Location(state.tensor, ranks=ranks),
         confidence=confidence,
         notes=tuple(_notes(ckpt, misfit, state)),
         hint=_hint(misfit, ranks),
@@ -119,7 +119,7 @@ def _transposed(ckpt: Checkpoint) -> Iterator[Finding]:
             word = "is transposed" if shape == expected[::-1] else "has a different shape"
             yield Finding(
                 f"state{{of}} {word}: {shape_text(shape)} for a parameter of {shape_text(expected)}",
-                at=Location.of(state.tensor),
+                at=Location(state.tensor),
                 confidence="possible" if pattern else "likely",
                 notes=(("parameter", f"{param.tensor.fqn}: {_described(param.tensor)}"), *_others(found, len(odd))),
                 why="the number of elements is right, so it loads, and each element gets the moments of another",

@@ -64,7 +64,7 @@ def _shapes(pairs: list[MomentPair]) -> Iterator[Finding]:
             agrees = f"; {right.what} agrees with it" if _fits(right, shape) else "; neither agrees with it"
             yield Finding(
                 f"moment{{of}} is {has}, but its sibling {right.what} is {other}",
-                at=Location.of(wrong.tensor),
+                at=Location(wrong.tensor),
                 confidence="likely" if pattern else "certain",
                 notes=(
                     _parameter(pair.param, agrees),
@@ -87,7 +87,7 @@ def _chunks(pairs: list[MomentPair]) -> Iterator[Finding]:
         yield Finding(
             f"moment{{of}} is split differently from its sibling {PAIR[0]}: {plural(_count(b), 'chunk')} against "
             f"{_count(a)}",
-            at=Location.of(b),
+            at=Location(b),
             severity=Severity.INFO if len(odd) == len(cut) > 1 else Severity.WARNING,
             notes=(_parameter(pair.param, f", {_count(pair.param.tensor)} chunks"), _first_chunks(a, b)),
             why="both are sharded together, so one of them took a different path; every element is stored",
@@ -121,7 +121,7 @@ def _absent(ckpt: Checkpoint) -> Iterator[Finding]:
             absent = _OTHER[state.what]
             yield Finding(
                 f"moment{{of}} is stored without its sibling {absent}",
-                at=Location.of(state.tensor),
+                at=Location(state.tensor),
                 identity=(absent,),
                 confidence=confidence,
                 notes=(_witness(group[1], both[group], sum(both.values()), len(whats)),),

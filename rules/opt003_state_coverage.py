@@ -84,7 +84,7 @@ def _orphans(ckpt: Checkpoint, inventory: Inventory, stateful: set[Param]) -> It
         certain = key.role in layers_of or complete.get(_place(key), True)
         yield Finding(
             "state{of} belongs to no parameter",
-            at=Location.of(state.tensor),
+            at=Location(state.tensor),
             severity=Severity.WARNING,
             confidence="certain" if certain else "possible",
             notes=tuple(notes),
@@ -216,7 +216,7 @@ def _layers(ckpt: Checkpoint, block: str, gap: _Gap, lost: list[Param], count: i
     cause = "the lowest layers, often frozen" if gap.is_bottom else gap.pattern or "no pattern"
     return Finding(
         f"{subject} no optimizer state; the other {plural(others, 'layer', 'has')} it",
-        at=Location.of(lead.tensor, ranks=ranks),
+        at=Location(lead.tensor, ranks=ranks),
         identity=(block, numbers),
         confidence="certain" if not frozen else "likely" if gap.is_passed and not gap.is_bottom else "possible",
         notes=(
@@ -233,7 +233,7 @@ def _block(ckpt: Checkpoint, block: str, params: list[Param], trained: set[str])
     named = [param for param in params if param.key.path in trained]
     return Finding(
         f"no parameter of {block} has optimizer state" + (", though it was trained" if named else ": frozen or lost"),
-        at=Location.of(params[0].tensor, ranks=(ranks := _savers(ckpt, params))),
+        at=Location(params[0].tensor, ranks=(ranks := _savers(ckpt, params))),
         identity=(block,),
         confidence="certain" if named else "possible",
         notes=(("parameters", _names(params)), *_evidence(named)),
@@ -271,7 +271,7 @@ def _single(inventory: Inventory, stateful: set[Param], reported: set[Param]) ->
     if cold:
         yield Finding(
             f"{len(cold)} of {len(judged)} parameters have no optimizer state",
-            at=Location.of(cold[0].tensor),
+            at=Location(cold[0].tensor),
             identity=tuple(param.tensor.fqn for param in cold),
             confidence="possible",
             notes=(("parameters", _names(cold)),),

@@ -37,6 +37,6 @@ def integer_state_keys(ckpt: Checkpoint) -> Iterator[Finding]:
     several = [f"{stages} pipeline stages"] * (stages > 1) + [f"{parts} optimizers"] * (parts > 1)
     yield Finding(
         f"{len(numbered)} states are keyed by integers ({ranges(ids)}) in a job with {' and '.join(several)}",
-        at=Location.of(numbered[0]),
+        at=Location(numbered[0]),
         hint="load with the same layout: after a change of stages or groups these states go to other parameters",
     )

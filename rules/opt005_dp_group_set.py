@@ -201,7 +201,7 @@ def _moments(buckets: list[Bucket]) -> Iterator[Finding]:
         absent = next(other for other in PAIR if other != what)
         yield Finding(
             f"bucket{{of}} has no {absent}, unlike {len(both)} other bucket{'s' * (len(both) > 1)} of the chain",
-            at=Location.of(homes[home][what].tensor),
+            at=Location(homes[home][what].tensor),
             identity=(f"{home}.{absent}",),
             why="the loader asks for both moments of every bucket, and a strict load fails on the missing key",
             hint="find the rank that should have written it, in the plans or the log of the save",
@@ -232,7 +232,7 @@ def _lengths(ckpt: Checkpoint) -> Iterator[Finding]:
         if expected is not None and expected != found:
             yield Finding(
                 f"bucket{{of}} has {found:,} elements, but its record of {_UNPADDED} says {expected:,}",
-                at=Location.of(bucket.tensor),
+                at=Location(bucket.tensor),
                 identity=(_UNPADDED,),
                 why="the two come from different groups or modules: one of them overwrote the other's key",
                 hint="look for a second optimizer that writes under the same dp_group_idx",

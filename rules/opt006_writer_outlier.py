@@ -54,7 +54,7 @@ def _finding(ckpt: Checkpoint, state: OptimizerState, param: Param, count: int, 
     held, of = f"{state.tensor.volume:,}", f"{param.tensor.volume:,}"
     return Finding(
         f"state{{of}} is 1 chunk, but its parameter is split into {count}",
-        at=Location.of(state.tensor, ranks=saved_by(ckpt, state.tensor)),
+        at=Location(state.tensor, ranks=saved_by(ckpt, state.tensor)),
         severity=Severity.INFO if is_full else None,
         notes=(
             ("parameter", f"{param.tensor.fqn}: {shape_text(param.tensor.global_shape)} in {count} chunks"),

@@ -75,7 +75,7 @@ def _finding(first: OptimizerState, second: OptimizerState, total: int, count: i
     tensor = second.tensor
     return Finding(
         f"state{{of}} is a second copy: its parameter already has {first.what}{compared}",
-        at=Location.of(tensor),
+        at=Location(tensor),
         notes=(
             ("first", f"{first.tensor.fqn}: {first.tensor.dtype} {shape_text(first.tensor.global_shape)}"),
             ("second", f"{tensor.fqn}: {tensor.dtype} {shape_text(tensor.global_shape)}, {tensor.volume:,} elements"),

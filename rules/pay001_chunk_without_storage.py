@@ -51,7 +51,7 @@ def chunk_without_storage(ckpt: Checkpoint) -> Iterator[Finding]:
         files = sorted({ckpt.chunk_file(tensor, row) for row in range(min(len(tensor.chunks), 512))} - {""})
         yield Finding(
             f"{count}{{of}} {verb(len(rows), 'has')} no storage entry",
-            at=Location.of(tensor, region=box, rows=tuple(rows[:16].tolist()), ranks=() if owner is None else (owner,)),
+            at=Location(tensor, region=box, rows=tuple(rows[:16].tolist()), ranks=() if owner is None else (owner,)),
             notes=(("stored", "its other chunks are in " + ", ".join(files[:6]) if files else "none of it is stored"),),
             hint=_filed_elsewhere(ckpt, unreferenced.get(tensor.fqn, [])),
         )

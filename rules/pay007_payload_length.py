@@ -67,7 +67,7 @@ def payload_length(ckpt: Checkpoint) -> Iterator[Finding]:
             extra = int(stored[long[0]] - needed[long[0]])
             yield Finding(
                 "records{of} are longer than their chunks",
-                at=Location.of(tensor, rows=(row,)),
+                at=Location(tensor, rows=(row,)),
                 severity=None if ckpt.is_safetensors else Severity.INFO,
                 notes=(("excess", f"{len(long):,} of {len(rows):,} records, the first by {extra:,} bytes"),),
                 why="readers of safetensors refuse a file if a tensor's bytes do not match its shape and dtype"
@@ -123,7 +123,7 @@ def _too_short(ckpt: Checkpoint, tensor: Tensor, rows: np.ndarray, record: int) 
     what = f"the record of chunk {box}{{of}} is" if len(rows) == 1 else f"{len(rows):,} records{{of}} are"
     return Finding(
         f"{what} too short: {needed:,} bytes needed, {length:,} stored ({share} of it)",
-        at=Location.of(tensor, region=box, rows=tuple(rows[:16].tolist()), file=file, byte_range=(start, length)),
+        at=Location(tensor, region=box, rows=tuple(rows[:16].tolist()), file=file, byte_range=(start, length)),
         notes=(("record", f"{file}, bytes {byte_span(start, length)}"),),
         hint="compare dtype and shape with the same tensor of another step",
     )

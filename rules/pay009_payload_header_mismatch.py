@@ -132,7 +132,7 @@ def _finding(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, found: lis
         notes.append(("load", f"a reader that takes the dtype of the metadata, such as dcp_to_torch_save, {cost}"))
     return Finding(
         f"{which} {first.text} where the metadata says {expected}",
-        at=Location.of(
+        at=Location(
             tensor, region=box, rows=tuple(hit.row for hit in found[:16]), file=file, byte_range=(start, length)
         ),
         severity=severity,

@@ -131,7 +131,7 @@ def _chunks(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, pairs: list
         why, hint = _of_state(ckpt, payload, tensor, row, earlier) if key.kind == "optimizer" else ("", _UNTRAINED)
     return Finding(
         what,
-        at=Location.of(
+        at=Location(
             tensor,
             region=box,
             rows=(row, earlier),
@@ -205,7 +205,7 @@ def _experts(ckpt: Checkpoint, payload: PayloadTable, pairs: _Pairs, is_built: b
     names = ("experts", "repeat") if len(pairs) > 1 else ("expert", "repeats")
     return Finding(
         f"{names[0]} {repeating} {names[1]} {names[0]} {repeated}: the same data in {tensor.fqn}",
-        at=Location.of(tensor, file=ckpt.byte_range_of(record)[0]),
+        at=Location(tensor, file=ckpt.byte_range_of(record)[0]),
         identity=(repeating,),
         severity=Severity.WARNING,
         confidence=(confidence := "possible" if is_built else _confidence(ckpt, payload, tensor)),
@@ -222,7 +222,7 @@ def _halves(ckpt: Checkpoint, payload: PayloadTable, tensors: list[Tensor]) -> F
     confidence = _confidence(ckpt, payload, up)
     return Finding(
         f"{up.fqn} repeats {gate.fqn}",
-        at=Location.of(up, file=ckpt.byte_range_of(record)[0]),
+        at=Location(up, file=ckpt.byte_range_of(record)[0]),
         confidence=confidence,
         notes=(_evidence(payload, record),),
         why="gate and up are multiplied with each other, and training never makes them equal",

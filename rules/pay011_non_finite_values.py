@@ -111,7 +111,7 @@ def _finding(
     file, start, length = ckpt.byte_range_of(record)
     return Finding(
         f"{_counts(payload, records)} in {where}{{of}}{at}",
-        at=Location.of(tensor, region=box, rows=tuple(rows[:16].tolist()), file=file, byte_range=(start, length)),
+        at=Location(tensor, region=box, rows=tuple(rows[:16].tolist()), file=file, byte_range=(start, length)),
         severity=_severity(ckpt, tensor, key, broken),
         why=_NEXT_STEP if key.kind == "optimizer" else "",
         notes=(("chunks", "; ".join(parts) + more),),

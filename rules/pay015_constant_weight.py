@@ -429,7 +429,7 @@ def _finding(
     file, start, length = ckpt.byte_range_of(record)
     return Finding(
         message,
-        at=Location.of(param.tensor, region=box, rows=tuple(rows[:16].tolist()), file=file, byte_range=(start, length)),
+        at=Location(param.tensor, region=box, rows=tuple(rows[:16].tolist()), file=file, byte_range=(start, length)),
         confidence="possible" if dict(notes)["doubt"] else "certain" if dict(notes)["file"] else "likely",
         notes=(*notes, ("files", join_words(at_most(names, _SHOWN)) if len(names) > 1 else "")),
         hint="" if dict(notes)["doubt"] else _HINT,

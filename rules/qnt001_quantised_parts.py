@@ -82,7 +82,7 @@ def _meaningless(weights: list[Tensor]) -> Finding:
     dtypes = join_words(sorted({tensor.dtype for tensor in weights}))
     return Finding(
         f"{plural(len(keys), 'weight', 'is')} stored in {dtypes} without a scale, and no quantisation is declared",
-        at=Location.of(weights[0]),
+        at=Location(weights[0]),
         identity=keys[1:],
         keys=keys[1:],
         confidence="likely",
@@ -133,7 +133,7 @@ def _lacks(found: Quantisation, scheme: Scheme, lost: list[QuantisedWeight], par
     return Finding(
         f"{len(keys)} of {plural(total, 'weight')} in {scheme.title} {verb(len(keys), 'has')} no "
         f"{join_words(names, 'or')}" + ("" if is_needed else ", but their siblings do"),
-        at=Location.of(lost[0].codes),
+        at=Location(lost[0].codes),
         identity=(*names, *keys),
         keys=keys,
         confidence="certain" if is_sure else "likely",
@@ -170,7 +170,7 @@ def _alone(ckpt: Checkpoint, scheme: Scheme, parts: dict[str, str]) -> Iterator[
             if is_wide
             else f"{plural(len(weights), 'weight')} in {scheme.title} {verb(len(weights), 'is')} lost: only "
             f"{'their scales are' if many else 'its scale is'} stored",
-            at=Location.of(ckpt.tensors[weights[0]]) if is_wide else Location(weights[0]),
+            at=Location(ckpt.tensors[weights[0]]) if is_wide else Location(weights[0]),
             identity=tuple(keys),
             keys=(*keys, *weights[1:]),
             notes=(("scales", first_names(fold_names(keys), _SHOWN)),),

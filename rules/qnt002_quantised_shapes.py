@@ -54,7 +54,7 @@ def quantised_shapes(ckpt: Checkpoint) -> Iterator[Finding]:
         yield Finding(
             f"{_leaf(one, tensor, part)} {has}, but {scheme.title} needs {wanted}"
             + (f"; the same in {plural(len(cases) - 1, 'other weight')}" if len(cases) > 1 else ""),
-            at=Location.of(tensor),
+            at=Location(tensor),
             identity=(what, *keys[1:]),
             keys=tuple(keys[1:]),
             notes=(
@@ -90,7 +90,7 @@ def _experts_differ(ckpt: Checkpoint, weights: list[QuantisedWeight]) -> Iterato
         if shape[0] not in (wanted, declared):  # as declared: a router may have rows for zero experts, too
             yield Finding(
                 f"codes{{of}} cover {shape[0]} experts, but {source} has {wanted}",
-                at=Location.of(one.codes),
+                at=Location(one.codes),
                 why="the router sends tokens to experts that are not stored, or the load stops",
                 hint="export again with all experts: these probably come from one rank",
                 group=f"experts {name} {shape[0]}",
@@ -114,7 +114,7 @@ def _axes_differ(weights: list[QuantisedWeight], wrong: set[int]) -> Iterator[Fi
             f"{_leaf(*few[0], part)} of {plural(len(few), 'weight')} in {scheme.title} has shapes such as "
             f"{shape_text(few[0][1].global_shape)}, and of {len(many)} others such as "
             f"{shape_text(many[0][1].global_shape)}",
-            at=Location.of(few[0][1]),
+            at=Location(few[0][1]),
             identity=("axes", *keys[1:]),
             keys=tuple(keys[1:]),
             notes=(("tensors", first_names(fold_names(keys), _SHOWN)),),

@@ -189,7 +189,7 @@ def _finding(message: str, tensors: list[Tensor], why: str, hint: str) -> Findin
     keys = [tensor.fqn for tensor in tensors]
     return Finding(
         message,
-        at=Location.of(tensors[0]),
+        at=Location(tensors[0]),
         identity=tuple(keys[1:]),
         keys=tuple(keys[1:]),
         notes=(("weights", first_names(fold_names(keys), _SHOWN)),) if len(keys) > 1 else (),

@@ -159,7 +159,7 @@ def _finding(
     keys = [tensor.fqn for tensor in tensors]
     return Finding(
         message,
-        at=Location.of(tensors[0]),
+        at=Location(tensors[0]),
         identity=tuple(keys[1:]),
         keys=tuple(keys[1:]),
         confidence=confidence,

@@ -99,7 +99,7 @@ def _finding(
     kind = _KINDS[entry.kind]
     return Finding(
         message,
-        at=Location(entry.fqn, None if is_absent else ckpt.tensors.get(entry.fqn), label=_place(ckpt, reference)),
+        at=Location(entry.fqn if is_absent else ckpt.tensors.get(entry.fqn, entry.fqn), label=_place(ckpt, reference)),
         severity=severity,
         identity=(single.part,) if single.part else (),
         why="" if is_absent else f"a strict load fails on unexpected {kind}",

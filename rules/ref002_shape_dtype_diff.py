@@ -96,7 +96,7 @@ def _shape_finding(ckpt: Checkpoint, reference: Reference, pair: KeyPair) -> Fin
     padding = _is_padding(ckpt, pair)
     return Finding(
         f"the shape{{of}} is {shape_text(stored)}{each}, the reference has {shape_text(expected)}",
-        at=Location.of(ckpt.tensors[pair.stored.fqn], label=_place(ckpt, reference, pair)),
+        at=Location(ckpt.tensors[pair.stored.fqn], label=_place(ckpt, reference, pair)),
         severity=Severity.INFO if padding else None,
         why="a load fails on this tensor; a planner that does not compare sizes fills only part of it",
         notes=(("because", padding), *_ratios(expected, stored), *_relation(ckpt, expected, stored)),
@@ -179,7 +179,7 @@ def _times(ratio: Fraction) -> str:
 def _dtype_finding(ckpt: Checkpoint, reference: Reference, pair: KeyPair) -> Finding:
     return Finding(
         f"the dtype{{of}} is {pair.stored.dtype}, the reference has {pair.expected.dtype}",
-        at=Location.of(ckpt.tensors[pair.stored.fqn], label=_place(ckpt, reference, pair)),
+        at=Location(ckpt.tensors[pair.stored.fqn], label=_place(ckpt, reference, pair)),
         severity=Severity.WARNING,
         why="a load converts the values without an error, and lost precision stays lost",
         hint="if the change was intended, pass --expect a reference of the same precision",

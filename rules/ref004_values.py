@@ -49,7 +49,7 @@ def values(ckpt: Checkpoint) -> Iterator[Finding]:
             odd = _odd_rows(reference, payload, fqn)
             yield Finding(
                 f"the values{{of}} differ from those of the reference{odd}",
-                at=Location.of(tensor),
+                at=Location(tensor),
                 identity=(fqn,),
                 hint="compare both with `ckptlint diff OLD NEW --values`, which says where they differ",
             )

@@ -40,9 +40,7 @@ def copies_differ(ckpt: Checkpoint) -> Iterator[Finding]:
             yield Finding(
                 f"the copy{{of}} in {first_names(files, _SHOWN)} differs from the copies in other files: "
                 f"{_OF[item.what]}",
-                at=Location.of(ckpt.tensors[fqn], file=files[0])
-                if fqn in ckpt.tensors
-                else Location(fqn, file=files[0]),
+                at=Location(ckpt.tensors[fqn], file=files[0]) if fqn in ckpt.tensors else Location(fqn, file=files[0]),
                 identity=files,
                 confidence="certain" if item.is_sure else "possible",
                 hint="find the first step at which the copies differ, and resume from the one before it",

@@ -42,7 +42,7 @@ def _findings(ckpt: Checkpoint, older: str, change: Change) -> Iterator[Finding]
     for fqn in change.fqns:
         yield Finding(
             change.sentence("stored here", older),
-            at=Location(fqn, ckpt.tensors.get(fqn)),
+            at=Location(ckpt.tensors.get(fqn, fqn)),
             identity=(change.kind,),
             is_apart=change.kind != "cut",
             confidence="certain" if change.is_partial else "possible",

@@ -23,6 +23,6 @@ def resource_limit(ckpt: Checkpoint) -> Iterator[Finding]:
     """
     for problem in ckpt.problems_of("limit"):
         finding = Finding.of_problem(problem)
-        at = replace(finding.at, tensor=ckpt.tensors.get(problem.fqn or ""))
+        at = replace(finding.at, key=ckpt.tensors.get(problem.fqn or "", problem.fqn))
         # the sentence names the record, and its other keys are no help
         yield replace(finding, at=at, identity=(problem.message,), detail=())

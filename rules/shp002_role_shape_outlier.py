@@ -60,7 +60,7 @@ def _finding(item: Outlier, sentence: str, usual: str, notes: tuple[Note, ...]) 
     number = item.others
     return Finding(
         f"{sentence}, but {usual} in {plural(number, 'other layer')}",
-        at=Location.of(item.param.tensor),
+        at=Location(item.param.tensor),
         severity=Severity.WARNING,
         confidence="possible" if item.changed > 1 else "certain",
         notes=(

@@ -85,7 +85,7 @@ def _finding(ckpt: Checkpoint, swap: Swap) -> Finding:
     return Finding(
         f"shape{{of}} is {shape_text(tensor.global_shape)} where {shape_text(tuple(expected))} fits {swap.basis}; "
         f"{numbers}, and {axis_name(ckpt, a, p)} is split into {p} shards",
-        at=Location.of(tensor),
+        at=Location(tensor),
         confidence=swap.confidence,
         notes=swap.notes,
         hint=f"use Shard({b}) instead of Shard({a}) where the job transposes this weight, and save again; no value is "

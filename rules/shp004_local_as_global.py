@@ -105,7 +105,7 @@ def _finding(ckpt: Checkpoint, local: Local) -> Finding:
         hint = "declare it replicated on that axis and save again; if all copies are equal, the first is the tensor"
     return Finding(
         f"dim {local.axis}{{of}} is {size:,} where {expected:,} fits {local.basis}; {numbers}, and {local.cause}",
-        at=Location.of(tensor),
+        at=Location(tensor),
         kind="part" if size < expected else "copies",
         confidence=local.confidence,
         why="" if size < expected else "a replica that was saved as shards loads with the wrong shape",

@@ -73,7 +73,7 @@ def _lone_half(param: Param, wanted: str) -> Finding:
     name = wanted.rpartition(".")[2]
     return Finding(
         f"half{{of}} lacks its other half, {name}",
-        at=Location.of(param.tensor),
+        at=Location(param.tensor),
         identity=(wanted,),
         keys=(wanted,),
         why="the missing half keeps its initial values, or the load fails",
@@ -88,7 +88,7 @@ def _odd_half(param: Param, other: Param) -> Finding:
     shapes = [shape_text(half.own_shape) for half in (param, other)]
     return Finding(
         f"half{{of}} is {shapes[0]}, but {names[1]} is {shapes[1]}",
-        at=Location.of(param.tensor),
+        at=Location(param.tensor),
         notes=(("other half", f"{other.tensor.fqn}: {other.tensor.dtype} {shape_text(other.tensor.global_shape)}"),),
         hint="split the fused weight in the middle, so that both halves are equal, and save again",
         inferred_from="the shape of the other half",
@@ -144,7 +144,7 @@ def _odd_component(odd: Param, partner: Param, parts: dict[tuple[str, str], Para
     notes: tuple[Note, ...] = tuple((f"{name} rows", ", ".join(cells)) for name, cells in table.items())
     return Finding(
         f"component{{of}} has {odd.own_shape[0]:,} rows, but {short_name(partner)} has {partner.own_shape[0]:,}",
-        at=Location.of(odd.tensor),
+        at=Location(odd.tensor),
         notes=notes,
         hint="split it again: query and key need equal rows, and each component the same in conv1d and in_proj",
         inferred_from="the rows of the other components",
@@ -174,7 +174,7 @@ def _heads(ckpt: Checkpoint, family: ProjectionFamily, query: Param, key: Param,
         odd, other = (key, value) if rows["query"] % (rows["key"] or 1) else (value, key)
         finding = Finding(
             f"weight{{of}} has {odd.own_shape[0]:,} rows, but {short_name(other)} has {other.own_shape[0]:,}",
-            at=Location.of(odd.tensor),
+            at=Location(odd.tensor),
             notes=(*notes, ("head size", f"one for all, because {short_name(out[0])} has {rows['query']:,} columns")),
             hint="check how the job split the fused weight: key and value have the same number of heads",
             inferred_from="the rows of query, key and value",
@@ -184,7 +184,7 @@ def _heads(ckpt: Checkpoint, family: ProjectionFamily, query: Param, key: Param,
     elif rows["key"] and rows["query"] % rows["key"]:
         finding = Finding(
             f"query{{of}} has {rows['query']:,} rows, not a multiple of the {rows['key']:,} of {short_name(key)}",
-            at=Location.of(query.tensor),
+            at=Location(query.tensor),
             notes=notes,
             hint="check how the job split the fused weight: each key head serves a whole number of query heads",
             inferred_from="the rows of query, key and value",

@@ -73,7 +73,7 @@ def _finding(ckpt: Checkpoint, fc1: Param, fc2: Param, tp: int, places: int) -> 
     source = trusted_topology(ckpt)["tp"].source
     return Finding(
         f"dim {axis}{{of}} has {plural(places, 'shard')} where gate and up need {2 * tp} = 2 x tp {tp}",
-        at=Location.of(fc1.tensor),
+        at=Location(fc1.tensor),
         notes=(
             ("starts", shown),
             ("expected", f"gate and up of {plural(tp, 'tensor-parallel rank')} (tp from {source})"),

@@ -55,7 +55,7 @@ def _outliers(ckpt: Checkpoint, tensors: list[Tensor]) -> Iterator[Finding]:
         writer = rank_of(ckpt.chunk_file(tensor, row))
         yield Finding(
             f"tensor{{of}} is 1 chunk, but {len(cut)} of {len(tensors)} of its role have several",
-            at=Location.of(tensor, ranks=() if writer is None else (writer,)),
+            at=Location(tensor, ranks=() if writer is None else (writer,)),
             notes=(
                 ("chunks", f"{shape_text(tensor.global_shape)} in 1, {shape_text(shape)} in {usual} ({members}x)"),
                 ("written in", ckpt.chunk_file(tensor, row) or "no file"),

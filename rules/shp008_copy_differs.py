@@ -57,7 +57,7 @@ def _shape(name: str, param: Param, copy: Param) -> Finding:
     ]
     return Finding(
         f"copy{{of}} in {name} is {shape_text(own)}, but {shape_text(sizes)} in the model",
-        at=Location.of(copy.tensor),
+        at=Location(copy.tensor),
         notes=(
             ("model", f"{param.tensor.fqn}: {param.tensor.dtype} {shape_text(sizes)}"),
             ("share", ", ".join(quotients) if len(own) == len(sizes) else ""),

@@ -42,7 +42,7 @@ def _finding(family: ProjectionFamily, odd: Param, partner: Param, text: str) ->
     )
     return Finding(
         f"weight{{of}} is {shape_text(odd.tensor.global_shape)}, {text}",
-        at=Location.of(odd.tensor),
+        at=Location(odd.tensor),
         notes=notes,
         partners=(partner.tensor.fqn,),
         hint="compare both with the configuration of the model, and the same weight in other layers",

@@ -38,7 +38,7 @@ def overlaps(ckpt: Checkpoint) -> Iterator[Finding]:
         )
         yield Finding(
             message,
-            at=Location.of(tensor, region=region, rows=(first, second), ranks=saved_by(ckpt, tensor, (first, second))),
+            at=Location(tensor, region=region, rows=(first, second), ranks=saved_by(ckpt, tensor, (first, second))),
             notes=(*_sizes(ckpt, tensor, first, second), ("two saves", saves_note(ckpt))),
             hint=saves_hint(ckpt) or _odd_one(ckpt, tensor, first, second),
         )
@@ -61,12 +61,12 @@ def holes(ckpt: Checkpoint, padded: str | None = None) -> Iterator[Finding]:
         if not coverage.missing:
             lost = coverage.missing_volume
             message = f"part{{of}} is missing: at least {plural(lost, 'element')}"
-            yield Finding(message, at=Location.of(tensor), severity=severity, notes=_total(tensor))
+            yield Finding(message, at=Location(tensor), severity=severity, notes=_total(tensor))
         for number, region in enumerate(coverage.missing[:_SHOWN]):
             absent = absent_ranks(ckpt, tensor, region)
             yield Finding(
                 _sentence(region, tensor.global_shape),
-                at=Location.of(
+                at=Location(
                     tensor,
                     region=region,
                     rows=_neighbours(tensor, region),

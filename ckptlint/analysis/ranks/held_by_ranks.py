@@ -136,7 +136,7 @@ def at_cell(ckpt: Checkpoint, cell: ChunkCopies, rows: Iterable[int]) -> Locatio
     assert ckpt.ranks is not None
     tensor = ckpt.tensors.get(cell.fqn)
     region = None if tensor is None else cell.box
-    return replace(at_ranks(ckpt.ranks, cell.fqn, rows), tensor=tensor, region=region)
+    return replace(at_ranks(ckpt.ranks, cell.fqn, rows), key=tensor or cell.fqn, region=region)
 
 
 def versions(table: RankTable, cell: ChunkCopies, groups: Sequence[IntArray], noun: str) -> tuple[Note, ...]:

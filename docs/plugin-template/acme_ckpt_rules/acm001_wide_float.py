@@ -28,6 +28,6 @@ def wide_float(ckpt: Checkpoint, most_bits: int = 32) -> Iterator[Finding]:
         if bits > most_bits:
             yield Finding(
                 f"{bits} bits per element{{of}}, {most_bits} were agreed",
-                at=Location.of(tensor),
+                at=Location(tensor),
                 hint="cast it before saving",
             )
