@@ -97,6 +97,11 @@ class Folder(ABC):
         return self.without({*self.entries, *self.entries.strange} - {name}, name)
 
     @property
+    def is_one_file(self) -> bool:
+        """Whether it is a view of one file, as `only` makes it."""
+        return [*self.entries] == [self.part]
+
+    @property
     @abstractmethod
     def name(self) -> str:
         """The last part of the path."""

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ckptlint.loaders.layouts import Evidence, FixedAxes, Found, Layout
-from ckptlint.loaders.layouts.torch_files import opened_files
-from ckptlint.loaders.rank_files.sets import flat_name, flat_sets, input_bytes
+from ckptlint.loaders.readers.sets import flat_name, flat_sets, input_bytes
 from ckptlint.model import Checkpoint, Problem
 from ckptlint.model.text import join_words, printable, verb
 from ckptlint.storage.folder import Folder
@@ -31,7 +30,7 @@ def _evidence(folder: Folder) -> Evidence | None:
 def _read(found: Found, look_at_files: bool) -> Checkpoint:
     from ckptlint.loaders.rank_files.verl import read_flat
 
-    ckpt = opened_files(found, read_flat(found.folder, look_at_files))
+    ckpt = read_flat(found.folder, look_at_files)
     return replace(ckpt, problems=[*ckpt.problems, *_pointers(found.folder)])
 
 

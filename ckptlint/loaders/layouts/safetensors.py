@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ckptlint.loaders.layouts import Evidence, Found, Layout
-from ckptlint.loaders.layouts.unsupported import unread_beside
 from ckptlint.loaders.readers.safetensors import NUMBERED, SHARD, groups, header_bytes, read_safetensors
-from ckptlint.loaders.run.finished import unfinished_marks
-from ckptlint.loaders.run.folder import read_run
 from ckptlint.model import Checkpoint, StepState
 from ckptlint.model.text import printable
 from ckptlint.storage.folder import Folder
@@ -20,10 +15,7 @@ def _evidence(folder: Folder) -> Evidence | None:
 
 
 def _read(found: Found, look_at_files: bool) -> Checkpoint:
-    folder = found.folder
-    ckpt = read_safetensors(folder, look_at_files, is_first=bool(found.accounts_for))
-    problems = ckpt.problems + unread_beside(folder) + unfinished_marks(folder)
-    return replace(ckpt, run=read_run(folder), problems=problems)
+    return read_safetensors(found.folder, look_at_files, is_first=bool(found.accounts_for))
 
 
 def _state(folder: Folder) -> StepState:

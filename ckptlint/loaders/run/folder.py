@@ -176,10 +176,7 @@ def read_trackers(parent: Folder) -> Iterator[tuple[Tracker, int | Literal["rele
             yield tracker, int(text) if re.fullmatch(r"[0-9]{1,18}", text) else None, text
 
 
-TRAIN_STATE = "train_state.pt"
-
-
-def read_train_state(folder: Folder, name: str = TRAIN_STATE) -> tuple[int | None, list[Problem]]:
+def read_train_state(folder: Folder, name: str) -> tuple[int | None, list[Problem]]:
     """The step that a train state holds, None where there is none, and what stood in the way of reading it.
 
     Source:
