@@ -127,15 +127,15 @@ def read_checkpoint(found: Found, look_at_files: bool = True) -> Checkpoint:
 
 def _with_surroundings(folder: Folder, layout: Layout, ckpt: Checkpoint) -> Checkpoint:
     """The checkpoint with its run, the marks of its save, other formats beside it, and what to use instead of it."""
-    problems = list(ckpt.problems)
-    is_open = ckpt.readable or layout.describes_itself
+    problems = [*ckpt.problems]
     restore = "" if ckpt.readable else layout.restore.get(ckpt.format, "")
     if restore and any(problem.blocks and not problem.hint for problem in problems):
         hint = _instead(folder) or restore
         problems = [replace(p, hint=p.hint or hint) if p.blocks else p for p in problems]
-    if layout.looks_around and (is_open or any(problem.kind == "unreadable" for problem in problems)):
+    is_described = ckpt.readable or layout.describes_itself
+    if layout.looks_around and (is_described or any(problem.kind == "unreadable" for problem in problems)):
         problems += unread_beside(folder)
-    if not (layout.looks_around and is_open):
+    if not (layout.looks_around and is_described):
         return replace(ckpt, problems=problems)
     saved, state_problems = read_train_state(folder, layout.train_state)
     problems += unfinished_marks(folder) + state_problems

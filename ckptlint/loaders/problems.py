@@ -32,11 +32,10 @@ def from_error(error: UnreadableError, file: str, blocks: bool = False, hint: st
 
 
 def of_format(file: str, name: str, outside_checkpoint: bool = False) -> Problem:
-    """That a format is not checked, with what to do.
+    """That a format, as `unread.toml` calls it, is not checked, with what to do; `file` shows it, printable.
 
     Args:
-        file, name: the file that shows it, printable, and what `unread.toml` calls it.
-        outside_checkpoint: whether it lies beside a checkpoint that is checked.
+        outside_checkpoint: whether it is next to a checkpoint that is checked.
     """
     return Problem(
         "unsupported",

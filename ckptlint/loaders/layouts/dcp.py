@@ -7,11 +7,11 @@ from functools import partial
 
 from ckptlint.errors import LimitError
 from ckptlint.formats.pickles.safe_pickle import SIZE_LIMIT, asks_for_names
-from ckptlint.loaders.layouts import Evidence, Found, Layout
+from ckptlint.loaders.layouts import Evidence, Layout
 from ckptlint.loaders.readers.common_state import COMMON_FILE
 from ckptlint.loaders.readers.dcp import read_dcp
 from ckptlint.loaders.readers.megatron import CONFIG_FILE
-from ckptlint.model import Checkpoint, StepState
+from ckptlint.model import StepState
 from ckptlint.sandbox import isolated
 from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.litter import is_system_file
@@ -71,10 +71,6 @@ def _of_ranks(folder: Folder) -> Evidence | None:
     return None if found is None else Evidence(found)
 
 
-def _read(found: Found, look_at_files: bool) -> Checkpoint:
-    return read_dcp(found.folder, look_at_files)
-
-
 def _state(folder: Folder) -> StepState:
     """`metadata.json` ends the saves that have a `common.pt`; fsdp_dtensor and torch_dcp have neither.
 
@@ -96,7 +92,7 @@ LAYOUTS = (
             "torch_dcp": "Megatron torch_dcp",
         },
         recognise=_whole,
-        read=_read,
+        read=lambda found, look_at_files: read_dcp(found.folder, look_at_files),
         input_bytes=_metadata_bytes,
         state=_state,
         marks=(METADATA,),
@@ -108,7 +104,7 @@ LAYOUTS = (
         order=20,
         formats={"dcp-per-rank": "DCP, one metadata file per rank"},
         recognise=_of_ranks,
-        read=_read,
+        read=lambda found, look_at_files: read_dcp(found.folder, look_at_files),
         input_bytes=_metadata_bytes,
         marks=("__0.metadata",),
         train_state=_TRAIN_STATE,

@@ -8,12 +8,7 @@ from ckptlint.loaders.layouts import Evidence, Found, Layout
 from ckptlint.loaders.readers.plain import read_named
 from ckptlint.model import Checkpoint, Problem
 from ckptlint.model.text import printable
-from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.frameworks import family_of
-
-
-def _alone(folder: Folder) -> Evidence | None:
-    return Evidence(printable(folder.part)) if folder.is_one_file else None
 
 
 def _read(found: Found, look_at_files: bool) -> Checkpoint:
@@ -29,6 +24,7 @@ def _read(found: Found, look_at_files: bool) -> Checkpoint:
     return Checkpoint(folder.display, "unsupported", problems=[problem], readable=False, metadata_file=name)
 
 
+_RESTORE = "name the folder of the checkpoint, the one that holds .metadata, *.safetensors or rank files"
 _INSTEAD = {
     ".npz": "save its arrays as safetensors to have them checked",
     ".npy": "save it as safetensors to have it checked",
@@ -41,12 +37,10 @@ LAYOUTS = (
         kind="file",
         order=100,
         formats={"torch": "torch.save", "unsupported": "not supported"},
-        recognise=_alone,
+        recognise=lambda folder: Evidence(printable(folder.part)) if folder.is_one_file else None,
         read=_read,
         input_bytes=lambda folder: sum(folder.entries[name].size for name in folder.files_beside()),
         looks_around=False,
-        restore={
-            "unsupported": "name the folder of the checkpoint, the one that holds .metadata, *.safetensors or rank files"
-        },
+        restore={"unsupported": _RESTORE},
     ),
 )

@@ -12,7 +12,6 @@ from ckptlint.model.text import join_words, printable, verb
 from ckptlint.storage.folder import Folder
 
 _POINTER = "last_checkpoint.rank_"
-_NAME = 256  # bytes of a pointer that are read
 
 
 def _evidence(folder: Folder) -> Evidence | None:
@@ -44,16 +43,12 @@ def _pointers(folder: Folder) -> Iterator[Problem]:
     names = [f"{_POINTER}{rank}" for rank in ranks]
     if not any(map(folder.has, names)):
         return
-    lost = [name for name in names if not folder.has(name) or not folder.has(_named(folder, name))]
+    lost = [name for name in names if not folder.has(name) or not folder.has(folder.short_text(name))]
     if lost:
         sentence = f"{join_words(lost)} {verb(len(lost), 'names')} no file that is there"
         why = "a rank that finds no name there starts anew, and the others resume"
         hint = "write the name of the rank's newest file into it"
         yield Problem("incomplete", lost[0], sentence, why=why, hint=hint, outside_checkpoint=True)
-
-
-def _named(folder: Folder, pointer: str) -> str:
-    return folder.head(pointer, _NAME).decode("utf-8", "replace").strip()
 
 
 LAYOUTS = (

@@ -39,24 +39,16 @@ def _read(found: Found, _look_at_files: bool) -> Checkpoint:
 
 def unfinished(folder: Folder, sentence: str, file: str) -> Checkpoint:
     """A step whose save never finished: the sentence says so, `file` is the one that it lacks, "" for all."""
-    problem = Problem(
-        "incomplete",
-        file or folder.display,
-        sentence,
-        why=WRITTEN_LAST if file else "a save began this step and never wrote it",
-        blocks=True,
-    )
-    problems = [problem]
+    why = WRITTEN_LAST if file else "a save began this step and never wrote it"
+    problem = Problem("incomplete", file or folder.display, sentence, why=why, blocks=True)
     _, config_problem = read_config(folder)
-    if config_problem:
-        problems.append(config_problem)
     common, common_problems = read_common(folder, {})
     return Checkpoint(
         folder.display,
         "incomplete",
         files=file_table(folder),
         common=common,
-        problems=problems + common_problems,
+        problems=[problem, *([config_problem] if config_problem else []), *common_problems],
         readable=False,
     )
 

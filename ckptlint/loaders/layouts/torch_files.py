@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ckptlint.loaders.layouts import Evidence, Found, Layout
+from ckptlint.loaders.layouts import Evidence, Layout
 from ckptlint.loaders.readers.plain import read_weights
 from ckptlint.loaders.readers.sets import Sets, input_bytes, weight_sets
-from ckptlint.model import Checkpoint
 from ckptlint.model.text import printable
 from ckptlint.storage.folder import Folder
 
@@ -22,17 +21,13 @@ def set_of(sets: Sets) -> Callable[[Folder], Evidence | None]:
     return evidence
 
 
-def _read(found: Found, look_at_files: bool) -> Checkpoint:
-    return read_weights(found.folder, look_at_files)
-
-
 LAYOUTS = (
     Layout(
         kind="torch",
         order=85,
         formats={"torch": "torch.save"},
         recognise=set_of(weight_sets),
-        read=_read,
+        read=lambda found, look_at_files: read_weights(found.folder, look_at_files),
         input_bytes=input_bytes(weight_sets),
         marks=("pytorch_model.bin", "pytorch_model.bin.index.json"),
         describes_itself=True,

@@ -1,4 +1,4 @@
-"""The metadata files of a DCP save: those of its ranks, what is lost of them, and what another save left beside them."""
+"""The metadata files of a DCP save: those of its ranks, what is lost of them, and what another save left."""
 
 from __future__ import annotations
 

@@ -38,7 +38,6 @@ _NUMBERS = re.compile(r"\d+")
 _SHARDED = re.compile(r"-\d+-of-\d+(?=\.\w+$)|\.index\.json$")
 _INVENTORY_LIMIT = 1024**2
 _MOST_RANKS = 2**31
-_TRACKED = 256  # bytes of a tracker
 
 
 def step_state(step: Folder, levels: int = _LEVELS) -> StepState:
@@ -106,9 +105,7 @@ def missing_parts(folder: Folder) -> list[Problem]:
             )
         )
     for tracker in world().trackers if step_number(folder.name) is not None else ():
-        named = (
-            folder.head(tracker.file, _TRACKED).decode("utf-8", "replace").strip() if folder.has(tracker.file) else ""
-        )
+        named = folder.short_text(tracker.file) if folder.has(tracker.file) else ""
         if tracker.holds == "folder" and step_number(named) is not None and named not in folder.folders():
             sentence = f"{tracker.file} names {printable(named)}, and no such folder is in the step"
             why = "a resume of the engine looks for its optimizer and its weights there"

@@ -20,7 +20,6 @@ from ckptlint.vocabulary.frameworks import Holds, Tracker, is_part, step_number,
 
 _UNSEEN = "ckptlint did not look at the other steps of its run and their tracker"
 
-_TRACKED = 256  # bytes of a tracker that are read
 _LEVELS = 5  # folders between a part and its step: NeMo-RL's step_N/policy/weights/iter_0000000
 
 
@@ -167,7 +166,7 @@ def read_trackers(parent: Folder) -> Iterator[tuple[Tracker, int | Literal["rele
         if tracker.holds == "train state":
             yield tracker, read_train_state(parent, name)[0], ""
             continue
-        text = parent.head(name, _TRACKED).decode("utf-8", "replace").strip()
+        text = parent.short_text(name)
         if text == "release":
             yield tracker, "release", text
         elif tracker.holds == "folder":
