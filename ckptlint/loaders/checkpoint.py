@@ -147,10 +147,9 @@ def _with_surroundings(folder: Folder, layout: Layout, ckpt: Checkpoint) -> Chec
 
 def _instead(folder: Folder) -> str:
     """What to check instead, as advice: another step, or of a file by itself the folder around it; "" without one."""
-    if not folder.is_one_file:
+    if not folder.is_one_file or folder.parent is None:
         return other_step(folder)
-    whole = None if folder.parent is None else folder.parent.sub(folder.name)
-    place = folder.display.removesuffix(folder.part).rstrip("/") or "."
-    if whole is not None and steps_of(whole):
+    whole, place = folder.parent.sub(folder.name), folder.display.removesuffix(folder.part).rstrip("/") or "."
+    if steps_of(whole):
         return f"name the run folder, {place}, or one of the steps in it"
-    return f"name the folder of the checkpoint, {place}" if whole is not None and components(whole) else ""
+    return f"name the folder of the checkpoint, {place}" if components(whole) else ""

@@ -32,11 +32,7 @@ def from_error(error: UnreadableError, file: str, blocks: bool = False, hint: st
 
 
 def of_format(file: str, name: str, outside_checkpoint: bool = False) -> Problem:
-    """That a format, as `unread.toml` calls it, is not checked, with what to do; `file` shows it, printable.
-
-    Args:
-        outside_checkpoint: whether it is next to a checkpoint that is checked.
-    """
+    """That a format, as `unread.toml` calls it, is not checked; `outside_checkpoint` where one beside it is."""
     return Problem(
         "unsupported",
         file,

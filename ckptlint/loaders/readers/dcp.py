@@ -32,7 +32,7 @@ from ckptlint.loaders.readers.megatron import (
 from ckptlint.loaders.readers.payload_files import file_table, hollow_files, payload_files
 from ckptlint.loaders.readers.rank_metadata import leftover_files, lost_ranks, rank_files, unsafe_leftovers
 from ckptlint.loaders.readers.save_plans import read_plans
-from ckptlint.model import Checkpoint, Declared, FileTable, Problem
+from ckptlint.model import Checkpoint, Declared, Problem
 from ckptlint.storage.folder import Folder
 from ckptlint.storage.paths import is_safe
 from ckptlint.vocabulary.frameworks import counts_moments, is_counter
@@ -56,7 +56,7 @@ def read_dcp(folder: Folder, look_at_files: bool) -> Checkpoint:
     """
     is_whole = METADATA in folder.entries
     problems: list[Problem] = []
-    names = [METADATA] if is_whole else rank_files(folder)
+    names = [METADATA] if is_whole else [*rank_files(folder)]
     unpickled = [(name, _read_metadata(folder, name, problems)) for name in names]
     roots = [part.root for _, part in unpickled if part is not None and part.root is not None]
     label = METADATA if is_whole else f"{names[0]} .. {names[-1]}"
@@ -118,6 +118,8 @@ def _assemble(
     plans = read_plans(described.extras.get("all_local_plans"))
     files, locates = payload_files(folder, described, look_at_files)
     problems += hollow_files(folder, files) if look_at_files else []
+    unchecked = int(files.are("unchecked").sum()) if look_at_files else 0
+    sizes = f"the server does not give the size of {unchecked} of {len(files)} payload files" if unchecked else ""
     declared, model_config, config_problems = read_configs(folder, common)
     if isinstance(backend := config.get("sharded_backend"), str):
         declared["sharded_backend"] = Declared(backend, CONFIG_FILE)
@@ -143,15 +145,8 @@ def _assemble(
         partial=partial,
         locates_bytes=locates,
         metadata_file=label,
-        unseen=_unseen(folder, files if look_at_files else FileTable.of([])),
+        unseen=tuple(sentence for sentence in (folder.unseen, sizes) if sentence),
     )
-
-
-def _unseen(folder: Folder, files: FileTable) -> tuple[str, ...]:
-    """What could not be looked at and would be no finding if it could."""
-    unchecked = int(files.are("unchecked").sum())
-    sizes = f"the server does not give the size of {unchecked} of {len(files)} payload files" if unchecked else ""
-    return tuple(sentence for sentence in (folder.unseen, sizes) if sentence)
 
 
 def _read_metadata(folder: Folder, name: str, problems: list[Problem]) -> Unpickled | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import count, islice
+from operator import itemgetter
 
 from ckptlint.errors import UnreadableError
 from ckptlint.formats.pickles.safe_pickle import SIZE_LIMIT, read_metadata
@@ -20,15 +21,15 @@ _LISTED = 2**16
 _APART = 2.0  # seconds between the files of one save and those of a later one, at least
 
 
-def rank_files(folder: Folder) -> list[str]:
-    """The names of the metadata files of ranks, in the order of these."""
+def rank_files(folder: Folder) -> dict[str, int]:
+    """Name -> rank of the metadata files of ranks, in the order of these."""
     numbered = {name: int(match[1]) for name in folder.files_beside() if (match := RANK_METADATA.fullmatch(name))}
-    return sorted(numbered, key=lambda name: numbered[name])
+    return dict(sorted(numbered.items(), key=itemgetter(1)))
 
 
 def lost_ranks(folder: Folder) -> tuple[str, list[Problem]]:
     """Why per-rank metadata is partial ("" when it is whole) and the problem to report for it."""
-    present = {int(m[1]) for name in folder.files_beside() if (m := RANK_METADATA.fullmatch(name))}
+    present = {*rank_files(folder).values()}
     payload = {int(m[1]) for name in folder.files() if (m := PAYLOAD_RANK.fullmatch(name))}
     lost = max(present | payload) + 1 - len(present)
     if not lost:
@@ -56,12 +57,11 @@ def leftover_files(folder: Folder) -> list[Problem]:
         sentence = f"{temporary} is newer than {METADATA}: a later save into this folder never finished"
         is_young = entries.mtime > entries[METADATA].mtime + _APART
         if is_young.any():
-            why = f"its payload files replaced {'all' if is_young.all() else 'some'} of those that {METADATA} describes"
+            is_all = bool(is_young.all())
+            why = f"its payload files replaced {'all' if is_all else 'some'} of those that {METADATA} describes"
             hint = "use another step, or save again into an empty folder"
             # all of one save: torch loads them, if the layout stayed what it was
-            problem = Problem(
-                "incomplete", temporary, sentence, why=why, hint=hint, outside_checkpoint=bool(is_young.all())
-            )
+            problem = Problem("incomplete", temporary, sentence, why=why, hint=hint, outside_checkpoint=is_all)
         else:
             why = f"it replaced no payload file, so what {METADATA} describes is still there"
             problem = Problem("note", temporary, sentence, why=why)
