@@ -30,7 +30,7 @@ from ckptlint.commands.shared import (
 )
 from ckptlint.errors import CkptlintError, ConfigError, NothingToCheckError
 from ckptlint.lint.steps import JudgedStep, judge_step
-from ckptlint.loaders.run.events import Event, events, is_vanishing, steps_in_run
+from ckptlint.loaders.events import Event, events, is_vanishing, steps_in_run
 from ckptlint.loaders.run.steps import Step, run_at
 from ckptlint.model.text import JSON_ESCAPE, human_duration, inert, plural, printable
 from ckptlint.reporters import REPORTERS

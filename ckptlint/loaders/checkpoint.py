@@ -11,14 +11,16 @@ import numpy.typing as npt
 
 from ckptlint.errors import LimitError
 from ckptlint.formats.pickles.safe_pickle import paused_gc
-from ckptlint.loaders.layouts import Found
-from ckptlint.loaders.layouts.incomplete import unfinished
+from ckptlint.loaders.layouts import Found, Layout
+from ckptlint.loaders.layouts.incomplete import INCOMPLETE, unfinished
+from ckptlint.loaders.layouts.unsupported import unread_beside
 from ckptlint.loaders.problems import from_error
 from ckptlint.loaders.readers.payload_files import file_table
 from ckptlint.loaders.readers.vocabulary import with_vocabulary
-from ckptlint.loaders.run.finished import other_step
+from ckptlint.loaders.run.finished import other_step, unfinished_marks
+from ckptlint.loaders.run.folder import read_run, read_train_state
 from ckptlint.loaders.run.step_files import folders_beside, with_step_files
-from ckptlint.loaders.run.steps import sub_folder
+from ckptlint.loaders.run.steps import components, steps_of, sub_folder
 from ckptlint.model import Checkpoint, Problem
 from ckptlint.model.text import printable
 from ckptlint.sandbox import isolated, one_budget
@@ -117,6 +119,37 @@ def read_checkpoint(found: Found, look_at_files: bool = True) -> Checkpoint:
     recognised = found.recognised
     if recognised is None:
         held = "holds no checkpoint" if found.folder.entries else "is empty"
-        return unfinished(found.folder, f"the newest step's folder {held}", "")
+        ckpt = unfinished(found.folder, f"the newest step's folder {held}", "")
+        return _with_surroundings(found.folder, INCOMPLETE, ckpt)
     with paused_gc():
-        return recognised.layout.read(found, look_at_files)
+        return _with_surroundings(found.folder, recognised.layout, recognised.layout.read(found, look_at_files))
+
+
+def _with_surroundings(folder: Folder, layout: Layout, ckpt: Checkpoint) -> Checkpoint:
+    """The checkpoint with its run, the marks of its save, other formats beside it, and what to use instead of it."""
+    problems = [*ckpt.problems]
+    restore = "" if ckpt.readable else layout.restore.get(ckpt.format, "")
+    if restore and any(problem.blocks and not problem.hint for problem in problems):
+        hint = _instead(folder) or restore
+        problems = [replace(p, hint=p.hint or hint) if p.blocks else p for p in problems]
+    is_described = ckpt.readable or layout.describes_itself
+    if layout.looks_around and (is_described or any(problem.kind == "unreadable" for problem in problems)):
+        problems += unread_beside(folder)
+    if not (layout.looks_around and is_described):
+        return replace(ckpt, problems=problems)
+    saved, state_problems = read_train_state(folder, layout.train_state)
+    problems += unfinished_marks(folder) + state_problems
+    if (run := read_run(folder)) is None:
+        return replace(ckpt, problems=problems)
+    unseen = (*ckpt.unseen, run.unseen) if run.unseen else ckpt.unseen
+    return replace(ckpt, run=replace(run, saved=saved), problems=problems, unseen=unseen)
+
+
+def _instead(folder: Folder) -> str:
+    """What to check instead, as advice: another step, or of a file by itself the folder around it; "" without one."""
+    if not folder.is_one_file or folder.parent is None:
+        return other_step(folder)
+    whole, place = folder.parent.sub(folder.name), folder.display.removesuffix(folder.part).rstrip("/") or "."
+    if steps_of(whole):
+        return f"name the run folder, {place}, or one of the steps in it"
+    return f"name the folder of the checkpoint, {place}" if components(whole) else ""

@@ -7,6 +7,7 @@ from ckptlint.formats.pickles.safe_pickle import Unpickled
 from ckptlint.formats.torch_file import TorchFile
 from ckptlint.model import Problem, ProblemKind
 from ckptlint.model.text import unknown_classes
+from ckptlint.vocabulary.frameworks import world
 from ckptlint.vocabulary.metadata_files import METADATA, RANK_METADATA
 
 _SENDER = "do not open this folder with torch.load or dcp.load, and find out who wrote this file"
@@ -28,6 +29,18 @@ def from_error(error: UnreadableError, file: str, blocks: bool = False, hint: st
         return Problem("unread", file, f"{file} {error}", why="ckptlint knows the format and does not judge it")
     kind: ProblemKind = "limit" if isinstance(error, LimitError) else "unreadable"
     return Problem(kind, file, f"{file} {error}", hint=hint, why=why, blocks=blocks)
+
+
+def of_format(file: str, name: str, outside_checkpoint: bool = False) -> Problem:
+    """That a format, as `unread.toml` calls it, is not checked; `outside_checkpoint` where one beside it is."""
+    return Problem(
+        "unsupported",
+        file,
+        f"{file} belongs to a format that ckptlint does not check: {name}",
+        hint=next((known.hint for known in world().unread if known.name == name), ""),
+        blocks=not outside_checkpoint,
+        outside_checkpoint=outside_checkpoint,
+    )
 
 
 def from_torch_file(found: TorchFile, file: str, why: str = "") -> list[Problem]:

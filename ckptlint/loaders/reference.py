@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import re
 from base64 import b64decode, b64encode
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,7 +27,7 @@ from ckptlint.formats.strict_json import checked_key, checked_shape, json_object
 from ckptlint.loaders.checkpoint import open_checkpoint
 from ckptlint.loaders.discover import find_at
 from ckptlint.loaders.layouts import Found, recognise
-from ckptlint.loaders.readers.model_files import is_stale, read_index
+from ckptlint.loaders.readers.model_files import is_stale, weight_map
 from ckptlint.model import Checkpoint, Reference
 from ckptlint.model.text import printable
 from ckptlint.sandbox import isolated
@@ -173,15 +174,15 @@ def _safetensors_file(folder: Folder, name: str, source: str) -> Reference:
 
 
 def _index_file(folder: Folder, name: str, source: str) -> Reference:
-    return Reference(source, "index", _indexed(folder, name))
+    return Reference(source, "index", _indexed(folder, _places(folder, name)))
 
 
 def _model_folder(folder: Folder, source: str) -> Reference:
     """Names, dtypes and shapes of a model folder, and what its configuration says."""
     tensors: Tensors = {}
-    places = read_index(folder, _INDEX, [])[0] if folder.has(_INDEX) else None
-    if folder.has(_INDEX) and not is_stale(folder, _safetensors(folder), places):
-        tensors = _indexed(folder, _INDEX)
+    places = _places(folder, _INDEX) if folder.has(_INDEX) else None
+    if places is not None and not is_stale(folder, _safetensors(folder), places):
+        tensors = _indexed(folder, places)
     else:
         for name in _safetensors(folder):
             header = _header(folder, name)
@@ -235,16 +236,18 @@ def _safetensors(folder: Folder) -> list[str]:
     return ["model.safetensors"] if "model.safetensors" in names else names
 
 
-def _indexed(folder: Folder, name: str) -> Tensors:
+def _places(folder: Folder, index: str) -> Mapping[str, str]:
+    with _named(index):
+        return weight_map(folder, index)[0]
+
+
+def _indexed(folder: Folder, places: Mapping[str, str]) -> Tensors:
     """The keys of an index, with dtypes and shapes from the files that lie beside it."""
-    places = _json(folder, name).get("weight_map")
-    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
-        raise UnreadableError("it has no weight_map from keys to files")
     headers: dict[str, Tensors] = {}
     for file in dict.fromkeys(places.values()):
         at_hand = file.endswith(".safetensors") and is_safe(file) and folder.stat(file)[0] in READABLE
         headers[file] = (_header(folder, file) if at_hand else None) or {}
-    keys = {fqn: printable(checked_key(fqn)) for fqn in places}
+    keys = {fqn: printable(fqn) for fqn in places}
     return {keys[fqn]: headers[file].get(keys[fqn], (None, None)) for fqn, file in places.items()}
 
 
@@ -258,11 +261,8 @@ def _header(folder: Folder, name: str) -> Tensors | None:
     """Dtypes and shapes from the header of a safetensors file; None for a git-lfs pointer to one."""
     if folder.head(name, len(_POINTER)) == _POINTER:
         return None
-    shown = printable(name)
-    try:
+    with _named(name):
         header = read_header(folder, name, folder.stat(name)[1] or 0)
-    except UnreadableError as error:
-        raise type(error)(f"{shown} {error}") from None
     # a dtype that torch has no name for counts its shape in other things
     found = zip(header.names, header.dtypes, header.shapes, strict=True)
     return {printable(fqn): (dtype, None if dtype is None else shape) for fqn, dtype, shape in found}
@@ -323,10 +323,17 @@ def _merged(parts: Mapping[str, Tensors], strict: bool = True) -> tuple[Tensors,
 
 
 def _json(folder: Folder, name: str) -> dict[str, Any]:
-    try:
+    with _named(name):
         return json_object(folder.read(name, HEADER_LIMIT))
+
+
+@contextmanager
+def _named(file: str) -> Iterator[None]:
+    """Errors of reading a file say its name."""
+    try:
+        yield
     except UnreadableError as error:
-        raise type(error)(f"{printable(name)} {error}") from None
+        raise type(error)(f"{printable(file)} {error}") from None
 
 
 def _salt(made: Any) -> int:

@@ -22,6 +22,7 @@ READABLE: tuple[FileState, ...] = ("ok", "link-outside", "other-case")
 """The states of a file that can be opened; a model cache keeps its files elsewhere and links to them."""
 
 READ_BLOCK = 8 * 1024**2
+_SHORT = 256  # bytes of a file that holds a name or a number
 _GAP = 16 * 1024  # a request or a seek costs more than reading this much for nothing
 
 
@@ -95,6 +96,11 @@ class Folder(ABC):
     def only(self, name: str) -> Folder:
         """The same folder with one of its files in view."""
         return self.without({*self.entries, *self.entries.strange} - {name}, name)
+
+    @property
+    def is_one_file(self) -> bool:
+        """Whether it is a view of one file, as `only` makes it."""
+        return [*self.entries] == [self.part]
 
     @property
     @abstractmethod
@@ -238,6 +244,10 @@ class Folder(ABC):
     def head(self, name: str, count: int) -> bytes:
         """The first bytes of a file."""
         return self.read_range(name, 0, count)
+
+    def short_text(self, name: str) -> str:
+        """What a file says that holds a name or a number, without space around it."""
+        return self.head(name, _SHORT).decode("utf-8", "replace").strip()
 
     def heads(self, names: Sequence[str], count: int) -> Iterator[bytes | None]:
         """The first bytes of many files, None of one that cannot be read; over a network of several at once."""

@@ -21,7 +21,7 @@ import pytest
 from support import REAL, REPOSITORY, run, takes_ctrl_c
 
 from ckptlint.errors import NothingToCheckError
-from ckptlint.loaders.run.events import events, is_vanishing
+from ckptlint.loaders.events import events, is_vanishing
 from ckptlint.loaders.run.steps import run_at
 from ckptlint.testing import write_checkpoint
 

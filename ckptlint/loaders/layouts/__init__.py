@@ -66,6 +66,9 @@ class Layout:
         state: whether a save into a folder was finished, as its marks say.
         marks: files that show the kind of a folder which must not be listed.
         describes_itself: whether its files describe their own tensors, without `.metadata`.
+        looks_around: whether what surrounds it is looked at: its run, marks of its save, other formats beside it.
+        train_state: a file in which the trainer keeps the step that it saved.
+        restore: format -> what to do about one that cannot be used, where nothing around it can be used instead.
         fixed: what a job that loads it must have alike.
         unsure_axes: the axes of which nobody knows whether they may change.
     """
@@ -79,6 +82,9 @@ class Layout:
     state: Callable[[Folder], StepState] = _unknown
     marks: tuple[str, ...] = ()
     describes_itself: bool = False
+    looks_around: bool = True
+    train_state: str = ""
+    restore: Mapping[str, str] = field(default_factory=dict)
     fixed: tuple[FixedAxes, ...] = ()
     unsure_axes: tuple[str, ...] = ()
 

@@ -18,6 +18,8 @@ from ckptlint.vocabulary.litter import is_system_file
 from ckptlint.vocabulary.metadata_files import METADATA, RANK_METADATA
 
 _TEXT_LIMIT = 1024**2
+_TRAIN_STATE = "train_state.pt"
+_RESTORE = {"dcp": "restore .metadata from where it was written, or use another step"}
 
 
 def _metadata_bytes(folder: Folder) -> int:
@@ -90,18 +92,22 @@ LAYOUTS = (
             "torch_dcp": "Megatron torch_dcp",
         },
         recognise=_whole,
-        read=read_dcp,
+        read=lambda found, look_at_files: read_dcp(found.folder, look_at_files),
         input_bytes=_metadata_bytes,
         state=_state,
         marks=(METADATA,),
+        train_state=_TRAIN_STATE,
+        restore=_RESTORE,
     ),
     Layout(
         kind="per-rank",
         order=20,
         formats={"dcp-per-rank": "DCP, one metadata file per rank"},
         recognise=_of_ranks,
-        read=read_dcp,
+        read=lambda found, look_at_files: read_dcp(found.folder, look_at_files),
         input_bytes=_metadata_bytes,
         marks=("__0.metadata",),
+        train_state=_TRAIN_STATE,
+        restore=_RESTORE,
     ),
 )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ckptlint.loaders.layouts import Evidence, FixedAxes, Found, Layout
-from ckptlint.loaders.layouts.torch_files import opened_files, set_of
-from ckptlint.loaders.rank_files.sets import deepspeed_sets, input_bytes
+from ckptlint.loaders.layouts.torch_files import set_of
+from ckptlint.loaders.readers.sets import deepspeed_sets, input_bytes
 from ckptlint.model import Checkpoint
 from ckptlint.storage.folder import Folder
 
@@ -15,13 +15,13 @@ _SMALL = 16 * 1024  # bytes of pickle in the four files of a parameter of the un
 def _read(found: Found, look_at_files: bool) -> Checkpoint:
     from ckptlint.loaders.rank_files.deepspeed import read_deepspeed
 
-    return opened_files(found, read_deepspeed(found.folder, look_at_files))
+    return read_deepspeed(found.folder, look_at_files)
 
 
 def _read_universal(found: Found, look_at_files: bool) -> Checkpoint:
     from ckptlint.loaders.rank_files.deepspeed_universal import read_universal
 
-    return opened_files(found, read_universal(found.folder, look_at_files))
+    return read_universal(found.folder, look_at_files)
 
 
 def _universal(folder: Folder) -> Evidence | None:

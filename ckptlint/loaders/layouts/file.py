@@ -6,16 +6,9 @@ from pathlib import PurePath
 
 from ckptlint.loaders.layouts import Evidence, Found, Layout
 from ckptlint.loaders.readers.plain import read_named
-from ckptlint.loaders.run.steps import components, steps_of
 from ckptlint.model import Checkpoint, Problem
 from ckptlint.model.text import printable
-from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.frameworks import family_of
-
-
-def _alone(folder: Folder) -> Evidence | None:
-    is_file = folder.part != "" and [*folder.entries] == [folder.part]
-    return Evidence(printable(folder.part)) if is_file else None
 
 
 def _read(found: Found, look_at_files: bool) -> Checkpoint:
@@ -26,10 +19,12 @@ def _read(found: Found, look_at_files: bool) -> Checkpoint:
     family = family_of(folder.part)
     kind = f" (by its name: {family.name})" if family is not None else ""
     sentence = f"{name} is not a checkpoint that ckptlint checks{kind}"
-    problem = Problem("unsupported", name, sentence, hint=_folder_to_name(folder), blocks=True)
+    hint = _INSTEAD.get(PurePath(folder.part).suffix.lower(), "")
+    problem = Problem("unsupported", name, sentence, hint=hint, blocks=True)
     return Checkpoint(folder.display, "unsupported", problems=[problem], readable=False, metadata_file=name)
 
 
+_RESTORE = "name the folder of the checkpoint, the one that holds .metadata, *.safetensors or rank files"
 _INSTEAD = {
     ".npz": "save its arrays as safetensors to have them checked",
     ".npy": "save it as safetensors to have it checked",
@@ -37,26 +32,15 @@ _INSTEAD = {
 }
 
 
-def _folder_to_name(folder: Folder) -> str:
-    """Which folder to give instead of a file in it, or what to do with a file that belongs to no checkpoint."""
-    if (instead := _INSTEAD.get(PurePath(folder.part).suffix.lower())) is not None:
-        return instead
-    whole = None if folder.parent is None else folder.parent.sub(folder.name)
-    place = folder.display.removesuffix(folder.part).rstrip("/") or "."
-    if whole is not None and steps_of(whole):
-        return f"name the run folder, {place}, or one of the steps in it"
-    if whole is not None and components(whole):
-        return f"name the folder of the checkpoint, {place}"
-    return "name the folder of the checkpoint, the one that holds .metadata, *.safetensors or rank files"
-
-
 LAYOUTS = (
     Layout(
         kind="file",
         order=100,
         formats={"torch": "torch.save", "unsupported": "not supported"},
-        recognise=_alone,
+        recognise=lambda folder: Evidence(printable(folder.part)) if folder.is_one_file else None,
         read=_read,
         input_bytes=lambda folder: sum(folder.entries[name].size for name in folder.files_beside()),
+        looks_around=False,
+        restore={"unsupported": _RESTORE},
     ),
 )

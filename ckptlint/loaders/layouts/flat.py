@@ -6,14 +6,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ckptlint.loaders.layouts import Evidence, FixedAxes, Found, Layout
-from ckptlint.loaders.layouts.torch_files import opened_files
-from ckptlint.loaders.rank_files.sets import flat_name, flat_sets, input_bytes
+from ckptlint.loaders.readers.sets import flat_name, flat_sets, input_bytes
 from ckptlint.model import Checkpoint, Problem
 from ckptlint.model.text import join_words, printable, verb
 from ckptlint.storage.folder import Folder
 
 _POINTER = "last_checkpoint.rank_"
-_NAME = 256  # bytes of a pointer that are read
 
 
 def _evidence(folder: Folder) -> Evidence | None:
@@ -31,7 +29,7 @@ def _evidence(folder: Folder) -> Evidence | None:
 def _read(found: Found, look_at_files: bool) -> Checkpoint:
     from ckptlint.loaders.rank_files.verl import read_flat
 
-    ckpt = opened_files(found, read_flat(found.folder, look_at_files))
+    ckpt = read_flat(found.folder, look_at_files)
     return replace(ckpt, problems=[*ckpt.problems, *_pointers(found.folder)])
 
 
@@ -45,16 +43,12 @@ def _pointers(folder: Folder) -> Iterator[Problem]:
     names = [f"{_POINTER}{rank}" for rank in ranks]
     if not any(map(folder.has, names)):
         return
-    lost = [name for name in names if not folder.has(name) or not folder.has(_named(folder, name))]
+    lost = [name for name in names if not folder.has(name) or not folder.has(folder.short_text(name))]
     if lost:
         sentence = f"{join_words(lost)} {verb(len(lost), 'names')} no file that is there"
         why = "a rank that finds no name there starts anew, and the others resume"
         hint = "write the name of the rank's newest file into it"
         yield Problem("incomplete", lost[0], sentence, why=why, hint=hint, outside_checkpoint=True)
-
-
-def _named(folder: Folder, pointer: str) -> str:
-    return folder.head(pointer, _NAME).decode("utf-8", "replace").strip()
 
 
 LAYOUTS = (

@@ -8,7 +8,6 @@ from ckptlint.loaders.layouts.unsupported import backend
 from ckptlint.loaders.readers.common_state import COMMON_FILE, read_common
 from ckptlint.loaders.readers.megatron import CONFIG_FILE, read_config
 from ckptlint.loaders.readers.payload_files import file_table
-from ckptlint.loaders.run.finished import other_step
 from ckptlint.model import Checkpoint, Problem
 from ckptlint.model.text import plural, printable, verb
 from ckptlint.storage.folder import Folder
@@ -40,40 +39,34 @@ def _read(found: Found, _look_at_files: bool) -> Checkpoint:
 
 def unfinished(folder: Folder, sentence: str, file: str) -> Checkpoint:
     """A step whose save never finished: the sentence says so, `file` is the one that it lacks, "" for all."""
-    problem = Problem(
-        "incomplete",
-        file or folder.display,
-        sentence,
-        why=WRITTEN_LAST if file else "a save began this step and never wrote it",
-        hint=other_step(folder)
-        or "copy it from where it was written (a copy easily misses dot files); if it is not there either, the save "
-        "was killed: use another step",
-        blocks=True,
-    )
-    problems = [problem]
+    why = WRITTEN_LAST if file else "a save began this step and never wrote it"
+    problem = Problem("incomplete", file or folder.display, sentence, why=why, blocks=True)
     _, config_problem = read_config(folder)
-    if config_problem:
-        problems.append(config_problem)
     common, common_problems = read_common(folder, {})
     return Checkpoint(
         folder.display,
         "incomplete",
         files=file_table(folder),
         common=common,
-        problems=problems + common_problems,
+        problems=[problem, *([config_problem] if config_problem else []), *common_problems],
         readable=False,
     )
 
 
-LAYOUTS = (
-    Layout(
-        kind="incomplete",
-        order=40,
-        formats={"incomplete": "incomplete"},
-        recognise=_evidence,
-        read=_read,
-        input_bytes=lambda folder: folder.size(COMMON_FILE) if folder.has(COMMON_FILE) else 0,
-        state=lambda _folder: "unfinished",
-        marks=(COMMON_FILE,),
-    ),
+INCOMPLETE = Layout(
+    kind="incomplete",
+    order=40,
+    formats={"incomplete": "incomplete"},
+    recognise=_evidence,
+    read=_read,
+    input_bytes=lambda folder: folder.size(COMMON_FILE) if folder.has(COMMON_FILE) else 0,
+    state=lambda _folder: "unfinished",
+    marks=(COMMON_FILE,),
+    looks_around=False,
+    restore={
+        "incomplete": "copy it from where it was written (a copy easily misses dot files); if it is not there "
+        "either, the save was killed: use another step"
+    },
 )
+
+LAYOUTS = (INCOMPLETE,)

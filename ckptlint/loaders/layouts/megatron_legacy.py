@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from ckptlint.formats.torch_archive import END_SIZE
 from ckptlint.loaders.layouts import Evidence, FixedAxes, Found, Layout
-from ckptlint.loaders.layouts.torch_files import opened_files
 from ckptlint.loaders.rank_files.megatron_keys import MODEL_FILES, legacy_bytes, legacy_file, rank_folders
 from ckptlint.model import Checkpoint, StepState
 from ckptlint.storage.folder import Folder
@@ -18,7 +17,7 @@ def _evidence(folder: Folder) -> Evidence | None:
 def _read(found: Found, look_at_files: bool) -> Checkpoint:
     from ckptlint.loaders.rank_files.megatron_legacy import read_legacy
 
-    return opened_files(found, read_legacy(found.folder, look_at_files))
+    return read_legacy(found.folder, look_at_files)
 
 
 def _state(folder: Folder) -> StepState:

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from ckptlint.loaders.layouts import Evidence, Found, Layout
-from ckptlint.loaders.layouts.unsupported import unread_beside
+from ckptlint.loaders.layouts import Evidence, Layout
 from ckptlint.loaders.readers.safetensors import NUMBERED, SHARD, groups, header_bytes, read_safetensors
-from ckptlint.loaders.run.finished import unfinished_marks
-from ckptlint.loaders.run.folder import read_run
-from ckptlint.model import Checkpoint, StepState
+from ckptlint.model import StepState
 from ckptlint.model.text import printable
 from ckptlint.storage.folder import Folder
 
@@ -17,13 +12,6 @@ from ckptlint.storage.folder import Folder
 def _evidence(folder: Folder) -> Evidence | None:
     found = groups(folder)[:1]
     return Evidence(printable((found[0].files or [found[0].index])[0])) if found else None
-
-
-def _read(found: Found, look_at_files: bool) -> Checkpoint:
-    folder = found.folder
-    ckpt = read_safetensors(folder, look_at_files, is_first=bool(found.accounts_for))
-    problems = ckpt.problems + unread_beside(folder) + unfinished_marks(folder)
-    return replace(ckpt, run=read_run(folder), problems=problems)
 
 
 def _state(folder: Folder) -> StepState:
@@ -48,7 +36,7 @@ LAYOUTS = (
             "dcp-safetensors": "DCP, one safetensors file per rank",
         },
         recognise=_evidence,
-        read=_read,
+        read=lambda found, look_at_files: read_safetensors(found.folder, look_at_files, bool(found.accounts_for)),
         input_bytes=header_bytes,
         state=_state,
         marks=("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors"),

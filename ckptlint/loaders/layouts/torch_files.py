@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
-from ckptlint.loaders.layouts import Evidence, Found, Layout
-from ckptlint.loaders.layouts.unsupported import unread_beside
-from ckptlint.loaders.rank_files.sets import Sets, input_bytes, weight_sets
+from ckptlint.loaders.layouts import Evidence, Layout
 from ckptlint.loaders.readers.plain import read_weights
-from ckptlint.loaders.run.finished import unfinished_marks
-from ckptlint.loaders.run.folder import read_run
-from ckptlint.model import Checkpoint
+from ckptlint.loaders.readers.sets import Sets, input_bytes, weight_sets
 from ckptlint.model.text import printable
 from ckptlint.storage.folder import Folder
 
@@ -26,24 +21,13 @@ def set_of(sets: Sets) -> Callable[[Folder], Evidence | None]:
     return evidence
 
 
-def opened_files(found: Found, ckpt: Checkpoint) -> Checkpoint:
-    """A checkpoint of torch files with what is around it."""
-    folder = found.folder
-    problems = ckpt.problems + unread_beside(folder) + unfinished_marks(folder)
-    return replace(ckpt, run=read_run(folder), problems=problems)
-
-
-def _read(found: Found, look_at_files: bool) -> Checkpoint:
-    return opened_files(found, read_weights(found.folder, look_at_files))
-
-
 LAYOUTS = (
     Layout(
         kind="torch",
         order=85,
         formats={"torch": "torch.save"},
         recognise=set_of(weight_sets),
-        read=_read,
+        read=lambda found, look_at_files: read_weights(found.folder, look_at_files),
         input_bytes=input_bytes(weight_sets),
         marks=("pytorch_model.bin", "pytorch_model.bin.index.json"),
         describes_itself=True,

@@ -6,6 +6,7 @@ import re
 
 from ckptlint.errors import CkptlintError, NothingToCheckError
 from ckptlint.loaders.layouts import Evidence, Found, Layout, recognise
+from ckptlint.loaders.problems import of_format
 from ckptlint.loaders.rank_files.megatron_keys import is_rank_folder, legacy_file
 from ckptlint.loaders.readers.megatron import CONFIG_FILE, read_config
 from ckptlint.model import Checkpoint, Problem
@@ -15,11 +16,6 @@ from ckptlint.vocabulary.frameworks import world
 from ckptlint.vocabulary.litter import is_system_file
 
 _ZARR = "zarr (Megatron-Core <= 0.15)"
-
-
-def _hint(name: str) -> str:
-    """What to do with a format that is not checked."""
-    return next((known.hint for known in world().unread if known.name == name), "")
 
 
 def unsupported(folder: Folder) -> Evidence | None:
@@ -39,20 +35,7 @@ def unread_beside(folder: Folder) -> list[Problem]:
     other = unsupported(folder)
     if (file := legacy_file(folder)) and (found := recognise(folder)) and found.kind != "megatron-legacy":
         other = Evidence(printable(file.partition("/")[0]), "Megatron-LM legacy torch")
-    return [] if other is None else [unsupported_problem(other, outside_checkpoint=True)]
-
-
-def unsupported_problem(found: Evidence, outside_checkpoint: bool = False) -> Problem:
-    """That a format is not checked, with what to do; `outside_checkpoint` where it is next to one that is."""
-    sentence = f"{found.file} belongs to a format that ckptlint does not check: {found.name}"
-    return Problem(
-        "unsupported",
-        found.file,
-        sentence,
-        hint=_hint(found.name),
-        blocks=not outside_checkpoint,
-        outside_checkpoint=outside_checkpoint,
-    )
+    return [] if other is None else [of_format(*other, outside_checkpoint=True)]
 
 
 def backend(folder: Folder) -> str | None:
@@ -86,9 +69,8 @@ def _any(folder: Folder) -> Evidence | None:
     if (found := unsupported(folder)) is not None:
         return found
     names = [name for name in folder.files_beside() if not is_system_file(name)]
-    is_file = folder.part != "" and [*folder.entries] == [folder.part]
     for known in world().unread:
-        is_bare = is_file or not folder.folders() or _first(folder.folders(), known.folders)
+        is_bare = folder.is_one_file or not folder.folders() or _first(folder.folders(), known.folders)
         if known.alone and is_bare and (packed := _first(names, known.files)):
             return Evidence(printable(packed), known.name)
     return None
@@ -96,7 +78,7 @@ def _any(folder: Folder) -> Evidence | None:
 
 def _read(found: Found, _look_at_files: bool) -> Checkpoint:
     assert found.recognised is not None
-    problem = unsupported_problem(found.recognised.evidence)
+    problem = of_format(*found.recognised.evidence)
     return Checkpoint(found.folder.display, "unsupported", problems=[problem], readable=False)
 
 
@@ -108,6 +90,7 @@ LAYOUTS = tuple(
         recognise=recognised,
         read=_read,
         input_bytes=lambda _folder: 0,
+        looks_around=False,
     )
     for order, recognised in ((30, _paddle), (90, _any))
 )

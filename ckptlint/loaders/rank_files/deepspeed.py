@@ -11,7 +11,7 @@ from typing import Any
 from ckptlint.loaders.rank_files.deepspeed_files import Source, Tag, dict_of, read_tag, shapes_of
 from ckptlint.loaders.rank_files.deepspeed_grid import STRUCTURE, Facts, expected, facts_of, note, trainer_claim
 from ckptlint.loaders.rank_files.deepspeed_groups import EXPERT, Cut, flat_groups, owner_of
-from ckptlint.loaders.rank_files.onto import Columns
+from ckptlint.loaders.readers.torch_files import Columns
 from ckptlint.model import Checkpoint, Misfit, RankFile
 from ckptlint.model.stored import StoredTensor
 from ckptlint.model.text import first_names, printable, ranges

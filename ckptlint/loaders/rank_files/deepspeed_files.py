@@ -10,9 +10,9 @@ from typing import Any
 
 from ckptlint.dataclass import dataclass
 from ckptlint.formats.torch_file import number_in, ranges_of
-from ckptlint.loaders.rank_files.onto import OpenedFile, SetFiles, is_dict
-from ckptlint.loaders.rank_files.sets import file_of
 from ckptlint.loaders.rank_files.statements import Statements, checksums
+from ckptlint.loaders.readers.sets import file_of
+from ckptlint.loaders.readers.torch_files import OpenedFile, SetFiles, is_dict
 from ckptlint.model.stored import StoredTensor
 from ckptlint.model.text import printable
 from ckptlint.storage.folder import Folder

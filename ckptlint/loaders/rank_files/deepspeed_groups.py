@@ -22,7 +22,7 @@ from ckptlint.loaders.rank_files.deepspeed_files import (
     partition_counts,
     shapes_of,
 )
-from ckptlint.loaders.rank_files.onto import Columns
+from ckptlint.loaders.readers.torch_files import Columns
 from ckptlint.model.ranks.flat_groups import FlatGroup, FlatPart, Shapes
 from ckptlint.model.stored import StoredTensor
 

@@ -13,7 +13,7 @@ from ckptlint.formats.torch_file import TorchFile, number_in, ranges_of
 from ckptlint.loaders.rank_files.deepspeed import add_model, assembled
 from ckptlint.loaders.rank_files.deepspeed_files import Tag, read_tag, shapes_of
 from ckptlint.loaders.rank_files.deepspeed_grid import facts_of, note
-from ckptlint.loaders.rank_files.onto import Columns
+from ckptlint.loaders.readers.torch_files import Columns
 from ckptlint.model import Checkpoint, Misfit, Problem, RankFile
 from ckptlint.model.stored import StoredTensor
 from ckptlint.model.text import printable

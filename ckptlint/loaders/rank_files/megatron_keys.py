@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from ckptlint.dataclass import dataclass
 from ckptlint.errors import LimitError
-from ckptlint.loaders.rank_files.sets import PICKLE_SHARE
+from ckptlint.loaders.readers.sets import PICKLE_SHARE
 from ckptlint.model.facts import fact
 from ckptlint.model.stored import StoredTensor
 from ckptlint.storage.folder import Folder

@@ -40,10 +40,10 @@ from ckptlint.loaders.rank_files.megatron_keys import (
     with_global_expert,
     with_layer,
 )
-from ckptlint.loaders.rank_files.onto import Columns, OpenedFile, SetFiles, is_dict
 from ckptlint.loaders.rank_files.statements import Statements, checksum, checksums
 from ckptlint.loaders.readers.common_state import read_configs
 from ckptlint.loaders.readers.plain import walked
+from ckptlint.loaders.readers.torch_files import Columns, OpenedFile, SetFiles, is_dict
 from ckptlint.model import Checkpoint, CommonState, Misfit, Problem, RankFile, empty_objects
 from ckptlint.model.cover import Shape
 from ckptlint.model.stored import StoredTensor

@@ -22,12 +22,11 @@ from ckptlint.errors import LimitError
 from ckptlint.formats.torch_file import number_in, ranges_of
 from ckptlint.loaders.json_file import read_json
 from ckptlint.loaders.optimizer_state import optimizer_file
-from ckptlint.loaders.rank_files.onto import Columns, OpenedFile, SetFiles, is_dict, read_file
-from ckptlint.loaders.rank_files.sets import FileSet, flat_name, flat_sets, verl_name, verl_sets
 from ckptlint.loaders.rank_files.statements import Statements, checksum, checksums
 from ckptlint.loaders.readers.common_state import read_configs
 from ckptlint.loaders.readers.plain import state_of
-from ckptlint.loaders.run.folder import read_run
+from ckptlint.loaders.readers.sets import FileSet, flat_name, flat_sets, verl_name, verl_sets
+from ckptlint.loaders.readers.torch_files import Columns, OpenedFile, SetFiles, is_dict, read_file
 from ckptlint.model import Checkpoint, Misfit, Problem, RankFile, RankFileSet, StepFile, empty_objects
 from ckptlint.model.cover import Shape
 from ckptlint.model.facts import fact
@@ -71,7 +70,7 @@ def read_verl(folder: Folder, look_at_files: bool) -> Checkpoint:
     files.problems += _leftovers(sets, own) + _beyond(folder)
     grid = {f"the world size {world} in the names of the files": _expected(folder, own, world)}
     rank_files = reading.statements.of(files.files, grid)
-    return replace(_checkpoint(files, reading, rank_files), format="verl", run=read_run(folder))
+    return replace(_checkpoint(files, reading, rank_files), format="verl")
 
 
 def read_flat(folder: Folder, look_at_files: bool) -> Checkpoint:

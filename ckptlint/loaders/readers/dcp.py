@@ -10,9 +10,7 @@ from ckptlint.errors import LimitError, UnreadableError
 from ckptlint.formats.pickles.columns import WORTHWHILE
 from ckptlint.formats.pickles.rows import Buffer
 from ckptlint.formats.pickles.safe_pickle import SIZE_LIMIT, Node, Opaque, Unpickled, read_metadata
-from ckptlint.loaders.layouts import Evidence, Found
-from ckptlint.loaders.layouts.unsupported import unread_beside, unsupported_problem
-from ckptlint.loaders.problems import from_error, from_refusals
+from ckptlint.loaders.problems import from_error, from_refusals, of_format
 from ckptlint.loaders.readers.common_state import (
     COMMON_ENTRY,
     OWN_ENTRIES,
@@ -32,11 +30,9 @@ from ckptlint.loaders.readers.megatron import (
     split_objects,
 )
 from ckptlint.loaders.readers.payload_files import file_table, hollow_files, payload_files
+from ckptlint.loaders.readers.rank_metadata import leftover_files, lost_ranks, rank_files, unsafe_leftovers
 from ckptlint.loaders.readers.save_plans import read_plans
-from ckptlint.loaders.run.finished import other_step, unfinished_marks
-from ckptlint.loaders.run.folder import read_run, read_train_state
-from ckptlint.loaders.run.step_files import leftover_files, lost_ranks, rank_files
-from ckptlint.model import Checkpoint, Declared, FileTable, Problem, RunFolder
+from ckptlint.model import Checkpoint, Declared, Problem
 from ckptlint.storage.folder import Folder
 from ckptlint.storage.paths import is_safe
 from ckptlint.vocabulary.frameworks import counts_moments, is_counter
@@ -47,10 +43,9 @@ _MOMENTS = 16  # parameters of an optimizer whose steps are read
 _RENAMED = "the writer renames a finished file into place, so an interrupted copy or a full disk truncated it"
 _OTHER_CONTENT = "torch reads a pickle there, so another program wrote this file or a copy replaced it"
 _BYTECHECKPOINT = "bytecheckpoint."
-_RESTORE = "restore .metadata from where it was written, or use another step"
 
 
-def read_dcp(found: Found, look_at_files: bool) -> Checkpoint:
+def read_dcp(folder: Folder, look_at_files: bool) -> Checkpoint:
     """The checkpoint that `.metadata` describes, or the metadata of all ranks.
 
     Args:
@@ -59,14 +54,14 @@ def read_dcp(found: Found, look_at_files: bool) -> Checkpoint:
     Raises:
         AccessError: the operating system refused a read.
     """
-    folder, is_whole = found.folder, METADATA in found.folder.entries
+    is_whole = METADATA in folder.entries
     problems: list[Problem] = []
-    names = [METADATA] if is_whole else rank_files(folder)
+    names = [METADATA] if is_whole else [*rank_files(folder)]
     unpickled = [(name, _read_metadata(folder, name, problems)) for name in names]
     roots = [part.root for _, part in unpickled if part is not None and part.root is not None]
     label = METADATA if is_whole else f"{names[0]} .. {names[-1]}"
     if roots and isinstance(roots[0], Opaque) and roots[0].module.startswith(_BYTECHECKPOINT):
-        problems.append(unsupported_problem(Evidence(METADATA, "ByteCheckpoint")))
+        problems.append(of_format(METADATA, "ByteCheckpoint"))
         return Checkpoint(folder.display, "unsupported", problems=problems, readable=False)
     described: Description | None = None
     if roots:
@@ -76,9 +71,7 @@ def read_dcp(found: Found, look_at_files: bool) -> Checkpoint:
             if not problems:  # a refused root was reported already
                 problems.append(from_error(error, label, blocks=True))
     if described is None:
-        problems = [replace(p, blocks=True, hint=p.hint or other_step(folder) or _RESTORE) for p in problems]
-        if any(p.kind == "unreadable" for p in problems):
-            problems += unread_beside(folder)
+        problems = [replace(problem, blocks=True) for problem in problems]
         return Checkpoint(
             folder.display, "dcp", problems=problems, readable=False, metadata_file=label, files=file_table(folder)
         )
@@ -107,9 +100,9 @@ def _assemble(
         format_ = "dcp-per-rank"
         partial, lost = lost_ranks(folder)
         problems += lost
-    if is_whole:
-        problems += _unsafe_beside(folder)
-    problems += unread_beside(folder) + leftover_files(folder) + unfinished_marks(folder)
+    else:
+        problems += unsafe_leftovers(folder)
+    problems += leftover_files(folder)
     common, common_problems = read_common(folder, _locations(described, {COMMON_ENTRY, *OWN_ENTRIES}))
     values, object_problems = read_objects(folder, _locations(described, describing_objects(objects)))
     problems += common_problems + object_problems
@@ -125,12 +118,12 @@ def _assemble(
     plans = read_plans(described.extras.get("all_local_plans"))
     files, locates = payload_files(folder, described, look_at_files)
     problems += hollow_files(folder, files) if look_at_files else []
+    unchecked = int(files.are("unchecked").sum()) if look_at_files else 0
+    sizes = f"the server does not give the size of {unchecked} of {len(files)} payload files" if unchecked else ""
     declared, model_config, config_problems = read_configs(folder, common)
     if isinstance(backend := config.get("sharded_backend"), str):
         declared["sharded_backend"] = Declared(backend, CONFIG_FILE)
-    saved, state_problems = read_train_state(folder)
-    problems += config_problems + state_problems
-    run = read_run(folder)
+    problems += config_problems
     ranks = {int(match[1]) for path in described.paths if (match := PAYLOAD_RANK.search(path))}
     return Checkpoint(
         path=folder.display,
@@ -146,22 +139,14 @@ def _assemble(
         declared=declared,
         config=model_config,
         object_values=values,
-        run=None if run is None else replace(run, saved=saved),
         claims=claims,
         topology=read_topology(declared, objects, plans, ranks),
         problems=problems,
         partial=partial,
         locates_bytes=locates,
         metadata_file=label,
-        unseen=_unseen(folder, run, files if look_at_files else FileTable.of([])),
+        unseen=tuple(sentence for sentence in (folder.unseen, sizes) if sentence),
     )
-
-
-def _unseen(folder: Folder, run: RunFolder | None, files: FileTable) -> tuple[str, ...]:
-    """What could not be looked at and would be no finding if it could."""
-    unchecked = int(files.are("unchecked").sum())
-    sizes = f"the server does not give the size of {unchecked} of {len(files)} payload files" if unchecked else ""
-    return tuple(sentence for sentence in (folder.unseen, run.unseen if run else "", sizes) if sentence)
 
 
 def _read_metadata(folder: Folder, name: str, problems: list[Problem]) -> Unpickled | None:
@@ -190,21 +175,6 @@ def _content(folder: Folder, name: str) -> bytes | Buffer:
         return folder.read(name, SIZE_LIMIT)
     buffer = Buffer(folder.blocks(name), size + 1)
     return buffer if buffer.end <= size else folder.read(name, SIZE_LIMIT)  # it was written anew meanwhile
-
-
-def _unsafe_beside(folder: Folder) -> list[Problem]:
-    """What the metadata of single ranks asks for: torch reads it where `.metadata` is lost.
-
-    One that cannot be read describes nothing, and is the note of a file that belongs to another save.
-    """
-    problems = []
-    for name in rank_files(folder):
-        try:
-            found = read_metadata(folder.read(name, SIZE_LIMIT))
-        except UnreadableError:
-            continue
-        problems += [replace(problem, blocks=False) for problem in from_refusals(found, name)]
-    return problems
 
 
 def _locations(described: Description, wanted: set[str], of_tensors: bool = False) -> dict[str, StoragePlace]:

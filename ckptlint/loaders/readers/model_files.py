@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from ckptlint.dataclass import dataclass
 from ckptlint.errors import UnreadableError
@@ -97,22 +98,29 @@ def read_index(folder: Folder, index: str, problems: list[Problem]) -> tuple[dic
     if not index:
         return None, None
     try:
-        document = json_object(folder.read(index, HEADER_LIMIT))
-        places = document.get("weight_map")
-        if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
-            raise UnreadableError("has no weight_map from names to files")
-        for name in places:
-            checked_key(name)
+        places, about = weight_map(folder, index)
     except UnreadableError as error:
         why = "loaders use it to find the file of each key"
         hint = "write the index again from the headers of the files"
         problems.append(from_error(error, printable(index), why=why, hint=hint))
         return None, None
-    about = document.get("metadata")
     total = about.get("total_size") if isinstance(about, dict) else None
     if isinstance(total, float) and total.is_integer():  # transformers wrote it so for some years
         total = int(total)
     return places, total if is_size(total) else None
+
+
+def weight_map(folder: Folder, index: str) -> tuple[dict[str, str], Any]:
+    """Raw key -> raw file name, and what an index says of itself.
+
+    Raises:
+        UnreadableError: it is no index; the message goes behind its name.
+    """
+    document = json_object(folder.read(index, HEADER_LIMIT))
+    places = document.get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+        raise UnreadableError("has no weight_map from names to files")
+    return {checked_key(name): file for name, file in places.items()}, document.get("metadata")
 
 
 def is_stale(folder: Folder, files: Sequence[str], places: Mapping[str, str] | None) -> bool:

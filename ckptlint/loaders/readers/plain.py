@@ -14,10 +14,10 @@ from ckptlint.errors import ForeignError, LimitError, UnreadableError
 from ckptlint.formats.pickles.safe_pickle import Opaque
 from ckptlint.formats.torch_file import TorchFile, read_torch_file
 from ckptlint.loaders.optimizer_state import optimizer_file
-from ckptlint.loaders.rank_files.onto import Columns, damaged, read_file
-from ckptlint.loaders.rank_files.sets import PICKLE_SHARE, FileSet, weight_sets
 from ckptlint.loaders.readers.common_state import read_configs
 from ckptlint.loaders.readers.model_files import read_set
+from ckptlint.loaders.readers.sets import PICKLE_SHARE, FileSet, weight_sets
+from ckptlint.loaders.readers.torch_files import Columns, damaged, read_file
 from ckptlint.model import (
     Checkpoint,
     Problem,

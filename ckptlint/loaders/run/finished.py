@@ -9,11 +9,11 @@ from itertools import islice
 from typing import Any
 
 from ckptlint.errors import CkptlintError
-from ckptlint.loaders.bare_parts import CONFIG, bare_parts
 from ckptlint.loaders.json_file import read_json
 from ckptlint.loaders.layouts import recognise
 from ckptlint.loaders.readers.common_state import COMMON_FILE
 from ckptlint.loaders.readers.megatron import CONFIG_FILE
+from ckptlint.loaders.run.bare_parts import CONFIG, bare_parts
 from ckptlint.loaders.run.steps import older_steps, steps_of, sub_folder
 from ckptlint.model import AxisSize, Problem, StepState
 from ckptlint.model.text import join_words, printable
@@ -38,7 +38,6 @@ _NUMBERS = re.compile(r"\d+")
 _SHARDED = re.compile(r"-\d+-of-\d+(?=\.\w+$)|\.index\.json$")
 _INVENTORY_LIMIT = 1024**2
 _MOST_RANKS = 2**31
-_TRACKED = 256  # bytes of a tracker
 
 
 def step_state(step: Folder, levels: int = _LEVELS) -> StepState:
@@ -106,9 +105,7 @@ def missing_parts(folder: Folder) -> list[Problem]:
             )
         )
     for tracker in world().trackers if step_number(folder.name) is not None else ():
-        named = (
-            folder.head(tracker.file, _TRACKED).decode("utf-8", "replace").strip() if folder.has(tracker.file) else ""
-        )
+        named = folder.short_text(tracker.file) if folder.has(tracker.file) else ""
         if tracker.holds == "folder" and step_number(named) is not None and named not in folder.folders():
             sentence = f"{tracker.file} names {printable(named)}, and no such folder is in the step"
             why = "a resume of the engine looks for its optimizer and its weights there"
@@ -204,7 +201,7 @@ def _is_config(path: str) -> bool:
 def _lacking(folder: Folder) -> Iterator[tuple[str, str, str]]:
     """(what is missing, where that is known from as a sentence, why that matters)."""
     for known in world().inventories:
-        if [*folder.entries] == [folder.part] or not known.only.fullmatch(folder.name):
+        if folder.is_one_file or not known.only.fullmatch(folder.name):
             continue  # of a file that is named by itself nothing else is in view
         if known.file in folder.entries.strange or known.file in folder.folders():
             continue  # reported with the step's files

@@ -20,7 +20,6 @@ from ckptlint.vocabulary.frameworks import Holds, Tracker, is_part, step_number,
 
 _UNSEEN = "ckptlint did not look at the other steps of its run and their tracker"
 
-_TRACKED = 256  # bytes of a tracker that are read
 _LEVELS = 5  # folders between a part and its step: NeMo-RL's step_N/policy/weights/iter_0000000
 
 
@@ -167,7 +166,7 @@ def read_trackers(parent: Folder) -> Iterator[tuple[Tracker, int | Literal["rele
         if tracker.holds == "train state":
             yield tracker, read_train_state(parent, name)[0], ""
             continue
-        text = parent.head(name, _TRACKED).decode("utf-8", "replace").strip()
+        text = parent.short_text(name)
         if text == "release":
             yield tracker, "release", text
         elif tracker.holds == "folder":
@@ -176,10 +175,7 @@ def read_trackers(parent: Folder) -> Iterator[tuple[Tracker, int | Literal["rele
             yield tracker, int(text) if re.fullmatch(r"[0-9]{1,18}", text) else None, text
 
 
-TRAIN_STATE = "train_state.pt"
-
-
-def read_train_state(folder: Folder, name: str = TRAIN_STATE) -> tuple[int | None, list[Problem]]:
+def read_train_state(folder: Folder, name: str) -> tuple[int | None, list[Problem]]:
     """The step that a train state holds, None where there is none, and what stood in the way of reading it.
 
     Source:

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import count, groupby, islice
+from itertools import groupby, islice
 from os.path import relpath
 from typing import Any
 
@@ -27,7 +27,6 @@ from ckptlint.loaders.readers.megatron import CONFIG_FILE
 from ckptlint.loaders.run.finished import missing_parts, stated_world
 from ckptlint.loaders.run.steps import is_alike, steps_of, sub_folder
 from ckptlint.model import Checkpoint, Problem, StepFile, StepFileState
-from ckptlint.model.lost_files import by_node
 from ckptlint.model.text import first_few, plural, printable, verb
 from ckptlint.sandbox import isolated
 from ckptlint.storage.folder import READABLE, Folder
@@ -43,7 +42,7 @@ from ckptlint.vocabulary.frameworks import (
     steps_like,
 )
 from ckptlint.vocabulary.litter import is_system_file
-from ckptlint.vocabulary.metadata_files import METADATA, PAYLOAD_RANK, RANK_METADATA, UNFINISHED_METADATA
+from ckptlint.vocabulary.metadata_files import METADATA, RANK_METADATA
 
 _PLAIN_LIMIT = 64 * 1024**2
 _BYTES_LIMIT = 4 * 1024**3  # that are read of all these files together
@@ -53,8 +52,6 @@ _ZIP_END = 2**17  # bytes in which every reader looks for the end record of a zi
 _HEADS = {True: 2**14, False: 2**8}  # files of a step whose first bytes are looked at, near and over a network
 _FOLDERS = {True: 2**10, False: 2**5}  # that are listed below those whose files are reported one by one
 _SHOWN = 8
-_LISTED = 2**16
-_APART = 2.0  # seconds between the files of one save and those of a later one, at least
 _MOMENTS = 64  # parameters of an optimizer whose steps are read
 _RESUME = "a resume from this step reads it"
 _AGAIN = "copy it again from where it was written, or use another step"
@@ -476,61 +473,3 @@ def _moments_step(item: _File, found: TorchFile) -> int | None:
     states = (own.get("step") for own in found.root["state"].values() if isinstance(own, dict))
     numbers = [number_in(ranges_of(item.folder, item.name), found, step) for step in islice(states, _MOMENTS)]
     return max((number for number in numbers if number is not None), default=None)
-
-
-# ---------------------------------------------------------------- what is missing, and what else is there
-
-
-def rank_files(folder: Folder) -> list[str]:
-    numbered = {name: int(match[1]) for name in folder.files_beside() if (match := RANK_METADATA.fullmatch(name))}
-    return sorted(numbered, key=lambda name: numbered[name])
-
-
-def lost_ranks(folder: Folder) -> tuple[str, list[Problem]]:
-    """Why per-rank metadata is partial ("" when it is whole) and the problem to report for it."""
-    present = {int(m[1]) for name in folder.files_beside() if (m := RANK_METADATA.fullmatch(name))}
-    payload = {int(m[1]) for name in folder.files() if (m := PAYLOAD_RANK.fullmatch(name))}
-    lost = max(present | payload) + 1 - len(present)
-    if not lost:
-        return "", []
-    ranks = islice((rank for rank in count() if rank not in present), min(lost, _LISTED))
-    missing = {f"__{rank}.metadata": rank for rank in ranks}
-    names = first_few([*missing], _SHOWN)
-    problem = Problem(
-        "incomplete",
-        names,
-        f"{names} {verb(lost, 'is')} missing; {plural(len(present), 'other rank')} wrote "
-        f"{'its own' if len(present) == 1 else 'their own'}",
-        why="with use_collectives=False each rank describes only its own chunks, so the chunks of these ranks are lost",
-        hint="copy the files again from the node of these ranks, or go back to a complete step",
-        lost_files=by_node(missing, present),
-    )
-    return f"the metadata of {lost:,} of {lost + len(present):,} ranks is missing", [problem]
-
-
-def leftover_files(folder: Folder) -> list[Problem]:
-    entries, problems = folder.entries, []
-    temporary = UNFINISHED_METADATA
-    if temporary in entries and METADATA in entries and entries[temporary].mtime > entries[METADATA].mtime:
-        sentence = f"{temporary} is newer than {METADATA}: a later save into this folder never finished"
-        is_young = entries.mtime > entries[METADATA].mtime + _APART
-        if is_young.any():
-            why = f"its payload files replaced {'all' if is_young.all() else 'some'} of those that {METADATA} describes"
-            hint = "use another step, or save again into an empty folder"
-            # all of one save: torch loads them, if the layout stayed what it was
-            problem = Problem(
-                "incomplete", temporary, sentence, why=why, hint=hint, outside_checkpoint=bool(is_young.all())
-            )
-        else:
-            why = f"it replaced no payload file, so what {METADATA} describes is still there"
-            problem = Problem("note", temporary, sentence, why=why)
-        problems.append(problem)
-    if METADATA in entries and (others := [name for name in entries.others if RANK_METADATA.fullmatch(name)]):
-        name = others[0]
-        problems.append(Problem("note", name, f"{name} lies beside {METADATA} and belongs to another save"))
-    for name in (METADATA, COMMON_FILE):
-        if folder.has(name) and folder.stat(name)[0] == "link-outside":
-            sentence = f"{name} is a link to a file outside the checkpoint"
-            why = "in a model cache that is normal; elsewhere it may describe another checkpoint"
-            problems.append(Problem("note", name, sentence, why=why))
-    return problems

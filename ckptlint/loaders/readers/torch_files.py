@@ -11,9 +11,7 @@ import numpy as np
 from ckptlint.dataclass import dataclass
 from ckptlint.errors import LimitError, ScriptError, UnreadableError
 from ckptlint.formats.torch_file import Storage, TorchFile, read_torch_file, record_content
-from ckptlint.loaders.layouts import Evidence
-from ckptlint.loaders.layouts.unsupported import unsupported_problem
-from ckptlint.loaders.problems import from_error, from_refusals
+from ckptlint.loaders.problems import from_error, from_refusals, of_format
 from ckptlint.loaders.readers.model_files import looked_at
 from ckptlint.loaders.readers.rows import Row, tables
 from ckptlint.model import (
@@ -180,7 +178,7 @@ def read_file(folder: Folder, name: str, problems: list[Problem]) -> TorchFile |
         problems.append(from_error(error, label))
         return None
     except ScriptError:
-        problems.append(unsupported_problem(Evidence(label, "TorchScript")))
+        problems.append(of_format(label, "TorchScript"))
         return None
     except UnreadableError as error:
         problems.append(damaged(label, f"{label} {error}", error.position))
