@@ -3,11 +3,10 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ckptlint.analysis.ranks.numbered_files import is_one_of_several
-from ckptlint.dataclass import dataclass
 from ckptlint.model import Checkpoint, RunFolder, StepClaim, StepFile
 from ckptlint.model.text import first_names, join_words
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule

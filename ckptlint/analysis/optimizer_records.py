@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from ckptlint.analysis.inventory import inventory_of, optimizer_parts
-from ckptlint.dataclass import dataclass
 from ckptlint.model import Checkpoint, ShardedObject, Tensor
 from ckptlint.model.facts import fact
 from ckptlint.vocabulary.keys import parse

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from ckptlint.analysis.inventory import Param, inventory_of
-from ckptlint.dataclass import dataclass
 from ckptlint.model import AxisSize, Checkpoint, Declared
 from ckptlint.model.facts import fact
 from ckptlint.vocabulary.config_fields import read_declared

@@ -13,8 +13,8 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from ckptlint.dataclass import dataclass
 from ckptlint.errors import ForeignError, LimitError, ScriptError, UnreadableError
 from ckptlint.model.text import printable
 

@@ -6,10 +6,10 @@ import fnmatch
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckptlint.dataclass import dataclass
 from ckptlint.errors import ConfigError
 from ckptlint.lint.engine import report_unused
 from ckptlint.lint.report import CheckpointReport, Diagnostic, Ignored

@@ -6,13 +6,12 @@ of a few sorts; only what fails is searched for its holes and overlaps (`cover`)
 
 from __future__ import annotations
 
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 
 import numpy as np
 
-from ckptlint.dataclass import dataclass
 from ckptlint.model.cover import BoolArray as BoolArray
 from ckptlint.model.cover import Budget, Span, cover
 from ckptlint.model.cover import IntArray as IntArray

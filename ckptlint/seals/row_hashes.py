@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator
-from dataclasses import field, fields
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from math import prod
 from threading import Lock, local
@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ckptlint.dataclass import dataclass
 from ckptlint.model.cover import Shape
 from ckptlint.seals.digests import GOLD, MASK, Elements, Words, finalise, mix
 from ckptlint.vocabulary.dtypes import ENCODINGS, ITEM_BITS

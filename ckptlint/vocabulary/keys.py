@@ -10,10 +10,10 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from ckptlint.dataclass import dataclass
 from ckptlint.model.text import NUMBER
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from ckptlint.dataclass import dataclass
 from ckptlint.geometry.chunk_graph import coordinates, ranks_of_files
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.facts import fact

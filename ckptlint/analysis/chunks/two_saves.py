@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 import time
 from collections import defaultdict
+from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
 
-from ckptlint.dataclass import dataclass
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.facts import fact
 from ckptlint.model.layout import ChunkLayout, Coverage, IntArray, distinct

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import lru_cache
 from math import prod
@@ -17,7 +17,6 @@ from ckptlint.analysis.quantised import quantisation
 from ckptlint.analysis.trusted_config import Contradiction, contradictions
 from ckptlint.architecture import huggingface, megatron, mistral
 from ckptlint.architecture.expected import Expected, ExpectedTensor, NoTable
-from ckptlint.dataclass import dataclass
 from ckptlint.model import Checkpoint, Declared, Tensor
 from ckptlint.model.cover import Shape
 from ckptlint.model.facts import fact

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 
 from ckptlint.architecture.expected import Expected
-from ckptlint.dataclass import dataclass
 from ckptlint.vocabulary.keys import WRAPPING, role
 
 INNER_WORDS = WRAPPING | {"_forward_module"}

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import reduce
 from math import gcd, inf, prod
 from typing import Literal
 
 from ckptlint.analysis.trusted_config import contradictions, main_params, number, trusted
-from ckptlint.dataclass import dataclass
 from ckptlint.model import AxisSize, Checkpoint, StepFile
 from ckptlint.model.facts import fact
 from ckptlint.vocabulary.frameworks import family_of, may_be_pickle, number_of, step_number, world

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
-from ckptlint.dataclass import dataclass
 from ckptlint.model import SavePlans
 from ckptlint.model.layout import distinct
 

@@ -11,11 +11,11 @@ import re
 import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from ckptlint.dataclass import dataclass
 from ckptlint.vocabulary.strict_toml import own_file
 
 CALLS_FILE = "calls.toml"

@@ -11,9 +11,9 @@ import pickle
 import pickletools
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
-from ckptlint.dataclass import dataclass
 from ckptlint.formats.pickles.names import Pair
 from ckptlint.formats.pickles.stand_ins import Fault, StandIns
 from ckptlint.model.text import printable

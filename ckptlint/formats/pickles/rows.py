@@ -15,12 +15,12 @@ import io
 import mmap
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from ckptlint.dataclass import dataclass
 from ckptlint.model.layout import IntArray
 from ckptlint.progress import advance
 

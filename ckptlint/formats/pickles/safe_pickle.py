@@ -22,11 +22,10 @@ import pickletools
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
-from ckptlint.dataclass import dataclass
 from ckptlint.errors import GIT_LFS_POINTER, ForeignError, LimitError, OwnFileError, UnreadableError
 from ckptlint.formats.pickles import names
 from ckptlint.formats.pickles.columns import (
