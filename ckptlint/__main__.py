@@ -41,6 +41,8 @@ def main() -> None:
             _stop("there is not enough memory, or there are too many threads")
         sys.excepthook(*sys.exc_info())
         _stop("this is a mistake in ckptlint or its installation, please report it")
+    finally:
+        gc.freeze()  # else Python searches every module for garbage before it ends
 
 
 def _open_standard_streams() -> None:

@@ -10,7 +10,6 @@ from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any
 
-from ckptlint.architecture.expressions import ExpressionError, parse_expression, whole
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.facts import fact
 from ckptlint.vocabulary.config_fields import QUANTISATION
@@ -265,6 +264,8 @@ def in_other_blocks(weights: list[QuantisedWeight]) -> Iterator[tuple[QuantisedW
 
 def _size(text: str, own: Mapping[str, Any]) -> int | None:
     """The value of an expression; None where a size in it is not known."""
+    from ckptlint.architecture.expressions import ExpressionError, parse_expression, whole
+
     try:
         return whole(parse_expression(text), own)
     except ExpressionError:

@@ -10,13 +10,11 @@ from fractions import Fraction
 from functools import lru_cache
 from math import prod
 from pathlib import PurePath
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckptlint.analysis.fit.pairing import Pairing, best_pairing
 from ckptlint.analysis.quantised import quantisation
 from ckptlint.analysis.trusted_config import Contradiction, contradictions
-from ckptlint.architecture import huggingface, megatron, mistral
-from ckptlint.architecture.expected import Expected, ExpectedTensor, NoTable
 from ckptlint.model import Checkpoint, Declared, Tensor
 from ckptlint.model.cover import Shape
 from ckptlint.model.facts import fact
@@ -26,6 +24,9 @@ from ckptlint.vocabulary.config_fields import ADAPTER_CONFIG, MISTRAL_CONFIG, QU
 from ckptlint.vocabulary.dtypes import FLOATS, ITEM_BITS
 from ckptlint.vocabulary.keys import COMPUTED, COPIES, is_adapter, parse, role
 from ckptlint.vocabulary.schemes import quantised_weight
+
+if TYPE_CHECKING:
+    from ckptlint.architecture.expected import Expected, ExpectedTensor
 
 _LABELS = frozenset({"id2label"})  # of a classifier, which says itself how many it has
 _FIELD = re.compile(r"[A-Za-z_][\w.]*")
@@ -196,6 +197,9 @@ def expectations(ckpt: Checkpoint) -> tuple[Expected, ...] | str:
     """What the configuration of a checkpoint implies, in each naming; or why that is not known."""
     if ckpt.config is None:
         return "no configuration of a model lies beside these tensors"
+    from ckptlint.architecture import huggingface, megatron, mistral
+    from ckptlint.architecture.expected import NoTable
+
     values, source = ckpt.config.values, ckpt.config.file
     try:
         most = max(_FEW, _MORE * len(ckpt.tensors))  # more is another model's
