@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 _LEAST_MEMORY = 192 * 1024**2
 """Bytes of address space; where numpy gets less to load, OpenBLAS ends the process with exit 1."""
-_NEW_OBJECTS = 20_000
-"""How many there are before the next search for garbage; modules make more than that, and none of it is garbage."""
+_NEW_OBJECTS = 100_000
+"""How many there are before the next search for garbage; a start makes fewer, and none of it is garbage."""
 
 
 def main() -> None:
