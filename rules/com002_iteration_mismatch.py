@@ -3,8 +3,8 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
+from typing import Literal, NamedTuple
 
 from ckptlint.analysis.ranks.numbered_files import is_one_of_several
 from ckptlint.model import Checkpoint, RunFolder, StepClaim, StepFile
@@ -124,8 +124,7 @@ def _numbers(run: RunFolder, stored: int | None) -> tuple[Note, ...]:
 # ---------------------------------------------------------------- what counts steps
 
 
-@dataclass(frozen=True, slots=True)
-class _Counter:
+class _Counter(NamedTuple):
     """A number in the step that counts steps.
 
     Attributes:

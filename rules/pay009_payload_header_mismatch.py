@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,8 +17,7 @@ from ckptlint.vocabulary.dtypes import ITEM_BITS, loses, nbytes
 _PACKED = 2
 
 
-@dataclass(frozen=True, slots=True)
-class _Mismatch:
+class _Mismatch(NamedTuple):
     """A chunk whose record says something else.
 
     Attributes:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.facts import fact
@@ -27,8 +27,7 @@ _CACHE_BITS = {"fp8": 8, "int8": 8, "nvfp4": 4}  # nvidia-modelopt 0.47: kv_cach
 _UNFINISHED = ("initialized", "calibration", "frozen")  # compressed-tensors 0.20: weights are not compressed yet
 
 
-@dataclass(frozen=True, slots=True)
-class Declaration:
+class Declaration(NamedTuple):
     """What the configuration says of the quantisation.
 
     Attributes:

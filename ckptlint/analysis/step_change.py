@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from ckptlint.analysis.inventory import optimizer_parts, split_state
 from ckptlint.model import Checkpoint
@@ -28,8 +27,7 @@ ChangeKind = Literal["gone", "new", "shape", "dtype", "cut"]
 _CORE = ("embedding", "output", "norm")
 
 
-@dataclass(frozen=True, slots=True)
-class StoredKey:
+class StoredKey(NamedTuple):
     """What is under a key.
 
     Attributes:
@@ -51,8 +49,7 @@ class StoredKey:
         return f"{self.dtype} {shape_text(self.shape)}" if self.is_tensor else self.dtype
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
+class Change(NamedTuple):
     """Keys of one role that changed alike.
 
     Attributes:

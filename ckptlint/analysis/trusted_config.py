@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ckptlint.analysis.inventory import Param, inventory_of
 from ckptlint.model import AxisSize, Checkpoint, Declared
@@ -40,8 +40,7 @@ FINAL_NORMS = frozenset({"final_layernorm", "final_norm", "ln_f", "norm"})
 """Names of the norm after the last layer."""
 
 
-@dataclass(frozen=True, slots=True)
-class Contradiction:
+class Contradiction(NamedTuple):
     """A declared value and what is stored instead.
 
     Attributes:
@@ -56,8 +55,7 @@ class Contradiction:
     shown_by: str
 
 
-@dataclass(frozen=True, slots=True)
-class LayerCount:
+class LayerCount(NamedTuple):
     """The layers of one block beside the declared number.
 
     Attributes:

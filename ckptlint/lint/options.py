@@ -5,14 +5,13 @@ from __future__ import annotations
 import builtins
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from ckptlint.depth import Depth
 from ckptlint.errors import ConfigError
 
 
-@dataclass(frozen=True, slots=True)
-class ReportFormat:
+class ReportFormat(NamedTuple):
     """One format of a report.
 
     Attributes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +21,7 @@ from ckptlint.model.reference import AxisSize, Declared, ModelConfig, Reference,
 from ckptlint.model.tensors import ByteObject, ObjectTable, RecordTable, Tensor, empty_objects, empty_records
 
 
-@dataclass(frozen=True, slots=True)
-class CommonState:
+class CommonState(NamedTuple):
     """The values every rank shares (arguments, iteration, parameter groups).
 
     Attributes:
@@ -106,8 +105,7 @@ class RunFolder:
         return step if isinstance(step, str) else f"{self.prefix}{step:0{self.digits}d}"
 
 
-@dataclass(frozen=True, slots=True)
-class StepClaim:
+class StepClaim(NamedTuple):
     """A number in a checkpoint that counts steps.
 
     Attributes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 
@@ -75,8 +76,7 @@ class Coverage:
     exact: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Crossing:
+class Crossing(NamedTuple):
     """Two intervals of one axis that do not fit one grid: they cross, or one is strictly inside the other."""
 
     axis: int

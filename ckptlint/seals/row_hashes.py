@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from math import prod
 from threading import Lock, local
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -202,8 +202,7 @@ class RowHashes:
             self.count += bits.size
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
+class Placed(NamedTuple):
     """A chunk of a tensor whose hashes are wanted.
 
     Attributes:

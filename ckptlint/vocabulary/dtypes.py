@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Encoding:
+class Encoding(NamedTuple):
     """How a dtype writes numbers: the sign, the exponent with its bias, the fraction; and those that are not finite.
 
     Attributes:
@@ -32,8 +31,7 @@ class Encoding:
     parts: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Dtype:
+class Dtype(NamedTuple):
     """A dtype whose payload size is certain.
 
     Attributes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,8 +21,7 @@ _PLANS = "the plans of all ranks"
 _ANYONE = "list which ranks pass this key to save, and compare their offsets"
 
 
-@dataclass(frozen=True, slots=True)
-class Absent:
+class Absent(NamedTuple):
     """The ranks that should have saved a missing part.
 
     Attributes:
@@ -36,8 +35,7 @@ class Absent:
     instead: tuple[Box, int] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class LostRecord:
+class LostRecord(NamedTuple):
     """Bytes that no entry names, as many as the record of a missing part would have.
 
     Attributes:

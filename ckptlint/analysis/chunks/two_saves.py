@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 import time
 from collections import defaultdict
-from dataclasses import dataclass
 from itertools import combinations
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,8 +25,7 @@ _COPIED = 1e6  # bytes a second of a slow copy
 _COUNT = re.compile(r"-of-(\d+)\.safetensors$")
 
 
-@dataclass(frozen=True, slots=True)
-class FilesOfSave:
+class FilesOfSave(NamedTuple):
     """The files of one of two saves.
 
     Attributes:
@@ -125,8 +124,7 @@ def _tiles(ckpt: Checkpoint, tensor: Tensor, files: IntArray) -> bool:
     return not len(part.outside) and not part.duplicates and part.coverage == Coverage()
 
 
-@dataclass(frozen=True, slots=True)
-class Replaced:
+class Replaced(NamedTuple):
     """Files that are so much younger than the others and `.metadata` that a later save may have written them.
 
     Attributes:

@@ -636,8 +636,7 @@ def _grown_vocabulary(shapes: list[ShapeDifference]) -> int:
 # ---------------------------------------------------------------- dtypes and bytes
 
 
-@dataclass(frozen=True, slots=True)
-class OtherDtype:
+class OtherDtype(NamedTuple):
     """The tensors that are stored in another float dtype than the configuration declares.
 
     Attributes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -10,8 +10,7 @@ from ckptlint.model import SavePlans
 from ckptlint.model.layout import distinct
 
 
-@dataclass(frozen=True, slots=True)
-class Duplicate:
+class Duplicate(NamedTuple):
     """One (fqn, offset) that several ranks planned to write.
 
     Attributes:

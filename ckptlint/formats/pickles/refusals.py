@@ -11,8 +11,7 @@ import pickle
 import pickletools
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptlint.formats.pickles.names import Pair
 from ckptlint.formats.pickles.stand_ins import Fault, StandIns
@@ -29,8 +28,7 @@ _MISUSE: dict[Fault, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
+class Refused(NamedTuple):
     """A name the pickle may not ask for, or not in this way.
 
     Attributes:

@@ -22,7 +22,7 @@ import pickletools
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -293,7 +293,7 @@ def _judged(
             if raw in given or _is_whole(raw):
                 error = UnreadableError(f"holds a pickle inside bytes, which {caught}")
             continue
-        refused += [replace(item, nested=True) for item in inner.refused]
+        refused += [item._replace(nested=True) for item in inner.refused]
         unknown += inner.unknown
     return tuple(dict.fromkeys(refused)), tuple(dict.fromkeys(unknown)), error
 
