@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 _LEAST_MEMORY = 192 * 1024**2
 """Bytes of address space; where numpy gets less to load, OpenBLAS ends the process with exit 1."""
-_NEW_OBJECTS = 20_000
-"""How many there are before the next search for garbage; modules make more than that, and none of it is garbage."""
+_NEW_OBJECTS = 100_000
+"""How many there are before the next search for garbage; a start makes fewer, and none of it is garbage."""
 
 
 def main() -> None:
@@ -41,6 +41,8 @@ def main() -> None:
             _stop("there is not enough memory, or there are too many threads")
         sys.excepthook(*sys.exc_info())
         _stop("this is a mistake in ckptlint or its installation, please report it")
+    finally:
+        gc.freeze()  # else Python searches every module for garbage before it ends
 
 
 def _open_standard_streams() -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
 from importlib import import_module
 from typing import Literal, TypeVar
 
-from ckptlint.dataclass import dataclass
 from ckptlint.depth import Depth
 from ckptlint.errors import GIT_LFS_POINTER
 from ckptlint.model import Problem, Tensor

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from fractions import Fraction
 from math import prod
@@ -16,8 +16,6 @@ from ckptlint.architecture.adapters import (
     home_of_experts,
     read_adapter_config,
 )
-from ckptlint.architecture.expected import Expected, NoTable
-from ckptlint.architecture.huggingface import expected_models
 from ckptlint.model import Checkpoint, PayloadTable, Tensor
 from ckptlint.model.text import first_names, fold_names, join_words, numbered, plural, shape_text, verb
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
@@ -227,10 +225,14 @@ def _of_base(ckpt: Checkpoint, modules: list[Factors], tensors: dict[str, Tensor
 def _base_shapes(ckpt: Checkpoint) -> tuple[dict[str, tuple[int, ...]], str]:
     """The shapes of the base model's weights by key, and the file or the reference that says so."""
     base = ckpt.config.base if ckpt.config is not None else {}
-    forms: Sequence[Expected] = ()
-    with suppress(NoTable):
-        forms = expected_models(base) if base else ()
-    shapes = {key: tensor.shape for form in forms if not form.remote_code for key, tensor in form.tensors.items()}
+    shapes: dict[str, tuple[int, ...]] = {}
+    if base:
+        from ckptlint.architecture.expected import NoTable
+        from ckptlint.architecture.huggingface import expected_models
+
+        with suppress(NoTable):
+            forms = [form for form in expected_models(base) if not form.remote_code]
+            shapes = {key: tensor.shape for form in forms for key, tensor in form.tensors.items()}
     if shapes or ckpt.reference is None:
         return shapes, "config.json"
     stored = ckpt.reference.tensors.items()  # packed weights have other shapes than those that they stand for

@@ -7,7 +7,6 @@ from itertools import chain
 from typing import Any
 
 from ckptlint.analysis.trusted_config import main_params
-from ckptlint.architecture.huggingface import default_ids
 from ckptlint.formats.strict_json import is_size
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import first_names
@@ -86,6 +85,8 @@ def token_ids(ckpt: Checkpoint) -> Iterator[Finding]:
 
 def _legal(own: Mapping[str, Any]) -> Iterator[int]:
     """The ids of a section that no row needs to stand for: nobody set them, or the model replaces them."""
+    from ckptlint.architecture.huggingface import default_ids
+
     yield from default_ids(str(own.get("model_type")))
     for name, value in own.items():
         if name.endswith(_REPLACED) and name not in _SPECIAL:

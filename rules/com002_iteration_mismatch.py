@@ -4,10 +4,9 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from ckptlint.analysis.ranks.numbered_files import is_one_of_several
-from ckptlint.dataclass import dataclass
 from ckptlint.model import Checkpoint, RunFolder, StepClaim, StepFile
 from ckptlint.model.text import first_names, join_words
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
@@ -125,8 +124,7 @@ def _numbers(run: RunFolder, stored: int | None) -> tuple[Note, ...]:
 # ---------------------------------------------------------------- what counts steps
 
 
-@dataclass(frozen=True, slots=True)
-class _Counter:
+class _Counter(NamedTuple):
     """A number in the step that counts steps.
 
     Attributes:

@@ -2,10 +2,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from ckptlint.analysis.inventory import dp_group
-from ckptlint.dataclass import dataclass
 from ckptlint.model import ByteObject, Checkpoint, Tensor
 from ckptlint.model.layout import IntArray
 from ckptlint.model.text import first_names, fold_names, plural

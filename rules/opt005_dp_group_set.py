@@ -3,12 +3,11 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ckptlint.analysis.inventory import Bucket, dp_group, inventory_of
 from ckptlint.analysis.optimizer_fit import PAIR
 from ckptlint.analysis.trusted_config import trusted_topology
-from ckptlint.dataclass import dataclass
 from ckptlint.model import AxisSize, Checkpoint
 from ckptlint.model.text import ranges, verb
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule

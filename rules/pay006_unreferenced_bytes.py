@@ -11,6 +11,7 @@ from ckptlint.depth import Depth
 from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model import Checkpoint
 from ckptlint.model.facts import fact
+from ckptlint.model.layout import distinct
 from ckptlint.model.text import at_most, byte_span, first_names, human_bytes, join_words
 from ckptlint.rule import Finding, Location, Note, Severity, rule
 
@@ -43,7 +44,7 @@ def unreferenced_bytes(ckpt: Checkpoint, min_bytes: int = 64) -> Iterator[Findin
     """
     table, least = ckpt.records, max(min_bytes, 1 if ckpt.locates_bytes else _HEADER_ALONE)
     repeaters, number = _repeaters(ckpt), {name: i for i, name in enumerate(ckpt.files.names)}
-    lengths = set(np.unique(table.byte_length).tolist())
+    lengths = set(distinct(table.byte_length).tolist())
     for name, gaps in unnamed_bytes(ckpt, least).items():
         file, size = ckpt.files[number[name]], int(ckpt.files.size[number[name]])
         total = sum(stop - start for start, stop in gaps)
@@ -116,7 +117,7 @@ def _lacking(ckpt: Checkpoint) -> dict[int, str]:
             continue
         rows = np.flatnonzero(stored)
         alike = rows[np.isin(layout.sizes[rows].prod(axis=1), lost)]
-        for length in np.unique(table.byte_length[records[alike]]).tolist():
+        for length in distinct(table.byte_length[records[alike]]).tolist():
             found.setdefault(length, set()).add(tensor.fqn)
     return {length: next(iter(fqns)) for length, fqns in found.items() if len(fqns) == 1}
 

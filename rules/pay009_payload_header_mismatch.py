@@ -2,10 +2,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
-from ckptlint.dataclass import dataclass
 from ckptlint.depth import Depth
 from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model import Checkpoint, PayloadTable, RecordContent, Tensor
@@ -17,8 +17,7 @@ from ckptlint.vocabulary.dtypes import ITEM_BITS, loses, nbytes
 _PACKED = 2
 
 
-@dataclass(frozen=True, slots=True)
-class _Mismatch:
+class _Mismatch(NamedTuple):
     """A chunk whose record says something else.
 
     Attributes:

@@ -2,16 +2,15 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ckptlint.analysis.inventory import Param, inventory_of, is_weight, moments_of, siblings
-from ckptlint.dataclass import dataclass
 from ckptlint.depth import Depth
 from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model import Checkpoint, PayloadTable
-from ckptlint.model.layout import BoolArray, Box, IntArray
+from ckptlint.model.layout import BoolArray, Box, IntArray, distinct
 from ckptlint.model.text import at_most, join_words, plural
 from ckptlint.rule import Finding, Location, Severity, require, rule
 from ckptlint.seals.verify import compare_with_seal, misfit
@@ -156,8 +155,8 @@ def _files_of_zeros(
         rows = _live(param)
         zero = _is_zero(payload, is_read, param, rows)
         files = ckpt.records.file[_records(param, rows)]
-        alive.update(np.unique(files[~zero]).tolist())
-        for file in np.unique(files[zero]).tolist():
+        alive.update(distinct(files[~zero]).tolist())
+        for file in distinct(files[zero]).tolist():
             roles[file].add(param.key.role)
     return frozenset(file for file, names in roles.items() if len(names) > 1 and file not in alive)
 

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from math import prod
 
 from ckptlint.analysis.key_matching import KeyComparison, KeyEntry, match_keys
-from ckptlint.dataclass import dataclass
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import human_bytes, verb
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, require, rule

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from ckptlint.analysis.hidden_size import Hidden
 from ckptlint.analysis.inventory import Param, inventory_of, is_weight
@@ -15,7 +16,6 @@ from ckptlint.analysis.projections import (
     short_name,
     swap_factor,
 )
-from ckptlint.dataclass import dataclass
 from ckptlint.geometry.chunk_graph import axis_name
 from ckptlint.model import Checkpoint
 from ckptlint.model.cover import Shape

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -21,7 +21,6 @@ from ckptlint.analysis.projections import (
     short_name,
 )
 from ckptlint.analysis.trusted_config import knows_mesh, mesh_axes, number, trusted
-from ckptlint.dataclass import dataclass
 from ckptlint.geometry.chunk_graph import axis_name
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import first_names

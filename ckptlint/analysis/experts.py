@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import dataclass
 
 from ckptlint.analysis.hidden_size import hidden_sizes
 from ckptlint.analysis.inventory import Param, inventory_of
 from ckptlint.analysis.trusted_config import trusted_topology
-from ckptlint.dataclass import dataclass
 from ckptlint.model import Checkpoint
 from ckptlint.model.facts import fact
 from ckptlint.model.text import ranges

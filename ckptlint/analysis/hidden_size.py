@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
+from typing import NamedTuple
 
 from ckptlint.analysis.inventory import Param, inventory_of, is_weight
 from ckptlint.analysis.trusted_config import FINAL_NORMS, MAIN_BLOCKS, number, trusted
-from ckptlint.dataclass import dataclass
 from ckptlint.model import Checkpoint
 from ckptlint.model.cover import Shape
 from ckptlint.model.facts import fact
@@ -17,8 +17,7 @@ _INNER_NORM = re.compile(r"(q|k|v|kv|qk|query|key|value)(_a|_b)?_?(layer)?norm|n
 _FUSED_NORM_OWNERS = frozenset({"linear_qkv", "linear_fc1", "in_proj"})
 
 
-@dataclass(frozen=True, slots=True)
-class Hidden:
+class Hidden(NamedTuple):
     """The hidden size of one block of layers.
 
     Attributes:

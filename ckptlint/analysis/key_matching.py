@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import cache
 from math import prod
 from pathlib import PurePath
@@ -16,7 +16,6 @@ from typing import Literal
 
 from ckptlint.analysis.fit.judgement import judged_shapes
 from ckptlint.analysis.inventory import MASTER_COPIES, Param, optimizer_parts, split_state
-from ckptlint.dataclass import dataclass
 from ckptlint.model import Checkpoint, Reference
 from ckptlint.model.cover import Shape
 from ckptlint.model.facts import fact

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ckptlint.analysis.inventory import Param, inventory_of
 from ckptlint.analysis.trusted_config import mesh_axes
-from ckptlint.dataclass import dataclass
 from ckptlint.model import Checkpoint
 from ckptlint.model.cover import Shape
 from ckptlint.model.facts import fact

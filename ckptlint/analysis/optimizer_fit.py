@@ -8,13 +8,13 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
 
 from ckptlint.analysis.inventory import MOMENTS, OptimizerState, Param, inventory_of
 from ckptlint.analysis.trusted_config import trusted_topology
-from ckptlint.dataclass import dataclass
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.facts import fact
 from ckptlint.model.layout import ChunkLayout, Coverage

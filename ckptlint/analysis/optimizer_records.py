@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 from ckptlint.analysis.inventory import inventory_of, optimizer_parts
-from ckptlint.dataclass import dataclass
 from ckptlint.model import Checkpoint, ShardedObject, Tensor
 from ckptlint.model.facts import fact
 from ckptlint.vocabulary.keys import parse
@@ -19,8 +19,7 @@ RecordKind = Literal["param_groups", "param_state_sharding_type"]
 _DEPTH = 12
 
 
-@dataclass(frozen=True, slots=True)
-class Module:
+class Module(NamedTuple):
     """An optimizer of its own: a chain of a chained optimizer, a module of a multimodal job, or the only one.
 
     Attributes:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 from ckptlint.analysis.hidden_size import Hidden, hidden_sizes
 from ckptlint.analysis.inventory import Param, inventory_of, is_weight
-from ckptlint.dataclass import dataclass
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.cover import Shape
 from ckptlint.model.facts import fact

@@ -5,13 +5,11 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
-from ckptlint.architecture.expressions import ExpressionError, parse_expression, whole
-from ckptlint.dataclass import dataclass
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.facts import fact
 from ckptlint.vocabulary.config_fields import QUANTISATION
@@ -29,8 +27,7 @@ _CACHE_BITS = {"fp8": 8, "int8": 8, "nvfp4": 4}  # nvidia-modelopt 0.47: kv_cach
 _UNFINISHED = ("initialized", "calibration", "frozen")  # compressed-tensors 0.20: weights are not compressed yet
 
 
-@dataclass(frozen=True, slots=True)
-class Declaration:
+class Declaration(NamedTuple):
     """What the configuration says of the quantisation.
 
     Attributes:
@@ -266,6 +263,8 @@ def in_other_blocks(weights: list[QuantisedWeight]) -> Iterator[tuple[QuantisedW
 
 def _size(text: str, own: Mapping[str, Any]) -> int | None:
     """The value of an expression; None where a size in it is not known."""
+    from ckptlint.architecture.expressions import ExpressionError, parse_expression, whole
+
     try:
         return whole(parse_expression(text), own)
     except ExpressionError:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from ckptlint.analysis.inventory import MASTER_COPIES, MOMENTS, inventory_of
-from ckptlint.dataclass import dataclass
 from ckptlint.geometry.chunk_graph import ranks_of_files
 from ckptlint.geometry.record_states import MISSING, NOT_CHECKED, STATES, THERE, record_states
 from ckptlint.model import Checkpoint

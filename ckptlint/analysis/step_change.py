@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from ckptlint.analysis.inventory import optimizer_parts, split_state
-from ckptlint.dataclass import dataclass
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import shape_text
 from ckptlint.vocabulary.keys import parse, role
@@ -28,8 +27,7 @@ ChangeKind = Literal["gone", "new", "shape", "dtype", "cut"]
 _CORE = ("embedding", "output", "norm")
 
 
-@dataclass(frozen=True, slots=True)
-class StoredKey:
+class StoredKey(NamedTuple):
     """What is under a key.
 
     Attributes:
@@ -51,8 +49,7 @@ class StoredKey:
         return f"{self.dtype} {shape_text(self.shape)}" if self.is_tensor else self.dtype
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
+class Change(NamedTuple):
     """Keys of one role that changed alike.
 
     Attributes:

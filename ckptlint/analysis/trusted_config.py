@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from ckptlint.analysis.inventory import Param, inventory_of
-from ckptlint.dataclass import dataclass
 from ckptlint.model import AxisSize, Checkpoint, Declared
 from ckptlint.model.facts import fact
 from ckptlint.vocabulary.config_fields import read_declared
@@ -40,8 +40,7 @@ FINAL_NORMS = frozenset({"final_layernorm", "final_norm", "ln_f", "norm"})
 """Names of the norm after the last layer."""
 
 
-@dataclass(frozen=True, slots=True)
-class Contradiction:
+class Contradiction(NamedTuple):
     """A declared value and what is stored instead.
 
     Attributes:
@@ -56,8 +55,7 @@ class Contradiction:
     shown_by: str
 
 
-@dataclass(frozen=True, slots=True)
-class LayerCount:
+class LayerCount(NamedTuple):
     """The layers of one block beside the declared number.
 
     Attributes:

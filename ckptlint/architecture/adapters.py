@@ -9,10 +9,9 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ckptlint.dataclass import dataclass
 from ckptlint.vocabulary.keys import parse
 
 Part = Literal["A", "B", "magnitude"]

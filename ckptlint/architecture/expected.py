@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-
-from ckptlint.dataclass import dataclass
+from dataclasses import dataclass
 
 
 class NoTable(Exception):  # noqa: N818  an answer, not an error

@@ -12,9 +12,8 @@ import ast
 import math
 import operator
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
-
-from ckptlint.dataclass import dataclass
 
 LONGEST = 2_000
 """Characters of an expression."""

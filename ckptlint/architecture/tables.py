@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from ckptlint.architecture.expected import ExpectedTensor, NoTable
 from ckptlint.architecture.expressions import Expression, ExpressionError, parse_expression, true, whole
-from ckptlint.dataclass import dataclass
 from ckptlint.vocabulary.strict_toml import own_file
 
 MOST_KEYS = 2_000_000

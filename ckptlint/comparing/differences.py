@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from math import prod
 from typing import Any, Literal
@@ -12,7 +12,6 @@ from typing import Any, Literal
 import numpy as np
 
 from ckptlint.analysis.key_matching import match_keys
-from ckptlint.dataclass import dataclass
 from ckptlint.loaders.reference import tensors_of
 from ckptlint.model import Checkpoint, Reference, Tensor
 from ckptlint.model.text import plural

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from math import nan, prod
 from typing import Literal
 
 from ckptlint.comparing.regions import TensorBytes
-from ckptlint.dataclass import dataclass
 from ckptlint.model.cover import Shape
 from ckptlint.seals.row_hashes import RowHashes, matrix
 from ckptlint.vocabulary.namings import StoredRoles

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import compress
 from math import inf, nan, prod, sqrt
@@ -17,7 +17,6 @@ from ckptlint.comparing.facts import Match, Side
 from ckptlint.comparing.pairs.matching import common
 from ckptlint.comparing.regions import Numbers, TensorBytes, decoded
 from ckptlint.comparing.rows import ROUNDING, compare_rows, row_ranges
-from ckptlint.dataclass import dataclass
 from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model.cover import Shape
 from ckptlint.model.layout import IntArray

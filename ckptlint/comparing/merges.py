@@ -8,7 +8,7 @@ Source:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import takewhile
 from math import prod, sqrt
@@ -21,7 +21,6 @@ from ckptlint.comparing.facts import Match
 from ckptlint.comparing.regions import BytesByKey, Matrix, TensorBytes
 from ckptlint.comparing.rows import ROUNDING, compare_rows, row_ranges
 from ckptlint.comparing.sides import OpenedCheckpoint
-from ckptlint.dataclass import dataclass
 from ckptlint.depth import Depth
 from ckptlint.errors import ConfigError
 from ckptlint.model.cover import Shape

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 
@@ -14,7 +14,6 @@ from ckptlint.comparing.facts import Match
 from ckptlint.comparing.quantised_weights import Quantised, Rows, quantised_of
 from ckptlint.comparing.regions import BytesByKey, Matrix, TensorBytes
 from ckptlint.comparing.rows import ROUNDING, compare_rows, tall
-from ckptlint.dataclass import dataclass
 from ckptlint.model.text import ranges
 from ckptlint.seals.row_hashes import matrix
 

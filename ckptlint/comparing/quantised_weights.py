@@ -9,6 +9,7 @@ Source:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
@@ -16,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptlint.comparing.regions import BytesByKey, Matrix, TensorBytes, decoded
-from ckptlint.dataclass import dataclass
 from ckptlint.model.cover import Shape
 from ckptlint.seals.row_hashes import matrix
 from ckptlint.vocabulary.dtypes import ENCODINGS

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 from math import prod
 
 import numpy as np
 import numpy.typing as npt
 
-from ckptlint.dataclass import dataclass
 from ckptlint.model import Checkpoint, RecordState, Tensor
 from ckptlint.model.cover import Shape
 from ckptlint.model.layout import Box

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from ckptlint.comparing.regions import TensorBytes
 from ckptlint.comparing.sides import OpenedCheckpoint
-from ckptlint.dataclass import dataclass
 from ckptlint.depth import Depth
 from ckptlint.model import Tensor
 from ckptlint.payload.reader import read_payload

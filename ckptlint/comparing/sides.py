@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from ckptlint.dataclass import dataclass
 from ckptlint.depth import Depth
 from ckptlint.errors import CheckpointError
 from ckptlint.loaders.checkpoint import open_checkpoint

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from math import isfinite
 
 from ckptlint.analysis.inventory import MOMENTS, inventory_of
 from ckptlint.comparing.facts import Match
 from ckptlint.comparing.pairs.matching import layer_number
 from ckptlint.comparing.sides import OpenedCheckpoint
-from ckptlint.dataclass import dataclass
 from ckptlint.vocabulary.keys import role
 
 _LEAST = 4  # weights that moved all over, from which on two sides are steps of a run

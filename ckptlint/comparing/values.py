@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import isfinite, prod
 from typing import Any
@@ -22,7 +22,6 @@ from ckptlint.comparing.regions import TensorBytes
 from ckptlint.comparing.same_bytes import UnequalError, twins_of
 from ckptlint.comparing.sides import OpenedCheckpoint
 from ckptlint.comparing.updates import Update, updates, weights_of
-from ckptlint.dataclass import dataclass
 from ckptlint.depth import Depth
 from ckptlint.formats.pickles.safe_pickle import paused_gc
 from ckptlint.model import Tensor

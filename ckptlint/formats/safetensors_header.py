@@ -6,12 +6,12 @@ Source:
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import numpy as np
 
-from ckptlint.dataclass import dataclass
 from ckptlint.errors import GIT_LFS_POINTER, LimitError, UnreadableError
 from ckptlint.formats.strict_json import checked_key, checked_shape, is_size, json_object
 from ckptlint.model.layout import IntArray

@@ -13,8 +13,9 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from ckptlint.dataclass import dataclass
 from ckptlint.errors import ForeignError, LimitError, ScriptError, UnreadableError
 from ckptlint.model.text import printable
 
@@ -69,8 +70,7 @@ class Directory:
     size: int
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
+class Member(NamedTuple):
     """A member of a record as the central directory gives it.
 
     Attributes:
@@ -275,8 +275,7 @@ def _text(name: bytes) -> str:
 # ---------------------------------------------------------------- a whole archive
 
 
-@dataclass(frozen=True, slots=True)
-class Archive:
+class Archive(NamedTuple):
     """An archive of torch.save.
 
     Attributes:

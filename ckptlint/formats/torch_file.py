@@ -11,14 +11,13 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Literal
 from zlib import crc32
 
 import numpy as np
 
-from ckptlint.dataclass import dataclass
 from ckptlint.errors import GIT_LFS_POINTER, ForeignError, LimitError, ScriptError, UnreadableError
 from ckptlint.formats.pickles.safe_pickle import Opaque, Unpickled, read_row, read_state
 from ckptlint.formats.pickles.stand_ins import SCALARS

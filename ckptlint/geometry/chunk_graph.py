@@ -8,12 +8,12 @@ one crossing of two healthy axes leaves both paths whole, which is why verdicts 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from ckptlint.dataclass import dataclass
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.facts import fact
 from ckptlint.model.layout import Box, ChunkLayout, IntArray, distinct

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import combinations, pairwise
 
 import numpy as np
 
-from ckptlint.dataclass import dataclass
 from ckptlint.geometry.record_states import NOT_CHECKED, STATES, THERE, StateArray, chunk_states
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.layout import Box, IntArray, distinct

@@ -12,11 +12,10 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from ckptlint.dataclass import dataclass
 from ckptlint.errors import CheckpointError, ConfigError
 from ckptlint.model.text import inert, plural, printable
 from ckptlint.storage.paths import is_url

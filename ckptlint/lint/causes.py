@@ -9,12 +9,11 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
-from ckptlint.dataclass import dataclass
 from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.lint.registry import load_rules, rules_package
 from ckptlint.lint.report import Cause, CheckpointReport, Diagnostic

@@ -7,9 +7,8 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from ckptlint.dataclass import dataclass
 from ckptlint.errors import ConfigError
 from ckptlint.lint.engine import report_unused
 from ckptlint.lint.report import CheckpointReport, Diagnostic, Ignored
@@ -22,8 +21,7 @@ _SIZE_LIMIT = 512 * 1024**2  # bytes; a device has no end
 _NEAR_LIMIT = 20_000  # keys among which a look for the nearest takes well under a second
 
 
-@dataclass(frozen=True, slots=True)
-class KeyIgnore:
+class KeyIgnore(NamedTuple):
     """Findings of some rules about some keys do not count.
 
     Attributes:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import builtins
 from collections.abc import Iterable
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
-from ckptlint.dataclass import dataclass
 from ckptlint.depth import Depth
 from ckptlint.errors import ConfigError
 
 
-@dataclass(frozen=True, slots=True)
-class ReportFormat:
+class ReportFormat(NamedTuple):
     """One format of a report.
 
     Attributes:

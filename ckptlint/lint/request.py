@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from ckptlint.dataclass import dataclass
 from ckptlint.depth import Depth
 from ckptlint.errors import ConfigError
 from ckptlint.lint import selection

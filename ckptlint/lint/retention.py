@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
 from pathlib import PurePath
 from typing import Any
 
-from ckptlint.dataclass import dataclass
 from ckptlint.errors import AccessError, CkptlintError, NothingToCheckError
 from ckptlint.lint.report import Report
 from ckptlint.lint.steps import Judge, JudgedStep, judge_step, lacking, no_copy, results_in_order, runs_at

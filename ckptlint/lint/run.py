@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from ckptlint.depth import Depth
 from ckptlint.errors import AccessError, CkptlintError, NothingToCheckError, ReaderError
+from ckptlint.formats.pickles.names import call_table
 from ckptlint.lint.causes import with_causes
 from ckptlint.lint.engine import run_rules
 from ckptlint.lint.ignores import apply_baseline, read_baseline, set_aside
@@ -106,6 +107,8 @@ def _all_read(
 @one_budget()
 def _read(found: Found, depth: Depth, reading: ReadOptions | None) -> Checkpoint | CkptlintError:
     try:
+        if found.recognised is not None and found.recognised.kind != "safetensors":
+            call_table()  # each child that reads pickles would read it anew
         ckpt = open_checkpoint(found, depth.looks_at_files)
         if reading is None or not ckpt.readable:
             return ckpt

@@ -8,11 +8,10 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckptlint.dataclass import dataclass
 from ckptlint.errors import ConfigError
 from ckptlint.lint import registry, selection
 from ckptlint.lint.ignores import KeyIgnore

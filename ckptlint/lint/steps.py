@@ -6,11 +6,10 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, TypeVar
 
-from ckptlint.dataclass import dataclass
 from ckptlint.depth import Depth
 from ckptlint.errors import CkptlintError, ConfigError, NothingToCheckError, UnknownLayoutError
 from ckptlint.lint.report import CheckpointReport, Report

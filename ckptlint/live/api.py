@@ -13,7 +13,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +21,6 @@ import numpy as np
 
 from ckptlint._version import __version__
 from ckptlint.analysis.ranks.held_by_ranks import as_checkpoint
-from ckptlint.dataclass import dataclass
 from ckptlint.depth import Depth
 from ckptlint.errors import CheckpointError, CkptlintError
 from ckptlint.formats.pickles.safe_pickle import paused_gc

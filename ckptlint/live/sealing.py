@@ -6,7 +6,7 @@ import functools
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from ckptlint._version import __version__
-from ckptlint.dataclass import dataclass
 from ckptlint.errors import CkptlintError, UnreadableError
 from ckptlint.lint.report import Report
 from ckptlint.live import api

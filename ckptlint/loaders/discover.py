@@ -6,11 +6,10 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Literal
 
-from ckptlint.dataclass import dataclass
 from ckptlint.errors import AccessError, CkptlintError, NothingToCheckError, UnknownLayoutError
 from ckptlint.loaders.layouts import Found, recognise
 from ckptlint.loaders.layouts.unsupported import unsupported

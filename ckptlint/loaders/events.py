@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 from typing import Literal
 
-from ckptlint.dataclass import dataclass
 from ckptlint.errors import AccessError, CkptlintError, NothingToCheckError
 from ckptlint.loaders.discover import find_checkpoints
 from ckptlint.loaders.run.finished import step_state

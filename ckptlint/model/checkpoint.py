@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ckptlint.dataclass import dataclass
 from ckptlint.model.facts import Facts
 from ckptlint.model.files import FileTable
 from ckptlint.model.lost_files import LostFiles
@@ -22,8 +21,7 @@ from ckptlint.model.reference import AxisSize, Declared, ModelConfig, Reference,
 from ckptlint.model.tensors import ByteObject, ObjectTable, RecordTable, Tensor, empty_objects, empty_records
 
 
-@dataclass(frozen=True, slots=True)
-class CommonState:
+class CommonState(NamedTuple):
     """The values every rank shares (arguments, iteration, parameter groups).
 
     Attributes:
@@ -107,8 +105,7 @@ class RunFolder:
         return step if isinstance(step, str) else f"{self.prefix}{step:0{self.digits}d}"
 
 
-@dataclass(frozen=True, slots=True)
-class StepClaim:
+class StepClaim(NamedTuple):
     """A number in a checkpoint that counts steps.
 
     Attributes:

@@ -7,14 +7,12 @@ tell whether something is missing, and only a cell with a deficit is looked at f
 
 from __future__ import annotations
 
-from dataclasses import field
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-
-from ckptlint.dataclass import dataclass
 
 _Int = TypeVar("_Int", bound=np.integer[Any])
 Shape = tuple[int, ...]

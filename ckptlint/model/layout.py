@@ -6,13 +6,13 @@ of a few sorts; only what fails is searched for its holes and overlaps (`cover`)
 
 from __future__ import annotations
 
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 
-from ckptlint.dataclass import dataclass
 from ckptlint.model.cover import BoolArray as BoolArray
 from ckptlint.model.cover import Budget, Span, cover
 from ckptlint.model.cover import IntArray as IntArray
@@ -76,8 +76,7 @@ class Coverage:
     exact: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Crossing:
+class Crossing(NamedTuple):
     """Two intervals of one axis that do not fit one grid: they cross, or one is strictly inside the other."""
 
     axis: int

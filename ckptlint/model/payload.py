@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from enum import IntEnum
 from math import inf, prod
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ckptlint.dataclass import dataclass
 from ckptlint.depth import Depth
 
 
@@ -65,8 +64,7 @@ class RecordContent:
         return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
 
 
-@dataclass(frozen=True, slots=True)
-class Damage:
+class Damage(NamedTuple):
     """A member whose bytes differ from its checksum, or a record whose archive is gone.
 
     Attributes:
@@ -86,8 +84,7 @@ class Damage:
     zeros: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class NonFinite:
+class NonFinite(NamedTuple):
     """A tensor in an optimizer's file beside the records that holds NaN or infinity.
 
     Attributes:

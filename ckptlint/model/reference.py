@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import field
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ckptlint.dataclass import dataclass
 from ckptlint.model.text import printable
 
 
-@dataclass(frozen=True, slots=True)
-class AxisSize:
+class AxisSize(NamedTuple):
     """The size of a parallel axis and where it was read.
 
     Attributes:
@@ -26,8 +24,7 @@ class AxisSize:
     source: str
 
 
-@dataclass(frozen=True, slots=True)
-class Declared:
+class Declared(NamedTuple):
     """A number, text or flag that the job said about itself, and where: `args`, `run_config`, `config.json`."""
 
     value: int | float | str

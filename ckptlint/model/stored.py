@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from math import prod
-
-from ckptlint.dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,12 @@ Chunks and records are rows of arrays; Python objects for them exist only inside
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from math import prod
 
 import numpy as np
 import numpy.typing as npt
 
-from ckptlint.dataclass import dataclass
 from ckptlint.model.layout import ChunkLayout, Coverage, IntArray
 
 RANK_LIMIT = 64

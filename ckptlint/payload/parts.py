@@ -5,11 +5,10 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ckptlint.dataclass import dataclass
 from ckptlint.errors import LimitError, UnreadableError
 from ckptlint.geometry.record_states import needed_bytes
 from ckptlint.loaders.problems import from_refusals

@@ -363,7 +363,7 @@ class Reader:
                 is_wanted &= is_raw[record]
             for row in np.flatnonzero(is_wanted).tolist():
                 self.chunks[int(record[row])] = tensor, row
-        raw = np.intersect1d(self.result.rows, np.array([*self.chunks], np.int64))
+        raw = np.intersect1d(self.result.rows, np.array([*self.chunks], np.int64), assume_unique=True)
         numbers: dict[RecordContent, int] = {}
         for file, rows in by_file(raw[is_raw[raw]], records.file, records.byte_offset).items():
             table.start[rows], table.size[rows] = records.byte_offset[rows], records.byte_length[rows]

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Collection, Mapping
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 
-from ckptlint.dataclass import dataclass
 from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint, Reference
 from ckptlint.seals.row_hashes import RowHashes, can_be_rounded

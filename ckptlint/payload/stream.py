@@ -6,14 +6,13 @@ import hashlib
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import cache
 from threading import Event, Lock
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from ckptlint.dataclass import dataclass
 from ckptlint.errors import AccessError
 from ckptlint.model.layout import IntArray
 from ckptlint.model.text import printable

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import inf, ldexp
 
 import numpy as np
 import numpy.typing as npt
 
-from ckptlint.dataclass import dataclass
 from ckptlint.seals.row_hashes import Bits
 from ckptlint.vocabulary.dtypes import ENCODINGS, ITEM_BITS, Encoding
 

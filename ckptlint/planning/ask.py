@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 
-from ckptlint.dataclass import dataclass
 from ckptlint.errors import ConfigError
 from ckptlint.model import Checkpoint
 from ckptlint.planning.job import Job

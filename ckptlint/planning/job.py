@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
 import numpy as np
 
-from ckptlint.dataclass import dataclass
 from ckptlint.model.layout import IntArray
 from ckptlint.planning.outcome import Constraint
 

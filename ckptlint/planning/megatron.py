@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
 from ckptlint.analysis.inventory import dp_group
 from ckptlint.analysis.optimizer_records import content_metadata, is_training_state, optimizer_records
 from ckptlint.analysis.trusted_config import flag, number, trusted, trusted_topology
-from ckptlint.dataclass import dataclass
 from ckptlint.loaders.readers.common_state import COMMON_ENTRY
 from ckptlint.model import Checkpoint, ShardedObject
 from ckptlint.model.text import plural

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-from ckptlint.dataclass import dataclass
 from ckptlint.model import Checkpoint
 from ckptlint.model.files import Names
 from ckptlint.model.layout import IntArray

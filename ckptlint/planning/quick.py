@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from math import prod
 
 import numpy as np
@@ -19,7 +19,6 @@ import numpy as np
 from ckptlint.analysis.hidden_size import hidden_sizes
 from ckptlint.analysis.inventory import Param, inventory_of
 from ckptlint.analysis.projections import axis_factor
-from ckptlint.dataclass import dataclass
 from ckptlint.errors import BudgetError, ConfigError
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.layout import BoolArray, IntArray

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
-from ckptlint.dataclass import dataclass
 from ckptlint.errors import BudgetError
 from ckptlint.model.layout import BoolArray, ChunkLayout, IntArray
 from ckptlint.planning.job import Target

@@ -10,7 +10,6 @@ from dataclasses import replace
 from itertools import chain, takewhile
 
 from ckptlint.depth import Depth
-from ckptlint.geometry.chunk_map import draw, make_grid
 from ckptlint.lint.report import Cause, CheckpointReport, Diagnostic, FindingGroup, Report, worst
 from ckptlint.lint.steps import JudgedStep, newest_passing, step_around, steps_in, verdict_of
 from ckptlint.model import Checkpoint, RecordState, StepFile
@@ -279,6 +278,8 @@ def _figure(ckpt: Checkpoint, finding: Finding, style: Style) -> list[str]:
         return [part for line in finding.detail for part in narrow.wrap(line, "  ", "")]
     if finding.at.tensor is None or finding.at.region is None:
         return []
+    from ckptlint.geometry.chunk_map import draw, make_grid
+
     tensor, region, rows = finding.at.tensor, finding.at.region, finding.at.rows
     grid = make_grid(tensor, region)
     if grid is None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from operator import add
 from typing import Any
 
 import numpy as np
 
-from ckptlint.dataclass import dataclass
 from ckptlint.errors import ConfigError
 from ckptlint.geometry.chunk_graph import ranks_of_files
 from ckptlint.geometry.record_states import NOT_CHECKED, STATES, StateArray, chunk_states

@@ -6,8 +6,8 @@ import re
 import textwrap
 from bisect import bisect
 from collections import Counter
+from dataclasses import dataclass
 
-from ckptlint.dataclass import dataclass
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import table
 from ckptlint.storage.paths import is_safe

@@ -13,12 +13,10 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from io import BytesIO
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-
-from ckptlint.dataclass import dataclass
 
 Words = npt.NDArray[np.uint64]
 
@@ -63,8 +61,7 @@ def mix(words: Words) -> Words:
     return finalise(words + np.uint64(GOLD))
 
 
-@dataclass(frozen=True, slots=True)
-class Elements:
+class Elements(NamedTuple):
     """Where a run of stored elements is in the whole tensor.
 
     Attributes:

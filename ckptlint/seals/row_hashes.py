@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator
-from dataclasses import field, fields
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from math import prod
 from threading import Lock, local
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ckptlint.dataclass import dataclass
 from ckptlint.model.cover import Shape
 from ckptlint.seals.digests import GOLD, MASK, Elements, Words, finalise, mix
 from ckptlint.vocabulary.dtypes import ENCODINGS, ITEM_BITS
@@ -203,8 +202,7 @@ class RowHashes:
             self.count += bits.size
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
+class Placed(NamedTuple):
     """A chunk of a tensor whose hashes are wanted.
 
     Attributes:

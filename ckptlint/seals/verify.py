@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import field
+from dataclasses import dataclass, field
 
-from ckptlint.dataclass import dataclass
 from ckptlint.model import Checkpoint, RecordState, Seal, SealEntry, Tensor
 from ckptlint.model.layout import Coverage
 from ckptlint.seals.digests import ALGORITHM

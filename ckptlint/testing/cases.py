@@ -7,14 +7,13 @@ needed: the metadata is pickled with classes that only carry torch's names.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ckptlint.analysis.ranks.held_by_ranks import as_checkpoint
-from ckptlint.dataclass import dataclass
 from ckptlint.depth import Depth
 from ckptlint.lint.engine import run_rules
 from ckptlint.lint.fixture_cases import case_tables

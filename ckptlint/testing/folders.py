@@ -8,12 +8,11 @@ import os
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from ckptlint.dataclass import dataclass
 from ckptlint.loaders.reference import MANIFEST_SCHEMA
 from ckptlint.seals.digests import ALGORITHM
 from ckptlint.seals.file import SCHEMA, SEAL, metadata_hash

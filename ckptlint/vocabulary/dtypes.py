@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import NamedTuple
 
-from ckptlint.dataclass import dataclass
 
-
-@dataclass(frozen=True, slots=True)
-class Encoding:
+class Encoding(NamedTuple):
     """How a dtype writes numbers: the sign, the exponent with its bias, the fraction; and those that are not finite.
 
     Attributes:
@@ -33,8 +31,7 @@ class Encoding:
     parts: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Dtype:
+class Dtype(NamedTuple):
     """A dtype whose payload size is certain.
 
     Attributes:

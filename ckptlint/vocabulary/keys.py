@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from ckptlint.dataclass import dataclass
 from ckptlint.model.text import NUMBER
 
 
@@ -122,8 +121,7 @@ COMPUTED = frozenset(
 """Last parts of the names of buffers that a module computes from its configuration, or counts in."""
 
 
-@dataclass(frozen=True, slots=True)
-class Key:
+class Key(NamedTuple):
     """A key taken apart.
 
     Attributes:

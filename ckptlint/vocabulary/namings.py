@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from ckptlint.dataclass import dataclass
 from ckptlint.vocabulary.keys import parse
 from ckptlint.vocabulary.strict_toml import made_of, own_file, toml_table
 

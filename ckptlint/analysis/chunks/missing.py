@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from ckptlint.dataclass import dataclass
 from ckptlint.geometry.chunk_graph import coordinates, ranks_of_files
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.facts import fact
@@ -21,8 +21,7 @@ _PLANS = "the plans of all ranks"
 _ANYONE = "list which ranks pass this key to save, and compare their offsets"
 
 
-@dataclass(frozen=True, slots=True)
-class Absent:
+class Absent(NamedTuple):
     """The ranks that should have saved a missing part.
 
     Attributes:
@@ -36,8 +35,7 @@ class Absent:
     instead: tuple[Box, int] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class LostRecord:
+class LostRecord(NamedTuple):
     """Bytes that no entry names, as many as the record of a missing part would have.
 
     Attributes:

@@ -6,10 +6,10 @@ import re
 import time
 from collections import defaultdict
 from itertools import combinations
+from typing import NamedTuple
 
 import numpy as np
 
-from ckptlint.dataclass import dataclass
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.facts import fact
 from ckptlint.model.layout import ChunkLayout, Coverage, IntArray, distinct
@@ -25,8 +25,7 @@ _COPIED = 1e6  # bytes a second of a slow copy
 _COUNT = re.compile(r"-of-(\d+)\.safetensors$")
 
 
-@dataclass(frozen=True, slots=True)
-class FilesOfSave:
+class FilesOfSave(NamedTuple):
     """The files of one of two saves.
 
     Attributes:
@@ -125,8 +124,7 @@ def _tiles(ckpt: Checkpoint, tensor: Tensor, files: IntArray) -> bool:
     return not len(part.outside) and not part.duplicates and part.coverage == Coverage()
 
 
-@dataclass(frozen=True, slots=True)
-class Replaced:
+class Replaced(NamedTuple):
     """Files that are so much younger than the others and `.metadata` that a later save may have written them.
 
     Attributes:

@@ -5,19 +5,16 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import lru_cache
 from math import prod
 from pathlib import PurePath
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckptlint.analysis.fit.pairing import Pairing, best_pairing
 from ckptlint.analysis.quantised import quantisation
 from ckptlint.analysis.trusted_config import Contradiction, contradictions
-from ckptlint.architecture import huggingface, megatron, mistral
-from ckptlint.architecture.expected import Expected, ExpectedTensor, NoTable
-from ckptlint.dataclass import dataclass
 from ckptlint.model import Checkpoint, Declared, Tensor
 from ckptlint.model.cover import Shape
 from ckptlint.model.facts import fact
@@ -27,6 +24,9 @@ from ckptlint.vocabulary.config_fields import ADAPTER_CONFIG, MISTRAL_CONFIG, QU
 from ckptlint.vocabulary.dtypes import FLOATS, ITEM_BITS
 from ckptlint.vocabulary.keys import COMPUTED, COPIES, is_adapter, parse, role
 from ckptlint.vocabulary.schemes import quantised_weight
+
+if TYPE_CHECKING:
+    from ckptlint.architecture.expected import Expected, ExpectedTensor
 
 _LABELS = frozenset({"id2label"})  # of a classifier, which says itself how many it has
 _FIELD = re.compile(r"[A-Za-z_][\w.]*")
@@ -186,6 +186,9 @@ def expectations(ckpt: Checkpoint) -> tuple[Expected, ...] | str:
     """What the configuration of a checkpoint implies, in each naming; or why that is not known."""
     if ckpt.config is None:
         return "no configuration of a model lies beside these tensors"
+    from ckptlint.architecture import huggingface, megatron, mistral
+    from ckptlint.architecture.expected import NoTable
+
     values, source = ckpt.config.values, ckpt.config.file
     try:
         most = max(_FEW, _MORE * len(ckpt.tensors))  # more is another model's
@@ -622,8 +625,7 @@ def _grown_vocabulary(shapes: list[ShapeDifference]) -> int:
 # ---------------------------------------------------------------- dtypes and bytes
 
 
-@dataclass(frozen=True, slots=True)
-class OtherDtype:
+class OtherDtype(NamedTuple):
     """The tensors that are stored in another float dtype than the configuration declares.
 
     Attributes:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from itertools import groupby, pairwise
+from typing import TYPE_CHECKING
 
-from ckptlint.architecture.expected import Expected
-from ckptlint.dataclass import dataclass
 from ckptlint.vocabulary.keys import WRAPPING, role
+
+if TYPE_CHECKING:
+    from ckptlint.architecture.expected import Expected
 
 INNER_WORDS = WRAPPING | {"_forward_module"}
 """What wrappers of a module leave in the names of all that it holds, wherever it is."""

@@ -7,10 +7,9 @@ from collections import defaultdict
 from collections.abc import Iterable
 from functools import reduce
 from math import gcd, inf, prod
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from ckptlint.analysis.trusted_config import contradictions, main_params, number, trusted
-from ckptlint.dataclass import dataclass
 from ckptlint.model import AxisSize, Checkpoint, StepFile
 from ckptlint.model.facts import fact
 from ckptlint.vocabulary.frameworks import family_of, may_be_pickle, number_of, step_number, world
@@ -29,8 +28,7 @@ _JOB = ("args", "run_config")  # what a job writes about itself at each save
 _RANK = re.compile(rf"(?:.*?[^a-z])??(?P<axis>{_AXES})?[-_.]?rank[-_.]?", re.IGNORECASE | re.DOTALL)
 
 
-@dataclass(frozen=True, slots=True)
-class NumberedFiles:
+class NumberedFiles(NamedTuple):
     """A set of files.
 
     Attributes:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from itertools import chain
+from typing import NamedTuple
 
-from ckptlint.dataclass import dataclass
 from ckptlint.model import Checkpoint, Misfit, RankFileSet, Statement
 from ckptlint.model.facts import fact
 from ckptlint.model.text import plural
@@ -21,8 +20,7 @@ _MAY_DIFFER = ("content of other meshes",)
 """What honest saves hold differently: copies that nobody keeps alike may drift apart."""
 
 
-@dataclass(frozen=True, slots=True)
-class Disagreement:
+class Disagreement(NamedTuple):
     """Files of one set that say different things of what they share.
 
     Attributes:
@@ -38,8 +36,7 @@ class Disagreement:
     is_sure: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Compared:
+class Compared(NamedTuple):
     """The files of a set, held against each other.
 
     Attributes:
@@ -78,7 +75,7 @@ def _merged(found: Iterable[Disagreement]) -> Iterable[Disagreement]:
     alike: dict[tuple[object, ...], list[Disagreement]] = {}
     for item in found:
         alike.setdefault((item.what, bool(item.fqns), *(files for _, files in item.says)), []).append(item)
-    return (replace(own[0], fqns=tuple(fqn for item in own for fqn in item.fqns)) for own in alike.values())
+    return (own[0]._replace(fqns=tuple(fqn for item in own for fqn in item.fqns)) for own in alike.values())
 
 
 def _differing(statements: Iterable[Statement]) -> Iterator[Disagreement]:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
-from ckptlint.dataclass import dataclass
 from ckptlint.model import SavePlans
 from ckptlint.model.layout import distinct
 
 
-@dataclass(frozen=True, slots=True)
-class Duplicate:
+class Duplicate(NamedTuple):
     """One (fqn, offset) that several ranks planned to write.
 
     Attributes:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import gcd
 
 import numpy as np
 
 from ckptlint.comparing.facts import Side, Sides
-from ckptlint.dataclass import dataclass
 from ckptlint.model.layout import IntArray
 from ckptlint.seals.row_hashes import RowHashes, digest, matrix
 from ckptlint.vocabulary.keys import parse

@@ -27,13 +27,12 @@ import io
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from operator import is_
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from ckptlint.dataclass import dataclass
 from ckptlint.formats.pickles.rows import (
     GET,
     INT,

@@ -13,9 +13,8 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from ckptlint.dataclass import dataclass
 from ckptlint.vocabulary.strict_toml import own_file
 
 CALLS_FILE = "calls.toml"
@@ -26,8 +25,7 @@ Fits = Callable[[Any], bool]
 """Whether a value, or a tuple of arguments, has the shape that it must have."""
 
 
-@dataclass(frozen=True, slots=True)
-class CallRow:
+class CallRow(NamedTuple):
     """An entry of the table, for one name; `calls.toml` says what each field means.
 
     Attributes:
@@ -47,8 +45,7 @@ class CallRow:
     members: bool
 
 
-@dataclass(frozen=True, slots=True)
-class CallTable:
+class CallTable(NamedTuple):
     """`calls.toml` as it was read.
 
     Attributes:

@@ -11,9 +11,8 @@ import pickle
 import pickletools
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
-from ckptlint.dataclass import dataclass
 from ckptlint.formats.pickles.names import Pair
 from ckptlint.formats.pickles.stand_ins import Fault, StandIns
 from ckptlint.model.text import printable
@@ -29,8 +28,7 @@ _MISUSE: dict[Fault, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
+class Refused(NamedTuple):
     """A name the pickle may not ask for, or not in this way.
 
     Attributes:

@@ -15,12 +15,12 @@ import io
 import mmap
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ckptlint.dataclass import dataclass
 from ckptlint.model.layout import IntArray
 from ckptlint.progress import advance
 
@@ -247,16 +247,14 @@ def _zeros(count: int) -> mmap.mmap:
 # ---------------------------------------------------------------- the form of a row
 
 
-@dataclass(frozen=True, slots=True)
-class _Constant:
+class _Constant(NamedTuple):
     """Opcodes that are the same in every row, and the memo entries they make."""
 
     opcodes: bytes
     made: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Either:
+class _Either(NamedTuple):
     """An object that begins with these opcodes, with `inside` it; where something else stands, `otherwise`.
 
     Attributes:
@@ -273,8 +271,7 @@ _Step = _Constant | int | _Either
 """A part of a row; a number is a value, and its column."""
 
 
-@dataclass(frozen=True, slots=True)
-class RowForm:
+class RowForm(NamedTuple):
     """How a row is written.
 
     Attributes:

@@ -22,11 +22,10 @@ import pickletools
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from ckptlint.dataclass import dataclass
 from ckptlint.errors import GIT_LFS_POINTER, ForeignError, LimitError, OwnFileError, UnreadableError
 from ckptlint.formats.pickles import names
 from ckptlint.formats.pickles.columns import (
@@ -294,7 +293,7 @@ def _judged(
             if raw in given or _is_whole(raw):
                 error = UnreadableError(f"holds a pickle inside bytes, which {caught}")
             continue
-        refused += [replace(item, nested=True) for item in inner.refused]
+        refused += [item._replace(nested=True) for item in inner.refused]
         unknown += inner.unknown
     return tuple(dict.fromkeys(refused)), tuple(dict.fromkeys(unknown)), error
 

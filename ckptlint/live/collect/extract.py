@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
 from math import prod
@@ -16,7 +17,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from ckptlint.analysis.inventory import MOMENTS, optimizer_parts, split_state
-from ckptlint.dataclass import dataclass
 from ckptlint.live.collect import compat
 from ckptlint.live.collect.limit import Limit
 from ckptlint.live.collect.tensor_digest import freed_bytes

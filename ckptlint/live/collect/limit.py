@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from math import inf
 from typing import Any, TypeVar
 
 import numpy as np
 
-from ckptlint.dataclass import dataclass
 from ckptlint.model.layout import BoolArray
 
 _T = TypeVar("_T")

@@ -7,14 +7,13 @@ may hide a fault (2^-40 or less) and never makes one up. All words are unsigned 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from math import ceil, log
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ckptlint.dataclass import dataclass
 from ckptlint.model.layout import BoolArray, IntArray
 from ckptlint.seals.digests import GOLD, Words, mix
 

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
-
-from ckptlint.dataclass import dataclass
 
 _GO = b"go"
 

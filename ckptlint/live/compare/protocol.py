@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import ceil, log2
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,7 +23,6 @@ import numpy as np
 from ckptlint.analysis.ranks.held_by_ranks import ChunkCopies, cells, digest_groups
 from ckptlint.analysis.step_change import StoredKey
 from ckptlint.analysis.step_change import changes as step_changes
-from ckptlint.dataclass import dataclass
 from ckptlint.live.compare import fingerprints as fp
 from ckptlint.live.compare.difference import first_difference
 from ckptlint.live.compare.group import RankGroup

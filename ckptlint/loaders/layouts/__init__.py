@@ -7,13 +7,12 @@ have alike. A new layout is a module here with its row, a reader, and two fixtur
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import NamedTuple
 
-from ckptlint.dataclass import dataclass
 from ckptlint.model import Checkpoint, StepState
 from ckptlint.model.facts import fact
 from ckptlint.storage.folder import Folder

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
-from ckptlint.dataclass import dataclass
 from ckptlint.formats.torch_file import number_in, ranges_of
 from ckptlint.loaders.rank_files.statements import Statements, checksums
 from ckptlint.loaders.readers.sets import file_of

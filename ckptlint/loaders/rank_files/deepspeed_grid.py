@@ -6,10 +6,10 @@ import itertools
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from ckptlint.dataclass import dataclass
 from ckptlint.errors import CkptlintError, LimitError
 from ckptlint.loaders.json_file import read_json
 from ckptlint.loaders.rank_files.deepspeed_files import (

@@ -9,11 +9,10 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
-from ckptlint.dataclass import dataclass
 from ckptlint.loaders.rank_files.deepspeed_files import (
     Source,
     Tag,

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from ckptlint.dataclass import dataclass
 from ckptlint.formats.torch_file import TorchFile, number_in, ranges_of
 from ckptlint.loaders.rank_files.deepspeed import add_model, assembled
 from ckptlint.loaders.rank_files.deepspeed_files import Tag, read_tag, shapes_of

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Literal
 
-from ckptlint.dataclass import dataclass
 from ckptlint.errors import LimitError
 from ckptlint.loaders.readers.sets import PICKLE_SHARE
 from ckptlint.model.facts import fact

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, NamedTuple
 
-from ckptlint.dataclass import dataclass
 from ckptlint.loaders.rank_files.megatron_keys import (
     MODEL_FILES,
     OPTIMIZER_FILE,

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from ckptlint.dataclass import dataclass
 from ckptlint.formats.torch_file import TorchFile
 from ckptlint.model import Misfit, RankFile, RankFileSet, Statement
 from ckptlint.model.stored import StoredTensor

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import accumulate
 from math import prod
 from typing import Any, NamedTuple
 
-from ckptlint.dataclass import dataclass
 from ckptlint.errors import LimitError
 from ckptlint.formats.torch_file import number_in, ranges_of
 from ckptlint.loaders.json_file import read_json

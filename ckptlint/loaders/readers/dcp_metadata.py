@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from itertools import chain, compress, groupby, islice
 from math import prod
 from operator import itemgetter
@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from ckptlint.dataclass import dataclass
 from ckptlint.errors import UnreadableError
 from ckptlint.formats.pickles.columns import END, ChunkRows, RecordRows, RowRun
 from ckptlint.formats.pickles.safe_pickle import Node, Opaque

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptlint.dataclass import dataclass
 from ckptlint.errors import UnreadableError
 from ckptlint.formats.safetensors_header import HEADER_LIMIT
 from ckptlint.formats.strict_json import checked_key, is_size, json_object

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import re
 from contextlib import suppress
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from ckptlint.dataclass import dataclass
 from ckptlint.errors import LimitError, UnreadableError
 from ckptlint.formats.safetensors_header import HEADER_LIMIT, Header, layout_faults, read_header
 from ckptlint.formats.strict_json import is_size, json_object

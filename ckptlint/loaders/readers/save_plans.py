@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import chain, compress
 from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
-from ckptlint.dataclass import dataclass
 from ckptlint.errors import UnreadableError
 from ckptlint.formats.pickles.columns import END, OneChunk, PlanRows, RowRun
 from ckptlint.formats.pickles.rows import Table

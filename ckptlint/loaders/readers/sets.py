@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import field
+from dataclasses import dataclass, field
 
-from ckptlint.dataclass import dataclass
 from ckptlint.model import RankFile
 from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.litter import is_system_file

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeGuard
 
 import numpy as np
 
-from ckptlint.dataclass import dataclass
 from ckptlint.errors import LimitError, ScriptError, UnreadableError
 from ckptlint.formats.torch_file import Storage, TorchFile, read_torch_file, record_content
 from ckptlint.loaders.problems import from_error, from_refusals, of_format

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from ckptlint.dataclass import dataclass
 from ckptlint.errors import CkptlintError
 from ckptlint.loaders.json_file import read_json
 from ckptlint.loaders.run.steps import sub_folder

@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Collection, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, islice
 from os.path import relpath
 from typing import Any
 
-from ckptlint.dataclass import dataclass
 from ckptlint.errors import AccessError, CkptlintError, ForeignError, LimitError, ScriptError, UnreadableError
 from ckptlint.formats.content import HEAD, FileContent, file_content, is_packed, is_pickled, pickles_in
 from ckptlint.formats.pickles.safe_pickle import read_metadata, read_state

@@ -6,12 +6,12 @@ import re
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import islice
 from math import isclose
 from operator import itemgetter
 from pathlib import PurePath
 
-from ckptlint.dataclass import dataclass
 from ckptlint.errors import AccessError, NothingToCheckError
 from ckptlint.loaders.layouts import Found, layouts, recognise
 from ckptlint.loaders.rank_files.megatron_keys import is_rank_folder

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ckptlint.dataclass import dataclass
 from ckptlint.model.layout import IntArray
 from ckptlint.model.payload import RecordContent
 from ckptlint.model.ranks.flat_groups import FlatGroup
@@ -43,8 +43,7 @@ class RankFile:
         return (self.kind, *sorted(self.numbers.items())) if self.numbers else (self.kind, self.name)
 
 
-@dataclass(frozen=True, slots=True)
-class Statement:
+class Statement(NamedTuple):
     """What a file states of something on which files must agree.
 
     Attributes:
@@ -62,8 +61,7 @@ class Statement:
     fqn: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Misfit:
+class Misfit(NamedTuple):
     """A tensor of one file that is not what the facts beside it imply.
 
     Attributes:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from math import prod
 
-from ckptlint.dataclass import dataclass
 from ckptlint.model.stored import StoredTensor
 
 Shapes = Mapping[str, tuple[int, ...]]

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ckptlint.dataclass import dataclass
 from ckptlint.model.layout import IntArray
 
 
-@dataclass(frozen=True, slots=True)
-class RankFinding:
+class RankFinding(NamedTuple):
     """What a rank of a running job found in its own state, or what came of comparing it with the others.
 
     Attributes:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
-from ckptlint.dataclass import dataclass
 from ckptlint.model.layout import IntArray
 
 

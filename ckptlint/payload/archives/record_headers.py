@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ckptlint.dataclass import dataclass
 from ckptlint.errors import LimitError, UnreadableError
 from ckptlint.formats.torch_archive import (
     CRC_IN_ENTRY,

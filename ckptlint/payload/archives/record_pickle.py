@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ckptlint.dataclass import dataclass
 from ckptlint.errors import LimitError, UnreadableError
 from ckptlint.formats.pickles.safe_pickle import Opaque, Unpickled, read_state
 from ckptlint.formats.torch_file import record_content, stored_tensor, subclass_form
@@ -15,6 +15,7 @@ from ckptlint.sandbox import isolated
 
 _VALUE_LIMIT = 4096
 _DEPTH_LIMIT = 16
+_NO_NAMES = Unpickled(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class Decoded:
     """
 
     content: RecordContent | None
-    unpickled: Unpickled = Unpickled(None)
+    unpickled: Unpickled = _NO_NAMES
     error: UnreadableError | None = None
 
 

@@ -10,7 +10,7 @@ import re
 import time
 from base64 import b64encode
 from collections.abc import Iterable, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,6 @@ import numpy as np
 
 from ckptlint._version import __version__
 from ckptlint.analysis.rank_contents import rank_contents_of
-from ckptlint.dataclass import dataclass
 from ckptlint.geometry.chunk_graph import axis_graph, axis_name, rank_of
 from ckptlint.geometry.chunk_map import Grid, make_grid, marked_boxes
 from ckptlint.geometry.record_states import NOT_CHECKED, STATES, chunk_states

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import field, fields
+from dataclasses import dataclass, field, fields
 from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
-from ckptlint.dataclass import dataclass
 from ckptlint.vocabulary.litter import is_system_file
 from ckptlint.vocabulary.strict_toml import made_of, own_file, toml_table
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 
-from ckptlint.dataclass import dataclass
 from ckptlint.vocabulary.strict_toml import made_of, own_file, toml_table
 
 
