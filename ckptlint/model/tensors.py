@@ -93,8 +93,8 @@ class Tensor:
 
     @property
     def is_tiled(self) -> bool:
-        """Whether each element surely is in one chunk, and no more than one."""
-        return self.is_sound and self.layout.coverage == Coverage()
+        """Whether each element surely is in one chunk, and no more than one, and no chunk leaves the tensor."""
+        return self.is_sound and self.layout.coverage == Coverage() and not len(self.layout.outside)
 
 
 @dataclass(frozen=True, slots=True)

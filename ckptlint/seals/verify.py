@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ckptlint.model import Checkpoint, RecordState, Seal, SealEntry, Tensor
-from ckptlint.model.layout import Coverage
 from ckptlint.seals.digests import ALGORITHM
 from ckptlint.seals.file import SEAL
 
@@ -87,9 +86,7 @@ def _obstacle(tensor: Tensor, entry: SealEntry) -> str:
         return "sealed with another shape"
     if tensor.dtype != entry.dtype:
         return "sealed with another dtype"
-    if not tensor.is_sound or len(tensor.layout.outside):
-        return "its chunks do not tile it"
-    if tensor.layout.coverage != Coverage() or (tensor.chunks.record[tensor.layout.live] < 0).any():
+    if not tensor.is_tiled or (tensor.chunks.record[tensor.layout.live] < 0).any():
         return "its chunks do not tile it"
     return ""
 
