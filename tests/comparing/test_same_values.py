@@ -457,7 +457,7 @@ def test_a_cut_side_is_never_proof(tmp_path: Path, name: str) -> None:
 def test_a_hostile_or_incomplete_side_is_never_proof(name: str) -> None:
     for sides in ((REAL / name, REAL / "fsdp2_4r"), (REAL / name, REAL / name)):
         answer = run("diff", *map(str, sides), "--values")
-        assert answer.returncode in (1, 4) and not answer.stderr
+        assert answer.returncode in (1, 4) and "Traceback" not in answer.stderr
 
 
 def test_a_side_in_another_store_is_read_there() -> None:
