@@ -52,15 +52,15 @@ def token_ids(ckpt: Checkpoint) -> Iterator[Finding]:
         raise NotApplicable("no embedding has a row for every token of a declared vocabulary")
     lead = max(tables, key=lambda table: table.global_shape[0])
     legal = {number for own in sections.values() for number in _legal(own)}
-    if ckpt.generation is not None:
-        sections[ckpt.generation.file] = ckpt.generation.values
+    if (generation := ckpt.token_files.generation) is not None:
+        sections[generation.file] = generation.values
     special: dict[int, list[str]] = defaultdict(list)
     for place, own in sections.items():
         for name in _SPECIAL:
             for number in _ids(own.get(name)):
                 if number >= rows and number not in legal:
                     special[number].append(f"{name} of {place}")
-    tokens = {number: token for number, token in ckpt.tokens if number >= rows and number not in legal}
+    tokens = {number: token for number, token in ckpt.token_files.highest if number >= rows and number not in legal}
     tokens = {number: token for number, token in tokens.items() if not _MODALITY.search(token)}
     if tokens or special:
         highest = max(tokens or special)

@@ -263,7 +263,7 @@ def verdict_of(report: Report) -> JudgedStep:
     """What a report says of the one step that it is about; names and number are the caller's."""
     checkpoints = [part.checkpoint for part in report.checkpoints]
     size = sum(ckpt.total_bytes for ckpt in checkpoints)
-    written = max((ckpt.written for ckpt in checkpoints), default=0.0)
+    written = max((ckpt.times.newest for ckpt in checkpoints), default=0.0)
     outcome = JudgedStep(0, "", "", "passes", parts=parts_of(checkpoints), size=size, written=written)
     leads = [group.lead for part in report.checkpoints for group in part.groups if not group.lead.finding.of_run]
     odd = [lead for lead in leads if lead.severity == Severity.WARNING and not report.is_failing(lead)]

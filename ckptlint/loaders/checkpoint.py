@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 
 from ckptlint.errors import LimitError
 from ckptlint.formats.pickles.safe_pickle import paused_gc
@@ -21,7 +20,7 @@ from ckptlint.loaders.run.finished import other_step, unfinished_marks
 from ckptlint.loaders.run.folder import read_run, read_train_state
 from ckptlint.loaders.run.step_files import folders_beside, with_step_files
 from ckptlint.loaders.run.steps import components, steps_of, sub_folder
-from ckptlint.model import Checkpoint, Problem
+from ckptlint.model import Checkpoint, Problem, SaveTimes
 from ckptlint.model.text import printable
 from ckptlint.sandbox import isolated, one_budget
 from ckptlint.storage.folder import Folder
@@ -44,10 +43,9 @@ def open_checkpoint(found: Found, look_at_files: bool = True) -> Checkpoint:
     if look_at_files and found.accounts_for:  # before a child reads the run around the step: it is listed once
         found = replace(found, accounts_for=(*found.accounts_for, *folders_beside(folder)))
     ckpt = _open(found, look_at_files)
-    times, finished = _times(folder, ckpt)
     recognised = found.recognised
     title = recognised.layout.formats.get(ckpt.format, ckpt.format) if recognised else ckpt.format
-    ckpt = replace(ckpt, title=title, written=folder.newest, times=times, finished=finished)
+    ckpt = replace(ckpt, title=title, times=_times(folder, ckpt))
     if ckpt.run is not None:
         ckpt = replace(ckpt, run=replace(ckpt.run, is_asked=found.of_run))
     if found.linked_to:
@@ -78,20 +76,20 @@ def _shapes_beside(found: Found) -> Iterator[tuple[int, ...]]:
                 yield from (tensor.global_shape for tensor in _open(Found.at(sub), False).tensors.values())
 
 
-def _times(folder: Folder, ckpt: Checkpoint) -> tuple[npt.NDArray[np.float64], float]:
-    """When the payload files were written, where files of two saves may lie there; and when `.metadata` was."""
+def _times(folder: Folder, ckpt: Checkpoint) -> SaveTimes:
+    """Those of the payload files only where files of two saves may lie there."""
     entries = folder.entries
     finished = entries[METADATA].mtime if METADATA in entries else 0.0
     is_torn = 0 < finished < entries.newest_payload
     if not is_torn and ckpt.format not in ("dcp-safetensors", "dcp-per-rank"):
-        return np.zeros(0), finished
+        return SaveTimes(folder.newest, metadata=finished)
     names = list(ckpt.files.names)
     at = entries.positions(names)
     times = np.where(at >= 0, entries.mtime[at], 0.0) if len(entries.mtime) else np.zeros(len(names))
     for row in np.flatnonzero(at < 0).tolist():
         entry = entries.others.get(names[row])
         times[row] = entry.mtime if entry is not None and not entry.is_link else 0.0  # a link has times of its own
-    return times, finished
+    return SaveTimes(folder.newest, times, finished)
 
 
 def _open(found: Found, look_at_files: bool) -> Checkpoint:

@@ -7,10 +7,12 @@ from ckptlint.model.checkpoint import (
     Problem,
     ProblemKind,
     RunFolder,
+    SaveTimes,
     StepClaim,
     StepFile,
     StepFileState,
     StepState,
+    TokenFiles,
     WeightIndex,
 )
 from ckptlint.model.files import FILE_STATES, FileState, FileTable, StoredFile
@@ -67,6 +69,7 @@ __all__ = [
     "ReferenceKind",
     "RunFolder",
     "SavePlans",
+    "SaveTimes",
     "Seal",
     "SealEntry",
     "ShardedObject",
@@ -78,6 +81,7 @@ __all__ = [
     "StorageTable",
     "StoredFile",
     "Tensor",
+    "TokenFiles",
     "WeightIndex",
     "empty_objects",
     "empty_payload",

@@ -213,6 +213,35 @@ class Problem:
     lost_files: LostFiles = ()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenFiles:
+    """What lies beside an export that knows tokens; nothing where files were not looked at.
+
+    Attributes:
+        generation: what transformers generates by; None without one.
+        highest: the highest ids of the tokenizer and their tokens, printable; () where none was read.
+    """
+
+    generation: ModelConfig | None = None
+    highest: tuple[tuple[int, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SaveTimes:
+    """When files of a checkpoint were written, in seconds since the epoch; 0 where nobody knows.
+
+    Attributes:
+        newest: the newest file of its folder.
+        files: float64 [n], each of `Checkpoint.files`; empty where none is younger than `.metadata`, and on a store,
+            which knows uploads alone.
+        metadata: `.metadata`; 0 without one, and on a store.
+    """
+
+    newest: float = 0.0
+    files: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
+    metadata: float = 0.0
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Checkpoint:
     """One checkpoint folder as the rules see it.
@@ -228,8 +257,7 @@ class Checkpoint:
             torch's FileSystemWriter (>= 2.8), where all tensors of a file share one offset.
         declared: what the job said about itself, by canonical name (`config_fields.read_declared`).
         config: the configuration that a library builds the model from; None where none is with these tensors.
-        generation: what transformers generates by; None without one, and where files were not looked at.
-        tokens: the highest ids of the tokenizer beside an export and their tokens, printable; () where none was read.
+        token_files: what lies beside an export that knows tokens.
         object_values: entry name -> content of the optimizer objects that describe their module (parameter groups,
             sharding type), one for each kind and module.
         run: the run folder that the step is in; None outside of one.
@@ -242,10 +270,7 @@ class Checkpoint:
         unseen: what could not be looked at without making the verdict incomplete, as sentences.
         payload: what the records say; None below depth `headers`.
         seal: what the saving job sealed; None without a seal, and below depth `data`.
-        written: when the newest file of its folder was written, seconds since the epoch; 0 where nobody knows.
-        times: float64 [n], when each of `files` was written, seconds since the epoch, 0 where nobody knows; empty where
-            no file is younger than `.metadata`, and on a store, which knows uploads alone.
-        finished: when `.metadata` was written, seconds since the epoch; 0 without one, and on a store.
+        times: when its files were written.
         metadata_hash: BLAKE2b of `.metadata`, as a seal names it; "" without either.
         ranks: what the ranks of a running job hold; None for files.
         rank_files: the files of a checkpoint that is a set of torch files; None elsewhere.
@@ -267,8 +292,7 @@ class Checkpoint:
     common: CommonState | None = None
     declared: dict[str, Declared] = field(default_factory=dict)
     config: ModelConfig | None = None
-    generation: ModelConfig | None = None
-    tokens: tuple[tuple[int, str], ...] = ()
+    token_files: TokenFiles = field(default_factory=lambda: TokenFiles())
     object_values: dict[str, Any] = field(default_factory=dict)
     run: RunFolder | None = None
     claims: tuple[StepClaim, ...] = ()
@@ -287,9 +311,7 @@ class Checkpoint:
     payload: PayloadTable | None = None
     seal: Seal | None = None
     metadata_hash: str = ""
-    written: float = 0.0
-    times: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
-    finished: float = 0.0
+    times: SaveTimes = field(default_factory=lambda: SaveTimes())
     ranks: RankTable | None = None
     rank_files: RankFileSet | None = None
     storages: StorageTable | None = None

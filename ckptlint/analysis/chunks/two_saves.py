@@ -106,7 +106,7 @@ def _written(ckpt: Checkpoint, files: set[int]) -> float:
 
 
 def _time(ckpt: Checkpoint, file: int) -> float:
-    return float(ckpt.times[file]) if len(ckpt.times) else 0.0
+    return float(ckpt.times.files[file]) if len(ckpt.times.files) else 0.0
 
 
 def _of_save(ckpt: Checkpoint, files: set[int], shared: list[Tensor]) -> FilesOfSave:
@@ -145,14 +145,14 @@ def replaced_files(ckpt: Checkpoint) -> Replaced | None:
     sweep, or one that a hand resumed, has `.metadata` anywhere, or times without such a pause.
     """
     used = distinct(ckpt.records.file)
-    if not len(ckpt.times) or not ckpt.finished or not (ckpt.times[used] > 0).all():
+    if not len(ckpt.times.files) or not ckpt.times.metadata or not (ckpt.times.files[used] > 0).all():
         return None
-    times = ckpt.times[used]
-    young = times > ckpt.finished + _APART
+    times = ckpt.times.files[used]
+    young = times > ckpt.times.metadata + _APART
     if not young.any() or young.all():
         return None
-    pause = float(times[young].min()) - ckpt.finished
-    took = max(ckpt.finished - float(times[~young].min()), float(np.ptp(times[young])))
+    pause = float(times[young].min()) - ckpt.times.metadata
+    took = max(ckpt.times.metadata - float(times[~young].min()), float(np.ptp(times[young])))
     largest = int(ckpt.files.size[used[young]].max())
     if pause < max(_PAUSE, _LONGER * took, largest / _COPIED):
         return None

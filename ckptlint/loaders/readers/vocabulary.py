@@ -13,7 +13,7 @@ from ckptlint.errors import LimitError, UnreadableError
 from ckptlint.formats.pickles.safe_pickle import paused_gc
 from ckptlint.formats.strict_json import is_size
 from ckptlint.loaders.readers.common_state import read_model_config
-from ckptlint.model import Checkpoint, ModelConfig
+from ckptlint.model import Checkpoint, ModelConfig, TokenFiles
 from ckptlint.model.text import printable
 from ckptlint.sandbox import isolated
 from ckptlint.storage.folder import READABLE, Folder
@@ -38,17 +38,18 @@ def with_vocabulary(folder: Folder, ckpt: Checkpoint) -> Checkpoint:
     own = [name for name in (GENERATION_CONFIG, _TOKENIZER, *_SLOW) if folder.stat(name)[0] in READABLE]
     own = [name for name in own if name not in _SLOW or _TOKENIZER not in own]
     has_table = own and any(is_token_table(parse(name)) for name in ckpt.tensors)
+    found = TokenFiles()
     for name in own if has_table else ():
         try:
             if name != GENERATION_CONFIG:
                 highest = isolated(partial(highest_tokens, folder, name), folder.size(name))
-                ckpt = replace(ckpt, tokens=tuple(nlargest(_SHOWN, {*ckpt.tokens, *highest})))
+                found = replace(found, highest=tuple(nlargest(_SHOWN, {*found.highest, *highest})))
             else:
                 values = isolated(partial(read_model_config, folder, name), folder.size(name))
-                ckpt = replace(ckpt, generation=ModelConfig(name, values))
+                found = replace(found, generation=ModelConfig(name, values))
         except (LimitError, UnreadableError) as error:
             ckpt = replace(ckpt, unseen=(*ckpt.unseen, f"the token ids in {name}, since it {error}"))
-    return ckpt
+    return replace(ckpt, token_files=found)
 
 
 def highest_tokens(folder: Folder, name: str = _TOKENIZER) -> tuple[tuple[int, str], ...]:
