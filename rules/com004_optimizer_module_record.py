@@ -118,9 +118,9 @@ def _is_distributed(ckpt: Checkpoint, module: Module, types: list[Module]) -> bo
 def _notes(ckpt: Checkpoint, lost: list[RecordKind], kept: dict[RecordKind, list[Module]]) -> tuple[Note, ...]:
     """What the common state has instead, and which optimizers do have the records."""
     common = require(ckpt.common)
-    held = common.values.get("optimizer")
-    if isinstance(held, dict):
-        there = f"its optimizer holds {', '.join(map(str, list(held)[:6])) or 'nothing'}"
+    optimizer = common.values.get("optimizer")
+    if isinstance(optimizer, dict):
+        there = f"its optimizer holds {', '.join(map(str, list(optimizer)[:6])) or 'nothing'}"
     else:
         there = "it has no key optimizer"
     notes: list[Note] = [(common.source, there)]

@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from ckptlint.analysis.ranks.held_by_ranks import KeyRows, agree, at_ranks, described_row, holders, ranks_of
+from ckptlint.analysis.ranks.rank_chunks import KeyRows, agree, at_ranks, described_row, holders, ranks_of
 from ckptlint.model import Checkpoint, RankTable
 from ckptlint.model.text import shape_text
 from ckptlint.rule import Finding, Note, Severity, require, rule
@@ -27,25 +27,25 @@ def metadata_disagrees(ckpt: Checkpoint) -> Iterator[Finding]:
         torch.distributed.checkpoint.default_planner.create_default_global_save_plan
     """
     table = require(ckpt.ranks)
-    for held in holders(table):
-        if not agree(table, held.rows):
-            yield _finding(table, held)
-        elif len(set(table.view[held.rows].tolist())) > 1:
+    for key_rows in holders(table):
+        if not agree(table, key_rows.rows):
+            yield _finding(table, key_rows)
+        elif len(set(table.view[key_rows.rows].tolist())) > 1:
             by_view: dict[int, list[int]] = defaultdict(list)
-            for row in held.rows.tolist():
+            for row in key_rows.rows.tolist():
                 by_view[int(table.view[row])].append(row)
             views = enumerate(by_view.values(), 1)
             yield Finding(
                 "the ranks disagree on where the shards{of} lie",
-                at=at_ranks(table, held.fqn, held.rows),
+                at=at_ranks(table, key_rows.fqn, key_rows.rows),
                 identity=("view",),
                 notes=tuple((f"view {i}", ranks_of(table, rows)) for i, rows in views),
             )
 
 
-def _finding(table: RankTable, held: KeyRows) -> Finding:
+def _finding(table: RankTable, key_rows: KeyRows) -> Finding:
     variants: dict[tuple[str, str, tuple[int, ...]], list[int]] = defaultdict(list)
-    for row in held.rows.tolist():
+    for row in key_rows.rows.tolist():
         variants[described_row(table, row)].append(row)
     ordered = sorted(variants.items(), key=lambda item: -len(item[1]))
     kinds, dtypes, shapes = (len({variant[i] for variant in variants}) > 1 for i in range(3))
@@ -58,7 +58,7 @@ def _finding(table: RankTable, held: KeyRows) -> Finding:
     odd = len(ordered[0][1]) > sum(len(rows) for _, rows in ordered[1:])
     return Finding(
         f"the ranks disagree on the {what}{{of}}",
-        at=at_ranks(table, held.fqn, held.rows),
+        at=at_ranks(table, key_rows.fqn, key_rows.rows),
         identity=(what,),
         notes=tuple(notes),
         hint=f"most ranks agree: look at {ranks_of(table, few)} first" if odd else "",

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ckptlint.analysis.chunks.coverage import overlaps
-from ckptlint.analysis.ranks.held_by_ranks import sound
+from ckptlint.analysis.ranks.rank_chunks import sound
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import shape_text
 from ckptlint.rule import Finding, Location, Severity, require, rule

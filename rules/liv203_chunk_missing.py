@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from ckptlint.analysis.chunks.coverage import holes
-from ckptlint.analysis.ranks.held_by_ranks import KeyRows, at_ranks, holders, sound
+from ckptlint.analysis.ranks.rank_chunks import KeyRows, at_ranks, holders, sound
 from ckptlint.model import Checkpoint, RankTable
 from ckptlint.model.text import named_ranks, verb
 from ckptlint.rule import Finding, Severity, require, rule
@@ -31,7 +31,7 @@ def chunk_missing(ckpt: Checkpoint) -> Iterator[Finding]:
     """
     view = sound(ckpt)
     table = require(view.ranks)
-    rows = {held.fqn: held for held in holders(table)}
+    rows = {key_rows.fqn: key_rows for key_rows in holders(table)}
     found = [(finding, _without(table, rows, finding)) for finding in holes(view)]
     lacking = Counter(absent for absent, _ in {(absent, finding.at.fqn) for finding, absent in found})
     for finding, absent in found:
@@ -42,11 +42,11 @@ def chunk_missing(ckpt: Checkpoint) -> Iterator[Finding]:
         counts = lacking[absent], len(rows)
         yield _with_absent(finding, absent, table.world_size, counts) if absent else finding
     for tensor in view.sound_tensors():
-        held = rows[tensor.fqn]
-        if len(tensor.chunks) == 0 and len(held.live):
+        key_rows = rows[tensor.fqn]
+        if len(tensor.chunks) == 0 and len(key_rows.live):
             yield Finding(
                 "the ranks hold only replicas{of}: no rank writes it",
-                at=at_ranks(table, tensor.fqn, held.live),
+                at=at_ranks(table, tensor.fqn, key_rows.live),
                 identity=("owner",),
                 hint="find the rank that should hold replica 0, the copy that is written",
             )

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.analysis.ranks.held_by_ranks import at_cell, cells, digest_groups, ranks_of, versions
+from ckptlint.analysis.ranks.rank_chunks import at_cell, cells, digest_groups, ranks_of, versions
 from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, Severity, require, rule
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.analysis.ranks.held_by_ranks import at_cell, cells
+from ckptlint.analysis.ranks.rank_chunks import at_cell, cells
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import named_ranks, verb
 from ckptlint.rule import Finding, Severity, require, rule

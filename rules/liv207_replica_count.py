@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.analysis.ranks.held_by_ranks import at_ranks, cells
+from ckptlint.analysis.ranks.rank_chunks import at_ranks, cells
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import plural
 from ckptlint.rule import Finding, Severity, require, rule

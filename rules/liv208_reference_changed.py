@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.analysis.ranks.held_by_ranks import agree, holders, reported
+from ckptlint.analysis.ranks.rank_chunks import agree, holders, reported
 from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, Severity, require, rule
 
@@ -26,7 +26,7 @@ def reference_changed(ckpt: Checkpoint) -> Iterator[Finding]:
         If you meant the change, do nothing. Else find what replaced the tensor since the last check.
     """
     table = require(ckpt.ranks)
-    torn = {held.fqn for held in holders(table) if not agree(table, held.rows)}
+    torn = {key_rows.fqn for key_rows in holders(table) if not agree(table, key_rows.rows)}
     kept: dict[tuple[str | None, str], Finding] = {}
     for finding in reported(ckpt):  # a rank that holds no siblings takes for complete what others know to be partial
         said = finding.at.fqn, finding.message

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.analysis.ranks.held_by_ranks import reported
+from ckptlint.analysis.ranks.rank_chunks import reported
 from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, Severity, rule
 

@@ -45,13 +45,15 @@ def moment_numel(ckpt: Checkpoint) -> Iterator[Finding]:
 
 def _misfit(ckpt: Checkpoint, misfit: StateMismatch, state: OptimizerState) -> Finding:
     ratio = f"{misfit.quotient} of them" if misfit.quotient < 1 else f"{misfit.quotient} times as many"
-    held = f"{misfit.elements:,} elements" if len(misfit.states) == 1 else f"{misfit.elements:,} with its other half"
+    elements = (
+        f"{misfit.elements:,} elements" if len(misfit.states) == 1 else f"{misfit.elements:,} with its other half"
+    )
     lead = misfit.params[0]
     ranks = saved_by(ckpt, state.tensor)
     source = "the sizes of the mesh axes" if misfit.axes else "the same share of every other state"
     confidence: Confidence = "possible" if misfit.is_pattern else "likely" if misfit.is_inferred else "certain"
     return Finding(
-        f"state{{of}} has {held}, but its parameter has {misfit.expected:,}: {ratio}",
+        f"state{{of}} has {elements}, but its parameter has {misfit.expected:,}: {ratio}",
         at=Location(state.tensor, ranks=ranks),
         confidence=confidence,
         notes=tuple(_notes(ckpt, misfit, state)),

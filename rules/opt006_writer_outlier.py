@@ -51,14 +51,14 @@ def writer_outlier(ckpt: Checkpoint) -> Iterator[Finding]:
 
 def _finding(ckpt: Checkpoint, state: OptimizerState, param: Param, count: int, is_full: bool) -> Finding:
     row = int(state.tensor.layout.live.argmax())
-    held, of = f"{state.tensor.volume:,}", f"{param.tensor.volume:,}"
+    in_state, of = f"{state.tensor.volume:,}", f"{param.tensor.volume:,}"
     return Finding(
         f"state{{of}} is 1 chunk, but its parameter is split into {count}",
         at=Location(state.tensor, ranks=saved_by(ckpt, state.tensor)),
         severity=Severity.INFO if is_full else None,
         notes=(
             ("parameter", f"{param.tensor.fqn}: {shape_text(param.tensor.global_shape)} in {count} chunks"),
-            ("elements", f"the state holds {held}, the parameter {of}"),
+            ("elements", f"the state holds {in_state}, the parameter {of}"),
             ("written by", ckpt.chunk_file(state.tensor, row) or "no file"),
         ),
         why="the state is complete, so it was gathered or replicated before saving" if is_full else "",

@@ -105,8 +105,8 @@ def _against_model(ckpt: Checkpoint, file: str, optimizer: OptimizerFile) -> Ite
     if wanted <= there + Counter(optimizer.shapes_beside):
         return
     odd, left = wanted - there, there - wanted
-    held, whole = sum(map(prod, moments.values())), sum(map(prod, tensors.values()))
-    if not odd or held == whole:
+    count, whole = sum(map(prod, moments.values())), sum(map(prod, tensors.values()))
+    if not odd or count == whole:
         return  # the second: parts that were trained as one
     sizes = sorted(map(prod, moments.values())), sorted(map(prod, tensors.values()))
     shares = {Fraction(*pair) for pair in zip(*sizes, strict=True)} if len(sizes[0]) == len(sizes[1]) else set()
@@ -116,9 +116,9 @@ def _against_model(ckpt: Checkpoint, file: str, optimizer: OptimizerFile) -> Ite
         return
     shapes = ", ".join(map(shape_text, list(odd)[:_NAMED]))
     is_flat = ckpt.format != "verl" and all(len(shape) == 1 for shape in moments.values())
-    if is_flat and held < whole and not wanted & there:
+    if is_flat and count < whole and not wanted & there:
         yield (
-            f"the moments in {file} are one-dimensional and fit no tensor: {held:,} of {whole:,} elements, one rank's "
+            f"the moments in {file} are one-dimensional and fit no tensor: {count:,} of {whole:,} elements, one rank's "
             "part saved as the whole",
             "part",
             False,

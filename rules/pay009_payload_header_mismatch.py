@@ -78,8 +78,8 @@ def _compare(payload: PayloadTable, tensor: Tensor, row: int) -> _Mismatch | Non
     if content is None or any(size < 0 for size in sizes):
         return None
     if content.form == "object":
-        held = "no tensor" if content.length < 0 else f"a list of {content.length}"
-        return _Mismatch(row, "kind", held, weak=False)
+        content_text = "no tensor" if content.length < 0 else f"a list of {content.length}"
+        return _Mismatch(row, "kind", content_text, weak=False)
     if content.dtype == "unknown" and not content.shape:
         return None  # a subclass that rebuilds itself in a way of its own
     weak = content.form == "subclass" or int(payload.storages[record]) > 1

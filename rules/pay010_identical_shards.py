@@ -69,10 +69,10 @@ def identical_shards(ckpt: Checkpoint) -> Iterator[Finding]:
                 halves[key.scope, key.layer, gated_role(key), key.expert, int(numbers.max())].append(tensor)
     found = {unit: _expert_pairs(members) for unit, members in experts.items()}
     alike = Counter((unit[0], unit[2], _of_experts(repeats)) for unit, repeats in found.items())
-    held = _held(ckpt)
-    layers = Counter((scope, role) for scope, _, role in held)
+    weights = _held(ckpt)
+    layers = Counter((scope, role) for scope, _, role in weights)
     for (scope, layer, role), repeats in found.items():
-        if repeats and not (ckpt.is_safetensors and _is_of_all(repeats, held[scope, layer, role])):
+        if repeats and not (ckpt.is_safetensors and _is_of_all(repeats, weights[scope, layer, role])):
             everywhere = alike[scope, role, _of_experts(repeats)] == layers[scope, role] > 1
             is_built = everywhere and ckpt.is_safetensors
             yield _experts(ckpt, payload, repeats, is_built)

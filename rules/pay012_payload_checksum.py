@@ -96,7 +96,7 @@ def _records(ckpt: Checkpoint, file: str, damages: list[Damage]) -> Finding:
     one = names[0] if len(names) == 1 else None
     count = len({damage.record for damage in damages})
     zeros = sum({damage.record: damage.zeros for damage in damages}.values())
-    held = sum(ckpt.byte_range_of(record)[2] for record in {damage.record for damage in damages if damage.zeros})
+    total = sum(ckpt.byte_range_of(record)[2] for record in {damage.record for damage in damages if damage.zeros})
     if first.member:
         many = f" in {count:,} records" if count > 1 else ""
         message = (
@@ -105,13 +105,16 @@ def _records(ckpt: Checkpoint, file: str, damages: list[Damage]) -> Finding:
         )
     else:
         records = f"{plural(count, 'record')} in {file}"
-        message = f"zeros have overwritten {records}, checksums included: {zeros:,} of {held:,} bytes"
+        message = f"zeros have overwritten {records}, checksums included: {zeros:,} of {total:,} bytes"
     notes: list[Note] = [("keys", ", ".join(_region(ckpt, damage) for damage in damages[:_SHOWN]))]
     if len(damages) > _SHOWN:
         notes.append(("more", f"{len(damages) - _SHOWN:,} more members of this file"))
     if first.member and zeros:
         notes.append(
-            ("zeros", f"{zeros:,} of {held:,} bytes of these records lie in blocks of 512 zeros, as a lost page leaves")
+            (
+                "zeros",
+                f"{zeros:,} of {total:,} bytes of these records lie in blocks of 512 zeros, as a lost page leaves",
+            )
         )
     return Finding(
         message,

@@ -20,7 +20,7 @@ _SHOWN = 6
 _MOST = 100_000
 _SLACK = 0.01
 
-Held = dict[str, set[str]]
+KeysByFile = dict[str, set[str]]
 """File -> the keys in its header."""
 
 
@@ -47,20 +47,20 @@ def index_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         huggingface_hub.split_torch_state_dict_into_shards
     """
-    names, held = ckpt.records.fqns, defaultdict[str, set[str]](set)
+    names, stored_keys = ckpt.records.fqns, defaultdict[str, set[str]](set)
     files = list(ckpt.files.names)
     by_parameter = ckpt.index is not None and all(map(str.isdecimal, ckpt.index.places))
     for key, file in zip(ckpt.records.fqn.tolist(), ckpt.records.file.tolist(), strict=True):
         state = _STATE.fullmatch(names[key]) if by_parameter else None
-        held[files[file]].add(state[1] if state else names[key])
+        stored_keys[files[file]].add(state[1] if state else names[key])
     if ckpt.index is not None and ckpt.index.is_stale:
-        yield _stale(ckpt.index, files[0], held[files[0]])
+        yield _stale(ckpt.index, files[0], stored_keys[files[0]])
     elif ckpt.index is not None:
-        yield from _misplaced(ckpt.index, held)
-        yield from _unlisted(ckpt.index, held)
+        yield from _misplaced(ckpt.index, stored_keys)
+        yield from _unlisted(ckpt.index, stored_keys)
         yield from _total(ckpt, ckpt.index)
     elif ckpt.format in ("safetensors", "torch") and len(ckpt.files) > 1:
-        yield from _without_index(ckpt, held)
+        yield from _without_index(ckpt, stored_keys)
     yield from _numbers(ckpt)
 
 
@@ -80,18 +80,18 @@ def _stale(index: WeightIndex, whole: str, present: set[str]) -> Finding:
     )
 
 
-def _misplaced(index: WeightIndex, held: Held) -> Iterator[Finding]:
+def _misplaced(index: WeightIndex, stored_keys: KeysByFile) -> Iterator[Finding]:
     """Keys that are not in the file that the index names."""
-    wanted: Held = defaultdict(set)
+    wanted: KeysByFile = defaultdict(set)
     for key, file in index.places.items():
         wanted[file].add(key)
     for file, keys in wanted.items():
-        lost = sorted(keys - held.get(file, set()))
+        lost = sorted(keys - stored_keys.get(file, set()))
         if not lost or (file in index.unread and file not in index.absent):
             continue  # a file whose header cannot be read has a finding of its own
         is_absent = file in index.absent
-        homes = sorted(other for other, present in held.items() if present & set(lost))
-        is_stored = {*lost} <= {key for other in homes for key in held[other]}
+        homes = sorted(other for other, present in stored_keys.items() if present & set(lost))
+        is_stored = {*lost} <= {key for other in homes for key in stored_keys[other]}
         yield Finding(
             f"{index.file} places {_count(lost)} in {file}, which "
             f"{'is missing' if is_absent else 'does not hold ' + ('it' if len(lost) == 1 else 'them')}",
@@ -108,14 +108,14 @@ def _misplaced(index: WeightIndex, held: Held) -> Iterator[Finding]:
         )
 
 
-def _unlisted(index: WeightIndex, held: Held) -> Iterator[Finding]:
+def _unlisted(index: WeightIndex, stored_keys: KeysByFile) -> Iterator[Finding]:
     """Keys that the index lacks, or has in another file that holds them too."""
-    for file, present in held.items():
+    for file, present in stored_keys.items():
         lacking = sorted(present - index.places.keys())
         double = sorted(
             key
             for key in present & index.places.keys()
-            if index.places[key] != file and key in held.get(index.places[key], ())
+            if index.places[key] != file and key in stored_keys.get(index.places[key], ())
         )
         for keys, text in (
             (lacking, f"that {index.file} does not list"),
@@ -179,9 +179,9 @@ def _total(ckpt: Checkpoint, index: WeightIndex) -> Iterator[Finding]:
 _TIED = ("embedding", "output")
 
 
-def _without_index(ckpt: Checkpoint, held: Held) -> Iterator[Finding]:
+def _without_index(ckpt: Checkpoint, stored_keys: KeysByFile) -> Iterator[Finding]:
     homes: dict[str, list[str]] = defaultdict(list)
-    for file, present in held.items():
+    for file, present in stored_keys.items():
         for key in present:
             homes[key].append(file)
     shared = sorted(key for key, files in homes.items() if len(files) > 1)

@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from ckptlint.analysis.step_change import KIND_NAMES, Change, changes, held_by, older_name
+from ckptlint.analysis.step_change import KIND_NAMES, Change, changes, older_name, stored_keys
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import plural
 from ckptlint.rule import Finding, Location, Severity, require, rule
@@ -34,7 +34,7 @@ def lost_since_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
         pytorch#149785, nvidia-resiliency-ext#359, transformers#31034, Megatron-LM#4378
     """
     before = require(ckpt.before)
-    was, now = held_by(before), held_by(ckpt)
+    was, now = stored_keys(before), stored_keys(ckpt)
     gone = [change for change in changes(was, now) if change.kind == "gone"]
     kinds = Counter(parse(fqn).kind for fqn in was)
     kept = {parse(fqn).kind for fqn in now}

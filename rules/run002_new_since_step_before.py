@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from ckptlint.analysis.step_change import KIND_NAMES, changes, held_by, older_name
+from ckptlint.analysis.step_change import KIND_NAMES, changes, older_name, stored_keys
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import fold_names, plural
 from ckptlint.rule import Finding, Location, Severity, require, rule
@@ -27,7 +27,9 @@ def new_since_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
         Nothing, if the change was meant.
     """
     before = require(ckpt.before)
-    new = [fqn for change in changes(held_by(before), held_by(ckpt)) if change.kind == "new" for fqn in change.fqns]
+    new = [
+        fqn for change in changes(stored_keys(before), stored_keys(ckpt)) if change.kind == "new" for fqn in change.fqns
+    ]
     kinds: dict[str, list[str]] = defaultdict(list)
     for fqn in new:
         kinds[parse(fqn).kind].append(fqn)

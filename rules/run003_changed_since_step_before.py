@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.analysis.step_change import Change, changes, held_by, older_name
+from ckptlint.analysis.step_change import Change, changes, older_name, stored_keys
 from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, Location, Severity, require, rule
 
@@ -33,7 +33,7 @@ def changed_since_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
         pytorch#149785
     """
     before = require(ckpt.before)
-    for change in changes(held_by(before), held_by(ckpt)):
+    for change in changes(stored_keys(before), stored_keys(ckpt)):
         if change.kind in ("shape", "dtype", "cut"):
             yield from _findings(ckpt, older_name(ckpt), change)
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.analysis.step_change import held_by, older_name
+from ckptlint.analysis.step_change import older_name, stored_keys
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import human_bytes
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, require, rule
@@ -26,20 +26,20 @@ def smaller_than_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
     before = require(ckpt.before)
     if ckpt.format != before.format:
         raise NotApplicable(f"{before.path} is stored in another format")
-    was, now = held_by(before), held_by(ckpt)
+    was, now = stored_keys(before), stored_keys(ckpt)
     tensors = {fqn: (one.dtype, one.shape) for fqn, one in now.items() if one.is_tensor}
     if tensors != {fqn: (one.dtype, one.shape) for fqn, one in was.items() if one.is_tensor}:
         raise NotApplicable("the step before holds different tensors")
     if ckpt.records.transformed.any() or before.records.transformed.any():
         raise NotApplicable("records went through a stream transform")
-    held, held_before = (int(part.records.byte_length.sum()) for part in (ckpt, before))
-    if not held_before or held_before <= 2 * held <= 4 * held_before:
+    size, size_before = (int(part.records.byte_length.sum()) for part in (ckpt, before))
+    if not size_before or size_before <= 2 * size <= 4 * size_before:
         return
     yield Finding(
-        f"the records hold {human_bytes(held)}; for the same keys {older_name(ckpt)} holds {human_bytes(held_before)}",
+        f"the records hold {human_bytes(size)}; for the same keys {older_name(ckpt)} holds {human_bytes(size_before)}",
         at=Location(label="compared with the step before"),
         identity=("bytes",),
-        notes=(("ratio", f"{held / held_before:.2f}"),),
+        notes=(("ratio", f"{size / size_before:.2f}"),),
         hint="check both with --depth headers, and resume from the one that passes",
         inferred_from=f"the bytes of {older_name(ckpt)}",
     )

@@ -69,13 +69,13 @@ def _shape(name: str, param: Param, copy: Param) -> Finding:
 
 def _absent(name: str, params: list[Param], copies: list[Param]) -> Iterator[Finding]:
     """Keys of the model that the copy lacks, of the roles that it has in other layers."""
-    held = {_place(copy) for copy in copies}
+    copied = {_place(copy) for copy in copies}
     roles = {(_place(copy)[0], copy.key.role) for copy in copies if copy.key.layer is not None}
     layers = {(_place(copy)[0], copy.key.block, copy.key.layer) for copy in copies}
     lost: dict[tuple[str, bool], list[Param]] = defaultdict(list)
     for param in params:
         key = param.key
-        if key.layer is not None and (key.scope, key.role) in roles and (key.scope, key.path) not in held:
+        if key.layer is not None and (key.scope, key.role) in roles and (key.scope, key.path) not in copied:
             in_layer = (key.scope, key.block, key.layer) in layers
             lost[key.role if in_layer else key.block, in_layer].append(param)
     for (what, in_layer), absent in lost.items():

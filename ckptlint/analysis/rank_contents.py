@@ -97,9 +97,9 @@ class RankContents:
     def without(self) -> dict[str, list[Column]]:
         """Section -> the model's layers of which nobody holds it, where it is there for others: `exp_avg`, `ema`."""
         layered = [column for column in self.columns if column.layer >= 0]
-        held = {(column.section, column.block, column.layer) for column in layered}
+        stored = {(column.section, column.block, column.layer) for column in layered}
         found = {
-            section: [c for c in layered if c.section == "model" and (section, c.block, c.layer) not in held]
+            section: [c for c in layered if c.section == "model" and (section, c.block, c.layer) not in stored]
             for section in dict.fromkeys(column.section for column in layered)
         }
         return {section: lacking for section, lacking in found.items() if lacking}
@@ -185,11 +185,11 @@ def _owners(ckpt: Checkpoint, lost: Sequence[RankFile]) -> list[tuple[int, str]]
 def _of_lost_rank_files(ckpt: Checkpoint, lost: Sequence[RankFile], column: IntArray) -> list[tuple[int, int]]:
     """(file, column) of what a missing rank file surely held: what all files of its kind hold."""
     kinds = {file.name: file.kind for file in ckpt.rank_files.files} if ckpt.rank_files and lost else {}
-    held: dict[str, set[int]] = {}
+    columns_by_kind: dict[str, set[int]] = {}
     for number, name in enumerate(ckpt.files.names if kinds else ()):
         own = {*column[ckpt.records.file == number].tolist()}
-        held[kinds.get(name, "")] = own & held.get(kinds.get(name, ""), own)
-    return [(i, part) for i, file in enumerate(lost, len(ckpt.files)) for part in held.get(file.kind, ())]
+        columns_by_kind[kinds.get(name, "")] = own & columns_by_kind.get(kinds.get(name, ""), own)
+    return [(i, part) for i, file in enumerate(lost, len(ckpt.files)) for part in columns_by_kind.get(file.kind, ())]
 
 
 # ---------------------------------------------------------------- columns

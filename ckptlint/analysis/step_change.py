@@ -98,17 +98,17 @@ def older_name(ckpt: Checkpoint) -> str:
     return theirs[-1]
 
 
-def held_by(ckpt: Checkpoint) -> dict[str, StoredKey]:
+def stored_keys(ckpt: Checkpoint) -> dict[str, StoredKey]:
     """Key -> what is under it, for the tensors, objects and bytes of a checkpoint."""
-    held = {
+    entries = {
         tensor.fqn: StoredKey(tensor.dtype, tensor.global_shape, len(tensor.chunks)) for tensor in ckpt.tensors.values()
     }
     for entry in ckpt.byte_objects:
-        held[entry.fqn] = StoredKey("bytes")
+        entries[entry.fqn] = StoredKey("bytes")
     shards: dict[str, int] = defaultdict(int)
     for key, _, rows in ckpt.objects.rows_by_grid():
         shards[key] += len(rows)
-    return held | {key: StoredKey("object", (), count) for key, count in shards.items()}
+    return entries | {key: StoredKey("object", (), count) for key, count in shards.items()}
 
 
 def changes(was: Mapping[str, StoredKey], now: Mapping[str, StoredKey]) -> Iterator[Change]:
@@ -217,8 +217,8 @@ def _alike(
     """One change for all keys of which one sentence is true."""
     found: dict[tuple[object, ...], list[str]] = defaultdict(list)
     for fqn in fqns:
-        held = was.get(fqn), now.get(fqn)
-        found[tuple(part and (part.parts if kind == "cut" else str(part)) for part in held)].append(fqn)
+        entries = was.get(fqn), now.get(fqn)
+        found[tuple(part and (part.parts if kind == "cut" else str(part)) for part in entries)].append(fqn)
     for names in found.values():
         yield Change(kind, tuple(names), was.get(names[0]), now.get(names[0]), is_partial, rest)
 

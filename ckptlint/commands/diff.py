@@ -63,13 +63,13 @@ def diff(
         with progress(off=False):
             sides = [opened_or_exit(path, files=True) for path in (old, new)]
             merged = opened_or_exit(adapter, files=True) if adapter else ()
-            held = compared_values(sides[0], sides[1], select, ignore, merged, jobs)
-        text = values_as_json(held, (old, new)) if format_ == "json" else values_as_text(held, style)
-        exit_code = held.exit_code
+            compared = compared_values(sides[0], sides[1], select, ignore, merged, jobs)
+        text = values_as_json(compared, (old, new)) if format_ == "json" else values_as_text(compared, style)
+        exit_code = compared.exit_code
         if html is not None:
             from ckptlint.reporters.html.values_page import render
 
-            write_file(html, inert(render(held, (old, new)), MARKUP_ESCAPE))
+            write_file(html, inert(render(compared, (old, new)), MARKUP_ESCAPE))
     else:
         found = differences(described_or_exit(old), described_or_exit(new), layout)
         text, exit_code = as_json(found) if format_ == "json" else as_text(found, style), found.exit_code

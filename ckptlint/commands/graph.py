@@ -215,8 +215,8 @@ def _label(data: dict[str, Any]) -> list[str]:
         return [str(data["edge"])]
     files = [PurePath(name).stem for name in data["files"]]
     more = f" +{len(files) - _FILES:,}" if len(files) > _FILES else ""
-    held = [f"{data['start']}:{data['stop']}", ", ".join(files[:_FILES]) + more or "stored nowhere"]
-    return [*held, data["lost"]] if data["lost"] else held
+    fields = [f"{data['start']}:{data['stop']}", ", ".join(files[:_FILES]) + more or "stored nowhere"]
+    return [*fields, data["lost"]] if data["lost"] else fields
 
 
 def _letters(number: int) -> str:

@@ -41,7 +41,7 @@ class Side:
 
     Attributes:
         hashes: dtype -> hashes of the elements as they are in it, its own first.
-        held: what its name says that it holds, None where no known naming has it.
+        stored_as: what its name says that it holds, None where no known naming has it.
         moved: how it is stored, in words, where its rows were brought into the order that the other side has.
         stored: where its bytes lie, None where it was not looked at.
     """
@@ -50,7 +50,7 @@ class Side:
     dtype: str
     shape: Shape
     hashes: Mapping[str, RowHashes]
-    held: StoredRoles | None = None
+    stored_as: StoredRoles | None = None
     moved: str = ""
     stored: TensorBytes | None = None
 

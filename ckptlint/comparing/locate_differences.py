@@ -65,13 +65,13 @@ def _with_differences(match: Match, sides: tuple[Side, Side], holders: _Holders)
     rows = np.flatnonzero(a.rows != b.rows)
     if not len(rows):
         return match  # rounding alone took the values
-    held = holders.say(sides[0].fqn, dtype, rows, b.rows)
+    ends = holders.say(sides[0].fqn, dtype, rows, b.rows)
     distance = _distance(dtype, sides, a.shape)
     width = matrix(a.shape)[2]
     columns = np.arange(width) if distance is None else np.flatnonzero(distance.is_off)
     is_all = len(rows) == len(a.rows) and len(columns) == width
     # training moves everything; how far is the difference
-    notes = [] if is_all and not held else [_where(rows, columns, a.shape, sides[1].stored) + held]
+    notes = [] if is_all and not ends else [_where(rows, columns, a.shape, sides[1].stored) + ends]
     if distance is None:
         return replace(match, notes=(*match.notes, *notes))
     if relation := distance.line.text:
@@ -114,9 +114,9 @@ def _of_chunks(rows: IntArray, columns: IntArray, stored: TensorBytes | None) ->
             continue
         top, bottom = offsets[0] * middle, (offsets[0] + sizes[0]) * middle
         start, stop = (0, 1) if is_flat else (offsets[-1], offsets[-1] + sizes[-1])
-        held = np.searchsorted(rows, [top, bottom]), np.searchsorted(columns, [start, stop])
-        if bottom > top and stop > start and int(np.diff(held[0])[0]) == bottom - top:
-            if int(np.diff(held[1])[0]) != stop - start or sizes[1:-1] != shape[1:-1]:
+        ends = np.searchsorted(rows, [top, bottom]), np.searchsorted(columns, [start, stop])
+        if bottom > top and stop > start and int(np.diff(ends[0])[0]) == bottom - top:
+            if int(np.diff(ends[1])[0]) != stop - start or sizes[1:-1] != shape[1:-1]:
                 continue
             file = stored.ckpt.chunk_file(tensor, row)
             rank = rank_of(file)

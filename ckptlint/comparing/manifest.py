@@ -22,11 +22,11 @@ def manifest_of(side: Sequence[OpenedCheckpoint], values: bool, rows: bool) -> t
     checkpoints = [item.ckpt for item in side]
     if not values:
         return inert(manifest_text(checkpoints), JSON_ESCAPE), []
-    from ckptlint.comparing.values import held_values
+    from ckptlint.comparing.values import row_hashes_of
     from ckptlint.seals.row_hashes import digest, new_salt
 
     salt = new_salt()
-    row_words, unread = held_values(side, salt)
+    row_words, unread = row_hashes_of(side, salt)
     if unread:
         return "", unread
     digests = {key: {dtype: digest(words) for dtype, words in by_dtype.items()} for key, by_dtype in row_words.items()}

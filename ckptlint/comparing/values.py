@@ -122,8 +122,8 @@ def compared_values(
         {name: tensor for name, tensor in _tensors(side).items() if _is_meant(name, select, ignore)}
         for side in (old, new)
     ]
-    if not adapter and (held := _held_by_both((old, new), sides, jobs)):
-        return Values(held, held, [Match("equal", (name,), (name,), True) for name in held])
+    if not adapter and (same := _equal_bytes((old, new), sides, jobs)):
+        return Values(same, same, [Match("equal", (name,), (name,), True) for name in same])
     renamed = {name: other for name, other in _renamed(old, new).items() if name in sides[0] and other in sides[1]}
     forth = {name: name for name in sides[0] if name in sides[1]} | renamed
     back = {other: name for name, other in forth.items()}
@@ -156,7 +156,7 @@ def compared_values(
     return Values(read[0], read[1], pairs, tuple(sentences), moved, lone)
 
 
-def _held_by_both(
+def _equal_bytes(
     opened: tuple[Sequence[OpenedCheckpoint], Sequence[OpenedCheckpoint]],
     tensors: Sequence[Mapping[str, Tensor]],
     jobs: int | None,
@@ -185,8 +185,8 @@ def _lone(found: Sequence[Match], sides: tuple[Mapping[str, Side], Mapping[str, 
         absent = [name for match in found if match.relation == "absent" for name in (match.old, match.new)[number]]
         weights = [side for name in absent if proven and _is_weight(side := sides[number][name])]
         own = (side for name, side in sides[number].items() if name in proven and side.is_read)
-        held = {_content(side) for side in own} if weights else set()
-        lone += [side.fqn for side in weights if _content(side) not in held]
+        proven_contents = {_content(side) for side in own} if weights else set()
+        lone += [side.fqn for side in weights if _content(side) not in proven_contents]
     return lone
 
 
@@ -207,7 +207,7 @@ def _is_meant(key: str, select: Sequence[str], ignore: Sequence[str]) -> bool:
     )
 
 
-def held_values(
+def row_hashes_of(
     side: Sequence[OpenedCheckpoint], salt: int, jobs: int | None = None
 ) -> tuple[dict[str, dict[str, Words]], list[str]]:
     """Words of the rows that the tensors of a checkpoint hold, by key and dtype; and what stood in the way.
@@ -224,16 +224,16 @@ def held_values(
     tensors = _tensors(side)
     wanted = {name: _gatherers(tensor, None, {"bfloat16"}, salt, by_columns=False) for name, tensor in tensors.items()}
     read, sentences = _read(side, tensors, wanted, jobs)
-    held = {}
+    hashes_by_key = {}
     for name, tensor in read.items():
         if tensor.is_read:
-            held[printable(name)] = {dtype: hashes.rows for dtype, hashes in tensor.hashes.items()}
+            hashes_by_key[printable(name)] = {dtype: hashes.rows for dtype, hashes in tensor.hashes.items()}
     unread = [name for name, tensor in read.items() if not tensor.is_read]
     if unread:
         sentences.append(
             f"{plural(len(unread), 'tensor')} could not be read to the last element: {first_names(unread)}"
         )
-    return held, sentences
+    return hashes_by_key, sentences
 
 
 def _declared(old: Sequence[OpenedCheckpoint], new: Sequence[OpenedCheckpoint]) -> tuple[Heads, int]:

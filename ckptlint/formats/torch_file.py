@@ -459,12 +459,12 @@ class _Reading:
             return None
         described = _state(state[1]).get("shards_metadata")
         tiling = [_shard_place(item) for item in described] if isinstance(described, list) else [None]
-        held = []
+        shards = []
         for shard in state[0]:
             tensor, place = self.value(_state(shard).get("tensor")), _shard_place(_state(shard).get("metadata"))
             if not isinstance(tensor, StoredTensor) or place is None:
                 return None
-            held.append((place[0], place[1], tensor))
+            shards.append((place[0], place[1], tensor))
         if None in tiling:
             return None
         group = _state(state[2])
@@ -473,7 +473,7 @@ class _Reading:
         world = world if type(world) is int and 0 < world < 2**31 else 0
         dtype = str(made[1]) if isinstance(made[1], str) else "unknown"
         places = tuple(place for place in tiling if place is not None)
-        return StoredShards(dtype, made[2], tuple(held), places, rank, world)
+        return StoredShards(dtype, made[2], tuple(shards), places, rank, world)
 
 
 def _axis(layout: Any) -> tuple[int, int] | None:

@@ -85,12 +85,12 @@ def make_grid(tensor: Tensor, region: Box | None, cells: int = CELL_LIMIT) -> Gr
             if row.folded or column.folded:
                 holders[-1].append(None)
                 continue
-            held = near
+            holding = near
             for axis, cell in drawn:
-                stops = layout.offsets[held, axis] + layout.sizes[held, axis]
-                held = held[(layout.offsets[held, axis] <= cell.start) & (stops >= cell.stop)]
-            holders[-1].append([int(i) for i in held])
-            for i in held.tolist():
+                stops = layout.offsets[holding, axis] + layout.sizes[holding, axis]
+                holding = holding[(layout.offsets[holding, axis] <= cell.start) & (stops >= cell.stop)]
+            holders[-1].append([int(i) for i in holding])
+            for i in holding.tolist():
                 legend.setdefault(i, _letter(len(legend)))
     return Grid(tensor, down, across, fixed, rows, columns, holders, inside, legend)
 
@@ -215,17 +215,17 @@ def _labels(cells: list[MapCell]) -> list[str]:
 
 
 def _cell_text(grid: Grid, states: StateArray, row: int, column: int, width: int, paint: Callable[[str], str]) -> str:
-    held = grid.holders[row][column]
-    if held is None:
+    holding = grid.holders[row][column]
+    if holding is None:
         return f"..{grid.columns[column].folded or grid.rows[row].folded}.."[:width].center(width)
-    name = "".join(grid.legend[i] for i in held[:3]) + ("+" if len(held) > 3 else "")
+    name = "".join(grid.legend[i] for i in holding[:3]) + ("+" if len(holding) > 3 else "")
     if not grid.inside[row][column]:
         return (name or "").center(width, "x")
-    if not held:
+    if not holding:
         return "." * width
-    if (best := states[held].min()) > NOT_CHECKED:
+    if (best := states[holding].min()) > NOT_CHECKED:
         return paint(name.center(width, MARKS[STATES[best]]))
-    return name.center(width, "#") if len(held) > 1 else name.center(width)
+    return name.center(width, "#") if len(holding) > 1 else name.center(width)
 
 
 def fixed_label(grid: Grid) -> str:

@@ -129,7 +129,7 @@ def _facts(case: dict[str, Any]) -> Iterator[str]:
         yield f"{fqn} {tensor.get('dtype', 'float32')} {tensor['shape']}: {chunks or 'no chunk'}"
     for fqn, tensor in case.get("reference", {}).items():
         yield f"expected: {fqn} {tensor.get('dtype', 'float32')} {tensor.get('shape', 'of any shape')}"
-    for item in case.get("held", ()):
+    for item in case.get("rank_chunks", ()):
         what = f"{item.get('dtype', 'float32') or 'object'} {item['shape']}: {item.get('chunk', 'whole')}"
         what += f", copy {item['replica']}" if item.get("replica", 0) > 0 else ""
         what += f", contents {item['digest']}" if "digest" in item else ""
@@ -146,8 +146,8 @@ def _facts(case: dict[str, Any]) -> Iterator[str]:
         yield f"{name}: " + ", ".join(_leaves(values))
     yield from (f"{name}: {size}" for name, size in case.get("files", {}).items())
     for name, file in case.get("safetensors", {}).items():
-        held = [f"{fqn} {t.get('dtype', 'float32')} {t['shape']}" for fqn, t in file.get("tensors", {}).items()]
-        yield from (f"{name}: {line}" for line in at_most(held, _SHOWN, before="and "))
+        tensors = [f"{fqn} {t.get('dtype', 'float32')} {t['shape']}" for fqn, t in file.get("tensors", {}).items()]
+        yield from (f"{name}: {line}" for line in at_most(tensors, _SHOWN, before="and "))
     for name, content in case.get("raw", {}).items():
         text = " ".join(content.split())
         text = text if text.isprintable() else repr(content)

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ckptlint._version import __version__
-from ckptlint.analysis.ranks.held_by_ranks import as_checkpoint
+from ckptlint.analysis.ranks.rank_chunks import as_checkpoint
 from ckptlint.depth import Depth
 from ckptlint.errors import CheckpointError, CkptlintError
 from ckptlint.formats.pickles.safe_pickle import paused_gc
@@ -181,11 +181,11 @@ class Live:
             limit = self.limit()
             state = dict(resolved(state, limit)) if resolve_stateful else state
             with paused_gc():
-                held = extract(state, resolve_stateful=False, limit=limit)
-                digests, has_digests, uncompared = _digests(held, patterns, digest == "replicas", limit)
-                rows = fp.chunk_rows(held, digests, self.keys)
-                findings = findings_of(held, self.group.rank)
-                findings += _against(held, expect, self.group.rank) if expect else []
+                rank_chunks = extract(state, resolve_stateful=False, limit=limit)
+                digests, has_digests, uncompared = _digests(rank_chunks, patterns, digest == "replicas", limit)
+                rows = fp.chunk_rows(rank_chunks, digests, self.keys)
+                findings = findings_of(rank_chunks, self.group.rank)
+                findings += _against(rank_chunks, expect, self.group.rank) if expect else []
                 unlike = {finding.fqn for finding in findings}
                 rows.flawed[:] = [fqn in unlike for fqn in rows.fqns]
             return protocol.RankInput(
@@ -195,8 +195,8 @@ class Live:
                 _short_hash(tag),
                 has_digests=has_digests,
                 uncompared=uncompared,
-                contents=[item.data for item in held] if digest == "replicas" else (),
-                late_digests=functools.partial(_late_digests, held, patterns) if digest == "replicas" else None,
+                contents=[item.data for item in rank_chunks] if digest == "replicas" else (),
+                late_digests=functools.partial(_late_digests, rank_chunks, patterns) if digest == "replicas" else None,
             )
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
@@ -455,42 +455,44 @@ def announce(world: int) -> None:
 
 
 def _digests(
-    held: Sequence[Any], patterns: Sequence[str], with_contents: bool, limit: Limit
+    rank_chunks: Sequence[Any], patterns: Sequence[str], with_contents: bool, limit: Limit
 ) -> tuple[Words, bool, int]:
     """uint64 [n], digest of each row's contents (0 for none); whether there was memory; how many are left out."""
     import torch
 
     from ckptlint.live.collect.tensor_digest import live_object_digest
 
-    out = np.zeros(len(held), np.uint64)
+    out = np.zeros(len(rank_chunks), np.uint64)
     if not with_contents:
         return out, True, 0
     is_unequal = _unequal(patterns)
     # what placements give to one rank alone is hashed if others turn out to hold it (`_late_digests`)
-    shared = [i for i, item in enumerate(held) if item.copies != 1]
-    compared = [i for i in shared if is_unequal(held[i].fqn) is None]
-    tensors = [i for i in compared if held[i].kind == "tensor" and isinstance(held[i].data, torch.Tensor)]
+    shared = [i for i, item in enumerate(rank_chunks) if item.copies != 1]
+    compared = [i for i in shared if is_unequal(rank_chunks[i].fqn) is None]
+    tensors = [i for i in compared if rank_chunks[i].kind == "tensor" and isinstance(rank_chunks[i].data, torch.Tensor)]
     left = len(shared) - len(compared)
     started = time.monotonic()
     try:
-        out[tensors], known = _tensor_digests([held[i].data for i in tensors])
+        out[tensors], known = _tensor_digests([rank_chunks[i].data for i in tensors])
     except torch.OutOfMemoryError:
         return out, False, left
     limit.extend(time.monotonic() - started)  # it grows with memory that is there, much alike on all ranks
     left += int((~known).sum())
     for i in compared:
-        if held[i].kind != "object":
+        if rank_chunks[i].kind != "object":
             continue
-        value = held[i].data
+        value = rank_chunks[i].data
         if isinstance(value, argparse.Namespace):
-            value = {name: part for name, part in vars(value).items() if is_unequal(f"{held[i].fqn}.{name}") is None}
+            value = {
+                name: part for name, part in vars(value).items() if is_unequal(f"{rank_chunks[i].fqn}.{name}") is None
+            }
         digest = live_object_digest(value, limit)
         out[i] = 0 if digest is None else digest or 1
         left += digest is None
     return out, True, left
 
 
-def _late_digests(held: Sequence[Any], patterns: Sequence[str], rows: IntArray) -> Words:
+def _late_digests(rank_chunks: Sequence[Any], patterns: Sequence[str], rows: IntArray) -> Words:
     """uint64 [k], digests of tensors that others hold too although no placement says so; 0 for none.
 
     Raises nothing: the others are in the middle of the check, and without digests they are told that nothing was
@@ -500,11 +502,11 @@ def _late_digests(held: Sequence[Any], patterns: Sequence[str], rows: IntArray) 
 
     out = np.zeros(len(rows), np.uint64)
     is_unequal = _unequal(patterns)
-    data = [held[i].data for i in rows.tolist()]
+    data = [rank_chunks[i].data for i in rows.tolist()]
     at = [
         i
         for i, row in enumerate(rows.tolist())
-        if isinstance(data[i], torch.Tensor) and is_unequal(held[row].fqn) is None
+        if isinstance(data[i], torch.Tensor) and is_unequal(rank_chunks[row].fqn) is None
     ]
     with suppress(Exception):
         out[at], _ = _tensor_digests([data[i] for i in at])
@@ -545,10 +547,10 @@ def _expected(expect: Expect | None) -> dict[str, tuple[Sequence[int] | None, st
     return dict.fromkeys(sorted(texts(expect)), (None, None))
 
 
-def _against(held: Sequence[Any], expect: Mapping[str, Any], rank: int) -> list[RankFinding]:
+def _against(rank_chunks: Sequence[Any], expect: Mapping[str, Any], rank: int) -> list[RankFinding]:
     """Rows that have another shape or dtype than expected."""
     findings = []
-    for item in held:
+    for item in rank_chunks:
         shape, dtype = expect.get(item.fqn, (None, None))
         if (shape is not None and tuple(item.shape) != shape) or (dtype is not None and item.dtype != dtype):
             wanted = f"{dtype or item.dtype} {shape_text(item.shape if shape is None else shape)}"

@@ -153,11 +153,11 @@ def _seeds(described: Mapping[str, SealEntry]) -> list[int]:
     """What `_Sums.seed` is of keys that are described so."""
     from ckptlint.live.collect.extract import RankChunk
 
-    held = [
+    rank_chunks = [
         RankChunk(fqn, "tensor", "plain", entry.dtype, entry.shape, (0,) * len(entry.shape), entry.shape, 0, 1, None)
         for fqn, entry in described.items()
     ]
-    return _short_seeds(fp.chunk_rows(held, [0] * len(held), {}))
+    return _short_seeds(fp.chunk_rows(rank_chunks, [0] * len(rank_chunks), {}))
 
 
 def _short_seeds(rows: fp.Records) -> list[int]:
@@ -325,16 +325,16 @@ def _local(
         from ckptlint.live.collect.extract import extract, findings_of
 
         limit = live.limit()
-        held = extract(state_dict, resolve_stateful=resolve_stateful, limit=limit)
-        digests, has_digests, _ = api._digests(held, patterns, compares_copies, limit)
-        digests[[item.kind == "object" for item in held]] = 0  # a seal is of tensors alone
-        records = fp.chunk_rows(held, digests, live.keys)
-        findings = findings_of(held, live.group.rank)
+        rank_chunks = extract(state_dict, resolve_stateful=resolve_stateful, limit=limit)
+        digests, has_digests, _ = api._digests(rank_chunks, patterns, compares_copies, limit)
+        digests[[item.kind == "object" for item in rank_chunks]] = 0  # a seal is of tensors alone
+        records = fp.chunk_rows(rank_chunks, digests, live.keys)
+        findings = findings_of(rank_chunks, live.group.rank)
         unlike = {finding.fqn for finding in findings}
         records.flawed[:] = [fqn in unlike for fqn in records.fqns]
-        rows = _rows(held, _short_seeds(records), patterns)
-        late = functools.partial(api._late_digests, held, patterns) if compares_copies else None
-        contents = [item.data for item in held] if compares_copies else ()
+        rows = _rows(rank_chunks, _short_seeds(records), patterns)
+        late = functools.partial(api._late_digests, rank_chunks, patterns) if compares_copies else None
+        contents = [item.data for item in rank_chunks] if compares_copies else ()
         tag_hash = api._short_hash(tag)
         return rows, protocol.RankInput(
             records, tuple(findings), settings, tag_hash, "", has_digests, contents=contents, late_digests=late
@@ -346,35 +346,38 @@ def _local(
         return _rows([], [], ()), protocol.RankInput(none, (), settings, tag_hash, failure=text, error=error)
 
 
-def _rows(held: Sequence[Any], seeds: list[int], patterns: Sequence[str]) -> _Rows:
+def _rows(rank_chunks: Sequence[Any], seeds: list[int], patterns: Sequence[str]) -> _Rows:
     import torch
 
     from ckptlint.live.collect.tensor_digest import Chunk, elem_digests, freed_bytes
 
-    reason = np.zeros(len(held), np.int64)
-    digest, count = np.zeros(len(held), np.uint64), np.zeros(len(held), np.int64)
+    reason = np.zeros(len(rank_chunks), np.int64)
+    digest, count = np.zeros(len(rank_chunks), np.uint64), np.zeros(len(rank_chunks), np.int64)
     chosen = []
-    for i, item in enumerate(held):
+    for i, item in enumerate(rank_chunks):
         if any(fnmatchcase(item.fqn, pattern) for pattern in patterns):
             reason[i] = _IGNORED
         elif item.kind == "object":
             reason[i] = _OBJECT
         elif item.replica <= 0 and isinstance(item.data, torch.Tensor):
             chosen.append(i)
-    is_read = readable([held[i].data for i in chosen])
+    is_read = readable([rank_chunks[i].data for i in chosen])
     reason[np.array(chosen, np.int64)[~is_read]] = _NO_DIGEST
     chosen = [i for i, reads in zip(chosen, is_read, strict=True) if reads]
     try:
-        chunks = [Chunk(held[i].data, held[i].offsets, held[i].sizes, held[i].shape) for i in chosen]
+        chunks = [
+            Chunk(rank_chunks[i].data, rank_chunks[i].offsets, rank_chunks[i].sizes, rank_chunks[i].shape)
+            for i in chosen
+        ]
         digests, known = elem_digests(chunks)
         digest[chosen] = digests.view(np.uint64)
-        count[chosen] = [int(np.prod(held[i].sizes, dtype=object)) for i in chosen]
-        freed = [freed_bytes(held[i].data) is not None for i in chosen]
+        count[chosen] = [int(np.prod(rank_chunks[i].sizes, dtype=object)) for i in chosen]
+        freed = [freed_bytes(rank_chunks[i].data) is not None for i in chosen]
         reason[chosen] = np.where(known, 0, np.where(freed, _FREED, _NO_DIGEST))
     except torch.OutOfMemoryError:
         reason[chosen] = _NO_MEMORY
-    undeclared = np.array([item.replica < 0 for item in held], bool)
-    return _Rows([item.fqn for item in held], seeds, reason, digest, count, undeclared)
+    undeclared = np.array([item.replica < 0 for item in rank_chunks], bool)
+    return _Rows([item.fqn for item in rank_chunks], seeds, reason, digest, count, undeclared)
 
 
 def _summed(live: api.Live, rows: _Rows, key: Words, salt: int, torn: frozenset[str]) -> _Sums:

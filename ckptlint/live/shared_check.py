@@ -298,8 +298,8 @@ def look(path: str, all_steps: bool) -> View:
             above = f"{folder.name}/" if len(folders) > 1 else ""
             sizes |= {above + name: folder.size(name) for name in folder.files()}
         for name in _HASHED:
-            held = [_digest(folder, name) for folder in folders if folder.has(name)]
-            hashes[name] = _short(repr(held).encode()) if held else -1
+            digests = [_digest(folder, name) for folder in folders if folder.has(name)]
+            hashes[name] = _short(repr(digests).encode()) if digests else -1
     except CkptlintError as error:
         return View([], str(error), hashes, {})
     hashes["path"] = _short("\n".join(folder.display for folder in folders).encode())

@@ -116,8 +116,8 @@ def read_checkpoint(found: Found, look_at_files: bool = True) -> Checkpoint:
     """The same in this process, where a crafted file may crash, starve or stall it."""
     recognised = found.recognised
     if recognised is None:
-        held = "holds no checkpoint" if found.folder.entries else "is empty"
-        ckpt = unfinished(found.folder, f"the newest step's folder {held}", "")
+        what = "holds no checkpoint" if found.folder.entries else "is empty"
+        ckpt = unfinished(found.folder, f"the newest step's folder {what}", "")
         return _with_surroundings(found.folder, INCOMPLETE, ckpt)
     with paused_gc():
         return _with_surroundings(found.folder, recognised.layout, recognised.layout.read(found, look_at_files))

@@ -65,9 +65,9 @@ def find_checkpoints(folder: Folder, all_steps: bool) -> list[Found]:
         if folder.unseen:
             hint = f"name the checkpoint folder itself, {folder.unseen}"
             raise NothingToCheckError(f"no .metadata under {folder.display}: {hint}")
-        if held := walk.payload(folder):
+        if payload := walk.payload(folder):
             raise UnknownLayoutError(
-                f"{held} holds weights or other state, and ckptlint does not know how these files belong together: "
+                f"{payload} holds weights or other state, and ckptlint does not know how these files belong together: "
                 "name one of them to read it alone"
             )
         raise NothingToCheckError(
@@ -237,9 +237,11 @@ class _Walk:
         """A place below a folder where files hold state by their first bytes, with one of them; "" without one."""
         self.left -= 1
         names = sorted(folder.files_beside(), key=folder.size, reverse=True)[:_MOST_HEADS]
-        held = [name for name in names if folder.stat(name)[0] in READABLE and _holds_state(folder.head(name, _HEAD))]
-        if held:
-            return f"{folder.display.rstrip('/')}/{printable(held[0])}"
+        payload = [
+            name for name in names if folder.stat(name)[0] in READABLE and _holds_state(folder.head(name, _HEAD))
+        ]
+        if payload:
+            return f"{folder.display.rstrip('/')}/{printable(payload[0])}"
         inner = (sub for name in _inner(folder) if levels and (sub := sub_folder(folder, name)) is not None)
         return next((found for sub in inner if self.left > 0 and (found := self.payload(sub, levels - 1))), "")
 

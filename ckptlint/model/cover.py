@@ -66,7 +66,7 @@ class _Cell:
     """A part of the region and the boxes inside, clipped; int64 [d, n], one row per axis.
 
     Attributes:
-        held: whether a box that is not listed holds all of the cell.
+        is_covered: whether a box that is not listed holds all of the cell.
         apart: whether no two boxes are known to overlap.
         counted: whether what is held twice was counted already.
     """
@@ -75,7 +75,7 @@ class _Cell:
     ends: IntArray
     low: IntArray
     high: IntArray
-    held: bool = False
+    is_covered: bool = False
     apart: bool = False
     counted: bool = False
 
@@ -147,7 +147,7 @@ def _search(whole: _Cell, found: Cover, extra: int) -> int:
         if work > extra + share * whole.starts.size:
             found.exact = False
             for left in (cell, *cells):
-                found.missing_volume += 0 if left.held else max(0, left.volume - left.filled)
+                found.missing_volume += 0 if left.is_covered else max(0, left.volume - left.filled)
             return work
         if not _is_told(cell, found):
             cuts = _cuts(cell) if cell.starts.shape[1] <= _FEW else []
@@ -163,20 +163,20 @@ def _is_told(cell: _Cell, found: Cover) -> bool:
     """Whether a cell is judged without being cut; what it lacks or holds twice is then counted."""
     fills = ((cell.starts == cell.low[:, None]) & (cell.ends == cell.high[:, None])).all(axis=0)
     if fills.any():
-        if cell.held or fills.sum() > 1:
+        if cell.is_covered or fills.sum() > 1:
             if not cell.counted:
                 _add(found.doubled, [cell.whole])
                 found.doubled_volume += cell.volume
             return True
-        cell.held = True
+        cell.is_covered = True
         cell.starts, cell.ends = cell.starts[:, ~fills], cell.ends[:, ~fills]
     count = cell.starts.shape[1]
     if count == 0:
-        if not cell.held:
+        if not cell.is_covered:
             _add(found.missing, [cell.whole])
             found.missing_volume += cell.volume
         return True
-    if cell.held and cell.counted:
+    if cell.is_covered and cell.counted:
         return True
     if count > _FEW:
         return False
@@ -184,13 +184,13 @@ def _is_told(cell: _Cell, found: Cover) -> bool:
     if not cell.apart:
         firsts, seconds = _overlapping(cell.starts, cell.ends)
         cell.apart = len(firsts) == 0
-        if len(firsts) and not cell.held and len(firsts) <= _FEW:
+        if len(firsts) and not cell.is_covered and len(firsts) <= _FEW:
             low = np.maximum(cell.starts[:, firsts], cell.starts[:, seconds])
             high = np.minimum(cell.ends[:, firsts], cell.ends[:, seconds])
             if not len(_overlapping(low, high)[0]):
                 twice = int((high - low).prod(axis=0).sum())
                 _count_doubled(cell, low, high, twice, found)
-    if cell.held:
+    if cell.is_covered:
         if cell.apart:
             _count_doubled(cell, cell.starts, cell.ends, cell.filled, found)
         return cell.apart
@@ -240,7 +240,7 @@ def _halves(cell: _Cell) -> list[_Cell]:
         else:
             high[axis] = place
             np.minimum(ends[axis], place, out=ends[axis])
-        halves.append(_Cell(starts, ends, low, high, cell.held, cell.apart, cell.counted))
+        halves.append(_Cell(starts, ends, low, high, cell.is_covered, cell.apart, cell.counted))
     return halves
 
 
@@ -277,7 +277,7 @@ def _cuts(cell: _Cell) -> list[IntArray]:
 
 def _paint(cell: _Cell, cuts: list[IntArray], found: Cover) -> None:
     """Count the boxes on each cell of the grid of all cuts."""
-    counts = _counts(cell, cuts) + cell.held
+    counts = _counts(cell, cuts) + cell.is_covered
     missing, doubled = counts == 0, counts > 1
     if missing.any():
         found.missing_volume += _volume(missing, cuts)

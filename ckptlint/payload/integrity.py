@@ -170,14 +170,14 @@ def _downloaded(folder: Folder) -> dict[str, str]:
     return found
 
 
-def _sums_in(held: bytes) -> dict[str, str]:
+def _sums_in(text: bytes) -> dict[str, str]:
     """File -> SHA-256, of the lines of a list.
 
     Source:
         GNU coreutils (9) sha256sum: a digest, a space, a space or `*`, a name; with --tag, and of BSD's sha256: both
         with the name of the algorithm before them
     """
-    lines = held.decode(errors="replace").splitlines()
+    lines = text.decode(errors="replace").splitlines()
     matches = (match for line in lines for pattern in _LINES if (match := pattern.fullmatch(line)))
     return {match["name"]: match["sum"].lower() for match in matches}
 

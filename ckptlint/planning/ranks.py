@@ -214,8 +214,8 @@ def _wanted(state_dict: dict[str, Any], stored: frozenset[str]) -> Iterator[list
             chunks = _create_chunk_list(value)
         dtype = str(getattr(value, "dtype", "unknown")).removeprefix("torch.")
         boxes = [[[*chunk.offsets], [*chunk.sizes]] for chunk in chunks]
-        held = value.to_local().numel() if chunks and isinstance(value, DTensor) else None
-        fits = held is None or held == sum(prod(chunk.sizes) for chunk in chunks)
+        elements = value.to_local().numel() if chunks and isinstance(value, DTensor) else None
+        fits = elements is None or elements == sum(prod(chunk.sizes) for chunk in chunks)
         yield [printable(key), [*value.size()], dtype, boxes, fits]
 
 

@@ -31,30 +31,30 @@ Section = tuple[str, str, list[Run | None]]
 """Its name, what stands above its marks, and what each mark is of; None where the text above is longer."""
 
 
-def matrix(held: RankContents, style: Style) -> Iterator[str]:
+def matrix(contents: RankContents, style: Style) -> Iterator[str]:
     """The lines: a header, a row for all ranks or files that look the same, a legend, and what stands out in words."""
-    if not held.columns:
+    if not contents.columns:
         yield "no file holds any tensor of the metadata"
         return
-    shown, left = folded(held)
+    shown, left = folded(contents)
     side = max(len(label) for label, _ in shown)
     room = style.width - side - 2
-    bands = _bands(held.columns, room, len(shown))
+    bands = _bands(contents.columns, room, len(shown))
     marks = dict(enumerate((".#" if style.ascii_only else "·■") + "2" + "".join(MARKS.values())[1:] + "+")) | {-1: " "}
     pad = " " * (side + 2)
     used: set[int] = set()
     legends = dict[str, None]()
     for band in bands:
         is_last = band is bands[-1]
-        heads, places, legend = places_of([held.columns[i] for i in band], room - (_SIZES - 2) * is_last, True)
+        heads, places, legend = places_of([contents.columns[i] for i in band], room - (_SIZES - 2) * is_last, True)
         legends[legend] = None
         yield from [(pad + heads[0]).rstrip()] if band else []
         yield f"{pad}{heads[1]}{'       size  model  optim' * is_last}".rstrip()
         for label, rows in shown:
-            cells = cells_of(held, rows[0], [run and [band[i] for i in run] for run in places])
+            cells = cells_of(contents, rows[0], [run and [band[i] for i in run] for run in places])
             used.update(cells)
             drawn = re.sub(r"[!%/]+", lambda found: style.lost(found[0]), "".join(marks[cell] for cell in cells))
-            size, *shares = sizes_of(held, rows)
+            size, *shares = sizes_of(contents, rows)
             sizes = f" {size:>10}{''.join(f'{share:>7}' for share in shares)}"
             yield f"{label:<{side}}  {drawn}{sizes * is_last}".rstrip()
         if not is_last:
@@ -64,88 +64,88 @@ def matrix(held: RankContents, style: Style) -> Iterator[str]:
     yield ""
     yield from (line for legend in legends if legend for line in style.wrap(legend, "  ", ""))
     yield from style.wrap("   ".join(f"{marks[i]} {STATE_NAMES[i]}" for i in sorted(used) if i >= 0), "  ", "")
-    yield from (line for sentence in sentences(held) for line in style.wrap(sentence, "  ", ""))
+    yield from (line for sentence in sentences(contents) for line in style.wrap(sentence, "  ", ""))
 
 
-def as_json(held: RankContents) -> dict[str, Any]:
+def as_json(contents: RankContents) -> dict[str, Any]:
     """The matrix as plain values; `cells` has for each state the numbers of the columns, all others are `nothing`."""
     rows = []
-    for row, name in enumerate(held.names):
+    for row, name in enumerate(contents.names):
         cells: dict[str, list[int]] = {}
-        for at in range(held.starts[row], held.starts[row + 1]):
-            cells.setdefault(CELL_STATES[held.state[at]], []).append(int(held.column[at]))
-        size, factor = int(held.size[row]), round(float(held.factor[row]), 3)
+        for at in range(contents.starts[row], contents.starts[row + 1]):
+            cells.setdefault(CELL_STATES[contents.state[at]], []).append(int(contents.column[at]))
+        size, factor = int(contents.size[row]), round(float(contents.factor[row]), 3)
         rows.append(
             {
                 "name": name,
-                "rank": None if held.ranks[row] < 0 else int(held.ranks[row]),
-                "files": held.files[row],
+                "rank": None if contents.ranks[row] < 0 else int(contents.ranks[row]),
+                "files": contents.files[row],
                 "bytes": None if size < 0 else size,
-                "model_bytes": int(held.model[row]),
-                "optimizer_bytes": int(held.optimizer[row]),
+                "model_bytes": int(contents.model[row]),
+                "optimizer_bytes": int(contents.optimizer[row]),
                 "times_median": factor,
                 "cells": cells,
             }
         )
     columns = [
         {"section": c.section, "place": c.place, "block": c.block, "layer": None if c.layer < 0 else c.layer}
-        for c in held.columns
+        for c in contents.columns
     ]
-    lost = [{"row": row, "file": file, "state": CELL_STATES[state]} for row, file, state in held.lost]
-    return {"columns": columns, "rows": rows, "lost": lost, "chunks_in_no_file": held.unfiled}
+    lost = [{"row": row, "file": file, "state": CELL_STATES[state]} for row, file, state in contents.lost]
+    return {"columns": columns, "rows": rows, "lost": lost, "chunks_in_no_file": contents.unfiled}
 
 
 # ---------------------------------------------------------------- rows
 
 
-def folded(held: RankContents) -> tuple[list[tuple[str, list[int]]], int]:
+def folded(contents: RankContents) -> tuple[list[tuple[str, list[int]]], int]:
     """Label and numbers of the rows that look the same, and how many more there are; the lost ones first if many."""
-    groups = _alike(held)
-    shown = sorted(groups, key=lambda rows: not _is_lost(held, rows[0]))[:_ROWS] if len(groups) > _ROWS else groups
-    return [(_label(held, rows), rows) for rows in shown], len(groups) - len(shown)
+    groups = _alike(contents)
+    shown = sorted(groups, key=lambda rows: not _is_lost(contents, rows[0]))[:_ROWS] if len(groups) > _ROWS else groups
+    return [(_label(contents, rows), rows) for rows in shown], len(groups) - len(shown)
 
 
-def cells_of(held: RankContents, row: int, places: Sequence[Run | None]) -> list[int]:
+def cells_of(contents: RankContents, row: int, places: Sequence[Run | None]) -> list[int]:
     """For each place across its position in `STATE_NAMES`; -1 between two sections."""
-    states = _states(held, row)
+    states = _states(contents, row)
     return [-1 if run is None else _merged(states[run]) for run in places]
 
 
-def _alike(held: RankContents) -> list[list[int]]:
+def _alike(contents: RankContents) -> list[list[int]]:
     found: dict[object, list[int]] = {}
-    is_off = held.out_of_balance
-    for row, (start, stop) in enumerate(zip(held.starts, held.starts[1:], strict=False)):
-        cells = held.column[start:stop].tobytes(), held.state[start:stop].tobytes()
-        found.setdefault((cells, is_off[row], held.size[row] < 0), []).append(row)
+    is_off = contents.out_of_balance
+    for row, (start, stop) in enumerate(zip(contents.starts, contents.starts[1:], strict=False)):
+        cells = contents.column[start:stop].tobytes(), contents.state[start:stop].tobytes()
+        found.setdefault((cells, is_off[row], contents.size[row] < 0), []).append(row)
     return list(found.values())
 
 
-def _states(held: RankContents, row: int) -> npt.NDArray[np.uint8]:
-    states = np.zeros(len(held.columns), np.uint8)
-    cells = slice(held.starts[row], held.starts[row + 1])
-    states[held.column[cells]] = held.state[cells]
+def _states(contents: RankContents, row: int) -> npt.NDArray[np.uint8]:
+    states = np.zeros(len(contents.columns), np.uint8)
+    cells = slice(contents.starts[row], contents.starts[row + 1])
+    states[contents.column[cells]] = contents.state[cells]
     return states
 
 
-def _is_lost(held: RankContents, row: int) -> bool:
-    return bool((_states(held, row) >= _LOST).any())
+def _is_lost(contents: RankContents, row: int) -> bool:
+    return bool((_states(contents, row) >= _LOST).any())
 
 
-def _label(held: RankContents, rows: Sequence[int]) -> str:
-    if (held.ranks[rows] >= 0).all():
-        return cut(named_ranks(held.ranks[rows].tolist()), _NAME)
-    names = fold_names(held.names[row] for row in rows)
+def _label(contents: RankContents, rows: Sequence[int]) -> str:
+    if (contents.ranks[rows] >= 0).all():
+        return cut(named_ranks(contents.ranks[rows].tolist()), _NAME)
+    names = fold_names(contents.names[row] for row in rows)
     return first_names((cut(name, _NAME - 6 * (len(names) > 1)) for name in names), 1)
 
 
-def sizes_of(held: RankContents, rows: Sequence[int]) -> tuple[str, ...]:
+def sizes_of(contents: RankContents, rows: Sequence[int]) -> tuple[str, ...]:
     """The median size of rows, and the shares of model and optimizer; one word where no size is known."""
-    size = held.size[rows]
+    size = contents.size[rows]
     if size[0] < 0:
-        return ("missing" if _is_lost(held, rows[0]) else "unknown",)
+        return ("missing" if _is_lost(contents, rows[0]) else "unknown",)
     about = "~" if len({human_bytes(int(each)) for each in size}) > 1 else ""
     total = max(int(size.sum()), 1)
-    shares = (f"{int(part[rows].sum()) / total:.0%}" for part in (held.model, held.optimizer))
+    shares = (f"{int(part[rows].sum()) / total:.0%}" for part in (contents.model, contents.optimizer))
     return about + human_bytes(int(np.median(size))), *shares
 
 
@@ -251,25 +251,25 @@ def _merged(states: npt.NDArray[np.uint8]) -> int:
 # ---------------------------------------------------------------- words
 
 
-def sentences(held: RankContents) -> Iterator[str]:
+def sentences(contents: RankContents) -> Iterator[str]:
     """What stands out: what is lost, who is out of balance, what nobody holds."""
     for state in range(_LOST, len(CELL_STATES)):
-        if files := {name: row for row, name, own in held.lost if own == state}:
+        if files := {name: row for row, name, own in contents.lost if own == state}:
             rows = [*dict.fromkeys(files.values())]
-            of = f"of {_label(held, rows)}: " if (held.ranks[rows] >= 0).all() else ""
+            of = f"of {_label(contents, rows)}: " if (contents.ranks[rows] >= 0).all() else ""
             yield f"{CELL_STATES[state]} {of}{first_names(map(cut, files), 3)}"
-    odd = np.flatnonzero(held.out_of_balance)
+    odd = np.flatnonzero(contents.out_of_balance)
     factors: dict[str, list[int]] = {}
-    for row in odd[np.argsort(-np.abs(np.log(held.factor[odd])), kind="stable")].tolist():
-        factors.setdefault(f"{held.factor[row]:.1f}", []).append(row)
+    for row in odd[np.argsort(-np.abs(np.log(contents.factor[odd])), kind="stable")].tolist():
+        factors.setdefault(f"{contents.factor[row]:.1f}", []).append(row)
     for factor, rows in [*factors.items()][:4]:
         its = "its" if len(rows) == 1 else "their"
-        yield f"{_label(held, rows)} {verb(len(rows), 'has')} {factor} times the median size of {its} kind"
+        yield f"{_label(contents, rows)} {verb(len(rows), 'has')} {factor} times the median size of {its} kind"
     if left := sum(map(len, [*factors.values()][4:])):
         yield f"and {plural(left, 'more row')} more than 20 % off the median"
-    for section, lacking in held.without().items():
+    for section, lacking in contents.without().items():
         blocks = dict.fromkeys(column.block for column in lacking)
         where = (f"{block} {ranges(c.layer for c in lacking if c.block == block)}" for block in blocks)
         yield f"no {section} for {', '.join(where)}"
-    if held.unfiled:
-        yield f"{plural(held.unfiled, 'chunk')} in no file"
+    if contents.unfiled:
+        yield f"{plural(contents.unfiled, 'chunk')} in no file"

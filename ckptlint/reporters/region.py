@@ -53,10 +53,10 @@ def region_asked(checkpoints: Sequence[Checkpoint], text: str) -> list[StoredReg
     match = _SLICED.fullmatch(text)
     names = dict.fromkeys((match[1], printable(match[1]))) if match else {}
     found = [(ckpt, ckpt.tensors[name]) for ckpt in checkpoints for name in names if name in ckpt.tensors]
-    return [_held(ckpt, tensor, match[2]) for ckpt, tensor in found] if match else []
+    return [_stored(ckpt, tensor, match[2]) for ckpt, tensor in found] if match else []
 
 
-def _held(ckpt: Checkpoint, tensor: Tensor, slices: str) -> StoredRegion:
+def _stored(ckpt: Checkpoint, tensor: Tensor, slices: str) -> StoredRegion:
     if not tensor.is_sound:
         raise ConfigError(f"the chunks of {tensor.fqn} do not fit its shape: run `ckptlint {ckpt.path}`")
     region = parse_region(tensor, slices)
@@ -106,14 +106,14 @@ def parse_region(tensor: Tensor, slices: str) -> Box:
     return Box(tuple(start for start, _ in found), tuple(size for _, size in found))
 
 
-def as_text(held: StoredRegion) -> Iterator[str]:
+def as_text(stored: StoredRegion) -> Iterator[str]:
     """The chunks with file, rank, bytes and state, those that are lost first, then what nobody holds."""
-    ckpt, tensor, region = held.ckpt, held.tensor, held.region
+    ckpt, tensor, region = stored.ckpt, stored.tensor, stored.region
     count = nbytes(tensor.dtype, region.volume)
     size = "" if count is None else f", {human_bytes(count)}"
     yield f"{tensor.fqn} {region}  {tensor.dtype}, {region.volume:,} of {plural(tensor.volume, 'element')}{size}"
-    table, order = [], np.argsort(held.states <= NOT_CHECKED, kind="stable")[:_LISTED].tolist()
-    for row, state in zip(held.rows[order].tolist(), held.states[order].tolist(), strict=True):
+    table, order = [], np.argsort(stored.states <= NOT_CHECKED, kind="stable")[:_LISTED].tolist()
+    for row, state in zip(stored.rows[order].tolist(), stored.states[order].tolist(), strict=True):
         box, record = tensor.layout.box(row), int(tensor.chunks.record[row])
         file, start, length = ckpt.byte_range_of(record) if record >= 0 else ("stored nowhere", 0, 0)
         rank = ranks_of_files(ckpt)[ckpt.records.file[record]] if record >= 0 else -1
@@ -121,24 +121,24 @@ def as_text(held: StoredRegion) -> Iterator[str]:
         table.append([str(box.intersect(region)), str(box), *place, STATES[state]])
     if table:
         yield from aligned(["holds", "of chunk", "file", "rank", "bytes", "state"], table)
-    if len(held.rows) > _LISTED:
-        yield f"and {plural(len(held.rows) - _LISTED, 'more chunk')}; --format json has all"
-    if held.missing.missing_volume:
-        yield f"nobody holds {first_names(map(str, held.missing.missing), 4, 'region')}: {_elements(held.missing)}"
-    if held.lost.missing_volume > held.missing.missing_volume:
-        yield f"not to be loaded: {first_names(map(str, held.lost.missing), 4, 'region')}, {_elements(held.lost)}"
+    if len(stored.rows) > _LISTED:
+        yield f"and {plural(len(stored.rows) - _LISTED, 'more chunk')}; --format json has all"
+    if stored.missing.missing_volume:
+        yield f"nobody holds {first_names(map(str, stored.missing.missing), 4, 'region')}: {_elements(stored.missing)}"
+    if stored.lost.missing_volume > stored.missing.missing_volume:
+        yield f"not to be loaded: {first_names(map(str, stored.lost.missing), 4, 'region')}, {_elements(stored.lost)}"
 
 
-def as_json(held: StoredRegion) -> dict[str, Any]:
+def as_json(stored: StoredRegion) -> dict[str, Any]:
     """The same as plain values; `chunks` are positions in the `layout` of the tensor."""
     return {
-        "key": held.tensor.fqn,
-        "region": _bounds(held.region),
-        "chunks": held.rows.tolist(),
-        "missing": [*map(_bounds, held.missing.missing)],
-        "missing_elements": held.missing.missing_volume,
-        "lost": [*map(_bounds, held.lost.missing)],
-        "lost_elements": held.lost.missing_volume,
+        "key": stored.tensor.fqn,
+        "region": _bounds(stored.region),
+        "chunks": stored.rows.tolist(),
+        "missing": [*map(_bounds, stored.missing.missing)],
+        "missing_elements": stored.missing.missing_volume,
+        "lost": [*map(_bounds, stored.lost.missing)],
+        "lost_elements": stored.lost.missing_volume,
     }
 
 

@@ -82,8 +82,8 @@ def moved_sentences(updates: Sequence[Update]) -> list[str]:
         names = ", ".join(map(cut, fold_names(update.fqn for update in still)))
         lines.append(f"{plural(len(still), 'weight')} did not move: {names}")
     if trained:
-        held = ", ".join(map(cut, fold_names(trained)))
-        lines.append(f"The optimizer holds state for {len(trained):,} of them: {held}")
+        old_names = ", ".join(map(cut, fold_names(trained)))
+        lines.append(f"The optimizer holds state for {len(trained):,} of them: {old_names}")
     return lines
 
 
@@ -164,10 +164,10 @@ def sentence_of(members: list[Match], found: Values, limit: int = NAME_LIMIT) ->
     """
     first = members[0]
     sides = [folded([name for match in members for name in getattr(match, side)])[0] for side in ("old", "new")]
-    held = [name for match in members for name in match.old]
-    count = plural(len(held) or len(members), "tensor")
+    trained_names = [name for match in members for name in match.old]
+    count = plural(len(trained_names) or len(members), "tensor")
     if first.relation == "equal":
-        size = sum(volume_of(found, name) for name in held)
+        size = sum(volume_of(found, name) for name in trained_names)
         return f"{count}, {human_bytes(size)}", []
     if first.relation == "absent":
         where = "only in the old one" if first.old else "only in the new one"

@@ -6,9 +6,9 @@ needed: the metadata is pickled with classes that only carry torch's names.
 
 from ckptlint.testing.cases import (
     Case,
+    checkpoint_of_ranks,
     described,
     fixture_cases,
-    held_by_ranks,
     load_folder,
     open_case,
     read_cases,
@@ -19,9 +19,9 @@ from ckptlint.testing.pickles import torch_archive
 
 __all__ = [
     "Case",
+    "checkpoint_of_ranks",
     "described",
     "fixture_cases",
-    "held_by_ranks",
     "load_folder",
     "open_case",
     "read_cases",

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ckptlint.analysis.ranks.held_by_ranks import as_checkpoint
+from ckptlint.analysis.ranks.rank_chunks import as_checkpoint
 from ckptlint.depth import Depth
 from ckptlint.lint.engine import run_rules
 from ckptlint.lint.fixture_cases import case_tables
@@ -55,7 +55,7 @@ class Case:
     @property
     def is_live(self) -> bool:
         """Whether it is about what the ranks of a job hold, not about files."""
-        return bool(self.table.keys() & {"held", "rank_findings"})
+        return bool(self.table.keys() & {"rank_chunks", "rank_findings"})
 
 
 _KEYS = frozenset(
@@ -70,7 +70,6 @@ _KEYS = frozenset(
         "enums_by_name",
         "expect",
         "files",
-        "held",
         "ignores",
         "links",
         "mcore_data",
@@ -84,12 +83,13 @@ _KEYS = frozenset(
         "others",
         "plans",
         "protocol",
+        "rank_chunks",
         "rank_files",
+        "rank_findings",
         "ranks",
         "raw",
         "reference",
         "reference_config",
-        "rank_findings",
         "root",
         "safetensors",
         "says",
@@ -130,7 +130,9 @@ def read_cases(path: Path) -> list[Case]:
 def run_case(rule: Rule, case: Case, folder: Path) -> CheckpointReport:
     """Write the case into an empty folder, read it back, and judge it with one rule; or what its ranks hold."""
     depth = depth_of(rule, case)
-    return judge_case(rule, case, held_by_ranks(case.table) if case.is_live else open_case(case, folder, depth), depth)
+    return judge_case(
+        rule, case, checkpoint_of_ranks(case.table) if case.is_live else open_case(case, folder, depth), depth
+    )
 
 
 def depth_of(rule: Rule, case: Case) -> Depth:
@@ -163,11 +165,11 @@ def open_case(case: Case, folder: Path, depth: Depth = Depth.FILES) -> Checkpoin
     return ckpt
 
 
-def held_by_ranks(table: Mapping[str, Any]) -> Checkpoint:
-    """The `held` chunks and the `rank_findings` of a case, as live mode hands them to the rules."""
+def checkpoint_of_ranks(table: Mapping[str, Any]) -> Checkpoint:
+    """The `rank_chunks` chunks and the `rank_findings` of a case, as live mode hands them to the rules."""
     rows = [
         ({"dtype": "float32", "replica": 0, "copies": 0, "digest": 0, "view": 0} | item, rank)
-        for item in table.get("held", ())
+        for item in table.get("rank_chunks", ())
         for rank in item["ranks"]
     ]
     fqns = sorted({item["fqn"] for item, _ in rows})

@@ -134,8 +134,8 @@ def optimizer_state(groups: Sequence[Mapping[str, Any]], states: Mapping[str, An
         groups: the parameter groups.
         states: parameter, a number or a name, -> name of a state -> its shape.
     """
-    held = {param: {name: {"tensor": shape} for name, shape in own.items()} for param, own in states.items()}
-    return {"state": held, "param_groups": [dict(group) for group in groups]}
+    state = {param: {name: {"tensor": shape} for name, shape in own.items()} for param, own in states.items()}
+    return {"state": state, "param_groups": [dict(group) for group in groups]}
 
 
 def write_safetensors(path: Path, table: Mapping[str, Any]) -> Path:

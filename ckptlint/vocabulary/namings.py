@@ -70,7 +70,7 @@ def _read(text: str) -> dict[str, tuple[Naming, dict[tuple[str, ...], StoredRole
     found = {}
     for name, item in read.items():
         roles = {**(read[item.like].roles if item.like else {}), **item.roles}
-        found[name] = item, {(*end.split("."),): _stored(name, held) for end, held in roles.items()}
+        found[name] = item, {(*end.split("."),): _stored(name, known) for end, known in roles.items()}
     return found
 
 
@@ -103,9 +103,9 @@ def stored(key: str, naming: Naming) -> StoredRoles | None:
     ends = namings()[naming.name][1]
     for last in (len(parts), len(parts) - 1):  # a name of its own, or that of a module with a weight or bias
         for first in range(last):
-            held = ends.get((*parts[first:last],))
-            if held and not (held.roles[0] in _OUTSIDE and found.block):
-                return held
+            known = ends.get((*parts[first:last],))
+            if known and not (known.roles[0] in _OUTSIDE and found.block):
+                return known
     return None
 
 
@@ -115,8 +115,8 @@ def roles_of(key: str) -> frozenset[tuple[str, ...]]:
     >>> roles_of("joint_blocks.3.context_block.attn.proj.weight") == roles_of("blocks.3.attn.to_add_out.weight")
     True
     """
-    held = (stored(key, naming) for naming, _ in namings().values())
-    return frozenset(tuple(re.sub("^(text|single) ", "", role) for role in one.roles) for one in held if one)
+    known = (stored(key, naming) for naming, _ in namings().values())
+    return frozenset(tuple(re.sub("^(text|single) ", "", role) for role in one.roles) for one in known if one)
 
 
 def is_bias(key: str) -> bool:

@@ -39,7 +39,7 @@ def runs(
         torch 2.13 torch.distributed.tensor._utils._compute_local_shape_and_global_offset; the pieces are those of
         Shard.local_shard_size_and_offset and _StridedShard.local_shard_size_and_offset.
     """
-    held: list[Runs] = [((0, size),) if size else () for size in shape]
+    runs_by_dim: list[Runs] = [((0, size),) if size else () for size in shape]
     for mesh_dim in range(len(placements)) if order is None else order:
         placement = placements[mesh_dim]
         dim = getattr(placement, "dim", None)
@@ -48,18 +48,18 @@ def runs(
         pieces, place = mesh_shape[mesh_dim], coordinate[mesh_dim]
         split = getattr(placement, "split_factor", None)
         if split is None:
-            held[dim] = _take(held[dim], _piece((0, _length(held[dim])), pieces, place))
+            runs_by_dim[dim] = _take(runs_by_dim[dim], _piece((0, _length(runs_by_dim[dim])), pieces, place))
         else:
-            whole = (0, _length(held[dim]))
-            parts = [_take(held[dim], _piece(_piece(whole, split, i), pieces, place)) for i in range(split)]
-            held[dim] = _joined(run for part in parts for run in part)
-    return tuple(held)
+            whole = (0, _length(runs_by_dim[dim]))
+            parts = [_take(runs_by_dim[dim], _piece(_piece(whole, split, i), pieces, place)) for i in range(split)]
+            runs_by_dim[dim] = _joined(run for part in parts for run in part)
+    return tuple(runs_by_dim)
 
 
-def bounding_box(held: Sequence[Runs], shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def bounding_box(runs_by_dim: Sequence[Runs], shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Offsets and sizes that torch gives to the runs of each dim: the first index, or the end of an empty dim."""
-    offsets = tuple(found[0][0] if found else size for found, size in zip(held, shape, strict=True))
-    return offsets, tuple(_length(found) for found in held)
+    offsets = tuple(found[0][0] if found else size for found, size in zip(runs_by_dim, shape, strict=True))
+    return offsets, tuple(_length(found) for found in runs_by_dim)
 
 
 def _piece(whole: Run, pieces: int, place: int) -> Run:
@@ -69,11 +69,11 @@ def _piece(whole: Run, pieces: int, place: int) -> Run:
     return min(stop, start + size * place), min(stop, start + size * (place + 1))
 
 
-def _take(held: Runs, piece: Run) -> Runs:
-    """The runs at the positions of `piece` in the concatenation of `held`."""
+def _take(runs: Runs, piece: Run) -> Runs:
+    """The runs at the positions of `piece` in the concatenation of `runs`."""
     taken: list[Run] = []
     position = 0
-    for start, stop in held:
+    for start, stop in runs:
         first, last = max(piece[0] - position, 0), min(piece[1] - position, stop - start)
         if first < last:
             taken.append((start + first, start + last))
@@ -81,10 +81,10 @@ def _take(held: Runs, piece: Run) -> Runs:
     return tuple(taken)
 
 
-def _joined(held: Iterable[Run]) -> Runs:
+def _joined(runs: Iterable[Run]) -> Runs:
     """The runs, neighbours that touch as one."""
     joined: list[Run] = []
-    for start, stop in held:
+    for start, stop in runs:
         if joined and joined[-1][1] == start:
             joined[-1] = joined[-1][0], stop
         else:
@@ -92,5 +92,5 @@ def _joined(held: Iterable[Run]) -> Runs:
     return tuple(joined)
 
 
-def _length(held: Runs) -> int:
-    return sum(stop - start for start, stop in held)
+def _length(runs: Runs) -> int:
+    return sum(stop - start for start, stop in runs)

@@ -38,7 +38,7 @@ from ckptlint.model.text import printable
 from ckptlint.reporters import REPORTERS
 from ckptlint.reporters.style import Style
 from ckptlint.rule import Confidence, Finding, Location, Rule
-from ckptlint.testing import held_by_ranks, read_cases, write_checkpoint
+from ckptlint.testing import checkpoint_of_ranks, read_cases, write_checkpoint
 
 pytestmark = pytest.mark.ci
 
@@ -703,7 +703,7 @@ def test_statistics_replace_the_findings_on_stdout_only(tmp_path: Path) -> None:
 def test_a_running_job_is_told_in_every_format(format_: str) -> None:
     rules = tuple(rule for rule in load_rules() if rule.live)
     case = read_cases(REPOSITORY / "fixtures" / "LIV205.toml")[0]
-    report = Report([run_rules(held_by_ranks(case.table), rules, Depth.METADATA)], rules, Depth.METADATA)
+    report = Report([run_rules(checkpoint_of_ranks(case.table), rules, Depth.METADATA)], rules, Depth.METADATA)
     text = REPORTERS[format_](report, Style(width=80))
     assert "LIV205" in text
     if format_ == "html":

@@ -23,7 +23,7 @@ from ckptlint.model import Checkpoint
 from ckptlint.reporters.full import render
 from ckptlint.reporters.style import Style
 from ckptlint.rule import Rule, Severity
-from ckptlint.testing import Case, described, fixture_cases, held_by_ranks, open_case, run_case
+from ckptlint.testing import Case, checkpoint_of_ranks, described, fixture_cases, open_case, run_case
 from ckptlint.testing.cases import depth_of, judge_case
 
 RULES = {rule.code: rule for rule in load_rules()}
@@ -64,7 +64,7 @@ def wrong_about(
     rule = RULES[code]
     depth = depth_of(rule, case)
     rules = [other for other in RULES.values() if other.live or not case.is_live]
-    ckpt = held_by_ranks(case.table) if case.is_live else open_case(case, folder, depth)
+    ckpt = checkpoint_of_ranks(case.table) if case.is_live else open_case(case, folder, depth)
     every = with_causes(run_rules(ckpt, rules, depth))
     reports.append(judge_case(rule, case, ckpt, depth))
     wrong = [

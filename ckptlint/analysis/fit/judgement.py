@@ -208,14 +208,14 @@ def expectations(ckpt: Checkpoint) -> tuple[Expected, ...] | str:
 @fact
 def config_fit(ckpt: Checkpoint) -> Fit | str:
     """How a checkpoint differs from what its configuration implies, or why that is not known."""
-    fit = _held(ckpt)
+    fit = _first_fit(ckpt)
     if not isinstance(fit, str) and len(foreign_sizes(ckpt)) >= 2:
         return f"{fit.expected.source} belongs to another model (COM008)"
     return fit
 
 
 @fact
-def _held(ckpt: Checkpoint) -> Fit | str:
+def _first_fit(ckpt: Checkpoint) -> Fit | str:
     forms = expectations(ckpt)
     if isinstance(forms, str):
         return forms
@@ -252,7 +252,7 @@ def foreign_sizes(ckpt: Checkpoint) -> tuple[Contradiction, ...]:
     Sizes of which one rank's part is stored count once, however many they are. Two contradictions mean that the
     arguments belong to another model.
     """
-    fit = _held(ckpt)
+    fit = _first_fit(ckpt)
     if isinstance(fit, str) or not ckpt.has_megatron_names or not fit.shapes:
         return ()
     seen: dict[str, set[int]] = defaultdict(set)
@@ -365,14 +365,14 @@ class _Judge:
         homes = {place.home for name in self.tensors if (place := _place(name))}
         if len(homes) < 2:
             return ()
-        held = {_tower(name, homes) for name in self.pairing.stored}
-        lost = {_tower(name, homes) for name in missing} - held
+        towers = {_tower(name, homes) for name in self.pairing.stored}
+        lost = {_tower(name, homes) for name in missing} - towers
         moved = [tails for block in _by_layer(self.unknown).values() for tails in block.values()]
         for block, layers in _by_layer(missing).items():
             if any(tails in moved for tails in layers.values()):
                 lost.discard(_tower(f"{block}.", homes))  # its layers are stored, under other names
         found = {self._root(home) if self._is_lost(home) else home for home in lost if home is not None}
-        return tuple(sorted(found)) if held - {None} else ()
+        return tuple(sorted(found)) if towers - {None} else ()
 
     def _is_lost(self, tower: str) -> bool:
         """Whether an absent tower has a section of the configuration, and nothing says that the export is a part."""

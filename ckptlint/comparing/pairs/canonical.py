@@ -42,10 +42,14 @@ def in_one_order(old: Sides, new: Sides, heads: Heads) -> tuple[Sides, Sides]:
     sides = _named(old, namings[0], heads), _named(new, namings[1], heads)
     if namings[0] is None or namings[1] is None or namings[0] is namings[1]:
         return sides
-    ways = [{(one.held.roles, one.held.how) for one in side.values() if one.held} for side in sides]
+    ways = [{(one.stored_as.roles, one.stored_as.how) for one in side.values() if one.stored_as} for side in sides]
     apart = {roles for roles, _ in ways[0] ^ ways[1]}
     wanted = [
-        [one for one in side.values() if one.held and one.held.how and one.held.roles in apart and one.is_read]
+        [
+            one
+            for one in side.values()
+            if one.stored_as and one.stored_as.how and one.stored_as.roles in apart and one.is_read
+        ]
         for side in sides
     ]
     keys = _rows_of_keys(sides[0]) | _rows_of_keys(sides[1])
@@ -66,40 +70,40 @@ def _named(side: Sides, naming: Naming | None, heads: Heads) -> Sides:
     """The side, with what its keys hold under a naming."""
     if naming is None:
         return side
-    held = {key: found for key in side if (found := stored(key, naming))}
+    stored_roles = {key: found for key in side if (found := stored(key, naming))}
     if (naming.halves and any(map(naming.halves.search, side))) or heads.model_type in naming.halves_types:
-        held = {key: StoredRoles(one.roles, one.how - {"pairs"}) for key, one in held.items()}
-    matrices = [(key, one, parse(key)) for key, one in held.items() if len(side[key].shape) > 1]
+        stored_roles = {key: StoredRoles(one.roles, one.how - {"pairs"}) for key, one in stored_roles.items()}
+    matrices = [(key, one, parse(key)) for key, one in stored_roles.items() if len(side[key].shape) > 1]
     last = {(name.layer, name.in_experts, side[key].shape[-1]) for key, one, name in matrices if one.roles == ("down",)}
     for key, one, name in matrices:  # a block without a gate has as many rows first as columns last
         if one.roles == ("gate", "up") and (name.layer, name.in_experts, side[key].shape[-2]) in last:
-            held[key] = StoredRoles(("up",), one.how)
-    return {key: replace(one, held=held.get(key)) for key, one in side.items()}
+            stored_roles[key] = StoredRoles(("up",), one.how)
+    return {key: replace(one, stored_as=stored_roles.get(key)) for key, one in side.items()}
 
 
 def _rows_of_keys(side: Sides) -> dict[int | None, int]:
     """Layer -> the rows of its keys, of those that have a tensor of their own."""
-    own = [one for one in side.values() if one.held and one.held.roles == ("k",) and len(one.shape) > 1]
+    own = [one for one in side.values() if one.stored_as and one.stored_as.roles == ("k",) and len(one.shape) > 1]
     return {parse(one.fqn).layer: one.shape[-2] for one in own}
 
 
 def _sizes(wanted: Iterable[Side]) -> list[int]:
     """The sizes that a head may have: 0 alone where no order depends on it."""
-    rows = [one.shape[-2:][0] for one in wanted if one.held and one.held.how & {"pairs", "by group"}]
+    rows = [one.shape[-2:][0] for one in wanted if one.stored_as and one.stored_as.how & {"pairs", "by group"}]
     common = gcd(*rows)
     return [size for size in range(2, min(common, _LARGEST_HEAD) + 1, 2) if common % size == 0] or [0]
 
 
 def _moved(side: Side, heads: Heads, keys: Mapping[int | None, int], is_old: bool) -> Side:
     """A tensor in the order of all: roles one after the other, halves, [out, in]; as it is where that is not known."""
-    assert side.held is not None
-    shape, said, held = side.shape, list[str](), side.held
-    if "[in, out]" in held.how and len(shape) > 1:
+    assert side.stored_as is not None
+    shape, said, stored_roles = side.shape, list[str](), side.stored_as
+    if "[in, out]" in stored_roles.how and len(shape) > 1:
         shape = (*shape[:-2], shape[-1], shape[-2])
         said.append("transposed")
     rows = shape[-2] if len(shape) > 1 else shape[0]
     order: IntArray = np.arange(rows)
-    if "by group" in held.how:
+    if "by group" in stored_roles.how:
         of_keys = keys.get(parse(side.fqn).layer, 0) // max(heads.size, 1)
         groups = (rows // max(heads.size, 1) - heads.count) // 2 if heads.count else of_keys
         if heads.size < 1 or groups < 1 or rows % groups or rows // groups <= 2 * heads.size:
@@ -107,13 +111,13 @@ def _moved(side: Side, heads: Heads, keys: Mapping[int | None, int], is_old: boo
         parts = np.split(order.reshape(groups, -1), [-2 * heads.size, -heads.size], axis=1)
         order = np.concatenate([part.reshape(-1) for part in parts])
         said.append(f"in {groups:,} groups")
-    elif "alternating" in held.how:
-        order = order.reshape(-1, len(held.roles)).T.reshape(-1)
+    elif "alternating" in stored_roles.how:
+        order = order.reshape(-1, len(stored_roles.roles)).T.reshape(-1)
         said.append("in turn")
-    elif "halves exchanged" in held.how:
+    elif "halves exchanged" in stored_roles.how:
         order = np.roll(order, rows // 2)
         said.append("with its halves exchanged")
-    if "pairs" in held.how:
+    if "pairs" in stored_roles.how:
         if heads.size < 2 or rows % heads.size:
             return side
         order = order.reshape(-1, heads.size // 2, 2).transpose(0, 2, 1).reshape(-1)
@@ -139,10 +143,10 @@ def _in_order(own: RowHashes, order: IntArray, is_turned: bool) -> RowHashes:
 def _contents(side: Sides, keys: Mapping[int | None, int]) -> set[tuple[str, int]]:
     """Dtype and digest of the rows of each tensor of attention, and of the queries with which a fused one begins."""
     found = set()
-    for one in (one for one in side.values() if one.held and {*one.held.roles} & {"q", "k"}):
+    for one in (one for one in side.values() if one.stored_as and {*one.stored_as.roles} & {"q", "k"}):
         for dtype, hashes in one.hashes.items():
             found.add((dtype, digest(hashes.rows)))
-            if one.held and len(one.held.roles) > 1:
+            if one.stored_as and len(one.stored_as.roles) > 1:
                 queries = len(hashes.rows) - 2 * keys.get(parse(one.fqn).layer, 0)
                 found.add((dtype, digest(hashes.rows[:queries])))
     return found

@@ -18,7 +18,7 @@ from ckptlint.seals.row_hashes import can_be_rounded, digest, matrix, multiset
 from ckptlint.vocabulary.keys import numbers_in, parse
 from ckptlint.vocabulary.namings import StoredRoles, is_bias, roles_of
 
-_Held = tuple[StoredRoles | None, StoredRoles | None]
+_RolesOfBoth = tuple[StoredRoles | None, StoredRoles | None]
 _Key = Callable[[Side, str], object]
 
 _MOST_PARTS = 4  # roles that are put together into one tensor, such as query, key, value and a gate
@@ -187,7 +187,11 @@ def _paired(old: list[Side], new: list[Side], dtype: str) -> Iterator[tuple[Side
         for side in [*old]:
             fitting = (other for other in new if common(side, other) == dtype)
             if by_role:
-                fitting = (one for one in fitting if side.held and one.held and side.held.roles == one.held.roles)
+                fitting = (
+                    one
+                    for one in fitting
+                    if side.stored_as and one.stored_as and side.stored_as.roles == one.stored_as.roles
+                )
             if (other := next(fitting, None)) is not None:
                 old.remove(side)
                 new.remove(other)
@@ -233,7 +237,9 @@ def _adding_up(
     sums = []
     for members in roles.values():
         own = [side for side in members if side.fqn not in gone and common(side, whole) == dtype]
-        if own and (not whole.held or not own[0].held or {*own[0].held.roles} <= {*whole.held.roles}):
+        if own and (
+            not whole.stored_as or not own[0].stored_as or {*own[0].stored_as.roles} <= {*whole.stored_as.roles}
+        ):
             count = sum(len(side.hashes[dtype].rows) for side in own)
             sums.append((own, count, sum(multiset(side.hashes[dtype].rows) for side in own) & MASK))
     for number in range(1, min(_MOST_PARTS, len(sums)) + 1):
@@ -261,8 +267,8 @@ def _in_order(parts: Sequence[Side], whole: Side, dtype: str) -> tuple[bool, str
         slices = matrix(part.hashes[dtype].shape)[0]
         for number, rows in enumerate(part.hashes[dtype].rows.reshape(slices, -1)):
             expert = number if slices > 1 else parse(part.fqn).expert or 0
-            pieces[expert, part.held.roles if part.held else ()] = rows
-    roles = [whole.held.roles] if whole.held else []
+            pieces[expert, part.stored_as.roles if part.stored_as else ()] = rows
+    roles = [whole.stored_as.roles] if whole.stored_as else []
     if len(pieces) != len({expert for expert, _ in pieces}):
         roles = [(one,) for one in roles[0]] if roles else []
     experts = sorted({expert for expert, _ in pieces})
@@ -279,7 +285,9 @@ def _in_order(parts: Sequence[Side], whole: Side, dtype: str) -> tuple[bool, str
 
 def _unknown(rows: Words, whole: Side, dtype: str) -> tuple[str, tuple[str, ...]]:
     """The order of some rows in a whole, which is not the one that the names demand, in words."""
-    text = "in an order that the names do not suggest" if whole.held else "in an order that no known conversion makes"
+    text = (
+        "in an order that the names do not suggest" if whole.stored_as else "in an order that no known conversion makes"
+    )
     order = np.argsort(rows, kind="stable")
     ordered = rows[order]
     if (ordered[1:] == ordered[:-1]).any():
@@ -332,22 +340,22 @@ def _under_right_names(found: Sequence[Match], sides: tuple[Sides, Sides]) -> li
         if match.is_proven and match.old != match.new:
             counts = roles[_roles(match.old)]
             most = [role for role, count in counts.items() if count == max(counts.values())]
-            held = sides[0][match.old[0]].held, sides[1][match.new[0]].held
-            is_odd = _roles(match.new) not in most or (len(most) > 1 and None in held)
-            if is_odd or _distance(match) not in (None, usual) or not _may_be_one(match, held):
-                match = replace(match, relation="exchanged", is_proven=False, what=_holds(match, held))
+            roles_of_both = sides[0][match.old[0]].stored_as, sides[1][match.new[0]].stored_as
+            is_odd = _roles(match.new) not in most or (len(most) > 1 and None in roles_of_both)
+            if is_odd or _distance(match) not in (None, usual) or not _may_be_one(match, roles_of_both):
+                match = replace(match, relation="exchanged", is_proven=False, what=_holds(match, roles_of_both))
         made.append(match)
     return made
 
 
-def _holds(match: Match, held: _Held) -> str:
+def _holds(match: Match, roles_of_both: _RolesOfBoth) -> str:
     """Of what is under another name, what holds it now: another layer, expert or role; "" where names say neither."""
     old, new = parse(match.old[0]), parse(match.new[0])
     if None not in (old.layer, new.layer) and old.layer != new.layer:
         return f"layer {new.layer} holds what was layer {old.layer}"
     if None not in (old.expert, new.expert) and old.expert != new.expert:
         return f"expert {new.expert} holds what was expert {old.expert}"
-    was, now = held
+    was, now = roles_of_both
     return f"{' and '.join(now.roles)} holds what was {' and '.join(was.roles)}" if was and now and was != now else ""
 
 
@@ -370,13 +378,13 @@ def _roles(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(key.role if (key := parse(name)).block else NUMBER.sub("*", name, 1) for name in names))
 
 
-def _may_be_one(match: Match, held: _Held) -> bool:
+def _may_be_one(match: Match, roles_of_both: _RolesOfBoth) -> bool:
     """Whether the names of one tensor on each side may mean the same: no embedding is a head, no key a value."""
     if len(match.old) != 1 or len(match.new) != 1:
         return True
     (old,), (new,) = match.old, match.new
-    if held[0] and held[1]:
-        return held[0].roles == held[1].roles and is_bias(old) == is_bias(new)
+    if roles_of_both[0] and roles_of_both[1]:
+        return roles_of_both[0].roles == roles_of_both[1].roles and is_bias(old) == is_bias(new)
     likely = roles_of(old), roles_of(new)
     functions = {parse(old).function, parse(new).function}
     return not (likely[0] and likely[1] and not likely[0] & likely[1]) and functions != {"embedding", "output"}

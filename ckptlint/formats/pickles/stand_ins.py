@@ -522,10 +522,10 @@ def is_data_of(package: str, value: Any) -> bool:
     """
     stack, seen = [(value, False)], set()
     while stack:
-        item, is_held = stack.pop()
+        item, is_inside = stack.pop()
         if isinstance(item, Named):
             is_known = item.sort not in ("", "refused") and item.fault != "unknown"
-            if item.sort not in _PURE and not (is_held and is_known):
+            if item.sort not in _PURE and not (is_inside and is_known):
                 return False
         elif isinstance(item, (list, tuple, dict, set, frozenset, Opaque)) and id(item) not in seen:
             seen.add(id(item))
@@ -537,7 +537,7 @@ def is_data_of(package: str, value: Any) -> bool:
                 stack += [(part, not is_strange) for part in (item.args, item.state, item.items)]
             else:
                 parts = [*item.keys(), *item.values()] if isinstance(item, dict) else item
-                stack += [(part, is_held) for part in parts]
+                stack += [(part, is_inside) for part in parts]
     return True
 
 

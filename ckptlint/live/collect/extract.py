@@ -137,7 +137,7 @@ def extract(
         OutOfTime: the limit is reached.
     """
     limit = limit or Limit()
-    held: list[RankChunk] = []
+    rank_chunks: list[RankChunk] = []
     paths: dict[str, tuple[Any, ...]] = {}
     parts: _Parts = {}
     found: list[_Leaf] = []
@@ -151,8 +151,8 @@ def extract(
             if items and items[0].writer != "mcore" and (first := paths.setdefault(fqn, path)) is not path:
                 clash = _problem("LIV108", f"two entries have the same key: {_path(first)} and {_path(path)}")
                 items = [item._replace(problems=(*item.problems, clash)) for item in items]
-            held.extend(map(_with_freed, items))
-    return _with_unsharded_states(held)
+            rank_chunks.extend(map(_with_freed, items))
+    return _with_unsharded_states(rank_chunks)
 
 
 # ---------------------------------------------------------------- the walk
@@ -439,9 +439,9 @@ def _part(value: Any, spec: Any, shape: Shape) -> _Part | None:
         problems += (_problem("LIV106", said),)
     order = None
     if all(map(compat.is_known, placements)):
-        held = layout.runs(shape, placements, sizes_of_mesh, coordinate)
-        offsets, sizes = layout.bounding_box(held, shape)
-        for dim, found in enumerate(held):
+        runs = layout.runs(shape, placements, sizes_of_mesh, coordinate)
+        offsets, sizes = layout.bounding_box(runs, shape)
+        for dim, found in enumerate(runs):
             if len(found) > 1 and all(sizes):
                 said = f"on dim {dim} it holds {sizes[dim]} of {shape[dim]} indices, in {len(found)} separate runs"
                 problems += (_problem("LIV102", f"the shard{{of}} is not one box: {said}; {declared}"),)
@@ -517,11 +517,11 @@ _READERS: dict[_Kind, Callable[[str, Any, _Parts], list[RankChunk]]] = {
 # ---------------------------------------------------------------- problems
 
 
-def findings_of(held: Iterable[RankChunk], rank: int) -> list[RankFinding]:
+def findings_of(rank_chunks: Iterable[RankChunk], rank: int) -> list[RankFinding]:
     """The problems of what a rank holds, as findings for the other ranks."""
     return [
         RankFinding(rank, item.fqn, problem.code, problem.text, voids="chunks" if problem.voids else "")
-        for item in held
+        for item in rank_chunks
         for problem in item.problems
     ]
 
@@ -564,22 +564,22 @@ def _dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _with_unsharded_states(held: list[RankChunk]) -> list[RankChunk]:
+def _with_unsharded_states(rank_chunks: list[RankChunk]) -> list[RankChunk]:
     """The same, with LIV109 on optimizer states that hold one shard of their parameter as a plain tensor."""
-    plain = ((i, item) for i, item in enumerate(held) if item.writer == "plain" and item.kind == "tensor")
+    plain = ((i, item) for i, item in enumerate(rank_chunks) if item.writer == "plain" and item.kind == "tensor")
     states = {i: path for i, item in plain if (path := _param_of_state(item))}
     params: dict[str, list[RankChunk]] = {}
-    for item in held if states else ():
+    for item in rank_chunks if states else ():
         if item.writer == "dtensor" and item.sizes != item.shape and (key := parse(item.fqn)).kind == "model":
             params.setdefault(key.path, []).append(item)
     for i, path in states.items():
-        item, found = held[i], params.get(path, [])
+        item, found = rank_chunks[i], params.get(path, [])
         if len(found) == 1 and found[0].sizes == item.shape:
             whole = shape_text(found[0].shape)
             said = f"is a plain tensor {shape_text(item.shape)}, the size of one shard of its parameter {whole}"
             problem = _problem("LIV109", f"the state{{of}} {said}", voids=False)
-            held[i] = item._replace(problems=(*item.problems, problem))
-    return held
+            rank_chunks[i] = item._replace(problems=(*item.problems, problem))
+    return rank_chunks
 
 
 def _param_of_state(item: RankChunk) -> str:

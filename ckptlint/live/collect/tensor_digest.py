@@ -273,19 +273,19 @@ def _row_major(tensor: AnyTensor, count: int) -> Iterator[AnyTensor]:
     if tensor.is_contiguous():
         yield from tensor.reshape(-1).split(count)
         return
-    held: list[AnyTensor] = []
+    pieces: list[AnyTensor] = []
     have = 0
     for piece in _pieces(tensor, count):
         flat = piece.reshape(-1)
         while len(flat):
-            held.append(flat[: count - have])
-            have += len(held[-1])
-            flat = flat[len(held[-1]) :]
+            pieces.append(flat[: count - have])
+            have += len(pieces[-1])
+            flat = flat[len(pieces[-1]) :]
             if have == count:
-                yield torch.cat(held)
-                held, have = [], 0
-    if held:
-        yield torch.cat(held)
+                yield torch.cat(pieces)
+                pieces, have = [], 0
+    if pieces:
+        yield torch.cat(pieces)
 
 
 def _pieces(tensor: AnyTensor, count: int) -> Iterator[AnyTensor]:

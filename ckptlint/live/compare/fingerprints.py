@@ -94,18 +94,18 @@ def hashed(text: str | bytes) -> int:
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
 
 
-def chunk_rows(held: Sequence[RankChunk], digests: Sequence[int] | Words, keys: dict[str, int]) -> Records:
+def chunk_rows(rank_chunks: Sequence[RankChunk], digests: Sequence[int] | Words, keys: dict[str, int]) -> Records:
     """Columns of what was extracted.
 
     Args:
         digests: of each row's contents; 0 where they are not to be compared.
         keys: hashes of names that were met before; new ones are added.
     """
-    fqns = [item.fqn for item in held]
+    fqns = [item.fqn for item in rank_chunks]
     for fqn in fqns:
         if fqn not in keys:
             keys[fqn] = hashed(fqn)
-    ndim = np.array([len(item.shape) for item in held], np.int64)
+    ndim = np.array([len(item.shape) for item in rank_chunks], np.int64)
     width = int(ndim.max(initial=0))
     if width > _AXIS_LIMIT:
         raise ValueError(f"a tensor of {width} axes: more than {_AXIS_LIMIT} are not compared")
@@ -121,18 +121,18 @@ def chunk_rows(held: Sequence[RankChunk], digests: Sequence[int] | Words, keys: 
     return Records(
         fqns=fqns,
         key=np.array([keys[fqn] for fqn in fqns], np.uint64),
-        is_object=np.array([item.kind == "object" for item in held], bool),
-        dtypes=[item.dtype for item in held],
+        is_object=np.array([item.kind == "object" for item in rank_chunks], bool),
+        dtypes=[item.dtype for item in rank_chunks],
         ndim=ndim,
-        offsets=padded([item.offsets for item in held], 0),
-        sizes=padded([item.sizes for item in held], 1),
-        global_shape=padded([item.shape for item in held], 1),
-        replica=np.array([item.replica for item in held], np.int64),
-        copies=np.array([item.copies for item in held], np.int64),
-        strict=np.array([item.writer == "mcore" for item in held], bool),
+        offsets=padded([item.offsets for item in rank_chunks], 0),
+        sizes=padded([item.sizes for item in rank_chunks], 1),
+        global_shape=padded([item.shape for item in rank_chunks], 1),
+        replica=np.array([item.replica for item in rank_chunks], np.int64),
+        copies=np.array([item.copies for item in rank_chunks], np.int64),
+        strict=np.array([item.writer == "mcore" for item in rank_chunks], bool),
         digest=np.array(digests, np.uint64),
-        view=np.array([hashed(item.view) if item.view else 0 for item in held], np.uint64),
-        flawed=np.array([bool(item.problems) for item in held], bool),
+        view=np.array([hashed(item.view) if item.view else 0 for item in rank_chunks], np.uint64),
+        flawed=np.array([bool(item.problems) for item in rank_chunks], bool),
     )
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from ckptlint.analysis.ranks.held_by_ranks import ChunkCopies, cells, digest_groups
+from ckptlint.analysis.ranks.rank_chunks import ChunkCopies, cells, digest_groups
 from ckptlint.analysis.step_change import StoredKey
 from ckptlint.analysis.step_change import changes as step_changes
 from ckptlint.live.compare import fingerprints as fp
@@ -340,15 +340,15 @@ def no_table(world: int, *findings: RankFinding) -> RankTable:
     return _table(world, 0, [], findings)
 
 
-def table_of(held: Sequence[Sequence[RankChunk]]) -> RankTable:
+def table_of(chunks_by_rank: Sequence[Sequence[RankChunk]]) -> RankTable:
     """What the ranks hold, one list of chunks for each, as a table for the rules; nothing of it was compared."""
-    every = [fp.chunk_rows(items, [0] * len(items), {}) for items in held]
+    every = [fp.chunk_rows(items, [0] * len(items), {}) for items in chunks_by_rank]
     width = max((rows.offsets.shape[1] for rows in every), default=0)
     parts = [
         _Part(rank, [printable(fqn) for fqn in rows.fqns], rows.dtypes, [], _words(rows, np.arange(len(rows)), width))
         for rank, rows in enumerate(every)
     ]
-    return _table(len(held), 0, parts, ())
+    return _table(len(chunks_by_rank), 0, parts, ())
 
 
 def _table(world: int, keys: int, parts: Sequence[_Part], findings: tuple[RankFinding, ...]) -> RankTable:
@@ -396,12 +396,12 @@ def _differences(group: RankGroup, local: RankInput, table: RankTable) -> dict[t
         looked.add(split)
         one, other = sorted(int(table.rank[rows[0]]) for rows in groups)[:2]
         is_object = bool(table.is_object[cell.rows[0]])
-        mine = _held_at(local, cell) if group.rank in (one, other) else None
+        mine = _content_at(local, cell) if group.rank in (one, other) else None
         found[cell.fqn, str(cell.box)] = first_difference(group, (one, other), mine, None if is_object else cell.box)
     return found
 
 
-def _held_at(local: RankInput, cell: ChunkCopies) -> Any:
+def _content_at(local: RankInput, cell: ChunkCopies) -> Any:
     """What this rank holds of a chunk."""
     rows, width = local.rows, len(cell.box.sizes)
     for i, fqn in enumerate(rows.fqns if local.contents else ()):
@@ -451,10 +451,10 @@ def _changes(
         return False, []
     lost, came = _named(*memory.own, before.key[~stays]), _named(rows, by_key, added)
     other = _named(rows, by_key, common.key[is_other])
-    held_before, held = _named(*memory.own, before.key), _named(rows, by_key, common.key)
+    described_before, described = _named(*memory.own, before.key), _named(rows, by_key, common.key)
     # what went to another rank, or came from one, stays
-    was = {fqn: what for fqn, what in (held | held_before).items() if fqn not in came}
-    now = {fqn: what for fqn, what in (held_before | held).items() if fqn not in lost}
+    was = {fqn: what for fqn, what in (described | described_before).items() if fqn not in came}
+    now = {fqn: what for fqn, what in (described_before | described).items() if fqn not in lost}
     findings = []
     for change in step_changes(was, now):
         concerned = {"gone": lost, "new": came}.get(change.kind, other)

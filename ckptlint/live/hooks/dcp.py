@@ -102,8 +102,8 @@ class SaveLint(_Planner):
     def create_local_plan(self) -> Any:
         """The plan of this rank, after what it holds was judged."""
         rank, world = api.rank_and_world()
-        held = extract(self.state_dict, resolve_stateful=False)
-        _judge(protocol.no_table(world, *findings_of(held, rank)), "state dict")
+        rank_chunks = extract(self.state_dict, resolve_stateful=False)
+        _judge(protocol.no_table(world, *findings_of(rank_chunks, rank)), "state dict")
         return super().create_local_plan()
 
     def create_global_plan(self, all_plans: list[Any]) -> Any:
@@ -138,10 +138,10 @@ def compare(plans: Sequence[Any]) -> RankTable:
             place = fqn, data.chunk.offsets
             if sizes.setdefault(place, data.chunk.sizes) != data.chunk.sizes:
                 torn.add(fqn)
-    return protocol.table_of([[_held(item) for item in plan.items if item.index.fqn in torn] for plan in plans])
+    return protocol.table_of([[_planned(item) for item in plan.items if item.index.fqn in torn] for plan in plans])
 
 
-def _held(item: Any) -> RankChunk:
+def _planned(item: Any) -> RankChunk:
     """What a WriteItem says that a rank holds; who writes it is decided later."""
     data = item.tensor_data
     if data is None:

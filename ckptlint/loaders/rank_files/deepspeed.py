@@ -84,14 +84,14 @@ def _weights(tag: Tag, facts: Facts) -> Iterator[Misfit]:
     for source in tag.of("model"):
         module, found = source.root.get("module"), dict[str, list[tuple[str, Any, tuple[int, ...]]]]()
         for fqn, shape in ((fqn, shape) for group in shapes_of(source.root) or () for fqn, shape in group.items()):
-            held, file, key = module, source.file.name, fqn
-            match = re.fullmatch(r"(\d{1,6})\.(.+)", fqn) if held is None else None
+            state, file, key = module, source.file.name, fqn
+            match = re.fullmatch(r"(\d{1,6})\.(.+)", fqn) if state is None else None
             layer = layers.get((int(match[1]), source.file.numbers["mp"] % facts.tp)) if match else None
             if match and layer is not None:
-                held, file, key = layer.root, layer.file.name, match[2]
-            if not isinstance(held, dict) or EXPERT.fullmatch(fqn):
+                state, file, key = layer.root, layer.file.name, match[2]
+            if not isinstance(state, dict) or EXPERT.fullmatch(fqn):
                 continue
-            tensor = held.get(key)
+            tensor = state.get(key)
             is_empty = facts.sharded_model and isinstance(tensor, StoredTensor) and 0 in tensor.shape
             if not is_empty and (not isinstance(tensor, StoredTensor) or tensor.shape != shape):
                 found.setdefault(file, []).append((fqn, tensor, shape))
@@ -134,28 +134,28 @@ def add_model(columns: Columns, tag: Tag, facts: Facts, odd: Collection[str] = (
     Args:
         odd: those that are reported as misfits.
     """
-    held: set[str] = set()
+    names: set[str] = set()
     for source in tag.of("model"):
         aliases = dict_of(source.root.get("shared_params"))
         owner = owner_of(source.file.numbers["mp"], facts.tp)
         for fqn, tensor in _tensors(source.root.get("module")):
             if fqn in aliases or fqn in odd or (facts.sharded_model and 0 in tensor.shape):
                 continue
-            _add(columns, held, f"{owner}{fqn}", tensor, source)
+            _add(columns, names, f"{owner}{fqn}", tensor, source)
         for fqn, tensor in _tensors(source.root.get("optimizer")):
-            _add(columns, held, f"optimizer.{source.file.name.removesuffix('_model_states.pt')}.{fqn}", tensor, source)
+            _add(columns, names, f"optimizer.{source.file.name.removesuffix('_model_states.pt')}.{fqn}", tensor, source)
     for source in tag.of("layer"):
         owner = owner_of(source.file.numbers.get("tp", 0), facts.tp)
         for fqn, tensor in _tensors(source.root):
             if (named := f"{source.file.numbers['layer']}.{fqn}") not in odd:
-                _add(columns, held, f"{owner}{named}", tensor, source)
+                _add(columns, names, f"{owner}{named}", tensor, source)
     for source in tag.of("expert"):
         owner = owner_of(source.file.numbers["mp"], facts.tp)
         for fqn, tensor in _tensors(source.root):
-            _add(columns, held, f"{owner}{fqn}", tensor, source)
+            _add(columns, names, f"{owner}{fqn}", tensor, source)
     for source in tag.of("expert optimizer"):
         for fqn, tensor in _tensors(source.root.get("optimizer")):
-            _add(columns, held, f"optimizer.{source.file.name.removesuffix('_optim_states.pt')}.{fqn}", tensor, source)
+            _add(columns, names, f"optimizer.{source.file.name.removesuffix('_optim_states.pt')}.{fqn}", tensor, source)
 
 
 def _add_unnamed(columns: Columns, tag: Tag, placed: Collection[int]) -> tuple[str, ...]:
@@ -180,10 +180,10 @@ def _add_unnamed(columns: Columns, tag: Tag, placed: Collection[int]) -> tuple[s
 _FLAT = {"single_partition_of_fp32_groups", "fp32_flat_groups"}
 
 
-def _add(columns: Columns, held: set[str], fqn: str, tensor: StoredTensor, source: Source) -> None:
+def _add(columns: Columns, names: set[str], fqn: str, tensor: StoredTensor, source: Source) -> None:
     """A whole tensor, or another copy of one that was added before."""
-    columns.add(fqn, tensor, source.number, source.found, offsets=None if fqn in held else ())
-    held.add(fqn)
+    columns.add(fqn, tensor, source.number, source.found, offsets=None if fqn in names else ())
+    names.add(fqn)
 
 
 def _tensors(value: Any, prefix: str = "", levels: int = 4) -> Iterator[tuple[str, StoredTensor]]:

@@ -64,7 +64,7 @@ def flat_groups(tag: Tag, tp: int, columns: Columns) -> Cut:
         by_mp[source.file.numbers["mp"]].append(source)
     experts = _local_experts(tag)
     made = Cut(columns)
-    held: dict[str, int] = {}
+    first_mp: dict[str, int] = {}
     for mp, own in sorted(by_mp.items()):
         owner, first = owner_of(mp, tp), len(columns.rows)
         models = [source for source in tag.of("model") if source.file.numbers["mp"] == mp]
@@ -74,7 +74,7 @@ def flat_groups(tag: Tag, tp: int, columns: Columns) -> Cut:
             _cut_groups(made, own, models, owner, experts)
         # a tied parameter is in the groups of several pipeline stages
         for number, row in enumerate(columns.rows[first:], first):
-            if held.setdefault(row.fqn, mp) != mp:
+            if first_mp.setdefault(row.fqn, mp) != mp:
                 columns.rows[number] = row._replace(offsets=None)
     return made
 
@@ -272,7 +272,14 @@ def _frozen(made: Cut, source: Source, owner: str, ranks: int) -> None:
 
 
 def _share(
-    made: Cut, key: str, shape: tuple[int, ...], index: int, ranks: int, flat: StoredTensor, start: int, source: Source
+    made: Cut,
+    key: str,
+    shape: tuple[int, ...],
+    index: int,
+    ranks: int,
+    flat: StoredTensor,
+    start: int,
+    source: Source,
 ) -> None:
     """One rank's part of a parameter; of the last ones some or all is padding."""
     numel = prod(shape)

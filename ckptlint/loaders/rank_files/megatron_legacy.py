@@ -228,7 +228,7 @@ def _expected(sizes: Sizes, ranks: list[_Rank]) -> Iterator[RankFile]:
 # ---------------------------------------------------------------- the ranks against each other
 
 
-class _Held(NamedTuple):
+class _RankTensor(NamedTuple):
     """What one rank holds of a tensor."""
 
     place: GridCoordinate
@@ -236,7 +236,7 @@ class _Held(NamedTuple):
     file: OpenedFile
 
 
-HeldByName = dict[str, list[_Held]]
+RankTensorsByName = dict[str, list[_RankTensor]]
 
 
 @dataclass(slots=True)
@@ -266,38 +266,38 @@ class _Reading:
         self._presence()
         self.args = next((rank.args for rank in self.ranks.values()), {})
         offsets = self._offsets()
-        model: HeldByName = defaultdict(list)
-        states: dict[str, HeldByName] = {what: defaultdict(list) for what in _STATES.values()}
+        model: RankTensorsByName = defaultdict(list)
+        states: dict[str, RankTensorsByName] = {what: defaultdict(list) for what in _STATES.values()}
         for place, rank in self.ranks.items():
             own = self._tensors(place, rank, offsets)
             for key, tensor in own.items():
                 assert rank.model is not None
-                model[key].append(_Held(place, tensor, rank.model))
+                model[key].append(_RankTensor(place, tensor, rank.model))
             self._optimizer(place, rank, own, states)
         self._tied(model)
-        for key, held in model.items():
-            self._add(key, key, held)
+        for key, copies in model.items():
+            self._add(key, key, copies)
         self._states(states)
 
-    def _states(self, states: Mapping[str, HeldByName]) -> None:
+    def _states(self, states: Mapping[str, RankTensorsByName]) -> None:
         """Add the states of the optimizer where each of them is whole and certain; else rules would count a part."""
         if self.unplaced and not self.statements.misfits:
             names = list(dict.fromkeys(self.unplaced))
             sentence = f"ckptlint did not judge the optimizer state in {', '.join(names[:_SHOWN])}"
             why = "the file does not say which state belongs to which parameter"
             self.notes.append(Problem("note", names[0], sentence, why=why))
-        whole = [self._is_whole(key, held) for found in states.values() for key, held in found.items()]
+        whole = [self._is_whole(key, copies) for found in states.values() for key, copies in found.items()]
         if self.unplaced or not all(whole):
             return
         for what, found in states.items():
-            for key, held in found.items():
-                self._add(f"optimizer.state.{what}.{key}", key, held)
+            for key, copies in found.items():
+                self._add(f"optimizer.state.{what}.{key}", key, copies)
 
-    def _is_whole(self, key: str, held: list[_Held]) -> bool:
+    def _is_whole(self, key: str, copies: list[_RankTensor]) -> bool:
         """Whether all parts of a tensor are there, in one shape."""
         ways = self.sizes.etp if is_expert(key) else self.sizes.tp
-        parts = {item.place.etp if is_expert(key) else item.place.tp for item in held}
-        return len(parts) == ways and len({item.tensor.shape for item in held}) == 1
+        parts = {item.place.etp if is_expert(key) else item.place.tp for item in copies}
+        return len(parts) == ways and len({item.tensor.shape for item in copies}) == 1
 
     def _misfit(self, at: str, file: str, stored: str, expected: str, because: str, what: str) -> None:
         self.statements.misfits.append(Misfit(at, file, stored, expected, because, what))
@@ -397,7 +397,7 @@ class _Reading:
     # ------------------------------------------------------------ optimizer
 
     def _optimizer(
-        self, place: GridCoordinate, rank: _Rank, own: dict[str, StoredTensor], states: dict[str, HeldByName]
+        self, place: GridCoordinate, rank: _Rank, own: dict[str, StoredTensor], states: dict[str, RankTensorsByName]
     ) -> None:
         """The states of a rank's optimizer, under the names of the parameters where it is certain whose they are."""
         keys = [key for key in own if not key.rpartition(".")[2].startswith(_BUFFERS)]
@@ -413,7 +413,7 @@ class _Reading:
 
     def _copies(
         self, place: GridCoordinate, rank: _Rank, own: dict[str, StoredTensor], keys: list[str], part: dict[Any, Any],
-        states: dict[str, HeldByName],
+        states: dict[str, RankTensorsByName],
     ) -> None:  # fmt: skip
         """fp32 copies in groups, and the moments of each by number.
 
@@ -444,9 +444,9 @@ class _Reading:
             if not is_known:
                 self.unplaced.append(rank.label)
             if not is_known and len(shapes) < len(chosen):
-                held = f"fp32 copies of {plural(len(shapes), 'parameter')}"
+                of_key = f"fp32 copies of {plural(len(shapes), 'parameter')}"
                 because = "the model beside them has as many"
-                self._misfit("", rank.label, held, f"{len(chosen):,}", because, "count")
+                self._misfit("", rank.label, of_key, f"{len(chosen):,}", because, "count")
             for position, tensor in enumerate(tensors, number):
                 state = moments.get(position)
                 found = {"fp32_param": tensor} | (
@@ -460,7 +460,7 @@ class _Reading:
                         stored, wanted = shape_text(value.shape), shape_text(tensor.shape)
                         self._misfit(f"{what} of parameter {position}", rank.label, stored, wanted, because, "state")
                     elif is_known and rank.model is not None:
-                        states[what][chosen[position - number]].append(_Held(place, value, rank.model))
+                        states[what][chosen[position - number]].append(_RankTensor(place, value, rank.model))
             number += len(tensors)
 
     def _buffers(
@@ -469,7 +469,7 @@ class _Reading:
         rank: _Rank,
         own: dict[str, StoredTensor],
         keys: list[str],
-        states: dict[str, HeldByName],
+        states: dict[str, RankTensorsByName],
     ) -> None:
         """Flat buffers, in which the parameters lie as they do in the buffer that the model's tensors are views of.
 
@@ -508,7 +508,7 @@ class _Reading:
                 for what, flat in flats.items():
                     part = view(flat, start, own[name].shape)
                     if part is not None:
-                        states[_STATES[what]][name].append(_Held(place, part, file))
+                        states[_STATES[what]][name].append(_RankTensor(place, part, file))
         self._sums(rank, file, [own[key] for key in keys])
 
     def _sums(self, rank: _Rank, file: OpenedFile, tensors: list[StoredTensor]) -> None:
@@ -516,10 +516,10 @@ class _Reading:
         root = file.found.root
         if isinstance(root, list) and any(part is None for part in root):
             return  # another rank has gathered a part of it
-        held: Counter[str] = Counter()
+        elements: Counter[str] = Counter()
         for dtype, entry in _entries(root):
-            held[dtype] += entry["numel_unpadded"] if type(entry.get("numel_unpadded")) is int else 0
-        for dtype, numel in held.items():
+            elements[dtype] += entry["numel_unpadded"] if type(entry.get("numel_unpadded")) is int else 0
+        for dtype, numel in elements.items():
             sizes = [prod(tensor.shape) for tensor in tensors if tensor.dtype == dtype]
             least, most = sum(sizes), sum(-(-size // _ALIGNED) * _ALIGNED for size in sizes)
             if sizes and not least <= numel <= most:
@@ -529,7 +529,7 @@ class _Reading:
 
     # ------------------------------------------------------------ placing
 
-    def _tied(self, model: HeldByName) -> None:
+    def _tied(self, model: RankTensorsByName) -> None:
         """The head of the last stage has the bytes of the embedding that it shares with the first."""
         if self.args.get("untie_embeddings_and_output_weights") is not False or self.sizes.pp == 1:
             return
@@ -538,27 +538,27 @@ class _Reading:
             if same and same[0].tensor.shape == head.tensor.shape:
                 self._compare(_HEAD, [same[0], head], "content of copies")
 
-    def _add(self, fqn: str, key: str, held: list[_Held]) -> None:
+    def _add(self, fqn: str, key: str, copies: list[_RankTensor]) -> None:
         """Add the parts of a tensor, each at its place in the whole where that is certain."""
         expert = is_expert(key)
         ways = self.sizes.etp if expert else self.sizes.tp
         axis = cut_axis(key)
-        first = held[0].tensor
-        self.statements.note_if_different("dtype", [(item.tensor.dtype, item.file.label) for item in held], fqn)
+        first = copies[0].tensor
+        self.statements.note_if_different("dtype", [(item.tensor.dtype, item.file.label) for item in copies], fqn)
         if axis == "unknown" and ways > 1:
-            axis = _axis_by_bytes(held)
-        shapes = [(item.tensor.shape, item.file.label) for item in held]
+            axis = _axis_by_bytes(copies)
+        shapes = [(item.tensor.shape, item.file.label) for item in copies]
         is_alike = axis == "unknown" or self.statements.note_if_different("local shape", shapes, fqn, text=shape_text)
         if ways == 1 or not isinstance(axis, int) or not first.shape:
             if is_alike and axis != "unknown" and fqn == key:
-                self._compare(fqn, held)
+                self._compare(fqn, copies)
             is_one = is_alike and len({shape for shape, _ in shapes}) == 1
-            for copy, item in enumerate(held):
+            for copy, item in enumerate(copies):
                 offsets = (0,) * len(first.shape) if is_one and copy == 0 else None
-                self._part(fqn, first.shape, offsets, item.tensor, item, axis == "unknown" and len(held) > 1)
+                self._part(fqn, first.shape, offsets, item.tensor, item, axis == "unknown" and len(copies) > 1)
             return
-        by_part: dict[int, list[_Held]] = defaultdict(list)
-        for item in held:
+        by_part: dict[int, list[_RankTensor]] = defaultdict(list)
+        for item in copies:
             by_part[item.place.etp if expert else item.place.tp].append(item)
         is_sound = is_alike and axis < len(first.shape) and set(by_part) == set(range(ways))
         shape = tuple(size * ways if i == axis else size for i, size in enumerate(first.shape))
@@ -573,7 +573,13 @@ class _Reading:
                     self._part(fqn, shape, offsets if placed else None, piece, item)
 
     def _part(
-        self, fqn: str, shape: Shape, offsets: Shape | None, tensor: StoredTensor, item: _Held, is_cut: bool = False
+        self,
+        fqn: str,
+        shape: Shape,
+        offsets: Shape | None,
+        tensor: StoredTensor,
+        item: _RankTensor,
+        is_cut: bool = False,
     ) -> None:
         """Add a part.
 
@@ -583,9 +589,9 @@ class _Reading:
         """
         self.columns.add(fqn, tensor, item.file.number, item.file.found, shape, offsets, is_cut)
 
-    def _compare(self, fqn: str, held: list[_Held], what: str = "content of other meshes") -> None:
+    def _compare(self, fqn: str, copies: list[_RankTensor], what: str = "content of other meshes") -> None:
         self.statements.copies(
-            what, [[(checksum(item.tensor, item.file.found), item.file.label) for item in held]], fqn
+            what, [[(checksum(item.tensor, item.file.found), item.file.label) for item in copies]], fqn
         )
 
 
@@ -653,9 +659,9 @@ def _starts(tensors: list[StoredTensor], numel: int) -> list[int] | None:
     return starts
 
 
-def _axis_by_bytes(held: list[_Held]) -> Axis:
+def _axis_by_bytes(copies: list[_RankTensor]) -> Axis:
     """The axis of a parameter of unknown name: `whole` where all ranks hold the same bytes."""
-    if len({item.tensor.shape for item in held}) == 1:
-        sums = {place.crc if (place := item.file.found.storages.get(item.tensor.key)) else 0 for item in held}
+    if len({item.tensor.shape for item in copies}) == 1:
+        sums = {place.crc if (place := item.file.found.storages.get(item.tensor.key)) else 0 for item in copies}
         return "whole" if len(sums) == 1 and 0 not in sums else "unknown"
     return "unknown"

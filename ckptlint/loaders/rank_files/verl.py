@@ -220,7 +220,7 @@ def _beyond(folder: Folder) -> list[Problem]:
 # ---------------------------------------------------------------- the files of all ranks
 
 
-class _Held(NamedTuple):
+class _RankValue(NamedTuple):
     """What one rank's file holds under a key."""
 
     rank: int
@@ -319,30 +319,30 @@ class _Reading:
         Args:
             slices: whether plain tensors are slices of a flat one, not copies.
         """
-        keys: dict[str, list[_Held]] = {}
+        keys: dict[str, list[_RankValue]] = {}
         for rank, root in roots.items():
             for key, value in root.items():
                 if isinstance(key, str) and isinstance(value, (StoredTensor, StoredDTensor, StoredShards)):
-                    keys.setdefault(key, []).append(_Held(rank, value, files[rank]))
-        for fqn, held in keys.items():
-            pieces = [_Piece(item.rank, item.file, *local) for item in held for local in _locals(item.value)]
+                    keys.setdefault(key, []).append(_RankValue(rank, value, files[rank]))
+        for fqn, values in keys.items():
+            pieces = [_Piece(item.rank, item.file, *local) for item in values for local in _locals(item.value)]
             places: Places = [None] * len(pieces)
-            first, shape = held[0].value, held[0].value.shape
+            first, shape = values[0].value, values[0].value.shape
             is_copy = isinstance(first, StoredTensor) and not slices and not fqn.endswith(_FLAT)
             if is_copy:
                 places[0] = (0,) * len(shape)
-            is_slice = self.is_flat and _is_sliced(held)
-            if is_slice and self._agree(fqn, held, files, ("form", "dtype")):
-                lengths = [item.value.shape[0] for item in held]
+            is_slice = self.is_flat and _is_sliced(values)
+            if is_slice and self._agree(fqn, values, files, ("form", "dtype")):
+                lengths = [item.value.shape[0] for item in values]
                 ends = accumulate(lengths)
                 shape, places = (sum(lengths),), [(end - own,) for end, own in zip(ends, lengths, strict=True)]
-            elif not is_slice and self._agree(fqn, held, files):
+            elif not is_slice and self._agree(fqn, values, files):
                 if isinstance(first, StoredDTensor):
-                    places = self._boxes(fqn, held)
+                    places = self._boxes(fqn, values)
                 elif isinstance(first, StoredShards):
                     places = self._listed(fqn, first, pieces)
                 elif is_copy:
-                    self._copies("content", fqn, [held])
+                    self._copies("content", fqn, [values])
                 elif len(shape) == 1:  # cut into one slice of equal length for each rank (FSDP1)
                     shape, places = (shape[0] * self.world,), [(piece.rank * shape[0],) for piece in pieces]
                 else:
@@ -355,38 +355,38 @@ class _Reading:
                 self.columns.add(fqn, piece.tensor, file.number, file.found, shape, place, is_flat, first.dtype)
 
     def _agree(
-        self, fqn: str, held: list[_Held], files: Mapping[int, OpenedFile], aspects: Iterable[str] | None = None
+        self, fqn: str, values: list[_RankValue], files: Mapping[int, OpenedFile], aspects: Iterable[str] | None = None
     ) -> bool:
         """Whether all ranks say the same of a key, and all that the tensor's mesh has hold it.
 
         Args:
             aspects: in what they must agree; all without.
         """
-        things = [(item.value, item.file.label) for item in held]
+        things = [(item.value, item.file.label) for item in values]
         if not all(
             self.statements.note_if_different(what, things, fqn, *_ASPECTS[what]) for what in aspects or _ASPECTS
         ):
             return False
-        value = held[0].value
-        ranks = set(_members(value, held[0].rank)) if isinstance(value, StoredDTensor) else set(files)
+        value = values[0].value
+        ranks = set(_members(value, values[0].rank)) if isinstance(value, StoredDTensor) else set(files)
         if isinstance(value, StoredDTensor) and len(ranks) < self.world:
             # each group of ranks along the other axes has a mesh of its own; pipeline stages have keys of their own
-            ranks = {rank for item in held for rank in _members(item.value, item.rank)}
-        lacking = ranks & files.keys() - {item.rank for item in held}
+            ranks = {rank for item in values for rank in _members(item.value, item.rank)}
+        lacking = ranks & files.keys() - {item.rank for item in values}
         if not lacking:
             return True
         holds = [(("lack" if rank in lacking else "hold"), file.label) for rank, file in files.items()]
         return self.statements.note_if_different("keys", sorted(holds), fqn)
 
-    def _boxes(self, fqn: str, held: list[_Held]) -> Places:
+    def _boxes(self, fqn: str, values: list[_RankValue]) -> Places:
         """The place of each rank's part of a DTensor; None for a copy of what a lower rank holds.
 
         All are None where the place of one is not known.
         """
-        nowhere: Places = [None] * len(held)
-        owners: dict[tuple[Shape, Shape], list[_Held]] = defaultdict(list)
+        nowhere: Places = [None] * len(values)
+        owners: dict[tuple[Shape, Shape], list[_RankValue]] = defaultdict(list)
         places, fits, is_declared = list[Shape | None](), True, False
-        for item in held:
+        for item in values:
             value = item.value
             assert isinstance(value, StoredDTensor)
             coordinate = value.mesh.place_of(item.rank)
@@ -432,7 +432,7 @@ class _Reading:
     ) -> None:
         self.statements.misfits.append(Misfit(printable(fqn), file.label, stored, expected, because, what))
 
-    def _copies(self, what: str, fqn: str, groups: Iterable[list[_Held]]) -> None:
+    def _copies(self, what: str, fqn: str, groups: Iterable[list[_RankValue]]) -> None:
         several = (group for group in groups if len(group) > 1)
         self.statements.copies(what, [[(_checksum(item), item.file.label) for item in group] for group in several], fqn)
 
@@ -507,7 +507,7 @@ class _Reading:
         chosen = [key for key in whole if is_adapter(parse(key))] or list(whole)
         file = model[min(model)]
         # a tied parameter has a second key, and is listed once
-        once = {(_checksum(_Held(-1, whole[key], file)) or key, whole[key].shape): whole[key] for key in chosen}
+        once = {(_checksum(_RankValue(-1, whole[key], file)) or key, whole[key].shape): whole[key] for key in chosen}
         known, wanted, noun = counts[0][0], len(once), "parameter"
         moments = (own.get("exp_avg") for state in states.values() for own in state.values() if is_dict(own))
         slices = [prod(value.shape) for value in moments if isinstance(value, StoredTensor) and value.shape]
@@ -589,18 +589,18 @@ def _locals(value: Stored) -> list[tuple[Shape, StoredTensor]]:
     return [((), value.local if isinstance(value, StoredDTensor) else value)]
 
 
-def _is_sliced(held: list[_Held]) -> bool:
+def _is_sliced(values: list[_RankValue]) -> bool:
     """Whether plain tensors are the ranks' slices of one, not its copies: FSDP1's own view of its parameters.
 
     Source:
         torch 2.13 torch.distributed.fsdp, use_orig_params: a rank without a part of a parameter holds 0 elements
     """
-    if not all(isinstance(item.value, StoredTensor) and len(item.value.shape) == 1 for item in held):
+    if not all(isinstance(item.value, StoredTensor) and len(item.value.shape) == 1 for item in values):
         return False
-    return len({(item.value.shape, _checksum(item)) for item in held}) > 1
+    return len({(item.value.shape, _checksum(item)) for item in values}) > 1
 
 
-def _checksum(item: _Held) -> int:
+def _checksum(item: _RankValue) -> int:
     """CRC-32 of what a rank holds, where that is one tensor that fills its storage; else 0."""
     found = _locals(item.value)
     return checksum(found[0][1], item.file.found) if len(found) == 1 else 0
@@ -665,5 +665,5 @@ def _box(
         return (*by_torch, by_torch[1])
     plain = [Placement("Shard", placement.dim) if placement.dim is not None else placement for placement in placements]
     first = [axis for axis in range(len(placements)) if axis not in strided]
-    held = bounding_box(runs(shape, plain, mesh, coordinate, [*first, *reversed(strided)]), shape)
-    return (*held, by_torch[1])
+    values = bounding_box(runs(shape, plain, mesh, coordinate, [*first, *reversed(strided)]), shape)
+    return (*values, by_torch[1])

@@ -90,32 +90,32 @@ def states_apart(folder: Folder) -> list[str]:
     if not 0 < len(names) <= _MOST_STATES:
         return []
     try:
-        held = isolated(partial(_held, folder, names), sum(min(folder.size(name), PICKLE_SHARE) for name in names))
+        kinds = isolated(partial(_kinds_of, folder, names), sum(min(folder.size(name), PICKLE_SHARE) for name in names))
     except LimitError:
         return []
     alike: dict[str, list[str]] = defaultdict(list)
     for name in sorted(names, key=numbers_in):
-        if held[name] != "other":
+        if kinds[name] != "other":
             alike[_NUMBERS.sub("0", name)].append(name)
-    if any(len(members) > 1 and any(held[name] == "weights" for name in members) for members in alike.values()):
+    if any(len(members) > 1 and any(kinds[name] == "weights" for name in members) for members in alike.values()):
         return []
     return sorted(members[-1] for members in alike.values())
 
 
-def _held(folder: Folder, names: Sequence[str]) -> dict[str, Literal["weights", "nothing readable", "other"]]:
+def _kinds_of(folder: Folder, names: Sequence[str]) -> dict[str, Literal["weights", "nothing readable", "other"]]:
     """Name -> what a file holds, as far as its metadata says."""
-    held: dict[str, Literal["weights", "nothing readable", "other"]] = {}
+    kinds: dict[str, Literal["weights", "nothing readable", "other"]] = {}
     for name in names:
         try:
             found = read_torch_file(folder, name)
             is_whole = not _META.fullmatch(name) or _has_square_outputs(found.root)
             is_model = bool(found.unpickled.refused) or (holds_weights(found.root) and is_whole)
-            held[name] = "weights" if is_model else "other"
+            kinds[name] = "weights" if is_model else "other"
         except ForeignError:
-            held[name] = "other"
+            kinds[name] = "other"
         except UnreadableError:
-            held[name] = "nothing readable"
-    return held
+            kinds[name] = "nothing readable"
+    return kinds
 
 
 def _has_square_outputs(root: Any) -> bool:

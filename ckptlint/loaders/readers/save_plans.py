@@ -71,10 +71,12 @@ def _of_nodes(nodes: list[Any], rows: IntArray) -> _Items:
     index = attributes_of_all([state["index"] for state in states], "MetadataIndex") if states else []
     data = [state.get("tensor_data") for state in states]
     of_tensors = np.flatnonzero([item is not None for item in data])
-    held = attributes_of_all([item for item in data if item is not None], "TensorWriteData") if len(of_tensors) else []
-    extents = [_extents(item["chunk"]) for item in held]
+    write_data = (
+        attributes_of_all([item for item in data if item is not None], "TensorWriteData") if len(of_tensors) else []
+    )
+    extents = [_extents(item["chunk"]) for item in write_data]
     unique = {name: number for number, name in enumerate(dict.fromkeys(map(itemgetter("fqn"), index)))}
-    dtypes = [_dtype_of(item.get("properties")) for item in held]
+    dtypes = [_dtype_of(item.get("properties")) for item in write_data]
     unique_dtypes = {name: number for number, name in enumerate(dict.fromkeys(dtypes))}
     dtype = np.full(len(states), -1, np.int64)
     dtype[of_tensors] = [unique_dtypes[name] for name in dtypes]
@@ -86,7 +88,7 @@ def _of_nodes(nodes: list[Any], rows: IntArray) -> _Items:
         dtype,
         _padded([offsets for offsets, _ in extents], of_tensors, len(states)),
         _padded([sizes for _, sizes in extents], of_tensors, len(states)),
-        _padded([*map(itemgetter("size"), held)], of_tensors, len(states)),
+        _padded([*map(itemgetter("size"), write_data)], of_tensors, len(states)),
     )
 
 

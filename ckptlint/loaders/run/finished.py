@@ -137,11 +137,13 @@ def lacking_files(step: Folder, older: Iterable[Folder], kinds_of: int = 1) -> t
         for one in finished[:kinds_of]:
             if lost := [name for name in _files_of_state(one).values() if (kind := _kind(name)) and kind not in kinds]:
                 return sorted(map(printable, lost)), f"{printable(one.name)} has"
-        held = [_files_of_state(folder) for folder in finished]
+        state_files = [_files_of_state(folder) for folder in finished]
         lost = [
             name
-            for pattern, name in (held[0] if held else {}).items()
-            if pattern not in there and all(pattern in one for one in held) and (len(held) > 1 or _is_in_all(name))
+            for pattern, name in (state_files[0] if state_files else {}).items()
+            if pattern not in there
+            and all(pattern in one for one in state_files)
+            and (len(state_files) > 1 or _is_in_all(name))
             if not _is_judged_alone(step, name)
         ]
         return sorted(map(printable, lost)), "all older steps have"

@@ -144,8 +144,8 @@ def _unlisted(folder: Folder) -> dict[str, int]:
         return {}
     for numbers in series(name for name in folder.folders() if not _is_place(folder, name)):
         oldest = sorted(numbers, key=numbers.__getitem__)[:_SIBLINGS_TRIED]
-        held = islice((parts for name in oldest if (parts := checkpoints_in(folder.sub(name)))), 2)
-        bulks = [_bulk(parts[0].folder) for parts in held]  # the newest may be unfinished
+        parts_of_steps = islice((parts for name in oldest if (parts := checkpoints_in(folder.sub(name)))), 2)
+        bulks = [_bulk(parts[0].folder) for parts in parts_of_steps]  # the newest may be unfinished
         if len(bulks) == 2 and bulks[0][:2] == bulks[1][:2] and isclose(bulks[0][2], bulks[1][2], rel_tol=_LIKE):
             return numbers
     files = [name for name in folder.files_beside() if may_be_pickle(name) and family_of(name) is None]
@@ -161,7 +161,7 @@ def _bulk(folder: Folder) -> tuple[str, int, int]:
     sizes: dict[str, list[int]] = defaultdict(list)
     for name in folder.files():
         sizes[numberless(name)].append(folder.size(name))
-    name, largest = max(((name, max(held)) for name, held in sizes.items()), key=itemgetter(1), default=("", 0))
+    name, largest = max(((name, max(of_name)) for name, of_name in sizes.items()), key=itemgetter(1), default=("", 0))
     return name, len(sizes[name]), largest
 
 

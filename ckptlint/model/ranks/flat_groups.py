@@ -42,8 +42,8 @@ class FlatPart:
     @property
     def length(self) -> int:
         """Elements of the part, its padding included."""
-        held = 0 if self.weights is None else self.weights.shape[0] + (self.padding or 0)
-        return max([moment.shape[0] for moment in self.moments.values()] or [held])
+        elements = 0 if self.weights is None else self.weights.shape[0] + (self.padding or 0)
+        return max([moment.shape[0] for moment in self.moments.values()] or [elements])
 
     @property
     def is_even(self) -> bool:

@@ -127,7 +127,7 @@ def read_headers(folder: Folder, path: str, places: Sequence[RecordPlace]) -> It
 
 
 @dataclass(slots=True)
-class _Held:
+class _Edges:
     """The bytes of one record that were read already."""
 
     pieces: list[tuple[int, bytes]]
@@ -152,15 +152,15 @@ def _read_batch(folder: Folder, path: str, places: Sequence[RecordPlace], forms:
         forms: length -> the forms that records of that length were met in; grows.
     """
     found = Headers()
-    held = _edges(folder, path, places)
+    edges = _edges(folder, path, places)
     by_length: dict[int, list[RecordPlace]] = {}
     for place in places:
         by_length.setdefault(place.length, []).append(place)
-    rest = [_read_alike(forms.setdefault(length, []), own, held, found) for length, own in by_length.items()]
+    rest = [_read_alike(forms.setdefault(length, []), own, edges, found) for length, own in by_length.items()]
     first = [own.pop(0) for own in rest if own]
-    _read_singly(folder, path, first, held, found, forms)  # for their forms
-    rest = [_read_alike(forms[own[0].length][-1:], own, held, found) for own in rest if own]
-    _read_singly(folder, path, [place for own in rest for place in own], held, found, forms)
+    _read_singly(folder, path, first, edges, found, forms)  # for their forms
+    rest = [_read_alike(forms[own[0].length][-1:], own, edges, found) for own in rest if own]
+    _read_singly(folder, path, [place for own in rest for place in own], edges, found, forms)
     return found
 
 
@@ -168,30 +168,30 @@ def _read_singly(
     folder: Folder,
     path: str,
     places: Sequence[RecordPlace],
-    held: dict[int, _Held],
+    edges: dict[int, _Edges],
     found: Headers,
     forms: dict[int, list[_Form]],
 ) -> None:
     going = [(place, walk, next(walk)) for place in places for walk in [_walk(place)]]
     while going:
-        lacking = [(p, span) for p, _, spans in going for span in spans if held[p.row].get(span) is None]
+        lacking = [(p, span) for p, _, spans in going for span in spans if edges[p.row].get(span) is None]
         data = folder.ranges(path, [(place.offset + start, size) for place, (start, size) in lacking])
         for (place, span), part in zip(lacking, data, strict=True):
-            held[place.row].answers[span] = part
-        going = [item for step in going if (item := _advance(*step, held[step[0].row], found, forms)) is not None]
+            edges[place.row].answers[span] = part
+        going = [item for step in going if (item := _advance(*step, edges[step[0].row], found, forms)) is not None]
 
 
 def _advance(
-    place: RecordPlace, walk: _Walk, spans: list[_Span], held: _Held, found: Headers, forms: dict[int, list[_Form]]
+    place: RecordPlace, walk: _Walk, spans: list[_Span], edges: _Edges, found: Headers, forms: dict[int, list[_Form]]
 ) -> tuple[RecordPlace, _Walk, list[_Span]] | None:
     """Take a walk as far as the bytes that are there allow; None when it came to an end."""
     try:
-        while (parts := held.all(spans)) is not None:
+        while (parts := edges.all(spans)) is not None:
             spans = walk.send(parts)
     except StopIteration as end:
         record, archive = end.value
         found.records.append(record)
-        if len(forms[place.length]) < _FORMS and (form := _form(place.length, archive, held)) is not None:
+        if len(forms[place.length]) < _FORMS and (form := _form(place.length, archive, edges)) is not None:
             forms[place.length].append(form)
         return None
     except UnreadableError as error:
@@ -200,7 +200,7 @@ def _advance(
     return place, walk, spans
 
 
-def _edges(folder: Folder, path: str, places: Sequence[RecordPlace]) -> dict[int, _Held]:
+def _edges(folder: Folder, path: str, places: Sequence[RecordPlace]) -> dict[int, _Edges]:
     """Both ends of each record, small ones whole: enough for nearly all."""
     wanted, starts = [], []
     for place in places:
@@ -208,10 +208,10 @@ def _edges(folder: Folder, path: str, places: Sequence[RecordPlace]) -> dict[int
         pieces = [(0, place.length)] if place.length <= _WHOLE else ends
         starts += [(place.row, start) for start, _ in pieces]
         wanted += [(place.offset + start, size) for start, size in pieces]
-    held = {place.row: _Held([]) for place in places}
+    edges = {place.row: _Edges([]) for place in places}
     for (row, start), part in zip(starts, folder.ranges(path, wanted), strict=True):
-        held[row].pieces.append((start, part))
-    return held
+        edges[row].pieces.append((start, part))
+    return edges
 
 
 def _walk(place: RecordPlace) -> _Walk:
@@ -282,7 +282,7 @@ class _Form:
     crcs: tuple[int, IntArray]
 
 
-def _form(length: int, archive: _Archive, held: _Held) -> _Form | None:
+def _form(length: int, archive: _Archive, known: _Edges) -> _Form | None:
     """The form of a record that was read; None where it took more than its edges, or where checksums stand twice."""
     members, directory = archive.members, archive.directory
     if any(local[TOLD_IN_LOCAL] != bytes(12) for local in archive.local):
@@ -292,7 +292,7 @@ def _form(length: int, archive: _Archive, held: _Held) -> _Form | None:
     spans = [(0, 4), (directory.start, length - directory.start), pickled]
     spans += [(member.header, LOCAL_SIZE + len(member.name)) for member in members]
     edges, holders = [], []
-    for start, piece in held.pieces:
+    for start, piece in known.pieces:
         inside = [start <= first and first + size <= start + len(piece) for first, size in spans]
         holders.append(inside)
         needed = np.zeros(len(piece), bool)
@@ -312,17 +312,17 @@ def _form(length: int, archive: _Archive, held: _Held) -> _Form | None:
 
 
 def _read_alike(
-    forms: Sequence[_Form], places: list[RecordPlace], held: dict[int, _Held], found: Headers
+    forms: Sequence[_Form], places: list[RecordPlace], edges: dict[int, _Edges], found: Headers
 ) -> list[RecordPlace]:
     """Take the records that have one of the forms; returns the others, and those whose `data.pkl` is damaged."""
     for form in forms:
         if places:
-            places = _read_form(form, places, held, found)
+            places = _read_form(form, places, edges, found)
     return places
 
 
-def _read_form(form: _Form, places: list[RecordPlace], held: dict[int, _Held], found: Headers) -> list[RecordPlace]:
-    pieces = [[piece for _, piece in held[place.row].pieces] for place in places]
+def _read_form(form: _Form, places: list[RecordPlace], edges: dict[int, _Edges], found: Headers) -> list[RecordPlace]:
+    pieces = [[piece for _, piece in edges[place.row].pieces] for place in places]
     lengths = [edge.length for edge in form.edges]
     is_alike = np.array([[*map(len, own)] == lengths for own in pieces], bool)
     columns = []

@@ -278,20 +278,22 @@ def _checkpoint(part: CheckpointReport, anchor: str, room: int, work: _Work) -> 
 
 def _holdings(ckpt: Checkpoint, work: _Work) -> dict[str, Any] | None:
     """The matrix of ranks or files and layers, a row for all that look the same; None for a job, or without columns."""
-    held = rank_contents_of(ckpt) if ckpt.ranks is None and work.room > 0 else None
-    if held is None or not held.columns:
+    contents = rank_contents_of(ckpt) if ckpt.ranks is None and work.room > 0 else None
+    if contents is None or not contents.columns:
         return None
-    shown, left = ranks.folded(held)
-    heads, places, legend = ranks.places_of(held.columns, _MATRIX, True)
-    middle = [np.median([part[rows] for part in (held.size, held.model, held.optimizer)], 1) for _, rows in shown]
+    shown, left = ranks.folded(contents)
+    heads, places, legend = ranks.places_of(contents.columns, _MATRIX, True)
+    middle = [
+        np.median([part[rows] for part in (contents.size, contents.model, contents.optimizer)], 1) for _, rows in shown
+    ]
     most = max(1, *(size for size, _, _ in middle))
     rows, used, kinds = [], set[int](), set[str]()
     for (label, own), (size, model, optimizer) in zip(shown, middle, strict=True):
-        cells = ranks.cells_of(held, own[0], places)
+        cells = ranks.cells_of(contents, own[0], places)
         used.update(cells)
         counts = ((cells.count(i), name) for i, name in enumerate(ranks.STATE_NAMES))
         words = f"{label}: {', '.join(f'{count} {name}' for count, name in counts if count)}"
-        sizes = ranks.sizes_of(held, own)
+        sizes = ranks.sizes_of(contents, own)
         parts = {"model": model, "optimizer": optimizer, "others": max(size - model - optimizer, 0)}
         shares = [(f"share-{kind}", part / most) for kind, part in parts.items() if part > 0]
         kinds.update(kind for kind, part in parts.items() if part > 0)
@@ -307,7 +309,7 @@ def _holdings(ckpt: Checkpoint, work: _Work) -> dict[str, Any] | None:
             *((svg.CELL_KINDS[i], ranks.STATE_NAMES[i]) for i in sorted(used - {-1})),
             *((f"share-{kind}", f"bytes of {kind}") for kind in ("model", "optimizer", "others") if kind in kinds),
         ],
-        "sentences": list(ranks.sentences(held)),
+        "sentences": list(ranks.sentences(contents)),
     }
 
 

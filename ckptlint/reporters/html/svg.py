@@ -113,10 +113,10 @@ def region_kind(layout: ChunkLayout, region: Box) -> str:
     """What a region of a finding is: in no chunk, in several, or in one (`mark`)."""
     if any(a < 0 or b > size for a, b, size in zip(region.offsets, region.ends, layout.shape, strict=True)):
         return "mark"
-    held = layout.touching(region)
-    boxes = [layout.box(row) for row in held[:_RUN_LIMIT]]
+    holders = layout.touching(region)
+    boxes = [layout.box(row) for row in holders[:_RUN_LIMIT]]
     holding = [box for box in boxes if box.intersect(region) == region]
-    return "gap" if not held else "overlap" if len(holding) > 1 else "mark"
+    return "gap" if not holders else "overlap" if len(holding) > 1 else "mark"
 
 
 def strip(layout: ChunkLayout, axis: int, marks: Iterable[tuple[int, int, str]], label: str) -> str:
@@ -225,19 +225,19 @@ def _lost_kind(states: StateArray) -> str:
 
 def _cell_kind(grid: Grid, states: StateArray, row: int, column: int) -> str:
     """The class of a cell: `ok`, `gap`, `overlap`, `outside` of the tensor, `folded`, or how its bytes are lost."""
-    held = grid.holders[row][column]
-    if held is None:
+    holders = grid.holders[row][column]
+    if holders is None:
         return "folded"
     if not grid.inside[row][column]:
         return "outside"
-    return _lost_kind(states[held]) or (("gap", "ok")[len(held)] if len(held) < 2 else "overlap")
+    return _lost_kind(states[holders]) or (("gap", "ok")[len(holders)] if len(holders) < 2 else "overlap")
 
 
 def _cell_name(grid: Grid, row: int, column: int) -> str:
-    held = grid.holders[row][column]
-    if held is None:
+    holders = grid.holders[row][column]
+    if holders is None:
         return f"… {grid.columns[column].folded or grid.rows[row].folded} …"
-    return "".join(grid.legend[i] for i in held[:3]) + ("+" if len(held) > 3 else "")
+    return "".join(grid.legend[i] for i in holders[:3]) + ("+" if len(holders) > 3 else "")
 
 
 def _cell_title(ckpt: Checkpoint, grid: Grid, states: StateArray, row: int, column: int, kind: str) -> str:
@@ -248,10 +248,10 @@ def _cell_title(ckpt: Checkpoint, grid: Grid, states: StateArray, row: int, colu
         f"{drawn[axis].start}:{drawn[axis].stop}" if axis in drawn else str(grid.fixed.get(axis, ":"))
         for axis in range(len(grid.tensor.global_shape))
     ]
-    held = grid.holders[row][column] or []
-    head = {"gap": "in no chunk", "overlap": f"in {len(held)} chunks", "outside": "outside the tensor"}.get(kind, "")
+    holders = grid.holders[row][column] or []
+    head = {"gap": "in no chunk", "overlap": f"in {len(holders)} chunks", "outside": "outside the tensor"}.get(kind, "")
     lines = [f"[{', '.join(slices)}]" + (f" {head}" if head else "")]
-    lines += [_chunk_title(ckpt, grid.tensor, i, grid.legend[i], int(states[i])) for i in held[:4]]
+    lines += [_chunk_title(ckpt, grid.tensor, i, grid.legend[i], int(states[i])) for i in holders[:4]]
     return "\n".join(lines)
 
 

@@ -61,9 +61,9 @@ def agree(table: RankTable, rows: IntArray) -> bool:
     return bool(same and (table.global_shape[rows] == table.global_shape[rows[:1]]).all())
 
 
-def owners(table: RankTable, held: KeyRows) -> IntArray:
+def owners(table: RankTable, key_rows: KeyRows) -> IntArray:
     """Rows whose chunk is written: declared ones, and of equal undeclared chunks the lowest rank's."""
-    rows = held.live[table.replica[held.live] <= 0]
+    rows = key_rows.live[table.replica[key_rows.live] <= 0]
     undeclared = rows[table.replica[rows] < 0]
     if len(undeclared) == 0:
         return rows
@@ -85,16 +85,16 @@ class ChunkCopies:
 def cells(table: RankTable) -> Iterator[ChunkCopies]:
     """The chunks, each with its copies, of the keys whose holders agree what it is and find no fault with their own."""
     flawed = _flawed(table)
-    for held in holders(table):
-        if held.fqn in flawed or len(held.live) == 0 or not agree(table, held.rows):
+    for key_rows in holders(table):
+        if key_rows.fqn in flawed or len(key_rows.live) == 0 or not agree(table, key_rows.rows):
             continue
-        places = np.concatenate([table.offsets[held.live], table.sizes[held.live]], axis=1)
+        places = np.concatenate([table.offsets[key_rows.live], table.sizes[key_rows.live]], axis=1)
         _, number = np.unique(places, axis=0, return_inverse=True)
         order = np.argsort(number.reshape(-1), kind="stable")
-        for rows in np.split(held.live[order], np.flatnonzero(np.diff(number.reshape(-1)[order])) + 1):
+        for rows in np.split(key_rows.live[order], np.flatnonzero(np.diff(number.reshape(-1)[order])) + 1):
             shape = described_row(table, int(rows[0]))[2]
             place = box_of_row(table, int(rows[0]))
-            yield ChunkCopies(held.fqn, place, rows, place.sizes == shape)
+            yield ChunkCopies(key_rows.fqn, place, rows, place.sizes == shape)
 
 
 def digest_groups(table: RankTable, cell: ChunkCopies) -> list[IntArray]:
@@ -176,13 +176,13 @@ def as_checkpoint(table: RankTable, path: str) -> Checkpoint:
     Keys whose holders disagree about shape or dtype are left out, as are objects.
     """
     tensors, budget = {}, Budget()
-    for held in holders(table):
-        if table.is_object[held.rows[0]] or not agree(table, held.rows):
+    for key_rows in holders(table):
+        if table.is_object[key_rows.rows[0]] or not agree(table, key_rows.rows):
             continue
-        rows = owners(table, held)
-        _, dtype, shape = described_row(table, int(held.rows[0]))
+        rows = owners(table, key_rows)
+        _, dtype, shape = described_row(table, int(key_rows.rows[0]))
         layout = ChunkLayout(shape, table.offsets[rows, : len(shape)], table.sizes[rows, : len(shape)], budget)
-        tensors[held.fqn] = Tensor(held.fqn, dtype, shape, ChunkTable(layout, rows.astype(np.int64)))
+        tensors[key_rows.fqn] = Tensor(key_rows.fqn, dtype, shape, ChunkTable(layout, rows.astype(np.int64)))
     none = np.zeros(len(table), np.int64)
     return Checkpoint(
         path,
