@@ -161,8 +161,12 @@ def _native(modules: Iterable[str]) -> list[str]:
     blocks: dict[str, list[str]] = defaultdict(list)
     for module in modules:
         blocks[parse(module).block].append(module)
-    mixed = [own for block, own in blocks.items() if block and any(_last(module) in _PROVEN_BY for module in own)]
-    return [module for own in mixed for module in own if _last(module) in _NATIVE]
+    mixed = [
+        of_block
+        for block, of_block in blocks.items()
+        if block and any(_last(module) in _PROVEN_BY for module in of_block)
+    ]
+    return [module for of_block in mixed for module in of_block if _last(module) in _NATIVE]
 
 
 def _last(module: str) -> str:

@@ -46,18 +46,18 @@ def token_ids(ckpt: Checkpoint) -> Iterator[Finding]:
     sections = dict(ckpt.config.sections())
     tables = [param.tensor for param in main_params(ckpt) if is_token_table(param.key)]
     tables = [table for table in tables if len(table.global_shape) == 2 and table.dtype in FLOATS]
-    declared = max(chain.from_iterable(_ids(own.get("vocab_size")) for own in sections.values()), default=0)
+    declared = max(chain.from_iterable(_ids(section.get("vocab_size")) for section in sections.values()), default=0)
     rows = sum({table.global_shape[0] for table in tables})
     if not declared or rows < declared:
         raise NotApplicable("no embedding has a row for every token of a declared vocabulary")
     lead = max(tables, key=lambda table: table.global_shape[0])
-    legal = {number for own in sections.values() for number in _legal(own)}
+    legal = {number for section in sections.values() for number in _legal(section)}
     if (generation := ckpt.token_files.generation) is not None:
         sections[generation.file] = generation.values
     special: dict[int, list[str]] = defaultdict(list)
-    for place, own in sections.items():
+    for place, section in sections.items():
         for name in _SPECIAL:
-            for number in _ids(own.get(name)):
+            for number in _ids(section.get(name)):
                 if number >= rows and number not in legal:
                     special[number].append(f"{name} of {place}")
     tokens = {number: token for number, token in ckpt.token_files.highest if number >= rows and number not in legal}
@@ -83,12 +83,12 @@ def token_ids(ckpt: Checkpoint) -> Iterator[Finding]:
         )
 
 
-def _legal(own: Mapping[str, Any]) -> Iterator[int]:
+def _legal(section: Mapping[str, Any]) -> Iterator[int]:
     """The ids of a section that no row needs to stand for: nobody set them, or the model replaces them."""
     from ckptlint.architecture.huggingface import default_ids
 
-    yield from default_ids(str(own.get("model_type")))
-    for name, value in own.items():
+    yield from default_ids(str(section.get("model_type")))
+    for name, value in section.items():
         if name.endswith(_REPLACED) and name not in _SPECIAL:
             yield from _ids(value)
 

@@ -87,6 +87,6 @@ def _text(value: Any) -> str:
 def _sizes(groups: dict[int, dict[Any, Any]], numbers: list[int]) -> str:
     """How many parameters the groups have, "" where they do not say."""
     params = [groups[number].get("params") for number in numbers]
-    if not all(isinstance(own, list) for own in params):
+    if not all(isinstance(group, list) for group in params):
         return ""
-    return join_words([f"{len(own):,}" for own in params if isinstance(own, list)]) + " parameters"
+    return join_words([f"{len(group):,}" for group in params if isinstance(group, list)]) + " parameters"

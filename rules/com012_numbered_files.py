@@ -63,62 +63,70 @@ def numbered_files(ckpt: Checkpoint) -> Iterator[Finding]:
                 group=prefix,
                 hint="save again with all ranks: after a resume these ranks start their data from the beginning",
             )
-    for own in found:
-        stated = stated_ranks(ckpt, own)
-        size = max(exact_ranks(ckpt, own.axis).values(), default=0)
-        from_1 = own.counts == "rank" and min(own.files) == 1 and max(own.files) == len(own.files) == size
+    for numbered in found:
+        stated = stated_ranks(ckpt, numbered)
+        size = max(exact_ranks(ckpt, numbered.axis).values(), default=0)
+        from_1 = (
+            numbered.counts == "rank"
+            and min(numbered.files) == 1
+            and max(numbered.files) == len(numbered.files) == size
+        )
         if not from_1:
-            yield from _gaps(own, stated)
-            yield from _beyond(own, stated, size)
-        if not any(is_one_of_several(ckpt, file.name) for file in own.files.values()):
-            yield from _steps(own)
+            yield from _gaps(numbered, stated)
+            yield from _beyond(numbered, stated, size)
+        if not any(is_one_of_several(ckpt, file.name) for file in numbered.files.values()):
+            yield from _steps(numbered)
 
 
-def _gaps(own: NumberedFiles, stated: dict[str, int]) -> Iterator[Finding]:
+def _gaps(numbered: NumberedFiles, stated: dict[str, int]) -> Iterator[Finding]:
     """What a set lacks, up to the highest number that anybody states."""
-    numbers, last = own.files.keys(), max(own.files)
-    is_of_ranks = own.counts == "rank"
-    counts_all = is_of_ranks and own.axis == "world"
+    numbers, last = numbered.files.keys(), max(numbered.files)
+    is_of_ranks = numbered.counts == "rank"
+    counts_all = is_of_ranks and numbered.axis == "world"
     total = max([last + 1, *(stated.values() if is_of_ranks else ())])
     agree = [who for who, ranks in stated.items() if ranks == total]
     confidence: Confidence = "certain" if counts_all and len(agree) + (total == last + 1) > 1 else "likely"
-    first, stride = own.stride(total)
+    first, stride = numbered.stride(total)
     if inside := stride > 1 and len(range(min(numbers), last + 1, stride)) > len(numbers):
         first, total = min(numbers), last + 1  # where such a set begins and ends is not known
     lost = len(range(first, total, stride)) - len(numbers)
     if not lost:
         return
-    if not own.counts:
+    if not numbered.counts:
         if 0 not in numbers or stride > 1 or len(numbers) < _MANY * lost:
             return
         confidence = "likely" if agree else "possible"
-    elif counts_all and not inside and (stride > 1 or _is_of_some(set(numbers), total, agree) or _is_of_dp(own, total)):
+    elif (
+        counts_all
+        and not inside
+        and (stride > 1 or _is_of_some(set(numbers), total, agree) or _is_of_dp(numbered, total))
+    ):
         confidence = "possible"
-    missing = _lost(own.pattern, set(numbers), lost, first, stride, own)
+    missing = _lost(numbered.pattern, set(numbers), lost, first, stride, numbered)
     names = _shown(missing, lost)
-    what = f"the {own.what} of {plural(lost, 'rank')}" if is_of_ranks else plural(lost, own.what)
+    what = f"the {numbered.what} of {plural(lost, 'rank')}" if is_of_ranks else plural(lost, numbered.what)
     notes: tuple[Note, ...] = (("because", f"{total:,} ranks according to {join_words(agree)}"),)
     yield Finding(
         f"{what} of {len(numbers) + lost:,} {verb(1 if is_of_ranks else lost, 'is')} missing: {', '.join(names)}",
         at=Location(file=names[0]),
         identity=tuple(names),
         confidence=confidence,
-        group=own.pattern,
+        group=numbered.pattern,
         lost_files=by_node(missing if counts_all else dict.fromkeys(missing), numbers if counts_all else ()),
         notes=notes if agree and is_of_ranks else (),
         hint="" if confidence == "possible" else "copy the files again from where they were written",
     )
 
 
-def _beyond(own: NumberedFiles, stated: dict[str, int], size: int) -> Iterator[Finding]:
+def _beyond(numbered: NumberedFiles, stated: dict[str, int], size: int) -> Iterator[Finding]:
     """Files of ranks beyond the exact size of the job; 0 where nothing states it."""
-    names = [file.name for number, file in sorted(own.files.items()) if number >= size]
-    if not size or own.counts != "rank" or not names:
+    names = [file.name for number, file in sorted(numbered.files.items()) if number >= size]
+    if not size or numbered.counts != "rank" or not names:
         return
     agree = [who for who, ranks in stated.items() if ranks == size and who != PAYLOAD]
-    noun = "rank" if own.axis == "world" else "data-parallel rank"
+    noun = "rank" if numbered.axis == "world" else "data-parallel rank"
     yield Finding(
-        f"the {own.what} of {plural(len(names), 'rank')} lies beyond the {plural(size, noun)} of this job: "
+        f"the {numbered.what} of {plural(len(names), 'rank')} lies beyond the {plural(size, noun)} of this job: "
         f"{', '.join(_shown(names, len(names)))}",
         at=Location(file=names[0]),
         confidence="likely" if len(agree) < 2 else "certain",
@@ -128,13 +136,13 @@ def _beyond(own: NumberedFiles, stated: dict[str, int], size: int) -> Iterator[F
     )
 
 
-def _steps(own: NumberedFiles) -> Iterator[Finding]:
+def _steps(numbered: NumberedFiles) -> Iterator[Finding]:
     """Files of one set that state other steps than most of it."""
-    steps = Counter(file.step for file in own.files.values() if file.step is not None)
+    steps = Counter(file.step for file in numbered.files.values() if file.step is not None)
     if len(steps) < 2:
         return
     usual, most = steps.most_common(1)[0]
-    odd = [file for _, file in sorted(own.files.items()) if file.step not in (None, usual)]
+    odd = [file for _, file in sorted(numbered.files.items()) if file.step not in (None, usual)]
     yield Finding(
         f"{odd[0].name} says step {odd[0].step}, but {plural(most, 'other file')} of its set "
         f"{verb(most, 'says')} step {usual}",
@@ -157,15 +165,15 @@ def _is_of_some(numbers: set[int], total: int, agree: list[str]) -> bool:
     return numbers == {0} or (size > 1 and total == last + 1 == first + size and first % size == 0)
 
 
-def _is_of_dp(own: NumberedFiles, total: int) -> bool:
+def _is_of_dp(numbered: NumberedFiles, total: int) -> bool:
     """Whether the data-parallel ranks may be all that have one: ranks that share their data share its state.
 
     Source:
         torchtitan.components.dataloader.ParallelAwareDataloader, which numbers its states by `dp_rank`
     """
-    is_data = "dataloader" in (part_of_file(own.what), part_of_key(own.pattern))
-    count = len(own.files)
-    return is_data and count > 1 and max(own.files) == count - 1 and total % count == 0
+    is_data = "dataloader" in (part_of_file(numbered.what), part_of_key(numbered.pattern))
+    count = len(numbered.files)
+    return is_data and count > 1 and max(numbered.files) == count - 1 and total % count == 0
 
 
 def _dataloaders(ckpt: Checkpoint) -> dict[str, set[int]]:
@@ -182,10 +190,10 @@ def _dataloaders(ckpt: Checkpoint) -> dict[str, set[int]]:
 
 
 def _lost(
-    pattern: str, numbers: set[int], lost: int, first: int = 0, stride: int = 1, own: NumberedFiles | None = None
+    pattern: str, numbers: set[int], lost: int, first: int = 0, stride: int = 1, numbered: NumberedFiles | None = None
 ) -> dict[str, int]:
     """The names that are missing, with as many digits as the others have, and their numbers: the first 65,536."""
-    shortest = min((len(file.name) for file in own.files.values()), default=0) if own is not None else 0
+    shortest = min((len(file.name) for file in numbered.files.values()), default=0) if numbered is not None else 0
     digits = max(shortest - len(pattern) + 2, 1)
     missing = islice((number for number in count(first, stride) if number not in numbers), min(lost, _LISTED))
     return {pattern.replace("{}", f"{number:0{digits}}"): number for number in missing}

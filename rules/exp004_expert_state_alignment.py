@@ -29,10 +29,10 @@ def expert_state_alignment(ckpt: Checkpoint) -> Iterator[Finding]:
     for state in states:
         param = state.param
         assert param is not None and param.expert_axis is not None
-        own, expected = state.tensor.global_shape, param.tensor.global_shape
-        differing = [axis for axis in range(len(expected)) if own[axis : axis + 1] != expected[axis : axis + 1]]
-        if state.what in MOMENTS and len(own) == len(expected) and differing == [param.expert_axis]:
-            here, there = own[param.expert_axis], expected[param.expert_axis]
+        shape, expected = state.tensor.global_shape, param.tensor.global_shape
+        differing = [axis for axis in range(len(expected)) if shape[axis : axis + 1] != expected[axis : axis + 1]]
+        if state.what in MOMENTS and len(shape) == len(expected) and differing == [param.expert_axis]:
+            here, there = shape[param.expert_axis], expected[param.expert_axis]
             yield Finding(
                 f"the state{{of}} has {here} experts, but its weight has {there}",
                 at=Location(state.tensor),

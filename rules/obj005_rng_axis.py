@@ -45,18 +45,18 @@ def rng_axis(ckpt: Checkpoint) -> Iterator[Finding]:
     grid = next(iter(grids))
     if len(grids) > 1 or len(grid) != 2 or not (ep > 1 or random_init):
         return
-    own = grid[0] * grid[1]
-    if world <= own:
+    cells = grid[0] * grid[1]
+    if world <= cells:
         return
     matters = [name for name in _RANDOM if _positive(declared.get(name))]
     matters += ["data_parallel_random_init"] if random_init else []
     because = f"EP is {ep}" if ep > 1 else "data_parallel_random_init is set"
     yield Finding(
-        f"{own:,} random state{' is' if own == 1 else 's are'} stored for {world:,} ranks, though {because}",
+        f"{cells:,} random state{' is' if cells == 1 else 's are'} stored for {world:,} ranks, though {because}",
         at=Location("rng_state", label=f"{ckpt.metadata_file}: grid {shape_text(grid)} of pipeline and tensor ranks"),
         severity=None if matters else Severity.INFO,
         notes=(
-            ("ranks", f"{world - own:,} of {world:,} resume with the random state of another rank"),
+            ("ranks", f"{world - cells:,} of {world:,} resume with the random state of another rank"),
             ("random", ", ".join(matters) if matters else "no dropout, jitter or random init is declared"),
         ),
         hint="resume from it if equal random numbers do no harm: nothing else in this checkpoint is affected",

@@ -62,7 +62,7 @@ def _odd(
         yield f"{file} has state for {_some(unlisted)}, which none of its groups lists", "unlisted", False
     if listed and not shapes and step and "betas" in optimizer.settings:
         yield f"{file} has no state for its {plural(len(listed), 'parameter')}, at step {step}", "empty", False
-    pairs = {param: (own.get("exp_avg"), own.get("exp_avg_sq")) for param, own in shapes.items()}
+    pairs = {param: (states.get("exp_avg"), states.get("exp_avg_sq")) for param, states in shapes.items()}
     for param, (first, second) in pairs.items():
         if first is not None and second is not None and first != second:
             both = f"the shapes {shape_text(first)} and {shape_text(second)}"
@@ -76,8 +76,8 @@ def _odd(
 def _against_model(ckpt: Checkpoint, file: str, optimizer: OptimizerFile) -> Iterator[tuple[str, str, bool]]:
     moments = {
         param: shape
-        for param, own in optimizer.shapes.items()
-        if (shape := next((own[name] for name in _ELEMENTWISE if own.get(name)), None))
+        for param, states in optimizer.shapes.items()
+        if (shape := next((states[name] for name in _ELEMENTWISE if states.get(name)), None))
     }
     model = {key: tensor for key, tensor in ckpt.tensors.items() if parse(key).kind == "model"}
     tensors = {key: tensor.global_shape for key, tensor in model.items() if tensor.dtype in FLOATS}
@@ -88,11 +88,11 @@ def _against_model(ckpt: Checkpoint, file: str, optimizer: OptimizerFile) -> Ite
         yield f"{file} lists {counts[0]}, but the files of the model hold {counts[1]}", "count", False
         return
     for param, shape in moments.items():
-        own = tensors.get(param) if isinstance(param, str) else None
-        if own is not None and own != shape:
+        states = tensors.get(param) if isinstance(param, str) else None
+        if states is not None and states != shape:
             yield (
                 f"the moments of {printable(str(param))} in {file} are {shape_text(shape)}, but the tensor is "
-                f"{shape_text(own)}",
+                f"{shape_text(states)}",
                 str(param),
                 False,
             )

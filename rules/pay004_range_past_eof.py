@@ -49,9 +49,9 @@ def range_past_eof(ckpt: Checkpoint) -> Iterator[Finding]:
 def _smaller_than_tensors(ckpt: Checkpoint) -> Iterator[Finding]:
     """Files of the safetensors serialisation that are shorter than a header and the tensors that begin after it."""
     table = ckpt.records
-    for own in rows_by_file(table, ~table.transformed):
-        file = ckpt.files[int(table.file[own[0]])]
-        rows, needed = least_container(table, own)
+    for of_file in rows_by_file(table, ~table.transformed):
+        file = ckpt.files[int(table.file[of_file[0]])]
+        rows, needed = least_container(table, of_file)
         if file.size is not None and file.size < needed:
             keys = _keys(ckpt, rows)
             yield Finding(

@@ -143,8 +143,8 @@ def _planned_elsewhere(ckpt: Checkpoint, name: str) -> tuple[Note, ...]:
     rank = rank_of(name)
     if ckpt.save_plans is None or rank is None:
         return ()
-    own = {ckpt.records.name(r) for r in range(len(ckpt.records)) if rank_of(ckpt.byte_range_of(r)[0]) == rank}
-    lost = sorted(planned_by(ckpt.save_plans, rank) & set(ckpt.records.fqns) - own)
+    stored = {ckpt.records.name(r) for r in range(len(ckpt.records)) if rank_of(ckpt.byte_range_of(r)[0]) == rank}
+    lost = sorted(planned_by(ckpt.save_plans, rank) & set(ckpt.records.fqns) - stored)
     if not lost:
         return ()
     return (("planned", f"rank {rank} also planned {first_names(lost, _SHOWN)}, which another rank stored"),)

@@ -149,10 +149,12 @@ def _is_left_out(index: WeightIndex, file: str) -> bool:
 def _total(ckpt: Checkpoint, index: WeightIndex) -> Iterator[Finding]:
     """The bytes that the index says, against those of the tensors; not where a file could not be read."""
     records = ckpt.records
-    own = np.flatnonzero(records.owned)
+    owned = np.flatnonzero(records.owned)
     if ckpt.storages is not None:  # tied weights may share one, which is counted once
-        own = own[np.unique(np.stack([records.file[own], records.byte_offset[own]]), axis=1, return_index=True)[1]]
-    stored = int(records.byte_length[own].sum())
+        owned = owned[
+            np.unique(np.stack([records.file[owned], records.byte_offset[owned]]), axis=1, return_index=True)[1]
+        ]
+    stored = int(records.byte_length[owned].sum())
     if index.total_size is None or stored in (index.total_size, index.total_size << 20) or index.unread:
         return  # ColossalAI counts in MiB
     tied = {

@@ -195,10 +195,10 @@ def _counts(ckpt: Checkpoint, reference: Reference, found: KeyComparison) -> Ite
     """The declared sizes of the reference that the tensors, or the job's own declarations, contradict."""
     if not reference.declared:
         return
-    own = {name: ckpt.declared[name] for name in _FROM_CHECKPOINT if name in ckpt.declared}
+    stated = {name: ckpt.declared[name] for name in _FROM_CHECKPOINT if name in ckpt.declared}
     differing: dict[str, tuple[Declared, int, str]] = {
         item.name: (item.declared, item.found, f"counted from {item.shown_by}")
-        for item in contradictions(replace(ckpt, declared={**own, **reference.declared}))
+        for item in contradictions(replace(ckpt, declared={**stated, **reference.declared}))
     }
     heads = number(ckpt.declared, "heads")
     if heads is not None and number(reference.declared, "heads") not in (None, heads):

@@ -139,11 +139,11 @@ def _corrected(param: Param, hidden: int) -> Shape | None:
     shape = param.own_shape
     if hidden in shape or 0 in shape:
         return None
-    for own in (0, 1):
-        p = axis_factor(param.tensor, param.own_axes[own])
-        if p < 2 or shape[own] % p:
+    for axis in (0, 1):
+        p = axis_factor(param.tensor, param.own_axes[axis])
+        if p < 2 or shape[axis] % p:
             continue
-        expected = (shape[0] // p, shape[1] * p) if own == 0 else (shape[0] * p, shape[1] // p)
+        expected = (shape[0] // p, shape[1] * p) if axis == 0 else (shape[0] * p, shape[1] // p)
         if hidden in expected and swap_factor(param, expected):
             return expected
     return None

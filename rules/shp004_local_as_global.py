@@ -136,10 +136,10 @@ def _cause(ckpt: Checkpoint, k: int, fewer: tuple[Param, int], more: tuple[Param
     return f"it is {_split(mine)}, its partner into {theirs}"
 
 
-def _short(ckpt: Checkpoint, param: Param, own: int, partner: Param, other: int, factor: int = 1) -> Iterator[Local]:
+def _short(ckpt: Checkpoint, param: Param, small: int, partner: Param, other: int, factor: int = 1) -> Iterator[Local]:
     """The finding that axis `own` of a weight is too short for axis `other` of its partner, times `factor`."""
-    axis, its = param.own_axes[own], partner.own_axes[other]
-    size, expected = param.own_shape[own], factor * partner.own_shape[other]
+    axis, its = param.own_axes[small], partner.own_axes[other]
+    size, expected = param.own_shape[small], factor * partner.own_shape[other]
     if not 0 < size < expected or expected % size:
         return
     cause = _cause(ckpt, expected // size, (param, axis), (partner, its))
@@ -251,11 +251,11 @@ def _of_mlp(ckpt: Checkpoint, hidden: Hidden, first: Param, second: Param) -> It
     widths = inner_size(first, hidden.size), inner_size(second, hidden.size)
     if None in widths or is_width(first, widths[0] or 0, second, widths[1] or 0):
         return
-    own, other = _inner_axis(first, hidden), _inner_axis(second, hidden)
+    axis, other = _inner_axis(first, hidden), _inner_axis(second, hidden)
     for factor in fused_factors(first):
-        yield from _short(ckpt, first, own, second, other, factor)
+        yield from _short(ckpt, first, axis, second, other, factor)
     if len(fused_factors(first)) == 1:
-        yield from _short(ckpt, second, other, first, own)
+        yield from _short(ckpt, second, other, first, axis)
 
 
 def _of_hidden(ckpt: Checkpoint, hidden: Hidden, param: Param, partner: Param) -> Iterator[Local]:
@@ -263,14 +263,14 @@ def _of_hidden(ckpt: Checkpoint, hidden: Hidden, param: Param, partner: Param) -
     width = inner_size(partner, hidden.size)
     if width is None or hidden.size in param.own_shape or 0 in param.own_shape:
         return
-    for own, inner in enumerate(reversed(param.own_shape)):
-        k, rest = divmod(hidden.size, param.own_shape[own])
+    for axis, inner in enumerate(reversed(param.own_shape)):
+        k, rest = divmod(hidden.size, param.own_shape[axis])
         axes = mesh_axes(ckpt, k)
         if not rest and axes and is_width(param, inner, partner, width):
             basis = f"{short_name(partner)} and {hidden}"
             cause = f"{k} is the size of {' and '.join(axes)}"
             confidence: Confidence = "certain" if hidden.declared else "likely"
-            yield Local(param, param.own_axes[own], hidden.size, basis, cause, confidence)
+            yield Local(param, param.own_axes[axis], hidden.size, basis, cause, confidence)
 
 
 def _of_attention(ckpt: Checkpoint, hidden: Hidden, param: Param, partner: Param) -> Iterator[Local]:
@@ -278,10 +278,10 @@ def _of_attention(ckpt: Checkpoint, hidden: Hidden, param: Param, partner: Param
     mine, theirs = inner_size(param, hidden.size), inner_size(partner, hidden.size)
     if mine is None or theirs is None or not 0 < mine < theirs or theirs % mine:
         return
-    own, other = _inner_axis(param, hidden), _inner_axis(partner, hidden)
-    places = axis_factor(param.tensor, param.own_axes[own]), axis_factor(partner.tensor, partner.own_axes[other])
+    axis, other = _inner_axis(param, hidden), _inner_axis(partner, hidden)
+    places = axis_factor(param.tensor, param.own_axes[axis]), axis_factor(partner.tensor, partner.own_axes[other])
     if places[1] == theirs // mine * places[0]:
-        yield from _short(ckpt, param, own, partner, other)
+        yield from _short(ckpt, param, axis, partner, other)
 
 
 def _inner_axis(param: Param, hidden: Hidden) -> int:

@@ -195,8 +195,8 @@ def _heads(ckpt: Checkpoint, family: ProjectionFamily, query: Param, key: Param,
 def _where_declared(ckpt: Checkpoint, query_rows: int, key_rows: int) -> str | None:
     """The section of the configuration that declares fewer key heads than heads, by just the ratio of these rows."""
     for place, values in ckpt.config.sections() if ckpt.config else ():
-        own = read_declared([(place, values)])
-        heads, groups = number(own, "heads"), number(own, "kv_groups")
+        declared = read_declared([(place, values)])
+        heads, groups = number(declared, "heads"), number(declared, "kv_groups")
         if heads and groups and groups < heads and heads * key_rows == groups * query_rows:
             return place
     return None

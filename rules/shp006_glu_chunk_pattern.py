@@ -93,7 +93,11 @@ def _writers(ckpt: Checkpoint, param: Param, axis: int) -> tuple[Note, ...]:
         if (rank := rank_of(ckpt.chunk_file(tensor, row))) is not None:
             starts.setdefault(rank, []).append(int(tensor.layout.offsets[row, axis]))
     half = tensor.global_shape[axis] // 2
-    paired = {rank: min(own) for rank, own in starts.items() if len(own) == 2 and max(own) - min(own) == half}
+    paired = {
+        rank: min(first_rows)
+        for rank, first_rows in starts.items()
+        if len(first_rows) == 2 and max(first_rows) - min(first_rows) == half
+    }
     if len(paired) < 2 or len(paired) < len(starts):
         return ()
     return (("writers", f"ranks {ranges(paired)} own two chunks each, {half:,} rows apart"),)

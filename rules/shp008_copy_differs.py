@@ -51,16 +51,18 @@ def _place(copy: Param) -> tuple[tuple[str, ...], str]:
 
 
 def _shape(name: str, param: Param, copy: Param) -> Finding:
-    sizes, own = param.tensor.global_shape, copy.tensor.global_shape
+    sizes, copy_sizes = param.tensor.global_shape, copy.tensor.global_shape
     quotients = [
-        f"dim {axis}: {Fraction(b, a)}" for axis, (a, b) in enumerate(zip(sizes, own, strict=False)) if a != b and a
+        f"dim {axis}: {Fraction(b, a)}"
+        for axis, (a, b) in enumerate(zip(sizes, copy_sizes, strict=False))
+        if a != b and a
     ]
     return Finding(
-        f"copy{{of}} in {name} is {shape_text(own)}, but {shape_text(sizes)} in the model",
+        f"copy{{of}} in {name} is {shape_text(copy_sizes)}, but {shape_text(sizes)} in the model",
         at=Location(copy.tensor),
         notes=(
             ("model", f"{param.tensor.fqn}: {param.tensor.dtype} {shape_text(sizes)}"),
-            ("share", ", ".join(quotients) if len(own) == len(sizes) else ""),
+            ("share", ", ".join(quotients) if len(copy_sizes) == len(sizes) else ""),
         ),
         hint="give the copy the placement of the model's tensor, and save both again",
         inferred_from=f"the shape of {param.tensor.fqn}",
@@ -99,9 +101,9 @@ def _dtypes(name: str, pairs: list[tuple[Param, Param]]) -> Iterator[Finding]:
     for param, copy in pairs:
         if param.tensor.dtype != copy.tensor.dtype:
             differing[param.tensor.dtype, copy.tensor.dtype].append(copy)
-    for (theirs, own), found in differing.items():
+    for (theirs, dtype), found in differing.items():
         yield Finding(
-            f"copy {name} holds {len(found):,} of {len(pairs):,} tensors as {own}, the model as {theirs}",
+            f"copy {name} holds {len(found):,} of {len(pairs):,} tensors as {dtype}, the model as {theirs}",
             at=Location(found[0].tensor.fqn),
             severity=Severity.INFO,
             why="a copy in another precision is common; a load converts it",

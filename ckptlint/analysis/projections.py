@@ -171,12 +171,12 @@ def _mlp(family: ProjectionFamily) -> Iterator[_Mismatch]:
         return
     second = seconds[0]
     for first in firsts:
-        own, other = _inner(first, hidden), _inner(second, hidden)
-        if own is None or other is None:
+        axis, other = _inner(first, hidden), _inner(second, hidden)
+        if axis is None or other is None:
             continue
-        size, width = first.own_shape[own], second.own_shape[other]
+        size, width = first.own_shape[axis], second.own_shape[other]
         shape = shape_text(first.tensor.global_shape)
-        if own == other and any(size == k * width for k in fused_factors(first)):
+        if axis == other and any(size == k * width for k in fused_factors(first)):
             yield second, first, f"so it looks transposed: {short_name(first)} is {shape}"
             return
         if not any(size == k * width for k in fused_factors(first)):
@@ -192,9 +192,9 @@ def _attention(family: ProjectionFamily) -> Iterator[_Mismatch]:
         return
     query, key, value, out = (members[0] for members in found)
     axes = [_inner(param, hidden) for param in (query, key, value)]
-    own, other = axes[0], _inner(out, hidden)
+    inner, other = axes[0], _inner(out, hidden)
     sides = {axis for axis in axes if axis is not None}
-    if other is not None and (own is not None or not sides):  # a query without one side does not say what comes out
+    if other is not None and (inner is not None or not sides):  # a query without one side does not say what comes out
         sides.add(1 - other)
     if len(sides) > 1:
         yield from _turned(hidden, [query, key, value, out])

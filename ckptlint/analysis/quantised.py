@@ -223,14 +223,14 @@ def misfit(one: QuantisedWeight, part: Part, declared: Declaration | None) -> st
     groups = declared.options if declared is not None and one.scheme in declared.schemes else ()
     wanted: list[tuple[int | None, ...]] = []
     for options in groups or ({},):
-        own: dict[str, Any] = {**options, **sizes}
+        stated: dict[str, Any] = {**options, **sizes}
         for name, text in one.scheme.sizes.items():
-            if (size := _size(text, own)) is not None:
-                own[name] = size
+            if (size := _size(text, stated)) is not None:
+                stated[name] = size
         strategy = options.get("strategy")
         for kind, shapes in part.shapes.items():
             if kind == strategy or strategy not in part.shapes:
-                wanted += (tuple(_size(text, own) for text in texts) for texts in shapes)
+                wanted += (tuple(_size(text, stated) for text in texts) for texts in shapes)
     for sizes_wanted in wanted:
         for before in {lead, ()}:
             full = (*before, *sizes_wanted)
@@ -261,12 +261,12 @@ def in_other_blocks(weights: list[QuantisedWeight]) -> Iterator[tuple[QuantisedW
                 yield one, part, f"[{_size(usual, _sizes(one))}] as in most others"
 
 
-def _size(text: str, own: Mapping[str, Any]) -> int | None:
+def _size(text: str, sizes: Mapping[str, Any]) -> int | None:
     """The value of an expression; None where a size in it is not known."""
     from ckptlint.architecture.expressions import ExpressionError, parse_expression, whole
 
     try:
-        return whole(parse_expression(text), own)
+        return whole(parse_expression(text), sizes)
     except ExpressionError:
         return None
 
@@ -303,9 +303,11 @@ def _understood(file: str, method: str, found: Mapping[str, Any]) -> Declaration
         of_weights = weights if isinstance(weights, dict) else group
         stated = {**found, **of_weights, "quant_method": method, "format": group.get("format") or found.get("format")}
         facts = {name: str(value).casefold() for name, value in stated.items() if isinstance(value, (str, bool))}
-        own = [scheme for scheme in schemes() if any(_is_meant(facts, wanted) for wanted in scheme.declared)]
-        meant |= dict.fromkeys(own)
-        is_exact &= bool(own)
+        declared_schemes = [
+            scheme for scheme in schemes() if any(_is_meant(facts, wanted) for wanted in scheme.declared)
+        ]
+        meant |= dict.fromkeys(declared_schemes)
+        is_exact &= bool(declared_schemes)
         options.append(_options(of_weights, found))
         words.append(str(stated.get("quant_algo") or stated["format"] or method))
     ignored, is_plain = _ignored(found)
@@ -325,18 +327,18 @@ def _options(weights: Mapping[str, Any], found: Mapping[str, Any]) -> Mapping[st
         return {}
     block = weights.get("block_structure") or found.get("weight_block_size")
     stated = {**found, **weights}
-    own = {"bits": stated.get("num_bits", stated.get("bits", stated.get("w_bit")))}
-    own["group"] = stated.get("group_size", stated.get("q_group_size"))
+    options = {"bits": stated.get("num_bits", stated.get("bits", stated.get("w_bit")))}
+    options["group"] = stated.get("group_size", stated.get("q_group_size"))
     cache, algo = stated.get("kv_cache_scheme"), stated.get("kv_cache_quant_algo")
-    own["cache_bits"] = cache.get("num_bits") if isinstance(cache, dict) else _CACHE_BITS.get(str(algo).casefold())
+    options["cache_bits"] = cache.get("num_bits") if isinstance(cache, dict) else _CACHE_BITS.get(str(algo).casefold())
     if isinstance(block, list) and len(block) == 2:
-        own |= {"tall": block[0], "wide": block[1], "strategy": "block"}
-    own = {name: value for name, value in own.items() if name == "strategy" or _is_count(value)}
+        options |= {"tall": block[0], "wide": block[1], "strategy": "block"}
+    options = {name: value for name, value in options.items() if name == "strategy" or _is_count(value)}
     if isinstance(symmetric := weights.get("symmetric"), bool):
-        own["symmetric"] = str(symmetric).lower()
+        options["symmetric"] = str(symmetric).lower()
     if isinstance(strategy := weights.get("strategy"), str):
-        own["strategy"] = "group" if strategy == "tensor_group" else strategy
-    return own
+        options["strategy"] = "group" if strategy == "tensor_group" else strategy
+    return options
 
 
 def _is_count(value: object) -> bool:

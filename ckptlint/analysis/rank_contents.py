@@ -174,11 +174,11 @@ def _owners(ckpt: Checkpoint, lost: Sequence[RankFile]) -> list[tuple[int, str]]
     names = (*ckpt.files.names, *(file.name for file in lost))
     found = []
     for name, rank in zip(names, [*ranks_of_files(ckpt).tolist(), *(-1 for _ in lost)], strict=True):
-        own = {"rank": rank} if rank >= 0 else numbers.get(name, {})
-        if own.keys() == {"rank"}:
-            found.append((own["rank"], f"rank {own['rank']}"))
+        coordinate = {"rank": rank} if rank >= 0 else numbers.get(name, {})
+        if coordinate.keys() == {"rank"}:
+            found.append((coordinate["rank"], f"rank {coordinate['rank']}"))
         else:
-            found.append((-1, ",".join(f"{what}_{i}" for what, i in own.items()) or name))
+            found.append((-1, ",".join(f"{what}_{i}" for what, i in coordinate.items()) or name))
     return found
 
 
@@ -187,8 +187,8 @@ def _of_lost_rank_files(ckpt: Checkpoint, lost: Sequence[RankFile], column: IntA
     kinds = {file.name: file.kind for file in ckpt.rank_files.files} if ckpt.rank_files and lost else {}
     columns_by_kind: dict[str, set[int]] = {}
     for number, name in enumerate(ckpt.files.names if kinds else ()):
-        own = {*column[ckpt.records.file == number].tolist()}
-        columns_by_kind[kinds.get(name, "")] = own & columns_by_kind.get(kinds.get(name, ""), own)
+        columns = {*column[ckpt.records.file == number].tolist()}
+        columns_by_kind[kinds.get(name, "")] = columns & columns_by_kind.get(kinds.get(name, ""), columns)
     return [(i, part) for i, file in enumerate(lost, len(ckpt.files)) for part in columns_by_kind.get(file.kind, ())]
 
 

@@ -68,8 +68,10 @@ def expected_models(
             prefixes = table.get("mounts", {}).get(name, {}).get(form, {})
             if any(section not in prefixes for section in mounted):
                 raise NoTable(f"its {next(section for section in mounted if section not in prefixes)} is another model")
-            own = [row for row in _rows(table, rows) if not row.name.startswith(tuple(prefixes[s] for s in mounted))]
-            tensors = expand(own, table["ranges"], values, at_most)
+            unmounted = [
+                row for row in _rows(table, rows) if not row.name.startswith(tuple(prefixes[s] for s in mounted))
+            ]
+            tensors = expand(unmounted, table["ranges"], values, at_most)
             for section, (part, part_values) in mounted.items():
                 base = part["models"][part["base"]]
                 part_rows = _rows(part, base.get(form, base["saved"]))

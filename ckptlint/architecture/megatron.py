@@ -330,9 +330,9 @@ def fields(args: Mapping[str, object]) -> dict[str, object]:
 def _megatron_names(args: Mapping[str, object]) -> dict[str, Any]:
     """The arguments under Megatron-LM's names."""
     given = dict(args)
-    for name, own in _BRIDGE.items():
-        if own not in given and name in given:
-            given[own] = given[name]
+    for name, pattern in _BRIDGE.items():
+        if pattern not in given and name in given:
+            given[pattern] = given[name]
     if "untie_embeddings_and_output_weights" not in given:
         tied = given.get("share_embeddings_and_output_weights")
         given["untie_embeddings_and_output_weights"] = tied is False

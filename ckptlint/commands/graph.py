@@ -110,8 +110,8 @@ def _add_axis(graph: nx.DiGraph[str], ckpt: Checkpoint, tensor: Tensor, axis: in
     for start, stop in nodes:
         rows = intervals.nodes[start, stop]["rows"]
         files = _files(ckpt, tensor, rows)
-        own = np.bincount(states[rows], minlength=len(STATES)).tolist()
-        lost = ", ".join(f"{own[i]} {STATES[i]}" for i in range(NOT_CHECKED + 1, len(STATES)) if own[i])
+        counts = np.bincount(states[rows], minlength=len(STATES)).tolist()
+        lost = ", ".join(f"{counts[i]} {STATES[i]}" for i in range(NOT_CHECKED + 1, len(STATES)) if counts[i])
         graph.add_node(names[start, stop], axis=axis, start=start, stop=stop, chunks=len(rows), files=files, lost=lost)
     graph.add_edges_from((names[a], names[b]) for a, b in sorted(intervals.edges))
     ends = {stop: names[start, stop] for start, stop in reversed(nodes)}
@@ -143,7 +143,7 @@ def as_mermaid(graph: nx.DiGraph[str]) -> str:
         if len(axes) > 1:
             lines.append(f'  subgraph dim{axis} ["{_for_mermaid(graph.graph[f"dim {axis}"])}"]')
             indent = "    "
-        own = [name for name in graph if graph.nodes[name]["axis"] == axis]
+        of_axis = [name for name in graph if graph.nodes[name]["axis"] == axis]
         drawn: set[str] = set()
 
         def node(name: str, drawn: set[str] = drawn) -> str:
@@ -154,10 +154,10 @@ def as_mermaid(graph: nx.DiGraph[str]) -> str:
             label = "<br/>".join(map(_for_mermaid, _label(graph.nodes[name])))
             return f'{letters[name]}(("{label}"))' if "edge" in graph.nodes[name] else f'{letters[name]}["{label}"]'
 
-        for a, b, data in graph.edges(own, data=True):
+        for a, b, data in graph.edges(of_axis, data=True):
             link = f'-. "{data["missing"]} missing" .->' if "missing" in data else "-->"
             lines.append(f"{indent}{node(a)} {link} {node(b)}")
-        lines += [f"{indent}{node(name)}" for name in own if name not in drawn]
+        lines += [f"{indent}{node(name)}" for name in of_axis if name not in drawn]
         if len(axes) > 1:
             lines.append("  end")
     return "\n".join(lines) + "\n"

@@ -65,14 +65,14 @@ class _LazyGroup(click.Group):
     """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        own = {name for parameter in self.get_params(ctx) for name in parameter.opts}
+        known = {name for parameter in self.get_params(ctx) for name in parameter.opts}
         first = args[0] if args else ""
         if first in ("help", "version") and not os.path.lexists(first):
             args = ["--version"] if first == "version" else [*args[1:2], "--help"]
-        elif first.startswith("-") and first not in own:  # the options of a command before its name
+        elif first.startswith("-") and first not in known:  # the options of a command before its name
             names = [word for word in args if word in self.commands and not os.path.lexists(word)]
             args = [*names[:1], *(word for word in args if word not in names[:1])]
-        if args and args[0] not in own and args[0] not in self.commands:
+        if args and args[0] not in known and args[0] not in self.commands:
             if not os.path.lexists(args[0]) and (near := _near(args[0], self.commands)):
                 raise click.UsageError(f"there is no command or path {args[0]!r}, did you mean {near}?", ctx)
             args = ["check", *args]

@@ -156,10 +156,10 @@ def _judged(open_run: Callable[[], Folder], event: Event, path: str, report: Rep
         return report
 
     try:
-        own = judge_step(Step(event.number or 0, open_run(), event.step), path, made)
+        step = judge_step(Step(event.number or 0, open_run(), event.step), path, made)
     except CkptlintError as error:
         return JudgedStep(0, "", "", "not judged", why=str(error))
-    return replace(own, why=event.text) if event.text else own
+    return replace(step, why=event.text) if event.text else step
 
 
 def _line(event: Event, path: str, code: int | None, step: JudgedStep) -> str:

@@ -143,9 +143,9 @@ class _Holders:
         if place not in self.known:
             holders: dict[int, list[str]] = defaultdict(list)
             for name, side in self.sides.items():
-                own = side.hashes.get(dtype)
-                if own is not None and matrix(own.shape) == shape and not side.is_dull:
-                    holders[int(own.rows[first])].append(name)
+                of_dtype = side.hashes.get(dtype)
+                if of_dtype is not None and matrix(of_dtype.shape) == shape and not side.is_dull:
+                    holders[int(of_dtype.rows[first])].append(name)
             self.known[place] = holders
         for name in self.known[place].get(int(hashes[first]), ()):
             if name != fqn and np.array_equal(self.sides[name].hashes[dtype].rows[rows], hashes[rows]):

@@ -281,8 +281,8 @@ def _of_experts(module: str, a: Matrix, b: Matrix, base: BytesByKey) -> Iterator
 
 
 def _gate_first(key: str) -> tuple[bool, str]:
-    own = role(key)
-    return not ("gate" in own or "w1" in own), own
+    key_role = role(key)
+    return not ("gate" in key_role or "w1" in key_role), key_role
 
 
 def _of_each(a: Matrix, b: Matrix, count: int) -> Iterator[tuple[Matrix, Matrix]]:
@@ -320,10 +320,10 @@ def _factors(target: _Target, old: TensorBytes) -> Matrix | None:
     block = target.blocks[0]
     squares = np.zeros(block.right.shape[1])
     for first, last in row_ranges(0, len(block.left), block.right.shape[1]):
-        own = old.numbers(first, last, target.shape)
-        if own is None:
+        values = old.numbers(first, last, target.shape)
+        if values is None:
             return None
-        squares += np.square(own + block.left[first:last] @ block.right, dtype=np.float64).sum(axis=0)
+        squares += np.square(values + block.left[first:last] @ block.right, dtype=np.float64).sum(axis=0)
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.asarray(target.magnitudes / np.sqrt(squares), np.float32)
 

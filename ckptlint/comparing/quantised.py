@@ -97,11 +97,11 @@ class _Seen:
 def _judge(quantised: Quantised, other: TensorBytes, key: str) -> Match:
     """The match of a quantised weight, taken for the old side."""
     names = quantised.keys, (key,)
-    own = other.shape
-    shape = quantised.shape or own
-    is_transposed = shape != own and shape[:-2] == own[:-2] and shape[-2:] == own[:-3:-1]
-    if shape != own and not is_transposed:
-        return Match("differ", *names, False, f"shape {[*shape]} and {[*own]}")
+    whole = other.shape
+    shape = quantised.shape or whole
+    is_transposed = shape != whole and shape[:-2] == whole[:-2] and shape[-2:] == whole[:-3:-1]
+    if shape != whole and not is_transposed:
+        return Match("differ", *names, False, f"shape {[*shape]} and {[*whole]}")
     seen = _Seen(quantised.group)
     if not compare_rows(_samples(quantised), quantised.rows, partial(_wide, other, shape, is_transposed), seen.see):
         return Match("unread", *names, False, f"{quantised.scheme}: its rows cannot be read")
@@ -133,10 +133,10 @@ def _has_wrong_scale(rows: Rows, wanted: Matrix, noise: Matrix) -> npt.NDArray[n
     """bool [rows], whether some run of a row is another multiple of the original than 1: under a wrong scale."""
     run = _RUN if wanted.shape[1] % _RUN == 0 else wanted.shape[1]
     shape = len(wanted), -1, run
-    own, square = (np.reshape(part, shape) for part in (rows.values * wanted, np.square(wanted)))
+    product, square = (np.reshape(part, shape) for part in (rows.values * wanted, np.square(wanted)))
     usual = np.square(rows.half / np.sqrt(3) + noise).reshape(shape).sum(axis=2)
     with np.errstate(all="ignore"):
-        slope = own.sum(axis=2) / square.sum(axis=2)
+        slope = product.sum(axis=2) / square.sum(axis=2)
     return np.asarray(((np.abs(slope - 1) > _WRONG) & (square.sum(axis=2) > 4 * usual)).any(axis=1))
 
 
@@ -146,9 +146,9 @@ def _sums(rows: Rows, wanted: Matrix, group: int) -> npt.NDArray[np.float64]:
     They are the sums of `o * d`, `d * d`, `o * o`, and those that are to be expected of `e * e` and `(d * e) ** 2`.
     Last codes are left out: what is larger ends there too, and how much larger nobody knows.
     """
-    own, other = (np.where(rows.is_end, 0, part) for part in (rows.values, wanted))
+    values, other = (np.where(rows.is_end, 0, part) for part in (rows.values, wanted))
     error = np.where(rows.is_end, 0, np.square(rows.half) / 3)
-    parts = own * other, np.square(own), np.square(other), error, np.square(own) * error
+    parts = values * other, np.square(values), np.square(other), error, np.square(values) * error
     starts = np.arange(0, wanted.shape[1], group)
     return np.stack([np.add.reduceat(part, starts, axis=1, dtype=np.float64) for part in parts])
 
@@ -159,11 +159,11 @@ def _is_scaled(sums: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
     Rounding makes it smaller by the share that its errors have in the squares, and moves it by chance. Where the
     errors are larger than those of rounding, as methods make them that weigh columns, so is what they explain.
     """
-    both, own, other, error, product = sums
+    both, norm, other, error, product = sums
     with np.errstate(all="ignore"):
-        more = np.maximum((own - both * both / other) / error, 1)
-        explained = 2 * _ROUNDING + more * error / own + _ERRORS * np.sqrt(more * product) / own
-        return np.asarray(np.abs(both / own - 1) > explained)
+        more = np.maximum((norm - both * both / other) / error, 1)
+        explained = 2 * _ROUNDING + more * error / norm + _ERRORS * np.sqrt(more * product) / norm
+        return np.asarray(np.abs(both / norm - 1) > explained)
 
 
 def _verdict(

@@ -128,8 +128,8 @@ def _spread(scale: Matrix, shape: Shape, blocks: Any) -> Callable[[int, int], Ma
 
     def rows(first: int, last: int) -> Matrix:
         number, inside = np.divmod(np.arange(first, last), per)
-        own = grid[np.minimum(number, len(grid) - 1), inside // tall]
-        return own if own.shape[1] == 1 else np.repeat(own, wide, axis=1)[:, :width]
+        scales = grid[np.minimum(number, len(grid) - 1), inside // tall]
+        return scales if scales.shape[1] == 1 else np.repeat(scales, wide, axis=1)[:, :width]
 
     return rows
 
@@ -179,9 +179,9 @@ def _scaled(key: str, place: TensorBytes, places: BytesByKey) -> Quantised | Non
         scale = scale / np.float32(127)
     zero_key = f"{base}zero_point"
     zero = _whole(places.get(zero_key))
-    own = _spread(scale, shape, _option(place, "weight_block_size"))
+    scales = _spread(scale, shape, _option(place, "weight_block_size"))
     shift = None if zero is None else _spread(zero, shape, None)
-    if own is None:
+    if scales is None:
         return None
     last_code = float(np.nanmax(np.where(np.isfinite(table := _floats(dtype)), table, 0))) if is_float else 127.0
 
@@ -193,7 +193,7 @@ def _scaled(key: str, place: TensorBytes, places: BytesByKey) -> Quantised | Non
         values = np.asarray(codes, np.float32)
         half = _half_floats(dtype)[bits] if is_float else np.full(values.shape, 0.5, np.float32)
         is_end = (np.abs(values) >= last_code) | (values == -128)
-        by = own(first, last)
+        by = scales(first, last)
         if shift is not None:
             half, values = _shifted(half, values, shift(first, last))
         return Rows(values * by, half * np.abs(by), is_end)
@@ -285,8 +285,8 @@ def _packed(key: str, place: TensorBytes, places: BytesByKey) -> Quantised | Non
     if groups is not None and groups.shape == (shape[1],) and groups.min() >= 0:
         scale = scale.reshape(shape[0], -1)[:, groups.astype(np.int64)]
         zero = None if zero is None else zero.reshape(shape[0], -1)[:, groups.astype(np.int64)]
-    own, shift = _spread(scale, shape, None), None if zero is None else _spread(zero, shape, None)
-    if own is None:
+    scales, shift = _spread(scale, shape, None), None if zero is None else _spread(zero, shape, None)
+    if scales is None:
         return None
 
     def rows(first: int, last: int) -> Rows | None:
@@ -294,7 +294,7 @@ def _packed(key: str, place: TensorBytes, places: BytesByKey) -> Quantised | Non
         if words is None:
             return None
         codes = unpacked(words.view(np.uint32), bits)[:, : shape[1]]
-        by, values = own(first, last), (codes - (1 << bits - 1)).astype(np.float32)
+        by, values = scales(first, last), (codes - (1 << bits - 1)).astype(np.float32)
         half = np.full(values.shape, 0.5, np.float32)
         if shift is not None:
             half, values = _shifted(half, values, shift(first, last))
@@ -335,11 +335,11 @@ def _fp4(
         by = whole.reshape(()).item()
         scale = scale * np.float32(by) if global_key.endswith("_2") else scale / np.float32(by or 1)
     real = (*shape[:-1], shape[-1] * 2)
-    own = _spread(scale, real, None)
-    if own is None:
+    scales = _spread(scale, real, None)
+    if scales is None:
         return None
     keys = tuple(name for name in (key, scale_key, global_key) if name in places)
-    rows = _rows_of_fp4(place, shape, own)
+    rows = _rows_of_fp4(place, shape, scales)
     return Quantised(weight, keys, real, "MXFP4" if is_power else "NVFP4", _group(scale, real), rows)
 
 
@@ -367,10 +367,10 @@ def _blocks(key: str, place: TensorBytes, places: BytesByKey) -> Quantised | Non
         return None
     joined = *shape[:-2], shape[-2] * shape[-1]
     real = *joined[:-1], joined[-1] * 2
-    own = _spread(np.exp2(scale - np.float32(127)), real, None)
-    if own is None:
+    scales = _spread(np.exp2(scale - np.float32(127)), real, None)
+    if scales is None:
         return None
-    rows = _rows_of_fp4(place, joined, own)
+    rows = _rows_of_fp4(place, joined, scales)
     return Quantised(weight, (key, f"{weight}_scales"), real, "MXFP4", _group(scale, real), rows)
 
 

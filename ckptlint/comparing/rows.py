@@ -42,8 +42,8 @@ def compare_rows(
         AccessError: a read was refused.
     """
     for first, last in rows:
-        wanted, own = expected(first, last), found(first, last)
-        if wanted is None or own is None:
+        wanted, stored = expected(first, last), found(first, last)
+        if wanted is None or stored is None:
             return False
-        see(first, wanted, own)
+        see(first, wanted, stored)
     return True

@@ -69,10 +69,10 @@ def twins_of(
         AccessError: a read was refused.
     """
     for name, tensor in tensors.items():
-        own = there.get(name)
-        if own is None or (tensor.global_shape, tensor.dtype) != (own.global_shape, own.dtype):
+        twin = there.get(name)
+        if twin is None or (tensor.global_shape, tensor.dtype) != (twin.global_shape, twin.dtype):
             return {}
-        if not (tensor.is_tiled and own.is_tiled) or ITEM_BITS.get(tensor.dtype, 1) % 8 or "complex" in tensor.dtype:
+        if not (tensor.is_tiled and twin.is_tiled) or ITEM_BITS.get(tensor.dtype, 1) % 8 or "complex" in tensor.dtype:
             return {}
     if len(tensors) != len(there):
         return {}

@@ -95,5 +95,5 @@ def short_names(kinds: Collection[str]) -> dict[str, str]:
 
 
 def _ends(kind: str, end: str) -> bool:
-    own = kind.removesuffix(".weight")
-    return own == end or own.endswith(f".{end}")
+    stem = kind.removesuffix(".weight")
+    return stem == end or stem.endswith(f".{end}")

@@ -131,17 +131,17 @@ def compared_values(
     blocks = [stacked(side, there) for side, there in ((old, sides[1]), (new, sides[0]))]
     read: list[dict[str, Side]] = []
     sentences: list[str] = []
-    for own, there, names, opened, block in (
+    for tensors, there, names, opened, block in (
         (sides[0], sides[1], forth, old, blocks[0]),
         (sides[1], sides[0], back, new, blocks[1]),
     ):
         wanted = {}
         others = {there[name].dtype for name in there.keys() - {*names.values()}}
-        for name, tensor in own.items():
+        for name, tensor in tensors.items():
             other = there.get(names.get(name, ""))
             dtypes = others if other is None else {other.dtype}
             wanted[name] = _gatherers(tensor, other, dtypes, salt, name in block, names.get(name) != name)
-        found, said = _read(opened, own, wanted, jobs)
+        found, said = _read(opened, tensors, wanted, jobs)
         read.append(layer_by_layer(found, block))
         sentences += said
     known = {name: other for name, other in renamed.items() if name in read[0] and other in read[1]}
@@ -184,8 +184,8 @@ def _lone(found: Sequence[Match], sides: tuple[Mapping[str, Side], Mapping[str, 
         proven = {name for match in found if match.is_proven for name in (match.old, match.new)[number]}
         absent = [name for match in found if match.relation == "absent" for name in (match.old, match.new)[number]]
         weights = [side for name in absent if proven and _is_weight(side := sides[number][name])]
-        own = (side for name, side in sides[number].items() if name in proven and side.is_read)
-        proven_contents = {_content(side) for side in own} if weights else set()
+        proven_sides = (side for name, side in sides[number].items() if name in proven and side.is_read)
+        proven_contents = {_content(side) for side in proven_sides} if weights else set()
         lone += [side.fqn for side in weights if _content(side) not in proven_contents]
     return lone
 
@@ -241,19 +241,19 @@ def _declared(old: Sequence[OpenedCheckpoint], new: Sequence[OpenedCheckpoint]) 
     said: list[dict[str, Any]] = []
     for opened in (*old, *new):
         config = opened.ckpt.config
-        own = opened.ckpt.declared | (read_declared([(config.file, config.values)]) if config else {})
-        said.append({name: item.value for name, item in own.items()})
+        declared = opened.ckpt.declared | (read_declared([(config.file, config.values)]) if config else {})
+        said.append({name: item.value for name, item in declared.items()})
         said[-1]["model_type"] = config.values.get("model_type") if config else None
         hidden, heads = said[-1].get("hidden"), said[-1].get("heads")
         if isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
             said[-1].setdefault("head_dim", hidden // heads)
 
     def of_all(name: str) -> int:
-        values = {own[name] for own in said if isinstance(own.get(name), int)}
+        values = {declared[name] for declared in said if isinstance(declared.get(name), int)}
         return next(iter(values), 0) if len(values) < 2 else -1
 
-    types = {own["model_type"] for own in said if isinstance(own["model_type"], str)}
-    sizes = [own["vocab"] for own in said if isinstance(own.get("vocab"), int)]
+    types = {declared["model_type"] for declared in said if isinstance(declared["model_type"], str)}
+    sizes = [declared["vocab"] for declared in said if isinstance(declared.get("vocab"), int)]
     return Heads(of_all("head_dim"), of_all("heads"), types.pop() if len(types) == 1 else ""), min(sizes, default=0)
 
 
@@ -307,17 +307,17 @@ def _read(
     where: dict[str, TensorBytes] = {}
     sentences: list[str] = []
     for opened in side:
-        own = {
+        wanted_here = {
             name: hashes for name, hashes in wanted.items() if hashes and opened.ckpt.tensors.get(name) is tensors[name]
         }
         how = default_reading(Depth.DATA)
         how = replace(how, hashes_only=True, jobs=jobs or how.jobs)
-        ckpt = read_payload(opened.folder, opened.ckpt, how, own)
+        ckpt = read_payload(opened.folder, opened.ckpt, how, wanted_here)
         assert ckpt.payload is not None
         bad = np.array(sorted({damage.record for damage in ckpt.payload.damages if damage.record >= 0}), np.int64)
         whole = {damage.file for damage in ckpt.payload.damages if damage.record < 0}
-        where |= {name: TensorBytes(opened.folder, ckpt, ckpt.tensors[name]) for name in own}
-        for name in own if len(bad) or whole else ():
+        where |= {name: TensorBytes(opened.folder, ckpt, ckpt.tensors[name]) for name in wanted_here}
+        for name in wanted_here if len(bad) or whole else ():
             records = ckpt.tensors[name].chunks.record
             files = {ckpt.files.names[number] for number in ckpt.records.file[records[records >= 0]].tolist()}
             if np.isin(records, bad).any() or files & whole:
@@ -326,6 +326,6 @@ def _read(
         sentences += [f"{damage.file} does not match its checksum" for damage in ckpt.payload.damages[:4]]
     found = {}
     for name, tensor in tensors.items():
-        hashes = {} if name in damaged else {own.dtype: own for own in wanted[name]}
+        hashes = {} if name in damaged else {wanted_here.dtype: wanted_here for wanted_here in wanted[name]}
         found[name] = Side(name, tensor.dtype, tensor.global_shape, hashes, stored=where.get(name))
     return found, sentences

@@ -167,8 +167,8 @@ def _match(
             return {}
     found[first] = leads
     for name, clause in {**known.find, **known.also}.items():
-        own = found[name] if name in found else _of(clause, by_code)
-        found[name] = _sharing(own, leads, clause.same)
+        matching = found[name] if name in found else _of(clause, by_code)
+        found[name] = _sharing(matching, leads, clause.same)
     for name, clause in known.find.items():
         if len(found[name]) < clause.least or 0 < clause.ranks < len(set().union(*map(_ranks, found[name]))):
             return {}

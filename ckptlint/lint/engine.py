@@ -115,5 +115,5 @@ def _run(rule: Rule, ckpt: Checkpoint, report: CheckpointReport) -> list[Problem
 def _with_rank_findings(ckpt: Checkpoint, rule: Rule) -> Checkpoint:
     """The checkpoint with what ranks found themselves under the code of the rule."""
     findings = ckpt.ranks.findings if ckpt.ranks is not None else ()
-    own = tuple(finding for finding in findings if finding.code == rule.code)
-    return replace(ckpt, rank_findings=own) if own else ckpt
+    of_rule = tuple(finding for finding in findings if finding.code == rule.code)
+    return replace(ckpt, rank_findings=of_rule) if of_rule else ckpt

@@ -22,11 +22,11 @@ def case_tables(path: Path) -> list[dict[str, Any]]:
     return tables
 
 
-def _over(base: dict[str, Any], own: dict[str, Any], without: Sequence[str]) -> dict[str, Any]:
+def _over(base: dict[str, Any], table: dict[str, Any], without: Sequence[str]) -> dict[str, Any]:
     """Own keys over those of a base: tables by key, except that what has a shape is replaced as a whole."""
-    merged = {key: item for key, item in base.items() if key not in without} | own
+    merged = {key: item for key, item in base.items() if key not in without} | table
     for key in base.keys() & merged.keys() - set(without):
-        item, mine = base[key], own.get(key, {})
+        item, mine = base[key], table.get(key, {})
         if isinstance(item, dict) and isinstance(mine, dict) and not (mine and "shape" in item | mine):
             merged[key] = _over(item, mine, without)
     return merged

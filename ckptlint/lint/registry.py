@@ -63,14 +63,14 @@ def with_plugins(rules: Sequence[Rule], named: Iterable[str] = (), barred: Itera
     barred = tuple(barred)
     for name in dict.fromkeys([*_installed(barred), *named]):
         try:
-            own = [rule for rule in _rules_in(_imported(name, barred)) if rule not in rules]
+            new = [rule for rule in _rules_in(_imported(name, barred)) if rule not in rules]
         except ConfigError:
             raise
         except (Exception, SystemExit) as error:  # whatever the code of others ends in
             raise ConfigError(f"the plug-in {name} cannot be imported: {type(error).__name__}: {error}") from error
-        if not own:
+        if not new:
             raise ConfigError(f"the plug-in {name} holds no rule")
-        for rule in own:
+        for rule in new:
             if problem := _clash(rule, found):
                 raise ConfigError(f"the plug-in {name} cannot be used: {problem}")
             found.append(rule)

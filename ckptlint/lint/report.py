@@ -219,15 +219,20 @@ class CheckpointReport:
 
     def groups_of(self, cause: Cause) -> list[FindingGroup]:
         """The groups that hold a finding that the cause explains."""
-        own = set(map(id, cause.findings))
-        return [group for group in self.groups if any(id(item) in own for item in group.members)]
+        members = set(map(id, cause.findings))
+        return [group for group in self.groups if any(id(item) in members for item in group.members)]
 
     @cached_property
     def folded(self) -> dict[FindingGroup, Cause]:
         """The groups that a cause explains together with others: a line of each below the cause is enough."""
         explained = {id(item) for cause in self.causes for item in cause.findings}
         several = [(cause, groups) for cause in self.causes if len(groups := self.groups_of(cause)) > 1]
-        return {g: cause for cause, own in several for g in own if all(id(item) in explained for item in g.members)}
+        return {
+            g: cause
+            for cause, cause_groups in several
+            for g in cause_groups
+            if all(id(item) in explained for item in g.members)
+        }
 
     @cached_property
     def ignored_groups(self) -> list[FindingGroup]:

@@ -132,17 +132,17 @@ def deletable(path: str, keep: int, judge: Judge, compare: Judge) -> Retention:
     last: _Contents | None = None
     with listed_once(place, run):
         works = [partial(_judged, step, f"{place.rstrip('/')}/{step.name}", judge) for step in steps]
-        for own, made in results_in_order(works):
-            judged.append(own)
+        for judged_step, made in results_in_order(works):
+            judged.append(judged_step)
             if made is not None:
-                contents[own.path] = last = last if last == made else made  # most steps of a run hold the same
+                contents[judged_step.path] = last = last if last == made else made  # most steps of a run hold the same
         judged, whole = _compared(steps, judged, keep, compare, contents)
     stays = _stays(steps, judged, whole, keep)
     for name, why in pointers.named.items():
         stays[name] = stays[name] or why
     unlinked = {**stays}
     doubt = pointers.doubt or _follow(run, steps, stays)
-    fates = tuple(Decision(own, stays[step.name]) for step, own in zip(steps, judged, strict=True))
+    fates = tuple(Decision(judged_step, stays[step.name]) for step, judged_step in zip(steps, judged, strict=True))
     found = Retention(place, keep, len(whole), fates)
     if not found.paths:
         return found
@@ -184,9 +184,9 @@ def _judged(step: Step, path: str, judge: Judge) -> tuple[JudgedStep, _Contents 
         reports.append(judge(at))
         return reports[-1]
 
-    own = judge_step(step, path, judge_and_keep)
+    judged_step = judge_step(step, path, judge_and_keep)
     errors = [item for report in reports[:1] for item in report.diagnostics if item.severity >= Severity.ERROR]
-    return own, _contents(reports[0]) if reports and (own.verdict == "passes" or not errors) else None
+    return judged_step, _contents(reports[0]) if reports and (judged_step.verdict == "passes" or not errors) else None
 
 
 def _contents(report: Report) -> _Contents:
@@ -209,21 +209,25 @@ def _compared(
 ) -> tuple[list[JudgedStep], list[Step]]:
     """The verdicts once steps are compared with older ones, and the newest whole steps: `keep` of one name or fewer."""
     found, whole, forms = list(judged), list[Step](), [numberless(step.name) for step in steps]
-    for at, (step, own) in enumerate(zip(steps, judged, strict=True)):
-        if own.verdict != "passes" or is_newest(step.name) or (whole and not is_alike(step.name, whole[0].name)):
+    for at, (step, judged_step) in enumerate(zip(steps, judged, strict=True)):
+        if (
+            judged_step.verdict != "passes"
+            or is_newest(step.name)
+            or (whole and not is_alike(step.name, whole[0].name))
+        ):
             continue
         older = [(steps[n], judged[n]) for n in range(at + 1, len(steps)) if forms[n] == forms[at]]
-        own = _beside_older(step, own, older, contents)
-        if own.verdict == "passes" and older and len(whole) < keep:
-            own = no_copy(own, compare)
-        found[at] = own
-        if own.verdict == "passes" and len(whole) < keep:
+        judged_step = _beside_older(step, judged_step, older, contents)
+        if judged_step.verdict == "passes" and older and len(whole) < keep:
+            judged_step = no_copy(judged_step, compare)
+        found[at] = judged_step
+        if judged_step.verdict == "passes" and len(whole) < keep:
             whole.append(step)
     return found, whole
 
 
 def _beside_older(
-    step: Step, own: JudgedStep, older: Sequence[tuple[Step, JudgedStep]], contents: Mapping[str, _Contents]
+    step: Step, judged_step: JudgedStep, older: Sequence[tuple[Step, JudgedStep]], contents: Mapping[str, _Contents]
 ) -> JudgedStep:
     """The verdict on a step that passes, once it is compared with all older ones of its kind.
 
@@ -233,15 +237,15 @@ def _beside_older(
     passing = [pair for pair in older if pair[1].verdict == "passes"]
     parts = {part for _, other in passing for part in other.parts}
     if why := lacking(step, [older_step for older_step, _ in passing], len(passing)):
-        return replace(own, verdict="unfinished", code="COM001", why=why)
-    lost = [part for part in PARTS if part in parts and part not in own.parts]
+        return replace(judged_step, verdict="unfinished", code="COM001", why=why)
+    lost = [part for part in PARTS if part in parts and part not in judged_step.parts]
     if lost:
-        return replace(own, verdict="lacks parts", why=f"{not_stored(lost)}; an older step has it")
-    here = contents[own.path]
+        return replace(judged_step, verdict="lacks parts", why=f"{not_stored(lost)}; an older step has it")
+    here = contents[judged_step.path]
     for name, there in [(other.name, contents[other.path]) for _, other in older if other.path in contents]:
         if there is not here and (less := here.lacks(there)):
-            return replace(own, verdict="lacks parts", why=f"it lacks {less}; {name} has them")
-    return own
+            return replace(judged_step, verdict="lacks parts", why=f"it lacks {less}; {name} has them")
+    return judged_step
 
 
 # ---------------------------------------------------------------- why a step stays
@@ -255,29 +259,31 @@ def _stays(steps: Sequence[Step], judged: Sequence[JudgedStep], whole: Sequence[
         return {step.name: newest if step in whole else short for step in steps}
     last = steps.index(whole[-1])
     stays, earliest = {}, inf
-    for at, (step, own) in enumerate(zip(steps, judged, strict=True)):
+    for at, (step, judged_step) in enumerate(zip(steps, judged, strict=True)):
         if step in whole:
             stays[step.name] = newest
         elif at < last:
             stays[step.name] = f"newer than {printable(whole[-1].name)}"
         else:
-            stays[step.name] = _own_reason(step, own, whole[0])
-            if not stays[step.name] and earliest < own.written:  # few are: the newer ones are not gone through for each
+            stays[step.name] = _own_reason(step, judged_step, whole[0])
+            if (
+                not stays[step.name] and earliest < judged_step.written
+            ):  # few are: the newer ones are not gone through for each
                 stays[step.name] = _of_clock(at, steps, judged)
-        earliest = min(earliest, own.written or inf)
+        earliest = min(earliest, judged_step.written or inf)
     return stays
 
 
-def _own_reason(step: Step, own: JudgedStep, newest: Step) -> str:
+def _own_reason(step: Step, judged_step: JudgedStep, newest: Step) -> str:
     if not is_alike(step.name, newest.name) or step.is_folder != newest.is_folder:
         return f"not named like {printable(newest.name)}"
-    if own.verdict == "not judged":
+    if judged_step.verdict == "not judged":
         return "it could not be judged"
-    if own.verdict == "gone":
-        return own.why
+    if judged_step.verdict == "gone":
+        return judged_step.why
     if step.run.target(step.name):
         return "it is a link"
-    if inert(printable(own.path)) != own.path:
+    if inert(printable(judged_step.path)) != judged_step.path:
         return "its name has characters that cannot be printed"
     try:
         return "it holds steps of its own" if step.is_folder and _holds_steps(step.folder, step.number) else ""
@@ -302,9 +308,13 @@ def _holds_steps(folder: Folder, number: int, levels: int = _LEVELS) -> bool:
 
 def _of_clock(at: int, steps: Sequence[Step], judged: Sequence[JudgedStep]) -> str:
     """Why the time of a step contradicts its number: a new run in the folder of an old one counts from 0 again."""
-    own = judged[at]
+    judged_step = judged[at]
     for step, other in zip(steps[:at], judged[:at], strict=True):
-        if other.number > own.number and 0 < other.written < own.written and is_alike(step.name, steps[at].name):
+        if (
+            other.number > judged_step.number
+            and 0 < other.written < judged_step.written
+            and is_alike(step.name, steps[at].name)
+        ):
             return f"it was written after {other.name}: perhaps two runs lie here"
     return ""
 
@@ -320,9 +330,9 @@ def _pointers(run: Folder, steps: Sequence[Step]) -> _Pointers:
     """
     named, lost = dict[str, str](), list[str]()
     for tracker, number, text in isolated(lambda: [*read_trackers(run)], 0):  # one of them is a pickle
-        own = [step.name for step in steps if step.name == text or (number is not None and step.number == number)]
-        named |= dict.fromkeys(own, f"{tracker.file} names it")
-        if not own and number is None and not (tracker.holds == "folder" and text in run.folders()):
+        names = [step.name for step in steps if step.name == text or (number is not None and step.number == number)]
+        named |= dict.fromkeys(names, f"{tracker.file} names it")
+        if not names and number is None and not (tracker.holds == "folder" and text in run.folders()):
             lost.append(tracker.file)
     if lost:
         doubt = f"{join_words(lost)} names no step that ckptlint understands: a resume may need any of them"

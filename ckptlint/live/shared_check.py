@@ -224,13 +224,13 @@ class SharedCheck:
         texts = self._texts(pickle.dumps(part))
         return [] if self.rank else [pickle.loads(text) for text in texts]  # noqa: S301
 
-    def _texts(self, own: bytes) -> list[bytes]:
+    def _texts(self, text: bytes) -> list[bytes]:
         """The bytes of every rank."""
         self.group.begin(_PATIENCE)
-        length = int(self.group.reduce(np.array([len(own)], np.int64), "max")[0])
+        length = int(self.group.reduce(np.array([len(text)], np.int64), "max")[0])
         words = np.zeros(1 + -(-length // 8), np.int64)
-        words[0] = len(own)
-        words[1:].view(np.uint8)[: len(own)] = np.frombuffer(own, np.uint8)
+        words[0] = len(text)
+        words[1:].view(np.uint8)[: len(text)] = np.frombuffer(text, np.uint8)
         return [row[1:].tobytes()[: int(row[0])] for row in self.group.gather(words)]
 
 

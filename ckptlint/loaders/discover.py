@@ -114,14 +114,14 @@ class _Walk:
             self.passed += 1
             return []
         self.left -= 1
-        own = components(folder)
-        if not levels or (own and _is_kind(own[0].folder, "unsupported")):
-            return own
+        parts = components(folder)
+        if not levels or (parts and _is_kind(parts[0].folder, "unsupported")):
+            return parts
         numbered = numbered_steps(folder)
-        if own:  # a model is what its folder means; the steps of the run that made it lie beside it
-            own += self._beside(folder, list(numbered), "all" if steps == "all" else "none", levels)
-            notes = [] if in_step else _not_read(folder, numbered, own)
-            return [replace(own[0], not_followed=(*own[0].not_followed, *notes)), *own[1:]]
+        if parts:  # a model is what its folder means; the steps of the run that made it lie beside it
+            parts += self._beside(folder, list(numbered), "all" if steps == "all" else "none", levels)
+            notes = [] if in_step else _not_read(folder, numbered, parts)
+            return [replace(parts[0], not_followed=(*parts[0].not_followed, *notes)), *parts[1:]]
         are_steps = len({*numbered, *(name for name in folder.folders() if name == "release")}) > in_step
         if are_steps and steps != "none" and (found := self._steps(folder, numbered, steps, levels, in_step)):
             return found
@@ -363,8 +363,8 @@ def find_at(folder: Folder, name: str, all_steps: bool = False) -> list[Found]:
     """As `find`, from a folder on; `name` is the file in it that was named, "" for the folder itself."""
     if is_rank_folder(folder.name) and folder.parent is not None and legacy_file(folder.parent):
         return [Found.at(folder.parent)]
-    if name.endswith(_WEIGHTS) and (own := [part for part in components(folder) if part.folder.has(name)]):
-        return own
+    if name.endswith(_WEIGHTS) and (parts := [part for part in components(folder) if part.folder.has(name)]):
+        return parts
     if not name:
         return find_checkpoints(folder, all_steps)
     if name.endswith(_WEIGHTS) or is_dcp_file(name):

@@ -20,15 +20,17 @@ def optimizer_file(root: Any) -> OptimizerFile | None:
         return None
     shapes = {
         param: {
-            str(name): value.shape for name, value in own.items() if isinstance(value, (StoredTensor, StoredDTensor))
+            str(name): value.shape
+            for name, value in of_param.items()
+            if isinstance(value, (StoredTensor, StoredDTensor))
         }
-        for param, own in states.items()
-        if isinstance(own, dict)
+        for param, of_param in states.items()
+        if isinstance(of_param, dict)
     }
     storages = {
         value.key: (str(param), str(name), value.dtype)
-        for param, own in states.items()
-        for name, value in (own.items() if isinstance(own, dict) else ())
+        for param, of_param in states.items()
+        for name, value in (of_param.items() if isinstance(of_param, dict) else ())
         if isinstance(value, StoredTensor) and value.offset == 0 and value.extent == value.length
     }
     settings = frozenset(str(name) for group in groups for name in group)

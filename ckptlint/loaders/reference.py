@@ -136,7 +136,9 @@ def manifest_text(
         if values is not None and fqn in values:
             entry["values"] = {name: f"{number:016x}" for name, number in values[fqn].items()}
         if rows is not None and fqn in rows:
-            entry["rows"] = {name: b64encode(own.astype("<u8").tobytes()).decode() for name, own in rows[fqn].items()}
+            entry["rows"] = {
+                name: b64encode(words.astype("<u8").tobytes()).decode() for name, words in rows[fqn].items()
+            }
         lines.append(f"    {json.dumps(fqn, ensure_ascii=False)}: {json.dumps(entry)}")
     body = ",\n".join(lines)
     head = f'\n  "schema": "{MANIFEST_SCHEMA}",'
@@ -157,7 +159,7 @@ def _manifest(folder: Folder, name: str, source: str) -> Reference:
     # names come from `ckptlint manifest`, made printable already: escaping them again would change them
     tensors = {fqn if fqn.isprintable() else printable(fqn): _entry(fqn, entry) for fqn, entry in entries.items()}
     named = [(fqn if fqn.isprintable() else printable(fqn), fqn, entry) for fqn, entry in entries.items()]
-    values = {name: own for name, fqn, entry in named if (own := _values(fqn, entry))}
+    values = {name: hashes for name, fqn, entry in named if (hashes := _values(fqn, entry))}
     rows = {name: words for name, fqn, entry in named if (words := _rows(fqn, entry))}
     salt = _salt(document.get("values")) if values or rows else 0
     return Reference(source, "manifest", tensors, values=values, rows=rows, salt=salt)

@@ -24,7 +24,7 @@ def by_node(lost: Mapping[str, int | None], there: Collection[int]) -> LostFiles
     """
     ranks = sorted({rank for rank in lost.values() if rank is not None} - {*there})
     total = max([*ranks, *there], default=-1) + 1
-    runs = [[rank for _, rank in own] for _, own in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])]
+    runs = [[rank for _, rank in alike] for _, alike in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])]
     size = gcd(total, *(place for run in runs for place in (run[0], run[-1] + 1)))
     if size > 1:
         runs = [run[start : start + size] for run in runs for start in range(0, len(run), size)]
@@ -35,7 +35,7 @@ def by_node(lost: Mapping[str, int | None], there: Collection[int]) -> LostFiles
         number = None if rank is None else run_of.get(rank)
         (rest if number is None else names[number]).append(name)
     found = []
-    for run, own in zip(runs, names, strict=True):
+    for run, alike in zip(runs, names, strict=True):
         what = f"ranks {run[0]}-{run[-1]}" if len(run) > 1 else f"rank {run[0]}"
-        found.append((what + ", probably one node" * (size > 1), tuple(own)))
+        found.append((what + ", probably one node" * (size > 1), tuple(alike)))
     return (*found, ("", tuple(rest))) if rest else tuple(found)

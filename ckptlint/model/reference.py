@@ -54,9 +54,9 @@ class ModelConfig:
 
 def _sections(place: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     yield place, values
-    for name, own in values.items():
-        if isinstance(own, dict):
-            yield from _sections(f"{printable(name)} in {place}", own)
+    for name, section in values.items():
+        if isinstance(section, dict):
+            yield from _sections(f"{printable(name)} in {place}", section)
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ def expected_sums(file: str) -> dict[str, str]:
         raise ConfigError(f"{printable(file)}: {error.strerror}") from None
     if not found:
         raise ConfigError(f"{printable(file)} lists no SHA-256: its lines are a digest, two spaces, a name")
-    return {name: _recorded(own, printable(Path(file).name)) for name, own in found.items()}
+    return {name: _recorded(sums, printable(Path(file).name)) for name, sums in found.items()}
 
 
 def recorded_sums(
@@ -90,14 +90,14 @@ def compare_others(folder: Folder, ckpt: Checkpoint, recorded: Mapping[str, str]
     """
     payload = {file.path for file in ckpt.files if file.path is not None and file.size is not None}
     damages = []
-    for name, own in recorded.items():
+    for name, recorded_sum in recorded.items():
         if name in payload:
             continue
         state, size = folder.stat(name)
         is_there = state in ("ok", "link-outside") and size is not None
         computed = stream(folder, name, members_of([]), {}, size, Meter()).sha256 if is_there else "absent"
-        if not is_there or differs(computed, own):
-            damages.append(Damage(-1, printable(name), "", own, computed))
+        if not is_there or differs(computed, recorded_sum):
+            damages.append(Damage(-1, printable(name), "", recorded_sum, computed))
     return damages
 
 
@@ -131,8 +131,8 @@ def _list(folder: Folder, ckpt: Checkpoint, name: str, problems: list[Problem]) 
         problems.append(from_error(error, name))
         return {}
     return {
-        path: own
-        for path, own in sums.items()
+        path: sum_
+        for path, sum_ in sums.items()
         if (payload[path] is not None if path in payload else _NUMBER.sub("#", path) in numbered)
         or (path not in payload and folder.has(path) and not _is_text(path))
     }

@@ -275,16 +275,16 @@ class Reader:
     def _place_alike(self, group: AlikeRecords) -> dict[int, tuple[ArchiveMember, ...]]:
         """The same of many records at once; returns the parts of the tensors that have several storages."""
         table, rows = self.result.table, group.rows
-        own = [number for number, name in enumerate(group.names) if name.startswith("data/")]
-        names = [group.names[number] for number in own]
+        data_members = [number for number, name in enumerate(group.names) if name.startswith("data/")]
+        names = [group.names[number] for number in data_members]
         table.content[rows] = [self.contents.number(pickle, names, table.contents) for pickle in group.pickles]
-        table.state[rows], table.storages[rows] = RecordState.READ, len(own)
-        table.stored[rows] = group.size[own].sum()
-        if own:
-            crc, size = group.crc[:, own[0]], group.size[own[0]]
-            table.start[rows], table.size[rows] = group.offset + group.start[own[0]], size
+        table.state[rows], table.storages[rows] = RecordState.READ, len(data_members)
+        table.stored[rows] = group.size[data_members].sum()
+        if data_members:
+            crc, size = group.crc[:, data_members[0]], group.size[data_members[0]]
+            table.start[rows], table.size[rows] = group.offset + group.start[data_members[0]], size
             table.crc[rows] = np.where((crc > 0) | (size == 0), crc, -1)
-        wanted = np.flatnonzero(self.is_tensor[rows]).tolist() if len(own) > 1 else ()
+        wanted = np.flatnonzero(self.is_tensor[rows]).tolist() if len(data_members) > 1 else ()
         return {int(rows[at]): _storages(group.parts(at)) for at in wanted}
 
     def _place_decoded(self, several: Mapping[int, tuple[ArchiveMember, ...]]) -> None:
@@ -420,9 +420,9 @@ class Reader:
         table.scanned[scanned] = True
         for column in _OF_VALUES:
             table.rows[column][scanned] = [getattr(values, column) for values in seen.values.values()]
-        for member, own in seen.digests.items():
+        for member, found_digest in seen.digests.items():
             row = int(members.row[member])
-            table.digest[row], table.digested[row] = own, True
+            table.digest[row], table.digested[row] = found_digest, True
         np.bitwise_xor.at(self.result.sums, members.row, seen.crc)
         is_raw = table.state[members.row] == RecordState.RAW
         table.crc[members.row[is_raw]] = seen.crc[is_raw]

@@ -44,7 +44,7 @@ def with_reference(how: ReadOptions, reference: Reference | None) -> ReadOptions
     """The reading that takes digests of the tensors of which a reference has some."""
     if reference is None or not reference.values or how.percent is not None or not how.depth.reads_all:
         return how
-    digests = {fqn: [*own] for fqn, own in reference.values.items()}
+    digests = {fqn: [*dtypes] for fqn, dtypes in reference.values.items()}
     return replace(how, digests=digests, salt=reference.salt, rows=reference.rows.keys())
 
 

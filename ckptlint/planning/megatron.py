@@ -472,7 +472,7 @@ def _chains(ckpt: Checkpoint) -> int:
 
 def _objects(ckpt: Checkpoint, key: str) -> list[ShardedObject]:
     """The shards of an object."""
-    grids = (rows for own, _, rows in ckpt.objects.rows_by_grid() if own == key)
+    grids = (rows for grid_key, _, rows in ckpt.objects.rows_by_grid() if grid_key == key)
     return [ckpt.objects[row] for rows in grids for row in rows.tolist()]
 
 

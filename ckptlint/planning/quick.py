@@ -254,11 +254,11 @@ class _Cutter:
 
     def _tensor_parallel(self, tensor: Tensor, param: Param) -> list[tuple[int, int]]:
         """The axis that tp cuts, and in how many runs; empty where each rank has all of it."""
-        own, key = param.own_axes, param.key
-        seen = [axis for axis in own if axis_factor(tensor, axis) > 1]
+        axes, key = param.own_axes, param.key
+        seen = [axis for axis in axes if axis_factor(tensor, axis) > 1]
         if self.ckpt.is_torch_dist and len(seen) == 1:  # dp copies parameters there, so what is cut is cut by tp
             return [(seen[0], self._runs(key, tensor, seen[0]))]
-        if len(own) > 1 and (later := [axis for axis in seen if axis != own[0]]):
+        if len(axes) > 1 and (later := [axis for axis in seen if axis != axes[0]]):
             return [(later[0], 1)]  # FSDP cuts the first axis
         axis = self._by_role(param)
         if axis is None:
@@ -269,18 +269,18 @@ class _Cutter:
 
     def _by_role(self, param: Param) -> int | None:
         """The axis that tp cuts by what a parameter does; None where each rank has all of it."""
-        own, key = param.own_axes, param.key
-        if not own:
+        axes, key = param.own_axes, param.key
+        if not axes:
             return None
-        if key.function in _COLUMN and len(own) == 1:
-            return own[0]
-        if len(own) != 2 or key.function not in _COLUMN | _ROW:
+        if key.function in _COLUMN and len(axes) == 1:
+            return axes[0]
+        if len(axes) != 2 or key.function not in _COLUMN | _ROW:
             return None
-        inner = own[0] if key.function in _COLUMN else own[1]
+        inner = axes[0] if key.function in _COLUMN else axes[1]
         found = self.hidden.get(block_of(key))
         if found is not None and param.own_shape.count(found.size) == 1 and key.function not in ("embedding", "output"):
             # experts may be stored transposed: the axis that is not the model's width is cut
-            inner = own[1 - param.own_shape.index(found.size)]
+            inner = axes[1 - param.own_shape.index(found.size)]
         return inner
 
     def _runs(self, key: Key, tensor: Tensor, axis: int) -> int:

@@ -133,9 +133,9 @@ def _modules_stay() -> None:
     module.cuda = lambda self, device=None: self
 
 
-def _gathered(found: list[Any], own: Any, group: Any = None) -> None:
+def _gathered(found: list[Any], value: Any, group: Any = None) -> None:
     """What `all_gather_object` gives where every rank says the same."""
-    found[:] = [own] * len(found)
+    found[:] = [value] * len(found)
 
 
 def _state_dict(request: Mapping[str, Any], rank: int) -> Any:
@@ -238,8 +238,8 @@ def _answer(folder: Path, request: Mapping[str, Any], rank: int) -> dict[str, An
 def _told(error: BaseException, function: str) -> list[str]:
     """The error with where it comes from: the last line of the user's own file, and the line that raised."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if frame.filename != __file__ and not _is_library(frame.filename)]
-    lines = [f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}: {frame.line}" for frame in own[-1:]]
+    outside = [frame for frame in frames if frame.filename != __file__ and not _is_library(frame.filename)]
+    lines = [f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}: {frame.line}" for frame in outside[-1:]]
     said = "".join(traceback.format_exception_only(error)).strip().splitlines()
     return [printable(line) for line in (*lines, *said[:_LINES])]
 

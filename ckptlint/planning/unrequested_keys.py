@@ -49,7 +49,9 @@ def unrequested_keys(ckpt: Checkpoint, job: Job) -> Iterator[Constraint]:
         stacks: dict[tuple[str, str], list[int]] = defaultdict(list)
         for part, _, block, number in layers:
             stacks[part, block].append(number)
-        named = [f"{numbered('layer', own)} of {block}{_OF_PART[part]}" for (part, block), own in stacks.items()]
+        named = [
+            f"{numbered('layer', numbers)} of {block}{_OF_PART[part]}" for (part, block), numbers in stacks.items()
+        ]
         more = [plural(len(named) - _LAYERS, "more stack")] if len(named) > _LAYERS else []
         lost = tuple(key for keys in layers.values() for key in keys)
         yield Constraint("drops", f"no rank asks for {join_words([*named[:_LAYERS], *more])}", lost)

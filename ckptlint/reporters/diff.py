@@ -60,9 +60,9 @@ def _grouped(items: list[Difference], style: Style) -> list[str]:
     rows, moments = list[list[str]](), set[str]()
     for members in alike.values():
         first = members[0]
-        names, own = folded([item.key for item in members])
+        names, moment_names = folded([item.key for item in members])
         others, also = folded([item.other for item in members if item.other])
-        moments |= own | also
+        moments |= moment_names | also
         if others:
             rows += [[name, first.old] for name in names] + [[f"-> {name}", first.new] for name in others]
         else:

@@ -81,8 +81,8 @@ def _outcomes(report: Report, style: Style) -> Iterator[str]:
     for part in report.checkpoints:
         step = step_around(part.checkpoint)
         if step is None or step[0] not in tabled:
-            own = verdict_of(replace(report, checkpoints=[part], not_found=(), unreadable=()))
-            rows.append((f"{own.verdict} {own.code}".rstrip(), part.checkpoint.path))
+            outcome = verdict_of(replace(report, checkpoints=[part], not_found=(), unreadable=()))
+            rows.append((f"{outcome.verdict} {outcome.code}".rstrip(), part.checkpoint.path))
     if len(report.checkpoints) + len(report.unread) > 1 and any(word != "passes" for word, _ in rows):
         order = ("passes", "not read", "not judged", "unfinished COM001")
         width = max(len(word) for word, _ in rows)

@@ -148,8 +148,8 @@ def rows(cost: Cost) -> list[tuple[str, ...]]:
         amounts = *_amounts(cost, [kind]), f"{len(cost.files[kind]):,}"
         words.setdefault(amounts, (rank, []))[1].append(word)
     found = [
-        (f"{', '.join(own)} (rank {rank})" if len(cost.needed) > 1 else "each", *amounts)
-        for amounts, (rank, own) in words.items()
+        (f"{', '.join(amount)} (rank {rank})" if len(cost.needed) > 1 else "each", *amounts)
+        for amounts, (rank, amount) in words.items()
     ]
     opened = len(np.unique(np.concatenate(cost.files)))
     return [*found, (f"all {len(cost.kind):,}", *_amounts(cost, cost.kind), f"{opened:,}")]

@@ -158,8 +158,8 @@ def _bands(columns: Sequence[Column], room: int, rows: int) -> list[list[int]]:
     The last has room for sizes. One table where all fit, some section fits nowhere, or the lines are too many.
     """
     bands: list[list[int]] = [[]]
-    for _, own in groupby(range(len(columns)), key=lambda i: columns[i].section):
-        numbers = [*own]
+    for _, section in groupby(range(len(columns)), key=lambda i: columns[i].section):
+        numbers = [*section]
         if not _fits(columns, numbers, room):
             return [[*range(len(columns))]]
         bands = [*bands[:-1], bands[-1] + numbers] if _fits(columns, bands[-1] + numbers, room) else [*bands, numbers]
@@ -213,8 +213,8 @@ def _sections(columns: Sequence[Column], room: int, in_words: bool) -> tuple[lis
                 runs.append([number[Column(name, place, block)]])
                 continue
             marks = [layers[block][start : start + per] for start in range(0, len(layers[block]), per)]
-            own = ([Column(name, place, block, layer) for layer in mark] for mark in marks)
-            runs += [[number[column] for column in mark if column in number] for mark in own]
+            columns_of_mark = ([Column(name, place, block, layer) for layer in mark] for mark in marks)
+            runs += [[number[column] for column in mark if column in number] for mark in columns_of_mark]
             first, last = str(marks[0][0]), str(marks[-1][-1])
             last = last if len(marks) > len(first) + len(last) else ""
             name_of = block if len(layers) > 1 else block.rpartition(".")[2]
@@ -254,7 +254,7 @@ def _merged(states: npt.NDArray[np.uint8]) -> int:
 def sentences(contents: RankContents) -> Iterator[str]:
     """What stands out: what is lost, who is out of balance, what nobody holds."""
     for state in range(_LOST, len(CELL_STATES)):
-        if files := {name: row for row, name, own in contents.lost if own == state}:
+        if files := {name: row for row, name, lost_state in contents.lost if lost_state == state}:
             rows = [*dict.fromkeys(files.values())]
             of = f"of {_label(contents, rows)}: " if (contents.ranks[rows] >= 0).all() else ""
             yield f"{CELL_STATES[state]} {of}{first_names(map(cut, files), 3)}"

@@ -62,7 +62,7 @@ def _stored(ckpt: Checkpoint, tensor: Tensor, slices: str) -> StoredRegion:
     region = parse_region(tensor, slices)
     rows = np.array(tensor.layout.touching(region), np.int64)
     states = chunk_states(ckpt, tensor)[rows]
-    missing, lost = (_left_out(tensor, region, own) for own in (rows, rows[states <= NOT_CHECKED]))
+    missing, lost = (_left_out(tensor, region, chunk_rows) for chunk_rows in (rows, rows[states <= NOT_CHECKED]))
     return StoredRegion(ckpt, tensor, region, rows, states, missing, lost)
 
 

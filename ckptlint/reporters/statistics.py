@@ -16,9 +16,9 @@ def render(report: Report, style: Style) -> str:
     groups = [(part.checkpoint.path, group) for part in report.checkpoints for group in part.groups]
     rows = []
     for rule in sorted({group.lead.rule for _, group in groups}, key=lambda rule: (-rule.severity, rule.code)):
-        own = [(path, group) for path, group in groups if group.lead.rule is rule]
-        keys = {(path, item.fqn) for path, group in own for item in group.members if item.fqn}
-        rows.append((len(own), rule.code, rule.name, len(keys)))
+        of_rule = [(path, group) for path, group in groups if group.lead.rule is rule]
+        keys = {(path, item.fqn) for path, group in of_rule for item in group.members if item.fqn}
+        rows.append((len(of_rule), rule.code, rule.name, len(keys)))
     heads = ("count", "code", "name", "tensors")
     counts = [table(rows, heads, intfmt=",", disable_numparse=False), ""] if rows else []
     lines = counts if style.quiet else [*counts, *report.unread, *verdict(report, style)]

@@ -32,11 +32,11 @@ def tensor_table(tensors: Sequence[Tensor], one_dtype: bool, style: Style) -> It
         alike[role(_folded_name(tensor)), tensor.dtype, tensor.global_shape].append(tensor)
     rows, moments, is_star = list[list[str]](), set[str](), False
     for members in alike.values():
-        names, own = folded([tensor.fqn for tensor in members])
-        times = max(len(own), 1)
+        names, moment_names = folded([tensor.fqn for tensor in members])
+        times = max(len(moment_names), 1)
         if _is_scalar(members[0]) and len(members) > 1:
             names, times, is_star = [_glob([tensor.fqn for tensor in members])], len(members), True
-        moments |= own
+        moments |= moment_names
         first = members[0]
         shape = shape_text(first.global_shape)
         size = size_text(nbytes(first.dtype, first.volume))
@@ -57,10 +57,10 @@ def folded(fqns: Sequence[str]) -> tuple[list[str], set[str]]:
     >>> folded(["optimizer.state.0.w.exp_avg", "optimizer.state.0.w.exp_avg_sq"])[0]
     ['optimizer.state.0.w.*']
     """
-    own, names = {part for fqn in fqns for part in fqn.split(".") if part in MOMENTS}, {*map(starred, fqns)}
-    if len(own) < 2 or len({*fqns}) != len(own) * len(names):
+    moment_names, names = {part for fqn in fqns for part in fqn.split(".") if part in MOMENTS}, {*map(starred, fqns)}
+    if len(moment_names) < 2 or len({*fqns}) != len(moment_names) * len(names):
         return fold_names(fqns), set()
-    return fold_names(map(starred, fqns)), own
+    return fold_names(map(starred, fqns)), moment_names
 
 
 def starred(fqn: str) -> str:

@@ -66,7 +66,7 @@ _BUFFERS = _Buffers()
 
 def _mixed(bits: Bits, salt: int) -> Words:
     """The elements, `_FIT` at most, mixed, until the next call of this thread."""
-    mixed, scratch = (own[: bits.size].reshape(bits.shape) for own in (_BUFFERS.mixed, _BUFFERS.scratch))
+    mixed, scratch = (buffer[: bits.size].reshape(bits.shape) for buffer in (_BUFFERS.mixed, _BUFFERS.scratch))
     if bits.itemsize <= 2:
         place = scratch.view(np.intp)  # take makes such indices of others, in new memory
         place[...] = bits
@@ -169,14 +169,14 @@ class RowHashes:
 
     def layers(self) -> list[RowHashes]:
         """The hashes of each part along the first axis, of a tensor that has three axes or more."""
-        count, own = self.shape[0], self.shape[1:]
+        count, shape = self.shape[0], self.shape[1:]
         rows, columns = self.rows.reshape(count, -1), self.columns.reshape(count, -1, max(self.columns.shape[-1], 1))
         made = []
         for number in range(count):
-            part = RowHashes(own[:1] if own[1:] == (1,) else own, self.dtype, self.salt, self.by_columns)
+            part = RowHashes(shape[:1] if shape[1:] == (1,) else shape, self.dtype, self.salt, self.by_columns)
             part.rows = rows[number]
             part.columns = columns[number] if part.columns.size else part.columns
-            part.count = prod(own) if self.is_whole else 0
+            part.count = prod(shape) if self.is_whole else 0
             made.append(part)
         return made
 
@@ -224,19 +224,19 @@ class Placed(NamedTuple):
         """
         parts = 2 if self.dtype.startswith("complex") else 1
         for hashes in self.hashes:
-            own = comparable(bits, self.dtype, hashes.dtype)
-            if own is None:
+            words = comparable(bits, self.dtype, hashes.dtype)
+            if words is None:
                 continue
             if len(self.hashes) > 1:  # rounding may make zeros
                 with hashes.lock:
-                    hashes.zeros += own.size - int(np.count_nonzero(own))
+                    hashes.zeros += words.size - int(np.count_nonzero(words))
             if parts > 1:  # both parts are one element
-                own = _paired(own.reshape(-1, 2), hashes.salt)
+                words = _paired(words.reshape(-1, 2), hashes.salt)
             if self.where.strides and self.where.strides[-1] != 1:
-                hashes.scatter(own, self.where.places(first, len(own)))
+                hashes.scatter(words, self.where.places(first, len(words)))
                 continue
-            for row, column, at, count, width in blocks(self.where, first, len(own), hashes.shape):
-                hashes.add(own[at : at + count * width].reshape(count, width), row, column)
+            for row, column, at, count, width in blocks(self.where, first, len(words), hashes.shape):
+                hashes.add(words[at : at + count * width].reshape(count, width), row, column)
 
 
 def _paired(parts: Bits, salt: int) -> Words:

@@ -95,7 +95,7 @@ def _made(protocol: str, _process: int) -> Any:
     except ValueError:
         raise ConfigError(f"{protocol}:// is not a scheme that fsspec knows") from None
     names = (kind.protocol,) if isinstance(kind.protocol, str) else kind.protocol
-    own: dict[str, Any] = {key: value for name in names for key, value in conf.get(name, {}).items()}
+    settings: dict[str, Any] = {key: value for name in names for key, value in conf.get(name, {}).items()}
     options: dict[str, Any] = {"skip_instance_cache": True}
     if protocol != "hf":  # whose files are looked up in the listing
         options["use_listings_cache"] = False
@@ -105,11 +105,14 @@ def _made(protocol: str, _process: int) -> Any:
         redirects = TraceConfig()
         redirects.on_request_redirect.append(_redirected)
         silence = ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=READ_SECONDS)
-        options["client_kwargs"] = {"timeout": silence, "trust_env": True} | own.get("client_kwargs", {})
-        options["client_kwargs"]["trace_configs"] = [*own.get("client_kwargs", {}).get("trace_configs", []), redirects]
+        options["client_kwargs"] = {"timeout": silence, "trust_env": True} | settings.get("client_kwargs", {})
+        options["client_kwargs"]["trace_configs"] = [
+            *settings.get("client_kwargs", {}).get("trace_configs", []),
+            redirects,
+        ]
     elif "s3" in names:
         patience = {"connect_timeout": CONNECT_SECONDS, "read_timeout": READ_SECONDS, "retries": {"max_attempts": 0}}
-        options["config_kwargs"] = patience | own.get("config_kwargs", {})
+        options["config_kwargs"] = patience | settings.get("config_kwargs", {})
     try:
         made = kind(**options)
     except Exception as error:  # each library has its own way to say that credentials are missing

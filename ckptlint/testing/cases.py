@@ -117,9 +117,9 @@ def read_cases(path: Path) -> list[Case]:
     """
     cases = []
     for table in case_tables(path):
-        parts = [(own, _KEYS) for own in (table, table.get("before", {}))]
+        parts = [(part, _KEYS) for part in (table, table.get("before", {}))]
         parts += [(tensor, _TENSOR_KEYS) for tensor in table.get("tensors", {}).values()]
-        if unknown := {key for own, known in parts for key in own.keys() - known}:
+        if unknown := {key for part, known in parts for key in part.keys() - known}:
             raise ValueError(f"{path.name}, case {table.get('name')!r}: there is no key {min(unknown)!r}")
         name, expect, says = table.pop("name"), table.pop("expect", ()), table.pop("says", ())
         others, yielding = table.pop("others", False), tuple(table.pop("yielding", ()))

@@ -134,7 +134,7 @@ def optimizer_state(groups: Sequence[Mapping[str, Any]], states: Mapping[str, An
         groups: the parameter groups.
         states: parameter, a number or a name, -> name of a state -> its shape.
     """
-    state = {param: {name: {"tensor": shape} for name, shape in own.items()} for param, own in states.items()}
+    state = {param: {name: {"tensor": shape} for name, shape in shapes.items()} for param, shapes in states.items()}
     return {"state": state, "param_groups": [dict(group) for group in groups]}
 
 

@@ -122,9 +122,11 @@ def _odd_one(ckpt: Checkpoint, tensor: Tensor, *rows: int) -> str:
         same = int((sizes == sizes[row]).all(axis=1).sum())
         others = {tuple(size) for i, size in enumerate(sizes.tolist()) if i != row}
         if same == 1 and len(others) == 1:
-            own, peers = shape_text(tensor.layout.box(row).sizes), shape_text(others.pop())
+            box_sizes, peers = shape_text(tensor.layout.box(row).sizes), shape_text(others.pop())
             where = ckpt.chunk_file(tensor, row) or "no file"
-            return f"look at who wrote {where}: its chunk has sizes {own}, the {len(sizes) - 1} other chunks {peers}"
+            return (
+                f"look at who wrote {where}: its chunk has sizes {box_sizes}, the {len(sizes) - 1} other chunks {peers}"
+            )
     files = list(dict.fromkeys(name for row in rows if (name := ckpt.chunk_file(tensor, row))))
     return f"compare the offsets of this key on the ranks that wrote {join_words(files)}" if files else ""
 

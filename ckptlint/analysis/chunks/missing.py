@@ -229,16 +229,16 @@ def _by_siblings(ckpt: Checkpoint, tensor: Tensor, region: Box) -> Absent | None
     """
     if len(tensor.chunks) > _PARTS:
         return None
-    own = _rank_by_box(ckpt, tensor)
+    ranks = _rank_by_box(ckpt, tensor)
     found: dict[int, Absent] = {}
     for other in _whole_tensors(ckpt).get(tensor.global_shape, ()):
         theirs = _rank_by_box(ckpt, other)
-        shared = own.keys() & theirs.keys()
+        shared = ranks.keys() & theirs.keys()
         if region not in theirs or not shared:
             continue
         rank = theirs[region]
-        moved = [box for box in shared if own[box] != theirs[box]]
-        if len(moved) < 2 and all(own[box] == rank for box in moved):
+        moved = [box for box in shared if ranks[box] != theirs[box]]
+        if len(moved) < 2 and all(ranks[box] == rank for box in moved):
             instead = (moved[0], theirs[moved[0]]) if moved else None
             found.setdefault(rank, Absent((rank,), f"it saved the same part of {other.fqn}", instead))
     return next(iter(found.values())) if len(found) == 1 and -1 not in found else None
@@ -316,8 +316,8 @@ def _file_of(ckpt: Checkpoint, rank: int) -> str:
     if len(rows):
         return ckpt.files.names[int(rows[0])]
     of_set = ckpt.rank_files.files if ckpt.rank_files else ()
-    own = next((file.name for file in of_set if file.numbers == {"rank": rank}), f"__{rank}_0.distcp")
-    return f"shard-{rank + 1:05d}-*.safetensors" if ckpt.is_safetensors else own
+    name = next((file.name for file in of_set if file.numbers == {"rank": rank}), f"__{rank}_0.distcp")
+    return f"shard-{rank + 1:05d}-*.safetensors" if ckpt.is_safetensors else name
 
 
 def _unnamed_of(ckpt: Checkpoint, rank: int, least: int) -> int:

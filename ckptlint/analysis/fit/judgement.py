@@ -404,12 +404,12 @@ class _Judge:
         joints = {part for group in _MTP_JOINTS for part in group}
         for block, layers in _by_layer(self._beyond_model()).items():
             homes = [block] if block in main else [*main]
-            for number, own in sorted(layers.items()):
+            for number, tensors in sorted(layers.items()):
                 is_declared = block in main and self._declared_mtp()
-                if not main or number in main.get(block, ()) or not ("mtp" in block or own & joints or is_declared):
+                if not main or number in main.get(block, ()) or not ("mtp" in block or tensors & joints or is_declared):
                     continue
                 others = [(f"{home}.{n}.", main[home][n]) for home in homes for n in sorted(main[home], reverse=True)]
-                yield f"{block}.{number}.", own, sorted(others, key=lambda other: len(other[1] ^ own))
+                yield f"{block}.{number}.", tensors, sorted(others, key=lambda other: len(other[1] ^ tensors))
 
     def _beyond_model(self) -> set[str]:
         """The stored weights that the model does not have, by the names that they have unquantised."""
@@ -420,11 +420,11 @@ class _Judge:
         """What layers for multi-token prediction lack of the layer most like them; how many are stored and declared."""
         declared, every = self._declared_mtp(), self._beyond_model()
         lost, count = [], 0
-        for start, own, ((_, tails), *_) in self._mtp_layers():
+        for start, tensors, ((_, tails), *_) in self._mtp_layers():
             count += any(name.startswith(f"{start.rstrip('.').rpartition('.')[0]}.") for name in self.tensors)
-            built_otherwise = {tail.partition(".")[0] for tail in own - tails}
-            gone = sorted(tail for tail in tails - own if tail.partition(".")[0] not in built_otherwise)
-            lost += [f"{start}{tail}" for tail in gone if own & tails]
+            built_otherwise = {tail.partition(".")[0] for tail in tensors - tails}
+            gone = sorted(tail for tail in tails - tensors if tail.partition(".")[0] not in built_otherwise)
+            lost += [f"{start}{tail}" for tail in gone if tensors & tails]
         joints = {
             name.removesuffix(part) + other
             for group in _MTP_JOINTS
@@ -485,9 +485,9 @@ class _Judge:
     def _mtp_shapes(self) -> list[ShapeDifference]:
         """Weights of layers for multi-token prediction of a shape that they have in none of the model's layers."""
         found: list[ShapeDifference] = []
-        for start, own, others in self._mtp_layers():
+        for start, tensors, others in self._mtp_layers():
             like, odd, fitting = others[0][0], dict[str, ShapeDifference](), set()
-            for tail in sorted(own & others[0][1]):
+            for tail in sorted(tensors & others[0][1]):
                 tensor, expected = self.ckpt.tensors.get(start + tail), self.tensors[like + tail]
                 if tensor is None or not _is_wide_float(tensor.dtype) or tensor.is_flattened:
                     continue

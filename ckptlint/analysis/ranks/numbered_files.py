@@ -74,8 +74,8 @@ def numbered_files(ckpt: Checkpoint) -> list[NumberedFiles]:
     for (pattern, _), files in groups.items():
         name = next(iter(files.values())).name.rpartition("/")[2]
         if counted := number_of(name):
-            own = counted[0].counted_by
-            counts, axis = (own, "world") if own != "dp rank" else ("rank", "dp")
+            counted_by = counted[0].counted_by
+            counts, axis = (counted_by, "world") if counted_by != "dp rank" else ("rank", "dp")
             found.append(NumberedFiles(pattern, counted[0].name, counts, axis, files))
         elif len(files) > 1:
             before = pattern.rpartition("/")[2].partition("{}")[0]
@@ -115,15 +115,15 @@ def declared_ranks(ckpt: Checkpoint) -> AxisSize | None:
     return size if is_said else None
 
 
-def stated_ranks(ckpt: Checkpoint, own: NumberedFiles) -> dict[str, int]:
+def stated_ranks(ckpt: Checkpoint, numbered: NumberedFiles) -> dict[str, int]:
     """How many ranks the job had along the axis of a set, by who says so.
 
     Of all ranks payload files, the mesh and other whole sets speak beside those who state them exactly. A set of more
     ranks than these is left from another job.
     """
-    stated = exact_ranks(ckpt, own.axis)
+    stated = exact_ranks(ckpt, numbered.axis)
     most = max(stated.values(), default=inf)
-    if own.axis != "world":
+    if numbered.axis != "world":
         return stated
     if payload := _payload_ranks(ckpt):
         stated[PAYLOAD] = payload
@@ -132,7 +132,7 @@ def stated_ranks(ckpt: Checkpoint, own: NumberedFiles) -> dict[str, int]:
     for other in numbered_files(ckpt):
         ranks = len(other.files)
         is_whole = 1 < ranks <= most and sorted(other.files) == list(range(ranks))
-        if other is not own and other.counts == "rank" and other.axis == "world" and is_whole:
+        if other is not numbered and other.counts == "rank" and other.axis == "world" and is_whole:
             stated[other.pattern.replace("{}", "*")] = ranks
     return stated
 

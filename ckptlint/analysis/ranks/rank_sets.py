@@ -75,7 +75,7 @@ def _merged(found: Iterable[Disagreement]) -> Iterable[Disagreement]:
     alike: dict[tuple[object, ...], list[Disagreement]] = {}
     for item in found:
         alike.setdefault((item.what, bool(item.fqns), *(files for _, files in item.says)), []).append(item)
-    return (own[0]._replace(fqns=tuple(fqn for item in own for fqn in item.fqns)) for own in alike.values())
+    return (members[0]._replace(fqns=tuple(fqn for item in members for fqn in item.fqns)) for members in alike.values())
 
 
 def _differing(statements: Iterable[Statement]) -> Iterator[Disagreement]:

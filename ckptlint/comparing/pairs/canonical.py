@@ -58,8 +58,10 @@ def in_one_order(old: Sides, new: Sides, heads: Heads) -> tuple[Sides, Sides]:
     most = -1
     for size in sizes:
         known = replace(heads, size=size)
-        moved = [{one.fqn: _moved(one, known, keys, is_old=own is wanted[0]) for one in own} for own in wanted]
-        made: list[Sides] = [{**side, **own} for side, own in zip(sides, moved, strict=True)]
+        moved = [
+            {one.fqn: _moved(one, known, keys, is_old=members is wanted[0]) for one in members} for members in wanted
+        ]
+        made: list[Sides] = [{**side, **members} for side, members in zip(sides, moved, strict=True)]
         fitting = len(_contents(made[0], keys) & _contents(made[1], keys)) if len(sizes) > 1 else 0
         if fitting > most:
             best, most = made, fitting
@@ -83,8 +85,8 @@ def _named(side: Sides, naming: Naming | None, heads: Heads) -> Sides:
 
 def _rows_of_keys(side: Sides) -> dict[int | None, int]:
     """Layer -> the rows of its keys, of those that have a tensor of their own."""
-    own = [one for one in side.values() if one.stored_as and one.stored_as.roles == ("k",) and len(one.shape) > 1]
-    return {parse(one.fqn).layer: one.shape[-2] for one in own}
+    keys = [one for one in side.values() if one.stored_as and one.stored_as.roles == ("k",) and len(one.shape) > 1]
+    return {parse(one.fqn).layer: one.shape[-2] for one in keys}
 
 
 def _sizes(wanted: Iterable[Side]) -> list[int]:
@@ -123,17 +125,20 @@ def _moved(side: Side, heads: Heads, keys: Mapping[int | None, int], is_old: boo
         order = order.reshape(-1, heads.size // 2, 2).transpose(0, 2, 1).reshape(-1)
         way = "each head's even rows first, then the odd ones" if is_old else "the two halves of each head interleaved"
         said.append(f"{way} ({heads.size} rows a head)")
-    hashes = {dtype: _in_order(own, order, said[:1] == ["transposed"]) for dtype, own in side.hashes.items()}
+    hashes = {
+        dtype: _in_order(hashes_of_dtype, order, said[:1] == ["transposed"])
+        for dtype, hashes_of_dtype in side.hashes.items()
+    }
     return replace(side, shape=shape, hashes=hashes, moved=", ".join(said))
 
 
-def _in_order(own: RowHashes, order: IntArray, is_turned: bool) -> RowHashes:
+def _in_order(hashes: RowHashes, order: IntArray, is_turned: bool) -> RowHashes:
     """The hashes of a tensor with other rows, of each slice the same ones."""
-    made = copy(own)
-    slices = matrix(own.shape)[0]
+    made = copy(hashes)
+    slices = matrix(hashes.shape)[0]
     if is_turned:
-        made.shape = (*own.shape[:-2], own.shape[-1], own.shape[-2])
-        made.rows, made.columns = own.columns.reshape(-1), own.rows.reshape(slices, -1)
+        made.shape = (*hashes.shape[:-2], hashes.shape[-1], hashes.shape[-2])
+        made.rows, made.columns = hashes.columns.reshape(-1), hashes.rows.reshape(slices, -1)
     if not np.array_equal(order, np.arange(len(order))):
         made.rows = made.rows.reshape(slices, -1)[:, order].reshape(-1)
         made.columns = np.zeros((0, 0), np.uint64)  # they depend on where each row is

@@ -109,8 +109,8 @@ def _alike(old: Side, new: Side) -> Match:
 
 def _rounded_away(wide: Side, dtype: str) -> tuple[int, int]:
     """How many values become zero in a narrower dtype, of those that are not."""
-    own = wide.hashes[wide.dtype]
-    return wide.hashes[dtype].zeros - own.zeros, own.count - own.zeros
+    hashes = wide.hashes[wide.dtype]
+    return wide.hashes[dtype].zeros - hashes.zeros, hashes.count - hashes.zeros
 
 
 def _may_be_padded(side: Side) -> bool:
@@ -236,12 +236,12 @@ def _adding_up(
     """The parts of a few roles that have so many rows together, and the same ones."""
     sums = []
     for members in roles.values():
-        own = [side for side in members if side.fqn not in gone and common(side, whole) == dtype]
-        if own and (
-            not whole.stored_as or not own[0].stored_as or {*own[0].stored_as.roles} <= {*whole.stored_as.roles}
+        addends = [side for side in members if side.fqn not in gone and common(side, whole) == dtype]
+        if addends and (
+            not whole.stored_as or not addends[0].stored_as or {*addends[0].stored_as.roles} <= {*whole.stored_as.roles}
         ):
-            count = sum(len(side.hashes[dtype].rows) for side in own)
-            sums.append((own, count, sum(multiset(side.hashes[dtype].rows) for side in own) & MASK))
+            count = sum(len(side.hashes[dtype].rows) for side in addends)
+            sums.append((addends, count, sum(multiset(side.hashes[dtype].rows) for side in addends) & MASK))
     for number in range(1, min(_MOST_PARTS, len(sums)) + 1):
         for some in combinations(sums[:_MOST_ROLES], number):
             is_several = number > 1 or len(some[0][0]) > 1

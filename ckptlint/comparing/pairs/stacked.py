@@ -40,8 +40,8 @@ def layer_by_layer(sides: Mapping[str, Side], blocks: Mapping[str, str]) -> dict
             continue
         parts = {dtype: hashes.layers() for dtype, hashes in side.hashes.items()}
         for number in range(side.shape[0]):
-            own = f"{name[:at]}.{number}{name[at:]}"
+            fqn = f"{name[:at]}.{number}{name[at:]}"
             hashes = {dtype: part[number] for dtype, part in parts.items()}
             stored = replace(side.stored, layer=number)
-            found[own] = replace(side, fqn=own, shape=side.shape[1:], hashes=hashes, stored=stored)
+            found[fqn] = replace(side, fqn=fqn, shape=side.shape[1:], hashes=hashes, stored=stored)
     return found

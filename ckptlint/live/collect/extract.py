@@ -213,8 +213,8 @@ def _is_walked(part: Any, limit: Limit) -> bool:
 def _has(value: Any, names: Sequence[str]) -> bool:
     """Whether the object or its class define all these names; `__getattr__`, which may do anything, is not asked."""
     kind = type(value)
-    own = () if isinstance(value, type) else getattr(value, "__dict__", ())
-    return all(name in own or hasattr(kind, name) for name in names)
+    attributes = () if isinstance(value, type) else getattr(value, "__dict__", ())
+    return all(name in attributes or hasattr(kind, name) for name in names)
 
 
 def _path(path: tuple[Any, ...]) -> str:

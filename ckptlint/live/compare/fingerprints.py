@@ -184,10 +184,10 @@ def tiling(rows: Records, marks: Marks) -> Words:
     part, whole = np.ones((2, len(rows)), np.uint64)
     for axis in range(rows.offsets.shape[1]):
         base = mix(marks.seed + np.uint64(axis + 1))
-        own = rows.ndim > axis
+        has_axis = rows.ndim > axis
         low, size = rows.offsets[:, axis], rows.sizes[:, axis]
-        part = np.where(own, part * (_at(base, low + size) - _at(base, low)), part)
-        whole = np.where(own, whole * (_at(base, rows.global_shape[:, axis]) - _at(base, 0 * low)), whole)
+        part = np.where(has_axis, part * (_at(base, low + size) - _at(base, low)), part)
+        whole = np.where(has_axis, whole * (_at(base, rows.global_shape[:, axis]) - _at(base, 0 * low)), whole)
     written = rows.is_live & (rows.replica <= 0)
     measure = (part - np.where(rows.is_origin, whole, np.uint64(0))) * (marks.seed | np.uint64(1))
     np.add.at(words[0], bucket[written], measure[written])

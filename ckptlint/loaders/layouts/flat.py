@@ -18,12 +18,12 @@ def _evidence(folder: Folder) -> Evidence | None:
     """Names that count ranks, and sharded tensors in the first file of the newest save."""
     from ckptlint.loaders.rank_files.verl import writer_of
 
-    own = next(iter(flat_sets(folder)), None)
-    writer = None if own is None else writer_of(folder, own.files[0])
-    if own is None or writer is None:
+    file_set = next(iter(flat_sets(folder)), None)
+    writer = None if file_set is None else writer_of(folder, file_set.files[0])
+    if file_set is None or writer is None:
         return None
-    is_counted = "rank" in own.files[0] or flat_name(own.files[0])[1] in (0, writer)
-    return Evidence(printable(own.files[0])) if is_counted else None
+    is_counted = "rank" in file_set.files[0] or flat_name(file_set.files[0])[1] in (0, writer)
+    return Evidence(printable(file_set.files[0])) if is_counted else None
 
 
 def _read(found: Found, look_at_files: bool) -> Checkpoint:

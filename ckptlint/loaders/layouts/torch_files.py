@@ -15,8 +15,8 @@ def set_of(sets: Sets) -> Callable[[Folder], Evidence | None]:
     """What shows that a folder holds a set of torch files of a kind."""
 
     def evidence(folder: Folder) -> Evidence | None:
-        own = next(iter(sets(folder)), None)
-        return None if own is None else Evidence(printable((own.files or [own.index])[0]))
+        file_set = next(iter(sets(folder)), None)
+        return None if file_set is None else Evidence(printable((file_set.files or [file_set.index])[0]))
 
     return evidence
 

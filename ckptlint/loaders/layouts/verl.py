@@ -17,7 +17,7 @@ def _read(found: Found, look_at_files: bool) -> Checkpoint:
 
 def _state(folder: Folder) -> StepState:
     """Of each kind of files that is there one has every rank."""
-    sets = [own.files for own in verl_sets(folder)]
+    sets = [file_set.files for file_set in verl_sets(folder)]
     return "complete" if any(map(has_all_ranks, sets)) else "unfinished"
 
 

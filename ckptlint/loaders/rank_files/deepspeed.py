@@ -115,7 +115,7 @@ def _gates(tag: Tag, grid: Mapping[str, Sequence[RankFile]]) -> Iterator[Misfit]
         if (match := EXPERT.fullmatch(str(fqn)))
     }
     experts: dict[int, set[int]] = defaultdict(set)
-    for numbers in (file.numbers for own in grid.values() for file in own if file.kind == "expert"):
+    for numbers in (file.numbers for files in grid.values() for file in files if file.kind == "expert"):
         experts[numbers["layer"]].add(numbers["expert"])
     for source in tag.of("model"):
         for fqn, layer in layers.items():

@@ -72,10 +72,10 @@ def read_tag(folder: Folder, look_at_files: bool) -> Tag:
             tag.sources.append(replace(source, steps=steps))
             alike[checksums(opened.found)].append(file.name)
     for source in tag.sources:  # torch.save keeps the name of a file inside its archive
-        file, own = source.file, checksums(source.found)
+        file, sums = source.file, checksums(source.found)
         inside = file_of(f"{source.found.prefix}.pt")
         if inside is not None and inside.identity != file.identity:
-            same = [other for other in alike[own][:2] if other != file.name and own]
+            same = [other for other in alike[sums][:2] if other != file.name and sums]
             tag.statements.other_name(file.name, inside.name, same[0] if same else "")
     copies = tag.statements.elsewhere()
     tag.sources = [source for source in tag.sources if source.label not in copies]

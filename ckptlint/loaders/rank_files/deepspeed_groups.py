@@ -65,13 +65,13 @@ def flat_groups(tag: Tag, tp: int, columns: Columns) -> Cut:
     experts = _local_experts(tag)
     made = Cut(columns)
     first_mp: dict[str, int] = {}
-    for mp, own in sorted(by_mp.items()):
+    for mp, sources in sorted(by_mp.items()):
         owner, first = owner_of(mp, tp), len(columns.rows)
         models = [source for source in tag.of("model") if source.file.numbers["mp"] == mp]
-        if any(_BY_PARAMETER in source.state for source in own):
-            _cut_parameters(made, own, models, owner)
+        if any(_BY_PARAMETER in source.state for source in sources):
+            _cut_parameters(made, sources, models, owner)
         else:
-            _cut_groups(made, own, models, owner, experts)
+            _cut_groups(made, sources, models, owner, experts)
         # a tied parameter is in the groups of several pipeline stages
         for number, row in enumerate(columns.rows[first:], first):
             if first_mp.setdefault(row.fqn, mp) != mp:
@@ -138,20 +138,22 @@ def owner_of(mp: int, tp: int) -> str:
 # ---------------------------------------------------------------- stages 1 and 2
 
 
-def _cut_groups(made: Cut, own: list[Source], models: list[Source], owner: str, experts: Mapping[str, int]) -> None:
+def _cut_groups(
+    made: Cut, optimizers: list[Source], models: list[Source], owner: str, experts: Mapping[str, int]
+) -> None:
     """The copies of each group: of those with experts one for each set of them, over ranks that lie so far apart.
 
     Source:
         deepspeed.utils.groups._create_expert_and_data_parallel
     """
-    counts = next((counts for source in own if (counts := partition_counts(source.state))), ())
+    counts = next((counts for source in optimizers if (counts := partition_counts(source.state))), ())
     lists = {source.file.name: groups for source in models if (groups := shapes_of(source.root)) is not None}
     listed, shapes = next(iter(lists.items()), ("", []))
-    sources = {source.file.name: source for source in own}
+    sources = {source.file.name: source for source in optimizers}
     for number, ranks in enumerate(counts):
         parallel = max(max(counts) // ranks, 1)
         sets: dict[int, list[FlatPart]] = defaultdict(list)
-        for source in own:
+        for source in optimizers:
             index, ep = divmod(source.file.numbers["dp"], parallel)
             if index < ranks:
                 entries = moments_of(source.state)[number : number + 1] or [{}]
@@ -219,10 +221,10 @@ def expert_name(fqn: str, first: Mapping[str, int]) -> str:
 _BY_PARAMETER = "fp32_flat_groups"
 
 
-def _cut_parameters(made: Cut, own: list[Source], models: list[Source], owner: str) -> None:
+def _cut_parameters(made: Cut, sources: list[Source], models: list[Source], owner: str) -> None:
     """The parts of stage 3: of n elements over p ranks each has ceil(n / p), whatever the groups are."""
     by_dp = {source.file.numbers["dp"]: source for source in models}
-    for source in own:
+    for source in sources:
         model = by_dp.get(source.file.numbers["dp"]) or next(iter(models), None)
         shapes = shapes_of(model.root) if model is not None else None
         ranks = next(iter(partition_counts(source.state)), 0)
@@ -237,7 +239,7 @@ def _cut_parameters(made: Cut, own: list[Source], models: list[Source], owner: s
             group = FlatGroup(tuple(parts), tuple(shapes), model.file.name, is_by_parameter=True)
             made.groups.append(group)
             _shares(made, group, source, owner)
-    ranks = next((counts[0] for source in own if (counts := partition_counts(source.state))), 0)
+    ranks = next((counts[0] for source in sources if (counts := partition_counts(source.state))), 0)
     for source in models:
         _frozen(made, source, owner, ranks)
 

@@ -144,7 +144,10 @@ def sizes_by_names(names: list[str]) -> Sizes:
         LimitError: it is larger than any job's.
     """
     numbers = [tuple(int(n) for n in match.groups() if n is not None) for n in names if (match := _FOLDER.fullmatch(n))]
-    axes = [max((own[i] for own in numbers if len(own) > i), default=0) + 1 for i in range(3)]
+    axes = [
+        max((numbers_of_name[i] for numbers_of_name in numbers if len(numbers_of_name) > i), default=0) + 1
+        for i in range(3)
+    ]
     if prod(axes) > _MOST:
         raise LimitError(f"lies in one of {prod(axes):,} rank folders, going by their names; the limit is {_MOST:,}")
     return Sizes(axes[0], axes[1], 1, axes[2], axes[0])

@@ -219,8 +219,8 @@ def _expected(sizes: Sizes, ranks: list[_Rank]) -> Iterator[RankFile]:
     model = usual.most_common(1)[0][0] if usual else MODEL_FILES[0]
     for name, place in grid(sizes).items():
         numbers, rank = _numbers(place, sizes), there.get(name) or _Rank(name, [])
-        own = next((inner for inner in rank.there if inner in MODEL_FILES), model)
-        yield RankFile(f"{name}/{own}", "model", numbers)
+        file = next((inner for inner in rank.there if inner in MODEL_FILES), model)
+        yield RankFile(f"{name}/{file}", "model", numbers)
         if OPTIMIZER_FILE in rank.there or rank.needs_optimizer:
             yield RankFile(f"{name}/{OPTIMIZER_FILE}", "optimizer", numbers)
 
@@ -269,11 +269,11 @@ class _Reading:
         model: RankTensorsByName = defaultdict(list)
         states: dict[str, RankTensorsByName] = {what: defaultdict(list) for what in _STATES.values()}
         for place, rank in self.ranks.items():
-            own = self._tensors(place, rank, offsets)
-            for key, tensor in own.items():
+            rank_tensors = self._tensors(place, rank, offsets)
+            for key, tensor in rank_tensors.items():
                 assert rank.model is not None
                 model[key].append(_RankTensor(place, tensor, rank.model))
-            self._optimizer(place, rank, own, states)
+            self._optimizer(place, rank, rank_tensors, states)
         self._tied(model)
         for key, copies in model.items():
             self._add(key, key, copies)
@@ -313,11 +313,14 @@ class _Reading:
             for place, rank in self.ranks.items()
             if rank.args
         }
-        shared = [name for name in _COMPARED if all(name in own for own in stated.values())]
-        names = [name for name in shared if len({repr(own[name]) for own in stated.values()}) > 1]
+        shared = [name for name in _COMPARED if all(name in arguments for arguments in stated.values())]
+        names = [name for name in shared if len({repr(arguments[name]) for arguments in stated.values()}) > 1]
         shown = [
-            (first_names((f"{name} {printable(str(own[name]))}" for name in names), 4), self.ranks[place].label)
-            for place, own in stated.items()
+            (
+                first_names((f"{name} {printable(str(arguments[name]))}" for name in names), 4),
+                self.ranks[place].label,
+            )
+            for place, arguments in stated.items()
         ]
         self.statements.note_if_different("set of arguments", shown)
         for place in stated if names else ():
@@ -334,8 +337,8 @@ class _Reading:
                 world = stated if type(stated) is int else 0
         first: dict[tuple[tuple[int, int], ...], GridCoordinate] = {}
         for place, rank in list(self.ranks.items()):
-            own = _checksums(rank)
-            if own and (other := first.setdefault(own, place)) is not place:
+            sums = _checksums(rank)
+            if sums and (other := first.setdefault(sums, place)) is not place:
                 self.statements.other_name(rank.label, self.ranks[other].folder, self.ranks[other].label)
                 del self.ranks[place]
                 writers.pop(place, None)
@@ -360,8 +363,8 @@ class _Reading:
         for place, rank in self.ranks.items():
             has = rank.optimizer is not None or bool(rank.root.get("optimizer"))
             stages[place.pp].append(("there" if has else "missing", rank.label))
-        for own in stages.values():
-            self.statements.note_if_different("optimizer state", own)
+        for states in stages.values():
+            self.statements.note_if_different("optimizer state", states)
 
     # ------------------------------------------------------------ names
 
@@ -372,12 +375,12 @@ class _Reading:
             for chunk, key, _ in _chunks(rank):
                 if (found := layer_of(key)) is not None:
                     block, number = found
-                    own = counts[block]
-                    own[chunk, place.pp] = max(own.get((chunk, place.pp), 0), number + 1)
+                    layers = counts[block]
+                    layers[chunk, place.pp] = max(layers.get((chunk, place.pp), 0), number + 1)
         share = even_share(self.args, self.sizes)
         return {
-            block: offsets_of(own, 0 if "mtp" in block else share, self.sizes) if "mtp" not in block else {}
-            for block, own in counts.items()
+            block: offsets_of(layers, 0 if "mtp" in block else share, self.sizes) if "mtp" not in block else {}
+            for block, layers in counts.items()
         }
 
     def _tensors(
@@ -386,35 +389,44 @@ class _Reading:
         """The tensors of a rank under the names that they have in the whole model."""
         experts = self.args.get("num_experts")
         local = experts // self.sizes.ep if type(experts) is int and experts % self.sizes.ep == 0 else 0
-        own = {}
+        rank_tensors = {}
         for chunk, key, tensor in _chunks(rank):
             if (found := layer_of(key)) is not None:
                 block, number = found
                 key = with_layer(key, number + offsets.get(block, {}).get((chunk, place.pp), 0))
-            own[with_global_expert(key, place, local)] = tensor
-        return own
+            rank_tensors[with_global_expert(key, place, local)] = tensor
+        return rank_tensors
 
     # ------------------------------------------------------------ optimizer
 
     def _optimizer(
-        self, place: GridCoordinate, rank: _Rank, own: dict[str, StoredTensor], states: dict[str, RankTensorsByName]
+        self,
+        place: GridCoordinate,
+        rank: _Rank,
+        rank_tensors: dict[str, StoredTensor],
+        states: dict[str, RankTensorsByName],
     ) -> None:
         """The states of a rank's optimizer, under the names of the parameters where it is certain whose they are."""
-        keys = [key for key in own if not key.rpartition(".")[2].startswith(_BUFFERS)]
+        keys = [key for key in rank_tensors if not key.rpartition(".")[2].startswith(_BUFFERS)]
         saved = rank.root.get("optimizer")
         parts = saved if isinstance(saved, list) else [saved]
         for part in parts:
             if is_dict(part) and isinstance(part.get("fp32_from_fp16_params"), list):
-                self._copies(place, rank, own, keys, part, states)
+                self._copies(place, rank, rank_tensors, keys, part, states)
             elif is_dict(part) and part.get("state"):  # of a job in fp32
                 self.unplaced.append(rank.label)
         if rank.optimizer is not None:
-            self._buffers(place, rank, own, keys, states)
+            self._buffers(place, rank, rank_tensors, keys, states)
 
     def _copies(
-        self, place: GridCoordinate, rank: _Rank, own: dict[str, StoredTensor], keys: list[str], part: dict[Any, Any],
+        self,
+        place: GridCoordinate,
+        rank: _Rank,
+        rank_tensors: dict[str, StoredTensor],
+        keys: list[str],
+        part: dict[Any, Any],
         states: dict[str, RankTensorsByName],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """fp32 copies in groups, and the moments of each by number.
 
         Source:
@@ -435,12 +447,12 @@ class _Reading:
             chosen = [
                 key
                 for key in keys
-                if own[key].dtype in _HALF
-                and (len(own[key].shape) > 1 and not key.endswith(".bias")) is decays
+                if rank_tensors[key].dtype in _HALF
+                and (len(rank_tensors[key].shape) > 1 and not key.endswith(".bias")) is decays
                 and (is_expert(key) and self.sizes.ep > 1) is of_experts
             ]
             shapes = [tensor.shape if isinstance(tensor, StoredTensor) else None for tensor in tensors]
-            is_known = shapes == [own[key].shape for key in chosen]
+            is_known = shapes == [rank_tensors[key].shape for key in chosen]
             if not is_known:
                 self.unplaced.append(rank.label)
             if not is_known and len(shapes) < len(chosen):
@@ -467,7 +479,7 @@ class _Reading:
         self,
         place: GridCoordinate,
         rank: _Rank,
-        own: dict[str, StoredTensor],
+        rank_tensors: dict[str, StoredTensor],
         keys: list[str],
         states: dict[str, RankTensorsByName],
     ) -> None:
@@ -481,9 +493,11 @@ class _Reading:
         file = rank.optimizer
         groups: dict[tuple[str, str], list[str]] = defaultdict(list)
         for key in keys:
-            groups[own[key].dtype, own[key].key].append(key)
+            groups[rank_tensors[key].dtype, rank_tensors[key].key].append(key)
         shared = [
-            (dtype, names) for (dtype, _), names in groups.items() if own[names[0]].length > prod(own[names[0]].shape)
+            (dtype, names)
+            for (dtype, _), names in groups.items()
+            if rank_tensors[names[0]].length > prod(rank_tensors[names[0]].shape)
         ]
         for dtype, entry in _entries(file.found.root):
             numel = entry.get("numel_unpadded")
@@ -498,7 +512,7 @@ class _Reading:
                 self._misfit(f"the values of {what}", file.label, stored, f"{numel:,}", because, "length")
             starts = None
             for names in [names for own_dtype, names in shared if own_dtype == dtype]:
-                if (starts := _starts([own[name] for name in names], numel)) is not None:
+                if (starts := _starts([rank_tensors[name] for name in names], numel)) is not None:
                     shared.remove((dtype, names))
                     break
             if starts is None or odd:
@@ -506,10 +520,10 @@ class _Reading:
                 continue
             for name, start in zip(names, starts, strict=True):
                 for what, flat in flats.items():
-                    part = view(flat, start, own[name].shape)
+                    part = view(flat, start, rank_tensors[name].shape)
                     if part is not None:
                         states[_STATES[what]][name].append(_RankTensor(place, part, file))
-        self._sums(rank, file, [own[key] for key in keys])
+        self._sums(rank, file, [rank_tensors[key] for key in keys])
 
     def _sums(self, rank: _Rank, file: OpenedFile, tensors: list[StoredTensor]) -> None:
         """All buffers of a dtype together are as long as the parameters, with the gaps that alignment leaves."""

@@ -84,7 +84,7 @@ class Statements:
         for file in files:
             inside, same_as, is_stated = self.others.get(file.name, ("", "", False))
             named.append(replace(file, inside=inside, same_as=same_as, is_stated=is_stated))
-        grid = {source: tuple(own) for source, own in expected.items()}
+        grid = {source: tuple(values) for source, values in expected.items()}
         return RankFileSet(tuple(named), grid, tuple(self.noted), tuple(self.misfits))
 
 

@@ -52,12 +52,12 @@ def read_verl(folder: Folder, look_at_files: bool) -> Checkpoint:
         LimitError: the names count more ranks than any job has.
     """
     sets = verl_sets(folder)
-    own = _chosen(folder, sets)
-    world = verl_name(own.files[0])[1]
+    file_set = _chosen(folder, sets)
+    world = verl_name(file_set.files[0])[1]
     if world > _RANKS_LIMIT:
         raise LimitError(f"counts {world:,} ranks in its name, the limit is {_RANKS_LIMIT:,}")
     files, reading = SetFiles(folder, look_at_files), _Reading(world)
-    for name in own.files:
+    for name in file_set.files:
         kind, _, rank = verl_name(name)
         if (opened := files.open(name, _KINDS[kind], {"rank": rank}, "dict", is_dict)) is not None:
             reading.files[kind, rank] = opened
@@ -66,8 +66,8 @@ def read_verl(folder: Folder, look_at_files: bool) -> Checkpoint:
         reading.statements.note_if_different(
             "world size", [*((world, file.name) for file in files.files), (stated, _CONFIG)]
         )
-    files.problems += _leftovers(sets, own) + _beyond(folder)
-    grid = {f"the world size {world} in the names of the files": _expected(folder, own, world)}
+    files.problems += _leftovers(sets, file_set) + _beyond(folder)
+    grid = {f"the world size {world} in the names of the files": _expected(folder, file_set, world)}
     rank_files = reading.statements.of(files.files, grid)
     return replace(_checkpoint(files, reading, rank_files), format="verl")
 
@@ -81,11 +81,11 @@ def read_flat(folder: Folder, look_at_files: bool) -> Checkpoint:
     Source:
         torch 2.13 FullyShardedDataParallel with StateDictType.LOCAL_STATE_DICT; dinov2.fsdp.FSDPCheckpointer
     """
-    own, *others = flat_sets(folder)
-    save, last = flat_name(own.files[-1])
-    extension = own.files[-1].rpartition(".")[2]
+    file_set, *others = flat_sets(folder)
+    save, last = flat_name(file_set.files[-1])
+    extension = file_set.files[-1].rpartition(".")[2]
     files, opened = SetFiles(folder, look_at_files), dict[int, OpenedFile]()
-    for name in own.files:
+    for name in file_set.files:
         rank = flat_name(name)[1]
         if (file := files.open(name, "model", {"rank": rank}, "dict", is_dict)) is not None:
             opened[rank] = file
@@ -151,13 +151,13 @@ def _checkpoint(files: SetFiles, reading: _Reading, rank_files: RankFileSet) -> 
     )
 
 
-def _expected(folder: Folder, own: FileSet, world: int) -> list[RankFile]:
+def _expected(folder: Folder, file_set: FileSet, world: int) -> list[RankFile]:
     """A file of each kind that is there for each rank; the model too, unless its weights lie in a folder beside.
 
     Source:
         verl 0.9.1 BaseCheckpointManager: `checkpoint_save_contents` may have `hf_model` in place of `model`
     """
-    there = {verl_name(name)[0] for name in own.files}
+    there = {verl_name(name)[0] for name in file_set.files}
     if not any(name.endswith((".safetensors", ".bin")) for sub in folder.folders() for name in folder.sub(sub).files()):
         there.add("model")
     return [
@@ -172,9 +172,9 @@ def _chosen(folder: Folder, sets: list[FileSet]) -> FileSet:
     """The set of the world size that `fsdp_config.json` names; else the one with the largest share of its files."""
     stated = _stated_world(folder)
 
-    def rank(own: FileSet) -> tuple[bool, float, int]:
-        world = verl_name(own.files[0])[1]
-        models = sum(name.startswith("model_") for name in own.files)
+    def rank(file_set: FileSet) -> tuple[bool, float, int]:
+        world = verl_name(file_set.files[0])[1]
+        models = sum(name.startswith("model_") for name in file_set.files)
         return world == stated, models / world, world
 
     return max(sets, key=rank)
@@ -185,8 +185,8 @@ def _stated_world(folder: Folder) -> int | None:
     return stated if type(stated) is int and 0 < stated < 2**31 else None
 
 
-def _leftovers(sets: list[FileSet], own: FileSet) -> list[Problem]:
-    world = verl_name(own.files[0])[1]
+def _leftovers(sets: list[FileSet], file_set: FileSet) -> list[Problem]:
+    world = verl_name(file_set.files[0])[1]
     return [
         Problem(
             "note",
@@ -196,7 +196,7 @@ def _leftovers(sets: list[FileSet], own: FileSet) -> list[Problem]:
             why="they are probably left from another save into this folder",
         )
         for other in sets
-        if other is not own
+        if other is not file_set
     ]
 
 
@@ -270,7 +270,9 @@ class _Reading:
     def _of(self, kind: str) -> dict[int, OpenedFile]:
         """Rank -> its file of a kind, without those that belong elsewhere."""
         return {
-            rank: file for (own, rank), file in self.files.items() if own == kind and file.label not in self.left_out
+            rank: file
+            for (file_kind, rank), file in self.files.items()
+            if file_kind == kind and file.label not in self.left_out
         }
 
     # ------------------------------------------------------------ whole files
@@ -304,8 +306,8 @@ class _Reading:
             else:
                 continue
             other = self.files.get((kind, by)) if by != rank else None
-            own = checksums(file.found)
-            same = other.label if other is not None and own and checksums(other.found) == own else ""
+            sums = checksums(file.found)
+            same = other.label if other is not None and sums and checksums(other.found) == sums else ""
             self.statements.other_name(file.label, inside, same, writer not in (-1, rank))
         self.left_out |= self.statements.elsewhere()
 
@@ -335,7 +337,7 @@ class _Reading:
             if is_slice and self._agree(fqn, values, files, ("form", "dtype")):
                 lengths = [item.value.shape[0] for item in values]
                 ends = accumulate(lengths)
-                shape, places = (sum(lengths),), [(end - own,) for end, own in zip(ends, lengths, strict=True)]
+                shape, places = (sum(lengths),), [(end - length,) for end, length in zip(ends, lengths, strict=True)]
             elif not is_slice and self._agree(fqn, values, files):
                 if isinstance(first, StoredDTensor):
                     places = self._boxes(fqn, values)
@@ -448,7 +450,7 @@ class _Reading:
             return
         listed = {rank: _params(file.found.root) for rank, file in files.items()}
         first, file = next(((state, files[rank]) for rank, state in states.items() if state), ({}, files[min(files)]))
-        moments = [own.get("exp_avg") for own in first.values() if isinstance(own, dict)]
+        moments = [of_param.get("exp_avg") for of_param in first.values() if isinstance(of_param, dict)]
         names = self._names_of(listed[min(files)], first)
         self._count(listed, states, files, is_named=bool(names))
         # FSDP1 keeps slices of flat parameters, which show no shapes
@@ -458,9 +460,9 @@ class _Reading:
         roots = {
             rank: {
                 f"optimizer.state.{names.get(param, param)}.{what}": value
-                for param, own in state.items()
-                if isinstance(own, dict)
-                for what, value in own.items()
+                for param, of_param in state.items()
+                if isinstance(of_param, dict)
+                for what, value in of_param.items()
                 if what != "step"
             }
             for rank, state in states.items()
@@ -470,7 +472,7 @@ class _Reading:
             return  # reported by what the files count themselves
         steps = []
         for rank, state in states.items():  # each parameter counts for itself, all alike
-            counted = (own.get("step") for own in state.values() if isinstance(own, dict))
+            counted = (of_param.get("step") for of_param in state.values() if isinstance(of_param, dict))
             if step := next((step for step in counted if isinstance(step, StoredTensor) and not step.shape), None):
                 steps.append(((step, files[rank]), files[rank].label))
 
@@ -509,7 +511,9 @@ class _Reading:
         # a tied parameter has a second key, and is listed once
         once = {(_checksum(_RankValue(-1, whole[key], file)) or key, whole[key].shape): whole[key] for key in chosen}
         known, wanted, noun = counts[0][0], len(once), "parameter"
-        moments = (own.get("exp_avg") for state in states.values() for own in state.values() if is_dict(own))
+        moments = (
+            of_param.get("exp_avg") for state in states.values() for of_param in state.values() if is_dict(of_param)
+        )
         slices = [prod(value.shape) for value in moments if isinstance(value, StoredTensor) and value.shape]
         if slices:
             known = sum(slices) if len(states) == self.world else 0
@@ -525,9 +529,10 @@ class _Reading:
         roots = [file.found.root for file in self._of("model").values()][:1]
         whole = {key: value.shape for root in roots for key, value in _parameters(root).items()}
         shapes = {
-            param: own["exp_avg"].shape
-            for param, own in state.items()
-            if isinstance(own, dict) and isinstance(own.get("exp_avg"), (StoredTensor, StoredDTensor, StoredShards))
+            param: states["exp_avg"].shape
+            for param, states in state.items()
+            if isinstance(states, dict)
+            and isinstance(states.get("exp_avg"), (StoredTensor, StoredDTensor, StoredShards))
         }
         for chosen in (list(whole), [key for key in whole if is_adapter(parse(key))]):
             if len(chosen) != len(listed) or not chosen:
@@ -561,7 +566,10 @@ def _parameters(root: Mapping[Any, Any]) -> dict[str, StoredDTensor | StoredShar
 def _values(root: Any) -> Iterable[Any]:
     """The DTensors and ShardedTensors of a model's or an optimizer's state; all of a file are of one rank."""
     states = root.get("state") if isinstance(root.get("state"), dict) else {}
-    for value in (*root.values(), *(part for own in states.values() if isinstance(own, dict) for part in own.values())):
+    for value in (
+        *root.values(),
+        *(part for of_param in states.values() if isinstance(of_param, dict) for part in of_param.values()),
+    ):
         if isinstance(value, (StoredDTensor, StoredShards)):
             yield value
 

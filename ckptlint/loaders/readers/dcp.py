@@ -157,8 +157,8 @@ def _read_metadata(folder: Folder, name: str, problems: list[Problem]) -> Unpick
         problems.append(from_error(error, name, why="" if isinstance(error, LimitError) else why))
         return None
     if isinstance(unpickled.root, Opaque) and unpickled.root.module.startswith(_BYTECHECKPOINT):
-        own = tuple(refused for refused in unpickled.refused if not refused.target.startswith(_BYTECHECKPOINT))
-        problems += from_refusals(replace(unpickled, refused=own), name)
+        refused_here = tuple(refused for refused in unpickled.refused if not refused.target.startswith(_BYTECHECKPOINT))
+        problems += from_refusals(replace(unpickled, refused=refused_here), name)
         return unpickled
     problems += from_refusals(unpickled, name)
     if not unpickled.refused:

@@ -43,7 +43,7 @@ class ModelSet:
 
 def read_set(
     folder: Folder,
-    own: Sequence[str],
+    file_names: Sequence[str],
     index: str,
     look_at_files: bool,
     read: Callable[[int, str, int, list[Problem]], bool],
@@ -51,14 +51,14 @@ def read_set(
     """The files of a model, each of them read, and those that its index names beside them.
 
     Args:
-        own, index: names of the files, and of their index, "" without one.
+        file_names, index: names of the files, and of their index, "" without one.
         look_at_files: whether to look at the sizes of files.
         read: reads a file of this number, name and size, and says whether it could; notes problems.
     """
     problems: list[Problem] = []
     places, total = read_index(folder, index, problems)
-    stale = is_stale(folder, own, places)
-    names = list(dict.fromkeys((*own, *({} if stale else places or {}).values())))
+    stale = is_stale(folder, file_names, places)
+    names = list(dict.fromkeys((*file_names, *({} if stale else places or {}).values())))
     files: list[StoredFile] = []
     unread: list[str] = []
     absent: list[str] = []

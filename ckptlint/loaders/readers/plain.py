@@ -179,7 +179,7 @@ def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def read_states(folder: Folder, own: FileSet, look_at_files: bool) -> Checkpoint:
+def read_states(folder: Folder, file_set: FileSet, look_at_files: bool) -> Checkpoint:
     """The same of a set that is known."""
     columns = Columns()
 
@@ -187,10 +187,10 @@ def read_states(folder: Folder, own: FileSet, look_at_files: bool) -> Checkpoint
         found = read_file(folder, name, problems)
         return found is not None and add_state(columns, number, found, printable(name), problems)
 
-    states = read_set(folder, own.files, own.index, look_at_files, read)
+    states = read_set(folder, file_set.files, file_set.index, look_at_files, read)
     tensors, records, storages = columns.made()
     is_model = not any(name.startswith("adapter_model") for name in states.names)
-    is_export = bool(own.index) or any(re.fullmatch(r"pytorch_model(\.\w+)?\.bin", name) for name in states.names)
+    is_export = bool(file_set.index) or any(re.fullmatch(r"pytorch_model(\.\w+)?\.bin", name) for name in states.names)
     declared, config, config_problems = read_configs(folder, None, is_model and is_export)
     return Checkpoint(
         path=folder.display,

@@ -50,7 +50,7 @@ def tables(rows: Sequence[Row], owned: Any) -> tuple[dict[str, Tensor], RecordTa
         by_key[row.fqn].append(i)
     layouts: dict[tuple[Any, ...], ChunkLayout] = {}
     budget = Budget()
-    tensors = [_tensor(rows, own, owned, layouts, budget) for own in by_key.values()]
+    tensors = [_tensor(rows, of_key, owned, layouts, budget) for of_key in by_key.values()]
     count = len(rows)
     records = RecordTable(
         fqns=[printable(fqn) for fqn in number],
@@ -66,12 +66,12 @@ def tables(rows: Sequence[Row], owned: Any) -> tuple[dict[str, Tensor], RecordTa
 
 
 def _tensor(
-    rows: Sequence[Row], own: list[int], owned: Any, layouts: dict[tuple[Any, ...], ChunkLayout], budget: Budget
+    rows: Sequence[Row], of_key: list[int], owned: Any, layouts: dict[tuple[Any, ...], ChunkLayout], budget: Budget
 ) -> Tensor:
     """The tensor of one key; one chunk without a record where nothing says where its parts lie."""
-    chunks = [(i, rows[i].offsets or (), rows[i].sizes) for i in own if owned[i]]
-    first = rows[chunks[0][0] if chunks else own[0]]
-    shape = next((rows[i].shape for i in own if rows[i].shape is not None), None)
+    chunks = [(i, rows[i].offsets or (), rows[i].sizes) for i in of_key if owned[i]]
+    first = rows[chunks[0][0] if chunks else of_key[0]]
+    shape = next((rows[i].shape for i in of_key if rows[i].shape is not None), None)
     axes = len(first.sizes if shape is None else shape)
     fitting = [chunk for chunk in chunks if len(chunk[1]) == len(chunk[2]) == axes]
     others = [chunk for chunk in chunks if not len(chunk[1]) == len(chunk[2]) == axes]

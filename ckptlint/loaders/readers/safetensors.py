@@ -93,9 +93,9 @@ def groups(folder: Folder) -> list[ModelFiles]:
     lone = [n for n in names if n.endswith(".safetensors") and not (SHARD.fullmatch(n) or NUMBERED.fullmatch(n))]
     for stem, index in single.items():
         if stem not in found:
-            own = [name for name in lone if name == f"{stem}.safetensors"]
+            alone = [name for name in lone if name == f"{stem}.safetensors"]
             # an index beside files of other names describes all of them, but for adapters
-            files = own or [name for name in lone if not _ADAPTER.fullmatch(name)] * (len(single) == 1)
+            files = alone or [name for name in lone if not _ADAPTER.fullmatch(name)] * (len(single) == 1)
             found[stem] = ModelFiles(index, files)
             lone = [name for name in lone if name not in files]
         found[stem].index = index
@@ -160,15 +160,15 @@ def read_safetensors(folder: Folder, look_at_files: bool, is_first: bool = True)
             shards.update([number] * found[1])
         return found is not None
 
-    own = read_set(folder, group.files, group.index, look_at_files, read)
-    names, label, partial = own.names, own.label, own.partial
-    owner = _owners(rows, shards, names, own.places or {})
+    states = read_set(folder, group.files, group.index, look_at_files, read)
+    names, label, partial = states.names, states.label, states.partial
+    owner = _owners(rows, shards, names, states.places or {})
     if not partial and not group.index and not shards and not owner.all() and not _is_numbered(group):
         partial = "files without an index hold the same keys, so they are not parts of one model"
         if all(map(_OF_RANK.fullmatch, group.files)):
             partial = "the files of each rank hold its part of the model"
     tensors, records = tables(rows, owner)
-    problems = own.problems + _mixed(rows, shards, names) + _lost_of_ranks(group.files)
+    problems = states.problems + _mixed(rows, shards, names) + _lost_of_ranks(group.files)
     for tensor in tensors.values():
         if not tensor.is_representable:
             shape = list(tensor.global_shape)
@@ -202,13 +202,13 @@ def read_safetensors(folder: Folder, look_at_files: bool, is_first: bool = True)
         writer="torch >= 2.8" if shards else "",
         tensors=tensors,
         records=records,
-        files=own.files,
+        files=states.files,
         declared=declared,
         config=beside or (config if is_loaded else None),
-        index=own.index,
+        index=states.index,
         topology=read_topology(declared, empty_objects(), None, ranks),
         problems=problems + config_problems + own_problems,
-        readable=own.is_readable,
+        readable=states.is_readable,
         partial=partial,
         metadata_file=label,
     )

@@ -35,7 +35,7 @@ Sets = Callable[[Folder], list[FileSet]]
 def input_bytes(sets: Sets) -> Callable[[Folder], int]:
     """Bytes of pickles and directories that are read of the sets in a folder, at most."""
     return lambda folder: sum(
-        min(folder.entries[name].size, PICKLE_SHARE) for own in sets(folder) for name in own.files
+        min(folder.entries[name].size, PICKLE_SHARE) for file_set in sets(folder) for name in file_set.files
     )
 
 
@@ -67,9 +67,11 @@ def weight_sets(folder: Folder) -> list[FileSet]:
     for name in names:
         if match := _INDEX.fullmatch(name):
             key = match["stem"] + (match["variant"] or "")
-            own = found.get(f"{key}-") or found.setdefault(key, FileSet())
-            own.index = name
-    return sorted(found.values(), key=lambda own: not own.files[:1] or not own.files[0].startswith("pytorch_model"))
+            file_set = found.get(f"{key}-") or found.setdefault(key, FileSet())
+            file_set.index = name
+    return sorted(
+        found.values(), key=lambda file_set: not file_set.files[:1] or not file_set.files[0].startswith("pytorch_model")
+    )
 
 
 # ---------------------------------------------------------------- verl, and FSDP's files by rank
@@ -98,8 +100,8 @@ def verl_sets(folder: Folder) -> list[FileSet]:
             found.setdefault(world, []).append((kind, rank, name))
     order = ("model", "optim", "extra_state")
     return [
-        FileSet([name for *_, name in sorted(own, key=lambda item: (order.index(item[0]), item[1]))])
-        for own in found.values()
+        FileSet([name for *_, name in sorted(file_set, key=lambda item: (order.index(item[0]), item[1]))])
+        for file_set in found.values()
     ]
 
 

@@ -70,7 +70,7 @@ class Columns:
         """Tensors by their printable keys, their records, and where these lie."""
         tensors, records = tables(self.rows, np.array([row.offsets is not None for row in self.rows], bool))
         contents: dict[RecordContent, int] = {}
-        content = [contents.setdefault(own, len(contents)) for own in self.contents]
+        content = [contents.setdefault(content_of_row, len(contents)) for content_of_row in self.contents]
         storages = StorageTable(
             header=np.array([place.header for place in self.places], np.int64),
             start=np.array([place.start for place in self.places], np.int64),

@@ -35,11 +35,11 @@ def with_vocabulary(folder: Folder, ckpt: Checkpoint) -> Checkpoint:
     """
     if not (ckpt.is_export and ckpt.config and ckpt.config.file == MODEL_CONFIG):
         return ckpt
-    own = [name for name in (GENERATION_CONFIG, _TOKENIZER, *_SLOW) if folder.stat(name)[0] in READABLE]
-    own = [name for name in own if name not in _SLOW or _TOKENIZER not in own]
-    has_table = own and any(is_token_table(parse(name)) for name in ckpt.tensors)
+    names = [name for name in (GENERATION_CONFIG, _TOKENIZER, *_SLOW) if folder.stat(name)[0] in READABLE]
+    names = [name for name in names if name not in _SLOW or _TOKENIZER not in names]
+    has_table = names and any(is_token_table(parse(name)) for name in ckpt.tensors)
     found = TokenFiles()
-    for name in own if has_table else ():
+    for name in names if has_table else ():
         try:
             if name != GENERATION_CONFIG:
                 highest = isolated(partial(highest_tokens, folder, name), folder.size(name))

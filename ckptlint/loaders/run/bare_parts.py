@@ -57,16 +57,16 @@ def bare_parts(folder: Folder) -> Iterator[BarePart]:
     subs = {name: sub for name in names if (sub := sub_folder(folder, name)) is not None and sub.has(CONFIG)}
     bare = {name: sub for name, sub in subs.items() if name not in world().models and not _may_hold_weights(sub)}
     models = {name: _models(sub) for name, sub in subs.items()} if bare else {}
-    whole = [printable(name) for name, own in models.items() if own and name not in bare]
+    whole = [printable(name) for name, classes in models.items() if classes and name not in bare]
     pipeline = _json(folder, _PIPELINE) if whole else {}
     beside = f"{join_words(whole)} beside it {verb(len(whole), 'holds')} weights"
     for name, sub in bare.items() if whole else ():
-        own, said = models[name], pipeline.get(name)
+        classes, said = models[name], pipeline.get(name)
         class_ = said[1] if isinstance(said, list) and len(said) == 2 else ""
-        if own and class_ in own:
-            yield BarePart(printable(name), printable(own[0]), f"{_PIPELINE} names it")
-        elif own and class_ is not None and is_step and "_class_name" in _json(sub, CONFIG):
-            yield BarePart(printable(name), printable(own[0]), beside)
+        if classes and class_ in classes:
+            yield BarePart(printable(name), printable(classes[0]), f"{_PIPELINE} names it")
+        elif classes and class_ is not None and is_step and "_class_name" in _json(sub, CONFIG):
+            yield BarePart(printable(name), printable(classes[0]), beside)
 
 
 def _is_cache(folder: Folder) -> bool:
@@ -77,9 +77,9 @@ def _is_cache(folder: Folder) -> bool:
 def _models(folder: Folder) -> list[str]:
     """The classes of the model that the configuration in a folder is of; [] where it is of none."""
     config = _json(folder, CONFIG)
-    own, named = config.get("_class_name"), config.get("architectures")
-    if isinstance(own, str):
-        return [] if _NO_MODEL.fullmatch(own) else [own]
+    class_name, named = config.get("_class_name"), config.get("architectures")
+    if isinstance(class_name, str):
+        return [] if _NO_MODEL.fullmatch(class_name) else [class_name]
     return [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
 
 

@@ -278,8 +278,8 @@ def _up_to_step(folder: Folder) -> Iterator[Folder]:
 
 def other_step(folder: Folder) -> str:
     """Where to find another step, as advice; "" where the run's newest few others did not finish either."""
-    *_, own = _up_to_step(folder)
-    number, parent = step_number(own.name), own.parent
+    *_, name = _up_to_step(folder)
+    number, parent = step_number(name.name), name.parent
     if number is None or parent is None:
         return ""
     try:

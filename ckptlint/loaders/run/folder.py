@@ -34,19 +34,19 @@ def read_run(folder: Folder) -> RunFolder | None:
         (b178a3cd) writes the same file beside `global_step_%d`; dlrover (7c3e9648) `dlrover_latest.txt`; DeepSpeed
         (0.19) `latest`, which holds the name of the folder
     """
-    own = _step_folder(folder)
-    step = None if own is None else step_number(own.name)
-    if own is None or step is None:
+    step_folder = _step_folder(folder)
+    step = None if step_folder is None else step_number(step_folder.name)
+    if step_folder is None or step is None:
         return None
-    parent, like = own.parent, steps_like(own.name)
+    parent, like = step_folder.parent, steps_like(step_folder.name)
     prefix, tracked_always = (like[0], like[1].tracked) if like else ("", False)
-    number = own.name[len(prefix) :]
+    number = step_folder.name[len(prefix) :]
     digits = (like[1].digits or (len(number) if number.startswith("0") else 0)) if like else 0
     alone = RunFolder(step, (step,), prefix=prefix, digits=digits)
     if parent is None:
         return replace(alone, steps=(), unseen=_UNSEEN if tracked_always else "")
     try:
-        steps = {older.number: older.name for older in alike_steps(parent, own.name)}
+        steps = {older.number: older.name for older in alike_steps(parent, step_folder.name)}
         file, tracker = read_tracker(parent) if prefix else (None, None)
         alone = replace(alone, steps=tuple(sorted(steps)))
         if file is None and not tracked_always:

@@ -150,11 +150,11 @@ def with_step_files(whole: Found, ckpt: Checkpoint) -> Checkpoint:
     problems = [*ckpt.problems, *(lack for place in whole.accounts_for for lack in missing_parts(place))]
     whole_sets = {item.alike for item, (file, _) in read.items() if file.state == "read"}
     for item in survey.files:
-        file, own = read.get(item) or (item.reported(), [])
+        file, file_problems = read.get(item) or (item.reported(), [])
         files += [] if item.is_below else [file]
         # what no name says to be a pickle should be one where files beside it are that differ in a number alone
         is_foreign = file.state != "read" and item.alike not in whole_sets
-        problems += [problem for problem in own if not is_foreign or problem.kind in _KEPT]
+        problems += [problem for problem in file_problems if not is_foreign or problem.kind in _KEPT]
     problems += map(_unopened, survey.shut)
     if unread := survey.opened[len(read) :]:
         problems.append(_left_out(unread))
@@ -179,7 +179,7 @@ def folders_beside(step: Folder) -> list[Folder]:
     except CkptlintError:
         inside = []
     around = [place for name in places if name in inside and run is not None and (place := sub_folder(run, name))]
-    return [own for place in around if step.name in place.folders() and (own := sub_folder(place, step.name))]
+    return [sub for place in around if step.name in place.folders() and (sub := sub_folder(place, step.name))]
 
 
 def _survey(whole: Found, ckpt: Checkpoint) -> _Survey:
@@ -283,8 +283,8 @@ def _with_content(found: list[_File]) -> tuple[list[_File], list[_File]]:
     most = _HEADS[items[0].folder.is_near] if items else 0
     late, contents = items[most:], dict[_File, FileContent | None]()
     for folder, group in groupby(items[:most], lambda item: item.folder):
-        own = list(group)
-        for item, head in zip(own, folder.heads([item.name for item in own], HEAD), strict=True):
+        members = list(group)
+        for item, head in zip(members, folder.heads([item.name for item in members], HEAD), strict=True):
             if head is None:
                 late.append(item)
             else:
@@ -338,8 +338,8 @@ def _read_within_limits(opened: list[_File]) -> list[_Read]:
             if spent > _BYTES_LIMIT:
                 break
             try:
-                own, spent = isolated(partial(_read_all, [item], spent), item.input_bytes)
-                read += own
+                content, spent = isolated(partial(_read_all, [item], spent), item.input_bytes)
+                read += content
             except LimitError as error:
                 read.append((item.reported(), [from_error(error, item.label, why=_RESUME)]))
                 spent += item.input_bytes
@@ -469,6 +469,6 @@ def _moments_step(item: _File, found: TorchFile) -> int | None:
     Source:
         torch.optim.Adam (torch 1.13 to 2.13): `step` of each parameter, a tensor of one element
     """
-    states = (own.get("step") for own in found.root["state"].values() if isinstance(own, dict))
+    states = (state.get("step") for state in found.root["state"].values() if isinstance(state, dict))
     numbers = [number_in(ranges_of(item.folder, item.name), found, step) for step in islice(states, _MOMENTS)]
     return max((number for number in numbers if number is not None), default=None)

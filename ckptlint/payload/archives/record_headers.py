@@ -156,11 +156,11 @@ def _read_batch(folder: Folder, path: str, places: Sequence[RecordPlace], forms:
     by_length: dict[int, list[RecordPlace]] = {}
     for place in places:
         by_length.setdefault(place.length, []).append(place)
-    rest = [_read_alike(forms.setdefault(length, []), own, edges, found) for length, own in by_length.items()]
-    first = [own.pop(0) for own in rest if own]
+    rest = [_read_alike(forms.setdefault(length, []), alike, edges, found) for length, alike in by_length.items()]
+    first = [alike.pop(0) for alike in rest if alike]
     _read_singly(folder, path, first, edges, found, forms)  # for their forms
-    rest = [_read_alike(forms[own[0].length][-1:], own, edges, found) for own in rest if own]
-    _read_singly(folder, path, [place for own in rest for place in own], edges, found, forms)
+    rest = [_read_alike(forms[alike[0].length][-1:], alike, edges, found) for alike in rest if alike]
+    _read_singly(folder, path, [place for alike in rest for place in alike], edges, found, forms)
     return found
 
 
@@ -324,17 +324,19 @@ def _read_alike(
 def _read_form(form: _Form, places: list[RecordPlace], edges: dict[int, _Edges], found: Headers) -> list[RecordPlace]:
     pieces = [[piece for _, piece in edges[place.row].pieces] for place in places]
     lengths = [edge.length for edge in form.edges]
-    is_alike = np.array([[*map(len, own)] == lengths for own in pieces], bool)
+    is_alike = np.array([[*map(len, of_record)] == lengths for of_record in pieces], bool)
     columns = []
     for number, edge in enumerate(form.edges):
-        whole = b"".join(own[number] if ok else bytes(edge.length) for ok, own in zip(is_alike, pieces, strict=True))
+        whole = b"".join(
+            of_record[number] if ok else bytes(edge.length) for ok, of_record in zip(is_alike, pieces, strict=True)
+        )
         column = np.frombuffer(whole, np.uint8).reshape(len(places), edge.length)
         is_alike &= (column[:, edge.at] == edge.bytes).all(axis=1)
         columns.append(column)
     of_crcs, at = form.crcs
     crc = np.ascontiguousarray(columns[of_crcs][:, at[:, None] + np.arange(4)]).view("<u4")[:, :, 0].astype(np.int64)
     of_pickle, span = form.pickled
-    pickles = [own[of_pickle][span] if ok else b"" for ok, own in zip(is_alike, pieces, strict=True)]
+    pickles = [of_record[of_pickle][span] if ok else b"" for ok, of_record in zip(is_alike, pieces, strict=True)]
     recorded = crc[:, form.archive.pickled]
     sums = np.fromiter(map(zlib.crc32, pickles), np.int64, len(pickles))
     is_alike &= (recorded == 0) | (recorded == sums)

@@ -24,11 +24,11 @@ def render(report: Report, style: Style) -> str:
     lines = [_command("error", {"title": "ckptlint"}, sentence) for sentence in report.unread]
     for severity, command in _COMMANDS.items():
         found = [(part, group) for part in report.checkpoints for group in part.groups]
-        own = [_annotation(command, part, group) for part, group in found if group.lead.severity == severity]
-        if len(own) > SHOWN:
-            more = f"{plural(len(own) - SHOWN + 1, f'more {command}')}: the log of this step lists them"
-            own.insert(SHOWN - 1, _command(command, {"title": "ckptlint"}, more))
-        lines += own
+        annotations = [_annotation(command, part, group) for part, group in found if group.lead.severity == severity]
+        if len(annotations) > SHOWN:
+            more = f"{plural(len(annotations) - SHOWN + 1, f'more {command}')}: the log of this step lists them"
+            annotations.insert(SHOWN - 1, _command(command, {"title": "ckptlint"}, more))
+        lines += annotations
     for ckpt in (part.checkpoint for part in report.checkpoints):
         unseen = [f"{ckpt.path}: not known: {sentence}" for sentence in ckpt.unseen]
         lines += [_command("notice", {"title": "ckptlint"}, sentence) for sentence in unseen]

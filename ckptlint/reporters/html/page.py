@@ -234,10 +234,13 @@ def _steps(report: Report, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     around = [step_around(part.checkpoint) for part in report.checkpoints]
     rows, others = [], list(parts)
     for step, cells in zip(steps, step_rows(steps), strict=True):
-        own = [part for part, at in zip(parts, around, strict=True) if at is not None and at[0] == step.path]
-        others = [part for part in others if part not in own]
+        of_step = [part for part, at in zip(parts, around, strict=True) if at is not None and at[0] == step.path]
+        others = [part for part in others if part not in of_step]
         rows.append(
-            (cells, [(part["id"], part["path"].removeprefix(step.path).strip("/") or cells[0], part) for part in own])
+            (
+                cells,
+                [(part["id"], part["path"].removeprefix(step.path).strip("/") or cells[0], part) for part in of_step],
+            )
         )
     return {"columns": STEP_COLUMNS, "rows": rows, "others": others, "lines": step_lines(steps) if steps else []}
 
@@ -288,12 +291,12 @@ def _holdings(ckpt: Checkpoint, work: _Work) -> dict[str, Any] | None:
     ]
     most = max(1, *(size for size, _, _ in middle))
     rows, used, kinds = [], set[int](), set[str]()
-    for (label, own), (size, model, optimizer) in zip(shown, middle, strict=True):
-        cells = ranks.cells_of(contents, own[0], places)
+    for (label, members), (size, model, optimizer) in zip(shown, middle, strict=True):
+        cells = ranks.cells_of(contents, members[0], places)
         used.update(cells)
         counts = ((cells.count(i), name) for i, name in enumerate(ranks.STATE_NAMES))
         words = f"{label}: {', '.join(f'{count} {name}' for count, name in counts if count)}"
-        sizes = ranks.sizes_of(contents, own)
+        sizes = ranks.sizes_of(contents, members)
         parts = {"model": model, "optimizer": optimizer, "others": max(size - model - optimizer, 0)}
         shares = [(f"share-{kind}", part / most) for kind, part in parts.items() if part > 0]
         kinds.update(kind for kind, part in parts.items() if part > 0)
@@ -362,8 +365,8 @@ def _ranks(found: Iterable[Diagnostic]) -> set[int]:
     """The ranks that findings concern: those that they name, or the one in the file's name."""
     named: set[int] = set()
     for at in (item.finding.at for item in found):
-        own = at.ranks or (rank_of(at.file),)
-        named.update(rank for rank in own if rank is not None)
+        ranks = at.ranks or (rank_of(at.file),)
+        named.update(rank for rank in ranks if rank is not None)
     return named
 
 

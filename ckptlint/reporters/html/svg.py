@@ -177,7 +177,7 @@ def axis_chain(
             parts.append(boxes.link(before, after, f"{start}:{stop}"))
     states = chunk_states(ckpt, tensor)
     rows = [graph.nodes[node]["rows"] for node in shown]
-    parts += boxes.drawn([(*_node_texts(ckpt, tensor, own), _lost_kind(states[own])) for own in rows])
+    parts += boxes.drawn([(*_node_texts(ckpt, tensor, row), _lost_kind(states[row])) for row in rows])
     return _svg("".join(parts), boxes.width, boxes.height, "chain", label)
 
 

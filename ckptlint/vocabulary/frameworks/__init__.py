@@ -193,8 +193,8 @@ def merged(parts: list[World]) -> World:
     values: dict[str, Any] = {item.name: () for item in fields(World)} | {"keys": {}}
     for part in parts:
         for name, known in values.items():
-            own = getattr(part, name)
-            values[name] = known | own if isinstance(known, dict) else known + own
+            value = getattr(part, name)
+            values[name] = known | value if isinstance(known, dict) else known + value
     return World(**values)
 
 
