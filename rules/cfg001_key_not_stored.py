@@ -87,6 +87,7 @@ def _predicting(ckpt: Checkpoint, fit: Fit) -> Iterator[Finding]:
 
 
 def _finding(ckpt: Checkpoint, fit: Fit, doubt: str) -> Finding:
+    """One finding for all keys that are missing for one reason: named by role, layer or expert."""
     missing, tensors = fit.missing, fit.expected.tensors
     needed = sum(tensor.needed for tensor in tensors.values())
     whole = whole_layers(fit, set(missing))

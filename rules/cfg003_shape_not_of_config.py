@@ -103,6 +103,7 @@ def _dim(item: ShapeDifference, axis: int) -> str:
 
 
 def _finding(ckpt: Checkpoint, fit: Fit, items: list[ShapeDifference]) -> Finding:
+    """One finding for tensors that differ alike: by a factor, a transposition, padding, or another size."""
     lead = items[0]
     stored, expected = lead.tensor.global_shape, lead.expected.shape
     source, count, doubt = fit.expected.source, len(items), _doubt(fit, items)

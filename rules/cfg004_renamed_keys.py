@@ -133,6 +133,7 @@ def _unmerged(ckpt: Checkpoint, keys: list[str]) -> Finding:
 
 
 def _certain(ckpt: Checkpoint, fit: Fit) -> Iterator[Finding]:
+    """Words between the parts of a name that the model's own names lack, where these fit without them."""
     total = len(fit.pairing.stored) + len(fit.pairing.unknown)
     for words, count in fit.pairing.carried.items():
         shown = next(
@@ -168,6 +169,7 @@ def _words(name: str) -> frozenset[str]:
 def _finding(
     ckpt: Checkpoint, words: str, count: int, total: int, label: str, shown: str, confidence: Confidence
 ) -> Finding:
+    """The finding on a word that all or many keys carry."""
     is_twice = words == words[: len(words) // 2] * 2
     which = f"all {total:,} keys contain" if count == total else f"{count:,} of {total:,} keys contain"
     return Finding(

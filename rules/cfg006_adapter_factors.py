@@ -172,6 +172,7 @@ def _these(count: int) -> str:
 
 
 def _ranks(modules: list[Factors], tensors: dict[str, Tensor]) -> Iterator[Finding]:
+    """Factors whose inner sizes differ: rows of A and columns of B are both the adapter's rank."""
     for factors in modules:
         if not {"A", "B"} <= factors.keys.keys():
             continue

@@ -376,6 +376,7 @@ def _finding(
     why: str = "",
     hint: str = "",
 ) -> Finding:
+    """A finding on the adapter's configuration; by default a warning on the file."""
     return Finding(
         message,
         at=at or Location(file=ADAPTER_CONFIG),

@@ -96,6 +96,7 @@ def _unequal(ckpt: Checkpoint, tables: list[Param]) -> Iterator[Finding]:
 
 
 def _judged(ckpt: Checkpoint, param: Param, rows: int, base: int, tp: int, is_padded: bool) -> Iterator[Finding]:
+    """What rows that are not the declared ones may be: copies, one rank's part, missing or too much padding."""
     what = "the padded vocabulary" if is_padded else "the vocabulary"
     if rows % base == 0:
         times = rows // base

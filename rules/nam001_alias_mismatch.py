@@ -84,6 +84,7 @@ def _prefix(param: Param) -> str:
 
 
 def _alias(ckpt: Checkpoint, first: Param, second: Param) -> Finding:
+    """The finding on two names of one weight; which of the two is right is open where shapes differ."""
     a, b = first.tensor, second.tensor
     equal = a.global_shape == b.global_shape
     if a.volume < b.volume:

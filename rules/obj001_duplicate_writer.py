@@ -77,6 +77,7 @@ def _lists(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def _finding(ckpt: Checkpoint, same: list[Duplicate]) -> Finding:
+    """The finding on one key that several ranks planned to write."""
     first = same[0]
     ranks = f"ranks {join_words([*map(str, first.ranks)])}" if len(first.ranks) < 4 else named_ranks(first.ranks)
     all_ = "both" if len(first.ranks) == 2 else "all"

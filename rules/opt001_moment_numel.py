@@ -44,6 +44,7 @@ def moment_numel(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def _misfit(ckpt: Checkpoint, misfit: StateMismatch, state: OptimizerState) -> Finding:
+    """The finding on a state; how sure it is depends on who else deviates alike, and by which axis."""
     ratio = f"{misfit.quotient} of them" if misfit.quotient < 1 else f"{misfit.quotient} times as many"
     elements = (
         f"{misfit.elements:,} elements" if len(misfit.states) == 1 else f"{misfit.elements:,} with its other half"

@@ -64,6 +64,7 @@ def state_coverage(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def _orphans(ckpt: Checkpoint, inventory: Inventory, stateful: set[Param]) -> Iterator[Finding]:
+    """States whose parameter is not stored, though the states of its layer are complete."""
     known = {parse(entry.fqn).path for entry in ckpt.byte_objects}
     layers_of: dict[str, list[int]] = defaultdict(list)
     for param in inventory.params:
@@ -136,6 +137,7 @@ class _Gap:
 def _gaps(
     ckpt: Checkpoint, inventory: Inventory, stateful: set[Param], trained: set[str]
 ) -> Iterator[tuple[Finding, list[Param]]]:
+    """Parameters without state in blocks where others have some, by layer, and what else explains them."""
     blocks: dict[tuple[tuple[str, ...], str], list[Param]] = defaultdict(list)
     for param in inventory.params:
         if not _is_buffer(param):
@@ -205,6 +207,7 @@ def _gap(without: list[int], present: list[int]) -> _Gap:
 
 
 def _layers(ckpt: Checkpoint, block: str, gap: _Gap, lost: list[Param], count: int, trained: set[str]) -> Finding:
+    """The finding on whole layers without state; a warning where the job says that it trains them."""
     named = [param for param in lost if param.key.path in trained]
     frozen = not named and (gap.is_bottom or not gap.is_stage)
     numbers = ranges(gap.layers)

@@ -96,6 +96,7 @@ def _kinds(chain: tuple[str, ...], sizes: Mapping[str, AxisSize], has_experts: b
 def _set(
     chain: tuple[str, ...], found: Mapping[int, str], kinds: list[_Kind], sizes: Mapping[str, AxisSize]
 ) -> Iterator[Finding]:
+    """What is wrong with the numbers of the groups of one optimizer: gaps, or another count than the mesh has."""
     numbers = sorted(found)
     name = ".".join(chain) or "the optimizer"
     if any(numbers == list(range(kind.count)) for kind in kinds):
@@ -140,6 +141,7 @@ def _finding(
     severity: Severity | None,
     notes: tuple[Note, ...],
 ) -> Finding:
+    """The finding on the groups of an optimizer, at the first key beside a gap."""
     numbers = sorted(found)
     extra = [number for number in numbers if kind is not None and number >= kind.count]
     odd = f"{ranges(missing)} {verb(len(missing), 'is')} missing" if missing else f"{ranges(extra)} too many"

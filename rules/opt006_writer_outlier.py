@@ -50,6 +50,7 @@ def writer_outlier(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def _finding(ckpt: Checkpoint, state: OptimizerState, param: Param, count: int, is_full: bool) -> Finding:
+    """The finding on a state that is one chunk; info where it holds as much as its parameter."""
     row = int(state.tensor.layout.live.argmax())
     in_state, of = f"{state.tensor.volume:,}", f"{param.tensor.volume:,}"
     return Finding(

@@ -74,6 +74,7 @@ def _odd(
 
 
 def _against_model(ckpt: Checkpoint, file: str, optimizer: OptimizerFile) -> Iterator[tuple[str, str, bool]]:
+    """Where the moments of an optimizer's file are not those of the tensors beside it, by names or by shapes."""
     moments = {
         param: shape
         for param, states in optimizer.shapes.items()

@@ -72,6 +72,7 @@ def _odd(payload: PayloadTable, tensor: Tensor) -> list[int]:
 
 
 def _compare(payload: PayloadTable, tensor: Tensor, row: int) -> _Mismatch | None:
+    """Where the header of a record differs from what the metadata says of its chunk; None where it agrees."""
     record = int(tensor.chunks.record[row])
     content = payload.of(record)
     sizes = tuple(tensor.layout.sizes[row].tolist())
@@ -104,6 +105,7 @@ def _is_packed(tensor: Tensor, content: RecordContent, sizes: tuple[int, ...]) -
 
 
 def _finding(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, found: list[_Mismatch]) -> Finding:
+    """The finding on the chunks of a tensor whose records say something else."""
     first = found[0]
     box = tensor.layout.box(first.row)
     record = int(tensor.chunks.record[first.row])

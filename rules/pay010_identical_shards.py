@@ -114,6 +114,7 @@ def _may_repeat(ckpt: Checkpoint, key: Key) -> bool:
 
 
 def _chunks(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, pairs: list[tuple[int, int]]) -> Finding:
+    """The finding on chunks of one tensor with equal bytes."""
     row, earlier = pairs[0]
     box, other = tensor.layout.box(row), tensor.layout.box(earlier)
     record = int(tensor.chunks.record[row])
@@ -199,6 +200,7 @@ def _is_of_all(pairs: _Pairs, count: int) -> bool:
 
 
 def _experts(ckpt: Checkpoint, payload: PayloadTable, pairs: _Pairs, is_built: bool) -> Finding:
+    """The finding on experts with equal bytes."""
     tensor = pairs[0][0]
     repeating, repeated = ranges(p[1] for p in pairs), ranges(p[2] for p in pairs)
     record = int(tensor.chunks.record.max())

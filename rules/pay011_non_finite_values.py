@@ -94,6 +94,7 @@ def _is_mask(payload: PayloadTable, tensor: Tensor) -> bool:
 def _finding(
     ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, rows: IntArray, broken: Collection[str]
 ) -> Finding:
+    """The finding on chunks of a tensor that hold NaN or infinity."""
     records = tensor.chunks.record[rows]
     row, record = int(rows[0]), int(records[0])
     box = tensor.layout.box(row)

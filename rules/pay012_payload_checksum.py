@@ -55,6 +55,7 @@ def payload_checksum(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def _whole(file: str, damage: Damage) -> Finding:
+    """The finding on a file that its list of checksums denies, or does not name."""
     recorded, source = damage.recorded[8:20], damage.recorded[76:]
     if damage.computed == "unlisted":
         return Finding(
@@ -90,6 +91,7 @@ def _beside(file: str, damages: list[Damage]) -> Finding:
 
 
 def _records(ckpt: Checkpoint, file: str, damages: list[Damage]) -> Finding:
+    """The finding on the records of a file whose checksums differ; zeros in them show a lost write."""
     first = min(damages, key=lambda damage: int(ckpt.records.byte_offset[damage.record]))
     _, start, length = ckpt.byte_range_of(first.record)
     names = list(dict.fromkeys(ckpt.records.name(damage.record) for damage in damages))

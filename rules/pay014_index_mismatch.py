@@ -182,6 +182,7 @@ _TIED = ("embedding", "output")
 
 
 def _without_index(ckpt: Checkpoint, stored_keys: KeysByFile) -> Iterator[Finding]:
+    """Keys in two files of one model, and several files that no index joins."""
     homes: dict[str, list[str]] = defaultdict(list)
     for file, present in stored_keys.items():
         for key in present:

@@ -171,6 +171,7 @@ def _constant(
     added: frozenset[_Layer],
     dead: frozenset[int],
 ) -> Iterator[Finding]:
+    """Weights that are one value, each judged beside the same weight of other layers."""
     odd, usual = [part for part in parts if part.value >= 0], [part for part in parts if part.value < 0]
     if not odd or not usual:
         return
@@ -363,6 +364,7 @@ def _chunks(
     rows: IntArray,
     dead: frozenset[int],
 ) -> Finding:
+    """The finding on chunks that are one value in a tensor that is not."""
     layout = part.param.tensor.layout
     box = layout.box(int(rows[0]))
     where = f"chunk {box}{{of}} holds" if len(rows) == 1 else f"{len(rows):,} chunks{{of}}, the first {box}, hold"

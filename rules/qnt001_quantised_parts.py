@@ -124,6 +124,7 @@ def _is_asked(found: Quantisation, scheme: Scheme, part: Part) -> bool:
 
 
 def _lacks(found: Quantisation, scheme: Scheme, lost: list[QuantisedWeight], parts: list[Part]) -> Finding:
+    """One finding for all weights of a scheme that lack the same parts."""
     total = sum(one.scheme is scheme for one in found.weights)
     is_needed = any(part.needed or _is_asked(found, scheme, part) for part in parts)
     is_declared = found.declared is not None and scheme in found.declared.schemes

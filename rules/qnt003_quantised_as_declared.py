@@ -89,6 +89,7 @@ def _undeclared(ckpt: Checkpoint, found: Quantisation) -> Iterator[Finding]:
 
 
 def _other(ckpt: Checkpoint, found: Quantisation, declared: Declaration) -> Iterator[Finding]:
+    """Weights in full precision, or of another scheme, where the configuration declares one."""
     wide = [
         tensor
         for tensor in ckpt.tensors.values()

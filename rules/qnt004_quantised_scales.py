@@ -156,6 +156,7 @@ def _most(payload: PayloadTable, tensor: Tensor) -> float | None:
 def _finding(
     tensors: list[Tensor], message: str, group: str, confidence: Confidence = "certain", inferred_from: str = ""
 ) -> Finding:
+    """One finding for all tensors with the same fault."""
     keys = [tensor.fqn for tensor in tensors]
     return Finding(
         message,

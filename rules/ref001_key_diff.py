@@ -86,6 +86,7 @@ def _finding(
     notes: tuple[Note, ...],
     is_absent: bool,
 ) -> Finding:
+    """The finding on a key, or on some of its layers or experts, that one side alone has."""
     entry = single.entry
     what = " ".join(part for part in (entry.dtype, shape_text(entry.shape) if entry.shape is not None else "") if part)
     if is_absent:
@@ -161,6 +162,7 @@ def _counted(found: KeyComparison) -> tuple[Note, ...]:
 
 
 def _unpaired(ckpt: Checkpoint, reference: Reference, found: KeyComparison) -> Finding:
+    """The finding that the two sides name their keys differently, so that most have no counterpart."""
     paired = len({pair.expected.fqn for pair in found.pairs})
     named = sum(count for kind, count in found.expected.items() if kind not in found.lacking)
     return Finding(

@@ -113,6 +113,7 @@ def _held(tensor: Tensor) -> int:
 
 
 def _finding(ckpt: Checkpoint, subject: str, part: str, total: _Sum, factor: int, parts: dict[str, _Sum]) -> Finding:
+    """The finding on a part of the model that is a whole factor smaller than the reference."""
     sizes = [
         f"{label} {human_bytes(inner.stored)} of {human_bytes(inner.expected)}"
         for label, inner in sorted(parts.items(), key=lambda item: item[1].stored - item[1].expected)

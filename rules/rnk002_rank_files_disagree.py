@@ -33,6 +33,7 @@ def rank_files_disagree(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def _finding(item: Disagreement) -> Finding:
+    """The finding on something that rank files say differently; the fewest are named."""
     fewest, files = item.says[-1]
     others = sum(len(found) for value, found in item.says[:-1])
     shown = first_names(files, _SHOWN)

@@ -70,6 +70,7 @@ def _is_stack_of_blocks(layers: Layers) -> bool:
 
 
 def _gaps(ckpt: Checkpoint, block: Block, numbers: dict[Block, set[int]]) -> Iterator[Finding]:
+    """Numbers of layers that are missing between or behind the stored ones."""
     present = sorted(numbers[block])
     missing = set(range(min(present[-1], _LIMIT) + 1)) - numbers[block]
     for other, others in numbers.items():  # split models: each block has numbers of its own

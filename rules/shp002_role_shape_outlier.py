@@ -57,6 +57,7 @@ def _shape(item: Outlier, usual: tuple[int, ...], is_unmatched: bool) -> Finding
 
 
 def _finding(item: Outlier, sentence: str, usual: str, notes: tuple[Note, ...]) -> Finding:
+    """The finding on a parameter that differs from the same one of other layers."""
     number = item.others
     return Finding(
         f"{sentence}, but {usual} in {plural(number, 'other layer')}",

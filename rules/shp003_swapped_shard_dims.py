@@ -72,6 +72,7 @@ def swapped_shard_dims(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def _finding(ckpt: Checkpoint, swap: Swap) -> Finding:
+    """The finding on a weight whose sizes are swapped by the factor of its shards."""
     param, tensor = swap.param, swap.param.tensor
     factors = swap_factor(param, swap.expected)
     assert factors is not None

@@ -91,6 +91,7 @@ def local_as_global(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def _finding(ckpt: Checkpoint, local: Local) -> Finding:
+    """The finding on an axis that is one rank's part, or copies end to end."""
     size, expected, tensor = local.size, local.expected, local.param.tensor
     places = axis_factor(tensor, local.axis)
     k = max(size, expected) // min(size, expected)
@@ -151,6 +152,7 @@ def _short(ckpt: Checkpoint, param: Param, small: int, partner: Param, other: in
 
 
 def _from_reference(ckpt: Checkpoint) -> Iterator[Local]:
+    """Axes that are a factor too short, or replicas a factor too long, by the shapes of the reference."""
     shapes = reference_shapes(ckpt)
     for param in inventory_of(ckpt).params if shapes else ():
         shape, whole = param.tensor.global_shape, shapes.get(param.tensor.fqn)
@@ -228,6 +230,7 @@ def _from_components(ckpt: Checkpoint) -> Iterator[Local]:
 
 
 def _from_partners(ckpt: Checkpoint) -> Iterator[Local]:
+    """Axes that are a factor too short by what the partner projection of the same family takes or gives."""
     said = {number(trusted(ckpt), name) for name in ("ffn", "moe_ffn")} - {None}
     for family in families(ckpt):
         if family.hidden is None or family.is_latent:

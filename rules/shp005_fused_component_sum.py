@@ -51,6 +51,7 @@ Found = tuple[Finding, tuple[Param, ...]]
 
 
 def _halves(ckpt: Checkpoint) -> Iterator[Found]:
+    """Halves of a gated projection that are alone, or of unequal shape."""
     by_path = {(param.key.scope, param.key.path): param for param in inventory_of(ckpt).params}
     for (scope, path), param in by_path.items():
         component = param.key.component
@@ -99,6 +100,7 @@ def _odd_half(param: Param, other: Param) -> Finding:
 
 
 def _components(ckpt: Checkpoint) -> Iterator[Found]:
+    """Parts of a linear attention that must have equal rows and have not."""
     homes: dict[tuple[object, ...], dict[tuple[str, str], Param]] = defaultdict(dict)
     for param in inventory_of(ckpt).params:
         key = param.key
@@ -165,6 +167,7 @@ def _attention(ckpt: Checkpoint) -> Iterator[Found]:
 
 
 def _heads(ckpt: Checkpoint, family: ProjectionFamily, query: Param, key: Param, value: Param) -> Iterator[Found]:
+    """Rows of key and value that differ, and rows of the query that are no multiple of the key's."""
     rows = {name: param.own_shape[0] for name, param in (("query", query), ("key", key), ("value", value))}
     notes: tuple[Note, ...] = (("rows", ", ".join(f"{name} {size:,}" for name, size in rows.items())),)
     out = family.weights.get("attn_out", [])

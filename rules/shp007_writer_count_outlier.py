@@ -40,6 +40,7 @@ def writer_count_outlier(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def _outliers(ckpt: Checkpoint, tensors: list[Tensor]) -> Iterator[Finding]:
+    """Large tensors in one chunk among many alike that are split."""
     if len(tensors) <= _MEMBERS:
         return
     counts = [int(tensor.layout.live.sum()) for tensor in tensors]

@@ -51,6 +51,7 @@ def _place(copy: Param) -> tuple[tuple[str, ...], str]:
 
 
 def _shape(name: str, param: Param, copy: Param) -> Finding:
+    """The finding on a second copy of the model with another shape."""
     sizes, copy_sizes = param.tensor.global_shape, copy.tensor.global_shape
     quotients = [
         f"dim {axis}: {Fraction(b, a)}"

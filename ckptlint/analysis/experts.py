@@ -95,6 +95,7 @@ def owners_note(ckpt: Checkpoint, experts: set[int], total: int) -> tuple[Note, 
 
 
 def _roles(params: list[Param], hidden: int | None) -> list[ExpertRole]:
+    """The weights of the experts of a layer; a stack of experts in one key counts as many as its rows say."""
     by_role: dict[str, list[Param]] = defaultdict(list)
     for param in params:
         is_expert = param.expert_axis is not None or (param.key.in_experts and param.key.expert is not None)

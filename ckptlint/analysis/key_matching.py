@@ -198,6 +198,7 @@ def _holds_none(ckpt: Checkpoint, kind: EntryKind, mine: Mapping[KeyFamily, list
 def _compare_kind(
     result: KeyComparison, expected: dict[KeyFamily, list[KeyEntry]], stored: dict[KeyFamily, list[KeyEntry]]
 ) -> None:
+    """Compare the key families of one kind: shared ones, then those that were renamed, then what is left on a side."""
     shared = [family for family in expected if family in stored]
     lost = {family: entries for family, entries in expected.items() if family not in stored}
     extra = {family: entries for family, entries in stored.items() if family not in expected}

@@ -152,6 +152,7 @@ def _inner(param: Param, hidden: int) -> int | None:
 
 
 def _mlp(family: ProjectionFamily) -> Iterator[_Mismatch]:
+    """Halves of unequal shape, and a second projection that does not take what the first gives."""
     assert family.hidden is not None
     hidden = family.hidden.size
     firsts, seconds = _weights(family, "mlp_in"), _weights(family, "mlp_out")
@@ -185,6 +186,7 @@ def _mlp(family: ProjectionFamily) -> Iterator[_Mismatch]:
 
 
 def _attention(family: ProjectionFamily) -> Iterator[_Mismatch]:
+    """A projection that is transposed, and an output that takes other than what query, key and value give."""
     assert family.hidden is not None
     hidden = family.hidden.size
     found = [_weights(family, function) for function in ("q", "k", "v", "attn_out")]

@@ -294,6 +294,7 @@ def _method(found: Mapping[str, Any]) -> str:
 
 
 def _understood(file: str, method: str, found: Mapping[str, Any]) -> Declaration:
+    """What a quantisation config declares: schemes, options of each group, and what it leaves unquantised."""
     groups = found.get("config_groups")
     parts = [group for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else [found]
     meant: dict[Scheme, None] = {}

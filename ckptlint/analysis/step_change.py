@@ -133,6 +133,7 @@ def _by_role(fqns: Iterable[str]) -> dict[str, list[str]]:
 def _gone(
     was: Mapping[str, StoredKey], now: Mapping[str, StoredKey], after: Mapping[str, list[str]]
 ) -> Iterator[Change]:
+    """Keys that the older step has and this one lacks, by role, with what speaks for an intended change."""
     kinds = {parse(fqn).kind for fqn in now}
     states = {state for fqn in now if (state := _state(fqn))}
     params = {param for _, param in states}
@@ -180,6 +181,7 @@ def _state(fqn: str) -> tuple[str, str] | None:
 
 
 def _altered(was: Mapping[str, StoredKey], now: Mapping[str, StoredKey]) -> Iterator[Change]:
+    """Shared keys whose shape, dtype or number of chunks changed, by role."""
     shared = [fqn for fqn in was if fqn in now]
     by_role = _by_role(shared)
     kind_of = {name: _dtype_family(fqns[0]) for name, fqns in by_role.items()}

@@ -108,6 +108,7 @@ def _reaches(value: object, most: int) -> bool:
 
 
 def _build(config: dict[str, Any]) -> dict[str, list[int]]:
+    """Key -> shape as `save_pretrained` of the declared class would write it, built without memory."""
     import torch
     import transformers
     from transformers.core_model_loading import revert_weight_conversion

@@ -68,6 +68,7 @@ def mistral_models(params: Mapping[str, Any], source: str = "params.json") -> tu
 
 
 def _language(sizes: Mapping[str, int], experts: int, tied: bool) -> NamedTensors:
+    """The tensors of the language model, as `params.json` sizes them."""
     table = _tensor(sizes, "vocab_size", "dim")
     yield "tok_embeddings.weight", table
     for layer in range(sizes["n_layers"]):
@@ -100,6 +101,7 @@ def _language(sizes: Mapping[str, int], experts: int, tied: bool) -> NamedTensor
 
 
 def _vision(vision: Mapping[str, Any], sizes: Mapping[str, int], dim: int) -> NamedTensors:
+    """The tensors of the vision encoder and of its adapter to the language model."""
     both = {**{f"vision_encoder.{name}": size for name, size in sizes.items()}, "dim": dim}
     hidden, inner = "vision_encoder.hidden_size", "vision_encoder.intermediate_size"
     patch = "vision_encoder.patch_size"

@@ -102,6 +102,7 @@ def _gaps(intervals: list[list[int]], size: int) -> list[tuple[int, int]]:
 
 
 def _add_axis(graph: nx.DiGraph[str], ckpt: Checkpoint, tensor: Tensor, axis: int) -> None:
+    """Add a node for each interval of an axis, and for each gap between them, and the edges from one to the next."""
     intervals, states = axis_graph(tensor.layout, axis), chunk_states(ckpt, tensor)
     size = tensor.global_shape[axis]
     nodes = sorted(intervals)

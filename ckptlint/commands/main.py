@@ -123,6 +123,7 @@ def main() -> None:
 
 
 def _main() -> None:
+    """Run the command line; each error becomes one sentence on stderr and its exit code."""
     from ckptlint.commands.shared import say
 
     try:

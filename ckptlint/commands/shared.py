@@ -49,6 +49,7 @@ def check_options(but: Collection[str] = ()) -> Callable[[Callable[..., Any]], C
 
 
 def _option(option: CheckOption) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The click option for a row of `OPTIONS`."""
     kind: click.Choice[str] | click.IntRange | None = None
     if option.choices:
         kind = click.Choice(option.choices)

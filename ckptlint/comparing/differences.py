@@ -112,6 +112,7 @@ def differences(old: Mapping[str, Checkpoint], new: Mapping[str, Checkpoint], la
 
 
 def _compare(old: Checkpoint, new: Checkpoint, layout: bool) -> tuple[int, list[Difference]]:
+    """How many keys both sides have, and what differs: keys that went, came or changed names, kinds, shapes, chunks."""
     before, after = _items(old), _items(new)
     shared = [key for key in before if key in after]
     found = list(_renamed(old, new, [k for k in before if k not in after], [k for k in after if k not in before]))

@@ -55,6 +55,7 @@ def locate_differences(
 
 
 def _with_differences(match: Match, sides: tuple[Side, Side], holders: _Holders) -> Match:
+    """A match of tensors that differ, with the rows and columns where they do, by the hashes of both."""
     dtype = common(*sides)
     if not dtype:
         return match
@@ -101,6 +102,7 @@ def _shown(rows: IntArray) -> str:
 
 
 def _of_chunks(rows: IntArray, columns: IntArray, stored: TensorBytes | None) -> str:
+    """The chunks whose every element differs and that cover all that does; "" where it is not so."""
     if stored is None or not stored.shape or len(stored.tensor.chunks) < 2:
         return ""
     tensor, shape = stored.tensor, stored.shape

@@ -350,6 +350,7 @@ def _merged(
 
 
 def _verdict(match: Match, change: _Change, target: _Target) -> Match:
+    """Whether a weight is the base with the adapter merged into it, not at all, twice, or by another factor."""
     volume = prod(target.shape)
     if not change.far:
         return replace(match, relation="merged", is_proven=True, what="", notes=(), change=match.change)

@@ -169,6 +169,7 @@ def _is_scaled(sums: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
 def _verdict(
     seen: _Seen, names: tuple[tuple[str, ...], tuple[str, ...]], quantised: Quantised, is_transposed: bool
 ) -> Match:
+    """Whether quantised weights are those of the other side: each within half a step of its code."""
     slices, per, _ = matrix(quantised.shape)
     scheme = quantised.scheme + (", transposed" if is_transposed else "")
     if seen.rows < slices * per:

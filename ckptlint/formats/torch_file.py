@@ -114,6 +114,7 @@ def _read(
     read_bare: Callable[[bytes], Unpickled] = read_state,
     without_content: type[UnreadableError] = UnreadableError,
 ) -> TorchFile:
+    """A file of `torch.save`: an archive, the legacy stream, or a bare pickle."""
     [head] = read([(0, min(size, _HEAD))])
     if not head:
         raise without_content("is empty (0 bytes)", 0)
@@ -414,6 +415,7 @@ class _Reading:
         return made
 
     def _new_mesh(self, state: dict[str, Any]) -> Mesh | None:
+        """The mesh that a DeviceMesh states; None where it holds no tensor of ranks."""
         names = state.get("_mesh_dim_names", state.get("mesh_dim_names"))
         names = tuple(map(printable, names)) if isinstance(names, tuple) and all(map(_is_text, names)) else ()
         at = _tuple(state.get("_coordinate_on_dim"))

@@ -130,6 +130,7 @@ def draw(
 def _drawn(
     ckpt: Checkpoint, grid: Grid, marked: Sequence[Box], ascii_only: bool, width: int, paint: Callable[[str], str]
 ) -> list[str]:
+    """The lines of a map: labels, a row of cells for each interval, and the legend."""
     labels = [_labels(grid.columns)] if grid.down is None else [_labels(grid.columns), _labels(grid.rows)]
     side = 0 if grid.down is None else max(map(len, labels[1])) + 1
     longest = max(map(len, labels[0]))
@@ -258,6 +259,7 @@ def _marker(grid: Grid, marked: Sequence[Box], cell: int, width: int) -> list[st
 def _legend_lines(
     ckpt: Checkpoint, grid: Grid, states: StateArray, width: int, paint: Callable[[str], str]
 ) -> list[str]:
+    """Which letter is which file; chunks that are lost each on a line."""
     items = {
         row: f"{letter} {ckpt.chunk_file(grid.tensor, row) or 'stored nowhere'}" for row, letter in grid.legend.items()
     }

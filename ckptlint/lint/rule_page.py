@@ -124,6 +124,7 @@ def _cases(fixture: Path) -> list[dict[str, Any]]:
 
 
 def _facts(case: dict[str, Any]) -> Iterator[str]:
+    """What a case of a fixture holds, a line for each thing, as the page of its rule shows it."""
     for fqn, tensor in case.get("tensors", {}).items():
         chunks = " | ".join(tensor["chunks"]) if "chunks" in tensor else "whole"
         yield f"{fqn} {tensor.get('dtype', 'float32')} {tensor['shape']}: {chunks or 'no chunk'}"

@@ -178,6 +178,7 @@ def _table(file: Path) -> dict[str, Any] | None:
 
 
 def _settings(file: Path, table: dict[str, Any], unread: tuple[str, ...]) -> Settings:
+    """The settings of a table; a key or a value that nobody knows is an error that names it."""
     name = str(file)
     options: dict[str, Any] = {}
     for key, value in table.items():

@@ -278,6 +278,7 @@ def uninstall() -> None:
 
 
 def _live(timeout: float, backend: str, max_ctas: int) -> Live:
+    """Join the ranks of this job into a group for checks of their own, on CPU or GPU as the job is."""
     import torch.distributed as dist
 
     if rank_and_world()[1] == 1:

@@ -347,6 +347,7 @@ def _local(
 
 
 def _rows(rank_chunks: Sequence[Any], seeds: list[int], patterns: Sequence[str]) -> _Rows:
+    """What a seal needs of each chunk here: digest and elements, or the reason why it has none."""
     import torch
 
     from ckptlint.live.collect.tensor_digest import Chunk, elem_digests, freed_bytes

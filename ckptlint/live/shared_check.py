@@ -106,6 +106,7 @@ class SharedCheck:
     def _checkpoints(
         self, path: str, all_steps: bool, depth: Depth, reading: ReadOptions | None
     ) -> Iterator[tuple[Found, Checkpoint]]:
+        """Rank 0 reads each checkpoint, and all ranks compare what they see of its files."""
         view = self._settled(path, all_steps)
         if view.problems:
             # each sees something else: the reading cannot be shared

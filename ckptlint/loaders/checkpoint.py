@@ -93,6 +93,7 @@ def _times(folder: Folder, ckpt: Checkpoint) -> SaveTimes:
 
 
 def _open(found: Found, look_at_files: bool) -> Checkpoint:
+    """Read a checkpoint in a child process; one that breaks a limit is a problem of the checkpoint."""
     recognised, folder = found.recognised, found.folder
     if recognised is None:
         return read_checkpoint(found, look_at_files)

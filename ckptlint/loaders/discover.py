@@ -153,6 +153,7 @@ class _Walk:
     def _steps(
         self, folder: Folder, numbers: dict[str, int], steps: WhichSteps, levels: int, in_step: bool
     ) -> list[Found]:
+        """The checkpoints of the steps of a run: the newest of each series that is finished, or all."""
         alike: dict[str, list[str]] = defaultdict(list)
         for name in numbers:
             alike[re.sub("[-_]", "", numberless(name))].append(name)

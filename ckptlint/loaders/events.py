@@ -98,6 +98,7 @@ def events(
 
 
 def _look(run: Folder, memory: _Memory, stale: float, is_last: bool = False) -> list[Event]:
+    """What happened in a run since the last look: steps that finished, stalled, vanished or are in trouble."""
     numbers = {step.name: step.number for step in reversed(steps_in_run(run)) if step.is_folder}
     names = [*numbers]
     for gone in {*memory.sizes, *memory.trouble} - {"", *names}:

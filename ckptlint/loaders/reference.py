@@ -148,6 +148,7 @@ def manifest_text(
 
 
 def _manifest(folder: Folder, name: str, source: str) -> Reference:
+    """The reference of a manifest, or of the index of a safetensors model."""
     document = _json(folder, name)
     if "weight_map" in document:
         return _index_file(folder, name, source)

@@ -217,6 +217,7 @@ def _broken(
 
 
 def _problem(ckpt: Checkpoint, file: int, broken: Sequence[tuple[int, UnreadableError]]) -> Problem:
+    """The problem of a file whose records could not be read, at the first of them."""
     row, error = min(broken, key=lambda item: int(ckpt.records.byte_offset[item[0]]))
     name, fqn = ckpt.files[file].name, ckpt.records.name(row)
     limit = isinstance(error, LimitError)

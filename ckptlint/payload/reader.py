@@ -203,6 +203,7 @@ class Reader:
     # ------------------------------------------------------------ depth `headers`
 
     def _read_headers(self, rows: IntArray) -> None:
+        """Read the headers of records, file by file, and note what each says it holds."""
         records = self.ckpt.records
         self.meter = Meter("records", len(rows))
         tasks = {

@@ -77,6 +77,7 @@ def make_plan(ckpt: Checkpoint, asked: PlanRequest) -> Plan:
 
 
 def _exact(ckpt: Checkpoint, to: str, asked: PlanRequest) -> Job:
+    """The job of a plan that torch itself makes, for a model that the user names."""
     from ckptlint.planning.exact import axes_of, exact_job
 
     world, mesh = asked.world, asked.mesh
@@ -98,6 +99,7 @@ def _exact(ckpt: Checkpoint, to: str, asked: PlanRequest) -> Job:
 
 
 def _quick(ckpt: Checkpoint, to: str | None, world: int | None) -> Job:
+    """The job of a plan from sizes of axes; without any, the layout that saved."""
     if to is not None:
         job = quick_job(ckpt, to)
         if world not in (None, job.world):

@@ -337,6 +337,7 @@ def _optimizer_keys(ckpt: Checkpoint) -> tuple[str, ...]:
 
 
 def _optimizer(change: _Change) -> Iterator[Constraint]:
+    """Whether Megatron-LM loads the optimizer state into the other layout, by its form and version."""
     form = form_of(change.ckpt)
     keys = _optimizer_keys(change.ckpt)
     if "optim" in change.give_up:

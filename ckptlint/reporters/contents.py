@@ -134,6 +134,7 @@ def no_tensor(checkpoints: Sequence[Checkpoint], name: str) -> str:
 
 
 def _facts(ckpt: Checkpoint, ranks: bool, style: Style) -> Iterator[str]:
+    """Topology, bytes by dtype, and records that are not known to be there."""
     if ckpt.partial:
         yield from style.wrap(f"partial: {ckpt.partial}", "    ", "  ")
     if ckpt.topology:
@@ -169,6 +170,7 @@ def _tree(tensors: Iterable[Tensor], style: Style) -> Iterator[str]:
 
 
 def _branches(node: Branch, indent: str, style: Style) -> Iterator[str]:
+    """The tree of keys below a node; branches that are equal but for a number are drawn once."""
     folded = _folded(node)
     bar, tee, corner = ("|  ", "|- ", "`- ") if style.ascii_only else ("│  ", "├─ ", "└─ ")
     for i, (name, child, count) in enumerate(folded):
@@ -252,6 +254,7 @@ def _alike(ckpt: Checkpoint, tensors: Iterable[Tensor]) -> list[tuple[Tensor, li
 
 
 def _map(ckpt: Checkpoint, tensor: Tensor, names_alike: list[str], style: Style) -> Iterator[str]:
+    """A tensor with its chunk map around the first chunk that is lost."""
     about = f"{tensor.dtype} {shape_text(tensor.global_shape)}, {plural(chunk_count(tensor), 'chunk')}"
     name = broken(tensor.fqn, style.width)
     is_short = len(name) == 1 and len(name[0]) + len(about) + 2 <= style.width
@@ -277,6 +280,7 @@ def _map(ckpt: Checkpoint, tensor: Tensor, names_alike: list[str], style: Style)
 
 
 def _checkpoint(ckpt: Checkpoint, pattern: str | None) -> dict[str, Any]:
+    """A checkpoint for `show --format json`."""
     grids = {(key, shape): len(rows) for key, shape, rows in ckpt.objects.rows_by_grid()}
     return {
         "path": ckpt.path,
@@ -299,6 +303,7 @@ def _checkpoint(ckpt: Checkpoint, pattern: str | None) -> dict[str, Any]:
 
 
 def _tensor(ckpt: Checkpoint, tensor: Tensor, with_chunks: bool) -> dict[str, Any]:
+    """A tensor for `show --format json`; with a pattern its chunks and the files that hold them, too."""
     cuts = degrees(tensor)
     described: dict[str, Any] = {
         "fqn": tensor.fqn,

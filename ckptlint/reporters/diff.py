@@ -54,6 +54,7 @@ def diff_verdict(found: Diff) -> tuple[str, str]:
 
 
 def _grouped(items: list[Difference], style: Style) -> list[str]:
+    """A line for each difference; keys that differ alike are folded into one."""
     alike: dict[tuple[str, ...], list[Difference]] = defaultdict(list)
     for item in items:
         alike[role(starred(item.key)), item.old, item.new, role(starred(item.other))].append(item)

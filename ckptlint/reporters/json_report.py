@@ -68,6 +68,7 @@ def sampled(report: Report) -> str | None:
 
 
 def _checkpoint(report: Report, part: CheckpointReport) -> dict[str, Any]:
+    """A checkpoint of the report, as report.schema.json describes it."""
     ckpt, groups = part.checkpoint, [*part.groups, *part.ignored_groups]
     numbers = {id(item): n for n, item in enumerate(item for group in groups for item in group.members)}
     return {
@@ -131,6 +132,7 @@ def _ignored(ignored: Ignored | None) -> dict[str, str] | None:
 
 
 def _finding(part: CheckpointReport, item: Diagnostic, group: FindingGroup) -> dict[str, Any]:
+    """A finding of the report, as report.schema.json describes it."""
     ckpt, finding, tensor = part.checkpoint, item.finding, item.finding.at.tensor
     # what costs time to explain is the same for all members of a group
     notes = item.all_notes() if item is group.lead else [*finding.notes, ("hint", finding.hint)]

@@ -84,6 +84,7 @@ class RemoteFolder(Folder):
         return pool(self.protocol).map(self.stat, relatives)
 
     def _bytes(self, name: str, start: int, stop: int) -> bytes:
+        """A range of a file's bytes; an answer that is cut short is asked for again."""
         if start >= stop:
             return b""
 

@@ -83,6 +83,7 @@ def filesystem(protocol: str) -> Any:
 
 @cache
 def _made(protocol: str, _process: int) -> Any:
+    """The fsspec filesystem of a protocol, with time limits and the settings of its configuration."""
     try:
         import fsspec
         from fsspec.config import conf

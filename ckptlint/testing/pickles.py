@@ -140,6 +140,7 @@ def tensor_record(table: Mapping[str, Any]) -> bytes:
 
 
 def _tensor_pickle(dtype: str, shape: list[int], count: int, table: Mapping[str, Any]) -> bytes:
+    """The data.pkl of a record that holds one tensor, as `torch.save` writes it."""
     cls = next((name for name, ours in STORAGES.items() if ours == dtype), None)
     module, name = ("torch", cls) if cls else ("torch.storage", "UntypedStorage")
     strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
@@ -222,6 +223,7 @@ def rank_file(stem: str, table: Mapping[str, Any]) -> bytes:
 
 
 def _stored(seed: str, entry: Mapping[str, Any], members: dict[str, bytes], table: Mapping[str, Any]) -> Call:
+    """The call that rebuilds a tensor of random bytes, which are added to the members of its archive."""
     dtype, shape = entry.get("dtype", "float32"), tuple(entry["shape"])
     local, item = tuple(entry.get("local", shape)), ITEM_BITS[entry.get("dtype", "float32")] // 8
     cls = Name("torch", next(name for name, ours in STORAGES.items() if ours == dtype))

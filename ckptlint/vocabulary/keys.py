@@ -182,6 +182,7 @@ def parse(fqn: str) -> Key:
 
 
 def _model_key(fqn: str, scope: tuple[str, ...], parts: list[str]) -> Key:
+    """What a model's key says: block, layer, expert, function and component, word by word."""
     layer = expert = None
     block = ""
     in_experts = False

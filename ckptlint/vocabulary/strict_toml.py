@@ -74,6 +74,7 @@ _hints = cache(get_type_hints)  # it compiles every annotation anew
 
 
 def _value(kind: Any, value: Any, place: str) -> Any:
+    """A TOML value as the annotated kind of its field; any other is an error that names the place."""
     arguments, origin = get_args(kind), getattr(kind, "__origin__", None)
     if type(None) in arguments:
         return _value(arguments[0], value, place)

@@ -216,6 +216,7 @@ def config_fit(ckpt: Checkpoint) -> Fit | str:
 
 @fact
 def _first_fit(ckpt: Checkpoint) -> Fit | str:
+    """How the checkpoint differs from the form that its keys fit best, before a second witness is asked."""
     forms = expectations(ckpt)
     if isinstance(forms, str):
         return forms

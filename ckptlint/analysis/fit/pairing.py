@@ -64,6 +64,7 @@ def best_pairing(forms: Iterable[Expected], names: Sequence[str]) -> Pairing:
 
 
 def _paired(form: Expected, names: Sequence[str]) -> Pairing:
+    """The names of a form and the stored keys that mean them: as they are, without wrappers' words, below a prefix."""
     wanted = form.tensors
     stored = {name: name for name in names if name in wanted}
     rest = [name for name in names if name not in wanted]

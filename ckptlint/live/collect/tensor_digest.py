@@ -325,6 +325,7 @@ class _Run(NamedTuple):
 
 
 def _run(chunk: Chunk) -> _Run | None:
+    """The bits of a chunk with their places in the whole tensor; None where they cannot be read."""
     import torch
 
     offsets, sizes, shape = list(chunk.offsets), list(chunk.sizes), list(chunk.shape)

@@ -352,6 +352,7 @@ def table_of(chunks_by_rank: Sequence[Sequence[RankChunk]]) -> RankTable:
 
 
 def _table(world: int, keys: int, parts: Sequence[_Part], findings: tuple[RankFinding, ...]) -> RankTable:
+    """The rows that all ranks sent as one table, names and dtypes numbered anew."""
     fqns = sorted({fqn for part in parts for fqn in part.fqns})
     dtypes = sorted({dtype for part in parts for dtype in part.dtypes} - {""})
     place = {fqn: i for i, fqn in enumerate(fqns)}

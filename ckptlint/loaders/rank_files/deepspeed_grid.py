@@ -214,6 +214,7 @@ def _layers(tag: Tag) -> Iterator[RankFile]:
 
 
 def _expert_files(tag: Tag, facts: Facts) -> Iterator[RankFile]:
+    """The files of experts that a tag must have, by the layers and experts that its files count."""
     counts = dict(enumerate(facts.experts))
     found: dict[int, int] = defaultdict(int)
     for file in tag.files.files:

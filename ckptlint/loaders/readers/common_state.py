@@ -287,6 +287,7 @@ def _record(folder: Folder, location: StoragePlace) -> bytes:
 def _decoded(
     source: str, read: Callable[[], TorchFile], key: str | None = None
 ) -> tuple[CommonState | None, list[Problem]]:
+    """The common state of a file of torch.save, and what stood in the way."""
     try:
         found = read()
     except UnreadableError as error:

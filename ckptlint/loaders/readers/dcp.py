@@ -87,6 +87,7 @@ def _assemble(
     problems: list[Problem],
     look_at_files: bool,
 ) -> Checkpoint:
+    """The checkpoint of a decoded `.metadata`: records and their files, plans, common state, claims, topology."""
     objects, byte_objects = split_objects(described.byte_records)
     config, config_problem = read_config(folder)
     format_ = dialect(described, root.name, config, folder, objects)
@@ -150,6 +151,7 @@ def _assemble(
 
 
 def _read_metadata(folder: Folder, name: str, problems: list[Problem]) -> Unpickled | None:
+    """The unpickled `.metadata`; None, and a problem, where it cannot be read or belongs to another format."""
     try:
         unpickled = read_metadata(_content(folder, name))
     except UnreadableError as error:

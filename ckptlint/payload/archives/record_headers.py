@@ -322,6 +322,7 @@ def _read_alike(
 
 
 def _read_form(form: _Form, places: list[RecordPlace], edges: dict[int, _Edges], found: Headers) -> list[RecordPlace]:
+    """Read all records of one form at once, column by column; returns those that are not of it."""
     pieces = [[piece for _, piece in edges[place.row].pieces] for place in places]
     lengths = [edge.length for edge in form.edges]
     is_alike = np.array([[*map(len, of_record)] == lengths for of_record in pieces], bool)

@@ -138,6 +138,7 @@ def _artifacts(report: Report, results: list[dict[str, Any]]) -> list[dict[str, 
 
 
 def _result(part: CheckpointReport, base: str, group: FindingGroup, index: dict[str, int]) -> dict[str, Any]:
+    """A group of findings as a result of SARIF 2.1.0."""
     ckpt, lead = part.checkpoint, group.lead
     result: dict[str, Any] = {
         "ruleId": lead.code,

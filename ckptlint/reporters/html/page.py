@@ -189,6 +189,7 @@ class _Work:
 
 
 def _sentence(report: Report) -> str:
+    """The verdict of the page in sentences."""
     if not report.checkpoints:
         return "Nothing was checked."
     found = [plural(report.counts[level], level) for level in ("error", "warning") if report.counts[level]]
@@ -249,6 +250,7 @@ def _steps(report: Report, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _checkpoint(part: CheckpointReport, anchor: str, room: int, work: _Work) -> dict[str, Any]:
+    """What the template needs of a checkpoint: facts, findings by rule, rules that did not run."""
     ckpt = part.checkpoint
     others = len(ckpt.objects) + len(ckpt.byte_objects)
     facts = [ckpt.title + (f" ({ckpt.writer})" if ckpt.writer else "")]
@@ -334,6 +336,7 @@ def _notes(part: CheckpointReport, group: FindingGroup) -> list[Note]:
 
 
 def _group(part: CheckpointReport, group: FindingGroup, anchor: str, work: _Work) -> dict[str, Any]:
+    """What the template needs of a group of findings; pictures only while there is room for them."""
     ckpt, lead, finding = part.checkpoint, group.lead, group.lead.finding
     before, has_name, after = finding.message.partition("{of}")
     page = work.pages.setdefault(lead.code, anchor)
@@ -515,6 +518,7 @@ def _flags(part: CheckpointReport) -> dict[str, list[Diagnostic]]:
 
 
 def _row(ckpt: Checkpoint, fqn: str, found: list[Diagnostic], work: _Work) -> dict[str, Any]:
+    """What the template needs of a tensor in the table of all."""
     tensor = ckpt.tensors[fqn]
     row: dict[str, Any] = {
         "name": cut(tensor.fqn),
