@@ -41,7 +41,9 @@ def main() -> int:
             keep = dice.randint(1, 3)
             whole = len(made.whole())
             found, wrong = retained(made, keep, chosen.hostile)
-        counts.update(runs=1, steps=len(found.fates), whole=whole, spare=max(0, whole - keep), deleted=len(found.paths))
+        counts.update(
+            runs=1, steps=len(found.decisions), whole=whole, spare=max(0, whole - keep), deleted=len(found.paths)
+        )
         counts[f"exit {found.exit_code}"] += 1
         counts["wrong"] += bool(wrong)
         for sentence in wrong:

@@ -41,7 +41,7 @@ def deletable(run_dir: str, keep: int, answer: str, **options: Any) -> None:
     from ckptlint.lint.retention import deletable as judged_run
     from ckptlint.lint.run import compared_with_before
     from ckptlint.model.text import JSON_ESCAPE, inert
-    from ckptlint.reporters.run import fate_table, retention_lines, unread_bytes
+    from ckptlint.reporters.run import decision_table, retention_lines, unread_bytes
 
     def judged(step: str) -> Report:
         return judge(request.only(step))
@@ -51,8 +51,8 @@ def deletable(run_dir: str, keep: int, answer: str, **options: Any) -> None:
     if answer == "json":
         show_text(inert(_as_json(found), JSON_ESCAPE))
     else:
-        if found.fates:
-            click.echo(inert(fate_table(found)) + "\n", err=True)
+        if found.decisions:
+            click.echo(inert(decision_table(found)) + "\n", err=True)
         say(*retention_lines(found), *(unread_bytes(request.depth) if found.paths else []))
         show_text("".join(f"{path}\n" for path in found.paths))
     sys.exit(found.exit_code)
@@ -68,6 +68,8 @@ def _as_json(found: Retention) -> str:
         "keep": found.keep,
         "delete": found.paths,
         "refused": found.refused or None,
-        "steps": [step_object(fate.step) | {"stays": fate.stays or None} for fate in found.fates],
+        "steps": [
+            step_object(decision.step) | {"stays": decision.kept_because or None} for decision in found.decisions
+        ],
     }
     return json.dumps(document, indent=2) + "\n"

@@ -35,11 +35,11 @@ class Decision:
     """What may become of a step.
 
     Attributes:
-        stays: why it must stay; "" where it may be deleted.
+        kept_because: why it must stay; "" where it may be deleted.
     """
 
     step: JudgedStep
-    stays: str = ""
+    kept_because: str = ""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -50,14 +50,14 @@ class Retention(Shown):
         run: the folder of the run, as the user would name it.
         keep: how many whole steps must stay.
         whole: how many whole steps stay for that.
-        fates: of all steps, the newest first.
+        decisions: of all steps, the newest first.
         refused: why no step may be deleted now, one sentence; "" otherwise.
     """
 
     run: str
     keep: int
     whole: int = 0
-    fates: tuple[Decision, ...] = ()
+    decisions: tuple[Decision, ...] = ()
     refused: str = ""
 
     def __repr__(self) -> str:
@@ -67,7 +67,7 @@ class Retention(Shown):
     def deletable(self) -> tuple[JudgedStep, ...]:
         """The steps that may be deleted, the newest first."""
         is_sure = not self.refused and self.whole >= self.keep
-        return tuple(fate.step for fate in self.fates if is_sure and not fate.stays)
+        return tuple(decision.step for decision in self.decisions if is_sure and not decision.kept_because)
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -80,7 +80,7 @@ class Retention(Shown):
         if self.whole < self.keep:
             return f"{plural(self.keep, 'whole step')} must stay; this run has {self.whole}"
         gone = len(self.deletable)
-        return f"{gone} of {plural(len(self.fates), 'step')} may be deleted"
+        return f"{gone} of {plural(len(self.decisions), 'step')} may be deleted"
 
     @property
     def exit_code(self) -> int:
@@ -91,8 +91,9 @@ class Retention(Shown):
         """A row for each step, the newest first: its name, path, verdict and why, bytes, and why it stays (or "")."""
         gone = {*self.paths}
         return [
-            fate.step.row() | {"stays": fate.stays or ("" if fate.step.path in gone else self.refused)}
-            for fate in self.fates
+            decision.step.row()
+            | {"stays": decision.kept_because or ("" if decision.step.path in gone else self.refused)}
+            for decision in self.decisions
         ]
 
 
@@ -137,13 +138,15 @@ def deletable(path: str, keep: int, judge: Judge, compare: Judge) -> Retention:
             if made is not None:
                 contents[judged_step.path] = last = last if last == made else made  # most steps of a run hold the same
         judged, whole = _compared(steps, judged, keep, compare, contents)
-    stays = _stays(steps, judged, whole, keep)
+    reasons = _stays(steps, judged, whole, keep)
     for name, why in pointers.named.items():
-        stays[name] = stays[name] or why
-    unlinked = {**stays}
-    doubt = pointers.doubt or _follow(run, steps, stays)
-    fates = tuple(Decision(judged_step, stays[step.name]) for step, judged_step in zip(steps, judged, strict=True))
-    found = Retention(place, keep, len(whole), fates)
+        reasons[name] = reasons[name] or why
+    unlinked = {**reasons}
+    doubt = pointers.doubt or _follow(run, steps, reasons)
+    decisions = tuple(
+        Decision(judged_step, reasons[step.name]) for step, judged_step in zip(steps, judged, strict=True)
+    )
+    found = Retention(place, keep, len(whole), decisions)
     if not found.paths:
         return found
     relied_on = {step.name: stamps[step.name] for step in whole}
@@ -258,20 +261,20 @@ def _stays(steps: Sequence[Step], judged: Sequence[JudgedStep], whole: Sequence[
         short = f"fewer than {plural(keep, 'whole step')}" if keep > 1 else "no step is whole"
         return {step.name: newest if step in whole else short for step in steps}
     last = steps.index(whole[-1])
-    stays, earliest = {}, inf
+    reasons, earliest = {}, inf
     for at, (step, judged_step) in enumerate(zip(steps, judged, strict=True)):
         if step in whole:
-            stays[step.name] = newest
+            reasons[step.name] = newest
         elif at < last:
-            stays[step.name] = f"newer than {printable(whole[-1].name)}"
+            reasons[step.name] = f"newer than {printable(whole[-1].name)}"
         else:
-            stays[step.name] = _own_reason(step, judged_step, whole[0])
+            reasons[step.name] = _own_reason(step, judged_step, whole[0])
             if (
-                not stays[step.name] and earliest < judged_step.written
+                not reasons[step.name] and earliest < judged_step.written
             ):  # few are: the newer ones are not gone through for each
-                stays[step.name] = _of_clock(at, steps, judged)
+                reasons[step.name] = _of_clock(at, steps, judged)
         earliest = min(earliest, judged_step.written or inf)
-    return stays
+    return reasons
 
 
 def _own_reason(step: Step, judged_step: JudgedStep, newest: Step) -> str:
@@ -342,7 +345,7 @@ def _pointers(run: Folder, steps: Sequence[Step]) -> _Pointers:
     return _Pointers(named, f"{files[0]} is {there[files[0]]}: a resume may need any step" if files else "")
 
 
-def _follow(run: Folder, steps: Sequence[Step], stays: dict[str, str]) -> str:
+def _follow(run: Folder, steps: Sequence[Step], reasons: dict[str, str]) -> str:
     """Add what links, and the trainer's states in the run and in steps that stay, name.
 
     Returns:
@@ -350,7 +353,7 @@ def _follow(run: Folder, steps: Sequence[Step], stays: dict[str, str]) -> str:
     """
     by_name = {step.name: step for step in steps}
     queue: list[tuple[str, Folder]] = [("", run)]
-    queue += [(step.name, step.folder) for step in steps if stays[step.name] and step.is_folder and _is_near(step)]
+    queue += [(step.name, step.folder) for step in steps if reasons[step.name] and step.is_folder and _is_near(step)]
     while queue:
         label, folder = queue.pop()
         hidden = by_name if not label else ()
@@ -359,8 +362,8 @@ def _follow(run: Folder, steps: Sequence[Step], stays: dict[str, str]) -> str:
         except AccessError as error:
             return f"{error}, so ckptlint does not know whether links there lead to steps"
         for named, why in pointed:
-            if named in by_name and named != label and not stays[named]:
-                stays[named] = why
+            if named in by_name and named != label and not reasons[named]:
+                reasons[named] = why
                 if by_name[named].is_folder:
                     queue.append((named, by_name[named].folder))
     return ""
@@ -453,16 +456,16 @@ def _changed(
             if stamp is None or name not in steps or _stamp(steps[name]) != stamp:
                 return f"{printable(name)} changed while ckptlint judged the others: {again}"
         there = {*map(printable, run.entries), *map(printable, run.entries.strange)}
-        stay = [fate.step.name for fate in found.fates if fate.stays]
+        stay = [decision.step.name for decision in found.decisions if decision.kept_because]
         if lost := [name for name in stay if name not in there]:
             return f"somebody removed {join_words(lost)} during the check, so the steps it named are not known: {again}"
         if _pointers(run, [*steps.values()]) != pointers:
             return f"the trackers name other steps than before: {again}"
-        stays = {name: unlinked.get(name, "new") for name in steps}
-        if doubt := _follow(run, [*steps.values()], stays):
+        reasons = {name: unlinked.get(name, "new") for name in steps}
+        if doubt := _follow(run, [*steps.values()], reasons):
             return doubt
         gone_soon = {step.name for step in found.deletable}
-        if led := [printable(name) for name, why in stays.items() if why and printable(name) in gone_soon]:
+        if led := [printable(name) for name, why in reasons.items() if why and printable(name) in gone_soon]:
             return f"a new link or tracker leads to {join_words(led)}: {again}"
     except CkptlintError as error:
         return f"the run cannot be looked at again: {error}"

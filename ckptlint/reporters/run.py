@@ -42,7 +42,7 @@ def unread_bytes(depth: Depth) -> list[str]:
 
 def retention_as_text(found: Retention) -> str:
     """Why each step stays, and the paths of those that may be deleted."""
-    table = [fate_table(found), ""] if found.fates else []
+    table = [decision_table(found), ""] if found.decisions else []
     return "".join(f"{line}\n" for line in [*table, *retention_lines(found), *found.paths])
 
 
@@ -51,12 +51,17 @@ def retention_lines(found: Retention) -> list[str]:
     return [found.refused or found.sentence]
 
 
-def fate_table(found: Retention) -> str:
+def decision_table(found: Retention) -> str:
     """Each step, whether it is whole, and why it stays."""
     gone = {*found.paths}
     rows = [
-        (fate.step.name, _whole(fate), human_bytes(fate.step.size), "" if fate.step.path in gone else fate.stays)
-        for fate in found.fates
+        (
+            decision.step.name,
+            _whole(decision),
+            human_bytes(decision.step.size),
+            "" if decision.step.path in gone else decision.kept_because,
+        )
+        for decision in found.decisions
     ]
     head, most = ("step", "whole", "payload", "stays because"), (None, _WIDE, None, _WIDE)
     return table(rows, head, maxcolwidths=most)
@@ -67,8 +72,8 @@ def _with_warnings(step: JudgedStep) -> str:
     return f", with {plural(len(step.warnings), 'warning')}" if step.warnings else ""
 
 
-def _whole(fate: Decision) -> str:
-    step = fate.step
+def _whole(decision: Decision) -> str:
+    step = decision.step
     if step.verdict == "passes":
         return f"yes{_with_warnings(step)}"
     return f"{'not judged' if step.verdict == 'not judged' else 'no'}: {step.why}"

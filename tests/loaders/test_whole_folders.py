@@ -331,8 +331,9 @@ def test_damage_to_any_file_is_told_and_all_commands_agree(tmp_path: Path) -> No
         elif how == "added" or (is_state and (how in ("empty", "zeros", "cut") or is_missed)):
             assert not is_whole(report), f"{about} passes"
         search = ckptlint.latest(newest.parent)
-        fates = {fate.step.name: fate.step for fate in ckptlint.deletable(newest.parent, keep=1).fates}
-        answers = [is_whole(ckptlint.check(newest.parent)), is_trusted(fates[newest.name])]
+        decisions = ckptlint.deletable(newest.parent, keep=1).decisions
+        judged = {decision.step.name: decision.step for decision in decisions}
+        answers = [is_whole(ckptlint.check(newest.parent)), is_trusted(judged[newest.name])]
         answers.append(search.found is not None and search.found.name == newest.name and is_trusted(search.found))
         every = steps_in(ckptlint.check(newest.parent, all_steps=True))
         answers += [is_trusted(step) for step in every if step.name == newest.name]
