@@ -13,8 +13,8 @@ from typing import Literal, TypeVar
 from ckptlint.depth import Depth
 from ckptlint.errors import GIT_LFS_POINTER
 from ckptlint.model import Problem, Tensor
-from ckptlint.model.layout import Box
 from ckptlint.model.lost_files import LostFiles
+from ckptlint.model.tiling import Box
 
 SECTIONS = ("What it checks", "Why it matters", "Usual causes", "How to fix", "See")
 """The headings of a rule's docstring, in order; all but the last are required."""

@@ -7,8 +7,8 @@ from ckptlint.analysis.experts import owners_note
 from ckptlint.analysis.inventory import Param, inventory_of
 from ckptlint.geometry.chunk_graph import ranks_of_files
 from ckptlint.model import Checkpoint, Tensor
-from ckptlint.model.layout import distinct
 from ckptlint.model.text import named_ranks, numbered
+from ckptlint.model.tiling import distinct
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 
 
@@ -35,7 +35,7 @@ def expert_axis_coverage(ckpt: Checkpoint) -> Iterator[Finding]:
         if experts:
             axis = param.expert_axis or 0
             total = param.tensor.global_shape[axis]
-            found = [absent_ranks(ckpt, param.tensor, region) for region in param.tensor.layout.coverage.missing]
+            found = [absent_ranks(ckpt, param.tensor, region) for region in param.tensor.tiling.coverage.missing]
             ranks = tuple(sorted({rank for absent in found if absent for rank in absent.ranks}))
             owners = owners_note(ckpt, experts, total)
             writers = _too_many_writers(ckpt, param.tensor, total, len(experts)) if owners else ()
@@ -62,7 +62,7 @@ def _too_many_writers(ckpt: Checkpoint, tensor: Tensor, total: int, missing: int
 
 def _missing_experts(param: Param) -> set[int]:
     """The experts that are missing whole, when nothing else is missing; the layer axis aside."""
-    coverage = param.tensor.layout.coverage
+    coverage = param.tensor.tiling.coverage
     if not coverage.missing or not coverage.exact or param.expert_axis is None:
         return set()
     shape = param.tensor.global_shape

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 
 from ckptlint.model import Checkpoint
-from ckptlint.model.layout import Box
+from ckptlint.model.tiling import Box
 from ckptlint.rule import Finding, Location, Severity, rule
 
 _SHOWN = 64
@@ -29,7 +29,7 @@ def chunk_out_of_bounds(ckpt: Checkpoint) -> Iterator[Finding]:
         torch.distributed.checkpoint.metadata.ChunkStorageMetadata
     """
     for tensor in ckpt.sound_tensors():
-        layout = tensor.layout
+        layout = tensor.tiling
         rows = layout.outside.tolist()
         for row in rows[:_SHOWN]:
             box = layout.box(row)

@@ -26,11 +26,11 @@ def coverage_fraction_hint(ckpt: Checkpoint) -> Iterator[Finding]:
     How to fix:
         Add the axis to the placement, and save again.
     """
-    coverages = [(tensor, tensor.layout.coverage) for tensor in ckpt.sound_tensors() if tensor.layout.live.any()]
+    coverages = [(tensor, tensor.tiling.coverage) for tensor in ckpt.sound_tensors() if tensor.tiling.live.any()]
     holed = [tensor for tensor, coverage in coverages if coverage.missing_volume and coverage.exact]
     by_factor: dict[int, list[Tensor]] = defaultdict(list)
     for tensor in holed:
-        covered = tensor.volume - tensor.layout.coverage.missing_volume
+        covered = tensor.volume - tensor.tiling.coverage.missing_volume
         if covered and tensor.volume % covered == 0:
             by_factor[tensor.volume // covered].append(tensor)
     for factor, tensors in sorted(by_factor.items()):

@@ -32,9 +32,9 @@ def empty_chunk_list(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.distributed.checkpoint.metadata.TensorStorageMetadata
     """
-    stored = {role(tensor.fqn) for tensor in ckpt.sound_tensors() if tensor.layout.live.any()}
+    stored = {role(tensor.fqn) for tensor in ckpt.sound_tensors() if tensor.tiling.live.any()}
     for tensor in ckpt.sound_tensors():
-        if tensor.volume and not tensor.layout.live.any():
+        if tensor.volume and not tensor.tiling.live.any():
             count = "its chunk list is empty" if not len(tensor.chunks) else "all its chunks are empty"
             yield Finding(
                 f"no part{{of}} is stored: {count}",

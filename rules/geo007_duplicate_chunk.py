@@ -32,7 +32,7 @@ def duplicate_chunk(ckpt: Checkpoint) -> Iterator[Finding]:
     """
     for tensor in ckpt.sound_tensors():
         at_place: dict[int, list[int]] = defaultdict(list)
-        for first, other in tensor.layout.duplicates:
+        for first, other in tensor.tiling.duplicates:
             at_place[first].append(other)
         for first, others in islice(at_place.items(), _SHOWN):
             files = dict.fromkeys(ckpt.chunk_file(tensor, row) or "no file" for row in (first, *others))
@@ -40,8 +40,8 @@ def duplicate_chunk(ckpt: Checkpoint) -> Iterator[Finding]:
             place = f"stored in {place}" if len(files) > 1 else f"all of them share one entry in {place}"
             if len(at_place) > 1 and first == next(iter(at_place)):
                 place += f"; chunks repeat at {len(at_place):,} offsets"
-            boxes = [tensor.layout.box(row) for row in (first, *others[:_NAMED])]
-            same = (tensor.layout.sizes[others] == tensor.layout.sizes[first]).all()
+            boxes = [tensor.tiling.box(row) for row in (first, *others[:_NAMED])]
+            same = (tensor.tiling.sizes[others] == tensor.tiling.sizes[first]).all()
             more = f" and {len(others) - _NAMED:,} more" if len(others) > _NAMED else ""
             what = f"sizes {shape_text(boxes[0].sizes)}" if same else " and ".join(map(str, boxes)) + more
             count = "two" if len(others) == 1 else f"{len(others) + 1:,}"

@@ -7,8 +7,8 @@ import numpy as np
 
 from ckptlint.analysis.chunks.missing import saved_by
 from ckptlint.model import Checkpoint, Tensor
-from ckptlint.model.layout import Box, ChunkLayout, Coverage, Crossing
 from ckptlint.model.text import span
+from ckptlint.model.tiling import Box, Coverage, Crossing, Tiling
 from ckptlint.rule import Finding, Location, Note, Severity, rule
 from ckptlint.vocabulary.keys import role
 
@@ -40,7 +40,7 @@ def boundary_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
     for tensor in ckpt.sound_tensors():
         siblings[role(tensor.fqn)].append(tensor)
     for group in siblings.values():
-        grids = sum(tensor.layout.is_grid for tensor in group)
+        grids = sum(tensor.tiling.is_grid for tensor in group)
         for tensor in group:
             if not _may_judge(tensor):
                 continue
@@ -48,30 +48,30 @@ def boundary_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
                 misfit for layout, axis in _by_axis(tensor) for misfit in layout.crossings if misfit.axis == axis
             ]
             if not misfits and len(group) > _SIBLINGS and grids >= _MOST * (len(group) - 1):
-                misfits = tensor.layout.nestings
+                misfits = tensor.tiling.nestings
             if misfits:
                 yield _finding(ckpt, tensor, misfits[0])
 
 
 def _may_judge(tensor: Tensor) -> bool:
-    layout = tensor.layout
+    layout = tensor.tiling
     if len(layout.shape) < 2 or layout.is_grid or tensor.is_flattened or not layout.live.any():
         return False
     broken = len(layout.outside) or layout.duplicates or layout.coverage != Coverage()
     return not broken and not layout.is_row_major
 
 
-def _by_axis(tensor: Tensor) -> Iterator[tuple[ChunkLayout, int]]:
+def _by_axis(tensor: Tensor) -> Iterator[tuple[Tiling, int]]:
     """For each axis the chunks to compare there: pieces of single rows are left out where others hold whole rows.
 
     A flat range of a block that starts or ends inside a row leaves pieces that are one long on every axis before the
     one they are cut on. Axes on which all chunks are one long (stacked layers, experts) say nothing about this.
     """
-    layout = tensor.layout
+    layout = tensor.tiling
     lead = np.ones(len(layout.sizes), bool)
     for axis in range(len(layout.shape)):
         keep = ~lead if axis and not lead[layout.live].all() else np.ones(len(lead), bool)
-        yield ChunkLayout(layout.shape, layout.offsets[keep], layout.sizes[keep]), axis
+        yield Tiling(layout.shape, layout.offsets[keep], layout.sizes[keep]), axis
         lead &= layout.sizes[:, axis] == 1
 
 
@@ -79,10 +79,10 @@ def _finding(ckpt: Checkpoint, tensor: Tensor, misfit: Crossing) -> Finding:
     (a, b), (c, d) = misfit.first, misfit.second
     rows = tuple(_holder(tensor, misfit.axis, interval) for interval in (misfit.first, misfit.second))
     where: tuple[Note, ...] = tuple(
-        ("cut", f"{span(start, stop)} by chunk {tensor.layout.box(row)} in {ckpt.chunk_file(tensor, row)}")
+        ("cut", f"{span(start, stop)} by chunk {tensor.tiling.box(row)} in {ckpt.chunk_file(tensor, row)}")
         for (start, stop), row in zip((misfit.first, misfit.second), rows, strict=True)
     )
-    region = tensor.layout.box(rows[1])
+    region = tensor.tiling.box(rows[1])
     return Finding(
         f"no data is missing, but the ranks disagree where dim {misfit.axis}{{of}} is cut: {span(a, b)} against "
         f"{span(c, d)}",
@@ -93,6 +93,6 @@ def _finding(ckpt: Checkpoint, tensor: Tensor, misfit: Crossing) -> Finding:
 
 
 def _holder(tensor: Tensor, axis: int, interval: tuple[int, int]) -> int:
-    layout = tensor.layout
+    layout = tensor.tiling
     stops = layout.offsets[:, axis] + layout.sizes[:, axis]
     return int(np.flatnonzero(layout.live & (layout.offsets[:, axis] == interval[0]) & (stops == interval[1]))[0])

@@ -29,8 +29,8 @@ def rank_overlap(ckpt: Checkpoint) -> Iterator[Finding]:
     """
     view = sound(ckpt)
     for tensor in view.sound_tensors():
-        for first, second in tensor.layout.duplicates:
-            boxes = tensor.layout.box(first), tensor.layout.box(second)
+        for first, second in tensor.tiling.duplicates:
+            boxes = tensor.tiling.box(first), tensor.tiling.box(second)
             if boxes[0].sizes != boxes[1].sizes:
                 names, ranks = _writers(view, tensor, (first, second))
                 yield Finding(

@@ -49,7 +49,7 @@ def payload_differs_from_seal(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def _files(ckpt: Checkpoint, tensor: Tensor) -> str:
-    rows = tensor.layout.live.nonzero()[0].tolist()
+    rows = tensor.tiling.live.nonzero()[0].tolist()
     return first_names(dict.fromkeys(ckpt.chunk_file(tensor, row) for row in rows))
 
 

@@ -130,5 +130,5 @@ def _record(ckpt: Checkpoint, duplicate: Duplicate) -> int:
     tensor = ckpt.tensors.get(duplicate.fqn)
     if tensor is None or len(duplicate.offset) != len(tensor.global_shape):
         return -1
-    rows = np.flatnonzero((tensor.layout.offsets == np.array(duplicate.offset, np.int64)).all(axis=1))
+    rows = np.flatnonzero((tensor.tiling.offsets == np.array(duplicate.offset, np.int64)).all(axis=1))
     return int(tensor.chunks.record[rows[0]]) if len(rows) else -1

@@ -7,8 +7,8 @@ from math import prod
 import numpy as np
 
 from ckptlint.model import Checkpoint
-from ckptlint.model.layout import IntArray
 from ckptlint.model.text import first_names, numbered, plural, shape_text, verb
+from ckptlint.model.tiling import IntArray
 from ckptlint.rule import Finding, Location, Note, Severity, rule
 from ckptlint.vocabulary.mesh import axes_of_size
 

@@ -4,8 +4,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from ckptlint.model import Checkpoint
-from ckptlint.model.layout import IntArray
 from ckptlint.model.text import first_names, shape_text
+from ckptlint.model.tiling import IntArray
 from ckptlint.rule import Finding, Location, Note, Severity, rule
 
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from ckptlint.analysis.inventory import dp_group
 from ckptlint.model import ByteObject, Checkpoint, Tensor
-from ckptlint.model.layout import IntArray
 from ckptlint.model.text import first_names, fold_names, plural
+from ckptlint.model.tiling import IntArray
 from ckptlint.rule import Finding, Location, Severity, rule
 from ckptlint.vocabulary.keys import parse
 

@@ -100,7 +100,7 @@ def _hint(misfit: StateMismatch, ranks: tuple[int, ...]) -> str:
 
 
 def _described(tensor: Tensor) -> str:
-    chunks = int(tensor.layout.live.sum())
+    chunks = int(tensor.tiling.live.sum())
     shape = shape_text(tensor.global_shape)
     return f"{tensor.dtype} {shape}, {tensor.volume:,} elements in {chunks} chunk{'s' if chunks != 1 else ''}"
 

@@ -80,10 +80,10 @@ def _chunks(pairs: list[MomentPair]) -> Iterator[Finding]:
     """Pairs of one shape whose chunks differ; a hole or an overlap is reported by the GEO rules."""
     same = [pair for pair in pairs if not pair.differs]
     cut = [pair for pair in same if max(_count(pair.first.tensor), _count(pair.second.tensor)) > 1]
-    odd = [pair for pair in cut if not same_chunks(pair.first.tensor.layout, pair.second.tensor.layout)]
+    odd = [pair for pair in cut if not same_chunks(pair.first.tensor.tiling, pair.second.tensor.tiling)]
     for pair in odd:
         a, b = pair.first.tensor, pair.second.tensor
-        if not (is_whole(a.layout) and is_whole(b.layout)):
+        if not (is_whole(a.tiling) and is_whole(b.tiling)):
             continue
         yield Finding(
             f"moment{{of}} is split differently from its sibling {PAIR[0]}: {plural(_count(b), 'chunk')} against "
@@ -144,7 +144,7 @@ def _fits(state: OptimizerState, shape: tuple[int, ...]) -> bool:
 
 
 def _count(tensor: Tensor) -> int:
-    return int(tensor.layout.live.sum())
+    return int(tensor.tiling.live.sum())
 
 
 def _parameter(param: Param, more: str) -> Note:
@@ -152,5 +152,5 @@ def _parameter(param: Param, more: str) -> Note:
 
 
 def _first_chunks(a: Tensor, b: Tensor) -> Note:
-    boxes = [str(tensor.layout.box(int(tensor.layout.live.argmax()))) for tensor in (a, b)]
+    boxes = [str(tensor.tiling.box(int(tensor.tiling.live.argmax()))) for tensor in (a, b)]
     return "first chunks", f"{PAIR[0]} {boxes[0]}, {PAIR[1]} {boxes[1]}"

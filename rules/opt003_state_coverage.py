@@ -10,8 +10,8 @@ from ckptlint.analysis.inventory import Inventory, Param, inventory_of
 from ckptlint.analysis.trusted_config import trusted_topology
 from ckptlint.geometry.chunk_graph import ranks_of_files
 from ckptlint.model import Checkpoint
-from ckptlint.model.layout import distinct
 from ckptlint.model.text import first_names, fold_names, named_ranks, numbered, plural, ranges, verb
+from ckptlint.model.tiling import distinct
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.keys import Key, parse
 

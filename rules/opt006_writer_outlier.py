@@ -40,18 +40,18 @@ def writer_outlier(ckpt: Checkpoint) -> Iterator[Finding]:
             continue
         if state.tensor.fqn not in exact and state.what not in _ELEMENTWISE:
             continue
-        count = int(param.tensor.layout.live.sum())
-        if int(state.tensor.layout.live.sum()) != 1 or count < 2:
+        count = int(param.tensor.tiling.live.sum())
+        if int(state.tensor.tiling.live.sum()) != 1 or count < 2:
             continue
         is_full = state.tensor.volume == param.tensor.volume
-        if is_full and (gathered or not (is_whole(state.tensor.layout) and is_whole(param.tensor.layout))):
+        if is_full and (gathered or not (is_whole(state.tensor.tiling) and is_whole(param.tensor.tiling))):
             continue
         yield _finding(ckpt, state, param, count, is_full)
 
 
 def _finding(ckpt: Checkpoint, state: OptimizerState, param: Param, count: int, is_full: bool) -> Finding:
     """The finding on a state that is one chunk; info where it holds as much as its parameter."""
-    row = int(state.tensor.layout.live.argmax())
+    row = int(state.tensor.tiling.live.argmax())
     in_state, of = f"{state.tensor.volume:,}", f"{param.tensor.volume:,}"
     return Finding(
         f"state{{of}} is 1 chunk, but its parameter is split into {count}",

@@ -62,7 +62,7 @@ def _front(state: OptimizerState) -> str:
 def _compared(ckpt: Checkpoint, first: OptimizerState, second: OptimizerState) -> str:
     """What the records tell about the two, "" when they tell nothing."""
     payload, one, two = ckpt.payload, first.tensor.chunks, second.tensor.chunks
-    if payload is None or len(one) != len(two) or not (one.layout.offsets == two.layout.offsets).all():
+    if payload is None or len(one) != len(two) or not (one.tiling.offsets == two.tiling.offsets).all():
         return ""
     a, b = one.record, two.record
     if not len(a) or (a < 0).any() or (b < 0).any() or not ((payload.crc[a] > 0) & (payload.crc[b] > 0)).all():

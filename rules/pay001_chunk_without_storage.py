@@ -29,7 +29,7 @@ def chunk_without_storage(ckpt: Checkpoint) -> Iterator[Finding]:
         torch.distributed.checkpoint.metadata.Metadata.storage_data
     """
     if not len(ckpt.records):
-        lost = sum(bool(t.layout.live.any()) for t in ckpt.sound_tensors()) + len(ckpt.objects) + len(ckpt.byte_objects)
+        lost = sum(bool(t.tiling.live.any()) for t in ckpt.sound_tensors()) + len(ckpt.objects) + len(ckpt.byte_objects)
         if not lost:
             raise NotApplicable("nothing is stored")
         yield Finding(
@@ -42,10 +42,10 @@ def chunk_without_storage(ckpt: Checkpoint) -> Iterator[Finding]:
     for row in np.flatnonzero(~ckpt.records.owned).tolist():
         unreferenced[ckpt.records.name(row)].append(row)
     for tensor in ckpt.sound_tensors():
-        rows = np.flatnonzero((tensor.chunks.record < 0) & tensor.layout.live)
+        rows = np.flatnonzero((tensor.chunks.record < 0) & tensor.tiling.live)
         if not len(rows):
             continue
-        box = tensor.layout.box(int(rows[0]))
+        box = tensor.tiling.box(int(rows[0]))
         count = f"chunk {box}" if len(rows) == 1 else f"{len(rows):,} of {len(tensor.chunks):,} chunks"
         owner = absent_writer(ckpt, tensor, box) if len(rows) == 1 else None
         files = sorted({ckpt.chunk_file(tensor, row) for row in range(min(len(tensor.chunks), 512))} - {""})

@@ -34,7 +34,7 @@ def storage_without_chunk(ckpt: Checkpoint) -> Iterator[Finding]:
     excused = {
         tensor.fqn
         for tensor in ckpt.tensors.values()
-        if not tensor.is_sound or len(tensor.layout.outside) or ((tensor.chunks.record < 0) & tensor.layout.live).any()
+        if not tensor.is_sound or len(tensor.tiling.outside) or ((tensor.chunks.record < 0) & tensor.tiling.live).any()
     }
     others = {entry.fqn for entry in ckpt.objects} | {entry.fqn for entry in ckpt.byte_objects}
     by_key: dict[str, list[int]] = defaultdict(list)

@@ -7,9 +7,9 @@ import numpy as np
 from ckptlint.depth import Depth
 from ckptlint.geometry.chunk_graph import rank_of, ranks_of_files
 from ckptlint.model import FILE_STATES, Checkpoint, FileState
-from ckptlint.model.layout import IntArray, distinct
 from ckptlint.model.lost_files import by_node
 from ckptlint.model.text import at_most, first_names, plural, ranges
+from ckptlint.model.tiling import IntArray, distinct
 from ckptlint.rule import Finding, Location, Severity, rule
 from ckptlint.vocabulary.keys import parse
 

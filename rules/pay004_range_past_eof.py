@@ -7,8 +7,8 @@ import numpy as np
 from ckptlint.depth import Depth
 from ckptlint.geometry.record_states import least_container, rows_by_file
 from ckptlint.model import Checkpoint
-from ckptlint.model.layout import IntArray, distinct
 from ckptlint.model.text import first_names, human_bytes
+from ckptlint.model.tiling import IntArray, distinct
 from ckptlint.rule import Finding, Location, Note, Severity, rule
 
 _COPY = "compare its size with the original's and copy it again"

@@ -11,8 +11,8 @@ from ckptlint.depth import Depth
 from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model import Checkpoint
 from ckptlint.model.facts import fact
-from ckptlint.model.layout import distinct
 from ckptlint.model.text import at_most, byte_span, first_names, human_bytes, join_words
+from ckptlint.model.tiling import distinct
 from ckptlint.rule import Finding, Location, Note, Severity, rule
 
 _SHOWN = 3
@@ -109,14 +109,14 @@ def _lacking(ckpt: Checkpoint) -> dict[int, str]:
     table = ckpt.records
     found: dict[int, set[str]] = {}
     for tensor in ckpt.sound_tensors():
-        layout, records = tensor.layout, tensor.chunks.record
-        stored = layout.live & (records >= 0)
-        lost = [box.volume for box in layout.coverage.missing] if layout.coverage.missing_volume else []
-        lost += [layout.box(row).volume for row in np.flatnonzero(layout.live & (records < 0))[:_SHOWN].tolist()]
+        tiling, records = tensor.tiling, tensor.chunks.record
+        stored = tiling.live & (records >= 0)
+        lost = [box.volume for box in tiling.coverage.missing] if tiling.coverage.missing_volume else []
+        lost += [tiling.box(row).volume for row in np.flatnonzero(tiling.live & (records < 0))[:_SHOWN].tolist()]
         if not lost or not stored.any():
             continue
         rows = np.flatnonzero(stored)
-        alike = rows[np.isin(layout.sizes[rows].prod(axis=1), lost)]
+        alike = rows[np.isin(tiling.sizes[rows].prod(axis=1), lost)]
         for length in distinct(table.byte_length[records[alike]]).tolist():
             found.setdefault(length, set()).add(tensor.fqn)
     return {length: next(iter(fqns)) for length, fqns in found.items() if len(fqns) == 1}

@@ -45,7 +45,7 @@ def payload_length(ckpt: Checkpoint) -> Iterator[Finding]:
             continue
         rows = np.flatnonzero(tensor.chunks.record >= 0)
         records = tensor.chunks.record[rows]
-        keep = ~table.transformed[records] & (tensor.layout.sizes[rows] >= 0).all(axis=1)
+        keep = ~table.transformed[records] & (tensor.tiling.sizes[rows] >= 0).all(axis=1)
         rows, records = rows[keep], records[keep]
         if not len(rows):
             continue
@@ -81,14 +81,14 @@ def payload_length(ckpt: Checkpoint) -> Iterator[Finding]:
 
 def _nbytes(tensor: Tensor, rows: np.ndarray) -> np.ndarray:
     """Payload bytes of the chunks, as floats: a chunk may claim more than int64 holds."""
-    return np.asarray(tensor.layout.sizes[rows].astype(float).prod(axis=1) * (nbytes(tensor.dtype, 8) or 0) / 8)
+    return np.asarray(tensor.tiling.sizes[rows].astype(float).prod(axis=1) * (nbytes(tensor.dtype, 8) or 0) / 8)
 
 
 def _is_subclass(payload: PayloadTable, tensor: Tensor, row: int) -> bool:
     """Whether a record says that it holds the chunk as a subclass with a form of its own."""
     content = payload.of(int(tensor.chunks.record[row]))
     is_own = content is not None and content.form == "subclass" and content.dtype == "unknown"
-    return content is not None and is_own and content.shape in ((), tuple(tensor.layout.sizes[row].tolist()))
+    return content is not None and is_own and content.shape in ((), tuple(tensor.tiling.sizes[row].tolist()))
 
 
 def _may_be_quantised(tensor: Tensor, rows: np.ndarray, stored: np.ndarray) -> bool:
@@ -97,7 +97,7 @@ def _may_be_quantised(tensor: Tensor, rows: np.ndarray, stored: np.ndarray) -> b
     Source:
         torchao 0.18: Int8Tensor, Float8Tensor, Int4Tensor
     """
-    values = [tensor.layout.sizes[rows].astype(float).prod(axis=1) * bits / 8 for bits in _QUANTISED_BITS]
+    values = [tensor.tiling.sizes[rows].astype(float).prod(axis=1) * bits / 8 for bits in _QUANTISED_BITS]
     least, most = _SUBCLASS_FRAMING
     fits = [(stored >= size + least) & (stored <= size * (1 + _SCALES) + most) for size in values]
     return len(tensor.global_shape) > 1 and tensor.dtype in FLOATS and any(fit.all() for fit in fits)
@@ -115,7 +115,7 @@ def _perhaps_quantised(finding: Finding) -> Finding:
 
 def _too_short(ckpt: Checkpoint, tensor: Tensor, rows: np.ndarray, record: int) -> Finding:
     row = int(rows[0])
-    box = tensor.layout.box(row)
+    box = tensor.tiling.box(row)
     needed = nbytes(tensor.dtype, box.volume) or 1
     file, start, length = ckpt.byte_range_of(record)
     ratio = Fraction(length, needed)

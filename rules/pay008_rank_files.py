@@ -6,8 +6,8 @@ from itertools import islice
 from ckptlint.depth import Depth
 from ckptlint.geometry.chunk_graph import ranks_of_files
 from ckptlint.model import Checkpoint
-from ckptlint.model.layout import distinct
 from ckptlint.model.text import gaps, plural, ranges
+from ckptlint.model.tiling import distinct
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 
 _MOST = 2**16

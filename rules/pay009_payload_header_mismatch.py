@@ -9,8 +9,8 @@ import numpy as np
 from ckptlint.depth import Depth
 from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model import Checkpoint, PayloadTable, RecordContent, Tensor
-from ckptlint.model.layout import IntArray
 from ckptlint.model.text import byte_span, named_ranks, plural
+from ckptlint.model.tiling import IntArray
 from ckptlint.rule import Finding, Location, Note, Severity, require, rule
 from ckptlint.vocabulary.dtypes import ITEM_BITS, loses, nbytes
 
@@ -65,7 +65,7 @@ def _odd(payload: PayloadTable, tensor: Tensor) -> list[int]:
     columns: list[IntArray] = [
         column[records].astype(np.int64) for column in (payload.state, payload.content, payload.storages, payload.size)
     ]
-    table = np.column_stack([*columns, tensor.layout.sizes[rows]])
+    table = np.column_stack([*columns, tensor.tiling.sizes[rows]])
     kinds, first, kind = np.unique(table, axis=0, return_index=True, return_inverse=True)
     bad = [number for number in range(len(kinds)) if _compare(payload, tensor, int(rows[first[number]]))]
     return [int(row) for row in rows[np.isin(kind.reshape(-1), bad)]] if bad else []
@@ -75,7 +75,7 @@ def _compare(payload: PayloadTable, tensor: Tensor, row: int) -> _Mismatch | Non
     """Where the header of a record differs from what the metadata says of its chunk; None where it agrees."""
     record = int(tensor.chunks.record[row])
     content = payload.of(record)
-    sizes = tuple(tensor.layout.sizes[row].tolist())
+    sizes = tuple(tensor.tiling.sizes[row].tolist())
     if content is None or any(size < 0 for size in sizes):
         return None
     if content.form == "object":
@@ -91,7 +91,7 @@ def _compare(payload: PayloadTable, tensor: Tensor, row: int) -> _Mismatch | Non
     bits, stored = ITEM_BITS.get(content.dtype), int(payload.size[record])
     if bits and (content.offset + content.extent) * bits // 8 > stored and content.extent:
         return _Mismatch(row, "bytes", f"a storage of {stored:,} bytes", weak)
-    offsets = tuple(tensor.layout.offsets[row].tolist())
+    offsets = tuple(tensor.tiling.offsets[row].tolist())
     if content.declared_offsets not in (None, offsets):
         return _Mismatch(row, "offsets", f"the chunk at offsets {list(content.declared_offsets or ())}", weak)
     return None
@@ -107,7 +107,7 @@ def _is_packed(tensor: Tensor, content: RecordContent, sizes: tuple[int, ...]) -
 def _finding(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, found: list[_Mismatch]) -> Finding:
     """The finding on the chunks of a tensor whose records say something else."""
     first = found[0]
-    box = tensor.layout.box(first.row)
+    box = tensor.tiling.box(first.row)
     record = int(tensor.chunks.record[first.row])
     file, start, length = ckpt.byte_range_of(record)
     expected = tensor.dtype if first.what == "dtype" else f"shape {list(box.sizes)}"

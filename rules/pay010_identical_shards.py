@@ -100,7 +100,7 @@ def _pairs(numbers: np.ndarray) -> list[tuple[int, int]]:
 def _unexplained(payload: PayloadTable, tensor: Tensor, pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """Without chunks that repeat since all rows do: a loss that is a sum, an initialisation row by row (`A_log`)."""
     alike = payload.rows_alike[tensor.chunks.record]
-    offsets = tensor.layout.offsets
+    offsets = tensor.tiling.offsets
     return [(a, b) for a, b in pairs if not (alike[a] and (offsets[a, 1:] == offsets[b, 1:]).all())]
 
 
@@ -116,7 +116,7 @@ def _may_repeat(ckpt: Checkpoint, key: Key) -> bool:
 def _chunks(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, pairs: list[tuple[int, int]]) -> Finding:
     """The finding on chunks of one tensor with equal bytes."""
     row, earlier = pairs[0]
-    box, other = tensor.layout.box(row), tensor.layout.box(earlier)
+    box, other = tensor.tiling.box(row), tensor.tiling.box(earlier)
     record = int(tensor.chunks.record[row])
     what = f"chunk {box}{{of}} repeats chunk {other}"
     if len(pairs) > 1:
@@ -157,8 +157,8 @@ def _of_state(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, row: int,
     param = _parameters(ckpt).get(tensor.fqn)
     if param is None:
         return "", "compare with the parameter's shards in another checkpoint: this one lacks the parameter"
-    boxes = tensor.layout.box(row), tensor.layout.box(earlier)
-    records = [int(param.chunks.record[i]) for i in range(len(param.chunks)) if param.layout.box(i) in boxes]
+    boxes = tensor.tiling.box(row), tensor.tiling.box(earlier)
+    records = [int(param.chunks.record[i]) for i in range(len(param.chunks)) if param.tiling.box(i) in boxes]
     sums = {int(payload.crc[record]) for record in records if record >= 0 and payload.crc[record] > 0}
     if len(sums) < len(boxes):
         return "", "compare the gradients of the two ranks: the parameter's shards do not show if states may repeat"
@@ -237,7 +237,7 @@ def _halves(ckpt: Checkpoint, payload: PayloadTable, tensors: list[Tensor]) -> F
 def _files(ckpt: Checkpoint, tensor: Tensor, row: int) -> str:
     file = ckpt.chunk_file(tensor, row)
     rank = rank_of(file)
-    return f"{tensor.layout.box(row)} ({file if rank is None else f'rank {rank}'})"
+    return f"{tensor.tiling.box(row)} ({file if rank is None else f'rank {rank}'})"
 
 
 def _evidence(payload: PayloadTable, record: int) -> Note:
@@ -284,10 +284,10 @@ def _is_misshapen(ckpt: Checkpoint, tensor: Tensor) -> bool:
 def _parameter_repeats(payload: PayloadTable, param: Tensor, tensor: Tensor, pairs: Sequence[tuple[int, int]]) -> bool:
     """Whether the parameter of a state, cut as the state is, repeats where the state does."""
     numbers = _numbers(payload, param)
-    at = {tensor.layout.box(row): row for row in {row for pair in pairs for row in pair}}
-    rows = {box: i for i in range(len(param.chunks)) if (box := param.layout.box(i)) in at}
+    at = {tensor.tiling.box(row): row for row in {row for pair in pairs for row in pair}}
+    rows = {box: i for i in range(len(param.chunks)) if (box := param.tiling.box(i)) in at}
     for row, earlier in pairs:
-        a, b = (rows.get(tensor.layout.box(i)) for i in (row, earlier))
+        a, b = (rows.get(tensor.tiling.box(i)) for i in (row, earlier))
         if a is None or b is None:
             return False  # cut otherwise: nothing to compare with
         if numbers[a] < 0 or numbers[a] != numbers[b]:

@@ -9,8 +9,8 @@ from ckptlint.analysis.inventory import MOMENTS, OptimizerState, inventory_of
 from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint, NonFinite, PayloadTable, RecordContent, Tensor
 from ckptlint.model.facts import fact
-from ckptlint.model.layout import IntArray
 from ckptlint.model.text import plural
+from ckptlint.model.tiling import IntArray
 from ckptlint.rule import Finding, Location, Severity, require, rule
 from ckptlint.vocabulary.keys import Key, parse
 from ckptlint.vocabulary.schemes import quantised_weight
@@ -97,14 +97,14 @@ def _finding(
     """The finding on chunks of a tensor that hold NaN or infinity."""
     records = tensor.chunks.record[rows]
     row, record = int(rows[0]), int(records[0])
-    box = tensor.layout.box(row)
+    box = tensor.tiling.box(row)
     key = parse(tensor.fqn)
     chunk = f"chunk {box}" if box.sizes else "the value"
     where = chunk if len(rows) == 1 else f"{len(rows):,} of {len(tensor.chunks):,} chunks"
     content = payload.of(record)
     index = None if content is None else _index(content, int(payload.first[record]))
     at = "" if not index else f", the first at {[o + i for o, i in zip(box.offsets, index, strict=True)]}"
-    parts = (f"{ckpt.chunk_file(tensor, int(r))}: {_counts(payload, np.array([n]))} in {tensor.layout.box(int(r))}"
+    parts = (f"{ckpt.chunk_file(tensor, int(r))}: {_counts(payload, np.array([n]))} in {tensor.tiling.box(int(r))}"
              for r, n in zip(rows[:_SHOWN], records, strict=False))  # fmt: skip
     more = f", and {plural(len(rows) - _SHOWN, 'more chunk')}" if len(rows) > _SHOWN else ""
     columns = (payload.nan, payload.plus_inf, payload.minus_inf)

@@ -135,4 +135,4 @@ def _region(ckpt: Checkpoint, damage: Damage) -> str:
     if tensor is None:
         return name
     rows = (tensor.chunks.record == damage.record).nonzero()[0]
-    return f"{name} {tensor.layout.box(int(rows[0]))}" if len(rows) else name
+    return f"{name} {tensor.tiling.box(int(rows[0]))}" if len(rows) else name

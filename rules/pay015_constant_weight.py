@@ -10,8 +10,8 @@ from ckptlint.analysis.inventory import Param, inventory_of, is_weight, moments_
 from ckptlint.depth import Depth
 from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model import Checkpoint, PayloadTable
-from ckptlint.model.layout import BoolArray, Box, IntArray, distinct
 from ckptlint.model.text import at_most, join_words, plural
+from ckptlint.model.tiling import BoolArray, Box, IntArray, distinct
 from ckptlint.rule import Finding, Location, Severity, require, rule
 from ckptlint.seals.verify import compare_with_seal, misfit
 from ckptlint.vocabulary.config_fields import declares_pruning
@@ -116,7 +116,7 @@ def _is_judged(param: Param) -> bool:
 
 
 def _live(param: Param) -> IntArray:
-    return np.flatnonzero(param.tensor.layout.live & (param.tensor.chunks.record >= 0))
+    return np.flatnonzero(param.tensor.tiling.live & (param.tensor.chunks.record >= 0))
 
 
 def _records(param: Param, rows: IntArray) -> IntArray:
@@ -131,7 +131,7 @@ def _is_zero(payload: PayloadTable, is_read: BoolArray, param: Param, rows: IntA
 
 def _parts(payload: PayloadTable, is_read: BoolArray, param: Param) -> Iterator[_Part]:
     """The parts of a parameter of which enough was read to tell whether they hold one value."""
-    rows, layout = _live(param), param.tensor.layout
+    rows, layout = _live(param), param.tensor.tiling
     stacked = [axis for axis in (param.layer_axis, param.expert_axis) if axis is not None]
     order = rows[np.lexsort((rows, *(layout.offsets[rows, axis] for axis in stacked)))]
     cuts = np.flatnonzero((layout.offsets[order[1:]] != layout.offsets[order[:-1]])[:, stacked].any(axis=1)) + 1
@@ -283,7 +283,7 @@ def _added_layers(groups: Sequence[Sequence[_Part]]) -> frozenset[_Layer]:
 
 def _span(part: _Part) -> Box:
     """The box around all chunks of a part."""
-    layout = part.param.tensor.layout
+    layout = part.param.tensor.tiling
     low = layout.offsets[part.rows].min(axis=0)
     high = (layout.offsets + layout.sizes)[part.rows].max(axis=0)
     return Box(tuple(low.tolist()), tuple((high - low).tolist()))
@@ -299,9 +299,9 @@ def _doubt(ckpt: Checkpoint, payload: PayloadTable, parts: Sequence[_Part], part
     if part.param.tensor.fqn not in moments:
         others = any(other.param.tensor.fqn in moments for other in parts)
         return "it has no optimizer state, unlike the others: it may not be trained" if others else ""
-    boxes = {part.param.tensor.layout.box(row) for row in rows.tolist()}
+    boxes = {part.param.tensor.tiling.box(row) for row in rows.tolist()}
     for state in moments[part.param.tensor.fqn]:
-        layout, records = state.tensor.layout, state.tensor.chunks.record
+        layout, records = state.tensor.tiling, state.tensor.chunks.record
         seen = [r for row, r in enumerate(records.tolist()) if r >= 0 and layout.box(row) in boxes]
         if not seen or not (payload.scanned[seen] & (payload.most[seen] == 0)).all():
             return ""
@@ -343,13 +343,13 @@ def _zero_chunks(
 
 def _own_box(param: Param, row: int) -> Box:
     """The place of a chunk in the weight of one layer or expert."""
-    layout, axes = param.tensor.layout, list(param.own_axes)
+    layout, axes = param.tensor.tiling, list(param.own_axes)
     return Box(tuple(layout.offsets[row, axes].tolist()), tuple(layout.sizes[row, axes].tolist()))
 
 
 def _without_padding(param: Param, rows: Sequence[int], zeros: dict[int, Box]) -> list[int]:
     """The rows of a table's chunks that do not lie at its end: a vocabulary is padded with rows of zeros."""
-    layout = param.tensor.layout
+    layout = param.tensor.tiling
     live = np.flatnonzero(layout.live)
     others = live[~np.isin(live, list(zeros))]
     end = int((layout.offsets + layout.sizes)[others, 0].max())
@@ -365,7 +365,7 @@ def _chunks(
     dead: frozenset[int],
 ) -> Finding:
     """The finding on chunks that are one value in a tensor that is not."""
-    layout = part.param.tensor.layout
+    layout = part.param.tensor.tiling
     box = layout.box(int(rows[0]))
     where = f"chunk {box}{{of}} holds" if len(rows) == 1 else f"{len(rows):,} chunks{{of}}, the first {box}, hold"
     whole = _WHOLE if _files(ckpt, part.param, rows) <= dead else ""
@@ -392,7 +392,7 @@ def _with_pages(payload: PayloadTable, is_read: BoolArray, parts: Sequence[_Part
     for number, part in enumerate(mixed):
         records = _records(part.param, part.rows)
         zeros[number] = payload.zeros[records[is_read[records] & ~payload.one_value[records]]].sum()
-        volume[number] = part.param.tensor.layout.sizes[part.rows].prod(axis=1).sum()
+        volume[number] = part.param.tensor.tiling.sizes[part.rows].prod(axis=1).sum()
     items = np.array([ITEM_BITS[part.param.tensor.dtype] for part in mixed]) // 8
     is_torn, share = zeros * items >= _HALF_PAGE, zeros / volume
     others = share[~is_torn]

@@ -8,8 +8,8 @@ import numpy as np
 from ckptlint.analysis.quantised import WIDE, QuantisedWeight, quantisation
 from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint, PayloadTable, Tensor
-from ckptlint.model.layout import IntArray
 from ckptlint.model.text import first_names, fold_names, join_words, plural, verb
+from ckptlint.model.tiling import IntArray
 from ckptlint.rule import Confidence, Finding, Location, NotApplicable, Severity, require, rule
 from ckptlint.vocabulary.config_fields import declares_pruning
 from ckptlint.vocabulary.dtypes import FLOATS, INTEGERS
@@ -140,7 +140,7 @@ def _has_gaps(payload: PayloadTable, codes: Tensor, scale: Tensor) -> bool:
 
 
 def _records(tensor: Tensor) -> IntArray:
-    return tensor.chunks.record[tensor.layout.live]
+    return tensor.chunks.record[tensor.tiling.live]
 
 
 def _most(payload: PayloadTable, tensor: Tensor) -> float | None:

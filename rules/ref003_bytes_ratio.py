@@ -109,7 +109,7 @@ def _label(entry: KeyEntry) -> str:
 
 def _held(tensor: Tensor) -> int:
     """Elements that some chunk holds."""
-    return tensor.volume - (tensor.layout.coverage.missing_volume if tensor.is_sound else 0)
+    return tensor.volume - (tensor.tiling.coverage.missing_volume if tensor.is_sound else 0)
 
 
 def _finding(ckpt: Checkpoint, subject: str, part: str, total: _Sum, factor: int, parts: dict[str, _Sum]) -> Finding:

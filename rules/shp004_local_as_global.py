@@ -123,7 +123,7 @@ def _split(shards: int) -> str:
 
 def _files(ckpt: Checkpoint, local: Local) -> tuple[Note, ...]:
     tensor = local.param.tensor
-    files = sorted({ckpt.chunk_file(tensor, row) for row in np.flatnonzero(tensor.layout.live)[:64].tolist()} - {""})
+    files = sorted({ckpt.chunk_file(tensor, row) for row in np.flatnonzero(tensor.tiling.live)[:64].tolist()} - {""})
     return (("written in", first_names(files, _FILES)),)
 
 

@@ -52,7 +52,7 @@ def glu_chunk_pattern(ckpt: Checkpoint) -> Iterator[Finding]:
         shapes = (fc1.own_shape, fc2.own_shape)
         if not _is_dense(fc1) or shapes != ((2 * ffn, hidden), (hidden, ffn)):
             continue
-        if not fc1.tensor.layout.is_grid or axis_factor(fc2.tensor, fc2.own_axes[1]) != tp:
+        if not fc1.tensor.tiling.is_grid or axis_factor(fc2.tensor, fc2.own_axes[1]) != tp:
             continue
         places = axis_factor(fc1.tensor, fc1.own_axes[0])
         # one rank that stores the whole tensor in one piece interleaves nothing
@@ -69,7 +69,7 @@ def _is_dense(param: Param) -> bool:
 def _finding(ckpt: Checkpoint, fc1: Param, fc2: Param, tp: int, places: int) -> Finding:
     """The finding on a gated projection whose shards cut across gate and up."""
     axis = fc1.own_axes[0]
-    starts = [int(start) for start in fc1.tensor.layout.intervals(axis)[: _STARTS + 1, 0]]
+    starts = [int(start) for start in fc1.tensor.tiling.intervals(axis)[: _STARTS + 1, 0]]
     shown = first_few([f"{start:,}" for start in starts], _STARTS)
     source = trusted_topology(ckpt)["tp"].source
     return Finding(
@@ -90,9 +90,9 @@ def _writers(ckpt: Checkpoint, param: Param, axis: int) -> tuple[Note, ...]:
     """Which ranks own two chunks half the tensor apart, as of a shard that was taken for two halves."""
     tensor = param.tensor
     starts: dict[int, list[int]] = {}
-    for row in np.flatnonzero(tensor.layout.live)[:1024].tolist():
+    for row in np.flatnonzero(tensor.tiling.live)[:1024].tolist():
         if (rank := rank_of(ckpt.chunk_file(tensor, row))) is not None:
-            starts.setdefault(rank, []).append(int(tensor.layout.offsets[row, axis]))
+            starts.setdefault(rank, []).append(int(tensor.tiling.offsets[row, axis]))
     half = tensor.global_shape[axis] // 2
     paired = {
         rank: min(first_rows)

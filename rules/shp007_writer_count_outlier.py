@@ -43,7 +43,7 @@ def _outliers(ckpt: Checkpoint, tensors: list[Tensor]) -> Iterator[Finding]:
     """Large tensors in one chunk among many alike that are split."""
     if len(tensors) <= _MEMBERS:
         return
-    counts = [int(tensor.layout.live.sum()) for tensor in tensors]
+    counts = [int(tensor.tiling.live.sum()) for tensor in tensors]
     cut = [(tensor, count) for tensor, count in zip(tensors, counts, strict=True) if count > 1]
     if len(cut) < _MEMBERS or 100 * len(cut) < _SHARE * len(tensors):
         return
@@ -52,7 +52,7 @@ def _outliers(ckpt: Checkpoint, tensors: list[Tensor]) -> Iterator[Finding]:
     for tensor, count in zip(tensors, counts, strict=True):
         if count != 1 or tensor.volume < max(least, 2):
             continue
-        row = int(tensor.layout.live.argmax())
+        row = int(tensor.tiling.live.argmax())
         writer = rank_of(ckpt.chunk_file(tensor, row))
         yield Finding(
             f"tensor{{of}} is 1 chunk, but {len(cut)} of {len(tensors)} of its role have several",

@@ -7,16 +7,16 @@ from itertools import product
 import numpy as np
 from hypothesis import strategies as st
 
-from ckptlint.model.layout import Box, ChunkLayout
+from ckptlint.model.tiling import Box, Tiling
 
 Chunk = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def layout(shape: tuple[int, ...], chunks: list[Chunk]) -> ChunkLayout:
+def layout(shape: tuple[int, ...], chunks: list[Chunk]) -> Tiling:
     rank = len(shape)
     offsets = np.array([o for o, _ in chunks], np.int64).reshape(len(chunks), rank)
     sizes = np.array([s for _, s in chunks], np.int64).reshape(len(chunks), rank)
-    return ChunkLayout(shape, offsets, sizes)
+    return Tiling(shape, offsets, sizes)
 
 
 def cells_of(shape: tuple[int, ...], chunk: Chunk) -> set[tuple[int, ...]]:

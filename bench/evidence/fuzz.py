@@ -170,7 +170,7 @@ def described(found: Any) -> Any:
     except UnreadableError as error:
         return found.refused, str(error)
     tensors = [
-        (t.fqn, t.dtype, t.global_shape, t.layout.offsets.tolist(), t.layout.sizes.tolist(), t.chunks.record.tolist())
+        (t.fqn, t.dtype, t.global_shape, t.tiling.offsets.tolist(), t.tiling.sizes.tolist(), t.chunks.record.tolist())
         for t in made.tensors.values()
     ]
     table = made.records

@@ -420,7 +420,7 @@ def hard_tilings(rank: int, count: int) -> list[tuple[str, float, float, bool]]:
     """What is hard in so many dims: name, seconds, peak MB of the process, whether the verdict is exact."""
     from irregular import anywhere, irregular, spiral, with_holes, with_overlaps
 
-    from ckptlint.model.layout import ChunkLayout
+    from ckptlint.model.tiling import Tiling
 
     whole = irregular(count, rank)
     made = {
@@ -436,7 +436,7 @@ def hard_tilings(rank: int, count: int) -> list[tuple[str, float, float, bool]]:
     rows = []
     for name, boxes in made.items():
         started = time.process_time()
-        coverage = ChunkLayout(*boxes).coverage
+        coverage = Tiling(*boxes).coverage
         seconds = time.process_time() - started
         rows.append((name, seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, coverage.exact))
     return rows

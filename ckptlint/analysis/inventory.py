@@ -184,7 +184,7 @@ def siblings(params: Iterable[Param]) -> dict[tuple[tuple[str, ...], str], list[
 def _param(tensor: Tensor, key: Key) -> Param:
     layer_axis = expert_axis = None
     axes = list(range(len(tensor.global_shape)))
-    sizes = tensor.layout.sizes[tensor.layout.live]
+    sizes = tensor.tiling.sizes[tensor.tiling.live]
     if key.is_stacked and axes and len(sizes) and (sizes[:, 0] == 1).all():
         layer_axis = axes.pop(0)
     is_stack = key.in_experts or key.function in ("mlp_in", "mlp_out")

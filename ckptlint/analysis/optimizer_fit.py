@@ -17,7 +17,7 @@ from ckptlint.analysis.inventory import MOMENTS, OptimizerState, Param, inventor
 from ckptlint.analysis.trusted_config import trusted_topology
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.facts import fact
-from ckptlint.model.layout import ChunkLayout, Coverage
+from ckptlint.model.tiling import Coverage, Tiling
 from ckptlint.vocabulary.dtypes import ITEM_BITS
 from ckptlint.vocabulary.mesh import AXES
 
@@ -174,8 +174,8 @@ def moment_pairs(ckpt: Checkpoint) -> list[MomentPair]:
     ]
 
 
-def same_chunks(a: ChunkLayout, b: ChunkLayout) -> bool:
-    """Whether the live chunks of two layouts are the same boxes, in whatever order."""
+def same_chunks(a: Tiling, b: Tiling) -> bool:
+    """Whether the live chunks of two tilings are the same boxes, in whatever order."""
     if a is b:
         return True
     left, right = (np.concatenate([x.offsets[x.live], x.sizes[x.live]], axis=1) for x in (a, b))
@@ -185,11 +185,11 @@ def same_chunks(a: ChunkLayout, b: ChunkLayout) -> bool:
     return bool((left[order_left] == right[order_right]).all())
 
 
-def is_whole(layout: ChunkLayout) -> bool:
+def is_whole(tiling: Tiling) -> bool:
     """Whether the chunks are inside the tensor, none twice, and together all of it: GEO rules have nothing to say."""
-    if layout.is_grid:
+    if tiling.is_grid:
         return True
-    return not (len(layout.outside) or layout.duplicates or layout.coverage != Coverage())
+    return not (len(tiling.outside) or tiling.duplicates or tiling.coverage != Coverage())
 
 
 def _is_plain(dtype: str) -> bool:
@@ -206,10 +206,10 @@ def _peer(state: OptimizerState) -> tuple[tuple[int, ...], str]:
 
 
 def _is_one_chunk(state: Tensor, param: Tensor) -> bool:
-    live = param.layout.live
+    live = param.tiling.live
     if int(live.sum()) < 2:
         return False
-    return bool((param.layout.sizes[live].prod(axis=1) == state.volume).any())
+    return bool((param.tiling.sizes[live].prod(axis=1) == state.volume).any())
 
 
 def _rank(state: OptimizerState) -> int | None:

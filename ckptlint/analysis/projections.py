@@ -12,14 +12,14 @@ from ckptlint.analysis.inventory import Param, inventory_of, is_weight
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.cover import Shape
 from ckptlint.model.facts import fact
-from ckptlint.model.layout import distinct
 from ckptlint.model.text import shape_text
+from ckptlint.model.tiling import distinct
 from ckptlint.vocabulary.keys import Block, block_of, inside_layer, is_adapter, module_path
 
 
 def axis_factor(tensor: Tensor, axis: int) -> int:
     """In how many places the live chunks cut an axis: the number of their distinct starts."""
-    return len(distinct(tensor.layout.offsets[tensor.layout.live, axis]))
+    return len(distinct(tensor.tiling.offsets[tensor.tiling.live, axis]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,8 +13,8 @@ from ckptlint.geometry.chunk_graph import ranks_of_files
 from ckptlint.geometry.record_states import MISSING, NOT_CHECKED, STATES, THERE, record_states
 from ckptlint.model import Checkpoint
 from ckptlint.model.facts import fact
-from ckptlint.model.layout import IntArray
 from ckptlint.model.ranks.files import RankFile
+from ckptlint.model.tiling import IntArray
 from ckptlint.vocabulary.keys import COPIES, Key, is_token_table, modules_of, parse
 
 CELL_STATES = ("nothing", "there", "stored twice", *STATES[1:])
@@ -163,7 +163,7 @@ def rank_contents_of(ckpt: Checkpoint) -> RankContents:
         column=column[order][first],
         state=(np.maximum.reduceat(cell[order], first) if len(first) else cell).astype(np.uint8),
         lost=[(int(row_of[file]), file_names[file], int(worst[file]) + 2) for file in lost.tolist()],
-        unfiled=sum(int((tensor.layout.live & (tensor.chunks.record < 0)).sum()) for tensor in ckpt.tensors.values()),
+        unfiled=sum(int((tensor.tiling.live & (tensor.chunks.record < 0)).sum()) for tensor in ckpt.tensors.values()),
     )
 
 
@@ -206,12 +206,12 @@ def _columns(ckpt: Checkpoint) -> tuple[list[Column], IntArray, npt.NDArray[np.b
     for tensor in ckpt.sound_tensors():
         rows = np.flatnonzero(tensor.chunks.record >= 0)
         records, whole = tensor.chunks.record[rows], _column_of(tensor.fqn, states)
-        starts, extents = (what[rows, :1].ravel() for what in (tensor.layout.offsets, tensor.layout.sizes))
+        starts, extents = (what[rows, :1].ravel() for what in (tensor.tiling.offsets, tensor.tiling.sizes))
         if whole.place == "stack" and len(starts) and (starts >= 0).all() and (extents <= 1).all():
             layers, at = np.unique(starts, return_inverse=True)
             parts[records] = np.array([*(replace(whole, place="layer", layer=i) for i in layers.tolist()), None])[at]
-        for box in tensor.layout.coverage.doubled:
-            over = tensor.chunks.record[tensor.layout.touching(box)]
+        for box in tensor.tiling.coverage.doubled:
+            over = tensor.chunks.record[tensor.tiling.touching(box)]
             twice[over[over >= 0]] = True
     absent = {name: i for i, name in enumerate(ckpt.files.names) if index is not None and name in index.unread}
     unread = [

@@ -79,7 +79,7 @@ def drawing(ckpt: Checkpoint, tensor: Tensor, axis: int | None) -> nx.DiGraph[st
     if axis is not None and not 0 <= axis < rank:
         axes = "no axes" if not rank else f"the axes 0 to {rank - 1}" if rank > 1 else "only axis 0"
         raise ConfigError(f"{tensor.fqn} has no axis {axis}: its shape {list(tensor.global_shape)} has {axes}")
-    cut = [a for a in range(rank) if len(tensor.layout.intervals(a)) > 1 or _has_gap(tensor, a)]
+    cut = [a for a in range(rank) if len(tensor.tiling.intervals(a)) > 1 or _has_gap(tensor, a)]
     graph: nx.DiGraph[str] = nx.DiGraph(fqn=tensor.fqn, dtype=tensor.dtype, shape=str(list(tensor.global_shape)))
     for a in [axis] if axis is not None else cut or list(range(min(rank, 1))):
         _add_axis(graph, ckpt, tensor, a)
@@ -87,7 +87,7 @@ def drawing(ckpt: Checkpoint, tensor: Tensor, axis: int | None) -> nx.DiGraph[st
 
 
 def _has_gap(tensor: Tensor, axis: int) -> bool:
-    intervals = tensor.layout.intervals(axis)
+    intervals = tensor.tiling.intervals(axis)
     return bool(_gaps(intervals.tolist(), tensor.global_shape[axis]))
 
 
@@ -103,7 +103,7 @@ def _gaps(intervals: list[list[int]], size: int) -> list[tuple[int, int]]:
 
 def _add_axis(graph: nx.DiGraph[str], ckpt: Checkpoint, tensor: Tensor, axis: int) -> None:
     """Add a node for each interval of an axis, and for each gap between them, and the edges from one to the next."""
-    intervals, states = axis_graph(tensor.layout, axis), chunk_states(ckpt, tensor)
+    intervals, states = axis_graph(tensor.tiling, axis), chunk_states(ckpt, tensor)
     size = tensor.global_shape[axis]
     nodes = sorted(intervals)
     graph.graph[f"dim {axis}"] = f"dim {axis} x {len(nodes)}"

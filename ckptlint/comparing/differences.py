@@ -163,7 +163,7 @@ def _layout(old: Checkpoint, before: Tensor, new: Checkpoint, after: Tensor) -> 
     """Chunks by their place; the files only of tensors that are cut alike."""
     a, b = _by_place(before), _by_place(after)
     sides = ((before, a), (after, b))
-    offsets, sizes = ([getattr(tensor.layout, name)[rows] for tensor, rows in sides] for name in ("offsets", "sizes"))
+    offsets, sizes = ([getattr(tensor.tiling, name)[rows] for tensor, rows in sides] for name in ("offsets", "sizes"))
     if not (np.array_equal(*offsets) and np.array_equal(*sizes)):
         texts = [_cut(before), _cut(after)]
         if texts[0] == texts[1]:
@@ -178,7 +178,7 @@ def _layout(old: Checkpoint, before: Tensor, new: Checkpoint, after: Tensor) -> 
 
 def _by_place(tensor: Tensor) -> Any:
     """Rows of the chunk table in the order of their offsets and sizes."""
-    keys = np.concatenate([tensor.layout.sizes, tensor.layout.offsets], axis=1)
+    keys = np.concatenate([tensor.tiling.sizes, tensor.tiling.offsets], axis=1)
     return np.lexsort(keys.T) if keys.shape[1] else np.arange(len(keys))
 
 
@@ -191,7 +191,7 @@ def _cut(tensor: Tensor) -> str:
     chunks = plural(len(tensor.chunks) + len(tensor.malformed), "chunk")
     if not tensor.is_sound or not tensor.global_shape:
         return chunks
-    degrees = " x ".join(str(len(tensor.layout.intervals(axis))) for axis in range(len(tensor.global_shape)))
+    degrees = " x ".join(str(len(tensor.tiling.intervals(axis))) for axis in range(len(tensor.global_shape)))
     return f"{degrees} in {chunks}"
 
 

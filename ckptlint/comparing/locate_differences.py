@@ -19,8 +19,8 @@ from ckptlint.comparing.regions import Numbers, TensorBytes, decoded
 from ckptlint.comparing.rows import ROUNDING, compare_rows, row_ranges
 from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model.cover import Shape
-from ckptlint.model.layout import IntArray
 from ckptlint.model.text import at_most, first_names, plural, ranges
+from ckptlint.model.tiling import IntArray
 from ckptlint.seals.digests import Words
 from ckptlint.seals.row_hashes import Bits, comparable, matrix
 
@@ -109,8 +109,8 @@ def _of_chunks(rows: IntArray, columns: IntArray, stored: TensorBytes | None) ->
     skip = len(tensor.global_shape) - len(shape)  # the axis of the layers
     middle, is_flat = prod(shape[1:-1]), len(shape) == 1
     left, names = len(rows) * len(columns), []
-    for row in np.flatnonzero(tensor.layout.live).tolist():
-        box = tensor.layout.box(row)
+    for row in np.flatnonzero(tensor.tiling.live).tolist():
+        box = tensor.tiling.box(row)
         offsets, sizes = box.offsets[skip:], box.sizes[skip:]
         if stored.layer is not None and not 0 <= stored.layer - box.offsets[0] < box.sizes[0]:
             continue

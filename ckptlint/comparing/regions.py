@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ckptlint.model import Checkpoint, RecordState, Tensor
 from ckptlint.model.cover import Shape
-from ckptlint.model.layout import Box
+from ckptlint.model.tiling import Box
 from ckptlint.payload.archives.members import bare_content, places_of
 from ckptlint.seals.row_hashes import Bits, blocks, first_place, matrix, word_of
 from ckptlint.storage.folder import Folder
@@ -125,10 +125,10 @@ class TensorBytes:
 def _touching(tensor: Tensor, first: int, end: int) -> list[int]:
     """The chunks in whose rows along the first axis some of the elements [first, end) lie."""
     if not tensor.global_shape:
-        return [int(row) for row in np.flatnonzero(tensor.layout.live)]
+        return [int(row) for row in np.flatnonzero(tensor.tiling.live)]
     axes, inner = len(tensor.global_shape) - 1, max(prod(tensor.global_shape[1:]), 1)
     low, high = first // inner, -(-end // inner)
-    return tensor.layout.touching(Box((low, *[0] * axes), (high - low, *tensor.global_shape[1:])))
+    return tensor.tiling.touching(Box((low, *[0] * axes), (high - low, *tensor.global_shape[1:])))
 
 
 BytesByKey = Mapping[str, TensorBytes]

@@ -14,8 +14,8 @@ import numpy as np
 
 from ckptlint.errors import GIT_LFS_POINTER, LimitError, UnreadableError
 from ckptlint.formats.strict_json import checked_key, checked_shape, is_size, json_object
-from ckptlint.model.layout import IntArray
 from ckptlint.model.text import printable
+from ckptlint.model.tiling import IntArray
 from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.dtypes import SAFETENSORS, SAFETENSORS_BITS
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from ckptlint.errors import LimitError, UnreadableError
 from ckptlint.model import KEY_LIMIT, RANK_LIMIT
-from ckptlint.model.layout import COORDINATE_LIMIT
 from ckptlint.model.text import printable
+from ckptlint.model.tiling import COORDINATE_LIMIT
 
 
 def json_object(text: bytes) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 Nodes are the distinct intervals [start, stop) that live chunks occupy on the axis; an edge joins an interval to the
 one that starts where it ends. A healthy axis is one path from 0 to the global size; a missing link is a gap. A hole at
-one crossing of two healthy axes leaves both paths whole, which is why verdicts come from `model.layout`.
+one crossing of two healthy axes leaves both paths whole, which is why verdicts come from `model.tiling`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.facts import fact
-from ckptlint.model.layout import Box, ChunkLayout, IntArray, distinct
 from ckptlint.model.text import numbered, ranges, verb
+from ckptlint.model.tiling import Box, IntArray, Tiling, distinct
 from ckptlint.vocabulary.mesh import axes_of_size
 
 if TYPE_CHECKING:
@@ -49,14 +49,14 @@ class AxisSlots:
         return np.flatnonzero((self.starts >= start) & (self.stops <= stop)).tolist()
 
 
-def axis_graph(layout: ChunkLayout, axis: int) -> nx.DiGraph[tuple[int, int]]:
+def axis_graph(tiling: Tiling, axis: int) -> nx.DiGraph[tuple[int, int]]:
     """The chunk graph of one axis; node attribute `rows` lists the chunks on each interval."""
     import networkx as nx
 
-    graph: nx.DiGraph[tuple[int, int]] = nx.DiGraph(axis=axis, size=layout.shape[axis])
-    starts = layout.offsets[:, axis]
-    stops = starts + layout.sizes[:, axis]
-    for row in np.flatnonzero(layout.live).tolist():
+    graph: nx.DiGraph[tuple[int, int]] = nx.DiGraph(axis=axis, size=tiling.shape[axis])
+    starts = tiling.offsets[:, axis]
+    stops = starts + tiling.sizes[:, axis]
+    for row in np.flatnonzero(tiling.live).tolist():
         node = int(starts[row]), int(stops[row])
         if node in graph:
             graph.nodes[node]["rows"].append(row)
@@ -70,13 +70,13 @@ def axis_graph(layout: ChunkLayout, axis: int) -> nx.DiGraph[tuple[int, int]]:
 
 
 @fact
-def axis_slots(layout: ChunkLayout, axis: int) -> AxisSlots | None:
+def axis_slots(tiling: Tiling, axis: int) -> AxisSlots | None:
     """The places of an axis, or None when its intervals overlap, so that no one path exists.
 
     A gap counts as so many places as the most common interval length fits into it, as one otherwise.
     """
-    size = layout.shape[axis]
-    starts, stops = layout.intervals(axis).T
+    size = tiling.shape[axis]
+    starts, stops = tiling.intervals(axis).T
     if len(starts) > _PLACE_LIMIT or (stops[:-1] > starts[1:]).any():
         return None
     if len(starts) and (starts[0] < 0 or stops[-1] > size):
@@ -100,21 +100,21 @@ def axis_slots(layout: ChunkLayout, axis: int) -> AxisSlots | None:
     )
 
 
-def coordinates(layout: ChunkLayout, region: Box) -> dict[int, tuple[AxisSlots, list[int]]]:
+def coordinates(tiling: Tiling, region: Box) -> dict[int, tuple[AxisSlots, list[int]]]:
     """Axis -> its places and the positions the region takes, for each axis that is cut; {} when none is known."""
     found = {}
     for axis, (start, stop) in enumerate(zip(region.offsets, region.ends, strict=True)):
-        if len(distinct(layout.offsets[layout.live, axis])) < 2 and (start, stop) == (0, layout.shape[axis]):
+        if len(distinct(tiling.offsets[tiling.live, axis])) < 2 and (start, stop) == (0, tiling.shape[axis]):
             continue
-        slots = axis_slots(layout, axis)
+        slots = axis_slots(tiling, axis)
         if slots is not None and (inside := slots.inside(start, stop)):
             found[axis] = slots, inside
     return found
 
 
-def place_on_mesh(layout: ChunkLayout, region: Box) -> str:
+def place_on_mesh(tiling: Tiling, region: Box) -> str:
     """A missing region by its places on the mesh, whatever the size of the tensor: what findings of one cause share."""
-    found = coordinates(layout, region)
+    found = coordinates(tiling, region)
     return ", ".join(f"dim {axis}: {ranges(inside)} of {len(slots)}" for axis, (slots, inside) in found.items())
 
 
@@ -128,7 +128,7 @@ def mesh_note(ckpt: Checkpoint, tensor: Tensor, region: Box) -> str:
     """Which shard of which axis a missing region is, in one sentence; "" when the axes have no plain path."""
     parts = []
     crossing = []
-    for axis, (slots, inside) in coordinates(tensor.layout, region).items():
+    for axis, (slots, inside) in coordinates(tensor.tiling, region).items():
         count = len(slots)
         if count == 1:
             continue

@@ -10,8 +10,8 @@ import numpy as np
 
 from ckptlint.geometry.record_states import NOT_CHECKED, STATES, THERE, StateArray, chunk_states
 from ckptlint.model import Checkpoint, Tensor
-from ckptlint.model.layout import Box, IntArray, distinct
 from ckptlint.model.text import human_bytes, plural
+from ckptlint.model.tiling import Box, IntArray, distinct
 from ckptlint.vocabulary.dtypes import nbytes
 from ckptlint.vocabulary.mesh import axes_of_size
 
@@ -56,11 +56,11 @@ class Grid:
 
 def make_grid(tensor: Tensor, region: Box | None, cells: int = CELL_LIMIT) -> Grid | None:
     """The grid around a region, or around the origin; None for a tensor without axes or chunks to compare."""
-    layout, shape = tensor.layout, tensor.global_shape
+    tiling, shape = tensor.tiling, tensor.global_shape
     if not shape or not tensor.is_sound:
         return None
     region = region or Box((0,) * len(shape), shape)
-    offsets, ends = layout.offsets[layout.live], (layout.offsets + layout.sizes)[layout.live]
+    offsets, ends = tiling.offsets[tiling.live], (tiling.offsets + tiling.sizes)[tiling.live]
     cuts = [_cuts(offsets[:, a], ends[:, a], shape[a], region, a) for a in range(len(shape))]
     narrow = [a for a in range(len(shape)) if (region.offsets[a], region.ends[a]) != (0, shape[a])]
     cut = [a for a in range(len(shape)) if len(cuts[a]) > 2]
@@ -68,9 +68,9 @@ def make_grid(tensor: Tensor, region: Box | None, cells: int = CELL_LIMIT) -> Gr
     across, down = axes[-1], axes[0] if len(axes) == 2 else None
     fixed = {a: max(0, region.offsets[a]) for a in range(len(shape)) if a not in axes and len(cuts[a]) > 2}
 
-    near = np.flatnonzero(layout.live)
+    near = np.flatnonzero(tiling.live)
     for axis, index in fixed.items():
-        near = near[(layout.offsets[near, axis] <= index) & (index < (layout.offsets + layout.sizes)[near, axis])]
+        near = near[(tiling.offsets[near, axis] <= index) & (index < (tiling.offsets + tiling.sizes)[near, axis])]
     columns = _fold(cuts[across], region.offsets[across], region.ends[across], cells)
     rows = [MapCell(0, 1)] if down is None else _fold(cuts[down], region.offsets[down], region.ends[down], cells)
     legend: dict[int, str] = {}
@@ -87,8 +87,8 @@ def make_grid(tensor: Tensor, region: Box | None, cells: int = CELL_LIMIT) -> Gr
                 continue
             holding = near
             for axis, cell in drawn:
-                stops = layout.offsets[holding, axis] + layout.sizes[holding, axis]
-                holding = holding[(layout.offsets[holding, axis] <= cell.start) & (stops >= cell.stop)]
+                stops = tiling.offsets[holding, axis] + tiling.sizes[holding, axis]
+                holding = holding[(tiling.offsets[holding, axis] <= cell.start) & (stops >= cell.stop)]
             holders[-1].append([int(i) for i in holding])
             for i in holding.tolist():
                 legend.setdefault(i, _letter(len(legend)))
@@ -97,7 +97,7 @@ def make_grid(tensor: Tensor, region: Box | None, cells: int = CELL_LIMIT) -> Gr
 
 def marked_boxes(tensor: Tensor, region: Box, rows: Sequence[int]) -> list[Box]:
     """What the map of a finding marks: its region, or all chunks of `rows` if that is one and no two overlap."""
-    boxes = dict.fromkeys(tensor.layout.box(row) for row in rows if 0 <= row < len(tensor.chunks))
+    boxes = dict.fromkeys(tensor.tiling.box(row) for row in rows if 0 <= row < len(tensor.chunks))
     is_apart = not any(a.intersect(b) for a, b in combinations(boxes, 2))
     return [*boxes] if region in boxes and is_apart else [region]
 
@@ -171,7 +171,7 @@ def axis_label(ckpt: Checkpoint, grid: Grid, axis: int) -> str:
 
     Stacked layers or experts, each stored by itself, are as many as there are, whatever the mesh.
     """
-    count = len(grid.tensor.layout.intervals(axis))
+    count = len(grid.tensor.tiling.intervals(axis))
     names = axes_of_size(ckpt.topology, count) if count < grid.tensor.global_shape[axis] else []
     return f"dim {axis} x {count} ({names[0]})" if len(names) == 1 else f"dim {axis}"
 

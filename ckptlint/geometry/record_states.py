@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from ckptlint.model import Checkpoint, RecordState, RecordTable, Tensor
 from ckptlint.model.facts import fact
-from ckptlint.model.layout import IntArray
+from ckptlint.model.tiling import IntArray
 from ckptlint.storage.folder import READABLE
 from ckptlint.vocabulary.dtypes import nbytes
 
@@ -58,7 +58,7 @@ def chunk_states(ckpt: Checkpoint, tensor: Tensor) -> StateArray:
     """
     record = tensor.chunks.record
     states = np.full(len(record), THERE if ckpt.ranks is not None else MISSING, np.uint8)
-    states[~tensor.layout.live] = THERE
+    states[~tensor.tiling.live] = THERE
     states[record >= 0] = record_states(ckpt)[record[record >= 0]]
     return states
 
@@ -97,12 +97,12 @@ def needed_bytes(ckpt: Checkpoint) -> tuple[IntArray, np.ndarray]:
     is_tensor = np.zeros(len(ckpt.records), bool)
     by_rank = defaultdict[int, list[Tensor]](list)
     for tensor in ckpt.tensors.values():
-        by_rank[tensor.layout.sizes.shape[1]].append(tensor)
+        by_rank[tensor.tiling.sizes.shape[1]].append(tensor)
         if tensor.malformed:
             is_tensor[[chunk.record for chunk in tensor.malformed if chunk.record >= 0]] = True
     for tensors in by_rank.values():
         record = np.concatenate([tensor.chunks.record for tensor in tensors])
-        sizes = np.concatenate([tensor.layout.sizes for tensor in tensors])
+        sizes = np.concatenate([tensor.tiling.sizes for tensor in tensors])
         known = [nbytes(tensor.dtype, 1) if tensor.is_sound else None for tensor in tensors]
         counts = [len(tensor.chunks) for tensor in tensors]
         item = np.repeat(np.array([-1 if size is None else size for size in known], np.int64), counts)

@@ -33,8 +33,8 @@ from ckptlint.live.compare import protocol
 from ckptlint.live.compare.gate import Gate
 from ckptlint.live.compare.group import GroupBroken, RankGroup, Solo, new_torch_group
 from ckptlint.model import RankFinding, RankTable
-from ckptlint.model.layout import BoolArray, IntArray
 from ckptlint.model.text import named_ranks, plural, printable, shape_text, texts
+from ckptlint.model.tiling import BoolArray, IntArray
 from ckptlint.rule import Severity
 from ckptlint.seals.digests import Words
 

@@ -24,8 +24,8 @@ from ckptlint.live.compare.group import GroupBroken
 from ckptlint.loaders.checkpoint import read_checkpoint
 from ckptlint.loaders.layouts import Found
 from ckptlint.model import RankFinding, Seal, SealEntry
-from ckptlint.model.layout import IntArray
 from ckptlint.model.text import texts
+from ckptlint.model.tiling import IntArray
 from ckptlint.rule import Severity
 from ckptlint.seals.digests import ALGORITHM, MASK, Words
 from ckptlint.seals.file import SEAL, metadata_hash, read_seal, write_seal

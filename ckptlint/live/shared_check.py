@@ -25,8 +25,8 @@ from ckptlint.loaders.checkpoint import open_checkpoint
 from ckptlint.loaders.discover import find
 from ckptlint.loaders.layouts import Found
 from ckptlint.model import Checkpoint, Problem
-from ckptlint.model.layout import IntArray
 from ckptlint.model.text import named_ranks, plural, printable, verb
+from ckptlint.model.tiling import IntArray
 from ckptlint.payload.integrity import INTEGRITY
 from ckptlint.payload.parts import PartialRead, join
 from ckptlint.payload.reader import Reader

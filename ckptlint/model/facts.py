@@ -1,4 +1,4 @@
-"""What follows from a checkpoint or a layout, worked out once and kept on the object itself."""
+"""What follows from a checkpoint or a tiling, worked out once and kept on the object itself."""
 
 from __future__ import annotations
 

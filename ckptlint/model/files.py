@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from ckptlint.model.layout import IntArray
+from ckptlint.model.tiling import IntArray
 
 FileState = Literal[
     "ok", "absent", "unsafe-path", "not-a-file", "link-outside", "dangling-link", "other-case", "unchecked"

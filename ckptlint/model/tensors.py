@@ -12,7 +12,7 @@ from math import prod
 import numpy as np
 import numpy.typing as npt
 
-from ckptlint.model.layout import ChunkLayout, Coverage, IntArray
+from ckptlint.model.tiling import Coverage, IntArray, Tiling
 
 RANK_LIMIT = 64
 """More axes than any tensor has."""
@@ -26,14 +26,14 @@ class ChunkTable:
     """The chunks of one tensor; row i is chunk i.
 
     Attributes:
-        layout: offsets and sizes, shared by all tensors that are cut alike.
+        tiling: offsets and sizes, shared by all tensors that are cut alike.
         record: int64 [n], row of the chunk's stored bytes in `Checkpoint.records`; -1 when no storage entry exists.
 
     Source:
         torch.distributed.checkpoint.metadata.ChunkStorageMetadata
     """
 
-    layout: ChunkLayout
+    tiling: Tiling
     record: IntArray
 
     def __len__(self) -> int:
@@ -70,9 +70,9 @@ class Tensor:
     is_flattened: bool = False
 
     @property
-    def layout(self) -> ChunkLayout:
+    def tiling(self) -> Tiling:
         """Where the chunks lie."""
-        return self.chunks.layout
+        return self.chunks.tiling
 
     @property
     def volume(self) -> int:
@@ -94,7 +94,7 @@ class Tensor:
     @property
     def is_tiled(self) -> bool:
         """Whether each element surely is in one chunk, and no more than one, and no chunk leaves the tensor."""
-        return self.is_sound and self.layout.coverage == Coverage() and not len(self.layout.outside)
+        return self.is_sound and self.tiling.coverage == Coverage() and not len(self.tiling.outside)
 
 
 @dataclass(frozen=True, slots=True)

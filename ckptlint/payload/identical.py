@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ckptlint.model import Checkpoint, PayloadTable
-from ckptlint.model.layout import IntArray
+from ckptlint.model.tiling import IntArray
 from ckptlint.payload.records import path_of
 from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.dtypes import ITEM_BITS

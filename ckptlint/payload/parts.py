@@ -13,8 +13,8 @@ from ckptlint.errors import LimitError, UnreadableError
 from ckptlint.geometry.record_states import needed_bytes
 from ckptlint.loaders.problems import from_refusals
 from ckptlint.model import Checkpoint, Damage, PayloadTable, Problem, RecordContent, RecordState, empty_payload
-from ckptlint.model.layout import IntArray
 from ckptlint.model.text import first_names, plural, printable, unknown_classes
+from ckptlint.model.tiling import IntArray
 from ckptlint.payload.archives.record_pickle import Decoded, decode
 from ckptlint.payload.identical import find_same
 from ckptlint.payload.reading import ReadOptions

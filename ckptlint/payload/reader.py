@@ -27,7 +27,7 @@ from ckptlint.model import (
     Tensor,
     empty_payload,
 )
-from ckptlint.model.layout import IntArray, distinct
+from ckptlint.model.tiling import IntArray, distinct
 from ckptlint.payload.archives.members import (
     bare_content,
     member_starts,
@@ -357,7 +357,7 @@ class Reader:
         looks = bool(is_raw.any()) and self.how.percent is None
         for tensor in self.ckpt.sound_tensors() if looks or self.sealed or self.hashes else ():
             record = tensor.chunks.record
-            is_wanted = tensor.layout.live & (record >= 0)
+            is_wanted = tensor.tiling.live & (record >= 0)
             if tensor.fqn not in self.sealed and tensor.fqn not in self.hashes:
                 if not looks or tensor.dtype not in ENCODINGS.keys() | INTEGERS:
                     continue

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ckptlint.model import Checkpoint
-from ckptlint.model.layout import IntArray
+from ckptlint.model.tiling import IntArray
 from ckptlint.storage.folder import READABLE
 
 

@@ -14,8 +14,8 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 
 from ckptlint.errors import AccessError
-from ckptlint.model.layout import IntArray
 from ckptlint.model.text import printable
+from ckptlint.model.tiling import IntArray
 from ckptlint.payload.values import RecordValues, values_of
 from ckptlint.seals.digests import MASK, Elements, elem_digest
 from ckptlint.seals.row_hashes import Placed

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from ckptlint.geometry.chunk_graph import ranks_of_files
 from ckptlint.model import Checkpoint
-from ckptlint.model.layout import IntArray
+from ckptlint.model.tiling import IntArray
 from ckptlint.planning.job import Target
 from ckptlint.planning.outcome import Cost, NodeReads
 from ckptlint.planning.reads import Reads

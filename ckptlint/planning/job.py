@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from ckptlint.model.layout import IntArray
+from ckptlint.model.tiling import IntArray
 from ckptlint.planning.outcome import Constraint
 
 

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from ckptlint.model import Checkpoint
 from ckptlint.model.files import Names
-from ckptlint.model.layout import IntArray
 from ckptlint.model.text import plural
+from ckptlint.model.tiling import IntArray
 from ckptlint.shown import Shown
 
 Effect = Literal["fails", "drops", "note"]

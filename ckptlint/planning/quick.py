@@ -21,7 +21,7 @@ from ckptlint.analysis.inventory import Param, inventory_of
 from ckptlint.analysis.projections import axis_factor
 from ckptlint.errors import BudgetError, ConfigError
 from ckptlint.model import Checkpoint, Tensor
-from ckptlint.model.layout import BoolArray, IntArray
+from ckptlint.model.tiling import BoolArray, IntArray
 from ckptlint.planning.job import Job, Target, TensorRequest
 from ckptlint.planning.outcome import Constraint
 from ckptlint.vocabulary.keys import Key, block_of

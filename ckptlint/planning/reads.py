@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ckptlint.errors import BudgetError
-from ckptlint.model.layout import BoolArray, ChunkLayout, IntArray
+from ckptlint.model.tiling import BoolArray, IntArray, Tiling
 from ckptlint.planning.job import Target
 
 _BLOCK = 1 << 21  # pairs of a box and a chunk that are looked at at once
@@ -40,7 +40,7 @@ class Reads:
 
     Attributes:
         box: int64 [n], row of the target's boxes, ascending.
-        chunk: int64 [n], row of the layout's chunks.
+        chunk: int64 [n], row of the tiling's chunks.
         in_chunk: int64 [n, d], where the common part starts, from the chunk's own start (torch: `storage_offsets`).
         in_box: int64 [n, d], the same from the box's start (`dest_offsets`).
         lengths: int64 [n, d], extent of the common part; 0 where an empty box is inside a chunk.
@@ -61,7 +61,7 @@ class Reads:
         return np.asarray(self.lengths.prod(axis=1, dtype=np.int64))
 
 
-def reads(layout: ChunkLayout, target: Target, budget: ReadBudget | None = None) -> Reads:
+def reads(tiling: Tiling, target: Target, budget: ReadBudget | None = None) -> Reads:
     """Every pair of a box and a chunk that overlap, by box, then chunk.
 
     A box and a chunk overlap where on no axis one begins at or after the end of the other: an empty box strictly
@@ -76,16 +76,16 @@ def reads(layout: ChunkLayout, target: Target, budget: ReadBudget | None = None)
     """
     budget = budget or ReadBudget()
     found = []
-    for boxes, chunks in _candidates(layout, target):
+    for boxes, chunks in _candidates(tiling, target):
         budget.spend(len(boxes), 0)
-        found.append(_overlapping(layout, target, boxes, chunks))
+        found.append(_overlapping(tiling, target, boxes, chunks))
         budget.spend(0, len(found[-1][0]))
     boxes, chunks = (np.concatenate([pair[side] for pair in found]) for side in (0, 1)) if found else _nothing()
     order = np.lexsort((chunks, boxes))
     boxes, chunks = boxes[order], chunks[order]
-    chunk_start, box_start = layout.offsets[chunks], target.offsets[boxes]
+    chunk_start, box_start = tiling.offsets[chunks], target.offsets[boxes]
     start = np.maximum(chunk_start, box_start)
-    end = np.minimum(chunk_start + layout.sizes[chunks], box_start + target.sizes[boxes])
+    end = np.minimum(chunk_start + tiling.sizes[chunks], box_start + target.sizes[boxes])
     return Reads(boxes, chunks, start - chunk_start, start - box_start, end - start)
 
 
@@ -93,16 +93,16 @@ def _nothing() -> tuple[IntArray, IntArray]:
     return np.zeros(0, np.int64), np.zeros(0, np.int64)
 
 
-def _candidates(layout: ChunkLayout, target: Target) -> Iterator[tuple[IntArray, IntArray]]:
+def _candidates(tiling: Tiling, target: Target) -> Iterator[tuple[IntArray, IntArray]]:
     """Pairs that may overlap, in blocks: those that meet on the axis where the fewest do."""
-    boxes, chunks = np.arange(len(target.offsets)), np.arange(len(layout.offsets))
+    boxes, chunks = np.arange(len(target.offsets)), np.arange(len(tiling.offsets))
     if not len(boxes) or not len(chunks):
         return
-    if not layout.shape:
+    if not tiling.shape:
         yield np.repeat(boxes, len(chunks)), np.tile(chunks, len(boxes))
         return
     order, low, count = min(
-        (_along(layout, target, axis) for axis in range(len(layout.shape))), key=lambda x: x[2].sum()
+        (_along(tiling, target, axis) for axis in range(len(tiling.shape))), key=lambda x: x[2].sum()
     )
     ends = np.cumsum(count)
     first = 0
@@ -115,22 +115,22 @@ def _candidates(layout: ChunkLayout, target: Target) -> Iterator[tuple[IntArray,
         first = last
 
 
-def _along(layout: ChunkLayout, target: Target, axis: int) -> tuple[IntArray, IntArray, IntArray]:
+def _along(tiling: Tiling, target: Target, axis: int) -> tuple[IntArray, IntArray, IntArray]:
     """The chunks by their start on an axis; for each box the first that may meet it, and how many from there on."""
-    starts = layout.offsets[:, axis]
+    starts = tiling.offsets[:, axis]
     order = np.argsort(starts, kind="stable")
     starts = starts[order]
-    reached = np.maximum.accumulate(starts + layout.sizes[order, axis])
+    reached = np.maximum.accumulate(starts + tiling.sizes[order, axis])
     box_start = target.offsets[:, axis]
     low = np.searchsorted(reached, box_start, "right")
     high = np.searchsorted(starts, box_start + target.sizes[:, axis], "left")
     return order, low, np.maximum(high - low, 0)
 
 
-def _overlapping(layout: ChunkLayout, target: Target, boxes: IntArray, chunks: IntArray) -> tuple[IntArray, IntArray]:
+def _overlapping(tiling: Tiling, target: Target, boxes: IntArray, chunks: IntArray) -> tuple[IntArray, IntArray]:
     overlap: BoolArray = np.ones(len(boxes), bool)
-    for axis in range(len(layout.shape)):
-        chunk_start, box_start = layout.offsets[chunks, axis], target.offsets[boxes, axis]
-        overlap &= box_start < chunk_start + layout.sizes[chunks, axis]
+    for axis in range(len(tiling.shape)):
+        chunk_start, box_start = tiling.offsets[chunks, axis], target.offsets[boxes, axis]
+        overlap &= box_start < chunk_start + tiling.sizes[chunks, axis]
         overlap &= chunk_start < box_start + target.sizes[boxes, axis]
     return boxes[overlap], chunks[overlap]

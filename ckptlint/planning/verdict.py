@@ -7,7 +7,7 @@ from collections import defaultdict
 import numpy as np
 
 from ckptlint.model import Checkpoint, Tensor
-from ckptlint.model.layout import IntArray
+from ckptlint.model.tiling import IntArray
 from ckptlint.planning.cost import Tally, needs_away, nodes_of, writer_nodes
 from ckptlint.planning.job import Job, Target, TensorRequest
 from ckptlint.planning.outcome import Constraint, Conversion, Effect, Mismatch, Plan
@@ -138,15 +138,15 @@ class _Work:
         self._add(wish.key, target, item, record, None)
 
     def _tensor(self, key: str, tensor: Tensor, target: Target) -> None:
-        layout = tensor.layout
-        if (id(layout), id(target)) not in self.found:
-            found = reads(layout, target, self.budget)
+        tiling = tensor.tiling
+        if (id(tiling), id(target)) not in self.found:
+            found = reads(tiling, target, self.budget)
             filled = np.bincount(found.box, found.volume, len(target.offsets))
             short = bool((filled < target.sizes.prod(axis=1)).any())
-            if not short and len(layout.live) and layout.coverage.doubled:  # what is there twice hides what is not
-                short = layout.coverage.missing_volume > 0
-            self.found[id(layout), id(target)] = found, short
-        found, short = self.found[id(layout), id(target)]
+            if not short and len(tiling.live) and tiling.coverage.doubled:  # what is there twice hides what is not
+                short = tiling.coverage.missing_volume > 0
+            self.found[id(tiling), id(target)] = found, short
+        found, short = self.found[id(tiling), id(target)]
         if short:
             self._tell("drops", "hole", key)
         bits = ITEM_BITS.get(tensor.dtype)

@@ -248,7 +248,7 @@ def _alike(ckpt: Checkpoint, tensors: Iterable[Tensor]) -> list[tuple[Tensor, li
     for tensor in tensors:
         rows = tensor.chunks.record
         files = np.where(rows < 0, -1, ckpt.records.file[rows]) if len(ckpt.records) else rows
-        look = role(tensor.fqn), tensor.dtype, tensor.global_shape, id(tensor.layout), files.tobytes()
+        look = role(tensor.fqn), tensor.dtype, tensor.global_shape, id(tensor.tiling), files.tobytes()
         found.setdefault(look, (tensor, []))[1].append(tensor.fqn)
     return list(found.values())
 
@@ -261,7 +261,7 @@ def _map(ckpt: Checkpoint, tensor: Tensor, names_alike: list[str], style: Style)
     bold = "\n".join(style.paint(line, "bold") for line in name)
     yield bold + ("  " if is_short else "\n  ") + about
     lost = np.flatnonzero(chunk_states(ckpt, tensor) > NOT_CHECKED)
-    region = tensor.layout.box(int(lost[0])) if len(lost) and tensor.is_sound else None
+    region = tensor.tiling.box(int(lost[0])) if len(lost) and tensor.is_sound else None
     grid = make_grid(tensor, region) if tensor.volume else None
     if grid is not None:
         lines = draw(ckpt, grid, region, style.ascii_only, style.width - 2, style.lost)
@@ -314,7 +314,7 @@ def _tensor(ckpt: Checkpoint, tensor: Tensor, with_chunks: bool) -> dict[str, An
         "cut": None if cuts is None else list(cuts),
     }
     if with_chunks:
-        sound = zip(tensor.layout.offsets.tolist(), tensor.layout.sizes.tolist(), strict=True)
+        sound = zip(tensor.tiling.offsets.tolist(), tensor.tiling.sizes.tolist(), strict=True)
         boxes = [*sound, *((list(chunk.offsets), list(chunk.sizes)) for chunk in tensor.malformed)]
         records = [*tensor.chunks.record.tolist(), *(chunk.record for chunk in tensor.malformed)]
         of_malformed = (

@@ -13,7 +13,6 @@ from ckptlint.depth import Depth
 from ckptlint.lint.report import Cause, CheckpointReport, Diagnostic, FindingGroup, Report, worst
 from ckptlint.lint.steps import JudgedStep, newest_passing, step_around, steps_in, verdict_of
 from ckptlint.model import Checkpoint, RecordState, StepFile
-from ckptlint.model.layout import Box
 from ckptlint.model.text import (
     at_most,
     first_names,
@@ -25,6 +24,7 @@ from ckptlint.model.text import (
     shape_text,
     table,
 )
+from ckptlint.model.tiling import Box
 from ckptlint.reporters.style import Style, cut, cut_names
 from ckptlint.rule import Finding, Note, Severity
 

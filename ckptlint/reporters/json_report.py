@@ -140,10 +140,10 @@ def _finding(part: CheckpointReport, item: Diagnostic, group: FindingGroup) -> d
     region = finding.at.region
     mesh = {}
     if tensor is not None and region is not None and tensor.is_sound:
-        mesh = {f"dim {axis}": inside for axis, (_, inside) in coordinates(tensor.layout, region).items()}
+        mesh = {f"dim {axis}": inside for axis, (_, inside) in coordinates(tensor.tiling, region).items()}
     chunks = []
     for row in finding.at.rows if tensor is not None else ():
-        box, record = tensor.layout.box(row), int(tensor.chunks.record[row])  # type: ignore[union-attr]
+        box, record = tensor.tiling.box(row), int(tensor.chunks.record[row])  # type: ignore[union-attr]
         file, byte_offset, byte_length = ckpt.byte_range_of(record) if record >= 0 else (None, None, None)
         chunks.append(
             {

@@ -14,8 +14,8 @@ from ckptlint.errors import ConfigError
 from ckptlint.geometry.chunk_graph import ranks_of_files
 from ckptlint.geometry.record_states import NOT_CHECKED, STATES, StateArray, chunk_states
 from ckptlint.model import Checkpoint, Tensor
-from ckptlint.model.layout import Box, ChunkLayout, Coverage, IntArray
 from ckptlint.model.text import byte_span, first_names, human_bytes, plural, printable
+from ckptlint.model.tiling import Box, Coverage, IntArray, Tiling
 from ckptlint.reporters.style import aligned, cut
 from ckptlint.vocabulary.dtypes import nbytes
 
@@ -60,7 +60,7 @@ def _stored(ckpt: Checkpoint, tensor: Tensor, slices: str) -> StoredRegion:
     if not tensor.is_sound:
         raise ConfigError(f"the chunks of {tensor.fqn} do not fit its shape: run `ckptlint {ckpt.path}`")
     region = parse_region(tensor, slices)
-    rows = np.array(tensor.layout.touching(region), np.int64)
+    rows = np.array(tensor.tiling.touching(region), np.int64)
     states = chunk_states(ckpt, tensor)[rows]
     missing, lost = (_left_out(tensor, region, chunk_rows) for chunk_rows in (rows, rows[states <= NOT_CHECKED]))
     return StoredRegion(ckpt, tensor, region, rows, states, missing, lost)
@@ -68,11 +68,11 @@ def _stored(ckpt: Checkpoint, tensor: Tensor, slices: str) -> StoredRegion:
 
 def _left_out(tensor: Tensor, region: Box, rows: IntArray) -> Coverage:
     """What some chunks leave out of a region."""
-    layout = tensor.layout
+    tiling = tensor.tiling
     low, high = np.array(region.offsets, np.int64), np.array(region.ends, np.int64)
-    starts = np.maximum(layout.offsets[rows], low)
-    ends = np.minimum(layout.offsets[rows] + layout.sizes[rows], high)
-    found = ChunkLayout(region.sizes, starts - low, ends - starts, layout.budget).coverage
+    starts = np.maximum(tiling.offsets[rows], low)
+    ends = np.minimum(tiling.offsets[rows] + tiling.sizes[rows], high)
+    found = Tiling(region.sizes, starts - low, ends - starts, tiling.budget).coverage
     shifted = (Box(tuple(map(add, box.offsets, region.offsets)), box.sizes) for box in found.missing)
     return replace(found, missing=tuple(shifted))
 
@@ -114,7 +114,7 @@ def as_text(stored: StoredRegion) -> Iterator[str]:
     yield f"{tensor.fqn} {region}  {tensor.dtype}, {region.volume:,} of {plural(tensor.volume, 'element')}{size}"
     table, order = [], np.argsort(stored.states <= NOT_CHECKED, kind="stable")[:_LISTED].tolist()
     for row, state in zip(stored.rows[order].tolist(), stored.states[order].tolist(), strict=True):
-        box, record = tensor.layout.box(row), int(tensor.chunks.record[row])
+        box, record = tensor.tiling.box(row), int(tensor.chunks.record[row])
         file, start, length = ckpt.byte_range_of(record) if record >= 0 else ("stored nowhere", 0, 0)
         rank = ranks_of_files(ckpt)[ckpt.records.file[record]] if record >= 0 else -1
         place = [cut(file), "-" if rank < 0 else str(rank), byte_span(start, length) if record >= 0 else "-"]
@@ -130,7 +130,7 @@ def as_text(stored: StoredRegion) -> Iterator[str]:
 
 
 def as_json(stored: StoredRegion) -> dict[str, Any]:
-    """The same as plain values; `chunks` are positions in the `layout` of the tensor."""
+    """The same as plain values; `chunks` are positions in the `tiling` of the tensor."""
     return {
         "key": stored.tensor.fqn,
         "region": _bounds(stored.region),

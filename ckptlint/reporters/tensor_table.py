@@ -96,7 +96,7 @@ def degrees(tensor: Tensor) -> tuple[int, ...] | None:
     """Into how many distinct intervals each axis is cut; None where chunks and shape cannot be compared."""
     if not tensor.is_sound:
         return None
-    return tuple(len(tensor.layout.intervals(axis)) for axis in range(len(tensor.global_shape)))
+    return tuple(len(tensor.tiling.intervals(axis)) for axis in range(len(tensor.global_shape)))
 
 
 def chunk_count(tensor: Tensor) -> int:

@@ -60,7 +60,7 @@ def compare_with_seal(ckpt: Checkpoint) -> SealComparison:
         tensor = ckpt.tensors.get(fqn)
         reason = "not stored here" if tensor is None else _obstacle(tensor, entry)
         if tensor is not None and not reason:
-            records = tensor.chunks.record[tensor.layout.live]
+            records = tensor.chunks.record[tensor.tiling.live]
             if not payload.digested[records].all():
                 is_left_out = payload.state[records] == RecordState.UNSAMPLED
                 reason = "left out by --sample" if is_left_out.any() else _UNREAD
@@ -86,7 +86,7 @@ def _obstacle(tensor: Tensor, entry: SealEntry) -> str:
         return "sealed with another shape"
     if tensor.dtype != entry.dtype:
         return "sealed with another dtype"
-    if not tensor.is_tiled or (tensor.chunks.record[tensor.layout.live] < 0).any():
+    if not tensor.is_tiled or (tensor.chunks.record[tensor.tiling.live] < 0).any():
         return "its chunks do not tile it"
     return ""
 

@@ -14,8 +14,8 @@ import numpy.typing as npt
 from ckptlint.errors import AccessError, LimitError
 from ckptlint.model import FILE_STATES, FileState
 from ckptlint.model.facts import Facts
-from ckptlint.model.layout import IntArray
 from ckptlint.model.text import printable
+from ckptlint.model.tiling import IntArray
 from ckptlint.storage.listing import Listing
 
 READABLE: tuple[FileState, ...] = ("ok", "link-outside", "other-case")

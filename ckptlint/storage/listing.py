@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ckptlint.model.layout import IntArray
+from ckptlint.model.tiling import IntArray
 
 _PLAIN = re.compile(r"\w[\w.-]{0,112}\.distcp", re.ASCII)
 _LONGEST = 120

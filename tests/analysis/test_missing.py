@@ -10,7 +10,7 @@ from one_tensor import opened, the_tensor
 
 from ckptlint.analysis.chunks.missing import absent_hint, absent_ranks, absent_writer, lost_records, unnamed_bytes
 from ckptlint.model import Checkpoint
-from ckptlint.model.layout import Box
+from ckptlint.model.tiling import Box
 from ckptlint.testing import load_folder, write_checkpoint
 
 ANYONE = "list which ranks pass this key to save, and compare their offsets"

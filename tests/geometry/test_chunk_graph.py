@@ -12,14 +12,14 @@ from one_tensor import opened, the_tensor
 
 from ckptlint.geometry.chunk_graph import AxisSlots, axis_graph, axis_name, axis_slots, coordinates, mesh_note, rank_of
 from ckptlint.model import AxisSize
-from ckptlint.model.layout import Box, ChunkLayout
+from ckptlint.model.tiling import Box, Tiling
 
 
-def strip(size: int, *spans: tuple[int, int]) -> ChunkLayout:
+def strip(size: int, *spans: tuple[int, int]) -> Tiling:
     """A tensor of one axis, cut at these places."""
     offsets = np.array([[a] for a, _ in spans], np.int64).reshape(len(spans), 1)
     sizes = np.array([[b - a] for a, b in spans], np.int64).reshape(len(spans), 1)
-    return ChunkLayout((size,), offsets, sizes)
+    return Tiling((size,), offsets, sizes)
 
 
 # ---------------------------------------------------------------- the graph
@@ -58,7 +58,7 @@ def test_a_gap_is_a_missing_link() -> None:
 
 
 def test_a_hole_at_a_crossing_leaves_both_paths_whole() -> None:
-    layout = ChunkLayout((4, 4), np.array([[0, 0], [0, 2], [2, 0]]), np.full((3, 2), 2))
+    layout = Tiling((4, 4), np.array([[0, 0], [0, 2], [2, 0]]), np.full((3, 2), 2))
     for axis in (0, 1):
         assert list(axis_graph(layout, axis).edges) == [((0, 2), (2, 4))]
 
@@ -112,7 +112,7 @@ def test_a_huge_gap_does_not_make_a_place_per_element() -> None:
 
 
 def test_coordinates_leave_out_an_axis_that_is_not_cut() -> None:
-    layout = ChunkLayout((8, 6), np.array([[0, 0], [4, 0]]), np.array([[2, 6], [4, 6]]))
+    layout = Tiling((8, 6), np.array([[0, 0], [4, 0]]), np.array([[2, 6], [4, 6]]))
     found = coordinates(layout, Box((2, 0), (2, 6)))
     assert {axis: inside for axis, (_, inside) in found.items()} == {0: [1]}
 

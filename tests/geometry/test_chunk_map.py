@@ -10,8 +10,8 @@ import pytest
 
 from ckptlint.geometry.chunk_map import CELL_LIMIT, Grid, MapCell, axis_label, draw, make_grid
 from ckptlint.model import AxisSize, Checkpoint, ChunkTable, Tensor
-from ckptlint.model.layout import Box, ChunkLayout
 from ckptlint.model.text import human_bytes
+from ckptlint.model.tiling import Box, Tiling
 from ckptlint.testing import load_folder, write_checkpoint
 
 
@@ -140,7 +140,7 @@ def test_an_axis_that_is_not_cut_is_neither_drawn_nor_fixed(tmp_path: Path) -> N
 def test_holders_are_the_chunks_that_hold_the_cell(tmp_path: Path) -> None:
     ckpt = opened(tmp_path, [4, 4], ["0:4, 0:2", "0:2, 2:4", "1:4, 1:4"])
     made = grid(ckpt, Box((1, 1), (3, 1)))
-    layout = ckpt.tensors["w"].layout
+    layout = ckpt.tensors["w"].tiling
     for row, cells in zip(made.rows, made.holders, strict=True):
         for column, held in zip(made.columns, cells, strict=True):
             assert held == layout.touching(
@@ -271,7 +271,7 @@ def test_bytes_for_humans(count: int, expected: str) -> None:
 def test_only_shards_are_named_after_a_mesh_axis(rows: int, label: str) -> None:
     step = rows // 4
     offsets = np.array([[step * i, 0] for i in range(4)], np.int64)
-    layout = ChunkLayout((rows, 6), offsets, np.array([[step, 6]] * 4, np.int64))
+    layout = Tiling((rows, 6), offsets, np.array([[step, 6]] * 4, np.int64))
     tensor = Tensor("w", "float32", (rows, 6), ChunkTable(layout, np.full(4, -1, np.int64)))
     ckpt = Checkpoint("here", "dcp", tensors={"w": tensor}, topology={"dp": AxisSize(4, "args")})
     made = make_grid(tensor, None)
@@ -279,7 +279,7 @@ def test_only_shards_are_named_after_a_mesh_axis(rows: int, label: str) -> None:
 
 
 def test_a_place_that_thousands_of_chunks_hold_is_drawn() -> None:
-    made = ChunkLayout((4, 4), np.zeros((3000, 2), np.int64), np.full((3000, 2), 4))
+    made = Tiling((4, 4), np.zeros((3000, 2), np.int64), np.full((3000, 2), 4))
     tensor = Tensor("model.w", "float32", (4, 4), ChunkTable(made, np.full(3000, -1)))
     assert make_grid(tensor, Box((0, 0), (4, 4))).legend[2999] == "DKJ"
 

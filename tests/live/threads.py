@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ckptlint.live.api import Live
 from ckptlint.live.compare.gate import Gate
 from ckptlint.live.compare.group import GroupBroken, Reduction
-from ckptlint.model.layout import IntArray
+from ckptlint.model.tiling import IntArray
 
 
 class Sharded:

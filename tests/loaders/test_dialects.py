@@ -103,8 +103,8 @@ def assert_read(report: Report, dtype: str = "float32") -> Checkpoint:
         "w": (dtype, (8, 4), 2),
         "step": (dtype, (), 1),
     }
-    assert ckpt.tensors["w"].layout.offsets.tolist() == [[0, 0], [4, 0]]
-    assert ckpt.tensors["w"].layout.sizes.tolist() == [[4, 4], [4, 4]]
+    assert ckpt.tensors["w"].tiling.offsets.tolist() == [[0, 0], [4, 0]]
+    assert ckpt.tensors["w"].tiling.sizes.tolist() == [[4, 4], [4, 4]]
     assert [ckpt.chunk_file(ckpt.tensors["w"], row) for row in (0, 1)] == ["__0_0.distcp", "__1_0.distcp"]
     assert ckpt.byte_range_of(int(ckpt.tensors["step"].chunks.record[0])) == ("__0_0.distcp", 1600, 1500)
     assert [entry.fqn for entry in ckpt.byte_objects] == ["lr"]

@@ -24,8 +24,8 @@ from ckptlint.lint.registry import load_rules
 from ckptlint.loaders.readers.dcp_metadata import describe
 from ckptlint.model import Checkpoint, ChunkTable, Tensor
 from ckptlint.model.cover import REGION_LIMIT
-from ckptlint.model.layout import Box
 from ckptlint.model.text import printable
+from ckptlint.model.tiling import Box
 from ckptlint.rule import Finding, Severity
 
 Case = tuple[tuple[int, ...], list[Chunk]]
@@ -192,7 +192,7 @@ def described(path: Path) -> list[Any]:
         return [found.paths[table.file[record]], int(table.byte_offset[record]), int(table.byte_length[record])]
 
     def chunks(tensor: Tensor) -> Iterator[Any]:
-        rows = zip(tensor.layout.offsets.tolist(), tensor.layout.sizes.tolist(), tensor.chunks.record, strict=True)
+        rows = zip(tensor.tiling.offsets.tolist(), tensor.tiling.sizes.tolist(), tensor.chunks.record, strict=True)
         yield from ([offsets, sizes, place(record)] for offsets, sizes, record in rows)
         yield from ([[*chunk.offsets], [*chunk.sizes], None] for chunk in tensor.malformed)
 

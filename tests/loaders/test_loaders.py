@@ -59,7 +59,7 @@ def test_the_same_checkpoint_is_read_alike_by_torch(tmp_path: Path) -> None:
             fqn: [
                 tensor.dtype,
                 list(tensor.global_shape),
-                sorted(map(list, zip(tensor.layout.offsets.tolist(), tensor.layout.sizes.tolist(), strict=True))),
+                sorted(map(list, zip(tensor.tiling.offsets.tolist(), tensor.tiling.sizes.tolist(), strict=True))),
             ]
             for fqn, tensor in ckptlint.load(folder).tensors.items()
         }

@@ -178,7 +178,7 @@ def test_rows_that_do_not_divide_lie_where_tensor_parallelism_cut_them() -> None
     """10 rows over (fsdp 2, tp 2): tp first, 5 and 5, then fsdp, 3 and 2."""
     ckpt = ckptlint.check(RANK_FILES / "verl_tp2_fsdp2").checkpoints[0].checkpoint
     tensor = ckpt.tensors["model.layers.0.mlp.gate_proj.weight"]
-    rows = {ckpt.chunk_file(tensor, row)[-4]: tensor.layout.box(row) for row in range(4)}
+    rows = {ckpt.chunk_file(tensor, row)[-4]: tensor.tiling.box(row) for row in range(4)}
     assert {rank: (box.offsets[0], box.sizes[0]) for rank, box in rows.items()} == {
         "0": (0, 3), "1": (5, 3), "2": (3, 2), "3": (8, 2),
     }  # fmt: skip

@@ -141,10 +141,10 @@ def test_consolidated_files_and_their_shards_are_judged_each_by_itself(written: 
 
 def test_chunks_lie_where_the_ranks_had_them(written: Path) -> None:
     ckpt = loaded(written / "shards")
-    assert ckpt.tensors["embed.weight"].layout.offsets.tolist() == [[0, 0], [3, 0], [6, 0], [9, 0]]
-    assert ckpt.tensors["layers.1.w"].layout.offsets.tolist() == [[0, 0], [0, 2], [0, 4], [0, 6]]
+    assert ckpt.tensors["embed.weight"].tiling.offsets.tolist() == [[0, 0], [3, 0], [6, 0], [9, 0]]
+    assert ckpt.tensors["layers.1.w"].tiling.offsets.tolist() == [[0, 0], [0, 2], [0, 4], [0, 6]]
     assert len(ckpt.tensors["norm.weight"].chunks) == 1
-    sizes = ckpt.tensors["tiny"].layout.sizes.tolist()
+    sizes = ckpt.tensors["tiny"].tiling.sizes.tolist()
     assert sorted(sizes, reverse=True)[:2] == [[1, 3], [1, 3]]
 
 
@@ -166,7 +166,7 @@ def test_torch_reads_the_shards_alike(written: Path) -> None:
     ckpt = loaded(written / "shards")
     ours = {}
     for fqn, tensor in ckpt.tensors.items():
-        boxes = zip(tensor.layout.offsets.tolist(), tensor.layout.sizes.tolist(), strict=True)
+        boxes = zip(tensor.tiling.offsets.tolist(), tensor.tiling.sizes.tolist(), strict=True)
         ours[fqn] = [list(tensor.global_shape), sorted(map(list, boxes))]
     assert ours == theirs
 

@@ -15,7 +15,7 @@ from support import bench, ends, examples, swept
 from tilings import Chunk, box_cells, cells_of, counted, damaged, layout, tangled, tilings
 
 from ckptlint.model import cover as boxes
-from ckptlint.model.layout import COORDINATE_LIMIT, Box, ChunkLayout, Coverage, Crossing
+from ckptlint.model.tiling import COORDINATE_LIMIT, Box, Coverage, Crossing, Tiling
 
 
 def assert_exact(found: tuple[Box, ...], volume: int, cells: set[tuple[int, ...]]) -> None:
@@ -141,7 +141,7 @@ def test_boxes_anywhere_are_told_within_the_budget(rank: int) -> None:
     sizes = random.integers(1, extent // 2, (examples(10_000, 60_000), rank))
     offsets = (random.random(sizes.shape) * (extent - sizes)).astype(np.int64)
     with ends(20):
-        found = ChunkLayout((extent,) * rank, offsets, sizes).coverage
+        found = Tiling((extent,) * rank, offsets, sizes).coverage
     assert found.doubled and found.missing
     for box in found.doubled:
         middle = np.array(box.offsets) + np.array(box.sizes) // 2

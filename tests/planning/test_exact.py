@@ -73,7 +73,7 @@ def items(ckpt: Checkpoint, job: Job, rank: int) -> list[list[Any]]:
         if wish.key in objects or wish.target is None:
             continue
         tensor, target = ckpt.tensors[wish.key], wish.target
-        parts = reads(tensor.layout, target)
+        parts = reads(tensor.tiling, target)
         for box in target.box[target.rank == rank].tolist():
             for row in np.flatnonzero(parts.box == box).tolist():
                 place = ckpt.byte_range_of(int(tensor.chunks.record[parts.chunk[row]]))

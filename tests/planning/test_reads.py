@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import examples
 
-from ckptlint.model.layout import ChunkLayout
+from ckptlint.model.tiling import Tiling
 from ckptlint.planning.job import Target
 from ckptlint.planning.reads import Reads, reads
 
@@ -22,7 +22,7 @@ def arrays(boxes: Boxes, axes: int) -> tuple[np.ndarray, np.ndarray]:
 
 def between(shape: tuple[int, ...], stored: Boxes, wanted: Boxes) -> tuple[Target, Reads]:
     target = Target.of_ranks(shape, np.arange(len(wanted)), *arrays(wanted, len(shape)))
-    return target, reads(ChunkLayout(shape, *arrays(stored, len(shape))), target)
+    return target, reads(Tiling(shape, *arrays(stored, len(shape))), target)
 
 
 def as_items(target: Target, found: Reads) -> set[tuple[object, ...]]:

@@ -24,7 +24,7 @@ import ckptlint
 from ckptlint.analysis.rank_contents import rank_contents_of
 from ckptlint.lint.registry import load_rules
 from ckptlint.lint.report import Report
-from ckptlint.model.layout import Box
+from ckptlint.model.tiling import Box
 from ckptlint.reporters import full, ranks
 from ckptlint.reporters.ci import junit
 from ckptlint.reporters.html import page as html
@@ -378,7 +378,7 @@ def test_strips_show_true_proportions(tmp_path: Path) -> None:
     ckpt = load_folder(
         write_checkpoint({"tensors": {"w": {"shape": [10], "chunks": ["0:3", "3:6", "9:10"]}}}, tmp_path)
     )
-    drawn = Page(html.svg.strip(ckpt.tensors["w"].layout, 0, [(6, 9, "gap")], "w"))
+    drawn = Page(html.svg.strip(ckpt.tensors["w"].tiling, 0, [(6, 9, "gap")], "w"))
     assert [(a["class"], a.get("x"), a["width"]) for a in drawn.all("rect")] == [
         ("gap", None, "1000"),
         ("ok", "0", "600"),
@@ -390,7 +390,7 @@ def test_strips_show_true_proportions(tmp_path: Path) -> None:
 
 def test_what_a_region_is(tmp_path: Path) -> None:
     table = {"tensors": {"w": {"shape": [10], "chunks": ["0:5", "4:8"]}}}
-    layout = load_folder(write_checkpoint(table, tmp_path)).tensors["w"].layout
+    layout = load_folder(write_checkpoint(table, tmp_path)).tensors["w"].tiling
     regions = [Box((8,), (2,)), Box((4,), (1,)), Box((0,), (5,)), Box((8,), (9,))]
     assert [html.svg.region_kind(layout, region) for region in regions] == ["gap", "overlap", "mark", "mark"]
 

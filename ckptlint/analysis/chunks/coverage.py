@@ -11,8 +11,8 @@ from ckptlint.analysis.chunks.two_saves import saves_hint, saves_note
 from ckptlint.errors import BudgetError
 from ckptlint.geometry.chunk_graph import mesh_note, place_on_mesh
 from ckptlint.model import Checkpoint, Tensor
-from ckptlint.model.layout import Box
 from ckptlint.model.text import first_few, join_words, plural, shape_text, span, verb
+from ckptlint.model.tiling import Box
 from ckptlint.rule import Finding, Location, Note, Severity
 
 _SHOWN = 3
@@ -24,7 +24,7 @@ def overlaps(ckpt: Checkpoint) -> Iterator[Finding]:
     """Chunks of a tensor with different offsets that share elements; one finding for each tensor."""
     unsure: list[Tensor] = []
     for tensor in ckpt.sound_tensors():
-        coverage = tensor.layout.coverage
+        coverage = tensor.tiling.coverage
         if not coverage.doubled:
             unsure += [tensor] * (not coverage.exact)
             continue
@@ -53,8 +53,8 @@ def holes(ckpt: Checkpoint, padded: str | None = None) -> Iterator[Finding]:
     """
     unsure: list[Tensor] = []
     for tensor in ckpt.sound_tensors():
-        coverage = tensor.layout.coverage
-        if not coverage.missing_volume or not tensor.layout.live.any():
+        coverage = tensor.tiling.coverage
+        if not coverage.missing_volume or not tensor.tiling.live.any():
             unsure += [tensor] * (not coverage.exact)
             continue
         severity = Severity.WARNING if padded and padded in tensor.fqn else None
@@ -76,7 +76,7 @@ def holes(ckpt: Checkpoint, padded: str | None = None) -> Iterator[Finding]:
                 severity=severity,
                 notes=_total(tensor) if number == 0 else (),
                 explain=partial(_explain, ckpt, tensor, region),
-                group=place_on_mesh(tensor.layout, region),
+                group=place_on_mesh(tensor.tiling, region),
             )
     _admit(unsure, "holes")
 
@@ -91,13 +91,13 @@ def _admit(unsure: list[Tensor], what: str) -> None:
 def _pairs(tensor: Tensor) -> Iterator[tuple[Box, int, int]]:
     """The common part and the two rows of each overlapping pair with different offsets, at most `_PAIR_LIMIT`."""
     seen: set[tuple[int, int]] = set()
-    layout = tensor.layout
-    whole = Box((0,) * len(layout.shape), layout.shape)
-    for region in layout.coverage.doubled:
-        for pair in combinations(layout.touching(region)[:_PAIR_LIMIT], 2):
+    tiling = tensor.tiling
+    whole = Box((0,) * len(tiling.shape), tiling.shape)
+    for region in tiling.coverage.doubled:
+        for pair in combinations(tiling.touching(region)[:_PAIR_LIMIT], 2):
             if len(seen) >= _PAIR_LIMIT:
                 return
-            first, second = layout.box(pair[0]), layout.box(pair[1])
+            first, second = tiling.box(pair[0]), tiling.box(pair[1])
             common = first.intersect(second)
             if pair not in seen and common is not None and first.offsets != second.offsets:
                 seen.add(pair)
@@ -105,10 +105,10 @@ def _pairs(tensor: Tensor) -> Iterator[tuple[Box, int, int]]:
 
 
 def _sizes(ckpt: Checkpoint, tensor: Tensor, first: int, second: int) -> tuple[Note, ...]:
-    coverage = tensor.layout.coverage
+    coverage = tensor.tiling.coverage
     stored = f"{plural(coverage.doubled_volume, 'element', 'is')} stored more than once"
     boxes = " and ".join(
-        f"{tensor.layout.box(row)} in {ckpt.chunk_file(tensor, row) or 'no file'}" for row in (first, second)
+        f"{tensor.tiling.box(row)} in {ckpt.chunk_file(tensor, row) or 'no file'}" for row in (first, second)
     )
     if not coverage.exact:
         return (("chunks", f"{boxes}; at least {stored}: {_STOPPED}"),)
@@ -117,12 +117,12 @@ def _sizes(ckpt: Checkpoint, tensor: Tensor, first: int, second: int) -> tuple[N
 
 def _odd_one(ckpt: Checkpoint, tensor: Tensor, *rows: int) -> str:
     """Whose chunk to look at: the one that differs in size from all its peers, or else both."""
-    sizes = tensor.layout.sizes
+    sizes = tensor.tiling.sizes
     for row in rows if len(sizes) >= 4 else ():
         same = int((sizes == sizes[row]).all(axis=1).sum())
         others = {tuple(size) for i, size in enumerate(sizes.tolist()) if i != row}
         if same == 1 and len(others) == 1:
-            box_sizes, peers = shape_text(tensor.layout.box(row).sizes), shape_text(others.pop())
+            box_sizes, peers = shape_text(tensor.tiling.box(row).sizes), shape_text(others.pop())
             where = ckpt.chunk_file(tensor, row) or "no file"
             return (
                 f"look at who wrote {where}: its chunk has sizes {box_sizes}, the {len(sizes) - 1} other chunks {peers}"
@@ -146,7 +146,7 @@ def _sentence(region: Box, shape: tuple[int, ...]) -> str:
 
 
 def _total(tensor: Tensor) -> tuple[Note, ...]:
-    coverage = tensor.layout.coverage
+    coverage = tensor.tiling.coverage
     covered = 1 - coverage.missing_volume / tensor.volume
     more = f", in {len(coverage.missing)} regions" if len(coverage.missing) > 1 else ""
     percent = f"{covered:.1%}"
@@ -173,7 +173,7 @@ def _neighbours(tensor: Tensor, region: Box) -> tuple[int, ...]:
     low = tuple(max(0, start - 1) for start in region.offsets)
     high = tuple(min(extent, stop + 1) for stop, extent in zip(region.ends, shape, strict=True))
     grown = Box(low, tuple(b - a for a, b in zip(low, high, strict=True)))
-    return tuple(tensor.layout.touching(grown)[:16])
+    return tuple(tensor.tiling.touching(grown)[:16])
 
 
 def _explain(ckpt: Checkpoint, tensor: Tensor, region: Box) -> tuple[Note, ...]:

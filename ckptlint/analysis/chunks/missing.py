@@ -11,8 +11,8 @@ import numpy as np
 from ckptlint.geometry.chunk_graph import coordinates, ranks_of_files
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.facts import fact
-from ckptlint.model.layout import Box, IntArray, distinct
 from ckptlint.model.text import join_words, named_ranks
+from ckptlint.model.tiling import Box, IntArray, distinct
 
 _REGIONS = 3  # of a tensor, as findings show them
 _SIBLINGS, _PARTS = 16, 64  # tensors of one shape that are compared, and chunks of each
@@ -106,7 +106,7 @@ def lost_records(ckpt: Checkpoint) -> Mapping[tuple[str, Box], LostRecord]:
         by_rank[rank_of_file[file]] += [(file, start, stop - start) for start, stop in gaps]
     found = {}
     for tensor in ckpt.sound_tensors() if by_rank else ():
-        for region in tensor.layout.coverage.missing[:_REGIONS] if tensor.layout.live.any() else ():
+        for region in tensor.tiling.coverage.missing[:_REGIONS] if tensor.tiling.live.any() else ():
             lengths = _record_lengths(ckpt, tensor, region)
             hits = [gap for gap in _where_lost(ckpt, absent_ranks(ckpt, tensor, region), by_rank) if gap[2] in lengths]
             if hits and len({file for file, *_ in hits}) == 1:
@@ -132,7 +132,7 @@ def _where_lost(
 
 def _record_lengths(ckpt: Checkpoint, tensor: Tensor, region: Box) -> frozenset[int]:
     """The bytes of the records of chunks that are as large as a region."""
-    peers = (tensor.layout.sizes == np.array(region.sizes, np.int64)).all(axis=1) & (tensor.chunks.record >= 0)
+    peers = (tensor.tiling.sizes == np.array(region.sizes, np.int64)).all(axis=1) & (tensor.chunks.record >= 0)
     return frozenset(ckpt.records.byte_length[tensor.chunks.record[peers]].tolist())
 
 
@@ -156,21 +156,21 @@ def absent_writer(ckpt: Checkpoint, tensor: Tensor, region: Box) -> int | None:
     The ranks of the present chunks must be an affine function of their places, with at least two chunks to spare;
     deduplicated replicas are spread by load and follow no such rule, then nothing is claimed.
     """
-    layout = tensor.layout
-    at = coordinates(layout, region)
+    tiling = tensor.tiling
+    at = coordinates(tiling, region)
     axes = [axis for axis, (slots, _) in at.items() if len(slots) > 1]
-    rows = np.flatnonzero(layout.live & (tensor.chunks.record >= 0))
+    rows = np.flatnonzero(tiling.live & (tensor.chunks.record >= 0))
     if not axes or not len(rows) > len(axes) + 1 or any(len(at[axis][1]) != 1 for axis in axes):
         return None
-    others = [axis for axis in range(len(layout.shape)) if axis not in at and layout.shape[axis] > 1]
-    if any(len(layout.intervals(axis)) > 1 for axis in others):
+    others = [axis for axis in range(len(tiling.shape)) if axis not in at and tiling.shape[axis] > 1]
+    if any(len(tiling.intervals(axis)) > 1 for axis in others):
         return None
     ranks = _ranks_of(ckpt, tensor, rows)
     if (ranks < 0).any():
         return None
     position = np.ones((len(rows), len(axes) + 1))
     for column, axis in enumerate(axes):
-        position[:, column] = np.searchsorted(at[axis][0].starts, layout.offsets[rows, axis])
+        position[:, column] = np.searchsorted(at[axis][0].starts, tiling.offsets[rows, axis])
     wanted = ranks.astype(float)
     factors, *_ = np.linalg.lstsq(position, wanted, rcond=None)
     if np.abs(position @ factors - wanted).max() > 1e-6 or np.abs(factors[:-1]).min() < 0.5:
@@ -252,15 +252,15 @@ def _whole_tensors(ckpt: Checkpoint) -> Mapping[tuple[int, ...], list[Tensor]]:
         if (
             len(tensor.chunks) <= _PARTS
             and len(found[tensor.global_shape]) < _SIBLINGS
-            and not tensor.layout.coverage.missing
+            and not tensor.tiling.coverage.missing
         ):
             found[tensor.global_shape].append(tensor)
     return found
 
 
 def _rank_by_box(ckpt: Checkpoint, tensor: Tensor) -> Mapping[Box, int]:
-    rows = np.flatnonzero(tensor.layout.live & (tensor.chunks.record >= 0))
-    return dict(zip(map(tensor.layout.box, rows.tolist()), _ranks_of(ckpt, tensor, rows).tolist(), strict=True))
+    rows = np.flatnonzero(tensor.tiling.live & (tensor.chunks.record >= 0))
+    return dict(zip(map(tensor.tiling.box, rows.tolist()), _ranks_of(ckpt, tensor, rows).tolist(), strict=True))
 
 
 # ---------------------------------------------------------------- in words

@@ -12,8 +12,8 @@ import numpy as np
 
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.facts import fact
-from ckptlint.model.layout import ChunkLayout, Coverage, IntArray, distinct
 from ckptlint.model.text import join_words, plural
+from ckptlint.model.tiling import Coverage, IntArray, Tiling, distinct
 
 _FORMATS = ("dcp-safetensors", "dcp-per-rank")
 """Where each file, or its own metadata, says what it holds, so that leftovers are read along."""
@@ -65,15 +65,15 @@ def _conflicts(ckpt: Checkpoint) -> tuple[set[tuple[int, int]], list[Tensor]]:
     pairs: set[tuple[int, int]] = set()
     shared = []
     for tensor in ckpt.sound_tensors():
-        layout = tensor.layout
-        if not (layout.duplicates or layout.coverage.doubled):
+        tiling = tensor.tiling
+        if not (tiling.duplicates or tiling.coverage.doubled):
             continue
-        rows = [*layout.duplicates]
-        for region in layout.coverage.doubled:
-            rows += combinations(layout.touching(region)[:_ROWS], 2)
+        rows = [*tiling.duplicates]
+        for region in tiling.coverage.doubled:
+            rows += combinations(tiling.touching(region)[:_ROWS], 2)
         records = tensor.chunks.record
         for a, b in rows:
-            if records[a] >= 0 and records[b] >= 0 and layout.box(a).intersect(layout.box(b)) is not None:
+            if records[a] >= 0 and records[b] >= 0 and tiling.box(a).intersect(tiling.box(b)) is not None:
                 pairs.add((int(ckpt.records.file[records[a]]), int(ckpt.records.file[records[b]])))
         shared.append(tensor)
         if len(shared) == _TENSORS:
@@ -119,8 +119,8 @@ def _tiles(ckpt: Checkpoint, tensor: Tensor, files: IntArray) -> bool:
     """Whether the chunks in some files hold every element of a tensor once."""
     record = tensor.chunks.record
     kept = (record >= 0) & np.isin(ckpt.records.file[record], files)
-    layout = tensor.layout
-    part = ChunkLayout(layout.shape, layout.offsets[kept], layout.sizes[kept])
+    tiling = tensor.tiling
+    part = Tiling(tiling.shape, tiling.offsets[kept], tiling.sizes[kept])
     return not len(part.outside) and not part.duplicates and part.coverage == Coverage()
 
 

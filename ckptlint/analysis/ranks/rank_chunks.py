@@ -9,8 +9,8 @@ import numpy as np
 
 from ckptlint.model import Checkpoint, ChunkTable, FileTable, RankTable, RecordTable, StoredFile, Tensor
 from ckptlint.model.cover import Budget
-from ckptlint.model.layout import Box, ChunkLayout, IntArray
 from ckptlint.model.text import named_ranks
+from ckptlint.model.tiling import Box, IntArray, Tiling
 from ckptlint.rule import Finding, Location, Note, Severity
 from ckptlint.vocabulary.keys import role
 
@@ -181,8 +181,8 @@ def as_checkpoint(table: RankTable, path: str) -> Checkpoint:
             continue
         rows = owners(table, key_rows)
         _, dtype, shape = described_row(table, int(key_rows.rows[0]))
-        layout = ChunkLayout(shape, table.offsets[rows, : len(shape)], table.sizes[rows, : len(shape)], budget)
-        tensors[key_rows.fqn] = Tensor(key_rows.fqn, dtype, shape, ChunkTable(layout, rows.astype(np.int64)))
+        tiling = Tiling(shape, table.offsets[rows, : len(shape)], table.sizes[rows, : len(shape)], budget)
+        tensors[key_rows.fqn] = Tensor(key_rows.fqn, dtype, shape, ChunkTable(tiling, rows.astype(np.int64)))
     none = np.zeros(len(table), np.int64)
     return Checkpoint(
         path,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ckptlint.model import SavePlans
-from ckptlint.model.layout import distinct
+from ckptlint.model.tiling import distinct
 
 
 class Duplicate(NamedTuple):

@@ -10,7 +10,7 @@ from math import gcd
 import numpy as np
 
 from ckptlint.comparing.facts import Side, Sides
-from ckptlint.model.layout import IntArray
+from ckptlint.model.tiling import IntArray
 from ckptlint.seals.row_hashes import RowHashes, digest, matrix
 from ckptlint.vocabulary.keys import parse
 from ckptlint.vocabulary.namings import Naming, StoredRoles, naming_of, stored

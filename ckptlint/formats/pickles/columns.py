@@ -67,7 +67,7 @@ from ckptlint.formats.pickles.rows import (
     wide_enough,
 )
 from ckptlint.model.files import Names
-from ckptlint.model.layout import COORDINATE_LIMIT, IntArray
+from ckptlint.model.tiling import COORDINATE_LIMIT, IntArray
 
 if TYPE_CHECKING:
     from concurrent.futures import Future

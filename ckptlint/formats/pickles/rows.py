@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ckptlint.model.layout import IntArray
+from ckptlint.model.tiling import IntArray
 from ckptlint.progress import advance
 
 ROWS_AT_ONCE = 1 << 15  # rows read at once: their columns stay in the processor's cache

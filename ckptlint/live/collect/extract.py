@@ -22,10 +22,10 @@ from ckptlint.live.collect.limit import Limit
 from ckptlint.live.collect.tensor_digest import freed_bytes
 from ckptlint.model import RankFinding
 from ckptlint.model.cover import Shape
-from ckptlint.model.layout import Box
 from ckptlint.model.text import shape_text
-from ckptlint.vocabulary import placements as layout
+from ckptlint.model.tiling import Box
 from ckptlint.vocabulary.keys import parse
+from ckptlint.vocabulary.placements import bounding_box, runs
 
 
 class Flaw(NamedTuple):
@@ -439,15 +439,15 @@ def _part(value: Any, spec: Any, shape: Shape) -> _Part | None:
         problems += (_problem("LIV106", said),)
     order = None
     if all(map(compat.is_known, placements)):
-        runs = layout.runs(shape, placements, sizes_of_mesh, coordinate)
-        offsets, sizes = layout.bounding_box(runs, shape)
-        for dim, found in enumerate(runs):
+        runs_by_dim = runs(shape, placements, sizes_of_mesh, coordinate)
+        offsets, sizes = bounding_box(runs_by_dim, shape)
+        for dim, found in enumerate(runs_by_dim):
             if len(found) > 1 and all(sizes):
                 said = f"on dim {dim} it holds {sizes[dim]} of {shape[dim]} indices, in {len(found)} separate runs"
                 problems += (_problem("LIV102", f"the shard{{of}} is not one box: {said}; {declared}"),)
         if (order := compat.shard_order(spec)) is not None:
-            other = layout.runs(shape, placements, sizes_of_mesh, coordinate, order)
-            order = None if layout.bounding_box(other, shape) == (offsets, sizes) else order
+            other = runs(shape, placements, sizes_of_mesh, coordinate, order)
+            order = None if bounding_box(other, shape) == (offsets, sizes) else order
     else:
         ((offsets, sizes),) = _chunks(value)
     return _Part(shape, offsets, sizes, replica, copies, declared, problems, order)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ckptlint.model.layout import BoolArray, IntArray
+from ckptlint.model.tiling import BoolArray, IntArray
 
 AnyTensor = Any
 Sums = tuple[IntArray, BoolArray]

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from ckptlint.live.compare.group import RankGroup
-from ckptlint.model.layout import Box, IntArray
 from ckptlint.model.text import printable, shape_text
+from ckptlint.model.tiling import Box, IntArray
 
 _PARTS = 256
 _TEXT_WORDS = 16

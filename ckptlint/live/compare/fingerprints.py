@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ckptlint.model.layout import BoolArray, IntArray
+from ckptlint.model.tiling import BoolArray, IntArray
 from ckptlint.seals.digests import GOLD, Words, mix
 
 if TYPE_CHECKING:

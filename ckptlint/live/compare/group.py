@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from ckptlint.errors import CkptlintError
-from ckptlint.model.layout import IntArray
+from ckptlint.model.tiling import IntArray
 
 Reduction = Literal["sum", "max"]
 

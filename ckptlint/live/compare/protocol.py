@@ -27,8 +27,8 @@ from ckptlint.live.compare import fingerprints as fp
 from ckptlint.live.compare.difference import first_difference
 from ckptlint.live.compare.group import RankGroup
 from ckptlint.model import RankFinding, RankTable
-from ckptlint.model.layout import BoolArray, IntArray
 from ckptlint.model.text import plural, printable
+from ckptlint.model.tiling import BoolArray, IntArray
 from ckptlint.seals.digests import Words
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from ckptlint.formats.pickles.columns import END, ChunkRows, RecordRows, RowRun
 from ckptlint.formats.pickles.safe_pickle import Node, Opaque
 from ckptlint.model import KEY_LIMIT, RANK_LIMIT, ChunkTable, MalformedChunk, Problem, RecordTable, Tensor
 from ckptlint.model.cover import Budget
-from ckptlint.model.layout import COORDINATE_LIMIT, ChunkLayout, IntArray, distinct
 from ckptlint.model.text import all_printable, plural, printable
+from ckptlint.model.tiling import COORDINATE_LIMIT, IntArray, Tiling, distinct
 
 _PRINTABLE = 10**100
 _PART = 65536  # numbers that are Python objects at once
@@ -159,7 +159,7 @@ def _tensors(
     """Tensors by raw name, their records still unknown, and the raw names of the bytes entries."""
     tensors: dict[str, Tensor] = {}
     byte_names: list[str] = []
-    layouts: dict[tuple[Any, ...], ChunkLayout] = {}
+    tilings: dict[tuple[Any, ...], Tiling] = {}
     budget = Budget()
     flattened = mcore_data if isinstance(mcore_data, dict) else {}
     for fqn, nodes in entries.items():
@@ -183,13 +183,13 @@ def _tensors(
             offsets, sizes = _without_replicas(offsets, sizes)
             problems += _disagreement(fqn, states, file)
         key = (shape, len(offsets), offsets.tobytes(), sizes.tobytes())  # a scalar's chunks have no bytes
-        layout = layouts.setdefault(key, ChunkLayout(shape, offsets, sizes, budget))
+        tiling = tilings.setdefault(key, Tiling(shape, offsets, sizes, budget))
         reformulated = flattened.get(fqn)
         tensor = Tensor(
             fqn=printable(fqn),
             dtype=_dtype(states[0].get("properties")),
             global_shape=_clamped(shape),
-            chunks=ChunkTable(layout, np.full(len(offsets), -1, np.int64)),
+            chunks=ChunkTable(tiling, np.full(len(offsets), -1, np.int64)),
             malformed=tuple(malformed),
             is_flattened=isinstance(reformulated, dict) and "nd_reformulated_orig_global_shape" in reformulated,
         )
@@ -467,7 +467,7 @@ def _join(
         stored = raw.offsets[rows, :axes]
         owners = np.array([number for number, _ in group], np.int64)
         lengths = np.array([len(tensor.chunks) for _, tensor in group])
-        wanted = np.concatenate([tensor.layout.offsets for _, tensor in group])
+        wanted = np.concatenate([tensor.tiling.offsets for _, tensor in group])
         found = _by_hint(raw, rows, stored, wanted, owners, lengths)
         if found is not None:
             owned[rows] = True

@@ -11,8 +11,8 @@ import numpy as np
 from ckptlint.loaders.readers.dcp_metadata import Description
 from ckptlint.model import FILE_STATES, FileTable, Problem, StoredFile
 from ckptlint.model.files import Names
-from ckptlint.model.layout import IntArray
 from ckptlint.model.text import first_names, printable, verb
+from ckptlint.model.tiling import IntArray
 from ckptlint.storage.folder import Folder
 from ckptlint.storage.listing import is_plain
 from ckptlint.storage.paths import is_safe

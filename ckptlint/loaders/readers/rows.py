@@ -9,8 +9,8 @@ import numpy as np
 
 from ckptlint.model import ChunkTable, MalformedChunk, RecordTable, Tensor
 from ckptlint.model.cover import Budget
-from ckptlint.model.layout import ChunkLayout
 from ckptlint.model.text import printable
+from ckptlint.model.tiling import Tiling
 
 
 class Row(NamedTuple):
@@ -48,9 +48,9 @@ def tables(rows: Sequence[Row], owned: Any) -> tuple[dict[str, Tensor], RecordTa
     by_key: dict[str, list[int]] = {fqn: [] for fqn in number}
     for i, row in enumerate(rows):
         by_key[row.fqn].append(i)
-    layouts: dict[tuple[Any, ...], ChunkLayout] = {}
+    tilings: dict[tuple[Any, ...], Tiling] = {}
     budget = Budget()
-    tensors = [_tensor(rows, of_key, owned, layouts, budget) for of_key in by_key.values()]
+    tensors = [_tensor(rows, of_key, owned, tilings, budget) for of_key in by_key.values()]
     count = len(rows)
     records = RecordTable(
         fqns=[printable(fqn) for fqn in number],
@@ -66,7 +66,7 @@ def tables(rows: Sequence[Row], owned: Any) -> tuple[dict[str, Tensor], RecordTa
 
 
 def _tensor(
-    rows: Sequence[Row], of_key: list[int], owned: Any, layouts: dict[tuple[Any, ...], ChunkLayout], budget: Budget
+    rows: Sequence[Row], of_key: list[int], owned: Any, tilings: dict[tuple[Any, ...], Tiling], budget: Budget
 ) -> Tensor:
     """The tensor of one key; one chunk without a record where nothing says where its parts lie."""
     chunks = [(i, rows[i].offsets or (), rows[i].sizes) for i in of_key if owned[i]]
@@ -83,12 +83,12 @@ def _tensor(
     if shape is None:
         shape = tuple((offsets + sizes).max(axis=0, initial=0).tolist())
     key = (shape, len(fitting), offsets.tobytes(), sizes.tobytes())  # a scalar's chunks have no bytes
-    layout = layouts.setdefault(key, ChunkLayout(shape, offsets, sizes, budget))
+    tiling = tilings.setdefault(key, Tiling(shape, offsets, sizes, budget))
     return Tensor(
         fqn=printable(first.fqn),
         dtype=first.dtype,
         global_shape=shape,
-        chunks=ChunkTable(layout, record),
+        chunks=ChunkTable(tiling, record),
         malformed=tuple(MalformedChunk(begin, size, i) for i, begin, size in others),
         is_flattened=first.is_flat,
     )

@@ -16,8 +16,8 @@ from ckptlint.formats.pickles.safe_pickle import Node
 from ckptlint.loaders.readers.dcp_metadata import Numbering, attributes_of, attributes_of_all
 from ckptlint.model import SavePlans
 from ckptlint.model.files import Names
-from ckptlint.model.layout import COORDINATE_LIMIT, IntArray
 from ckptlint.model.text import all_printable
+from ckptlint.model.tiling import COORDINATE_LIMIT, IntArray
 
 
 def read_plans(plans: Any) -> SavePlans | None:

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ckptlint.model.layout import IntArray
 from ckptlint.model.payload import RecordContent
 from ckptlint.model.ranks.flat_groups import FlatGroup
+from ckptlint.model.tiling import IntArray
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ckptlint.model.layout import IntArray
+from ckptlint.model.tiling import IntArray
 
 
 class RankFinding(NamedTuple):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ckptlint.model.layout import IntArray
+from ckptlint.model.tiling import IntArray
 
 
 @dataclass(frozen=True, slots=True, eq=False)

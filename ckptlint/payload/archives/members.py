@@ -11,7 +11,7 @@ import numpy as np
 from ckptlint.errors import UnreadableError
 from ckptlint.formats.torch_archive import LOCAL_SIZE, Member, data_start
 from ckptlint.model import Checkpoint, PayloadTable, RecordContent, RecordState, StorageTable, Tensor
-from ckptlint.model.layout import IntArray
+from ckptlint.model.tiling import IntArray
 from ckptlint.payload.archives.record_headers import AlikeRecords, Record
 from ckptlint.payload.records import path_of
 from ckptlint.payload.stream import Members, Meter, Scan
@@ -168,13 +168,13 @@ def scans_of(
 
 def bare_content(tensor: Tensor, row: int) -> RecordContent:
     """What a record says that holds the bytes of its chunk and nothing else."""
-    sizes = tensor.layout.box(row).sizes
+    sizes = tensor.tiling.box(row).sizes
     return RecordContent("tensor", tensor.dtype, sizes, tuple(prod(sizes[axis + 1 :]) for axis in range(len(sizes))))
 
 
 def places_of(tensor: Tensor, row: int, content: RecordContent) -> Elements | None:
     """Where the elements of a record lie in the tensor; None when it holds another chunk, or a view with gaps."""
-    box = tensor.layout.box(row)
+    box = tensor.tiling.box(row)
     if content.dtype != tensor.dtype or content.shape != box.sizes:
         return None
     order = sorted(range(len(box.sizes)), key=lambda axis: -content.strides[axis])

@@ -23,7 +23,7 @@ from ckptlint.formats.torch_archive import (
     read_end,
     read_members,
 )
-from ckptlint.model.layout import IntArray
+from ckptlint.model.tiling import IntArray
 from ckptlint.storage.folder import Folder
 
 RECORD_PICKLE_LIMIT = 64 * 1024**2

@@ -199,7 +199,7 @@ def _chunks(ckpt: Checkpoint, base: str, group: FindingGroup) -> list[dict[str, 
             place: dict[str, Any] = {"artifactLocation": _file(shown_file(ckpt, name), base)}
             if region := _bytes(start, length):
                 place["region"] = region
-            text = f"chunk {letters.get(row, row)}: {finding.at.tensor.layout.box(row)}"
+            text = f"chunk {letters.get(row, row)}: {finding.at.tensor.tiling.box(row)}"
             found.append({"physicalLocation": place, "message": {"text": text}})
     return found
 

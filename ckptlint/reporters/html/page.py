@@ -25,8 +25,8 @@ from ckptlint.geometry.record_states import NOT_CHECKED, STATES, chunk_states
 from ckptlint.lint.report import Cause, CheckpointReport, Diagnostic, FindingGroup, Report
 from ckptlint.lint.steps import step_around, steps_in
 from ckptlint.model import Checkpoint
-from ckptlint.model.layout import Box, ChunkLayout
 from ckptlint.model.text import human_bytes, named_ranks, plural, ranges, shape_text
+from ckptlint.model.tiling import Box, Tiling
 from ckptlint.reporters import ranks
 from ckptlint.reporters.full import (
     STEP_COLUMNS,
@@ -159,30 +159,30 @@ class _Work:
     Attributes:
         room: what is left of PICTURE_LIMIT.
         pages: code -> id of the group that shows the rule's page.
-        graphs: the chunk graphs of layouts, by axis.
-        axes: the most cut axis of layouts, and into how many intervals.
-        strips: the strip of a layout with its marks; tensors that are cut alike share it.
+        graphs: the chunk graphs of tilings, by axis.
+        axes: the most cut axis of tilings, and into how many intervals.
+        strips: the strip of a tiling with its marks; tensors that are cut alike share it.
     """
 
     room: int = PICTURE_LIMIT
     pages: dict[str, str] = field(default_factory=dict)
-    graphs: dict[tuple[ChunkLayout, int], nx.DiGraph[tuple[int, int]]] = field(default_factory=dict)
-    axes: dict[ChunkLayout, tuple[int, int]] = field(default_factory=dict)
-    strips: dict[tuple[ChunkLayout, tuple[tuple[int, int, str], ...]], str] = field(default_factory=dict)
+    graphs: dict[tuple[Tiling, int], nx.DiGraph[tuple[int, int]]] = field(default_factory=dict)
+    axes: dict[Tiling, tuple[int, int]] = field(default_factory=dict)
+    strips: dict[tuple[Tiling, tuple[tuple[int, int, str], ...]], str] = field(default_factory=dict)
 
-    def graph(self, layout: ChunkLayout, axis: int) -> nx.DiGraph[tuple[int, int]]:
+    def graph(self, tiling: Tiling, axis: int) -> nx.DiGraph[tuple[int, int]]:
         """The chunk graph of one axis."""
-        if (layout, axis) not in self.graphs:
-            self.graphs[layout, axis] = axis_graph(layout, axis)
-        return self.graphs[layout, axis]
+        if (tiling, axis) not in self.graphs:
+            self.graphs[tiling, axis] = axis_graph(tiling, axis)
+        return self.graphs[tiling, axis]
 
-    def most_cut(self, layout: ChunkLayout) -> tuple[int, int]:
+    def most_cut(self, tiling: Tiling) -> tuple[int, int]:
         """The axis with the most intervals, and how many it has; axis -1 for a tensor without axes."""
-        if layout not in self.axes:
-            counts = [(len(layout.intervals(axis)), -axis) for axis in range(len(layout.shape))]
+        if tiling not in self.axes:
+            counts = [(len(tiling.intervals(axis)), -axis) for axis in range(len(tiling.shape))]
             count, axis = max(counts, default=(0, 1))
-            self.axes[layout] = -axis, count
-        return self.axes[layout]
+            self.axes[tiling] = -axis, count
+        return self.axes[tiling]
 
 
 # ---------------------------------------------------------------- the head
@@ -382,7 +382,7 @@ def _missing_from(found: Sequence[Diagnostic]) -> str:
 def _is_gap(finding: Finding) -> bool:
     """Whether a finding is about a region that no chunk holds."""
     tensor, region = finding.at.tensor, finding.at.region
-    return tensor is not None and region is not None and svg.region_kind(tensor.layout, region) == "gap"
+    return tensor is not None and region is not None and svg.region_kind(tensor.tiling, region) == "gap"
 
 
 def _items(label: str, text: str) -> str | list[str]:
@@ -437,7 +437,7 @@ def _chunks(ckpt: Checkpoint, finding: Finding, grid: Grid | None) -> dict[str, 
         rows.append(
             {
                 "letter": letters.get(row, ""),
-                "region": str(tensor.layout.box(row)),
+                "region": str(tensor.tiling.box(row)),
                 "file": cut(file) or "stored nowhere",
                 "rank": "" if rank is None else str(rank),
                 "bytes": f"{offset:,}-{offset + length:,}" if record >= 0 and ckpt.locates_bytes else "",
@@ -453,13 +453,13 @@ def _graphs(ckpt: Checkpoint, finding: Finding, work: _Work) -> list[dict[str, A
     tensor, region = finding.at.tensor, finding.at.region
     if tensor is None or region is None or not tensor.is_sound or len(tensor.chunks) > _GRAPH_LIMIT:
         return []
-    layout, shape = tensor.layout, tensor.global_shape
+    tiling, shape = tensor.tiling, tensor.global_shape
     axes = [a for a in range(len(shape)) if (region.offsets[a], region.ends[a]) != (0, shape[a])][:2]
-    if not axes and work.most_cut(layout)[1] > 1:
-        axes = [work.most_cut(layout)[0]]
+    if not axes and work.most_cut(tiling)[1] > 1:
+        axes = [work.most_cut(tiling)[0]]
     drawn = []
     for axis in axes:
-        graph = work.graph(layout, axis)
+        graph = work.graph(tiling, axis)
         name = axis_name(ckpt, axis, len(graph))
         label = f"{name}: {plural(len(graph), 'interval')}, {plural(graph.number_of_edges(), 'link')}"
         drawn.append({"label": label, "svg": markup(svg.axis_chain(ckpt, tensor, graph, region, axis, label))})
@@ -531,19 +531,19 @@ def _row(ckpt: Checkpoint, fqn: str, found: list[Diagnostic], work: _Work) -> di
     }
     if not tensor.is_sound or not tensor.volume or not tensor.global_shape:
         return row
-    layout = tensor.layout
-    axis, count = work.most_cut(layout)
+    tiling = tensor.tiling
+    axis, count = work.most_cut(tiling)
     places = ((item.finding.at.region, item.finding.at.rows) for item in found)
     boxes = dict.fromkeys(box for region, rows in places if region for box in marked_boxes(tensor, region, rows))
     marks = (
-        *((r.offsets[axis], r.ends[axis], svg.region_kind(layout, r)) for r in list(boxes)[:_MARK_LIMIT]),
+        *((r.offsets[axis], r.ends[axis], svg.region_kind(tiling, r)) for r in list(boxes)[:_MARK_LIMIT]),
         *svg.lost_marks(tensor, chunk_states(ckpt, tensor), axis),
     )
-    if (layout, marks) not in work.strips:
+    if (tiling, marks) not in work.strips:
         label = f"{plural(len(tensor.chunks), 'chunk')}, dim {axis} in {plural(count, 'part')}"
-        work.strips[layout, marks] = svg.strip(layout, axis, marks, label)
+        work.strips[tiling, marks] = svg.strip(tiling, axis, marks, label)
     more = f", dim {axis} in {count:,}" if count > 1 else ""
-    strip = markup(work.strips[layout, marks])
+    strip = markup(work.strips[tiling, marks])
     return row | {"svg": strip, "cut": row["cut"] + more, "missing": _missing_from(found)}
 
 

@@ -16,8 +16,8 @@ from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.geometry.chunk_map import Grid, MapCell, axis_label, fixed_label
 from ckptlint.geometry.record_states import NOT_CHECKED, STATES, StateArray, chunk_states
 from ckptlint.model import Checkpoint, Tensor
-from ckptlint.model.layout import Box, ChunkLayout
 from ckptlint.model.text import plural
+from ckptlint.model.tiling import Box, Tiling
 from ckptlint.reporters.style import cut
 
 if TYPE_CHECKING:
@@ -109,24 +109,24 @@ def map_caption(ckpt: Checkpoint, grid: Grid) -> str:
     return f"{axis_label(ckpt, grid, grid.down)} down, {across} across" + fixed_label(grid)
 
 
-def region_kind(layout: ChunkLayout, region: Box) -> str:
+def region_kind(tiling: Tiling, region: Box) -> str:
     """What a region of a finding is: in no chunk, in several, or in one (`mark`)."""
-    if any(a < 0 or b > size for a, b, size in zip(region.offsets, region.ends, layout.shape, strict=True)):
+    if any(a < 0 or b > size for a, b, size in zip(region.offsets, region.ends, tiling.shape, strict=True)):
         return "mark"
-    holders = layout.touching(region)
-    boxes = [layout.box(row) for row in holders[:_RUN_LIMIT]]
+    holders = tiling.touching(region)
+    boxes = [tiling.box(row) for row in holders[:_RUN_LIMIT]]
     holding = [box for box in boxes if box.intersect(region) == region]
     return "gap" if not holders else "overlap" if len(holding) > 1 else "mark"
 
 
-def strip(layout: ChunkLayout, axis: int, marks: Iterable[tuple[int, int, str]], label: str) -> str:
+def strip(tiling: Tiling, axis: int, marks: Iterable[tuple[int, int, str]], label: str) -> str:
     """A whole tensor on one line, in true proportion: chunks along one axis, and what findings touch.
 
     Args:
         marks: start, stop and class of each place that a finding concerns.
     """
-    size = layout.shape[axis]
-    starts, stops = np.clip(layout.intervals(axis), 0, size).T
+    size = tiling.shape[axis]
+    starts, stops = np.clip(tiling.intervals(axis), 0, size).T
     runs, parts = _runs(starts, stops), [_tag("title", escape(label))]
     if runs != [(0, size)]:
         parts.append(_tag("rect", class_="gap", width=_STRIP_WIDTH, height=10))
@@ -143,13 +143,13 @@ def strip(layout: ChunkLayout, axis: int, marks: Iterable[tuple[int, int, str]],
 
 def lost_marks(tensor: Tensor, states: StateArray, axis: int) -> list[tuple[int, int, str]]:
     """The marks of a strip where bytes are lost: a chunk that another one repeats is lost only with it."""
-    layout = tensor.layout
+    tiling = tensor.tiling
     if not (states > NOT_CHECKED).any():
         return []
-    boxes, same = np.unique(np.hstack([layout.offsets, layout.sizes]), axis=0, return_inverse=True)
+    boxes, same = np.unique(np.hstack([tiling.offsets, tiling.sizes]), axis=0, return_inverse=True)
     best = np.full(len(boxes), len(STATES), np.uint8)
     np.minimum.at(best, same.ravel(), states)
-    starts, stops = boxes[:, axis], boxes[:, axis] + boxes[:, axis + len(layout.shape)]
+    starts, stops = boxes[:, axis], boxes[:, axis] + boxes[:, axis + len(tiling.shape)]
     marks = []
     for state in range(NOT_CHECKED + 1, len(STATES)):
         order = np.flatnonzero(best == state)[np.argsort(starts[best == state], kind="stable")]
@@ -259,7 +259,7 @@ def _chunk_title(ckpt: Checkpoint, tensor: Tensor, row: int, letter: str, state:
     file = ckpt.chunk_file(tensor, row)
     rank = rank_of(file)
     where = (cut(file) or "stored nowhere") + f" ({STATES[state]})" * (state > NOT_CHECKED)
-    return f"chunk {letter} {tensor.layout.box(row)} {where}" + ("" if rank is None else f", rank {rank}")
+    return f"chunk {letter} {tensor.tiling.box(row)} {where}" + ("" if rank is None else f", rank {rank}")
 
 
 def _edges(grid: Grid, left: int, top: int, width: int, height: int) -> tuple[str, str]:

@@ -85,7 +85,7 @@ class Crossing(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class ChunkLayout:
+class Tiling:
     """Where the chunks of a tensor lie. Tensors that are cut alike share one, so each verdict is found once.
 
     Attributes:
