@@ -29,7 +29,7 @@ SHAPES = (
 FILES = "PAY003 PAY004 PAY006 PAY008 PAY009 PAY013 SAF002 COM001 COM004"
 
 UNPROVOKED = {
-    "no operator changes what a configuration declares, or adds to the model: tests/corpus does": "CFG002 CFG004 CFG005 CFG007 CFG008",
+    "no operator edits a configuration or adds to a model: tests/corpus": "CFG002 CFG004 CFG005 CFG007 CFG008",
     "no operator changes the plan, the objects or the optimizer in such a way": (
         "COM006 COM007 COM011 COM012 OBJ001 OBJ003 OBJ004 OBJ006 OPT004 OPT007 OPT008 OPT009 NAM002 SHP007"
     ),
