@@ -84,12 +84,15 @@ class LayoutTests:
 
     def _tells(self, name: str, test: str, report: Report) -> None:
         """The report is no pass, or the layout says why it cannot be otherwise."""
-        known = CANNOT.get(type(self).__name__.removeprefix("Test"), {}).get("cannot", [])
+        layout = type(self).__name__.removeprefix("Test")
+        known = CANNOT.get(layout, {}).get("cannot", [])
         reasons = [entry["why"] for entry in known if entry["damage"] == test and name in entry.get("files", [name])]
         if reasons:
             assert report.exit_code == 0, f"{test} of {name} is told now, strike out: {reasons[0]}"
         else:
-            assert report.exit_code or codes(report, "warning"), f"{test} of {name} passes"
+            assert report.exit_code or codes(report, "warning"), (
+                f"{test} of {name} passes: find it, or give a reason below [{layout}] in tests/loaders/cannot.toml"
+            )
 
     def _changed(self, step: Path, test: str, edit: Callable[[bytes], bytes], depth: str = "files") -> None:
         for name in self.files:

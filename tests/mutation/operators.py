@@ -28,6 +28,22 @@ SHAPES = (
 )
 FILES = "PAY003 PAY004 PAY006 PAY008 PAY009 PAY013 SAF002 COM001 COM004"
 
+UNPROVOKED = {
+    "no operator edits a configuration or adds to a model: tests/corpus": "CFG002 CFG004 CFG005 CFG007 CFG008",
+    "no operator changes the plan, the objects or the optimizer in such a way": (
+        "COM006 COM007 COM011 COM012 OBJ001 OBJ003 OBJ004 OBJ006 OPT004 OPT007 OPT008 OPT009 NAM002 SHP007"
+    ),
+    "files keep their times and the optimizer its steps": "RUN006",
+    "no healthy checkpoint here is quantised": "QNT001 QNT002 QNT003 QNT004",
+    "no healthy checkpoint here is a set of rank files": ("RNK001 RNK002 RNK003 RNK004 RNK005 RNK006 RNK007 RNK008"),
+    "the check has no reference, seal or step before": (
+        "LIV301 LIV302 LIV305 REF001 REF002 REF003 REF004 RUN001 RUN002 RUN003 RUN004 RUN005"
+    ),
+    "fuzzing and tests/formats make such files": "SAF001 SAF003 SAF004",
+    "about ckptlint itself": "LNT001 LNT002",
+}
+"""Why no operator provokes them -> codes of rules on saved files."""
+
 Mutants = Callable[[Save], Iterator[Mutant]]
 Offsets = tuple[int, ...]
 

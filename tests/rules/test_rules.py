@@ -101,14 +101,16 @@ def wrong_findings(rule: Rule, case: Case, report: CheckpointReport) -> Iterator
 def wrong_yields(case: Case, ckpt: Checkpoint, depth: Depth, report: CheckpointReport) -> Iterator[str]:
     """Where a rule does not find alone what this case leaves to the rule of the fixture, or is shown beside it."""
     for code in case.yielding:
-        alone, beside = run_rules(ckpt, [RULES[code]], depth).diagnostics, [item.code for item in report.diagnostics]
-        if not alone or code in beside:
-            yield f"{code} finds {alone} alone, and {beside.count(code)} beside the others"
+        if not run_rules(ckpt, [RULES[code]], depth).diagnostics:
+            yield f"{code} finds nothing here, so it cannot yield"
+        if beside := [item for item in report.diagnostics if item.code == code]:
+            yield f"{code} is shown, so it is worse than what it yields to, or not on the same keys: {beside}"
 
 
 def test_every_rule_that_yields_does_so_in_a_case_and_none_in_a_circle() -> None:
     declared = {(rule.code, other) for rule in RULES.values() for other in rule.yields_to}
-    assert declared == {(code, other) for other, case in CASES for code in case.yielding}
+    shown = {(code, other) for other, case in CASES for code in case.yielding}
+    assert declared == shown, "(rule, other of its yields_to): a case of fixtures/<other>.toml says yielding = [rule]"
     assert tuple(TopologicalSorter({rule.code: rule.yields_to for rule in RULES.values()}).static_order())
 
 

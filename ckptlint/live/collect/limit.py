@@ -68,7 +68,7 @@ def readable(tensors: Sequence[Any]) -> BoolArray:
 
     left, found = _MOST_EXPANDED, np.ones(len(tensors), bool)
     for number, tensor in enumerate(tensors):
-        if tensor.numel() > _LARGE and tensor.tiling == torch.strided and 0 in tensor.stride():
+        if tensor.numel() > _LARGE and tensor.layout == torch.strided and 0 in tensor.stride():
             left -= tensor.numel() * tensor.element_size()
             found[number] = left >= 0
     return found

@@ -157,7 +157,7 @@ def _readable(tensor: AnyTensor) -> AnyTensor | None:
     import torch
 
     kind: Any = type(tensor)
-    if _wraps_others(kind) or _integer(tensor.dtype) is None or tensor.tiling != torch.strided:
+    if _wraps_others(kind) or _integer(tensor.dtype) is None or tensor.layout != torch.strided:
         return None
     if not (tensor.is_cpu or tensor.is_cuda):
         return None
@@ -186,7 +186,7 @@ def freed_bytes(tensor: AnyTensor) -> tuple[int, int] | None:
     import torch
 
     kind: Any = type(tensor)
-    if tensor.tiling != torch.strided or _wraps_others(kind):
+    if tensor.layout != torch.strided or _wraps_others(kind):
         return None
     return _stored_and_needed(_plain(tensor))  # a class may give the shape of the whole tensor as its own
 
