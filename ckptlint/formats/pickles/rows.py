@@ -43,6 +43,7 @@ OBJECT = b")\x81\x94}\x94("  # EMPTY_TUPLE NEWOBJ MEMOIZE EMPTY_DICT MEMOIZE MAR
 _WITH_TUPLE = b")\x81\x94("  # EMPTY_TUPLE NEWOBJ MEMOIZE MARK: its state is a tuple
 _TUPLE_BUILT = b"t\x94b"  # TUPLE MEMOIZE BUILD
 _REDUCED = b"\x94\x85\x94R\x94"  # behind the tuple of a torch.Size: MEMOIZE TUPLE1 MEMOIZE REDUCE MEMOIZE
+BARE_OBJECT = b")\x81\x94"  # EMPTY_TUPLE NEWOBJ MEMOIZE: without attributes
 _BUILT = b"ub"  # SETITEMS BUILD
 OBJECTS_PER_ROW = {
     b"\x8c\x14ChunkStorageMetadata\x94": 1,
@@ -51,6 +52,7 @@ OBJECTS_PER_ROW = {
 }
 INDEX_CLASS = b"\x8c\rMetadataIndex\x94"
 _ITEM_CLASS = b"\x8c\tWriteItem\x94"
+ENTRY_CLASS = b"\x8c\x14BytesStorageMetadata\x94"
 SIZE_CLASS = b"\x8c\x04Size\x94"
 
 # bytes of an opcode with its argument, for those that may stand outside of a row run

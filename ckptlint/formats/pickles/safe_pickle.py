@@ -32,6 +32,7 @@ from ckptlint.formats.pickles.columns import (
     END,
     WORTHWHILE,
     ChunkRows,
+    EntryRows,
     OneChunk,
     PickleScan,
     PlanRows,
@@ -406,19 +407,22 @@ def _read_row_runs(data: bytes | Buffer) -> Any:
         give_back_freed_memory()
     except Exception:  # whatever it is, reading the original pickle shows it
         return None
-    return None if unpickler.faults or _placed(root) != (len(found.row_runs), len(found.single)) else root
+    if unpickler.faults or _placed(root) != (len(found.row_runs), len(found.single)):
+        return None
+    return root if _spelled_out(root) else None
 
 
 def _placed(root: Any) -> tuple[int, int]:
     """How many row runs and chunks of row runs stand where they belong.
 
-    Chunks belong in a list of chunks, records among those of storage_data, planned items in the list of a plan, and the
-    chunk of a row run in a planned item.
+    Bytes entries belong in state_dict_metadata, chunks in a list of chunks, records among those of storage_data, planned
+    items in the list of a plan, and the chunk of a row run in a planned item.
     """
     count = single = 0
     state = _state(root, "Metadata")
     described, stored = state.get("state_dict_metadata"), state.get("storage_data")
-    for tensor in described.values() if isinstance(described, dict) else ():
+    for key, tensor in described.items() if isinstance(described, dict) else ():
+        count += type(key) is RowRun and isinstance(_rows(key), EntryRows) and tensor is END
         chunks = _state(tensor, "TensorStorageMetadata").get("chunks")
         if isinstance(chunks, list) and RowRun in set(map(type, chunks)):
             pairs = zip(chunks, [*chunks[1:], None], strict=True)
@@ -434,6 +438,26 @@ def _placed(root: Any) -> tuple[int, int]:
             data = _state(_state(item, "WriteItem").get("tensor_data"), "TensorWriteData")
             single += type(data.get("chunk")) is OneChunk
     return count, single
+
+
+def _spelled_out(root: Any) -> bool:
+    """Put the bytes entries of row runs into state_dict_metadata; whether every key is there once."""
+    described = _state(root, "Metadata").get("state_dict_metadata")
+    if not isinstance(described, dict) or END not in described:
+        return True
+    whole: dict[Any, Any] = {}
+    count = 0
+    for key, entry in described.items():
+        if type(key) is RowRun:
+            rows = key.table.rows
+            whole |= dict.fromkeys(rows.names[key.first : key.first + key.count], rows.entry)
+            count += key.count
+        elif key is not END:
+            whole[key] = entry
+            count += 1
+    described.clear()  # something else may refer to it
+    described |= whole
+    return len(whole) == count
 
 
 def _rows(item: Any) -> Any:
