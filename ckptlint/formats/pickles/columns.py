@@ -15,7 +15,8 @@ What keeps the two pickles equal in meaning:
   the text itself; any other that refers into one ends the scan.
 - The class, the attribute names and whatever else a row takes from the memo are handed to `Scan.persistent_load` and
   compared with the stand-ins in `Scan.finish`.
-- A row run leaves two objects on the stack, itself and `END`, so an opcode that takes one object for a row fails.
+- A row run leaves two objects on the stack, itself and `END`, so an opcode that takes one object for a row fails. In a
+  dict an `End` of its own and `END` follow, whose loss or change shows.
 
 Whoever scans must find each row run where it belongs, or else read the original pickle.
 
@@ -85,7 +86,7 @@ _PLAN_NAMES = {name.encode() for name in PLAN_ATTRIBUTES}
 _PLAN_CLASSES = {b"\x8c" + bytes([len(name)]) + name.encode() + b"\x94": name.encode() for name in PLAN_CLASSES}
 
 
-class _End:
+class End:
     """What a row run leaves on the stack behind itself."""
 
     __slots__ = ()
@@ -94,7 +95,7 @@ class _End:
         raise TypeError("no row")
 
 
-END = _End()
+END = End()
 
 
 @dataclass(slots=True, eq=False)
@@ -236,6 +237,8 @@ class PickleScan:
         """
         if pid is None:
             return END
+        if pid is False:
+            return End()
         if pid == self.met_single and type(pid) is int and pid < len(self.single):
             self.met_single += 1
             return self.single[pid]
@@ -283,7 +286,10 @@ class PickleScan:
             elif kinds == ["MetadataIndex", "_StorageInfo"]:
                 table.rows = self._record_rows(table, *attributes)
             elif kinds == ["BytesStorageMetadata"]:
-                table.rows = self._entry_rows(table)
+                names = table.rows.decode("utf-8", "surrogatepass").split("\0")
+                if len(names) != len(table.base) + 1:
+                    raise IrregularError  # a NUL in one
+                table.rows = EntryRows(names[:-1], table.values[1]())
             else:
                 raise IrregularError
         self.view = None
@@ -312,14 +318,6 @@ class PickleScan:
         starts, lengths = (self._integers(table, info[key]) for key in ("offset", "length"))
         hint = np.where(index["index"].kind == INT, index["index"].number, -1)
         return RecordRows(names, ids, hint, rank, offsets, paths, path, starts, lengths)
-
-    def _entry_rows(self, table: Table) -> EntryRows:
-        assert self.view is not None
-        (key,) = table.columns
-        names = bytes_of_texts(slices(self.view, key.number, key.length)).decode("utf-8", "surrogatepass").split("\0")
-        if len(names) != len(key.number) + 1:
-            raise IrregularError  # a NUL in one
-        return EntryRows(names[:-1], table.values[1]())
 
     def _plan_rows(self, table: Table, kind_of: Callable[[Any], str]) -> PlanRows:
         column = dict(zip(PLANNED, table.columns, strict=True))
@@ -574,7 +572,8 @@ class _Scanner:
         self.named: dict[bytes, int] = {}  # memo indices of what planned items name
         self.has_plans = False
         self.entries: Table | None = None
-        self.entry_count = 0
+        self.entry_count = self.entry_end = 0  # rows so far, and the byte behind them
+        self.entry_texts = io.BytesIO()  # a NUL after each
         self.entry_tail = b""  # what stands behind the text of each key
         self.entry_keys: dict[int, tuple[IntArray, IntArray]] = {}  # first row -> where keys begin, their lengths
 
@@ -617,8 +616,7 @@ class _Scanner:
                     entries = 2 * row_run.count
                     pieces += body[copied:at], self._placeholder(row_run, memo, entries, False)
                     memo += entries
-                    start, length = self.entry_keys[row_run.first]
-                    at = copied = int(start[-1] + length[-1]) + len(self.entry_tail)
+                    at = copied = self.entry_end
                     next_cut = bisect_left(cuts, at)
                     cut, next_cut = cuts[next_cut], next_cut + 1
                     continue
@@ -646,11 +644,11 @@ class _Scanner:
             else:
                 raise IrregularError
         if self.entries and self.entry_keys:
-            start, length = map(np.concatenate, zip(*self.entry_keys.values(), strict=True))
-            count = len(start)
-            self.entries.columns = [Column(np.full(count, TEXT, np.uint8), start, np.zeros(count, np.uint8), length)]
+            starts, lengths = map(np.concatenate, zip(*self.entry_keys.values(), strict=True))
+            count = len(starts)
+            self.entries.columns = [Column(np.full(count, TEXT, np.uint8), starts, np.zeros(count, np.uint8), lengths)]
             self.entries.entries = np.arange(0, 2 * count + 1, 2, dtype=np.int32)
-            self.entries.base = np.full(count, -1, np.int32)
+            self.entries.base, self.entries.rows = np.full(count, -1, np.int32), self.entry_texts.getvalue()
             self.tables.append(self.entries)
         self._fill_base()
         return PickleScan(b"".join(pieces), self.view, self.tables, self.row_runs, self.references, self.single)
@@ -724,6 +722,7 @@ class _Scanner:
             is_key = (length >= 0) & (view.byte[start - 2] == 0x8C) & (view.byte[start - 1] == length)
             sound = len(texts) if is_key.all() else int(is_key.argmin())
             if sound:
+                self.entry_texts.write(b"\0".join([text[2:] for text in texts[:sound]] + [b""]))
                 keys.append((start[:sound], length[:sound]))
                 at = int(start[sound - 1] + length[sound - 1]) + len(tail)
             if not sound or sound < len(texts):
@@ -738,7 +737,7 @@ class _Scanner:
         if not whole.all():
             raise IrregularError
         self.entry_keys[self.entry_count] = start, length
-        self.entry_count += len(start)
+        self.entry_count, self.entry_end = self.entry_count + len(start), at
         return RowRun(self.entries, self.entry_count - len(start), len(start))
 
     def _placeholder(self, row_run: RowRun, memo: int, entries: int, refers: bool) -> bytes:
@@ -756,7 +755,7 @@ class _Scanner:
         self.behind_entries.append(memo + entries)
         self.left_out.append(self.left_out[-1] + entries)
         in_list = len(table.attributes) < 2 and table is not self.entries
-        behind = b"NQ" if in_list else b"NQNQN"  # as a value, then a key
+        behind = b"NQ" if in_list else b"NQ\x89QNQ"  # as a value, then a pair of its own
         return b"(J" + number.to_bytes(4, "little") + given + gets.tobytes() + b"tQ" + behind
 
     def _outside(self, row_run: RowRun, memo: int) -> IntArray:

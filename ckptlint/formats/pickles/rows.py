@@ -765,6 +765,10 @@ def distinct_texts(view: PickleView, start: Any, length: Any) -> tuple[Any, Any,
     numbers[order] = np.cumsum(is_new, dtype=np.int32) - np.int32(1)
     examples = order[is_new]
     del order
+    by_place = np.argsort(examples)  # of one of its rows: neighbours in memory are read one after the other
+    examples, place = examples[by_place], np.zeros(len(examples), np.int32)
+    place[by_place] = np.arange(len(examples), dtype=np.int32)
+    numbers = place[numbers]
     example_start, example_length = start[examples], length[examples]
     for rows in blocks:
         same = numbers[rows]

@@ -32,6 +32,7 @@ from ckptlint.formats.pickles.columns import (
     END,
     WORTHWHILE,
     ChunkRows,
+    End,
     EntryRows,
     OneChunk,
     PickleScan,
@@ -413,22 +414,24 @@ def _read_row_runs(data: bytes | Buffer) -> Any:
 
 
 def _placed(root: Any) -> tuple[int, int]:
-    """How many row runs and chunks of row runs stand where they belong.
+    """How many row runs and chunks of row runs stand where they belong; what ends them in a dict is taken out.
 
-    Bytes entries belong in state_dict_metadata, chunks in a list of chunks, records among those of storage_data, planned
-    items in the list of a plan, and the chunk of a row run in a planned item.
+    Bytes entries belong in state_dict_metadata, chunks in a list of chunks, records among those of storage_data,
+    planned items in the list of a plan, and the chunk of a row run in a planned item.
     """
     count = single = 0
     state = _state(root, "Metadata")
     described, stored = state.get("state_dict_metadata"), state.get("storage_data")
-    for key, tensor in described.items() if isinstance(described, dict) else ():
-        count += type(key) is RowRun and isinstance(_rows(key), EntryRows) and tensor is END
+    for part, kind in ((described, EntryRows), (stored, RecordRows)):
+        if isinstance(part, dict):
+            ends = [part.pop(key) for key in [key for key in part if type(key) is End]]
+            own = sum(isinstance(_rows(key), kind) and behind is END for key, behind in part.items())
+            count += own if ends == [END] * own else 0
+    for tensor in described.values() if isinstance(described, dict) else ():
         chunks = _state(tensor, "TensorStorageMetadata").get("chunks")
         if isinstance(chunks, list) and RowRun in set(map(type, chunks)):
             pairs = zip(chunks, [*chunks[1:], None], strict=True)
             count += sum(isinstance(_rows(item), ChunkRows) and behind is END for item, behind in pairs)
-    for key, info in stored.items() if isinstance(stored, dict) else ():
-        count += type(key) is RowRun and isinstance(_rows(key), RecordRows) and info is END
     plans = state.get("all_local_plans")
     for plan in plans if isinstance(plans, list) else ():
         items = _state(plan, "SavePlan").get("items")
@@ -443,21 +446,19 @@ def _placed(root: Any) -> tuple[int, int]:
 def _spelled_out(root: Any) -> bool:
     """Put the bytes entries of row runs into state_dict_metadata; whether every key is there once."""
     described = _state(root, "Metadata").get("state_dict_metadata")
-    if not isinstance(described, dict) or END not in described:
+    if not isinstance(described, dict) or RowRun not in set(map(type, described)):
         return True
-    whole: dict[Any, Any] = {}
-    count = 0
-    for key, entry in described.items():
+    count, items = 0, [*described.items()]
+    described.clear()  # filled anew, since something else may refer to it
+    for key, entry in items:
         if type(key) is RowRun:
             rows = key.table.rows
-            whole |= dict.fromkeys(rows.names[key.first : key.first + key.count], rows.entry)
+            described.update(dict.fromkeys(rows.names[key.first : key.first + key.count], rows.entry))
             count += key.count
-        elif key is not END:
-            whole[key] = entry
+        else:
+            described[key] = entry
             count += 1
-    described.clear()  # something else may refer to it
-    described |= whole
-    return len(whole) == count
+    return len(described) == count
 
 
 def _rows(item: Any) -> Any:
