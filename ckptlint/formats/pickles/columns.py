@@ -32,7 +32,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import is_
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -72,7 +72,7 @@ from ckptlint.formats.pickles.rows import (
     wide_enough,
 )
 from ckptlint.model.files import Names
-from ckptlint.model.layout import COORDINATE_LIMIT, IntArray
+from ckptlint.model.layout import COORDINATE_LIMIT, IntArray, distinct
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -141,14 +141,8 @@ class RecordRows:
     odd: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
 
-@dataclass(slots=True, eq=False)
-class EntryRows:
-    """Rows that are the key of a bytes entry and its BytesStorageMetadata, which has no attributes.
-
-    Attributes:
-        names: the keys, in the order of the rows.
-        entry: what stands for the BytesStorageMetadata of them all.
-    """
+class EntryRows(NamedTuple):
+    """The keys of bytes entries, row by row, and what stands for the BytesStorageMetadata of each: it has no state."""
 
     names: list[str]
     entry: Any
@@ -571,7 +565,8 @@ class _Scanner:
         self.left_out = array("q", [0])  # memo entries of the row runs before each, and of all
         self.named: dict[bytes, int] = {}  # memo indices of what planned items name
         self.has_plans = False
-        self.entries: Table | None = None
+        self.given: dict[tuple[int, ...], bytes] = {}  # what gets the names of a table
+        self.entries = Table((), (0,), [], None, None, None, {}, set())
         self.entry_count = self.entry_end = 0  # rows so far, and the byte behind them
         self.entry_texts = io.BytesIO()  # a NUL after each
         self.entry_tail = b""  # what stands behind the text of each key
@@ -631,8 +626,8 @@ class _Scanner:
                         self.named[planned] = memo
                     elif head.endswith(SIZE_CLASS):
                         self.size_index = memo
-                    elif head.endswith(ENTRY_CLASS) and self.entries is None:
-                        self.entries = Table((-1, memo), (0,), [], None, None, None, {}, set())
+                    elif head.endswith(ENTRY_CLASS) and not self.entry_tail:
+                        self.entries.names = -1, memo
                         self.entry_tail = b"\x94" + get_opcode(memo) + BARE_OBJECT
                 at += LENGTH[op]
             elif op in LENGTH_BYTES:
@@ -643,7 +638,7 @@ class _Scanner:
                 break
             else:
                 raise IrregularError
-        if self.entries and self.entry_keys:
+        if self.entry_keys:
             starts, lengths = map(np.concatenate, zip(*self.entry_keys.values(), strict=True))
             count = len(starts)
             self.entries.columns = [Column(np.full(count, TEXT, np.uint8), starts, np.zeros(count, np.uint8), lengths)]
@@ -733,7 +728,6 @@ class _Scanner:
         row = np.searchsorted(start - 2, cuts, "right") - 1
         beyond = cuts - (start + length)[row]  # how far behind the text; its opcode and that of the GET are whole
         whole = (cuts == start[row] - 2) | (beyond == 0) | (beyond == 1) | (beyond >= len(tail) - len(BARE_OBJECT))
-        assert self.entries is not None
         if not whole.all():
             raise IrregularError
         self.entry_keys[self.entry_count] = start, length
@@ -745,7 +739,10 @@ class _Scanner:
         table = row_run.table
         outside = self._outside(row_run, memo) if refers else np.zeros(0, np.int64)
         number = len(self.row_runs)
-        given = b"".join(b"N" if index < 0 else get_opcode(self._mapped(index)) for index in table.names)
+        if table.names not in self.given:
+            named = (b"N" if index < 0 else get_opcode(self._mapped(index)) for index in table.names)
+            self.given[table.names] = b"".join(named)
+        given = self.given[table.names]
         mapped = outside - np.array(self.left_out, np.int64)[self._run_before(outside) + 1]
         gets = np.zeros(len(mapped), [("opcode", "u1"), ("index", "<u4")])
         gets["opcode"], gets["index"] = ord("j"), mapped
@@ -761,7 +758,7 @@ class _Scanner:
     def _outside(self, row_run: RowRun, memo: int) -> IntArray:
         """int64 [r], ascending: the memo indices before it and outside of all row runs that its rows refer to."""
         table, rows = row_run.table, slice(row_run.first, row_run.first + row_run.count)
-        indices = np.unique(table.referred[rows]).astype(np.int64)
+        indices = distinct(table.referred[rows].ravel()).astype(np.int64)
         indices = indices[(indices >= 0) & (indices < memo)]
         if not self.row_runs:
             return indices
@@ -778,7 +775,11 @@ class _Scanner:
         if at and index < self.behind_entries[at - 1]:
             table, first, count = (run := self.row_runs[at - 1]).table, run.first, run.count
             if table is self.entries:
-                return self._key(first, index - self.first_entries[at - 1])
+                row, is_object = divmod(index - self.first_entries[at - 1], 2)
+                if is_object:
+                    raise IrregularError
+                start, length = (int(part[row]) for part in self.entry_keys[first])
+                return self.view.body[start - 2 : start + length]
             entries = table.entries[first : first + count]
             entry = index - self.first_entries[at - 1] + int(entries[0])
             row = int(np.searchsorted(entries, entry))
@@ -787,14 +788,6 @@ class _Scanner:
             self.single.append(OneChunk(table, first + row))
             return b"J" + (len(self.single) - 1).to_bytes(4, "little") + b"Q"
         return get_opcode(index - self.left_out[at]) if self.left_out[at] else b""
-
-    def _key(self, first: int, entry: int) -> bytes:
-        """The text of a key, given the first row of its row run and which memo entry of that it is."""
-        row, is_object = divmod(entry, 2)
-        if is_object:
-            raise IrregularError
-        start, length = (int(part[row]) for part in self.entry_keys[first])
-        return self.view.body[start - 2 : start + length]
 
     def _mapped(self, index: int) -> int:
         """A memo index as it is in the shorter pickle."""

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ckptlint.model.layout import IntArray
+from ckptlint.model.layout import IntArray, distinct
 from ckptlint.progress import advance
 
 ROWS_AT_ONCE = 1 << 15  # rows read at once: their columns stay in the processor's cache
@@ -738,11 +738,11 @@ def slices(view: PickleView, start: Any, length: Any) -> list[bytes]:
 def numbered(values: Any) -> tuple[Any, Any]:
     """The distinct values, ascending, and int32 [n], the number of each."""
     blocks = [values[first : first + ROWS_AT_ONCE] for first in range(0, len(values), ROWS_AT_ONCE)]
-    distinct = np.unique(np.concatenate([values[:0], *map(np.unique, blocks)]))
+    different = distinct(np.concatenate([values[:0], *map(distinct, blocks)]))
     numbers = np.zeros(len(values), np.int32)
     for number, block in enumerate(blocks):
-        numbers[number * ROWS_AT_ONCE :][: len(block)] = np.searchsorted(distinct, block)
-    return distinct, numbers
+        numbers[number * ROWS_AT_ONCE :][: len(block)] = np.searchsorted(different, block)
+    return different, numbers
 
 
 def distinct_texts(view: PickleView, start: Any, length: Any) -> tuple[Any, Any, Any]:

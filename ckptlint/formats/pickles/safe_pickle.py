@@ -451,13 +451,9 @@ def _spelled_out(root: Any) -> bool:
     count, items = 0, [*described.items()]
     described.clear()  # filled anew, since something else may refer to it
     for key, entry in items:
-        if type(key) is RowRun:
-            rows = key.table.rows
-            described.update(dict.fromkeys(rows.names[key.first : key.first + key.count], rows.entry))
-            count += key.count
-        else:
-            described[key] = entry
-            count += 1
+        rows = _rows(key)
+        described |= dict.fromkeys(rows.names[key.first : key.first + key.count], rows.entry) if rows else {key: entry}
+        count += key.count if rows else 1
     return len(described) == count
 
 

@@ -96,10 +96,9 @@ def describe(roots: Sequence[Any], file: str = ".metadata") -> Description:
         described = state.get("state_dict_metadata")
         if not isinstance(described, dict):
             raise UnreadableError("has no state_dict_metadata in its root")
-        for fqn in described if not {str} >= set(map(type, described)) else ():
+        for fqn, node in described.items():
             if not isinstance(fqn, str):
                 raise UnreadableError(f"has {_name_of(fqn)} as a key of state_dict_metadata")
-        for fqn, node in described.items():
             if fqn not in entries:
                 entries[fqn] = None if getattr(node, "kind", "") == "BytesStorageMetadata" else [node]
             elif (nodes := entries[fqn]) is not None:

@@ -73,11 +73,9 @@ def _places(names: list[str]) -> tuple[IntArray, IntArray, bool] | None:
     text = "\n".join((*names, "")).encode()  # printable names have no line breaks, and a key has no slash
     byte = np.frombuffer(text, np.uint8)
     ends, slash = (np.flatnonzero(byte == ord(mark)) for mark in "\n/")
-    if not len(names) or len(slash) != len(ends) or (slash <= np.append(0, ends[:-1] + 1)).any():
+    if not names or len(slash) != len(ends) or ((slash <= np.append(0, ends[:-1] + 1)) | (slash > ends)).any():
         return None
     length = ends + 1 - slash
-    if (length <= 0).any():
-        return None
     behind = np.cumsum(length)
     whole = byte[np.repeat(slash - behind + length, length) + np.arange(behind[-1])].tobytes()
     numbered = whole.replace(_MARK.encode(), b"")
