@@ -59,7 +59,10 @@ _names: dict[tuple[str, str], type] = {}
 def name_of(module: str, name: str) -> type:
     """A class that pickles as `module.name`; its instances pickle by NEWOBJ and BUILD."""
     if (module, name) not in _names:
-        members = {"stands_for": (module, name), "__getstate__": lambda self: vars(self).get("raw_state", vars(self))}
+        members = {
+            "stands_for": (module, name),
+            "__getstate__": lambda self: vars(self).get("raw_state", vars(self)) or None,
+        }
         _names[module, name] = type(name, (), members)
     return _names[module, name]
 

@@ -126,6 +126,26 @@ def metadata(tensors: dict[str, Any], stored: dict[Any, Any]) -> Any:
     return new(CM, "Metadata", state_dict_metadata=tensors, planner_data=None, storage_data=stored, storage_meta=None)
 
 
+def entry() -> Any:
+    return new(CM, "BytesStorageMetadata")
+
+
+def objects(count: int, names: tuple[str, ...] = ()) -> Any:
+    """Bytes entries around one tensor, with a map of keys that refers to each, and one of their records that does."""
+    keys = [f"layers._extra_state/shard_{number}_{count}" for number in range(count)] + [*names]
+    described = {key: entry() for key in keys[: count // 2]}
+    described["käse"] = tensor((2,), [chunk((0,), (1,)), chunk((1,), (1,))])
+    described |= {key: entry() for key in keys[count // 2 :]}
+    stored = {}
+    for number, key in enumerate(reversed(keys)):
+        spelled = key if number == 1 else key[:1] + key[1:]
+        index, info = record(spelled, None, f"__{number % 4}_0.distcp", number << 20, None)
+        stored[index] = info
+    root = metadata(described, stored)
+    vars(root)["planner_data"] = {key: (key,) for key in described}
+    return root
+
+
 def large(ranks: int = 2500, names: tuple[str, ...] = ("layers.0.weight", "käse", "n" * 300)) -> Any:
     """Tensors cut along axis 0, with batches, frames, offsets of every width and byte offsets beyond 2 GiB."""
     tensors = {name: tensor((40 * ranks, 7), [chunk((40 * r, 0), (40, 7)) for r in range(ranks)]) for name in names}
@@ -167,6 +187,29 @@ def test_a_name_that_is_no_plain_text(name: str) -> None:
     assert_read_alike(dumped(large(300, (name, "b"))))
 
 
+def test_bytes_entries_are_read_as_columns() -> None:
+    data = dumped(objects(3000, ("x" * 255, "y" * 256, "z")))
+    found = scan(data)
+    assert found is not None and len(found.pickle) < len(data) / 2
+    kinds = [table.attributes for table in found.tables for run in found.row_runs if run.table is table]
+    assert kinds.count((0,)) >= 3000 // 1000
+    assert_read_alike(data)
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\ud800", "", "\x85)\x81\x94", "layers._extra_state/shard_0_30"])
+def test_a_bytes_entry_of_any_name(name: str) -> None:
+    assert_read_alike(dumped(objects(30, (name,))))
+
+
+def test_a_key_that_is_there_twice_is_one_entry() -> None:
+    """The tensor `a` becomes a bytes entry, or the bytes entry `a` a tensor, where it stood first."""
+    first, second = opcodes_of(dumped(objects(6))), b"shard_4_6"
+    for old in (b"shard_1_6", b"shard_3_6", b"shard_5_6"):
+        assert_read_alike(framed(first.replace(b"shard_0_6", old)))
+        assert_read_alike(framed(first.replace(b"\x8c\x05k\xc3\xa4se", b"\x8c\x1dlayers._extra_state/" + old, 1)))
+        assert_read_alike(framed(first.replace(second, old)))
+
+
 @st.composite
 def trees(draw: st.DrawFn) -> Any:
     """Metadata with tensors of mixed ranks, shared and repeated objects, holes in what is written down."""
@@ -183,13 +226,16 @@ def trees(draw: st.DrawFn) -> Any:
         if chunks and draw(st.booleans()):
             chunks.append(chunks[0])
         tensors[name] = tensor((5,) * rank, chunks)
+    for name in draw(st.lists(st.sampled_from(["o/shard_0_2", "o/shard_1_2", "käse.x", "y" * 300, "z"]), unique=True)):
+        tensors[name] = entry()
     stored = {}
     paths = [f"__{rank}_0.distcp" for rank in range(3)]
     fresh = st.lists(extents, max_size=5).map(lambda sizes: Size(tuple(sizes)))
     for _ in range(draw(st.integers(0, 12))):
         offset = draw(st.one_of(st.none(), fresh, st.sampled_from(offsets) if offsets else st.none()))
         start, hint = draw(extents), draw(st.one_of(st.none(), st.integers(-1, 4)))
-        key, info = record(draw(texts), offset, draw(st.sampled_from(paths)), start, hint)
+        spelled = draw(st.one_of(texts, st.sampled_from([*tensors, "b"])))
+        key, info = record(spelled, offset, draw(st.sampled_from(paths)), start, hint)
         if draw(st.integers(0, 9)) == 0:
             vars(info)["transform_descriptors"] = draw(st.sampled_from([None, ["zstd"]]))
         stored[key] = info
@@ -275,9 +321,9 @@ def trees_with_plans(draw: st.DrawFn) -> Any:
     """Metadata with plans whose chunks, sizes, properties and keys are shared, repeated, odd or absent."""
     root = draw(trees())
     tensors = vars(root)["state_dict_metadata"]
-    chunks = [one for each in tensors.values() for one in vars(each)["chunks"]]
+    chunks = [one for each in tensors.values() for one in vars(each).get("chunks", ())]
     held = [properties(dtype) for dtype in ("float32", "bfloat16")]
-    sizes = [vars(each)["size"] for each in tensors.values()]
+    sizes = [vars(each)["size"] for each in tensors.values() if "size" in vars(each)]
     extents = st.sampled_from([0, 1, 255, 256, 2**31, 2**62, -1])
     fresh = st.lists(extents, max_size=4).map(lambda found: Size(tuple(found)))
     texts = st.sampled_from([*tensors, "b", "size", "x" * 300, "index"])
@@ -348,6 +394,7 @@ def opcodes_of(data: bytes) -> bytes:
 
 SMALL = opcodes_of(dumped(large(4, ("w", "v"))))
 SMALL_PLANS = opcodes_of(dumped(planned(4, ("w",))))
+SMALL_OBJECTS = opcodes_of(dumped(objects(8)))
 
 
 def edits(seed: int, number: int) -> Iterator[bytes]:
@@ -355,7 +402,7 @@ def edits(seed: int, number: int) -> Iterator[bytes]:
     choose = random.Random(seed)
     opcodes = b"0123()]}NKMJhjqrtleaesubR\x81\x85\x86\x87\x8c\x90\x93\x94\x95Qc.\x88\x89\x8a"
     for _ in range(number):
-        edited = bytearray(choose.choice([SMALL, SMALL_PLANS]))
+        edited = bytearray(choose.choice([SMALL, SMALL_PLANS, SMALL_OBJECTS]))
         for _ in range(choose.randint(1, 2)):
             at, kind = choose.randrange(len(edited)), choose.randrange(5)
             if kind == 0:
@@ -392,6 +439,9 @@ def test_an_edited_pickle_says_the_same_both_ways(seed: int) -> None:
 CLASS = b"\x8c\x14ChunkStorageMetadata\x94"
 
 
+ENTRIES = SMALL_OBJECTS.index(b"\x8c\x1dlayers._extra_state/shard_1")
+
+
 def row_run_end() -> int:
     """Where the first row run of `SMALL` ends: at the APPENDS of the first list of chunks."""
     return SMALL.index(b"ube", SMALL.index(CLASS)) + 2
@@ -424,6 +474,9 @@ def row_run_end() -> int:
 def test_opcodes_after_a_row_run(inserted: bytes) -> None:
     at = row_run_end()
     assert_read_alike(framed(SMALL[:at] + inserted + SMALL[at:]))
+    records = SMALL_OBJECTS.index(b"_StorageInfo") + 100
+    for at in (*range(ENTRIES, ENTRIES + 120), *range(records, records + 120)):
+        assert_read_alike(framed(SMALL_OBJECTS[:at] + inserted + SMALL_OBJECTS[at:]))
 
 
 def test_a_row_inside_of_a_text_is_a_text() -> None:
@@ -436,8 +489,10 @@ def test_a_row_inside_of_a_text_is_a_text() -> None:
 
 def test_a_frame_may_begin_inside_of_a_row_but_not_inside_of_an_opcode() -> None:
     first = SMALL.index(b"ub", SMALL.index(CLASS)) + 2
-    for at in range(first, row_run_end()):
-        head, tail = SMALL[:at], SMALL[at:]
+    places = [(SMALL, at) for at in range(first, row_run_end())]
+    places += [(SMALL_OBJECTS, at) for at in range(ENTRIES - 10, ENTRIES + 120)]
+    for whole, at in places:
+        head, tail = whole[:at], whole[at:]
         data = b"\x80\x04" + b"".join(b"\x95" + struct.pack("<Q", len(part)) + part for part in (head, tail))
         assert_read_alike(data)
 
@@ -449,6 +504,8 @@ def test_a_class_that_is_none_of_torch_is_refused() -> None:
     data = dumped(root).replace(b"torch.distributed.checkpoint.metadata", b"torch.distributed.checkpoint.metabata")
     assert_read_alike(data)
     assert isinstance(read(data, 0), list)
+    for kind in (b"BytesStorageMetabata", b"TensorProperties\x94\x8c\x02"):
+        assert_read_alike(dumped(objects(8)).replace(b"BytesStorageMetadata", kind))
 
 
 @pytest.mark.forks

@@ -1,8 +1,9 @@
 """The regular row runs of a metadata pickle as columns, without an object for each row.
 
-All but a thousandth of a large `.metadata` is one of three rows again and again: a ChunkStorageMetadata, a
-MetadataIndex with its _StorageInfo, or, where Megatron-Core keeps the plans of all ranks, a WriteItem. `scan` reads
-such rows with numpy (`pickle_rows`) and writes a shorter pickle, in which each row run of them is one persistent id.
+All but a thousandth of a large `.metadata` is one of four rows again and again: a ChunkStorageMetadata, a
+MetadataIndex with its _StorageInfo, the key of a bytes entry with its BytesStorageMetadata, or, where Megatron-Core
+keeps the plans of all ranks, a WriteItem. `scan` reads such rows with numpy (`pickle_rows`; bytes entries, whose rows
+do not begin alike, here) and writes a shorter pickle, in which each row run of them is one persistent id.
 The C unpickler then reads that one and stays the judge of everything else.
 
 What keeps the two pickles equal in meaning:
@@ -10,10 +11,12 @@ What keeps the two pickles equal in meaning:
 - Every opcode outside of a row run is stepped over one by one from the first byte on, so a row run begins at an opcode;
   its rows are proven to end at one. An opcode that no metadata needs (POP, DUP, PUT, GLOBAL, ...) ends the scan.
 - The memo entries of a row run are left out, and the indices of later ones are lowered by their number. A GET outside
-  of a row run that refers to a chunk in one becomes a persistent id too; any other that refers into one ends the scan.
+  of a row run that refers to a chunk in one becomes a persistent id too, one that refers to the key of a bytes entry
+  the text itself; any other that refers into one ends the scan.
 - The class, the attribute names and whatever else a row takes from the memo are handed to `Scan.persistent_load` and
   compared with the stand-ins in `Scan.finish`.
-- A row run leaves two objects on the stack, itself and `END`, so an opcode that takes one object for a row fails.
+- A row run leaves two objects on the stack, itself and `END`, so an opcode that takes one object for a row fails. In a
+  dict an `End` of its own and `END` follow, whose loss or change shows.
 
 Whoever scans must find each row run where it belongs, or else read the original pickle.
 
@@ -25,15 +28,17 @@ from __future__ import annotations
 
 import io
 from array import array
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import is_
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 
 from ckptlint.formats.pickles.rows import (
+    BARE_OBJECT,
+    ENTRY_CLASS,
     GET,
     INT,
     LENGTH,
@@ -67,7 +72,7 @@ from ckptlint.formats.pickles.rows import (
     wide_enough,
 )
 from ckptlint.model.files import Names
-from ckptlint.model.tiling import COORDINATE_LIMIT, IntArray
+from ckptlint.model.tiling import COORDINATE_LIMIT, IntArray, distinct
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -76,11 +81,12 @@ WORTHWHILE = 1024**2
 """Bytes from which on a scan is tried; a smaller pickle is read in milliseconds anyway."""
 
 _ATTEMPTS = 16  # rows that a form is learned from
+_WINDOW = 4096, 1 << 17  # bytes in which bytes entries are sought, for the first of a row run and at most
 _PLAN_NAMES = {name.encode() for name in PLAN_ATTRIBUTES}
 _PLAN_CLASSES = {b"\x8c" + bytes([len(name)]) + name.encode() + b"\x94": name.encode() for name in PLAN_CLASSES}
 
 
-class _End:
+class End:
     """What a row run leaves on the stack behind itself."""
 
     __slots__ = ()
@@ -89,7 +95,7 @@ class _End:
         raise TypeError("no row")
 
 
-END = _End()
+END = End()
 
 
 @dataclass(slots=True, eq=False)
@@ -133,6 +139,13 @@ class RecordRows:
     byte_length: Any
     transformed: Collection[int] = ()
     odd: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+
+
+class EntryRows(NamedTuple):
+    """The keys of bytes entries, row by row, and what stands for the BytesStorageMetadata of each: it has no state."""
+
+    names: list[str]
+    entry: Any
 
 
 @dataclass(slots=True, eq=False)
@@ -218,6 +231,8 @@ class PickleScan:
         """
         if pid is None:
             return END
+        if pid is False:
+            return End()
         if pid == self.met_single and type(pid) is int and pid < len(self.single):
             self.met_single += 1
             return self.single[pid]
@@ -264,6 +279,11 @@ class PickleScan:
                 table.rows = self._chunk_rows(table, attributes[0])
             elif kinds == ["MetadataIndex", "_StorageInfo"]:
                 table.rows = self._record_rows(table, *attributes)
+            elif kinds == ["BytesStorageMetadata"]:
+                names = table.rows.decode("utf-8", "surrogatepass").split("\0")
+                if len(names) != len(table.base) + 1:
+                    raise IrregularError  # a NUL in one
+                table.rows = EntryRows(names[:-1], table.values[1]())
             else:
                 raise IrregularError
         self.view = None
@@ -545,6 +565,12 @@ class _Scanner:
         self.left_out = array("q", [0])  # memo entries of the row runs before each, and of all
         self.named: dict[bytes, int] = {}  # memo indices of what planned items name
         self.has_plans = False
+        self.given: dict[tuple[int, ...], bytes] = {}  # what gets the names of a table
+        self.entries = Table((), (0,), [], None, None, None, {}, set())
+        self.entry_count = self.entry_end = 0  # rows so far, and the byte behind them
+        self.entry_texts = io.BytesIO()  # a NUL after each
+        self.entry_tail = b""  # what stands behind the text of each key
+        self.entry_keys: dict[int, tuple[IntArray, IntArray]] = {}  # first row -> where keys begin, their lengths
 
     def run(self) -> PickleScan:
         """Step over the opcodes outside of row runs, from the first byte to STOP."""
@@ -570,8 +596,8 @@ class _Scanner:
                     pieces += body[copied:at], self._placeholder(RowRun(table, first, count), memo, entries, refers)
                     memo += entries
                     at = copied = end
-                    while cut < end:
-                        cut, next_cut = cuts[next_cut], next_cut + 1
+                    next_cut = bisect_left(cuts, end)
+                    cut, next_cut = cuts[next_cut], next_cut + 1
                     continue
                 if self.left_out[-1] and (reference := self._reference(index)):
                     pieces += body[copied:at], reference
@@ -581,6 +607,14 @@ class _Scanner:
                 length = body[at + 1]
                 if length < 15 and (text := body[at + 2 : at + 2 + length]) in _PLAN_NAMES:
                     self.named[text] = memo
+                if self.entry_tail and (row_run := self._entries_at(at)):
+                    entries = 2 * row_run.count
+                    pieces += body[copied:at], self._placeholder(row_run, memo, entries, False)
+                    memo += entries
+                    at = copied = self.entry_end
+                    next_cut = bisect_left(cuts, at)
+                    cut, next_cut = cuts[next_cut], next_cut + 1
+                    continue
                 at += 2 + length
             elif op in LENGTH:
                 if op == 0x93:
@@ -592,6 +626,9 @@ class _Scanner:
                         self.named[planned] = memo
                     elif head.endswith(SIZE_CLASS):
                         self.size_index = memo
+                    elif head.endswith(ENTRY_CLASS) and not self.entry_tail:
+                        self.entries.names = -1, memo
+                        self.entry_tail = b"\x94" + get_opcode(memo) + BARE_OBJECT
                 at += LENGTH[op]
             elif op in LENGTH_BYTES:
                 width = LENGTH_BYTES[op]
@@ -601,6 +638,13 @@ class _Scanner:
                 break
             else:
                 raise IrregularError
+        if self.entry_keys:
+            starts, lengths = map(np.concatenate, zip(*self.entry_keys.values(), strict=True))
+            count = len(starts)
+            self.entries.columns = [Column(np.full(count, TEXT, np.uint8), starts, np.zeros(count, np.uint8), lengths)]
+            self.entries.entries = np.arange(0, 2 * count + 1, 2, dtype=np.int32)
+            self.entries.base, self.entries.rows = np.full(count, -1, np.int32), self.entry_texts.getvalue()
+            self.tables.append(self.entries)
         self._fill_base()
         return PickleScan(b"".join(pieces), self.view, self.tables, self.row_runs, self.references, self.single)
 
@@ -656,12 +700,49 @@ class _Scanner:
                 return self._table_at(at, index, objects)
         return None
 
+    def _entries_at(self, at: int) -> RowRun | None:
+        """The row run of bytes entries from here on, whose keys `entry_keys` then has."""
+        view, tail, keys = self.view, self.entry_tail, []
+        first = at
+        for _ in range(2):  # one alone may be set by an opcode that takes one
+            behind = at + 2 + view.body[at + 1]
+            if view.body[at] != 0x8C or view.body[behind : behind + len(tail)] != tail:
+                return None
+            at = behind + len(tail)
+        at, window = first, _WINDOW[0]
+        while True:
+            texts = view.body[at : min(at + window, view.end)].split(tail)[:-1]
+            length = np.fromiter(map(len, texts), np.int64, len(texts)) - 2
+            start = at + 2 + np.cumsum(length + (2 + len(tail))) - (length + (2 + len(tail)))
+            is_key = (length >= 0) & (view.byte[start - 2] == 0x8C) & (view.byte[start - 1] == length)
+            sound = len(texts) if is_key.all() else int(is_key.argmin())
+            if sound:
+                self.entry_texts.write(b"\0".join([text[2:] for text in texts[:sound]] + [b""]))
+                keys.append((start[:sound], length[:sound]))
+                at = int(start[sound - 1] + length[sound - 1]) + len(tail)
+            if not sound or sound < len(texts):
+                break
+            window = min(2 * window, _WINDOW[1])
+        start, length = map(np.concatenate, zip(*keys, strict=True))
+        cuts = view.cuts[slice(*np.searchsorted(view.cuts, (first, at)))]
+        row = np.searchsorted(start - 2, cuts, "right") - 1
+        beyond = cuts - (start + length)[row]  # how far behind the text; its opcode and that of the GET are whole
+        whole = (cuts == start[row] - 2) | (beyond == 0) | (beyond == 1) | (beyond >= len(tail) - len(BARE_OBJECT))
+        if not whole.all():
+            raise IrregularError
+        self.entry_keys[self.entry_count] = start, length
+        self.entry_count, self.entry_end = self.entry_count + len(start), at
+        return RowRun(self.entries, self.entry_count - len(start), len(start))
+
     def _placeholder(self, row_run: RowRun, memo: int, entries: int, refers: bool) -> bytes:
         """The opcodes that take the place of a row run."""
         table = row_run.table
         outside = self._outside(row_run, memo) if refers else np.zeros(0, np.int64)
         number = len(self.row_runs)
-        given = b"".join(b"N" if index < 0 else get_opcode(self._mapped(index)) for index in table.names)
+        if table.names not in self.given:
+            named = (b"N" if index < 0 else get_opcode(self._mapped(index)) for index in table.names)
+            self.given[table.names] = b"".join(named)
+        given = self.given[table.names]
         mapped = outside - np.array(self.left_out, np.int64)[self._run_before(outside) + 1]
         gets = np.zeros(len(mapped), [("opcode", "u1"), ("index", "<u4")])
         gets["opcode"], gets["index"] = ord("j"), mapped
@@ -670,13 +751,14 @@ class _Scanner:
         self.first_entries.append(memo)
         self.behind_entries.append(memo + entries)
         self.left_out.append(self.left_out[-1] + entries)
-        behind = b"NQNQN" if len(table.attributes) == 2 else b"NQ"  # as a value, then a key; in a list
+        in_list = len(table.attributes) < 2 and table is not self.entries
+        behind = b"NQ" if in_list else b"NQ\x89QNQ"  # as a value, then a pair of its own
         return b"(J" + number.to_bytes(4, "little") + given + gets.tobytes() + b"tQ" + behind
 
     def _outside(self, row_run: RowRun, memo: int) -> IntArray:
         """int64 [r], ascending: the memo indices before it and outside of all row runs that its rows refer to."""
         table, rows = row_run.table, slice(row_run.first, row_run.first + row_run.count)
-        indices = np.unique(table.referred[rows]).astype(np.int64)
+        indices = distinct(table.referred[rows].ravel()).astype(np.int64)
         indices = indices[(indices >= 0) & (indices < memo)]
         if not self.row_runs:
             return indices
@@ -692,6 +774,12 @@ class _Scanner:
         at = bisect_right(self.first_entries, index)
         if at and index < self.behind_entries[at - 1]:
             table, first, count = (run := self.row_runs[at - 1]).table, run.first, run.count
+            if table is self.entries:
+                row, is_object = divmod(index - self.first_entries[at - 1], 2)
+                if is_object:
+                    raise IrregularError
+                start, length = (int(part[row]) for part in self.entry_keys[first])
+                return self.view.body[start - 2 : start + length]
             entries = table.entries[first : first + count]
             entry = index - self.first_entries[at - 1] + int(entries[0])
             row = int(np.searchsorted(entries, entry))

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ckptlint.model.tiling import IntArray
+from ckptlint.model.tiling import IntArray, distinct
 from ckptlint.progress import advance
 
 ROWS_AT_ONCE = 1 << 15  # rows read at once: their columns stay in the processor's cache
@@ -43,6 +43,7 @@ OBJECT = b")\x81\x94}\x94("  # EMPTY_TUPLE NEWOBJ MEMOIZE EMPTY_DICT MEMOIZE MAR
 _WITH_TUPLE = b")\x81\x94("  # EMPTY_TUPLE NEWOBJ MEMOIZE MARK: its state is a tuple
 _TUPLE_BUILT = b"t\x94b"  # TUPLE MEMOIZE BUILD
 _REDUCED = b"\x94\x85\x94R\x94"  # behind the tuple of a torch.Size: MEMOIZE TUPLE1 MEMOIZE REDUCE MEMOIZE
+BARE_OBJECT = b")\x81\x94"  # EMPTY_TUPLE NEWOBJ MEMOIZE: without attributes
 _BUILT = b"ub"  # SETITEMS BUILD
 OBJECTS_PER_ROW = {
     b"\x8c\x14ChunkStorageMetadata\x94": 1,
@@ -51,6 +52,7 @@ OBJECTS_PER_ROW = {
 }
 INDEX_CLASS = b"\x8c\rMetadataIndex\x94"
 _ITEM_CLASS = b"\x8c\tWriteItem\x94"
+ENTRY_CLASS = b"\x8c\x14BytesStorageMetadata\x94"
 SIZE_CLASS = b"\x8c\x04Size\x94"
 
 # bytes of an opcode with its argument, for those that may stand outside of a row run
@@ -736,11 +738,11 @@ def slices(view: PickleView, start: Any, length: Any) -> list[bytes]:
 def numbered(values: Any) -> tuple[Any, Any]:
     """The distinct values, ascending, and int32 [n], the number of each."""
     blocks = [values[first : first + ROWS_AT_ONCE] for first in range(0, len(values), ROWS_AT_ONCE)]
-    distinct = np.unique(np.concatenate([values[:0], *map(np.unique, blocks)]))
+    different = distinct(np.concatenate([values[:0], *map(distinct, blocks)]))
     numbers = np.zeros(len(values), np.int32)
     for number, block in enumerate(blocks):
-        numbers[number * ROWS_AT_ONCE :][: len(block)] = np.searchsorted(distinct, block)
-    return distinct, numbers
+        numbers[number * ROWS_AT_ONCE :][: len(block)] = np.searchsorted(different, block)
+    return different, numbers
 
 
 def distinct_texts(view: PickleView, start: Any, length: Any) -> tuple[Any, Any, Any]:
@@ -763,6 +765,10 @@ def distinct_texts(view: PickleView, start: Any, length: Any) -> tuple[Any, Any,
     numbers[order] = np.cumsum(is_new, dtype=np.int32) - np.int32(1)
     examples = order[is_new]
     del order
+    by_place = np.argsort(examples)  # of one of its rows: neighbours in memory are read one after the other
+    examples, place = examples[by_place], np.zeros(len(examples), np.int32)
+    place[by_place] = np.arange(len(examples), dtype=np.int32)
+    numbers = place[numbers]
     example_start, example_length = start[examples], length[examples]
     for rows in blocks:
         same = numbers[rows]

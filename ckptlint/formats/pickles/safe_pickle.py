@@ -32,6 +32,8 @@ from ckptlint.formats.pickles.columns import (
     END,
     WORTHWHILE,
     ChunkRows,
+    End,
+    EntryRows,
     OneChunk,
     PickleScan,
     PlanRows,
@@ -406,25 +408,30 @@ def _read_row_runs(data: bytes | Buffer) -> Any:
         give_back_freed_memory()
     except Exception:  # whatever it is, reading the original pickle shows it
         return None
-    return None if unpickler.faults or _placed(root) != (len(found.row_runs), len(found.single)) else root
+    if unpickler.faults or _placed(root) != (len(found.row_runs), len(found.single)):
+        return None
+    return root if _spelled_out(root) else None
 
 
 def _placed(root: Any) -> tuple[int, int]:
-    """How many row runs and chunks of row runs stand where they belong.
+    """How many row runs and chunks of row runs stand where they belong; what ends them in a dict is taken out.
 
-    Chunks belong in a list of chunks, records among those of storage_data, planned items in the list of a plan, and the
-    chunk of a row run in a planned item.
+    Bytes entries belong in state_dict_metadata, chunks in a list of chunks, records among those of storage_data,
+    planned items in the list of a plan, and the chunk of a row run in a planned item.
     """
     count = single = 0
     state = _state(root, "Metadata")
     described, stored = state.get("state_dict_metadata"), state.get("storage_data")
+    for part, kind in ((described, EntryRows), (stored, RecordRows)):
+        if isinstance(part, dict):
+            ends = [part.pop(key) for key in [key for key in part if type(key) is End]]
+            own = sum(isinstance(_rows(key), kind) and behind is END for key, behind in part.items())
+            count += own if ends == [END] * own else 0
     for tensor in described.values() if isinstance(described, dict) else ():
         chunks = _state(tensor, "TensorStorageMetadata").get("chunks")
         if isinstance(chunks, list) and RowRun in set(map(type, chunks)):
             pairs = zip(chunks, [*chunks[1:], None], strict=True)
             count += sum(isinstance(_rows(item), ChunkRows) and behind is END for item, behind in pairs)
-    for key, info in stored.items() if isinstance(stored, dict) else ():
-        count += type(key) is RowRun and isinstance(_rows(key), RecordRows) and info is END
     plans = state.get("all_local_plans")
     for plan in plans if isinstance(plans, list) else ():
         items = _state(plan, "SavePlan").get("items")
@@ -434,6 +441,20 @@ def _placed(root: Any) -> tuple[int, int]:
             data = _state(_state(item, "WriteItem").get("tensor_data"), "TensorWriteData")
             single += type(data.get("chunk")) is OneChunk
     return count, single
+
+
+def _spelled_out(root: Any) -> bool:
+    """Put the bytes entries of row runs into state_dict_metadata; whether every key is there once."""
+    described = _state(root, "Metadata").get("state_dict_metadata")
+    if not isinstance(described, dict) or RowRun not in set(map(type, described)):
+        return True
+    count, items = 0, [*described.items()]
+    described.clear()  # filled anew, since something else may refer to it
+    for key, entry in items:
+        rows = _rows(key)
+        described |= dict.fromkeys(rows.names[key.first : key.first + key.count], rows.entry) if rows else {key: entry}
+        count += key.count if rows else 1
+    return len(described) == count
 
 
 def _rows(item: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, compress, groupby, islice
+from itertools import chain, compress, groupby, islice, repeat
 from math import prod
 from operator import itemgetter
 from typing import Any
@@ -89,7 +89,7 @@ def describe(roots: Sequence[Any], file: str = ".metadata") -> Description:
         torch.distributed.checkpoint.metadata.Metadata (1.13 - 2.15)
     """
     states = [attributes_of(root, "Metadata") for root in roots]
-    entries: dict[str, list[Any]] = {}
+    entries: dict[str, list[Any] | None] = {}  # of each rank that has one; None for a bytes entry
     index: list[Node] = []
     infos: list[Node] = []
     for state in states:
@@ -99,7 +99,10 @@ def describe(roots: Sequence[Any], file: str = ".metadata") -> Description:
         for fqn, node in described.items():
             if not isinstance(fqn, str):
                 raise UnreadableError(f"has {_name_of(fqn)} as a key of state_dict_metadata")
-            entries.setdefault(fqn, []).append(node)
+            if fqn not in entries:
+                entries[fqn] = None if getattr(node, "kind", "") == "BytesStorageMetadata" else [node]
+            elif (nodes := entries[fqn]) is not None:
+                nodes.append(node)
         stored = state.get("storage_data")
         if stored is not None and not isinstance(stored, dict):
             raise UnreadableError(f"has {_name_of(stored)} as storage_data")
@@ -154,7 +157,7 @@ def _path_text(path: Any) -> str:
 
 
 def _tensors(
-    entries: dict[str, list[Any]], mcore_data: Any, file: str, problems: list[Problem]
+    entries: dict[str, list[Any] | None], mcore_data: Any, file: str, problems: list[Problem]
 ) -> tuple[dict[str, Tensor], list[str]]:
     """Tensors by raw name, their records still unknown, and the raw names of the bytes entries."""
     tensors: dict[str, Tensor] = {}
@@ -163,12 +166,12 @@ def _tensors(
     budget = Budget()
     flattened = mcore_data if isinstance(mcore_data, dict) else {}
     for fqn, nodes in entries.items():
-        kind = getattr(nodes[0], "kind", "")
         if len(fqn) > KEY_LIMIT:
             problems.append(_limit(file, fqn, f"a key has {len(fqn):,} characters, the limit is {KEY_LIMIT:,}"))
-        if kind == "BytesStorageMetadata":
+        if nodes is None:
             byte_names.append(fqn)
             continue
+        kind = getattr(nodes[0], "kind", "")
         states = [attributes_of(node, "TensorStorageMetadata") for node in nodes if getattr(node, "kind", "") == kind]
         try:
             shape = _int_tuple(states[0].get("size"))
@@ -318,11 +321,11 @@ def _dtype(properties: Any) -> str:
 
 def _records(index: list[Any], infos: list[Any], file: str, problems: list[Problem]) -> RecordRows:
     """storage_data as one table, of stand-ins, row runs or both; row i is one stored record, texts in order of use."""
-    is_node = [type(key) is not RowRun and key is not END for key in index]
+    is_node = [type(key) is not RowRun for key in index]
     nodes = _rows_of(list(compress(index, is_node)), list(compress(infos, is_node)), file, problems)
     if all(is_node):
         return nodes
-    lengths = [key.count if type(key) is RowRun else int(key is not END) for key in index]
+    lengths = [key.count if type(key) is RowRun else 1 for key in index]
     ends = np.cumsum(lengths)
     starts, total = ends - lengths, int(ends[-1])
     parts: list[tuple[Any, RecordRows, slice]] = [(starts[is_node], nodes, slice(None))]
@@ -415,6 +418,8 @@ class Numbering:
         """The texts in the order in which `numbers` first names them, and `numbers` in that order."""
         first = np.zeros(len(self.texts), np.int32)
         first[numbers[::-1]] = np.arange(len(numbers), dtype=np.int32)[::-1]
+        if (first[1:] >= first[:-1]).all():
+            return self.texts, numbers
         order = np.argsort(first, kind="stable")
         new = np.zeros(len(order), np.int32)
         new[order] = np.arange(len(order), dtype=np.int32)
@@ -455,7 +460,8 @@ def _join(
 
     Returns the records as a table, which of them have an offset, the tensors by printable name, the bytes entries.
     """
-    numbers = {name: number for number, name in enumerate(raw.names)}
+    names = [*raw.names]
+    numbers = dict(zip(names, range(len(names)), strict=True))
     owned = np.zeros(len(raw.name), bool)
 
     by_rank: dict[int, list[tuple[int, Tensor]]] = {}
@@ -482,18 +488,20 @@ def _join(
             tensor.chunks.record[:] = part
 
     rows = np.flatnonzero(raw.rank == -1)
-    of_bytes = [numbers.get(name, -1) for name in byte_names]
+    of_bytes = [*map(numbers.get, byte_names, repeat(-1))]
     row_of = np.full(len(raw.names) + 1, -1, np.int64)  # the last one for names that have no record
     row_of[raw.name[rows]] = rows
     wanted_bytes = np.zeros(len(raw.names) + 1, bool)
     wanted_bytes[of_bytes] = True
     wanted_bytes[-1] = False
     owned[rows] = wanted_bytes[raw.name[rows]]
-    byte_records = dict(zip(all_printable(byte_names), row_of[of_bytes].tolist(), strict=True))
+    fqns = all_printable(names)
+    shown = byte_names if fqns == names and -1 not in of_bytes else all_printable(byte_names)
+    byte_records = dict(zip(shown, row_of[of_bytes].tolist(), strict=True))
     transformed = np.zeros(len(raw.name), bool)
     transformed[[*raw.transformed]] = True
     records = RecordTable(
-        fqns=all_printable([*raw.names]),
+        fqns=fqns,
         fqn=raw.name,
         file=raw.path,
         byte_offset=raw.byte_offset,

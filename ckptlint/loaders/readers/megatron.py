@@ -15,6 +15,7 @@ from ckptlint.loaders.readers.common_state import COMMON_ENTRY, COMMON_FILE
 from ckptlint.loaders.readers.dcp_metadata import Description
 from ckptlint.model import ByteObject, ObjectTable, Problem, empty_objects
 from ckptlint.model.facts import fact
+from ckptlint.model.layout import IntArray
 from ckptlint.model.text import printable
 from ckptlint.storage.folder import Folder
 
@@ -22,7 +23,9 @@ CONFIG_FILE = "metadata.json"
 _CONFIG_LIMIT = 1024**2
 _DIGITS = 15
 _NUMBERS = rf"[0-9]{{1,{_DIGITS}}}(?:\.[0-9]{{1,{_DIGITS}}})*"
-_OBJECT = re.compile(rf"^(?:([^/\n]+)/shard_({_NUMBERS})_({_NUMBERS})$|.*$)", re.MULTILINE)
+_MARK = "/shard_"
+_OBJECT = re.compile(rf"[^/\n]+{_MARK}{_NUMBERS}_{_NUMBERS}")
+_AS_SPACES = bytes.maketrans(b"._\n", b"   ")
 _PADDED = re.compile("[._]0[0-9]")  # a number that is not spelled as Python spells it
 _DESCRIBING = re.compile(r"(?:^|\.)(?:dp_group_idx_\d+\.optimizer|param_groups|param_state_sharding_type)$")
 _DESCRIBING_LIMIT = 64
@@ -39,26 +42,56 @@ def split_objects(entries: Mapping[str, int]) -> tuple[ObjectTable, list[ByteObj
     Source:
         megatron.core.dist_checkpointing.mapping.ShardedObject: `{key}/shard_{offset}_{shape}`, numbers joined by "."
     """
-    # printable names have no line breaks
-    parts = dict(zip(entries, _OBJECT.findall("\n".join(entries)), strict=True)) if entries else {}
-    others = [ByteObject(fqn, entries[fqn]) for fqn, (key, _, _) in parts.items() if not key]
-    for other in others:
-        del parts[other.fqn]
-    if not parts:
+    marked = [fqn for fqn in entries if _MARK in fqn]
+    places = _places(marked)
+    if places is None:  # there is none, or a name only looks like one
+        marked = [*filter(_OBJECT.fullmatch, marked)]
+        places = _places(marked)
+    rows = entries if len(marked) == len(entries) else {fqn: entries[fqn] for fqn in marked}
+    others = [ByteObject(fqn, row) for fqn, row in entries.items() if fqn not in rows] if rows is not entries else []
+    if places is None:
         return empty_objects(), others
-    keys, offsets, shapes = zip(*parts.values(), strict=True)
-    spelled = {pair: number for number, pair in enumerate(dict.fromkeys(zip(keys, shapes, strict=True)))}
+    numbers, start, is_padded = places
     grids: dict[tuple[str, tuple[int, ...]], int] = {}
-    one = [grids.setdefault((key, tuple(map(int, shape.split(".")))), len(grids)) for key, shape in spelled]
-    grid = np.fromiter(map(spelled.__getitem__, zip(keys, shapes, strict=True)), np.int32, len(keys))
-    axes = np.fromiter((offset.count(".") + 1 for offset in offsets), np.int64, len(offsets))
-    numbers = np.fromiter(map(int, ".".join(offsets).split(".")), np.int64, int(axes.sum()))
-    record = np.fromiter(map(entries.__getitem__, parts), np.int64, len(parts))
-    is_odd = _PADDED.search("\n".join(parts)) is not None
-    odd = {row: fqn for row, fqn in enumerate(parts) if _PADDED.search(fqn)} if is_odd else {}
-    return ObjectTable(
-        [*grids], np.array(one, np.int32)[grid], numbers, np.append(0, np.cumsum(axes)), record, odd
-    ), others
+    grid, number, before, behind = [], 0, "\n", ""
+    for fqn in marked:
+        if not fqn.startswith(before) or not fqn.endswith(behind):  # mostly it has the grid of the one before it
+            key, shape = fqn.partition(_MARK)[0], fqn.rpartition("_")[2]
+            number = grids.setdefault((key, tuple(map(int, shape.split(".")))), len(grids))
+            before, behind = f"{key}/", f"_{shape}"
+        grid.append(number)
+    record = np.fromiter(rows.values(), np.int64, len(rows))
+    odd = {row: fqn for row, fqn in enumerate(marked) if _PADDED.search(fqn)} if is_padded else {}
+    return ObjectTable([*grids], np.array(grid, np.int32), numbers, start, record, odd), others
+
+
+def _places(names: list[str]) -> tuple[IntArray, IntArray, bool] | None:
+    """Numbers and starts of an `ObjectTable`, and whether a number is padded with zeros.
+
+    None where there are no names, or one is not that of a ShardedObject.
+    """
+    text = "\n".join((*names, "")).encode()  # printable names have no line breaks, and a key has no slash
+    byte = np.frombuffer(text, np.uint8)
+    ends, slash = (np.flatnonzero(byte == ord(mark)) for mark in "\n/")
+    if not names or len(slash) != len(ends) or ((slash <= np.append(0, ends[:-1] + 1)) | (slash > ends)).any():
+        return None
+    length = ends + 1 - slash
+    behind = np.cumsum(length)
+    whole = byte[np.repeat(slash - behind + length, length) + np.arange(behind[-1])].tobytes()
+    numbered = whole.replace(_MARK.encode(), b"")
+    if len(whole) - len(numbered) != len(_MARK) * len(names):
+        return None
+    byte = np.frombuffer(numbered, np.uint8)
+    at = np.flatnonzero((byte < ord("0")) | (byte > ord("9")))  # what stands behind each number
+    digits = np.diff(at, prepend=-1) - 1
+    separator = byte[at]
+    is_last = separator != ord(".")  # of an offset or a shape
+    if not ((digits > 0) & (digits <= _DIGITS)).all() or separator[is_last].tobytes() != b"_\n" * len(names):
+        return None
+    numbers = np.fromstring(numbered.translate(_AS_SPACES), np.int64, sep=" ")
+    in_offset = (np.cumsum(is_last) - is_last) % 2 == 0
+    start = np.append(0, np.flatnonzero(is_last[in_offset]) + 1)
+    return numbers[in_offset], start, bool((numbers < 10 ** (digits - 1))[digits > 1].any())
 
 
 def describing_objects(objects: ObjectTable) -> set[str]:
@@ -93,20 +126,24 @@ def dialect(
     described: Description, root_name: str, config: dict[str, Any], folder: Folder, objects: ObjectTable
 ) -> str:
     """Which writer's key scheme a folder with readable `.metadata` follows."""
-    keys = described.tensors.keys() | described.byte_records.keys()
-    if any(key.startswith("optimizer.param_to_group_meta.") for key in keys):
+    every = "\n".join(("", *described.tensors, *described.byte_records, ""))
+
+    def has(*keys: str) -> bool:
+        return all(f"\n{key}\n" in every for key in keys)
+
+    if "\noptimizer.param_to_group_meta." in every:
         return "fsdp_dtensor"
     if config.get("sharded_backend") == "torch_dist":
         return "torch_dist"
-    run_entries = {"args", "checkpoint_version"} <= keys
-    if run_entries and any(key.startswith("model.module.") for key in keys):
+    run_entries = has("args", "checkpoint_version")
+    if run_entries and "\nmodel.module." in every:
         return "fsdp_dtensor"
     # a user's own common.pt or keys with "/shard_" in them are no mark; NVRx writes plans for any format
-    marks = "mcore_data" in described.extras or root_name == "MCoreMetadata" or COMMON_ENTRY in keys
+    marks = "mcore_data" in described.extras or root_name == "MCoreMetadata" or has(COMMON_ENTRY)
     planned = "all_local_plans" in described.extras
     if marks or any(map(_is_megatron_object, objects.keys)) or (planned and folder.has(COMMON_FILE)):
         return "torch_dist"
-    return "torch_dcp" if run_entries and "iteration" in keys else "dcp"
+    return "torch_dcp" if run_entries and has("iteration") else "dcp"
 
 
 def _is_megatron_object(key: str) -> bool:
