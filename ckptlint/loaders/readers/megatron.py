@@ -15,7 +15,7 @@ from ckptlint.loaders.readers.common_state import COMMON_ENTRY, COMMON_FILE
 from ckptlint.loaders.readers.dcp_metadata import Description
 from ckptlint.model import ByteObject, ObjectTable, Problem, empty_objects
 from ckptlint.model.facts import fact
-from ckptlint.model.layout import IntArray
+from ckptlint.model.tiling import IntArray
 from ckptlint.model.text import printable
 from ckptlint.storage.folder import Folder
 
