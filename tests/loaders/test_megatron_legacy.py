@@ -49,7 +49,7 @@ def test_parts_and_stages_become_one_model() -> None:
     assert {key.split(".")[2] for key in ckpt.tensors if key.startswith("decoder.layers")} == {"0", "1"}
     fc1 = ckpt.tensors["decoder.layers.1.mlp.linear_fc1.weight"]
     assert fc1.global_shape == (48, 16)
-    assert sorted(fc1.layout.offsets[:, 0].tolist()) == [0, 12, 24, 36]  # gate and up of two ranks
+    assert sorted(fc1.tiling.offsets[:, 0].tolist()) == [0, 12, 24, 36]  # gate and up of two ranks
     moment = ckpt.tensors["optimizer.state.exp_avg.decoder.layers.1.mlp.linear_fc1.weight"]
     assert (moment.global_shape, moment.dtype) == ((48, 16), "float32")
 

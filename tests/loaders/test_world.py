@@ -221,3 +221,12 @@ def test_files_beside_a_step_are_its_own_where_the_step_is_named(tmp_path: Path)
     (run_folder / "energon").rename(tmp_path / "elsewhere")
     (run_folder / "energon").symlink_to(tmp_path / "elsewhere")
     assert codes(ckptlint.check(step), "warning") == set()
+
+
+def test_a_step_with_the_mark_of_a_running_save_is_nowhere_a_finished_one(tmp_path: Path) -> None:
+    for step in ("checkpoint-10", "checkpoint-20"):
+        shutil.copytree(REAL / "frameworks" / "trainer_jit" / step, tmp_path / step)
+    assert [row["verdict"] for row in ckptlint.deletable(tmp_path, keep=1).rows()] == ["passes", "passes"]
+    (tmp_path / "checkpoint-20" / "checkpoint-is-incomplete.txt").touch()
+    assert [row["verdict"] for row in ckptlint.deletable(tmp_path, keep=1).rows()] == ["unfinished", "passes"]
+    assert "COM001" in codes(ckptlint.check(tmp_path), "error")

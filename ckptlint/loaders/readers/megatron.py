@@ -15,8 +15,8 @@ from ckptlint.loaders.readers.common_state import COMMON_ENTRY, COMMON_FILE
 from ckptlint.loaders.readers.dcp_metadata import Description
 from ckptlint.model import ByteObject, ObjectTable, Problem, empty_objects
 from ckptlint.model.facts import fact
-from ckptlint.model.tiling import IntArray
 from ckptlint.model.text import printable
+from ckptlint.model.tiling import IntArray
 from ckptlint.storage.folder import Folder
 
 CONFIG_FILE = "metadata.json"

@@ -44,7 +44,7 @@ def step_state(step: Folder, levels: int = _LEVELS) -> StepState:
     """Whether a step, or each of its parts, has what its layout writes last."""
     found = recognise(step)
     state: StepState = found.layout.state(step) if found else "unknown" if step.entries else "unfinished"
-    if state == "unfinished" or any(_lacking(step)) or any(bare_parts(step)):
+    if state == "unfinished" or _marks(step) or any(_lacking(step)) or any(bare_parts(step)):
         return "unfinished"
     if state == "complete":
         return state
@@ -59,10 +59,15 @@ def unfinished_marks(folder: Folder) -> list[Problem]:
     """The marks by which frameworks say that a save is still running or was broken off."""
     why = "the writer removes this mark last"
     hint = other_step(folder) or "wait for the save to finish, or use an earlier checkpoint"
-    names = sorted({name for mark in world().unfinished if (name := _mark(folder, mark))})
     return [
-        Problem("incomplete", name, f"{name} says that this save never finished", why=why, hint=hint) for name in names
+        Problem("incomplete", name, f"{name} says that this save never finished", why=why, hint=hint)
+        for name in _marks(folder)
     ]
+
+
+def _marks(folder: Folder) -> list[str]:
+    """The marks of an unfinished save that are there, printable."""
+    return sorted({name for mark in world().unfinished if (name := _mark(folder, mark))})
 
 
 def _mark(folder: Folder, mark: Mark) -> str:
