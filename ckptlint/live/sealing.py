@@ -56,7 +56,7 @@ class _Sums:
         seed: int64 [n], of its kind, dtype and shape.
         reason: int64 [n], why it has no digest; 0 where it has one.
         digests, counts: [n, 2], of all owners' elements, and with only the lowest rank of undeclared ones.
-        own: positions of the keys that this rank holds.
+        positions: of the keys that this rank holds.
         torn: keys about which ranks do not agree.
     """
 
@@ -66,7 +66,7 @@ class _Sums:
     reason: IntArray
     digests: Words
     counts: IntArray
-    own: IntArray
+    positions: IntArray
     torn: frozenset[str]
 
     def places(self, fqns: Sequence[str]) -> list[int]:
@@ -385,13 +385,13 @@ def _summed(live: api.Live, rows: _Rows, key: Words, salt: int, torn: frozenset[
     """Two reductions, of 32 and then 32 bytes for each key."""
     group = live.group
     at = np.searchsorted(key, fp.numbers(rows.fqns, salt)) if rows.fqns else np.zeros(0, np.int64)
-    facts = np.full((4, len(key)), _NOWHERE, np.int64)
+    table = np.full((4, len(key)), _NOWHERE, np.int64)
     seeds = np.array(rows.seed, np.int64)
     for fact, values in zip(
-        facts, (np.where(rows.undeclared, group.world - group.rank, 0), seeds, -seeds, rows.reason), strict=True
+        table, (np.where(rows.undeclared, group.world - group.rank, 0), seeds, -seeds, rows.reason), strict=True
     ):
         np.maximum.at(fact, at, values)
-    lowest, seed, counter, reason = group.reduce(facts.reshape(-1), "max").reshape(facts.shape)
+    lowest, seed, counter, reason = group.reduce(table.reshape(-1), "max").reshape(table.shape)
     is_first = ~rows.undeclared | (lowest[at] == group.world - group.rank)
     sums = np.zeros((len(key), 2, 2), np.uint64)
     for column, chosen in enumerate((np.ones(len(at), bool), is_first)):
@@ -478,7 +478,7 @@ def _differing(
         different: row -> the digest of what was loaded; the same on all ranks.
     """
     rows = list(different)[:_NAMED]
-    holds = live.group.gather(np.isin(rows, sums.own).astype(np.int64)).astype(bool)
+    holds = live.group.gather(np.isin(rows, sums.positions).astype(np.int64)).astype(bool)
     text = "\n".join(names[row] for row in rows).encode("utf-8", "backslashreplace")
     length = int(live.group.broadcast(np.array([len(text)], np.int64), 0)[0])
     padded = np.frombuffer(text[:length].ljust(-(-length // 8) * 8, b"\0"), np.int64)

@@ -92,14 +92,14 @@ def _outcomes(report: Report, style: Style) -> Iterator[str]:
 
 def header(ckpt: Checkpoint, style: Style) -> str:
     """What was looked at: path, dialect, counts."""
-    about = facts(ckpt)
+    about = summary(ckpt)
     unseen = [line for sentence in ckpt.unseen for line in style.wrap(f"not known: {sentence}", "    ", "  ")]
     if len(ckpt.path) + len(about) + 2 <= style.width:
         return "\n".join([style.paint(ckpt.path, "bold") + "  " + about, *unseen])
     return "\n".join([style.paint(ckpt.path, "bold"), *style.wrap(about, "  "), *unseen])
 
 
-def facts(ckpt: Checkpoint) -> str:
+def summary(ckpt: Checkpoint) -> str:
     """Dialect and counts in a line."""
     name = ckpt.title + (f" ({ckpt.writer})" if ckpt.writer else "")
     if ckpt.ranks is not None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ckptlint.lint.report import CheckpointReport, FindingGroup, Report, worst
 from ckptlint.model.text import plural
-from ckptlint.reporters.full import block, details, facts, groups_to_show, verdict
+from ckptlint.reporters.full import block, details, groups_to_show, summary, verdict
 from ckptlint.reporters.style import Style, cut, cut_names
 
 TEXT_LIMIT = 50_000
@@ -49,7 +49,7 @@ def code(text: str, in_table: bool = False) -> str:
 
 def _checkpoint(part: CheckpointReport, style: Style, room: int) -> list[str]:
     """A checkpoint as texts: causes, a table of findings, and details of the first."""
-    texts = [f"### {code(part.checkpoint.path)}\n\n{code(facts(part.checkpoint).replace('  ', ', '))}"]
+    texts = [f"### {code(part.checkpoint.path)}\n\n{code(summary(part.checkpoint).replace('  ', ', '))}"]
     texts += [code(f"not known: {sentence}") for sentence in part.checkpoint.unseen]
     texts += [f"**Cause:** {code(cause.sentence)}\n\n**Do:** {code(cause.do)}" for cause in part.causes]
     shown, left_out = worst(groups_to_show(part, style), style.per_rule)

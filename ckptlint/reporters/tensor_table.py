@@ -152,7 +152,7 @@ def _glob(names: Sequence[str]) -> str:
     """
     parts = [name.split(".") for name in names]
     first = _shared(parts)
-    last = _shared([own[len(first) :][::-1] for own in parts])
+    last = _shared([tail[len(first) :][::-1] for tail in parts])
     return ".".join([*first, "*", *reversed(last)])
 
 

@@ -294,6 +294,7 @@ class PickleScan:
         return ChunkRows(*self._sizes(table, chunk["offsets"]), *self._sizes(table, chunk["sizes"]))
 
     def _record_rows(self, table: Table, index: dict[Any, Column], info: dict[Any, Column]) -> RecordRows:
+        """The records of a table as columns; what has other fields is not regular."""
         optional = {"transform_descriptors"} & info.keys()
         if index.keys() - {"offset"} != {"fqn", "index"} or info.keys() - optional != {
             "relative_path",
@@ -314,19 +315,20 @@ class PickleScan:
         return RecordRows(names, ids, hint, rank, offsets, paths, path, starts, lengths)
 
     def _plan_rows(self, table: Table, kind_of: Callable[[Any], str]) -> PlanRows:
+        """The planned items of a table as columns; what has other fields is not regular."""
         column = dict(zip(PLANNED, table.columns, strict=True))
-        own = table.base >= 0
-        if (column["bytes_io_data"].kind[own] != NONE).any():
+        described = table.base >= 0
+        if (column["bytes_io_data"].kind[described] != NONE).any():
             raise IrregularError
         data = column["tensor_data"].kind
         is_bytes = data == NONE
-        if (own & ~is_bytes & (data != NESTED)).any():
+        if (described & ~is_bytes & (data != NESTED)).any():
             raise IrregularError
         ids, names = self._texts(table, column["fqn"])
         chunk = ChunkRows(*self._sizes(table, column["offsets"]), *self._sizes(table, column["sizes"]))
         self._chunks_at(table, column["chunk"], chunk, kind_of)
         size_rank, sizes = self._sizes(table, column["size"])
-        if (own & ~is_bytes & ((chunk.offset_rank < 0) | (chunk.size_rank < 0) | (size_rank < 0))).any():
+        if (described & ~is_bytes & ((chunk.offset_rank < 0) | (chunk.size_rank < 0) | (size_rank < 0))).any():
             raise IrregularError
         of_properties, properties = self._properties(table, column["properties"], column["dtype"], kind_of)
         return PlanRows(names, ids, is_bytes, chunk, size_rank, sizes, properties, of_properties)
@@ -372,15 +374,15 @@ class PickleScan:
         Raises:
             IrregularError: something else is referred to.
         """
-        own = table.base >= 0
-        inline = np.flatnonzero(own & (column.kind == NESTED))
+        described = table.base >= 0
+        inline = np.flatnonzero(described & (column.kind == NESTED))
         if (dtype.kind[inline] != GET).any():
             raise IrregularError
         # twice the memo index of the TensorProperties, or that of the dtype and one more; -1 without a tensor
-        referred = np.full(len(own), -1, np.int64)
+        referred = np.full(len(described), -1, np.int64)
         referred[inline] = 2 * dtype.number[inline].astype(np.int64) + 1
-        referring = np.flatnonzero(own & (column.kind == GET))
-        if (own & ~np.isin(column.kind, (0, GET, NESTED))).any():
+        referring = np.flatnonzero(described & (column.kind == GET))
+        if (described & ~np.isin(column.kind, (0, GET, NESTED))).any():
             raise IrregularError
         indices = column.number[referring].astype(np.int64)
         referred[referring] = 2 * indices
@@ -649,14 +651,15 @@ class _Scanner:
         return PickleScan(b"".join(pieces), self.view, self.tables, self.row_runs, self.references, self.single)
 
     def _fill_base(self) -> None:
+        """Say of each row run which memo its first entry has, so that GETs of it find their text."""
         for table in self.tables:
-            own = [
+            runs_of_table = [
                 (s.first, s.count, memo)
                 for s, memo in zip(self.row_runs, self.first_entries, strict=True)
                 if s.table is table
             ]
-            if own:
-                first, count, memo = np.array(own, np.int32).T
+            if runs_of_table:
+                first, count, memo = np.array(runs_of_table, np.int32).T
                 rows = np.repeat(first - np.cumsum(count, dtype=np.int32) + count, count)
                 rows += np.arange(len(rows), dtype=np.int32)
                 table.base[rows] = np.repeat(memo - table.entries[first], count) + table.entries[rows]

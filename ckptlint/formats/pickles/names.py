@@ -133,6 +133,7 @@ def parse_calls(text: str) -> CallTable:
 
 
 def _row(entry: dict[str, Any], words: Mapping[str, Fits]) -> CallRow:
+    """A row of the table of names, from its entry in `calls.toml`."""
     for field in entry.keys() | {"names", "source"}:
         if field not in _FIELDS or not _FIELDS[field](entry.get(field)):
             raise ValueError(f"the field {field} is missing, unknown or of a wrong kind")
@@ -262,6 +263,7 @@ def _arguments(text: str, words: Mapping[str, Fits]) -> Fits:
 
 
 def _sequence(parts: list[ast.expr], words: Mapping[str, Fits]) -> Fits:
+    """Whether values fit a list of shapes: needed ones, then optional ones, then one that repeats."""
     kinds = [1 if isinstance(part, ast.List) else 2 if isinstance(part, ast.Starred) else 0 for part in parts]
     if kinds != sorted(kinds) or kinds.count(2) > 1:
         raise ValueError("what may be left out, and then what may repeat, must stand at the end")

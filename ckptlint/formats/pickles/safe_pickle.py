@@ -205,6 +205,7 @@ class _Framed(io.BytesIO):
 
 
 def _load(data: bytes, strict: bool) -> _Loaded:
+    """Run the C unpickler with stand-ins for every name; its error is an answer, not raised."""
     stream = (_Framed if _FRAME.search(data) else io.BytesIO)(data)
     unpickler = _Unpickler(stream, strict)
     root, error = None, None
@@ -256,6 +257,7 @@ def _after_stop(data: bytes, start: int, end: int) -> int:
 
 
 def _read(data: bytes, strict: bool, depth: int = 0) -> Unpickled:
+    """Unpickle a stream and the streams that arrays in it hold, each within the limits."""
     if len(data) > SIZE_LIMIT:
         raise LimitError(f"has {len(data):,} bytes, the limit is {SIZE_LIMIT:,}")
     if not data:

@@ -339,6 +339,7 @@ class StandIns:
         return opaque(*key, tell=partial(self.tell, key), **members)
 
     def _stand_in(self, key: Pair) -> Any:
+        """What stands for a class or function of this name: a node, an inert class, or a refusal."""
         module, name = key
         if (kind := METADATA_CLASSES.get(key)) and not self._strict:  # a second BUILD must be seen
             return self._inert(key, call=never, new=names.is_nothing, has_items=False, sort="type")
@@ -365,6 +366,7 @@ class StandIns:
         return self._unknown(key)
 
     def _listed(self, key: Pair, known: Pair, row: CallRow) -> type[Opaque]:
+        """The stand-in for a name of the table, which accepts what its row says and nothing else."""
         members: dict[str, Any] = {
             "call": row.call, "new": row.new, "fits": row.state, "touches": row.touches, "has_items": row.items,
             "gives": row.gives, "sort": row.sort, "members": row.members,

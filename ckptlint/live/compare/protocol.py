@@ -81,7 +81,7 @@ class RankInput:
 
 @dataclass(slots=True)
 class Memory:
-    """What a job remembers from check to check, the same on all ranks but for `own`.
+    """What a job remembers from check to check, the same on all ranks but for `of_rank`.
 
     Attributes:
         cells: of the table, as many as the last check needed.
@@ -89,7 +89,7 @@ class Memory:
         salt: of the table's keys; another one after a needless alarm, which two keys of one number had caused.
         turn: number of checks so far; chooses the sample.
         reference: the keys of the last check; None when not known.
-        own: what this rank held in it.
+        of_rank: what this rank held in it.
     """
 
     cells: int = fp.LEAST_CELLS
@@ -97,7 +97,7 @@ class Memory:
     salt: int = 0
     turn: int = 0
     reference: fp.Peeled | None = None
-    own: tuple[fp.Records, fp.Entries] | None = None
+    of_rank: tuple[fp.Records, fp.Entries] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -157,7 +157,7 @@ def exchange(group: RankGroup, local: RankInput, memory: Memory, expect: Mapping
         if left:
             findings.append(_reserve(f"{left:,} more groups of keys look wrong: too many to compare in one check"))
     memory.turn += 1
-    memory.reference, memory.own = common, (local.rows, by_key)
+    memory.reference, memory.of_rank = common, (local.rows, by_key)
     count = 0 if common is None else len(common.key)
     table = _table(group.world, count, parts, tuple(findings))
     return Outcome(replace(table, differences=_differences(group, local, table)), common, seconds)
@@ -288,9 +288,9 @@ def _gathered(
     buffer[2 + room_rows * row_words :].view(np.uint8)[: len(data)] = np.frombuffer(data, np.uint8)
     parts = []
     for rank, words in enumerate(group.gather(buffer)):
-        own = words[2 : 2 + int(words[0]) * row_words].reshape(-1, row_words)
+        rank_rows = words[2 : 2 + int(words[0]) * row_words].reshape(-1, row_words)
         text = words[2 + room_rows * row_words :].tobytes()[: int(words[1])]
-        parts.append(_part(rank, own, text))
+        parts.append(_part(rank, rank_rows, text))
     return parts, len(bad) - taken
 
 
@@ -440,7 +440,7 @@ def _changes(
         ]
         return not is_here.all() or len(common.key) > len(wanted), findings
     before = memory.reference
-    if before is None or memory.own is None or not len(before.key):
+    if before is None or memory.of_rank is None or not len(before.key):
         return False, []
     stays = np.isin(before.key, common.key)
     if stays.sum() * 2 < len(before.key):
@@ -450,9 +450,9 @@ def _changes(
     is_other = (before.key[at] == common.key) & (before.count[at] == common.count) & (before.value[at] != common.value)
     if not (len(added) or not stays.all() or is_other.any()):
         return False, []
-    lost, came = _named(*memory.own, before.key[~stays]), _named(rows, by_key, added)
+    lost, came = _named(*memory.of_rank, before.key[~stays]), _named(rows, by_key, added)
     other = _named(rows, by_key, common.key[is_other])
-    described_before, described = _named(*memory.own, before.key), _named(rows, by_key, common.key)
+    described_before, described = _named(*memory.of_rank, before.key), _named(rows, by_key, common.key)
     # what went to another rank, or came from one, stays
     was = {fqn: what for fqn, what in (described | described_before).items() if fqn not in came}
     now = {fqn: what for fqn, what in (described_before | described).items() if fqn not in lost}

@@ -270,6 +270,7 @@ def _extents(listed: list[Any]) -> tuple[list[Any], list[Any]]:
 
 
 def _columns(offsets: list[Any], sizes: list[Any], rank: int) -> tuple[IntArray, IntArray, list[MalformedChunk]]:
+    """Offsets and sizes as int64 [n, rank]; chunks of another rank or beyond the limits are returned apart."""
     shapely = {tuple} >= set(map(type, offsets)) | set(map(type, sizes))
     if shapely and {rank} >= set(map(len, offsets)) | set(map(len, sizes)):
         try:

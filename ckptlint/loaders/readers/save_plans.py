@@ -67,6 +67,7 @@ class _Items:
 
 
 def _of_nodes(nodes: list[Any], rows: IntArray) -> _Items:
+    """The planned items that the general reader found, as columns."""
     states = attributes_of_all(nodes, "WriteItem") if nodes else []
     index = attributes_of_all([state["index"] for state in states], "MetadataIndex") if states else []
     data = [state.get("tensor_data") for state in states]

@@ -253,20 +253,20 @@ def _checkpoint(part: CheckpointReport, anchor: str, room: int, work: _Work) -> 
     """What the template needs of a checkpoint: facts, findings by rule, rules that did not run."""
     ckpt = part.checkpoint
     others = len(ckpt.objects) + len(ckpt.byte_objects)
-    facts = [ckpt.title + (f" ({ckpt.writer})" if ckpt.writer else "")]
+    about = [ckpt.title + (f" ({ckpt.writer})" if ckpt.writer else "")]
     if ckpt.ranks is not None:
-        facts += [plural(ckpt.ranks.world_size, "rank"), plural(ckpt.ranks.keys, "key")]
+        about += [plural(ckpt.ranks.world_size, "rank"), plural(ckpt.ranks.keys, "key")]
     elif ckpt.readable:
-        facts += [plural(len(ckpt.tensors), "tensor"), *([plural(others, "object")] if others else [])]
+        about += [plural(len(ckpt.tensors), "tensor"), *([plural(others, "object")] if others else [])]
     if ckpt.files and ckpt.ranks is None:
-        facts += [plural(len(ckpt.files), "file"), human_bytes(ckpt.total_bytes)]
+        about += [plural(len(ckpt.files), "file"), human_bytes(ckpt.total_bytes)]
     if ckpt.step_files:
-        facts.append(other_files_line(ckpt.step_files).rstrip("."))
+        about.append(other_files_line(ckpt.step_files).rstrip("."))
     found = {item.code for item in part.diagnostics}
     return {
         "id": anchor,
         "path": ckpt.path,
-        "facts": facts,
+        "facts": about,
         "topology": [(axis, size.size, size.source) for axis, size in ckpt.topology.items()],
         "groups": [_group(part, group, f"{anchor}-{group.number}", work) for group in part.groups],
         "causes": [_cause(part, cause, anchor) for cause in part.causes],

@@ -8,7 +8,7 @@ import numpy as np
 
 from ckptlint.model.text import human_bytes, named_ranks
 from ckptlint.planning.outcome import Cost, Plan
-from ckptlint.reporters.full import facts
+from ckptlint.reporters.full import summary
 from ckptlint.reporters.html.page import environment, frame, markup
 from ckptlint.reporters.plan import (
     TABLE_HEAD,
@@ -48,7 +48,7 @@ def render(plan: Plan) -> str:
         sentence=sentence[:1].upper() + sentence[1:],
         job=job_line(plan),
         path=plan.checkpoint.path,
-        facts=facts(plan.checkpoint),
+        facts=summary(plan.checkpoint),
         sections=[(heading, patterns(keys), lines) for heading, keys, lines in sections(plan)],
         head=TABLE_HEAD,
         rows=rows(plan.cost),
