@@ -172,8 +172,8 @@ def _match(
     for name, clause in known.find.items():
         if len(found[name]) < clause.least or 0 < clause.ranks < len(set().union(*map(_ranks, found[name]))):
             return {}
-    is_told = any(item.severity > Severity.INFO for items in found.values() for item in items)
-    return found if is_told and len(_members(found)) > 1 else {}
+    is_loud = any(item.severity > Severity.INFO for items in found.values() for item in items)
+    return found if is_loud and len(_members(found)) > 1 else {}
 
 
 def _members(found: Mapping[str, list[Diagnostic]]) -> set[int]:

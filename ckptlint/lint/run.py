@@ -20,7 +20,7 @@ from ckptlint.lint.report import CheckpointReport, Report
 from ckptlint.lint.request import Request
 from ckptlint.loaders.checkpoint import open_checkpoint
 from ckptlint.loaders.discover import find
-from ckptlint.loaders.layouts import Found
+from ckptlint.loaders.layouts import CheckpointPlace
 from ckptlint.loaders.run.folder import step_before
 from ckptlint.model import Checkpoint
 from ckptlint.sandbox import one_budget, prefetch
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _FEW_RECORDS = 20_000  # of the newest step of a run, whose checksums are read at depth files too: tenths of a second
 
-Opened = tuple[Found, Checkpoint | CkptlintError]
+Opened = tuple[CheckpointPlace, Checkpoint | CkptlintError]
 """A checkpoint that a path means and what is in it, or why it could not be read."""
 
 Opener = Callable[[str, bool, Depth, "ReadOptions | None"], Iterator[Opened]]
@@ -70,7 +70,7 @@ def opened(
         return
     asked = {found.display for found in every}
     reads = _all_read(every, depth, reading, jobs or min(8, os.cpu_count() or 1))
-    waiting: list[tuple[Found, Checkpoint | CkptlintError, Found | None]] = []
+    waiting: list[tuple[CheckpointPlace, Checkpoint | CkptlintError, CheckpointPlace | None]] = []
     read: dict[str, Checkpoint | CkptlintError] = {}
     for found in every:
         read[found.display] = ckpt = next(reads)
@@ -94,7 +94,7 @@ def _counts_another_step(ckpt: Checkpoint) -> bool:
 
 
 def _all_read(
-    every: Sequence[Found], depth: Depth, reading: ReadOptions | None, jobs: int
+    every: Sequence[CheckpointPlace], depth: Depth, reading: ReadOptions | None, jobs: int
 ) -> Iterator[Checkpoint | CkptlintError]:
     """What is in each place, in their order; metadata is read ahead, by several processes."""
     works = [partial(_read, found, depth, reading) for found in every]
@@ -105,7 +105,7 @@ def _all_read(
 
 
 @one_budget()
-def _read(found: Found, depth: Depth, reading: ReadOptions | None) -> Checkpoint | CkptlintError:
+def _read(found: CheckpointPlace, depth: Depth, reading: ReadOptions | None) -> Checkpoint | CkptlintError:
     try:
         if found.recognised is not None and found.recognised.kind != "safetensors":
             call_table()  # each child that reads pickles would read it anew

@@ -15,7 +15,7 @@ from ckptlint.errors import CkptlintError, ConfigError, NothingToCheckError, Unk
 from ckptlint.lint.report import CheckpointReport, Report
 from ckptlint.loaders.checkpoint import open_checkpoint
 from ckptlint.loaders.discover import find, find_checkpoints
-from ckptlint.loaders.layouts import Found
+from ckptlint.loaders.layouts import CheckpointPlace
 from ckptlint.loaders.readers.payload_files import file_table
 from ckptlint.loaders.run.finished import lacking_files, step_state
 from ckptlint.loaders.run.folder import read_tracker
@@ -240,7 +240,7 @@ def _payload_bytes(step: str) -> int:
     return 0
 
 
-def _bytes_of(found: Found) -> int:
+def _bytes_of(found: CheckpointPlace) -> int:
     if found.recognised is None or found.recognised.kind == "incomplete":  # no file describes it: none is read
         return int(file_table(found.folder).size.sum())
     return open_checkpoint(found, True).total_bytes
@@ -358,10 +358,10 @@ def no_copy(judged: JudgedStep, compare: Judge) -> JudgedStep:
     report = compare(judged.path)
     if report.unreadable:
         return replace(judged, verdict="not judged", why=report.unreadable[0])
-    told = [[item for item in part.diagnostics if item.severity >= Severity.WARNING] for part in report.checkpoints]
-    sentences = tuple(f"{item.code} {item.title}" for items in told for item in items)
-    if sentences and all(told):  # a frozen model beside one that learns is no copy of a step
-        return replace(judged, verdict="fails", code=told[0][0].code, why=sentences[0])
+    loud = [[item for item in part.diagnostics if item.severity >= Severity.WARNING] for part in report.checkpoints]
+    sentences = tuple(f"{item.code} {item.title}" for items in loud for item in items)
+    if sentences and all(loud):  # a frozen model beside one that learns is no copy of a step
+        return replace(judged, verdict="fails", code=loud[0][0].code, why=sentences[0])
     return replace(judged, warnings=(*judged.warnings, *sentences))
 
 

@@ -22,7 +22,7 @@ from ckptlint.live.compare import fingerprints as fp
 from ckptlint.live.compare import protocol
 from ckptlint.live.compare.group import GroupBroken
 from ckptlint.loaders.checkpoint import read_checkpoint
-from ckptlint.loaders.layouts import Found
+from ckptlint.loaders.layouts import CheckpointPlace
 from ckptlint.model import RankFinding, Seal, SealEntry
 from ckptlint.model.text import texts
 from ckptlint.model.tiling import IntArray
@@ -114,7 +114,7 @@ class Pending:
                 warnings.warn(f"the checkpoint was not sealed: {self.problem}", stacklevel=2)
             return None
         folder = LocalFolder(Path(path))
-        ckpt = read_checkpoint(Found.at(folder), look_at_files=False)
+        ckpt = read_checkpoint(CheckpointPlace.at(folder), look_at_files=False)
         if not ckpt.readable:
             raise CkptlintError(f"cannot seal {ckpt.path}: it holds no readable checkpoint")
         described = {fqn: SealEntry(tensor.dtype, tensor.global_shape, 0) for fqn, tensor in ckpt.tensors.items()}

@@ -23,7 +23,7 @@ from ckptlint.errors import AccessError, CkptlintError, NothingToCheckError
 from ckptlint.live.compare.group import GroupBroken, RankGroup, Solo, new_torch_group
 from ckptlint.loaders.checkpoint import open_checkpoint
 from ckptlint.loaders.discover import find
-from ckptlint.loaders.layouts import Found
+from ckptlint.loaders.layouts import CheckpointPlace
 from ckptlint.model import Checkpoint, Problem
 from ckptlint.model.text import named_ranks, plural, printable, verb
 from ckptlint.model.tiling import IntArray
@@ -82,7 +82,7 @@ class SharedCheck:
 
     def source(
         self, path: str, all_steps: bool, depth: Depth, reading: ReadOptions | None
-    ) -> Iterator[tuple[Found, Checkpoint]]:
+    ) -> Iterator[tuple[CheckpointPlace, Checkpoint]]:
         """As `lint.run.opened`, on rank 0; the other ranks take part, wait for the end, and leave with its exit code.
 
         Raises:
@@ -105,7 +105,7 @@ class SharedCheck:
 
     def _checkpoints(
         self, path: str, all_steps: bool, depth: Depth, reading: ReadOptions | None
-    ) -> Iterator[tuple[Found, Checkpoint]]:
+    ) -> Iterator[tuple[CheckpointPlace, Checkpoint]]:
         """Rank 0 reads each checkpoint, and all ranks compare what they see of its files."""
         view = self._settled(path, all_steps)
         if view.problems:
@@ -134,7 +134,7 @@ class SharedCheck:
 
     @one_budget()
     def _read(
-        self, found: Found, depth: Depth, reading: ReadOptions | None
+        self, found: CheckpointPlace, depth: Depth, reading: ReadOptions | None
     ) -> tuple[Reader | None, PartialRead | None, str]:
         """This rank's part of a checkpoint; and why it has none, when it failed."""
         try:
@@ -281,7 +281,7 @@ class View:
         problems: in what the ranks differ.
     """
 
-    found: list[Found]
+    found: list[CheckpointPlace]
     reason: str
     hashes: dict[str, int]
     sizes: dict[str, int]
@@ -319,7 +319,7 @@ def _short(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "little")
 
 
-def _raised(reason: str) -> Found:
+def _raised(reason: str) -> CheckpointPlace:
     raise AccessError(f"other ranks see a checkpoint, rank 0 does not: {reason}")
 
 

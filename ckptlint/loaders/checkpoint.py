@@ -10,7 +10,7 @@ import numpy as np
 
 from ckptlint.errors import LimitError
 from ckptlint.formats.pickles.safe_pickle import paused_gc
-from ckptlint.loaders.layouts import Found, Layout
+from ckptlint.loaders.layouts import CheckpointPlace, Layout
 from ckptlint.loaders.layouts.incomplete import INCOMPLETE, unfinished
 from ckptlint.loaders.layouts.unsupported import unread_beside
 from ckptlint.loaders.problems import from_error
@@ -28,7 +28,7 @@ from ckptlint.vocabulary.metadata_files import METADATA
 
 
 @one_budget()
-def open_checkpoint(found: Found, look_at_files: bool = True) -> Checkpoint:
+def open_checkpoint(found: CheckpointPlace, look_at_files: bool = True) -> Checkpoint:
     """Read one checkpoint, in a child process under limits.
 
     Args:
@@ -40,8 +40,8 @@ def open_checkpoint(found: Found, look_at_files: bool = True) -> Checkpoint:
         ReaderError: ckptlint itself made a mistake.
     """
     folder = found.folder
-    if look_at_files and found.accounts_for:  # before a child reads the run around the step: it is listed once
-        found = replace(found, accounts_for=(*found.accounts_for, *folders_beside(folder)))
+    if look_at_files and found.reports_for:  # before a child reads the run around the step: it is listed once
+        found = replace(found, reports_for=(*found.reports_for, *folders_beside(folder)))
     ckpt = _open(found, look_at_files)
     recognised = found.recognised
     title = recognised.layout.formats.get(ckpt.format, ckpt.format) if recognised else ckpt.format
@@ -67,13 +67,13 @@ def open_checkpoint(found: Found, look_at_files: bool = True) -> Checkpoint:
     return replace(ckpt, step_files=tuple(files))
 
 
-def _shapes_beside(found: Found) -> Iterator[tuple[int, ...]]:
+def _shapes_beside(found: CheckpointPlace) -> Iterator[tuple[int, ...]]:
     """The shapes of the tensors in other models of a step, such as the `2_Dense` of sentence-transformers."""
-    for place in found.accounts_for:
+    for place in found.reports_for:
         for name in place.folders():
             sub = sub_folder(place, name)
-            if sub is not None and sub.place in found.claimed_places and sub.place != place.place:
-                yield from (tensor.global_shape for tensor in _open(Found.at(sub), False).tensors.values())
+            if sub is not None and sub.place in found.claimed and sub.place != place.place:
+                yield from (tensor.global_shape for tensor in _open(CheckpointPlace.at(sub), False).tensors.values())
 
 
 def _times(folder: Folder, ckpt: Checkpoint) -> SaveTimes:
@@ -92,7 +92,7 @@ def _times(folder: Folder, ckpt: Checkpoint) -> SaveTimes:
     return SaveTimes(folder.newest, times, finished)
 
 
-def _open(found: Found, look_at_files: bool) -> Checkpoint:
+def _open(found: CheckpointPlace, look_at_files: bool) -> Checkpoint:
     """Read a checkpoint in a child process; one that breaks a limit is a problem of the checkpoint."""
     recognised, folder = found.recognised, found.folder
     if recognised is None:
@@ -113,7 +113,7 @@ def _open(found: Found, look_at_files: bool) -> Checkpoint:
         )
 
 
-def read_checkpoint(found: Found, look_at_files: bool = True) -> Checkpoint:
+def read_checkpoint(found: CheckpointPlace, look_at_files: bool = True) -> Checkpoint:
     """The same in this process, where a crafted file may crash, starve or stall it."""
     recognised = found.recognised
     if recognised is None:

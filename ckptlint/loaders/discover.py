@@ -11,7 +11,7 @@ from pathlib import PurePath
 from typing import Literal
 
 from ckptlint.errors import AccessError, CkptlintError, NothingToCheckError, UnknownLayoutError
-from ckptlint.loaders.layouts import Found, recognise
+from ckptlint.loaders.layouts import CheckpointPlace, recognise
 from ckptlint.loaders.layouts.unsupported import unsupported
 from ckptlint.loaders.rank_files.megatron_keys import is_rank_folder, legacy_file
 from ckptlint.loaders.readers.safetensors import groups
@@ -47,7 +47,7 @@ WhichSteps = Literal["newest", "all", "none"]
 """Which of the steps in a folder are meant."""
 
 
-def find_checkpoints(folder: Folder, all_steps: bool) -> list[Found]:
+def find_checkpoints(folder: Folder, all_steps: bool) -> list[CheckpointPlace]:
     """The checkpoints that a path means: the folder itself, its newest step, or the parts of a step.
 
     Args:
@@ -77,9 +77,9 @@ def find_checkpoints(folder: Folder, all_steps: bool) -> list[Found]:
     if walk.passed:
         sentence = f"{plural(walk.passed, 'folder')} below {folder.display} lie too deep or are too many to look into"
         found[0] = replace(found[0], not_followed=(*found[0].not_followed, sentence))
-    places = frozenset(place.place for part in found for place in (part.folder, *part.accounts_for))
+    places = frozenset(place.place for part in found for place in (part.folder, *part.reports_for))
     around = frozenset(_around(places))
-    return [replace(part, claimed_places=places, around_claimed=around) for part in found]
+    return [replace(part, claimed=places, around_claimed=around) for part in found]
 
 
 def _around(places: Iterable[str]) -> set[str]:
@@ -103,7 +103,7 @@ class _Walk:
     left: int = _MOST_FOLDERS
     passed: int = 0
 
-    def units(self, folder: Folder, steps: WhichSteps, levels: int, in_step: bool = False) -> list[Found]:
+    def units(self, folder: Folder, steps: WhichSteps, levels: int, in_step: bool = False) -> list[CheckpointPlace]:
         """The checkpoints in a folder and below it.
 
         Args:
@@ -133,7 +133,7 @@ class _Walk:
         is_log = levels < _DEPTH and holds_no_state(folder.name)
         return _accounted(found, folder) or ([] if is_log else checkpoints_in(folder))
 
-    def _beside(self, folder: Folder, numbered: list[str], steps: WhichSteps, levels: int) -> list[Found]:
+    def _beside(self, folder: Folder, numbered: list[str], steps: WhichSteps, levels: int) -> list[CheckpointPlace]:
         """The checkpoints below one: parts of its step, other models, steps of its run where they are asked for."""
         other = unsupported(folder)
         but = {*numbered, *([other.file] if other else [])}
@@ -152,14 +152,14 @@ class _Walk:
 
     def _steps(
         self, folder: Folder, numbers: dict[str, int], steps: WhichSteps, levels: int, in_step: bool
-    ) -> list[Found]:
+    ) -> list[CheckpointPlace]:
         """The checkpoints of the steps of a run: the newest of each series that is finished, or all."""
         alike: dict[str, list[str]] = defaultdict(list)
         for name in numbers:
             alike[re.sub("[-_]", "", numberless(name))].append(name)
         if "release" in folder.folders() and "release" not in numbers:  # older than all that have a number
             alike[next(iter(alike), "release")].append("release")
-        found: list[Found] = []
+        found: list[CheckpointPlace] = []
         notes: list[str] = []
         for names in alike.values():
             units, said = self._series(folder, {name: numbers.get(name, 0) for name in names}, steps, levels)
@@ -188,10 +188,10 @@ class _Walk:
 
     def _series(
         self, folder: Folder, numbers: dict[str, int], steps: WhichSteps, levels: int
-    ) -> tuple[list[Found], list[str]]:
+    ) -> tuple[list[CheckpointPlace], list[str]]:
         """The checkpoints in steps that are named alike, the newest first, or in the newest; and what was not read."""
-        found: list[Found] = []
-        unfinished: list[Found] = []
+        found: list[CheckpointPlace] = []
+        unfinished: list[CheckpointPlace] = []
         notes: list[str] = []
         for name in numbers:
             step = folder.only(name) if folder.has(name) else sub_folder(folder, name)
@@ -205,7 +205,7 @@ class _Walk:
                 inside += self._below(folder, [name + _UNIVERSAL], steps, 1, in_step=True)
             at = step.display, numbers[name]
             found += [unit if unit.step else replace(unit, step=at) for unit in inside]
-            unfinished += [] if inside else [replace(Found.at(step), step=at)]
+            unfinished += [] if inside else [replace(CheckpointPlace.at(step), step=at)]
             if found and steps == "newest":
                 break
         if not found and all(unit.folder.entries for unit in unfinished):
@@ -215,13 +215,13 @@ class _Walk:
 
     def _below(
         self, folder: Folder, names: Iterable[str], steps: WhichSteps, levels: int, in_step: bool
-    ) -> list[Found]:
+    ) -> list[CheckpointPlace]:
         inner = ((name, sub) for name in names if (sub := sub_folder(folder, name)) is not None)
         return [unit for name, sub in inner for unit in self._at(folder, name, sub, steps, levels, in_step)]
 
     def _at(
         self, folder: Folder, name: str, sub: Folder, steps: WhichSteps, levels: int, in_step: bool = True
-    ) -> list[Found]:
+    ) -> list[CheckpointPlace]:
         """The checkpoints in a sub-folder; in none of its own where it is a link to a folder of another name."""
         target = folder.outside(name)
         other = PurePath(target).name
@@ -253,17 +253,17 @@ def _inner(folder: Folder) -> list[str]:
     return sorted(names, key=holds_no_state)
 
 
-def _accounted(found: list[Found], folder: Folder) -> list[Found]:
+def _accounted(found: list[CheckpointPlace], folder: Folder) -> list[CheckpointPlace]:
     """The same checkpoints; the files of the folder around them are reported with the first that a job resumes from."""
     exports = ("safetensors", "torch", "file", "incomplete", "unsupported")
     first = next((n for n, unit in enumerate(found) if not _is_kind(unit.folder, *exports)), 0)
     return [
-        replace(unit, accounts_for=(*unit.accounts_for, folder)) if number == first else unit
+        replace(unit, reports_for=(*unit.reports_for, folder)) if number == first else unit
         for number, unit in enumerate(found)
     ]
 
 
-def _not_read(folder: Folder, steps: Iterable[str], found: list[Found]) -> list[str]:
+def _not_read(folder: Folder, steps: Iterable[str], found: list[CheckpointPlace]) -> list[str]:
     """What is said of the steps in a folder that none of the checkpoints is, or lies in."""
     late = [name for name in steps if not any(_is_at(folder, name, unit) for unit in found)]
     verb, them = ("passes", "it") if len(late) == 1 else ("pass", "them")
@@ -271,7 +271,7 @@ def _not_read(folder: Folder, steps: Iterable[str], found: list[Found]) -> list[
     return [f"whether {plural(len(late), 'other step')} {verb}: {named} (--all-steps checks {them})"] if late else []
 
 
-def _is_at(folder: Folder, name: str, unit: Found) -> bool:
+def _is_at(folder: Folder, name: str, unit: CheckpointPlace) -> bool:
     """Whether a checkpoint is a step of this name, or lies in it."""
     if folder.has(name):
         return unit.folder.part == name and unit.folder.place == folder.place
@@ -345,7 +345,7 @@ def _bytes_within(folder: Folder, most: int, levels: int = _DEPTH) -> int:
     return total
 
 
-def find(path: str, all_steps: bool = False) -> list[Found]:
+def find(path: str, all_steps: bool = False) -> list[CheckpointPlace]:
     """The checkpoints that a path means.
 
     A file of a checkpoint stands for its folder, safetensors for their own model there, any other file for itself.
@@ -360,10 +360,10 @@ def find(path: str, all_steps: bool = False) -> list[Found]:
 
 
 @one_budget()
-def find_at(folder: Folder, name: str, all_steps: bool = False) -> list[Found]:
+def find_at(folder: Folder, name: str, all_steps: bool = False) -> list[CheckpointPlace]:
     """As `find`, from a folder on; `name` is the file in it that was named, "" for the folder itself."""
     if is_rank_folder(folder.name) and folder.parent is not None and legacy_file(folder.parent):
-        return [Found.at(folder.parent)]
+        return [CheckpointPlace.at(folder.parent)]
     if name.endswith(_WEIGHTS) and (parts := [part for part in components(folder) if part.folder.has(name)]):
         return parts
     if not name:
@@ -378,4 +378,4 @@ def find_at(folder: Folder, name: str, all_steps: bool = False) -> list[Found]:
                 f"{printable(name)} in {folder.display} belongs to no checkpoint: neither .metadata nor payload nor "
                 "*.safetensors lie beside it; name the folder that holds them, or the run folder above it"
             ) from None
-    return [Found.at(folder.only(name))]
+    return [CheckpointPlace.at(folder.only(name))]

@@ -144,9 +144,9 @@ def _look(run: Folder, memory: _Memory, stale: float, is_last: bool = False) -> 
             continue
         memory.left_behind.add(name)
         found.append(Event("unfinished", name, numbers[name], text, frozenset(memory.sizes[name])))
-    told = memory.finished | memory.left_behind | {*memory.trouble}
+    reported = memory.finished | memory.left_behind | {*memory.trouble}
     for name in names if is_last else ():
-        if name not in told:
+        if name not in reported:
             found.append(Event("writing", name, numbers[name], f"{name} is not finished yet: it was not checked"))
     return sorted(found, key=lambda event: names.index(event.step))
 

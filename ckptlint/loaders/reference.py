@@ -26,7 +26,7 @@ from ckptlint.formats.safetensors_header import HEADER_LIMIT, read_header
 from ckptlint.formats.strict_json import checked_key, checked_shape, json_object
 from ckptlint.loaders.checkpoint import open_checkpoint
 from ckptlint.loaders.discover import find_at
-from ckptlint.loaders.layouts import Found, recognise
+from ckptlint.loaders.layouts import CheckpointPlace, recognise
 from ckptlint.loaders.readers.model_files import is_stale, weight_map
 from ckptlint.model import Checkpoint, Reference
 from ckptlint.model.text import printable
@@ -283,7 +283,7 @@ def _from_checkpoint(folder: Folder, name: str, source: str) -> Reference:
     return Reference(source, "checkpoint", {} if clashes else tensors, parts=components)
 
 
-def _readable(found: Found, source: str) -> Checkpoint:
+def _readable(found: CheckpointPlace, source: str) -> Checkpoint:
     ckpt = open_checkpoint(found, look_at_files=False)
     if sentence := obstacle(ckpt):
         raise ConfigError(f"the reference {source} cannot be used: {sentence}")

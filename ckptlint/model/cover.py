@@ -149,7 +149,7 @@ def _search(whole: _Cell, found: Cover, extra: int) -> int:
             for left in (cell, *cells):
                 found.missing_volume += 0 if left.is_covered else max(0, left.volume - left.filled)
             return work
-        if not _is_told(cell, found):
+        if not _is_settled(cell, found):
             cuts = _cuts(cell) if cell.starts.shape[1] <= _FEW else []
             if cuts and prod(len(cut) - 1 for cut in cuts) <= _CELLS_OF_FEW:
                 work += _paint_work(cell, cuts) // 4
@@ -159,7 +159,7 @@ def _search(whole: _Cell, found: Cover, extra: int) -> int:
     return work
 
 
-def _is_told(cell: _Cell, found: Cover) -> bool:
+def _is_settled(cell: _Cell, found: Cover) -> bool:
     """Whether a cell is judged without being cut; what it lacks or holds twice is then counted."""
     fills = ((cell.starts == cell.low[:, None]) & (cell.ends == cell.high[:, None])).all(axis=0)
     if fills.any():

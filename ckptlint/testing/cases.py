@@ -22,7 +22,7 @@ from ckptlint.lint.registry import load_rules
 from ckptlint.lint.report import CheckpointReport
 from ckptlint.lint.selection import ignorable
 from ckptlint.loaders.checkpoint import open_checkpoint
-from ckptlint.loaders.layouts import Found
+from ckptlint.loaders.layouts import CheckpointPlace
 from ckptlint.loaders.reference import read_reference
 from ckptlint.model import Checkpoint, Problem, RankFinding, RankTable, Reference
 from ckptlint.payload.reader import read_payload
@@ -227,7 +227,7 @@ def load_folder(folder: Path, depth: Depth = Depth.FILES, reference: Reference |
     Args:
         reference: what it will be compared with.
     """
-    ckpt = open_checkpoint(replace(Found.at(LocalFolder(folder)), of_run=True))
+    ckpt = open_checkpoint(replace(CheckpointPlace.at(LocalFolder(folder)), of_run=True))
     deep = depth.opens_records and ckpt.readable
     return read_payload(LocalFolder(folder), ckpt, with_reference(default_reading(depth), reference)) if deep else ckpt
 

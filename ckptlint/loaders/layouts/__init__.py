@@ -76,7 +76,7 @@ class Layout:
     order: int
     formats: Mapping[str, str]
     recognise: Callable[[Folder], Evidence | None]
-    read: Callable[[Found, bool], Checkpoint]
+    read: Callable[[CheckpointPlace, bool], Checkpoint]
     input_bytes: Callable[[Folder], int]
     state: Callable[[Folder], StepState] = _unknown
     marks: tuple[str, ...] = ()
@@ -102,13 +102,13 @@ class Recognised:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class CheckpointPlace:
     """A checkpoint that a path means.
 
     Attributes:
         folder: its place, in a view that hides the other checkpoints there.
-        accounts_for: the folders whose other files are reported with it: each file of a step is reported once.
-        claimed_places: the places of all folders whose files are reported with a checkpoint of the same walk.
+        reports_for: the folders whose other files are reported with it: each file of a step is reported once.
+        claimed: the places of all folders whose files are reported with a checkpoint of the same walk.
         around_claimed: the places of all folders around these.
         linked_to: where the link leads, out of its run, by which it was found; "" otherwise.
         not_followed: sentences on what next to it was not looked into.
@@ -117,8 +117,8 @@ class Found:
     """
 
     folder: Folder
-    accounts_for: tuple[Folder, ...] = field(default=(), kw_only=True)
-    claimed_places: frozenset[str] = field(default=frozenset(), kw_only=True)
+    reports_for: tuple[Folder, ...] = field(default=(), kw_only=True)
+    claimed: frozenset[str] = field(default=frozenset(), kw_only=True)
     around_claimed: frozenset[str] = field(default=frozenset(), kw_only=True)
     linked_to: str = field(default="", kw_only=True)
     not_followed: tuple[str, ...] = field(default=(), kw_only=True)
@@ -126,9 +126,9 @@ class Found:
     step: tuple[str, int] | None = field(default=None, kw_only=True)
 
     @classmethod
-    def at(cls, folder: Folder) -> Found:
+    def at(cls, folder: Folder) -> CheckpointPlace:
         """The checkpoint in a folder that is one, with all files beside it."""
-        return cls(folder, accounts_for=(folder,))
+        return cls(folder, reports_for=(folder,))
 
     @property
     def display(self) -> str:

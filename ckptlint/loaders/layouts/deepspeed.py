@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckptlint.loaders.layouts import Evidence, FixedAxes, Found, Layout
+from ckptlint.loaders.layouts import CheckpointPlace, Evidence, FixedAxes, Layout
 from ckptlint.loaders.layouts.torch_files import set_of
 from ckptlint.loaders.readers.sets import deepspeed_sets, input_bytes
 from ckptlint.model import Checkpoint
@@ -12,13 +12,13 @@ _TAG = input_bytes(deepspeed_sets)
 _SMALL = 16 * 1024  # bytes of pickle in the four files of a parameter of the universal form
 
 
-def _read(found: Found, look_at_files: bool) -> Checkpoint:
+def _read(found: CheckpointPlace, look_at_files: bool) -> Checkpoint:
     from ckptlint.loaders.rank_files.deepspeed import read_deepspeed
 
     return read_deepspeed(found.folder, look_at_files)
 
 
-def _read_universal(found: Found, look_at_files: bool) -> Checkpoint:
+def _read_universal(found: CheckpointPlace, look_at_files: bool) -> Checkpoint:
     from ckptlint.loaders.rank_files.deepspeed_universal import read_universal
 
     return read_universal(found.folder, look_at_files)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import PurePath
 
-from ckptlint.loaders.layouts import Evidence, Found, Layout
+from ckptlint.loaders.layouts import CheckpointPlace, Evidence, Layout
 from ckptlint.loaders.readers.plain import read_named
 from ckptlint.model import Checkpoint, Problem
 from ckptlint.model.text import printable
 from ckptlint.vocabulary.frameworks import family_of
 
 
-def _read(found: Found, look_at_files: bool) -> Checkpoint:
+def _read(found: CheckpointPlace, look_at_files: bool) -> Checkpoint:
     """A file by itself: a whole state, or one that belongs to no checkpoint; that is reported with the step files."""
     folder, name = found.folder, printable(found.folder.part)
     if (ckpt := read_named(folder, folder.part, look_at_files)) is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ckptlint.loaders.layouts import Evidence, FixedAxes, Found, Layout
+from ckptlint.loaders.layouts import CheckpointPlace, Evidence, FixedAxes, Layout
 from ckptlint.loaders.readers.sets import flat_name, flat_sets, input_bytes
 from ckptlint.model import Checkpoint, Problem
 from ckptlint.model.text import join_words, printable, verb
@@ -26,7 +26,7 @@ def _evidence(folder: Folder) -> Evidence | None:
     return Evidence(printable(file_set.files[0])) if is_counted else None
 
 
-def _read(found: Found, look_at_files: bool) -> Checkpoint:
+def _read(found: CheckpointPlace, look_at_files: bool) -> Checkpoint:
     from ckptlint.loaders.rank_files.verl import read_flat
 
     ckpt = read_flat(found.folder, look_at_files)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckptlint.loaders.layouts import Evidence, Found, Layout
+from ckptlint.loaders.layouts import CheckpointPlace, Evidence, Layout
 from ckptlint.loaders.layouts.dcp import has_payload
 from ckptlint.loaders.layouts.unsupported import backend
 from ckptlint.loaders.readers.common_state import COMMON_FILE, read_common
@@ -25,7 +25,7 @@ def _evidence(folder: Folder) -> Evidence | None:
     return Evidence(known[0]) if known else None
 
 
-def _read(found: Found, _look_at_files: bool) -> Checkpoint:
+def _read(found: CheckpointPlace, _look_at_files: bool) -> Checkpoint:
     folder, recognised = found.folder, found.recognised
     assert recognised is not None
     payload = len(file_table(folder))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ckptlint.formats.torch_archive import END_SIZE
-from ckptlint.loaders.layouts import Evidence, FixedAxes, Found, Layout
+from ckptlint.loaders.layouts import CheckpointPlace, Evidence, FixedAxes, Layout
 from ckptlint.loaders.rank_files.megatron_keys import MODEL_FILES, legacy_bytes, legacy_file, rank_folders
 from ckptlint.model import Checkpoint, StepState
 from ckptlint.storage.folder import Folder
@@ -14,7 +14,7 @@ def _evidence(folder: Folder) -> Evidence | None:
     return Evidence(file) if file else None
 
 
-def _read(found: Found, look_at_files: bool) -> Checkpoint:
+def _read(found: CheckpointPlace, look_at_files: bool) -> Checkpoint:
     from ckptlint.loaders.rank_files.megatron_legacy import read_legacy
 
     return read_legacy(found.folder, look_at_files)

@@ -36,7 +36,7 @@ LAYOUTS = (
             "dcp-safetensors": "DCP, one safetensors file per rank",
         },
         recognise=_evidence,
-        read=lambda found, look_at_files: read_safetensors(found.folder, look_at_files, bool(found.accounts_for)),
+        read=lambda found, look_at_files: read_safetensors(found.folder, look_at_files, bool(found.reports_for)),
         input_bytes=header_bytes,
         state=_state,
         marks=("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors"),

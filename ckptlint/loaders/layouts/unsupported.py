@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from ckptlint.errors import CkptlintError, NothingToCheckError
-from ckptlint.loaders.layouts import Evidence, Found, Layout, recognise
+from ckptlint.loaders.layouts import CheckpointPlace, Evidence, Layout, recognise
 from ckptlint.loaders.problems import of_format
 from ckptlint.loaders.rank_files.megatron_keys import is_rank_folder, legacy_file
 from ckptlint.loaders.readers.megatron import CONFIG_FILE, read_config
@@ -76,7 +76,7 @@ def _any(folder: Folder) -> Evidence | None:
     return None
 
 
-def _read(found: Found, _look_at_files: bool) -> Checkpoint:
+def _read(found: CheckpointPlace, _look_at_files: bool) -> Checkpoint:
     assert found.recognised is not None
     problem = of_format(*found.recognised.evidence)
     return Checkpoint(found.folder.display, "unsupported", problems=[problem], readable=False)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from ckptlint.loaders.layouts import FixedAxes, Found, Layout
+from ckptlint.loaders.layouts import CheckpointPlace, FixedAxes, Layout
 from ckptlint.loaders.layouts.torch_files import set_of
 from ckptlint.loaders.readers.sets import has_all_ranks, input_bytes, verl_sets
 from ckptlint.model import Checkpoint, StepState
 from ckptlint.storage.folder import Folder
 
 
-def _read(found: Found, look_at_files: bool) -> Checkpoint:
+def _read(found: CheckpointPlace, look_at_files: bool) -> Checkpoint:
     from ckptlint.loaders.rank_files.verl import read_verl
 
     return read_verl(found.folder, look_at_files)

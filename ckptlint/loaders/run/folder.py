@@ -10,7 +10,7 @@ from typing import Literal, get_args
 
 from ckptlint.errors import CkptlintError, UnreadableError
 from ckptlint.formats.torch_file import number_in, ranges_of, read_torch_file
-from ckptlint.loaders.layouts import Found, recognise
+from ckptlint.loaders.layouts import CheckpointPlace, recognise
 from ckptlint.loaders.problems import from_error, from_torch_file
 from ckptlint.loaders.run.finished import step_state
 from ckptlint.loaders.run.steps import alike_steps, checkpoints_in, older_steps, sub_folder
@@ -83,7 +83,7 @@ def _step_folder(folder: Folder) -> Folder | None:
     return found
 
 
-def step_before(folder: Folder) -> Found | None:
+def step_before(folder: Folder) -> CheckpointPlace | None:
     """The same part in the nearest older finished step of the run; None without one.
 
     Only steps that are named alike count, and links out of the run lead nowhere.
@@ -109,7 +109,7 @@ def step_before(folder: Folder) -> Found | None:
     return None
 
 
-def _part(step: Folder, inner: list[str], label: str) -> Found | None:
+def _part(step: Folder, inner: list[str], label: str) -> CheckpointPlace | None:
     """The part of a step that is in these sub-folders and has this label."""
     for name in inner:
         below = sub_folder(step, name) if name in step.folders() else None

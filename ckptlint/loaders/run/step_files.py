@@ -18,7 +18,7 @@ from ckptlint.formats.torch_file import TorchFile, number_in, ranges_of, read_to
 from ckptlint.formats.torch_legacy import is_tar
 from ckptlint.loaders.code_beside import code_beside
 from ckptlint.loaders.json_file import read_json
-from ckptlint.loaders.layouts import Found
+from ckptlint.loaders.layouts import CheckpointPlace
 from ckptlint.loaders.optimizer_state import optimizer_file
 from ckptlint.loaders.problems import from_error, from_torch_file
 from ckptlint.loaders.readers.common_state import COMMON_FILE, RUN_CONFIG
@@ -136,7 +136,7 @@ class _Survey:
 _Read = tuple[StepFile, list[Problem]]
 
 
-def with_step_files(whole: Found, ckpt: Checkpoint) -> Checkpoint:
+def with_step_files(whole: CheckpointPlace, ckpt: Checkpoint) -> Checkpoint:
     """The checkpoint with the other files of its step, and what is wrong with them or was not read.
 
     Each is opened in a child process of its own where reading all of them in one breaks a limit.
@@ -147,7 +147,7 @@ def with_step_files(whole: Found, ckpt: Checkpoint) -> Checkpoint:
     survey = _survey(whole, ckpt)
     read = dict(zip(survey.opened, _read_within_limits(survey.opened), strict=False))
     files: list[StepFile] = []
-    problems = [*ckpt.problems, *(lack for place in whole.accounts_for for lack in missing_parts(place))]
+    problems = [*ckpt.problems, *(lack for place in whole.reports_for for lack in missing_parts(place))]
     whole_sets = {item.alike for item, (file, _) in read.items() if file.state == "read"}
     for item in survey.files:
         file, file_problems = read.get(item) or (item.reported(), [])
@@ -162,7 +162,7 @@ def with_step_files(whole: Found, ckpt: Checkpoint) -> Checkpoint:
         problems.append(_not_looked_at(survey.late))
     reported = {problem.file for problem in (*ckpt.problems, *problems)}
     problems += code_beside([(item.folder, item.name, item.label) for item in survey.listed], reported)
-    world = next((size for place in whole.accounts_for if (size := stated_world(place)) is not None), None)
+    world = next((size for place in whole.reports_for if (size := stated_world(place)) is not None), None)
     topology = {**ckpt.topology, "world": world} if world is not None else ckpt.topology
     return replace(ckpt, step_files=(*ckpt.step_files, *files), problems=problems, topology=topology)
 
@@ -182,7 +182,7 @@ def folders_beside(step: Folder) -> list[Folder]:
     return [sub for place in around if step.name in place.folders() and (sub := sub_folder(place, step.name))]
 
 
-def _survey(whole: Found, ckpt: Checkpoint) -> _Survey:
+def _survey(whole: CheckpointPlace, ckpt: Checkpoint) -> _Survey:
     """What is beside the tensors of a checkpoint."""
     # what the loaders read, beside safetensors too; `_listed` leaves out plain payload of the folder itself
     pairs = zip(ckpt.files.names, ckpt.files.referenced.tolist(), strict=True)
@@ -210,13 +210,13 @@ def _survey(whole: Found, ckpt: Checkpoint) -> _Survey:
     return _Survey(found, files, opened, [*shut], late + [item for item in below if item.label.endswith("/")])
 
 
-def _files_of(whole: Found) -> Iterator[_File]:
+def _files_of(whole: CheckpointPlace) -> Iterator[_File]:
     """The files of the folders that a checkpoint accounts for, and of folders in them that are not reported themselves.
 
     Folders whose files are not reported are named: those further below, of other steps, of logs and code, behind links.
     """
-    claimed, known = whole.claimed_places, whole.claimed_places | whole.around_claimed
-    for place in whole.accounts_for:
+    claimed, known = whole.claimed, whole.claimed | whole.around_claimed
+    for place in whole.reports_for:
         above = relpath(place.place, whole.folder.place)
         prefix = "" if above == "." else f"{above}/"
         yield from _listed(place, prefix, place.files_beside())
@@ -248,14 +248,14 @@ def _listed(folder: Folder, prefix: str, names: Collection[str]) -> Iterator[_Fi
         yield _File(folder, name, printable(prefix + name), family_of(name), what=what)
 
 
-def _below(found: list[_File], whole: Found) -> Iterator[_File]:
+def _below(found: list[_File], whole: CheckpointPlace) -> Iterator[_File]:
     """The files in folders whose files are not reported one by one, the nearest first; and the folders passed over."""
     queue = deque(item for item in found if item.label.endswith("/") and item.family is None)
     listed = 0
     while queue:
         item = queue.popleft()
         folder = item.folder.sub(item.name)
-        if item.folder.outside(item.name) or folder.place in whole.claimed_places:
+        if item.folder.outside(item.name) or folder.place in whole.claimed:
             continue
         try:
             if listed == _FOLDERS[folder.is_near]:

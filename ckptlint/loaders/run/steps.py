@@ -13,7 +13,7 @@ from operator import itemgetter
 from pathlib import PurePath
 
 from ckptlint.errors import AccessError, NothingToCheckError
-from ckptlint.loaders.layouts import Found, layouts, recognise
+from ckptlint.loaders.layouts import CheckpointPlace, layouts, recognise
 from ckptlint.loaders.rank_files.megatron_keys import is_rank_folder
 from ckptlint.loaders.readers.plain import are_states, states_apart
 from ckptlint.loaders.readers.safetensors import groups
@@ -188,36 +188,36 @@ def runs_below(folder: Folder, levels: int = 3) -> list[tuple[str, Folder]]:
     return [(f"{name}/{place}".rstrip("/"), run) for name, runs in below for place, run in runs]
 
 
-def components(folder: Folder) -> list[Found]:
+def components(folder: Folder) -> list[CheckpointPlace]:
     """The checkpoints that lie in a folder itself, each in a view that hides the others; [] where none does.
 
     A folder holds several where safetensors of one model lie beside those of another, or beside a DCP checkpoint.
     """
     found = groups(folder)
     if not found:
-        return [Found.at(folder)] if recognise(folder) else []
+        return [CheckpointPlace.at(folder)] if recognise(folder) else []
     weights = [name for group in found for name in (*group.files, group.index)]
     rest = folder.without(weights, "")
     other = recognise(rest)
     # of a model that is there in both forms loaders take the safetensors
     parts = [rest] if other is not None and other.kind not in ("unsupported", "torch") else []
     if not parts and len(found) == 1:
-        return [Found.at(folder)]
+        return [CheckpointPlace.at(folder)]
     described = [name for name in (folder.files() if parts else ()) if is_dcp_file(name)]
     for group in found:
         hidden = {*weights, *described} - {*group.files, group.index}
         parts.append(folder.without(hidden, group.label))
-    return [Found.at(parts[0]), *map(Found, parts[1:])]
+    return [CheckpointPlace.at(parts[0]), *map(CheckpointPlace, parts[1:])]
 
 
 @fact
-def checkpoints_in(folder: Folder) -> list[Found]:
+def checkpoints_in(folder: Folder) -> list[CheckpointPlace]:
     """The same; where nothing is that is known, the files of torch.save that hold a whole state each."""
     if known := components(folder):
         return known
     names = states_apart(folder)
-    first = [Found(folder.only(name), accounts_for=(folder.without(names, ""),)) for name in names[:1]]
-    return first + [Found(folder.only(name)) for name in names[1:]]
+    first = [CheckpointPlace(folder.only(name), reports_for=(folder.without(names, ""),)) for name in names[:1]]
+    return first + [CheckpointPlace(folder.only(name)) for name in names[1:]]
 
 
 def is_dcp_file(name: str) -> bool:
