@@ -17,10 +17,10 @@ _SHOWN = 4
 
 @dataclass(slots=True)
 class _Shared:
-    """What several stages planned under the layer numbers of one block.
+    """Keys that several pipeline stages planned to write under the layer numbers of one block.
 
     Attributes:
-        same: the keys that they planned at one offset.
+        same: the keys that they planned at the same offset.
     """
 
     same: list[Duplicate] = field(default_factory=list)

@@ -58,7 +58,7 @@ def kind_clash(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def _logical(fqn: str) -> tuple[object, ...] | None:
-    """What two names of one thing share; None for runtime entries and for what names no parameter."""
+    """A key that is equal for two names of one thing; None for runtime entries and keys of no parameter."""
     key = parse(fqn)
     if key.kind == "runtime" and not key.path.endswith(_EXTRA):
         return None

@@ -44,12 +44,12 @@ def quantised_as_declared(ckpt: Checkpoint) -> Iterator[Finding]:
             raise NotApplicable("no quantisation is declared")
         yield from _undeclared(ckpt, found)
         return
-    findings = [*_other(ckpt, found, declared)] if declared.schemes else []
+    findings = [*_differences(ckpt, found, declared)] if declared.schemes else []
     yield from findings or _declared_twice(found, declared)
 
 
 def _declared_twice(found: Quantisation, declared: Declaration) -> Iterator[Finding]:
-    """What the file of ModelOpt says otherwise than the configuration, where both say something.
+    """A finding if ModelOpt's file and the configuration declare different things.
 
     Source:
         nvidia-modelopt 0.47 export_hf_checkpoint writes `quantization_config` from what it writes into the file; of
@@ -88,8 +88,8 @@ def _undeclared(ckpt: Checkpoint, found: Quantisation) -> Iterator[Finding]:
         )
 
 
-def _other(ckpt: Checkpoint, found: Quantisation, declared: Declaration) -> Iterator[Finding]:
-    """Weights in full precision, or of another scheme, where the configuration declares one."""
+def _differences(ckpt: Checkpoint, found: Quantisation, declared: Declaration) -> Iterator[Finding]:
+    """Findings on weights in full precision or in another scheme than the declared one."""
     wide = [
         tensor
         for tensor in ckpt.tensors.values()
@@ -125,7 +125,8 @@ def _other(ckpt: Checkpoint, found: Quantisation, declared: Declaration) -> Iter
     for one in found.weights:
         roles[role(one.weight)].update(numbers_in(one.weight)[:1])
     left = [tensor for tensor in wide if role(tensor.fqn) in roles and numbers_in(tensor.fqn)]
-    layers = number(trusted(ckpt), "layers") or 0  # draft layers come after these
+    # Draft layers come after the declared ones, and exports often leave them in full precision.
+    layers = number(trusted(ckpt), "layers") or 0
     left = [t for t in left if numbers_in(t.fqn)[0] < max(layers, *roles[role(t.fqn)])]
     left = [tensor for tensor in left if not declared.ignores(_module(tensor))]
     if left and declared.is_exact:
@@ -139,7 +140,7 @@ def _other(ckpt: Checkpoint, found: Quantisation, declared: Declaration) -> Iter
 
 
 def _contradicted(found: Quantisation, declared: Declaration, says: str) -> Iterator[Finding]:
-    """Modules that are named as left out and are quantised, and parts that a declaration rules out."""
+    """Findings on quantised modules that the declaration leaves out, and on parts that it rules out."""
     left_out = [one for one in found.weights if one.parts and declared.names(one.weight.removesuffix(".weight"))]
     if left_out:
         yield _finding(
@@ -167,7 +168,7 @@ def _module(tensor: Tensor) -> str:
 
 
 def _is_linear(tensor: Tensor) -> bool:
-    """Whether it is the weight of a linear layer of attention or MLP, which every quantiser takes.
+    """Whether the tensor is the weight of a linear layer of attention or MLP, which every quantiser quantises.
 
     Source:
         transformers 5.23 pytorch_utils.Conv1D: GPT-2 and its kin call theirs c_attn, c_fc, c_proj; most quantisers pass

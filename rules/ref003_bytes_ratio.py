@@ -101,7 +101,7 @@ def _sums(ckpt: Checkpoint, found: KeyComparison) -> dict[tuple[str, str], _Sum]
 
 
 def _label(entry: KeyEntry) -> str:
-    """The part of the state that an entry belongs to: a block, its experts, or what stands before the first dot."""
+    """The name of the group an entry is counted in: its block, the experts of it, or the key's first part."""
     key = entry.key
     where = ".".join((*entry.family[2], key.block or key.path.partition(".")[0]))
     return f"the experts of {where}" if key.in_experts else where

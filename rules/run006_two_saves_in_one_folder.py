@@ -96,10 +96,10 @@ def _stated(ckpt: Checkpoint) -> set[str]:
 
 
 def _steps_differ(ckpt: Checkpoint, groups: list[tuple[str, list[str], int]], young: set[str]) -> Finding:
-    """Files that differ by step; an error where something else tells them apart too.
+    """The finding on files whose steps differ; an error if there is further evidence.
 
-    That is the time of the files, or the step of the checkpoint, which several parameters of each odd file contradict:
-    a single one may have got no gradient.
+    That is the time of the files, or the checkpoint's own step if several parameters of each odd file contradict it:
+    a single one may have had no gradient.
     """
     (step, _, _), *others = groups
     names = sorted(groups[-1][1])
