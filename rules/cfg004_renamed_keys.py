@@ -134,7 +134,7 @@ def _unmerged(ckpt: Checkpoint, keys: list[str]) -> Finding:
 
 
 def _wrappers_by_model(ckpt: Checkpoint, fit: Fit) -> Iterator[Finding]:
-    """Findings on words that the stored names have more than the model's, and without which they fit."""
+    """Findings on extra words in the stored names, which fit the model's names without them."""
     total = len(fit.pairing.stored) + len(fit.pairing.unknown)
     for words, count in fit.pairing.carried.items():
         shown = next(

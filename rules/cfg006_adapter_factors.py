@@ -58,12 +58,12 @@ def adapter_factors(ckpt: Checkpoint) -> Iterator[Finding]:
     if not any({"A", "B"} & factors.keys.keys() for factors in modules):
         raise NotApplicable("no low-rank adapters")
     keys = [key for factors in modules for key in factors.keys.values()]
-    whole = [key for key in tensors if ckpt.metadata_file.startswith("adapter_model") and key not in keys]
-    empty = [key for key in (*keys, *whole) if 0 in tensors[key].global_shape]
+    other_keys = [key for key in tensors if ckpt.metadata_file.startswith("adapter_model") and key not in keys]
+    empty = [key for key in (*keys, *other_keys) if 0 in tensors[key].global_shape]
     flat = [key for factors in modules for part, key in factors.keys.items() if _is_flat(part, tensors[key])]
     flat = [key for key in flat if key not in set(empty)]
     if empty:
-        yield _shapeless(tensors, empty, len(keys) + len(whole), "empty")
+        yield _shapeless(tensors, empty, len(keys) + len(other_keys), "empty")
     if flat:
         yield _shapeless(tensors, flat, len(keys), "flat (fewer than two axes)")
     yield from _lone_factors(modules, tensors)

@@ -103,7 +103,7 @@ def _without_config(ckpt: Checkpoint) -> Finding:
 
 
 def _wrong_names(ckpt: Checkpoint) -> Iterator[Finding]:
-    """Findings on key names under which peft looks for nothing; one save names all keys alike, so one finding each."""
+    """Findings on key names that peft does not look for, one for each kind of fault in them."""
     keys = list(ckpt.tensors)
     wrapped = [key for key in keys if _wrapping(key)]
     named = sorted({factors.adapter for factors in factors_of(keys)} - {""})

@@ -68,7 +68,7 @@ def iteration_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
 
 def _tracker_findings(run: RunFolder, tracker: int | Literal["release"], notes: tuple[Note, ...]) -> Iterator[Finding]:
     """Findings on the step that the tracker names; they belong to the run, not to this step."""
-    named, newest = tracker if tracker == "release" else f"step {tracker}", run.newest_complete
+    target, newest = tracker if tracker == "release" else f"step {tracker}", run.newest_complete
     finding = Finding("", at=Location(file=run.tracker_file), notes=notes, of_run=True)
     resume = "copy the step back" if newest is None else run.tracking(newest)
     if run.tracked == "absent":
@@ -77,7 +77,7 @@ def _tracker_findings(run: RunFolder, tracker: int | Literal["release"], notes: 
         alone = len(run.steps) == 1
         yield replace(
             finding,
-            message=f"{run.tracker_file} names {named}, which does not exist",
+            message=f"{run.tracker_file} names {target}, which does not exist",
             identity=("tracked", str(tracker)),
             severity=Severity.WARNING if alone else None,
             hint=f"{resume} to resume from this step, or restore {run.folder_of(tracker)}",
@@ -85,7 +85,7 @@ def _tracker_findings(run: RunFolder, tracker: int | Literal["release"], notes: 
     elif run.tracked == "unfinished" and tracker != run.step:
         yield replace(
             finding,
-            message=f"{run.tracker_file} names {named}, whose save did not finish",
+            message=f"{run.tracker_file} names {target}, whose save did not finish",
             identity=("unfinished", str(tracker)),
             hint=f"{resume}, the newest finished step",
         )

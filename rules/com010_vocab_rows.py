@@ -43,8 +43,8 @@ def vocab_rows(ckpt: Checkpoint) -> Iterator[Finding]:
         raise NotApplicable("there is neither an embedding nor an output layer whose weights are floating point")
     known = judged_shapes(ckpt)  # CFG003 reports these
     tables = [param for param in tables if param.tensor.fqn not in known]
-    found = list(_against_declared(ckpt, tables))
-    yield from found or _unequal_tables(ckpt, tables)
+    findings = list(_against_declared(ckpt, tables))
+    yield from findings or _unequal_tables(ckpt, tables)
 
 
 def _against_declared(ckpt: Checkpoint, tables: list[Param]) -> Iterator[Finding]:

@@ -84,9 +84,9 @@ def _missing_files(numbered: NumberedFiles, stated: dict[str, int]) -> Iterator[
     is_of_ranks = numbered.counts == "rank"
     counts_all = is_of_ranks and numbered.axis == "world"
     total = max([last + 1, *(stated.values() if is_of_ranks else ())])
-    # How many ranks there were is inferred from the highest number, payload, mesh and other sets; two must agree.
-    agree = [who for who, ranks in stated.items() if ranks == total]
-    confidence: Confidence = "certain" if counts_all and len(agree) + (total == last + 1) > 1 else "likely"
+    # How many ranks there were is inferred from the highest number, payload, mesh and other sets; an error needs two.
+    agreeing = [who for who, ranks in stated.items() if ranks == total]
+    confidence: Confidence = "certain" if counts_all and len(agreeing) + (total == last + 1) > 1 else "likely"
     first, stride = numbered.stride(total)
     if inside := stride > 1 and len(range(min(numbers), last + 1, stride)) > len(numbers):
         first, total = min(numbers), last + 1  # a set with a stride may begin and end anywhere
@@ -96,17 +96,17 @@ def _missing_files(numbered: NumberedFiles, stated: dict[str, int]) -> Iterator[
     if not numbered.counts:
         if 0 not in numbers or stride > 1 or len(numbers) < _MANY * lost:
             return
-        confidence = "likely" if agree else "possible"
+        confidence = "likely" if agreeing else "possible"
     elif (
         counts_all
         and not inside
-        and (stride > 1 or _may_be_all_written(set(numbers), total, agree) or _may_be_data_parallel(numbered, total))
+        and (stride > 1 or _may_be_all_written(set(numbers), total, agreeing) or _may_be_data_parallel(numbered, total))
     ):
         confidence = "possible"
     missing = _missing_names(numbered.pattern, set(numbers), lost, first, stride, numbered)
     names = _first_names(missing, lost)
     what = f"the {numbered.what} of {plural(lost, 'rank')}" if is_of_ranks else plural(lost, numbered.what)
-    notes: tuple[Note, ...] = (("because", f"{total:,} ranks according to {join_words(agree)}"),)
+    notes: tuple[Note, ...] = (("because", f"{total:,} ranks according to {join_words(agreeing)}"),)
     yield Finding(
         f"{what} of {len(numbers) + lost:,} {verb(1 if is_of_ranks else lost, 'is')} missing: {', '.join(names)}",
         at=Location(file=names[0]),
@@ -114,7 +114,7 @@ def _missing_files(numbered: NumberedFiles, stated: dict[str, int]) -> Iterator[
         confidence=confidence,
         group=numbered.pattern,
         lost_files=by_node(missing if counts_all else dict.fromkeys(missing), numbers if counts_all else ()),
-        notes=notes if agree and is_of_ranks else (),
+        notes=notes if agreeing and is_of_ranks else (),
         hint="" if confidence == "possible" else "copy the files again from where they were written",
     )
 
@@ -124,15 +124,15 @@ def _files_beyond(numbered: NumberedFiles, stated: dict[str, int], size: int) ->
     names = [file.name for number, file in sorted(numbered.files.items()) if number >= size]
     if not size or numbered.counts != "rank" or not names:
         return
-    agree = [who for who, ranks in stated.items() if ranks == size and who != PAYLOAD]
+    agreeing = [who for who, ranks in stated.items() if ranks == size and who != PAYLOAD]
     noun = "rank" if numbered.axis == "world" else "data-parallel rank"
     yield Finding(
         f"the {numbered.what} of {plural(len(names), 'rank')} lies beyond the {plural(size, noun)} of this job: "
         f"{', '.join(_first_names(names, len(names)))}",
         at=Location(file=names[0]),
-        confidence="likely" if len(agree) < 2 else "certain",
+        confidence="likely" if len(agreeing) < 2 else "certain",
         kind="beyond",
-        notes=(("because", f"{plural(size, 'rank')} according to {join_words(agree)}"),),
+        notes=(("because", f"{plural(size, 'rank')} according to {join_words(agreeing)}"),),
         hint="these are left from a larger job: save into an empty folder, or remove them",
     )
 

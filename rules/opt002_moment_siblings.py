@@ -52,7 +52,7 @@ def moment_siblings(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def _shapes(pairs: list[MomentPair]) -> Iterator[Finding]:
-    """Pairs of moments with two shapes; a warning where all pairs of this parameter's shape have them."""
+    """Findings on moments of one parameter with different shapes; a warning if all pairs of this shape differ."""
     peers: dict[tuple[int, ...], list[MomentPair]] = defaultdict(list)
     for pair in pairs:
         peers[pair.param.tensor.global_shape].append(pair)

@@ -225,7 +225,7 @@ def _missing_moments(buckets: list[Bucket]) -> Iterator[Finding]:
 
 
 def _wrong_lengths(ckpt: Checkpoint) -> Iterator[Finding]:
-    """Findings on buckets with another number of elements than their group's record says, both without padding.
+    """Findings on buckets whose length differs from the unpadded length in their group's record.
 
     Source:
         megatron.core.optimizer.distrib_optimizer.DistributedOptimizer: a list by buffer of {(dtypes): [bucket sizes]}

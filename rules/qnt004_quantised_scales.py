@@ -43,13 +43,13 @@ def quantised_scales(ckpt: Checkpoint) -> Iterator[Finding]:
         Export the model again from the weights that it was quantised from.
     """
     payload = require(ckpt.payload)
-    found = quantisation(ckpt)
-    if not found.weights:
+    stored = quantisation(ckpt)
+    if not stored.weights:
         raise NotApplicable("no weight is stored quantised")
     dead: dict[tuple[Scheme, Part], list[Tensor]] = defaultdict(list)
     sizes: dict[tuple[Scheme, Part, str], list[tuple[Tensor, float]]] = defaultdict(list)
     gaps: dict[tuple[Scheme, Part], list[Tensor]] = defaultdict(list)
-    for one in found.weights:
+    for one in stored.weights:
         for part, tensor in one.parts.items():
             most = _largest(payload, tensor) if part.needed and tensor.dtype in FLOATS else None
             if most == 0 and _largest(payload, one.codes) != 0:
@@ -74,14 +74,14 @@ def quantised_scales(ckpt: Checkpoint) -> Iterator[Finding]:
             f"{scheme.name} {part.names} gaps",
             "possible" if underflows else "likely",
         )
-    yield from _constant_codes(ckpt, payload, found.weights)
-    for (scheme, part, _), alike in sizes.items():
-        usual = float(np.median([most for _, most in alike]))
-        far = [(tensor, most) for tensor, most in alike if not usual / _FAR < most < usual * _FAR]
-        if far and len(alike) > max(_LEAST, 2 * len(far)):
+    yield from _constant_codes(ckpt, payload, stored.weights)
+    for (scheme, part, _), peers in sizes.items():
+        usual = float(np.median([most for _, most in peers]))
+        far = [(tensor, most) for tensor, most in peers if not usual / _FAR < most < usual * _FAR]
+        if far and len(peers) > max(_LEAST, 2 * len(far)):
             yield _finding(
                 [tensor for tensor, _ in far],
-                f"the largest value{{of}} is {far[0][1]:.3g}, but the median of its {len(alike) - 1} "
+                f"the largest value{{of}} is {far[0][1]:.3g}, but the median of its {len(peers) - 1} "
                 f"siblings {usual:.3g}",
                 f"{scheme.name} {part.names} far",
                 "likely",

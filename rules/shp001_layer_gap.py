@@ -58,7 +58,7 @@ def layer_gap(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def _is_stack_of_blocks(layers: Layers) -> bool:
-    """Whether the layers are made of several modules, some of a known kind; plain lists skip numbers as they like.
+    """Whether the layers have several modules, some of a known function; a plain list may skip numbers.
 
     A norm alone makes no block: convolutions with one lie in lists whose other members have no weights.
     """

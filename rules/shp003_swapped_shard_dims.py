@@ -26,7 +26,7 @@ from ckptlint.vocabulary.keys import is_adapter
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Swap:
-    """A weight whose shape is the expected one times p on axis a and divided by p on axis b.
+    """A weight that is p times too long on one axis and p times too short on another.
 
     Attributes:
         expected: the expected shape, without the axes of layers and experts.

@@ -207,7 +207,7 @@ def _from_biases(ckpt: Checkpoint) -> Iterator[Local]:
         if bias.tensor.dtype not in FLOATS or bias.own_shape[0] in weight.own_shape:
             continue
         # A Linear stores [out, in], the Conv1D of GPT-2 [in, out]; names do not say which, so both are tried.
-        yield from next((found for out in (0, 1) if (found := [*_if_too_short(ckpt, bias, 0, weight, out)])), [])
+        yield from next((shorts for out in (0, 1) if (shorts := [*_if_too_short(ckpt, bias, 0, weight, out)])), [])
         yield from _copied_bias(ckpt, bias, weight)
 
 

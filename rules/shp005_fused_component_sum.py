@@ -159,10 +159,10 @@ def _odd_component(odd: Param, partner: Param, parts: dict[tuple[str, str], Para
 
 def _attention(ckpt: Checkpoint) -> Iterator[Found]:
     for family in families(ckpt):
-        found = [family.weights.get(cls, []) for cls in ("q", "k", "v")]
-        if family.is_latent or any(len(members) != 1 for members in found):
+        projections = [family.weights.get(cls, []) for cls in ("q", "k", "v")]
+        if family.is_latent or any(len(members) != 1 for members in projections):
             continue
-        query, key, value = (members[0] for members in found)
+        query, key, value = (members[0] for members in projections)
         if len({param.own_shape[1] for param in (query, key, value)}) == 1:
             yield from _heads(ckpt, family, query, key, value)
 
