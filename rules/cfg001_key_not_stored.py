@@ -46,6 +46,8 @@ def key_not_stored(ckpt: Checkpoint) -> Iterator[Finding]:
     for doubt, missing in doubts.items():
         yield _finding(ckpt, replace(fit, missing=missing), doubt)
     for tower in fit.absent_towers:
+        # A text model is often saved without its vision tower. Where the configuration has a section for the tower and
+        # everything else is stored, it was more probably lost; with other losses, those are the finding.
         is_lost = tower in fit.lost_towers and not fit.missing
         yield Finding(
             f"no tensor of {tower} is stored, but {model_name(fit)} has this part",
@@ -53,11 +55,11 @@ def key_not_stored(ckpt: Checkpoint) -> Iterator[Finding]:
             severity=Severity.WARNING if is_lost else Severity.INFO,
             why=_consequence(fit, one=False) if is_lost else "the parts of such a model are often saved separately",
         )
-    yield from _predicting(ckpt, fit)
+    yield from _prediction_layers(ckpt, fit)
 
 
-def _predicting(ckpt: Checkpoint, fit: Fit) -> Iterator[Finding]:
-    """What is wrong with the layers for multi-token prediction."""
+def _prediction_layers(ckpt: Checkpoint, fit: Fit) -> Iterator[Finding]:
+    """Findings on layers for multi-token prediction that lack tensors or are fewer than declared."""
     stored, declared = fit.mtp_layers
     if fit.mtp_lost:
         folded = fold_names(fit.mtp_lost)
@@ -72,6 +74,8 @@ def _predicting(ckpt: Checkpoint, fit: Fit) -> Iterator[Finding]:
             notes=(doubt_note(fit.doubt), ("missing", first_names(folded, noun="pattern"))),
             hint="copy the whole layer from the source checkpoint, or leave the whole layer out",
         )
+    # Converters often drop these layers on purpose, but then all of them: only some stored is an error. Some classes
+    # of transformers declare a layer that they never save, so none stored is no loss there.
     if stored < declared and (stored or not fit.missing):
         number = "none is" if not stored else "1 is" if stored == 1 else f"{stored} are"
         layers = plural(declared, "multi-token-prediction layer")
@@ -87,29 +91,28 @@ def _predicting(ckpt: Checkpoint, fit: Fit) -> Iterator[Finding]:
 
 
 def _finding(ckpt: Checkpoint, fit: Fit, doubt: str) -> Finding:
-    """One finding for all keys that are missing for one reason: named by role, layer or expert."""
+    """One finding for all keys that share a doubt; the message names their role, layers or experts if one fits."""
     missing, tensors = fit.missing, fit.expected.tensors
     needed = sum(tensor.needed for tensor in tensors.values())
-    whole = whole_layers(fit, set(missing))
-    in_layers = sum(len(numbers) for numbers in whole.values())
+    lost_layers = whole_layers(fit, set(missing))
+    layer_count = sum(len(numbers) for numbers in lost_layers.values())
     reasons = {tensors[name].because for name in missing}
     because = reasons.pop() if len(reasons) == 1 else ()
     names = fold_names(map(fit.shown, missing))
     one = len(missing) == 1
     are = verb(len(missing), "is")
     if because and len(names) == 1:
-        said = f"but {fit.expected.source} says {' and '.join(field_text(fit, name) for name in because)}"
+        fields = f"but {fit.expected.source} says {' and '.join(field_text(fit, name) for name in because)}"
         if because == ("tie_word_embeddings",):
-            said = f"but {fit.expected.source} does not tie it ({field_text(fit, because[0])})"
-        message = f"{names[0]} {are} not stored, {said}"
-    elif experts := _experts(fit):
+            fields = f"but {fit.expected.source} does not tie it ({field_text(fit, because[0])})"
+        message = f"{names[0]} {are} not stored, {fields}"
+    elif experts := _experts_message(fit):
         message = experts
     elif len(names) == 1:
         message = f"{names[0]} {are} not stored, but {model_name(fit)} has {'it' if one else 'them'}"
-    elif len(whole) == 1 and len(names) == _roles(fit, whole):
-        ((block, numbers),) = whole.items()
-        home = fit.shown(block)
-        layers = f"{numbered('layer', numbers)} of {home} {verb(in_layers, 'is')}"
+    elif len(lost_layers) == 1 and len(names) == _pattern_count(fit, lost_layers):
+        ((block, numbers),) = lost_layers.items()
+        layers = f"{numbered('layer', numbers)} of {fit.shown(block)} {verb(layer_count, 'is')}"
         message = f"{layers} not stored, but {fit.expected.source} declares {_layers_field(fit, missing[0])}"
     else:
         message = f"{len(missing):,} of the {plural(needed, 'tensor')} of {model_name(fit)} {are} not stored"
@@ -123,17 +126,20 @@ def _finding(ckpt: Checkpoint, fit: Fit, doubt: str) -> Finding:
         why=_consequence(fit, one),
         notes=(
             doubt_note(doubt),
-            ("missing", keys_in_words(fit, missing, whole) if len(names) > 1 else ""),
+            ("missing", keys_in_words(fit, missing, lost_layers) if len(names) > 1 else ""),
             ("bytes", f"{human_bytes(lost)} of the model's {human_bytes(implied_bytes(fit))} are missing"),
-            ("instead", _instead(fit)),
+            ("instead", _stored_instead(fit)),
             core_note(fit) if len(names) > 1 else ("declared", ""),
         ),
         hint=_hint(fit, because),
     )
 
 
-def _experts(fit: Fit) -> str:
-    """The sentence where numbered experts are all that is missing, and the same ones in every layer."""
+def _experts_message(fit: Fit) -> str:
+    """The message if only numbered experts are missing, the same in each layer; "" otherwise.
+
+    An export that lost the ranks of some experts looks so (VeOmni#799), whatever the roles of the tensors.
+    """
     lost: dict[int, set[int]] = defaultdict(set)
     for name in fit.missing:
         at, expert = numbered_layer(name), _expert(name)
@@ -154,14 +160,14 @@ def _expert(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def _roles(fit: Fit, whole: dict[str, list[int]]) -> int:
-    """How many patterns the tensors of whole layers fold into."""
-    gone = {(block, number) for block, numbers in whole.items() for number in numbers}
+def _pattern_count(fit: Fit, lost_layers: dict[str, list[int]]) -> int:
+    """How many patterns of keys the tensors of the lost layers (block -> layer numbers) fold into."""
+    gone = {(block, number) for block, numbers in lost_layers.items() for number in numbers}
     return len(fold_names(name for name in fit.missing if numbered_layer(name) in gone))
 
 
 def _layers_field(fit: Fit, key: str) -> str:
-    """The field that says how many layers there are of the kind that this key is in, with its value."""
+    """The field that counts the layers of this key's kind, with its value; "them" if no field does."""
     layers = ("num_hidden_layers", "n_layer", "num_layers")
     counts = fit.expected.tensors[key].counted or [name for name in fit.expected.fields if name.endswith(layers)]
     name = next(iter(counts), "")
@@ -175,7 +181,8 @@ def _consequence(fit: Fit, one: bool) -> str:
     return f"from_pretrained starts {them} untrained and only warns"
 
 
-def _instead(fit: Fit) -> str:
+def _stored_instead(fit: Fit) -> str:
+    """Names that the same modules hold in place of the missing ones, as text; "" if there are none."""
     if not fit.instead:
         return ""
     return f"the same modules hold {first_names(fold_names(fit.instead), noun='pattern')}"

@@ -41,8 +41,9 @@ def shape_not_of_config(ckpt: Checkpoint) -> Iterator[Finding]:
     groups: dict[tuple[object, ...], list[ShapeDifference]] = defaultdict(list)
     for item in fit.shapes:
         groups[_cause(ckpt, item)].append(item)
+    # One fault changes shapes in one or two ways. Many ways at once mean another model's configuration.
     if len(groups) > _GROUPS:
-        yield _many(ckpt, fit)
+        yield _summary(ckpt, fit)
     else:
         for items in groups.values():
             yield _finding(ckpt, fit, items)
@@ -60,7 +61,9 @@ def shape_not_of_config(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def _cause(ckpt: Checkpoint, item: ShapeDifference) -> tuple[object, ...]:
-    """What tensors share that differ in the same way: a size, or the axis of the mesh of which they hold one part."""
+    """A key that tensors share if they differ in the same way: empty, transposed, one rank's part, or a size."""
+    # A rank's part shows as different sizes in different tensors, so it is recognised by its factor. Everything else
+    # counts as one cause only if the same dim has the same expected and stored size.
     stored, expected = item.tensor.global_shape, item.expected.shape
     if _is_empty(item):
         return ("empty",)
@@ -68,13 +71,14 @@ def _cause(ckpt: Checkpoint, item: ShapeDifference) -> tuple[object, ...]:
         return ("axes", len(stored), len(expected), len(stored) == 1)
     if _is_transposed(item):
         return ("transposed",)
-    if part := _part(ckpt, item):
-        return ("part", part)
+    if axis_size := _lost_axis_size(ckpt, item):
+        return ("part", axis_size)
     return tuple((_dim(item, axis), expected[axis], stored[axis]) for axis in item.axes)
 
 
-def _part(ckpt: Checkpoint, item: ShapeDifference) -> int:
-    """The size of the parallel axis of which one rank's part is stored; 0 where there is none."""
+def _lost_axis_size(ckpt: Checkpoint, item: ShapeDifference) -> int:
+    """The size of the mesh axis along which only one rank's part is stored; 0 if no axis explains the shape."""
+    # Half of the layers of a stacked tensor is a lost stage, never a tensor-parallel part.
     stored, expected = item.tensor.global_shape, item.expected.shape
     if len(item.axes) != 1 or not ckpt.has_megatron_names or _dim(item, item.axes[0]) == "num_layers":
         return 0
@@ -92,7 +96,8 @@ def _is_transposed(item: ShapeDifference) -> bool:
 
 
 def _is_constant(item: ShapeDifference) -> bool:
-    """Whether no field gives the sizes that differ: another version of the library may take other numbers."""
+    """Whether the sizes that differ come from numbers in the library's code, which other versions may change."""
+    # Small numbers (kernels, channels of an image) are part of the architecture and stay as they are.
     if _is_empty(item) or not item.axes or not item.expected.dims:
         return False
     return all(_dim(item, axis).isdecimal() and int(_dim(item, axis)) > _SMALL for axis in item.axes)
@@ -103,10 +108,10 @@ def _dim(item: ShapeDifference, axis: int) -> str:
 
 
 def _finding(ckpt: Checkpoint, fit: Fit, items: list[ShapeDifference]) -> Finding:
-    """One finding for tensors that differ alike: by a factor, a transposition, padding, or another size."""
+    """One finding for tensors with the same cause: a factor, a transposition, padding, or another size."""
     lead = items[0]
     stored, expected = lead.tensor.global_shape, lead.expected.shape
-    source, count, doubt = fit.expected.source, len(items), _doubt(fit, items)
+    source, count, doubt = fit.expected.source, len(items), _shared_doubt(fit, items)
     name = lead.tensor.fqn
     notes: tuple[Note, ...] = ()
     again = f"{'export' if fit.is_export else 'save'} again"
@@ -118,15 +123,17 @@ def _finding(ckpt: Checkpoint, fit: Fit, items: list[ShapeDifference]) -> Findin
     elif not lead.axes:
         subject = f"{name} is" if count == 1 else f"{plural(count, 'tensor')} have the wrong number of dims: {name} is"
         message = f"{subject} {shape_text(stored)}, but {source} gives {shape_text(expected)}"
-        part = Fraction(prod(stored), prod(expected) or 1)
-        if part != 1:
-            notes = (("ratio", f"{prod(stored):,} of {prod(expected):,} elements = {_times(part)}"),)
+        share = Fraction(prod(stored), prod(expected) or 1)
+        if share != 1:
+            notes = (("ratio", f"{prod(stored):,} of {prod(expected):,} elements = {_times(share)}"),)
     elif _is_transposed(lead):
         subject = f"{name} is" if count == 1 else f"{plural(count, 'tensor')} are transposed: {name} is"
         message = f"{subject} {shape_text(stored)}, but {source} gives {shape_text(expected)}"
         hint = f"store them in the layout of the model's class, and {again}"
     else:
-        message = _sizes(source, items)
+        # A whole multiple looks like replicas that were joined (verl#7610), 1/k like one rank's part. Any other ratio
+        # fits no fault of sharding, so the configuration is suspected.
+        message = _sizes_message(source, items)
         ratio = Fraction(stored[lead.axes[0]], expected[lead.axes[0]] or 1)
         dim = _dim(lead, lead.axes[0])
         notes = _relation(ckpt, dim, ratio) if len(lead.axes) == 1 else ()
@@ -144,14 +151,14 @@ def _finding(ckpt: Checkpoint, fit: Fit, items: list[ShapeDifference]) -> Findin
         kind=cause if isinstance(cause := _cause(ckpt, lead)[0], str) else "size",
         confidence="possible" if doubt or _is_constant(lead) else "certain",
         why=_consequence(fit),
-        notes=(doubt_note(doubt), ("tensors", _listed(items)), *notes, ("fields", _fields(fit, lead))),
+        notes=(doubt_note(doubt), ("tensors", _patterns(items)), *notes, ("fields", _fields(fit, lead))),
         hint=hint,
         group=f"shape {_cause(ckpt, lead)}",
     )
 
 
-def _sizes(source: str, items: list[ShapeDifference]) -> str:
-    """The sentence where sizes of some axes differ."""
+def _sizes_message(source: str, items: list[ShapeDifference]) -> str:
+    """The message if the number of axes is right and some sizes differ."""
     lead = items[0]
     stored, expected = lead.tensor.global_shape, lead.expected.shape
     axis = lead.axes[0]
@@ -181,7 +188,7 @@ def _times(ratio: Fraction) -> str:
 
 
 def _relation(ckpt: Checkpoint, dim: str, ratio: Fraction) -> tuple[Note, ...]:
-    """What a whole ratio usually comes from."""
+    """A note on the usual cause of a ratio k or 1/k between stored and expected size; () for other ratios."""
     factor = max(ratio.numerator, ratio.denominator)
     if min(ratio.numerator, ratio.denominator) != 1 or dim == "num_layers":
         return ()
@@ -196,7 +203,7 @@ def _relation(ckpt: Checkpoint, dim: str, ratio: Fraction) -> tuple[Note, ...]:
 
 
 def _fields(fit: Fit, item: ShapeDifference) -> str:
-    """The values of the fields that the shape follows from."""
+    """The fields that give the expected shape, with their values."""
     words = {word for dim in item.expected.dims for word in dim.replace("(", " ").replace(")", " ").split()}
     return ", ".join(field_text(fit, name) for name in fit.expected.fields if name in words)
 
@@ -205,20 +212,21 @@ def _consequence(fit: Fit) -> str:
     return "from_pretrained refuses a tensor of a different size" if fit.is_export else ""
 
 
-def _listed(items: list[ShapeDifference]) -> str:
+def _patterns(items: list[ShapeDifference]) -> str:
     if len(items) == 1:
         return ""
     return first_names(fold_names(item.tensor.fqn for item in items), noun="pattern")
 
 
-def _doubt(fit: Fit, items: list[ShapeDifference]) -> str:
-    """Why all of them may be right; "" where one cannot."""
+def _shared_doubt(fit: Fit, items: list[ShapeDifference]) -> str:
+    """Why all these shapes may be right after all; "" if at least one cannot."""
+    # Tensors of one cause are wrong or right together, so one shape that no open field explains settles all.
     doubts = [fit.doubt if _is_empty(item) else fit.doubt_of_shape(item.name, item.axes) for item in items]
     return doubts[0] if all(doubts) else ""
 
 
-def _many(ckpt: Checkpoint, fit: Fit) -> Finding:
-    lead, doubt = fit.shapes[0], _doubt(fit, fit.shapes)
+def _summary(ckpt: Checkpoint, fit: Fit) -> Finding:
+    lead, doubt = fit.shapes[0], _shared_doubt(fit, fit.shapes)
     compared = len(fit.pairing.stored)
     return Finding(
         f"{len(fit.shapes):,} of {plural(compared, 'tensor')} have shapes different from {fit.expected.source}: "
@@ -228,7 +236,7 @@ def _many(ckpt: Checkpoint, fit: Fit) -> Finding:
         keys=tuple(item.tensor.fqn for item in fit.shapes[:_MOST]),
         confidence="possible" if doubt else "certain",
         why=_consequence(fit),
-        notes=(doubt_note(doubt), ("tensors", _listed(fit.shapes))),
+        notes=(doubt_note(doubt), ("tensors", _patterns(fit.shapes))),
         hint="use the configuration of the job that wrote the tensors: this one probably belongs to another model",
     )
 

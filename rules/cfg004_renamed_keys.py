@@ -18,8 +18,8 @@ _PARTS = frozenset({"base_layer", "lora_A", "lora_B", "lora_embedding_A", "lora_
 _LEADING = frozenset({"module", "base_model"})
 _FILES = re.compile(r"(model|pytorch_model)[.-].*(safetensors|bin)(\.index\.json)?")
 _FILES_OF_DIFFUSERS = ("diffusion_pytorch_model", "pytorch_lora_weights")
-_USUAL = 4  # times as many names must have no wrapper
-_ROLES = 3  # fewer may be a module of the model
+_USUAL = 4  # times as many names of a role must have no wrapper
+_ROLES = 3  # fewer roles with a wrapper's name may be a module of the model
 
 
 @rule("CFG004", "renamed-keys", Severity.ERROR)
@@ -49,18 +49,18 @@ def renamed_keys(ckpt: Checkpoint) -> Iterator[Finding]:
         torch.distributed.checkpoint.state_dict.get_model_state_dict, huggingface/transformers#46650
     """
     if ckpt.metadata_file.startswith(_FILES_OF_DIFFUSERS):
-        yield from _of_diffusers(ckpt)
+        yield from _diffusers_findings(ckpt)
         return
     if ckpt.format not in ("safetensors", "torch") or ckpt.config is None or ckpt.config.file != MODEL_CONFIG:
-        yield from _in_few(ckpt)
+        yield from _wrapped_layers(ckpt)
         return
     unmerged = [key for key in ckpt.tensors if _PARTS.intersection(key.split("."))]
-    if unmerged and not any(map(_speaks_of_adapters, ckpt.config.values)):
+    if unmerged and not any(map(_declares_adapters, ckpt.config.values)):
         yield _unmerged(ckpt, unmerged)
         return
     fit = config_fit(ckpt)
     if isinstance(fit, Fit):
-        yield from _certain(ckpt, fit)
+        yield from _wrappers_by_model(ckpt, fit)
     elif _matches_nothing(ckpt):
         yield Finding(
             f"none of {len(ckpt.tensors):,} keys belongs to model_type {ckpt.config.values['model_type']}",
@@ -71,11 +71,11 @@ def renamed_keys(ckpt: Checkpoint) -> Iterator[Finding]:
             hint="rename the keys to the library's names, or set model_type and architectures for this model",
         )
     else:
-        likely = [*_likely(ckpt)]
-        yield from likely or _in_few(ckpt)
+        likely = [*_wrappers_by_count(ckpt)]
+        yield from likely or _wrapped_layers(ckpt)
 
 
-def _by_its_library(ckpt: Checkpoint) -> bool:
+def _is_of_transformers(ckpt: Checkpoint) -> bool:
     """Whether transformers wrote the configuration of its own model, and loads a file of this name."""
     values = ckpt.config.values if ckpt.config is not None else {}
     has_name = bool(_FILES.fullmatch(ckpt.metadata_file))
@@ -83,16 +83,16 @@ def _by_its_library(ckpt: Checkpoint) -> bool:
 
 
 def _matches_nothing(ckpt: Checkpoint) -> bool:
-    """Whether a file with about as many keys as the model has none of its names, under no prefix."""
+    """Whether a file with at least half as many keys as the model holds none of the model's names."""
     forms = expectations(ckpt)
-    if isinstance(forms, str) or not _by_its_library(ckpt) or len(contradictions(ckpt)) >= 2:
+    if isinstance(forms, str) or not _is_of_transformers(ckpt) or len(contradictions(ckpt)) >= 2:
         return False
     least = min(sum(tensor.needed for tensor in form.tensors.values()) for form in forms)
     return 2 * len(ckpt.tensors) >= least and not best_pairing(forms, [*ckpt.tensors]).stored
 
 
-def _of_diffusers(ckpt: Checkpoint) -> Iterator[Finding]:
-    """Words of wrappers in a file that diffusers loads by names, whose first part may be that of a component."""
+def _diffusers_findings(ckpt: Checkpoint) -> Iterator[Finding]:
+    """Findings on wrappers' names in a file of diffusers, whose keys may start with the name of a component."""
     counts: Counter[str] = Counter()
     for name in ckpt.tensors:
         parts = name.split(".")
@@ -102,8 +102,9 @@ def _of_diffusers(ckpt: Checkpoint) -> Iterator[Finding]:
         yield _finding(ckpt, f"{word}.", count, len(ckpt.tensors), ckpt.metadata_file, shown, "certain")
 
 
-def _in_few(ckpt: Checkpoint) -> Iterator[Finding]:
-    """Names with a wrapper inside where most names of their role have none: those of a layer or two."""
+def _wrapped_layers(ckpt: Checkpoint) -> Iterator[Finding]:
+    """A finding on names with a wrapper inside, if most names of the same roles have none."""
+    # A loader that takes wrappers off expects them in every layer or in none: only a layer or two is a fault.
     bare = {name: short for name in ckpt.tensors if (short := bare_name(name)) != name}
     if not bare:
         return
@@ -116,8 +117,8 @@ def _in_few(ckpt: Checkpoint) -> Iterator[Finding]:
         yield _finding(ckpt, f"{word}.", len(odd), len(ckpt.tensors), ckpt.metadata_file, odd[0], "certain")
 
 
-def _speaks_of_adapters(field: str) -> bool:
-    """Whether a field says that adapters belong to the model; ranks of latent attention (`kv_lora_rank`) do not."""
+def _declares_adapters(field: str) -> bool:
+    """Whether a field shows that adapters belong to the model; `kv_lora_rank` of latent attention does not."""
     return field == "auto_map" or ("lora" in field and not field.endswith("lora_rank"))
 
 
@@ -132,8 +133,8 @@ def _unmerged(ckpt: Checkpoint, keys: list[str]) -> Finding:
     )
 
 
-def _certain(ckpt: Checkpoint, fit: Fit) -> Iterator[Finding]:
-    """Words between the parts of a name that the model's own names lack, where these fit without them."""
+def _wrappers_by_model(ckpt: Checkpoint, fit: Fit) -> Iterator[Finding]:
+    """Findings on extra words in the stored names, which fit the model's names without them."""
     total = len(fit.pairing.stored) + len(fit.pairing.unknown)
     for words, count in fit.pairing.carried.items():
         shown = next(
@@ -145,23 +146,23 @@ def _certain(ckpt: Checkpoint, fit: Fit) -> Iterator[Finding]:
             "",
         )
         prefix = words.removesuffix(".")
-        is_known = prefix in fit.expected.prefixes or (words.count(".") == 1 and not _by_its_library(ckpt))
+        is_known = prefix in fit.expected.prefixes or (words.count(".") == 1 and not _is_of_transformers(ckpt))
         is_base = prefix not in WRAPPER_WORDS and is_known
         if not is_base or any(name.startswith(words) for name in fit.expected.tensors):
             label = f"{ckpt.metadata_file}, compared with {fit.place}"
             yield _finding(ckpt, words, count, total, label, shown, "likely" if fit.doubt_of(()) else "certain")
 
 
-def _likely(ckpt: Checkpoint) -> Iterator[Finding]:
-    counts = Counter(word for name in ckpt.tensors for word in _words(name))
+def _wrappers_by_count(ckpt: Checkpoint) -> Iterator[Finding]:
+    counts = Counter(word for name in ckpt.tensors for word in _wrapper_words(name))
     for word, count in counts.most_common(1):
         if count > _LEAST * len(ckpt.tensors) and count > 1:
-            first = next(name for name in ckpt.tensors if word in _words(name))
+            first = next(name for name in ckpt.tensors if word in _wrapper_words(name))
             yield _finding(ckpt, f"{word}.", count, len(ckpt.tensors), ckpt.metadata_file, first, "likely")
 
 
-def _words(name: str) -> frozenset[str]:
-    """The words of wrappers in a name: some anywhere, others only where they stand first."""
+def _wrapper_words(name: str) -> frozenset[str]:
+    """The names of wrappers in a key: some count anywhere, others only as the first part."""
     parts = name.split(".")
     return INNER_WORDS.intersection(parts) | _LEADING.intersection(parts[:1])
 
@@ -169,7 +170,7 @@ def _words(name: str) -> frozenset[str]:
 def _finding(
     ckpt: Checkpoint, words: str, count: int, total: int, label: str, shown: str, confidence: Confidence
 ) -> Finding:
-    """The finding on a word that all or many keys carry."""
+    """The finding on a word that all or many keys contain."""
     is_twice = words == words[: len(words) // 2] * 2
     which = f"all {total:,} keys contain" if count == total else f"{count:,} of {total:,} keys contain"
     return Finding(

@@ -46,9 +46,9 @@ def dtype_not_of_config(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def _has_double_norms(ckpt: Checkpoint, item: OtherDtype) -> bool:
-    """Whether they are float64 and norms among them, apart from single layers, of which SHP002 tells."""
-    told = {outlier.param.tensor.fqn for outlier in dtype_outliers(ckpt)}
-    return item.dtype == "float64" and any(parse(n).function == "norm" and n not in told for n in item.names)
+    """Whether norms are float64, not counting single layers, which SHP002 reports."""
+    reported = {outlier.param.tensor.fqn for outlier in dtype_outliers(ckpt)}
+    return item.dtype == "float64" and any(parse(n).function == "norm" and n not in reported for n in item.names)
 
 
 def _finding(ckpt: Checkpoint, fit: Fit, item: OtherDtype, is_double: bool) -> Finding:

@@ -22,7 +22,7 @@ from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.dtypes import ENCODINGS
 from ckptlint.vocabulary.keys import parse
 
-_FEW = 5  # a gap is at most one layer in so many
+_FEW = 5  # a gap is at most one layer in five
 _LEAST = 3
 
 
@@ -58,38 +58,40 @@ def adapter_factors(ckpt: Checkpoint) -> Iterator[Finding]:
     if not any({"A", "B"} & factors.keys.keys() for factors in modules):
         raise NotApplicable("no low-rank adapters")
     keys = [key for factors in modules for key in factors.keys.values()]
-    whole = [key for key in tensors if ckpt.metadata_file.startswith("adapter_model") and key not in keys]
-    empty = [key for key in (*keys, *whole) if 0 in tensors[key].global_shape]
+    other_keys = [key for key in tensors if ckpt.metadata_file.startswith("adapter_model") and key not in keys]
+    empty = [key for key in (*keys, *other_keys) if 0 in tensors[key].global_shape]
     flat = [key for factors in modules for part, key in factors.keys.items() if _is_flat(part, tensors[key])]
     flat = [key for key in flat if key not in set(empty)]
     if empty:
-        yield _shapeless(tensors, empty, len(keys) + len(whole), "empty")
+        yield _shapeless(tensors, empty, len(keys) + len(other_keys), "empty")
     if flat:
         yield _shapeless(tensors, flat, len(keys), "flat (fewer than two axes)")
-    yield from _alone(modules, tensors)
+    yield from _lone_factors(modules, tensors)
     bad = {*empty, *flat}
     sound = [factors for factors in modules if not bad.intersection(factors.keys.values())]
-    yield from _ranks(sound, tensors)
-    yield from _magnitudes(sound, tensors)
-    yield from _of_base(ckpt, sound, tensors)
-    yield from _gaps(ckpt, modules)
+    yield from _wrong_ranks(sound, tensors)
+    yield from _wrong_magnitudes(sound, tensors)
+    yield from _against_base(ckpt, sound, tensors)
+    yield from _layer_gaps(ckpt, modules)
     if ckpt.payload is not None:
-        yield from _zeros(ckpt.payload, [tensors[factors.keys["B"]] for factors in sound if "B" in factors.keys])
+        yield from _zero_factors(ckpt.payload, [tensors[factors.keys["B"]] for factors in sound if "B" in factors.keys])
 
 
-def _zeros(payload: PayloadTable, factors: list[Tensor]) -> Iterator[Finding]:
-    """What the zeros in factors B say: a rank's rows among zeros, or nothing trained."""
-    found: dict[Fraction, list[Tensor]] = defaultdict(list)
+def _zero_factors(payload: PayloadTable, factors: list[Tensor]) -> Iterator[Finding]:
+    """Findings on factors B that hold only zeros, or zeros in all rows but one rank's."""
+    # If k ranks gather a factor and one alone has data, (k-1)/k of it is zero: the same share in each factor, and at
+    # least the first or last row. Other shares, and zeros in columns, are ranks of the adapter that are not used.
+    by_share: dict[Fraction, list[Tensor]] = defaultdict(list)
     for factor in factors:
         records = factor.chunks.record
         if (records < 0).any() or not payload.scanned[records].all():
             return
-        found[Fraction(int(payload.zeros[records].sum()), factor.volume)].append(factor)
-    with_zeros = found.keys() - {Fraction(0)}
+        by_share[Fraction(int(payload.zeros[records].sum()), factor.volume)].append(factor)
+    with_zeros = by_share.keys() - {Fraction(0)}
     if len(with_zeros) != 1 or not factors:
         return
     (share,) = with_zeros
-    keys = [factor.fqn for factor in found[share]]
+    keys = [factor.fqn for factor in by_share[share]]
     if share == 1 and len(keys) == len(factors):
         yield Finding(
             f"factor B of {plural(len(keys), 'module')} holds only zeros",
@@ -102,11 +104,11 @@ def _zeros(payload: PayloadTable, factors: list[Tensor]) -> Iterator[Finding]:
         share != 1
         and share.denominator - share.numerator == 1
         and len(keys) >= _LEAST
-        and _lacks_rows(payload, found[share])
+        and _lacks_rows(payload, by_share[share])
     ):
         yield Finding(
             f"{share} of factor B is exactly zero in {len(keys)} of {plural(len(factors), 'module')}",
-            at=Location(found[share][0]),
+            at=Location(by_share[share][0]),
             identity=(str(share), *keys),
             keys=tuple(keys),
             notes=_keys(keys),
@@ -117,7 +119,7 @@ def _zeros(payload: PayloadTable, factors: list[Tensor]) -> Iterator[Finding]:
 
 
 def _lacks_rows(payload: PayloadTable, factors: list[Tensor]) -> bool:
-    """Whether the first or the last row of each is zero, as where other ranks' rows are; else some columns are."""
+    """Whether the first or the last row of each factor is all zero, so that rows are absent and not columns."""
     return all(
         bool((payload.edge_zeros[factor.chunks.record] >= prod(factor.global_shape[1:])).any()) for factor in factors
     )
@@ -141,8 +143,8 @@ def _shapeless(tensors: dict[str, Tensor], keys: list[str], total: int, how: str
     )
 
 
-def _alone(modules: list[Factors], tensors: dict[str, Tensor]) -> Iterator[Finding]:
-    """Modules with one factor of the two, one finding for each part that is missing."""
+def _lone_factors(modules: list[Factors], tensors: dict[str, Tensor]) -> Iterator[Finding]:
+    """Findings on modules with one of the two factors, one for all modules that lack A and one for B."""
     lacking: dict[Part, list[str]] = {"A": [], "B": []}
     both = 0
     for factors in modules:
@@ -171,8 +173,8 @@ def _these(count: int) -> str:
     return "this module does" if count == 1 else f"these {count} modules do"
 
 
-def _ranks(modules: list[Factors], tensors: dict[str, Tensor]) -> Iterator[Finding]:
-    """Factors whose inner sizes differ: rows of A and columns of B are both the adapter's rank."""
+def _wrong_ranks(modules: list[Factors], tensors: dict[str, Tensor]) -> Iterator[Finding]:
+    """Findings on factors whose inner sizes differ: rows of A and columns of B are both the adapter's rank."""
     for factors in modules:
         if not {"A", "B"} <= factors.keys.keys():
             continue
@@ -190,8 +192,8 @@ def _ranks(modules: list[Factors], tensors: dict[str, Tensor]) -> Iterator[Findi
             )
 
 
-def _of_base(ckpt: Checkpoint, modules: list[Factors], tensors: dict[str, Tensor]) -> Iterator[Finding]:
-    """Factors of another size than the weight of the base model, as one rank's slice is."""
+def _against_base(ckpt: Checkpoint, modules: list[Factors], tensors: dict[str, Tensor]) -> Iterator[Finding]:
+    """Findings on factors whose outer sizes are not those of the base model's weight."""
     shapes, source = _base_shapes(ckpt)
     experts = expert_sizes(shapes)
     of_experts: list[tuple[Tensor, Tensor, frozenset[tuple[int, int]]]] = []
@@ -204,11 +206,11 @@ def _of_base(ckpt: Checkpoint, modules: list[Factors], tensors: dict[str, Tensor
         key, rows, columns = f"{factors.base_module}.weight", b.global_shape[0], a.global_shape[1]
         shape = shapes.get(key, ())
         if len(shape) == 2 and (rows, columns) not in (shape, shape[::-1]):
-            part, at, size, wanted = (
+            side, at, size, wanted = (
                 ("rows", b, rows, shape[0]) if rows not in shape else ("columns", a, columns, shape[1])
             )
             yield Finding(
-                f"factor {'B' if at is b else 'A'}{{of}} has {size:,} {part}, but the weight in the base model has "
+                f"factor {'B' if at is b else 'A'}{{of}} has {size:,} {side}, but the weight in the base model has "
                 f"{wanted:,}",
                 at=Location(at),
                 notes=(("base model", f"{source}: {key} {shape_text(shape)}"),),
@@ -220,11 +222,11 @@ def _of_base(ckpt: Checkpoint, modules: list[Factors], tensors: dict[str, Tensor
         sizes = experts.get(home_of_experts(factors.base_module), frozenset())
         if not shape and sizes:
             of_experts.append((a, b, sizes))
-    yield from _of_experts(ckpt, of_experts, source)
+    yield from _against_experts(ckpt, of_experts, source)
 
 
 def _base_shapes(ckpt: Checkpoint) -> tuple[dict[str, tuple[int, ...]], str]:
-    """The shapes of the base model's weights by key, and the file or the reference that says so."""
+    """(key -> shape of the base model's weight, file or reference that gives the shapes)."""
     base = ckpt.config.base if ckpt.config is not None else {}
     shapes: dict[str, tuple[int, ...]] = {}
     if base:
@@ -240,14 +242,12 @@ def _base_shapes(ckpt: Checkpoint) -> tuple[dict[str, tuple[int, ...]], str]:
     return {key: shape for key, (dtype, shape) in stored if shape and dtype in ENCODINGS}, ckpt.reference.source
 
 
-def _of_experts(
+def _against_experts(
     ckpt: Checkpoint, pairs: list[tuple[Tensor, Tensor, frozenset[tuple[int, int]]]], source: str
 ) -> Iterator[Finding]:
-    """Factors for all experts of a layer, with the sizes that fit: those of another model, or all in another layout.
-
-    Of a file whose factors all fit when they are turned, another peft than today's made it. Where only some do, it is a
-    coincidence: one rank's half of gate and up is as large as down, turned.
-    """
+    """Findings on factors for all experts of a layer that fit no weight, or fit only with A and B exchanged."""
+    # peft changed the order of these factors. If all factors of a file fit when exchanged, an earlier peft wrote it. If
+    # only some do, it is a coincidence: one rank's half of gate and up is as large as down, exchanged.
     wrong = [pair for pair in pairs if (pair[1].global_shape[0], pair[0].global_shape[1]) not in pair[2]]
     turned = [pair for pair in pairs if (pair[0].global_shape[1], pair[1].global_shape[0]) in pair[2]]
     version = read_adapter_config(ckpt.config.values).version if ckpt.config is not None else ()
@@ -282,7 +282,7 @@ def _of_experts(
         )
 
 
-def _magnitudes(modules: list[Factors], tensors: dict[str, Tensor]) -> Iterator[Finding]:
+def _wrong_magnitudes(modules: list[Factors], tensors: dict[str, Tensor]) -> Iterator[Finding]:
     for factors in modules:
         if {"B", "magnitude"} <= factors.keys.keys():
             b, magnitude = tensors[factors.keys["B"]], tensors[factors.keys["magnitude"]]
@@ -297,10 +297,10 @@ def _magnitudes(modules: list[Factors], tensors: dict[str, Tensor]) -> Iterator[
                 )
 
 
-def _gaps(ckpt: Checkpoint, modules: list[Factors]) -> Iterator[Finding]:
-    """A few layers in a row without the adapter of a module, where others of the same attention or MLP have one.
+def _layer_gaps(ckpt: Checkpoint, modules: list[Factors]) -> Iterator[Finding]:
+    """Findings on a few consecutive layers without the adapter of a module whose siblings there have one.
 
-    Whole layers that lack all adapters are SHP001's; layers in a regular pattern, or many, are an architecture.
+    SHP001 reports layers that lack all adapters; many layers, or a regular pattern, are the model's architecture.
     """
     if ckpt.config is not None and read_adapter_config(ckpt.config.values).is_explicit:
         return
@@ -311,16 +311,16 @@ def _gaps(ckpt: Checkpoint, modules: list[Factors]) -> Iterator[Finding]:
         if key.layer is not None and not key.in_experts:
             depth = len(key.path.split(".")) - len(lead.removeprefix(f"{factors.module}.").split("."))
             layers[factors.adapter, ".".join(key.role.split(".")[:depth])][key.layer] = lead
-    homes: dict[tuple[str, str], dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+    siblings: dict[tuple[str, str], dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     for (adapter, role), stored in layers.items():
         for layer in stored:
-            homes[adapter, role.rpartition(".")[0]][layer].add(role)
+            siblings[adapter, role.rpartition(".")[0]][layer].add(role)
     for (adapter, role), stored in layers.items():
-        home = homes[adapter, role.rpartition(".")[0]]
-        lost = sorted(home.keys() - stored.keys())
-        usual = set().union(*(home[layer] for layer in stored))
-        # a layer that has modules of its own as well is of another kind
-        is_run = bool(lost) and lost[-1] - lost[0] == len(lost) - 1 and all(home[layer] <= usual for layer in lost)
+        roles_of = siblings[adapter, role.rpartition(".")[0]]
+        lost = sorted(roles_of.keys() - stored.keys())
+        usual = set().union(*(roles_of[layer] for layer in stored))
+        # A layer with modules that the others lack is of another kind, and need not have this one.
+        is_run = bool(lost) and lost[-1] - lost[0] == len(lost) - 1 and all(roles_of[layer] <= usual for layer in lost)
         if is_run and len(stored) >= _LEAST and _FEW * len(lost) <= len(stored) + len(lost):
             lead = next(iter(stored.values()))
             name = role.rpartition("*.")[2]

@@ -11,8 +11,8 @@ from ckptlint.vocabulary.config_fields import ADAPTER_CONFIG
 from ckptlint.vocabulary.keys import WRAPPING, parse
 
 _SHOWN = 6
-_FEW = 4  # times as many layers or modules must have what a few lack
-_SPARSEST = 2  # a key may claim any number
+_FEW = 4  # a lack counts as a loss if at least four times as many layers or modules are complete
+_SPARSEST = 2  # the highest layer number per stored layer; a key may hold any number, also an absurd one
 _LONGEST = 60
 _HEAD, _TABLES = ("classifier", "score"), ("embed_tokens", "lm_head")
 _CLASSIFIERS = ("SEQ_CLS", "TOKEN_CLS")
@@ -26,7 +26,7 @@ _PROVEN_BY = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})),
     **dict.fromkeys(("up_proj", "down_proj"), frozenset({"gate_proj", "up_proj", "down_proj"})),
 }
-"""Module -> those that no model has without it."""
+"""Module -> modules that no model has without it: if one of those is stored, the model has this one too."""
 _ATTENTION = ("q", "k", "v", "qkv", "attn_out")
 
 
@@ -74,22 +74,22 @@ def adapter_config(ckpt: Checkpoint) -> Iterator[Finding]:
             "factors",
         )
         return
-    yield from _names(ckpt)
-    yield from _scale(modules.values(), ckpt, config)
-    yield from _ranks(ckpt, config)
+    yield from _wrong_names(ckpt)
+    yield from _zero_scale(modules.values(), ckpt, config)
+    yield from _wrong_ranks(ckpt, config)
     yield from _magnitudes(ckpt, config)
-    native = _native(modules)
+    native = _with_native_names(modules)
     if native:
-        yield _of_native(native)
+        yield _native_finding(native)
     else:
-        yield from _targets(set(modules), config)
-        yield from _untargeted(set(modules), config)
-    yield from _saved(ckpt, config, modules)
+        yield from _missing_targets(set(modules), config)
+        yield from _unlisted_modules(set(modules), config)
+    yield from _missing_saved_modules(ckpt, config, modules)
     if not config.is_explicit and not any(map(_has_number, config.targets)):
-        yield from _layers(modules, ckpt.config.base_layers)
-        yield from _gaps(modules.values())
+        yield from _missing_layers(modules, ckpt.config.base_layers)
+        yield from _layer_gaps(modules.values())
     if ckpt.payload is not None:
-        yield from _zeros(ckpt, ckpt.payload, modules.values())
+        yield from _zero_factors(ckpt, ckpt.payload, modules.values())
 
 
 def _without_config(ckpt: Checkpoint) -> Finding:
@@ -102,8 +102,8 @@ def _without_config(ckpt: Checkpoint) -> Finding:
     )
 
 
-def _names(ckpt: Checkpoint) -> Iterator[Finding]:
-    """Names under which peft does not look; reported once, since one save names all keys alike."""
+def _wrong_names(ckpt: Checkpoint) -> Iterator[Finding]:
+    """Findings on key names that peft does not look for, one for each kind of fault in them."""
     keys = list(ckpt.tensors)
     wrapped = [key for key in keys if _wrapping(key)]
     named = sorted({factors.adapter for factors in factors_of(keys)} - {""})
@@ -112,7 +112,7 @@ def _names(ckpt: Checkpoint) -> Iterator[Finding]:
         yield _finding(
             f"{len(wrapped)} of {plural(len(keys), 'key')} contain {word}., left by a model wrapper",
             word,
-            notes=_listed("keys", fold_names(wrapped)),
+            notes=_name_notes("keys", fold_names(wrapped)),
             why="a model without that wrapper has no such keys: peft warns and keeps the initial values",
             hint=f"strip {word}. from the keys, or save the unwrapped model",
         )
@@ -120,7 +120,7 @@ def _names(ckpt: Checkpoint) -> Iterator[Finding]:
         yield _finding(
             f"no key starts with {PREFIX}",
             PREFIX,
-            notes=_listed("keys", fold_names(keys)),
+            notes=_name_notes("keys", fold_names(keys)),
             why="PeftModel.from_pretrained finds none of them, warns, and keeps the initial values",
             hint=f"put {PREFIX} before every key, or save with save_pretrained",
         )
@@ -129,7 +129,7 @@ def _names(ckpt: Checkpoint) -> Iterator[Finding]:
             f"the name of the adapter ({', '.join(named[:_SHOWN])}) is part of the keys, as in memory",
             "name",
             Severity.WARNING,
-            notes=_listed("keys", fold_names(keys)),
+            notes=_name_notes("keys", fold_names(keys)),
             why="peft puts the name there itself: release 0.21 finds the keys only under this name, 0.17 under none; "
             "whatever is not found keeps its initial values",
             hint="strip the name from the keys, or save with save_pretrained",
@@ -137,55 +137,60 @@ def _names(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def _wrapping(key: str) -> str:
-    """The word of a wrapper in a key, "" without one; `module` only where it stands before the whole model."""
+    """The wrapper's name in a key, "" if there is none; `module` counts only in front of the whole model."""
     parts = key.removeprefix(PREFIX).split(".")
     return next((part for part in parts if part in WRAPPING), "module" if parts[0] == "module" else "")
 
 
-def _scale(modules: Iterable[Factors], ckpt: Checkpoint, config: AdapterConfig) -> Iterator[Finding]:
-    """Modules whose factors the configuration multiplies by 0."""
+def _zero_scale(modules: Iterable[Factors], ckpt: Checkpoint, config: AdapterConfig) -> Iterator[Finding]:
+    """A finding on modules whose factors are multiplied by 0."""
+    # A configuration may set lora_alpha to 0 and give each module its own by alpha_pattern, which is no fault.
     ranks = {f.module: ckpt.tensors[f.keys["A"]].global_shape[:1] for f in modules if "A" in f.keys}
     nothing = [module for module, rank in ranks.items() if rank and config.scale_of(module, rank[0]) == 0]
     if nothing and config.alpha == 0:
         yield _finding(
             f"lora_alpha is 0 for {len(nothing)} of {plural(len(ranks), 'module')}",
             "lora_alpha",
-            notes=_listed("modules", fold_names(nothing)),
+            notes=_name_notes("modules", fold_names(nothing)),
             why="peft multiplies the factors by lora_alpha / r, so the adapter does nothing",
             hint=f"set lora_alpha in {ADAPTER_CONFIG} to the value of the run",
         )
 
 
-def _native(modules: Iterable[str]) -> list[str]:
-    """The modules with names of Megatron-Core in a block of layers whose other modules have those of transformers."""
+def _with_native_names(modules: Iterable[str]) -> list[str]:
+    """The modules with Megatron-Core names in blocks that also have modules with transformers names."""
+    # Megatron-Core names alone prove nothing (vision towers have a linear_fc1 too). No model has both kinds in one
+    # block, so a mix means that the key map of the export missed some modules.
     blocks: dict[str, list[str]] = defaultdict(list)
     for module in modules:
         blocks[parse(module).block].append(module)
     mixed = [
-        of_block
-        for block, of_block in blocks.items()
-        if block and any(_last(module) in _PROVEN_BY for module in of_block)
+        members
+        for block, members in blocks.items()
+        if block and any(_module_name(module) in _PROVEN_BY for module in members)
     ]
-    return [module for of_block in mixed for module in of_block if _last(module) in _NATIVE]
+    return [module for members in mixed for module in members if _module_name(module) in _NATIVE]
 
 
-def _last(module: str) -> str:
+def _module_name(module: str) -> str:
     return module.rpartition(".")[2]
 
 
-def _of_native(modules: list[str]) -> Finding:
+def _native_finding(modules: list[str]) -> Finding:
     return _finding(
         f"{plural(len(modules), 'module', 'has')} a Megatron-Core name, others in "
         "the same layers have transformers names",
         "native",
-        notes=_listed("modules", fold_names(modules)),
+        notes=_name_notes("modules", fold_names(modules)),
         why="no model has both, so peft misses one kind, warns, and keeps the initial values",
         hint="export the adapter again with a key mapping that covers these modules",
     )
 
 
-def _layers(modules: Iterable[str], total: int) -> Iterator[Finding]:
-    """Layers at an end of the base model of which no adapter is stored."""
+def _missing_layers(modules: Iterable[str], total: int) -> Iterator[Finding]:
+    """A finding if the attention adapters are those of one run of layers, and the base model has more."""
+    # One pipeline stage saved alone leaves such a run. Only attention counts: adapters of an MLP may exist only where
+    # the model has dense layers, and a hybrid model has attention in some layers, which leave no unbroken run.
     blocks: dict[str, set[int]] = defaultdict(set)
     for module in modules:
         key = parse(f"{module}.weight")
@@ -202,14 +207,15 @@ def _layers(modules: Iterable[str], total: int) -> Iterator[Finding]:
         )
 
 
-def _ranks(ckpt: Checkpoint, config: AdapterConfig) -> Iterator[Finding]:
-    """Modules of another rank than the configuration gives them, one finding for each rank."""
+def _wrong_ranks(ckpt: Checkpoint, config: AdapterConfig) -> Iterator[Finding]:
+    """Findings on modules whose rank differs from the declared one, one for each pair of ranks."""
     odd: dict[tuple[int, tuple[int, ...]], list[str]] = {}
     for factors in factors_of(ckpt.tensors):
         shape = ckpt.tensors[factors.keys["A"]].global_shape if "A" in factors.keys else ()
         expected = config.ranks_of(factors.module)
         if len(shape) < 2 or 0 in shape or not expected or shape[0] in expected:
             continue
+        # peft stacks the factors of all experts of a fused module along the rank.
         if any(shape[0] % rank == 0 for rank in config.ranks_of_experts(factors.base_module)):
             continue
         odd.setdefault((shape[0], tuple(sorted(expected))), []).append(factors.keys["A"])
@@ -221,7 +227,7 @@ def _ranks(ckpt: Checkpoint, config: AdapterConfig) -> Iterator[Finding]:
             at=Location(ckpt.tensors[keys[0]]),
             notes=(
                 ("declared", f"r {config.rank}, rank_pattern of {plural(len(config.ranks), 'name')}"),
-                *_listed("keys", fold_names(keys)),
+                *_name_notes("keys", fold_names(keys)),
             ),
             why="peft builds the adapter with the declared rank and stops with a size mismatch",
             hint=f"set r or rank_pattern and lora_alpha in {ADAPTER_CONFIG} to the values of the run",
@@ -229,7 +235,7 @@ def _ranks(ckpt: Checkpoint, config: AdapterConfig) -> Iterator[Finding]:
 
 
 def _magnitudes(ckpt: Checkpoint, config: AdapterConfig) -> Iterator[Finding]:
-    """DoRA has a magnitude for every module, and plain LoRA for none."""
+    """Findings if DoRA lacks magnitudes, or plain LoRA has some."""
     modules = [f for f in factors_of(ckpt.tensors) if not config.ranks_of_experts(f.module)]
     with_one = [f for f in modules if "magnitude" in f.keys]
     if config.magnitudes and len(with_one) < len(modules):
@@ -237,7 +243,7 @@ def _magnitudes(ckpt: Checkpoint, config: AdapterConfig) -> Iterator[Finding]:
         yield _finding(
             f"use_dora is true, but {len(keys)} of {plural(len(modules), 'module')} have no magnitude vector",
             "magnitude",
-            notes=_listed("modules", fold_names(keys)),
+            notes=_name_notes("modules", fold_names(keys)),
             why="peft warns and uses the norms of the base model instead of the trained magnitudes",
             hint="save again with save_pretrained",
         )
@@ -251,13 +257,15 @@ def _magnitudes(ckpt: Checkpoint, config: AdapterConfig) -> Iterator[Finding]:
         )
 
 
-def _targets(modules: set[str], config: AdapterConfig) -> Iterator[Finding]:
-    """Names in `target_modules` that no stored module has."""
+def _missing_targets(modules: set[str], config: AdapterConfig) -> Iterator[Finding]:
+    """Findings on names in `target_modules` that no stored module has."""
+    # Lists of targets are often made for several models, and peft ignores a name that the model lacks. It is a loss
+    # only if the model must have the module: a sibling of it is stored, or the name holds the number of a layer.
     stored = {end for module in modules for end in endings(module)}
     lost = [name for name in config.targets if name not in stored and name not in config.saved]
     lost = [name for name in lost if config.exclusion_of(name) != "all"]
-    sure = [name for name in lost if not config.exclusion_of(name)]
-    proven = {name for name in sure if _PROVEN_BY.get(name, frozenset()) & stored or _has_number(name)}
+    not_excluded = [name for name in lost if not config.exclusion_of(name)]
+    proven = {name for name in not_excluded if _PROVEN_BY.get(name, frozenset()) & stored or _has_number(name)}
     surely, perhaps = [n for n in lost if n in proven], [n for n in lost if n not in proven]
     for names, severity in ((surely, Severity.WARNING), (perhaps, Severity.INFO)):
         if names:
@@ -273,35 +281,34 @@ def _targets(modules: set[str], config: AdapterConfig) -> Iterator[Finding]:
             )
 
 
-def _untargeted(modules: set[str], config: AdapterConfig) -> Iterator[Finding]:
-    """Modules with factors that no name in a list of `target_modules` means."""
+def _unlisted_modules(modules: set[str], config: AdapterConfig) -> Iterator[Finding]:
+    """A finding on modules with factors that match no name in the list `target_modules`."""
     odd = [m for m in modules if config.targets and not config.parameters and {*endings(m)}.isdisjoint(config.targets)]
     if odd:
         yield _finding(
             f"target_modules lists none of {plural(len(odd), 'module')} with factors",
             "untargeted",
-            notes=_listed("modules", fold_names(sorted(odd))),
+            notes=_name_notes("modules", fold_names(sorted(odd))),
             why="peft builds no adapter there and ignores the factors, so the adapter does nothing there",
             hint=f"add them to target_modules in {ADAPTER_CONFIG}",
         )
 
 
-def _gaps(modules: Iterable[Factors]) -> Iterator[Finding]:
-    """Few layers in a row without any factors, where all others of their block have some.
-
-    The first layers of a model may have no experts, so an adapter of experts alone may begin later.
-    """
+def _layer_gaps(modules: Iterable[Factors]) -> Iterator[Finding]:
+    """Findings on a few consecutive layers without factors in a block whose other layers have some."""
+    # Lost layers are few and lie in a row. Hybrid models have attention in every n-th layer, and the first layers of a
+    # mixture may have no experts, so an adapter of experts alone may begin later: neither is reported.
     blocks: dict[str, set[int]] = defaultdict(set)
-    of_all_layers = set[str]()
+    dense_blocks = set[str]()
     for factors in modules:
         key = parse(f"{factors.module}.weight")
         if key.layer is not None:
             blocks[key.block].add(key.layer)
-            of_all_layers |= set() if key.in_experts else {key.block}
+            dense_blocks |= set() if key.in_experts else {key.block}
     for block, stored in blocks.items():
         span = max(stored) + 1
         lost = sorted({*range(span)} - stored) if span <= _SPARSEST * len(stored) else []
-        is_architecture = block not in of_all_layers and lost[:1] == [0]
+        is_architecture = block not in dense_blocks and lost[:1] == [0]
         if lost and not is_architecture and lost[-1] - lost[0] < len(lost) and len(stored) >= _FEW * len(lost):
             which = f"{numbered('layer', lost)} of {block}"
             yield _finding(
@@ -314,8 +321,10 @@ def _gaps(modules: Iterable[Factors]) -> Iterator[Finding]:
             )
 
 
-def _zeros(ckpt: Checkpoint, payload: PayloadTable, modules: Iterable[Factors]) -> Iterator[Finding]:
-    """Factors B of zeros alone, among others that were trained or in a step that was, or with an A of zeros."""
+def _zero_factors(ckpt: Checkpoint, payload: PayloadTable, modules: Iterable[Factors]) -> Iterator[Finding]:
+    """A finding on factors B that hold only zeros although they were trained."""
+    # peft initialises B with zeros and A at random, so zeros in B are normal before training. They are a loss if most
+    # other factors B were trained, if the step is above 0, or if A is zero too, which no initialisation gives.
     pairs = [f.keys for f in modules if {"A", "B"} <= f.keys.keys() and not parse(f.keys["B"]).in_experts]
     factors = [ckpt.tensors[key] for keys in pairs for key in (keys["A"], keys["B"])]
     if any((one.chunks.record < 0).any() or not payload.scanned[one.chunks.record].all() for one in factors):
@@ -332,7 +341,7 @@ def _zeros(ckpt: Checkpoint, payload: PayloadTable, modules: Iterable[Factors]) 
             "zeros",
             Severity.WARNING,
             at=Location(keys[0]),
-            notes=_listed("keys", fold_names(keys)),
+            notes=_name_notes("keys", fold_names(keys)),
             why="the product of the factors is 0: the adapter does nothing there"
             + ", and no gradient ever reaches it" * bool(dead),
             hint="see whether the optimizer had these parameters, and whether they were gathered before the save",
@@ -340,21 +349,23 @@ def _zeros(ckpt: Checkpoint, payload: PayloadTable, modules: Iterable[Factors]) 
 
 
 def _has_number(name: str) -> bool:
-    """Whether it names one layer, as no list does that was made for several models."""
+    """Whether the name holds a layer's number, so that the list was made for this model."""
     return any(part.isdigit() for part in name.split("."))
 
 
-def _saved(ckpt: Checkpoint, config: AdapterConfig, modules: Iterable[str]) -> Iterator[Finding]:
-    """Names in `modules_to_save`, and those that peft adds to them for a classifier, of which nothing is stored."""
+def _missing_saved_modules(ckpt: Checkpoint, config: AdapterConfig, modules: Iterable[str]) -> Iterator[Finding]:
+    """Findings on names that peft saves in full (`modules_to_save`, a classifier's head), but which are not stored."""
     paths = [f".{key}." for key in ckpt.tensors if ".lora_" not in key]
-    parts = {end for path in paths for end in path.split(".")} | {*map(_last, modules)}
+    key_parts = {end for path in paths for end in path.split(".")} | {*map(_module_name, modules)}
     names = dict.fromkeys((*config.saved, *(_HEAD if config.task in _CLASSIFIERS and not paths else ())))
-    stored = {name for name in names if name in parts or ("." in name and any(f".{name}." in p for p in paths))}
-    for pair in (_HEAD, _TABLES):  # lists carry both names of a head; of two that are tied one may be stored
-        if parts.intersection(pair):
+    stored = {name for name in names if name in key_parts or ("." in name and any(f".{name}." in p for p in paths))}
+    # Lists name a head in both usual ways, and of two tied tables one may be stored: half of a pair is enough.
+    for pair in (_HEAD, _TABLES):
+        if key_parts.intersection(pair):
             stored |= {*pair}
     lost = [name for name in names if name not in stored]
     has_tables = any(".model.layers." in module for module in modules)
+    # Every causal model has token tables and every classifier a head; another name may be of another model's list.
     is_sure = (not paths and {*_HEAD} <= {*lost}) or (has_tables and not {*_TABLES}.isdisjoint(lost))
     names_them = "modules_to_save names" if {*lost} & {*config.saved} else f"for {config.task} peft loads"
     if lost:
@@ -389,7 +400,7 @@ def _finding(
     )
 
 
-def _listed(label: str, texts: list[str]) -> tuple[Note, ...]:
+def _name_notes(label: str, texts: list[str]) -> tuple[Note, ...]:
     return ((label, first_names(texts, _SHOWN)),)
 
 

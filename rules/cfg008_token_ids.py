@@ -84,7 +84,7 @@ def token_ids(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def _legal(section: Mapping[str, Any]) -> Iterator[int]:
-    """The ids of a section that no row needs to stand for: nobody set them, or the model replaces them."""
+    """The ids of a section that need no row in the embedding: nobody set them, or the model replaces them."""
     from ckptlint.architecture.huggingface import default_ids
 
     yield from default_ids(str(section.get("model_type")))

@@ -47,35 +47,37 @@ def iteration_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
         megatron.training.checkpointing.read_metadata
     """
     run, claims = ckpt.run, _claims(ckpt)
-    states = [file for file in ckpt.step_files if file.step is not None and file.folder_step is not None]
-    apart = [*_ranks_apart([claim for claim in claims if not is_one_of_several(ckpt, claim.source)])]
-    yield from apart
-    if run is None and not states and not apart:
+    trainer_states = [file for file in ckpt.step_files if file.step is not None and file.folder_step is not None]
+    disagreements = [*_rank_disagreements([claim for claim in claims if not is_one_of_several(ckpt, claim.source)])]
+    yield from disagreements
+    if run is None and not trainer_states and not disagreements:
         raise NotApplicable("the folder's name is no step of a run")
-    kept = _stored(ckpt, run)
-    if run and run.tracker is None and run.prefix != "iter_" and not claims and not states:
+    iterations = _stored_iterations(ckpt, run)
+    if run and run.tracker is None and run.prefix != "iter_" and not claims and not trainer_states:
         raise NotApplicable("nothing but the folder's name says which step this is")
-    counters = [_of_trainer(file) for file in states]
+    counters = [_trainer_counter(file) for file in trainer_states]
     if run is not None:
-        counters += [_of_iteration(run, *item) for item in kept if run.prefix == "iter_"]
-        counters += [_of_claim(ckpt, run, claim) for claim in claims]
-    folder = run.step if run is not None else next((file.folder_step for file in states), None)
-    notes = _numbers(run, kept[0][1] if kept else None) if run is not None else ()
-    yield from _contradiction(ckpt, folder, counters, notes if kept else ())
+        counters += [_iteration_counter(run, *item) for item in iterations if run.prefix == "iter_"]
+        counters += [_claim_counter(ckpt, run, claim) for claim in claims]
+    folder = run.step if run is not None else next((file.folder_step for file in trainer_states), None)
+    notes = _number_notes(run, iterations[0][1] if iterations else None) if run is not None else ()
+    yield from _contradiction(ckpt, folder, counters, notes if iterations else ())
     if run is not None and run.tracker is not None and run.is_asked:
-        yield from _tracked(run, run.tracker, notes)
+        yield from _tracker_findings(run, run.tracker, notes)
 
 
-def _tracked(run: RunFolder, tracker: int | Literal["release"], notes: tuple[Note, ...]) -> Iterator[Finding]:
-    """What is wrong with the step that the tracker names: a fault of the run."""
-    named, newest = tracker if tracker == "release" else f"step {tracker}", run.newest_complete
+def _tracker_findings(run: RunFolder, tracker: int | Literal["release"], notes: tuple[Note, ...]) -> Iterator[Finding]:
+    """Findings on the step that the tracker names; they belong to the run, not to this step."""
+    target, newest = tracker if tracker == "release" else f"step {tracker}", run.newest_complete
     finding = Finding("", at=Location(file=run.tracker_file), notes=notes, of_run=True)
     resume = "copy the step back" if newest is None else run.tracking(newest)
     if run.tracked == "absent":
+        # A tracker names its step only after the save, so an absent step was lost. Where one step is all there is,
+        # it was more probably copied out of the run together with the tracker, and nothing is lost here.
         alone = len(run.steps) == 1
         yield replace(
             finding,
-            message=f"{run.tracker_file} names {named}, which does not exist",
+            message=f"{run.tracker_file} names {target}, which does not exist",
             identity=("tracked", str(tracker)),
             severity=Severity.WARNING if alone else None,
             hint=f"{resume} to resume from this step, or restore {run.folder_of(tracker)}",
@@ -83,10 +85,11 @@ def _tracked(run: RunFolder, tracker: int | Literal["release"], notes: tuple[Not
     elif run.tracked == "unfinished" and tracker != run.step:
         yield replace(
             finding,
-            message=f"{run.tracker_file} names {named}, whose save did not finish",
+            message=f"{run.tracker_file} names {target}, whose save did not finish",
             identity=("unfinished", str(tracker)),
             hint=f"{resume}, the newest finished step",
         )
+    # A job that is killed between save and tracker leaves a healthy step ahead of the tracker: no loss, so info.
     elif tracker != "release" and tracker < run.step == newest:
         yield replace(
             finding,
@@ -98,25 +101,26 @@ def _tracked(run: RunFolder, tracker: int | Literal["release"], notes: tuple[Not
         )
 
 
-def _stored(ckpt: Checkpoint, run: RunFolder | None) -> list[tuple[str, int]]:
-    """The iterations that were saved in the step, each with where."""
-    found = [] if run is None or run.saved is None else [(_TRAIN_STATE, run.saved)]
+def _stored_iterations(ckpt: Checkpoint, run: RunFolder | None) -> list[tuple[str, int]]:
+    """(file, iteration) for each iteration that the step itself stores, the common state's first."""
+    iterations = [] if run is None or run.saved is None else [(_TRAIN_STATE, run.saved)]
     value = ckpt.common_value("iteration")
     if ckpt.common is not None and isinstance(value, int) and not isinstance(value, bool):
-        found.insert(0, (ckpt.common.source, value))
-    return found
+        iterations.insert(0, (ckpt.common.source, value))
+    return iterations
 
 
-def _numbers(run: RunFolder, stored: int | None) -> tuple[Note, ...]:
+def _number_notes(run: RunFolder, stored: int | None) -> tuple[Note, ...]:
     states = {"unfinished": ", which is not complete", "absent": ", which does not exist"}
     shown = [str(step) for step in run.steps[-8:]]
     steps = ", ".join((["..."] if len(run.steps) > 8 else []) + shown)
-    said = [f"the folder is step {run.step}"]
-    said += [f"the common state says {stored}"] if stored is not None else []
-    said += [f"the tracker points to {run.tracker}{states.get(run.tracked, '')}"] if run.tracker is not None else []
+    sentences = [f"the folder is step {run.step}"]
+    sentences += [f"the common state says {stored}"] if stored is not None else []
+    if run.tracker is not None:
+        sentences.append(f"the tracker points to {run.tracker}{states.get(run.tracked, '')}")
     newest = "none" if run.newest_complete is None else str(run.newest_complete)
     return (
-        ("numbers", join_words(said)),
+        ("numbers", join_words(sentences)),
         ("steps", f"{steps or run.step}; newest finished {newest}"),
     )
 
@@ -125,11 +129,11 @@ def _numbers(run: RunFolder, stored: int | None) -> tuple[Note, ...]:
 
 
 class _Counter(NamedTuple):
-    """A number in the step that counts steps.
+    """A step number that is stored inside the step.
 
     Attributes:
-        level: how bad it is if it is not the folder's; None for one that may count otherwise.
-        because: what makes that sure; "" where it needs no word.
+        level: severity if it differs from the folder's number; None if it may count something else than steps.
+        because: why it must equal the folder's number; "" where the message says enough.
     """
 
     source: str
@@ -142,16 +146,16 @@ class _Counter(NamedTuple):
 def _contradiction(
     ckpt: Checkpoint, folder: int | None, counters: list[_Counter], notes: tuple[Note, ...]
 ) -> Iterator[Finding]:
-    """One finding on all counters that are not at the folder's step, led by the surest."""
-    other = [counter for counter in counters if counter.level is not None and counter.step != folder]
-    if not other:
+    """One finding on all counters that differ from the folder's step; its text is about the most severe."""
+    differing = [counter for counter in counters if counter.level is not None and counter.step != folder]
+    if not differing:
         return
-    lead, *_ = sorted(other, key=lambda counter: counter.level or Severity.INFO, reverse=True)
-    said = defaultdict(list)
+    lead, *_ = sorted(differing, key=lambda counter: counter.level or Severity.INFO, reverse=True)
+    sources_of = defaultdict(list)
     for counter in counters:
-        said[counter.step].append(counter.source)
-    at = [f"{step}: {first_names(dict.fromkeys(sources))}" for step, sources in sorted(said.items())]
-    about = (("because", lead.because), ("counters", "; ".join(at) if at[1:] else ""))
+        sources_of[counter.step].append(counter.source)
+    steps = [f"{step}: {first_names(dict.fromkeys(sources))}" for step, sources in sorted(sources_of.items())]
+    counter_notes = (("because", lead.because), ("counters", "; ".join(steps) if steps[1:] else ""))
     is_file = any(file.name == lead.source for file in ckpt.step_files)
     yield Finding(
         f"the folder is named for step {folder}, but {lead.source} says step {lead.step}",
@@ -159,39 +163,41 @@ def _contradiction(
         identity=("step", str(lead.step)),
         severity=lead.level,
         why="a resume picks the step by its folder name, and continues counting from the number inside",
-        notes=tuple(note for note in about if note[1]) + notes,
+        notes=tuple(note for note in counter_notes if note[1]) + notes,
         hint=lead.hint,
     )
 
 
-def _of_trainer(file: StepFile) -> _Counter:
+def _trainer_counter(file: StepFile) -> _Counter:
     hint = f"rename the folder to checkpoint-{file.step}, or restore the {file.name} of its step"
     return _Counter(file.name, file.step or 0, Severity.WARNING, hint, "the Trainer writes both from one counter")
 
 
-def _of_iteration(run: RunFolder, source: str, iteration: int) -> _Counter:
+def _iteration_counter(run: RunFolder, source: str, iteration: int) -> _Counter:
     hint = f"if the content is right, rename the folder to {run.folder_of(iteration)}; otherwise restore the "
     return _Counter(source, iteration, Severity.ERROR, f"{hint}{source} of step {run.step}")
 
 
-def _of_claim(ckpt: Checkpoint, run: RunFolder, claim: StepClaim) -> _Counter:
+def _claim_counter(ckpt: Checkpoint, run: RunFolder, claim: StepClaim) -> _Counter:
     hint = f"compare this folder with step {claim.step} before you resume"
     level, because = _level(ckpt, run, claim)
     return _Counter(claim.source, claim.step, level, hint, because)
 
 
 def _claims(ckpt: Checkpoint) -> list[StepClaim]:
-    """What entries and files of the step say, but for what has a check of its own."""
+    """The step numbers in entries and files of the step, without those of the Trainer, which have their own check."""
     files = [file for file in ckpt.step_files if file.step is not None and file.folder_step is None]
     return [*ckpt.claims, *(StepClaim(file.name, file.step) for file in files if file.step is not None)]
 
 
-def _ranks_apart(claims: list[StepClaim]) -> Iterator[Finding]:
-    """Files of ranks, alike but for their numbers, that say different steps: one save writes them all."""
-    alike: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
+def _rank_disagreements(claims: list[StepClaim]) -> Iterator[Finding]:
+    """Findings on files whose names differ only in numbers, such as a rank, and which hold different steps."""
+    by_pattern: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
     for claim in claims:
-        alike[_NUMBERS.sub("0", claim.source)][claim.step].append(claim.source)
-    for steps in alike.values():
+        by_pattern[_NUMBERS.sub("0", claim.source)][claim.step].append(claim.source)
+    for steps in by_pattern.values():
+        # One save gives all ranks one step, but nothing says which files are the strangers: the majority is taken as
+        # right, and the later step of two with as many files.
         most, *others = sorted(steps, key=lambda step: (-len(steps[step]), -step))
         for step in others:
             verb = "says" if len(steps[step]) == 1 else "say"
@@ -206,16 +212,20 @@ def _ranks_apart(claims: list[StepClaim]) -> Iterator[Finding]:
 
 
 def _level(ckpt: Checkpoint, run: RunFolder, claim: StepClaim) -> tuple[Severity | None, str]:
-    """How sure it is that the number should be the folder's, and why; None for a counter that may count otherwise."""
+    """(severity if the number is not the folder's, why it should be); None if it may count something else."""
     for counter in world().one_counter:
         if run.prefix == counter.prefix and counter.entry.fullmatch(claim.source):
             return Severity.WARNING, f"{counter.framework} writes both from one counter"
+    # Any other `step` or `global_step` may count batches or epochs, or start anew with each job. It is evidence only
+    # if it is the number of another step of this run: chance rarely hits one.
     if claim.step not in run.steps or claim.step == run.step:
         return None, ""
     before = ckpt.before
     if before is not None and before.run is not None and "last_epoch" not in claim.source:
-        stood = claim.step == before.run.step and claim in _claims(before)
-        if stood:
+        # It counted steps in the step before, and has not moved since: the value of that save was stored again.
+        # `last_epoch` is excluded: a scheduler that starts anew may reach the number of an earlier step by itself.
+        is_stale = claim.step == before.run.step and claim in _claims(before)
+        if is_stale:
             return Severity.WARNING, f"in {run.folder_of(claim.step)} the same counter matches the folder"
     return (
         Severity.INFO,

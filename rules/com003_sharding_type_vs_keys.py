@@ -64,34 +64,34 @@ def sharding_type_vs_keys(ckpt: Checkpoint) -> Iterator[Finding]:
         wanted = _FORMS.get(declared_type)
         if wanted is None or forms[name].get(wanted):
             continue
-        found, count = max(forms[name].items(), key=lambda item: item[1])
+        stored, count = max(forms[name].items(), key=lambda item: item[1])
         of = f" of mimo.{name}" if name else ""
-        fitting = " or ".join(kind for kind, form in _FORMS.items() if form == found)
+        fitting = " or ".join(kind for kind, form in _FORMS.items() if form == stored)
         yield Finding(
-            f"sharding type {declared_type}{of} needs keys {_WORDS[wanted]}, but all {count:,} are {_WORDS[found]}",
+            f"sharding type {declared_type}{of} needs keys {_WORDS[wanted]}, but all {count:,} are {_WORDS[stored]}",
             at=Location(
                 file=places[0].partition(": ")[0] if places[0] != "content_metadata" else _source(ckpt),
                 label=", ".join(places[:4]),
             ),
             identity=(declared_type, name),
-            notes=(("keys", ", ".join(f"{_WORDS[form]}: {forms[name].get(form, 0):,}" for form in (wanted, found))),),
+            notes=(("keys", ", ".join(f"{_WORDS[form]}: {forms[name].get(form, 0):,}" for form in (wanted, stored))),),
             hint=f"set the type to {fitting}, which matches these keys, and load again",
         )
 
 
 def _forms(ckpt: Checkpoint) -> dict[str, dict[_Form, int]]:
     """Module name -> how many optimizer keys have each form."""
-    found: dict[str, dict[_Form, int]] = defaultdict(lambda: defaultdict(int))
+    counts: dict[str, dict[_Form, int]] = defaultdict(lambda: defaultdict(int))
     for state in inventory_of(ckpt).states:
         is_megatron_order = f"state.{state.what}." in state.tensor.fqn
-        found[optimizer_module(state.chain).name]["states" if is_megatron_order else "torch states"] += 1
+        counts[optimizer_module(state.chain).name]["states" if is_megatron_order else "torch states"] += 1
     for bucket in inventory_of(ckpt).buckets:
-        found[optimizer_module(bucket.chain).name]["buckets"] += 1
+        counts[optimizer_module(bucket.chain).name]["buckets"] += 1
     for key, _, rows in ckpt.objects.rows_by_grid():
         group = dp_group(key)
         if group is not None and group[2] == "param_state":
-            found[optimizer_module(group[0]).name]["one object"] += len(rows)
-    return found
+            counts[optimizer_module(group[0]).name]["one object"] += len(rows)
+    return counts
 
 
 def _source(ckpt: Checkpoint) -> str:

@@ -116,7 +116,7 @@ def _is_distributed(ckpt: Checkpoint, module: Module, types: list[Module]) -> bo
 
 
 def _notes(ckpt: Checkpoint, lost: list[RecordKind], kept: dict[RecordKind, list[Module]]) -> tuple[Note, ...]:
-    """What the common state has instead, and which optimizers do have the records."""
+    """Notes on the contents of the common state, and on the optimizers that have the records."""
     common = require(ckpt.common)
     optimizer = common.values.get("optimizer")
     if isinstance(optimizer, dict):

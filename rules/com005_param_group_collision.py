@@ -35,10 +35,10 @@ def param_group_collision(ckpt: Checkpoint) -> Iterator[Finding]:
     lists = [
         record for record in optimizer_records(ckpt) if record.kind == "param_groups" and isinstance(record.value, list)
     ]
-    found = [(record, groups) for record in lists if (groups := _identified(record.value))]
-    if not found:
+    identified = [(record, groups) for record in lists if (groups := _identified(record.value))]
+    if not identified:
         raise NotApplicable("no parameter groups of Megatron-Core were found")
-    for record, groups in found:
+    for record, groups in identified:
         same: dict[tuple[Any, ...], list[int]] = defaultdict(list)
         for number, group in groups.items():
             same[tuple(group[name] for name in _IDENTITY)].append(number)
@@ -67,7 +67,7 @@ def param_group_collision(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def _identified(groups: list[Any]) -> dict[int, dict[Any, Any]]:
-    """The groups by number, those that carry the fields of an identity."""
+    """Number -> group, for groups that have all fields that identify a group."""
     return {
         number: group
         for number, group in enumerate(groups)
@@ -85,7 +85,7 @@ def _text(value: Any) -> str:
 
 
 def _sizes(groups: dict[int, dict[Any, Any]], numbers: list[int]) -> str:
-    """How many parameters the groups have, "" where they do not say."""
+    """The numbers of parameters of these groups, as text; "" if a group does not list them."""
     params = [groups[number].get("params") for number in numbers]
     if not all(isinstance(group, list) for group in params):
         return ""

@@ -43,10 +43,10 @@ def runtime_state_in_common(ckpt: Checkpoint) -> Iterator[Finding]:
         if top not in _RUNTIME_TOPS:
             for path, size in _walk(str(top), value, 0):
                 by_role.setdefault(role(path), []).append((printable(path), size))
-    for found in by_role.values():
-        path, sizes = found[0][0], [size for _, size in found]
+    for members in by_role.values():
+        path, sizes = members[0][0], [size for _, size in members]
         known = [size for size in sizes if size is not None]
-        what = f"{path} is" if len(found) == 1 else f"{len(found):,} values like {path} are"
+        what = f"{path} is" if len(members) == 1 else f"{len(members):,} values like {path} are"
         yield Finding(
             f"{what} in the common state, which every rank restores",
             at=Location(file=ckpt.common.source, label=f"{ckpt.common.source}: {path}"),

@@ -56,6 +56,6 @@ def optimizer_presence(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def _is_export(ckpt: Checkpoint) -> bool:
-    """Whether weights alone are what such a folder holds."""
+    """Whether a folder like this holds only weights by design."""
     is_first = ckpt.common_value("iteration") == 0
     return PurePath(ckpt.path).name == "release" or is_first or flag(ckpt.declared, "finetune") is True

@@ -87,7 +87,7 @@ def _finding(ckpt: Checkpoint, count: LayerCount) -> Finding:
 
 
 def _foreign(ckpt: Checkpoint, foreign: tuple[Contradiction, ...]) -> Finding:
-    """The finding on declared sizes of which several are wrong at once: they belong to another job."""
+    """The finding that several declared sizes are wrong at once, so that they belong to another job."""
     sources = sorted({item.declared.source for item in foreign})
     of_model = [item for item in foreign if item.name in _MODEL_SIZES or item in foreign_sizes(ckpt)]
     whose = "another model" if of_model else "a job with another mesh"

@@ -43,8 +43,8 @@ def vocab_rows(ckpt: Checkpoint) -> Iterator[Finding]:
         raise NotApplicable("there is neither an embedding nor an output layer whose weights are floating point")
     known = judged_shapes(ckpt)  # CFG003 reports these
     tables = [param for param in tables if param.tensor.fqn not in known]
-    found = list(_against_declared(ckpt, tables))
-    yield from found or _unequal(ckpt, tables)
+    findings = list(_against_declared(ckpt, tables))
+    yield from findings or _unequal_tables(ckpt, tables)
 
 
 def _against_declared(ckpt: Checkpoint, tables: list[Param]) -> Iterator[Finding]:
@@ -58,22 +58,22 @@ def _against_declared(ckpt: Checkpoint, tables: list[Param]) -> Iterator[Finding
     base = padded or _rounded(vocab or 0, (divisor or 1) * tp)
     for param in tables:
         rows = param.own_shape[0]
-        if rows not in (vocab, base, *_own(ckpt, param)) and not _is_rounded(rows, vocab, divisor):
-            yield from _judged(ckpt, param, rows, base, tp, padded is not None)
+        if rows not in (vocab, base, *_module_vocabularies(ckpt, param)) and not _is_rounded(rows, vocab, divisor):
+            yield from _row_findings(ckpt, param, rows, base, tp, padded is not None)
 
 
-def _own(ckpt: Checkpoint, param: Param) -> Iterator[object]:
-    """The vocabulary in the configuration's part for a table's module (`qformer_config` for `qformer`)."""
+def _module_vocabularies(ckpt: Checkpoint, param: Param) -> Iterator[object]:
+    """The vocabulary sizes in the configuration's sections for a table's modules (`qformer_config` for `qformer`)."""
     for name in param.tensor.fqn.split("."):
         if ckpt.config is not None and isinstance(part := ckpt.config.values.get(f"{name}_config"), dict):
             yield part.get("vocab_size")
 
 
-def _unequal(ckpt: Checkpoint, tables: list[Param]) -> Iterator[Finding]:
-    """The one embedding and the one output layer of a model, where their rows exclude each other."""
+def _unequal_tables(ckpt: Checkpoint, tables: list[Param]) -> Iterator[Finding]:
+    """A finding if the model's only embedding and only output layer cannot belong to one vocabulary."""
     names = [p.key.path for p in main_params(ckpt) if not p.key.block and len(p.own_shape) == 2]
     if sum("embed" in name and "position" not in name for name in names) > 1:
-        return  # of text and of audio, of images: tables of other vocabularies
+        return  # tables of several vocabularies: text, audio, images
     embeddings, outputs = ([p for p in tables if p.key.function == name] for name in ("embedding", "output"))
     if len(embeddings) != 1 or len(outputs) != 1 or embeddings[0].own_shape[1] != outputs[0].own_shape[1]:
         return
@@ -95,8 +95,9 @@ def _unequal(ckpt: Checkpoint, tables: list[Param]) -> Iterator[Finding]:
     )
 
 
-def _judged(ckpt: Checkpoint, param: Param, rows: int, base: int, tp: int, is_padded: bool) -> Iterator[Finding]:
-    """What rows that are not the declared ones may be: copies, one rank's part, missing or too much padding."""
+def _row_findings(ckpt: Checkpoint, param: Param, rows: int, base: int, tp: int, is_padded: bool) -> Iterator[Finding]:
+    """Findings on a number of rows that is not declared: copies, one rank's part, or too much padding."""
+    # Up to a few thousand rows, or 1/16, above the padded size are tokens that somebody added, which is no fault.
     what = "the padded vocabulary" if is_padded else "the vocabulary"
     if rows % base == 0:
         times = rows // base

@@ -16,7 +16,7 @@ from ckptlint.vocabulary.parts import part_of_file, part_of_key
 _DATALOADER = re.compile(r"((?:.+\.)?dataloader\.dp_rank_)(\d{1,9})(?:\..*)?")
 _NAMED = 8
 _LISTED = 2**16
-_MANY = 3  # files of a set of which nobody says what it counts, and how many of them there are for each that is lost
+_MANY = 3  # stored files for each missing one, at least, where nothing says what the numbers count
 
 
 @rule("COM012", "numbered-files", Severity.ERROR)
@@ -47,13 +47,13 @@ def numbered_files(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         accelerate.checkpointing.save_accelerator_state, NVIDIA/Megatron-LM#7413
     """
-    found = sets_of(ckpt)
-    entries = _dataloaders(ckpt) if not ckpt.partial else {}
-    if not found and not entries:
+    file_sets = sets_of(ckpt)
+    entries = _dataloader_ranks(ckpt) if not ckpt.partial else {}
+    if not file_sets and not entries:
         raise NotApplicable("no files or entries are numbered by rank or object")
     for prefix, numbers in entries.items():
         if lost := max(numbers) + 1 - len(numbers):
-            names = _shown(_lost(prefix + "{}", numbers, lost), lost)
+            names = _first_names(_missing_names(prefix + "{}", numbers, lost), lost)
             yield Finding(
                 f"the dataloader state of {plural(lost, 'rank')} of {max(numbers) + 1:,} is missing: "
                 f"{', '.join(names)}",
@@ -63,7 +63,7 @@ def numbered_files(ckpt: Checkpoint) -> Iterator[Finding]:
                 group=prefix,
                 hint="save again with all ranks: after a resume these ranks start their data from the beginning",
             )
-    for numbered in found:
+    for numbered in file_sets:
         stated = stated_ranks(ckpt, numbered)
         size = max(exact_ranks(ckpt, numbered.axis).values(), default=0)
         from_1 = (
@@ -72,40 +72,41 @@ def numbered_files(ckpt: Checkpoint) -> Iterator[Finding]:
             and max(numbered.files) == len(numbered.files) == size
         )
         if not from_1:
-            yield from _gaps(numbered, stated)
-            yield from _beyond(numbered, stated, size)
+            yield from _missing_files(numbered, stated)
+            yield from _files_beyond(numbered, stated, size)
         if not any(is_one_of_several(ckpt, file.name) for file in numbered.files.values()):
-            yield from _steps(numbered)
+            yield from _other_steps(numbered)
 
 
-def _gaps(numbered: NumberedFiles, stated: dict[str, int]) -> Iterator[Finding]:
-    """What a set lacks, up to the highest number that anybody states."""
+def _missing_files(numbered: NumberedFiles, stated: dict[str, int]) -> Iterator[Finding]:
+    """A finding on the numbers of a set without a file, up to the highest number of ranks that anything states."""
     numbers, last = numbered.files.keys(), max(numbered.files)
     is_of_ranks = numbered.counts == "rank"
     counts_all = is_of_ranks and numbered.axis == "world"
     total = max([last + 1, *(stated.values() if is_of_ranks else ())])
-    agree = [who for who, ranks in stated.items() if ranks == total]
-    confidence: Confidence = "certain" if counts_all and len(agree) + (total == last + 1) > 1 else "likely"
+    # How many ranks there were is inferred from the highest number, payload, mesh and other sets; an error needs two.
+    agreeing = [who for who, ranks in stated.items() if ranks == total]
+    confidence: Confidence = "certain" if counts_all and len(agreeing) + (total == last + 1) > 1 else "likely"
     first, stride = numbered.stride(total)
     if inside := stride > 1 and len(range(min(numbers), last + 1, stride)) > len(numbers):
-        first, total = min(numbers), last + 1  # where such a set begins and ends is not known
+        first, total = min(numbers), last + 1  # a set with a stride may begin and end anywhere
     lost = len(range(first, total, stride)) - len(numbers)
     if not lost:
         return
     if not numbered.counts:
         if 0 not in numbers or stride > 1 or len(numbers) < _MANY * lost:
             return
-        confidence = "likely" if agree else "possible"
+        confidence = "likely" if agreeing else "possible"
     elif (
         counts_all
         and not inside
-        and (stride > 1 or _is_of_some(set(numbers), total, agree) or _is_of_dp(numbered, total))
+        and (stride > 1 or _may_be_all_written(set(numbers), total, agreeing) or _may_be_data_parallel(numbered, total))
     ):
         confidence = "possible"
-    missing = _lost(numbered.pattern, set(numbers), lost, first, stride, numbered)
-    names = _shown(missing, lost)
+    missing = _missing_names(numbered.pattern, set(numbers), lost, first, stride, numbered)
+    names = _first_names(missing, lost)
     what = f"the {numbered.what} of {plural(lost, 'rank')}" if is_of_ranks else plural(lost, numbered.what)
-    notes: tuple[Note, ...] = (("because", f"{total:,} ranks according to {join_words(agree)}"),)
+    notes: tuple[Note, ...] = (("because", f"{total:,} ranks according to {join_words(agreeing)}"),)
     yield Finding(
         f"{what} of {len(numbers) + lost:,} {verb(1 if is_of_ranks else lost, 'is')} missing: {', '.join(names)}",
         at=Location(file=names[0]),
@@ -113,31 +114,31 @@ def _gaps(numbered: NumberedFiles, stated: dict[str, int]) -> Iterator[Finding]:
         confidence=confidence,
         group=numbered.pattern,
         lost_files=by_node(missing if counts_all else dict.fromkeys(missing), numbers if counts_all else ()),
-        notes=notes if agree and is_of_ranks else (),
+        notes=notes if agreeing and is_of_ranks else (),
         hint="" if confidence == "possible" else "copy the files again from where they were written",
     )
 
 
-def _beyond(numbered: NumberedFiles, stated: dict[str, int], size: int) -> Iterator[Finding]:
-    """Files of ranks beyond the exact size of the job; 0 where nothing states it."""
+def _files_beyond(numbered: NumberedFiles, stated: dict[str, int], size: int) -> Iterator[Finding]:
+    """A finding on files of ranks at or above `size`, the exact number of ranks; 0 if nothing states it."""
     names = [file.name for number, file in sorted(numbered.files.items()) if number >= size]
     if not size or numbered.counts != "rank" or not names:
         return
-    agree = [who for who, ranks in stated.items() if ranks == size and who != PAYLOAD]
+    agreeing = [who for who, ranks in stated.items() if ranks == size and who != PAYLOAD]
     noun = "rank" if numbered.axis == "world" else "data-parallel rank"
     yield Finding(
         f"the {numbered.what} of {plural(len(names), 'rank')} lies beyond the {plural(size, noun)} of this job: "
-        f"{', '.join(_shown(names, len(names)))}",
+        f"{', '.join(_first_names(names, len(names)))}",
         at=Location(file=names[0]),
-        confidence="likely" if len(agree) < 2 else "certain",
+        confidence="likely" if len(agreeing) < 2 else "certain",
         kind="beyond",
-        notes=(("because", f"{plural(size, 'rank')} according to {join_words(agree)}"),),
+        notes=(("because", f"{plural(size, 'rank')} according to {join_words(agreeing)}"),),
         hint="these are left from a larger job: save into an empty folder, or remove them",
     )
 
 
-def _steps(numbered: NumberedFiles) -> Iterator[Finding]:
-    """Files of one set that state other steps than most of it."""
+def _other_steps(numbered: NumberedFiles) -> Iterator[Finding]:
+    """A finding on files of a set that state another step than most of its files."""
     steps = Counter(file.step for file in numbered.files.values() if file.step is not None)
     if len(steps) < 2:
         return
@@ -154,19 +155,18 @@ def _steps(numbered: NumberedFiles) -> Iterator[Finding]:
     )
 
 
-def _is_of_some(numbers: set[int], total: int, agree: list[str]) -> bool:
-    """Whether a job may have written no more: rank 0 alone, one rank of each of two groups, or those of a later node.
-
-    A later node that shares no file system with the nodes before has as many ranks as each of them.
-    """
+def _may_be_all_written(numbers: set[int], total: int, agree: list[str]) -> bool:
+    """Whether a job may write only these: rank 0, one rank of each of two groups, or the ranks of a later node."""
+    # Nodes without a shared file system each keep the files of their own ranks, as many as any other node, so the first
+    # number of a later node is a multiple of its size.
     first, last, size = min(numbers), max(numbers), len(numbers)
     if size == 2 and first < last - first > 1:
         return agree == [PAYLOAD] * (total > last + 1)
     return numbers == {0} or (size > 1 and total == last + 1 == first + size and first % size == 0)
 
 
-def _is_of_dp(numbered: NumberedFiles, total: int) -> bool:
-    """Whether the data-parallel ranks may be all that have one: ranks that share their data share its state.
+def _may_be_data_parallel(numbered: NumberedFiles, total: int) -> bool:
+    """Whether these may be all data-parallel ranks: ranks that share their data share one dataloader state.
 
     Source:
         torchtitan.components.dataloader.ParallelAwareDataloader, which numbers its states by `dp_rank`
@@ -176,29 +176,29 @@ def _is_of_dp(numbered: NumberedFiles, total: int) -> bool:
     return is_data and count > 1 and max(numbered.files) == count - 1 and total % count == 0
 
 
-def _dataloaders(ckpt: Checkpoint) -> dict[str, set[int]]:
-    """The ranks whose dataloader has an entry, by what their keys have in common.
+def _dataloader_ranks(ckpt: Checkpoint) -> dict[str, set[int]]:
+    """Prefix of the keys -> ranks whose dataloader state is an entry.
 
     Source:
         torchtitan.components.dataloader.ParallelAwareDataloader.state_dict
     """
-    found: dict[str, set[int]] = {}
+    ranks_of: dict[str, set[int]] = {}
     for entry in ckpt.byte_objects:
         if match := _DATALOADER.fullmatch(entry.fqn):
-            found.setdefault(match[1], set()).add(int(match[2]))
-    return found
+            ranks_of.setdefault(match[1], set()).add(int(match[2]))
+    return ranks_of
 
 
-def _lost(
+def _missing_names(
     pattern: str, numbers: set[int], lost: int, first: int = 0, stride: int = 1, numbered: NumberedFiles | None = None
 ) -> dict[str, int]:
-    """The names that are missing, with as many digits as the others have, and their numbers: the first 65,536."""
+    """Name -> number of the missing files, with as many digits as the stored names have; 65,536 at most."""
     shortest = min((len(file.name) for file in numbered.files.values()), default=0) if numbered is not None else 0
     digits = max(shortest - len(pattern) + 2, 1)
     missing = islice((number for number in count(first, stride) if number not in numbers), min(lost, _LISTED))
     return {pattern.replace("{}", f"{number:0{digits}}"): number for number in missing}
 
 
-def _shown(missing: Iterable[str], lost: int) -> list[str]:
-    """The first names."""
+def _first_names(missing: Iterable[str], lost: int) -> list[str]:
+    """The first eight names, and "..." if there are more."""
     return [*islice(missing, _NAMED)] + ["..."] * (lost > _NAMED)

@@ -40,14 +40,14 @@ def experts_vs_router(ckpt: Checkpoint) -> Iterator[Finding]:
     if not layers:
         raise NotApplicable("there are no routed experts with a router")
     declared = number(trusted(ckpt), "experts")
-    whole = {layer.rows for layer in layers if layer.rows == layer.count}
+    matching_rows = {layer.rows for layer in layers if layer.rows == layer.count}
     for layer in layers:
         assert layer.rows is not None and layer.router is not None
         if layer.rows == layer.count:
             yield from (_short(layer, role) for role in layer.roles if not role.numbers and role.count < layer.rows)
         if layer.rows == layer.count or declared == layer.count:
             continue
-        yield _finding(ckpt, layer, layer.rows, layer.count in whole)
+        yield _finding(ckpt, layer, layer.rows, layer.count in matching_rows)
 
 
 def _short(layer: MoeLayer, role: ExpertRole) -> Finding:
@@ -66,7 +66,11 @@ def _short(layer: MoeLayer, role: ExpertRole) -> Finding:
 
 
 def _finding(ckpt: Checkpoint, layer: MoeLayer, rows: int, router_is_odd: bool) -> Finding:
-    """What one layer lacks; `router_is_odd`: other layers' routers have as many rows as this layer has experts."""
+    """The finding on one layer.
+
+    Args:
+        router_is_odd: whether the other layers' routers have as many rows as this layer has experts.
+    """
     assert layer.router is not None
     lead = max(layer.roles, key=lambda role: role.count).params[0]
     stored = layer.count

@@ -35,8 +35,8 @@ def expert_axis_coverage(ckpt: Checkpoint) -> Iterator[Finding]:
         if experts:
             axis = param.expert_axis or 0
             total = param.tensor.global_shape[axis]
-            found = [absent_ranks(ckpt, param.tensor, region) for region in param.tensor.tiling.coverage.missing]
-            ranks = tuple(sorted({rank for absent in found if absent for rank in absent.ranks}))
+            absences = [absent_ranks(ckpt, param.tensor, region) for region in param.tensor.tiling.coverage.missing]
+            ranks = tuple(sorted({rank for absent in absences if absent for rank in absent.ranks}))
             owners = owners_note(ckpt, experts, total)
             writers = _too_many_writers(ckpt, param.tensor, total, len(experts)) if owners else ()
             yield Finding(
@@ -68,8 +68,8 @@ def _missing_experts(param: Param) -> set[int]:
     shape = param.tensor.global_shape
     experts: set[int] = set()
     for region in coverage.missing:
-        whole = all(region.sizes[axis] == shape[axis] for axis in param.own_axes)
-        if not whole:
+        is_full = all(region.sizes[axis] == shape[axis] for axis in param.own_axes)
+        if not is_full:
             return set()
         start = region.offsets[param.expert_axis]
         experts.update(range(start, start + region.sizes[param.expert_axis]))

@@ -70,12 +70,12 @@ def _experts(layer: MoeLayer) -> Experts:
 
 
 def _finding(layers: list[MoeLayer], experts: Experts, usual: Experts, others: list[int]) -> Finding:
-    """The finding on layers whose experts differ from those of their like, by the first weight that differs."""
+    """The finding on layers whose experts differ from their peers', about the first weight that differs."""
     number = next(i for i, (one, other) in enumerate(zip(experts, usual, strict=True)) if one != other)
     (name, count, shapes), (_, usual_count, usual_shapes) = experts[number], usual[number]
     lead = next(role.params[0] for role in layers[0].roles if role.role == name)
     numbers = [layer.layer or 0 for layer in layers]
-    shape, usual_shape = (" and ".join(map(shape_text, sorted(found))) for found in (shapes, usual_shapes))
+    shape, usual_shape = (" and ".join(map(shape_text, sorted(role_shapes))) for role_shapes in (shapes, usual_shapes))
     has = plural(count, "expert") if count != usual_count else "experts"
     wants = [str(usual_count)] if count != usual_count else []
     with_shape = f" with shape {shape}" if shapes != usual_shapes else ""

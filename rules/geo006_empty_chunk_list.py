@@ -59,7 +59,7 @@ def empty_chunk_list(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def _without_elements(ckpt: Checkpoint) -> list[Param]:
-    """The weights that hold nothing, though a model in which others hold something needs them."""
+    """Weights without any element that a model with other non-empty weights needs."""
     if not isinstance(config_fit(ckpt), str):
         return []
     params = [

@@ -62,7 +62,7 @@ def _may_judge(tensor: Tensor) -> bool:
 
 
 def _by_axis(tensor: Tensor) -> Iterator[tuple[Tiling, int]]:
-    """For each axis the chunks to compare there: pieces of single rows are left out where others hold whole rows.
+    """(chunks to compare, axis) for each axis, without pieces of single rows if other chunks hold whole rows.
 
     A flat range of a block that starts or ends inside a row leaves pieces that are one long on every axis before the
     one they are cut on. Axes on which all chunks are one long (stacked layers, experts) say nothing about this.

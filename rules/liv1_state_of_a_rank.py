@@ -1,4 +1,8 @@
-"""LIV101 to LIV111: what a rank finds wrong in its own state before a save."""
+"""LIV101 to LIV111: faults that a rank finds in its own state before a save.
+
+Each rank judges its tensors in memory, where no checkpoint exists yet, and sends sentences. The rules here decide
+nothing: they give the pages, the severities and one finding for equal sentences of several ranks.
+"""
 
 from __future__ import annotations
 

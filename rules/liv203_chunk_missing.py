@@ -32,9 +32,9 @@ def chunk_missing(ckpt: Checkpoint) -> Iterator[Finding]:
     view = sound(ckpt)
     table = require(view.ranks)
     rows = {key_rows.fqn: key_rows for key_rows in holders(table)}
-    found = [(finding, _without(table, rows, finding)) for finding in holes(view)]
-    lacking = Counter(absent for absent, _ in {(absent, finding.at.fqn) for finding, absent in found})
-    for finding, absent in found:
+    holes_with_ranks = [(finding, _without(table, rows, finding)) for finding in holes(view)]
+    lacking = Counter(absent for absent, _ in {(absent, finding.at.fqn) for finding, absent in holes_with_ranks})
+    for finding, absent in holes_with_ranks:
         at = finding.at
         assert at.tensor is not None
         writers = named_ranks(np.unique(table.rank[at.tensor.chunks.record]).tolist())
@@ -59,21 +59,21 @@ def _without(table: RankTable, rows: Mapping[str, KeyRows], finding: Finding) ->
 
 
 def _with_absent(finding: Finding, absent: tuple[int, ...], world: int, counts: tuple[int, int]) -> Finding:
-    """The finding with the ranks that hold no part of the key; where they are few, they are what to look at.
+    """The finding with a note on the ranks that hold no part of the key; the hint names them if they are few.
 
     Args:
-        counts: how many keys have a hole and are not on these ranks, and how many keys there are.
+        counts: number of keys with a hole that are not on these ranks, and number of all keys.
     """
     text = f"{named_ranks(absent)} {verb(len(absent), 'has')} no such key, or an empty shard"
     if counts[0] > 1:
         text += f"; the same holds for {counts[0]:,} of {counts[1]:,} keys"
     note = ("absent", text)
-    told = replace(finding, notes=(note, *finding.notes))
+    with_ranks = replace(finding, notes=(note, *finding.notes))
     if 2 * len(absent) > world:
-        return told
+        return with_ranks
     explain = finding.explain or tuple
     return replace(
-        told,
+        with_ranks,
         hint=f"look at the state dict of {named_ranks(absent)}",
         explain=lambda: tuple(other for other in explain() if other[0] != "hint"),
     )

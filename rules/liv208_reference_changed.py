@@ -29,8 +29,8 @@ def reference_changed(ckpt: Checkpoint) -> Iterator[Finding]:
     torn = {key_rows.fqn for key_rows in holders(table) if not agree(table, key_rows.rows)}
     kept: dict[tuple[str | None, str], Finding] = {}
     for finding in reported(ckpt):  # a rank that holds no siblings takes for complete what others know to be partial
-        said = finding.at.fqn, finding.message
-        first = kept.setdefault(said, finding)
+        message_key = finding.at.fqn, finding.message
+        first = kept.setdefault(message_key, finding)
         if (finding.severity or Severity.ERROR) > (first.severity or Severity.ERROR):
-            kept[said] = finding
+            kept[message_key] = finding
     yield from (finding for finding in kept.values() if finding.at.fqn not in torn)

@@ -31,9 +31,9 @@ def payload_differs_from_seal(ckpt: Checkpoint) -> Iterator[Finding]:
     if reason := misfit(ckpt):
         raise NotApplicable(reason)
     seal = require(ckpt.seal)
-    found = compare_with_seal(ckpt)
-    is_older = not seal.metadata and len(found.different) > 1 and not found.equal
-    for fqn, digest in found.different.items():
+    comparison = compare_with_seal(ckpt)
+    is_older = not seal.metadata and len(comparison.different) > 1 and not comparison.equal
+    for fqn, digest in comparison.different.items():
         tensor = ckpt.tensors[fqn]
         yield Finding(
             f"the stored values{{of}} differ from those that the job sealed: digest {digest:016x}, "

@@ -42,23 +42,27 @@ def alias_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
     for param in inventory_of(ckpt).params:
         by_path[param.key.scope, param.key.path].append(param)
     twins = [(first, other) for group in by_path.values() for first, *rest in [group] for other in rest]
-    below = Counter(_prefix(param) for param in inventory_of(ckpt).params) if twins else Counter[str]()
-    shared = Counter((_prefix(a), _prefix(b)) for a, b in twins)
+    key_counts = Counter(_prefix(param) for param in inventory_of(ckpt).params) if twins else Counter[str]()
+    twin_counts = Counter((_prefix(a), _prefix(b)) for a, b in twins)
     for first, second in twins:
-        fronts = _prefix(first), _prefix(second)
-        if fronts[0] != fronts[1] and 2 * shared[fronts] < max(below[front] for front in fronts):
+        # Two unrelated dicts may share a short name (`step`, `weight`) by chance. Two prefixes are taken for wrappers
+        # of one module only if half of the keys under the larger one have a twin.
+        prefixes = _prefix(first), _prefix(second)
+        if prefixes[0] != prefixes[1] and 2 * twin_counts[prefixes] < max(key_counts[prefix] for prefix in prefixes):
             continue
         yield _alias(ckpt, first, second)
-    yield from _tied(ckpt)
+    yield from _tied_weights(ckpt)
 
 
 def _odd_wrappers(ckpt: Checkpoint) -> Iterator[Finding]:
-    """Keys of a layer that begin otherwise than nearly all keys of their block, others of that layer among them."""
+    """Findings on keys with another prefix than 80% of the keys of their block, and than other keys of their layer."""
     blocks: dict[tuple[tuple[str, ...], str], list[Param]] = defaultdict(list)
     for param in inventory_of(ckpt).params:
         if param.key.block:
             blocks[param.key.scope, param.key.block].append(param)
     for params in blocks.values():
+        # A key map that misses one name leaves a few keys without the prefix of their block. That the majority is
+        # right is assumed. A whole layer with another prefix is no fault: a draft model has one of its own.
         (usual, count), *others = Counter(map(_prefix, params)).most_common()
         if not others or count < _MOST * len(params):
             continue
@@ -78,18 +82,19 @@ def _odd_wrappers(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def _prefix(param: Param) -> str:
-    """The wrappers in front of the path, inner ones left out: they always mean the same parameter."""
+    """The leading part of the key, without inner wrappers such as `_orig_mod`, which never change what a key means."""
     parts = [part for part in param.tensor.fqn.split(".") if part not in _INNER]
     return ".".join(parts[: len(parts) - param.key.path.count(".") - 1])
 
 
 def _alias(ckpt: Checkpoint, first: Param, second: Param) -> Finding:
-    """The finding on two names of one weight; which of the two is right is open where shapes differ."""
+    """The finding on two names of one weight; it does not say which shape is right."""
     a, b = first.tensor, second.tensor
     equal = a.global_shape == b.global_shape
     if a.volume < b.volume:
         a, b = b, a
-    small = max(a.volume, b.volume) <= 1
+    # A counter is a scalar in one dict and has one element in another: same value, so never an error.
+    is_scalar = max(a.volume, b.volume) <= 1
     shapes = f"{shape_text(b.global_shape)} and {shape_text(a.global_shape)}"
     text = (
         f"two keys name one parameter, both {shape_text(b.global_shape)}"
@@ -104,7 +109,7 @@ def _alias(ckpt: Checkpoint, first: Param, second: Param) -> Finding:
         text,
         at=Location(b),
         identity=(a.fqn,),
-        severity=Severity.INFO if equal or small else None,
+        severity=Severity.INFO if equal or is_scalar else None,
         notes=(
             ("other key", f"{a.fqn}: {a.dtype} {shape_text(a.global_shape)}"),
             ("this key", f"{b.fqn}: {b.dtype} {shape_text(b.global_shape)}{part}"),
@@ -115,15 +120,16 @@ def _alias(ckpt: Checkpoint, first: Param, second: Param) -> Finding:
     )
 
 
-def _says_one_thing(ckpt: Checkpoint) -> bool:
-    """Whether the configuration beside an export ties at every level at which it says anything of it."""
+def _config_always_ties(ckpt: Checkpoint) -> bool:
+    """Whether the export's configuration sets `tie_word_embeddings` somewhere, and to true wherever it does."""
+    # Multimodal configurations have the field at the top and in `text_config`, and classes differ in which they read.
     values = ckpt.config.values if ckpt.config is not None and ckpt.is_export else {}
     levels = [values, *(part for part in values.values() if isinstance(part, dict))]
     return {level["tie_word_embeddings"] for level in levels if "tie_word_embeddings" in level} == {True}
 
 
-def _tied(ckpt: Checkpoint) -> Iterator[Finding]:
-    """Embedding and output layer of one scope where the configuration says that they are one weight."""
+def _tied_weights(ckpt: Checkpoint) -> Iterator[Finding]:
+    """Findings on an embedding and an output layer that differ although the configuration ties them."""
     declared = trusted(ckpt)
     name = "tied" if flag(declared, "tied") else "untied" if flag(declared, "untied") is False else ""
     if not name:
@@ -132,36 +138,37 @@ def _tied(ckpt: Checkpoint) -> Iterator[Finding]:
     for param in inventory_of(ckpt).params:
         if param.key.function in ("embedding", "output") and param.key.path.endswith(".weight") and not param.key.block:
             by_scope[param.key.scope][param.key.function].append(param)
-    for found in by_scope.values():
-        if len(found["embedding"]) != 1 or len(found["output"]) != 1:
+    for by_function in by_scope.values():
+        if len(by_function["embedding"]) != 1 or len(by_function["output"]) != 1:
             continue
-        a, b = found["embedding"][0].tensor, found["output"][0].tensor
+        a, b = by_function["embedding"][0].tensor, by_function["output"][0].tensor
+        # Of another width it is no output layer of this vocabulary (a value head, a head of classes).
         if len(a.global_shape) != 2 or a.global_shape[1:] != b.global_shape[1:]:
             continue
-        is_of_values = a.global_shape == b.global_shape
-        if is_of_values and not _values_differ(ckpt, a, b):
+        same_shape = a.global_shape == b.global_shape
+        if same_shape and not _values_differ(ckpt, a, b):
             continue
         shapes = f": {shape_text(a.global_shape)} and {shape_text(b.global_shape)}"
         quotient = f"{Fraction(b.global_shape[0], a.global_shape[0])} of its rows" if a.volume else "no rows"
         yield Finding(
-            f"embedding and output layer are tied but differ{' in their values' if is_of_values else shapes}",
+            f"embedding and output layer are tied but differ{' in their values' if same_shape else shapes}",
             at=Location(b),
             identity=(a.fqn,),
-            confidence="certain" if is_of_values and _says_one_thing(ckpt) else "likely",
+            confidence="certain" if same_shape and _config_always_ties(ckpt) else "likely",
             notes=(
                 ("other key", f"{a.fqn}: {a.dtype} {shape_text(a.global_shape)}"),
-                ("quotient", "" if is_of_values else quotient),
+                ("quotient", "" if same_shape else quotient),
                 ("tied by", f"{declared[name].source}"),
             ),
             why="they are one weight, so what you load depends on which of the two is read",
             hint="find out which of the two was trained, and store that one alone, or untie them in the configuration"
-            if is_of_values
+            if same_shape
             else "check the padding of the vocabulary and the placement of both, or untie them in the configuration",
         )
 
 
 def _values_differ(ckpt: Checkpoint, a: Tensor, b: Tensor) -> bool:
-    """Whether the bytes of two tensors of one dtype, each in one record that holds nothing else, differ."""
+    """Whether two tensors of one dtype differ in their bytes; False unless each is the whole of one record."""
     payload, size = ckpt.payload, nbytes(a.dtype, a.volume)
     records = [*a.chunks.record.tolist(), *b.chunks.record.tolist()]
     if payload is None or a.dtype != b.dtype or (len(a.chunks), len(b.chunks)) != (1, 1) or min(records) < 0:

@@ -17,10 +17,10 @@ _SHOWN = 4
 
 @dataclass(slots=True)
 class _Shared:
-    """What several stages planned under the layer numbers of one block.
+    """Keys that several pipeline stages planned to write under the layer numbers of one block.
 
     Attributes:
-        same: the keys that they planned at one offset.
+        same: the keys that they planned at the same offset.
     """
 
     same: list[Duplicate] = field(default_factory=list)
@@ -65,13 +65,12 @@ def stage_local_names(ckpt: Checkpoint) -> Iterator[Finding]:
         return
     roles = _roles(ckpt.save_plans, per_stage)
     for (_, touched), shared in groups.items():
-        found = _difference(ckpt.save_plans, shared, touched, roles)
-        if found:
-            yield _finding(ckpt, shared, touched, found, per_stage)
+        if evidence := _difference(ckpt.save_plans, shared, touched, roles):
+            yield _finding(ckpt, shared, touched, evidence, per_stage)
 
 
 def _layer_key(fqn: str) -> Key | None:
-    """The layered parameter that a name is about, itself or its state; None for anything else."""
+    """The key of the layer's parameter that a name or a state's name belongs to; None for anything else."""
     key = parse(fqn.partition("/shard_")[0])
     if key.kind == "optimizer":
         state = split_state(optimizer_parts(key)[1].removeprefix("state."))
@@ -80,20 +79,22 @@ def _layer_key(fqn: str) -> Key | None:
 
 
 def _roles(table: SavePlans, per_stage: int) -> dict[tuple[str, int, int], set[str]]:
-    """(block, layer, stage) -> the roles that the stage planned there, model only."""
-    found: dict[tuple[str, int, int], set[str]] = defaultdict(set)
+    """(block, layer, stage) -> roles of the model that the stage planned there."""
+    roles: dict[tuple[str, int, int], set[str]] = defaultdict(set)
     keys = [parse(fqn) for fqn in table.fqns]
     for number, stage in set(zip(table.fqn.tolist(), (table.rank // per_stage).tolist(), strict=True)):
         key = keys[number]
         if key.kind == "model" and key.layer is not None:
-            found[key.block, key.layer, stage].add(key.role)
-    return found
+            roles[key.block, key.layer, stage].add(key.role)
+    return roles
 
 
 def _difference(
     table: SavePlans, shared: _Shared, stages: tuple[int, ...], roles: dict[tuple[str, int, int], set[str]]
 ) -> tuple[Note, ...]:
-    """Where the stages differ under one name; () when they do not."""
+    """A note that proves that the stages planned different layers under one name; () without such proof."""
+    # Two stages may plan equal tensors (the tied embedding), which OBJ001 reports. Only another shape at the same
+    # offset, or roles that one stage has and another lacks, show that two layers share a name.
     for duplicate in shared.same:
         shapes = {tuple(v for v in table.global_shape[row].tolist() if v >= 0) for row in duplicate.rows}
         if len(shapes) > 1 and duplicate.offset is not None:
@@ -103,24 +104,24 @@ def _difference(
         if key is None or key.layer is None:
             continue
         sets = [roles.get((key.block, key.layer, stage), set()) for stage in stages]
-        differing = {name for found in sets for name in found if any(name not in other for other in sets)}
+        differing = {name for names in sets for name in names if any(name not in other for other in sets)}
         if differing and all(sets):
             alone = [
-                f"stage {stage} has {', '.join(sorted(found & differing)[:_SHOWN])}"
-                for stage, found in zip(stages, sets, strict=True)
-                if found & differing
+                f"stage {stage} has {', '.join(sorted(names & differing)[:_SHOWN])}"
+                for stage, names in zip(stages, sets, strict=True)
+                if names & differing
             ]
             return (("roles", f"in layer {key.layer} {', '.join(alone)}; not all stages have these"),)
     return ()
 
 
 def _finding(
-    ckpt: Checkpoint, shared: _Shared, stages: tuple[int, ...], found: tuple[Note, ...], per_stage: int
+    ckpt: Checkpoint, shared: _Shared, stages: tuple[int, ...], evidence: tuple[Note, ...], per_stage: int
 ) -> Finding:
     """The finding on keys under which several pipeline stages wrote layers of their own."""
     lead = shared.same[0]
     ranks = {rank for duplicate in shared.same for rank in duplicate.ranks}
-    homes = [named_ranks(range(stage * per_stage, (stage + 1) * per_stage)) for stage in stages]
+    texts = [named_ranks(range(stage * per_stage, (stage + 1) * per_stage)) for stage in stages]
     keys = list(dict.fromkeys(duplicate.fqn for duplicate in shared.same))
     return Finding(
         f"pipeline stages {join_words([*map(str, stages)])} planned different layers under "
@@ -130,8 +131,8 @@ def _finding(
         keys=tuple(keys),
         kind="stages",
         notes=(
-            ("ranks", ", ".join(f"stage {stage} is {home}" for stage, home in zip(stages, homes, strict=True))),
-            *found,
+            ("ranks", ", ".join(f"stage {stage} is {ranks}" for stage, ranks in zip(stages, texts, strict=True))),
+            *evidence,
             ("shared", first_names(keys, _SHOWN)),
         ),
         hint=f"compare the layer offsets of {named_ranks(ranks)}; this checkpoint holds these layers of one stage only",

@@ -50,7 +50,7 @@ def duplicate_writer(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def _lists(ckpt: Checkpoint) -> Iterator[Finding]:
-    """Objects whose record holds several of them.
+    """Objects with several values in one record.
 
     Source:
         megatron.core.dist_checkpointing.strategies.torch.mcore_to_pyt_state_dict: one list per key and rank
@@ -99,7 +99,7 @@ def _finding(ckpt: Checkpoint, same: list[Duplicate]) -> Finding:
 
 
 def _plans(ckpt: Checkpoint, duplicate: Duplicate) -> tuple[Note, ...]:
-    """Whose copy the metadata points to, and how the plans differ."""
+    """Notes on the file that the entry points to, and on how the ranks' plans differ."""
     table = require(ckpt.save_plans)
     record = _record(ckpt, duplicate)
     notes: list[Note] = [
@@ -123,7 +123,7 @@ def _plans(ckpt: Checkpoint, duplicate: Duplicate) -> tuple[Note, ...]:
 
 
 def _record(ckpt: Checkpoint, duplicate: Duplicate) -> int:
-    """Row of the record that holds the copy that was kept, -1 when there is none."""
+    """Number of the record with the copy that was kept; -1 without one."""
     if duplicate.offset is None:
         records = {o.fqn: o.record for o in ckpt.objects} | {b.fqn: b.record for b in ckpt.byte_objects}
         return records.get(duplicate.fqn, -1)

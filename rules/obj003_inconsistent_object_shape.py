@@ -30,22 +30,22 @@ def inconsistent_object_shape(ckpt: Checkpoint) -> Iterator[Finding]:
     for key, rows_of in shapes.items():
         if len(rows_of) < 2:
             continue
-        found = {shape: [_place(ckpt, row) for row in rows.tolist()] for shape, rows in rows_of.items()}
-        grids = " and ".join(map(shape_text, sorted(found)))
+        places_of = {shape: [_place(ckpt, row) for row in rows.tolist()] for shape, rows in rows_of.items()}
+        grids = " and ".join(map(shape_text, sorted(places_of)))
         notes: list[Note] = [
-            ("grid", f"{shape_text(shape)}: {first_names(shards)}") for shape, shards in sorted(found.items())
+            ("grid", f"{shape_text(shape)}: {first_names(shards)}") for shape, shards in sorted(places_of.items())
         ]
         yield Finding(
             f"shards{{of}} name different grids: {grids}",
             at=Location(key),
-            identity=tuple(map(str, sorted(found))),
+            identity=tuple(map(str, sorted(places_of))),
             notes=tuple(notes),
             hint="compare the times of these files: the older set is probably left from a save of another topology",
         )
 
 
 def _place(ckpt: Checkpoint, row: int) -> str:
-    """The offset of an object and the file that it lies in."""
+    """The offset of an object and the name of its file, as text."""
     obj = ckpt.objects[row]
     file = ckpt.byte_range_of(obj.record)[0] if obj.record >= 0 else "no file"
     return f"{'.'.join(map(str, obj.offset))} in {file}"

@@ -17,7 +17,7 @@ _EXTRA = "_extra_state"
 
 @dataclass(slots=True)
 class _Kinds:
-    """What is stored as tensors and what as bytes under one logical key; of ShardedObjects their rows."""
+    """Everything stored under one logical key: tensors, bytes entries, and rows of ShardedObjects."""
 
     tensors: list[Tensor] = field(default_factory=list)
     shards: list[IntArray] = field(default_factory=list)
@@ -42,23 +42,23 @@ def kind_clash(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.distributed.checkpoint.metadata.BytesStorageMetadata
     """
-    found: dict[tuple[object, ...], _Kinds] = defaultdict(_Kinds)
+    kinds_of: dict[tuple[object, ...], _Kinds] = defaultdict(_Kinds)
     for key, _, rows in ckpt.objects.rows_by_grid():
-        if logical := _logical(key):
-            found[logical].shards.append(rows)
+        if name := _logical(key):
+            kinds_of[name].shards.append(rows)
     for entry in ckpt.byte_objects:
-        if logical := _logical(entry.fqn):
-            found[logical].entries.append(entry)
-    for tensor in ckpt.tensors.values() if found else ():
-        if (logical := _logical(tensor.fqn)) in found:
-            found[logical].tensors.append(tensor)
-    for kinds in found.values():
+        if name := _logical(entry.fqn):
+            kinds_of[name].entries.append(entry)
+    for tensor in ckpt.tensors.values() if kinds_of else ():
+        if (name := _logical(tensor.fqn)) in kinds_of:
+            kinds_of[name].tensors.append(tensor)
+    for kinds in kinds_of.values():
         if kinds.tensors:
             yield _finding(ckpt, kinds)
 
 
 def _logical(fqn: str) -> tuple[object, ...] | None:
-    """What two names of one thing share; None for runtime entries and for what names no parameter."""
+    """A key that is equal for two names of one thing; None for runtime entries and keys of no parameter."""
     key = parse(fqn)
     if key.kind == "runtime" and not key.path.endswith(_EXTRA):
         return None

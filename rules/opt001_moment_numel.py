@@ -39,12 +39,12 @@ def moment_numel(ckpt: Checkpoint) -> Iterator[Finding]:
         torch.distributed.checkpoint.state_dict.get_optimizer_state_dict
     """
     for misfit in state_mismatches(ckpt):
-        yield from (_misfit(ckpt, misfit, state) for state in misfit.states)
-    yield from _transposed(ckpt)
+        yield from (_misfit_finding(ckpt, misfit, state) for state in misfit.states)
+    yield from _transposed_states(ckpt)
 
 
-def _misfit(ckpt: Checkpoint, misfit: StateMismatch, state: OptimizerState) -> Finding:
-    """The finding on a state; how sure it is depends on who else deviates alike, and by which axis."""
+def _misfit_finding(ckpt: Checkpoint, misfit: StateMismatch, state: OptimizerState) -> Finding:
+    """The finding on one state with another number of elements than its parameter."""
     ratio = f"{misfit.quotient} of them" if misfit.quotient < 1 else f"{misfit.quotient} times as many"
     elements = (
         f"{misfit.elements:,} elements" if len(misfit.states) == 1 else f"{misfit.elements:,} with its other half"
@@ -52,6 +52,8 @@ def _misfit(ckpt: Checkpoint, misfit: StateMismatch, state: OptimizerState) -> F
     lead = misfit.params[0]
     ranks = saved_by(ckpt, state.tensor)
     source = "the sizes of the mesh axes" if misfit.axes else "the same share of every other state"
+    # A lost shard hits some parameters of a shape. Deviation of all of them may be an unknown optimizer's own form
+    # (GaLore projects each moment), and a ratio that only inferred axes explain may be chance.
     confidence: Confidence = "possible" if misfit.is_pattern else "likely" if misfit.is_inferred else "certain"
     return Finding(
         f"state{{of}} has {elements}, but its parameter has {misfit.expected:,}: {ratio}",
@@ -66,7 +68,8 @@ def _misfit(ckpt: Checkpoint, misfit: StateMismatch, state: OptimizerState) -> F
 
 
 def _kind(misfit: StateMismatch) -> str:
-    """Whether the state is one rank's part: a vector may as well be a replica that was recorded as shards."""
+    """`part` if the state is one rank's shard, `short` if it only has fewer elements, "" if it has more."""
+    # A short vector proves no shard: its parameter may be a replica whose copies were recorded as shards.
     if misfit.quotient >= 1:
         return ""
     is_matrix = all(len(param.own_shape) > 1 for param in misfit.params)
@@ -105,18 +108,22 @@ def _described(tensor: Tensor) -> str:
     return f"{tensor.dtype} {shape}, {tensor.volume:,} elements in {chunks} chunk{'s' if chunks != 1 else ''}"
 
 
-def _transposed(ckpt: Checkpoint) -> Iterator[Finding]:
-    """States of equal length and another shape; where the two moments disagree OPT002 says so."""
-    split = {pair.param for pair in moment_pairs(ckpt) if pair.differs}
+def _transposed_states(ckpt: Checkpoint) -> Iterator[Finding]:
+    """Findings on states with as many elements as their parameter in another shape of as many axes.
+
+    OPT002 reports the parameters whose two moments differ in shape.
+    """
+    reported = {pair.param for pair in moment_pairs(ckpt) if pair.differs}
     members: dict[tuple[tuple[int, ...], str], list[tuple[OptimizerState, Param]]] = defaultdict(list)
     for state in elementwise_states(ckpt):
-        if (param := state.param) is not None and not (state.what in PAIR and param in split):
+        if (param := state.param) is not None and not (state.what in PAIR and param in reported):
             members[param.tensor.global_shape, state.what].append((state, param))
-    shapes = Counter((param, state.tensor.global_shape) for found in members.values() for state, param in found)
-    for (expected, what), found in members.items():
-        odd = [(state, param) for state, param in found if _is_reshaped(state.tensor, expected)]
-        # Adam makes its moments like the parameter; of other states nothing says in which shape they are kept
-        pattern = len(odd) == len(found) and len(odd) > 1 and what not in _MADE_LIKE
+    shapes = Counter((param, state.tensor.global_shape) for pairs in members.values() for state, param in pairs)
+    for (expected, what), pairs in members.items():
+        odd = [(state, param) for state, param in pairs if _is_reshaped(state.tensor, expected)]
+        # Adam creates its moments with zeros_like(parameter), so a transposed one is a fault even if all of them are.
+        # Another optimizer may keep its states in a shape of its own.
+        pattern = len(odd) == len(pairs) and len(odd) > 1 and what not in _MADE_LIKE
         for state, param in odd:
             shape = state.tensor.global_shape
             word = "is transposed" if shape == expected[::-1] else "has a different shape"
@@ -124,7 +131,7 @@ def _transposed(ckpt: Checkpoint) -> Iterator[Finding]:
                 f"state{{of}} {word}: {shape_text(shape)} for a parameter of {shape_text(expected)}",
                 at=Location(state.tensor),
                 confidence="possible" if pattern else "likely",
-                notes=(("parameter", f"{param.tensor.fqn}: {_described(param.tensor)}"), *_others(found, len(odd))),
+                notes=(("parameter", f"{param.tensor.fqn}: {_described(param.tensor)}"), *_peer_notes(pairs, len(odd))),
                 why="the number of elements is right, so it loads, and each element gets the moments of another",
                 hint=_transposed_hint(shapes[param, shape]),
                 group=f"{param.key.scope} {param.key.role} {shape} {expected}",
@@ -143,10 +150,10 @@ def _is_reshaped(tensor: Tensor, expected: tuple[int, ...]) -> bool:
     return same_size and shape != expected and not tensor.is_flattened
 
 
-def _others(found: list[tuple[OptimizerState, Param]], odd: int) -> tuple[Note, ...]:
-    """How many parameters of the shape show it."""
-    if len(found) < 2:
+def _peer_notes(pairs: list[tuple[OptimizerState, Param]], odd: int) -> tuple[Note, ...]:
+    """A note on how many parameters of this shape deviate."""
+    if len(pairs) < 2:
         return ()
-    layers = [param.key.layer for _, param in found if param.key.layer is not None]
+    layers = [param.key.layer for _, param in pairs if param.key.layer is not None]
     where = f" (layers {ranges(layers)})" if layers else ""
-    return (("differ", f"{odd} of {len(found)} parameters of this shape{where}"),)
+    return (("differ", f"{odd} of {len(pairs)} parameters of this shape{where}"),)

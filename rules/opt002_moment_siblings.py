@@ -48,16 +48,18 @@ def moment_siblings(ckpt: Checkpoint) -> Iterator[Finding]:
     yield from _shapes(pairs)
     yield from _chunks(pairs)
     if ckpt.is_sound:
-        yield from _absent(ckpt)
+        yield from _missing_moments(ckpt)
 
 
 def _shapes(pairs: list[MomentPair]) -> Iterator[Finding]:
-    """Pairs of moments with two shapes; a warning where all pairs of this parameter's shape have them."""
+    """Findings on moments of one parameter with different shapes; a warning if all pairs of this shape differ."""
     peers: dict[tuple[int, ...], list[MomentPair]] = defaultdict(list)
     for pair in pairs:
         peers[pair.param.tensor.global_shape].append(pair)
     for shape, members in peers.items():
         odd = [pair for pair in members if pair.differs]
+        # A fault of a rank or a write hits some parameters of a shape. If it hits all of them, the optimizer may keep
+        # a factored or projected moment in its own shape, so this is no longer certain.
         pattern = len(odd) == len(members) > 1
         for pair in odd:
             wrong, right = (pair.first, pair.second) if _fits(pair.second, shape) else (pair.second, pair.first)
@@ -77,10 +79,10 @@ def _shapes(pairs: list[MomentPair]) -> Iterator[Finding]:
 
 
 def _chunks(pairs: list[MomentPair]) -> Iterator[Finding]:
-    """Pairs of one shape whose chunks differ; a hole or an overlap is reported by the GEO rules."""
+    """Pairs of one shape that are split into different chunks; the GEO rules report holes and overlaps."""
     same = [pair for pair in pairs if not pair.differs]
-    cut = [pair for pair in same if max(_count(pair.first.tensor), _count(pair.second.tensor)) > 1]
-    odd = [pair for pair in cut if not same_chunks(pair.first.tensor.tiling, pair.second.tensor.tiling)]
+    split = [pair for pair in same if max(_count(pair.first.tensor), _count(pair.second.tensor)) > 1]
+    odd = [pair for pair in split if not same_chunks(pair.first.tensor.tiling, pair.second.tensor.tiling)]
     for pair in odd:
         a, b = pair.first.tensor, pair.second.tensor
         if not (is_whole(a.tiling) and is_whole(b.tiling)):
@@ -89,31 +91,36 @@ def _chunks(pairs: list[MomentPair]) -> Iterator[Finding]:
             f"moment{{of}} is split differently from its sibling {PAIR[0]}: {plural(_count(b), 'chunk')} against "
             f"{_count(a)}",
             at=Location(b),
-            severity=Severity.INFO if len(odd) == len(cut) > 1 else Severity.WARNING,
+            # No element is lost, so never an error. All second moments cut alike is how this job wraps them.
+            severity=Severity.INFO if len(odd) == len(split) > 1 else Severity.WARNING,
             notes=(_parameter(pair.param, f", {_count(pair.param.tensor)} chunks"), _first_chunks(a, b)),
             why="both are sharded together, so one of them took a different path; every element is stored",
             hint="compare how the ranks wrapped the two before they wrote them",
         )
 
 
-def _absent(ckpt: Checkpoint) -> Iterator[Finding]:
-    """Parameters with one moment alone while others have both."""
-    whats: dict[Param, set[str]] = defaultdict(set)
+def _missing_moments(ckpt: Checkpoint) -> Iterator[Finding]:
+    """Findings on parameters with one of the two moments, while others have both."""
+    states_of: dict[Param, set[str]] = defaultdict(set)
     for state in inventory_of(ckpt).states:
         for param in state.params:
-            whats[param].add(state.what)
+            states_of[param].add(state.what)
     known = {(state.param, state.what): state for state in elementwise_states(ckpt) if state.param is not None}
     both: dict[tuple[tuple[str, ...], str], int] = defaultdict(int)
     alone: dict[tuple[tuple[str, ...], str], list[OptimizerState]] = defaultdict(list)
     left_out = mismatched_params(ckpt)
-    for param, found in whats.items():
+    for param, names in states_of.items():
         group = param.key.scope, param.key.role
-        has = [what for what in PAIR if what in found]
+        has = [name for name in PAIR if name in names]
         if len(has) == 2:
             both[group] += 1
-        elif len(has) == 1 and found <= _EXPECTED and param not in left_out and (param, has[0]) in known:
+        # A state that Adam does not have shows another optimizer: Adafactor keeps the second moment of a matrix
+        # factored, under names of its own, and that of a vector in full.
+        elif len(has) == 1 and names <= _EXPECTED and param not in left_out and (param, has[0]) in known:
             alone[group].append(known[param, has[0]])
-    is_usual = 2 * sum(both.values()) > len(whats)
+    # The best witness is the same parameter of another layer. Without one, most parameters must have both: Lion keeps
+    # exp_avg alone.
+    is_usual = 2 * sum(both.values()) > len(states_of)
     for group, members in alone.items():
         if not both[group] and not is_usual:
             continue
@@ -125,7 +132,7 @@ def _absent(ckpt: Checkpoint) -> Iterator[Finding]:
                 at=Location(state.tensor),
                 identity=(absent,),
                 confidence=confidence,
-                notes=(_witness(group[1], both[group], sum(both.values()), len(whats)),),
+                notes=(_peer_note(group[1], both[group], sum(both.values()), len(states_of)),),
                 why=f"a strict load fails on the missing key; any other resumes with {absent} at zero",
                 hint="save again once every state exists; without the job, reset both moments of this parameter",
                 group=f"{group} {absent}",
@@ -133,7 +140,7 @@ def _absent(ckpt: Checkpoint) -> Iterator[Finding]:
             )
 
 
-def _witness(role: str, siblings: int, total: int, of: int) -> Note:
+def _peer_note(role: str, siblings: int, total: int, of: int) -> Note:
     if siblings:
         return "others", f"{siblings} other parameter{'s' if siblings > 1 else ''} of the role {role} have both"
     return "others", f"{total} of {of} parameters with state have both, but none of the role {role}"

@@ -49,39 +49,41 @@ def state_coverage(ckpt: Checkpoint) -> Iterator[Finding]:
     if inventory.mapped_share < _MOST:
         raise NotApplicable(f"only {inventory.mapped_share:.0%} of the optimizer states find a parameter by name")
     stateful = {param for state in inventory.states for param in state.params}
-    yield from _orphans(ckpt, inventory, stateful)
+    yield from _states_without_parameter(ckpt, inventory, stateful)
     if inventory.buckets or inventory.numbered:
         return
-    trained = _listed(ckpt, _META)
+    trained = _params_in_groups(ckpt, _META)
     reported: set[Param] = set()
-    for finding, params in _gaps(ckpt, inventory, stateful, trained):
+    for finding, params in _layers_without_state(ckpt, inventory, stateful, trained):
         reported.update(params)
         yield finding
-    yield from _single(inventory, stateful, reported)
+    yield from _single_params(inventory, stateful, reported)
 
 
 # ---------------------------------------------------------------- states without a parameter
 
 
-def _orphans(ckpt: Checkpoint, inventory: Inventory, stateful: set[Param]) -> Iterator[Finding]:
-    """States whose parameter is not stored, though the states of its layer are complete."""
+def _states_without_parameter(ckpt: Checkpoint, inventory: Inventory, stateful: set[Param]) -> Iterator[Finding]:
+    """Findings on states whose parameter is not stored."""
     known = {parse(entry.fqn).path for entry in ckpt.byte_objects}
     layers_of: dict[str, list[int]] = defaultdict(list)
     for param in inventory.params:
         layers_of[param.key.role] += [] if param.key.layer is None else [param.key.layer]
-    complete = _complete_places(inventory, stateful)
-    tied = any(_is_tied(param.key) for param in inventory.params)
+    is_complete = _complete_layers(inventory, stateful)
+    tied = any(_may_be_tied(param.key) for param in inventory.params)
     for state in inventory.states:
         if state.params or state.path in known or "_flat_param" in state.path:
             continue
         key = parse(state.path)
-        if tied and _is_tied(key):  # the weight is stored under its other name
+        if tied and _may_be_tied(key):  # the weight is stored under its other name
             continue
         where = f"layer {key.layer} of {key.block}" if key.layer is not None else state.path
         notes: list[Note] = [("parameter", f"no {state.path} in the model")]
         if layers := layers_of.get(key.role):
             notes.append(("layers", f"the model has it in layers {ranges(layers)}; the state is of {where}"))
-        certain = key.role in layers_of or complete.get(_place(key), True)
+        # The state may be of a parameter that the model names otherwise (a fused name over split weights). That is
+        # ruled out if other layers store this very role, or if every parameter of this layer has its own state.
+        certain = key.role in layers_of or is_complete.get(_layer_of(key), True)
         yield Finding(
             "state{of} belongs to no parameter",
             at=Location(state.tensor),
@@ -94,22 +96,22 @@ def _orphans(ckpt: Checkpoint, inventory: Inventory, stateful: set[Param]) -> It
         )
 
 
-def _is_tied(key: Key) -> bool:
-    """Whether it may be one of two names of a weight that embedding and output layer share."""
+def _may_be_tied(key: Key) -> bool:
+    """Whether the key may be one of the two names of a weight that embedding and output layer share."""
     return key.function in ("embedding", "output")
 
 
-def _place(key: Key) -> tuple[str, int | None]:
+def _layer_of(key: Key) -> tuple[str, int | None]:
     return key.block, key.layer
 
 
-def _complete_places(inventory: Inventory, stateful: set[Param]) -> dict[tuple[str, int | None], bool]:
-    """(block, layer) -> whether all its parameters have state: a further state is no other name of one of them."""
-    complete: dict[tuple[str, int | None], bool] = {}
+def _complete_layers(inventory: Inventory, stateful: set[Param]) -> dict[tuple[str, int | None], bool]:
+    """(block, layer) -> whether all parameters of this layer have state."""
+    is_complete: dict[tuple[str, int | None], bool] = {}
     for param in inventory.params:
-        place = _place(param.key)
-        complete[place] = complete.get(place, True) and (param in stateful or _is_buffer(param))
-    return complete
+        layer = _layer_of(param.key)
+        is_complete[layer] = is_complete.get(layer, True) and (param in stateful or _is_buffer(param))
+    return is_complete
 
 
 # ---------------------------------------------------------------- layers and blocks without state
@@ -120,11 +122,10 @@ class _Gap:
     """Layers of one block without state.
 
     Attributes:
-        pattern: what the numbers look like, "" when they are neither consecutive nor a stride.
+        pattern: how the numbers follow each other, as text; "" if they are neither consecutive nor a stride.
         is_bottom: whether they are the lowest layers, which are often frozen on purpose.
-        is_stage: whether they are whole pipeline stages, or the last layers together with what comes after them.
-        is_passed: whether they are the last layers, and the norm behind them was trained, by a gradient that goes on
-            into them.
+        is_stage: whether they are whole pipeline stages, or the last layers together with final norm and output.
+        is_passed: whether they are the last layers and the final norm has state: its gradient went through them.
     """
 
     layers: tuple[int, ...]
@@ -134,22 +135,25 @@ class _Gap:
     is_passed: bool = False
 
 
-def _gaps(
+def _layers_without_state(
     ckpt: Checkpoint, inventory: Inventory, stateful: set[Param], trained: set[str]
 ) -> Iterator[tuple[Finding, list[Param]]]:
-    """Parameters without state in blocks where others have some, by layer, and what else explains them."""
+    """(finding, its parameters) for layers without state in a block with some, and for blocks without any."""
     blocks: dict[tuple[tuple[str, ...], str], list[Param]] = defaultdict(list)
     for param in inventory.params:
         if not _is_buffer(param):
             blocks[param.key.scope, param.key.block or param.key.path.partition(".")[0]].append(param)
-    handed = _listed(ckpt, _GROUPS)
+    in_groups = _params_in_groups(ckpt, _GROUPS)
+    # Where adapters are trained, the blocks of the base are frozen by design.
     has_adapters = any(name in param.key.path for param in stateful for name in _ADAPTERS)
     for (_, block), params in blocks.items():
         having = [param for param in params if param in stateful]
         if not having:
             if not has_adapters and params[0].key.block:
-                yield _block(ckpt, block, params, trained), params
+                yield _block_finding(ckpt, block, params, trained), params
             continue
+        # Only roles that have state somewhere count, and none of the experts: an expert that no token reached has no
+        # state, and a lone expert must not make its layer look lost.
         roles = {param.key.role for param in having if not param.key.in_experts}
         of_layer: dict[int, list[Param]] = defaultdict(list)
         for param in params:
@@ -158,15 +162,21 @@ def _gaps(
         without = [layer for layer, members in of_layer.items() if not stateful.intersection(members)]
         if without and len(without) < len(of_layer):
             lost = [param for layer in sorted(without) for param in of_layer[layer]]
+            # Frozen and lost layers look alike. Loss follows pipeline stages (Automodel#3250: only the first optimizer
+            # part of each rank was saved), or takes the end of the model together with final norm and output.
             gap = _gap(sorted(without), sorted(of_layer))
             is_stage = gap.pattern == _RUN and (
                 _fills_stages(ckpt, gap.layers, len(of_layer)) or _reaches_output(inventory, stateful, gap, of_layer)
             )
             last = [param for param in params if param.key.layer in gap.layers]
-            is_left_out = bool(handed) and not any(param.key.path in handed for param in last)
-            is_passed = gap.layers[-1] == max(of_layer) and not is_left_out and _norm_behind(inventory, stateful, last)
+            # A trained final norm passes its gradient into the last layers, so these should have state as well, unless
+            # the groups leave them out. A prediction layer and the unused last layer of LLaVA's tower do not qualify.
+            is_left_out = bool(in_groups) and not any(param.key.path in in_groups for param in last)
+            is_passed = (
+                gap.layers[-1] == max(of_layer) and not is_left_out and _norms_trained(inventory, stateful, last)
+            )
             gap = replace(gap, is_stage=is_stage, is_passed=is_passed and {p.key.role for p in last} <= roles)
-            yield _layers(ckpt, block, gap, lost, len(of_layer), trained), lost
+            yield _layers_finding(ckpt, block, gap, lost, len(of_layer), trained), lost
 
 
 def _fills_stages(ckpt: Checkpoint, layers: tuple[int, ...], count: int) -> bool:
@@ -180,36 +190,42 @@ def _fills_stages(ckpt: Checkpoint, layers: tuple[int, ...], count: int) -> bool
 
 def _reaches_output(inventory: Inventory, stateful: set[Param], gap: _Gap, of_layer: dict[int, list[Param]]) -> bool:
     """Whether the gap ends at the last layer and the final norm and output layer have no state either."""
-    behind = [p for p in inventory.params if not p.key.block and p.key.function in ("norm", "output")]
-    is_part = len(gap.layers) > 1 and len(of_layer) % len(gap.layers) == 0
-    return gap.layers[-1] == max(of_layer) and bool(behind or is_part) and not stateful.intersection(behind)
+    after_layers = [p for p in inventory.params if not p.key.block and p.key.function in ("norm", "output")]
+    # Without norm and output in the checkpoint, several layers that divide the block evenly may still be a stage.
+    is_even_share = len(gap.layers) > 1 and len(of_layer) % len(gap.layers) == 0
+    is_at_end = gap.layers[-1] == max(of_layer) and bool(after_layers or is_even_share)
+    return is_at_end and not stateful.intersection(after_layers)
 
 
-def _norm_behind(inventory: Inventory, stateful: set[Param], last: list[Param]) -> bool:
-    """Whether all norms that stand beside the block of these layers have state, the final one among them."""
+def _norms_trained(inventory: Inventory, stateful: set[Param], last: list[Param]) -> bool:
+    """Whether there are norms in the module that holds the block of these layers, and all of them have state."""
     key = last[0].key
     outside = [p for p in inventory.params if p.key.scope == key.scope and p.key.function == "norm" and not p.key.block]
-    home = key.block.split(".")[:-1]
-    beside = {param for param in outside if param.key.path.split(".")[:-2] == home}
-    return bool(beside) and beside <= stateful
+    parent = key.block.split(".")[:-1]
+    final_norms = {param for param in outside if param.key.path.split(".")[:-2] == parent}
+    return bool(final_norms) and final_norms <= stateful
 
 
 def _gap(without: list[int], present: list[int]) -> _Gap:
-    place = {layer: i for i, layer in enumerate(present)}
-    places = [place[layer] for layer in without]
-    steps = {b - a for a, b in pairwise(places)}
+    """The gap of the layers `without` state among all layers that are `present`, both sorted."""
+    index_of = {layer: i for i, layer in enumerate(present)}
+    indices = [index_of[layer] for layer in without]
+    steps = {b - a for a, b in pairwise(indices)}
     if steps <= {1}:
-        return _Gap(tuple(without), _RUN, places[0] == 0)
-    if len(steps) == 1 and len(places) >= (len(present) - 1) // min(steps):
+        return _Gap(tuple(without), _RUN, indices[0] == 0)
+    # A stride over the whole block is a choice: jobs that insert layers train those alone.
+    if len(steps) == 1 and len(indices) >= (len(present) - 1) // min(steps):
         step = steps.pop()
         return _Gap(tuple(without), "every second layer" if step == 2 else f"one layer in {step}", False)
     return _Gap(tuple(without), "", False)
 
 
-def _layers(ckpt: Checkpoint, block: str, gap: _Gap, lost: list[Param], count: int, trained: set[str]) -> Finding:
-    """The finding on whole layers without state; a warning where the job says that it trains them."""
+def _layers_finding(
+    ckpt: Checkpoint, block: str, gap: _Gap, lost: list[Param], count: int, trained: set[str]
+) -> Finding:
+    """The finding on whole layers without state."""
     named = [param for param in lost if param.key.path in trained]
-    frozen = not named and (gap.is_bottom or not gap.is_stage)
+    may_be_frozen = not named and (gap.is_bottom or not gap.is_stage)
     numbers = ranges(gap.layers)
     lead = lost[0]
     subject = f"{numbered('layer', gap.layers)} of {block} {verb(len(gap.layers), 'has')}"
@@ -220,63 +236,64 @@ def _layers(ckpt: Checkpoint, block: str, gap: _Gap, lost: list[Param], count: i
         f"{subject} no optimizer state; the other {plural(others, 'layer', 'has')} it",
         at=Location(lead.tensor, ranks=ranks),
         identity=(block, numbers),
-        confidence="certain" if not frozen else "likely" if gap.is_passed and not gap.is_bottom else "possible",
+        confidence="certain" if not may_be_frozen else "likely" if gap.is_passed and not gap.is_bottom else "possible",
         notes=(
             ("layers", f"{len(gap.layers)} of {count}: {cause}"),
-            ("parameters", _names(lost)),
-            *_evidence(named),
+            ("parameters", _patterns(lost)),
+            *_trained_note(named),
         ),
-        hint=f"look for the optimizer part of {_whose(ranks, 'these layers')}" + ("" if named else _FROZEN),
+        hint=f"look for the optimizer part of {_ranks_text(ranks, 'these layers')}" + ("" if named else _FROZEN),
         inferred_from="" if named else f"the other layers of {block}",
     )
 
 
-def _block(ckpt: Checkpoint, block: str, params: list[Param], trained: set[str]) -> Finding:
+def _block_finding(ckpt: Checkpoint, block: str, params: list[Param], trained: set[str]) -> Finding:
     named = [param for param in params if param.key.path in trained]
     return Finding(
         f"no parameter of {block} has optimizer state" + (", though it was trained" if named else ": frozen or lost"),
         at=Location(params[0].tensor, ranks=(ranks := _savers(ckpt, params))),
         identity=(block,),
         confidence="certain" if named else "possible",
-        notes=(("parameters", _names(params)), *_evidence(named)),
-        hint=f"look for the optimizer part of {_whose(ranks, 'this block')}" + ("" if named else _FROZEN),
+        notes=(("parameters", _patterns(params)), *_trained_note(named)),
+        hint=f"look for the optimizer part of {_ranks_text(ranks, 'this block')}" + ("" if named else _FROZEN),
         inferred_from="" if named else "the other blocks",
     )
 
 
 def _savers(ckpt: Checkpoint, params: list[Param]) -> tuple[int, ...]:
-    """The ranks that saved these weights, where they are not all that saved anything."""
+    """The ranks that saved these weights; () if that is every rank that saved anything."""
     ranks = set().union(*(saved_by(ckpt, param.tensor) for param in params))
     return tuple(sorted(ranks)) if ranks < set(distinct(ranks_of_files(ckpt)).tolist()) - {-1} else ()
 
 
-def _whose(ranks: tuple[int, ...], what: str) -> str:
+def _ranks_text(ranks: tuple[int, ...], what: str) -> str:
     return f"{named_ranks(ranks)}, which saved the weights of {what}" if ranks else f"the ranks that held {what}"
 
 
-def _evidence(named: list[Param]) -> tuple[Note, ...]:
+def _trained_note(named: list[Param]) -> tuple[Note, ...]:
     if not named:
         return ()
     return (("trained", f"{_META[:-1]} names {len(named)} of them, so the optimizer updated them"),)
 
 
-def _single(inventory: Inventory, stateful: set[Param], reported: set[Param]) -> Iterator[Finding]:
-    """Parameters without state among many that have it: a note."""
-    tied = any(not state.params and _is_tied(parse(state.path)) for state in inventory.states)
-    judged = [param for param in inventory.params if not _is_buffer(param) and not (tied and _is_tied(param.key))]
+def _single_params(inventory: Inventory, stateful: set[Param], reported: set[Param]) -> Iterator[Finding]:
+    """An info on single parameters without state: cold experts, or at most a tenth of all parameters."""
+    tied = any(not state.params and _may_be_tied(parse(state.path)) for state in inventory.states)
+    judged = [param for param in inventory.params if not _is_buffer(param) and not (tied and _may_be_tied(param.key))]
     absent = [param for param in judged if param not in stateful and param not in reported]
     siblings = {(param.key.scope, param.key.role) for param in stateful}
     experts = [param for param in absent if param.key.in_experts]
-    cold = [param for param in experts if (param.key.scope, param.key.role) in siblings]
+    # Few without state are worth a look. Many are frozen on purpose, except experts whose siblings have state.
+    shown = [param for param in experts if (param.key.scope, param.key.role) in siblings]
     if 10 * len(absent) <= len(judged):
-        cold = absent
-    if cold:
+        shown = absent
+    if shown:
         yield Finding(
-            f"{len(cold)} of {len(judged)} parameters have no optimizer state",
-            at=Location(cold[0].tensor),
-            identity=tuple(param.tensor.fqn for param in cold),
+            f"{len(shown)} of {len(judged)} parameters have no optimizer state",
+            at=Location(shown[0].tensor),
+            identity=tuple(param.tensor.fqn for param in shown),
             confidence="possible",
-            notes=(("parameters", _names(cold)),),
+            notes=(("parameters", _patterns(shown)),),
             why="buffers, frozen parameters and experts that no token reached have none; others restart their moments",
         )
 
@@ -284,26 +301,24 @@ def _single(inventory: Inventory, stateful: set[Param], reported: set[Param]) ->
 # ---------------------------------------------------------------- helpers
 
 
-def _listed(ckpt: Checkpoint, word: str) -> set[str]:
-    """Paths of the parameters that the groups of an optimizer name, in entries with this word before the path.
-
-    Megatron-Core's parameter groups leave out what needs no gradient; torch's list every parameter that was handed
-    over, frozen ones too (torch 2.13), and prove nothing of those that they list.
-    """
-    listed = set()
+def _params_in_groups(ckpt: Checkpoint, word: str) -> set[str]:
+    """Paths of the parameters that the optimizer's groups name, read from keys that hold `word` before the path."""
+    # Megatron-Core's groups (_META) leave out what needs no gradient, so a name there proves training. torch's
+    # (_GROUPS, 2.13) list every parameter that was handed over, frozen ones too: only an absence there means something.
+    paths = set()
     for entry in ckpt.byte_objects:
-        _, found, rest = entry.fqn.partition(word)
-        if found and parse(entry.fqn).kind == "optimizer":
-            listed.add(parse(rest.rpartition(".")[0]).path)
-    return listed
+        _, separator, rest = entry.fqn.partition(word)
+        if separator and parse(entry.fqn).kind == "optimizer":
+            paths.add(parse(rest.rpartition(".")[0]).path)
+    return paths
 
 
 def _is_buffer(param: Param) -> bool:
-    """Whether it can have no gradient: an integer, a scalar, or a name that only buffers have."""
+    """Whether the parameter can have no gradient: an integer, a scalar, or a name that only buffers have."""
     tensor = param.tensor
     is_number = tensor.dtype.startswith(("int", "uint", "bool")) or tensor.volume <= 1
     return is_number or any(name in param.key.path for name in _BUFFERS)
 
 
-def _names(params: Iterable[Param]) -> str:
+def _patterns(params: Iterable[Param]) -> str:
     return first_names(fold_names(dict.fromkeys(param.tensor.fqn for param in params)), _SHOWN, "pattern")

@@ -22,11 +22,11 @@ _MOST = 2**16  # groups of a job
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """How many groups a chain should have.
+    """The groups that a chain has if it is of this kind: dense or expert parameters.
 
     Attributes:
         per_stage: groups of one pipeline stage; their numbers follow each other.
-        formula: where the number comes from, with the factors.
+        formula: the mesh axes that multiply to the count, with their sizes.
     """
 
     name: str
@@ -65,20 +65,20 @@ def dp_group_set(ckpt: Checkpoint) -> Iterator[Finding]:
         raise NotApplicable("there are no buckets of a distributed optimizer")
     recorded: dict[tuple[str, ...], dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
     for key in ckpt.objects.keys:
-        part = dp_group(key)
-        if part is not None:
-            recorded[part[0]][part[2]].add(part[1])
+        if (parsed := dp_group(key)) is not None:
+            chain, group, name = parsed
+            recorded[chain][name].add(group)
     sizes = trusted_topology(ckpt)
     has_experts = any(param.key.in_experts for param in inventory_of(ckpt).params)
-    for chain, found in groups.items():
-        yield from _set(chain, found, _kinds(chain, sizes, has_experts), sizes)
-        yield from _records(chain, found, recorded[chain])
-        yield from _moments([bucket for bucket in inventory_of(ckpt).buckets if bucket.chain == chain])
-    yield from _lengths(ckpt)
+    for chain, group_keys in groups.items():
+        yield from _group_findings(chain, group_keys, _kinds(chain, sizes, has_experts), sizes)
+        yield from _missing_records(chain, group_keys, recorded[chain])
+        yield from _missing_moments([bucket for bucket in inventory_of(ckpt).buckets if bucket.chain == chain])
+    yield from _wrong_lengths(ckpt)
 
 
 def _kinds(chain: tuple[str, ...], sizes: Mapping[str, AxisSize], has_experts: bool) -> list[_Kind]:
-    """What the chain may be: dense layers, or experts where there are any; [] when the mesh is not known.
+    """The kinds that the chain may be of: dense, and experts if the model has any; [] if its mesh is unknown.
 
     The modules of a multimodal job have meshes of their own, which the arguments do not describe.
     """
@@ -93,25 +93,32 @@ def _kinds(chain: tuple[str, ...], sizes: Mapping[str, AxisSize], has_experts: b
     return kinds if all(kind.count <= _MOST for kind in kinds) else []
 
 
-def _set(
-    chain: tuple[str, ...], found: Mapping[int, str], kinds: list[_Kind], sizes: Mapping[str, AxisSize]
+def _group_findings(
+    chain: tuple[str, ...], group_keys: Mapping[int, str], kinds: list[_Kind], sizes: Mapping[str, AxisSize]
 ) -> Iterator[Finding]:
-    """What is wrong with the numbers of the groups of one optimizer: gaps, or another count than the mesh has."""
-    numbers = sorted(found)
+    """Findings on the group numbers of one chain: gaps, or another count than the mesh has.
+
+    Args:
+        group_keys: group number -> key of its first bucket.
+    """
+    numbers = sorted(group_keys)
     name = ".".join(chain) or "the optimizer"
     if any(numbers == list(range(kind.count)) for kind in kinds):
         return
     if not kinds:
         missing = sorted(set(range(numbers[-1])) - set(numbers)) if numbers[-1] < _MOST else []
         if missing:
-            yield _finding(name, found, missing, f"numbered up to {numbers[-1]}", None, Severity.WARNING, ())
+            yield _finding(name, group_keys, missing, f"numbered up to {numbers[-1]}", None, Severity.WARNING, ())
         return
+    # Keys do not say whether a chain is dense or of experts. It is taken for the kind that explains it best: one that
+    # only whole stages are missing from, else the nearest count.
     kind = min(kinds, key=lambda kind: abs(kind.count - len(numbers)))
-    fitting = [k for k in kinds if numbers[-1] < k.count and not _is_partial(numbers, k)]
+    fitting = [k for k in kinds if numbers[-1] < k.count and not _has_partial_stage(numbers, k)]
     severity = None
     if fitting:
         kind = fitting[0]
-        # the dense parameters come first in a chained optimizer; after them may be the experts'
+        # A whole stage without experts has no groups in their chain, which is no loss. Megatron-Core puts the dense
+        # parameters first in a chained optimizer, so any chain but chained_0 may be the experts'.
         severity = Severity.INFO if len(kinds) > 1 and chain[-1:] != ("chained_0",) else Severity.WARNING
     missing = sorted(set(range(kind.count)) - set(numbers))
     is_known = all(sizes[axis].source in _EXACT for axis in ("tp", "pp", "ep", "etp") if axis in sizes)
@@ -120,29 +127,29 @@ def _set(
     sources = ", ".join(f"{a} from {sizes[a].source}" for a in ("tp", "pp", "ep", "etp") if a in sizes)
     expected = [f"{k.count} for {k.name} parameters ({k.formula})" for k in kinds]
     notes = (("mesh", f"{' or '.join(expected)}; {sources}"),)
-    finding = _finding(name, found, missing, f"but the mesh has {kind.count}", kind, severity, notes)
+    finding = _finding(name, group_keys, missing, f"but the mesh has {kind.count}", kind, severity, notes)
     yield finding if is_known else replace(finding, inferred_from=f"the mesh: {sources}")
 
 
-def _is_partial(numbers: list[int], kind: _Kind) -> bool:
-    """Whether some stage has a part of its groups only: no stage without parameters explains that."""
-    stages: dict[int, int] = defaultdict(int)
+def _has_partial_stage(numbers: list[int], kind: _Kind) -> bool:
+    """Whether some stage has only a part of its groups, which no stage without parameters explains."""
+    groups_of_stage: dict[int, int] = defaultdict(int)
     for number in numbers:
-        stages[number // kind.per_stage] += 1
-    return any(count != kind.per_stage for count in stages.values())
+        groups_of_stage[number // kind.per_stage] += 1
+    return any(count != kind.per_stage for count in groups_of_stage.values())
 
 
 def _finding(
     name: str,
-    found: Mapping[int, str],
+    group_keys: Mapping[int, str],
     missing: list[int],
     expected: str,
     kind: _Kind | None,
     severity: Severity | None,
     notes: tuple[Note, ...],
 ) -> Finding:
-    """The finding on the groups of an optimizer, at the first key beside a gap."""
-    numbers = sorted(found)
+    """The finding on the group numbers of one chain, at the key of its first group."""
+    numbers = sorted(group_keys)
     extra = [number for number in numbers if kind is not None and number >= kind.count]
     odd = f"{ranges(missing)} {verb(len(missing), 'is')} missing" if missing else f"{ranges(extra)} too many"
     if missing and extra:
@@ -153,7 +160,7 @@ def _finding(
     where: tuple[Note, ...] = (("stage", f"the missing groups belong to pipeline stage {stages}"),) if stages else ()
     return Finding(
         f"{name} has buckets of dp groups {ranges(numbers)}, {expected}: {odd}",
-        at=Location(found[numbers[0]]),
+        at=Location(group_keys[numbers[0]]),
         identity=tuple(map(str, missing or extra)),
         severity=severity,
         notes=(*notes, *where),
@@ -161,24 +168,29 @@ def _finding(
     )
 
 
-def _records(chain: tuple[str, ...], found: Mapping[int, str], recorded: Mapping[str, set[int]]) -> Iterator[Finding]:
-    """Groups without a record that as many others have, or with the unpadded bucket sizes and without the padded."""
+def _missing_records(
+    chain: tuple[str, ...], group_keys: Mapping[int, str], recorded: Mapping[str, set[int]]
+) -> Iterator[Finding]:
+    """Findings on a record that some groups lack and at least as many have."""
     for name in sorted({_NUMEL, *recorded}):
-        having = recorded.get(name, set()) & set(found)
-        lacking = sorted(set(found) - having)
+        having = recorded.get(name, set()) & set(group_keys)
+        lacking = sorted(set(group_keys) - having)
+        # Megatron-Core writes padded and unpadded bucket sizes together. If no group has the padded ones, the unpadded
+        # ones are the witness that they were lost.
         other = name if having or name != _NUMEL else _UNPADDED
-        witness = recorded.get(other, set()) & set(found)
+        witness = recorded.get(other, set()) & set(group_keys)
+        # Which records a version writes is not known: where most groups lack one, it may be new or optional.
         if lacking and len(lacking) <= len(witness):
             yield Finding(
-                f"{_groups(lacking)} buckets but no {name}, "
+                f"{_groups_have(lacking)} buckets but no {name}, "
                 + (
-                    f"which {_groups(sorted(witness))}"
+                    f"which {_groups_have(sorted(witness))}"
                     if having
                     else f"though they have {other}"
                     if len(lacking) > 1
                     else f"though it has {other}"
                 ),
-                at=Location(found[lacking[0]]),
+                at=Location(group_keys[lacking[0]]),
                 identity=tuple(f"dp_group_idx_{number}.{name}" for number in lacking),
                 notes=(("chain", ".".join(chain) or "the optimizer without a chain"),),
                 why="the loader asks for the record of every group, and a strict load fails on the missing key",
@@ -187,31 +199,33 @@ def _records(chain: tuple[str, ...], found: Mapping[int, str], recorded: Mapping
             )
 
 
-def _groups(numbers: list[int]) -> str:
+def _groups_have(numbers: list[int]) -> str:
     return f"dp groups {ranges(numbers)} have" if len(numbers) > 1 else f"dp group {numbers[0]} has"
 
 
-def _moments(buckets: list[Bucket]) -> Iterator[Finding]:
-    """Buckets with one of Adam's two moments, where most of their chain have both."""
-    homes: dict[str, dict[str, Bucket]] = defaultdict(dict)
+def _missing_moments(buckets: list[Bucket]) -> Iterator[Finding]:
+    """Findings on buckets with one of Adam's two moments, if at least as many of the chain have both."""
+    by_prefix: dict[str, dict[str, Bucket]] = defaultdict(dict)
     for bucket in buckets:
-        homes[bucket.tensor.fqn.removesuffix(f".{bucket.what}")][bucket.what] = bucket
-    both = [home for home, there in homes.items() if all(what in there for what in PAIR)]
-    alone = [(home, what) for home, there in homes.items() if home not in both for what in PAIR if what in there]
-    for home, what in alone if len(alone) <= len(both) else ():
+        by_prefix[bucket.tensor.fqn.removesuffix(f".{bucket.what}")][bucket.what] = bucket
+    both = [prefix for prefix, states in by_prefix.items() if all(what in states for what in PAIR)]
+    alone = [
+        (prefix, what) for prefix, states in by_prefix.items() if prefix not in both for what in PAIR if what in states
+    ]
+    for prefix, what in alone if len(alone) <= len(both) else ():
         absent = next(other for other in PAIR if other != what)
         yield Finding(
             f"bucket{{of}} has no {absent}, unlike {len(both)} other bucket{'s' * (len(both) > 1)} of the chain",
-            at=Location(homes[home][what].tensor),
-            identity=(f"{home}.{absent}",),
+            at=Location(by_prefix[prefix][what].tensor),
+            identity=(f"{prefix}.{absent}",),
             why="the loader asks for both moments of every bucket, and a strict load fails on the missing key",
             hint="find the rank that should have written it, in the plans or the log of the save",
             inferred_from="the other buckets of the chain",
         )
 
 
-def _lengths(ckpt: Checkpoint) -> Iterator[Finding]:
-    """Buckets whose length differs from the one recorded for them; padding counts for nothing in dp_reshardable.
+def _wrong_lengths(ckpt: Checkpoint) -> Iterator[Finding]:
+    """Findings on buckets whose length differs from the unpadded length in their group's record.
 
     Source:
         megatron.core.optimizer.distrib_optimizer.DistributedOptimizer: a list by buffer of {(dtypes): [bucket sizes]}
@@ -219,39 +233,41 @@ def _lengths(ckpt: Checkpoint) -> Iterator[Finding]:
     recorded = {}
     payload = ckpt.payload
     for key, _, rows in ckpt.objects.rows_by_grid():
-        part = dp_group(key)
-        if payload is None or part is None or part[2] != _UNPADDED:
+        parsed = dp_group(key)
+        if payload is None or parsed is None or parsed[2] != _UNPADDED:
             continue
         for record in ckpt.objects.record[rows].tolist():
             if (content := payload.of(record)) is not None and content.length == 1:
-                recorded[part[0], part[1]] = content.value
+                recorded[parsed[0], parsed[1]] = content.value
     for bucket in inventory_of(ckpt).buckets:
         if (bucket.chain, bucket.group) not in recorded or len(bucket.tensor.global_shape) != 1:
             continue
-        expected = _recorded(recorded[bucket.chain, bucket.group], bucket.tensor.fqn)
-        found = bucket.tensor.global_shape[0]
-        if expected is not None and expected != found:
+        expected = _recorded_length(recorded[bucket.chain, bucket.group], bucket.tensor.fqn)
+        length = bucket.tensor.global_shape[0]
+        if expected is not None and expected != length:
             yield Finding(
-                f"bucket{{of}} has {found:,} elements, but its record of {_UNPADDED} says {expected:,}",
+                f"bucket{{of}} has {length:,} elements, but its record of {_UNPADDED} says {expected:,}",
                 at=Location(bucket.tensor),
                 identity=(_UNPADDED,),
                 why="the two come from different groups or modules: one of them overwrote the other's key",
                 hint="look for a second optimizer that writes under the same dp_group_idx",
-                group=f"{'.'.join(bucket.chain)} {bucket.group} {found} {expected}",
+                group=f"{'.'.join(bucket.chain)} {bucket.group} {length} {expected}",
             )
 
 
-def _recorded(value: object, fqn: str) -> int | None:
-    """The recorded length of a bucket, None where the record has another form."""
-    place = _BUCKET.search(fqn)
+def _recorded_length(value: object, fqn: str) -> int | None:
+    """The recorded length of a bucket in elements; None if the record has another form."""
+    # The value comes from a pickle that anybody may have written, so every step of the way may fail.
+    match = _BUCKET.search(fqn)
     try:
-        buffers = value[0][int(place["gbuf"])]  # type: ignore[index]
-        size = next(sizes[int(place["bucket"])] for types, sizes in buffers.items() if _key(types) == place["types"])  # type: ignore[index]
+        buffers = value[0][int(match["gbuf"])]  # type: ignore[index]
+        number = int(match["bucket"])  # type: ignore[index]
+        size = next(sizes[number] for types, sizes in buffers.items() if _dtypes(types) == match["types"])  # type: ignore[index]
     except (TypeError, KeyError, IndexError, AttributeError, StopIteration):
         return None
     return size if type(size) is int else None
 
 
-def _key(types: object) -> str:
-    """The dtypes of a buffer as its key spells them."""
+def _dtypes(types: object) -> str:
+    """The dtypes of a buffer in the spelling of its key; "" if they are no tuple."""
     return ", ".join(f"torch.{name}" for name in types) if isinstance(types, tuple) else ""

@@ -50,7 +50,7 @@ def writer_outlier(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def _finding(ckpt: Checkpoint, state: OptimizerState, param: Param, count: int, is_full: bool) -> Finding:
-    """The finding on a state that is one chunk; info where it holds as much as its parameter."""
+    """The finding on a state in one chunk whose parameter is split; info if it has as many elements."""
     row = int(state.tensor.tiling.live.argmax())
     in_state, of = f"{state.tensor.volume:,}", f"{param.tensor.volume:,}"
     return Finding(
@@ -71,6 +71,6 @@ def _finding(ckpt: Checkpoint, state: OptimizerState, param: Param, count: int, 
 
 
 def _is_gathered(ckpt: Checkpoint) -> bool:
-    """Whether the optimizer says that it gathers its states over the data-parallel ranks."""
+    """Whether the optimizer declares that it gathers its states over the data-parallel ranks."""
     content = attributes(ckpt.common_value("content_metadata"))
     return content.get("distrib_optim_sharding_type") == "fully_reshardable"

@@ -41,7 +41,7 @@ def duplicate_state(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def _identity(state: OptimizerState) -> tuple[object, ...]:
-    """What two entries of one state share: optimizer, chain, stage, parameter, name, length."""
+    """A key that is equal for two entries of one state: optimizer, chain, stage, parameter, name, length."""
     optimizer = state.tensor.fqn.partition(".state.")[0]
     return optimizer, state.chain, state.scope, state.path, state.what, state.tensor.volume
 
@@ -54,13 +54,13 @@ def _second_masters(states: list[OptimizerState]) -> list[tuple[OptimizerState, 
     return [(group[0], other) for group in masters.values() for other in group[1:] if other.what != group[0].what]
 
 
-def _front(state: OptimizerState) -> str:
-    """What stands before the parameter and the state's name in a key."""
+def _key_prefix(state: OptimizerState) -> str:
+    """The part of a state's key in front of the parameter's path."""
     return state.tensor.fqn.partition(state.path)[0]
 
 
 def _compared(ckpt: Checkpoint, first: OptimizerState, second: OptimizerState) -> str:
-    """What the records tell about the two, "" when they tell nothing."""
+    """Whether the records of the two states are equal, as text; "" if that is not known."""
     payload, one, two = ckpt.payload, first.tensor.chunks, second.tensor.chunks
     if payload is None or len(one) != len(two) or not (one.tiling.offsets == two.tiling.offsets).all():
         return ""
@@ -82,5 +82,5 @@ def _finding(first: OptimizerState, second: OptimizerState, total: int, count: i
             ("twice", f"{total:,} bytes in {count} tensor{'s' if count > 1 else ''} of this checkpoint"),
         ),
         hint="find out which of the two your loader reads, and stop exporting the other",
-        group=f"{first.chain} {first.what} {second.what} {_front(first)} {_front(second)} {compared}",
+        group=f"{first.chain} {first.what} {second.what} {_key_prefix(first)} {_key_prefix(second)} {compared}",
     )

@@ -46,27 +46,31 @@ def optimizer_file(ckpt: Checkpoint) -> Iterator[Finding]:
         raise NotApplicable("no optimizer in a file of its own")
     step = max((file.step for file in ckpt.step_files if file.step is not None), default=0)
     for name, optimizer in files:
-        for sentence, identity, is_unsure in _odd(ckpt, name, optimizer, step, is_alone=len(files) == 1):
+        for sentence, identity, is_unsure in _contradictions(ckpt, name, optimizer, step, is_alone=len(files) == 1):
             confidence: Confidence = "possible" if is_unsure else "certain"
             yield Finding(sentence, at=Location(file=name), identity=(identity,), confidence=confidence, group=sentence)
 
 
-def _odd(
+def _contradictions(
     ckpt: Checkpoint, file: str, optimizer: OptimizerFile, step: int, is_alone: bool
 ) -> Iterator[tuple[str, str, bool]]:
-    """(sentence, what identifies it, whether it is unsure) for each contradiction."""
+    """(message, identity, whether it is unsure) for each contradiction in one optimizer's file."""
     listed, shapes = Counter(optimizer.params), optimizer.shapes
     if twice := [param for param, count in listed.items() if count > 1]:
-        yield f"the groups of {file} list {plural(len(twice), 'parameter')} twice: {_some(twice)}", "twice", False
+        yield (
+            f"the groups of {file} list {plural(len(twice), 'parameter')} twice: {_params_text(twice)}",
+            "twice",
+            False,
+        )
     if unlisted := [param for param in shapes if param not in listed]:
-        yield f"{file} has state for {_some(unlisted)}, which none of its groups lists", "unlisted", False
+        yield f"{file} has state for {_params_text(unlisted)}, which none of its groups lists", "unlisted", False
     if listed and not shapes and step and "betas" in optimizer.settings:
         yield f"{file} has no state for its {plural(len(listed), 'parameter')}, at step {step}", "empty", False
     pairs = {param: (states.get("exp_avg"), states.get("exp_avg_sq")) for param, states in shapes.items()}
     for param, (first, second) in pairs.items():
         if first is not None and second is not None and first != second:
             both = f"the shapes {shape_text(first)} and {shape_text(second)}"
-            yield f"exp_avg and exp_avg_sq of {_some([param])} in {file} have {both}", f"pair {param}", False
+            yield f"exp_avg and exp_avg_sq of {_params_text([param])} in {file} have {both}", f"pair {param}", False
     is_judged = ckpt.format == "verl" and has_known_config(ckpt)  # CFG001 reports what the model lacks
     is_judged = is_alone and ckpt.format in ("safetensors", "torch", "verl") and not is_judged
     if is_judged and ckpt.tensors and ckpt.is_sound and not ckpt.partial:
@@ -74,7 +78,10 @@ def _odd(
 
 
 def _against_model(ckpt: Checkpoint, file: str, optimizer: OptimizerFile) -> Iterator[tuple[str, str, bool]]:
-    """Where the moments of an optimizer's file are not those of the tensors beside it, by names or by shapes."""
+    """(message, identity, whether it is unsure) for moments that do not fit the tensors beside the file.
+
+    Moments with a name are compared with the tensor of this name. Numbered ones have no names, so shapes are counted.
+    """
     moments = {
         param: shape
         for param, states in optimizer.shapes.items()
@@ -82,6 +89,7 @@ def _against_model(ckpt: Checkpoint, file: str, optimizer: OptimizerFile) -> Ite
     }
     model = {key: tensor for key, tensor in ckpt.tensors.items() if parse(key).kind == "model"}
     tensors = {key: tensor.global_shape for key, tensor in model.items() if tensor.dtype in FLOATS}
+    # GaLore's moments have fewer rows by design, and quantised weights are not what the optimizer trains.
     if _PROJECTED in optimizer.settings or not moments or len(tensors) < len(model):
         return
     if len(optimizer.params) > len(model) and ckpt.format == "verl" and not all(map(is_adapter, map(parse, model))):
@@ -97,18 +105,21 @@ def _against_model(ckpt: Checkpoint, file: str, optimizer: OptimizerFile) -> Ite
                 str(param),
                 False,
             )
-    wanted, there = Counter(moments.values()), Counter(tensors.values())
-    if wanted <= there and (layers := _last_layers(optimizer, moments, tensors)):
+    wanted, stored = Counter(moments.values()), Counter(tensors.values())
+    if wanted <= stored and (layers := _last_layers(optimizer, moments, tensors)):
         lost = numbered("layer", layers)
         yield f"{file} lists all parameters, but has no moments for {lost}, the last", "last", False
     if any(isinstance(param, str) for param in moments):
         return
-    if wanted <= there + Counter(optimizer.shapes_beside):
+    if wanted <= stored + Counter(optimizer.shapes_beside):
         return
-    odd, left = wanted - there, there - wanted
-    count, whole = sum(map(prod, moments.values())), sum(map(prod, tensors.values()))
-    if not odd or count == whole:
-        return  # the second: parts that were trained as one
+    odd, left = wanted - stored, stored - wanted
+    moment_count, weight_count = sum(map(prod, moments.values())), sum(map(prod, tensors.values()))
+    # Equal totals in other shapes: tensors that were trained as one and saved apart, such as stacked experts.
+    if not odd or moment_count == weight_count:
+        return
+    # A common 1/k of several shapes, vectors among them, is one rank's share. GaLore projects matrices alone, so a
+    # model without vectors proves nothing.
     sizes = sorted(map(prod, moments.values())), sorted(map(prod, tensors.values()))
     shares = {Fraction(*pair) for pair in zip(*sizes, strict=True)} if len(sizes[0]) == len(sizes[1]) else set()
     has_vector = len(set(sizes[1])) > 1 and any(len(shape) == 1 for shape in tensors.values())
@@ -116,15 +127,19 @@ def _against_model(ckpt: Checkpoint, file: str, optimizer: OptimizerFile) -> Ite
         yield f"all moments in {file} hold {share} of their parameters' elements", "share", False
         return
     shapes = ", ".join(map(shape_text, list(odd)[:_NAMED]))
+    # FSDP1 trains flat parameters; its first rank's optimizer, saved as the whole, has only vectors that fit nothing
+    # (transformers#23111). The files of verl hold one rank's part by design.
     is_flat = ckpt.format != "verl" and all(len(shape) == 1 for shape in moments.values())
-    if is_flat and count < whole and not wanted & there:
+    if is_flat and moment_count < weight_count and not wanted & stored:
         yield (
-            f"the moments in {file} are one-dimensional and fit no tensor: {count:,} of {whole:,} elements, one rank's "
-            "part saved as the whole",
+            f"the moments in {file} are one-dimensional and fit no tensor: {moment_count:,} of {weight_count:,} "
+            "elements, one rank's part saved as the whole",
             "part",
             False,
         )
         return
+    # Few moments without a tensor and as many tensors without moments: a weight was resized after the save. More of
+    # them may as well be weights that were saved in another form (merged, split, fused).
     is_one_to_one = odd.total() == left.total() and 2 * odd.total() < len(moments)
     yield (
         f"too few tensors have the moment shapes of {odd.total()} of {plural(len(moments), 'parameter')} in {file}: "
@@ -137,11 +152,10 @@ def _against_model(ckpt: Checkpoint, file: str, optimizer: OptimizerFile) -> Ite
 def _last_layers(
     optimizer: OptimizerFile, moments: dict[int | str, tuple[int, ...]], tensors: dict[str, tuple[int, ...]]
 ) -> list[int]:
-    """The last layers of a model of one block, where the parameters that are listed without moments are just theirs.
-
-    Their place in the groups says that they are the last: only what lies outside of layers is listed behind them.
-    """
-    without = [place for place, param in enumerate(optimizer.params) if param not in moments]
+    """Numbers of the last layers, if the listed parameters without moments are exactly theirs; [] otherwise."""
+    # Numbered parameters have no names. Groups list them in the order of the model, so layers are the last if only
+    # parameters outside of layers come after them. Frozen first layers, or all layers frozen, are a choice.
+    without = [index for index, param in enumerate(optimizer.params) if param not in moments]
     keys = sorted((key for key in map(parse, tensors) if key.block), key=lambda key: key.layer or 0)
     rest, lost = keys[: -len(without)], keys[-len(without) :]
     if not rest or len({key.block for key in keys}) != 1 or len(optimizer.params) != len(tensors):
@@ -153,6 +167,6 @@ def _last_layers(
     return [key.layer or 0 for key in lost] if is_all else []
 
 
-def _some(params: list[int | str]) -> str:
+def _params_text(params: list[int | str]) -> str:
     shown = first_few([printable(str(param)) for param in params], _NAMED)
     return f"{'parameters' if len(params) > 1 else 'parameter'} {shown}"

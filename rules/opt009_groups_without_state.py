@@ -51,10 +51,10 @@ def groups_without_state(ckpt: Checkpoint) -> Iterator[Finding]:
     adam = [name for name in optimizer if name.endswith(_ADAM) and any(word in name for word in _GROUPS)]
     if adam:
         count = "1 entry" if len(adam) == 1 else f"{len(adam)} entries"
-        found = _finding(ckpt.metadata_file, adam[0], f"({count}) have betas, as Adam's do")
+        finding = _finding(ckpt.metadata_file, adam[0], f"({count}) have betas, as Adam's do")
         # a key with a name is one parameter, which may be frozen; one with a number is a group of them
         is_sure = len(adam) > 1 or (_GROUP.search(adam[0]) is not None and _has_stepped(ckpt))
-        yield found if is_sure else replace(found, confidence="possible")
+        yield finding if is_sure else replace(finding, confidence="possible")
 
 
 def _has_stepped(ckpt: Checkpoint) -> bool:
@@ -72,7 +72,7 @@ def _finding(file: str, place: str, text: str) -> Finding:
 
 
 def _step(groups: Any) -> int:
-    """The highest step that groups with parameters say; 0 where none does."""
+    """The highest step in the groups with parameters; 0 if no group has one."""
     if not isinstance(groups, list):
         return 0
     stepped = [group for group in groups if isinstance(group, dict) and group.get("params") != []]

@@ -95,18 +95,18 @@ def _weights_first(key: str) -> bool:
 
 
 def _ranks_there(ckpt: Checkpoint) -> set[int]:
-    """The ranks of which a payload file is there."""
+    """The ranks that have at least one payload file."""
     return {*ranks_of_files(ckpt)[ckpt.files.are("ok")].tolist()} - {-1}
 
 
 def _instead(ckpt: Checkpoint, numbers: IntArray) -> str:
-    """What lies there in place of the files."""
+    """Text on what was found in place of the missing files; "" without any."""
     sentences = list(dict.fromkeys(filter(None, map(ckpt.files.instead.get, numbers.tolist()))))
     return "; ".join(at_most(sentences, 3, before="and ")) + (" like that" if len(sentences) > 3 else "")
 
 
 def _pattern(ckpt: Checkpoint, names: list[str]) -> str:
-    """What the numbers of the missing files have in common."""
+    """The hint, by the pattern in the rank numbers of the missing files."""
     lost = {rank for name in names if (rank := rank_of(name)) is not None}
     lost -= _ranks_there(ckpt)
     if not lost:

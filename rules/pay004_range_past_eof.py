@@ -47,7 +47,7 @@ def range_past_eof(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def _smaller_than_tensors(ckpt: Checkpoint) -> Iterator[Finding]:
-    """Files of the safetensors serialisation that are shorter than a header and the tensors that begin after it."""
+    """Findings on files of the safetensors serialisation that are shorter than their header and tensors."""
     table = ckpt.records
     for of_file in rows_by_file(table, ~table.transformed):
         file = ckpt.files[int(table.file[of_file[0]])]
@@ -63,13 +63,13 @@ def _smaller_than_tensors(ckpt: Checkpoint) -> Iterator[Finding]:
                     label=f"{file.name}: {_entries(len(rows))} in one safetensors container",
                 ),
                 identity=(file.name,),
-                notes=_shown(keys),
+                notes=_key_note(keys),
                 hint=_hint(file.size),
             )
 
 
-def _exchanged(ckpt: Checkpoint, has: int, needed: int) -> str:
-    """The file whose size and whose entries' end are the other way round; "" where none or several are."""
+def _exchanged_with(ckpt: Checkpoint, has: int, needed: int) -> str:
+    """The one file that has the size needed here and needs the size here; "" if there is not exactly one."""
     ends = np.zeros(len(ckpt.files), np.int64)
     np.maximum.at(ends, ckpt.records.file, ckpt.records.byte_offset + ckpt.records.byte_length)
     others = np.flatnonzero((ckpt.files.size == needed) & (ends == has))
@@ -77,7 +77,7 @@ def _exchanged(ckpt: Checkpoint, has: int, needed: int) -> str:
 
 
 def _hint(size: int, other: str = "") -> str:
-    """What to do with a short file of so many bytes; `other` may have changed places with it."""
+    """The hint for a short file of `size` bytes; `other` is the file that may have been exchanged with it."""
     if other:
         return f"exchange it with {other}, which has exactly the bytes that these entries need, and check again"
     if not size:
@@ -86,7 +86,7 @@ def _hint(size: int, other: str = "") -> str:
 
 
 def _kind(ckpt: Checkpoint, short: int) -> str:
-    """A copy that broke off leaves some files whole; where all are too short, others may lie in their place."""
+    """`all short` if every file is too short, which no interrupted copy leaves; else `short`."""
     return "all short" if short > 1 and short == len(distinct(ckpt.records.file)) else "short"
 
 
@@ -111,9 +111,9 @@ def _truncated(ckpt: Checkpoint, rows: IntArray, kind: str) -> Finding:
         ),
         identity=(file,),
         kind=kind,
-        notes=_shown(keys),
+        notes=_key_note(keys),
         why="" if has else "the file is empty, so these tensors cannot be loaded",
-        hint=_hint(has, _exchanged(ckpt, has, needed)),
+        hint=_hint(has, _exchanged_with(ckpt, has, needed)),
     )
 
 
@@ -133,7 +133,7 @@ def _damaged(ckpt: Checkpoint, rows: IntArray) -> Finding:
         ),
         identity=(file, "negative"),
         kind="negative",
-        notes=_shown(keys),
+        notes=_key_note(keys),
         why="the metadata is wrong, not the payload: the bytes may all be there, but a load cannot find them",
         hint="restore .metadata from where it was written",
     )
@@ -147,5 +147,5 @@ def _entries(count: int) -> str:
     return "1 entry" if count == 1 else f"{count:,} entries"
 
 
-def _shown(keys: list[str]) -> tuple[Note, ...]:
+def _key_note(keys: list[str]) -> tuple[Note, ...]:
     return (("keys", first_names(keys)),)

@@ -42,8 +42,10 @@ def unreferenced_bytes(ckpt: Checkpoint, min_bytes: int = 64) -> Iterator[Findin
     See:
         megatron.core.dist_checkpointing.strategies.state_dict_saver
     """
+    # A gap below 64 bytes is taken for the alignment of a writer. Where entries give no byte offsets, a file counts
+    # as a whole, and a rank without tensors writes a file that holds nothing but a header.
     table, least = ckpt.records, max(min_bytes, 1 if ckpt.locates_bytes else _HEADER_ALONE)
-    repeaters, number = _repeaters(ckpt), {name: i for i, name in enumerate(ckpt.files.names)}
+    duplicating, number = _duplicating_ranks(ckpt), {name: i for i, name in enumerate(ckpt.files.names)}
     lengths = set(distinct(table.byte_length).tolist())
     for name, gaps in unnamed_bytes(ckpt, least).items():
         file, size = ckpt.files[number[name]], int(ckpt.files.size[number[name]])
@@ -53,7 +55,9 @@ def unreferenced_bytes(ckpt: Checkpoint, min_bytes: int = 64) -> Iterator[Findin
         else:
             message = f"no tensor or object claims {total:,} bytes of {file.name} ({total / size:.1%})"
         spans = first_names((byte_span(start, stop - start) for start, stop in gaps), _SHOWN, "gap")
-        lost = [] if rank_of(file.name) in repeaters else _lost_here(ckpt, gaps)
+        # The plans show what a duplicating rank wrote, so the lengths of its gaps are no evidence of a lost entry.
+        is_duplicating = rank_of(file.name) in duplicating
+        lost = [] if is_duplicating else _lost_records(ckpt, gaps)
         yield Finding(
             message,
             at=Location(
@@ -62,11 +66,11 @@ def unreferenced_bytes(ckpt: Checkpoint, min_bytes: int = 64) -> Iterator[Findin
                 label=f"{file.name}: bytes {spans}",
             ),
             identity=(file.name,),
-            kind=_kind(lengths, gaps) if file.referenced else "whole file",
-            severity=Severity.INFO if rank_of(file.name) in repeaters else None,
+            kind=_gap_kind(lengths, gaps) if file.referenced else "whole file",
+            severity=Severity.INFO if is_duplicating else None,
             group=("gaps" if file.referenced else "unnamed") + " ".join(fqn for _, fqn in lost),
             why=_LOST_ENTRY if lost else "",
-            notes=(("record", _told(lost)),) if lost else (),
+            notes=(("record", _lost_text(lost)),) if lost else (),
             explain=partial(_planned_elsewhere, ckpt, file.name),
             inferred_from=f"the length of the other records of {join_words([fqn for _, fqn in lost][:_SHOWN])}"
             if lost
@@ -74,72 +78,72 @@ def unreferenced_bytes(ckpt: Checkpoint, min_bytes: int = 64) -> Iterator[Findin
             hint="compare .metadata with the original: either it lost an entry, or this rank saved its part under the "
             "offsets of another rank"
             if lost
-            else _hint(is_named=file.referenced, is_repeater=rank_of(file.name) in repeaters),
+            else _hint(is_named=file.referenced, is_duplicating=is_duplicating),
         )
 
 
 _LOST_ENTRY = "the bytes of the missing part are probably here; without their entry no load finds them"
 
 
-def _hint(is_named: bool, is_repeater: bool) -> str:
-    if is_repeater:
+def _hint(is_named: bool, is_duplicating: bool) -> str:
+    if is_duplicating:
         return "compare the plans of the ranks: this rank also wrote keys whose entry names another rank's file"
     if is_named:
         return "list the keys that this file's rank passed to save, and find the one without an entry"
     return "delete the file if it is left from another save into this folder; compare its time with .metadata's"
 
 
-def _told(lost: list[tuple[int, str]]) -> str:
-    parts = (f"the bytes from {start:,} on are as long as the missing record of {fqn}" for start, fqn in lost)
-    return "; ".join(at_most(parts, _SHOWN, before="and "))
+def _lost_text(lost: list[tuple[int, str]]) -> str:
+    sentences = (f"the bytes from {start:,} on are as long as the missing record of {fqn}" for start, fqn in lost)
+    return "; ".join(at_most(sentences, _SHOWN, before="and "))
 
 
-def _lost_here(ckpt: Checkpoint, gaps: Sequence[tuple[int, int]]) -> list[tuple[int, str]]:
-    """(first byte, key) of each gap that is exactly as long as the record that a tensor lacks."""
-    lengths = _lacking(ckpt) if ckpt.locates_bytes else {}
+def _lost_records(ckpt: Checkpoint, gaps: Sequence[tuple[int, int]]) -> list[tuple[int, str]]:
+    """(first byte of the gap, key of the tensor) for each gap that is exactly as long as a missing record."""
+    lengths = _missing_lengths(ckpt) if ckpt.locates_bytes else {}
     return [(start, lengths[stop - start]) for start, stop in gaps if stop - start in lengths]
 
 
 @fact
-def _lacking(ckpt: Checkpoint) -> dict[int, str]:
-    """Length of a record -> the tensor that lacks one: its hole, or chunk without an entry, is as large as a peer.
-
-    Lengths that several tensors lack are left out: nothing says whose record it is.
-    """
+def _missing_lengths(ckpt: Checkpoint) -> dict[int, str]:
+    """Length of a missing record in bytes -> key of the one tensor that lacks a record of this length."""
+    # The length of a lost record is known from a chunk of the same tensor with as many elements: both have the same
+    # dtype and framing. If two tensors lack records of one length, nothing says whose bytes these are.
     table = ckpt.records
-    found: dict[int, set[str]] = {}
+    tensors_by_length: dict[int, set[str]] = {}
     for tensor in ckpt.sound_tensors():
         tiling, records = tensor.tiling, tensor.chunks.record
         stored = tiling.live & (records >= 0)
-        lost = [box.volume for box in tiling.coverage.missing] if tiling.coverage.missing_volume else []
-        lost += [tiling.box(row).volume for row in np.flatnonzero(tiling.live & (records < 0))[:_SHOWN].tolist()]
-        if not lost or not stored.any():
+        volumes = [box.volume for box in tiling.coverage.missing] if tiling.coverage.missing_volume else []
+        volumes += [tiling.box(row).volume for row in np.flatnonzero(tiling.live & (records < 0))[:_SHOWN].tolist()]
+        if not volumes or not stored.any():
             continue
         rows = np.flatnonzero(stored)
-        alike = rows[np.isin(tiling.sizes[rows].prod(axis=1), lost)]
-        for length in distinct(table.byte_length[records[alike]]).tolist():
-            found.setdefault(length, set()).add(tensor.fqn)
-    return {length: next(iter(fqns)) for length, fqns in found.items() if len(fqns) == 1}
+        peers = rows[np.isin(tiling.sizes[rows].prod(axis=1), volumes)]
+        for length in distinct(table.byte_length[records[peers]]).tolist():
+            tensors_by_length.setdefault(length, set()).add(tensor.fqn)
+    return {length: next(iter(fqns)) for length, fqns in tensors_by_length.items() if len(fqns) == 1}
 
 
-def _repeaters(ckpt: Checkpoint) -> set[int]:
-    """The ranks that planned what another rank planned too, in plans of this very state.
+def _duplicating_ranks(ckpt: Checkpoint) -> set[int]:
+    """The ranks that planned to write what another rank planned to write too; empty without plans of this state.
 
     OBJ001 names them in a torch_dist checkpoint; elsewhere ranks plan their replicas, and NVRx writes every copy.
     """
     plans = ckpt.save_plans
+    # Plans with other keys belong to another state (an older save into this folder), and explain nothing here.
     if plans is None or set(plans.fqns) != set(ckpt.records.fqns):
         return set()
     return {rank for duplicate in duplicates(plans) for rank in duplicate.ranks}
 
 
-def _kind(lengths: Set[int], gaps: Sequence[tuple[int, int]]) -> str:
-    """Whether each gap is as long as some record, so that only its entry may be lost."""
+def _gap_kind(lengths: Set[int], gaps: Sequence[tuple[int, int]]) -> str:
+    """`records` if each gap is as long as some record, so that only entries may be lost; else `inside`."""
     return "records" if all(stop - start in lengths for start, stop in gaps) else "inside"
 
 
 def _planned_elsewhere(ckpt: Checkpoint, name: str) -> tuple[Note, ...]:
-    """Keys that the file's rank planned to write and whose entry points to another rank's file."""
+    """A note with the keys that the file's rank planned to write but whose entries point to another rank's file."""
     rank = rank_of(name)
     if ckpt.save_plans is None or rank is None:
         return ()

@@ -85,7 +85,7 @@ def _nbytes(tensor: Tensor, rows: np.ndarray) -> np.ndarray:
 
 
 def _is_subclass(payload: PayloadTable, tensor: Tensor, row: int) -> bool:
-    """Whether a record says that it holds the chunk as a subclass with a form of its own."""
+    """Whether a record holds the chunk as a tensor subclass whose form ckptlint does not know."""
     content = payload.of(int(tensor.chunks.record[row]))
     is_own = content is not None and content.form == "subclass" and content.dtype == "unknown"
     return content is not None and is_own and content.shape in ((), tuple(tensor.tiling.sizes[row].tolist()))

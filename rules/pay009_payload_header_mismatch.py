@@ -18,11 +18,13 @@ _PACKED = 2
 
 
 class _Mismatch(NamedTuple):
-    """A chunk whose record says something else.
+    """A chunk whose record contradicts the metadata.
 
     Attributes:
-        what: `shape`, `dtype`, `bytes`, `offsets`, or `kind` for a record without a tensor.
+        row: index of the chunk in the tensor.
+        what: the property that differs: `shape`, `dtype`, `bytes`, `offsets`, or `kind` for a record without a tensor.
         text: what the record holds.
+        weak: whether the record may be read in more than one way: a tensor subclass, or several storages.
     """
 
     row: int
@@ -54,12 +56,14 @@ def payload_header_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
     """
     payload = require(ckpt.payload)
     for tensor in ckpt.sound_tensors():
-        if found := [hit for row in _odd(payload, tensor) if (hit := _compare(payload, tensor, row))]:
-            yield _finding(ckpt, payload, tensor, found)
+        rows = _mismatched_rows(payload, tensor)
+        if mismatches := [mismatch for row in rows if (mismatch := _compare(payload, tensor, row))]:
+            yield _finding(ckpt, payload, tensor, mismatches)
 
 
-def _odd(payload: PayloadTable, tensor: Tensor) -> list[int]:
-    """The chunks of each kind (content, sizes, bytes) of which one does not match, in order."""
+def _mismatched_rows(payload: PayloadTable, tensor: Tensor) -> list[int]:
+    """Indices of the chunks whose kind (content, sizes, bytes) does not match the metadata, in order."""
+    # A tensor may have 100,000 chunks, but few kinds of them: one chunk of each kind is compared.
     rows = np.flatnonzero(tensor.chunks.record >= 0)
     records = tensor.chunks.record[rows]
     columns: list[IntArray] = [
@@ -72,7 +76,7 @@ def _odd(payload: PayloadTable, tensor: Tensor) -> list[int]:
 
 
 def _compare(payload: PayloadTable, tensor: Tensor, row: int) -> _Mismatch | None:
-    """Where the header of a record differs from what the metadata says of its chunk; None where it agrees."""
+    """How the header of a record contradicts the chunk's metadata; None if it agrees or cannot be judged."""
     record = int(tensor.chunks.record[row])
     content = payload.of(record)
     sizes = tuple(tensor.tiling.sizes[row].tolist())
@@ -82,9 +86,9 @@ def _compare(payload: PayloadTable, tensor: Tensor, row: int) -> _Mismatch | Non
         content_text = "no tensor" if content.length < 0 else f"a list of {content.length}"
         return _Mismatch(row, "kind", content_text, weak=False)
     if content.dtype == "unknown" and not content.shape:
-        return None  # a subclass that rebuilds itself in a way of its own
+        return None  # a tensor subclass with its own __reduce__, which only its code can rebuild
     weak = content.form == "subclass" or int(payload.storages[record]) > 1
-    if content.shape != sizes and not _is_packed(tensor, content, sizes):
+    if content.shape != sizes and not _differs_by_packing(tensor, content, sizes):
         return _Mismatch(row, "shape", f"shape {list(content.shape)}", weak)
     if content.dtype != tensor.dtype and "unknown" not in (content.dtype, tensor.dtype):
         return _Mismatch(row, "dtype", content.dtype, weak)
@@ -97,16 +101,17 @@ def _compare(payload: PayloadTable, tensor: Tensor, row: int) -> _Mismatch | Non
     return None
 
 
-def _is_packed(tensor: Tensor, content: RecordContent, sizes: tuple[int, ...]) -> bool:
-    """Whether the two shapes differ by two values in one byte alone."""
+def _differs_by_packing(tensor: Tensor, content: RecordContent, sizes: tuple[int, ...]) -> bool:
+    """Whether the shapes differ only because float4 counts its two values per byte as one or as two."""
+    # torch has both views of one memory: float4_e2m1fn_x2 counts pairs, and quantisers declare the number of values.
     packed = tensor.dtype.startswith("float4") or content.dtype.startswith("float4")
     same = content.shape[:-1] == sizes[:-1] and len(content.shape) == len(sizes) > 0
     return packed and same and sizes[-1] in (content.shape[-1] * _PACKED, content.shape[-1] // _PACKED)
 
 
-def _finding(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, found: list[_Mismatch]) -> Finding:
-    """The finding on the chunks of a tensor whose records say something else."""
-    first = found[0]
+def _finding(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, mismatches: list[_Mismatch]) -> Finding:
+    """The finding on all chunks of a tensor whose records contradict the metadata."""
+    first = mismatches[0]
     box = tensor.tiling.box(first.row)
     record = int(tensor.chunks.record[first.row])
     file, start, length = ckpt.byte_range_of(record)
@@ -115,11 +120,16 @@ def _finding(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, found: lis
         expected = f"{nbytes(tensor.dtype, box.volume) or 0:,} bytes"
     elif first.what == "offsets":
         expected = f"offsets {list(box.offsets)}"
-    which = f"the record of chunk {box}{{of}} holds" if len(found) == 1 else f"{len(found):,} records{{of}} hold"
+    count = len(mismatches)
+    which = f"the record of chunk {box}{{of}} holds" if count == 1 else f"{count:,} records{{of}} hold"
     read = [row for row in range(len(tensor.chunks)) if payload.of(int(tensor.chunks.record[row])) is not None]
-    agreed = first.what == "dtype" and len(found) == len(read) and len({hit.text for hit in found}) == 1
+    # If all ranks wrote the same other dtype, torch converts on load, and only a conversion that loses values does
+    # harm. If some did, their parts of one tensor differ in precision, which nobody wants.
+    agreed = first.what == "dtype" and count == len(read) and len({mismatch.text for mismatch in mismatches}) == 1
     is_harmless = agreed and not loses(first.text, tensor.dtype)
-    severity = Severity.INFO if all(hit.weak for hit in found) else Severity.WARNING if is_harmless else None
+    severity = (
+        Severity.INFO if all(mismatch.weak for mismatch in mismatches) else Severity.WARNING if is_harmless else None
+    )
     content = payload.of(record)
     stored = f"{content.dtype} {list(content.shape)}" if content and content.form != "object" else first.text
     notes: list[Note] = [
@@ -127,14 +137,18 @@ def _finding(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, found: lis
         ("chunk", f"{tensor.dtype} {list(box.sizes)} needs {nbytes(tensor.dtype, box.volume) or 0:,} bytes"),
     ]
     if first.what == "dtype" and not agreed:
-        notes += _ranks(ckpt, payload, tensor, read)
+        notes += _dtype_notes(ckpt, payload, tensor, read)
     if agreed:
         cost = "converts every value" if is_harmless else "changes values as it converts them"
         notes.append(("load", f"a reader that takes the dtype of the metadata, such as dcp_to_torch_save, {cost}"))
     return Finding(
         f"{which} {first.text} where the metadata says {expected}",
         at=Location(
-            tensor, region=box, rows=tuple(hit.row for hit in found[:16]), file=file, byte_range=(start, length)
+            tensor,
+            region=box,
+            rows=tuple(mismatch.row for mismatch in mismatches[:16]),
+            file=file,
+            byte_range=(start, length),
         ),
         severity=severity,
         notes=tuple(notes),
@@ -142,8 +156,8 @@ def _finding(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, found: lis
     )
 
 
-def _ranks(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, read: list[int]) -> list[Note]:
-    """Which ranks wrote which dtype."""
+def _dtype_notes(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, read: list[int]) -> list[Note]:
+    """A note on the dtypes of the records, with the ranks that wrote them."""
     by_dtype: dict[str, set[int]] = {}
     count: Counter[str] = Counter()
     for row in read:

@@ -67,13 +67,15 @@ def identical_shards(ckpt: Checkpoint) -> Iterator[Finding]:
                 experts[key.scope, key.layer, key.role].append((key, tensor, int(numbers.max())))
             if ckpt.is_safetensors and gated_role(key):
                 halves[key.scope, key.layer, gated_role(key), key.expert, int(numbers.max())].append(tensor)
-    found = {unit: _expert_pairs(members) for unit, members in experts.items()}
-    alike = Counter((unit[0], unit[2], _of_experts(repeats)) for unit, repeats in found.items())
-    weights = _held(ckpt)
+    pairs_of = {unit: _expert_pairs(members) for unit, members in experts.items()}
+    same_numbers = Counter((unit[0], unit[2], _expert_numbers(repeats)) for unit, repeats in pairs_of.items())
+    weights = _weight_counts(ckpt)
     layers = Counter((scope, role) for scope, _, role in weights)
-    for (scope, layer, role), repeats in found.items():
-        if repeats and not (ckpt.is_safetensors and _is_of_all(repeats, weights[scope, layer, role])):
-            everywhere = alike[scope, role, _of_experts(repeats)] == layers[scope, role] > 1
+    for (scope, layer, role), repeats in pairs_of.items():
+        # Exports of mixtures that were built from a dense model hold equal experts by design: all of a layer, or the
+        # same pairs in every layer. A lost rank or a bad copy does not strike each layer alike.
+        if repeats and not (ckpt.is_safetensors and _are_all_equal(repeats, weights[scope, layer, role])):
+            everywhere = same_numbers[scope, role, _expert_numbers(repeats)] == layers[scope, role] > 1
             is_built = everywhere and ckpt.is_safetensors
             yield _experts(ckpt, payload, repeats, is_built)
     for tensors in halves.values():
@@ -82,6 +84,7 @@ def identical_shards(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def _numbers(payload: PayloadTable, tensor: Tensor) -> np.ndarray:
+    """For each chunk the number of the group of records with its bytes; -1 if no other record has them."""
     records = tensor.chunks.record
     return np.where(records >= 0, payload.equal_group[records], -1) if len(records) else np.zeros(0, np.int32)
 
@@ -98,15 +101,19 @@ def _pairs(numbers: np.ndarray) -> list[tuple[int, int]]:
 
 
 def _unexplained(payload: PayloadTable, tensor: Tensor, pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Without chunks that repeat since all rows do: a loss that is a sum, an initialisation row by row (`A_log`)."""
-    alike = payload.rows_alike[tensor.chunks.record]
+    """The pairs that are not explained by rows that are all alike."""
+    # Where each row has the same values, any two chunks of the same columns are equal. Real cases: `A_log` of Mamba,
+    # which is initialised row by row, and moments under a loss that is a plain sum.
+    rows_alike = payload.rows_alike[tensor.chunks.record]
     offsets = tensor.tiling.offsets
-    return [(a, b) for a, b in pairs if not (alike[a] and (offsets[a, 1:] == offsets[b, 1:]).all())]
+    return [(a, b) for a, b in pairs if not (rows_alike[a] and (offsets[a, 1:] == offsets[b, 1:]).all())]
 
 
 def _may_repeat(ckpt: Checkpoint, key: Key) -> bool:
-    """Whether equal shards are what the model asks for: kv heads that several ranks share, upcycled experts."""
+    """Whether the model is meant to have equal shards: kv heads that several ranks share, upcycled experts."""
     declared = trusted(ckpt)
+    # With fewer kv heads than tensor-parallel ranks, several ranks hold one head. Without both numbers that cannot be
+    # ruled out, so nothing is said of any k, v or qkv.
     if key.function in ("k", "v", "qkv"):
         groups, tp = number(declared, "kv_groups"), trusted_topology(ckpt).get("tp")
         return groups is None or tp is None or groups < tp.size
@@ -129,7 +136,7 @@ def _chunks(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, pairs: list
     key = parse(tensor.fqn)
     why, hint = "", _HINTS[key.in_experts]
     if confidence == "possible":
-        why, hint = _of_state(ckpt, payload, tensor, row, earlier) if key.kind == "optimizer" else ("", _UNTRAINED)
+        why, hint = _state_advice(ckpt, payload, tensor, row, earlier) if key.kind == "optimizer" else ("", _UNTRAINED)
     return Finding(
         what,
         at=Location(
@@ -152,8 +159,8 @@ def _chunks(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, pairs: list
 _INFERRED = "equal lengths, CRC-32s and samples"
 
 
-def _of_state(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, row: int, earlier: int) -> tuple[str, str]:
-    """Why it matters little that two chunks of a state repeat, and what to do."""
+def _state_advice(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, row: int, earlier: int) -> tuple[str, str]:
+    """(why, hint) of a finding on two equal chunks of an optimizer state."""
     param = _parameters(ckpt).get(tensor.fqn)
     if param is None:
         return "", "compare with the parameter's shards in another checkpoint: this one lacks the parameter"
@@ -169,13 +176,13 @@ def _of_state(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, row: int,
 
 
 @fact
-def _held(ckpt: Checkpoint) -> Counter[tuple[object, ...]]:
-    """Scope, layer and role -> the weights that have them: the experts of a layer, or one."""
+def _weight_counts(ckpt: Checkpoint) -> Counter[tuple[object, ...]]:
+    """(scope, layer, role) -> number of weights: the experts of that layer, or one."""
     return Counter((param.key.scope, param.key.layer, param.key.role) for param in inventory_of(ckpt).params)
 
 
 _Pairs = list[tuple[Tensor, int, int]]
-"""A weight of an expert, its number, and that of the expert that holds the same."""
+"""(weight of an expert, number of this expert, number of the earlier expert with the same bytes)."""
 
 
 def _expert_pairs(members: list[tuple[Key, Tensor, int]]) -> _Pairs:
@@ -190,11 +197,11 @@ def _expert_pairs(members: list[tuple[Key, Tensor, int]]) -> _Pairs:
     return pairs
 
 
-def _of_experts(pairs: _Pairs) -> tuple[tuple[int, int], ...]:
+def _expert_numbers(pairs: _Pairs) -> tuple[tuple[int, int], ...]:
     return tuple((expert, earlier) for _, expert, earlier in pairs)
 
 
-def _is_of_all(pairs: _Pairs, count: int) -> bool:
+def _are_all_equal(pairs: _Pairs, count: int) -> bool:
     """Whether all experts of a layer are equal, as those of a model that was built from a dense one."""
     return len(pairs) == count - 1 and len({earlier for _, _, earlier in pairs}) == 1
 
@@ -251,7 +258,9 @@ def _evidence(payload: PayloadTable, record: int) -> Note:
 def _confidence(
     ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, pairs: Sequence[tuple[int, int]] = ()
 ) -> Confidence:
-    """A note where the values may be those of the initialisation, or of an optimizer that saw equal gradients."""
+    """`possible` where equal bytes may come from the initialisation or from equal gradients, else `certain`."""
+    # Equal shards are a fault only if training or unlike seeds should have made them differ. Witnesses, in order of
+    # trust: iteration 0, the weight's own moments, norms (which start as ones), a later iteration, other weights.
     iteration = _iteration(ckpt)
     if iteration == 0:
         return "possible"
@@ -264,41 +273,41 @@ def _confidence(
     norms = _norms_are_constant(ckpt, payload)
     if norms or tensor.fqn in _experts_seeded_alike(ckpt, payload):
         return "possible"
-    is_told = norms is False or isinstance(iteration, int) or parse(tensor.fqn).in_experts
-    differing = _differing(ckpt, payload)
-    return "certain" if is_told or len(differing) > (tensor.fqn in differing) else "possible"
+    is_trained = norms is False or isinstance(iteration, int) or parse(tensor.fqn).in_experts
+    differing = _unseeded_weights(ckpt, payload)
+    return "certain" if is_trained or len(differing) > (tensor.fqn in differing) else "possible"
 
 
 @fact
 def _parameters(ckpt: Checkpoint) -> dict[str, Tensor]:
-    """Key of an optimizer state -> its parameter, where it is that of one."""
+    """Key of an optimizer state -> its parameter, for states of exactly one parameter."""
     return {state.tensor.fqn: state.param.tensor for state in inventory_of(ckpt).states if state.param is not None}
 
 
 def _is_misshapen(ckpt: Checkpoint, tensor: Tensor) -> bool:
-    """Whether it is a state of another shape than its parameter: its axes are not the parameter's, as others tell."""
+    """Whether the tensor is a state whose shape differs from its parameter's; OPT001 and OPT002 report that."""
     param = _parameters(ckpt).get(tensor.fqn)
     return param is not None and param.global_shape != tensor.global_shape
 
 
 def _parameter_repeats(payload: PayloadTable, param: Tensor, tensor: Tensor, pairs: Sequence[tuple[int, int]]) -> bool:
-    """Whether the parameter of a state, cut as the state is, repeats where the state does."""
+    """Whether the parameter's chunks at the boxes of these pairs are equal too."""
     numbers = _numbers(payload, param)
-    at = {tensor.tiling.box(row): row for row in {row for pair in pairs for row in pair}}
-    rows = {box: i for i in range(len(param.chunks)) if (box := param.tiling.box(i)) in at}
+    boxes = {tensor.tiling.box(row) for pair in pairs for row in pair}
+    rows = {box: i for i in range(len(param.chunks)) if (box := param.tiling.box(i)) in boxes}
     for row, earlier in pairs:
         a, b = (rows.get(tensor.tiling.box(i)) for i in (row, earlier))
         if a is None or b is None:
-            return False  # cut otherwise: nothing to compare with
+            return False  # the parameter has no chunk at this box
         if numbers[a] < 0 or numbers[a] != numbers[b]:
             return False
     return True
 
 
 @fact
-def _differing(ckpt: Checkpoint, payload: PayloadTable) -> frozenset[str]:
-    """The weights that are stored in several chunks of which none repeats: ranks were not seeded alike."""
-    found = set()
+def _unseeded_weights(ckpt: Checkpoint, payload: PayloadTable) -> frozenset[str]:
+    """Keys of weights whose chunks all differ, which shows that the ranks were not seeded alike."""
+    fqns = set()
     for param in inventory_of(ckpt).params:
         records = param.tensor.chunks.record
         read = records[records >= 0]
@@ -306,8 +315,8 @@ def _differing(ckpt: Checkpoint, payload: PayloadTable) -> frozenset[str]:
         if len(read) < 2 or len(param.own_shape) < 2:
             continue
         if not payload.constant[read].any() and (payload.equal_group[read] < 0).all():
-            found.add(param.tensor.fqn)
-    return frozenset(found)
+            fqns.add(param.tensor.fqn)
+    return frozenset(fqns)
 
 
 def _iteration(ckpt: Checkpoint) -> object:
@@ -317,20 +326,21 @@ def _iteration(ckpt: Checkpoint) -> object:
 
 
 def _moments(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor) -> bool | None:
-    """Whether the parameter's moments hold more than one value; None when there are none to look at."""
-    found = None
+    """Whether the parameter's moments hold more than one value; None if no moment was read."""
+    varies = None
     for state in (state for state in moments_of(ckpt).get(tensor.fqn, ()) if state.param is not None):
         records = state.tensor.chunks.record
         read = records[(records >= 0)]
         read = read[payload.state[read] == 0]
         if len(read):
-            found = bool(found) or not payload.constant[read].all()
-    return found
+            varies = bool(varies) or not payload.constant[read].all()
+    return varies
 
 
 @fact
 def _norms_are_constant(ckpt: Checkpoint, payload: PayloadTable) -> bool | None:
-    """Whether each norm holds one value; None when there are none to look at, or all repeat as seeds do."""
+    """Whether each norm holds a single value; None if no norm can be judged."""
+    # A norm whose chunks repeat was seeded alike on all ranks: it may vary and still show no training.
     norms = []
     for param in inventory_of(ckpt).params:
         if param.key.function == "norm" and param.tensor.fqn.endswith("weight"):
@@ -343,7 +353,8 @@ def _norms_are_constant(ckpt: Checkpoint, payload: PayloadTable) -> bool | None:
 
 @fact
 def _experts_seeded_alike(ckpt: Checkpoint, payload: PayloadTable) -> frozenset[str]:
-    """The weights of all routed experts, where each is held twice: their initialisation was seeded alike."""
+    """Keys of the routed experts' weights, if every chunk of all of them is stored twice; empty otherwise."""
+    # A lost or swapped rank repeats some experts. If all are stored twice, the ranks were seeded alike.
     weights = [param.tensor for param in inventory_of(ckpt).params if param.key.in_experts and len(param.own_shape) > 1]
     is_all = all((_numbers(payload, weight) >= 0).all() for weight in weights)
     return frozenset(weight.fqn for weight in weights) if is_all else frozenset()

@@ -48,19 +48,19 @@ def non_finite_values(ckpt: Checkpoint) -> Iterator[Finding]:
     """
     payload = require(ckpt.payload)
     bad = payload.nan + payload.plus_inf + payload.minus_inf > 0
-    found: list[tuple[Tensor, IntArray]] = []
+    bad_rows: list[tuple[Tensor, IntArray]] = []
     for tensor in ckpt.tensors.values() if bad.any() else ():
         rows = np.flatnonzero(tensor.chunks.record >= 0)
         rows = rows[bad[tensor.chunks.record[rows]]]
         if len(rows) and not _is_mask(payload, tensor):
-            found.append((tensor, rows))
-    broken = {tensor.fqn for tensor, rows in found if payload.nan[tensor.chunks.record[rows]].any()}
-    yield from (_finding(ckpt, payload, tensor, rows, broken) for tensor, rows in found)
-    yield from _of_files(payload, bool(broken & {param.tensor.fqn for param in inventory_of(ckpt).params}))
+            bad_rows.append((tensor, rows))
+    with_nan = {tensor.fqn for tensor, rows in bad_rows if payload.nan[tensor.chunks.record[rows]].any()}
+    yield from (_finding(ckpt, payload, tensor, rows, with_nan) for tensor, rows in bad_rows)
+    yield from _file_findings(payload, bool(with_nan & {param.tensor.fqn for param in inventory_of(ckpt).params}))
 
 
-def _of_files(payload: PayloadTable, is_model_broken: bool) -> Iterator[Finding]:
-    """The states in an optimizer's file, one finding for each file and state."""
+def _file_findings(payload: PayloadTable, model_has_nan: bool) -> Iterator[Finding]:
+    """One finding for each file of an optimizer and each state in it that holds NaN or infinity."""
     groups: dict[tuple[str, str], list[NonFinite]] = defaultdict(list)
     for item in payload.non_finite:
         groups[item.file, item.state].append(item)
@@ -72,16 +72,18 @@ def _of_files(payload: PayloadTable, is_model_broken: bool) -> Iterator[Finding]
             f"{counts} in {state} of parameter {first}{more}",
             at=Location(file=file),
             identity=(state,),
-            severity=_of_state(nan > 0, is_model_broken) if state in MOMENTS else Severity.INFO,
+            severity=_state_severity(nan > 0, model_has_nan) if state in MOMENTS else Severity.INFO,
             why=_NEXT_STEP if state in MOMENTS else "",
             hint=_NEWEST_WITHOUT,
             group=f"{file} {state}",
         )
 
 
-def _of_state(is_nan: bool, is_weight_broken: bool) -> Severity:
-    """How bad it is in a state that has one element per element of its parameter; less where the weight says it."""
-    return Severity.INFO if is_weight_broken else Severity.ERROR if is_nan else Severity.WARNING
+def _state_severity(is_nan: bool, weight_has_nan: bool) -> Severity:
+    """The severity of NaN or infinity in a moment or master copy with one element per element of its parameter."""
+    # NaN spreads into the weight at the next step. An infinite second moment only stops the updates of its elements.
+    # If the weight holds NaN already, the weight's own finding is enough.
+    return Severity.INFO if weight_has_nan else Severity.ERROR if is_nan else Severity.WARNING
 
 
 def _is_mask(payload: PayloadTable, tensor: Tensor) -> bool:
@@ -92,7 +94,7 @@ def _is_mask(payload: PayloadTable, tensor: Tensor) -> bool:
 
 
 def _finding(
-    ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, rows: IntArray, broken: Collection[str]
+    ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, rows: IntArray, with_nan: Collection[str]
 ) -> Finding:
     """The finding on chunks of a tensor that hold NaN or infinity."""
     records = tensor.chunks.record[rows]
@@ -104,7 +106,7 @@ def _finding(
     content = payload.of(record)
     index = None if content is None else _index(content, int(payload.first[record]))
     at = "" if not index else f", the first at {[o + i for o, i in zip(box.offsets, index, strict=True)]}"
-    parts = (f"{ckpt.chunk_file(tensor, int(r))}: {_counts(payload, np.array([n]))} in {tensor.tiling.box(int(r))}"
+    texts = (f"{ckpt.chunk_file(tensor, int(r))}: {_counts(payload, np.array([n]))} in {tensor.tiling.box(int(r))}"
              for r, n in zip(rows[:_SHOWN], records, strict=False))  # fmt: skip
     more = f", and {plural(len(rows) - _SHOWN, 'more chunk')}" if len(rows) > _SHOWN else ""
     columns = (payload.nan, payload.plus_inf, payload.minus_inf)
@@ -113,9 +115,9 @@ def _finding(
     return Finding(
         f"{_counts(payload, records)} in {where}{{of}}{at}",
         at=Location(tensor, region=box, rows=tuple(rows[:16].tolist()), file=file, byte_range=(start, length)),
-        severity=_severity(ckpt, tensor, key, broken),
+        severity=_severity(ckpt, tensor, key, with_nan),
         why=_NEXT_STEP if key.kind == "optimizer" else "",
-        notes=(("chunks", "; ".join(parts) + more),),
+        notes=(("chunks", "; ".join(texts) + more),),
         hint="check the source weights with --depth data, then export the model again"
         if ckpt.is_export or quantised_weight(tensor.fqn)
         else _NEWEST_WITHOUT,
@@ -125,19 +127,21 @@ def _finding(
 
 @fact
 def _moments(ckpt: Checkpoint) -> dict[str, OptimizerState]:
-    """The states that have one element per element of their parameter, by key."""
+    """Key -> state, for moments and master copies, which have one element per element of their parameter."""
     return {state.tensor.fqn: state for state in inventory_of(ckpt).states if state.what in MOMENTS}
 
 
-def _severity(ckpt: Checkpoint, tensor: Tensor, key: Key, broken: Collection[str]) -> Severity:
-    """The best loss so far starts as infinity: a value that nothing trains or names as a weight may be meant."""
+def _severity(ckpt: Checkpoint, tensor: Tensor, key: Key, with_nan: Collection[str]) -> Severity:
+    """The severity of NaN or infinity in a tensor, by its role."""
+    # Not every infinity is a fault: the best loss so far starts as one, and the padding of a flat state is memory that
+    # nobody initialised. It is an error only where the name, the function or an optimizer shows a weight.
     if quantised_weight(tensor.fqn):
         return Severity.ERROR
     if key.kind == "optimizer":
         state = _moments(ckpt).get(tensor.fqn)
         param = state.param.tensor if state is not None and state.param is not None else None
         if param is not None and param.global_shape == tensor.global_shape:
-            return _of_state(tensor.fqn in broken, param.fqn in broken)
+            return _state_severity(tensor.fqn in with_nan, param.fqn in with_nan)
     if key.kind != "model" or any(name in tensor.fqn for name in _BUFFERS):
         return Severity.INFO
     if tensor.fqn.endswith(_WEIGHTS) or (key.function != "other" and tensor.global_shape):
@@ -154,7 +158,7 @@ def _counts(payload: PayloadTable, records: IntArray) -> str:
 
 
 def _index(content: RecordContent, position: int) -> tuple[int, ...]:
-    """The index of an element of the storage, by the strides of a tensor without gaps."""
+    """The index in the tensor of the element at `position` of its storage; the tensor must have no gaps."""
     rest = position - content.offset
     index = [0] * len(content.shape)
     for axis in sorted(range(len(index)), key=lambda axis: -content.strides[axis]):

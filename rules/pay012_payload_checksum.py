@@ -77,7 +77,7 @@ def _whole(file: str, damage: Damage) -> Finding:
 
 
 def _beside(file: str, damages: list[Damage]) -> Finding:
-    """A file of torch.save that no record lies in."""
+    """The finding on a file of torch.save in which the checkpoint has no record."""
     first, more = damages[0], len(damages) - 1
     also = f" (and {plural(more, 'more member')} of it)" if more else ""
     return Finding(

@@ -58,14 +58,14 @@ def index_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
     elif ckpt.index is not None:
         yield from _misplaced(ckpt.index, stored_keys)
         yield from _unlisted(ckpt.index, stored_keys)
-        yield from _total(ckpt, ckpt.index)
+        yield from _total_size(ckpt, ckpt.index)
     elif ckpt.format in ("safetensors", "torch") and len(ckpt.files) > 1:
         yield from _without_index(ckpt, stored_keys)
-    yield from _numbers(ckpt)
+    yield from _missing_numbers(ckpt)
 
 
 def _stale(index: WeightIndex, whole: str, present: set[str]) -> Finding:
-    """An index that an earlier save in several files left beside the whole file of this one."""
+    """The finding on an index of an earlier save in several files, beside this save's single file."""
     lost = sorted(index.places.keys() - present)
     return Finding(
         f"{index.file} is stale: none of the {plural(len({*index.places.values()}), 'file')} that it names is there, "
@@ -74,14 +74,14 @@ def _stale(index: WeightIndex, whole: str, present: set[str]) -> Finding:
         identity=("stale",),
         kind="stale",
         severity=Severity.WARNING,
-        notes=tuple(("lacking", f"{whole} does not hold {text}") for _, text in _keys(lost) if lost),
+        notes=tuple(("lacking", f"{whole} does not hold {text}") for _, text in _key_note(lost) if lost),
         why=f"transformers never opens it beside {whole}; a loader that follows the index finds none of its files",
         hint=f"delete {index.file}, unless {whole} is the older save: then copy the files of the index here again",
     )
 
 
 def _misplaced(index: WeightIndex, stored_keys: KeysByFile) -> Iterator[Finding]:
-    """Keys that are not in the file that the index names."""
+    """Findings on keys that are not in the file that the index names."""
     wanted: KeysByFile = defaultdict(set)
     for key, file in index.places.items():
         wanted[file].add(key)
@@ -93,12 +93,12 @@ def _misplaced(index: WeightIndex, stored_keys: KeysByFile) -> Iterator[Finding]
         homes = sorted(other for other, present in stored_keys.items() if present & set(lost))
         is_stored = {*lost} <= {key for other in homes for key in stored_keys[other]}
         yield Finding(
-            f"{index.file} places {_count(lost)} in {file}, which "
+            f"{index.file} places {_keys_text(lost)} in {file}, which "
             f"{'is missing' if is_absent else 'does not hold ' + ('it' if len(lost) == 1 else 'them')}",
             at=Location(file=file, label=f"{index.file}: {file}"),
             identity=(file, *lost[:_MOST]),
             keys=tuple(lost[:_MOST]),
-            notes=_keys(lost),
+            notes=_key_note(lost),
             hint=f"write the index again from the headers: {'it lies' if len(lost) == 1 else 'they lie'} in "
             f"{', '.join(homes[:_SHOWN])}"
             if homes
@@ -109,7 +109,7 @@ def _misplaced(index: WeightIndex, stored_keys: KeysByFile) -> Iterator[Finding]
 
 
 def _unlisted(index: WeightIndex, stored_keys: KeysByFile) -> Iterator[Finding]:
-    """Keys that the index lacks, or has in another file that holds them too."""
+    """Findings on keys that the index does not list, or lists in another file that holds them too."""
     for file, present in stored_keys.items():
         lacking = sorted(present - index.places.keys())
         double = sorted(
@@ -123,12 +123,12 @@ def _unlisted(index: WeightIndex, stored_keys: KeysByFile) -> Iterator[Finding]:
         ):
             if keys:
                 yield Finding(
-                    f"{file} holds {_count(keys)} {text}",
+                    f"{file} holds {_keys_text(keys)} {text}",
                     at=Location(file=file),
                     identity=(file, *keys[:_MOST]),
                     keys=tuple(keys[:_MOST]),
                     severity=None if keys is lacking and _is_left_out(index, file) else Severity.WARNING,
-                    notes=_keys(keys),
+                    notes=_key_note(keys),
                     why="a loader that follows the index never reads them, one that takes every file does",
                     hint="write the index again from the headers"
                     if file in index.places.values()
@@ -139,15 +139,15 @@ def _unlisted(index: WeightIndex, stored_keys: KeysByFile) -> Iterator[Finding]:
 
 
 def _is_left_out(index: WeightIndex, file: str) -> bool:
-    """Whether an index has nothing of a file, though it has the others of its series: none of it is loaded."""
+    """Whether the index lists files of the same numbered series, but no key of this file."""
     number = _NUMBERS.fullmatch(file)
     if number is None or file in index.places.values():
         return False
     return any((other := _NUMBERS.fullmatch(name)) and other[2] == number[2] for name in set(index.places.values()))
 
 
-def _total(ckpt: Checkpoint, index: WeightIndex) -> Iterator[Finding]:
-    """The bytes that the index says, against those of the tensors; not where a file could not be read."""
+def _total_size(ckpt: Checkpoint, index: WeightIndex) -> Iterator[Finding]:
+    """A finding if `total_size` of the index is not the sum of the tensors' bytes and every file could be read."""
     records = ckpt.records
     owned = np.flatnonzero(records.owned)
     if ckpt.storages is not None:  # tied weights may share one, which is counted once
@@ -157,9 +157,10 @@ def _total(ckpt: Checkpoint, index: WeightIndex) -> Iterator[Finding]:
     stored = int(records.byte_length[owned].sum())
     if index.total_size is None or stored in (index.total_size, index.total_size << 20) or index.unread:
         return  # ColossalAI counts in MiB
+    # Writers sum the bytes before they drop one of two tied weights, or count headers (less than 1 %): no fault.
     tied = {
         nbytes(tensor.dtype, tensor.volume) for tensor in ckpt.tensors.values() if parse(tensor.fqn).function in _TIED
-    }  # an index that was made before one of the two was dropped counts it
+    }
     difference = index.total_size - stored
     if explains_bytes(ckpt, index.total_size):
         return
@@ -182,7 +183,7 @@ _TIED = ("embedding", "output")
 
 
 def _without_index(ckpt: Checkpoint, stored_keys: KeysByFile) -> Iterator[Finding]:
-    """Keys in two files of one model, and several files that no index joins."""
+    """A finding on keys that two files hold, or on several files without an index."""
     homes: dict[str, list[str]] = defaultdict(list)
     for file, present in stored_keys.items():
         for key in present:
@@ -191,7 +192,7 @@ def _without_index(ckpt: Checkpoint, stored_keys: KeysByFile) -> Iterator[Findin
     if shared and not ckpt.partial:
         files = sorted({file for key in shared for file in homes[key]})
         yield Finding(
-            f"several files hold {_count(shared)}, and no index names the right one",
+            f"several files hold {_keys_text(shared)}, and no index names the right one",
             at=Location(
                 file=files[0],
                 label=first_names(files, _SHOWN),
@@ -200,12 +201,13 @@ def _without_index(ckpt: Checkpoint, stored_keys: KeysByFile) -> Iterator[Findin
             keys=tuple(shared[:_MOST]),
             kind="double",
             severity=Severity.WARNING,
-            notes=_keys(shared),
+            notes=_key_note(shared),
             why="the order of the files decides which copy is loaded",
             hint="check whether an earlier export left files in this folder, and delete those",
         )
     elif not ckpt.partial:
-        # what is numbered is read by an index; without all its files the index is no cause of its own
+        # transformers opens numbered files only by an index. Mistral's `consolidated` files and torch's own writer need
+        # none. If a numbered file is missing too, that is the finding.
         is_read_by_index = (
             not ckpt.writer  # torch's own, whose reader takes every file
             and all(_NUMBERS.fullmatch(file) and not file.startswith("consolidated") for file in ckpt.files.names)
@@ -223,7 +225,7 @@ def _without_index(ckpt: Checkpoint, stored_keys: KeysByFile) -> Iterator[Findin
 
 
 def _lost_numbers(ckpt: Checkpoint) -> list[tuple[int, set[int], set[int]]]:
-    """Totals N of the names `<stem>-<k>-of-<N>`, the numbers that files have, and those that none has."""
+    """(N, numbers that files have, numbers that no file has) for names `<stem>-<k>-of-<N>` with missing files."""
     by_total: dict[int, set[int]] = defaultdict(set)
     for name in ckpt.files.names:
         if match := _NUMBERS.fullmatch(name):
@@ -237,8 +239,8 @@ def _lost_numbers(ckpt: Checkpoint) -> list[tuple[int, set[int], set[int]]]:
     return lost
 
 
-def _numbers(ckpt: Checkpoint) -> Iterator[Finding]:
-    """Numbers k of the names `<stem>-<k>-of-<N>` that no file has."""
+def _missing_numbers(ckpt: Checkpoint) -> Iterator[Finding]:
+    """Findings on numbers k of the names `<stem>-<k>-of-<N>` that no file has."""
     is_listed = ckpt.index is not None
     if is_listed and has_known_config(ckpt):
         return  # CFG001 reports what the lost files held
@@ -258,11 +260,11 @@ def _numbers(ckpt: Checkpoint) -> Iterator[Finding]:
         )
 
 
-def _count(keys: Iterable[str]) -> str:
+def _keys_text(keys: Iterable[str]) -> str:
     listed = list(keys)
     return f"the key {listed[0]}" if len(listed) == 1 else f"{len(listed):,} keys"
 
 
-def _keys(keys: list[str]) -> tuple[Note, ...]:
+def _key_note(keys: list[str]) -> tuple[Note, ...]:
     folded = fold_names(keys)
     return (("keys", first_names(folded, _SHOWN)),)

@@ -24,11 +24,11 @@ _TOKENS = 128
 _HALF_PAGE = 2048  # bytes: a page of 4 KiB that was lost may lie across two weights
 _WITNESSES = 3
 _FEW_ZEROS = 0.001  # share of the values, of weights that are not pruned
-_MORE = 16  # times the share of zeros in any other
+_MORE = 16  # a torn weight has this many times the share of zeros of any other
 _MOST_TORN = 2  # weights that one lost stretch of a file runs through
-_NAMES = 3  # of weights, in a model that holds one value everywhere
-_FROM_ZERO = ("q", "output")  # what muP starts with zeros in
-_BY_NAME = ("norm", "pos", "adapt")  # in names: what is set to one value by its name, positions, adapters
+_NAMES = 3  # least names of weights for the finding that a whole model holds one value
+_FROM_ZERO = ("q", "output")  # functions that muP initialises with zeros
+_BY_NAME = ("norm", "pos", "adapt")  # names of modules that start with one value: norms, positions, adapters
 _SHOWN = 3
 _WHOLE = "every weight in this file is zeros"
 _HINT = "copy the file again from where it was written, or compare the values with those of an earlier step"
@@ -39,12 +39,12 @@ _Layer = tuple[tuple[str, ...], str, int | None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Part:
-    """A weight of one layer and expert, or of the few experts that are stored in one chunk.
+class _Weight:
+    """A weight of one layer and expert, or of the few experts that share a chunk.
 
     Attributes:
-        rows: its chunks.
-        value: the magnitude of all its values where there is only one, -1 where there are several.
+        rows: indices of its chunks in the tensor.
+        value: the magnitude of all its values if there is only one, else -1.
     """
 
     param: Param
@@ -82,31 +82,31 @@ def constant_weight(ckpt: Checkpoint) -> Iterator[Finding]:
     is_read = payload.scanned.copy()
     is_read[[damage.record for damage in payload.damages if damage.record >= 0]] = False  # PAY012 reports it
     different = {} if misfit(ckpt) else compare_with_seal(ckpt).different  # LIV302 reports it
-    weights = [param for param in inventory_of(ckpt).params if _is_judged(param) and param.tensor.fqn not in different]
+    judged = [param for param in inventory_of(ckpt).params if _is_judged(param) and param.tensor.fqn not in different]
     is_odd = is_read & (payload.one_value | (payload.zeros >= _HALF_PAGE // 8))
-    if not any(is_odd[_records(param, _live(param))].any() for param in weights):
+    if not any(is_odd[_records(param, _live_rows(param))].any() for param in judged):
         return
     groups = [
-        [part for param in members for part in _parts(payload, is_read, param)]
-        for members in siblings(weights).values()
+        [weight for param in members for weight in _weights_of(payload, is_read, param)]
+        for members in siblings(judged).values()
     ]
-    every = [part for parts in groups for part in parts]
+    all_weights = [weight for peers in groups for weight in peers]
     if (
         len(groups) >= _NAMES
-        and len(every) >= len(weights)
-        and {part.value for part in every} == {max(every[0].value, 0)}
+        and len(all_weights) >= len(judged)
+        and {weight.value for weight in all_weights} == {max(all_weights[0].value, 0)}
     ):
-        yield _all_alike(ckpt, payload, every)
+        yield _constant_model(ckpt, payload, all_weights)
         return
-    yield from _unlike_all_others(ckpt, payload, groups)
-    dead = _files_of_zeros(ckpt, payload, is_read, weights)
+    yield from _constant_names(ckpt, payload, groups)
+    dead = _files_of_zeros(ckpt, payload, is_read, judged)
     added = _added_layers(groups)
-    for parts in groups:
-        yield from _constant(ckpt, payload, parts, added, dead)
-        yield from _zero_chunks(ckpt, payload, is_read, parts, dead)
-    torn = [item for parts in groups for item in _with_pages(payload, is_read, parts)]
-    for part, zeros, usual in torn:
-        yield _page(ckpt, payload, part, zeros, usual, len(torn))
+    for peers in groups:
+        yield from _constant_weights(ckpt, payload, peers, added, dead)
+        yield from _zero_chunks(ckpt, payload, is_read, peers, dead)
+    torn = [item for peers in groups for item in _with_pages(payload, is_read, peers)]
+    for weight, zeros, usual in torn:
+        yield _page_finding(ckpt, payload, weight, zeros, usual, len(torn))
 
 
 def _is_judged(param: Param) -> bool:
@@ -115,7 +115,7 @@ def _is_judged(param: Param) -> bool:
     return is_large and not is_adapter(param.key) and not any(word in name for word in _BY_DESIGN)
 
 
-def _live(param: Param) -> IntArray:
+def _live_rows(param: Param) -> IntArray:
     return np.flatnonzero(param.tensor.tiling.live & (param.tensor.chunks.record >= 0))
 
 
@@ -124,35 +124,37 @@ def _records(param: Param, rows: IntArray) -> IntArray:
 
 
 def _is_zero(payload: PayloadTable, is_read: BoolArray, param: Param, rows: IntArray) -> BoolArray:
-    """Which of the chunks hold zeros alone."""
+    """For each of these chunks whether it was read and holds only zeros."""
     records = _records(param, rows)
     return np.asarray((payload.most[records] == 0) & payload.one_value[records] & is_read[records])
 
 
-def _parts(payload: PayloadTable, is_read: BoolArray, param: Param) -> Iterator[_Part]:
-    """The parts of a parameter of which enough was read to tell whether they hold one value."""
-    rows, layout = _live(param), param.tensor.tiling
+def _weights_of(payload: PayloadTable, is_read: BoolArray, param: Param) -> Iterator[_Weight]:
+    """The weights of single layers and experts in a parameter, without those of which too little was read."""
+    rows, tiling = _live_rows(param), param.tensor.tiling
     stacked = [axis for axis in (param.layer_axis, param.expert_axis) if axis is not None]
-    order = rows[np.lexsort((rows, *(layout.offsets[rows, axis] for axis in stacked)))]
-    cuts = np.flatnonzero((layout.offsets[order[1:]] != layout.offsets[order[:-1]])[:, stacked].any(axis=1)) + 1
-    for part in np.split(order, cuts) if len(order) else ():
-        records = _records(param, part)
+    order = rows[np.lexsort((rows, *(tiling.offsets[rows, axis] for axis in stacked)))]
+    cuts = np.flatnonzero((tiling.offsets[order[1:]] != tiling.offsets[order[:-1]])[:, stacked].any(axis=1)) + 1
+    for weight_rows in np.split(order, cuts) if len(order) else ():
+        records = _records(param, weight_rows)
         read = records[is_read[records]]
         magnitudes = payload.most[read]
+        # Two values in what was read settle it; that all are one value is known only if every chunk was read.
         if not payload.one_value[read].all() or (magnitudes != magnitudes[:1]).any():
-            yield _Part(param, part, -1.0)
-        elif len(read) == len(part):
-            yield _Part(param, part, float(magnitudes[0]))
+            yield _Weight(param, weight_rows, -1.0)
+        elif len(read) == len(weight_rows):
+            yield _Weight(param, weight_rows, float(magnitudes[0]))
 
 
 def _files_of_zeros(
-    ckpt: Checkpoint, payload: PayloadTable, is_read: BoolArray, weights: Sequence[Param]
+    ckpt: Checkpoint, payload: PayloadTable, is_read: BoolArray, params: Sequence[Param]
 ) -> frozenset[int]:
-    """The files in which the chunks of several kinds of weights lie and all are zeros, though others are not."""
+    """Numbers of the files with weights of at least two roles that hold only zeros."""
+    # Weights of several roles do not become zero together: the bytes of the file were lost, or its rank never loaded.
     alive: set[int] = set()
     roles: dict[int, set[str]] = defaultdict(set)
-    for param in weights:
-        rows = _live(param)
+    for param in params:
+        rows = _live_rows(param)
         zero = _is_zero(payload, is_read, param, rows)
         files = ckpt.records.file[_records(param, rows)]
         alive.update(distinct(files[~zero]).tolist())
@@ -164,86 +166,90 @@ def _files_of_zeros(
 # ---------------------------------------------------------------- whole weights
 
 
-def _constant(
+def _constant_weights(
     ckpt: Checkpoint,
     payload: PayloadTable,
-    parts: Sequence[_Part],
+    peers: Sequence[_Weight],
     added: frozenset[_Layer],
     dead: frozenset[int],
 ) -> Iterator[Finding]:
-    """Weights that are one value, each judged beside the same weight of other layers."""
-    odd, usual = [part for part in parts if part.value >= 0], [part for part in parts if part.value < 0]
+    """Findings on weights with one value, whose peers in other layers or experts hold several."""
+    odd, usual = [weight for weight in peers if weight.value >= 0], [weight for weight in peers if weight.value < 0]
     if not odd or not usual:
         return
-    numbers = [part.param.key.layer for part in parts if part.param.key.layer is not None]
+    numbers = [weight.param.key.layer for weight in peers if weight.param.key.layer is not None]
     ends = {min(numbers), max(numbers)} if numbers else set()
-    records = np.concatenate([_records(part.param, part.rows) for part in usual])
+    records = np.concatenate([_records(weight.param, weight.rows) for weight in usual])
     records = records[payload.scanned[records]]
     span = f"{payload.least[records].min():.3g} to {payload.most[records].max():.3g}"
     zeros = int(payload.zeros[records].sum())
     holds = f"{plural(len(usual), 'weight')} of this name: magnitudes from {span}, {plural(zeros, 'zero')}"
-    for part in odd:
-        tensor, box = part.param.tensor, _span(part)
+    for weight in odd:
+        tensor, box = weight.param.tensor, _box_around(weight)
         where = "" if box.volume == tensor.volume else f" in {box}"
-        whole = _WHOLE if not part.value and _files(ckpt, part.param, part.rows) <= dead else ""
-        what = "0" if not part.value else f"the same, {part.value:.3g} in magnitude"
-        doubt = _doubt(ckpt, payload, parts, part, part.rows)
-        if not doubt and _layer(part) in added:
+        file_note = _WHOLE if not weight.value and _files(ckpt, weight.param, weight.rows) <= dead else ""
+        what = "0" if not weight.value else f"the same, {weight.value:.3g} in magnitude"
+        doubt = _doubt(ckpt, payload, peers, weight, weight.rows)
+        if not doubt and _layer(weight) in added:
             doubt = "only the two output projections of this layer are zeros: an added layer starts like this"
         if not doubt and len(odd) > len(usual):
-            doubt = f"{len(odd)} of {len(parts)} weights of this name hold one value"
-        if not doubt and part.param.key.function == "other" and part.param.key.layer in ends:
+            doubt = f"{len(odd)} of {len(peers)} weights of this name hold one value"
+        if not doubt and weight.param.key.function == "other" and weight.param.key.layer in ends:
             doubt = "the first and the last layer may have parts that nothing uses or changes"
         yield _finding(
             ckpt,
-            part.param,
-            part.rows,
+            weight.param,
+            weight.rows,
             f"every value{where}{{of}} is {what}; other weights of this name hold several values",
             box,
-            (("others", holds), ("file", whole), ("doubt", doubt)),
+            (("others", holds), ("file", file_note), ("doubt", doubt)),
         )
 
 
-def _all_alike(ckpt: Checkpoint, payload: PayloadTable, parts: Sequence[_Part]) -> Finding:
-    """The finding where every weight matrix of a model holds one and the same value."""
-    first = parts[0]
+def _constant_model(ckpt: Checkpoint, payload: PayloadTable, peers: Sequence[_Weight]) -> Finding:
+    """The finding that every weight matrix of the model holds the same value."""
+    first = peers[0]
     what = "0" if not first.value else f"the same, {first.value:.3g} in magnitude"
-    message = f"every value{{of}} is {what}, as in all {len(parts):,} weight matrices"
-    doubt = _doubt(ckpt, payload, parts, first, first.rows)
-    whole = "no model starts with one value everywhere, and no training leads to it"
-    return _finding(ckpt, first.param, first.rows, message, _span(first), (("file", whole), ("doubt", doubt)))
+    message = f"every value{{of}} is {what}, as in all {len(peers):,} weight matrices"
+    doubt = _doubt(ckpt, payload, peers, first, first.rows)
+    file_note = "no model starts with one value everywhere, and no training leads to it"
+    return _finding(ckpt, first.param, first.rows, message, _box_around(first), (("file", file_note), ("doubt", doubt)))
 
 
-def _unlike_all_others(ckpt: Checkpoint, payload: PayloadTable, groups: Sequence[Sequence[_Part]]) -> Iterator[Finding]:
-    """Weights that hold one value in every layer, where no model starts with it and the other matrices vary."""
-    every = [part for parts in groups for part in parts]
-    varying = sum(part.value < 0 for part in every)
-    tables = {part.param.own_shape[0] for part in every if is_token_table(part.param.key)}
-    constant = [parts for parts in groups if parts and all(part.value >= 0 for part in parts)]
-    sides = Counter(side for part in every for side in {*part.param.own_shape})
-    constant = [parts for parts in constant if _is_never_so(parts[0], tables, sides.most_common(1)[0][0])]
+def _constant_names(ckpt: Checkpoint, payload: PayloadTable, groups: Sequence[Sequence[_Weight]]) -> Iterator[Finding]:
+    """Findings on weights that hold one value in every layer, although no model starts so and other matrices vary."""
+    all_weights = [weight for peers in groups for weight in peers]
+    varying = sum(weight.value < 0 for weight in all_weights)
+    tables = {weight.param.own_shape[0] for weight in all_weights if is_token_table(weight.param.key)}
+    constant = [peers for peers in groups if peers and all(weight.value >= 0 for weight in peers)]
+    sides = Counter(side for weight in all_weights for side in {*weight.param.own_shape})
+    constant = [peers for peers in constant if _must_vary(peers[0], tables, sides.most_common(1)[0][0])]
     is_most = sum(map(len, constant)) > varying
-    for parts in constant if varying else ():
-        first, function = parts[0], parts[0].param.key.function
+    for peers in constant if varying else ():
+        first, function = peers[0], peers[0].param.key.function
+        # muP starts queries and heads with zeros, so zeros there count only after training.
         if function in _FROM_ZERO and not first.value and not _is_trained(ckpt, payload):
             continue
-        doubt = _doubt(ckpt, payload, every, first, first.rows) or ("so are most of the weights" if is_most else "")
+        doubt = _doubt(ckpt, payload, all_weights, first, first.rows) or (
+            "so are most of the weights" if is_most else ""
+        )
         what = "0" if not first.value else f"the same, {first.value:.3g} in magnitude"
-        also = f", and so in all {len(parts)} weights of this name" if len(parts) > 1 else ""
+        also = f", and so in all {len(peers)} weights of this name" if len(peers) > 1 else ""
         message = f"every value{{of}} is {what}{also}; {plural(varying, 'other weight')} of the model vary"
         notes = (("others", "no model starts with one value here"), ("file", ""), ("doubt", doubt))
-        finding = _finding(ckpt, first.param, first.rows, message, _span(first), notes)
+        finding = _finding(ckpt, first.param, first.rows, message, _box_around(first), notes)
         yield replace(finding, inferred_from="the other weights of the model")
 
 
-def _is_never_so(part: _Part, tables: set[int], hidden: int) -> bool:
-    """Whether no model starts with one value in a weight.
+def _must_vary(weight: _Weight, tables: set[int], hidden: int) -> bool:
+    """Whether no initialisation gives this weight a single value.
 
     Args:
-        tables: rows of the embeddings of tokens, which a head of a language model has too.
-        hidden: the size that most matrices share; from fewer features into it leads an adapter, which starts as zeros.
+        tables: numbers of rows of the token embeddings; the head of a language model has as many.
+        hidden: the size that most matrices share. A projection into it from fewer features is an adapter, which starts
+            as zeros.
     """
-    key, (rows, columns) = part.param.key, part.param.own_shape
+    key, (rows, columns) = weight.param.key, weight.param.own_shape
     is_plain = key.in_experts or key.path.rpartition(".")[2].rstrip("0123456789") == "weight"
     if not is_plain or any(word in key.path for word in _BY_NAME):
         return False
@@ -253,11 +259,11 @@ def _is_never_so(part: _Part, tables: set[int], hidden: int) -> bool:
         return True
     if key.function in ("embedding", "output"):
         return not key.block and rows in tables
-    return key.function in NEVER_ZERO or (part.value > 0 and key.function in ("attn_out", "mlp_out"))
+    return key.function in NEVER_ZERO or (weight.value > 0 and key.function in ("attn_out", "mlp_out"))
 
 
 def _is_trained(ckpt: Checkpoint, payload: PayloadTable) -> bool:
-    """Whether some norm holds several values, or some moment another than 0."""
+    """Whether some norm or some moment holds more than one value."""
     inventory = inventory_of(ckpt)
     norms = [param.tensor for param in inventory.params if param.key.function == "norm"]
     moments = [state.tensor for states in moments_of(ckpt).values() for state in states]
@@ -267,43 +273,44 @@ def _is_trained(ckpt: Checkpoint, payload: PayloadTable) -> bool:
     )
 
 
-def _layer(part: _Part) -> _Layer:
-    return part.param.key.scope, part.param.key.block, part.param.key.layer
+def _layer(weight: _Weight) -> _Layer:
+    return weight.param.key.scope, weight.param.key.block, weight.param.key.layer
 
 
-def _added_layers(groups: Sequence[Sequence[_Part]]) -> frozenset[_Layer]:
-    """The layers in which just the projections back into the residual stream, all of them, are zeros."""
-    constant: dict[_Layer, set[str]] = defaultdict(set)
-    moving: dict[_Layer, set[str]] = defaultdict(set)
-    for part in (part for parts in groups for part in parts):
-        (moving if part.value else constant)[_layer(part)].add(part.param.key.function)
+def _added_layers(groups: Sequence[Sequence[_Weight]]) -> frozenset[_Layer]:
+    """The layers whose output projections, and only these, are zeros."""
+    # Methods that deepen a trained model insert layers so: they add nothing to the residual stream at first.
+    zero: dict[_Layer, set[str]] = defaultdict(set)
+    other: dict[_Layer, set[str]] = defaultdict(set)
+    for weight in (weight for peers in groups for weight in peers):
+        (other if weight.value else zero)[_layer(weight)].add(weight.param.key.function)
     outputs = {"attn_out", "mlp_out"}
-    return frozenset(layer for layer, found in constant.items() if found == outputs and not outputs & moving[layer])
+    return frozenset(layer for layer, functions in zero.items() if functions == outputs and not outputs & other[layer])
 
 
-def _span(part: _Part) -> Box:
-    """The box around all chunks of a part."""
-    layout = part.param.tensor.tiling
-    low = layout.offsets[part.rows].min(axis=0)
-    high = (layout.offsets + layout.sizes)[part.rows].max(axis=0)
+def _box_around(weight: _Weight) -> Box:
+    """The box around all chunks of a weight."""
+    tiling = weight.param.tensor.tiling
+    low = tiling.offsets[weight.rows].min(axis=0)
+    high = (tiling.offsets + tiling.sizes)[weight.rows].max(axis=0)
     return Box(tuple(low.tolist()), tuple((high - low).tolist()))
 
 
-def _doubt(ckpt: Checkpoint, payload: PayloadTable, parts: Sequence[_Part], part: _Part, rows: IntArray) -> str:
-    """Why the values may be what they should be: those of an initialisation with zeros; "" where nothing says so."""
+def _doubt(ckpt: Checkpoint, payload: PayloadTable, peers: Sequence[_Weight], weight: _Weight, rows: IntArray) -> str:
+    """Why one value may be right here, such as an untrained weight; "" without such a reason."""
     if ckpt.common_value("iteration") == 0:
         return "nothing was trained yet: iteration 0"
     if declares_pruning(ckpt.config.values if ckpt.config else {}):
         return "the configuration says that weights are pruned"
     moments = moments_of(ckpt)
-    if part.param.tensor.fqn not in moments:
-        others = any(other.param.tensor.fqn in moments for other in parts)
+    if weight.param.tensor.fqn not in moments:
+        others = any(other.param.tensor.fqn in moments for other in peers)
         return "it has no optimizer state, unlike the others: it may not be trained" if others else ""
-    boxes = {part.param.tensor.tiling.box(row) for row in rows.tolist()}
-    for state in moments[part.param.tensor.fqn]:
-        layout, records = state.tensor.tiling, state.tensor.chunks.record
-        seen = [r for row, r in enumerate(records.tolist()) if r >= 0 and layout.box(row) in boxes]
-        if not seen or not (payload.scanned[seen] & (payload.most[seen] == 0)).all():
+    boxes = {weight.param.tensor.tiling.box(row) for row in rows.tolist()}
+    for state in moments[weight.param.tensor.fqn]:
+        tiling, records = state.tensor.tiling, state.tensor.chunks.record
+        same_boxes = [r for row, r in enumerate(records.tolist()) if r >= 0 and tiling.box(row) in boxes]
+        if not same_boxes or not (payload.scanned[same_boxes] & (payload.most[same_boxes] == 0)).all():
             return ""
     return "its moments are zeros too: it may not be trained"
 
@@ -312,72 +319,74 @@ def _doubt(ckpt: Checkpoint, payload: PayloadTable, parts: Sequence[_Part], part
 
 
 def _zero_chunks(
-    ckpt: Checkpoint, payload: PayloadTable, is_read: BoolArray, parts: Sequence[_Part], dead: frozenset[int]
+    ckpt: Checkpoint, payload: PayloadTable, is_read: BoolArray, peers: Sequence[_Weight], dead: frozenset[int]
 ) -> Iterator[Finding]:
-    """Chunks of zeros in weights that hold other values too."""
-    mixed = [(part, _is_zero(payload, is_read, part.param, part.rows)) for part in parts if part.value < 0]
+    """Findings on chunks of zeros in weights that hold other values too."""
+    mixed = [(weight, _is_zero(payload, is_read, weight.param, weight.rows)) for weight in peers if weight.value < 0]
     if not any(zero.any() for _, zero in mixed):
         return
+    # Zeros at one box in most layers are how the model is built (padded heads); at one box in few layers, a lost shard.
+    # A rank that never received its weights has zeros everywhere, which its file of zeros shows.
     holds: Counter[Box] = Counter()
     empty: Counter[Box] = Counter()
     zeros = {}
-    for part, zero in mixed:
-        boxes = [_own_box(part.param, row) for row in part.rows.tolist()]
+    for weight, zero in mixed:
+        boxes = [_box_in_weight(weight.param, row) for row in weight.rows.tolist()]
         holds.update(boxes)
         empty.update(boxes[i] for i in np.flatnonzero(zero).tolist())
-        zeros[part] = {int(part.rows[i]): boxes[i] for i in np.flatnonzero(zero).tolist()}
-    for part, found in zeros.items():
-        files = ckpt.records.file[part.param.tensor.chunks.record]
+        zeros[weight] = {int(weight.rows[i]): boxes[i] for i in np.flatnonzero(zero).tolist()}
+    for weight, zero_boxes in zeros.items():
+        files = ckpt.records.file[weight.param.tensor.chunks.record]
         rows = [
             row
-            for row, box in found.items()
+            for row, box in zero_boxes.items()
             if (2 * empty[box] <= holds[box] or holds[box] == 1 or int(files[row]) in dead)
             and box.volume >= _LEAST_ELEMENTS
             and min(box.sizes) > 1
         ]
-        if rows and not part.param.key.block:
-            rows = _without_padding(part.param, rows, found)
+        if rows and not weight.param.key.block:
+            rows = _without_padding(weight.param, rows, zero_boxes)
         if rows:
-            yield _chunks(ckpt, payload, parts, part, np.array(rows), dead)
+            yield _chunk_finding(ckpt, payload, peers, weight, np.array(rows), dead)
 
 
-def _own_box(param: Param, row: int) -> Box:
-    """The place of a chunk in the weight of one layer or expert."""
-    layout, axes = param.tensor.tiling, list(param.own_axes)
-    return Box(tuple(layout.offsets[row, axes].tolist()), tuple(layout.sizes[row, axes].tolist()))
+def _box_in_weight(param: Param, row: int) -> Box:
+    """The box of a chunk without the axes of layers and experts."""
+    tiling, axes = param.tensor.tiling, list(param.own_axes)
+    return Box(tuple(tiling.offsets[row, axes].tolist()), tuple(tiling.sizes[row, axes].tolist()))
 
 
 def _without_padding(param: Param, rows: Sequence[int], zeros: dict[int, Box]) -> list[int]:
-    """The rows of a table's chunks that do not lie at its end: a vocabulary is padded with rows of zeros."""
-    layout = param.tensor.tiling
-    live = np.flatnonzero(layout.live)
+    """The chunks of zeros that are not at the end of a table: a vocabulary is padded with rows of zeros."""
+    tiling = param.tensor.tiling
+    live = np.flatnonzero(tiling.live)
     others = live[~np.isin(live, list(zeros))]
-    end = int((layout.offsets + layout.sizes)[others, 0].max())
-    return [row for row in rows if int(layout.offsets[row, 0]) < end]
+    end = int((tiling.offsets + tiling.sizes)[others, 0].max())
+    return [row for row in rows if int(tiling.offsets[row, 0]) < end]
 
 
-def _chunks(
+def _chunk_finding(
     ckpt: Checkpoint,
     payload: PayloadTable,
-    parts: Sequence[_Part],
-    part: _Part,
+    peers: Sequence[_Weight],
+    weight: _Weight,
     rows: IntArray,
     dead: frozenset[int],
 ) -> Finding:
-    """The finding on chunks that are one value in a tensor that is not."""
-    layout = part.param.tensor.tiling
-    box = layout.box(int(rows[0]))
+    """The finding on chunks of zeros in a tensor with other values."""
+    tiling = weight.param.tensor.tiling
+    box = tiling.box(int(rows[0]))
     where = f"chunk {box}{{of}} holds" if len(rows) == 1 else f"{len(rows):,} chunks{{of}}, the first {box}, hold"
-    whole = _WHOLE if _files(ckpt, part.param, rows) <= dead else ""
-    doubt = "" if whole else _doubt(ckpt, payload, parts, part, rows)
-    if not doubt and not part.param.key.block and int(layout.sizes[rows, 0].sum()) < _TOKENS:
+    file_note = _WHOLE if _files(ckpt, weight.param, rows) <= dead else ""
+    doubt = "" if file_note else _doubt(ckpt, payload, peers, weight, rows)
+    if not doubt and not weight.param.key.block and int(tiling.sizes[rows, 0].sum()) < _TOKENS:
         doubt = "these few rows may belong to tokens that never occurred"
-    ranks = {rank_of(ckpt.chunk_file(part.param.tensor, int(row))) for row in rows}
-    others = len(part.rows) - len(rows)
+    ranks = {rank_of(ckpt.chunk_file(weight.param.tensor, int(row))) for row in rows}
+    others = len(weight.rows) - len(rows)
     message = f"{where} only zeros, unlike its {plural(others, 'other chunk')}"
-    finding = _finding(ckpt, part.param, rows, message, box, (("file", whole), ("doubt", doubt)))
+    finding = _finding(ckpt, weight.param, rows, message, box, (("file", file_note), ("doubt", doubt)))
     at = replace(finding.at, ranks=tuple(sorted(rank for rank in ranks if rank is not None)))
-    is_sure = not doubt and (whole or (part.param.key.block and len(parts) > 1))
+    is_sure = not doubt and (file_note or (weight.param.key.block and len(peers) > 1))
     confidence = "certain" if is_sure else finding.confidence
     return replace(finding, at=at, confidence=confidence, inferred_from="the other chunks of the tensor")
 
@@ -385,15 +394,19 @@ def _chunks(
 # ---------------------------------------------------------------- pages
 
 
-def _with_pages(payload: PayloadTable, is_read: BoolArray, parts: Sequence[_Part]) -> list[tuple[_Part, int, float]]:
-    """The few weights with half a page of zeros among other values; how many, and the largest share in the others."""
-    mixed = [part for part in parts if part.value < 0]
+def _with_pages(
+    payload: PayloadTable, is_read: BoolArray, peers: Sequence[_Weight]
+) -> list[tuple[_Weight, int, float]]:
+    """(weight, number of zeros, largest share of zeros in its peers) for weights that lost half a page or more."""
+    # A lost page leaves thousands of exact zeros in one weight. Trained weights have next to none, pruned ones have
+    # them everywhere: so at least as many peers, and three, must have far fewer.
+    mixed = [weight for weight in peers if weight.value < 0]
     zeros, volume = np.zeros(len(mixed), np.int64), np.zeros(len(mixed))
-    for number, part in enumerate(mixed):
-        records = _records(part.param, part.rows)
+    for number, weight in enumerate(mixed):
+        records = _records(weight.param, weight.rows)
         zeros[number] = payload.zeros[records[is_read[records] & ~payload.one_value[records]]].sum()
-        volume[number] = part.param.tensor.tiling.sizes[part.rows].prod(axis=1).sum()
-    items = np.array([ITEM_BITS[part.param.tensor.dtype] for part in mixed]) // 8
+        volume[number] = weight.param.tensor.tiling.sizes[weight.rows].prod(axis=1).sum()
+    items = np.array([ITEM_BITS[weight.param.tensor.dtype] for weight in mixed]) // 8
     is_torn, share = zeros * items >= _HALF_PAGE, zeros / volume
     others = share[~is_torn]
     if not is_torn.any() or len(others) < max(_WITNESSES, int(is_torn.sum())):
@@ -404,15 +417,17 @@ def _with_pages(payload: PayloadTable, is_read: BoolArray, parts: Sequence[_Part
     return [(mixed[number], int(zeros[number]), usual) for number in np.flatnonzero(is_torn).tolist()]
 
 
-def _page(ckpt: Checkpoint, payload: PayloadTable, part: _Part, zeros: int, usual: float, count: int) -> Finding:
-    box = _span(part)
-    doubt = _doubt(ckpt, payload, [part], part, part.rows)
+def _page_finding(
+    ckpt: Checkpoint, payload: PayloadTable, weight: _Weight, zeros: int, usual: float, count: int
+) -> Finding:
+    box = _box_around(weight)
+    doubt = _doubt(ckpt, payload, [weight], weight, weight.rows)
     if not doubt and count > _MOST_TORN:
         doubt = f"so do {count - 1:,} weights of other names or layers: they may be pruned"
     message = f"{zeros:,} of {box.volume:,} values{{of}} are 0; other weights of this name have next to none"
     others = f"at most {usual:.2g} of their values are 0" if usual else "none of their values is 0"
     notes = (("others", others), ("file", ""), ("doubt", doubt))
-    return _finding(ckpt, part.param, part.rows, message, box, notes)
+    return _finding(ckpt, weight.param, weight.rows, message, box, notes)
 
 
 # ---------------------------------------------------------------- both

@@ -37,47 +37,50 @@ def quantised_parts(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         vllm-project/vllm#45212, sgl-project/sglang#23625, NVIDIA/Model-Optimizer#2038
     """
-    found = quantisation(ckpt)
-    is_plain = ckpt.is_export and ckpt.config is not None and found.declared is None
-    meaningless = _without_meaning(ckpt, found) if is_plain else []
-    if not found.weights and not found.alone and not meaningless:
+    stored = quantisation(ckpt)
+    # Only a configuration can say that nothing is quantised. Training checkpoints, and bases that bitsandbytes stores
+    # elsewhere, hold integers for reasons of their own.
+    is_plain = ckpt.is_export and ckpt.config is not None and stored.declared is None
+    integers = _integer_weights(ckpt, stored) if is_plain else []
+    if not stored.weights and not stored.alone and not integers:
         raise NotApplicable("no weight is stored quantised")
-    if meaningless:
-        yield _meaningless(meaningless)
-    yield from _missing(ckpt, found)
-    for scheme, parts in found.alone.items():
-        yield from _alone(ckpt, scheme, parts)
+    if integers:
+        yield _integer_finding(integers)
+    yield from _missing(ckpt, stored)
+    for scheme, parts in stored.alone.items():
+        yield from _scales_alone(ckpt, scheme, parts)
 
 
-def _without_meaning(ckpt: Checkpoint, found: Quantisation) -> list[Tensor]:
-    """Weights of layers that are stored in whole numbers, with nothing beside them that gives these a meaning."""
-    known = {one.codes.fqn for one in found.weights}
+def _integer_weights(ckpt: Checkpoint, stored: Quantisation) -> list[Tensor]:
+    """Layer weights of an integer dtype, with no scale or other tensor beside them."""
+    known = {one.codes.fqn for one in stored.weights}
     roles = {role(tensor.fqn) for tensor in ckpt.tensors.values() if tensor.dtype in FLOATS}
-    whole = (tensor for tensor in ckpt.tensors.values() if _is_whole(tensor, roles))
-    weights = [tensor for tensor in whole if tensor.fqn not in known]
-    every = sorted({*ckpt.tensors, *(one.fqn for one in ckpt.byte_objects)}) if weights else []
-    return [tensor for tensor in weights if not _has_others_beside(tensor.fqn.removesuffix(".weight"), every)]
+    candidates = (tensor for tensor in ckpt.tensors.values() if _is_integer_weight(tensor, roles))
+    weights = [tensor for tensor in candidates if tensor.fqn not in known]
+    all_keys = sorted({*ckpt.tensors, *(one.fqn for one in ckpt.byte_objects)}) if weights else []
+    # Any further key may be a scale under a name that ckptlint does not know, so such a weight is not reported.
+    return [tensor for tensor in weights if not _has_others_beside(tensor.fqn.removesuffix(".weight"), all_keys)]
 
 
-def _is_whole(tensor: Tensor, roles: set[str]) -> bool:
-    """Whether it is the weight of a layer, an embedding or a head in whole numbers.
+def _is_integer_weight(tensor: Tensor, roles: set[str]) -> bool:
+    """Whether it is the weight of a layer, an embedding or a head in an integer dtype.
 
     Args:
-        roles: of the floating tensors: what is one of them in another layer is a weight, whatever its name.
+        roles: those of all floating tensors; a tensor of such a role is a weight, whatever its name.
     """
     key = parse(tensor.fqn)
     is_weight = tensor.dtype in INTEGERS and len(tensor.global_shape) > 1 and key.path.endswith(".weight")
     return is_weight and (key.function in (*NEVER_ZERO, "attn_out", "mlp_out") or role(tensor.fqn) in roles)
 
 
-def _has_others_beside(module: str, every: list[str]) -> bool:
-    """Whether other keys than those of a weight and a bias begin as a module, in a sorted list of all keys."""
-    rest = islice(every, bisect_left(every, module), None)
+def _has_others_beside(module: str, sorted_keys: list[str]) -> bool:
+    """Whether a key other than the weight and the bias starts with this module's name."""
+    rest = islice(sorted_keys, bisect_left(sorted_keys, module), None)
     beside = takewhile(lambda key: key.startswith(module), rest)
     return any(key not in (f"{module}.weight", f"{module}.bias") for key in beside)
 
 
-def _meaningless(weights: list[Tensor]) -> Finding:
+def _integer_finding(weights: list[Tensor]) -> Finding:
     keys = tuple(tensor.fqn for tensor in weights)
     dtypes = join_words(sorted({tensor.dtype for tensor in weights}))
     return Finding(
@@ -93,20 +96,23 @@ def _meaningless(weights: list[Tensor]) -> Finding:
     )
 
 
-def _missing(ckpt: Checkpoint, found: Quantisation) -> Iterator[Finding]:
-    """Weights that lack something, and parts that some weights of a role have and others not."""
+def _missing(ckpt: Checkpoint, stored: Quantisation) -> Iterator[Finding]:
+    """Findings on weights without a part that their scheme needs, or that other weights of their role have."""
     lacking: dict[tuple[Scheme, Part], list[QuantisedWeight]] = defaultdict(list)
     by_role: dict[tuple[Scheme, str], list[QuantisedWeight]] = defaultdict(list)
-    for one in found.weights:
+    for one in stored.weights:
         by_role[one.scheme, role(one.weight)].append(one)
-        asked = [part for part in one.scheme.parts if part not in one.parts and _is_asked(found, one.scheme, part)]
-        for part in (*one.lacks(), *asked):
+        absent = [part for part in one.scheme.parts if part not in one.parts]
+        declared = [part for part in absent if _is_declared_part(stored, one.scheme, part)]
+        for part in (*one.lacks(), *declared):
             if stored_otherwise(ckpt, part, one) is None:  # QNT002 reports it
                 lacking[one.scheme, part].append(one)
-    for (scheme, _), alike in by_role.items():
+    # No scheme needs scales of activations, but calibration measures them for a whole role. An expert that saw no token
+    # has none while its siblings do, and a loader fills the gap with an arbitrary number (Model-Optimizer#2038).
+    for (scheme, _), peers in by_role.items():
         for part in filter(lambda part: part.uniform, scheme.parts):
-            lost = [one for one in alike if part not in one.parts]
-            if len(lost) < len(alike):
+            lost = [one for one in peers if part not in one.parts]
+            if len(lost) < len(peers):
                 lacking[scheme, part] += lost
     together: dict[tuple[Scheme, frozenset[str]], tuple[list[QuantisedWeight], list[Part]]] = {}
     for (scheme, part), lost in lacking.items():
@@ -114,22 +120,24 @@ def _missing(ckpt: Checkpoint, found: Quantisation) -> Iterator[Finding]:
             keys = frozenset(one.codes.fqn for one in lost)
             together.setdefault((scheme, keys), (lost, []))[1].append(part)
     for (scheme, _), (lost, parts) in together.items():
-        yield _lacks(found, scheme, lost, parts)
+        yield _lacking_finding(stored, scheme, lost, parts)
 
 
-def _is_asked(found: Quantisation, scheme: Scheme, part: Part) -> bool:
-    """Whether what is declared asks for a part that the scheme itself does without."""
-    declared = found.declared
+def _is_declared_part(stored: Quantisation, scheme: Scheme, part: Part) -> bool:
+    """Whether the configuration requires a part that is optional in the scheme."""
+    declared = stored.declared
     return declared is not None and scheme in declared.schemes and declared.asks_for(part) is True
 
 
-def _lacks(found: Quantisation, scheme: Scheme, lost: list[QuantisedWeight], parts: list[Part]) -> Finding:
+def _lacking_finding(stored: Quantisation, scheme: Scheme, lost: list[QuantisedWeight], parts: list[Part]) -> Finding:
     """One finding for all weights of a scheme that lack the same parts."""
-    total = sum(one.scheme is scheme for one in found.weights)
-    is_needed = any(part.needed or _is_asked(found, scheme, part) for part in parts)
-    is_declared = found.declared is not None and scheme in found.declared.schemes
-    is_sure = is_declared or (is_needed and scheme in found.known)
-    names = [_name(found, scheme, part) for part in parts]
+    total = sum(one.scheme is scheme for one in stored.weights)
+    is_needed = any(part.needed or _is_declared_part(stored, scheme, part) for part in parts)
+    is_declared = stored.declared is not None and scheme in stored.declared.schemes
+    # Without a configuration the scheme is a guess from dtypes and names. One weight that has all its parts confirms
+    # it (`known`); if every scale is gone, fp8 alone may as well be a dtype that somebody chose.
+    is_sure = is_declared or (is_needed and scheme in stored.known)
+    names = [_name(stored, scheme, part) for part in parts]
     keys = tuple(one.codes.fqn for one in lost)
     return Finding(
         f"{len(keys)} of {plural(total, 'weight')} in {scheme.title} {verb(len(keys), 'has')} no "
@@ -148,16 +156,16 @@ def _lacks(found: Quantisation, scheme: Scheme, lost: list[QuantisedWeight], par
     )
 
 
-def _name(found: Quantisation, scheme: Scheme, part: Part) -> str:
-    """How the weights of a scheme call a part here."""
-    used = next((one for one in found.weights if one.scheme is scheme and part in one.parts), None)
+def _name(stored: Quantisation, scheme: Scheme, part: Part) -> str:
+    """The name that this checkpoint uses for a part of a scheme, or all usual names if it stores none."""
+    used = next((one for one in stored.weights if one.scheme is scheme and part in one.parts), None)
     if used is None:
-        said = [leaf_of(part, number) for number, name in enumerate(part.names) if name not in part.common]
-        return join_words(said, "or")
+        leaves = [leaf_of(part, number) for number, name in enumerate(part.names) if name not in part.common]
+        return join_words(leaves, "or")
     return leaf_of(part, [named(name, used.weight) for name in part.names].index(used.parts[part].fqn))
 
 
-def _alone(ckpt: Checkpoint, scheme: Scheme, parts: dict[str, str]) -> Iterator[Finding]:
+def _scales_alone(ckpt: Checkpoint, scheme: Scheme, parts: dict[str, str]) -> Iterator[Finding]:
     """Scales whose weight is not stored, or is stored in full precision."""
     wide = {key: weight for key, weight in parts.items() if weight in ckpt.tensors}
     for keys, is_wide in (([*wide], True), ([key for key in parts if key not in wide], False)):

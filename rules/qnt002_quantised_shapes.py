@@ -32,20 +32,20 @@ def quantised_shapes(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         compressed_tensors.quantization.QuantizationArgs
     """
-    found = quantisation(ckpt)
-    if not found.weights:
+    stored = quantisation(ckpt)
+    if not stored.weights:
         raise NotApplicable("no weight is stored quantised")
     wrong: dict[tuple[Scheme, Part, str], list[tuple[QuantisedWeight, Tensor, str]]] = defaultdict(list)
-    for one in found.weights:
+    for one in stored.weights:
         for part in one.scheme.parts:
             if (other := stored_otherwise(ckpt, part, one)) is not None:
                 wrong[one.scheme, part, "dtype"].append((one, other, join_words(part.dtypes[:3])))
-            elif part in one.parts and (wanted := misfit(one, part, found.declared)):
+            elif part in one.parts and (wanted := misfit(one, part, stored.declared)):
                 wrong[one.scheme, part, "shape"].append((one, one.parts[part], wanted))
-    yield from _experts_differ(ckpt, found.weights)
-    for one, part, wanted in in_other_blocks(found.weights):
+    yield from _experts_differ(ckpt, stored.weights)
+    for one, part, wanted in in_other_blocks(stored.weights):
         wrong[one.scheme, part, "shape"].append((one, one.parts[part], wanted))
-    yield from _axes_differ(found.weights, {id(case[0]) for cases in wrong.values() for case in cases})
+    yield from _axes_differ(stored.weights, {id(case[0]) for cases in wrong.values() for case in cases})
     for (scheme, part, what), cases in wrong.items():
         one, tensor, wanted = cases[0]
         keys = [case[1].fqn for case in cases]
@@ -68,7 +68,7 @@ def quantised_shapes(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def _experts_differ(ckpt: Checkpoint, weights: list[QuantisedWeight]) -> Iterator[Finding]:
-    """Codes of stacked experts whose first axis is not as long as the router of their module has rows.
+    """Findings on codes of stacked experts whose first axis is not the number of the router's rows.
 
     Source:
         transformers 5.23 models.gpt_oss: `mlp.experts.gate_up_proj` [experts, ...] beside `mlp.router.weight`

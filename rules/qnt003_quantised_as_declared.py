@@ -37,19 +37,19 @@ def quantised_as_declared(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         transformers.quantizers.auto.AutoQuantizationConfig
     """
-    found = quantisation(ckpt)
-    declared = found.declared
+    stored = quantisation(ckpt)
+    declared = stored.declared
     if declared is None:
-        if not (found.weights and ckpt.is_export and ckpt.config is not None and ckpt.config.file == "config.json"):
+        if not (stored.weights and ckpt.is_export and ckpt.config is not None and ckpt.config.file == "config.json"):
             raise NotApplicable("no quantisation is declared")
-        yield from _undeclared(ckpt, found)
+        yield from _undeclared(ckpt, stored)
         return
-    findings = [*_other(ckpt, found, declared)] if declared.schemes else []
-    yield from findings or _declared_twice(found, declared)
+    findings = [*_differences(ckpt, stored, declared)] if declared.schemes else []
+    yield from findings or _declared_twice(stored, declared)
 
 
-def _declared_twice(found: Quantisation, declared: Declaration) -> Iterator[Finding]:
-    """What the file of ModelOpt says otherwise than the configuration, where both say something.
+def _declared_twice(stored: Quantisation, declared: Declaration) -> Iterator[Finding]:
+    """A finding if ModelOpt's file and the configuration declare different things.
 
     Source:
         nvidia-modelopt 0.47 export_hf_checkpoint writes `quantization_config` from what it writes into the file; of
@@ -62,7 +62,7 @@ def _declared_twice(found: Quantisation, declared: Declaration) -> Iterator[Find
         sizes = [{options[name] for options in one.options if name in options} for one in (declared, beside)]
         if all(len(stated) == 1 for stated in sizes) and sizes[0] != sizes[1]:
             differing.append((title.format(*sizes[0]), title.format(*sizes[1])))
-    modules = [one.weight.removesuffix(".weight") for one in found.weights if one.parts]
+    modules = [one.weight.removesuffix(".weight") for one in stored.weights if one.parts]
     left = [module for module in modules if beside.names(module) and not declared.names(module)]
     differing += [(f"{module} as quantised", "it as not quantised") for module in left[:1]]
     if differing:
@@ -76,29 +76,29 @@ def _declared_twice(found: Quantisation, declared: Declaration) -> Iterator[Find
         )
 
 
-def _undeclared(ckpt: Checkpoint, found: Quantisation) -> Iterator[Finding]:
-    whole = [one for one in found.weights if one.parts and not any(one.lacks())]
-    if whole:
+def _undeclared(ckpt: Checkpoint, stored: Quantisation) -> Iterator[Finding]:
+    complete = [one for one in stored.weights if one.parts and not any(one.lacks())]
+    if complete:
         yield _finding(
-            f"{plural(len(whole), 'weight', 'is')} stored in {_titles(whole)}, but "
+            f"{plural(len(complete), 'weight', 'is')} stored in {_titles(complete)}, but "
             "config.json declares no quantisation",
-            [one.codes for one in whole],
+            [one.codes for one in complete],
             why="the loader builds a model without scales, and uses the codes as weights",
             hint="restore quantization_config in config.json",
         )
 
 
-def _other(ckpt: Checkpoint, found: Quantisation, declared: Declaration) -> Iterator[Finding]:
-    """Weights in full precision, or of another scheme, where the configuration declares one."""
+def _differences(ckpt: Checkpoint, stored: Quantisation, declared: Declaration) -> Iterator[Finding]:
+    """Findings on weights in full precision or in another scheme than the declared one."""
     wide = [
         tensor
         for tensor in ckpt.tensors.values()
         if len(tensor.global_shape) > 1 and tensor.dtype in WIDE and tensor.fqn.endswith(".weight")
     ]
     says = f"{declared.file} declares {declared.words}"
-    if not found.weights:
+    if not stored.weights:
         linear = [tensor for tensor in wide if _is_linear(tensor) and not declared.ignores(_module(tensor))]
-        if linear and not found.alone and declared.is_exact:
+        if linear and not stored.alone and declared.is_exact:
             kind = "" if ckpt.config is None else str(ckpt.config.values.get("model_type"))
             is_left = all(kind in scheme.passed_over for scheme in declared.schemes)
             finding = _finding(
@@ -111,8 +111,8 @@ def _other(ckpt: Checkpoint, found: Quantisation, declared: Declaration) -> Iter
             )
             yield replace(finding, severity=Severity.INFO) if is_left else finding
         return
-    yield from _contradicted(found, declared, says)
-    others = [one for one in found.weights if one.scheme not in declared.schemes]
+    yield from _contradicted(stored, declared, says)
+    others = [one for one in stored.weights if one.scheme not in declared.schemes]
     if others and declared.is_exact:
         yield _finding(
             f"{says}, but {plural(len(others), 'weight', 'is')} stored in {_titles(others)}",
@@ -122,10 +122,11 @@ def _other(ckpt: Checkpoint, found: Quantisation, declared: Declaration) -> Iter
         )
         return
     roles: dict[str, set[int]] = defaultdict(set)
-    for one in found.weights:
+    for one in stored.weights:
         roles[role(one.weight)].update(numbers_in(one.weight)[:1])
     left = [tensor for tensor in wide if role(tensor.fqn) in roles and numbers_in(tensor.fqn)]
-    layers = number(trusted(ckpt), "layers") or 0  # draft layers come after these
+    # Draft layers come after the declared ones, and exports often leave them in full precision.
+    layers = number(trusted(ckpt), "layers") or 0
     left = [t for t in left if numbers_in(t.fqn)[0] < max(layers, *roles[role(t.fqn)])]
     left = [tensor for tensor in left if not declared.ignores(_module(tensor))]
     if left and declared.is_exact:
@@ -138,9 +139,9 @@ def _other(ckpt: Checkpoint, found: Quantisation, declared: Declaration) -> Iter
         )
 
 
-def _contradicted(found: Quantisation, declared: Declaration, says: str) -> Iterator[Finding]:
-    """Modules that are named as left out and are quantised, and parts that a declaration rules out."""
-    left_out = [one for one in found.weights if one.parts and declared.names(one.weight.removesuffix(".weight"))]
+def _contradicted(stored: Quantisation, declared: Declaration, says: str) -> Iterator[Finding]:
+    """Findings on quantised modules that the declaration leaves out, and on parts that it rules out."""
+    left_out = [one for one in stored.weights if one.parts and declared.names(one.weight.removesuffix(".weight"))]
     if left_out:
         yield _finding(
             f"{declared.file} leaves {plural(len(left_out), 'module')} out of the quantisation, but "
@@ -151,7 +152,7 @@ def _contradicted(found: Quantisation, declared: Declaration, says: str) -> Iter
         )
     over = [part for scheme in declared.schemes for part in scheme.parts if declared.asks_for(part) is False]
     for part in over:
-        if with_part := [one for one in found.weights if part in one.parts]:
+        if with_part := [one for one in stored.weights if part in one.parts]:
             words = " and ".join(f"not {name} {value}" for name, value in part.declared.items())
             yield _finding(
                 f"{says}, {words}, but {plural(len(with_part), 'weight')} "
@@ -167,7 +168,7 @@ def _module(tensor: Tensor) -> str:
 
 
 def _is_linear(tensor: Tensor) -> bool:
-    """Whether it is the weight of a linear layer of attention or MLP, which every quantiser takes.
+    """Whether the tensor is the weight of a linear layer of attention or MLP, which every quantiser quantises.
 
     Source:
         transformers 5.23 pytorch_utils.Conv1D: GPT-2 and its kin call theirs c_attn, c_fc, c_proj; most quantisers pass

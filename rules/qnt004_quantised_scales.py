@@ -20,8 +20,8 @@ _SHOWN = 6
 _FAR = 1_000.0
 _LEAST = 4  # siblings
 _LEAST_CODES = 16
-_ALL = 3  # weights, in an export of which no code was written
-_MOST_HIT = 2  # weights with a scale that was lost
+_ALL = 3  # least weights for the finding that an export has no codes at all
+_MOST_HIT = 2  # with zeros in the scales of more weights, float16 underflow is the likelier cause
 
 
 @rule("QNT004", "quantised-scales", Severity.ERROR, depth=Depth.DATA)
@@ -43,16 +43,16 @@ def quantised_scales(ckpt: Checkpoint) -> Iterator[Finding]:
         Export the model again from the weights that it was quantised from.
     """
     payload = require(ckpt.payload)
-    found = quantisation(ckpt)
-    if not found.weights:
+    stored = quantisation(ckpt)
+    if not stored.weights:
         raise NotApplicable("no weight is stored quantised")
     dead: dict[tuple[Scheme, Part], list[Tensor]] = defaultdict(list)
     sizes: dict[tuple[Scheme, Part, str], list[tuple[Tensor, float]]] = defaultdict(list)
     gaps: dict[tuple[Scheme, Part], list[Tensor]] = defaultdict(list)
-    for one in found.weights:
+    for one in stored.weights:
         for part, tensor in one.parts.items():
-            most = _most(payload, tensor) if part.needed and tensor.dtype in FLOATS else None
-            if most == 0 and _most(payload, one.codes) != 0:
+            most = _largest(payload, tensor) if part.needed and tensor.dtype in FLOATS else None
+            if most == 0 and _largest(payload, one.codes) != 0:
                 dead[one.scheme, part].append(tensor)
             elif most:
                 if not part.may_be_zero and _has_gaps(payload, one.codes, tensor):
@@ -61,7 +61,7 @@ def quantised_scales(ckpt: Checkpoint) -> Iterator[Finding]:
     for (scheme, part), tensors in dead.items():
         yield _finding(
             tensors,
-            f"{_last(tensors[0])} of {plural(len(tensors), 'weight')} in {scheme.title} is zero, but the codes are not",
+            f"{_leaf(tensors[0])} of {plural(len(tensors), 'weight')} in {scheme.title} is zero, but the codes are not",
             f"{scheme.name} {part.names} zero",
         )
     for (scheme, part), tensors in gaps.items():
@@ -74,14 +74,14 @@ def quantised_scales(ckpt: Checkpoint) -> Iterator[Finding]:
             f"{scheme.name} {part.names} gaps",
             "possible" if underflows else "likely",
         )
-    yield from _constant_codes(ckpt, payload, found.weights)
-    for (scheme, part, _), alike in sizes.items():
-        usual = float(np.median([most for _, most in alike]))
-        far = [(tensor, most) for tensor, most in alike if not usual / _FAR < most < usual * _FAR]
-        if far and len(alike) > max(_LEAST, 2 * len(far)):
+    yield from _constant_codes(ckpt, payload, stored.weights)
+    for (scheme, part, _), peers in sizes.items():
+        usual = float(np.median([most for _, most in peers]))
+        far = [(tensor, most) for tensor, most in peers if not usual / _FAR < most < usual * _FAR]
+        if far and len(peers) > max(_LEAST, 2 * len(far)):
             yield _finding(
                 [tensor for tensor, _ in far],
-                f"the largest value{{of}} is {far[0][1]:.3g}, but the median of its {len(alike) - 1} "
+                f"the largest value{{of}} is {far[0][1]:.3g}, but the median of its {len(peers) - 1} "
                 f"siblings {usual:.3g}",
                 f"{scheme.name} {part.names} far",
                 "likely",
@@ -89,14 +89,14 @@ def quantised_scales(ckpt: Checkpoint) -> Iterator[Finding]:
             )
 
 
-def _last(tensor: Tensor) -> str:
+def _leaf(tensor: Tensor) -> str:
     return tensor.fqn.rpartition(".")[2]
 
 
 def _constant_codes(ckpt: Checkpoint, payload: PayloadTable, weights: list[QuantisedWeight]) -> Iterator[Finding]:
-    """Weights whose integer codes are all the same, beside scales that are not zero."""
+    """Findings on weights whose integer codes are all the same, although their scales are not zero."""
     judged = [one for one in weights if one.codes.dtype in INTEGERS and one.codes.volume >= _LEAST_CODES]
-    constant = [one for one in judged if _is_constant(payload, one.codes) and 0 not in _scales(payload, one)]
+    constant = [one for one in judged if _is_constant(payload, one.codes) and 0 not in _largest_scales(payload, one)]
     is_all = len(constant) == len(judged) >= _ALL
     is_pruned = declares_pruning(ckpt.config.values if ckpt.config else {})
     by_confidence: dict[Confidence, list[QuantisedWeight]] = defaultdict(list)
@@ -115,26 +115,27 @@ def _constant_codes(ckpt: Checkpoint, payload: PayloadTable, weights: list[Quant
 
 
 def _may_be_zeros(payload: PayloadTable, one: QuantisedWeight) -> bool:
-    """Whether codes that are all the same may be those of a weight of zeros, which some models start with."""
+    """Whether constant codes may be those of a weight of zeros, with which some models start."""
     is_shifted = one.scheme.shifted and not any(part.declared for part in one.parts)
-    return parse(one.weight).function not in NEVER_ZERO and not (is_shifted and _most(payload, one.codes) == 0)
+    return parse(one.weight).function not in NEVER_ZERO and not (is_shifted and _largest(payload, one.codes) == 0)
 
 
 def _is_constant(payload: PayloadTable, codes: Tensor) -> bool:
     records = _records(codes)
-    is_read = _most(payload, codes) is not None and bool(payload.one_value[records].all())
+    is_read = _largest(payload, codes) is not None and bool(payload.one_value[records].all())
     return is_read and len(set(payload.most[records].tolist())) == 1
 
 
-def _scales(payload: PayloadTable, one: QuantisedWeight) -> list[float | None]:
-    """The largest number of each scale."""
-    return [_most(payload, tensor) for part, tensor in one.parts.items() if part.needed and tensor.dtype in FLOATS]
+def _largest_scales(payload: PayloadTable, one: QuantisedWeight) -> list[float | None]:
+    """The largest magnitude of each needed scale."""
+    return [_largest(payload, tensor) for part, tensor in one.parts.items() if part.needed and tensor.dtype in FLOATS]
 
 
 def _has_gaps(payload: PayloadTable, codes: Tensor, scale: Tensor) -> bool:
-    """Whether a scale has zeros, and fewer codes are zero than lie under them."""
+    """Whether a scale has zeros for blocks of codes that are not all zero."""
+    # Where the zero codes are is not known, only how many there are: fewer than the blocks hold is proof.
     zeros = int(payload.zeros[_records(scale)].sum())
-    if not zeros or scale.dtype not in WIDE or codes.volume % scale.volume or _most(payload, codes) is None:
+    if not zeros or scale.dtype not in WIDE or codes.volume % scale.volume or _largest(payload, codes) is None:
         return False
     return int(payload.zeros[_records(codes)].sum()) < zeros * (codes.volume // scale.volume)
 
@@ -143,8 +144,8 @@ def _records(tensor: Tensor) -> IntArray:
     return tensor.chunks.record[tensor.tiling.live]
 
 
-def _most(payload: PayloadTable, tensor: Tensor) -> float | None:
-    """The largest magnitude in a tensor; None where not all of it was read, or it holds something that is no number."""
+def _largest(payload: PayloadTable, tensor: Tensor) -> float | None:
+    """The largest magnitude in a tensor; None if some of it was not read, or is NaN or infinity."""
     records = _records(tensor)
     if not len(records) or (records < 0).any() or not payload.scanned[records].all():
         return None

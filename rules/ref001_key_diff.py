@@ -44,30 +44,33 @@ def key_diff(ckpt: Checkpoint) -> Iterator[Finding]:
         torch.distributed.checkpoint.DefaultLoadPlanner (allow_partial_load), `ckptlint manifest`
     """
     reference = require(ckpt.reference)
-    found = match_keys(ckpt, reference)
-    yield from _lacking(ckpt, reference, found)
-    shared = _same_places(found.absent)
-    counted = _counted(found)
-    for single in found.absent:
-        yield _finding(ckpt, reference, single, shared, counted, is_absent=True)
-    shared = _same_places(found.added)
-    for single in found.added:
-        yield _finding(ckpt, reference, single, shared, (), is_absent=False)
-    if found.unpaired_expected or found.unpaired_stored:
-        yield _unpaired(ckpt, reference, found)
+    comparison = match_keys(ckpt, reference)
+    yield from _lacking_kinds(ckpt, reference, comparison)
+    extents = _extents(comparison.absent)
+    counts = _missing_counts(comparison)
+    for lone in comparison.absent:
+        yield _finding(ckpt, reference, lone, extents, counts, is_absent=True)
+    extents = _extents(comparison.added)
+    for lone in comparison.added:
+        yield _finding(ckpt, reference, lone, extents, (), is_absent=False)
+    if comparison.unpaired_expected or comparison.unpaired_stored:
+        yield _unpaired(ckpt, reference, comparison)
 
 
-def _lacking(ckpt: Checkpoint, reference: Reference, found: KeyComparison) -> Iterator[Finding]:
-    """The parts of the state that are absent as a whole, which is often meant."""
+def _lacking_kinds(ckpt: Checkpoint, reference: Reference, comparison: KeyComparison) -> Iterator[Finding]:
+    """Findings on a kind of state (model, second copy, optimizer) that is not stored at all.
+
+    Jobs often leave out the optimizer or the second copy on purpose, so this is never an error.
+    """
     saves = {"save_optim": False, "no_save_optim": True}
     left_out = next((name for name, value in saves.items() if flag(ckpt.declared, name) is value), "")
-    for kind in sorted(found.lacking):
+    for kind in sorted(comparison.lacking):
         reason, hint = "", "if the job leaves it out on purpose, compare with a step or a manifest without it"
         if kind == "model":
             reason, hint = "the folder is named for the optimizer and holds only its state", ""
         elif kind == "optimizer" and left_out:
             reason, hint = f"the job is configured not to save it ({left_out})", ""
-        count = found.expected[kind]
+        count = comparison.expected[kind]
         yield Finding(
             f"no part of the {_KINDS[kind]} is stored here; the reference has {plural(count, 'such key')}",
             at=Location(label=_place(ckpt, reference)),
@@ -81,32 +84,36 @@ def _lacking(ckpt: Checkpoint, reference: Reference, found: KeyComparison) -> It
 def _finding(
     ckpt: Checkpoint,
     reference: Reference,
-    single: LoneKeys,
-    shared: dict[KeyEntry, str],
+    lone: LoneKeys,
+    extents: dict[KeyEntry, str],
     notes: tuple[Note, ...],
     is_absent: bool,
 ) -> Finding:
-    """The finding on a key, or on some of its layers or experts, that one side alone has."""
-    entry = single.entry
+    """The finding on a key, or on some layers or experts of it, that only one side has.
+
+    Args:
+        extents: entry -> the block, layers and experts in which its role is absent, as `_extents` returns it.
+    """
+    entry = lone.entry
     what = " ".join(part for part in (entry.dtype, shape_text(entry.shape) if entry.shape is not None else "") if part)
     if is_absent:
-        subject = f"{single.part}{{of}} {'is' if _is_one(single.part) else 'are'} not" if single.part else ""
+        subject = f"{lone.part}{{of}} {'is' if _is_one(lone.part) else 'are'} not" if lone.part else ""
         tail = f"; the reference has {what}" if what else ", but the reference names it"
         message = f"{subject} stored here{tail}" if subject else f"no part{{of}} is stored here{tail}"
     else:
-        subject = f"{single.part}{{of}} {'is' if _is_one(single.part) else 'are'} not" if single.part else ""
+        subject = f"{lone.part}{{of}} {'is' if _is_one(lone.part) else 'are'} not" if lone.part else ""
         message = f"{subject or 'no part{of} is'} in the reference; this checkpoint stores {what}"
-    severity, reason = _level(ckpt, reference, entry, is_absent)
+    severity, reason = _severity(ckpt, reference, entry, is_absent)
     kind = _KINDS[entry.kind]
     return Finding(
         message,
         at=Location(entry.fqn if is_absent else ckpt.tensors.get(entry.fqn, entry.fqn), label=_place(ckpt, reference)),
         severity=severity,
-        identity=(single.part,) if single.part else (),
+        identity=(lone.part,) if lone.part else (),
         why="" if is_absent else f"a strict load fails on unexpected {kind}",
         notes=(("because", reason), *notes),
         hint="" if severity is Severity.INFO else _hint(is_absent),
-        group=f"{is_absent} {shared.get(entry, '')}" if entry in shared else "",
+        group=f"{is_absent} {extents.get(entry, '')}" if entry in extents else "",
     )
 
 
@@ -116,8 +123,10 @@ def _hint(is_absent: bool) -> str:
     return "if the model changed on purpose, write a new manifest from this step with `ckptlint manifest`"
 
 
-def _level(ckpt: Checkpoint, reference: Reference, entry: KeyEntry, is_absent: bool) -> tuple[Severity | None, str]:
-    """The severity, and why it is only an info."""
+def _severity(ckpt: Checkpoint, reference: Reference, entry: KeyEntry, is_absent: bool) -> tuple[Severity | None, str]:
+    """(severity, None for the rule's own; the reason if it is only info)."""
+    # A loader fails on absent parameters alone. Computed buffers and scales come and go with the version of the
+    # library or the precision of an export, and two folders that load alike may differ in them.
     last = entry.fqn.rpartition(".")[2]
     if last in COMPUTED:
         return Severity.INFO, f"{last} is a buffer that the model computes; newer versions do not store it"
@@ -129,58 +138,63 @@ def _level(ckpt: Checkpoint, reference: Reference, entry: KeyEntry, is_absent: b
 
 
 def _is_tied(ckpt: Checkpoint, reference: Reference, is_absent: bool) -> bool:
-    """Whether the output layer is the embedding: declared, or safetensors, which never hold one tensor twice."""
+    """Whether the output layer shares the embedding's weight."""
     for declared in (reference.declared, ckpt.declared):
         if flag(declared, "tied") is True or flag(declared, "untied") is False:
             return True
+    # safetensors refuses two names of one memory, so save_pretrained writes a tied weight once. A head that such a
+    # reference lacks is assumed to be tied; one that it has was stored for a reason, and its absence counts.
     return not is_absent and reference.kind in ("safetensors", "index", "Hugging Face folder")
 
 
-def _same_places(singles: Iterable[LoneKeys]) -> dict[KeyEntry, str]:
-    """Entry -> where its role is concerned, which roles of one cause have in common: block, layers, experts."""
+def _extents(lone_keys: Iterable[LoneKeys]) -> dict[KeyEntry, str]:
+    """Entry -> block, layers and experts in which its role is absent, as text.
+
+    Roles of one extent are one group in the report: a lost pipeline stage or a lost rank takes all roles of its layers.
+    """
     layers: dict[tuple[object, ...], set[int]] = defaultdict(set)
     experts: dict[tuple[object, ...], set[int]] = defaultdict(set)
-    entries = [single.entry for single in singles if not single.part and single.entry.key.layer is not None]
+    entries = [lone.entry for lone in lone_keys if not lone.part and lone.entry.key.layer is not None]
     for entry in entries:
         layers[entry.family].add(entry.key.layer or 0)
         if entry.key.expert is not None:
             experts[entry.family].add(entry.key.expert)
-    places = {
+    extents = {
         family: f"layers {ranges(numbers)} experts {ranges(experts.get(family, ()))}"
         for family, numbers in layers.items()
     }
-    return {entry: f"{entry.kind} {entry.family[2]} {entry.key.block} {places[entry.family]}" for entry in entries}
+    return {entry: f"{entry.kind} {entry.family[2]} {entry.key.block} {extents[entry.family]}" for entry in entries}
 
 
-def _counted(found: KeyComparison) -> tuple[Note, ...]:
+def _missing_counts(comparison: KeyComparison) -> tuple[Note, ...]:
     """How many keys of each kind are missing."""
-    missing = Counter(single.entry.kind for single in found.absent if not single.part)
+    missing = Counter(lone.entry.kind for lone in comparison.absent if not lone.part)
     return tuple(
-        ("missing", f"{count:,} of {found.expected[kind]:,} keys of the {_KINDS[kind]}")
+        ("missing", f"{count:,} of {comparison.expected[kind]:,} keys of the {_KINDS[kind]}")
         for kind, count in missing.items()
     )
 
 
-def _unpaired(ckpt: Checkpoint, reference: Reference, found: KeyComparison) -> Finding:
-    """The finding that the two sides name their keys differently, so that most have no counterpart."""
-    paired = len({pair.expected.fqn for pair in found.pairs})
-    named = sum(count for kind, count in found.expected.items() if kind not in found.lacking)
+def _unpaired(ckpt: Checkpoint, reference: Reference, comparison: KeyComparison) -> Finding:
+    """The finding that the two sides probably name their keys differently."""
+    paired = len({pair.expected.fqn for pair in comparison.pairs})
+    named = sum(count for kind, count in comparison.expected.items() if kind not in comparison.lacking)
     return Finding(
-        f"{plural(len(found.unpaired_expected), 'key')} of the reference and "
-        f"{plural(len(found.unpaired_stored), 'key')} here have no counterpart: the naming schemes may differ",
+        f"{plural(len(comparison.unpaired_expected), 'key')} of the reference and "
+        f"{plural(len(comparison.unpaired_stored), 'key')} here have no counterpart: the naming schemes may differ",
         at=Location(label=_place(ckpt, reference)),
         severity=Severity.INFO,
         why="ckptlint does not report a key as missing if it may be stored under another name",
         notes=(
             ("paired", f"{paired:,} of {named:,} keys of the reference"),
-            ("expected", _listed(found.unpaired_expected)),
-            ("stored", _listed(found.unpaired_stored)),
+            ("expected", _patterns(comparison.unpaired_expected)),
+            ("stored", _patterns(comparison.unpaired_stored)),
         ),
         hint="compare with a reference that uses the keys of this checkpoint, for example another step",
     )
 
 
-def _listed(fqns: list[str]) -> str:
+def _patterns(fqns: list[str]) -> str:
     return first_names(fold_names(dict.fromkeys(fqns)), _SHOWN, "pattern")
 
 

@@ -45,20 +45,21 @@ def shape_dtype_diff(ckpt: Checkpoint) -> Iterator[Finding]:
     reference = ckpt.reference
     if reference is None or not (reference.tensors or reference.declared):
         raise NotApplicable("the reference gives no shapes")
-    found = match_keys(ckpt, reference)
-    other_shapes = False
-    for pair in _distinct(found.pairs):
+    comparison = match_keys(ckpt, reference)
+    has_wrong_shape = False
+    for pair in _distinct(comparison.pairs):
         if pair.expected_shape is not None and pair.stored_shape is not None and _differs(ckpt, pair):
-            other_shapes = True
+            has_wrong_shape = True
             yield _shape_finding(ckpt, reference, pair)
         if None not in (pair.expected.dtype, pair.stored.dtype) and pair.expected.dtype != pair.stored.dtype:
             yield _dtype_finding(ckpt, reference, pair)
-    if not other_shapes and not _is_own(ckpt, reference):
-        yield from _counts(ckpt, reference, found)
+    # Counts are read from shapes: beside a wrong shape they would report the same fault once more.
+    if not has_wrong_shape and not _declares_the_same(ckpt, reference):
+        yield from _wrong_counts(ckpt, reference, comparison)
 
 
-def _is_own(ckpt: Checkpoint, reference: Reference) -> bool:
-    """Whether the reference declares what the checkpoint's own configuration does, against which CFG rules hold it."""
+def _declares_the_same(ckpt: Checkpoint, reference: Reference) -> bool:
+    """Whether reference and own configuration declare the same counts, so that the CFG rules check them already."""
     shared = [name for name in reference.declared if name in _WORDS]
     return has_known_config(ckpt) and all(
         name in ckpt.declared and ckpt.declared[name].value == reference.declared[name].value for name in shared
@@ -66,7 +67,7 @@ def _is_own(ckpt: Checkpoint, reference: Reference) -> bool:
 
 
 def _distinct(pairs: list[KeyPair]) -> Iterator[KeyPair]:
-    """The pairs without those that say the same of one stored tensor: many layers against the stack of them."""
+    """The pairs without repetitions: numbered layers against one stacked tensor give many pairs of one meaning."""
     seen: set[tuple[str, Shape | None, str | None]] = set()
     for pair in pairs:
         key = pair.stored.fqn, pair.expected_shape, pair.expected.dtype
@@ -79,6 +80,7 @@ def _distinct(pairs: list[KeyPair]) -> Iterator[KeyPair]:
 
 
 def _differs(ckpt: Checkpoint, pair: KeyPair) -> bool:
+    """Whether two shapes differ by more than the form in which a writer stores the same elements."""
     expected, stored = pair.expected_shape or (), pair.stored_shape or ()
     if expected == stored:
         return False
@@ -86,17 +88,17 @@ def _differs(ckpt: Checkpoint, pair: KeyPair) -> bool:
         return True
     if pair.stored.kind == "optimizer" and (len(expected) != len(stored) or ckpt.tensors[pair.stored.fqn].is_flattened):
         return False  # Megatron-Core <= 0.15 flattened states to the grid of their shards, which resharding changes
-    # stacks of experts are stored transposed by some writers and not by others
+    # Writers differ in whether a stack of experts is transposed; numbered experts beside it cannot tell which is right.
     return pair.alike or sorted(expected) != sorted(stored)
 
 
 def _shape_finding(ckpt: Checkpoint, reference: Reference, pair: KeyPair) -> Finding:
     expected, stored = pair.expected_shape or (), pair.stored_shape or ()
     each = "" if pair.alike else " for each layer or expert"
-    padding = _is_padding(ckpt, pair)
+    padding = _padding_reason(ckpt, pair)
     return Finding(
         f"the shape{{of}} is {shape_text(stored)}{each}, the reference has {shape_text(expected)}",
-        at=Location(ckpt.tensors[pair.stored.fqn], label=_place(ckpt, reference, pair)),
+        at=Location(ckpt.tensors[pair.stored.fqn], label=_label(ckpt, reference, pair)),
         severity=Severity.INFO if padding else None,
         why="a load fails on this tensor; a planner that does not compare sizes fills only part of it",
         notes=(("because", padding), *_ratios(expected, stored), *_relation(ckpt, expected, stored)),
@@ -105,8 +107,8 @@ def _shape_finding(ckpt: Checkpoint, reference: Reference, pair: KeyPair) -> Fin
     )
 
 
-def _is_padding(ckpt: Checkpoint, pair: KeyPair) -> str:
-    """Why other vocabulary rows are declared ones; "" when they are not."""
+def _padding_reason(ckpt: Checkpoint, pair: KeyPair) -> str:
+    """The reason if the number of vocabulary rows is the padded one that the job declares; "" otherwise."""
     expected, stored = pair.expected_shape or (), pair.stored_shape or ()
     if pair.stored.key.function not in ("embedding", "output") or not stored or expected[1:] != stored[1:]:
         return ""
@@ -120,16 +122,18 @@ def _ratios(expected: Shape, stored: Shape) -> tuple[Note, ...]:
     if len(expected) != len(stored):
         axes = f"{len(stored)} axes instead of {len(expected)}"
         return (("ratio", f"{axes}, {prod(stored):,} elements instead of {prod(expected):,}"),)
-    parts = [
+    dims = [
         f"dim {axis}: {a:,} instead of {b:,}" + (f" = {_times(Fraction(a, b))}" if a and b else "")
         for axis, (a, b) in enumerate(zip(stored, expected, strict=True))
         if a != b
     ]
-    return (("ratio", "; ".join(parts)),)
+    return (("ratio", "; ".join(dims)),)
 
 
 def _relation(ckpt: Checkpoint, expected: Shape, stored: Shape) -> tuple[Note, ...]:
-    """Which lost or swapped axis the two shapes fit, if one does."""
+    """A note on the sharding fault that would give this shape; () if none fits."""
+    # At equal volume two dims were swapped or transposed. In one dim alone, 1/k is one rank's shard and k times are
+    # copies side by side. Other ratios (a cut end, another model) have no such explanation.
     axes = [axis for axis, (a, b) in enumerate(zip(stored, expected, strict=False)) if a != b]
     if len(expected) != len(stored) or 0 in expected or 0 in stored:
         return ()
@@ -141,9 +145,9 @@ def _relation(ckpt: Checkpoint, expected: Shape, stored: Shape) -> tuple[Note, .
         swapped = f"dim {long} is {factor} times as long, dim {short} 1/{factor}, at equal volume"
         if (stored[long], stored[short]) == (expected[short], expected[long]):
             return (
-                ("relation", f"{swapped}: transposed, or the sharded dims swapped (SHP003){_meshes(ckpt, factor)}"),
+                ("relation", f"{swapped}: transposed, or the sharded dims swapped (SHP003){_axes_text(ckpt, factor)}"),
             )
-        return (("relation", f"{swapped}: the sharded dims were swapped (SHP003){_meshes(ckpt, factor)}"),)
+        return (("relation", f"{swapped}: the sharded dims were swapped (SHP003){_axes_text(ckpt, factor)}"),)
     if len(axes) == 1:
         ratio = Fraction(stored[axes[0]], expected[axes[0]])
         if ratio.numerator == 1:
@@ -151,20 +155,20 @@ def _relation(ckpt: Checkpoint, expected: Shape, stored: Shape) -> tuple[Note, .
             return (
                 (
                     "relation",
-                    f"dim {axes[0]} is 1/{k}: one rank's shard saved as the whole (SHP004){_meshes(ckpt, k)}",
+                    f"dim {axes[0]} is 1/{k}: one rank's shard saved as the whole (SHP004){_axes_text(ckpt, k)}",
                 ),
             )
         if ratio.denominator == 1:
             return (
                 (
                     "relation",
-                    f"dim {axes[0]} is {ratio} times as long: copies saved as shards (SHP004){_meshes(ckpt, ratio)}",
+                    f"dim {axes[0]} is {ratio} times as long: copies saved as shards (SHP004){_axes_text(ckpt, ratio)}",
                 ),
             )
     return ()
 
 
-def _meshes(ckpt: Checkpoint, factor: Fraction) -> str:
+def _axes_text(ckpt: Checkpoint, factor: Fraction) -> str:
     names = axes_of_size(ckpt.topology, int(factor))
     return f"; {', '.join(names)} {verb(len(names), 'has')} size {factor}" if names else ""
 
@@ -179,7 +183,7 @@ def _times(ratio: Fraction) -> str:
 def _dtype_finding(ckpt: Checkpoint, reference: Reference, pair: KeyPair) -> Finding:
     return Finding(
         f"the dtype{{of}} is {pair.stored.dtype}, the reference has {pair.expected.dtype}",
-        at=Location(ckpt.tensors[pair.stored.fqn], label=_place(ckpt, reference, pair)),
+        at=Location(ckpt.tensors[pair.stored.fqn], label=_label(ckpt, reference, pair)),
         severity=Severity.WARNING,
         why="a load converts the values without an error, and lost precision stays lost",
         hint="if the change was intended, pass --expect a reference of the same precision",
@@ -191,10 +195,11 @@ def _dtype_finding(ckpt: Checkpoint, reference: Reference, pair: KeyPair) -> Fin
 # ---------------------------------------------------------------- what a config.json declares
 
 
-def _counts(ckpt: Checkpoint, reference: Reference, found: KeyComparison) -> Iterator[Finding]:
-    """The declared sizes of the reference that the tensors, or the job's own declarations, contradict."""
+def _wrong_counts(ckpt: Checkpoint, reference: Reference, comparison: KeyComparison) -> Iterator[Finding]:
+    """Findings on counts that the reference declares and the tensors, or the job's own arguments, contradict."""
     if not reference.declared:
         return
+    # How layers are counted depends on the job (hybrid patterns, prediction layers), so these fields are the job's own.
     stated = {name: ckpt.declared[name] for name in _FROM_CHECKPOINT if name in ckpt.declared}
     differing: dict[str, tuple[Declared, int, str]] = {
         item.name: (item.declared, item.found, f"counted from {item.shown_by}")
@@ -209,14 +214,14 @@ def _counts(ckpt: Checkpoint, reference: Reference, found: KeyComparison) -> Ite
     vocabulary = number(reference.declared, "vocab")
     if len(rows) == 1 and vocabulary is not None and max(rows) < vocabulary:  # more rows are padding
         differing["vocab"] = (reference.declared["vocab"], max(rows), "counted from the embedding")
-    if any(single.entry.key.layer is not None for single in [*found.absent, *found.added]):
+    if any(lone.entry.key.layer is not None for lone in [*comparison.absent, *comparison.added]):
         differing.pop("layers", None)  # REF001 names the layers
     for name, (declared, count, source) in differing.items():
         if name in _WORDS:
             wanted = int(declared.value)
             yield Finding(
                 f"{count:,} {_WORDS[name]} here, {wanted:,} in the reference",
-                at=Location(label=_place(ckpt, reference)),
+                at=Location(label=_label(ckpt, reference)),
                 severity=Severity.WARNING,
                 why="the checkpoint belongs to another model, or part of it is lost",
                 notes=(("source", f"{count:,} is {source}, {wanted:,} is in {declared.source}"),),
@@ -224,6 +229,6 @@ def _counts(ckpt: Checkpoint, reference: Reference, found: KeyComparison) -> Ite
             )
 
 
-def _place(ckpt: Checkpoint, reference: Reference, pair: KeyPair | None = None) -> str:
+def _label(ckpt: Checkpoint, reference: Reference, pair: KeyPair | None = None) -> str:
     place = f"{ckpt.metadata_file}, compared with {reference.source}"
     return place if pair is None or pair.expected.fqn == pair.stored.fqn else f"{place}: {pair.expected.fqn}"

@@ -27,7 +27,7 @@ class _Sum:
     keys: int = 0
 
     def factor(self) -> int | None:
-        """By which power of two the stored bytes are fewer, or None."""
+        """The power of two by which the expected bytes exceed the stored ones; None if none fits."""
         if not self.stored or self.keys < _LEAST_KEYS:
             return None
         return next((k for k in _FACTORS if _TOLERANCE * abs(self.stored * k - self.expected) <= self.expected), None)
@@ -52,10 +52,10 @@ def bytes_ratio(ckpt: Checkpoint) -> Iterator[Finding]:
         megatron.core.dist_checkpointing.mapping.ShardedTensor (replica_id)
     """
     reference = require(ckpt.reference)
-    found = match_keys(ckpt, reference)
-    if 2 * len(found.unpaired_expected) > found.expected.total():
+    comparison = match_keys(ckpt, reference)
+    if 2 * len(comparison.unpaired_expected) > comparison.expected.total():
         raise NotApplicable("the reference uses another naming scheme")
-    sums = _sums(ckpt, found)
+    sums = _sums(ckpt, comparison)
     if not sums:
         raise NotApplicable("the reference gives no shapes, or shares no key with this checkpoint")
     whole: dict[str, _Sum] = defaultdict(_Sum)
@@ -73,18 +73,18 @@ def bytes_ratio(ckpt: Checkpoint) -> Iterator[Finding]:
                 yield _finding(ckpt, label, f"{kind} {label}", part, factor, {})
 
 
-def _sums(ckpt: Checkpoint, found: KeyComparison) -> dict[tuple[str, str], _Sum]:
+def _sums(ckpt: Checkpoint, comparison: KeyComparison) -> dict[tuple[str, str], _Sum]:
     """(kind, part of the state) -> bytes; a tensor counts once, in however many pairs it is."""
     sums: dict[tuple[str, str], _Sum] = defaultdict(_Sum)
     counted: set[str] = set()
     # absent layers are REF001's; absent experts beside others of their layer are what a lost axis leaves
-    places = {(pair.expected.family, pair.expected.key.layer) for pair in found.pairs}
+    places = {(pair.expected.family, pair.expected.key.layer) for pair in comparison.pairs}
     absent = [
-        single.entry
-        for single in found.absent
-        if single.entry.key.expert is not None and (single.entry.family, single.entry.key.layer) in places
+        lone.entry
+        for lone in comparison.absent
+        if lone.entry.key.expert is not None and (lone.entry.family, lone.entry.key.layer) in places
     ]
-    for entry in [*(pair.expected for pair in found.pairs), *absent]:
+    for entry in [*(pair.expected for pair in comparison.pairs), *absent]:
         bits = ITEM_BITS.get(entry.dtype or "")
         if entry.shape is not None and bits is not None and entry.fqn not in counted:
             counted.add(entry.fqn)
@@ -92,7 +92,7 @@ def _sums(ckpt: Checkpoint, found: KeyComparison) -> dict[tuple[str, str], _Sum]
             part.expected += prod(entry.shape) * bits // 8
             part.keys += 1
     known, counted = counted, set()
-    for pair in found.pairs:
+    for pair in comparison.pairs:
         if pair.expected.fqn in known and pair.stored.fqn not in counted:
             counted.add(pair.stored.fqn)
             bits = ITEM_BITS[pair.expected.dtype or ""]
@@ -101,7 +101,7 @@ def _sums(ckpt: Checkpoint, found: KeyComparison) -> dict[tuple[str, str], _Sum]
 
 
 def _label(entry: KeyEntry) -> str:
-    """The part of the state that an entry belongs to: a block, its experts, or what stands before the first dot."""
+    """The name of the group an entry is counted in: its block, the experts of it, or the key's first part."""
     key = entry.key
     where = ".".join((*entry.family[2], key.block or key.path.partition(".")[0]))
     return f"the experts of {where}" if key.in_experts else where

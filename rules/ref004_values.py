@@ -43,9 +43,9 @@ def values(ckpt: Checkpoint) -> Iterator[Finding]:
             "here; `ckptlint diff OLD NEW --values` pairs tensors by their values"
         )
     for fqn, tensor in ckpt.tensors.items():
-        wanted, found = reference.values.get(fqn, {}), payload.values.get(fqn, {})
-        shared = wanted.keys() & found.keys()
-        if any(wanted[dtype] != found[dtype] for dtype in shared):
+        expected, stored = reference.values.get(fqn, {}), payload.values.get(fqn, {})
+        shared = expected.keys() & stored.keys()
+        if any(expected[dtype] != stored[dtype] for dtype in shared):
             odd = _odd_rows(reference, payload, fqn)
             yield Finding(
                 f"the values{{of}} differ from those of the reference{odd}",
@@ -56,10 +56,10 @@ def values(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def _odd_rows(reference: Reference, payload: PayloadTable, fqn: str) -> str:
-    """Which rows differ, where the reference has their words."""
-    for dtype, wanted in reference.rows.get(fqn, {}).items():
-        found = payload.row_hashes.get(fqn, {}).get(dtype)
-        if found is not None and len(found) == len(wanted):
-            parts = ranges(np.flatnonzero(found != wanted).tolist()).split(",")
-            return f": rows {first_names(parts, _RANGES, 'range')} of {len(wanted):,}"
+    """The numbers of the rows that differ, as text; "" if the reference has no hashes of rows."""
+    for dtype, expected in reference.rows.get(fqn, {}).items():
+        stored = payload.row_hashes.get(fqn, {}).get(dtype)
+        if stored is not None and len(stored) == len(expected):
+            parts = ranges(np.flatnonzero(stored != expected).tolist()).split(",")
+            return f": rows {first_names(parts, _RANGES, 'range')} of {len(expected):,}"
     return ""

@@ -37,7 +37,7 @@ def missing_rank_file(ckpt: Checkpoint) -> Iterator[Finding]:
     for kind, files in groups.items():
         there = sum(file.kind == kind for file in rank_files.files)
         numbers = {name: {file.numbers[name] for file in files} for name in files[0].numbers}
-        of = "".join(f", {name} {ranges(found)}" for name, found in numbers.items()).replace(",", ":", 1)
+        of = "".join(f", {name} {ranges(ranks)}" for name, ranks in numbers.items()).replace(",", ":", 1)
         names = first_names((file.name for file in files), _SHOWN)
         it = "it" if len(files) == 1 else "them"
         yield Finding(

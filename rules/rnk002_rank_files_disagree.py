@@ -33,9 +33,9 @@ def rank_files_disagree(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def _finding(item: Disagreement) -> Finding:
-    """The finding on something that rank files say differently; the fewest are named."""
+    """The finding on a value that differs between rank files; it names the minority."""
     fewest, files = item.says[-1]
-    others = sum(len(found) for value, found in item.says[:-1])
+    others = sum(len(rank_files) for value, rank_files in item.says[:-1])
     shown = first_names(files, _SHOWN)
     keys = item.fqns[0] if len(item.fqns) == 1 else f"{len(item.fqns):,} keys"
     if item.what == "keys":
@@ -44,7 +44,7 @@ def _finding(item: Disagreement) -> Finding:
         message = f"{shown} {verb(len(files), few)} {keys}, which {holders}"
     else:
         of = f" of {keys}" if item.fqns else ""
-        says = "; ".join(f"{value} in {plural(len(found), 'file')}" for value, found in item.says[:-1])
+        says = "; ".join(f"{value} in {plural(len(rank_files), 'file')}" for value, rank_files in item.says[:-1])
         message = f"the {item.what}{of} is {fewest} in {shown}, but {says}"
     return Finding(
         message,

@@ -29,7 +29,7 @@ def ranks_at_other_steps(ckpt: Checkpoint) -> Iterator[Finding]:
     """
     for item in compared(ckpt).steps:
         step, files = item.says[-1]
-        rest = "; ".join(f"{len(found)} at step {value}" for value, found in item.says[:-1])
+        rest = "; ".join(f"{len(rank_files)} at step {value}" for value, rank_files in item.says[:-1])
         yield Finding(
             f"{first_names(files, _SHOWN)} {verb(len(files), 'comes')} from step {step}, "
             f"but other files of this kind do not: {rest}",

@@ -44,6 +44,8 @@ def copies_differ(ckpt: Checkpoint) -> Iterator[Finding]:
                 identity=files,
                 confidence="certain" if item.is_sure else "possible",
                 hint="find the first step at which the copies differ, and resume from the one before it",
-                notes=(("copies", "; ".join(f"{value} in {fold_names(found)[0]}" for value, found in item.says[:4])),),
+                notes=(
+                    ("copies", "; ".join(f"{value} in {fold_names(copies)[0]}" for value, copies in item.says[:4])),
+                ),
                 group=f"{item.what} {files[0]}",
             )

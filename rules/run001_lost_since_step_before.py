@@ -71,7 +71,7 @@ def _findings(ckpt: Checkpoint, change: Change) -> Iterator[Finding]:
 
 
 def _renamed(ckpt: Checkpoint, was: Mapping[str, object], now: Mapping[str, object], lost: int, model: int) -> Finding:
-    """The finding on a model most of whose keys are gone: it is another model, or it was renamed."""
+    """The finding that most keys of the model are gone: it is another model, or its keys were renamed."""
     new = [fqn for fqn in now if fqn not in was and parse(fqn).kind == "model"]
     paths = {parse(fqn).path for fqn in was if fqn not in now}
     same = sum(parse(fqn).path in paths for fqn in new)

@@ -55,20 +55,20 @@ def identical_to_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def _compared(ckpt: Checkpoint, before: Checkpoint, tensors: list[Tensor]) -> list[bool]:
-    """For each tensor that both steps hold, cut alike and with checksums: whether the bytes are the same."""
-    found = []
+    """Whether the bytes are equal, for each tensor that both steps store in the same chunks with checksums."""
+    equal = []
     for tensor in tensors:
         other = before.tensors.get(tensor.fqn)
         if other is None or tensor.volume < _LEAST or tensor.global_shape != other.global_shape:
             continue
         mine, theirs = _sums(ckpt, tensor), _sums(before, other)
         if mine is not None and theirs is not None and mine.shape == theirs.shape:
-            found.append(bool((mine == theirs).all()))
-    return found
+            equal.append(bool((mine == theirs).all()))
+    return equal
 
 
 def _sums(ckpt: Checkpoint, tensor: Tensor) -> np.ndarray | None:
-    """CRC-32, size and offsets of each chunk, in the order of their offsets; None where one has no checksum."""
+    """(offsets, CRC-32, size) of each chunk, sorted by offsets; None if a chunk has no checksum."""
     rows, payload = tensor.chunks.record, require(ckpt.payload)
     if not len(rows) or (rows < 0).any() or (payload.crc[rows] <= 0).any():
         return None

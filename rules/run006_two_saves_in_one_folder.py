@@ -61,13 +61,13 @@ def two_saves_in_one_folder(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def _by_step(ckpt: Checkpoint, payload: PayloadTable) -> list[tuple[str, list[str], int]]:
-    """The optimizer's steps, with the files that hold each and how many parameters are at it.
+    """(step as text, names of the files with it, number of parameters at it), [] if the files are of one save.
 
-    The step of the checkpoint comes first, then that of the most files; there are none where no save looks mixed.
+    The step of the checkpoint comes first, then the one in the most files.
     """
     steps = [state for state in inventory_of(ckpt).states if state.what == "step" and state.tensor.volume == 1]
-    found = [(state, int(state.tensor.chunks.record[0])) for state in steps if len(state.tensor.chunks) == 1]
-    known = [(state, row, int(payload.crc[row])) for state, row in found if row >= 0 and payload.crc[row] > 0]
+    located = [(state, int(state.tensor.chunks.record[0])) for state in steps if len(state.tensor.chunks) == 1]
+    known = [(state, row, int(payload.crc[row])) for state, row in located if row >= 0 and payload.crc[row] > 0]
     by_file: dict[int, set[int]] = defaultdict(set)
     by_layer: dict[object, set[int]] = defaultdict(set)
     lead: dict[int, OptimizerState] = {}
@@ -78,6 +78,7 @@ def _by_step(ckpt: Checkpoint, payload: PayloadTable) -> list[tuple[str, list[st
         lead.setdefault(crc, state)
     if len(lead) < 2 or any(len(values) > 1 for values in by_file.values()):
         return []
+    # A layer that was frozen lags by design, and may have a file of its own: then each layer is at one step.
     if all(len(values) == 1 for values in by_layer.values()):
         return []
     files: dict[int, list[str]] = defaultdict(list)
@@ -89,17 +90,17 @@ def _by_step(ckpt: Checkpoint, payload: PayloadTable) -> list[tuple[str, list[st
 
 
 def _stated(ckpt: Checkpoint) -> set[str]:
-    """The steps that the folder's name, or a counter outside of the optimizer, says that this is, as text."""
+    """The step numbers in the folder's name and in counters outside of the optimizer, as text."""
     counters = {claim.step for claim in ckpt.claims if parse(claim.source).kind != "optimizer"}
     steps = counters | ({ckpt.run.step} if ckpt.run else set())
     return {f"{step:,}" for step in steps if isinstance(step, int)}
 
 
 def _steps_differ(ckpt: Checkpoint, groups: list[tuple[str, list[str], int]], young: set[str]) -> Finding:
-    """Files that differ by step; an error where something else tells them apart too.
+    """The finding on files whose steps differ; an error if there is further evidence.
 
-    That is the time of the files, or the step of the checkpoint, which several parameters of each odd file contradict:
-    a single one may have got no gradient.
+    That is the time of the files, or the checkpoint's own step if several parameters of each odd file contradict it:
+    a single one may have had no gradient.
     """
     (step, _, _), *others = groups
     names = sorted(groups[-1][1])
@@ -122,7 +123,7 @@ def _ranks(names: list[str]) -> tuple[int, ...]:
 
 
 def _value(dtype: str, crc: int) -> str:
-    """The whole number whose bytes have this checksum, as text."""
+    """The whole number whose bytes have this CRC-32, as text; "another value" if no small one has."""
     form = FORMS.get(dtype)
     for number in range(_LARGEST) if form else ():
         if zlib.crc32(struct.pack(form or "", number)) == crc:

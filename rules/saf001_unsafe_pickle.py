@@ -45,5 +45,5 @@ def unsafe_pickle(ckpt: Checkpoint, trusted_modules: tuple[str, ...] = ()) -> It
 
 
 def _is_of(name: str, modules: tuple[str, ...]) -> bool:
-    """Whether a dotted name lies in one of these packages or modules."""
+    """Whether a dotted name is inside one of these packages or modules."""
     return any(name.startswith(f"{module}.") for module in modules)

@@ -14,7 +14,7 @@ from ckptlint.vocabulary.keys import Block, block_of, inside_layer, is_adapter, 
 Layers = dict[int, list[Param]]
 
 _NEEDED = frozenset({"q", "qkv", "attn_out", "mlp_in", "mlp_out"})
-"""What a module of this kind cannot do without; keys and values may be those of another layer."""
+"""Projections that no attention or MLP can do without; keys and values may be shared with another layer."""
 
 _COMPLETE = 3
 _MOST = 0.8
@@ -53,12 +53,12 @@ def layer_gap(ckpt: Checkpoint) -> Iterator[Finding]:
             numbers[block_of(key)].add(key.layer)
     for block, layers in blocks.items():
         if _is_stack_of_blocks(layers):
-            yield from _gaps(ckpt, block, numbers)
-        yield from _lacking(ckpt, layers)
+            yield from _missing_layers(ckpt, block, numbers)
+        yield from _missing_weights(ckpt, layers)
 
 
 def _is_stack_of_blocks(layers: Layers) -> bool:
-    """Whether the layers are made of several modules, some of a known kind; plain lists skip numbers as they like.
+    """Whether the layers have several modules, some of a known function; a plain list may skip numbers.
 
     A norm alone makes no block: convolutions with one lie in lists whose other members have no weights.
     """
@@ -69,8 +69,8 @@ def _is_stack_of_blocks(layers: Layers) -> bool:
     )
 
 
-def _gaps(ckpt: Checkpoint, block: Block, numbers: dict[Block, set[int]]) -> Iterator[Finding]:
-    """Numbers of layers that are missing between or behind the stored ones."""
+def _missing_layers(ckpt: Checkpoint, block: Block, numbers: dict[Block, set[int]]) -> Iterator[Finding]:
+    """A finding on layer numbers below the highest stored one that are missing."""
     present = sorted(numbers[block])
     missing = set(range(min(present[-1], _LIMIT) + 1)) - numbers[block]
     for other, others in numbers.items():  # split models: each block has numbers of its own
@@ -106,7 +106,8 @@ def _gaps(ckpt: Checkpoint, block: Block, numbers: dict[Block, set[int]]) -> Ite
 
 
 def _confidence(ckpt: Checkpoint, missing: set[int], is_declared: bool) -> Confidence:
-    """Lower where only a start is missing: a save of the upper layers alone, or numbers from 1, look the same."""
+    """How sure it is that the missing layers were lost."""
+    # A missing start may be no loss: a save of the upper layers alone, or numbers from 1, look the same.
     if is_declared or missing != set(range(len(missing))):
         return "certain"
     if missing == {0}:
@@ -115,29 +116,30 @@ def _confidence(ckpt: Checkpoint, missing: set[int], is_declared: bool) -> Confi
     return "likely" if has_embedding else "possible"
 
 
-def _lacking(ckpt: Checkpoint, layers: Layers) -> Iterator[Finding]:
-    """A weight that few layers lack although the rest of the module above it is there."""
+def _missing_weights(ckpt: Checkpoint, layers: Layers) -> Iterator[Finding]:
+    """Findings on a weight that few layers lack, although they have the rest of its module."""
     roles = {layer: frozenset(_roles(params)) for layer, params in layers.items()}
     usual, complete = Counter(roles.values()).most_common(1)[0]
     if complete < _COMPLETE:
         return
-    odd = {layer: found for layer, found in roles.items() if found != usual}
-    if len(odd) > max(1, (1 - _MOST) * len(roles)) or not all(found < usual for found in odd.values()):
+    odd = {layer: stored for layer, stored in roles.items() if stored != usual}
+    # Layers with roles of their own are another kind of layer (hybrid models), and lack nothing.
+    if len(odd) > max(1, (1 - _MOST) * len(roles)) or not all(stored < usual for stored in odd.values()):
         return
     others = ranges(layer for layer in roles if roles[layer] == usual)
     lead = {role: param for layer in layers if roles[layer] == usual for role, param in _roles(layers[layer]).items()}
-    for layer, found in sorted(odd.items()):
-        homes = {_home(lead[role]) for role in found}
-        for role in sorted(usual - found):
-            home = _home(lead[role])
+    for layer, stored in sorted(odd.items()):
+        parents = {_parent_path(lead[role]) for role in stored}
+        for role in sorted(usual - stored):
+            parent = _parent_path(lead[role])
             fqn = _in_layer(lead[role], layer)
-            if not home or home not in homes or lead[role].key.function not in _NEEDED or fqn in ckpt.tensors:
+            if not parent or parent not in parents or lead[role].key.function not in _NEEDED or fqn in ckpt.tensors:
                 continue  # a layer may do without a whole module
             if role.rpartition(".")[2] not in ("weight", "bias"):
                 continue  # only quantised layers have scales
             yield Finding(
                 f"no part{{of}} is stored; {complete} other layers have theirs",
-                at=Location(fqn, label=f"{ckpt.metadata_file}: layer {layer} has {len(found)} of {len(usual)} keys"),
+                at=Location(fqn, label=f"{ckpt.metadata_file}: layer {layer} has {len(stored)} of {len(usual)} keys"),
                 identity=(fqn,),
                 confidence="likely",
                 notes=(("siblings", f"layers {others} have all {len(usual)}"),),
@@ -148,7 +150,7 @@ def _lacking(ckpt: Checkpoint, layers: Layers) -> Iterator[Finding]:
 
 
 def _in_layer(param: Param, layer: int) -> str:
-    """The name of a parameter, in another layer."""
+    """The key that a parameter has in another layer."""
     word = param.key.block.rpartition(".")[2]
     return param.tensor.fqn.replace(f"{word}.{param.key.layer}.", f"{word}.{layer}.", 1)
 
@@ -157,8 +159,8 @@ def _roles(params: list[Param]) -> dict[str, Param]:
     return {param.key.role: param for param in params if not param.key.in_experts}
 
 
-def _home(param: Param) -> tuple[str, ...]:
-    """The path below the layer of what holds the module that owns a parameter; () for the layer itself."""
+def _parent_path(param: Param) -> tuple[str, ...]:
+    """Path, below the layer, of the parent of the parameter's module; () if the parent is the layer itself."""
     tail = inside_layer(param.key)
     depth = len(module_path(param.key)) - (len(param.key.path.split(".")) - len(tail))
     return tail[: depth - 1]

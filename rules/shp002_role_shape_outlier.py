@@ -49,11 +49,13 @@ def _shape(item: Outlier, usual: tuple[int, ...], is_unmatched: bool) -> Finding
         if size != other
     )
     notes: tuple[Note, ...] = (("sizes", quotients if len(shape) == len(usual) else ""),)
-    found = _finding(item, f"shape{{of}} is {shape_text(shape)}", shape_text(usual), notes)
+    finding = _finding(item, f"shape{{of}} is {shape_text(shape)}", shape_text(usual), notes)
     if not is_unmatched or item.changed > 1:
-        return found
+        return finding
     why = "it does not fit its partner in this layer either, so the model has no such shape"
-    return replace(found, severity=Severity.ERROR, why=why, hint="take the weight from an earlier step, or save again")
+    return replace(
+        finding, severity=Severity.ERROR, why=why, hint="take the weight from an earlier step, or save again"
+    )
 
 
 def _finding(item: Outlier, sentence: str, usual: str, notes: tuple[Note, ...]) -> Finding:

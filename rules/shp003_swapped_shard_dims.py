@@ -26,12 +26,12 @@ from ckptlint.vocabulary.keys import is_adapter
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Swap:
-    """A weight whose shape is the expected one times p on axis a and divided by p on axis b.
+    """A weight that is p times too long on one axis and p times too short on another.
 
     Attributes:
-        expected: without the axes of layers and experts.
-        basis: what the expected shape rests on.
-        notes: more of it.
+        expected: the expected shape, without the axes of layers and experts.
+        basis: where the expected shape comes from.
+        notes: further evidence for it.
         confidence: whether the expected shape is declared or inferred.
     """
 
@@ -63,11 +63,12 @@ def swapped_shard_dims(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.distributed.tensor.DTensor.from_local
     """
-    found: dict[str, Swap] = {}
+    first_by_key: dict[str, Swap] = {}
+    # In order of trust: a reference knows the shape; hidden size and partner infer it; other layers only outvote it.
     for swap in (*_from_reference(ckpt), *_from_hidden(ckpt), *_from_layers(ckpt)):
         if not is_confirmed(ckpt, swap.param):
-            found.setdefault(swap.param.tensor.fqn, swap)
-    for swap in found.values():
+            first_by_key.setdefault(swap.param.tensor.fqn, swap)
+    for swap in first_by_key.values():
         yield _finding(ckpt, swap)
 
 
@@ -101,10 +102,10 @@ def _from_reference(ckpt: Checkpoint) -> Iterator[Swap]:
         return
     shapes = reference_shapes(ckpt)
     for param in inventory_of(ckpt).params:
-        whole = shapes.get(param.tensor.fqn)
-        if whole is None or len(whole) != len(param.tensor.global_shape):
+        full = shapes.get(param.tensor.fqn)
+        if full is None or len(full) != len(param.tensor.global_shape):
             continue
-        expected = tuple(whole[axis] for axis in param.own_axes)
+        expected = tuple(full[axis] for axis in param.own_axes)
         if swap_factor(param, expected):
             yield Swap(param, expected, f"the reference {ckpt.reference.source}")
 
@@ -113,11 +114,10 @@ def _from_reference(ckpt: Checkpoint) -> Iterator[Swap]:
 
 
 def _from_hidden(ckpt: Checkpoint) -> Iterator[Swap]:
-    """Weights that lack the hidden size on both axes, have it after the correction, and then fit their partner.
-
-    All weights of a role that are cut and lack it in this way must agree.
-    """
-    found: dict[tuple[object, ...], list[Swap]] = defaultdict(list)
+    """Weights that lack the hidden size on both axes, have it after the correction, and then fit their partner."""
+    # A writer's fault hits a role in every layer. If one weight of the role does not fit after the correction, the role
+    # has sizes of its own (experts that work on a latent size), and none of it is reported.
+    swaps_of: dict[tuple[object, ...], list[Swap]] = defaultdict(list)
     doubtful: set[tuple[object, ...]] = set()
     for family in families(ckpt):
         if family.hidden is None:
@@ -131,12 +131,15 @@ def _from_hidden(ckpt: Checkpoint) -> Iterator[Swap]:
             if swap is None:
                 doubtful.add(name)
             else:
-                found[name].append(swap)
-    yield from (swap for role, swaps in found.items() if role not in doubtful for swap in swaps)
+                swaps_of[name].append(swap)
+    yield from (swap for role, swaps in swaps_of.items() if role not in doubtful for swap in swaps)
 
 
 def _corrected(param: Param, hidden: int) -> Shape | None:
-    """The shape with the cut axis made p times shorter and the other p times longer, if hidden is missing before."""
+    """The shape with the split axis p times shorter and the other p times longer; None if that explains nothing.
+
+    It explains a shape that has no axis of the hidden size before the correction, and one after it.
+    """
     shape = param.own_shape
     if hidden in shape or 0 in shape:
         return None
@@ -151,7 +154,7 @@ def _corrected(param: Param, hidden: int) -> Shape | None:
 
 
 def _confirmed(family: ProjectionFamily, hidden: Hidden, param: Param, expected: Shape) -> Swap | None:
-    """The swap, when a partner has the inner size that the corrected shape has, as stored or corrected likewise."""
+    """The swap, if some partner fits the corrected shape, as stored or after the same correction; else None."""
     inner = expected[0] if expected[1] == hidden.size else expected[1]
     for partner in family.partners(param):
         shape = partner.own_shape
@@ -174,7 +177,7 @@ def _confirmed(family: ProjectionFamily, hidden: Hidden, param: Param, expected:
 
 
 def _fit(param: Param, shape: Shape, partner: Param, other: Shape) -> bool:
-    """Whether two projections share both sizes, in whichever order they are stored."""
+    """Whether two projections share both sizes, in any order of their axes."""
     return any(
         other[j] == shape[i] and is_width(param, shape[1 - i], partner, other[1 - j]) for i in (0, 1) for j in (0, 1)
     )
@@ -184,7 +187,7 @@ def _fit(param: Param, shape: Shape, partner: Param, other: Shape) -> bool:
 
 
 def _from_layers(ckpt: Checkpoint) -> Iterator[Swap]:
-    """Layers of one role in two groups whose shapes are a swap of each other, the first cut in p places."""
+    """Layers of a role whose other layers have a shape that is a swap of theirs."""
     groups: dict[tuple[object, ...], dict[Shape, list[Param]]] = defaultdict(lambda: defaultdict(list))
     for param in inventory_of(ckpt).params:
         if param.key.layer is not None and is_weight(param) and not is_adapter(param.key):
@@ -201,8 +204,9 @@ def _from_layers(ckpt: Checkpoint) -> Iterator[Swap]:
         ]
         if not suspected:
             continue
-        # a placement that moved with the axes leaves the same trace the other way round: the rest decides
-        fits, layers, group, others, expected = min(suspected, key=lambda found: found[:2])
+        # Either group may be the transposed one, since a placement that moved with the axes looks the same. The group
+        # that does not fit its partners is suspected first, then the smaller one.
+        fits, layers, group, others, expected = min(suspected, key=lambda candidate: candidate[:2])
         if not fits:
             numbers = {param.key.layer or 0 for param in others}
             evidence = _evidence(_fits_partners(others, partners), layers, len(numbers))
@@ -211,7 +215,7 @@ def _from_layers(ckpt: Checkpoint) -> Iterator[Swap]:
 
 
 def _evidence(fits: bool, suspected: int, others: int) -> str:
-    """What speaks for the shape of the other layers."""
+    """The evidence that the other layers have the right shape, as text."""
     if fits:
         return "the other projections of these layers fit the expected shape"
     if suspected == others:
@@ -222,7 +226,7 @@ def _evidence(fits: bool, suspected: int, others: int) -> str:
 
 
 def _fits_partners(members: list[Param], partners: dict[int, ProjectionFamily]) -> bool:
-    """Whether each fits another projection of its layer in both sizes."""
+    """Whether each weight shares both sizes with another projection of its layer."""
     return all(
         id(param) in partners
         and any(_fit(param, param.own_shape, other, other.own_shape) for other in partners[id(param)].partners(param))

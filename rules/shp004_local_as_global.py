@@ -29,7 +29,7 @@ from ckptlint.vocabulary.dtypes import FLOATS
 from ckptlint.vocabulary.keys import is_adapter, module_path
 
 _FILES = 4
-_WITNESSES = 3  # two others say the same as the job
+_WITNESSES = 3  # tensors with a hidden axis: the odd one, and two others that agree with the job
 _REPLICATED = ("norm", "router")
 _ROW_PARALLEL = ("attn_out", "mlp_out")
 
@@ -39,8 +39,8 @@ class Local:
     """An axis that is k times too short (one rank's part), or k times too long (k copies of a replica).
 
     Attributes:
-        basis: what the expected size rests on.
-        cause: what speaks for k: an axis of this size, or the cuts.
+        basis: where the expected size comes from.
+        cause: the evidence for k: a mesh axis of this size, or the number of shards.
         confidence: whether the expected size is declared or inferred.
     """
 
@@ -79,21 +79,24 @@ def local_as_global(ckpt: Checkpoint) -> Iterator[Finding]:
         torch.distributed.tensor.DTensor.from_local
     """
     siblings = {(local.param, local.axis, local.expected) for local in _from_siblings(ckpt)}
-    found: dict[str, Local] = {}
+    first_by_key: dict[str, Local] = {}
     for source in _SOURCES:
         for local in source(ckpt):
+            # A reference that has this very shape outweighs every inference.
             if source is _from_reference or not is_confirmed(ckpt, local.param):
-                # other layers, and what lies beside it in its own layer, are independent witnesses
+                # A size that does not fit may be the partner's fault, or an unusual layer. The same tensor in other
+                # layers and the partner in this layer are independent: if both agree, it is certain.
                 is_sure = source is not _from_siblings and (local.param, local.axis, local.expected) in siblings
-                found.setdefault(local.param.tensor.fqn, replace(local, confidence="certain") if is_sure else local)
-    for local in found.values():
+                sure = replace(local, confidence="certain") if is_sure else local
+                first_by_key.setdefault(local.param.tensor.fqn, sure)
+    for local in first_by_key.values():
         yield _finding(ckpt, local)
 
 
 def _finding(ckpt: Checkpoint, local: Local) -> Finding:
     """The finding on an axis that is one rank's part, or copies end to end."""
     size, expected, tensor = local.size, local.expected, local.param.tensor
-    places = axis_factor(tensor, local.axis)
+    shards = axis_factor(tensor, local.axis)
     k = max(size, expected) // min(size, expected)
     if size < expected:
         numbers = f"{expected:,} = {k} x {size:,}"
@@ -109,7 +112,7 @@ def _finding(ckpt: Checkpoint, local: Local) -> Finding:
         kind="part" if size < expected else "copies",
         confidence=local.confidence,
         why="" if size < expected else "a replica that was saved as shards loads with the wrong shape",
-        notes=(note, ("mesh", f"{axis_name(ckpt, local.axis, places)} is {_split(places)}")),
+        notes=(note, ("mesh", f"{axis_name(ckpt, local.axis, shards)} is {_split(shards)}")),
         explain=partial(_files, ckpt, local),
         hint=hint,
         inferred_from=f"the size of {local.basis}" if local.confidence == "likely" else "",
@@ -128,7 +131,9 @@ def _files(ckpt: Checkpoint, local: Local) -> tuple[Note, ...]:
 
 
 def _cause(ckpt: Checkpoint, k: int, fewer: tuple[Param, int], more: tuple[Param, int]) -> str | None:
-    """What speaks for the factor: a parallel axis of this size; where none is known, cuts that differ by it."""
+    """The evidence for a factor k, as text: a mesh axis of size k, or shards that differ by k; None without any."""
+    # Models have ratios of 2 and 4 by design (output gates, wide values, grouped queries), so a ratio alone is never
+    # enough. Numbers of shards count only while the mesh is unknown: a known mesh without such an axis refutes k.
     if axes := mesh_axes(ckpt, k):
         return f"{k} is the size of {' and '.join(axes)}"
     mine, theirs = axis_factor(fewer[0].tensor, fewer[1]), axis_factor(more[0].tensor, more[1])
@@ -137,8 +142,10 @@ def _cause(ckpt: Checkpoint, k: int, fewer: tuple[Param, int], more: tuple[Param
     return f"it is {_split(mine)}, its partner into {theirs}"
 
 
-def _short(ckpt: Checkpoint, param: Param, small: int, partner: Param, other: int, factor: int = 1) -> Iterator[Local]:
-    """The finding that axis `own` of a weight is too short for axis `other` of its partner, times `factor`."""
+def _if_too_short(
+    ckpt: Checkpoint, param: Param, small: int, partner: Param, other: int, factor: int = 1
+) -> Iterator[Local]:
+    """Yields a Local if axis `small` of a weight is 1/k of axis `other` of its partner, times `factor`."""
     axis, its = param.own_axes[small], partner.own_axes[other]
     size, expected = param.own_shape[small], factor * partner.own_shape[other]
     if not 0 < size < expected or expected % size:
@@ -152,25 +159,26 @@ def _short(ckpt: Checkpoint, param: Param, small: int, partner: Param, other: in
 
 
 def _from_reference(ckpt: Checkpoint) -> Iterator[Local]:
-    """Axes that are a factor too short, or replicas a factor too long, by the shapes of the reference."""
+    """Axes that are 1/k of the reference's, or k times as long if the parameter is replicated."""
     shapes = reference_shapes(ckpt)
     for param in inventory_of(ckpt).params if shapes else ():
-        shape, whole = param.tensor.global_shape, shapes.get(param.tensor.fqn)
-        if whole is None or len(whole) != len(shape) or param.key.function in ("embedding", "output"):
+        # Rows of a vocabulary follow its padding, and other numbers of layers or experts are another model: REF002.
+        shape, full = param.tensor.global_shape, shapes.get(param.tensor.fqn)
+        if full is None or len(full) != len(shape) or param.key.function in ("embedding", "output"):
             continue
-        differing = [axis for axis in param.own_axes if shape[axis] != whole[axis]]
-        others = [axis for axis in range(len(shape)) if shape[axis] != whole[axis] and axis not in param.own_axes]
-        if others or len(differing) != 1 or not min(shape[differing[0]], whole[differing[0]]):
+        differing = [axis for axis in param.own_axes if shape[axis] != full[axis]]
+        others = [axis for axis in range(len(shape)) if shape[axis] != full[axis] and axis not in param.own_axes]
+        if others or len(differing) != 1 or not min(shape[differing[0]], full[differing[0]]):
             continue
         (axis,) = differing
-        size, expected = shape[axis], whole[axis]
+        size, expected = shape[axis], full[axis]
         k = max(size, expected) // min(size, expected)
         if max(size, expected) % min(size, expected) or (size > expected and not _is_replicated(param)):
             continue
         axes = mesh_axes(ckpt, k)
         if ckpt.reference is not None and (axes or not knows_mesh(ckpt)):
-            cut = f"it is {_split(axis_factor(param.tensor, axis))}"
-            cause = f"{k} is the size of {' and '.join(axes)}" if axes else cut
+            shards = f"it is {_split(axis_factor(param.tensor, axis))}"
+            cause = f"{k} is the size of {' and '.join(axes)}" if axes else shards
             yield Local(param, axis, expected, f"the reference {ckpt.reference.source}", cause, "certain")
 
 
@@ -185,7 +193,7 @@ def _is_replicated(param: Param) -> bool:
 
 
 def _from_biases(ckpt: Checkpoint) -> Iterator[Local]:
-    """Biases that are as long as neither axis of their weight."""
+    """Biases whose length is the size of neither axis of their weight."""
     pairs: dict[tuple[object, ...], dict[str, Param]] = defaultdict(dict)
     for param in inventory_of(ckpt).params:
         last = param.key.path.rpartition(".")[2]
@@ -198,8 +206,8 @@ def _from_biases(ckpt: Checkpoint) -> Iterator[Local]:
         bias, weight = pair["bias"], pair["weight"]
         if bias.tensor.dtype not in FLOATS or bias.own_shape[0] in weight.own_shape:
             continue
-        # a Linear stores [out, in], the Conv1D of GPT-2 [in, out]
-        yield from next((found for out in (0, 1) if (found := [*_short(ckpt, bias, 0, weight, out)])), [])
+        # A Linear stores [out, in], the Conv1D of GPT-2 [in, out]; names do not say which, so both are tried.
+        yield from next((shorts for out in (0, 1) if (shorts := [*_if_too_short(ckpt, bias, 0, weight, out)])), [])
         yield from _copied_bias(ckpt, bias, weight)
 
 
@@ -213,56 +221,59 @@ def _copied_bias(ckpt: Checkpoint, bias: Param, weight: Param) -> Iterator[Local
 
 
 def _from_components(ckpt: Checkpoint) -> Iterator[Local]:
-    """Query and key of a linear attention have equal rows, and so has a component in its projection and convolution."""
-    homes: dict[tuple[object, ...], dict[tuple[str, str], Param]] = defaultdict(dict)
+    """Components of a linear attention with fewer rows than their partners."""
+    # By design, query and key have equal rows, and a component has the same rows in projection and convolution. The
+    # real case is a convolution of one TP rank beside a whole projection (Megatron-LM#4799).
+    modules: dict[tuple[object, ...], dict[tuple[str, str], Param]] = defaultdict(dict)
     for param in inventory_of(ckpt).params:
         if param.key.function == "linear_attn" and param.key.component and param.own_shape:
             module = module_path(param.key)
-            homes[param.key.scope, module[:-1]][module[-1], param.key.component] = param
-    for parts in homes.values():
-        for (name, component), param in parts.items():
+            modules[param.key.scope, module[:-1]][module[-1], param.key.component] = param
+    for components in modules.values():
+        for (name, component), param in components.items():
             partners = [("in_proj" if name == "conv1d" else "conv1d", component)]
             if component in ("query", "key"):
                 partners.insert(0, (name, "key" if component == "query" else "query"))
             for partner in partners:
-                if partner in parts:
-                    yield from _short(ckpt, param, 0, parts[partner], 0)
+                if partner in components:
+                    yield from _if_too_short(ckpt, param, 0, components[partner], 0)
 
 
 def _from_partners(ckpt: Checkpoint) -> Iterator[Local]:
-    """Axes that are a factor too short by what the partner projection of the same family takes or gives."""
-    said = {number(trusted(ckpt), name) for name in ("ffn", "moe_ffn")} - {None}
+    """Axes that are a factor too short for the partner projection of the same family."""
+    declared = {number(trusted(ckpt), name) for name in ("ffn", "moe_ffn")} - {None}
     for family in families(ckpt):
         if family.hidden is None or family.is_latent:
             continue
         for first in family.weights.get("mlp_in", []):
             for second in family.weights.get("mlp_out", []):
-                for local in _of_mlp(ckpt, family.hidden, first, second):
-                    is_said = said & {local.expected, local.expected // 2}
+                for local in _mlp_inner(ckpt, family.hidden, first, second):
+                    # A fused gate and up has twice the declared size.
+                    is_declared = declared & {local.expected, local.expected // 2}
                     basis = f"{local.basis} and the job's arguments"
-                    yield replace(local, basis=basis, confidence="certain") if is_said else local
-                yield from _of_hidden(ckpt, family.hidden, first, second)
-                yield from _of_hidden(ckpt, family.hidden, second, first)
+                    yield replace(local, basis=basis, confidence="certain") if is_declared else local
+                yield from _hidden_axis(ckpt, family.hidden, first, second)
+                yield from _hidden_axis(ckpt, family.hidden, second, first)
         for short, long in (("q", "attn_out"), ("k", "v"), ("v", "k")):
             for param in family.weights.get(short, []):
                 for partner in family.weights.get(long, []):
-                    yield from _of_attention(ckpt, family.hidden, param, partner)
+                    yield from _attention_inner(ckpt, family.hidden, param, partner)
 
 
-def _of_mlp(ckpt: Checkpoint, hidden: Hidden, first: Param, second: Param) -> Iterator[Local]:
+def _mlp_inner(ckpt: Checkpoint, hidden: Hidden, first: Param, second: Param) -> Iterator[Local]:
     """The inner axis of two projections of an MLP."""
     widths = inner_size(first, hidden.size), inner_size(second, hidden.size)
     if None in widths or is_width(first, widths[0] or 0, second, widths[1] or 0):
         return
     axis, other = _inner_axis(first, hidden), _inner_axis(second, hidden)
     for factor in fused_factors(first):
-        yield from _short(ckpt, first, axis, second, other, factor)
+        yield from _if_too_short(ckpt, first, axis, second, other, factor)
     if len(fused_factors(first)) == 1:
-        yield from _short(ckpt, second, other, first, axis)
+        yield from _if_too_short(ckpt, second, other, first, axis)
 
 
-def _of_hidden(ckpt: Checkpoint, hidden: Hidden, param: Param, partner: Param) -> Iterator[Local]:
-    """The hidden axis of a projection that has the inner size of its partner, but not hidden."""
+def _hidden_axis(ckpt: Checkpoint, hidden: Hidden, param: Param, partner: Param) -> Iterator[Local]:
+    """The hidden axis of a projection whose inner axis fits its partner, but which has no axis of the hidden size."""
     width = inner_size(partner, hidden.size)
     if width is None or hidden.size in param.own_shape or 0 in param.own_shape:
         return
@@ -276,19 +287,21 @@ def _of_hidden(ckpt: Checkpoint, hidden: Hidden, param: Param, partner: Param) -
             yield Local(param, param.own_axes[axis], hidden.size, basis, cause, confidence)
 
 
-def _of_attention(ckpt: Checkpoint, hidden: Hidden, param: Param, partner: Param) -> Iterator[Local]:
-    """Heads of query and value may differ in size, so the cuts must show the factor too."""
+def _attention_inner(ckpt: Checkpoint, hidden: Hidden, param: Param, partner: Param) -> Iterator[Local]:
+    """The inner axis of a query, key or value that is too short for its partner."""
+    # Query and value heads may differ in size (gated linear attention has values twice as wide), so the numbers of
+    # shards must differ by the same factor as the sizes.
     mine, theirs = inner_size(param, hidden.size), inner_size(partner, hidden.size)
     if mine is None or theirs is None or not 0 < mine < theirs or theirs % mine:
         return
     axis, other = _inner_axis(param, hidden), _inner_axis(partner, hidden)
-    places = axis_factor(param.tensor, param.own_axes[axis]), axis_factor(partner.tensor, partner.own_axes[other])
-    if places[1] == theirs // mine * places[0]:
-        yield from _short(ckpt, param, axis, partner, other)
+    shards = axis_factor(param.tensor, param.own_axes[axis]), axis_factor(partner.tensor, partner.own_axes[other])
+    if shards[1] == theirs // mine * shards[0]:
+        yield from _if_too_short(ckpt, param, axis, partner, other)
 
 
 def _inner_axis(param: Param, hidden: Hidden) -> int:
-    """The axis that is not hidden; where both are, the one by the convention [out, in]."""
+    """The axis that is not of the hidden size; if both are, the inner one by the convention [out, in]."""
     first, second = param.own_shape
     if first == second:
         return 1 if param.key.function in _ROW_PARALLEL else 0
@@ -296,10 +309,11 @@ def _inner_axis(param: Param, hidden: Hidden) -> int:
 
 
 def _from_siblings(ckpt: Checkpoint) -> Iterator[Local]:
+    """Axes that are 1/k of the size that the same tensor has in other layers."""
     for item in shape_outliers(ckpt):
-        found = local_factor(ckpt, item)
-        if found is not None:
-            axis, k = found
+        axis_and_factor = local_factor(ckpt, item)
+        if axis_and_factor is not None:
+            axis, k = axis_and_factor
             basis = f"layers {item.agreeing}"
             size = item.param.tensor.global_shape[axis]
             cause = f"{k} is the size of {' and '.join(mesh_axes(ckpt, k))}"
@@ -307,10 +321,9 @@ def _from_siblings(ckpt: Checkpoint) -> Iterator[Local]:
 
 
 def _from_arguments(ckpt: Checkpoint) -> Iterator[Local]:
-    """Both projections of a dense MLP that fit each other, and have 1/k of the inner size of the job's arguments.
-
-    Only in Megatron's own arguments has the size one meaning.
-    """
+    """Both projections of a dense MLP, if they fit each other and have 1/k of the declared inner size."""
+    # If one rank saved both projections, neither contradicts the other: only the job's arguments show the loss. They
+    # must be Megatron's own, where ffn_hidden_size has one meaning, and of a model whose layers are all alike.
     item = trusted(ckpt).get("ffn")
     ffn = number(trusted(ckpt), "ffn")
     if item is None or ffn is None or item.source not in ("args", "run_config") or "heterogeneous" in ckpt.declared:
@@ -331,26 +344,28 @@ def _from_arguments(ckpt: Checkpoint) -> Iterator[Local]:
 
 
 def _from_hidden(ckpt: Checkpoint) -> Iterator[Local]:
-    """The one norm that is k times as long or short as the hidden size of the job, on which all others agree."""
+    """The one norm whose length is k times or 1/k of the declared hidden size, if all other tensors have that size."""
     item, size = trusted(ckpt).get("hidden"), number(trusted(ckpt), "hidden")
-    shown = hidden_params(ckpt)
-    odd = [param for param in shown if param.own_shape[-1] != size]
-    if item is None or size is None or len(odd) != 1 or len(shown) < _WITNESSES or odd[0].key.function != "norm":
+    witnesses = hidden_params(ckpt)
+    odd = [param for param in witnesses if param.own_shape[-1] != size]
+    # Arguments of another job contradict many tensors; a fault contradicts one.
+    is_judged = len(odd) == 1 and len(witnesses) >= _WITNESSES and odd[0].key.function == "norm"
+    if item is None or size is None or not is_judged:
         return
     (param,), axis = odd, odd[0].own_axes[0]
     length = param.own_shape[0]
     k, rest = divmod(max(length, size), min(length, size) or 1)
-    places = axis_factor(param.tensor, axis)
+    shards = axis_factor(param.tensor, axis)
     axes = mesh_axes(ckpt, k)
-    if rest or not length or not (axes or (length > size and places == k)):
+    if rest or not length or not (axes or (length > size and shards == k)):
         return
-    cause = f"{k} is the size of {' and '.join(axes)}" if axes else f"it is {_split(places)}"
-    basis = f"hidden_size of {item.source} and {len(shown) - 1} other tensors"
+    cause = f"{k} is the size of {' and '.join(axes)}" if axes else f"it is {_split(shards)}"
+    basis = f"hidden_size of {item.source} and {len(witnesses) - 1} other tensors"
     yield Local(param, axis, size, basis, cause, "certain")
 
 
 def _is_dense(family: ProjectionFamily) -> bool:
-    """Whether it is the one MLP of its layer whose inner size the arguments give, in the block they describe."""
+    """Whether the MLP is no expert, and lies in the block whose sizes the arguments declare."""
     hidden = family.hidden
     keys = [param.key for weights in family.weights.values() for param in weights]
     return hidden is not None and bool(hidden.declared) and not any(k.in_experts or "shared" in k.path for k in keys)
@@ -365,4 +380,4 @@ _SOURCES = (
     _from_arguments,
     _from_hidden,
 )
-"""In this order: the first that speaks of a tensor gives its size."""
+"""Sources of expected sizes, the most trusted first; the first that gives a tensor's size decides."""

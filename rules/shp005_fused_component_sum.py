@@ -51,17 +51,17 @@ Found = tuple[Finding, tuple[Param, ...]]
 
 
 def _halves(ckpt: Checkpoint) -> Iterator[Found]:
-    """Halves of a gated projection that are alone, or of unequal shape."""
+    """Findings on halves of a gated projection that are alone, or of unequal shape."""
     by_path = {(param.key.scope, param.key.path): param for param in inventory_of(ckpt).params}
     for (scope, path), param in by_path.items():
         component = param.key.component
         if component not in _HALVES or param.key.function != "mlp_in":
             continue
-        whole = path.removesuffix(f"_{component}")
-        # a weight norm stores weight_g and weight_v
-        if (scope, whole) in by_path or (scope, f"{whole}_g") in by_path:
+        fused = path.removesuffix(f"_{component}")
+        # A weight norm stores weight_g and weight_v, which are no halves.
+        if (scope, fused) in by_path or (scope, f"{fused}_g") in by_path:
             continue
-        wanted = f"{whole}_{_HALVES[component]}"
+        wanted = f"{fused}_{_HALVES[component]}"
         other = by_path.get((scope, wanted))
         if other is None:
             if not any(parse(fqn).path == wanted for fqn in ckpt.tensors):  # that cannot be judged
@@ -100,27 +100,28 @@ def _odd_half(param: Param, other: Param) -> Finding:
 
 
 def _components(ckpt: Checkpoint) -> Iterator[Found]:
-    """Parts of a linear attention that must have equal rows and have not."""
-    homes: dict[tuple[object, ...], dict[tuple[str, str], Param]] = defaultdict(dict)
+    """Findings on components of a linear attention that must have equal rows and do not."""
+    modules: dict[tuple[object, ...], dict[tuple[str, str], Param]] = defaultdict(dict)
     for param in inventory_of(ckpt).params:
         key = param.key
         module = module_path(key)
         if key.function == "linear_attn" and key.component in _SHARED and param.own_shape:
-            what = key.path.split(".")[-2]  # weights and biases are split alike, and apart
-            homes[key.scope, module[:-1], what][module[-1], key.component] = param
-    for parts in homes.values():
-        pairs = [*_unlike(parts)]
+            what = key.path.split(".")[-2]  # weights and biases are split alike, but compared separately
+            modules[key.scope, module[:-1], what][module[-1], key.component] = param
+    for components in modules.values():
+        pairs = [*_unequal_components(components)]
         if not pairs:
             continue
-        # the component that disagrees most often; of two the shorter one
+        # Nothing says which one is wrong. It is assumed to be the one that disagrees with most others; of two, the
+        # shorter one, since a lost shard is more frequent than a copied one.
         involved = [param for pair in pairs for param in pair]
         odd = max(involved, key=lambda param: (involved.count(param), -param.own_shape[0]))
         partner = next(b if a is odd else a for a, b in pairs if odd in (a, b))
-        yield _odd_component(odd, partner, parts), tuple(involved)
+        yield _odd_component(odd, partner, components), tuple(involved)
 
 
-def _unlike(parts: dict[tuple[str, str], Param]) -> Iterator[tuple[Param, Param]]:
-    """Pairs of components that must have equal rows and have not.
+def _unequal_components(parts: dict[tuple[str, str], Param]) -> Iterator[tuple[Param, Param]]:
+    """Pairs of components that must have equal rows and do not.
 
     Where the key is a multiple of the query in both tensors it holds several copies (a product of delta rules).
     """
@@ -158,20 +159,21 @@ def _odd_component(odd: Param, partner: Param, parts: dict[tuple[str, str], Para
 
 def _attention(ckpt: Checkpoint) -> Iterator[Found]:
     for family in families(ckpt):
-        found = [family.weights.get(cls, []) for cls in ("q", "k", "v")]
-        if family.is_latent or any(len(members) != 1 for members in found):
+        projections = [family.weights.get(cls, []) for cls in ("q", "k", "v")]
+        if family.is_latent or any(len(members) != 1 for members in projections):
             continue
-        query, key, value = (members[0] for members in found)
+        query, key, value = (members[0] for members in projections)
         if len({param.own_shape[1] for param in (query, key, value)}) == 1:
             yield from _heads(ckpt, family, query, key, value)
 
 
 def _heads(ckpt: Checkpoint, family: ProjectionFamily, query: Param, key: Param, value: Param) -> Iterator[Found]:
-    """Rows of key and value that differ, and rows of the query that are no multiple of the key's."""
+    """Findings on key and value with different rows, and on query rows that are no multiple of the key's."""
     rows = {name: param.own_shape[0] for name, param in (("query", query), ("key", key), ("value", value))}
     notes: tuple[Note, ...] = (("rows", ", ".join(f"{name} {size:,}" for name, size in rows.items())),)
     out = family.weights.get("attn_out", [])
-    # heads of key and value may differ in size, then query and output differ too
+    # Key and value heads may differ in size, but then the output projection is not as wide as the query: only a square
+    # fit shows that all heads have one size. Output gates and latent attention fail this test too.
     is_plain = len(out) == 1 and out[0].own_shape == (query.own_shape[1], rows["query"])
     if rows["key"] != rows["value"] and is_plain:
         odd, other = (key, value) if rows["query"] % (rows["key"] or 1) else (value, key)
@@ -183,7 +185,7 @@ def _heads(ckpt: Checkpoint, family: ProjectionFamily, query: Param, key: Param,
             inferred_from="the rows of query, key and value",
         )
         place = _where_declared(ckpt, rows["query"], rows["key"]) if rows["query"] == rows["value"] else None
-        yield (_meant(finding, place) if place else finding), (query, key, value)
+        yield (_as_declared(finding, place) if place else finding), (query, key, value)
     elif rows["key"] and rows["query"] % rows["key"]:
         finding = Finding(
             f"query{{of}} has {rows['query']:,} rows, not a multiple of the {rows['key']:,} of {short_name(key)}",
@@ -196,7 +198,7 @@ def _heads(ckpt: Checkpoint, family: ProjectionFamily, query: Param, key: Param,
 
 
 def _where_declared(ckpt: Checkpoint, query_rows: int, key_rows: int) -> str | None:
-    """The section of the configuration that declares fewer key heads than heads, by just the ratio of these rows."""
+    """The section of the configuration that declares key heads and heads in the ratio of these rows; None without."""
     for place, values in ckpt.config.sections() if ckpt.config else ():
         declared = read_declared([(place, values)])
         heads, groups = number(declared, "heads"), number(declared, "kv_groups")
@@ -205,8 +207,11 @@ def _where_declared(ckpt: Checkpoint, query_rows: int, key_rows: int) -> str | N
     return None
 
 
-def _meant(finding: Finding, place: str) -> Finding:
-    """Nemotron's diarization: `v_proj` has a head for each of the query, whatever `num_key_value_heads` says."""
+def _as_declared(finding: Finding, place: str) -> Finding:
+    """The finding as info: the configuration declares as few key heads as there are, so more value heads may be meant.
+
+    Nemotron's diarization model has a value head for each query head, whatever `num_key_value_heads` says.
+    """
     return replace(
         finding,
         severity=Severity.INFO,

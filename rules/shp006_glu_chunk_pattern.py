@@ -87,7 +87,7 @@ def _finding(ckpt: Checkpoint, fc1: Param, fc2: Param, tp: int, places: int) -> 
 
 
 def _writers(ckpt: Checkpoint, param: Param, axis: int) -> tuple[Note, ...]:
-    """Which ranks own two chunks half the tensor apart, as of a shard that was taken for two halves."""
+    """A note on ranks that own two chunks half the tensor apart, as when one shard was taken for two halves."""
     tensor = param.tensor
     starts: dict[int, list[int]] = {}
     for row in np.flatnonzero(tensor.tiling.live)[:1024].tolist():

@@ -40,7 +40,7 @@ def writer_count_outlier(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def _outliers(ckpt: Checkpoint, tensors: list[Tensor]) -> Iterator[Finding]:
-    """Large tensors in one chunk among many alike that are split."""
+    """Findings on large tensors in one chunk, if most tensors of their role are split."""
     if len(tensors) <= _MEMBERS:
         return
     counts = [int(tensor.tiling.live.sum()) for tensor in tensors]

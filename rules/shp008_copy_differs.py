@@ -102,10 +102,10 @@ def _dtypes(name: str, pairs: list[tuple[Param, Param]]) -> Iterator[Finding]:
     for param, copy in pairs:
         if param.tensor.dtype != copy.tensor.dtype:
             differing[param.tensor.dtype, copy.tensor.dtype].append(copy)
-    for (theirs, dtype), found in differing.items():
+    for (theirs, dtype), members in differing.items():
         yield Finding(
-            f"copy {name} holds {len(found):,} of {len(pairs):,} tensors as {dtype}, the model as {theirs}",
-            at=Location(found[0].tensor.fqn),
+            f"copy {name} holds {len(members):,} of {len(pairs):,} tensors as {dtype}, the model as {theirs}",
+            at=Location(members[0].tensor.fqn),
             severity=Severity.INFO,
             why="a copy in another precision is common; a load converts it",
             inferred_from="the dtypes of the model",
