@@ -166,19 +166,19 @@ def inventory_of(ckpt: Checkpoint) -> Inventory:
 @fact
 def moments_of(ckpt: Checkpoint) -> dict[str, list[OptimizerState]]:
     """Key of a parameter -> its moments; one of fused components stands with each of them."""
-    found: dict[str, list[OptimizerState]] = defaultdict(list)
+    moments: dict[str, list[OptimizerState]] = defaultdict(list)
     for state in inventory_of(ckpt).states:
         for param in state.params if state.what.startswith(("exp_avg", "momentum")) else ():
-            found[param.tensor.fqn].append(state)
-    return found
+            moments[param.tensor.fqn].append(state)
+    return moments
 
 
 def siblings(params: Iterable[Param]) -> dict[tuple[tuple[str, ...], str], list[Param]]:
     """(scope, role) -> the parameters that play one role in different layers or experts."""
-    found: dict[tuple[tuple[str, ...], str], list[Param]] = defaultdict(list)
+    params_by_role: dict[tuple[tuple[str, ...], str], list[Param]] = defaultdict(list)
     for param in params:
-        found[param.key.scope, param.key.role].append(param)
-    return found
+        params_by_role[param.key.scope, param.key.role].append(param)
+    return params_by_role
 
 
 def _param(tensor: Tensor, key: Key) -> Param:
@@ -203,12 +203,12 @@ class _Index:
 
     def find(self, path: str, scope: tuple[str, ...]) -> Param | None:
         """The parameter of a path, of the same stage and module, or of the same module, where several have it."""
-        found = self._by_path.get(path, [])
-        same = [param for param in found if param.key.scope == scope]
-        same = same or [param for param in found if _modules(param.key.scope) == _modules(scope)]
+        candidates = self._by_path.get(path, [])
+        same = [param for param in candidates if param.key.scope == scope]
+        same = same or [param for param in candidates if _modules(param.key.scope) == _modules(scope)]
         if same:
             return same[0]
-        return found[0] if len(found) == 1 else None
+        return candidates[0] if len(candidates) == 1 else None
 
     def components(self, path: str, scope: tuple[str, ...]) -> tuple[Param, ...]:
         """The components a fused path was split into: `_w` and `_v`, or `.query`, `.key`, ..."""

@@ -133,11 +133,11 @@ def match_keys(ckpt: Checkpoint, reference: Reference) -> KeyComparison:
 
 
 def _families(entries: Iterable[KeyEntry | None]) -> dict[KeyFamily, list[KeyEntry]]:
-    found: dict[KeyFamily, list[KeyEntry]] = defaultdict(list)
+    families: dict[KeyFamily, list[KeyEntry]] = defaultdict(list)
     for entry in entries:
         if entry is not None:
-            found[entry.family].append(entry)
-    return dict(found)
+            families[entry.family].append(entry)
+    return dict(families)
 
 
 def _entry(fqn: str, dtype: str | None, shape: Shape | None) -> KeyEntry | None:

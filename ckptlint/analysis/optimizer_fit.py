@@ -66,7 +66,7 @@ def state_mismatches(ckpt: Checkpoint) -> list[StateMismatch]:
     """Every state with another number of elements than its parameter, of the states where the two must be equal."""
     states = elementwise_states(ckpt)
     halves: dict[tuple[Param, str, tuple[str, ...]], list[OptimizerState]] = defaultdict(list)
-    found: list[tuple[tuple[OptimizerState, ...], int]] = []
+    misfits: list[tuple[tuple[OptimizerState, ...], int]] = []
     peers: dict[tuple[tuple[int, ...], str], set[Fraction]] = defaultdict(set)
     odd: dict[tuple[tuple[int, ...], str], int] = defaultdict(int)
     for state in states:
@@ -78,23 +78,25 @@ def state_mismatches(ckpt: Checkpoint) -> list[StateMismatch]:
         if state.tensor.volume == expected or (_is_split(state) and state.tensor.volume > expected):
             continue
         odd[_peer(state)] += 1
-        found.append(((state,), expected))
+        misfits.append(((state,), expected))
     for (param, _, _), both in halves.items():
         names = sorted(state.path[-2:] for state in both)
         if names == ["_v", "_w"] and sum(state.tensor.volume for state in both) != param.tensor.volume:
-            found.append((tuple(both), param.tensor.volume))
-    rank = _projected(state for parts, _ in found for state in parts)
-    is_rare = 2 * len(found) < len(states)
+            misfits.append((tuple(both), param.tensor.volume))
+    rank = _projected(state for misfit_states, _ in misfits for state in misfit_states)
+    is_rare = 2 * len(misfits) < len(states)
     shapes = {shape for shape, _ in peers}
     shares = set[Fraction]().union(*peers.values())
     is_loss = len(shapes) > 1 and len(shares) == 1 and max(shares) < 1 == max(shares).numerator and not halves
     # Optimizers that project moments leave those of vectors whole, and give those of matrices one common size.
     has_vector = is_loss and any(len(shape) == 1 for shape in shapes)
-    is_loss = has_vector or (is_loss and len({_rank(parts[0]) or parts[0] for parts, _ in found}) > 1)
+    is_loss = has_vector or (
+        is_loss and len({_rank(misfit_states[0]) or misfit_states[0] for misfit_states, _ in misfits}) > 1
+    )
     result = []
-    for parts, expected in found:
-        state = parts[0]
-        elements = sum(part.tensor.volume for part in parts)
+    for misfit_states, expected in misfits:
+        state = misfit_states[0]
+        elements = sum(part.tensor.volume for part in misfit_states)
         quotient = Fraction(elements, expected)
         axes = _axes(ckpt, quotient)
         is_local = any(_is_one_chunk(state.tensor, param.tensor) for param in state.params)
@@ -103,7 +105,7 @@ def state_mismatches(ckpt: Checkpoint) -> list[StateMismatch]:
         result.append(
             StateMismatch(
                 state.params,
-                parts,
+                misfit_states,
                 elements,
                 expected,
                 tuple(axes),

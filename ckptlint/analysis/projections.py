@@ -189,10 +189,10 @@ def _attention(family: ProjectionFamily) -> Iterator[_Mismatch]:
     """A projection that is transposed, and an output that takes other than what query, key and value give."""
     assert family.hidden is not None
     hidden = family.hidden.size
-    found = [_weights(family, function) for function in ("q", "k", "v", "attn_out")]
-    if any(len(members) != 1 for members in found):
+    projections = [_weights(family, function) for function in ("q", "k", "v", "attn_out")]
+    if any(len(members) != 1 for members in projections):
         return
-    query, key, value, out = (members[0] for members in found)
+    query, key, value, out = (members[0] for members in projections)
     axes = [_inner(param, hidden) for param in (query, key, value)]
     inner, other = axes[0], _inner(out, hidden)
     sides = {axis for axis in axes if axis is not None}

@@ -51,9 +51,11 @@ class Declaration(NamedTuple):
 
     def asks_for(self, part: Part) -> bool | None:
         """Whether all weights have a part (True) or none has (False); None where nothing of it is declared."""
-        said = {tuple(options.get(name) == value for name, value in part.declared.items()) for options in self.options}
+        answers = {
+            tuple(options.get(name) == value for name, value in part.declared.items()) for options in self.options
+        }
         is_open = any(name not in options for name in part.declared for options in self.options)
-        return None if is_open or not part.declared or len(said) != 1 else all(next(iter(said)))
+        return None if is_open or not part.declared or len(answers) != 1 else all(next(iter(answers)))
 
     def names(self, module: str) -> bool:
         """Whether a module stands among those left as they were, under its name or a pattern of the whole name."""
@@ -105,15 +107,22 @@ def quantisation(ckpt: Checkpoint) -> Quantisation:
     declared = _declaration(ckpt)
     with_parts = quantised_weights(ckpt.tensors)
     few = (tensor for key, tensor in ckpt.tensors.items() if key in with_parts or tensor.dtype not in WIDE)
-    candidates = {tensor.fqn: found for tensor in few if (found := list(_candidates(ckpt, tensor)))}
-    complete = Counter(one.scheme for found in candidates.values() for one in found if one.parts and not [*one.lacks()])
+    candidates = {tensor.fqn: key_candidates for tensor in few if (key_candidates := list(_candidates(ckpt, tensor)))}
+    complete = Counter(
+        one.scheme
+        for key_candidates in candidates.values()
+        for one in key_candidates
+        if one.parts and not [*one.lacks()]
+    )
     if not candidates and declared is None:
         return Quantisation(None, [], frozenset())
     expected = declared.schemes if declared else ()
-    roles = {role(one.weight) for found in candidates.values() for one in found if one.parts}
+    roles = {role(one.weight) for key_candidates in candidates.values() for one in key_candidates if one.parts}
     weights = []
-    for found in candidates.values():
-        best = max(found, key=lambda one: (_rank(one), one.scheme in expected, complete[one.scheme], len(one.parts)))
+    for key_candidates in candidates.values():
+        best = max(
+            key_candidates, key=lambda one: (_rank(one), one.scheme in expected, complete[one.scheme], len(one.parts))
+        )
         is_weight = best.weight.endswith("weight") or role(best.weight) in roles
         is_sure = best.scheme in expected or complete[best.scheme]
         if best.parts or (is_weight and is_sure):
@@ -137,18 +146,20 @@ def _candidates(ckpt: Checkpoint, tensor: Tensor) -> Iterator[QuantisedWeight]:
         weight = weight_of(tensor.fqn, scheme.weight)
         if not weight or (scheme.weight == _BARE and quantised_weight(weight)):
             continue
-        parts = {part: found for part in scheme.parts if (found := _stored(ckpt, part, weight)) is not None}
+        parts = {
+            part: tensor_of_part for part in scheme.parts if (tensor_of_part := _stored(ckpt, part, weight)) is not None
+        }
         if parts or tensor.dtype not in WIDE:
             yield QuantisedWeight(weight, tensor, scheme, parts)
 
 
 @cache
 def _by_dtype() -> dict[str, list[Scheme]]:
-    found: dict[str, list[Scheme]] = defaultdict(list)
+    schemes_by_dtype: dict[str, list[Scheme]] = defaultdict(list)
     for scheme in schemes():
         for dtype in scheme.dtypes:
-            found[dtype].append(scheme)
-    return found
+            schemes_by_dtype[dtype].append(scheme)
+    return schemes_by_dtype
 
 
 def _stored(ckpt: Checkpoint, part: Part, weight: str) -> Tensor | None:
@@ -178,7 +189,7 @@ def _alone(
         used: the keys of weights and of their parts.
         roles: of the weights that are stored quantised.
     """
-    found: dict[Scheme, dict[str, str]] = defaultdict(dict)
+    keys_by_scheme: dict[Scheme, dict[str, str]] = defaultdict(dict)
     needed = [
         (scheme, part, name)
         for scheme in sorted(known, key=lambda scheme: scheme.name)
@@ -196,9 +207,9 @@ def _alone(
             if tensor.dtype not in part.common.get(name, (tensor.dtype,)):
                 continue
             if role(weight) in roles or _is_of_a_weight(tensor, weight, scheme):
-                found[scheme][key] = weight
+                keys_by_scheme[scheme][key] = weight
                 break
-    return found
+    return keys_by_scheme
 
 
 def _is_of_a_weight(scale: Tensor, weight: str, scheme: Scheme) -> bool:
@@ -277,11 +288,11 @@ def _size(text: str, sizes: Mapping[str, Any]) -> int | None:
 def _declaration(ckpt: Checkpoint) -> Declaration | None:
     values = ckpt.config.values if ckpt.config is not None else {}
     text = values.get("text_config")
-    for part in (values, text if isinstance(text, dict) else {}):
+    for section in (values, text if isinstance(text, dict) else {}):
         for name in QUANTISATION:
-            found = part.get(name)
-            if isinstance(found, dict) and ckpt.config is not None and (method := _method(found)):
-                return _understood(str(found.get("_file") or ckpt.config.file), method, found)
+            config = section.get(name)
+            if isinstance(config, dict) and ckpt.config is not None and (method := _method(config)):
+                return _understood(str(config.get("_file") or ckpt.config.file), method, config)
     return None
 
 
@@ -293,27 +304,27 @@ def _method(found: Mapping[str, Any]) -> str:
     return "modelopt" if found.get("quant_algo") else "mlx" if {"bits", "group_size"} <= found.keys() else ""
 
 
-def _understood(file: str, method: str, found: Mapping[str, Any]) -> Declaration:
+def _understood(file: str, method: str, config: Mapping[str, Any]) -> Declaration:
     """What a quantisation config declares: schemes, options of each group, and what it leaves unquantised."""
-    groups = found.get("config_groups")
-    parts = [group for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else [found]
+    groups = config.get("config_groups")
+    parts = [group for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else [config]
     meant: dict[Scheme, None] = {}
-    options, words, is_exact = [], [], found.get("quantization_status") not in _UNFINISHED
+    options, words, is_exact = [], [], config.get("quantization_status") not in _UNFINISHED
     for group in parts:
         weights = group.get("weights")
         of_weights = weights if isinstance(weights, dict) else group
-        stated = {**found, **of_weights, "quant_method": method, "format": group.get("format") or found.get("format")}
-        facts = {name: str(value).casefold() for name, value in stated.items() if isinstance(value, (str, bool))}
+        stated = {**config, **of_weights, "quant_method": method, "format": group.get("format") or config.get("format")}
+        settings = {name: str(value).casefold() for name, value in stated.items() if isinstance(value, (str, bool))}
         declared_schemes = [
-            scheme for scheme in schemes() if any(_is_meant(facts, wanted) for wanted in scheme.declared)
+            scheme for scheme in schemes() if any(_is_meant(settings, wanted) for wanted in scheme.declared)
         ]
         meant |= dict.fromkeys(declared_schemes)
         is_exact &= bool(declared_schemes)
-        options.append(_options(of_weights, found))
+        options.append(_options(of_weights, config))
         words.append(str(stated.get("quant_algo") or stated["format"] or method))
-    ignored, is_plain = _ignored(found)
+    ignored, is_plain = _ignored(config)
     title = ", ".join(dict.fromkeys(words))[:60] or method[:60]
-    other = found.get("_beside")
+    other = config.get("_beside")
     beside = _understood(str(other.get("_file")), "modelopt", other) if isinstance(other, dict) else None
     return Declaration(file, title, tuple(meant), tuple(options), ignored, is_exact and is_plain, beside)
 

@@ -98,11 +98,11 @@ class RankContents:
         """Section -> the model's layers of which nobody holds it, where it is there for others: `exp_avg`, `ema`."""
         layered = [column for column in self.columns if column.layer >= 0]
         stored = {(column.section, column.block, column.layer) for column in layered}
-        found = {
+        absent_layers = {
             section: [c for c in layered if c.section == "model" and (section, c.block, c.layer) not in stored]
             for section in dict.fromkeys(column.section for column in layered)
         }
-        return {section: lacking for section, lacking in found.items() if lacking}
+        return {section: lacking for section, lacking in absent_layers.items() if lacking}
 
 
 @fact
@@ -172,14 +172,14 @@ def _owners(ckpt: Checkpoint, lost: Sequence[RankFile]) -> list[tuple[int, str]]
     of_set = ckpt.rank_files.files if ckpt.rank_files else ()
     numbers = {file.name: file.numbers for file in (*of_set, *lost)}
     names = (*ckpt.files.names, *(file.name for file in lost))
-    found = []
+    owners = []
     for name, rank in zip(names, [*ranks_of_files(ckpt).tolist(), *(-1 for _ in lost)], strict=True):
         coordinate = {"rank": rank} if rank >= 0 else numbers.get(name, {})
         if coordinate.keys() == {"rank"}:
-            found.append((coordinate["rank"], f"rank {coordinate['rank']}"))
+            owners.append((coordinate["rank"], f"rank {coordinate['rank']}"))
         else:
-            found.append((-1, ",".join(f"{what}_{i}" for what, i in coordinate.items()) or name))
-    return found
+            owners.append((-1, ",".join(f"{what}_{i}" for what, i in coordinate.items()) or name))
+    return owners
 
 
 def _of_lost_rank_files(ckpt: Checkpoint, lost: Sequence[RankFile], column: IntArray) -> list[tuple[int, int]]:
@@ -240,15 +240,15 @@ def _columns(ckpt: Checkpoint) -> tuple[list[Column], IntArray, npt.NDArray[np.b
 def _states(ckpt: Checkpoint) -> dict[str, tuple[str, Key | None]]:
     """Key of an optimizer state -> its section, and the parameter's key where it names one."""
     inventory = inventory_of(ckpt)
-    found: dict[str, tuple[str, Key | None]] = {}
+    sections: dict[str, tuple[str, Key | None]] = {}
     for state in inventory.states:
         key = state.params[0].key if state.params else parse(state.path) if state.path else None
-        found[state.tensor.fqn] = _section(state.what), key
+        sections[state.tensor.fqn] = _section(state.what), key
     for bucket in inventory.buckets:
-        found[bucket.tensor.fqn] = _section(bucket.what), None
+        sections[bucket.tensor.fqn] = _section(bucket.what), None
     for tensor in inventory.numbered:
-        found[tensor.fqn] = _section(tensor.fqn.rpartition(".")[2]), None
-    return found
+        sections[tensor.fqn] = _section(tensor.fqn.rpartition(".")[2]), None
+    return sections
 
 
 def _section(what: str) -> str:

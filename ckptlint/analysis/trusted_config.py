@@ -175,17 +175,23 @@ def _count(ckpt: Checkpoint, block: str, params: list[Param], declared: Declared
     if stacked and not numbers:
         if not ckpt.is_torch_dist or len(stacked) > 1:
             return None
-        found = max(stacked)
+        layer_count = max(stacked)
     elif numbers and not stacked:
-        found = len(numbers)
-        if len(numbered) > 1 and sum(map(len, numbered.values())) > found:  # stages that all count from 0
+        layer_count = len(numbers)
+        if len(numbered) > 1 and sum(map(len, numbered.values())) > layer_count:  # stages that all count from 0
             stages = tuple(len(found_there) for found_there in numbered.values())
-            found = sum(stages)
+            layer_count = sum(stages)
     else:
         return None
     accepted = _accepted(ckpt.declared, int(declared.value))
     return LayerCount(
-        block, declared, found, () if stages else tuple(sorted(numbers)), stages, found in accepted, params[0]
+        block,
+        declared,
+        layer_count,
+        () if stages else tuple(sorted(numbers)),
+        stages,
+        layer_count in accepted,
+        params[0],
     )
 
 

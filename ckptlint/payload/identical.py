@@ -113,7 +113,7 @@ class _Samples:
 
     def of(self, rows: Sequence[int]) -> dict[int, bytes]:
         """The samples of some records."""
-        found: dict[int, bytes] = {}
+        samples: dict[int, bytes] = {}
         by_file: dict[int, list[int]] = {}
         for row in rows:
             by_file.setdefault(int(self.ckpt.records.file[row]), []).append(row)
@@ -123,8 +123,8 @@ class _Samples:
                 spans = [self._spans(row) for row in batch]
                 data = iter(self.folder.ranges(path_of(self.ckpt, file), [span for part in spans for span in part]))
                 for row, part in zip(batch, spans, strict=True):
-                    found[row] = b"".join(next(data) for _ in part)
-        return found
+                    samples[row] = b"".join(next(data) for _ in part)
+        return samples
 
     def has_equal_rows(self, row: int) -> bool:
         """Whether the rows (axis 0) of a record hold the same, as far as samples of them tell; not of one value."""

@@ -37,12 +37,12 @@ def expected_sums(file: str) -> dict[str, str]:
         ConfigError: it cannot be read, or no line of it is a checksum.
     """
     try:
-        found = _sums_in(Path(file).read_bytes()[:_LIST_LIMIT])
+        listed = _sums_in(Path(file).read_bytes()[:_LIST_LIMIT])
     except OSError as error:
         raise ConfigError(f"{printable(file)}: {error.strerror}") from None
-    if not found:
+    if not listed:
         raise ConfigError(f"{printable(file)} lists no SHA-256: its lines are a digest, two spaces, a name")
-    return {name: _recorded(sums, printable(Path(file).name)) for name, sums in found.items()}
+    return {name: _recorded(sums, printable(Path(file).name)) for name, sums in listed.items()}
 
 
 def recorded_sums(
@@ -62,8 +62,8 @@ def recorded_sums(
         *((printable(name), own) for name, own in lists.items()),
         (INTEGRITY, listed or {}),
     )
-    found = {name: _recorded(recorded, source) for source, own in sums for name, recorded in own.items()}
-    return {**found, **expected}, None if listed is None else {*listed}, problems
+    sums_by_file = {name: _recorded(recorded, source) for source, own in sums for name, recorded in own.items()}
+    return {**sums_by_file, **expected}, None if listed is None else {*listed}, problems
 
 
 def _recorded(digest: str, source: str) -> str:
@@ -150,7 +150,7 @@ def _downloaded(folder: Folder) -> dict[str, str]:
         huggingface_hub (2.4) _local_folder: `.cache/huggingface/download/<file>.metadata` holds commit, etag and time,
         a line each; the etag of a file in LFS is its SHA-256, and a file that is younger by over a second is another
     """
-    found = {}
+    sums = {}
     notes = folder
     for name in PurePath(_DOWNLOADS).parts:
         if name not in notes.folders():
@@ -166,8 +166,8 @@ def _downloaded(folder: Folder) -> dict[str, str]:
         except (UnreadableError, ValueError):
             continue
         if is_of_it and _SHA256.fullmatch(etag):
-            found[file] = etag
-    return found
+            sums[file] = etag
+    return sums
 
 
 def _sums_in(text: bytes) -> dict[str, str]:

@@ -253,15 +253,15 @@ class Reader:
         return [RecordPlace(*place) for place in zip(*(column.tolist() for column in columns), strict=True)]
 
     def _file_headers(self, path: str, places: list[RecordPlace]) -> Headers:
-        whole = Headers()
-        for part in read_headers(self.folder, path, places):
-            whole.records += part.records
-            whole.alike += part.alike
-            whole.broken += part.broken
-            self.meter.add(len(part))
+        headers = Headers()
+        for batch in read_headers(self.folder, path, places):
+            headers.records += batch.records
+            headers.alike += batch.alike
+            headers.broken += batch.broken
+            self.meter.add(len(batch))
             if self.meter.stop.is_set():
                 break
-        return whole
+        return headers
 
     def _place(self, row: int, parts: tuple[ArchiveMember, ...]) -> None:
         table = self.result.table
@@ -318,10 +318,10 @@ class Reader:
         """Fill the columns of the records in one blob."""
         size = self.ckpt.files[file].size or 0
         start = int(self.ckpt.records.byte_offset[rows[0]])
-        found = read_blob(self.folder, path_of(self.ckpt, file), start, size)
+        tensors_by_name = read_blob(self.folder, path_of(self.ckpt, file), start, size)
         table = self.result.table
         for row in rows.tolist():
-            item = found.get(self.ckpt.records.name(row))
+            item = tensors_by_name.get(self.ckpt.records.name(row))
             if item is None:
                 error = UnreadableError("is not listed in the safetensors header", start)
                 self.result.broken[file].append((row, error))
@@ -406,13 +406,13 @@ class Reader:
 
     def _file_data(self, path: str, readings: Sequence[Members], size: int | None, threads: int) -> list[Streamed]:
         """What each reading of the file saw; the first is of the whole file where its size is given."""
-        found = []
+        seen = []
         only = self.how.hashes_only
         for members in readings:
             scans = scans_of(self.result.table, members, self.chunks, self.sealed, self.hashes, only)
-            found.append(stream(self.folder, path, members, scans, size, self.meter, threads, only))
+            seen.append(stream(self.folder, path, members, scans, size, self.meter, threads, only))
             size = None
-        return found
+        return seen
 
     def _mismatches(self, file: int, members: Members, seen: Streamed, sums: Mapping[str, str]) -> list[Damage]:
         """Fill the columns on values, and compare the checksums."""

@@ -129,7 +129,7 @@ def stream(
         {member: RecordValues() for member, scan in scans.items() if scan.looks},
         {member: 0 for member, scan in scans.items() if scan.where is not None},
     )
-    whole = hashlib.sha256() if size is not None else None
+    file_hash = hashlib.sha256() if size is not None else None
     starts, ends = members.start.tolist(), (members.start + members.size).tolist()
     with folder.open(path) as file, ThreadPoolExecutor(threads) as pool:
         summed = [not recorded_only or crc > 0 for crc in members.crc.tolist()]
@@ -137,11 +137,11 @@ def stream(
         for block in _in_order(pool, work, _plan(starts, ends, size), threads + 2):
             if meter.stop.is_set():
                 return seen
-            if whole is not None:
-                whole.update(block.data)
+            if file_hash is not None:
+                file_hash.update(block.data)
             _merge(seen, block)
             meter.add(len(block.data))
-    seen.sha256 = "" if whole is None else whole.hexdigest()
+    seen.sha256 = "" if file_hash is None else file_hash.hexdigest()
     seen.finished = True
     return seen
 

@@ -64,7 +64,7 @@ def make_plan(ckpt: Checkpoint, asked: PlanRequest) -> Plan:
         raise ConfigError(f"a load can leave out optim and rng, not {sorted(unknown)[0]!r}")
     if asked.to is not None and is_exact:
         job = _exact(ckpt, asked.to, asked)
-        job = replace(job, known=(*unrequested_keys(ckpt, job), *job.known))
+        job = replace(job, constraints=(*unrequested_keys(ckpt, job), *job.constraints))
     elif asked.mesh is not None:
         raise ConfigError("--mesh needs a function: --to job.py:state_dict --mesh dp=4,tp=2")
     else:
@@ -72,7 +72,7 @@ def make_plan(ckpt: Checkpoint, asked: PlanRequest) -> Plan:
     if ckpt.is_torch_dist:
         job = _of_megatron(ckpt, job, frozenset(asked.give_up), asked.megatron)
     if ckpt.rank_files is not None:
-        job = replace(job, known=(*refusals(ckpt, axis_sizes(job.to), job.world), *job.known))
+        job = replace(job, constraints=(*refusals(ckpt, axis_sizes(job.to), job.world), *job.constraints))
     return plan_of(ckpt, job, _per_node(ckpt, job, asked), asked.from_nodes)
 
 
@@ -109,13 +109,13 @@ def _quick(ckpt: Checkpoint, to: str | None, world: int | None) -> Job:
         sizes = {axis: ckpt.topology[axis].size for axis in MEGATRON_AXES if axis in ckpt.topology}
         job = quick_job(ckpt, ",".join(f"{axis}={size}" for axis, size in sizes.items()))
         guess = Constraint("note", "--to names no job, so this plan takes the layout that saved", guessed=True)
-        return Job(job.form, job.to, job.world, job.wishes, (guess, *job.known))
+        return Job(job.form, job.to, job.world, job.requests, (guess, *job.constraints))
     saved = world or (ckpt.topology["world"].size if "world" in ckpt.topology else 0)
     if not saved:
         raise ConfigError("the checkpoint does not say how many ranks saved it: name a job, --to dp=8")
     job = quick_job(ckpt, f"dp={saved}")
     guess = Constraint("note", f"--to names no job, so this plan takes {saved:,} ranks under FSDP", guessed=True)
-    return Job(job.form, job.to, job.world, job.wishes, (guess, *job.known))
+    return Job(job.form, job.to, job.world, job.requests, (guess, *job.constraints))
 
 
 def _of_megatron(ckpt: Checkpoint, job: Job, give_up: frozenset[str], megatron: str | None) -> Job:
@@ -126,11 +126,11 @@ def _of_megatron(ckpt: Checkpoint, job: Job, give_up: frozenset[str], megatron: 
         if match is None:
             raise ConfigError(f"{megatron!r} is not a version of megatron-core such as 0.16")
         reader = (0, int(match[1]))
-    wishes = job.wishes
+    requests = job.requests
     if "optim" in give_up:
-        wishes = [wish for wish in wishes if parse(wish.key).kind != "optimizer"]
-    found = constraints(ckpt, axis_sizes(job.to), give_up, reader)
-    return Job(job.form, job.to, job.world, wishes, (*found, *job.known))
+        requests = [request for request in requests if parse(request.key).kind != "optimizer"]
+    megatron_constraints = constraints(ckpt, axis_sizes(job.to), give_up, reader)
+    return Job(job.form, job.to, job.world, requests, (*megatron_constraints, *job.constraints))
 
 
 def _per_node(ckpt: Checkpoint, job: Job, asked: PlanRequest) -> int | None:

@@ -142,11 +142,11 @@ def written(ckpt: Checkpoint) -> dict[int, int]:
     if not len(ckpt.records) or not len(ranks):
         return {}
     sizes = np.bincount(ckpt.records.file, ckpt.records.byte_length, len(ckpt.files))
-    found: Counter[int] = Counter()
+    bytes_by_rank: Counter[int] = Counter()
     for rank, size in zip(ranks.tolist(), sizes.tolist(), strict=True):
         if rank >= 0:
-            found[rank] += int(size)
-    return dict(sorted(found.items()))
+            bytes_by_rank[rank] += int(size)
+    return dict(sorted(bytes_by_rank.items()))
 
 
 # ---------------------------------------------------------------- nodes

@@ -56,7 +56,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorRequest:
-    """What a job asks for under one key. Ranks that want other shapes under it have a wish of their own.
+    """What a job asks for under one key. Ranks that want other shapes under it have a request of their own.
 
     Attributes:
         dtype: that the job holds it in; None where it takes what is stored.
@@ -78,12 +78,12 @@ class Job:
         form: `exact`, as the job's own code says, or `quick`, as sizes of axes imply.
         to: what the user named: `dp=8,tp=2`, or a function.
         world: how many ranks.
-        wishes: in the order in which a load goes through them.
-        known: what follows from the sizes alone, and what was guessed.
+        requests: in the order in which a load goes through them.
+        constraints: what follows from the sizes alone, and what was guessed.
     """
 
     form: Literal["exact", "quick"]
     to: str
     world: int
-    wishes: list[TensorRequest] = field(default_factory=list)
-    known: tuple[Constraint, ...] = ()
+    requests: list[TensorRequest] = field(default_factory=list)
+    constraints: tuple[Constraint, ...] = ()

@@ -81,7 +81,7 @@ class _Change:
         old: axis -> size, as far as it is known.
         new: the size of every axis: tp, pp, vpp, ep, etp, cp, dp.
         readers: the versions of megatron-core that may load it.
-        is_told: whether the checkpoint says what its layout was in words, as Megatron-LM asks it.
+        layout_is_declared: whether the checkpoint says what its layout was in words, as Megatron-LM asks it.
     """
 
     ckpt: Checkpoint
@@ -89,7 +89,7 @@ class _Change:
     new: Mapping[str, int]
     give_up: frozenset[str]
     readers: tuple[Version, ...]
-    is_told: bool
+    layout_is_declared: bool
 
     def changes(self, *axes: str) -> list[str]:
         """Those of the axes whose size is known and changes, as `tp 2 to 1`."""
@@ -129,7 +129,7 @@ def constraints(
         (`megatron.training.checkpointing`)
     """
     change = _change(ckpt, to, give_up, reader)
-    found = [
+    collected = [
         *_common_state(change),
         *_layout(change),
         *_model(change),
@@ -137,16 +137,16 @@ def constraints(
         *_vocabulary(change),
         *_not_judged(change),
     ]
-    if any(one.effect == "drops" for one in found):
-        keys = tuple(key for one in found if one.effect == "drops" for key in one.keys)
+    if any(one.effect == "drops" for one in collected):
+        keys = tuple(key for one in collected if one.effect == "drops" for key in one.keys)
         sentence = "a load with --dist-ckpt-strictness raise_all stops where keys are left out"
-        found.append(Constraint("note", sentence, keys, "megatron-core 0.12-0.19, dist_checkpointing.validation"))
-    if all(one.effect == "note" for one in found):
+        collected.append(Constraint("note", sentence, keys, "megatron-core 0.12-0.19, dist_checkpointing.validation"))
+    if all(one.effect == "note" for one in collected):
         shown = ", ".join(f"{axis} {change.new[axis]}" for axis in MEGATRON_AXES if axis in to or axis in ("tp", "pp"))
-        besides = "besides that, " if found else ""
-        found.append(Constraint("note", f"{besides}nothing that Megatron-Core checks prevents a load into {shown}"))
+        besides = "besides that, " if collected else ""
+        collected.append(Constraint("note", f"{besides}nothing that Megatron-Core checks prevents a load into {shown}"))
     order: tuple[Effect, ...] = ("fails", "drops", "note")
-    return sorted(found, key=lambda one: order.index(one.effect))
+    return sorted(collected, key=lambda one: order.index(one.effect))
 
 
 def _change(ckpt: Checkpoint, to: Mapping[str, int], give_up: frozenset[str], reader: Version | None) -> _Change:
@@ -154,13 +154,13 @@ def _change(ckpt: Checkpoint, to: Mapping[str, int], give_up: frozenset[str], re
     new["etp"] = to.get("etp") or new["tp"]
     old = {axis: size.size for axis, size in trusted_topology(ckpt).items() if axis in new}
     declared = trusted(ckpt)
-    is_told = "tp" in declared or "pp" in declared
-    if not is_told and is_training_state(ckpt):  # Megatron-LM takes it for a checkpoint of one rank
+    layout_is_declared = "tp" in declared or "pp" in declared
+    if not layout_is_declared and is_training_state(ckpt):  # Megatron-LM takes it for a checkpoint of one rank
         old |= {"tp": 1, "pp": 1}
-    if is_told:
+    if layout_is_declared:
         old = {"vpp": 1, "cp": 1, "ep": 1, "etp": old.get("tp", 1)} | old
     readers = (reader,) if reader is not None else tuple(v for v in KNOWN if v >= _oldest_writer(ckpt))
-    return _Change(ckpt, old, new, give_up, readers, is_told)
+    return _Change(ckpt, old, new, give_up, readers, layout_is_declared)
 
 
 def _oldest_writer(ckpt: Checkpoint) -> Version:
@@ -251,7 +251,7 @@ def _model(change: _Change) -> Iterator[Constraint]:
         )
     if experts and experts % new["ep"]:
         yield fails(f"{plural(experts, 'expert', 'does')} not divide by ep {new['ep']}")
-    elif experts is None and new["ep"] > 1 and change.is_told:
+    elif experts is None and new["ep"] > 1 and change.layout_is_declared:
         yield fails(f"the model has no experts for ep {new['ep']}")
     yield from _layers(change)
 
@@ -306,8 +306,8 @@ def form_of(ckpt: Checkpoint) -> Form | None:
     keys = _optimizer_keys(ckpt)
     if not keys:
         return None
-    said = [content_metadata(ckpt).get("distrib_optim_sharding_type")]
-    said += [one.value for one in optimizer_records(ckpt) if one.kind == "param_state_sharding_type"]
+    named_forms = [content_metadata(ckpt).get("distrib_optim_sharding_type")]
+    named_forms += [one.value for one in optimizer_records(ckpt) if one.kind == "param_state_sharding_type"]
     names: tuple[Form, ...] = (
         "dp_reshardable",
         "fully_reshardable",
@@ -316,7 +316,7 @@ def form_of(ckpt: Checkpoint) -> Form | None:
         "dp_zero_gather_scatter",
     )
     for name in names:
-        if name in said:
+        if name in named_forms:
             return name
     groups = {group[2] for key in keys if (group := dp_group(key)) is not None}
     if "param_state" in groups:
@@ -346,7 +346,7 @@ def _optimizer(change: _Change) -> Iterator[Constraint]:
             yield Constraint("note", sentence, keys, f"Megatron-LM core_v0.12.3-core_v0.19.0, {_LOAD}")
         return
     if form is None:
-        if change.is_told:
+        if change.layout_is_declared:
             sentence = "it holds no optimizer state: Megatron-LM loads it only with --no-load-optim or --finetune"
             yield Constraint("fails", sentence, source=f"Megatron-LM core_v0.12.3-core_v0.19.0, {_LOAD}")
         return
@@ -494,7 +494,7 @@ def _random_states(change: _Change) -> Iterator[Constraint]:
         return
     moved = change.changes("tp", "pp")
     if not stored:
-        if change.is_told and not moved and not change.argument("no_save_rng"):
+        if change.layout_is_declared and not moved and not change.argument("no_save_rng"):
             sentence = "it holds no random states, and Megatron-LM needs them without --no-load-rng"
             yield Constraint("fails", sentence, keys, source)
         return
@@ -583,7 +583,7 @@ _EMBEDDING = re.compile(r"(?:.*\.)?(?:embedding\.word_embeddings|output_layer)\.
 
 def _not_judged(change: _Change) -> Iterator[Constraint]:
     """What the arguments would tell, where there are none."""
-    if not change.is_told:
+    if not change.layout_is_declared:
         source = f"Megatron-LM core_v0.12.3-core_v0.19.0, {_LOAD}"
         refused = Constraint("fails", "the checkpoint holds no arguments of the job, so the load stops", source=source)
         yield from _by_version(change, KNOWN[0], (0, 15), refused)

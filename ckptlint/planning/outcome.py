@@ -151,7 +151,7 @@ class Plan(Shown):
         `effect` is an `Effect`, `missing`, `shape`, `astray`, `converted` or `unexpected`; None is what a row has not.
         """
         shapes = ((item.key, str([*item.stored]), str([*item.wanted])) for item in self.mismatches)
-        found: list[tuple[str, str | None, str | None, str | None, str | None]] = [
+        cells: list[tuple[str, str | None, str | None, str | None, str | None]] = [
             *(("missing", key, None, None, None) for key in self.missing),
             *(("shape", *shape, None) for shape in shapes),
             *(("astray", key, None, None, None) for key in self.astray),
@@ -163,7 +163,7 @@ class Plan(Shown):
             *(("converted", item.key, item.stored, item.wanted, None) for item in self.converted),
             *(("unexpected", key, None, None, None) for key in self.unexpected),
         ]
-        return [dict(zip(("effect", "key", "stored", "wanted", "sentence"), row, strict=True)) for row in found]
+        return [dict(zip(("effect", "key", "stored", "wanted", "sentence"), row, strict=True)) for row in cells]
 
     @property
     def verdict(self) -> Literal["loads", "fails"]:

@@ -3,7 +3,7 @@
 Ranks count as in torchtitan and Megatron-Core: tp varies fastest, then cp, dp (shards, then replicas) and pp. FSDP cuts
 the first axis of what tensor parallelism left, by ceiling division with empty tails, as torch does. Where tp cuts is
 known by how the checkpoint is cut now, else by what a tensor does; layers go to stages in equal runs, experts to ep
-ranks likewise. What does not follow from the checkpoint is among `Job.known`, marked as guessed.
+ranks likewise. What does not follow from the checkpoint is among `Job.constraints`, marked as guessed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def axis_sizes(text: str) -> dict[str, int]:
     Raises:
         ConfigError: an unknown axis, one that is named twice, a size below 1, or too many ranks.
     """
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for part in text.split(","):
         match = _SIZE.fullmatch(part)
         if match is None:
@@ -54,20 +54,20 @@ def axis_sizes(text: str) -> dict[str, int]:
         name = "dp" if match[1] in ("fsdp", "dp_shard") else match[1]
         if name not in JOB_AXES:
             raise ConfigError(f"there is no axis {match[1]!r}, only {', '.join(JOB_AXES)}")
-        if name in found:
+        if name in sizes:
             raise ConfigError(f"{text} names the axis {name} twice")
         if match[2].startswith("-") or len(match[2]) > 9 or not (size := int(match[2])):
             raise ConfigError(f"{match[1]}={match[2][:20]} is not the size of an axis: give a whole number from 1 up")
-        found[name] = size
-    world = world_of(found)
+        sizes[name] = size
+    world = world_of(sizes)
     if world > MOST_RANKS:
         raise ConfigError(f"{text} has {world:,} ranks: plan {MOST_RANKS:,} at most")
-    tp, ep = found.get("tp", 1), found.get("ep", 1)
-    if world // found.get("pp", 1) % (found.get("etp", tp) * ep):
-        shared = "a stage" if "etp" in found else "a stage and a tp rank"
-        cells = f"ep={ep} x etp={found['etp']}" if "etp" in found else f"ep={ep}"
+    tp, ep = sizes.get("tp", 1), sizes.get("ep", 1)
+    if world // sizes.get("pp", 1) % (sizes.get("etp", tp) * ep):
+        shared = "a stage" if "etp" in sizes else "a stage and a tp rank"
+        cells = f"ep={ep} x etp={sizes['etp']}" if "etp" in sizes else f"ep={ep}"
         raise ConfigError(f"{cells} does not divide the ranks that share {shared} in {text}")
-    return found
+    return sizes
 
 
 def world_of(sizes: Mapping[str, int]) -> int:
@@ -87,11 +87,11 @@ def quick_job(ckpt: Checkpoint, to: str) -> Job:
     """
     sizes = axis_sizes(to)
     work = _Cutter(ckpt, _Ranks.of(sizes))
-    wishes = list(work.wishes())
-    known = [Constraint("note", sentence, tuple(keys), guessed=True) for sentence, keys in work.guessed.items()]
+    requests = list(work.requests())
+    constraints = [Constraint("note", sentence, tuple(keys), guessed=True) for sentence, keys in work.guessed.items()]
     if unsound := tuple(name for name, tensor in ckpt.tensors.items() if not tensor.is_sound):
-        known.insert(0, Constraint("fails", "the chunks do not fit the tensor's shape", unsound))
-    return Job("quick", to, world_of(sizes), wishes, (*known, *_heads(ckpt, sizes)))
+        constraints.insert(0, Constraint("fails", "the chunks do not fit the tensor's shape", unsound))
+    return Job("quick", to, world_of(sizes), requests, (*constraints, *_heads(ckpt, sizes)))
 
 
 def _heads(ckpt: Checkpoint, sizes: Mapping[str, int]) -> Iterator[Constraint]:
@@ -146,8 +146,8 @@ class _Cutter:
     everyone: dict[tuple[object, ...], IntArray] = field(default_factory=dict)
     rows: int = 0
 
-    def wishes(self) -> Iterator[TensorRequest]:
-        """A wish for each tensor, and for each object that all ranks read."""
+    def requests(self) -> Iterator[TensorRequest]:
+        """One request for each tensor, and for each object that all ranks read."""
         inventory = inventory_of(self.ckpt)
         params = {param.tensor.fqn: param for param in inventory.params}
         for copies in inventory.copies.values():
@@ -163,9 +163,9 @@ class _Cutter:
             param = params.get(name)
             owner = owners.get(name)
             if param is not None:
-                yield self._wish(tensor, param, "model")
+                yield self._request(tensor, param, "model")
             elif owner is not None and owner.tensor.global_shape == tensor.global_shape:
-                yield self._wish(tensor, owner, "optimizer")
+                yield self._request(tensor, owner, "optimizer")
             else:
                 yield self._other(tensor, owner)
         everyone = np.arange(self.ranks.world)
@@ -179,7 +179,7 @@ class _Cutter:
 
     # ------------------------------------------------------------ who, and how it is cut
 
-    def _wish(self, tensor: Tensor, param: Param, part: str) -> TensorRequest:
+    def _request(self, tensor: Tensor, param: Param, part: str) -> TensorRequest:
         """A parameter, or an optimizer state of its shape."""
         key = param.key
         cuts: list[_Cut] = []
@@ -345,8 +345,8 @@ class _Cutter:
 
 def _layer_counts(keys: list[Key]) -> dict[str, int]:
     """Block -> how many layers it has, by the highest number."""
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for key in keys:
         if key.block and key.layer is not None:
-            found[key.block] = max(found.get(key.block, 0), key.layer + 1)
-    return found
+            counts[key.block] = max(counts.get(key.block, 0), key.layer + 1)
+    return counts

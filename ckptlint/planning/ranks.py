@@ -114,8 +114,8 @@ def _stand_ins(world: int, per_node: int) -> None:
     mesh.__init__ = on_cpu
     _modules_stay()
     chosen = torch.set_default_device
-    whole: Any = torch
-    whole.set_default_device = lambda device: chosen(None if device is None else _off_gpu(torch.device(device)))
+    torch_module: Any = torch
+    torch_module.set_default_device = lambda device: chosen(None if device is None else _off_gpu(torch.device(device)))
 
 
 def _modules_stay() -> None:
@@ -133,17 +133,17 @@ def _modules_stay() -> None:
     module.cuda = lambda self, device=None: self
 
 
-def _gathered(found: list[Any], value: Any, group: Any = None) -> None:
+def _gathered(results: list[Any], value: Any, group: Any = None) -> None:
     """What `all_gather_object` gives where every rank says the same."""
-    found[:] = [value] * len(found)
+    results[:] = [value] * len(results)
 
 
 def _state_dict(request: Mapping[str, Any], rank: int) -> Any:
     """What the user's function returns at a rank."""
     world, per_node = request["world"], request["per_node"]
-    said = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank % per_node, "LOCAL_WORLD_SIZE": per_node}
-    said |= {"GROUP_RANK": rank // per_node, "MASTER_PORT": 29500}
-    os.environ.update({name: str(value) for name, value in said.items()} | {"MASTER_ADDR": "localhost"})
+    environment = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank % per_node, "LOCAL_WORLD_SIZE": per_node}
+    environment |= {"GROUP_RANK": rank // per_node, "MASTER_PORT": 29500}
+    os.environ.update({name: str(value) for name, value in environment.items()} | {"MASTER_ADDR": "localhost"})
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     _stand_ins(world, per_node)
     function = _found(request["function"])
@@ -158,11 +158,13 @@ def _state_dict(request: Mapping[str, Any], rank: int) -> Any:
     with ExitStack() as stack:
         for mode in (FakeTensorMode(allow_non_fake_inputs=True), small(), _NoGpu()):
             stack.enter_context(mode)
-        found = function(*arguments)
-        if isinstance(found, dict):  # as torch.distributed.checkpoint.load does
-            found = {key: found[key] for key in sorted(found)}
-            found = {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in found.items()}
-    return found
+        state_dict = function(*arguments)
+        if isinstance(state_dict, dict):  # as torch.distributed.checkpoint.load does
+            state_dict = {key: state_dict[key] for key in sorted(state_dict)}
+            state_dict = {
+                key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state_dict.items()
+            }
+    return state_dict
 
 
 def _found(spec: str) -> Callable[..., Any]:
@@ -172,11 +174,11 @@ def _found(spec: str) -> Callable[..., Any]:
     if where.endswith(".py"):
         path = Path(where).resolve()
         sys.path.insert(0, str(path.parent))
-        found = importlib.util.spec_from_file_location(path.stem, path)
-        assert found is not None and found.loader is not None
-        module = importlib.util.module_from_spec(found)
+        module_spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert module_spec is not None and module_spec.loader is not None
+        module = importlib.util.module_from_spec(module_spec)
         sys.modules[path.stem] = module
-        found.loader.exec_module(module)
+        module_spec.loader.exec_module(module)
     else:
         module = importlib.import_module(where)
     function: Any = module
@@ -222,26 +224,26 @@ def _wanted(state_dict: dict[str, Any], stored: frozenset[str]) -> Iterator[list
 def _answer(folder: Path, request: Mapping[str, Any], rank: int) -> dict[str, Any]:
     """`{"entries": ...}`, or `{"failed": sentence, "error": lines}`."""
     try:
-        found = _state_dict(request, rank)
+        state_dict = _state_dict(request, rank)
     except SystemExit as error:
         return {"failed": f"called exit({error.code!r})", "error": []}
     except BaseException as error:
-        return {"failed": "raised an error", "error": _told(error, request["function"])}
-    if not isinstance(found, dict):
-        return {"failed": f"returned {type(found).__name__}, not a dict", "error": []}
+        return {"failed": "raised an error", "error": _error_lines(error, request["function"])}
+    if not isinstance(state_dict, dict):
+        return {"failed": f"returned {type(state_dict).__name__}, not a dict", "error": []}
     try:
-        return {"entries": [*_wanted(found, frozenset(request["keys"]))]}
+        return {"entries": [*_wanted(state_dict, frozenset(request["keys"]))]}
     except Exception as error:
-        return {"failed": "returned what torch cannot load into", "error": _told(error, request["function"])}
+        return {"failed": "returned what torch cannot load into", "error": _error_lines(error, request["function"])}
 
 
-def _told(error: BaseException, function: str) -> list[str]:
+def _error_lines(error: BaseException, function: str) -> list[str]:
     """The error with where it comes from: the last line of the user's own file, and the line that raised."""
     frames = traceback.extract_tb(error.__traceback__)
     outside = [frame for frame in frames if frame.filename != __file__ and not _is_library(frame.filename)]
     lines = [f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}: {frame.line}" for frame in outside[-1:]]
-    said = "".join(traceback.format_exception_only(error)).strip().splitlines()
-    return [printable(line) for line in (*lines, *said[:_LINES])]
+    message = "".join(traceback.format_exception_only(error)).strip().splitlines()
+    return [printable(line) for line in (*lines, *message[:_LINES])]
 
 
 def _is_library(file: str) -> bool:

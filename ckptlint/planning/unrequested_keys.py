@@ -28,7 +28,7 @@ def unrequested_keys(ckpt: Checkpoint, job: Job) -> Iterator[Constraint]:
     Args:
         job: of the exact form; the quick one takes all to be asked for.
     """
-    asked = {wish.key for wish in job.wishes}
+    asked = {request.key for request in job.requests}
     stored = [*ckpt.tensors, *(item.fqn for item in ckpt.objects), *(item.fqn for item in ckpt.byte_objects)]
     parts = _left_out(stored, asked, part_of_key)
     for name, keys in parts.items():

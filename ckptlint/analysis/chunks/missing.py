@@ -62,7 +62,7 @@ def unnamed_bytes(ckpt: Checkpoint, least: int = 1) -> Mapping[str, tuple[tuple[
     Left out are files that were not looked at, files with an entry at a negative place, and files whose entries tell
     no place.
     """
-    table, found = ckpt.records, {}
+    table, gaps_by_file = ckpt.records, {}
     order = np.lexsort((table.byte_offset, table.file))
     bounds = np.searchsorted(table.file[order], np.arange(len(ckpt.files) + 1))
     for number in _with_room(ckpt, order, least).tolist():
@@ -73,8 +73,8 @@ def unnamed_bytes(ckpt: Checkpoint, least: int = 1) -> Mapping[str, tuple[tuple[
         nexts = np.concatenate([table.byte_offset[rows], [file.size]])
         wide = np.flatnonzero(nexts - reached >= least).tolist()
         if wide:
-            found[file.name] = tuple((int(reached[i]), int(nexts[i])) for i in wide)
-    return found
+            gaps_by_file[file.name] = tuple((int(reached[i]), int(nexts[i])) for i in wide)
+    return gaps_by_file
 
 
 def _with_room(ckpt: Checkpoint, order: IntArray, least: int) -> IntArray:
@@ -104,7 +104,7 @@ def lost_records(ckpt: Checkpoint) -> Mapping[tuple[str, Box], LostRecord]:
     rank_of_file = dict(zip(ckpt.files.names, ranks_of_files(ckpt).tolist(), strict=True))
     for file, gaps in unnamed_bytes(ckpt).items():
         by_rank[rank_of_file[file]] += [(file, start, stop - start) for start, stop in gaps]
-    found = {}
+    records = {}
     for tensor in ckpt.sound_tensors() if by_rank else ():
         for region in tensor.tiling.coverage.missing[:_REGIONS] if tensor.tiling.live.any() else ():
             lengths = _record_lengths(ckpt, tensor, region)
@@ -112,8 +112,8 @@ def lost_records(ckpt: Checkpoint) -> Mapping[tuple[str, Box], LostRecord]:
             if hits and len({file for file, *_ in hits}) == 1:
                 file, _, length = hits[0]
                 starts = tuple(start for name, start, size in hits if (name, size) == (file, length))
-                found[tensor.fqn, region] = LostRecord(tensor.fqn, region, file, starts, length)
-    return found
+                records[tensor.fqn, region] = LostRecord(tensor.fqn, region, file, starts, length)
+    return records
 
 
 def _where_lost(
@@ -230,7 +230,7 @@ def _by_siblings(ckpt: Checkpoint, tensor: Tensor, region: Box) -> Absent | None
     if len(tensor.chunks) > _PARTS:
         return None
     ranks = _rank_by_box(ckpt, tensor)
-    found: dict[int, Absent] = {}
+    absent_by_rank: dict[int, Absent] = {}
     for other in _whole_tensors(ckpt).get(tensor.global_shape, ()):
         theirs = _rank_by_box(ckpt, other)
         shared = ranks.keys() & theirs.keys()
@@ -240,22 +240,22 @@ def _by_siblings(ckpt: Checkpoint, tensor: Tensor, region: Box) -> Absent | None
         moved = [box for box in shared if ranks[box] != theirs[box]]
         if len(moved) < 2 and all(ranks[box] == rank for box in moved):
             instead = (moved[0], theirs[moved[0]]) if moved else None
-            found.setdefault(rank, Absent((rank,), f"it saved the same part of {other.fqn}", instead))
-    return next(iter(found.values())) if len(found) == 1 and -1 not in found else None
+            absent_by_rank.setdefault(rank, Absent((rank,), f"it saved the same part of {other.fqn}", instead))
+    return next(iter(absent_by_rank.values())) if len(absent_by_rank) == 1 and -1 not in absent_by_rank else None
 
 
 @fact
 def _whole_tensors(ckpt: Checkpoint) -> Mapping[tuple[int, ...], list[Tensor]]:
     """Shape -> the first tensors of it that are whole."""
-    found: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
+    whole_tensors: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
     for tensor in ckpt.sound_tensors():
         if (
             len(tensor.chunks) <= _PARTS
-            and len(found[tensor.global_shape]) < _SIBLINGS
+            and len(whole_tensors[tensor.global_shape]) < _SIBLINGS
             and not tensor.tiling.coverage.missing
         ):
-            found[tensor.global_shape].append(tensor)
-    return found
+            whole_tensors[tensor.global_shape].append(tensor)
+    return whole_tensors
 
 
 def _rank_by_box(ckpt: Checkpoint, tensor: Tensor) -> Mapping[Box, int]:

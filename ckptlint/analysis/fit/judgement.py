@@ -126,8 +126,8 @@ class Fit:
         Of a training checkpoint with a configuration that no library wrote nobody knows which class its job builds.
         """
         open_ = [name for name in self.open if not self.is_export or name in {*fields}]
-        said = f"{self.expected.source} does not set {first_names(open_, 3)}: ckptlint assumed defaults"
-        return self.doubt or (said if open_ else "")
+        assumed = f"{self.expected.source} does not set {first_names(open_, 3)}: ckptlint assumed defaults"
+        return self.doubt or (assumed if open_ else "")
 
     def doubt_that_exists(self, name: str) -> str:
         """Why the model may lack an expected tensor; "" where it cannot."""
@@ -264,14 +264,14 @@ def foreign_sizes(ckpt: Checkpoint) -> tuple[Contradiction, ...]:
         for dim, size, wanted in zip(expected.dims, shape, expected.shape, strict=False):
             seen[dim].add(size)
             declared[dim], shown[dim] = wanted, stored
-    found: dict[str, Contradiction] = {}
+    contradicted: dict[str, Contradiction] = {}
     for dim, sizes in seen.items():
         if len(sizes) == 1 and (size := sizes.pop()) != declared[dim]:
             ratio = Fraction(size, declared[dim] or 1)
             is_part = ratio.numerator == 1 and dim not in ("hidden_size", "num_layers")
             item = Contradiction(dim, Declared(declared[dim], fit.expected.source), size, shown[dim])
-            found.setdefault(f"1/{ratio.denominator}" if is_part else dim, item)
-    return tuple(found.values())
+            contradicted.setdefault(f"1/{ratio.denominator}" if is_part else dim, item)
+    return tuple(contradicted.values())
 
 
 # ---------------------------------------------------------------- the judgement
@@ -372,8 +372,8 @@ class _Judge:
         for block, layers in _by_layer(missing).items():
             if any(tails in moved for tails in layers.values()):
                 lost.discard(_tower(f"{block}.", homes))  # its layers are stored, under other names
-        found = {self._root(home) if self._is_lost(home) else home for home in lost if home is not None}
-        return tuple(sorted(found)) if towers - {None} else ()
+        roots = {self._root(home) if self._is_lost(home) else home for home in lost if home is not None}
+        return tuple(sorted(roots)) if towers - {None} else ()
 
     def _is_lost(self, tower: str) -> bool:
         """Whether an absent tower has a section of the configuration, and nothing says that the export is a part."""
@@ -445,9 +445,9 @@ class _Judge:
         return max((count for _, count in self._mtp_fields()), default=0)
 
     def _mtp_fields(self) -> Iterator[tuple[str, int]]:
-        for part in (self.config, *(part for part in self.config.values() if isinstance(part, Mapping))):
+        for section in (self.config, *(section for section in self.config.values() if isinstance(section, Mapping))):
             for name in _MTP:
-                if isinstance(count := part.get(name), int):
+                if isinstance(count := section.get(name), int):
                     yield name, count
 
     def _sorted_unknown(self, missing: list[str]) -> tuple[list[str], list[str], list[str]]:
@@ -485,7 +485,7 @@ class _Judge:
 
     def _mtp_shapes(self) -> list[ShapeDifference]:
         """Weights of layers for multi-token prediction of a shape that they have in none of the model's layers."""
-        found: list[ShapeDifference] = []
+        differences: list[ShapeDifference] = []
         for start, tensors, others in self._mtp_layers():
             like, odd, fitting = others[0][0], dict[str, ShapeDifference](), set()
             for tail in sorted(tensors & others[0][1]):
@@ -498,11 +498,11 @@ class _Judge:
                     fitting.add(tail.partition(".")[0])
             modules = {tail.partition(".")[0] for tail in odd}
             if len(modules) > 1 or modules & fitting:  # one module alone may be built with another width
-                found += odd.values()
-        return found
+                differences += odd.values()
+        return differences
 
     def _shapes(self) -> list[ShapeDifference]:
-        found = []
+        differences = []
         for name, stored in self.pairing.stored.items():
             tensor, expected = self.ckpt.tensors[stored], self.tensors[name]
             if tensor.global_shape == expected.shape or tensor.is_flattened or self._is_value_head(name):
@@ -511,8 +511,8 @@ class _Judge:
                 continue
             same = len(tensor.global_shape) == len(expected.shape)
             axes = [i for i, (a, b) in enumerate(zip(tensor.global_shape, expected.shape, strict=False)) if a != b]
-            found.append(ShapeDifference(name, tensor, expected, tuple(axes) if same else ()))
-        return found
+            differences.append(ShapeDifference(name, tensor, expected, tuple(axes) if same else ()))
+        return differences
 
     def _is_value_head(self, name: str) -> bool:
         """Whether a key is of an output layer of one row, as a critic or a reward model has it instead of its own."""
@@ -577,11 +577,11 @@ def _place(name: str) -> _Place | None:
 
 def _by_layer(names: Iterable[str]) -> dict[str, dict[int, set[str]]]:
     """Block of layers -> number -> what stands behind it in the keys."""
-    found: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+    tails_by_layer: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     for name in names:
         if place := _place(name):
-            found[place.block][place.number].add(name.removeprefix(f"{place.block}.{place.number}."))
-    return found
+            tails_by_layer[place.block][place.number].add(name.removeprefix(f"{place.block}.{place.number}."))
+    return tails_by_layer
 
 
 def numbered_layer(name: str) -> tuple[str, int] | None:

@@ -60,7 +60,7 @@ class NumberedFiles(NamedTuple):
 def numbered_files(ckpt: Checkpoint) -> list[NumberedFiles]:
     """The sets that may count ranks or objects: of state that can be pickled, not of logs, and not steps."""
     groups: dict[tuple[str, int], dict[int, StepFile]] = defaultdict(dict)
-    found = []
+    sets = []
     for file in ckpt.step_files:
         folder, slash, name = file.name.rpartition("/")
         if counted := number_of(name):
@@ -76,15 +76,15 @@ def numbered_files(ckpt: Checkpoint) -> list[NumberedFiles]:
         if counted := number_of(name):
             counted_by = counted[0].counted_by
             counts, axis = (counted_by, "world") if counted_by != "dp rank" else ("rank", "dp")
-            found.append(NumberedFiles(pattern, counted[0].name, counts, axis, files))
+            sets.append(NumberedFiles(pattern, counted[0].name, counts, axis, files))
         elif len(files) > 1:
             before = pattern.rpartition("/")[2].partition("{}")[0]
             rank = _RANK.fullmatch(before)
             family = family_of(name)
             what = family.name if family is not None else f"{before.rstrip('-_.')} file"
             axis = (rank["axis"] or "world").lower() if rank else "world"
-            found.append(NumberedFiles(pattern, what, "rank" if rank else "", axis, files))
-    return found
+            sets.append(NumberedFiles(pattern, what, "rank" if rank else "", axis, files))
+    return sets
 
 
 def is_one_of_several(ckpt: Checkpoint, name: str) -> bool:

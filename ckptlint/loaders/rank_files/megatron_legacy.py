@@ -81,37 +81,41 @@ def read_legacy(folder: Folder, look_at_files: bool) -> Checkpoint:
     files = SetFiles(folder, look_at_files)
     ranks = [_opened(files, name) for name in rank_folders(folder)]
     sizes, source = _sizes(ranks)
-    places = {rank.folder: place_of(rank.folder, sizes) for rank in ranks}
-    if outside := [rank.folder for rank in ranks if places[rank.folder] is None]:
+    coordinates = {rank.folder: place_of(rank.folder, sizes) for rank in ranks}
+    if outside := [rank.folder for rank in ranks if coordinates[rank.folder] is None]:
         files.problems.append(_leftover(outside, sizes))
-    known = {place: rank for rank in ranks if (place := places[rank.folder]) is not None and rank.model is not None}
-    reading = _Reading(sizes, known)
-    reading.read()
+    known = {
+        coordinate: rank
+        for rank in ranks
+        if (coordinate := coordinates[rank.folder]) is not None and rank.model is not None
+    }
+    reader = _RankReader(sizes, known)
+    reader.read()
     for i, file in enumerate(files.files):
-        if (place := places[file.name.rpartition("/")[0]]) is not None:
-            files.files[i] = replace(file, numbers=_numbers(place, sizes))
+        if (coordinate := coordinates[file.name.rpartition("/")[0]]) is not None:
+            files.files[i] = replace(file, numbers=_numbers(coordinate, sizes))
     grid_text = f"{_grid_text(sizes)} in {source}"
-    rank_files = reading.statements.of(files.files, {grid_text: [*_expected(sizes, ranks)]})
+    rank_files = reader.statements.of(files.files, {grid_text: [*_expected(sizes, ranks)]})
     lost = sum(map(len, rank_files.missing.values()))
-    used = next((rank.model for rank in reading.ranks.values() if rank.model is not None), None)
+    used = next((rank.model for rank in reader.ranks.values() if rank.model is not None), None)
     common = None
     if used is not None:
         common = CommonState(used.label, {name: used.found.root[name] for name in _COMMON if name in used.found.root})
     declared, config, config_problems = read_configs(folder, common)
-    short = lost + sum(not file.is_read for file in files.files) + len(known) - len(reading.ranks)
+    short = lost + sum(not file.is_read for file in files.files) + len(known) - len(reader.ranks)
     labels = [file.name for file in files.files]
     problems = files.problems
     if used is None:
         problems = [replace(problem, blocks=True) for problem in problems] or [_no_models(labels)]
     return files.checkpoint(
-        reading.columns,
+        reader.columns,
         rank_files,
         format="megatron-legacy",
         common=common,
         declared=declared,
         config=config,
         topology=read_topology(declared, empty_objects(), None),
-        problems=problems + reading.notes + config_problems,
+        problems=problems + reader.notes + config_problems,
         readable=used is not None,
         partial=f"{short} of {len(labels) + lost} rank files are missing or unusable" if short else "",
         metadata_file=labels[0] if len(labels) == 1 else f"{labels[0]} .. {labels[-1]}",
@@ -240,7 +244,7 @@ RankTensorsByName = dict[str, list[_RankTensor]]
 
 
 @dataclass(slots=True)
-class _Reading:
+class _RankReader:
     """What the files of all ranks say, and where their parts lie.
 
     Attributes:

@@ -56,20 +56,20 @@ def read_verl(folder: Folder, look_at_files: bool) -> Checkpoint:
     world = verl_name(file_set.files[0])[1]
     if world > _RANKS_LIMIT:
         raise LimitError(f"counts {world:,} ranks in its name, the limit is {_RANKS_LIMIT:,}")
-    files, reading = SetFiles(folder, look_at_files), _Reading(world)
+    files, reader = SetFiles(folder, look_at_files), _RankReader(world)
     for name in file_set.files:
         kind, _, rank = verl_name(name)
         if (opened := files.open(name, _KINDS[kind], {"rank": rank}, "dict", is_dict)) is not None:
-            reading.files[kind, rank] = opened
-    reading.read(folder)
+            reader.files[kind, rank] = opened
+    reader.read(folder)
     if (stated := _stated_world(folder)) is not None:
-        reading.statements.note_if_different(
+        reader.statements.note_if_different(
             "world size", [*((world, file.name) for file in files.files), (stated, _CONFIG)]
         )
     files.problems += _leftovers(sets, file_set) + _beyond(folder)
     grid = {f"the world size {world} in the names of the files": _expected(folder, file_set, world)}
-    rank_files = reading.statements.of(files.files, grid)
-    return replace(_checkpoint(files, reading, rank_files), format="verl")
+    rank_files = reader.statements.of(files.files, grid)
+    return replace(_checkpoint(files, reader, rank_files), format="verl")
 
 
 def read_flat(folder: Folder, look_at_files: bool) -> Checkpoint:
@@ -92,20 +92,20 @@ def read_flat(folder: Folder, look_at_files: bool) -> Checkpoint:
     models = {rank: _inner(file, state_of(file.found.root)) for rank, file in opened.items()}
     worlds = [(_world(value), file.label) for file in models.values() for value in _values(file.found.root)]
     world, where = max(worlds, default=(0, ""))
-    reading = _Reading(world or last + 1, is_flat=True)
+    reader = _RankReader(world or last + 1, is_flat=True)
     for rank, file in opened.items():
-        reading.files["model", rank] = models[rank]
+        reader.files["model", rank] = models[rank]
         if is_dict(optimizer := file.found.root.get("optimizer")):
-            reading.files["optim", rank] = _inner(file, optimizer)
+            reader.files["optim", rank] = _inner(file, optimizer)
     steps = [(file.found.root.get("iteration"), file.label) for file in opened.values()]
-    reading.statements.note_if_different("step", [item for item in steps if type(item[0]) is int], text="{:,}".format)
-    reading.read(folder)
+    reader.statements.note_if_different("step", [item for item in steps if type(item[0]) is int], text="{:,}".format)
+    reader.read(folder)
     for other in others:
         sentence = f"ckptlint did not read {plural(len(other.files), 'file')} of another save beside {save}*"
         files.problems.append(Problem("note", printable(other.files[0]), sentence, why="ckptlint reads the newest one"))
     grid = f"{where} holds tensors of {plural(world, 'rank')}" if world else "the numbers in the names of the files"
-    expected = [RankFile(f"{save}{rank}.{extension}", "model", {"rank": rank}) for rank in range(reading.world)]
-    return _checkpoint(files, reading, reading.statements.of(files.files, {grid: expected}))
+    expected = [RankFile(f"{save}{rank}.{extension}", "model", {"rank": rank}) for rank in range(reader.world)]
+    return _checkpoint(files, reader, reader.statements.of(files.files, {grid: expected}))
 
 
 @fact
@@ -121,29 +121,29 @@ def _inner(file: OpenedFile, root: Any) -> OpenedFile:
     return replace(file, found=replace(file.found, root=root if is_dict(root) else {}))
 
 
-def _checkpoint(files: SetFiles, reading: _Reading, rank_files: RankFileSet) -> Checkpoint:
+def _checkpoint(files: SetFiles, reader: _RankReader, rank_files: RankFileSet) -> Checkpoint:
     """What was read of the files of ranks."""
     lost = [file for missing in rank_files.missing.values() for file in missing]
     absent = [*lost, *(file for file in files.files if not file.is_read)]
-    doubtful = sum(file.kind != "random state" for file in absent) + len(reading.left_out)
+    doubtful = sum(file.kind != "random state" for file in absent) + len(reader.left_out)
     partial = f"{doubtful} of {len(files.files) + len(lost)} rank files are missing or unusable" if doubtful else ""
-    if reading.unplaced and not doubtful:
-        partial = f"the rank files contradict each other on {plural(len(reading.unplaced), 'key')}"
+    if reader.unplaced and not doubtful:
+        partial = f"the rank files contradict each other on {plural(len(reader.unplaced), 'key')}"
     first, last = files.files[0].name, files.files[-1].name
     label = f"{first} .. {last}" if first != last else first
-    readable = any(kind != "extra_state" for kind, _ in reading.files)
+    readable = any(kind != "extra_state" for kind, _ in reader.files)
     if not readable and not files.problems and any(file.kind == "model" for file in lost):
         sentence, why = f"no rank has a file of the model beside {label}", "they hold random states alone"
         files.problems.append(Problem("incomplete", label, sentence, why=why, blocks=True))
     declared, config, config_problems = read_configs(files.folder, None)
     return files.checkpoint(
-        reading.columns,
+        reader.columns,
         rank_files,
         format="fsdp-ranks",
         declared=declared,
         config=config,
-        topology=read_topology(declared, empty_objects(), None, range(reading.world)),
-        step_files=reading.step_files,
+        topology=read_topology(declared, empty_objects(), None, range(reader.world)),
+        step_files=reader.step_files,
         problems=files.problems + config_problems,
         readable=readable,
         partial=partial,
@@ -241,7 +241,7 @@ Places = list[Shape | None]
 
 
 @dataclass(slots=True)
-class _Reading:
+class _RankReader:
     """What the files of all ranks say, and where their parts lie."""
 
     world: int
