@@ -1,4 +1,4 @@
-"""The quantised weights of a checkpoint: how each is stored, and what the configuration says of it."""
+"""The quantised weights of a checkpoint: their stored tensors, and the quantisation that the configuration declares."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ _UNFINISHED = ("initialized", "calibration", "frozen")  # compressed-tensors 0.2
 
 
 class Declaration(NamedTuple):
-    """What the configuration says of the quantisation.
+    """The quantisation that a configuration declares.
 
     Attributes:
-        file: where it says so.
-        words: the scheme as it stands there.
-        schemes: those that it means; empty where it means none that is known.
-        options: of each group of weights, by name: bits, group, tall, wide, bits of the KV cache; its strategy; whether
-            it is symmetric.
-        ignored: patterns (`fnmatch`) and parts of names of modules that are not quantised.
-        is_exact: whether nothing of it is left open: every group and every pattern was understood.
-        beside: what ModelOpt's own file says, where the configuration says something, too.
+        file: name of the declaring file.
+        words: the scheme, as written in that file.
+        schemes: the matching schemes; empty where none is known.
+        options: settings of each group of weights: bits, group size, rows (`tall`) and columns (`wide`) of a block,
+            bits of the KV cache, strategy, symmetry.
+        ignored: `fnmatch` patterns or name parts of modules that stay unquantised.
+        is_exact: whether every group and every pattern was understood.
+        beside: the declaration in ModelOpt's own file, where config.json has one too.
     """
 
     file: str
@@ -50,7 +50,7 @@ class Declaration(NamedTuple):
     beside: Declaration | None = None
 
     def asks_for(self, part: Part) -> bool | None:
-        """Whether all weights have a part (True) or none has (False); None where nothing of it is declared."""
+        """Whether all weights have this part (True) or none (False); None where the declaration leaves it open."""
         answers = {
             tuple(options.get(name) == value for name, value in part.declared.items()) for options in self.options
         }
@@ -58,11 +58,11 @@ class Declaration(NamedTuple):
         return None if is_open or not part.declared or len(answers) != 1 else all(next(iter(answers)))
 
     def names(self, module: str) -> bool:
-        """Whether a module stands among those left as they were, under its name or a pattern of the whole name."""
+        """Whether the ignore list names this module, exactly or by a pattern of its full name."""
         return any(fnmatchcase(module, entry) or module.endswith(f".{entry}") for entry in self.ignored)
 
     def ignores(self, name: str) -> bool:
-        """Whether a module, or all with such a name, is left as it was."""
+        """Whether the ignore list may cover a name, including by substring."""
         return any(entry in name or fnmatchcase(name, entry) for entry in self.ignored)
 
 
@@ -73,7 +73,7 @@ class QuantisedWeight:
     Attributes:
         weight: the key that it has unquantised.
         codes: the tensor that holds its codes.
-        parts: what is stored with it.
+        parts: scales, zero points and other tensors stored with it.
     """
 
     weight: str
@@ -88,11 +88,11 @@ class QuantisedWeight:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Quantisation:
-    """The quantised weights, and what is left over.
+    """All quantised weights of a checkpoint.
 
     Attributes:
-        known: schemes of which a whole weight is stored, or that are declared.
-        alone: scheme -> key of a needed part -> the weight's key, where no codes of it are stored.
+        known: schemes that are declared, or that at least one complete weight uses.
+        alone: scheme -> key of a needed part -> key of its weight, whose codes are not stored.
     """
 
     declared: Declaration | None
@@ -103,7 +103,7 @@ class Quantisation:
 
 @fact
 def quantisation(ckpt: Checkpoint) -> Quantisation:
-    """How the weights are quantised; without any and without a declaration there is nothing in it."""
+    """The quantised weights; empty without any and without a declaration."""
     declared = _declaration(ckpt)
     with_parts = quantised_weights(ckpt.tensors)
     few = (tensor for key, tensor in ckpt.tensors.items() if key in with_parts or tensor.dtype not in WIDE)
@@ -120,9 +120,15 @@ def quantisation(ckpt: Checkpoint) -> Quantisation:
     roles = {role(one.weight) for key_candidates in candidates.values() for one in key_candidates if one.parts}
     weights = []
     for key_candidates in candidates.values():
+        # Codes alone do not name their scheme: FP8, int8 and packed int4 share dtypes. The fullest set of parts
+        # decides, then the declaration, then what most complete weights use, so that one lost scale does not change the
+        # scheme of a weight.
         best = max(
             key_candidates, key=lambda one: (_rank(one), one.scheme in expected, complete[one.scheme], len(one.parts))
         )
+        # Codes without any part are a weight only under a scheme that is declared or complete elsewhere. Other integer
+        # tensors (QNT001: "whole numbers with scales of another name beside them, and buffers of indices") stay
+        # unjudged.
         is_weight = best.weight.endswith("weight") or role(best.weight) in roles
         is_sure = best.scheme in expected or complete[best.scheme]
         if best.parts or (is_weight and is_sure):
@@ -139,7 +145,7 @@ def _rank(one: QuantisedWeight) -> int:
 
 
 def _candidates(ckpt: Checkpoint, tensor: Tensor) -> Iterator[QuantisedWeight]:
-    """What a tensor may be the codes of: a weight in each scheme that has such codes."""
+    """The weights whose codes a tensor may be, one for each scheme with such a dtype."""
     for scheme in _by_dtype().get(tensor.dtype, ()):
         if len(tensor.global_shape) < len(scheme.axes):
             continue
@@ -163,7 +169,7 @@ def _by_dtype() -> dict[str, list[Scheme]]:
 
 
 def _stored(ckpt: Checkpoint, part: Part, weight: str) -> Tensor | None:
-    """A part of a weight, where it has a dtype that it may have."""
+    """The stored tensor of a part; None where it is absent or its dtype fits no such part."""
     for name in part.names:
         tensor = ckpt.tensors.get(named(name, weight))
         dtypes = part.common.get(name, part.dtypes)
@@ -173,7 +179,7 @@ def _stored(ckpt: Checkpoint, part: Part, weight: str) -> Tensor | None:
 
 
 def stored_otherwise(ckpt: Checkpoint, part: Part, one: QuantisedWeight) -> Tensor | None:
-    """What is stored under the name of a part of a weight, in a dtype that no such part has."""
+    """The tensor under the name of a part whose dtype no such part has; None without one."""
     if part in one.parts:
         return None
     keys = (named(name, one.weight) for name in part.names if name not in part.common)
@@ -183,11 +189,11 @@ def stored_otherwise(ckpt: Checkpoint, part: Part, one: QuantisedWeight) -> Tens
 def _alone(
     ckpt: Checkpoint, known: frozenset[Scheme], used: set[str], roles: set[str]
 ) -> Mapping[Scheme, dict[str, str]]:
-    """Parts that nothing has but a weight of a known scheme, whose codes are not stored.
+    """Parts that only a weight of a known scheme can have, where its codes are not stored.
 
     Args:
-        used: the keys of weights and of their parts.
-        roles: of the weights that are stored quantised.
+        used: keys of quantised weights and of their parts.
+        roles: roles of the quantised weights.
     """
     keys_by_scheme: dict[Scheme, dict[str, str]] = defaultdict(dict)
     needed = [
@@ -213,10 +219,10 @@ def _alone(
 
 
 def _is_of_a_weight(scale: Tensor, weight: str, scheme: Scheme) -> bool:
-    """Whether what a scale belongs to by its name is a weight.
+    """Whether the name of a scale refers to a weight.
 
     An attention layer has scales of its KV cache, which are called `k_scale` as if there were a weight `k`
-    (compressed-tensors, Quark, ModelOpt, vLLM). They are one number, or one for each head; a cache is of no expert.
+    (compressed-tensors, Quark, ModelOpt, vLLM). They hold one number, or one per head, and never belong to an expert.
     """
     if scheme.weight != _BARE or weight.endswith("weight") or parse(weight).in_experts:
         return True
@@ -227,7 +233,7 @@ def _is_of_a_weight(scale: Tensor, weight: str, scheme: Scheme) -> bool:
 
 
 def misfit(one: QuantisedWeight, part: Part, declared: Declaration | None) -> str:
-    """The shape that a part should have, as text, where it has another; "" where it fits or nobody knows."""
+    """The expected shape of a part as text, where the stored one differs; "" where it fits or is unknown."""
     lead = one.codes.global_shape[: -len(one.scheme.axes)]
     sizes = _sizes(one)
     shape = one.parts[part].global_shape
@@ -243,6 +249,8 @@ def misfit(one: QuantisedWeight, part: Part, declared: Declaration | None) -> st
             if kind == strategy or strategy not in part.shapes:
                 wanted += (tuple(_size(text, stated) for text in texts) for texts in shapes)
     for sizes_wanted in wanted:
+        # Experts may be stacked before the axes of the codes, and some writers keep one scale for the whole stack: both
+        # the stacked and the bare shape are legal (QNT002: "scales of experts in one tensor").
         for before in {lead, ()}:
             full = (*before, *sizes_wanted)
             if len(full) == len(shape) and all(a in (None, b) for a, b in zip(full, shape, strict=True)):
@@ -253,19 +261,21 @@ def misfit(one: QuantisedWeight, part: Part, declared: Declaration | None) -> st
 
 
 def _sizes(one: QuantisedWeight) -> dict[str, int]:
-    """The axes of the codes of a weight, and the bytes of each code."""
+    """Sizes of the axes of the codes by name, and `item`: bytes of one code."""
     shape = one.codes.global_shape[-len(one.scheme.axes) :]
     return {**dict(zip(one.scheme.axes, shape, strict=True)), "item": ITEM_BITS.get(one.codes.dtype, 8) // 8}
 
 
 def in_other_blocks(weights: list[QuantisedWeight]) -> Iterator[tuple[QuantisedWeight, Part, str]]:
-    """Weights with a scale for each block of another size than most have; the part, and the shape that it should be."""
+    """Weights whose block size differs from that of most weights: (weight, part, expected shape as text)."""
     fits: dict[Part, list[tuple[QuantisedWeight, set[str]]]] = defaultdict(list)
     for one in weights:
         for part, tensor in one.parts.items():
             texts = {text for (text,) in part.shapes.get("same_block", ())}
             fits[part].append((one, {text for text in texts if (_size(text, _sizes(one)),) == tensor.global_shape}))
     for part, alike in fits.items():
+        # No file declares the block size here, and a short absmax fits a larger block. Only a majority of the weights
+        # shows the real size (QNT002: "4 bits of bitsandbytes: half of absmax is lost in one layer of three").
         (usual, count), *_ = Counter(text for _, texts in alike for text in texts).most_common(1) or [("", 0)]
         for one, texts in alike if 2 * count > len(alike) else ():
             if texts and usual not in texts:
@@ -273,7 +283,7 @@ def in_other_blocks(weights: list[QuantisedWeight]) -> Iterator[tuple[QuantisedW
 
 
 def _size(text: str, sizes: Mapping[str, Any]) -> int | None:
-    """The value of an expression; None where a size in it is not known."""
+    """The value of an expression over sizes; None where it uses an unknown size."""
     from ckptlint.architecture.expressions import ExpressionError, parse_expression, whole
 
     try:
@@ -297,7 +307,7 @@ def _declaration(ckpt: Checkpoint) -> Declaration | None:
 
 
 def _method(found: Mapping[str, Any]) -> str:
-    """`quant_method`; of the forms that do not name one, what they are."""
+    """`quant_method`, or the method that the fields imply where it is absent; "" for neither."""
     method = found.get("quant_method")
     if isinstance(method, str) and method:
         return method
@@ -305,7 +315,7 @@ def _method(found: Mapping[str, Any]) -> str:
 
 
 def _understood(file: str, method: str, config: Mapping[str, Any]) -> Declaration:
-    """What a quantisation config declares: schemes, options of each group, and what it leaves unquantised."""
+    """Parse a quantisation config into schemes, options of each group and ignored modules."""
     groups = config.get("config_groups")
     parts = [group for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else [config]
     meant: dict[Scheme, None] = {}
@@ -334,7 +344,7 @@ def _is_meant(facts: Mapping[str, str], wanted: Mapping[str, str]) -> bool:
 
 
 def _options(weights: Mapping[str, Any], found: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Bits, group, rows and columns of a block, and strategy, by our names."""
+    """The settings of one group of weights under ckptlint's names (see `Declaration.options`)."""
     if found.get("dynamic") and isinstance(found["dynamic"], dict):  # gptqmodel: other sizes for some modules
         return {}
     block = weights.get("block_structure") or found.get("weight_block_size")
@@ -358,9 +368,9 @@ def _is_count(value: object) -> bool:
 
 
 def _ignored(found: Mapping[str, Any]) -> tuple[tuple[str, ...], bool]:
-    """The modules that a configuration leaves unquantised, and whether all of the patterns mean something here.
+    """The modules that a configuration leaves unquantised, and whether every pattern was understood.
 
-    A pattern that is more than text and `.*` is never run.
+    Regular expressions come from an untrusted file and are never run: only plain text and `.*` are understood.
     """
     entries: list[object] = []
     for name in _IGNORED:

@@ -1,6 +1,6 @@
-"""Depths `headers` and `data`: what the records themselves say, next to what the metadata says about them.
+"""Reads the payload at depths `headers` and `data`, and compares the records with the metadata.
 
-Each payload file is read by one thread: at depth `headers` both ends of each record, at depth `data` then all of it.
+One thread reads each payload file: at depth `headers` both ends of each record, at depth `data` all of it.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ _T = TypeVar("_T")
 
 
 def read_payload(folder: Folder, ckpt: Checkpoint, how: ReadOptions, hashes: Gatherers | None = None) -> Checkpoint:
-    """The checkpoint with `payload`, and with the problems that its records are.
+    """The checkpoint with its `payload` table, and with a problem for each unreadable record.
 
     Args:
-        hashes: key -> what gathers the hashes of the tensor, at depth `data`; more than one after rounding.
+        hashes: key -> collectors of the tensor's row hashes at depth `data`, one for each dtype it is rounded to.
 
     Raises:
         AccessError: a read was refused.
@@ -86,12 +86,12 @@ def read_payload(folder: Folder, ckpt: Checkpoint, how: ReadOptions, hashes: Gat
 
 
 class Reader:
-    """One reading of one checkpoint's payload, by this process or by several that each read a share.
+    """Reads the payload of one checkpoint, or this process's share of it.
 
     Args:
-        share: int64 [k], ascending, the rows of `Checkpoint.records` to read; None for all.
-        leads: whether this process also looks at what no record is in; one of several does.
-        hashes: as `read_payload` has it.
+        share: int64 [k], ascending, rows of `Checkpoint.records` to read; None for all.
+        leads: whether this process also reads files without records; one of several processes does.
+        hashes: see `read_payload`.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Reader:
         self.result = PartialRead(rows, empty_payload(count, how.depth), np.zeros(count, np.int64))
         self.contents = Contents()
         self.needed, self.is_tensor = needed_bytes(ckpt)
-        self.members: dict[int, list[Members]] = {}  # in each reading of a file
+        self.members: dict[int, list[Members]] = {}  # file -> its readings
         self.sealed: set[str] = set()
         self.hashes = hashes_of(ckpt, how) if hashes is None else hashes
         self.chunks: dict[int, tuple[Tensor, int]] = {}
@@ -176,7 +176,7 @@ class Reader:
     # ------------------------------------------------------------ which records
 
     def _choose(self) -> tuple[IntArray, str]:
-        """The records to read, and which share of all they are when the user asked for one."""
+        """The records to read, and a description of the sample if the user asked for one, else ""."""
         records, state = self.ckpt.records, self.result.table.state
         size = file_sizes(self.ckpt)[records.file]
         inside = (records.byte_offset >= 0) & (records.byte_length > 0)
@@ -185,8 +185,10 @@ class Reader:
         inside &= ~records.transformed
         if not self.ckpt.locates_bytes:
             inside &= ~self.is_tensor
+        # dlrover writes raw bytes without an archive (PAY009: "raw bytes, as dlrover writes them"). Only lengths that
+        # all match the chunks show that form; a single odd record is a damaged archive instead.
         elif self.ckpt.is_safetensors or (self.ckpt.storages is None and is_bare(self.ckpt, self.needed)):
-            bare = inside & (self.is_tensor | self.ckpt.is_safetensors)  # of two equal keys one is no tensor here
+            bare = inside & (self.is_tensor | self.ckpt.is_safetensors)  # duplicate keys have no tensor here
             state[bare] = RecordState.RAW
             inside &= ~bare
         rows = np.flatnonzero(inside)
@@ -203,7 +205,7 @@ class Reader:
     # ------------------------------------------------------------ depth `headers`
 
     def _read_headers(self, rows: IntArray) -> None:
-        """Read the headers of records, file by file, and note what each says it holds."""
+        """Read the headers of records, file by file, and fill the columns on their content."""
         records = self.ckpt.records
         self.meter = Meter("records", len(rows))
         tasks = {
@@ -229,7 +231,7 @@ class Reader:
         self._place_decoded(several)
 
     def _read_members(self, rows: IntArray, stored: StorageTable) -> None:
-        """The headers of the members that tensors of torch files lie in, against what the directory said."""
+        """Read the local headers of the archive members that hold tensors of torch files."""
         table, records = self.result.table, self.ckpt.records
         table.contents.extend(stored.contents)
         self.meter = Meter("records", len(rows))
@@ -243,6 +245,8 @@ class Reader:
             table.state[mine], table.storages[mine] = RecordState.READ, 1
             table.content[mine], table.start[mine] = stored.content[mine], [*found.values()]
             table.size[mine] = table.stored[mine] = stored.size[mine]
+            # A CRC of 0 means that the writer switched checksums off (PAY012: "checksums switched off"), unless the
+            # member is empty.
             table.crc[mine] = np.where((stored.crc[mine] > 0) | (stored.size[mine] == 0), stored.crc[mine], -1)
             if self.how.depth.reads_all:
                 self.members[file] = members_and_views(table, stored, mine)
@@ -274,7 +278,7 @@ class Reader:
             table.crc[row] = crc if crc or not size else -1
 
     def _place_alike(self, group: AlikeRecords) -> dict[int, tuple[ArchiveMember, ...]]:
-        """The same of many records at once; returns the parts of the tensors that have several storages."""
+        """Place many records of one layout at once; returns the members of tensors with several storages."""
         table, rows = self.result.table, group.rows
         data_members = [number for number, name in enumerate(group.names) if name.startswith("data/")]
         names = [group.names[number] for number in data_members]
@@ -289,7 +293,7 @@ class Reader:
         return {int(rows[at]): _storages(group.parts(at)) for at in wanted}
 
     def _place_decoded(self, several: Mapping[int, tuple[ArchiveMember, ...]]) -> None:
-        """What the decoded pickles mean for the records that hold them."""
+        """Place tensors with several storages by their decoded pickle, and mark records whose pickle is unreadable."""
         table = self.result.table
         for row, parts in several.items():
             content = table.of(row)
@@ -304,7 +308,7 @@ class Reader:
                     self.result.broken[int(self.ckpt.records.file[row])].append((row, decoded.error))
 
     def _read_blobs(self) -> None:
-        """The safetensors headers of files whose tensors lie in one blob."""
+        """Read the safetensors headers of files that hold all their tensors in one blob."""
         rows = self.result.rows[self.is_tensor[self.result.rows]]
         for file, mine in by_file(rows, self.ckpt.records.file, self.ckpt.records.byte_offset).items():
             if self.ckpt.files[file].path is None or self.ckpt.files[file].size is None:
@@ -338,7 +342,7 @@ class Reader:
     # ------------------------------------------------------------ depth `data`
 
     def _read_seal(self) -> None:
-        """The seal beside the checkpoint, and the tensors whose digests it asks for."""
+        """Read the seal beside the checkpoint, and collect the tensors whose digests it needs."""
         try:
             seal = read_seal(self.folder)
         except UnreadableError as error:
@@ -351,7 +355,7 @@ class Reader:
             self.sealed = {tensor.fqn for tensor in sealed_tensors(self.ckpt)}
 
     def _find_chunks(self) -> None:
-        """The records of chunks that are sealed, to be hashed row by row, or bare bytes of numbers."""
+        """Find the records whose chunk must be known: sealed, hashed row by row, or raw bytes of numbers."""
         table, records = self.result.table, self.ckpt.records
         is_raw = table.state == RecordState.RAW
         looks = bool(is_raw.any()) and self.how.percent is None
@@ -375,18 +379,20 @@ class Reader:
         table.contents.extend(numbers)
 
     def _add_bare(self, file: int, rows: IntArray) -> None:
-        """Have the tensors that lie bare in a file looked at too."""
+        """Add tensors stored as raw bytes to the readings of a file."""
         first, *others = self.members.get(file, [members_of([])])
         self.members[file] = [with_bare_tensors(first, self.result.table, rows), *others]
 
     def _read_data(self, recorded: Mapping[str, str]) -> None:
-        """Stream every file; `recorded` has those that are to be hashed as a whole, as `recorded_sums` gives them."""
+        """Stream every file; `recorded` (see `recorded_sums`) names those to hash as a whole."""
         sizes, result = file_sizes(self.ckpt).tolist(), self.result
         mine = set(distinct(self.ckpt.records.file[result.rows]).tolist())
         others = set(distinct(self.ckpt.records.file).tolist()) - mine
         whole = {
             i: sizes[i]
             for i, file in enumerate(self.ckpt.files)
+            # Exactly one process hashes each whole file: the one that reads its records, or the leader for a file that
+            # nobody reads.
             if file.path in recorded and sizes[i] >= 0 and (i in mine or (self.leads and i not in others))
         }
         files = sorted(self.members.keys() | whole.keys())
@@ -405,7 +411,7 @@ class Reader:
                 result.damages += self._mismatches(file, members, of_members, recorded)
 
     def _file_data(self, path: str, readings: Sequence[Members], size: int | None, threads: int) -> list[Streamed]:
-        """What each reading of the file saw; the first is of the whole file where its size is given."""
+        """The result of each reading of the file; the first covers the whole file where `size` is given."""
         seen = []
         only = self.how.hashes_only
         for members in readings:
@@ -415,7 +421,7 @@ class Reader:
         return seen
 
     def _mismatches(self, file: int, members: Members, seen: Streamed, sums: Mapping[str, str]) -> list[Damage]:
-        """Fill the columns on values, and compare the checksums."""
+        """Fill the value columns, and return checksum mismatches."""
         table = self.result.table
         scanned = members.row[np.array([*seen.values], np.int64)]
         table.scanned[scanned] = True
@@ -448,9 +454,9 @@ class Reader:
     # ------------------------------------------------------------ threads, problems
 
     def _run(self, tasks: Mapping[int, Callable[[], _T]]) -> Iterator[tuple[int, _T]]:
-        """The results as they come; a few tasks wait at a time, so that results do not pile up.
+        """Results in order of completion; at most 2 x jobs tasks are queued, so that results do not pile up.
 
-        Threads stop when the caller, the user or an error ends it.
+        All threads stop when the caller, the user or an error ends the iteration.
         """
         waiting = iter(tasks.items())
         with ThreadPoolExecutor(self.how.jobs) as pool:
@@ -481,5 +487,5 @@ class Reader:
 
 
 def _storages(parts: Iterable[ArchiveMember]) -> tuple[ArchiveMember, ...]:
-    """The members that hold data."""
+    """The members with tensor data."""
     return tuple(part for part in parts if part.name.startswith("data/"))

@@ -1,7 +1,7 @@
-"""What the ranks of a job read: bytes, requests and files, and which files each node must see.
+"""Counts the reads of a job's ranks in bytes, requests and files, and lists the files that each node must see.
 
-Sums are kept per box of a target and given to ranks at the end, so that thousands of ranks that hold the same parts
-cost what one of them costs.
+Sums are kept per box of a target and assigned to ranks at the end, so thousands of ranks with equal parts cost no more
+than one of them.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def _joined(kind: IntArray, box: IntArray, pairs: IntArray, files: int) -> IntAr
 
 
 def written(ckpt: Checkpoint) -> dict[int, int]:
-    """Rank that saved -> bytes of its records, as far as names of files tell."""
+    """Rank that saved -> bytes of its records, where file names contain the rank."""
     ranks = ranks_of_files(ckpt)
     if not len(ckpt.records) or not len(ranks):
         return {}
@@ -184,7 +184,7 @@ def needs_away(target: Target, found: Reads, files: npt.NDArray[np.int32], homes
     Args:
         files: int32 [n], the file of each item.
     """
-    # a box that ranks of one node want, by its first and last node; of several nodes one at least is away
+    # Each box has a first and a last node that needs it. If they differ, a file on one node is away from the other.
     low, high = np.full(len(target.offsets), np.iinfo(np.int64).max), np.full(len(target.offsets), -1)
     node = target.rank // per_node
     np.minimum.at(low, target.box, node)

@@ -1,4 +1,4 @@
-"""What comes out of a plan: whether the checkpoint loads there, what keeps it from it, what each rank reads."""
+"""The result of a plan: whether the checkpoint loads, the obstacles, and the reads of each rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Effect = Literal["fails", "drops", "note"]
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """Something that a load refuses, leaves out, or that its user should know.
+    """An obstacle to a load, a loss, or a note.
 
     Attributes:
         effect: `fails` the load raises; `drops` it loads and something is lost; `note` neither.
@@ -69,7 +69,7 @@ class Cost:
         files: the files that a rank of each kind opens, as rows of `names`, ascending; `.metadata` is not among them.
         names: of the payload files.
         distinct: bytes of the records that any rank reads, each counted once.
-        written: rank that saved -> bytes that it wrote, as far as names of files tell.
+        written: rank that saved -> bytes that it wrote, where file names contain the rank.
     """
 
     kind: IntArray
@@ -126,7 +126,7 @@ class Plan(Shown):
         constraints: what else a load refuses, loses or should be known; and what was guessed.
         cost: what the ranks read.
         nodes: what each node must see; empty where no nodes were named.
-        astray: keys of which a node lacks a part, where each has only the files that it wrote.
+        astray: keys with a part that a node lacks, where each node has only its own files.
     """
 
     checkpoint: Checkpoint

@@ -1,9 +1,9 @@
-"""The quick form: what ranks want as sizes of axes imply, without torch and without the job's code.
+"""The quick form of a job: each rank's requests derived from axis sizes, without torch and without the job's code.
 
-Ranks count as in torchtitan and Megatron-Core: tp varies fastest, then cp, dp (shards, then replicas) and pp. FSDP cuts
-the first axis of what tensor parallelism left, by ceiling division with empty tails, as torch does. Where tp cuts is
-known by how the checkpoint is cut now, else by what a tensor does; layers go to stages in equal runs, experts to ep
-ranks likewise. What does not follow from the checkpoint is among `Job.constraints`, marked as guessed.
+Ranks are numbered as in torchtitan and Megatron-Core: tp varies fastest, then cp, dp (shards, then replicas) and pp.
+FSDP cuts the first axis after tensor parallelism, by ceiling division with empty tails, as torch does. The axis that tp
+cuts comes from the stored chunks, else from the function of the tensor; layers go to stages in equal runs, and experts
+to ep ranks. `Job.constraints` lists every assumption, marked as guessed.
 """
 
 from __future__ import annotations
@@ -71,12 +71,12 @@ def axis_sizes(text: str) -> dict[str, int]:
 
 
 def world_of(sizes: Mapping[str, int]) -> int:
-    """How many ranks these sizes make: ep and etp share those of dp, cp and tp, vpp takes none."""
+    """Number of ranks: ep and etp reuse the ranks of dp, cp and tp, and vpp adds none."""
     return prod(size for axis, size in sizes.items() if axis not in ("ep", "etp", "vpp"))
 
 
 def quick_job(ckpt: Checkpoint, to: str) -> Job:
-    """What the ranks of a job with axes of these sizes want, when it asks for all that is stored.
+    """The job with these axis sizes, whose ranks request every stored key.
 
     Args:
         to: `dp=8,tp=2`.
@@ -118,7 +118,7 @@ class _Ranks:
         at["shard"] = at["dp"] * cp + at["cp"]
         spread = at["dp_replicate"] * sizes.get("dp", 1) * cp + at["shard"]
         tp, etp = sizes.get("tp", 1), sizes.get("etp", sizes.get("tp", 1))
-        at["etp"] = (spread * tp + at["tp"]) % etp  # experts lie on neighbouring ranks, copies and shards of one apart
+        at["etp"] = (spread * tp + at["tp"]) % etp  # etp varies fastest, then ep: one expert's replicas are apart
         at["ep"] = (spread * tp + at["tp"]) // etp % ep
         at["within_ep"] = (at["shard"] * tp + at["tp"]) // (etp * ep)
         full = {axis: sizes.get(axis, 1) for axis in (*order, "ep", "vpp")}
@@ -132,12 +132,12 @@ class _Ranks:
 
 
 _Cut = tuple[int, str, int]
-"""An axis of a tensor, the axis of ranks that cuts it, and in how many runs each rank has its part (2: gate and up)."""
+"""(axis of the tensor, mesh axis that cuts it, runs of each rank: 2 for a fused gate and up, else 1)."""
 
 
 @dataclass(eq=False)
 class _Cutter:
-    """Gives each tensor its targets; tensors that are cut alike share one."""
+    """Builds the target of each tensor; tensors with the same shape and cuts share one."""
 
     ckpt: Checkpoint
     ranks: _Ranks
@@ -156,6 +156,8 @@ class _Cutter:
         self.layers = _layer_counts([param.key for param in params.values()])
         self.experts = 1 + max((p.key.expert for p in params.values() if p.key.expert is not None), default=-1)
         self.hidden = hidden_sizes(self.ckpt)
+        # Buffers and scalars stay whole under FSDP too. If more than half of the tensors are cut, the
+        # saving job sharded its model; else its chunks show nothing about the axes.
         self.is_cut = sum(len(tensor.chunks) > 1 for tensor in self.ckpt.tensors.values()) * 2 > len(self.ckpt.tensors)
         for name, tensor in self.ckpt.tensors.items():
             if not tensor.is_sound:
@@ -180,7 +182,7 @@ class _Cutter:
     # ------------------------------------------------------------ who, and how it is cut
 
     def _request(self, tensor: Tensor, param: Param, part: str) -> TensorRequest:
-        """A parameter, or an optimizer state of its shape."""
+        """The request for a parameter, or for an optimizer state of its shape."""
         key = param.key
         cuts: list[_Cut] = []
         if param.layer_axis is not None:
@@ -196,7 +198,7 @@ class _Cutter:
         )
 
     def _other(self, tensor: Tensor, owner: Param | None) -> TensorRequest:
-        """What has no parameter of its shape: steps, factored states, flat buffers, states of unknown parameters."""
+        """The request for a tensor without a parameter of its shape: steps, factored states, flat buffers."""
         who = self._who(owner.key, False) if owner is not None else ("all", np.arange(self.ranks.world))
         cuts: list[_Cut] = []
         if tensor.global_shape and len(tensor.chunks) > 1:
@@ -205,7 +207,7 @@ class _Cutter:
         return TensorRequest(tensor.fqn, None, self._target(tensor, cuts, who), who[1])
 
     def _who(self, key: Key, is_stacked: bool) -> tuple[object, IntArray]:
-        """The ranks that hold a parameter, and a name for them."""
+        """(name of the group of ranks, ranks) that hold a parameter."""
         ranks, chosen, name = self.ranks, np.ones(self.ranks.world, bool), []
         pp = ranks.sizes["pp"]
         if pp > 1 and not is_stacked:
@@ -226,7 +228,7 @@ class _Cutter:
         return tuple(name), self.everyone[tuple(name)]
 
     def _stage(self, key: Key, pp: int) -> int | None:
-        """The pipeline stage of a parameter; None for all stages."""
+        """The pipeline stage of a parameter; None where all stages hold it."""
         vpp = self.ranks.sizes["vpp"]
         if key.block:
             count = self.layers.get(key.block, 0)
@@ -253,22 +255,24 @@ class _Cutter:
     # ------------------------------------------------------------ tensor parallelism
 
     def _tensor_parallel(self, tensor: Tensor, param: Param) -> list[tuple[int, int]]:
-        """The axis that tp cuts, and in how many runs; empty where each rank has all of it."""
+        """[(axis that tp cuts, runs)]; [] where each rank has the whole tensor."""
         axes, key = param.own_axes, param.key
         seen = [axis for axis in axes if axis_factor(tensor, axis) > 1]
-        if self.ckpt.is_torch_dist and len(seen) == 1:  # dp copies parameters there, so what is cut is cut by tp
+        # Evidence before convention. Megatron-Core replicates parameters over dp, so every cut there is from tp.
+        # Elsewhere the first axis may be cut by FSDP, by tp or by both, and only a cut of a later axis shows tp.
+        if self.ckpt.is_torch_dist and len(seen) == 1:
             return [(seen[0], self._runs(key, tensor, seen[0]))]
         if len(axes) > 1 and (later := [axis for axis in seen if axis != axes[0]]):
-            return [(later[0], 1)]  # FSDP cuts the first axis
+            return [(later[0], 1)]  # FSDP only cuts the first axis, so tp cut this one
         axis = self._by_role(param)
         if axis is None:
             return []
-        if tensor is param.tensor:  # its states follow
+        if tensor is param.tensor:  # one guess for the parameter covers its states
             self._guess(f"tp cuts axis {axis}, as is usual for such a tensor", tensor.fqn)
         return [(axis, self._runs(key, tensor, axis) if self.ckpt.is_torch_dist else 1)]
 
     def _by_role(self, param: Param) -> int | None:
-        """The axis that tp cuts by what a parameter does; None where each rank has all of it."""
+        """The axis that tp usually cuts for this function; None where it cuts none."""
         axes, key = param.own_axes, param.key
         if not axes:
             return None
@@ -279,12 +283,13 @@ class _Cutter:
         inner = axes[0] if key.function in _COLUMN else axes[1]
         found = self.hidden.get(block_of(key))
         if found is not None and param.own_shape.count(found.size) == 1 and key.function not in ("embedding", "output"):
-            # experts may be stored transposed: the axis that is not the model's width is cut
+            # Column and row order assume [out, in], but experts may be stored [in, out]. tp does not cut the
+            # hidden size, so the other axis is the cut one.
             inner = axes[1 - param.own_shape.index(found.size)]
         return inner
 
     def _runs(self, key: Key, tensor: Tensor, axis: int) -> int:
-        """2 for a fused gate and up projection of Megatron-Core, whose halves are cut apart."""
+        """2 for a fused gate and up projection of Megatron-Core, whose halves are cut separately; else 1."""
         gated = self.ckpt.declared.get("gated")
         is_fused = key.function == "mlp_in" and not key.component and gated is not None and bool(gated.value)
         return 2 if is_fused and tensor.global_shape[axis] % 2 == 0 else 1
@@ -303,7 +308,7 @@ class _Cutter:
             self._guess("dp cuts the optimizer state evenly: Megatron-Core cuts its flat buffers instead", tensor.fqn)
             return [(param.own_axes[0], over, 1)] if param.own_axes else []
         if self.is_cut and len(tensor.chunks) == 1 and tensor.global_shape[0] > 1 and param.key.function == "other":
-            return []  # a buffer: everything else is cut
+            return []  # whole in a sharded checkpoint and without a known function: a buffer, which FSDP replicates
         if not self.is_cut:
             self._guess("FSDP cuts the first axis, since the checkpoint is not cut and does not say", tensor.fqn)
         return [(0, over, 1)]
@@ -320,7 +325,7 @@ class _Cutter:
         return self.targets[key]
 
     def _cut(self, shape: tuple[int, ...], cuts: list[_Cut], who: IntArray) -> Target:
-        """The boxes of these ranks; ranks whose part is empty want none."""
+        """The boxes of these ranks; a rank with an empty part has no box."""
         halves = [(axis, runs) for axis, _, runs in cuts if runs > 1]
         parts = []
         for run in range(halves[0][1] if halves else 1):
@@ -344,7 +349,7 @@ class _Cutter:
 
 
 def _layer_counts(keys: list[Key]) -> dict[str, int]:
-    """Block -> how many layers it has, by the highest number."""
+    """Block -> its number of layers: the highest layer number plus one."""
     counts: dict[str, int] = {}
     for key in keys:
         if key.block and key.layer is not None:

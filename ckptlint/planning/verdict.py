@@ -1,4 +1,4 @@
-"""A checkpoint against what a job asks for: what torch would refuse, lose or convert, and what each rank reads."""
+"""Compares a checkpoint with a job's requests: what torch refuses, loses or converts, and what each rank reads."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class _Work:
         self.budget = ReadBudget()
 
     def take(self, request: TensorRequest) -> None:
-        """One key of the job."""
+        """Check one request and count its reads."""
         tensor = self.ckpt.tensors.get(request.key)
         if tensor is None and request.key not in self.records:
             self.missing[request.key] = None
@@ -122,7 +122,7 @@ class _Work:
             self._tensor(request.key, tensor, request.target)
 
     def add_own_metadata(self, world: int) -> None:
-        """What follows from one metadata file per rank, which torch reads where there is none for all."""
+        """Obstacles from one metadata file per rank, which torch reads where no common one exists."""
         saved = self.ckpt.topology.get("world")
         if self.ckpt.format == "dcp-per-rank" and saved is not None and saved.size != world:
             for name, tensor in self.ckpt.tensors.items():

@@ -1,4 +1,4 @@
-"""What is in no chunk and what is in two: the findings that files and running jobs share."""
+"""Findings on elements in no chunk or in several, shared by the rules for files and for running jobs."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def holes(ckpt: Checkpoint, padded: str | None = None) -> Iterator[Finding]:
 
 
 def _admit(unsure: list[Tensor], what: str) -> None:
-    """Say that a search was stopped before it found, or could rule out, what it looked for."""
+    """Raise BudgetError if the search in some tensors stopped before it had an answer."""
     if unsure:
         names = first_few([tensor.fqn for tensor in unsure])
         raise BudgetError(f"the chunks of {names} are too tangled to tell whether there are {what}")
@@ -116,7 +116,7 @@ def _sizes(ckpt: Checkpoint, tensor: Tensor, first: int, second: int) -> tuple[N
 
 
 def _odd_one(ckpt: Checkpoint, tensor: Tensor, *rows: int) -> str:
-    """Whose chunk to look at: the one that differs in size from all its peers, or else both."""
+    """Hint on whose chunk to inspect: the only one of its size, or else both of the overlapping chunks."""
     sizes = tensor.tiling.sizes
     for row in rows if len(sizes) >= 4 else ():
         same = int((sizes == sizes[row]).all(axis=1).sum())
