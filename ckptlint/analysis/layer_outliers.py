@@ -1,4 +1,4 @@
-"""What the layers of a block have in common, and the parameters that fall out of line."""
+"""Finds parameters that differ in shape or dtype from the same parameter of most other layers."""
 
 from __future__ import annotations
 

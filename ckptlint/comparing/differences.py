@@ -1,4 +1,4 @@
-"""What differs between two checkpoints: keys, shapes, dtypes; the layout where it was asked for (`ckptlint diff`)."""
+"""Finds differences of keys, shapes and dtypes between two checkpoints, and of chunks on request (`ckptlint diff`)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DifferenceKind = Literal["removed", "added", "renamed", "kind", "shape", "dtype"
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """What is under a key: a tensor, an object of Megatron-Core, or bytes."""
+    """A stored entry: a tensor, an object of Megatron-Core, or bytes."""
 
     kind: Literal["tensor", "object", "bytes"]
     dtype: str = ""
@@ -30,7 +30,7 @@ class Item:
     is_flattened: bool = False
 
     def has_shape_of(self, other: Item) -> bool:
-        """Whether the shapes are equal; of flattened tensors, which keep their chunks in it, only the elements."""
+        """Whether the shapes are equal; flattened tensors need only the same number of elements."""
         if self.is_flattened or other.is_flattened:
             return prod(self.shape) == prod(other.shape)
         return self.shape == other.shape
@@ -94,7 +94,7 @@ def differences(old: Mapping[str, Checkpoint], new: Mapping[str, Checkpoint], la
 
     Args:
         old, new: component -> checkpoint. Single ones are compared whatever their names.
-        layout: compare into what chunks tensors are cut and in which files these lie, too.
+        layout: also compare chunks, and the files that hold them.
     """
     found = Diff(list(old.values()), list(new.values()))
     shared = 0

@@ -1,4 +1,4 @@
-"""Checksums of whole files: lists of Megatron-Core and sha256sum beside a checkpoint, names of a cache's blobs."""
+"""Checksums of whole files, from lists of Megatron-Core or sha256sum and from the metadata of download caches."""
 
 from __future__ import annotations
 
@@ -48,13 +48,15 @@ def expected_sums(file: str) -> dict[str, str]:
 def recorded_sums(
     folder: Folder, ckpt: Checkpoint, expected: Mapping[str, str]
 ) -> tuple[dict[str, str], set[str] | None, list[Problem]]:
-    """File -> its checksum as text with who says it; the files that Megatron-Core lists, None where it lists none.
+    """(file -> checksum with its source as text, files that Megatron-Core lists or None, problems).
 
     Args:
-        expected: what a list of the user has, which counts before all others.
+        expected: checksums from the user's list, which take precedence.
     """
     listed, problems = _integrity(folder)
     lists = {name: _list(folder, ckpt, name, problems) for name in folder.files_beside() if _LISTS.fullmatch(name)}
+    # Later sources win. Assumed: the closer a source is to the save, the better. A cache only knows the download, and
+    # integrity.json was written by the save itself.
     sums = (
         (_BLOB, _blob_names(folder)),
         (_DOWNLOADS, _downloaded(folder)),
@@ -71,19 +73,19 @@ def _recorded(digest: str, source: str) -> str:
 
 
 def not_expected(ckpt: Checkpoint, expected: Mapping[str, str]) -> list[Damage]:
-    """The payload files that a list of the user does not have."""
+    """Damages for payload files that the user's list does not name."""
     source = next(iter(expected.values()))
     names = [file.path for file in ckpt.files if file.path is not None and file.path not in expected]
     return [Damage(-1, printable(name), "", source, "unlisted") for name in names]
 
 
 def differs(computed: str, recorded: str) -> bool:
-    """Whether a file with this SHA-256 is another one than recorded, as `recorded_sums` has it."""
+    """Whether a SHA-256 differs from a recorded text (see `recorded_sums`)."""
     return computed != recorded[8:72].strip()
 
 
 def compare_others(folder: Folder, ckpt: Checkpoint, recorded: Mapping[str, str]) -> list[Damage]:
-    """The files with a checksum that are absent, or are no payload and differ.
+    """Damages for files with a checksum that are absent, or differ and are no payload.
 
     Raises:
         AccessError: a read was refused.
@@ -102,7 +104,7 @@ def compare_others(folder: Folder, ckpt: Checkpoint, recorded: Mapping[str, str]
 
 
 def _integrity(folder: Folder) -> tuple[dict[str, str] | None, list[Problem]]:
-    """The SHA-256 of each file as Megatron-Core recorded it, None where it did not.
+    """File -> SHA-256 as Megatron-Core recorded it; None without a record.
 
     Source:
         megatron.core.dist_checkpointing (>= 0.18) with verify_integrity: `algorithm`, `files` name -> hex digest
@@ -119,9 +121,10 @@ def _integrity(folder: Folder) -> tuple[dict[str, str] | None, list[Problem]]:
 
 
 def _list(folder: Folder, ckpt: Checkpoint, name: str, problems: list[Problem]) -> dict[str, str]:
-    """The SHA-256 of each file in a list that is there, and of absent ones named as payload but for their numbers.
+    """File -> SHA-256 of a list, for present files and for absent ones whose name differs from payload only in numbers.
 
-    Other absent files are those that a download leaves out: weights in another format, variants. A text may be edited.
+    Other absent files are what a download skips (PAY012: "a variant that was not downloaded is not missed"), and texts
+    may be edited legally, so neither is compared.
     """
     payload = {file.path: file.size for file in ckpt.files if file.path is not None}
     numbered = {_NUMBER.sub("#", path) for path in payload}
@@ -144,7 +147,7 @@ def _is_text(name: str) -> bool:
 
 
 def _downloaded(folder: Folder) -> dict[str, str]:
-    """The SHA-256 of each file that was downloaded into this folder, and not written since.
+    """File -> SHA-256 of files downloaded into this folder and unchanged since.
 
     Source:
         huggingface_hub (2.4) _local_folder: `.cache/huggingface/download/<file>.metadata` holds commit, etag and time,
@@ -171,7 +174,7 @@ def _downloaded(folder: Folder) -> dict[str, str]:
 
 
 def _sums_in(text: bytes) -> dict[str, str]:
-    """File -> SHA-256, of the lines of a list.
+    """File -> SHA-256 from the lines of a list.
 
     Source:
         GNU coreutils (9) sha256sum: a digest, a space, a space or `*`, a name; with --tag, and of BSD's sha256: both
@@ -183,7 +186,7 @@ def _sums_in(text: bytes) -> dict[str, str]:
 
 
 def _blob_names(folder: Folder) -> dict[str, str]:
-    """The SHA-256 of each file that is a link to a blob of that name.
+    """File -> SHA-256 of files that are links to a blob with that name.
 
     Source:
         huggingface_hub (2.4) file_download: `snapshots/<commit>/<file>` is a link to `blobs/<etag>`, and the etag of a

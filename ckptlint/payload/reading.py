@@ -24,7 +24,7 @@ class ReadOptions:
         seed: of the random choice.
         digests: key -> dtypes in which a digest of the tensor's values is wanted, at depth `data`.
         salt: of the hashes that these digests are of.
-        rows: keys of which the hashes of the rows are wanted beside these digests.
+        rows: keys that also need row hashes besides their digest.
         sums: file -> its checksum as `integrity.recorded_sums` has them, from a list of the user; None without one.
         hashes_only: look at nothing but hashes of tensors and the checksums that are recorded.
     """

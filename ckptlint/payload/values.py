@@ -16,7 +16,7 @@ _WIDE = 127  # exponent bias of bfloat16 and float32
 
 @dataclass(slots=True)
 class RecordValues:
-    """What was seen of one record so far; numbers are counted, of which a complex element has two.
+    """Statistics of one record so far; a complex element counts as two numbers.
 
     Attributes:
         nan, plus_inf, minus_inf: numbers of each.

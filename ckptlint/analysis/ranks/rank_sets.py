@@ -37,7 +37,7 @@ class Disagreement(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """The files of a set, held against each other.
+    """Compares the files of a set with each other.
 
     Attributes:
         job: what they say differently of the job or of tensors.

@@ -129,10 +129,10 @@ def _gates(tag: Tag, grid: Mapping[str, Sequence[RankFile]]) -> Iterator[Misfit]
 
 
 def add_model(columns: Columns, tag: Tag, facts: Facts, odd: Collection[str] = ()) -> None:
-    """The weights and buffers as the model's files hold them; what ZeRO-3 took out of them comes from the groups.
+    """Add weights and buffers from the model's files; those that ZeRO-3 removed come from the groups.
 
     Args:
-        odd: those that are reported as misfits.
+        odd: keys that are reported as misfits, and skipped.
     """
     names: set[str] = set()
     for source in tag.of("model"):
@@ -159,9 +159,9 @@ def add_model(columns: Columns, tag: Tag, facts: Facts, odd: Collection[str] = (
 
 
 def _add_unnamed(columns: Columns, tag: Tag, placed: Collection[int]) -> tuple[str, ...]:
-    """The tensors of optimizer files of which no group could be laid out, by their keys; and what is not judged there.
+    """Add tensors of optimizer files without a known group, under their own keys; returns notes on unknown forms.
 
-    Versions before 0.7 do not say where each parameter is.
+    Versions before 0.7 do not record where each parameter is.
     """
     odd = [source for source in tag.of("optimizer") if source.number not in placed]
     for source in odd:

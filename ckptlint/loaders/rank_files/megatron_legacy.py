@@ -460,8 +460,8 @@ class _RankReader:
                 and (len(rank_tensors[key].shape) > 1 and not key.endswith(".bias")) is decays
                 and (is_expert(key) and self.sizes.ep > 1) is of_experts
             ]
-            # Groups name no parameters. Known: they keep model order, split by weight decay and experts. Assumed: if every
-            # shape in a group agrees, so does the order.
+            # Groups name no parameters. Known: they keep model order, split by weight decay and experts. Assumed: if
+            # every shape in a group agrees, so does the order.
             shapes = [tensor.shape if isinstance(tensor, StoredTensor) else None for tensor in tensors]
             is_known = shapes == [rank_tensors[key].shape for key in chosen]
             if not is_known:

@@ -55,7 +55,7 @@ def compare_archives(
 
 
 def _opened(ckpt: Checkpoint) -> Iterator[str]:
-    """The files that were read as files of torch.save, as far as names tell."""
+    """The files that were read as files of torch.save, by their names."""
     if ckpt.storages is not None:
         yield from (file.name for file in ckpt.files if file.path is not None and file.state in READABLE)
     yield from (file.name for file in ckpt.step_files if file.state == "read" and not file.name.endswith(_TEXT))
