@@ -59,10 +59,10 @@ def hidden_sizes(ckpt: Checkpoint) -> dict[Block, Hidden]:
             outside.append((modules_of(key), _home(key), "embedding", shape[1]))
         elif key.function == "norm" and len(shape) == 1 and "bias" not in key.path and not _INNER_NORM.search(key.path):
             outside.append((modules_of(key), _home(key), "norm weight", shape[0]))
-    found = {}
-    said = number(trusted(ckpt), "hidden")
+    hidden_of_block = {}
+    declared_size = number(trusted(ckpt), "hidden")
     for block, inside in norms.items():
-        declared = said if not block[0] and block[1] in MAIN_BLOCKS else None
+        declared = declared_size if not block[0] and block[1] in MAIN_BLOCKS else None
         sizes = {"norm weight": Counter(inside), "embedding": Counter[int]()}
         for modules, home, what, size in outside:
             if modules == block[0] and f"{block[1]}.".startswith(home):
@@ -73,8 +73,8 @@ def hidden_sizes(ckpt: Checkpoint) -> dict[Block, Hidden]:
         elif declared and len(norms) == 1 and not routers[block] and not any(sizes.values()):
             hidden = Hidden(declared, (), ckpt.declared["hidden"].source)
         if hidden is not None:
-            found[block] = hidden
-    return found
+            hidden_of_block[block] = hidden
+    return hidden_of_block
 
 
 def hidden_params(ckpt: Checkpoint) -> list[Param]:
@@ -124,12 +124,12 @@ def _home(key: Key) -> str:
 
 
 def _agreed(sizes: dict[str, Counter[int]], routers: list[Shape]) -> Hidden | None:
-    seen = {size for counts in sizes.values() for size in counts}
-    if not seen:
-        seen = {shape[1] for shape in routers}
-    if len(seen) != 1:
+    candidates = {size for counts in sizes.values() for size in counts}
+    if not candidates:
+        candidates = {shape[1] for shape in routers}
+    if len(candidates) != 1:
         return None
-    size = seen.pop()
+    size = candidates.pop()
     if any(size not in shape for shape in routers):
         return None
     counts = {what: found[size] for what, found in sizes.items()} | {"router weight": len(routers)}

@@ -53,7 +53,7 @@ class KeyEntry:
 
     @property
     def form(self) -> tuple[str, str]:
-        """Where layers and experts are: `number` in the name, `axis` of the tensor, or "" for neither."""
+        """Position of (layers, experts): `number` in the name, `axis` of the tensor, or "" for neither."""
         key = self.key
         layer = "number" if key.layer is not None else "axis" if key.is_stacked else ""
         expert = "number" if key.expert is not None else "axis" if key.in_experts else ""

@@ -140,7 +140,7 @@ def quantisation(ckpt: Checkpoint) -> Quantisation:
 
 
 def _rank(one: QuantisedWeight) -> int:
-    """How well the stored parts fit a scheme: all that it needs, some, or none."""
+    """2 if all needed parts of the scheme are stored, 1 if some parts are, 0 for none."""
     return 0 if not one.parts else 1 if any(one.lacks()) else 2
 
 

@@ -124,7 +124,7 @@ def rank_contents_of(ckpt: Checkpoint) -> RankContents:
 
     columns, column, twice, unread = _columns(ckpt)
     row, is_there = row_of[table.file], states <= NOT_CHECKED
-    kinds = np.array([part.kind for part in columns], object)[column]
+    kinds = np.array([column_of_loss.kind for column_of_loss in columns], object)[column]
     size, looked_at, model, optimizer = (
         np.bincount(at, weights, len(rows)).clip(max=2.0**62).astype(np.int64)
         for at, weights in (
@@ -151,7 +151,7 @@ def rank_contents_of(ckpt: Checkpoint) -> RankContents:
         factor[peers] = size[peers] / np.median(size[peers]) if peers.any() else 1.0
 
     unread += _of_lost_rank_files(ckpt, lost_files, column)
-    gone = np.array([(row_of[file], part) for file, part in unread], np.int64).reshape(-1, 2)
+    gone = np.array([(row_of[file], column_of_loss) for file, column_of_loss in unread], np.int64).reshape(-1, 2)
     cell = np.append(np.where(states > THERE, states + 2, 1 + twice), np.full(len(gone), CELL_STATES.index("missing")))
     row, column = np.append(row, gone[:, 0]), np.append(column, gone[:, 1])
     order = np.lexsort((column, row))

@@ -68,7 +68,7 @@ class Change(NamedTuple):
     rest: str = ""
 
     def sentence(self, here: str, before: str) -> str:
-        """What happened, with `{of}` in place of the key, as in a finding.
+        """The change as a sentence, with `{of}` in place of the key, as in a finding.
 
         Args:
             here: what keys of the later state are: `stored here`.

@@ -89,11 +89,11 @@ def _where(rows: IntArray, columns: IntArray, shape: Shape, stored: TensorBytes 
     """Text on the differing rows and columns, and in brackets the chunks that they are exactly."""
     slices, per, width = matrix(shape)
     noun = "rows" if width > 1 or len(shape) > 1 else "elements"
-    said = f"{noun} {_shown(rows)} of {slices * per:,}"
+    text = f"{noun} {_shown(rows)} of {slices * per:,}"
     if len(columns) < width:
         across = f"columns {_shown(columns)} of {width:,}"
-        said = across if len(rows) == slices * per else f"{said}, {across}"
-    return said + _of_chunks(rows, columns, stored)
+        text = across if len(rows) == slices * per else f"{text}, {across}"
+    return text + _of_chunks(rows, columns, stored)
 
 
 def _shown(rows: IntArray) -> str:
@@ -141,15 +141,15 @@ class _Holders:
         if not hashes[rows].any():
             return " are zeros"
         first, shape = int(rows[0]), matrix(self.sides[fqn].hashes[dtype].shape)
-        place = dtype, shape, first
-        if place not in self.known:
+        lookup = dtype, shape, first
+        if lookup not in self.known:
             holders: dict[int, list[str]] = defaultdict(list)
             for name, side in self.sides.items():
                 of_dtype = side.hashes.get(dtype)
                 if of_dtype is not None and matrix(of_dtype.shape) == shape and not side.is_dull:
                     holders[int(of_dtype.rows[first])].append(name)
-            self.known[place] = holders
-        for name in self.known[place].get(int(hashes[first]), ()):
+            self.known[lookup] = holders
+        for name in self.known[lookup].get(int(hashes[first]), ()):
             if name != fqn and np.array_equal(self.sides[name].hashes[dtype].rows[rows], hashes[rows]):
                 return f" hold what {name} holds there"
         return ""

@@ -40,7 +40,7 @@ def with_quantised(found: Sequence[Match], places: tuple[BytesByKey, BytesByKey]
     Raises:
         AccessError: a read was refused.
     """
-    made: list[Match] = []
+    judged: list[Match] = []
     for number in (0, 1):
         wide = {key: place for key, place in places[1 - number].items() if place.tensor.dtype in _WIDE}
         endings = {key.partition(".")[2]: key for key in wide}
@@ -49,10 +49,10 @@ def with_quantised(found: Sequence[Match], places: tuple[BytesByKey, BytesByKey]
                 key = quantised.fqn if quantised.fqn in wide else endings.get(quantised.fqn.partition(".")[2], "")
                 if key:
                     match = _judge(quantised, wide[key], key)
-                    made.append(replace(match, old=match.new, new=match.old) if number else match)
-    gone = [{name for match in made for name in match.old}, {name for match in made for name in match.new}]
+                    judged.append(replace(match, old=match.new, new=match.old) if number else match)
+    gone = [{name for match in judged for name in match.old}, {name for match in judged for name in match.new}]
     left = [match for match in found if not (gone[0].intersection(match.old) or gone[1].intersection(match.new))]
-    return [*left, *made]
+    return [*left, *judged]
 
 
 @dataclass(slots=True)

@@ -141,9 +141,9 @@ def compared_values(
             other = there.get(names.get(name, ""))
             dtypes = others if other is None else {other.dtype}
             wanted[name] = _gatherers(tensor, other, dtypes, salt, name in block, names.get(name) != name)
-        found, said = _read(opened, tensors, wanted, jobs)
-        read.append(layer_by_layer(found, block))
-        sentences += said
+        tensors_read, obstacles = _read(opened, tensors, wanted, jobs)
+        read.append(layer_by_layer(tensors_read, block))
+        sentences += obstacles
     known = {name: other for name, other in renamed.items() if name in read[0] and other in read[1]}
     pairs = matches(read[0], read[1], known, *_declared(old, new))
     pairs = locate_differences(pairs, (read[0], read[1]), jobs or default_reading(Depth.DATA).jobs)
@@ -170,11 +170,11 @@ def _equal_bytes(
     if not wanted:
         return {}
     try:
-        found, said = _read(opened[first], tensors[first], wanted, jobs)
+        tensors_read, obstacles = _read(opened[first], tensors[first], wanted, jobs)
     except UnequalError:
         return {}
-    is_same = not said and all(side.is_read for side in found.values())
-    return {name: found[name] for name in tensors[0]} if is_same else {}
+    is_same = not obstacles and all(side.is_read for side in tensors_read.values())
+    return {name: tensors_read[name] for name in tensors[0]} if is_same else {}
 
 
 def _lone(found: Sequence[Match], sides: tuple[Mapping[str, Side], Mapping[str, Side]]) -> list[str]:
@@ -239,22 +239,22 @@ def row_hashes_of(
 
 def _declared(old: Sequence[OpenedCheckpoint], new: Sequence[OpenedCheckpoint]) -> tuple[Heads, int]:
     """(heads, smaller vocabulary) that the configurations declare; -1 where they disagree on heads, 0 where unknown."""
-    said: list[dict[str, Any]] = []
+    declarations: list[dict[str, Any]] = []
     for opened in (*old, *new):
         config = opened.ckpt.config
         declared = opened.ckpt.declared | (read_declared([(config.file, config.values)]) if config else {})
-        said.append({name: item.value for name, item in declared.items()})
-        said[-1]["model_type"] = config.values.get("model_type") if config else None
-        hidden, heads = said[-1].get("hidden"), said[-1].get("heads")
+        declarations.append({name: item.value for name, item in declared.items()})
+        declarations[-1]["model_type"] = config.values.get("model_type") if config else None
+        hidden, heads = declarations[-1].get("hidden"), declarations[-1].get("heads")
         if isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
-            said[-1].setdefault("head_dim", hidden // heads)
+            declarations[-1].setdefault("head_dim", hidden // heads)
 
     def of_all(name: str) -> int:
-        values = {declared[name] for declared in said if isinstance(declared.get(name), int)}
+        values = {declared[name] for declared in declarations if isinstance(declared.get(name), int)}
         return next(iter(values), 0) if len(values) < 2 else -1
 
-    types = {declared["model_type"] for declared in said if isinstance(declared["model_type"], str)}
-    sizes = [declared["vocab"] for declared in said if isinstance(declared.get("vocab"), int)]
+    types = {declared["model_type"] for declared in declarations if isinstance(declared["model_type"], str)}
+    sizes = [declared["vocab"] for declared in declarations if isinstance(declared.get("vocab"), int)]
     return Heads(of_all("head_dim"), of_all("heads"), types.pop() if len(types) == 1 else ""), min(sizes, default=0)
 
 
@@ -316,12 +316,12 @@ def _read(
         ckpt = read_payload(opened.folder, opened.ckpt, how, wanted_here)
         assert ckpt.payload is not None
         bad = np.array(sorted({damage.record for damage in ckpt.payload.damages if damage.record >= 0}), np.int64)
-        whole = {damage.file for damage in ckpt.payload.damages if damage.record < 0}
+        damaged_files = {damage.file for damage in ckpt.payload.damages if damage.record < 0}
         where |= {name: TensorBytes(opened.folder, ckpt, ckpt.tensors[name]) for name in wanted_here}
-        for name in wanted_here if len(bad) or whole else ():
+        for name in wanted_here if len(bad) or damaged_files else ():
             records = ckpt.tensors[name].chunks.record
             files = {ckpt.files.names[number] for number in ckpt.records.file[records[records >= 0]].tolist()}
-            if np.isin(records, bad).any() or files & whole:
+            if np.isin(records, bad).any() or files & damaged_files:
                 damaged.add(name)
         sentences += [problem.message for problem in ckpt.problems if problem not in opened.ckpt.problems]
         sentences += [f"{damage.file} does not match its checksum" for damage in ckpt.payload.damages[:4]]

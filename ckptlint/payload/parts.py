@@ -93,13 +93,13 @@ class Contents:
 
     def decode(self, contents: list[RecordContent]) -> None:
         """Decode all pending pickles."""
-        for name, found in zip(self._names[len(self.decoded) :], decode(self._pending), strict=True):
-            content = found.content
+        for name, decoded_pickle in zip(self._names[len(self.decoded) :], decode(self._pending), strict=True):
+            content = decoded_pickle.content
             is_lost = content is not None and name is not None and content.key not in ("", name)
             if content is not None and is_lost and (name or content.volume):
                 error = UnreadableError(f"has a data.pkl that refers to {printable(content.key)}, which is missing", 0)
-                found = replace(found, error=error)
-            self.decoded.append(found)
+                decoded_pickle = replace(decoded_pickle, error=error)
+            self.decoded.append(decoded_pickle)
             contents.append(content or RecordContent("object"))
         self._pending, self._bytes = [], 0
 
@@ -198,13 +198,13 @@ def _broken(
     problems: list[Problem] = []
     is_reported = _reported(ckpt) if any(broken.values()) else np.zeros(0, bool)
     read = {problem.fqn for problem in ckpt.problems if problem.kind == "container" and problem.fqn}
-    for file, found in sorted(broken.items()):
-        rows = np.array([row for row, _ in found], np.int64)
+    for file, errors in sorted(broken.items()):
+        rows = np.array([row for row, _ in errors], np.int64)
         table.state[rows] = np.where(is_reported[rows], RecordState.ELSEWHERE, RecordState.UNREADABLE)
         for limits in (False, True):
             mine = [
                 (row, error)
-                for row, error in found
+                for row, error in errors
                 if not is_reported[row]
                 and ckpt.records.name(row) not in read
                 and isinstance(error, LimitError) is limits
@@ -213,7 +213,7 @@ def _broken(
                 problems.append(_problem(ckpt, file, mine))
         if table.depth.reads_all:
             name = ckpt.files[file].name
-            zeros = ((row, zero_bytes(folder, ckpt, row)) for row, _ in found[:EXAMINED] if not is_reported[row])
+            zeros = ((row, zero_bytes(folder, ckpt, row)) for row, _ in errors[:EXAMINED] if not is_reported[row])
             damages += [Damage(row, name, "", "", "", count) for row, count in zeros if count]
     return damages, problems
 

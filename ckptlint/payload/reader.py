@@ -154,7 +154,7 @@ class Reader:
             raise KeyboardInterrupt(self._covered()) from None
         finally:
             self.meter.stop.set()  # threads that still run have nobody to read for
-        whole = {
+        hashes_of_key = {
             fqn: {hashes.dtype: hashes.rows for hashes in self.hashes[fqn] if hashes.is_whole}
             for fqn in self.how.digests
             if fqn in self.hashes
@@ -166,8 +166,8 @@ class Reader:
             bare=bare,
             non_finite=non_finite,
             sample=sample,
-            values={fqn: {dtype: digest(rows) for dtype, rows in own.items()} for fqn, own in whole.items()},
-            row_hashes={fqn: own for fqn, own in whole.items() if fqn in self.how.rows},
+            values={fqn: {dtype: digest(rows) for dtype, rows in own.items()} for fqn, own in hashes_of_key.items()},
+            row_hashes={fqn: own for fqn, own in hashes_of_key.items() if fqn in self.how.rows},
         )
         keys = [*contents.numbers, *(repr(content).encode() for content in table.contents[len(contents.numbers) :])]
         decoded = dict(zip(contents.numbers, contents.decoded, strict=True))
@@ -214,19 +214,19 @@ class Reader:
         }
         contents, table = self.contents, self.result.table
         several: dict[int, tuple[ArchiveMember, ...]] = {}
-        for file, found in self._run(tasks):
-            self.result.broken[file] += found.broken
-            for record in found.records:
+        for file, headers in self._run(tasks):
+            self.result.broken[file] += headers.broken
+            for record in headers.records:
                 parts = _storages(record.parts)
                 names = [part.name for part in parts]
                 table.content[record.row] = contents.number(record.pickle, names, table.contents)
                 self._place(record.row, parts)
                 if len(parts) > 1 and self.is_tensor[record.row]:
                     several[record.row] = parts
-            for group in found.alike:
+            for group in headers.alike:
                 several |= self._place_alike(group)
             if self.how.depth.reads_all:
-                self.members[file] = [members_of(found.records, found.alike)]
+                self.members[file] = [members_of(headers.records, headers.alike)]
         contents.decode(table.contents)
         self._place_decoded(several)
 
@@ -388,20 +388,20 @@ class Reader:
         sizes, result = file_sizes(self.ckpt).tolist(), self.result
         mine = set(distinct(self.ckpt.records.file[result.rows]).tolist())
         others = set(distinct(self.ckpt.records.file).tolist()) - mine
-        whole = {
+        whole_sizes = {
             i: sizes[i]
             for i, file in enumerate(self.ckpt.files)
             # Exactly one process hashes each whole file: the one that reads its records, or the leader for a file that
             # nobody reads.
             if file.path in recorded and sizes[i] >= 0 and (i in mine or (self.leads and i not in others))
         }
-        files = sorted(self.members.keys() | whole.keys())
+        files = sorted(self.members.keys() | whole_sizes.keys())
         tasks, total = {}, 0
         for i in files:
             readings = self.members.setdefault(i, [members_of([])])
-            total += whole.get(i, int(readings[0].size.sum()))
+            total += whole_sizes.get(i, int(readings[0].size.sum()))
             threads = 1 + max(self.how.jobs // len(files), 1)
-            tasks[i] = partial(self._file_data, path_of(self.ckpt, i), readings, whole.get(i), threads)
+            tasks[i] = partial(self._file_data, path_of(self.ckpt, i), readings, whole_sizes.get(i), threads)
         self.meter = Meter("bytes", total)
         for file, seen in self._run(tasks):
             readings = self.members.pop(file)

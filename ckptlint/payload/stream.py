@@ -124,7 +124,7 @@ def stream(
     Raises:
         AccessError: a read was refused.
     """
-    seen = Streamed(
+    result = Streamed(
         np.zeros(len(members.start), np.int64),
         {member: RecordValues() for member, scan in scans.items() if scan.looks},
         {member: 0 for member, scan in scans.items() if scan.where is not None},
@@ -136,14 +136,14 @@ def stream(
         work = _Work(file, path, starts, ends, scans, summed)
         for block in _in_order(pool, work, _plan(starts, ends, size), threads + 2):
             if meter.stop.is_set():
-                return seen
+                return result
             if file_hash is not None:
                 file_hash.update(block.data)
-            _merge(seen, block)
+            _merge(result, block)
             meter.add(len(block.data))
-    seen.sha256 = "" if file_hash is None else file_hash.hexdigest()
-    seen.finished = True
-    return seen
+    result.sha256 = "" if file_hash is None else file_hash.hexdigest()
+    result.finished = True
+    return result
 
 
 class _Part(NamedTuple):

@@ -79,7 +79,7 @@ class Tally:
         return self.sums[id(target)]
 
     def cost(self) -> Cost:
-        """What was added, by kind of rank."""
+        """The total cost by kind of rank."""
         targets = [sums.target for sums in self.sums.values()]
         kind, first = _kinds(targets, self.world)
         needed, read, requests = (np.zeros(len(first)) for _ in range(3))
@@ -160,7 +160,7 @@ def writer_nodes(ckpt: Checkpoint, count: int) -> IntArray:
 
 
 def nodes_of(cost: Cost, ckpt: Checkpoint, per_node: int, homes: IntArray | None) -> tuple[NodeReads, ...]:
-    """What each node must see, with so many ranks on one.
+    """The files that each node must see.
 
     Args:
         homes: int64 [files], the node that has each file; None where all see all.

@@ -1,4 +1,4 @@
-"""The exact form: what the ranks want as the job's own code says, run without memory, network or GPU (`ranks`)."""
+"""The exact form of a job: requests from its own code, run without memory, network or GPU (`ranks`)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _FUNCTION = re.compile(r"(.+):([A-Za-z_][\w.]*)")
 def exact_job(
     function: str, mesh: Mapping[str, int], keys: Iterable[str], per_node: int = 8, seconds: float = 600
 ) -> Job:
-    """What the ranks of a job want, by a function that returns the sharded state dict of one of them.
+    """The job whose requests come from a function that returns the sharded state dict of a rank.
 
     The function runs once for each rank, and only because the user named it. It is given a `DeviceMesh` where it takes
     an argument, and builds its own otherwise.
@@ -171,7 +171,7 @@ def _requests(
 
 
 def _lacking(error: list[str], mesh: Mapping[str, int]) -> list[str]:
-    """What to do where a function asks the mesh for an axis that it does not have."""
+    """Advice where a function asks the mesh for an axis that it lacks; [] otherwise."""
     last_line = error[-1] if error and error[-1].startswith("KeyError: ") else ""
     absent = [name for name in re.findall(r"'(\w+)'", last_line) if name not in mesh]
     if not absent or not ("mesh" in last_line.lower() or absent[0] in JOB_AXES):

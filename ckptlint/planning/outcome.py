@@ -59,7 +59,7 @@ class Conversion:
 
 @dataclass(frozen=True, eq=False)
 class Cost:
-    """What the ranks read. Ranks that read the same are one kind.
+    """The reads of all ranks. Ranks with equal reads form one kind.
 
     Attributes:
         kind: int64 [world], the kind of each rank.

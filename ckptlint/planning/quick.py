@@ -27,7 +27,7 @@ from ckptlint.planning.outcome import Constraint
 from ckptlint.vocabulary.keys import Key, block_of
 
 JOB_AXES = ("dp", "dp_shard", "dp_replicate", "fsdp", "tp", "pp", "vpp", "ep", "etp", "cp")
-"""What `--to` takes: `fsdp` and `dp_shard` are other names of `dp`."""
+"""Axes of `--to`: `fsdp` and `dp_shard` are other names of `dp`."""
 
 MOST_RANKS = 1 << 17
 _MOST_ROWS = 1 << 24  # of all targets
@@ -127,7 +127,7 @@ class _Ranks:
 
     @property
     def world(self) -> int:
-        """How many there are."""
+        """Number of ranks."""
         return len(self.at["tp"])
 
 
@@ -216,13 +216,13 @@ class _Cutter:
                 chosen &= ranks.at["pp"] == stage
                 name.append(("pp", stage))
         if ranks.sizes["ep"] > 1 and key.expert is not None:
-            place = key.expert * ranks.sizes["ep"] // max(self.experts, 1)
+            ep_rank = key.expert * ranks.sizes["ep"] // max(self.experts, 1)
             if self.experts % ranks.sizes["ep"]:
                 self._guess(
                     f"{self.experts} experts are spread over ep {ranks.sizes['ep']} as evenly as possible", key.fqn
                 )
-            chosen &= ranks.at["ep"] == place
-            name.append(("ep", place))
+            chosen &= ranks.at["ep"] == ep_rank
+            name.append(("ep", ep_rank))
         if tuple(name) not in self.everyone:
             self.everyone[tuple(name)] = np.flatnonzero(chosen)
         return tuple(name), self.everyone[tuple(name)]
@@ -257,12 +257,12 @@ class _Cutter:
     def _tensor_parallel(self, tensor: Tensor, param: Param) -> list[tuple[int, int]]:
         """[(axis that tp cuts, runs)]; [] where each rank has the whole tensor."""
         axes, key = param.own_axes, param.key
-        seen = [axis for axis in axes if axis_factor(tensor, axis) > 1]
+        cut_axes = [axis for axis in axes if axis_factor(tensor, axis) > 1]
         # Evidence before convention. Megatron-Core replicates parameters over dp, so every cut there is from tp.
         # Elsewhere the first axis may be cut by FSDP, by tp or by both, and only a cut of a later axis shows tp.
-        if self.ckpt.is_torch_dist and len(seen) == 1:
-            return [(seen[0], self._runs(key, tensor, seen[0]))]
-        if len(axes) > 1 and (later := [axis for axis in seen if axis != axes[0]]):
+        if self.ckpt.is_torch_dist and len(cut_axes) == 1:
+            return [(cut_axes[0], self._runs(key, tensor, cut_axes[0]))]
+        if len(axes) > 1 and (later := [axis for axis in cut_axes if axis != axes[0]]):
             return [(later[0], 1)]  # FSDP only cuts the first axis, so tp cut this one
         axis = self._by_role(param)
         if axis is None:
@@ -297,7 +297,7 @@ class _Cutter:
     # ------------------------------------------------------------ data parallelism
 
     def _sharded(self, tensor: Tensor, param: Param, part: str) -> list[_Cut]:
-        """How dp shards a parameter or its states."""
+        """The cuts that dp adds to a parameter or its states."""
         in_experts = param.key.in_experts and self.ranks.sizes["ep"] > 1
         over = "within_ep" if in_experts else "shard"
         if self.ranks.sizes[over] == 1 or not tensor.global_shape:

@@ -90,18 +90,18 @@ def _admit(unsure: list[Tensor], what: str) -> None:
 
 def _pairs(tensor: Tensor) -> Iterator[tuple[Box, int, int]]:
     """The common part and the two rows of each overlapping pair with different offsets, at most `_PAIR_LIMIT`."""
-    seen: set[tuple[int, int]] = set()
+    pairs_seen: set[tuple[int, int]] = set()
     tiling = tensor.tiling
-    whole = Box((0,) * len(tiling.shape), tiling.shape)
+    tensor_box = Box((0,) * len(tiling.shape), tiling.shape)
     for region in tiling.coverage.doubled:
         for pair in combinations(tiling.touching(region)[:_PAIR_LIMIT], 2):
-            if len(seen) >= _PAIR_LIMIT:
+            if len(pairs_seen) >= _PAIR_LIMIT:
                 return
             first, second = tiling.box(pair[0]), tiling.box(pair[1])
             common = first.intersect(second)
-            if pair not in seen and common is not None and first.offsets != second.offsets:
-                seen.add(pair)
-                yield common.intersect(whole) or common, *pair
+            if pair not in pairs_seen and common is not None and first.offsets != second.offsets:
+                pairs_seen.add(pair)
+                yield common.intersect(tensor_box) or common, *pair
 
 
 def _sizes(ckpt: Checkpoint, tensor: Tensor, first: int, second: int) -> tuple[Note, ...]:
@@ -159,7 +159,7 @@ def _total(tensor: Tensor) -> tuple[Note, ...]:
 
 
 def _kind(ckpt: Checkpoint, absent: Absent | None) -> str:
-    """What the one rank that should have saved a missing part saved instead; "" where no one rank is known."""
+    """Text on what the rank of a missing part saved instead; "" where no single rank is known."""
     if absent is None or len(absent.ranks) != 1:
         return ""
     if absent.instead:

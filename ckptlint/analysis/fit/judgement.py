@@ -148,7 +148,7 @@ class Fit:
 
 
 def fit_of(ckpt: Checkpoint) -> Fit:
-    """How a checkpoint differs from what its configuration implies.
+    """The differences between a checkpoint and its configuration.
 
     Raises:
         NotApplicable: nothing is known of its model, or the configuration belongs to another one.
@@ -259,16 +259,16 @@ def foreign_sizes(ckpt: Checkpoint) -> tuple[Contradiction, ...]:
     fit = _first_fit(ckpt)
     if isinstance(fit, str) or not ckpt.has_megatron_names or not fit.shapes:
         return ()
-    seen: dict[str, set[int]] = defaultdict(set)
+    sizes_of_dim: dict[str, set[int]] = defaultdict(set)
     declared: dict[str, int] = {}
     shown: dict[str, str] = {}
     for name, stored in fit.pairing.stored.items():
         shape, expected = ckpt.tensors[stored].global_shape, fit.expected.tensors[name]
         for dim, size, wanted in zip(expected.dims, shape, expected.shape, strict=False):
-            seen[dim].add(size)
+            sizes_of_dim[dim].add(size)
             declared[dim], shown[dim] = wanted, stored
     contradicted: dict[str, Contradiction] = {}
-    for dim, sizes in seen.items():
+    for dim, sizes in sizes_of_dim.items():
         if len(sizes) == 1 and (size := sizes.pop()) != declared[dim]:
             ratio = Fraction(size, declared[dim] or 1)
             # Tensor parallelism divides heads and inner sizes, never the hidden size or the number of layers.
@@ -469,8 +469,8 @@ class _Judge:
         layers: dict[str, set[int]] = defaultdict(set)
         weights = set()
         for name in self.tensors:
-            if place := _place(name):
-                layers[place.home].add(place.number)
+            if position := _place(name):
+                layers[position.home].add(position.number)
             weights.add(name.rpartition(".")[0])
         gaps = {_module(name) for name in missing}
         tails = {name.partition(".")[2] for name in missing} | set(missing)
@@ -482,9 +482,9 @@ class _Judge:
             if name in tails:
                 instead.append(name)
                 continue
-            place = _place(name)
-            is_new_layer = place and layers.get(place.home) and place.number not in layers[place.home]
-            if place and is_new_layer and f"{place.block}.{place.number}." in mtp:
+            position = _place(name)
+            is_new_layer = position and layers.get(position.home) and position.number not in layers[position.home]
+            if position and is_new_layer and f"{position.block}.{position.number}." in mtp:
                 continue
             if is_new_layer or role(name) in roles:
                 beyond.append(name)
@@ -500,13 +500,13 @@ class _Judge:
         """Weights of prediction layers whose shape occurs in no layer of the model."""
         differences: list[ShapeDifference] = []
         for start, tensors, others in self._mtp_layers():
-            like, odd, fitting = others[0][0], dict[str, ShapeDifference](), set()
+            nearest, odd, fitting = others[0][0], dict[str, ShapeDifference](), set()
             for tail in sorted(tensors & others[0][1]):
-                tensor, expected = self.ckpt.tensors.get(start + tail), self.tensors[like + tail]
+                tensor, expected = self.ckpt.tensors.get(start + tail), self.tensors[nearest + tail]
                 if tensor is None or not _is_wide_float(tensor.dtype) or tensor.is_flattened:
                     continue
                 if all(tensor.global_shape != self.tensors[at + tail].shape for at, tails in others if tail in tails):
-                    odd[tail] = ShapeDifference(like + tail, tensor, expected, ())
+                    odd[tail] = ShapeDifference(nearest + tail, tensor, expected, ())
                 elif len(tensor.global_shape) > 1:
                     fitting.add(tail.partition(".")[0])
             modules = {tail.partition(".")[0] for tail in odd}
@@ -620,7 +620,7 @@ def _module(name: str) -> str:
 
 
 def _home(name: str) -> str:
-    """What holds the module of a weight."""
+    """Path of the module that contains the module of a weight."""
     return ".".join(name.split(".")[:-2])
 
 
@@ -662,17 +662,17 @@ def other_dtypes(ckpt: Checkpoint, fit: Fit) -> list[OtherDtype]:
     declared = fit.expected.dtype
     if declared not in FLOATS or fit.is_quantised or not fit.is_export:
         return []
-    found: dict[str, list[str]] = defaultdict(list)
+    dtypes: dict[str, list[str]] = defaultdict(list)
     elements: dict[str, int] = defaultdict(int)
     for name in fit.pairing.stored.values():
         tensor = ckpt.tensors[name]
         if tensor.dtype != declared and _is_wide_float(tensor.dtype):
-            found[tensor.dtype].append(name)
+            dtypes[tensor.dtype].append(name)
             elements[tensor.dtype] += tensor.volume
     bits = ITEM_BITS[declared]
     return [
         OtherDtype(dtype, tuple(names), count * bits // 8, count * (ITEM_BITS[dtype] - bits) // 8)
-        for (dtype, names), count in zip(found.items(), elements.values(), strict=True)
+        for (dtype, names), count in zip(dtypes.items(), elements.values(), strict=True)
     ]
 
 

@@ -37,7 +37,7 @@ def matches(old: Sides, new: Sides, renamed: Mapping[str, str], heads: Heads, vo
     """
     if old.keys() != new.keys():
         old, new = in_one_order(old, new, heads)
-    found = [_pair(side, new[name], vocabulary) for name, side in old.items() if name in new]
+    by_key = [_pair(side, new[name], vocabulary) for name, side in old.items() if name in new]
     left_old = {name: side for name, side in old.items() if name not in new}
     left_new = {name: side for name, side in new.items() if name not in old}
     known = {name: other for name, other in renamed.items() if name in left_old and other in left_new}
@@ -52,7 +52,7 @@ def matches(old: Sides, new: Sides, renamed: Mapping[str, str], heads: Heads, vo
     left_old, left_new = _without(left_old, differing), _without(left_new, differing)
     alone = [Match("absent" if side.is_read else "unread", (name,), (), False) for name, side in left_old.items()]
     alone += [Match("absent" if side.is_read else "unread", (), (name,), False) for name, side in left_new.items()]
-    return _under_right_names([*found, *paired, *differing, *alone], (old, new))
+    return _under_right_names([*by_key, *paired, *differing, *alone], (old, new))
 
 
 def _without(sides: Sides, found: Iterable[Match]) -> dict[str, Side]:
@@ -218,17 +218,17 @@ def _joined(parts: Sides, wholes: Sides) -> Iterator[Match]:
             for expert in {None, parse(side.fqn).expert}:
                 groups[layer_number(side.fqn), expert, dtype, side.columns][_roles([side.fqn])].append(side)
     gone: set[str] = set()
-    for whole in wholes.values():
-        if whole.is_dull:
+    for joined in wholes.values():
+        if joined.is_dull:
             continue
-        for dtype, hashes in whole.hashes.items():
-            roles = groups.get((layer_number(whole.fqn), parse(whole.fqn).expert, dtype, whole.columns), {})
+        for dtype, hashes in joined.hashes.items():
+            roles = groups.get((layer_number(joined.fqn), parse(joined.fqn).expert, dtype, joined.columns), {})
             rows, wanted = len(hashes.rows), multiset(hashes.rows)
-            found = next(_adding_up(roles, whole, dtype, rows, wanted, gone), None)
-            if found is not None:
-                gone |= {side.fqn for side in found}
-                names = tuple(side.fqn for side in found)
-                yield Match("joined", names, (whole.fqn,), *_in_order(found, whole, dtype))
+            parts_of_joined = next(_adding_up(roles, joined, dtype, rows, wanted, gone), None)
+            if parts_of_joined is not None:
+                gone |= {side.fqn for side in parts_of_joined}
+                names = tuple(side.fqn for side in parts_of_joined)
+                yield Match("joined", names, (joined.fqn,), *_in_order(parts_of_joined, joined, dtype))
                 break
 
 
@@ -338,7 +338,7 @@ def _under_right_names(found: Sequence[Match], sides: tuple[Sides, Sides]) -> li
     roles: dict[tuple[str, ...], Counter[tuple[str, ...]]] = defaultdict(Counter)
     for match in alone:
         roles[_roles(match.old)][_roles(match.new)] += 1
-    made = []
+    judged = []
     for match in found:
         if match.is_proven and match.old != match.new:
             counts = roles[_roles(match.old)]
@@ -347,8 +347,8 @@ def _under_right_names(found: Sequence[Match], sides: tuple[Sides, Sides]) -> li
             is_odd = _roles(match.new) not in most or (len(most) > 1 and None in roles_of_both)
             if is_odd or _distance(match) not in (None, usual) or not _may_be_one(match, roles_of_both):
                 match = replace(match, relation="exchanged", is_proven=False, what=_holds(match, roles_of_both))
-        made.append(match)
-    return made
+        judged.append(match)
+    return judged
 
 
 def _holds(match: Match, roles_of_both: _RolesOfBoth) -> str:

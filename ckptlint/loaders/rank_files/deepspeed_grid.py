@@ -164,12 +164,12 @@ def expected(tag: Tag, facts: Facts) -> dict[str, tuple[RankFile, ...]]:
         "expert": facts.experts_source,
         "layer": "the parameters that param_shapes lists" if any(tag.of("model")) else "",
     }
-    found: dict[str, list[RankFile]] = defaultdict(list)
+    files_by_source: dict[str, list[RankFile]] = defaultdict(list)
     for number, file in enumerate(_expected(tag, facts)):
         if number == _FILES_LIMIT:
             raise LimitError(f"numbers more ranks, layers and experts than {_FILES_LIMIT:,}, the limit")
-        found[sources.get(file.kind) or "their numbers"].append(file)
-    return {grid: tuple(files) for grid, files in found.items()}
+        files_by_source[sources.get(file.kind) or "their numbers"].append(file)
+    return {grid: tuple(files) for grid, files in files_by_source.items()}
 
 
 def _grid(kind: str, name: str, **axes: Iterable[int]) -> Iterator[RankFile]:

@@ -63,20 +63,20 @@ def flat_groups(tag: Tag, tp: int, columns: Columns) -> Cut:
     for source in tag.of("optimizer"):
         by_mp[source.file.numbers["mp"]].append(source)
     experts = _local_experts(tag)
-    made = Cut(columns)
+    cut = Cut(columns)
     first_mp: dict[str, int] = {}
     for mp, sources in sorted(by_mp.items()):
         owner, first = owner_of(mp, tp), len(columns.rows)
         models = [source for source in tag.of("model") if source.file.numbers["mp"] == mp]
         if any(_BY_PARAMETER in source.state for source in sources):
-            _cut_parameters(made, sources, models, owner)
+            _cut_parameters(cut, sources, models, owner)
         else:
-            _cut_groups(made, sources, models, owner, experts)
+            _cut_groups(cut, sources, models, owner, experts)
         # A tied parameter is in the groups of the first and the last stage (pipe_tied_z1): the first counts.
         for number, row in enumerate(columns.rows[first:], first):
             if first_mp.setdefault(row.fqn, mp) != mp:
                 columns.rows[number] = row._replace(offsets=None)
-    return made
+    return cut
 
 
 def _local_experts(tag: Tag) -> dict[str, int]:

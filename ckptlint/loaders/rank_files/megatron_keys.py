@@ -93,12 +93,12 @@ def grid(sizes: Sizes) -> dict[str, GridCoordinate]:
         megatron.core.parallel_state.RankGenerator: tensor parallel ranks are innermost
     """
     writers = sizes.etp * sizes.ep if sizes.ep > 1 else sizes.tp
-    places = [
+    coordinates = [
         GridCoordinate(rank % sizes.tp, stage, rank // sizes.etp % sizes.ep, rank % sizes.etp)
         for stage in range(sizes.pp)
         for rank in range(writers)
     ]
-    return {folder_of(place, sizes): place for place in places}
+    return {folder_of(coordinate, sizes): coordinate for coordinate in coordinates}
 
 
 def folder_of(place: GridCoordinate, sizes: Sizes) -> str:

@@ -274,12 +274,12 @@ class _RankReader:
         offsets = self._offsets()
         model: RankTensorsByName = defaultdict(list)
         states: dict[str, RankTensorsByName] = {what: defaultdict(list) for what in _STATES.values()}
-        for place, rank in self.ranks.items():
-            rank_tensors = self._tensors(place, rank, offsets)
+        for coordinate, rank in self.ranks.items():
+            rank_tensors = self._tensors(coordinate, rank, offsets)
             for key, tensor in rank_tensors.items():
                 assert rank.model is not None
-                model[key].append(_RankTensor(place, tensor, rank.model))
-            self._optimizer(place, rank, rank_tensors, states)
+                model[key].append(_RankTensor(coordinate, tensor, rank.model))
+            self._optimizer(coordinate, rank, rank_tensors, states)
         self._tied(model)
         for key, copies in model.items():
             self._add(key, key, copies)
@@ -292,8 +292,8 @@ class _RankReader:
             sentence = f"ckptlint did not judge the optimizer state in {', '.join(names[:_SHOWN])}"
             why = "the file does not say which state belongs to which parameter"
             self.notes.append(Problem("note", names[0], sentence, why=why))
-        whole = [self._is_whole(key, copies) for found in states.values() for key, copies in found.items()]
-        if self.unplaced or not all(whole):
+        are_whole = [self._is_whole(key, copies) for found in states.values() for key, copies in found.items()]
+        if self.unplaced or not all(are_whole):
             return
         for what, found in states.items():
             for key, copies in found.items():
@@ -311,12 +311,12 @@ class _RankReader:
     def _arguments(self) -> None:
         """Compare the arguments of all ranks; ranks with other parallel sizes are removed."""
         stated = {
-            place: {
+            coordinate: {
                 name: value
                 for name, value in ({"checkpoint_version": rank.root.get("checkpoint_version")} | rank.args).items()
                 if name in _COMPARED and (is_scalar(value) or value is None)
             }
-            for place, rank in self.ranks.items()
+            for coordinate, rank in self.ranks.items()
             if rank.args
         }
         shared = [name for name in _COMPARED if all(name in arguments for arguments in stated.values())]
@@ -324,43 +324,43 @@ class _RankReader:
         shown = [
             (
                 first_names((f"{name} {printable(str(arguments[name]))}" for name in names), 4),
-                self.ranks[place].label,
+                self.ranks[coordinate].label,
             )
-            for place, arguments in stated.items()
+            for coordinate, arguments in stated.items()
         ]
         self.statements.note_if_different("set of arguments", shown)
-        for place in stated if names else ():
-            if sizes_of(self.ranks[place].args) not in (None, self.sizes):
-                del self.ranks[place]
+        for coordinate in stated if names else ():
+            if sizes_of(self.ranks[coordinate].args) not in (None, self.sizes):
+                del self.ranks[coordinate]
 
     def _names(self) -> None:
         """Compare the rank of each folder with the rank that wrote its file, by arguments or by bytes."""
         world, writers = 0, {}
-        for place, rank in self.ranks.items():
+        for coordinate, rank in self.ranks.items():
             if type(number := rank.args.get("rank")) is int and number >= 0:
-                writers[place] = number
+                writers[coordinate] = number
                 stated = rank.args.get("world_size")
                 world = stated if type(stated) is int else 0
         first: dict[tuple[tuple[int, int], ...], GridCoordinate] = {}
-        for place, rank in list(self.ranks.items()):
+        for coordinate, rank in list(self.ranks.items()):
             sums = _checksums(rank)
-            if sums and (other := first.setdefault(sums, place)) is not place:
+            if sums and (other := first.setdefault(sums, coordinate)) is not coordinate:
                 self.statements.other_name(rank.label, self.ranks[other].folder, self.ranks[other].label)
-                del self.ranks[place]
-                writers.pop(place, None)
+                del self.ranks[coordinate]
+                writers.pop(coordinate, None)
         if len(writers) < 2 or len(set(writers.values())) < len(writers) or _has_ranks_of_encoders(self.ranks.values()):
             # A converter writes all files as one rank, and encoders of their own sizes shift the ranks of the rest.
             return
-        for place, number in writers.items():
-            tp, pp = number % self.sizes.tp, place.pp
+        for coordinate, number in writers.items():
+            tp, pp = number % self.sizes.tp, coordinate.pp
             per_stage = world // self.sizes.pp
-            if per_stage and world % self.sizes.pp == 0 and not self.ranks[place].args.get("use_tp_pp_dp_mapping"):
+            if per_stage and world % self.sizes.pp == 0 and not self.ranks[coordinate].args.get("use_tp_pp_dp_mapping"):
                 # Stages are outermost in the usual order of ranks, so the stage follows from the rank;
                 # use_tp_pp_dp_mapping changes that order, and only the tensor-parallel number remains known.
                 pp = number // per_stage
-            if (tp, pp) != (place.tp, place.pp):
-                inside = folder_of(GridCoordinate(tp, pp, place.ep), self.sizes)
-                self.statements.other_name(self.ranks[place].label, f"rank {number}, {inside}")
+            if (tp, pp) != (coordinate.tp, coordinate.pp):
+                inside = folder_of(GridCoordinate(tp, pp, coordinate.ep), self.sizes)
+                self.statements.other_name(self.ranks[coordinate].label, f"rank {number}, {inside}")
 
     def _presence(self) -> None:
         """Compare which ranks of a stage have optimizer state; a stage without trained weights may have none.
@@ -369,9 +369,9 @@ class _RankReader:
             megatron.training.checkpointing.generate_state_dict (core_v0.16): none of a stub optimizer
         """
         stages: dict[int, list[tuple[str, str]]] = defaultdict(list)
-        for place, rank in self.ranks.items():
+        for coordinate, rank in self.ranks.items():
             has = rank.optimizer is not None or bool(rank.root.get("optimizer"))
-            stages[place.pp].append(("there" if has else "missing", rank.label))
+            stages[coordinate.pp].append(("there" if has else "missing", rank.label))
         for states in stages.values():
             self.statements.note_if_different("optimizer state", states)
 
@@ -380,12 +380,12 @@ class _RankReader:
     def _offsets(self) -> dict[str, dict[tuple[int, int], int]]:
         """Block of layers -> (chunk, stage) -> layers before it."""
         counts: dict[str, dict[tuple[int, int], int]] = defaultdict(dict)
-        for place, rank in self.ranks.items():
+        for coordinate, rank in self.ranks.items():
             for chunk, key, _ in _chunks(rank):
                 if (found := layer_of(key)) is not None:
                     block, number = found
                     layers = counts[block]
-                    layers[chunk, place.pp] = max(layers.get((chunk, place.pp), 0), number + 1)
+                    layers[chunk, coordinate.pp] = max(layers.get((chunk, coordinate.pp), 0), number + 1)
         share = even_share(self.args, self.sizes)
         return {
             block: offsets_of(layers, 0 if "mtp" in block else share, self.sizes) if "mtp" not in block else {}

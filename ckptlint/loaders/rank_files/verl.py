@@ -330,36 +330,39 @@ class _RankReader:
                     keys.setdefault(key, []).append(_RankValue(rank, value, files[rank]))
         for fqn, values in keys.items():
             pieces = [_Piece(item.rank, item.file, *local) for item in values for local in _locals(item.value)]
-            places: Places = [None] * len(pieces)
+            offsets_of_pieces: Places = [None] * len(pieces)
             first, shape = values[0].value, values[0].value.shape
             # A plain tensor states no placement. In a model it is a buffer with a copy on each rank, in an FSDP1
             # optimizer a slice of a flat parameter (verl_fsdp1_2r). Different contents of one-dimensional tensors also
             # show slices (flat_2r).
             is_copy = isinstance(first, StoredTensor) and not slices and not fqn.endswith(_FLAT)
             if is_copy:
-                places[0] = (0,) * len(shape)
+                offsets_of_pieces[0] = (0,) * len(shape)
             is_slice = self.is_flat and _is_sliced(values)
             if is_slice and self._agree(fqn, values, files, ("form", "dtype")):
                 lengths = [item.value.shape[0] for item in values]
                 ends = accumulate(lengths)
-                shape, places = (sum(lengths),), [(end - length,) for end, length in zip(ends, lengths, strict=True)]
+                shape, offsets_of_pieces = (
+                    (sum(lengths),),
+                    [(end - length,) for end, length in zip(ends, lengths, strict=True)],
+                )
             elif not is_slice and self._agree(fqn, values, files):
                 if isinstance(first, StoredDTensor):
-                    places = self._boxes(fqn, values)
+                    offsets_of_pieces = self._boxes(fqn, values)
                 elif isinstance(first, StoredShards):
-                    places = self._listed(fqn, first, pieces)
+                    offsets_of_pieces = self._listed(fqn, first, pieces)
                 elif is_copy:
                     self._copies("content", fqn, [values])
                 elif len(shape) == 1:  # cut into one slice of equal length for each rank (FSDP1)
-                    shape, places = (shape[0] * self.world,), [(piece.rank * shape[0],) for piece in pieces]
+                    shape, offsets_of_pieces = (shape[0] * self.world,), [(piece.rank * shape[0],) for piece in pieces]
                 else:
-                    places[0] = (0,) * len(shape)
-            if pieces and not any(place is not None for place in places):
+                    offsets_of_pieces[0] = (0,) * len(shape)
+            if pieces and not any(offsets is not None for offsets in offsets_of_pieces):
                 self.unplaced.append(fqn)
-            for piece, place in zip(pieces, places, strict=True):
+            for piece, offsets in zip(pieces, offsets_of_pieces, strict=True):
                 is_flat = is_slice or fqn.endswith(_FLAT)
                 file = piece.file
-                self.columns.add(fqn, piece.tensor, file.number, file.found, shape, place, is_flat, first.dtype)
+                self.columns.add(fqn, piece.tensor, file.number, file.found, shape, offsets, is_flat, first.dtype)
 
     def _agree(
         self, fqn: str, values: list[_RankValue], files: Mapping[int, OpenedFile], aspects: Iterable[str] | None = None
@@ -392,7 +395,7 @@ class _RankReader:
         """
         nowhere: Places = [None] * len(values)
         owners: dict[tuple[Shape, Shape], list[_RankValue]] = defaultdict(list)
-        places, fits, is_declared = list[Shape | None](), True, False
+        offsets_of_parts, fits, is_declared = list[Shape | None](), True, False
         for item in values:
             value = item.value
             assert isinstance(value, StoredDTensor)
@@ -414,12 +417,12 @@ class _RankReader:
                 self._misfit(fqn, item.file, shape_text(stored), shape_text(sizes), because)
             fits = fits and stored == sizes
             is_declared = any(placement.kind == "Replicate" for placement in value.placements)
-            places.append(offsets if (offsets, stored) not in owners else None)
+            offsets_of_parts.append(offsets if (offsets, stored) not in owners else None)
             owners[offsets, stored].append(item)
         if not fits:
             return nowhere
         self._copies("content of copies" if is_declared else "content of other meshes", fqn, owners.values())
-        return places
+        return offsets_of_parts
 
     def _listed(self, fqn: str, whole: StoredShards, pieces: list[_Piece]) -> Places:
         """Offsets that the shards state; all None where one differs from the entry that all files list for its rank."""
@@ -513,11 +516,14 @@ class _RankReader:
             or not model
         ):
             return
-        whole = _parameters(next(iter(model.values())).found.root)
-        chosen = [key for key in whole if is_adapter(parse(key))] or list(whole)
+        parameters = _parameters(next(iter(model.values())).found.root)
+        chosen = [key for key in parameters if is_adapter(parse(key))] or list(parameters)
         file = model[min(model)]
         # Tied parameters have two keys, but one entry in the optimizer: equal checksum and shape count once.
-        once = {(_checksum(_RankValue(-1, whole[key], file)) or key, whole[key].shape): whole[key] for key in chosen}
+        once = {
+            (_checksum(_RankValue(-1, parameters[key], file)) or key, parameters[key].shape): parameters[key]
+            for key in chosen
+        }
         known, wanted, noun = counts[0][0], len(once), "parameter"
         moments = (
             of_param.get("exp_avg") for state in states.values() for of_param in state.values() if is_dict(of_param)
@@ -535,7 +541,7 @@ class _RankReader:
         if any(isinstance(param, str) for param in listed):
             return {param: param for param in listed}
         roots = [file.found.root for file in self._of("model").values()][:1]
-        whole = {key: value.shape for root in roots for key, value in _parameters(root).items()}
+        shapes_of_keys = {key: value.shape for root in roots for key, value in _parameters(root).items()}
         shapes = {
             param: states["exp_avg"].shape
             for param, states in state.items()
@@ -544,11 +550,11 @@ class _RankReader:
         }
         # The optimizer lists numbers without names. Order alone is a guess, so the counts must agree and nine of ten
         # states must have the shape of their parameter; not all, since one damaged state must not hide the others.
-        for chosen in (list(whole), [key for key in whole if is_adapter(parse(key))]):
+        for chosen in (list(shapes_of_keys), [key for key in shapes_of_keys if is_adapter(parse(key))]):
             if len(chosen) != len(listed) or not chosen:
                 continue
             names = dict(zip(sorted(param for param in listed if isinstance(param, int)), chosen, strict=False))
-            same = sum(whole[names[param]] == shape for param, shape in shapes.items() if param in names)
+            same = sum(shapes_of_keys[names[param]] == shape for param, shape in shapes.items() if param in names)
             if same >= _SAME_SHAPES * len(shapes) and len(names) == len(listed):
                 return names
         return {}

@@ -56,8 +56,8 @@ def member_starts(
     Raises:
         AccessError: a read was refused.
     """
-    whole = {row: int(stored.start[row]) for row in rows.tolist() if stored.header[row] < 0}
-    wanted = {int(stored.header[row]): row for row in rows.tolist() if row not in whole}
+    starts_by_row = {row: int(stored.start[row]) for row in rows.tolist() if stored.header[row] < 0}
+    wanted = {int(stored.header[row]): row for row in rows.tolist() if row not in starts_by_row}
     spans = [(header, LOCAL_SIZE + len(stored.names[row])) for header, row in wanted.items()]
     starts: dict[int, int | UnreadableError] = {}
     for (header, row), data in zip(wanted.items(), folder.ranges(path_of(ckpt, file), spans), strict=True):
@@ -68,13 +68,13 @@ def member_starts(
             starts[header] = UnreadableError(str(error), header - int(ckpt.records.byte_offset[row]))
     broken = []
     for row in rows.tolist():
-        start = whole.get(row, starts.get(int(stored.header[row])))
+        start = starts_by_row.get(row, starts.get(int(stored.header[row])))
         if isinstance(start, int):
-            whole[row] = start
+            starts_by_row[row] = start
         elif start is not None:
             broken.append((row, start))
     meter.add(len(rows))
-    return whole, broken
+    return starts_by_row, broken
 
 
 def members_and_views(table: PayloadTable, stored: StorageTable, rows: IntArray) -> list[Members]:

@@ -151,19 +151,19 @@ def _read_batch(folder: Folder, path: str, places: Sequence[RecordPlace], forms:
     Args:
         forms: length of a record -> layouts seen with that length; extended here.
     """
-    found = Headers()
+    headers = Headers()
     edges = _edges(folder, path, places)
     by_length: dict[int, list[RecordPlace]] = {}
     for place in places:
         by_length.setdefault(place.length, []).append(place)
     # Chunks of one shape have archives of one length, and almost always of one layout. So one record of each length is
     # parsed, and the others are compared with its bytes all at once; whatever differs is parsed by itself.
-    rest = [_read_alike(forms.setdefault(length, []), alike, edges, found) for length, alike in by_length.items()]
+    rest = [_read_alike(forms.setdefault(length, []), alike, edges, headers) for length, alike in by_length.items()]
     first = [alike.pop(0) for alike in rest if alike]
-    _read_singly(folder, path, first, edges, found, forms)  # adds their layouts to `forms`
-    rest = [_read_alike(forms[alike[0].length][-1:], alike, edges, found) for alike in rest if alike]
-    _read_singly(folder, path, [place for alike in rest for place in alike], edges, found, forms)
-    return found
+    _read_singly(folder, path, first, edges, headers, forms)  # adds their layouts to `forms`
+    rest = [_read_alike(forms[alike[0].length][-1:], alike, edges, headers) for alike in rest if alike]
+    _read_singly(folder, path, [place for alike in rest for place in alike], edges, headers, forms)
+    return headers
 
 
 def _read_singly(
