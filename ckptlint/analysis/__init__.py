@@ -1,1 +1,1 @@
-"""What the tensors of a checkpoint say about each other; read by rules, never reading a file."""
+"""Inferences about the tensors of a checkpoint, shared by the rules; nothing here reads a file."""

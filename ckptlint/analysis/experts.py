@@ -1,4 +1,4 @@
-"""The mixture-of-experts layers of a checkpoint: what their routers expect and which experts are stored."""
+"""The mixture-of-experts layers of a checkpoint: numbers of experts that routers expect, and stored experts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ExpertRole:
 
     @property
     def count(self) -> int:
-        """How many experts are stored."""
+        """Number of stored experts."""
         first = self.params[0]
         if first.expert_axis is not None:
             return first.tensor.global_shape[first.expert_axis]
@@ -44,9 +44,9 @@ class MoeLayer:
     """The routed experts of one layer, or of all layers where they are stacked.
 
     Attributes:
-        router: the parameter whose rows say how many experts there should be, None when the layer has none.
-        rows: how many experts the router, or else its bias, expects; None when that is not known.
-        roles: the weights of the experts.
+        router: parameter whose rows count the experts; None without one.
+        rows: number of experts by the router, or by its bias; None where unknown.
+        roles: weights of the experts.
     """
 
     block: Block
@@ -76,14 +76,15 @@ def moe_layers(ckpt: Checkpoint) -> tuple[MoeLayer, ...]:
             home = _common_home([param for role in roles for param in role.params])
             routers = [p for p in params if p.key.function == "router" and not p.key.in_experts and _serves(p, home)]
             rows = [(r, n) for r in routers if (n := _rows(r, hidden[block].size if block in hidden else None))]
-            # a router that serves these experts is unique; two that disagree tell nothing
+            # A layer may hold other gates, such as that of a shared expert. If the candidates disagree, nothing shows
+            # which of them counts these experts.
             router, expected = rows[0] if len({n for _, n in rows}) == 1 else (None, None)
             layers.append(MoeLayer(block, layer, router, expected, tuple(roles)))
     return tuple(layers)
 
 
 def owners_note(ckpt: Checkpoint, experts: set[int], total: int) -> tuple[Note, ...]:
-    """Which expert-parallel ranks own these experts, when they are all that those ranks own."""
+    """Note on the expert-parallel ranks that own exactly these experts; () where no ranks do."""
     size = trusted_topology(ckpt).get("ep")
     if size is None or size.size < 2 or total % size.size:
         return ()
@@ -95,12 +96,14 @@ def owners_note(ckpt: Checkpoint, experts: set[int], total: int) -> tuple[Note, 
 
 
 def _roles(params: list[Param], hidden: int | None) -> list[ExpertRole]:
-    """The weights of the experts of a layer; a stack of experts in one key counts as many as its rows say."""
+    """The expert weights of a layer by role."""
     by_role: dict[str, list[Param]] = defaultdict(list)
     for param in params:
         is_expert = param.expert_axis is not None or (param.key.in_experts and param.key.expert is not None)
         if is_expert and param.key.function in ("mlp_in", "mlp_out") and len(param.own_shape) == 2:
             by_role[param.key.role].append(param)
+    # The second projection maps to the hidden size. If its rows are a multiple instead, each numbered key holds the
+    # experts of several ranks end to end (EXP001: "each numbered key holds the experts of two ranks, concatenated").
     per_key = 1
     for members in by_role.values():
         first = members[0]
@@ -140,12 +143,12 @@ def _serves(router: Param, home: str) -> bool:
 
 
 def _rows(router: Param, hidden: int | None) -> int | None:
-    """How many experts a router weight or bias has room for."""
+    """Number of experts by the shape of a router weight or bias; None where the shape shows none."""
     shape = router.own_shape
     if len(shape) == 1:
         return shape[0] if "scale" not in router.key.path else None
     if len(shape) != 2:
         return None
-    if hidden == shape[0] != shape[1]:
+    if hidden == shape[0] != shape[1]:  # stored as [hidden, experts]
         return shape[1]
     return shape[0]

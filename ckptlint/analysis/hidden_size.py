@@ -1,4 +1,4 @@
-"""The hidden size of each block, as its norms, router and embeddings agree on it."""
+"""The hidden size of each block, where its norms, routers and embeddings agree."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Hidden(NamedTuple):
     """The hidden size of one block of layers.
 
     Attributes:
-        sources: what shows it, and how often: `(("norm weight", 62), ("embedding", 1))`.
-        declared: where the job says the same, "" when it does not.
+        sources: evidence with counts: `(("norm weight", 62), ("embedding", 1))`.
+        declared: file that declares the same size; "" without one.
     """
 
     size: int
@@ -38,10 +38,10 @@ class Hidden(NamedTuple):
 
 @fact
 def hidden_sizes(ckpt: Checkpoint) -> dict[Block, Hidden]:
-    """Block -> its hidden size, where all that could show it agree: norms, embedding, routers, and the job itself.
+    """Block -> its hidden size, where norms, embedding, routers and arguments agree.
 
-    A source outside of layers counts for the blocks that lie below the module it is in. A declared value that the
-    tensors contradict is left out; without tensors to compare it stands alone, when the model has one block only.
+    A tensor outside layers counts for all blocks below its module. A declared size that tensors contradict is ignored;
+    without such tensors it counts only if the model has a single block.
     """
     norms: dict[Block, Counter[int]] = defaultdict(Counter)
     routers: dict[Block, list[Shape]] = defaultdict(list)
@@ -59,10 +59,10 @@ def hidden_sizes(ckpt: Checkpoint) -> dict[Block, Hidden]:
             outside.append((modules_of(key), _home(key), "embedding", shape[1]))
         elif key.function == "norm" and len(shape) == 1 and "bias" not in key.path and not _INNER_NORM.search(key.path):
             outside.append((modules_of(key), _home(key), "norm weight", shape[0]))
-    found = {}
-    said = number(trusted(ckpt), "hidden")
+    hidden_of_block = {}
+    declared_size = number(trusted(ckpt), "hidden")
     for block, inside in norms.items():
-        declared = said if not block[0] and block[1] in MAIN_BLOCKS else None
+        declared = declared_size if not block[0] and block[1] in MAIN_BLOCKS else None
         sizes = {"norm weight": Counter(inside), "embedding": Counter[int]()}
         for modules, home, what, size in outside:
             if modules == block[0] and f"{block[1]}.".startswith(home):
@@ -73,14 +73,14 @@ def hidden_sizes(ckpt: Checkpoint) -> dict[Block, Hidden]:
         elif declared and len(norms) == 1 and not routers[block] and not any(sizes.values()):
             hidden = Hidden(declared, (), ckpt.declared["hidden"].source)
         if hidden is not None:
-            found[block] = hidden
-    return found
+            hidden_of_block[block] = hidden
+    return hidden_of_block
 
 
 def hidden_params(ckpt: Checkpoint) -> list[Param]:
-    """The norms and the embedding whose last axis is the hidden size that the job's arguments give.
+    """The norms and the embedding whose last axis must be the declared hidden size.
 
-    Those of the one block that they describe: none where no such block stands alone.
+    The arguments describe one main block: [] with none or several of them.
     """
     params = [param for param in inventory_of(ckpt).params if not modules_of(param.key)]
     blocks = {param.key.block for param in params} & MAIN_BLOCKS
@@ -116,7 +116,7 @@ def _is_layer_norm(param: Param) -> bool:
 
 
 def _home(key: Key) -> str:
-    """The path, with a dot at its end, below which a module outside of layers speaks for blocks."""
+    """The path (with a final dot) whose blocks a module outside layers is evidence for."""
     parts = module_path(key)[:-1]
     if parts and parts[-1] in ("embedding", "embeddings"):
         parts = parts[:-1]
@@ -124,12 +124,12 @@ def _home(key: Key) -> str:
 
 
 def _agreed(sizes: dict[str, Counter[int]], routers: list[Shape]) -> Hidden | None:
-    seen = {size for counts in sizes.values() for size in counts}
-    if not seen:
-        seen = {shape[1] for shape in routers}
-    if len(seen) != 1:
+    candidates = {size for counts in sizes.values() for size in counts}
+    if not candidates:
+        candidates = {shape[1] for shape in routers}
+    if len(candidates) != 1:
         return None
-    size = seen.pop()
+    size = candidates.pop()
     if any(size not in shape for shape in routers):
         return None
     counts = {what: found[size] for what, found in sizes.items()} | {"router weight": len(routers)}

@@ -1,4 +1,4 @@
-"""What the tensors of a checkpoint are to each other: parameters, their optimizer states, layers and experts."""
+"""Sorts the tensors of a checkpoint into parameters, optimizer states and buckets, and maps states to parameters."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Param:
 
     @property
     def own_shape(self) -> tuple[int, ...]:
-        """The global shape without the axes of layers and experts."""
+        """The shape of one layer's and one expert's weight: the global shape without those two axes."""
         dropped = (self.layer_axis, self.expert_axis)
         return tuple(size for axis, size in enumerate(self.tensor.global_shape) if axis not in dropped)
 
@@ -87,13 +87,12 @@ class OptimizerState:
     """An optimizer state tensor.
 
     Attributes:
-        what: its name (`exp_avg`), the parts after it included (`exp_avg.codes`).
-        chain: optimizer chain and module it belongs to.
-        path: the parameter's path as the state names it.
-        params: the parameters it belongs to: one, or the components of which the state is the fused whole; empty when
-            none was found.
-        is_component: whether the state belongs to a part of its parameter (`weight_w` of a fused `weight`).
-        scope: pipeline stage and the like that stood before the parameter's path (`model1`).
+        what: name of the state, with its suffixes (`exp_avg`, `exp_avg.codes`).
+        chain: optimizer chain and module that hold it.
+        path: path of the parameter, as the state spells it.
+        params: its parameters: one, or all components that a fused state covers; empty when none was found.
+        is_component: whether the state covers only a part of its parameter (`weight_w` of a fused `weight`).
+        scope: prefixes before the path of the parameter, such as a pipeline stage (`model1`).
     """
 
     tensor: Tensor
@@ -140,7 +139,7 @@ class Inventory:
 
     @property
     def mapped_share(self) -> float:
-        """Which share of the optimizer states found its parameter; 1.0 without states."""
+        """Share of the optimizer states with a known parameter, 0.0 to 1.0; 1.0 without states."""
         return sum(bool(state.params) for state in self.states) / len(self.states) if self.states else 1.0
 
 
@@ -165,26 +164,28 @@ def inventory_of(ckpt: Checkpoint) -> Inventory:
 
 @fact
 def moments_of(ckpt: Checkpoint) -> dict[str, list[OptimizerState]]:
-    """Key of a parameter -> its moments; one of fused components stands with each of them."""
-    found: dict[str, list[OptimizerState]] = defaultdict(list)
+    """Key of a parameter -> its moments; a fused moment is listed under each of its components."""
+    moments: dict[str, list[OptimizerState]] = defaultdict(list)
     for state in inventory_of(ckpt).states:
         for param in state.params if state.what.startswith(("exp_avg", "momentum")) else ():
-            found[param.tensor.fqn].append(state)
-    return found
+            moments[param.tensor.fqn].append(state)
+    return moments
 
 
 def siblings(params: Iterable[Param]) -> dict[tuple[tuple[str, ...], str], list[Param]]:
     """(scope, role) -> the parameters that play one role in different layers or experts."""
-    found: dict[tuple[tuple[str, ...], str], list[Param]] = defaultdict(list)
+    params_by_role: dict[tuple[tuple[str, ...], str], list[Param]] = defaultdict(list)
     for param in params:
-        found[param.key.scope, param.key.role].append(param)
-    return found
+        params_by_role[param.key.scope, param.key.role].append(param)
+    return params_by_role
 
 
 def _param(tensor: Tensor, key: Key) -> Param:
     layer_axis = expert_axis = None
     axes = list(range(len(tensor.global_shape)))
     sizes = tensor.tiling.sizes[tensor.tiling.live]
+    # Megatron-Core saves stacked layers as one chunk per layer. Without chunks of size 1 on the first axis nothing
+    # distinguishes it from an axis of the weight, so the tensor counts as not stacked.
     if key.is_stacked and axes and len(sizes) and (sizes[:, 0] == 1).all():
         layer_axis = axes.pop(0)
     is_stack = key.in_experts or key.function in ("mlp_in", "mlp_out")
@@ -194,7 +195,7 @@ def _param(tensor: Tensor, key: Key) -> Param:
 
 
 class _Index:
-    """Parameters by path, to find the one that an optimizer state names."""
+    """Finds the parameter that an optimizer state names, by its path."""
 
     def __init__(self, params: list[Param]) -> None:
         self._by_path: dict[str, list[Param]] = defaultdict(list)
@@ -202,16 +203,16 @@ class _Index:
             self._by_path[param.key.path].append(param)
 
     def find(self, path: str, scope: tuple[str, ...]) -> Param | None:
-        """The parameter of a path, of the same stage and module, or of the same module, where several have it."""
-        found = self._by_path.get(path, [])
-        same = [param for param in found if param.key.scope == scope]
-        same = same or [param for param in found if _modules(param.key.scope) == _modules(scope)]
+        """The parameter with this path: of the same scope, else of the same module, else the only one."""
+        candidates = self._by_path.get(path, [])
+        same = [param for param in candidates if param.key.scope == scope]
+        same = same or [param for param in candidates if _modules(param.key.scope) == _modules(scope)]
         if same:
             return same[0]
-        return found[0] if len(found) == 1 else None
+        return candidates[0] if len(candidates) == 1 else None
 
     def components(self, path: str, scope: tuple[str, ...]) -> tuple[Param, ...]:
-        """The components a fused path was split into: `_w` and `_v`, or `.query`, `.key`, ..."""
+        """The stored components of a fused parameter: `_w` and `_v`, or `.query`, `.key`, ..."""
         halves = [self.find(path + half, scope) for half in ("_w", "_v")]
         if all(halves):
             return tuple(half for half in halves if half)
@@ -282,16 +283,16 @@ def _add_optimizer(inventory: Inventory, tensor: Tensor, key: Key, index: _Index
 
 
 def _state(tensor: Tensor, chain: tuple[str, ...], rest: str, index: _Index) -> OptimizerState | None:
-    """The state after `optimizer.state.`, or None when it names its parameter by number.
+    """The state in a name after `optimizer.state.`; None where it names its parameter by number.
 
-    Megatron-Core writes `<what>.<param>`, torch `<param>.<what>`; where both readings are possible the one whose
-    parameter exists is taken.
+    Megatron-Core writes `<what>.<param>`, torch `<param>.<what>`. Where both are possible, the parameter that exists
+    decides.
     """
     head, _, tail = rest.partition(".")
     if head in _STATE_NAMES and tail:
         return _mapped(tensor, head, chain, tail, index)
     parts = rest.split(".")
-    for stop in range(len(parts) - 1, 1 if head.isdecimal() else 0, -1):  # `0` alone is a number, `0.weight` a name
+    for stop in range(len(parts) - 1, 1 if head.isdecimal() else 0, -1):  # `0.weight` may name a parameter
         path, what = ".".join(parts[:stop]), ".".join(parts[stop:])
         state = _mapped(tensor, what, chain, path, index)
         if state.params:

@@ -1,7 +1,8 @@
-"""The keys of a checkpoint beside those of its reference: what belongs together, what is absent, what cannot be known.
+"""Pairs the keys of a checkpoint with those of its reference, and lists those that surely have no partner.
 
-Names are compared without wrappers, numbers of layers and experts apart, so that stacked and numbered layers meet. Two
-naming schemes of one model (Hugging Face and Megatron-Core) share few names or none: there nothing is called absent.
+Wrapper words are ignored, and numbers of layers and experts are compared apart from the path, so that stacked layers
+pair with numbered ones. Two naming schemes of one model (Hugging Face and Megatron-Core) share few names, so none of
+their keys counts as absent.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ _SLOT_LIMIT = 1 << 20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeyEntry:
-    """One tensor of either side.
+    """A tensor of the checkpoint or of its reference.
 
     Attributes:
-        shape: the global shape, None where it is not known or fits no 64 bits.
-        key: of the parameter, for an optimizer state too.
-        family: what the members of different layers and experts share: kind, state, scope and path without numbers.
+        shape: global shape in elements; None where unknown or beyond 64 bits.
+        key: the parsed key of the parameter, also for an optimizer state.
+        family: (kind, optimizer state, scope, path without numbers): equal in all layers and experts.
     """
 
     fqn: str
@@ -52,7 +53,7 @@ class KeyEntry:
 
     @property
     def form(self) -> tuple[str, str]:
-        """Where layers and experts are: `number` in the name, `axis` of the tensor, or "" for neither."""
+        """Position of (layers, experts): `number` in the name, `axis` of the tensor, or "" for neither."""
         key = self.key
         layer = "number" if key.layer is not None else "axis" if key.is_stacked else ""
         expert = "number" if key.expert is not None else "axis" if key.in_experts else ""
@@ -61,10 +62,10 @@ class KeyEntry:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeyPair:
-    """A tensor of the reference and the one that stands for it; shapes are those of the common part.
+    """A tensor of the reference and its stored counterpart; shapes cover the part that both have.
 
     Attributes:
-        alike: whether both keep layers and experts in the same place, so that their whole shapes are compared.
+        alike: whether both stack or number layers and experts alike, so that the global shapes are comparable.
     """
 
     expected: KeyEntry
@@ -76,10 +77,10 @@ class KeyPair:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoneKeys:
-    """A tensor that the other side does not have.
+    """A tensor without a counterpart on the other side.
 
     Attributes:
-        part: the layers or experts of a stacked tensor that are meant; "" for all of it.
+        part: the unmatched layers or experts of a stacked tensor, as text; "" for the whole tensor.
     """
 
     entry: KeyEntry
@@ -88,15 +89,15 @@ class LoneKeys:
 
 @dataclass(frozen=True, eq=False)
 class KeyComparison:
-    """What a checkpoint and its reference are to each other.
+    """The result of pairing a checkpoint with its reference.
 
     Attributes:
-        expected: keys of the reference by kind.
-        pairs: what belongs together.
-        absent: what the reference has and the checkpoint surely has not.
-        added: the other way round.
-        unpaired_expected, unpaired_stored: names that only one side has and that may mean the same.
-        lacking: the kinds that the reference has and the checkpoint holds nothing of.
+        expected: number of reference keys of each kind.
+        pairs: tensors that both sides have.
+        absent: tensors that only the reference has.
+        added: tensors that only the checkpoint has.
+        unpaired_expected, unpaired_stored: names on one side that may be the other side's under another name.
+        lacking: kinds of keys that the reference has and the checkpoint lacks entirely.
     """
 
     expected: Counter[EntryKind] = field(default_factory=Counter)
@@ -110,7 +111,7 @@ class KeyComparison:
 
 @fact
 def match_keys(ckpt: Checkpoint, reference: Reference) -> KeyComparison:
-    """The keys of both sides, paired; runtime state and the optimizer's flat buckets are left out."""
+    """Pair the keys of both sides, except runtime state and flat optimizer buckets."""
     result = KeyComparison()
     expected = _families(_entry(fqn, dtype, shape) for fqn, (dtype, shape) in reference.tensors.items())
     stored = _families(
@@ -133,11 +134,11 @@ def match_keys(ckpt: Checkpoint, reference: Reference) -> KeyComparison:
 
 
 def _families(entries: Iterable[KeyEntry | None]) -> dict[KeyFamily, list[KeyEntry]]:
-    found: dict[KeyFamily, list[KeyEntry]] = defaultdict(list)
+    families: dict[KeyFamily, list[KeyEntry]] = defaultdict(list)
     for entry in entries:
         if entry is not None:
-            found[entry.family].append(entry)
-    return dict(found)
+            families[entry.family].append(entry)
+    return dict(families)
 
 
 def _entry(fqn: str, dtype: str | None, shape: Shape | None) -> KeyEntry | None:
@@ -183,12 +184,14 @@ def _lies_in(fqn: str, names: set[str]) -> bool:
 
 
 def _holds_none(ckpt: Checkpoint, kind: EntryKind, mine: Mapping[KeyFamily, list[KeyEntry]]) -> bool:
-    """Whether a part of the state is absent as a whole: saved elsewhere or not at all."""
+    """Whether the checkpoint holds no key of a kind, and saving it elsewhere is usual."""
     if mine:
         return False
     has_optimizer = any(parse(fqn).kind == "optimizer" for fqn in ckpt.tensors)
     if kind == "optimizer":
         return not has_optimizer
+    # An optimizer in a folder of its own (named optim...) has no weights by design; a folder with both kinds that lost
+    # its weights must still report them.
     return kind == "copy" or (has_optimizer and "optim" in PurePath(ckpt.path).name)
 
 
@@ -204,7 +207,9 @@ def _compare_kind(
     extra = {family: entries for family, entries in stored.items() if family not in expected}
     for family in shared:
         _compare_family(result, expected[family], stored[family])
-    if 2 * len(shared) < min(len(expected), len(stored)):  # two naming schemes that share a few names by chance
+    # Two naming schemes share a few names by chance (norms, biases). Below half, no key is called absent: assumed
+    # rather than derived, since a wrong "absent" is an error and a missed one stays visible as an unpaired name.
+    if 2 * len(shared) < min(len(expected), len(stored)):
         lost_open, extra_open = set(lost), set(extra)
     else:
         lost_open, extra_open = _renamed(lost, extra)
@@ -221,9 +226,9 @@ def _compare_kind(
 def _renamed(
     lost: Mapping[KeyFamily, list[KeyEntry]], extra: Mapping[KeyFamily, list[KeyEntry]]
 ) -> tuple[set[KeyFamily], set[KeyFamily]]:
-    """The families that only one side has and that may be the other side's under another name, split or fused.
+    """Families of one side that may be families of the other side, renamed, split or fused.
 
-    They do the same as far as the names tell, and what is here has room for what is not: at least half its elements.
+    Their functions agree by name, and the candidates hold at least half as many elements as the lost family.
     """
     room: dict[tuple[bool, str], list[KeyFamily]] = defaultdict(list)
     for family, entries in extra.items():
@@ -231,7 +236,7 @@ def _renamed(
 
     @cache
     def near(inside: bool, function: str) -> tuple[list[KeyFamily], int | None]:
-        """The families that may stand for one of this function, and their elements."""
+        """The added families that may have this function, and their elements in all."""
         functions = (function, "other") if function != "other" else [name for block, name in room if block == inside]
         families = [family for name in functions for family in room.get((inside, name), ())]
         return families, _volume(entry for family in families for entry in extra[family])
@@ -242,6 +247,8 @@ def _renamed(
         sort = bool(entries[0].key.block), _function(entries[0])
         families, there = near(*sort)
         wanted = _volume(entries)
+        # Half, because a padded vocabulary, fused projections or packed codes change the number of elements; a family
+        # that was dropped finds far less room. Unknown sizes leave the question open.
         if families and (wanted is None or there is None or 2 * there >= wanted):
             lost_open.add(family)
             used.add(sort)
@@ -250,12 +257,12 @@ def _renamed(
 
 
 def _function(entry: KeyEntry) -> str:
-    """What a parameter does, the parts of a fused projection alike."""
+    """The function of a parameter; query, key and value count as one, since they may be fused."""
     return "qkv" if entry.key.function in ("q", "k", "v") else entry.key.function
 
 
 def _volume(entries: Iterable[KeyEntry]) -> int | None:
-    """Elements of a family; None where a shape is not known or one element of it holds several values."""
+    """Elements of a family; None where a shape is unknown or a dtype packs several values into one element."""
     total = 0
     for entry in entries:
         if entry.shape is None or entry.dtype in _PACKED:
@@ -279,14 +286,15 @@ def _compare_family(result: KeyComparison, expected: list[KeyEntry], stored: lis
 
 
 def _compare_places(result: KeyComparison, expected: list[KeyEntry], stored: list[KeyEntry]) -> None:
-    """Entries that keep layers and experts alike, by their numbers."""
+    """Pair entries by their layer and expert numbers."""
     theirs = {(e.key.layer, e.key.expert): e for e in expected}
     mine = {(e.key.layer, e.key.expert): e for e in stored}
     if len(theirs) == len(expected) and len(mine) == len(stored):
         result.absent.extend(LoneKeys(e) for place, e in theirs.items() if place not in mine)
         result.added.extend(LoneKeys(e) for place, e in mine.items() if place not in theirs)
         pairs = [(e, mine[place]) for place, e in theirs.items() if place in mine]
-    else:  # one parameter under several names: only equal ones are sure
+    else:
+        # Tied weights give one layer two keys (exports save both). Only equal names are sure to be the same parameter.
         named = {e.fqn: e for e in stored}
         pairs = [(e, named[e.fqn]) for e in expected if e.fqn in named]
         paired = {e.fqn for e, _ in pairs}
@@ -301,7 +309,7 @@ def _compare_slots(
     there: tuple[str, str],
     here: tuple[str, str],
 ) -> None:
-    """Stacked layers or experts on one side, numbered ones on the other."""
+    """Pair stacked layers or experts of one side with numbered ones of the other."""
     theirs, mine = _slots(expected, there, here), _slots(stored, here, there)
     pairs: list[KeyPair] = []
     if theirs is not None and mine is not None:
@@ -325,9 +333,9 @@ Slots = dict[Slot, tuple[KeyEntry, Shape | None]]
 
 
 def _slots(entries: list[KeyEntry], form: tuple[str, str], other: tuple[str, str]) -> Slots | None:
-    """The entries by layer and expert, axes opened where the other side has numbers.
+    """The entries by (layer, expert); a stacked axis is split where the other side has numbers.
 
-    None where that cannot be done: an unknown shape, too few axes, two entries of one place.
+    None where that is impossible: an unknown shape, too few axes, or two entries with one number.
     """
     opens = [mine == "axis" and theirs == "number" for mine, theirs in zip(form, other, strict=True)]
     if any(mine != theirs and {mine, theirs} != {"axis", "number"} for mine, theirs in zip(form, other, strict=True)):
@@ -353,7 +361,7 @@ def _slots(entries: list[KeyEntry], form: tuple[str, str], other: tuple[str, str
 
 
 def _singles(mine: Slots, others: Slots) -> list[LoneKeys]:
-    """What one side alone has; of a stacked tensor the layers or experts concerned."""
+    """Tensors of one side without a counterpart; of a stacked tensor only the unmatched layers or experts."""
     places: dict[KeyEntry, list[Slot]] = defaultdict(list)
     for slot, (entry, _) in mine.items():
         if slot not in others:
@@ -370,7 +378,7 @@ def _part(slots: list[Slot], entry: KeyEntry) -> str:
 
 @fact
 def reference_shapes(ckpt: Checkpoint) -> dict[str, Shape]:
-    """The shapes that the reference gives to tensors of the model, by their name here."""
+    """Stored key -> its shape in the reference, for tensors of the model."""
     if ckpt.reference is None:
         return {}
     return {
@@ -381,6 +389,6 @@ def reference_shapes(ckpt: Checkpoint) -> dict[str, Shape]:
 
 
 def is_confirmed(ckpt: Checkpoint, param: Param) -> bool:
-    """Whether the reference gives the tensor the shape that it has, or the configuration gives it one (CFG003)."""
+    """Whether the reference confirms the shape of a tensor, or the configuration decides it (CFG003)."""
     name = param.tensor.fqn
     return reference_shapes(ckpt).get(name) == param.tensor.global_shape or name in judged_shapes(ckpt)

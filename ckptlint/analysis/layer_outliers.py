@@ -1,4 +1,4 @@
-"""What the layers of a block have in common, and the parameters that fall out of line."""
+"""Finds parameters that differ in shape or dtype from the same parameter of most other layers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Outlier:
 @fact
 def shape_outliers(ckpt: Checkpoint) -> list[Outlier]:
     """Parameters in layers that have another shape than the same parameter of the other layers."""
-    found = []
+    outliers = []
     for members, classes in _alike(ckpt):
         first = members[0].tensor
         if first.dtype == "uint8" and len(first.global_shape) == 1 and quantised_weight(first.fqn):
@@ -49,11 +49,11 @@ def shape_outliers(ckpt: Checkpoint) -> list[Outlier]:
         for item in _outliers(members, [member.own_shape for member in members]):
             # the first and last of a plain stack take the shape of what comes before and after
             if len(classes) > 1 or item.param.key.layer not in (min(numbers), max(numbers)):
-                found.append(item)
+                outliers.append(item)
     modules: dict[tuple[object, ...], set[str]] = defaultdict(set)
-    for item in found:
+    for item in outliers:
         modules[_layer_of(item.param)].add(".".join(module_path(parse(item.param.key.role))))
-    return [replace(item, changed=len(modules[_layer_of(item.param)])) for item in found]
+    return [replace(item, changed=len(modules[_layer_of(item.param)])) for item in outliers]
 
 
 def dtype_outliers(ckpt: Checkpoint) -> list[Outlier]:
@@ -61,11 +61,11 @@ def dtype_outliers(ckpt: Checkpoint) -> list[Outlier]:
 
     Eight-bit floats are left out: recipes keep some layers in more bits.
     """
-    found = []
+    outliers = []
     for members, _ in _alike(ckpt):
         if all(member.tensor.dtype in FLOATS and ITEM_BITS[member.tensor.dtype] > 8 for member in members):
-            found += _outliers(members, [member.tensor.dtype for member in members])
-    return found
+            outliers += _outliers(members, [member.tensor.dtype for member in members])
+    return outliers
 
 
 def local_factor(ckpt: Checkpoint, item: Outlier) -> tuple[int, int] | None:

@@ -1,4 +1,4 @@
-"""What a rule may need of a checkpoint to judge it, in words."""
+"""Preconditions of rules on a checkpoint, with a sentence for each."""
 
 from __future__ import annotations
 

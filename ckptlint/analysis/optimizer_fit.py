@@ -1,6 +1,6 @@
-"""How the states of an optimizer fit their parameters: the comparisons that several rules rest on.
+"""Compares the sizes of optimizer states with their parameters, for several rules.
 
-The rules do not know each other's findings, so what silences one for the sake of another is decided here.
+One fault must be reported once, so this module also decides which rule leaves a fault to which other rule.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ _EXACT = ("metadata", "args", "run_config", "config.json")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateMismatch:
-    """A state that has another number of elements than its parameter.
+    """A state whose number of elements differs from that of its parameter.
 
     Attributes:
-        params: the parameter, or the components of which the state is the fused whole.
-        states: the state, or the two halves that together should make the parameter.
-        elements: what the states hold together.
-        expected: elements of the parameters together.
-        axes: mesh axes whose size is the quotient or its inverse, each with the source of the size.
-        is_local: whether the state is as long as one chunk of the parameter, which has several.
-        is_pattern: whether every parameter of this shape shows the same quotient and nothing says that a rank's part
-            was taken for the whole: then it looks like an optimizer that is not known here.
-        is_inferred: whether only axis sizes that were inferred speak against that, or that matrices of several shapes,
-            and no vector, lack the same share.
+        params: the parameter, or all components that a fused state covers.
+        states: the state, or the two halves of one parameter.
+        elements: number of elements of the states together.
+        expected: number of elements of the parameters together.
+        axes: mesh axes whose size equals the quotient or its inverse, each with the source of that size.
+        is_local: whether the state is as long as one of several chunks of the parameter.
+        is_pattern: whether it looks like an unknown optimizer: all parameters of this shape show one quotient, and no
+            evidence says that one rank's part was saved as the whole.
+        is_inferred: whether the evidence for a lost part is weak: an inferred axis size, or matrices of several shapes
+            (and no vector) that lack the same share.
     """
 
     params: tuple[Param, ...]
@@ -63,10 +63,10 @@ class StateMismatch:
 
 @fact
 def state_mismatches(ckpt: Checkpoint) -> list[StateMismatch]:
-    """Every state with another number of elements than its parameter, of the states where the two must be equal."""
+    """The elementwise states whose number of elements differs from that of their parameter."""
     states = elementwise_states(ckpt)
     halves: dict[tuple[Param, str, tuple[str, ...]], list[OptimizerState]] = defaultdict(list)
-    found: list[tuple[tuple[OptimizerState, ...], int]] = []
+    misfits: list[tuple[tuple[OptimizerState, ...], int]] = []
     peers: dict[tuple[tuple[int, ...], str], set[Fraction]] = defaultdict(set)
     odd: dict[tuple[tuple[int, ...], str], int] = defaultdict(int)
     for state in states:
@@ -78,23 +78,29 @@ def state_mismatches(ckpt: Checkpoint) -> list[StateMismatch]:
         if state.tensor.volume == expected or (_is_split(state) and state.tensor.volume > expected):
             continue
         odd[_peer(state)] += 1
-        found.append(((state,), expected))
+        misfits.append(((state,), expected))
     for (param, _, _), both in halves.items():
         names = sorted(state.path[-2:] for state in both)
         if names == ["_v", "_w"] and sum(state.tensor.volume for state in both) != param.tensor.volume:
-            found.append((tuple(both), param.tensor.volume))
-    rank = _projected(state for parts, _ in found for state in parts)
-    is_rare = 2 * len(found) < len(states)
+            misfits.append((tuple(both), param.tensor.volume))
+    rank = _projected(state for misfit_states, _ in misfits for state in misfit_states)
+    # Two explanations compete: a rank saved its part as the whole (megatron4623a), or an optimizer keeps smaller states
+    # by design (GaLore). A deviation that is rare, or equals a chunk or a known mesh axis, is a fault.
+    is_rare = 2 * len(misfits) < len(states)
     shapes = {shape for shape, _ in peers}
     shares = set[Fraction]().union(*peers.values())
     is_loss = len(shapes) > 1 and len(shares) == 1 and max(shares) < 1 == max(shares).numerator and not halves
-    # Optimizers that project moments leave those of vectors whole, and give those of matrices one common size.
+    # Optimizers that project moments leave those of vectors whole, and give those of matrices one common size. So one
+    # share below 1 for all shapes, vectors included, is a loss (OPT001: "every moment holds a quarter of its
+    # parameter").
     has_vector = is_loss and any(len(shape) == 1 for shape in shapes)
-    is_loss = has_vector or (is_loss and len({_rank(parts[0]) or parts[0] for parts, _ in found}) > 1)
+    is_loss = has_vector or (
+        is_loss and len({_rank(misfit_states[0]) or misfit_states[0] for misfit_states, _ in misfits}) > 1
+    )
     result = []
-    for parts, expected in found:
-        state = parts[0]
-        elements = sum(part.tensor.volume for part in parts)
+    for misfit_states, expected in misfits:
+        state = misfit_states[0]
+        elements = sum(part.tensor.volume for part in misfit_states)
         quotient = Fraction(elements, expected)
         axes = _axes(ckpt, quotient)
         is_local = any(_is_one_chunk(state.tensor, param.tensor) for param in state.params)
@@ -103,7 +109,7 @@ def state_mismatches(ckpt: Checkpoint) -> list[StateMismatch]:
         result.append(
             StateMismatch(
                 state.params,
-                parts,
+                misfit_states,
                 elements,
                 expected,
                 tuple(axes),
@@ -117,16 +123,16 @@ def state_mismatches(ckpt: Checkpoint) -> list[StateMismatch]:
 
 @fact
 def mismatched_params(ckpt: Checkpoint) -> frozenset[Param]:
-    """The parameters that `state_mismatches` speaks about: OPT002 and OPT006 leave them to OPT001."""
+    """The parameters of all state mismatches, which OPT002 and OPT006 leave to OPT001."""
     return frozenset(param for misfit in state_mismatches(ckpt) for param in misfit.params)
 
 
 @fact
 def elementwise_states(ckpt: Checkpoint) -> list[OptimizerState]:
-    """The states that must have one element per element of their parameter.
+    """The states that must have exactly one element per element of their parameter.
 
-    Left out are scalars, states of other names (factored, per row), and quantised states, known by their dtype or by
-    a companion (`*_absmax`, `*scale*`, `codes`) of the same parameter.
+    Excluded are scalars, states with other names (factored, per row), and quantised states, recognised by dtype or by
+    a companion state of the same parameter (`*_absmax`, `*scale*`, `codes`).
     """
     states = inventory_of(ckpt).states
     quantised = {param for state in states if _COMPANION.search(state.what) for param in state.params}
@@ -163,7 +169,7 @@ class MomentPair:
 
 @fact
 def moment_pairs(ckpt: Checkpoint) -> list[MomentPair]:
-    """exp_avg and exp_avg_sq of every parameter that has both, where each should have one element per element."""
+    """exp_avg and exp_avg_sq of every parameter that has both as elementwise states of the right size."""
     left_out = mismatched_params(ckpt)
     by_param: dict[tuple[Param, tuple[str, ...]], dict[str, OptimizerState]] = defaultdict(dict)
     for state in elementwise_states(ckpt):
@@ -186,7 +192,7 @@ def same_chunks(a: Tiling, b: Tiling) -> bool:
 
 
 def is_whole(tiling: Tiling) -> bool:
-    """Whether the chunks are inside the tensor, none twice, and together all of it: GEO rules have nothing to say."""
+    """Whether the chunks cover the tensor exactly once, so that no GEO rule applies."""
     if tiling.is_grid:
         return True
     return not (len(tiling.outside) or tiling.duplicates or tiling.coverage != Coverage())
@@ -197,7 +203,7 @@ def _is_plain(dtype: str) -> bool:
 
 
 def _is_split(state: OptimizerState) -> bool:
-    """Whether the parameter is split into components other than two halves: more of them may exist than are known."""
+    """Whether the parameter is split into components other than two halves; some may have unknown names."""
     return len(state.params) > 1 and not state.params[0].key.path.endswith(("_w", "_v"))
 
 
@@ -213,7 +219,7 @@ def _is_one_chunk(state: Tensor, param: Tensor) -> bool:
 
 
 def _rank(state: OptimizerState) -> int | None:
-    """The size of the one axis on which state and parameter differ; None when they differ otherwise."""
+    """Size of the state on the only axis on which it differs from its parameter; None where several differ."""
     if state.param is None:
         return None
     sizes, expected = state.tensor.global_shape, state.param.tensor.global_shape
@@ -224,12 +230,14 @@ def _rank(state: OptimizerState) -> int | None:
 
 
 def _projected(odd: Iterable[OptimizerState]) -> int | None:
-    """The rank to which an optimizer projects its states (GaLore): one size on one axis, whatever the parameter's."""
+    """The projection rank of a low-rank optimizer (GaLore): one size for one axis of all states; None without one."""
     extents: dict[int | None, set[Fraction]] = defaultdict(set)
     for state in odd:
         rank = _rank(state)
         extents[rank].add(Fraction(state.tensor.volume, sum(param.tensor.volume for param in state.params)))
     ranks = [rank for rank in extents if rank is not None]
+    # One size alone also fits a mesh axis. Only parameters of different sizes (several quotients) with states of one
+    # size show a projection.
     return ranks[0] if len(ranks) == 1 and len(extents[ranks[0]]) > 1 else None
 
 

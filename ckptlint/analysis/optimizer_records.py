@@ -1,4 +1,4 @@
-"""What a checkpoint says about its optimizers besides their tensors: modules, parameter groups, sharding types.
+"""Records on optimizers besides their tensors: modules, parameter groups, sharding types.
 
 Megatron-Core keeps these records in the common state, or in objects of each module where ranks hold different modules.
 """
@@ -32,7 +32,7 @@ class Module(NamedTuple):
 
     @property
     def title(self) -> str:
-        """How a sentence names it; "" for the only one."""
+        """Its name in a sentence; "" for the only one."""
         parts = [f"mimo.{self.name}"] if self.name else []
         return " ".join([*parts, f"chained_{self.chain}"] if self.chain else parts)
 
@@ -59,12 +59,12 @@ class OptimizerRecord:
 
 def modules(ckpt: Checkpoint) -> dict[Module, list[Tensor]]:
     """The optimizers that have state tensors or buckets, and these."""
-    found: dict[Module, list[Tensor]] = {}
+    names: dict[Module, list[Tensor]] = {}
     for state in inventory_of(ckpt).states:
-        found.setdefault(optimizer_module(state.chain), []).append(state.tensor)
+        names.setdefault(optimizer_module(state.chain), []).append(state.tensor)
     for bucket in inventory_of(ckpt).buckets:
-        found.setdefault(optimizer_module(bucket.chain), []).append(bucket.tensor)
-    return found
+        names.setdefault(optimizer_module(bucket.chain), []).append(bucket.tensor)
+    return names
 
 
 def optimizer_module(chain: tuple[str, ...]) -> Module:

@@ -18,7 +18,7 @@ from ckptlint.vocabulary.keys import Block, block_of, inside_layer, is_adapter, 
 
 
 def axis_factor(tensor: Tensor, axis: int) -> int:
-    """In how many places the live chunks cut an axis: the number of their distinct starts."""
+    """Number of pieces into which the live chunks cut an axis."""
     return len(distinct(tensor.tiling.offsets[tensor.tiling.live, axis]))
 
 
@@ -37,7 +37,7 @@ class ProjectionFamily:
     is_latent: bool = False
 
     def partners(self, param: Param) -> list[Param]:
-        """The weights whose inner size is this one's: MLP in and out, query and attention output, key and value."""
+        """The weights that must share this weight's inner size: MLP in/out, query/attention output, key/value."""
         return [] if self.is_latent else self.weights.get(_PARTNER.get(param.key.function, ""), [])
 
 
@@ -45,7 +45,7 @@ _PARTNER = {"mlp_in": "mlp_out", "mlp_out": "mlp_in", "q": "attn_out", "attn_out
 _LATENT = re.compile(r"(linear_)?(q|kv)_(a|b|down|up)_proj(_with_mqa)?")
 _HALVES = (("gate_proj", "up_proj"), ("w1", "w3"))
 _UNTRANSPOSED = frozenset({"w1", "w2"})
-_LEAST_HEAD = 8
+_LEAST_HEAD = 8  # least head size for which surplus query rows may be one gate per head
 _SCALES = re.compile(r".*(scale|zero|g_idx|absmax|norm).*")  # of a quantised weight, shaped by its blocks
 _SINGLE = frozenset({"gate_proj", "up_proj", "w3", "up"})
 
@@ -76,12 +76,12 @@ def families(ckpt: Checkpoint) -> list[ProjectionFamily]:
 
 
 def _is_of_one_kind(params: Iterable[Param]) -> bool:
-    """Whether the leading axis of all is the same number of experts; of convolutions it is the output."""
+    """Whether all stacked members have the same number of experts; convolutions have their outputs on that axis."""
     return len({p.tensor.global_shape[p.expert_axis] for p in params if p.expert_axis is not None}) < 2
 
 
 def inner_size(param: Param, hidden: int) -> int | None:
-    """The size of the axis that is not hidden, or hidden itself where both are; None where none is."""
+    """Size of the axis besides the hidden one (hidden itself for square weights); None without a hidden axis."""
     first, second = param.own_shape
     if hidden not in (first, second):
         return None
@@ -89,13 +89,13 @@ def inner_size(param: Param, hidden: int) -> int | None:
 
 
 def fused_factors(param: Param) -> tuple[int, ...]:
-    """How many times the inner size a first projection may be: two where gate and up may be one weight."""
+    """Allowed multiples of the inner size for a first projection: (1, 2) where gate and up may be fused."""
     is_single = module_path(param.key)[-1] in _SINGLE or param.key.component in ("w", "v")
     return (1, 2) if param.key.function == "mlp_in" and not is_single else (1,)
 
 
 def is_width(param: Param, inner: int, partner: Param, width: int) -> bool:
-    """Whether the inner sizes of two projections fit, fused gate and up considered."""
+    """Whether the inner sizes of two projections fit, allowing for a fused gate and up."""
     return any(inner == k * width for k in fused_factors(param)) or any(
         width == k * inner for k in fused_factors(partner)
     )
@@ -109,9 +109,10 @@ def short_name(param: Param) -> str:
 
 
 def swap_factor(param: Param, expected: Shape) -> tuple[int, int, int] | None:
-    """Axes a and b and p, when the shape is the expected one times p on a, which is cut in p places, and / p on b.
+    """(a, b, p) if axis a is p times too long and cut into p pieces, and axis b is p times too short; else None.
 
-    None for a plain transposition, which leaves the shape without a trace of p.
+    This is how a transposed weight looks that kept its old Shard placement (Automodel#1691). Where the transposed shape
+    equals the expected one nothing shows it.
     """
     shape = param.own_shape
     if len(shape) != len(expected) or sorted(shape) == sorted(expected):
@@ -130,12 +131,12 @@ def swap_factor(param: Param, expected: Shape) -> tuple[int, int, int] | None:
 # ---------------------------------------------------------------- weights that cannot be multiplied
 
 _Mismatch = tuple[Param, Param, str]
-"""A weight, its partner, and what is wrong."""
+"""A weight, its partner, and the mismatch in words."""
 
 
 @fact
 def mismatches(ckpt: Checkpoint) -> list[tuple[ProjectionFamily, Param, Param, str]]:
-    """The weights that cannot be multiplied with their partner: family, weight, partner, text."""
+    """Weights that cannot be multiplied with their partner: (family, weight, partner, text)."""
     known = [family for family in families(ckpt) if family.hidden is not None and not family.is_latent]
     return [(family, *found) for family in known for found in (*_mlp(family), *_attention(family))]
 
@@ -146,17 +147,19 @@ def _weights(family: ProjectionFamily, function: str) -> list[Param]:
 
 
 def _inner(param: Param, hidden: int) -> int | None:
-    """The one axis that is not as long as hidden; None where both are, or neither is."""
+    """The only axis whose size is not the hidden size; None where both or neither have it."""
     axes = [axis for axis, size in enumerate(param.own_shape) if size != hidden]
     return axes[0] if len(axes) == 1 and param.own_shape[axes[0]] else None
 
 
 def _mlp(family: ProjectionFamily) -> Iterator[_Mismatch]:
-    """Halves of unequal shape, and a second projection that does not take what the first gives."""
+    """Gate and up of unequal shape, or a second projection whose input is not the output of the first."""
     assert family.hidden is not None
     hidden = family.hidden.size
     firsts, seconds = _weights(family, "mlp_in"), _weights(family, "mlp_out")
     names = {module_path(param.key)[-1]: param for param in (*firsts, *seconds)}
+    # MegaBlocks stacks experts with w1 and w2 stored alike, neither transposed: equal axes are right there (SHP009:
+    # "experts of MegaBlocks").
     if any(param.key.in_experts and param.key.expert is None for param in firsts) and _UNTRANSPOSED & names.keys():
         return
     for gate, up in _HALVES:
@@ -165,7 +168,7 @@ def _mlp(family: ProjectionFamily) -> Iterator[_Mismatch]:
             if hidden in a.own_shape and hidden in b.own_shape:
                 width = _inner(seconds[0], hidden) if len(seconds) == 1 else None
                 if width is not None and seconds[0].own_shape[width] in a.own_shape:
-                    a, b = b, a  # what comes after it fits the other one
+                    a, b = b, a  # the second projection fits `a`, so `b` is the wrong one
                 yield a, b, f"but {short_name(b)} is {shape_text(b.tensor.global_shape)}"
             return
     if len(seconds) != 1:
@@ -186,17 +189,18 @@ def _mlp(family: ProjectionFamily) -> Iterator[_Mismatch]:
 
 
 def _attention(family: ProjectionFamily) -> Iterator[_Mismatch]:
-    """A projection that is transposed, and an output that takes other than what query, key and value give."""
+    """A transposed projection, or an output projection whose input fits no attention over query, key and value."""
     assert family.hidden is not None
     hidden = family.hidden.size
-    found = [_weights(family, function) for function in ("q", "k", "v", "attn_out")]
-    if any(len(members) != 1 for members in found):
+    projections = [_weights(family, function) for function in ("q", "k", "v", "attn_out")]
+    if any(len(members) != 1 for members in projections):
         return
-    query, key, value, out = (members[0] for members in found)
+    query, key, value, out = (members[0] for members in projections)
     axes = [_inner(param, hidden) for param in (query, key, value)]
     inner, other = axes[0], _inner(out, hidden)
     sides = {axis for axis in axes if axis is not None}
-    if other is not None and (inner is not None or not sides):  # a query without one side does not say what comes out
+    # Beside a square query the side of the output shows nothing.
+    if other is not None and (inner is not None or not sides):
         sides.add(1 - other)
     if len(sides) > 1:
         yield from _turned(hidden, [query, key, value, out])
@@ -208,6 +212,8 @@ def _attention(family: ProjectionFamily) -> Iterator[_Mismatch]:
     o = out.own_shape[1 - side]
     if not q or not k or not v or q % k or (q == o and k != v):  # the last two are SHP005's
         return
+    # Head sizes are unknown, but query and key heads have one size, and value and output heads another: o = q * v / k.
+    # Also legal: a query with its gate (Qwen3-Next: twice the rows), and one with a gate number per head (SHP009).
     is_plain, is_gated = q * v == o * k, q * v == 2 * o * k
     heads = q - o  # a gate of one number for each head
     if is_plain or is_gated or (k == v and heads > 0 and o % heads == 0 and o // heads >= _LEAST_HEAD):
@@ -217,7 +223,7 @@ def _attention(family: ProjectionFamily) -> Iterator[_Mismatch]:
 
 
 def _turned(hidden: int, weights: list[Param]) -> Iterator[_Mismatch]:
-    """The weight that is transposed relative to most of them."""
+    """The weight that is transposed relative to the majority."""
     sides: dict[int, list[Param]] = {0: [], 1: []}
     for number, param in enumerate(weights):
         axis = _inner(param, hidden)

@@ -1,4 +1,4 @@
-"""The quantised weights of a checkpoint: how each is stored, and what the configuration says of it."""
+"""The quantised weights of a checkpoint: their stored tensors, and the quantisation that the configuration declares."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ _UNFINISHED = ("initialized", "calibration", "frozen")  # compressed-tensors 0.2
 
 
 class Declaration(NamedTuple):
-    """What the configuration says of the quantisation.
+    """The quantisation that a configuration declares.
 
     Attributes:
-        file: where it says so.
-        words: the scheme as it stands there.
-        schemes: those that it means; empty where it means none that is known.
-        options: of each group of weights, by name: bits, group, tall, wide, bits of the KV cache; its strategy; whether
-            it is symmetric.
-        ignored: patterns (`fnmatch`) and parts of names of modules that are not quantised.
-        is_exact: whether nothing of it is left open: every group and every pattern was understood.
-        beside: what ModelOpt's own file says, where the configuration says something, too.
+        file: name of the declaring file.
+        words: the scheme, as written in that file.
+        schemes: the matching schemes; empty where none is known.
+        options: settings of each group of weights: bits, group size, rows (`tall`) and columns (`wide`) of a block,
+            bits of the KV cache, strategy, symmetry.
+        ignored: `fnmatch` patterns or name parts of modules that stay unquantised.
+        is_exact: whether every group and every pattern was understood.
+        beside: the declaration in ModelOpt's own file, where config.json has one too.
     """
 
     file: str
@@ -50,17 +50,19 @@ class Declaration(NamedTuple):
     beside: Declaration | None = None
 
     def asks_for(self, part: Part) -> bool | None:
-        """Whether all weights have a part (True) or none has (False); None where nothing of it is declared."""
-        said = {tuple(options.get(name) == value for name, value in part.declared.items()) for options in self.options}
+        """Whether all weights have this part (True) or none (False); None where the declaration leaves it open."""
+        answers = {
+            tuple(options.get(name) == value for name, value in part.declared.items()) for options in self.options
+        }
         is_open = any(name not in options for name in part.declared for options in self.options)
-        return None if is_open or not part.declared or len(said) != 1 else all(next(iter(said)))
+        return None if is_open or not part.declared or len(answers) != 1 else all(next(iter(answers)))
 
     def names(self, module: str) -> bool:
-        """Whether a module stands among those left as they were, under its name or a pattern of the whole name."""
+        """Whether the ignore list names this module, exactly or by a pattern of its full name."""
         return any(fnmatchcase(module, entry) or module.endswith(f".{entry}") for entry in self.ignored)
 
     def ignores(self, name: str) -> bool:
-        """Whether a module, or all with such a name, is left as it was."""
+        """Whether the ignore list may cover a name, including by substring."""
         return any(entry in name or fnmatchcase(name, entry) for entry in self.ignored)
 
 
@@ -71,7 +73,7 @@ class QuantisedWeight:
     Attributes:
         weight: the key that it has unquantised.
         codes: the tensor that holds its codes.
-        parts: what is stored with it.
+        parts: scales, zero points and other tensors stored with it.
     """
 
     weight: str
@@ -86,11 +88,11 @@ class QuantisedWeight:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Quantisation:
-    """The quantised weights, and what is left over.
+    """All quantised weights of a checkpoint.
 
     Attributes:
-        known: schemes of which a whole weight is stored, or that are declared.
-        alone: scheme -> key of a needed part -> the weight's key, where no codes of it are stored.
+        known: schemes that are declared, or that at least one complete weight uses.
+        alone: scheme -> key of a needed part -> key of its weight, whose codes are not stored.
     """
 
     declared: Declaration | None
@@ -101,19 +103,32 @@ class Quantisation:
 
 @fact
 def quantisation(ckpt: Checkpoint) -> Quantisation:
-    """How the weights are quantised; without any and without a declaration there is nothing in it."""
+    """The quantised weights; empty without any and without a declaration."""
     declared = _declaration(ckpt)
     with_parts = quantised_weights(ckpt.tensors)
     few = (tensor for key, tensor in ckpt.tensors.items() if key in with_parts or tensor.dtype not in WIDE)
-    candidates = {tensor.fqn: found for tensor in few if (found := list(_candidates(ckpt, tensor)))}
-    complete = Counter(one.scheme for found in candidates.values() for one in found if one.parts and not [*one.lacks()])
+    candidates = {tensor.fqn: key_candidates for tensor in few if (key_candidates := list(_candidates(ckpt, tensor)))}
+    complete = Counter(
+        one.scheme
+        for key_candidates in candidates.values()
+        for one in key_candidates
+        if one.parts and not [*one.lacks()]
+    )
     if not candidates and declared is None:
         return Quantisation(None, [], frozenset())
     expected = declared.schemes if declared else ()
-    roles = {role(one.weight) for found in candidates.values() for one in found if one.parts}
+    roles = {role(one.weight) for key_candidates in candidates.values() for one in key_candidates if one.parts}
     weights = []
-    for found in candidates.values():
-        best = max(found, key=lambda one: (_rank(one), one.scheme in expected, complete[one.scheme], len(one.parts)))
+    for key_candidates in candidates.values():
+        # Codes alone do not name their scheme: FP8, int8 and packed int4 share dtypes. The fullest set of parts
+        # decides, then the declaration, then what most complete weights use, so that one lost scale does not change the
+        # scheme of a weight.
+        best = max(
+            key_candidates, key=lambda one: (_rank(one), one.scheme in expected, complete[one.scheme], len(one.parts))
+        )
+        # Codes without any part are a weight only under a scheme that is declared or complete elsewhere. Other integer
+        # tensors (QNT001: "whole numbers with scales of another name beside them, and buffers of indices") stay
+        # unjudged.
         is_weight = best.weight.endswith("weight") or role(best.weight) in roles
         is_sure = best.scheme in expected or complete[best.scheme]
         if best.parts or (is_weight and is_sure):
@@ -125,34 +140,36 @@ def quantisation(ckpt: Checkpoint) -> Quantisation:
 
 
 def _rank(one: QuantisedWeight) -> int:
-    """How well the stored parts fit a scheme: all that it needs, some, or none."""
+    """2 if all needed parts of the scheme are stored, 1 if some parts are, 0 for none."""
     return 0 if not one.parts else 1 if any(one.lacks()) else 2
 
 
 def _candidates(ckpt: Checkpoint, tensor: Tensor) -> Iterator[QuantisedWeight]:
-    """What a tensor may be the codes of: a weight in each scheme that has such codes."""
+    """The weights whose codes a tensor may be, one for each scheme with such a dtype."""
     for scheme in _by_dtype().get(tensor.dtype, ()):
         if len(tensor.global_shape) < len(scheme.axes):
             continue
         weight = weight_of(tensor.fqn, scheme.weight)
         if not weight or (scheme.weight == _BARE and quantised_weight(weight)):
             continue
-        parts = {part: found for part in scheme.parts if (found := _stored(ckpt, part, weight)) is not None}
+        parts = {
+            part: tensor_of_part for part in scheme.parts if (tensor_of_part := _stored(ckpt, part, weight)) is not None
+        }
         if parts or tensor.dtype not in WIDE:
             yield QuantisedWeight(weight, tensor, scheme, parts)
 
 
 @cache
 def _by_dtype() -> dict[str, list[Scheme]]:
-    found: dict[str, list[Scheme]] = defaultdict(list)
+    schemes_by_dtype: dict[str, list[Scheme]] = defaultdict(list)
     for scheme in schemes():
         for dtype in scheme.dtypes:
-            found[dtype].append(scheme)
-    return found
+            schemes_by_dtype[dtype].append(scheme)
+    return schemes_by_dtype
 
 
 def _stored(ckpt: Checkpoint, part: Part, weight: str) -> Tensor | None:
-    """A part of a weight, where it has a dtype that it may have."""
+    """The stored tensor of a part; None where it is absent or its dtype fits no such part."""
     for name in part.names:
         tensor = ckpt.tensors.get(named(name, weight))
         dtypes = part.common.get(name, part.dtypes)
@@ -162,7 +179,7 @@ def _stored(ckpt: Checkpoint, part: Part, weight: str) -> Tensor | None:
 
 
 def stored_otherwise(ckpt: Checkpoint, part: Part, one: QuantisedWeight) -> Tensor | None:
-    """What is stored under the name of a part of a weight, in a dtype that no such part has."""
+    """The tensor under the name of a part whose dtype no such part has; None without one."""
     if part in one.parts:
         return None
     keys = (named(name, one.weight) for name in part.names if name not in part.common)
@@ -172,13 +189,13 @@ def stored_otherwise(ckpt: Checkpoint, part: Part, one: QuantisedWeight) -> Tens
 def _alone(
     ckpt: Checkpoint, known: frozenset[Scheme], used: set[str], roles: set[str]
 ) -> Mapping[Scheme, dict[str, str]]:
-    """Parts that nothing has but a weight of a known scheme, whose codes are not stored.
+    """Parts that only a weight of a known scheme can have, where its codes are not stored.
 
     Args:
-        used: the keys of weights and of their parts.
-        roles: of the weights that are stored quantised.
+        used: keys of quantised weights and of their parts.
+        roles: roles of the quantised weights.
     """
-    found: dict[Scheme, dict[str, str]] = defaultdict(dict)
+    keys_by_scheme: dict[Scheme, dict[str, str]] = defaultdict(dict)
     needed = [
         (scheme, part, name)
         for scheme in sorted(known, key=lambda scheme: scheme.name)
@@ -196,16 +213,16 @@ def _alone(
             if tensor.dtype not in part.common.get(name, (tensor.dtype,)):
                 continue
             if role(weight) in roles or _is_of_a_weight(tensor, weight, scheme):
-                found[scheme][key] = weight
+                keys_by_scheme[scheme][key] = weight
                 break
-    return found
+    return keys_by_scheme
 
 
 def _is_of_a_weight(scale: Tensor, weight: str, scheme: Scheme) -> bool:
-    """Whether what a scale belongs to by its name is a weight.
+    """Whether the name of a scale refers to a weight.
 
     An attention layer has scales of its KV cache, which are called `k_scale` as if there were a weight `k`
-    (compressed-tensors, Quark, ModelOpt, vLLM). They are one number, or one for each head; a cache is of no expert.
+    (compressed-tensors, Quark, ModelOpt, vLLM). They hold one number, or one per head, and never belong to an expert.
     """
     if scheme.weight != _BARE or weight.endswith("weight") or parse(weight).in_experts:
         return True
@@ -216,7 +233,7 @@ def _is_of_a_weight(scale: Tensor, weight: str, scheme: Scheme) -> bool:
 
 
 def misfit(one: QuantisedWeight, part: Part, declared: Declaration | None) -> str:
-    """The shape that a part should have, as text, where it has another; "" where it fits or nobody knows."""
+    """The expected shape of a part as text, where the stored one differs; "" where it fits or is unknown."""
     lead = one.codes.global_shape[: -len(one.scheme.axes)]
     sizes = _sizes(one)
     shape = one.parts[part].global_shape
@@ -232,6 +249,8 @@ def misfit(one: QuantisedWeight, part: Part, declared: Declaration | None) -> st
             if kind == strategy or strategy not in part.shapes:
                 wanted += (tuple(_size(text, stated) for text in texts) for texts in shapes)
     for sizes_wanted in wanted:
+        # Experts may be stacked before the axes of the codes, and some writers keep one scale for the whole stack: both
+        # the stacked and the bare shape are legal (QNT002: "scales of experts in one tensor").
         for before in {lead, ()}:
             full = (*before, *sizes_wanted)
             if len(full) == len(shape) and all(a in (None, b) for a, b in zip(full, shape, strict=True)):
@@ -242,19 +261,21 @@ def misfit(one: QuantisedWeight, part: Part, declared: Declaration | None) -> st
 
 
 def _sizes(one: QuantisedWeight) -> dict[str, int]:
-    """The axes of the codes of a weight, and the bytes of each code."""
+    """Sizes of the axes of the codes by name, and `item`: bytes of one code."""
     shape = one.codes.global_shape[-len(one.scheme.axes) :]
     return {**dict(zip(one.scheme.axes, shape, strict=True)), "item": ITEM_BITS.get(one.codes.dtype, 8) // 8}
 
 
 def in_other_blocks(weights: list[QuantisedWeight]) -> Iterator[tuple[QuantisedWeight, Part, str]]:
-    """Weights with a scale for each block of another size than most have; the part, and the shape that it should be."""
+    """Weights whose block size differs from that of most weights: (weight, part, expected shape as text)."""
     fits: dict[Part, list[tuple[QuantisedWeight, set[str]]]] = defaultdict(list)
     for one in weights:
         for part, tensor in one.parts.items():
             texts = {text for (text,) in part.shapes.get("same_block", ())}
             fits[part].append((one, {text for text in texts if (_size(text, _sizes(one)),) == tensor.global_shape}))
     for part, alike in fits.items():
+        # No file declares the block size here, and a short absmax fits a larger block. Only a majority of the weights
+        # shows the real size (QNT002: "4 bits of bitsandbytes: half of absmax is lost in one layer of three").
         (usual, count), *_ = Counter(text for _, texts in alike for text in texts).most_common(1) or [("", 0)]
         for one, texts in alike if 2 * count > len(alike) else ():
             if texts and usual not in texts:
@@ -262,7 +283,7 @@ def in_other_blocks(weights: list[QuantisedWeight]) -> Iterator[tuple[QuantisedW
 
 
 def _size(text: str, sizes: Mapping[str, Any]) -> int | None:
-    """The value of an expression; None where a size in it is not known."""
+    """The value of an expression over sizes; None where it uses an unknown size."""
     from ckptlint.architecture.expressions import ExpressionError, parse_expression, whole
 
     try:
@@ -277,43 +298,43 @@ def _size(text: str, sizes: Mapping[str, Any]) -> int | None:
 def _declaration(ckpt: Checkpoint) -> Declaration | None:
     values = ckpt.config.values if ckpt.config is not None else {}
     text = values.get("text_config")
-    for part in (values, text if isinstance(text, dict) else {}):
+    for section in (values, text if isinstance(text, dict) else {}):
         for name in QUANTISATION:
-            found = part.get(name)
-            if isinstance(found, dict) and ckpt.config is not None and (method := _method(found)):
-                return _understood(str(found.get("_file") or ckpt.config.file), method, found)
+            config = section.get(name)
+            if isinstance(config, dict) and ckpt.config is not None and (method := _method(config)):
+                return _understood(str(config.get("_file") or ckpt.config.file), method, config)
     return None
 
 
 def _method(found: Mapping[str, Any]) -> str:
-    """`quant_method`; of the forms that do not name one, what they are."""
+    """`quant_method`, or the method that the fields imply where it is absent; "" for neither."""
     method = found.get("quant_method")
     if isinstance(method, str) and method:
         return method
     return "modelopt" if found.get("quant_algo") else "mlx" if {"bits", "group_size"} <= found.keys() else ""
 
 
-def _understood(file: str, method: str, found: Mapping[str, Any]) -> Declaration:
-    """What a quantisation config declares: schemes, options of each group, and what it leaves unquantised."""
-    groups = found.get("config_groups")
-    parts = [group for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else [found]
+def _understood(file: str, method: str, config: Mapping[str, Any]) -> Declaration:
+    """Parse a quantisation config into schemes, options of each group and ignored modules."""
+    groups = config.get("config_groups")
+    parts = [group for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else [config]
     meant: dict[Scheme, None] = {}
-    options, words, is_exact = [], [], found.get("quantization_status") not in _UNFINISHED
+    options, words, is_exact = [], [], config.get("quantization_status") not in _UNFINISHED
     for group in parts:
         weights = group.get("weights")
         of_weights = weights if isinstance(weights, dict) else group
-        stated = {**found, **of_weights, "quant_method": method, "format": group.get("format") or found.get("format")}
-        facts = {name: str(value).casefold() for name, value in stated.items() if isinstance(value, (str, bool))}
+        stated = {**config, **of_weights, "quant_method": method, "format": group.get("format") or config.get("format")}
+        settings = {name: str(value).casefold() for name, value in stated.items() if isinstance(value, (str, bool))}
         declared_schemes = [
-            scheme for scheme in schemes() if any(_is_meant(facts, wanted) for wanted in scheme.declared)
+            scheme for scheme in schemes() if any(_is_meant(settings, wanted) for wanted in scheme.declared)
         ]
         meant |= dict.fromkeys(declared_schemes)
         is_exact &= bool(declared_schemes)
-        options.append(_options(of_weights, found))
+        options.append(_options(of_weights, config))
         words.append(str(stated.get("quant_algo") or stated["format"] or method))
-    ignored, is_plain = _ignored(found)
+    ignored, is_plain = _ignored(config)
     title = ", ".join(dict.fromkeys(words))[:60] or method[:60]
-    other = found.get("_beside")
+    other = config.get("_beside")
     beside = _understood(str(other.get("_file")), "modelopt", other) if isinstance(other, dict) else None
     return Declaration(file, title, tuple(meant), tuple(options), ignored, is_exact and is_plain, beside)
 
@@ -323,7 +344,7 @@ def _is_meant(facts: Mapping[str, str], wanted: Mapping[str, str]) -> bool:
 
 
 def _options(weights: Mapping[str, Any], found: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Bits, group, rows and columns of a block, and strategy, by our names."""
+    """The settings of one group of weights under ckptlint's names (see `Declaration.options`)."""
     if found.get("dynamic") and isinstance(found["dynamic"], dict):  # gptqmodel: other sizes for some modules
         return {}
     block = weights.get("block_structure") or found.get("weight_block_size")
@@ -347,9 +368,9 @@ def _is_count(value: object) -> bool:
 
 
 def _ignored(found: Mapping[str, Any]) -> tuple[tuple[str, ...], bool]:
-    """The modules that a configuration leaves unquantised, and whether all of the patterns mean something here.
+    """The modules that a configuration leaves unquantised, and whether every pattern was understood.
 
-    A pattern that is more than text and `.*` is never run.
+    Regular expressions come from an untrusted file and are never run: only plain text and `.*` are understood.
     """
     entries: list[object] = []
     for name in _IGNORED:

@@ -1,4 +1,4 @@
-"""Which rank or file holds which part of the model and its optimizer: a matrix, and who is out of balance."""
+"""A matrix of ranks (or files) by parts of model and optimizer, and the ranks whose size is out of balance."""
 
 from __future__ import annotations
 
@@ -18,17 +18,20 @@ from ckptlint.model.tiling import IntArray
 from ckptlint.vocabulary.keys import COPIES, Key, is_token_table, modules_of, parse
 
 CELL_STATES = ("nothing", "there", "stored twice", *STATES[1:])
-"""What a row holds of a column, from the best to the worst: the worst of its records counts."""
+"""States of a cell, from best to worst; a cell has the worst state of its records."""
 _PLACES = ("embedding", "layer", "stack", "norm", "head", "rest")
 _PLACE_OF = {"norm": "norm", "output": "head"}
 _KINDS = ("model", "optimizer", "other")
 _MOST_OFF = 0.2
-"""Share of the median by which a row may be larger or smaller than its like."""
+"""Largest relative difference from the median size of peers that counts as balanced.
+
+Chosen, not derived: uneven shards are assumed to stay within it.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A part of what is stored.
+    """A part of the checkpoint: one section, at one place of the model.
 
     Attributes:
         section: `model`, a second copy of it (`ema`), a state of the optimizer (`exp_avg`; `master` for its copy of the
@@ -53,16 +56,16 @@ class Column:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankContents:
-    """Who holds what; row i is a rank, or a file of no rank, and cell k is one entry of the matrix that is not empty.
+    """The matrix of who holds what: row i is a rank (or a file without one), cell k a non-empty entry.
 
     Attributes:
-        names: of the rows: `rank 3`, `dp_1,mp_0` as files count, or the name of a file.
-        ranks: int64 [r], -1 where no rank is known.
-        files: the names of the files of each row.
-        size: int64 [r], bytes of its files that are there; -1 where none is.
-        model, optimizer: int64 [r], bytes of its records that are there.
-        factor: float64 [r], its size by the median of the rows that hold model or optimizer as it does; 1.0 where there
-            is no other, for files of an export, and where something of the row is lost.
+        names: names of the rows: `rank 3`, `dp_1,mp_0` as in file names, or a file name.
+        ranks: int64 [r], -1 where unknown.
+        files: file names of each row.
+        size: int64 [r], bytes of the files that exist; -1 without any.
+        model, optimizer: int64 [r], bytes of the intact records of each kind.
+        factor: float64 [r], size divided by the median size of its peers, the rows that also hold model, optimizer or
+            both; 1.0 without peers, for files of an export, and for rows with lost data.
         columns: the parts, the sections one after another.
         row, column: int64 [k], in this order ascending.
         state: uint8 [k], position in `CELL_STATES`.
@@ -86,7 +89,7 @@ class RankContents:
 
     @property
     def out_of_balance(self) -> npt.NDArray[np.bool_]:
-        """bool [r], the rows whose size is more than 20 % off that of their like."""
+        """bool [r], rows whose size differs by more than 20 % from the median of their peers."""
         return np.asarray(np.abs(self.factor - 1) > _MOST_OFF)
 
     @property
@@ -95,19 +98,19 @@ class RankContents:
         return np.searchsorted(self.row, np.arange(len(self.names) + 1))
 
     def without(self) -> dict[str, list[Column]]:
-        """Section -> the model's layers of which nobody holds it, where it is there for others: `exp_avg`, `ema`."""
+        """Section (`exp_avg`, `ema`) -> layers of the model that lack it, where other layers have it."""
         layered = [column for column in self.columns if column.layer >= 0]
         stored = {(column.section, column.block, column.layer) for column in layered}
-        found = {
+        absent_layers = {
             section: [c for c in layered if c.section == "model" and (section, c.block, c.layer) not in stored]
             for section in dict.fromkeys(column.section for column in layered)
         }
-        return {section: lacking for section, lacking in found.items() if lacking}
+        return {section: lacking for section, lacking in absent_layers.items() if lacking}
 
 
 @fact
 def rank_contents_of(ckpt: Checkpoint) -> RankContents:
-    """The matrix of a checkpoint; files that are lost are rows of it, with what they held as far as anything says."""
+    """The matrix of a checkpoint; a lost file is a row too, with the parts that other files show it held."""
     table, states, sizes = ckpt.records, record_states(ckpt), ckpt.files.size
     lost_files = [file for files in (ckpt.rank_files.missing if ckpt.rank_files else {}).values() for file in files]
     owners = _owners(ckpt, lost_files)
@@ -121,7 +124,7 @@ def rank_contents_of(ckpt: Checkpoint) -> RankContents:
 
     columns, column, twice, unread = _columns(ckpt)
     row, is_there = row_of[table.file], states <= NOT_CHECKED
-    kinds = np.array([part.kind for part in columns], object)[column]
+    kinds = np.array([column_of_loss.kind for column_of_loss in columns], object)[column]
     size, looked_at, model, optimizer = (
         np.bincount(at, weights, len(rows)).clip(max=2.0**62).astype(np.int64)
         for at, weights in (
@@ -138,14 +141,17 @@ def rank_contents_of(ckpt: Checkpoint) -> RankContents:
     np.maximum.at(worst, table.file, states)
     worst[[file for file, _ in unread]] = MISSING
     lost = np.flatnonzero(worst > NOT_CHECKED)
-    like = ((model > 0) + 2 * (optimizer > 0)) * (looked_at > 0) * (not ckpt.is_export)
-    like[row_of[lost]] = 0
+    # Only rows with the same kinds of content are compared: under Megatron one data-parallel rank saves the weights
+    # while all save optimizer state. Rows with lost data are skipped, since their loss is reported already.
+    peer_group = ((model > 0) + 2 * (optimizer > 0)) * (looked_at > 0) * (not ckpt.is_export)
+    peer_group[row_of[lost]] = 0
     factor = np.ones(len(rows))
     for kind in (1, 2, 3):
-        factor[like == kind] = size[like == kind] / np.median(size[like == kind]) if (like == kind).any() else 1.0
+        peers = peer_group == kind
+        factor[peers] = size[peers] / np.median(size[peers]) if peers.any() else 1.0
 
     unread += _of_lost_rank_files(ckpt, lost_files, column)
-    gone = np.array([(row_of[file], part) for file, part in unread], np.int64).reshape(-1, 2)
+    gone = np.array([(row_of[file], column_of_loss) for file, column_of_loss in unread], np.int64).reshape(-1, 2)
     cell = np.append(np.where(states > THERE, states + 2, 1 + twice), np.full(len(gone), CELL_STATES.index("missing")))
     row, column = np.append(row, gone[:, 0]), np.append(column, gone[:, 1])
     order = np.lexsort((column, row))
@@ -172,18 +178,18 @@ def _owners(ckpt: Checkpoint, lost: Sequence[RankFile]) -> list[tuple[int, str]]
     of_set = ckpt.rank_files.files if ckpt.rank_files else ()
     numbers = {file.name: file.numbers for file in (*of_set, *lost)}
     names = (*ckpt.files.names, *(file.name for file in lost))
-    found = []
+    owners = []
     for name, rank in zip(names, [*ranks_of_files(ckpt).tolist(), *(-1 for _ in lost)], strict=True):
         coordinate = {"rank": rank} if rank >= 0 else numbers.get(name, {})
         if coordinate.keys() == {"rank"}:
-            found.append((coordinate["rank"], f"rank {coordinate['rank']}"))
+            owners.append((coordinate["rank"], f"rank {coordinate['rank']}"))
         else:
-            found.append((-1, ",".join(f"{what}_{i}" for what, i in coordinate.items()) or name))
-    return found
+            owners.append((-1, ",".join(f"{what}_{i}" for what, i in coordinate.items()) or name))
+    return owners
 
 
 def _of_lost_rank_files(ckpt: Checkpoint, lost: Sequence[RankFile], column: IntArray) -> list[tuple[int, int]]:
-    """(file, column) of what a missing rank file surely held: what all files of its kind hold."""
+    """(file, column) of each part that a missing rank file surely held: those that all files of its kind hold."""
     kinds = {file.name: file.kind for file in ckpt.rank_files.files} if ckpt.rank_files and lost else {}
     columns_by_kind: dict[str, set[int]] = {}
     for number, name in enumerate(ckpt.files.names if kinds else ()):
@@ -196,9 +202,9 @@ def _of_lost_rank_files(ckpt: Checkpoint, lost: Sequence[RankFile], column: IntA
 
 
 def _columns(ckpt: Checkpoint) -> tuple[list[Column], IntArray, npt.NDArray[np.bool_], list[tuple[int, int]]]:
-    """The columns; that of each record, and whether its chunk overlaps another; (file, column) of what is lost unread.
+    """(columns, column of each record, whether its chunk overlaps another, (file, column) of lost parts).
 
-    The index of safetensors names the keys of a file that is not there.
+    Lost parts come from a safetensors index, which names the keys of absent files.
     """
     table, index, states = ckpt.records, ckpt.index, _states(ckpt)
     twice = np.zeros(len(table), bool)
@@ -240,15 +246,15 @@ def _columns(ckpt: Checkpoint) -> tuple[list[Column], IntArray, npt.NDArray[np.b
 def _states(ckpt: Checkpoint) -> dict[str, tuple[str, Key | None]]:
     """Key of an optimizer state -> its section, and the parameter's key where it names one."""
     inventory = inventory_of(ckpt)
-    found: dict[str, tuple[str, Key | None]] = {}
+    sections: dict[str, tuple[str, Key | None]] = {}
     for state in inventory.states:
         key = state.params[0].key if state.params else parse(state.path) if state.path else None
-        found[state.tensor.fqn] = _section(state.what), key
+        sections[state.tensor.fqn] = _section(state.what), key
     for bucket in inventory.buckets:
-        found[bucket.tensor.fqn] = _section(bucket.what), None
+        sections[bucket.tensor.fqn] = _section(bucket.what), None
     for tensor in inventory.numbered:
-        found[tensor.fqn] = _section(tensor.fqn.rpartition(".")[2]), None
-    return found
+        sections[tensor.fqn] = _section(tensor.fqn.rpartition(".")[2]), None
+    return sections
 
 
 def _section(what: str) -> str:

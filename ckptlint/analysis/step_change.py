@@ -1,7 +1,7 @@
-"""What changed between two states of one job: keys that went or came, shapes, dtypes and cuts.
+"""Finds keys, shapes, dtypes and numbers of chunks that changed between two states of one job.
 
-Between two steps of a run nothing but values should change. A change that is complete in itself (a module, an
-optimizer, a dtype everywhere) was meant; one that leaves siblings as they were (a layer, one moment) was not.
+Between two steps of a run only values should change. A complete change (a module, an optimizer, a dtype everywhere)
+counts as intended; one that leaves siblings unchanged (a layer, one moment) does not.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _CORE = ("embedding", "output", "norm")
 
 
 class StoredKey(NamedTuple):
-    """What is under a key.
+    """The kind and size of a stored entry.
 
     Attributes:
-        dtype: of a tensor; what it is otherwise: `object`, `bytes`.
-        shape: of a tensor, in elements.
-        parts: chunks of a tensor, shards of an object.
+        dtype: dtype of a tensor; else `object` or `bytes`.
+        shape: shape of a tensor in elements.
+        parts: number of chunks of a tensor, or of shards of an object.
     """
 
     dtype: str
@@ -55,9 +55,9 @@ class Change(NamedTuple):
     Attributes:
         kind: the keys are gone, new, or hold another shape, dtype or number of chunks.
         fqns: the keys, in order.
-        was, now: what the first of them held and holds.
-        is_partial: whether others that should have changed with them did not.
-        rest: what stayed, as a sentence without a verb of its own; "" where nothing did.
+        was, now: the entry of the first key in either state.
+        is_partial: whether siblings that should have changed too did not.
+        rest: the unchanged siblings, in words; "" without any.
     """
 
     kind: ChangeKind
@@ -68,7 +68,7 @@ class Change(NamedTuple):
     rest: str = ""
 
     def sentence(self, here: str, before: str) -> str:
-        """What happened, with `{of}` in place of the key, as in a finding.
+        """The change as a sentence, with `{of}` in place of the key, as in a finding.
 
         Args:
             here: what keys of the later state are: `stored here`.
@@ -85,9 +85,9 @@ class Change(NamedTuple):
 
 
 def older_name(ckpt: Checkpoint) -> str:
-    """The name of the step before, from what its path and that of the checkpoint do not end in alike; "" without one.
+    """The folder name of the step before, without a common end of both paths; "" without an older step.
 
-    One of the two paths may be absolute and the other not.
+    One path may be absolute while the other is relative, so only their ends are compared.
     """
     if ckpt.before is None:
         return ""
@@ -99,7 +99,7 @@ def older_name(ckpt: Checkpoint) -> str:
 
 
 def stored_keys(ckpt: Checkpoint) -> dict[str, StoredKey]:
-    """Key -> what is under it, for the tensors, objects and bytes of a checkpoint."""
+    """Key -> its entry, for all tensors, objects and bytes of a checkpoint."""
     entries = {
         tensor.fqn: StoredKey(tensor.dtype, tensor.global_shape, len(tensor.chunks)) for tensor in ckpt.tensors.values()
     }
@@ -112,7 +112,7 @@ def stored_keys(ckpt: Checkpoint) -> dict[str, StoredKey]:
 
 
 def changes(was: Mapping[str, StoredKey], now: Mapping[str, StoredKey]) -> Iterator[Change]:
-    """What changed, one `Change` for all keys of a role that changed alike."""
+    """The changes, one for all keys of a role that changed alike."""
     after: dict[str, list[str]] = defaultdict(list)
     for fqn in now:
         after[role(fqn)].append(fqn)
@@ -133,17 +133,20 @@ def _by_role(fqns: Iterable[str]) -> dict[str, list[str]]:
 def _gone(
     was: Mapping[str, StoredKey], now: Mapping[str, StoredKey], after: Mapping[str, list[str]]
 ) -> Iterator[Change]:
-    """Keys that the older step has and this one lacks, by role, with what speaks for an intended change."""
+    """Keys that this step lacks, by role, with the siblings that show whether the change was intended."""
     kinds = {parse(fqn).kind for fqn in now}
     states = {state for fqn in now if (state := _state(fqn))}
     params = {param for _, param in states}
     lost = [fqn for fqn in was if fqn not in now]
     params_lost = {parse(fqn).path for fqn in lost if parse(fqn).kind == "model"}
-    lost = [fqn for fqn in lost if _param(fqn) not in params_lost]  # a parameter takes its states along
+    lost = [fqn for fqn in lost if _param(fqn) not in params_lost]  # states of a lost parameter are no second fault
     modules = {name.rpartition(".")[0] for name in after}
     for name, fqns in _by_role(lost).items():
         key, state = parse(fqns[0]), _state(fqns[0])
         rest = ""
+        # Evidence from strong to weak that the loss was not intended. None of it: a module or the optimizer was left
+        # out on purpose (RUN001: "the whole optimizer was left out: info", "a module was taken out of the model:
+        # info").
         if name in after:
             rest = f"{len(after[name]):,} of the same role still stored"
         elif key.kind not in kinds:
@@ -197,12 +200,15 @@ def _altered(was: Mapping[str, StoredKey], now: Mapping[str, StoredKey]) -> Iter
         fewer = [fqn for fqn in fqns if was[fqn].parts > now[fqn].parts and fqn not in shapes]
         if shapes:
             first = shapes[0]
+            # Added tokens lengthen embedding and head together, which is intended.
             grown = parse(first).function in ("embedding", "output") and was[first].shape[1:] == now[first].shape[1:]
             rest = _stay(len(fqns) - len(shapes))
             yield from _alike("shape", shapes, was, now, bool(rest) or not grown, rest)
         if dtypes:
             rest = _stay(total[kind_of[name]] - recast[kind_of[name]])
             yield from _alike("dtype", dtypes, was, now, bool(rest), rest)
+        # Another world size cuts most keys anew (RUN001: "another world size"). Below half, fewer chunks are a lost
+        # rank.
         if fewer and recut * 2 < len(shared):
             rest = _stay(len(shared) - recut)
             yield from _alike("cut", fewer, was, now, len(fewer) < len(fqns), rest)
@@ -216,7 +222,7 @@ def _alike(
     is_partial: bool,
     rest: str = "",
 ) -> Iterator[Change]:
-    """One change for all keys of which one sentence is true."""
+    """One change for each set of keys with the same entries before and after."""
     found: dict[tuple[object, ...], list[str]] = defaultdict(list)
     for fqn in fqns:
         entries = was.get(fqn), now.get(fqn)
@@ -230,6 +236,6 @@ def _stay(count: int) -> str:
 
 
 def _dtype_family(fqn: str) -> str:
-    """What changes its dtype together: the model's parameters, or all states of one name."""
+    """The group that changes dtype together: all parameters, or all states with one name."""
     state = _state(fqn)
     return parse(fqn).kind if state is None else state[0]

@@ -1,4 +1,4 @@
-"""What the job declared, held against what the checkpoint shows: which declared values a rule may rest on.
+"""Decides which declared values of the job a rule may trust, by comparing them with the stored tensors.
 
 A converted checkpoint keeps the arguments of the job it came from, so declared sizes can belong to another model or to
 another mesh. One contradiction is a finding about the checkpoint; two make the whole declared set worthless.
@@ -45,8 +45,8 @@ class Contradiction(NamedTuple):
 
     Attributes:
         name: canonical name of the value (`config_fields.read_declared`).
-        found: the structural value.
-        shown_by: what it was counted from.
+        found: the value that the tensors show.
+        shown_by: the tensors or objects that show it, in words.
     """
 
     name: str
@@ -59,13 +59,12 @@ class LayerCount(NamedTuple):
     """The layers of one block beside the declared number.
 
     Attributes:
-        declared: the number that describes this block.
-        found: how many layers are stored.
-        numbers: their numbers, where they are numbered through; empty where they are stacked on an axis or counted per
-            pipeline stage.
-        stages: layers per stage prefix (`model_pp0`), where each stage counts from 0.
-        agrees: whether the numbers fit, layers for multi-token prediction and hybrid patterns considered.
-        lead: a parameter of the block.
+        declared: the declared number for this block.
+        found: number of stored layers.
+        numbers: stored layer numbers; empty where layers are stacked on an axis or each stage counts from 0.
+        stages: layers of each stage prefix (`model_pp0`), where each stage counts from 0.
+        agrees: whether `found` fits `declared`, allowing for multi-token prediction layers and hybrid patterns.
+        lead: a parameter of the block, for findings.
     """
 
     block: str
@@ -139,6 +138,8 @@ def layer_counts(ckpt: Checkpoint) -> tuple[LayerCount, ...]:
     blocks = {name: params for name, params in by_name.items() if not _are_convolutions(params)}
     if "heterogeneous" in ckpt.declared or not ckpt.is_sound:
         return ()
+    # One declared number describes one block, or both halves of an encoder-decoder. With other blocks (COM008: "a
+    # vision tower beside a language model") nobody knows which of them it counts.
     if len(blocks) != 1 and blocks.keys() != {"encoder.layers", "decoder.layers"}:
         return ()
     wanted = {block: _declared_layers(ckpt, block, is_only=len(blocks) == 1) for block in blocks}
@@ -147,7 +148,7 @@ def layer_counts(ckpt: Checkpoint) -> tuple[LayerCount, ...]:
 
 
 def _declared_layers(ckpt: Checkpoint, block: str, is_only: bool) -> Declared | None:
-    """The number of a block's layers: what the configuration's part for its prefix says, where it has such a part."""
+    """The declared number of layers of a block, from the config section of its prefix where one exists."""
     prefix, config = block.removesuffix(".layers"), ckpt.config
     name, declared = "layers" if is_only else f"{prefix}_layers", ckpt.declared
     if config is not None and (part := config.values.get(f"{prefix}_config") or config.values.get(prefix)):
@@ -173,28 +174,37 @@ def _count(ckpt: Checkpoint, block: str, params: list[Param], declared: Declared
     numbers = set().union(*numbered.values())
     stages: tuple[int, ...] = ()
     if stacked and not numbers:
+        # Outside Megatron-Core a leading axis may as well be experts or kernels, so its size counts nothing.
         if not ckpt.is_torch_dist or len(stacked) > 1:
             return None
-        found = max(stacked)
+        layer_count = max(stacked)
     elif numbers and not stacked:
-        found = len(numbers)
-        if len(numbered) > 1 and sum(map(len, numbered.values())) > found:  # stages that all count from 0
+        layer_count = len(numbers)
+        if len(numbered) > 1 and sum(map(len, numbered.values())) > layer_count:  # stages that all count from 0
             stages = tuple(len(found_there) for found_there in numbered.values())
-            found = sum(stages)
+            layer_count = sum(stages)
     else:
         return None
     accepted = _accepted(ckpt.declared, int(declared.value))
     return LayerCount(
-        block, declared, found, () if stages else tuple(sorted(numbers)), stages, found in accepted, params[0]
+        block,
+        declared,
+        layer_count,
+        () if stages else tuple(sorted(numbers)),
+        stages,
+        layer_count in accepted,
+        params[0],
     )
 
 
 def _accepted(declared: Mapping[str, Declared], layers: int) -> set[int]:
-    """The numbers of layers that a declared one allows.
+    """The numbers of stored layers that agree with a declared one.
 
     Source:
         DeepSeek-V3 stores its layers for multi-token prediction after the others, under the same block
     """
+    # One more layer is always accepted: DeepSeek-V3 stores its prediction layer in the same block, and a job may not
+    # declare it (COM008: "layers for multi-token prediction in a block of their own and behind the others").
     accepted = {layers, layers + 1, layers + (number(declared, "mtp_layers") or 0)}
     pattern = declared.get("hybrid_pattern")
     if pattern is not None and isinstance(pattern.value, str):
@@ -204,7 +214,7 @@ def _accepted(declared: Mapping[str, Declared], layers: int) -> set[int]:
 
 
 def _model_sizes(params: Iterable[Param]) -> dict[str, tuple[int, str]]:
-    """Hidden size and number of experts, where all parameters that show them agree."""
+    """Hidden size and number of experts, with their evidence, where all parameters agree on them."""
     hidden: dict[str, set[int]] = defaultdict(set)
     routers: set[tuple[int, ...]] = set()
     for param in params:
@@ -219,6 +229,8 @@ def _model_sizes(params: Iterable[Param]) -> dict[str, tuple[int, str]]:
             routers.add(shape)
     sizes: dict[str, tuple[int, str]] = {}
     values = set().union(*hidden.values())
+    # One witness may be the damaged tensor itself, so embedding and final norm must agree. A router may be stored as
+    # [hidden, experts]: rows count experts only if the columns are known to be the hidden size.
     if len(values) == 1 and len(hidden) > 1:
         sizes["hidden"] = (values.pop(), " and ".join(hidden))
     if len(routers) == 1:

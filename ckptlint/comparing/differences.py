@@ -1,4 +1,4 @@
-"""What differs between two checkpoints: keys, shapes, dtypes; the layout where it was asked for (`ckptlint diff`)."""
+"""Finds differences of keys, shapes and dtypes between two checkpoints, and of chunks on request (`ckptlint diff`)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DifferenceKind = Literal["removed", "added", "renamed", "kind", "shape", "dtype"
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """What is under a key: a tensor, an object of Megatron-Core, or bytes."""
+    """A stored entry: a tensor, an object of Megatron-Core, or bytes."""
 
     kind: Literal["tensor", "object", "bytes"]
     dtype: str = ""
@@ -30,7 +30,7 @@ class Item:
     is_flattened: bool = False
 
     def has_shape_of(self, other: Item) -> bool:
-        """Whether the shapes are equal; of flattened tensors, which keep their chunks in it, only the elements."""
+        """Whether the shapes are equal; flattened tensors need only the same number of elements."""
         if self.is_flattened or other.is_flattened:
             return prod(self.shape) == prod(other.shape)
         return self.shape == other.shape
@@ -90,13 +90,13 @@ class Diff(Shown):
 
 
 def differences(old: Mapping[str, Checkpoint], new: Mapping[str, Checkpoint], layout: bool = False) -> Diff:
-    """What differs between two steps, component by component; resharding is no difference unless `layout`.
+    """The differences between two steps, component by component; resharding counts only with `layout`.
 
     Args:
         old, new: component -> checkpoint. Single ones are compared whatever their names.
-        layout: compare into what chunks tensors are cut and in which files these lie, too.
+        layout: also compare chunks, and the files that hold them.
     """
-    found = Diff(list(old.values()), list(new.values()))
+    result = Diff(list(old.values()), list(new.values()))
     shared = 0
     if len(old) == len(new) == 1:
         pairs: list[tuple[str, Checkpoint | None, Checkpoint | None]] = [
@@ -107,29 +107,29 @@ def differences(old: Mapping[str, Checkpoint], new: Mapping[str, Checkpoint], la
     for prefix, before, after in pairs:
         count, differences = _compare(before or Checkpoint("", "dcp"), after or Checkpoint("", "dcp"), layout)
         shared += count
-        found.differences.extend(replace(item, key=prefix + item.key) for item in differences)
-    return replace(found, shared=shared)
+        result.differences.extend(replace(item, key=prefix + item.key) for item in differences)
+    return replace(result, shared=shared)
 
 
 def _compare(old: Checkpoint, new: Checkpoint, layout: bool) -> tuple[int, list[Difference]]:
-    """How many keys both sides have, and what differs: keys that went, came or changed names, kinds, shapes, chunks."""
+    """(number of shared keys, differences): removed, added and renamed keys, changed kinds, shapes and chunks."""
     before, after = _items(old), _items(new)
     shared = [key for key in before if key in after]
-    found = list(_renamed(old, new, [k for k in before if k not in after], [k for k in after if k not in before]))
+    changes = list(_renamed(old, new, [k for k in before if k not in after], [k for k in after if k not in before]))
     for key in shared:
         a, b = before[key], after[key]
         if a.kind != b.kind:
-            found.append(Difference("kind", key, str(a), str(b)))
+            changes.append(Difference("kind", key, str(a), str(b)))
             continue
         if not a.has_shape_of(b):
-            found.append(Difference("shape", key, str(list(a.shape)), str(list(b.shape))))
+            changes.append(Difference("shape", key, str(list(a.shape)), str(list(b.shape))))
         if a.dtype != b.dtype:
-            found.append(Difference("dtype", key, a.dtype, b.dtype))
+            changes.append(Difference("dtype", key, a.dtype, b.dtype))
         if layout and a.kind == "tensor" and a.shape == b.shape:
-            found += _layout(old, old.tensors[key], new, new.tensors[key])
+            changes += _layout(old, old.tensors[key], new, new.tensors[key])
     if layout:
-        found += _grids(old, new)
-    return len(shared), found
+        changes += _grids(old, new)
+    return len(shared), changes
 
 
 def _items(ckpt: Checkpoint) -> dict[str, Item]:

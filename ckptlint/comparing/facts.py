@@ -1,4 +1,4 @@
-"""What is known of the values of a tensor, and what two tensors have to do with each other."""
+"""Types of the comparison by values: a tensor with its hashes, and a match between tensors."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ Relation = Literal[
     "absent",
     "unread",
 ]
-"""How tensors of both sides hang together; `joined` and `split` are seen from the old side."""
+"""Relation between tensors of both sides; `joined` and `split` describe the step from old to new."""
 
-_FEW = 64  # elements of which other tensors may hold the same by chance
+_FEW = 64  # fewer elements may be equal in unrelated tensors
 
 
 @dataclass(frozen=True, eq=False)
 class Side:
-    """A tensor of one side, and the hashes of what it holds.
+    """A tensor of one side with hashes of its content.
 
     Attributes:
-        hashes: dtype -> hashes of the elements as they are in it, its own first.
-        stored_as: what its name says that it holds, None where no known naming has it.
-        moved: how it is stored, in words, where its rows were brought into the order that the other side has.
-        stored: where its bytes lie, None where it was not looked at.
+        hashes: dtype -> hashes of the elements in that dtype, its own dtype first.
+        stored_as: roles that its name implies; None under an unknown naming.
+        moved: its stored order in words, where the rows were reordered to match the other side; else "".
+        stored: readable bytes; None where they were not examined.
     """
 
     fqn: str
@@ -56,12 +56,12 @@ class Side:
 
     @property
     def is_read(self) -> bool:
-        """Whether every element was read, once."""
+        """Whether every element was read exactly once."""
         return bool(self.hashes) and all(hashes.is_whole for hashes in self.hashes.values())
 
     @cached_property
     def is_dull(self) -> bool:
-        """Whether others may hold the same by chance: few elements, or all rows alike."""
+        """Whether unrelated tensors may be equal by chance: few elements, or all rows equal."""
         hashes = self.hashes[self.dtype]
         if prod(self.shape) < _FEW:
             return True
@@ -81,16 +81,16 @@ Sides = Mapping[str, Side]
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Tensors of both sides that hang together.
+    """Tensors of both sides that belong together.
 
     Attributes:
-        relation: how.
-        old, new: the keys, one or several; () on a side that has none.
-        is_proven: whether all values of the old ones are those of the new ones by what a conversion may do.
-        what: it in words, of what the relation leaves open (`float32 -> bfloat16`).
-        notes: further sentences: rows, ranks, files.
-        change: of two that differ, the norm of the difference relative to that of the old one; NaN where it is unknown.
-        cosine: of the angle between both.
+        relation: how they are related.
+        old, new: keys of either side; () where a side has none.
+        is_proven: whether all values are equal up to what a legal conversion changes.
+        what: details of the relation (`float32 -> bfloat16`).
+        notes: further sentences on rows, ranks, files.
+        change: norm of the difference divided by the norm of the old tensor; NaN where unknown.
+        cosine: cosine of the angle between both; NaN where unknown.
     """
 
     relation: Relation

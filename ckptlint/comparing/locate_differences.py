@@ -1,4 +1,4 @@
-"""Where tensors differ that names pair, what is there instead and by how much: the second look, at these alone."""
+"""Locates the differences between tensors with matching names: rows, chunks and ranks, new content, distance."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from ckptlint.model.tiling import IntArray
 from ckptlint.seals.digests import Words
 from ckptlint.seals.row_hashes import Bits, comparable, matrix
 
-_WIDEST = 2**24  # columns of a tensor of which rows are looked at
-_RUNS = 4  # of rows that a sentence names
-_FEW = 64  # elements that say nothing of a factor
+_WIDEST = 2**24  # most columns of a tensor that is read again
+_RUNS = 4  # most runs of rows that a sentence names
+_FEW = 64  # fewer elements fit a constant factor by chance
 
 
 def locate_differences(
@@ -34,11 +34,11 @@ def locate_differences(
     sides: tuple[Mapping[str, Side], Mapping[str, Side]],
     jobs: int,
 ) -> list[Match]:
-    """The matches; those that differ with the rows, chunks and ranks, what these hold, and by how much they differ.
+    """The matches, with notes on rows, chunks, content and distance for tensors that differ.
 
     Args:
-        sides: the tensors of both by key.
-        jobs: threads that read.
+        sides: tensors of both sides by key.
+        jobs: reader threads.
 
     Raises:
         AccessError: a read was refused.
@@ -55,7 +55,7 @@ def locate_differences(
 
 
 def _with_differences(match: Match, sides: tuple[Side, Side], holders: _Holders) -> Match:
-    """A match of tensors that differ, with the rows and columns where they do, by the hashes of both."""
+    """A match of differing tensors with notes on the differing rows and columns."""
     dtype = common(*sides)
     if not dtype:
         return match
@@ -71,7 +71,7 @@ def _with_differences(match: Match, sides: tuple[Side, Side], holders: _Holders)
     width = matrix(a.shape)[2]
     columns = np.arange(width) if distance is None else np.flatnonzero(distance.is_off)
     is_all = len(rows) == len(a.rows) and len(columns) == width
-    # training moves everything; how far is the difference
+    # Training changes every row and column, so listing them all says nothing: only the distance is of interest.
     notes = [] if is_all and not ends else [_where(rows, columns, a.shape, sides[1].stored) + ends]
     if distance is None:
         return replace(match, notes=(*match.notes, *notes))
@@ -86,14 +86,14 @@ def _with_differences(match: Match, sides: tuple[Side, Side], holders: _Holders)
 
 
 def _where(rows: IntArray, columns: IntArray, shape: Shape, stored: TensorBytes | None) -> str:
-    """The rows, the columns where not all differ, and the chunks that are these and nothing else, in brackets."""
+    """Text on the differing rows and columns, and in brackets the chunks that they are exactly."""
     slices, per, width = matrix(shape)
     noun = "rows" if width > 1 or len(shape) > 1 else "elements"
-    said = f"{noun} {_shown(rows)} of {slices * per:,}"
+    text = f"{noun} {_shown(rows)} of {slices * per:,}"
     if len(columns) < width:
         across = f"columns {_shown(columns)} of {width:,}"
-        said = across if len(rows) == slices * per else f"{said}, {across}"
-    return said + _of_chunks(rows, columns, stored)
+        text = across if len(rows) == slices * per else f"{text}, {across}"
+    return text + _of_chunks(rows, columns, stored)
 
 
 def _shown(rows: IntArray) -> str:
@@ -102,7 +102,7 @@ def _shown(rows: IntArray) -> str:
 
 
 def _of_chunks(rows: IntArray, columns: IntArray, stored: TensorBytes | None) -> str:
-    """The chunks whose every element differs and that cover all that does; "" where it is not so."""
+    """Text on the chunks that consist of exactly the differing elements; "" where no set of chunks does."""
     if stored is None or not stored.shape or len(stored.tensor.chunks) < 2:
         return ""
     tensor, shape = stored.tensor, stored.shape
@@ -131,25 +131,25 @@ def _of_chunks(rows: IntArray, columns: IntArray, stored: TensorBytes | None) ->
 
 @dataclass(slots=True)
 class _Holders:
-    """The tensors of the old side, found by what they hold in a row."""
+    """Finds tensors of the old side by the hash of one row."""
 
     sides: Mapping[str, Side]
     known: dict[tuple[object, ...], dict[int, list[str]]] = field(default_factory=dict)
 
     def say(self, fqn: str, dtype: str, rows: IntArray, hashes: Words) -> str:
-        """What is in these rows instead, where it is what another tensor holds there, or zeros."""
+        """Text on the new content of these rows, if it is zeros or that of another old tensor; else ""."""
         if not hashes[rows].any():
             return " are zeros"
         first, shape = int(rows[0]), matrix(self.sides[fqn].hashes[dtype].shape)
-        place = dtype, shape, first
-        if place not in self.known:
+        lookup = dtype, shape, first
+        if lookup not in self.known:
             holders: dict[int, list[str]] = defaultdict(list)
             for name, side in self.sides.items():
                 of_dtype = side.hashes.get(dtype)
                 if of_dtype is not None and matrix(of_dtype.shape) == shape and not side.is_dull:
                     holders[int(of_dtype.rows[first])].append(name)
-            self.known[place] = holders
-        for name in self.known[place].get(int(hashes[first]), ()):
+            self.known[lookup] = holders
+        for name in self.known[lookup].get(int(hashes[first]), ()):
             if name != fqn and np.array_equal(self.sides[name].hashes[dtype].rows[rows], hashes[rows]):
                 return f" hold what {name} holds there"
         return ""
@@ -160,17 +160,19 @@ class _Holders:
 
 @dataclass(slots=True)
 class _Line:
-    """Whether one tensor is the other times a constant, or plus one, as norms are that are stored less one."""
+    """Tests whether one tensor is the other times or plus a constant; some norms are stored minus 1."""
 
     fitting: list[tuple[str, float, Callable[[npt.NDArray[np.float64], float], npt.NDArray[np.float64]]]] | None = None
 
     def see(self, one: Numbers, two: Numbers, dtype: str) -> None:
-        """Look at some elements of both."""
+        """Test some elements of both."""
         if self.fitting == [] or dtype not in ROUNDING:
             return
         with np.errstate(invalid="ignore"):  # of a NaN
             a, b = one.astype(np.float64), two.astype(np.float64)
         if self.fitting is None:
+            # The largest element gives the most exact factor. A few dozen elements, or a constant tensor, fit any
+            # factor.
             at = int(np.argmax(np.abs(a)))
             if len(a) < _FEW or not np.isfinite(b[at]) or not a[at] or a[at] == b[at] or b.min() == b.max():
                 self.fitting = []
@@ -200,15 +202,15 @@ class _Line:
 
 @dataclass(slots=True)
 class _Distance:
-    """How far two tensors are apart.
+    """The distance between two tensors.
 
     Attributes:
-        dtype: in which they are compared.
-        is_off: bool [columns], those in which elements differ.
-        count: elements that differ.
-        lost: of these, how many are not finite in the new one.
-        largest: absolute difference; NaN where no numbers are known.
-        squares: sums of the squares of the difference and of both, and of their product.
+        dtype: dtype of the comparison.
+        is_off: bool [columns], columns with differing elements.
+        count: number of differing elements.
+        lost: number of elements that became NaN or infinite.
+        largest: largest absolute difference; NaN for dtypes without numbers.
+        squares: float64 [4], sums of squares of the difference, of old and of new, and of the product old * new.
     """
 
     dtype: str
@@ -220,7 +222,7 @@ class _Distance:
     line: _Line = field(default_factory=_Line)
 
     def see(self, _: int, old: Bits, new: Bits) -> None:
-        """Look at some rows of both, canonical."""
+        """Add some rows of both, in canonical form."""
         is_off = old != new
         self.count += int(np.count_nonzero(is_off))
         self.is_off |= is_off.any(axis=0)
@@ -239,7 +241,7 @@ class _Distance:
 
     @property
     def change(self) -> float:
-        """The norm of the difference relative to that of the old one."""
+        """Norm of the difference divided by the norm of the old tensor."""
         apart, old = map(sqrt, self.squares[:2])
         if self.largest != self.largest:
             return nan
@@ -247,13 +249,13 @@ class _Distance:
 
     @property
     def cosine(self) -> float:
-        """Of the angle between both."""
+        """Cosine of the angle between both; NaN for a zero tensor."""
         _, old, new, both = map(float, self.squares)
         return both / (sqrt(old) * sqrt(new)) if old > 0 and new > 0 else nan
 
 
 def _distance(dtype: str, sides: tuple[Side, Side], shape: Shape) -> _Distance | None:
-    """How far both are apart; None where they cannot be read."""
+    """The distance between both; None where they are unreadable or too wide."""
     slices, per, width = matrix(shape)
     if width > _WIDEST:
         return None
@@ -263,6 +265,6 @@ def _distance(dtype: str, sides: tuple[Side, Side], shape: Shape) -> _Distance |
 
 
 def _rows(side: Side, dtype: str, shape: Shape, first: int, last: int) -> Bits | None:
-    """Some rows, canonical and in a dtype of both sides."""
+    """Some rows in canonical form, in the common dtype."""
     bits = None if side.stored is None else side.stored.rows(first, last, shape)
     return None if bits is None else comparable(bits, side.dtype, dtype)

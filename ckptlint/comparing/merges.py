@@ -1,4 +1,4 @@
-"""Whether the new side is the old one with an adapter merged into it: every target, by what it should hold.
+"""Checks whether the new side is the old one with an adapter merged in, by the expected values of each target.
 
 Source:
     peft 0.21 (tuners.lora.layer, tuners.lora.variants: LoRA, rsLoRA, DoRA, ParamWrapper; modules_to_save;
@@ -29,8 +29,8 @@ from ckptlint.payload.reading import default_reading
 from ckptlint.seals.row_hashes import matrix
 from ckptlint.vocabulary.keys import parse, role
 
-_PRODUCT = 4e-6  # of the norms of a row and a column: the error of their product in float32
-_ALIKE = 0.9  # cosine from which on a change goes the way of the adapter
+_PRODUCT = 4e-6  # relative error of a float32 dot product, by the norms of both vectors
+_ALIKE = 0.9  # least cosine between the actual change and the adapter's for which it counts as that change
 _ONE = np.ones((1, 1), np.float32)
 
 
@@ -45,13 +45,13 @@ class _Block:
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """What an adapter does to one tensor of the base.
+    """The change that an adapter makes to one tensor of the base.
 
     Attributes:
-        fqn: the key on the old side.
-        shape: as which the tensor is looked at.
-        blocks: what is added.
-        magnitudes: of the rows (or columns) after it, where these are kept apart (DoRA); `axis` is theirs.
+        fqn: key on the old side.
+        shape: shape that divides the tensor into rows.
+        blocks: products to add.
+        magnitudes: norms of rows (`axis` 0) or columns (1) after the change (DoRA); None without them.
     """
 
     fqn: str
@@ -62,7 +62,7 @@ class _Target:
 
 
 class _Expected(NamedTuple):
-    """Rows as they should be, how far the new ones may be off, and what the base holds there."""
+    """Expected rows, allowed absolute error of each element, and the rows of the base."""
 
     values: Matrix
     allowed: Matrix
@@ -71,10 +71,10 @@ class _Expected(NamedTuple):
 
 @dataclass(slots=True)
 class _Change:
-    """What was seen of a tensor: sums of squares of the actual change and of the expected one, and of their product.
+    """Sums over the elements of a tensor: squares of the actual and the expected change, and their product.
 
     Attributes:
-        far: elements that are further from what they should be than rounding explains.
+        far: elements that differ from the expected value by more than rounding explains.
     """
 
     far: int = 0
@@ -83,7 +83,7 @@ class _Change:
     both: float = 0.0
 
     def see(self, _: int, wanted: _Expected, new: Matrix) -> None:
-        """Hold some rows of the new side against what they should be."""
+        """Add some rows of the new side and their expected values."""
         with np.errstate(all="ignore"):
             expected, actual = (wanted.values - wanted.base).reshape(-1), (new - wanted.base).reshape(-1)
             self.far += int(np.count_nonzero(~(np.abs(new - wanted.values) <= wanted.allowed)))
@@ -104,7 +104,7 @@ class _Adapter:
 def with_merges(
     found: Sequence[Match], places: tuple[BytesByKey, BytesByKey], adapter: Sequence[OpenedCheckpoint]
 ) -> list[Match]:
-    """The matches, those of the adapter's targets judged by what they should hold; and what it has for nothing.
+    """The matches, with the adapter's targets judged by their expected values, and unused keys of the adapter.
 
     Args:
         places: the tensors of the base and of the merged model.
@@ -118,14 +118,14 @@ def with_merges(
     judged: dict[str, Match] = {}
     for options in _targets(opened, places[0]):
         known = [target for target in options if target.fqn in by_key and target.fqn not in judged]
-        seen = []
+        judgements = []
         for target in known:
             match = by_key[target.fqn]
-            seen.append(_judge(match, target, places[0][match.old[0]], places[1][match.new[0]]))
-            if seen[-1].is_proven:
+            judgements.append(_judge(match, target, places[0][match.old[0]], places[1][match.new[0]]))
+            if judgements[-1].is_proven:
                 break
-        if seen:
-            best = next((match for match in seen if match.is_proven), seen[0])
+        if judgements:
+            best = next((match for match in judgements if match.is_proven), judgements[0])
             judged[best.old[0]] = best
     for key, fqn, expected in _saved(opened, places[0]):
         if fqn in by_key:
@@ -148,20 +148,20 @@ def _of_base(match: Match, judged: Mapping[str, Match]) -> Match:
 
 
 def _opened(adapter: Sequence[OpenedCheckpoint]) -> _Adapter:
-    places: dict[str, TensorBytes] = {}
+    tensors: dict[str, TensorBytes] = {}
     config = None
     for side in adapter:
         ckpt = read_payload(side.folder, side.ckpt, default_reading(Depth.HEADERS))
         config = config or ckpt.config
-        places |= {fqn: TensorBytes(side.folder, ckpt, tensor) for fqn, tensor in ckpt.tensors.items()}
+        tensors |= {fqn: TensorBytes(side.folder, ckpt, tensor) for fqn, tensor in ckpt.tensors.items()}
     read = read_adapter_config(config.values) if config is not None else AdapterConfig()
-    if read.kind != "LORA" or not factors_of(places):
+    if read.kind != "LORA" or not factors_of(tensors):
         raise ConfigError("--adapter takes the folder of a LoRA adapter, with adapter_config.json and its factors")
-    return _Adapter(places, read)
+    return _Adapter(tensors, read)
 
 
 def _targets(adapter: _Adapter, base: BytesByKey) -> Iterator[list[_Target]]:
-    """For each module of the adapter what it may mean: one tensor, or several where shapes alone decide."""
+    """The possible targets of each module of the adapter: one tensor, or several where only shapes decide."""
     endings = {key.partition(".")[2]: key for key in base}  # of models that were saved below another name
     for factors in factors_of(adapter.places):
         if not {"A", "B"} <= factors.keys.keys():
@@ -183,7 +183,7 @@ def _targets(adapter: _Adapter, base: BytesByKey) -> Iterator[list[_Target]]:
 
 
 def _home(module: str, base: BytesByKey) -> str:
-    """The module of the experts, by its name in the base, which may keep another one on disk than in memory."""
+    """The module of the experts under its name in the base, which may differ from the name in memory."""
     if any(f"{module}." in key for key in base):
         return module
     name = f".{module.rpartition('.')[2]}."
@@ -197,14 +197,14 @@ def _key(name: str, base: BytesByKey, endings: Mapping[str, str]) -> str:
 
 
 def _experts(module: str, base: BytesByKey) -> dict[int, list[str]]:
-    """Number of an expert -> its keys, where they are stored one by one below a module."""
-    found: dict[int, list[str]] = {}
+    """Number of an expert -> its keys, where experts have separate keys below a module."""
+    keys_by_expert: dict[int, list[str]] = {}
     for key in base:
         at = key.rfind(f"{module}.")
         number = key[at + len(module) + 1 :].partition(".")[0] if at >= 0 else ""
         if number.isdecimal():
-            found.setdefault(int(number), []).append(key)
-    return found
+            keys_by_expert.setdefault(int(number), []).append(key)
+    return keys_by_expert
 
 
 def _stacked(module: str, base: BytesByKey) -> list[str]:
@@ -216,7 +216,7 @@ def _stacked(module: str, base: BytesByKey) -> list[str]:
 
 
 def _rank(a: Matrix, factors: Factors, base: BytesByKey, endings: Mapping[str, str]) -> int:
-    """The rank of one module's factors; of experts these lie side by side."""
+    """The rank of one module's factors; those of experts are concatenated."""
     module = factors.base_module
     if _key(f"{module}.weight", base, endings):
         return len(a)
@@ -229,7 +229,7 @@ def _rank(a: Matrix, factors: Factors, base: BytesByKey, endings: Mapping[str, s
 def _meant(
     factors: Factors, a: Matrix, b: Matrix, adapter: _Adapter, base: BytesByKey, endings: Mapping[str, str]
 ) -> Iterator[_Target | list[_Target]]:
-    """The tensors that factors may mean, `b` scaled: one by one, or a list of which one is meant."""
+    """The possible targets of factors (`b` is scaled): single targets, or a list with one right target."""
     module = factors.base_module
     key = _key(f"{module}.weight", base, endings)
     is_embedding = "lora_embedding" in factors.keys["A"]
@@ -248,7 +248,7 @@ def _meant(
 
 
 def _of_experts(module: str, a: Matrix, b: Matrix, base: BytesByKey) -> Iterator[_Target | list[_Target]]:
-    """Factors for many experts at once: of tensors that hold them all, or of one tensor for each."""
+    """The possible targets of factors for many experts: tensors with all experts, or one tensor for each."""
     stacked = [(key, base[key].shape) for key in _stacked(module, base)]
     options = []
     for key, shape in stacked:
@@ -268,13 +268,15 @@ def _of_experts(module: str, a: Matrix, b: Matrix, base: BytesByKey) -> Iterator
         return
     for number, (left, right) in enumerate(_of_each(a, b, len(experts))):
         sizes = [(key, base[key].shape) for key in sorted(experts[number], key=_gate_first)]
-        whole = [key for key, shape in sizes if shape == (len(left), right.shape[1])]
+        full_keys = [key for key, shape in sizes if shape == (len(left), right.shape[1])]
         outs = [key for key, _ in sizes if parse(key).function == "mlp_out"]
         halves = [key for key, shape in sizes if shape == (len(left) // 2, right.shape[1]) and key not in outs]
-        if len(whole) > len(outs) + 1:  # all are square: gate and up are joined in memory, and their factors are wider
-            whole = outs or whole
-        if whole:
-            yield [_Target(key, base[key].shape, (_Block(0, left, right),)) for key in whole]
+        # With square weights shapes decide nothing. Gate and up are fused in memory and have wider factors, so factors
+        # of this width belong to the output projection.
+        if len(full_keys) > len(outs) + 1:
+            full_keys = outs or full_keys
+        if full_keys:
+            yield [_Target(key, base[key].shape, (_Block(0, left, right),)) for key in full_keys]
         elif len(halves) == 2:
             for key, part in zip(halves, np.split(left, 2), strict=True):
                 yield _Target(key, base[key].shape, (_Block(0, part, right),))
@@ -296,7 +298,7 @@ def _of_each(a: Matrix, b: Matrix, count: int) -> Iterator[tuple[Matrix, Matrix]
 
 
 def _judge(match: Match, target: _Target, old: TensorBytes, new: TensorBytes) -> Match:
-    """The match of a target, by what it should hold."""
+    """The match of a target, by its expected values."""
     dtype = new.tensor.dtype
     if dtype not in ROUNDING or old.tensor.dtype not in ROUNDING:
         return match
@@ -314,7 +316,7 @@ def _judge(match: Match, target: _Target, old: TensorBytes, new: TensorBytes) ->
 
 
 def _factors(target: _Target, old: TensorBytes) -> Matrix | None:
-    """[columns], what DoRA multiplies columns with: their magnitude by their norm after the adapter."""
+    """float32 [columns], DoRA's factors: magnitude divided by the norm of the column after the change."""
     if target.magnitudes is None:
         return None
     block = target.blocks[0]
@@ -331,7 +333,7 @@ def _factors(target: _Target, old: TensorBytes) -> Matrix | None:
 def _merged(
     old: TensorBytes, target: _Target, block: _Block, epsilon: float, factor: Matrix | None, first: int, last: int
 ) -> _Expected | None:
-    """Some rows of the base with what a block adds."""
+    """Expected rows: the base plus the product of a block."""
     base = old.numbers(first, last, target.shape)
     if base is None:
         return None
@@ -359,6 +361,8 @@ def _verdict(match: Match, change: _Change, target: _Target) -> Match:
         return replace(match, relation="unmerged", is_proven=False, what=what, notes=())
     times = change.both / change.expected if change.expected else 0.0
     alike = change.both / sqrt(change.actual * change.expected) if change.expected else 0.0
+    # The factor names the likely mistake: 2 for an adapter merged twice, another for a lost scale. Assumed: rounding of
+    # the new side stays within 2 %, and below a cosine of 0.9 the change is no multiple of the adapter.
     if alike > _ALIKE and abs(times - 1) > 0.02:
         what = f"holds {times:.3g} times what the adapter adds"
     elif alike < -_ALIKE:
@@ -374,9 +378,9 @@ _Rows = Callable[[int, int], Matrix | None]
 
 
 def _saved(adapter: _Adapter, base: BytesByKey) -> Iterator[tuple[str, str, _Rows]]:
-    """Key of the adapter, key of the base, and rows as they should be, of what it holds whole: modules_to_save, biases.
+    """(adapter key, base key, expected rows) of tensors that the adapter replaces: modules_to_save, biases.
 
-    Of `trainable_token_indices` it holds some rows whole.
+    `trainable_token_indices` replaces single rows.
     """
     endings = {key.partition(".")[2]: key for key in base}
     for key in sorted(adapter.places.keys() - adapter.used):

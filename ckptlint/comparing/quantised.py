@@ -1,4 +1,4 @@
-"""Quantised weights held against the weights that they were made of, row by row."""
+"""Compares quantised weights with their unquantised originals, row by row."""
 
 from __future__ import annotations
 
@@ -17,28 +17,30 @@ from ckptlint.comparing.rows import ROUNDING, compare_rows, tall
 from ckptlint.model.text import ranges
 from ckptlint.seals.row_hashes import matrix
 
-_SAMPLE = 2**24  # elements of a weight that are looked at
-_BLOCK = 128  # rows of which one at least is looked at
-_EDGE = 1.01  # of half a step: quantisers compute in float32
+_SAMPLE = 2**24  # most elements of a weight that are compared
+_BLOCK = 128  # at least one row of so many is compared
+_EDGE = 1.01  # tolerance on half a step, since quantisers compute in float32
 _ROUNDING = ROUNDING["bfloat16"]  # of the scale and of a weight
-_MOST = 3.0  # times the error of rounding, for methods that round otherwise to make up for it elsewhere
-_MANY = 0.01  # share of the elements that those move further than half a step
-_RUN = 64  # columns under a few scales at most
-_WRONG = 0.4  # rounding bends a run of so many columns by a tenth, a scale halved or doubled by half at least
+# Methods such as GPTQ do not round to the nearest code, but shift errors to other columns. Assumed: their rows stay
+# within three times the error of rounding, and they move over a hundredth of the elements by more than half a step.
+_MOST = 3.0
+_MANY = 0.01
+_RUN = 64  # columns of a run, which has few scales
+_WRONG = 0.4  # slope error of a run: rounding reaches 0.1, a scale halved or doubled at least 0.5
 _ERRORS = 9.0  # standard errors; no sum of rounding errors is so far out in 2**40 groups (Hoeffding: exp(-81 / 2) each)
 _WIDE = ("float64", "float32", "float16", "bfloat16")
 
 
 def with_quantised(found: Sequence[Match], places: tuple[BytesByKey, BytesByKey]) -> list[Match]:
-    """The matches, weights that one side stores quantised held against those of the other.
+    """The matches, with quantised weights of one side compared with unquantised ones of the other.
 
     Args:
-        places: the tensors of both sides.
+        places: readable tensors of both sides.
 
     Raises:
         AccessError: a read was refused.
     """
-    made: list[Match] = []
+    judged: list[Match] = []
     for number in (0, 1):
         wide = {key: place for key, place in places[1 - number].items() if place.tensor.dtype in _WIDE}
         endings = {key.partition(".")[2]: key for key in wide}
@@ -47,22 +49,23 @@ def with_quantised(found: Sequence[Match], places: tuple[BytesByKey, BytesByKey]
                 key = quantised.fqn if quantised.fqn in wide else endings.get(quantised.fqn.partition(".")[2], "")
                 if key:
                     match = _judge(quantised, wide[key], key)
-                    made.append(replace(match, old=match.new, new=match.old) if number else match)
-    gone = [{name for match in made for name in match.old}, {name for match in made for name in match.new}]
+                    judged.append(replace(match, old=match.new, new=match.old) if number else match)
+    gone = [{name for match in judged for name in match.old}, {name for match in judged for name in match.new}]
     left = [match for match in found if not (gone[0].intersection(match.old) or gone[1].intersection(match.new))]
-    return [*left, *made]
+    return [*left, *judged]
 
 
 @dataclass(slots=True)
 class _Seen:
-    """What was seen of a weight.
+    """Statistics of the comparison of one weight.
 
     Attributes:
-        count: elements; far: those further than half a step from the original's.
-        bad: rows that are too far from it for any rounding, of all.
-        worst: the largest error of a row, in errors that rounding makes.
-        sums: those of `_sums` over all that was seen.
         group: columns of a row that share a scale.
+        count: elements compared; far: elements more than half a step from the original.
+        worst: largest error of a row, relative to the expected error of rounding.
+        bad: rows with an error that no rounding explains.
+        sums: totals of `_sums`.
+        rows: rows compared.
     """
 
     group: int
@@ -74,7 +77,7 @@ class _Seen:
     rows: int = 0
 
     def see(self, first: int, rows: Rows, wanted: Matrix) -> None:
-        """Hold some rows against the original's."""
+        """Add the comparison of some rows with the original."""
         with np.errstate(all="ignore"):
             distance = np.abs(rows.values - wanted)
             noise = np.float32(_ROUNDING) * (np.abs(rows.values) + np.abs(wanted))
@@ -95,7 +98,7 @@ class _Seen:
 
 
 def _judge(quantised: Quantised, other: TensorBytes, key: str) -> Match:
-    """The match of a quantised weight, taken for the old side."""
+    """The match of a quantised weight, as if it were on the old side."""
     names = quantised.keys, (key,)
     whole = other.shape
     shape = quantised.shape or whole
@@ -109,7 +112,7 @@ def _judge(quantised: Quantised, other: TensorBytes, key: str) -> Match:
 
 
 def _samples(quantised: Quantised) -> Iterator[tuple[int, int]]:
-    """Runs of rows, evenly spread where there are many."""
+    """(first, last) of the rows to compare: all, or evenly spread runs of a large weight."""
     slices, per, width = matrix(quantised.shape)
     step = max(min(tall(width), per), 1)
     share = min(_SAMPLE / max(prod(quantised.shape), 1), 1.0)
@@ -120,7 +123,7 @@ def _samples(quantised: Quantised) -> Iterator[tuple[int, int]]:
 
 
 def _wide(place: TensorBytes, shape: tuple[int, ...], is_transposed: bool, first: int, last: int) -> Matrix | None:
-    """The rows of the original; of one that is transposed its columns."""
+    """Rows of the original, or its columns where it is stored transposed."""
     if not is_transposed:
         return place.numbers(first, last, shape)
     per, width = shape[-2:]
@@ -130,7 +133,7 @@ def _wide(place: TensorBytes, shape: tuple[int, ...], is_transposed: bool, first
 
 
 def _has_wrong_scale(rows: Rows, wanted: Matrix, noise: Matrix) -> npt.NDArray[np.bool_]:
-    """bool [rows], whether some run of a row is another multiple of the original than 1: under a wrong scale."""
+    """bool [rows], whether a run of columns is a multiple of the original far from 1, so that its scale is wrong."""
     run = _RUN if wanted.shape[1] % _RUN == 0 else wanted.shape[1]
     shape = len(wanted), -1, run
     product, square = (np.reshape(part, shape) for part in (rows.values * wanted, np.square(wanted)))
@@ -141,10 +144,10 @@ def _has_wrong_scale(rows: Rows, wanted: Matrix, noise: Matrix) -> npt.NDArray[n
 
 
 def _sums(rows: Rows, wanted: Matrix, group: int) -> npt.NDArray[np.float64]:
-    """float64 [5, rows, groups] of `o`, the original, `d`, what the codes stand for, and `e`, the error of rounding.
+    """float64 [5, rows, groups], sums over the original `o`, dequantised values `d` and rounding errors `e`.
 
-    They are the sums of `o * d`, `d * d`, `o * o`, and those that are to be expected of `e * e` and `(d * e) ** 2`.
-    Last codes are left out: what is larger ends there too, and how much larger nobody knows.
+    They are `o * d`, `d * d`, `o * o`, and the expected `e * e` and `(d * e) ** 2`. The last codes are excluded: larger
+    weights are clipped to them by an unknown amount.
     """
     values, other = (np.where(rows.is_end, 0, part) for part in (rows.values, wanted))
     error = np.where(rows.is_end, 0, np.square(rows.half) / 3)
@@ -154,10 +157,10 @@ def _sums(rows: Rows, wanted: Matrix, group: int) -> npt.NDArray[np.float64]:
 
 
 def _is_scaled(sums: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
-    """Whether the one factor that fits, of the original on what the codes stand for, is not 1.
+    """Whether the best factor between original and dequantised values differs from 1 by more than chance.
 
-    Rounding makes it smaller by the share that its errors have in the squares, and moves it by chance. Where the
-    errors are larger than those of rounding, as methods make them that weigh columns, so is what they explain.
+    Rounding lowers the factor by the share of its errors in the squares, and adds noise. Methods that weigh columns
+    make larger errors, so the tolerance grows with the measured error.
     """
     both, norm, other, error, product = sums
     with np.errstate(all="ignore"):
@@ -169,7 +172,7 @@ def _is_scaled(sums: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
 def _verdict(
     seen: _Seen, names: tuple[tuple[str, ...], tuple[str, ...]], quantised: Quantised, is_transposed: bool
 ) -> Match:
-    """Whether quantised weights are those of the other side: each within half a step of its code."""
+    """The verdict: proven if every element is within half a step, or if the errors fit a known method."""
     slices, per, _ = matrix(quantised.shape)
     scheme = quantised.scheme + (", transposed" if is_transposed else "")
     if seen.rows < slices * per:

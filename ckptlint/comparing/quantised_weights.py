@@ -1,4 +1,4 @@
-"""Weights that are stored quantised: which tensors belong together, and the numbers that their rows stand for.
+"""Finds quantised weights among stored tensors, and decodes their rows to floats.
 
 Source:
     transformers 5.23 (integrations.finegrained_fp8, mxfp4); compressed-tensors 0.20 (compressors.naive_quantized,
@@ -23,8 +23,8 @@ from ckptlint.vocabulary.dtypes import ENCODINGS
 
 Codes = npt.NDArray[np.int64]
 
-_LARGEST = 2**26  # elements of a part that is read whole
-_BLOCK = 128  # rows and columns with one scale, where sizes leave several possible
+_LARGEST = 2**26  # most elements of a part (scales, zero points) that is read at once
+_BLOCK = 128  # rows and columns of a block, assumed where several sizes fit, as in the FP8 of DeepSeek
 _FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _HALF_FP4 = np.array([0.25, 0.25, 0.25, 0.25, 0.5, 0.5, 1, 1], np.float32)
 _ROUNDING = np.float32(2**-8)  # of a code that a quantiser shifts by its zero point in bfloat16
@@ -35,9 +35,9 @@ class Rows(NamedTuple):
     """Some rows of a quantised weight.
 
     Attributes:
-        values: float32 [rows, columns], what the codes stand for.
-        half: the same shape, how far the nearest other value may be: half a step.
-        is_end: bool, whether the code is the last one on its side, where larger weights end up too.
+        values: float32 [rows, columns], dequantised values.
+        half: float32 [rows, columns], half of the distance to the nearest other value.
+        is_end: bool [rows, columns], whether the code is the last on its side, to which larger weights are clipped.
     """
 
     values: Matrix
@@ -50,10 +50,10 @@ class Quantised:
     """A weight that is stored quantised.
 
     Attributes:
-        fqn: the key that it has unquantised.
-        keys: the tensors that it is stored in.
-        shape: unquantised; () where it is not known.
-        scheme: how it is quantised, in words.
+        fqn: its key without quantisation.
+        keys: keys of the tensors that store it.
+        shape: shape without quantisation; () where unknown.
+        scheme: quantisation in words.
         group: columns of a row that share a scale.
         rows: (first, last) -> these rows; None where they cannot be read.
     """
@@ -81,7 +81,7 @@ def quantised_of(places: BytesByKey) -> Iterator[Quantised]:
 
 
 def _whole(place: TensorBytes | None) -> Matrix | None:
-    """A whole tensor as float32 in its shape; None where it cannot be read or is too large for a part."""
+    """A tensor as float32; None where it is unreadable or larger than `_LARGEST`."""
     if place is None or prod(place.shape) > _LARGEST:
         return None
     return place.whole()
@@ -106,11 +106,11 @@ def _option(place: TensorBytes, name: str) -> Any:
 
 
 def _spread(scale: Matrix, shape: Shape, blocks: Any) -> Callable[[int, int], Matrix] | None:
-    """(first, last) -> the scale of each element of these rows; None where the shapes do not fit.
+    """A function (first, last) -> scale of each element in these rows; None where the shapes do not fit.
 
     Args:
-        scale: one number, one for each row, or one for each block of rows and columns, of every slice.
-        blocks: rows and columns of a block, where the configuration says.
+        scale: one number, one per row, or one per block of rows and columns, for each slice.
+        blocks: [rows, columns] of a block from the configuration, or None.
     """
     slices, per, width = matrix(shape)
     if scale.size == 1:
@@ -135,8 +135,10 @@ def _spread(scale: Matrix, shape: Shape, blocks: Any) -> Callable[[int, int], Ma
 
 
 def _edge(size: int, count: int, given: Any) -> int:
-    """Rows (or columns) of a block, of which so many cover a size; 0 where none do."""
+    """Edge length of `count` blocks that cover `size` elements; 0 where none fits."""
     likely = [given] if isinstance(given, int) and not isinstance(given, bool) and given > 0 else []
+    # The last block may be short, so several edges fit one count. The declared edge is tried first, then the usual 128,
+    # then the shortest that fits.
     for edge in (*likely, _BLOCK, -(-size // count) if count else 0):
         if edge and -(-size // edge) == count:
             return edge
@@ -150,7 +152,7 @@ def _group(scale: Matrix, shape: Shape) -> int:
 
 
 def _in_words(scale: Matrix, shape: Shape) -> str:
-    """What shares a scale."""
+    """The elements that share a scale, in words."""
     if scale.size == 1:
         return "one scale"
     height, width = scale.shape[-2:] if scale.ndim > 1 else (scale.size, 1)
@@ -163,7 +165,7 @@ def _in_words(scale: Matrix, shape: Shape) -> str:
 
 
 def _scaled(key: str, place: TensorBytes, places: BytesByKey) -> Quantised | None:
-    """Floats of 8 bits or int8 with scales beside them."""
+    """A weight in 8-bit floats or int8, with scales in a separate tensor."""
     dtype, shape = place.tensor.dtype, place.shape
     is_float = dtype in ENCODINGS and dtype.startswith("float8")
     if not (is_float or dtype == "int8") or len(shape) < 2:
@@ -215,12 +217,12 @@ def _weight_of_library(key: str) -> str:
 
 
 def _beside(key: str) -> str:
-    """What the scale and the zero point of such codes begin with: `layers.0._weight_`, `layers.0.weight._`."""
+    """Common prefix of the scale and zero point of such codes: `layers.0._weight_`, `layers.0.weight._`."""
     return key.removesuffix("qdata").removesuffix("data").removesuffix("data._")
 
 
 def _of_library(key: str, place: TensorBytes, places: BytesByKey) -> Quantised | None:
-    """Codes of torchao and quanto in a packing that is not read (int4), so that this is said."""
+    """A weight of torchao or quanto in an unsupported packing (int4): its rows are unreadable, and reported so."""
     weight = _weight_of_library(key)
     keys = tuple(name for name in places if name.startswith(_beside(key))) if weight else ()
     return (
@@ -229,7 +231,7 @@ def _of_library(key: str, place: TensorBytes, places: BytesByKey) -> Quantised |
 
 
 def _shifted(half: Matrix, codes: Matrix, zero: Matrix) -> tuple[Matrix, Matrix]:
-    """Half a step, and the codes less their zero points; adding these in bfloat16 rounds once more."""
+    """(half a step, codes minus zero points); quantisers add zero points in bfloat16, which rounds once more."""
     return np.asarray(half + _ROUNDING * np.abs(codes), np.float32), codes - zero
 
 
@@ -240,7 +242,7 @@ def _floats(dtype: str) -> Matrix:
 
 
 def _half_floats(dtype: str) -> Matrix:
-    """float32 [256]: half of the distance between neighbours of what each byte stands for."""
+    """float32 [256], half of the distance between neighbouring values at each byte."""
     encoding = ENCODINGS[dtype]
     with np.errstate(divide="ignore"):
         power = np.floor(np.log2(np.abs(np.nan_to_num(_floats(dtype)))))
@@ -387,6 +389,8 @@ def _transposed(key: str, place: TensorBytes, places: BytesByKey) -> Quantised |
     bits = zeros.shape[1] * 32 // out
     if not 1 <= bits <= 8 or len(zeros) != groups:
         return None
+    # No file of either format names it. GPTQ packs rows of codes (full width, fewer rows), AWQ columns: equal widths of
+    # codes and zero points show AWQ, since zero points are packed along columns in both.
     is_awq = words.shape[1] == zeros.shape[1] and bits < 32 and words.shape[1] != out
     width = len(words) if is_awq else len(words) * 32 // bits
     kept = unpacked(zeros, bits)

@@ -25,7 +25,7 @@ Numbers = npt.NDArray[np.float32] | npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class TensorBytes:
-    """A tensor, or one of the layers that are stacked in it, and where its bytes lie."""
+    """A readable tensor, or one layer of a stacked tensor."""
 
     folder: Folder
     ckpt: Checkpoint
@@ -41,7 +41,7 @@ class TensorBytes:
         """The rows [first, last), as unsigned words: [rows, columns]; None where the chunks' places are not known.
 
         Args:
-            shape: as which the elements are looked at; the global shape by default. See `seals.row_hashes.matrix`.
+            shape: shape that divides the elements into rows (`seals.row_hashes.matrix`); by default the global one.
 
         Raises:
             AccessError: a read was refused.
@@ -123,7 +123,7 @@ class TensorBytes:
 
 
 def _touching(tensor: Tensor, first: int, end: int) -> list[int]:
-    """The chunks in whose rows along the first axis some of the elements [first, end) lie."""
+    """The chunks whose rows along the first axis contain some of the elements [first, end)."""
     if not tensor.global_shape:
         return [int(row) for row in np.flatnonzero(tensor.tiling.live)]
     axes, inner = len(tensor.global_shape) - 1, max(prod(tensor.global_shape[1:]), 1)
@@ -135,7 +135,7 @@ BytesByKey = Mapping[str, TensorBytes]
 
 
 def decoded(bits: Bits, dtype: str) -> Numbers | None:
-    """What unsigned words stand for, as float64 for wide dtypes, else float32; None where that is not known."""
+    """Values of unsigned words, as float64 for wide dtypes, else float32; None for an unknown dtype."""
     if dtype == "bfloat16":
         return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
     if dtype in ("float32", "float64"):

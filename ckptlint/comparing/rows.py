@@ -1,4 +1,4 @@
-"""Rows of a tensor held against those that are expected of it, some at a time."""
+"""Compares rows of a tensor with expected rows, block by block."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _Found = TypeVar("_Found")
 
 
 def tall(width: int) -> int:
-    """How many rows of so many columns are compared at once."""
+    """Number of rows with this many columns that are compared at once."""
     return max(_TILE // max(width, 1), 1)
 
 

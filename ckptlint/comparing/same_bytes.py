@@ -19,7 +19,7 @@ from ckptlint.vocabulary.dtypes import ITEM_BITS
 
 
 class UnequalError(Exception):
-    """Some bytes differ, or cannot be held against each other like this."""
+    """Some bytes differ, or cannot be compared this way."""
 
 
 @dataclass(slots=True, eq=False)
@@ -51,14 +51,14 @@ class Twin(RowHashes):
             self.count += bits.size
 
     def scatter(self, bits: Bits, places: Words) -> None:
-        """Raises UnequalError: elements that lie one by one are not compared."""
+        """Raises UnequalError, since scattered elements are not compared."""
         raise UnequalError
 
 
 def twins_of(
     tensors: Mapping[str, Tensor], other: Sequence[OpenedCheckpoint], there: Mapping[str, Tensor], jobs: int | None
 ) -> dict[str, tuple[RowHashes, ...]]:
-    """What holds each tensor of a side against the other one; nothing where names, shapes or dtypes are not the same.
+    """Key -> comparison of a tensor with its twin on the other side; {} unless names, shapes and dtypes are equal.
 
     Args:
         tensors: of the side that will be read.
@@ -76,7 +76,7 @@ def twins_of(
             return {}
     if len(tensors) != len(there):
         return {}
-    found: dict[str, tuple[RowHashes, ...]] = {}
+    twins: dict[str, tuple[RowHashes, ...]] = {}
     how = default_reading(Depth.HEADERS)
     how = replace(how, hashes_only=True, jobs=jobs or how.jobs)
     for opened in other:
@@ -86,5 +86,5 @@ def twins_of(
         for name, tensor in ckpt.tensors.items():
             if opened.ckpt.tensors[name] is there.get(name):
                 place = TensorBytes(opened.folder, ckpt, tensor)
-                found[name] = (Twin(tensor.global_shape, tensor.dtype, 0, other=place),)
-    return found
+                twins[name] = (Twin(tensor.global_shape, tensor.dtype, 0, other=place),)
+    return twins

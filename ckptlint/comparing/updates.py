@@ -1,4 +1,4 @@
-"""What training changed between two steps of a run: how far each weight moved, and which did not move."""
+"""Measures how far each weight moved between two steps of a run, and finds weights that did not move."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def weights_of(sides: Iterable[OpenedCheckpoint]) -> Weights:
 
 
 def updates(matches: Sequence[Match], weights: Weights) -> list[Update]:
-    """How far each weight moved, where most of them moved all over: between two steps of a run; else none."""
+    """The update of each weight if most weights changed everywhere, as between two steps of a run; else []."""
     pairs = [match for match in matches if match.old == match.new and match.old and match.old[0] in weights.keys]
     moved = [match for match in pairs if match.relation == "differ" and not match.notes and isfinite(match.change)]
     if len(moved) < _LEAST or 2 * len(moved) < len(pairs):
@@ -79,11 +79,11 @@ def updates(matches: Sequence[Match], weights: Weights) -> list[Update]:
 
 def short_names(kinds: Collection[str]) -> dict[str, str]:
     """The shortest ending of each kind that no other one has."""
-    found = {}
+    names = {}
     for kind in kinds:
         parts = kind.removesuffix(".weight").split(".")
         endings = [".".join(parts[start:]) for start in range(len(parts) - 1, -1, -1)]
-        found[kind] = next(
+        names[kind] = next(
             (
                 end
                 for end in endings
@@ -91,7 +91,7 @@ def short_names(kinds: Collection[str]) -> dict[str, str]:
             ),
             kind,
         )
-    return found
+    return names
 
 
 def _ends(kind: str, end: str) -> bool:

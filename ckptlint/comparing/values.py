@@ -1,4 +1,4 @@
-"""Two checkpoints read for what they hold, and held against each other (`ckptlint diff --values`)."""
+"""Compares two checkpoints by the values of their tensors (`ckptlint diff --values`)."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ _NARROW = ("float32", "float16", "bfloat16")
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Values(Shown):
-    """What two sides hold.
+    """The result of a comparison by values.
 
     Attributes:
         old, new: key -> tensor.
-        matches: what they have to do with each other.
-        sentences: what stood in the way of reading a side.
-        updates: how far each weight moved, where the sides are two steps of a run.
-        lone: weights that the other side has nothing of, though it has others: no buffers, no copies of other weights.
+        matches: related tensors of both sides.
+        sentences: obstacles to reading a side.
+        updates: change of each weight, where the sides are two steps of a run.
+        lone: weights without any counterpart, except buffers and copies of matched weights.
     """
 
     old: Mapping[str, Side]
@@ -63,7 +63,7 @@ class Values(Shown):
         return f"<Values: {count:,} of {plural(whole, 'tensor')} proven>"
 
     def rows(self) -> list[dict[str, Any]]:
-        """A row for each match; several tensors of one side are one text. None for what is not there."""
+        """One row per match; several keys of one side are joined into one text, and absent values are None."""
         return [
             {
                 "relation": match.relation,
@@ -84,7 +84,7 @@ class Values(Shown):
 
     @property
     def proven(self) -> tuple[int, int]:
-        """How many tensors of the side with fewer of them are proven to be the other's, and how many it has."""
+        """(proven tensors, all tensors) of the side with fewer tensors."""
         is_old = len(self.old) <= len(self.new)
         names = [match.old if is_old else match.new for match in self.matches if match.is_proven]
         return sum(map(len, names)), min(len(self.old), len(self.new))
@@ -109,10 +109,10 @@ def compared_values(
     """Read both sides and match them.
 
     Args:
-        old, new: the components of each; of a key that several have the first counts.
-        select, ignore: globs of keys to compare, all by default, and of those to leave out.
-        adapter: one that the new side should be the old one with.
-        jobs: threads that read; one for each processor by default, 8 at most.
+        old, new: components of each side; the first component with a key counts.
+        select, ignore: globs of keys to compare (default: all), and of keys to skip.
+        adapter: adapter that the new side should have merged into the old one.
+        jobs: reader threads; by default one per processor, at most 8.
 
     Raises:
         ConfigError: the adapter is none.
@@ -141,9 +141,9 @@ def compared_values(
             other = there.get(names.get(name, ""))
             dtypes = others if other is None else {other.dtype}
             wanted[name] = _gatherers(tensor, other, dtypes, salt, name in block, names.get(name) != name)
-        found, said = _read(opened, tensors, wanted, jobs)
-        read.append(layer_by_layer(found, block))
-        sentences += said
+        tensors_read, obstacles = _read(opened, tensors, wanted, jobs)
+        read.append(layer_by_layer(tensors_read, block))
+        sentences += obstacles
     known = {name: other for name, other in renamed.items() if name in read[0] and other in read[1]}
     pairs = matches(read[0], read[1], known, *_declared(old, new))
     pairs = locate_differences(pairs, (read[0], read[1]), jobs or default_reading(Depth.DATA).jobs)
@@ -161,29 +161,30 @@ def _equal_bytes(
     tensors: Sequence[Mapping[str, Tensor]],
     jobs: int | None,
 ) -> dict[str, Side]:
-    """The tensors of both sides where all have equal bytes on the other; nothing where not all have.
+    """All tensors, if every one has equal bytes on both sides; else {}.
 
-    The side with checksums is read from front to back: what equals its bytes needs no further checksum.
+    The side with checksums is streamed, so that bytes equal to it need no further check.
     """
     first = int(all(item.ckpt.is_safetensors for item in opened[0]))
     wanted = twins_of(tensors[first], opened[1 - first], tensors[1 - first], jobs)
     if not wanted:
         return {}
     try:
-        found, said = _read(opened[first], tensors[first], wanted, jobs)
+        tensors_read, obstacles = _read(opened[first], tensors[first], wanted, jobs)
     except UnequalError:
         return {}
-    is_same = not said and all(side.is_read for side in found.values())
-    return {name: found[name] for name in tensors[0]} if is_same else {}
+    is_same = not obstacles and all(side.is_read for side in tensors_read.values())
+    return {name: tensors_read[name] for name in tensors[0]} if is_same else {}
 
 
 def _lone(found: Sequence[Match], sides: tuple[Mapping[str, Side], Mapping[str, Side]]) -> list[str]:
-    """The weights of a side of which the other one has nothing."""
+    """The weights of either side without a counterpart."""
     lone = []
     for number in (0, 1):
         proven = {name for match in found if match.is_proven for name in (match.old, match.new)[number]}
         absent = [name for match in found if match.relation == "absent" for name in (match.old, match.new)[number]]
         weights = [side for name in absent if proven and _is_weight(side := sides[number][name])]
+        # Tied weights are stored once or twice: a second key with the content of a matched one loses nothing.
         proven_sides = (side for name, side in sides[number].items() if name in proven and side.is_read)
         proven_contents = {_content(side) for side in proven_sides} if weights else set()
         lone += [side.fqn for side in weights if _content(side) not in proven_contents]
@@ -191,7 +192,7 @@ def _lone(found: Sequence[Match], sides: tuple[Mapping[str, Side], Mapping[str, 
 
 
 def _is_weight(side: Side) -> bool:
-    """Whether it is missed where it is lost: no buffer, and nothing that other tensors may hold by chance."""
+    """Whether losing this tensor matters: a float weight of the model, no buffer, and not equal to others by chance."""
     is_model = parse(side.fqn).kind == "model" and side.dtype in FLOATS
     return is_model and side.fqn.rpartition(".")[2] not in COMPUTED and not side.is_dull
 
@@ -210,13 +211,13 @@ def _is_meant(key: str, select: Sequence[str], ignore: Sequence[str]) -> bool:
 def row_hashes_of(
     side: Sequence[OpenedCheckpoint], salt: int, jobs: int | None = None
 ) -> tuple[dict[str, dict[str, Words]], list[str]]:
-    """Words of the rows that the tensors of a checkpoint hold, by key and dtype; and what stood in the way.
+    """(key -> dtype -> row hashes, obstacles to reading) of a checkpoint.
 
-    Of wider floats there are those after rounding to bfloat16 too, since that is what people export.
+    Wider floats are also hashed after rounding to bfloat16, the usual dtype of exports.
 
     Args:
-        salt: of the hashes.
-        jobs: as `compared_values` has it.
+        salt: salt of the hashes.
+        jobs: see `compared_values`.
 
     Raises:
         AccessError: a read was refused.
@@ -237,28 +238,28 @@ def row_hashes_of(
 
 
 def _declared(old: Sequence[OpenedCheckpoint], new: Sequence[OpenedCheckpoint]) -> tuple[Heads, int]:
-    """What the configurations say of heads, -1 where they differ, and the smaller vocabulary; 0 where none says it."""
-    said: list[dict[str, Any]] = []
+    """(heads, smaller vocabulary) that the configurations declare; -1 where they disagree on heads, 0 where unknown."""
+    declarations: list[dict[str, Any]] = []
     for opened in (*old, *new):
         config = opened.ckpt.config
         declared = opened.ckpt.declared | (read_declared([(config.file, config.values)]) if config else {})
-        said.append({name: item.value for name, item in declared.items()})
-        said[-1]["model_type"] = config.values.get("model_type") if config else None
-        hidden, heads = said[-1].get("hidden"), said[-1].get("heads")
+        declarations.append({name: item.value for name, item in declared.items()})
+        declarations[-1]["model_type"] = config.values.get("model_type") if config else None
+        hidden, heads = declarations[-1].get("hidden"), declarations[-1].get("heads")
         if isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
-            said[-1].setdefault("head_dim", hidden // heads)
+            declarations[-1].setdefault("head_dim", hidden // heads)
 
     def of_all(name: str) -> int:
-        values = {declared[name] for declared in said if isinstance(declared.get(name), int)}
+        values = {declared[name] for declared in declarations if isinstance(declared.get(name), int)}
         return next(iter(values), 0) if len(values) < 2 else -1
 
-    types = {declared["model_type"] for declared in said if isinstance(declared["model_type"], str)}
-    sizes = [declared["vocab"] for declared in said if isinstance(declared.get("vocab"), int)]
+    types = {declared["model_type"] for declared in declarations if isinstance(declared["model_type"], str)}
+    sizes = [declared["vocab"] for declared in declarations if isinstance(declared.get("vocab"), int)]
     return Heads(of_all("head_dim"), of_all("heads"), types.pop() if len(types) == 1 else ""), min(sizes, default=0)
 
 
 def _renamed(old: Sequence[OpenedCheckpoint], new: Sequence[OpenedCheckpoint]) -> dict[str, str]:
-    """Key of the old side -> key of the new one that is known to mean the same."""
+    """Old key -> new key of tensors that were renamed, by name alone."""
     named = [{str(number): item.ckpt for number, item in enumerate(side)} for side in (old, new)]
     several = len(old) > 1 or len(new) > 1  # keys have the number of their component then
     found = (item for item in differences(named[0], named[1]).differences if item.kind == "renamed")
@@ -281,9 +282,9 @@ def _gatherers(
     is_stacked: bool = False,
     by_columns: bool = True,
 ) -> tuple[RowHashes, ...]:
-    """What gathers the hashes of a tensor: in its own dtype, and rounded to narrower ones of the other side.
+    """Collectors of a tensor's row hashes: in its own dtype, and rounded to narrower dtypes of the other side.
 
-    A flat tensor is looked at in the shape that its elements have there; vectors of all layers one by one.
+    A flat tensor takes the shape of its counterpart; stacked vectors of all layers count one by one.
     """
     if not tensor.is_tiled or ITEM_BITS.get(tensor.dtype, 0) % 8 or tensor.dtype not in ITEM_BITS:
         return ()
@@ -302,7 +303,7 @@ def _read(
     wanted: Mapping[str, tuple[RowHashes, ...]],
     jobs: int | None,
 ) -> tuple[dict[str, Side], list[str]]:
-    """The tensors of a side with their hashes, and what stood in the way; damaged ones have no hashes."""
+    """(tensors with their hashes, obstacles) of a side; damaged tensors have no hashes."""
     damaged: set[str] = set()
     where: dict[str, TensorBytes] = {}
     sentences: list[str] = []
@@ -315,12 +316,12 @@ def _read(
         ckpt = read_payload(opened.folder, opened.ckpt, how, wanted_here)
         assert ckpt.payload is not None
         bad = np.array(sorted({damage.record for damage in ckpt.payload.damages if damage.record >= 0}), np.int64)
-        whole = {damage.file for damage in ckpt.payload.damages if damage.record < 0}
+        damaged_files = {damage.file for damage in ckpt.payload.damages if damage.record < 0}
         where |= {name: TensorBytes(opened.folder, ckpt, ckpt.tensors[name]) for name in wanted_here}
-        for name in wanted_here if len(bad) or whole else ():
+        for name in wanted_here if len(bad) or damaged_files else ():
             records = ckpt.tensors[name].chunks.record
             files = {ckpt.files.names[number] for number in ckpt.records.file[records[records >= 0]].tolist()}
-            if np.isin(records, bad).any() or files & whole:
+            if np.isin(records, bad).any() or files & damaged_files:
                 damaged.add(name)
         sentences += [problem.message for problem in ckpt.problems if problem not in opened.ckpt.problems]
         sentences += [f"{damage.file} does not match its checksum" for damage in ckpt.payload.damages[:4]]

@@ -1,1 +1,1 @@
-"""What the records themselves hold, at depths headers and data."""
+"""Reads the records themselves, at depths `headers` and `data`."""

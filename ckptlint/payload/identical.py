@@ -1,4 +1,4 @@
-"""Records that hold the same bytes but should not: one tensor's chunks, one layer's experts, gate and up."""
+"""Finds records with equal bytes that should differ: chunks of a tensor, experts of a layer, gate and up."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _ROWS, _PLACES = 16, 4
 def find_same(folder: Folder, ckpt: Checkpoint, table: PayloadTable) -> None:
     """Fill `equal_group`, `rows_alike` and `constant`.
 
-    Up to 1 KiB of each suspect is read: equal length and CRC-32 make a suspect. Where there is one, the norms are
-    sampled too: a model whose norms hold one value each has not been trained. Of each group of equal records one is
-    looked at row by row, in up to 4 KiB.
+    Records with equal length and CRC-32 are suspects, and up to 1 KiB of each is read. With any suspect the norms are
+    sampled too: constant norms show an untrained model, whose chunks may be equal (PAY010: "norms of one value, so
+    nothing was trained: info"). One record of each equal group is compared row by row, in up to 4 KiB.
 
     Raises:
         AccessError: a read was refused.
@@ -63,7 +63,7 @@ def find_same(folder: Folder, ckpt: Checkpoint, table: PayloadTable) -> None:
 
 
 def _alike(ckpt: Checkpoint, table: PayloadTable) -> list[IntArray]:
-    """Groups of records with equal length and checksum that belong to one tensor, one layer's experts or gated unit."""
+    """Rows of records with equal length and checksum within one tensor, one layer's experts or one gated unit."""
     family = np.full(len(ckpt.records), -1, np.int64)
     numbers: dict[str, int] = {}
     for tensor in ckpt.tensors.values():
@@ -80,7 +80,8 @@ def _alike(ckpt: Checkpoint, table: PayloadTable) -> list[IntArray]:
     good = (table.start >= 0) & (family >= 0) & (table.crc > 0) & (table.storages == 1)
     rows = np.flatnonzero(good)
     content = table.content[rows]
-    # a view that was saved with its whole storage repeats that storage in each of its records
+    # A view saved with its whole storage repeats that storage in each record (PAY010: "views of one bucket repeat the
+    # whole bucket"), so only records that are exactly their tensor count.
     rows = rows[(table.size[rows] == is_whole[content]) & (least[content] > 0) & (table.size[rows] >= least[content])]
     columns = np.stack([family[rows], table.size[rows], table.crc[rows]], axis=1)
     order = np.lexsort(columns.T[::-1])
@@ -106,14 +107,14 @@ def _is_constant(sample: bytes, table: PayloadTable, row: int) -> bool:
 
 
 class _Samples:
-    """Reads 64 bytes at 16 evenly spaced places of a storage, or all of a small one."""
+    """Samples of records: 64 bytes at 16 evenly spaced positions, or all bytes of a small record."""
 
     def __init__(self, folder: Folder, ckpt: Checkpoint, table: PayloadTable) -> None:
         self.folder, self.ckpt, self.table = folder, ckpt, table
 
     def of(self, rows: Sequence[int]) -> dict[int, bytes]:
         """The samples of some records."""
-        found: dict[int, bytes] = {}
+        samples: dict[int, bytes] = {}
         by_file: dict[int, list[int]] = {}
         for row in rows:
             by_file.setdefault(int(self.ckpt.records.file[row]), []).append(row)
@@ -123,11 +124,11 @@ class _Samples:
                 spans = [self._spans(row) for row in batch]
                 data = iter(self.folder.ranges(path_of(self.ckpt, file), [span for part in spans for span in part]))
                 for row, part in zip(batch, spans, strict=True):
-                    found[row] = b"".join(next(data) for _ in part)
-        return found
+                    samples[row] = b"".join(next(data) for _ in part)
+        return samples
 
     def has_equal_rows(self, row: int) -> bool:
-        """Whether the rows (axis 0) of a record hold the same, as far as samples of them tell; not of one value."""
+        """Whether samples of all rows (axis 0) of a record are equal, and not constant."""
         content = self.table.contents[int(self.table.content[row])]
         start, size = int(self.table.start[row]), int(self.table.size[row])
         count = content.shape[0] if len(content.shape) > 1 and content.dtype != "unknown" else 0

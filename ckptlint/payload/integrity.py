@@ -1,4 +1,4 @@
-"""Checksums of whole files: lists of Megatron-Core and sha256sum beside a checkpoint, names of a cache's blobs."""
+"""Checksums of whole files, from lists of Megatron-Core or sha256sum and from the metadata of download caches."""
 
 from __future__ import annotations
 
@@ -37,24 +37,26 @@ def expected_sums(file: str) -> dict[str, str]:
         ConfigError: it cannot be read, or no line of it is a checksum.
     """
     try:
-        found = _sums_in(Path(file).read_bytes()[:_LIST_LIMIT])
+        listed = _sums_in(Path(file).read_bytes()[:_LIST_LIMIT])
     except OSError as error:
         raise ConfigError(f"{printable(file)}: {error.strerror}") from None
-    if not found:
+    if not listed:
         raise ConfigError(f"{printable(file)} lists no SHA-256: its lines are a digest, two spaces, a name")
-    return {name: _recorded(sums, printable(Path(file).name)) for name, sums in found.items()}
+    return {name: _recorded(sums, printable(Path(file).name)) for name, sums in listed.items()}
 
 
 def recorded_sums(
     folder: Folder, ckpt: Checkpoint, expected: Mapping[str, str]
 ) -> tuple[dict[str, str], set[str] | None, list[Problem]]:
-    """File -> its checksum as text with who says it; the files that Megatron-Core lists, None where it lists none.
+    """(file -> checksum with its source as text, files that Megatron-Core lists or None, problems).
 
     Args:
-        expected: what a list of the user has, which counts before all others.
+        expected: checksums from the user's list, which take precedence.
     """
     listed, problems = _integrity(folder)
     lists = {name: _list(folder, ckpt, name, problems) for name in folder.files_beside() if _LISTS.fullmatch(name)}
+    # Later sources win. Assumed: the closer a source is to the save, the better. A cache only knows the download, and
+    # integrity.json was written by the save itself.
     sums = (
         (_BLOB, _blob_names(folder)),
         (_DOWNLOADS, _downloaded(folder)),
@@ -62,8 +64,8 @@ def recorded_sums(
         *((printable(name), own) for name, own in lists.items()),
         (INTEGRITY, listed or {}),
     )
-    found = {name: _recorded(recorded, source) for source, own in sums for name, recorded in own.items()}
-    return {**found, **expected}, None if listed is None else {*listed}, problems
+    sums_by_file = {name: _recorded(recorded, source) for source, own in sums for name, recorded in own.items()}
+    return {**sums_by_file, **expected}, None if listed is None else {*listed}, problems
 
 
 def _recorded(digest: str, source: str) -> str:
@@ -71,19 +73,19 @@ def _recorded(digest: str, source: str) -> str:
 
 
 def not_expected(ckpt: Checkpoint, expected: Mapping[str, str]) -> list[Damage]:
-    """The payload files that a list of the user does not have."""
+    """Damages for payload files that the user's list does not name."""
     source = next(iter(expected.values()))
     names = [file.path for file in ckpt.files if file.path is not None and file.path not in expected]
     return [Damage(-1, printable(name), "", source, "unlisted") for name in names]
 
 
 def differs(computed: str, recorded: str) -> bool:
-    """Whether a file with this SHA-256 is another one than recorded, as `recorded_sums` has it."""
+    """Whether a SHA-256 differs from a recorded text (see `recorded_sums`)."""
     return computed != recorded[8:72].strip()
 
 
 def compare_others(folder: Folder, ckpt: Checkpoint, recorded: Mapping[str, str]) -> list[Damage]:
-    """The files with a checksum that are absent, or are no payload and differ.
+    """Damages for files with a checksum that are absent, or differ and are no payload.
 
     Raises:
         AccessError: a read was refused.
@@ -102,7 +104,7 @@ def compare_others(folder: Folder, ckpt: Checkpoint, recorded: Mapping[str, str]
 
 
 def _integrity(folder: Folder) -> tuple[dict[str, str] | None, list[Problem]]:
-    """The SHA-256 of each file as Megatron-Core recorded it, None where it did not.
+    """File -> SHA-256 as Megatron-Core recorded it; None without a record.
 
     Source:
         megatron.core.dist_checkpointing (>= 0.18) with verify_integrity: `algorithm`, `files` name -> hex digest
@@ -119,9 +121,10 @@ def _integrity(folder: Folder) -> tuple[dict[str, str] | None, list[Problem]]:
 
 
 def _list(folder: Folder, ckpt: Checkpoint, name: str, problems: list[Problem]) -> dict[str, str]:
-    """The SHA-256 of each file in a list that is there, and of absent ones named as payload but for their numbers.
+    """File -> SHA-256 of a list, for present files and for absent ones whose name differs from payload only in numbers.
 
-    Other absent files are those that a download leaves out: weights in another format, variants. A text may be edited.
+    Other absent files are what a download skips (PAY012: "a variant that was not downloaded is not missed"), and texts
+    may be edited legally, so neither is compared.
     """
     payload = {file.path: file.size for file in ckpt.files if file.path is not None}
     numbered = {_NUMBER.sub("#", path) for path in payload}
@@ -144,13 +147,13 @@ def _is_text(name: str) -> bool:
 
 
 def _downloaded(folder: Folder) -> dict[str, str]:
-    """The SHA-256 of each file that was downloaded into this folder, and not written since.
+    """File -> SHA-256 of files downloaded into this folder and unchanged since.
 
     Source:
         huggingface_hub (2.4) _local_folder: `.cache/huggingface/download/<file>.metadata` holds commit, etag and time,
         a line each; the etag of a file in LFS is its SHA-256, and a file that is younger by over a second is another
     """
-    found = {}
+    sums = {}
     notes = folder
     for name in PurePath(_DOWNLOADS).parts:
         if name not in notes.folders():
@@ -166,12 +169,12 @@ def _downloaded(folder: Folder) -> dict[str, str]:
         except (UnreadableError, ValueError):
             continue
         if is_of_it and _SHA256.fullmatch(etag):
-            found[file] = etag
-    return found
+            sums[file] = etag
+    return sums
 
 
 def _sums_in(text: bytes) -> dict[str, str]:
-    """File -> SHA-256, of the lines of a list.
+    """File -> SHA-256 from the lines of a list.
 
     Source:
         GNU coreutils (9) sha256sum: a digest, a space, a space or `*`, a name; with --tag, and of BSD's sha256: both
@@ -183,7 +186,7 @@ def _sums_in(text: bytes) -> dict[str, str]:
 
 
 def _blob_names(folder: Folder) -> dict[str, str]:
-    """The SHA-256 of each file that is a link to a blob of that name.
+    """File -> SHA-256 of files that are links to a blob with that name.
 
     Source:
         huggingface_hub (2.4) file_download: `snapshots/<commit>/<file>` is a link to `blobs/<etag>`, and the etag of a

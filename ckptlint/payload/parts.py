@@ -1,4 +1,4 @@
-"""What one process saw of its share of the records, and the checkpoint with what all of them saw."""
+"""Results of one process's share of the records, and joining the shares into one checkpoint."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ckptlint.payload.stream import BLOCK
 from ckptlint.storage.folder import Folder
 
 EXAMINED = 64
-"""Damaged records of which the zeros are counted."""
+"""Most damaged records whose zero bytes are counted."""
 
 _PENDING_LIMIT = 32 * 1024**2
 _SECTOR = 512
@@ -32,15 +32,15 @@ _NAMED = 4
 
 @dataclass(slots=True, eq=False)
 class PartialRead:
-    """What one process saw of its share of the records.
+    """The results of one process's share of the records.
 
     Attributes:
-        rows: int64 [k], the share.
-        table: its columns have those k rows.
-        sums: int64 [k], of the bytes that were read; equal where they are equal.
-        keys: of each content in the table, equal for what is equal in another part.
-        decoded: key -> what the `data.pkl` is.
-        broken: file -> records that cannot be read, with what is wrong.
+        rows: int64 [k], rows of the share.
+        table: payload table with k rows.
+        sums: int64 [k], checksums of the bytes read.
+        keys: an identity for each content of the table, equal across processes for equal contents.
+        decoded: key -> decoded `data.pkl`.
+        broken: file -> (row, error) of each unreadable record.
     """
 
     rows: IntArray
@@ -54,7 +54,7 @@ class PartialRead:
 
 
 def by_content(table: PayloadTable) -> Iterator[tuple[int, IntArray]]:
-    """The number of each content of an archive that any record holds, and these records."""
+    """Each content number in use, with the rows of its records."""
     order = np.argsort(table.content, kind="stable")
     bounds = np.searchsorted(table.content[order], np.arange(len(table.contents) + 1))
     for number in range(len(table.contents)):
@@ -63,7 +63,7 @@ def by_content(table: PayloadTable) -> Iterator[tuple[int, IntArray]]:
 
 
 class Contents:
-    """Numbers for the distinct `data.pkl`s, and their bytes until they are decoded."""
+    """Numbers the distinct `data.pkl`s, and keeps their bytes until they are decoded."""
 
     def __init__(self) -> None:
         self.numbers: dict[bytes, int] = {}
@@ -73,11 +73,13 @@ class Contents:
         self._bytes = 0
 
     def number(self, pickle: bytes, storages: Sequence[str], contents: list[RecordContent]) -> int:
-        """The number of a record's content; `contents` gets a place for it when it is new.
+        """The number of a record's content; a new one is appended to `contents` once it is decoded.
 
         Args:
-            storages: the names of its members with data.
+            storages: names of the record's members with tensor data.
         """
+        # Thousands of records share one pickle, so it is decoded once. The storage it refers to is part of its
+        # identity: an archive that lost its data member has the same pickle and must still be an error.
         name = storages[0] if len(storages) == 1 else None if storages else ""
         key = hashlib.blake2b(pickle + (name or "-").encode(), digest_size=16).digest()
         number = self.numbers.setdefault(key, len(self.numbers))
@@ -90,14 +92,14 @@ class Contents:
         return number
 
     def decode(self, contents: list[RecordContent]) -> None:
-        """Decode what has come together."""
-        for name, found in zip(self._names[len(self.decoded) :], decode(self._pending), strict=True):
-            content = found.content
+        """Decode all pending pickles."""
+        for name, decoded_pickle in zip(self._names[len(self.decoded) :], decode(self._pending), strict=True):
+            content = decoded_pickle.content
             is_lost = content is not None and name is not None and content.key not in ("", name)
             if content is not None and is_lost and (name or content.volume):
                 error = UnreadableError(f"has a data.pkl that refers to {printable(content.key)}, which is missing", 0)
-                found = replace(found, error=error)
-            self.decoded.append(found)
+                decoded_pickle = replace(decoded_pickle, error=error)
+            self.decoded.append(decoded_pickle)
             contents.append(content or RecordContent("object"))
         self._pending, self._bytes = [], 0
 
@@ -106,7 +108,7 @@ class Contents:
 
 
 def join(folder: Folder, ckpt: Checkpoint, how: ReadOptions, parts: Sequence[PartialRead]) -> Checkpoint:
-    """The checkpoint with what the parts saw; where two read one record, what the first saw.
+    """The checkpoint with all parts joined; where two parts read one record, the first counts.
 
     Raises:
         AccessError: a read was refused.
@@ -128,7 +130,7 @@ def join(folder: Folder, ckpt: Checkpoint, how: ReadOptions, parts: Sequence[Par
         values=parts[0].table.values,
         row_hashes=parts[0].table.row_hashes,
     )
-    is_all = how.depth.reads_all and not payload.sample  # lists of checksums and the seal were then compared
+    is_all = how.depth.reads_all and not payload.sample  # only then were checksum lists and the seal compared
     step_files = tuple(
         replace(file, state="read") if is_all and file.family == "checksums" else file for file in ckpt.step_files
     )
@@ -196,13 +198,13 @@ def _broken(
     problems: list[Problem] = []
     is_reported = _reported(ckpt) if any(broken.values()) else np.zeros(0, bool)
     read = {problem.fqn for problem in ckpt.problems if problem.kind == "container" and problem.fqn}
-    for file, found in sorted(broken.items()):
-        rows = np.array([row for row, _ in found], np.int64)
+    for file, errors in sorted(broken.items()):
+        rows = np.array([row for row, _ in errors], np.int64)
         table.state[rows] = np.where(is_reported[rows], RecordState.ELSEWHERE, RecordState.UNREADABLE)
         for limits in (False, True):
             mine = [
                 (row, error)
-                for row, error in found
+                for row, error in errors
                 if not is_reported[row]
                 and ckpt.records.name(row) not in read
                 and isinstance(error, LimitError) is limits
@@ -211,7 +213,7 @@ def _broken(
                 problems.append(_problem(ckpt, file, mine))
         if table.depth.reads_all:
             name = ckpt.files[file].name
-            zeros = ((row, zero_bytes(folder, ckpt, row)) for row, _ in found[:EXAMINED] if not is_reported[row])
+            zeros = ((row, zero_bytes(folder, ckpt, row)) for row, _ in errors[:EXAMINED] if not is_reported[row])
             damages += [Damage(row, name, "", "", "", count) for row, count in zeros if count]
     return damages, problems
 

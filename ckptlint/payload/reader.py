@@ -1,6 +1,6 @@
-"""Depths `headers` and `data`: what the records themselves say, next to what the metadata says about them.
+"""Reads the payload at depths `headers` and `data`, and compares the records with the metadata.
 
-Each payload file is read by one thread: at depth `headers` both ends of each record, at depth `data` then all of it.
+One thread reads each payload file: at depth `headers` both ends of each record, at depth `data` all of it.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ _T = TypeVar("_T")
 
 
 def read_payload(folder: Folder, ckpt: Checkpoint, how: ReadOptions, hashes: Gatherers | None = None) -> Checkpoint:
-    """The checkpoint with `payload`, and with the problems that its records are.
+    """The checkpoint with its `payload` table, and with a problem for each unreadable record.
 
     Args:
-        hashes: key -> what gathers the hashes of the tensor, at depth `data`; more than one after rounding.
+        hashes: key -> collectors of the tensor's row hashes at depth `data`, one for each dtype it is rounded to.
 
     Raises:
         AccessError: a read was refused.
@@ -86,12 +86,12 @@ def read_payload(folder: Folder, ckpt: Checkpoint, how: ReadOptions, hashes: Gat
 
 
 class Reader:
-    """One reading of one checkpoint's payload, by this process or by several that each read a share.
+    """Reads the payload of one checkpoint, or this process's share of it.
 
     Args:
-        share: int64 [k], ascending, the rows of `Checkpoint.records` to read; None for all.
-        leads: whether this process also looks at what no record is in; one of several does.
-        hashes: as `read_payload` has it.
+        share: int64 [k], ascending, rows of `Checkpoint.records` to read; None for all.
+        leads: whether this process also reads files without records; one of several processes does.
+        hashes: see `read_payload`.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Reader:
         self.result = PartialRead(rows, empty_payload(count, how.depth), np.zeros(count, np.int64))
         self.contents = Contents()
         self.needed, self.is_tensor = needed_bytes(ckpt)
-        self.members: dict[int, list[Members]] = {}  # in each reading of a file
+        self.members: dict[int, list[Members]] = {}  # file -> its readings
         self.sealed: set[str] = set()
         self.hashes = hashes_of(ckpt, how) if hashes is None else hashes
         self.chunks: dict[int, tuple[Tensor, int]] = {}
@@ -154,7 +154,7 @@ class Reader:
             raise KeyboardInterrupt(self._covered()) from None
         finally:
             self.meter.stop.set()  # threads that still run have nobody to read for
-        whole = {
+        hashes_of_key = {
             fqn: {hashes.dtype: hashes.rows for hashes in self.hashes[fqn] if hashes.is_whole}
             for fqn in self.how.digests
             if fqn in self.hashes
@@ -166,8 +166,8 @@ class Reader:
             bare=bare,
             non_finite=non_finite,
             sample=sample,
-            values={fqn: {dtype: digest(rows) for dtype, rows in own.items()} for fqn, own in whole.items()},
-            row_hashes={fqn: own for fqn, own in whole.items() if fqn in self.how.rows},
+            values={fqn: {dtype: digest(rows) for dtype, rows in own.items()} for fqn, own in hashes_of_key.items()},
+            row_hashes={fqn: own for fqn, own in hashes_of_key.items() if fqn in self.how.rows},
         )
         keys = [*contents.numbers, *(repr(content).encode() for content in table.contents[len(contents.numbers) :])]
         decoded = dict(zip(contents.numbers, contents.decoded, strict=True))
@@ -176,7 +176,7 @@ class Reader:
     # ------------------------------------------------------------ which records
 
     def _choose(self) -> tuple[IntArray, str]:
-        """The records to read, and which share of all they are when the user asked for one."""
+        """The records to read, and a description of the sample if the user asked for one, else ""."""
         records, state = self.ckpt.records, self.result.table.state
         size = file_sizes(self.ckpt)[records.file]
         inside = (records.byte_offset >= 0) & (records.byte_length > 0)
@@ -185,8 +185,10 @@ class Reader:
         inside &= ~records.transformed
         if not self.ckpt.locates_bytes:
             inside &= ~self.is_tensor
+        # dlrover writes raw bytes without an archive (PAY009: "raw bytes, as dlrover writes them"). Only lengths that
+        # all match the chunks show that form; a single odd record is a damaged archive instead.
         elif self.ckpt.is_safetensors or (self.ckpt.storages is None and is_bare(self.ckpt, self.needed)):
-            bare = inside & (self.is_tensor | self.ckpt.is_safetensors)  # of two equal keys one is no tensor here
+            bare = inside & (self.is_tensor | self.ckpt.is_safetensors)  # duplicate keys have no tensor here
             state[bare] = RecordState.RAW
             inside &= ~bare
         rows = np.flatnonzero(inside)
@@ -203,7 +205,7 @@ class Reader:
     # ------------------------------------------------------------ depth `headers`
 
     def _read_headers(self, rows: IntArray) -> None:
-        """Read the headers of records, file by file, and note what each says it holds."""
+        """Read the headers of records, file by file, and fill the columns on their content."""
         records = self.ckpt.records
         self.meter = Meter("records", len(rows))
         tasks = {
@@ -212,24 +214,24 @@ class Reader:
         }
         contents, table = self.contents, self.result.table
         several: dict[int, tuple[ArchiveMember, ...]] = {}
-        for file, found in self._run(tasks):
-            self.result.broken[file] += found.broken
-            for record in found.records:
+        for file, headers in self._run(tasks):
+            self.result.broken[file] += headers.broken
+            for record in headers.records:
                 parts = _storages(record.parts)
                 names = [part.name for part in parts]
                 table.content[record.row] = contents.number(record.pickle, names, table.contents)
                 self._place(record.row, parts)
                 if len(parts) > 1 and self.is_tensor[record.row]:
                     several[record.row] = parts
-            for group in found.alike:
+            for group in headers.alike:
                 several |= self._place_alike(group)
             if self.how.depth.reads_all:
-                self.members[file] = [members_of(found.records, found.alike)]
+                self.members[file] = [members_of(headers.records, headers.alike)]
         contents.decode(table.contents)
         self._place_decoded(several)
 
     def _read_members(self, rows: IntArray, stored: StorageTable) -> None:
-        """The headers of the members that tensors of torch files lie in, against what the directory said."""
+        """Read the local headers of the archive members that hold tensors of torch files."""
         table, records = self.result.table, self.ckpt.records
         table.contents.extend(stored.contents)
         self.meter = Meter("records", len(rows))
@@ -243,6 +245,8 @@ class Reader:
             table.state[mine], table.storages[mine] = RecordState.READ, 1
             table.content[mine], table.start[mine] = stored.content[mine], [*found.values()]
             table.size[mine] = table.stored[mine] = stored.size[mine]
+            # A CRC of 0 means that the writer switched checksums off (PAY012: "checksums switched off"), unless the
+            # member is empty.
             table.crc[mine] = np.where((stored.crc[mine] > 0) | (stored.size[mine] == 0), stored.crc[mine], -1)
             if self.how.depth.reads_all:
                 self.members[file] = members_and_views(table, stored, mine)
@@ -253,15 +257,15 @@ class Reader:
         return [RecordPlace(*place) for place in zip(*(column.tolist() for column in columns), strict=True)]
 
     def _file_headers(self, path: str, places: list[RecordPlace]) -> Headers:
-        whole = Headers()
-        for part in read_headers(self.folder, path, places):
-            whole.records += part.records
-            whole.alike += part.alike
-            whole.broken += part.broken
-            self.meter.add(len(part))
+        headers = Headers()
+        for batch in read_headers(self.folder, path, places):
+            headers.records += batch.records
+            headers.alike += batch.alike
+            headers.broken += batch.broken
+            self.meter.add(len(batch))
             if self.meter.stop.is_set():
                 break
-        return whole
+        return headers
 
     def _place(self, row: int, parts: tuple[ArchiveMember, ...]) -> None:
         table = self.result.table
@@ -274,7 +278,7 @@ class Reader:
             table.crc[row] = crc if crc or not size else -1
 
     def _place_alike(self, group: AlikeRecords) -> dict[int, tuple[ArchiveMember, ...]]:
-        """The same of many records at once; returns the parts of the tensors that have several storages."""
+        """Place many records of one layout at once; returns the members of tensors with several storages."""
         table, rows = self.result.table, group.rows
         data_members = [number for number, name in enumerate(group.names) if name.startswith("data/")]
         names = [group.names[number] for number in data_members]
@@ -289,7 +293,7 @@ class Reader:
         return {int(rows[at]): _storages(group.parts(at)) for at in wanted}
 
     def _place_decoded(self, several: Mapping[int, tuple[ArchiveMember, ...]]) -> None:
-        """What the decoded pickles mean for the records that hold them."""
+        """Place tensors with several storages by their decoded pickle, and mark records whose pickle is unreadable."""
         table = self.result.table
         for row, parts in several.items():
             content = table.of(row)
@@ -304,7 +308,7 @@ class Reader:
                     self.result.broken[int(self.ckpt.records.file[row])].append((row, decoded.error))
 
     def _read_blobs(self) -> None:
-        """The safetensors headers of files whose tensors lie in one blob."""
+        """Read the safetensors headers of files that hold all their tensors in one blob."""
         rows = self.result.rows[self.is_tensor[self.result.rows]]
         for file, mine in by_file(rows, self.ckpt.records.file, self.ckpt.records.byte_offset).items():
             if self.ckpt.files[file].path is None or self.ckpt.files[file].size is None:
@@ -318,10 +322,10 @@ class Reader:
         """Fill the columns of the records in one blob."""
         size = self.ckpt.files[file].size or 0
         start = int(self.ckpt.records.byte_offset[rows[0]])
-        found = read_blob(self.folder, path_of(self.ckpt, file), start, size)
+        tensors_by_name = read_blob(self.folder, path_of(self.ckpt, file), start, size)
         table = self.result.table
         for row in rows.tolist():
-            item = found.get(self.ckpt.records.name(row))
+            item = tensors_by_name.get(self.ckpt.records.name(row))
             if item is None:
                 error = UnreadableError("is not listed in the safetensors header", start)
                 self.result.broken[file].append((row, error))
@@ -338,7 +342,7 @@ class Reader:
     # ------------------------------------------------------------ depth `data`
 
     def _read_seal(self) -> None:
-        """The seal beside the checkpoint, and the tensors whose digests it asks for."""
+        """Read the seal beside the checkpoint, and collect the tensors whose digests it needs."""
         try:
             seal = read_seal(self.folder)
         except UnreadableError as error:
@@ -351,7 +355,7 @@ class Reader:
             self.sealed = {tensor.fqn for tensor in sealed_tensors(self.ckpt)}
 
     def _find_chunks(self) -> None:
-        """The records of chunks that are sealed, to be hashed row by row, or bare bytes of numbers."""
+        """Find the records whose chunk must be known: sealed, hashed row by row, or raw bytes of numbers."""
         table, records = self.result.table, self.ckpt.records
         is_raw = table.state == RecordState.RAW
         looks = bool(is_raw.any()) and self.how.percent is None
@@ -375,27 +379,29 @@ class Reader:
         table.contents.extend(numbers)
 
     def _add_bare(self, file: int, rows: IntArray) -> None:
-        """Have the tensors that lie bare in a file looked at too."""
+        """Add tensors stored as raw bytes to the readings of a file."""
         first, *others = self.members.get(file, [members_of([])])
         self.members[file] = [with_bare_tensors(first, self.result.table, rows), *others]
 
     def _read_data(self, recorded: Mapping[str, str]) -> None:
-        """Stream every file; `recorded` has those that are to be hashed as a whole, as `recorded_sums` gives them."""
+        """Stream every file; `recorded` (see `recorded_sums`) names those to hash as a whole."""
         sizes, result = file_sizes(self.ckpt).tolist(), self.result
         mine = set(distinct(self.ckpt.records.file[result.rows]).tolist())
         others = set(distinct(self.ckpt.records.file).tolist()) - mine
-        whole = {
+        whole_sizes = {
             i: sizes[i]
             for i, file in enumerate(self.ckpt.files)
+            # Exactly one process hashes each whole file: the one that reads its records, or the leader for a file that
+            # nobody reads.
             if file.path in recorded and sizes[i] >= 0 and (i in mine or (self.leads and i not in others))
         }
-        files = sorted(self.members.keys() | whole.keys())
+        files = sorted(self.members.keys() | whole_sizes.keys())
         tasks, total = {}, 0
         for i in files:
             readings = self.members.setdefault(i, [members_of([])])
-            total += whole.get(i, int(readings[0].size.sum()))
+            total += whole_sizes.get(i, int(readings[0].size.sum()))
             threads = 1 + max(self.how.jobs // len(files), 1)
-            tasks[i] = partial(self._file_data, path_of(self.ckpt, i), readings, whole.get(i), threads)
+            tasks[i] = partial(self._file_data, path_of(self.ckpt, i), readings, whole_sizes.get(i), threads)
         self.meter = Meter("bytes", total)
         for file, seen in self._run(tasks):
             readings = self.members.pop(file)
@@ -405,17 +411,17 @@ class Reader:
                 result.damages += self._mismatches(file, members, of_members, recorded)
 
     def _file_data(self, path: str, readings: Sequence[Members], size: int | None, threads: int) -> list[Streamed]:
-        """What each reading of the file saw; the first is of the whole file where its size is given."""
-        found = []
+        """The result of each reading of the file; the first covers the whole file where `size` is given."""
+        seen = []
         only = self.how.hashes_only
         for members in readings:
             scans = scans_of(self.result.table, members, self.chunks, self.sealed, self.hashes, only)
-            found.append(stream(self.folder, path, members, scans, size, self.meter, threads, only))
+            seen.append(stream(self.folder, path, members, scans, size, self.meter, threads, only))
             size = None
-        return found
+        return seen
 
     def _mismatches(self, file: int, members: Members, seen: Streamed, sums: Mapping[str, str]) -> list[Damage]:
-        """Fill the columns on values, and compare the checksums."""
+        """Fill the value columns, and return checksum mismatches."""
         table = self.result.table
         scanned = members.row[np.array([*seen.values], np.int64)]
         table.scanned[scanned] = True
@@ -448,9 +454,9 @@ class Reader:
     # ------------------------------------------------------------ threads, problems
 
     def _run(self, tasks: Mapping[int, Callable[[], _T]]) -> Iterator[tuple[int, _T]]:
-        """The results as they come; a few tasks wait at a time, so that results do not pile up.
+        """Results in order of completion; at most 2 x jobs tasks are queued, so that results do not pile up.
 
-        Threads stop when the caller, the user or an error ends it.
+        All threads stop when the caller, the user or an error ends the iteration.
         """
         waiting = iter(tasks.items())
         with ThreadPoolExecutor(self.how.jobs) as pool:
@@ -481,5 +487,5 @@ class Reader:
 
 
 def _storages(parts: Iterable[ArchiveMember]) -> tuple[ArchiveMember, ...]:
-    """The members that hold data."""
+    """The members with tensor data."""
     return tuple(part for part in parts if part.name.startswith("data/"))

@@ -1,4 +1,4 @@
-"""How to read the payload."""
+"""Options for reading the payload."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ReadOptions:
         seed: of the random choice.
         digests: key -> dtypes in which a digest of the tensor's values is wanted, at depth `data`.
         salt: of the hashes that these digests are of.
-        rows: keys of which the hashes of the rows are wanted beside these digests.
+        rows: keys that also need row hashes besides their digest.
         sums: file -> its checksum as `integrity.recorded_sums` has them, from a list of the user; None without one.
         hashes_only: look at nothing but hashes of tensors and the checksums that are recorded.
     """
@@ -41,7 +41,7 @@ class ReadOptions:
 
 
 def with_reference(how: ReadOptions, reference: Reference | None) -> ReadOptions:
-    """The reading that takes digests of the tensors of which a reference has some."""
+    """Options that compute the digests a reference has."""
     if reference is None or not reference.values or how.percent is not None or not how.depth.reads_all:
         return how
     digests = {fqn: [*dtypes] for fqn, dtypes in reference.values.items()}
@@ -55,11 +55,11 @@ def default_reading(depth: Depth, percent: float | None = None, seed: int | None
 
 
 def hashes_of(ckpt: Checkpoint, how: ReadOptions) -> dict[str, tuple[RowHashes, ...]]:
-    """What gathers the hashes of the tensors of which digests are wanted, in the dtypes that fit theirs."""
-    found = {}
+    """Key -> collectors of row hashes for tensors that need a digest, in all dtypes they can be rounded to."""
+    collectors = {}
     for fqn, dtypes in how.digests.items():
         tensor = ckpt.tensors.get(fqn)
         if tensor is not None and tensor.is_tiled and ITEM_BITS.get(tensor.dtype, 4) % 8 == 0:
             fitting = [d for d in dtypes if d == tensor.dtype or can_be_rounded(tensor.dtype, d)]
-            found[fqn] = tuple(RowHashes(tensor.global_shape, dtype, how.salt, False) for dtype in fitting)
-    return found
+            collectors[fqn] = tuple(RowHashes(tensor.global_shape, dtype, how.salt, False) for dtype in fitting)
+    return collectors

@@ -1,4 +1,4 @@
-"""What the metadata says of the records: the bytes that each needs, their files, and which of them hold chunks."""
+"""Records as the metadata describes them: needed bytes, files, and those with chunks."""
 
 from __future__ import annotations
 

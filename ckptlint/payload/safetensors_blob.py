@@ -50,7 +50,7 @@ def read_blob(folder: Folder, path: str, start: int, size: int) -> dict[str, Blo
     if faults:
         raise UnreadableError(f"lies in a damaged safetensors blob: {faults[0]}", 0)
     columns = zip(header.names, header.dtypes, header.shapes, header.begin.tolist(), header.end.tolist(), strict=True)
-    found = {}
+    tensors = {}
     for name, known, shape, begin, end in columns:
         dtype = known or "unknown"
         if dtype in ITEM_BITS and prod(shape) * ITEM_BITS[dtype] // 8 != end - begin:
@@ -59,5 +59,5 @@ def read_blob(folder: Folder, path: str, start: int, size: int) -> dict[str, Blo
         strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
         place, _ = info.get(name, (None, None))
         content = RecordContent("tensor", dtype, shape, strides, declared_offsets=place)
-        found[printable(name)] = BlobTensor(content, header.payload + begin, end - begin)
-    return found
+        tensors[printable(name)] = BlobTensor(content, header.payload + begin, end - begin)
+    return tensors

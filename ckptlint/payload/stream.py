@@ -1,4 +1,4 @@
-"""Depth `data`: the members of one payload file, read once from front to back: checksums, values, digests."""
+"""Streams one payload file once from front to back for checksums, values and digests (depth `data`)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ except ImportError:
 BLOCK = 2 * 1024**2
 """Bytes read at once; a multiple of every element's size."""
 
-_GAP = 64 * 1024
+_GAP = 64 * 1024  # bytes between members up to which reading on costs less than a seek
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,13 +50,13 @@ class Members:
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """The part of a member that holds a tensor.
+    """The tensor in a member.
 
     Attributes:
-        dtype: torch's name; first: its first element in the member; count: its elements; item: bytes of one.
-        looks: whether it is wanted what the values are.
-        where: their places in the whole tensor, where a digest is wanted.
-        placed: what gathers the hashes of the tensor, where these are wanted.
+        dtype: torch's name; first: index of its first element in the member; count: elements; item: bytes of one.
+        looks: whether to examine the values.
+        where: positions of the elements in the whole tensor, for a digest; None without one.
+        placed: collector of row hashes; None without them.
     """
 
     dtype: str
@@ -70,13 +70,13 @@ class Scan:
 
 @dataclass(slots=True)
 class Streamed:
-    """What was seen of one file.
+    """The results of streaming one file.
 
     Attributes:
-        crc: int64 per member, as computed.
-        values: member -> what its values are; for every scanned member whose values are numbers.
-        digests: member -> digest of its elements, for those with their places known.
-        sha256: of the whole file, "" when not asked for.
+        crc: int64 [members], computed CRC-32.
+        values: member -> statistics of its values, for scanned members with numbers.
+        digests: member -> digest of its elements, where their positions are known.
+        sha256: of the whole file; "" where not requested.
         finished: whether everything was read.
     """
 
@@ -89,7 +89,7 @@ class Streamed:
 
 @dataclass(slots=True)
 class Meter:
-    """Bytes or records (`unit`) done so far, shared by all threads; and the order to stop."""
+    """Progress in bytes or records (`unit`), shared by all threads, and the event that stops them."""
 
     unit: str = "records"
     total: int = 0
@@ -97,7 +97,7 @@ class Meter:
     stop: Event = field(default_factory=Event)
 
     def add(self, count: int) -> None:
-        """Count; two threads may lose a step to each other, which a progress bar can bear."""
+        """Add to the progress without a lock: a lost update only makes the progress bar lag."""
         self.done += count
 
 
@@ -116,38 +116,38 @@ def stream(
     Args:
         path: the file, raw.
         scans: member -> the tensor in it.
-        size: of the whole file when its SHA-256 is wanted too, else None.
-        meter: hears of every block, and may stop the reading.
-        threads: that take turns to read a block and then work on theirs; one reads while the others work.
-        recorded_only: leave out the checksum of members that have none to compare it with.
+        size: bytes of the whole file, to compute its SHA-256; None without it.
+        meter: counts every block, and may stop the reading.
+        threads: number of threads; one reads a block while the others process theirs.
+        recorded_only: skip the checksum of members without a recorded one.
 
     Raises:
         AccessError: a read was refused.
     """
-    seen = Streamed(
+    result = Streamed(
         np.zeros(len(members.start), np.int64),
         {member: RecordValues() for member, scan in scans.items() if scan.looks},
         {member: 0 for member, scan in scans.items() if scan.where is not None},
     )
-    whole = hashlib.sha256() if size is not None else None
+    file_hash = hashlib.sha256() if size is not None else None
     starts, ends = members.start.tolist(), (members.start + members.size).tolist()
     with folder.open(path) as file, ThreadPoolExecutor(threads) as pool:
         summed = [not recorded_only or crc > 0 for crc in members.crc.tolist()]
         work = _Work(file, path, starts, ends, scans, summed)
         for block in _in_order(pool, work, _plan(starts, ends, size), threads + 2):
             if meter.stop.is_set():
-                return seen
-            if whole is not None:
-                whole.update(block.data)
-            _merge(seen, block)
+                return result
+            if file_hash is not None:
+                file_hash.update(block.data)
+            _merge(result, block)
             meter.add(len(block.data))
-    seen.sha256 = "" if whole is None else whole.hexdigest()
-    seen.finished = True
-    return seen
+    result.sha256 = "" if file_hash is None else file_hash.hexdigest()
+    result.finished = True
+    return result
 
 
 class _Part(NamedTuple):
-    """What a block holds of a member: its bytes, their CRC-32 when they are a whole block, what was seen in them."""
+    """The part of a member in a block: bytes, their CRC-32 if they fill a block, statistics, digest."""
 
     member: int
     data: memoryview
@@ -157,14 +157,14 @@ class _Part(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """A block that was read and looked at."""
+    """A processed block."""
 
     data: memoryview
     parts: list[_Part]
 
 
 class _Work:
-    """Reads blocks of one file, one thread at a time, and looks at them, all threads together."""
+    """Reads blocks of one file in one thread at a time, and processes them in all threads."""
 
     def __init__(
         self,
@@ -181,7 +181,7 @@ class _Work:
         self.buffers: dict[int, bytearray] = {}
 
     def block(self, slot: int, begin: int, end: int, first: int, last: int) -> _Block:
-        """The members [first, last) in the bytes [begin, end)."""
+        """Read the bytes [begin, end) and process the members [first, last) in them."""
         if len(self.buffers.get(slot, b"")) < end - begin:
             self.buffers[slot] = bytearray(end - begin)  # most files are far smaller than a block
         data = self._read(self.buffers[slot], begin, end)
@@ -212,7 +212,7 @@ class _Work:
 def _in_order(
     pool: ThreadPoolExecutor, work: _Work, plan: Iterator[tuple[int, int, int, int]], slots: int
 ) -> Iterator[_Block]:
-    """The blocks in the order of the plan; each is in one of so many buffers until the next one is asked for."""
+    """The blocks in plan order; a block is valid until the next one is requested, when its buffer is reused."""
     going: deque[Future[_Block]] = deque()
     for turn, block in enumerate(plan):
         if len(going) == slots - 1:
@@ -223,7 +223,7 @@ def _in_order(
 
 
 def _merge(seen: Streamed, block: _Block) -> None:
-    """Add a block to what was seen before it in the file."""
+    """Add a block to the results of the blocks before it."""
     for part in block.parts:
         before = int(seen.crc[part.member])
         # CRC-32 is linear: that of two parts follows from those of each, and from the length of the second
@@ -236,7 +236,7 @@ def _merge(seen: Streamed, block: _Block) -> None:
 
 @cache
 def _shift() -> tuple[int, ...]:
-    """What a block of zeros makes of each bit of a CRC-32 that comes before it."""
+    """Entry i is a CRC-32 with only bit i set, after appending one block of zeros."""
     zeros = bytes(BLOCK)
     nothing = crc32(zeros)
     return tuple(crc32(zeros, 1 << bit) ^ nothing for bit in range(32))
@@ -251,7 +251,7 @@ def _shifted(crc: int) -> int:
 
 
 def _scan(scan: Scan, part: memoryview, offset: int) -> tuple[RecordValues | None, int]:
-    """What the elements of the wanted part are that lie in these bytes of the member, and their digest."""
+    """Statistics and digest of the scanned elements within these bytes of the member."""
     first = max(scan.first * scan.item - offset, 0)
     last = min((scan.first + scan.count) * scan.item - offset, len(part) - len(part) % scan.item)
     if first >= last:
@@ -270,7 +270,7 @@ def _scan(scan: Scan, part: memoryview, offset: int) -> tuple[RecordValues | Non
 
 
 def _plan(starts: list[int], ends: list[int], size: int | None) -> Iterator[tuple[int, int, int, int]]:
-    """Blocks to read: first byte, end, first member, last member + 1.
+    """(first byte, end, first member, last member + 1) of each block to read.
 
     Small members share a block; a large one has blocks of its own, which start at whole elements. With `size` the
     blocks cover every byte up to it.

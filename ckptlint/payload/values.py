@@ -1,4 +1,4 @@
-"""What the values in raw tensor bytes are, floating or whole, without torch: NaN, zeros, least and largest."""
+"""Statistics of raw tensor bytes without torch: NaN, zeros, smallest and largest magnitude."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WIDE = 127  # exponent bias of bfloat16 and float32
 
 @dataclass(slots=True)
 class RecordValues:
-    """What was seen of one record so far; numbers are counted, of which a complex element has two.
+    """Statistics of one record so far; a complex element counts as two numbers.
 
     Attributes:
         nan, plus_inf, minus_inf: numbers of each.
@@ -74,7 +74,7 @@ class RecordValues:
 
 
 def values_of(data: memoryview, dtype: str, position: int) -> RecordValues:
-    """What whole elements hold.
+    """Statistics of complete elements.
 
     Args:
         data: their bytes, of any alignment.
@@ -85,32 +85,32 @@ def values_of(data: memoryview, dtype: str, position: int) -> RecordValues:
     words = np.frombuffer(data, f"<u{ITEM_BITS[dtype] // 8}" if encoding is None else encoding.word)
     if not words.flags.aligned:
         words = words.copy()
-    seen = RecordValues()
+    values = RecordValues()
     if not len(words):
-        return seen
+        return values
     # twice the bits, which shifts the sign out, are ordered as the magnitudes are
     sizes = words if encoding is None or encoding.unsigned else words + words
     low, high = int(sizes.min()), int(sizes.max())
     if encoding is not None and _has_bad(words, low, high, encoding):
-        is_bad = _count_bad(seen, words, encoding, position)
-        seen.one_value = False
+        is_bad = _count_bad(values, words, encoding, position)
+        values.one_value = False
         sizes = sizes[~is_bad]
         if not len(sizes):
-            return seen
+            return values
         low, high = int(sizes.min()), int(sizes.max())
-    seen.one_value &= low == high and (high == 0 or bool((words == words[0]).all()))
-    seen.bits = int(words[0]) if high else 0
-    seen.least, seen.most = _magnitude(low, encoding), _magnitude(high, encoding)
-    if seen.most == 0:
-        seen.zeros = seen.leading = seen.trailing = len(sizes)
-    elif seen.least == 0:
+    values.one_value &= low == high and (high == 0 or bool((words == words[0]).all()))
+    values.bits = int(words[0]) if high else 0
+    values.least, values.most = _magnitude(low, encoding), _magnitude(high, encoding)
+    if values.most == 0:
+        values.zeros = values.leading = values.trailing = len(sizes)
+    elif values.least == 0:
         is_other = sizes != 0
-        seen.zeros = len(sizes) - int(np.count_nonzero(is_other))
-        seen.leading, seen.trailing = int(is_other.argmax()), int(is_other[::-1].argmax())
+        values.zeros = len(sizes) - int(np.count_nonzero(is_other))
+        values.leading, values.trailing = int(is_other.argmax()), int(is_other[::-1].argmax())
     if encoding is not None and encoding.bias >= _WIDE and not encoding.unsigned:
         normal = 2 << encoding.mantissa
-        seen.denormals = int(np.count_nonzero(sizes < normal)) - seen.zeros if low < normal and high else 0
-    return seen
+        values.denormals = int(np.count_nonzero(sizes < normal)) - values.zeros if low < normal and high else 0
+    return values
 
 
 def _has_bad(words: Bits, low: int, high: int, encoding: Encoding) -> bool:

@@ -1,1 +1,1 @@
-"""What a job of another shape would read from a checkpoint, and whether it can load it."""
+"""Predicts whether a job of another shape can load a checkpoint, and what it reads."""

@@ -1,4 +1,4 @@
-"""From what the user asked to a plan: which form, how many ranks, which nodes."""
+"""Turns the user's request into a plan: form of the job, number of ranks, nodes."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from ckptlint.vocabulary.keys import parse
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """What a user asks of a plan; the command line and the API hold one.
+    """The user's options for a plan, shared by the command line and the API.
 
     Attributes:
         to: sizes of axes (`dp=8,tp=2`), or a function of the job (`job.py:state_dict`), which is run; None for as many
             ranks as saved, under FSDP.
         world: ranks of the job, for a function.
         mesh: the axes of the mesh that the function is given (`dp=4,tp=2`); one axis `dp` otherwise.
-        nodes, ranks_per_node: how the ranks lie on nodes; either is enough.
-        from_nodes: so many nodes saved, and each has only the files that it wrote.
-        give_up: `optim`, `rng`: what Megatron-LM does without (--no-load-optim, --no-load-rng).
+        nodes, ranks_per_node: number of nodes, and of ranks on each; either is enough.
+        from_nodes: number of nodes that saved, each of which has only its own files.
+        give_up: state that Megatron-LM does not load: `optim`, `rng` (--no-load-optim, --no-load-rng).
         megatron: the version of megatron-core that loads (`0.16`); None for any from the one that saved on.
         timeout: seconds after which a function is given up.
     """
@@ -64,7 +64,7 @@ def make_plan(ckpt: Checkpoint, asked: PlanRequest) -> Plan:
         raise ConfigError(f"a load can leave out optim and rng, not {sorted(unknown)[0]!r}")
     if asked.to is not None and is_exact:
         job = _exact(ckpt, asked.to, asked)
-        job = replace(job, known=(*unrequested_keys(ckpt, job), *job.known))
+        job = replace(job, constraints=(*unrequested_keys(ckpt, job), *job.constraints))
     elif asked.mesh is not None:
         raise ConfigError("--mesh needs a function: --to job.py:state_dict --mesh dp=4,tp=2")
     else:
@@ -72,7 +72,7 @@ def make_plan(ckpt: Checkpoint, asked: PlanRequest) -> Plan:
     if ckpt.is_torch_dist:
         job = _of_megatron(ckpt, job, frozenset(asked.give_up), asked.megatron)
     if ckpt.rank_files is not None:
-        job = replace(job, known=(*refusals(ckpt, axis_sizes(job.to), job.world), *job.known))
+        job = replace(job, constraints=(*refusals(ckpt, axis_sizes(job.to), job.world), *job.constraints))
     return plan_of(ckpt, job, _per_node(ckpt, job, asked), asked.from_nodes)
 
 
@@ -105,32 +105,34 @@ def _quick(ckpt: Checkpoint, to: str | None, world: int | None) -> Job:
         if world not in (None, job.world):
             raise ConfigError(f"{to} has {job.world:,} ranks, but --world is {world:,}")
         return job
+    # Without --to the most likely job is the one that saved. Outside Megatron-Core only the number of ranks is stored,
+    # not the mesh, so FSDP over all of them is assumed.
     if ckpt.is_torch_dist and world is None and "tp" in ckpt.topology:
         sizes = {axis: ckpt.topology[axis].size for axis in MEGATRON_AXES if axis in ckpt.topology}
         job = quick_job(ckpt, ",".join(f"{axis}={size}" for axis, size in sizes.items()))
         guess = Constraint("note", "--to names no job, so this plan takes the layout that saved", guessed=True)
-        return Job(job.form, job.to, job.world, job.wishes, (guess, *job.known))
+        return Job(job.form, job.to, job.world, job.requests, (guess, *job.constraints))
     saved = world or (ckpt.topology["world"].size if "world" in ckpt.topology else 0)
     if not saved:
         raise ConfigError("the checkpoint does not say how many ranks saved it: name a job, --to dp=8")
     job = quick_job(ckpt, f"dp={saved}")
     guess = Constraint("note", f"--to names no job, so this plan takes {saved:,} ranks under FSDP", guessed=True)
-    return Job(job.form, job.to, job.world, job.wishes, (guess, *job.known))
+    return Job(job.form, job.to, job.world, job.requests, (guess, *job.constraints))
 
 
 def _of_megatron(ckpt: Checkpoint, job: Job, give_up: frozenset[str], megatron: str | None) -> Job:
-    """The job with what Megatron-Core itself refuses or leaves out, and without what it gives up."""
+    """The job with Megatron-Core's own constraints, without requests for state that it gives up."""
     reader: Version | None = None
     if megatron is not None:
         match = re.fullmatch(r"0\.([0-9]{1,3})(?:\..*)?", megatron)
         if match is None:
             raise ConfigError(f"{megatron!r} is not a version of megatron-core such as 0.16")
         reader = (0, int(match[1]))
-    wishes = job.wishes
+    requests = job.requests
     if "optim" in give_up:
-        wishes = [wish for wish in wishes if parse(wish.key).kind != "optimizer"]
-    found = constraints(ckpt, axis_sizes(job.to), give_up, reader)
-    return Job(job.form, job.to, job.world, wishes, (*found, *job.known))
+        requests = [request for request in requests if parse(request.key).kind != "optimizer"]
+    megatron_constraints = constraints(ckpt, axis_sizes(job.to), give_up, reader)
+    return Job(job.form, job.to, job.world, requests, (*megatron_constraints, *job.constraints))
 
 
 def _per_node(ckpt: Checkpoint, job: Job, asked: PlanRequest) -> int | None:

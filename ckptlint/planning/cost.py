@@ -1,7 +1,7 @@
-"""What the ranks of a job read: bytes, requests and files, and which files each node must see.
+"""Counts the reads of a job's ranks in bytes, requests and files, and lists the files that each node must see.
 
-Sums are kept per box of a target and given to ranks at the end, so that thousands of ranks that hold the same parts
-cost what one of them costs.
+Sums are kept per box of a target and assigned to ranks at the end, so thousands of ranks with equal parts cost no more
+than one of them.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Tally:
         return self.sums[id(target)]
 
     def cost(self) -> Cost:
-        """What was added, by kind of rank."""
+        """The total cost by kind of rank."""
         targets = [sums.target for sums in self.sums.values()]
         kind, first = _kinds(targets, self.world)
         needed, read, requests = (np.zeros(len(first)) for _ in range(3))
@@ -137,16 +137,16 @@ def _joined(kind: IntArray, box: IntArray, pairs: IntArray, files: int) -> IntAr
 
 
 def written(ckpt: Checkpoint) -> dict[int, int]:
-    """Rank that saved -> bytes of its records, as far as names of files tell."""
+    """Rank that saved -> bytes of its records, where file names contain the rank."""
     ranks = ranks_of_files(ckpt)
     if not len(ckpt.records) or not len(ranks):
         return {}
     sizes = np.bincount(ckpt.records.file, ckpt.records.byte_length, len(ckpt.files))
-    found: Counter[int] = Counter()
+    bytes_by_rank: Counter[int] = Counter()
     for rank, size in zip(ranks.tolist(), sizes.tolist(), strict=True):
         if rank >= 0:
-            found[rank] += int(size)
-    return dict(sorted(found.items()))
+            bytes_by_rank[rank] += int(size)
+    return dict(sorted(bytes_by_rank.items()))
 
 
 # ---------------------------------------------------------------- nodes
@@ -160,7 +160,7 @@ def writer_nodes(ckpt: Checkpoint, count: int) -> IntArray:
 
 
 def nodes_of(cost: Cost, ckpt: Checkpoint, per_node: int, homes: IntArray | None) -> tuple[NodeReads, ...]:
-    """What each node must see, with so many ranks on one.
+    """The files that each node must see.
 
     Args:
         homes: int64 [files], the node that has each file; None where all see all.
@@ -184,7 +184,7 @@ def needs_away(target: Target, found: Reads, files: npt.NDArray[np.int32], homes
     Args:
         files: int32 [n], the file of each item.
     """
-    # a box that ranks of one node want, by its first and last node; of several nodes one at least is away
+    # Each box has a first and a last node that needs it. If they differ, a file on one node is away from the other.
     low, high = np.full(len(target.offsets), np.iinfo(np.int64).max), np.full(len(target.offsets), -1)
     node = target.rank // per_node
     np.minimum.at(low, target.box, node)

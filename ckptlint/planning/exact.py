@@ -1,4 +1,4 @@
-"""The exact form: what the ranks want as the job's own code says, run without memory, network or GPU (`ranks`)."""
+"""The exact form of a job: requests from its own code, run without memory, network or GPU (`ranks`)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _FUNCTION = re.compile(r"(.+):([A-Za-z_][\w.]*)")
 def exact_job(
     function: str, mesh: Mapping[str, int], keys: Iterable[str], per_node: int = 8, seconds: float = 600
 ) -> Job:
-    """What the ranks of a job want, by a function that returns the sharded state dict of one of them.
+    """The job whose requests come from a function that returns the sharded state dict of a rank.
 
     The function runs once for each rank, and only because the user named it. It is given a `DeviceMesh` where it takes
     an argument, and builds its own otherwise.
@@ -61,7 +61,7 @@ def exact_job(
         request = {"function": function, "world": world, "per_node": per_node, "mesh": {**mesh}, "keys": [*keys]}
         (folder / "request.json").write_text(json.dumps(request))
         _run(folder, function, world, seconds)
-        return Job("exact", function, world, *_wishes(folder, function, mesh, world))
+        return Job("exact", function, world, *_requests(folder, function, mesh, world))
 
 
 def axes_of(mesh: str) -> dict[str, int]:
@@ -73,13 +73,13 @@ def axes_of(mesh: str) -> dict[str, int]:
     Raises:
         ConfigError: no name with a size from 1 on, or a name twice.
     """
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for part in mesh.split(","):
         match = _AXIS.fullmatch(part)
-        if match is None or match[1] in found:
+        if match is None or match[1] in sizes:
             raise ConfigError(f"{mesh} is not a mesh such as dp=4,tp=2")
-        found[match[1]] = int(match[2])
-    return found
+        sizes[match[1]] = int(match[2])
+    return sizes
 
 
 def _check(function: str) -> None:
@@ -136,7 +136,7 @@ def _started(folder: Path) -> subprocess.Popen[bytes]:
     )
 
 
-def _wishes(
+def _requests(
     folder: Path, function: str, mesh: Mapping[str, int], world: int
 ) -> tuple[list[TensorRequest], tuple[Constraint, ...]]:
     """The answers of all ranks, put together by key."""
@@ -158,23 +158,23 @@ def _wishes(
             ranks[name].append(rank)
             boxes[name].extend((rank, *chunk) for chunk in chunks)
     shared: dict[tuple[object, ...], Target] = {}
-    wishes = []
+    requests = []
     for name, asking in ranks.items():
         key, shape, dtype = name
         target = None
         if shape is not None:
             target = _target(shape, boxes[name])
             target = shared.setdefault(target.content, target)
-        wishes.append(TensorRequest(key, dtype, target, np.array(asking, np.int64)))
-    known = (Constraint("fails", _MISPLACED, tuple(misplaced), _SOURCE),) if misplaced else ()
-    return wishes, known
+        requests.append(TensorRequest(key, dtype, target, np.array(asking, np.int64)))
+    constraints = (Constraint("fails", _MISPLACED, tuple(misplaced), _SOURCE),) if misplaced else ()
+    return requests, constraints
 
 
 def _lacking(error: list[str], mesh: Mapping[str, int]) -> list[str]:
-    """What to do where a function asks the mesh for an axis that it does not have."""
-    said = error[-1] if error and error[-1].startswith("KeyError: ") else ""
-    absent = [name for name in re.findall(r"'(\w+)'", said) if name not in mesh]
-    if not absent or not ("mesh" in said.lower() or absent[0] in JOB_AXES):
+    """Advice where a function asks the mesh for an axis that it lacks; [] otherwise."""
+    last_line = error[-1] if error and error[-1].startswith("KeyError: ") else ""
+    absent = [name for name in re.findall(r"'(\w+)'", last_line) if name not in mesh]
+    if not absent or not ("mesh" in last_line.lower() or absent[0] in JOB_AXES):
         return []
     axes = f"{'axis' if len(mesh) == 1 else 'axes'} {', '.join(mesh)}"
     return [f"the mesh has the {axes} and no {absent[0]}: give --mesh, such as dp=4,{absent[0]}=2"]
@@ -188,7 +188,7 @@ def _target(shape: tuple[int, ...], chunks: list[_Chunk]) -> Target:
 
 def _answer(folder: Path, rank: int) -> dict[str, Any] | None:
     try:
-        found: dict[str, Any] = json.loads((folder / f"rank-{rank}.json").read_text())
+        answer: dict[str, Any] = json.loads((folder / f"rank-{rank}.json").read_text())
     except FileNotFoundError:
         return None
-    return found
+    return answer

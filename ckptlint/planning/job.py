@@ -1,4 +1,4 @@
-"""What a job asks for: which rank wants which part of which tensor."""
+"""The requests of a job: which rank needs which part of which tensor."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ckptlint.planning.outcome import Constraint
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """What the ranks of a job want of one tensor: the distinct boxes, and which rank wants which.
+    """The parts of one tensor that the ranks of a job need: distinct boxes, and the ranks of each.
 
-    Ranks that hold the same part share a box. Tensors that are cut alike share one target.
+    Ranks with the same part share a box. Tensors with the same cuts share one target.
 
     Attributes:
         shape: global shape of the tensor, in elements.
         offsets, sizes: int64 [k, d], the boxes; a size of 0 is legal.
-        rank, box: int64 [m], rank `rank[i]` wants box `box[i]`, by rank; a rank may want several boxes, or none.
+        rank, box: int64 [m], rank `rank[i]` needs box `box[i]`, sorted by rank; a rank may need several boxes, or none.
     """
 
     shape: tuple[int, ...]
@@ -32,7 +32,7 @@ class Target:
 
     @classmethod
     def of_ranks(cls, shape: tuple[int, ...], rank: IntArray, offsets: IntArray, sizes: IntArray) -> Target:
-        """The target in which rank `rank[i]` wants the box at `offsets[i]` of `sizes[i]`."""
+        """The target in which rank `rank[i]` needs the box at `offsets[i]` of `sizes[i]`."""
         both = np.concatenate([offsets, sizes], axis=1)
         if not both.shape[1]:
             boxes, box = both[: min(len(both), 1)], np.zeros(len(rank), np.int64)
@@ -44,24 +44,24 @@ class Target:
 
     @classmethod
     def replicated(cls, shape: tuple[int, ...], ranks: IntArray) -> Target:
-        """The target in which each of these ranks wants the whole tensor."""
+        """The target in which each of these ranks needs the whole tensor."""
         whole = np.array([shape], np.int64).reshape(1, len(shape))
         return cls(shape, np.zeros_like(whole), whole, ranks, np.zeros(len(ranks), np.int64))
 
     @cached_property
     def content(self) -> tuple[object, ...]:
-        """What two targets that ask for the same have in common."""
+        """A hashable value that equal targets share."""
         return (self.shape, *(array.tobytes() for array in (self.offsets, self.sizes, self.rank, self.box)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorRequest:
-    """What a job asks for under one key. Ranks that want other shapes under it have a wish of their own.
+    """The request of a job for one key. Ranks that need another shape under the same key have their own request.
 
     Attributes:
-        dtype: that the job holds it in; None where it takes what is stored.
+        dtype: dtype in the job; None where the job takes the stored one.
         target: the parts of a tensor; None for an object.
-        ranks: int64, the ranks that ask, in order; of a tensor those without a part of it, too.
+        ranks: int64, the ranks that ask, ascending, including ranks with an empty part.
     """
 
     key: str
@@ -72,18 +72,18 @@ class TensorRequest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Job:
-    """The ranks of a job and what they want.
+    """The ranks of a job and their requests.
 
     Attributes:
         form: `exact`, as the job's own code says, or `quick`, as sizes of axes imply.
         to: what the user named: `dp=8,tp=2`, or a function.
-        world: how many ranks.
-        wishes: in the order in which a load goes through them.
-        known: what follows from the sizes alone, and what was guessed.
+        world: number of ranks.
+        requests: in the order in which a load asks for them.
+        constraints: obstacles that follow from the sizes alone, and assumptions.
     """
 
     form: Literal["exact", "quick"]
     to: str
     world: int
-    wishes: list[TensorRequest] = field(default_factory=list)
-    known: tuple[Constraint, ...] = ()
+    requests: list[TensorRequest] = field(default_factory=list)
+    constraints: tuple[Constraint, ...] = ()

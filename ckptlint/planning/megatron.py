@@ -1,8 +1,8 @@
-"""What Megatron-Core refuses, leaves out or pads when it loads a torch_dist checkpoint into another layout.
+"""Predicts what Megatron-Core refuses, drops or pads when it loads a torch_dist checkpoint into another layout.
 
-Judged from the metadata and the common state alone, as Megatron-LM's `load_checkpoint` decides before it reads, and
-`dist_checkpointing.load` while it does. What depends on the version says so. `bench/evidence/megatron_loads.py`
-drives real loads of megatron-core 0.12 to 0.19, and tests hold these sentences against what came of them.
+The prediction uses only metadata and common state, and repeats the decisions of Megatron-LM's `load_checkpoint` and of
+`dist_checkpointing.load`, version by version. `bench/evidence/megatron_loads.py` runs real loads with megatron-core
+0.12 to 0.19, and tests compare their outcome with these sentences.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ Form = Literal[
     "dp_zero_gather_scatter",
     "plain",
 ]
-"""How the state of the optimizer is cut; `plain` is that of an optimizer that is not distributed."""
+"""Sharding type of the optimizer state; `plain` without a distributed optimizer."""
 
 KNOWN: tuple[Version, ...] = tuple((0, minor) for minor in range(11, 20))
-"""The versions whose decisions are known."""
+"""Versions of megatron-core whose decisions were read."""
 
 _FREE: frozenset[str] = frozenset({"fully_reshardable", "fully_sharded_model_space", "plain"})
-"""The forms whose keys are those of the weights."""
+"""Forms with one key per weight, so that tp and pp may change."""
 
 _WRITTEN: Mapping[str, tuple[Version, Version]] = {
     "dp_reshardable": ((0, 15), (0, 19)),
@@ -48,7 +48,7 @@ _WRITTEN: Mapping[str, tuple[Version, Version]] = {
     "fully_sharded_model_space": ((0, 6), (0, 14)),
     "fully_sharded_bucket_space": ((0, 6), (0, 14)),
 }
-"""The versions that write a form; those that write it read it."""
+"""Form -> first and last version that writes and reads it."""
 
 MEGATRON_AXES = ("tp", "pp", "vpp", "ep", "etp", "cp", "dp")
 """The axes of a layout, as `--to` names them."""
@@ -66,22 +66,23 @@ _UNEVEN = (
     "account_for_loss_in_pipeline_split",
     "pipeline_model_parallel_layout",
 )
-"""Arguments that cut the layers unevenly."""
+"""Arguments that give pipeline stages different numbers of layers."""
 
 _BUCKET_KEY = re.compile(r"(.*)\.bucket_idx_\d+\.(\w+)")
-_BUCKET = 40_000_000
-_BUCKET_PER_RANK = 1_000_000
+_BUCKET = 40_000_000  # elements of a bucket
+_BUCKET_PER_RANK = 1_000_000  # more elements for each data-parallel rank
 
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """A checkpoint and the layout that it is to be loaded into.
+    """A checkpoint, its layout, and the layout of the job that loads it.
 
     Attributes:
-        old: axis -> size, as far as it is known.
-        new: the size of every axis: tp, pp, vpp, ep, etp, cp, dp.
-        readers: the versions of megatron-core that may load it.
-        is_told: whether the checkpoint says what its layout was in words, as Megatron-LM asks it.
+        old: axis -> size in the job that saved, where known.
+        new: axis -> size in the job that loads, for tp, pp, vpp, ep, etp, cp, dp.
+        give_up: state that the job does not load: `optim`, `rng`.
+        readers: versions of megatron-core that may load it.
+        layout_is_declared: whether the saved arguments state tp or pp, which Megatron-LM compares.
     """
 
     ckpt: Checkpoint
@@ -89,10 +90,10 @@ class _Change:
     new: Mapping[str, int]
     give_up: frozenset[str]
     readers: tuple[Version, ...]
-    is_told: bool
+    layout_is_declared: bool
 
     def changes(self, *axes: str) -> list[str]:
-        """Those of the axes whose size is known and changes, as `tp 2 to 1`."""
+        """The axes whose known size changes, as `tp 2 to 1`."""
         return [
             f"{axis} {self.old[axis]} to {self.new[axis]}"
             for axis in axes
@@ -104,7 +105,7 @@ class _Change:
         return number(trusted(self.ckpt), name)
 
     def argument(self, name: str) -> object:
-        """An argument of the job that saved, None without one."""
+        """An argument of the job that saved; None without it."""
         return attributes(self.ckpt.common_value("args")).get(name)
 
 
@@ -114,7 +115,7 @@ def constraints(
     give_up: frozenset[str] = frozenset(),
     reader: Version | None = None,
 ) -> list[Constraint]:
-    """What stands against a load into another layout, worst first; a single note where nothing does.
+    """The obstacles to a load into another layout, worst first; a single note without any.
 
     Args:
         ckpt: a checkpoint of format torch_dist.
@@ -129,7 +130,7 @@ def constraints(
         (`megatron.training.checkpointing`)
     """
     change = _change(ckpt, to, give_up, reader)
-    found = [
+    collected = [
         *_common_state(change),
         *_layout(change),
         *_model(change),
@@ -137,16 +138,16 @@ def constraints(
         *_vocabulary(change),
         *_not_judged(change),
     ]
-    if any(one.effect == "drops" for one in found):
-        keys = tuple(key for one in found if one.effect == "drops" for key in one.keys)
+    if any(one.effect == "drops" for one in collected):
+        keys = tuple(key for one in collected if one.effect == "drops" for key in one.keys)
         sentence = "a load with --dist-ckpt-strictness raise_all stops where keys are left out"
-        found.append(Constraint("note", sentence, keys, "megatron-core 0.12-0.19, dist_checkpointing.validation"))
-    if all(one.effect == "note" for one in found):
+        collected.append(Constraint("note", sentence, keys, "megatron-core 0.12-0.19, dist_checkpointing.validation"))
+    if all(one.effect == "note" for one in collected):
         shown = ", ".join(f"{axis} {change.new[axis]}" for axis in MEGATRON_AXES if axis in to or axis in ("tp", "pp"))
-        besides = "besides that, " if found else ""
-        found.append(Constraint("note", f"{besides}nothing that Megatron-Core checks prevents a load into {shown}"))
+        besides = "besides that, " if collected else ""
+        collected.append(Constraint("note", f"{besides}nothing that Megatron-Core checks prevents a load into {shown}"))
     order: tuple[Effect, ...] = ("fails", "drops", "note")
-    return sorted(found, key=lambda one: order.index(one.effect))
+    return sorted(collected, key=lambda one: order.index(one.effect))
 
 
 def _change(ckpt: Checkpoint, to: Mapping[str, int], give_up: frozenset[str], reader: Version | None) -> _Change:
@@ -154,23 +155,26 @@ def _change(ckpt: Checkpoint, to: Mapping[str, int], give_up: frozenset[str], re
     new["etp"] = to.get("etp") or new["tp"]
     old = {axis: size.size for axis, size in trusted_topology(ckpt).items() if axis in new}
     declared = trusted(ckpt)
-    is_told = "tp" in declared or "pp" in declared
-    if not is_told and is_training_state(ckpt):  # Megatron-LM takes it for a checkpoint of one rank
+    layout_is_declared = "tp" in declared or "pp" in declared
+    # Without arguments, versions from 0.16 on assume tp 1 and pp 1 whatever the shards say; older ones stop.
+    if not layout_is_declared and is_training_state(ckpt):
         old |= {"tp": 1, "pp": 1}
-    if is_told:
+    if layout_is_declared:
         old = {"vpp": 1, "cp": 1, "ep": 1, "etp": old.get("tp", 1)} | old
     readers = (reader,) if reader is not None else tuple(v for v in KNOWN if v >= _oldest_writer(ckpt))
-    return _Change(ckpt, old, new, give_up, readers, is_told)
+    return _Change(ckpt, old, new, give_up, readers, layout_is_declared)
 
 
 def _oldest_writer(ckpt: Checkpoint) -> Version:
-    """The oldest version of megatron-core that leaves what is there.
+    """The oldest version of megatron-core that can have written this checkpoint, by the traces that it leaves.
 
     Source:
         `common_state` 0.19, plans without `mcore_data` 0.16, `chained_optim_avoid_prefix` 0.14, content metadata 0.13
     """
     content = content_metadata(ckpt)
     form = form_of(ckpt)
+    # The checkpoint does not store its version. Each trace gives a lower bound, and the highest
+    # bound holds, so at worst too many versions are considered.
     since = [_WRITTEN[form][0]] if form is not None and form in _WRITTEN else []
     since += [(0, 19)] * ("0.19" in ckpt.writer) + [(0, 16)] * (">= 0.16" in ckpt.writer)
     since += [(0, 13)] * bool(content) + [(0, 14)] * ("chained_optim_avoid_prefix" in content)
@@ -179,7 +183,7 @@ def _oldest_writer(ckpt: Checkpoint) -> Version:
 
 
 def _by_version(change: _Change, first: Version, last: Version, one: Constraint) -> Iterator[Constraint]:
-    """A constraint that the versions from `first` to `last` have: as it is, or a note where others do not."""
+    """The constraint if all candidate versions lie in `first` to `last`; a note if only some do; else nothing."""
     affected = [version for version in change.readers if first <= version <= last]
     if len(affected) == len(change.readers) and affected:
         yield one
@@ -191,7 +195,7 @@ def _by_version(change: _Change, first: Version, last: Version, one: Constraint)
 
 
 def _common_state(change: _Change) -> Iterator[Constraint]:
-    """Where the state that all ranks share is."""
+    """Obstacles from the place of the common state, which moved in 0.19."""
     if change.ckpt.common is not None and change.ckpt.common.source == COMMON_ENTRY:
         sentence = "the common state is an entry of .metadata, but this version looks for a file common.pt"
         source = "megatron-core 0.19, dist_checkpointing.serialization.load_common_state_dict"
@@ -202,7 +206,7 @@ def _common_state(change: _Change) -> Iterator[Constraint]:
 
 
 def _layout(change: _Change) -> Iterator[Constraint]:
-    """Sizes of axes that no job can have."""
+    """Axis sizes that no job can have."""
     new = change.new
     if new["vpp"] > 1 and new["pp"] == 1:
         yield Constraint(
@@ -220,7 +224,7 @@ def _layout(change: _Change) -> Iterator[Constraint]:
 
 
 def _model(change: _Change) -> Iterator[Constraint]:
-    """Sizes of the model that do not divide by those of the layout."""
+    """Model sizes that the new layout does not divide."""
     new = change.new
     heads, experts = change.number("heads"), change.number("experts")
     groups = change.number("kv_groups") if change.argument("group_query_attention") is not False else None
@@ -235,6 +239,7 @@ def _model(change: _Change) -> Iterator[Constraint]:
         else:  # from 0.16 on ranks may share a group
             yield from _by_version(change, (0, 0), (0, 15), refused)
     ffn = change.number("ffn")
+    # With experts in every layer no dense feed-forward layer exists, and its declared size is unused.
     if ffn and ffn % tp and not (experts and change.argument("moe_layer_freq") in (None, 1)):
         yield Constraint(
             "fails",
@@ -251,7 +256,7 @@ def _model(change: _Change) -> Iterator[Constraint]:
         )
     if experts and experts % new["ep"]:
         yield fails(f"{plural(experts, 'expert', 'does')} not divide by ep {new['ep']}")
-    elif experts is None and new["ep"] > 1 and change.is_told:
+    elif experts is None and new["ep"] > 1 and change.layout_is_declared:
         yield fails(f"the model has no experts for ep {new['ep']}")
     yield from _layers(change)
 
@@ -283,7 +288,7 @@ def _layers(change: _Change) -> Iterator[Constraint]:
 
 
 def _training_state(change: _Change) -> Iterator[Constraint]:
-    """What a job resumes from besides the weights; a release is loaded without it."""
+    """Obstacles from optimizer, random and rerun state; a release loads without them."""
     if change.ckpt.path.rpartition("/")[2] == "release":
         sentence = "Megatron-LM loads a release without optimizer and random states, at iteration 0"
         yield Constraint("note", sentence, source=f"Megatron-LM core_v0.12.3-core_v0.19.0, {_LOAD}")
@@ -297,7 +302,7 @@ def _training_state(change: _Change) -> Iterator[Constraint]:
 
 
 def form_of(ckpt: Checkpoint) -> Form | None:
-    """How the state of the optimizer is cut, None when there is none.
+    """The sharding type of the optimizer state; None without optimizer state.
 
     Source:
         `distrib_optim_sharding_type` of the content metadata (0.13), `param_state_sharding_type` of the state itself
@@ -306,8 +311,8 @@ def form_of(ckpt: Checkpoint) -> Form | None:
     keys = _optimizer_keys(ckpt)
     if not keys:
         return None
-    said = [content_metadata(ckpt).get("distrib_optim_sharding_type")]
-    said += [one.value for one in optimizer_records(ckpt) if one.kind == "param_state_sharding_type"]
+    named_forms = [content_metadata(ckpt).get("distrib_optim_sharding_type")]
+    named_forms += [one.value for one in optimizer_records(ckpt) if one.kind == "param_state_sharding_type"]
     names: tuple[Form, ...] = (
         "dp_reshardable",
         "fully_reshardable",
@@ -316,8 +321,10 @@ def form_of(ckpt: Checkpoint) -> Form | None:
         "dp_zero_gather_scatter",
     )
     for name in names:
-        if name in said:
+        if name in named_forms:
             return name
+    # Neither record exists before 0.6. The keys still differ: dp_group_idx names buckets, flattened tensors are cut by
+    # elements, and fp32_param is taken for an optimizer that is not distributed.
     groups = {group[2] for key in keys if (group := dp_group(key)) is not None}
     if "param_state" in groups:
         return "dp_zero_gather_scatter"
@@ -330,7 +337,7 @@ def form_of(ckpt: Checkpoint) -> Form | None:
 
 
 def _optimizer_keys(ckpt: Checkpoint) -> tuple[str, ...]:
-    """Every tensor and object of the optimizer."""
+    """Keys of all tensors and objects of the optimizer."""
     tensors = [key for key in ckpt.tensors if "optimizer." in key and parse(key).kind == "optimizer"]
     objects = [key for key in ckpt.objects.keys if "optimizer." in key and parse(key).kind == "optimizer"]
     return (*tensors, *objects)
@@ -346,7 +353,7 @@ def _optimizer(change: _Change) -> Iterator[Constraint]:
             yield Constraint("note", sentence, keys, f"Megatron-LM core_v0.12.3-core_v0.19.0, {_LOAD}")
         return
     if form is None:
-        if change.is_told:
+        if change.layout_is_declared:
             sentence = "it holds no optimizer state: Megatron-LM loads it only with --no-load-optim or --finetune"
             yield Constraint("fails", sentence, source=f"Megatron-LM core_v0.12.3-core_v0.19.0, {_LOAD}")
         return
@@ -372,7 +379,7 @@ def _optimizer(change: _Change) -> Iterator[Constraint]:
 
 
 def _buffers(change: _Change, form: Form, keys: tuple[str, ...]) -> Iterator[Constraint]:
-    """Forms that keep the flat buffers of each model-parallel rank: only their cut over data-parallel ranks is free."""
+    """Obstacles for forms that store flat buffers of each model-parallel rank: only dp and cp may change."""
     option = "--dist-ckpt-optim-fully-reshardable" if form == "dp_reshardable" else "--ckpt-fully-parallel-save"
     advice = f"save again in the old layout, with {option}"
     if moved := change.changes("tp", "pp"):
@@ -397,7 +404,7 @@ def _buffers(change: _Change, form: Form, keys: tuple[str, ...]) -> Iterator[Con
 
 
 def _bucket_cuts(change: _Change) -> Iterator[Constraint]:
-    """Buffers that are cut into buckets at other places, since the size of a bucket grows with the ranks.
+    """Obstacles from bucket boundaries, which move because the bucket size grows with the number of ranks.
 
     Source:
         megatron.core.distributed.DistributedDataParallel: max(40M, 1M x ranks) elements where gradients are reduced
@@ -419,6 +426,9 @@ def _bucket_cuts(change: _Change) -> Iterator[Constraint]:
     for key in change.ckpt.tensors:
         if match := _BUCKET_KEY.fullmatch(key):
             buffers.setdefault((match[1], match[2]), []).append(key)
+    # Bucket boundaries follow parameter ends, which are not stored. Only the count shows a move: a buffer over the
+    # smaller bucket size that is one bucket now, or has several, will be cut elsewhere. Sizes over 40 ranks were read,
+    # not driven.
     moved: list[str] = []
     for keys in buffers.values():
         total = sum(change.ckpt.tensors[key].volume for key in keys)
@@ -433,7 +443,7 @@ def _bucket_cuts(change: _Change) -> Iterator[Constraint]:
 
 
 def _chain(change: _Change, form: Form, keys: tuple[str, ...]) -> Iterator[Constraint]:
-    """Forms that are cut as the weights are: what remains is the chain of optimizers, which rank 0 alone describes.
+    """Obstacles for forms with one key per weight: only the number of chained optimizers must match.
 
     Source:
         megatron.core.optimizer.get_megatron_optimizer: the experts have an optimizer of their own where their
@@ -443,6 +453,8 @@ def _chain(change: _Change, form: Form, keys: tuple[str, ...]) -> Iterator[Const
     if not (change.number("experts") or any(".experts." in key for key in change.ckpt.tensors)):
         return
     chains = _chains(change.ckpt)
+    # Rank 0 describes the chain for all ranks. Without its entry, ep above 1 in the saved layout implies two
+    # optimizers.
     was = chains > 1 if chains else change.old.get("ep", 1) > 1
     by_ep = change.new["ep"] > 1
     by_etp = by_ep or change.new["etp"] != change.new["tp"]
@@ -461,7 +473,7 @@ def _chain(change: _Change, form: Form, keys: tuple[str, ...]) -> Iterator[Const
 
 
 def _chains(ckpt: Checkpoint) -> int:
-    """How many optimizers rank 0 described, 0 where it described none."""
+    """Number of optimizers in the common state; 0 without any."""
     described = ckpt.common_value("optimizer")
     if not isinstance(described, dict):
         return 0
@@ -472,13 +484,13 @@ def _chains(ckpt: Checkpoint) -> int:
 
 
 def _objects(ckpt: Checkpoint, key: str) -> list[ShardedObject]:
-    """The shards of an object."""
+    """All shards of an object."""
     grids = (rows for grid_key, _, rows in ckpt.objects.rows_by_grid() if grid_key == key)
     return [ckpt.objects[row] for rows in grids for row in rows.tolist()]
 
 
 def _random_states(change: _Change) -> Iterator[Constraint]:
-    """Random number states, a grid of objects that no load can cut otherwise.
+    """Obstacles from random states, a grid of objects that cannot be resharded.
 
     Source:
         megatron.training.checkpointing.get_rng_state: (PP, TP); in 0.16 (PP, TP, DP x CP) with expert parallelism.
@@ -494,7 +506,7 @@ def _random_states(change: _Change) -> Iterator[Constraint]:
         return
     moved = change.changes("tp", "pp")
     if not stored:
-        if change.is_told and not moved and not change.argument("no_save_rng"):
+        if change.layout_is_declared and not moved and not change.argument("no_save_rng"):
             sentence = "it holds no random states, and Megatron-LM needs them without --no-load-rng"
             yield Constraint("fails", sentence, keys, source)
         return
@@ -511,6 +523,8 @@ def _random_states(change: _Change) -> Iterator[Constraint]:
     shape = stored[0].shape
     usual = (new["pp"], new["tp"])
     with_experts = (*usual, new["dp"] * new["cp"]) if new["ep"] > 1 else usual
+    # 0.16 alone asks for a grid with a data-parallel axis under expert parallelism (driven: "Missing key ...
+    # rng_state/shard_0.0.0_1.1.4" in every other version).
     asked = {(KNOWN[0], (0, 15)): usual, ((0, 16), (0, 16)): with_experts, ((0, 17), KNOWN[-1]): usual}
     for (first, last), wanted in asked.items():
         if wanted != shape:
@@ -527,7 +541,7 @@ def _grid(shape: tuple[int, ...]) -> str:
 
 
 def _rerun_state(change: _Change) -> Iterator[Constraint]:
-    """The state of the machine that repeats suspicious steps; it counts only in the midst of such a repetition.
+    """Obstacles from the rerun state (of steps repeated to find faults), which matters only during a rerun.
 
     Source:
         megatron.core.rerun_state_machine.RerunStateMachine.state_dict, one object per rank (0.13)
@@ -545,7 +559,7 @@ def _rerun_state(change: _Change) -> Iterator[Constraint]:
 
 
 def _vocabulary(change: _Change) -> Iterator[Constraint]:
-    """Rows of padding, of which another tp makes more or fewer.
+    """Notes on vocabulary padding, whose number of rows depends on tp.
 
     Source:
         megatron.training.vocab_utils.calculate_padded_vocab_size; `allow_shape_mismatch` of
@@ -568,7 +582,9 @@ def _vocabulary(change: _Change) -> Iterator[Constraint]:
                 sentence += "; the optimizer states of the new rows stay unset"
             yield Constraint("note", sentence, keys, source)
         return
-    fewest = max(rows - divisor * change.old["tp"] + 1, 1)  # tokens, if the job that saved padded in the same way
+    # Without a declared vocabulary the rows bound it, if the old job padded to divisor x tp too. If both bounds pad to
+    # the stored rows, the new job builds the same table whatever the number of tokens is.
+    fewest = max(rows - divisor * change.old["tp"] + 1, 1)
     if vocab is None and -(-fewest // step) * step == -(-rows // step) * step == rows:
         return
     sentence = (
@@ -582,8 +598,8 @@ _EMBEDDING = re.compile(r"(?:.*\.)?(?:embedding\.word_embeddings|output_layer)\.
 
 
 def _not_judged(change: _Change) -> Iterator[Constraint]:
-    """What the arguments would tell, where there are none."""
-    if not change.is_told:
+    """Notes on what cannot be judged without the job's arguments."""
+    if not change.layout_is_declared:
         source = f"Megatron-LM core_v0.12.3-core_v0.19.0, {_LOAD}"
         refused = Constraint("fails", "the checkpoint holds no arguments of the job, so the load stops", source=source)
         yield from _by_version(change, KNOWN[0], (0, 15), refused)

@@ -1,4 +1,4 @@
-"""What comes out of a plan: whether the checkpoint loads there, what keeps it from it, what each rank reads."""
+"""The result of a plan: whether the checkpoint loads, the obstacles, and the reads of each rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Effect = Literal["fails", "drops", "note"]
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """Something that a load refuses, leaves out, or that its user should know.
+    """An obstacle to a load, a loss, or a note.
 
     Attributes:
         effect: `fails` the load raises; `drops` it loads and something is lost; `note` neither.
@@ -59,7 +59,7 @@ class Conversion:
 
 @dataclass(frozen=True, eq=False)
 class Cost:
-    """What the ranks read. Ranks that read the same are one kind.
+    """The reads of all ranks. Ranks with equal reads form one kind.
 
     Attributes:
         kind: int64 [world], the kind of each rank.
@@ -69,7 +69,7 @@ class Cost:
         files: the files that a rank of each kind opens, as rows of `names`, ascending; `.metadata` is not among them.
         names: of the payload files.
         distinct: bytes of the records that any rank reads, each counted once.
-        written: rank that saved -> bytes that it wrote, as far as names of files tell.
+        written: rank that saved -> bytes that it wrote, where file names contain the rank.
     """
 
     kind: IntArray
@@ -126,7 +126,7 @@ class Plan(Shown):
         constraints: what else a load refuses, loses or should be known; and what was guessed.
         cost: what the ranks read.
         nodes: what each node must see; empty where no nodes were named.
-        astray: keys of which a node lacks a part, where each has only the files that it wrote.
+        astray: keys with a part that a node lacks, where each node has only its own files.
     """
 
     checkpoint: Checkpoint
@@ -151,7 +151,7 @@ class Plan(Shown):
         `effect` is an `Effect`, `missing`, `shape`, `astray`, `converted` or `unexpected`; None is what a row has not.
         """
         shapes = ((item.key, str([*item.stored]), str([*item.wanted])) for item in self.mismatches)
-        found: list[tuple[str, str | None, str | None, str | None, str | None]] = [
+        cells: list[tuple[str, str | None, str | None, str | None, str | None]] = [
             *(("missing", key, None, None, None) for key in self.missing),
             *(("shape", *shape, None) for shape in shapes),
             *(("astray", key, None, None, None) for key in self.astray),
@@ -163,7 +163,7 @@ class Plan(Shown):
             *(("converted", item.key, item.stored, item.wanted, None) for item in self.converted),
             *(("unexpected", key, None, None, None) for key in self.unexpected),
         ]
-        return [dict(zip(("effect", "key", "stored", "wanted", "sentence"), row, strict=True)) for row in found]
+        return [dict(zip(("effect", "key", "stored", "wanted", "sentence"), row, strict=True)) for row in cells]
 
     @property
     def verdict(self) -> Literal["loads", "fails"]:

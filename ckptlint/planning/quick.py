@@ -1,9 +1,9 @@
-"""The quick form: what ranks want as sizes of axes imply, without torch and without the job's code.
+"""The quick form of a job: each rank's requests derived from axis sizes, without torch and without the job's code.
 
-Ranks count as in torchtitan and Megatron-Core: tp varies fastest, then cp, dp (shards, then replicas) and pp. FSDP cuts
-the first axis of what tensor parallelism left, by ceiling division with empty tails, as torch does. Where tp cuts is
-known by how the checkpoint is cut now, else by what a tensor does; layers go to stages in equal runs, experts to ep
-ranks likewise. What does not follow from the checkpoint is among `Job.known`, marked as guessed.
+Ranks are numbered as in torchtitan and Megatron-Core: tp varies fastest, then cp, dp (shards, then replicas) and pp.
+FSDP cuts the first axis after tensor parallelism, by ceiling division with empty tails, as torch does. The axis that tp
+cuts comes from the stored chunks, else from the function of the tensor; layers go to stages in equal runs, and experts
+to ep ranks. `Job.constraints` lists every assumption, marked as guessed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ckptlint.planning.outcome import Constraint
 from ckptlint.vocabulary.keys import Key, block_of
 
 JOB_AXES = ("dp", "dp_shard", "dp_replicate", "fsdp", "tp", "pp", "vpp", "ep", "etp", "cp")
-"""What `--to` takes: `fsdp` and `dp_shard` are other names of `dp`."""
+"""Axes of `--to`: `fsdp` and `dp_shard` are other names of `dp`."""
 
 MOST_RANKS = 1 << 17
 _MOST_ROWS = 1 << 24  # of all targets
@@ -46,7 +46,7 @@ def axis_sizes(text: str) -> dict[str, int]:
     Raises:
         ConfigError: an unknown axis, one that is named twice, a size below 1, or too many ranks.
     """
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for part in text.split(","):
         match = _SIZE.fullmatch(part)
         if match is None:
@@ -54,29 +54,29 @@ def axis_sizes(text: str) -> dict[str, int]:
         name = "dp" if match[1] in ("fsdp", "dp_shard") else match[1]
         if name not in JOB_AXES:
             raise ConfigError(f"there is no axis {match[1]!r}, only {', '.join(JOB_AXES)}")
-        if name in found:
+        if name in sizes:
             raise ConfigError(f"{text} names the axis {name} twice")
         if match[2].startswith("-") or len(match[2]) > 9 or not (size := int(match[2])):
             raise ConfigError(f"{match[1]}={match[2][:20]} is not the size of an axis: give a whole number from 1 up")
-        found[name] = size
-    world = world_of(found)
+        sizes[name] = size
+    world = world_of(sizes)
     if world > MOST_RANKS:
         raise ConfigError(f"{text} has {world:,} ranks: plan {MOST_RANKS:,} at most")
-    tp, ep = found.get("tp", 1), found.get("ep", 1)
-    if world // found.get("pp", 1) % (found.get("etp", tp) * ep):
-        shared = "a stage" if "etp" in found else "a stage and a tp rank"
-        cells = f"ep={ep} x etp={found['etp']}" if "etp" in found else f"ep={ep}"
+    tp, ep = sizes.get("tp", 1), sizes.get("ep", 1)
+    if world // sizes.get("pp", 1) % (sizes.get("etp", tp) * ep):
+        shared = "a stage" if "etp" in sizes else "a stage and a tp rank"
+        cells = f"ep={ep} x etp={sizes['etp']}" if "etp" in sizes else f"ep={ep}"
         raise ConfigError(f"{cells} does not divide the ranks that share {shared} in {text}")
-    return found
+    return sizes
 
 
 def world_of(sizes: Mapping[str, int]) -> int:
-    """How many ranks these sizes make: ep and etp share those of dp, cp and tp, vpp takes none."""
+    """Number of ranks: ep and etp reuse the ranks of dp, cp and tp, and vpp adds none."""
     return prod(size for axis, size in sizes.items() if axis not in ("ep", "etp", "vpp"))
 
 
 def quick_job(ckpt: Checkpoint, to: str) -> Job:
-    """What the ranks of a job with axes of these sizes want, when it asks for all that is stored.
+    """The job with these axis sizes, whose ranks request every stored key.
 
     Args:
         to: `dp=8,tp=2`.
@@ -87,11 +87,11 @@ def quick_job(ckpt: Checkpoint, to: str) -> Job:
     """
     sizes = axis_sizes(to)
     work = _Cutter(ckpt, _Ranks.of(sizes))
-    wishes = list(work.wishes())
-    known = [Constraint("note", sentence, tuple(keys), guessed=True) for sentence, keys in work.guessed.items()]
+    requests = list(work.requests())
+    constraints = [Constraint("note", sentence, tuple(keys), guessed=True) for sentence, keys in work.guessed.items()]
     if unsound := tuple(name for name, tensor in ckpt.tensors.items() if not tensor.is_sound):
-        known.insert(0, Constraint("fails", "the chunks do not fit the tensor's shape", unsound))
-    return Job("quick", to, world_of(sizes), wishes, (*known, *_heads(ckpt, sizes)))
+        constraints.insert(0, Constraint("fails", "the chunks do not fit the tensor's shape", unsound))
+    return Job("quick", to, world_of(sizes), requests, (*constraints, *_heads(ckpt, sizes)))
 
 
 def _heads(ckpt: Checkpoint, sizes: Mapping[str, int]) -> Iterator[Constraint]:
@@ -118,7 +118,7 @@ class _Ranks:
         at["shard"] = at["dp"] * cp + at["cp"]
         spread = at["dp_replicate"] * sizes.get("dp", 1) * cp + at["shard"]
         tp, etp = sizes.get("tp", 1), sizes.get("etp", sizes.get("tp", 1))
-        at["etp"] = (spread * tp + at["tp"]) % etp  # experts lie on neighbouring ranks, copies and shards of one apart
+        at["etp"] = (spread * tp + at["tp"]) % etp  # etp varies fastest, then ep: one expert's replicas are apart
         at["ep"] = (spread * tp + at["tp"]) // etp % ep
         at["within_ep"] = (at["shard"] * tp + at["tp"]) // (etp * ep)
         full = {axis: sizes.get(axis, 1) for axis in (*order, "ep", "vpp")}
@@ -127,17 +127,17 @@ class _Ranks:
 
     @property
     def world(self) -> int:
-        """How many there are."""
+        """Number of ranks."""
         return len(self.at["tp"])
 
 
 _Cut = tuple[int, str, int]
-"""An axis of a tensor, the axis of ranks that cuts it, and in how many runs each rank has its part (2: gate and up)."""
+"""(axis of the tensor, mesh axis that cuts it, runs of each rank: 2 for a fused gate and up, else 1)."""
 
 
 @dataclass(eq=False)
 class _Cutter:
-    """Gives each tensor its targets; tensors that are cut alike share one."""
+    """Builds the target of each tensor; tensors with the same shape and cuts share one."""
 
     ckpt: Checkpoint
     ranks: _Ranks
@@ -146,8 +146,8 @@ class _Cutter:
     everyone: dict[tuple[object, ...], IntArray] = field(default_factory=dict)
     rows: int = 0
 
-    def wishes(self) -> Iterator[TensorRequest]:
-        """A wish for each tensor, and for each object that all ranks read."""
+    def requests(self) -> Iterator[TensorRequest]:
+        """One request for each tensor, and for each object that all ranks read."""
         inventory = inventory_of(self.ckpt)
         params = {param.tensor.fqn: param for param in inventory.params}
         for copies in inventory.copies.values():
@@ -156,6 +156,8 @@ class _Cutter:
         self.layers = _layer_counts([param.key for param in params.values()])
         self.experts = 1 + max((p.key.expert for p in params.values() if p.key.expert is not None), default=-1)
         self.hidden = hidden_sizes(self.ckpt)
+        # Buffers and scalars stay whole under FSDP too. If more than half of the tensors are cut, the
+        # saving job sharded its model; else its chunks show nothing about the axes.
         self.is_cut = sum(len(tensor.chunks) > 1 for tensor in self.ckpt.tensors.values()) * 2 > len(self.ckpt.tensors)
         for name, tensor in self.ckpt.tensors.items():
             if not tensor.is_sound:
@@ -163,9 +165,9 @@ class _Cutter:
             param = params.get(name)
             owner = owners.get(name)
             if param is not None:
-                yield self._wish(tensor, param, "model")
+                yield self._request(tensor, param, "model")
             elif owner is not None and owner.tensor.global_shape == tensor.global_shape:
-                yield self._wish(tensor, owner, "optimizer")
+                yield self._request(tensor, owner, "optimizer")
             else:
                 yield self._other(tensor, owner)
         everyone = np.arange(self.ranks.world)
@@ -179,8 +181,8 @@ class _Cutter:
 
     # ------------------------------------------------------------ who, and how it is cut
 
-    def _wish(self, tensor: Tensor, param: Param, part: str) -> TensorRequest:
-        """A parameter, or an optimizer state of its shape."""
+    def _request(self, tensor: Tensor, param: Param, part: str) -> TensorRequest:
+        """The request for a parameter, or for an optimizer state of its shape."""
         key = param.key
         cuts: list[_Cut] = []
         if param.layer_axis is not None:
@@ -196,7 +198,7 @@ class _Cutter:
         )
 
     def _other(self, tensor: Tensor, owner: Param | None) -> TensorRequest:
-        """What has no parameter of its shape: steps, factored states, flat buffers, states of unknown parameters."""
+        """The request for a tensor without a parameter of its shape: steps, factored states, flat buffers."""
         who = self._who(owner.key, False) if owner is not None else ("all", np.arange(self.ranks.world))
         cuts: list[_Cut] = []
         if tensor.global_shape and len(tensor.chunks) > 1:
@@ -205,7 +207,7 @@ class _Cutter:
         return TensorRequest(tensor.fqn, None, self._target(tensor, cuts, who), who[1])
 
     def _who(self, key: Key, is_stacked: bool) -> tuple[object, IntArray]:
-        """The ranks that hold a parameter, and a name for them."""
+        """(name of the group of ranks, ranks) that hold a parameter."""
         ranks, chosen, name = self.ranks, np.ones(self.ranks.world, bool), []
         pp = ranks.sizes["pp"]
         if pp > 1 and not is_stacked:
@@ -214,19 +216,19 @@ class _Cutter:
                 chosen &= ranks.at["pp"] == stage
                 name.append(("pp", stage))
         if ranks.sizes["ep"] > 1 and key.expert is not None:
-            place = key.expert * ranks.sizes["ep"] // max(self.experts, 1)
+            ep_rank = key.expert * ranks.sizes["ep"] // max(self.experts, 1)
             if self.experts % ranks.sizes["ep"]:
                 self._guess(
                     f"{self.experts} experts are spread over ep {ranks.sizes['ep']} as evenly as possible", key.fqn
                 )
-            chosen &= ranks.at["ep"] == place
-            name.append(("ep", place))
+            chosen &= ranks.at["ep"] == ep_rank
+            name.append(("ep", ep_rank))
         if tuple(name) not in self.everyone:
             self.everyone[tuple(name)] = np.flatnonzero(chosen)
         return tuple(name), self.everyone[tuple(name)]
 
     def _stage(self, key: Key, pp: int) -> int | None:
-        """The pipeline stage of a parameter; None for all stages."""
+        """The pipeline stage of a parameter; None where all stages hold it."""
         vpp = self.ranks.sizes["vpp"]
         if key.block:
             count = self.layers.get(key.block, 0)
@@ -253,22 +255,24 @@ class _Cutter:
     # ------------------------------------------------------------ tensor parallelism
 
     def _tensor_parallel(self, tensor: Tensor, param: Param) -> list[tuple[int, int]]:
-        """The axis that tp cuts, and in how many runs; empty where each rank has all of it."""
+        """[(axis that tp cuts, runs)]; [] where each rank has the whole tensor."""
         axes, key = param.own_axes, param.key
-        seen = [axis for axis in axes if axis_factor(tensor, axis) > 1]
-        if self.ckpt.is_torch_dist and len(seen) == 1:  # dp copies parameters there, so what is cut is cut by tp
-            return [(seen[0], self._runs(key, tensor, seen[0]))]
-        if len(axes) > 1 and (later := [axis for axis in seen if axis != axes[0]]):
-            return [(later[0], 1)]  # FSDP cuts the first axis
+        cut_axes = [axis for axis in axes if axis_factor(tensor, axis) > 1]
+        # Evidence before convention. Megatron-Core replicates parameters over dp, so every cut there is from tp.
+        # Elsewhere the first axis may be cut by FSDP, by tp or by both, and only a cut of a later axis shows tp.
+        if self.ckpt.is_torch_dist and len(cut_axes) == 1:
+            return [(cut_axes[0], self._runs(key, tensor, cut_axes[0]))]
+        if len(axes) > 1 and (later := [axis for axis in cut_axes if axis != axes[0]]):
+            return [(later[0], 1)]  # FSDP only cuts the first axis, so tp cut this one
         axis = self._by_role(param)
         if axis is None:
             return []
-        if tensor is param.tensor:  # its states follow
+        if tensor is param.tensor:  # one guess for the parameter covers its states
             self._guess(f"tp cuts axis {axis}, as is usual for such a tensor", tensor.fqn)
         return [(axis, self._runs(key, tensor, axis) if self.ckpt.is_torch_dist else 1)]
 
     def _by_role(self, param: Param) -> int | None:
-        """The axis that tp cuts by what a parameter does; None where each rank has all of it."""
+        """The axis that tp usually cuts for this function; None where it cuts none."""
         axes, key = param.own_axes, param.key
         if not axes:
             return None
@@ -279,12 +283,13 @@ class _Cutter:
         inner = axes[0] if key.function in _COLUMN else axes[1]
         found = self.hidden.get(block_of(key))
         if found is not None and param.own_shape.count(found.size) == 1 and key.function not in ("embedding", "output"):
-            # experts may be stored transposed: the axis that is not the model's width is cut
+            # Column and row order assume [out, in], but experts may be stored [in, out]. tp does not cut the
+            # hidden size, so the other axis is the cut one.
             inner = axes[1 - param.own_shape.index(found.size)]
         return inner
 
     def _runs(self, key: Key, tensor: Tensor, axis: int) -> int:
-        """2 for a fused gate and up projection of Megatron-Core, whose halves are cut apart."""
+        """2 for a fused gate and up projection of Megatron-Core, whose halves are cut separately; else 1."""
         gated = self.ckpt.declared.get("gated")
         is_fused = key.function == "mlp_in" and not key.component and gated is not None and bool(gated.value)
         return 2 if is_fused and tensor.global_shape[axis] % 2 == 0 else 1
@@ -292,7 +297,7 @@ class _Cutter:
     # ------------------------------------------------------------ data parallelism
 
     def _sharded(self, tensor: Tensor, param: Param, part: str) -> list[_Cut]:
-        """How dp shards a parameter or its states."""
+        """The cuts that dp adds to a parameter or its states."""
         in_experts = param.key.in_experts and self.ranks.sizes["ep"] > 1
         over = "within_ep" if in_experts else "shard"
         if self.ranks.sizes[over] == 1 or not tensor.global_shape:
@@ -303,7 +308,7 @@ class _Cutter:
             self._guess("dp cuts the optimizer state evenly: Megatron-Core cuts its flat buffers instead", tensor.fqn)
             return [(param.own_axes[0], over, 1)] if param.own_axes else []
         if self.is_cut and len(tensor.chunks) == 1 and tensor.global_shape[0] > 1 and param.key.function == "other":
-            return []  # a buffer: everything else is cut
+            return []  # whole in a sharded checkpoint and without a known function: a buffer, which FSDP replicates
         if not self.is_cut:
             self._guess("FSDP cuts the first axis, since the checkpoint is not cut and does not say", tensor.fqn)
         return [(0, over, 1)]
@@ -320,7 +325,7 @@ class _Cutter:
         return self.targets[key]
 
     def _cut(self, shape: tuple[int, ...], cuts: list[_Cut], who: IntArray) -> Target:
-        """The boxes of these ranks; ranks whose part is empty want none."""
+        """The boxes of these ranks; a rank with an empty part has no box."""
         halves = [(axis, runs) for axis, _, runs in cuts if runs > 1]
         parts = []
         for run in range(halves[0][1] if halves else 1):
@@ -344,9 +349,9 @@ class _Cutter:
 
 
 def _layer_counts(keys: list[Key]) -> dict[str, int]:
-    """Block -> how many layers it has, by the highest number."""
-    found: dict[str, int] = {}
+    """Block -> its number of layers: the highest layer number plus one."""
+    counts: dict[str, int] = {}
     for key in keys:
         if key.block and key.layer is not None:
-            found[key.block] = max(found.get(key.block, 0), key.layer + 1)
-    return found
+            counts[key.block] = max(counts.get(key.block, 0), key.layer + 1)
+    return counts

@@ -1,4 +1,4 @@
-"""What the loader of a layout refuses in a job of another shape, as the layout's row says it."""
+"""Obstacles to loading rank files into a job of another shape, from the table of layouts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ckptlint.planning.outcome import Constraint
 
 
 def refusals(ckpt: Checkpoint, to: Mapping[str, int], world: int) -> Iterator[Constraint]:
-    """What stands against a load of rank files, which their libraries do not reshard.
+    """The obstacles to a load of rank files, which their libraries do not reshard.
 
     Args:
         to: sizes of axes that the job has; one that is not named is 1.

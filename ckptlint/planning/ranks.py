@@ -1,9 +1,8 @@
-"""The state dicts of a job's ranks, as the function that the user named returns them, without memory, network or GPU.
+"""Runs the user's function for each rank of a job and collects the state dicts, without memory, network or GPU.
 
-Runs in a process of its own: `python -m ckptlint.planning.ranks FOLDER`, where `request.json` says what to run, and
-`rank-N.json` is the answer of each rank. Each rank is a fork that imports the user's file anew, since a file may look
-at its rank while it is imported. Tensors are torch's fake ones (`FakeTensorMode`), the process group is the fake one,
-and what asks for a GPU gets the CPU.
+Runs as its own process, `python -m ckptlint.planning.ranks FOLDER`: `request.json` names the function, `rank-N.json` is
+the answer of rank N. Each rank is a fork that imports the user's file anew, since a file may read its rank on import.
+Tensors are torch's fake ones (`FakeTensorMode`), the process group is fake, and every GPU device becomes the CPU.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ class _SmallThingsAreReal(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _NoGpu(TorchFunctionMode):
-    """Whatever asks for a GPU gets the CPU."""
+    """Replaces every GPU device by the CPU."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -78,7 +77,8 @@ class _NoGpu(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.Tensor.cuda:
             return args[0]
-        names = func is torch.Tensor.to or "device" in kwargs  # where a text may be the name of a device
+        # A text such as "cuda" may also be a key or a name. It counts as a device only in calls that take one.
+        names = func is torch.Tensor.to or "device" in kwargs
         args, kwargs = tree_map(
             lambda leaf: leaf if isinstance(leaf, str) and not names else _off_gpu(leaf), (args, kwargs)
         )
@@ -86,14 +86,14 @@ class _NoGpu(TorchFunctionMode):
 
 
 def _off_gpu(leaf: Any) -> Any:
-    """The CPU in place of a GPU, whether named or not; anything else as it is."""
+    """The CPU for a GPU device or its name; any other value unchanged."""
     if isinstance(leaf, torch.device):
         return torch.device("cpu") if leaf.type == "cuda" else leaf
     return "cpu" if isinstance(leaf, str) and (leaf == "cuda" or leaf.startswith("cuda:")) else leaf
 
 
 def _stand_ins(world: int, per_node: int) -> None:
-    """Functions of torch that need a GPU or other ranks, replaced; the group exists already."""
+    """Replace functions of torch that need a GPU or other ranks; the fake group exists already."""
     modules: Any = torch.cuda
     modules.set_device = lambda device: None
     modules.current_device = lambda: 0
@@ -114,12 +114,12 @@ def _stand_ins(world: int, per_node: int) -> None:
     mesh.__init__ = on_cpu
     _modules_stay()
     chosen = torch.set_default_device
-    whole: Any = torch
-    whole.set_default_device = lambda device: chosen(None if device is None else _off_gpu(torch.device(device)))
+    torch_module: Any = torch
+    torch_module.set_default_device = lambda device: chosen(None if device is None else _off_gpu(torch.device(device)))
 
 
 def _modules_stay() -> None:
-    """Modules that move to a device stay where they are, all being one; torch cannot swap fake parameters in place."""
+    """Make `Module.to` keep the device, since only the CPU exists and torch cannot swap fake parameters in place."""
     module: Any = torch.nn.Module
     move = module.to
 
@@ -133,17 +133,17 @@ def _modules_stay() -> None:
     module.cuda = lambda self, device=None: self
 
 
-def _gathered(found: list[Any], value: Any, group: Any = None) -> None:
-    """What `all_gather_object` gives where every rank says the same."""
-    found[:] = [value] * len(found)
+def _gathered(results: list[Any], value: Any, group: Any = None) -> None:
+    """`all_gather_object` as if every rank passed the same value."""
+    results[:] = [value] * len(results)
 
 
 def _state_dict(request: Mapping[str, Any], rank: int) -> Any:
-    """What the user's function returns at a rank."""
+    """The state dict that the user's function returns for one rank."""
     world, per_node = request["world"], request["per_node"]
-    said = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank % per_node, "LOCAL_WORLD_SIZE": per_node}
-    said |= {"GROUP_RANK": rank // per_node, "MASTER_PORT": 29500}
-    os.environ.update({name: str(value) for name, value in said.items()} | {"MASTER_ADDR": "localhost"})
+    environment = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank % per_node, "LOCAL_WORLD_SIZE": per_node}
+    environment |= {"GROUP_RANK": rank // per_node, "MASTER_PORT": 29500}
+    os.environ.update({name: str(value) for name, value in environment.items()} | {"MASTER_ADDR": "localhost"})
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     _stand_ins(world, per_node)
     function = _found(request["function"])
@@ -158,11 +158,13 @@ def _state_dict(request: Mapping[str, Any], rank: int) -> Any:
     with ExitStack() as stack:
         for mode in (FakeTensorMode(allow_non_fake_inputs=True), small(), _NoGpu()):
             stack.enter_context(mode)
-        found = function(*arguments)
-        if isinstance(found, dict):  # as torch.distributed.checkpoint.load does
-            found = {key: found[key] for key in sorted(found)}
-            found = {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in found.items()}
-    return found
+        state_dict = function(*arguments)
+        if isinstance(state_dict, dict):  # as torch.distributed.checkpoint.load does
+            state_dict = {key: state_dict[key] for key in sorted(state_dict)}
+            state_dict = {
+                key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state_dict.items()
+            }
+    return state_dict
 
 
 def _found(spec: str) -> Callable[..., Any]:
@@ -172,11 +174,11 @@ def _found(spec: str) -> Callable[..., Any]:
     if where.endswith(".py"):
         path = Path(where).resolve()
         sys.path.insert(0, str(path.parent))
-        found = importlib.util.spec_from_file_location(path.stem, path)
-        assert found is not None and found.loader is not None
-        module = importlib.util.module_from_spec(found)
+        module_spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert module_spec is not None and module_spec.loader is not None
+        module = importlib.util.module_from_spec(module_spec)
         sys.modules[path.stem] = module
-        found.loader.exec_module(module)
+        module_spec.loader.exec_module(module)
     else:
         module = importlib.import_module(where)
     function: Any = module
@@ -189,16 +191,18 @@ def _found(spec: str) -> Callable[..., Any]:
 
 
 def _wanted(state_dict: dict[str, Any], stored: frozenset[str]) -> Iterator[list[Any]]:
-    """[key, shape, dtype, [[offsets, sizes], ...], fits] of each entry; shape and dtype are None for what is no tensor.
+    """[key, shape, dtype, [[offsets, sizes], ...], fits] of each entry; shape and dtype are None for objects.
 
-    `fits`: whether the rank holds as many elements as torch says.
+    `fits`: whether the local shard has as many elements as torch computes from the placements.
 
     Source:
         torch 2.13 `DefaultLoadPlanner.set_up_planner`, `create_local_plan`, `create_default_local_load_plan`
     """
     flat, _ = flatten_state_dict(_flatten_sharded_tensors(state_dict))
     absent = {key for key in stored if key not in {printable(key) for key in flat}}
-    if absent:  # a checkpoint of torch 2.3 or before flattens otherwise
+    # torch 2.3 and before flatten some nested values to other keys, and torch itself retries this way. The old names
+    # are used only if the checkpoint has some that the new ones lack.
+    if absent:
         version: Any = _version
         version._derived_version = "2_3"
         old, _ = flatten_state_dict(state_dict)
@@ -222,26 +226,26 @@ def _wanted(state_dict: dict[str, Any], stored: frozenset[str]) -> Iterator[list
 def _answer(folder: Path, request: Mapping[str, Any], rank: int) -> dict[str, Any]:
     """`{"entries": ...}`, or `{"failed": sentence, "error": lines}`."""
     try:
-        found = _state_dict(request, rank)
+        state_dict = _state_dict(request, rank)
     except SystemExit as error:
         return {"failed": f"called exit({error.code!r})", "error": []}
     except BaseException as error:
-        return {"failed": "raised an error", "error": _told(error, request["function"])}
-    if not isinstance(found, dict):
-        return {"failed": f"returned {type(found).__name__}, not a dict", "error": []}
+        return {"failed": "raised an error", "error": _error_lines(error, request["function"])}
+    if not isinstance(state_dict, dict):
+        return {"failed": f"returned {type(state_dict).__name__}, not a dict", "error": []}
     try:
-        return {"entries": [*_wanted(found, frozenset(request["keys"]))]}
+        return {"entries": [*_wanted(state_dict, frozenset(request["keys"]))]}
     except Exception as error:
-        return {"failed": "returned what torch cannot load into", "error": _told(error, request["function"])}
+        return {"failed": "returned what torch cannot load into", "error": _error_lines(error, request["function"])}
 
 
-def _told(error: BaseException, function: str) -> list[str]:
-    """The error with where it comes from: the last line of the user's own file, and the line that raised."""
+def _error_lines(error: BaseException, function: str) -> list[str]:
+    """Lines on an error: the last frame in the user's own code, then the message."""
     frames = traceback.extract_tb(error.__traceback__)
     outside = [frame for frame in frames if frame.filename != __file__ and not _is_library(frame.filename)]
     lines = [f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}: {frame.line}" for frame in outside[-1:]]
-    said = "".join(traceback.format_exception_only(error)).strip().splitlines()
-    return [printable(line) for line in (*lines, *said[:_LINES])]
+    message = "".join(traceback.format_exception_only(error)).strip().splitlines()
+    return [printable(line) for line in (*lines, *message[:_LINES])]
 
 
 def _is_library(file: str) -> bool:
@@ -252,7 +256,7 @@ def _is_library(file: str) -> bool:
 
 
 def _run(folder: Path) -> None:
-    """One fork for each rank, some at a time; the first that fails ends it."""
+    """Fork one process for each rank, a few at a time; stop at the first failure."""
     request = json.loads((folder / "request.json").read_text())
     running: dict[int, int] = {}
     waiting = iter(range(request["world"]))

@@ -1,4 +1,4 @@
-"""Which stored chunks the ranks of a job need: target boxes against chunks, as torch's planner intersects them."""
+"""Intersects target boxes with stored chunks, as torch's planner does, to find what each rank reads."""
 
 from __future__ import annotations
 
@@ -75,12 +75,12 @@ def reads(tiling: Tiling, target: Target, budget: ReadBudget | None = None) -> R
         `planner_helpers.create_read_items_for_chunk_list`
     """
     budget = budget or ReadBudget()
-    found = []
+    items = []
     for boxes, chunks in _candidates(tiling, target):
         budget.spend(len(boxes), 0)
-        found.append(_overlapping(tiling, target, boxes, chunks))
-        budget.spend(0, len(found[-1][0]))
-    boxes, chunks = (np.concatenate([pair[side] for pair in found]) for side in (0, 1)) if found else _nothing()
+        items.append(_overlapping(tiling, target, boxes, chunks))
+        budget.spend(0, len(items[-1][0]))
+    boxes, chunks = (np.concatenate([pair[side] for pair in items]) for side in (0, 1)) if items else _nothing()
     order = np.lexsort((chunks, boxes))
     boxes, chunks = boxes[order], chunks[order]
     chunk_start, box_start = tiling.offsets[chunks], target.offsets[boxes]

@@ -1,4 +1,4 @@
-"""What a job leaves behind as a whole: parts and layers of a checkpoint of which no rank asks for anything."""
+"""Finds whole parts and layers of a checkpoint that no rank of a job requests."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ _Group = TypeVar("_Group", bound=Hashable)
 
 
 def unrequested_keys(ckpt: Checkpoint, job: Job) -> Iterator[Constraint]:
-    """The parts, and the layers of parts that are asked for, of which no rank of a job asks for any key.
+    """The parts without any requested key, and the layers without one in parts that are requested.
 
-    A part besides the model that is left out as a whole is a note: a job may want the weights alone. Some layers of a
-    part without the others are a loss.
+    A whole part besides the model is a note, since a job may load only the weights. Single layers are a loss.
 
     Args:
-        job: of the exact form; the quick one takes all to be asked for.
+        job: a job of the exact form; the quick form requests everything.
     """
-    asked = {wish.key for wish in job.wishes}
+    asked = {request.key for request in job.requests}
     stored = [*ckpt.tensors, *(item.fqn for item in ckpt.objects), *(item.fqn for item in ckpt.byte_objects)]
     parts = _left_out(stored, asked, part_of_key)
     for name, keys in parts.items():
@@ -60,7 +59,7 @@ def unrequested_keys(ckpt: Checkpoint, job: Job) -> Iterator[Constraint]:
 def _left_out(
     stored: Iterable[str], asked: Set[str], group_of: Callable[[str], _Group | None]
 ) -> dict[_Group, list[str]]:
-    """The groups of keys of which none is asked for."""
+    """The groups of keys without any requested key."""
     groups: dict[_Group, list[str]] = defaultdict(list)
     for key in stored:
         if (group := group_of(key)) is not None:

@@ -1,4 +1,4 @@
-"""A checkpoint against what a job asks for: what torch would refuse, lose or convert, and what each rank reads."""
+"""Compares a checkpoint with a job's requests: what torch refuses, loses or converts, and what each rank reads."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ def plan_of(ckpt: Checkpoint, job: Job, per_node: int | None = None, from_nodes:
         BudgetError: chunks and parts are too many to compare.
     """
     work = _Work(ckpt, job, per_node or max(job.world, 1), from_nodes)
-    for wish in job.wishes:
-        work.take(wish)
+    for request in job.requests:
+        work.take(request)
     work.add_own_metadata(job.world)
     cost = work.tally.cost()
-    asked = {wish.key for wish in job.wishes}
+    asked = {request.key for request in job.requests}
     stored = [*ckpt.tensors, *work.records]
     noted = [
         Constraint(effect, _SENTENCES[effect, what], tuple(keys), _SOURCES.get(what, ""))
@@ -72,7 +72,7 @@ def plan_of(ckpt: Checkpoint, job: Job, per_node: int | None = None, from_nodes:
         tuple(key for key in stored if key not in asked and job.form == "exact"),
         tuple(work.mismatches),
         tuple(work.converted.values()),
-        (*job.known, *noted),
+        (*job.constraints, *noted),
         cost,
         nodes,
         tuple(work.astray),
@@ -80,7 +80,7 @@ def plan_of(ckpt: Checkpoint, job: Job, per_node: int | None = None, from_nodes:
 
 
 class _Work:
-    """What is found out wish by wish."""
+    """Collects what is found for each request."""
 
     def __init__(self, ckpt: Checkpoint, job: Job, per_node: int, from_nodes: int | None) -> None:
         self.ckpt, self.per_node = ckpt, per_node
@@ -94,82 +94,86 @@ class _Work:
         self.converted: dict[str, Conversion] = {}
         self.noted: dict[tuple[Effect, str], dict[str, None]] = defaultdict(dict)
         self.astray: dict[str, None] = {}
-        self.found: dict[tuple[int, int], tuple[Reads, bool]] = {}
-        self.whole: dict[bytes, Target] = {}
+        self.reads_of: dict[tuple[int, int], tuple[Reads, bool]] = {}
+        self.replicated: dict[bytes, Target] = {}
         self.budget = ReadBudget()
 
-    def take(self, wish: TensorRequest) -> None:
-        """One key of the job."""
-        tensor = self.ckpt.tensors.get(wish.key)
-        if tensor is None and wish.key not in self.records:
-            self.missing[wish.key] = None
+    def take(self, request: TensorRequest) -> None:
+        """Check one request and count its reads."""
+        tensor = self.ckpt.tensors.get(request.key)
+        if tensor is None and request.key not in self.records:
+            self.missing[request.key] = None
         elif tensor is None:
-            if wish.target is not None:
-                self._tell("note", "as a tensor", wish.key)
-            self._object(wish)
-        elif wish.target is None:
-            self._tell("fails", "as an object", wish.key)
-        elif wish.target.shape != tensor.global_shape:
-            self.mismatches[Mismatch(wish.key, tensor.global_shape, wish.target.shape)] = None
+            if request.target is not None:
+                self._note("note", "as a tensor", request.key)
+            self._object(request)
+        elif request.target is None:
+            self._note("fails", "as an object", request.key)
+        elif request.target.shape != tensor.global_shape:
+            self.mismatches[Mismatch(request.key, tensor.global_shape, request.target.shape)] = None
         elif not tensor.is_sound:
-            self._tell("fails", "not sound", wish.key)
+            self._note("fails", "not sound", request.key)
         else:
-            if wish.dtype not in (None, tensor.dtype):
-                change = Conversion(wish.key, tensor.dtype, str(wish.dtype), loses(tensor.dtype, str(wish.dtype)))
-                self.converted.setdefault(wish.key, change)
-            self._tensor(wish.key, tensor, wish.target)
+            if request.dtype not in (None, tensor.dtype):
+                change = Conversion(
+                    request.key, tensor.dtype, str(request.dtype), loses(tensor.dtype, str(request.dtype))
+                )
+                self.converted.setdefault(request.key, change)
+            self._tensor(request.key, tensor, request.target)
 
     def add_own_metadata(self, world: int) -> None:
-        """What follows from one metadata file per rank, which torch reads where there is none for all."""
+        """Obstacles from one metadata file per rank, which torch reads where no common one exists."""
         saved = self.ckpt.topology.get("world")
         if self.ckpt.format == "dcp-per-rank" and saved is not None and saved.size != world:
             for name, tensor in self.ckpt.tensors.items():
                 if len(tensor.chunks) > 1 or world > saved.size:
-                    self._tell("fails" if world > saved.size else "drops", "own metadata", name)
+                    self._note("fails" if world > saved.size else "drops", "own metadata", name)
 
-    def _tell(self, effect: Effect, what: str, key: str) -> None:
+    def _note(self, effect: Effect, what: str, key: str) -> None:
         self.noted[effect, what][key] = None
 
-    def _object(self, wish: TensorRequest) -> None:
-        record = np.array([self.records[wish.key]], np.int64)
-        target = self.whole.setdefault(wish.ranks.tobytes(), Target.replicated((), wish.ranks))
+    def _object(self, request: TensorRequest) -> None:
+        record = np.array([self.records[request.key]], np.int64)
+        target = self.replicated.setdefault(request.ranks.tobytes(), Target.replicated((), request.ranks))
         none = np.zeros((1, 0), np.int64)
         item = Reads(np.zeros(1, np.int64), np.zeros(1, np.int64), none, none, none)
-        self._add(wish.key, target, item, record, None)
+        self._add(request.key, target, item, record, None)
 
     def _tensor(self, key: str, tensor: Tensor, target: Target) -> None:
         tiling = tensor.tiling
-        if (id(tiling), id(target)) not in self.found:
-            found = reads(tiling, target, self.budget)
-            filled = np.bincount(found.box, found.volume, len(target.offsets))
-            short = bool((filled < target.sizes.prod(axis=1)).any())
-            if not short and len(tiling.live) and tiling.coverage.doubled:  # what is there twice hides what is not
-                short = tiling.coverage.missing_volume > 0
-            self.found[id(tiling), id(target)] = found, short
-        found, short = self.found[id(tiling), id(target)]
-        if short:
-            self._tell("drops", "hole", key)
+        if (id(tiling), id(target)) not in self.reads_of:
+            items = reads(tiling, target, self.budget)
+            filled = np.bincount(items.box, items.volume, len(target.offsets))
+            has_hole = bool((filled < target.sizes.prod(axis=1)).any())
+            if (
+                not has_hole and len(tiling.live) and tiling.coverage.doubled
+            ):  # volumes are sums: an element stored twice hides one that is missing
+                has_hole = tiling.coverage.missing_volume > 0
+            self.reads_of[id(tiling), id(target)] = items, has_hole
+        items, has_hole = self.reads_of[id(tiling), id(target)]
+        if has_hole:
+            self._note("drops", "hole", key)
         bits = ITEM_BITS.get(tensor.dtype)
-        needed = None if bits is None else found.volume * bits // 8
-        self._add(key, target, found, tensor.chunks.record[found.chunk], needed)
+        needed = None if bits is None else items.volume * bits // 8
+        self._add(key, target, items, tensor.chunks.record[items.chunk], needed)
 
-    def _add(self, key: str, target: Target, found: Reads, records: IntArray, needed: IntArray | None) -> None:
+    def _add(self, key: str, target: Target, items: Reads, records: IntArray, needed: IntArray | None) -> None:
         """Count the items that have a record; those without one fail the load.
 
         Args:
             needed: bytes of each item; None for an object, and for a dtype of uncertain size: all of the record.
         """
-        has = records >= 0
-        if not has.all():
-            self._tell("fails", "no record", key)
-            columns = (found.box, found.chunk, found.in_chunk, found.in_box, found.lengths)
-            found, records = Reads(*(column[has] for column in columns)), records[has]
-            needed = None if needed is None else needed[has]
+        has_record = records >= 0
+        if not has_record.all():
+            self._note("fails", "no record", key)
+            columns = (items.box, items.chunk, items.in_chunk, items.in_box, items.lengths)
+            items, records = Reads(*(column[has_record] for column in columns)), records[has_record]
+            needed = None if needed is None else needed[has_record]
         if self.gone.any() and self.gone[self.ckpt.records.file[records]].any():
-            self._tell("fails", "no file", key)
+            self._note("fails", "no file", key)
         if needed is None:
             needed = self.ckpt.records.byte_length[records]
-        self.tally.add(target, found, records, needed)
+        self.tally.add(target, items, records, needed)
         files = self.ckpt.records.file[records]
-        if self.homes is not None and needs_away(target, found, files, self.homes, self.per_node):
+        if self.homes is not None and needs_away(target, items, files, self.homes, self.per_node):
             self.astray[key] = None

@@ -67,18 +67,20 @@ def items(ckpt: Checkpoint, job: Job, rank: int) -> list[list[Any]]:
     """The items of a rank as `jobs.load` gives those of torch."""
     found: list[list[Any]] = []
     objects = {item.fqn: item.record for item in ckpt.byte_objects}
-    for wish in job.wishes:
-        if wish.key in objects and rank in wish.ranks:
-            found.append([wish.key, *ckpt.byte_range_of(objects[wish.key]), [], [], [], []])
-        if wish.key in objects or wish.target is None:
+    for request in job.requests:
+        if request.key in objects and rank in request.ranks:
+            found.append([request.key, *ckpt.byte_range_of(objects[request.key]), [], [], [], []])
+        if request.key in objects or request.target is None:
             continue
-        tensor, target = ckpt.tensors[wish.key], wish.target
+        tensor, target = ckpt.tensors[request.key], request.target
         parts = reads(tensor.tiling, target)
         for box in target.box[target.rank == rank].tolist():
             for row in np.flatnonzero(parts.box == box).tolist():
                 place = ckpt.byte_range_of(int(tensor.chunks.record[parts.chunk[row]]))
                 columns = (parts.in_box[row], parts.in_chunk[row], parts.lengths[row])
-                found.append([wish.key, *place, target.offsets[box].tolist(), *(column.tolist() for column in columns)])
+                found.append(
+                    [request.key, *place, target.offsets[box].tolist(), *(column.tolist() for column in columns)]
+                )
     return sorted(found)
 
 
@@ -324,10 +326,10 @@ def test_the_function_of_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     )
     monkeypatch.chdir(tmp_path)
     job = exact_job("job.py:state_dict", {"dp": 5}, [])
-    weight = next(wish for wish in job.wishes if wish.key == "model.layers.0.weight")
+    weight = next(request for request in job.requests if request.key == "model.layers.0.weight")
     assert weight.target is not None
     assert weight.target.sizes[weight.target.box].tolist() == [[2, 8]] * 4 + [[0, 8]]
-    states = [wish.key for wish in job.wishes if wish.key.startswith("optimizer.state.layers.1.bias.")]
+    states = [request.key for request in job.requests if request.key.startswith("optimizer.state.layers.1.bias.")]
     assert {key.rpartition(".")[2] for key in states} == {"step", "exp_avg", "exp_avg_sq"}
 
 
@@ -363,7 +365,7 @@ def test_a_job_for_gpus_runs_without_one(tmp_path: Path) -> None:
     """nccl, cuda, meta, a tensor of 256 TiB: none of it is there, and the state dict is."""
     (tmp_path / "gpu.py").write_text(GPU_JOB)
     job = exact_job(f"{tmp_path}/gpu.py:state_dict", {"dp": 4}, [])
-    shapes = {wish.key: wish.target.shape for wish in job.wishes if wish.target is not None}
+    shapes = {request.key: request.target.shape for request in job.requests if request.target is not None}
     assert shapes == {
         "extra.bias": (4,),
         "extra.weight": (4, 4),
@@ -373,5 +375,5 @@ def test_a_job_for_gpus_runs_without_one(tmp_path: Path) -> None:
         "model.1.bias": (7,),
         "model.1.weight": (7, 5),
     }
-    parts = {wish.key: wish.target for wish in job.wishes if wish.target is not None}["model.0.weight"]
+    parts = {request.key: request.target for request in job.requests if request.target is not None}["model.0.weight"]
     assert parts.sizes[parts.box][:, 0].tolist() == [2, 2, 1, 0]

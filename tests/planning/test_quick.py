@@ -61,11 +61,11 @@ def test_nonsense_is_one_sentence(text: str, why: str) -> None:
 def boxes(job: Job, key: str) -> list[list[tuple[list[int], list[int]]]]:
     """For each rank the boxes with elements that it wants of a tensor, as offsets and sizes."""
     found: list[list[tuple[list[int], list[int]]]] = [[] for _ in range(job.world)]
-    for wish in job.wishes:
-        if wish.key == key and wish.target is not None:
-            for rank, box in zip(wish.target.rank.tolist(), wish.target.box.tolist(), strict=True):
-                if wish.target.sizes[box].all():
-                    found[rank].append((wish.target.offsets[box].tolist(), wish.target.sizes[box].tolist()))
+    for request in job.requests:
+        if request.key == key and request.target is not None:
+            for rank, box in zip(request.target.rank.tolist(), request.target.box.tolist(), strict=True):
+                if request.target.sizes[box].all():
+                    found[rank].append((request.target.offsets[box].tolist(), request.target.sizes[box].tolist()))
     return found
 
 
@@ -105,15 +105,15 @@ def test_the_quick_form_cuts_as_torch_does(
     exact = exact_job(f"{jobs.__file__}:{function}", mesh, saved.tensors)
     quick = quick_job(saved, to)
     # the job leaves the embedding to FSDP, while its role says that tp cuts it too; that is marked as guessed
-    guessed = {key for item in quick.known if item.guessed for key in item.keys}
+    guessed = {key for item in quick.constraints if item.guessed for key in item.keys}
     differs = {key for key in saved.tensors if boxes(exact, key) != boxes(quick, key)}
-    assert {wish.key for wish in quick.wishes} == {wish.key for wish in exact.wishes}
+    assert {request.key for request in quick.requests} == {request.key for request in exact.requests}
     if "tp" in mesh:
         assert "model.tok_embeddings.weight" in guessed
         differs = {key for key in differs if "tok_embeddings" not in key}
     if mesh.get("dp") == 3 and "tp" in mesh:  # what torch says there is not what its ranks hold
         differs = {key for key in differs if "output" not in key}
-        assert [item.effect for item in exact.known] == ["fails"]
+        assert [item.effect for item in exact.constraints] == ["fails"]
     assert not differs
 
 
@@ -147,11 +147,11 @@ def test_experts_go_to_ep_ranks() -> None:
 
 
 def test_a_guess_is_marked_and_what_the_cuts_show_is_none() -> None:
-    guesses = {item.sentence: item.keys for item in quick_job(ckptlint.load(REAL / "fsdp2_4r"), "tp=2").known}
-    assert all(item.guessed for item in quick_job(ckptlint.load(REAL / "fsdp2_4r"), "tp=2").known)
+    guesses = {item.sentence: item.keys for item in quick_job(ckptlint.load(REAL / "fsdp2_4r"), "tp=2").constraints}
+    assert all(item.guessed for item in quick_job(ckptlint.load(REAL / "fsdp2_4r"), "tp=2").constraints)
     assert "model.layers.0.attention.wo.weight" in guesses["tp cuts axis 1, as is usual for such a tensor"]
     shown = quick_job(ckptlint.load(REAL / "megatron_tp2_pp2"), "tp=2,pp=2")
-    assert not any("tp cuts" in item.sentence for item in shown.known)  # the chunks are those of tp ranks
+    assert not any("tp cuts" in item.sentence for item in shown.constraints)  # the chunks are those of tp ranks
 
 
 def test_gate_and_up_are_cut_apart() -> None:
@@ -170,11 +170,11 @@ def test_gate_and_up_are_cut_apart() -> None:
 def test_each_element_is_wanted_by_some_rank(name: str, to: str) -> None:
     ckpt = ckptlint.load(REAL / name)
     job = quick_job(ckpt, to)
-    assert {wish.key for wish in job.wishes} == {*ckpt.tensors, *(item.fqn for item in ckpt.byte_objects)}
-    for wish in job.wishes:
-        if wish.target is None or not wish.target.shape:
+    assert {request.key for request in job.requests} == {*ckpt.tensors, *(item.fqn for item in ckpt.byte_objects)}
+    for request in job.requests:
+        if request.target is None or not request.target.shape:
             continue
-        held = np.zeros(wish.target.shape, bool)
-        for start, size in zip(wish.target.offsets, wish.target.sizes, strict=True):
+        held = np.zeros(request.target.shape, bool)
+        for start, size in zip(request.target.offsets, request.target.sizes, strict=True):
             held[tuple(slice(a, a + b) for a, b in zip(start.tolist(), size.tolist(), strict=True))] = True
-        assert held.all(), wish.key
+        assert held.all(), request.key

@@ -1,1 +1,1 @@
-"""What is wrong with the chunks of a tensor, who should have saved what is missing, and files of two saves."""
+"""Faults in the chunks of a tensor, the ranks that should have saved missing parts, and files of two saves."""

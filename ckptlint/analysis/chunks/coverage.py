@@ -1,4 +1,4 @@
-"""What is in no chunk and what is in two: the findings that files and running jobs share."""
+"""Findings on elements in no chunk or in several, shared by the rules for files and for running jobs."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def holes(ckpt: Checkpoint, padded: str | None = None) -> Iterator[Finding]:
 
 
 def _admit(unsure: list[Tensor], what: str) -> None:
-    """Say that a search was stopped before it found, or could rule out, what it looked for."""
+    """Raise BudgetError if the search in some tensors stopped before it had an answer."""
     if unsure:
         names = first_few([tensor.fqn for tensor in unsure])
         raise BudgetError(f"the chunks of {names} are too tangled to tell whether there are {what}")
@@ -90,18 +90,18 @@ def _admit(unsure: list[Tensor], what: str) -> None:
 
 def _pairs(tensor: Tensor) -> Iterator[tuple[Box, int, int]]:
     """The common part and the two rows of each overlapping pair with different offsets, at most `_PAIR_LIMIT`."""
-    seen: set[tuple[int, int]] = set()
+    pairs_seen: set[tuple[int, int]] = set()
     tiling = tensor.tiling
-    whole = Box((0,) * len(tiling.shape), tiling.shape)
+    tensor_box = Box((0,) * len(tiling.shape), tiling.shape)
     for region in tiling.coverage.doubled:
         for pair in combinations(tiling.touching(region)[:_PAIR_LIMIT], 2):
-            if len(seen) >= _PAIR_LIMIT:
+            if len(pairs_seen) >= _PAIR_LIMIT:
                 return
             first, second = tiling.box(pair[0]), tiling.box(pair[1])
             common = first.intersect(second)
-            if pair not in seen and common is not None and first.offsets != second.offsets:
-                seen.add(pair)
-                yield common.intersect(whole) or common, *pair
+            if pair not in pairs_seen and common is not None and first.offsets != second.offsets:
+                pairs_seen.add(pair)
+                yield common.intersect(tensor_box) or common, *pair
 
 
 def _sizes(ckpt: Checkpoint, tensor: Tensor, first: int, second: int) -> tuple[Note, ...]:
@@ -116,7 +116,7 @@ def _sizes(ckpt: Checkpoint, tensor: Tensor, first: int, second: int) -> tuple[N
 
 
 def _odd_one(ckpt: Checkpoint, tensor: Tensor, *rows: int) -> str:
-    """Whose chunk to look at: the one that differs in size from all its peers, or else both."""
+    """Hint on whose chunk to inspect: the only one of its size, or else both of the overlapping chunks."""
     sizes = tensor.tiling.sizes
     for row in rows if len(sizes) >= 4 else ():
         same = int((sizes == sizes[row]).all(axis=1).sum())
@@ -159,7 +159,7 @@ def _total(tensor: Tensor) -> tuple[Note, ...]:
 
 
 def _kind(ckpt: Checkpoint, absent: Absent | None) -> str:
-    """What the one rank that should have saved a missing part saved instead; "" where no one rank is known."""
+    """Text on what the rank of a missing part saved instead; "" where no single rank is known."""
     if absent is None or len(absent.ranks) != 1:
         return ""
     if absent.instead:

@@ -1,4 +1,4 @@
-"""Who should have saved a missing part of a tensor, and whether its record still is in a payload file."""
+"""Finds the ranks that should have saved a missing part of a tensor, and payload bytes that may still hold it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ckptlint.model.facts import fact
 from ckptlint.model.text import join_words, named_ranks
 from ckptlint.model.tiling import Box, IntArray, distinct
 
-_REGIONS = 3  # of a tensor, as findings show them
-_SIBLINGS, _PARTS = 16, 64  # tensors of one shape that are compared, and chunks of each
+_REGIONS = 3  # most missing regions of a tensor that findings show
+_SIBLINGS, _PARTS = 16, 64  # most tensors of one shape that are compared, and most chunks of each
 _NAMED = 3
 _PLANS = "the plans of all ranks"
 _ANYONE = "list which ranks pass this key to save, and compare their offsets"
@@ -25,9 +25,9 @@ class Absent(NamedTuple):
     """The ranks that should have saved a missing part.
 
     Attributes:
-        ranks: one; or several that planned one and the same part of the key, of which one holds the missing one.
-        shown_by: what says so.
-        instead: a part that the rank saved in place of its own, and the rank whose part that is elsewhere.
+        ranks: one rank, or several that all planned the same other part, so that one of them should have saved this.
+        shown_by: the evidence, in words.
+        instead: the part that the rank saved by mistake, and the rank that saves this part of other tensors.
     """
 
     ranks: tuple[int, ...]
@@ -36,13 +36,13 @@ class Absent(NamedTuple):
 
 
 class LostRecord(NamedTuple):
-    """Bytes that no entry names, as many as the record of a missing part would have.
+    """Unreferenced bytes with the length that the record of a missing part would have.
 
     Attributes:
-        fqn, region: the part.
-        file: the payload file, of a rank that should have saved it.
-        starts: where such bytes start in it; more than one where records of one length are lost together.
-        length: bytes of the record.
+        fqn, region: the missing part.
+        file: payload file with these bytes.
+        starts: first bytes of all such gaps; several where records of one length are lost together.
+        length: length of the record in bytes.
     """
 
     fqn: str
@@ -57,12 +57,12 @@ class LostRecord(NamedTuple):
 
 @fact
 def unnamed_bytes(ckpt: Checkpoint, least: int = 1) -> Mapping[str, tuple[tuple[int, int], ...]]:
-    """Payload file -> the [start, stop) of at least so many bytes each that no entry names; all of a file without one.
+    """Payload file -> [start, stop) of each gap between entries with at least `least` bytes.
 
-    Left out are files that were not looked at, files with an entry at a negative place, and files whose entries tell
-    no place.
+    A file without entries is one gap. Left out are files that were not examined, files with negative offsets, and
+    formats whose entries have no offsets.
     """
-    table, found = ckpt.records, {}
+    table, gaps_by_file = ckpt.records, {}
     order = np.lexsort((table.byte_offset, table.file))
     bounds = np.searchsorted(table.file[order], np.arange(len(ckpt.files) + 1))
     for number in _with_room(ckpt, order, least).tolist():
@@ -73,12 +73,12 @@ def unnamed_bytes(ckpt: Checkpoint, least: int = 1) -> Mapping[str, tuple[tuple[
         nexts = np.concatenate([table.byte_offset[rows], [file.size]])
         wide = np.flatnonzero(nexts - reached >= least).tolist()
         if wide:
-            found[file.name] = tuple((int(reached[i]), int(nexts[i])) for i in wide)
-    return found
+            gaps_by_file[file.name] = tuple((int(reached[i]), int(nexts[i])) for i in wide)
+    return gaps_by_file
 
 
 def _with_room(ckpt: Checkpoint, order: IntArray, least: int) -> IntArray:
-    """The files with room between two entries that follow each other, or after the last one."""
+    """Rows of the files with a gap of at least `least` bytes."""
     table, files = ckpt.records, ckpt.files
     file, start = table.file[order], table.byte_offset[order]
     stop = _ends(start, table.byte_length[order])
@@ -104,24 +104,26 @@ def lost_records(ckpt: Checkpoint) -> Mapping[tuple[str, Box], LostRecord]:
     rank_of_file = dict(zip(ckpt.files.names, ranks_of_files(ckpt).tolist(), strict=True))
     for file, gaps in unnamed_bytes(ckpt).items():
         by_rank[rank_of_file[file]] += [(file, start, stop - start) for start, stop in gaps]
-    found = {}
+    records = {}
     for tensor in ckpt.sound_tensors() if by_rank else ():
         for region in tensor.tiling.coverage.missing[:_REGIONS] if tensor.tiling.live.any() else ():
             lengths = _record_lengths(ckpt, tensor, region)
+            # A gap counts only at exactly the length of a sibling's record: gaps also come from alignment and dropped
+            # copies. Two candidate files prove nothing, so the part is then not called recoverable.
             hits = [gap for gap in _where_lost(ckpt, absent_ranks(ckpt, tensor, region), by_rank) if gap[2] in lengths]
             if hits and len({file for file, *_ in hits}) == 1:
                 file, _, length = hits[0]
                 starts = tuple(start for name, start, size in hits if (name, size) == (file, length))
-                found[tensor.fqn, region] = LostRecord(tensor.fqn, region, file, starts, length)
-    return found
+                records[tensor.fqn, region] = LostRecord(tensor.fqn, region, file, starts, length)
+    return records
 
 
 def _where_lost(
     ckpt: Checkpoint, absent: Absent | None, by_rank: Mapping[int, list[tuple[str, int, int]]]
 ) -> list[tuple[str, int, int]]:
-    """The bytes without an entry among which a missing part may be: its rank's, or any where no rank is known.
+    """The gaps (file, start, length) that may hold a missing part: those of its rank, or all where no rank is known.
 
-    Where ranks planned one part several times, such bytes are the copies that were dropped.
+    Empty where save plans exist or several ranks planned one part: the gaps are then copies that were dropped.
     """
     if absent is not None and len(absent.ranks) == 1 and not absent.instead:
         return by_rank.get(absent.ranks[0], [])
@@ -131,7 +133,7 @@ def _where_lost(
 
 
 def _record_lengths(ckpt: Checkpoint, tensor: Tensor, region: Box) -> frozenset[int]:
-    """The bytes of the records of chunks that are as large as a region."""
+    """Lengths in bytes of the records of all chunks with the shape of this region."""
     peers = (tensor.tiling.sizes == np.array(region.sizes, np.int64)).all(axis=1) & (tensor.chunks.record >= 0)
     return frozenset(ckpt.records.byte_length[tensor.chunks.record[peers]].tolist())
 
@@ -141,7 +143,9 @@ def _record_lengths(ckpt: Checkpoint, tensor: Tensor, region: Box) -> frozenset[
 
 @fact
 def absent_ranks(ckpt: Checkpoint, tensor: Tensor, region: Box) -> Absent | None:
-    """The ranks that should have saved a missing region, by plans, file numbers or tensors that are cut alike."""
+    """The ranks that should have saved a missing region; None where nothing shows it."""
+    # Witnesses in order of strength: save plans state the rank, file numbers must fit an affine rule, tensors of the
+    # same shape only show where this job puts such a part. The first that speaks decides.
     if planned := _planned(ckpt, tensor, region):
         return Absent(planned, _PLANS)
     rank = absent_writer(ckpt, tensor, region)
@@ -151,10 +155,10 @@ def absent_ranks(ckpt: Checkpoint, tensor: Tensor, region: Box) -> Absent | None
 
 
 def absent_writer(ckpt: Checkpoint, tensor: Tensor, region: Box) -> int | None:
-    """The rank whose file would hold the missing region, when file numbers follow the places of the present chunks.
+    """The rank whose file should hold the missing region, if file numbers follow the grid of the present chunks.
 
-    The ranks of the present chunks must be an affine function of their places, with at least two chunks to spare;
-    deduplicated replicas are spread by load and follow no such rule, then nothing is claimed.
+    The ranks must be an affine function of the grid positions, with more chunks than coefficients, so that they test
+    the function. Deduplication spreads replicas by load and follows no such rule: the answer is then None.
     """
     tiling = tensor.tiling
     at = coordinates(tiling, region)
@@ -173,6 +177,8 @@ def absent_writer(ckpt: Checkpoint, tensor: Tensor, region: Box) -> int | None:
         position[:, column] = np.searchsorted(at[axis][0].starts, tiling.offsets[rows, axis])
     wanted = ranks.astype(float)
     factors, *_ = np.linalg.lstsq(position, wanted, rcond=None)
+    # The fit must be exact and every axis must count (a factor of 0.5 or more): a factor near 0 means that several
+    # chunks share a rank, so the rank of the missing one does not follow.
     if np.abs(position @ factors - wanted).max() > 1e-6 or np.abs(factors[:-1]).min() < 0.5:
         return None
     missing = float(np.array([at[axis][1][0] for axis in axes] + [1.0]) @ factors)
@@ -181,7 +187,7 @@ def absent_writer(ckpt: Checkpoint, tensor: Tensor, region: Box) -> int | None:
 
 
 def saved_by(ckpt: Checkpoint, tensor: Tensor, rows: Sequence[int] | None = None) -> tuple[int, ...]:
-    """The ranks in whose files chunks of a tensor lie, all or these rows, as far as the names of the files tell."""
+    """The ranks whose files hold these chunks (all without `rows`), where file names contain a rank."""
     chosen = np.arange(len(tensor.chunks)) if rows is None else np.array(rows, np.int64)
     ranks = distinct(_ranks_of(ckpt, tensor, chosen[tensor.chunks.record[chosen] >= 0]))
     return tuple(ranks[ranks >= 0].tolist())
@@ -193,7 +199,7 @@ def _ranks_of(ckpt: Checkpoint, tensor: Tensor, rows: IntArray) -> IntArray:
 
 
 def _planned(ckpt: Checkpoint, tensor: Tensor, region: Box) -> tuple[int, ...]:
-    """The ranks that planned the region itself, or else those that planned one other part of the key together."""
+    """The ranks that planned this region, or else the one group of ranks that planned another part together."""
     plans = ckpt.save_plans
     rows = _plan_rows(ckpt).get(tensor.fqn)
     if plans is None or rows is None:
@@ -207,13 +213,15 @@ def _planned(ckpt: Checkpoint, tensor: Tensor, region: Box) -> tuple[int, ...]:
     for row, offset, size in zip(rows.tolist(), offsets.tolist(), sizes.tolist(), strict=True):
         if Box(tuple(offset), tuple(size)).volume and region.volume % Box(tuple(offset), tuple(size)).volume == 0:
             owners[tuple(offset)].add(int(plans.rank[row]))
+    # Nobody planned the region: a rank computed a wrong offset. Two ranks with one part are then the suspects (GEO004:
+    # "two ranks planned the same half"); two such groups name nobody.
     several = {tuple(sorted(ranks)) for ranks in owners.values() if len(ranks) > 1}
     return several.pop() if len(several) == 1 else ()
 
 
 @fact
 def _plan_rows(ckpt: Checkpoint) -> Mapping[str, IntArray]:
-    """Key -> the rows of the plans that are about it; {} unless they are of this very state, before deduplication."""
+    """Key -> its rows in the save plans; {} unless the plans cover exactly the keys of this checkpoint."""
     plans = ckpt.save_plans
     if plans is None or not ckpt.is_torch_dist or set(plans.fqns) != set(ckpt.records.fqns):
         return {}
@@ -223,14 +231,14 @@ def _plan_rows(ckpt: Checkpoint) -> Mapping[str, IntArray]:
 
 
 def _by_siblings(ckpt: Checkpoint, tensor: Tensor, region: Box) -> Absent | None:
-    """The rank that saved the region of other tensors of the shape, where ranks saved the same parts of both.
+    """The rank that saved this region of other tensors with the same shape.
 
-    Of the parts that differ each must be one that this rank saved in place of its own.
+    All other parts must come from the same ranks in both tensors, except one that this rank saved instead of its own.
     """
     if len(tensor.chunks) > _PARTS:
         return None
     ranks = _rank_by_box(ckpt, tensor)
-    found: dict[int, Absent] = {}
+    absent_by_rank: dict[int, Absent] = {}
     for other in _whole_tensors(ckpt).get(tensor.global_shape, ()):
         theirs = _rank_by_box(ckpt, other)
         shared = ranks.keys() & theirs.keys()
@@ -238,24 +246,26 @@ def _by_siblings(ckpt: Checkpoint, tensor: Tensor, region: Box) -> Absent | None
             continue
         rank = theirs[region]
         moved = [box for box in shared if ranks[box] != theirs[box]]
+        # One moved part is a wrong offset (GEO004: "rank 1 of 2 saved experts 0-1 in place of its own"). More of them
+        # mean that the two tensors are simply spread over ranks in another way.
         if len(moved) < 2 and all(ranks[box] == rank for box in moved):
             instead = (moved[0], theirs[moved[0]]) if moved else None
-            found.setdefault(rank, Absent((rank,), f"it saved the same part of {other.fqn}", instead))
-    return next(iter(found.values())) if len(found) == 1 and -1 not in found else None
+            absent_by_rank.setdefault(rank, Absent((rank,), f"it saved the same part of {other.fqn}", instead))
+    return next(iter(absent_by_rank.values())) if len(absent_by_rank) == 1 and -1 not in absent_by_rank else None
 
 
 @fact
 def _whole_tensors(ckpt: Checkpoint) -> Mapping[tuple[int, ...], list[Tensor]]:
-    """Shape -> the first tensors of it that are whole."""
-    found: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
+    """Shape -> its first complete tensors, at most `_SIBLINGS`."""
+    whole_tensors: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
     for tensor in ckpt.sound_tensors():
         if (
             len(tensor.chunks) <= _PARTS
-            and len(found[tensor.global_shape]) < _SIBLINGS
+            and len(whole_tensors[tensor.global_shape]) < _SIBLINGS
             and not tensor.tiling.coverage.missing
         ):
-            found[tensor.global_shape].append(tensor)
-    return found
+            whole_tensors[tensor.global_shape].append(tensor)
+    return whole_tensors
 
 
 def _rank_by_box(ckpt: Checkpoint, tensor: Tensor) -> Mapping[Box, int]:
@@ -267,7 +277,7 @@ def _rank_by_box(ckpt: Checkpoint, tensor: Tensor) -> Mapping[Box, int]:
 
 
 def rank_note(absent: Absent | None) -> str:
-    """Which ranks should have saved the part, and what says so; "" where that is not known."""
+    """Sentence on the ranks that should have saved the part, with the evidence; "" where unknown."""
     if absent is None:
         return ""
     who = named_ranks(absent.ranks)
@@ -279,7 +289,7 @@ def rank_note(absent: Absent | None) -> str:
 
 
 def absent_hint(ckpt: Checkpoint, tensor: Tensor, region: Box) -> str:
-    """What to do about a missing part: where its record probably is, or whose state dict or offsets to look at."""
+    """Hint for a missing part: where its record probably is, or which rank's state dict or offsets to inspect."""
     if lost := lost_records(ckpt).get((tensor.fqn, region)):
         at = join_words([f"{start:,}" for start in lost.starts[:_NAMED]], "or")
         return (
@@ -311,7 +321,7 @@ def absent_hint(ckpt: Checkpoint, tensor: Tensor, region: Box) -> str:
 
 
 def _file_of(ckpt: Checkpoint, rank: int) -> str:
-    """The file of a rank: its first one here, or else what it would be called."""
+    """The first file of a rank, or the name that it would have."""
     rows = np.flatnonzero(ranks_of_files(ckpt) == rank)
     if len(rows):
         return ckpt.files.names[int(rows[0])]
@@ -321,7 +331,7 @@ def _file_of(ckpt: Checkpoint, rank: int) -> str:
 
 
 def _unnamed_of(ckpt: Checkpoint, rank: int, least: int) -> int:
-    """The bytes in the files of a rank that no entry names, where so many or more lie together."""
+    """Bytes of a rank's files in gaps of at least `least` bytes."""
     rows = np.flatnonzero(ranks_of_files(ckpt) == rank).tolist()
     gaps = unnamed_bytes(ckpt)
     sizes = (stop - start for row in rows for start, stop in gaps.get(ckpt.files.names[row], ()))
@@ -330,5 +340,5 @@ def _unnamed_of(ckpt: Checkpoint, rank: int, least: int) -> int:
 
 @fact
 def ranks_with_entries(ckpt: Checkpoint) -> frozenset[int]:
-    """The ranks in whose files an entry is."""
+    """The ranks with at least one entry in their files."""
     return frozenset(distinct(ranks_of_files(ckpt)[distinct(ckpt.records.file)]).tolist())

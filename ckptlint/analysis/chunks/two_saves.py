@@ -1,4 +1,4 @@
-"""Files of two saves in one folder: separated by their times or their names, each tried as a whole."""
+"""Separates the files of two saves in one folder, by their times or by their names."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ckptlint.model.text import join_words, plural
 from ckptlint.model.tiling import Coverage, IntArray, Tiling, distinct
 
 _FORMATS = ("dcp-safetensors", "dcp-per-rank")
-"""Where each file, or its own metadata, says what it holds, so that leftovers are read along."""
+"""Formats in which each file describes its own content, so that leftovers of an older save are read too."""
 
 _TENSORS, _ROWS, _NAMED = 64, 16, 2
-_APART = 2.0  # seconds between two saves, at least
-_PAUSE, _LONGER = 60.0, 4.0  # seconds that clocks of nodes may differ; how much longer than either part a pause is
-_COPIED = 1e6  # bytes a second of a slow copy
+_APART = 2.0  # least seconds between two saves; assumed: files of one small save are closer
+_PAUSE, _LONGER = 60.0, 4.0  # seconds that node clocks may differ; least ratio of pause to save time
+_COPIED = 1e6  # bytes/s of a slow copy
 _COUNT = re.compile(r"-of-(\d+)\.safetensors$")
 
 
@@ -30,8 +30,8 @@ class FilesOfSave(NamedTuple):
 
     Attributes:
         files: their names, in order.
-        written: when the last of them was written, seconds since the epoch; 0 where nobody knows.
-        is_complete: whether they alone hold every element once, of the tensors that the two saves share.
+        written: time of the last write, seconds since the epoch; 0 where unknown.
+        is_complete: whether they alone hold every element of the shared tensors exactly once.
     """
 
     files: tuple[str, ...]
@@ -41,9 +41,9 @@ class FilesOfSave(NamedTuple):
 
 @fact
 def two_saves(ckpt: Checkpoint) -> tuple[FilesOfSave, FilesOfSave] | None:
-    """The newer and the older save whose files lie here together, where one at least is complete by itself.
+    """The newer and the older save in this folder, if at least one is complete by itself.
 
-    None where nothing is stored twice, or the files fall into no two such sets.
+    None where nothing is stored twice, or no division into two such saves exists.
     """
     if ckpt.format not in _FORMATS:
         return None
@@ -51,6 +51,8 @@ def two_saves(ckpt: Checkpoint) -> tuple[FilesOfSave, FilesOfSave] | None:
     if not pairs:
         return None
     used = set(distinct(ckpt.records.file).tolist())
+    # Times are tried first, totals in names second; a copy of the folder loses the times. Neither proves two saves: a
+    # division counts only if every conflict falls between its halves and one half alone covers all shared tensors.
     for older in (_older_by_time(ckpt, used), _older_by_count(ckpt, used)):
         if not older or any((a in older) == (b in older) for a, b in pairs):
             continue
@@ -61,7 +63,7 @@ def two_saves(ckpt: Checkpoint) -> tuple[FilesOfSave, FilesOfSave] | None:
 
 
 def _conflicts(ckpt: Checkpoint) -> tuple[set[tuple[int, int]], list[Tensor]]:
-    """The pairs of files that hold the same elements, and the tensors of which they do."""
+    """Pairs of files (rows) that both hold some element, and the tensors with such elements."""
     pairs: set[tuple[int, int]] = set()
     shared = []
     for tensor in ckpt.sound_tensors():
@@ -82,7 +84,7 @@ def _conflicts(ckpt: Checkpoint) -> tuple[set[tuple[int, int]], list[Tensor]]:
 
 
 def _older_by_time(ckpt: Checkpoint, used: set[int]) -> set[int]:
-    """The files before the longest pause between two that follow each other."""
+    """The files written before the longest pause between consecutive files; empty where it is shorter than 2 s."""
     times = sorted((_time(ckpt, number), number) for number in used)
     pauses = np.diff([moment for moment, _ in times])
     if not len(pauses) or times[0][0] <= 0 or pauses.max() < _APART:
@@ -91,7 +93,7 @@ def _older_by_time(ckpt: Checkpoint, used: set[int]) -> set[int]:
 
 
 def _older_by_count(ckpt: Checkpoint, used: set[int]) -> set[int]:
-    """The files of one of two totals in their names (`-of-00002`): of the older one, where times tell."""
+    """The older files of two that have different totals in their names (`-of-00002`); empty without two totals."""
     by_count: dict[str, set[int]] = defaultdict(set)
     for number in used:
         match = _COUNT.search(ckpt.files.names[number])
@@ -116,7 +118,7 @@ def _of_save(ckpt: Checkpoint, files: set[int], shared: list[Tensor]) -> FilesOf
 
 
 def _tiles(ckpt: Checkpoint, tensor: Tensor, files: IntArray) -> bool:
-    """Whether the chunks in some files hold every element of a tensor once."""
+    """Whether these files alone hold every element of a tensor exactly once."""
     record = tensor.chunks.record
     kept = (record >= 0) & np.isin(ckpt.records.file[record], files)
     tiling = tensor.tiling
@@ -125,11 +127,11 @@ def _tiles(ckpt: Checkpoint, tensor: Tensor, files: IntArray) -> bool:
 
 
 class Replaced(NamedTuple):
-    """Files that are so much younger than the others and `.metadata` that a later save may have written them.
+    """Files that a later save may have overwritten, since they are much younger than `.metadata` and all others.
 
     Attributes:
         files: rows of `Checkpoint.files`.
-        pause: seconds between `.metadata` and the first of them.
+        pause: seconds from `.metadata` to the first of these files.
     """
 
     files: tuple[int, ...]
@@ -138,11 +140,11 @@ class Replaced(NamedTuple):
 
 @fact
 def replaced_files(ckpt: Checkpoint) -> Replaced | None:
-    """What a later save left that was killed before it wrote `.metadata`, as far as times tell; None for anything else.
+    """The files of a later save that died before it wrote `.metadata`; None where times show no such save.
 
-    A save writes `.metadata` last. So files after it are of another save where all others lie close before it, and the
-    pause is far longer than either part took and than a copy needs for the largest of the young files. A copy in one
-    sweep, or one that a hand resumed, has `.metadata` anywhere, or times without such a pause.
+    A save writes `.metadata` last, so a younger file comes from another save, or from a copy that set new times. A copy
+    leaves no long pause: the pause must exceed clock skew, four times the duration of either group of files, and the
+    time that a slow copy needs for the largest young file.
     """
     used = distinct(ckpt.records.file)
     if not len(ckpt.times.files) or not ckpt.times.metadata or not (ckpt.times.files[used] > 0).all():
@@ -160,7 +162,7 @@ def replaced_files(ckpt: Checkpoint) -> Replaced | None:
 
 
 def saves_note(ckpt: Checkpoint) -> str:
-    """The two saves in a sentence; "" where there are none."""
+    """Sentence on the two saves; "" without them."""
     saves = two_saves(ckpt)
     return "" if saves is None else "; ".join(map(_described, saves))
 
@@ -171,7 +173,7 @@ def _described(save: FilesOfSave) -> str:
 
 
 def saves_hint(ckpt: Checkpoint) -> str:
-    """What to do about files of two saves; "" where there are none."""
+    """Hint for files of two saves; "" without them."""
     saves = two_saves(ckpt)
     if saves is None:
         return ""

@@ -1,1 +1,1 @@
-"""The tensors of a checkpoint held against those that the configuration beside them implies."""
+"""Compares the tensors of a checkpoint with those that its configuration implies."""

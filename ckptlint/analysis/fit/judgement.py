@@ -1,4 +1,4 @@
-"""How a checkpoint differs from what its own configuration implies, sorted by what may and what may not differ."""
+"""Compares a checkpoint with the model that its own configuration describes, and sorts the differences by kind."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from ckptlint.vocabulary.schemes import quantised_weight
 if TYPE_CHECKING:
     from ckptlint.architecture.expected import Expected, ExpectedTensor
 
-_LABELS = frozenset({"id2label"})  # of a classifier, which says itself how many it has
+_LABELS = frozenset({"id2label"})  # set for classifiers only, so its absence leaves nothing open
 _FIELD = re.compile(r"[A-Za-z_][\w.]*")
 _WIDE = 8
 _MOST_AXES = 8
-_FEW, _MORE = 20_000, 50  # a configuration may imply so many tensors, or so many for each that is stored
+_FEW, _MORE = 20_000, 50  # most tensors that a configuration may imply: in all, and per stored one
 _LAYERS = re.compile(r"(?P<home>.*?)\.?(?:layers|h|blocks?|layer)\.(?P<number>\d{1,18})\..+")
 _PART_CLASS = re.compile(r"Text|CausalLM|(Vision|Audio)\w*(Model|Encoder|Tower)$")
 _PART_WORDS = frozenset({"text", "language", "llm", "lm", "only", "encoder", "decoder", "backbone", "tower", "vit"})
@@ -46,7 +46,7 @@ _MTP_JOINTS = (
     ("eh_proj.weight", "enorm.weight", "hnorm.weight"),
     ("mtp.fc.weight", "mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight"),
 )
-"""What joins the embedding with the hidden states before such layers; where one is stored, all are.
+"""Modules that combine the embedding with the hidden states before such layers; a model has all of a group or none.
 
 Source:
     vllm 0.11 model_executor.models.deepseek_mtp, glm4_moe_mtp; qwen3_next_mtp
@@ -55,11 +55,11 @@ Source:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShapeDifference:
-    """A tensor of another shape than the configuration implies.
+    """A tensor whose shape is not the one that the configuration implies.
 
     Attributes:
         name: the expected key.
-        axes: those that differ, where the number of axes is right.
+        axes: the axes whose sizes differ; empty where the number of axes differs.
     """
 
     name: str
@@ -70,25 +70,25 @@ class ShapeDifference:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fit:
-    """A checkpoint beside what its configuration implies.
+    """The differences between a checkpoint and its configuration.
 
     Attributes:
         pairing: which stored key is which tensor of the model.
-        missing: expected keys that are needed and not stored, in the model's order.
-        absent_towers: parts of a model of several (`model.vision_tower`) of which nothing is stored.
-        lost_towers: those of them with a section of the configuration, where nothing says that the export is a part.
-        mtp_lost: keys that layers for multi-token prediction, of which the rest is stored, would have as the others do.
-        mtp_layers: how many such layers are stored, and how many are declared.
-        mtp_by_class: whether a class of transformers declares so many by itself and builds none.
-        beyond: stored layers and experts that the model has not, biases of weights that have none: stored keys.
-        foreign: other stored keys that are no tensor of the model: a head, a module of one's own.
-        instead: stored keys that lie in a module of which expected ones are missing.
-        shapes: tensors of another shape.
-        mtp_shapes: tensors of layers for multi-token prediction of another shape than in all layers of the model.
-        grown: the rows of embedding and head, where they hold more than the declared vocabulary; 0 otherwise.
-        doubt: why the configuration may mean another model than the table, "" where it cannot.
-        open: fields that the configuration does not give, where no library wrote it: their defaults were assumed.
-        is_export: whether a library loads the files as they are, by these names.
+        missing: expected keys that a load needs and the checkpoint lacks, in the model's order.
+        absent_towers: modules of a multimodal model (`model.vision_tower`) that have no stored key.
+        lost_towers: the absent towers that a section of the configuration describes, unless the export is partial.
+        mtp_lost: keys that a stored layer for multi-token prediction lacks, though the model's layers have them.
+        mtp_layers: numbers of stored and of declared layers for multi-token prediction.
+        mtp_by_class: whether the declared number is only the default of a transformers class, which builds none.
+        beyond: stored keys of surplus layers and experts, and of biases that the model does not have.
+        foreign: other stored keys outside the model: a trainer's head, a custom module.
+        instead: unknown stored keys in a module that lacks expected keys.
+        shapes: tensors with an unexpected shape.
+        mtp_shapes: tensors of multi-token prediction layers whose shape no layer of the model has.
+        grown: rows of embedding and head where they exceed the declared vocabulary; 0 otherwise.
+        doubt: why the configuration may describe another model than the table does; "" without doubt.
+        open: fields that a hand-written configuration omits, so that ckptlint assumed their defaults.
+        is_export: whether a library loads the files directly, by these names.
     """
 
     pairing: Pairing
@@ -111,44 +111,44 @@ class Fit:
 
     @property
     def expected(self) -> Expected:
-        """The naming of the model that was taken."""
+        """The naming that the pairing chose."""
         return self.pairing.expected
 
     def shown(self, name: str) -> str:
-        """An expected key under the name that it would have among the stored ones."""
+        """An expected key as this checkpoint would spell it."""
         if self.pairing.base:
             return name.removeprefix(f"{self.pairing.base}.")
         return name if self.is_export else self.pairing.prefix + name
 
     def doubt_of(self, fields: Iterable[str]) -> str:
-        """Why what follows from these fields alone may be otherwise; "" where it cannot.
+        """Why a conclusion from these fields alone is uncertain; "" where it is certain.
 
-        Of a training checkpoint with a configuration that no library wrote nobody knows which class its job builds.
+        A hand-written configuration does not say which class a training job builds.
         """
         open_ = [name for name in self.open if not self.is_export or name in {*fields}]
-        said = f"{self.expected.source} does not set {first_names(open_, 3)}: ckptlint assumed defaults"
-        return self.doubt or (said if open_ else "")
+        assumed = f"{self.expected.source} does not set {first_names(open_, 3)}: ckptlint assumed defaults"
+        return self.doubt or (assumed if open_ else "")
 
     def doubt_that_exists(self, name: str) -> str:
-        """Why the model may lack an expected tensor; "" where it cannot."""
+        """Why the model may lack an expected tensor; "" where it must have it."""
         tensor = self.expected.tensors[name]
         return self.doubt_of((*tensor.because, *tensor.counted))
 
     def doubt_of_shape(self, name: str, axes: Iterable[int]) -> str:
-        """Why some axes of an expected tensor may have another size; "" where they cannot."""
+        """Why these axes of an expected tensor may have another size; "" where their sizes are certain."""
         tensor = self.expected.tensors[name]
         dims = " ".join(dim for axis in axes for dim in tensor.dims[axis : axis + 1])
         return self.doubt_of((*tensor.because, *_FIELD.findall(dims)))
 
     @property
     def place(self) -> str:
-        """What the tensors were held against, for a label."""
+        """Label of the configuration that the tensors are compared with."""
         made = f", {self.expected.made_with}" if self.expected.made_with else ""
         return f"{self.expected.source} (model_type {self.expected.model_type}{made})"
 
 
 def fit_of(ckpt: Checkpoint) -> Fit:
-    """How a checkpoint differs from what its configuration implies.
+    """The differences between a checkpoint and its configuration.
 
     Raises:
         NotApplicable: nothing is known of its model, or the configuration belongs to another one.
@@ -160,14 +160,14 @@ def fit_of(ckpt: Checkpoint) -> Fit:
 
 
 def has_known_config(ckpt: Checkpoint) -> bool:
-    """Whether names and shapes are held against a configuration: what else infers them then has nothing to add."""
+    """Whether a configuration decides names and shapes, so that no other inference is needed."""
     fit = config_fit(ckpt)
     return not isinstance(fit, str) and not fit.doubt_of(fit.open)
 
 
 @fact
 def judged_shapes(ckpt: Checkpoint) -> Collection[str]:
-    """The stored keys whose shape a configuration gives."""
+    """The stored keys whose shape follows from the configuration."""
     fit = config_fit(ckpt)
     stored = {} if isinstance(fit, str) else fit.pairing.stored
     axes = range(_MOST_AXES)
@@ -176,14 +176,14 @@ def judged_shapes(ckpt: Checkpoint) -> Collection[str]:
 
 @fact
 def shapes_reported(ckpt: Checkpoint) -> Mapping[str, Shape]:
-    """Stored key -> the shape that a configuration gives it and it does not have, which CFG003 reports."""
+    """Stored key -> the shape it should have, for the keys that CFG003 reports."""
     fit = config_fit(ckpt)
     return {} if isinstance(fit, str) else {item.tensor.fqn: item.expected.shape for item in fit.shapes}
 
 
 @fact
 def expectations(ckpt: Checkpoint) -> tuple[Expected, ...] | str:
-    """What the configuration of a checkpoint implies, in each naming; or why that is not known."""
+    """The models that the configuration implies, one for each naming scheme; or why there is none, as text."""
     if ckpt.config is None:
         return "no configuration of a model lies beside these tensors"
     from ckptlint.architecture import huggingface, megatron, mistral
@@ -207,8 +207,10 @@ def expectations(ckpt: Checkpoint) -> tuple[Expected, ...] | str:
 
 @fact
 def config_fit(ckpt: Checkpoint) -> Fit | str:
-    """How a checkpoint differs from what its configuration implies, or why that is not known."""
+    """The differences between a checkpoint and its configuration, or why they are unknown, as text."""
     fit = _first_fit(ckpt)
+    # One wrong size is a damaged tensor or argument. Two mean that the arguments came with another model: converters
+    # keep the arguments of the job that they read (COM008: "layers and hidden size of another model").
     if not isinstance(fit, str) and len(foreign_sizes(ckpt)) >= 2:
         return f"{fit.expected.source} belongs to another model (COM008)"
     return fit
@@ -216,7 +218,7 @@ def config_fit(ckpt: Checkpoint) -> Fit | str:
 
 @fact
 def _first_fit(ckpt: Checkpoint) -> Fit | str:
-    """How the checkpoint differs from the form that its keys fit best, before a second witness is asked."""
+    """The fit for the naming that the keys match best, before sizes are cross-checked (`foreign_sizes`)."""
     forms = expectations(ckpt)
     if isinstance(forms, str):
         return forms
@@ -230,15 +232,16 @@ def _first_fit(ckpt: Checkpoint) -> Fit | str:
     pairing = best_pairing(forms, [weight_of.get(name, name) for name in names])
     stored = {name: codes.get(key, key) for name, key in pairing.stored.items()}
     pairing = replace(pairing, stored=stored, unknown=[codes.get(name, name) for name in pairing.unknown])
-    if not (_is_whole(pairing) if ckpt.has_megatron_names else pairing.fits):
+    if not (_shares_most_roles(pairing) if ckpt.has_megatron_names else pairing.fits):
         return f"the keys here are not those of model_type {forms[0].model_type} in {forms[0].source}"
     return _Judge(ckpt, pairing).fit()
 
 
-def _is_whole(pairing: Pairing) -> bool:
-    """Whether three of four roles on either side are in the other.
+def _shares_most_roles(pairing: Pairing) -> bool:
+    """Whether three quarters of the roles on each side also occur on the other.
 
-    A Megatron job may build its layers from a specification of its own, which its arguments do not name.
+    Megatron arguments do not name the layer specification of a job, so the table may describe another model. Files of
+    transformers name their class, and half the roles suffice there (`Pairing.fits`).
     """
     paired = {role(name) for name in pairing.stored}
     wanted = {role(name) for name in pairing.expected.tensors}
@@ -248,37 +251,38 @@ def _is_whole(pairing: Pairing) -> bool:
 
 @fact
 def foreign_sizes(ckpt: Checkpoint) -> tuple[Contradiction, ...]:
-    """The sizes that arguments of Megatron give and every tensor which has them contradicts, in the same way.
+    """The sizes in Megatron arguments that all tensors contradict with one common value.
 
-    Sizes of which one rank's part is stored count once, however many they are. Two contradictions mean that the
-    arguments belong to another model.
+    Two of them mean that the arguments belong to another model. Sizes that are all divided by the same number count as
+    one, since a single lost tensor-parallel axis explains them.
     """
     fit = _first_fit(ckpt)
     if isinstance(fit, str) or not ckpt.has_megatron_names or not fit.shapes:
         return ()
-    seen: dict[str, set[int]] = defaultdict(set)
+    sizes_of_dim: dict[str, set[int]] = defaultdict(set)
     declared: dict[str, int] = {}
     shown: dict[str, str] = {}
     for name, stored in fit.pairing.stored.items():
         shape, expected = ckpt.tensors[stored].global_shape, fit.expected.tensors[name]
         for dim, size, wanted in zip(expected.dims, shape, expected.shape, strict=False):
-            seen[dim].add(size)
+            sizes_of_dim[dim].add(size)
             declared[dim], shown[dim] = wanted, stored
-    found: dict[str, Contradiction] = {}
-    for dim, sizes in seen.items():
+    contradicted: dict[str, Contradiction] = {}
+    for dim, sizes in sizes_of_dim.items():
         if len(sizes) == 1 and (size := sizes.pop()) != declared[dim]:
             ratio = Fraction(size, declared[dim] or 1)
+            # Tensor parallelism divides heads and inner sizes, never the hidden size or the number of layers.
             is_part = ratio.numerator == 1 and dim not in ("hidden_size", "num_layers")
             item = Contradiction(dim, Declared(declared[dim], fit.expected.source), size, shown[dim])
-            found.setdefault(f"1/{ratio.denominator}" if is_part else dim, item)
-    return tuple(found.values())
+            contradicted.setdefault(f"1/{ratio.denominator}" if is_part else dim, item)
+    return tuple(contradicted.values())
 
 
 # ---------------------------------------------------------------- the judgement
 
 
 class _Judge:
-    """What is worked out once about a pairing."""
+    """Sorts the differences of one pairing."""
 
     def __init__(self, ckpt: Checkpoint, pairing: Pairing) -> None:
         self.ckpt, self.pairing = ckpt, pairing
@@ -332,25 +336,27 @@ class _Judge:
         )
 
     def _take_odd_apart(self) -> None:
-        """In a training checkpoint a key without the prefix of all others is not the one that its loader looks for."""
+        """Treat keys without the common prefix as unknown in a training checkpoint: its loader asks for the prefix."""
         if not self.ckpt.is_export:
             for name in self.pairing.odd:
                 self.unknown.append(self.pairing.stored.pop(name))
 
     def _is_excused(self, name: str) -> bool:
-        """Whether a load does without it: the head of a base model, a weight that was quantised."""
+        """Whether a load does not need the key: the head of a base model, or a weight that is stored quantised."""
         if self.pairing.base and not name.startswith(f"{self.pairing.base}."):
             return True
         module = name.rpartition(".")[0]
         return bool({name, module} & self.quantised) or module in self.renamed_modules
 
     def _without_joined(self, missing: list[str]) -> list[str]:
-        """Those of which no quantised weight beside them holds the rows under the name that it has in memory.
+        """The missing keys, without those whose rows a fused quantised weight holds under its in-memory name.
 
         Source:
             transformers 5.23 quantizer_torchao: the parts of a weight get no names of the saved form:
             `gate_proj` and `up_proj` stay `gate_up_proj._weight_qdata`
         """
+        # No file says which parts were fused. Equal sums of rows in one module are taken as proof: torchao 0.18 keeps
+        # the names that weights have in memory (quantised_exports/torchao_router). A real loss would leave another sum.
         spare: Counter[str] = Counter()
         for one in quantisation(self.ckpt).weights:
             if one.parts and one.weight in self.quantised and one.weight not in self.tensors:
@@ -362,7 +368,7 @@ class _Judge:
         return [name for name in missing if not spare[homes[name]] or spare[homes[name]] != wanted[homes[name]]]
 
     def _absent_towers(self, missing: list[str]) -> tuple[str, ...]:
-        """Parts of a model with layers of their own of which nothing is stored, where others are."""
+        """Modules with their own layers that have no stored key, while other such modules have some."""
         homes = {place.home for name in self.tensors if (place := _place(name))}
         if len(homes) < 2:
             return ()
@@ -370,13 +376,17 @@ class _Judge:
         lost = {_tower(name, homes) for name in missing} - towers
         moved = [tails for block in _by_layer(self.unknown).values() for tails in block.values()]
         for block, layers in _by_layer(missing).items():
+            # An unknown block of layers with exactly the same keys is the tower under another name.
             if any(tails in moved for tails in layers.values()):
-                lost.discard(_tower(f"{block}.", homes))  # its layers are stored, under other names
-        found = {self._root(home) if self._is_lost(home) else home for home in lost if home is not None}
-        return tuple(sorted(found)) if towers - {None} else ()
+                lost.discard(_tower(f"{block}.", homes))
+        roots = {self._root(home) if self._is_lost(home) else home for home in lost if home is not None}
+        return tuple(sorted(roots)) if towers - {None} else ()
 
     def _is_lost(self, tower: str) -> bool:
-        """Whether an absent tower has a section of the configuration, and nothing says that the export is a part."""
+        """Whether the configuration describes an absent tower in a section, and nothing suggests a partial export."""
+        # Exports of the language model alone keep the multimodal config.json. Only the class or the name of the folder
+        # shows that intent (CFG001: "the same in a folder that is called text-only"), so either one withholds the
+        # warning.
         inside = (name for name in self.tensors if name.startswith(f"{tower}.") and _place(name))
         sections = {field.partition(".")[0] for name in inside for field in self.tensors[name].counted if "." in field}
         classes = self.config.get("architectures")
@@ -390,16 +400,16 @@ class _Judge:
         )
 
     def _root(self, home: str) -> str:
-        """The shortest beginning of a home of layers below which nothing is stored."""
+        """The shortest prefix of this path below which no key is stored."""
         parts = home.split(".")
         roots = (".".join(parts[:end]) for end in range(1, len(parts)))
         return next((r for r in roots if not any(n.startswith(f"{r}.") for n in self.pairing.stored)), home)
 
     def _mtp_layers(self) -> Iterator[tuple[str, set[str], list[tuple[str, set[str]]]]]:
-        """Each stored layer for multi-token prediction, and the model's layers, the one most like it first.
+        """Each stored layer for multi-token prediction, with the model's layers sorted by similarity to it.
 
-        Each as the beginning of its keys and what stands behind it. It is one by its name, by what joins it with the
-        model, or by its number where the configuration declares such layers.
+        A layer is (prefix of its keys, the key suffixes). It counts as such a layer by its name (`mtp`), by its
+        joining modules, or by a number past the last layer where the configuration declares such layers.
         """
         main = _by_layer(name for name, tensor in self.tensors.items() if tensor.needed)
         joints = {part for group in _MTP_JOINTS for part in group}
@@ -413,16 +423,18 @@ class _Judge:
                 yield f"{block}.{number}.", tensors, sorted(others, key=lambda other: len(other[1] ^ tensors))
 
     def _beyond_model(self) -> set[str]:
-        """The stored weights that the model does not have, by the names that they have unquantised."""
+        """Stored weights outside the model, by their unquantised names."""
         plain = {name for name in self.pairing.unknown if not _may_lie_beside(name) and not quantised_weight(name)}
         return plain | {f"{name.removesuffix('.weight')}.weight" for name in self.quantised}
 
     def _predicting(self) -> tuple[list[str], tuple[int, int]]:
-        """What layers for multi-token prediction lack of the layer most like them; how many are stored and declared."""
+        """Keys that prediction layers lack beside the most similar layer; numbers of stored and declared ones."""
         declared, every = self._declared_mtp(), self._beyond_model()
         lost, count = [], 0
         for start, tensors, ((_, tails), *_) in self._mtp_layers():
             count += any(name.startswith(f"{start.rstrip('.').rpartition('.')[0]}.") for name in self.tensors)
+            # A prediction layer may use another MLP or attention than the model. A module with any key of its own is
+            # taken to be built that way, so only keys of modules that match otherwise count as lost.
             built_otherwise = {tail.partition(".")[0] for tail in tensors - tails}
             gone = sorted(tail for tail in tails - tensors if tail.partition(".")[0] not in built_otherwise)
             lost += [f"{start}{tail}" for tail in gone if tensors & tails]
@@ -434,31 +446,31 @@ class _Judge:
             if f".{name}".endswith(f".{part}")
             for other in group
         }
-        # LongCat has its norms as `enorm.m.weight`
+        # A joint counts as present if any key starts with its stem: LongCat writes `enorm.m.weight`.
         lost += sorted(joint for joint in joints - every if not any(n.startswith(joint[:-6]) for n in every))
         if not count and any("mtp" in name or "nextn" in name for name in every):
-            return lost, (0, 0)  # they lie elsewhere, under names of their own
+            return lost, (0, 0)  # such layers exist under unknown names, so their number is unknown
         return lost, (count, declared if count or self.ckpt.is_export else 0)
 
     def _declared_mtp(self) -> int:
-        """How many layers for multi-token prediction the configuration declares."""
+        """The declared number of layers for multi-token prediction."""
         return max((count for _, count in self._mtp_fields()), default=0)
 
     def _mtp_fields(self) -> Iterator[tuple[str, int]]:
-        for part in (self.config, *(part for part in self.config.values() if isinstance(part, Mapping))):
+        for section in (self.config, *(section for section in self.config.values() if isinstance(section, Mapping))):
             for name in _MTP:
-                if isinstance(count := part.get(name), int):
+                if isinstance(count := section.get(name), int):
                     yield name, count
 
     def _sorted_unknown(self, missing: list[str]) -> tuple[list[str], list[str], list[str]]:
-        """The unknown keys that go beyond the model, that stand where others are missing, and the rest."""
+        """The unknown keys as (beyond, instead, foreign): see `Fit`."""
         if not self.unknown:
             return [], [], []
         layers: dict[str, set[int]] = defaultdict(set)
         weights = set()
         for name in self.tensors:
-            if place := _place(name):
-                layers[place.home].add(place.number)
+            if position := _place(name):
+                layers[position.home].add(position.number)
             weights.add(name.rpartition(".")[0])
         gaps = {_module(name) for name in missing}
         tails = {name.partition(".")[2] for name in missing} | set(missing)
@@ -466,12 +478,13 @@ class _Judge:
         mtp = {start for start, _, _ in self._mtp_layers()}
         beyond, instead, foreign = [], [], []
         for name in self.unknown:
+            # A key equal to a missing one without its first part was saved below another module: renamed, not added.
             if name in tails:
                 instead.append(name)
                 continue
-            place = _place(name)
-            is_new_layer = place and layers.get(place.home) and place.number not in layers[place.home]
-            if place and is_new_layer and f"{place.block}.{place.number}." in mtp:
+            position = _place(name)
+            is_new_layer = position and layers.get(position.home) and position.number not in layers[position.home]
+            if position and is_new_layer and f"{position.block}.{position.number}." in mtp:
                 continue
             if is_new_layer or role(name) in roles:
                 beyond.append(name)
@@ -484,25 +497,27 @@ class _Judge:
         return beyond, instead, foreign
 
     def _mtp_shapes(self) -> list[ShapeDifference]:
-        """Weights of layers for multi-token prediction of a shape that they have in none of the model's layers."""
-        found: list[ShapeDifference] = []
+        """Weights of prediction layers whose shape occurs in no layer of the model."""
+        differences: list[ShapeDifference] = []
         for start, tensors, others in self._mtp_layers():
-            like, odd, fitting = others[0][0], dict[str, ShapeDifference](), set()
+            nearest, odd, fitting = others[0][0], dict[str, ShapeDifference](), set()
             for tail in sorted(tensors & others[0][1]):
-                tensor, expected = self.ckpt.tensors.get(start + tail), self.tensors[like + tail]
+                tensor, expected = self.ckpt.tensors.get(start + tail), self.tensors[nearest + tail]
                 if tensor is None or not _is_wide_float(tensor.dtype) or tensor.is_flattened:
                     continue
                 if all(tensor.global_shape != self.tensors[at + tail].shape for at, tails in others if tail in tails):
-                    odd[tail] = ShapeDifference(like + tail, tensor, expected, ())
+                    odd[tail] = ShapeDifference(nearest + tail, tensor, expected, ())
                 elif len(tensor.global_shape) > 1:
                     fitting.add(tail.partition(".")[0])
             modules = {tail.partition(".")[0] for tail in odd}
-            if len(modules) > 1 or modules & fitting:  # one module alone may be built with another width
-                found += odd.values()
-        return found
+            # One odd module may have its own width by design. Two of them, or one of whose matrices others fit, may
+            # not.
+            if len(modules) > 1 or modules & fitting:
+                differences += odd.values()
+        return differences
 
     def _shapes(self) -> list[ShapeDifference]:
-        found = []
+        differences = []
         for name, stored in self.pairing.stored.items():
             tensor, expected = self.ckpt.tensors[stored], self.tensors[name]
             if tensor.global_shape == expected.shape or tensor.is_flattened or self._is_value_head(name):
@@ -511,11 +526,11 @@ class _Judge:
                 continue
             same = len(tensor.global_shape) == len(expected.shape)
             axes = [i for i, (a, b) in enumerate(zip(tensor.global_shape, expected.shape, strict=False)) if a != b]
-            found.append(ShapeDifference(name, tensor, expected, tuple(axes) if same else ()))
-        return found
+            differences.append(ShapeDifference(name, tensor, expected, tuple(axes) if same else ()))
+        return differences
 
     def _is_value_head(self, name: str) -> bool:
-        """Whether a key is of an output layer of one row, as a critic or a reward model has it instead of its own."""
+        """Whether a key belongs to an output layer with one row: critics and reward models replace the head with it."""
         head = self.ckpt.tensors.get("output_layer.weight") if self.ckpt.has_megatron_names else None
         return name.startswith("output_layer.") and head is not None and head.global_shape[:1] == (1,)
 
@@ -523,15 +538,16 @@ class _Judge:
         return bool({name, name.rpartition(".")[0]} & self.quantised)
 
     def _doubt(self) -> str:
-        """Why the configuration may mean another model than its table: it names code of its own."""
+        """Why the configuration may describe another model than the table: it names custom code. "" otherwise."""
         expected = self.pairing.expected
         why = f"{expected.source} names custom code (auto_map), whose model may differ from the library's"
         return why if expected.remote_code else ""
 
     def _open(self) -> tuple[str, ...]:
-        """The fields that the configuration leaves open.
+        """The fields that the configuration does not set.
 
-        A library writes all fields of a model that are not at their default, with its own version.
+        transformers writes every field that differs from its default, and its version. With a version, a field that is
+        absent has its default; a configuration without one was written by hand and may omit anything.
         """
         if "transformers_version" in self.config or self.ckpt.config is None or self.ckpt.has_megatron_names:
             return ()
@@ -541,7 +557,7 @@ class _Judge:
 
 
 def _may_lie_beside(name: str) -> bool:
-    """Whether a key that the model does not know is none of its parameters: buffers, copies, adapters."""
+    """Whether an unknown key is no parameter of the model: a buffer, a second copy, an adapter."""
     parts = name.split(".")
     if COMPUTED & {parts[-1], ".".join(parts[-2:])} or "rotary_emb" in parts:
         return True
@@ -556,13 +572,13 @@ def _is_wide_float(dtype: str) -> bool:
 
 
 def _tower(name: str, homes: Iterable[str]) -> str | None:
-    """The part of a model that a key belongs to, by the longest home of layers that it is in."""
-    found = [home for home in homes if home and name.startswith(f"{home}.")]
-    return max(found, key=len, default=None)
+    """The module with layers that holds a key: the longest matching prefix."""
+    prefixes = [home for home in homes if home and name.startswith(f"{home}.")]
+    return max(prefixes, key=len, default=None)
 
 
 class _Place(NamedTuple):
-    """Where a key in a layer is: what stands before the word for layers, that word included, the layer's number."""
+    """The position of a key in a layer: path before the word for layers, path with that word, number of the layer."""
 
     home: str
     block: str
@@ -576,16 +592,16 @@ def _place(name: str) -> _Place | None:
 
 
 def _by_layer(names: Iterable[str]) -> dict[str, dict[int, set[str]]]:
-    """Block of layers -> number -> what stands behind it in the keys."""
-    found: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+    """Block of layers -> number of a layer -> key suffixes after that number."""
+    tails_by_layer: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     for name in names:
         if place := _place(name):
-            found[place.block][place.number].add(name.removeprefix(f"{place.block}.{place.number}."))
-    return found
+            tails_by_layer[place.block][place.number].add(name.removeprefix(f"{place.block}.{place.number}."))
+    return tails_by_layer
 
 
 def numbered_layer(name: str) -> tuple[str, int] | None:
-    """The block of layers that a key is in and the layer's number; None outside of layers.
+    """The block and number of the layer that holds a key; None outside layers.
 
     >>> numbered_layer("model.layers.3.mlp.up_proj.weight"), numbered_layer("lm_head.weight")
     (('model.layers', 3), None)
@@ -604,7 +620,7 @@ def _module(name: str) -> str:
 
 
 def _home(name: str) -> str:
-    """What holds the module of a weight."""
+    """Path of the module that contains the module of a weight."""
     return ".".join(name.split(".")[:-2])
 
 
@@ -646,22 +662,22 @@ def other_dtypes(ckpt: Checkpoint, fit: Fit) -> list[OtherDtype]:
     declared = fit.expected.dtype
     if declared not in FLOATS or fit.is_quantised or not fit.is_export:
         return []
-    found: dict[str, list[str]] = defaultdict(list)
+    dtypes: dict[str, list[str]] = defaultdict(list)
     elements: dict[str, int] = defaultdict(int)
     for name in fit.pairing.stored.values():
         tensor = ckpt.tensors[name]
         if tensor.dtype != declared and _is_wide_float(tensor.dtype):
-            found[tensor.dtype].append(name)
+            dtypes[tensor.dtype].append(name)
             elements[tensor.dtype] += tensor.volume
     bits = ITEM_BITS[declared]
     return [
         OtherDtype(dtype, tuple(names), count * bits // 8, count * (ITEM_BITS[dtype] - bits) // 8)
-        for (dtype, names), count in zip(found.items(), elements.values(), strict=True)
+        for (dtype, names), count in zip(dtypes.items(), elements.values(), strict=True)
     ]
 
 
 def explains_bytes(ckpt: Checkpoint, size: int) -> bool:
-    """Whether a size in bytes is that of the declared model, and findings on its tensors tell of the difference."""
+    """Whether a size in bytes fits the declared model, and other findings already explain the difference."""
     fit = config_fit(ckpt)
     if isinstance(fit, str) or not (fit.missing or fit.shapes or other_dtypes(ckpt, fit)):
         return False
@@ -670,7 +686,7 @@ def explains_bytes(ckpt: Checkpoint, size: int) -> bool:
 
 
 def implied_bytes(fit: Fit, names: Iterable[str] | None = None) -> int:
-    """Bytes of expected tensors in the declared dtype, or else in 16 bits: all that are needed, or these."""
+    """Bytes of the named expected tensors, or of all needed ones, in the declared dtype or in 16 bits without one."""
     bits = ITEM_BITS.get(fit.expected.dtype or "", 16)
     chosen = (n for n, t in fit.expected.tensors.items() if t.needed) if names is None else names
     return sum(prod(fit.expected.tensors[name].shape) for name in chosen) * bits // 8

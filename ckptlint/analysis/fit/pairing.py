@@ -1,4 +1,4 @@
-"""The names that are stored beside those that a configuration implies: which of its namings they follow."""
+"""Pairs stored names with those that a configuration implies, and finds the naming scheme that they follow."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ if TYPE_CHECKING:
     from ckptlint.architecture.expected import Expected
 
 INNER_WORDS = WRAPPING | {"_forward_module"}
-"""What wrappers of a module leave in the names of all that it holds, wherever it is."""
+"""Words that a wrapper inserts anywhere in the names below the wrapped module."""
 
 WRAPPER_WORDS = INNER_WORDS | {"module", "base_model", "state_dict", "app"}
-"""These, and what stands before the names of a model that was wrapped as a whole."""
+"""The inner words, and prefixes of a model that was wrapped as a whole."""
 
 _BETWEEN = INNER_WORDS | {"module"}  # DataParallel's, which some models have as a name of their own
 _MIXED = {"base_layer"}  # of an adapter that was not merged
-_DEPTH = 6
+_DEPTH = 6  # most name parts of a prefix
+# Assumed: a damaged or partial export still shares half of its roles with its configuration, and a naming scheme that
+# no table knows shares fewer (CFG001: "names of another scheme: CFG004 says so").
 _LEAST = 0.5
 
 
@@ -30,12 +32,12 @@ class Pairing:
     """The names of a checkpoint and one of the namings that its configuration implies.
 
     Attributes:
-        stored: expected key -> the key that is stored for it.
-        unknown: the stored keys that stand for none.
-        carried: what keys carry besides their expected name (`_orig_mod.`) -> how many do.
-        base: what the expected keys begin with and no stored one does: a model saved without its head.
-        prefix: what stands before the expected name in most of the stored ones, as they have it.
-        odd: expected keys that are stored without that prefix.
+        stored: expected key -> its stored key.
+        unknown: stored keys without an expected one.
+        carried: extra words in stored keys (`_orig_mod.`) -> number of keys with them.
+        base: first part of the expected keys that all stored ones lack: a base model saved without its head.
+        prefix: extra prefix of most stored keys, as stored.
+        odd: expected keys whose stored key lacks that prefix.
     """
 
     expected: Expected
@@ -48,7 +50,7 @@ class Pairing:
 
     @property
     def fits(self) -> bool:
-        """Whether at least half of the roles of either side are in the other."""
+        """Whether at least half of the roles of the smaller side occur on the other side."""
         paired = {role(name) for name in self.stored}
         wanted = {role(name) for name, tensor in self.expected.tensors.items() if tensor.needed or name in self.stored}
         unknown = {role(name) for name in self.unknown}
@@ -56,7 +58,7 @@ class Pairing:
 
 
 def best_pairing(forms: Iterable[Expected], names: Sequence[str]) -> Pairing:
-    """The naming that most of the stored names follow; of equals the one that lacks least."""
+    """The pairing with the most stored keys; among equals the smallest model, then the fewest extra words."""
     return max(
         (_paired(form, names) for form in forms),
         key=lambda pairing: (len(pairing.stored), -len(pairing.expected.tensors), -pairing.carried.total()),
@@ -64,7 +66,7 @@ def best_pairing(forms: Iterable[Expected], names: Sequence[str]) -> Pairing:
 
 
 def _paired(form: Expected, names: Sequence[str]) -> Pairing:
-    """The names of a form and the stored keys that mean them: as they are, without wrappers' words, below a prefix."""
+    """Pair the keys with one naming: exact names first, then without wrapper words, then below a common prefix."""
     wanted = form.tensors
     stored = {name: name for name in names if name in wanted}
     rest = [name for name in names if name not in wanted]
@@ -83,6 +85,8 @@ def _paired(form: Expected, names: Sequence[str]) -> Pairing:
     base = words = ""
     odd: tuple[str, ...] = ()
     if unknown and len(stored) < len(wanted):
+        # The order decides: a prefix explains all keys at once, a doubled part or a lost base only some. Each guess is
+        # made only on what the surer ones left, so that one stored key never stands for two expected ones.
         prefix, words = _prefix(form, unknown, stored)
         if prefix:
             odd = tuple(stored)
@@ -96,7 +100,7 @@ def _paired(form: Expected, names: Sequence[str]) -> Pairing:
 
 
 def bare_name(name: str) -> str:
-    """A name without what a wrapper may have put into it; a `module` before the whole name is a prefix.
+    """A name without wrapper words; a leading `module` is a prefix and stays.
 
     >>> bare_name("layers.0._orig_mod.up.weight"), bare_name("layers.0.module.up.weight")
     ('layers.0.up.weight', 'layers.0.up.weight')
@@ -111,7 +115,7 @@ def _bare(name: str) -> list[str]:
 
 
 def _prefix(form: Expected, names: list[str], stored: dict[str, str]) -> tuple[tuple[str, ...], str]:
-    """What stands before most of the names that have it at all, and how it reads in them."""
+    """The prefix that most names with any prefix share, without wrapper words; and its stored spelling."""
     votes: Counter[tuple[str, ...]] = Counter()
     shown: dict[tuple[str, ...], str] = {}
     for name in names:
@@ -130,7 +134,7 @@ def _prefix(form: Expected, names: list[str], stored: dict[str, str]) -> tuple[t
 
 
 def _as_stored(name: str, before: tuple[str, ...]) -> str:
-    """The start of a name that ends with the last of some parts, wrappers between them included."""
+    """The start of a name up to the last of these parts, including wrapper words between them."""
     parts, wanted = name.split("."), list(before)
     for count, part in enumerate(parts, 1):
         if wanted and part == wanted[0]:
@@ -141,7 +145,7 @@ def _as_stored(name: str, before: tuple[str, ...]) -> str:
 
 
 def _strip(form: Expected, names: list[str], stored: dict[str, str], prefix: tuple[str, ...]) -> list[str]:
-    """Pair what has the prefix; the names that are left over."""
+    """Pair the names with this prefix; returns the other names."""
     left = []
     for name in names:
         parts = _bare(name)
@@ -154,7 +158,7 @@ def _strip(form: Expected, names: list[str], stored: dict[str, str], prefix: tup
 
 
 def _once(form: Expected, names: list[str], stored: dict[str, str], carried: Counter[str]) -> list[str]:
-    """Pair what has a part of its name twice (`encoder.encoder.`); the names that are left over."""
+    """Pair names that repeat a part (`encoder.encoder.`); returns the other names."""
     left = []
     for name in names:
         parts = name.split(".")
@@ -168,7 +172,7 @@ def _once(form: Expected, names: list[str], stored: dict[str, str], carried: Cou
 
 
 def _base(form: Expected, names: list[str], stored: dict[str, str]) -> str:
-    """The first part of the expected names that most stored ones lack, "" where there is none."""
+    """The first part of the expected names that most stored ones lack; "" without one."""
     votes = {
         first: sum(f"{first}.{name}" in form.tensors for name in names)
         for first, _ in Counter(name.partition(".")[0] for name in form.tensors).most_common(4)
@@ -180,9 +184,9 @@ def _base(form: Expected, names: list[str], stored: dict[str, str]) -> str:
 def _join(form: Expected, names: list[str], stored: dict[str, str], base: str) -> list[str]:
     left = []
     for name in names:
-        whole = f"{base}.{name}"
-        if base and whole in form.tensors and whole not in stored:
-            stored[whole] = name
+        full_name = f"{base}.{name}"
+        if base and full_name in form.tensors and full_name not in stored:
+            stored[full_name] = name
         else:
             left.append(name)
     return left

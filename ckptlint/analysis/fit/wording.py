@@ -1,4 +1,4 @@
-"""How tensors of a model and the fields that decide over them read in a sentence."""
+"""Words for tensors of a model, and for the config fields that decide their existence and shape."""
 
 from __future__ import annotations
 
@@ -80,5 +80,5 @@ def doubt_note(doubt: str) -> Note:
 
 
 def model_name(fit: Fit) -> str:
-    """What the model is called: its class, or else its type."""
+    """Name of the model: its class, or else its type."""
     return fit.expected.model_class or fit.expected.model_type

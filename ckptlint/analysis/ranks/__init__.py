@@ -1,1 +1,1 @@
-"""What each rank of the saving job holds."""
+"""Contents of the ranks of the job that saved."""

@@ -16,7 +16,7 @@ _ALIGNMENT = 2  # elements for each rank, deepspeed.runtime.zero.stage_1_and_2 `
 
 @fact
 def misfits(ckpt: Checkpoint) -> list[Misfit]:
-    """What does not fit in the files of a checkpoint of DeepSpeed's."""
+    """Misfits in the flat groups of a DeepSpeed checkpoint."""
     if ckpt.rank_files is None:
         return []
     return [*(item for group in ckpt.rank_files.flat_groups for item in _misfits(group)), *ckpt.rank_files.misfits]

@@ -1,4 +1,4 @@
-"""Sets of files beside the tensors whose names differ in one number, and how many ranks a checkpoint states."""
+"""Sets of files whose names differ in one number, and the number of ranks that a checkpoint states."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ckptlint.vocabulary.mesh import AXES
 from ckptlint.vocabulary.metadata_files import PAYLOAD_RANK
 
 PAYLOAD = "the payload files"
-"""Who states the ranks up to the last that wrote payload: there may be more of them."""
+"""Name of the witness that gives only a lower bound: ranks after the last payload file may exist."""
 
 _NUMBER = re.compile(r"\d+")
 _COUNTER = re.compile(r"_\d+(?=\.\w+$)")
@@ -32,10 +32,10 @@ class NumberedFiles(NamedTuple):
     """A set of files.
 
     Attributes:
-        pattern: their path with `{}` for the number.
-        what: what they hold.
-        counts: what the number counts; "" where nothing says.
-        axis: the axis along which it counts ranks; `world` for all ranks of the job.
+        pattern: path with `{}` in place of the number.
+        what: name of their content.
+        counts: meaning of the number; "" where unknown.
+        axis: mesh axis that the number counts; `world` for all ranks of the job.
         files: number -> file.
     """
 
@@ -46,9 +46,9 @@ class NumberedFiles(NamedTuple):
     files: dict[int, StepFile]
 
     def stride(self, total: int) -> tuple[int, int]:
-        """The lowest number and the distance of the others: more than 1 where one rank of each node or group writes.
+        """(lowest number, distance): the distance exceeds 1 where one rank of each node or group writes.
 
-        Two files have one distance, which repeats only where it divides all ranks: `total` says how many there are.
+        Two files have only one distance, which counts as regular if it divides the `total` number of ranks.
         """
         numbers = sorted(self.files)
         step = reduce(gcd, (number - numbers[0] for number in numbers[1:]), 0) or 1
@@ -60,7 +60,7 @@ class NumberedFiles(NamedTuple):
 def numbered_files(ckpt: Checkpoint) -> list[NumberedFiles]:
     """The sets that may count ranks or objects: of state that can be pickled, not of logs, and not steps."""
     groups: dict[tuple[str, int], dict[int, StepFile]] = defaultdict(dict)
-    found = []
+    sets = []
     for file in ckpt.step_files:
         folder, slash, name = file.name.rpartition("/")
         if counted := number_of(name):
@@ -76,15 +76,15 @@ def numbered_files(ckpt: Checkpoint) -> list[NumberedFiles]:
         if counted := number_of(name):
             counted_by = counted[0].counted_by
             counts, axis = (counted_by, "world") if counted_by != "dp rank" else ("rank", "dp")
-            found.append(NumberedFiles(pattern, counted[0].name, counts, axis, files))
+            sets.append(NumberedFiles(pattern, counted[0].name, counts, axis, files))
         elif len(files) > 1:
             before = pattern.rpartition("/")[2].partition("{}")[0]
             rank = _RANK.fullmatch(before)
             family = family_of(name)
             what = family.name if family is not None else f"{before.rstrip('-_.')} file"
             axis = (rank["axis"] or "world").lower() if rank else "world"
-            found.append(NumberedFiles(pattern, what, "rank" if rank else "", axis, files))
-    return found
+            sets.append(NumberedFiles(pattern, what, "rank" if rank else "", axis, files))
+    return sets
 
 
 def is_one_of_several(ckpt: Checkpoint, name: str) -> bool:
@@ -109,17 +109,17 @@ def _is_state(name: str) -> bool:
 
 
 def declared_ranks(ckpt: Checkpoint) -> AxisSize | None:
-    """How many ranks wrote, where a file that the framework writes for this says so."""
+    """The number of ranks, where the framework writes a file that states it; else None."""
     size = ckpt.topology.get("world")
     is_said = size is not None and any(known.ranks and known.file == size.source for known in world().inventories)
     return size if is_said else None
 
 
 def stated_ranks(ckpt: Checkpoint, numbered: NumberedFiles) -> dict[str, int]:
-    """How many ranks the job had along the axis of a set, by who says so.
+    """Witness -> number of ranks that it gives for the axis of a set.
 
-    Of all ranks payload files, the mesh and other whole sets speak beside those who state them exactly. A set of more
-    ranks than these is left from another job.
+    For `world`, payload files, the mesh and other complete sets are witnesses besides the exact ones. A set of more
+    ranks than any exact witness states was left by another job.
     """
     stated = exact_ranks(ckpt, numbered.axis)
     most = max(stated.values(), default=inf)
@@ -138,10 +138,10 @@ def stated_ranks(ckpt: Checkpoint, numbered: NumberedFiles) -> dict[str, int]:
 
 
 def exact_ranks(ckpt: Checkpoint, axis: str) -> dict[str, int]:
-    """How many ranks the job had in all (`world`) or along `dp`, by who states exactly that; {} for other axes.
+    """Witness -> exact number of ranks in all (`world`) or along `dp`; {} for other axes.
 
-    Payload files and save plans are not among them: a part of the ranks may have saved. Arguments that the metadata or
-    payload contradicts state nothing.
+    Payload files and save plans do not count, since not all ranks save. Arguments that the metadata or the payload
+    contradicts do not count either.
 
     Source:
         megatron.training.arguments.validate_args: its `data_parallel_size` counts ranks that share weights

@@ -1,4 +1,4 @@
-"""What the ranks of a running job hold, seen as a checkpoint: the words and figures of files then serve for ranks."""
+"""Presents the ranks of a running job as a checkpoint, so that rules and figures for files apply to ranks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def described_row(table: RankTable, row: int) -> tuple[str, str, tuple[int, ...]
 
 
 def box_of_row(table: RankTable, row: int) -> Box:
-    """Where a row's chunk is."""
+    """The box of a row's chunk."""
     n = int(table.ndim[row])
     return Box(tuple(table.offsets[row, :n].tolist()), tuple(table.sizes[row, :n].tolist()))
 
@@ -62,7 +62,7 @@ def agree(table: RankTable, rows: IntArray) -> bool:
 
 
 def owners(table: RankTable, key_rows: KeyRows) -> IntArray:
-    """Rows whose chunk is written: declared ones, and of equal undeclared chunks the lowest rank's."""
+    """Rows whose chunk is written: declared writers, and the lowest rank of equal undeclared chunks."""
     rows = key_rows.live[table.replica[key_rows.live] <= 0]
     undeclared = rows[table.replica[rows] < 0]
     if len(undeclared) == 0:
@@ -83,7 +83,7 @@ class ChunkCopies:
 
 
 def cells(table: RankTable) -> Iterator[ChunkCopies]:
-    """The chunks, each with its copies, of the keys whose holders agree what it is and find no fault with their own."""
+    """The chunks with their copies, for keys whose ranks agree on kind, dtype and shape and report no fault."""
     flawed = _flawed(table)
     for key_rows in holders(table):
         if key_rows.fqn in flawed or len(key_rows.live) == 0 or not agree(table, key_rows.rows):
@@ -105,7 +105,7 @@ def digest_groups(table: RankTable, cell: ChunkCopies) -> list[IntArray]:
 
 
 def sound(ckpt: Checkpoint) -> Checkpoint:
-    """The checkpoint with the tensors alone about whose chunks no rank has an error of its own."""
+    """The checkpoint without tensors for which a rank reports a fault of its chunks."""
     assert ckpt.ranks is not None
     flawed = _flawed(ckpt.ranks)
     return replace(ckpt, tensors={fqn: tensor for fqn, tensor in ckpt.tensors.items() if fqn not in flawed})
@@ -154,7 +154,7 @@ def versions(table: RankTable, cell: ChunkCopies, groups: Sequence[IntArray], no
 
 
 def reported(ckpt: Checkpoint, hint: str = "") -> Iterator[Finding]:
-    """What the ranks found themselves for the rule that runs: one finding for each sentence, with who said it."""
+    """Findings that the ranks made themselves, one for each sentence, with the ranks that made it."""
     by_text: dict[tuple[str, str, str], set[int]] = {}
     for finding in ckpt.rank_findings:
         by_text.setdefault((finding.fqn, finding.text, finding.level), set()).add(finding.rank)

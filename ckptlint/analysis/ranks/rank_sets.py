@@ -1,4 +1,4 @@
-"""What the files of a set say differently, and how sure it is that they may not: the one place that compares them."""
+"""Compares the statements of the files of a set, and decides how sure it is that they must agree."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COPIES = ("content", "content of copies", "content of other meshes")
 _PART = "local shape"
 _FEWER = ("count", "sum")
 _MAY_DIFFER = ("content of other meshes",)
-"""What honest saves hold differently: copies that nobody keeps alike may drift apart."""
+"""Statements that may differ in a healthy save: copies that no library synchronises drift apart."""
 
 
 class Disagreement(NamedTuple):
@@ -37,14 +37,14 @@ class Disagreement(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """The files of a set, held against each other.
+    """Compares the files of a set with each other.
 
     Attributes:
-        job: what they say differently of the job or of tensors.
-        steps: the steps that they say they are of, where these differ.
-        copies: tensors that several hold whole, with other bytes.
-        shapes: parts of tensors that have another shape than mesh and placements, or most ranks, give them.
-        of_a_part: optimizers that know fewer parameters than the model, on all ranks alike.
+        job: disagreements on the job or on tensors.
+        steps: disagreements on the step.
+        copies: tensors that several files hold whole, with different bytes.
+        shapes: parts of tensors whose shape contradicts mesh and placements, or most ranks.
+        of_a_part: optimizers with fewer parameters than the model, equally on all ranks.
     """
 
     job: tuple[Disagreement, ...]
@@ -56,22 +56,24 @@ class Compared(NamedTuple):
 
 @fact
 def compared(ckpt: Checkpoint) -> Compared:
-    """What the files of a checkpoint that is a set of rank files say differently."""
+    """The disagreements between the files of a set."""
     rank_files = require(ckpt.rank_files)
-    found = list(_differing(rank_files.statements))
-    odd = {id(item): _shapes(item) for item in found if item.what == _PART}
+    disagreements = list(_differing(rank_files.statements))
+    odd = {id(item): _shapes(item) for item in disagreements if item.what == _PART}
     judged = {number for number, misfits in odd.items() if misfits}
     return Compared(
-        job=tuple(_merged(item for item in found if item.what not in (_STEP, *_COPIES) and id(item) not in judged)),
-        steps=tuple(item for item in found if item.what == _STEP),
-        copies=tuple(item for item in found if item.what in _COPIES),
+        job=tuple(
+            _merged(item for item in disagreements if item.what not in (_STEP, *_COPIES) and id(item) not in judged)
+        ),
+        steps=tuple(item for item in disagreements if item.what == _STEP),
+        copies=tuple(item for item in disagreements if item.what in _COPIES),
         shapes=(*(item for item in rank_files.misfits if item.what == "shape"), *chain(*odd.values())),
         of_a_part=_on_all_ranks(rank_files),
     )
 
 
 def _merged(found: Iterable[Disagreement]) -> Iterable[Disagreement]:
-    """One for all keys of which the same files say otherwise than the same others."""
+    """One disagreement for all keys with the same files on both sides."""
     alike: dict[tuple[object, ...], list[Disagreement]] = {}
     for item in found:
         alike.setdefault((item.what, bool(item.fqns), *(files for _, files in item.says)), []).append(item)
@@ -79,7 +81,7 @@ def _merged(found: Iterable[Disagreement]) -> Iterable[Disagreement]:
 
 
 def _differing(statements: Iterable[Statement]) -> Iterator[Disagreement]:
-    """What files say otherwise than those that they are compared with."""
+    """The statements that differ between files that are compared."""
     values: dict[tuple[str, str, str], dict[str, list[str]]] = defaultdict(dict)
     for item in statements:
         values[item.what, item.among, item.fqn].setdefault(item.value, []).append(item.file)

@@ -1,4 +1,4 @@
-"""Who planned to write what, before deduplication threw the evidence away."""
+"""The save plans of all ranks, as they were before deduplication."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def duplicates(table: SavePlans) -> list[Duplicate]:
     same = (key[order[1:]] == key[order[:-1]]).all(axis=1)
     if not same.any():
         return []
-    found = []
+    duplicate_rows = []
     bounds = np.flatnonzero(np.concatenate([[True], ~same, [True]]))
     for start, stop in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
         if stop - start < 2:
@@ -53,8 +53,8 @@ def duplicates(table: SavePlans) -> list[Duplicate]:
         is_bytes = bool(table.is_bytes[rows[0]])
         offset = None if is_bytes else tuple(v for v in table.offsets[rows[0]].tolist() if v >= 0)
         fqn = table.fqns[int(table.fqn[rows[0]])]
-        found.append(Duplicate(fqn, offset, tuple(rows.tolist()), ranks, bool(equal)))
-    return found
+        duplicate_rows.append(Duplicate(fqn, offset, tuple(rows.tolist()), ranks, bool(equal)))
+    return duplicate_rows
 
 
 def planned_by(table: SavePlans, rank: int) -> set[str]:

@@ -1,1 +1,1 @@
-"""Which tensor of one checkpoint is which of the other."""
+"""Matches the tensors of two checkpoints with each other."""

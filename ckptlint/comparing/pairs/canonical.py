@@ -1,4 +1,4 @@
-"""The rows of two sides brought into one order: that which both namings and the configuration demand."""
+"""Reorders the rows of two sides into one order, by the conventions of their namings and the configuration."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from ckptlint.seals.row_hashes import RowHashes, digest, matrix
 from ckptlint.vocabulary.keys import parse
 from ckptlint.vocabulary.namings import Naming, StoredRoles, naming_of, stored
 
-_LARGEST_HEAD = 512  # rows of the largest head that is tried where no configuration says how many
+_LARGEST_HEAD = 512  # largest head size that is tried where no configuration declares one
 
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """What configurations say of attention; 0 where none does.
+    """The attention heads that the configurations declare; 0 where unknown.
 
     Attributes:
         size: rows of a head.
-        count: of the heads of queries.
-        model_type: as transformers calls it.
+        count: number of query heads.
+        model_type: name of the architecture in transformers.
     """
 
     size: int = 0
@@ -34,9 +34,9 @@ class Heads:
 
 
 def in_one_order(old: Sides, new: Sides, heads: Heads) -> tuple[Sides, Sides]:
-    """Both sides with what their names say they hold, each row where it would lie if both stored a role alike.
+    """Both sides with the roles that their names imply, and with rows in one common order.
 
-    The rows of a role stay where they are if both sides store it alike, or if how many rows a head has is not known.
+    Rows keep their order where both sides store a role alike, or where the head size is unknown.
     """
     namings = naming_of(old), naming_of(new)
     sides = _named(old, namings[0], heads), _named(new, namings[1], heads)
@@ -61,15 +61,17 @@ def in_one_order(old: Sides, new: Sides, heads: Heads) -> tuple[Sides, Sides]:
         moved = [
             {one.fqn: _moved(one, known, keys, is_old=members is wanted[0]) for one in members} for members in wanted
         ]
-        made: list[Sides] = [{**side, **members} for side, members in zip(sides, moved, strict=True)]
-        fitting = len(_contents(made[0], keys) & _contents(made[1], keys)) if len(sizes) > 1 else 0
+        ordered: list[Sides] = [{**side, **members} for side, members in zip(sides, moved, strict=True)]
+        # Without a declared head size every divisor is tried, and the size that makes most contents equal wins: a wrong
+        # size permutes the rows of both sides differently, so it makes few equal.
+        fitting = len(_contents(ordered[0], keys) & _contents(ordered[1], keys)) if len(sizes) > 1 else 0
         if fitting > most:
-            best, most = made, fitting
+            best, most = ordered, fitting
     return best[0], best[1]
 
 
 def _named(side: Sides, naming: Naming | None, heads: Heads) -> Sides:
-    """The side, with what its keys hold under a naming."""
+    """The side, with the roles of its keys under a naming."""
     if naming is None:
         return side
     stored_roles = {key: found for key in side if (found := stored(key, naming))}
@@ -84,25 +86,25 @@ def _named(side: Sides, naming: Naming | None, heads: Heads) -> Sides:
 
 
 def _rows_of_keys(side: Sides) -> dict[int | None, int]:
-    """Layer -> the rows of its keys, of those that have a tensor of their own."""
+    """Layer -> rows of its attention key projection, where that is a separate tensor."""
     keys = [one for one in side.values() if one.stored_as and one.stored_as.roles == ("k",) and len(one.shape) > 1]
     return {parse(one.fqn).layer: one.shape[-2] for one in keys}
 
 
 def _sizes(wanted: Iterable[Side]) -> list[int]:
-    """The sizes that a head may have: 0 alone where no order depends on it."""
+    """Possible head sizes; [0] where no order depends on them."""
     rows = [one.shape[-2:][0] for one in wanted if one.stored_as and one.stored_as.how & {"pairs", "by group"}]
     common = gcd(*rows)
     return [size for size in range(2, min(common, _LARGEST_HEAD) + 1, 2) if common % size == 0] or [0]
 
 
 def _moved(side: Side, heads: Heads, keys: Mapping[int | None, int], is_old: bool) -> Side:
-    """A tensor in the order of all: roles one after the other, halves, [out, in]; as it is where that is not known."""
+    """A tensor in canonical order (role after role, halves, [out, in]); unchanged where its order is unknown."""
     assert side.stored_as is not None
-    shape, said, stored_roles = side.shape, list[str](), side.stored_as
+    shape, steps, stored_roles = side.shape, list[str](), side.stored_as
     if "[in, out]" in stored_roles.how and len(shape) > 1:
         shape = (*shape[:-2], shape[-1], shape[-2])
-        said.append("transposed")
+        steps.append("transposed")
     rows = shape[-2] if len(shape) > 1 else shape[0]
     order: IntArray = np.arange(rows)
     if "by group" in stored_roles.how:
@@ -112,46 +114,46 @@ def _moved(side: Side, heads: Heads, keys: Mapping[int | None, int], is_old: boo
             return side
         parts = np.split(order.reshape(groups, -1), [-2 * heads.size, -heads.size], axis=1)
         order = np.concatenate([part.reshape(-1) for part in parts])
-        said.append(f"in {groups:,} groups")
+        steps.append(f"in {groups:,} groups")
     elif "alternating" in stored_roles.how:
         order = order.reshape(-1, len(stored_roles.roles)).T.reshape(-1)
-        said.append("in turn")
+        steps.append("in turn")
     elif "halves exchanged" in stored_roles.how:
         order = np.roll(order, rows // 2)
-        said.append("with its halves exchanged")
+        steps.append("with its halves exchanged")
     if "pairs" in stored_roles.how:
         if heads.size < 2 or rows % heads.size:
             return side
         order = order.reshape(-1, heads.size // 2, 2).transpose(0, 2, 1).reshape(-1)
         way = "each head's even rows first, then the odd ones" if is_old else "the two halves of each head interleaved"
-        said.append(f"{way} ({heads.size} rows a head)")
+        steps.append(f"{way} ({heads.size} rows a head)")
     hashes = {
-        dtype: _in_order(hashes_of_dtype, order, said[:1] == ["transposed"])
+        dtype: _in_order(hashes_of_dtype, order, steps[:1] == ["transposed"])
         for dtype, hashes_of_dtype in side.hashes.items()
     }
-    return replace(side, shape=shape, hashes=hashes, moved=", ".join(said))
+    return replace(side, shape=shape, hashes=hashes, moved=", ".join(steps))
 
 
 def _in_order(hashes: RowHashes, order: IntArray, is_turned: bool) -> RowHashes:
     """The hashes of a tensor with other rows, of each slice the same ones."""
-    made = copy(hashes)
+    reordered = copy(hashes)
     slices = matrix(hashes.shape)[0]
     if is_turned:
-        made.shape = (*hashes.shape[:-2], hashes.shape[-1], hashes.shape[-2])
-        made.rows, made.columns = hashes.columns.reshape(-1), hashes.rows.reshape(slices, -1)
+        reordered.shape = (*hashes.shape[:-2], hashes.shape[-1], hashes.shape[-2])
+        reordered.rows, reordered.columns = hashes.columns.reshape(-1), hashes.rows.reshape(slices, -1)
     if not np.array_equal(order, np.arange(len(order))):
-        made.rows = made.rows.reshape(slices, -1)[:, order].reshape(-1)
-        made.columns = np.zeros((0, 0), np.uint64)  # they depend on where each row is
-    return made
+        reordered.rows = reordered.rows.reshape(slices, -1)[:, order].reshape(-1)
+        reordered.columns = np.zeros((0, 0), np.uint64)  # they depend on where each row is
+    return reordered
 
 
 def _contents(side: Sides, keys: Mapping[int | None, int]) -> set[tuple[str, int]]:
     """Dtype and digest of the rows of each tensor of attention, and of the queries with which a fused one begins."""
-    found = set()
+    contents = set()
     for one in (one for one in side.values() if one.stored_as and {*one.stored_as.roles} & {"q", "k"}):
         for dtype, hashes in one.hashes.items():
-            found.add((dtype, digest(hashes.rows)))
+            contents.add((dtype, digest(hashes.rows)))
             if one.stored_as and len(one.stored_as.roles) > 1:
                 queries = len(hashes.rows) - 2 * keys.get(parse(one.fqn).layer, 0)
-                found.add((dtype, digest(hashes.rows[:queries])))
-    return found
+                contents.add((dtype, digest(hashes.rows[:queries])))
+    return contents

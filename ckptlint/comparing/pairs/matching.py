@@ -1,4 +1,4 @@
-"""Which tensors of two sides hold the same: by name, by known renamings, then by content whatever they are called."""
+"""Matches tensors of two sides: by name, by known renamings, then by content under any name."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from ckptlint.vocabulary.namings import StoredRoles, is_bias, roles_of
 _RolesOfBoth = tuple[StoredRoles | None, StoredRoles | None]
 _Key = Callable[[Side, str], object]
 
-_MOST_PARTS = 4  # roles that are put together into one tensor, such as query, key, value and a gate
-_MOST_ROLES = 16  # of one layer, of which any few are tried
+_MOST_PARTS = 4  # most roles fused into one tensor, such as query, key, value and a gate
+_MOST_ROLES = 16  # most roles of a layer whose combinations are tried
 
 
 def matches(old: Sides, new: Sides, renamed: Mapping[str, str], heads: Heads, vocabulary: int) -> list[Match]:
-    """What each tensor of both sides has to do with those of the other.
+    """The matches between the tensors of both sides.
 
-    Rows in another order prove nothing, unless the namings of both sides demand it: `in_one_order` has brought them
-    into one then.
+    Reordered rows prove nothing, unless the namings of both sides demand the order; `in_one_order` has then undone it.
 
     Args:
-        renamed: key of the old side -> key of the new one that is known to mean the same.
-        heads: what the configurations say of attention.
-        vocabulary: the smaller number of tokens that the configurations say, 0 where none does.
+        renamed: old key -> new key of tensors that are known to be the same.
+        heads: attention heads that the configurations declare.
+        vocabulary: smaller number of tokens that the configurations declare; 0 where unknown.
     """
     if old.keys() != new.keys():
         old, new = in_one_order(old, new, heads)
-    found = [_pair(side, new[name], vocabulary) for name, side in old.items() if name in new]
+    by_key = [_pair(side, new[name], vocabulary) for name, side in old.items() if name in new]
     left_old = {name: side for name, side in old.items() if name not in new}
     left_new = {name: side for name, side in new.items() if name not in old}
     known = {name: other for name, other in renamed.items() if name in left_old and other in left_new}
-    # between conventions rows may be ordered otherwise: what is not equal is looked for by content before it differs
+    # Conventions order rows differently, and a name may mean another weight there. So a renamed pair that is not equal
+    # is first searched by content, and reported as differing only if nothing else holds it.
     pairs = [_pair(left_old[name], left_new[other], vocabulary) for name, other in known.items()]
     by_name = [match for match in pairs if match.is_proven]
     by_content = list(_by_content(_without(left_old, by_name), _without(left_new, by_name), vocabulary))
@@ -52,7 +52,7 @@ def matches(old: Sides, new: Sides, renamed: Mapping[str, str], heads: Heads, vo
     left_old, left_new = _without(left_old, differing), _without(left_new, differing)
     alone = [Match("absent" if side.is_read else "unread", (name,), (), False) for name, side in left_old.items()]
     alone += [Match("absent" if side.is_read else "unread", (), (name,), False) for name, side in left_new.items()]
-    return _under_right_names([*found, *paired, *differing, *alone], (old, new))
+    return _under_right_names([*by_key, *paired, *differing, *alone], (old, new))
 
 
 def _without(sides: Sides, found: Iterable[Match]) -> dict[str, Side]:
@@ -61,11 +61,11 @@ def _without(sides: Sides, found: Iterable[Match]) -> dict[str, Side]:
     return {name: side for name, side in sides.items() if name not in gone}
 
 
-_FEW = 0.01  # values that rounding may make zero: float16 has none below 6e-8, where weights have a few
+_FEW = 0.01  # largest share of values that rounding may make zero: float16 has none below 6e-8, and weights have few
 
 
 def common(first: Side, second: Side) -> str:
-    """The dtype in which both can be compared, "" where there is none."""
+    """The dtype in which both are comparable; "" without one."""
     if first.dtype == second.dtype:
         return first.dtype
     for wide, narrow in ((first, second), (second, first)):
@@ -75,7 +75,7 @@ def common(first: Side, second: Side) -> str:
 
 
 def _pair(old: Side, new: Side, vocabulary: int) -> Match:
-    """Two tensors that the names say are one."""
+    """The match of two tensors that should be equal by their names."""
     names = (old.fqn,), (new.fqn,)
     if not (old.is_read and new.is_read):
         return Match("unread", *names, False)
@@ -94,7 +94,7 @@ def _pair(old: Side, new: Side, vocabulary: int) -> Match:
 
 
 def _alike(old: Side, new: Side) -> Match:
-    """Two tensors with the same rows, once both are in one order."""
+    """The match of two tensors with equal rows in one order."""
     names, what = ((old.fqn,), (new.fqn,)), old.moved or new.moved
     if what:
         return Match("transposed" if what == "transposed" else "reordered", *names, True, what)
@@ -108,13 +108,13 @@ def _alike(old: Side, new: Side) -> Match:
 
 
 def _rounded_away(wide: Side, dtype: str) -> tuple[int, int]:
-    """How many values become zero in a narrower dtype, of those that are not."""
+    """(values that become zero in a narrower dtype, values that are not zero)."""
     hashes = wide.hashes[wide.dtype]
     return wide.hashes[dtype].zeros - hashes.zeros, hashes.count - hashes.zeros
 
 
 def _may_be_padded(side: Side) -> bool:
-    """Whether it is a matrix outside of the layers, as embeddings and heads of a vocabulary are."""
+    """Whether it is a matrix outside the layers, like embeddings and heads of a vocabulary."""
     key = parse(side.fqn)
     return len(side.shape) == 2 and key.layer is None and not key.is_stacked
 
@@ -123,10 +123,12 @@ def _may_be_padded(side: Side) -> bool:
 
 
 def _by_content(old: Sides, new: Sides, vocabulary: int) -> Iterator[Match]:
-    """The tensors that no name pairs; each once."""
+    """Matches by content for tensors without a match by name."""
     old = {name: side for name, side in old.items() if side.is_read}
     new = {name: side for name, side in new.items() if side.is_read}
     longer = partial(_longer, vocabulary=vocabulary)
+    # From the strictest relation to the loosest, each on what is left: rows in any order, tried first, would also match
+    # tensors that are equal.
     for find in (_same, _turned, _joined, _taken_apart, _in_other_order, longer):
         paired = list(find(old, new))
         yield from paired
@@ -144,7 +146,7 @@ def _same(old: Sides, new: Sides) -> Iterator[Match]:
 
 
 def _turned(old: Sides, new: Sides) -> Iterator[Match]:
-    """Matrices of which one is the other's transpose."""
+    """Matrices that are transposes of each other."""
 
     def rows(side: Side, dtype: str) -> object:
         return None if side.is_dull else digest(side.hashes[dtype].rows)
@@ -158,9 +160,9 @@ def _turned(old: Sides, new: Sides) -> Iterator[Match]:
 
 
 def _found_by(old: Sides, new: Sides, key: _Key, other_key: _Key) -> Iterator[tuple[Side, Side, str]]:
-    """Tensors with one key, each once, and the dtype in which they have it; None is no key.
+    """(tensor, counterpart, dtype) of tensors with equal keys; None is no key.
 
-    Constant and tiny tensors fit anywhere: they are paired where both sides have as many with a key.
+    Constant and tiny tensors are equal by chance, so they pair only where both sides have the same number of them.
     """
     groups: dict[tuple[str, object], tuple[list[Side], list[Side]]] = defaultdict(lambda: ([], []))
     for number, sides, key_of in ((0, old, key), (1, new, other_key)):
@@ -181,7 +183,7 @@ def _found_by(old: Sides, new: Sides, key: _Key, other_key: _Key) -> Iterator[tu
 
 
 def _paired(old: list[Side], new: list[Side], dtype: str) -> Iterator[tuple[Side, Side]]:
-    """Tensors of both sides that are compared in a dtype: those of one role first, then in their order."""
+    """Pair tensors comparable in a dtype: those with equal roles first, then by the order of their names."""
     old, new = (sorted(sides, key=lambda side: _order(side.fqn)) for sides in (old, new))
     for by_role in (True, False):
         for side in [*old]:
@@ -203,37 +205,37 @@ def _order(name: str) -> tuple[list[int], str]:
 
 
 def _taken_apart(old: Sides, new: Sides) -> Iterator[Match]:
-    """Tensors of the old side whose rows several new ones hold."""
+    """Old tensors whose rows are split over several new ones."""
     for match in _joined(new, old):
         yield replace(match, relation="split", old=match.new, new=match.old)
 
 
 def _joined(parts: Sides, wholes: Sides) -> Iterator[Match]:
-    """Wholes that hold all rows of several parts."""
+    """Tensors that hold exactly the rows of several others."""
     groups: dict[tuple[object, ...], dict[tuple[str, ...], list[Side]]] = defaultdict(lambda: defaultdict(list))
     for side in parts.values():
         for dtype in side.hashes:
             for expert in {None, parse(side.fqn).expert}:
                 groups[layer_number(side.fqn), expert, dtype, side.columns][_roles([side.fqn])].append(side)
     gone: set[str] = set()
-    for whole in wholes.values():
-        if whole.is_dull:
+    for joined in wholes.values():
+        if joined.is_dull:
             continue
-        for dtype, hashes in whole.hashes.items():
-            roles = groups.get((layer_number(whole.fqn), parse(whole.fqn).expert, dtype, whole.columns), {})
+        for dtype, hashes in joined.hashes.items():
+            roles = groups.get((layer_number(joined.fqn), parse(joined.fqn).expert, dtype, joined.columns), {})
             rows, wanted = len(hashes.rows), multiset(hashes.rows)
-            found = next(_adding_up(roles, whole, dtype, rows, wanted, gone), None)
-            if found is not None:
-                gone |= {side.fqn for side in found}
-                names = tuple(side.fqn for side in found)
-                yield Match("joined", names, (whole.fqn,), *_in_order(found, whole, dtype))
+            parts_of_joined = next(_adding_up(roles, joined, dtype, rows, wanted, gone), None)
+            if parts_of_joined is not None:
+                gone |= {side.fqn for side in parts_of_joined}
+                names = tuple(side.fqn for side in parts_of_joined)
+                yield Match("joined", names, (joined.fqn,), *_in_order(parts_of_joined, joined, dtype))
                 break
 
 
 def _adding_up(
     roles: Mapping[tuple[str, ...], list[Side]], whole: Side, dtype: str, rows: int, wanted: int, gone: Collection[str]
 ) -> Iterator[list[Side]]:
-    """The parts of a few roles that have so many rows together, and the same ones."""
+    """Sets of parts, of a few roles, whose rows together are the wanted ones as a multiset."""
     sums = []
     for members in roles.values():
         addends = [side for side in members if side.fqn not in gone and common(side, whole) == dtype]
@@ -250,7 +252,7 @@ def _adding_up(
 
 
 def _in_other_order(old: Sides, new: Sides) -> Iterator[Match]:
-    """Tensors with the same rows, in another order."""
+    """Tensors with equal rows in another order."""
 
     def content(side: Side, dtype: str) -> object:
         rows = side.hashes[dtype].rows
@@ -261,7 +263,7 @@ def _in_other_order(old: Sides, new: Sides) -> Iterator[Match]:
 
 
 def _in_order(parts: Sequence[Side], whole: Side, dtype: str) -> tuple[bool, str, tuple[str, ...]]:
-    """Whether parts lie in a whole as its name demands, and how, or how they do not."""
+    """(whether the parts are in the order that the name of the whole demands, that order in words, notes)."""
     pieces: dict[tuple[int, tuple[str, ...]], Words] = {}
     for part in parts:
         slices = matrix(part.hashes[dtype].shape)[0]
@@ -284,7 +286,7 @@ def _in_order(parts: Sequence[Side], whole: Side, dtype: str) -> tuple[bool, str
 
 
 def _unknown(rows: Words, whole: Side, dtype: str) -> tuple[str, tuple[str, ...]]:
-    """The order of some rows in a whole, which is not the one that the names demand, in words."""
+    """(unexpected order of rows in a whole in words, notes)."""
     text = (
         "in an order that the names do not suggest" if whole.stored_as else "in an order that no known conversion makes"
     )
@@ -301,7 +303,7 @@ def _unknown(rows: Words, whole: Side, dtype: str) -> tuple[str, tuple[str, ...]
 
 
 def _longer(old: Sides, new: Sides, vocabulary: int) -> Iterator[Match]:
-    """Tensors of which one has the rows of the other and more after them: a padded vocabulary."""
+    """Tensors with the rows of the other and more after them: a padded vocabulary."""
     taken: set[str] = set()
     for side in old.values():
         for other in new.values():
@@ -324,18 +326,19 @@ def layer_number(name: str) -> int | None:
 
 
 def _under_right_names(found: Sequence[Match], sides: tuple[Sides, Sides]) -> list[Match]:
-    """The matches; what is under the name of another weight, as names or the other layers say, is no conversion.
+    """The matches, where equal contents under the name of another weight become `exchanged`.
 
-    Values are paired whatever they are called. So a key and a value projection that were exchanged, or two layers, make
-    a pair each; their names tell that they are no conversion.
+    Matching by content ignores names, so exchanged key and value projections, or exchanged layers, still form pairs.
+    Their names, or the other layers, show that no conversion made them.
     """
     alone = [match for match in found if match.is_proven and match.old != match.new]
     layers = Counter(distance for match in alone if (distance := _distance(match)) is not None)
+    # Some conversions shift all layers by one distance, which is legal. Without a majority the legal distance is 0.
     usual = next((far for far, count in layers.most_common(1) if 2 * count > layers.total()), 0)
     roles: dict[tuple[str, ...], Counter[tuple[str, ...]]] = defaultdict(Counter)
     for match in alone:
         roles[_roles(match.old)][_roles(match.new)] += 1
-    made = []
+    judged = []
     for match in found:
         if match.is_proven and match.old != match.new:
             counts = roles[_roles(match.old)]
@@ -344,12 +347,12 @@ def _under_right_names(found: Sequence[Match], sides: tuple[Sides, Sides]) -> li
             is_odd = _roles(match.new) not in most or (len(most) > 1 and None in roles_of_both)
             if is_odd or _distance(match) not in (None, usual) or not _may_be_one(match, roles_of_both):
                 match = replace(match, relation="exchanged", is_proven=False, what=_holds(match, roles_of_both))
-        made.append(match)
-    return made
+        judged.append(match)
+    return judged
 
 
 def _holds(match: Match, roles_of_both: _RolesOfBoth) -> str:
-    """Of what is under another name, what holds it now: another layer, expert or role; "" where names say neither."""
+    """Text on the layer, expert or role that holds the old content now; "" where names show none."""
     old, new = parse(match.old[0]), parse(match.new[0])
     if None not in (old.layer, new.layer) and old.layer != new.layer:
         return f"layer {new.layer} holds what was layer {old.layer}"
@@ -360,7 +363,7 @@ def _holds(match: Match, roles_of_both: _RolesOfBoth) -> str:
 
 
 def _distance(match: Match) -> int | None:
-    """By how much the numbers of the layers differ, None outside of them; experts have the same number."""
+    """New minus old layer number; None outside layers, `_FAR` where the experts differ."""
     old, new = ({parse(name).layer for name in names} for names in (match.old, match.new))
     experts = [{parse(name).expert for name in names} for names in (match.old, match.new)]
     if len(experts[0]) == len(experts[1]) == 1 and None not in experts[0] | experts[1] and experts[0] != experts[1]:
@@ -374,12 +377,12 @@ _FAR = 2**62  # no distance of layers
 
 
 def _roles(names: Sequence[str]) -> tuple[str, ...]:
-    """What the names say without the numbers of layer and expert; a number further on distinguishes components."""
+    """The roles of the names, without layer and expert numbers; later numbers distinguish components and stay."""
     return tuple(dict.fromkeys(key.role if (key := parse(name)).block else NUMBER.sub("*", name, 1) for name in names))
 
 
 def _may_be_one(match: Match, roles_of_both: _RolesOfBoth) -> bool:
-    """Whether the names of one tensor on each side may mean the same: no embedding is a head, no key a value."""
+    """Whether single tensors may be the same by their names: no embedding is a head, no key a value."""
     if len(match.old) != 1 or len(match.new) != 1:
         return True
     (old,), (new,) = match.old, match.new

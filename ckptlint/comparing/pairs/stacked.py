@@ -31,17 +31,17 @@ def stacked(side: Sequence[OpenedCheckpoint], there: Collection[str]) -> dict[st
 
 def layer_by_layer(sides: Mapping[str, Side], blocks: Mapping[str, str]) -> dict[str, Side]:
     """The tensors of a side, each layer of those in `blocks` under a name with its number."""
-    found = {}
+    layers = {}
     for name, side in sides.items():
         block = blocks.get(name, "")
         at = name.find(f"{block}.") + len(block)
         if not block or side.stored is None or not side.is_read or at < len(block):
-            found[name] = side
+            layers[name] = side
             continue
         parts = {dtype: hashes.layers() for dtype, hashes in side.hashes.items()}
         for number in range(side.shape[0]):
             fqn = f"{name[:at]}.{number}{name[at:]}"
             hashes = {dtype: part[number] for dtype, part in parts.items()}
             stored = replace(side.stored, layer=number)
-            found[fqn] = replace(side, fqn=fqn, shape=side.shape[1:], hashes=hashes, stored=stored)
-    return found
+            layers[fqn] = replace(side, fqn=fqn, shape=side.shape[1:], hashes=hashes, stored=stored)
+    return layers

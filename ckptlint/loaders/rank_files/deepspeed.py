@@ -82,7 +82,7 @@ def _weights(tag: Tag, facts: Facts) -> Iterator[Misfit]:
     """Parameters that the model's files list, and do not hold, or hold in another shape; one misfit for each file."""
     layers = {(source.file.numbers["layer"], source.file.numbers.get("tp", 0)): source for source in tag.of("layer")}
     for source in tag.of("model"):
-        module, found = source.root.get("module"), dict[str, list[tuple[str, Any, tuple[int, ...]]]]()
+        module, odd_by_file = source.root.get("module"), dict[str, list[tuple[str, Any, tuple[int, ...]]]]()
         for fqn, shape in ((fqn, shape) for group in shapes_of(source.root) or () for fqn, shape in group.items()):
             state, file, key = module, source.file.name, fqn
             match = re.fullmatch(r"(\d{1,6})\.(.+)", fqn) if state is None else None
@@ -94,8 +94,8 @@ def _weights(tag: Tag, facts: Facts) -> Iterator[Misfit]:
             tensor = state.get(key)
             is_empty = facts.sharded_model and isinstance(tensor, StoredTensor) and 0 in tensor.shape
             if not is_empty and (not isinstance(tensor, StoredTensor) or tensor.shape != shape):
-                found.setdefault(file, []).append((fqn, tensor, shape))
-        for file, odd in found.items():
+                odd_by_file.setdefault(file, []).append((fqn, tensor, shape))
+        for file, odd in odd_by_file.items():
             fqn, tensor, shape = odd[0]
             stored = f"shape {list(tensor.shape)}" if isinstance(tensor, StoredTensor) else "no values"
             because = f"{source.file.name} lists it" + (f", and {len(odd) - 1:,} more like it" if odd[1:] else "")
@@ -129,10 +129,10 @@ def _gates(tag: Tag, grid: Mapping[str, Sequence[RankFile]]) -> Iterator[Misfit]
 
 
 def add_model(columns: Columns, tag: Tag, facts: Facts, odd: Collection[str] = ()) -> None:
-    """The weights and buffers as the model's files hold them; what ZeRO-3 took out of them comes from the groups.
+    """Add weights and buffers from the model's files; those that ZeRO-3 removed come from the groups.
 
     Args:
-        odd: those that are reported as misfits.
+        odd: keys that are reported as misfits, and skipped.
     """
     names: set[str] = set()
     for source in tag.of("model"):
@@ -159,9 +159,9 @@ def add_model(columns: Columns, tag: Tag, facts: Facts, odd: Collection[str] = (
 
 
 def _add_unnamed(columns: Columns, tag: Tag, placed: Collection[int]) -> tuple[str, ...]:
-    """The tensors of optimizer files of which no group could be laid out, by their keys; and what is not judged there.
+    """Add tensors of optimizer files without a known group, under their own keys; returns notes on unknown forms.
 
-    Versions before 0.7 do not say where each parameter is.
+    Versions before 0.7 do not record where each parameter is.
     """
     odd = [source for source in tag.of("optimizer") if source.number not in placed]
     for source in odd:

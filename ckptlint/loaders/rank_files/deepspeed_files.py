@@ -161,7 +161,7 @@ def moments_of(state: dict[Any, Any]) -> list[dict[str, Any]]:
 
 
 def _steps(folder: Folder, source: Source) -> Iterator[int]:
-    """What the groups of an optimizer counted: in their states, or in the settings of each group."""
+    """Step counts of the optimizer groups, from their states or from the settings of each group."""
     base = source.state.get("base_optimizer_state", source.state.get("optimizer_state_dict"))
     settings = dict_of(base).get("param_groups")
     groups = [dict_of(group) for group in settings] if isinstance(settings, list) else []

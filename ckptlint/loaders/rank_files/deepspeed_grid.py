@@ -1,4 +1,4 @@
-"""What the files of a DeepSpeed tag say of the job: the grid of its ranks, and the files that it has."""
+"""Derives the rank grid of a DeepSpeed job from the files of a tag, and the files that the grid must have."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from ckptlint.model import AxisSize, Declared, Misfit, RankFile, StepClaim
 from ckptlint.model.text import printable, ranges
 from ckptlint.storage.folder import Folder
 
-# ---------------------------------------------------------------- what the files say of the whole
+# ---------------------------------------------------------------- the job
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What the files say of the job.
+    """The job that the files describe.
 
     Attributes:
         dp, tp, mp: sizes of the grid: data parallel, tensor parallel, and model parallel files (tensor x pipeline).
-        dp_source, mp_source: the entry and the file that say so, or "" where names alone do.
-        stage: of ZeRO, 0 where nothing says.
-        experts: experts of each layer of experts.
-        sharded_model: whether each data parallel rank has model states of its own (stage 3).
+        dp_source, mp_source: entry and file with that size; "" where only file names show it.
+        stage: ZeRO stage; 0 where unknown.
+        experts: number of experts in each layer of experts.
+        sharded_model: whether each data parallel rank has its own model states (stage 3).
     """
 
     dp: int
@@ -56,14 +56,14 @@ class Facts:
 
     @property
     def topology(self) -> dict[str, AxisSize]:
-        """The sizes that a file states."""
+        """The sizes that a file states, by axis."""
         axes = {"dp": (self.dp, self.dp_source), "tp": (self.tp, self.mp_source)}
         axes["pp"] = (self.mp // self.tp, self.mp_source)
         return {axis: AxisSize(size, "metadata") for axis, (size, source) in axes.items() if source}
 
     @property
     def declared(self) -> dict[str, Declared]:
-        """What the job's settings say of the model: deepspeed.moe.experts.Experts copies the one expert it is given."""
+        """Declared values: `moe_upcycled`, since deepspeed.moe.experts.Experts starts with copies of one expert."""
         return {"moe_upcycled": Declared(True, "num_experts")} if self.experts else {}
 
 
@@ -72,6 +72,8 @@ def facts_of(tag: Tag) -> Facts:
     named = {
         what: 1 + max((f.numbers.get(what, -1) for f in tag.files.files), default=-1) for what in ("dp", "mp", "tp")
     }
+    # Sizes in the files come before numbers in the names: the names miss the last ranks exactly when their files are
+    # lost (broken_lost_optimizer).
     dp, dp_source = _first(optimizers, "partition_count", lambda root, state: max(partition_counts(state), default=0))
     if not dp:
         dp, dp_source = _first(models, "dp_world_size", lambda root, _: count_of(root.get("dp_world_size")))
@@ -107,9 +109,9 @@ def facts_of(tag: Tag) -> Facts:
 def _first(
     sources: Iterable[Source], entry: str, read: Callable[[dict[Any, Any], dict[Any, Any]], Any]
 ) -> tuple[Any, str]:
-    """What the first file says that says anything, as `read` takes it from value and state; and where it stands."""
-    found = ((read(source.root, source.state), f"{entry} of {source.file.name}") for source in sources)
-    return next((item for item in found if item[0]), (None, ""))
+    """(first value that `read` finds in a file, its entry and file); (None, "") without one."""
+    values = ((read(source.root, source.state), f"{entry} of {source.file.name}") for source in sources)
+    return next((item for item in values if item[0]), (None, ""))
 
 
 def _tp_degree(root: dict[Any, Any], mp: int) -> int:
@@ -125,7 +127,7 @@ def _expert_counts(root: dict[Any, Any]) -> tuple[int, ...]:
 def trainer_claim(folder: Folder) -> tuple[StepClaim, ...]:
     """The step of transformers' Trainer, which lets the engine name the folder beside its own state.
 
-    Nothing where it is not that of the Trainer's own folder, which is reported there.
+    () where it differs from the name of the Trainer's own folder, since that is reported there.
 
     Source:
         transformers.trainer.Trainer._save_optimizer_and_scheduler (5.23): `save_checkpoint` without a tag
@@ -151,10 +153,10 @@ _FILES_LIMIT = 2**18
 
 
 def expected(tag: Tag, facts: Facts) -> dict[str, tuple[RankFile, ...]]:
-    """From where the grid is -> the files that it has.
+    """Source of the grid -> the files that it must have.
 
     Raises:
-        LimitError: the files say that there are more than any job has.
+        LimitError: the files imply more files than any job has.
     """
     sources = {
         "optimizer": facts.dp_source,
@@ -162,16 +164,16 @@ def expected(tag: Tag, facts: Facts) -> dict[str, tuple[RankFile, ...]]:
         "expert": facts.experts_source,
         "layer": "the parameters that param_shapes lists" if any(tag.of("model")) else "",
     }
-    found: dict[str, list[RankFile]] = defaultdict(list)
+    files_by_source: dict[str, list[RankFile]] = defaultdict(list)
     for number, file in enumerate(_expected(tag, facts)):
         if number == _FILES_LIMIT:
             raise LimitError(f"numbers more ranks, layers and experts than {_FILES_LIMIT:,}, the limit")
-        found[sources.get(file.kind) or "their numbers"].append(file)
-    return {grid: tuple(files) for grid, files in found.items()}
+        files_by_source[sources.get(file.kind) or "their numbers"].append(file)
+    return {grid: tuple(files) for grid, files in files_by_source.items()}
 
 
 def _grid(kind: str, name: str, **axes: Iterable[int]) -> Iterator[RankFile]:
-    """A file for each combination of numbers, named as `name` puts them; made one by one, since they may be absurd."""
+    """A file for each combination of numbers, formatted by `name`; lazily, since the sizes may be absurd."""
 
     def numbered(known: dict[str, int]) -> Iterator[RankFile]:
         if len(known) == len(axes):
@@ -200,7 +202,7 @@ def _expected(tag: Tag, facts: Facts) -> Iterator[RankFile]:
 
 
 def _layers(tag: Tag) -> Iterator[RankFile]:
-    """The files of the layers whose parameters `param_shapes` lists; an activation has none, and no file."""
+    """The files of layers with parameters in `param_shapes`; activations have neither parameters nor a file."""
     files = [file for file in tag.files.files if file.kind == "layer"]
     if not files and not any(source.root.get("module", ...) is None for source in tag.of("model")):
         return
@@ -214,15 +216,15 @@ def _layers(tag: Tag) -> Iterator[RankFile]:
 
 
 def _expert_files(tag: Tag, facts: Facts) -> Iterator[RankFile]:
-    """The files of experts that a tag must have, by the layers and experts that its files count."""
+    """The files of experts that a tag must have, by the numbers of layers and experts."""
     counts = dict(enumerate(facts.experts))
-    found: dict[int, int] = defaultdict(int)
+    named: dict[int, int] = defaultdict(int)
     for file in tag.files.files:
         if file.kind == "expert":
             layer, expert = file.numbers["layer"], file.numbers["expert"]
-            found[layer] = max(found[layer], expert + 1)
-    # a pipeline counts the layers of a stage
-    for layer, count in (counts if found.keys() <= counts.keys() else found).items():
+            named[layer] = max(named[layer], expert + 1)
+    # Under a pipeline num_experts lists the layers of one stage only, so more layers in the names win.
+    for layer, count in (counts if named.keys() <= counts.keys() else named).items():
         name, tp = "layer_{layer}_expert_{expert}_mp_rank_{mp:02d}_model_states.pt", range(facts.tp)
         yield from _grid("expert", name, layer=(layer,), expert=range(count), mp=tp)
     optimizers = [file.numbers for file in tag.files.files if file.kind == "expert optimizer"]
@@ -233,7 +235,7 @@ def _expert_files(tag: Tag, facts: Facts) -> Iterator[RankFile]:
 
 
 def _expert_parallel(root: dict[Any, Any]) -> int:
-    """The size in the names that DeepSpeed gives groups of experts, `ep_size_2`."""
+    """The expert parallel size in DeepSpeed's group names (`ep_size_2`); 0 without one."""
     groups = dict_of(root.get("optimizer")).get("param_groups")
     names = [str(dict_of(group).get("name", "")) for group in groups or ()]
     return max((int(match[1]) for name in names if (match := re.fullmatch(r"ep_size_(\d{1,6})", name))), default=0)
@@ -243,7 +245,7 @@ def _expert_parallel(root: dict[Any, Any]) -> int:
 
 
 def note(tag: Tag, facts: Facts) -> None:
-    """Note what the files say that others must say alike, and files of ranks that the grid does not have."""
+    """Record statements that must agree between files, and files of ranks outside the grid."""
     things: dict[tuple[str, str], list[tuple[Any, str]]] = defaultdict(list)
     for source in tag.sources:
         file, root, state = source.file, source.root, source.state
@@ -280,15 +282,15 @@ def note(tag: Tag, facts: Facts) -> None:
 
 _COUNTS = {"data parallel size": "dp_world_size", "model parallel size": "mp_world_size", "step": "global_steps"}
 STRUCTURE = ("ZeRO stage", "partition count", "data parallel size", "model parallel size", "parameters")
-"""What says how the parts lie: where files contradict each other on it, their tensors are not judged as a whole."""
+"""Statements that decide where parts belong; if files contradict each other on them, tensors are not assembled."""
 
 
 def _shown(value: Any) -> str:
-    """A value, printable; a list of one as what is in it."""
+    """A value as printable text; a list with one item as that item."""
     return printable(str(value[0] if isinstance(value, list) and len(value) == 1 else value))
 
 
 def _counted_lists() -> Callable[[Any], str]:
-    """Lists that are too long to show, by their number."""
+    """A function that numbers lists that are too long to show."""
     numbers = itertools.count(1)
     return lambda _: f"list {next(numbers)}"

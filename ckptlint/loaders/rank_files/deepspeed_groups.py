@@ -1,7 +1,7 @@
-"""The flat groups of ZeRO: where the parts of the parameters are in them.
+"""Locates the parts of parameters in the flat groups of ZeRO.
 
-A group of parameters is laid end to end and cut over the ranks. Stages 1 and 2 cut the whole, padded to twice as many
-elements as there are ranks; stage 3 cuts each parameter by itself, into equal parts of which the last is padded.
+A group of parameters is concatenated and cut over the ranks. Stages 1 and 2 cut the whole group, padded to a multiple
+of twice the number of ranks. Stage 3 cuts each parameter separately into equal parts, and pads the last.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ EXPERT = re.compile(r"(.*deepspeed_experts\.)(\d{1,6})(\..*)")
 
 @dataclass(slots=True)
 class Cut:
-    """Groups, and where the parameters lie in them.
+    """Groups of parameters, and the pieces cut from them.
 
     Attributes:
-        columns: where the pieces of parameters and of their moments go, each one-dimensional.
-        groups: what the files hold of them.
-        unplaced: what would lie past the end of its tensor, or in groups whose lengths do not add up.
+        columns: receives the pieces of parameters and moments, each one-dimensional.
+        groups: groups as the files hold them.
+        unplaced: keys that would exceed their flat tensor, and files with groups whose lengths do not add up.
     """
 
     columns: Columns
@@ -45,7 +45,7 @@ class Cut:
     def add(
         self, fqn: str, numel: int, offset: int, flat: StoredTensor, start: int, count: int, source: Source
     ) -> None:
-        """Add a slice of a flat tensor, where it has elements."""
+        """Add a slice of a flat tensor, unless it is empty."""
         if start + count > flat.shape[0]:
             self.unplaced.append(fqn)
         elif count:
@@ -63,24 +63,24 @@ def flat_groups(tag: Tag, tp: int, columns: Columns) -> Cut:
     for source in tag.of("optimizer"):
         by_mp[source.file.numbers["mp"]].append(source)
     experts = _local_experts(tag)
-    made = Cut(columns)
+    cut = Cut(columns)
     first_mp: dict[str, int] = {}
     for mp, sources in sorted(by_mp.items()):
         owner, first = owner_of(mp, tp), len(columns.rows)
         models = [source for source in tag.of("model") if source.file.numbers["mp"] == mp]
         if any(_BY_PARAMETER in source.state for source in sources):
-            _cut_parameters(made, sources, models, owner)
+            _cut_parameters(cut, sources, models, owner)
         else:
-            _cut_groups(made, sources, models, owner, experts)
-        # a tied parameter is in the groups of several pipeline stages
+            _cut_groups(cut, sources, models, owner, experts)
+        # A tied parameter is in the groups of the first and the last stage (pipe_tied_z1): the first counts.
         for number, row in enumerate(columns.rows[first:], first):
             if first_mp.setdefault(row.fqn, mp) != mp:
                 columns.rows[number] = row._replace(offsets=None)
-    return made
+    return cut
 
 
 def _local_experts(tag: Tag) -> dict[str, int]:
-    """For each layer of experts, by the start of their names, how many of them one rank holds."""
+    """Name prefix of a layer of experts -> number of experts on each rank."""
     numbers: dict[str, int] = defaultdict(int)
     for source in tag.of("optimizer"):
         slices = source.state.get("param_slice_mappings")
@@ -92,11 +92,11 @@ def _local_experts(tag: Tag) -> dict[str, int]:
 
 
 def _part(source: Source, key: str, number: int, index: int, ranks: int, moments: Mapping[str, Any]) -> FlatPart:
-    """What a file holds of a group, whose weights lie under the key."""
+    """A file's part of group `number`, with its weights under `key`."""
 
     def own(key: str) -> Any:
-        found = source.state.get(key)
-        return found[number] if isinstance(found, list) and number < len(found) else None
+        values = source.state.get(key)
+        return values[number] if isinstance(values, list) and number < len(values) else None
 
     slices, padding, between = own("param_slice_mappings"), own("group_paddings"), own("param_alignment_paddings")
     padding = padding if type(padding) is int and padding >= 0 else None
@@ -112,7 +112,8 @@ def _part(source: Source, key: str, number: int, index: int, ranks: int, moments
         else None,
         padding=padding,
         between=sum(n for n in between if type(n) is int) if isinstance(between, list) else 0,
-        # the BF16 optimizer, which names no stage, keeps the padding, and so did versions that list none
+        # Known cases that keep the padding: the BF16 optimizer, which states no stage (z1_bf16_optimizer_2r), and
+        # versions that list no paddings.
         is_stripped="zero_stage" in source.state and padding is not None,
     )
 
@@ -131,7 +132,7 @@ def _slice(value: Any) -> tuple[int, int] | None:
 
 
 def owner_of(mp: int, tp: int) -> str:
-    """What stands before the names of a tensor parallel rank's parts, whose names are those of the others' parts."""
+    """Prefix that distinguishes the parts of tensor parallel ranks, whose keys are equal; "" without such ranks."""
     return f"mp_rank_{mp % tp:02d}." if tp > 1 else ""
 
 
@@ -141,7 +142,7 @@ def owner_of(mp: int, tp: int) -> str:
 def _cut_groups(
     made: Cut, optimizers: list[Source], models: list[Source], owner: str, experts: Mapping[str, int]
 ) -> None:
-    """The copies of each group: of those with experts one for each set of them, over ranks that lie so far apart.
+    """Add each group; groups of experts exist once per set of experts, over every `parallel`-th rank.
 
     Source:
         deepspeed.utils.groups._create_expert_and_data_parallel
@@ -166,12 +167,13 @@ def _cut_groups(
 
 
 def _pieces(made: Cut, group: FlatGroup, sources: Mapping[str, Source], owner: str, first: Mapping[str, int]) -> None:
-    """Each rank's slices: one after the other in the order of ranks; around lost ones by place in the group.
+    """Add each rank's slices to the columns.
 
     Args:
-        first: for each layer of experts, by the start of their names, the number of the first one here; each rank
-            counts its own from 0.
+        first: name prefix of a layer of experts -> number of the first expert here; each rank counts from 0.
     """
+    # With all ranks, slices follow each other in rank order and padding between parameters does not matter. With a
+    # lost rank only the position in the group places a slice.
     wanted = next(iter(group.shapes), None) or _sums(group)
     at = dict.fromkeys(wanted, 0) if group.is_whole else _starts(group, wanted)
     for part in group.parts:
@@ -187,7 +189,7 @@ def _pieces(made: Cut, group: FlatGroup, sources: Mapping[str, Source], owner: s
 
 
 def _sums(group: FlatGroup) -> Shapes:
-    """How many elements of each parameter the ranks hold together, where no file lists shapes."""
+    """Parameter -> (elements on all ranks,), for tags without listed shapes."""
     sums: dict[str, int] = defaultdict(int)
     for part in group.parts:
         for fqn, (_, count) in (part.slices or {}).items():
@@ -196,7 +198,7 @@ def _sums(group: FlatGroup) -> Shapes:
 
 
 def _starts(group: FlatGroup, wanted: Shapes) -> dict[str, int]:
-    """Where parameters begin in their group, known from the ranks that hold the first or the last of their elements."""
+    """Parameter -> its first element in the group, derived from a rank that holds its first or last element."""
     starts: dict[str, int] = {}
     for part in group.parts:
         first = part.index * part.length
@@ -222,7 +224,7 @@ _BY_PARAMETER = "fp32_flat_groups"
 
 
 def _cut_parameters(made: Cut, sources: list[Source], models: list[Source], owner: str) -> None:
-    """The parts of stage 3: of n elements over p ranks each has ceil(n / p), whatever the groups are."""
+    """Add the parts of stage 3: each of p ranks has ceil(n / p) of n elements, in any group."""
     by_dp = {source.file.numbers["dp"]: source for source in models}
     for source in sources:
         model = by_dp.get(source.file.numbers["dp"]) or next(iter(models), None)
@@ -245,7 +247,7 @@ def _cut_parameters(made: Cut, sources: list[Source], models: list[Source], owne
 
 
 def _shares(made: Cut, group: FlatGroup, source: Source, owner: str) -> None:
-    """The parameters' parts one after the other; nothing has a place where the lengths do not add up."""
+    """Add the parts of parameters in order; nothing is placed where the lengths do not add up."""
     parts, ranks = group.parts, group.parts[0].ranks
     if sum(part.length for part in parts) != sum(group.shares) or not all(part.is_even for part in parts):
         made.unplaced.append(source.label)
@@ -264,7 +266,7 @@ def _shares(made: Cut, group: FlatGroup, source: Source, owner: str) -> None:
 
 
 def _frozen(made: Cut, source: Source, owner: str, ranks: int) -> None:
-    """The parts of parameters that are not trained."""
+    """Add the parts of frozen parameters."""
     fragments = dict_of(source.root.get("frozen_param_fragments"))
     [listed] = shapes_of({"param_shapes": dict_of(source.root.get("frozen_param_shapes"))}) or [{}]
     for fqn, shape in listed.items() if ranks else ():
@@ -283,7 +285,7 @@ def _share(
     start: int,
     source: Source,
 ) -> None:
-    """One rank's part of a parameter; of the last ones some or all is padding."""
+    """Add one rank's part of a parameter, without the padding of the last ranks."""
     numel = prod(shape)
     share = -(-numel // ranks)
     first = min(index * share, numel)

@@ -110,14 +110,14 @@ def _states(folder: Folder, tag: Tag) -> Iterator[_State]:
 def _state(folder: Folder, tag: Tag, fqn: str, name: str) -> _State:
     path = f"zero/{fqn}/{name}"
     opened = tag.files.open(path, "state", {}, "tensor", lambda root: name == "step.pt" or _tensor(root) is not None)
-    found = None if opened is None else opened.found
-    tensor, step = (None, None) if found is None else (_tensor(found.root), found.root)
-    if found is not None and tensor is not None and name == "step.pt":
-        step = number_in(ranges_of(folder, path), found, tensor)
+    pickled = None if opened is None else opened.found
+    tensor, step = (None, None) if pickled is None else (_tensor(pickled.root), pickled.root)
+    if pickled is not None and tensor is not None and name == "step.pt":
+        step = number_in(ranges_of(folder, path), pickled, tensor)
     is_step = name == "step.pt" and type(step) is int
-    if found is not None and (inside := f"{found.prefix}.pt") in _STATES and inside != name:
+    if pickled is not None and (inside := f"{pickled.prefix}.pt") in _STATES and inside != name:
         tag.statements.other_name(printable(path), inside)
-    return _State(fqn, name, printable(path), len(tag.files.stored) - 1, found, tensor, step if is_step else None)
+    return _State(fqn, name, printable(path), len(tag.files.stored) - 1, pickled, tensor, step if is_step else None)
 
 
 def _tensor(root: Any) -> StoredTensor | None:
@@ -157,7 +157,7 @@ def _misfits(states: list[_State], wanted: Mapping[str, tuple[int, ...]], source
 
 
 def _left_over(folder: Folder) -> list[Problem]:
-    """What a conversion that was interrupted leaves.
+    """Leftovers of an interrupted conversion.
 
     Source:
         deepspeed.checkpoint.ds_to_universal: `tmp` is removed at the end

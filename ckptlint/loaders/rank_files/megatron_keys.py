@@ -1,4 +1,4 @@
-"""Where things are in the files of Megatron's model parallel ranks: folders, layers, experts, and how each is cut."""
+"""Names in the files of Megatron's model parallel ranks: folders, layers, experts, and the axis that cuts each key."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from ckptlint.vocabulary.config_fields import attributes
 MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
 OPTIMIZER_FILE = "distrib_optim.pt"
 _FOLDER = re.compile(r"mp_rank_(\d{2,5})(?:_(\d{3,5}))?(?:_(\d{3,5}))?")
-_MOST = 2**16  # files of a grid
-_LOOKED = 8  # folders of ranks in which the file that shows the form is looked for
+_MOST = 2**16  # most files of a grid
+_LOOKED = 8  # most rank folders that are searched for a model file
 _LAYER = re.compile(r"(?P<block>(?:.*?\.)?layers)\.(?P<number>\d{1,6})(?P<rest>\..+)")
 _EXPERT = re.compile(r"(?P<home>.*\.local_experts\.)(?P<number>\d{1,6})(?P<rest>\..+)")
 _NUMBERED_EXPERT = re.compile(r"(?P<home>.*\.experts\.linear_fc[12]\.(?:weight|bias))(?P<number>\d{1,6})(?P<rest>)")
@@ -75,30 +75,30 @@ class GridCoordinate:
 
 
 def sizes_of(args: Mapping[str, Any]) -> Sizes | None:
-    """The parallel sizes that arguments give; None where they give none, or none that a job has."""
+    """The parallel sizes in the arguments; None where they are absent or impossible."""
     tp, pp, vpp, ep, etp = (args.get(name) for name in _SIZES)
-    found = tp, pp or 1, vpp or 1, ep or 1, tp if etp is None else etp
-    sizes = [size for size in found if type(size) is int and 0 < size <= _MOST]
-    return Sizes(*sizes) if len(sizes) == len(found) and sizes[0] * sizes[1] * sizes[3] * sizes[4] <= _MOST else None
+    stated = tp, pp or 1, vpp or 1, ep or 1, tp if etp is None else etp
+    sizes = [size for size in stated if type(size) is int and 0 < size <= _MOST]
+    return Sizes(*sizes) if len(sizes) == len(stated) and sizes[0] * sizes[1] * sizes[3] * sizes[4] <= _MOST else None
 
 
 def grid(sizes: Sizes) -> dict[str, GridCoordinate]:
-    """Folder -> rank, for each that writes a file.
+    """Folder -> rank, for each rank that writes a file.
 
-    With experts the first ranks of each stage write, as many as hold all experts. Where these are cut over fewer ranks
-    than the rest, tensor and expert parallel ranks do not make a full grid.
+    With experts the first etp x ep ranks of each stage write, which hold all experts. If etp is smaller than tp, tensor
+    and expert parallel ranks do not form a full grid.
 
     Source:
         megatron.training.checkpointing.get_checkpoint_name, save_checkpoint (`get_expert_data_parallel_rank`);
         megatron.core.parallel_state.RankGenerator: tensor parallel ranks are innermost
     """
     writers = sizes.etp * sizes.ep if sizes.ep > 1 else sizes.tp
-    places = [
+    coordinates = [
         GridCoordinate(rank % sizes.tp, stage, rank // sizes.etp % sizes.ep, rank % sizes.etp)
         for stage in range(sizes.pp)
         for rank in range(writers)
     ]
-    return {folder_of(place, sizes): place for place in places}
+    return {folder_of(coordinate, sizes): coordinate for coordinate in coordinates}
 
 
 def folder_of(place: GridCoordinate, sizes: Sizes) -> str:
@@ -123,7 +123,7 @@ def rank_folders(folder: Folder) -> list[str]:
 
 
 def legacy_file(folder: Folder) -> str:
-    """The first file of the ranks of Megatron's older form, "" where there is none."""
+    """The first rank file of Megatron's older form; "" without one."""
     for name in rank_folders(folder)[:_LOOKED]:
         there = folder.sub(name).files_beside()
         if found := next((inner for inner in (*MODEL_FILES, OPTIMIZER_FILE) if inner in there), None):
@@ -132,13 +132,13 @@ def legacy_file(folder: Folder) -> str:
 
 
 def legacy_bytes(folder: Folder) -> int:
-    """Bytes of pickles and directories that are read of the ranks of Megatron's, at most."""
+    """Upper bound of the bytes read from pickles and directories of Megatron's rank files."""
     subs = [folder.sub(name) for name in rank_folders(folder)]
     return sum(min(sub.entries[name].size, PICKLE_SHARE) for sub in subs for name in sub.files_beside())
 
 
 def sizes_by_names(names: list[str]) -> Sizes:
-    """The smallest grid that these folders fit in, where the arguments say nothing; a second number is a stage.
+    """The smallest grid that contains these folders, for use without arguments; a second number counts as a stage.
 
     Raises:
         LimitError: it is larger than any job's.
@@ -154,27 +154,29 @@ def sizes_by_names(names: list[str]) -> Sizes:
 
 
 def place_of(name: str, sizes: Sizes) -> GridCoordinate | None:
-    """The rank of a folder in a job of these sizes; None where it has none."""
+    """The rank of a folder in a job of these sizes; None for a folder outside the grid."""
     if (known := grid(sizes).get(name)) is not None:
         return known
     match = _FOLDER.fullmatch(name)
     if match is None:
         return None
+    # `grid` follows the usual order of ranks. Assumed: another order gives other folders of the same job, so numbers
+    # within the sizes are enough.
     tp, *others = (int(number) for number in match.groups() if number is not None)
     axes = [axis for axis in ("pp", "ep") if getattr(sizes, axis) > 1]
     if len(axes) != len(others) or tp >= sizes.tp:
         return None
-    found = dict(zip(axes, others, strict=True))
-    if any(number >= getattr(sizes, axis) for axis, number in found.items()):
+    numbers = dict(zip(axes, others, strict=True))
+    if any(number >= getattr(sizes, axis) for axis, number in numbers.items()):
         return None
-    return GridCoordinate(tp, found.get("pp", 0), found.get("ep", 0), tp % sizes.etp)
+    return GridCoordinate(tp, numbers.get("pp", 0), numbers.get("ep", 0), tp % sizes.etp)
 
 
 # ---------------------------------------------------------------- layers and experts
 
 
 def layer_of(key: str) -> tuple[str, int] | None:
-    """The block of layers that a key is in, and its number there: counted from 0 in each stage and chunk."""
+    """(block of layers, number) of a key; numbers start at 0 in each stage and chunk. None outside layers."""
     match = _LAYER.fullmatch(key)
     return (match["block"], int(match["number"])) if match else None
 
@@ -186,22 +188,22 @@ def with_layer(key: str, number: int) -> str:
 
 
 def with_global_expert(key: str, place: GridCoordinate, local: int) -> str:
-    """The key with the number of its expert among those of all ranks.
+    """The key with its expert numbered over all ranks.
 
     Args:
-        local: experts of each rank; 0 where that is not known.
+        local: experts of each rank; 0 where unknown.
     """
     match = _EXPERT.fullmatch(key) or _NUMBERED_EXPERT.fullmatch(key)
     return f"{match['home']}{place.ep * local + int(match['number'])}{match['rest']}" if match and local else key
 
 
 def is_expert(key: str) -> bool:
-    """Whether a parameter is of routed experts, which each expert parallel rank has for itself."""
+    """Whether a parameter belongs to routed experts, which differ on each expert parallel rank."""
     return ".experts." in key and "shared_experts" not in key
 
 
 def even_share(args: Mapping[str, Any], sizes: Sizes) -> int:
-    """Layers of each chunk of a stage; 0 where the arguments do not say, or do not make them equal."""
+    """Layers of each chunk of a stage; 0 where the arguments omit it or cut unevenly."""
     layers = args.get("num_layers")
     if type(layers) is not int or any(args.get(name) for name in _UNEVEN):
         return 0
@@ -210,27 +212,29 @@ def even_share(args: Mapping[str, Any], sizes: Sizes) -> int:
 
 
 def offsets_of(counts: Mapping[tuple[int, int], int], share: int, sizes: Sizes) -> dict[tuple[int, int], int]:
-    """(chunk, stage) -> how many layers come before its first.
+    """(chunk, stage) -> number of layers before its first.
 
     Args:
-        counts: how many layers each has, where that is known.
-        share: how many each has by the arguments, 0 where they do not say.
+        counts: stored layers of each, where known.
+        share: layers of each by the arguments; 0 where unknown.
     """
+    # Arguments help where the files of a stage are lost. But a stage with more layers than its share shows that the job
+    # cut them unevenly in a way that the arguments do not name, and then only the stored numbers count.
     if share and max(counts.values(), default=0) > share:
         share = 0
-    found, before = {}, 0
+    offsets, before = {}, 0
     for chunk in range(sizes.vpp):
         for stage in range(sizes.pp):
-            found[chunk, stage] = before
+            offsets[chunk, stage] = before
             before += share or counts.get((chunk, stage), 0)
-    return found
+    return offsets
 
 
 # ---------------------------------------------------------------- axes
 
 
 def cut_axis(key: str) -> Axis:
-    """The axis on which tensor parallel ranks cut a parameter, `whole` where each holds all of it.
+    """The axis on which tensor parallel ranks cut a parameter; `whole` if each holds all of it, `unknown` otherwise.
 
     Source:
         megatron.core.tensor_parallel.layers: ColumnParallelLinear and VocabParallelEmbedding cut rows,
@@ -248,7 +252,7 @@ def cut_axis(key: str) -> Axis:
 
 
 def is_halved(key: str, args: Mapping[str, Any]) -> bool:
-    """Whether each rank holds a part of gate and then one of up: a gated projection in one weight."""
+    """Whether the key is a gated projection in one weight: each rank holds a part of gate, then a part of up."""
     return (args.get("swiglu") is True or args.get("gated_linear_unit") is True) and bool(_HALVED.fullmatch(key))
 
 
@@ -261,7 +265,7 @@ def halves(tensor: StoredTensor) -> Iterator[StoredTensor]:
 
 
 def view(flat: StoredTensor, start: int, shape: tuple[int, ...]) -> StoredTensor | None:
-    """A tensor of this shape, stored row by row in a flat one; None where that ends before it does."""
+    """A view of this shape into a flat tensor, row by row; None where the flat one is too short."""
     if start < 0 or start + prod(shape) > flat.shape[0]:
         return None
     strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
@@ -269,5 +273,5 @@ def view(flat: StoredTensor, start: int, shape: tuple[int, ...]) -> StoredTensor
 
 
 def args_of(root: Any) -> dict[str, Any]:
-    """The arguments in a rank's file, {} without."""
+    """The arguments in a rank's file; {} without them."""
     return attributes(root.get("args")) if isinstance(root, dict) else {}

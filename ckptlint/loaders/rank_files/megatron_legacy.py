@@ -63,9 +63,9 @@ _COMPARED = (
     "use_distributed_optimizer", "optimizer", "consumed_train_samples", "seed", "lr", "global_batch_size",
     "checkpoint_version",
 )  # fmt: skip
-"""What all ranks of a job are given alike."""
+"""Arguments that are equal on all ranks of a job."""
 _STATES = {"param": "fp32_param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
-_HALF = ("bfloat16", "float16")  # of which the optimizer keeps copies in fp32
+_HALF = ("bfloat16", "float16")  # dtypes of weights with an fp32 copy in the optimizer
 _ALIGNED = 64  # elements, to which the start of each parameter in a buffer is rounded up
 _BUFFERS = ("expert_bias", "local_tokens_per_expert", "inv_freq")  # stored with the model, and no parameters
 _EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
@@ -81,37 +81,41 @@ def read_legacy(folder: Folder, look_at_files: bool) -> Checkpoint:
     files = SetFiles(folder, look_at_files)
     ranks = [_opened(files, name) for name in rank_folders(folder)]
     sizes, source = _sizes(ranks)
-    places = {rank.folder: place_of(rank.folder, sizes) for rank in ranks}
-    if outside := [rank.folder for rank in ranks if places[rank.folder] is None]:
+    coordinates = {rank.folder: place_of(rank.folder, sizes) for rank in ranks}
+    if outside := [rank.folder for rank in ranks if coordinates[rank.folder] is None]:
         files.problems.append(_leftover(outside, sizes))
-    known = {place: rank for rank in ranks if (place := places[rank.folder]) is not None and rank.model is not None}
-    reading = _Reading(sizes, known)
-    reading.read()
+    known = {
+        coordinate: rank
+        for rank in ranks
+        if (coordinate := coordinates[rank.folder]) is not None and rank.model is not None
+    }
+    reader = _RankReader(sizes, known)
+    reader.read()
     for i, file in enumerate(files.files):
-        if (place := places[file.name.rpartition("/")[0]]) is not None:
-            files.files[i] = replace(file, numbers=_numbers(place, sizes))
+        if (coordinate := coordinates[file.name.rpartition("/")[0]]) is not None:
+            files.files[i] = replace(file, numbers=_numbers(coordinate, sizes))
     grid_text = f"{_grid_text(sizes)} in {source}"
-    rank_files = reading.statements.of(files.files, {grid_text: [*_expected(sizes, ranks)]})
+    rank_files = reader.statements.of(files.files, {grid_text: [*_expected(sizes, ranks)]})
     lost = sum(map(len, rank_files.missing.values()))
-    used = next((rank.model for rank in reading.ranks.values() if rank.model is not None), None)
+    used = next((rank.model for rank in reader.ranks.values() if rank.model is not None), None)
     common = None
     if used is not None:
         common = CommonState(used.label, {name: used.found.root[name] for name in _COMMON if name in used.found.root})
     declared, config, config_problems = read_configs(folder, common)
-    short = lost + sum(not file.is_read for file in files.files) + len(known) - len(reading.ranks)
+    short = lost + sum(not file.is_read for file in files.files) + len(known) - len(reader.ranks)
     labels = [file.name for file in files.files]
     problems = files.problems
     if used is None:
         problems = [replace(problem, blocks=True) for problem in problems] or [_no_models(labels)]
     return files.checkpoint(
-        reading.columns,
+        reader.columns,
         rank_files,
         format="megatron-legacy",
         common=common,
         declared=declared,
         config=config,
         topology=read_topology(declared, empty_objects(), None),
-        problems=problems + reading.notes + config_problems,
+        problems=problems + reader.notes + config_problems,
         readable=used is not None,
         partial=f"{short} of {len(labels) + lost} rank files are missing or unusable" if short else "",
         metadata_file=labels[0] if len(labels) == 1 else f"{labels[0]} .. {labels[-1]}",
@@ -143,7 +147,7 @@ class _Rank:
 
     @property
     def root(self) -> dict[Any, Any]:
-        """The value of its model file."""
+        """The value of its model file; {} without one."""
         return self.model.found.root if self.model is not None else {}
 
     @property
@@ -158,7 +162,7 @@ class _Rank:
 
     @property
     def needs_optimizer(self) -> bool:
-        """Whether its model file says that the states of its optimizer lie beside it."""
+        """Whether its model file implies a separate file of optimizer states."""
         return self.args.get("use_distributed_optimizer") is True and bool(self.root.get("optimizer"))
 
 
@@ -183,10 +187,12 @@ def _is_optimizer(root: Any) -> bool:
 
 
 def _sizes(ranks: list[_Rank]) -> tuple[Sizes, str]:
-    """The parallel sizes of the job and where they are from: those whose grid is whole, else those most files give."""
+    """The parallel sizes of the job and their source: sizes with a complete grid first, then the most frequent."""
     stated = [found for rank in ranks if (found := sizes_of(rank.args)) is not None]
     if not stated:
         return sizes_by_names([rank.folder for rank in ranks]), "the names of the folders"
+    # A folder may hold ranks of two jobs. Sizes whose whole grid is here win over more frequent ones: leftovers of a
+    # larger job can outnumber the ranks of the one that saved last.
     count = Counter(stated)
     there = {rank.folder for rank in ranks if rank.there and rank.there[0] in MODEL_FILES}
     return max(count, key=lambda sizes: (set(grid(sizes)) <= there, count[sizes])), "the arguments of the job"
@@ -208,12 +214,12 @@ def _leftover(names: list[str], sizes: Sizes) -> Problem:
 
 
 def _numbers(place: GridCoordinate, sizes: Sizes) -> dict[str, int]:
-    """What counts a rank's files: its number along each axis of more than one."""
+    """The numbers of a rank along each axis with more than one rank."""
     return {axis: getattr(place, axis) for axis in ("tp", "pp", "ep") if getattr(sizes, axis) > 1}
 
 
 def _expected(sizes: Sizes, ranks: list[_Rank]) -> Iterator[RankFile]:
-    """The files of the grid."""
+    """The files that the grid must have."""
     there = {rank.folder: rank for rank in ranks}
     usual = Counter(rank.there[0] for rank in ranks if rank.there and rank.there[0] in MODEL_FILES)
     model = usual.most_common(1)[0][0] if usual else MODEL_FILES[0]
@@ -229,7 +235,7 @@ def _expected(sizes: Sizes, ranks: list[_Rank]) -> Iterator[RankFile]:
 
 
 class _RankTensor(NamedTuple):
-    """What one rank holds of a tensor."""
+    """One rank's part of a tensor."""
 
     place: GridCoordinate
     tensor: StoredTensor
@@ -240,12 +246,12 @@ RankTensorsByName = dict[str, list[_RankTensor]]
 
 
 @dataclass(slots=True)
-class _Reading:
-    """What the files of all ranks say, and where their parts lie.
+class _RankReader:
+    """Reads the files of all ranks, compares their statements and places their parts.
 
     Attributes:
-        ranks: those that are used.
-        unplaced: the files whose optimizer does not say which state belongs to which parameter.
+        ranks: the ranks in use.
+        unplaced: files whose optimizer does not show which state belongs to which parameter.
     """
 
     sizes: Sizes
@@ -257,7 +263,7 @@ class _Reading:
     args: dict[str, Any] = field(default_factory=dict)
 
     def read(self) -> None:
-        """Fill everything; ranks that cannot be used are taken out."""
+        """Fill all columns and statements; unusable ranks are removed."""
         self.ranks = dict(self.ranks)
         self._arguments()
         steps = [(rank.root.get("iteration"), rank.label) for rank in self.ranks.values()]
@@ -268,33 +274,33 @@ class _Reading:
         offsets = self._offsets()
         model: RankTensorsByName = defaultdict(list)
         states: dict[str, RankTensorsByName] = {what: defaultdict(list) for what in _STATES.values()}
-        for place, rank in self.ranks.items():
-            rank_tensors = self._tensors(place, rank, offsets)
+        for coordinate, rank in self.ranks.items():
+            rank_tensors = self._tensors(coordinate, rank, offsets)
             for key, tensor in rank_tensors.items():
                 assert rank.model is not None
-                model[key].append(_RankTensor(place, tensor, rank.model))
-            self._optimizer(place, rank, rank_tensors, states)
+                model[key].append(_RankTensor(coordinate, tensor, rank.model))
+            self._optimizer(coordinate, rank, rank_tensors, states)
         self._tied(model)
         for key, copies in model.items():
             self._add(key, key, copies)
         self._states(states)
 
     def _states(self, states: Mapping[str, RankTensorsByName]) -> None:
-        """Add the states of the optimizer where each of them is whole and certain; else rules would count a part."""
+        """Add the optimizer states if all are complete and certain; rules would take a part of them for the whole."""
         if self.unplaced and not self.statements.misfits:
             names = list(dict.fromkeys(self.unplaced))
             sentence = f"ckptlint did not judge the optimizer state in {', '.join(names[:_SHOWN])}"
             why = "the file does not say which state belongs to which parameter"
             self.notes.append(Problem("note", names[0], sentence, why=why))
-        whole = [self._is_whole(key, copies) for found in states.values() for key, copies in found.items()]
-        if self.unplaced or not all(whole):
+        are_whole = [self._is_whole(key, copies) for found in states.values() for key, copies in found.items()]
+        if self.unplaced or not all(are_whole):
             return
         for what, found in states.items():
             for key, copies in found.items():
                 self._add(f"optimizer.state.{what}.{key}", key, copies)
 
     def _is_whole(self, key: str, copies: list[_RankTensor]) -> bool:
-        """Whether all parts of a tensor are there, in one shape."""
+        """Whether all parts of a tensor are present, with one shape."""
         ways = self.sizes.etp if is_expert(key) else self.sizes.tp
         parts = {item.place.etp if is_expert(key) else item.place.tp for item in copies}
         return len(parts) == ways and len({item.tensor.shape for item in copies}) == 1
@@ -303,14 +309,14 @@ class _Reading:
         self.statements.misfits.append(Misfit(at, file, stored, expected, because, what))
 
     def _arguments(self) -> None:
-        """The arguments that all ranks were given alike; ranks of other parallel sizes are left out."""
+        """Compare the arguments of all ranks; ranks with other parallel sizes are removed."""
         stated = {
-            place: {
+            coordinate: {
                 name: value
                 for name, value in ({"checkpoint_version": rank.root.get("checkpoint_version")} | rank.args).items()
                 if name in _COMPARED and (is_scalar(value) or value is None)
             }
-            for place, rank in self.ranks.items()
+            for coordinate, rank in self.ranks.items()
             if rank.args
         }
         shared = [name for name in _COMPARED if all(name in arguments for arguments in stated.values())]
@@ -318,51 +324,54 @@ class _Reading:
         shown = [
             (
                 first_names((f"{name} {printable(str(arguments[name]))}" for name in names), 4),
-                self.ranks[place].label,
+                self.ranks[coordinate].label,
             )
-            for place, arguments in stated.items()
+            for coordinate, arguments in stated.items()
         ]
         self.statements.note_if_different("set of arguments", shown)
-        for place in stated if names else ():
-            if sizes_of(self.ranks[place].args) not in (None, self.sizes):
-                del self.ranks[place]
+        for coordinate in stated if names else ():
+            if sizes_of(self.ranks[coordinate].args) not in (None, self.sizes):
+                del self.ranks[coordinate]
 
     def _names(self) -> None:
-        """The rank that wrote each file: by its arguments, or by its bytes."""
+        """Compare the rank of each folder with the rank that wrote its file, by arguments or by bytes."""
         world, writers = 0, {}
-        for place, rank in self.ranks.items():
+        for coordinate, rank in self.ranks.items():
             if type(number := rank.args.get("rank")) is int and number >= 0:
-                writers[place] = number
+                writers[coordinate] = number
                 stated = rank.args.get("world_size")
                 world = stated if type(stated) is int else 0
         first: dict[tuple[tuple[int, int], ...], GridCoordinate] = {}
-        for place, rank in list(self.ranks.items()):
+        for coordinate, rank in list(self.ranks.items()):
             sums = _checksums(rank)
-            if sums and (other := first.setdefault(sums, place)) is not place:
+            if sums and (other := first.setdefault(sums, coordinate)) is not coordinate:
                 self.statements.other_name(rank.label, self.ranks[other].folder, self.ranks[other].label)
-                del self.ranks[place]
-                writers.pop(place, None)
+                del self.ranks[coordinate]
+                writers.pop(coordinate, None)
         if len(writers) < 2 or len(set(writers.values())) < len(writers) or _has_ranks_of_encoders(self.ranks.values()):
-            return  # a converter wrote them all, or ranks are counted otherwise
-        for place, number in writers.items():
-            tp, pp = number % self.sizes.tp, place.pp
+            # A converter writes all files as one rank, and encoders of their own sizes shift the ranks of the rest.
+            return
+        for coordinate, number in writers.items():
+            tp, pp = number % self.sizes.tp, coordinate.pp
             per_stage = world // self.sizes.pp
-            if per_stage and world % self.sizes.pp == 0 and not self.ranks[place].args.get("use_tp_pp_dp_mapping"):
+            if per_stage and world % self.sizes.pp == 0 and not self.ranks[coordinate].args.get("use_tp_pp_dp_mapping"):
+                # Stages are outermost in the usual order of ranks, so the stage follows from the rank;
+                # use_tp_pp_dp_mapping changes that order, and only the tensor-parallel number remains known.
                 pp = number // per_stage
-            if (tp, pp) != (place.tp, place.pp):
-                inside = folder_of(GridCoordinate(tp, pp, place.ep), self.sizes)
-                self.statements.other_name(self.ranks[place].label, f"rank {number}, {inside}")
+            if (tp, pp) != (coordinate.tp, coordinate.pp):
+                inside = folder_of(GridCoordinate(tp, pp, coordinate.ep), self.sizes)
+                self.statements.other_name(self.ranks[coordinate].label, f"rank {number}, {inside}")
 
     def _presence(self) -> None:
-        """Which ranks of a stage have a state of the optimizer; a stage of which nothing is trained may have none.
+        """Compare which ranks of a stage have optimizer state; a stage without trained weights may have none.
 
         Source:
             megatron.training.checkpointing.generate_state_dict (core_v0.16): none of a stub optimizer
         """
         stages: dict[int, list[tuple[str, str]]] = defaultdict(list)
-        for place, rank in self.ranks.items():
+        for coordinate, rank in self.ranks.items():
             has = rank.optimizer is not None or bool(rank.root.get("optimizer"))
-            stages[place.pp].append(("there" if has else "missing", rank.label))
+            stages[coordinate.pp].append(("there" if has else "missing", rank.label))
         for states in stages.values():
             self.statements.note_if_different("optimizer state", states)
 
@@ -371,12 +380,12 @@ class _Reading:
     def _offsets(self) -> dict[str, dict[tuple[int, int], int]]:
         """Block of layers -> (chunk, stage) -> layers before it."""
         counts: dict[str, dict[tuple[int, int], int]] = defaultdict(dict)
-        for place, rank in self.ranks.items():
+        for coordinate, rank in self.ranks.items():
             for chunk, key, _ in _chunks(rank):
                 if (found := layer_of(key)) is not None:
                     block, number = found
                     layers = counts[block]
-                    layers[chunk, place.pp] = max(layers.get((chunk, place.pp), 0), number + 1)
+                    layers[chunk, coordinate.pp] = max(layers.get((chunk, coordinate.pp), 0), number + 1)
         share = even_share(self.args, self.sizes)
         return {
             block: offsets_of(layers, 0 if "mtp" in block else share, self.sizes) if "mtp" not in block else {}
@@ -386,7 +395,7 @@ class _Reading:
     def _tensors(
         self, place: GridCoordinate, rank: _Rank, offsets: dict[str, dict[tuple[int, int], int]]
     ) -> dict[str, StoredTensor]:
-        """The tensors of a rank under the names that they have in the whole model."""
+        """The tensors of a rank under their names in the full model."""
         experts = self.args.get("num_experts")
         local = experts // self.sizes.ep if type(experts) is int and experts % self.sizes.ep == 0 else 0
         rank_tensors = {}
@@ -406,7 +415,7 @@ class _Reading:
         rank_tensors: dict[str, StoredTensor],
         states: dict[str, RankTensorsByName],
     ) -> None:
-        """The states of a rank's optimizer, under the names of the parameters where it is certain whose they are."""
+        """Collect the optimizer states of a rank under their parameters' names, where these are certain."""
         keys = [key for key in rank_tensors if not key.rpartition(".")[2].startswith(_BUFFERS)]
         saved = rank.root.get("optimizer")
         parts = saved if isinstance(saved, list) else [saved]
@@ -427,7 +436,7 @@ class _Reading:
         part: dict[Any, Any],
         states: dict[str, RankTensorsByName],
     ) -> None:
-        """fp32 copies in groups, and the moments of each by number.
+        """Collect fp32 copies, stored in groups, and their moments, stored by number.
 
         Source:
             megatron.core.optimizer.Float16OptimizerWithFloat16Params.state_dict; groups are made by weight decay, which
@@ -451,6 +460,8 @@ class _Reading:
                 and (len(rank_tensors[key].shape) > 1 and not key.endswith(".bias")) is decays
                 and (is_expert(key) and self.sizes.ep > 1) is of_experts
             ]
+            # Groups name no parameters. Known: they keep model order, split by weight decay and experts. Assumed: if
+            # every shape in a group agrees, so does the order.
             shapes = [tensor.shape if isinstance(tensor, StoredTensor) else None for tensor in tensors]
             is_known = shapes == [rank_tensors[key].shape for key in chosen]
             if not is_known:
@@ -483,7 +494,7 @@ class _Reading:
         keys: list[str],
         states: dict[str, RankTensorsByName],
     ) -> None:
-        """Flat buffers, in which the parameters lie as they do in the buffer that the model's tensors are views of.
+        """Collect states from flat buffers, at the offsets that the parameters have in their own shared buffer.
 
         Source:
             megatron.core.optimizer.DistributedOptimizer.get_parameter_state_dp_zero,
@@ -494,6 +505,8 @@ class _Reading:
         groups: dict[tuple[str, str], list[str]] = defaultdict(list)
         for key in keys:
             groups[rank_tensors[key].dtype, rank_tensors[key].key].append(key)
+        # No file names the parameters of a buffer. But the weights are views of a buffer with the same layout, so their
+        # storage gives the offsets. Weights that each have their own storage (cloned) leave the file unplaced.
         shared = [
             (dtype, names)
             for (dtype, _), names in groups.items()
@@ -526,10 +539,10 @@ class _Reading:
         self._sums(rank, file, [rank_tensors[key] for key in keys])
 
     def _sums(self, rank: _Rank, file: OpenedFile, tensors: list[StoredTensor]) -> None:
-        """All buffers of a dtype together are as long as the parameters, with the gaps that alignment leaves."""
+        """Check that the buffers of a dtype are as long as its parameters, plus at most the alignment gaps."""
         root = file.found.root
         if isinstance(root, list) and any(part is None for part in root):
-            return  # another rank has gathered a part of it
+            return  # another rank's file holds a part
         elements: Counter[str] = Counter()
         for dtype, entry in _entries(root):
             elements[dtype] += entry["numel_unpadded"] if type(entry.get("numel_unpadded")) is int else 0
@@ -544,7 +557,7 @@ class _Reading:
     # ------------------------------------------------------------ placing
 
     def _tied(self, model: RankTensorsByName) -> None:
-        """The head of the last stage has the bytes of the embedding that it shares with the first."""
+        """Compare a tied head on the last stage with the embedding on the first: their bytes must be equal."""
         if self.args.get("untie_embeddings_and_output_weights") is not False or self.sizes.pp == 1:
             return
         for head in model.get(_HEAD, ()):
@@ -553,7 +566,7 @@ class _Reading:
                 self._compare(_HEAD, [same[0], head], "content of copies")
 
     def _add(self, fqn: str, key: str, copies: list[_RankTensor]) -> None:
-        """Add the parts of a tensor, each at its place in the whole where that is certain."""
+        """Add the parts of a tensor, with offsets where these are certain."""
         expert = is_expert(key)
         ways = self.sizes.etp if expert else self.sizes.tp
         axis = cut_axis(key)
@@ -613,7 +626,7 @@ class _Reading:
 
 
 def _has_ranks_of_encoders(ranks: Iterable[_Rank]) -> bool:
-    """Whether the first ranks are those of an encoder, with parallel sizes of its own."""
+    """Whether the first ranks belong to an encoder with its own parallel sizes."""
     names = ("encoder_tensor_model_parallel_size", "encoder_pipeline_model_parallel_size")
     return any(rank.args.get(name) for rank in ranks for name in names)
 
@@ -633,9 +646,9 @@ def _chunks(rank: _Rank) -> Iterator[tuple[int, str, StoredTensor]]:
 
 
 def _checksums(rank: _Rank) -> tuple[tuple[int, int], ...]:
-    """The checksums of the storages that the rank's matrices lie in; () where they show nothing.
+    """Checksums of the storages of the rank's matrices; () where equality would prove no copy.
 
-    Ranks whose matrices are all alike hold what they were initialised with, a constant.
+    Freshly initialised matrices may all hold one constant. So more than half of the checksums must be distinct.
     """
     if rank.model is None:
         return ()
@@ -655,9 +668,9 @@ def _entries(root: Any) -> Iterator[tuple[str, dict[Any, Any]]]:
 
 
 def _starts(tensors: list[StoredTensor], numel: int) -> list[int] | None:
-    """Where tensors that are views of one buffer start in it once the gaps between its buckets are gone.
+    """Offsets of tensors, views of one buffer, after the gaps between its buckets are removed.
 
-    None where that is not certain: more than one bucket, and a parameter that does not end at a multiple of 64.
+    None where uncertain: with several buckets, every parameter but the last must end at a multiple of 64 elements.
     """
     ends = [tensor.offset + prod(tensor.shape) for tensor in tensors]
     if max(ends) == numel:
@@ -674,7 +687,7 @@ def _starts(tensors: list[StoredTensor], numel: int) -> list[int] | None:
 
 
 def _axis_by_bytes(copies: list[_RankTensor]) -> Axis:
-    """The axis of a parameter of unknown name: `whole` where all ranks hold the same bytes."""
+    """The axis of a parameter with an unknown name: `whole` if all ranks hold the same bytes, else `unknown`."""
     if len({item.tensor.shape for item in copies}) == 1:
         sums = {place.crc if (place := item.file.found.storages.get(item.tensor.key)) else 0 for item in copies}
         return "whole" if len(sums) == 1 and 0 not in sums else "unknown"

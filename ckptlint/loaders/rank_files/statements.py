@@ -1,4 +1,4 @@
-"""What the files of a set state, gathered by their loader as it reads them; `analysis.ranks.rank_sets` judges it."""
+"""Collects statements of rank files while a loader reads them; `analysis.ranks.rank_sets` judges them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def itself(thing: Any) -> Any:
 
 @dataclass(slots=True)
 class Statements:
-    """What files state of what they share, where they differ."""
+    """Collects statements that rank files should share, where they differ."""
 
     noted: list[Statement] = field(default_factory=list)
     misfits: list[Misfit] = field(default_factory=list)

@@ -41,7 +41,7 @@ _CONFIG_LIMIT = 65536
 _RANKS_LIMIT = 2**16
 _KINDS = {"model": "model", "optim": "optimizer", "extra_state": "random state"}
 _FLAT = "_flat_param"  # how FSDP1 names the one parameter that it makes of a module's
-_SAME_SHAPES = 0.9  # of an optimizer's states and the parameters that they are taken for
+_SAME_SHAPES = 0.9  # least share of states with the shape of the parameter that they are assigned to
 
 
 def read_verl(folder: Folder, look_at_files: bool) -> Checkpoint:
@@ -56,24 +56,24 @@ def read_verl(folder: Folder, look_at_files: bool) -> Checkpoint:
     world = verl_name(file_set.files[0])[1]
     if world > _RANKS_LIMIT:
         raise LimitError(f"counts {world:,} ranks in its name, the limit is {_RANKS_LIMIT:,}")
-    files, reading = SetFiles(folder, look_at_files), _Reading(world)
+    files, reader = SetFiles(folder, look_at_files), _RankReader(world)
     for name in file_set.files:
         kind, _, rank = verl_name(name)
         if (opened := files.open(name, _KINDS[kind], {"rank": rank}, "dict", is_dict)) is not None:
-            reading.files[kind, rank] = opened
-    reading.read(folder)
+            reader.files[kind, rank] = opened
+    reader.read(folder)
     if (stated := _stated_world(folder)) is not None:
-        reading.statements.note_if_different(
+        reader.statements.note_if_different(
             "world size", [*((world, file.name) for file in files.files), (stated, _CONFIG)]
         )
     files.problems += _leftovers(sets, file_set) + _beyond(folder)
     grid = {f"the world size {world} in the names of the files": _expected(folder, file_set, world)}
-    rank_files = reading.statements.of(files.files, grid)
-    return replace(_checkpoint(files, reading, rank_files), format="verl")
+    rank_files = reader.statements.of(files.files, grid)
+    return replace(_checkpoint(files, reader, rank_files), format="verl")
 
 
 def read_flat(folder: Folder, look_at_files: bool) -> Checkpoint:
-    """The newest set of files in a folder of which each holds one rank's part of FSDP's flat parameters.
+    """The newest set of FSDP1 files in a folder, each with one rank's part of the flat parameters.
 
     Raises:
         AccessError: the operating system refused a read.
@@ -92,20 +92,20 @@ def read_flat(folder: Folder, look_at_files: bool) -> Checkpoint:
     models = {rank: _inner(file, state_of(file.found.root)) for rank, file in opened.items()}
     worlds = [(_world(value), file.label) for file in models.values() for value in _values(file.found.root)]
     world, where = max(worlds, default=(0, ""))
-    reading = _Reading(world or last + 1, is_flat=True)
+    reader = _RankReader(world or last + 1, is_flat=True)
     for rank, file in opened.items():
-        reading.files["model", rank] = models[rank]
+        reader.files["model", rank] = models[rank]
         if is_dict(optimizer := file.found.root.get("optimizer")):
-            reading.files["optim", rank] = _inner(file, optimizer)
+            reader.files["optim", rank] = _inner(file, optimizer)
     steps = [(file.found.root.get("iteration"), file.label) for file in opened.values()]
-    reading.statements.note_if_different("step", [item for item in steps if type(item[0]) is int], text="{:,}".format)
-    reading.read(folder)
+    reader.statements.note_if_different("step", [item for item in steps if type(item[0]) is int], text="{:,}".format)
+    reader.read(folder)
     for other in others:
         sentence = f"ckptlint did not read {plural(len(other.files), 'file')} of another save beside {save}*"
         files.problems.append(Problem("note", printable(other.files[0]), sentence, why="ckptlint reads the newest one"))
     grid = f"{where} holds tensors of {plural(world, 'rank')}" if world else "the numbers in the names of the files"
-    expected = [RankFile(f"{save}{rank}.{extension}", "model", {"rank": rank}) for rank in range(reading.world)]
-    return _checkpoint(files, reading, reading.statements.of(files.files, {grid: expected}))
+    expected = [RankFile(f"{save}{rank}.{extension}", "model", {"rank": rank}) for rank in range(reader.world)]
+    return _checkpoint(files, reader, reader.statements.of(files.files, {grid: expected}))
 
 
 @fact
@@ -117,33 +117,33 @@ def writer_of(folder: Folder, name: str) -> int | None:
 
 
 def _inner(file: OpenedFile, root: Any) -> OpenedFile:
-    """A file as if it held a part of its value alone."""
+    """A file reduced to one part of its value."""
     return replace(file, found=replace(file.found, root=root if is_dict(root) else {}))
 
 
-def _checkpoint(files: SetFiles, reading: _Reading, rank_files: RankFileSet) -> Checkpoint:
-    """What was read of the files of ranks."""
+def _checkpoint(files: SetFiles, reader: _RankReader, rank_files: RankFileSet) -> Checkpoint:
+    """The checkpoint that the files of all ranks make."""
     lost = [file for missing in rank_files.missing.values() for file in missing]
     absent = [*lost, *(file for file in files.files if not file.is_read)]
-    doubtful = sum(file.kind != "random state" for file in absent) + len(reading.left_out)
+    doubtful = sum(file.kind != "random state" for file in absent) + len(reader.left_out)
     partial = f"{doubtful} of {len(files.files) + len(lost)} rank files are missing or unusable" if doubtful else ""
-    if reading.unplaced and not doubtful:
-        partial = f"the rank files contradict each other on {plural(len(reading.unplaced), 'key')}"
+    if reader.unplaced and not doubtful:
+        partial = f"the rank files contradict each other on {plural(len(reader.unplaced), 'key')}"
     first, last = files.files[0].name, files.files[-1].name
     label = f"{first} .. {last}" if first != last else first
-    readable = any(kind != "extra_state" for kind, _ in reading.files)
+    readable = any(kind != "extra_state" for kind, _ in reader.files)
     if not readable and not files.problems and any(file.kind == "model" for file in lost):
         sentence, why = f"no rank has a file of the model beside {label}", "they hold random states alone"
         files.problems.append(Problem("incomplete", label, sentence, why=why, blocks=True))
     declared, config, config_problems = read_configs(files.folder, None)
     return files.checkpoint(
-        reading.columns,
+        reader.columns,
         rank_files,
         format="fsdp-ranks",
         declared=declared,
         config=config,
-        topology=read_topology(declared, empty_objects(), None, range(reading.world)),
-        step_files=reading.step_files,
+        topology=read_topology(declared, empty_objects(), None, range(reader.world)),
+        step_files=reader.step_files,
         problems=files.problems + config_problems,
         readable=readable,
         partial=partial,
@@ -152,7 +152,7 @@ def _checkpoint(files: SetFiles, reading: _Reading, rank_files: RankFileSet) -> 
 
 
 def _expected(folder: Folder, file_set: FileSet, world: int) -> list[RankFile]:
-    """A file of each kind that is there for each rank; the model too, unless its weights lie in a folder beside.
+    """A file for each rank of each kind present, and of the model unless a subfolder holds its weights.
 
     Source:
         verl 0.9.1 BaseCheckpointManager: `checkpoint_save_contents` may have `hf_model` in place of `model`
@@ -169,7 +169,7 @@ def _expected(folder: Folder, file_set: FileSet, world: int) -> list[RankFile]:
 
 
 def _chosen(folder: Folder, sets: list[FileSet]) -> FileSet:
-    """The set of the world size that `fsdp_config.json` names; else the one with the largest share of its files."""
+    """The set with the world size in `fsdp_config.json`; else the set with the largest share of its files."""
     stated = _stated_world(folder)
 
     def rank(file_set: FileSet) -> tuple[bool, float, int]:
@@ -201,7 +201,7 @@ def _leftovers(sets: list[FileSet], file_set: FileSet) -> list[Problem]:
 
 
 def _beyond(folder: Folder) -> list[Problem]:
-    """Files of ranks that the world in their own name does not have."""
+    """Problems for files whose rank exceeds the world size in their own name."""
     named = ((printable(name), *verl_name(name)[1:]) for name in folder.files_beside() if verl_name(name)[0])
     return [
         Problem(
@@ -221,7 +221,7 @@ def _beyond(folder: Folder) -> list[Problem]:
 
 
 class _RankValue(NamedTuple):
-    """What one rank's file holds under a key."""
+    """The value of a key in one rank's file."""
 
     rank: int
     value: Stored
@@ -229,7 +229,7 @@ class _RankValue(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """A tensor in a rank's file, and its place as its value itself states it."""
+    """A tensor in a rank's file, with the offsets that its value states."""
 
     rank: int
     file: OpenedFile
@@ -241,8 +241,8 @@ Places = list[Shape | None]
 
 
 @dataclass(slots=True)
-class _Reading:
-    """What the files of all ranks say, and where their parts lie."""
+class _RankReader:
+    """Reads the files of all ranks, compares their statements and places their parts."""
 
     world: int
     is_flat: bool = False
@@ -278,7 +278,7 @@ class _Reading:
     # ------------------------------------------------------------ whole files
 
     def _worlds(self) -> None:
-        """The worlds that meshes span; a file of another than its name says is left out."""
+        """Compare the world sizes that meshes span with the names; files of another world are left out."""
         named = self.world
         sizes = [
             (world, file.label)
@@ -292,12 +292,14 @@ class _Reading:
         self.left_out = {label for size, label in sizes if size != named}
 
     def _names(self) -> None:
-        """The rank that wrote each file: as its values say, or the folder in its archive."""
+        """Compare the rank in each name with the rank that wrote the file."""
         for (kind, rank), file in self.files.items():
             if file.label in self.left_out:
                 continue
             writer = next((stated for value in _values(file.found.root) if (stated := _writer(value)) >= 0), -1)
             named = verl_name(f"{file.found.prefix}.pt")
+            # Values of DTensors and ShardedTensors state their rank. Others do not, but torch.save names the folder in
+            # the archive after the file as first written, which a copy or rename keeps (broken_verl_copied_rank).
             by = writer if writer >= 0 else named[2] if named[:2] == (kind, self.world) else -1
             if by not in (-1, rank):
                 inside = f"rank {by}"
@@ -316,10 +318,10 @@ class _Reading:
     def _keys(
         self, roots: Mapping[int, Mapping[Any, Any]], files: Mapping[int, OpenedFile], slices: bool = False
     ) -> None:
-        """Place the ranks' parts of each key; where the ranks say different things of it, none has a place.
+        """Place the ranks' parts of each key; no part has a place where the ranks contradict each other.
 
         Args:
-            slices: whether plain tensors are slices of a flat one, not copies.
+            slices: whether plain tensors are slices of a flat tensor rather than copies.
         """
         keys: dict[str, list[_RankValue]] = {}
         for rank, root in roots.items():
@@ -328,41 +330,47 @@ class _Reading:
                     keys.setdefault(key, []).append(_RankValue(rank, value, files[rank]))
         for fqn, values in keys.items():
             pieces = [_Piece(item.rank, item.file, *local) for item in values for local in _locals(item.value)]
-            places: Places = [None] * len(pieces)
+            offsets_of_pieces: Places = [None] * len(pieces)
             first, shape = values[0].value, values[0].value.shape
+            # A plain tensor states no placement. In a model it is a buffer with a copy on each rank, in an FSDP1
+            # optimizer a slice of a flat parameter (verl_fsdp1_2r). Different contents of one-dimensional tensors also
+            # show slices (flat_2r).
             is_copy = isinstance(first, StoredTensor) and not slices and not fqn.endswith(_FLAT)
             if is_copy:
-                places[0] = (0,) * len(shape)
+                offsets_of_pieces[0] = (0,) * len(shape)
             is_slice = self.is_flat and _is_sliced(values)
             if is_slice and self._agree(fqn, values, files, ("form", "dtype")):
                 lengths = [item.value.shape[0] for item in values]
                 ends = accumulate(lengths)
-                shape, places = (sum(lengths),), [(end - length,) for end, length in zip(ends, lengths, strict=True)]
+                shape, offsets_of_pieces = (
+                    (sum(lengths),),
+                    [(end - length,) for end, length in zip(ends, lengths, strict=True)],
+                )
             elif not is_slice and self._agree(fqn, values, files):
                 if isinstance(first, StoredDTensor):
-                    places = self._boxes(fqn, values)
+                    offsets_of_pieces = self._boxes(fqn, values)
                 elif isinstance(first, StoredShards):
-                    places = self._listed(fqn, first, pieces)
+                    offsets_of_pieces = self._listed(fqn, first, pieces)
                 elif is_copy:
                     self._copies("content", fqn, [values])
                 elif len(shape) == 1:  # cut into one slice of equal length for each rank (FSDP1)
-                    shape, places = (shape[0] * self.world,), [(piece.rank * shape[0],) for piece in pieces]
+                    shape, offsets_of_pieces = (shape[0] * self.world,), [(piece.rank * shape[0],) for piece in pieces]
                 else:
-                    places[0] = (0,) * len(shape)
-            if pieces and not any(place is not None for place in places):
+                    offsets_of_pieces[0] = (0,) * len(shape)
+            if pieces and not any(offsets is not None for offsets in offsets_of_pieces):
                 self.unplaced.append(fqn)
-            for piece, place in zip(pieces, places, strict=True):
+            for piece, offsets in zip(pieces, offsets_of_pieces, strict=True):
                 is_flat = is_slice or fqn.endswith(_FLAT)
                 file = piece.file
-                self.columns.add(fqn, piece.tensor, file.number, file.found, shape, place, is_flat, first.dtype)
+                self.columns.add(fqn, piece.tensor, file.number, file.found, shape, offsets, is_flat, first.dtype)
 
     def _agree(
         self, fqn: str, values: list[_RankValue], files: Mapping[int, OpenedFile], aspects: Iterable[str] | None = None
     ) -> bool:
-        """Whether all ranks say the same of a key, and all that the tensor's mesh has hold it.
+        """Whether all ranks agree on a key, and every rank of its mesh holds it.
 
         Args:
-            aspects: in what they must agree; all without.
+            aspects: aspects to compare (`_ASPECTS`); all without.
         """
         things = [(item.value, item.file.label) for item in values]
         if not all(
@@ -381,13 +389,13 @@ class _Reading:
         return self.statements.note_if_different("keys", sorted(holds), fqn)
 
     def _boxes(self, fqn: str, values: list[_RankValue]) -> Places:
-        """The place of each rank's part of a DTensor; None for a copy of what a lower rank holds.
+        """Offsets of each rank's part of a DTensor; None for a copy of a lower rank's part.
 
-        All are None where the place of one is not known.
+        All are None where one of them is unknown.
         """
         nowhere: Places = [None] * len(values)
         owners: dict[tuple[Shape, Shape], list[_RankValue]] = defaultdict(list)
-        places, fits, is_declared = list[Shape | None](), True, False
+        offsets_of_parts, fits, is_declared = list[Shape | None](), True, False
         for item in values:
             value = item.value
             assert isinstance(value, StoredDTensor)
@@ -399,22 +407,25 @@ class _Reading:
                 return nowhere
             offsets, sizes, by_torch = expected
             stored = value.local.shape
+            # TP then FSDP2 gives a _StridedShard, whose rows torch 2.13 reads in another order where they do not divide
+            # (verl_tp2_fsdp2: 10 rows over 4 ranks). Either size is legal, but only the derived one says where the rows
+            # belong.
             if stored not in (sizes, by_torch):
                 over = plural(value.mesh.shape[0], "rank") if len(value.mesh.shape) == 1 else value.mesh
                 placed = ", ".join(map(str, value.placements))
                 because = f"{shape_text(value.shape)} as {placed} over {over}, rank {item.rank}"
                 self._misfit(fqn, item.file, shape_text(stored), shape_text(sizes), because)
-            fits = fits and stored == sizes  # nobody knows where torch's other reading puts the rows
+            fits = fits and stored == sizes
             is_declared = any(placement.kind == "Replicate" for placement in value.placements)
-            places.append(offsets if (offsets, stored) not in owners else None)
+            offsets_of_parts.append(offsets if (offsets, stored) not in owners else None)
             owners[offsets, stored].append(item)
         if not fits:
             return nowhere
         self._copies("content of copies" if is_declared else "content of other meshes", fqn, owners.values())
-        return places
+        return offsets_of_parts
 
     def _listed(self, fqn: str, whole: StoredShards, pieces: list[_Piece]) -> Places:
-        """Where shards lie, as they say themselves; each is the one that all files list for its rank."""
+        """Offsets that the shards state; all None where one differs from the entry that all files list for its rank."""
         fits = True
         for rank, file, offsets, tensor in pieces:
             listed = [place[:2] for place in whole.tiling if place[2] in (-1, rank)]
@@ -441,7 +452,7 @@ class _Reading:
     # ------------------------------------------------------------ optimizer
 
     def _optimizer(self, folder: Folder) -> None:
-        """The optimizer's states under the names of the parameters they belong to, where these are certain."""
+        """Add the optimizer states, under their parameters' names where these are certain."""
         files = self._of("optim")
         states = {
             rank: state for rank, file in files.items() if isinstance(state := file.found.root.get("state"), dict)
@@ -491,9 +502,9 @@ class _Reading:
         files: Mapping[int, OpenedFile],
         is_named: bool,
     ) -> None:
-        """How many parameters the optimizer of each rank knows, and how many the model beside it has.
+        """Compare the number of parameters in each rank's optimizer with the model.
 
-        FSDP1 makes one flat parameter of many and cuts it over the ranks: there the elements of all count.
+        FSDP1 joins many parameters into a flat one and cuts it over the ranks, so its elements are counted instead.
         """
         if len({len(state) for state in states.values()}) > 1:
             return  # the ranks' keys differ, which is reported
@@ -505,11 +516,14 @@ class _Reading:
             or not model
         ):
             return
-        whole = _parameters(next(iter(model.values())).found.root)
-        chosen = [key for key in whole if is_adapter(parse(key))] or list(whole)
+        parameters = _parameters(next(iter(model.values())).found.root)
+        chosen = [key for key in parameters if is_adapter(parse(key))] or list(parameters)
         file = model[min(model)]
-        # a tied parameter has a second key, and is listed once
-        once = {(_checksum(_RankValue(-1, whole[key], file)) or key, whole[key].shape): whole[key] for key in chosen}
+        # Tied parameters have two keys, but one entry in the optimizer: equal checksum and shape count once.
+        once = {
+            (_checksum(_RankValue(-1, parameters[key], file)) or key, parameters[key].shape): parameters[key]
+            for key in chosen
+        }
         known, wanted, noun = counts[0][0], len(once), "parameter"
         moments = (
             of_param.get("exp_avg") for state in states.values() for of_param in state.values() if is_dict(of_param)
@@ -523,22 +537,24 @@ class _Reading:
             self._misfit("", files[rank], f"the states of {plural(known, noun)}", f"{wanted:,}", because, "count")
 
     def _names_of(self, listed: list[Any], state: Mapping[Any, Any]) -> dict[Any, str]:
-        """Number -> key of the parameter: the parameters in the order of the model, or its adapters alone."""
+        """Number -> key of its parameter, in model order: all parameters, or only adapters; {} where uncertain."""
         if any(isinstance(param, str) for param in listed):
             return {param: param for param in listed}
         roots = [file.found.root for file in self._of("model").values()][:1]
-        whole = {key: value.shape for root in roots for key, value in _parameters(root).items()}
+        shapes_of_keys = {key: value.shape for root in roots for key, value in _parameters(root).items()}
         shapes = {
             param: states["exp_avg"].shape
             for param, states in state.items()
             if isinstance(states, dict)
             and isinstance(states.get("exp_avg"), (StoredTensor, StoredDTensor, StoredShards))
         }
-        for chosen in (list(whole), [key for key in whole if is_adapter(parse(key))]):
+        # The optimizer lists numbers without names. Order alone is a guess, so the counts must agree and nine of ten
+        # states must have the shape of their parameter; not all, since one damaged state must not hide the others.
+        for chosen in (list(shapes_of_keys), [key for key in shapes_of_keys if is_adapter(parse(key))]):
             if len(chosen) != len(listed) or not chosen:
                 continue
             names = dict(zip(sorted(param for param in listed if isinstance(param, int)), chosen, strict=False))
-            same = sum(whole[names[param]] == shape for param, shape in shapes.items() if param in names)
+            same = sum(shapes_of_keys[names[param]] == shape for param, shape in shapes.items() if param in names)
             if same >= _SAME_SHAPES * len(shapes) and len(names) == len(listed):
                 return names
         return {}
@@ -550,12 +566,12 @@ class _Reading:
 def _params(root: Mapping[Any, Any]) -> list[Any]:
     """The parameters that an optimizer lists in its groups."""
     groups = root.get("param_groups")
-    found = [group.get("params") for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
-    return [param for params in found if isinstance(params, list) for param in params]
+    listed = [group.get("params") for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
+    return [param for params in listed if isinstance(params, list) for param in params]
 
 
 def _parameters(root: Mapping[Any, Any]) -> dict[str, StoredDTensor | StoredShards]:
-    """Key -> value of what a model's file holds a part of; what it holds whole are buffers."""
+    """Key -> sharded value in a model's file; plain tensors are buffers."""
     return {
         key: value
         for key, value in root.items()
@@ -564,7 +580,7 @@ def _parameters(root: Mapping[Any, Any]) -> dict[str, StoredDTensor | StoredShar
 
 
 def _values(root: Any) -> Iterable[Any]:
-    """The DTensors and ShardedTensors of a model's or an optimizer's state; all of a file are of one rank."""
+    """The DTensors and ShardedTensors of a model's or an optimizer's state; all belong to one rank."""
     states = root.get("state") if isinstance(root.get("state"), dict) else {}
     for value in (
         *root.values(),
@@ -575,14 +591,14 @@ def _values(root: Any) -> Iterable[Any]:
 
 
 def _writer(value: Stored) -> int:
-    """The rank that wrote a value, as the value itself says; -1 where it does not."""
+    """The rank that a value states as its writer; -1 without one."""
     if isinstance(value, StoredDTensor):
         return value.mesh.rank
     return value.rank if isinstance(value, StoredShards) else -1
 
 
 def _world(value: Stored) -> int:
-    """Ranks of the world that a value is cut over; 0 where that is not known."""
+    """Number of ranks of the world that a value is cut over; 0 where unknown."""
     if isinstance(value, StoredDTensor):
         return len(value.mesh.ranks) if value.mesh.spans_world else 0
     if isinstance(value, StoredShards):
@@ -591,14 +607,14 @@ def _world(value: Stored) -> int:
 
 
 def _locals(value: Stored) -> list[tuple[Shape, StoredTensor]]:
-    """What a file holds of a value, and at which offsets where the value says so."""
+    """(offsets, tensor) of each local part of a value; offsets are () where it states none."""
     if isinstance(value, StoredShards):
         return [(offsets, tensor) for offsets, _, tensor in value.locals]
     return [((), value.local if isinstance(value, StoredDTensor) else value)]
 
 
 def _is_sliced(values: list[_RankValue]) -> bool:
-    """Whether plain tensors are the ranks' slices of one, not its copies: FSDP1's own view of its parameters.
+    """Whether plain one-dimensional tensors are slices of an FSDP1 flat parameter rather than copies.
 
     Source:
         torch 2.13 torch.distributed.fsdp, use_orig_params: a rank without a part of a parameter holds 0 elements
@@ -609,13 +625,13 @@ def _is_sliced(values: list[_RankValue]) -> bool:
 
 
 def _checksum(item: _RankValue) -> int:
-    """CRC-32 of what a rank holds, where that is one tensor that fills its storage; else 0."""
-    found = _locals(item.value)
-    return checksum(found[0][1], item.file.found) if len(found) == 1 else 0
+    """CRC-32 of a rank's part, if it is one tensor that fills its storage; else 0."""
+    parts = _locals(item.value)
+    return checksum(parts[0][1], item.file.found) if len(parts) == 1 else 0
 
 
 def _mesh_key(value: Stored) -> Hashable:
-    """What all ranks must say of a mesh: of a part of a larger one the members differ."""
+    """The properties of a mesh that all ranks must share; members of a submesh differ by rank."""
     if not isinstance(value, StoredDTensor):
         return ()
     mesh = value.mesh
@@ -639,11 +655,11 @@ _ASPECTS: dict[str, tuple[Callable[[Any], Hashable], Callable[[Any], str]]] = {
         lambda value: plural(len(value.tiling), "shard"),
     ),
 }
-"""What all ranks say alike of a key: what is compared of it, and how it is shown."""
+"""Aspect of a key -> (compared value, text for messages)."""
 
 
 def _members(value: Any, rank: int) -> tuple[int, ...]:
-    """The ranks of the mesh that a rank is in: those that differ from it on the mesh's own axes alone."""
+    """The ranks in the same submesh as this rank."""
     return value.mesh.group_of(rank) if isinstance(value, StoredDTensor) else (rank,)
 
 
@@ -651,11 +667,10 @@ def _members(value: Any, rank: int) -> tuple[int, ...]:
 def _box(
     shape: Shape, placements: tuple[Placement, ...], mesh: Shape, coordinate: Shape, order: tuple[int, ...] | None
 ) -> tuple[Shape, Shape, Shape] | None:
-    """Offsets and sizes of a rank's part, and the sizes that torch's own reading of the placements gives.
+    """(offsets, sizes, sizes by torch) of a rank's part; None for placements that are not understood.
 
-    A `_StridedShard` stands to the left of the axes that cut the dim before it: the tensor was cut by these first
-    (tensor parallel, then FSDP). torch reads placements from left to right; where the dim does not divide, the rows
-    that it takes for those of a rank are others.
+    A `_StridedShard` is cut after the plain shards to its right (tensor parallel, then FSDP). torch reads placements
+    from left to right, and assigns other rows to a rank where the dim does not divide.
 
     Source:
         torch.distributed.tensor._utils (torch 2.13)

@@ -22,7 +22,7 @@ from ckptlint.vocabulary.dtypes import ENCODINGS, INTEGERS, ITEM_BITS
 
 
 def members_of(records: Sequence[Record], alike: Sequence[AlikeRecords] = ()) -> Members:
-    """The members of the records of one file, record by record in the order in which these lie there."""
+    """The members of the records of one file, in file order."""
     names: dict[str, int] = {}
     rows = [
         (record.row, part.start, part.size, part.crc, names.setdefault(part.name, len(names)), record.parts[0].start)
@@ -41,7 +41,7 @@ def members_of(records: Sequence[Record], alike: Sequence[AlikeRecords] = ()) ->
 
 
 def with_bare_tensors(first: Members, table: PayloadTable, rows: IntArray) -> Members:
-    """The members of a file together with tensors that lie bare in it, and have no checksum."""
+    """The members of a file plus its raw tensors, which have no checksum."""
     bare = [rows, table.start[rows], table.size[rows], np.zeros_like(rows), np.full_like(rows, len(first.names))]
     columns = np.stack([first.row, first.start, first.size, first.crc, first.name])
     both = np.concatenate([columns, np.stack(bare)], axis=1)
@@ -56,8 +56,8 @@ def member_starts(
     Raises:
         AccessError: a read was refused.
     """
-    whole = {row: int(stored.start[row]) for row in rows.tolist() if stored.header[row] < 0}
-    wanted = {int(stored.header[row]): row for row in rows.tolist() if row not in whole}
+    starts_by_row = {row: int(stored.start[row]) for row in rows.tolist() if stored.header[row] < 0}
+    wanted = {int(stored.header[row]): row for row in rows.tolist() if row not in starts_by_row}
     spans = [(header, LOCAL_SIZE + len(stored.names[row])) for header, row in wanted.items()]
     starts: dict[int, int | UnreadableError] = {}
     for (header, row), data in zip(wanted.items(), folder.ranges(path_of(ckpt, file), spans), strict=True):
@@ -68,20 +68,20 @@ def member_starts(
             starts[header] = UnreadableError(str(error), header - int(ckpt.records.byte_offset[row]))
     broken = []
     for row in rows.tolist():
-        start = whole.get(row, starts.get(int(stored.header[row])))
+        start = starts_by_row.get(row, starts.get(int(stored.header[row])))
         if isinstance(start, int):
-            whole[row] = start
+            starts_by_row[row] = start
         elif start is not None:
             broken.append((row, start))
     meter.add(len(rows))
-    return whole, broken
+    return starts_by_row, broken
 
 
 def members_and_views(table: PayloadTable, stored: StorageTable, rows: IntArray) -> list[Members]:
-    """The storages that records lie in, each once and with its checksum; then the records that share one.
+    """Readings of a file: first each storage once with its checksum, then the records that share a storage.
 
-    The first record of a storage is looked at in it. Each other one stands for its own bytes, in further readings of
-    the file in which no two overlap; its row of the table is changed to these.
+    The first record of a storage is examined there. Each other record covers its own bytes, in further readings without
+    overlaps; its row of the table is changed to these bytes.
     """
     order = rows[np.argsort(table.start[rows], kind="stable")]
     is_first = np.concatenate([[True], np.diff(table.start[order]) != 0])[: len(order)]
@@ -107,7 +107,7 @@ def members_and_views(table: PayloadTable, stored: StorageTable, rows: IntArray)
         begin, end = int(table.start[row]), int(table.start[row] + table.size[row])
         turn = next((turn for turn, at in enumerate(ends[:_READINGS]) if at <= begin), len(ends))
         if turn == _READINGS:
-            continue  # looked at where they lie in other records
+            continue  # other records cover these bytes
         if turn == len(ends):
             readings.append([])
             ends.append(0)
@@ -133,13 +133,13 @@ def scans_of(
     hashes: Mapping[str, tuple[RowHashes, ...]],
     hashes_only: bool = False,
 ) -> dict[int, Scan]:
-    """The members that hold a tensor of numbers, or one that was sealed, with the part of them that it covers.
+    """Member -> the tensor to scan in it, for tensors of numbers and sealed tensors.
 
     Args:
-        chunks: record -> tensor and row of its chunk, of what is bare bytes, sealed, or has its hashes gathered.
-        sealed: keys of which a digest is wanted.
-        hashes: key -> what gathers its hashes.
-        hashes_only: leave out what values are, NaN and the like.
+        chunks: record -> (tensor, row of its chunk), for raw, sealed and hashed tensors.
+        sealed: keys that need a digest.
+        hashes: key -> collectors of its row hashes.
+        hashes_only: skip statistics of values, such as NaN.
     """
     scans = {}
     is_storage = np.flatnonzero((members.start == table.start[members.row]) & (members.size == table.size[members.row]))
@@ -167,13 +167,13 @@ def scans_of(
 
 
 def bare_content(tensor: Tensor, row: int) -> RecordContent:
-    """What a record says that holds the bytes of its chunk and nothing else."""
+    """The content of a record with the raw bytes of its chunk."""
     sizes = tensor.tiling.box(row).sizes
     return RecordContent("tensor", tensor.dtype, sizes, tuple(prod(sizes[axis + 1 :]) for axis in range(len(sizes))))
 
 
 def places_of(tensor: Tensor, row: int, content: RecordContent) -> Elements | None:
-    """Where the elements of a record lie in the tensor; None when it holds another chunk, or a view with gaps."""
+    """Positions of a record's elements in the tensor; None for another chunk, or a view with gaps."""
     box = tensor.tiling.box(row)
     if content.dtype != tensor.dtype or content.shape != box.sizes:
         return None

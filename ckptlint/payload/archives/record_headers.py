@@ -1,4 +1,4 @@
-"""The archives of one payload file, from the end of each record, its directory and its local headers."""
+"""Reads the zip archives of one payload file by their end records, directories and local headers."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from ckptlint.storage.folder import Folder
 RECORD_PICKLE_LIMIT = 64 * 1024**2
 """Largest `data.pkl` of a record that is decoded, in bytes."""
 
-_EDGE = 1024  # at one end of a tensor's record lie its headers and data.pkl, at the other its directory
-_WHOLE = 4096
-_BATCH = 512
-_FORMS = 8  # that records of one length are compared with
+_EDGE = 1024  # bytes read at each end: a tensor's record has headers and data.pkl first, its directory last
+_WHOLE = 4096  # bytes up to which a record is read whole
+_BATCH = 512  # records in one call for ranges
+_FORMS = 8  # most layouts that records of one length are compared with
 
 
 class RecordPlace(NamedTuple):
-    """A record: its row, first byte and length in its file."""
+    """A record: row, first byte in its file, length in bytes."""
 
     row: int
     offset: int
@@ -53,7 +53,7 @@ class ArchiveMember(NamedTuple):
 
 
 class Record(NamedTuple):
-    """A record whose archive is whole."""
+    """A record with an intact archive."""
 
     row: int
     pickle: bytes
@@ -62,14 +62,14 @@ class Record(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AlikeRecords:
-    """Records whose archives are equal byte for byte but for checksums and contents.
+    """Records whose archives differ only in checksums and contents.
 
     Attributes:
-        rows, offset: int64 [k], each record and its first byte in the file.
-        names: of the members, without the folder.
-        start, size: int64 [p], first byte of each member from the record's first, and its bytes.
-        crc: int64 [k, p].
-        pickles: the `data.pkl` of each.
+        rows, offset: int64 [k], row of each record and its first byte in the file.
+        names: names of the p members, without the folder.
+        start, size: int64 [p], first byte of each member relative to the record, and its length.
+        crc: int64 [k, p], CRC-32 of each member.
+        pickles: `data.pkl` of each record.
     """
 
     rows: IntArray
@@ -81,14 +81,14 @@ class AlikeRecords:
     pickles: list[bytes]
 
     def parts(self, at: int) -> tuple[ArchiveMember, ...]:
-        """The members of one of them."""
+        """The members of record number `at`."""
         starts = (self.start + self.offset[at]).tolist()
         return tuple(map(ArchiveMember, self.names, starts, self.size.tolist(), self.crc[at].tolist()))
 
 
 @dataclass(slots=True)
 class Headers:
-    """What was read of one batch: the records that have an archive, and the others with what is wrong."""
+    """The result of one batch: intact records, and unreadable ones with their errors."""
 
     records: list[Record] = field(default_factory=list)
     alike: list[AlikeRecords] = field(default_factory=list)
@@ -103,7 +103,7 @@ _Walk = Generator[list[_Span], list[bytes], tuple[Record, "_Archive"]]
 
 
 class _Archive(NamedTuple):
-    """How an archive is laid out: its directory, the members and their data, counted from the record's start."""
+    """The layout of an archive: directory, members and data starts, relative to the record's first byte."""
 
     directory: Directory
     members: list[Member]
@@ -113,7 +113,7 @@ class _Archive(NamedTuple):
 
 
 def read_headers(folder: Folder, path: str, places: Sequence[RecordPlace]) -> Iterator[Headers]:
-    """The archives of some records of one file, batch by batch; records that can be decoded are not decoded yet.
+    """The archives of these records of one file, batch by batch, with their pickles still undecoded.
 
     Args:
         path: the file, raw.
@@ -128,7 +128,7 @@ def read_headers(folder: Folder, path: str, places: Sequence[RecordPlace]) -> It
 
 @dataclass(slots=True)
 class _Edges:
-    """The bytes of one record that were read already."""
+    """The bytes of one record read so far."""
 
     pieces: list[tuple[int, bytes]]
     answers: dict[_Span, bytes] = field(default_factory=dict)
@@ -146,22 +146,24 @@ class _Edges:
 
 
 def _read_batch(folder: Folder, path: str, places: Sequence[RecordPlace], forms: dict[int, list[_Form]]) -> Headers:
-    """All records step by step together, so that each step is one call for ranges.
+    """Read all records in lockstep, so that each step is one call for ranges.
 
     Args:
-        forms: length -> the forms that records of that length were met in; grows.
+        forms: length of a record -> layouts seen with that length; extended here.
     """
-    found = Headers()
+    headers = Headers()
     edges = _edges(folder, path, places)
     by_length: dict[int, list[RecordPlace]] = {}
     for place in places:
         by_length.setdefault(place.length, []).append(place)
-    rest = [_read_alike(forms.setdefault(length, []), alike, edges, found) for length, alike in by_length.items()]
+    # Chunks of one shape have archives of one length, and almost always of one layout. So one record of each length is
+    # parsed, and the others are compared with its bytes all at once; whatever differs is parsed by itself.
+    rest = [_read_alike(forms.setdefault(length, []), alike, edges, headers) for length, alike in by_length.items()]
     first = [alike.pop(0) for alike in rest if alike]
-    _read_singly(folder, path, first, edges, found, forms)  # for their forms
-    rest = [_read_alike(forms[alike[0].length][-1:], alike, edges, found) for alike in rest if alike]
-    _read_singly(folder, path, [place for alike in rest for place in alike], edges, found, forms)
-    return found
+    _read_singly(folder, path, first, edges, headers, forms)  # adds their layouts to `forms`
+    rest = [_read_alike(forms[alike[0].length][-1:], alike, edges, headers) for alike in rest if alike]
+    _read_singly(folder, path, [place for alike in rest for place in alike], edges, headers, forms)
+    return headers
 
 
 def _read_singly(
@@ -184,7 +186,7 @@ def _read_singly(
 def _advance(
     place: RecordPlace, walk: _Walk, spans: list[_Span], edges: _Edges, found: Headers, forms: dict[int, list[_Form]]
 ) -> tuple[RecordPlace, _Walk, list[_Span]] | None:
-    """Take a walk as far as the bytes that are there allow; None when it came to an end."""
+    """Advance a walk as far as the available bytes allow; None once it is finished."""
     try:
         while (parts := edges.all(spans)) is not None:
             spans = walk.send(parts)
@@ -201,7 +203,7 @@ def _advance(
 
 
 def _edges(folder: Folder, path: str, places: Sequence[RecordPlace]) -> dict[int, _Edges]:
-    """Both ends of each record, small ones whole: enough for nearly all."""
+    """Both ends of each record, or all of a small one: enough for nearly every archive."""
     wanted, starts = [], []
     for place in places:
         ends = [(0, _EDGE), (place.length - _EDGE, _EDGE)]
@@ -252,11 +254,11 @@ def _walk(place: RecordPlace) -> _Walk:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Edge:
-    """One of the two ends of a record: first byte and length, and what an equal layout has there.
+    """One end of a record: first byte, length, and the bytes that decide whether another record has this layout.
 
     Attributes:
-        at: int64 [m], places in the edge, from its first byte.
-        bytes: uint8 [m], what stands there.
+        at: int64 [m], positions in the edge.
+        bytes: uint8 [m], values at these positions.
     """
 
     start: int
@@ -267,13 +269,13 @@ class _Edge:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Form:
-    """All bytes that an archive's layout was read from, but the checksums: who has the same has that layout.
+    """A layout with all bytes that it was parsed from, except checksums: equal bytes imply an equal layout.
 
     Attributes:
         archive: the layout.
-        edges: as they are read.
-        pickled: number of the edge that holds the `data.pkl`, and where in it.
-        crcs: number of the edge that holds the checksums, and int64 [p], where in it each member's stands.
+        edges: both ends of the record.
+        pickled: number of the edge with the `data.pkl`, and its slice there.
+        crcs: number of the edge with the checksums, and int64 [p], position of each member's checksum there.
     """
 
     archive: _Archive
@@ -283,8 +285,10 @@ class _Form:
 
 
 def _form(length: int, archive: _Archive, known: _Edges) -> _Form | None:
-    """The form of a record that was read; None where it took more than its edges, or where checksums stand twice."""
+    """The form of a parsed record; None where parsing needed more than its edges."""
     members, directory = archive.members, archive.directory
+    # Some writers repeat checksum and sizes in the local header. Such records would differ from each other
+    # there, so they have no common form.
     if any(local[TOLD_IN_LOCAL] != bytes(12) for local in archive.local):
         return None
     crcs = np.array([member.entry + CRC_IN_ENTRY for member in members], np.int64)
@@ -314,7 +318,7 @@ def _form(length: int, archive: _Archive, known: _Edges) -> _Form | None:
 def _read_alike(
     forms: Sequence[_Form], places: list[RecordPlace], edges: dict[int, _Edges], found: Headers
 ) -> list[RecordPlace]:
-    """Take the records that have one of the forms; returns the others, and those whose `data.pkl` is damaged."""
+    """Read the records with one of these layouts; returns the others, and those with a damaged `data.pkl`."""
     for form in forms:
         if places:
             places = _read_form(form, places, edges, found)
@@ -322,7 +326,7 @@ def _read_alike(
 
 
 def _read_form(form: _Form, places: list[RecordPlace], edges: dict[int, _Edges], found: Headers) -> list[RecordPlace]:
-    """Read all records of one form at once, column by column; returns those that are not of it."""
+    """Read all records of one layout at once, column by column; returns the records of other layouts."""
     pieces = [[piece for _, piece in edges[place.row].pieces] for place in places]
     lengths = [edge.length for edge in form.edges]
     is_alike = np.array([[*map(len, of_record)] == lengths for of_record in pieces], bool)

@@ -1,4 +1,4 @@
-"""What the `data.pkl` of a record says it holds: dtype, shape and storage of a tensor; of an object its length."""
+"""Decodes the `data.pkl` of a record: dtype, shape and storage of a tensor, or the length of an object."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Decoded:
 
     Attributes:
         content: what it holds; None when it could not be read or a refused name left nothing.
-        unpickled: the names that must not be there and those nobody knows, without the object itself.
+        unpickled: refused and unknown names of the pickle, without its object.
         error: why it could not be read.
     """
 
@@ -34,7 +34,7 @@ class Decoded:
 
 
 def decode(pickles: Sequence[bytes]) -> list[Decoded]:
-    """What each pickle says, read in a child process that may crash, starve or loop; halves of them where it did."""
+    """Decode pickles in a child process, which may crash or hang; a failed batch is halved and retried."""
     if not pickles:
         return []
     try:

@@ -55,7 +55,7 @@ def compare_archives(
 
 
 def _opened(ckpt: Checkpoint) -> Iterator[str]:
-    """The files that were read as files of torch.save, as far as names tell."""
+    """The files that were read as files of torch.save, by their names."""
     if ckpt.storages is not None:
         yield from (file.name for file in ckpt.files if file.path is not None and file.state in READABLE)
     yield from (file.name for file in ckpt.step_files if file.state == "read" and not file.name.endswith(_TEXT))
@@ -116,12 +116,12 @@ def _compare(
         dtype = tensors.get(short.removeprefix("data/"), ("", "", ""))[2]
         if dtype in ENCODINGS and (item := ITEM_BITS[dtype] // 8):
             scans[number] = Scan(dtype, 0, int(size[number]) // item, item, True)
-    seen = stream(folder, name, members, scans, None, Meter())
-    bad = np.flatnonzero((seen.crc != crc) & (crc > 0)).tolist()
-    damages = [Damage(-1, label, names[i], f"CRC-32 {crc[i]:08x}", f"{seen.crc[i]:08x}") for i in bad]
+    results = stream(folder, name, members, scans, None, Meter())
+    bad = np.flatnonzero((results.crc != crc) & (crc > 0)).tolist()
+    damages = [Damage(-1, label, names[i], f"CRC-32 {crc[i]:08x}", f"{results.crc[i]:08x}") for i in bad]
     values = [
         NonFinite(label, *tensors[names[i].removeprefix("data/")][:2], *found, scans[i].count)
-        for i, one in seen.values.items()
+        for i, one in results.values.items()
         if any(found := (one.nan, one.plus_inf, one.minus_inf))
     ]
     return damages, values, bool(((crc == 0) & (size > 0)).any())
