@@ -13,7 +13,7 @@ from math import inf, nan, prod, sqrt
 import numpy as np
 import numpy.typing as npt
 
-from ckptlint.comparing.facts import Match, Side
+from ckptlint.comparing.match import Match, Side
 from ckptlint.comparing.pairs.matching import common
 from ckptlint.comparing.regions import Numbers, TensorBytes, decoded
 from ckptlint.comparing.rows import ROUNDING, compare_rows, row_ranges

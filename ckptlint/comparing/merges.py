@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ckptlint.architecture.adapters import BASE_LAYER, PREFIX, AdapterConfig, Factors, factors_of, read_adapter_config
-from ckptlint.comparing.facts import Match
+from ckptlint.comparing.match import Match
 from ckptlint.comparing.regions import BytesByKey, Matrix, TensorBytes
 from ckptlint.comparing.rows import ROUNDING, compare_rows, row_ranges
 from ckptlint.comparing.sides import OpenedCheckpoint

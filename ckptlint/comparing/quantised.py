@@ -10,7 +10,7 @@ from math import prod
 import numpy as np
 import numpy.typing as npt
 
-from ckptlint.comparing.facts import Match
+from ckptlint.comparing.match import Match
 from ckptlint.comparing.quantised_weights import Quantised, Rows, quantised_of
 from ckptlint.comparing.regions import BytesByKey, Matrix, TensorBytes
 from ckptlint.comparing.rows import ROUNDING, compare_rows, tall

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import isfinite
 
 from ckptlint.analysis.inventory import MOMENTS, inventory_of
-from ckptlint.comparing.facts import Match
+from ckptlint.comparing.match import Match
 from ckptlint.comparing.pairs.matching import layer_number
 from ckptlint.comparing.sides import OpenedCheckpoint
 from ckptlint.vocabulary.keys import role

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from ckptlint.comparing.differences import differences
-from ckptlint.comparing.facts import Match, Side
 from ckptlint.comparing.locate_differences import locate_differences
+from ckptlint.comparing.match import Match, Side
 from ckptlint.comparing.merges import with_merges
 from ckptlint.comparing.pairs.canonical import Heads
 from ckptlint.comparing.pairs.matching import matches

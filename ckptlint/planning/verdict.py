@@ -140,6 +140,7 @@ class _Work:
         self._add(request.key, target, item, record, None)
 
     def _tensor(self, key: str, tensor: Tensor, target: Target) -> None:
+        """Add what a load reads of a tensor for a target; tensors cut alike are worked out once."""
         tiling = tensor.tiling
         if (id(tiling), id(target)) not in self.reads_of:
             items = reads(tiling, target, self.budget)

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from math import isfinite, prod
 
-from ckptlint.comparing.facts import Match, Relation
+from ckptlint.comparing.match import Match, Relation
 from ckptlint.comparing.updates import Update, short_names
 from ckptlint.comparing.values import Values
 from ckptlint.model.text import first_names, fold_names, human_bytes, plural, table, verb

@@ -7,7 +7,7 @@ from support import REAL
 
 import ckptlint
 from ckptlint.comparing.differences import Diff
-from ckptlint.comparing.facts import Match, Relation
+from ckptlint.comparing.match import Match, Relation
 from ckptlint.comparing.values import Values
 from ckptlint.reporters.diff import diff_verdict
 from ckptlint.reporters.style import Style

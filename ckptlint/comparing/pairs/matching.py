@@ -10,7 +10,7 @@ from itertools import combinations
 
 import numpy as np
 
-from ckptlint.comparing.facts import Match, Side, Sides
+from ckptlint.comparing.match import Match, Side, Sides
 from ckptlint.comparing.pairs.canonical import Heads, in_one_order
 from ckptlint.model.text import NUMBER
 from ckptlint.seals.digests import MASK, Words

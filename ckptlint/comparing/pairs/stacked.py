@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from ckptlint.analysis.inventory import inventory_of
-from ckptlint.comparing.facts import Side
+from ckptlint.comparing.match import Side
 from ckptlint.comparing.sides import OpenedCheckpoint
 from ckptlint.vocabulary.keys import parse
 
