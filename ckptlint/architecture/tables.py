@@ -44,7 +44,7 @@ class TableRow:
 
 
 def entry(file: str, key: str) -> Any:
-    """What a data file of this room says under a key; None where it has no such key.
+    """The entry of a key in a data file beside this module; None without one.
 
     Args:
         file: its name (`megatron.json`): one JSON object, written with one entry per line.
@@ -136,8 +136,8 @@ class _Plan:
         return any(name in self.indices for name in expression.names)
 
     def steps(self, fields: Mapping[str, object], at_most: int) -> int:
-        """How many tensors the ranges lead to, conditions left aside; a range within a range counts as far as its
-        first one."""
+        """An upper bound of the tensors of this row: the product of its ranges, conditions not counted; of a range
+        whose end depends on another the first value counts."""
         values = dict(fields)
         total = 1
         for index, count in zip(self.indices, self.ranges, strict=True):
@@ -149,7 +149,7 @@ class _Plan:
         return total
 
     def fill(self, found: dict[str, ExpectedTensor], fields: Mapping[str, object], at_most: int) -> None:
-        """Adds the tensors of this row, all in all no more than so many."""
+        """Add the tensors of this row; stops with an error beyond the limit for all rows."""
         same = not any(self._depends(dim) for dim in self.dims)
         tensor = None
         for name, values in self._names(0, self.texts[0], dict(fields), iter(range(16 * at_most))):
@@ -164,8 +164,8 @@ class _Plan:
     def _names(
         self, at: int, name: str, values: dict[str, object], steps: Iterator[int]
     ) -> Iterator[tuple[str | None, dict[str, object]]]:
-        """Every name of the row from the index at this place on that exists, with the fields and the indices that it
-        stands for; None where the steps do not suffice, of which each number of an index takes one."""
+        """Each name of the row that exists, from the index at this place on, with the fields and indices it stands
+        for; None where the steps run out: each number of an index takes one."""
         if at == len(self.indices):
             yield name, values
             return

@@ -70,7 +70,7 @@ def is_packed(head: bytes) -> bool:
 
 
 def _is_decoded(head: bytes) -> bool:
-    """Whether bytes are opcodes of a pickle, to their end or joblib's arrays; what Python refuses else, C may take."""
+    """Whether bytes are opcodes of a pickle up to their end or to joblib's arrays; C may take what Python refuses."""
     try:
         return all(opcode.name != "PROTO" or value in range(6) for opcode, value, _ in pickletools.genops(head))
     except ValueError as error:
@@ -78,7 +78,7 @@ def _is_decoded(head: bytes) -> bool:
 
 
 def is_pickled(start: bytes, size: int) -> bool:
-    """Whether a text that may be a pickle is one that reaches a name; a part of one is by its first opcode.
+    """Whether a text is a pickle that reaches a name; where the text is cut, its first opcode decides.
 
     To be asked in a child process. torch reads texts as UTF-8, and the safe reader as ASCII.
 

@@ -99,7 +99,7 @@ def read_torch_file(folder: Folder, name: str, read_bare: Callable[[bytes], Unpi
 
 
 def read_torch_bytes(data: bytes) -> TorchFile:
-    """The same of bytes in memory: a record of a payload file, say, whose name promises nothing."""
+    """The same for bytes in memory, such as a record of a payload file."""
     return _read(ranges_in(data), len(data), without_content=ForeignError)
 
 

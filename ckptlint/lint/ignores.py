@@ -40,7 +40,7 @@ class KeyIgnore(NamedTuple):
 def set_aside(
     parts: Sequence[CheckpointReport], rules: Sequence[Rule], ignores: Sequence[KeyIgnore], is_whole: bool = True
 ) -> list[CheckpointReport]:
-    """The reports with ignored findings apart, and with those of the rules that judge the ignores themselves.
+    """The reports with ignored findings set aside, and with the findings of LNT001 on the ignores.
 
     Args:
         rules: those that were selected.

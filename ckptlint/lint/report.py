@@ -172,7 +172,7 @@ class Cause:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class CheckpointReport:
-    """What the rules made of one checkpoint.
+    """The findings on one checkpoint, and what became of each rule.
 
     Attributes:
         diagnostics: the findings that count.
@@ -359,7 +359,7 @@ class Report(Shown):
 
     @property
     def is_live(self) -> bool:
-        """Whether it is about a running job, not of files."""
+        """Whether it is about a running job, not about files."""
         return any(part.checkpoint.ranks is not None for part in self.checkpoints)
 
     @property

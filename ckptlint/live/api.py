@@ -1,4 +1,4 @@
-"""What a job calls: `install` once, `check` before each save."""
+"""The entry points for a job: `install` once, `check` before each save."""
 
 from __future__ import annotations
 

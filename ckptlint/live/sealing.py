@@ -150,7 +150,7 @@ def _unlike(sums: _Sums, fqn: str, row: int, seed: int) -> str:
 
 
 def _seeds(described: Mapping[str, SealEntry]) -> list[int]:
-    """What `_Sums.seed` is of keys that are described so."""
+    """The seed (`_Sums.seed`) of each key with such a description."""
     from ckptlint.live.collect.extract import RankChunk
 
     rank_chunks = [

@@ -245,7 +245,7 @@ def _ends_at(data: bytes, end: int, strict: bool) -> bool:
 
 
 def _after_stop(data: bytes, start: int, end: int) -> int:
-    """Where a pickle ends whose STOP is between two places, the first that of an opcode: a frame may reach beyond it.
+    """The end of a pickle whose STOP is between two positions, the first of an opcode; a frame may reach beyond STOP.
 
     Some readers go on there, others at the end of the frame.
     """

@@ -101,10 +101,10 @@ class Opaque(metaclass=Named):
 
     @staticmethod
     def tell(fault: Fault) -> None:
-        """Say to whoever reads the pickle what is wrong."""
+        """Report a fault to the reader of the pickle."""
 
     def __new__(cls, *args: Any, **options: Any) -> Opaque:
-        """What NEWOBJ makes: an object whose class is not called."""
+        """The object that NEWOBJ makes, without a call of its class."""
         if options or not cls.new(args):
             cls.tell(cls.fault)
         return _made(cls, args)
@@ -119,7 +119,7 @@ class Opaque(metaclass=Named):
         self.state = state
 
     def _tell_of(self, value: Any, fault: Fault) -> None:
-        """Who knows the class may know that it does no harm with it, but for a partial."""
+        """A user may vouch for an unknown class, but not for a partial."""
         self.tell("filled" if self.fault == "unknown" and not is_armed(value) else fault)
 
     def append(self, item: Any) -> None:
@@ -135,7 +135,7 @@ class Opaque(metaclass=Named):
         self.items.extend(items)
 
     def add(self, item: Any) -> None:
-        """A set is made otherwise: this would be an attribute of the object."""
+        """Refused: a set is not filled like this, so `add` would be an attribute of the object."""
         self.tell("items")
 
     def __setitem__(self, key: Any, value: Any) -> None:
@@ -171,7 +171,7 @@ class Dict(dict[Any, Any]):
 
     @staticmethod
     def tell(fault: Fault) -> None:
-        """Say to whoever reads the pickle what is wrong."""
+        """Report a fault to the reader of the pickle."""
 
     def __setstate__(self, state: Any) -> None:
         if hasattr(self, "is_built"):
@@ -179,7 +179,7 @@ class Dict(dict[Any, Any]):
         self.is_built = True
 
     def extend(self, items: Any) -> None:
-        """A dict has no list items: this would be an attribute of the object."""
+        """Refused: a dict has no list items, so `extend` would be an attribute of the object."""
         self.tell("items")
 
     append = add = extend
@@ -507,7 +507,7 @@ def _is_numpy_dtype(args: tuple[Any, ...], state: Any) -> bool:
 
 
 def numpy_bytes(made: Opaque) -> int:
-    """Bytes of an element of a dtype."""
+    """Size of an element of a dtype in bytes."""
     if made.state and made.state[5] >= 0:
         return int(made.state[5])
     return int(made.args[0][1:]) * (4 if made.args[0][0] == "U" else 1) if isinstance(made.args[0], str) else 0
@@ -517,7 +517,7 @@ _PURE = ("function", "container", "constant")  # what a name stands for that who
 
 
 def is_data_of(package: str, value: Any) -> bool:
-    """Whether a value is data to the bottom, as code that nobody here knows must get it.
+    """Whether a value is plain data at every depth; unknown code may get nothing else.
 
     No function but pure ones of the table, no class, and no object but those of the table and of the package itself. An
     object of the table may hold a class of the table: it is known what it does with it.
