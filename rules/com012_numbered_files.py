@@ -48,7 +48,7 @@ def numbered_files(ckpt: Checkpoint) -> Iterator[Finding]:
         accelerate.checkpointing.save_accelerator_state, NVIDIA/Megatron-LM#7413
     """
     file_sets = sets_of(ckpt)
-    entries = _dataloader_ranks(ckpt) if not ckpt.partial else {}
+    entries = _dataloader_ranks(ckpt) if not ckpt.partial_because else {}
     if not file_sets and not entries:
         raise NotApplicable("no files or entries are numbered by rank or object")
     for prefix, numbers in entries.items():

@@ -73,7 +73,7 @@ def _contradictions(
             yield f"exp_avg and exp_avg_sq of {_params_text([param])} in {file} have {both}", f"pair {param}", False
     is_judged = ckpt.format == "verl" and has_known_config(ckpt)  # CFG001 reports what the model lacks
     is_judged = is_alone and ckpt.format in ("safetensors", "torch", "verl") and not is_judged
-    if is_judged and ckpt.tensors and ckpt.is_sound and not ckpt.partial:
+    if is_judged and ckpt.tensors and ckpt.is_sound and not ckpt.partial_because:
         yield from _against_model(ckpt, file, optimizer)
 
 

@@ -189,7 +189,7 @@ def _without_index(ckpt: Checkpoint, stored_keys: KeysByFile) -> Iterator[Findin
         for key in present:
             homes[key].append(file)
     shared = sorted(key for key, files in homes.items() if len(files) > 1)
-    if shared and not ckpt.partial:
+    if shared and not ckpt.partial_because:
         files = sorted({file for key in shared for file in homes[key]})
         yield Finding(
             f"several files hold {_keys_text(shared)}, and no index names the right one",
@@ -205,7 +205,7 @@ def _without_index(ckpt: Checkpoint, stored_keys: KeysByFile) -> Iterator[Findin
             why="the order of the files decides which copy is loaded",
             hint="check whether an earlier export left files in this folder, and delete those",
         )
-    elif not ckpt.partial:
+    elif not ckpt.partial_because:
         # transformers opens numbered files only by an index. Mistral's `consolidated` files and torch's own writer need
         # none. If a numbered file is missing too, that is the finding.
         is_read_by_index = (

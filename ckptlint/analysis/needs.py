@@ -33,7 +33,7 @@ NEEDS: dict[str, tuple[Callable[[Checkpoint], object], str]] = {
     "states": (lambda ckpt: inventory_of(ckpt).states, "no optimizer state names its parameter"),
     "step before": (lambda ckpt: ckpt.before, "there is no older step to compare with"),
     "whole step before": (
-        lambda ckpt: ckpt.before and not ckpt.before.partial,
+        lambda ckpt: ckpt.before and not ckpt.before.partial_because,
         "the metadata of the step before describes only part of its save",
     ),
 }

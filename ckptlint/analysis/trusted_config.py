@@ -123,7 +123,7 @@ def contradictions(ckpt: Checkpoint) -> tuple[Contradiction, ...]:
 def main_params(ckpt: Checkpoint) -> list[Param]:
     """The parameters that the declared sizes describe; none where several modules share one set of arguments."""
     params = inventory_of(ckpt).params
-    if ckpt.partial or any(part.startswith("mimo.") for param in params for part in param.key.scope):
+    if ckpt.partial_because or any(part.startswith("mimo.") for param in params for part in param.key.scope):
         return []
     return params
 

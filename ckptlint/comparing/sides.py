@@ -36,7 +36,7 @@ def open_side(path: str, files: bool = False, partial: bool = False) -> list[Ope
         AccessError: the operating system refused a read.
     """
     made = [OpenedCheckpoint(found.folder, open_checkpoint(found, files)) for found in find(path)]
-    obstacles = ((item, obstacle(replace(item.ckpt, partial="") if partial else item.ckpt)) for item in made)
+    obstacles = ((item, obstacle(replace(item.ckpt, partial_because="") if partial else item.ckpt)) for item in made)
     if sentences := [f"{item.ckpt.path}: {sentence}" for item, sentence in obstacles if sentence]:
         raise CheckpointError("\n".join(sentences))
     return made

@@ -80,8 +80,8 @@ def _run(rule: Rule, ckpt: Checkpoint, report: CheckpointReport) -> list[Problem
     """Run one rule; returns the crash, if it crashed."""
     started = time.perf_counter()
     try:
-        if rule.whole and ckpt.partial:
-            raise NotApplicable(ckpt.partial)
+        if rule.whole and ckpt.partial_because:
+            raise NotApplicable(ckpt.partial_because)
         for is_met, otherwise in (NEEDS[word] for word in rule.needs):
             if not is_met(ckpt):
                 raise NotApplicable(otherwise)

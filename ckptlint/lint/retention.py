@@ -302,7 +302,7 @@ def _holds_steps(folder: Folder, number: int, levels: int = _LEVELS) -> bool:
     """
     if any(len(steps_of(run)) > 1 for _, run in runs_below(folder)):
         return True
-    inner = [name for name in folder.folders() if not folder.outside(name)]
+    inner = [name for name in folder.folders() if not folder.escapes_to(name)]
     if not levels and inner:
         raise AccessError(f"{folder.display} holds more than {_LEVELS} levels of folders")
     named = {step_number(name) for name in inner if not name.isdecimal()} - {None, number}
@@ -404,7 +404,7 @@ def _links(folder: Folder, label: str, but: Collection[str], levels: int = _LEVE
         names = [name for name, entry in folder.entries.others.items() if entry.is_link]
         for name in [*names, *folder.entries.strange]:
             place = printable(f"{label}/{name}" if label else name)
-            for part in {*PurePath(folder.target(name)).parts, *PurePath(folder.end(name)).parts}:
+            for part in {*PurePath(folder.target(name)).parts, *PurePath(folder.link_target_resolved(name)).parts}:
                 yield part, f"the link {place} leads there"
         inner = [name for name in folder.folders() if name not in but and name not in names]
     except NothingToCheckError:
@@ -429,7 +429,7 @@ def _stamp(step: Step) -> int | None:
 
 
 def _stamp_of(folder: Folder, levels: int = _LEVELS) -> int:
-    inner = [folder.sub(name) for name in folder.folders() if not folder.outside(name)]
+    inner = [folder.sub(name) for name in folder.folders() if not folder.escapes_to(name)]
     if inner and not levels:
         raise AccessError(f"{folder.display} holds more than {_LEVELS} levels of folders")
     return hash((*folder.stamps(), *(_stamp_of(sub, levels - 1) for sub in inner)))

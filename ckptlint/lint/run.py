@@ -152,8 +152,12 @@ def run(request: Request, source: Opener | None = None) -> Report:
                     (not_found if isinstance(ckpt, NothingToCheckError) else unreadable).append(_sentence(path, ckpt))
                     continue
                 if reference is not None:
-                    unseen = (*ckpt.unseen, reference.unseen) if reference.unseen else ckpt.unseen
-                    ckpt = replace(ckpt, reference=reference.part(found.folder.name), unseen=unseen)
+                    unseen = (
+                        (*ckpt.not_looked_at, reference.not_looked_at)
+                        if reference.not_looked_at
+                        else ckpt.not_looked_at
+                    )
+                    ckpt = replace(ckpt, reference=reference.part(found.folder.name), not_looked_at=unseen)
                 parts.append(run_rules(ckpt, rules, depth))
                 newest = found.step[0] if found.of_run and found.step else ""
                 if newest and depth.looks_at_files and not is_url(path) and len(ckpt.records) <= _FEW_RECORDS:

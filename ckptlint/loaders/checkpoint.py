@@ -53,7 +53,7 @@ def open_checkpoint(found: CheckpointPlace, look_at_files: bool = True) -> Check
         note = Problem("note", ckpt.metadata_file, sentence, why="a cleanup or another save there changes this step")
         ckpt = replace(ckpt, problems=[*ckpt.problems, note])
     redirected = (folder.redirected,) if folder.redirected else ()
-    ckpt = replace(ckpt, unseen=(*ckpt.unseen, *found.not_followed, *redirected), step=found.step)
+    ckpt = replace(ckpt, not_looked_at=(*ckpt.not_looked_at, *found.not_followed, *redirected), step=found.step)
     if not look_at_files:
         return ckpt
     ckpt = with_step_files(found, with_vocabulary(folder, ckpt))
@@ -140,8 +140,8 @@ def _with_surroundings(folder: Folder, layout: Layout, ckpt: Checkpoint) -> Chec
     problems += unfinished_marks(folder) + state_problems
     if (run := read_run(folder)) is None:
         return replace(ckpt, problems=problems)
-    unseen = (*ckpt.unseen, run.unseen) if run.unseen else ckpt.unseen
-    return replace(ckpt, run=replace(run, saved=saved), problems=problems, unseen=unseen)
+    unseen = (*ckpt.not_looked_at, run.not_looked_at) if run.not_looked_at else ckpt.not_looked_at
+    return replace(ckpt, run=replace(run, saved=saved), problems=problems, not_looked_at=unseen)
 
 
 def _instead(folder: Folder) -> str:

@@ -62,8 +62,8 @@ def find_checkpoints(folder: Folder, all_steps: bool) -> list[CheckpointPlace]:
     walk = _Walk()
     found = walk.units(folder, "all" if all_steps else "newest", _DEPTH)
     if not found:
-        if folder.unseen:
-            hint = f"name the checkpoint folder itself, {folder.unseen}"
+        if folder.not_looked_at:
+            hint = f"name the checkpoint folder itself, {folder.not_looked_at}"
             raise NothingToCheckError(f"no .metadata under {folder.display}: {hint}")
         if payload := walk.payload(folder):
             raise UnknownLayoutError(
@@ -179,7 +179,7 @@ class _Walk:
         around = folder if in_step or step_number(folder.name) is not None else _newest_of_series(folder, numbers)
         found = _accounted(found, around)
         for name in folder.folders():
-            if is_part(name) and name not in numbers and not folder.outside(name):
+            if is_part(name) and name not in numbers and not folder.escapes_to(name):
                 found = _accounted(found, folder.sub(name))  # state that a run has once, of its newest step
         return [
             replace(found[0], not_followed=(*found[0].not_followed, *notes), of_run=not in_step),
@@ -223,7 +223,7 @@ class _Walk:
         self, folder: Folder, name: str, sub: Folder, steps: WhichSteps, levels: int, in_step: bool = True
     ) -> list[CheckpointPlace]:
         """The checkpoints in a sub-folder; in none of its own where it is a link to a folder of another name."""
-        target = folder.outside(name)
+        target = folder.escapes_to(name)
         other = PurePath(target).name
         found = self.units(
             sub, steps, 0 if target and other != name and step_number(other) is None else levels - 1, in_step
@@ -340,7 +340,7 @@ def _bytes_within(folder: Folder, most: int, levels: int = _DEPTH) -> int:
     for name in folder.folders() if levels else ():
         if total > most:
             break
-        if not folder.outside(name):
+        if not folder.escapes_to(name):
             total += _bytes_within(folder.sub(name), most - total, levels - 1)
     return total
 
@@ -372,7 +372,7 @@ def find_at(folder: Folder, name: str, all_steps: bool = False) -> list[Checkpoi
         try:
             return find_checkpoints(folder, all_steps)
         except NothingToCheckError:
-            if folder.unseen:
+            if folder.not_looked_at:
                 raise
             raise NothingToCheckError(
                 f"{printable(name)} in {folder.display} belongs to no checkpoint: neither .metadata nor payload nor "

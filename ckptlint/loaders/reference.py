@@ -75,7 +75,7 @@ def read_reference(path: str) -> Reference:
     except (CkptlintError, OSError) as error:
         raise ConfigError(f"the reference {source} cannot be read: {error}") from None
     if not (reference.tensors or reference.declared or reference.parts):
-        why = f": {reference.unseen}" if reference.unseen else ""
+        why = f": {reference.not_looked_at}" if reference.not_looked_at else ""
         raise ConfigError(f"the reference {source} names no tensors, so any checkpoint would pass{why}")
     return reference
 
@@ -216,9 +216,9 @@ def _with_implied(reference: Reference, config: Mapping[str, Any]) -> Reference:
         try:
             tensors = {printable(fqn): shape for fqn, shape in built_model(config).items()}
         except NoTable as more:
-            return replace(reference, unseen=_unseen(reference, f"{reason}, {more}"))
+            return replace(reference, not_looked_at=_unseen(reference, f"{reason}, {more}"))
     except NoTable as reason:
-        return replace(reference, unseen=_unseen(reference, str(reason)))
+        return replace(reference, not_looked_at=_unseen(reference, str(reason)))
     return replace(reference, tensors={fqn: (None, shape) for fqn, shape in tensors.items()})
 
 
@@ -297,7 +297,7 @@ def obstacle(ckpt: Checkpoint) -> str:
     for problem in ckpt.problems:
         if problem.blocks or problem.kind in ("unsafe", "unreadable", "limit", "container"):
             return f"{codes.get(problem.kind, 'COM001')} {problem.message}"
-    return f"COM001 {ckpt.partial}" if ckpt.partial else ""
+    return f"COM001 {ckpt.partial_because}" if ckpt.partial_because else ""
 
 
 def tensors_of(ckpt: Checkpoint) -> Tensors:

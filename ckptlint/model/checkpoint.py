@@ -75,7 +75,7 @@ class RunFolder:
         holds: what the tracker holds of a step: its `number`, the name of its `folder`, or it is a `link` to that.
         is_asked: whether the run was named, and this is its newest step: then faults of the tracker are reported.
         saved: the step that a train state in the step folder holds, None without one.
-        unseen: why the run folder could not be looked at, "" where it could.
+        not_looked_at: why the run folder could not be looked at, "" where it could.
 
     Source:
         megatron.training.checkpointing.get_checkpoint_name, read_metadata
@@ -86,7 +86,7 @@ class RunFolder:
     newest_complete: int | None = None
     tracker: int | Literal["release"] | None = None
     tracked: StepState = "unknown"
-    unseen: str = ""
+    not_looked_at: str = ""
     prefix: str = "iter_"
     digits: int = 7
     tracker_file: str = "latest_checkpointed_iteration.txt"
@@ -252,7 +252,7 @@ class Checkpoint:
         title: how reports call it.
         writer: the oldest library that writes what was found (`torch >= 2.9`): a lower bound, not a fact.
         readable: whether the tensors were described at all; rules other than SAF and COM001 need it.
-        partial: why the metadata describes only part of the save, or "".
+        partial_because: why the metadata describes only part of the save, or "".
         locates_bytes: whether offset and length of a record say where its bytes lie; not in the SAFETENSORS mode of
             torch's FileSystemWriter (>= 2.8), where all tensors of a file share one offset.
         declared: what the job said about itself, by canonical name (`config_fields.read_declared`).
@@ -267,7 +267,7 @@ class Checkpoint:
         step_files: the files of the step besides metadata and payload; empty where files were not looked at.
         index: what says in which safetensors file each key is; None without one.
         reference: what the user expects it to hold; None without `--expect`.
-        unseen: what could not be looked at without making the verdict incomplete, as sentences.
+        not_looked_at: what could not be looked at without making the verdict incomplete, as sentences.
         payload: what the records say; None below depth `headers`.
         seal: what the saving job sealed; None without a seal, and below depth `data`.
         times: when its files were written.
@@ -303,11 +303,11 @@ class Checkpoint:
     topology: dict[str, AxisSize] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     readable: bool = True
-    partial: str = ""
+    partial_because: str = ""
     locates_bytes: bool = True
     metadata_file: str = ".metadata"
     reference: Reference | None = None
-    unseen: tuple[str, ...] = ()
+    not_looked_at: tuple[str, ...] = ()
     payload: PayloadTable | None = None
     seal: Seal | None = None
     metadata_hash: str = ""

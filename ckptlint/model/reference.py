@@ -108,7 +108,7 @@ class Reference:
             a config.json is at hand.
         declared: what its config.json says about the model, by canonical name (`config_fields.read_declared`).
         parts: the components of a checkpoint (`model`, `optim`) by folder name; empty when it is one folder.
-        unseen: what it does not tell although a config.json is at hand, and why, as a sentence.
+        not_looked_at: what it does not tell although a config.json is at hand, and why, as a sentence.
         values: name, printable -> dtype -> digest of the elements in it (`seals.row_hashes.digest`).
         rows: name, printable -> dtype -> uint64 [rows], the words of the rows in it, where the reference has them.
         salt: with which these words and digests were made.
@@ -119,7 +119,7 @@ class Reference:
     tensors: dict[str, tuple[str | None, tuple[int, ...] | None]]
     declared: dict[str, Declared] = field(default_factory=dict)
     parts: dict[str, Reference] = field(default_factory=dict)
-    unseen: str = ""
+    not_looked_at: str = ""
     values: dict[str, dict[str, int]] = field(default_factory=dict)
     rows: dict[str, dict[str, npt.NDArray[np.uint64]]] = field(default_factory=dict)
     salt: int = 0

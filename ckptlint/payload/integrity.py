@@ -192,7 +192,7 @@ def _blob_names(folder: Folder) -> dict[str, str]:
         huggingface_hub (2.4) file_download: `snapshots/<commit>/<file>` is a link to `blobs/<etag>`, and the etag of a
         file in LFS is its SHA-256; that of others is a Git hash of 40 digits
     """
-    targets = {name: PurePath(folder.outside(name)) for name in folder.files_beside()}
+    targets = {name: PurePath(folder.escapes_to(name)) for name in folder.files_beside()}
     return {
         name: target.name
         for name, target in targets.items()

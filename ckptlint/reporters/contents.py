@@ -135,8 +135,8 @@ def no_tensor(checkpoints: Sequence[Checkpoint], name: str) -> str:
 
 def _facts(ckpt: Checkpoint, ranks: bool, style: Style) -> Iterator[str]:
     """Topology, bytes by dtype, and records that are not known to be there."""
-    if ckpt.partial:
-        yield from style.wrap(f"partial: {ckpt.partial}", "    ", "  ")
+    if ckpt.partial_because:
+        yield from style.wrap(f"partial: {ckpt.partial_because}", "    ", "  ")
     if ckpt.topology:
         sizes = ", ".join(f"{axis} = {size.size:,} ({size.source})" for axis, size in ckpt.topology.items())
         yield from style.wrap(f"topology: {sizes}", "    ", "  ")
@@ -286,8 +286,8 @@ def _checkpoint(ckpt: Checkpoint, pattern: str | None) -> dict[str, Any]:
         "path": ckpt.path,
         "format": ckpt.format,
         "writer": ckpt.writer or None,
-        "partial": ckpt.partial or None,
-        "unseen": list(ckpt.unseen),
+        "partial": ckpt.partial_because or None,
+        "unseen": list(ckpt.not_looked_at),
         "totals": {
             "tensors": len(ckpt.tensors),
             "objects": len(ckpt.objects) + len(ckpt.byte_objects),

@@ -45,7 +45,7 @@ def render(report: Report, style: Style) -> str:
     for part in report.checkpoints:
         found = _findings(part, style)
         around = step_around(part.checkpoint)
-        if not (found or part.is_incomplete or part.checkpoint.unseen) and around and around[0] in tabled:
+        if not (found or part.is_incomplete or part.checkpoint.not_looked_at) and around and around[0] in tabled:
             continue  # its row in the table says it
         texts = [] if style.quiet else [header(part.checkpoint, style)]
         if style.quiet and found and len(report.checkpoints) > 1:
@@ -93,7 +93,7 @@ def _outcomes(report: Report, style: Style) -> Iterator[str]:
 def header(ckpt: Checkpoint, style: Style) -> str:
     """What was looked at: path, dialect, counts."""
     about = summary(ckpt)
-    unseen = [line for sentence in ckpt.unseen for line in style.wrap(f"not known: {sentence}", "    ", "  ")]
+    unseen = [line for sentence in ckpt.not_looked_at for line in style.wrap(f"not known: {sentence}", "    ", "  ")]
     if len(ckpt.path) + len(about) + 2 <= style.width:
         return "\n".join([style.paint(ckpt.path, "bold") + "  " + about, *unseen])
     return "\n".join([style.paint(ckpt.path, "bold"), *style.wrap(about, "  "), *unseen])

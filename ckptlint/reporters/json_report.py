@@ -86,7 +86,7 @@ def _checkpoint(report: Report, part: CheckpointReport) -> dict[str, Any]:
             {"name": file.name, "family": file.family or None, "state": file.state, "size": file.size}
             for file in ckpt.step_files
         ],
-        "unseen": list(ckpt.unseen),
+        "unseen": list(ckpt.not_looked_at),
         "reference": _reference(ckpt.reference),
         "topology": {axis: {"size": size.size, "source": size.source} for axis, size in ckpt.topology.items()},
         "causes": [_cause(cause, numbers) for cause in part.causes],

@@ -50,7 +50,7 @@ def code(text: str, in_table: bool = False) -> str:
 def _checkpoint(part: CheckpointReport, style: Style, room: int) -> list[str]:
     """A checkpoint as texts: causes, a table of findings, and details of the first."""
     texts = [f"### {code(part.checkpoint.path)}\n\n{code(summary(part.checkpoint).replace('  ', ', '))}"]
-    texts += [code(f"not known: {sentence}") for sentence in part.checkpoint.unseen]
+    texts += [code(f"not known: {sentence}") for sentence in part.checkpoint.not_looked_at]
     texts += [f"**Cause:** {code(cause.sentence)}\n\n**Do:** {code(cause.do)}" for cause in part.causes]
     shown, left_out = worst(groups_to_show(part, style), style.per_rule)
     if not shown:

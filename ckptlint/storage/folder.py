@@ -44,7 +44,7 @@ class Folder(ABC):
     """A folder, listed once.
 
     Attributes:
-        unseen: what cannot be known about it, as a sentence; "" when its listing is complete.
+        not_looked_at: what cannot be known about it, as a sentence; "" when its listing is complete.
         part: the name of the part that a view of the folder shows.
         is_near: whether a small read costs next to nothing; otherwise each is a request.
         bytes_read: that `spans` has returned.
@@ -53,7 +53,7 @@ class Folder(ABC):
         AccessError: the operating system, a store or the network refused; every method may raise it.
     """
 
-    unseen = ""
+    not_looked_at = ""
     part = ""
     is_near = True
     bytes_read = 0
@@ -172,7 +172,7 @@ class Folder(ABC):
         payload = zip(*(column.tolist() for column in columns), strict=True)
         return [*payload, *self.entries.others.items(), *self.entries.strange.items()]
 
-    def outside(self, name: str) -> str:
+    def escapes_to(self, name: str) -> str:
         """Where a link leads that leaves this folder, or leads back to it; "" for all else."""
         return ""
 
@@ -180,7 +180,7 @@ class Folder(ABC):
         """Where a link in the folder leads, as it says; "" for all else, and in a store."""
         return ""
 
-    def end(self, name: str) -> str:
+    def link_target_resolved(self, name: str) -> str:
         """Where a link in the folder leads at last, over other links; "" for all else, and in a store."""
         return ""
 
@@ -214,7 +214,7 @@ class Folder(ABC):
         """Bytes of a file that is directly in the folder."""
         return self.entries[name].size
 
-    def instead(self, relative: str) -> str:
+    def absent_hint(self, relative: str) -> str:
         """What is there in place of an absent file, as a sentence; "" for nothing."""
         other = self.other_case(relative)
         return f"rename {printable(other)}, which differs only in letter case" if other else ""

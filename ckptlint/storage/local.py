@@ -80,7 +80,7 @@ class LocalFolder(Folder):
         except OSError as error:
             raise AccessError(f"{self.display} cannot be listed: {error.strerror}") from None
 
-    def outside(self, name: str) -> str:
+    def escapes_to(self, name: str) -> str:
         if name not in self.entries or not self.entries[name].is_link:
             return ""
         here, target = self.path.resolve(), (self.path / name).resolve()
@@ -90,7 +90,7 @@ class LocalFolder(Folder):
         path = self.path / name
         return str(path.readlink()) if name in {*self.entries, *self.entries.strange} and _is_link(path) else ""
 
-    def end(self, name: str) -> str:
+    def link_target_resolved(self, name: str) -> str:
         return str((self.path / name).resolve()) if self.target(name) else ""
 
     def stat(self, relative: str) -> tuple[FileState, int | None]:

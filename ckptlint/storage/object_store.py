@@ -100,8 +100,8 @@ class ObjectFolder(RemoteFolder):
     def _has_nameless(self) -> bool:
         return any(info["type"] == "directory" and info["name"] == self.path + "/" for info in self._infos)
 
-    def instead(self, relative: str) -> str:
-        if other := super().instead(relative):
+    def absent_hint(self, relative: str) -> str:
+        if other := super().absent_hint(relative):
             return other
         return (
             "copy the keys with `//` to names with one slash: an upload joined its prefix with one slash too many"

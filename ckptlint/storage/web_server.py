@@ -40,7 +40,7 @@ class WebFolder(RemoteFolder):
         query: what follows every name, such as the signature of a storage account.
     """
 
-    unseen = (
+    not_looked_at = (
         "because a web server does not list its files: ckptlint did not look for files that .metadata does not name"
     )
 
@@ -111,7 +111,7 @@ class WebFolder(RemoteFolder):
             return "absent", None
         return ("unchecked", None) if size is None else ("ok", size)
 
-    def instead(self, relative: str) -> str:
+    def absent_hint(self, relative: str) -> str:
         return ""
 
     def fetch(self, name: str, start: int, stop: int) -> bytes:

@@ -135,12 +135,12 @@ def test_what_was_compared_instead_is_told(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "config.json").write_text(json.dumps(CONVBERT))
     reference = read_reference(str(tmp_path))
     assert reference.tensors == {}
-    assert "no table for model_type convbert" in reference.unseen
-    assert "pip install torch transformers" in reference.unseen
-    assert "only what it declares (layers, hidden, heads, vocab)" in reference.unseen
+    assert "no table for model_type convbert" in reference.not_looked_at
+    assert "pip install torch transformers" in reference.not_looked_at
+    assert "only what it declares (layers, hidden, heads, vocab)" in reference.not_looked_at
     exports = Path(__file__).parents[2] / "fixtures" / "real" / "exports" / "ok_vit"
     (part,) = ckptlint.check(exports, expect=tmp_path).checkpoints
-    assert part.checkpoint.unseen == (reference.unseen,)
+    assert part.checkpoint.not_looked_at == (reference.not_looked_at,)
 
 
 def test_a_configuration_that_nothing_follows_from_is_no_reference(tmp_path: Path) -> None:

@@ -350,7 +350,7 @@ def test_a_step_that_is_a_link_out_of_the_run_is_named_and_not_searched(
     if options:  # the others are judged, and the link is named
         assert [part.checkpoint.path for part in report.checkpoints] == [str(run_folder / "iter_0000010")]
         assert (report.exit_code, report.unreadable) == (0, ())
-        (told,) = report.checkpoints[0].checkpoint.unseen
+        (told,) = report.checkpoints[0].checkpoint.not_looked_at
     else:  # the newest step was asked for, and nobody can tell what that is
         assert report.exit_code == 4
         (told,) = report.unreadable

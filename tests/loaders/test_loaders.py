@@ -325,7 +325,7 @@ def test_per_rank_metadata_is_merged(real_copy: Callable[[str], Path]) -> None:
     folder = real_copy("per_rank_metadata")
     whole = ckptlint.load(folder)
     assert whole.format == "dcp-per-rank"
-    assert whole.partial == ""
+    assert whole.partial_because == ""
     assert max(len(tensor.chunks) for tensor in whole.tensors.values()) == 4
     assert found(ckptlint.check(folder)) == []
 
@@ -337,7 +337,7 @@ def test_a_missing_rank_is_named_and_holes_are_not_judged(real_copy: Callable[[s
     report = ckptlint.check(folder)
     assert codes(report, "error") == {"COM001"}
     assert f"__{rank}.metadata" in found(report, "error")[0][2]
-    assert report.checkpoints[0].checkpoint.partial
+    assert report.checkpoints[0].checkpoint.partial_because
     assert "GEO004" in report.checkpoints[0].not_applicable
 
 

@@ -36,7 +36,7 @@ def test_what_megatron_saved_is_silent(name: str, depth: str) -> None:
     [item] = report.checkpoints
     assert item.checkpoint is not None
     assert item.checkpoint.format == "megatron-legacy"
-    assert item.checkpoint.partial == ""
+    assert item.checkpoint.partial_because == ""
 
 
 def checkpoint(name: str) -> Any:

@@ -148,7 +148,7 @@ def test_every_file_is_accounted_for(tmp_path: Path, name: str) -> None:
             report = ckptlint.check(run)
             assert report.exit_code == 1 and Path(damaged).name in str(found(report)), (damaged, data[:8])
         (run / damaged).write_bytes(whole)
-    unseen = [sentence for part in ckptlint.check(run).checkpoints for sentence in part.checkpoint.unseen]
+    unseen = [sentence for part in ckptlint.check(run).checkpoints for sentence in part.checkpoint.not_looked_at]
     assert any("--all-steps" in sentence for sentence in unseen) or not older
     for damaged in older:
         (run / damaged).write_bytes(b"")

@@ -404,7 +404,7 @@ def of_a_url(url: str, tmp_path: Path) -> Report:
     folder = write_checkpoint({"tensors": {"w": {"shape": [8], "chunks": ["0:4"]}}}, tmp_path / "step")
     whole = ckptlint.check(folder)
     (part,) = whole.checkpoints
-    ckpt = replace(part.checkpoint, path=url, unseen=("when the files were written",))
+    ckpt = replace(part.checkpoint, path=url, not_looked_at=("when the files were written",))
     return replace(whole, checkpoints=[replace(part, checkpoint=ckpt)])
 
 

@@ -662,7 +662,7 @@ def test_a_web_server_is_asked_for_names_and_sends_only_metadata(web: Server) ->
     looked_at = sorted(name for name in web.names("HEAD") if name.endswith("distcp"))
     assert looked_at == [f"__{rank}_0.distcp" for rank in range(4)]
     assert len(web.asked) == len(web_server.ASKED) + 9
-    (sentence,) = report.checkpoints[0].checkpoint.unseen
+    (sentence,) = report.checkpoints[0].checkpoint.not_looked_at
     assert "does not list" in sentence
     text = REPORTERS["full"](report, Style(False, True, 100, 0, 0, False))
     assert "not known: because a web server does not list" in text
@@ -692,7 +692,9 @@ def test_a_size_that_a_web_server_does_not_tell_is_no_finding(web: Server) -> No
     web.trouble = trouble
     report = ckptlint.check(f"{web.url}/fsdp2_4r")
     assert (report.exit_code, codes(report)) == (0, set())
-    assert any("the size of 4 of 4 payload files" in sentence for sentence in report.checkpoints[0].checkpoint.unseen)
+    assert any(
+        "the size of 4 of 4 payload files" in sentence for sentence in report.checkpoints[0].checkpoint.not_looked_at
+    )
 
 
 def test_a_server_without_head_is_asked_for_a_byte(web: Server) -> None:
@@ -905,7 +907,7 @@ def test_the_host_that_a_server_redirects_to_is_named(web: Server) -> None:
         report = ckptlint.check(f"{front.url}/edit_base")
         assert report.exit_code == 0
         sentence = "who answers for localhost, to which the server redirects"
-        assert sentence in report.checkpoints[0].checkpoint.unseen
+        assert sentence in report.checkpoints[0].checkpoint.not_looked_at
         web.trouble = failing(1000, 403)
         assert ", redirected to localhost cannot be " in only_sentence(ckptlint.check(f"{front.url}/edit_base"))
 

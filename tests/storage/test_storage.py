@@ -119,7 +119,9 @@ def test_folders_that_link_in_a_circle_end(real_copy: Copy, tmp_path: Path, loop
         elif all_steps:  # the others decide, and it is named
             assert report.exit_code == 0
             assert any(
-                "iter_0000099 is a link to " in text for part in report.checkpoints for text in part.checkpoint.unseen
+                "iter_0000099 is a link to " in text
+                for part in report.checkpoints
+                for text in part.checkpoint.not_looked_at
             )
         else:  # it is the newest step, which was asked for
             assert report.exit_code == 4
@@ -247,7 +249,7 @@ def test_a_run_folder_that_may_not_be_listed_is_said_to_be_unseen(
     monkeypatch.setattr(os, "scandir", scandir)
     report = ckptlint.check(step)
     assert report.exit_code == 0
-    (sentence,) = report.checkpoints[0].checkpoint.unseen
+    (sentence,) = report.checkpoints[0].checkpoint.not_looked_at
     assert "ckptlint did not look at the other steps of its run and their tracker" in sentence
     assert os.strerror(errno.EACCES) in sentence
 

@@ -222,7 +222,7 @@ def _first_fit(ckpt: Checkpoint) -> Fit | str:
     forms = expectations(ckpt)
     if isinstance(forms, str):
         return forms
-    if ckpt.has_megatron_names and ckpt.partial:
+    if ckpt.has_megatron_names and ckpt.partial_because:
         return "the metadata describes a part of a save"
     if len(contradictions(ckpt)) >= 2:
         return f"{forms[0].source} belongs to another model (COM008)"

@@ -26,12 +26,12 @@ def _read_universal(found: CheckpointPlace, look_at_files: bool) -> Checkpoint:
 
 def _universal(folder: Folder) -> Evidence | None:
     """A folder `zero` with one folder for each parameter."""
-    if "zero" not in folder.folders() or folder.outside("zero"):
+    if "zero" not in folder.folders() or folder.escapes_to("zero"):
         return None
     zero = folder.sub("zero")
     if zero.has("optimizer_state.pt"):
         return Evidence("zero/optimizer_state.pt")
-    inner = [name for name in zero.folders()[:4] if not zero.outside(name)]
+    inner = [name for name in zero.folders()[:4] if not zero.escapes_to(name)]
     return next((Evidence(f"zero/{name}/fp32.pt") for name in inner if zero.sub(name).has("fp32.pt")), None)
 
 

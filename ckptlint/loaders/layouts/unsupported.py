@@ -51,7 +51,7 @@ def _first(names: list[str], pattern: re.Pattern[str] | None) -> str | None:
 def _zarr(folder: Folder) -> str | None:
     for name in folder.folders()[:8]:
         try:
-            if not folder.outside(name) and folder.sub(name).has(".zarray"):
+            if not folder.escapes_to(name) and folder.sub(name).has(".zarray"):
                 return f"{name}/.zarray"
         except (CkptlintError, NothingToCheckError):
             continue

@@ -38,7 +38,7 @@ def read_deepspeed(folder: Folder, look_at_files: bool) -> Checkpoint:
     note(tag, facts)
     tag.statements.misfits += odd
     made = assembled(tag, facts, columns, grid, cut)
-    return replace(made, claims=facts.claims + trainer_claim(folder), topology=facts.topology, unseen=unnamed)
+    return replace(made, claims=facts.claims + trainer_claim(folder), topology=facts.topology, not_looked_at=unnamed)
 
 
 def assembled(
@@ -70,7 +70,7 @@ def assembled(
         claims=facts.claims,
         problems=problems if readable else [replace(problem, blocks=True) for problem in problems],
         readable=readable,
-        partial=partial,
+        partial_because=partial,
         metadata_file=files.files[0].name,
     )
 

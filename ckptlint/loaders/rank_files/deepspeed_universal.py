@@ -100,7 +100,7 @@ def _states(folder: Folder, tag: Tag) -> Iterator[_State]:
     """The states of all parameters; their files join those of the tag."""
     zero = folder.sub("zero")
     for fqn in zero.folders():
-        for name in zero.sub(fqn).files() if not zero.outside(fqn) else ():
+        for name in zero.sub(fqn).files() if not zero.escapes_to(fqn) else ():
             if name in _STATES:
                 yield _state(folder, tag, fqn, name)
     if zero.has(_REST):

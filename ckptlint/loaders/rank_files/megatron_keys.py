@@ -119,7 +119,7 @@ def is_rank_folder(name: str) -> bool:
 @fact
 def rank_folders(folder: Folder) -> list[str]:
     """The folders of model parallel ranks of Megatron's in a step, in order."""
-    return sorted(name for name in folder.folders() if is_rank_folder(name) and not folder.outside(name))
+    return sorted(name for name in folder.folders() if is_rank_folder(name) and not folder.escapes_to(name))
 
 
 def legacy_file(folder: Folder) -> str:

@@ -117,7 +117,7 @@ def read_legacy(folder: Folder, look_at_files: bool) -> Checkpoint:
         topology=read_topology(declared, empty_objects(), None),
         problems=problems + reader.notes + config_problems,
         readable=used is not None,
-        partial=f"{short} of {len(labels) + lost} rank files are missing or unusable" if short else "",
+        partial_because=f"{short} of {len(labels) + lost} rank files are missing or unusable" if short else "",
         metadata_file=labels[0] if len(labels) == 1 else f"{labels[0]} .. {labels[-1]}",
     )
 

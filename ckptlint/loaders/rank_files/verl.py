@@ -146,7 +146,7 @@ def _checkpoint(files: SetFiles, reader: _RankReader, rank_files: RankFileSet) -
         step_files=reader.step_files,
         problems=files.problems + config_problems,
         readable=readable,
-        partial=partial,
+        partial_because=partial,
         metadata_file=label,
     )
 

@@ -143,10 +143,10 @@ def _assemble(
         claims=claims,
         topology=read_topology(declared, objects, plans, ranks),
         problems=problems,
-        partial=partial,
+        partial_because=partial,
         locates_bytes=locates,
         metadata_file=label,
-        unseen=tuple(sentence for sentence in (folder.unseen, sizes) if sentence),
+        not_looked_at=tuple(sentence for sentence in (folder.not_looked_at, sizes) if sentence),
     )
 
 

@@ -28,7 +28,7 @@ class ModelSet:
         label: what they are reported under.
         places: raw key -> raw file name as the index says, None without an index; index: the same, printable.
         is_readable: whether one of the files was read.
-        partial: why they are not the whole model; "" if they are.
+        partial_because: why they are not the whole model; "" if they are.
     """
 
     names: list[str]
@@ -38,7 +38,7 @@ class ModelSet:
     index: WeightIndex | None
     problems: list[Problem]
     is_readable: bool
-    partial: str
+    partial_because: str
 
 
 def read_set(

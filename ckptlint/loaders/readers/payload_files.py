@@ -38,7 +38,7 @@ def payload_files(folder: Folder, described: Description, look: bool) -> tuple[F
     known = {str(PurePosixPath(path)) if "/" in path else path for path in elsewhere}
     for row in np.flatnonzero(named.are("absent", "other-case")).tolist():
         known.add(folder.other_case(paths[row]) or "")
-        if instead := folder.instead(paths[row]):
+        if instead := folder.absent_hint(paths[row]):
             named.instead[row] = instead
     others = file_table(folder, known, found.at[found.at >= 0])
     return named.followed_by(others), not _shares_offsets(folder, described, look)

@@ -204,7 +204,7 @@ def read_states(folder: Folder, file_set: FileSet, look_at_files: bool) -> Check
         index=states.index,
         problems=states.problems + config_problems,
         readable=states.is_readable,
-        partial=states.partial,
+        partial_because=states.partial_because,
         metadata_file=states.label,
     )
 

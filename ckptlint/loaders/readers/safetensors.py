@@ -161,7 +161,7 @@ def read_safetensors(folder: Folder, look_at_files: bool, is_first: bool = True)
         return found is not None
 
     states = read_set(folder, group.files, group.index, look_at_files, read)
-    names, label, partial = states.names, states.label, states.partial
+    names, label, partial = states.names, states.label, states.partial_because
     owner = _owners(rows, shards, names, states.places or {})
     if not partial and not group.index and not shards and not owner.all() and not _is_numbered(group):
         partial = "files without an index hold the same keys, so they are not parts of one model"
@@ -209,7 +209,7 @@ def read_safetensors(folder: Folder, look_at_files: bool, is_first: bool = True)
         topology=read_topology(declared, empty_objects(), None, ranks),
         problems=problems + config_problems + own_problems,
         readable=states.is_readable,
-        partial=partial,
+        partial_because=partial,
         metadata_file=label,
     )
 

@@ -28,7 +28,7 @@ _MERGES = re.compile(rb'"merges"\s*:\s*\[.*\]\s*\}\s*\}\s*\Z', re.DOTALL)  # mos
 
 
 def with_vocabulary(folder: Folder, ckpt: Checkpoint) -> Checkpoint:
-    """The checkpoint with what lies beside an export that embeds tokens; what cannot be read is named in `unseen`.
+    """The checkpoint with the token files beside an export; `not_looked_at` names what cannot be read.
 
     Raises:
         AccessError: the operating system refused a read.
@@ -48,7 +48,7 @@ def with_vocabulary(folder: Folder, ckpt: Checkpoint) -> Checkpoint:
                 values = isolated(partial(read_model_config, folder, name), folder.size(name))
                 found = replace(found, generation=ModelConfig(name, values))
         except (LimitError, UnreadableError) as error:
-            ckpt = replace(ckpt, unseen=(*ckpt.unseen, f"the token ids in {name}, since it {error}"))
+            ckpt = replace(ckpt, not_looked_at=(*ckpt.not_looked_at, f"the token ids in {name}, since it {error}"))
     return replace(ckpt, token_files=found)
 
 

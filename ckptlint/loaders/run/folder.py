@@ -44,7 +44,7 @@ def read_run(folder: Folder) -> RunFolder | None:
     digits = (like[1].digits or (len(number) if number.startswith("0") else 0)) if like else 0
     alone = RunFolder(step, (step,), prefix=prefix, digits=digits)
     if parent is None:
-        return replace(alone, steps=(), unseen=_UNSEEN if tracked_always else "")
+        return replace(alone, steps=(), not_looked_at=_UNSEEN if tracked_always else "")
     try:
         steps = {older.number: older.name for older in alike_steps(parent, step_folder.name)}
         file, tracker = read_tracker(parent) if prefix else (None, None)
@@ -58,7 +58,7 @@ def read_run(folder: Folder) -> RunFolder | None:
         elif tracker is not None:
             tracked = step_state(parent.sub(steps[tracker])) if tracker in steps else "absent"
     except CkptlintError as error:
-        return replace(alone, steps=(), unseen=f"{_UNSEEN}: {error}" if tracked_always else "")
+        return replace(alone, steps=(), not_looked_at=f"{_UNSEEN}: {error}" if tracked_always else "")
     file = file or trackers()[0]
     alone = replace(alone, tracker_file=file.file, holds=file.holds)
     return replace(alone, newest_complete=newest, tracker=tracker, tracked=tracked)

@@ -255,7 +255,7 @@ def _below(found: list[_File], whole: CheckpointPlace) -> Iterator[_File]:
     while queue:
         item = queue.popleft()
         folder = item.folder.sub(item.name)
-        if item.folder.outside(item.name) or folder.place in whole.claimed:
+        if item.folder.escapes_to(item.name) or folder.place in whole.claimed:
             continue
         try:
             if listed == _FOLDERS[folder.is_near]:

@@ -168,7 +168,7 @@ def _bulk(folder: Folder) -> tuple[str, int, int]:
 def _is_place(folder: Folder, name: str) -> bool:
     """Whether a folder is by its name a place in a step or beside it, or not in this folder at all."""
     is_known = name.startswith(".") or is_rank_folder(name) or is_part(name) or holds_no_state(name)
-    return is_known or bool(folder.outside(name))
+    return is_known or bool(folder.escapes_to(name))
 
 
 def runs_below(folder: Folder, levels: int = 3) -> list[tuple[str, Folder]]:
@@ -183,7 +183,7 @@ def runs_below(folder: Folder, levels: int = 3) -> list[tuple[str, Folder]]:
         return [("", folder)]
     if not levels:
         return []
-    inner = [name for name in folder.folders() if not name.startswith(".") and not folder.outside(name)]
+    inner = [name for name in folder.folders() if not name.startswith(".") and not folder.escapes_to(name)]
     below = [(name, runs_below(folder.sub(name), levels - 1)) for name in inner]
     return [(f"{name}/{place}".rstrip("/"), run) for name, runs in below for place, run in runs]
 
@@ -237,7 +237,7 @@ def is_followed(folder: Folder, name: str) -> bool:
     Steps and components that lie on another disk are links to a folder that is called so there too, or that has
     metadata itself. For metadata only its names are looked for: nothing else outside is ever listed.
     """
-    target = folder.outside(name)
+    target = folder.escapes_to(name)
     if not target or PurePath(target).name == name:
         return True
     is_step = step_number(name) is not None and step_number(PurePath(target).name) is not None
@@ -247,4 +247,4 @@ def is_followed(folder: Folder, name: str) -> bool:
 def not_followed(folder: Folder, name: str) -> str:
     """What is reported of a link that `sub_folder` does not follow."""
     link = f"{folder.display.rstrip('/')}/{printable(name)}"
-    return f"{link} is a link to {printable(folder.outside(name))}, outside the run; ckptlint did not follow it"
+    return f"{link} is a link to {printable(folder.escapes_to(name))}, outside the run; ckptlint did not follow it"

@@ -30,7 +30,7 @@ def render(report: Report, style: Style) -> str:
             annotations.insert(SHOWN - 1, _command(command, {"title": "ckptlint"}, more))
         lines += annotations
     for ckpt in (part.checkpoint for part in report.checkpoints):
-        unseen = [f"{ckpt.path}: not known: {sentence}" for sentence in ckpt.unseen]
+        unseen = [f"{ckpt.path}: not known: {sentence}" for sentence in ckpt.not_looked_at]
         lines += [_command("notice", {"title": "ckptlint"}, sentence) for sentence in unseen]
     if not style.quiet:
         lines += map(inert, verdict(report, style))

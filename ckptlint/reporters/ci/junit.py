@@ -30,7 +30,7 @@ def render(report: Report, style: Style) -> str:
         ran = f"{report.rule_counts_of(part).ran:,}"
         facts = [("depth", report.depth), ("sample", sampled(report) or "all"), ("rules that ran", ran)]
         facts += [("settings", report.settings)] if report.settings else []
-        facts += [("not known", sentence) for sentence in part.checkpoint.unseen]
+        facts += [("not known", sentence) for sentence in part.checkpoint.not_looked_at]
         facts += [("cause", f"{cause.sentence}; {cause.do}") for cause in part.causes]
         facts += [(f"not run: {code}", reason) for code, reason in part.silent.items()]
         properties = ET.SubElement(suite, "properties")

@@ -102,7 +102,9 @@ def _invocation(report: Report, index: dict[str, int]) -> dict[str, Any]:
             text = f"{code} did not finish on {part.checkpoint.path}: {error}"
             rule = {"id": code, "index": index[code]}
             errors.append({"level": "error", "message": {"text": text}, "associatedRule": rule})
-    unknown = [f"{p.checkpoint.path}: not known: {text}" for p in report.checkpoints for text in p.checkpoint.unseen]
+    unknown = [
+        f"{p.checkpoint.path}: not known: {text}" for p in report.checkpoints for text in p.checkpoint.not_looked_at
+    ]
     remarks = [{"level": "note", "message": {"text": text}} for text in unknown]
     return {
         "executionSuccessful": not errors,
