@@ -339,8 +339,8 @@ def _understood(file: str, method: str, config: Mapping[str, Any]) -> Declaratio
     return Declaration(file, title, tuple(meant), tuple(options), ignored, is_exact and is_plain, beside)
 
 
-def _is_meant(facts: Mapping[str, str], wanted: Mapping[str, str]) -> bool:
-    return all(facts.get(name) == value.casefold() for name, value in wanted.items())
+def _is_meant(stated: Mapping[str, str], wanted: Mapping[str, str]) -> bool:
+    return all(stated.get(name) == value.casefold() for name, value in wanted.items())
 
 
 def _options(weights: Mapping[str, Any], found: Mapping[str, Any]) -> Mapping[str, Any]:

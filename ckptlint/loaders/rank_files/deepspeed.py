@@ -9,7 +9,14 @@ from dataclasses import replace
 from typing import Any
 
 from ckptlint.loaders.rank_files.deepspeed_files import Source, Tag, dict_of, read_tag, shapes_of
-from ckptlint.loaders.rank_files.deepspeed_grid import STRUCTURE, Facts, expected, facts_of, note, trainer_claim
+from ckptlint.loaders.rank_files.deepspeed_grid import (
+    STRUCTURE,
+    GridFacts,
+    expected,
+    grid_facts_of,
+    note,
+    trainer_claim,
+)
 from ckptlint.loaders.rank_files.deepspeed_groups import EXPERT, Cut, flat_groups, owner_of
 from ckptlint.loaders.readers.torch_files import Columns
 from ckptlint.model import Checkpoint, Misfit, RankFile
@@ -28,21 +35,23 @@ def read_deepspeed(folder: Folder, look_at_files: bool) -> Checkpoint:
         deepspeed.runtime.engine.DeepSpeedEngine.save_checkpoint (0.14 - 0.19)
     """
     tag = read_tag(folder, look_at_files)
-    columns, facts = Columns(), facts_of(tag)
-    grid = expected(tag, facts)
-    odd = [*_weights(tag, facts), *_gates(tag, grid)]
-    add_model(columns, tag, facts, {misfit.fqn for misfit in odd})
+    columns, grid_facts = Columns(), grid_facts_of(tag)
+    grid = expected(tag, grid_facts)
+    odd = [*_weights(tag, grid_facts), *_gates(tag, grid)]
+    add_model(columns, tag, grid_facts, {misfit.fqn for misfit in odd})
     first = len(columns.rows)
-    cut = flat_groups(tag, facts.tp, columns)
+    cut = flat_groups(tag, grid_facts.tp, columns)
     unnamed = _add_unnamed(columns, tag, {row.file for row in columns.rows[first:]})
-    note(tag, facts)
+    note(tag, grid_facts)
     tag.statements.misfits += odd
-    made = assembled(tag, facts, columns, grid, cut)
-    return replace(made, claims=facts.claims + trainer_claim(folder), topology=facts.topology, not_looked_at=unnamed)
+    made = assembled(tag, grid_facts, columns, grid, cut)
+    return replace(
+        made, claims=grid_facts.claims + trainer_claim(folder), topology=grid_facts.topology, not_looked_at=unnamed
+    )
 
 
 def assembled(
-    tag: Tag, facts: Facts, columns: Columns, grid: Mapping[str, Sequence[RankFile]], cut: Cut | None = None
+    tag: Tag, grid_facts: GridFacts, columns: Columns, grid: Mapping[str, Sequence[RankFile]], cut: Cut | None = None
 ) -> Checkpoint:
     """The checkpoint that the files of a tag make.
 
@@ -65,9 +74,9 @@ def assembled(
         columns,
         files if cut is None else replace(files, flat_groups=tuple(cut.groups)),
         format="deepspeed",
-        writer=facts.writer,
-        declared=facts.declared,
-        claims=facts.claims,
+        writer=grid_facts.writer,
+        declared=grid_facts.declared,
+        claims=grid_facts.claims,
         problems=problems if readable else [replace(problem, blocks=True) for problem in problems],
         readable=readable,
         partial_because=partial,
@@ -78,7 +87,7 @@ def assembled(
 # ---------------------------------------------------------------- against the parameters that are listed
 
 
-def _weights(tag: Tag, facts: Facts) -> Iterator[Misfit]:
+def _weights(tag: Tag, grid_facts: GridFacts) -> Iterator[Misfit]:
     """Parameters that the model's files list, and do not hold, or hold in another shape; one misfit for each file."""
     layers = {(source.file.numbers["layer"], source.file.numbers.get("tp", 0)): source for source in tag.of("layer")}
     for source in tag.of("model"):
@@ -86,13 +95,13 @@ def _weights(tag: Tag, facts: Facts) -> Iterator[Misfit]:
         for fqn, shape in ((fqn, shape) for group in shapes_of(source.root) or () for fqn, shape in group.items()):
             state, file, key = module, source.file.name, fqn
             match = re.fullmatch(r"(\d{1,6})\.(.+)", fqn) if state is None else None
-            layer = layers.get((int(match[1]), source.file.numbers["mp"] % facts.tp)) if match else None
+            layer = layers.get((int(match[1]), source.file.numbers["mp"] % grid_facts.tp)) if match else None
             if match and layer is not None:
                 state, file, key = layer.root, layer.file.name, match[2]
             if not isinstance(state, dict) or EXPERT.fullmatch(fqn):
                 continue
             tensor = state.get(key)
-            is_empty = facts.sharded_model and isinstance(tensor, StoredTensor) and 0 in tensor.shape
+            is_empty = grid_facts.sharded_model and isinstance(tensor, StoredTensor) and 0 in tensor.shape
             if not is_empty and (not isinstance(tensor, StoredTensor) or tensor.shape != shape):
                 odd_by_file.setdefault(file, []).append((fqn, tensor, shape))
         for file, odd in odd_by_file.items():
@@ -128,7 +137,7 @@ def _gates(tag: Tag, grid: Mapping[str, Sequence[RankFile]]) -> Iterator[Misfit]
 # ---------------------------------------------------------------- the weights
 
 
-def add_model(columns: Columns, tag: Tag, facts: Facts, odd: Collection[str] = ()) -> None:
+def add_model(columns: Columns, tag: Tag, grid_facts: GridFacts, odd: Collection[str] = ()) -> None:
     """Add weights and buffers from the model's files; those that ZeRO-3 removed come from the groups.
 
     Args:
@@ -137,20 +146,20 @@ def add_model(columns: Columns, tag: Tag, facts: Facts, odd: Collection[str] = (
     names: set[str] = set()
     for source in tag.of("model"):
         aliases = dict_of(source.root.get("shared_params"))
-        owner = owner_of(source.file.numbers["mp"], facts.tp)
+        owner = owner_of(source.file.numbers["mp"], grid_facts.tp)
         for fqn, tensor in _tensors(source.root.get("module")):
-            if fqn in aliases or fqn in odd or (facts.sharded_model and 0 in tensor.shape):
+            if fqn in aliases or fqn in odd or (grid_facts.sharded_model and 0 in tensor.shape):
                 continue
             _add(columns, names, f"{owner}{fqn}", tensor, source)
         for fqn, tensor in _tensors(source.root.get("optimizer")):
             _add(columns, names, f"optimizer.{source.file.name.removesuffix('_model_states.pt')}.{fqn}", tensor, source)
     for source in tag.of("layer"):
-        owner = owner_of(source.file.numbers.get("tp", 0), facts.tp)
+        owner = owner_of(source.file.numbers.get("tp", 0), grid_facts.tp)
         for fqn, tensor in _tensors(source.root):
             if (named := f"{source.file.numbers['layer']}.{fqn}") not in odd:
                 _add(columns, names, f"{owner}{named}", tensor, source)
     for source in tag.of("expert"):
-        owner = owner_of(source.file.numbers["mp"], facts.tp)
+        owner = owner_of(source.file.numbers["mp"], grid_facts.tp)
         for fqn, tensor in _tensors(source.root):
             _add(columns, names, f"{owner}{fqn}", tensor, source)
     for source in tag.of("expert optimizer"):

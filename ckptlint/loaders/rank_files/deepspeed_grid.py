@@ -31,7 +31,7 @@ from ckptlint.storage.folder import Folder
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class GridFacts:
     """The job that the files describe.
 
     Attributes:
@@ -67,7 +67,7 @@ class Facts:
         return {"moe_upcycled": Declared(True, "num_experts")} if self.experts else {}
 
 
-def facts_of(tag: Tag) -> Facts:
+def grid_facts_of(tag: Tag) -> GridFacts:
     models, optimizers = list(tag.of("model")), list(tag.of("optimizer"))
     named = {
         what: 1 + max((f.numbers.get(what, -1) for f in tag.files.files), default=-1) for what in ("dp", "mp", "tp")
@@ -91,7 +91,7 @@ def facts_of(tag: Tag) -> Facts:
         for s in models
         if type(s.root.get("global_steps")) is int
     )
-    return Facts(
+    return GridFacts(
         dp=dp or max(named["dp"], 1),
         tp=tp or (max(named["tp"], 1) if is_pipeline else mp),
         mp=mp,
@@ -152,20 +152,20 @@ _TRAINER_LIMIT = 64 * 1024**2
 _FILES_LIMIT = 2**18
 
 
-def expected(tag: Tag, facts: Facts) -> dict[str, tuple[RankFile, ...]]:
+def expected(tag: Tag, grid_facts: GridFacts) -> dict[str, tuple[RankFile, ...]]:
     """Source of the grid -> the files that it must have.
 
     Raises:
         LimitError: the files imply more files than any job has.
     """
     sources = {
-        "optimizer": facts.dp_source,
-        "model": facts.dp_source if facts.sharded_model else facts.mp_source,
-        "expert": facts.experts_source,
+        "optimizer": grid_facts.dp_source,
+        "model": grid_facts.dp_source if grid_facts.sharded_model else grid_facts.mp_source,
+        "expert": grid_facts.experts_source,
         "layer": "the parameters that param_shapes lists" if any(tag.of("model")) else "",
     }
     files_by_source: dict[str, list[RankFile]] = defaultdict(list)
-    for number, file in enumerate(_expected(tag, facts)):
+    for number, file in enumerate(_expected(tag, grid_facts)):
         if number == _FILES_LIMIT:
             raise LimitError(f"numbers more ranks, layers and experts than {_FILES_LIMIT:,}, the limit")
         files_by_source[sources.get(file.kind) or "their numbers"].append(file)
@@ -186,19 +186,19 @@ def _grid(kind: str, name: str, **axes: Iterable[int]) -> Iterator[RankFile]:
     return numbered({})
 
 
-def _expected(tag: Tag, facts: Facts) -> Iterator[RankFile]:
+def _expected(tag: Tag, grid_facts: GridFacts) -> Iterator[RankFile]:
     optimizers = [file for file in tag.files.files if file.kind == "optimizer"]
     prefix = optimizers[0].name.partition("zero_pp_rank")[0] if optimizers else ""
-    dp = range(facts.dp)
-    for mp in range(facts.mp):
-        if facts.sharded_model:
+    dp = range(grid_facts.dp)
+    for mp in range(grid_facts.mp):
+        if grid_facts.sharded_model:
             yield from _grid("model", "zero_pp_rank_{dp}_mp_rank_{mp:02d}_model_states.pt", dp=dp, mp=(mp,))
         else:
             yield from _grid("model", "mp_rank_{mp:02d}_model_states.pt", mp=(mp,))
-    for mp in range(facts.mp) if optimizers or facts.stage else ():
+    for mp in range(grid_facts.mp) if optimizers or grid_facts.stage else ():
         yield from _grid("optimizer", prefix + "zero_pp_rank_{dp}_mp_rank_{mp:02d}_optim_states.pt", dp=dp, mp=(mp,))
     yield from _layers(tag)
-    yield from _expert_files(tag, facts)
+    yield from _expert_files(tag, grid_facts)
 
 
 def _layers(tag: Tag) -> Iterator[RankFile]:
@@ -215,9 +215,9 @@ def _layers(tag: Tag) -> Iterator[RankFile]:
         yield from _grid("layer", "layer_{layer:02d}-model_states.pt", layer=layers)
 
 
-def _expert_files(tag: Tag, facts: Facts) -> Iterator[RankFile]:
+def _expert_files(tag: Tag, grid_facts: GridFacts) -> Iterator[RankFile]:
     """The files of experts that a tag must have, by the numbers of layers and experts."""
-    counts = dict(enumerate(facts.experts))
+    counts = dict(enumerate(grid_facts.experts))
     named: dict[int, int] = defaultdict(int)
     for file in tag.files.files:
         if file.kind == "expert":
@@ -225,7 +225,7 @@ def _expert_files(tag: Tag, facts: Facts) -> Iterator[RankFile]:
             named[layer] = max(named[layer], expert + 1)
     # Under a pipeline num_experts lists the layers of one stage only, so more layers in the names win.
     for layer, count in (counts if named.keys() <= counts.keys() else named).items():
-        name, tp = "layer_{layer}_expert_{expert}_mp_rank_{mp:02d}_model_states.pt", range(facts.tp)
+        name, tp = "layer_{layer}_expert_{expert}_mp_rank_{mp:02d}_model_states.pt", range(grid_facts.tp)
         yield from _grid("expert", name, layer=(layer,), expert=range(count), mp=tp)
     optimizers = [file.numbers for file in tag.files.files if file.kind == "expert optimizer"]
     size = max([numbers["ep"] + 1 for numbers in optimizers] or [0])
@@ -244,7 +244,7 @@ def _expert_parallel(root: dict[Any, Any]) -> int:
 # ---------------------------------------------------------------- what must be the same
 
 
-def note(tag: Tag, facts: Facts) -> None:
+def note(tag: Tag, grid_facts: GridFacts) -> None:
     """Record statements that must agree between files, and files of ranks outside the grid."""
     things: dict[tuple[str, str], list[tuple[Any, str]]] = defaultdict(list)
     for source in tag.sources:
@@ -255,7 +255,7 @@ def note(tag: Tag, facts: Facts) -> None:
             for what, key in _COUNTS.items():
                 values[what, file.kind] = root[key] if type(root.get(key)) is int else None
             values["experts", ""] = list(counts) if isinstance(counts, (list, tuple)) else None
-            if facts.sharded_model and shapes is not None:  # each rank lists those of its model parallel rank
+            if grid_facts.sharded_model and shapes is not None:  # each rank lists those of its model parallel rank
                 every = {fqn: shape for group in shapes for fqn, shape in group.items()}
                 values["parameters", f"{file.numbers['mp']}"] = sorted(every.items())
         elif file.kind == "optimizer":
@@ -273,7 +273,10 @@ def note(tag: Tag, facts: Facts) -> None:
             what, found, among=among, by=repr, text=_counted_lists() if what == "parameters" else _shown
         )
     for file in tag.files.files:
-        for what, size, source_of in (("dp", facts.dp, facts.dp_source), ("mp", facts.mp, facts.mp_source)):
+        for what, size, source_of in (
+            ("dp", grid_facts.dp, grid_facts.dp_source),
+            ("mp", grid_facts.mp, grid_facts.mp_source),
+        ):
             if source_of and file.kind in ("model", "optimizer") and file.numbers.get(what, 0) >= size:
                 because, every_rank = f"{source_of} is {size}", f"0-{size - 1}" if size > 1 else "0"
                 rank = f"rank {file.numbers[what]}"

@@ -11,7 +11,7 @@ from typing import Any
 from ckptlint.formats.torch_file import TorchFile, number_in, ranges_of
 from ckptlint.loaders.rank_files.deepspeed import add_model, assembled
 from ckptlint.loaders.rank_files.deepspeed_files import Tag, read_tag, shapes_of
-from ckptlint.loaders.rank_files.deepspeed_grid import facts_of, note
+from ckptlint.loaders.rank_files.deepspeed_grid import grid_facts_of, note
 from ckptlint.loaders.readers.torch_files import Columns
 from ckptlint.model import Checkpoint, Misfit, Problem, RankFile
 from ckptlint.model.stored import StoredTensor
@@ -33,7 +33,7 @@ def read_universal(folder: Folder, look_at_files: bool) -> Checkpoint:
         deepspeed.checkpoint.ds_to_universal (0.14 - 0.19)
     """
     tag = read_tag(folder, look_at_files)
-    facts, columns = facts_of(tag), Columns()
+    grid_facts, columns = grid_facts_of(tag), Columns()
     wanted, joined, source = _parameters(tag)
     states = list(_states(folder, tag))
     for state in states:
@@ -41,14 +41,14 @@ def read_universal(folder: Folder, look_at_files: bool) -> Checkpoint:
             key, tensor = f"optimizer.state.{_STATE_NAMES[state.name]}.{state.fqn}", state.tensor
             is_flat = tensor.shape != wanted.get(state.fqn, tensor.shape)
             columns.add(key, tensor, state.number, state.found, is_flat=is_flat)
-    add_model(columns, tag, facts)
-    note(tag, facts)
+    add_model(columns, tag, grid_facts)
+    note(tag, grid_facts)
     tag.statements.note_if_different(
         "step", [(state.step, state.file) for state in states if state.step is not None], among="state"
     )
     tag.statements.misfits += _misfits(states, {fqn: wanted[fqn] for fqn in wanted.keys() - joined}, source)
     bare = {*folder.sub("zero").folders()} - {state.fqn for state in states}
-    made = assembled(tag, facts, columns, {source: [*_expected(wanted, states, bare)]})
+    made = assembled(tag, grid_facts, columns, {source: [*_expected(wanted, states, bare)]})
     problems = [*made.problems, *_left_over(folder)]
     return replace(made, format="deepspeed-universal", problems=problems, metadata_file="zero")
 

@@ -62,7 +62,7 @@ class Statement(NamedTuple):
 
 
 class Misfit(NamedTuple):
-    """A tensor of one file that is not what the facts beside it imply.
+    """A tensor of one file that is not what the files beside it imply.
 
     Attributes:
         fqn, file: which tensor, and where.

@@ -28,13 +28,13 @@ def render(report: Report, style: Style) -> str:
             root, "testsuite", name=_legal(part.checkpoint.path), time=_time(sum(part.seconds.values()))
         )
         ran = f"{report.rule_counts_of(part).ran:,}"
-        facts = [("depth", report.depth), ("sample", sampled(report) or "all"), ("rules that ran", ran)]
-        facts += [("settings", report.settings)] if report.settings else []
-        facts += [("not known", sentence) for sentence in part.checkpoint.not_looked_at]
-        facts += [("cause", f"{cause.sentence}; {cause.do}") for cause in part.causes]
-        facts += [(f"not run: {code}", reason) for code, reason in part.silent.items()]
+        entries = [("depth", report.depth), ("sample", sampled(report) or "all"), ("rules that ran", ran)]
+        entries += [("settings", report.settings)] if report.settings else []
+        entries += [("not known", sentence) for sentence in part.checkpoint.not_looked_at]
+        entries += [("cause", f"{cause.sentence}; {cause.do}") for cause in part.causes]
+        entries += [(f"not run: {code}", reason) for code, reason in part.silent.items()]
         properties = ET.SubElement(suite, "properties")
-        for name, value in facts:
+        for name, value in entries:
             ET.SubElement(properties, "property", name=name, value=_legal(value))
         for rule in report.rules:
             if rule.code not in part.silent:
