@@ -43,8 +43,8 @@ def groups_without_state(ckpt: Checkpoint) -> Iterator[Finding]:
         parse(key).kind == "optimizer" for key in ckpt.tensors
     ):
         raise NotApplicable("the optimizer has state of a form that is not known")
-    is_told = not optimizer and any(name in ckpt.declared for name in ("save_optim", "no_save_optim"))  # by COM007
-    for record in () if is_told else optimizer_records(ckpt):
+    is_declared = not optimizer and any(name in ckpt.declared for name in ("save_optim", "no_save_optim"))  # by COM007
+    for record in () if is_declared else optimizer_records(ckpt):
         step = _step(record.value) if record.kind == "param_groups" else 0
         if step:
             yield _finding(record.place.partition(": ")[0], record.place, f"say step {step:,}")

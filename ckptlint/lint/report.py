@@ -97,7 +97,7 @@ class Diagnostic:
         return text if "-" in first or first in _PROPER_NAMES else text[:1].lower() + text[1:]
 
     @property
-    def basis(self) -> Note:
+    def confidence_note(self) -> Note:
         """How sure the finding is, and what it was inferred from; without a text where the files state it."""
         inferred = f"from {self.finding.inferred_from}" if self.finding.inferred_from else ""
         if self.finding.confidence == "certain":
@@ -107,7 +107,8 @@ class Diagnostic:
     def all_notes(self) -> list[Note]:
         """Every note, those that cost time included; the hint comes last."""
         finding = self.finding
-        notes = [*finding.notes, *(finding.explain() if finding.explain else ()), self.basis, ("hint", finding.hint)]
+        more = finding.explain() if finding.explain else ()
+        notes = [*finding.notes, *more, self.confidence_note, ("hint", finding.hint)]
         return sorted((note for note in notes if note[1]), key=lambda note: note[0] == "hint")
 
     @property

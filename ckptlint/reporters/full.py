@@ -257,7 +257,7 @@ def note_line(note: Note) -> str:
 
 def confidence_text(item: Diagnostic) -> str:
     """How sure a finding is and from what, in brackets, for formats of one line; "" where the files state it."""
-    return f" ({note_line(item.basis)})" if item.basis[1] else ""
+    return f" ({note_line(item.confidence_note)})" if item.confidence_note[1] else ""
 
 
 def place_in_words(ckpt: Checkpoint, finding: Finding) -> str:
