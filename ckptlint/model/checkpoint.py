@@ -213,8 +213,7 @@ class Problem:
     lost_files: LostFiles = ()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TokenFiles:
+class TokenFiles(NamedTuple):
     """What lies beside an export that knows tokens; nothing where files were not looked at.
 
     Attributes:
@@ -226,8 +225,7 @@ class TokenFiles:
     highest: tuple[tuple[int, str], ...] = ()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SaveTimes:
+class SaveTimes(NamedTuple):
     """When files of a checkpoint were written, in seconds since the epoch; 0 where nobody knows.
 
     Attributes:
@@ -238,8 +236,11 @@ class SaveTimes:
     """
 
     newest: float = 0.0
-    files: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
+    files: npt.NDArray[np.float64] = np.zeros(0)
     metadata: float = 0.0
+
+
+_NO_TOKENS, _NO_TIMES = TokenFiles(), SaveTimes()
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -292,7 +293,7 @@ class Checkpoint:
     common: CommonState | None = None
     declared: dict[str, Declared] = field(default_factory=dict)
     config: ModelConfig | None = None
-    token_files: TokenFiles = field(default_factory=lambda: TokenFiles())
+    token_files: TokenFiles = _NO_TOKENS
     object_values: dict[str, Any] = field(default_factory=dict)
     run: RunFolder | None = None
     claims: tuple[StepClaim, ...] = ()
@@ -311,7 +312,7 @@ class Checkpoint:
     payload: PayloadTable | None = None
     seal: Seal | None = None
     metadata_hash: str = ""
-    times: SaveTimes = field(default_factory=lambda: SaveTimes())
+    times: SaveTimes = _NO_TIMES
     ranks: RankTable | None = None
     rank_files: RankFileSet | None = None
     storages: StorageTable | None = None

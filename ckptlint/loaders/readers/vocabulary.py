@@ -43,10 +43,10 @@ def with_vocabulary(folder: Folder, ckpt: Checkpoint) -> Checkpoint:
         try:
             if name != GENERATION_CONFIG:
                 highest = isolated(partial(highest_tokens, folder, name), folder.size(name))
-                found = replace(found, highest=tuple(nlargest(_SHOWN, {*found.highest, *highest})))
+                found = found._replace(highest=tuple(nlargest(_SHOWN, {*found.highest, *highest})))
             else:
                 values = isolated(partial(read_model_config, folder, name), folder.size(name))
-                found = replace(found, generation=ModelConfig(name, values))
+                found = found._replace(generation=ModelConfig(name, values))
         except (LimitError, UnreadableError) as error:
             ckpt = replace(ckpt, not_looked_at=(*ckpt.not_looked_at, f"the token ids in {name}, since it {error}"))
     return replace(ckpt, token_files=found)
