@@ -1,4 +1,4 @@
-"""Code that a folder brings and that runs in whoever loads the model: named, never run."""
+"""Code in a folder that runs in the process that loads the model: named here, never run."""
 
 from __future__ import annotations
 

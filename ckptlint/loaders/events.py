@@ -1,4 +1,4 @@
-"""The steps of a running job, each once: when it is finished, and when it stays unfinished."""
+"""The steps of a running job, each reported once: when it is finished, or when it stays unfinished."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class ObjectFolder(RemoteFolder):
 
     @property
     def sums(self) -> Mapping[str, str]:
-        """Those of the Hub.
+        """The checksums that the Hub lists.
 
         Source:
             huggingface_hub (2.4) HfFileSystem.ls: `lfs` of a large file has its `sha256`

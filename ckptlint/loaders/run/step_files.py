@@ -86,7 +86,7 @@ class _File:
 
     @property
     def is_opened(self) -> bool:
-        """Whether the safe reader opens what is called so or starts so, here or in the loader that took it."""
+        """Whether the safe reader opens a file of this name and first bytes, here or in a loader."""
         if self.content is not None:
             return True
         if self.is_below or self.label.endswith("/"):
@@ -97,7 +97,7 @@ class _File:
 
     @property
     def alike(self) -> tuple[str, str]:
-        """What files share whose names differ in numbers alone."""
+        """A key that is equal for files whose names differ in numbers alone."""
         return self.folder.place, _NUMBERS.sub("0", self.name)
 
     @property
@@ -399,7 +399,7 @@ def _says_pickle(item: _File) -> bool:
 
 
 class _NotToItsEndError(UnreadableError):
-    """What is a pickle by its first bytes could not be read to its end."""
+    """A file that begins as a pickle could not be read to its end."""
 
 
 def _pickled(item: _File) -> tuple[list[TorchFile], bool]:
@@ -464,7 +464,7 @@ def _step(item: _File, state: Any) -> int | None:
 
 
 def _moments_step(item: _File, found: TorchFile) -> int | None:
-    """How many steps the parameters of an optimizer made that made the most, of the first ones.
+    """The highest step count among the first parameters of an optimizer's state.
 
     Source:
         torch.optim.Adam (torch 1.13 to 2.13): `step` of each parameter, a tensor of one element
