@@ -12,6 +12,7 @@ from math import prod
 import numpy as np
 import numpy.typing as npt
 
+from ckptlint.model.files import Names
 from ckptlint.model.tiling import Coverage, IntArray, Tiling
 
 RANK_LIMIT = 64
@@ -202,7 +203,7 @@ class RecordTable:
         torch.distributed.checkpoint.filesystem._StorageInfo, torch.distributed.checkpoint.metadata.MetadataIndex
     """
 
-    fqns: list[str]
+    fqns: Names
     fqn: npt.NDArray[np.int32]
     file: npt.NDArray[np.int32]
     byte_offset: IntArray
@@ -223,4 +224,4 @@ def empty_records() -> RecordTable:
     """A table without rows."""
     none = np.zeros(0, np.int64)
     flags = np.zeros(0, bool)
-    return RecordTable([], none.astype(np.int32), none.astype(np.int32), none, none, flags, flags, {})
+    return RecordTable(Names.of(()), none.astype(np.int32), none.astype(np.int32), none, none, flags, flags, {})

@@ -9,6 +9,7 @@ import numpy as np
 
 from ckptlint.model import Checkpoint, ChunkTable, FileTable, RankTable, RecordTable, StoredFile, Tensor
 from ckptlint.model.cover import Budget
+from ckptlint.model.files import Names
 from ckptlint.model.text import named_ranks
 from ckptlint.model.tiling import Box, IntArray, Tiling
 from ckptlint.rule import Finding, Location, Note, Severity
@@ -183,14 +184,14 @@ def as_checkpoint(table: RankTable, path: str) -> Checkpoint:
         _, dtype, shape = described_row(table, int(key_rows.rows[0]))
         tiling = Tiling(shape, table.offsets[rows, : len(shape)], table.sizes[rows, : len(shape)], budget)
         tensors[key_rows.fqn] = Tensor(key_rows.fqn, dtype, shape, ChunkTable(tiling, rows.astype(np.int64)))
-    none = np.zeros(len(table), np.int64)
+    names, none = Names.of(table.fqns), np.zeros(len(table), np.int64)
     return Checkpoint(
         path,
         "live",
         "running job",
         tensors=tensors,
         records=RecordTable(
-            table.fqns, table.fqn, table.rank, none, none, np.zeros(len(table), bool), np.ones(len(table), bool), {}
+            names, table.fqn, table.rank, none, none, np.zeros(len(table), bool), np.ones(len(table), bool), {}
         ),
         files=FileTable.of(
             StoredFile(f"rank {rank}", None, None, "unchecked", True) for rank in range(table.world_size)

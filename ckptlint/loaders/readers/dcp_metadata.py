@@ -16,6 +16,7 @@ from ckptlint.formats.pickles.columns import END, ChunkRows, RecordRows, RowRun
 from ckptlint.formats.pickles.safe_pickle import Node, Opaque
 from ckptlint.model import KEY_LIMIT, RANK_LIMIT, ChunkTable, MalformedChunk, Problem, RecordTable, Tensor
 from ckptlint.model.cover import Budget
+from ckptlint.model.files import Names
 from ckptlint.model.text import all_printable, plural, printable
 from ckptlint.model.tiling import COORDINATE_LIMIT, IntArray, Tiling, distinct
 
@@ -96,13 +97,17 @@ def describe(roots: Sequence[Any], file: str = ".metadata") -> Description:
         described = state.get("state_dict_metadata")
         if not isinstance(described, dict):
             raise UnreadableError("has no state_dict_metadata in its root")
-        for fqn, node in described.items():
-            if not isinstance(fqn, str):
-                raise UnreadableError(f"has {_name_of(fqn)} as a key of state_dict_metadata")
-            if fqn not in entries:
-                entries[fqn] = None if getattr(node, "kind", "") == "BytesStorageMetadata" else [node]
-            elif (nodes := entries[fqn]) is not None:
-                nodes.append(node)
+        for key in described if set(map(type, described)) != {str} else ():
+            if not isinstance(key, str):
+                raise UnreadableError(f"has {_name_of(key)} as a key of state_dict_metadata")
+        of_bytes = {
+            kind for kind in set(map(type, described.values())) if getattr(kind, "kind", "") == "BytesStorageMetadata"
+        }
+        of_state = {fqn: None if type(node) in of_bytes else [node] for fqn, node in described.items()}
+        for fqn, nodes in of_state.items() if entries else ():
+            if (earlier := entries.setdefault(fqn, nodes)) is not None and earlier is not nodes:
+                earlier += nodes or ()
+        entries = entries or of_state
         stored = state.get("storage_data")
         if stored is not None and not isinstance(stored, dict):
             raise UnreadableError(f"has {_name_of(stored)} as storage_data")
@@ -489,7 +494,7 @@ def _join(
             tensor.chunks.record[:] = part
 
     rows = np.flatnonzero(raw.rank == -1)
-    of_bytes = [*map(numbers.get, byte_names, repeat(-1))]
+    of_bytes = np.fromiter(map(numbers.get, byte_names, repeat(-1)), np.int64, len(byte_names))
     row_of = np.full(len(raw.names) + 1, -1, np.int64)  # the last one for names that have no record
     row_of[raw.name[rows]] = rows
     wanted_bytes = np.zeros(len(raw.names) + 1, bool)
@@ -497,12 +502,12 @@ def _join(
     wanted_bytes[-1] = False
     owned[rows] = wanted_bytes[raw.name[rows]]
     fqns = all_printable(names)
-    shown = byte_names if fqns == names and -1 not in of_bytes else all_printable(byte_names)
+    shown = byte_names if fqns == names and (of_bytes >= 0).all() else all_printable(byte_names)
     byte_records = dict(zip(shown, row_of[of_bytes].tolist(), strict=True))
     transformed = np.zeros(len(raw.name), bool)
     transformed[[*raw.transformed]] = True
     records = RecordTable(
-        fqns=fqns,
+        fqns=Names.of(fqns),
         fqn=raw.name,
         file=raw.path,
         byte_offset=raw.byte_offset,

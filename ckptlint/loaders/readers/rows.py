@@ -9,6 +9,7 @@ import numpy as np
 
 from ckptlint.model import ChunkTable, MalformedChunk, RecordTable, Tensor
 from ckptlint.model.cover import Budget
+from ckptlint.model.files import Names
 from ckptlint.model.text import printable
 from ckptlint.model.tiling import Tiling
 
@@ -53,7 +54,7 @@ def tables(rows: Sequence[Row], owned: Any) -> tuple[dict[str, Tensor], RecordTa
     tensors = [_tensor(rows, of_key, owned, tilings, budget) for of_key in by_key.values()]
     count = len(rows)
     records = RecordTable(
-        fqns=[printable(fqn) for fqn in number],
+        fqns=Names.of(map(printable, number)),
         fqn=np.fromiter((number[row.fqn] for row in rows), np.int32, count),
         file=np.fromiter((row.file for row in rows), np.int32, count),
         byte_offset=np.fromiter((row.start for row in rows), np.int64, count),
