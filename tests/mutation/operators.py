@@ -557,7 +557,8 @@ def lost_prefix(save: Save) -> Iterator[Mutant]:
         def change(m: Metadata, step: Path, fqn: str = fqn, short: str = short) -> None:
             m.state_dict_metadata[short] = m.state_dict_metadata.pop(fqn)
             if m.planner_data:
-                m.planner_data[short] = tuple(m.planner_data.pop(fqn))[1:]
+                path = tuple(m.planner_data.pop(fqn))[1:]
+                m.planner_data[short] = path if ".".join(map(str, path)) == short else (short,)
             for index in [index for index in m.storage_data if index.fqn == fqn]:
                 m.storage_data[replace(index, fqn=short)] = m.storage_data.pop(index)
 
@@ -669,7 +670,7 @@ def flip_values(save: Save) -> Iterator[Mutant]:
         yield Mutant(f"chunk {i} of {fqn}", (fqn,), change, unseen=unseen)
 
 
-@operator("zero the end of a payload file", "data", f"{FILES} PAY011 PAY012 PAY015")
+@operator("zero the end of a payload file", "data", f"{FILES} CFG006 PAY011 PAY012 PAY015")
 def zero_page(save: Save) -> Iterator[Mutant]:
     for name in save.payload:
         size = min(512, (save.step / name).stat().st_size // 2)
