@@ -24,7 +24,7 @@ def compare_archives(
 ) -> tuple[list[Damage], tuple[str, ...], tuple[NonFinite, ...], list[Problem]]:
     """Members that do not match their checksums, files that have none, values that are no numbers, unreadable files.
 
-    Storages of rank files that a record stands for are left to it.
+    A storage of a rank file that has a record is checked with that record, not here.
 
     Raises:
         AccessError: a read was refused.
