@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 from ckptlint.analysis.chunks.missing import saved_by
 from ckptlint.analysis.inventory import Inventory, Param, inventory_of
@@ -117,8 +117,7 @@ def _complete_layers(inventory: Inventory, stateful: set[Param]) -> dict[tuple[s
 # ---------------------------------------------------------------- layers and blocks without state
 
 
-@dataclass(frozen=True, slots=True)
-class _Gap:
+class _Gap(NamedTuple):
     """Layers of one block without state.
 
     Attributes:
@@ -175,7 +174,7 @@ def _layers_without_state(
             is_passed = (
                 gap.layers[-1] == max(of_layer) and not is_left_out and _norms_trained(inventory, stateful, last)
             )
-            gap = replace(gap, is_stage=is_stage, is_passed=is_passed and {p.key.role for p in last} <= roles)
+            gap = gap._replace(is_stage=is_stage, is_passed=is_passed and {p.key.role for p in last} <= roles)
             yield _layers_finding(ckpt, block, gap, lost, len(of_layer), trained), lost
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ckptlint.analysis.hidden_size import Hidden
 from ckptlint.analysis.inventory import Param, inventory_of, is_weight
@@ -24,8 +24,7 @@ from ckptlint.rule import Confidence, Finding, Location, Note, Severity, rule
 from ckptlint.vocabulary.keys import is_adapter
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Swap:
+class Swap(NamedTuple):
     """A weight that is p times too long on one axis and p times too short on another.
 
     Attributes:

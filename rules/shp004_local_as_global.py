@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -34,8 +34,7 @@ _REPLICATED = ("norm", "router")
 _ROW_PARALLEL = ("attn_out", "mlp_out")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Local:
+class Local(NamedTuple):
     """An axis that is k times too short (one rank's part), or k times too long (k copies of a replica).
 
     Attributes:
@@ -87,7 +86,7 @@ def local_as_global(ckpt: Checkpoint) -> Iterator[Finding]:
                 # A size that does not fit may be the partner's fault, or an unusual layer. The same tensor in other
                 # layers and the partner in this layer are independent: if both agree, it is certain.
                 is_sure = source is not _from_siblings and (local.param, local.axis, local.expected) in siblings
-                sure = replace(local, confidence="certain") if is_sure else local
+                sure = local._replace(confidence="certain") if is_sure else local
                 first_by_key.setdefault(local.param.tensor.fqn, sure)
     for local in first_by_key.values():
         yield _finding(ckpt, local)
@@ -251,7 +250,7 @@ def _from_partners(ckpt: Checkpoint) -> Iterator[Local]:
                     # A fused gate and up has twice the declared size.
                     is_declared = declared & {local.expected, local.expected // 2}
                     basis = f"{local.basis} and the job's arguments"
-                    yield replace(local, basis=basis, confidence="certain") if is_declared else local
+                    yield local._replace(basis=basis, confidence="certain") if is_declared else local
                 yield from _hidden_axis(ckpt, family.hidden, first, second)
                 yield from _hidden_axis(ckpt, family.hidden, second, first)
         for short, long in (("q", "attn_out"), ("k", "v"), ("v", "k")):

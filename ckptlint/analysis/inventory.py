@@ -6,6 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.facts import fact
@@ -109,8 +110,7 @@ class OptimizerState:
         return self.params[0] if len(self.params) == 1 and not self.is_component else None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Bucket:
+class Bucket(NamedTuple):
     """A tensor of a distributed optimizer's flat buffer, which names no parameter."""
 
     tensor: Tensor

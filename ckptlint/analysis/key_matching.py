@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from math import prod
 from pathlib import PurePath
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from ckptlint.analysis.fit.judgement import judged_shapes
 from ckptlint.analysis.inventory import MASTER_COPIES, Param, optimizer_parts, split_state
@@ -60,8 +60,7 @@ class KeyEntry:
         return layer, expert
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class KeyPair:
+class KeyPair(NamedTuple):
     """A tensor of the reference and its stored counterpart; shapes cover the part that both have.
 
     Attributes:
@@ -75,8 +74,7 @@ class KeyPair:
     alike: bool = True
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LoneKeys:
+class LoneKeys(NamedTuple):
     """A tensor without a counterpart on the other side.
 
     Attributes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ckptlint.analysis.inventory import Param, inventory_of
 from ckptlint.analysis.trusted_config import mesh_axes
@@ -19,8 +19,7 @@ _FEW_OUTLIERS = 0.2
 _MAJORITY = 3
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Outlier:
+class Outlier(NamedTuple):
     """A parameter that differs from its siblings.
 
     Attributes:
@@ -53,7 +52,7 @@ def shape_outliers(ckpt: Checkpoint) -> list[Outlier]:
     modules: dict[tuple[object, ...], set[str]] = defaultdict(set)
     for item in outliers:
         modules[_layer_of(item.param)].add(".".join(module_path(parse(item.param.key.role))))
-    return [replace(item, changed=len(modules[_layer_of(item.param)])) for item in outliers]
+    return [item._replace(changed=len(modules[_layer_of(item.param)])) for item in outliers]
 
 
 def dtype_outliers(ckpt: Checkpoint) -> list[Outlier]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
 from fractions import Fraction
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,8 +29,7 @@ _NO_FLOAT = ("int", "uint", "bool", "float8")
 _EXACT = ("metadata", "args", "run_config", "config.json")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StateMismatch:
+class StateMismatch(NamedTuple):
     """A state whose number of elements differs from that of its parameter.
 
     Attributes:
@@ -149,8 +148,7 @@ def elementwise_states(ckpt: Checkpoint) -> list[OptimizerState]:
     ]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class MomentPair:
+class MomentPair(NamedTuple):
     """The two moments of one parameter.
 
     Attributes:

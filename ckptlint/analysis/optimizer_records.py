@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from ckptlint.analysis.inventory import inventory_of, optimizer_parts
@@ -42,8 +41,7 @@ class Module(NamedTuple):
         return named and (not (self.chain and other.chain) or self.chain == other.chain)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class OptimizerRecord:
+class OptimizerRecord(NamedTuple):
     """A record that a module needs besides its tensors.
 
     Attributes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ckptlint.analysis.hidden_size import Hidden, hidden_sizes
 from ckptlint.analysis.inventory import Param, inventory_of, is_weight
@@ -22,8 +22,7 @@ def axis_factor(tensor: Tensor, axis: int) -> int:
     return len(distinct(tensor.tiling.offsets[tensor.tiling.live, axis]))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ProjectionFamily:
+class ProjectionFamily(NamedTuple):
     """The projections of one attention or MLP (of one expert, where experts are numbered).
 
     Attributes:

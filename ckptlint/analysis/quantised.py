@@ -66,8 +66,7 @@ class Declaration(NamedTuple):
         return any(entry in name or fnmatchcase(name, entry) for entry in self.ignored)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class QuantisedWeight:
+class QuantisedWeight(NamedTuple):
     """A weight that is stored quantised.
 
     Attributes:
@@ -105,6 +104,8 @@ class Quantisation:
 def quantisation(ckpt: Checkpoint) -> Quantisation:
     """The quantised weights; empty without any and without a declaration."""
     declared = _declaration(ckpt)
+    if declared is None and not _may_hold_codes(ckpt):
+        return Quantisation(None, [], frozenset())
     with_parts = quantised_weights(ckpt.tensors)
     few = (tensor for key, tensor in ckpt.tensors.items() if key in with_parts or tensor.dtype not in WIDE)
     candidates = {tensor.fqn: key_candidates for tensor in few if (key_candidates := list(_candidates(ckpt, tensor)))}
@@ -137,6 +138,12 @@ def quantisation(ckpt: Checkpoint) -> Quantisation:
     used = {named(name, one.weight) for one in weights for part in one.scheme.parts for name in part.names}
     used |= {one.codes.fqn for one in weights}
     return Quantisation(declared, weights, known, _alone(ckpt, known, used, {role(one.weight) for one in weights}))
+
+
+def _may_hold_codes(ckpt: Checkpoint) -> bool:
+    """Whether any tensor may be codes; asked before the schemes are read, in which wide codes have parts below them."""
+    tensors = ckpt.tensors
+    return any(tensor.dtype not in WIDE or key.rpartition(".")[0] in tensors for key, tensor in tensors.items())
 
 
 def _rank(one: QuantisedWeight) -> int:

@@ -10,7 +10,8 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 from ckptlint.vocabulary.keys import parse
 
@@ -142,8 +143,7 @@ def plain_text(pattern: str) -> str | None:
     return text if _LITERAL.fullmatch(text) else None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class AdapterConfig:
+class AdapterConfig(NamedTuple):
     """What `adapter_config.json` says of the factors; what has another type than peft gives it counts as not said.
 
     Attributes:
@@ -170,7 +170,7 @@ class AdapterConfig:
     kind: str = ""
     task: str = ""
     rank: int | None = None
-    ranks: Mapping[str, int] = field(default_factory=dict)
+    ranks: Mapping[str, int] = MappingProxyType({})
     perhaps: frozenset[int] = frozenset()
     targets: tuple[str, ...] = ()
     parameters: frozenset[str] = frozenset()
@@ -179,7 +179,7 @@ class AdapterConfig:
     is_explicit: bool = False
     magnitudes: bool = False
     alpha: float | None = None
-    alphas: Mapping[str, float] | None = field(default_factory=dict)
+    alphas: Mapping[str, float] | None = MappingProxyType({})
     is_rank_stabilised: bool = False
     is_transposed: bool = False
     tokens: tuple[int, ...] = ()

@@ -109,7 +109,7 @@ def emitter(options: Mapping[str, Any], prints: bool = True) -> Callable[[Report
         is_named = format_ not in FORMATS or FORMATS[format_].names_settings
         if prints and report.settings and not is_named and not style.quiet:
             say(f"settings from {report.settings}")
-        whole = replace(style, color=False, quiet=0)  # a file is whole, whatever -q says
+        whole = style._replace(color=False, quiet=0)  # a file is whole, whatever -q says
         for name, path in outputs:
             write_file(path, REPORTERS[name](report, whole))
 

@@ -6,7 +6,6 @@ Made light: `ckptlint check --help` and the shell's completion import this modul
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -135,6 +134,8 @@ def _paths(paths: Iterable[str]) -> list[str]:
 
 def terminal_style(color: str, ascii_only: bool, per_rule: int, quiet: int, verbose: bool) -> Style:
     """What standard output can show, and what the options say about it."""
+    import shutil
+
     from ckptlint.reporters.style import Style
 
     is_terminal = sys.stdout.isatty()

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import bz2
-import lzma
 import pickle
 import pickletools
 import re
 import struct
 import warnings
-import zipfile
 import zlib
 from collections.abc import Iterator
 from contextlib import suppress
@@ -37,7 +34,6 @@ _ZEROS = re.compile(rb"\0*")
 _PACK_MEMORY = 2**28  # bytes that an unpacker may take
 _FEW = 2**20  # packed bytes that tell what they hold: bzip2 packs almost as many at once
 _PIECE = 2**16  # packed bytes that are unpacked at once: damage hides what came out of one piece
-_BAD_ZIP = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, OSError, EOFError, ValueError, RuntimeError)
 # what can be the first opcode: it takes nothing from the stack or the memo, and C's readers take its argument
 _FIRST = re.compile(
     rb"[()\]}NJKMGTUVXBCP\x80\x82-\x84\x88-\x8f\x95\x96]|c[\w.\x80-\xff]+\n[\w.\x80-\xff]+\n"
@@ -151,6 +147,8 @@ def _unpacked(data: bytes, limit: int) -> bytes:
     Raises:
         LimitError: unpacking them takes too much memory.
     """
+    import lzma
+
     found, header = bytearray(), _Z_FILE.match(data)
     start = header.end() if header is not None else 0
     while (unpacker := _unpacker(data[start : start + HEAD])) is not None:
@@ -173,11 +171,15 @@ def _unpacked(data: bytes, limit: int) -> bytes:
 
 def _unpacker(data: bytes) -> Any:
     """What unpacks bytes that start so; None for bytes that are not packed."""
+    if data.startswith(_BZIP2):
+        import bz2
+
+        return bz2.BZ2Decompressor()
     if data.startswith(_XZ) or _LZMA.match(data):  # told which, as liblzma knows the latter by usual sizes alone
+        import lzma
+
         form = lzma.FORMAT_XZ if data.startswith(_XZ) else lzma.FORMAT_ALONE
         return lzma.LZMADecompressor(form, memlimit=_PACK_MEMORY)
-    if data.startswith(_BZIP2):
-        return bz2.BZ2Decompressor()
     is_zlib = len(data) > 1 and data[0] & 15 == 8 and data[0] < 0x80 and int.from_bytes(data[:2], "big") % 31 == 0
     is_zlib = is_zlib or data.startswith(_GZIP) or _Z_FILE.match(data) is not None
     return zlib.decompressobj(47) if is_zlib else None  # 47: either of both
@@ -200,7 +202,7 @@ def _object_pickle(file: BinaryIO, limit: int) -> bytes:
         return b""
     try:
         data = file.read(limit + 1)
-    except _BAD_ZIP as error:
+    except _damages() as error:
         raise UnreadableError(f"holds an array of objects that is damaged ({type(error).__name__})") from None
     if len(data) > limit:
         raise LimitError(f"holds an array of more than {limit:,} bytes of objects")
@@ -239,13 +241,15 @@ def _object_pickles(file: BinaryIO, limit: int) -> Iterator[bytes]:
     Source:
         numpy.lib.npyio.NpzFile, which reads it by Python's zipfile
     """
-    with suppress(*_BAD_ZIP), zipfile.ZipFile(file) as archive:
+    import zipfile
+
+    with suppress(*_damages()), zipfile.ZipFile(file) as archive:
         members = sorted(archive.infolist(), key=lambda member: not member.filename.endswith(".npy"))
         for member in members[:_MEMBERS]:
             try:
                 with archive.open(member) as opened:
                     pickled = _object_pickle(opened, limit)  # type: ignore[arg-type]
-            except _BAD_ZIP as error:
+            except _damages() as error:
                 if isinstance(error, NotImplementedError) and member.filename.endswith(".npy"):
                     raise UnreadableError("holds an array whose compression this Python cannot read") from None
                 continue  # the loader cannot open it either
@@ -253,6 +257,14 @@ def _object_pickles(file: BinaryIO, limit: int) -> Iterator[bytes]:
                 yield pickled
         if len(members) > _MEMBERS:
             raise LimitError(f"has {len(members):,} members, the limit is {_MEMBERS:,}")
+
+
+def _damages() -> tuple[type[Exception], ...]:
+    """What reading a damaged zip file raises."""
+    import lzma
+    import zipfile
+
+    return zipfile.BadZipFile, zlib.error, lzma.LZMAError, OSError, EOFError, ValueError, RuntimeError
 
 
 def _has_storages(file: BinaryIO) -> bool:

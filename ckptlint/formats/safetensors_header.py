@@ -6,9 +6,8 @@ Source:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,8 +25,7 @@ _FIRST_READ = 65536  # most headers end within it: one read, and one request to 
 _POINTER = b"version https://git-lfs"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Header:
+class Header(NamedTuple):
     """What a header says; the lists and columns run in the order of the header.
 
     Attributes:

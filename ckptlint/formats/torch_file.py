@@ -13,7 +13,7 @@ import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -38,8 +38,7 @@ _PICKLED = re.compile(rb"\x80[\2-\5]")
 _WIDE = 0xFFFFFFFF
 
 
-@dataclass(frozen=True, slots=True)
-class Storage:
+class Storage(NamedTuple):
     """Where the bytes of a storage lie.
 
     Attributes:
@@ -58,8 +57,7 @@ class Storage:
     crc: int
 
 
-@dataclass(frozen=True, slots=True)
-class TorchFile:
+class TorchFile(NamedTuple):
     """What a file of torch.save holds.
 
     Attributes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from ckptlint.depth import Depth
@@ -53,8 +52,7 @@ GROUPS = {
 """The headings that `--help` puts the options below."""
 
 
-@dataclass(frozen=True, slots=True)
-class CheckOption:
+class CheckOption(NamedTuple):
     """One option of `ckptlint check`; a text, where nothing else is said.
 
     Attributes:

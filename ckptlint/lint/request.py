@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from ckptlint.depth import Depth
 from ckptlint.errors import ConfigError
@@ -33,8 +33,7 @@ _FAILS: dict[Purpose, FailOn] = {"report": "warning", "job": "warning", "resume"
 """What fails a step where nobody says another: to resume from an older step costs days, to delete a good one more."""
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(NamedTuple):
     """What to judge, and how.
 
     Attributes:
@@ -89,7 +88,7 @@ class Request:
         said = {**settings.options, **given}
         if purpose == "delete":
             said = {name: value for name, value in said.items() if name not in LOOSENING}
-            settings = replace(settings, ignores=(), rule_options={})
+            settings = settings._replace(ignores=(), rule_options={})
         depth = said.get("depth", AUTO)
         if depth not in [AUTO, *Depth]:
             raise ConfigError(f"there is no depth {depth!r}: {AUTO}, {', '.join(Depth)}")
@@ -127,7 +126,7 @@ class Request:
 
     def only(self, path: str) -> Request:
         """The same of one step."""
-        return replace(self, paths=(path,), all_steps=False)
+        return self._replace(paths=(path,), all_steps=False)
 
 
 def _level(text: str) -> tuple[str, str]:

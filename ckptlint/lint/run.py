@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from ckptlint.depth import Depth
 from ckptlint.errors import AccessError, CkptlintError, NothingToCheckError, ReaderError
 from ckptlint.formats.pickles.names import call_table
-from ckptlint.lint.causes import with_causes
 from ckptlint.lint.engine import run_rules
 from ckptlint.lint.ignores import apply_baseline, read_baseline, set_aside
 from ckptlint.lint.report import CheckpointReport, Report
@@ -167,13 +166,16 @@ def run(request: Request, source: Opener | None = None) -> Report:
         except (AccessError, ReaderError) as error:
             unreadable.append(_sentence(path, error))
     for first, newest in steps:
-        compared = compared_with_before(replace(request, ignores=()), newest)  # what is ignored is set aside below
+        compared = compared_with_before(request._replace(ignores=()), newest)  # what is ignored is set aside below
         copies = {part.checkpoint.path: part for part in compared.checkpoints}
         parts[first:] = [_with_comparison(part, copies.get(part.checkpoint.path)) for part in parts[first:]]
     judging = tuple(rule for rule in rules if (reference is not None or not rule.expects) and not rule.live)
     parts = set_aside(parts, rules, request.ignores, is_whole=not (not_found or unreadable))
     parts, solved = apply_baseline(parts, rules, known)
-    parts = [with_causes(part) for part in parts]
+    if any(part.diagnostics for part in parts):
+        from ckptlint.lint.causes import with_causes
+
+        parts = [with_causes(part) for part in parts]
     return Report(
         parts,
         judging,
@@ -212,7 +214,7 @@ def compared_with_before(request: Request, path: str) -> Report:
     if not rules:
         return Report([], ())
     reading = default_reading(Depth.HEADERS)
-    asked = replace(request.only(path), rules=rules, depth=Depth.HEADERS, reading=reading, expect=None, baseline=None)
+    asked = request.only(path)._replace(rules=rules, depth=Depth.HEADERS, reading=reading, expect=None, baseline=None)
     return run(asked, partial(opened, jobs=request.jobs, before_too=True))
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from ckptlint.errors import ConfigError
 from ckptlint.lint import registry, selection
@@ -30,8 +30,7 @@ _REFUSED = {"help"}.union(option.name for option in CHECK_OPTIONS if not option.
 _SIZE_LIMIT = 16 * 1024**2  # bytes; a device has no end
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
+class Settings(NamedTuple):
     """What a settings file says.
 
     Attributes:
@@ -44,9 +43,9 @@ class Settings:
     """
 
     file: str = ""
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = MappingProxyType({})
     ignores: tuple[tuple[str, tuple[str, ...], str], ...] = ()
-    rule_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    rule_options: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
     plugins: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
 

@@ -98,7 +98,7 @@ class Contents:
             is_lost = content is not None and name is not None and content.key not in ("", name)
             if content is not None and is_lost and (name or content.volume):
                 error = UnreadableError(f"has a data.pkl that refers to {printable(content.key)}, which is missing", 0)
-                decoded_pickle = replace(decoded_pickle, error=error)
+                decoded_pickle = decoded_pickle._replace(error=error)
             self.decoded.append(decoded_pickle)
             contents.append(content or RecordContent("object"))
         self._pending, self._bytes = [], 0
@@ -180,7 +180,7 @@ def _refusals(ckpt: Checkpoint, table: PayloadTable, decoded: Mapping[int, Decod
         file, name = ckpt.byte_range_of(first)[0], ckpt.records.name(first)
         if not any(problem.kind == "unsafe" and problem.file == name for problem in ckpt.problems):
             more = f" and {plural(len(rows) - 1, 'more record')}" if len(rows) > 1 else ""
-            refused = from_refusals(replace(unpickled, unknown=()), f"{file}{more}", f"data.pkl of {name} in ")
+            refused = from_refusals(unpickled._replace(unknown=()), f"{file}{more}", f"data.pkl of {name} in ")
             problems += [replace(p, file=file, why=_LOADED, blocks=False) for p in refused]
         for cls in unpickled.unknown:
             unknown[cls] = unknown.get(cls, 0) + len(rows)

@@ -6,11 +6,10 @@ One thread reads each payload file: at depth `headers` both ends of each record,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -43,13 +42,16 @@ from ckptlint.payload.parts import EXAMINED, Contents, PartialRead, by_content, 
 from ckptlint.payload.reading import ReadOptions, hashes_of
 from ckptlint.payload.records import by_file, file_sizes, is_bare, path_of
 from ckptlint.payload.safetensors_blob import read_blob
-from ckptlint.payload.stream import Members, Meter, Streamed, stream
+from ckptlint.payload.stream import BLOCK, Members, Meter, Streamed, stream
 from ckptlint.progress import advance
 from ckptlint.seals.file import SEAL, metadata_hash, read_seal
 from ckptlint.seals.row_hashes import RowHashes, digest
 from ckptlint.seals.verify import misfit, sealed_tensors
 from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.dtypes import ENCODINGS, INTEGERS
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 _TICK = 0.1
 _OF_VALUES = (
@@ -458,6 +460,11 @@ class Reader:
 
         All threads stop when the caller, the user or an error ends the iteration.
         """
+        if self.folder.is_near and file_sizes(self.ckpt)[[*tasks]].sum() <= BLOCK:  # read before threads have started
+            yield from ((file, task()) for file, task in tasks.items())
+            return
+        from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+
         waiting = iter(tasks.items())
         with ThreadPoolExecutor(self.how.jobs) as pool:
             going: dict[Future[_T], int] = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -51,7 +50,8 @@ def with_reference(how: ReadOptions, reference: Reference | None) -> ReadOptions
 def default_reading(depth: Depth, percent: float | None = None, seed: int | None = None) -> ReadOptions:
     """A reading with a thread per processor, 8 at most, and a seed of its own when none is given."""
     jobs = min(8, os.cpu_count() or 1)
-    return ReadOptions(depth, jobs, percent, secrets.randbelow(2**31) if seed is None else seed)
+    drawn = int.from_bytes(os.urandom(4)) >> 1  # as `secrets` would, which imports much
+    return ReadOptions(depth, jobs, percent, drawn if seed is None else seed)
 
 
 def hashes_of(ckpt: Checkpoint, how: ReadOptions) -> dict[str, tuple[RowHashes, ...]]:

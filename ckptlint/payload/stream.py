@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cache
 from threading import Event, Lock
-from typing import BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -26,14 +26,16 @@ try:  # the extra `fast`: the same values in a tenth of the time
 except ImportError:
     from zlib import crc32
 
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
 BLOCK = 2 * 1024**2
 """Bytes read at once; a multiple of every element's size."""
 
 _GAP = 64 * 1024  # bytes between members up to which reading on costs less than a seek
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Members:
+class Members(NamedTuple):
     """The members of the records of one file as columns, in the order of their data.
 
     Attributes:
@@ -131,16 +133,19 @@ def stream(
     )
     file_hash = hashlib.sha256() if size is not None else None
     starts, ends = members.start.tolist(), (members.start + members.size).tolist()
-    with folder.open(path) as file, ThreadPoolExecutor(threads) as pool:
+    if (members.size.sum() if size is None else size) <= BLOCK:
+        threads = 0
+    with folder.open(path) as file:
         summed = [not recorded_only or crc > 0 for crc in members.crc.tolist()]
         work = _Work(file, path, starts, ends, scans, summed)
-        for block in _in_order(pool, work, _plan(starts, ends, size), threads + 2):
-            if meter.stop.is_set():
-                return result
-            if file_hash is not None:
-                file_hash.update(block.data)
-            _merge(result, block)
-            meter.add(len(block.data))
+        with closing(_in_order(work, _plan(starts, ends, size), threads)) as blocks:
+            for block in blocks:
+                if meter.stop.is_set():
+                    return result
+                if file_hash is not None:
+                    file_hash.update(block.data)
+                _merge(result, block)
+                meter.add(len(block.data))
     result.sha256 = "" if file_hash is None else file_hash.hexdigest()
     result.finished = True
     return result
@@ -209,17 +214,25 @@ class _Work:
         return view[:filled]
 
 
-def _in_order(
-    pool: ThreadPoolExecutor, work: _Work, plan: Iterator[tuple[int, int, int, int]], slots: int
-) -> Iterator[_Block]:
-    """The blocks in plan order; a block is valid until the next one is requested, when its buffer is reused."""
+def _in_order(work: _Work, plan: Iterator[tuple[int, int, int, int]], threads: int) -> Generator[_Block, None, None]:
+    """The blocks in plan order; a block is valid until the next one is requested, when its buffer is reused.
+
+    Without threads each is processed when it is requested.
+    """
+    if not threads:
+        yield from (work.block(0, *block) for block in plan)
+        return
+    from concurrent.futures import ThreadPoolExecutor
+
+    slots = threads + 2
     going: deque[Future[_Block]] = deque()
-    for turn, block in enumerate(plan):
-        if len(going) == slots - 1:
+    with ThreadPoolExecutor(threads) as pool:
+        for turn, block in enumerate(plan):
+            if len(going) == slots - 1:
+                yield going.popleft().result()
+            going.append(pool.submit(work.block, turn % slots, *block))
+        while going:
             yield going.popleft().result()
-        going.append(pool.submit(work.block, turn % slots, *block))
-    while going:
-        yield going.popleft().result()
 
 
 def _merge(seen: Streamed, block: _Block) -> None:

@@ -274,7 +274,7 @@ def place_in_words(ckpt: Checkpoint, finding: Finding) -> str:
 
 def _figure(ckpt: Checkpoint, finding: Finding, style: Style) -> list[str]:
     if finding.detail:
-        narrow = replace(style, width=style.width - len("   | "))
+        narrow = style._replace(width=style.width - len("   | "))
         return [part for line in finding.detail for part in narrow.wrap(line, "  ", "")]
     if finding.at.tensor is None or finding.at.region is None:
         return []

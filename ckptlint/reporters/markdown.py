@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 
 from ckptlint.lint.report import CheckpointReport, FindingGroup, Report, worst
 from ckptlint.model.text import plural
@@ -22,7 +21,7 @@ def render(report: Report, style: Style) -> str:
     """A verdict line; per checkpoint a table of its groups, and each group as text with its chunk map."""
     if style.quiet >= 2:
         return ""
-    style = replace(style, color=False)
+    style = style._replace(color=False)
     blocks = [f"## {_MARKS[report.verdict]} ckptlint: {report.verdict}"]
     blocks += [code(sentence) for sentence in report.unread]
     blocks.append("  \n".join(line if _WORDS.fullmatch(line) else code(line) for line in verdict(report, style)))

@@ -6,7 +6,7 @@ import re
 import textwrap
 from bisect import bisect
 from collections import Counter
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import table
@@ -18,8 +18,7 @@ _WORD = re.compile(r"[^\W\d]+")
 _SHORTEST = 5  # characters of a word that is left: "d...r"
 
 
-@dataclass(frozen=True, slots=True)
-class Style:
+class Style(NamedTuple):
     """What the command line decided about its terminal.
 
     Attributes:

@@ -9,7 +9,7 @@ signatures.
 
 from __future__ import annotations
 
-import secrets
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
@@ -51,7 +51,7 @@ def matrix(shape: Shape) -> tuple[int, int, int]:
 
 def new_salt() -> int:
     """64 bits that nobody knew before."""
-    return secrets.randbits(64)
+    return int.from_bytes(os.urandom(8))
 
 
 class _Buffers(local):

@@ -1,4 +1,4 @@
-"""Files of data that come with ckptlint: TOML that has the entries of a dataclass, each of its type, and no others."""
+"""Files of data that come with ckptlint: TOML that has the entries of a class, each of its type, and no others."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def toml_table(file: str, text: str) -> dict[str, Any]:
 
 
 def made_of(kind: type[Made], file: str, table: Mapping[str, Any], **given: Any) -> Made:
-    """The dataclass of a file, each entry as its annotation has it: tuples of lists, patterns compiled.
+    """The dataclass or named tuple of a file, each entry as its annotation has it: tuples of lists, patterns compiled.
 
     Args:
         given: fields that the file may not state.
@@ -60,17 +60,23 @@ def made_of(kind: type[Made], file: str, table: Mapping[str, Any], **given: Any)
 def _made(kind: Any, table: Any, place: str, given: Mapping[str, Any]) -> Any:
     if not isinstance(table, dict):
         raise ValueError(f"{place} is no table")
-    hints, known = _hints(kind), {item.name: item for item in fields(kind) if item.name not in given}
+    known = {name: entry for name, entry in _entries(kind).items() if name not in given}
     place += "." * bool(place)
     if unknown := table.keys() - known.keys():
         raise ValueError(f"{place}{sorted(unknown)[0]} is no entry that is known")
-    needed = {name for name, item in known.items() if item.default is MISSING and item.default_factory is MISSING}
-    if missing := needed - table.keys():
+    if missing := {name for name, (_, is_needed) in known.items() if is_needed} - table.keys():
         raise ValueError(f"{place}{sorted(missing)[0]} is missing")
-    return kind(**given, **{name: _value(hints[name], value, f"{place}{name}") for name, value in table.items()})
+    return kind(**given, **{name: _value(known[name][0], value, f"{place}{name}") for name, value in table.items()})
 
 
-_hints = cache(get_type_hints)  # it compiles every annotation anew
+@cache
+def _entries(kind: Any) -> dict[str, tuple[Any, bool]]:
+    """The annotation of each field of a dataclass or a named tuple, and whether the field has no default."""
+    if issubclass(kind, tuple):
+        needed = set(kind._fields) - kind._field_defaults.keys()
+    else:
+        needed = {item.name for item in fields(kind) if item.default is MISSING and item.default_factory is MISSING}
+    return {name: (hint, name in needed) for name, hint in get_type_hints(kind).items()}
 
 
 def _value(kind: Any, value: Any, place: str) -> Any:
@@ -89,7 +95,7 @@ def _value(kind: Any, value: Any, place: str) -> Any:
             raise ValueError(f"{place} is no regular expression: {error}") from None
     if origin is Literal and value in arguments:
         return value
-    if isinstance(kind, type) and hasattr(kind, "__dataclass_fields__"):
+    if isinstance(kind, type) and (hasattr(kind, "__dataclass_fields__") or hasattr(kind, "_fields")):
         return _made(kind, value, place, {})
     if isinstance(kind, type) and type(value) is kind:
         return value

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from random import Random
@@ -40,7 +39,7 @@ def views(made: Run) -> dict[str, Facts]:
         return run(REQUEST.only(step))
 
     compare = partial(compared_with_before, REQUEST)
-    whole = json.loads(REPORTERS["json"](run(replace(REQUEST.only(path), all_steps=True)), Style()))
+    whole = json.loads(REPORTERS["json"](run(REQUEST.only(path)._replace(all_steps=True)), Style()))
     ((_, folder),) = runs_at(path)
     options = ["--once", "--interval", "0", "--jsonl", "--isolated", "--depth", str(REQUEST.depth)]
     lines = [*map(json.loads, CliRunner().invoke(cli, ["watch", path, *options]).stdout.splitlines())]

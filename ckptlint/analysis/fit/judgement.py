@@ -53,8 +53,7 @@ Source:
 """
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ShapeDifference:
+class ShapeDifference(NamedTuple):
     """A tensor whose shape is not the one that the configuration implies.
 
     Attributes:

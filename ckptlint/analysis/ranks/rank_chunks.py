@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,8 +19,7 @@ from ckptlint.vocabulary.keys import role
 _VERSIONS = 8
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class KeyRows:
+class KeyRows(NamedTuple):
     """The rows of one key.
 
     Attributes:
@@ -73,8 +73,7 @@ def owners(table: RankTable, key_rows: KeyRows) -> IntArray:
     return np.sort(np.concatenate([rows[table.replica[rows] >= 0], undeclared[first]]))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ChunkCopies:
+class ChunkCopies(NamedTuple):
     """The copies of one chunk or object: rows of one key with equal boxes that hold elements, by rank."""
 
     fqn: str

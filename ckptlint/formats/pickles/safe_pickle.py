@@ -22,9 +22,8 @@ import pickletools
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptlint.errors import GIT_LFS_POINTER, ForeignError, LimitError, OwnFileError, UnreadableError
 from ckptlint.formats.pickles import names
@@ -78,8 +77,7 @@ _INNER_PICKLE = re.compile(rb"\x80[\x02-\x05]")
 _HOLDS_BYTES = ((b"CU\x8c", 1), (b"BTX", 4), (b"\x8e\x96\x8d", 8))  # opcodes of bytes and texts, width of their length
 
 
-@dataclass(frozen=True, slots=True)
-class Unpickled:
+class Unpickled(NamedTuple):
     """What a pickle holds.
 
     Attributes:
@@ -176,8 +174,7 @@ def asks_for_names(data: bytes) -> bool:
     return bool(named) and (found.error is None or "called" in named)
 
 
-@dataclass(frozen=True, slots=True)
-class _Loaded:
+class _Loaded(NamedTuple):
     """One pickle after the unpickler: its object, what it did wrong, why it ended early, and its length.
 
     Attributes:

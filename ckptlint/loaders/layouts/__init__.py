@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from pkgutil import iter_modules
+from types import MappingProxyType
 from typing import NamedTuple
 
 from ckptlint.model import Checkpoint, StepState
@@ -30,8 +31,7 @@ class Evidence(NamedTuple):
     name: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class FixedAxes:
+class FixedAxes(NamedTuple):
     """What a job must have as the job had that saved, or nothing is loaded.
 
     Attributes:
@@ -51,8 +51,7 @@ def _unknown(_folder: Folder) -> StepState:
     return "unknown"
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(NamedTuple):
     """A kind of folder.
 
     Attributes:
@@ -83,13 +82,12 @@ class Layout:
     describes_itself: bool = False
     looks_around: bool = True
     train_state: str = ""
-    restore: Mapping[str, str] = field(default_factory=dict)
+    restore: Mapping[str, str] = MappingProxyType({})
     fixed: tuple[FixedAxes, ...] = ()
     unsure_axes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Recognised:
+class Recognised(NamedTuple):
     """What a folder holds: the layout, and what shows it."""
 
     layout: Layout

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ckptlint.errors import LimitError
 from ckptlint.loaders.readers.sets import PICKLE_SHARE
@@ -53,8 +53,7 @@ _SIZES = (
 Axis = Literal["whole", "unknown"] | int
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
+class Sizes(NamedTuple):
     """Parallel sizes of a job: tensor, pipeline, chunks of a stage, expert, and tensor parallel of the experts."""
 
     tp: int = 1
@@ -64,8 +63,7 @@ class Sizes:
     etp: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class GridCoordinate:
+class GridCoordinate(NamedTuple):
     """A model parallel rank: its number along each axis."""
 
     tp: int = 0

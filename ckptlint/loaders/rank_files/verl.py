@@ -118,7 +118,7 @@ def writer_of(folder: Folder, name: str) -> int | None:
 
 def _inner(file: OpenedFile, root: Any) -> OpenedFile:
     """A file reduced to one part of its value."""
-    return replace(file, found=replace(file.found, root=root if is_dict(root) else {}))
+    return replace(file, found=file.found._replace(root=root if is_dict(root) else {}))
 
 
 def _checkpoint(files: SetFiles, reader: _RankReader, rank_files: RankFileSet) -> Checkpoint:

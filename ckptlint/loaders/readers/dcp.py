@@ -160,7 +160,7 @@ def _read_metadata(folder: Folder, name: str, problems: list[Problem]) -> Unpick
         return None
     if isinstance(unpickled.root, Opaque) and unpickled.root.module.startswith(_BYTECHECKPOINT):
         refused_here = tuple(refused for refused in unpickled.refused if not refused.target.startswith(_BYTECHECKPOINT))
-        problems += from_refusals(replace(unpickled, refused=refused_here), name)
+        problems += from_refusals(unpickled._replace(refused=refused_here), name)
         return unpickled
     problems += from_refusals(unpickled, name)
     if not unpickled.refused:

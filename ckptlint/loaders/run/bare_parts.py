@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptlint.errors import CkptlintError
 from ckptlint.loaders.json_file import read_json
@@ -23,8 +22,7 @@ _TEXT = re.compile(r".+(?<!\.index)\.(json|md|txt|ya?ml|py)")  # an index withou
 _NO_MODEL = re.compile(r".*(Processor|Pachifier|Callback)")  # the other classes of diffusers that write a config.json
 
 
-@dataclass(frozen=True, slots=True)
-class BarePart:
+class BarePart(NamedTuple):
     """A folder with the configuration of a model and no weights.
 
     Attributes:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, islice
 from os.path import relpath
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptlint.errors import AccessError, CkptlintError, ForeignError, LimitError, ScriptError, UnreadableError
 from ckptlint.formats.content import HEAD, FileContent, file_content, is_packed, is_pickled, pickles_in
@@ -114,8 +114,7 @@ class _File:
         return StepFile(self.label, self.family.name if self.family else "", state, self.size, step, folder_step)
 
 
-@dataclass(frozen=True, slots=True)
-class _Survey:
+class _Survey(NamedTuple):
     """What is beside the tensors of a step, apart from what the loaders took.
 
     Attributes:

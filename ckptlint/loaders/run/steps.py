@@ -6,11 +6,11 @@ import re
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import islice
 from math import isclose
 from operator import itemgetter
 from pathlib import PurePath
+from typing import NamedTuple
 
 from ckptlint.errors import AccessError, NothingToCheckError
 from ckptlint.loaders.layouts import CheckpointPlace, layouts, recognise
@@ -41,8 +41,7 @@ def is_alike(name: str, other: str) -> bool:
     return numberless(name) == numberless(other)
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """A step of a run: a folder, or one file that holds a whole state.
 
     Attributes:

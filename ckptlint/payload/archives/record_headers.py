@@ -60,8 +60,7 @@ class Record(NamedTuple):
     parts: tuple[ArchiveMember, ...]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class AlikeRecords:
+class AlikeRecords(NamedTuple):
     """Records whose archives differ only in checksums and contents.
 
     Attributes:
@@ -252,8 +251,7 @@ def _walk(place: RecordPlace) -> _Walk:
 # ---------------------------------------------------------------- many records of one form
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Edge:
+class _Edge(NamedTuple):
     """One end of a record: first byte, length, and the bytes that decide whether another record has this layout.
 
     Attributes:
@@ -267,8 +265,7 @@ class _Edge:
     bytes: npt.NDArray[np.uint8]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Form:
+class _Form(NamedTuple):
     """A layout with all bytes that it was parsed from, except checksums: equal bytes imply an equal layout.
 
     Attributes:

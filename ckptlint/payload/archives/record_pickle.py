@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptlint.errors import LimitError, UnreadableError
 from ckptlint.formats.pickles.safe_pickle import Opaque, Unpickled, read_state
@@ -18,8 +17,7 @@ _DEPTH_LIMIT = 16
 _NO_NAMES = Unpickled(None)
 
 
-@dataclass(frozen=True, slots=True)
-class Decoded:
+class Decoded(NamedTuple):
     """A `data.pkl` after the safe reader.
 
     Attributes:

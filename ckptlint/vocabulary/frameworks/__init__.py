@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
 from functools import cache, lru_cache, partial
 from pathlib import Path
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 from ckptlint.vocabulary.litter import is_system_file
 from ckptlint.vocabulary.strict_toml import made_of, own_file, toml_table
@@ -27,8 +27,7 @@ LAST = "common"
 """The file whose patterns are asked after those of all others."""
 
 
-@dataclass(frozen=True, slots=True)
-class Steps:
+class Steps(NamedTuple):
     """How steps are called.
 
     Attributes:
@@ -46,8 +45,7 @@ class Steps:
     beside: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Tracker:
+class Tracker(NamedTuple):
     """A file beside the steps that names one of them."""
 
     file: str
@@ -55,8 +53,7 @@ class Tracker:
     source: str
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
+class Family(NamedTuple):
     """Files that trainers write for one purpose.
 
     Attributes:
@@ -77,8 +74,7 @@ class Family:
     step: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
+class Mark(NamedTuple):
     """What is there from the beginning of a save to its end, and says that it never finished.
 
     Attributes:
@@ -94,8 +90,7 @@ class Mark:
     only: re.Pattern[str] = re.compile(".*")
 
 
-@dataclass(frozen=True, slots=True)
-class SaveInventory:
+class SaveInventory(NamedTuple):
     """A file that is written last, and may be JSON that names every part of the folder that it is in.
 
     Attributes:
@@ -117,8 +112,7 @@ class SaveInventory:
     only: re.Pattern[str] = re.compile(".*")
 
 
-@dataclass(frozen=True, slots=True)
-class Counter:
+class Counter(NamedTuple):
     """A number in a step that is the folder's own: the library takes both from one counter."""
 
     framework: str
@@ -127,8 +121,7 @@ class Counter:
     source: str
 
 
-@dataclass(frozen=True, slots=True)
-class Unread:
+class Unread(NamedTuple):
     """A format that ckptlint knows by its files and does not read.
 
     Attributes:
@@ -145,8 +138,7 @@ class Unread:
     hint: str = "name the folder of a DCP or torch_dist checkpoint, or convert this one"
 
 
-@dataclass(frozen=True, slots=True)
-class World:
+class World(NamedTuple):
     """All files together, in the order of their names, `common.toml` last.
 
     Attributes:
@@ -170,7 +162,7 @@ class World:
     unfinished: tuple[Mark, ...] = ()
     inventories: tuple[SaveInventory, ...] = ()
     no_state: tuple[re.Pattern[str], ...] = ()
-    keys: Mapping[str, re.Pattern[str]] = field(default_factory=dict)
+    keys: Mapping[str, re.Pattern[str]] = MappingProxyType({})
     counters: tuple[re.Pattern[str], ...] = ()
     storage_writers: tuple[str, ...] = ()
     one_counter: tuple[Counter, ...] = ()
@@ -190,7 +182,7 @@ def world() -> World:
 
 def merged(parts: list[World]) -> World:
     """Several files as one."""
-    values: dict[str, Any] = {item.name: () for item in fields(World)} | {"keys": {}}
+    values: dict[str, Any] = dict.fromkeys(World._fields, ()) | {"keys": {}}
     for part in parts:
         for name, known in values.items():
             value = getattr(part, name)
