@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -40,8 +41,9 @@ def range_past_eof(ckpt: Checkpoint) -> Iterator[Finding]:
     beyond = (size >= 0) & (table.byte_length > size - table.byte_offset)
     short = rows_by_file(table, beyond & ~negative)
     kind = _kind(ckpt, len(short))
+    files_by_bytes = _files_by_bytes(ckpt) if short else {}
     for rows in short:
-        yield _truncated(ckpt, rows, kind)
+        yield _truncated(ckpt, rows, kind, files_by_bytes)
     for rows in rows_by_file(table, negative):
         yield _damaged(ckpt, rows)
 
@@ -68,12 +70,14 @@ def _smaller_than_tensors(ckpt: Checkpoint) -> Iterator[Finding]:
             )
 
 
-def _exchanged_with(ckpt: Checkpoint, has: int, needed: int) -> str:
-    """The one file that has the size needed here and needs the size here; "" if there is not exactly one."""
-    ends = np.zeros(len(ckpt.files), np.int64)
-    np.maximum.at(ends, ckpt.records.file, ckpt.records.byte_offset + ckpt.records.byte_length)
-    others = np.flatnonzero((ckpt.files.size == needed) & (ends == has))
-    return ckpt.files[int(others[0])].name if len(others) == 1 else ""
+def _files_by_bytes(ckpt: Checkpoint) -> dict[tuple[int, int], list[int]]:
+    """The files by the bytes that they have and the bytes that their entries need."""
+    needed = np.zeros(len(ckpt.files), np.int64)
+    np.maximum.at(needed, ckpt.records.file, ckpt.records.byte_offset + ckpt.records.byte_length)
+    files: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for file, pair in enumerate(zip(ckpt.files.size.tolist(), needed.tolist(), strict=True)):
+        files[pair].append(file)
+    return files
 
 
 def _hint(size: int, other: str = "") -> str:
@@ -90,7 +94,9 @@ def _kind(ckpt: Checkpoint, short: int) -> str:
     return "all short" if short > 1 and short == len(distinct(ckpt.records.file)) else "short"
 
 
-def _truncated(ckpt: Checkpoint, rows: IntArray, kind: str) -> Finding:
+def _truncated(
+    ckpt: Checkpoint, rows: IntArray, kind: str, files_by_bytes: Mapping[tuple[int, int], list[int]]
+) -> Finding:
     """The finding for the entries of one file that reach past its end."""
     table = ckpt.records
     file, start, length = ckpt.byte_range_of(int(rows[np.argmin(table.byte_offset[rows])]))
@@ -100,6 +106,7 @@ def _truncated(ckpt: Checkpoint, rows: IntArray, kind: str) -> Finding:
         sum(pair) for pair in zip(table.byte_offset[rows].tolist(), table.byte_length[rows].tolist(), strict=True)
     )
     keys = _keys(ckpt, rows)
+    exchanged = files_by_bytes.get((needed, has), [])  # one of many may be any of them
     return Finding(
         f"{file} is {f'{human_bytes(needed - has)} short' if has else 'empty'}: it has {has:,} bytes, its entries need "
         f"{needed:,}",
@@ -113,7 +120,7 @@ def _truncated(ckpt: Checkpoint, rows: IntArray, kind: str) -> Finding:
         kind=kind,
         notes=_key_note(keys),
         why="" if has else "the file is empty, so these tensors cannot be loaded",
-        hint=_hint(has, _exchanged_with(ckpt, has, needed)),
+        hint=_hint(has, ckpt.files[exchanged[0]].name if len(exchanged) == 1 else ""),
     )
 
 
