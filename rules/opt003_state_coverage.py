@@ -276,16 +276,22 @@ def _trained_note(named: list[Param]) -> tuple[Note, ...]:
 
 
 def _single_params(inventory: Inventory, stateful: set[Param], reported: set[Param]) -> Iterator[Finding]:
-    """An info on single parameters without state: cold experts, or at most a tenth of all parameters."""
+    """An info on single parameters without state: few of all, or those whose layer and role have state elsewhere."""
     tied = any(not state.params and _may_be_tied(parse(state.path)) for state in inventory.states)
     judged = [param for param in inventory.params if not _is_buffer(param) and not (tied and _may_be_tied(param.key))]
     absent = [param for param in judged if param not in stateful and param not in reported]
-    siblings = {(param.key.scope, param.key.role) for param in stateful}
-    experts = [param for param in absent if param.key.in_experts]
-    # Few without state are worth a look. Many are frozen on purpose, except experts whose siblings have state.
-    shown = [param for param in experts if (param.key.scope, param.key.role) in siblings]
-    if 10 * len(absent) <= len(judged):
-        shown = absent
+    roles = {(param.key.scope, param.key.role) for param in stateful}
+    layers = {_layer_of(param.key) for param in stateful}
+    # Few without state are worth a look. Many were frozen on purpose where a whole role or layer has none. Weights here
+    # and there were lost in a merge of optimizer shards, or frozen by Spectrum (axolotl).
+    shown = absent
+    if 10 * len(absent) > len(judged):
+        shown = [
+            param
+            for param in absent
+            if (param.key.scope, param.key.role) in roles
+            and (param.key.in_experts or (param.key.layer is not None and _layer_of(param.key) in layers))
+        ]
     if shown:
         yield Finding(
             f"{len(shown)} of {len(judged)} parameters have no optimizer state",
