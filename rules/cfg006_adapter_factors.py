@@ -58,10 +58,12 @@ def adapter_factors(ckpt: Checkpoint) -> Iterator[Finding]:
     if not any({"A", "B"} & factors.keys.keys() for factors in modules):
         raise NotApplicable("no low-rank adapters")
     keys = [key for factors in modules for key in factors.keys.values()]
-    other_keys = [key for key in tensors if ckpt.metadata_file.startswith("adapter_model") and key not in keys]
+    of_modules, is_own_file = set(keys), ckpt.metadata_file.startswith("adapter_model")
+    other_keys = [key for key in tensors if is_own_file and key not in of_modules]
     empty = [key for key in (*keys, *other_keys) if 0 in tensors[key].global_shape]
+    shapeless = set(empty)
     flat = [key for factors in modules for part, key in factors.keys.items() if _is_flat(part, tensors[key])]
-    flat = [key for key in flat if key not in set(empty)]
+    flat = [key for key in flat if key not in shapeless]
     if empty:
         yield _shapeless(tensors, empty, len(keys) + len(other_keys), "empty")
     if flat:

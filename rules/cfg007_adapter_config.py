@@ -283,7 +283,8 @@ def _missing_targets(modules: set[str], config: AdapterConfig) -> Iterator[Findi
 
 def _unlisted_modules(modules: set[str], config: AdapterConfig) -> Iterator[Finding]:
     """A finding on modules with factors that match no name in the list `target_modules`."""
-    odd = [m for m in modules if config.targets and not config.parameters and {*endings(m)}.isdisjoint(config.targets)]
+    targets = set(() if config.parameters else config.targets)
+    odd = [module for module in modules if targets and targets.isdisjoint(endings(module))]
     if odd:
         yield _finding(
             f"target_modules lists none of {plural(len(odd), 'module')} with factors",

@@ -124,6 +124,7 @@ def _transposed_states(ckpt: Checkpoint) -> Iterator[Finding]:
         # Adam creates its moments with zeros_like(parameter), so a transposed one is a fault even if all of them are.
         # Another optimizer may keep its states in a shape of its own.
         pattern = len(odd) == len(pairs) and len(odd) > 1 and what not in _MADE_LIKE
+        peers = _peer_notes(pairs, len(odd)) if odd else ()
         for state, param in odd:
             shape = state.tensor.global_shape
             word = "is transposed" if shape == expected[::-1] else "has a different shape"
@@ -131,7 +132,7 @@ def _transposed_states(ckpt: Checkpoint) -> Iterator[Finding]:
                 f"state{{of}} {word}: {shape_text(shape)} for a parameter of {shape_text(expected)}",
                 at=Location(state.tensor),
                 confidence="possible" if pattern else "likely",
-                notes=(("parameter", f"{param.tensor.fqn}: {_described(param.tensor)}"), *_peer_notes(pairs, len(odd))),
+                notes=(("parameter", f"{param.tensor.fqn}: {_described(param.tensor)}"), *peers),
                 why="the number of elements is right, so it loads, and each element gets the moments of another",
                 hint=_transposed_hint(shapes[param, shape]),
                 group=f"{param.key.scope} {param.key.role} {shape} {expected}",

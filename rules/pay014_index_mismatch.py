@@ -85,13 +85,14 @@ def _misplaced(index: WeightIndex, stored_keys: KeysByFile) -> Iterator[Finding]
     wanted: KeysByFile = defaultdict(set)
     for key, file in index.places.items():
         wanted[file].add(key)
+    files_of_key = _files_by_key(stored_keys)
     for file, keys in wanted.items():
         lost = sorted(keys - stored_keys.get(file, set()))
         if not lost or (file in index.unread and file not in index.absent):
             continue  # a file whose header cannot be read has a finding of its own
         is_absent = file in index.absent
-        homes = sorted(other for other, present in stored_keys.items() if present & set(lost))
-        is_stored = {*lost} <= {key for other in homes for key in stored_keys[other]}
+        homes = sorted({other for key in lost for other in files_of_key.get(key, ())})
+        is_stored = all(key in files_of_key for key in lost)
         yield Finding(
             f"{index.file} places {_keys_text(lost)} in {file}, which "
             f"{'is missing' if is_absent else 'does not hold ' + ('it' if len(lost) == 1 else 'them')}",
@@ -108,10 +109,20 @@ def _misplaced(index: WeightIndex, stored_keys: KeysByFile) -> Iterator[Finding]
         )
 
 
+def _files_by_key(stored_keys: KeysByFile) -> dict[str, list[str]]:
+    homes: dict[str, list[str]] = defaultdict(list)
+    for file, present in stored_keys.items():
+        for key in present:
+            homes[key].append(file)
+    return homes
+
+
 def _unlisted(index: WeightIndex, stored_keys: KeysByFile) -> Iterator[Finding]:
     """Findings on keys that the index does not list, or lists in another file that holds them too."""
+    named = set(index.places.values())
+    series = {match[2] for match in map(_NUMBERS.fullmatch, named) if match}
     for file, present in stored_keys.items():
-        lacking = sorted(present - index.places.keys())
+        lacking = sorted(key for key in present if key not in index.places)  # a difference walks through all
         double = sorted(
             key
             for key in present & index.places.keys()
@@ -127,23 +138,26 @@ def _unlisted(index: WeightIndex, stored_keys: KeysByFile) -> Iterator[Finding]:
                     at=Location(file=file),
                     identity=(file, *keys[:_MOST]),
                     keys=tuple(keys[:_MOST]),
-                    severity=None if keys is lacking and _is_left_out(index, file) else Severity.WARNING,
+                    severity=None if keys is lacking and _is_left_out(file, named, series) else Severity.WARNING,
                     notes=_key_note(keys),
                     why="a loader that follows the index never reads them, one that takes every file does",
                     hint="write the index again from the headers"
-                    if file in index.places.values()
+                    if file in named
                     else "check whether another export left this file: the index places no key in it",
                     group="lacks" if keys is lacking else "double",
                     kind="unlisted" if keys is lacking else "double",
                 )
 
 
-def _is_left_out(index: WeightIndex, file: str) -> bool:
-    """Whether the index lists files of the same numbered series, but no key of this file."""
-    number = _NUMBERS.fullmatch(file)
-    if number is None or file in index.places.values():
-        return False
-    return any((other := _NUMBERS.fullmatch(name)) and other[2] == number[2] for name in set(index.places.values()))
+def _is_left_out(file: str, named: set[str], series: set[str]) -> bool:
+    """Whether the index lists files of the same numbered series, but no key of this file.
+
+    Args:
+        named: the files that the index names.
+        series: how many files their names count (`-of-<N>`).
+    """
+    match = _NUMBERS.fullmatch(file)
+    return match is not None and match[2] in series and file not in named
 
 
 def _total_size(ckpt: Checkpoint, index: WeightIndex) -> Iterator[Finding]:
@@ -184,10 +198,7 @@ _TIED = ("embedding", "output")
 
 def _without_index(ckpt: Checkpoint, stored_keys: KeysByFile) -> Iterator[Finding]:
     """A finding on keys that two files hold, or on several files without an index."""
-    homes: dict[str, list[str]] = defaultdict(list)
-    for file, present in stored_keys.items():
-        for key in present:
-            homes[key].append(file)
+    homes = _files_by_key(stored_keys)
     shared = sorted(key for key, files in homes.items() if len(files) > 1)
     if shared and not ckpt.partial_because:
         files = sorted({file for key in shared for file in homes[key]})

@@ -121,13 +121,13 @@ def _differences(ckpt: Checkpoint, stored: Quantisation, declared: Declaration) 
             hint="restore the configuration of this export",
         )
         return
-    roles: dict[str, set[int]] = defaultdict(set)
-    for one in stored.weights:
-        roles[role(one.weight)].update(numbers_in(one.weight)[:1])
-    left = [tensor for tensor in wide if role(tensor.fqn) in roles and numbers_in(tensor.fqn)]
     # Draft layers come after the declared ones, and exports often leave them in full precision.
     layers = number(trusted(ckpt), "layers") or 0
-    left = [t for t in left if numbers_in(t.fqn)[0] < max(layers, *roles[role(t.fqn)])]
+    ends: dict[str, int] = defaultdict(lambda: layers)
+    for one in stored.weights:
+        ends[role(one.weight)] = max([ends[role(one.weight)], *numbers_in(one.weight)[:1]])
+    left = [tensor for tensor in wide if role(tensor.fqn) in ends and numbers_in(tensor.fqn)]
+    left = [tensor for tensor in left if numbers_in(tensor.fqn)[0] < ends[role(tensor.fqn)]]
     left = [tensor for tensor in left if not declared.ignores(_module(tensor))]
     if left and declared.is_exact:
         yield _finding(

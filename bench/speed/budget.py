@@ -1,10 +1,11 @@
 """How the work of each rule grows with input: python bench/speed/budget.py [--only KIND ...] [--tilings] [--files N].
 
 Each kind of input grows one dimension, all else stays: tensors, chunks of one tensor, files, objects, findings, groups,
-layers, experts, storage entries of one file. Every rule and the reading is measured in processor time at two sizes, and
-the exponent between them is printed where the larger one takes long enough to tell. A neighbour on the machine may slow
-one of them by half: each time is divided by that of work that is always the same, just before and after it. What seems
-to grow too fast is measured again, twice at most, and the shortest time of each size counts.
+layers, experts, storage entries of one file, files of an export, modules of an adapter. Every rule and the reading is
+measured in processor time at two sizes, and the exponent between them is printed where the larger one takes long enough
+to tell. A neighbour on the machine may slow one of them by half: each time is divided by that of work that is always
+the same, just before and after it. What seems to grow too fast is measured again, twice at most, and the shortest time
+of each size counts.
 
 With --tilings it is hard tilings instead (`irregular.py`), of 30,000 and 100,000 chunks in 1 to 8 dims; with --files
 the whole command on a folder of N payload files: processor time, and memory of its processes together, in which what
@@ -253,6 +254,35 @@ def overlapping_entries(folder: Path, count: int) -> None:
     write(folder, dict(_model(count // 7)), gap=-100)
 
 
+def misplaced_keys(folder: Path, count: int) -> None:
+    """Files of an export whose index names another file for each key."""
+    folder.mkdir(parents=True)
+    files = [f"model-{number + 1:06d}-of-{count:06d}.safetensors" for number in range(count)]
+    for number, file in enumerate(files):
+        _write_safetensors(folder / file, {f"model.layers.{number}.up.weight": [2]})
+    places = {f"model.layers.{number}.up.weight": files[number - 1] for number in range(count)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+
+
+def adapter_factors(folder: Path, count: int) -> None:
+    """Modules of an adapter, all of which `target_modules` names."""
+    modules = [f"model.layers.{number}.mlp.up_proj" for number in range(count // 2)]
+    folder.mkdir(parents=True)
+    factors = {f"base_model.model.{name}.lora_{part}.weight": [4, 4] for name in modules for part in "AB"}
+    _write_safetensors(folder / "adapter_model.safetensors", factors)
+    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": modules}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+
+
+def _write_safetensors(path: Path, shapes: dict[str, list[int]]) -> None:
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        start, end = end, end + math.prod(shape) * ITEM
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(end))
+
+
 def _model(number: int) -> Iterator[tuple[str, tuple[tuple[int, ...], Chunks]]]:
     parts = ["attention.wq", "attention.wk", "attention.wv", "attention.wo", "feed_forward.w1", "feed_forward.w2"]
     for layer in range(number):
@@ -285,6 +315,8 @@ KINDS = {
         lost_experts,
         entries,
         overlapping_entries,
+        misplaced_keys,
+        adapter_factors,
     )
 }
 

@@ -6,7 +6,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
+from fnmatch import translate
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ WIDE = frozenset(dtype for dtype in FLOATS if ITEM_BITS[dtype] > 8)
 
 _BARE = "{weight}"
 _PLAIN = re.compile(r"[\w./*\-]+")
+_NOTHING = re.compile(r"(?!)")
 _IGNORED = ("ignore", "modules_to_not_convert", "exclude_modules", "llm_int8_skip_modules")
 _CACHE_BITS = {"fp8": 8, "int8": 8, "nvfp4": 4}  # nvidia-modelopt 0.47: kv_cache_quant_algo
 _UNFINISHED = ("initialized", "calibration", "frozen")  # compressed-tensors 0.20: weights are not compressed yet
@@ -37,6 +38,7 @@ class Declaration(NamedTuple):
         options: settings of each group of weights: bits, group size, rows (`tall`) and columns (`wide`) of a block,
             bits of the KV cache, strategy, symmetry.
         ignored: `fnmatch` patterns or name parts of modules that stay unquantised.
+        patterns: these patterns in one expression, since a list may name a module of every layer.
         is_exact: whether every group and every pattern was understood.
         beside: the declaration in ModelOpt's own file, where config.json has one too.
     """
@@ -45,7 +47,8 @@ class Declaration(NamedTuple):
     words: str
     schemes: tuple[Scheme, ...]
     options: tuple[Mapping[str, Any], ...] = ()
-    ignored: tuple[str, ...] = ()
+    ignored: frozenset[str] = frozenset()
+    patterns: re.Pattern[str] = _NOTHING
     is_exact: bool = True
     beside: Declaration | None = None
 
@@ -59,11 +62,14 @@ class Declaration(NamedTuple):
 
     def names(self, module: str) -> bool:
         """Whether the ignore list names this module, exactly or by a pattern of its full name."""
-        return any(fnmatchcase(module, entry) or module.endswith(f".{entry}") for entry in self.ignored)
+        parts = module.split(".")
+        ends = (".".join(parts[start:]) for start in range(len(parts)))
+        return not self.ignored.isdisjoint(ends) or bool(self.patterns.match(module))
 
     def ignores(self, name: str) -> bool:
         """Whether the ignore list may cover a name, including by substring."""
-        return any(entry in name or fnmatchcase(name, entry) for entry in self.ignored)
+        is_listed = name in self.ignored or bool(self.patterns.match(name))
+        return is_listed or any(entry in name for entry in self.ignored)
 
 
 class QuantisedWeight(NamedTuple):
@@ -343,7 +349,9 @@ def _understood(file: str, method: str, config: Mapping[str, Any]) -> Declaratio
     title = ", ".join(dict.fromkeys(words))[:60] or method[:60]
     other = config.get("_beside")
     beside = _understood(str(other.get("_file")), "modelopt", other) if isinstance(other, dict) else None
-    return Declaration(file, title, tuple(meant), tuple(options), ignored, is_exact and is_plain, beside)
+    patterns = re.compile("|".join(translate(entry) for entry in ignored if "*" in entry) or _NOTHING.pattern)
+    is_exact &= is_plain
+    return Declaration(file, title, tuple(meant), tuple(options), ignored, patterns, is_exact, beside)
 
 
 def _is_meant(stated: Mapping[str, str], wanted: Mapping[str, str]) -> bool:
@@ -374,7 +382,7 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def _ignored(found: Mapping[str, Any]) -> tuple[tuple[str, ...], bool]:
+def _ignored(found: Mapping[str, Any]) -> tuple[frozenset[str], bool]:
     """The modules that a configuration leaves unquantised, and whether every pattern was understood.
 
     Regular expressions come from an untrusted file and are never run: only plain text and `.*` are understood.
@@ -394,4 +402,4 @@ def _ignored(found: Mapping[str, Any]) -> tuple[tuple[str, ...], bool]:
             kept.append(text)
         else:
             is_plain = False
-    return tuple(kept), is_plain
+    return frozenset(kept), is_plain

@@ -175,7 +175,7 @@ class AdapterConfig(NamedTuple):
     targets: tuple[str, ...] = ()
     parameters: frozenset[str] = frozenset()
     saved: tuple[str, ...] = ()
-    excluded: tuple[str, ...] | None = ()
+    excluded: frozenset[str] | None = frozenset()
     is_explicit: bool = False
     magnitudes: bool = False
     alpha: float | None = None
@@ -204,7 +204,7 @@ class AdapterConfig(NamedTuple):
         """
         if self.excluded is None:
             return "perhaps"
-        if not {*endings(target)}.isdisjoint(self.excluded):
+        if not self.excluded.isdisjoint(endings(target)):
             return "all"
         return "perhaps" if any(name.endswith(f".{target}") for name in self.excluded) else ""
 
@@ -242,7 +242,7 @@ def read_adapter_config(values: Mapping[str, Any]) -> AdapterConfig:
         targets=_names(targets) if not isinstance(targets, list) or len(_names(targets)) == len(targets) else (),
         parameters=frozenset(name.rpartition(".")[0] for name in _names(values.get("target_parameters"))),
         saved=tuple(name for name in _names(values.get("modules_to_save"))[:_SAVED] if _LITERAL.fullmatch(name)),
-        excluded=None if isinstance(exclude, str) and exclude else _names(exclude),
+        excluded=None if isinstance(exclude, str) and exclude else frozenset(_names(exclude)),
         is_explicit=bool(exclude) or layers not in (None, []) or (isinstance(targets, str) and targets != "all-linear"),
         magnitudes=values.get("use_dora") is True,
         alpha=_number(values.get("lora_alpha")),

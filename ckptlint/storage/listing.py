@@ -90,6 +90,7 @@ class Listing(Mapping[str, FolderEntry]):
 
     def without(self, hidden: Collection[str], rows: IntArray | None = None) -> Listing:
         """The listing without some names, and without some rows of `payload`."""
+        hidden = set(hidden)  # a list would be walked through for each name
         kept = np.ones(len(self.payload) + 1, bool)  # the last one for names that lie elsewhere
         kept[self.positions([*hidden])] = False
         if rows is not None:

@@ -373,10 +373,10 @@ class _Judge:
             return ()
         towers = {_tower(name, homes) for name in self.pairing.stored}
         lost = {_tower(name, homes) for name in missing} - towers
-        moved = [tails for block in _by_layer(self.unknown).values() for tails in block.values()]
+        moved = {frozenset(tails) for block in _by_layer(self.unknown).values() for tails in block.values()}
         for block, layers in _by_layer(missing).items():
             # An unknown block of layers with exactly the same keys is the tower under another name.
-            if any(tails in moved for tails in layers.values()):
+            if any(frozenset(tails) in moved for tails in layers.values()):
                 lost.discard(_tower(f"{block}.", homes))
         roots = {self._root(home) if self._is_lost(home) else home for home in lost if home is not None}
         return tuple(sorted(roots)) if towers - {None} else ()

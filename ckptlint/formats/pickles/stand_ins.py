@@ -562,5 +562,7 @@ def is_armed(value: Any) -> bool:
                 return True
             stack += [item.args, item.state, item.items]
         else:
-            stack += [*item.keys(), *item.values()] if isinstance(item, dict) else item
+            parts = [*item.keys(), *item.values()] if isinstance(item, dict) else item
+            if not SCALARS.issuperset(map(type, parts)):  # each tensor holds its mesh, and that all ranks of the job
+                stack += parts
     return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from math import prod
 from typing import Any, Literal, NamedTuple
 
@@ -80,7 +81,8 @@ def sizes_of(args: Mapping[str, Any]) -> Sizes | None:
     return Sizes(*sizes) if len(sizes) == len(stated) and sizes[0] * sizes[1] * sizes[3] * sizes[4] <= _MOST else None
 
 
-def grid(sizes: Sizes) -> dict[str, GridCoordinate]:
+@lru_cache(maxsize=4)  # it is asked for each folder of a job
+def grid(sizes: Sizes) -> Mapping[str, GridCoordinate]:
     """Folder -> rank, for each rank that writes a file.
 
     With experts the first etp x ep ranks of each stage write, which hold all experts. If etp is smaller than tp, tensor
