@@ -137,6 +137,8 @@ def lacking_files(step: Folder, older: Iterable[Folder], kinds_of: int = 1) -> t
     try:
         near = islice(older, _OLDEST)
         finished = [*islice((folder for folder in near if step_state(folder) != "unfinished"), _OLDER)]
+        if not finished:
+            return [], ""  # the step is not listed again for nothing
         there = _files_of_state(step)
         kinds = {*map(_kind, there.values())}
         for one in finished[:kinds_of]:
