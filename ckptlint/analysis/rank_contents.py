@@ -192,8 +192,10 @@ def _of_lost_rank_files(ckpt: Checkpoint, lost: Sequence[RankFile], column: IntA
     """(file, column) of each part that a missing rank file surely held: those that all files of its kind hold."""
     kinds = {file.name: file.kind for file in ckpt.rank_files.files} if ckpt.rank_files and lost else {}
     columns_by_kind: dict[str, set[int]] = {}
+    order = np.argsort(ckpt.records.file, kind="stable")
+    bounds = np.searchsorted(ckpt.records.file[order], np.arange(len(ckpt.files) + 1))
     for number, name in enumerate(ckpt.files.names if kinds else ()):
-        columns = {*column[ckpt.records.file == number].tolist()}
+        columns = {*column[order[bounds[number] : bounds[number + 1]]].tolist()}
         columns_by_kind[kinds.get(name, "")] = columns & columns_by_kind.get(kinds.get(name, ""), columns)
     return [(i, part) for i, file in enumerate(lost, len(ckpt.files)) for part in columns_by_kind.get(file.kind, ())]
 
