@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from ckptlint.architecture.adapters import PREFIX, AdapterConfig, Factors, endings, factors_of, read_adapter_config
-from ckptlint.model import Checkpoint, PayloadTable
+from ckptlint.model import Checkpoint, ModelConfig, PayloadTable
 from ckptlint.model.text import first_names, fold_names, numbered, plural, printable, ranges
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.config_fields import ADAPTER_CONFIG
@@ -86,7 +86,7 @@ def adapter_config(ckpt: Checkpoint) -> Iterator[Finding]:
         yield from _unlisted_modules(set(modules), config)
     yield from _missing_saved_modules(ckpt, config, modules)
     if not config.is_explicit and not any(map(_has_number, config.targets)):
-        yield from _missing_layers(modules, ckpt.config.base_layers)
+        yield from _missing_layers(modules, ckpt.config)
         yield from _layer_gaps(modules.values())
     if ckpt.payload is not None:
         yield from _zero_factors(ckpt, ckpt.payload, modules.values())
@@ -187,8 +187,11 @@ def _native_finding(modules: list[str]) -> Finding:
     )
 
 
-def _missing_layers(modules: Iterable[str], total: int) -> Iterator[Finding]:
+def _missing_layers(modules: Iterable[str], config: ModelConfig) -> Iterator[Finding]:
     """A finding if the attention adapters are those of one run of layers, and the base model has more."""
+    from ckptlint.architecture.huggingface import is_known_model
+
+    total = config.base_layers
     # One pipeline stage saved alone leaves such a run. Only attention counts: adapters of an MLP may exist only where
     # the model has dense layers, and a hybrid model has attention in some layers, which leave no unbroken run.
     blocks: dict[str, set[int]] = defaultdict(set)
@@ -202,6 +205,7 @@ def _missing_layers(modules: Iterable[str], total: int) -> Iterator[Finding]:
         yield _finding(
             f"adapters are stored for {numbered('layer', stored)}, but the base model has {total} layers",
             "layers",
+            None if is_known_model(config.base) else Severity.INFO,  # whose configuration may count something else
             why="peft warns that the keys are missing and keeps the initial values: the adapter does nothing there",
             hint=f"gather the adapter from all pipeline stages, or set layers_to_transform in {ADAPTER_CONFIG}",
         )
@@ -365,9 +369,9 @@ def _missing_saved_modules(ckpt: Checkpoint, config: AdapterConfig, modules: Ite
         if key_parts.intersection(pair):
             stored |= {*pair}
     lost = [name for name in names if name not in stored]
-    has_tables = any(".model.layers." in module for module in modules)
+    is_known_models = any(".model.layers." in module for module in modules)
     # Every causal model has token tables and every classifier a head; another name may be of another model's list.
-    is_sure = (not paths and {*_HEAD} <= {*lost}) or (has_tables and not {*_TABLES}.isdisjoint(lost))
+    is_sure = (not paths and {*_HEAD} <= {*lost}) or (is_known_models and not {*_TABLES}.isdisjoint(lost))
     names_them = "modules_to_save names" if {*lost} & {*config.saved} else f"for {config.task} peft loads"
     if lost:
         yield _finding(

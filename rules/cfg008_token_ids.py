@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
 
-from ckptlint.analysis.trusted_config import main_params
+from ckptlint.analysis.trusted_config import is_known_model, main_params
 from ckptlint.formats.strict_json import is_size
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import first_names
@@ -28,7 +28,8 @@ def token_ids(ckpt: Checkpoint) -> Iterator[Finding]:
         In an export, `bos_token_id`, `eos_token_id`, `pad_token_id` and `decoder_start_token_id` of `config.json` and
         of `generation_config.json` are below the rows of the embedding; so is every id of `tokenizer.json`, or of
         `vocab.json`, `vocab.txt` and `added_tokens.json` where there is none (up to 64 MiB each). A second embedding
-        adds its rows. Fewer ids than rows are padding, and a negative id is none. Left out are ids that a model type
+        adds its rows. Fewer ids than rows are padding, and a negative id is none. Of an unknown model,
+        ids without a tokenizer are info: they may be defaults that nobody set. Left out are ids that a model type
         has where nobody sets them, ids that another field names (`image_token_id`), and tokens for images, video and
         audio: the model replaces them before it embeds.
     Why it matters:
@@ -63,6 +64,8 @@ def token_ids(ckpt: Checkpoint) -> Iterator[Finding]:
     tokens = {number: token for number, token in ckpt.token_files.highest if number >= rows and number not in legal}
     tokens = {number: token for number, token in tokens.items() if not _MODALITY.search(token)}
     if tokens or special:
+        # Of an unknown type nobody knows which ids are defaults that no one set.
+        is_set = bool(tokens) or is_known_model(ckpt)
         highest = max(tokens or special)
         subject = f"the tokenizer has the id {highest} ({tokens[highest][:_LONGEST]})" if tokens else ""
         yield Finding(
@@ -70,6 +73,7 @@ def token_ids(ckpt: Checkpoint) -> Iterator[Finding]:
             at=Location(lead),
             identity=tuple(map(str, sorted({*tokens, *special}))),
             kind="tokenizer" if tokens else "special",
+            severity=None if is_set else Severity.INFO,
             notes=(
                 ("tokens", first_names(f"{token[:_LONGEST]} {number}" for number, token in sorted(tokens.items()))),
                 (

@@ -30,8 +30,9 @@ def iteration_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
 
         A number inside the step that differs from the folder's is a warning if the library takes both from one counter:
         `global_step` of a `trainer_state.json` in `checkpoint-<number>`, `train_state.step` of torchtitan in
-        `step-<number>`, `global_step` in `train/rank*.pt` of OLMo-core in `step<number>`, and `global_step` of a
-        `trainer_state.json` beside DeepSpeed's `global_step<number>`. Other counters (`step`, `global_step`,
+        `step-<number>`, and `global_step` in `train/rank*.pt` of OLMo-core in `step<number>`. DeepSpeed's engine counts
+        apart from transformers' Trainer: its `global_step<number>` may be behind `trainer_state.json` by one step an
+        epoch, and is a warning beyond. Other counters (`step`, `global_step`,
         `last_epoch` of a scheduler, Adam's own `step`) may count batches or start anew. They are info if they have
         the number of another step of the run, and a warning if they have not moved since the step before, with which
         they agreed. All numbers that contradict the folder's are one finding. Files of ranks that are called alike and
@@ -213,6 +214,10 @@ def _rank_disagreements(claims: list[StepClaim]) -> Iterator[Finding]:
 
 def _level(ckpt: Checkpoint, run: RunFolder, claim: StepClaim) -> tuple[Severity | None, str]:
     """(severity if the number is not the folder's, why it should be); None if it may count something else."""
+    if claim.uncounted is not None:
+        is_possible = 0 <= claim.step - run.step <= claim.uncounted
+        because = f"the counter of this folder may be up to {claim.uncounted} steps behind that one, and never ahead"
+        return None if is_possible else Severity.WARNING, because
     for counter in world().one_counter:
         if run.prefix == counter.prefix and counter.entry.fullmatch(claim.source):
             return Severity.WARNING, f"{counter.framework} writes both from one counter"

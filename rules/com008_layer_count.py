@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 
 from ckptlint.analysis.fit.judgement import foreign_sizes, has_known_config
-from ckptlint.analysis.trusted_config import Contradiction, LayerCount, contradictions, layer_counts
+from ckptlint.analysis.trusted_config import Contradiction, LayerCount, contradictions, is_defined, layer_counts
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import gaps, ranges
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
@@ -21,7 +21,9 @@ def layer_count(ckpt: Checkpoint) -> Iterator[Finding]:
         The main block has as many layers, numbered in the keys or stacked on an axis, as the arguments,
         `run_config.yaml` or `config.json` declare. Encoder and decoder have numbers of their own, and a block with a
         part of its own in the configuration (`encoder_config`) is counted by that. More layers than declared are a
-        warning. Where CFG001 knows every layer from a configuration, layers are not counted here.
+        warning. In the `config.json` of an unknown model, the number may count something else: without a hole
+        in the numbers of the layers that is info. Where CFG001 knows every layer from a configuration, layers are not
+        counted here.
 
         If two or more declared sizes (layers, hidden size, experts, mesh axes, world size) contradict what is stored,
         that is one warning, or info if only the mesh differs, and all other rules ignore what was declared. For a
@@ -74,11 +76,16 @@ def _finding(ckpt: Checkpoint, count: LayerCount) -> Finding:
     else:
         hint = "set the number of layers to the stored one, or find out which job wrote the configuration"
     stored = "1 layer is" if count.found == 1 else f"{count.found} layers are"
+    # Of an unknown type of model only a hole in the numbers shows, besides the declared number, that layers are lost.
+    is_certain = is_defined(ckpt, count.declared) or (bool(count.numbers) and count.numbers[-1] >= count.found)
+    why = "a model of the declared size loads without the extra layers" if count.found > declared else ""
+    if not is_certain:
+        why = f"ckptlint does not know this model: its configuration may count something else than {count.block}"
     return Finding(
         f"{stored} stored under {count.block}, but {count.declared.source} declares {declared}",
         at=Location(count.block, label=ckpt.metadata_file),
-        severity=Severity.WARNING if count.found > declared else None,
-        why="a model of the declared size loads without the extra layers" if count.found > declared else "",
+        severity=Severity.INFO if not is_certain else Severity.WARNING if count.found > declared else None,
+        why=why,
         notes=tuple(notes),
         hint=hint,
         inferred_from=f"the {'numbers in the keys' if count.numbers or count.stages else 'shapes'} of {count.block}",
@@ -90,6 +97,7 @@ def _foreign(ckpt: Checkpoint, foreign: tuple[Contradiction, ...]) -> Finding:
     """The finding that several declared sizes are wrong at once, so that they belong to another job."""
     sources = sorted({item.declared.source for item in foreign})
     of_model = [item for item in foreign if item.name in _MODEL_SIZES or item in foreign_sizes(ckpt)]
+    is_known = all(is_defined(ckpt, item.declared) for item in foreign)
     whose = "another model" if of_model else "a job with another mesh"
     shown = ", ".join(f"{item.name} {item.declared.value} (stored: {item.found})" for item in foreign)
     return Finding(
@@ -97,7 +105,7 @@ def _foreign(ckpt: Checkpoint, foreign: tuple[Contradiction, ...]) -> Finding:
         f"{shown}",
         at=Location(file=ckpt.common.source if sources == ["args"] and ckpt.common is not None else sources[0]),
         identity=tuple(item.name for item in foreign),
-        severity=Severity.WARNING if of_model else Severity.INFO,
+        severity=Severity.WARNING if of_model and is_known else Severity.INFO,
         why="loading with the sizes in the checkpoint builds that other model"
         if of_model
         else "nothing that follows from the declared sizes could be checked",

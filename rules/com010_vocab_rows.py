@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from ckptlint.analysis.fit.judgement import judged_shapes
 from ckptlint.analysis.inventory import Param
-from ckptlint.analysis.trusted_config import main_params, number, trusted, trusted_topology
+from ckptlint.analysis.trusted_config import is_defined, main_params, number, trusted, trusted_topology
 from ckptlint.model import Checkpoint
 from ckptlint.rule import Confidence, Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.dtypes import FLOATS
@@ -23,6 +23,7 @@ def vocab_rows(ckpt: Checkpoint) -> Iterator[Finding]:
         tensor-parallel size. TP times the padded size, TP > 1, is an error; another whole multiple, or the rows of a
         single tensor-parallel rank, is a warning; other numbers far above the padded size are info. A few thousand
         further rows are added tokens. A module with a part of its own in the configuration may have that vocabulary.
+        In the `config.json` of an unknown model, `vocab_size` may count something else: these are info.
 
         If that finds nothing, or nothing is declared, embedding and output layer have equal rows (else a warning):
         exactly in Megatron's formats, elsewhere up to a factor that is no whole number, since some models have a
@@ -136,7 +137,9 @@ def _finding(ckpt: Checkpoint, param: Param, message: str, confidence: Confidenc
     names = ("vocab", "padded_vocab", "vocab_divisor")
     shown = ", ".join(f"{n} {ckpt.declared[n].value} ({ckpt.declared[n].source})" for n in names if n in ckpt.declared)
     notes: tuple[Note, ...] = (("declared", f"{shown}, tp {tp}"),)
-    return Finding(message, at=Location(param.tensor), confidence=confidence, notes=notes, hint=hint)
+    severity = None if all(is_defined(ckpt, ckpt.declared.get(name)) for name in names) else Severity.INFO
+    at = Location(param.tensor)
+    return Finding(message, at=at, severity=severity, confidence=confidence, notes=notes, hint=hint)
 
 
 def _rounded(size: int, multiple: int) -> int:

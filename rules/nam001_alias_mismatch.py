@@ -6,7 +6,7 @@ from fractions import Fraction
 
 from ckptlint.analysis.fit.judgement import has_known_config
 from ckptlint.analysis.inventory import Param, inventory_of
-from ckptlint.analysis.trusted_config import flag, trusted, trusted_topology
+from ckptlint.analysis.trusted_config import flag, is_defined, trusted, trusted_topology
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import shape_text
 from ckptlint.rule import Finding, Location, Severity, rule
@@ -154,6 +154,8 @@ def _tied_weights(ckpt: Checkpoint) -> Iterator[Finding]:
             f"embedding and output layer are tied but differ{' in their values' if same_shape else shapes}",
             at=Location(b),
             identity=(a.fqn,),
+            # An unknown class may tie nothing, whatever its configuration inherits.
+            severity=None if is_defined(ckpt, declared[name]) else Severity.INFO,
             confidence="certain" if same_shape and _config_always_ties(ckpt) else "likely",
             notes=(
                 ("other key", f"{a.fqn}: {a.dtype} {shape_text(a.global_shape)}"),

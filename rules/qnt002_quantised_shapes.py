@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from ckptlint.analysis.quantised import QuantisedWeight, in_other_blocks, misfit, quantisation, stored_otherwise
-from ckptlint.analysis.trusted_config import number, trusted
+from ckptlint.analysis.trusted_config import is_defined, number, trusted
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import first_names, fold_names, join_words, plural, shape_text
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
@@ -79,7 +79,7 @@ def _experts_differ(ckpt: Checkpoint, weights: list[QuantisedWeight]) -> Iterato
         for key, tensor in ckpt.tensors.items()
         if key.endswith((".router.weight", ".gate.weight")) and len(tensor.global_shape) == 2
     }
-    declared = number(trusted(ckpt), "experts")
+    declared = number(trusted(ckpt), "experts") if is_defined(ckpt, ckpt.declared.get("experts")) else None
     for one in weights:
         home, experts, name = one.weight.rpartition(".experts.")
         shape = one.codes.global_shape

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ckptlint.analysis.quantised import WIDE, Declaration, Quantisation, QuantisedWeight, quantisation
-from ckptlint.analysis.trusted_config import number, trusted
+from ckptlint.analysis.trusted_config import is_defined, number, trusted
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import first_names, fold_names, join_words, plural, verb
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
@@ -122,8 +122,8 @@ def _differences(ckpt: Checkpoint, stored: Quantisation, declared: Declaration) 
         )
         return
     # Draft layers come after the declared ones, and exports often leave them in full precision.
-    layers = number(trusted(ckpt), "layers") or 0
-    ends: dict[str, int] = defaultdict(lambda: layers)
+    layers = number(trusted(ckpt), "layers") if is_defined(ckpt, ckpt.declared.get("layers")) else None
+    ends: dict[str, int] = defaultdict(lambda: layers or 0)
     for one in stored.weights:
         ends[role(one.weight)] = max([ends[role(one.weight)], *numbers_in(one.weight)[:1]])
     left = [tensor for tensor in wide if role(tensor.fqn) in ends and numbers_in(tensor.fqn)]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from ckptlint.analysis.inventory import Param, inventory_of
 from ckptlint.model import AxisSize, Checkpoint, Declared
 from ckptlint.model.facts import fact
-from ckptlint.vocabulary.config_fields import read_declared
+from ckptlint.vocabulary.config_fields import MODEL_CONFIG, read_declared
 
 MAIN_BLOCKS = frozenset(
     {
@@ -99,6 +99,23 @@ def flag(declared: Mapping[str, Declared], name: str) -> bool | None:
     """A declared flag, or None."""
     item = declared.get(name)
     return item.value if item is not None and isinstance(item.value, bool) else None
+
+
+def is_defined(ckpt: Checkpoint, declared: Declared | None) -> bool:
+    """Whether it is known what a declared number counts.
+
+    The arguments of Megatron and of Mistral have one meaning. In a `config.json` each type of model has its own: 72
+    `layer_types` of `dory` (transformers 5.24) are 36 modules. Of an unknown type a number proves nothing.
+    """
+    return declared is None or declared.source != MODEL_CONFIG or is_known_model(ckpt)
+
+
+@fact
+def is_known_model(ckpt: Checkpoint) -> bool:
+    """Whether type and class of the `config.json` are those of a model of transformers."""
+    from ckptlint.architecture import huggingface
+
+    return ckpt.config is not None and huggingface.is_known_model(ckpt.config.values)
 
 
 @fact

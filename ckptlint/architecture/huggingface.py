@@ -115,6 +115,24 @@ def model_table(model_type: str) -> Mapping[str, Any] | None:
     return own_file(path, json.loads) if path.exists() else None
 
 
+def is_known_model(config: Mapping[str, object]) -> bool:
+    """Whether the type and the class of a configuration are known, and so what it counts.
+
+    Raises:
+        OwnFileError: the file of classes is broken.
+    """
+    kind, named = _text(config.get("model_type")), config.get("architectures")
+    table = model_table(kind)
+    classes = table["models"] if table is not None else _classes().get(kind, ())
+    return bool(classes) and (not named or (isinstance(named, list) and _text(named[0]) in classes))
+
+
+@cache
+def _classes() -> Mapping[str, list[str]]:
+    """Model type without a table -> its classes, as `bench/tables/classes.py` writes them."""
+    return own_file(Path(__file__).with_name("classes.toml"), tomllib.loads)
+
+
 def _mounted(
     config: Mapping[str, object], table: Mapping[str, Any], values: dict[str, object]
 ) -> dict[str, tuple[Mapping[str, Any], dict[str, object]]]:

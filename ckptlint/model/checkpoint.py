@@ -111,10 +111,13 @@ class StepClaim(NamedTuple):
     Attributes:
         source: the key, or the file, that holds it, printable.
         step: the number.
+        uncounted: how many of these steps the counter in the folder's name may have left out; None where one line of
+            code writes both, or nothing is known.
     """
 
     source: str
     step: int
+    uncounted: int | None = None
 
 
 StepFileState = Literal["read", "known", "unknown"]

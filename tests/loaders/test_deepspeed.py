@@ -294,14 +294,28 @@ def test_latest_names_what_is_not_there(copy: Callable[[str], Path]) -> None:
 
 def test_the_trainer_and_the_engine_name_one_step(copy: Callable[[str], Path]) -> None:
     step = copy("trainer_z2_2r") / "checkpoint-2"
-    told = json.loads((step / "trainer_state.json").read_text()) | {"global_step": 4}
+    told = json.loads((step / "trainer_state.json").read_text()) | {"global_step": 9}
     (step / "trainer_state.json").write_text(json.dumps(told))
     [(code, _, title)] = found(ckptlint.check(step))
-    assert (code, title) == ("COM002", "the folder is named for step 2, but trainer_state.json says step 4")
-    step = step.rename(step.with_name("checkpoint-4"))
+    assert (code, title) == ("COM002", "the folder is named for step 2, but trainer_state.json says step 9")
+    step = step.rename(step.with_name("checkpoint-9"))
     (code, _, title), *more = found(ckptlint.check(step))
-    assert (code, title) == ("COM002", "the folder is named for step 2, but ../trainer_state.json says step 4")
+    assert (code, title) == ("COM002", "the folder is named for step 2, but ../trainer_state.json says step 9")
     assert not more
+
+
+@pytest.mark.parametrize(
+    ("trainer", "epoch", "is_possible"),
+    [(2, 0.5, True), (3, 1.0, True), (6, 3.0, True), (7, 3.0, False), (1, 0.5, False), (500, "?", True)],
+)
+def test_the_engine_counts_at_most_one_step_an_epoch_less_than_the_trainer(
+    copy: Callable[[str], Path], trainer: int, epoch: object, is_possible: bool
+) -> None:
+    step = copy("trainer_z2_2r") / "checkpoint-2"
+    told = json.loads((step / "trainer_state.json").read_text()) | {"global_step": trainer, "epoch": epoch}
+    (step / "trainer_state.json").write_text(json.dumps(told))
+    step = step.rename(step.with_name(f"checkpoint-{trainer}"))
+    assert [code for code, *_ in found(ckptlint.check(step))] == ([] if is_possible else ["COM002"])
 
 
 def test_a_trainers_step_without_weights_of_its_own_is_read_whole(copy: Callable[[str], Path]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -127,20 +128,27 @@ def _expert_counts(root: dict[Any, Any]) -> tuple[int, ...]:
 def trainer_claim(folder: Folder) -> tuple[StepClaim, ...]:
     """The step of transformers' Trainer, which lets the engine name the folder beside its own state.
 
+    The engine takes a step for each full accumulation; the Trainer also counts the last, shorter one of each epoch. So
+    the engine may be behind by one step for each epoch that was begun, and one for the accumulation that is open.
     () where it differs from the name of the Trainer's own folder, since that is reported there.
 
     Source:
-        transformers.trainer.Trainer._save_optimizer_and_scheduler (5.23): `save_checkpoint` without a tag
+        transformers.trainer.Trainer._save_optimizer_and_scheduler (5.23): `save_checkpoint` without a tag;
+        deepspeed.DeepSpeedEngine.is_gradient_accumulation_boundary (0.19); DeepSpeed#7405
     """
     above = folder.parent
     if above is None or not re.fullmatch(r"global_step\d{1,18}", folder.name) or not above.has(_TRAINER):
         return ()
     try:
-        step = read_json(above, _TRAINER, _TRAINER_LIMIT)[0].get("global_step")
+        state = read_json(above, _TRAINER, _TRAINER_LIMIT)[0]
     except CkptlintError:
         return ()
+    step, epoch = state.get("global_step"), state.get("epoch")
     is_reported = above.name.startswith("checkpoint-") and above.name != f"checkpoint-{step}"
-    return (StepClaim(f"../{_TRAINER}", step),) if type(step) is int and not is_reported else ()
+    if type(step) is not int or is_reported:
+        return ()
+    behind = math.ceil(epoch) + 1 if isinstance(epoch, (int, float)) and 0 <= epoch < step else step
+    return (StepClaim(f"../{_TRAINER}", step, behind),)
 
 
 _TRAINER = "trainer_state.json"
