@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ from ckptlint.loaders.checkpoint import open_checkpoint
 from ckptlint.loaders.discover import find
 from ckptlint.loaders.layouts import CheckpointPlace
 from ckptlint.loaders.run.folder import step_before
+from ckptlint.loaders.step_parts import lost_model
 from ckptlint.model import Checkpoint
 from ckptlint.sandbox import one_budget, prefetch
 from ckptlint.storage.paths import is_url, shown
@@ -38,6 +40,32 @@ Opener = Callable[[str, bool, Depth, "ReadOptions | None"], Iterator[Opened]]
 
 
 def opened(
+    path: str,
+    all_steps: bool,
+    depth: Depth,
+    reading: ReadOptions | None,
+    jobs: int | None = None,
+    seen: set[str] | None = None,
+    before_too: bool = False,
+) -> Iterator[Opened]:
+    """Each checkpoint under a path, as `_opened` reads it; with the first one of a step what the whole step lacks.
+
+    Raises:
+        NothingToCheckError, AccessError: as `find`.
+    """
+    every = _opened(path, all_steps, depth, reading, jobs, seen, before_too)
+    for step, of_step in groupby(every, key=lambda item: item[0].step):
+        members = list(of_step)
+        checkpoints = [ckpt for _, ckpt in members if isinstance(ckpt, Checkpoint)]
+        problem = None
+        if step is not None and depth.looks_at_files and len(checkpoints) == len(members):
+            problem = lost_model([found for found, _ in members], checkpoints)
+        if problem is not None:
+            members[0] = members[0][0], replace(checkpoints[0], problems=[*checkpoints[0].problems, problem])
+        yield from members
+
+
+def _opened(
     path: str,
     all_steps: bool,
     depth: Depth,

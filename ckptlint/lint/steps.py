@@ -20,6 +20,7 @@ from ckptlint.loaders.readers.payload_files import file_table
 from ckptlint.loaders.run.finished import lacking_files, step_state
 from ckptlint.loaders.run.folder import read_tracker
 from ckptlint.loaders.run.steps import Step, is_alike, run_at, runs_below, steps_of
+from ckptlint.loaders.step_parts import parts_of
 from ckptlint.model import Checkpoint
 from ckptlint.model.checkpoint import ProblemKind
 from ckptlint.model.text import human_duration, join_words, plural, printable
@@ -30,7 +31,7 @@ from ckptlint.storage.folder import Folder
 from ckptlint.storage.locate import listed_once
 from ckptlint.storage.paths import shown
 from ckptlint.vocabulary.frameworks import family_of, step_number
-from ckptlint.vocabulary.parts import PARTS, not_stored, part_of_file, part_of_key
+from ckptlint.vocabulary.parts import PARTS, not_stored, part_of_file
 
 StepVerdict = Literal["passes", "fails", "unfinished", "lacks parts", "not judged", "gone"]
 """`not judged`: it may be sound, and could not be read or judged as a whole; `gone`: it vanished meanwhile."""
@@ -394,15 +395,3 @@ def _finished(steps: Iterable[Step], depth: Depth) -> Iterator[tuple[str, tuple[
                 yield printable(step.name), parts if depth.looks_at_files else _by_names(step, parts)
         except CkptlintError:
             continue
-
-
-def parts_of(checkpoints: Iterable[Checkpoint]) -> tuple[str, ...]:
-    """The parts that the checkpoints of one step hold together."""
-    found: set[str | None] = set()
-    for ckpt in checkpoints:
-        found |= {part_of_file(file.family) for file in ckpt.step_files}
-        names: set[str] = {entry.fqn for entry in ckpt.byte_objects} | ckpt.objects.keys.keys()
-        if ckpt.common is not None:
-            names |= {key for key in ckpt.common.values if isinstance(key, str)}
-        found |= {part_of_key(name) for name in names.union(ckpt.tensors)}
-    return tuple(part for part in PARTS if part in found)

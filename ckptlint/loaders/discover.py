@@ -79,7 +79,9 @@ def find_checkpoints(folder: Folder, all_steps: bool) -> list[CheckpointPlace]:
         found[0] = replace(found[0], not_followed=(*found[0].not_followed, sentence))
     places = frozenset(place.place for part in found for place in (part.folder, *part.reports_for))
     around = frozenset(_around(places))
-    return [replace(part, claimed=places, around_claimed=around) for part in found]
+    number = None if folder.name.isdecimal() else step_number(folder.name)  # a number alone may be a year
+    at = None if number is None else (folder.display, number)
+    return [replace(part, claimed=places, around_claimed=around, step=part.step or at) for part in found]
 
 
 def _around(places: Iterable[str]) -> set[str]:

@@ -111,7 +111,7 @@ class CheckpointPlace:
         linked_to: where the link leads, out of its run, by which it was found; "" otherwise.
         not_followed: sentences on what next to it was not looked into.
         of_run: whether it is the newest step of a run that was asked for as a whole.
-        step: path and number of the step that it is or belongs to, where its run was walked over; None elsewhere.
+        step: path and number of the step that it is or belongs to, where all of that step was looked at.
     """
 
     folder: Folder
