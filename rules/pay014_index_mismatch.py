@@ -126,11 +126,18 @@ def _unlisted(index: WeightIndex, stored_keys: KeysByFile) -> Iterator[Finding]:
     """Findings on keys that the index does not list."""
     named = set(index.places.values())
     series = {match[2] for match in map(_NUMBERS.fullmatch, named) if match}
+    blocks = {parse(key).block for key in index.places} - {""}
     for file, present in stored_keys.items():
         lacking = sorted(key for key in present if key not in index.places)  # a difference walks through all
         if lacking:
+            of_model = [] if file in named else [key for key in map(parse, lacking) if key.block in blocks]
+            layers = (
+                {key.layer for key in of_model if key.layer is not None} if len(of_model) == len(lacking) else set()
+            )
+            them = "it" if len(lacking) == 1 else "them"
+            which = f" of this model ({numbered('layer', layers)})" if layers else ""
             yield Finding(
-                f"{file} holds {_keys_text(lacking)} that {index.file} does not list",
+                f"{file} holds {_keys_text(lacking)}{which} that {index.file} does not list",
                 at=Location(file=file),
                 identity=(file, *lacking[:_MOST]),
                 keys=tuple(lacking[:_MOST]),
@@ -139,6 +146,8 @@ def _unlisted(index: WeightIndex, stored_keys: KeysByFile) -> Iterator[Finding]:
                 why="a loader that follows the index never reads them, one that takes every file does",
                 hint="write the index again from the headers"
                 if file in named
+                else f"add {them} to weight_map of {index.file}; if another export left the file, delete it"
+                if layers
                 else "check whether another export left this file: the index places no key in it",
                 group="lacks",
                 kind="unlisted",
@@ -254,6 +263,9 @@ def _total_size(ckpt: Checkpoint, index: WeightIndex) -> Iterator[Finding]:
             np.unique(np.stack([records.file[owned], records.byte_offset[owned]]), axis=1, return_index=True)[1]
         ]
     stored = int(records.byte_length[owned].sum())
+    is_listed = np.array([key in index.places for key in records.fqns], bool)[records.fqn[owned]]
+    if index.total_size == int(records.byte_length[owned][is_listed].sum()):
+        return  # what the index does not list, it does not count
     if index.total_size is None or stored in (index.total_size, index.total_size << 20) or index.unread:
         return  # ColossalAI counts in MiB
     # Writers sum the bytes before they drop one of two tied weights, or count headers (less than 1 %): no fault.
@@ -264,18 +276,35 @@ def _total_size(ckpt: Checkpoint, index: WeightIndex) -> Iterator[Finding]:
     if explains_bytes(ckpt, index.total_size):
         return
     is_close = abs(difference) <= _SLACK * stored or difference in tied
+    counted = "" if is_close else _counted_instead(ckpt, index.total_size)
     yield Finding(
-        f"{index.file} says {index.total_size:,} bytes in total, but {stored:,} are stored",
+        f"total_size of {index.file}, {index.total_size:,}, is {counted}, not the {stored:,} bytes that are stored"
+        if counted
+        else f"{index.file} says {index.total_size:,} bytes in total, but {stored:,} are stored",
         at=Location(file=index.file),
         identity=("total_size",),
-        kind="total",
+        kind="counted" if counted else "total",
         severity=Severity.INFO if is_close else Severity.WARNING,
-        why="the index was written for files different from these",
-        notes=(("difference", f"{human_bytes(abs(difference))} {'fewer' if difference > 0 else 'more'} are stored"),),
+        why="its writer counted something else; no tensor is missing for that"
+        if counted
+        else "the index was written for files different from these",
+        notes=(("difference", f"{human_bytes(abs(difference))} {'fewer' if difference > 0 else 'more'} are stored"),)
+        * (not counted),
         hint=""
         if is_close
+        else f"set total_size to {stored:,}"
+        if counted
         else "compare the index with that of the export; a change of dtype alone has the same effect",
     )
+
+
+def _counted_instead(ckpt: Checkpoint, total: int) -> str:
+    """What a total counts in place of the stored bytes; "" where nothing that writers confuse explains it."""
+    elements = sum(tensor.volume for tensor in ckpt.tensors.values())
+    counts = {len(ckpt.tensors): "the number of tensors", elements: "the number of elements"}
+    for dtype, size in (("float32", 4), ("bfloat16", 2)):
+        counts.setdefault(size * elements, f"the bytes of the same elements in {dtype}")
+    return counts.get(total, "")
 
 
 _TIED = ("embedding", "output")
