@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -61,3 +62,15 @@ def test_a_table_that_was_wrong_is_silent_and_judges(folder: Path, tmp_path: Pat
             tensors = {k: {"shape": v, "dtype": "bfloat16"} for k, v in left.items()}
             write_safetensors(tmp_path / "model.safetensors", {"tensors": tensors})
             assert code in codes(tmp_path), key
+
+
+@pytest.mark.parametrize(("declared", "wanted"), [("float16", []), ("float32", []), ("bfloat16", ["CFG005"])])
+def test_the_declared_dtype_may_be_that_of_a_variant_beside(declared: str, wanted: list[str], tmp_path: Path) -> None:
+    """Each `save_pretrained` of transformers writes `config.json`, a later one of a variant too."""
+    tensors = ckptlint.check(EXPORTS / "ok_llama").checkpoints[0].checkpoint.tensors
+    for name, dtype in (("model.safetensors", "float32"), ("model.fp16.safetensors", "float16")):
+        table = {key: {"shape": list(tensor.global_shape), "dtype": dtype} for key, tensor in tensors.items()}
+        write_safetensors(tmp_path / name, {"tensors": table})
+    config = json.loads((EXPORTS / "ok_llama/config.json").read_text()) | {"dtype": declared}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert codes(tmp_path, depth="files") == wanted

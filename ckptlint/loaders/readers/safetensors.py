@@ -30,7 +30,7 @@ from ckptlint.model.facts import fact
 from ckptlint.model.lost_files import by_node
 from ckptlint.model.text import first_few, first_names, plural, printable, verb
 from ckptlint.sandbox import isolated
-from ckptlint.storage.folder import Folder
+from ckptlint.storage.folder import READABLE, Folder
 from ckptlint.vocabulary.config_fields import (
     ADAPTER_CONFIG,
     MISTRAL_CONFIG,
@@ -56,6 +56,7 @@ _ADAPTER = re.compile(r"adapter[_-].*")
 _OF_RANK = re.compile(r"model-rank-(?P<rank>\d{1,4})-part-(?P<part>\d{1,4})\.safetensors")  # vLLM's sharded_state
 _LOADED = re.compile(r"model[-.](?!rank-)|pytorch_model[-.]|shard-")  # what is loaded by the config.json beside it
 _MISTRAL = re.compile(r"consolidated[-.].*")
+_VARIANTS = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 _MOST_LEFT_OUT = 8  # files whose headers are read to find layers that an index lacks
 _DIGITS = re.compile(r"\d+")
 _INFO = "DCP_SHARDING_INFO"
@@ -259,6 +260,7 @@ def read_safetensors(folder: Folder, look_at_files: bool, is_first: bool = True)
         files=states.files,
         declared=declared,
         config=beside or (config if is_loaded else None),
+        declared_variant=_declared_variant(folder, config) if is_loaded else "",
         index=states.index,
         topology=read_topology(declared, empty_objects(), None, ranks),
         problems=problems + config_problems + own_problems,
@@ -266,6 +268,18 @@ def read_safetensors(folder: Folder, look_at_files: bool, is_first: bool = True)
         partial_because=partial,
         metadata_file=label,
     )
+
+
+def _declared_variant(folder: Folder, config: ModelConfig | None) -> str:
+    """The file of a variant of the model that has the declared dtype by its name; "" where none lies there.
+
+    Source:
+        transformers 5.23 save_pretrained(variant=...): each save writes config.json, so the dtype of the last stays
+    """
+    values = config.values if config else {}
+    variant = _VARIANTS.get(str(values.get("dtype") or values.get("torch_dtype")).removeprefix("torch."), "")
+    names = (f"model.{variant}.safetensors", f"model.safetensors.index.{variant}.json") if variant else ()
+    return next((name for name in names if folder.stat(name)[0] in READABLE), "")
 
 
 def _lost_of_ranks(files: list[str]) -> list[Problem]:
