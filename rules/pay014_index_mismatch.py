@@ -61,7 +61,7 @@ def index_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
         yield _stale(ckpt.index, files[0], stored_keys[files[0]].keys())
     elif ckpt.index is not None:
         yield from _misplaced(ckpt.index, stored_keys)
-        yield from _unlisted(ckpt.index, stored_keys)
+        yield from _unlisted(ckpt, ckpt.index, stored_keys)
         yield from _double(ckpt, ckpt.index, stored_keys)
         yield from _total_size(ckpt, ckpt.index)
     elif ckpt.format in ("safetensors", "torch") and len(ckpt.files) > 1:
@@ -122,7 +122,7 @@ def _files_by_key(stored_keys: KeysByFile) -> dict[str, list[str]]:
     return homes
 
 
-def _unlisted(index: WeightIndex, stored_keys: KeysByFile) -> Iterator[Finding]:
+def _unlisted(ckpt: Checkpoint, index: WeightIndex, stored_keys: KeysByFile) -> Iterator[Finding]:
     """Findings on keys that the index does not list."""
     named = set(index.places.values())
     series = {match[2] for match in map(_NUMBERS.fullmatch, named) if match}
@@ -134,6 +134,9 @@ def _unlisted(index: WeightIndex, stored_keys: KeysByFile) -> Iterator[Finding]:
             layers = (
                 {key.layer for key in of_model if key.layer is not None} if len(of_model) == len(lacking) else set()
             )
+            # without its own layers the model is not loaded; those for multi-token prediction come behind them
+            count = ckpt.declared["layers"].value if layers and "layers" in ckpt.declared else 0
+            is_needed = isinstance(count, int) and any(layer < count for layer in layers)
             them = "it" if len(lacking) == 1 else "them"
             which = f" of this model ({numbered('layer', layers)})" if layers else ""
             yield Finding(
@@ -141,7 +144,7 @@ def _unlisted(index: WeightIndex, stored_keys: KeysByFile) -> Iterator[Finding]:
                 at=Location(file=file),
                 identity=(file, *lacking[:_MOST]),
                 keys=tuple(lacking[:_MOST]),
-                severity=None if _is_left_out(file, named, series) else Severity.WARNING,
+                severity=None if is_needed or _is_left_out(file, named, series) else Severity.WARNING,
                 notes=_key_note(lacking),
                 why="a loader that follows the index never reads them, one that takes every file does",
                 hint="write the index again from the headers"
@@ -197,7 +200,7 @@ def _double(ckpt: Checkpoint, index: WeightIndex, stored_keys: KeysByFile) -> It
 
 _Use = Literal["old", "unopened", "equal", "reshaped", "changed", "unknown"]
 _LATER = (
-    "{place} and {file} both hold KEYS: {index} names the former, transformers and vLLM load the latter",
+    "two files hold KEYS: {index} names {place}, but transformers and vLLM load the copies in {file}",
     "they open the files of the index in sorted order, and a later copy replaces an earlier one",
     "delete the copies in {file} if those in {place} are right, or merge again; an index written again changes nothing",
 )
@@ -285,7 +288,7 @@ def _total_size(ckpt: Checkpoint, index: WeightIndex) -> Iterator[Finding]:
         identity=("total_size",),
         kind="counted" if counted else "total",
         severity=Severity.INFO if is_close else Severity.WARNING,
-        why="its writer counted something else; no tensor is missing for that"
+        why="its writer counted something else, which says nothing against the weights"
         if counted
         else "the index was written for files different from these",
         notes=(("difference", f"{human_bytes(abs(difference))} {'fewer' if difference > 0 else 'more'} are stored"),)
@@ -303,7 +306,7 @@ def _counted_instead(ckpt: Checkpoint, total: int) -> str:
     elements = sum(tensor.volume for tensor in ckpt.tensors.values())
     counts = {len(ckpt.tensors): "the number of tensors", elements: "the number of elements"}
     for dtype, size in (("float32", 4), ("bfloat16", 2)):
-        counts.setdefault(size * elements, f"the bytes of the same elements in {dtype}")
+        counts.setdefault(size * elements, f"the size of the same elements in {dtype}")
     return counts.get(total, "")
 
 
