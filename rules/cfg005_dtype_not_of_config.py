@@ -22,7 +22,8 @@ def dtype_not_of_config(ckpt: Checkpoint) -> Iterator[Finding]:
         Each float tensor of an export has the `dtype` (or `torch_dtype`) of the `config.json` beside it. It is a
         warning if other tensors add a quarter or more to the model's bytes or take as much from them, or if norms are
         float64. It is info for a few others, such as routers kept in float32, from 1% of the bytes on. Quantised
-        models, training checkpoints and variants (`model.fp16.safetensors`) are left out.
+        models, training checkpoints and variants (`model.fp16.safetensors`) are left out, and a model beside a variant
+        whose dtype is the declared one.
     Why it matters:
         A wider dtype wastes space; a narrower one has lost the declared precision. A loader that
         uses the declared dtype converts every tensor.
@@ -39,6 +40,8 @@ def dtype_not_of_config(ckpt: Checkpoint) -> Iterator[Finding]:
         raise NotApplicable("no dtype is declared for these files")
     if any(name.count(".") > 1 for name in ckpt.files.names):
         raise NotApplicable("the configuration describes the model without a variant in its name")
+    if ckpt.declared_variant:  # the last export wrote the configuration, for its own dtype
+        raise NotApplicable(f"the declared dtype is that of {ckpt.declared_variant} beside it")
     for item in other_dtypes(ckpt, fit):
         is_double = _has_double_norms(ckpt, item)
         if is_double or item.declared >= _LEAST * implied_bytes(fit):

@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
+from typing import Literal
 
 import numpy as np
 
 from ckptlint.analysis.fit.judgement import explains_bytes, has_known_config
-from ckptlint.model import Checkpoint, WeightIndex
+from ckptlint.model import Checkpoint, RecordState, WeightIndex
 from ckptlint.model.text import first_names, fold_names, human_bytes, numbered, plural, verb
 from ckptlint.rule import Finding, Location, Note, Severity, rule
 from ckptlint.vocabulary.config_fields import MODEL_CONFIG
@@ -20,8 +21,8 @@ _SHOWN = 6
 _MOST = 100_000
 _SLACK = 0.01
 
-KeysByFile = dict[str, set[str]]
-"""File -> the keys in its header."""
+KeysByFile = dict[str, dict[str, int]]
+"""File -> key in its header -> its record."""
 
 
 @rule("PAY014", "index-mismatch", Severity.ERROR, needs=("export",))
@@ -31,12 +32,15 @@ def index_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
     What it checks:
         Each key of `*.safetensors.index.json` or `*.bin.index.json` lies in the file that the index names, and no file
         `model-<k>-of-<N>.safetensors` is missing or without an entry. Nor do several numbered files lie beside a
-        `config.json` without an index. These are only warnings: a key that the index does not list or that two files
-        hold, numbered files alone without an index, a missing number beside an index or among the shards of torch's
-        writer, a stale index (none of its files is there, but `model.safetensors` is), and a `total_size` more than 1 %
-        off (info if less, or if tied weights explain it). If the configuration explains `total_size`, CFG001 and CFG005
-        report it. The index of ColossalAI's optimizer has the numbers of parameters for keys: all states of a parameter
-        lie in the file that it names.
+        `config.json` without an index. Where two files of the index hold a key, transformers and vLLM load the copy
+        of the last in sorted order: an error if the index names another and the copies differ in shape or dtype. These
+        are only warnings: copies that differ in values or were not read, a key that the index does not list or that a
+        file outside of it holds too, numbered files alone without an index, a missing number beside an index or among
+        the shards of torch's writer, a stale index (none of its files is there, but `model.safetensors` is), and a
+        `total_size` more than 1 % off (info if less, or if tied weights explain it). Copies with equal bytes (depth
+        `data`), and old ones that no loader keeps, are info. If the configuration explains `total_size`, CFG001 and
+        CFG005 report it. The index of ColossalAI's optimizer has the numbers of parameters for keys: all states of a
+        parameter lie in the file that it names.
     Why it matters:
         A loader that follows the index misses tensors; one that reads every file loads stale ones.
     Usual causes:
@@ -47,24 +51,25 @@ def index_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         huggingface_hub.split_torch_state_dict_into_shards
     """
-    names, stored_keys = ckpt.records.fqns, defaultdict[str, set[str]](set)
+    names, stored_keys = ckpt.records.fqns, defaultdict[str, dict[str, int]](dict)
     files = list(ckpt.files.names)
     by_parameter = ckpt.index is not None and all(map(str.isdecimal, ckpt.index.places))
-    for key, file in zip(ckpt.records.fqn.tolist(), ckpt.records.file.tolist(), strict=True):
+    for row, (key, file) in enumerate(zip(ckpt.records.fqn.tolist(), ckpt.records.file.tolist(), strict=True)):
         state = _STATE.fullmatch(names[key]) if by_parameter else None
-        stored_keys[files[file]].add(state[1] if state else names[key])
+        stored_keys[files[file]][state[1] if state else names[key]] = row
     if ckpt.index is not None and ckpt.index.is_stale:
-        yield _stale(ckpt.index, files[0], stored_keys[files[0]])
+        yield _stale(ckpt.index, files[0], stored_keys[files[0]].keys())
     elif ckpt.index is not None:
         yield from _misplaced(ckpt.index, stored_keys)
-        yield from _unlisted(ckpt.index, stored_keys)
+        yield from _unlisted(ckpt, ckpt.index, stored_keys)
+        yield from _double(ckpt, ckpt.index, stored_keys)
         yield from _total_size(ckpt, ckpt.index)
     elif ckpt.format in ("safetensors", "torch") and len(ckpt.files) > 1:
         yield from _without_index(ckpt, stored_keys)
     yield from _missing_numbers(ckpt)
 
 
-def _stale(index: WeightIndex, whole: str, present: set[str]) -> Finding:
+def _stale(index: WeightIndex, whole: str, present: Set[str]) -> Finding:
     """The finding on an index of an earlier save in several files, beside this save's single file."""
     lost = sorted(index.places.keys() - present)
     return Finding(
@@ -82,12 +87,12 @@ def _stale(index: WeightIndex, whole: str, present: set[str]) -> Finding:
 
 def _misplaced(index: WeightIndex, stored_keys: KeysByFile) -> Iterator[Finding]:
     """Findings on keys that are not in the file that the index names."""
-    wanted: KeysByFile = defaultdict(set)
+    wanted: dict[str, set[str]] = defaultdict(set)
     for key, file in index.places.items():
         wanted[file].add(key)
     files_of_key = _files_by_key(stored_keys)
     for file, keys in wanted.items():
-        lost = sorted(keys - stored_keys.get(file, set()))
+        lost = sorted(keys - stored_keys.get(file, {}).keys())
         if not lost or (file in index.unread and file not in index.absent):
             continue  # a file whose header cannot be read has a finding of its own
         is_absent = file in index.absent
@@ -117,36 +122,128 @@ def _files_by_key(stored_keys: KeysByFile) -> dict[str, list[str]]:
     return homes
 
 
-def _unlisted(index: WeightIndex, stored_keys: KeysByFile) -> Iterator[Finding]:
-    """Findings on keys that the index does not list, or lists in another file that holds them too."""
+def _unlisted(ckpt: Checkpoint, index: WeightIndex, stored_keys: KeysByFile) -> Iterator[Finding]:
+    """Findings on keys that the index does not list."""
     named = set(index.places.values())
     series = {match[2] for match in map(_NUMBERS.fullmatch, named) if match}
+    blocks = {parse(key).block for key in index.places} - {""}
     for file, present in stored_keys.items():
         lacking = sorted(key for key in present if key not in index.places)  # a difference walks through all
-        double = sorted(
-            key
-            for key in present & index.places.keys()
-            if index.places[key] != file and key in stored_keys.get(index.places[key], ())
+        if lacking:
+            of_model = [] if file in named else [key for key in map(parse, lacking) if key.block in blocks]
+            layers = (
+                {key.layer for key in of_model if key.layer is not None} if len(of_model) == len(lacking) else set()
+            )
+            # without its own layers the model is not loaded; those for multi-token prediction come behind them
+            count = ckpt.declared["layers"].value if layers and "layers" in ckpt.declared else 0
+            is_needed = isinstance(count, int) and any(layer < count for layer in layers)
+            them = "it" if len(lacking) == 1 else "them"
+            which = f" of this model ({numbered('layer', layers)})" if layers else ""
+            yield Finding(
+                f"{file} holds {_keys_text(lacking)}{which} that {index.file} does not list",
+                at=Location(file=file),
+                identity=(file, *lacking[:_MOST]),
+                keys=tuple(lacking[:_MOST]),
+                severity=None if is_needed or _is_left_out(file, named, series) else Severity.WARNING,
+                notes=_key_note(lacking),
+                why="a loader that follows the index never reads them, one that takes every file does",
+                hint="write the index again from the headers"
+                if file in named
+                else f"add {them} to weight_map of {index.file}; if another export left the file, delete it"
+                if layers
+                else "check whether another export left this file: the index places no key in it",
+                group="lacks",
+                kind="unlisted",
+            )
+
+
+def _double(ckpt: Checkpoint, index: WeightIndex, stored_keys: KeysByFile) -> Iterator[Finding]:
+    """Findings on keys that a further file holds beside the one that the index names.
+
+    Source:
+        transformers 5.23 get_checkpoint_shard_files, vllm 0.11 filter_duplicate_safetensors_files: they open the files
+        that the index names, in sorted order, and no other; of two copies of a key the later one is loaded
+    """
+    named = set(index.places.values())
+    copies: dict[tuple[str, str, _Use], list[str]] = defaultdict(list)
+    for key, files in _files_by_key(stored_keys).items():
+        place = index.places.get(key, "")
+        # of torch's own shards each has a part of the key
+        if len(files) == 1 or place not in files or ckpt.format == "dcp-safetensors":
+            continue
+        last = max(file for file in files if file in named)
+        for file in files:
+            if file != place:
+                use = _compared(ckpt, stored_keys[place][key], stored_keys[file][key])
+                if use != "equal" and file != last:
+                    use = "old" if file in named else "unopened"
+                copies[file, place, use].append(key)
+    for (file, place, use), keys in copies.items():
+        keys.sort()
+        size = human_bytes(sum(int(ckpt.records.byte_length[stored_keys[file][key]]) for key in keys))
+        message, why, hint = (text.format(index=index.file, place=place, file=file, size=size) for text in _DOUBLE[use])
+        rows = stored_keys[place][keys[0]], stored_keys[file][keys[0]]
+        sizes = ("sizes", f"{keys[0]} is {' and '.join(f'{d} {list(s)}' for d, s in _described(ckpt, *rows))}")
+        yield Finding(
+            message.replace("KEYS", _keys_text(keys)),
+            at=Location(file=file),
+            identity=(file, *keys[:_MOST]),
+            keys=tuple(keys[:_MOST]),
+            severity=Severity.INFO if not hint else None if use == "reshaped" else Severity.WARNING,
+            notes=(*_key_note(keys), *([sizes] if use == "reshaped" else [])),
+            why=why,
+            hint=hint,
+            group="double",
+            kind="double",
         )
-        for keys, text in (
-            (lacking, f"that {index.file} does not list"),
-            (double, f"that {index.file} places in another file"),
-        ):
-            if keys:
-                yield Finding(
-                    f"{file} holds {_keys_text(keys)} {text}",
-                    at=Location(file=file),
-                    identity=(file, *keys[:_MOST]),
-                    keys=tuple(keys[:_MOST]),
-                    severity=None if keys is lacking and _is_left_out(file, named, series) else Severity.WARNING,
-                    notes=_key_note(keys),
-                    why="a loader that follows the index never reads them, one that takes every file does",
-                    hint="write the index again from the headers"
-                    if file in named
-                    else "check whether another export left this file: the index places no key in it",
-                    group="lacks" if keys is lacking else "double",
-                    kind="unlisted" if keys is lacking else "double",
-                )
+
+
+_Use = Literal["old", "unopened", "equal", "reshaped", "changed", "unknown"]
+_LATER = (
+    "two files hold KEYS: {index} names {place}, but transformers and vLLM load the copies in {file}",
+    "they open the files of the index in sorted order, and a later copy replaces an earlier one",
+    "delete the copies in {file} if those in {place} are right, or merge again; an index written again changes nothing",
+)
+_DOUBLE: dict[_Use, tuple[str, str, str]] = {
+    "old": (
+        "{file} still holds old copies of KEYS that {index} places in {place}: {size} wasted",
+        "transformers and vLLM load the last copy in the sorted order of the files, not this one",
+        "",
+    ),
+    "equal": ("{file} holds KEYS with the same bytes as {place}: {size} wasted", "either copy loads the same", ""),
+    "unopened": (
+        "{file}, which {index} does not name, holds KEYS that it places in another file, {place}",
+        "transformers and vLLM do not open it; a loader that takes every file may load these copies",
+        "check whether another export left this file; if so, delete it",
+    ),
+    "reshaped": (_LATER[0].replace("KEYS", "KEYS, with another shape or dtype"), *_LATER[1:]),
+    "changed": (_LATER[0].replace("KEYS", "KEYS, with different values"), *_LATER[1:]),
+    "unknown": _LATER,
+}
+"""Message, why and hint; what is harmless has no hint."""
+
+
+def _compared(ckpt: Checkpoint, row: int, other: int) -> _Use:
+    """How two records of a key differ, as far as was read."""
+    described = _described(ckpt, row, other)
+    if not described:
+        return "unknown"
+    if described[0] != described[1]:
+        return "reshaped"
+    payload, both = ckpt.payload, [row, other]
+    if not ckpt.records.byte_length[row]:
+        return "equal"
+    if payload is None or (payload.state[both] != RecordState.RAW).any() or (payload.crc[both] < 0).any():
+        return "unknown"
+    return "equal" if payload.crc[row] == payload.crc[other] else "changed"
+
+
+def _described(ckpt: Checkpoint, *rows: int) -> list[tuple[str, tuple[int, ...]]]:
+    """Dtype and shape of each record; [] where no copies are known, but parts of a tensor or states of a parameter."""
+    tensor, copies = ckpt.tensors.get(ckpt.records.name(rows[0])), ckpt.records.copies
+    if tensor is None or not copies.keys() & {*rows}:
+        return []
+    return [copies.get(row, (tensor.dtype, tensor.global_shape)) for row in rows]
 
 
 def _is_left_out(file: str, named: set[str], series: set[str]) -> bool:
@@ -169,6 +266,9 @@ def _total_size(ckpt: Checkpoint, index: WeightIndex) -> Iterator[Finding]:
             np.unique(np.stack([records.file[owned], records.byte_offset[owned]]), axis=1, return_index=True)[1]
         ]
     stored = int(records.byte_length[owned].sum())
+    is_listed = np.array([key in index.places for key in records.fqns], bool)[records.fqn[owned]]
+    if index.total_size == int(records.byte_length[owned][is_listed].sum()):
+        return  # what the index does not list, it does not count
     if index.total_size is None or stored in (index.total_size, index.total_size << 20) or index.unread:
         return  # ColossalAI counts in MiB
     # Writers sum the bytes before they drop one of two tied weights, or count headers (less than 1 %): no fault.
@@ -179,18 +279,35 @@ def _total_size(ckpt: Checkpoint, index: WeightIndex) -> Iterator[Finding]:
     if explains_bytes(ckpt, index.total_size):
         return
     is_close = abs(difference) <= _SLACK * stored or difference in tied
+    counted = "" if is_close else _counted_instead(ckpt, index.total_size)
     yield Finding(
-        f"{index.file} says {index.total_size:,} bytes in total, but {stored:,} are stored",
+        f"total_size of {index.file}, {index.total_size:,}, is {counted}, not the {stored:,} bytes that are stored"
+        if counted
+        else f"{index.file} says {index.total_size:,} bytes in total, but {stored:,} are stored",
         at=Location(file=index.file),
         identity=("total_size",),
-        kind="total",
+        kind="counted" if counted else "total",
         severity=Severity.INFO if is_close else Severity.WARNING,
-        why="the index was written for files different from these",
-        notes=(("difference", f"{human_bytes(abs(difference))} {'fewer' if difference > 0 else 'more'} are stored"),),
+        why="its writer counted something else, which says nothing against the weights"
+        if counted
+        else "the index was written for files different from these",
+        notes=(("difference", f"{human_bytes(abs(difference))} {'fewer' if difference > 0 else 'more'} are stored"),)
+        * (not counted),
         hint=""
         if is_close
+        else f"set total_size to {stored:,}"
+        if counted
         else "compare the index with that of the export; a change of dtype alone has the same effect",
     )
+
+
+def _counted_instead(ckpt: Checkpoint, total: int) -> str:
+    """What a total counts in place of the stored bytes; "" where nothing that writers confuse explains it."""
+    elements = sum(tensor.volume for tensor in ckpt.tensors.values())
+    counts = {len(ckpt.tensors): "the number of tensors", elements: "the number of elements"}
+    for dtype, size in (("float32", 4), ("bfloat16", 2)):
+        counts.setdefault(size * elements, f"the size of the same elements in {dtype}")
+    return counts.get(total, "")
 
 
 _TIED = ("embedding", "output")
@@ -200,10 +317,18 @@ def _without_index(ckpt: Checkpoint, stored_keys: KeysByFile) -> Iterator[Findin
     """A finding on keys that two files hold, or on several files without an index."""
     homes = _files_by_key(stored_keys)
     shared = sorted(key for key, files in homes.items() if len(files) > 1)
+    uses = {
+        _compared(ckpt, stored_keys[homes[key][0]][key], stored_keys[file][key])
+        for key in shared
+        for file in homes[key][1:]
+    }
     if shared and not ckpt.partial_because:
         files = sorted({file for key in shared for file in homes[key]})
+        differ = "shape or dtype" if "reshaped" in uses else "values" if "changed" in uses else ""
+        is_same = uses == {"equal"}
         yield Finding(
-            f"several files hold {_keys_text(shared)}, and no index names the right one",
+            f"several files hold {_keys_text(shared)}, and no index names the right one"
+            + f"; the copies differ in {differ}" * bool(differ),
             at=Location(
                 file=files[0],
                 label=first_names(files, _SHOWN),
@@ -211,12 +336,16 @@ def _without_index(ckpt: Checkpoint, stored_keys: KeysByFile) -> Iterator[Findin
             identity=tuple(shared[:_MOST]),
             keys=tuple(shared[:_MOST]),
             kind="double",
-            severity=Severity.WARNING,
+            severity=Severity.INFO if is_same else Severity.WARNING,
             notes=_key_note(shared),
-            why="the order of the files decides which copy is loaded",
-            hint="check whether an earlier export left files in this folder, and delete those",
+            why="all copies have the same bytes, so any of them may be loaded"
+            if is_same
+            else "the order of the files decides which copy is loaded, with an index too",
+            hint=""
+            if is_same
+            else "check whether an earlier export left files in this folder, and delete those; else merge again",
         )
-    elif not ckpt.partial_because:
+    if not ckpt.partial_because and uses <= {"equal"}:
         # transformers opens numbered files only by an index. Mistral's `consolidated` files and torch's own writer need
         # none. If a numbered file is missing too, that is the finding.
         is_read_by_index = (

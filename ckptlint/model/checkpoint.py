@@ -261,6 +261,7 @@ class Checkpoint:
             torch's FileSystemWriter (>= 2.8), where all tensors of a file share one offset.
         declared: what the job said about itself, by canonical name (`config_fields.read_declared`).
         config: the configuration that a library builds the model from; None where none is with these tensors.
+        declared_variant: the variant beside an export (`model.fp16.safetensors`) that has the dtype of `config`, or "".
         token_files: what lies beside an export that knows tokens.
         object_values: entry name -> content of the optimizer objects that describe their module (parameter groups,
             sharding type), one for each kind and module.
@@ -296,6 +297,7 @@ class Checkpoint:
     common: CommonState | None = None
     declared: dict[str, Declared] = field(default_factory=dict)
     config: ModelConfig | None = None
+    declared_variant: str = ""
     token_files: TokenFiles = _NO_TOKENS
     object_values: dict[str, Any] = field(default_factory=dict)
     run: RunFolder | None = None

@@ -6,7 +6,7 @@ Chunks and records are rows of arrays; Python objects for them exist only inside
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 import numpy as np
@@ -198,6 +198,7 @@ class RecordTable:
         transformed: bool [m], whether the bytes went through a stream transform (`stream.zstd/1`).
         owned: bool [m], whether a chunk, object or bytes entry refers to the record.
         unreferenced: row -> the offsets it is filed under (None for bytes), for the rows that nothing refers to.
+        copies: row -> dtype and shape, for those of them that hold a key which another file holds too.
 
     Source:
         torch.distributed.checkpoint.filesystem._StorageInfo, torch.distributed.checkpoint.metadata.MetadataIndex
@@ -211,6 +212,7 @@ class RecordTable:
     transformed: npt.NDArray[np.bool_]
     owned: npt.NDArray[np.bool_]
     unreferenced: dict[int, tuple[int, ...] | None]
+    copies: dict[int, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.fqn)

@@ -32,6 +32,7 @@ from ckptlint.payload.archives.members import (
     member_starts,
     members_and_views,
     members_of,
+    plain_content,
     scans_of,
     with_bare_tensors,
 )
@@ -370,11 +371,13 @@ class Reader:
                 is_wanted &= is_raw[record]
             for row in np.flatnonzero(is_wanted).tolist():
                 self.chunks[int(record[row])] = tensor, row
-        raw = np.intersect1d(self.result.rows, np.array([*self.chunks], np.int64), assume_unique=True)
+        copies = {row: plain_content(*copy) for row, copy in records.copies.items()} if looks else {}
+        wanted = np.array([*self.chunks, *copies], np.int64)
+        raw = np.intersect1d(self.result.rows, wanted, assume_unique=True)
         numbers: dict[RecordContent, int] = {}
         for file, rows in by_file(raw[is_raw[raw]], records.file, records.byte_offset).items():
             table.start[rows], table.size[rows] = records.byte_offset[rows], records.byte_length[rows]
-            found = [bare_content(*self.chunks[row]) for row in rows.tolist()]
+            found = [copies.get(row) or bare_content(*self.chunks[row]) for row in rows.tolist()]
             table.content[rows] = [numbers.setdefault(content, len(table.contents) + len(numbers)) for content in found]
             table.storages[rows] = 1
             self._add_bare(file, rows)

@@ -16,7 +16,9 @@ import ckptlint
 from ckptlint.errors import UnreadableError
 from ckptlint.formats.safetensors_header import layout_faults, parse_header
 from ckptlint.lint.report import Report
+from ckptlint.loaders.readers.safetensors import groups
 from ckptlint.model import Checkpoint
+from ckptlint.storage.local import LocalFolder
 from ckptlint.testing import safetensors_header, torch_archive, write_checkpoint, write_safetensors
 
 Case = dict[str, Any]
@@ -700,3 +702,35 @@ def test_what_macos_leaves_beside_a_model_is_no_model(written: Path, tmp_path: P
     (tmp_path / "._model.safetensors").write_bytes(b"\0\5\x16\7\0\2\0\0Mac OS X        " + bytes(4056))
     report = ckptlint.check(tmp_path)
     assert (len(report.checkpoints), loud(report), report.exit_code) == (1, [], 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "is_left_out"),
+    [
+        ("model-mtp-of-00001", ["layers.2.mlp.w", "layers.2.norm", "layers.2.eh_proj"], True),
+        ("mtp-00001-of-00001", ["layers.2.mlp.w"], True),
+        ("adapter_model", ["layers.2.mlp.w"], False),
+        ("consolidated", ["layers.2.mlp.w"], False),
+        ("old", ["layers.1.mlp.w", "layers.2.mlp.w"], False),  # repeats a layer
+        ("draft", ["layers.3.mlp.w"], False),  # beyond what is declared
+        ("scales", ["layers.2.mlp.w_scale", "layers.2.norm_scale", "layers.2.mlp.w"], False),
+        ("vision", ["visual.layers.2.mlp.w"], False),
+        ("optimizer", ["layers.2.mlp.w.exp_avg", "step"], False),
+        ("empty", [], False),
+    ],
+)
+def test_a_file_with_layers_that_only_the_index_lacks_is_of_its_model(
+    name: str, keys: list[str], is_left_out: bool, tmp_path: Path
+) -> None:
+    def save(name: str, keys: list[str]) -> None:
+        write_safetensors(tmp_path / name, {"tensors": {f"model.{key}": {"shape": [4]} for key in keys}})
+
+    whole = [f"layers.{number}.{leaf}" for number in (0, 1) for leaf in ("mlp.w", "norm")]
+    save("model-00001-of-00001.safetensors", whole)
+    save(f"{name}.safetensors", keys)
+    places = {f"model.{key}": "model-00001-of-00001.safetensors" for key in whole}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    (tmp_path / "config.json").write_text('{"num_hidden_layers": 2, "num_nextn_predict_layers": 1}')
+    models = groups(LocalFolder(tmp_path))
+    assert (len(models) == 1) == is_left_out
+    assert f"{name}.safetensors" in models[0 if is_left_out else -1].files or not is_left_out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -61,3 +62,37 @@ def test_a_table_that_was_wrong_is_silent_and_judges(folder: Path, tmp_path: Pat
             tensors = {k: {"shape": v, "dtype": "bfloat16"} for k, v in left.items()}
             write_safetensors(tmp_path / "model.safetensors", {"tensors": tensors})
             assert code in codes(tmp_path), key
+
+
+@pytest.mark.parametrize(("declared", "wanted"), [("float16", []), ("float32", []), ("bfloat16", ["CFG005"])])
+def test_the_declared_dtype_may_be_that_of_a_variant_beside(declared: str, wanted: list[str], tmp_path: Path) -> None:
+    """Each `save_pretrained` of transformers writes `config.json`, a later one of a variant too."""
+    tensors = ckptlint.check(EXPORTS / "ok_llama").checkpoints[0].checkpoint.tensors
+    for name, dtype in (("model.safetensors", "float32"), ("model.fp16.safetensors", "float16")):
+        table = {key: {"shape": list(tensor.global_shape), "dtype": dtype} for key, tensor in tensors.items()}
+        write_safetensors(tmp_path / name, {"tensors": table})
+    config = json.loads((EXPORTS / "ok_llama/config.json").read_text()) | {"dtype": declared}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert codes(tmp_path, depth="files") == wanted
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("place", [0, 1])
+def test_transformers_loads_the_last_copy_of_a_key_whatever_the_index_says(place: int, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="needs transformers (extra tables)")
+    torch, safetensors = pytest.importorskip("torch"), pytest.importorskip("safetensors.torch")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 64}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
+    state, key = {name: tensor.clone() for name, tensor in model.state_dict().items()}, "model.norm.weight"
+    files = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    model.config.save_pretrained(tmp_path)
+    last = {key: torch.full((16,), 2.0), "lm_head.weight": state.pop("lm_head.weight")}
+    safetensors.save_file(state, tmp_path / files[0], {"format": "pt"})
+    safetensors.save_file(last, tmp_path / files[1], {"format": "pt"})
+    places = dict.fromkeys(state, files[0]) | dict.fromkeys(last, files[1]) | {key: files[place]}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    assert loaded.state_dict()[key].tolist() == [2.0] * 16
+    said = [item for item in ckptlint.check(tmp_path, depth="data").diagnostics if key in item.keys]
+    assert [item.severity for item in said] == [Severity.INFO if place else Severity.WARNING]

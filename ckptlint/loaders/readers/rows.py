@@ -53,6 +53,7 @@ def tables(rows: Sequence[Row], owned: Any) -> tuple[dict[str, Tensor], RecordTa
     budget = Budget()
     tensors = [_tensor(rows, of_key, owned, tilings, budget) for of_key in by_key.values()]
     count = len(rows)
+    stray = np.flatnonzero(~owned).tolist()
     records = RecordTable(
         fqns=Names.of(map(printable, number)),
         fqn=np.fromiter((number[row.fqn] for row in rows), np.int32, count),
@@ -61,7 +62,8 @@ def tables(rows: Sequence[Row], owned: Any) -> tuple[dict[str, Tensor], RecordTa
         byte_length=np.fromiter((row.length for row in rows), np.int64, count),
         transformed=np.zeros(count, bool),
         owned=owned,
-        unreferenced={i: rows[i].offsets for i in np.flatnonzero(~owned).tolist()},
+        unreferenced={i: rows[i].offsets for i in stray},
+        copies={i: (rows[i].dtype, rows[i].sizes) for i in stray},
     )
     return {tensor.fqn: tensor for tensor in tensors}, records
 

@@ -30,8 +30,16 @@ from ckptlint.model.facts import fact
 from ckptlint.model.lost_files import by_node
 from ckptlint.model.text import first_few, first_names, plural, printable, verb
 from ckptlint.sandbox import isolated
-from ckptlint.storage.folder import Folder
-from ckptlint.vocabulary.config_fields import ADAPTER_CONFIG, MISTRAL_CONFIG, QUANTISATION, QUANTISATION_FILES
+from ckptlint.storage.folder import READABLE, Folder
+from ckptlint.vocabulary.config_fields import (
+    ADAPTER_CONFIG,
+    MISTRAL_CONFIG,
+    MODEL_CONFIG,
+    QUANTISATION,
+    QUANTISATION_FILES,
+    read_declared,
+)
+from ckptlint.vocabulary.keys import parse
 from ckptlint.vocabulary.litter import is_system_file
 from ckptlint.vocabulary.mesh import read_topology
 from ckptlint.vocabulary.schemes import quantised_weights
@@ -48,6 +56,8 @@ _ADAPTER = re.compile(r"adapter[_-].*")
 _OF_RANK = re.compile(r"model-rank-(?P<rank>\d{1,4})-part-(?P<part>\d{1,4})\.safetensors")  # vLLM's sharded_state
 _LOADED = re.compile(r"model[-.](?!rank-)|pytorch_model[-.]|shard-")  # what is loaded by the config.json beside it
 _MISTRAL = re.compile(r"consolidated[-.].*")
+_VARIANTS = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
+_MOST_LEFT_OUT = 8  # files whose headers are read to find layers that an index lacks
 _DIGITS = re.compile(r"\d+")
 _INFO = "DCP_SHARDING_INFO"
 _BITMASK = ".bitmask"  # compressed-tensors 0.17: compressors/sparse_compressors/sparse_bitmask.py
@@ -74,7 +84,8 @@ class ModelFiles:
 def groups(folder: Folder) -> list[ModelFiles]:
     """The groups of safetensors files in a folder; a model's own comes first.
 
-    They follow from the names; beside others, a file that an index names belongs to the model of that index.
+    They follow from the names; beside others, a file that an index names belongs to the model of that index, and so
+    does one with nothing but whole layers that `config.json` declares and the index lacks.
 
     Source:
         transformers and diffusers (`model.safetensors.index.json`, variants); torch.distributed.checkpoint._hf_utils
@@ -110,6 +121,12 @@ def groups(folder: Folder) -> list[ModelFiles]:
             if not other.index:
                 group.files += [name for name in other.files if name in named]
                 other.files = [name for name in other.files if name not in named]
+    if len(indexed) == 1 and folder.has(MODEL_CONFIG):
+        others = [group for group in found.values() if not (group.index or group.sharded)]
+        left_out = _left_out(folder, indexed[0], [name for group in others for name in group.files])
+        indexed[0].files += left_out
+        for other in others:
+            other.files = [name for name in other.files if name not in left_out]
     found = {key: group for key, group in found.items() if group.files or group.index}
     for group in found.values():
         if len(group.files) > 1 and group.label == group.files[0]:
@@ -126,6 +143,44 @@ def _named_files(folder: Folder, index: str) -> frozenset[str]:
     with suppress(UnreadableError, LimitError):
         return isolated(named, folder.size(index))
     return frozenset()
+
+
+def _left_out(folder: Folder, model: ModelFiles, names: list[str]) -> list[str]:
+    """The files that hold nothing but layers which the configuration of a model declares, and its index does not list.
+
+    Most of their parameters must be those of a listed layer too: scales or states of a trainer are no layers.
+    """
+    names = [name for name in names if not (_ADAPTER.fullmatch(name) or _MISTRAL.fullmatch(name))][:_MOST_LEFT_OUT]
+
+    def left_out() -> list[str]:
+        places = read_index(folder, model.index, [])[0] or {}
+        if {*places.values()}.isdisjoint(model.files):
+            return []  # the index is of other files
+        declared = read_declared([(MODEL_CONFIG, read_model_config(folder, MODEL_CONFIG))])
+        counts = [declared[field].value for field in ("layers", "mtp_layers") if field in declared]
+        count = sum(value for value in counts if isinstance(value, int))
+        listed = {layer for layer in map(_layer, places) if layer}
+        blocks, roles = {block for block, _ in listed}, {parse(key).role for key in places}
+        chosen = []
+        for name in names:
+            with suppress(UnreadableError, LimitError):
+                keys = read_header(folder, name, folder.size(name)).names
+                layers = {_layer(key) for key in keys}
+                if all(one and one[0] in blocks and one[1] < count and one not in listed for one in layers):
+                    known = sum(parse(key).role in roles for key in keys)
+                    chosen += [name] if 2 * known > len(keys) else []
+        return chosen
+
+    with suppress(UnreadableError, LimitError):
+        if names:
+            return isolated(left_out, folder.size(model.index) + sum(min(folder.size(n), HEADER_LIMIT) for n in names))
+    return []
+
+
+def _layer(fqn: str) -> tuple[str, int] | None:
+    """What stands before the number of a key's layer, and this number; None outside of layers."""
+    number = parse(fqn).layer
+    return None if number is None else (fqn.partition(f".{number}.")[0], number)
 
 
 def header_bytes(folder: Folder) -> int:
@@ -205,6 +260,7 @@ def read_safetensors(folder: Folder, look_at_files: bool, is_first: bool = True)
         files=states.files,
         declared=declared,
         config=beside or (config if is_loaded else None),
+        declared_variant=_declared_variant(folder, config) if is_loaded else "",
         index=states.index,
         topology=read_topology(declared, empty_objects(), None, ranks),
         problems=problems + config_problems + own_problems,
@@ -212,6 +268,18 @@ def read_safetensors(folder: Folder, look_at_files: bool, is_first: bool = True)
         partial_because=partial,
         metadata_file=label,
     )
+
+
+def _declared_variant(folder: Folder, config: ModelConfig | None) -> str:
+    """The file of a variant of the model that has the declared dtype by its name; "" where none lies there.
+
+    Source:
+        transformers 5.23 save_pretrained(variant=...): each save writes config.json, so the dtype of the last stays
+    """
+    values = config.values if config else {}
+    variant = _VARIANTS.get(str(values.get("dtype") or values.get("torch_dtype")).removeprefix("torch."), "")
+    names = (f"model.{variant}.safetensors", f"model.safetensors.index.{variant}.json") if variant else ()
+    return next((name for name in names if folder.stat(name)[0] in READABLE), "")
 
 
 def _lost_of_ranks(files: list[str]) -> list[Problem]:

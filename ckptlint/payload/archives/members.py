@@ -168,8 +168,12 @@ def scans_of(
 
 def bare_content(tensor: Tensor, row: int) -> RecordContent:
     """The content of a record with the raw bytes of its chunk."""
-    sizes = tensor.tiling.box(row).sizes
-    return RecordContent("tensor", tensor.dtype, sizes, tuple(prod(sizes[axis + 1 :]) for axis in range(len(sizes))))
+    return plain_content(tensor.dtype, tensor.tiling.box(row).sizes)
+
+
+def plain_content(dtype: str, sizes: tuple[int, ...]) -> RecordContent:
+    """The content of a record with raw bytes in C order."""
+    return RecordContent("tensor", dtype, sizes, tuple(prod(sizes[axis + 1 :]) for axis in range(len(sizes))))
 
 
 def places_of(tensor: Tensor, row: int, content: RecordContent) -> Elements | None:
