@@ -38,6 +38,9 @@ class UnreadableError(CkptlintError):
 GIT_LFS_POINTER = "is a Git LFS pointer, not the file itself"
 """What an UnreadableError says of a text that stands for a large file."""
 
+LINK_AS_TEXT = "holds the path of a link, not the file it leads to"
+"""What it says of a link that was checked out or copied as text."""
+
 
 class ForeignError(UnreadableError):
     """A file holds something else than what its reader is for; by its name it may be either."""
