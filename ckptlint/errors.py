@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class CkptlintError(Exception):
     """The root of every error that a caller of ckptlint may want to catch."""
@@ -12,7 +14,13 @@ class ConfigError(CkptlintError):
 
 
 class NothingToCheckError(CkptlintError):
-    """No checkpoint is under a path; the command line exits with 3."""
+    """No checkpoint is under a path; the command line exits with 3.
+
+    Attributes:
+        report: what `ckptlint.check` found at its other paths; None of another function.
+    """
+
+    report: Any = None
 
 
 class AccessError(CkptlintError):

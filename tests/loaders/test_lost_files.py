@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from support import codes
+from support import codes, report_on
 
 import ckptlint
 from ckptlint.testing import write_checkpoint
@@ -98,14 +98,14 @@ def test_a_download_that_did_not_end(tmp_path: Path, ending: str) -> None:
 
 
 def test_what_no_checkpoint_needs_is_no_error(tmp_path: Path) -> None:
-    assert ckptlint.check(lost(model(tmp_path / "a"), "README.md", "consolidated.safetensors")).exit_code == 0
+    assert report_on(lost(model(tmp_path / "a"), "README.md", "consolidated.safetensors")).exit_code == 0
     whole = model(tmp_path / "b")
     (whole / "model-00001-of-00003.safetensors.incomplete").write_bytes(b"\x10")
-    assert ckptlint.check(whole).exit_code == 0
+    assert report_on(whole).exit_code == 0
     step = write_checkpoint({"tensors": {"w": {"shape": [4]}}}, tmp_path / "step-1")
-    assert ckptlint.check(lost(step, "model.safetensors.lock", "notes.txt")).exit_code == 0
+    assert report_on(lost(step, "model.safetensors.lock", "notes.txt")).exit_code == 0
     for name in ("README.md", "train.bin"):
-        report = ckptlint.check(lost(tmp_path / name.partition(".")[0], name))
+        report = report_on(lost(tmp_path / name.partition(".")[0], name))
         assert report.exit_code == 3
 
 
