@@ -9,14 +9,10 @@ from ckptlint.loaders.readers.payload_files import file_table
 from ckptlint.model import Checkpoint, Problem
 from ckptlint.model.text import first_names, printable
 from ckptlint.storage.folder import Folder
-from ckptlint.vocabulary.frameworks import step_number
+from ckptlint.vocabulary.frameworks import WEIGHT_FILES, step_number
 from ckptlint.vocabulary.litter import downloaded_name
 
-# What else may be a pickle may as well be data of a training: only the names of weights say that a model was here.
-_WEIGHTS = re.compile(
-    r"\.metadata|__\d+\.metadata|.+\.(distcp|safetensors)|.+\.(safetensors|bin)\.index\.json"
-    r"|(pytorch_model|adapter_model|model)[^.]*\.(bin|pt|pth)|consolidated\.\d+\.pth"
-)
+_WEIGHTS = re.compile(WEIGHT_FILES)
 
 
 def _lost(folder: Folder) -> dict[str, str]:
