@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Mapping
 from os import PathLike, fspath
 
 from ckptlint._version import __version__
-from ckptlint.errors import CheckpointError, CkptlintError, ConfigError
+from ckptlint.errors import CheckpointError, CkptlintError, ConfigError, NothingToCheckError
 from ckptlint.shown import Shown
 
 TYPE_CHECKING = False  # as type checkers read it; the typing module takes longer to import than all else here
@@ -81,6 +81,9 @@ def check(
     'pass'
     >>> check("fixtures/real/fsdp2_4r_hole", severity={"GEO004": "warning"}).counts["warning"]
     1
+    >>> check("fixtures/nowhere")
+    Traceback (most recent call last):
+    ckptlint.errors.NothingToCheckError: fixtures/nowhere does not exist
     >>> check("fixtures/real/fsdp2_4r", select=["GEO04"])
     Traceback (most recent call last):
     ckptlint.errors.ConfigError: there is no rule 'GEO04', did you mean GEO004?
@@ -105,6 +108,8 @@ def check(
     Raises:
         ConfigError: an unknown rule, level or depth, a sample at a lesser depth, a reference, baseline or settings file
             that cannot be used.
+        NothingToCheckError: one of the paths holds no checkpoint, or there is no path; its `report` has what was
+            found at the others.
     """
     from ckptlint.lint.request import Request
     from ckptlint.lint.run import run
@@ -127,7 +132,12 @@ def check(
         "sample": sample,
         "seed": seed,
     }
-    return run(Request.of(options, Settings() if config is None else read_settings(str(config), checked), checked))
+    report = run(Request.of(options, Settings() if config is None else read_settings(str(config), checked), checked))
+    if report.not_found or not paths:  # a loop over no diagnostics would take it for a pass
+        error = NothingToCheckError("; ".join(report.not_found) or "check was given no path")
+        error.report = report
+        raise error
+    return report
 
 
 def deletable(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class CkptlintError(Exception):
     """The root of every error that a caller of ckptlint may want to catch."""
@@ -12,7 +14,13 @@ class ConfigError(CkptlintError):
 
 
 class NothingToCheckError(CkptlintError):
-    """No checkpoint is under a path; the command line exits with 3."""
+    """No checkpoint is under a path; the command line exits with 3.
+
+    Attributes:
+        report: what `ckptlint.check` found at its other paths; None of another function.
+    """
+
+    report: Any = None
 
 
 class AccessError(CkptlintError):
@@ -37,6 +45,9 @@ class UnreadableError(CkptlintError):
 
 GIT_LFS_POINTER = "is a Git LFS pointer, not the file itself"
 """What an UnreadableError says of a text that stands for a large file."""
+
+LINK_AS_TEXT = "holds the path of a link, not the file it leads to"
+"""What it says of a link that was checked out or copied as text."""
 
 
 class ForeignError(UnreadableError):

@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Literal, TypeVar
 
 from ckptlint.depth import Depth
-from ckptlint.errors import GIT_LFS_POINTER
+from ckptlint.errors import GIT_LFS_POINTER, LINK_AS_TEXT
 from ckptlint.model import Problem, Tensor
 from ckptlint.model.lost_files import LostFiles
 from ckptlint.model.tiling import Box
@@ -94,6 +94,16 @@ class Location:
         return self.key if isinstance(self.key, Tensor) else None
 
 
+_POINTERS = {
+    GIT_LFS_POINTER: ("git fetched the pointer alone, and no loader follows it", "fetch the file: git lfs pull"),
+    LINK_AS_TEXT: (
+        "git, an archive or a copy wrote the link as text, and no loader follows it",
+        "download or copy it again with links followed",
+    ),
+}
+"""What lies where a file should -> why it does, and what to do."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Finding:
     """One thing a rule found.
@@ -150,14 +160,15 @@ class Finding:
     @classmethod
     def of_problem(cls, problem: Problem) -> Finding:
         """All that a loader says of a problem; `dataclasses.replace` changes what a rule knows better."""
-        is_pointer = GIT_LFS_POINTER in problem.message
+        pointer = next((texts for name, texts in _POINTERS.items() if name in problem.message), None)
+        why, hint = pointer or (problem.why, problem.hint)
         return cls(
             problem.message,
             at=Location(problem.fqn, file=problem.file),
             identity=(problem.file,),
             severity=Severity.INFO if problem.outside_checkpoint else None,
-            why="git fetched the pointer alone, and no loader follows it" if is_pointer else problem.why,
-            hint="fetch the file: git lfs pull" if is_pointer else problem.hint,
+            why=why,
+            hint=hint,
             detail=problem.detail,
             lost_files=problem.lost_files,
         )

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Literal
 
 import numpy as np
@@ -60,7 +60,8 @@ def index_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
     if ckpt.index is not None and ckpt.index.is_stale:
         yield _stale(ckpt.index, files[0], stored_keys[files[0]].keys())
     elif ckpt.index is not None:
-        yield from _misplaced(ckpt.index, stored_keys)
+        instead = {files[row]: sentence for row, sentence in ckpt.files.instead.items()}
+        yield from _misplaced(ckpt.index, stored_keys, instead)
         yield from _unlisted(ckpt, ckpt.index, stored_keys)
         yield from _double(ckpt, ckpt.index, stored_keys)
         yield from _total_size(ckpt, ckpt.index)
@@ -85,8 +86,12 @@ def _stale(index: WeightIndex, whole: str, present: Set[str]) -> Finding:
     )
 
 
-def _misplaced(index: WeightIndex, stored_keys: KeysByFile) -> Iterator[Finding]:
-    """Findings on keys that are not in the file that the index names."""
+def _misplaced(index: WeightIndex, stored_keys: KeysByFile, instead: Mapping[str, str]) -> Iterator[Finding]:
+    """Findings on keys that are not in the file that the index names.
+
+    Args:
+        instead: file -> what is there in its place.
+    """
     wanted: dict[str, set[str]] = defaultdict(set)
     for key, file in index.places.items():
         wanted[file].add(key)
@@ -108,7 +113,7 @@ def _misplaced(index: WeightIndex, stored_keys: KeysByFile) -> Iterator[Finding]
             hint=f"write the index again from the headers: {'it lies' if len(lost) == 1 else 'they lie'} in "
             f"{', '.join(homes[:_SHOWN])}"
             if homes
-            else "copy the file again from where the model was written",
+            else instead.get(file) or "copy the file again from where the model was written",
             group="absent" if is_absent else "lacking",
             kind="lacking" if not is_absent else "elsewhere" if is_stored else "absent",
         )

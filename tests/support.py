@@ -24,6 +24,7 @@ from archives import with_other_values
 
 import ckptlint
 from ckptlint.__main__ import main
+from ckptlint.errors import NothingToCheckError
 from ckptlint.lint.registry import load_rules
 from ckptlint.lint.report import Report
 from ckptlint.rule import Finding, Rule, Severity
@@ -94,6 +95,14 @@ def found(report: Report, *levels: str) -> list[tuple[str, str, str]]:
     """(code, severity, sentence) of the findings, those of some severities where any are named."""
     listed = [(item.code, item.severity.label, item.title) for item in report.diagnostics]
     return [row for row in listed if not levels or row[1] in levels]
+
+
+def report_on(*paths: Any, **options: Any) -> Report:
+    """What the commands print: `ckptlint.check` raises on a path without a checkpoint, and its error holds this."""
+    try:
+        return ckptlint.check(*paths, **options)
+    except NothingToCheckError as error:
+        return error.report
 
 
 def copy_step(step: Path, place: Path, number: int) -> Path:

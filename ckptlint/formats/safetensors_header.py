@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ckptlint.errors import GIT_LFS_POINTER, LimitError, UnreadableError
+from ckptlint.errors import LimitError, UnreadableError
+from ckptlint.formats.pointers import pointer_in
 from ckptlint.formats.strict_json import checked_key, checked_shape, is_size, json_object
 from ckptlint.model.text import printable
 from ckptlint.model.tiling import IntArray
@@ -22,7 +23,6 @@ HEADER_LIMIT = 100_000_000
 """Bytes of a header; the limit of the safetensors library itself."""
 
 _FIRST_READ = 65536  # most headers end within it: one read, and one request to a store
-_POINTER = b"version https://git-lfs"
 
 
 class Header(NamedTuple):
@@ -71,8 +71,8 @@ _SPACES = b" \t\r\n"
 
 def header_length(start: bytes, size: int) -> int:
     """The length that the first bytes of a file of `size` bytes claim for its header; `read_header` has the errors."""
-    if start[: len(_POINTER)] == _POINTER:
-        raise UnreadableError(GIT_LFS_POINTER)
+    if pointer := pointer_in(start):
+        raise UnreadableError(pointer)
     if start[:4] == b"PK\x03\x04":
         raise UnreadableError(
             "starts with a zip record: torch wrote a value that is not a tensor before the header, and no reader of "

@@ -7,6 +7,7 @@ from math import prod
 from typing import Any
 
 from ckptlint.errors import LimitError, UnreadableError
+from ckptlint.formats.pointers import pointer_in
 from ckptlint.model import KEY_LIMIT, RANK_LIMIT
 from ckptlint.model.text import printable
 from ckptlint.model.tiling import COORDINATE_LIMIT
@@ -21,7 +22,8 @@ def json_object(text: bytes) -> dict[str, Any]:
     try:
         document = json.loads(text.decode(), object_pairs_hook=_unique, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
-        raise UnreadableError(f"is not valid JSON ({printable(str(error))[:120]})", 8) from None
+        pointer = pointer_in(text)
+        raise UnreadableError(pointer or f"is not valid JSON ({printable(str(error))[:120]})", 8) from None
     if not isinstance(document, dict):
         raise UnreadableError("holds no JSON object", 8)
     return document

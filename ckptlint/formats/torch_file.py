@@ -18,9 +18,10 @@ from zlib import crc32
 
 import numpy as np
 
-from ckptlint.errors import GIT_LFS_POINTER, ForeignError, LimitError, ScriptError, UnreadableError
+from ckptlint.errors import ForeignError, LimitError, ScriptError, UnreadableError
 from ckptlint.formats.pickles.safe_pickle import Opaque, Unpickled, read_row, read_state
 from ckptlint.formats.pickles.stand_ins import SCALARS
+from ckptlint.formats.pointers import pointer_in
 from ckptlint.formats.torch_archive import LOCAL_SIZE, Member, Read, data_start, ranges_in, read_archive
 from ckptlint.formats.torch_legacy import PICKLES, PICKLES_LIMIT, is_legacy, is_tar
 from ckptlint.model import RANK_LIMIT, RecordContent
@@ -129,8 +130,8 @@ def _read(
         raise UnreadableError("starts as a tar archive, in which torch.load looks for another pickle first", 0)
     if is_legacy(head):
         return _old_file(read, size)
-    if head.startswith(b"version https://git-lfs"):
-        raise without_content(GIT_LFS_POINTER, 0)
+    if pointer := pointer_in(head):
+        raise without_content(pointer, 0)
     if not head.strip(b"\0"):
         tail = _tail(read, size)  # of an array of something else, some bytes are not zero
         kind = without_content if b"data.pkl" in tail or not tail.strip(b"\0") else ForeignError

@@ -119,7 +119,7 @@ class _Walk:
         parts = components(folder)
         if not levels or (parts and _is_kind(parts[0].folder, "unsupported")):
             return parts
-        numbered = numbered_steps(folder)
+        numbered = _with_lost_steps(folder)
         if parts:  # a model is what its folder means; the steps of the run that made it lie beside it
             parts += self._beside(folder, list(numbered), "all" if steps == "all" else "none", levels)
             notes = [] if in_step else _not_read(folder, numbered, parts)
@@ -195,8 +195,9 @@ class _Walk:
         found: list[CheckpointPlace] = []
         unfinished: list[CheckpointPlace] = []
         notes: list[str] = []
+        gone = folder.entries.strange
         for name in numbers:
-            step = folder.only(name) if folder.has(name) else sub_folder(folder, name)
+            step = folder.only(name) if folder.has(name) or name in gone else sub_folder(folder, name)
             if step is None:
                 notes.append(not_followed(folder, name))
                 if steps == "newest":  # it is what the folder means, and an older one is no answer
@@ -257,7 +258,7 @@ def _inner(folder: Folder) -> list[str]:
 
 def _accounted(found: list[CheckpointPlace], folder: Folder) -> list[CheckpointPlace]:
     """The same checkpoints; the files of the folder around them are reported with the first that a job resumes from."""
-    exports = ("safetensors", "torch", "file", "incomplete", "unsupported")
+    exports = ("safetensors", "torch", "file", "incomplete", "lost", "unsupported")
     first = next((n for n, unit in enumerate(found) if not _is_kind(unit.folder, *exports)), 0)
     return [
         replace(unit, reports_for=(*unit.reports_for, folder)) if number == first else unit
@@ -275,10 +276,18 @@ def _not_read(folder: Folder, steps: Iterable[str], found: list[CheckpointPlace]
 
 def _is_at(folder: Folder, name: str, unit: CheckpointPlace) -> bool:
     """Whether a checkpoint is a step of this name, or lies in it."""
-    if folder.has(name):
+    if folder.has(name) or name in folder.entries.strange:
         return unit.folder.part == name and unit.folder.place == folder.place
     place = folder.sub(name).place
     return unit.folder.place == place or unit.folder.place.startswith(f"{place}/")
+
+
+def _with_lost_steps(folder: Folder) -> dict[str, int]:
+    """The steps in a folder, the newest first, with those that are links which lead nowhere."""
+    steps = numbered_steps(folder)
+    links = {name: step_number(name) for name in folder.entries.strange if folder.lost_link(name)}
+    lost = {name: number for name, number in links.items() if number is not None}
+    return dict(sorted((steps | lost).items(), key=lambda item: -item[1])) if lost else steps
 
 
 def _newest_of_series(run: Folder, steps: Collection[str]) -> Folder:

@@ -23,6 +23,7 @@ from ckptlint.errors import BudgetError, ConfigError
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.tiling import BoolArray, IntArray
 from ckptlint.planning.job import Job, Target, TensorRequest
+from ckptlint.planning.model_sizes import undivided
 from ckptlint.planning.outcome import Constraint
 from ckptlint.vocabulary.keys import Key, block_of
 
@@ -91,14 +92,8 @@ def quick_job(ckpt: Checkpoint, to: str) -> Job:
     constraints = [Constraint("note", sentence, tuple(keys), guessed=True) for sentence, keys in work.guessed.items()]
     if unsound := tuple(name for name, tensor in ckpt.tensors.items() if not tensor.is_sound):
         constraints.insert(0, Constraint("fails", "the chunks do not fit the tensor's shape", unsound))
-    return Job("quick", to, world_of(sizes), requests, (*constraints, *_heads(ckpt, sizes)))
-
-
-def _heads(ckpt: Checkpoint, sizes: Mapping[str, int]) -> Iterator[Constraint]:
-    heads, tp = ckpt.declared.get("heads"), sizes.get("tp", 1)
-    if not ckpt.is_torch_dist and heads is not None and isinstance(heads.value, int) and heads.value % tp:
-        sentence = f"{heads.value} attention heads ({heads.source}) do not divide by tp {tp}: most models refuse that"
-        yield Constraint("note", sentence, guessed=True)
+    refused = () if ckpt.is_torch_dist else undivided(ckpt, sizes)
+    return Job("quick", to, world_of(sizes), requests, (*refused, *constraints))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -158,7 +153,8 @@ class _Cutter:
         self.hidden = hidden_sizes(self.ckpt)
         # Buffers and scalars stay whole under FSDP too. If more than half of the tensors are cut, the
         # saving job sharded its model; else its chunks show nothing about the axes.
-        self.is_cut = sum(len(tensor.chunks) > 1 for tensor in self.ckpt.tensors.values()) * 2 > len(self.ckpt.tensors)
+        self.cut = sum(len(tensor.chunks) > 1 for tensor in self.ckpt.tensors.values())
+        self.is_cut = self.cut * 2 > len(self.ckpt.tensors)
         for name, tensor in self.ckpt.tensors.items():
             if not tensor.is_sound:
                 continue
@@ -310,7 +306,9 @@ class _Cutter:
         if self.is_cut and len(tensor.chunks) == 1 and tensor.global_shape[0] > 1 and param.key.function == "other":
             return []  # whole in a sharded checkpoint and without a known function: a buffer, which FSDP replicates
         if not self.is_cut:
-            self._guess("FSDP cuts the first axis, since the checkpoint is not cut and does not say", tensor.fqn)
+            is_few = f"only {self.cut:,} of {len(self.ckpt.tensors):,} tensors are stored in more than one chunk"
+            why = is_few if self.cut else "the checkpoint is not cut and does not say"
+            self._guess(f"FSDP cuts the first axis, since {why}", tensor.fqn)
         return [(0, over, 1)]
 
     # ------------------------------------------------------------ boxes

@@ -180,6 +180,12 @@ class Folder(ABC):
         """Where a link in the folder leads, as it says; "" for all else, and in a store."""
         return ""
 
+    def lost_link(self, name: str) -> str:
+        """What is said of a link in the folder that leads nowhere; "" for all else."""
+        if name not in self.entries.strange or self.stat(name)[0] != "dangling-link":
+            return ""
+        return f"{printable(name)} is a link to {printable(self.target(name))}, which is not there"
+
     def link_target_resolved(self, name: str) -> str:
         """Where a link in the folder leads at last, over other links; "" for all else, and in a store."""
         return ""
@@ -216,6 +222,8 @@ class Folder(ABC):
 
     def absent_hint(self, relative: str) -> str:
         """What is there in place of an absent file, as a sentence; "" for nothing."""
+        if lost := self.lost_link(relative):
+            return f"{lost}: download or copy it again with links followed"
         other = self.other_case(relative)
         return f"rename {printable(other)}, which differs only in letter case" if other else ""
 

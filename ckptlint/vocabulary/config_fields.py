@@ -43,6 +43,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "heads": ("num_attention_heads", "n_head"),
     "kv_groups": ("num_query_groups", "num_key_value_heads"),
     "head_dim": ("kv_channels", "head_dim"),
+    "kv_rank": ("kv_lora_rank",),
     "experts": ("num_experts", "num_moe_experts", "n_routed_experts", "num_local_experts"),
     "moe_upcycled": ("moe_use_upcycling",),
     "vocab": ("vocab_size",),

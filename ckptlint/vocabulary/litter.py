@@ -11,10 +11,22 @@ _LITTER = re.compile(
     |\..*\.(metadata|distcp|safetensors|json|pt|pth|bin|pkl|txt|yaml)\.[A-Za-z0-9]{6}  # rsync, until it is whole
     |\..+\.sw[a-z]|[^.].*~|\#.+\#|\.\#.+  # editors
     |\.goutputstream-[A-Z0-9]{6}
-    |.+\.(part|partial|crdownload|incomplete|lock)  # downloads that did not end
+    |.+\.lock
     """,
     re.VERBOSE,
 )
+
+_DOWNLOAD = re.compile(r"(.+?)(\.[\w=-]{20,})?\.(part|partial|crdownload|download|incomplete)")  # that did not end
+
+
+def downloaded_name(name: str) -> str:
+    """The name that a download gives its file at its end, for the name of one that did not end; "" for all else.
+
+    >>> downloaded_name("model.safetensors.incomplete"), downloaded_name("model.safetensors")
+    ('model.safetensors', '')
+    """
+    match = _DOWNLOAD.fullmatch(name)
+    return match[1] if match else ""
 
 
 def is_system_file(name: str) -> bool:
@@ -23,4 +35,4 @@ def is_system_file(name: str) -> bool:
     >>> [is_system_file(name) for name in ("._model.safetensors", ".__0_0.distcp.Xy12Ab", ".metadata.backup")]
     [True, True, False]
     """
-    return _LITTER.fullmatch(name) is not None
+    return _LITTER.fullmatch(name) is not None or bool(downloaded_name(name))

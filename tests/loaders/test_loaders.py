@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import REAL, codes, ends, examples, found, run_python, swept
+from support import REAL, codes, ends, examples, found, report_on, run_python, swept
 
 import ckptlint
 from ckptlint.errors import NothingToCheckError
@@ -262,25 +262,35 @@ def test_a_folder_without_a_checkpoint_is_neither_good_nor_bad(tmp_path: Path, f
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(content)
-    report = ckptlint.check(tmp_path)
+    report = report_on(tmp_path)
     assert (report.exit_code, report.verdict) == (3, "incomplete")
     assert list(report.diagnostics) == []
     assert str(tmp_path) in report.not_found[0]
 
 
+def test_check_raises_where_a_path_holds_no_checkpoint(tmp_path: Path) -> None:
+    hole = REAL / "fsdp2_4r_hole"
+    with pytest.raises(NothingToCheckError, match="nowhere does not exist") as caught:
+        ckptlint.check(hole, tmp_path / "nowhere")
+    assert caught.value.report.counts["error"]
+    with pytest.raises(NothingToCheckError, match="no path"):
+        ckptlint.check()
+    assert ckptlint.check(hole).diagnostics
+
+
 def test_a_path_that_does_not_exist(tmp_path: Path) -> None:
-    report = ckptlint.check(tmp_path / "nowhere")
+    report = report_on(tmp_path / "nowhere")
     assert report.exit_code == 3
     assert "does not exist" in report.not_found[0]
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "x/" * 3000, "a\0b"], ids=["long name", "long path", "zero byte"])
 def test_a_path_that_cannot_exist_is_no_crash(tmp_path: Path, name: str) -> None:
-    assert ckptlint.check(str(tmp_path / name)).exit_code in (3, 4)
+    assert report_on(str(tmp_path / name)).exit_code in (3, 4)
 
 
 def test_no_path_at_all_is_no_pass() -> None:
-    assert ckptlint.check().verdict != "pass"
+    assert report_on().verdict != "pass"
 
 
 # ---------------------------------------------------------------- damage
@@ -298,9 +308,9 @@ def test_a_git_lfs_pointer_is_named(tmp_path: Path) -> None:
 def test_metadata_that_is_none_is_unreadable_with_and_without_payload(tmp_path: Path, content: bytes) -> None:
     (tmp_path / ".metadata").write_bytes(content)
     (tmp_path / "__0_0.distcp").write_bytes(b"x")
-    assert codes(ckptlint.check(tmp_path), "error") == {"SAF002"}
+    assert codes(report_on(tmp_path), "error") == {"SAF002"}
     (tmp_path / "__0_0.distcp").unlink()
-    assert ckptlint.check(tmp_path).verdict != "pass"
+    assert report_on(tmp_path).verdict != "pass"
 
 
 def test_a_newer_unfinished_metadata_beside_a_whole_one(tmp_path: Path) -> None:
@@ -470,8 +480,8 @@ def test_an_error_elsewhere_outweighs_a_refusal(tmp_path: Path, monkeypatch: pyt
     for name, table in (("a", WHOLE), ("b", HOLE)):
         write_checkpoint(table, tmp_path / name)
     _Refused(monkeypatch).listing(tmp_path / "a")
-    assert ckptlint.check(tmp_path / "a", tmp_path / "b").exit_code == 1
-    assert ckptlint.check(tmp_path / "a", tmp_path / "nowhere").exit_code == 4
+    assert report_on(tmp_path / "a", tmp_path / "b").exit_code == 1
+    assert report_on(tmp_path / "a", tmp_path / "nowhere").exit_code == 4
 
 
 def test_a_named_file_that_belongs_to_no_checkpoint(tmp_path: Path) -> None:
@@ -502,7 +512,7 @@ def test_a_run_of_many_nearly_empty_steps_is_judged(tmp_path: Path, name: str, c
         (step := tmp_path / f"step-{number}").mkdir()
         (step / name).write_text(content)
     with ends(100):
-        assert ckptlint.check(tmp_path).exit_code == code
+        assert report_on(tmp_path).exit_code == code
 
 
 @pytest.mark.parametrize("held", ["", '{"sharded_backend": "torch_dist", "shard'], ids=["empty", "cut"])

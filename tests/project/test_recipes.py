@@ -23,6 +23,7 @@ import yaml
 from support import REAL, REPOSITORY, sweep_only, swept
 
 from ckptlint.reporters import REPORTERS
+from ckptlint.vocabulary.frameworks import WEIGHT_FILES
 
 RECIPES = "\n".join((REPOSITORY / "docs" / name).read_text(encoding="utf-8") for name in ("questions.md", "gates.md"))
 GOOD, BAD, NOTHING = REAL / "fsdp2_4r", REAL / "fsdp2_4r_hole", REPOSITORY / "docs"
@@ -301,7 +302,33 @@ def test_the_pre_commit_hook_checks_the_folder_of_a_changed_file(shell: Shell, t
     changed = [".metadata", "a/step/.metadata", "a/__0.metadata", "m/model.safetensors.index.json", "a/__3_0.distcp"]
     changed += ["model.safetensors", "m/model-00001-of-00002.safetensors", "iter_0000010/common.pt"]
     assert all(re.search(hook["files"], name) for name in changed)
-    others = ["a/.metadata.tmp", "a/x.metadata", "README.md", "x.pt", "metadata.json", "notes.distcp.txt"]
+    changed += [
+        "m/model.pt",
+        "model.pth",
+        "pytorch_model-00001-of-00002.bin",
+        "last.ckpt",
+        "m/pytorch_model.bin.index.json",
+    ]
+    changed += [
+        "adapter_model.safetensors",
+        "a/adapter_model.bin",
+        "consolidated.00.pth",
+        "mp_rank_00/model_optim_rng.pt",
+    ]
+    assert all(re.search(hook["files"], name) for name in changed)
+    assert hook["files"] == f"(^|/)({WEIGHT_FILES})$"
+    others = ["a/.metadata.tmp", "a/x.metadata", "README.md", "x.pt", "metadata.json", "notes.distcp.txt", "a.pt.md"]
+    others += [
+        "optimizer.pt",
+        "training_args.bin",
+        "train.bin",
+        "rng_state.pth",
+        "config.json",
+        "tsconfig.json",
+        "package.json",
+        "model.safetensors.incomplete",
+        "m/tokenizer.json",
+    ]
     assert not any(re.search(hook["files"], name) for name in others)
 
     def commit(*files: Path) -> tuple[int, str]:

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from loopback import BUCKET, CREDENTIALS, PAGE, Handler, Server, client, files_of, forwarded_to, moto, serving, upload
-from support import REAL, codes, found, manifest, run
+from support import REAL, codes, found, manifest, report_on, run
 
 import ckptlint
 from ckptlint.commands.main import cli
@@ -400,14 +400,14 @@ def test_keys_with_two_slashes_are_not_taken_for_those_with_one(s3: Server, edit
 
 def test_a_prefix_with_two_slashes_inside_is_one(s3: Server, put: Callable[..., str]) -> None:
     url = put(REAL / "edit_base", "run//step-1")
-    report = ckptlint.check(url)
+    report = report_on(url)
     assert (report.exit_code, report.checkpoints[0].checkpoint.path) == (0, url)
-    assert ckptlint.check(url.replace("//step-1", "/step-1")).exit_code == 3
+    assert report_on(url.replace("//step-1", "/step-1")).exit_code == 3
 
 
 def test_a_key_that_begins_with_a_slash_is_no_other_key(s3: Server, store: tuple[int, Any]) -> None:
     upload(store[1], REAL / "edit_base", "slash")
-    report = ckptlint.check(f"s3://{BUCKET}//slash")
+    report = report_on(f"s3://{BUCKET}//slash")
     assert report.exit_code in (3, 4)
 
 
@@ -482,7 +482,7 @@ def test_missing_credentials_are_named(s3: Server, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("url", ["s3://no-such-bucket-here/run", f"s3://{BUCKET}/no-such-prefix"])
 def test_what_does_not_exist_is_nothing_to_check(s3: Server, url: str) -> None:
-    assert f"{url} does not exist" in only_sentence(ckptlint.check(url), 3)
+    assert f"{url} does not exist" in only_sentence(report_on(url), 3)
 
 
 @pytest.mark.parametrize(
@@ -727,7 +727,7 @@ def test_a_server_without_ranges_sends_no_whole_payload() -> None:
 
 
 def test_a_run_folder_of_a_web_server_is_nothing_to_check(web: Server) -> None:
-    assert "name the checkpoint folder itself" in only_sentence(ckptlint.check(f"{web.url}/megatron_tp2_pp2"), 3)
+    assert "name the checkpoint folder itself" in only_sentence(report_on(f"{web.url}/megatron_tp2_pp2"), 3)
 
 
 def test_a_signed_url_is_used_and_never_printed(web: Server, tmp_path: Path) -> None:

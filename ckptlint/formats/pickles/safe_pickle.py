@@ -25,7 +25,7 @@ from contextlib import contextmanager, suppress
 from itertools import chain
 from typing import Any, NamedTuple
 
-from ckptlint.errors import GIT_LFS_POINTER, ForeignError, LimitError, OwnFileError, UnreadableError
+from ckptlint.errors import ForeignError, LimitError, OwnFileError, UnreadableError
 from ckptlint.formats.pickles import names
 from ckptlint.formats.pickles.columns import (
     END,
@@ -45,6 +45,7 @@ from ckptlint.formats.pickles.names import Pair
 from ckptlint.formats.pickles.refusals import Refused, refusal_text
 from ckptlint.formats.pickles.rows import Buffer
 from ckptlint.formats.pickles.stand_ins import SCALARS, Fault, Node, Opaque, StandIns, raw_bytes
+from ckptlint.formats.pointers import pointer_in
 from ckptlint.formats.torch_archive import ranges_in, read_archive
 from ckptlint.formats.torch_legacy import PICKLES, is_magic, is_tar
 from ckptlint.model.text import printable
@@ -467,8 +468,8 @@ def _state(node: Any, kind: str) -> dict[str, Any]:
 
 def _wrong_start(data: bytes) -> str:
     """What the first bytes are instead of a pickle's; torch writes no pickle that starts otherwise."""
-    if data.startswith(b"version https://git-lfs"):
-        return GIT_LFS_POINTER
+    if pointer := pointer_in(data[:2048]):
+        return pointer
     if data.lstrip()[:1] in (b"{", b"["):
         return "is JSON, not a pickle"
     if not data.strip(b"\0"):

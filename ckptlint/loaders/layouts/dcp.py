@@ -7,6 +7,7 @@ from functools import partial
 
 from ckptlint.errors import LimitError
 from ckptlint.formats.pickles.safe_pickle import SIZE_LIMIT, asks_for_names
+from ckptlint.formats.pointers import pointer_in
 from ckptlint.loaders.layouts import Evidence, Layout
 from ckptlint.loaders.readers.common_state import COMMON_FILE
 from ckptlint.loaders.readers.dcp import read_dcp
@@ -33,7 +34,7 @@ def _metadata_bytes(folder: Folder) -> int:
 def _is_metadata(folder: Folder) -> bool:
     """Whether a `.metadata` without payload files is DCP's: Flutter projects keep a text file of that name."""
     start = folder.head(METADATA, 4096)
-    if not start or start[:1] == b"\x80" or start.startswith(b"version https://git-lfs") or folder.has("metadata.json"):
+    if not start or start[:1] == b"\x80" or pointer_in(start) or folder.has("metadata.json"):
         return True
     try:
         start.decode()

@@ -13,7 +13,7 @@ from ckptlint.model.text import plural, printable, verb
 from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.metadata_files import METADATA, UNFINISHED_METADATA, WRITTEN_LAST
 
-_NO_METADATA = {"dangling-link": "is a broken link", "not-a-file": "is not a regular file"}
+_NO_METADATA = {"not-a-file": "is not a regular file"}
 
 
 def _evidence(folder: Folder) -> Evidence | None:
@@ -34,7 +34,8 @@ def _read(found: CheckpointPlace, _look_at_files: bool) -> Checkpoint:
     if folder.has(UNFINISHED_METADATA) and evidence != UNFINISHED_METADATA:
         evidence, count = f"{evidence} and {UNFINISHED_METADATA}", 2
     state = _NO_METADATA.get(folder.stat(METADATA)[0], "is missing")
-    return unfinished(folder, f"{METADATA} {state}, {evidence} {verb(count, 'is')} there", METADATA)
+    lost = folder.lost_link(METADATA) or f"{METADATA} {state}"
+    return unfinished(folder, f"{lost}, {evidence} {verb(count, 'is')} there", METADATA)
 
 
 def unfinished(folder: Folder, sentence: str, file: str) -> Checkpoint:

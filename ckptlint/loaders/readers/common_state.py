@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckptlint.errors import ForeignError, LimitError, UnreadableError
+from ckptlint.formats.pointers import pointer_in
 from ckptlint.formats.torch_archive import PICKLE_LIMIT, ranges_in
 from ckptlint.formats.torch_file import TorchFile, number_in, read_torch_bytes, read_torch_file
 from ckptlint.loaders.problems import from_error, from_refusals, from_torch_file
@@ -182,7 +183,8 @@ def read_model_config(folder: Folder, name: str) -> dict[str, Any]:
     try:
         return model_config(data)
     except (ValueError, RecursionError) as error:
-        raise UnreadableError(f"is damaged: it is not a JSON object ({_reason(error)})") from None
+        damaged = f"is damaged: it is not a JSON object ({_reason(error)})"
+        raise UnreadableError(pointer_in(data) or damaged) from None
 
 
 def model_config(text: bytes) -> dict[str, Any]:

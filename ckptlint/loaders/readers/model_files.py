@@ -74,7 +74,7 @@ def read_set(
     label = printable(by_index or (names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"))
     is_readable = len(unread) < len(names)
     if not is_readable:
-        problems = [replace(problem, blocks=True) for problem in problems] or [_no_files(label, absent)]
+        problems = [replace(problem, blocks=True) for problem in problems] or [_no_files(label, files, absent)]
     partial = f"{len(unread)} of {len(files)} files of this model are missing or unreadable" if unread else ""
     table = None
     if places is not None:
@@ -88,7 +88,8 @@ def looked_at(folder: Folder, name: str, look_at_files: bool) -> tuple[StoredFil
     state, size = folder.stat(name)
     shown: FileState = state if look_at_files else "unchecked"
     path = name if is_safe(name) else None
-    file = StoredFile(printable(name), path, size if look_at_files else None, shown, True)
+    instead = folder.absent_hint(name) if state == "dangling-link" else ""
+    file = StoredFile(printable(name), path, size if look_at_files else None, shown, True, instead)
     return file, size if state in READABLE else None
 
 
@@ -133,7 +134,7 @@ def is_stale(folder: Folder, files: Sequence[str], places: Mapping[str, str] | N
     return all(folder.stat(name)[0] == "absent" for name in {*places.values()})
 
 
-def _no_files(label: str, absent: list[str]) -> Problem:
+def _no_files(label: str, files: Sequence[StoredFile], absent: list[str]) -> Problem:
     """That nothing of what an index names is there."""
     return Problem(
         "incomplete",
@@ -142,6 +143,7 @@ def _no_files(label: str, absent: list[str]) -> Problem:
         if absent
         else f"{label} names no file",
         why="a writer writes the index after the files, so they were deleted, or a copy left them out",
-        hint="copy the files from where the index came from; if they are not there, the index is of another export",
+        hint=next((file.instead for file in files if file.instead), "")
+        or "copy the files from where the index came from; if they are not there, the index is of another export",
         blocks=True,
     )

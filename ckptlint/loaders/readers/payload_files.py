@@ -36,7 +36,7 @@ def payload_files(folder: Folder, described: Description, look: bool) -> tuple[F
     named = replace(named, state=found.state, size=found.size)
     elsewhere = [paths[row] for row in np.flatnonzero(found.at < 0).tolist()]
     known = {str(PurePosixPath(path)) if "/" in path else path for path in elsewhere}
-    for row in np.flatnonzero(named.are("absent", "other-case")).tolist():
+    for row in np.flatnonzero(named.are("absent", "other-case", "dangling-link")).tolist():
         known.add(folder.other_case(paths[row]) or "")
         if instead := folder.absent_hint(paths[row]):
             named.instead[row] = instead

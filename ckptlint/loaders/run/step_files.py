@@ -154,7 +154,9 @@ def with_step_files(whole: CheckpointPlace, ckpt: Checkpoint) -> Checkpoint:
         # what no name says to be a pickle should be one where files beside it are that differ in a number alone
         is_foreign = file.state != "read" and item.alike not in whole_sets
         problems += [problem for problem in file_problems if not is_foreign or problem.kind in _KEPT]
-    problems += map(_unopened, survey.shut)
+    said = {problem.file for problem in ckpt.problems}
+    problems += [_unopened(item) for item in survey.shut if item.label not in said]
+    problems += _lost_links(survey.files, ckpt)
     if unread := survey.opened[len(read) :]:
         problems.append(_left_out(unread))
     if survey.late:
@@ -302,6 +304,18 @@ def _unopened(item: _File) -> Problem:
     what = item.what or "gone since the folder was listed"
     sentence = f"{item.label} is {what}, so ckptlint did not read it"
     return Problem("unread", item.label, sentence, why=f"{_RESUME}, and nobody knows what it finds there")
+
+
+def _lost_links(files: list[_File], ckpt: Checkpoint) -> Iterator[Problem]:
+    """That links lead nowhere which are numbered as the files of a model are, or called as its index is."""
+    if not (ckpt.is_safetensors or ckpt.storages is not None):  # the metadata says which files there are
+        return
+    alike = {_NUMBERS.sub("0", name) for name in ckpt.files.names if _NUMBERS.search(name)}
+    for item in files:
+        is_index = item.name.endswith(".index.json") and ckpt.index is None and len(ckpt.files) > 1
+        if item.what and (is_index or item.alike[1] in alike) and (lost := item.folder.lost_link(item.name)):
+            hint = "download it again, or copy with links followed"
+            yield Problem("incomplete", item.label, lost, why="a load of the model fails or misses it", hint=hint)
 
 
 def _left_out(late: list[_File]) -> Problem:

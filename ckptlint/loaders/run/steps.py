@@ -199,7 +199,7 @@ def components(folder: Folder) -> list[CheckpointPlace]:
     rest = folder.without(weights, "")
     other = recognise(rest)
     # of a model that is there in both forms loaders take the safetensors
-    parts = [rest] if other is not None and other.kind not in ("unsupported", "torch") else []
+    parts = [rest] if other is not None and other.kind not in ("unsupported", "torch", "lost") else []
     if not parts and len(found) == 1:
         return [CheckpointPlace.at(folder)]
     described = [name for name in (folder.files() if parts else ()) if is_dcp_file(name)]

@@ -297,6 +297,15 @@ OTHER_STEP = Family("another step", "other", re.compile(""))
 _ENDING = r"\.(pt|pth|pkl|pickle|bin|ckpt|p|pck|joblib|sav|dill|jit|pth?\.tar)(\.(z|gz|bz2|xz|lzma|lz4|zst))?"
 _PICKLES = re.compile(f".+{_ENDING}", re.IGNORECASE | re.DOTALL)
 
+WEIGHT_FILES = (
+    r"\.metadata|__\d+\.metadata|common\.pt|[^/]+\.(distcp|safetensors|ckpt)|[^/]+\.(safetensors|bin)\.index\.json"
+    r"|(pytorch_model|adapter_model|model)[^./]*\.(bin|pt|pth)|consolidated\.\d+\.pth"
+)
+"""Names that only a checkpoint's files have; `files` of .pre-commit-hooks.yaml, behind the path.
+
+What else ends in .pt or .bin may be data, or the optimizer of a step: by itself it is no checkpoint.
+"""
+
 
 def family_of(name: str) -> Family | None:
     """The family that a file's name says, the path to it aside; None for a name that says nothing.

@@ -1,0 +1,64 @@
+"""A folder in which links that lead nowhere, or downloads that did not end, are all that is left of a checkpoint."""
+
+from __future__ import annotations
+
+import re
+
+from ckptlint.loaders.layouts import CheckpointPlace, Evidence, Layout
+from ckptlint.loaders.readers.payload_files import file_table
+from ckptlint.model import Checkpoint, Problem
+from ckptlint.model.text import first_names, printable
+from ckptlint.storage.folder import Folder
+from ckptlint.vocabulary.frameworks import WEIGHT_FILES, step_number
+from ckptlint.vocabulary.litter import downloaded_name
+
+_WEIGHTS = re.compile(WEIGHT_FILES)
+
+
+def _lost(folder: Folder) -> dict[str, str]:
+    """Name of a file that is not there -> what is there of it; the steps of a run are checkpoints of their own."""
+    if any(step_number(name) is not None for name in folder.folders()):
+        return {}
+    lost = {name: folder.lost_link(name) for name in folder.entries.strange if _WEIGHTS.fullmatch(name) or folder.part}
+    for name in folder.files_beside():
+        if _WEIGHTS.fullmatch(file := downloaded_name(name)):
+            lost[file] = f"the download of {printable(file)} did not end: only {printable(name)} is there"
+    return {name: sentence for name, sentence in lost.items() if sentence}
+
+
+def _evidence(folder: Folder) -> Evidence | None:
+    lost = _lost(folder)
+    return Evidence(printable(next(iter(lost)))) if lost else None
+
+
+def _read(found: CheckpointPlace, _look_at_files: bool) -> Checkpoint:
+    folder = found.folder
+    lost = _lost(folder)
+    name, sentence = next(iter(lost.items()))
+    others = [printable(other) for other in lost if other != name]
+    sentence += f"; the same is true of {first_names(others)}" if others else ""
+    why = "nothing else of a checkpoint is in the folder, so nothing loads"
+    hint = f"download {'them' if others else 'it'} again, or copy with links followed"
+    problem = Problem("incomplete", printable(name), sentence, why=why, hint=hint, blocks=True)
+    return Checkpoint(
+        folder.display,
+        "incomplete",
+        files=file_table(folder),
+        problems=[problem],
+        readable=False,
+        metadata_file=printable(name),
+    )
+
+
+LAYOUTS = (
+    Layout(
+        kind="lost",
+        order=95,
+        formats={"incomplete": "incomplete"},
+        recognise=_evidence,
+        read=_read,
+        input_bytes=lambda _folder: 0,
+        state=lambda _folder: "unfinished",
+        looks_around=False,
+    ),
+)
