@@ -22,7 +22,7 @@ def completeness_marker(ckpt: Checkpoint) -> Iterator[Finding]:
         and the files that all of several older steps have: a warning.
         The files `model-rank-R-part-P.safetensors` of vLLM's sharded_state count ranks and parts from 0 without a gap.
         A file of weights, an index or a step is no link that leads nowhere, and no download that did not end
-        (`model.safetensors.incomplete`) where nothing else of a checkpoint is there.
+        (`*.incomplete`) where nothing else of a checkpoint is there.
         A part that `model_index.json` names, or of diffusers in a step, holds weights beside its `config.json`.
     Why it matters:
         Each of these files is written last in its stage, so the save or the copy did not finish.

@@ -24,7 +24,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from pickles import CF, CM, CP, Call, dumped, name_of, named, new, number, stream, text, write_zip
-from support import REAL, REPOSITORY, check_bytes, codes, examples, found, run, run_python, swept
+from support import REAL, REPOSITORY, check_bytes, codes, examples, found, report_on, run, run_python, swept
 
 import ckptlint
 from ckptlint.errors import LimitError, UnreadableError
@@ -1066,7 +1066,7 @@ def test_file_names_reach_no_output_raw(tmp_path: Path, case: str, suffix: str) 
     (folder / f"step-1{'' if suffix else NASTY[case]}").mkdir(parents=True)
     if suffix:
         (folder / "step-1" / f"evil{NASTY[case]}{suffix}").write_bytes(b"x")
-    report = ckptlint.check(folder)
+    report = report_on(folder)
     assert report.exit_code in (1, 3)
     for output in outputs(report):
         assert_clean(output)

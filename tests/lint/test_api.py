@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from support import REAL, broken_rule, codes, run, run_python
+from support import REAL, broken_rule, codes, report_on, run, run_python
 
 import ckptlint
 from ckptlint.commands import main as cli
@@ -48,7 +48,7 @@ def test_checking_needs_no_command_line(tmp_path: Path) -> None:
     ("path", "verdict", "code"), [(GOOD, "pass", 0), (BAD, "fail", 1), (REAL / "no", "incomplete", 3)]
 )
 def test_verdict_and_exit_code(path: Path, verdict: str, code: int) -> None:
-    report = ckptlint.check(path)
+    report = report_on(path)
     assert (report.verdict, report.exit_code) == (verdict, code)
 
 
@@ -103,15 +103,15 @@ def test_raise_for_findings() -> None:
     with pytest.raises(ckptlint.CheckpointError, match="GEO008"):
         ckptlint.check(WARNING).raise_for_findings()
     with pytest.raises(ckptlint.CheckpointError, match="does not exist"):
-        ckptlint.check("/nowhere").raise_for_findings()
+        report_on("/nowhere").raise_for_findings()
     with pytest.raises(ckptlint.ConfigError, match="no level 'eror'"):
         ckptlint.check(GOOD, fail_on="eror")  # type: ignore[arg-type]
 
 
 def test_a_report_is_true_where_it_passed() -> None:
-    assert [bool(ckptlint.check(path)) for path in (GOOD, WARNING, BAD, "/nowhere")] == [True, False, False, False]
+    assert [bool(report_on(path)) for path in (GOOD, WARNING, BAD, "/nowhere")] == [True, False, False, False]
     assert ckptlint.check(WARNING, fail_on="error").passed
-    assert repr(ckptlint.check("/nowhere/at/all")).endswith("no findings, /nowhere/at/all does not exist>")
+    assert repr(report_on("/nowhere/at/all")).endswith("no findings, /nowhere/at/all does not exist>")
 
 
 def test_raise_for_findings_when_a_rule_crashed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,7 +243,7 @@ def test_the_default_depth_reads_what_is_cheap(monkeypatch: pytest.MonkeyPatch) 
     assert ckptlint.check(GOOD, GOOD).depth == "files"
     monkeypatch.setattr("ckptlint.lint.request.CHEAP_BYTES", 1 << 40)
     assert ckptlint.check(GOOD, depth="metadata").depth == "metadata"
-    assert ckptlint.check(GOOD, "/nowhere/at/all").depth == "data"  # what is not there costs nothing
+    assert report_on(GOOD, "/nowhere/at/all").depth == "data"  # what is not there costs nothing
     seen: list[Request] = []
     real = Request.of.__func__  # type: ignore[attr-defined]
     monkeypatch.setattr(Request, "of", classmethod(lambda cls, *args: seen.append(real(cls, *args)) or seen[-1]))

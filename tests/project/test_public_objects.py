@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import REAL
+from support import REAL, report_on
 
 import ckptlint
 from ckptlint import live
@@ -51,7 +51,7 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "a report": lambda: ckptlint.check(GOOD, depth="data"),
     "a report that fails": lambda: ckptlint.check(HOLE, REAL / "gap_middle"),
     "a report of a run": lambda: ckptlint.check(RUN, all_steps=True),
-    "a report on nothing": lambda: ckptlint.check("no such path"),
+    "a report on nothing": lambda: report_on("no such path"),
     "latest": lambda: ckptlint.latest(RUN),
     "deletable": lambda: ckptlint.deletable(RUN, keep=1),
     "a checkpoint": lambda: ckptlint.load(GOOD),
