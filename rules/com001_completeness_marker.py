@@ -19,7 +19,7 @@ def completeness_marker(ckpt: Checkpoint) -> Iterator[Finding]:
         A step of transformers' Trainer has its `trainer_state.json`; one of prime-rl or VeOmni has `STABLE` or
         `checkpoint_manifest.json` if the step before it has one.
         A step has the kinds of state beside the model that the step before it has (`optimizer.pt`, `rng_state.pth`),
-        and the files that all of several older steps have: a warning.
+        and the files that all of several older steps have: a warning. So is an optimizer in a step that holds no model.
         The files `model-rank-R-part-P.safetensors` of vLLM's sharded_state count ranks and parts from 0 without a gap.
         A file of weights, an index or a step is no link that leads nowhere, and no download that did not end
         (`*.incomplete`) where nothing else of a checkpoint is there.

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 
 from ckptlint.depth import Depth
 from ckptlint.errors import CkptlintError, ConfigError, NothingToCheckError, UnknownLayoutError
-from ckptlint.lint.report import CheckpointReport, Report
+from ckptlint.lint.report import CheckpointReport, Diagnostic, Report
 from ckptlint.loaders.checkpoint import open_checkpoint
 from ckptlint.loaders.discover import find, find_checkpoints
 from ckptlint.loaders.layouts import CheckpointPlace
@@ -63,6 +63,7 @@ class JudgedStep:
         size: bytes of its payload.
         written: when its newest file was written, seconds since the epoch; 0 where the store does not say.
         warnings: what is odd about it and does not fail it, a code and a sentence each.
+        hidden: the errors that an ignore or a baseline hides, as words; "" without one. No such step is recommended.
     """
 
     number: int
@@ -75,6 +76,7 @@ class JudgedStep:
     size: int = 0
     written: float = 0.0
     warnings: tuple[str, ...] = ()
+    hidden: str = ""
 
     def row(self) -> dict[str, Any]:
         """What became of it, as a row of a table."""
@@ -177,6 +179,8 @@ def newest_good(
     with listed_once(path, run):
         works = [partial(judge_step, step, f"{path.rstrip('/')}/{step.name}", judge) for step in steps]
         for position, judged in enumerate(results_in_order(works)):
+            if judged.hidden and judged.verdict == "passes":
+                judged = replace(judged, verdict="fails", why=judged.hidden)
             step, older = steps[position], steps[position + 1 :] if judged.verdict == "passes" else []
             if judged.verdict == "passes":
                 judged = _with_parts(judged, step, required, older, depth)
@@ -266,9 +270,19 @@ def verdict_of(report: Report) -> JudgedStep:
     size = sum(ckpt.total_bytes for ckpt in checkpoints)
     written = max((ckpt.times.newest for ckpt in checkpoints), default=0.0)
     outcome = JudgedStep(0, "", "", "passes", parts=parts_of(checkpoints), size=size, written=written)
-    leads = [group.lead for part in report.checkpoints for group in part.groups if not group.lead.finding.of_run]
+    spare = _spare_exports(report)
+    of_exports = [
+        f"{lead.code} in the export {part.checkpoint.path.rpartition('/')[2]}, which the step can make again: "
+        f"{lead.title}"
+        for part in spare
+        for lead in _leads([part])
+        if report.is_failing(lead)
+    ]
+    report = replace(report, checkpoints=[part for part in report.checkpoints if part not in spare])
+    checkpoints, leads = [part.checkpoint for part in report.checkpoints], _leads(report.checkpoints)
     odd = [lead for lead in leads if lead.severity == Severity.WARNING and not report.is_failing(lead)]
-    outcome = replace(outcome, warnings=tuple(f"{lead.code} {lead.title}" for lead in odd))
+    sentences = (*(f"{lead.code} {lead.title}" for lead in odd), *of_exports)
+    outcome = replace(outcome, warnings=sentences, hidden=_hidden(report))
     doubts = [p.message for ckpt in checkpoints if not ckpt.readable for p in ckpt.problems_of(*_DOUBTFUL)]
     failing = sorted(filter(report.is_failing, leads), key=lambda lead: -lead.severity)
     is_wrong = bool(failing) and failing[0].severity == Severity.ERROR
@@ -291,6 +305,26 @@ def verdict_of(report: Report) -> JudgedStep:
     if report.not_found or not checkpoints:
         return replace(outcome, verdict="unfinished", why=next(iter(report.not_found), "it holds no checkpoint"))
     return outcome
+
+
+def _leads(parts: Iterable[CheckpointReport]) -> list[Diagnostic]:
+    return [group.lead for part in parts for group in part.groups if not group.lead.finding.of_run]
+
+
+def _spare_exports(report: Report) -> list[CheckpointReport]:
+    """The exports of a step that a resume does not read: model and optimizer lie beside them in another form."""
+    exports = [part for part in report.checkpoints if part.checkpoint.format in ("safetensors", "torch")]
+    others = [part.checkpoint for part in report.checkpoints if part not in exports] if exports else []
+    return exports if {"model", "optimizer"} <= {*parts_of(others)} else []
+
+
+def _hidden(report: Report) -> str:
+    """The errors in a report that do not count there, as words: no option makes a step with an error one to trust."""
+    errors = [item for item in report.ignored if item.severity >= Severity.ERROR and not item.finding.of_run]
+    by = {item.ignored.by for item in errors if item.ignored is not None}
+    hiding = {"baseline": "the baseline", "per-key-ignores": "an ignore"}
+    what = join_words([words for who, words in hiding.items() if who in by])
+    return f"{plural(len(errors), 'error')} hidden by {what}" if errors else ""
 
 
 def steps_in(report: Report) -> list[JudgedStep]:
@@ -318,11 +352,11 @@ def step_around(ckpt: Checkpoint) -> tuple[str, int] | None:
 
 
 def newest_passing(steps: Iterable[JudgedStep]) -> dict[str, JudgedStep | None]:
-    """Run -> the newest of its steps that passes, None where none does."""
+    """Run -> the newest of its steps that passes without a hidden error, None where none does."""
     newest: dict[str, JudgedStep | None] = {}
     for step in steps:
         run = step.path.rpartition("/")[0]
-        newest[run] = newest.get(run) or (step if step.verdict == "passes" else None)
+        newest[run] = newest.get(run) or (step if step.verdict == "passes" and not step.hidden else None)
     return newest
 
 

@@ -143,7 +143,7 @@ def step_rows(steps: Sequence[JudgedStep]) -> list[tuple[str, ...]]:
             time.strftime("%Y-%m-%d %H:%M", time.localtime(step.written)) if step.written else "",
             ", ".join(step.parts),
             human_bytes(step.size) if step.size else "",
-            f"{step.verdict} {step.code}".rstrip(),
+            f"{step.verdict} {step.code}".rstrip() + (f" ({step.hidden})" if step.hidden else ""),
         )
         for step in steps
     ]
@@ -176,6 +176,7 @@ def step_lines(steps: Sequence[JudgedStep]) -> list[str]:
         if step is None:
             lines.append(f"No step of {run} passes.")
         else:
+            lines += [f"{step.name}: warning {sentence}" for sentence in step.warnings]
             lines.append(f"The newest step that passes: {step.path}")
     return lines
 

@@ -58,6 +58,7 @@ def step_object(step: JudgedStep) -> dict[str, Any]:
         "bytes": step.size,
         "written": step.written or None,
         "warnings": [*step.warnings],
+        "hidden": step.hidden or None,
     }
 
 
