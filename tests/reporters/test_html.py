@@ -18,7 +18,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from support import REAL, examples, run, sweep_only
+from support import REAL, examples, report_on, run, sweep_only
 
 import ckptlint
 from ckptlint.analysis.rank_contents import rank_contents_of
@@ -402,7 +402,7 @@ def test_rules_that_gave_no_verdict_say_why() -> None:
 
 
 def test_paths_without_a_checkpoint_are_named(tmp_path: Path) -> None:
-    text = html.render(ckptlint.check(tmp_path / "none<x>"), Style())
+    text = html.render(report_on(tmp_path / "none<x>"), Style())
     assert "Nothing was checked." in Page(text).text and "none<x>" in Page(text).text
 
 

@@ -20,7 +20,7 @@ import pytest
 from click.testing import CliRunner
 from junitparser import Error, Failure, JUnitXml
 from markdown_it import MarkdownIt
-from support import HOSTILE, REAL, REPOSITORY
+from support import HOSTILE, REAL, REPOSITORY, report_on
 
 import ckptlint
 from ckptlint import __version__
@@ -62,7 +62,7 @@ def at_home(monkeypatch: pytest.MonkeyPatch) -> None:
 def check(*names: str, select: tuple[str, ...] = (), fail_on: FailOn = "error") -> Report:
     """The report on checkpoints of `fixtures/real`."""
     folders = [(REAL / name).relative_to(REPOSITORY) for name in names]
-    return ckptlint.check(*folders, select=select, fail_on=fail_on)
+    return report_on(*folders, select=select, fail_on=fail_on)
 
 
 def render(report: Report, format_: str, style: Style = STYLE) -> str:
