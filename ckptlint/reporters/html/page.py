@@ -118,7 +118,7 @@ def group_rows(report: Report) -> list[dict[str, Any]]:
             "rule": group.lead.code,
             "finding": cut_names(group.lead.title, group.lead.fqn),
             "rank": ranges(_ranks(group.members)),
-            "keys": len(group.members),
+            "keys": group.key_count,
             "hint": "; ".join(text for label, text in _notes(part, group) if label in ("hint", "explained")),
         }
         | ({"checkpoint": part.checkpoint.path} if len(report.checkpoints) > 1 else {})
@@ -351,7 +351,7 @@ def _group(part: CheckpointReport, group: FindingGroup, anchor: str, work: _Work
         "name": lead.rule.name,
         "sentence": (_cut(before, lead.fqn), cut(lead.fqn or "") if has_name else "", _cut(after, lead.fqn)),
         "place": finding.at.label or place_in_words(ckpt, finding),
-        "keys": f"{len(group.members):,}",
+        "keys": group.key_count,
         "ranks": ranges(_ranks(group.members)),
         "missing": _missing_from([lead]),
         "detail": finding.detail,
