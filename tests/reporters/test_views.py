@@ -125,6 +125,27 @@ def test_every_lost_key_is_named_and_counted(code: str, left: int | None, tmp_pa
     ]
 
 
+def test_records_that_are_gone_were_not_read_and_mark_their_layers(tmp_path: Path) -> None:
+    healthy = ckptlint.check(REAL / "fsdp2_4r", depth="data")
+    assert "Every record was read." in page.render(healthy, Style(ascii_only=False))
+    folder = shutil.copytree(REAL / "fsdp2_4r", tmp_path / "step")
+    (folder / "__2_0.distcp").unlink()
+    report = ckptlint.check(folder, depth="data")
+    [item] = [item for item in report.diagnostics if item.code == "PAY003"]
+    sentence = f"{len(item.keys)} records were not read because a file is missing or damaged."
+    html = page.render(report, Style(ascii_only=False))
+    for text in (html, report._repr_html_(), " ".join(str(report).split())):
+        assert sentence in text and "Every record was read" not in text
+    tensors = report.checkpoints[0].checkpoint.tensors
+    assert html.count('<div class="row flagged error">') == sum(key in tensors for key in item.keys) < len(tensors)
+
+
+def test_of_unreadable_metadata_nothing_is_called_read() -> None:
+    assert "Every record" not in page.render(
+        ckptlint.check(REAL / "metadata_missing", depth="data"), Style(ascii_only=False)
+    )
+
+
 def test_a_finding_on_no_key_counts_none() -> None:
     report = ckptlint.check(REAL / "metadata_missing")
     assert [(row["keys"], item.keys) for row, item in zip(report.rows(), report.diagnostics, strict=True)] == [(0, ())]
