@@ -112,7 +112,7 @@ class Finding:
         message: one sentence; `{of}` stands for " of <key>", which machine formats leave out.
         at: where it is: `Location(tensor)`, `Location(key)`, `Location(file=name)`.
         identity: what identifies the finding besides code, key and region; part of the fingerprint.
-        keys: further keys concerned, besides that of `at`; causes compare them.
+        keys: further keys concerned, besides that of `at`, at most MOST_KEYS; causes compare them.
         files: further files concerned, in the same way.
         severity: lower than the rule's own, where this fault does less harm.
         confidence: how sure the evidence is; a doubt lowers the severity, too (`CEILING`).
@@ -173,6 +173,9 @@ class Finding:
             lost_files=problem.lost_files,
         )
 
+
+MOST_KEYS = 100_000
+"""Keys that a finding names: a file of a large save may have millions of entries."""
 
 Option = bool | int | float | str | tuple[str, ...]
 """What a rule's option may be."""

@@ -10,7 +10,7 @@ from ckptlint.model import FILE_STATES, Checkpoint, FileState
 from ckptlint.model.lost_files import by_node
 from ckptlint.model.text import at_most, first_names, plural, ranges
 from ckptlint.model.tiling import IntArray, distinct
-from ckptlint.rule import Finding, Location, Severity, rule
+from ckptlint.rule import MOST_KEYS, Finding, Location, Severity, rule
 from ckptlint.vocabulary.keys import parse
 
 _SENTENCES: dict[FileState, tuple[str, str]] = {
@@ -78,6 +78,7 @@ def missing_file(ckpt: Checkpoint) -> Iterator[Finding]:
                 ranks=tuple(sorted({rank for name in names if (rank := rank_of(name)) is not None})),
             ),
             identity=tuple(names),
+            keys=tuple(keys[:MOST_KEYS]),
             files=tuple(names[1:]),
             lost_files=by_node({name: rank_of(name) for name in names}, _ranks_there(ckpt))
             if state == "absent"

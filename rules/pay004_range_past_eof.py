@@ -10,7 +10,7 @@ from ckptlint.geometry.record_states import least_container, rows_by_file
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import first_names, human_bytes
 from ckptlint.model.tiling import IntArray, distinct
-from ckptlint.rule import Finding, Location, Note, Severity, rule
+from ckptlint.rule import MOST_KEYS, Finding, Location, Note, Severity, rule
 
 _COPY = "compare its size with the original's and copy it again"
 _BLOCK = 4096
@@ -65,6 +65,7 @@ def _smaller_than_tensors(ckpt: Checkpoint) -> Iterator[Finding]:
                     label=f"{file.name}: {_entries(len(rows))} in one safetensors container",
                 ),
                 identity=(file.name,),
+                keys=tuple(keys[:MOST_KEYS]),
                 notes=_key_note(keys),
                 hint=_hint(file.size),
             )
@@ -118,6 +119,7 @@ def _truncated(
         ),
         identity=(file,),
         kind=kind,
+        keys=tuple(keys[:MOST_KEYS]),
         notes=_key_note(keys),
         why="" if has else "the file is empty, so these tensors cannot be loaded",
         hint=_hint(has, ckpt.files[exchanged[0]].name if len(exchanged) == 1 else ""),
@@ -140,6 +142,7 @@ def _damaged(ckpt: Checkpoint, rows: IntArray) -> Finding:
         ),
         identity=(file, "negative"),
         kind="negative",
+        keys=tuple(keys[:MOST_KEYS]),
         notes=_key_note(keys),
         why="the metadata is wrong, not the payload: the bytes may all be there, but a load cannot find them",
         hint="restore .metadata from where it was written",

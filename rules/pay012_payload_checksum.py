@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint, Damage
 from ckptlint.model.text import plural
-from ckptlint.rule import Finding, Location, Note, Severity, require, rule
+from ckptlint.rule import MOST_KEYS, Finding, Location, Note, Severity, require, rule
 
 _SHOWN = 4
 
@@ -122,7 +122,7 @@ def _records(ckpt: Checkpoint, file: str, damages: list[Damage]) -> Finding:
         message,
         at=Location(one, file=file, byte_range=(start, length)),
         identity=(file, *names[:_SHOWN]),
-        keys=tuple(names[:_SHOWN]),
+        keys=tuple(names[:MOST_KEYS]),
         notes=tuple(notes),
         group="crc" if first.member else "zeros",
         hint="compare the file with the one on the node that wrote it, and copy it again",

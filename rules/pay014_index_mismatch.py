@@ -10,7 +10,7 @@ import numpy as np
 from ckptlint.analysis.fit.judgement import explains_bytes, has_known_config
 from ckptlint.model import Checkpoint, RecordState, WeightIndex
 from ckptlint.model.text import first_names, fold_names, human_bytes, numbered, plural, verb
-from ckptlint.rule import Finding, Location, Note, Severity, rule
+from ckptlint.rule import MOST_KEYS, Finding, Location, Note, Severity, rule
 from ckptlint.vocabulary.config_fields import MODEL_CONFIG
 from ckptlint.vocabulary.dtypes import nbytes
 from ckptlint.vocabulary.keys import parse
@@ -107,8 +107,8 @@ def _misplaced(index: WeightIndex, stored_keys: KeysByFile, instead: Mapping[str
             f"{index.file} places {_keys_text(lost)} in {file}, which "
             f"{'is missing' if is_absent else 'does not hold ' + ('it' if len(lost) == 1 else 'them')}",
             at=Location(file=file, label=f"{index.file}: {file}"),
-            identity=(file, *lost[:_MOST]),
-            keys=tuple(lost[:_MOST]),
+            identity=(file, *lost[:MOST_KEYS]),
+            keys=tuple(lost[:MOST_KEYS]),
             notes=_key_note(lost),
             hint=f"write the index again from the headers: {'it lies' if len(lost) == 1 else 'they lie'} in "
             f"{', '.join(homes[:_SHOWN])}"
@@ -147,8 +147,8 @@ def _unlisted(ckpt: Checkpoint, index: WeightIndex, stored_keys: KeysByFile) -> 
             yield Finding(
                 f"{file} holds {_keys_text(lacking)}{which} that {index.file} does not list",
                 at=Location(file=file),
-                identity=(file, *lacking[:_MOST]),
-                keys=tuple(lacking[:_MOST]),
+                identity=(file, *lacking[:MOST_KEYS]),
+                keys=tuple(lacking[:MOST_KEYS]),
                 severity=None if is_needed or _is_left_out(file, named, series) else Severity.WARNING,
                 notes=_key_note(lacking),
                 why="a loader that follows the index never reads them, one that takes every file does",
@@ -192,8 +192,8 @@ def _double(ckpt: Checkpoint, index: WeightIndex, stored_keys: KeysByFile) -> It
         yield Finding(
             message.replace("KEYS", _keys_text(keys)),
             at=Location(file=file),
-            identity=(file, *keys[:_MOST]),
-            keys=tuple(keys[:_MOST]),
+            identity=(file, *keys[:MOST_KEYS]),
+            keys=tuple(keys[:MOST_KEYS]),
             severity=Severity.INFO if not hint else None if use == "reshaped" else Severity.WARNING,
             notes=(*_key_note(keys), *([sizes] if use == "reshaped" else [])),
             why=why,
@@ -338,8 +338,8 @@ def _without_index(ckpt: Checkpoint, stored_keys: KeysByFile) -> Iterator[Findin
                 file=files[0],
                 label=first_names(files, _SHOWN),
             ),
-            identity=tuple(shared[:_MOST]),
-            keys=tuple(shared[:_MOST]),
+            identity=tuple(shared[:MOST_KEYS]),
+            keys=tuple(shared[:MOST_KEYS]),
             kind="double",
             severity=Severity.INFO if is_same else Severity.WARNING,
             notes=_key_note(shared),

@@ -11,7 +11,7 @@ from ckptlint.depth import Depth
 from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model import Checkpoint, PayloadTable
 from ckptlint.model.text import first_names, human_duration, verb
-from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
+from ckptlint.rule import MOST_KEYS, Finding, Location, NotApplicable, Severity, rule
 from ckptlint.vocabulary.dtypes import FORMS
 from ckptlint.vocabulary.keys import parse
 
@@ -33,7 +33,8 @@ def two_saves_in_one_folder(ckpt: Checkpoint) -> Iterator[Finding]:
         The files belong to different moments of the training, and a load mixes them without an error.
     Usual causes:
         A job saved again into this folder and was killed before it wrote `.metadata`; an interrupted copy over an older
-        step; a rank that staged its data late. Times alone look the same if somebody fetched single files again later.
+        step; a rank that staged its data late. Times alone look the same if somebody changed or fetched single files
+        later; where checksums show a change, it says so.
     How to fix:
         Copy the files of one save again from where they were written, or resume from another step.
     See:
@@ -47,17 +48,38 @@ def two_saves_in_one_folder(ckpt: Checkpoint) -> Iterator[Finding]:
     if groups:
         yield _steps_differ(ckpt, groups, young)
     elif torn is not None:
-        names = sorted(young)
-        are, pause = verb(len(names), "is"), human_duration(torn.pause)
-        yield Finding(
-            f"files of two saves: {first_names(names, 3)} {are} {pause} younger than .metadata and the other files",
-            at=Location(file=names[0], ranks=_ranks(names)),
-            identity=("times",),
-            severity=Severity.WARNING,
-            why=".metadata is written last, so a later save into this folder replaced these files and never finished",
-            hint="load another step; if these files were copied again later, compare them with the originals",
-            inferred_from="the times of the files",
-        )
+        yield _times_differ(ckpt, sorted(young), torn.pause)
+
+
+def _times_differ(ckpt: Checkpoint, names: list[str], pause: float) -> Finding:
+    """The finding on files that are younger than `.metadata`.
+
+    A save writes its checksums with the bytes, so files that all fail theirs were changed, not saved again.
+    """
+    damages = [] if ckpt.payload is None else [d for d in ckpt.payload.damages if d.file in names and d.record >= 0]
+    is_changed = {damage.file for damage in damages} == {*names}
+    what = "changed after the save" if is_changed else "files of two saves, or changed after the save"
+    are, fail = verb(len(names), "is"), "fails its checksums" if len(names) == 1 else "fail their checksums"
+    return Finding(
+        f"{what}: {first_names(names, 3)} {are} {human_duration(pause)} younger than .metadata and the other files"
+        + f", and {fail}" * is_changed,
+        at=Location(file=names[0], ranks=_ranks(names)),
+        identity=("times",),
+        keys=tuple(dict.fromkeys(ckpt.records.name(damage.record) for damage in damages))[:MOST_KEYS]
+        if is_changed
+        else (),
+        files=tuple(names[1:]),
+        severity=Severity.WARNING,
+        kind="times",
+        why="what changes the bytes of a file sets its time, too"
+        if is_changed
+        else ".metadata is written last: either a later save into this folder replaced these files and never finished, "
+        "or something wrote or copied them later",
+        hint="copy these files again from where they were written"
+        if is_changed
+        else "load another step; if these files were copied again later, compare them with the originals",
+        inferred_from="the times of the files",
+    )
 
 
 def _by_step(ckpt: Checkpoint, payload: PayloadTable) -> list[tuple[str, list[str], int]]:
@@ -111,6 +133,7 @@ def _steps_differ(ckpt: Checkpoint, groups: list[tuple[str, list[str], int]], yo
         f"files of two saves: the optimizer's step in {first_names(names, 3)} differs from the other files{also}",
         at=Location(file=names[0], ranks=_ranks(names)),
         identity=("steps",),
+        kind="steps",
         confidence="certain" if is_young or is_stated else "likely",
         notes=tuple(("step", f"{value} in {first_names(sorted(group), 3)}") for value, group, _ in groups[:4]),
         hint="compare the times of these files with the others', and copy the files of one save again",

@@ -216,7 +216,7 @@ def _ranks(item: Diagnostic) -> set[int]:
 
 
 _NAMES: dict[InCommon, Callable[[Diagnostic], Set[Any]]] = {
-    "keys": lambda item: item.keys,
+    "keys": lambda item: frozenset(item.keys),
     "files": _files,
     "ranks": _ranks,
 }

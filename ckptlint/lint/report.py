@@ -13,7 +13,7 @@ from ckptlint.errors import CheckpointError, ConfigError
 from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import plural, ranges
-from ckptlint.rule import Finding, Location, Note, Rule, Severity
+from ckptlint.rule import MOST_KEYS, Finding, Location, Note, Rule, Severity
 from ckptlint.shown import Shown
 from ckptlint.vocabulary.frameworks import number_of
 from ckptlint.vocabulary.keys import role
@@ -67,9 +67,9 @@ class Diagnostic:
         return self.finding.at.fqn
 
     @property
-    def keys(self) -> frozenset[str]:
-        """All keys concerned."""
-        return frozenset(filter(None, (self.fqn, *self.finding.keys)))
+    def keys(self) -> tuple[str, ...]:
+        """All keys concerned, each once, in the order of the rule; at most `rule.MOST_KEYS` of a rule's list."""
+        return tuple(dict.fromkeys(filter(None, (self.fqn, *self.finding.keys))))
 
     @property
     def region(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
@@ -132,6 +132,13 @@ class FindingGroup:
     def lead(self) -> Diagnostic:
         """The one to show."""
         return self.members[0]
+
+    @property
+    def key_count(self) -> str:
+        """How many keys the members concern, for a table; "" where they name none."""
+        count = len({key for item in self.members for key in item.keys})
+        is_cut = any(len(item.finding.keys) >= MOST_KEYS for item in self.members)
+        return f"{count:,}{' or more' * is_cut}" if count else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,6 +313,7 @@ class Report(Shown):
         """A row for each finding that counts; None for what it does not have.
 
         `rank` is the only rank that it concerns; `ranks` all of them as text (`0-3,7`).
+        `keys` is how many keys it concerns: `Diagnostic.keys` names them.
         """
         return [
             {
@@ -314,6 +322,7 @@ class Report(Shown):
                 "severity": item.severity.label,
                 "confidence": item.finding.confidence,
                 "fqn": item.fqn,
+                "keys": len(item.keys),
                 "rank": ranks[0] if len(ranks) == 1 else None,
                 "ranks": ranges(ranks) or None,
                 "file": item.finding.at.file or None,

@@ -30,6 +30,7 @@ _KINDS = {
     "one stage": "layers of one stage", "part": "one rank's part", "part of another": "another rank's part",
     "records": "bytes as long as a record", "shapeless": "a tensor without a shape",
     "short": "something is too short", "size": "another size", "stages": "stages that number layers from 0",
+    "steps": "files at other steps", "times": "files younger than the metadata",
     "total": "another total size", "unlisted": "keys that the index lacks", "whole file": "a whole file",
     "written twice": "experts written twice",
 }  # fmt: skip

@@ -481,7 +481,9 @@ def left_unread(report: Report) -> str:
     if report.is_live:
         return "Files were not looked at."
     if report.depth.reads_all:
-        return " ".join(filter(None, [_limits(report) or "Every record was read.", _unsummed(report)]))
+        is_known = all(part.checkpoint.readable for part in report.checkpoints)  # else nobody knows what there was
+        every = "Every record was read." if is_known else ""
+        return " ".join(filter(None, [_limits(report) or every, _unsummed(report)]))
     if report.depth.opens_records and (limits := _limits(report)):
         return limits
     files = " and files were not looked at" if not report.depth.looks_at_files else ""
@@ -506,16 +508,19 @@ def _unsummed(report: Report) -> str:
 
 
 def _limits(report: Report) -> str:
-    """Which records were not opened though the depth asks for it; "" when all were."""
+    """Which records were not read though the depth asks for it; "" when all were."""
     payloads = [part.checkpoint.payload for part in report.checkpoints if part.checkpoint.payload is not None]
     texts = [f"Only a sample was read: {payload.sample}." for payload in payloads if payload.sample]
     for state, is_scanned, why in (
+        (RecordState.ELSEWHERE, None, "not read because a file is missing or damaged"),
+        (RecordState.UNREADABLE, None, "opened and cannot be read"),
         (RecordState.TRANSFORMED, False, "not opened because of a stream transform"),
         (RecordState.RAW, True, "read; this format stores no checksums"),
         (RecordState.RAW, False, "not checked: this format has no record headers"),
     ):
-        if count := sum(int(((p.state == state) & (p.scanned == is_scanned)).sum()) for p in payloads):
-            noun = "record" if state == RecordState.TRANSFORMED else "tensor"
+        chosen = [(p.state == state) & (True if is_scanned is None else p.scanned == is_scanned) for p in payloads]
+        if count := sum(int(rows.sum()) for rows in chosen):
+            noun = "tensor" if state == RecordState.RAW else "record"
             texts.append(f"{plural(count, noun, 'was')} {why}.")
     return " ".join(texts)
 

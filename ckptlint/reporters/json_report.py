@@ -161,6 +161,7 @@ def _finding(part: CheckpointReport, item: Diagnostic, group: FindingGroup) -> d
         "severity": item.severity.label,
         "message": item.message,
         "fqn": item.fqn,
+        "keys": list(item.keys),
         "dtype": tensor.dtype if tensor else None,
         "global_shape": list(tensor.global_shape) if tensor else None,
         "region": {"offsets": list(region.offsets), "sizes": list(region.sizes)} if region else None,

@@ -73,7 +73,7 @@ def _checkpoint(part: CheckpointReport, style: Style, room: int) -> list[str]:
 def _row(group: FindingGroup) -> str:
     lead = group.lead
     problem = code(cut(cut_names(lead.title, lead.fqn)), in_table=True)
-    return f"| {lead.severity.label} | {lead.code} {lead.rule.name} | {problem} | {len(group.members):,} |"
+    return f"| {lead.severity.label} | {lead.code} {lead.rule.name} | {problem} | {group.key_count} |"
 
 
 def _fenced(text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ import pytest
 from support import HOSTILE, REAL, run
 
 import ckptlint
+from ckptlint.reporters import json_report, markdown
+from ckptlint.reporters.html import page
+from ckptlint.reporters.style import Style
 from ckptlint.testing import write_checkpoint
 
 GOOD, HOLE, RUN = REAL / "fsdp2_4r", REAL / "fsdp2_4r_hole", REAL / "frameworks" / "trackers" / "older"
@@ -94,6 +98,58 @@ def test_a_report_is_a_sequence_of_findings() -> None:
     assert (first["code"], first["rank"], first["checkpoint"]) == ("GEO004", 2, str(HOLE))
     text = Part(report._repr_html_()).text
     assert "1 error in 2 checkpoints." in text and "cause: rank 2 saved other tensors" in text
+
+
+@pytest.mark.parametrize(("code", "left"), [("PAY003", None), ("PAY004", 0)])
+def test_every_lost_key_is_named_and_counted(code: str, left: int | None, tmp_path: Path) -> None:
+    folder = shutil.copytree(REAL / "fsdp2_4r", tmp_path / "step")
+    damaged = folder / "__2_0.distcp"
+    if left is None:
+        damaged.unlink()
+    else:
+        damaged.write_bytes(b"")
+    ckpt = ckptlint.load(folder)
+    lost = {ckpt.records.name(row) for row in range(len(ckpt.records)) if ckpt.byte_range_of(row)[0] == damaged.name}
+    report = ckptlint.check(folder, depth="files")
+    [item] = [item for item in report.diagnostics if item.code == code]
+    assert isinstance(item.keys, tuple) and set(item.keys) == lost and len(item.keys) == len(lost) > 1
+    [row] = [row for row in report.rows() if row["code"] == code]
+    [group] = [group for group in page.group_rows(report) if group["rule"] == code]
+    assert (row["keys"], group["keys"]) == (len(lost), f"{len(lost):,}")
+    style = Style(ascii_only=False)
+    [line] = [line for line in markdown.render(report, style).splitlines() if line.startswith(f"| error | {code}")]
+    assert line.endswith(f"| {len(lost):,} |")
+    document = json.loads(json_report.render(report, style))
+    assert [found["keys"] for found in document["checkpoints"][0]["findings"] if found["code"] == code] == [
+        [*item.keys]
+    ]
+
+
+def test_records_that_are_gone_were_not_read_and_mark_their_layers(tmp_path: Path) -> None:
+    healthy = ckptlint.check(REAL / "fsdp2_4r", depth="data")
+    assert "Every record was read." in page.render(healthy, Style(ascii_only=False))
+    folder = shutil.copytree(REAL / "fsdp2_4r", tmp_path / "step")
+    (folder / "__2_0.distcp").unlink()
+    report = ckptlint.check(folder, depth="data")
+    [item] = [item for item in report.diagnostics if item.code == "PAY003"]
+    sentence = f"{len(item.keys)} records were not read because a file is missing or damaged."
+    html = page.render(report, Style(ascii_only=False))
+    for text in (html, report._repr_html_(), " ".join(str(report).split())):
+        assert sentence in text and "Every record was read" not in text
+    tensors = report.checkpoints[0].checkpoint.tensors
+    assert html.count('<div class="row flagged error">') == sum(key in tensors for key in item.keys) < len(tensors)
+
+
+def test_of_unreadable_metadata_nothing_is_called_read() -> None:
+    assert "Every record" not in page.render(
+        ckptlint.check(REAL / "metadata_missing", depth="data"), Style(ascii_only=False)
+    )
+
+
+def test_a_finding_on_no_key_counts_none() -> None:
+    report = ckptlint.check(REAL / "metadata_missing")
+    assert [(row["keys"], item.keys) for row, item in zip(report.rows(), report.diagnostics, strict=True)] == [(0, ())]
+    assert [group["keys"] for group in page.group_rows(report)] == [""]
 
 
 def test_rows_of_what_a_plan_loses_and_a_diff_finds(shown: dict[str, Any]) -> None:

@@ -118,7 +118,7 @@ def group_rows(report: Report) -> list[dict[str, Any]]:
             "rule": group.lead.code,
             "finding": cut_names(group.lead.title, group.lead.fqn),
             "rank": ranges(_ranks(group.members)),
-            "keys": len(group.members),
+            "keys": group.key_count,
             "hint": "; ".join(text for label, text in _notes(part, group) if label in ("hint", "explained")),
         }
         | ({"checkpoint": part.checkpoint.path} if len(report.checkpoints) > 1 else {})
@@ -351,7 +351,7 @@ def _group(part: CheckpointReport, group: FindingGroup, anchor: str, work: _Work
         "name": lead.rule.name,
         "sentence": (_cut(before, lead.fqn), cut(lead.fqn or "") if has_name else "", _cut(after, lead.fqn)),
         "place": finding.at.label or place_in_words(ckpt, finding),
-        "keys": f"{len(group.members):,}",
+        "keys": group.key_count,
         "ranks": ranges(_ranks(group.members)),
         "missing": _missing_from([lead]),
         "detail": finding.detail,
@@ -512,8 +512,8 @@ def _flags(part: CheckpointReport) -> dict[str, list[Diagnostic]]:
     flags: dict[str, list[Diagnostic]] = {}
     for group in part.groups:
         for item in group.members:
-            if item.fqn is not None:
-                flags.setdefault(item.fqn, []).append(item)
+            for key in item.keys:
+                flags.setdefault(key, []).append(item)
     return flags
 
 
@@ -533,7 +533,8 @@ def _row(ckpt: Checkpoint, fqn: str, found: list[Diagnostic], work: _Work) -> di
         return row
     tiling = tensor.tiling
     axis, count = work.most_cut(tiling)
-    places = ((item.finding.at.region, item.finding.at.rows) for item in found)
+    here = [item for item in found if item.fqn == fqn]  # of others the region lies in another tensor
+    places = ((item.finding.at.region, item.finding.at.rows) for item in here)
     boxes = dict.fromkeys(box for region, rows in places if region for box in marked_boxes(tensor, region, rows))
     marks = (
         *((r.offsets[axis], r.ends[axis], svg.region_kind(tiling, r)) for r in list(boxes)[:_MARK_LIMIT]),
@@ -544,7 +545,7 @@ def _row(ckpt: Checkpoint, fqn: str, found: list[Diagnostic], work: _Work) -> di
         work.strips[tiling, marks] = svg.strip(tiling, axis, marks, label)
     more = f", dim {axis} in {count:,}" if count > 1 else ""
     strip = markup(work.strips[tiling, marks])
-    return row | {"svg": strip, "cut": row["cut"] + more, "missing": _missing_from(found)}
+    return row | {"svg": strip, "cut": row["cut"] + more, "missing": _missing_from(here)}
 
 
 def markup(text: str) -> Markup:
