@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+import support
 import torch
 from safetensors.torch import save_file
 from support import codes
@@ -50,3 +51,17 @@ def test_a_link_to_a_step_is_that_step(run: Path) -> None:
     assert places(ckptlint.check(run / "latest.good")) == ["checkpoint-12"]
     os.truncate(run / "checkpoint-12" / "model.safetensors", 300)
     assert codes(ckptlint.check(run / "latest.good")) == codes(ckptlint.check(run / "checkpoint-12"))
+
+
+def test_the_folder_of_a_step_of_colossalai_is_one_step(tmp_path: Path) -> None:
+    """Its parts are no runs of their own, and `latest` answers the step."""
+    for number in (30, 60):
+        step = tmp_path / f"epoch-0_step-{number}"
+        for name in ("modeling", "optimizer"):
+            (step / name).mkdir(parents=True)
+        save_file({"w.weight": torch.randn(16, 8)}, step / "modeling" / "model.safetensors")
+        torch.save({"state": {0: {"exp_avg": torch.randn(16, 8)}}}, step / "optimizer" / "pytorch_optim.bin")
+        torch.save({"last_epoch": number}, step / "lr_scheduler")
+    assert {part.checkpoint.step[1] for part in ckptlint.check(tmp_path).checkpoints if part.checkpoint.step} == {60}
+    answer = support.run("latest", "--isolated", tmp_path)
+    assert answer.stdout == f"{tmp_path}/epoch-0_step-60\n", answer.stderr
