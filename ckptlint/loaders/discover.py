@@ -122,7 +122,16 @@ class _Walk:
         numbered = _with_lost_steps(folder)
         if parts:  # a model is what its folder means; the steps of the run that made it lie beside it
             parts += self._beside(folder, list(numbered), "all" if steps == "all" else "none", levels)
-            notes = [] if in_step else _not_read(folder, numbered, parts)
+            notes: list[str] = []
+            if steps == "newest" and not in_step and step_number(folder.name) is None:
+                saves = {
+                    name: number
+                    for name, number in numbered.items()
+                    if name in folder.folders() and not _is_at_any(folder, name, parts)
+                }
+                newest, notes = self._newest(folder, saves, steps, levels) if saves else ([], [])
+                parts += newest
+            notes += [] if in_step else _not_read(folder, numbered, parts)
             return [replace(parts[0], not_followed=(*parts[0].not_followed, *notes)), *parts[1:]]
         are_steps = len({*numbered, *(name for name in folder.folders() if name == "release")}) > in_step
         if are_steps and steps != "none" and (found := self._steps(folder, numbered, steps, levels, in_step)):
@@ -141,6 +150,7 @@ class _Walk:
         but = {*numbered, *([other.file] if other else [])}
         is_step = step_number(folder.name) is not None
         inner = [name for name in _inner(folder) if name not in but and not (is_step and holds_no_state(name))]
+        inner = [name for name in inner if folder.inner_target(name) not in numbered]  # it is looked at as a step
         # DeepSpeed writes its part of a step into a folder that is named like a step
         inner += [name for name in numbered if name in folder.folders() and (steps == "all" or _is_part(folder, name))]
         is_dcp = not groups(folder)  # the metadata may name payload in sub-folders: these are no saves of their own
@@ -156,17 +166,7 @@ class _Walk:
         self, folder: Folder, numbers: dict[str, int], steps: WhichSteps, levels: int, in_step: bool
     ) -> list[CheckpointPlace]:
         """The checkpoints of the steps of a run: the newest of each series that is finished, or all."""
-        alike: dict[str, list[str]] = defaultdict(list)
-        for name in numbers:
-            alike[re.sub("[-_]", "", numberless(name))].append(name)
-        if "release" in folder.folders() and "release" not in numbers:  # older than all that have a number
-            alike[next(iter(alike), "release")].append("release")
-        found: list[CheckpointPlace] = []
-        notes: list[str] = []
-        for names in alike.values():
-            units, said = self._series(folder, {name: numbers.get(name, 0) for name in names}, steps, levels)
-            found += units
-            notes += said
+        found, notes = self._newest(folder, numbers, steps, levels)
         if not found and notes:
             raise AccessError("; ".join(notes))
         if not found:
@@ -187,6 +187,23 @@ class _Walk:
             replace(found[0], not_followed=(*found[0].not_followed, *notes), of_run=not in_step),
             *found[1:],
         ]
+
+    def _newest(
+        self, folder: Folder, numbers: dict[str, int], steps: WhichSteps, levels: int
+    ) -> tuple[list[CheckpointPlace], list[str]]:
+        """The checkpoints of the newest step of each series, or of all steps; and what was not read."""
+        alike: dict[str, list[str]] = defaultdict(list)
+        for name in numbers:
+            alike[re.sub("[-_]", "", numberless(name))].append(name)
+        if "release" in folder.folders() and "release" not in numbers:  # older than all that have a number
+            alike[next(iter(alike), "release")].append("release")
+        found: list[CheckpointPlace] = []
+        notes: list[str] = []
+        for names in alike.values():
+            units, said = self._series(folder, {name: numbers.get(name, 0) for name in names}, steps, levels)
+            found += units
+            notes += said
+        return found, notes
 
     def _series(
         self, folder: Folder, numbers: dict[str, int], steps: WhichSteps, levels: int
@@ -268,7 +285,7 @@ def _accounted(found: list[CheckpointPlace], folder: Folder) -> list[CheckpointP
 
 def _not_read(folder: Folder, steps: Iterable[str], found: list[CheckpointPlace]) -> list[str]:
     """What is said of the steps in a folder that none of the checkpoints is, or lies in."""
-    late = [name for name in steps if not any(_is_at(folder, name, unit) for unit in found)]
+    late = [name for name in steps if not _is_at_any(folder, name, found)]
     verb, them = ("passes", "it") if len(late) == 1 else ("pass", "them")
     named = first_names([*map(printable, late)])
     return [f"whether {plural(len(late), 'other step')} {verb}: {named} (--all-steps checks {them})"] if late else []
@@ -280,6 +297,19 @@ def _is_at(folder: Folder, name: str, unit: CheckpointPlace) -> bool:
         return unit.folder.part == name and unit.folder.place == folder.place
     place = folder.sub(name).place
     return unit.folder.place == place or unit.folder.place.startswith(f"{place}/")
+
+
+def _is_at_any(folder: Folder, name: str, units: list[CheckpointPlace]) -> bool:
+    return any(_is_at(folder, name, unit) for unit in units)
+
+
+def _linked_step(folder: Folder) -> Folder:
+    """The step of the same run that a link leads to, as `latest.good -> checkpoint-12`; the folder itself otherwise."""
+    with suppress(CkptlintError):  # what is around it may be closed
+        name = folder.parent.inner_target(folder.name) if folder.parent is not None else ""
+        if folder.parent is not None and step_number(folder.name) is None and step_number(name) is not None:
+            return folder.parent.sub(name)
+    return folder
 
 
 def _with_lost_steps(folder: Folder) -> dict[str, int]:
@@ -373,6 +403,7 @@ def find(path: str, all_steps: bool = False) -> list[CheckpointPlace]:
 @one_budget()
 def find_at(folder: Folder, name: str, all_steps: bool = False) -> list[CheckpointPlace]:
     """As `find`, from a folder on; `name` is the file in it that was named, "" for the folder itself."""
+    folder = _linked_step(folder)
     if is_rank_folder(folder.name) and folder.parent is not None and legacy_file(folder.parent):
         return [CheckpointPlace.at(folder.parent)]
     if name.endswith(_WEIGHTS) and (parts := [part for part in components(folder) if part.folder.has(name)]):

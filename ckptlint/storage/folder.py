@@ -190,6 +190,10 @@ class Folder(ABC):
         """Where a link in the folder leads at last, over other links; "" for all else, and in a store."""
         return ""
 
+    def inner_target(self, name: str) -> str:
+        """The place below this folder where a link in it leads at last; "" for all else, and in a store."""
+        return ""
+
     @property
     def sums(self) -> Mapping[str, str]:
         """The SHA-256 of files that the store keeps with them, by name."""

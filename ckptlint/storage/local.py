@@ -93,6 +93,12 @@ class LocalFolder(Folder):
     def link_target_resolved(self, name: str) -> str:
         return str((self.path / name).resolve()) if self.target(name) else ""
 
+    def inner_target(self, name: str) -> str:
+        if not self.target(name) or self.escapes_to(name):
+            return ""
+        here, target = self.path.resolve(), (self.path / name).resolve()
+        return str(target.relative_to(here)) if here in target.parents else ""
+
     def stat(self, relative: str) -> tuple[FileState, int | None]:
         if not is_safe(relative):
             return "unsafe-path", None
