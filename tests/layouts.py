@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import pytest
 from archives import flipped, members, with_members, with_tar_header, with_two_directories, without_storage
-from support import REAL, codes, examples
+from support import REAL, codes, examples, report_on
 
 import ckptlint
 from ckptlint.lint.report import Report
@@ -114,7 +114,7 @@ class LayoutTests:
         for name in self.files:
             hidden = (step / name).read_bytes()
             (step / name).unlink()
-            self._tells(name, "missing", ckptlint.check(step))
+            self._tells(name, "missing", report_on(step))
             (step / name).write_bytes(hidden)
 
     def test_files_that_exchanged_their_names(self, step: Path) -> None:

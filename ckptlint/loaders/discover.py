@@ -123,7 +123,9 @@ class _Walk:
         if parts:  # a model is what its folder means; the steps of the run that made it lie beside it
             parts += self._beside(folder, list(numbered), "all" if steps == "all" else "none", levels)
             notes: list[str] = []
-            if steps == "newest" and not in_step and step_number(folder.name) is None:
+            # payload of a DCP checkpoint may lie in folders that are named like steps
+            is_model = _is_kind(parts[0].folder, "safetensors", "torch") and step_number(folder.name) is None
+            if steps == "newest" and not in_step and is_model:
                 saves = {
                     name: number
                     for name, number in numbered.items()

@@ -94,9 +94,12 @@ class LocalFolder(Folder):
         return str((self.path / name).resolve()) if self.target(name) else ""
 
     def inner_target(self, name: str) -> str:
-        if not self.target(name) or self.escapes_to(name):
+        if not _is_link(self.path / name):  # without a listing: the folder may be the one around what was named
             return ""
-        here, target = self.path.resolve(), (self.path / name).resolve()
+        try:
+            here, target = self.path.resolve(), (self.path / name).resolve()
+        except (OSError, RuntimeError):  # a circle of links
+            return ""
         return str(target.relative_to(here)) if here in target.parents else ""
 
     def stat(self, relative: str) -> tuple[FileState, int | None]:

@@ -20,7 +20,7 @@ from typing import IO, Any
 import jsonschema
 import pytest
 from click.testing import CliRunner, Result
-from support import REAL, REPOSITORY, SWEEP, broken_rule, run, run_python, swept
+from support import REAL, REPOSITORY, SWEEP, broken_rule, report_on, run, run_python, swept
 
 import ckptlint
 from ckptlint.commands import main as cli
@@ -755,7 +755,7 @@ def test_explain_by_code_and_by_name(token: str) -> None:
 
 def test_check_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     for path in (GOOD, BAD, UNSAFE, NOTHING):
-        ckptlint.check(path)
+        report_on(path)
     assert capsys.readouterr() == ("", "")
 
 
@@ -777,7 +777,7 @@ def test_check_raises_only_for_wrong_arguments() -> None:
     ],
 )
 def test_raise_for_findings(path: str, level: str, raises: bool) -> None:
-    report = ckptlint.check(path)
+    report = report_on(path)
     if not raises:
         report.raise_for_findings(level)
         return

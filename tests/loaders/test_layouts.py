@@ -89,7 +89,7 @@ def trainer_output(run: Path) -> list[str]:
     write_safetensors(run / "model.safetensors", {"tensors": {"w": {"shape": [4]}}})
     dcp(run / "checkpoint-500" / "pytorch_model_fsdp_0")
     text(run / "runs" / "events.out.tfevents.0")
-    return ["."]
+    return [".", "checkpoint-500/pytorch_model_fsdp_0"]
 
 
 def lightning(run: Path) -> list[str]:
