@@ -15,12 +15,13 @@ import numpy.typing as npt
 
 from ckptlint.comparing.match import Match, Side
 from ckptlint.comparing.pairs.matching import common
-from ckptlint.comparing.regions import Numbers, TensorBytes, decoded
+from ckptlint.comparing.regions import TensorBytes
 from ckptlint.comparing.rows import ROUNDING, compare_rows, row_ranges
 from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model.cover import Shape
 from ckptlint.model.text import at_most, first_names, plural, ranges
 from ckptlint.model.tiling import IntArray
+from ckptlint.numbers.decode import Numbers, decoded
 from ckptlint.seals.digests import Words
 from ckptlint.seals.row_hashes import Bits, comparable, matrix
 

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ckptlint.comparing.regions import BytesByKey, Matrix, TensorBytes, decoded
+from ckptlint.comparing.regions import BytesByKey, Matrix, TensorBytes
 from ckptlint.model.cover import Shape
+from ckptlint.numbers.decode import decoded
 from ckptlint.seals.row_hashes import matrix
 from ckptlint.vocabulary.dtypes import ENCODINGS
 

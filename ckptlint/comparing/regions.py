@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from math import prod
 
 import numpy as np
@@ -14,13 +13,13 @@ import numpy.typing as npt
 from ckptlint.model import Checkpoint, RecordState, Tensor
 from ckptlint.model.cover import Shape
 from ckptlint.model.tiling import Box
+from ckptlint.numbers.decode import decoded
 from ckptlint.payload.archives.members import bare_content, places_of
 from ckptlint.seals.row_hashes import Bits, blocks, first_place, matrix, word_of
 from ckptlint.storage.folder import Folder
-from ckptlint.vocabulary.dtypes import ENCODINGS, ITEM_BITS
+from ckptlint.vocabulary.dtypes import ITEM_BITS
 
 Matrix = npt.NDArray[np.float32]
-Numbers = npt.NDArray[np.float32] | npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,33 +131,3 @@ def _touching(tensor: Tensor, first: int, end: int) -> list[int]:
 
 
 BytesByKey = Mapping[str, TensorBytes]
-
-
-def decoded(bits: Bits, dtype: str) -> Numbers | None:
-    """Values of unsigned words, as float64 for wide dtypes, else float32; None for an unknown dtype."""
-    if dtype == "bfloat16":
-        return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    if dtype in ("float32", "float64"):
-        return bits.view(dtype)
-    if dtype == "float16" or (dtype.startswith(("int", "uint")) and ITEM_BITS[dtype] in (8, 16)):
-        return bits.view(dtype).astype(np.float32)
-    if dtype in ("int32", "int64", "uint32", "uint64"):
-        return bits.view(dtype).astype(np.float64)
-    if dtype in ENCODINGS and bits.itemsize == 1:
-        return _numbers_of_bytes(dtype)[bits]
-    return None
-
-
-@cache
-def _numbers_of_bytes(dtype: str) -> npt.NDArray[np.float32]:
-    """float32 [256]: what each byte stands for in a float of 8 bits."""
-    encoding, word = ENCODINGS[dtype], np.arange(256)
-    magnitude = word if encoding.unsigned else word & 0x7F
-    exponent, fraction = magnitude >> encoding.mantissa, magnitude & (1 << encoding.mantissa) - 1
-    is_normal = (exponent > 0) | encoding.unsigned
-    power = np.where(is_normal, exponent, 1) - encoding.bias - encoding.mantissa
-    number = np.ldexp(fraction + np.where(is_normal, 1 << encoding.mantissa, 0).astype(np.float64), power)
-    number[word == encoding.bad if encoding.single else magnitude >= encoding.bad] = np.nan
-    if encoding.has_infinity:
-        number[magnitude == encoding.bad] = np.inf
-    return np.asarray(np.where(word != magnitude, -number, number), np.float32)

@@ -127,6 +127,9 @@ _ROW = np.dtype(
         ("least", np.float64),
         ("most", np.float64),
         ("one_value", np.bool_),
+        ("squares", np.float64),
+        ("negatives", np.int64),
+        ("used_bits", np.uint64),
         ("digest", np.uint64),
         ("digested", np.bool_),
         ("unsummed", np.bool_),
@@ -177,6 +180,9 @@ class PayloadTable:
             and fp8, whose denormals are everyday numbers.
         least, most: magnitudes of the finite numbers; inf and -inf where there is none.
         one_value: whether all numbers are one finite value; False where none were looked at.
+        squares: sum of the squares of the finite numbers, one of magnitude `most` left out; of floats alone.
+        negatives: finite numbers below 0; of floats alone.
+        used_bits: the bits that at least one finite number has, as the dtype of the record writes it; of floats alone.
         digest: of the elements at their places in the whole tensor (`digests.elem_digest`).
         digested: whether there is one: at depth `data`, where a seal asks for it.
         unsummed: whether bytes of it were read that have no checksum (depth `data`).

@@ -67,6 +67,9 @@ _OF_VALUES = (
     "least",
     "most",
     "one_value",
+    "squares",
+    "negatives",
+    "used_bits",
 )
 _NO_SEAL = "copy the seal again from where it was written, or remove it; without it the contents are not compared"
 Gatherers = Mapping[str, tuple[RowHashes, ...]]

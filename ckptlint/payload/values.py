@@ -1,4 +1,4 @@
-"""Statistics of raw tensor bytes without torch: NaN, zeros, smallest and largest magnitude."""
+"""Statistics of raw tensor bytes without torch: NaN, zeros, magnitudes, squares, signs, bits in use."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from math import inf, ldexp
 import numpy as np
 import numpy.typing as npt
 
+from ckptlint.numbers.decode import decoded
 from ckptlint.seals.row_hashes import Bits
 from ckptlint.vocabulary.dtypes import ENCODINGS, ITEM_BITS, Encoding
 
+_TINY = 1e-12
 _WIDE = 127  # exponent bias of bfloat16 and float32
 
 
@@ -29,6 +31,9 @@ class RecordValues:
             bits are taken as they are: -1 in int8 is 255.
         one_value: whether everything seen is one finite value.
         bits: those of the first number seen, -1 before; 0 for a zero of either sign.
+        squares: sum of the squares of the finite numbers, one of magnitude `most` left out; of floats alone.
+        negatives: finite numbers below 0; of floats alone.
+        used_bits: the bits that at least one finite number has, as its dtype writes it; of floats alone.
     """
 
     nan: int = 0
@@ -43,6 +48,9 @@ class RecordValues:
     most: float = -inf
     one_value: bool = True
     bits: int = -1
+    squares: float = 0.0
+    negatives: int = 0
+    used_bits: int = 0
 
     @property
     def masks(self) -> bool:
@@ -68,6 +76,10 @@ class RecordValues:
         self.first = later.first if self.first < 0 else self.first
         self.zeros += later.zeros
         self.denormals += later.denormals
+        smaller = max(min(self.most, later.most), 0.0)
+        self.squares += later.squares + smaller * smaller
+        self.negatives += later.negatives
+        self.used_bits |= later.used_bits
         self.least, self.most = min(self.least, later.least), max(self.most, later.most)
         self.one_value &= later.one_value and (self.bits == later.bits or -1 in (self.bits, later.bits))
         self.bits = later.bits if self.bits < 0 else self.bits
@@ -94,12 +106,18 @@ def values_of(data: memoryview, dtype: str, position: int) -> RecordValues:
     if encoding is not None and _has_bad(words, low, high, encoding):
         is_bad = _count_bad(values, words, encoding, position)
         values.one_value = False
-        sizes = sizes[~is_bad]
+        words, sizes = words[~is_bad], sizes[~is_bad]
         if not len(sizes):
             return values
         low, high = int(sizes.min()), int(sizes.max())
     values.one_value &= low == high and (high == 0 or bool((words == words[0]).all()))
     values.bits = int(words[0]) if high else 0
+    if encoding is not None:
+        values.used_bits = int(np.bitwise_or.reduce(words))
+        if not encoding.unsigned:
+            values.negatives = int(np.count_nonzero(words > words.dtype.type(1 << (8 * words.itemsize - 1))))
+        if high or encoding.unsigned:
+            values.squares = _squares(words, dtype, int(sizes.argmax()), _magnitude(high, encoding))
     values.least, values.most = _magnitude(low, encoding), _magnitude(high, encoding)
     if values.most == 0:
         values.zeros = values.leading = values.trailing = len(sizes)
@@ -111,6 +129,16 @@ def values_of(data: memoryview, dtype: str, position: int) -> RecordValues:
         normal = 2 << encoding.mantissa
         values.denormals = int(np.count_nonzero(sizes < normal)) - values.zeros if low < normal and high else 0
     return values
+
+
+def _squares(words: Bits, dtype: str, top: int, most: float) -> float:
+    """Sum of the squares of finite numbers, that of the number at `top` left out: beside 1e30 no other one counts."""
+    numbers = decoded(words, dtype)
+    assert numbers is not None
+    if not _TINY < most < 1 / _TINY:  # whose squares float32 cannot hold
+        numbers = numbers.astype(np.float64)
+    with np.errstate(over="ignore"):
+        return float(np.dot(numbers[:top], numbers[:top])) + float(np.dot(numbers[top + 1 :], numbers[top + 1 :]))
 
 
 def _has_bad(words: Bits, low: int, high: int, encoding: Encoding) -> bool:

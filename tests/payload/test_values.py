@@ -48,6 +48,23 @@ def wanted(raw: bytes, dtype: str) -> tuple[object, ...]:
     )  # fmt: skip
 
 
+def finite(raw: bytes, dtype: str) -> Any:
+    """float64, the finite numbers among the bytes as torch sees them."""
+    tensor = torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(getattr(torch, dtype))
+    numbers = torch.view_as_real(tensor).flatten() if tensor.is_complex() else tensor
+    exact = numbers.to(torch.float32).to(torch.float64) if numbers.dtype != torch.float64 else numbers
+    return exact[exact.isfinite()]
+
+
+def squares_but_most(raw: bytes, dtype: str) -> float:
+    sizes = finite(raw, dtype).abs().sort().values[:-1]
+    return float((sizes * sizes).sum())
+
+
+def below_zero(raw: bytes, dtype: str) -> int:
+    return int((finite(raw, dtype) < 0).sum())
+
+
 def seen(values: RecordValues) -> tuple[object, ...]:
     """The same of what was found."""
     counted = (values.nan, values.plus_inf, values.minus_inf, values.zeros, values.denormals)
@@ -98,6 +115,10 @@ def test_parts_joined_are_the_whole(dtype: str, data: Any) -> None:
     whole = values_of(memoryview(raw), dtype, 0)
     assert seen(joined) == seen(whole) == wanted(raw, dtype)
     assert (joined.first, joined.masks) == (whole.first, whole.masks)
+    assert joined.used_bits == whole.used_bits
+    assert joined.negatives == whole.negatives == below_zero(raw, dtype)
+    assert joined.squares == pytest.approx(whole.squares, rel=1e-5, abs=0)
+    assert whole.squares == pytest.approx(squares_but_most(raw, dtype), rel=1e-5, abs=0)
     if whole.first < 0:
         assert (joined.leading, joined.trailing) == (whole.leading, whole.trailing)
 
