@@ -139,9 +139,9 @@ def _read(found: CheckpointPlace, depth: Depth, reading: ReadOptions | None) -> 
         ckpt = open_checkpoint(found, depth.looks_at_files)
         if reading is None or not ckpt.readable:
             return ckpt
-        from ckptlint.payload.reader import read_payload
+        from ckptlint.lint.reading import read_records
 
-        return read_payload(found.folder, ckpt, reading)
+        return read_records(found.folder, ckpt, reading)
     except CkptlintError as error:
         return error
 

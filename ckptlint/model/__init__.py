@@ -16,7 +16,16 @@ from ckptlint.model.checkpoint import (
     WeightIndex,
 )
 from ckptlint.model.files import FILE_STATES, FileState, FileTable, StoredFile
-from ckptlint.model.payload import Damage, NonFinite, PayloadTable, RecordContent, RecordState, empty_payload
+from ckptlint.model.payload import (
+    Damage,
+    NonFinite,
+    Pair,
+    PairTable,
+    PayloadTable,
+    RecordContent,
+    RecordState,
+    empty_payload,
+)
 from ckptlint.model.ranks.files import Misfit, RankFile, RankFileSet, Statement, StorageTable
 from ckptlint.model.ranks.job import RankFinding, RankTable
 from ckptlint.model.ranks.plans import SavePlans
@@ -55,6 +64,8 @@ __all__ = [
     "NonFinite",
     "ObjectTable",
     "OptimizerFile",
+    "Pair",
+    "PairTable",
     "PayloadTable",
     "Problem",
     "ProblemKind",

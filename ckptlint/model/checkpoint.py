@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -13,7 +13,7 @@ import numpy.typing as npt
 from ckptlint.model.facts import Facts
 from ckptlint.model.files import FileTable
 from ckptlint.model.lost_files import LostFiles
-from ckptlint.model.payload import PayloadTable
+from ckptlint.model.payload import PairTable, PayloadTable
 from ckptlint.model.ranks.files import RankFileSet, StorageTable
 from ckptlint.model.ranks.job import RankFinding, RankTable
 from ckptlint.model.ranks.plans import SavePlans
@@ -273,7 +273,9 @@ class Checkpoint:
         index: what says in which safetensors file each key is; None without one.
         reference: what the user expects it to hold; None without `--expect`.
         not_looked_at: what could not be looked at without making the verdict incomplete, as sentences.
+        param_groups: place and content of each group of parameters that an optimizer in a torch file keeps.
         payload: what the records say; None below depth `headers`.
+        pairs: what tensors that follow from each other say of each other; None below depth `headers`.
         seal: what the saving job sealed; None without a seal, and below depth `data`.
         times: when its files were written.
         metadata_hash: BLAKE2b of `.metadata`, as a seal names it; "" without either.
@@ -314,7 +316,9 @@ class Checkpoint:
     metadata_file: str = ".metadata"
     reference: Reference | None = None
     not_looked_at: tuple[str, ...] = ()
+    param_groups: tuple[tuple[str, Mapping[Any, Any]], ...] = ()
     payload: PayloadTable | None = None
+    pairs: PairTable | None = None
     seal: Seal | None = None
     metadata_hash: str = ""
     times: SaveTimes = _NO_TIMES

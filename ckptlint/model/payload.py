@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from math import inf, prod
@@ -217,3 +217,73 @@ def empty_payload(count: int, depth: Depth) -> PayloadTable:
     for column, value in _UNREAD.items():
         rows[column] = value
     return PayloadTable(rows, [], depth=depth)
+
+
+PairLaw = Literal["moments", "maximum", "copy"]
+"""What an element of the second tensor must be to that of the first: a square that bounds it, at most it, the same."""
+
+
+class Pair(NamedTuple):
+    """Two tensors of one shape of which one follows from the other, element by element.
+
+    Attributes:
+        law: how.
+        first, second: their keys: first and second moment; largest second moment and second; weight and its master.
+        betas: of the moments; None where they are not known.
+    """
+
+    law: PairLaw
+    first: str
+    second: str
+    betas: tuple[float, float] | None = None
+
+
+_PAIR_ROW = np.dtype(
+    [
+        ("pair", np.int32),
+        ("chunk", np.int32),
+        ("drawn", np.int64),
+        ("odd", np.int64),
+        ("worst", np.float64),
+        ("begin", np.int64),
+        ("end", np.int64),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PairTable:
+    """Elements that were drawn from both tensors of pairs, by chunk of the first tensor.
+
+    Attributes:
+        pairs: the pairs.
+        rows: [n], the columns below, each an attribute of the table too.
+        chunks: chunks that could have been drawn.
+        unread: a pair -> why it could not be drawn from.
+
+    Columns:
+        pair: position in `pairs`; chunk: row of the first tensor's chunk.
+        drawn: elements looked at in both; odd: those that break the law.
+        worst: of these, the largest ratio of what is there to what the law allows; 0 without one.
+        begin, end: the rows of the first axis, in the whole tensor, between which they lie.
+    """
+
+    pairs: list[Pair]
+    rows: npt.NDArray[np.void]
+    chunks: int = 0
+    unread: Mapping[Pair, str] = field(default_factory=dict)
+
+    def __getattr__(self, column: str) -> npt.NDArray[Any]:
+        if column not in (_PAIR_ROW.names or ()):
+            raise AttributeError(column)
+        return self.rows[column]
+
+
+def pair_rows(rows: Sequence[tuple[float, ...]]) -> npt.NDArray[np.void]:
+    """The rows of a `PairTable` from tuples in the order of its columns."""
+    return np.array([tuple(row) for row in rows], _PAIR_ROW)
+
+
+def plain_content(dtype: str, sizes: tuple[int, ...]) -> RecordContent:
+    """The content of a record with raw bytes in C order."""
+    return RecordContent("tensor", dtype, sizes, tuple(prod(sizes[axis + 1 :]) for axis in range(len(sizes))))

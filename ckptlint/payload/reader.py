@@ -26,13 +26,13 @@ from ckptlint.model import (
     Tensor,
     empty_payload,
 )
+from ckptlint.model.payload import plain_content
 from ckptlint.model.tiling import IntArray, distinct
 from ckptlint.payload.archives.members import (
     bare_content,
     member_starts,
     members_and_views,
     members_of,
-    plain_content,
     scans_of,
     with_bare_tensors,
 )

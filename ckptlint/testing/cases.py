@@ -18,6 +18,7 @@ from ckptlint.depth import Depth
 from ckptlint.lint.engine import run_rules
 from ckptlint.lint.fixture_cases import case_tables
 from ckptlint.lint.ignores import KeyIgnore, set_aside
+from ckptlint.lint.reading import read_records
 from ckptlint.lint.registry import load_rules
 from ckptlint.lint.report import CheckpointReport
 from ckptlint.lint.selection import ignorable
@@ -25,7 +26,6 @@ from ckptlint.loaders.checkpoint import open_checkpoint
 from ckptlint.loaders.layouts import CheckpointPlace
 from ckptlint.loaders.reference import read_reference
 from ckptlint.model import Checkpoint, Problem, RankFinding, RankTable, Reference
-from ckptlint.payload.reader import read_payload
 from ckptlint.payload.reading import default_reading, with_reference
 from ckptlint.rule import Finding, Rule, Severity
 from ckptlint.storage.local import LocalFolder
@@ -229,7 +229,7 @@ def load_folder(folder: Path, depth: Depth = Depth.FILES, reference: Reference |
     """
     ckpt = open_checkpoint(replace(CheckpointPlace.at(LocalFolder(folder)), of_run=True))
     deep = depth.opens_records and ckpt.readable
-    return read_payload(LocalFolder(folder), ckpt, with_reference(default_reading(depth), reference)) if deep else ckpt
+    return read_records(LocalFolder(folder), ckpt, with_reference(default_reading(depth), reference)) if deep else ckpt
 
 
 def described(report: CheckpointReport) -> list[str]:

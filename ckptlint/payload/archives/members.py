@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from math import prod
 
 import numpy as np
 
 from ckptlint.errors import UnreadableError
 from ckptlint.formats.torch_archive import LOCAL_SIZE, Member, data_start
 from ckptlint.model import Checkpoint, PayloadTable, RecordContent, RecordState, StorageTable, Tensor
+from ckptlint.model.payload import plain_content
 from ckptlint.model.tiling import IntArray
 from ckptlint.payload.archives.record_headers import AlikeRecords, Record
 from ckptlint.payload.records import path_of
@@ -169,11 +169,6 @@ def scans_of(
 def bare_content(tensor: Tensor, row: int) -> RecordContent:
     """The content of a record with the raw bytes of its chunk."""
     return plain_content(tensor.dtype, tensor.tiling.box(row).sizes)
-
-
-def plain_content(dtype: str, sizes: tuple[int, ...]) -> RecordContent:
-    """The content of a record with raw bytes in C order."""
-    return RecordContent("tensor", dtype, sizes, tuple(prod(sizes[axis + 1 :]) for axis in range(len(sizes))))
 
 
 def places_of(tensor: Tensor, row: int, content: RecordContent) -> Elements | None:

@@ -65,9 +65,8 @@ def root_content(root: Any) -> RecordContent:
             return record_content(found)
         shape, strides = subclass_form(root)
         return RecordContent("subclass", shape=shape, strides=strides)
-    if not isinstance(root, list):
-        return RecordContent("object")
-    return RecordContent("object", length=len(root), value=root if _is_small(root, [_VALUE_LIMIT]) else None)
+    length = len(root) if isinstance(root, list) else -1
+    return RecordContent("object", length=length, value=root if _is_small(root, [_VALUE_LIMIT]) else None)
 
 
 def _is_small(value: Any, budget: list[int], depth: int = 0) -> bool:

@@ -1,0 +1,139 @@
+"""Draws the same elements from two tensors that follow from each other, and counts those that break their law."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import islice, zip_longest
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptlint.model import Checkpoint, Pair, PairTable, RecordState, Tensor
+from ckptlint.model.payload import pair_rows, plain_content
+from ckptlint.model.tiling import IntArray
+from ckptlint.numbers.decode import decoded
+from ckptlint.numbers.laws import odd_elements
+from ckptlint.storage.folder import Folder
+from ckptlint.vocabulary.dtypes import ENCODINGS, ITEM_BITS
+
+_RUN = 256  # neighbouring elements, which one read takes
+_GAP = 64  # elements between two that are wanted, up to which reading on costs less than a read of its own
+
+Floats = npt.NDArray[np.float64]
+
+
+def draw_pairs(folder: Folder, ckpt: Checkpoint, pairs: Sequence[Pair], per_chunk: int, most: int) -> PairTable:
+    """What drawn elements say of pairs of tensors.
+
+    Args:
+        ckpt: with its payload.
+        per_chunk: elements of a chunk; of smaller chunks all are taken.
+        most: chunks to draw from; of more, as many of each file are taken in turn.
+
+    Raises:
+        AccessError: a read was refused.
+    """
+    unread: dict[Pair, str] = {}
+    by_file: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    damaged = {damage.record for damage in ckpt.payload.damages} if ckpt.payload is not None else set()
+    for number, pair in enumerate(pairs):
+        tensors = ckpt.tensors[pair.first], ckpt.tensors[pair.second]
+        if reason := _cannot(ckpt, tensors):
+            unread[pair] = reason
+            continue
+        for chunk in np.flatnonzero(tensors[0].tiling.live).tolist():
+            by_file[ckpt.chunk_file(tensors[0], chunk)].append((number, chunk))
+    in_turn = (place for places in zip_longest(*by_file.values()) for place in places if place is not None)
+    rows: list[tuple[float, ...]] = []
+    for number, chunk in sorted(islice(in_turn, most)):
+        pair = pairs[number]
+        first, second = ckpt.tensors[pair.first], ckpt.tensors[pair.second]
+        box = first.tiling.box(chunk)
+        at = _drawn(box.volume, per_chunk)
+        inner = np.stack(np.unravel_index(at, box.sizes or (1,)), axis=1)[:, : len(box.sizes)]
+        places = inner + np.array(box.offsets, np.int64)
+        numbers = [_elements(folder, ckpt, tensor, places, damaged) for tensor in (first, second)]
+        if numbers[0] is None or numbers[1] is None:
+            continue
+        is_odd, worst = odd_elements(pair, numbers[0], numbers[1], (first.dtype, second.dtype))
+        odd = np.flatnonzero(is_odd)
+        lines = places[odd, 0] if len(odd) and places.shape[1] else np.zeros(1, np.int64)
+        rows.append((number, chunk, len(at), len(odd), worst, int(lines.min()), int(lines.max()) + 1))
+    return PairTable(list(pairs), pair_rows(rows), sum(map(len, by_file.values())), unread)
+
+
+def _cannot(ckpt: Checkpoint, tensors: Sequence[Tensor]) -> str:
+    """Why elements cannot be drawn from these tensors; "" where they can."""
+    for tensor in tensors:
+        if tensor.dtype not in ENCODINGS or tensor.dtype.startswith("complex"):
+            return f"{tensor.dtype} holds no plain numbers"
+        if not tensor.is_tiled:
+            return "its chunks do not tile it"
+    return ""
+
+
+def _drawn(volume: int, most: int) -> IntArray:
+    """int64 [k], ascending, positions among the elements of a chunk: all, or runs at equal distances."""
+    if volume <= most:
+        return np.arange(volume)
+    starts = np.arange(most // _RUN) * (volume - _RUN) // max(most // _RUN - 1, 1)
+    return np.unique(starts[:, None] + np.arange(_RUN))
+
+
+def _elements(folder: Folder, ckpt: Checkpoint, tensor: Tensor, places: IntArray, damaged: set[int]) -> Floats | None:
+    """float64 [k], the elements at places [k, axes] of a tensor; None where one cannot be read.
+
+    Raises:
+        AccessError: a read was refused.
+    """
+    found = np.empty(len(places), np.float64)
+    left = np.ones(len(places), bool)
+    tiling = tensor.tiling
+    low, high = places.min(axis=0), places.max(axis=0) + 1
+    touching = tiling.live & (tiling.offsets < high).all(axis=1) & (tiling.offsets + tiling.sizes > low).all(axis=1)
+    for chunk in np.flatnonzero(touching).tolist():
+        inner = places - tiling.offsets[chunk]
+        inside = ((inner >= 0) & (inner < tiling.sizes[chunk])).all(axis=1)
+        if not inside.any():
+            continue
+        record = int(tensor.chunks.record[chunk])
+        numbers = None if record in damaged else _of_chunk(folder, ckpt, tensor, chunk, inner[inside])
+        if numbers is None:
+            return None
+        found[inside] = numbers
+        left &= ~inside
+    return None if left.any() else found
+
+
+def _of_chunk(folder: Folder, ckpt: Checkpoint, tensor: Tensor, chunk: int, places: IntArray) -> Floats | None:
+    """float64 [k], the elements at places [k, axes] of a chunk; None where they cannot be read."""
+    record, payload, item = int(tensor.chunks.record[chunk]), ckpt.payload, ITEM_BITS[tensor.dtype] // 8
+    if record < 0 or payload is None:
+        return None
+    content, start, size = payload.of(record), int(payload.start[record]), int(payload.size[record])
+    if content is None and payload.state[record] == RecordState.RAW:
+        content = plain_content(tensor.dtype, tensor.tiling.box(chunk).sizes)
+        start, size = int(ckpt.records.byte_offset[record]), int(ckpt.records.byte_length[record])
+    sizes = tensor.tiling.box(chunk).sizes
+    if content is None or (content.form, content.dtype, content.shape) != ("tensor", tensor.dtype, sizes) or start < 0:
+        return None
+    path = ckpt.files[int(ckpt.records.file[record])].path
+    if path is None or (content.offset + content.extent) * item > size:
+        return None
+    at = content.offset + places @ np.array(content.strides, np.int64).reshape(len(sizes))
+    order = np.argsort(at, kind="stable")
+    cuts = np.flatnonzero(np.diff(at[order]) > _GAP) + 1
+    groups = np.split(at[order], cuts)
+    spans = [(start + int(group[0]) * item, (int(group[-1]) - int(group[0]) + 1) * item) for group in groups]
+    parts = folder.ranges(path, spans)
+    if any(len(part) != length for part, (_, length) in zip(parts, spans, strict=True)):
+        return None
+    words = [np.frombuffer(part, f"<u{item}")[group - group[0]] for part, group in zip(parts, groups, strict=True)]
+    numbers = decoded(np.concatenate(words), tensor.dtype)
+    if numbers is None:
+        return None
+    found = np.empty(len(at), np.float64)
+    with np.errstate(invalid="ignore"):
+        found[order] = numbers
+    return found

@@ -1,0 +1,104 @@
+"""How the optimizer was set when the step was saved: betas, rate, decay and step of each group of parameters."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any
+
+from ckptlint.model import Checkpoint
+from ckptlint.model.facts import fact
+from ckptlint.vocabulary.keys import parse
+
+_NAMES = "params|betas|lr|initial_lr|weight_decay|step"
+_SETTING = re.compile(rf"(?P<stem>.*param_groups)\.(?P<group>.+)\.(?P<name>{_NAMES})")
+_DEPTH = 12
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSettings:
+    """Settings of one group of parameters; None for what is not stored as a plain number.
+
+    Attributes:
+        place: where they are, for people: a file and what is in it, or the key of the group.
+        params: the parameters, by name or number as the group lists them; () where it does not.
+        betas: of Adam's first and second moment.
+        lr, initial_lr: the rate of the next step, and the one that a scheduler started from.
+        weight_decay: share of the weight that is taken off per step, times the rate.
+        step: steps taken, where the group counts them.
+    """
+
+    place: str
+    params: tuple[int | str, ...] = ()
+    betas: tuple[float, float] | None = None
+    lr: float | None = None
+    initial_lr: float | None = None
+    weight_decay: float | None = None
+    step: float | None = None
+
+
+@fact
+def optimizer_settings(ckpt: Checkpoint) -> tuple[GroupSettings, ...]:
+    """The groups of all optimizers, as far as their settings were read: those of records at depth headers.
+
+    Source:
+        torch.optim.Optimizer.state_dict; torch.distributed.checkpoint.state_dict, which keys the settings
+        `param_groups.<number or parameter>.<setting>`; Megatron-Core's common state; DeepSpeed's `base_optimizer_state`
+    """
+    groups = [*_of_records(ckpt)]
+    sources = [] if ckpt.common is None else [(ckpt.common.source, ckpt.common.values)]
+    for source, value in (*sources, *ckpt.object_values.items()):
+        groups += [_settings(place, group) for place, group in param_groups_in(source, value)]
+    groups += [_settings(place, group) for place, group in ckpt.param_groups]
+    return tuple(groups)
+
+
+def param_groups_in(place: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Mapping[Any, Any]]]:
+    """Each group of parameters in a value as it was unpickled, with its place; arguments of a job are left out."""
+    if depth > _DEPTH:
+        return
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            if name == "param_groups" and isinstance(inner, list):
+                groups = [group for group in inner if isinstance(group, dict)]
+                yield from ((f"{place}: param_groups[{number}]", group) for number, group in enumerate(groups))
+            elif name not in ("args", "state"):
+                yield from param_groups_in(place, inner, depth + 1)
+    elif isinstance(value, list):
+        for inner in value:
+            if isinstance(inner, (dict, list)):
+                yield from param_groups_in(place, inner, depth + 1)
+
+
+def _of_records(ckpt: Checkpoint) -> Iterator[GroupSettings]:
+    if ckpt.payload is None:
+        return
+    groups: dict[tuple[str, str], dict[str, Any]] = defaultdict(dict)
+    for entry in ckpt.byte_objects:
+        match = _SETTING.fullmatch(entry.fqn)
+        content = ckpt.payload.of(entry.record) if match is not None else None
+        if match is not None and content is not None and content.value is not None:
+            groups[match["stem"], match["group"]][match["name"]] = content.value
+    for (stem, group), values in groups.items():
+        if not group.isdecimal():
+            values.setdefault("params", [parse(group).path])
+        yield _settings(f"{stem}.{group}", values)
+
+
+def _settings(place: str, group: Mapping[Any, Any]) -> GroupSettings:
+    params, betas = group.get("params"), group.get("betas")
+    names = tuple(p for p in params if isinstance(p, (int, str))) if isinstance(params, list) else ()
+    numbers = [_number(beta) for beta in betas] if isinstance(betas, (list, tuple)) else []
+    pair = None
+    if len(numbers) == 2 and numbers[0] is not None and numbers[1] is not None:
+        pair = (numbers[0], numbers[1]) if 0 <= numbers[0] < 1 and 0 < numbers[1] < 1 else None
+    lr, initial, decay, step = (_number(group.get(name)) for name in ("lr", "initial_lr", "weight_decay", "step"))
+    return GroupSettings(place, names, pair, lr, initial, decay, step)
+
+
+def _number(value: Any) -> float | None:
+    is_number = type(value) in (int, float) and abs(value) < 2**63
+    return float(value) if is_number and isfinite(value) else None
