@@ -5,11 +5,12 @@ from collections.abc import Iterator
 from math import prod
 
 from ckptlint.analysis.chunks.missing import saved_by
-from ckptlint.analysis.inventory import MASTER_COPIES, OptimizerState, Param
+from ckptlint.analysis.inventory import OptimizerState, Param
 from ckptlint.analysis.optimizer_fit import PAIR, StateMismatch, elementwise_states, moment_pairs, state_mismatches
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import named_ranks, ranges, shape_text
 from ckptlint.rule import Confidence, Finding, Location, Note, Severity, rule
+from ckptlint.vocabulary.keys import MASTER_COPIES
 
 _FILES = 4
 _MADE_LIKE = frozenset((*PAIR, "max_exp_avg_sq", *MASTER_COPIES))

@@ -3,11 +3,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from ckptlint.analysis.inventory import MASTER_COPIES, OptimizerState, inventory_of
+from ckptlint.analysis.inventory import OptimizerState, inventory_of
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import shape_text
 from ckptlint.rule import Finding, Location, Severity, rule
 from ckptlint.vocabulary.dtypes import nbytes
+from ckptlint.vocabulary.keys import MASTER_COPIES
 
 
 @rule("OPT007", "duplicate-state", Severity.WARNING, needs=("states",))

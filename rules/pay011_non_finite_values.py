@@ -5,14 +5,14 @@ from collections.abc import Collection, Iterator
 
 import numpy as np
 
-from ckptlint.analysis.inventory import MOMENTS, OptimizerState, inventory_of
+from ckptlint.analysis.inventory import OptimizerState, inventory_of
 from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint, NonFinite, PayloadTable, RecordContent, Tensor
 from ckptlint.model.facts import fact
 from ckptlint.model.text import plural
 from ckptlint.model.tiling import IntArray
 from ckptlint.rule import Finding, Location, Severity, require, rule
-from ckptlint.vocabulary.keys import Key, parse
+from ckptlint.vocabulary.keys import MOMENTS, Key, parse
 from ckptlint.vocabulary.schemes import quantised_weight
 
 _HARMLESS = ("mask", "min_val", "max_val", "amax")

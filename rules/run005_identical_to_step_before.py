@@ -4,11 +4,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ckptlint.analysis.inventory import MOMENTS, inventory_of
+from ckptlint.analysis.inventory import inventory_of
 from ckptlint.analysis.step_change import older_name
 from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, require, rule
+from ckptlint.vocabulary.keys import MOMENTS
 
 _LEAST = 64  # elements: a smaller tensor may stay as it is by chance
 

@@ -11,45 +11,7 @@ from typing import NamedTuple
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.facts import fact
 from ckptlint.vocabulary.dtypes import FLOATS
-from ckptlint.vocabulary.keys import COPIES, Key, parse
-
-MOMENTS = frozenset(
-    {
-        "exp_avg",
-        "exp_avg_sq",
-        "max_exp_avg_sq",
-        "momentum_buffer",
-        "param",
-        "fp32_param",
-        "main_param",
-        "master_param",
-    }
-)
-"""States that have one element per element of their parameter."""
-
-MASTER_COPIES = ("param", "fp32_param", "main_param", "master_param")
-
-_STATE_NAMES = MOMENTS | {
-    "step",
-    "exp_avg_diff",
-    "exp_avg_sq_row",
-    "exp_avg_sq_col",
-    "exp_inf",
-    "grad_avg",
-    "square_avg",
-    "sum",
-    "acc_delta",
-    "row_var",
-    "col_var",
-    "variance",
-    "state1",
-    "state2",
-    "absmax1",
-    "absmax2",
-    "qmap1",
-    "qmap2",
-    "momentum",
-}
+from ckptlint.vocabulary.keys import COPIES, STATE_NAMES, Key, parse
 
 _BUCKET = re.compile(
     r"(?:distributed\.)?dp_group_idx_(?P<group>\d+)\.(?:gbuf_idx_(?P<gbuf>\d+)\.dtype_\([^)]*\)\.bucket_idx_(?P<bucket>\d+)\.)?(?P<what>.+)"
@@ -263,10 +225,10 @@ def split_state(rest: str) -> tuple[str, str] | None:
     head, _, tail = rest.partition(".")
     if head.isdecimal():
         return None
-    if head in _STATE_NAMES and tail:
+    if head in STATE_NAMES and tail:
         return head, tail
     parts = rest.split(".")
-    known = next((i for i, part in enumerate(parts) if part in _STATE_NAMES and i), None)
+    known = next((i for i, part in enumerate(parts) if part in STATE_NAMES and i), None)
     return None if known is None else (".".join(parts[known:]), ".".join(parts[:known]))
 
 
@@ -289,7 +251,7 @@ def _state(tensor: Tensor, chain: tuple[str, ...], rest: str, index: _Index) -> 
     decides.
     """
     head, _, tail = rest.partition(".")
-    if head in _STATE_NAMES and tail:
+    if head in STATE_NAMES and tail:
         return _mapped(tensor, head, chain, tail, index)
     parts = rest.split(".")
     for stop in range(len(parts) - 1, 1 if head.isdecimal() else 0, -1):  # `0.weight` may name a parameter
@@ -299,7 +261,7 @@ def _state(tensor: Tensor, chain: tuple[str, ...], rest: str, index: _Index) -> 
             return state
     if head.isdecimal():
         return None
-    known = next((i for i, part in enumerate(parts) if part in _STATE_NAMES and i), len(parts) - 1)
+    known = next((i for i, part in enumerate(parts) if part in STATE_NAMES and i), len(parts) - 1)
     return OptimizerState(tensor, ".".join(parts[known:]), chain, parse(".".join(parts[:known])).path)
 
 

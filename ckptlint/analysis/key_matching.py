@@ -16,12 +16,12 @@ from pathlib import PurePath
 from typing import Literal, NamedTuple
 
 from ckptlint.analysis.fit.judgement import judged_shapes
-from ckptlint.analysis.inventory import MASTER_COPIES, Param, optimizer_parts, split_state
+from ckptlint.analysis.inventory import Param, optimizer_parts, split_state
 from ckptlint.model import Checkpoint, Reference
 from ckptlint.model.cover import Shape
 from ckptlint.model.facts import fact
 from ckptlint.model.text import ranges
-from ckptlint.vocabulary.keys import COPIES, Key, parse
+from ckptlint.vocabulary.keys import COPIES, MASTER_COPIES, Key, parse
 
 EntryKind = Literal["model", "copy", "optimizer"]
 KeyFamily = tuple[EntryKind, str, tuple[str, ...], str]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from ckptlint.analysis.fit.judgement import has_known_config
 from ckptlint.analysis.inventory import inventory_of
 from ckptlint.model import Checkpoint
+from ckptlint.vocabulary.keys import SQUARES, state_name
 
 NEEDS: dict[str, tuple[Callable[[Checkpoint], object], str]] = {
     "Megatron-Core": (lambda ckpt: ckpt.is_torch_dist, "this is no checkpoint of Megatron-Core's torch_dist"),
@@ -29,6 +30,10 @@ NEEDS: dict[str, tuple[Callable[[Checkpoint], object], str]] = {
     "params": (lambda ckpt: inventory_of(ckpt).params, "no key is that of a parameter"),
     "rank files": (lambda ckpt: ckpt.rank_files is not None, "no set of rank files"),
     "reference tensors": (lambda ckpt: ckpt.reference and ckpt.reference.tensors, "the reference names no tensors"),
+    "moments": (
+        lambda ckpt: any(state_name(fqn) in SQUARES for fqn in ckpt.tensors),
+        "no tensor holds second moments",
+    ),
     "sound": (lambda ckpt: ckpt.is_sound, "some tensors cannot be judged, so it is not known what is stored"),
     "states": (lambda ckpt: inventory_of(ckpt).states, "no optimizer state names its parameter"),
     "step before": (lambda ckpt: ckpt.before, "there is no older step to compare with"),

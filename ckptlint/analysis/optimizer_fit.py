@@ -13,12 +13,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ckptlint.analysis.inventory import MOMENTS, OptimizerState, Param, inventory_of
+from ckptlint.analysis.inventory import OptimizerState, Param, inventory_of
 from ckptlint.analysis.trusted_config import trusted_topology
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.facts import fact
 from ckptlint.model.tiling import Coverage, Tiling
 from ckptlint.vocabulary.dtypes import ITEM_BITS
+from ckptlint.vocabulary.keys import MOMENTS
 from ckptlint.vocabulary.mesh import AXES
 
 PAIR = ("exp_avg", "exp_avg_sq")

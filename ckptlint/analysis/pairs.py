@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.analysis.inventory import MASTER_COPIES, inventory_of, optimizer_parts, split_state
+import numpy as np
+
+from ckptlint.analysis.inventory import inventory_of, optimizer_parts, split_state
 from ckptlint.model import Checkpoint, Pair, Tensor
 from ckptlint.model.payload import PairLaw
+from ckptlint.model.tiling import BoolArray, IntArray
+from ckptlint.numbers.chunks import ranks_by_file
 from ckptlint.numbers.settings import optimizer_settings
 from ckptlint.vocabulary.dtypes import ENCODINGS
-from ckptlint.vocabulary.keys import parse
+from ckptlint.vocabulary.keys import MASTER_COPIES, parse
 
 Betas = tuple[float, float] | None
 
@@ -17,6 +21,10 @@ _FOLLOWS: dict[str, tuple[str, PairLaw]] = {
     "exp_avg": ("exp_avg_sq", "moments"),
     "max_exp_avg_sq": ("exp_avg_sq", "maximum"),
 }
+
+
+_OFTEN, _SELDOM = 0.001, 0.02  # share of elements that break the law where it does not hold; of chunks where it does
+_LEAST = 5  # chunks that are compared
 
 
 def pairs_of(ckpt: Checkpoint) -> list[Pair]:
@@ -54,3 +62,45 @@ def _copies(ckpt: Checkpoint) -> Iterator[Pair]:
             continue
         if param.tensor.global_shape == state.tensor.global_shape:
             yield Pair("copy", param.tensor.fqn, state.tensor.fqn)
+
+
+def breaking(ckpt: Checkpoint, law: PairLaw) -> IntArray:
+    """Rows of `Checkpoint.pairs` that break a law which nearly all others keep; none where it is not theirs.
+
+    Another optimizer breaks it in the same way in all ranks, and in tensors of as many axes. So a row counts where four
+    of five tensors like it keep the law, or where other ranks keep it.
+    """
+    pairs = ckpt.pairs
+    if pairs is None or not (pairs.odd > 0).any():
+        return np.zeros(0, np.int64)
+    rows = np.flatnonzero(np.array([pair.law == law for pair in pairs.pairs], bool)[pairs.pair])
+    tensors = [ckpt.tensors[pair.first] for pair in pairs.pairs]
+    is_odd = pairs.odd[rows] > _OFTEN * pairs.drawn[rows]
+    axes = np.array([len(tensor.global_shape) for tensor in tensors])[pairs.pair[rows]]
+    file = np.array(
+        [
+            int(ckpt.records.file[tensors[pair].chunks.record[chunk]])
+            for pair, chunk in zip(pairs.pair[rows].tolist(), pairs.chunk[rows].tolist(), strict=True)
+        ],
+        np.int64,
+    )
+    rank = ranks_by_file(ckpt)[file] if len(file) else file
+    is_lone = _of_few(is_odd, axes) | _of_rank(is_odd, rank)
+    return np.asarray(rows[is_odd & is_lone])
+
+
+def _of_few(is_odd: BoolArray, axes: IntArray) -> BoolArray:
+    """Whether few chunks of tensors with as many axes are odd."""
+    few = np.zeros(len(is_odd), bool)
+    for count in np.unique(axes).tolist():
+        alike = axes == count
+        few[alike] = alike.sum() >= _LEAST and 5 * is_odd[alike].sum() <= alike.sum()
+    return few
+
+
+def _of_rank(is_odd: BoolArray, rank: IntArray) -> BoolArray:
+    """Whether a chunk is of a rank with odd ones, while others have next to none."""
+    shares = {number: float(is_odd[rank == number].mean()) for number in np.unique(rank[rank >= 0]).tolist()}
+    good = [number for number, share in shares.items() if share <= _SELDOM and (rank == number).sum() >= _LEAST]
+    bad = [number for number, share in shares.items() if share > _SELDOM]
+    return np.isin(rank, bad) & (len(good) >= max(len(bad), 1))

@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from ckptlint.analysis.inventory import MASTER_COPIES, MOMENTS, inventory_of
+from ckptlint.analysis.inventory import inventory_of
 from ckptlint.geometry.chunk_graph import ranks_of_files
 from ckptlint.geometry.record_states import MISSING, NOT_CHECKED, STATES, THERE, record_states
 from ckptlint.model import Checkpoint
 from ckptlint.model.facts import fact
 from ckptlint.model.ranks.files import RankFile
 from ckptlint.model.tiling import IntArray
-from ckptlint.vocabulary.keys import COPIES, Key, is_token_table, modules_of, parse
+from ckptlint.vocabulary.keys import COPIES, MASTER_COPIES, MOMENTS, Key, is_token_table, modules_of, parse
 
 CELL_STATES = ("nothing", "there", "stored twice", *STATES[1:])
 """States of a cell, from best to worst; a cell has the worst state of its records."""

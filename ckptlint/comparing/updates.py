@@ -6,11 +6,11 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from math import isfinite
 
-from ckptlint.analysis.inventory import MOMENTS, inventory_of
+from ckptlint.analysis.inventory import inventory_of
 from ckptlint.comparing.match import Match
 from ckptlint.comparing.pairs.matching import layer_number
 from ckptlint.comparing.sides import OpenedCheckpoint
-from ckptlint.vocabulary.keys import role
+from ckptlint.vocabulary.keys import MOMENTS, role
 
 _LEAST = 4  # weights that moved all over, from which on two sides are steps of a run
 

@@ -9,12 +9,11 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import takewhile
 from math import prod
 
-from ckptlint.analysis.inventory import MOMENTS
 from ckptlint.model import Tensor
 from ckptlint.model.text import fold_names, human_bytes, join_words, shape_text
 from ckptlint.reporters.style import Style, aligned, cut
 from ckptlint.vocabulary.dtypes import nbytes
-from ckptlint.vocabulary.keys import parse, role
+from ckptlint.vocabulary.keys import MOMENTS, parse, role
 
 _FRAME = re.compile(r"\d+|\.")
 _SHORTENED = re.compile(r"[^\W\d]+\.\.\.[^\W\d]+")

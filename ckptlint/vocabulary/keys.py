@@ -121,6 +121,30 @@ COMPUTED = frozenset(
 """Last parts of the names of buffers that a module computes from its configuration, or counts in."""
 
 
+MASTER_COPIES = ("param", "fp32_param", "main_param", "master_param")
+
+MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", *MASTER_COPIES})
+"""States that have one element per element of their parameter."""
+
+SQUARES = frozenset(
+    {"exp_avg_sq", "max_exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col", "square_avg", "sum", "exp_inf"}
+    | {"variance", "row_var", "col_var"}
+)
+"""States that are sums, means or maxima of squares or magnitudes.
+
+Source:
+    torch.optim: Adam, NAdam, RAdam, RMSprop, Adadelta, Adagrad, Adamax, Adafactor; Adafactor of transformers, fairseq
+"""
+
+STATE_NAMES = (
+    MOMENTS
+    | SQUARES
+    | {"step", "exp_avg_diff", "grad_avg", "acc_delta", "state1", "state2", "absmax1", "absmax2", "qmap1", "qmap2"}
+    | {"momentum"}
+)
+"""The names of states, which tell them from the path of their parameter."""
+
+
 class Key(NamedTuple):
     """A key taken apart.
 
@@ -298,3 +322,13 @@ def is_token_table(key: Key) -> bool:
 def is_adapter(key: Key) -> bool:
     """Whether a parameter belongs to a low-rank or other adapter, which some layers have and others have not."""
     return bool(_ADAPTER.search(key.path))
+
+
+def state_name(fqn: str) -> str:
+    """The name of the state in the key of an optimizer, "" where no part is one.
+
+    >>> state_name("optimizer.state.layers.0.w.exp_avg"), state_name("optimizer.state.exp_avg.layers.0.w")
+    ('exp_avg', 'exp_avg')
+    """
+    parts = fqn.split(".") if parse(fqn).kind == "optimizer" else []
+    return next((part for part in reversed(parts) if part in STATE_NAMES), "")

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from ckptlint.analysis.inventory import MOMENTS, optimizer_parts, split_state
+from ckptlint.analysis.inventory import optimizer_parts, split_state
 from ckptlint.live.collect import compat
 from ckptlint.live.collect.limit import Limit
 from ckptlint.live.collect.tensor_digest import freed_bytes
@@ -24,7 +24,7 @@ from ckptlint.model import RankFinding
 from ckptlint.model.cover import Shape
 from ckptlint.model.text import shape_text
 from ckptlint.model.tiling import Box
-from ckptlint.vocabulary.keys import parse
+from ckptlint.vocabulary.keys import MOMENTS, parse
 from ckptlint.vocabulary.placements import bounding_box, runs
 
 

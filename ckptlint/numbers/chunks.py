@@ -1,0 +1,101 @@
+"""Statistics of each chunk that was read, beside what tensor it is of and which rank saved it, as columns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptlint.geometry.chunk_graph import ranks_of_files
+from ckptlint.model import Checkpoint, PayloadTable, Tensor
+from ckptlint.model.facts import fact
+from ckptlint.model.tiling import BoolArray, IntArray
+from ckptlint.vocabulary.dtypes import ENCODINGS
+from ckptlint.vocabulary.keys import parse, state_name
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChunkNumbers:
+    """The chunks of floating tensors whose values were read; row i is one chunk.
+
+    Attributes:
+        tensors: the tensors.
+        states: for each tensor the name of its state, `other` for an unknown one, "" for a weight or buffer.
+        tensor: int64 [n], position in `tensors`; chunk: row in its table of chunks.
+        record: int64 [n], row in `Checkpoint.records`.
+        rank: int64 [n], rank that saved it, as the name of its file says; -1 where it says nothing.
+        elements: int64 [n], numbers in it.
+        payload: the table of records.
+    """
+
+    tensors: list[Tensor]
+    states: list[str]
+    tensor: IntArray
+    chunk: IntArray
+    record: IntArray
+    rank: IntArray
+    elements: IntArray
+    payload: PayloadTable
+
+    def column(self, name: str) -> npt.NDArray[Any]:
+        """A column of the payload table, for each chunk."""
+        return np.asarray(getattr(self.payload, name)[self.record])
+
+    @property
+    def most(self) -> Floats:
+        """float64 [n], the largest magnitude; 0 without a finite number."""
+        most: Floats = np.maximum(self.column("most"), 0.0)
+        return most
+
+    @property
+    def rms(self) -> Floats:
+        """float64 [n], the root of the mean square."""
+        return np.asarray(np.sqrt((self.column("squares") + self.most**2) / np.maximum(self.elements, 1)))
+
+    def are_state(self, *names: str) -> BoolArray:
+        """bool [n], whether a chunk is of a state with one of these names; "" is a weight."""
+        return np.array([state in names for state in self.states], bool)[self.tensor]
+
+
+@fact
+def chunk_numbers(ckpt: Checkpoint) -> ChunkNumbers:
+    """The chunks whose values were read and match their checksum; empty below depth `data`."""
+    payload, tensors, parts = ckpt.payload, list[Tensor](), list[tuple[IntArray, IntArray]]()
+    assert payload is not None
+    is_read = payload.scanned.copy()
+    is_read[[damage.record for damage in payload.damages if damage.record >= 0]] = False
+    for tensor in ckpt.sound_tensors() if is_read.any() else ():
+        encoding, record = ENCODINGS.get(tensor.dtype), tensor.chunks.record
+        if encoding is None or encoding.unsigned or encoding.parts > 1:
+            continue
+        rows = np.flatnonzero(tensor.tiling.live & (record >= 0))
+        rows = rows[is_read[record[rows]]]
+        if len(rows):
+            parts.append((rows, np.full(len(rows), len(tensors))))
+            tensors.append(tensor)
+    none = np.zeros(0, np.int64)
+    chunk = np.concatenate([none, *(rows for rows, _ in parts)])
+    number = np.concatenate([none, *(numbers for _, numbers in parts)])
+    record = np.concatenate([none, *(t.chunks.record[rows] for t, (rows, _) in zip(tensors, parts, strict=True))])
+    elements = np.concatenate(
+        [none, *(t.tiling.sizes[rows].prod(axis=1) for t, (rows, _) in zip(tensors, parts, strict=True))]
+    )
+    rank = ranks_by_file(ckpt)[ckpt.records.file[record]] if len(record) else none
+    states = ["" if parse(t.fqn).kind == "model" else state_name(t.fqn) or "other" for t in tensors]
+    return ChunkNumbers(tensors, states, number, chunk, record, rank, elements, payload)
+
+
+@fact
+def ranks_by_file(ckpt: Checkpoint) -> IntArray:
+    """int64 [n], for each file the rank that saved it, -1 where nothing says so."""
+    ranks = ranks_of_files(ckpt).copy()
+    known = (
+        {} if ckpt.rank_files is None else {file.name: file.numbers.get("rank", -1) for file in ckpt.rank_files.files}
+    )
+    for number, name in enumerate(ckpt.files.names if known else ()):
+        ranks[number] = known.get(name, ranks[number])
+    return ranks

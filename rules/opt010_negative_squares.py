@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from ckptlint.depth import Depth
+from ckptlint.model import Checkpoint
+from ckptlint.model.text import plural
+from ckptlint.numbers.chunks import chunk_numbers
+from ckptlint.rule import Finding, Location, Severity, require, rule
+from ckptlint.vocabulary.keys import SQUARES
+
+_HINT = "go back to a step whose second moments are whole, or resume with this state reset to zero"
+
+
+@rule("OPT010", "negative-squares", Severity.ERROR, depth=Depth.HEADERS, needs=("moments",))
+def negative_squares(ckpt: Checkpoint) -> Iterator[Finding]:
+    """A sum of squares is below 0, or a largest second moment below the second moment.
+
+    What it checks:
+        No value of a state that sums squares or magnitudes (`exp_avg_sq`, `square_avg`, Adagrad's `sum`, Adafactor's
+        rows and columns, `exp_inf`) is below 0 (with `--depth data`), and no element of `max_exp_avg_sq` is below that
+        of `exp_avg_sq` (elements drawn from both).
+    Why it matters:
+        The optimizer divides by the square root: the next step writes NaN, or moves the weight far off.
+    Usual causes:
+        The bytes are those of another tensor, such as the first moment; a part that was never written.
+    How to fix:
+        Go back to a step whose second moments are whole.
+    See:
+        torch.optim.Adam, amsgrad
+    """
+    numbers = chunk_numbers(ckpt)
+    negatives = numbers.column("negatives")
+    rows = np.flatnonzero((negatives > 0) & numbers.are_state(*SQUARES))
+    for number in np.unique(numbers.tensor[rows]).tolist():
+        mine = rows[numbers.tensor[rows] == number]
+        tensor, chunks = numbers.tensors[number], numbers.chunk[mine]
+        count, whole = int(negatives[mine].sum()), int(numbers.elements[mine].sum())
+        box, name = tensor.tiling.box(int(chunks[0])), ckpt.chunk_file(tensor, int(chunks[0]))
+        where = f"chunk {box}" if len(chunks) == 1 else f"{len(chunks):,} chunks, the first {box},"
+        yield Finding(
+            f"{count:,} of {plural(whole, 'value')} in {where}{{of}} are below 0, which no sum of squares is",
+            at=Location(tensor, region=box, rows=tuple(chunks[:16].tolist()), file=name),
+            hint=_HINT,
+            group=f"negative {name}",
+        )
+    pairs = require(ckpt.pairs)
+    for row in np.flatnonzero(pairs.odd > 0).tolist() if len(pairs.rows) else ():
+        pair, chunk = pairs.pairs[int(pairs.pair[row])], int(pairs.chunk[row])
+        if pair.law == "maximum":
+            tensor = ckpt.tensors[pair.first]
+            box, name = tensor.tiling.box(chunk), ckpt.chunk_file(tensor, chunk)
+            yield Finding(
+                f"{int(pairs.odd[row]):,} of {plural(int(pairs.drawn[row]), 'value')} in chunk {box}{{of}} are below "
+                f"those of {pair.second}, of which it holds the largest so far",
+                at=Location(tensor, region=box, rows=(chunk,), file=name),
+                hint=_HINT,
+                group=f"maximum {name}",
+                partners=(pair.second,),
+            )

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptlint.analysis.pairs import breaking
+from ckptlint.depth import Depth
+from ckptlint.model import Checkpoint
+from ckptlint.model.text import plural
+from ckptlint.rule import Finding, Location, Severity, require, rule
+
+
+@rule("OPT012", "weight-not-master", Severity.ERROR, depth=Depth.HEADERS, needs=("states",))
+def weight_not_master(ckpt: Checkpoint) -> Iterator[Finding]:
+    """A weight is not its master copy rounded.
+
+    What it checks:
+        Elements drawn from a weight and from its master copy in the optimizer (`param`, `fp32_param`, `main_param`,
+        `master_param`) are the same within one unit of the last place of the narrower dtype, so that stochastic
+        rounding passes. A chunk is judged where four of five tensors like it, or the other ranks, agree.
+    Why it matters:
+        The first step after a resume overwrites the weight with its master copy: the model jumps to other values.
+    Usual causes:
+        The weights or the master copies of one rank are those of another step, rank or tensor; weights were edited or
+        averaged after the save, and their copies were not.
+    How to fix:
+        Go back to a step where both agree; after an edit of the weights, drop the optimizer.
+    See:
+        megatron.core.optimizer.distrib_optimizer.DistributedOptimizer
+    """
+    pairs = require(ckpt.pairs)
+    for row in breaking(ckpt, "copy").tolist():
+        pair, chunk = pairs.pairs[int(pairs.pair[row])], int(pairs.chunk[row])
+        tensor = ckpt.tensors[pair.first]
+        box, name = tensor.tiling.box(chunk), ckpt.chunk_file(tensor, chunk)
+        yield Finding(
+            f"{int(pairs.odd[row]):,} of {plural(int(pairs.drawn[row]), 'value')} in chunk {box}{{of}} differ from its "
+            f"master copy {pair.second}, by up to {float(pairs.worst[row]):.3g} times what rounding does",
+            at=Location(tensor, region=box, rows=(chunk,), file=name),
+            hint="go back to a step where both agree, or load the weights without the optimizer if they were edited",
+            group=f"copy {name}",
+            partners=(pair.second,),
+        )

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from ckptlint.analysis.odd_ones import OddOne, odd_ones, sees_all
+from ckptlint.depth import Depth
+from ckptlint.model import Checkpoint
+from ckptlint.model.text import plural
+from ckptlint.numbers.chunks import chunk_numbers
+from ckptlint.rule import Finding, Location, Severity, rule
+
+_STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg")
+
+
+@rule("OPT013", "zero-states", Severity.ERROR, depth=Depth.DATA, needs=("moments",))
+def zero_states(ckpt: Checkpoint) -> Iterator[Finding]:
+    """All optimizer state of one rank, or of one layer, is zero, unlike that of the others.
+
+    What it checks:
+        No rank of which four or more tensors are judged holds zeros in nine of ten of its chunks of a state (`exp_avg`,
+        `exp_avg_sq`, `momentum_buffer`, `square_avg`) while other chunks of the same tensors are not zero; and no layer
+        among three or more. Experts and tables of tokens are left out: what no token reached has zeros. It is an error
+        if first and second moments are zero together, else a warning.
+    Why it matters:
+        A resume continues that part with zero moments: its first steps are many times too large.
+    Usual causes:
+        A rank saved before it had loaded its optimizer, or its state was offloaded; a load left buffers unfilled.
+    How to fix:
+        Go back to a step whose states are whole, or warm up again.
+    See:
+        torch.optim.Adam
+    """
+    numbers = chunk_numbers(ckpt)
+    is_seen = np.array([sees_all(tensor.fqn) for tensor in numbers.tensors], bool)[numbers.tensor]
+    is_zero = numbers.most == 0
+    by_title: dict[str, list[tuple[str, OddOne]]] = {}
+    for state in _STATES:
+        for odd in odd_ones(ckpt, is_seen & numbers.are_state(state), is_zero):
+            by_title.setdefault(odd.title, []).append((state, odd))
+    for title, members in by_title.items():
+        rows = np.concatenate([odd.rows for _, odd in members])
+        judged = sum(odd.judged for _, odd in members)
+        first = int(rows[0])
+        tensor, chunk = numbers.tensors[int(numbers.tensor[first])], int(numbers.chunk[first])
+        states = " and ".join(state for state, _ in members)
+        rank = members[0][1].rank
+        yield Finding(
+            f"{states} of {title} are zero in {len(rows):,} of {plural(judged, 'chunk')}; those of the others are not",
+            at=Location(
+                tensor,
+                region=tensor.tiling.box(chunk),
+                rows=(chunk,),
+                file=ckpt.chunk_file(tensor, chunk),
+                ranks=(rank,) if rank >= 0 else (),
+            ),
+            identity=(title,),
+            keys=tuple(dict.fromkeys(numbers.tensors[number].fqn for number in numbers.tensor[rows].tolist())),
+            confidence="certain" if len(members) > 1 else "likely",
+            hint="go back to a step whose states are whole, or load without the optimizer and warm up again",
+        )

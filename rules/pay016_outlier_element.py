@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from ckptlint.depth import Depth
+from ckptlint.model import Checkpoint
+from ckptlint.numbers.chunks import chunk_numbers
+from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
+from ckptlint.vocabulary.keys import COMPUTED, SQUARES
+
+_FAR = 1e6
+_LEAST = 64  # numbers of a tensor
+
+
+@rule("PAY016", "outlier-element", Severity.WARNING, depth=Depth.DATA)
+def outlier_element(ckpt: Checkpoint) -> Iterator[Finding]:
+    """One element is beyond all others by so much that a bit of its exponent must have flipped.
+
+    What it checks:
+        The largest magnitude of a tensor is at most a million times the root mean square of all its other elements, and
+        of the usual tensor of its state; a million million times in sums of squares. Tensors of fewer than 64 elements,
+        those whose other elements are all 0, and buffers are left out.
+    Why it matters:
+        That element alone decides every sum that it is part of: an output, a norm of gradients, the next step.
+    Usual causes:
+        A bit flipped in memory before the save, so that checksums agree; something wrote past the end of its buffer.
+    How to fix:
+        Take the element from another step.
+    See:
+        IEEE 754: with bit 30 flipped a float32 of 0.02 is 7e36
+    """
+    numbers = chunk_numbers(ckpt)
+    if not len(numbers.tensor):
+        raise NotApplicable("no floating tensor was read")
+    most, squares = numbers.most, numbers.column("squares")
+    begin = np.flatnonzero(np.diff(numbers.tensor, prepend=-1))  # the rows of a tensor follow each other
+    top = np.maximum.reduceat(most, begin)
+    with np.errstate(over="ignore", invalid="ignore"):
+        is_top = np.zeros(len(most), bool)
+        is_top[[start + int(part.argmax()) for start, part in zip(begin, np.split(most, begin[1:]), strict=True)]] = (
+            True
+        )
+        others = np.add.reduceat(squares + np.where(is_top, 0.0, most * most), begin)
+        count = np.add.reduceat(numbers.elements, begin)
+        rms = np.sqrt(others / np.maximum(count - 1, 1))
+    states = np.array(numbers.states)
+    for state in dict.fromkeys(numbers.states):
+        mine = np.flatnonzero((states == state) & (count >= _LEAST) & (rms > 0))
+        if not len(mine):
+            continue
+        far = _FAR * _FAR if state in SQUARES else _FAR
+        usual = float(np.median(rms[mine]))
+        for number in mine[top[mine] > far * np.maximum(rms[mine], usual)].tolist():
+            tensor = numbers.tensors[number]
+            if tensor.fqn.rpartition(".")[2] in COMPUTED:
+                continue
+            row = int(np.flatnonzero(is_top & (numbers.tensor == number))[0])
+            chunk = int(numbers.chunk[row])
+            box = tensor.tiling.box(chunk)
+            yield Finding(
+                f"one element in chunk {box}{{of}} is {top[number]:.3g} in magnitude, the root mean square of the "
+                f"{count[number] - 1:,} others {rms[number]:.3g}",
+                at=Location(tensor, region=box, rows=(chunk,), file=ckpt.chunk_file(tensor, chunk)),
+                hint="take the element, or the whole tensor, from another step, and test the memory of that rank's host",
+            )

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import exp, log
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptlint.analysis.odd_ones import sees_all
+from ckptlint.depth import Depth
+from ckptlint.model import Checkpoint
+from ckptlint.model.text import plural
+from ckptlint.model.tiling import IntArray
+from ckptlint.numbers.chunks import ChunkNumbers, chunk_numbers
+from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
+
+_LEAST_TENSORS, _LEAST_RANKS, _LEAST_ELEMENTS = 8, 3, 64
+_FAR, _NEAR, _SPREAD = log(1.8), log(1.3), log(1.25)  # of logarithms of ratios of root mean squares
+_NEARLY_ALL = 0.8
+
+
+@rule("PAY018", "scaled-rank", Severity.WARNING, depth=Depth.DATA)
+def scaled_rank(ckpt: Checkpoint) -> Iterator[Finding]:
+    """The values of one rank are k times as large as those of the other ranks, in nearly all tensors.
+
+    What it checks:
+        Of three or more ranks that share eight or more matrices, the root mean square of each rank's chunks is that of
+        the others' chunks of the same tensor: in weights, first and second moments. A rank is told where four of five
+        of its chunks have the same ratio, far from 1, and the other ranks are near 1. Experts and tables of tokens are
+        left out.
+    Why it matters:
+        A part of every matrix is scaled: the model computes something else after a load.
+    Usual causes:
+        A rank averaged or reduced once too often, unscaled its gradients twice, or loaded with another scale.
+    How to fix:
+        Take the rank's part from another step.
+    See:
+        torch.distributed.ReduceOp
+    """
+    numbers = chunk_numbers(ckpt)
+    if len(np.unique(numbers.rank[numbers.rank >= 0])) < _LEAST_RANKS:
+        raise NotApplicable("fewer than three ranks saved")
+    is_judged = np.array([len(tensor.global_shape) > 1 and sees_all(tensor.fqn) for tensor in numbers.tensors], bool)[
+        numbers.tensor
+    ]
+    is_judged &= (numbers.rank >= 0) & (numbers.elements >= _LEAST_ELEMENTS) & (numbers.rms > 0)
+    for state in dict.fromkeys(numbers.states):
+        rows = np.flatnonzero(is_judged & numbers.are_state(state))
+        ratios = _ratios(numbers, rows)
+        medians: dict[int, tuple[float, IntArray]] = {}
+        for rank in np.unique(numbers.rank[rows]).tolist():
+            mine = rows[(numbers.rank[rows] == rank) & np.isfinite(ratios)]
+            if len(mine) >= _LEAST_TENSORS:
+                medians[rank] = float(np.median(ratios[np.isin(rows, mine)])), mine
+        far = {rank: item for rank, item in medians.items() if abs(item[0]) > _FAR}
+        if len(far) != 1 or len(medians) < _LEAST_RANKS:
+            continue
+        [(rank, (middle, mine))] = far.items()
+        of_rank = ratios[np.isin(rows, mine)]
+        is_sure = float((np.abs(of_rank - middle) < _SPREAD).mean()) >= _NEARLY_ALL
+        if is_sure and all(abs(item[0]) < _NEAR for other, item in medians.items() if other != rank):
+            row = int(mine[0])
+            tensor, chunk = numbers.tensors[int(numbers.tensor[row])], int(numbers.chunk[row])
+            names = [numbers.tensors[number].fqn for number in np.unique(numbers.tensor[mine]).tolist()]
+            what = state or "weights"
+            yield Finding(
+                f"the {what} of rank {rank} are {exp(middle):.3g} times as large as those of the other ranks, in "
+                f"{plural(len(mine), 'tensor')}",
+                at=Location(
+                    tensor,
+                    region=tensor.tiling.box(chunk),
+                    rows=(chunk,),
+                    file=ckpt.chunk_file(tensor, chunk),
+                    ranks=(rank,),
+                ),
+                identity=(f"rank {rank}", what),
+                keys=tuple(names),
+                hint=f"take the part of rank {rank} from another step, and look for a sum that should be a mean",
+            )
+
+
+def _ratios(numbers: ChunkNumbers, rows: IntArray) -> npt.NDArray[np.float64]:
+    """float64 [k], logarithm of each chunk's root mean square over the median of the tensor's other ranks."""
+    found = np.full(len(rows), np.nan)
+    rms = numbers.rms
+    order = np.argsort(numbers.tensor[rows], kind="stable")
+    cuts = np.flatnonzero(np.diff(numbers.tensor[rows][order])) + 1
+    for mine in np.split(order, cuts) if len(order) else ():
+        for at in mine.tolist():
+            others = rows[mine][numbers.rank[rows[mine]] != numbers.rank[rows[at]]]
+            if len(others):
+                found[at] = log(float(rms[rows[at]]) / float(np.median(rms[others])))
+    return found
