@@ -39,9 +39,8 @@ def outlier_element(ckpt: Checkpoint) -> Iterator[Finding]:
     top = np.maximum.reduceat(most, begin)
     with np.errstate(over="ignore", invalid="ignore"):
         is_top = np.zeros(len(most), bool)
-        is_top[[start + int(part.argmax()) for start, part in zip(begin, np.split(most, begin[1:]), strict=True)]] = (
-            True
-        )
+        parts = np.split(most, begin[1:])
+        is_top[[start + int(part.argmax()) for start, part in zip(begin.tolist(), parts, strict=True)]] = True
         others = np.add.reduceat(squares + np.where(is_top, 0.0, most * most), begin)
         count = np.add.reduceat(numbers.elements, begin)
         rms = np.sqrt(others / np.maximum(count - 1, 1))
@@ -63,5 +62,5 @@ def outlier_element(ckpt: Checkpoint) -> Iterator[Finding]:
                 f"one element in chunk {box}{{of}} is {top[number]:.3g} in magnitude, the root mean square of the "
                 f"{count[number] - 1:,} others {rms[number]:.3g}",
                 at=Location(tensor, region=box, rows=(chunk,), file=ckpt.chunk_file(tensor, chunk)),
-                hint="take the element, or the whole tensor, from another step, and test the memory of that rank's host",
+                hint="take the element or the tensor from another step, and test the memory of that rank's host",
             )

@@ -166,7 +166,7 @@ class PayloadTable:
         size: bytes of that storage.
         crc: its CRC-32 as recorded, -1 where the writer stored none; of a RAW record as computed (depth `data`).
         equal_group: equal for records whose storages hold the same bytes (length, CRC-32 and up to 1 KiB of samples
-            agree); -1 for all others. Looked for among the chunks of one tensor, one layer's experts, gate and up.
+            agree); -1 for all others. Looked for among the chunks of one tensor, weights of one role, gate and up.
         rows_alike: whether all rows (axis 0) of a record with an `equal_group` hold the same, more than one value, as
             far as samples tell.
         constant: whether all samples taken hold one value; False where none were taken.

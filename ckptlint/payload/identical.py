@@ -1,4 +1,4 @@
-"""Finds records with equal bytes that should differ: chunks of a tensor, experts of a layer, gate and up."""
+"""Finds records with equal bytes that should differ: chunks of a tensor, layers, experts, gate and up."""
 
 from __future__ import annotations
 
@@ -63,17 +63,17 @@ def find_same(folder: Folder, ckpt: Checkpoint, table: PayloadTable) -> None:
 
 
 def _alike(ckpt: Checkpoint, table: PayloadTable) -> list[IntArray]:
-    """Rows of records with equal length and checksum within one tensor, one layer's experts or one gated unit."""
+    """Rows of records with equal length and checksum among tensors of one role, in any layer, or of one gated unit."""
     family = np.full(len(ckpt.records), -1, np.int64)
     numbers: dict[str, int] = {}
     for tensor in ckpt.tensors.values():
         rows = tensor.chunks.record[tensor.chunks.record >= 0]
         key = parse(tensor.fqn)
         gated = gated_role(key) if len(rows) == 1 and ckpt.is_safetensors else ""
-        is_shared = key.expert is not None or gated
-        if not tensor.dtype.startswith(("float", "bfloat", "complex")) or (len(rows) < 2 and not is_shared):
+        is_layered = key.expert is not None or key.layer is not None
+        if not tensor.dtype.startswith(("float", "bfloat", "complex")) or (len(rows) < 2 and not is_layered):
             continue
-        name = f"{key.scope} {key.layer} {gated or key.role} {tensor.dtype}" if is_shared else tensor.fqn
+        name = f"{key.scope} {gated or key.role} {tensor.dtype}" if is_layered else tensor.fqn
         family[rows] = numbers.setdefault(name, len(numbers))
     least = np.array([LEAST_ELEMENTS * ITEM_BITS.get(content.dtype, 0) // 8 for content in table.contents] or [0])
     is_whole = np.array([content.volume * ITEM_BITS.get(content.dtype, 0) // 8 for content in table.contents] or [0])
