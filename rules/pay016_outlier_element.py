@@ -4,8 +4,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from ckptlint.analysis.odd_ones import param_keys
 from ckptlint.depth import Depth
-from ckptlint.model import Checkpoint
+from ckptlint.model import Checkpoint, Tensor
 from ckptlint.numbers.chunks import chunk_numbers
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 from ckptlint.vocabulary.keys import COMPUTED, SQUARES
@@ -21,7 +22,8 @@ def outlier_element(ckpt: Checkpoint) -> Iterator[Finding]:
     What it checks:
         The largest magnitude of a tensor is at most a million times the root mean square of all its other elements, and
         of the usual tensor of its state; a million million times in sums of squares. Tensors of fewer than 64 elements,
-        those whose other elements are all 0, and buffers are left out.
+        those whose other elements are all 0, buffers, and flat groups of parameters, whose padding nobody wrote, are left
+        out.
     Why it matters:
         That element alone decides every sum that it is part of: an output, a norm of gradients, the next step.
     Usual causes:
@@ -45,8 +47,9 @@ def outlier_element(ckpt: Checkpoint) -> Iterator[Finding]:
         count = np.add.reduceat(numbers.elements, begin)
         rms = np.sqrt(others / np.maximum(count - 1, 1))
     states = np.array(numbers.states)
+    is_flat = np.array([_is_flat(ckpt, tensor) for tensor in numbers.tensors], bool)
     for state in dict.fromkeys(numbers.states):
-        mine = np.flatnonzero((states == state) & (count >= _LEAST) & (rms > 0))
+        mine = np.flatnonzero((states == state) & (count >= _LEAST) & (rms > 0) & ~is_flat)
         if not len(mine):
             continue
         far = _FAR * _FAR if state in SQUARES else _FAR
@@ -64,3 +67,9 @@ def outlier_element(ckpt: Checkpoint) -> Iterator[Finding]:
                 at=Location(tensor, region=box, rows=(chunk,), file=ckpt.chunk_file(tensor, chunk)),
                 hint="take the element or the tensor from another step, and test the memory of that rank's host",
             )
+
+
+def _is_flat(ckpt: Checkpoint, tensor: Tensor) -> bool:
+    """Whether a tensor may be a row of parameters with padding between them."""
+    is_named = tensor.fqn in param_keys(ckpt) and not tensor.fqn.endswith("_flat_param")
+    return len(tensor.global_shape) == 1 and not is_named

@@ -6,7 +6,7 @@ from typing import Literal
 
 import numpy as np
 
-from ckptlint.analysis.inventory import Param, inventory_of, moments_of
+from ckptlint.analysis.inventory import Param, inventory_of, is_weight, moments_of
 from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint, PayloadTable
 from ckptlint.model.text import plural
@@ -18,6 +18,9 @@ _HINTS: dict[Confidence, str] = {
     "possible": "ignore this if the model was built so, by stacking layers or from one expert",
 }
 
+_STEPS = (1000, 10)
+"""Steps that move a trained weight for certain: in 16 bits small updates are rounded off, and a warm-up begins at 0."""
+
 _Copy = tuple[Param, Param, list[int]]
 """The weight that comes first, the one that repeats it, and the chunks that do."""
 
@@ -28,10 +31,10 @@ def copied_weight(ckpt: Checkpoint) -> Iterator[Finding]:
 
     What it checks:
         No chunk of a weight agrees in length, CRC-32 and up to 1 KiB of samples with the same chunk of that weight in
-        another layer, or in another expert whose moments differ. It is an error if their moments differ, a warning if
-        the step is above 0 and no optimizer is stored, else info: layers of a model that was stacked from a smaller
-        one, or is frozen, may be equal. Layers that share their moments share the weight. Fewer than 64 elements,
-        constants and rows that are all alike are left out.
+        another layer, or in another expert whose moments differ. It is an error if their moments differ after ten
+        steps, a thousand in 16 bits, a warning if the step is above 0 and no optimizer is stored, else info: layers of
+        a model that was stacked from a smaller one, or is frozen, may be equal. Layers that share their moments share
+        the weight. Only matrices of 64 elements or more are judged, and no constants or rows that are all alike.
     Why it matters:
         The layer does the work of another one, and what it had learned is gone.
     Usual causes:
@@ -50,7 +53,8 @@ def copied_weight(ckpt: Checkpoint) -> Iterator[Finding]:
         is_one_layer = first.key.layer == second.key.layer  # whose experts PAY010 judges
         if relation == "same" or (is_one_layer and relation != "apart"):
             continue
-        confidence = "certain" if relation == "apart" else _without_moments(ckpt)
+        is_moved = relation == "apart" and _steps(ckpt) >= _STEPS[first.tensor.dtype in ("float32", "float64")]
+        confidence: Confidence = "certain" if is_moved else _without_moments(ckpt)
         by_units[_unit(first), _unit(second), confidence].append((first, second, chunks))
     for (one, other, confidence), copies in by_units.items():
         yield _finding(ckpt, one, other, confidence, copies)
@@ -61,7 +65,7 @@ def _copies(ckpt: Checkpoint, payload: PayloadTable) -> list[_Copy]:
     by_content: dict[tuple[object, ...], list[tuple[Param, int]]] = defaultdict(list)
     for param in inventory_of(ckpt).params if (payload.equal_group >= 0).any() else ():
         tensor, record = param.tensor, param.tensor.chunks.record
-        if (param.key.layer is None and param.key.expert is None) or not len(record):
+        if (param.key.layer is None and param.key.expert is None) or not len(record) or not is_weight(param):
             continue
         is_equal = (record >= 0) & (payload.equal_group[record] >= 0) & ~payload.rows_alike[record]
         for chunk in np.flatnonzero(is_equal).tolist():
@@ -126,5 +130,10 @@ def _without_moments(ckpt: Checkpoint) -> Confidence:
     """How sure a copy is of which no moments tell: what a stored optimizer does not train may be equal."""
     inventory = inventory_of(ckpt)
     has_optimizer = bool(inventory.states or inventory.numbered or inventory.buckets)
-    has_stepped = bool(ckpt.run and ckpt.run.step) or any(claim.step > 0 for claim in ckpt.claims)
-    return "likely" if has_stepped and not has_optimizer else "possible"
+    return "likely" if _steps(ckpt) > 0 and not has_optimizer else "possible"
+
+
+def _steps(ckpt: Checkpoint) -> int:
+    """Steps that were trained, as the run or a counter in the checkpoint says; 0 where nothing does."""
+    named = ckpt.run.step if ckpt.run is not None and ckpt.run.step is not None else 0
+    return max([named, *(claim.step for claim in ckpt.claims)])

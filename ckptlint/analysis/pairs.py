@@ -13,7 +13,7 @@ from ckptlint.model.tiling import BoolArray, IntArray
 from ckptlint.numbers.chunks import ranks_by_file
 from ckptlint.numbers.settings import optimizer_settings
 from ckptlint.vocabulary.dtypes import ENCODINGS
-from ckptlint.vocabulary.keys import MASTER_COPIES, parse
+from ckptlint.vocabulary.keys import MASTER_COPIES, parse, state_name
 
 Betas = tuple[float, float] | None
 
@@ -41,7 +41,7 @@ def _states(ckpt: Checkpoint) -> Iterator[Pair]:
     for tensor in ckpt.sound_tensors():
         parts = tensor.fqn.split(".")
         for name, (other, law) in _FOLLOWS.items():
-            at = parts.index(name) if name in parts else -1
+            at = len(parts) - 1 - parts[::-1].index(name) if state_name(tensor.fqn) == name else -1
             second = ckpt.tensors.get(".".join([*parts[:at], other, *parts[at + 1 :]])) if at >= 0 else None
             if second is not None and second.is_sound and second.global_shape == tensor.global_shape:
                 # the betas of the groups that list the parameter; where none names it, those of all

@@ -15,6 +15,8 @@ from ckptlint.model.tiling import BoolArray, IntArray
 from ckptlint.vocabulary.dtypes import ENCODINGS
 from ckptlint.vocabulary.keys import parse, state_name
 
+_ALIGNED = 64
+
 Floats = npt.NDArray[np.float64]
 
 
@@ -72,7 +74,7 @@ def chunk_numbers(ckpt: Checkpoint) -> ChunkNumbers:
         encoding, record = ENCODINGS.get(tensor.dtype), tensor.chunks.record
         if encoding is None or encoding.unsigned or encoding.parts > 1:
             continue
-        rows = np.flatnonzero(tensor.tiling.live & (record >= 0))
+        rows = np.flatnonzero(tensor.tiling.live & (record >= 0) & ~may_be_padding(tensor))
         rows = rows[is_read[record[rows]]]
         if len(rows):
             parts.append((rows, np.full(len(rows), len(tensors))))
@@ -87,6 +89,20 @@ def chunk_numbers(ckpt: Checkpoint) -> ChunkNumbers:
     rank = ranks_by_file(ckpt)[ckpt.records.file[record]] if len(record) else none
     states = ["" if parse(t.fqn).kind == "model" else state_name(t.fqn) or "other" for t in tensors]
     return ChunkNumbers(tensors, states, number, chunk, record, rank, elements, payload)
+
+
+def may_be_padding(tensor: Tensor) -> BoolArray:
+    """bool [n], the chunks of a flat bucket that may lie between or after its parameters, in memory nobody wrote.
+
+    Source:
+        megatron.core.distributed.param_and_grad_buffer 0.16: a parameter starts at a multiple of 64 elements, a bucket
+        ends at one of the ranks, 128, or 2^16
+    """
+    is_padding = np.zeros(len(tensor.chunks), bool)
+    if "gbuf_idx_" in tensor.fqn and len(tensor.global_shape) == 1:
+        ends = tensor.tiling.offsets[:, 0] + tensor.tiling.sizes[:, 0]
+        is_padding = (tensor.tiling.sizes[:, 0] < _ALIGNED) | (ends == tensor.global_shape[0])
+    return is_padding
 
 
 @fact

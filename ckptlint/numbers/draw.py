@@ -12,6 +12,7 @@ import numpy.typing as npt
 from ckptlint.model import Checkpoint, Pair, PairTable, RecordState, Tensor
 from ckptlint.model.payload import pair_rows, plain_content
 from ckptlint.model.tiling import IntArray
+from ckptlint.numbers.chunks import may_be_padding
 from ckptlint.numbers.decode import decoded
 from ckptlint.numbers.laws import odd_elements
 from ckptlint.storage.folder import Folder
@@ -42,7 +43,7 @@ def draw_pairs(folder: Folder, ckpt: Checkpoint, pairs: Sequence[Pair], per_chun
         if reason := _cannot(ckpt, tensors):
             unread[pair] = reason
             continue
-        for chunk in np.flatnonzero(tensors[0].tiling.live).tolist():
+        for chunk in np.flatnonzero(tensors[0].tiling.live & ~may_be_padding(tensors[0])).tolist():
             by_file[ckpt.chunk_file(tensors[0], chunk)].append((number, chunk))
     in_turn = (place for places in zip_longest(*by_file.values()) for place in places if place is not None)
     rows: list[tuple[float, ...]] = []

@@ -325,10 +325,13 @@ def is_adapter(key: Key) -> bool:
 
 
 def state_name(fqn: str) -> str:
-    """The name of the state in the key of an optimizer, "" where no part is one.
+    """The name of the state in the key of an optimizer: its last part, or the one after `state`; "" for any other key.
 
     >>> state_name("optimizer.state.layers.0.w.exp_avg"), state_name("optimizer.state.exp_avg.layers.0.w")
     ('exp_avg', 'exp_avg')
+    >>> state_name("optimizer.state.layers.0.w.exp_avg.codes")
+    ''
     """
-    parts = fqn.split(".") if parse(fqn).kind == "optimizer" else []
-    return next((part for part in reversed(parts) if part in STATE_NAMES), "")
+    parts = fqn.split(".") if parse(fqn).kind == "optimizer" else [""]
+    after = parts[parts.index("state") + 1] if "state" in parts[:-1] else ""
+    return next((part for part in (parts[-1], after) if part in STATE_NAMES), "")
