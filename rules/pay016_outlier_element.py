@@ -22,8 +22,7 @@ def outlier_element(ckpt: Checkpoint) -> Iterator[Finding]:
     What it checks:
         The largest magnitude of a tensor is at most a million times the root mean square of all its other elements, and
         of the usual tensor of its state; a million million times in sums of squares. Tensors of fewer than 64 elements,
-        those whose other elements are all 0, buffers, and flat groups of parameters, whose padding nobody wrote, are left
-        out.
+        those whose other elements are all 0, buffers, and flat groups, whose padding nobody wrote, are left out.
     Why it matters:
         That element alone decides every sum that it is part of: an output, a norm of gradients, the next step.
     Usual causes:
