@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 
 import numpy as np
 
 from ckptlint.depth import Depth
-from ckptlint.model import Checkpoint
+from ckptlint.model import Checkpoint, OddValues
 from ckptlint.model.text import plural
 from ckptlint.numbers.chunks import chunk_numbers
 from ckptlint.rule import Finding, Location, Severity, require, rule
@@ -46,6 +47,19 @@ def negative_squares(ckpt: Checkpoint) -> Iterator[Finding]:
             hint=_HINT,
             group=f"negative {name}",
         )
+    by_file: dict[tuple[str, str], list[OddValues]] = defaultdict(list)
+    for item in require(ckpt.payload).odd_values:
+        by_file[item.file, item.state] += [item] if item.negatives else []
+    for (file, state), items in by_file.items():
+        if items:
+            first, more = items[0].param, f" and {plural(len(items) - 1, 'more parameter')}" if len(items) > 1 else ""
+            yield Finding(
+                f"{sum(item.negatives for item in items):,} values in {state} of parameter {first}{more} are below 0, "
+                "which no sum of squares is",
+                at=Location(file=file),
+                identity=(state,),
+                hint=_HINT,
+            )
     pairs = require(ckpt.pairs)
     for row in np.flatnonzero(pairs.odd > 0).tolist() if len(pairs.rows) else ():
         pair, chunk = pairs.pairs[int(pairs.pair[row])], int(pairs.chunk[row])

@@ -7,7 +7,7 @@ import numpy as np
 
 from ckptlint.analysis.inventory import OptimizerState, inventory_of
 from ckptlint.depth import Depth
-from ckptlint.model import Checkpoint, NonFinite, PayloadTable, RecordContent, Tensor
+from ckptlint.model import Checkpoint, OddValues, PayloadTable, RecordContent, Tensor
 from ckptlint.model.facts import fact
 from ckptlint.model.text import plural
 from ckptlint.model.tiling import IntArray
@@ -61,8 +61,10 @@ def non_finite_values(ckpt: Checkpoint) -> Iterator[Finding]:
 
 def _file_findings(payload: PayloadTable, model_has_nan: bool) -> Iterator[Finding]:
     """One finding for each file of an optimizer and each state in it that holds NaN or infinity."""
-    groups: dict[tuple[str, str], list[NonFinite]] = defaultdict(list)
-    for item in payload.non_finite:
+    groups: dict[tuple[str, str], list[OddValues]] = defaultdict(list)
+    for item in payload.odd_values:
+        if not item.nan + item.plus_inf + item.minus_inf:
+            continue  # OPT010 reports squares below 0
         groups[item.file, item.state].append(item)
     for (file, state), items in groups.items():
         nan, infinite = sum(item.nan for item in items), sum(item.plus_inf + item.minus_inf for item in items)

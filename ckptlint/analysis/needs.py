@@ -31,7 +31,7 @@ NEEDS: dict[str, tuple[Callable[[Checkpoint], object], str]] = {
     "rank files": (lambda ckpt: ckpt.rank_files is not None, "no set of rank files"),
     "reference tensors": (lambda ckpt: ckpt.reference and ckpt.reference.tensors, "the reference names no tensors"),
     "moments": (
-        lambda ckpt: any(state_name(fqn) in SQUARES for fqn in ckpt.tensors),
+        lambda ckpt: any(state_name(fqn) in SQUARES for fqn in ckpt.tensors) or any(f.optimizer for f in ckpt.step_files),
         "no tensor holds second moments",
     ),
     "sound": (lambda ckpt: ckpt.is_sound, "some tensors cannot be judged, so it is not known what is stored"),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ckptlint.model import OptimizerFile
 from ckptlint.model.stored import StoredDTensor, StoredTensor
+
+_DEPTH = 12
 
 
 def optimizer_file(root: Any) -> OptimizerFile | None:
@@ -35,3 +38,20 @@ def optimizer_file(root: Any) -> OptimizerFile | None:
     }
     settings = frozenset(str(name) for group in groups for name in group)
     return OptimizerFile(tuple(params), settings, shapes, storages=storages)
+
+
+def param_groups_in(place: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Mapping[Any, Any]]]:
+    """Each group of parameters in a value as it was unpickled, with its place; arguments of a job are left out."""
+    if depth > _DEPTH:
+        return
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            if name == "param_groups" and isinstance(inner, list):
+                groups = [group for group in inner if isinstance(group, dict)]
+                yield from ((f"{place}: param_groups[{number}]", group) for number, group in enumerate(groups))
+            elif name not in ("args", "state"):
+                yield from param_groups_in(place, inner, depth + 1)
+    elif isinstance(value, list):
+        for inner in value:
+            if isinstance(inner, (dict, list)):
+                yield from param_groups_in(place, inner, depth + 1)

@@ -18,7 +18,7 @@ from ckptlint.model.checkpoint import (
 from ckptlint.model.files import FILE_STATES, FileState, FileTable, StoredFile
 from ckptlint.model.payload import (
     Damage,
-    NonFinite,
+    OddValues,
     Pair,
     PairTable,
     PayloadTable,
@@ -61,8 +61,8 @@ __all__ = [
     "MalformedChunk",
     "Misfit",
     "ModelConfig",
-    "NonFinite",
     "ObjectTable",
+    "OddValues",
     "OptimizerFile",
     "Pair",
     "PairTable",

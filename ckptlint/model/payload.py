@@ -84,13 +84,14 @@ class Damage(NamedTuple):
     zeros: int = 0
 
 
-class NonFinite(NamedTuple):
-    """A tensor in an optimizer's file beside the records that holds NaN or infinity.
+class OddValues(NamedTuple):
+    """A tensor in an optimizer's file beside the records that holds NaN, infinity, or a square below 0.
 
     Attributes:
         file: the file, relative to the checkpoint.
         param: the parameter, as the file numbers or names it; state: the name of its state (`exp_avg`).
         nan, plus_inf, minus_inf: how many of them.
+        negatives: finite numbers below 0, of a state that sums squares; 0 for any other.
         elements: of the tensor.
     """
 
@@ -100,6 +101,7 @@ class NonFinite(NamedTuple):
     nan: int
     plus_inf: int
     minus_inf: int
+    negatives: int
     elements: int
 
 
@@ -151,7 +153,7 @@ class PayloadTable:
         damages: checksums that do not match (depth `data`).
         unlisted: payload files that `integrity.json` leaves out.
         bare: files of torch.save beside the records that have bytes without a checksum (depth `data`).
-        non_finite: of the tensors in the optimizer's files beside the records (depth `data`).
+        odd_values: of the tensors in the optimizer's files beside the records (depth `data`).
         depth: how deep the records were read.
         sample: what was read of all records (`5% of the records (12 of 240), seed 7`), "" for all of them.
         values: key -> dtype -> digest of the tensor's elements in it, where these were wanted and read to the last.
@@ -193,7 +195,7 @@ class PayloadTable:
     damages: tuple[Damage, ...] = ()
     unlisted: tuple[str, ...] = ()
     bare: tuple[str, ...] = ()
-    non_finite: tuple[NonFinite, ...] = ()
+    odd_values: tuple[OddValues, ...] = ()
     depth: Depth = Depth.HEADERS
     sample: str = ""
     values: Mapping[str, Mapping[str, int]] = field(default_factory=dict)

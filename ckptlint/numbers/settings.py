@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
+from ckptlint.loaders.optimizer_state import param_groups_in
 from ckptlint.model import Checkpoint
 from ckptlint.model.facts import fact
 from ckptlint.vocabulary.keys import parse
 
 _NAMES = "params|betas|lr|initial_lr|weight_decay|step"
 _SETTING = re.compile(rf"(?P<stem>.*param_groups)\.(?P<group>.+)\.(?P<name>{_NAMES})")
-_DEPTH = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,23 +54,6 @@ def optimizer_settings(ckpt: Checkpoint) -> tuple[GroupSettings, ...]:
         groups += [_settings(place, group) for place, group in param_groups_in(source, value)]
     groups += [_settings(place, group) for place, group in ckpt.param_groups]
     return tuple(groups)
-
-
-def param_groups_in(place: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Mapping[Any, Any]]]:
-    """Each group of parameters in a value as it was unpickled, with its place; arguments of a job are left out."""
-    if depth > _DEPTH:
-        return
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            if name == "param_groups" and isinstance(inner, list):
-                groups = [group for group in inner if isinstance(group, dict)]
-                yield from ((f"{place}: param_groups[{number}]", group) for number, group in enumerate(groups))
-            elif name not in ("args", "state"):
-                yield from param_groups_in(place, inner, depth + 1)
-    elif isinstance(value, list):
-        for inner in value:
-            if isinstance(inner, (dict, list)):
-                yield from param_groups_in(place, inner, depth + 1)
 
 
 def _of_records(ckpt: Checkpoint) -> Iterator[GroupSettings]:

@@ -125,7 +125,7 @@ def join(folder: Folder, ckpt: Checkpoint, how: ReadOptions, parts: Sequence[Par
         damages=tuple(dict.fromkeys([*of_parts, *damages])),
         unlisted=tuple(name for part in parts for name in part.table.unlisted),
         bare=tuple(name for part in parts for name in part.table.bare),
-        non_finite=tuple(item for part in parts for item in part.table.non_finite),
+        odd_values=tuple(item for part in parts for item in part.table.odd_values),
         sample=parts[0].table.sample,
         values=parts[0].table.values,
         row_hashes=parts[0].table.row_hashes,

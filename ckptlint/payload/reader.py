@@ -19,7 +19,7 @@ from ckptlint.loaders.problems import from_error
 from ckptlint.model import (
     Checkpoint,
     Damage,
-    NonFinite,
+    OddValues,
     RecordContent,
     RecordState,
     StorageTable,
@@ -131,7 +131,7 @@ class Reader:
         rows, sample = self._choose()
         unlisted: tuple[str, ...] = ()
         bare: tuple[str, ...] = ()
-        non_finite: tuple[NonFinite, ...] = ()
+        odd_values: tuple[OddValues, ...] = ()
         try:
             if self.ckpt.storages is None:
                 self._read_headers(rows)
@@ -148,7 +148,7 @@ class Reader:
                 result.problems += problems
                 self._read_data(recorded)
                 if self.leads and not sample:
-                    damages, bare, non_finite, problems = compare_archives(self.folder, self.ckpt)
+                    damages, bare, odd_values, problems = compare_archives(self.folder, self.ckpt)
                     result.damages += damages
                     result.problems += problems
                 if self.leads:
@@ -170,7 +170,7 @@ class Reader:
             rows=result.table.rows if len(result.rows) == len(self.ckpt.records) else result.table.rows[result.rows],
             unlisted=unlisted,
             bare=bare,
-            non_finite=non_finite,
+            odd_values=odd_values,
             sample=sample,
             values={fqn: {dtype: digest(rows) for dtype, rows in own.items()} for fqn, own in hashes_of_key.items()},
             row_hashes={fqn: own for fqn, own in hashes_of_key.items() if fqn in self.how.rows},

@@ -10,6 +10,7 @@ import numpy as np
 
 from ckptlint.errors import LimitError, ScriptError, UnreadableError
 from ckptlint.formats.torch_file import Storage, TorchFile, read_torch_file, record_content
+from ckptlint.loaders.optimizer_state import param_groups_in
 from ckptlint.loaders.problems import from_error, from_refusals, of_format
 from ckptlint.loaders.readers.model_files import looked_at
 from ckptlint.loaders.readers.rows import Row, tables
@@ -124,6 +125,7 @@ class SetFiles:
     files: list[RankFile] = field(default_factory=list)
     stored: list[StoredFile] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
+    param_groups: list[tuple[str, Mapping[Any, Any]]] = field(default_factory=list)
 
     def open(
         self, path: str, kind: str, numbers: Mapping[str, int], holds: str, is_that: Callable[[Any], bool]
@@ -143,6 +145,9 @@ class SetFiles:
             self.problems.append(damaged(label, f"{label} holds no {holds}"))
             found = None
         self.files.append(RankFile(label, kind, numbers, found is not None))
+        if found is not None and not self.param_groups:  # those of all ranks have the same settings
+            groups = ((place, {**group, "params": None}) for place, group in param_groups_in(label, found.root))
+            self.param_groups += groups
         return None if found is None else OpenedFile(self.files[-1], len(self.stored) - 1, found)
 
     def checkpoint(self, columns: Columns, rank_files: RankFileSet, **more: Any) -> Checkpoint:
@@ -159,6 +164,7 @@ class SetFiles:
             storages=storages,
             files=FileTable.of(self.stored),
             rank_files=rank_files,
+            param_groups=tuple(self.param_groups),
             **more,
         )
 

@@ -11,18 +11,19 @@ from ckptlint.errors import UnreadableError
 from ckptlint.formats.torch_archive import LOCAL_SIZE, data_start, read_archive
 from ckptlint.formats.torch_file import ranges_of
 from ckptlint.loaders.problems import from_error
-from ckptlint.model import Checkpoint, Damage, NonFinite, Problem
+from ckptlint.model import Checkpoint, Damage, OddValues, Problem
 from ckptlint.payload.stream import Members, Meter, Scan, stream
 from ckptlint.storage.folder import READABLE, Folder
 from ckptlint.vocabulary.dtypes import ENCODINGS, ITEM_BITS
+from ckptlint.vocabulary.keys import SQUARES
 
 _UNREAD = ("unreadable", "container", "limit")
 
 
 def compare_archives(
     folder: Folder, ckpt: Checkpoint
-) -> tuple[list[Damage], tuple[str, ...], tuple[NonFinite, ...], list[Problem]]:
-    """Members that do not match their checksums, files that have none, values that are no numbers, unreadable files.
+) -> tuple[list[Damage], tuple[str, ...], tuple[OddValues, ...], list[Problem]]:
+    """Members that do not match their checksums, files that have none, values that cannot be, unreadable files.
 
     A storage of a rank file that has a record is checked with that record, not here.
 
@@ -33,7 +34,7 @@ def compare_archives(
     reported = {problem.file for problem in ckpt.problems if problem.kind in _UNREAD}
     damages: list[Damage] = []
     bare: list[str] = []
-    non_finite: list[NonFinite] = []
+    odd_values: list[OddValues] = []
     optimizers = {file.name: file.optimizer.storages for file in ckpt.step_files if file.optimizer is not None}
     problems: list[Problem] = []
     for label in dict.fromkeys(_opened(ckpt)):
@@ -45,13 +46,13 @@ def compare_archives(
                 skipped, tensors = covered.get(label, ()), optimizers.get(label, {})
                 differing, values, is_bare = _compare(place, name, label, skipped, tensors)
                 damages += differing
-                non_finite += values
+                odd_values += values
             else:
                 is_bare = label not in covered  # the records of an older file have no checksum either
             bare += [label] if is_bare else []
         except UnreadableError as error:
             problems.append(from_error(error, label))
-    return damages, tuple(bare), tuple(non_finite), problems
+    return damages, tuple(bare), tuple(odd_values), problems
 
 
 def _opened(ckpt: Checkpoint) -> Iterator[str]:
@@ -90,8 +91,8 @@ def _place(folder: Folder, label: str) -> tuple[Folder, str]:
 
 def _compare(
     folder: Folder, name: str, label: str, covered: Collection[int], tensors: Mapping[str, tuple[str, str, str]]
-) -> tuple[list[Damage], list[NonFinite], bool]:
-    """Members that do not match, tensors with values that are no numbers, whether a member has no checksum.
+) -> tuple[list[Damage], list[OddValues], bool]:
+    """Members that do not match, tensors with values that cannot be, whether a member has no checksum.
 
     Args:
         tensors: storage -> parameter, state and dtype of what it holds.
@@ -119,9 +120,9 @@ def _compare(
     results = stream(folder, name, members, scans, None, Meter())
     bad = np.flatnonzero((results.crc != crc) & (crc > 0)).tolist()
     damages = [Damage(-1, label, names[i], f"CRC-32 {crc[i]:08x}", f"{results.crc[i]:08x}") for i in bad]
-    values = [
-        NonFinite(label, *tensors[names[i].removeprefix("data/")][:2], *found, scans[i].count)
-        for i, one in results.values.items()
-        if any(found := (one.nan, one.plus_inf, one.minus_inf))
-    ]
+    values = []
+    for i, one in results.values.items():
+        param, state, _ = tensors[names[i].removeprefix("data/")]
+        counts = one.nan, one.plus_inf, one.minus_inf, one.negatives if state in SQUARES else 0
+        values += [OddValues(label, param, state, *counts, scans[i].count)] if any(counts) else []
     return damages, values, bool(((crc == 0) & (size > 0)).any())
