@@ -9,6 +9,12 @@ from ckptlint.analysis.inventory import inventory_of
 from ckptlint.model import Checkpoint
 from ckptlint.vocabulary.keys import SQUARES, state_name
 
+
+def _has_squares(ckpt: Checkpoint) -> bool:
+    beside = any(file.optimizer is not None for file in ckpt.step_files)
+    return beside or any(state_name(fqn) in SQUARES for fqn in ckpt.tensors)
+
+
 NEEDS: dict[str, tuple[Callable[[Checkpoint], object], str]] = {
     "Megatron-Core": (lambda ckpt: ckpt.is_torch_dist, "this is no checkpoint of Megatron-Core's torch_dist"),
     "ShardedObjects": (lambda ckpt: ckpt.is_torch_dist and len(ckpt.objects), "there are no ShardedObjects"),
@@ -31,7 +37,9 @@ NEEDS: dict[str, tuple[Callable[[Checkpoint], object], str]] = {
     "rank files": (lambda ckpt: ckpt.rank_files is not None, "no set of rank files"),
     "reference tensors": (lambda ckpt: ckpt.reference and ckpt.reference.tensors, "the reference names no tensors"),
     "moments": (
-        lambda ckpt: any(state_name(fqn) in SQUARES for fqn in ckpt.tensors) or any(f.optimizer for f in ckpt.step_files),
+        lambda ckpt: (
+            any(state_name(fqn) in SQUARES for fqn in ckpt.tensors) or any(f.optimizer for f in ckpt.step_files)
+        ),
         "no tensor holds second moments",
     ),
     "sound": (lambda ckpt: ckpt.is_sound, "some tensors cannot be judged, so it is not known what is stored"),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import replace
 
 from ckptlint.analysis.pairs import pairs_of
-from ckptlint.model import Checkpoint
+from ckptlint.model import Checkpoint, Pair, PairTable
+from ckptlint.model.text import plural
 from ckptlint.numbers.draw import draw_pairs
 from ckptlint.payload.reader import read_payload
 from ckptlint.payload.reading import ReadOptions
@@ -25,4 +28,18 @@ def read_records(folder: Folder, ckpt: Checkpoint, how: ReadOptions) -> Checkpoi
     if how.percent is not None:
         return ckpt
     per_chunk, most = (_OF_CHUNK, _CHUNKS) if how.depth.reads_all else (_OF_CHUNK_BY_HEADERS, _CHUNKS_BY_HEADERS)
-    return replace(ckpt, pairs=draw_pairs(folder, ckpt, pairs_of(ckpt), per_chunk, most))
+    pairs = draw_pairs(folder, ckpt, pairs_of(ckpt), per_chunk, most)
+    return replace(ckpt, pairs=pairs, not_looked_at=(*ckpt.not_looked_at, *_not_drawn(pairs)))
+
+
+def _not_drawn(pairs: PairTable) -> Iterator[str]:
+    """What was left out of the comparison of tensors that follow from each other, as sentences."""
+    by_reason: dict[str, list[Pair]] = defaultdict(list)
+    for pair, reason in pairs.unread.items():
+        by_reason[reason].append(pair)
+    for reason, members in by_reason.items():
+        first = members[0]
+        more = f" and {plural(len(members) - 1, 'more pair')}" if len(members) > 1 else ""
+        yield f"{first.first} was not compared with {first.second}{more}: {reason}"
+    if len(pairs.rows) < pairs.chunks:
+        yield f"moments and master copies were compared in {len(pairs.rows):,} of {plural(pairs.chunks, 'chunk')}"
