@@ -36,12 +36,7 @@ NEEDS: dict[str, tuple[Callable[[Checkpoint], object], str]] = {
     "params": (lambda ckpt: inventory_of(ckpt).params, "no key is that of a parameter"),
     "rank files": (lambda ckpt: ckpt.rank_files is not None, "no set of rank files"),
     "reference tensors": (lambda ckpt: ckpt.reference and ckpt.reference.tensors, "the reference names no tensors"),
-    "moments": (
-        lambda ckpt: (
-            any(state_name(fqn) in SQUARES for fqn in ckpt.tensors) or any(f.optimizer for f in ckpt.step_files)
-        ),
-        "no tensor holds second moments",
-    ),
+    "moments": (_has_squares, "no tensor holds second moments"),
     "sound": (lambda ckpt: ckpt.is_sound, "some tensors cannot be judged, so it is not known what is stored"),
     "states": (lambda ckpt: inventory_of(ckpt).states, "no optimizer state names its parameter"),
     "step before": (lambda ckpt: ckpt.before, "there is no older step to compare with"),
