@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import islice, zip_longest
+from math import prod
 
 import numpy as np
 import numpy.typing as npt
 
 from ckptlint.model import Checkpoint, Pair, PairTable, RecordState, Tensor
 from ckptlint.model.payload import pair_rows, plain_content
-from ckptlint.model.tiling import IntArray
+from ckptlint.model.tiling import Box, IntArray
 from ckptlint.numbers.chunks import may_be_padding
 from ckptlint.numbers.decode import decoded
 from ckptlint.numbers.laws import odd_elements
@@ -52,14 +53,12 @@ def draw_pairs(folder: Folder, ckpt: Checkpoint, pairs: Sequence[Pair], per_chun
         first, second = ckpt.tensors[pair.first], ckpt.tensors[pair.second]
         box = first.tiling.box(chunk)
         at = _drawn(box.volume, per_chunk)
-        inner = np.stack(np.unravel_index(at, box.sizes or (1,)), axis=1)[:, : len(box.sizes)]
-        places = inner + np.array(box.offsets, np.int64)
-        numbers = [_elements(folder, ckpt, tensor, places, damaged) for tensor in (first, second)]
+        numbers = [_elements(folder, ckpt, tensor, box, at, damaged) for tensor in (first, second)]
         if numbers[0] is None or numbers[1] is None:
             continue
         is_odd, worst = odd_elements(pair, numbers[0], numbers[1], (first.dtype, second.dtype))
         odd = np.flatnonzero(is_odd)
-        lines = places[odd, 0] if len(odd) and places.shape[1] else np.zeros(1, np.int64)
+        lines = box.offsets[0] + at[odd] // prod(box.sizes[1:]) if len(odd) and box.sizes else np.zeros(1, np.int64)
         rows.append((number, chunk, len(at), len(odd), worst, int(lines.min()), int(lines.max()) + 1))
     return PairTable(list(pairs), pair_rows(rows), sum(map(len, by_file.values())), unread)
 
@@ -79,27 +78,38 @@ def _drawn(volume: int, most: int) -> IntArray:
     if volume <= most:
         return np.arange(volume)
     starts = np.arange(most // _RUN) * (volume - _RUN) // max(most // _RUN - 1, 1)
-    return np.unique(starts[:, None] + np.arange(_RUN))
+    return np.asarray((starts[:, None] + np.arange(_RUN)).reshape(-1))
 
 
-def _elements(folder: Folder, ckpt: Checkpoint, tensor: Tensor, places: IntArray, damaged: set[int]) -> Floats | None:
-    """float64 [k], the elements at places [k, axes] of a tensor; None where one cannot be read.
+def _elements(
+    folder: Folder, ckpt: Checkpoint, tensor: Tensor, box: Box, at: IntArray, damaged: set[int]
+) -> Floats | None:
+    """float64 [k], elements of a region of a tensor; None where one cannot be read.
+
+    Args:
+        at: int64 [k], ascending, their positions in the region, in C order.
+        damaged: records that do not match their checksum.
 
     Raises:
         AccessError: a read was refused.
     """
-    found = np.empty(len(places), np.float64)
-    left = np.ones(len(places), bool)
     tiling = tensor.tiling
-    low, high = places.min(axis=0), places.max(axis=0) + 1
-    touching = tiling.live & (tiling.offsets < high).all(axis=1) & (tiling.offsets + tiling.sizes > low).all(axis=1)
-    for chunk in np.flatnonzero(touching).tolist():
+    low, high = np.array(box.offsets, np.int64), np.array(box.ends, np.int64)
+    ends = tiling.offsets + tiling.sizes
+    touching = np.flatnonzero(tiling.live & (tiling.offsets < high).all(axis=1) & (ends > low).all(axis=1))
+    if damaged.intersection(tensor.chunks.record[touching].tolist()):
+        return None
+    if len(touching) == 1 and tiling.box(int(touching[0])) == box:
+        return _of_chunk(folder, ckpt, tensor, int(touching[0]), at)
+    places = np.stack(np.unravel_index(at, box.sizes), axis=1) + low
+    found, left = np.empty(len(at), np.float64), np.ones(len(at), bool)
+    for chunk in touching.tolist():
         inner = places - tiling.offsets[chunk]
         inside = ((inner >= 0) & (inner < tiling.sizes[chunk])).all(axis=1)
         if not inside.any():
             continue
-        record = int(tensor.chunks.record[chunk])
-        numbers = None if record in damaged else _of_chunk(folder, ckpt, tensor, chunk, inner[inside])
+        flat = np.ravel_multi_index(tuple(inner[inside].T), tuple(tiling.sizes[chunk].tolist()))
+        numbers = _of_chunk(folder, ckpt, tensor, chunk, np.asarray(flat, np.int64))
         if numbers is None:
             return None
         found[inside] = numbers
@@ -107,25 +117,29 @@ def _elements(folder: Folder, ckpt: Checkpoint, tensor: Tensor, places: IntArray
     return None if left.any() else found
 
 
-def _of_chunk(folder: Folder, ckpt: Checkpoint, tensor: Tensor, chunk: int, places: IntArray) -> Floats | None:
-    """float64 [k], the elements at places [k, axes] of a chunk; None where they cannot be read."""
+def _of_chunk(folder: Folder, ckpt: Checkpoint, tensor: Tensor, chunk: int, at: IntArray) -> Floats | None:
+    """float64 [k], the elements at ascending positions of a chunk, in C order; None where they cannot be read."""
     record, payload, item = int(tensor.chunks.record[chunk]), ckpt.payload, ITEM_BITS[tensor.dtype] // 8
     if record < 0 or payload is None:
         return None
     content, start, size = payload.of(record), int(payload.start[record]), int(payload.size[record])
-    if content is None and payload.state[record] == RecordState.RAW:
-        content = plain_content(tensor.dtype, tensor.tiling.box(chunk).sizes)
-        start, size = int(ckpt.records.byte_offset[record]), int(ckpt.records.byte_length[record])
     sizes = tensor.tiling.box(chunk).sizes
+    plain = plain_content(tensor.dtype, sizes)
+    if content is None and payload.state[record] == RecordState.RAW:
+        content = plain
+        start, size = int(ckpt.records.byte_offset[record]), int(ckpt.records.byte_length[record])
     if content is None or (content.form, content.dtype, content.shape) != ("tensor", tensor.dtype, sizes) or start < 0:
         return None
     path = ckpt.files[int(ckpt.records.file[record])].path
     if path is None or (content.offset + content.extent) * item > size:
         return None
-    at = content.offset + places @ np.array(content.strides, np.int64).reshape(len(sizes))
-    order = np.argsort(at, kind="stable")
-    cuts = np.flatnonzero(np.diff(at[order]) > _GAP) + 1
-    groups = np.split(at[order], cuts)
+    order = None
+    if content.strides != plain.strides:
+        at = np.stack(np.unravel_index(at, sizes), axis=1) @ np.array(content.strides, np.int64)
+        order = np.argsort(at, kind="stable")
+        at = at[order]
+    cuts = np.flatnonzero(np.diff(at) > _GAP) + 1
+    groups = np.split(at + content.offset, cuts)
     spans = [(start + int(group[0]) * item, (int(group[-1]) - int(group[0]) + 1) * item) for group in groups]
     parts = folder.ranges(path, spans)
     if any(len(part) != length for part, (_, length) in zip(parts, spans, strict=True)):
@@ -134,7 +148,10 @@ def _of_chunk(folder: Folder, ckpt: Checkpoint, tensor: Tensor, chunk: int, plac
     numbers = decoded(np.concatenate(words), tensor.dtype)
     if numbers is None:
         return None
-    found = np.empty(len(at), np.float64)
     with np.errstate(invalid="ignore"):
-        found[order] = numbers
+        read = numbers.astype(np.float64)
+    if order is None:
+        return read
+    found = np.empty(len(at), np.float64)
+    found[order] = read
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from math import inf, ldexp
 
@@ -85,6 +86,19 @@ class RecordValues:
         self.bits = later.bits if self.bits < 0 else self.bits
 
 
+_rooms = threading.local()
+
+
+def _room(words: Bits) -> Bits:
+    """An array of this thread as long as the words: new memory for each block costs more than the statistics."""
+    room = getattr(_rooms, words.dtype.name, None)
+    if room is None or len(room) < len(words):
+        room = np.empty(len(words), words.dtype)
+        setattr(_rooms, words.dtype.name, room)
+    found: Bits = room[: len(words)]
+    return found
+
+
 def values_of(data: memoryview, dtype: str, position: int) -> RecordValues:
     """Statistics of complete elements.
 
@@ -101,23 +115,26 @@ def values_of(data: memoryview, dtype: str, position: int) -> RecordValues:
     if not len(words):
         return values
     # twice the bits, which shifts the sign out, are ordered as the magnitudes are
-    sizes = words if encoding is None or encoding.unsigned else words + words
-    low, high = int(sizes.min()), int(sizes.max())
+    sizes = words if encoding is None or encoding.unsigned else np.add(words, words, out=_room(words))
+    top = int(sizes.argmax())
+    low, high = int(sizes.min()), int(sizes[top])
     if encoding is not None and _has_bad(words, low, high, encoding):
         is_bad = _count_bad(values, words, encoding, position)
         values.one_value = False
         words, sizes = words[~is_bad], sizes[~is_bad]
         if not len(sizes):
             return values
-        low, high = int(sizes.min()), int(sizes.max())
+        top = int(sizes.argmax())
+        low, high = int(sizes.min()), int(sizes[top])
     values.one_value &= low == high and (high == 0 or bool((words == words[0]).all()))
     values.bits = int(words[0]) if high else 0
     if encoding is not None:
         values.used_bits = int(np.bitwise_or.reduce(words))
-        if not encoding.unsigned:
-            values.negatives = int(np.count_nonzero(words > words.dtype.type(1 << (8 * words.itemsize - 1))))
+        sign = 1 << (8 * words.itemsize - 1)
+        if values.used_bits & sign and not encoding.unsigned:
+            values.negatives = int(np.count_nonzero(words > words.dtype.type(sign)))
         if high or encoding.unsigned:
-            values.squares = _squares(words, dtype, int(sizes.argmax()), _magnitude(high, encoding))
+            values.squares = _squares(words, dtype, top, _magnitude(high, encoding))
     values.least, values.most = _magnitude(low, encoding), _magnitude(high, encoding)
     if values.most == 0:
         values.zeros = values.leading = values.trailing = len(sizes)
