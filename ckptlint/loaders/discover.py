@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import PurePath
 from typing import Literal
 
@@ -37,11 +38,13 @@ from ckptlint.vocabulary.frameworks import (
     number_of,
     step_number,
 )
+from ckptlint.vocabulary.litter import is_system_file
 
 _UNIVERSAL = "_universal"  # what deepspeed.checkpoint.ds_to_universal makes of a step, beside it
 _DEPTH = 6  # folders below the one that the user named: a run, its step, a role, its weights, their counter
 _MOST_FOLDERS = 4096  # that one walk lists
 _MOST_HEADS = 16  # files of a folder whose first bytes are looked at
+_MOST_EMPTY = 16  # files that are named where nothing else is there
 
 WhichSteps = Literal["newest", "all", "none"]
 """Which of the steps in a folder are meant."""
@@ -70,6 +73,8 @@ def find_checkpoints(folder: Folder, all_steps: bool) -> list[CheckpointPlace]:
                 f"{payload} holds weights or other state, and ckptlint does not know how these files belong together: "
                 "name one of them to read it alone"
             )
+        if empty := [*islice(walk.files(folder, _empty), _MOST_EMPTY)]:
+            return [CheckpointPlace.at(one) for one in empty]
         raise NothingToCheckError(
             f"no checkpoint under {folder.display}: looked for .metadata, __N.metadata, *.distcp, *.safetensors, files "
             "of torch.save, step folders (iter_*, step-*, step_*, global_step_*, checkpoint-*) and component folders"
@@ -256,17 +261,17 @@ class _Walk:
             replace(unit, linked_to=printable(target)) if unit.folder.place == sub.place else unit for unit in found
         ]
 
-    def payload(self, folder: Folder, levels: int = _DEPTH) -> str:
+    def payload(self, folder: Folder) -> str:
         """A place below a folder where files hold state by their first bytes, with one of them; "" without one."""
+        return next((one.display for one in self.files(folder, _states)), "")
+
+    def files(self, folder: Folder, names: Callable[[Folder], Iterable[str]], levels: int = _DEPTH) -> Iterator[Folder]:
+        """The files of these names in a folder and below it, each in a view that hides the others."""
         self.left -= 1
-        names = sorted(folder.files_beside(), key=folder.size, reverse=True)[:_MOST_HEADS]
-        payload = [
-            name for name in names if folder.stat(name)[0] in READABLE and _holds_state(folder.head(name, _HEAD))
-        ]
-        if payload:
-            return f"{folder.display.rstrip('/')}/{printable(payload[0])}"
-        inner = (sub for name in _inner(folder) if levels and (sub := sub_folder(folder, name)) is not None)
-        return next((found for sub in inner if self.left > 0 and (found := self.payload(sub, levels - 1))), "")
+        yield from map(folder.only, names(folder))
+        for name in _inner(folder) if levels else ():
+            if self.left > 0 and (sub := sub_folder(folder, name)) is not None:
+                yield from self.files(sub, names, levels - 1)
 
 
 def _inner(folder: Folder) -> list[str]:
@@ -351,9 +356,21 @@ _HEAD = 512
 _LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the number that torch < 1.6 starts its files with
 
 
-def _holds_state(head: bytes) -> bool:
-    """Whether these are the first bytes of a file of torch.save."""
-    return head.startswith(_LEGACY) or (head.startswith(b"PK\3\4") and b"/data.pkl" in head)
+def _states(folder: Folder) -> Iterator[str]:
+    """The files of a folder that start like one of torch.save."""
+    for name in sorted(folder.files_beside(), key=folder.size, reverse=True)[:_MOST_HEADS]:
+        head = folder.head(name, _HEAD) if folder.stat(name)[0] in READABLE else b""
+        if head.startswith(_LEGACY) or (head.startswith(b"PK\3\4") and b"/data.pkl" in head):
+            yield name
+
+
+def _empty(folder: Folder) -> Iterator[str]:
+    """The files of a folder that have the ending of a checkpoint and no bytes."""
+    return (
+        name
+        for name in folder.files_beside()
+        if may_be_pickle(name) and not (is_system_file(name) or folder.size(name))
+    )
 
 
 _WEIGHTS = (".safetensors", ".safetensors.index.json")

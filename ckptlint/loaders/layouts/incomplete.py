@@ -9,7 +9,7 @@ from ckptlint.loaders.readers.common_state import COMMON_FILE, read_common
 from ckptlint.loaders.readers.megatron import CONFIG_FILE, read_config
 from ckptlint.loaders.readers.payload_files import file_table
 from ckptlint.model import Checkpoint, Problem
-from ckptlint.model.text import plural, printable, verb
+from ckptlint.model.text import first_names, plural, printable, verb
 from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.metadata_files import METADATA, UNFINISHED_METADATA, WRITTEN_LAST
 
@@ -28,14 +28,18 @@ def _evidence(folder: Folder) -> Evidence | None:
 def _read(found: CheckpointPlace, _look_at_files: bool) -> Checkpoint:
     folder, recognised = found.folder, found.recognised
     assert recognised is not None
-    payload = len(file_table(folder))
+    files = file_table(folder)
+    payload = len(files)
     evidence = plural(payload, "payload file") if payload else recognised.evidence.file
     count = payload or 1
     if folder.has(UNFINISHED_METADATA) and evidence != UNFINISHED_METADATA:
         evidence, count = f"{evidence} and {UNFINISHED_METADATA}", 2
     state = _NO_METADATA.get(folder.stat(METADATA)[0], "is missing")
     lost = folder.lost_link(METADATA) or f"{METADATA} {state}"
-    return unfinished(folder, f"{lost}, {evidence} {verb(count, 'is')} there", METADATA)
+    there = f"{evidence} {verb(count, 'is')} there"
+    if payload and not files.size.any():  # a rank without a tensor writes an empty file, but not all ranks do
+        there = f"and {first_names(files.names)} {verb(payload, 'is')} empty (0 bytes)"
+    return unfinished(folder, f"{lost}, {there}", METADATA)
 
 
 def unfinished(folder: Folder, sentence: str, file: str) -> Checkpoint:
