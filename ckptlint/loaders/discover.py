@@ -16,6 +16,7 @@ from ckptlint.loaders.layouts import CheckpointPlace, recognise
 from ckptlint.loaders.layouts.unsupported import unsupported
 from ckptlint.loaders.rank_files.megatron_keys import is_rank_folder, legacy_file
 from ckptlint.loaders.readers.safetensors import groups
+from ckptlint.loaders.run.finished import is_unfinished_name
 from ckptlint.loaders.run.siblings import series
 from ckptlint.loaders.run.steps import (
     checkpoints_in,
@@ -183,7 +184,10 @@ class _Walk:
             known = {*numbers, *beside, "release"}
             others = [name for name in _inner(folder) if name not in known and _UNIVERSAL not in name]
             others = [name for name in others if not (is_part(name) or holds_no_state(name) or folder.target(name))]
+            unfinished = [*filter(is_unfinished_name, others)]
+            others = [name for name in others if name not in unfinished]
             found += self._below(folder, others, steps, levels, in_step)
+            notes += [f"what {printable(name)} holds: its save never finished" for name in unfinished]
         notes += _not_read(folder, numbers, found) if steps == "newest" else []
         around = folder if in_step or step_number(folder.name) is not None else _newest_of_series(folder, numbers)
         found = _accounted(found, around)
