@@ -33,6 +33,7 @@ from ckptlint.storage.folder import READABLE, Folder
 from ckptlint.storage.locate import folder_at
 from ckptlint.vocabulary.frameworks import (
     beside_step,
+    family_of,
     holds_no_state,
     is_part,
     may_be_pickle,
@@ -412,7 +413,8 @@ def _bytes_within(folder: Folder, most: int, levels: int = _DEPTH) -> int:
 def find(path: str, all_steps: bool = False) -> list[CheckpointPlace]:
     """The checkpoints that a path means.
 
-    A file of a checkpoint stands for its folder, safetensors for their own model there, any other file for itself.
+    A file of a checkpoint stands for its folder, its configuration and the state beside its weights too; safetensors
+    stand for their own model there, any other file for itself.
 
     Raises:
         NothingToCheckError: there is none.
@@ -433,6 +435,8 @@ def find_at(folder: Folder, name: str, all_steps: bool = False) -> list[Checkpoi
         return parts
     if not name:
         return find_checkpoints(folder, all_steps)
+    if step := _step_around(folder, name, all_steps):
+        return step
     if name.endswith(_WEIGHTS) or is_dcp_file(name):
         try:
             return find_checkpoints(folder, all_steps)
@@ -444,3 +448,16 @@ def find_at(folder: Folder, name: str, all_steps: bool = False) -> list[Checkpoi
                 "*.safetensors lie beside it; name the folder that holds them, or the run folder above it"
             ) from None
     return [CheckpointPlace.at(folder.only(name))]
+
+
+def _step_around(folder: Folder, name: str, all_steps: bool) -> list[CheckpointPlace]:
+    """What a settings file or a file of side state means: the checkpoint beside it; [] where none is."""
+    family = family_of(name)
+    if family is None or (family.content == "other" and not name.endswith(".json")) or not folder.has(name):
+        return []
+    if parts := components(folder):
+        return parts
+    if step_number(folder.name) is not None:
+        with suppress(NothingToCheckError, UnknownLayoutError):
+            return find_checkpoints(folder, all_steps)
+    return []

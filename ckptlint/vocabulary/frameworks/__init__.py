@@ -298,12 +298,12 @@ _ENDING = r"\.(pt|pth|pkl|pickle|bin|ckpt|p|pck|joblib|sav|dill|jit|pth?\.tar)(\
 _PICKLES = re.compile(f".+{_ENDING}", re.IGNORECASE | re.DOTALL)
 
 WEIGHT_FILES = (
-    r"\.metadata|__\d+\.metadata|common\.pt|[^/]+\.(distcp|safetensors|ckpt)|[^/]+\.(safetensors|bin)\.index\.json"
-    r"|(pytorch_model|adapter_model|model)[^./]*\.(bin|pt|pth)|consolidated\.\d+\.pth"
+    r"\.metadata|__\d+\.metadata|[^/]+\.(distcp|safetensors|ckpt|pt|pth)|[^/]+\.(safetensors|bin)\.index\.json"
+    r"|((diffusion_)?pytorch_model|adapter_model|model|optimizer|scheduler|training_args)[^/]*\.bin|adapter_config\.json"
 )
-"""Names that only a checkpoint's files have; `files` of .pre-commit-hooks.yaml, behind the path.
+"""Names that hardly anything but a checkpoint's files has; `files` of .pre-commit-hooks.yaml, behind the path.
 
-What else ends in .pt or .bin may be data, or the optimizer of a step: by itself it is no checkpoint.
+What else ends in .bin or .pkl may be data of any kind, and every program has a config.json.
 """
 
 
