@@ -131,6 +131,7 @@ def test_other_texts_are_no_links(tmp_path: Path, text: str) -> None:
 def test_a_payload_file_that_is_the_text_of_a_link_is_told_as_one(tmp_path: Path) -> None:
     step = Path(shutil.copytree(REAL / "fsdp2_4r", tmp_path / "step"))
     (step / "__1_0.distcp").write_text(LINK)
+    shutil.copystat(step / ".metadata", step / "__1_0.distcp")
     report = ckptlint.check(step)
     assert codes(report, "error", "warning") == {"PAY004"}
     finding = report.diagnostics[0]
