@@ -240,6 +240,10 @@ def _lacking(folder: Folder) -> Iterator[tuple[str, str, str]]:
                 too = f", and {printable(before.name)} has one" if before is not None else ""
                 yield known.file, f"{known.file} is missing beside {join_words(there)}{too}", why
             continue
+        for part in known.parts:
+            if not _lies_below(folder, part):
+                why = "the writer writes both with every save, and a resume reads each"
+                yield part, f"{part} is missing beside {known.file}", why
         parts = _stated(folder, known).get(known.entries)
         for name, stated in parts.items() if isinstance(parts, dict) else ():
             path = stated.get(known.path) if isinstance(stated, dict) else None

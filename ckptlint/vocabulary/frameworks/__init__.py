@@ -97,6 +97,7 @@ class SaveInventory(NamedTuple):
         entries: the key of an object part -> what is said of it.
         path: the key under which that says where the part is, relative to the folder.
         beside: files and folders of which any shows that the file belongs there.
+        parts: files and folders that a save with this file always has, since a resume reads each.
         by_run: whether some versions write none, so that only one in the step before shows that this one lacks it.
         ranks: the keys under which, one in the other, it says how many ranks wrote.
         only: matches the names of the folders that it is in.
@@ -108,6 +109,7 @@ class SaveInventory(NamedTuple):
     by_run: bool = False
     entries: str = ""
     path: str = ""
+    parts: tuple[str, ...] = ()
     ranks: tuple[str, ...] = ()
     only: re.Pattern[str] = re.compile(".*")
 
