@@ -301,7 +301,7 @@ _PICKLES = re.compile(f".+{_ENDING}", re.IGNORECASE | re.DOTALL)
 
 WEIGHT_FILES = (
     r"\.metadata|__\d+\.metadata|[^/]+\.(distcp|safetensors|ckpt|pt|pth)|[^/]+\.(safetensors|bin)\.index\.json"
-    r"|((diffusion_)?pytorch_model|adapter_model|model|optimizer|scheduler|training_args)[^/]*\.bin|adapter_config\.json"
+    r"|((diffusion_)?pytorch_(model|optim)|adapter_model|model|optimizer|scheduler|training_args)[^/]*\.bin|adapter_config\.json"
 )
 """Names that hardly anything but a checkpoint's files has; `files` of .pre-commit-hooks.yaml, behind the path.
 
