@@ -104,6 +104,11 @@ _POINTERS = {
 """What lies where a file should -> why it does, and what to do."""
 
 
+def pointer_advice(sentence: str) -> tuple[str, str] | None:
+    """Why a file holds a pointer, and what to do, where a sentence says that it does; None for other sentences."""
+    return next((texts for name, texts in _POINTERS.items() if name in sentence), None)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Finding:
     """One thing a rule found.
@@ -160,8 +165,7 @@ class Finding:
     @classmethod
     def of_problem(cls, problem: Problem) -> Finding:
         """All that a loader says of a problem; `dataclasses.replace` changes what a rule knows better."""
-        pointer = next((texts for name, texts in _POINTERS.items() if name in problem.message), None)
-        why, hint = pointer or (problem.why, problem.hint)
+        why, hint = pointer_advice(problem.message) or (problem.why, problem.hint)
         return cls(
             problem.message,
             at=Location(problem.fqn, file=problem.file),

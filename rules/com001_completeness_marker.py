@@ -17,7 +17,9 @@ def completeness_marker(ckpt: Checkpoint) -> Iterator[Finding]:
         from 0.19 on). No `.metadata.tmp` is newer than `.metadata`: a warning where all payload files are of the later
         save, a note where none is.
         A step of transformers' Trainer has its `trainer_state.json`; one of prime-rl or VeOmni has `STABLE` or
-        `checkpoint_manifest.json` if the step before it has one.
+        `checkpoint_manifest.json` if the step before it has one. Beside ColossalAI's `running_states.json` lie
+        `modeling`, `optimizer` and `lr_scheduler`. No folder has the name of a step that is still being written
+        (`step_30.tmp`, `ckpt-step-30.incomplete`).
         A step has the kinds of state beside the model that the step before it has (`optimizer.pt`, `rng_state.pth`),
         and the files that all of several older steps have: a warning. So is an optimizer in a step that holds no model.
         The files `model-rank-R-part-P.safetensors` of vLLM's sharded_state count ranks and parts from 0 without a gap.

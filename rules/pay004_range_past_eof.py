@@ -10,7 +10,7 @@ from ckptlint.geometry.record_states import least_container, rows_by_file
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import first_names, human_bytes
 from ckptlint.model.tiling import IntArray, distinct
-from ckptlint.rule import MOST_KEYS, Finding, Location, Note, Severity, rule
+from ckptlint.rule import MOST_KEYS, Finding, Location, Note, Severity, pointer_advice, rule
 
 _COPY = "compare its size with the original's and copy it again"
 _BLOCK = 4096
@@ -101,16 +101,20 @@ def _truncated(
     """The finding for the entries of one file that reach past its end."""
     table = ckpt.records
     file, start, length = ckpt.byte_range_of(int(rows[np.argmin(table.byte_offset[rows])]))
-    has = ckpt.files[int(table.file[rows[0]])].size or 0
+    stored = ckpt.files[int(table.file[rows[0]])]
+    has = stored.size or 0
     # as Python ints: the end of a forged entry does not fit int64
     needed = max(
         sum(pair) for pair in zip(table.byte_offset[rows].tolist(), table.byte_length[rows].tolist(), strict=True)
     )
     keys = _keys(ckpt, rows)
     exchanged = files_by_bytes.get((needed, has), [])  # one of many may be any of them
+    what = stored.instead or f"is {f'{human_bytes(needed - has)} short' if has else 'empty'}"
+    why = "" if has else "the file is empty, so these tensors cannot be loaded"
+    hint = _hint(has, ckpt.files[exchanged[0]].name if len(exchanged) == 1 else "")
+    why, hint = pointer_advice(stored.instead) or (why, hint)
     return Finding(
-        f"{file} is {f'{human_bytes(needed - has)} short' if has else 'empty'}: it has {has:,} bytes, its entries need "
-        f"{needed:,}",
+        f"{file} {what}: it has {has:,} bytes, its entries need {needed:,}",
         at=Location(
             keys[0] if len(keys) == 1 else None,
             file=file,
@@ -121,8 +125,8 @@ def _truncated(
         kind=kind,
         keys=tuple(keys[:MOST_KEYS]),
         notes=_key_note(keys),
-        why="" if has else "the file is empty, so these tensors cannot be loaded",
-        hint=_hint(has, ckpt.files[exchanged[0]].name if len(exchanged) == 1 else ""),
+        why=why,
+        hint=hint,
     )
 
 

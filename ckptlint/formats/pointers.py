@@ -6,6 +6,9 @@ import re
 
 from ckptlint.errors import GIT_LFS_POINTER, LINK_AS_TEXT
 
+POINTER_LIMIT = 1024 + 4
+"""Bytes of such a text, at most."""
+
 _LINK = re.compile(rb"(\.{1,2}/|/)[^\x00-\x20\x7f]{1,1024}\n?")
 
 

@@ -79,6 +79,8 @@ def header_length(start: bytes, size: int) -> int:
             "safetensors expects it there",
             0,
         )
+    if not start:
+        raise UnreadableError("is empty (0 bytes)", 0)
     if len(start) < 8:
         raise UnreadableError(f"ends after {len(start)} bytes, before the length of its header", 0)
     length = int.from_bytes(start[:8], "little")

@@ -48,13 +48,26 @@ def opened(
     seen: set[str] | None = None,
     before_too: bool = False,
 ) -> Iterator[Opened]:
-    """Each checkpoint under a path, as `_opened` reads it; with the first one of a step what the whole step lacks.
+    """Each checkpoint under a path; with the first one of a step what the whole step lacks.
+
+    Args:
+        jobs: checkpoints that are read at the same time, in processes of their own; one per processor, 8 at most, if
+            nobody says.
+        seen: the checkpoints that other paths brought, to which those of this one are added. A path that names a file
+            brings none of them again: pre-commit names every changed file of a checkpoint.
+        before_too: whether all of the step before is read.
 
     Raises:
         NothingToCheckError, AccessError: as `find`.
     """
-    every = _opened(path, all_steps, depth, reading, jobs, seen, before_too)
-    for step, of_step in groupby(every, key=lambda item: item[0].step):
+    every = find(path, all_steps)
+    if seen is not None:
+        if not is_url(path) and not Path(path.removeprefix("file://")).is_dir():
+            every = [found for found in every if found.display not in seen]
+        seen.update(found.display for found in every)
+    reads = _all_read(every, depth, reading, jobs or min(8, os.cpu_count() or 1)) if every else iter(())
+    before = (depth, reading) if before_too else None
+    for step, of_step in groupby(_with_steps_before(every, reads, before), key=lambda item: item[0].step):
         members = list(of_step)
         checkpoints = [ckpt for _, ckpt in members if isinstance(ckpt, Checkpoint)]
         problem = None
@@ -65,38 +78,17 @@ def opened(
         yield from members
 
 
-def _opened(
-    path: str,
-    all_steps: bool,
-    depth: Depth,
-    reading: ReadOptions | None,
-    jobs: int | None = None,
-    seen: set[str] | None = None,
-    before_too: bool = False,
+def _with_steps_before(
+    every: list[CheckpointPlace],
+    reads: Iterator[Checkpoint | CkptlintError],
+    before_too: tuple[Depth, ReadOptions | None] | None,
 ) -> Iterator[Opened]:
-    """Each checkpoint under a path, with its payload at depths that read it, and with the step before it.
+    """Each checkpoint with the step before it.
 
-    Of a step whose older neighbour is not asked for, the neighbour's metadata alone is read, unless `before_too`; with
-    its files where a file of the step counts as another one, which may have stood still since.
-
-    Args:
-        jobs: checkpoints that are read at the same time, in processes of their own; one per processor, 8 at most, if
-            nobody says.
-        seen: the checkpoints that other paths brought, to which those of this one are added. A path that names a file
-            brings none of them again: pre-commit names every changed file of a checkpoint.
-
-    Raises:
-        NothingToCheckError, AccessError: as `find`.
+    Of a step whose older neighbour is not asked for, the neighbour's metadata alone is read, unless `before_too` says
+    how to read it; with its files where a file of the step counts as another one, which may have stood still since.
     """
-    every = find(path, all_steps)
-    if seen is not None:
-        if not is_url(path) and not Path(path.removeprefix("file://")).is_dir():
-            every = [found for found in every if found.display not in seen]
-        seen.update(found.display for found in every)
-    if not every:
-        return
     asked = {found.display for found in every}
-    reads = _all_read(every, depth, reading, jobs or min(8, os.cpu_count() or 1))
     waiting: list[tuple[CheckpointPlace, Checkpoint | CkptlintError, CheckpointPlace | None]] = []
     read: dict[str, Checkpoint | CkptlintError] = {}
     for found in every:
@@ -104,7 +96,7 @@ def _opened(
         older = step_before(found.folder) if isinstance(ckpt, Checkpoint) and ckpt.readable else None
         if older is not None and older.display not in asked:
             least = Depth.FILES if isinstance(ckpt, Checkpoint) and _counts_another_step(ckpt) else Depth.METADATA
-            read[older.display] = _read(older, *((depth, reading) if before_too else (least, None)))
+            read[older.display] = _read(older, *(before_too or (least, None)))
         waiting.append((found, ckpt, older))
         while waiting and (waiting[0][2] is None or waiting[0][2].display in read):
             found, ckpt, older = waiting.pop(0)

@@ -16,7 +16,7 @@ from ckptlint.loaders.layouts.unsupported import unread_beside
 from ckptlint.loaders.problems import from_error
 from ckptlint.loaders.readers.payload_files import file_table
 from ckptlint.loaders.readers.vocabulary import with_vocabulary
-from ckptlint.loaders.run.finished import other_step, unfinished_marks
+from ckptlint.loaders.run.finished import is_unfinished_name, other_step, unfinished_marks
 from ckptlint.loaders.run.folder import read_run, read_train_state
 from ckptlint.loaders.run.step_files import folders_beside, with_step_files
 from ckptlint.loaders.run.steps import components, steps_of, sub_folder
@@ -120,6 +120,8 @@ def read_checkpoint(found: CheckpointPlace, look_at_files: bool = True) -> Check
         what = "holds no checkpoint" if found.folder.entries else "is empty"
         ckpt = unfinished(found.folder, f"the newest step's folder {what}", "")
         return _with_surroundings(found.folder, INCOMPLETE, ckpt)
+    if is_unfinished_name(found.folder.name):  # what is not yet there is no fault of its own
+        return replace(unfinished(found.folder, "", ""), problems=unfinished_marks(found.folder, blocks=True))
     with paused_gc():
         return _with_surroundings(found.folder, recognised.layout, recognised.layout.read(found, look_at_files))
 

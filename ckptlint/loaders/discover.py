@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import PurePath
 from typing import Literal
 
@@ -15,6 +16,7 @@ from ckptlint.loaders.layouts import CheckpointPlace, recognise
 from ckptlint.loaders.layouts.unsupported import unsupported
 from ckptlint.loaders.rank_files.megatron_keys import is_rank_folder, legacy_file
 from ckptlint.loaders.readers.safetensors import groups
+from ckptlint.loaders.run.finished import is_unfinished_name
 from ckptlint.loaders.run.siblings import series
 from ckptlint.loaders.run.steps import (
     checkpoints_in,
@@ -31,17 +33,20 @@ from ckptlint.storage.folder import READABLE, Folder
 from ckptlint.storage.locate import folder_at
 from ckptlint.vocabulary.frameworks import (
     beside_step,
+    family_of,
     holds_no_state,
     is_part,
     may_be_pickle,
     number_of,
     step_number,
 )
+from ckptlint.vocabulary.litter import is_system_file
 
 _UNIVERSAL = "_universal"  # what deepspeed.checkpoint.ds_to_universal makes of a step, beside it
 _DEPTH = 6  # folders below the one that the user named: a run, its step, a role, its weights, their counter
 _MOST_FOLDERS = 4096  # that one walk lists
 _MOST_HEADS = 16  # files of a folder whose first bytes are looked at
+_MOST_EMPTY = 16  # files that are named where nothing else is there
 
 WhichSteps = Literal["newest", "all", "none"]
 """Which of the steps in a folder are meant."""
@@ -70,6 +75,8 @@ def find_checkpoints(folder: Folder, all_steps: bool) -> list[CheckpointPlace]:
                 f"{payload} holds weights or other state, and ckptlint does not know how these files belong together: "
                 "name one of them to read it alone"
             )
+        if empty := [*islice(walk.files(folder, _empty), _MOST_EMPTY)]:
+            return [CheckpointPlace.at(one) for one in empty]
         raise NothingToCheckError(
             f"no checkpoint under {folder.display}: looked for .metadata, __N.metadata, *.distcp, *.safetensors, files "
             "of torch.save, step folders (iter_*, step-*, step_*, global_step_*, checkpoint-*) and component folders"
@@ -178,7 +185,10 @@ class _Walk:
             known = {*numbers, *beside, "release"}
             others = [name for name in _inner(folder) if name not in known and _UNIVERSAL not in name]
             others = [name for name in others if not (is_part(name) or holds_no_state(name) or folder.target(name))]
+            unfinished = [*filter(is_unfinished_name, others)]
+            others = [name for name in others if name not in unfinished]
             found += self._below(folder, others, steps, levels, in_step)
+            notes += [f"what {printable(name)} holds: its save never finished" for name in unfinished]
         notes += _not_read(folder, numbers, found) if steps == "newest" else []
         around = folder if in_step or step_number(folder.name) is not None else _newest_of_series(folder, numbers)
         found = _accounted(found, around)
@@ -256,17 +266,17 @@ class _Walk:
             replace(unit, linked_to=printable(target)) if unit.folder.place == sub.place else unit for unit in found
         ]
 
-    def payload(self, folder: Folder, levels: int = _DEPTH) -> str:
+    def payload(self, folder: Folder) -> str:
         """A place below a folder where files hold state by their first bytes, with one of them; "" without one."""
+        return next((one.display for one in self.files(folder, _states)), "")
+
+    def files(self, folder: Folder, names: Callable[[Folder], Iterable[str]], levels: int = _DEPTH) -> Iterator[Folder]:
+        """The files of these names in a folder and below it, each in a view that hides the others."""
         self.left -= 1
-        names = sorted(folder.files_beside(), key=folder.size, reverse=True)[:_MOST_HEADS]
-        payload = [
-            name for name in names if folder.stat(name)[0] in READABLE and _holds_state(folder.head(name, _HEAD))
-        ]
-        if payload:
-            return f"{folder.display.rstrip('/')}/{printable(payload[0])}"
-        inner = (sub for name in _inner(folder) if levels and (sub := sub_folder(folder, name)) is not None)
-        return next((found for sub in inner if self.left > 0 and (found := self.payload(sub, levels - 1))), "")
+        yield from map(folder.only, names(folder))
+        for name in _inner(folder) if levels else ():
+            if self.left > 0 and (sub := sub_folder(folder, name)) is not None:
+                yield from self.files(sub, names, levels - 1)
 
 
 def _inner(folder: Folder) -> list[str]:
@@ -351,9 +361,21 @@ _HEAD = 512
 _LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the number that torch < 1.6 starts its files with
 
 
-def _holds_state(head: bytes) -> bool:
-    """Whether these are the first bytes of a file of torch.save."""
-    return head.startswith(_LEGACY) or (head.startswith(b"PK\3\4") and b"/data.pkl" in head)
+def _states(folder: Folder) -> Iterator[str]:
+    """The files of a folder that start like one of torch.save."""
+    for name in sorted(folder.files_beside(), key=folder.size, reverse=True)[:_MOST_HEADS]:
+        head = folder.head(name, _HEAD) if folder.stat(name)[0] in READABLE else b""
+        if head.startswith(_LEGACY) or (head.startswith(b"PK\3\4") and b"/data.pkl" in head):
+            yield name
+
+
+def _empty(folder: Folder) -> Iterator[str]:
+    """The files of a folder that have the ending of a checkpoint and no bytes."""
+    return (
+        name
+        for name in folder.files_beside()
+        if may_be_pickle(name) and not (is_system_file(name) or folder.size(name))
+    )
 
 
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
@@ -391,7 +413,8 @@ def _bytes_within(folder: Folder, most: int, levels: int = _DEPTH) -> int:
 def find(path: str, all_steps: bool = False) -> list[CheckpointPlace]:
     """The checkpoints that a path means.
 
-    A file of a checkpoint stands for its folder, safetensors for their own model there, any other file for itself.
+    A file of a checkpoint stands for its folder, its configuration and the state beside its weights too; safetensors
+    stand for their own model there, any other file for itself.
 
     Raises:
         NothingToCheckError: there is none.
@@ -412,6 +435,8 @@ def find_at(folder: Folder, name: str, all_steps: bool = False) -> list[Checkpoi
         return parts
     if not name:
         return find_checkpoints(folder, all_steps)
+    if step := _step_around(folder, name, all_steps):
+        return step
     if name.endswith(_WEIGHTS) or is_dcp_file(name):
         try:
             return find_checkpoints(folder, all_steps)
@@ -423,3 +448,16 @@ def find_at(folder: Folder, name: str, all_steps: bool = False) -> list[Checkpoi
                 "*.safetensors lie beside it; name the folder that holds them, or the run folder above it"
             ) from None
     return [CheckpointPlace.at(folder.only(name))]
+
+
+def _step_around(folder: Folder, name: str, all_steps: bool) -> list[CheckpointPlace]:
+    """What a settings file or a file of side state means: the checkpoint beside it; [] where none is."""
+    family = family_of(name)
+    if family is None or (family.content == "other" and not name.endswith(".json")) or not folder.has(name):
+        return []
+    if parts := components(folder):
+        return parts
+    if step_number(folder.name) is not None:
+        with suppress(NothingToCheckError, UnknownLayoutError):
+            return find_checkpoints(folder, all_steps)
+    return []

@@ -16,9 +16,9 @@ from ckptlint.vocabulary.config_fields import QUANTISATION, attributes
 from ckptlint.vocabulary.keys import parse
 
 _ALL = "transformers, vLLM, SGLang and Megatron-Core refuse that"
-_HEADS = "transformers 5.23, first forward with tp_plan='auto'; vLLM 0.11, QKVParallelLinear; SGLang 0.5, models"
-_PARTS = "vLLM 0.11, layers/linear.py: divide; SGLang 0.5, layers/moe: FusedMoE"
-_BLOCKS = "vLLM 0.11, layers/quantization: create_weights of fp8, gptq and awq"
+_HEADS = "transformers 5.23, first forward with tp_plan='auto'; vLLM, QKVParallelLinear; SGLang, models"
+_PARTS = "vLLM, layers/linear.py: divide; SGLang, layers/moe: FusedMoE"
+_BLOCKS = "vLLM, layers/quantization: create_weights of fp8, gptq and awq"
 
 
 def undivided(ckpt: Checkpoint, to: Mapping[str, int]) -> Iterator[Constraint]:
@@ -30,7 +30,7 @@ def undivided(ckpt: Checkpoint, to: Mapping[str, int]) -> Iterator[Constraint]:
 
     Source:
         transformers 5.23, loaded with `tp_plan="auto"`: heads and KV heads must divide, all else is cut unevenly.
-        vLLM 0.11 (config/model.py, verify_with_parallel_config), SGLang 0.5, megatron-core 0.19 (TransformerConfig)
+        vLLM (config/model.py, verify_with_parallel_config), SGLang, megatron-core 0.19 (TransformerConfig)
     """
     declared = trusted(ckpt)
     tp, pp, ep = (to.get(axis, 1) for axis in ("tp", "pp", "ep"))

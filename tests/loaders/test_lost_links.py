@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
-from support import codes, report_on
+from support import REAL, codes, report_on
 
 import ckptlint
 from ckptlint.testing import write_checkpoint
@@ -125,3 +126,25 @@ def test_other_texts_are_no_links(tmp_path: Path, text: str) -> None:
     (tmp_path / "model.safetensors").write_text(text)
     report = ckptlint.check(tmp_path)
     assert report.exit_code == 1 and "link" not in report.diagnostics[0].title
+
+
+def test_a_payload_file_that_is_the_text_of_a_link_is_told_as_one(tmp_path: Path) -> None:
+    step = Path(shutil.copytree(REAL / "fsdp2_4r", tmp_path / "step"))
+    (step / "__1_0.distcp").write_text(LINK)
+    shutil.copystat(step / ".metadata", step / "__1_0.distcp")
+    report = ckptlint.check(step)
+    assert codes(report, "error", "warning") == {"PAY004"}
+    finding = report.diagnostics[0]
+    assert finding.title.startswith("__1_0.distcp holds the path of a link, not the file it leads to")
+    assert finding.finding.hint == "download or copy it again with links followed"
+    (step / "__1_0.distcp").write_bytes(b"x" * 70)  # cut, and no link
+    (finding,) = [item for item in ckptlint.check(step).diagnostics if item.code == "PAY004"]
+    assert "short" in finding.title and "link" not in finding.title
+
+
+def test_metadata_that_is_a_link_to_nothing_is_no_unfinished_save(tmp_path: Path) -> None:
+    step = Path(shutil.copytree(REAL / "fsdp2_4r", tmp_path / "step"))
+    (finding,) = ckptlint.check(lost(step, ".metadata")).diagnostics
+    assert finding.title == f".metadata is a link to {BLOB}, which is not there; 4 payload files are there"
+    assert finding.finding.why.startswith("the link was copied without the file")
+    assert "links followed" in finding.finding.hint

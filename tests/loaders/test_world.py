@@ -68,6 +68,21 @@ def test_latest_says_what_to_write_into_the_tracker(name: str, advice: str) -> N
     assert advice in latest(WORLD / "trackers" / name)[2]
 
 
+PARTS_OF_COLOSSALAI = ["modeling", "optimizer", "lr_scheduler", "running_states.json", "pytorch_optim_group.bin"]
+
+
+@pytest.mark.parametrize("part", PARTS_OF_COLOSSALAI)
+def test_a_part_that_a_step_of_colossalai_lost_is_named(tmp_path: Path, part: str) -> None:
+    top = copied("colossalai", tmp_path)
+    (path,) = (top / "epoch-0_step-60").rglob(part)
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    report = ckptlint.check(top)
+    assert [(item.code, item.title.partition(" is missing beside ")[0]) for item in report.diagnostics] == [
+        ("COM001", part)
+    ]
+    assert latest(top)[:2] == (0, "epoch-0_step-30")
+
+
 # ---------------------------------------------------------------- broken
 
 Edit = Callable[[Path], object]

@@ -20,10 +20,10 @@ from typing import Any
 
 import pytest
 import yaml
-from support import REAL, REPOSITORY, sweep_only, swept
+from support import REAL, REPOSITORY, codes, report_on, sweep_only, swept
 
 from ckptlint.reporters import REPORTERS
-from ckptlint.vocabulary.frameworks import WEIGHT_FILES
+from ckptlint.vocabulary.frameworks import WEIGHT_FILES, family_of, may_be_pickle
 
 RECIPES = "\n".join((REPOSITORY / "docs" / name).read_text(encoding="utf-8") for name in ("questions.md", "gates.md"))
 GOOD, BAD, NOTHING = REAL / "fsdp2_4r", REAL / "fsdp2_4r_hole", REPOSITORY / "docs"
@@ -294,6 +294,35 @@ def test_sarif_is_uploaded_when_the_gate_fails_too(shell: Shell, tmp_path: Path)
     assert "GEO004" in {item["ruleId"] for item in document["runs"][0]["results"]}
 
 
+def test_the_pre_commit_hook_knows_every_file_of_weights() -> None:
+    """Of the real checkpoints, by their names; no pickle of another ending, and nothing that other programs have."""
+    names = {path.name for path in REAL.rglob("*") if path.is_file()}
+    families = {name: family_of(name) for name in names if not re.fullmatch(WEIGHT_FILES, name)}
+    left_out = {
+        name for name, known in families.items() if may_be_pickle(name) or (known and known.content == "pickle")
+    }
+    assert {Path(name).suffix for name in left_out} == {".pkl", ".joblib"}
+
+
+def test_a_file_of_a_step_stands_for_the_step(tmp_path: Path) -> None:
+    step = shutil.copytree(REAL / "exports/ok_llama_sharded", tmp_path / "checkpoint-10")
+    shutil.copy(REAL / "rank_files/accelerated/optimizer.bin", step / "optimizer.bin")
+    for name in ("config.json", "model.safetensors.index.json", "optimizer.bin"):
+        (part,) = report_on(step / name).checkpoints
+        assert part.checkpoint.path == str(step) and part.checkpoint.tensors
+    (step / "model-00003-of-00007.safetensors").unlink()
+    assert "PAY014" in codes(report_on(step / "config.json"))
+
+
+def test_a_file_that_is_no_checkpoint_is_refused_in_one_sentence(shell: Shell, tmp_path: Path) -> None:
+    (tmp_path / "train.bin").write_bytes(bytes(range(256)) * 16)
+    (tmp_path / "config.json").write_text("{}")
+    for name in ("train.bin", "config.json"):
+        code, _, printed = shell(f"ckptlint check {name} --format concise")
+        assert code == 1 and f"{name} is not a checkpoint that ckptlint checks" in printed
+        assert printed.count("\n") == 1
+
+
 def test_the_pre_commit_hook_checks_the_folder_of_a_changed_file(shell: Shell, tmp_path: Path) -> None:
     (hook,) = yaml.safe_load((REPOSITORY / ".pre-commit-hooks.yaml").read_text(encoding="utf-8"))
     (repo,) = yaml.safe_load(blocks("pre-commit", "yaml")[0])["repos"]
@@ -314,15 +343,18 @@ def test_the_pre_commit_hook_checks_the_folder_of_a_changed_file(shell: Shell, t
         "a/adapter_model.bin",
         "consolidated.00.pth",
         "mp_rank_00/model_optim_rng.pt",
+        "x.pt",
+        "step/optimizer.pt",
+        "rng_state.pth",
+        "training_args.bin",
+        "optimizer.bin",
+        "a/adapter_config.json",
     ]
     assert all(re.search(hook["files"], name) for name in changed)
     assert hook["files"] == f"(^|/)({WEIGHT_FILES})$"
-    others = ["a/.metadata.tmp", "a/x.metadata", "README.md", "x.pt", "metadata.json", "notes.distcp.txt", "a.pt.md"]
+    others = ["a/.metadata.tmp", "a/x.metadata", "README.md", "metadata.json", "notes.distcp.txt", "a.pt.md"]
     others += [
-        "optimizer.pt",
-        "training_args.bin",
         "train.bin",
-        "rng_state.pth",
         "config.json",
         "tsconfig.json",
         "package.json",

@@ -9,7 +9,7 @@ from ckptlint.loaders.readers.common_state import COMMON_FILE, read_common
 from ckptlint.loaders.readers.megatron import CONFIG_FILE, read_config
 from ckptlint.loaders.readers.payload_files import file_table
 from ckptlint.model import Checkpoint, Problem
-from ckptlint.model.text import plural, printable, verb
+from ckptlint.model.text import first_names, plural, printable, verb
 from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.metadata_files import METADATA, UNFINISHED_METADATA, WRITTEN_LAST
 
@@ -28,20 +28,28 @@ def _evidence(folder: Folder) -> Evidence | None:
 def _read(found: CheckpointPlace, _look_at_files: bool) -> Checkpoint:
     folder, recognised = found.folder, found.recognised
     assert recognised is not None
-    payload = len(file_table(folder))
+    files = file_table(folder)
+    payload = len(files)
     evidence = plural(payload, "payload file") if payload else recognised.evidence.file
     count = payload or 1
     if folder.has(UNFINISHED_METADATA) and evidence != UNFINISHED_METADATA:
         evidence, count = f"{evidence} and {UNFINISHED_METADATA}", 2
     state = _NO_METADATA.get(folder.stat(METADATA)[0], "is missing")
-    lost = folder.lost_link(METADATA) or f"{METADATA} {state}"
-    return unfinished(folder, f"{lost}, {evidence} {verb(count, 'is')} there", METADATA)
+    link = folder.lost_link(METADATA)
+    there = f"{evidence} {verb(count, 'is')} there"
+    if payload and not files.size.any():  # a rank without a tensor writes an empty file, but not all ranks do
+        there = f"and {first_names(files.names)} {verb(payload, 'is')} empty (0 bytes)"
+    if link:
+        why = "the link was copied without the file that it leads to, so nothing says where each tensor lies"
+        hint = "download it again, or copy with links followed"
+        return unfinished(folder, f"{link}; {there}", METADATA, why, hint)
+    return unfinished(folder, f"{METADATA} {state}, {there}", METADATA)
 
 
-def unfinished(folder: Folder, sentence: str, file: str) -> Checkpoint:
+def unfinished(folder: Folder, sentence: str, file: str, why: str = "", hint: str = "") -> Checkpoint:
     """A step whose save never finished: the sentence says so, `file` is the one that it lacks, "" for all."""
-    why = WRITTEN_LAST if file else "a save began this step and never wrote it"
-    problem = Problem("incomplete", file or folder.display, sentence, why=why, blocks=True)
+    why = why or (WRITTEN_LAST if file else "a save began this step and never wrote it")
+    problem = Problem("incomplete", file or folder.display, sentence, why=why, hint=hint, blocks=True)
     _, config_problem = read_config(folder)
     common, common_problems = read_common(folder, {})
     return Checkpoint(

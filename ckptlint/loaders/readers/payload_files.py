@@ -8,6 +8,7 @@ from pathlib import PurePosixPath
 
 import numpy as np
 
+from ckptlint.formats.pointers import POINTER_LIMIT, pointer_in
 from ckptlint.loaders.readers.dcp_metadata import Description
 from ckptlint.model import FILE_STATES, FileTable, Problem, StoredFile
 from ckptlint.model.files import Names
@@ -40,8 +41,18 @@ def payload_files(folder: Folder, described: Description, look: bool) -> tuple[F
         known.add(folder.other_case(paths[row]) or "")
         if instead := folder.absent_hint(paths[row]):
             named.instead[row] = instead
+    named.instead.update(_pointers(folder, named))
     others = file_table(folder, known, found.at[found.at >= 0])
     return named.followed_by(others), not _shares_offsets(folder, described, look)
+
+
+def _pointers(folder: Folder, files: FileTable) -> dict[int, str]:
+    """Row of a file that holds the path of a link or git's pointer -> the end of a sentence that says so."""
+    if not folder.is_near:
+        return {}
+    rows = np.flatnonzero(files.are("ok") & (files.size > 0) & (files.size <= POINTER_LIMIT))[:_MOST_HEADS].tolist()
+    heads = folder.heads([files[row].path or "" for row in rows], POINTER_LIMIT)
+    return {row: pointer for row, head in zip(rows, heads, strict=True) if head and (pointer := pointer_in(head))}
 
 
 def hollow_files(folder: Folder, files: FileTable) -> list[Problem]:

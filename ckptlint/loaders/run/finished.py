@@ -55,12 +55,17 @@ def step_state(step: Folder, levels: int = _LEVELS) -> StepState:
     return "complete" if "complete" in states else "unknown"
 
 
-def unfinished_marks(folder: Folder) -> list[Problem]:
-    """The marks by which frameworks say that a save is still running or was broken off."""
-    why = "the writer removes this mark last"
+def unfinished_marks(folder: Folder, blocks: bool = False) -> list[Problem]:
+    """The marks by which frameworks say that a save is still running or was broken off.
+
+    Args:
+        blocks: whether nothing else of the folder was read.
+    """
+    by_name = is_unfinished_name(folder.name)
+    why = "the writer renames the folder last" if by_name else "the writer removes this mark last"
     hint = other_step(folder) or "wait for the save to finish, or use an earlier checkpoint"
     return [
-        Problem("incomplete", name, f"{name} says that this save never finished", why=why, hint=hint)
+        Problem("incomplete", name, f"{name} says that this save never finished", why=why, hint=hint, blocks=blocks)
         for name in _marks(folder)
     ]
 
@@ -76,7 +81,7 @@ def _mark(folder: Folder, mark: Mark) -> str:
         if mark.where == "inside":
             return printable(mark.file) if any(place.has(mark.file) for place in _up_to_step(folder)) else ""
         if mark.where == "name":
-            return printable(folder.name) if folder.name.endswith(mark.file) else ""
+            return printable(folder.name) if _is_named_by(mark, folder.name) else ""
         step = folder.parent if folder.name in mark.above else folder
         if step is None or not (step is not folder or mark.only.fullmatch(step.name)):
             return ""  # nothing around it is listed for this
@@ -84,6 +89,19 @@ def _mark(folder: Folder, mark: Mark) -> str:
         return printable(name) if step.parent is not None and step.parent.has(name) else ""
     except CkptlintError:
         return ""
+
+
+def is_unfinished_name(folder: str) -> bool:
+    """Whether a folder of this name is one that a framework renames at the end of a save, and no resume takes before.
+
+    >>> is_unfinished_name("step_30.tmp"), is_unfinished_name("step_30")
+    (True, False)
+    """
+    return any(mark.where == "name" and _is_named_by(mark, folder) for mark in world().unfinished)
+
+
+def _is_named_by(mark: Mark, name: str) -> bool:
+    return name.endswith(mark.file) and mark.only.fullmatch(name) is not None
 
 
 def missing_parts(folder: Folder) -> list[Problem]:
@@ -222,6 +240,10 @@ def _lacking(folder: Folder) -> Iterator[tuple[str, str, str]]:
                 too = f", and {printable(before.name)} has one" if before is not None else ""
                 yield known.file, f"{known.file} is missing beside {join_words(there)}{too}", why
             continue
+        for part in known.parts:
+            if not _lies_below(folder, part):
+                why = "the writer writes both with every save, and a resume reads each"
+                yield part, f"{part} is missing beside {known.file}", why
         parts = _stated(folder, known).get(known.entries)
         for name, stated in parts.items() if isinstance(parts, dict) else ():
             path = stated.get(known.path) if isinstance(stated, dict) else None

@@ -97,6 +97,7 @@ class SaveInventory(NamedTuple):
         entries: the key of an object part -> what is said of it.
         path: the key under which that says where the part is, relative to the folder.
         beside: files and folders of which any shows that the file belongs there.
+        parts: files and folders that a save with this file always has, since a resume reads each.
         by_run: whether some versions write none, so that only one in the step before shows that this one lacks it.
         ranks: the keys under which, one in the other, it says how many ranks wrote.
         only: matches the names of the folders that it is in.
@@ -108,6 +109,7 @@ class SaveInventory(NamedTuple):
     by_run: bool = False
     entries: str = ""
     path: str = ""
+    parts: tuple[str, ...] = ()
     ranks: tuple[str, ...] = ()
     only: re.Pattern[str] = re.compile(".*")
 
@@ -298,12 +300,12 @@ _ENDING = r"\.(pt|pth|pkl|pickle|bin|ckpt|p|pck|joblib|sav|dill|jit|pth?\.tar)(\
 _PICKLES = re.compile(f".+{_ENDING}", re.IGNORECASE | re.DOTALL)
 
 WEIGHT_FILES = (
-    r"\.metadata|__\d+\.metadata|common\.pt|[^/]+\.(distcp|safetensors|ckpt)|[^/]+\.(safetensors|bin)\.index\.json"
-    r"|(pytorch_model|adapter_model|model)[^./]*\.(bin|pt|pth)|consolidated\.\d+\.pth"
+    r"\.metadata|__\d+\.metadata|[^/]+\.(distcp|safetensors|ckpt|pt|pth)|[^/]+\.(safetensors|bin)\.index\.json"
+    r"|((diffusion_)?pytorch_(model|optim)|adapter_model|model|optimizer|scheduler|training_args)[^/]*\.bin|adapter_config\.json"
 )
-"""Names that only a checkpoint's files have; `files` of .pre-commit-hooks.yaml, behind the path.
+"""Names that hardly anything but a checkpoint's files has; `files` of .pre-commit-hooks.yaml, behind the path.
 
-What else ends in .pt or .bin may be data, or the optimizer of a step: by itself it is no checkpoint.
+What else ends in .bin or .pkl may be data of any kind, and every program has a config.json.
 """
 
 
