@@ -8,6 +8,7 @@ import numpy as np
 
 from ckptlint.analysis.inventory import inventory_of, optimizer_parts, split_state
 from ckptlint.model import Checkpoint, Pair, Tensor
+from ckptlint.model.facts import fact
 from ckptlint.model.payload import PairLaw
 from ckptlint.model.tiling import BoolArray, IntArray
 from ckptlint.numbers.chunks import ranks_by_file
@@ -27,9 +28,10 @@ _OFTEN, _SELDOM = 0.001, 0.02  # share of elements that break the law where it d
 _LEAST = 5  # chunks that are compared
 
 
-def pairs_of(ckpt: Checkpoint) -> list[Pair]:
+@fact
+def pairs_of(ckpt: Checkpoint) -> tuple[Pair, ...]:
     """The pairs of tensors of one shape; moments are paired by their keys, which differ in the state's name alone."""
-    return [*_states(ckpt), *_copies(ckpt)]
+    return (*_states(ckpt), *_copies(ckpt))
 
 
 def _states(ckpt: Checkpoint) -> Iterator[Pair]:

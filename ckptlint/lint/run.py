@@ -67,7 +67,7 @@ def opened(
         seen.update(found.display for found in every)
     reads = _all_read(every, depth, reading, jobs or min(8, os.cpu_count() or 1)) if every else iter(())
     before = (depth, reading) if before_too else None
-    for step, of_step in groupby(_with_steps_before(every, reads, before), key=lambda item: item[0].step):
+    for step, of_step in groupby(_with_steps_before(every, reads, reading, before), key=lambda item: item[0].step):
         members = list(of_step)
         checkpoints = [ckpt for _, ckpt in members if isinstance(ckpt, Checkpoint)]
         problem = None
@@ -81,12 +81,14 @@ def opened(
 def _with_steps_before(
     every: list[CheckpointPlace],
     reads: Iterator[Checkpoint | CkptlintError],
+    reading: ReadOptions | None,
     before_too: tuple[Depth, ReadOptions | None] | None,
 ) -> Iterator[Opened]:
     """Each checkpoint with the step before it.
 
     Of a step whose older neighbour is not asked for, the neighbour's metadata alone is read, unless `before_too` says
-    how to read it; with its files where a file of the step counts as another one, which may have stood still since.
+    how to read it; with its files where a file of the step counts as another one, which may have stood still since; and
+    with the headers of its records where those of the step are read from a local disk, to compare their elements.
     """
     asked = {found.display for found in every}
     waiting: list[tuple[CheckpointPlace, Checkpoint | CkptlintError, CheckpointPlace | None]] = []
@@ -96,7 +98,10 @@ def _with_steps_before(
         older = step_before(found.folder) if isinstance(ckpt, Checkpoint) and ckpt.readable else None
         if older is not None and older.display not in asked:
             least = Depth.FILES if isinstance(ckpt, Checkpoint) and _counts_another_step(ckpt) else Depth.METADATA
-            read[older.display] = _read(older, *(before_too or (least, None)))
+            headers = None
+            if reading is not None and reading.percent is None and older.folder.is_near:
+                least, headers = Depth.HEADERS, replace(reading, depth=Depth.HEADERS, digests={}, rows=(), sums=None)
+            read[older.display] = _read(older, *(before_too or (least, headers)), False)
         waiting.append((found, ckpt, older))
         while waiting and (waiting[0][2] is None or waiting[0][2].display in read):
             found, ckpt, older = waiting.pop(0)
@@ -104,6 +109,10 @@ def _with_steps_before(
             if isinstance(ckpt, Checkpoint) and isinstance(before, Checkpoint) and before.readable:
                 # an export beside the saves of a run has names of its own
                 ckpt = replace(ckpt, before=before if before.format == ckpt.format else None)
+                if reading is not None and older is not None:
+                    from ckptlint.lint.reading import with_changes
+
+                    ckpt = with_changes(found.folder, ckpt, older.folder, reading)
             yield found, ckpt
 
 
@@ -124,7 +133,9 @@ def _all_read(
 
 
 @one_budget()
-def _read(found: CheckpointPlace, depth: Depth, reading: ReadOptions | None) -> Checkpoint | CkptlintError:
+def _read(
+    found: CheckpointPlace, depth: Depth, reading: ReadOptions | None, compares: bool = True
+) -> Checkpoint | CkptlintError:
     try:
         if found.recognised is not None and found.recognised.kind != "safetensors":
             call_table()  # each child that reads pickles would read it anew
@@ -133,7 +144,7 @@ def _read(found: CheckpointPlace, depth: Depth, reading: ReadOptions | None) -> 
             return ckpt
         from ckptlint.lint.reading import read_records
 
-        return read_records(found.folder, ckpt, reading)
+        return read_records(found.folder, ckpt, reading, compares)
     except CkptlintError as error:
         return error
 

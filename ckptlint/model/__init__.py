@@ -17,7 +17,9 @@ from ckptlint.model.checkpoint import (
 )
 from ckptlint.model.files import FILE_STATES, FileState, FileTable, StoredFile
 from ckptlint.model.payload import (
+    ChangeTable,
     Damage,
+    Follow,
     OddValues,
     Pair,
     PairTable,
@@ -51,6 +53,7 @@ __all__ = [
     "RANK_LIMIT",
     "AxisSize",
     "ByteObject",
+    "ChangeTable",
     "Checkpoint",
     "ChunkTable",
     "CommonState",
@@ -58,6 +61,7 @@ __all__ = [
     "Declared",
     "FileState",
     "FileTable",
+    "Follow",
     "MalformedChunk",
     "Misfit",
     "ModelConfig",

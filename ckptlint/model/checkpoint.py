@@ -13,7 +13,7 @@ import numpy.typing as npt
 from ckptlint.model.facts import Facts
 from ckptlint.model.files import FileTable
 from ckptlint.model.lost_files import LostFiles
-from ckptlint.model.payload import PairTable, PayloadTable
+from ckptlint.model.payload import ChangeTable, PairTable, PayloadTable
 from ckptlint.model.ranks.files import RankFileSet, StorageTable
 from ckptlint.model.ranks.job import RankFinding, RankTable
 from ckptlint.model.ranks.plans import SavePlans
@@ -269,6 +269,7 @@ class Checkpoint:
         claims: what entries of their own say of the step that was saved.
         step: path and number of the step that it is or is in, where its run was walked over; None elsewhere.
         before: the same part of the nearest older finished step of its run; None without one.
+        changes: what its tensors are beside those of the step before; None where these were not read.
         step_files: the files of the step besides metadata and payload; empty where files were not looked at.
         index: what says in which safetensors file each key is; None without one.
         reference: what the user expects it to hold; None without `--expect`.
@@ -306,6 +307,7 @@ class Checkpoint:
     claims: tuple[StepClaim, ...] = ()
     step: tuple[str, int] | None = None
     before: Checkpoint | None = None
+    changes: ChangeTable | None = None
     step_files: tuple[StepFile, ...] = ()
     index: WeightIndex | None = None
     topology: dict[str, AxisSize] = field(default_factory=dict)

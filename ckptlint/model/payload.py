@@ -286,6 +286,79 @@ def pair_rows(rows: Sequence[tuple[float, ...]]) -> npt.NDArray[np.void]:
     return np.array([tuple(row) for row in rows], _PAIR_ROW)
 
 
+class Follow(NamedTuple):
+    """A tensor that is compared with itself in the step before.
+
+    Attributes:
+        kind: a weight, or the first or second moment of Adam, or any other state.
+        key: its key, the same in both steps.
+        second: key of the second moment beside a first one, "" otherwise.
+        betas: of its moments, the smaller ones of both steps; None where they are not known.
+        updates: of the optimizer between the steps; 0 where not known.
+        reach: how far so many updates can move an element; inf where not known.
+        decay: share of the element that decay may take off on top.
+    """
+
+    kind: Literal["weight", "first", "second", "other"]
+    key: str
+    second: str = ""
+    betas: tuple[float, float] | None = None
+    updates: int = 0
+    reach: float = inf
+    decay: float = 0.0
+
+
+_CHANGE_ROW = np.dtype(
+    [
+        ("follow", np.int32),
+        ("chunk", np.int32),
+        ("drawn", np.int64),
+        ("same", np.int64),
+        ("now", np.float64),
+        ("was", np.float64),
+        ("cosine", np.float64),
+        ("change", np.float64),
+        ("odd", np.int64),
+        ("worst", np.float64),
+        ("short_now", np.bool_),
+        ("short_was", np.bool_),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChangeTable:
+    """Elements of this step beside those at their places in the step before, by chunk of this step.
+
+    Attributes:
+        follows: the tensors.
+        rows: [n], the columns below, each an attribute of the table too.
+        chunks: chunks that could have been drawn.
+
+    Columns:
+        follow: position in `follows`; chunk: row of its chunk.
+        drawn: elements looked at; same: those that did not change by a bit.
+        now, was: root mean squares; cosine: of the angle between both, NaN for zeros.
+        change: root mean square of the difference over that of the step before; NaN where that is 0.
+        odd: elements that no optimizer of these settings can have moved so: see `laws`; worst: how far beyond.
+        short_now, short_was: whether the low 16 bits of float32 were zero in all of them.
+    """
+
+    follows: list[Follow]
+    rows: npt.NDArray[np.void]
+    chunks: int = 0
+
+    def __getattr__(self, column: str) -> npt.NDArray[Any]:
+        if column not in (_CHANGE_ROW.names or ()):
+            raise AttributeError(column)
+        return self.rows[column]
+
+
+def change_rows(rows: Sequence[tuple[float, ...]]) -> npt.NDArray[np.void]:
+    """The rows of a `ChangeTable` from tuples in the order of its columns."""
+    return np.array([tuple(row) for row in rows], _CHANGE_ROW)
+
+
 def plain_content(dtype: str, sizes: tuple[int, ...]) -> RecordContent:
     """The content of a record with raw bytes in C order."""
     return RecordContent("tensor", dtype, sizes, tuple(prod(sizes[axis + 1 :]) for axis in range(len(sizes))))

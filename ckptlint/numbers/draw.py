@@ -1,21 +1,21 @@
-"""Draws the same elements from two tensors that follow from each other, and counts those that break their law."""
+"""Draws the same elements from tensors that follow from each other, in one step or two, and measures them."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice, zip_longest
 from math import prod
 
 import numpy as np
 import numpy.typing as npt
 
-from ckptlint.model import Checkpoint, Pair, PairTable, RecordState, Tensor
-from ckptlint.model.payload import pair_rows, plain_content
+from ckptlint.model import ChangeTable, Checkpoint, Follow, Pair, PairTable, RecordState, Tensor
+from ckptlint.model.payload import change_rows, pair_rows, plain_content
 from ckptlint.model.tiling import Box, IntArray
 from ckptlint.numbers.chunks import may_be_padding
 from ckptlint.numbers.decode import decoded
-from ckptlint.numbers.laws import odd_elements
+from ckptlint.numbers.laws import changed, odd_elements
 from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.dtypes import ENCODINGS, ITEM_BITS
 
@@ -36,41 +36,74 @@ def draw_pairs(folder: Folder, ckpt: Checkpoint, pairs: Sequence[Pair], per_chun
     Raises:
         AccessError: a read was refused.
     """
-    unread: dict[Pair, str] = {}
-    by_file: dict[str, list[tuple[int, int]]] = defaultdict(list)
-    damaged = {damage.record for damage in ckpt.payload.damages} if ckpt.payload is not None else set()
-    for number, pair in enumerate(pairs):
-        tensors = ckpt.tensors[pair.first], ckpt.tensors[pair.second]
-        if reason := _cannot(ckpt, tensors):
-            unread[pair] = reason
-            continue
-        for chunk in np.flatnonzero(tensors[0].tiling.live & ~may_be_padding(tensors[0])).tolist():
-            by_file[ckpt.chunk_file(tensors[0], chunk)].append((number, chunk))
-    in_turn = (place for places in zip_longest(*by_file.values()) for place in places if place is not None)
-    rows: list[tuple[float, ...]] = []
-    for number, chunk in sorted(islice(in_turn, most)):
+    reasons = {pair: _cannot(ckpt.tensors[pair.first]) or _cannot(ckpt.tensors[pair.second]) for pair in pairs}
+    places = _places(ckpt, [ckpt.tensors[pair.first] for pair in pairs], [not reasons[pair] for pair in pairs])
+    reader, rows = Elements(folder, ckpt), list[tuple[float, ...]]()
+    for number, chunk in _in_turn(places, most):
         pair = pairs[number]
         first, second = ckpt.tensors[pair.first], ckpt.tensors[pair.second]
         box = first.tiling.box(chunk)
         at = _drawn(box.volume, per_chunk)
-        numbers = [_elements(folder, ckpt, tensor, box, at, damaged) for tensor in (first, second)]
+        numbers = [reader.read(tensor, box, at) for tensor in (first, second)]
         if numbers[0] is None or numbers[1] is None:
             continue
         is_odd, worst = odd_elements(pair, numbers[0], numbers[1], (first.dtype, second.dtype))
         odd = np.flatnonzero(is_odd)
         lines = box.offsets[0] + at[odd] // prod(box.sizes[1:]) if len(odd) and box.sizes else np.zeros(1, np.int64)
         rows.append((number, chunk, len(at), len(odd), worst, int(lines.min()), int(lines.max()) + 1))
-    return PairTable(list(pairs), pair_rows(rows), sum(map(len, by_file.values())), unread)
+    unread = {pair: reason for pair, reason in reasons.items() if reason}
+    return PairTable(list(pairs), pair_rows(rows), sum(map(len, places.values())), unread)
 
 
-def _cannot(ckpt: Checkpoint, tensors: Sequence[Tensor]) -> str:
-    """Why elements cannot be drawn from these tensors; "" where they can."""
-    for tensor in tensors:
-        if tensor.dtype not in ENCODINGS or tensor.dtype.startswith("complex"):
-            return f"{tensor.dtype} holds no plain numbers"
-        if not tensor.is_tiled:
-            return "its chunks do not tile it"
-    return ""
+def draw_changes(now: Elements, was: Elements, follows: Sequence[Follow], per_chunk: int, most: int) -> ChangeTable:
+    """What drawn elements of a step are beside those of the step before, at the same places.
+
+    Args:
+        now, was: this step and the one before, which have the tensors of `follows` in the same shape.
+        per_chunk, most: as `draw_pairs` has them.
+
+    Raises:
+        AccessError: a read was refused.
+    """
+    tensors = [now.ckpt.tensors[follow.key] for follow in follows]
+    can = [not _cannot(tensor) and not _cannot(was.ckpt.tensors[tensor.fqn]) for tensor in tensors]
+    places, rows = _places(now.ckpt, tensors, can), list[tuple[float, ...]]()
+    for number, chunk in _in_turn(places, most):
+        follow, tensor = follows[number], tensors[number]
+        box = tensor.tiling.box(chunk)
+        at = _drawn(box.volume, per_chunk)
+        both = [step.read(step.ckpt.tensors[follow.key], box, at) for step in (now, was)]
+        beside: list[Floats | None] = [None, None]
+        if follow.second:
+            beside = [step.read(step.ckpt.tensors[follow.second], box, at) for step in (now, was)]
+        if both[0] is not None and both[1] is not None:
+            dtypes = tensor.dtype, now.ckpt.tensors[follow.second or follow.key].dtype
+            rows.append((number, chunk, *changed(follow, both[0], both[1], beside[0], beside[1], dtypes)))
+    return ChangeTable(list(follows), change_rows(rows), sum(map(len, places.values())))
+
+
+def _places(ckpt: Checkpoint, tensors: Sequence[Tensor], can: Sequence[bool]) -> dict[str, list[tuple[int, int]]]:
+    """File -> the chunks in it that can be drawn from, as (position of the tensor, row of the chunk)."""
+    by_file: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for number, tensor in enumerate(tensors):
+        for chunk in np.flatnonzero(tensor.tiling.live & ~may_be_padding(tensor)).tolist() if can[number] else ():
+            by_file[ckpt.chunk_file(tensor, chunk)].append((number, chunk))
+    return by_file
+
+
+def _in_turn(places: Mapping[str, Sequence[tuple[int, int]]], most: int) -> list[tuple[int, int]]:
+    """At most so many places, in order, as many of each file as of the others; of a file at equal distances."""
+    share = max(most // max(len(places), 1), 1)
+    spread = [members[:: max(len(members) // share, 1)] for members in places.values()]
+    in_turn = (place for members in zip_longest(*spread) for place in members if place is not None)
+    return sorted(islice(in_turn, most))
+
+
+def _cannot(tensor: Tensor) -> str:
+    """Why elements cannot be drawn from a tensor; "" where they can."""
+    if tensor.dtype not in ENCODINGS or tensor.dtype.startswith("complex"):
+        return f"{tensor.dtype} holds no plain numbers"
+    return "" if tensor.is_tiled else "its chunks do not tile it"
 
 
 def _drawn(volume: int, most: int) -> IntArray:
@@ -81,40 +114,44 @@ def _drawn(volume: int, most: int) -> IntArray:
     return np.asarray((starts[:, None] + np.arange(_RUN)).reshape(-1))
 
 
-def _elements(
-    folder: Folder, ckpt: Checkpoint, tensor: Tensor, box: Box, at: IntArray, damaged: set[int]
-) -> Floats | None:
-    """float64 [k], elements of a region of a tensor; None where one cannot be read.
+class Elements:
+    """Reads elements of the tensors of a checkpoint, whose payload was read."""
 
-    Args:
-        at: int64 [k], ascending, their positions in the region, in C order.
-        damaged: records that do not match their checksum.
+    def __init__(self, folder: Folder, ckpt: Checkpoint) -> None:
+        self.folder, self.ckpt = folder, ckpt
+        self._damaged = {damage.record for damage in ckpt.payload.damages} if ckpt.payload is not None else set()
 
-    Raises:
-        AccessError: a read was refused.
-    """
-    tiling = tensor.tiling
-    low, high = np.array(box.offsets, np.int64), np.array(box.ends, np.int64)
-    ends = tiling.offsets + tiling.sizes
-    touching = np.flatnonzero(tiling.live & (tiling.offsets < high).all(axis=1) & (ends > low).all(axis=1))
-    if damaged.intersection(tensor.chunks.record[touching].tolist()):
-        return None
-    if len(touching) == 1 and tiling.box(int(touching[0])) == box:
-        return _of_chunk(folder, ckpt, tensor, int(touching[0]), at)
-    places = np.stack(np.unravel_index(at, box.sizes), axis=1) + low
-    found, left = np.empty(len(at), np.float64), np.ones(len(at), bool)
-    for chunk in touching.tolist():
-        inner = places - tiling.offsets[chunk]
-        inside = ((inner >= 0) & (inner < tiling.sizes[chunk])).all(axis=1)
-        if not inside.any():
-            continue
-        flat = np.ravel_multi_index(tuple(inner[inside].T), tuple(tiling.sizes[chunk].tolist()))
-        numbers = _of_chunk(folder, ckpt, tensor, chunk, np.asarray(flat, np.int64))
-        if numbers is None:
+    def read(self, tensor: Tensor, box: Box, at: IntArray) -> Floats | None:
+        """float64 [k], elements of a region of a tensor; None where one cannot be read.
+
+        Args:
+            at: int64 [k], ascending, their positions in the region, in C order.
+
+        Raises:
+            AccessError: a read was refused.
+        """
+        tiling = tensor.tiling
+        low, high = np.array(box.offsets, np.int64), np.array(box.ends, np.int64)
+        ends = tiling.offsets + tiling.sizes
+        touching = np.flatnonzero(tiling.live & (tiling.offsets < high).all(axis=1) & (ends > low).all(axis=1))
+        if self._damaged.intersection(tensor.chunks.record[touching].tolist()):
             return None
-        found[inside] = numbers
-        left &= ~inside
-    return None if left.any() else found
+        if len(touching) == 1 and tiling.box(int(touching[0])) == box:
+            return _of_chunk(self.folder, self.ckpt, tensor, int(touching[0]), at)
+        places = np.stack(np.unravel_index(at, box.sizes), axis=1) + low
+        found, left = np.empty(len(at), np.float64), np.ones(len(at), bool)
+        for chunk in touching.tolist():
+            inner = places - tiling.offsets[chunk]
+            inside = ((inner >= 0) & (inner < tiling.sizes[chunk])).all(axis=1)
+            if not inside.any():
+                continue
+            flat = np.ravel_multi_index(tuple(inner[inside].T), tuple(tiling.sizes[chunk].tolist()))
+            numbers = _of_chunk(self.folder, self.ckpt, tensor, chunk, np.asarray(flat, np.int64))
+            if numbers is None:
+                return None
+            found[inside] = numbers
+            left &= ~inside
+        return None if left.any() else found
 
 
 def _of_chunk(folder: Folder, ckpt: Checkpoint, tensor: Tensor, chunk: int, at: IntArray) -> Floats | None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from ckptlint.model import Pair
+from ckptlint.model import Follow, Pair
 from ckptlint.vocabulary.dtypes import ENCODINGS
 
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 
+_LEAST = 16  # numbers: of fewer the low bits may be zero by chance
 _LEAST_MOMENT = 1e-12  # a first moment that no underflow of its square explains
 
 
@@ -49,6 +50,73 @@ def odd_elements(pair: Pair, first: Floats, second: Floats, dtypes: tuple[str, s
             is_odd &= second >= 0
         ratio = there[is_odd] / allowed[is_odd]
     return is_odd, float(ratio.max(initial=0.0))
+
+
+def changed(
+    follow: Follow,
+    now: Floats,
+    was: Floats,
+    second_now: Floats | None,
+    second_was: Floats | None,
+    dtypes: tuple[str, str],
+) -> tuple[float, ...]:
+    """The columns of a `ChangeTable` after `chunk`, of elements [k] at the same places of two steps.
+
+    Args:
+        second_now, second_was: of the second moment beside a first one.
+        dtypes: of the tensor, and of that second moment.
+    """
+    with np.errstate(all="ignore"):
+        apart, is_odd, ratio = now - was, np.zeros(len(now), bool), np.zeros(len(now))
+        if follow.kind == "weight":
+            room = follow.updates * rounding(dtypes[0]) * np.maximum(np.abs(now), np.abs(was))
+            allowed = 1.05 * follow.reach + follow.decay * np.abs(was) + room
+            ratio = np.abs(apart) / allowed
+        elif follow.betas is not None and follow.updates:
+            ratio = _moved(follow, now, was, second_now, second_was, dtypes)
+        is_odd = (ratio > 1) & np.isfinite(now) & np.isfinite(was)
+        squares = [np.float64(np.dot(one, two)) for one, two in ((now, now), (was, was), (now, was), (apart, apart))]
+        count = max(len(now), 1)
+        cosine = squares[2] / np.sqrt(squares[0] * squares[1])
+        change = np.sqrt(squares[3] / squares[1])
+        worst = float(ratio[is_odd].max(initial=0.0))
+    rms = [float(np.sqrt(square / count)) for square in squares[:2]]
+    shorts = [_is_short(numbers) for numbers in (now, was)]
+    same = int(np.count_nonzero(apart == 0))
+    return (len(now), same, *rms, float(cosine), float(change), int(is_odd.sum()), worst, *shorts)
+
+
+def _moved(
+    follow: Follow,
+    now: Floats,
+    was: Floats,
+    second_now: Floats | None,
+    second_was: Floats | None,
+    dtypes: tuple[str, str],
+) -> Floats:
+    """float64 [k], how far each moment is beyond what n updates leave of it: above 1 no gradients lead there.
+
+    v keeps b2^n of what it was, and only grows from there. What m gained, m - b1^n * m_was, comes of the same gradients
+    as what v gained, so its square is at most C * (v - b2^n * v_was).
+    """
+    assert follow.betas is not None
+    b1, b2 = (beta**follow.updates for beta in follow.betas)
+    slack = follow.updates * rounding(dtypes[0])
+    if follow.kind == "second":
+        least = b2 * (1 - min(slack, 1.0)) * was - follow.updates * _smallest(dtypes[0])
+        return np.where(least > 0, least / np.maximum(now, 1e-300), 0.0)
+    if second_now is None or second_was is None:
+        return np.zeros(len(now))
+    gained = second_now - b2 * (1 - min(follow.updates * rounding(dtypes[1]), 1.0)) * second_was
+    allowed = np.sqrt(_most_square(np.maximum(gained, 0.0), follow.betas, dtypes)) + slack * np.abs(was)
+    return np.abs(now - b1 * was) / allowed
+
+
+def _is_short(numbers: Floats) -> bool:
+    """Whether no number uses more bits than bfloat16 has, and there are several."""
+    words = numbers.astype(np.float32).view(np.uint32)
+    is_short = len(words) >= _LEAST and bool((words & np.uint32(0xFFFF) == 0).all())
+    return is_short and bool((words != words[0]).any())
 
 
 def rounding(dtype: str) -> float:
