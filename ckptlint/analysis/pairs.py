@@ -91,6 +91,15 @@ def breaking(ckpt: Checkpoint, law: PairLaw) -> IntArray:
     return np.asarray(rows[is_odd & is_lone])
 
 
+def breaking_share(ckpt: Checkpoint, law: PairLaw) -> float:
+    """Share of the chunks of this step alone that break a law; 0 where none were compared."""
+    pairs = ckpt.pairs
+    if pairs is None or not len(pairs.rows):
+        return 0.0
+    rows = np.flatnonzero(np.array([pair.law == law for pair in pairs.pairs], bool)[pairs.pair])
+    return float((pairs.odd[rows] > _OFTEN * pairs.drawn[rows]).mean()) if len(rows) else 0.0
+
+
 def _of_few(is_odd: BoolArray, axes: IntArray) -> BoolArray:
     """Whether few chunks of tensors with as many axes are odd."""
     few = np.zeros(len(is_odd), bool)

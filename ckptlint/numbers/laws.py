@@ -12,6 +12,7 @@ Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 
 _LEAST = 16  # numbers: of fewer the low bits may be zero by chance
+_IDLE = 64  # updates in which a parameter may not have taken part
 _LEAST_MOMENT = 1e-12  # a first moment that no underflow of its square explains
 
 
@@ -67,7 +68,7 @@ def changed(
         dtypes: of the tensor, and of that second moment.
     """
     with np.errstate(all="ignore"):
-        apart, is_odd, ratio = now - was, np.zeros(len(now), bool), np.zeros(len(now))
+        apart, ratio = now - was, np.zeros(len(now))
         if follow.kind == "weight":
             room = follow.updates * rounding(dtypes[0]) * np.maximum(np.abs(now), np.abs(was))
             allowed = 1.05 * follow.reach + follow.decay * np.abs(was) + room
@@ -97,19 +98,43 @@ def _moved(
     """float64 [k], how far each moment is beyond what n updates leave of it: above 1 no gradients lead there.
 
     v keeps b2^n of what it was, and only grows from there. What m gained, m - b1^n * m_was, comes of the same gradients
-    as what v gained, so its square is at most C * (v - b2^n * v_was).
+    as what v gained, so its square is at most C * (v - b2^n * v_was). Some parameters take part in fewer updates, such
+    as experts that no token reached: the number that leaves the fewest elements beyond it counts.
     """
     assert follow.betas is not None
-    b1, b2 = (beta**follow.updates for beta in follow.betas)
-    slack = follow.updates * rounding(dtypes[0])
+    steps = follow.updates
     if follow.kind == "second":
-        least = b2 * (1 - min(slack, 1.0)) * was - follow.updates * _smallest(dtypes[0])
+        least = follow.betas[1] ** steps * (1 - min(steps * rounding(dtypes[0]), 1.0)) * was - steps * _smallest(
+            dtypes[0]
+        )
         return np.where(least > 0, least / np.maximum(now, 1e-300), 0.0)
     if second_now is None or second_was is None:
         return np.zeros(len(now))
-    gained = second_now - b2 * (1 - min(follow.updates * rounding(dtypes[1]), 1.0)) * second_was
-    allowed = np.sqrt(_most_square(np.maximum(gained, 0.0), follow.betas, dtypes)) + slack * np.abs(was)
-    return np.abs(now - b1 * was) / allowed
+    best: Floats | None = None
+    for taken in range(steps, max(steps - _IDLE, -1), -1):
+        ratio = _gained(follow.betas, taken, (now, was), (second_now, second_was), dtypes)
+        if best is None or np.count_nonzero(ratio > 1) < np.count_nonzero(best > 1):
+            best = ratio
+        if not np.count_nonzero(best > 1):
+            break
+    assert best is not None
+    return best
+
+
+def _gained(
+    betas: tuple[float, float],
+    steps: int,
+    first: tuple[Floats, Floats],
+    second: tuple[Floats, Floats],
+    dtypes: tuple[str, str],
+) -> Floats:
+    """float64 [k], the ratio of `_moved` for a first moment, if its parameter took part in so many updates."""
+    (now, was), (second_now, second_was) = first, second
+    b1, b2 = (beta**steps for beta in betas)
+    gained = second_now - b2 * (1 - min(steps * rounding(dtypes[1]), 1.0)) * second_was
+    allowed = np.sqrt(_most_square(np.maximum(gained, 0.0), betas, dtypes)) + steps * rounding(dtypes[0]) * np.abs(was)
+    is_still = (now == was) & (second_now == second_was)
+    return np.where(is_still, 0.0, np.abs(now - b1 * was) / allowed)
 
 
 def _is_short(numbers: Floats) -> bool:

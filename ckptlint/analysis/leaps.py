@@ -1,0 +1,82 @@
+"""Chunks that cannot have become what they are from the step before, and who has them in common."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ckptlint.model import ChangeTable, Checkpoint, Tensor
+from ckptlint.model.text import plural
+from ckptlint.model.tiling import BoolArray, IntArray
+from ckptlint.numbers.chunks import ranks_by_file
+from ckptlint.rule import Location
+
+_FEW = 0.25  # share of chunks up to which they are odd among others, not changed on purpose
+
+
+class Leap(NamedTuple):
+    """Chunks with one fault.
+
+    Attributes:
+        title: whose they are: `rank 2`, a key, or `12 of 160 chunks`.
+        rows: int64 [k], rows of `Checkpoint.changes`.
+        rank: the rank, -1 for several.
+    """
+
+    title: str
+    rows: IntArray
+    rank: int
+
+
+def kinds_of(table: ChangeTable, *kinds: str) -> BoolArray:
+    """bool [n], whether a row is of a tensor of these kinds."""
+    are = np.array([follow.kind in kinds for follow in table.follows], bool)
+    return np.asarray(are[table.follow])
+
+
+def ranks_of(ckpt: Checkpoint, table: ChangeTable) -> IntArray:
+    """int64 [n], the rank that saved each row's chunk, -1 where nothing says so."""
+    ranks = ranks_by_file(ckpt)
+    pairs = zip(table.follow.tolist(), table.chunk.tolist(), strict=True)
+    records = [int(tensor_of(ckpt, table, follow).chunks.record[chunk]) for follow, chunk in pairs]
+    return ranks[ckpt.records.file[np.array(records, np.int64)]] if records else np.zeros(0, np.int64)
+
+
+def tensor_of(ckpt: Checkpoint, table: ChangeTable, follow: int) -> Tensor:
+    """The tensor of a row of `ChangeTable.follows`."""
+    return ckpt.tensors[table.follows[follow].key]
+
+
+def leap_of(ckpt: Checkpoint, table: ChangeTable, judged: BoolArray, is_odd: BoolArray) -> Leap | None:
+    """What the odd ones among the judged have in common; None where there are none."""
+    rows = np.flatnonzero(judged & is_odd)
+    if not len(rows):
+        return None
+    ranks = np.unique(ranks_of(ckpt, table)[rows])
+    keys = np.unique(table.follow[rows])
+    if len(ranks) == 1 and ranks[0] >= 0 and len(np.unique(ranks_of(ckpt, table)[judged])) > 1:
+        return Leap(f"rank {ranks[0]}", rows, int(ranks[0]))
+    if len(keys) == 1:
+        return Leap(tensor_of(ckpt, table, int(keys[0])).fqn, rows, -1)
+    return Leap(f"{len(rows):,} of {plural(int(judged.sum()), 'chunk')}", rows, -1)
+
+
+def are_few(ckpt: Checkpoint, table: ChangeTable, judged: BoolArray, is_odd: BoolArray) -> bool:
+    """Whether odd chunks are few among the judged, or those of one rank of several."""
+    leap = leap_of(ckpt, table, judged, is_odd)
+    return leap is not None and (leap.rank >= 0 or len(leap.rows) <= _FEW * judged.sum())
+
+
+def place_of(ckpt: Checkpoint, table: ChangeTable, leap: Leap) -> Location:
+    """Where the first chunk is."""
+    row = int(leap.rows[0])
+    tensor, chunk = tensor_of(ckpt, table, int(table.follow[row])), int(table.chunk[row])
+    ranks = (leap.rank,) if leap.rank >= 0 else ()
+    box = tensor.tiling.box(chunk)
+    return Location(tensor, region=box, rows=(chunk,), file=ckpt.chunk_file(tensor, chunk), ranks=ranks)
+
+
+def keys_of(table: ChangeTable, leap: Leap) -> tuple[str, ...]:
+    """The keys that have such chunks, in order."""
+    return tuple(table.follows[follow].key for follow in np.unique(table.follow[leap.rows]).tolist())

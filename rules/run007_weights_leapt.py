@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from ckptlint.analysis.leaps import Leap, are_few, keys_of, kinds_of, leap_of, place_of, tensor_of
+from ckptlint.analysis.pairs import breaking_share
+from ckptlint.analysis.step_change import older_name
+from ckptlint.depth import Depth
+from ckptlint.model import ChangeTable, Checkpoint
+from ckptlint.model.text import plural
+from ckptlint.model.tiling import BoolArray
+from ckptlint.rule import Confidence, Finding, NotApplicable, Severity, require, rule
+
+_ALIKE, _OTHER = 0.9, 0.5  # cosines with the step before: of weights that were trained on, and of other ones
+_SCALE = 2.0
+_LEAST = 64  # elements of a chunk whose angle counts
+
+
+@rule("RUN007", "weights-leapt", Severity.ERROR, depth=Depth.HEADERS, whole=True, needs=("step before",))
+def weights_leapt(ckpt: Checkpoint) -> Iterator[Finding]:
+    """Weights are not what training can have made of those of the step before.
+
+    What it checks:
+        Elements drawn from both steps: none moved further than n updates of Adam can, n * rate * max(1, sqrt C) plus
+        decay, with the highest rate of both steps and C of the betas (OPT011). Where more than a quarter of the chunks
+        did, of several ranks, other optimizers and rates explain it: then chunks count that point elsewhere (cosine
+        below 0.5) or are twice or half as large. Without a rate and betas, matrices count that point elsewhere while
+        nine of ten others hardly turned: a warning.
+    Why it matters:
+        These weights are not of this run's training: the model computes something else there.
+    Usual causes:
+        A rank saved its part of another step or run; experts, layers or ranks were exchanged; a tensor was transposed,
+        scaled, initialised anew; a bit flipped.
+    How to fix:
+        Take the part from the step before, or resume there.
+    See:
+        torch.optim.Adam
+    """
+    table = ckpt.changes
+    if table is None:
+        raise NotApplicable("the elements of the step before were not read")
+    weights = kinds_of(table, "weight") & (table.now > 0) & (table.was > 0)
+    if not weights.any():
+        return
+    with np.errstate(invalid="ignore", divide="ignore"):
+        scale = table.now / table.was
+    is_elsewhere = (table.cosine < _OTHER) | (scale > _SCALE) | (scale < 1 / _SCALE)
+    reach = np.array([follow.reach for follow in table.follows])[table.follow]
+    bounded = weights & np.isfinite(reach)
+    is_far = bounded & (table.odd > 0)
+    if is_far.any() and not are_few(ckpt, table, bounded, is_far):
+        is_far &= is_elsewhere & (breaking_share(ckpt, "moments") < _OTHER)
+    if (leap := leap_of(ckpt, table, bounded, is_far)) is not None:
+        yield _finding(ckpt, table, leap, "certain")
+    turned = weights & ~np.isfinite(reach) & (table.drawn >= _LEAST) & _are_matrices(ckpt, table)
+    if turned.any() and float(np.nanmedian(table.cosine[turned])) >= _ALIKE:
+        is_other = turned & (table.cosine < _OTHER)
+        if are_few(ckpt, table, turned, is_other):
+            yield _finding(ckpt, table, require(leap_of(ckpt, table, turned, is_other)), "likely")
+
+
+def _are_matrices(ckpt: Checkpoint, table: ChangeTable) -> BoolArray:
+    follows = range(len(table.follows))
+    axes = np.array([len(tensor_of(ckpt, table, i).global_shape) for i in follows], np.int64)
+    return np.asarray(axes[table.follow] > 1)
+
+
+def _finding(ckpt: Checkpoint, table: ChangeTable, leap: Leap, confidence: Confidence) -> Finding:
+    row = int(leap.rows[0])
+    follow = table.follows[int(table.follow[row])]
+    older = older_name(ckpt)
+    cosine, scale = float(table.cosine[row]), float(table.now[row] / table.was[row])
+    moved = f"{int(table.odd[row]):,} of {int(table.drawn[row]):,} elements"
+    if confidence == "certain":
+        beyond = (
+            f"up to {float(table.worst[leap.rows].max()):.3g} times as far as {plural(follow.updates, 'update')} can"
+        )
+        what = f"the weights of {leap.title} moved {beyond} since {older}"
+    else:
+        what = f"the weights of {leap.title} do not continue {older}, unlike the others"
+    return Finding(
+        what,
+        at=place_of(ckpt, table, leap),
+        identity=(leap.title,),
+        keys=keys_of(table, leap),
+        confidence=confidence,
+        notes=(("first", f"{moved} there, cosine {cosine:.2f} with the step before, {scale:.3g} times its size"),),
+        hint=f"compare with `ckptlint diff --values`; take these weights from {older}, or resume there",
+        inferred_from="" if confidence == "certain" else "the other weights, which hardly turned",
+    )
