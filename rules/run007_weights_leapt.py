@@ -18,7 +18,15 @@ _SCALE = 2.0
 _LEAST = 64  # elements of a chunk whose angle counts
 
 
-@rule("RUN007", "weights-leapt", Severity.ERROR, depth=Depth.HEADERS, whole=True, needs=("step before",))
+@rule(
+    "RUN007",
+    "weights-leapt",
+    Severity.ERROR,
+    depth=Depth.HEADERS,
+    whole=True,
+    needs=("step before",),
+    yields_to=("PAY020",),
+)
 def weights_leapt(ckpt: Checkpoint) -> Iterator[Finding]:
     """Weights are not what training can have made of those of the step before.
 
@@ -74,9 +82,8 @@ def _finding(ckpt: Checkpoint, table: ChangeTable, leap: Leap, confidence: Confi
     cosine, scale = float(table.cosine[row]), float(table.now[row] / table.was[row])
     moved = f"{int(table.odd[row]):,} of {int(table.drawn[row]):,} elements"
     if confidence == "certain":
-        beyond = (
-            f"up to {float(table.worst[leap.rows].max()):.3g} times as far as {plural(follow.updates, 'update')} can"
-        )
+        worst = float(table.worst[leap.rows].max())
+        beyond = f"up to {worst:.3g} times as far as {plural(follow.updates, 'update')} can"
         what = f"the weights of {leap.title} moved {beyond} since {older}"
     else:
         what = f"the weights of {leap.title} do not continue {older}, unlike the others"
@@ -84,7 +91,7 @@ def _finding(ckpt: Checkpoint, table: ChangeTable, leap: Leap, confidence: Confi
         what,
         at=place_of(ckpt, table, leap),
         identity=(leap.title,),
-        keys=keys_of(table, leap),
+        keys=keys_of(table, leap.rows),
         confidence=confidence,
         notes=(("first", f"{moved} there, cosine {cosine:.2f} with the step before, {scale:.3g} times its size"),),
         hint=f"compare with `ckptlint diff --values`; take these weights from {older}, or resume there",

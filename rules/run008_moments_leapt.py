@@ -54,7 +54,7 @@ def moments_leapt(ckpt: Checkpoint) -> Iterator[Finding]:
         f"the moments of {leap.title} cannot come from those of {older} by {between}{zeros}",
         at=place_of(ckpt, table, leap),
         identity=(leap.title,),
-        keys=keys_of(table, leap),
+        keys=keys_of(table, leap.rows),
         notes=(
             (
                 "first",

@@ -78,6 +78,6 @@ def _finding(ckpt: Checkpoint, table: ChangeTable, leap: Leap, what: str) -> Fin
         f"{what}, in {plural(len(leap.rows), 'chunk')}; the rest changed",
         at=place_of(ckpt, table, leap),
         identity=(leap.title, what),
-        keys=keys_of(table, leap),
+        keys=keys_of(table, leap.rows),
         hint=f"resume from {older}, and find out what the save copies and when",
     )

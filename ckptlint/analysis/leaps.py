@@ -11,6 +11,7 @@ from ckptlint.model.text import plural
 from ckptlint.model.tiling import BoolArray, IntArray
 from ckptlint.numbers.chunks import ranks_by_file
 from ckptlint.rule import Location
+from ckptlint.vocabulary.keys import parse
 
 _FEW = 0.25  # share of chunks up to which they are odd among others, not changed on purpose
 
@@ -19,7 +20,7 @@ class Leap(NamedTuple):
     """Chunks with one fault.
 
     Attributes:
-        title: whose they are: `rank 2`, a key, or `12 of 160 chunks`.
+        title: whose they are: a key, `rank 2`, or `12 of 160 tensors of layer 3`.
         rows: int64 [k], rows of `Checkpoint.changes`.
         rank: the rank, -1 for several.
     """
@@ -53,19 +54,21 @@ def leap_of(ckpt: Checkpoint, table: ChangeTable, judged: BoolArray, is_odd: Boo
     rows = np.flatnonzero(judged & is_odd)
     if not len(rows):
         return None
-    ranks = np.unique(ranks_of(ckpt, table)[rows])
-    keys = np.unique(table.follow[rows])
-    if len(ranks) == 1 and ranks[0] >= 0 and len(np.unique(ranks_of(ckpt, table)[judged])) > 1:
-        return Leap(f"rank {ranks[0]}", rows, int(ranks[0]))
+    rank = ranks_of(ckpt, table)
+    ranks, keys = np.unique(rank[rows]), keys_of(table, rows)
     if len(keys) == 1:
-        return Leap(tensor_of(ckpt, table, int(keys[0])).fqn, rows, -1)
-    return Leap(f"{len(rows):,} of {plural(int(judged.sum()), 'chunk')}", rows, -1)
+        return Leap(keys[0], rows, int(ranks[0]) if len(ranks) == 1 else -1)
+    if len(ranks) == 1 and ranks[0] >= 0 and len(np.unique(rank[judged])) > 1:
+        return Leap(f"rank {ranks[0]}", rows, int(ranks[0]))
+    layers = {parse(key).layer for key in keys}
+    of_layer = f" of layer {layers.pop()}" if len(layers) == 1 and None not in layers else ""
+    return Leap(f"{len(keys):,} of {plural(len(keys_of(table, np.flatnonzero(judged))), 'tensor')}{of_layer}", rows, -1)
 
 
 def are_few(ckpt: Checkpoint, table: ChangeTable, judged: BoolArray, is_odd: BoolArray) -> bool:
     """Whether odd chunks are few among the judged, or those of one rank of several."""
     leap = leap_of(ckpt, table, judged, is_odd)
-    return leap is not None and (leap.rank >= 0 or len(leap.rows) <= _FEW * judged.sum())
+    return leap is not None and (leap.title.startswith("rank ") or len(leap.rows) <= _FEW * judged.sum())
 
 
 def place_of(ckpt: Checkpoint, table: ChangeTable, leap: Leap) -> Location:
@@ -77,6 +80,6 @@ def place_of(ckpt: Checkpoint, table: ChangeTable, leap: Leap) -> Location:
     return Location(tensor, region=box, rows=(chunk,), file=ckpt.chunk_file(tensor, chunk), ranks=ranks)
 
 
-def keys_of(table: ChangeTable, leap: Leap) -> tuple[str, ...]:
-    """The keys that have such chunks, in order."""
-    return tuple(table.follows[follow].key for follow in np.unique(table.follow[leap.rows]).tolist())
+def keys_of(table: ChangeTable, rows: IntArray) -> tuple[str, ...]:
+    """The keys of these rows, in order."""
+    return tuple(table.follows[follow].key for follow in np.unique(table.follow[rows]).tolist())

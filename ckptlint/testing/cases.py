@@ -18,7 +18,7 @@ from ckptlint.depth import Depth
 from ckptlint.lint.engine import run_rules
 from ckptlint.lint.fixture_cases import case_tables
 from ckptlint.lint.ignores import KeyIgnore, set_aside
-from ckptlint.lint.reading import read_records
+from ckptlint.lint.reading import read_records, with_changes
 from ckptlint.lint.registry import load_rules
 from ckptlint.lint.report import CheckpointReport
 from ckptlint.lint.selection import ignorable
@@ -162,6 +162,8 @@ def open_case(case: Case, folder: Path, depth: Depth = Depth.FILES) -> Checkpoin
     if "before" in case.table:
         older = write_checkpoint(case.table["before"], folder)
         ckpt = replace(ckpt, before=load_folder(older, depth))
+        if depth.opens_records:
+            ckpt = with_changes(LocalFolder(written), ckpt, LocalFolder(older), default_reading(depth))
     return ckpt
 
 
