@@ -20,6 +20,7 @@ from ckptlint.loaders.run.steps import (
     checkpoints_in,
     components,
     is_dcp_file,
+    newest_first,
     not_followed,
     numbered_steps,
     numberless,
@@ -319,7 +320,7 @@ def _with_lost_steps(folder: Folder) -> dict[str, int]:
     steps = numbered_steps(folder)
     links = {name: step_number(name) for name in folder.entries.strange if folder.lost_link(name)}
     lost = {name: number for name, number in links.items() if number is not None}
-    return dict(sorted((steps | lost).items(), key=lambda item: -item[1])) if lost else steps
+    return newest_first(steps | lost) if lost else steps
 
 
 def _newest_of_series(run: Folder, steps: Collection[str]) -> Folder:

@@ -53,6 +53,32 @@ def test_a_step_with_an_optimizer_and_no_model(tmp_path: Path) -> None:
     assert answers(tmp_path) == (["COM001"], None, None)
 
 
+def verdicts(runs: Path) -> dict[str, dict[str, str]]:
+    """View -> step -> its verdict there."""
+    table = json.loads(run(runs, "--all-steps", "--format", "json").stdout)["steps"]
+    lines = run("watch", "--once", "--interval", 0, "--jsonl", runs).stdout.splitlines()
+    rows = {"--all-steps": table, "watch": [*map(json.loads, lines)]}
+    rows |= {"latest": ckptlint.latest(runs).rows(), "deletable": ckptlint.deletable(runs, 1).rows()}
+    return {view: {Path(row["path"]).name: row["verdict"] for row in of_view} for view, of_view in rows.items()}
+
+
+def test_a_newest_step_that_lost_a_part_is_nowhere_the_answer(tmp_path: Path) -> None:
+    older, step = save(tmp_path, 5), save(tmp_path, 10)
+    assert {tuple(view.values()) for view in verdicts(tmp_path).values()} <= {("passes",), ("passes", "passes")}
+    shutil.rmtree(step / "policy" / "optimizer")
+    assert answers(tmp_path) == ([], str(older), str(older))
+    for view, of_view in verdicts(tmp_path).items():
+        assert of_view == {"step_10": "lacks parts", "step_5": "passes"}, view
+    shutil.rmtree(older / "policy" / "optimizer")  # a run that saves no optimizer lacks none
+    assert answers(tmp_path) == ([], str(step), str(step))
+
+
+def test_of_two_steps_with_one_number_each_view_takes_the_same(tmp_path: Path) -> None:
+    for name in ("epoch=0-step=10.ckpt", "last.ckpt"):
+        shutil.copy(REAL / "frameworks/lightning/last.ckpt", tmp_path / name)
+    assert answers(tmp_path)[1:] == (str(tmp_path / "last.ckpt"), str(tmp_path / "last.ckpt"))
+
+
 @pytest.mark.parametrize(
     "place",
     [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from math import isclose
 from operator import itemgetter
@@ -132,7 +132,17 @@ def numbered_steps(folder: Folder) -> dict[str, int]:
     numbers = {name: number for name in names if (number := step_number(name)) is not None} or _unlisted(folder)
     newest = max(numbers.values(), default=0)
     numbers |= dict.fromkeys(filter(is_newest, files), newest)
-    return dict(sorted(numbers.items(), key=lambda item: (item[1], is_newest(item[0]), item[0]), reverse=True))
+    return newest_first(numbers)
+
+
+def newest_first(steps: Mapping[str, int]) -> dict[str, int]:
+    """Name -> number of steps in their order; of two with one number the one that sorts later is the newer."""
+    return dict(sorted(steps.items(), key=lambda item: newness(item[1], item[0]), reverse=True))
+
+
+def newness(number: int, name: str) -> tuple[int, bool, str]:
+    """What orders the steps of a run, the oldest first."""
+    return number, is_newest(name), name
 
 
 def _unlisted(folder: Folder) -> dict[str, int]:
