@@ -96,7 +96,7 @@ def with_other_values(data: bytes, number: int) -> bytes:
         at = found.start()
         size, named = struct.unpack_from("<I", data, at + 24)[0], struct.unpack_from("<H", data, at + 28)[0]
         name = data[at + 46 : at + 46 + named]
-        header = data.rfind(b"PK\3\4", 0, data.rfind(name, 0, at)) if size >= 256 and name.endswith(b"/data/0") else -1
+        header = data.rfind(b"PK\3\4", 0, data.rfind(name, 0, at)) if size >= 256 and b"/data/" in name else -1
         if header >= 0:
             start = header + 30 + sum(struct.unpack_from("<2H", data, header + 26))
             made[start : start + 2] = struct.pack("<H", (number * 257) % 2**15)

@@ -227,7 +227,12 @@ def judge_step(step: Step, path: str, judge: Judge) -> JudgedStep:
         outcome = replace(outcome, written=step.folder.newest)
         if step_state(step.folder) == "unfinished":
             outcome = replace(outcome, verdict="unfinished", code="COM001", size=_payload_bytes(path))
-            return replace(outcome, why=_unfinished(outcome.written))
+            why = step.run.lost_link(step.name) or _unfinished(outcome.written)
+            told = verdict_of(judge(path)) if step.folder.entries else outcome
+            if told.verdict == "fails":  # what is written last is there, and damaged
+                outcome = replace(outcome, verdict="fails", code=told.code)
+                why = told.why
+            return replace(outcome, why=why)
         report = judge(path)
     except NothingToCheckError:
         return replace(outcome, verdict="gone", why="somebody removed it during the check")
@@ -329,7 +334,9 @@ def _hidden(report: Report) -> str:
 
 def steps_in(report: Report) -> list[JudgedStep]:
     """The steps in a report, the newest first; [] where it has one step or none."""
-    parts: dict[tuple[str, int], list[CheckpointReport]] = {}
+    parts: dict[tuple[str, int], list[CheckpointReport]] = {
+        (path, number): [] for path, number, _ in report.unread_steps
+    }
     for part in report.checkpoints:
         if (step := step_around(part.checkpoint)) is not None:
             parts.setdefault(step, []).append(part)
@@ -337,9 +344,10 @@ def steps_in(report: Report) -> list[JudgedStep]:
         return []
     judged = []
     for (path, number), members in parts.items():
-        outcome = verdict_of(replace(report, checkpoints=members, not_found=(), unreadable=()))
+        unread = tuple(why for other, _, why in report.unread_steps if other == path)
+        outcome = verdict_of(replace(report, checkpoints=members, not_found=(), unreadable=unread))
         outcome = replace(outcome, path=path, name=path.rpartition("/")[2], number=number)
-        judged.append((outcome, all(map(_is_finished, members))))
+        judged.append((outcome, not unread and all(map(_is_finished, members))))
     judged.sort(key=lambda pair: newness(pair[0].number, pair[0].name), reverse=True)
     judged.sort(key=lambda pair: pair[0].path.rpartition("/")[0])
     return [_beside_before(step, judged[at + 1 :]) for at, (step, _) in enumerate(judged)]

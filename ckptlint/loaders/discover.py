@@ -20,7 +20,6 @@ from ckptlint.loaders.run.steps import (
     checkpoints_in,
     components,
     is_dcp_file,
-    newest_first,
     not_followed,
     numbered_steps,
     numberless,
@@ -120,21 +119,16 @@ class _Walk:
         parts = components(folder)
         if not levels or (parts and _is_kind(parts[0].folder, "unsupported")):
             return parts
-        numbered = _with_lost_steps(folder)
+        numbered = numbered_steps(folder)
         if parts:  # a model is what its folder means; the steps of the run that made it lie beside it
-            parts += self._beside(folder, list(numbered), "all" if steps == "all" else "none", levels)
-            notes: list[str] = []
             # payload of a DCP checkpoint may lie in folders that are named like steps
             is_model = _is_kind(parts[0].folder, "safetensors", "torch") and step_number(folder.name) is None
-            if steps == "newest" and not in_step and is_model:
-                saves = {
-                    name: number
-                    for name, number in numbered.items()
-                    if name in folder.folders() and not _is_at_any(folder, name, parts)
-                }
-                newest, notes = self._newest(folder, saves, steps, levels) if saves else ([], [])
-                parts += newest
-            notes += [] if in_step else _not_read(folder, numbered, parts)
+            is_run = is_model and not in_step and steps != "none"
+            parts += self._beside(folder, list(numbered), "all" if steps == "all" and not is_run else "none", levels)
+            if is_run:
+                saves = {name: n for name, n in numbered.items() if not _is_at_any(folder, name, parts)}
+                parts += self._newest(folder, saves, steps, levels)
+            notes = [] if in_step else _not_read(folder, numbered, parts)
             return [replace(parts[0], not_followed=(*parts[0].not_followed, *notes)), *parts[1:]]
         are_steps = len({*numbered, *(name for name in folder.folders() if name == "release")}) > in_step
         if are_steps and steps != "none" and (found := self._steps(folder, numbered, steps, levels, in_step)):
@@ -169,9 +163,9 @@ class _Walk:
         self, folder: Folder, numbers: dict[str, int], steps: WhichSteps, levels: int, in_step: bool
     ) -> list[CheckpointPlace]:
         """The checkpoints of the steps of a run: the newest of each series that is finished, or all."""
-        found, notes = self._newest(folder, numbers, steps, levels)
-        if not found and notes:
-            raise AccessError("; ".join(notes))
+        found = self._newest(folder, numbers, steps, levels)
+        if found and all(unit.refused for unit in found):
+            raise AccessError("; ".join(unit.refused for unit in found))
         if not found:
             return []
         if not in_step:
@@ -180,7 +174,7 @@ class _Walk:
             others = [name for name in _inner(folder) if name not in known and _UNIVERSAL not in name]
             others = [name for name in others if not (is_part(name) or holds_no_state(name) or folder.target(name))]
             found += self._below(folder, others, steps, levels, in_step)
-        notes += _not_read(folder, numbers, found) if steps == "newest" else []
+        notes = _not_read(folder, numbers, found) if steps == "newest" else []
         around = folder if in_step or step_number(folder.name) is not None else _newest_of_series(folder, numbers)
         found = _accounted(found, around)
         for name in folder.folders():
@@ -191,36 +185,29 @@ class _Walk:
             *found[1:],
         ]
 
-    def _newest(
-        self, folder: Folder, numbers: dict[str, int], steps: WhichSteps, levels: int
-    ) -> tuple[list[CheckpointPlace], list[str]]:
-        """The checkpoints of the newest step of each series, or of all steps; and what was not read."""
+    def _newest(self, folder: Folder, numbers: dict[str, int], steps: WhichSteps, levels: int) -> list[CheckpointPlace]:
+        """The checkpoints of the newest step of each series, or of all steps."""
         alike: dict[str, list[str]] = defaultdict(list)
         for name in numbers:
             alike[re.sub("[-_]", "", numberless(name))].append(name)
         if "release" in folder.folders() and "release" not in numbers:  # older than all that have a number
             alike[next(iter(alike), "release")].append("release")
         found: list[CheckpointPlace] = []
-        notes: list[str] = []
         for names in alike.values():
-            units, said = self._series(folder, {name: numbers.get(name, 0) for name in names}, steps, levels)
-            found += units
-            notes += said
-        return found, notes
+            found += self._series(folder, {name: numbers.get(name, 0) for name in names}, steps, levels)
+        return found
 
-    def _series(
-        self, folder: Folder, numbers: dict[str, int], steps: WhichSteps, levels: int
-    ) -> tuple[list[CheckpointPlace], list[str]]:
-        """The checkpoints in steps that are named alike, the newest first, or in the newest; and what was not read."""
+    def _series(self, folder: Folder, numbers: dict[str, int], steps: WhichSteps, levels: int) -> list[CheckpointPlace]:
+        """The checkpoints in steps that are named alike, the newest first, or in the newest."""
         found: list[CheckpointPlace] = []
         unfinished: list[CheckpointPlace] = []
-        notes: list[str] = []
         gone = folder.entries.strange
         for name in numbers:
             step = folder.only(name) if folder.has(name) or name in gone else sub_folder(folder, name)
-            if step is None:
-                notes.append(not_followed(folder, name))
-                if steps == "newest":  # it is what the folder means, and an older one is no answer
+            if step is None:  # where it is the newest, it is what the folder means, and an older one is no answer
+                at = f"{folder.display.rstrip('/')}/{printable(name)}", numbers[name]
+                found.append(CheckpointPlace(folder.only(name), step=at, refused=not_followed(folder, name)))
+                if steps == "newest":
                     break
                 continue
             inside = self._at(folder, name, step, steps, levels)
@@ -232,9 +219,9 @@ class _Walk:
             if found and steps == "newest":
                 break
         if not found and all(unit.folder.entries for unit in unfinished):
-            return [], notes
+            return []
         # a newer step without a checkpoint in it is no reason to pass an older one
-        return found + unfinished if steps == "all" else unfinished[:1] or found, notes
+        return found + unfinished if steps == "all" else unfinished[:1] or found
 
     def _below(
         self, folder: Folder, names: Iterable[str], steps: WhichSteps, levels: int, in_step: bool
@@ -279,7 +266,7 @@ def _inner(folder: Folder) -> list[str]:
 def _accounted(found: list[CheckpointPlace], folder: Folder) -> list[CheckpointPlace]:
     """The same checkpoints; the files of the folder around them are reported with the first that a job resumes from."""
     exports = ("safetensors", "torch", "file", "incomplete", "lost", "unsupported")
-    first = next((n for n, unit in enumerate(found) if not _is_kind(unit.folder, *exports)), 0)
+    first = next((n for n, unit in enumerate(found) if not (unit.refused or _is_kind(unit.folder, *exports))), 0)
     return [
         replace(unit, reports_for=(*unit.reports_for, folder)) if number == first else unit
         for number, unit in enumerate(found)
@@ -313,14 +300,6 @@ def _linked_step(folder: Folder) -> Folder:
         if folder.parent is not None and step_number(folder.name) is None and step_number(name) is not None:
             return folder.parent.sub(name)
     return folder
-
-
-def _with_lost_steps(folder: Folder) -> dict[str, int]:
-    """The steps in a folder, the newest first, with those that are links which lead nowhere."""
-    steps = numbered_steps(folder)
-    links = {name: step_number(name) for name in folder.entries.strange if folder.lost_link(name)}
-    lost = {name: number for name, number in links.items() if number is not None}
-    return newest_first(steps | lost) if lost else steps
 
 
 def _newest_of_series(run: Folder, steps: Collection[str]) -> Folder:

@@ -173,8 +173,13 @@ def step_lines(steps: Sequence[JudgedStep]) -> list[str]:
     """For each run a sentence with its newest step that passes; a path stands last, so that a reader finds it."""
     lines = []
     for run, step in newest_passing(steps).items():
+        of_run = [one for one in steps if one.path.rpartition("/")[0] == run]
+        newer = of_run if step is None else of_run[: of_run.index(step)]
+        doubt = next((one.name for one in newer if one.verdict == "not judged"), "")
         if step is None:
-            lines.append(f"No step of {run} passes.")
+            lines.append(f"No step of {run} passes{f', and {doubt} could not be judged' if doubt else ''}.")
+        elif doubt:
+            lines.append(f"{step.name} passes, but {doubt} may be a newer good step: no answer.")
         else:
             lines += [f"{step.name}: warning {sentence}" for sentence in step.warnings]
             lines.append(f"The newest step that passes: {step.path}")
