@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import PurePath
 from typing import Literal
 
@@ -17,6 +18,7 @@ from ckptlint.loaders.rank_files.megatron_keys import is_rank_folder, legacy_fil
 from ckptlint.loaders.readers.safetensors import groups
 from ckptlint.loaders.run.siblings import series
 from ckptlint.loaders.run.steps import (
+    alike_steps,
     checkpoints_in,
     components,
     is_dcp_file,
@@ -41,6 +43,7 @@ from ckptlint.vocabulary.frameworks import (
 _UNIVERSAL = "_universal"  # what deepspeed.checkpoint.ds_to_universal makes of a step, beside it
 _DEPTH = 6  # folders below the one that the user named: a run, its step, a role, its weights, their counter
 _MOST_FOLDERS = 4096  # that one walk lists
+_OTHERS = 4  # steps beside one that are asked whether they hold checkpoints
 _MOST_HEADS = 16  # files of a folder whose first bytes are looked at
 
 WhichSteps = Literal["newest", "all", "none"]
@@ -65,15 +68,20 @@ def find_checkpoints(folder: Folder, all_steps: bool) -> list[CheckpointPlace]:
         if folder.not_looked_at:
             hint = f"name the checkpoint folder itself, {folder.not_looked_at}"
             raise NothingToCheckError(f"no .metadata under {folder.display}: {hint}")
-        if payload := walk.payload(folder):
+        payload = walk.payload(folder)
+        if payload and _others_hold_checkpoints(folder):  # it lost its own
+            found = [CheckpointPlace.at(folder)]
+        elif payload:
             raise UnknownLayoutError(
                 f"{payload} holds weights or other state, and ckptlint does not know how these files belong together: "
                 "name one of them to read it alone"
             )
-        raise NothingToCheckError(
-            f"no checkpoint under {folder.display}: looked for .metadata, __N.metadata, *.distcp, *.safetensors, files "
-            "of torch.save, step folders (iter_*, step-*, step_*, global_step_*, checkpoint-*) and component folders"
-        )
+        else:
+            raise NothingToCheckError(
+                f"no checkpoint under {folder.display}: looked for .metadata, __N.metadata, *.distcp, *.safetensors, "
+                "files of torch.save, step folders (iter_*, step-*, step_*, global_step_*, checkpoint-*) and component "
+                "folders"
+            )
     if walk.passed:
         sentence = f"{plural(walk.passed, 'folder')} below {folder.display} lie too deep or are too many to look into"
         found[0] = replace(found[0], not_followed=(*found[0].not_followed, sentence))
@@ -82,6 +90,15 @@ def find_checkpoints(folder: Folder, all_steps: bool) -> list[CheckpointPlace]:
     number = None if folder.name.isdecimal() else step_number(folder.name)  # a number alone may be a year
     at = None if number is None else (folder.display, number)
     return [replace(part, claimed=places, around_claimed=around, step=part.step or at) for part in found]
+
+
+def _others_hold_checkpoints(step: Folder) -> bool:
+    """Whether a folder is a step, and one of the nearest others that are named alike holds a checkpoint."""
+    run = step.parent
+    if run is None or step.name.isdecimal() or step_number(step.name) is None:
+        return False
+    others = islice((other.folder for other in alike_steps(run, step.name) if other.name != step.name), _OTHERS)
+    return any(_Walk().units(other, "newest", _DEPTH) for other in others)
 
 
 def _around(places: Iterable[str]) -> set[str]:
@@ -124,7 +141,14 @@ class _Walk:
             # payload of a DCP checkpoint may lie in folders that are named like steps
             is_model = _is_kind(parts[0].folder, "safetensors", "torch") and step_number(folder.name) is None
             is_run = is_model and not in_step and steps != "none"
-            parts += self._beside(folder, list(numbered), "all" if steps == "all" and not is_run else "none", levels)
+            if is_run:  # the files of the steps are no files of the model
+                views = (
+                    place.without([name for name in numbered if place.has(name)], place.part)
+                    for place in parts[0].reports_for
+                )
+                parts[0] = replace(parts[0], reports_for=tuple(views))
+            apart = [] if is_run else [*numbered]
+            parts += self._beside(folder, [*numbered], apart, "all" if steps == "all" else "none", levels)
             if is_run:
                 saves = {name: n for name, n in numbered.items() if not _is_at_any(folder, name, parts)}
                 parts += self._newest(folder, saves, steps, levels)
@@ -141,15 +165,22 @@ class _Walk:
         is_log = levels < _DEPTH and holds_no_state(folder.name)
         return _accounted(found, folder) or ([] if is_log else checkpoints_in(folder))
 
-    def _beside(self, folder: Folder, numbered: list[str], steps: WhichSteps, levels: int) -> list[CheckpointPlace]:
-        """The checkpoints below one: parts of its step, other models, steps of its run where they are asked for."""
+    def _beside(
+        self, folder: Folder, numbered: list[str], parts: list[str], steps: WhichSteps, levels: int
+    ) -> list[CheckpointPlace]:
+        """The checkpoints below one: parts of its step, other models.
+
+        Args:
+            numbered: what is named like a step.
+            parts: those of them that may be parts of this one; all of them count where all steps are asked for.
+        """
         other = unsupported(folder)
         but = {*numbered, *([other.file] if other else [])}
         is_step = step_number(folder.name) is not None
         inner = [name for name in _inner(folder) if name not in but and not (is_step and holds_no_state(name))]
         inner = [name for name in inner if folder.inner_target(name) not in numbered]  # it is looked at as a step
         # DeepSpeed writes its part of a step into a folder that is named like a step
-        inner += [name for name in numbered if name in folder.folders() and (steps == "all" or _is_part(folder, name))]
+        inner += [name for name in parts if name in folder.folders() and (steps == "all" or _is_part(folder, name))]
         is_dcp = not groups(folder)  # the metadata may name payload in sub-folders: these are no saves of their own
         found = self._below(folder, inner, steps, levels, in_step=True)
         hidden = ("incomplete", "file") if is_dcp else ("file",)  # a file of torch.save is one of the step's own

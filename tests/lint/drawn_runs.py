@@ -24,6 +24,8 @@ from safetensors.torch import load, save
 from simulated_runs import pickled
 from support import REAL
 
+from ckptlint.vocabulary.frameworks import step_number
+
 Files = dict[str, bytes]
 Label = Literal["whole", "broken", "lesser", "unsure"]
 """`lesser`: it lost a part, which older steps may show; `unsure`: what ckptlint can know of it is left open."""
@@ -293,7 +295,13 @@ def _links(made: DrawnRun, dice: Random, _number: int) -> None:
 
 def _newest_link(made: DrawnRun, dice: Random, number: int) -> None:
     """The newest step is a link to another disk: to a whole step, to nothing, or to a folder of something else."""
-    name, way = made.layout.name.format(number + 10), dice.choice(["disk", "dangling", "elsewhere"])
+    is_file = "" in made.layout.files(number)
+    name, way = (
+        made.layout.name.format(number + 10),
+        dice.choice(["disk", "dangling", *(["elsewhere"] * (not is_file))]),
+    )
+    if step_number(name) is None:  # its number is known from a file alone
+        way = "disk"
     other = made.folder.parent / f"{made.folder.name}-{way}"
     other.mkdir()
     if way == "disk":
