@@ -214,6 +214,7 @@ def run(request: Request, source: Opener | None = None) -> Report:
         tuple(not_found),
         tuple(unreadable),
         tuple(unread_steps),
+        request.lenient,
         time.perf_counter() - started,
         solved,
         shown(request.settings),

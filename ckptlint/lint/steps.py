@@ -285,11 +285,11 @@ def verdict_of(report: Report) -> JudgedStep:
     ]
     report = replace(report, checkpoints=[part for part in report.checkpoints if part not in spare])
     checkpoints, leads = [part.checkpoint for part in report.checkpoints], _leads(report.checkpoints)
-    odd = [lead for lead in leads if lead.severity == Severity.WARNING and not report.is_failing(lead)]
+    failing = sorted((lead for lead in leads if _fails(report, lead)), key=lambda lead: -lead.severity)
+    odd = [lead for lead in leads if lead.severity == Severity.WARNING and lead not in failing]
     sentences = (*(f"{lead.code} {lead.title}" for lead in odd), *of_exports)
     outcome = replace(outcome, warnings=sentences, hidden=_hidden(report))
     doubts = [p.message for ckpt in checkpoints if not ckpt.readable for p in ckpt.problems_of(*_DOUBTFUL)]
-    failing = sorted(filter(report.is_failing, leads), key=lambda lead: -lead.severity)
     is_wrong = bool(failing) and failing[0].severity == Severity.ERROR
     torn = [lead for lead in leads if lead.code == "COM001" and lead.severity > Severity.INFO]
     if torn and (torn[0].severity == Severity.ERROR or not (is_wrong or doubts)):
@@ -310,6 +310,11 @@ def verdict_of(report: Report) -> JudgedStep:
     if report.not_found or not checkpoints:
         return replace(outcome, verdict="unfinished", why=next(iter(report.not_found), "it holds no checkpoint"))
     return outcome
+
+
+def _fails(report: Report, lead: Diagnostic) -> bool:
+    """Whether a finding makes a step one not to trust: an error does, also where none fails the run."""
+    return report.is_failing(lead) or (lead.severity == Severity.ERROR and lead.rule.after != "rules")
 
 
 def _leads(parts: Iterable[CheckpointReport]) -> list[Diagnostic]:

@@ -125,6 +125,19 @@ def test_an_ignore_recommends_no_step(hole: Path, tmp_path: Path) -> None:
     assert (printed, chosen) == (str(hole / "step-10"), str(hole / "step-10"))
 
 
+def test_no_option_recommends_a_step_with_an_error_unsaid(hole: Path) -> None:
+    shutil.copytree(hole / "step-20", hole / "step-10", dirs_exist_ok=True)
+    alone = ["--select", "GEO"]
+    for option in (["--exit-zero"], ["--fail-on", "never"]):
+        assert answers(hole, *option)[1] is None, option
+    for option in (["--severity", "GEO004=info"], ["--ignore", "GEO004"]):
+        said = " ".join(run(hole, "--all-steps", *alone, *option).stdout.split())
+        assert f"The newest step that passes with --select and {option[0]}: {hole}/step-20" in said
+    assert run("latest", hole, *alone, "--severity", "GEO004=info").returncode == 1
+    assert "--select and --ignore left rules out" in run("latest", hole, *alone, "--ignore", "GEO004").stderr
+    assert "left rules out" not in run("latest", hole.parent / "run", "--before", 20).stderr
+
+
 def test_a_broken_export_inside_a_step_is_told_and_the_step_stays_usable(tmp_path: Path) -> None:
     older, step = save(tmp_path, 5), save(tmp_path, 10)
     export = step / "policy/weights/model/consolidated"
