@@ -96,7 +96,13 @@ def with_other_values(data: bytes, number: int) -> bytes:
         at = found.start()
         size, named = struct.unpack_from("<I", data, at + 24)[0], struct.unpack_from("<H", data, at + 28)[0]
         name = data[at + 46 : at + 46 + named]
-        header = data.rfind(b"PK\3\4", 0, data.rfind(name, 0, at)) if size >= 256 and name.endswith(b"/data/0") else -1
+        header = at if size >= 256 and b"/data/" in name else -1
+        length = struct.pack("<H", named)
+        while header >= 0 and (data[header + 26 : header + 28], data[header + 30 : header + 30 + named]) != (
+            length,
+            name,
+        ):
+            header = data.rfind(b"PK\3\4", 0, header)
         if header >= 0:
             start = header + 30 + sum(struct.unpack_from("<2H", data, header + 26))
             made[start : start + 2] = struct.pack("<H", (number * 257) % 2**15)

@@ -41,7 +41,7 @@ def deletable(run_dir: str, keep: int, answer: str, **options: Any) -> None:
     from ckptlint.lint.retention import deletable as judged_run
     from ckptlint.lint.run import compared_with_before
     from ckptlint.model.text import JSON_ESCAPE, inert
-    from ckptlint.reporters.run import decision_table, retention_lines, unread_bytes
+    from ckptlint.reporters.run import decision_table, not_judged_by, retention_lines
 
     def judged(step: str) -> Report:
         return judge(request.only(step))
@@ -53,7 +53,7 @@ def deletable(run_dir: str, keep: int, answer: str, **options: Any) -> None:
     else:
         if found.decisions:
             click.echo(inert(decision_table(found)) + "\n", err=True)
-        say(*retention_lines(found), *(unread_bytes(request.depth) if found.paths else []))
+        say(*retention_lines(found), *(not_judged_by(request.depth) if found.paths else []))
         show_text("".join(f"{path}\n" for path in found.paths))
     sys.exit(found.exit_code)
 

@@ -54,7 +54,7 @@ def latest(run_dir: str, require: tuple[str, ...], before: int | None, answer: s
     from ckptlint.lint.run import compared_with_before
     from ckptlint.lint.steps import newest_good, runs_at
     from ckptlint.model.text import JSON_ESCAPE, inert, printable
-    from ckptlint.reporters.run import search_lines, unread_bytes
+    from ckptlint.reporters.run import not_judged_by, search_lines
 
     def judged(step: str) -> Report:
         return judge(request.only(step))
@@ -72,7 +72,7 @@ def latest(run_dir: str, require: tuple[str, ...], before: int | None, answer: s
     elif (found := searches[0].path) and not (found.isprintable() and inert(found) == found):
         raise AccessError(f"{printable(found)} passes, but its path is not plain text: use --format json")
     else:
-        say(*search_lines(searches[0]), *(unread_bytes(request.depth) if searches[0].path else []))
+        say(*search_lines(searches[0]), *(not_judged_by(request.depth, request.lenient) if searches[0].path else []))
         show_text(f"{searches[0].path}\n" if searches[0].path else "")
     sys.exit(_exit_code(searches))
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
+from itertools import dropwhile
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -29,9 +30,9 @@ from ckptlint.commands.shared import (
     write_file,
 )
 from ckptlint.errors import CkptlintError, ConfigError, NothingToCheckError
-from ckptlint.lint.steps import JudgedStep, judge_step
+from ckptlint.lint.steps import JudgedStep, judge_step, with_parts
 from ckptlint.loaders.events import Event, events, is_vanishing, steps_in_run
-from ckptlint.loaders.run.steps import Step, run_at
+from ckptlint.loaders.run.steps import Step, run_at, steps_of
 from ckptlint.model.text import JSON_ESCAPE, human_duration, inert, plural, printable
 from ckptlint.reporters import REPORTERS
 from ckptlint.reporters.json_report import step_object
@@ -39,6 +40,7 @@ from ckptlint.reporters.style import Style
 from ckptlint.storage.paths import is_url, shown
 
 if TYPE_CHECKING:
+    from ckptlint.depth import Depth
     from ckptlint.lint.report import Report
     from ckptlint.storage.folder import Folder
 
@@ -99,7 +101,7 @@ def watch(
             code, report, file = 4, None, Path(folder, f"{len(codes)}.json")
             if event.kind == "writing":
                 if jsonl:
-                    show_text(_line(event, step, None, _judged(open_run, event, step)) + "\n")
+                    show_text(_line(event, step, None, _judged(open_run, event, step, request.depth)) + "\n")
                 continue
             if event.kind != "unread":
                 try:
@@ -121,7 +123,7 @@ def watch(
                     code = 1  # whatever can be read of it
             codes.append(code)
             if jsonl:
-                show_text(_line(event, step, code, _judged(open_run, event, step, report)) + "\n")
+                show_text(_line(event, step, code, _judged(open_run, event, step, request.depth, report)) + "\n")
             if code and command and event.kind != "unread":
                 _execute(command, step, code, file)
     if not codes:
@@ -147,7 +149,9 @@ def _banner(run: Folder, name: str, interval: float, stale: float, once: bool) -
     return f"watching {name}: {there}; {often}; {patience}"
 
 
-def _judged(open_run: Callable[[], Folder], event: Event, path: str, report: Report | None = None) -> JudgedStep:
+def _judged(
+    open_run: Callable[[], Folder], event: Event, path: str, depth: Depth, report: Report | None = None
+) -> JudgedStep:
     """What became of a step, as `latest` says it; without a report it was not judged."""
 
     def made(_path: str) -> Report:
@@ -156,10 +160,13 @@ def _judged(open_run: Callable[[], Folder], event: Event, path: str, report: Rep
         return report
 
     try:
-        step = judge_step(Step(event.number or 0, open_run(), event.step), path, made)
+        run = open_run()
+        step = Step(event.number or 0, run, event.step)
+        older = [*dropwhile(lambda other: other.name != step.name, steps_of(run))][1:]
+        judged = with_parts(judge_step(step, path, made), step, (), older, depth)
     except CkptlintError as error:
         return JudgedStep(0, "", "", "not judged", why=str(error))
-    return replace(step, why=event.text) if event.text else step
+    return replace(judged, why=event.text) if event.text else judged
 
 
 def _line(event: Event, path: str, code: int | None, step: JudgedStep) -> str:

@@ -277,6 +277,9 @@ class Report(Shown):
         rules: the rules that were selected.
         not_found: for each path without a checkpoint, the sentence that says so.
         unreadable: reads that the operating system or network refused.
+        unread_steps: path and number of each step of which something was not found or read, and why; in the lists above
+            too.
+        lenient: the options that leave rules out or make errors less severe, by which a step may pass.
         seconds: the whole run.
         fixed_since_baseline: the findings of the baseline that no longer occur, as sentences.
         settings: the settings file that was used, "" without one.
@@ -289,6 +292,8 @@ class Report(Shown):
     fail_on: FailOn = "error"
     not_found: tuple[str, ...] = ()
     unreadable: tuple[str, ...] = ()
+    unread_steps: tuple[tuple[str, int, str], ...] = ()
+    lenient: tuple[str, ...] = ()
     seconds: float = 0.0
     fixed_since_baseline: tuple[str, ...] = ()
     settings: str = ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
@@ -13,7 +13,7 @@ from ckptlint.lint.ignores import KeyIgnore
 from ckptlint.lint.options import LOOSENING, percent, tokens
 from ckptlint.lint.report import FailOn
 from ckptlint.lint.settings_file import Settings, every_rule, key_ignores
-from ckptlint.rule import Rule
+from ckptlint.rule import Rule, Severity
 
 if TYPE_CHECKING:
     from ckptlint.payload.reading import ReadOptions
@@ -47,6 +47,7 @@ class Request(NamedTuple):
         baseline: an earlier JSON report, whose findings do not count.
         jobs: checkpoints that are read at the same time, in processes of their own; None for one per processor, 8 at
             most.
+        lenient: the options that leave rules out or make errors less severe.
         settings: the settings file that all this comes from, to be named in the report; "" without one.
     """
 
@@ -61,6 +62,7 @@ class Request(NamedTuple):
     baseline: str | None = None
     jobs: int | None = None
     settings: str = ""
+    lenient: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -122,6 +124,7 @@ class Request(NamedTuple):
             said.get("baseline"),
             said.get("jobs"),
             settings.file,
+            tuple(_lenient(said, known, rules)),
         )
 
     def only(self, path: str) -> Request:
@@ -134,6 +137,14 @@ def _level(text: str) -> tuple[str, str]:
     if not equals:
         raise ConfigError(f"--severity takes RULE=LEVEL, not {text!r}")
     return rule, level
+
+
+def _lenient(said: Mapping[str, Any], known: Iterable[Rule], rules: Iterable[Rule]) -> Iterator[str]:
+    """The options that leave out rules, or that make the errors of one less severe."""
+    yield from (name for name in ("select", "ignore") if said.get(name))
+    severities = {rule.code: rule.severity for rule in rules}
+    if any(severities.get(rule.code, rule.severity) < rule.severity == Severity.ERROR for rule in known):
+        yield "severity"
 
 
 def _is_cheap(paths: Iterable[str], all_steps: bool) -> bool:

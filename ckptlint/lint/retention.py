@@ -11,7 +11,7 @@ from typing import Any
 
 from ckptlint.errors import AccessError, CkptlintError, NothingToCheckError
 from ckptlint.lint.report import Report
-from ckptlint.lint.steps import Judge, JudgedStep, judge_step, lacking, no_copy, results_in_order, runs_at
+from ckptlint.lint.steps import Judge, JudgedStep, judge_step, lacking, no_copy, results_in_order, runs_at, with_all
 from ckptlint.loaders.json_file import read_json
 from ckptlint.loaders.run.folder import read_trackers, trackers
 from ckptlint.loaders.run.steps import Step, is_alike, numberless, run_at, runs_below, steps_of
@@ -24,7 +24,6 @@ from ckptlint.storage.locate import listed_once
 from ckptlint.storage.paths import shown
 from ckptlint.vocabulary.frameworks import is_newest, step_number
 from ckptlint.vocabulary.keys import parse
-from ckptlint.vocabulary.parts import PARTS, not_stored
 
 _LEVELS = 32  # folders below a step or beside the steps; deeper ones are a doubt
 _TRAINER_STATE, _STATE_LIMIT = "trainer_state.json", 64 * 1024**2
@@ -241,9 +240,9 @@ def _beside_older(
     parts = {part for _, other in passing for part in other.parts}
     if why := lacking(step, [older_step for older_step, _ in passing], len(passing)):
         return replace(judged_step, verdict="unfinished", code="COM001", why=why)
-    lost = [part for part in PARTS if part in parts and part not in judged_step.parts]
-    if lost:
-        return replace(judged_step, verdict="lacks parts", why=f"{not_stored(lost)}; an older step has it")
+    judged_step = with_all(judged_step, parts, "an older step has it")
+    if judged_step.verdict != "passes":
+        return judged_step
     here = contents[judged_step.path]
     for name, there in [(other.name, contents[other.path]) for _, other in older if other.path in contents]:
         if there is not here and (less := here.lacks(there)):

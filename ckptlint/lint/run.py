@@ -172,6 +172,7 @@ def run(request: Request, source: Opener | None = None) -> Report:
     parts: list[CheckpointReport] = []
     not_found: list[str] = []
     unreadable: list[str] = []
+    unread_steps: list[tuple[str, int, str]] = []
     source = source or partial(opened, jobs=request.jobs, seen=set())
     steps: list[tuple[int, str]] = []
     for path in request.paths:
@@ -180,6 +181,7 @@ def run(request: Request, source: Opener | None = None) -> Report:
             for found, ckpt in source(path, request.all_steps, depth, reading):
                 if not isinstance(ckpt, Checkpoint):
                     (not_found if isinstance(ckpt, NothingToCheckError) else unreadable).append(_sentence(path, ckpt))
+                    unread_steps += [(*found.step, _sentence(path, ckpt))] if found.step else []
                     continue
                 if reference is not None:
                     unseen = (
@@ -214,6 +216,8 @@ def run(request: Request, source: Opener | None = None) -> Report:
         request.fail_on,
         tuple(not_found),
         tuple(unreadable),
+        tuple(unread_steps),
+        request.lenient,
         time.perf_counter() - started,
         solved,
         shown(request.settings),

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import takewhile
 from typing import Any, Literal, TypeVar
 
 from ckptlint.depth import Depth
@@ -19,7 +20,7 @@ from ckptlint.loaders.layouts import CheckpointPlace
 from ckptlint.loaders.readers.payload_files import file_table
 from ckptlint.loaders.run.finished import lacking_files, step_state
 from ckptlint.loaders.run.folder import read_tracker
-from ckptlint.loaders.run.steps import Step, is_alike, run_at, runs_below, steps_of
+from ckptlint.loaders.run.steps import Step, is_alike, newness, run_at, runs_below, steps_of
 from ckptlint.loaders.step_parts import parts_of
 from ckptlint.model import Checkpoint
 from ckptlint.model.checkpoint import ProblemKind
@@ -181,9 +182,8 @@ def newest_good(
         for position, judged in enumerate(results_in_order(works)):
             if judged.hidden and judged.verdict == "passes":
                 judged = replace(judged, verdict="fails", why=judged.hidden)
-            step, older = steps[position], steps[position + 1 :] if judged.verdict == "passes" else []
-            if judged.verdict == "passes":
-                judged = _with_parts(judged, step, required, older, depth)
+            older = steps[position + 1 :]
+            judged = with_parts(judged, steps[position], required, older, depth)
             if judged.verdict == "passes" and older and compare is not None:
                 judged = no_copy(judged, compare)
             if judged.verdict == "passes":
@@ -227,7 +227,12 @@ def judge_step(step: Step, path: str, judge: Judge) -> JudgedStep:
         outcome = replace(outcome, written=step.folder.newest)
         if step_state(step.folder) == "unfinished":
             outcome = replace(outcome, verdict="unfinished", code="COM001", size=_payload_bytes(path))
-            return replace(outcome, why=_unfinished(outcome.written))
+            why = step.run.lost_link(step.name) or _unfinished(outcome.written)
+            told = verdict_of(judge(path)) if step.folder.entries else outcome
+            if told.verdict == "fails":  # what is written last is there, and damaged
+                outcome = replace(outcome, verdict="fails", code=told.code)
+                why = told.why
+            return replace(outcome, why=why)
         report = judge(path)
     except NothingToCheckError:
         return replace(outcome, verdict="gone", why="somebody removed it during the check")
@@ -280,11 +285,11 @@ def verdict_of(report: Report) -> JudgedStep:
     ]
     report = replace(report, checkpoints=[part for part in report.checkpoints if part not in spare])
     checkpoints, leads = [part.checkpoint for part in report.checkpoints], _leads(report.checkpoints)
-    odd = [lead for lead in leads if lead.severity == Severity.WARNING and not report.is_failing(lead)]
+    failing = sorted((lead for lead in leads if _fails(report, lead)), key=lambda lead: -lead.severity)
+    odd = [lead for lead in leads if lead.severity == Severity.WARNING and lead not in failing]
     sentences = (*(f"{lead.code} {lead.title}" for lead in odd), *of_exports)
     outcome = replace(outcome, warnings=sentences, hidden=_hidden(report))
     doubts = [p.message for ckpt in checkpoints if not ckpt.readable for p in ckpt.problems_of(*_DOUBTFUL)]
-    failing = sorted(filter(report.is_failing, leads), key=lambda lead: -lead.severity)
     is_wrong = bool(failing) and failing[0].severity == Severity.ERROR
     torn = [lead for lead in leads if lead.code == "COM001" and lead.severity > Severity.INFO]
     if torn and (torn[0].severity == Severity.ERROR or not (is_wrong or doubts)):
@@ -305,6 +310,11 @@ def verdict_of(report: Report) -> JudgedStep:
     if report.not_found or not checkpoints:
         return replace(outcome, verdict="unfinished", why=next(iter(report.not_found), "it holds no checkpoint"))
     return outcome
+
+
+def _fails(report: Report, lead: Diagnostic) -> bool:
+    """Whether a finding makes a step one not to trust: an error does, also where none fails the run."""
+    return report.is_failing(lead) or (lead.severity == Severity.ERROR and lead.rule.after != "rules")
 
 
 def _leads(parts: Iterable[CheckpointReport]) -> list[Diagnostic]:
@@ -329,7 +339,9 @@ def _hidden(report: Report) -> str:
 
 def steps_in(report: Report) -> list[JudgedStep]:
     """The steps in a report, the newest first; [] where it has one step or none."""
-    parts: dict[tuple[str, int], list[CheckpointReport]] = {}
+    parts: dict[tuple[str, int], list[CheckpointReport]] = {
+        (path, number): [] for path, number, _ in report.unread_steps
+    }
     for part in report.checkpoints:
         if (step := step_around(part.checkpoint)) is not None:
             parts.setdefault(step, []).append(part)
@@ -337,9 +349,43 @@ def steps_in(report: Report) -> list[JudgedStep]:
         return []
     judged = []
     for (path, number), members in parts.items():
-        outcome = verdict_of(replace(report, checkpoints=members, not_found=(), unreadable=()))
-        judged.append(replace(outcome, path=path, name=path.rpartition("/")[2], number=number))
-    return sorted(judged, key=lambda step: (step.path.rpartition("/")[0], -step.number, step.name))
+        unread = tuple(why for other, _, why in report.unread_steps if other == path)
+        outcome = verdict_of(replace(report, checkpoints=members, not_found=(), unreadable=unread))
+        outcome = replace(outcome, path=path, name=path.rpartition("/")[2], number=number)
+        judged.append((outcome, not unread and all(map(_is_finished, members))))
+    judged.sort(key=lambda pair: newness(pair[0].number, pair[0].name), reverse=True)
+    judged.sort(key=lambda pair: pair[0].path.rpartition("/")[0])
+    return [_beside_before(step, judged[at + 1 :]) for at, (step, _) in enumerate(judged)]
+
+
+def _is_finished(part: CheckpointReport) -> bool:
+    """Whether a save ended, as `step_state` says it; what a step lacks beside others is outside of it."""
+    return all(problem.outside_checkpoint for problem in part.checkpoint.problems_of("incomplete"))
+
+
+def _beside_before(judged: JudgedStep, older: Iterable[tuple[JudgedStep, bool]]) -> JudgedStep:
+    """The verdict on a step, once its parts are compared with those of the finished step before it in its run."""
+    run = judged.path.rpartition("/")[0]
+    of_run = takewhile(lambda pair: pair[0].path.rpartition("/")[0] == run, older)
+    before = next((step for step, is_finished in of_run if is_finished), None)
+    return judged if before is None else with_all(judged, before.parts, step_before_has(before.name))
+
+
+def with_all(judged: JudgedStep, required: Iterable[str], asked: str) -> JudgedStep:
+    """The verdict on a step, once the parts that it must hold are compared with those it holds.
+
+    Args:
+        asked: who asks for them, as the end of a sentence.
+    """
+    lost = [part for part in PARTS if part in required and part not in judged.parts]
+    if judged.verdict != "passes" or not lost:
+        return judged
+    return replace(judged, verdict="lacks parts", why=f"{not_stored(lost)}; {asked}")
+
+
+def step_before_has(name: str) -> str:
+    """Why a step must hold what the one before it holds."""
+    return f"the step before it, {name}, has it"
 
 
 def step_around(ckpt: Checkpoint) -> tuple[str, int] | None:
@@ -360,28 +406,29 @@ def newest_passing(steps: Iterable[JudgedStep]) -> dict[str, JudgedStep | None]:
     return newest
 
 
-def _with_parts(
+def with_parts(
     judged: JudgedStep, step: Step, required: Sequence[str], older: Sequence[Step], depth: Depth
 ) -> JudgedStep:
-    """The verdict on a step that passes, once the parts that it must hold are compared with those it holds."""
-    asked, is_asked = f"--require {','.join(required)} asks for it", bool(required)
+    """The verdict on a step, once the parts that it must hold are compared with those it holds.
+
+    Args:
+        required: the parts; without any, those that the finished step before it holds.
+        older: the older steps of its run, the newest first.
+    """
+    if judged.verdict != "passes":
+        return judged
     if not depth.looks_at_files:
         judged = replace(judged, parts=_by_names(step, judged.parts))
     if why := lacking(step, older):
         return replace(judged, verdict="unfinished", code="COM001", why=why)
     if not required:
         before = next(_finished(older, depth), None)
-        if before is None:
-            return judged
-        name, required = before
-        asked = f"the step before it, {name}, has it"
+        return judged if before is None else with_all(judged, before[1], step_before_has(before[0]))
     lost = [part for part in required if part not in judged.parts]
-    if not lost:
-        return judged
-    if is_asked and not depth.looks_at_files:
+    if lost and not depth.looks_at_files:
         why = f"--depth {depth} does not read the files that may hold {join_words(lost)}"
         return replace(judged, verdict="not judged", why=why)
-    return replace(judged, verdict="lacks parts", why=f"{not_stored(lost)}; {asked}")
+    return with_all(judged, required, f"--require {','.join(required)} asks for it")
 
 
 def no_copy(judged: JudgedStep, compare: Judge) -> JudgedStep:

@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from ckptlint.errors import LimitError
+from ckptlint.errors import AccessError, LimitError
 from ckptlint.formats.pickles.safe_pickle import paused_gc
 from ckptlint.loaders.layouts import CheckpointPlace, Layout
 from ckptlint.loaders.layouts.incomplete import INCOMPLETE, unfinished
@@ -36,9 +36,12 @@ def open_checkpoint(found: CheckpointPlace, look_at_files: bool = True) -> Check
         look_at_files: whether to stat payload files (depth `files`), not only read the metadata.
 
     Raises:
-        AccessError: the operating system refused a read; damage and malice become problems instead.
+        AccessError: the operating system refused a read, or the place is not to be read; damage and malice become
+            problems instead.
         ReaderError: ckptlint itself made a mistake.
     """
+    if found.refused:
+        raise AccessError(found.refused)
     folder = found.folder
     if look_at_files and found.reports_for:  # before a child reads the run around the step: it is listed once
         found = replace(found, reports_for=(*found.reports_for, *folders_beside(folder)))
@@ -118,7 +121,7 @@ def read_checkpoint(found: CheckpointPlace, look_at_files: bool = True) -> Check
     recognised = found.recognised
     if recognised is None:
         what = "holds no checkpoint" if found.folder.entries else "is empty"
-        ckpt = unfinished(found.folder, f"the newest step's folder {what}", "")
+        ckpt = unfinished(found.folder, f"the step's folder {what}", "")
         return _with_surroundings(found.folder, INCOMPLETE, ckpt)
     if is_unfinished_name(found.folder.name):  # what is not yet there is no fault of its own
         return replace(unfinished(found.folder, "", ""), problems=unfinished_marks(found.folder, blocks=True))

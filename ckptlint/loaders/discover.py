@@ -19,6 +19,7 @@ from ckptlint.loaders.readers.safetensors import groups
 from ckptlint.loaders.run.finished import is_unfinished_name
 from ckptlint.loaders.run.siblings import series
 from ckptlint.loaders.run.steps import (
+    alike_steps,
     checkpoints_in,
     components,
     is_dcp_file,
@@ -45,6 +46,7 @@ from ckptlint.vocabulary.litter import is_system_file
 _UNIVERSAL = "_universal"  # what deepspeed.checkpoint.ds_to_universal makes of a step, beside it
 _DEPTH = 6  # folders below the one that the user named: a run, its step, a role, its weights, their counter
 _MOST_FOLDERS = 4096  # that one walk lists
+_OTHERS = 4  # steps beside one that are asked whether they hold checkpoints
 _MOST_HEADS = 16  # files of a folder whose first bytes are looked at
 _MOST_EMPTY = 16  # files that are named where nothing else is there
 
@@ -70,17 +72,22 @@ def find_checkpoints(folder: Folder, all_steps: bool) -> list[CheckpointPlace]:
         if folder.not_looked_at:
             hint = f"name the checkpoint folder itself, {folder.not_looked_at}"
             raise NothingToCheckError(f"no .metadata under {folder.display}: {hint}")
-        if payload := walk.payload(folder):
+        payload = walk.payload(folder)
+        if payload and _others_hold_checkpoints(folder):  # it lost its own
+            found = [CheckpointPlace.at(folder)]
+        elif payload:
             raise UnknownLayoutError(
                 f"{payload} holds weights or other state, and ckptlint does not know how these files belong together: "
                 "name one of them to read it alone"
             )
-        if empty := [*islice(walk.files(folder, _empty), _MOST_EMPTY)]:
+        elif empty := [*islice(walk.files(folder, _empty), _MOST_EMPTY)]:
             return [CheckpointPlace.at(one) for one in empty]
-        raise NothingToCheckError(
-            f"no checkpoint under {folder.display}: looked for .metadata, __N.metadata, *.distcp, *.safetensors, files "
-            "of torch.save, step folders (iter_*, step-*, step_*, global_step_*, checkpoint-*) and component folders"
-        )
+        else:
+            raise NothingToCheckError(
+                f"no checkpoint under {folder.display}: looked for .metadata, __N.metadata, *.distcp, *.safetensors, "
+                "files of torch.save, step folders (iter_*, step-*, step_*, global_step_*, checkpoint-*) and component "
+                "folders"
+            )
     if walk.passed:
         sentence = f"{plural(walk.passed, 'folder')} below {folder.display} lie too deep or are too many to look into"
         found[0] = replace(found[0], not_followed=(*found[0].not_followed, sentence))
@@ -89,6 +96,15 @@ def find_checkpoints(folder: Folder, all_steps: bool) -> list[CheckpointPlace]:
     number = None if folder.name.isdecimal() else step_number(folder.name)  # a number alone may be a year
     at = None if number is None else (folder.display, number)
     return [replace(part, claimed=places, around_claimed=around, step=part.step or at) for part in found]
+
+
+def _others_hold_checkpoints(step: Folder) -> bool:
+    """Whether a folder is a step, and one of the nearest others that are named alike holds a checkpoint."""
+    run = step.parent
+    if run is None or step.name.isdecimal() or step_number(step.name) is None:
+        return False
+    others = islice((other.folder for other in alike_steps(run, step.name) if other.name != step.name), _OTHERS)
+    return any(_Walk().units(other, "newest", _DEPTH) for other in others)
 
 
 def _around(places: Iterable[str]) -> set[str]:
@@ -126,21 +142,23 @@ class _Walk:
         parts = components(folder)
         if not levels or (parts and _is_kind(parts[0].folder, "unsupported")):
             return parts
-        numbered = _with_lost_steps(folder)
+        numbered = numbered_steps(folder)
         if parts:  # a model is what its folder means; the steps of the run that made it lie beside it
-            parts += self._beside(folder, list(numbered), "all" if steps == "all" else "none", levels)
-            notes: list[str] = []
             # payload of a DCP checkpoint may lie in folders that are named like steps
             is_model = _is_kind(parts[0].folder, "safetensors", "torch") and step_number(folder.name) is None
-            if steps == "newest" and not in_step and is_model:
-                saves = {
-                    name: number
-                    for name, number in numbered.items()
-                    if name in folder.folders() and not _is_at_any(folder, name, parts)
-                }
-                newest, notes = self._newest(folder, saves, steps, levels) if saves else ([], [])
-                parts += newest
-            notes += [] if in_step else _not_read(folder, numbered, parts)
+            is_run = is_model and not in_step and steps != "none"
+            if is_run:  # the files of the steps are no files of the model
+                views = (
+                    place.without([name for name in numbered if place.has(name)], place.part)
+                    for place in parts[0].reports_for
+                )
+                parts[0] = replace(parts[0], reports_for=tuple(views))
+            apart = [] if is_run else [*numbered]
+            parts += self._beside(folder, [*numbered], apart, "all" if steps == "all" else "none", levels)
+            if is_run:
+                saves = {name: n for name, n in numbered.items() if not _is_at_any(folder, name, parts)}
+                parts += self._newest(folder, saves, steps, levels)
+            notes = [] if in_step else _not_read(folder, numbered, parts)
             return [replace(parts[0], not_followed=(*parts[0].not_followed, *notes)), *parts[1:]]
         are_steps = len({*numbered, *(name for name in folder.folders() if name == "release")}) > in_step
         if are_steps and steps != "none" and (found := self._steps(folder, numbered, steps, levels, in_step)):
@@ -153,15 +171,22 @@ class _Walk:
         is_log = levels < _DEPTH and holds_no_state(folder.name)
         return _accounted(found, folder) or ([] if is_log else checkpoints_in(folder))
 
-    def _beside(self, folder: Folder, numbered: list[str], steps: WhichSteps, levels: int) -> list[CheckpointPlace]:
-        """The checkpoints below one: parts of its step, other models, steps of its run where they are asked for."""
+    def _beside(
+        self, folder: Folder, numbered: list[str], parts: list[str], steps: WhichSteps, levels: int
+    ) -> list[CheckpointPlace]:
+        """The checkpoints below one: parts of its step, other models.
+
+        Args:
+            numbered: what is named like a step.
+            parts: those of them that may be parts of this one; all of them count where all steps are asked for.
+        """
         other = unsupported(folder)
         but = {*numbered, *([other.file] if other else [])}
         is_step = step_number(folder.name) is not None
         inner = [name for name in _inner(folder) if name not in but and not (is_step and holds_no_state(name))]
         inner = [name for name in inner if folder.inner_target(name) not in numbered]  # it is looked at as a step
         # DeepSpeed writes its part of a step into a folder that is named like a step
-        inner += [name for name in numbered if name in folder.folders() and (steps == "all" or _is_part(folder, name))]
+        inner += [name for name in parts if name in folder.folders() and (steps == "all" or _is_part(folder, name))]
         is_dcp = not groups(folder)  # the metadata may name payload in sub-folders: these are no saves of their own
         found = self._below(folder, inner, steps, levels, in_step=True)
         hidden = ("incomplete", "file") if is_dcp else ("file",)  # a file of torch.save is one of the step's own
@@ -175,11 +200,12 @@ class _Walk:
         self, folder: Folder, numbers: dict[str, int], steps: WhichSteps, levels: int, in_step: bool
     ) -> list[CheckpointPlace]:
         """The checkpoints of the steps of a run: the newest of each series that is finished, or all."""
-        found, notes = self._newest(folder, numbers, steps, levels)
-        if not found and notes:
-            raise AccessError("; ".join(notes))
+        found = self._newest(folder, numbers, steps, levels)
+        if found and all(unit.refused for unit in found):
+            raise AccessError("; ".join(unit.refused for unit in found))
         if not found:
             return []
+        notes: list[str] = []
         if not in_step:
             beside = {place for name in numbers for place in beside_step(name)}
             known = {*numbers, *beside, "release"}
@@ -200,36 +226,29 @@ class _Walk:
             *found[1:],
         ]
 
-    def _newest(
-        self, folder: Folder, numbers: dict[str, int], steps: WhichSteps, levels: int
-    ) -> tuple[list[CheckpointPlace], list[str]]:
-        """The checkpoints of the newest step of each series, or of all steps; and what was not read."""
+    def _newest(self, folder: Folder, numbers: dict[str, int], steps: WhichSteps, levels: int) -> list[CheckpointPlace]:
+        """The checkpoints of the newest step of each series, or of all steps."""
         alike: dict[str, list[str]] = defaultdict(list)
         for name in numbers:
             alike[re.sub("[-_]", "", numberless(name))].append(name)
         if "release" in folder.folders() and "release" not in numbers:  # older than all that have a number
             alike[next(iter(alike), "release")].append("release")
         found: list[CheckpointPlace] = []
-        notes: list[str] = []
         for names in alike.values():
-            units, said = self._series(folder, {name: numbers.get(name, 0) for name in names}, steps, levels)
-            found += units
-            notes += said
-        return found, notes
+            found += self._series(folder, {name: numbers.get(name, 0) for name in names}, steps, levels)
+        return found
 
-    def _series(
-        self, folder: Folder, numbers: dict[str, int], steps: WhichSteps, levels: int
-    ) -> tuple[list[CheckpointPlace], list[str]]:
-        """The checkpoints in steps that are named alike, the newest first, or in the newest; and what was not read."""
+    def _series(self, folder: Folder, numbers: dict[str, int], steps: WhichSteps, levels: int) -> list[CheckpointPlace]:
+        """The checkpoints in steps that are named alike, the newest first, or in the newest."""
         found: list[CheckpointPlace] = []
         unfinished: list[CheckpointPlace] = []
-        notes: list[str] = []
         gone = folder.entries.strange
         for name in numbers:
             step = folder.only(name) if folder.has(name) or name in gone else sub_folder(folder, name)
-            if step is None:
-                notes.append(not_followed(folder, name))
-                if steps == "newest":  # it is what the folder means, and an older one is no answer
+            if step is None:  # where it is the newest, it is what the folder means, and an older one is no answer
+                at = f"{folder.display.rstrip('/')}/{printable(name)}", numbers[name]
+                found.append(CheckpointPlace(folder.only(name), step=at, refused=not_followed(folder, name)))
+                if steps == "newest":
                     break
                 continue
             inside = self._at(folder, name, step, steps, levels)
@@ -241,9 +260,9 @@ class _Walk:
             if found and steps == "newest":
                 break
         if not found and all(unit.folder.entries for unit in unfinished):
-            return [], notes
+            return []
         # a newer step without a checkpoint in it is no reason to pass an older one
-        return found + unfinished if steps == "all" else unfinished[:1] or found, notes
+        return found + unfinished if steps == "all" else unfinished[:1] or found
 
     def _below(
         self, folder: Folder, names: Iterable[str], steps: WhichSteps, levels: int, in_step: bool
@@ -288,7 +307,7 @@ def _inner(folder: Folder) -> list[str]:
 def _accounted(found: list[CheckpointPlace], folder: Folder) -> list[CheckpointPlace]:
     """The same checkpoints; the files of the folder around them are reported with the first that a job resumes from."""
     exports = ("safetensors", "torch", "file", "incomplete", "lost", "unsupported")
-    first = next((n for n, unit in enumerate(found) if not _is_kind(unit.folder, *exports)), 0)
+    first = next((n for n, unit in enumerate(found) if not (unit.refused or _is_kind(unit.folder, *exports))), 0)
     return [
         replace(unit, reports_for=(*unit.reports_for, folder)) if number == first else unit
         for number, unit in enumerate(found)
@@ -322,14 +341,6 @@ def _linked_step(folder: Folder) -> Folder:
         if folder.parent is not None and step_number(folder.name) is None and step_number(name) is not None:
             return folder.parent.sub(name)
     return folder
-
-
-def _with_lost_steps(folder: Folder) -> dict[str, int]:
-    """The steps in a folder, the newest first, with those that are links which lead nowhere."""
-    steps = numbered_steps(folder)
-    links = {name: step_number(name) for name in folder.entries.strange if folder.lost_link(name)}
-    lost = {name: number for name, number in links.items() if number is not None}
-    return dict(sorted((steps | lost).items(), key=lambda item: -item[1])) if lost else steps
 
 
 def _newest_of_series(run: Folder, steps: Collection[str]) -> Folder:

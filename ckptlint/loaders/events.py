@@ -193,8 +193,7 @@ def is_finished(step: Folder, number: int, tracker: int | Literal["release"] | N
     state = step_state(step)
     if state == "unknown":
         try:
-            find_checkpoints(step, all_steps=False)
+            return any(place.recognised for place in find_checkpoints(step, all_steps=False))
         except NothingToCheckError:
             return False
-        return True
     return state == "complete" and (not isinstance(tracker, int) or number <= tracker)

@@ -14,7 +14,7 @@ from ckptlint.loaders.run.steps import older_steps, sub_folder
 from ckptlint.model import Checkpoint, Problem
 from ckptlint.model.text import join_words, printable
 from ckptlint.storage.folder import Folder
-from ckptlint.vocabulary.frameworks import is_part, step_number
+from ckptlint.vocabulary.frameworks import family_of, is_part, step_number
 from ckptlint.vocabulary.keys import parse
 from ckptlint.vocabulary.parts import PARTS, part_of_file, part_of_key
 
@@ -28,6 +28,10 @@ def parts_of(checkpoints: Iterable[Checkpoint]) -> tuple[str, ...]:
     found: set[str | None] = set()
     for ckpt in checkpoints:
         found |= {part_of_file(file.family) for file in ckpt.step_files}
+        families = [family_of(name.rpartition("/")[2]) for name in ckpt.files.names]
+        if families and all(family is not None and family.part == "optimizer" for family in families):
+            found.add("optimizer")  # whose keys are numbers of parameters
+            continue
         names: set[str] = {entry.fqn for entry in ckpt.byte_objects} | ckpt.objects.keys.keys()
         if ckpt.common is not None:
             names |= {key for key in ckpt.common.values if isinstance(key, str)}

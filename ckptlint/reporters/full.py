@@ -19,6 +19,7 @@ from ckptlint.model.text import (
     fold_names,
     human_bytes,
     human_duration,
+    join_words,
     plural,
     ranges,
     shape_text,
@@ -64,7 +65,7 @@ def render(report: Report, style: Style) -> str:
         others = style.wrap(other_files_line(files), "  ", "") if any(file.state != "read" for file in files) else []
         blocks.append("\n".join([*unread, *others, *verdict(report, style, wrapped=True)]))
         if steps:
-            lines = [line for text in step_lines(steps) for line in style.wrap(text, "  ", "")]
+            lines = [line for text in step_lines(steps, report.lenient) for line in style.wrap(text, "  ", "")]
             blocks += ["", step_table(steps, style.width), *lines]
         blocks.append("\n".join(outcomes))
     separator = "\n" if _is_clean(report, style) else "\n\n"
@@ -169,15 +170,25 @@ def _room_to_hold(rows: Sequence[Sequence[str]], heads: Sequence[str], width: in
     return width - sum(max(map(len, cells)) + 2 for cells in columns if cells[0] != "holds  ")
 
 
-def step_lines(steps: Sequence[JudgedStep]) -> list[str]:
-    """For each run a sentence with its newest step that passes; a path stands last, so that a reader finds it."""
+def step_lines(steps: Sequence[JudgedStep], lenient: Sequence[str]) -> list[str]:
+    """For each run a sentence with its newest step that passes; a path stands last, so that a reader finds it.
+
+    Args:
+        lenient: as of `Report`.
+    """
     lines = []
+    options = f" with {join_words([f'--{name}' for name in lenient])}" if lenient else ""
     for run, step in newest_passing(steps).items():
+        of_run = [one for one in steps if one.path.rpartition("/")[0] == run]
+        newer = of_run if step is None else of_run[: of_run.index(step)]
+        doubt = next((one.name for one in newer if one.verdict == "not judged"), "")
         if step is None:
-            lines.append(f"No step of {run} passes.")
+            lines.append(f"No step of {run} passes{f', and {doubt} could not be judged' if doubt else ''}.")
+        elif doubt:
+            lines.append(f"{step.name} passes, but {doubt} may be a newer good step: no answer.")
         else:
             lines += [f"{step.name}: warning {sentence}" for sentence in step.warnings]
-            lines.append(f"The newest step that passes: {step.path}")
+            lines.append(f"The newest step that passes{options}: {step.path}")
     return lines
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ckptlint.depth import Depth
 from ckptlint.lint.retention import Decision, Retention
 from ckptlint.lint.steps import JudgedStep, Search
@@ -33,11 +35,14 @@ def search_lines(search: Search) -> list[str]:
     return lines + ([search.tracker] if search.tracker else [])
 
 
-def unread_bytes(depth: Depth) -> list[str]:
-    """What steps were not judged by, in a sentence; none where every byte was read."""
-    if depth.reads_all:
-        return []
-    return ["tensor bytes were not read; --depth data reads them"]
+def not_judged_by(depth: Depth, lenient: Sequence[str] = ()) -> list[str]:
+    """What steps were not judged by, a sentence each; none where every byte was read.
+
+    Args:
+        lenient: as of `Report`.
+    """
+    rules = [f"{join_words([f'--{name}' for name in lenient])} left rules out"] if lenient else []
+    return rules + ([] if depth.reads_all else ["tensor bytes were not read; --depth data reads them"])
 
 
 def retention_as_text(found: Retention) -> str:

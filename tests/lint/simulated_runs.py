@@ -37,7 +37,7 @@ REQUEST = Request.of({}, Settings(), [])
 _REPORTS: dict[tuple[str, str], Report] = {}
 
 
-def _pickled(value: object) -> bytes:
+def pickled(value: object) -> bytes:
     file = io.BytesIO()
     torch.save(value, file)
     return file.getvalue()
@@ -53,9 +53,9 @@ def _trainer(number: int) -> dict[str, bytes]:
     trainer = {"best_model_checkpoint": None, "epoch": 1.0, "global_step": number, "log_history": []}
     return {
         "model.safetensors": save(model, {"format": "pt"}),
-        "optimizer.pt": _pickled(optimizer),
-        "scheduler.pt": _pickled({"last_epoch": number, "_step_count": number + 1}),
-        "rng_state.pth": _pickled({"cpu": torch.get_rng_state()}),
+        "optimizer.pt": pickled(optimizer),
+        "scheduler.pt": pickled({"last_epoch": number, "_step_count": number + 1}),
+        "rng_state.pth": pickled({"cpu": torch.get_rng_state()}),
         "trainer_state.json": json.dumps(trainer).encode(),
     }
 
@@ -66,7 +66,7 @@ def _copied(folder: str, order: tuple[str, ...], number: int) -> dict[str, bytes
     names = [path.name for path in sorted(place.iterdir()) if path.name not in order]
     files = {name: (place / name).read_bytes() for name in [*names, *order]}
     if "common.pt" in files:
-        files["common.pt"] = _pickled(torch.load(place / "common.pt", weights_only=False) | {"iteration": number})
+        files["common.pt"] = pickled(torch.load(place / "common.pt", weights_only=False) | {"iteration": number})
     is_payload = {name: name.endswith(".distcp") for name in files}
     return {name: with_other_values(data, number) if is_payload[name] else data for name, data in files.items()}
 

@@ -53,6 +53,32 @@ def test_a_step_with_an_optimizer_and_no_model(tmp_path: Path) -> None:
     assert answers(tmp_path) == (["COM001"], None, None)
 
 
+def verdicts(runs: Path) -> dict[str, dict[str, str]]:
+    """View -> step -> its verdict there."""
+    table = json.loads(run(runs, "--all-steps", "--format", "json").stdout)["steps"]
+    lines = run("watch", "--once", "--interval", 0, "--jsonl", runs).stdout.splitlines()
+    rows = {"--all-steps": table, "watch": [*map(json.loads, lines)]}
+    rows |= {"latest": ckptlint.latest(runs).rows(), "deletable": ckptlint.deletable(runs, 1).rows()}
+    return {view: {Path(row["path"]).name: row["verdict"] for row in of_view} for view, of_view in rows.items()}
+
+
+def test_a_newest_step_that_lost_a_part_is_nowhere_the_answer(tmp_path: Path) -> None:
+    older, step = save(tmp_path, 5), save(tmp_path, 10)
+    assert {tuple(view.values()) for view in verdicts(tmp_path).values()} <= {("passes",), ("passes", "passes")}
+    shutil.rmtree(step / "policy" / "optimizer")
+    assert answers(tmp_path) == ([], str(older), str(older))
+    for view, of_view in verdicts(tmp_path).items():
+        assert of_view == {"step_10": "lacks parts", "step_5": "passes"}, view
+    shutil.rmtree(older / "policy" / "optimizer")  # a run that saves no optimizer lacks none
+    assert answers(tmp_path) == ([], str(step), str(step))
+
+
+def test_of_two_steps_with_one_number_each_view_takes_the_same(tmp_path: Path) -> None:
+    for name in ("epoch=0-step=10.ckpt", "last.ckpt"):
+        shutil.copy(REAL / "frameworks/lightning/last.ckpt", tmp_path / name)
+    assert answers(tmp_path)[1:] == (str(tmp_path / "last.ckpt"), str(tmp_path / "last.ckpt"))
+
+
 @pytest.mark.parametrize(
     "place",
     [
@@ -97,6 +123,19 @@ def test_an_ignore_recommends_no_step(hole: Path, tmp_path: Path) -> None:
     settings.write_text('[per-key-ignores]\n"*" = { rules = ["GEO"], reason = "known" }\n')
     _, printed, chosen = answers(hole, "--config", str(settings))
     assert (printed, chosen) == (str(hole / "step-10"), str(hole / "step-10"))
+
+
+def test_no_option_recommends_a_step_with_an_error_unsaid(hole: Path) -> None:
+    shutil.copytree(hole / "step-20", hole / "step-10", dirs_exist_ok=True)
+    alone = ["--select", "GEO"]
+    for option in (["--exit-zero"], ["--fail-on", "never"]):
+        assert answers(hole, *option)[1] is None, option
+    for option in (["--severity", "GEO004=info"], ["--ignore", "GEO004"]):
+        said = " ".join(run(hole, "--all-steps", *alone, *option).stdout.split())
+        assert f"The newest step that passes with --select and {option[0]}: {hole}/step-20" in said
+    assert run("latest", hole, *alone, "--severity", "GEO004=info").returncode == 1
+    assert "--select and --ignore left rules out" in run("latest", hole, *alone, "--ignore", "GEO004").stderr
+    assert "left rules out" not in run("latest", hole.parent / "run", "--before", 20).stderr
 
 
 def test_a_broken_export_inside_a_step_is_told_and_the_step_stays_usable(tmp_path: Path) -> None:

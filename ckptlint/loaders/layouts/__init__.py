@@ -110,6 +110,7 @@ class CheckpointPlace:
         around_claimed: the places of all folders around these.
         linked_to: where the link leads, out of its run, by which it was found; "" otherwise.
         not_followed: sentences on what next to it was not looked into.
+        refused: why nothing of it may be read, one sentence: a step that is a link out of its run; "" otherwise.
         of_run: whether it is the newest step of a run that was asked for as a whole.
         step: path and number of the step that it is or belongs to, where all of that step was looked at.
     """
@@ -120,6 +121,7 @@ class CheckpointPlace:
     around_claimed: frozenset[str] = field(default=frozenset(), kw_only=True)
     linked_to: str = field(default="", kw_only=True)
     not_followed: tuple[str, ...] = field(default=(), kw_only=True)
+    refused: str = field(default="", kw_only=True)
     of_run: bool = field(default=False, kw_only=True)
     step: tuple[str, int] | None = field(default=None, kw_only=True)
 

@@ -113,7 +113,8 @@ def missing_parts(folder: Folder) -> list[Problem]:
     whole = folder if folder.parent is None else folder.parent.sub(folder.name)  # a view hides other models
     files, holders = lacking_files(whole, _steps_before(folder))
     files = [name for name in files if name not in {label for label, *_ in found}]
-    other = other_step(folder) if found or bare or files else ""
+    hollow = _hollow(folder)
+    other = other_step(folder) if found or bare or files or hollow else ""
     hint = other or "copy it from where it was written, or use another step"
     problems = [Problem("incomplete", label, sentence, why=why, hint=hint) for label, sentence, why in found]
     if files:
@@ -133,12 +134,28 @@ def missing_parts(folder: Folder) -> list[Problem]:
             sentence = f"{tracker.file} names {printable(named)}, and no such folder is in the step"
             why = "a resume of the engine looks for its optimizer and its weights there"
             problems.append(Problem("incomplete", tracker.file, sentence, why=why, hint=hint, outside_checkpoint=True))
+    for name in hollow:
+        why = "a save makes a part's folder to write into it, so the save or the copy lost what it held"
+        problems.append(
+            Problem("incomplete", name, f"the folder {name} is empty", why=why, hint=hint, outside_checkpoint=True)
+        )
     for part in bare:
         sentence = f"{part.name} holds the configuration of {part.model} and no weights"
         why = f"{part.named_by}, so the save or the copy lost the weights of this part"
         hint = other or "copy the weights from where they were written"
         problems.append(Problem("incomplete", part.name, sentence, why=why, hint=hint))
     return problems
+
+
+def _hollow(step: Folder) -> list[str]:
+    """The folders of parts in which nothing lies, printable, of a step that is not whole by itself."""
+    found = None if step.is_one_file else recognise(step)
+    if step.is_one_file or not (is_part(step.name) or step_number(step.name) is not None):
+        return []
+    if found is not None and found.layout.state(step) == "complete":
+        return []
+    subs = ((name, sub_folder(step, name)) for name in step.folders() if is_part(name))
+    return [printable(name) for name, sub in subs if sub is not None and not (sub.entries or sub.folders())]
 
 
 def lacking_files(step: Folder, older: Iterable[Folder], kinds_of: int = 1) -> tuple[list[str], str]:
@@ -168,7 +185,7 @@ def lacking_files(step: Folder, older: Iterable[Folder], kinds_of: int = 1) -> t
             for pattern, name in (state_files[0] if state_files else {}).items()
             if pattern not in there
             and all(pattern in one for one in state_files)
-            and (len(state_files) > 1 or _is_in_all(name))
+            and (len(state_files) > 1 or _is_in_all(name, state_files[0].values()))
             if not _is_judged_alone(step, name)
         ]
         return sorted(map(printable, lost)), "all older steps have"
@@ -215,10 +232,14 @@ def _is_judged_alone(step: Folder, name: str) -> bool:
     return (name == CONFIG_FILE and not step.has(METADATA)) or (name == COMMON_FILE and step.has(CONFIG_FILE))
 
 
-def _is_in_all(path: str) -> bool:
-    """Whether a run whose one step has the file writes it with all: a mark, a configuration."""
-    family = family_of(path)
-    return _is_config(path) or (family is not None and family.name == "mark")
+def _is_in_all(path: str, beside: Iterable[str]) -> bool:
+    """Whether a run whose one step has the file writes it with all: a mark, a configuration.
+
+    The configuration beside weights in a folder of theirs is part of an export, which somebody makes of one step.
+    """
+    family, folder = family_of(path), path.rpartition("/")[0]
+    is_export = folder and any(name.startswith(f"{folder}/") and not _is_config(name) for name in beside)
+    return (_is_config(path) and not is_export) or (family is not None and family.name == "mark")
 
 
 def _is_config(path: str) -> bool:

@@ -232,7 +232,7 @@ def _files_of(whole: CheckpointPlace) -> Iterator[_File]:
                 yield _File(place, name, printable(label), None)
             elif sub.place in claimed:
                 continue
-            elif step_number(name) is not None and (several or is_alike(name, place.name)):
+            elif _is_step(place, name) and (several or is_alike(name, place.name)):
                 if sub.place not in known:
                     yield _File(place, name, printable(label), OTHER_STEP)
             else:
@@ -240,6 +240,11 @@ def _files_of(whole: CheckpointPlace) -> Iterator[_File]:
                 for inner in sub.folders():
                     if sub.sub(inner).place not in known:
                         yield _File(sub, inner, printable(f"{label}{inner}/"), None)
+
+
+def _is_step(run: Folder, name: str) -> bool:
+    """Whether a folder is named like a step, or is a link to one in the same run."""
+    return step_number(name) is not None or step_number(run.inner_target(name)) is not None
 
 
 def _listed(folder: Folder, prefix: str, names: Collection[str]) -> Iterator[_File]:

@@ -56,8 +56,8 @@ class Step(NamedTuple):
 
     @property
     def is_folder(self) -> bool:
-        """Whether it is a folder, not one file."""
-        return not self.run.has(self.name)
+        """Whether it is a folder, not one file or a link that leads nowhere."""
+        return not (self.run.has(self.name) or self.run.lost_link(self.name))
 
     @property
     def folder(self) -> Folder:
@@ -125,23 +125,32 @@ def _of_form(run: Folder, form: str) -> tuple[Step, ...]:
 def numbered_steps(folder: Folder) -> dict[str, int]:
     """Name -> number of the steps that lie directly in a folder, the newest first.
 
-    A file that is called the last one (`last.ckpt`) is at least as new as the others, and what a resume takes.
+    A file that is called the last one (`last.ckpt`) is at least as new as the others, and what a resume takes. A link
+    that leads nowhere is a step too: one that is lost.
     """
     files = [name for name in folder.files_beside() if may_be_pickle(name)]
     names = [*folder.folders(), *files]
     numbers = {name: number for name in names if (number := step_number(name)) is not None} or _unlisted(folder)
     newest = max(numbers.values(), default=0)
     numbers |= dict.fromkeys(filter(is_newest, files), newest)
-    return dict(sorted(numbers.items(), key=lambda item: (item[1], is_newest(item[0]), item[0]), reverse=True))
+    links = {name: step_number(name) for name in folder.entries.strange if folder.lost_link(name)}
+    numbers |= {name: number for name, number in links.items() if number is not None}
+    return dict(sorted(numbers.items(), key=lambda item: newness(item[1], item[0]), reverse=True))
+
+
+def newness(number: int, name: str) -> tuple[int, bool, str]:
+    """What orders the steps of a run, the oldest first; of two with one number the one that sorts later is newer."""
+    return number, is_newest(name), name
 
 
 def _unlisted(folder: Folder) -> dict[str, int]:
     """The same of names that no framework is known to give: folders with a checkpoint in each, or files with a whole
     state in each; those of ranks and of parts of one state differ in their keys.
     """
-    if recognise(folder) is not None or groups(folder):
+    is_model = bool(groups(folder))  # beside a model only files count: folders with a number may be its modules
+    if recognise(folder) is not None and not is_model:
         return {}
-    for numbers in series(name for name in folder.folders() if not _is_place(folder, name)):
+    for numbers in series(name for name in folder.folders() if not (is_model or _is_place(folder, name))):
         oldest = sorted(numbers, key=numbers.__getitem__)[:_SIBLINGS_TRIED]
         parts_of_steps = islice((parts for name in oldest if (parts := checkpoints_in(folder.sub(name)))), 2)
         bulks = [_bulk(parts[0].folder) for parts in parts_of_steps]  # the newest may be unfinished
@@ -152,7 +161,7 @@ def _unlisted(folder: Folder) -> dict[str, int]:
     for numbers in [*sure, *(others for others in series(files, from_any=True) if others not in sure)]:
         if are_states(folder, sorted(numbers, key=numbers.__getitem__)[:_SIBLINGS_TRIED], numbers not in sure):
             return numbers
-    return {"release": 0} if "release" in folder.folders() else {}
+    return {"release": 0} if "release" in folder.folders() and not is_model else {}
 
 
 def _bulk(folder: Folder) -> tuple[str, int, int]:

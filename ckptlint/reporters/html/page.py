@@ -243,7 +243,12 @@ def _steps(report: Report, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
                 [(part["id"], part["path"].removeprefix(step.path).strip("/") or cells[0], part) for part in of_step],
             )
         )
-    return {"columns": STEP_COLUMNS, "rows": rows, "others": others, "lines": step_lines(steps) if steps else []}
+    return {
+        "columns": STEP_COLUMNS,
+        "rows": rows,
+        "others": others,
+        "lines": step_lines(steps, report.lenient) if steps else [],
+    }
 
 
 # ---------------------------------------------------------------- one checkpoint
