@@ -11,7 +11,7 @@ from ckptlint.numbers.laws import moment_bound
 from ckptlint.rule import Finding, Location, Severity, require, rule
 
 
-@rule("OPT011", "moments-apart", Severity.ERROR, depth=Depth.HEADERS, needs=("moments",))
+@rule("OPT011", "moments-apart", Severity.ERROR, depth=Depth.HEADERS, needs=("moments", "pairs"))
 def moments_apart(ckpt: Checkpoint) -> Iterator[Finding]:
     """The first moment is larger than the second allows, so the two are not of one parameter, part or step.
 

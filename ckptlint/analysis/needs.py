@@ -37,6 +37,7 @@ NEEDS: dict[str, tuple[Callable[[Checkpoint], object], str]] = {
     "rank files": (lambda ckpt: ckpt.rank_files is not None, "no set of rank files"),
     "reference tensors": (lambda ckpt: ckpt.reference and ckpt.reference.tensors, "the reference names no tensors"),
     "moments": (_has_squares, "no tensor holds second moments"),
+    "pairs": (lambda ckpt: ckpt.pairs is not None, "tensors are compared where all records are read, and not a sample"),
     "sound": (lambda ckpt: ckpt.is_sound, "some tensors cannot be judged, so it is not known what is stored"),
     "states": (lambda ckpt: inventory_of(ckpt).states, "no optimizer state names its parameter"),
     "step before": (lambda ckpt: ckpt.before, "there is no older step to compare with"),
