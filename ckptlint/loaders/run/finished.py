@@ -235,10 +235,13 @@ def _is_judged_alone(step: Folder, name: str) -> bool:
 def _is_in_all(path: str, beside: Iterable[str]) -> bool:
     """Whether a run whose one step has the file writes it with all: a mark, a configuration.
 
-    The configuration beside weights in a folder of theirs is part of an export, which somebody makes of one step.
+    The configuration beside weights in a folder of theirs is part of an export, which somebody makes of one step, unless
+    the folder has the mark of a finished save.
     """
     family, folder = family_of(path), path.rpartition("/")[0]
-    is_export = folder and any(name.startswith(f"{folder}/") and not _is_config(name) for name in beside)
+    others = [name.removeprefix(f"{folder}/") for name in beside if name.startswith(f"{folder}/")]
+    is_marked = any(inventory.file in others for inventory in world().inventories)
+    is_export = folder != "" and not is_marked and any(not _is_config(name) for name in others)
     return (_is_config(path) and not is_export) or (family is not None and family.name == "mark")
 
 
