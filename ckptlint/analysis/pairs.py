@@ -28,7 +28,7 @@ _LEAST = 5  # chunks that are compared
 
 
 def pairs_of(ckpt: Checkpoint) -> list[Pair]:
-    """The pairs of tensors of one shape; moments are paired by their keys, which differ in the state's name alone."""
+    """The pairs of tensors of one shape, or one row; moments are paired by their keys, which differ in the state's name alone."""
     return [*_states(ckpt), *_copies(ckpt)]
 
 
@@ -60,7 +60,8 @@ def _copies(ckpt: Checkpoint) -> Iterator[Pair]:
         param = state.param
         if param is None or state.what not in MASTER_COPIES or param.tensor.dtype not in ENCODINGS:
             continue
-        if param.tensor.global_shape == state.tensor.global_shape:
+        # DeepSpeed stores it as the one row that it is in its flat group
+        if state.tensor.global_shape in (param.tensor.global_shape, (param.tensor.volume,)):
             yield Pair("copy", param.tensor.fqn, state.tensor.fqn)
 
 

@@ -53,7 +53,7 @@ def draw_pairs(folder: Folder, ckpt: Checkpoint, pairs: Sequence[Pair], per_chun
         first, second = ckpt.tensors[pair.first], ckpt.tensors[pair.second]
         box = first.tiling.box(chunk)
         at = _drawn(box.volume, per_chunk)
-        numbers = [_elements(folder, ckpt, tensor, box, at, damaged) for tensor in (first, second)]
+        numbers = [_elements(folder, ckpt, tensor, first, box, at, damaged) for tensor in (first, second)]
         if numbers[0] is None or numbers[1] is None:
             continue
         is_odd, worst = odd_elements(pair, numbers[0], numbers[1], (first.dtype, second.dtype))
@@ -82,11 +82,12 @@ def _drawn(volume: int, most: int) -> IntArray:
 
 
 def _elements(
-    folder: Folder, ckpt: Checkpoint, tensor: Tensor, box: Box, at: IntArray, damaged: set[int]
+    folder: Folder, ckpt: Checkpoint, tensor: Tensor, first: Tensor, box: Box, at: IntArray, damaged: set[int]
 ) -> Floats | None:
-    """float64 [k], elements of a region of a tensor; None where one cannot be read.
+    """float64 [k], the elements of a tensor that stand beside some of another's region; None where one cannot be read.
 
     Args:
+        first: the tensor of the region, of the same shape, or else `tensor` is it as one row.
         at: int64 [k], ascending, their positions in the region, in C order.
         damaged: records that do not match their checksum.
 
@@ -95,13 +96,18 @@ def _elements(
     """
     tiling = tensor.tiling
     low, high = np.array(box.offsets, np.int64), np.array(box.ends, np.int64)
+    is_row = tensor.global_shape != first.global_shape
+    if is_row:
+        places = _in_row(at, box, first)
+        low, high = places[0], places[-1] + 1
     ends = tiling.offsets + tiling.sizes
     touching = np.flatnonzero(tiling.live & (tiling.offsets < high).all(axis=1) & (ends > low).all(axis=1))
     if damaged.intersection(tensor.chunks.record[touching].tolist()):
         return None
-    if len(touching) == 1 and tiling.box(int(touching[0])) == box:
-        return _of_chunk(folder, ckpt, tensor, int(touching[0]), at)
-    places = np.stack(np.unravel_index(at, box.sizes), axis=1) + low
+    if not is_row:
+        if len(touching) == 1 and tiling.box(int(touching[0])) == box:
+            return _of_chunk(folder, ckpt, tensor, int(touching[0]), at)
+        places = np.stack(np.unravel_index(at, box.sizes), axis=1) + low
     found, left = np.empty(len(at), np.float64), np.ones(len(at), bool)
     for chunk in touching.tolist():
         inner = places - tiling.offsets[chunk]
@@ -115,6 +121,12 @@ def _elements(
         found[inside] = numbers
         left &= ~inside
     return None if left.any() else found
+
+
+def _in_row(at: IntArray, box: Box, tensor: Tensor) -> IntArray:
+    """int64 [k, 1], ascending, where elements of a region are in the row of all elements of the tensor."""
+    places = [place + low for place, low in zip(np.unravel_index(at, box.sizes), box.offsets, strict=True)]
+    return np.asarray(np.ravel_multi_index(places, tensor.global_shape), np.int64)[:, None]
 
 
 def _of_chunk(folder: Folder, ckpt: Checkpoint, tensor: Tensor, chunk: int, at: IntArray) -> Floats | None:
