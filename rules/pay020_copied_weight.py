@@ -34,7 +34,8 @@ def copied_weight(ckpt: Checkpoint) -> Iterator[Finding]:
         another layer, or in another expert whose moments differ. It is an error if their moments differ after ten
         steps, a thousand in 16 bits, a warning if the step is above 0 and no optimizer is stored, else info: layers of
         a model that was stacked from a smaller one, or is frozen, may be equal, and where each layer has a copy they
-        share their weights. Layers that share their moments share the weight. Only matrices of 64 elements or more are judged, and no constants or rows that are all alike.
+        share their weights. Layers that share their moments share the weight. Only matrices of 64 elements or more are
+        judged, and no constants or rows that are all alike.
     Why it matters:
         The layer does the work of another one, and what it had learned is gone.
     Usual causes:

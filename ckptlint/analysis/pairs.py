@@ -28,7 +28,7 @@ _LEAST = 5  # chunks that are compared
 
 
 def pairs_of(ckpt: Checkpoint) -> list[Pair]:
-    """The pairs of tensors of one shape, or one row; moments are paired by their keys, which differ in the state's name alone."""
+    """The pairs of tensors of as many elements; moments are paired by keys that differ in the state's name alone."""
     return [*_states(ckpt), *_copies(ckpt)]
 
 

@@ -37,7 +37,7 @@ LAYOUTS = {
     "experimental_2r": "rank_files/experimental_2r",
     "deepspeed_z1_4r": "deepspeed/z1_bf16_4r/global_step2",
     "deepspeed_trainer_2r": "deepspeed/trainer_z2_2r/checkpoint-2/global_step2",
-    "safetensors": "exports/ok_llama_float32",
+    "safetensors": "exports/ok_in_memory",
 }
 
 
@@ -60,7 +60,7 @@ class Chunk(NamedTuple):
     rank: int
     file: str
     begin: int
-    count: int
+    elements: int
     archive: tuple[int, int]
 
 
@@ -77,7 +77,7 @@ class Save:
 
     def read(self, chunk: Chunk) -> Values:
         item = ITEM_BITS[chunk.dtype] // 8
-        words = np.frombuffer(self.files[chunk.file], f"<u{item}", chunk.count, chunk.begin)
+        words = np.frombuffer(self.files[chunk.file], f"<u{item}", chunk.elements, chunk.begin)
         numbers = decoded(words, chunk.dtype)
         assert numbers is not None
         return numbers.astype(np.float64)
@@ -91,9 +91,9 @@ class Save:
         return [
             row
             for row, chunk in enumerate(self.chunks)
-            if chunk.key is not None
+            if (chunk.key is not None or chunk.state)  # no buffers
             and all(
-                (getattr(chunk, what) if what != "layer" else chunk.key.layer) == value
+                (getattr(chunk, what) if what != "layer" else chunk.key and chunk.key.layer) == value
                 for what, value in wanted.items()
             )
         ]
@@ -137,15 +137,15 @@ def _chunks(ckpt: Checkpoint, numbers: ChunkNumbers) -> Iterator[Chunk]:
         content, param = payload.of(record), params.get(tensor.fqn)
         begin, file = int(payload.start[record]), ckpt.files[int(ckpt.records.file[record])]
         archive = int(ckpt.records.byte_offset[record]), int(ckpt.records.byte_length[record])
-        offset, count = (0, int(numbers.elements[row])) if content is None else (content.offset, content.extent)
+        offset, elements = (0, int(numbers.elements[row])) if content is None else (content.offset, content.extent)
         if begin < 0 and content is None:
             begin = archive[0]
         begin += offset * ITEM_BITS[tensor.dtype] // 8
-        if begin < 0 or count != numbers.elements[row] or (file.name, begin) in seen:
+        if begin < 0 or elements != numbers.elements[row] or (file.name, begin) in seen:
             continue
         seen.add((file.name, begin))
         if not file.name.endswith(".distcp"):
-            archive = 0, int(file.size)
+            archive = 0, file.size or 0
         yield Chunk(
             tensor.fqn,
             param.tensor.fqn if param is not None else tensor.fqn,
@@ -156,7 +156,7 @@ def _chunks(ckpt: Checkpoint, numbers: ChunkNumbers) -> Iterator[Chunk]:
             int(numbers.rank[row]),
             file.name,
             begin,
-            count,
+            elements,
             archive,
         )
 
@@ -207,7 +207,7 @@ def one_param(save: Save, draw: random.Random, rows: list[int]) -> list[int]:
     by_tensor: dict[str, list[int]] = defaultdict(list)
     for row in rows:
         by_tensor[save.chunks[row].fqn].append(row)
-    large = [mine for mine in by_tensor.values() if sum(save.chunks[row].count for row in mine) >= 64]
+    large = [mine for mine in by_tensor.values() if sum(save.chunks[row].elements for row in mine) >= 64]
     return draw.choice(large) if large else []
 
 
@@ -218,15 +218,22 @@ def one_rank(save: Save, draw: random.Random, rows: list[int]) -> tuple[int, lis
     for row in rows:
         by_tensor[save.chunks[row].fqn].add(save.chunks[row].rank)
     shared = {fqn for fqn, of in by_tensor.items() if len(of) > 1}
-    drawn = {
-        rank: [row for row in rows if save.chunks[row].rank == rank and save.chunks[row].fqn in shared]
-        for rank in ranks
-    }
+    fitting = [row for row in rows if save.chunks[row].fqn in shared]
+    drawn = {rank: [row for row in fitting if save.chunks[row].rank == rank] for rank in ranks}
     fit = [rank for rank in ranks if len({save.chunks[row].fqn for row in drawn[rank]}) >= 4]
     if not fit:
         return -1, []
     rank = draw.choice(fit)
     return rank, [row for row in rows if save.chunks[row].rank == rank]
+
+
+def dense_layers(save: Save, rows: list[int]) -> list[int]:
+    """The layers of some chunks that have no experts."""
+    layers, with_experts = set[int](), set[int]()
+    for key in (save.chunks[row].key for row in rows):
+        if key is not None and key.layer is not None:
+            (layers if key.expert is None else with_experts).add(key.layer)
+    return sorted(layers - with_experts)
 
 
 @operator("OPT010 OPT011")
@@ -266,12 +273,10 @@ def moments_zeroed_in_a_rank(save: Save, draw: random.Random) -> str:
 
 @operator("OPT013")
 def moments_zeroed_in_a_layer(save: Save, draw: random.Random) -> str:
-    beside = pairs(save)
-    layers = sorted({key.layer for row in beside if (key := save.chunks[row].key) and key.layer is not None})
-    dense = [layer for layer in layers if all(save.chunks[row].key.expert is None for row in save.rows(layer=layer))]
-    if len(layers) < 3 or not dense:
+    layers = dense_layers(save, [*pairs(save)])
+    if len(layers) < 3:
         return ""
-    layer = draw.choice(dense)
+    layer = draw.choice(layers)
     for row in save.rows(layer=layer):
         save.values[row][:] *= save.chunks[row].state not in MOMENTS
     return f"layer {layer}"
@@ -310,8 +315,8 @@ def first_moment_halved(save: Save, draw: random.Random) -> str:
 def squares_of_another_scale(save: Save, draw: random.Random) -> str:
     mine = one_param(save, draw, [*pairs(save).values()])
     for row in mine:
-        save.values[row] = draw.choice([save.before[other] for other in mine])[: save.chunks[row].count] * 1e-4
-        save.values[row] = np.resize(save.values[row], save.chunks[row].count)
+        save.values[row] = draw.choice([save.before[other] for other in mine])[: save.chunks[row].elements] * 1e-4
+        save.values[row] = np.resize(save.values[row], save.chunks[row].elements)
     return save.chunks[mine[0]].fqn if mine else ""
 
 
@@ -327,10 +332,7 @@ def a_sign_in_a_second_moment(save: Save, draw: random.Random) -> str:
 
 @operator("OPT012")
 def masters_shifted(save: Save, draw: random.Random) -> str:
-    rows = [
-        row for state in MASTER_COPIES for row in save.rows(state) if save.chunks[row].param != save.chunks[row].fqn
-    ]
-    mine = one_param(save, draw, rows)
+    mine = one_param(save, draw, [row for state in MASTER_COPIES for row in save.rows(state) if save.chunks[row].key])
     for row in mine:
         save.values[row] = np.roll(save.values[row], 8)
     return save.chunks[mine[0]].fqn if mine else ""
@@ -374,17 +376,10 @@ def low_bits_lost_in_a_rank(save: Save, draw: random.Random) -> str:
 
 @operator("PAY017")
 def low_bits_lost_in_a_layer(save: Save, draw: random.Random) -> str:
-    rows = [row for row in save.rows("") if save.chunks[row].dtype == "float32" and save.chunks[row].key]
-    layers = sorted({save.chunks[row].key.layer for row in rows} - {None})
+    layers = dense_layers(save, [row for row in save.rows("") if save.chunks[row].dtype == "float32"])
     if len(layers) < 3 or not save.rows("exp_avg"):
         return ""
-    layer = draw.choice(
-        [
-            layer
-            for layer in layers
-            if not any(save.chunks[r].key.expert is not None for r in save.rows("", layer=layer))
-        ]
-    )
+    layer = draw.choice(layers)
     for row in save.rows("", layer=layer):
         save.values[row] = rounded(save.values[row])
     return f"layer {layer}"
@@ -397,11 +392,16 @@ def low_bits_lost_everywhere(save: Save, draw: random.Random) -> str:
     return "all weights" if not all(map(np.array_equal, save.values, save.before)) else ""
 
 
+def matrices(save: Save, state: str) -> list[int]:
+    """Chunks of matrices: a buffer of one axis may be a copy that all ranks hold."""
+    return [row for row in save.rows(state) if len(save.chunks[row].box.sizes) > 1]
+
+
 def scaled(what: str, by: float) -> Callable[[Save, random.Random], str]:
     states = {"weights": ("",), "moments": MOMENTS}[what]
 
     def damage(save: Save, draw: random.Random) -> str:
-        rank, mine = one_rank(save, draw, [row for state in states for row in save.rows(state)])
+        rank, mine = one_rank(save, draw, [row for state in states for row in matrices(save, state)])
         for row in mine:
             save.values[row] *= by if save.chunks[row].state != "exp_avg_sq" else by * by
         return f"rank {rank}" if mine else ""
@@ -417,7 +417,7 @@ for _what in ("weights", "moments"):
 
 @operator("")
 def weights_of_all_ranks_times_2(save: Save, draw: random.Random) -> str:
-    for row in save.rows("") if not any(save.rows(state) for state in MASTER_COPIES) else ():
+    for row in matrices(save, "") if not any(save.rows(state) for state in MASTER_COPIES) else ():
         save.values[row] *= 2
     return "all" if not all(map(np.array_equal, save.values, save.before)) else ""
 
