@@ -60,7 +60,7 @@ def test_damage_is_told_by_its_rule_and_no_other(layout: str, tmp_path: Path) ->
         for number in range(examples(1, 6)):
             save.reset()
             about = operator.damage(save, random.Random(f"{layout} {operator.name} {number}"))
-            if not about:
+            if not about or not save.is_changed:
                 break
             place = tmp_path / f"{operator.name}_{number}" / save.folder.name
             save.write(place)
