@@ -8,6 +8,7 @@ import numpy as np
 
 from ckptlint.analysis.inventory import inventory_of, optimizer_parts, split_state
 from ckptlint.model import Checkpoint, Pair, Tensor
+from ckptlint.model.facts import fact
 from ckptlint.model.payload import PairLaw
 from ckptlint.model.tiling import BoolArray, IntArray
 from ckptlint.numbers.chunks import ranks_by_file
@@ -88,6 +89,18 @@ def breaking(ckpt: Checkpoint, law: PairLaw) -> IntArray:
     rank = ranks_by_file(ckpt)[file] if len(file) else file
     is_lone = _of_few(is_odd, axes) | _of_rank(is_odd, rank)
     return np.asarray(rows[is_odd & is_lone])
+
+
+@fact
+def moments_told_apart(ckpt: Checkpoint) -> frozenset[tuple[str, int]]:
+    """Keys of first and second moments, with the row of a chunk, of which OPT011 says that they do not fit."""
+    told = set[tuple[str, int]]()
+    for row in breaking(ckpt, "moments").tolist():
+        pairs = ckpt.pairs
+        assert pairs is not None  # a row is of them
+        pair, chunk = pairs.pairs[int(pairs.pair[row])], int(pairs.chunk[row])
+        told |= {(pair.first, chunk), (pair.second, chunk)}
+    return frozenset(told)
 
 
 def _of_few(is_odd: BoolArray, axes: IntArray) -> BoolArray:

@@ -257,7 +257,7 @@ def moments_exchanged_in_a_rank(save: Save, draw: random.Random) -> str:
     return f"rank {rank}" if mine else ""
 
 
-@operator("OPT011 OPT013")
+@operator("OPT011")
 def squares_zeroed_in_a_rank(save: Save, draw: random.Random) -> str:
     rank, mine = one_rank(save, draw, [*pairs(save).values()])
     for row in mine:
