@@ -15,8 +15,9 @@ def weight_not_master(ckpt: Checkpoint) -> Iterator[Finding]:
 
     What it checks:
         Elements drawn from a weight and from its master copy in the optimizer (`param`, `fp32_param`, `main_param`,
-        `master_param`) are the same within one unit of the last place of the narrower dtype, so that stochastic
-        rounding passes. A chunk is judged where four of five tensors like it, or the other ranks, agree.
+        `master_param`, DeepSpeed's flat groups) are the same within one unit of the last place of the narrower dtype,
+        so that stochastic rounding passes. A chunk is judged where four of five tensors like it, or the other ranks,
+        agree.
     Why it matters:
         The first step after a resume overwrites the weight with its master copy: the model jumps to other values.
     Usual causes:

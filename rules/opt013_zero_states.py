@@ -5,10 +5,12 @@ from collections.abc import Iterator
 import numpy as np
 
 from ckptlint.analysis.odd_ones import OddOne, odd_ones, sees_all
+from ckptlint.analysis.pairs import misfitting_moments
 from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import plural
-from ckptlint.numbers.chunks import chunk_numbers
+from ckptlint.model.tiling import IntArray
+from ckptlint.numbers.chunks import ChunkNumbers, chunk_numbers
 from ckptlint.rule import Finding, Location, Severity, rule
 
 _STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg")
@@ -41,6 +43,8 @@ def zero_states(ckpt: Checkpoint) -> Iterator[Finding]:
             by_title.setdefault(odd.title, []).append((state, odd))
     for title, members in by_title.items():
         rows = np.concatenate([odd.rows for _, odd in members])
+        if len(members) == 1 and _is_told(ckpt, numbers, rows):
+            continue
         judged = sum(odd.judged for _, odd in members)
         first = int(rows[0])
         tensor, chunk = numbers.tensors[int(numbers.tensor[first])], int(numbers.chunk[first])
@@ -60,3 +64,9 @@ def zero_states(ckpt: Checkpoint) -> Iterator[Finding]:
             confidence="certain" if len(members) > 1 else "likely",
             hint="go back to a step whose states are whole, or load without the optimizer and warm up again",
         )
+
+
+def _is_told(ckpt: Checkpoint, numbers: ChunkNumbers, rows: IntArray) -> bool:
+    """Whether OPT011 says of most of these chunks that they do not fit the other moment."""
+    places = [(numbers.tensors[int(numbers.tensor[row])].fqn, int(numbers.chunk[row])) for row in rows.tolist()]
+    return 2 * len(misfitting_moments(ckpt).intersection(places)) > len(places)

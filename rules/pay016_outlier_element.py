@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from ckptlint.analysis.odd_ones import param_keys
+from ckptlint.analysis.pairs import misfitting_moments
 from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.numbers.chunks import chunk_numbers
@@ -59,6 +60,8 @@ def outlier_element(ckpt: Checkpoint) -> Iterator[Finding]:
                 continue
             row = int(np.flatnonzero(is_top & (numbers.tensor == number))[0])
             chunk = int(numbers.chunk[row])
+            if (tensor.fqn, chunk) in misfitting_moments(ckpt):
+                continue
             box = tensor.tiling.box(chunk)
             yield Finding(
                 f"one element in chunk {box}{{of}} is {top[number]:.3g} in magnitude, the root mean square of the "

@@ -11,9 +11,11 @@ from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint
 from ckptlint.numbers.chunks import chunk_numbers
 from ckptlint.rule import Finding, Location, Severity, rule
+from ckptlint.vocabulary.dtypes import ITEM_BITS
 
 _LEAST_SIBLINGS, _LEAST_ELEMENTS = 3, 16
 _SIGNED, _UNSIGNED = 0.2, 0.02  # share of values below 0 around 0, and around 1
+_STUCK = 1 / 16  # relative distance from what a norm was created with, within which 16 bits round small updates off
 _HINT = "compare with the step before, and with how the converter stores this kind of norm (less 1, or as it is)"
 
 
@@ -33,7 +35,8 @@ def norm_offset(ckpt: Checkpoint) -> Iterator[Finding]:
     What it checks:
         Of four or more norms of one name in different layers, none has values of both signs and half of the usual size
         while all others are positive; none is positive and twice as large while all others have both signs; and none
-        holds one value (0 or 1) while all others vary.
+        holds one value (0 or 1) while all others vary; in 16 bits, where small updates are rounded off, only if the
+        others moved away from that value.
     Why it matters:
         A norm that is off by 1 scales every activation of its layer, or turns it off.
     Usual causes:
@@ -62,7 +65,8 @@ def _offset(norm: _Norm, others: list[_Norm]) -> str:
     """How one norm differs from all others of its name; "" where it does not."""
     usual = float(np.median([other.rms for other in others]))
     if norm.is_constant:
-        is_odd = not any(other.is_constant for other in others)
+        may_be_stuck = ITEM_BITS[norm.param.tensor.dtype] <= 16 and abs(usual - norm.rms) <= _STUCK * norm.rms
+        is_odd = not may_be_stuck and not any(other.is_constant for other in others)
         return f"holds one value, {norm.rms:.3g}; its {len(others)} siblings vary" if is_odd else ""
     if norm.below >= _SIGNED and 2 * norm.rms <= usual and all(other.below <= _UNSIGNED for other in others):
         return f"has both signs, {norm.rms:.3g} in size; its {len(others)} siblings are positive, around {usual:.3g}"

@@ -33,8 +33,9 @@ def copied_weight(ckpt: Checkpoint) -> Iterator[Finding]:
         No chunk of a weight agrees in length, CRC-32 and up to 1 KiB of samples with the same chunk of that weight in
         another layer, or in another expert whose moments differ. It is an error if their moments differ after ten
         steps, a thousand in 16 bits, a warning if the step is above 0 and no optimizer is stored, else info: layers of
-        a model that was stacked from a smaller one, or is frozen, may be equal. Layers that share their moments share
-        the weight. Only matrices of 64 elements or more are judged, and no constants or rows that are all alike.
+        a model that was stacked from a smaller one, or is frozen, may be equal, and where each layer has a copy they
+        share their weights. Layers that share their moments share the weight. Only matrices of 64 elements or more are
+        judged, and no constants or rows that are all alike.
     Why it matters:
         The layer does the work of another one, and what it had learned is gone.
     Usual causes:
@@ -48,13 +49,15 @@ def copied_weight(ckpt: Checkpoint) -> Iterator[Finding]:
     if not (payload.crc > 0).any():
         raise NotApplicable("the records hold no checksums to compare")
     by_units: dict[tuple[str, str, Confidence], list[_Copy]] = defaultdict(list)
-    for first, second, chunks in _copies(ckpt, payload):
+    all_copies = _copies(ckpt, payload)
+    without_moments: Confidence = "possible" if _each_has_a_twin(ckpt, all_copies) else _without_moments(ckpt)
+    for first, second, chunks in all_copies:
         relation = _moments(ckpt, payload, first, second, chunks)
         is_one_layer = first.key.layer == second.key.layer  # whose experts PAY010 judges
         if relation == "same" or (is_one_layer and relation != "apart"):
             continue
         is_moved = relation == "apart" and _steps(ckpt) >= _STEPS[first.tensor.dtype in ("float32", "float64")]
-        confidence: Confidence = "certain" if is_moved else _without_moments(ckpt)
+        confidence: Confidence = "certain" if is_moved else without_moments
         by_units[_unit(first), _unit(second), confidence].append((first, second, chunks))
     for (one, other, confidence), copies in by_units.items():
         yield _finding(ckpt, one, other, confidence, copies)
@@ -131,6 +134,12 @@ def _without_moments(ckpt: Checkpoint) -> Confidence:
     inventory = inventory_of(ckpt)
     has_optimizer = bool(inventory.states or inventory.numbered or inventory.buckets)
     return "likely" if _steps(ckpt) > 0 and not has_optimizer else "possible"
+
+
+def _each_has_a_twin(ckpt: Checkpoint, copies: list[_Copy]) -> bool:
+    """Whether no layer is without a copy, as in a model whose layers share their weights."""
+    layers = {param.key.layer for param in inventory_of(ckpt).params if is_weight(param)} - {None}
+    return layers <= {param.key.layer for first, second, _ in copies for param in (first, second)}
 
 
 def _steps(ckpt: Checkpoint) -> int:

@@ -30,7 +30,7 @@ _LEAST = 5  # chunks that are compared
 
 @fact
 def pairs_of(ckpt: Checkpoint) -> tuple[Pair, ...]:
-    """The pairs of tensors of one shape; moments are paired by their keys, which differ in the state's name alone."""
+    """The pairs of tensors of as many elements; moments are paired by keys that differ in the state's name alone."""
     return (*_states(ckpt), *_copies(ckpt))
 
 
@@ -62,7 +62,8 @@ def _copies(ckpt: Checkpoint) -> Iterator[Pair]:
         param = state.param
         if param is None or state.what not in MASTER_COPIES or param.tensor.dtype not in ENCODINGS:
             continue
-        if param.tensor.global_shape == state.tensor.global_shape:
+        # DeepSpeed stores it as the one row that it is in its flat group
+        if state.tensor.global_shape in (param.tensor.global_shape, (param.tensor.volume,)):
             yield Pair("copy", param.tensor.fqn, state.tensor.fqn)
 
 
@@ -98,6 +99,18 @@ def breaking_share(ckpt: Checkpoint, law: PairLaw) -> float:
         return 0.0
     rows = np.flatnonzero(np.array([pair.law == law for pair in pairs.pairs], bool)[pairs.pair])
     return float((pairs.odd[rows] > _OFTEN * pairs.drawn[rows]).mean()) if len(rows) else 0.0
+
+
+@fact
+def misfitting_moments(ckpt: Checkpoint) -> frozenset[tuple[str, int]]:
+    """Keys of first and second moments, with the row of a chunk, of which OPT011 says that they do not fit."""
+    misfits = set[tuple[str, int]]()
+    for row in breaking(ckpt, "moments").tolist():
+        pairs = ckpt.pairs
+        assert pairs is not None  # a row is of them
+        pair, chunk = pairs.pairs[int(pairs.pair[row])], int(pairs.chunk[row])
+        misfits |= {(pair.first, chunk), (pair.second, chunk)}
+    return frozenset(misfits)
 
 
 def _of_few(is_odd: BoolArray, axes: IntArray) -> BoolArray:

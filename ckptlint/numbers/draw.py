@@ -44,7 +44,7 @@ def draw_pairs(folder: Folder, ckpt: Checkpoint, pairs: Sequence[Pair], per_chun
         first, second = ckpt.tensors[pair.first], ckpt.tensors[pair.second]
         box = first.tiling.box(chunk)
         at = _drawn(box.volume, per_chunk)
-        numbers = [reader.read(tensor, box, at) for tensor in (first, second)]
+        numbers = [reader.read(tensor, first, box, at) for tensor in (first, second)]
         if numbers[0] is None or numbers[1] is None:
             continue
         is_odd, worst = odd_elements(pair, numbers[0], numbers[1], (first.dtype, second.dtype))
@@ -72,10 +72,10 @@ def draw_changes(now: Elements, was: Elements, follows: Sequence[Follow], per_ch
         follow, tensor = follows[number], tensors[number]
         box = tensor.tiling.box(chunk)
         at = _drawn(box.volume, per_chunk)
-        both = [step.read(step.ckpt.tensors[follow.key], box, at) for step in (now, was)]
+        both = [step.read(step.ckpt.tensors[follow.key], tensor, box, at) for step in (now, was)]
         beside: list[Floats | None] = [None, None]
         if follow.second:
-            beside = [step.read(step.ckpt.tensors[follow.second], box, at) for step in (now, was)]
+            beside = [step.read(step.ckpt.tensors[follow.second], tensor, box, at) for step in (now, was)]
         if both[0] is not None and both[1] is not None:
             dtypes = tensor.dtype, now.ckpt.tensors[follow.second or follow.key].dtype
             rows.append((number, chunk, *changed(follow, both[0], both[1], beside[0], beside[1], dtypes)))
@@ -121,10 +121,11 @@ class Elements:
         self.folder, self.ckpt = folder, ckpt
         self._damaged = {damage.record for damage in ckpt.payload.damages} if ckpt.payload is not None else set()
 
-    def read(self, tensor: Tensor, box: Box, at: IntArray) -> Floats | None:
-        """float64 [k], elements of a region of a tensor; None where one cannot be read.
+    def read(self, tensor: Tensor, first: Tensor, box: Box, at: IntArray) -> Floats | None:
+        """float64 [k], the elements of a tensor that stand beside some of another's region; None if one is unreadable.
 
         Args:
+            first: the tensor of the region, of the same shape, or else `tensor` is it as one row.
             at: int64 [k], ascending, their positions in the region, in C order.
 
         Raises:
@@ -132,13 +133,18 @@ class Elements:
         """
         tiling = tensor.tiling
         low, high = np.array(box.offsets, np.int64), np.array(box.ends, np.int64)
+        is_row = tensor.global_shape != first.global_shape
+        if is_row:
+            places = _in_row(at, box, first)
+            low, high = places[0], places[-1] + 1
         ends = tiling.offsets + tiling.sizes
         touching = np.flatnonzero(tiling.live & (tiling.offsets < high).all(axis=1) & (ends > low).all(axis=1))
         if self._damaged.intersection(tensor.chunks.record[touching].tolist()):
             return None
-        if len(touching) == 1 and tiling.box(int(touching[0])) == box:
-            return _of_chunk(self.folder, self.ckpt, tensor, int(touching[0]), at)
-        places = np.stack(np.unravel_index(at, box.sizes), axis=1) + low
+        if not is_row:
+            if len(touching) == 1 and tiling.box(int(touching[0])) == box:
+                return _of_chunk(self.folder, self.ckpt, tensor, int(touching[0]), at)
+            places = np.stack(np.unravel_index(at, box.sizes), axis=1) + low
         found, left = np.empty(len(at), np.float64), np.ones(len(at), bool)
         for chunk in touching.tolist():
             inner = places - tiling.offsets[chunk]
@@ -152,6 +158,12 @@ class Elements:
             found[inside] = numbers
             left &= ~inside
         return None if left.any() else found
+
+
+def _in_row(at: IntArray, box: Box, tensor: Tensor) -> IntArray:
+    """int64 [k, 1], ascending, where elements of a region are in the row of all elements of the tensor."""
+    places = [place + low for place, low in zip(np.unravel_index(at, box.sizes), box.offsets, strict=True)]
+    return np.asarray(np.ravel_multi_index(places, tensor.global_shape), np.int64)[:, None]
 
 
 def _of_chunk(folder: Folder, ckpt: Checkpoint, tensor: Tensor, chunk: int, at: IntArray) -> Floats | None:

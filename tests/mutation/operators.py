@@ -33,6 +33,9 @@ UNPROVOKED = {
     "no operator changes the plan, the objects or the optimizer in such a way": (
         "COM006 COM007 COM011 COM012 OBJ001 OBJ003 OBJ004 OBJ006 OPT004 OPT007 OPT008 OPT009 NAM002 SHP007"
     ),
+    "no operator changes numbers: tests/numbers does": (
+        "OPT010 OPT011 OPT012 OPT013 PAY016 PAY017 PAY018 PAY019 PAY020"
+    ),
     "files keep their times and the optimizer its steps": "RUN006",
     "no healthy checkpoint here is quantised": "QNT001 QNT002 QNT003 QNT004",
     "no healthy checkpoint here is a set of rank files": ("RNK001 RNK002 RNK003 RNK004 RNK005 RNK006 RNK007 RNK008"),

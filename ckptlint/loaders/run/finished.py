@@ -235,8 +235,8 @@ def _is_judged_alone(step: Folder, name: str) -> bool:
 def _is_in_all(path: str, beside: Iterable[str]) -> bool:
     """Whether a run whose one step has the file writes it with all: a mark, a configuration.
 
-    The configuration beside weights in a folder of theirs is part of an export, which somebody makes of one step, unless
-    the folder has the mark of a finished save.
+    The configuration beside weights in a folder of theirs is part of an export, which somebody makes of one step,
+    unless the folder has the mark of a finished save.
     """
     family, folder = family_of(path), path.rpartition("/")[0]
     others = [name.removeprefix(f"{folder}/") for name in beside if name.startswith(f"{folder}/")]
