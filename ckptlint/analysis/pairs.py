@@ -92,15 +92,15 @@ def breaking(ckpt: Checkpoint, law: PairLaw) -> IntArray:
 
 
 @fact
-def moments_told_apart(ckpt: Checkpoint) -> frozenset[tuple[str, int]]:
+def moments_that_do_not_fit(ckpt: Checkpoint) -> frozenset[tuple[str, int]]:
     """Keys of first and second moments, with the row of a chunk, of which OPT011 says that they do not fit."""
-    told = set[tuple[str, int]]()
+    places = set[tuple[str, int]]()
     for row in breaking(ckpt, "moments").tolist():
         pairs = ckpt.pairs
         assert pairs is not None  # a row is of them
         pair, chunk = pairs.pairs[int(pairs.pair[row])], int(pairs.chunk[row])
-        told |= {(pair.first, chunk), (pair.second, chunk)}
-    return frozenset(told)
+        places |= {(pair.first, chunk), (pair.second, chunk)}
+    return frozenset(places)
 
 
 def _of_few(is_odd: BoolArray, axes: IntArray) -> BoolArray:
