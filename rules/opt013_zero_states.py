@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from ckptlint.analysis.odd_ones import OddOne, odd_ones, sees_all
-from ckptlint.analysis.pairs import misfitting_moments
+from ckptlint.analysis.pairs import moments_that_do_not_fit
 from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import plural
@@ -24,7 +24,7 @@ def zero_states(ckpt: Checkpoint) -> Iterator[Finding]:
         No rank of which four or more tensors are judged holds zeros in nine of ten of its chunks of a state (`exp_avg`,
         `exp_avg_sq`, `momentum_buffer`, `square_avg`) while other chunks of the same tensors are not zero; and no layer
         among three or more. Experts and tables of tokens are left out: what no token reached has zeros. It is an error
-        if first and second moments are zero together, else a warning.
+        if first and second moments are zero together, else a warning, unless OPT011 tells of them.
     Why it matters:
         A resume continues that part with zero moments: its first steps are many times too large.
     Usual causes:
@@ -43,7 +43,7 @@ def zero_states(ckpt: Checkpoint) -> Iterator[Finding]:
             by_title.setdefault(odd.title, []).append((state, odd))
     for title, members in by_title.items():
         rows = np.concatenate([odd.rows for _, odd in members])
-        if len(members) == 1 and _is_told(ckpt, numbers, rows):
+        if len(members) == 1 and _is_of_opt011(ckpt, numbers, rows):
             continue
         judged = sum(odd.judged for _, odd in members)
         first = int(rows[0])
@@ -66,7 +66,7 @@ def zero_states(ckpt: Checkpoint) -> Iterator[Finding]:
         )
 
 
-def _is_told(ckpt: Checkpoint, numbers: ChunkNumbers, rows: IntArray) -> bool:
+def _is_of_opt011(ckpt: Checkpoint, numbers: ChunkNumbers, rows: IntArray) -> bool:
     """Whether OPT011 says of most of these chunks that they do not fit the other moment."""
     places = [(numbers.tensors[int(numbers.tensor[row])].fqn, int(numbers.chunk[row])) for row in rows.tolist()]
-    return 2 * len(misfitting_moments(ckpt).intersection(places)) > len(places)
+    return 2 * len(moments_that_do_not_fit(ckpt).intersection(places)) > len(places)

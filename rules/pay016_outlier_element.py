@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from ckptlint.analysis.odd_ones import param_keys
-from ckptlint.analysis.pairs import misfitting_moments
+from ckptlint.analysis.pairs import moments_that_do_not_fit
 from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.numbers.chunks import chunk_numbers
@@ -23,7 +23,8 @@ def outlier_element(ckpt: Checkpoint) -> Iterator[Finding]:
     What it checks:
         The largest magnitude of a tensor is at most a million times the root mean square of all its other elements, and
         of the usual tensor of its state; a million million times in sums of squares. Tensors of fewer than 64 elements,
-        those whose other elements are all 0, buffers, and flat groups, whose padding nobody wrote, are left out.
+        those whose other elements are all 0, buffers, and flat groups, whose padding nobody wrote, are left out, and
+        moments of which OPT011 tells.
     Why it matters:
         That element alone decides every sum that it is part of: an output, a norm of gradients, the next step.
     Usual causes:
@@ -60,7 +61,7 @@ def outlier_element(ckpt: Checkpoint) -> Iterator[Finding]:
                 continue
             row = int(np.flatnonzero(is_top & (numbers.tensor == number))[0])
             chunk = int(numbers.chunk[row])
-            if (tensor.fqn, chunk) in misfitting_moments(ckpt):
+            if (tensor.fqn, chunk) in moments_that_do_not_fit(ckpt):
                 continue
             box = tensor.tiling.box(chunk)
             yield Finding(

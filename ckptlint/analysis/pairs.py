@@ -102,15 +102,15 @@ def breaking_share(ckpt: Checkpoint, law: PairLaw) -> float:
 
 
 @fact
-def misfitting_moments(ckpt: Checkpoint) -> frozenset[tuple[str, int]]:
+def moments_that_do_not_fit(ckpt: Checkpoint) -> frozenset[tuple[str, int]]:
     """Keys of first and second moments, with the row of a chunk, of which OPT011 says that they do not fit."""
-    misfits = set[tuple[str, int]]()
+    places = set[tuple[str, int]]()
     for row in breaking(ckpt, "moments").tolist():
         pairs = ckpt.pairs
         assert pairs is not None  # a row is of them
         pair, chunk = pairs.pairs[int(pairs.pair[row])], int(pairs.chunk[row])
-        misfits |= {(pair.first, chunk), (pair.second, chunk)}
-    return frozenset(misfits)
+        places |= {(pair.first, chunk), (pair.second, chunk)}
+    return frozenset(places)
 
 
 def _of_few(is_odd: BoolArray, axes: IntArray) -> BoolArray:

@@ -110,8 +110,8 @@ class Save:
         for chunk, before, after in zip(self.chunks, self.before, self.values, strict=True):
             if not np.array_equal(before, after):
                 made = changed.setdefault(chunk.file, bytearray(self.files[chunk.file]))
-                held = encoded(after, chunk.dtype)
-                made[chunk.begin : chunk.begin + len(held)] = held
+                written = encoded(after, chunk.dtype)
+                made[chunk.begin : chunk.begin + len(written)] = written
                 archives[chunk.file].add(chunk.archive)
         for name, made in changed.items():
             for begin, length in archives[name] if not name.endswith(".safetensors") else ():

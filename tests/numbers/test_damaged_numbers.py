@@ -65,12 +65,12 @@ def test_damage_is_told_once_by_its_rule(layout: str, tmp_path: Path) -> None:
             place = tmp_path / f"{operator.name}_{number}" / save.folder.name
             save.write(place)
             loud = found(report_on(place, depth="data"), "error", "warning")
-            told = {code for code, _, _ in loud}
+            codes = {code for code, _, _ in loud}
             may_be_silent = not operator.codes or operator.name in undecided(layout)
-            is_told_twice = len(told) > 1 and operator.name != "expert_copied"  # PAY010 warns of it, PAY020 is sure
-            if told - operator.codes or is_told_twice or not (told or may_be_silent):
+            is_told_twice = len(codes) > 1 and operator.name != "expert_copied"  # PAY010 warns of it, PAY020 is sure
+            if codes - operator.codes or is_told_twice or not (codes or may_be_silent):
                 wrong.append((operator.name, about, loud))
-            if may_be_silent and not told:
+            if may_be_silent and not codes:
                 silent.add(operator.name)
             judged += 1
         if judged >= 2 and not SWEEP:

@@ -356,5 +356,5 @@ def test_training_breaks_no_law(name: str, case: str, tmp_path: Path) -> None:
     dcp.save(saved, checkpoint_id=step, no_dist=True)
     assert all(bool(param.isfinite().all()) for param in model.parameters()), "not a healthy run"
     for depth in ("headers", "data"):
-        told = [item for item in found(report_on(step, depth=depth), "error", "warning") if item[0] in OF_NUMBERS]
-        assert told == [], depth
+        loud = [item for item in found(report_on(step, depth=depth), "error", "warning") if item[0] in OF_NUMBERS]
+        assert loud == [], depth
