@@ -67,8 +67,8 @@ class Chunk(NamedTuple):
 class Save:
     """The chunks of a real save and their values, which an operator changes."""
 
-    def __init__(self, name: str) -> None:
-        self.name, self.folder = name, REAL / LAYOUTS[name]
+    def __init__(self, name: str, folder: Path | None = None) -> None:
+        self.name, self.folder = name, folder or REAL / LAYOUTS[name]
         ckpt = load_folder(self.folder, Depth.DATA)
         self.chunks = [*_chunks(ckpt, chunk_numbers(ckpt))]
         self.files = {name: (self.folder / name).read_bytes() for name in {chunk.file for chunk in self.chunks}}

@@ -1,0 +1,127 @@
+"""Two steps of a real run, of which the second is damaged in its numbers alone: each is named by the step before."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from damages import Save
+from support import REAL, codes, report_on
+
+RUN = REAL / "numbers"
+NUMBERS = {"OPT010", "OPT011", "OPT012", "OPT013", "RUN005", "RUN007", "RUN008", "RUN009"} | {
+    f"PAY0{n}" for n in range(16, 21)
+}
+Damage = Callable[[Save, Save, random.Random], None]
+
+
+@cache
+def steps() -> tuple[Save, Save]:
+    """The step that is damaged, and the one before it, whose chunks are the same."""
+    now, was = Save("fsdp2_4r"), Save("before", RUN / "step-190")
+    assert [(one.fqn, str(one.box)) for one in now.chunks] == [(one.fqn, str(one.box)) for one in was.chunks]
+    return now, was
+
+
+def weights(save: Save, **named: object) -> list[int]:
+    return [row for row in save.rows("", **named) if len(save.chunks[row].box.sizes) > 1]
+
+
+def stale_weights_of_a_rank(now: Save, was: Save, draw: random.Random) -> None:
+    for row in now.rows("", rank=draw.randrange(4)):
+        now.values[row] = was.values[row]
+
+
+def stale_moments(now: Save, was: Save, draw: random.Random) -> None:
+    for row in now.rows("exp_avg") + now.rows("exp_avg_sq"):
+        now.values[row] = was.values[row]
+
+
+def rows_in_another_order(now: Save, was: Save, draw: random.Random) -> None:
+    for row in weights(now, rank=draw.randrange(4)):
+        lines = now.values[row].reshape(now.chunks[row].box.sizes[0], -1)
+        now.values[row] = lines[::-1].reshape(-1).copy()
+
+
+def all_matrices_times_4(now: Save, was: Save, draw: random.Random) -> None:
+    for row in weights(now):
+        now.values[row] = now.values[row] * 4
+
+
+def a_sign_flipped(now: Save, was: Save, draw: random.Random) -> None:
+    fqn = now.chunks[draw.choice(weights(now))].fqn
+    for row in weights(now, fqn=fqn):
+        now.values[row] = -now.values[row]
+
+
+def one_element_of_4(now: Save, was: Save, draw: random.Random) -> None:
+    row = draw.choice(weights(now))
+    now.values[row][draw.randrange(len(now.values[row]))] = 4.0
+
+
+def ranks_exchanged(now: Save, was: Save, draw: random.Random) -> None:
+    for row in weights(now, rank=0):
+        chunk = now.chunks[row]
+        other = next(i for i in weights(now, rank=1, fqn=chunk.fqn))
+        if len(now.values[row]) == len(now.values[other]):
+            now.values[row], now.values[other] = now.values[other], now.values[row]
+
+
+def noise_in_a_rank(now: Save, was: Save, draw: random.Random) -> None:
+    noise = np.random.default_rng(draw.randrange(99))
+    for row in weights(now, rank=draw.randrange(4))[:3]:
+        now.values[row] = np.float32(now.values[row] + noise.normal(0, now.values[row].std(), len(now.values[row])))
+
+
+def experts_exchanged(now: Save, was: Save, draw: random.Random) -> None:
+    for row, chunk in enumerate(now.chunks):
+        if ".experts.0." in chunk.fqn:
+            name = chunk.fqn.replace(".experts.0.", ".experts.1.")
+            other = next(i for i, one in enumerate(now.chunks) if one.fqn == name and one.box == chunk.box)
+            now.values[row], now.values[other] = now.values[other], now.values[row]
+
+
+def moments_of_another_layer(now: Save, was: Save, draw: random.Random) -> None:
+    for row, chunk in enumerate(now.chunks):
+        if chunk.state and ".layers.0." in chunk.fqn:
+            name = chunk.fqn.replace(".layers.0.", ".layers.1.")
+            other = next((i for i, one in enumerate(now.chunks) if (one.fqn, one.box) == (name, chunk.box)), None)
+            if other is not None:
+                now.values[row], now.values[other] = now.values[other], now.values[row]
+
+
+DAMAGES: dict[Damage, set[str]] = {
+    stale_weights_of_a_rank: {"RUN009"},
+    stale_moments: {"RUN009"},
+    rows_in_another_order: {"RUN007"},
+    all_matrices_times_4: {"RUN007"},
+    a_sign_flipped: {"RUN007"},
+    one_element_of_4: {"RUN007"},
+    ranks_exchanged: {"RUN007"},
+    noise_in_a_rank: {"RUN007"},
+    experts_exchanged: {"RUN007", "RUN008"},
+    moments_of_another_layer: {"RUN008"},
+}
+
+
+@pytest.mark.parametrize("depth", ["headers", "data"])
+def test_a_healthy_run_continues(depth: str) -> None:
+    assert not codes(report_on(RUN, depth=depth)) & NUMBERS
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_what_does_not_continue_is_named(damage: Damage, tmp_path: Path) -> None:
+    now, was = steps()
+    now.reset()
+    damage(now, was, random.Random(damage.__name__))
+    assert now.is_changed
+    shutil.copytree(RUN / "step-190", tmp_path / "run/step-190")
+    now.write(tmp_path / "run/step-200")
+    for depth in ("headers", "data"):
+        assert codes(report_on(tmp_path / "run", depth=depth)) & NUMBERS == DAMAGES[damage], depth
+    assert not codes(report_on(tmp_path / "run/step-190", depth="data")) & NUMBERS
