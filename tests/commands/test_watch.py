@@ -424,7 +424,8 @@ def test_a_run_that_torch_writes_while_it_is_watched(tmp_path: Path) -> None:
     command = f'basename "$CKPTLINT_STEP_PATH" >> {told}'
 
     def write(step: str) -> None:
-        dcp.save({"w": torch.ones(64, 8), "step": int(step[-1])}, checkpoint_id=path / step, no_dist=True)
+        weight = torch.full((64, 8), float(step[-1]))  # which each step changes
+        dcp.save({"w": weight, "step": int(step[-1])}, checkpoint_id=path / step, no_dist=True)
 
     def heard() -> list[str]:
         return told.read_text().split() if told.exists() else []
