@@ -25,7 +25,7 @@ def scaled_rank(ckpt: Checkpoint) -> Iterator[Finding]:
 
     What it checks:
         Of three or more ranks that share eight or more matrices, the root mean square of each rank's chunks is that of
-        the others' chunks of the same tensor: in weights, first and second moments. A rank is told where four of five
+        the others' chunks of the same tensor: in weights, first and second moments. A rank is named where four of five
         of its chunks have the same ratio, far from 1, and the other ranks are near 1. Experts and tables of tokens are
         left out.
     Why it matters:

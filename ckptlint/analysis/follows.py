@@ -19,7 +19,7 @@ def follows_of(ckpt: Checkpoint, before: Checkpoint) -> list[Follow]:
     betas = {key: pair.betas for key, pair in moments.items() if key in older and older[key].betas == pair.betas}
     first_of = {pair.second: key for key, pair in moments.items()}
     rate, decay = _rate(ckpt, before)
-    found = []
+    follows = []
     for tensor in ckpt.sound_tensors():
         other, key = before.tensors.get(tensor.fqn), tensor.fqn
         if other is None or not other.is_sound or other.global_shape != tensor.global_shape or tensor.volume < 2:
@@ -29,14 +29,14 @@ def follows_of(ckpt: Checkpoint, before: Checkpoint) -> list[Follow]:
             of_weight, reach = betas.get(first), inf
             if of_weight is not None and updates:
                 reach = updates * rate * max(1.0, sqrt(moment_bound(of_weight)))
-            found.append(Follow("weight", key, "", of_weight, updates, reach, updates * decay))
+            follows.append(Follow("weight", key, "", of_weight, updates, reach, updates * decay))
         elif key in moments and moments[key].second in before.tensors:
-            found.append(Follow("first", key, moments[key].second, betas.get(key), updates))
+            follows.append(Follow("first", key, moments[key].second, betas.get(key), updates))
         elif key in first_of:
-            found.append(Follow("second", key, "", betas.get(first_of[key]), updates))
+            follows.append(Follow("second", key, "", betas.get(first_of[key]), updates))
         elif state_name(key):
-            found.append(Follow("other", key))
-    return found
+            follows.append(Follow("other", key))
+    return follows
 
 
 def updates_between(ckpt: Checkpoint, before: Checkpoint) -> int:

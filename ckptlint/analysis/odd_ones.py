@@ -67,17 +67,17 @@ def _ranks(numbers: ChunkNumbers, judged: IntArray, has_trait: BoolArray) -> lis
     without = np.zeros(len(numbers.tensors), bool)  # tensors of which some chunk does not have it
     without[numbers.tensor[judged[~has_trait[judged]]]] = True
     judged = judged[without[numbers.tensor[judged]] & (numbers.rank[judged] >= 0)]
-    found, others = [], 0
+    odd, others = [], 0
     for rank in np.unique(numbers.rank[judged]).tolist():
         mine = judged[numbers.rank[judged] == rank]
         share = float(has_trait[mine].mean())
         if share >= _NEARLY_ALL and len(np.unique(numbers.tensor[mine])) >= _LEAST_CHUNKS:
-            found.append(OddOne(f"rank {rank}", rank, mine[has_trait[mine]], len(mine)))
+            odd.append(OddOne(f"rank {rank}", rank, mine[has_trait[mine]], len(mine)))
         elif share <= _NEARLY_NONE:
             others += 1
         else:
             return []
-    return found if others else []
+    return odd if others else []
 
 
 def _layers(ckpt: Checkpoint, numbers: ChunkNumbers, judged: IntArray, has_trait: BoolArray) -> list[OddOne]:
@@ -89,7 +89,7 @@ def _layers(ckpt: Checkpoint, numbers: ChunkNumbers, judged: IntArray, has_trait
         if key is not None and key.layer is not None and key.expert is None:
             block = ".".join([*key.scope, key.block])
             by_layer[block, key.layer][numbers.states[number], key.role].append(row)
-    found: list[OddOne] = []
+    odd: list[OddOne] = []
     for name in {block for block, _ in by_layer}:
         layers = {layer: kinds for (block, layer), kinds in by_layer.items() if block == name}
         of_block, usual = [], 0
@@ -101,5 +101,5 @@ def _layers(ckpt: Checkpoint, numbers: ChunkNumbers, judged: IntArray, has_trait
             elif share <= _NEARLY_NONE:
                 usual += 1
         if len(of_block) == 1 and usual == len(layers) - 1 >= _LEAST_LAYERS - 1:
-            found += of_block
-    return found
+            odd += of_block
+    return odd

@@ -145,7 +145,7 @@ class Elements:
             if len(touching) == 1 and tiling.box(int(touching[0])) == box:
                 return _of_chunk(self.folder, self.ckpt, tensor, int(touching[0]), at)
             places = np.stack(np.unravel_index(at, box.sizes), axis=1) + low
-        found, left = np.empty(len(at), np.float64), np.ones(len(at), bool)
+        elements, left = np.empty(len(at), np.float64), np.ones(len(at), bool)
         for chunk in touching.tolist():
             inner = places - tiling.offsets[chunk]
             inside = ((inner >= 0) & (inner < tiling.sizes[chunk])).all(axis=1)
@@ -155,9 +155,9 @@ class Elements:
             numbers = _of_chunk(self.folder, self.ckpt, tensor, chunk, np.asarray(flat, np.int64))
             if numbers is None:
                 return None
-            found[inside] = numbers
+            elements[inside] = numbers
             left &= ~inside
-        return None if left.any() else found
+        return None if left.any() else elements
 
 
 def _in_row(at: IntArray, box: Box, tensor: Tensor) -> IntArray:
@@ -201,6 +201,6 @@ def _of_chunk(folder: Folder, ckpt: Checkpoint, tensor: Tensor, chunk: int, at: 
         read = numbers.astype(np.float64)
     if order is None:
         return read
-    found = np.empty(len(at), np.float64)
-    found[order] = read
-    return found
+    elements = np.empty(len(at), np.float64)
+    elements[order] = read
+    return elements
