@@ -8,7 +8,7 @@ import numpy as np
 from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint, OddValues
 from ckptlint.model.text import plural
-from ckptlint.numbers.chunks import chunk_numbers
+from ckptlint.numerics.chunks import chunk_numbers
 from ckptlint.rule import Finding, Location, Severity, require, rule
 from ckptlint.vocabulary.keys import SQUARES
 

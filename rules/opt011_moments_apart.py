@@ -7,7 +7,7 @@ from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint, Pair
 from ckptlint.model.text import plural
 from ckptlint.model.tiling import Box
-from ckptlint.numbers.laws import moment_bound
+from ckptlint.numerics.laws import moment_bound
 from ckptlint.rule import Finding, Location, Severity, require, rule
 
 

@@ -10,7 +10,7 @@ from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import plural
 from ckptlint.model.tiling import IntArray
-from ckptlint.numbers.chunks import ChunkNumbers, chunk_numbers
+from ckptlint.numerics.chunks import ChunkNumbers, chunk_numbers
 from ckptlint.rule import Finding, Location, Severity, rule
 
 _STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg")

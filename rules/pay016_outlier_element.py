@@ -8,7 +8,7 @@ from ckptlint.analysis.odd_ones import param_keys
 from ckptlint.analysis.pairs import moments_that_do_not_fit
 from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint, Tensor
-from ckptlint.numbers.chunks import chunk_numbers
+from ckptlint.numerics.chunks import chunk_numbers
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 from ckptlint.vocabulary.keys import COMPUTED, SQUARES
 

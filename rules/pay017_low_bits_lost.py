@@ -9,7 +9,7 @@ from ckptlint.analysis.odd_ones import odd_ones
 from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import plural
-from ckptlint.numbers.chunks import chunk_numbers
+from ckptlint.numerics.chunks import chunk_numbers
 from ckptlint.rule import Finding, Location, Severity, rule
 
 _LEAST = 16  # numbers: of fewer the low bits may be zero by chance

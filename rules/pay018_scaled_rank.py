@@ -11,7 +11,7 @@ from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import plural
 from ckptlint.model.tiling import IntArray
-from ckptlint.numbers.chunks import ChunkNumbers, chunk_numbers
+from ckptlint.numerics.chunks import ChunkNumbers, chunk_numbers
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 
 _LEAST_TENSORS, _LEAST_RANKS, _LEAST_ELEMENTS = 8, 3, 64

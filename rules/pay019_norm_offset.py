@@ -9,7 +9,7 @@ import numpy as np
 from ckptlint.analysis.inventory import Param, inventory_of, siblings
 from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint
-from ckptlint.numbers.chunks import chunk_numbers
+from ckptlint.numerics.chunks import chunk_numbers
 from ckptlint.rule import Finding, Location, Severity, rule
 from ckptlint.vocabulary.dtypes import ITEM_BITS
 

@@ -7,8 +7,8 @@ from math import inf, sqrt
 from ckptlint.analysis.inventory import moments_of
 from ckptlint.analysis.pairs import pairs_of
 from ckptlint.model import Checkpoint, Follow
-from ckptlint.numbers.laws import moment_bound
-from ckptlint.numbers.settings import optimizer_settings
+from ckptlint.numerics.laws import moment_bound
+from ckptlint.numerics.settings import optimizer_settings
 from ckptlint.vocabulary.keys import parse, state_name
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from ckptlint.model import ChangeTable, Checkpoint, Tensor
 from ckptlint.model.text import plural
 from ckptlint.model.tiling import BoolArray, IntArray
-from ckptlint.numbers.chunks import ranks_by_file
+from ckptlint.numerics.chunks import ranks_by_file
 from ckptlint.rule import Location
 from ckptlint.vocabulary.keys import parse
 

@@ -11,7 +11,7 @@ from ckptlint.analysis.inventory import inventory_of
 from ckptlint.model import Checkpoint
 from ckptlint.model.facts import fact
 from ckptlint.model.tiling import BoolArray, IntArray
-from ckptlint.numbers.chunks import ChunkNumbers, chunk_numbers
+from ckptlint.numerics.chunks import ChunkNumbers, chunk_numbers
 from ckptlint.vocabulary.keys import Key, parse
 
 _NEARLY_ALL, _NEARLY_NONE = 0.9, 0.1

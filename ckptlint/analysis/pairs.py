@@ -11,8 +11,8 @@ from ckptlint.model import Checkpoint, Pair, Tensor
 from ckptlint.model.facts import fact
 from ckptlint.model.payload import PairLaw
 from ckptlint.model.tiling import BoolArray, IntArray
-from ckptlint.numbers.chunks import ranks_by_file
-from ckptlint.numbers.settings import optimizer_settings
+from ckptlint.numerics.chunks import ranks_by_file
+from ckptlint.numerics.settings import optimizer_settings
 from ckptlint.vocabulary.dtypes import ENCODINGS
 from ckptlint.vocabulary.keys import MASTER_COPIES, parse, state_name
 

@@ -21,7 +21,7 @@ from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model.cover import Shape
 from ckptlint.model.text import at_most, first_names, plural, ranges
 from ckptlint.model.tiling import IntArray
-from ckptlint.numbers.decode import Numbers, decoded
+from ckptlint.numerics.decode import Numbers, decoded
 from ckptlint.seals.digests import Words
 from ckptlint.seals.row_hashes import Bits, comparable, matrix
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from ckptlint.comparing.regions import BytesByKey, Matrix, TensorBytes
 from ckptlint.model.cover import Shape
-from ckptlint.numbers.decode import decoded
+from ckptlint.numerics.decode import decoded
 from ckptlint.seals.row_hashes import matrix
 from ckptlint.vocabulary.dtypes import ENCODINGS
 

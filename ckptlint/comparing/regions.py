@@ -13,7 +13,7 @@ import numpy.typing as npt
 from ckptlint.model import Checkpoint, RecordState, Tensor
 from ckptlint.model.cover import Shape
 from ckptlint.model.tiling import Box
-from ckptlint.numbers.decode import decoded
+from ckptlint.numerics.decode import decoded
 from ckptlint.payload.archives.members import bare_content, places_of
 from ckptlint.seals.row_hashes import Bits, blocks, first_place, matrix, word_of
 from ckptlint.storage.folder import Folder

@@ -10,7 +10,7 @@ from ckptlint.analysis.follows import follows_of
 from ckptlint.analysis.pairs import pairs_of
 from ckptlint.model import Checkpoint, Pair, PairTable
 from ckptlint.model.text import plural
-from ckptlint.numbers.draw import Elements, draw_changes, draw_pairs
+from ckptlint.numerics.draw import Elements, draw_changes, draw_pairs
 from ckptlint.payload.reader import read_payload
 from ckptlint.payload.reading import ReadOptions
 from ckptlint.storage.folder import Folder

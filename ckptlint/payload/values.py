@@ -9,7 +9,7 @@ from math import inf, ldexp
 import numpy as np
 import numpy.typing as npt
 
-from ckptlint.numbers.decode import decoded
+from ckptlint.numerics.decode import decoded
 from ckptlint.seals.row_hashes import Bits
 from ckptlint.vocabulary.dtypes import ENCODINGS, ITEM_BITS, Encoding
 

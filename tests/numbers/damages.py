@@ -18,8 +18,8 @@ from support import REAL
 from ckptlint.analysis.inventory import inventory_of
 from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint
-from ckptlint.numbers.chunks import ChunkNumbers, chunk_numbers
-from ckptlint.numbers.decode import decoded
+from ckptlint.numerics.chunks import ChunkNumbers, chunk_numbers
+from ckptlint.numerics.decode import decoded
 from ckptlint.testing.cases import load_folder
 from ckptlint.vocabulary.dtypes import ITEM_BITS
 from ckptlint.vocabulary.keys import MASTER_COPIES, Key

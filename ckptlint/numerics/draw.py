@@ -13,9 +13,9 @@ import numpy.typing as npt
 from ckptlint.model import ChangeTable, Checkpoint, Follow, Pair, PairTable, RecordState, Tensor
 from ckptlint.model.payload import change_rows, pair_rows, plain_content
 from ckptlint.model.tiling import Box, IntArray
-from ckptlint.numbers.chunks import may_be_padding
-from ckptlint.numbers.decode import decoded
-from ckptlint.numbers.laws import changed, odd_elements
+from ckptlint.numerics.chunks import may_be_padding
+from ckptlint.numerics.decode import decoded
+from ckptlint.numerics.laws import changed, odd_elements
 from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.dtypes import ENCODINGS, ITEM_BITS
 
