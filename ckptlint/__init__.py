@@ -90,7 +90,8 @@ def check(
 
     Args:
         depth: `metadata`; `files` to look at payload files too; `headers` to open their records; `data` to read all of
-            them; by default `data` where all of it is at most 512 MiB on a local disk, and `files` otherwise.
+            them; by default `data` where all of it is at most 512 MiB on a local disk; otherwise `files`, and numbers
+            drawn from this step and the one before.
         select: codes, names or prefixes of the rules to run; all by default. Here and elsewhere one text stands for
             a list of one.
         ignore: the same, to leave out.
@@ -219,21 +220,19 @@ def _judging(
     ignore: Iterable[str],
     fail_on: FailOn | None,
     config: str | PathLike[str] | None,
-) -> tuple[Request, Judge, Judge]:
-    """What is asked of each step of a run; what judges one, and what compares it with the step before."""
-    from functools import partial
-
+) -> tuple[Request, Judge, Judge | None]:
+    """What is asked of each step of a run; what judges one, and what looks closer at one that passes."""
     from ckptlint.lint.request import Request
-    from ckptlint.lint.run import compared_with_before
     from ckptlint.lint.run import run as report_on
     from ckptlint.lint.settings_file import Settings, read_settings
+    from ckptlint.lint.steps import looks_at
     from ckptlint.model.text import texts
 
     place = str(run)
     options = {"depth": depth, "select": texts(select), "ignore": texts(ignore), "fail-on": fail_on}
     settings = Settings() if config is None else read_settings(str(config), [place])
     request = Request.of(options, settings, [place], purpose)
-    return request, lambda step: report_on(request.only(step)), partial(compared_with_before, request)
+    return request, *looks_at(request, report_on)
 
 
 def load(path: str | PathLike[str]) -> Checkpoint:

@@ -24,9 +24,12 @@ from archives import with_other_values
 
 import ckptlint
 from ckptlint.__main__ import main
+from ckptlint.depth import Depth
 from ckptlint.errors import NothingToCheckError
 from ckptlint.lint.registry import load_rules
 from ckptlint.lint.report import Report
+from ckptlint.lint.request import Request
+from ckptlint.payload.reading import default_reading
 from ckptlint.rule import Finding, Rule, Severity
 
 REPOSITORY = Path(__file__).parent.parent
@@ -103,6 +106,11 @@ def report_on(*paths: Any, **options: Any) -> Report:
         return ckptlint.check(*paths, **options)
     except NothingToCheckError as error:
         return error.report
+
+
+def drawing(request: Request) -> Request:
+    """The same request at depth `files`, with numbers drawn from some records."""
+    return request._replace(depth=Depth.FILES, reading=replace(default_reading(Depth.HEADERS), draws=True))
 
 
 def copy_step(step: Path, place: Path, number: int) -> Path:

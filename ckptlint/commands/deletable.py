@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,7 +14,6 @@ from ckptlint.commands.shared import ENVIRONMENT, WithSettings, check_options, p
 from ckptlint.lint.options import LOOSENING
 
 if TYPE_CHECKING:
-    from ckptlint.lint.report import Report
     from ckptlint.lint.retention import Retention
 
 SCHEMA = "ckptlint.deletable/1"
@@ -39,21 +37,19 @@ def deletable(run_dir: str, keep: int, answer: str, **options: Any) -> None:
     """
     request = requested(options, "delete")
     from ckptlint.lint.retention import deletable as judged_run
-    from ckptlint.lint.run import compared_with_before
+    from ckptlint.lint.steps import looks_at
     from ckptlint.model.text import JSON_ESCAPE, inert
     from ckptlint.reporters.run import decision_table, not_judged_by, retention_lines
 
-    def judged(step: str) -> Report:
-        return judge(request.only(step))
-
+    judged, compare = looks_at(request, judge)
     with progress(options["no_progress"]):
-        found = judged_run(run_dir, keep, judged, partial(compared_with_before, request))
+        found = judged_run(run_dir, keep, judged, compare)
     if answer == "json":
         show_text(inert(_as_json(found), JSON_ESCAPE))
     else:
         if found.decisions:
             click.echo(inert(decision_table(found)) + "\n", err=True)
-        say(*retention_lines(found), *(not_judged_by(request.depth) if found.paths else []))
+        say(*retention_lines(found), *(not_judged_by(request) if found.paths else []))
         show_text("".join(f"{path}\n" for path in found.paths))
     sys.exit(found.exit_code)
 

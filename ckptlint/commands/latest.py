@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -18,7 +17,6 @@ from ckptlint.storage.paths import shown
 from ckptlint.vocabulary.parts import PARTS
 
 if TYPE_CHECKING:
-    from ckptlint.lint.report import Report
     from ckptlint.lint.steps import Search
 
 SCHEMA = "ckptlint.latest/1"
@@ -51,17 +49,13 @@ def latest(run_dir: str, require: tuple[str, ...], before: int | None, answer: s
     folder holds several runs.
     """
     request = requested(options, "resume")
-    from ckptlint.lint.run import compared_with_before
-    from ckptlint.lint.steps import newest_good, runs_at
+    from ckptlint.lint.steps import looks_at, newest_good, runs_at
     from ckptlint.model.text import JSON_ESCAPE, inert, printable
     from ckptlint.reporters.run import not_judged_by, search_lines
 
-    def judged(step: str) -> Report:
-        return judge(request.only(step))
-
+    judged, compare = looks_at(request, judge)
     runs = runs_at(run_dir)
     with progress(options["no_progress"]):
-        compare = partial(compared_with_before, request)
         asked = tokens(require), before, compare, request.depth
         searches = [newest_good(run, path, judged, *asked) for path, run in runs]
     if answer == "json":
@@ -72,7 +66,7 @@ def latest(run_dir: str, require: tuple[str, ...], before: int | None, answer: s
     elif (found := searches[0].path) and not (found.isprintable() and inert(found) == found):
         raise AccessError(f"{printable(found)} passes, but its path is not plain text: use --format json")
     else:
-        say(*search_lines(searches[0]), *(not_judged_by(request.depth, request.lenient) if searches[0].path else []))
+        say(*search_lines(searches[0]), *(not_judged_by(request) if searches[0].path else []))
         show_text(f"{searches[0].path}\n" if searches[0].path else "")
     sys.exit(_exit_code(searches))
 

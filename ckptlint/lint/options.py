@@ -108,7 +108,8 @@ CHECK_OPTIONS = (
         "depth",
         "read",
         "How much to read. files adds names and sizes of payload files to metadata, headers adds the header of each "
-        "record, data reads all bytes. auto is data for up to 512 MiB on a local disk (check only), else files.",
+        "record, data reads all bytes. auto is data for up to 512 MiB on a local disk; else files, and some numbers of "
+        "this step and the one before.",
         default="auto",
         choices=("auto", *(depth.value for depth in Depth)),  # click shows members of an enum by their names
     ),

@@ -6,33 +6,39 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
+
 from ckptlint.analysis.follows import follows_of
 from ckptlint.analysis.pairs import pairs_of
 from ckptlint.model import Checkpoint, Pair, PairTable
 from ckptlint.model.text import plural
-from ckptlint.numerics.draw import Elements, draw_changes, draw_pairs
+from ckptlint.numerics.draw import Elements, draw_changes, draw_pairs, records_to_draw
+from ckptlint.numerics.settings import setting_records
 from ckptlint.payload.reader import read_payload
 from ckptlint.payload.reading import ReadOptions
 from ckptlint.storage.folder import Folder
+from ckptlint.vocabulary.keys import parse, state_name
 
-_OF_CHUNK, _CHUNKS = 65_536, 16_384  # elements and chunks that are drawn at depth `data`
-_OF_CHUNK_BY_HEADERS, _CHUNKS_BY_HEADERS = 4_096, 2_048
+_BY_DATA, _BY_HEADERS, _BY_DRAWING = (65_536, 16_384), (4_096, 2_048), (1_024, 4_096)
+"""Elements of a chunk that are drawn, and chunks, at depths `data` and `headers`, and where nothing else is read."""
 
 
-def read_records(folder: Folder, ckpt: Checkpoint, how: ReadOptions, compares: bool = True) -> Checkpoint:
+def read_records(folder: Folder, ckpt: Checkpoint, how: ReadOptions, after: Checkpoint | None = None) -> Checkpoint:
     """The checkpoint with `payload`, and with `pairs` where all records were asked for.
 
     Args:
-        compares: whether its tensors are compared with each other: not those of the step before.
+        after: the step that it is to be compared with; its tensors are then not compared with each other.
 
     Raises:
         AccessError, KeyboardInterrupt: as `read_payload`.
     """
+    if how.draws:
+        drawn = records_to_draw(ckpt, after or ckpt, _drawn_together(after or ckpt), _BY_DRAWING[1])
+        how = replace(how, wanted=np.union1d(drawn, setting_records(ckpt)))
     ckpt = read_payload(folder, ckpt, how)
-    if how.percent is not None or not compares:
+    if how.percent is not None or after is not None:
         return ckpt
-    per_chunk, most = (_OF_CHUNK, _CHUNKS) if how.depth.reads_all else (_OF_CHUNK_BY_HEADERS, _CHUNKS_BY_HEADERS)
-    pairs = draw_pairs(folder, ckpt, pairs_of(ckpt), per_chunk, most)
+    pairs = draw_pairs(folder, ckpt, pairs_of(ckpt), *_amounts(how))
     return replace(ckpt, pairs=pairs, not_looked_at=(*ckpt.not_looked_at, *_not_drawn(pairs)))
 
 
@@ -45,9 +51,20 @@ def with_changes(folder: Folder, ckpt: Checkpoint, before: Folder, how: ReadOpti
     older = ckpt.before
     if ckpt.payload is None or older is None or older.payload is None or how.percent is not None:
         return ckpt
-    per_chunk, most = (_OF_CHUNK, _CHUNKS) if how.depth.reads_all else (_OF_CHUNK_BY_HEADERS, _CHUNKS_BY_HEADERS)
     now, was = Elements(folder, ckpt), Elements(before, older)
-    return replace(ckpt, changes=draw_changes(now, was, follows_of(ckpt, older), per_chunk, most))
+    return replace(ckpt, changes=draw_changes(now, was, follows_of(ckpt, older), *_amounts(how)))
+
+
+def _amounts(how: ReadOptions) -> tuple[int, int]:
+    return _BY_DRAWING if how.draws else _BY_DATA if how.depth.reads_all else _BY_HEADERS
+
+
+def _drawn_together(ckpt: Checkpoint) -> list[tuple[str, ...]]:
+    """The keys of weights and states: those that are compared with each other together, the others alone."""
+    groups = [(pair.first, pair.second) for pair in pairs_of(ckpt)]
+    paired = {key for group in groups for key in group}
+    keys = (tensor.fqn for tensor in ckpt.sound_tensors() if tensor.volume > 1 and tensor.fqn not in paired)
+    return [*groups, *((key,) for key in keys if parse(key).kind == "model" or state_name(key))]
 
 
 def _not_drawn(pairs: PairTable) -> Iterator[str]:

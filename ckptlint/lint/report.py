@@ -359,8 +359,14 @@ class Report(Shown):
         return RuleCounts(len(ran), len(silent), len(failed))
 
     def added_by(self, depth: Depth) -> int:
-        """How many of the selected rules need this depth or a lesser one, and more than the depth of this report."""
-        return sum(depth.reaches(rule.depth) and not self.depth.reaches(rule.depth) for rule in self.rules)
+        """How many of the selected rules need this depth or a lesser one, and more than those that ran."""
+        ran = Depth.HEADERS if self.draws else self.depth
+        return sum(depth.reaches(rule.depth) and not ran.reaches(rule.depth) for rule in self.rules)
+
+    @property
+    def draws(self) -> bool:
+        """Whether numbers were drawn from some records, at a depth that opens none."""
+        return not self.depth.opens_records and any(part.checkpoint.payload is not None for part in self.checkpoints)
 
     def is_failing(self, item: Diagnostic) -> bool:
         """Whether a finding makes the run fail: at or above `fail_on`, and always for errors of fixed rules.

@@ -14,6 +14,7 @@ from ckptlint.lint.options import LOOSENING, percent, tokens
 from ckptlint.lint.report import FailOn
 from ckptlint.lint.settings_file import Settings, every_rule, key_ignores
 from ckptlint.rule import Rule, Severity
+from ckptlint.storage.paths import is_url
 
 if TYPE_CHECKING:
     from ckptlint.payload.reading import ReadOptions
@@ -91,12 +92,11 @@ class Request(NamedTuple):
         if purpose == "delete":
             said = {name: value for name, value in said.items() if name not in LOOSENING}
             settings = settings._replace(ignores=(), rule_options={})
-        depth = said.get("depth", AUTO)
+        depth, draws = said.get("depth", AUTO), False
         if depth not in [AUTO, *Depth]:
             raise ConfigError(f"there is no depth {depth!r}: {AUTO}, {', '.join(Depth)}")
         if depth == AUTO:
-            is_cheap = purpose == "report" and "sample" not in said and _is_cheap(paths, said.get("all-steps", False))
-            depth = Depth.DATA if is_cheap else Depth.FILES
+            depth, draws = _cheap_depth(paths, purpose, said)
         depth = Depth(depth)
         if purpose == "delete" and not depth.looks_at_files:
             depth = Depth.FILES
@@ -119,7 +119,7 @@ class Request(NamedTuple):
             fail_on,
             said.get("all-steps", False),
             said.get("expect"),
-            _reading(depth, said),
+            _reading(depth, said, draws),
             () if said.get("no-ignores") else ignores,
             said.get("baseline"),
             said.get("jobs"),
@@ -147,26 +147,38 @@ def _lenient(said: Mapping[str, Any], known: Iterable[Rule], rules: Iterable[Rul
         yield "severity"
 
 
-def _is_cheap(paths: Iterable[str], all_steps: bool) -> bool:
+def _cheap_depth(paths: tuple[str, ...], purpose: Purpose, said: Mapping[str, Any]) -> tuple[Depth, bool]:
+    """The depth where nobody says one, and whether numbers are drawn from some records.
+
+    A job is not kept waiting. From a store only those numbers are drawn on which a choice of a step rests.
+    """
     from ckptlint.loaders.discover import holds_at_most
 
-    return CHEAP_BYTES > 0 and holds_at_most(paths, all_steps, CHEAP_BYTES)
+    if "sample" in said or CHEAP_BYTES <= 0:
+        return Depth.FILES, False
+    all_steps = purpose == "delete" or said.get("all-steps", False)
+    if purpose != "job" and holds_at_most(paths, all_steps, CHEAP_BYTES):
+        return Depth.DATA, False
+    return Depth.FILES, purpose in ("resume", "delete") or not any(map(is_url, paths))
 
 
-def _reading(depth: Depth, said: Mapping[str, Any]) -> ReadOptions | None:
-    """How to read the payload, by the options; None at depths that do not."""
+def _reading(depth: Depth, said: Mapping[str, Any], draws: bool) -> ReadOptions | None:
+    """How to read the payload, by the options; None at depths that do not, unless numbers are drawn there."""
     sample, jobs, hashes = said.get("sample"), said.get("jobs"), said.get("expect-hashes")
     if hashes is not None and (sample is not None or not depth.reads_all):
         raise ConfigError("--expect-hashes needs --depth data" + (" without --sample" if depth.reads_all else ""))
     if not depth.opens_records:
         if sample is not None:
             raise ConfigError("--sample needs --depth headers or --depth data")
-        return None
+        if not draws:
+            return None
     from ckptlint.payload.reading import default_reading
 
-    reading = default_reading(depth, None if sample is None else percent(str(sample)), said.get("seed"))
+    reading = default_reading(
+        Depth.HEADERS if draws else depth, None if sample is None else percent(str(sample)), said.get("seed")
+    )
     if hashes is not None:
         from ckptlint.payload.integrity import expected_sums
 
         reading = replace(reading, sums=expected_sums(hashes))
-    return replace(reading, jobs=jobs or reading.jobs)
+    return replace(reading, jobs=jobs or reading.jobs, draws=draws)

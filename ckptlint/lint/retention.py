@@ -11,7 +11,16 @@ from typing import Any
 
 from ckptlint.errors import AccessError, CkptlintError, NothingToCheckError
 from ckptlint.lint.report import Report
-from ckptlint.lint.steps import Judge, JudgedStep, judge_step, lacking, no_copy, results_in_order, runs_at, with_all
+from ckptlint.lint.steps import (
+    Judge,
+    JudgedStep,
+    judge_step,
+    lacking,
+    looked_closer,
+    results_in_order,
+    runs_at,
+    with_all,
+)
 from ckptlint.loaders.json_file import read_json
 from ckptlint.loaders.run.folder import read_trackers, trackers
 from ckptlint.loaders.run.steps import Step, is_alike, numberless, run_at, runs_below, steps_of
@@ -109,13 +118,13 @@ class _Pointers:
     doubt: str = ""
 
 
-def deletable(path: str, keep: int, judge: Judge, compare: Judge) -> Retention:
+def deletable(path: str, keep: int, judge: Judge, compare: Judge | None = None) -> Retention:
     """Judge each step of a run once, and say which may be deleted; deletes nothing.
 
     Args:
         keep: how many whole steps must stay, at least 1.
         judge: gives the report on the checkpoint at a path.
-        compare: gives what `lint.run.compared_with_before` says of it.
+        compare: a closer look at a step that passes, None where `judge` sees all.
 
     Raises:
         NothingToCheckError, UnknownLayoutError, AccessError: as `runs_at`.
@@ -206,7 +215,7 @@ def _compared(
     steps: Sequence[Step],
     judged: Sequence[JudgedStep],
     keep: int,
-    compare: Judge,
+    compare: Judge | None,
     contents: Mapping[str, _Contents],
 ) -> tuple[list[JudgedStep], list[Step]]:
     """The verdicts once steps are compared with older ones, and the newest whole steps: `keep` of one name or fewer."""
@@ -220,8 +229,8 @@ def _compared(
             continue
         older = [(steps[n], judged[n]) for n in range(at + 1, len(steps)) if forms[n] == forms[at]]
         judged_step = _beside_older(step, judged_step, older, contents)
-        if judged_step.verdict == "passes" and older and len(whole) < keep:
-            judged_step = no_copy(judged_step, compare)
+        if judged_step.verdict == "passes" and compare is not None and len(whole) < keep:
+            judged_step = looked_closer(judged_step, compare)
         found[at] = judged_step
         if judged_step.verdict == "passes" and len(whole) < keep:
             whole.append(step)

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from ckptlint.payload.reading import ReadOptions
 
 
-_FEW_RECORDS = 20_000  # of the newest step of a run, whose checksums are read at depth files too: tenths of a second
-
 Opened = tuple[CheckpointPlace, Checkpoint | CkptlintError]
 """A checkpoint that a path means and what is in it, or why it could not be read."""
 
@@ -46,7 +44,6 @@ def opened(
     reading: ReadOptions | None,
     jobs: int | None = None,
     seen: set[str] | None = None,
-    before_too: bool = False,
 ) -> Iterator[Opened]:
     """Each checkpoint under a path; with the first one of a step what the whole step lacks.
 
@@ -55,7 +52,6 @@ def opened(
             nobody says.
         seen: the checkpoints that other paths brought, to which those of this one are added. A path that names a file
             brings none of them again: pre-commit names every changed file of a checkpoint.
-        before_too: whether all of the step before is read.
 
     Raises:
         NothingToCheckError, AccessError: as `find`.
@@ -66,8 +62,7 @@ def opened(
             every = [found for found in every if found.display not in seen]
         seen.update(found.display for found in every)
     reads = _all_read(every, depth, reading, jobs or min(8, os.cpu_count() or 1)) if every else iter(())
-    before = (depth, reading) if before_too else None
-    for step, of_step in groupby(_with_steps_before(every, reads, reading, before), key=lambda item: item[0].step):
+    for step, of_step in groupby(_with_steps_before(every, reads, reading), key=lambda item: item[0].step):
         members = list(of_step)
         checkpoints = [ckpt for _, ckpt in members if isinstance(ckpt, Checkpoint)]
         problem = None
@@ -79,16 +74,13 @@ def opened(
 
 
 def _with_steps_before(
-    every: list[CheckpointPlace],
-    reads: Iterator[Checkpoint | CkptlintError],
-    reading: ReadOptions | None,
-    before_too: tuple[Depth, ReadOptions | None] | None,
+    every: list[CheckpointPlace], reads: Iterator[Checkpoint | CkptlintError], reading: ReadOptions | None
 ) -> Iterator[Opened]:
     """Each checkpoint with the step before it.
 
-    Of a step whose older neighbour is not asked for, the neighbour's metadata alone is read, unless `before_too` says
-    how to read it; with its files where a file of the step counts as another one, which may have stood still since; and
-    with the headers of its records where those of the step are read from a local disk, to compare their elements.
+    Of a step whose older neighbour is not asked for, the neighbour's metadata alone is read; with its files where a
+    file of the step counts as another one, which may have stood still since; and with the headers of its records where
+    those of the step are read from a local disk, or drawn from, to compare their elements.
     """
     asked = {found.display for found in every}
     waiting: list[tuple[CheckpointPlace, Checkpoint | CkptlintError, CheckpointPlace | None]] = []
@@ -99,9 +91,10 @@ def _with_steps_before(
         if older is not None and older.display not in asked:
             least = Depth.FILES if isinstance(ckpt, Checkpoint) and _counts_another_step(ckpt) else Depth.METADATA
             headers = None
-            if reading is not None and reading.percent is None and older.folder.is_near:
+            if reading is not None and reading.percent is None and (reading.draws or older.folder.is_near):
                 least, headers = Depth.HEADERS, replace(reading, depth=Depth.HEADERS, digests={}, rows=(), sums=None)
-            read[older.display] = _read(older, *(before_too or (least, headers)), False)
+            after = ckpt if isinstance(ckpt, Checkpoint) else None
+            read[older.display] = _read(older, least, headers, after)
         waiting.append((found, ckpt, older))
         while waiting and (waiting[0][2] is None or waiting[0][2].display in read):
             found, ckpt, older = waiting.pop(0)
@@ -125,26 +118,35 @@ def _all_read(
     every: Sequence[CheckpointPlace], depth: Depth, reading: ReadOptions | None, jobs: int
 ) -> Iterator[Checkpoint | CkptlintError]:
     """What is in each place, in their order; metadata is read ahead, by several processes."""
-    works = [partial(_read, found, depth, reading) for found in every]
-    if reading is not None or len(every) == 1 or jobs == 1:
-        yield from (work() for work in works)
-    else:
-        yield from prefetch(works, jobs)
+    if len(every) == 1 or jobs == 1 or (reading is not None and not reading.draws):
+        yield from (_read(found, depth, reading) for found in every)
+        return
+    metadata = prefetch([partial(_read, found, depth, None) for found in every], jobs)
+    for found, ckpt in zip(every, metadata, strict=True):
+        yield _with_records(found, ckpt, reading) if isinstance(ckpt, Checkpoint) else ckpt
 
 
 @one_budget()
 def _read(
-    found: CheckpointPlace, depth: Depth, reading: ReadOptions | None, compares: bool = True
+    found: CheckpointPlace, depth: Depth, reading: ReadOptions | None, after: Checkpoint | None = None
 ) -> Checkpoint | CkptlintError:
     try:
         if found.recognised is not None and found.recognised.kind != "safetensors":
             call_table()  # each child that reads pickles would read it anew
-        ckpt = open_checkpoint(found, depth.looks_at_files)
-        if reading is None or not ckpt.readable:
-            return ckpt
-        from ckptlint.lint.reading import read_records
+        return _with_records(found, open_checkpoint(found, depth.looks_at_files), reading, after)
+    except CkptlintError as error:
+        return error
 
-        return read_records(found.folder, ckpt, reading, compares)
+
+def _with_records(
+    found: CheckpointPlace, ckpt: Checkpoint, reading: ReadOptions | None, after: Checkpoint | None = None
+) -> Checkpoint | CkptlintError:
+    if reading is None or not ckpt.readable:
+        return ckpt
+    from ckptlint.lint.reading import read_records
+
+    try:
+        return read_records(found.folder, ckpt, reading, after)
     except CkptlintError as error:
         return error
 
@@ -174,10 +176,8 @@ def run(request: Request, source: Opener | None = None) -> Report:
     unreadable: list[str] = []
     unread_steps: list[tuple[str, int, str]] = []
     source = source or partial(opened, jobs=request.jobs, seen=set())
-    steps: list[tuple[int, str]] = []
     for path in request.paths:
         try:
-            first = len(parts)
             for found, ckpt in source(path, request.all_steps, depth, reading):
                 if not isinstance(ckpt, Checkpoint):
                     (not_found if isinstance(ckpt, NothingToCheckError) else unreadable).append(_sentence(path, ckpt))
@@ -190,18 +190,12 @@ def run(request: Request, source: Opener | None = None) -> Report:
                         else ckpt.not_looked_at
                     )
                     ckpt = replace(ckpt, reference=reference.part(found.folder.name), not_looked_at=unseen)
-                parts.append(run_rules(ckpt, rules, depth))
-                newest = found.step[0] if found.of_run and found.step else ""
-                if newest and depth.looks_at_files and not is_url(path) and len(ckpt.records) <= _FEW_RECORDS:
-                    steps.append((first, newest))
+                read = depth if ckpt.payload is None else ckpt.payload.depth  # deeper where numbers were drawn
+                parts.append(run_rules(ckpt, rules, read))
         except NothingToCheckError as error:
             not_found.append(str(error))
         except (AccessError, ReaderError) as error:
             unreadable.append(_sentence(path, error))
-    for first, newest in steps:
-        compared = compared_with_before(request._replace(ignores=()), newest)  # what is ignored is set aside below
-        copies = {part.checkpoint.path: part for part in compared.checkpoints}
-        parts[first:] = [_with_comparison(part, copies.get(part.checkpoint.path)) for part in parts[first:]]
     judging = tuple(rule for rule in rules if (reference is not None or not rule.expects) and not rule.live)
     parts = set_aside(parts, rules, request.ignores, is_whole=not (not_found or unreadable))
     parts, solved = apply_baseline(parts, rules, known)
@@ -222,35 +216,6 @@ def run(request: Request, source: Opener | None = None) -> Report:
         solved,
         shown(request.settings),
     )
-
-
-def _with_comparison(part: CheckpointReport, compared: CheckpointReport | None) -> CheckpointReport:
-    """A report with what a comparison of its records with those of the step before says."""
-    if compared is None or {*compared.passed} <= {*part.passed}:  # nothing ran, or it ran with all steps already
-        return part
-    not_run = {code: why for code, why in part.not_run.items() if code not in compared.passed}
-    return replace(
-        part,
-        diagnostics=[*part.diagnostics, *compared.diagnostics],
-        passed=[*part.passed, *compared.passed],
-        not_run=not_run,
-        seconds=part.seconds | compared.seconds,
-    )
-
-
-def compared_with_before(request: Request, path: str) -> Report:
-    """The report of RUN005 alone on one step: whether it is a copy of the step before it, whose records are read too.
-
-    It is empty where the request leaves the rule out. Its depth is `headers`, whatever the request says.
-    """
-    from ckptlint.payload.reading import default_reading
-
-    rules = tuple(rule for rule in request.rules if rule.code == "RUN005")
-    if not rules:
-        return Report([], ())
-    reading = default_reading(Depth.HEADERS)
-    asked = request.only(path)._replace(rules=rules, depth=Depth.HEADERS, reading=reading, expect=None, baseline=None)
-    return run(asked, partial(opened, jobs=request.jobs, before_too=True))
 
 
 def _sentence(path: str, error: CkptlintError) -> str:

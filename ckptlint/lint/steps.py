@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 from ckptlint.depth import Depth
 from ckptlint.errors import CkptlintError, ConfigError, NothingToCheckError, UnknownLayoutError
 from ckptlint.lint.report import CheckpointReport, Diagnostic, Report
+from ckptlint.lint.request import Request
 from ckptlint.loaders.checkpoint import open_checkpoint
 from ckptlint.loaders.discover import find, find_checkpoints
 from ckptlint.loaders.layouts import CheckpointPlace
@@ -151,6 +152,16 @@ def runs_at(path: str) -> list[tuple[str, Folder]]:
     return [("/".join(filter(None, (path.rstrip("/") or "/", place))), run) for place, run in found]
 
 
+def looks_at(request: Request, judge: Callable[[Request], Report]) -> tuple[Judge, Judge | None]:
+    """A first look at each step, and a closer one at a step that passes it; None where the first one sees all.
+
+    Numbers are drawn only from the steps that a choice rests on.
+    """
+    draws = request.reading is not None and request.reading.draws
+    first = request._replace(reading=None) if draws else request
+    return lambda step: judge(first.only(step)), (lambda step: judge(request.only(step))) if draws else None
+
+
 def newest_good(
     run: Folder,
     path: str,
@@ -166,7 +177,7 @@ def newest_good(
         path: the run folder as the user would name it.
         required: the parts that the step must hold; without any, those that the step before it holds.
         before: only steps below this number.
-        compare: what `lint.run.compared_with_before` says of the checkpoint at a path.
+        compare: a closer look at a step that passes, None where `judge` sees all.
         depth: of the reports; where it does not look at files, what they hold is known by their names alone.
 
     Raises:
@@ -184,8 +195,8 @@ def newest_good(
                 judged = replace(judged, verdict="fails", why=judged.hidden)
             older = steps[position + 1 :]
             judged = with_parts(judged, steps[position], required, older, depth)
-            if judged.verdict == "passes" and older and compare is not None:
-                judged = no_copy(judged, compare)
+            if judged.verdict == "passes" and compare is not None:
+                judged = looked_closer(judged, compare)
             if judged.verdict == "passes":
                 return Search(path, judged, skipped, _tracking(run, judged))
             skipped.append(judged)
@@ -285,7 +296,9 @@ def verdict_of(report: Report) -> JudgedStep:
     ]
     report = replace(report, checkpoints=[part for part in report.checkpoints if part not in spare])
     checkpoints, leads = [part.checkpoint for part in report.checkpoints], _leads(report.checkpoints)
-    failing = sorted((lead for lead in leads if _fails(report, lead)), key=lambda lead: -lead.severity)
+    is_copy = all(any(map(_says_copy, part.diagnostics)) for part in report.checkpoints)
+    failing = [lead for lead in leads if _fails(report, lead) or (is_copy and _says_copy(lead))]
+    failing.sort(key=lambda lead: -lead.severity)
     odd = [lead for lead in leads if lead.severity == Severity.WARNING and lead not in failing]
     sentences = (*(f"{lead.code} {lead.title}" for lead in odd), *of_exports)
     outcome = replace(outcome, warnings=sentences, hidden=_hidden(report))
@@ -315,6 +328,11 @@ def verdict_of(report: Report) -> JudgedStep:
 def _fails(report: Report, lead: Diagnostic) -> bool:
     """Whether a finding makes a step one not to trust: an error does, also where none fails the run."""
     return report.is_failing(lead) or (lead.severity == Severity.ERROR and lead.rule.after != "rules")
+
+
+def _says_copy(item: Diagnostic) -> bool:
+    """Whether a checkpoint is a copy; a step is none where a frozen model lies beside one that learns."""
+    return item.code == "RUN005" and item.severity >= Severity.WARNING
 
 
 def _leads(parts: Iterable[CheckpointReport]) -> list[Diagnostic]:
@@ -431,20 +449,10 @@ def with_parts(
     return with_all(judged, required, f"--require {','.join(required)} asks for it")
 
 
-def no_copy(judged: JudgedStep, compare: Judge) -> JudgedStep:
-    """The verdict on a step that passes, once its values are compared with those of the step before.
-
-    Args:
-        compare: what `lint.run.compared_with_before` says of the checkpoint at a path.
-    """
-    report = compare(judged.path)
-    if report.unreadable:
-        return replace(judged, verdict="not judged", why=report.unreadable[0])
-    loud = [[item for item in part.diagnostics if item.severity >= Severity.WARNING] for part in report.checkpoints]
-    sentences = tuple(f"{item.code} {item.title}" for items in loud for item in items)
-    if sentences and all(loud):  # a frozen model beside one that learns is no copy of a step
-        return replace(judged, verdict="fails", code=loud[0][0].code, why=sentences[0])
-    return replace(judged, warnings=(*judged.warnings, *sentences))
+def looked_closer(judged: JudgedStep, compare: Judge) -> JudgedStep:
+    """The verdict on a step that passes, once a report says more of it."""
+    closer = verdict_of(compare(judged.path))
+    return replace(judged, verdict=closer.verdict, code=closer.code, why=closer.why, warnings=closer.warnings)
 
 
 def lacking(step: Step, older: Iterable[Step], kinds_of: int = 1) -> str:

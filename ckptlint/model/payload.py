@@ -18,7 +18,7 @@ class RecordState(IntEnum):
     """Whether a record was opened, or why not."""
 
     READ = 0
-    UNSAMPLED = 1  # left out by --sample
+    UNSAMPLED = 1  # left out of what is read of it all
     TRANSFORMED = 2  # went through a stream transform such as zstd
     RAW = 3  # bytes without a container, as dlrover writes them
     ELSEWHERE = 4  # its file or range is damaged: PAY003, PAY004, PAY005, PAY007

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from ckptlint.model import ChangeTable, Checkpoint, Follow, Pair, PairTable, RecordState, Tensor
 from ckptlint.model.payload import change_rows, pair_rows, plain_content
-from ckptlint.model.tiling import Box, IntArray
+from ckptlint.model.tiling import BoolArray, Box, IntArray
 from ckptlint.numerics.chunks import may_be_padding
 from ckptlint.numerics.decode import decoded
 from ckptlint.numerics.laws import changed, odd_elements
@@ -37,11 +37,12 @@ def draw_pairs(folder: Folder, ckpt: Checkpoint, pairs: Sequence[Pair], per_chun
         AccessError: a read was refused.
     """
     reasons = {pair: _cannot(ckpt.tensors[pair.first]) or _cannot(ckpt.tensors[pair.second]) for pair in pairs}
-    places = _places(ckpt, [ckpt.tensors[pair.first] for pair in pairs], [not reasons[pair] for pair in pairs])
+    firsts = [ckpt.tensors[pair.first] for pair in pairs]
+    places = _places(ckpt, firsts, [not reasons[pair] for pair in pairs])
     reader, rows = Elements(folder, ckpt), list[tuple[float, ...]]()
     for number, chunk in _in_turn(places, most):
         pair = pairs[number]
-        first, second = ckpt.tensors[pair.first], ckpt.tensors[pair.second]
+        first, second = firsts[number], ckpt.tensors[pair.second]
         box = first.tiling.box(chunk)
         at = _drawn(box.volume, per_chunk)
         numbers = [reader.read(tensor, first, box, at) for tensor in (first, second)]
@@ -52,7 +53,29 @@ def draw_pairs(folder: Folder, ckpt: Checkpoint, pairs: Sequence[Pair], per_chun
         lines = box.offsets[0] + at[odd] // prod(box.sizes[1:]) if len(odd) and box.sizes else np.zeros(1, np.int64)
         rows.append((number, chunk, len(at), len(odd), worst, int(lines.min()), int(lines.max()) + 1))
     unread = {pair: reason for pair, reason in reasons.items() if reason}
-    return PairTable(list(pairs), pair_rows(rows), sum(map(len, places.values())), unread)
+    chunks = sum(
+        int(_holding_numbers(first).sum()) for first, pair in zip(firsts, pairs, strict=True) if not reasons[pair]
+    )
+    return PairTable(list(pairs), pair_rows(rows), chunks, unread)
+
+
+def records_to_draw(ckpt: Checkpoint, after: Checkpoint, groups: Sequence[Sequence[str]], most: int) -> IntArray:
+    """int64 [k], ascending, the records of a checkpoint that hold what is drawn of some tensors.
+
+    Args:
+        after: the step whose chunks are drawn: the checkpoint itself, or the step after it.
+        groups: keys of which the first one's chunks are drawn, from all of them.
+        most: chunks to draw from, as `draw_pairs` has it.
+    """
+    firsts = [after.tensors[group[0]] for group in groups]
+    rows = [np.zeros(0, np.int64)]
+    for number, chunk in _in_turn(_places(after, firsts, [not _cannot(first) for first in firsts]), most):
+        box = firsts[number].tiling.box(chunk)
+        for tensor in filter(None, map(ckpt.tensors.get, groups[number])):
+            if tensor.is_tiled and tensor.volume == firsts[number].volume:
+                rows.append(tensor.chunks.record[_touching(tensor, *_ends(tensor, firsts[number], box))])
+    wanted = np.unique(np.concatenate(rows))
+    return wanted[wanted >= 0]
 
 
 def draw_changes(now: Elements, was: Elements, follows: Sequence[Follow], per_chunk: int, most: int) -> ChangeTable:
@@ -86,15 +109,28 @@ def _places(ckpt: Checkpoint, tensors: Sequence[Tensor], can: Sequence[bool]) ->
     """File -> the chunks in it that can be drawn from, as (position of the tensor, row of the chunk)."""
     by_file: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for number, tensor in enumerate(tensors):
-        for chunk in np.flatnonzero(tensor.tiling.live & ~may_be_padding(tensor)).tolist() if can[number] else ():
+        if not can[number]:
+            continue
+        drawn = _holding_numbers(tensor)
+        if ckpt.payload is not None:
+            drawn &= (tensor.chunks.record < 0) | (ckpt.payload.state[tensor.chunks.record] != RecordState.UNSAMPLED)
+        for chunk in np.flatnonzero(drawn).tolist():
             by_file[ckpt.chunk_file(tensor, chunk)].append((number, chunk))
     return by_file
 
 
+def _holding_numbers(tensor: Tensor) -> BoolArray:
+    return np.asarray(tensor.tiling.live & ~may_be_padding(tensor))
+
+
 def _in_turn(places: Mapping[str, Sequence[tuple[int, int]]], most: int) -> list[tuple[int, int]]:
-    """At most so many places, in order, as many of each file as of the others; of a file at equal distances."""
+    """At most so many places, in order, as many of each file as of the others; of a file at equal distances.
+
+    Each file begins at another one, so that all tensors are among the places of many files.
+    """
     share = max(most // max(len(places), 1), 1)
-    spread = [members[:: max(len(members) // share, 1)] for members in places.values()]
+    steps = [max(len(members) // share, 1) for members in places.values()]
+    spread = [members[at % step :: step] for at, (members, step) in enumerate(zip(places.values(), steps, strict=True))]
     in_turn = (place for members in zip_longest(*spread) for place in members if place is not None)
     return sorted(islice(in_turn, most))
 
@@ -131,17 +167,14 @@ class Elements:
         Raises:
             AccessError: a read was refused.
         """
-        tiling = tensor.tiling
-        low, high = np.array(box.offsets, np.int64), np.array(box.ends, np.int64)
-        is_row = tensor.global_shape != first.global_shape
-        if is_row:
-            places = _in_row(at, box, first)
-            low, high = places[0], places[-1] + 1
-        ends = tiling.offsets + tiling.sizes
-        touching = np.flatnonzero(tiling.live & (tiling.offsets < high).all(axis=1) & (ends > low).all(axis=1))
+        tiling, is_row = tensor.tiling, tensor.global_shape != first.global_shape
+        low, high = _ends(tensor, first, box)
+        touching = _touching(tensor, low, high)
         if self._damaged.intersection(tensor.chunks.record[touching].tolist()):
             return None
-        if not is_row:
+        if is_row:
+            places = _in_row(at, box, first)
+        else:
             if len(touching) == 1 and tiling.box(int(touching[0])) == box:
                 return _of_chunk(self.folder, self.ckpt, tensor, int(touching[0]), at)
             places = np.stack(np.unravel_index(at, box.sizes), axis=1) + low
@@ -158,6 +191,20 @@ class Elements:
             elements[inside] = numbers
             left &= ~inside
         return None if left.any() else elements
+
+
+def _ends(tensor: Tensor, first: Tensor, box: Box) -> tuple[IntArray, IntArray]:
+    """Where a region of another tensor begins and ends in this one, which has its shape or is it as one row."""
+    if tensor.global_shape == first.global_shape:
+        return np.array(box.offsets, np.int64), np.array(box.ends, np.int64)
+    begin, last = _in_row(np.array([0, box.volume - 1]), box, first)
+    return begin, last + 1
+
+
+def _touching(tensor: Tensor, low: IntArray, high: IntArray) -> IntArray:
+    """int64 [k], the live chunks of a tensor that have elements in a region."""
+    offsets, ends = tensor.tiling.offsets, tensor.tiling.offsets + tensor.tiling.sizes
+    return np.flatnonzero(tensor.tiling.live & (offsets < high).all(axis=1) & (ends > low).all(axis=1))
 
 
 def _in_row(at: IntArray, box: Box, tensor: Tensor) -> IntArray:

@@ -9,13 +9,17 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
+import numpy as np
+
 from ckptlint.loaders.optimizer_state import param_groups_in
 from ckptlint.model import Checkpoint
 from ckptlint.model.facts import fact
+from ckptlint.model.tiling import IntArray
 from ckptlint.vocabulary.keys import parse
 
 _NAMES = "params|betas|lr|initial_lr|weight_decay|step"
 _SETTING = re.compile(rf"(?P<stem>.*param_groups)\.(?P<group>.+)\.(?P<name>{_NAMES})")
+_MOST_READS = 8_192
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,16 @@ def optimizer_settings(ckpt: Checkpoint) -> tuple[GroupSettings, ...]:
         groups += [_settings(place, group) for place, group in param_groups_in(source, value)]
     groups += [_settings(place, group) for place, group in ckpt.param_groups]
     return tuple(groups)
+
+
+def setting_records(ckpt: Checkpoint) -> IntArray:
+    """int64 [k], the records that hold the settings which are judged by; none where that takes too many reads.
+
+    Some of them alone would hide the group with the highest rate.
+    """
+    matches = ((entry.record, _SETTING.fullmatch(entry.fqn)) for entry in ckpt.byte_objects if entry.record >= 0)
+    rows = [record for record, match in matches if match is not None]
+    return np.array(rows if len(rows) <= _MOST_READS else [], np.int64)
 
 
 def _of_records(ckpt: Checkpoint) -> Iterator[GroupSettings]:

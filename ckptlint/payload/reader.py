@@ -27,6 +27,7 @@ from ckptlint.model import (
     empty_payload,
 )
 from ckptlint.model.payload import plain_content
+from ckptlint.model.text import plural
 from ckptlint.model.tiling import IntArray, distinct
 from ckptlint.payload.archives.members import (
     bare_content,
@@ -200,12 +201,15 @@ class Reader:
         rows = np.flatnonzero(inside)
         is_shared = np.zeros(len(records), bool)
         is_shared[self.result.rows] = True
-        if self.how.percent is None or not len(rows):
+        if self.how.wanted is not None and len(drawn := np.intersect1d(rows, self.how.wanted)) < len(rows):
+            sample = f"headers and some numbers of {len(drawn):,} of {plural(len(rows), 'record')}"
+        elif self.how.percent is not None and len(rows):
+            count = max(1, round(len(rows) * self.how.percent / 100))
+            drawn = np.sort(np.random.default_rng(self.how.seed).choice(rows, count, replace=False))
+            sample = f"{self.how.percent:g}% of the records ({count:,} of {len(rows):,}), seed {self.how.seed}"
+        else:
             return rows[is_shared[rows]], ""
-        count = max(1, round(len(rows) * self.how.percent / 100))
-        drawn = np.sort(np.random.default_rng(self.how.seed).choice(rows, count, replace=False))
         state[rows] = RecordState.UNSAMPLED
-        sample = f"{self.how.percent:g}% of the records ({count:,} of {len(rows):,}), seed {self.how.seed}"
         return drawn[is_shared[drawn]], sample
 
     # ------------------------------------------------------------ depth `headers`

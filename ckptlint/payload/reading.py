@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint, Reference
+from ckptlint.model.tiling import IntArray
 from ckptlint.seals.row_hashes import RowHashes, can_be_rounded
 from ckptlint.vocabulary.dtypes import ITEM_BITS
 
@@ -21,6 +22,8 @@ class ReadOptions:
         jobs: threads, one file each.
         percent: share of the records to read, None for all.
         seed: of the random choice.
+        draws: whether records are opened only to draw numbers from some, which `wanted` then names.
+        wanted: int64 [k], rows of `Checkpoint.records` to read; None for all.
         digests: key -> dtypes in which a digest of the tensor's values is wanted, at depth `data`.
         salt: of the hashes that these digests are of.
         rows: keys that also need row hashes besides their digest.
@@ -32,6 +35,8 @@ class ReadOptions:
     jobs: int
     percent: float | None = None
     seed: int = 0
+    draws: bool = False
+    wanted: IntArray | None = None
     digests: Mapping[str, Collection[str]] = field(default_factory=dict)
     salt: int = 0
     rows: Collection[str] = ()

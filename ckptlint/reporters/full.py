@@ -505,7 +505,12 @@ def left_unread(report: Report) -> str:
     )
     seconds = sum(part.checkpoint.total_bytes for part in report.checkpoints) / _BYTES_A_SECOND
     takes = f", and takes about {human_duration(seconds)}" if more and seconds >= 2 else ""
-    return f"Tensor bytes were not read{files}" + (f": {more}{takes}." if more else ".")
+    unread = f"Tensor bytes were not read{files}"
+    if report.draws:
+        payloads = (part.checkpoint.payload for part in report.checkpoints)
+        samples = [payload.sample or "headers and some numbers" for payload in payloads if payload is not None]
+        unread = f"Of tensor bytes only {join_words([*dict.fromkeys(samples)])} were read"
+    return unread + (f": {more}{takes}." if more else ".")
 
 
 def _unsummed(report: Report) -> str:

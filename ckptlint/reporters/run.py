@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from ckptlint.depth import Depth
+from ckptlint.lint.request import Request
 from ckptlint.lint.retention import Decision, Retention
 from ckptlint.lint.steps import JudgedStep, Search
 from ckptlint.model.text import human_bytes, join_words, plural, table
@@ -35,14 +33,11 @@ def search_lines(search: Search) -> list[str]:
     return lines + ([search.tracker] if search.tracker else [])
 
 
-def not_judged_by(depth: Depth, lenient: Sequence[str] = ()) -> list[str]:
-    """What steps were not judged by, a sentence each; none where every byte was read.
-
-    Args:
-        lenient: as of `Report`.
-    """
-    rules = [f"{join_words([f'--{name}' for name in lenient])} left rules out"] if lenient else []
-    return rules + ([] if depth.reads_all else ["tensor bytes were not read; --depth data reads them"])
+def not_judged_by(request: Request) -> list[str]:
+    """What steps were not judged by, a sentence each; none where every byte was read."""
+    rules = [f"{join_words([f'--{name}' for name in request.lenient])} left rules out"] if request.lenient else []
+    read = "only some tensor bytes were read" if request.reading else "tensor bytes were not read"
+    return rules + ([] if request.depth.reads_all else [f"{read}; --depth data reads them all"])
 
 
 def retention_as_text(found: Retention) -> str:

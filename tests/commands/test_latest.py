@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from support import REAL, copy_step
 
 import ckptlint
+from ckptlint.lint import request
 
 GOOD, HOLE = REAL / "fsdp2_4r", REAL / "fsdp2_4r_hole"
 
@@ -42,7 +43,7 @@ def test_the_newest_good_step_alone_is_on_stdout(run: Path) -> None:
     assert (answer.returncode, answer.stdout) == (0, f"{run}/step-200\n")
     *lines, unread = answer.stderr.splitlines()
     assert [line.split()[1] for line in lines] == ["step-500", "step-400", "step-300", "step-200"]
-    assert unread == "ckptlint: tensor bytes were not read; --depth data reads them"
+    assert unread == "ckptlint: tensor bytes were not read; --depth data reads them all"
     assert "its save did not finish" in lines[0]
     assert "error GEO004" in lines[1]
     assert "error PAY004" in lines[2]
@@ -60,7 +61,9 @@ def test_deletable_says_what_it_did_not_read(tmp_path: Path) -> None:
         save_file({"w": torch.ones(4) * number}, step / "model.safetensors")
     answer = support.run("deletable", "--isolated", tmp_path, "--keep", "2")
     assert answer.stdout == f"{tmp_path}/checkpoint-10\n"
-    assert answer.stderr.splitlines()[-1].startswith("ckptlint: tensor bytes were not read; --depth data reads them")
+    assert answer.stderr.splitlines()[-1].startswith(
+        "ckptlint: tensor bytes were not read; --depth data reads them all"
+    )
 
 
 def test_a_report_on_a_step_that_fails_names_what_finds_another(
@@ -287,13 +290,14 @@ def test_the_state_that_torchtune_has_beside_its_epochs(tmp_path: Path, data: by
     assert [(item.code, item.severity.label) for item in reported] == [("SAF002", "error")]
 
 
-def test_a_copy_of_the_step_before_is_not_the_newest(tmp_path: Path) -> None:
+def test_a_copy_of_the_step_before_is_not_the_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """NeMo-RL#3312: the save of step 120 wrote what the one of step 90 had staged."""
+    monkeypatch.setattr(request, "CHEAP_BYTES", 1)
     for number, values in ((30, 30), (60, 60), (90, 90), (120, 90)):
         copy_step(GOOD, tmp_path / f"step_{number}", values)
     answer = latest(tmp_path)
     assert (answer.returncode, answer.stdout) == (0, f"{tmp_path}/step_90\n")
-    sentence = "ckptlint: step_120 skipped: RUN005 all weights and all moments are bit-identical to step_90"
+    sentence = "ckptlint: step_120 skipped: warning RUN005 all weights and all moments are bit-identical to step_90"
     assert answer.stderr.splitlines()[0] == sentence
     assert latest(tmp_path, "--ignore", "RUN005").stdout == f"{tmp_path}/step_120\n"
 

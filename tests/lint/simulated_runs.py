@@ -24,14 +24,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 from archives import with_other_values
 from safetensors.torch import save
-from support import REAL
+from support import REAL, drawing
 
 from ckptlint.lint import steps
 from ckptlint.lint.report import Report
 from ckptlint.lint.request import Request
 from ckptlint.lint.retention import Retention, deletable
-from ckptlint.lint.run import compared_with_before, run
+from ckptlint.lint.run import run
 from ckptlint.lint.settings_file import Settings
+from ckptlint.lint.steps import looks_at
 
 REQUEST = Request.of({}, Settings(), [])
 _REPORTS: dict[tuple[str, str], Report] = {}
@@ -300,7 +301,7 @@ def retained(made: Run, keep: int, is_hostile: bool = False) -> tuple[Retention,
         return report
 
     with patch.object(steps, "_FEW", 1 << 20):  # what is done while it judges is known in this process alone
-        found = deletable(str(made.folder), keep, judge, partial(compared_with_before, request))
+        found = deletable(str(made.folder), keep, judge, looks_at(drawing(request), run)[1])
     whole = [name for name in whole if name in made.whole()]  # as it is now
     named = {name for name in tracked | pointed if (made.folder / name).exists()}
     for path in found.paths:

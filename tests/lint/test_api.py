@@ -7,6 +7,7 @@ import json
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -233,9 +234,9 @@ def test_a_bare_text_is_a_list_of_one() -> None:
 
 
 def test_the_default_depth_reads_what_is_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All bytes of a small checkpoint; of a larger one the files; a step to resume from or to delete as ever."""
+    """All bytes of a small checkpoint, also to choose a step by; of a larger one the files, and some numbers."""
     run = REAL / "frameworks" / "trackers" / "older"
-    small = sum(path.stat().st_size for path in GOOD.iterdir())
+    small, newest = (sum(path.stat().st_size for path in step.rglob("*")) for step in (GOOD, run / "iter_0000020"))
     for limit, depth in ((small, "data"), (small - 1, "files")):
         monkeypatch.setattr("ckptlint.lint.request.CHEAP_BYTES", limit)
         assert ckptlint.check(GOOD).depth == depth
@@ -247,9 +248,12 @@ def test_the_default_depth_reads_what_is_cheap(monkeypatch: pytest.MonkeyPatch) 
     seen: list[Request] = []
     real = Request.of.__func__  # type: ignore[attr-defined]
     monkeypatch.setattr(Request, "of", classmethod(lambda cls, *args: seen.append(real(cls, *args)) or seen[-1]))
-    ckptlint.latest(run)
-    ckptlint.deletable(run, 1)
-    assert [(request.depth, request.fail_on) for request in seen] == [("files", "error"), ("files", "warning")]
+    monkeypatch.setattr("ckptlint.lint.request.CHEAP_BYTES", 2 * newest - 1)
+    for choose in (ckptlint.latest, partial(ckptlint.deletable, keep=1)):
+        choose(run)
+    assert [(asked.depth, asked.fail_on) for asked in seen] == [("data", "error"), ("files", "warning")]
+    assert seen[0].reading is not None and not seen[0].reading.draws
+    assert seen[1].reading is not None and seen[1].reading.draws
 
 
 def test_show_manifest_and_explain_say_what_the_commands_print(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -11,14 +11,14 @@ from typing import Any
 import simulated_runs
 from click.testing import CliRunner
 from simulated_runs import REQUEST, Run
-from support import examples
+from support import drawing, examples
 
 from ckptlint.commands.main import cli
 from ckptlint.errors import NothingToCheckError
 from ckptlint.lint.report import Report
 from ckptlint.lint.retention import deletable
-from ckptlint.lint.run import compared_with_before, run
-from ckptlint.lint.steps import newest_good, runs_at
+from ckptlint.lint.run import run
+from ckptlint.lint.steps import looks_at, newest_good, runs_at
 from ckptlint.reporters import REPORTERS
 from ckptlint.reporters.style import Style
 
@@ -38,8 +38,9 @@ def views(made: Run) -> dict[str, Facts]:
     def judge(step: str) -> Report:
         return run(REQUEST.only(step))
 
-    compare = partial(compared_with_before, REQUEST)
-    whole = json.loads(REPORTERS["json"](run(REQUEST.only(path)._replace(all_steps=True)), Style()))
+    request = drawing(REQUEST)
+    compare = looks_at(request, run)[1]
+    whole = json.loads(REPORTERS["json"](run(request.only(path)._replace(all_steps=True)), Style()))
     ((_, folder),) = runs_at(path)
     options = ["--once", "--interval", "0", "--jsonl", "--isolated", "--depth", str(REQUEST.depth)]
     lines = [*map(json.loads, CliRunner().invoke(cli, ["watch", path, *options]).stdout.splitlines())]

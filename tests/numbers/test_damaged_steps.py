@@ -13,6 +13,9 @@ import pytest
 from damages import Save
 from support import REAL, codes, report_on
 
+import ckptlint
+from ckptlint.lint import request
+
 RUN = REAL / "numbers"
 NUMBERS = {"OPT010", "OPT011", "OPT012", "OPT013", "RUN005", "RUN007", "RUN008", "RUN009"} | {
     f"PAY0{n}" for n in range(16, 21)
@@ -115,7 +118,7 @@ def test_a_healthy_run_continues(depth: str) -> None:
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
-def test_what_does_not_continue_is_named(damage: Damage, tmp_path: Path) -> None:
+def test_what_does_not_continue_is_named(damage: Damage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now, was = steps()
     now.reset()
     damage(now, was, random.Random(damage.__name__))
@@ -125,3 +128,9 @@ def test_what_does_not_continue_is_named(damage: Damage, tmp_path: Path) -> None
     for depth in ("headers", "data"):
         assert codes(report_on(tmp_path / "run", depth=depth)) & NUMBERS == DAMAGES[damage], depth
     assert not codes(report_on(tmp_path / "run/step-190", depth="data")) & NUMBERS
+    monkeypatch.setattr(request, "CHEAP_BYTES", 1)  # numbers are drawn by default
+    report = report_on(tmp_path / "run")
+    assert codes(report) & NUMBERS == DAMAGES[damage]
+    assert report.depth == "files"
+    (skipped,) = ckptlint.latest(tmp_path / "run").skipped
+    assert skipped.code in DAMAGES[damage]
