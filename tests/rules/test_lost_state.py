@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
-from tests.support import report_on
+from support import report_on
 
 
 def told(folder: Path, code: str) -> list[str]:
