@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from support import report_on
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
-
-from support import report_on
 
 
 def told(folder: Path, code: str) -> list[str]:
@@ -58,3 +57,52 @@ def test_a_group_of_an_optimizers_file_that_lost_its_settings_is_told(tmp_path: 
         del state["param_groups"][0]["lr"]
     torch.save(state, tmp_path / "optimizer.pt")
     assert told(tmp_path, "OPT014") == ["parameter group 0 of 2 has no lr, which group 1 has"] * is_lost
+
+
+def cast(state: Any, is_whole: bool) -> Any:
+    """The state of an optimizer in bfloat16, with its counters or without."""
+    if isinstance(state, dict):
+        return {key: value if key == "step" and not is_whole else cast(value, is_whole) for key, value in state.items()}
+    return state.to(torch.bfloat16) if isinstance(state, torch.Tensor) else state
+
+
+@pytest.mark.parametrize("steps", [2, 300])
+@pytest.mark.parametrize("is_whole", [False, True])
+@pytest.mark.parametrize("is_dcp", [False, True])
+def test_step_counters_that_were_cast_are_told(tmp_path: Path, is_dcp: bool, is_whole: bool, steps: int) -> None:
+    model, optimizer = trained(steps)
+    if is_dcp:
+        state = cast(get_optimizer_state_dict(model, optimizer), is_whole)
+        dcp.save({"model": model.state_dict(), "optimizer": state}, checkpoint_id=tmp_path, no_dist=True)
+    else:
+        torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+        torch.save(cast(optimizer.state_dict(), is_whole), tmp_path / "optimizer.pt")
+    sentences = told(tmp_path, "OPT015")
+    assert len(sentences) == (is_whole and steps == 300)
+    assert all(text.startswith("6 step counters are bfloat16, which counts to 256") for text in sentences)
+
+
+def engine_states(**changes: Any) -> dict[str, Any]:
+    """The entries of `mp_rank_00_model_states.pt` that DeepSpeed 0.19 writes at stage 0."""
+    model, optimizer = trained()
+    state = {"module": model.state_dict(), "optimizer": optimizer.state_dict(), "global_steps": 2, "param_shapes": None}
+    state |= {"lr_scheduler": {"last_batch_iteration": 1}, "dp_world_size": 1, "mp_world_size": 1}
+    return state | {"ds_version": "0.19.8", "ds_config": {"zero_optimization": {"stage": 0}}} | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_told"),
+    [
+        ({}, False),
+        ({"optimizer": None}, True),
+        ({"optimizer": None, "lr_scheduler": None, "global_steps": 0}, False),
+        ({"optimizer": None, "lr_scheduler": None}, False),
+        ({"optimizer": None, "global_steps": 0}, False),
+    ],
+)
+def test_an_engine_that_stepped_and_never_wrote_its_optimizer_is_told(
+    tmp_path: Path, changes: dict[str, Any], is_told: bool
+) -> None:
+    (step := tmp_path / "global_step2").mkdir()
+    torch.save(engine_states(**changes), step / "mp_rank_00_model_states.pt")
+    assert ["the engine stepped 2 times" in text for text in told(step, "COM001")] == [True] * is_told
