@@ -106,3 +106,22 @@ def test_an_engine_that_stepped_and_never_wrote_its_optimizer_is_told(
     (step := tmp_path / "global_step2").mkdir()
     torch.save(engine_states(**changes), step / "mp_rank_00_model_states.pt")
     assert ["the engine stepped 2 times" in text for text in told(step, "COM001")] == [True] * is_told
+
+
+@pytest.mark.parametrize("folder", ["orchestrator", "results", "export"])
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_folder_of_state_that_the_only_older_step_has_is_told(tmp_path: Path, folder: str, is_lost: bool) -> None:
+    model, optimizer = trained()
+    for step in (10, 20):
+        (place := tmp_path / f"step_{step}").mkdir()
+        torch.save(model.state_dict(), place / "pytorch_model.bin")
+        torch.save(optimizer.state_dict(), place / "optimizer.pt")
+        if step == 10 or not is_lost:
+            (place / folder).mkdir()
+            name = {"orchestrator": "progress.pt", "results": "scores.pt", "export": "pytorch_model.bin"}[folder]
+            torch.save({"step": step}, place / folder / name)
+    lost = is_lost and folder == "orchestrator"
+    assert (
+        told(tmp_path / "step_20", "COM001")
+        == ["the step has no orchestrator/progress.pt, which all older steps have"] * lost
+    )
