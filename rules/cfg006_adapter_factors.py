@@ -38,10 +38,10 @@ def adapter_factors(ckpt: Checkpoint) -> Iterator[Finding]:
         row of the second factor. It is a warning if a few consecutive layers lack the adapter of a module that the
         layers around them have, unless `adapter_config.json` chooses layers itself. It is also a warning if modules of
         one component (`unet`, `text_encoder`) are named in several ways: `lora_A` as in peft, `lora_down` as in kohya,
-        `lora.down` as in early diffusers. No configuration is needed. If the
-        base model's `config.json` is beside the adapter, or `--expect` names the base model, the factors are as wide
-        and tall as the weight that they belong to; those of experts that are one tensor in memory lie as the version of
-        peft in `adapter_config.json` lays them (turned in 0.19.1).
+        `lora.down` as in early diffusers. No configuration is needed. If the base model's `config.json` is beside the
+        adapter, or `--expect` names the base model, the factors are as wide and tall as the weight that they belong to;
+        those of experts that are one tensor in memory lie as the version of peft in `adapter_config.json` lays them
+        (turned in 0.19.1).
 
         At depth data, factors B of which a half, three quarters, seven eighths, ... of the elements are zero, the same
         share in all that hold zeros, and the whole first or last row, are an error: one rank's rows. Zeros in some

@@ -125,3 +125,17 @@ def test_a_folder_of_state_that_the_only_older_step_has_is_told(tmp_path: Path, 
         told(tmp_path / "step_20", "COM001")
         == ["the step has no orchestrator/progress.pt, which all older steps have"] * lost
     )
+
+
+@pytest.mark.parametrize(("world", "there"), [(4, 4), (4, 3), (4, 2), (8, 4)])
+def test_a_rank_folder_without_its_file_is_told(tmp_path: Path, world: int, there: int) -> None:
+    model, optimizer = trained()
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path, no_dist=True)
+    for rank in range(0, world, 2 if world == 8 else 1):
+        if rank != 1 or there == 4:
+            (place := tmp_path / f"rank_{rank:05d}").mkdir()
+            torch.save(optimizer.state_dict(), place / "distrib_optim.pt")
+    if there == 2:
+        (tmp_path / "rank_00003" / "distrib_optim.pt").unlink()
+    whole = {4: [], 3: ["of 1 rank of 4 is missing: rank_00001/distrib_optim.pt"], 2: []}[there]
+    assert told(tmp_path, "COM012") == [f"the distrib_optim.pt file {text}" for text in whole]
