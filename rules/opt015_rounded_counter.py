@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from ckptlint.analysis.optimizer_records import highest_step
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import plural, verb
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
@@ -48,10 +49,8 @@ def rounded_counter(ckpt: Checkpoint) -> Iterator[Finding]:
     groups = [*_of_tensors(ckpt), *_of_files(ckpt)]
     if not groups:
         raise NotApplicable("no step counter is stored in 16 bits")
-    run = ckpt.run.step if ckpt.run is not None else 0
-    known = [run, *(claim.step for claim in ckpt.claims), *(file.step or 0 for file in ckpt.step_files)]
     for group in groups:
-        limit, step = _COUNTS_TO[group.dtype], max(group.highest, *known)
+        limit, step = _COUNTS_TO[group.dtype], max(group.highest, highest_step(ckpt))
         is_rounded = step >= limit
         yield Finding(
             f"{plural(group.total, 'step counter')} {verb(group.total, 'is')} {group.dtype}, which counts to {limit:,}"

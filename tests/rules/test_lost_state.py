@@ -15,7 +15,12 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 
 def told(folder: Path, code: str) -> list[str]:
     """The sentences of a rule that are more than information."""
-    loud = [item for report in report_on(folder).checkpoints for item in report.diagnostics if item.code == code]
+    loud = [
+        item
+        for report in report_on(folder, depth="data").checkpoints
+        for item in report.diagnostics
+        if item.code == code
+    ]
     return [item.message for item in loud if item.severity.label != "info"]
 
 
@@ -139,3 +144,15 @@ def test_a_rank_folder_without_its_file_is_told(tmp_path: Path, world: int, ther
         (tmp_path / "rank_00003" / "distrib_optim.pt").unlink()
     whole = {4: [], 3: ["of 1 rank of 4 is missing: rank_00001/distrib_optim.pt"], 2: []}[there]
     assert told(tmp_path, "COM012") == [f"the distrib_optim.pt file {text}" for text in whole]
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("name", ["step-1", "step-500"])
+def test_an_optimizer_that_never_stepped_in_a_job_that_did_is_told(tmp_path: Path, name: str, steps: int) -> None:
+    model, optimizer = trained(steps)
+    model.zero_grad()
+    state = get_optimizer_state_dict(model, optimizer)  # which makes a first state where there is none
+    dcp.save({"model": model.state_dict(), "optimizer": state}, checkpoint_id=tmp_path / name, no_dist=True)
+    sentences = told(tmp_path / name, "OPT013")
+    assert len(sentences) == (steps == 0 and name == "step-500")
+    assert all(text.startswith("all 12 moments are zero and 6 counters of the optimizer say 1") for text in sentences)

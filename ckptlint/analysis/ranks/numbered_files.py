@@ -1,4 +1,4 @@
-"""Sets of files whose names, or those of their folders, differ in one number, and the number of ranks that a checkpoint states."""
+"""Sets of files that differ in one number, their own or their folder's, and how many ranks a checkpoint states."""
 
 from __future__ import annotations
 
