@@ -14,10 +14,11 @@ from ckptlint.architecture.adapters import (
     expert_sizes,
     factors_of,
     home_of_experts,
+    namings_of,
     read_adapter_config,
 )
 from ckptlint.model import Checkpoint, PayloadTable, Tensor
-from ckptlint.model.text import first_names, fold_names, join_words, numbered, plural, shape_text, verb
+from ckptlint.model.text import first_names, fold_names, join_words, numbered, plural, printable, shape_text, verb
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.dtypes import ENCODINGS
 from ckptlint.vocabulary.keys import parse
@@ -35,10 +36,12 @@ def adapter_factors(ckpt: Checkpoint) -> Iterator[Finding]:
         Neither is empty or flat, and the second has as many columns as the first has rows, divided by the groups of a
         convolution. No other tensor of an adapter's own file is empty. A magnitude vector of DoRA has one element per
         row of the second factor. It is a warning if a few consecutive layers lack the adapter of a module that the
-        layers around them have, unless `adapter_config.json` chooses layers itself. No configuration is needed. If the
-        base model's `config.json` is beside the adapter, or `--expect` names the base model, the factors are as wide
-        and tall as the weight that they belong to; those of experts that are one tensor in memory lie as the version of
-        peft in `adapter_config.json` lays them (turned in 0.19.1).
+        layers around them have, unless `adapter_config.json` chooses layers itself. It is also a warning if modules of
+        one component (`unet`, `text_encoder`) are named in several ways: `lora_A` as in peft, `lora_down` as in kohya,
+        `lora.down` as in early diffusers. No configuration is needed. If the base model's `config.json` is beside the
+        adapter, or `--expect` names the base model, the factors are as wide and tall as the weight that they belong to;
+        those of experts that are one tensor in memory lie as the version of peft in `adapter_config.json` lays them
+        (turned in 0.19.1).
 
         At depth data, factors B of which a half, three quarters, seven eighths, ... of the elements are zero, the same
         share in all that hold zeros, and the whole first or last row, are an error: one rank's rows. Zeros in some
@@ -69,6 +72,7 @@ def adapter_factors(ckpt: Checkpoint) -> Iterator[Finding]:
     if flat:
         yield _shapeless(tensors, flat, len(keys), "flat (fewer than two axes)")
     yield from _lone_factors(modules, tensors)
+    yield from _two_namings(tensors)
     bad = {*empty, *flat}
     sound = [factors for factors in modules if not bad.intersection(factors.keys.values())]
     yield from _wrong_ranks(sound, tensors)
@@ -169,6 +173,31 @@ def _lone_factors(modules: list[Factors], tensors: dict[str, Tensor]) -> Iterato
                 hint="save again with both, or take the adapter from an earlier step",
                 group=f"alone {part}",
             )
+
+
+_NAMED = {"peft": "lora_A", "diffusers": "lora.down", "kohya": "lora_down"}
+
+
+def _two_namings(tensors: dict[str, Tensor]) -> Iterator[Finding]:
+    """A finding on each component of which some modules are named by one library and others by another."""
+    for component, by_naming in namings_of(tensors).items():
+        most, *others = sorted(by_naming, key=lambda naming: -len(by_naming[naming]))
+        # modules that are stored in both namings are there for whichever a loader reads
+        if not any(by_naming[naming].keys() - by_naming[most].keys() for naming in others):
+            continue
+        shown = [f"{len(by_naming[name])} as {name} does ({_NAMED[name]})" for name in (most, *others)]
+        keys = [key for naming in others for key in by_naming[naming].values()]
+        yield Finding(
+            f"modules of {printable(component)} are named in {len(shown)} ways: {join_words(shown)}",
+            at=Location(tensors[keys[0]]),
+            identity=(component, "namings"),
+            keys=tuple(keys),
+            severity=Severity.WARNING,
+            kind="namings",
+            why="a loader reads one naming and drops the other modules without an error",
+            hint="rename the keys of the fewer modules as the others are, or save again",
+            is_apart=True,
+        )
 
 
 def _these(count: int) -> str:

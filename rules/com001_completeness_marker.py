@@ -21,7 +21,8 @@ def completeness_marker(ckpt: Checkpoint) -> Iterator[Finding]:
         `modeling`, `optimizer` and `lr_scheduler`. No folder has the name of a step that is still being written
         (`step_30.tmp`, `ckpt-step-30.incomplete`).
         A step has the kinds of state beside the model that the step before it has (`optimizer.pt`, `rng_state.pth`),
-        and the files that all of several older steps have: a warning. So is an optimizer in a step that holds no model.
+        the whole folders of such state, and the files that all of several older steps have: a warning. So is an
+        optimizer in a step that holds no model.
         The files `model-rank-R-part-P.safetensors` of vLLM's sharded_state count ranks and parts from 0 without a gap.
         A file of weights, an index or a step is no link that leads nowhere, and no download that did not end
         (`*.incomplete`) where nothing else of a checkpoint is there.

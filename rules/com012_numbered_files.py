@@ -25,20 +25,21 @@ def numbered_files(ckpt: Checkpoint) -> Iterator[Finding]:
 
     What it checks:
         Files of state whose names differ in one number are a set: `rng_state_N.pth`, `dataloader/rank_N.pt`,
-        `data_N.pt`. Where it counts ranks it runs from 0 without a gap, up to the last rank that payload files, the
-        mesh or other sets state: an error if two of these agree on the number of ranks, a warning if one says it. Sets
-        of objects (`custom_checkpoint_N.pkl`) and the entries `dataloader.dp_rank_N` of torchtitan have no gap: a
-        warning. Where nobody says what a number counts, a gap in a set from 0 on is info, or a warning if the set would
-        have one file of each rank. An even distance (0, 8, 16: one rank of each node or group writes) is no gap, but
-        what breaks it is. It is only info if such a set does not reach the first or the last group, if two files are
-        all and nobody states the ranks, if the files are those of whole later nodes (4-7 of 8), if rank 0 alone has
-        one, or if a set of dataloaders is whole for a number of data-parallel ranks (0-3 of 8). All files of a set
-        state one step, but for objects that count by themselves (`optimizer_1.bin`). None is of a rank beyond those
-        that the job states exactly (VeOmni's manifest): a warning, or an error if two agree. Data-parallel ranks
-        (`train_dataloader_dprank000.pt`) are as many as the arguments state.
+        `data_N.pt`. So are files of one name in the folders of ranks (`rank_N/distrib_optim.pt`). Where it counts ranks
+        it runs from 0 without a gap, up to the last rank that payload files, the mesh or other sets state: an error if
+        two of these agree on the number of ranks, a warning if one says it. Sets of objects (`custom_checkpoint_N.pkl`)
+        and the entries `dataloader.dp_rank_N` of torchtitan have no gap: a warning. Where nobody says what a number
+        counts, a gap in a set from 0 on is info, or a warning if the set would have one file of each rank. An even
+        distance (0, 8, 16: one rank of each node or group writes) is no gap, but what breaks it is. It is only info if
+        such a set does not reach the first or the last group, if two files are all and nobody states the ranks, if the
+        files are those of whole later nodes (4-7 of 8), if rank 0 alone has one, or if a set of dataloaders is whole
+        for a number of data-parallel ranks (0-3 of 8). All files of a set state one step, but for objects that count by
+        themselves (`optimizer_1.bin`). None is of a rank beyond those that the job states exactly (VeOmni's manifest):
+        a warning, or an error if two agree. Data-parallel ranks (`train_dataloader_dprank000.pt`) are as many as the
+        arguments state.
     Why it matters:
         A resume continues with different random numbers or data on these ranks, or does not find the state of an
-        object.
+        optimizer or another object.
     Usual causes:
         A copy stopped midway, or a rank was killed during the save; ranks wrote one file over each other; a smaller job
         saved into the folder of a larger one.

@@ -5,14 +5,17 @@ from collections.abc import Iterator
 import numpy as np
 
 from ckptlint.analysis.odd_ones import OddOne, odd_ones, sees_all
+from ckptlint.analysis.optimizer_records import highest_step
 from ckptlint.analysis.pairs import moments_that_do_not_fit
 from ckptlint.depth import Depth
-from ckptlint.model import Checkpoint
-from ckptlint.model.text import plural
+from ckptlint.model import Checkpoint, Tensor
+from ckptlint.model.text import plural, verb
 from ckptlint.model.tiling import IntArray
 from ckptlint.numerics.chunks import ChunkNumbers, chunk_numbers
 from ckptlint.rule import Finding, Location, Severity, rule
+from ckptlint.vocabulary.keys import parse
 
+_DUMMY = 1  # steps that torch counts for the state of an optimizer that never stepped
 _STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg")
 
 
@@ -25,6 +28,9 @@ def zero_states(ckpt: Checkpoint) -> Iterator[Finding]:
         `exp_avg_sq`, `momentum_buffer`, `square_avg`) while other chunks of the same tensors are not zero; and no layer
         among three or more. Experts and tables of tokens are left out: what no token reached has zeros. It is an error
         if first and second moments are zero together, else a warning, unless OPT011 tells of them.
+
+        It is a warning if all moments are zero, all counters say 1 and the job is further: torch makes this state for
+        an optimizer that never stepped.
     Why it matters:
         A resume continues that part with zero moments: its first steps are many times too large.
     Usual causes:
@@ -32,8 +38,20 @@ def zero_states(ckpt: Checkpoint) -> Iterator[Finding]:
     How to fix:
         Go back to a step whose states are whole, or warm up again.
     See:
-        torch.optim.Adam
+        torch.optim.Adam, torch.distributed.checkpoint.state_dict.get_optimizer_state_dict
     """
+    if _never_stepped(ckpt):
+        moments, counters = _moments(ckpt), _counters(ckpt)
+        yield Finding(
+            f"all {len(moments):,} moments are zero and {plural(len(counters), 'counter')} of the optimizer "
+            f"{verb(len(counters), 'says')} 1, but the job is at step {highest_step(ckpt):,}",
+            at=Location(moments[0]),
+            identity=("never stepped",),
+            severity=Severity.WARNING,
+            kind="never stepped",
+            why="torch makes this state for an optimizer that never stepped: another one trained, or none did",
+            hint="look whether the weights changed at all, and save the optimizer that steps",
+        )
     numbers = chunk_numbers(ckpt)
     is_seen = np.array([sees_all(tensor.fqn) for tensor in numbers.tensors], bool)[numbers.tensor]
     is_zero = numbers.most == 0
@@ -64,6 +82,27 @@ def zero_states(ckpt: Checkpoint) -> Iterator[Finding]:
             confidence="certain" if len(members) > 1 else "likely",
             hint="go back to a step whose states are whole, or load without the optimizer and warm up again",
         )
+
+
+def _moments(ckpt: Checkpoint) -> list[Tensor]:
+    return [tensor for key, tensor in ckpt.tensors.items() if key.endswith((".exp_avg", ".exp_avg_sq"))]
+
+
+def _counters(ckpt: Checkpoint) -> list[Tensor]:
+    """The counters of single parameters."""
+    counted = (tensor for key, tensor in ckpt.tensors.items() if key.endswith(".step") and tensor.volume == 1)
+    return [tensor for tensor in counted if parse(tensor.fqn).kind == "optimizer"]
+
+
+def _never_stepped(ckpt: Checkpoint) -> bool:
+    """Whether all moments are zero and all counters say 1, at a later step."""
+    moments, counters, payload = _moments(ckpt), _counters(ckpt), ckpt.payload
+    if payload is None or not moments or not counters or highest_step(ckpt) <= _DUMMY:
+        return False
+    rows = [np.concatenate([tensor.chunks.record for tensor in tensors]) for tensors in (moments, counters)]
+    if any((records < 0).any() or not payload.scanned[records].all() for records in rows):
+        return False
+    return bool((payload.most[rows[0]] == 0).all() and (payload.most[rows[1]] == _DUMMY).all())
 
 
 def _is_of_opt011(ckpt: Checkpoint, numbers: ChunkNumbers, rows: IntArray) -> bool:

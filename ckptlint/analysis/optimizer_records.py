@@ -72,6 +72,12 @@ def optimizer_module(chain: tuple[str, ...]) -> Module:
     return Module(names[0] if names else "", chains[0] if chains else "")
 
 
+def highest_step(ckpt: Checkpoint) -> int:
+    """The highest step that the name of the step, an entry or a file beside the tensors states; 0 without any."""
+    run = ckpt.run.step if ckpt.run is not None else 0
+    return max(run, *(claim.step for claim in ckpt.claims), *(file.step or 0 for file in ckpt.step_files), 0)
+
+
 def is_training_state(ckpt: Checkpoint) -> bool:
     """Whether the common state is one that a training loop wrote, not a caller of the library."""
     return ckpt.common is not None and bool({"args", "checkpoint_version"} & ckpt.common.values.keys())

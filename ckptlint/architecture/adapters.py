@@ -10,6 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
@@ -26,6 +27,8 @@ _PARTS: Mapping[str, Part] = {
     "lora_up": "B",
     "lora_magnitude_vector": "magnitude",
 }
+_DIFFUSERS = re.compile(r"(.+?)[._]lora(?:_linear_layer)?\.(?:down|up)\.weight")
+"""The names that diffusers gave factors first: `to_q.lora.down`, `to_q.lora_linear_layer.up`, `to_q_lora.down`."""
 PREFIX = "base_model.model."
 """What peft puts before the names of the base model."""
 BASE_LAYER = ".base_layer"
@@ -83,6 +86,31 @@ def factors_of(keys: Iterable[str]) -> list[Factors]:
         home = ".".join(parts[:at]), "".join(behind)
         found.setdefault(home, Factors(*home)).keys[_PARTS[parts[at]]] = key
     return list(found.values())
+
+
+Naming = Literal["peft", "diffusers", "kohya"]
+
+
+def namings_of(keys: Iterable[str]) -> dict[str, dict[Naming, dict[str, str]]]:
+    """Component (`unet`, `text_encoder`, ...) -> how its factors are named -> module -> one of its keys.
+
+    Source:
+        diffusers.loaders.lora_base, diffusers.utils.state_dict_utils: each component is converted by itself, from the
+        first naming of which a key is found (diffusers#14548)
+
+    >>> {part: [*named] for part, named in namings_of(["unet.q.lora.up.weight", "unet.k.lora_A.weight"]).items()}
+    {'unet': ['diffusers', 'peft']}
+    """
+    keys = list(keys)
+    first: dict[str, dict[Naming, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
+    for key in keys:
+        if match := _DIFFUSERS.fullmatch(key):
+            first[key.partition(".")[0]]["diffusers"].setdefault(match[1], key)
+    for factors in factors_of(keys):
+        for key in islice(factors.keys.values(), 1):
+            naming: Naming = "kohya" if "lora_down" in key or "lora_up" in key else "peft"
+            first[key.partition(".")[0]][naming].setdefault(factors.module, key)
+    return first
 
 
 def home_of_experts(module: str) -> tuple[int | None, str]:

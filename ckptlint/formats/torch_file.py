@@ -174,13 +174,16 @@ def number_in(read: Read, found: TorchFile, value: Any) -> int | None:
     if isinstance(value, int):
         return None if isinstance(value, bool) else value
     place = found.storages.get(value.key) if isinstance(value, StoredTensor) else None
-    form = FORMS.get(value.dtype) if isinstance(value, StoredTensor) else None
+    is_bfloat16 = isinstance(value, StoredTensor) and value.dtype == "bfloat16"  # the upper half of a float32
+    form = "<H" if is_bfloat16 else FORMS.get(value.dtype) if isinstance(value, StoredTensor) else None
     if place is None or form is None or prod(value.shape) != 1 or place.size > 64:
         return None
     try:
         [number] = struct.unpack_from(form, storage_bytes(read, place), value.offset * struct.calcsize(form))
     except (UnreadableError, struct.error):
         return None
+    if is_bfloat16:
+        [number] = struct.unpack("<f", struct.pack("<I", number << 16))
     return int(number) if number == number and abs(number) < 2**62 and number == int(number) else None
 
 

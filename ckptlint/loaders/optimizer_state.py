@@ -37,7 +37,12 @@ def optimizer_file(root: Any) -> OptimizerFile | None:
         if isinstance(value, StoredTensor) and value.offset == 0 and value.extent == value.length
     }
     settings = frozenset(str(name) for group in groups for name in group)
-    return OptimizerFile(tuple(params), settings, shapes, storages=storages)
+    return OptimizerFile(tuple(params), settings, shapes, storages=storages, groups=tuple(map(settings_of, groups)))
+
+
+def settings_of(group: Mapping[Any, Any]) -> dict[Any, Any]:
+    """A group without its list of parameters, which may be long: [] where it is empty, else None."""
+    return {**group, "params": [] if group.get("params") == [] else None}
 
 
 def param_groups_in(place: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Mapping[Any, Any]]]:

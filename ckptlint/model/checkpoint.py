@@ -133,6 +133,7 @@ class OptimizerFile:
         shapes: parameter -> name of each of its states that is a tensor -> shape.
         shapes_beside: of the tensors in other models of the step, which it may have trained too.
         storages: key of a storage in the archive -> parameter, state and dtype of the tensor that fills it.
+        groups: the settings of each group, as stored; of its `params` only whether there are any.
 
     Source:
         torch.optim.Optimizer.state_dict; names in place of numbers: FullyShardedDataParallel.optim_state_dict
@@ -143,6 +144,7 @@ class OptimizerFile:
     shapes: dict[int | str, dict[str, tuple[int, ...]]]
     shapes_beside: tuple[tuple[int, ...], ...] = ()
     storages: dict[str, tuple[str, str, str]] = field(default_factory=dict)
+    groups: tuple[Mapping[Any, Any], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Sets of files whose names differ in one number, and the number of ranks that a checkpoint states."""
+"""Sets of files that differ in one number, their own or their folder's, and how many ranks a checkpoint states."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ _OF_MANY = re.compile(r"\d+[-_]of[-_]\d+")  # parts of one state, which an index
 _OTHER_AXES = ("mp", "local", r"e(xpert[-_.]?)?dp", r"dp[-_.]?(cp|shard|replicate)", r"[a-z]+[-_.]?parallel")
 _AXES = "|".join([*(axis for axis in AXES if axis != "world"), *_OTHER_AXES])
 _JOB = ("args", "run_config")  # what a job writes about itself at each save
+_RANK_FOLDER = re.compile(r"(.*rank[-_.]?)(\d{1,9})", re.IGNORECASE)
+_IN_FOLDER = -2  # in place of the place of the number in a file's name: the folder has it
 _RANK = re.compile(rf"(?:.*?[^a-z])??(?P<axis>{_AXES})?[-_.]?rank[-_.]?", re.IGNORECASE | re.DOTALL)
 
 
@@ -32,7 +34,7 @@ class NumberedFiles(NamedTuple):
     """A set of files.
 
     Attributes:
-        pattern: path with `{}` in place of the number.
+        pattern: path with `{}` in place of the number, which may be that of a folder (`rank_{}/distrib_optim.pt`).
         what: name of their content.
         counts: meaning of the number; "" where unknown.
         axis: mesh axis that the number counts; `world` for all ranks of the job.
@@ -63,6 +65,8 @@ def numbered_files(ckpt: Checkpoint) -> list[NumberedFiles]:
     sets = []
     for file in ckpt.step_files:
         folder, slash, name = file.name.rpartition("/")
+        if (of_rank := _RANK_FOLDER.fullmatch(folder)) and _is_state(name):
+            groups[f"{of_rank[1]}{{}}/{name}", _IN_FOLDER][int(of_rank[2])] = file
         if counted := number_of(name):
             number = counted[1]
             at = next(match for match in _NUMBER.finditer(name) if int(match[0]) == number)
@@ -71,9 +75,14 @@ def numbered_files(ckpt: Checkpoint) -> list[NumberedFiles]:
             for place, match in enumerate(_NUMBER.finditer(name)):
                 if len(match[0]) <= 9:
                     groups[folder + slash + _with_hole(name, match), place][int(match[0])] = file
-    for (pattern, _), files in groups.items():
+    for (pattern, place), files in groups.items():
         name = next(iter(files.values())).name.rpartition("/")[2]
-        if counted := number_of(name):
+        if place == _IN_FOLDER:
+            rank = _RANK.fullmatch(pattern.partition("{}")[0].rpartition("/")[2])
+            if rank and len(files) > 1:
+                axis = (rank["axis"] or "world").lower()
+                sets.append(NumberedFiles(pattern, f"{name} file", "rank", axis, files))
+        elif counted := number_of(name):
             counted_by = counted[0].counted_by
             counts, axis = (counted_by, "world") if counted_by != "dp rank" else ("rank", "dp")
             sets.append(NumberedFiles(pattern, counted[0].name, counts, axis, files))

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ckptlint.loaders.rank_files.deepspeed_files import Source, Tag, dict_of, read_tag, shapes_of
+from ckptlint.loaders.rank_files.deepspeed_files import Source, Tag, count_of, dict_of, read_tag, shapes_of
 from ckptlint.loaders.rank_files.deepspeed_grid import (
     STRUCTURE,
     GridFacts,
@@ -19,9 +19,9 @@ from ckptlint.loaders.rank_files.deepspeed_grid import (
 )
 from ckptlint.loaders.rank_files.deepspeed_groups import EXPERT, Cut, flat_groups, owner_of
 from ckptlint.loaders.readers.torch_files import Columns
-from ckptlint.model import Checkpoint, Misfit, RankFile
+from ckptlint.model import Checkpoint, Misfit, Problem, RankFile
 from ckptlint.model.stored import StoredTensor
-from ckptlint.model.text import first_names, printable, ranges
+from ckptlint.model.text import first_names, plural, printable, ranges
 from ckptlint.storage.folder import Folder
 
 
@@ -46,7 +46,11 @@ def read_deepspeed(folder: Folder, look_at_files: bool) -> Checkpoint:
     tag.statements.misfits += odd
     made = assembled(tag, grid_facts, columns, grid, cut)
     return replace(
-        made, claims=grid_facts.claims + trainer_claim(folder), topology=grid_facts.topology, not_looked_at=unnamed
+        made,
+        claims=grid_facts.claims + trainer_claim(folder),
+        topology=grid_facts.topology,
+        not_looked_at=unnamed,
+        problems=[*made.problems, *_never_written(tag, grid_facts)],
     )
 
 
@@ -82,6 +86,35 @@ def assembled(
         partial_because=partial,
         metadata_file=files.files[0].name,
     )
+
+
+def _never_written(tag: Tag, grid_facts: GridFacts) -> Iterator[Problem]:
+    """That the engine stepped and no file has its optimizer; of files of optimizers that are lost the grid tells.
+
+    Source:
+        deepspeed.DeepSpeedEngine._save_checkpoint (0.19): `optimizer` of the model states, None where each rank writes
+        a file of its own; DeepSpeed#7786
+    """
+    lacking = [
+        source
+        for source in tag.of("model")
+        if source.root.get("optimizer", ...) is None
+        and source.root.get("lr_scheduler")
+        and count_of(source.root.get("global_steps"))
+    ]
+    is_told = any("optimizer" in file.kind for file in tag.files.files) or grid_facts.stage > 0  # by RNK001
+    if lacking and not is_told and len(lacking) == sum(1 for _ in tag.of("model")):
+        file, steps = lacking[0].file.name, lacking[0].root["global_steps"]
+        others = f" (as in {plural(len(lacking) - 1, 'other file')})" if len(lacking) > 1 else ""
+        yield Problem(
+            "incomplete",
+            file,
+            f"the engine stepped {plural(steps, 'time')} and has a scheduler, but optimizer in {file} is None{others} "
+            "and no *_optim_states.pt is there",
+            why="the optimizer was never written: a resume continues with zero moments",
+            hint="resume with the weights alone and warm up again, or use a step that has its optimizer",
+            outside_checkpoint=True,
+        )
 
 
 # ---------------------------------------------------------------- against the parameters that are listed

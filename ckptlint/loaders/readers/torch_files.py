@@ -10,7 +10,7 @@ import numpy as np
 
 from ckptlint.errors import LimitError, ScriptError, UnreadableError
 from ckptlint.formats.torch_file import Storage, TorchFile, read_torch_file, record_content
-from ckptlint.loaders.optimizer_state import param_groups_in
+from ckptlint.loaders.optimizer_state import param_groups_in, settings_of
 from ckptlint.loaders.problems import from_error, from_refusals, of_format
 from ckptlint.loaders.readers.model_files import looked_at
 from ckptlint.loaders.readers.rows import Row, tables
@@ -145,9 +145,11 @@ class SetFiles:
             self.problems.append(damaged(label, f"{label} holds no {holds}"))
             found = None
         self.files.append(RankFile(label, kind, numbers, found is not None))
-        if found is not None and not self.param_groups:  # those of all ranks have the same settings
-            groups = ((place, {**group, "params": None}) for place, group in param_groups_in(label, found.root))
-            self.param_groups += groups
+        if found is not None:
+            groups = [(place, settings_of(group)) for place, group in param_groups_in(label, found.root)]
+            steps = {repr(group.get("step")) for _, group in groups if group["params"] != []}
+            if not self.param_groups or len(steps) > 1:  # those of all ranks have the same settings
+                self.param_groups += groups
         return None if found is None else OpenedFile(self.files[-1], len(self.stored) - 1, found)
 
     def checkpoint(self, columns: Columns, rank_files: RankFileSet, **more: Any) -> Checkpoint:

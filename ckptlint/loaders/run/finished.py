@@ -162,8 +162,8 @@ def lacking_files(step: Folder, older: Iterable[Folder], kinds_of: int = 1) -> t
     """The files that a step lacks beside older ones of its kind, printable, and who has them, as the end of a sentence.
 
     Missed is a kind of state that one of the nearest older steps has, by its name, a file that all of several older
-    steps have, and a mark or a model's configuration that a single one has. Older steps whose save did not finish say
-    nothing.
+    steps have, and a mark, a model's configuration or a whole folder of known state that a single one has. Older steps
+    whose save did not finish say nothing.
 
     Args:
         older: the nearest first.
@@ -185,7 +185,11 @@ def lacking_files(step: Folder, older: Iterable[Folder], kinds_of: int = 1) -> t
             for pattern, name in (state_files[0] if state_files else {}).items()
             if pattern not in there
             and all(pattern in one for one in state_files)
-            and (len(state_files) > 1 or _is_in_all(name, state_files[0].values()))
+            and (
+                len(state_files) > 1
+                or _is_in_all(name, state_files[0].values())
+                or _is_of_lost_folder(name, step, state_files[0].values())
+            )
             if not _is_judged_alone(step, name)
         ]
         return sorted(map(printable, lost)), "all older steps have"
@@ -243,6 +247,21 @@ def _is_in_all(path: str, beside: Iterable[str]) -> bool:
     is_marked = any(inventory.file in others for inventory in world().inventories)
     is_export = folder != "" and not is_marked and any(not _is_config(name) for name in others)
     return (_is_config(path) and not is_export) or (family is not None and family.name == "mark")
+
+
+def _is_of_lost_folder(path: str, step: Folder, beside: Iterable[str]) -> bool:
+    """Whether a file is state by its name and lies in a folder of a step's state that another step lacks whole.
+
+    No export, which somebody makes of one step, and no part, which is compared by itself. A folder of results or of
+    unknown files may be written now and then.
+    """
+    folder, _, name = path.rpartition("/")
+    if not folder or is_part(folder) or folder in step.folders():
+        return False
+    families = [family_of(other.rpartition("/")[2]) for other in beside if other.startswith(f"{folder}/")]
+    is_export = any(family is not None and family.part == "model" for family in families)
+    family = family_of(name)
+    return family is not None and family.content == "pickle" and not is_export and f"{folder}/{CONFIG}" not in beside
 
 
 def _is_config(path: str) -> bool:

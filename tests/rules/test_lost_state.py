@@ -1,0 +1,158 @@
+"""State that was lost and that nothing else of the save misses, in files that torch and others write."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import report_on
+from torch import nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+
+def told(folder: Path, code: str) -> list[str]:
+    """The sentences of a rule that are more than information."""
+    loud = [
+        item
+        for report in report_on(folder, depth="data").checkpoints
+        for item in report.diagnostics
+        if item.code == code
+    ]
+    return [item.message for item in loud if item.severity.label != "info"]
+
+
+def trained(steps: int = 2) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A small model and its AdamW, with a group of matrices and a group of vectors."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4))
+    matrices, vectors = (
+        [param for param in model.parameters() if (param.dim() > 1) is is_matrix] for is_matrix in (True, False)
+    )
+    optimizer = torch.optim.AdamW([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}], lr=1e-3)
+    for _ in range(steps):
+        model(torch.randn(4, 8)).square().sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("is_flat", [False, True])
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_group_that_lost_its_settings_is_told(tmp_path: Path, is_flat: bool, is_lost: bool) -> None:
+    model, optimizer = trained()
+    options = StateDictOptions(flatten_optimizer_state_dict=is_flat)
+    state: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=options)
+    settings = ("lr", "betas", "eps", "weight_decay") if is_lost else ()
+    for name in settings:
+        del (state if is_flat else state["param_groups"][1])[f"param_groups.1.bias.{name}" if is_flat else name]
+    dcp.save({"model": model.state_dict(), "optimizer": state}, checkpoint_id=tmp_path / "step-2", no_dist=True)
+    assert [text.partition(",")[0] for text in told(tmp_path / "step-2", "OPT014")] == [
+        f"parameter group {'1.bias of 6' if is_flat else '1 of 2'} has no lr"
+    ] * is_lost
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_group_of_an_optimizers_file_that_lost_its_settings_is_told(tmp_path: Path, is_lost: bool) -> None:
+    model, optimizer = trained()
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    state = optimizer.state_dict()
+    if is_lost:
+        del state["param_groups"][0]["lr"]
+    torch.save(state, tmp_path / "optimizer.pt")
+    assert told(tmp_path, "OPT014") == ["parameter group 0 of 2 has no lr, which group 1 has"] * is_lost
+
+
+def cast(state: Any, is_whole: bool) -> Any:
+    """The state of an optimizer in bfloat16, with its counters or without."""
+    if isinstance(state, dict):
+        return {key: value if key == "step" and not is_whole else cast(value, is_whole) for key, value in state.items()}
+    return state.to(torch.bfloat16) if isinstance(state, torch.Tensor) else state
+
+
+@pytest.mark.parametrize("steps", [2, 300])
+@pytest.mark.parametrize("is_whole", [False, True])
+@pytest.mark.parametrize("is_dcp", [False, True])
+def test_step_counters_that_were_cast_are_told(tmp_path: Path, is_dcp: bool, is_whole: bool, steps: int) -> None:
+    model, optimizer = trained(steps)
+    if is_dcp:
+        state = cast(get_optimizer_state_dict(model, optimizer), is_whole)
+        dcp.save({"model": model.state_dict(), "optimizer": state}, checkpoint_id=tmp_path, no_dist=True)
+    else:
+        torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+        torch.save(cast(optimizer.state_dict(), is_whole), tmp_path / "optimizer.pt")
+    sentences = told(tmp_path, "OPT015")
+    assert len(sentences) == (is_whole and steps == 300)
+    assert all(text.startswith("6 step counters are bfloat16, which counts to 256") for text in sentences)
+
+
+def engine_states(**changes: Any) -> dict[str, Any]:
+    """The entries of `mp_rank_00_model_states.pt` that DeepSpeed 0.19 writes at stage 0."""
+    model, optimizer = trained()
+    state = {"module": model.state_dict(), "optimizer": optimizer.state_dict(), "global_steps": 2, "param_shapes": None}
+    state |= {"lr_scheduler": {"last_batch_iteration": 1}, "dp_world_size": 1, "mp_world_size": 1}
+    return state | {"ds_version": "0.19.8", "ds_config": {"zero_optimization": {"stage": 0}}} | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_told"),
+    [
+        ({}, False),
+        ({"optimizer": None}, True),
+        ({"optimizer": None, "lr_scheduler": None, "global_steps": 0}, False),
+        ({"optimizer": None, "lr_scheduler": None}, False),
+        ({"optimizer": None, "global_steps": 0}, False),
+    ],
+)
+def test_an_engine_that_stepped_and_never_wrote_its_optimizer_is_told(
+    tmp_path: Path, changes: dict[str, Any], is_told: bool
+) -> None:
+    (step := tmp_path / "global_step2").mkdir()
+    torch.save(engine_states(**changes), step / "mp_rank_00_model_states.pt")
+    assert ["the engine stepped 2 times" in text for text in told(step, "COM001")] == [True] * is_told
+
+
+@pytest.mark.parametrize("folder", ["orchestrator", "results", "export"])
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_folder_of_state_that_the_only_older_step_has_is_told(tmp_path: Path, folder: str, is_lost: bool) -> None:
+    model, optimizer = trained()
+    for step in (10, 20):
+        (place := tmp_path / f"step_{step}").mkdir()
+        torch.save(model.state_dict(), place / "pytorch_model.bin")
+        torch.save(optimizer.state_dict(), place / "optimizer.pt")
+        if step == 10 or not is_lost:
+            (place / folder).mkdir()
+            name = {"orchestrator": "progress.pt", "results": "scores.pt", "export": "pytorch_model.bin"}[folder]
+            torch.save({"step": step}, place / folder / name)
+    lost = is_lost and folder == "orchestrator"
+    assert (
+        told(tmp_path / "step_20", "COM001")
+        == ["the step has no orchestrator/progress.pt, which all older steps have"] * lost
+    )
+
+
+@pytest.mark.parametrize(("world", "there"), [(4, 4), (4, 3), (4, 2), (8, 4)])
+def test_a_rank_folder_without_its_file_is_told(tmp_path: Path, world: int, there: int) -> None:
+    model, optimizer = trained()
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path, no_dist=True)
+    for rank in range(0, world, 2 if world == 8 else 1):
+        if rank != 1 or there == 4:
+            (place := tmp_path / f"rank_{rank:05d}").mkdir()
+            torch.save(optimizer.state_dict(), place / "distrib_optim.pt")
+    if there == 2:
+        (tmp_path / "rank_00003" / "distrib_optim.pt").unlink()
+    whole = {4: [], 3: ["of 1 rank of 4 is missing: rank_00001/distrib_optim.pt"], 2: []}[there]
+    assert told(tmp_path, "COM012") == [f"the distrib_optim.pt file {text}" for text in whole]
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("name", ["step-1", "step-500"])
+def test_an_optimizer_that_never_stepped_in_a_job_that_did_is_told(tmp_path: Path, name: str, steps: int) -> None:
+    model, optimizer = trained(steps)
+    model.zero_grad()
+    state = get_optimizer_state_dict(model, optimizer)  # which makes a first state where there is none
+    dcp.save({"model": model.state_dict(), "optimizer": state}, checkpoint_id=tmp_path / name, no_dist=True)
+    sentences = told(tmp_path / name, "OPT013")
+    assert len(sentences) == (steps == 0 and name == "step-500")
+    assert all(text.startswith("all 12 moments are zero and 6 counters of the optimizer say 1") for text in sentences)
