@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -40,6 +40,7 @@ from ckptlint.seals.digests import Words
 
 OnError = Literal["raise", "warn"]
 Digest = Literal["replicas", "none"]
+Backend = Literal["auto", "gloo", "nccl"]
 Expect = Iterable[str] | Mapping[str, tuple[Sequence[int] | None, str | None]]
 State = Mapping[Any, Any] | Callable[[], Mapping[Any, Any]]
 """A state dict, or the function that makes it."""
@@ -130,18 +131,17 @@ class Live:
         repeats: bool = False,
     ) -> Report:
         """As the function of this module; a state that is yet to be made may fail on a rank as any other."""
-        name = "" if tag is None else _name_of(tag)
-        patterns = (*UNEQUAL, *texts(ignore))
-        wanted = _expected(expect)
+        name = "" if tag is None else name_of(tag)
         started = time.monotonic()
-        local = self._input(state_dict, name, digest, patterns, wanted, resolve_stateful)
+        options = {"digest": digest, "on_error": on_error, "on_incomplete": on_incomplete}
+        local = self._input(state_dict, name, options | {"ignore": ignore, "expect": expect}, resolve_stateful)
         local = _with_time(local, started)
         path = f"state dict {name}".rstrip()
         if absence := self._absence(name, repeats or tag is None, local.error):
             return self._incomplete(path, absence, on_incomplete)
         try:
             self.group.begin(self.timeout)
-            outcome = protocol.exchange(self.group, local, self.memory, wanted)
+            outcome = protocol.exchange(self.group, local, self.memory)
         except GroupBroken as error:
             return self._incomplete(path, self.give_up(error), "warn")
         report = judge_ranks(outcome.table, path, outcome.seconds)
@@ -149,11 +149,13 @@ class Live:
             # two keys of one number looked like a fault; under another salt they will not
             self.memory.salt += 1
             self.memory.reference = None
-        if report.fails and on_error == "raise" and self._all_raise(name, repeats or tag is None):
+        all_raise = report.fails and on_error != "warn" and self._all_raise(name, repeats or tag is None)
+        raise_foreign(local.error)
+        if all_raise:
             raise LiveError(report, text_for(report, self.group.rank, REFUSED)) from local.error
         if self.group.rank == 0:
             if any(item.severity >= Severity.WARNING for item in report.diagnostics):
-                warnings.warn(as_text(report), stacklevel=3)
+                warn(lambda: as_text(report), stacklevel=3)
             else:
                 announce(self.group.world)
         return report
@@ -167,16 +169,17 @@ class Live:
         self,
         state_dict: State,
         tag: str,
-        digest: Digest,
-        patterns: Sequence[str],
-        expect: dict[str, tuple[Sequence[int] | None, str | None]] | None,
+        options: Mapping[str, Any],
         resolve_stateful: bool,
     ) -> protocol.RankInput:
         """The local phase: everything that can fail, before any other rank is waited for."""
-        settings = _short_hash((protocol.VERSION, __version__, digest, patterns, expect, resolve_stateful))
         try:
             from ckptlint.live.collect.extract import extract, findings_of, resolved
 
+            options = checked_options(options)
+            digest, patterns, expect = options["digest"], (*UNEQUAL, *options["ignore"]), options["expect"]
+            asked = digest, options["on_error"], options["on_incomplete"], patterns, expect, resolve_stateful
+            settings = _short_hash((protocol.VERSION, __version__, *asked))
             state = state_dict() if callable(state_dict) else state_dict
             limit = self.limit()
             state = dict(resolved(state, limit)) if resolve_stateful else state
@@ -196,14 +199,21 @@ class Live:
                 has_digests=has_digests,
                 uncompared=uncompared,
                 contents=[item.data for item in rank_chunks] if digest == "replicas" else (),
+                expect=expect,
                 late_digests=functools.partial(_late_digests, rank_chunks, patterns) if digest == "replicas" else None,
             )
-        except Exception as error:
-            text = f"{type(error).__name__}: {error}"
-            where = traceback.extract_tb(error.__traceback__)[-1:]
-            reason = f"{text} ({Path(where[0].filename).name}:{where[0].lineno})" if where else text
-            none = fp.chunk_rows([], [], self.keys)
-            return protocol.RankInput(none, (), settings, _short_hash(tag), failure=reason, error=error)
+        except BaseException as error:
+            return self.failed(error, tag)
+
+    def failed(self, error: BaseException, tag: str) -> protocol.RankInput:
+        """What a rank brings whose local phase raised: the others are told, and do not wait for it."""
+        text = type(error).__name__
+        with suppress(Exception):  # an exception that has no text
+            text += f": {error}"
+        where = traceback.extract_tb(error.__traceback__)[-1:]
+        reason = f"{text} ({Path(where[0].filename).name}:{where[0].lineno})" if where else text
+        none = fp.chunk_rows([], [], self.keys)
+        return protocol.RankInput(none, (), 0, _short_hash(tag), failure=reason, error=error)
 
     def limit(self) -> Limit:
         """For a rank that begins to collect: it ends before the others give it up, so that they are told why."""
@@ -237,7 +247,7 @@ class Live:
         report = judge_ranks(protocol.no_table(self.group.world, finding), path, 0.0)
         if how == "raise":
             raise LiveError(report, text_for(report, self.group.rank, REFUSED, self._first))
-        warnings.warn(text_for(report, self.group.rank, first=self._first), stacklevel=4)
+        warn(lambda: text_for(report, self.group.rank, first=self._first), stacklevel=4)
         return report
 
 
@@ -245,7 +255,7 @@ _installed: Live | None = None
 _is_announced = False
 
 
-def install(*, timeout: float = _TIMEOUT, backend: Literal["auto", "gloo", "nccl"] = "auto", max_ctas: int = 1) -> Live:
+def install(*, timeout: float = _TIMEOUT, backend: Backend = "auto", max_ctas: int = 1) -> Live:
     """Make the one process group of live mode: once, on all ranks, right after `init_process_group`.
 
     Without torch.distributed, or in a job of one rank, no group is made and everything works.
@@ -259,8 +269,12 @@ def install(*, timeout: float = _TIMEOUT, backend: Literal["auto", "gloo", "nccl
         LiveNotInstalled: not all ranks came, so there is no group; or a launcher started several ranks, and
             `init_process_group` was not called yet.
         GroupBroken: the group could not reduce.
+        ValueError: an option has a value that it cannot have.
     """
     global _installed
+    _one_of("backend", backend, Backend)
+    if not timeout > 0:
+        raise ValueError(f"timeout is {timeout!r}, and has to be more than 0 seconds")
     if _installed is None or _is_outgrown(_installed):
         _installed = _live(timeout, backend, max_ctas)
     return _installed
@@ -307,7 +321,7 @@ def _live(timeout: float, backend: str, max_ctas: int) -> Live:
         raise LiveNotInstalled(f"{named_ranks(passage.absent)} did not call live.install within {timeout:g} s")
     chosen = "gloo" if store.add(f"{base}/without", 0) else "nccl"
     if chosen == "gloo" and rank == 0 and _can_nccl(backend):
-        warnings.warn("live mode uses gloo: a rank has no GPU of its own, or no NCCL", stacklevel=3)
+        warn(lambda: "live mode uses gloo: a rank has no GPU of its own, or no NCCL", stacklevel=3)
     return Live(new_torch_group(chosen, timeout, max_ctas), gate, timeout)
 
 
@@ -384,6 +398,34 @@ def check(
     )
 
 
+_CHOICES = {"digest": Digest, "on_error": OnError, "on_incomplete": OnError}
+
+
+def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of `check` for a hook that calls it again and again: none is used up by the first call.
+
+    Raises:
+        TypeError: `check` has no such option, or a hook sets it itself.
+        ValueError: an option has a value that it cannot have.
+    """
+    if unknown := sorted(options.keys() - _CHOICES.keys() - {"ignore", "expect"}):
+        raise TypeError(f"{unknown[0]} is no option here: {', '.join((*_CHOICES, 'ignore', 'expect'))}")
+    for name in options.keys() & _CHOICES.keys():
+        _one_of(name, options[name], _CHOICES[name])
+    kept = dict(options)
+    if "ignore" in options:
+        kept["ignore"] = texts(options["ignore"])
+        _unequal(kept["ignore"])
+    if "expect" in options:
+        kept["expect"] = _expected(options["expect"])
+    return kept
+
+
+def _one_of(name: str, value: object, choices: Any) -> None:
+    if value not in get_args(choices):
+        raise ValueError(f"{name} is {value!r}, and has to be {' or '.join(map(repr, get_args(choices)))}")
+
+
 def is_off() -> bool:
     """Whether CKPTLINT_LIVE=0 turns live mode off."""
     return os.environ.get("CKPTLINT_LIVE") == "0"
@@ -449,7 +491,24 @@ def announce(world: int) -> None:
     global _is_announced
     if not _is_announced:
         _is_announced = True
-        sys.stderr.write(f"ckptlint live: on, {plural(world, 'rank')}\n")
+        _print(f"ckptlint live: on, {plural(world, 'rank')}")
+
+
+def warn(text: Callable[[], str], stacklevel: int = 2) -> None:
+    """Warn, or print where warnings are errors; raises nothing, since the other ranks go on."""
+    try:
+        said = text()
+        try:
+            warnings.warn(said, stacklevel=stacklevel + 1)
+        except Warning:
+            _print(said)
+    except Exception:  # a hook that shows warnings, or a report that has no text
+        return
+
+
+def _print(text: str) -> None:
+    with suppress(Exception):  # stderr is full, closed or None
+        sys.stderr.write(f"{text}\n")
 
 
 # ---------------------------------------------------------------- the local phase
@@ -564,9 +623,18 @@ def _with_time(local: protocol.RankInput, started: float) -> protocol.RankInput:
     return replace(local, milliseconds=int((time.monotonic() - started) * 1000))
 
 
-def _name_of(tag: object) -> str:
-    """A tag as text that a store takes as part of a key; of a long one the beginning and a hash."""
-    text = printable(str(tag))
+def raise_foreign(error: BaseException | None) -> None:
+    """Raise what is no error of the check but the end of this rank, as KeyboardInterrupt; the others know of it."""
+    if error is not None and not isinstance(error, Exception):
+        raise error
+
+
+def name_of(tag: object) -> str:
+    """A tag as text that a store takes as part of a key; of a long one the beginning and a hash. It raises nothing."""
+    try:
+        text = printable(str(tag))
+    except Exception as error:
+        text = f"a {type(tag).__name__} without text ({type(error).__name__})"
     return text if len(text) <= _TAG_LIMIT else f"{text[:_TAG_LIMIT]}... ({_short_hash(text):014x})"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,7 +23,6 @@ from ckptlint.live.compare.group import GroupBroken
 from ckptlint.loaders.checkpoint import read_checkpoint
 from ckptlint.loaders.layouts import CheckpointPlace
 from ckptlint.model import RankFinding, Seal, SealEntry
-from ckptlint.model.text import texts
 from ckptlint.model.tiling import IntArray
 from ckptlint.rule import Severity
 from ckptlint.seals.digests import ALGORITHM, MASK, Words
@@ -111,7 +109,7 @@ class Pending:
         """
         if self._sums is None or not self._is_writer:
             if self.problem and self._is_writer:
-                warnings.warn(f"the checkpoint was not sealed: {self.problem}", stacklevel=2)
+                api.warn(lambda: f"the checkpoint was not sealed: {self.problem}")
             return None
         folder = LocalFolder(Path(path))
         ckpt = read_checkpoint(CheckpointPlace.at(folder), look_at_files=False)
@@ -192,7 +190,7 @@ def prepare_seal(
     if api.is_off():
         return Pending("", step)
     live = api.installed()
-    outcome = _measured(live, state_dict, f"seal {tag}", (*api.UNEQUAL, *texts(ignore)), resolve_stateful)
+    outcome = _measured(live, state_dict, f"seal {api.name_of(tag)}", ignore, resolve_stateful)
     if isinstance(outcome, str):
         return Pending(outcome, step, _is_writer=live.group.rank == 0)
     return Pending("", step, outcome[0], live.group.rank == 0)
@@ -235,8 +233,8 @@ def check_loaded(
     if api.is_off():
         return api.judge_ranks(protocol.no_table(1), "state dict", 0.0)
     live = api.installed()
-    name, tag = f"state dict loaded from {path}", f"loaded {path}"
-    outcome = _measured(live, state_dict, tag, (*api.UNEQUAL, *texts(ignore)), resolve_stateful, compares_copies=True)
+    name, tag = f"state dict loaded from {path}", f"loaded {api.name_of(path)}"
+    outcome = _measured(live, state_dict, tag, ignore, resolve_stateful, compares_copies=True)
     if isinstance(outcome, str):
         report = api.judge_ranks(
             protocol.no_table(live.group.world, RankFinding(-1, "", "LIV211", outcome, voids="check")), name, 0.0
@@ -252,7 +250,7 @@ def check_loaded(
     if report.fails and on_error == "raise" and live._all_raise(tag, True):
         raise api.LiveError(report, api.text_for(report, live.group.rank))
     if report.fails or report.is_incomplete:
-        warnings.warn(api.text_for(report, live.group.rank), stacklevel=2)
+        api.warn(lambda: api.text_for(report, live.group.rank))
     return report
 
 
@@ -263,7 +261,7 @@ def _measured(
     live: api.Live,
     state_dict: Mapping[Any, Any],
     tag: str,
-    patterns: Sequence[str],
+    ignore: Iterable[str],
     resolve_stateful: bool,
     compares_copies: bool = False,
 ) -> tuple[_Sums, protocol.Outcome] | str:
@@ -272,7 +270,7 @@ def _measured(
     Args:
         compares_copies: whether the copies of each chunk are compared with each other: the sums are of one of them.
     """
-    rows, local = _local(live, state_dict, tag, patterns, resolve_stateful, compares_copies)
+    rows, local = _local(live, state_dict, tag, ignore, resolve_stateful, compares_copies)
     if absence := live._absence(tag, True, local.error):
         return absence
     # a memory of its own: this is no check that the next one is to be compared with
@@ -280,6 +278,7 @@ def _measured(
     try:
         live.group.begin(live.timeout)
         outcome = protocol.exchange(live.group, local, memory)
+        api.raise_foreign(local.error)
         report = api.judge_ranks(outcome.table, "state dict", 0.0)
         if report.is_incomplete:
             return "; ".join(item.title for item in report.diagnostics)
@@ -315,15 +314,17 @@ def _local(
     live: api.Live,
     state_dict: Mapping[Any, Any],
     tag: str,
-    patterns: Sequence[str],
+    ignore: Iterable[str],
     resolve_stateful: bool,
     compares_copies: bool,
 ) -> tuple[_Rows, protocol.RankInput]:
     """The local phase: everything that can fail, before any other rank is waited for."""
-    settings = api._short_hash((protocol.VERSION, __version__, ALGORITHM, patterns, resolve_stateful, compares_copies))
     try:
         from ckptlint.live.collect.extract import extract, findings_of
 
+        patterns = (*api.UNEQUAL, *api.checked_options({"ignore": ignore})["ignore"])
+        asked = ALGORITHM, patterns, resolve_stateful, compares_copies
+        settings = api._short_hash((protocol.VERSION, __version__, *asked))
         limit = live.limit()
         rank_chunks = extract(state_dict, resolve_stateful=resolve_stateful, limit=limit)
         digests, has_digests, _ = api._digests(rank_chunks, patterns, compares_copies, limit)
@@ -339,11 +340,8 @@ def _local(
         return rows, protocol.RankInput(
             records, tuple(findings), settings, tag_hash, "", has_digests, contents=contents, late_digests=late
         )
-    except Exception as error:
-        none = fp.chunk_rows([], [], live.keys)
-        text = f"{type(error).__name__}: {error}"
-        tag_hash = api._short_hash(tag)
-        return _rows([], [], ()), protocol.RankInput(none, (), settings, tag_hash, failure=text, error=error)
+    except BaseException as error:
+        return _rows([], [], ()), live.failed(error, tag)
 
 
 def _rows(rank_chunks: Sequence[Any], seeds: list[int], patterns: Sequence[str]) -> _Rows:

@@ -64,6 +64,7 @@ class RankInput:
         late_digests: of rows that no placement says are copies, once they turn out to be; raises nothing. None where
             contents are not compared.
         error: what `failure` describes.
+        expect: the keys that must be held somewhere, and no others; without it the last check is compared with.
     """
 
     rows: fp.Records
@@ -77,6 +78,7 @@ class RankInput:
     contents: Sequence[Any] = ()
     late_digests: Callable[[IntArray], Words] | None = None
     error: BaseException | None = None
+    expect: Mapping[str, Any] | None = None
 
 
 @dataclass(slots=True)
@@ -115,11 +117,8 @@ class Outcome:
     seconds: float
 
 
-def exchange(group: RankGroup, local: RankInput, memory: Memory, expect: Mapping[str, Any] | None = None) -> Outcome:
+def exchange(group: RankGroup, local: RankInput, memory: Memory) -> Outcome:
     """Run the collectives of one check.
-
-    Args:
-        expect: the keys that must be held somewhere, and no others; without it the last check is compared with.
 
     Raises:
         GroupBroken: a collective did not finish in time.
@@ -148,7 +147,7 @@ def exchange(group: RankGroup, local: RankInput, memory: Memory, expect: Mapping
 
     common = None if peeled.unresolved else fp.keys_of(peeled)
     findings = _reservations(has_digests, uncompared, memory.shift, peeled.unresolved)
-    is_changed, changes = _changes(local.rows, by_key, common, memory, expect)
+    is_changed, changes = _changes(local.rows, by_key, common, memory, local.expect)
     parts: list[_Part] = []
     if bad.any() or is_changed:
         if has_digests:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +45,7 @@ def patch_dcp(**options: Any) -> Undo:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint import state_dict_saver
 
+    options = api.checked_options(options)
     places = [(module, name, getattr(module, name)) for module in (dcp, state_dict_saver) for name in _SAVES]
     for module, name, original in places:
         setattr(module, name, _checked(original, options, by_torch=module is state_dict_saver))
@@ -125,7 +125,7 @@ def compare(plans: Sequence[Any]) -> RankTable:
     """
     cached = [rank for rank, plan in enumerate(plans) if not getattr(plan, "usable", True)]
     if cached:
-        warnings.warn(f"torch cached the save plans of {named_ranks(cached)}: they were not compared", stacklevel=3)
+        api.warn(lambda: f"torch cached the save plans of {named_ranks(cached)}: they were not compared", stacklevel=3)
     described: dict[str, object] = {}
     sizes: dict[tuple[str, Any], Any] = {}
     torn: set[str] = set()
@@ -159,4 +159,4 @@ def _judge(table: RankTable, path: str) -> None:
     if report.fails:
         raise CheckpointError(f"{api.as_text(report)}{api.REFUSED}\n")
     if any(item.severity >= Severity.WARNING for item in report.diagnostics):
-        warnings.warn(api.as_text(report), stacklevel=3)
+        api.warn(lambda: api.as_text(report), stacklevel=3)

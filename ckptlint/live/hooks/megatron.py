@@ -6,6 +6,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+from ckptlint.live.api import checked_options
 from ckptlint.live.hooks.dcp import Undo, check_save
 from ckptlint.model.text import texts
 
@@ -28,7 +29,7 @@ def patch_mcore(**options: Any) -> Undo:
     """
     from megatron.core import dist_checkpointing
 
-    original = dist_checkpointing.save
+    original, options = dist_checkpointing.save, checked_options(options)
     options["ignore"] = (*MEGATRON_UNEQUAL, *texts(options.get("ignore", ())))
 
     @functools.wraps(original)
