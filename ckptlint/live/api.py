@@ -8,14 +8,15 @@ import functools
 import os
 import re
 import sys
+import threading
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
 
@@ -30,13 +31,15 @@ from ckptlint.lint.report import Report
 from ckptlint.live.collect.limit import Limit, OutOfTime, readable
 from ckptlint.live.compare import fingerprints as fp
 from ckptlint.live.compare import protocol
-from ckptlint.live.compare.gate import Gate
-from ckptlint.live.compare.group import GroupBroken, RankGroup, Solo, new_torch_group
+from ckptlint.live.compare.gate import Gate, Passage, aside
+from ckptlint.live.compare.group import GroupBroken, RankGroup, Solo, TorchGroup, new_torch_group
 from ckptlint.model import RankFinding, RankTable
 from ckptlint.model.text import named_ranks, plural, printable, shape_text, texts
 from ckptlint.model.tiling import BoolArray, IntArray
 from ckptlint.rule import Severity
 from ckptlint.seals.digests import Words
+
+_T = TypeVar("_T")
 
 OnError = Literal["raise", "warn"]
 Digest = Literal["replicas", "none"]
@@ -91,6 +94,19 @@ class LiveError(CheckpointError):
         return CheckpointError, (str(self),)
 
 
+class Absence(NamedTuple):
+    """Why nothing was compared.
+
+    Attributes:
+        first: the lowest rank that came: it prints.
+        is_shared: whether all ranks that came know it, and not this one alone.
+    """
+
+    text: str
+    first: int = 0
+    is_shared: bool = True
+
+
 @dataclass(slots=True, eq=False)
 class Live:
     """Live mode of one job, or of one rank of a test.
@@ -108,7 +124,11 @@ class Live:
     refusal: str = ""
     memory: protocol.Memory = field(default_factory=protocol.Memory)
     keys: dict[str, int] = field(default_factory=dict)
-    _first: int = field(default=0, init=False)  # the lowest rank that came to the last check: it prints
+    ends: Gate | None = field(default=None, init=False)  # where ranks that end alike meet after the work
+
+    def __post_init__(self) -> None:
+        if self.gate is not None:
+            self.ends = Gate(self.gate.store, self.gate.rank, self.gate.world, f"{self.gate.name}/end")
 
     def __repr__(self) -> str:
         return f"<Live: {self.refusal or 'on, ' + plural(self.group.world, 'rank')}>"
@@ -137,19 +157,21 @@ class Live:
         local = self._input(state_dict, name, options | {"ignore": ignore, "expect": expect}, resolve_stateful)
         local = _with_time(local, started)
         path = f"state dict {name}".rstrip()
-        if absence := self._absence(name, repeats or tag is None, local.error):
-            return self._incomplete(path, absence, on_incomplete)
-        try:
-            self.group.begin(self.timeout)
+
+        def compared() -> Report:
             outcome = protocol.exchange(self.group, local, self.memory)
-        except GroupBroken as error:
-            return self._incomplete(path, self.give_up(error), "warn")
-        report = judge_ranks(outcome.table, path, outcome.seconds)
-        if len(outcome.table) and not any(report.diagnostics):
-            # two keys of one number looked like a fault; under another salt they will not
-            self.memory.salt += 1
-            self.memory.reference = None
-        all_raise = report.fails and on_error != "warn" and self._all_raise(name, repeats or tag is None)
+            report = judge_ranks(outcome.table, path, outcome.seconds)
+            if len(outcome.table) and not any(report.diagnostics):
+                # two keys of one number looked like a fault; under another salt they will not
+                self.memory.salt += 1
+                self.memory.reference = None
+            return report
+
+        report = self.together(compared, name, repeats or tag is None, local.error)
+        if isinstance(report, Absence):
+            raise_foreign(local.error)
+            return self._incomplete(path, report, on_incomplete)
+        all_raise = report.fails and on_error != "warn" and self.all_raise(name, repeats or tag is None)
         raise_foreign(local.error)
         if all_raise:
             raise LiveError(report, text_for(report, self.group.rank, REFUSED)) from local.error
@@ -207,9 +229,7 @@ class Live:
 
     def failed(self, error: BaseException, tag: str) -> protocol.RankInput:
         """What a rank brings whose local phase raised: the others are told, and do not wait for it."""
-        text = type(error).__name__
-        with suppress(Exception):  # an exception that has no text
-            text += f": {error}"
+        text = text_of(error)
         where = traceback.extract_tb(error.__traceback__)[-1:]
         reason = f"{text} ({Path(where[0].filename).name}:{where[0].lineno})" if where else text
         none = fp.chunk_rows([], [], self.keys)
@@ -219,35 +239,71 @@ class Live:
         """For a rank that begins to collect: it ends before the others give it up, so that they are told why."""
         return Limit(self.timeout * _COLLECTING)
 
-    def _absence(self, tag: str, repeats: bool, failure: BaseException | None) -> str:
-        """Why the ranks cannot be compared; "" when all are here.
+    def together(self, work: Callable[[], _T], tag: str, repeats: bool, failure: BaseException | None) -> _T | Absence:
+        """What all ranks work out once all are here and no other check of this job runs; or why nothing was.
 
         Args:
+            work: runs collectives.
             failure: of this rank.
         """
-        self._first = 0
         refusal = self.refusal or (str(failure) if isinstance(failure, OutOfTime) else "")
-        if self.gate is None:
-            return refusal
+        gate = self.gate
+        if gate is None:
+            return Absence(refusal) if refusal else work()
         # a rank that gave up says so at the gate: others may not know, and would wait for it
-        passage = self.gate.enter(tag, self.timeout, refusal or _veto(), repeats)
-        if passage.go:
-            return ""
+        veto, is_main = refusal or _veto(), threading.current_thread() is threading.main_thread()
+        device = _device()
+
+        def pass_and_work() -> _T | Absence:
+            try:
+                passage = gate.enter(tag, self.timeout, veto, repeats, is_main)
+                if not passage.go:
+                    return self._absence(passage)
+                with gate.in_turn(passage, self.timeout), device:
+                    self.group.begin(self.timeout)
+                    return work()
+            except GroupBroken as error:
+                return Absence(self.give_up(error), is_shared=False)
+
+        return aside(pass_and_work)
+
+    def _absence(self, passage: Passage) -> Absence:
         if passage.reason:
-            return f"nothing was compared: {passage.reason}"
-        self._first = min(set(range(self.group.world)) - set(passage.absent))
-        return f"nothing was compared: {named_ranks(passage.absent)} did not come within {self.timeout:g} s"
+            return Absence(f"nothing was compared: {passage.reason}")
+        first = min(set(range(self.group.world)) - set(passage.absent))
+        return Absence(
+            f"nothing was compared: {named_ranks(passage.absent)} did not come within {self.timeout:g} s", first
+        )
 
-    def _all_raise(self, tag: str, repeats: bool) -> bool:
+    def end_alike(self, tag: str, failure: str) -> str:
+        """What one rank failed in after the work, on all ranks that came in time; "" where none did.
+
+        Args:
+            failure: of this rank; "" for none.
+        """
+        if self.ends is None:
+            return failure
+        try:
+            return self.ends.enter(tag, self.timeout, failure, repeats=True).reason
+        except GroupBroken:
+            return ""
+
+    def all_raise(self, tag: str, repeats: bool) -> bool:
         """Whether all ranks have come to the same end: one that lost the others would walk into the save alone."""
-        return self.gate is None or self.gate.enter(f"raise/{tag}", self.timeout, repeats=repeats).go
+        if self.ends is None:
+            return True
+        try:
+            return self.ends.enter(tag, self.timeout, repeats=repeats).go
+        except GroupBroken as error:  # others may raise, and this rank knows why
+            self.give_up(error)
+            return True
 
-    def _incomplete(self, path: str, text: str, how: OnError) -> Report:
-        finding = RankFinding(-1, "", "LIV211", text, voids="check")
+    def _incomplete(self, path: str, absence: Absence, how: OnError) -> Report:
+        finding = RankFinding(-1, "", "LIV211", absence.text, voids="check")
         report = judge_ranks(protocol.no_table(self.group.world, finding), path, 0.0)
-        if how == "raise":
-            raise LiveError(report, text_for(report, self.group.rank, REFUSED, self._first))
-        warn(lambda: text_for(report, self.group.rank, first=self._first), stacklevel=4)
+        if how == "raise" and absence.is_shared:
+            raise LiveError(report, text_for(report, self.group.rank, REFUSED, absence.first))
+        warn(lambda: text_for(report, self.group.rank, first=absence.first), stacklevel=4)
         return report
 
 
@@ -281,7 +337,9 @@ def install(*, timeout: float = _TIMEOUT, backend: Backend = "auto", max_ctas: i
 
 
 def _is_outgrown(live: Live) -> bool:
-    """Whether live mode was used in this process before `init_process_group` made it a rank of several."""
+    """Whether `init_process_group` made another group since: this process was alone, or that group is gone."""
+    if isinstance(live.group, TorchGroup):
+        return not live.group.is_alive()
     return live.gate is None and not live.refusal and rank_and_world()[1] > 1
 
 
@@ -310,15 +368,17 @@ def _live(timeout: float, backend: str, max_ctas: int) -> Live:
     store, rank, world = _get_default_store(), dist.get_rank(), dist.get_world_size()
     if hasattr(store, "clone"):  # torch 2.13: a connection of its own, so that no lock is shared with c10d's threads
         store = store.clone()
-    base = "ckptlint/install"
+    passage = Gate(store, rank, world, "install").enter("", timeout, repeats=True)
+    if not passage.go:
+        raise LiveNotInstalled(f"{named_ranks(passage.absent)} did not call live.install within {timeout:g} s")
+    base = f"ckptlint/install/{passage.turn}"  # keys of its own: a store outlives an installation
     if not _can_nccl(backend):
         store.add(f"{base}/without", 1)
     elif store.add(f"{base}/device/{_device_name()}", 1) > 1:
         store.add(f"{base}/without", 1)  # two ranks on one GPU: NCCL refuses them
-    gate = Gate(store, rank, world)
-    passage = Gate(store, rank, world, "install").enter("", timeout, repeats=True)
-    if not passage.go:
-        raise LiveNotInstalled(f"{named_ranks(passage.absent)} did not call live.install within {timeout:g} s")
+    if not Gate(store, rank, world, f"installed {passage.turn}").enter("", timeout).go:
+        raise LiveNotInstalled(f"a rank was lost in live.install within {timeout:g} s")
+    gate = Gate(store, rank, world, f"check {passage.turn}")
     chosen = "gloo" if store.add(f"{base}/without", 0) else "nccl"
     if chosen == "gloo" and rank == 0 and _can_nccl(backend):
         warn(lambda: "live mode uses gloo: a rank has no GPU of its own, or no NCCL", stacklevel=3)
@@ -629,6 +689,14 @@ def raise_foreign(error: BaseException | None) -> None:
         raise error
 
 
+def text_of(error: BaseException) -> str:
+    """Class and text of an exception, which may have none."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return type(error).__name__
+
+
 def name_of(tag: object) -> str:
     """A tag as text that a store takes as part of a key; of a long one the beginning and a hash. It raises nothing."""
     try:
@@ -640,6 +708,14 @@ def name_of(tag: object) -> str:
 
 def _short_hash(value: object) -> int:
     return fp.hashed(repr(value)) >> 8
+
+
+def _device() -> AbstractContextManager[Any]:
+    """For another thread: the CUDA device of this one."""
+    import torch
+
+    is_used: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch.cuda.device(torch.cuda.current_device()) if is_used else nullcontext()
 
 
 def _veto() -> str:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -19,7 +19,6 @@ from ckptlint.live import api
 from ckptlint.live.collect.limit import readable
 from ckptlint.live.compare import fingerprints as fp
 from ckptlint.live.compare import protocol
-from ckptlint.live.compare.group import GroupBroken
 from ckptlint.loaders.checkpoint import read_checkpoint
 from ckptlint.loaders.layouts import CheckpointPlace
 from ckptlint.model import RankFinding, Seal, SealEntry
@@ -29,6 +28,8 @@ from ckptlint.seals.digests import ALGORITHM, MASK, Words
 from ckptlint.seals.file import SEAL, metadata_hash, read_seal, write_seal
 from ckptlint.seals.verify import misfit_of
 from ckptlint.storage.local import LocalFolder
+
+_T = TypeVar("_T")
 
 _IGNORED, _NO_DIGEST, _NO_MEMORY, _OBJECT, _FREED = 1, 2, 3, 4, 5
 _REASONS = {
@@ -190,7 +191,7 @@ def prepare_seal(
     if api.is_off():
         return Pending("", step)
     live = api.installed()
-    outcome = _measured(live, state_dict, f"seal {api.name_of(tag)}", ignore, resolve_stateful)
+    outcome = _measured(live, state_dict, f"seal {api.name_of(tag)}", ignore, resolve_stateful, lambda sums: sums)
     if isinstance(outcome, str):
         return Pending(outcome, step, _is_writer=live.group.rank == 0)
     return Pending("", step, outcome[0], live.group.rank == 0)
@@ -201,9 +202,21 @@ def seal(
 ) -> Path | None:
     """Seal a checkpoint that was just saved from this state; on all ranks.
 
-    Returns, raises: as `prepare_seal` and `Pending.write`.
+    Returns, raises: as `prepare_seal` and `Pending.write`; what rank 0 raises while it writes, all ranks raise.
     """
-    return prepare_seal(state_dict, tag=path, step=step, ignore=ignore).write(path)
+    pending = prepare_seal(state_dict, tag=path, step=step, ignore=ignore)
+    written, error, failure = None, None, ""
+    try:
+        written = pending.write(path)
+    except Exception as raised:
+        error, failure = raised, str(raised) if isinstance(raised, CkptlintError) else api.text_of(raised)
+    if api.is_off() or pending.problem:
+        return written
+    if reason := api.installed().end_alike(f"seal {api.name_of(path)}", failure):
+        raise error or CkptlintError(reason)
+    if failure:  # the others did not wait so long
+        api.warn(lambda: f"the checkpoint was not sealed: {failure}")
+    return written
 
 
 def check_loaded(
@@ -234,20 +247,18 @@ def check_loaded(
         return api.judge_ranks(protocol.no_table(1), "state dict", 0.0)
     live = api.installed()
     name, tag = f"state dict loaded from {path}", f"loaded {api.name_of(path)}"
-    outcome = _measured(live, state_dict, tag, ignore, resolve_stateful, compares_copies=True)
+    outcome = _measured(
+        live, state_dict, tag, ignore, resolve_stateful, lambda sums: _against(live, sums, Path(path)), True
+    )
     if isinstance(outcome, str):
         report = api.judge_ranks(
             protocol.no_table(live.group.world, RankFinding(-1, "", "LIV211", outcome, voids="check")), name, 0.0
         )
     else:
-        sums, found = outcome
-        try:
-            findings = _against(live, sums, Path(path))
-        except GroupBroken as error:
-            findings = [RankFinding(-1, "", "LIV211", live.give_up(error), voids="check")]
-        table = replace(found.table, findings=(*found.table.findings, *findings))
-        report = api.judge_ranks(table, name, found.seconds)
-    if report.fails and on_error == "raise" and live._all_raise(tag, True):
+        findings, compared = outcome
+        table = replace(compared.table, findings=(*compared.table.findings, *findings))
+        report = api.judge_ranks(table, name, compared.seconds)
+    if report.fails and on_error != "warn" and live.all_raise(tag, True):
         raise api.LiveError(report, api.text_for(report, live.group.rank))
     if report.fails or report.is_incomplete:
         api.warn(lambda: api.text_for(report, live.group.rank))
@@ -263,22 +274,21 @@ def _measured(
     tag: str,
     ignore: Iterable[str],
     resolve_stateful: bool,
+    then: Callable[[_Sums], _T],
     compares_copies: bool = False,
-) -> tuple[_Sums, protocol.Outcome] | str:
-    """The sums over all ranks; why there are none, the same on all ranks that are here.
+) -> tuple[_T, protocol.Outcome] | str:
+    """What is made of the sums over all ranks; why there are none, the same on all ranks that are here.
 
     Args:
+        then: takes them while the ranks are together.
         compares_copies: whether the copies of each chunk are compared with each other: the sums are of one of them.
     """
     rows, local = _local(live, state_dict, tag, ignore, resolve_stateful, compares_copies)
-    if absence := live._absence(tag, True, local.error):
-        return absence
-    # a memory of its own: this is no check that the next one is to be compared with
-    memory = protocol.Memory(cells=live.memory.cells, salt=live.memory.salt)
-    try:
-        live.group.begin(live.timeout)
+
+    def measured() -> tuple[_T, protocol.Outcome] | str:
+        # a memory of its own: this is no check that the next one is to be compared with
+        memory = protocol.Memory(cells=live.memory.cells, salt=live.memory.salt)
         outcome = protocol.exchange(live.group, local, memory)
-        api.raise_foreign(local.error)
         report = api.judge_ranks(outcome.table, "state dict", 0.0)
         if report.is_incomplete:
             return "; ".join(item.title for item in report.diagnostics)
@@ -287,9 +297,11 @@ def _measured(
         torn = frozenset(
             item.fqn for item in report.diagnostics if item.severity == Severity.ERROR and item.fqn is not None
         )
-        return _summed(live, rows, outcome.common.key, memory.salt, torn), outcome
-    except GroupBroken as error:
-        return live.give_up(error)
+        return then(_summed(live, rows, outcome.common.key, memory.salt, torn)), outcome
+
+    result = live.together(measured, tag, True, local.error)
+    api.raise_foreign(local.error)
+    return result.text if isinstance(result, api.Absence) else result
 
 
 @dataclass(frozen=True, slots=True, eq=False)

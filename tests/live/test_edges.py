@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from jobs import run_ranks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckptlint import live
+from ckptlint.errors import CkptlintError
 from ckptlint.live import api
 
 State = dict[str, Any]
@@ -139,3 +149,153 @@ def test_a_healthy_save_goes_on_whatever_becomes_of_a_message(tmp_path: Path) ->
 
     assert run_ranks(job, world=2, timeout=60) == [["full", "closed", "none"]] * 2
     assert (tmp_path / "a warning" / ".metadata").exists()
+
+
+# ---------------------------------------------------------------- threads, tags, signals, installations
+
+
+class Refusing(TorchDispatchMode):
+    """A mode of torch in which nothing can be computed."""
+
+    def __torch_dispatch__(self, *_: Any, **__: Any) -> Any:
+        raise RuntimeError("nothing is computed here")
+
+
+def in_threads(rank: int) -> list[str]:
+    """Checks of three threads at once, of unlike states and in another order on each rank."""
+
+    def checks(number: int) -> list[str]:
+        said = []
+        for turn in range(8):
+            time.sleep(0.003 * ((number + rank + turn) % 3))
+            state = {f"thread {number}": torch.ones(50 * number + 1), f"turn {number}": turn}
+            if turn == 5 and number == 1:
+                state[f"turn {number}"] = rank
+            said.append(outcome(lambda state=state, turn=turn: live.check(state, tag=f"{number}/{turn}"))[0])
+        return said
+
+    with ThreadPoolExecutor(3) as pool:
+        return [said for checked in pool.map(checks, range(3)) for said in checked]
+
+
+def test_threads_tags_signals_and_installations() -> None:
+    def job(rank: int) -> dict[str, Any]:
+        warnings.simplefilter("ignore")
+        first = live.install(timeout=20)
+        seen: dict[str, Any] = {"threads": in_threads(rank)}
+        started = time.monotonic()
+        report = live.check(healthy(), tag=f"run {rank}")
+        seen["tags"] = [item.title for item in report.diagnostics], time.monotonic() - started
+        seen["again"] = outcome(lambda: live.check(healthy(), tag="again"))
+
+        def on_alarm(*_: object) -> None:
+            raise RuntimeError("a signal")
+
+        signal.signal(signal.SIGALRM, on_alarm)
+        if rank == 0:
+            signal.setitimer(signal.ITIMER_REAL, 0.3)  # while it waits for the other at the gate
+        else:
+            time.sleep(0.6)
+        seen["signal"] = outcome(lambda: live.check(healthy(), tag="signal"))
+        with Refusing() if rank == 0 else nullcontext():
+            seen["mode"] = outcome(lambda: live.check({"other": 7}, tag="mode"))
+        seen["after"] = outcome(lambda: live.check(healthy(), tag="after"))
+        live.uninstall()
+        second = live.install(timeout=3)
+        if rank == 0:  # the key of before says that both are here
+            seen["alone"] = outcome(lambda: live.check(healthy(), tag="after"))
+        dist.barrier()
+        seen["new"] = second is not first, outcome(lambda: live.check(healthy(), tag="new"))[0]
+        return seen
+
+    ranks = run_ranks(job, world=2, timeout=120)
+    for number, seen in enumerate(ranks):
+        expected = ["pass"] * 24
+        expected[8 + 5] = "LIV209"
+        assert seen["threads"] == expected
+        titles, seconds = seen["tags"]
+        assert titles == [
+            "nothing was compared: all ranks came, with different tags: 'run 0' on rank 0, 'run 1' on rank 1"
+        ]
+        assert seconds < 5, "nobody waits for the timeout"
+        assert seen["again"][0] == seen["mode"][0] == seen["after"][0] == "pass"
+        assert seen["signal"][0] == ("pass" if number else "RuntimeError")
+        assert seen["signal"][1] < 5
+        assert seen["new"] == (True, "pass")
+    assert ranks[0]["alone"][0] == "LIV211"
+
+
+def test_a_group_that_is_made_anew_is_noticed(tmp_path: Path) -> None:
+    def job(rank: int) -> list[Any]:
+        first = live.install(timeout=20)
+        before = outcome(lambda: live.check(healthy(), tag=1))[0]
+        dist.barrier()
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=rank, world_size=2)
+        without = outcome(lambda: live.check(healthy(), tag=1))[0]
+        second = live.install(timeout=20)
+        return [before, without, second is first, outcome(lambda: live.check(healthy(), tag=1))[0]]
+
+    assert run_ranks(job, world=2, timeout=60) == [["pass", "LiveNotInstalled", False, "pass"]] * 2
+
+
+# ---------------------------------------------------------------- the store and the disk
+
+STORE = """
+import sys, time
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_store_that_stops_or_dies_costs_the_timeout(how: signal.Signals, tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", STORE], stdout=subprocess.PIPE, text=True) as host:
+        assert host.stdout is not None
+        port = int(host.stdout.readline())
+
+        def job(rank: int) -> list[tuple[str, float]]:
+            installed = live.install(timeout=2)
+            assert installed.gate is not None
+            store = dist.TCPStore("127.0.0.1", port, is_master=False)
+            api._installed = replace(installed, gate=replace(installed.gate, store=store))
+            seen = [outcome(lambda: live.check(healthy(), tag="before"))]
+            dist.barrier()
+            if rank == 0:
+                os.kill(host.pid, how)
+            dist.barrier()
+            seen.append(outcome(lambda: live.check(healthy(), tag="during")))
+            seen.append(outcome(lambda: live.check(healthy(), tag="after", on_incomplete="raise")))
+            seen.append(outcome(lambda: live.check_loaded(healthy(), tmp_path)))
+            seen.append(outcome(lambda: SimpleNamespace(diagnostics=[], verdict=live.prepare_seal(healthy()).problem)))
+            return seen
+
+        try:
+            ranks = run_ranks(job, world=2, timeout=60)
+        finally:
+            host.kill()
+    for before, during, after, loaded, sealed in ranks:
+        assert before[0] == "pass"
+        assert during[0] == loaded[0] == "LIV211" and after[0] in ("LIV211", "LiveError LIV211")
+        assert "live mode is off for the rest of this job: the store of the job" in sealed[0]
+        assert max(item[1] for item in (during, after, loaded, sealed)) < 6
+
+
+def test_a_seal_that_cannot_be_written_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    def job(rank: int) -> list[str]:
+        live.install(timeout=20)
+        seen = []
+        for path in (tmp_path / "nothing", tmp_path / "saved"):
+            if path.name == "saved":
+                dcp.save(healthy(), checkpoint_id=path)
+            try:
+                seen.append(str(live.seal(healthy(), path)))
+            except CkptlintError as error:
+                seen.append(str(error).replace(str(tmp_path), ""))
+        return seen
+
+    zero, one = run_ranks(job, world=2, timeout=60)
+    assert one[0] == f"rank 0: {zero[0]}" and "/nothing" in zero[0]
+    assert zero[1].endswith("ckptlint.seal.json") and one[1] == "None"
