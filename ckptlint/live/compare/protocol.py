@@ -279,7 +279,7 @@ def _gathered(
     taken = max(1, int(fits.sum())) if len(bad) else 0
     chosen = [*range(taken), len(bad)]
     data = b"".join(texts[i] for i in chosen)
-    rows = np.concatenate([np.zeros((0, row_words), np.int64), *(_words(local.rows, at, width) for at in mine[:taken])])
+    rows = _words(local.rows, np.concatenate([np.zeros(0, np.int64), *mine[:taken]]), width)
     room_rows, room_text = int(sizes[chosen].sum()), int(sizes[[i + len(texts) for i in chosen]].sum())
     buffer = np.zeros(2 + room_rows * row_words + -(-room_text // 8), np.int64)
     buffer[:2] = len(rows), len(data)
@@ -388,7 +388,7 @@ def _differences(group: RankGroup, local: RankInput, table: RankTable) -> dict[t
     """Where the copies of a chunk differ first, for one chunk of each split of the ranks."""
     found: dict[tuple[str, str], str] = {}
     looked: set[str] = set()
-    for cell in cells(table):
+    for cell in cells(table) if (table.digest != 0).any() else ():
         groups = digest_groups(table, cell)
         split = str([table.rank[rows].tolist() for rows in groups])
         if len(groups) < 2 or split in looked or len(looked) == _COMPARED:
