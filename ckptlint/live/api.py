@@ -512,6 +512,7 @@ def _rules() -> tuple[Any, ...]:
     return tuple(rule for rule in load_rules() if rule.live)
 
 
+@paused_gc()
 def judge_ranks(table: RankTable, path: str, seconds: float) -> Report:
     """The report on what ranks hold: the same words, severities and formats as for files."""
     rules = _rules()

@@ -22,6 +22,7 @@ from ckptlint.live.compare import protocol
 from ckptlint.loaders.checkpoint import read_checkpoint
 from ckptlint.loaders.layouts import CheckpointPlace
 from ckptlint.model import RankFinding, Seal, SealEntry
+from ckptlint.model.text import plural
 from ckptlint.model.tiling import IntArray
 from ckptlint.rule import Severity
 from ckptlint.seals.digests import ALGORITHM, MASK, Words
@@ -429,6 +430,7 @@ def _against(live: api.Live, sums: _Sums, path: Path) -> list[RankFinding]:
     left = Counter({"not in the state": int(words[_TEXT_WORDS])})
     volumes, digests, seeds = words[_TEXT_WORDS + 1 :].reshape(3, count)
     different: dict[int, int] = {}
+    compared = 0
     for row, volume in enumerate(volumes.tolist()):
         reason = _REASONS.get(int(sums.reason[row]), "")
         if volume < 0:
@@ -437,8 +439,14 @@ def _against(live: api.Live, sums: _Sums, path: Path) -> list[RankFinding]:
             left[reason or _UNLIKE] += 1
         elif (digest := sums.digest(row, volume)) is None:
             left[_OWNERS] += 1
-        elif digest != int(digests[row]) & MASK:
-            different[row] = digest
+        else:
+            compared += 1
+            if digest != int(digests[row]) & MASK:
+                different[row] = digest
+    if not compared:
+        reasons = "; ".join(f"{plural(number, 'key')} {why}" for why, number in left.items() if number)
+        text = f"nothing was compared with the seal: {reasons or 'it has no keys'}"
+        return [RankFinding(-1, "", "LIV211", text, voids="check")]
     findings = [
         RankFinding(
             -1, "", "LIV213", f"{number:,} key{'s were' if number > 1 else ' was'} not compared with the seal: {why}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -21,11 +23,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from jobs import run_ranks
+from torch.distributed.checkpoint import state_dict_saver
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckptlint import live
 from ckptlint.errors import CkptlintError
 from ckptlint.live import api
+from ckptlint.live.hooks import dcp as hooks
 
 State = dict[str, Any]
 
@@ -299,3 +303,50 @@ def test_a_seal_that_cannot_be_written_is_an_error_on_all_ranks(tmp_path: Path) 
     zero, one = run_ranks(job, world=2, timeout=60)
     assert one[0] == f"rank 0: {zero[0]}" and "/nothing" in zero[0]
     assert zero[1].endswith("ckptlint.seal.json") and one[1] == "None"
+
+
+def test_a_load_of_which_nothing_was_sealed_is_incomplete(tmp_path: Path) -> None:
+    live.uninstall()
+    dcp.save(healthy(), checkpoint_id=tmp_path)
+    seal = live.seal(healthy(), tmp_path)
+    assert seal is not None
+    assert outcome(lambda: live.check_loaded(healthy(), tmp_path))[0] == "pass"
+    assert outcome(lambda: live.check_loaded({"other": torch.ones(1)}, tmp_path))[0] == "LIV211"
+    document = json.loads(seal.read_text())
+    seal.write_text(json.dumps(document | {"entries": {}}))
+    assert outcome(lambda: live.check_loaded(healthy(), tmp_path))[0] == "LIV211"
+    live.uninstall()
+
+
+# ---------------------------------------------------------------- patches
+
+
+def test_a_patch_takes_out_itself_wherever_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    live.uninstall()
+    checked: list[object] = []
+    monkeypatch.setattr(hooks, "check_save", lambda _, path, **options: checked.append(options["digest"]))
+    places = [(module, name) for module in (dcp, state_dict_saver) for name in ("save", "async_save")]
+    originals = [getattr(module, name) for module, name in places]
+
+    def saved() -> list[object]:
+        checked.clear()
+        dcp.save(healthy(), checkpoint_id=tmp_path)
+        return sorted(map(str, checked))
+
+    first, second = live.patch_dcp(digest="none"), live.patch_dcp(digest="replicas")
+    assert saved() == ["none", "replicas"]
+    assert pickle.loads(pickle.dumps(dcp.save)) is dcp.save
+    first()
+    assert saved() == ["replicas"]
+    below, calls = dcp.save, []
+
+    def of_user(*args: Any, **named: Any) -> Any:
+        calls.append(args)
+        return below(*args, **named)
+
+    monkeypatch.setattr(dcp, "save", of_user)
+    second()
+    assert saved() == [] and len(calls) == 1 and dcp.save is of_user
+    monkeypatch.setattr(dcp, "save", below)
+    second()
+    assert [getattr(module, name) for module, name in places] == originals

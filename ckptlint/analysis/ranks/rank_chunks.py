@@ -58,14 +58,14 @@ def _split(order: IntArray, columns: IntArray) -> list[IntArray]:
     return [order[start:end] for start, end in pairwise(ends)] if len(order) else []
 
 
-def _torn(table: RankTable) -> set[int]:
-    """The numbers of the keys whose rows do not `agree`."""
+def torn(table: RankTable) -> set[str]:
+    """The keys whose rows do not all describe one tensor or object: kind, dtype, number of axes and global shape."""
     keys, first = np.unique(table.fqn, return_index=True)
     same = first[np.searchsorted(keys, table.fqn)]
     differs = (table.global_shape != table.global_shape[same]).any(axis=1)
     for column in (table.is_object, table.dtype, table.ndim):
         differs |= column != column[same]
-    return set(table.fqn[differs].tolist())
+    return {table.fqns[number] for number in set(table.fqn[differs].tolist())}
 
 
 def described_row(table: RankTable, row: int) -> tuple[str, str, tuple[int, ...]]:
@@ -79,13 +79,6 @@ def box_of_row(table: RankTable, row: int) -> Box:
     """The box of a row's chunk."""
     n = int(table.ndim[row])
     return Box(tuple(table.offsets[row, :n].tolist()), tuple(table.sizes[row, :n].tolist()))
-
-
-def agree(table: RankTable, rows: IntArray) -> bool:
-    """Whether all rows describe one tensor or object: kind, dtype, number of axes and global shape."""
-    columns = (table.is_object, table.dtype, table.ndim)
-    same = all((column[rows] == column[rows[:1]]).all() for column in columns)
-    return bool(same and (table.global_shape[rows] == table.global_shape[rows[:1]]).all())
 
 
 def owners(table: RankTable, key_rows: KeyRows) -> IntArray:
@@ -112,12 +105,11 @@ class ChunkCopies(NamedTuple):
 
 def cells(table: RankTable) -> Iterator[ChunkCopies]:
     """The chunks with their copies, for keys whose ranks agree on kind, dtype and shape and report no fault."""
-    flawed, torn = _flawed(table), _torn(table)
+    left_out = _flawed(table) | torn(table)
     columns = np.concatenate([table.fqn[:, None], table.offsets, table.sizes], axis=1)
     order = np.lexsort((table.rank, *columns[:, :0:-1].T, _place_of_name(table)))
     for rows in _split(order[_is_live(table)[order]], columns):
-        number = int(table.fqn[rows[0]])
-        if number not in torn and (fqn := table.fqns[number]) not in flawed:
+        if (fqn := table.fqns[int(table.fqn[rows[0]])]) not in left_out:
             place = box_of_row(table, int(rows[0]))
             yield ChunkCopies(fqn, place, rows, place.sizes == described_row(table, int(rows[0]))[2])
 
@@ -200,9 +192,9 @@ def as_checkpoint(table: RankTable, path: str) -> Checkpoint:
 
     Keys whose holders disagree about shape or dtype are left out, as are objects.
     """
-    tensors, budget, torn = {}, Budget(), _torn(table)
+    tensors, budget, disagreed = {}, Budget(), torn(table)
     for key_rows in holders(table):
-        if table.is_object[key_rows.rows[0]] or int(table.fqn[key_rows.rows[0]]) in torn:
+        if table.is_object[key_rows.rows[0]] or key_rows.fqn in disagreed:
             continue
         rows = owners(table, key_rows)
         _, dtype, shape = described_row(table, int(key_rows.rows[0]))

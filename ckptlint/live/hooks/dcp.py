@@ -46,15 +46,44 @@ def patch_dcp(**options: Any) -> Undo:
     from torch.distributed.checkpoint import state_dict_saver
 
     options = api.checked_options(options)
-    places = [(module, name, getattr(module, name)) for module in (dcp, state_dict_saver) for name in _SAVES]
-    for module, name, original in places:
-        setattr(module, name, _checked(original, options, by_torch=module is state_dict_saver))
+    undos = [
+        patch(module, name, functools.partial(_checked, options=options, by_torch=module is state_dict_saver))
+        for module in (dcp, state_dict_saver)
+        for name in _SAVES
+    ]
 
     def undo() -> None:
-        for module, name, original in places:
-            setattr(module, name, original)
+        for one in undos:
+            one()
 
     return undo
+
+
+def patch(module: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Undo:
+    """Replace a function of a module by what `wrap` makes of it, and return what takes that out again.
+
+    It may stand below wrappers of others by then, and is passed through there. It pickles by its name in the module.
+    """
+    original: Callable[..., Any] = getattr(module, name)
+    wrapped = wrap(original)
+
+    @functools.wraps(original)
+    def patched(*args: Any, **named: Any) -> Any:
+        return (original if patched in _undone else wrapped)(*args, **named)
+
+    patched.__module__ = module.__name__
+    setattr(module, name, patched)
+
+    def undo() -> None:
+        _undone[patched] = original
+        while (outermost := getattr(module, name)) in _undone:
+            setattr(module, name, _undone[outermost])
+
+    return undo
+
+
+_undone: dict[Callable[..., Any], Callable[..., Any]] = {}
+"""Patches that were taken back, with what is below them."""
 
 
 def _checked(original: Callable[..., Any], options: Mapping[str, Any], by_torch: bool) -> Callable[..., Any]:
@@ -62,7 +91,7 @@ def _checked(original: Callable[..., Any], options: Mapping[str, Any], by_torch:
 
     @functools.wraps(original)
     def save(state_dict: Mapping[Any, Any], **arguments: Any) -> Any:
-        is_second_half = by_torch and sys._getframe(1).f_globals.get("__name__", "").startswith(_SECOND_HALF)
+        is_second_half = by_torch and sys._getframe(2).f_globals.get("__name__", "").startswith(_SECOND_HALF)
         if api.is_off() or is_second_half or not _is_by_all(**arguments):
             return original(state_dict, **arguments)
         writer = arguments.get("storage_writer")
