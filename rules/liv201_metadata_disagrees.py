@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from ckptlint.analysis.ranks.rank_chunks import KeyRows, agree, at_ranks, described_row, holders, ranks_of
+from ckptlint.analysis.ranks.rank_chunks import KeyRows, at_ranks, described_row, holders, ranks_of, torn
 from ckptlint.model import Checkpoint, RankTable
 from ckptlint.model.text import shape_text
 from ckptlint.rule import Finding, Note, Severity, require, rule
@@ -27,8 +27,9 @@ def metadata_disagrees(ckpt: Checkpoint) -> Iterator[Finding]:
         torch.distributed.checkpoint.default_planner.create_default_global_save_plan
     """
     table = require(ckpt.ranks)
+    disagreed = torn(table)
     for key_rows in holders(table):
-        if not agree(table, key_rows.rows):
+        if key_rows.fqn in disagreed:
             yield _finding(table, key_rows)
         elif len(set(table.view[key_rows.rows].tolist())) > 1:
             by_view: dict[int, list[int]] = defaultdict(list)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.analysis.ranks.rank_chunks import agree, holders, reported
+from ckptlint.analysis.ranks.rank_chunks import reported, torn
 from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, Severity, require, rule
 
@@ -25,12 +25,11 @@ def reference_changed(ckpt: Checkpoint) -> Iterator[Finding]:
     How to fix:
         If you meant the change, do nothing. Else find what replaced the tensor since the last check.
     """
-    table = require(ckpt.ranks)
-    torn = {key_rows.fqn for key_rows in holders(table) if not agree(table, key_rows.rows)}
+    disagreed = torn(require(ckpt.ranks))
     kept: dict[tuple[str | None, str], Finding] = {}
     for finding in reported(ckpt):  # a rank that holds no siblings takes for complete what others know to be partial
         message_key = finding.at.fqn, finding.message
         first = kept.setdefault(message_key, finding)
         if (finding.severity or Severity.ERROR) > (first.severity or Severity.ERROR):
             kept[message_key] = finding
-    yield from (finding for finding in kept.values() if finding.at.fqn not in torn)
+    yield from (finding for finding in kept.values() if finding.at.fqn not in disagreed)

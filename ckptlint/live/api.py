@@ -8,14 +8,15 @@ import functools
 import os
 import re
 import sys
+import threading
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
 
@@ -30,16 +31,19 @@ from ckptlint.lint.report import Report
 from ckptlint.live.collect.limit import Limit, OutOfTime, readable
 from ckptlint.live.compare import fingerprints as fp
 from ckptlint.live.compare import protocol
-from ckptlint.live.compare.gate import Gate
-from ckptlint.live.compare.group import GroupBroken, RankGroup, Solo, new_torch_group
+from ckptlint.live.compare.gate import Gate, Passage, aside
+from ckptlint.live.compare.group import GroupBroken, RankGroup, Solo, TorchGroup, new_torch_group
 from ckptlint.model import RankFinding, RankTable
 from ckptlint.model.text import named_ranks, plural, printable, shape_text, texts
 from ckptlint.model.tiling import BoolArray, IntArray
 from ckptlint.rule import Severity
 from ckptlint.seals.digests import Words
 
+_T = TypeVar("_T")
+
 OnError = Literal["raise", "warn"]
 Digest = Literal["replicas", "none"]
+Backend = Literal["auto", "gloo", "nccl"]
 Expect = Iterable[str] | Mapping[str, tuple[Sequence[int] | None, str | None]]
 State = Mapping[Any, Any] | Callable[[], Mapping[Any, Any]]
 """A state dict, or the function that makes it."""
@@ -90,6 +94,19 @@ class LiveError(CheckpointError):
         return CheckpointError, (str(self),)
 
 
+class Absence(NamedTuple):
+    """Why nothing was compared.
+
+    Attributes:
+        first: the lowest rank that came: it prints.
+        is_shared: whether all ranks that came know it, and not this one alone.
+    """
+
+    text: str
+    first: int = 0
+    is_shared: bool = True
+
+
 @dataclass(slots=True, eq=False)
 class Live:
     """Live mode of one job, or of one rank of a test.
@@ -107,7 +124,11 @@ class Live:
     refusal: str = ""
     memory: protocol.Memory = field(default_factory=protocol.Memory)
     keys: dict[str, int] = field(default_factory=dict)
-    _first: int = field(default=0, init=False)  # the lowest rank that came to the last check: it prints
+    ends: Gate | None = field(default=None, init=False)  # where ranks that end alike meet after the work
+
+    def __post_init__(self) -> None:
+        if self.gate is not None:
+            self.ends = Gate(self.gate.store, self.gate.rank, self.gate.world, f"{self.gate.name}/end")
 
     def __repr__(self) -> str:
         return f"<Live: {self.refusal or 'on, ' + plural(self.group.world, 'rank')}>"
@@ -130,30 +151,33 @@ class Live:
         repeats: bool = False,
     ) -> Report:
         """As the function of this module; a state that is yet to be made may fail on a rank as any other."""
-        name = "" if tag is None else _name_of(tag)
-        patterns = (*UNEQUAL, *texts(ignore))
-        wanted = _expected(expect)
+        name = "" if tag is None else name_of(tag)
         started = time.monotonic()
-        local = self._input(state_dict, name, digest, patterns, wanted, resolve_stateful)
+        options = {"digest": digest, "on_error": on_error, "on_incomplete": on_incomplete}
+        local = self._input(state_dict, name, options | {"ignore": ignore, "expect": expect}, resolve_stateful)
         local = _with_time(local, started)
         path = f"state dict {name}".rstrip()
-        if absence := self._absence(name, repeats or tag is None, local.error):
-            return self._incomplete(path, absence, on_incomplete)
-        try:
-            self.group.begin(self.timeout)
-            outcome = protocol.exchange(self.group, local, self.memory, wanted)
-        except GroupBroken as error:
-            return self._incomplete(path, self.give_up(error), "warn")
-        report = judge_ranks(outcome.table, path, outcome.seconds)
-        if len(outcome.table) and not any(report.diagnostics):
-            # two keys of one number looked like a fault; under another salt they will not
-            self.memory.salt += 1
-            self.memory.reference = None
-        if report.fails and on_error == "raise" and self._all_raise(name, repeats or tag is None):
+
+        def compared() -> Report:
+            outcome = protocol.exchange(self.group, local, self.memory)
+            report = judge_ranks(outcome.table, path, outcome.seconds)
+            if len(outcome.table) and not any(report.diagnostics):
+                # two keys of one number looked like a fault; under another salt they will not
+                self.memory.salt += 1
+                self.memory.reference = None
+            return report
+
+        report = self.together(compared, name, repeats or tag is None, local.error)
+        if isinstance(report, Absence):
+            raise_foreign(local.error)
+            return self._incomplete(path, report, on_incomplete)
+        all_raise = report.fails and on_error != "warn" and self.all_raise(name, repeats or tag is None)
+        raise_foreign(local.error)
+        if all_raise:
             raise LiveError(report, text_for(report, self.group.rank, REFUSED)) from local.error
         if self.group.rank == 0:
             if any(item.severity >= Severity.WARNING for item in report.diagnostics):
-                warnings.warn(as_text(report), stacklevel=3)
+                warn(lambda: as_text(report), stacklevel=3)
             else:
                 announce(self.group.world)
         return report
@@ -167,16 +191,17 @@ class Live:
         self,
         state_dict: State,
         tag: str,
-        digest: Digest,
-        patterns: Sequence[str],
-        expect: dict[str, tuple[Sequence[int] | None, str | None]] | None,
+        options: Mapping[str, Any],
         resolve_stateful: bool,
     ) -> protocol.RankInput:
         """The local phase: everything that can fail, before any other rank is waited for."""
-        settings = _short_hash((protocol.VERSION, __version__, digest, patterns, expect, resolve_stateful))
         try:
             from ckptlint.live.collect.extract import extract, findings_of, resolved
 
+            options = checked_options(options)
+            digest, patterns, expect = options["digest"], (*UNEQUAL, *options["ignore"]), options["expect"]
+            asked = digest, options["on_error"], options["on_incomplete"], patterns, expect, resolve_stateful
+            settings = _short_hash((protocol.VERSION, __version__, *asked))
             state = state_dict() if callable(state_dict) else state_dict
             limit = self.limit()
             state = dict(resolved(state, limit)) if resolve_stateful else state
@@ -196,48 +221,89 @@ class Live:
                 has_digests=has_digests,
                 uncompared=uncompared,
                 contents=[item.data for item in rank_chunks] if digest == "replicas" else (),
+                expect=expect,
                 late_digests=functools.partial(_late_digests, rank_chunks, patterns) if digest == "replicas" else None,
             )
-        except Exception as error:
-            text = f"{type(error).__name__}: {error}"
-            where = traceback.extract_tb(error.__traceback__)[-1:]
-            reason = f"{text} ({Path(where[0].filename).name}:{where[0].lineno})" if where else text
-            none = fp.chunk_rows([], [], self.keys)
-            return protocol.RankInput(none, (), settings, _short_hash(tag), failure=reason, error=error)
+        except BaseException as error:
+            return self.failed(error, tag)
+
+    def failed(self, error: BaseException, tag: str) -> protocol.RankInput:
+        """What a rank brings whose local phase raised: the others are told, and do not wait for it."""
+        text = text_of(error)
+        where = traceback.extract_tb(error.__traceback__)[-1:]
+        reason = f"{text} ({Path(where[0].filename).name}:{where[0].lineno})" if where else text
+        none = fp.chunk_rows([], [], self.keys)
+        return protocol.RankInput(none, (), 0, _short_hash(tag), failure=reason, error=error)
 
     def limit(self) -> Limit:
         """For a rank that begins to collect: it ends before the others give it up, so that they are told why."""
         return Limit(self.timeout * _COLLECTING)
 
-    def _absence(self, tag: str, repeats: bool, failure: BaseException | None) -> str:
-        """Why the ranks cannot be compared; "" when all are here.
+    def together(self, work: Callable[[], _T], tag: str, repeats: bool, failure: BaseException | None) -> _T | Absence:
+        """What all ranks work out once all are here and no other check of this job runs; or why nothing was.
 
         Args:
+            work: runs collectives.
             failure: of this rank.
         """
-        self._first = 0
         refusal = self.refusal or (str(failure) if isinstance(failure, OutOfTime) else "")
-        if self.gate is None:
-            return refusal
+        gate = self.gate
+        if gate is None:
+            return Absence(refusal) if refusal else work()
         # a rank that gave up says so at the gate: others may not know, and would wait for it
-        passage = self.gate.enter(tag, self.timeout, refusal or _veto(), repeats)
-        if passage.go:
-            return ""
+        veto, is_main = refusal or _veto(), threading.current_thread() is threading.main_thread()
+        device = _device()
+
+        def pass_and_work() -> _T | Absence:
+            try:
+                passage = gate.enter(tag, self.timeout, veto, repeats, is_main)
+                if not passage.go:
+                    return self._absence(passage)
+                with gate.in_turn(passage, self.timeout), device:
+                    self.group.begin(self.timeout)
+                    return work()
+            except GroupBroken as error:
+                return Absence(self.give_up(error), is_shared=False)
+
+        return aside(pass_and_work)
+
+    def _absence(self, passage: Passage) -> Absence:
         if passage.reason:
-            return f"nothing was compared: {passage.reason}"
-        self._first = min(set(range(self.group.world)) - set(passage.absent))
-        return f"nothing was compared: {named_ranks(passage.absent)} did not come within {self.timeout:g} s"
+            return Absence(f"nothing was compared: {passage.reason}")
+        first = min(set(range(self.group.world)) - set(passage.absent))
+        return Absence(
+            f"nothing was compared: {named_ranks(passage.absent)} did not come within {self.timeout:g} s", first
+        )
 
-    def _all_raise(self, tag: str, repeats: bool) -> bool:
+    def end_alike(self, tag: str, failure: str) -> str:
+        """What one rank failed in after the work, on all ranks that came in time; "" where none did.
+
+        Args:
+            failure: of this rank; "" for none.
+        """
+        if self.ends is None:
+            return failure
+        try:
+            return self.ends.enter(tag, self.timeout, failure, repeats=True).reason
+        except GroupBroken:
+            return ""
+
+    def all_raise(self, tag: str, repeats: bool) -> bool:
         """Whether all ranks have come to the same end: one that lost the others would walk into the save alone."""
-        return self.gate is None or self.gate.enter(f"raise/{tag}", self.timeout, repeats=repeats).go
+        if self.ends is None:
+            return True
+        try:
+            return self.ends.enter(tag, self.timeout, repeats=repeats).go
+        except GroupBroken as error:  # others may raise, and this rank knows why
+            self.give_up(error)
+            return True
 
-    def _incomplete(self, path: str, text: str, how: OnError) -> Report:
-        finding = RankFinding(-1, "", "LIV211", text, voids="check")
+    def _incomplete(self, path: str, absence: Absence, how: OnError) -> Report:
+        finding = RankFinding(-1, "", "LIV211", absence.text, voids="check")
         report = judge_ranks(protocol.no_table(self.group.world, finding), path, 0.0)
-        if how == "raise":
-            raise LiveError(report, text_for(report, self.group.rank, REFUSED, self._first))
-        warnings.warn(text_for(report, self.group.rank, first=self._first), stacklevel=4)
+        if how == "raise" and absence.is_shared:
+            raise LiveError(report, text_for(report, self.group.rank, REFUSED, absence.first))
+        warn(lambda: text_for(report, self.group.rank, first=absence.first), stacklevel=4)
         return report
 
 
@@ -245,7 +311,7 @@ _installed: Live | None = None
 _is_announced = False
 
 
-def install(*, timeout: float = _TIMEOUT, backend: Literal["auto", "gloo", "nccl"] = "auto", max_ctas: int = 1) -> Live:
+def install(*, timeout: float = _TIMEOUT, backend: Backend = "auto", max_ctas: int = 1) -> Live:
     """Make the one process group of live mode: once, on all ranks, right after `init_process_group`.
 
     Without torch.distributed, or in a job of one rank, no group is made and everything works.
@@ -259,15 +325,21 @@ def install(*, timeout: float = _TIMEOUT, backend: Literal["auto", "gloo", "nccl
         LiveNotInstalled: not all ranks came, so there is no group; or a launcher started several ranks, and
             `init_process_group` was not called yet.
         GroupBroken: the group could not reduce.
+        ValueError: an option has a value that it cannot have.
     """
     global _installed
+    _one_of("backend", backend, Backend)
+    if not timeout > 0:
+        raise ValueError(f"timeout is {timeout!r}, and has to be more than 0 seconds")
     if _installed is None or _is_outgrown(_installed):
         _installed = _live(timeout, backend, max_ctas)
     return _installed
 
 
 def _is_outgrown(live: Live) -> bool:
-    """Whether live mode was used in this process before `init_process_group` made it a rank of several."""
+    """Whether `init_process_group` made another group since: this process was alone, or that group is gone."""
+    if isinstance(live.group, TorchGroup):
+        return not live.group.is_alive()
     return live.gate is None and not live.refusal and rank_and_world()[1] > 1
 
 
@@ -296,18 +368,20 @@ def _live(timeout: float, backend: str, max_ctas: int) -> Live:
     store, rank, world = _get_default_store(), dist.get_rank(), dist.get_world_size()
     if hasattr(store, "clone"):  # torch 2.13: a connection of its own, so that no lock is shared with c10d's threads
         store = store.clone()
-    base = "ckptlint/install"
+    passage = Gate(store, rank, world, "install").enter("", timeout, repeats=True)
+    if not passage.go:
+        raise LiveNotInstalled(f"{named_ranks(passage.absent)} did not call live.install within {timeout:g} s")
+    base = f"ckptlint/install/{passage.turn}"  # keys of its own: a store outlives an installation
     if not _can_nccl(backend):
         store.add(f"{base}/without", 1)
     elif store.add(f"{base}/device/{_device_name()}", 1) > 1:
         store.add(f"{base}/without", 1)  # two ranks on one GPU: NCCL refuses them
-    gate = Gate(store, rank, world)
-    passage = Gate(store, rank, world, "install").enter("", timeout, repeats=True)
-    if not passage.go:
-        raise LiveNotInstalled(f"{named_ranks(passage.absent)} did not call live.install within {timeout:g} s")
+    if not Gate(store, rank, world, f"installed {passage.turn}").enter("", timeout).go:
+        raise LiveNotInstalled(f"a rank was lost in live.install within {timeout:g} s")
+    gate = Gate(store, rank, world, f"check {passage.turn}")
     chosen = "gloo" if store.add(f"{base}/without", 0) else "nccl"
     if chosen == "gloo" and rank == 0 and _can_nccl(backend):
-        warnings.warn("live mode uses gloo: a rank has no GPU of its own, or no NCCL", stacklevel=3)
+        warn(lambda: "live mode uses gloo: a rank has no GPU of its own, or no NCCL", stacklevel=3)
     return Live(new_torch_group(chosen, timeout, max_ctas), gate, timeout)
 
 
@@ -384,6 +458,34 @@ def check(
     )
 
 
+_CHOICES = {"digest": Digest, "on_error": OnError, "on_incomplete": OnError}
+
+
+def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of `check` for a hook that calls it again and again: none is used up by the first call.
+
+    Raises:
+        TypeError: `check` has no such option, or a hook sets it itself.
+        ValueError: an option has a value that it cannot have.
+    """
+    if unknown := sorted(options.keys() - _CHOICES.keys() - {"ignore", "expect"}):
+        raise TypeError(f"{unknown[0]} is no option here: {', '.join((*_CHOICES, 'ignore', 'expect'))}")
+    for name in options.keys() & _CHOICES.keys():
+        _one_of(name, options[name], _CHOICES[name])
+    kept = dict(options)
+    if "ignore" in options:
+        kept["ignore"] = texts(options["ignore"])
+        _unequal(kept["ignore"])
+    if "expect" in options:
+        kept["expect"] = _expected(options["expect"])
+    return kept
+
+
+def _one_of(name: str, value: object, choices: Any) -> None:
+    if value not in get_args(choices):
+        raise ValueError(f"{name} is {value!r}, and has to be {' or '.join(map(repr, get_args(choices)))}")
+
+
 def is_off() -> bool:
     """Whether CKPTLINT_LIVE=0 turns live mode off."""
     return os.environ.get("CKPTLINT_LIVE") == "0"
@@ -410,6 +512,7 @@ def _rules() -> tuple[Any, ...]:
     return tuple(rule for rule in load_rules() if rule.live)
 
 
+@paused_gc()
 def judge_ranks(table: RankTable, path: str, seconds: float) -> Report:
     """The report on what ranks hold: the same words, severities and formats as for files."""
     rules = _rules()
@@ -449,7 +552,24 @@ def announce(world: int) -> None:
     global _is_announced
     if not _is_announced:
         _is_announced = True
-        sys.stderr.write(f"ckptlint live: on, {plural(world, 'rank')}\n")
+        _print(f"ckptlint live: on, {plural(world, 'rank')}")
+
+
+def warn(text: Callable[[], str], stacklevel: int = 2) -> None:
+    """Warn, or print where warnings are errors; raises nothing, since the other ranks go on."""
+    try:
+        said = text()
+        try:
+            warnings.warn(said, stacklevel=stacklevel + 1)
+        except Warning:
+            _print(said)
+    except Exception:  # a hook that shows warnings, or a report that has no text
+        return
+
+
+def _print(text: str) -> None:
+    with suppress(Exception):  # stderr is full, closed or None
+        sys.stderr.write(f"{text}\n")
 
 
 # ---------------------------------------------------------------- the local phase
@@ -564,14 +684,39 @@ def _with_time(local: protocol.RankInput, started: float) -> protocol.RankInput:
     return replace(local, milliseconds=int((time.monotonic() - started) * 1000))
 
 
-def _name_of(tag: object) -> str:
-    """A tag as text that a store takes as part of a key; of a long one the beginning and a hash."""
-    text = printable(str(tag))
+def raise_foreign(error: BaseException | None) -> None:
+    """Raise what is no error of the check but the end of this rank, as KeyboardInterrupt; the others know of it."""
+    if error is not None and not isinstance(error, Exception):
+        raise error
+
+
+def text_of(error: BaseException) -> str:
+    """Class and text of an exception, which may have none."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return type(error).__name__
+
+
+def name_of(tag: object) -> str:
+    """A tag as text that a store takes as part of a key; of a long one the beginning and a hash. It raises nothing."""
+    try:
+        text = printable(str(tag))
+    except Exception as error:
+        text = f"a {type(tag).__name__} without text ({type(error).__name__})"
     return text if len(text) <= _TAG_LIMIT else f"{text[:_TAG_LIMIT]}... ({_short_hash(text):014x})"
 
 
 def _short_hash(value: object) -> int:
     return fp.hashed(repr(value)) >> 8
+
+
+def _device() -> AbstractContextManager[Any]:
+    """For another thread: the CUDA device of this one."""
+    import torch
+
+    is_used: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch.cuda.device(torch.cuda.current_device()) if is_used else nullcontext()
 
 
 def _veto() -> str:

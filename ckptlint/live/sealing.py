@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,17 +19,18 @@ from ckptlint.live import api
 from ckptlint.live.collect.limit import readable
 from ckptlint.live.compare import fingerprints as fp
 from ckptlint.live.compare import protocol
-from ckptlint.live.compare.group import GroupBroken
 from ckptlint.loaders.checkpoint import read_checkpoint
 from ckptlint.loaders.layouts import CheckpointPlace
 from ckptlint.model import RankFinding, Seal, SealEntry
-from ckptlint.model.text import texts
+from ckptlint.model.text import plural
 from ckptlint.model.tiling import IntArray
 from ckptlint.rule import Severity
 from ckptlint.seals.digests import ALGORITHM, MASK, Words
 from ckptlint.seals.file import SEAL, metadata_hash, read_seal, write_seal
 from ckptlint.seals.verify import misfit_of
 from ckptlint.storage.local import LocalFolder
+
+_T = TypeVar("_T")
 
 _IGNORED, _NO_DIGEST, _NO_MEMORY, _OBJECT, _FREED = 1, 2, 3, 4, 5
 _REASONS = {
@@ -111,7 +111,7 @@ class Pending:
         """
         if self._sums is None or not self._is_writer:
             if self.problem and self._is_writer:
-                warnings.warn(f"the checkpoint was not sealed: {self.problem}", stacklevel=2)
+                api.warn(lambda: f"the checkpoint was not sealed: {self.problem}")
             return None
         folder = LocalFolder(Path(path))
         ckpt = read_checkpoint(CheckpointPlace.at(folder), look_at_files=False)
@@ -192,7 +192,7 @@ def prepare_seal(
     if api.is_off():
         return Pending("", step)
     live = api.installed()
-    outcome = _measured(live, state_dict, f"seal {tag}", (*api.UNEQUAL, *texts(ignore)), resolve_stateful)
+    outcome = _measured(live, state_dict, f"seal {api.name_of(tag)}", ignore, resolve_stateful, lambda sums: sums)
     if isinstance(outcome, str):
         return Pending(outcome, step, _is_writer=live.group.rank == 0)
     return Pending("", step, outcome[0], live.group.rank == 0)
@@ -203,9 +203,21 @@ def seal(
 ) -> Path | None:
     """Seal a checkpoint that was just saved from this state; on all ranks.
 
-    Returns, raises: as `prepare_seal` and `Pending.write`.
+    Returns, raises: as `prepare_seal` and `Pending.write`; what rank 0 raises while it writes, all ranks raise.
     """
-    return prepare_seal(state_dict, tag=path, step=step, ignore=ignore).write(path)
+    pending = prepare_seal(state_dict, tag=path, step=step, ignore=ignore)
+    written, error, failure = None, None, ""
+    try:
+        written = pending.write(path)
+    except Exception as raised:
+        error, failure = raised, str(raised) if isinstance(raised, CkptlintError) else api.text_of(raised)
+    if api.is_off() or pending.problem:
+        return written
+    if reason := api.installed().end_alike(f"seal {api.name_of(path)}", failure):
+        raise error or CkptlintError(reason)
+    if failure:  # the others did not wait so long
+        api.warn(lambda: f"the checkpoint was not sealed: {failure}")
+    return written
 
 
 def check_loaded(
@@ -235,24 +247,22 @@ def check_loaded(
     if api.is_off():
         return api.judge_ranks(protocol.no_table(1), "state dict", 0.0)
     live = api.installed()
-    name, tag = f"state dict loaded from {path}", f"loaded {path}"
-    outcome = _measured(live, state_dict, tag, (*api.UNEQUAL, *texts(ignore)), resolve_stateful, compares_copies=True)
+    name, tag = f"state dict loaded from {path}", f"loaded {api.name_of(path)}"
+    outcome = _measured(
+        live, state_dict, tag, ignore, resolve_stateful, lambda sums: _against(live, sums, Path(path)), True
+    )
     if isinstance(outcome, str):
         report = api.judge_ranks(
             protocol.no_table(live.group.world, RankFinding(-1, "", "LIV211", outcome, voids="check")), name, 0.0
         )
     else:
-        sums, found = outcome
-        try:
-            findings = _against(live, sums, Path(path))
-        except GroupBroken as error:
-            findings = [RankFinding(-1, "", "LIV211", live.give_up(error), voids="check")]
-        table = replace(found.table, findings=(*found.table.findings, *findings))
-        report = api.judge_ranks(table, name, found.seconds)
-    if report.fails and on_error == "raise" and live._all_raise(tag, True):
+        findings, compared = outcome
+        table = replace(compared.table, findings=(*compared.table.findings, *findings))
+        report = api.judge_ranks(table, name, compared.seconds)
+    if report.fails and on_error != "warn" and live.all_raise(tag, True):
         raise api.LiveError(report, api.text_for(report, live.group.rank))
     if report.fails or report.is_incomplete:
-        warnings.warn(api.text_for(report, live.group.rank), stacklevel=2)
+        api.warn(lambda: api.text_for(report, live.group.rank))
     return report
 
 
@@ -263,22 +273,22 @@ def _measured(
     live: api.Live,
     state_dict: Mapping[Any, Any],
     tag: str,
-    patterns: Sequence[str],
+    ignore: Iterable[str],
     resolve_stateful: bool,
+    then: Callable[[_Sums], _T],
     compares_copies: bool = False,
-) -> tuple[_Sums, protocol.Outcome] | str:
-    """The sums over all ranks; why there are none, the same on all ranks that are here.
+) -> tuple[_T, protocol.Outcome] | str:
+    """What is made of the sums over all ranks; why there are none, the same on all ranks that are here.
 
     Args:
+        then: takes them while the ranks are together.
         compares_copies: whether the copies of each chunk are compared with each other: the sums are of one of them.
     """
-    rows, local = _local(live, state_dict, tag, patterns, resolve_stateful, compares_copies)
-    if absence := live._absence(tag, True, local.error):
-        return absence
-    # a memory of its own: this is no check that the next one is to be compared with
-    memory = protocol.Memory(cells=live.memory.cells, salt=live.memory.salt)
-    try:
-        live.group.begin(live.timeout)
+    rows, local = _local(live, state_dict, tag, ignore, resolve_stateful, compares_copies)
+
+    def measured() -> tuple[_T, protocol.Outcome] | str:
+        # a memory of its own: this is no check that the next one is to be compared with
+        memory = protocol.Memory(cells=live.memory.cells, salt=live.memory.salt)
         outcome = protocol.exchange(live.group, local, memory)
         report = api.judge_ranks(outcome.table, "state dict", 0.0)
         if report.is_incomplete:
@@ -288,9 +298,11 @@ def _measured(
         torn = frozenset(
             item.fqn for item in report.diagnostics if item.severity == Severity.ERROR and item.fqn is not None
         )
-        return _summed(live, rows, outcome.common.key, memory.salt, torn), outcome
-    except GroupBroken as error:
-        return live.give_up(error)
+        return then(_summed(live, rows, outcome.common.key, memory.salt, torn)), outcome
+
+    result = live.together(measured, tag, True, local.error)
+    api.raise_foreign(local.error)
+    return result.text if isinstance(result, api.Absence) else result
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -315,15 +327,17 @@ def _local(
     live: api.Live,
     state_dict: Mapping[Any, Any],
     tag: str,
-    patterns: Sequence[str],
+    ignore: Iterable[str],
     resolve_stateful: bool,
     compares_copies: bool,
 ) -> tuple[_Rows, protocol.RankInput]:
     """The local phase: everything that can fail, before any other rank is waited for."""
-    settings = api._short_hash((protocol.VERSION, __version__, ALGORITHM, patterns, resolve_stateful, compares_copies))
     try:
         from ckptlint.live.collect.extract import extract, findings_of
 
+        patterns = (*api.UNEQUAL, *api.checked_options({"ignore": ignore})["ignore"])
+        asked = ALGORITHM, patterns, resolve_stateful, compares_copies
+        settings = api._short_hash((protocol.VERSION, __version__, *asked))
         limit = live.limit()
         rank_chunks = extract(state_dict, resolve_stateful=resolve_stateful, limit=limit)
         digests, has_digests, _ = api._digests(rank_chunks, patterns, compares_copies, limit)
@@ -339,11 +353,8 @@ def _local(
         return rows, protocol.RankInput(
             records, tuple(findings), settings, tag_hash, "", has_digests, contents=contents, late_digests=late
         )
-    except Exception as error:
-        none = fp.chunk_rows([], [], live.keys)
-        text = f"{type(error).__name__}: {error}"
-        tag_hash = api._short_hash(tag)
-        return _rows([], [], ()), protocol.RankInput(none, (), settings, tag_hash, failure=text, error=error)
+    except BaseException as error:
+        return _rows([], [], ()), live.failed(error, tag)
 
 
 def _rows(rank_chunks: Sequence[Any], seeds: list[int], patterns: Sequence[str]) -> _Rows:
@@ -419,6 +430,7 @@ def _against(live: api.Live, sums: _Sums, path: Path) -> list[RankFinding]:
     left = Counter({"not in the state": int(words[_TEXT_WORDS])})
     volumes, digests, seeds = words[_TEXT_WORDS + 1 :].reshape(3, count)
     different: dict[int, int] = {}
+    compared = 0
     for row, volume in enumerate(volumes.tolist()):
         reason = _REASONS.get(int(sums.reason[row]), "")
         if volume < 0:
@@ -427,8 +439,14 @@ def _against(live: api.Live, sums: _Sums, path: Path) -> list[RankFinding]:
             left[reason or _UNLIKE] += 1
         elif (digest := sums.digest(row, volume)) is None:
             left[_OWNERS] += 1
-        elif digest != int(digests[row]) & MASK:
-            different[row] = digest
+        else:
+            compared += 1
+            if digest != int(digests[row]) & MASK:
+                different[row] = digest
+    if not compared:
+        reasons = "; ".join(f"{plural(number, 'key')} {why}" for why, number in left.items() if number)
+        text = f"nothing was compared with the seal: {reasons or 'it has no keys'}"
+        return [RankFinding(-1, "", "LIV211", text, voids="check")]
     findings = [
         RankFinding(
             -1, "", "LIV213", f"{number:,} key{'s were' if number > 1 else ' was'} not compared with the seal: {why}"

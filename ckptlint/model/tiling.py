@@ -138,6 +138,8 @@ class Tiling:
     @cached_property
     def is_grid(self) -> bool:
         """Whether the live chunks are a complete grid: on every axis one path of intervals, each crossing filled."""
+        if len(self.sizes) == 1 and all(self.shape) and (0,) * len(self.shape) == tuple(self.offsets[0].tolist()):
+            return self.shape == tuple(self.sizes[0].tolist())
         starts, ends = self._clipped()
         return len(self.outside) == 0 and _is_complete_grid(starts, ends, self.shape)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +13,7 @@ from ckptlint.model import Checkpoint, ChunkTable, FileTable, RankTable, RecordT
 from ckptlint.model.cover import Budget
 from ckptlint.model.files import Names
 from ckptlint.model.text import named_ranks
-from ckptlint.model.tiling import Box, IntArray, Tiling
+from ckptlint.model.tiling import BoolArray, Box, IntArray, Tiling
 from ckptlint.rule import Finding, Location, Note, Severity
 from ckptlint.vocabulary.keys import role
 
@@ -34,12 +35,37 @@ class KeyRows(NamedTuple):
 
 def holders(table: RankTable) -> Iterator[KeyRows]:
     """The rows of each key, in order of its name."""
-    order = np.lexsort((table.rank, table.fqn))
-    is_live = np.asarray((table.sizes > 0).all(axis=1))
-    changes = np.flatnonzero(table.fqn[order][1:] != table.fqn[order][:-1]) + 1
-    groups = np.split(order, changes) if len(order) else []
-    for rows in sorted(groups, key=lambda rows: table.fqns[int(table.fqn[rows[0]])]):
+    is_live = _is_live(table)
+    for rows in _split(np.lexsort((table.rank, _place_of_name(table))), table.fqn[:, None].astype(np.int64)):
         yield KeyRows(table.fqns[int(table.fqn[rows[0]])], rows, rows[is_live[rows]])
+
+
+def _is_live(table: RankTable) -> BoolArray:
+    return np.asarray((table.sizes > 0).all(axis=1))
+
+
+def _place_of_name(table: RankTable) -> IntArray:
+    """int64 [n], where the name of each row stands among all names."""
+    place = np.empty(len(table.fqns), np.int64)
+    place[sorted(range(len(table.fqns)), key=table.fqns.__getitem__)] = np.arange(len(table.fqns))
+    return place[table.fqn]
+
+
+def _split(order: IntArray, columns: IntArray) -> list[IntArray]:
+    """The rows in this order, those together that follow each other and are equal in all columns."""
+    changes = np.flatnonzero((columns[order][1:] != columns[order][:-1]).any(axis=1)) + 1
+    ends = [0, *changes.tolist(), len(order)]
+    return [order[start:end] for start, end in pairwise(ends)] if len(order) else []
+
+
+def torn(table: RankTable) -> set[str]:
+    """The keys whose rows do not all describe one tensor or object: kind, dtype, number of axes and global shape."""
+    keys, first = np.unique(table.fqn, return_index=True)
+    same = first[np.searchsorted(keys, table.fqn)]
+    differs = (table.global_shape != table.global_shape[same]).any(axis=1)
+    for column in (table.is_object, table.dtype, table.ndim):
+        differs |= column != column[same]
+    return {table.fqns[number] for number in set(table.fqn[differs].tolist())}
 
 
 def described_row(table: RankTable, row: int) -> tuple[str, str, tuple[int, ...]]:
@@ -55,13 +81,6 @@ def box_of_row(table: RankTable, row: int) -> Box:
     return Box(tuple(table.offsets[row, :n].tolist()), tuple(table.sizes[row, :n].tolist()))
 
 
-def agree(table: RankTable, rows: IntArray) -> bool:
-    """Whether all rows describe one tensor or object: kind, dtype, number of axes and global shape."""
-    columns = (table.is_object, table.dtype, table.ndim)
-    same = all((column[rows] == column[rows[:1]]).all() for column in columns)
-    return bool(same and (table.global_shape[rows] == table.global_shape[rows[:1]]).all())
-
-
 def owners(table: RankTable, key_rows: KeyRows) -> IntArray:
     """Rows whose chunk is written: declared writers, and the lowest rank of equal undeclared chunks."""
     rows = key_rows.live[table.replica[key_rows.live] <= 0]
@@ -69,6 +88,8 @@ def owners(table: RankTable, key_rows: KeyRows) -> IntArray:
     if len(undeclared) == 0:
         return rows
     cells = np.concatenate([table.offsets[undeclared], table.sizes[undeclared]], axis=1)
+    if len(undeclared) == len(rows) and (cells == cells[0]).all():
+        return undeclared[:1]
     _, first = np.unique(cells, axis=0, return_index=True)  # rows come by rank, so the first is the lowest
     return np.sort(np.concatenate([rows[table.replica[rows] >= 0], undeclared[first]]))
 
@@ -84,17 +105,13 @@ class ChunkCopies(NamedTuple):
 
 def cells(table: RankTable) -> Iterator[ChunkCopies]:
     """The chunks with their copies, for keys whose ranks agree on kind, dtype and shape and report no fault."""
-    flawed = _flawed(table)
-    for key_rows in holders(table):
-        if key_rows.fqn in flawed or len(key_rows.live) == 0 or not agree(table, key_rows.rows):
-            continue
-        places = np.concatenate([table.offsets[key_rows.live], table.sizes[key_rows.live]], axis=1)
-        _, number = np.unique(places, axis=0, return_inverse=True)
-        order = np.argsort(number.reshape(-1), kind="stable")
-        for rows in np.split(key_rows.live[order], np.flatnonzero(np.diff(number.reshape(-1)[order])) + 1):
-            shape = described_row(table, int(rows[0]))[2]
+    left_out = _flawed(table) | torn(table)
+    columns = np.concatenate([table.fqn[:, None], table.offsets, table.sizes], axis=1)
+    order = np.lexsort((table.rank, *columns[:, :0:-1].T, _place_of_name(table)))
+    for rows in _split(order[_is_live(table)[order]], columns):
+        if (fqn := table.fqns[int(table.fqn[rows[0]])]) not in left_out:
             place = box_of_row(table, int(rows[0]))
-            yield ChunkCopies(key_rows.fqn, place, rows, place.sizes == shape)
+            yield ChunkCopies(fqn, place, rows, place.sizes == described_row(table, int(rows[0]))[2])
 
 
 def digest_groups(table: RankTable, cell: ChunkCopies) -> list[IntArray]:
@@ -175,9 +192,9 @@ def as_checkpoint(table: RankTable, path: str) -> Checkpoint:
 
     Keys whose holders disagree about shape or dtype are left out, as are objects.
     """
-    tensors, budget = {}, Budget()
+    tensors, budget, disagreed = {}, Budget(), torn(table)
     for key_rows in holders(table):
-        if table.is_object[key_rows.rows[0]] or not agree(table, key_rows.rows):
+        if table.is_object[key_rows.rows[0]] or key_rows.fqn in disagreed:
             continue
         rows = owners(table, key_rows)
         _, dtype, shape = described_row(table, int(key_rows.rows[0]))

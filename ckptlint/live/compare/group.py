@@ -97,6 +97,15 @@ class TorchGroup:
         self._deadline = time.monotonic() + 60
         self._is_broken = False
 
+    def is_alive(self) -> bool:
+        """Whether torch knows the group still: `destroy_process_group` ends it."""
+        import torch.distributed as dist
+
+        try:
+            return dist.get_rank(self._group) >= 0
+        except (RuntimeError, ValueError):
+            return False
+
     def begin(self, seconds: float) -> None:
         """Set the deadline of the collectives that follow."""
         self._deadline = time.monotonic() + seconds

@@ -64,6 +64,7 @@ class RankInput:
         late_digests: of rows that no placement says are copies, once they turn out to be; raises nothing. None where
             contents are not compared.
         error: what `failure` describes.
+        expect: the keys that must be held somewhere, and no others; without it the last check is compared with.
     """
 
     rows: fp.Records
@@ -77,6 +78,7 @@ class RankInput:
     contents: Sequence[Any] = ()
     late_digests: Callable[[IntArray], Words] | None = None
     error: BaseException | None = None
+    expect: Mapping[str, Any] | None = None
 
 
 @dataclass(slots=True)
@@ -115,11 +117,8 @@ class Outcome:
     seconds: float
 
 
-def exchange(group: RankGroup, local: RankInput, memory: Memory, expect: Mapping[str, Any] | None = None) -> Outcome:
+def exchange(group: RankGroup, local: RankInput, memory: Memory) -> Outcome:
     """Run the collectives of one check.
-
-    Args:
-        expect: the keys that must be held somewhere, and no others; without it the last check is compared with.
 
     Raises:
         GroupBroken: a collective did not finish in time.
@@ -148,7 +147,7 @@ def exchange(group: RankGroup, local: RankInput, memory: Memory, expect: Mapping
 
     common = None if peeled.unresolved else fp.keys_of(peeled)
     findings = _reservations(has_digests, uncompared, memory.shift, peeled.unresolved)
-    is_changed, changes = _changes(local.rows, by_key, common, memory, expect)
+    is_changed, changes = _changes(local.rows, by_key, common, memory, local.expect)
     parts: list[_Part] = []
     if bad.any() or is_changed:
         if has_digests:
@@ -280,7 +279,7 @@ def _gathered(
     taken = max(1, int(fits.sum())) if len(bad) else 0
     chosen = [*range(taken), len(bad)]
     data = b"".join(texts[i] for i in chosen)
-    rows = np.concatenate([np.zeros((0, row_words), np.int64), *(_words(local.rows, at, width) for at in mine[:taken])])
+    rows = _words(local.rows, np.concatenate([np.zeros(0, np.int64), *mine[:taken]]), width)
     room_rows, room_text = int(sizes[chosen].sum()), int(sizes[[i + len(texts) for i in chosen]].sum())
     buffer = np.zeros(2 + room_rows * row_words + -(-room_text // 8), np.int64)
     buffer[:2] = len(rows), len(data)
@@ -389,7 +388,7 @@ def _differences(group: RankGroup, local: RankInput, table: RankTable) -> dict[t
     """Where the copies of a chunk differ first, for one chunk of each split of the ranks."""
     found: dict[tuple[str, str], str] = {}
     looked: set[str] = set()
-    for cell in cells(table):
+    for cell in cells(table) if (table.digest != 0).any() else ():
         groups = digest_groups(table, cell)
         split = str([table.rank[rows].tolist() for rows in groups])
         if len(groups) < 2 or split in looked or len(looked) == _COMPARED:

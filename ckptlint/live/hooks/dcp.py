@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -46,15 +45,45 @@ def patch_dcp(**options: Any) -> Undo:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint import state_dict_saver
 
-    places = [(module, name, getattr(module, name)) for module in (dcp, state_dict_saver) for name in _SAVES]
-    for module, name, original in places:
-        setattr(module, name, _checked(original, options, by_torch=module is state_dict_saver))
+    options = api.checked_options(options)
+    undos = [
+        patch(module, name, functools.partial(_checked, options=options, by_torch=module is state_dict_saver))
+        for module in (dcp, state_dict_saver)
+        for name in _SAVES
+    ]
 
     def undo() -> None:
-        for module, name, original in places:
-            setattr(module, name, original)
+        for one in undos:
+            one()
 
     return undo
+
+
+def patch(module: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Undo:
+    """Replace a function of a module by what `wrap` makes of it, and return what takes that out again.
+
+    It may stand below wrappers of others by then, and is passed through there. It pickles by its name in the module.
+    """
+    original: Callable[..., Any] = getattr(module, name)
+    wrapped = wrap(original)
+
+    @functools.wraps(original)
+    def patched(*args: Any, **named: Any) -> Any:
+        return (original if patched in _undone else wrapped)(*args, **named)
+
+    patched.__module__ = module.__name__
+    setattr(module, name, patched)
+
+    def undo() -> None:
+        _undone[patched] = original
+        while (outermost := getattr(module, name)) in _undone:
+            setattr(module, name, _undone[outermost])
+
+    return undo
+
+
+_undone: dict[Callable[..., Any], Callable[..., Any]] = {}
+"""Patches that were taken back, with what is below them."""
 
 
 def _checked(original: Callable[..., Any], options: Mapping[str, Any], by_torch: bool) -> Callable[..., Any]:
@@ -62,7 +91,7 @@ def _checked(original: Callable[..., Any], options: Mapping[str, Any], by_torch:
 
     @functools.wraps(original)
     def save(state_dict: Mapping[Any, Any], **arguments: Any) -> Any:
-        is_second_half = by_torch and sys._getframe(1).f_globals.get("__name__", "").startswith(_SECOND_HALF)
+        is_second_half = by_torch and sys._getframe(2).f_globals.get("__name__", "").startswith(_SECOND_HALF)
         if api.is_off() or is_second_half or not _is_by_all(**arguments):
             return original(state_dict, **arguments)
         writer = arguments.get("storage_writer")
@@ -125,7 +154,7 @@ def compare(plans: Sequence[Any]) -> RankTable:
     """
     cached = [rank for rank, plan in enumerate(plans) if not getattr(plan, "usable", True)]
     if cached:
-        warnings.warn(f"torch cached the save plans of {named_ranks(cached)}: they were not compared", stacklevel=3)
+        api.warn(lambda: f"torch cached the save plans of {named_ranks(cached)}: they were not compared", stacklevel=3)
     described: dict[str, object] = {}
     sizes: dict[tuple[str, Any], Any] = {}
     torn: set[str] = set()
@@ -159,4 +188,4 @@ def _judge(table: RankTable, path: str) -> None:
     if report.fails:
         raise CheckpointError(f"{api.as_text(report)}{api.REFUSED}\n")
     if any(item.severity >= Severity.WARNING for item in report.diagnostics):
-        warnings.warn(api.as_text(report), stacklevel=3)
+        api.warn(lambda: api.as_text(report), stacklevel=3)

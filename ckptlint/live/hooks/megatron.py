@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from ckptlint.live.hooks.dcp import Undo, check_save
+from ckptlint.live.api import checked_options
+from ckptlint.live.hooks.dcp import Undo, check_save, patch
 from ckptlint.model.text import texts
 
 MEGATRON_UNEQUAL = ("*param_groups*", "*rerun_state_machine*")
@@ -28,16 +28,14 @@ def patch_mcore(**options: Any) -> Undo:
     """
     from megatron.core import dist_checkpointing
 
-    original = dist_checkpointing.save
+    options = checked_options(options)
     options["ignore"] = (*MEGATRON_UNEQUAL, *texts(options.get("ignore", ())))
 
-    @functools.wraps(original)
-    def save(sharded_state_dict: Mapping[Any, Any], checkpoint_dir: Any, *args: Any, **arguments: Any) -> Any:
-        check_save(sharded_state_dict, checkpoint_dir, resolve_stateful=False, **options)
-        return original(sharded_state_dict, checkpoint_dir, *args, **arguments)
+    def checked(original: Callable[..., Any]) -> Callable[..., Any]:
+        def save(sharded_state_dict: Mapping[Any, Any], checkpoint_dir: Any, *args: Any, **arguments: Any) -> Any:
+            check_save(sharded_state_dict, checkpoint_dir, resolve_stateful=False, **options)
+            return original(sharded_state_dict, checkpoint_dir, *args, **arguments)
 
-    def undo() -> None:
-        dist_checkpointing.save = original
+        return save
 
-    dist_checkpointing.save = save
-    return undo
+    return patch(dist_checkpointing, "save", checked)
