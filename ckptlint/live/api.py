@@ -252,14 +252,14 @@ class Live:
             return Absence(refusal) if refusal else work()
         # a rank that gave up says so at the gate: others may not know, and would wait for it
         veto, is_main = refusal or _veto(), threading.current_thread() is threading.main_thread()
-        device = _device()
+        stream = _stream()
 
         def pass_and_work() -> _T | Absence:
             try:
                 passage = gate.enter(tag, self.timeout, veto, repeats, is_main)
                 if not passage.go:
                     return self._absence(passage)
-                with gate.in_turn(passage, self.timeout), device:
+                with gate.in_turn(passage, self.timeout), stream:
                     self.group.begin(self.timeout)
                     return work()
             except GroupBroken as error:
@@ -711,12 +711,12 @@ def _short_hash(value: object) -> int:
     return fp.hashed(repr(value)) >> 8
 
 
-def _device() -> AbstractContextManager[Any]:
-    """For another thread: the CUDA device of this one."""
+def _stream() -> AbstractContextManager[Any]:
+    """For another thread: the CUDA device and stream of this one, behind whose work a digest has to wait."""
     import torch
 
     is_used: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return torch.cuda.device(torch.cuda.current_device()) if is_used else nullcontext()
+    return torch.cuda.stream(torch.cuda.current_stream()) if is_used else nullcontext()
 
 
 def _veto() -> str:
