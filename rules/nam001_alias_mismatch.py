@@ -120,12 +120,12 @@ def _alias(ckpt: Checkpoint, first: Param, second: Param) -> Finding:
     )
 
 
-def _config_always_ties(ckpt: Checkpoint) -> bool:
-    """Whether the export's configuration sets `tie_word_embeddings` somewhere, and to true wherever it does."""
+def _tied_by_config(ckpt: Checkpoint) -> set[bool]:
+    """What the export's configuration sets `tie_word_embeddings` to, wherever it does."""
     # Multimodal configurations have the field at the top and in `text_config`, and classes differ in which they read.
     values = ckpt.config.values if ckpt.config is not None and ckpt.is_export else {}
     levels = [values, *(part for part in values.values() if isinstance(part, dict))]
-    return {level["tie_word_embeddings"] for level in levels if "tie_word_embeddings" in level} == {True}
+    return {bool(level["tie_word_embeddings"]) for level in levels if "tie_word_embeddings" in level}
 
 
 def _tied_weights(ckpt: Checkpoint) -> Iterator[Finding]:
@@ -134,6 +134,7 @@ def _tied_weights(ckpt: Checkpoint) -> Iterator[Finding]:
     name = "tied" if flag(declared, "tied") else "untied" if flag(declared, "untied") is False else ""
     if not name:
         return
+    by_config = _tied_by_config(ckpt)
     by_scope: dict[tuple[str, ...], dict[str, list[Param]]] = defaultdict(lambda: defaultdict(list))
     for param in inventory_of(ckpt).params:
         if param.key.function in ("embedding", "output") and param.key.path.endswith(".weight") and not param.key.block:
@@ -155,8 +156,8 @@ def _tied_weights(ckpt: Checkpoint) -> Iterator[Finding]:
             at=Location(b),
             identity=(a.fqn,),
             # An unknown class may tie nothing, whatever its configuration inherits.
-            severity=None if is_defined(ckpt, declared[name]) else Severity.INFO,
-            confidence="certain" if same_shape and _config_always_ties(ckpt) else "likely",
+            severity=None if is_defined(ckpt, declared[name]) and by_config != {True, False} else Severity.INFO,
+            confidence="certain" if same_shape and by_config == {True} else "likely",
             notes=(
                 ("other key", f"{a.fqn}: {a.dtype} {shape_text(a.global_shape)}"),
                 ("quotient", "" if same_shape else quotient),

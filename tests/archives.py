@@ -96,7 +96,7 @@ def with_other_values(data: bytes, number: int) -> bytes:
         at = found.start()
         size, named = struct.unpack_from("<I", data, at + 24)[0], struct.unpack_from("<H", data, at + 28)[0]
         name = data[at + 46 : at + 46 + named]
-        header = at if size >= 256 and b"/data/" in name else -1
+        header = at if size >= 32 and b"/data/" in name else -1
         length = struct.pack("<H", named)
         while header >= 0 and (data[header + 26 : header + 28], data[header + 30 : header + 30 + named]) != (
             length,
@@ -106,5 +106,8 @@ def with_other_values(data: bytes, number: int) -> bytes:
         if header >= 0:
             start = header + 30 + sum(struct.unpack_from("<2H", data, header + 26))
             made[start : start + 2] = struct.pack("<H", (number * 257) % 2**15)
+            for at_byte, bits in ((0, number & 7), (2, number >> 3 & 7)):  # low bits: an update changes all elements
+                place = slice(start + 4 + at_byte, start + size - 3, 4)
+                made[place] = bytes(byte ^ bits for byte in made[place])
             struct.pack_into("<I", made, at + 16, zlib.crc32(made[start : start + size]))
     return bytes(made)

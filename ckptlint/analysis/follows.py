@@ -40,12 +40,14 @@ def follows_of(ckpt: Checkpoint, before: Checkpoint) -> list[Follow]:
 
 
 def updates_between(ckpt: Checkpoint, before: Checkpoint) -> int:
-    """Updates of the optimizer between two steps: by its own counters, else by the steps' numbers; 0 if unknown."""
+    """Updates of the optimizer between two steps by its own counters; 0 if unknown.
+
+    The numbers of the steps may count epochs, or rollouts of several updates each.
+    """
     both = ckpt, before
     claims = [[claim.step for claim in one.claims if parse(claim.source).kind == "optimizer"] for one in both]
     steps = [[int(group.step or 0) for group in optimizer_settings(one)] for one in both]
-    runs = [[0 if one.run is None else one.run.step or 0] for one in both]
-    for now, was in (claims, steps, runs):
+    for now, was in (claims, steps):
         if max(now, default=0) and max(was, default=0):
             return max(max(now) - max(was), 0)
     return 0

@@ -65,6 +65,8 @@ def _deepspeed(number: int) -> Files:
     state = torch.load(REAL / "deepspeed/z0_fp32_2r/global_step2" / name, weights_only=False)
     state |= {"global_steps": number, "global_samples": 2 * number}
     state["module"] = {key: value + number / 1024 for key, value in state["module"].items()}
+    for moments in state["optimizer"]["state"].values():
+        moments["exp_avg"] *= 1 - number / 1024
     return {name: pickled(state)}
 
 
