@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import isnan
 
 import numpy as np
 
@@ -9,7 +10,7 @@ from ckptlint.analysis.pairs import breaking_share
 from ckptlint.analysis.step_change import older_name
 from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import plural
+from ckptlint.model.text import plural, verb
 from ckptlint.rule import Finding, NotApplicable, Severity, rule
 
 _OFTEN = 0.001  # share of elements that break the law where it does not hold
@@ -48,7 +49,9 @@ def moments_leapt(ckpt: Checkpoint) -> Iterator[Finding]:
     assert leap is not None
     row, older = int(leap.rows[0]), older_name(ckpt)
     lost = int((table.now[leap.rows] == 0).sum())
-    zeros = f", {lost:,} of these chunks are zeros" if lost else ""
+    zeros = f"; {lost:,} of {plural(len(leap.rows), 'chunk')} {verb(lost, 'holds')} zeros alone" if lost else ""
+    drawn = f"{int(table.odd[row]):,} of {int(table.drawn[row]):,} elements are beyond what any gradients allow"
+    cosine = float(table.cosine[row])
     between = plural(int(updates.max()), "update")
     yield Finding(
         f"the moments of {leap.title} cannot come from those of {older} by {between}{zeros}",
@@ -58,8 +61,9 @@ def moments_leapt(ckpt: Checkpoint) -> Iterator[Finding]:
         notes=(
             (
                 "first",
-                f"{int(table.odd[row]):,} of {int(table.drawn[row]):,} elements are beyond what any gradients allow, "
-                f"cosine {float(table.cosine[row]):.2f} with the step before",
+                f"all {int(table.drawn[row]):,} elements are 0"
+                if isnan(cosine)
+                else f"{drawn}, cosine {cosine:.2f} with the step before",
             ),
         ),
         hint=f"resume from {older}, or without the optimizer's state and with a warm-up",
