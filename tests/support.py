@@ -155,6 +155,11 @@ def a_socket(path: Path) -> None:
         os.chdir(here)
 
 
+def child_processes() -> set[str]:
+    """The numbers of the processes that this one has forked, the dead that nobody waited for among them."""
+    return {*Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()}
+
+
 @contextmanager
 def ends(seconds: float = 10) -> Iterator[None]:
     """What is inside ends: no measure of speed, but no test hangs on input that would take hours of processor time."""
