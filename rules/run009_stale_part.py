@@ -14,7 +14,7 @@ from ckptlint.model.tiling import BoolArray
 from ckptlint.rule import Finding, NotApplicable, Severity, rule
 
 _NEARLY_ALL, _NEARLY_NONE = 0.9, 0.1
-_LEAST = 4  # tensors of a rank
+_LEAST, _LEAST_LARGE, _LARGE = 4, 2, 256  # tensors of a rank that stayed; fewer where many elements of each did
 _WORDS = {"weight": "weights", "first": "first moments", "second": "second moments", "other": "states"}
 
 
@@ -23,9 +23,10 @@ def stale_part(ckpt: Checkpoint) -> Iterator[Finding]:
     """A rank, or the optimizer, still has the values of the step before, while the rest changed.
 
     What it checks:
-        No rank of which four or more tensors are judged has nine of ten of its chunks bit for bit as in the step before
-        (weights, or moments) while chunks of other ranks of the same tensors changed; moments did not all stay while
-        weights changed. Experts and tables of tokens are left out. A frozen tensor stays in all its chunks.
+        No rank has nine of ten of its chunks bit for bit as in the step before (weights, or moments) while chunks of
+        other ranks of the same tensors changed, in four tensors or more, or two of 256 elements each; moments did not
+        all stay while weights changed. Experts and tables of tokens are left out. A frozen tensor stays in all its
+        chunks.
     Why it matters:
         The part is one or more steps behind: a load mixes two steps without an error.
     Usual causes:
@@ -48,6 +49,9 @@ def stale_part(ckpt: Checkpoint) -> Iterator[Finding]:
     for rank in dict.fromkeys(leap.rank for _, leap in stale):
         members = [(kind, leap) for kind, leap in stale if leap.rank == rank]
         whole = Leap(members[0][1].title, np.concatenate([leap.rows for _, leap in members]), rank)
+        is_large = (table.drawn[whole.rows] >= _LARGE).all()
+        if len(keys_of(table, whole.rows)) < (_LEAST_LARGE if is_large else _LEAST):
+            continue
         words = " and ".join(_WORDS[kind] for kind, _ in members)
         yield _finding(ckpt, table, whole, f"the {words} of rank {rank} are those of {older_name(ckpt)}, bit for bit")
     moments, weights = varies & kinds_of(table, "first", "second"), varies & kinds_of(table, "weight")
@@ -69,7 +73,7 @@ def _of_rank(ckpt: Checkpoint, table: ChangeTable, judged: BoolArray, is_same: B
     if len(stale) != 1 or any(share > _NEARLY_NONE for number, share in shares.items() if number not in stale):
         return None
     mine = rows[(rank[rows] == stale[0]) & is_same[rows]]
-    return Leap(f"rank {stale[0]}", mine, stale[0]) if len(np.unique(table.follow[mine])) >= _LEAST else None
+    return Leap(f"rank {stale[0]}", mine, stale[0]) if len(mine) else None
 
 
 def _finding(ckpt: Checkpoint, table: ChangeTable, leap: Leap, what: str) -> Finding:

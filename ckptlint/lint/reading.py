@@ -22,6 +22,8 @@ from ckptlint.vocabulary.keys import parse, state_name
 _BY_DATA, _BY_HEADERS, _BY_DRAWING = (65_536, 16_384), (4_096, 2_048), (1_024, 4_096)
 """Elements of a chunk that are drawn, and chunks, at depths `data` and `headers`, and where nothing else is read."""
 
+_OPENED = 2_048  # chunks whose records are opened only to draw from them, with those that are compared with them
+
 
 def read_records(folder: Folder, ckpt: Checkpoint, how: ReadOptions, after: Checkpoint | None = None) -> Checkpoint:
     """The checkpoint with `payload`, and with `pairs` where all records were asked for.
@@ -33,7 +35,7 @@ def read_records(folder: Folder, ckpt: Checkpoint, how: ReadOptions, after: Chec
         AccessError, KeyboardInterrupt: as `read_payload`.
     """
     if how.draws:
-        drawn = records_to_draw(ckpt, after or ckpt, _drawn_together(after or ckpt), _BY_DRAWING[1])
+        drawn = records_to_draw(ckpt, after or ckpt, _drawn_together(after or ckpt), _OPENED)
         how = replace(how, wanted=np.union1d(drawn, setting_records(ckpt)))
     ckpt = read_payload(folder, ckpt, how)
     if how.percent is not None or after is not None:

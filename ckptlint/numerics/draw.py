@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from itertools import islice, zip_longest
+from collections.abc import Sequence
 from math import prod
 
 import numpy as np
@@ -12,14 +10,14 @@ import numpy.typing as npt
 
 from ckptlint.model import ChangeTable, Checkpoint, Follow, Pair, PairTable, RecordState, Tensor
 from ckptlint.model.payload import change_rows, pair_rows, plain_content
-from ckptlint.model.tiling import BoolArray, Box, IntArray
+from ckptlint.model.tiling import Box, IntArray
 from ckptlint.numerics.chunks import may_be_padding
 from ckptlint.numerics.decode import decoded
 from ckptlint.numerics.laws import changed, odd_elements
 from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.dtypes import ENCODINGS, ITEM_BITS
 
-_RUN = 256  # neighbouring elements, which one read takes
+_RUN = 1_024  # neighbouring elements, which one read takes
 _GAP = 64  # elements between two that are wanted, up to which reading on costs less than a read of its own
 
 Floats = npt.NDArray[np.float64]
@@ -38,14 +36,14 @@ def draw_pairs(folder: Folder, ckpt: Checkpoint, pairs: Sequence[Pair], per_chun
     """
     reasons = {pair: _cannot(ckpt.tensors[pair.first]) or _cannot(ckpt.tensors[pair.second]) for pair in pairs}
     firsts = [ckpt.tensors[pair.first] for pair in pairs]
-    places = _places(ckpt, firsts, [not reasons[pair] for pair in pairs])
+    places, chunks = _chunks_in_turn(ckpt, firsts, [not reasons[pair] for pair in pairs], most)
     reader, rows = Elements(folder, ckpt), list[tuple[float, ...]]()
-    for number, chunk in _in_turn(places, most):
+    for number, chunk in places:
         pair = pairs[number]
         first, second = firsts[number], ckpt.tensors[pair.second]
         box = first.tiling.box(chunk)
         at = _drawn(box.volume, per_chunk)
-        numbers = [reader.read(tensor, first, box, at) for tensor in (first, second)]
+        numbers = [reader.read(tensor, first, chunk, at) for tensor in (first, second)]
         if numbers[0] is None or numbers[1] is None:
             continue
         is_odd, worst = odd_elements(pair, numbers[0], numbers[1], (first.dtype, second.dtype))
@@ -53,9 +51,6 @@ def draw_pairs(folder: Folder, ckpt: Checkpoint, pairs: Sequence[Pair], per_chun
         lines = box.offsets[0] + at[odd] // prod(box.sizes[1:]) if len(odd) and box.sizes else np.zeros(1, np.int64)
         rows.append((number, chunk, len(at), len(odd), worst, int(lines.min()), int(lines.max()) + 1))
     unread = {pair: reason for pair, reason in reasons.items() if reason}
-    chunks = sum(
-        int(_holding_numbers(first).sum()) for first, pair in zip(firsts, pairs, strict=True) if not reasons[pair]
-    )
     return PairTable(list(pairs), pair_rows(rows), chunks, unread)
 
 
@@ -69,11 +64,11 @@ def records_to_draw(ckpt: Checkpoint, after: Checkpoint, groups: Sequence[Sequen
     """
     firsts = [after.tensors[group[0]] for group in groups]
     rows = [np.zeros(0, np.int64)]
-    for number, chunk in _in_turn(_places(after, firsts, [not _cannot(first) for first in firsts]), most):
+    for number, chunk in _chunks_in_turn(after, firsts, [not _cannot(first) for first in firsts], most)[0]:
         box = firsts[number].tiling.box(chunk)
         for tensor in filter(None, map(ckpt.tensors.get, groups[number])):
             if tensor.is_tiled and tensor.volume == firsts[number].volume:
-                rows.append(tensor.chunks.record[_touching(tensor, *_ends(tensor, firsts[number], box))])
+                rows.append(tensor.chunks.record[_touching(tensor, firsts[number], box, chunk)])
     wanted = np.unique(np.concatenate(rows))
     return wanted[wanted >= 0]
 
@@ -90,49 +85,53 @@ def draw_changes(now: Elements, was: Elements, follows: Sequence[Follow], per_ch
     """
     tensors = [now.ckpt.tensors[follow.key] for follow in follows]
     can = [not _cannot(tensor) and not _cannot(was.ckpt.tensors[tensor.fqn]) for tensor in tensors]
-    places, rows = _places(now.ckpt, tensors, can), list[tuple[float, ...]]()
-    for number, chunk in _in_turn(places, most):
+    places, chunks = _chunks_in_turn(now.ckpt, tensors, can, most)
+    rows = list[tuple[float, ...]]()
+    for number, chunk in places:
         follow, tensor = follows[number], tensors[number]
         box = tensor.tiling.box(chunk)
         at = _drawn(box.volume, per_chunk)
-        both = [step.read(step.ckpt.tensors[follow.key], tensor, box, at) for step in (now, was)]
+        both = [step.read(step.ckpt.tensors[follow.key], tensor, chunk, at) for step in (now, was)]
         beside: list[Floats | None] = [None, None]
         if follow.second:
-            beside = [step.read(step.ckpt.tensors[follow.second], tensor, box, at) for step in (now, was)]
+            beside = [step.read(step.ckpt.tensors[follow.second], tensor, chunk, at) for step in (now, was)]
         if both[0] is not None and both[1] is not None:
             dtypes = tensor.dtype, now.ckpt.tensors[follow.second or follow.key].dtype
             rows.append((number, chunk, *changed(follow, both[0], both[1], beside[0], beside[1], dtypes)))
-    return ChangeTable(list(follows), change_rows(rows), sum(map(len, places.values())))
+    return ChangeTable(list(follows), change_rows(rows), chunks)
 
 
-def _places(ckpt: Checkpoint, tensors: Sequence[Tensor], can: Sequence[bool]) -> dict[str, list[tuple[int, int]]]:
-    """File -> the chunks in it that can be drawn from, as (position of the tensor, row of the chunk)."""
-    by_file: dict[str, list[tuple[int, int]]] = defaultdict(list)
+def _chunks_in_turn(
+    ckpt: Checkpoint, tensors: Sequence[Tensor], can: Sequence[bool], most: int
+) -> tuple[list[tuple[int, int]], int]:
+    """The chunks to draw from, as (position of the tensor, row of the chunk), in order; and how many there are in all.
+
+    At most so many, as many of each file as of the others, of a file at equal distances. Each file begins at another
+    one, so that all tensors are among those of many files.
+    """
+    none = np.zeros(0, np.int64)
+    numbers, chunks, records, total = [none], [none], [none], 0
     for number, tensor in enumerate(tensors):
         if not can[number]:
             continue
-        drawn = _holding_numbers(tensor)
+        rows = np.flatnonzero(tensor.tiling.live & ~may_be_padding(tensor))
+        total += len(rows)
         if ckpt.payload is not None:
-            drawn &= (tensor.chunks.record < 0) | (ckpt.payload.state[tensor.chunks.record] != RecordState.UNSAMPLED)
-        for chunk in np.flatnonzero(drawn).tolist():
-            by_file[ckpt.chunk_file(tensor, chunk)].append((number, chunk))
-    return by_file
-
-
-def _holding_numbers(tensor: Tensor) -> BoolArray:
-    return np.asarray(tensor.tiling.live & ~may_be_padding(tensor))
-
-
-def _in_turn(places: Mapping[str, Sequence[tuple[int, int]]], most: int) -> list[tuple[int, int]]:
-    """At most so many places, in order, as many of each file as of the others; of a file at equal distances.
-
-    Each file begins at another one, so that all tensors are among the places of many files.
-    """
-    share = max(most // max(len(places), 1), 1)
-    steps = [max(len(members) // share, 1) for members in places.values()]
-    spread = [members[at % step :: step] for at, (members, step) in enumerate(zip(places.values(), steps, strict=True))]
-    in_turn = (place for members in zip_longest(*spread) for place in members if place is not None)
-    return sorted(islice(in_turn, most))
+            record = tensor.chunks.record[rows]
+            rows = rows[(record < 0) | (ckpt.payload.state[record] != RecordState.UNSAMPLED)]
+        numbers.append(np.full(len(rows), number))
+        chunks.append(rows)
+        records.append(tensor.chunks.record[rows])
+    at, chunk, record = map(np.concatenate, (numbers, chunks, records))
+    file = np.where(record < 0, -1, ckpt.records.file[record]) if len(record) else none
+    order = np.argsort(file, kind="stable")
+    _, begin, count = np.unique(file[order], return_index=True, return_counts=True)
+    step = np.maximum(count // max(most // max(len(count), 1), 1), 1)
+    place = np.arange(len(order)) - np.repeat(begin + np.arange(len(count)) % step, count)
+    turn, rest = np.divmod(place, np.repeat(step, count))
+    is_drawn = (place >= 0) & (rest == 0)
+    drawn = np.sort(order[is_drawn][np.argsort(turn[is_drawn], kind="stable")][:most])
+    return [*zip(at[drawn].tolist(), chunk[drawn].tolist(), strict=True)], total
 
 
 def _cannot(tensor: Tensor) -> str:
@@ -146,7 +145,8 @@ def _drawn(volume: int, most: int) -> IntArray:
     """int64 [k], ascending, positions among the elements of a chunk: all, or runs at equal distances."""
     if volume <= most:
         return np.arange(volume)
-    starts = np.arange(most // _RUN) * (volume - _RUN) // max(most // _RUN - 1, 1)
+    count = most // _RUN
+    starts = np.linspace(0, volume - _RUN, count).astype(np.int64) if count > 1 else np.array([(volume - _RUN) // 2])
     return np.asarray((starts[:, None] + np.arange(_RUN)).reshape(-1))
 
 
@@ -157,19 +157,19 @@ class Elements:
         self.folder, self.ckpt = folder, ckpt
         self._damaged = {damage.record for damage in ckpt.payload.damages} if ckpt.payload is not None else set()
 
-    def read(self, tensor: Tensor, first: Tensor, box: Box, at: IntArray) -> Floats | None:
-        """float64 [k], the elements of a tensor that stand beside some of another's region; None if one is unreadable.
+    def read(self, tensor: Tensor, first: Tensor, chunk: int, at: IntArray) -> Floats | None:
+        """float64 [k], the elements of a tensor that stand beside some of another's chunk; None if one is unreadable.
 
         Args:
-            first: the tensor of the region, of the same shape, or else `tensor` is it as one row.
-            at: int64 [k], ascending, their positions in the region, in C order.
+            first: the tensor of the chunk, of the same shape, or else `tensor` is it as one row.
+            chunk: its row.
+            at: int64 [k], ascending, their positions in the chunk, in C order.
 
         Raises:
             AccessError: a read was refused.
         """
-        tiling, is_row = tensor.tiling, tensor.global_shape != first.global_shape
-        low, high = _ends(tensor, first, box)
-        touching = _touching(tensor, low, high)
+        tiling, box, is_row = tensor.tiling, first.tiling.box(chunk), tensor.global_shape != first.global_shape
+        touching = _touching(tensor, first, box, chunk)
         if self._damaged.intersection(tensor.chunks.record[touching].tolist()):
             return None
         if is_row:
@@ -177,7 +177,7 @@ class Elements:
         else:
             if len(touching) == 1 and tiling.box(int(touching[0])) == box:
                 return _of_chunk(self.folder, self.ckpt, tensor, int(touching[0]), at)
-            places = np.stack(np.unravel_index(at, box.sizes), axis=1) + low
+            places = np.stack(np.unravel_index(at, box.sizes), axis=1) + np.array(box.offsets, np.int64)
         elements, left = np.empty(len(at), np.float64), np.ones(len(at), bool)
         for chunk in touching.tolist():
             inner = places - tiling.offsets[chunk]
@@ -193,18 +193,21 @@ class Elements:
         return None if left.any() else elements
 
 
-def _ends(tensor: Tensor, first: Tensor, box: Box) -> tuple[IntArray, IntArray]:
-    """Where a region of another tensor begins and ends in this one, which has its shape or is it as one row."""
-    if tensor.global_shape == first.global_shape:
-        return np.array(box.offsets, np.int64), np.array(box.ends, np.int64)
-    begin, last = _in_row(np.array([0, box.volume - 1]), box, first)
-    return begin, last + 1
+def _touching(tensor: Tensor, first: Tensor, box: Box, chunk: int) -> IntArray:
+    """int64 [k], the live chunks of a tensor that have elements in a chunk of another, which it has the shape of.
 
-
-def _touching(tensor: Tensor, low: IntArray, high: IntArray) -> IntArray:
-    """int64 [k], the live chunks of a tensor that have elements in a region."""
-    offsets, ends = tensor.tiling.offsets, tensor.tiling.offsets + tensor.tiling.sizes
-    return np.flatnonzero(tensor.tiling.live & (offsets < high).all(axis=1) & (ends > low).all(axis=1))
+    Or it is the other tensor as one row.
+    """
+    tiling = tensor.tiling
+    if tensor.global_shape != first.global_shape:
+        low, last = _in_row(np.array([0, box.volume - 1]), box, first)
+        high = last + 1
+    elif chunk < len(tiling.sizes) and tiling.live[chunk] and tiling.box(chunk) == box:  # most are cut alike
+        return np.array([chunk])
+    else:
+        low, high = np.array(box.offsets, np.int64), np.array(box.ends, np.int64)
+    ends = tiling.offsets + tiling.sizes
+    return np.flatnonzero(tiling.live & (tiling.offsets < high).all(axis=1) & (ends > low).all(axis=1))
 
 
 def _in_row(at: IntArray, box: Box, tensor: Tensor) -> IntArray:
@@ -234,8 +237,9 @@ def _of_chunk(folder: Folder, ckpt: Checkpoint, tensor: Tensor, chunk: int, at: 
         at = np.stack(np.unravel_index(at, sizes), axis=1) @ np.array(content.strides, np.int64)
         order = np.argsort(at, kind="stable")
         at = at[order]
-    cuts = np.flatnonzero(np.diff(at) > _GAP) + 1
-    groups = np.split(at + content.offset, cuts)
+    at = at + content.offset
+    is_run = int(at[-1]) - int(at[0]) < len(at)  # faster than to split it
+    groups = [at] if is_run else np.split(at, np.flatnonzero(np.diff(at) > _GAP) + 1)
     spans = [(start + int(group[0]) * item, (int(group[-1]) - int(group[0]) + 1) * item) for group in groups]
     parts = folder.ranges(path, spans)
     if any(len(part) != length for part, (_, length) in zip(parts, spans, strict=True)):
