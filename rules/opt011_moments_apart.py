@@ -10,6 +10,8 @@ from ckptlint.model.tiling import Box
 from ckptlint.numerics.laws import moment_bound
 from ckptlint.rule import Finding, Location, Severity, require, rule
 
+_ABSURD = 1e6  # m^2 / v that says no more than that v is lost
+
 
 @rule("OPT011", "moments-apart", Severity.ERROR, depth=Depth.HEADERS, needs=("moments", "pairs"))
 def moments_apart(ckpt: Checkpoint) -> Iterator[Finding]:
@@ -53,5 +55,6 @@ def _beyond(pair: Pair, worst: float) -> str:
     if pair.betas is None:
         return f"are not 0 where {pair.second} is"
     betas, bound = "{:g} and {:g}".format(*pair.betas), moment_bound(pair.betas)
-    reach = f"m^2 / v is at most {bound:.3g} at betas {betas}, here up to {bound * worst:.3g}"
-    return f"are too large for {pair.second}: {reach}"
+    most = bound * worst
+    here = f"here up to {most:.3g}" if most < _ABSURD else "here v is next to 0"
+    return f"are too large for {pair.second}: m^2 / v is at most {bound:.3g} at betas {betas}, {here}"

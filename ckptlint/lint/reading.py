@@ -41,7 +41,7 @@ def read_records(folder: Folder, ckpt: Checkpoint, how: ReadOptions, after: Chec
     if how.percent is not None or after is not None:
         return ckpt
     pairs = draw_pairs(folder, ckpt, pairs_of(ckpt), *_amounts(how))
-    return replace(ckpt, pairs=pairs, not_looked_at=(*ckpt.not_looked_at, *_not_drawn(pairs)))
+    return replace(ckpt, pairs=pairs, not_looked_at=(*ckpt.not_looked_at, *_not_drawn(pairs, how.draws)))
 
 
 def with_changes(folder: Folder, ckpt: Checkpoint, before: Folder, how: ReadOptions) -> Checkpoint:
@@ -69,8 +69,12 @@ def _drawn_together(ckpt: Checkpoint) -> list[tuple[str, ...]]:
     return [*groups, *((key,) for key in keys if parse(key).kind == "model" or state_name(key))]
 
 
-def _not_drawn(pairs: PairTable) -> Iterator[str]:
-    """What was left out of the comparison of tensors that follow from each other, as sentences."""
+def _not_drawn(pairs: PairTable, draws: bool) -> Iterator[str]:
+    """What was left out of the comparison of tensors that follow from each other, as sentences.
+
+    Args:
+        draws: whether only some records were opened, which the report says already.
+    """
     by_reason: dict[str, list[Pair]] = defaultdict(list)
     for pair, reason in pairs.unread.items():
         by_reason[reason].append(pair)
@@ -78,5 +82,5 @@ def _not_drawn(pairs: PairTable) -> Iterator[str]:
         first = members[0]
         more = f" and {plural(len(members) - 1, 'more pair')}" if len(members) > 1 else ""
         yield f"{first.first} was not compared with {first.second}{more}: {reason}"
-    if len(pairs.rows) < pairs.chunks:
+    if len(pairs.rows) < pairs.chunks and not draws:
         yield f"moments and master copies were compared in {len(pairs.rows):,} of {plural(pairs.chunks, 'chunk')}"
