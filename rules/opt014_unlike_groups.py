@@ -108,6 +108,7 @@ def _lost_settings(one: _Groups) -> Iterator[Finding]:
             f"{_named(names, len(one.groups))} no {what}, which group {owner} has",
             at=Location(file=one.file, label=one.place),
             identity=("settings", one.place, *names[:_SHOWN]),
+            keys=_keys(one, names),
             kind="settings",
             why="the next step of the optimizer stops, or runs with its defaults",
             hint="save again from an optimizer whose groups are whole, or use an earlier step of the run",
@@ -136,11 +137,18 @@ def _other_steps(one: _Groups, is_fixed: bool) -> Iterator[Finding]:
                 f"{_named(names, len(one.groups))} {at}, but group {printable(first)} has step {most:,}",
                 at=Location(file=one.file, label=one.place),
                 identity=("step", one.place, *names[:_SHOWN]),
+                keys=_keys(one, names),
                 confidence=confidence,
                 kind="step",
                 why="a resume corrects the bias of Adam's moments in this group as at another step",
                 hint=f"set the step of the group to {most:,} before you resume, or use an earlier step of the run",
             )
+
+
+def _keys(one: _Groups, names: list[str]) -> tuple[str, ...]:
+    """The groups as ignores name them: `optimizer.param_groups.1`."""
+    stem = one.place.rpartition(": ")[2].removesuffix("param_groups").rstrip(".")
+    return tuple(".".join(filter(None, (stem, "param_groups", name))) for name in names)
 
 
 def _named(names: list[str], total: int) -> str:
