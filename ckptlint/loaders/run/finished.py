@@ -192,7 +192,8 @@ def lacking_files(step: Folder, older: Iterable[Folder], kinds_of: int = 1) -> t
             )
             if not _is_judged_alone(step, name)
         ]
-        return sorted(map(printable, lost)), "all older steps have"
+        holders = "all older steps have" if len(finished) > 1 else f"{printable(finished[0].name)} has"
+        return sorted(map(printable, lost)), holders
     except CkptlintError:
         return [], ""
 
