@@ -28,6 +28,7 @@ from ckptlint.commands.shared import (
     write_file,
 )
 from ckptlint.lint.options import CHECK_OPTIONS, FORMATS, SUFFIXES
+from ckptlint.storage.writing import checked_target
 
 if TYPE_CHECKING:
     from ckptlint.lint.report import Report
@@ -150,11 +151,11 @@ def _output(value: str) -> tuple[str, Path]:
     """The format and file of an `--output`."""
     name, equals, path = value.partition("=")
     if equals and name in FORMATS:
-        return name, Path(path)
+        return name, checked_target(Path(path))
     suffix = Path(value).suffix
     if suffix not in SUFFIXES:
         raise click.UsageError(f"--output {value} has no known suffix: use one of {', '.join(SUFFIXES)}, or F=FILE")
-    return SUFFIXES[suffix], Path(value)
+    return SUFFIXES[suffix], checked_target(Path(value))
 
 
 # ---------------------------------------------------------------- ckptlint config

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ckptlint.errors import ConfigError
+from ckptlint.storage.writing import write_whole
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -54,9 +55,9 @@ def completion(shell: str, install: bool) -> None:
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         if shell != "zsh":
-            place.write_text(script, encoding="utf-8")
+            write_whole(place.resolve(), script)  # a user keeps such files elsewhere, and links to them
         elif not place.exists() or line not in place.read_text(encoding="utf-8", errors="replace"):
-            with place.open("a", encoding="utf-8") as file:
+            with place.open("a", encoding="utf-8") as file:  # the rest of it is the user's
                 file.write(f"\n{line}\n")
     except OSError as error:
         raise ConfigError(f"{place} cannot be written: {error.strerror}") from None

@@ -9,6 +9,7 @@ import click
 
 from ckptlint.commands.shared import (
     ENVIRONMENT,
+    Output,
     described_or_exit,
     opened_or_exit,
     progress,
@@ -30,7 +31,7 @@ from ckptlint.reporters.diff import as_json, as_text
 @click.option("--ignore", multiple=True, metavar="GLOB", help="With --values, leave out tensors that match.")
 @click.option("--adapter", metavar="DIR", help="With --values, a LoRA adapter: NEW should be OLD with it merged in.")
 @click.option("--jobs", type=click.IntRange(1, 64), metavar="N", help="With --values, how many threads read.")
-@click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="With --values, also write a page.")
+@click.option("--html", type=Output(), help="With --values, also write a page.")
 @click.option("--format", "format_", type=click.Choice(["text", "json"]), default="text", show_default=True)
 @click.option("--color", type=click.Choice(["auto", "always", "never"]), default="auto", show_default=True)
 def diff(

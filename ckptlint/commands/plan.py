@@ -9,7 +9,15 @@ from typing import Any
 import click
 
 from ckptlint.commands.completion import jobs
-from ckptlint.commands.shared import ENVIRONMENT, described_or_exit, progress, show_text, terminal_style, write_file
+from ckptlint.commands.shared import (
+    ENVIRONMENT,
+    Output,
+    described_or_exit,
+    progress,
+    show_text,
+    terminal_style,
+    write_file,
+)
 from ckptlint.errors import ConfigError
 
 _SIZE = click.IntRange(min=1)
@@ -36,7 +44,7 @@ _SIZE = click.IntRange(min=1)
 @click.option("--no-load-rng", is_flag=True, help="Megatron-LM loads no random states.")
 @click.option("--megatron", metavar="V", help="The version of megatron-core that loads: 0.16.  [default: any]")
 @click.option("--format", "format_", type=click.Choice(["text", "json"]), default="text", show_default=True)
-@click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Also write a page to this file.")
+@click.option("--html", type=Output(), help="Also write a page to this file.")
 @click.option("--color", type=click.Choice(["auto", "always", "never"]), default="auto", show_default=True)
 @click.option("--no-progress", is_flag=True, help="Show no progress bar.")
 def plan(

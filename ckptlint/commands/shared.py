@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from ckptlint.commands.completion import many_rules
 from ckptlint.errors import CkptlintError
 from ckptlint.lint.options import CHECK_OPTIONS, GROUPS, CheckOption
 from ckptlint.progress import listening
+from ckptlint.storage.writing import checked_target, write_whole
 
 if TYPE_CHECKING:
     from ckptlint.comparing.sides import OpenedCheckpoint
@@ -167,22 +168,25 @@ def say(*sentences: object) -> None:
         click.echo(inert(f"ckptlint: {sentence}"), err=True)
 
 
+class Output(click.Path):
+    """The type of an option that names a file to write; a link is refused, before anything is read."""
+
+    def __init__(self) -> None:
+        super().__init__(dir_okay=False)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return checked_target(Path(os.fsdecode(super().convert(value, param, ctx))))
+
+
 def write_file(path: Path, text: str) -> None:
-    """A whole file or none: written under another name, then renamed. What is there and no plain file is kept.
+    """`write_whole` for a command.
 
     Raises:
         CkptlintError: the file cannot be written.
     """
-    is_special = path.is_symlink() or (path.exists() and not path.is_file())  # /dev/stdout, a pipe
-    unfinished = path if is_special else path.with_name(f".{path.name}.part")
     try:
-        unfinished.write_text(text, encoding="utf-8")
-        if not is_special:
-            unfinished.replace(path)
+        write_whole(path, text)
     except OSError as error:
-        if not is_special:
-            with suppress(OSError):
-                unfinished.unlink(missing_ok=True)
         raise CkptlintError(f"{path} cannot be written: {error.strerror}") from None
 
 

@@ -7,7 +7,16 @@ from pathlib import Path
 
 import click
 
-from ckptlint.commands.shared import ENVIRONMENT, opened_or_exit, progress, say, show_text, terminal_style, write_file
+from ckptlint.commands.shared import (
+    ENVIRONMENT,
+    Output,
+    opened_or_exit,
+    progress,
+    say,
+    show_text,
+    terminal_style,
+    write_file,
+)
 from ckptlint.depth import Depth
 
 
@@ -52,7 +61,7 @@ def show(
 
 @click.command(context_settings=ENVIRONMENT)
 @click.argument("path")
-@click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="Write to this file, not to stdout.")
+@click.option("--output", type=Output(), help="Write to this file, not to stdout.")
 @click.option("--values", is_flag=True, help="Read the tensors, and write digests of what they hold.")
 @click.option("--rows", is_flag=True, help="With --values, also a digest of each row: findings then name rows.")
 def manifest(path: str, output: Path | None, values: bool, rows: bool) -> None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from ckptlint.errors import CheckpointError, ConfigError
 from ckptlint.model.text import inert, plural, printable
 from ckptlint.storage.paths import is_url
+from ckptlint.storage.writing import fresh_name, write_whole
 from ckptlint.vocabulary.frameworks import step_number
 
 if TYPE_CHECKING:
@@ -226,14 +227,14 @@ def _sentence(finding: Mapping[str, Any]) -> str:
 def _point_to(step: Path, folder: Path | None) -> None:
     """Let `latest.good` name a step, at once or not at all."""
     mark = (folder or step.parent) / GOOD
-    target, new = os.path.relpath(step, mark.parent), mark.with_name(f".{GOOD}.{os.getpid()}")
+    target, new = os.path.relpath(step, mark.parent), fresh_name(mark)
     try:
-        new.unlink(missing_ok=True)
         try:
             new.symlink_to(target)
         except (OSError, NotImplementedError):  # a file system without links
-            new.write_text(f"{target}\n", encoding="utf-8")
-        new.replace(mark)
+            write_whole(mark, f"{target}\n")
+        else:
+            new.replace(mark)
     except OSError as error:
         log.warning("ckptlint: %s passes, but %s could not be written: %s", step.name, mark, error)
         with suppress(OSError):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from ckptlint.model import Seal, SealEntry
 from ckptlint.model.text import printable
 from ckptlint.seals.digests import ALGORITHM
 from ckptlint.storage.folder import Folder
+from ckptlint.storage.writing import write_whole
 
 SEAL = "ckptlint.seal.json"
 SCHEMA = "ckptlint.seal/1"
@@ -73,13 +73,9 @@ def write_seal(folder: Path, seal: Seal) -> Path:
         },
         "skipped": seal.skipped,
     }
-    path, unfinished = folder / SEAL, folder / f".{SEAL}.part"
+    path = folder / SEAL
     try:
-        with unfinished.open("w", encoding="utf-8") as file:
-            file.write(json.dumps(document, indent=1) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
+        write_whole(path, json.dumps(document, indent=1) + "\n", on_disk=True)
     except OSError as error:
         raise AccessError(f"{printable(str(path))} cannot be written: {error.strerror}") from None
     return path

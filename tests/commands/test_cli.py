@@ -479,14 +479,12 @@ def test_an_output_that_cannot_be_written_is_no_pass(
 
 
 def test_an_output_that_is_no_plain_file_is_written_to_as_it_is(tmp_path: Path) -> None:
-    (tmp_path / "report.json").write_text("old")
-    (tmp_path / "link.json").symlink_to("report.json")
     os.mkfifo(tmp_path / "pipe")
     with subprocess.Popen(["cat", tmp_path / "pipe"], stdout=subprocess.PIPE, text=True) as reader:
-        outputs = [f"--output={name}" for name in (tmp_path / "link.json", f"json={tmp_path / 'pipe'}")]
+        outputs = [f"--output={name}" for name in (tmp_path / "report.json", f"json={tmp_path / 'pipe'}")]
         assert run(GOOD, *outputs, own_process=True).returncode == 0
         piped, _ = reader.communicate(timeout=600)
-    assert (tmp_path / "link.json").is_symlink() and (tmp_path / "pipe").is_fifo()
+    assert (tmp_path / "pipe").is_fifo()
     assert json.loads(piped)["summary"] == json.loads((tmp_path / "report.json").read_text())["summary"]
     assert '"schema"' in run(GOOD, "--quiet", "--output", "json=/dev/stdout", own_process=True).stdout
 
@@ -501,20 +499,56 @@ def full() -> Iterator[IO[str]]:
 
 
 def test_a_full_disk_below_an_output_is_no_pass(full: IO[str], tmp_path: Path) -> None:
-    (tmp_path / "full").symlink_to("/dev/full")
-    done = run(GOOD, "--output", f"json={tmp_path / 'full'}")
+    done = run(GOOD, "--output", "json=/dev/full")
     assert (done.returncode, os.strerror(errno.ENOSPC) in done.stderr) == (4, True)
     assert Path("/dev/full").is_char_device()
 
 
 def test_a_write_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def write(path: Path, text: str, **options: Any) -> int:
-        path.write_bytes(text[:10].encode())
+    def rename(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(Path, "write_text", write)
+    monkeypatch.setattr(Path, "replace", rename)
     assert main(monkeypatch, GOOD, "--output", str(tmp_path / "report.json")) == 4
     assert list(tmp_path.iterdir()) == []
+
+
+WRITERS = {
+    "check": ("check", GOOD, "--output", "{}"),
+    "manifest": ("manifest", GOOD, "--output", "{}"),
+    "diff": ("diff", GOOD, GOOD, "--values", "--html", "{}"),
+    "plan": ("plan", GOOD, "--to", "dp=2", "--html", "{}"),
+}
+
+
+@pytest.mark.parametrize("command", WRITERS)
+def test_no_output_is_written_through_a_link(command: str, tmp_path: Path) -> None:
+    (tmp_path / "kept").write_text("kept")
+    for name in ("report.html", ".report.html.part", "leads-nowhere.html"):
+        (tmp_path / name).symlink_to("nowhere" if "nowhere" in name else "kept")
+    before = sorted(tmp_path.iterdir())
+    for name in ("report.html", "leads-nowhere.html"):
+        target = str(tmp_path / name)
+        done = run(*(argument.format(target) for argument in WRITERS[command]))
+        said = f"ckptlint: {target} is a link, and ckptlint writes through none: name the file itself\n"
+        assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
+        assert ((tmp_path / "kept").read_text(), sorted(tmp_path.iterdir())) == ("kept", before)
+    (tmp_path / "report.html").unlink()
+    (tmp_path / "report.html").write_text("old")
+    (tmp_path / "report.html").chmod(0o600)
+    assert run(*(argument.format(tmp_path / "report.html") for argument in WRITERS[command])).returncode == 0
+    assert ((tmp_path / "kept").read_text(), sorted(tmp_path.iterdir())) == ("kept", before)
+    assert len((tmp_path / "report.html").read_text()) > 100
+    assert (tmp_path / "report.html").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_link_in_the_settings_is_refused_before_the_check(tmp_path: Path) -> None:
+    (tmp_path / "kept").write_text("kept")
+    (tmp_path / "report.json").symlink_to("kept")
+    (tmp_path / "ckptlint.toml").write_text('output = "report.json"')
+    done = run(GOOD, cwd=tmp_path)
+    assert (done.returncode, done.stdout, "report.json is a link" in done.stderr) == (2, "", True)
+    assert (tmp_path / "kept").read_text() == "kept"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import shutil
 import sys
@@ -83,8 +84,11 @@ def test_a_text_file_stands_in_for_a_link(job: Path, monkeypatch: pytest.MonkeyP
     def refuse(*_: object, **__: object) -> None:
         raise OSError("this file system has no links")
 
+    (job / "kept").write_text("kept")
+    (job / f".{GOOD}.{os.getpid()}").symlink_to("kept")
     monkeypatch.setattr(Path, "symlink_to", refuse)
     check_saved(job / "step-10")
+    assert (job / "kept").read_text() == "kept"
     assert (job / GOOD).read_text() == "step-10\n"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -251,12 +252,21 @@ def test_text_of_a_seal_cannot_move_the_cursor(tmp_path: Path) -> None:
     assert "\x1b" not in text.replace("\\x1b", "") and codes(report) == {"LIV305"}
 
 
-def test_what_cannot_be_written_leaves_the_old_seal(tmp_path: Path) -> None:
+def test_a_seal_is_written_through_no_link(tmp_path: Path) -> None:
+    (tmp_path / "kept").write_text("kept")
+    for name in (SEAL, f".{SEAL}.part"):
+        (tmp_path / name).symlink_to("kept")
+    write_seal(tmp_path, Seal(ALGORITHM, "", {}))
+    assert (tmp_path / "kept").read_text() == "kept" and not (tmp_path / SEAL).is_symlink()
+
+
+def test_what_cannot_be_written_leaves_the_old_seal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_seal(tmp_path, Seal(ALGORITHM, "", {}))
     before = (tmp_path / SEAL).read_bytes()
-    (tmp_path / f".{SEAL}.part").mkdir()
-    with pytest.raises(AccessError, match="cannot be written"):
+    with monkeypatch.context() as broken, pytest.raises(AccessError, match="cannot be written"):
+        broken.setattr(os, "fsync", lambda number: os.close(-1))
         write_seal(tmp_path, Seal(ALGORITHM, "1" * 32, {}))
+    assert [*tmp_path.iterdir()] == [tmp_path / SEAL]
     assert (tmp_path / SEAL).read_bytes() == before
     with pytest.raises(AccessError, match="cannot be written"):
         write_seal(tmp_path / "absent", Seal(ALGORITHM, "", {}))

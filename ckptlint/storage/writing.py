@@ -1,0 +1,63 @@
+"""The one way in which ckptlint writes a file: whole or not at all, and never through a link of somebody else."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from ckptlint.errors import ConfigError
+
+
+def checked_target(path: Path) -> Path:
+    """The path of an output that may be written: no link, which a checkpoint may bring to lead a report elsewhere.
+
+    Raises:
+        ConfigError: it is a link.
+    """
+    if path.is_symlink() and not _is_of_the_system(path):
+        raise ConfigError(f"{path} is a link, and ckptlint writes through none: name the file itself")
+    return path
+
+
+def write_whole(path: Path, text: str, on_disk: bool = False) -> None:
+    """Write a file under a fresh name beside it, then rename it; a pipe or a device is written to as it is.
+
+    A link that came to stand there meanwhile is replaced. The mode of a file that is replaced stays.
+
+    Args:
+        on_disk: the text is on the disk when this returns.
+
+    Raises:
+        OSError: the file cannot be written; nothing is left behind, and what was there stays.
+    """
+    if _is_of_the_system(path) or (path.exists() and not path.is_file()):
+        flags = os.O_WRONLY | os.O_APPEND | (0 if _is_of_the_system(path) else os.O_NOFOLLOW)
+        with open(os.open(path, flags), "w", encoding="utf-8") as file:  # noqa: PTH123  a number
+            file.write(text)
+        return
+    mode = path.stat().st_mode & 0o777 if path.is_file() and not path.is_symlink() else 0o666
+    unfinished = fresh_name(path)
+    number = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
+    try:
+        with open(number, "w", encoding="utf-8") as file:  # noqa: PTH123  a number
+            file.write(text)
+            if on_disk:
+                file.flush()
+                os.fsync(number)
+        unfinished.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            unfinished.unlink()
+        raise
+
+
+def fresh_name(path: Path) -> Path:
+    """A name beside a file that nobody can have guessed; what is left of it reads as a file that did not end."""
+    return path.with_name(f".{path.name}.{os.urandom(8).hex()}.part")
+
+
+def _is_of_the_system(path: Path) -> bool:
+    """Whether its folder has links of the system alone: /dev/stdout, the /dev/fd/63 of a shell; not /dev/shm."""
+    folder = Path(os.path.realpath(path.parent))
+    return folder == Path("/dev") or folder.is_relative_to("/proc")
