@@ -127,8 +127,7 @@ def test_a_folder_of_state_that_the_only_older_step_has_is_told(tmp_path: Path, 
             torch.save({"step": step}, place / folder / name)
     lost = is_lost and folder == "orchestrator"
     assert (
-        told(tmp_path / "step_20", "COM001")
-        == ["the step has no orchestrator/progress.pt, which step_10 has"] * lost
+        told(tmp_path / "step_20", "COM001") == ["the step has no orchestrator/progress.pt, which step_10 has"] * lost
     )
 
 
