@@ -12,7 +12,7 @@ from typing import Any
 
 JSON_ESCAPE, MARKUP_ESCAPE = r"\u{:04x}", "&#x{:x};"
 """For `inert`: inside the strings of a JSON text; in HTML, XML, and labels of Graphviz and Mermaid."""
-_COMMAND = re.compile(r"^(\s*):(?=:)|:(?=:[\w-]+(?: [^\n]*?)?::)|##(?=\w*\[)", re.MULTILINE)
+_COMMAND = re.compile(r"^([^\S\n]*):(?=:)|:(?=:[\w-]+(?: [^\n]*?)?::)|##(?=\w*\[)", re.MULTILINE)
 
 
 def printable(text: str) -> str:
