@@ -244,6 +244,12 @@ def lost_experts(folder: Path, count: int) -> None:
     write(folder, held, file_of=lambda i: i % 64)
 
 
+def permuted_layers(folder: Path, count: int) -> None:
+    """Layers with a second number, as if drawn, so that no two names fold into one."""
+    _, held = next(_model(1))
+    write(folder, {f"a.{number}.b.{number * 7919 % count}.w": held for number in range(count)})
+
+
 def entries(folder: Path, count: int) -> None:
     """Storage entries of one file."""
     write(folder, dict(_model(count // 7)))
@@ -313,6 +319,7 @@ KINDS = {
         odd_layers,
         experts,
         lost_experts,
+        permuted_layers,
         entries,
         overlapping_entries,
         misplaced_keys,

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from itertools import pairwise
+from itertools import groupby, pairwise
 from math import prod
+from operator import itemgetter
 from typing import Any
 
 JSON_ESCAPE, MARKUP_ESCAPE = r"\u{:04x}", "&#x{:x};"
 """For `inert`: inside the strings of a JSON text; in HTML, XML, and labels of Graphviz and Mermaid."""
-_COMMAND = re.compile(r"^(\s*):(?=:)|:(?=:[\w-]+(?: [^\n]*?)?::)|##(?=\w*\[)", re.MULTILINE)
+_COMMAND = re.compile(r"^([^\S\n]*):(?=:)|:(?=:[\w-]+(?: [^\n]*?)?::)|##(?=\w*\[)", re.MULTILINE)
 
 
 def printable(text: str) -> str:
@@ -65,6 +66,7 @@ def texts(values: Iterable[str]) -> tuple[str, ...]:
 
 NUMBER = re.compile(r"(?<![^./(_])\d+(?![^./)_,])|(?<=\bweight)\d+$|(?<=\bbias)\d+$")
 _OF_SEVERAL = {"is": "are", "was": "were", "has": "have", "does": "do"}
+_MOST_NUMBERS = 8  # in a name that is folded; each costs a look at all names
 _PLAIN_NUMBER = re.compile(r"0|[1-9][0-9]{0,15}")
 
 
@@ -130,22 +132,23 @@ def fold_names(fqns: Iterable[str]) -> list[str]:
 
 @lru_cache(maxsize=1 << 15)
 def _taken_apart(fqn: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """The words between the numbers of a name, and the numbers; none where one is not written plainly."""
+    """The words between the numbers of a name, and the numbers; none where one is not written plainly, or of many."""
     found = NUMBER.findall(fqn)
-    if not all(_PLAIN_NUMBER.fullmatch(number) for number in found):
+    if len(found) > _MOST_NUMBERS or not all(_PLAIN_NUMBER.fullmatch(number) for number in found):
         return (fqn,), ()
     return tuple(NUMBER.split(fqn)), tuple(map(int, found))
 
 
 def _products(rows: list[tuple[int, ...]]) -> list[list[list[int]]]:
-    """The rows as full products of columns: any other pattern would name tensors that are not meant."""
+    """Sorted rows as full products of columns: any other pattern would name tensors that are not meant."""
+    if len(rows) == 1:
+        return [[[number] for number in rows[0]]]
     columns = [sorted(set(column)) for column in zip(*rows, strict=True)]
     if prod(map(len, columns)) == len(rows):
         return [columns]
     varying = next(i for i, column in enumerate(columns) if len(column) > 1)
-    return [
-        product for value in columns[varying] for product in _products([row for row in rows if row[varying] == value])
-    ]
+    alike = groupby(rows, itemgetter(varying))  # sorted rows: those of one value stand together
+    return [product for _, group in alike for product in _products([*group])]
 
 
 def human_bytes(count: int) -> str:

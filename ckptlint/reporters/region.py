@@ -20,7 +20,7 @@ from ckptlint.reporters.style import aligned, cut
 from ckptlint.vocabulary.dtypes import nbytes
 
 _SLICED = re.compile(r"(.+)\[([-\d:,.\s]*)\]")
-_ITEM = re.compile(r"\s*(-?\d{1,18})?\s*(:)?\s*(-?\d{1,18})?\s*")
+_ITEM = re.compile(r"(-?\d{1,18})?(?:\s*(:)\s*(-?\d{1,18})?)?")
 _LISTED = 32
 
 
@@ -91,8 +91,8 @@ def parse_region(tensor: Tensor, slices: str) -> Box:
         raise ConfigError(f"{tensor.fqn} has {plural(len(shape), 'dim')}, and [{slices}] has {len(items)}")
     found = []
     for axis, (size, item) in enumerate(zip(shape, [*items, *[":"] * (len(shape) - len(items))], strict=True)):
-        match = _ITEM.fullmatch(item)
-        if match is None or not (match[1] or match[2]) or (match[3] and not match[2]):
+        match = _ITEM.fullmatch(item.strip())
+        if match is None or not (match[1] or match[2]):
             raise ConfigError(f"[{slices}] is not a slice: write [128:256, :], [-4:], [7] or [..., 0:8]")
         low, high = (int(match[i]) + size * match[i].startswith("-") if match[i] else None for i in (1, 3))
         start = low or 0

@@ -16,7 +16,7 @@ from ckptlint.vocabulary.dtypes import nbytes
 from ckptlint.vocabulary.keys import MOMENTS, parse, role
 
 _FRAME = re.compile(r"\d+|\.")
-_SHORTENED = re.compile(r"[^\W\d]+\.\.\.[^\W\d]+")
+_SHORTENED = re.compile(r"(?<![^\W\d])[^\W\d]+\.\.\.[^\W\d]+")
 _SHORTEST = len("ab...yz")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from itertools import product
 
 import pytest
@@ -80,6 +81,24 @@ def test_braces_stand_for_the_names_and_no_others(rows: set[tuple[int, int, str]
     fqns = [f"model.layers.{a}.experts.{b}.{name}" for a, b, name in rows]
     listed = [name for pattern in fold_names(fqns) for name in spelled_out(pattern)]
     assert sorted(listed) == sorted(fqns)
+
+
+def test_names_whose_numbers_are_permuted_take_near_linear_time() -> None:
+    def seconds(count: int) -> float:
+        names = [f"a.{number}.b.{number * 7919 % count}.w" for number in range(count)]
+        started = time.process_time()
+        assert len(fold_names(names)) == count
+        return time.process_time() - started
+
+    small, large = (min(seconds(count) for _ in range(3)) for count in (4_000, 32_000))
+    assert large < 8 * 3 * small  # eight times as many; quadratic would be 64 times
+
+
+def test_names_of_many_numbers_stay_as_they_are() -> None:
+    rows = [[*[0] * i, *[1] * (1500 - i)] for i in range(1500)]
+    fqns = [".".join(map(str, ["a", *row, "w"])) for row in rows]
+    assert fold_names(fqns) == fqns
+    assert fold_names([f"a.1.2.3.4.5.6.7.{n}.w" for n in range(3)]) == ["a.1.2.3.4.5.6.7.{0-2}.w"]
 
 
 @pytest.mark.parametrize("fqn", ["layers.007.w", "block_00.w", "a*.3.w", "*", "layers.٣.w"])

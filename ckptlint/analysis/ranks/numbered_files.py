@@ -21,7 +21,7 @@ PAYLOAD = "the payload files"
 
 _NUMBER = re.compile(r"\d+")
 _COUNTER = re.compile(r"_\d+(?=\.\w+$)")
-_OF_MANY = re.compile(r"\d+[-_]of[-_]\d+")  # parts of one state, which an index or their count describes
+_OF_MANY = re.compile(r"\d[-_]of[-_]\d")  # parts of one state, which an index or their count describes
 _OTHER_AXES = ("mp", "local", r"e(xpert[-_.]?)?dp", r"dp[-_.]?(cp|shard|replicate)", r"[a-z]+[-_.]?parallel")
 _AXES = "|".join([*(axis for axis in AXES if axis != "world"), *_OTHER_AXES])
 _JOB = ("args", "run_config")  # what a job writes about itself at each save

@@ -31,9 +31,10 @@ _ROWS = re.compile(
 _COLUMNS = re.compile(
     r".*\.(?:linear_proj|linear_fc2|mixer\.out_proj|(?:self|inter)_attention\.dense|dense_4h_to_h)\.weight"
 )
+_NORM = re.compile(r"norm\w*(?:\.\w+)?")
 _WHOLE = re.compile(
-    r".*(?:norm\w*|router|position_embeddings|tokentype_embeddings|layer_norm_weight|layer_norm_bias)(?:\.\w+)?"
-    r"|.*\.(?:layer_norm_weight|layer_norm_bias|expert_bias|local_tokens_per_expert)"
+    r".*(?:router|position_embeddings|tokentype_embeddings)(?:\.\w+)?"
+    r"|.*\.(?:expert_bias|local_tokens_per_expert)"
     r"|.*\.(?:linear_proj|linear_fc2|dense|dense_4h_to_h)\.bias"
 )
 _MIXER_ROWS = re.compile(r".*\.mixer\.(?:(?:in_proj|conv1d)\.(?:weight|bias)|A_log|D|dt_bias|norm\.weight)")
@@ -244,7 +245,7 @@ def cut_axis(key: str) -> Axis:
         key = key.rstrip("0123456789")
     if _MIXER_ROWS.fullmatch(key):
         return 0
-    if _WHOLE.fullmatch(key):
+    if _WHOLE.fullmatch(key) or _NORM.fullmatch(key, max(key.rfind("norm"), 0)):
         return "whole"
     if _ROWS.fullmatch(key):
         return 0
