@@ -140,7 +140,7 @@ PACKED: dict[str, Callable[[bytes], bytes]] = {
     "unknown": lambda data: b"QRS\1" + bytes(byte ^ 0x55 for byte in data),
     "old tar": old_tar,
 }
-UNREAD = ("lz4", "old lz4", "zstandard", "unknown", "old tar", "gzip twice", "gzip of zf", "gzip of lz4")
+UNREAD = ("lz4", "old lz4", "zstandard", "unknown", "old tar", "gzip of lz4")
 UNPACKED = ("zf", "zf of python 2", "lzma 5000", "lzma of other properties", "xz", "gzip after zeros", "old tar")
 ENDINGS = ("joblib", "pkl", "pickle", "pt", "pth", "ckpt", "dill", "p")
 
@@ -226,7 +226,7 @@ def test_an_array_that_only_a_newer_python_unpacks_is_told(step: Path, evil: byt
         for mark in (b"PK\3\4", b"PK\1\2"):
             at = data.index(mark) + (8 if mark == b"PK\3\4" else 10)
             data[at : at + 2] = struct.pack("<H", 98)
-        assert judged(step, "x.npz", bytes(data))[0] == (4 if name == "x.npy" else 0)
+        assert judged(step, "x.npz", bytes(data))[0] == 4
 
 
 # ---------------------------------------------------------------- packed
@@ -243,22 +243,15 @@ def test_what_is_called_like_a_pickle_and_packed_never_passes(step: Path, evil: 
         assert judged(step, "x.bin", data)[0] in (1, 4)
 
 
-@pytest.mark.parametrize(
-    "form", ["zf", "zf of python 2", "lzma 5000", "lzma of other properties", "xz", "gzip after zeros", "old tar"]
-)
+@pytest.mark.parametrize("form", UNPACKED)
 def test_what_is_unpacked_is_told_whatever_its_name(step: Path, evil: bytes, form: str) -> None:
-    assert judged(step, "vocab.txt", PACKED[form](evil))[0] == (4 if form == "old tar" else 1)
+    assert judged(step, "vocab.txt", PACKED[form](evil))[0] == 1
 
 
 @pytest.mark.parametrize("form", PACKED)
 def test_pickles_that_are_unpacked_and_call_nothing_are_quiet(step: Path, form: str) -> None:
     code, rows = judged(step, "scaler.joblib", PACKED[form](pickle.dumps({"mean": [1.0, 2.0]}, 2)))
-    is_unread = form in ("lz4", "old lz4", "zstandard", "unknown", "old tar") or form in (
-        "gzip twice",
-        "gzip of zf",
-        "gzip of lz4",
-    )
-    assert (code, bool(rows)) == (4 if is_unread else 0, is_unread)
+    assert (code, bool(rows)) == (4 if form in UNREAD else 0, form in UNREAD)
 
 
 def test_data_of_other_kinds_is_quiet(step: Path) -> None:
@@ -268,7 +261,7 @@ def test_data_of_other_kinds_is_quiet(step: Path) -> None:
     for name, data in (
         ("openvino/openvino_model.bin", np.arange(999, dtype="f4").tobytes()),
         ("vocab.bin", b"\x5d\1\2\3" * 99),
-        ("tokens.jsonl.zst", b"\x28\xb5\x2f\xfd" + b"\1" * 99),
+        ("tokens.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 99)),
         ("notes.txt", b"ZF is a company\n" * 9),
         ("code.tar", tar.getvalue()),
         ("logs.gz", gzip.compress(b"step 1\n" * 99)),
