@@ -119,7 +119,7 @@ def _may_reach_a_name(data: bytes) -> bool:
 
 
 def pickles_in(content: FileContent | None, file: BinaryIO, limit: int, depth: int = 1) -> Iterator[BinaryIO]:
-    """The pickles and files of torch.save inside a file of this content: members, packed, in arrays of objects.
+    """The pickles inside a file of this content: members, packed, in arrays of objects; and zip files, torch's or not.
 
     Archives and packed data in one another are followed down to `_DEPTH`. Each of the files is to be read before the
     next is asked for. To be asked in a child process.
@@ -161,9 +161,9 @@ def _in_member(file: BinaryIO, size: int, limit: int, depth: int) -> Iterator[Bi
     if content == "pickle":
         yield file
         return
-    if content == "archive" and _is_torch(file):
+    if content == "archive":
         yield file
-    elif depth >= _DEPTH and content != "packed":
+    if depth >= _DEPTH and content != "packed" and not (content == "archive" and _is_torch(file)):
         raise LimitError(_TOO_DEEP)
     file.seek(0)
     yield from pickles_in(content, file, limit, depth + 1)
@@ -184,14 +184,16 @@ def _in_packed(file: BinaryIO, limit: int, depth: int) -> Iterator[BinaryIO]:
     packed = file.read(_FEW)
     if packed.startswith(_NOT_UNPACKED):
         raise UnreadableError("is packed, or holds what is packed, in a way that ckptlint does not unpack")
-    inner = file_content(_unpacked(packed, HEAD) or _unpacked(packed + file.read(limit), HEAD))
-    if inner is None:
-        return
+    start = _unpacked(packed, HEAD) or _unpacked(packed + file.read(limit), HEAD)
+    inner = file_content(start)
+    if inner is None or (inner == "packed" and not is_packed(start) and not _unpacked(start, 1)):
+        return  # numbers often start as zlib does
     if depth > _DEPTH:
         raise LimitError(_TOO_DEEP)
     file.seek(0)
     data = _unpacked(file.read(limit), limit + 1)
-    if inner == "perhaps pickle" and not is_pickled(data[:limit], len(data)):
+    is_other = is_tar(data[:HEAD]) or _unpacker(data[:HEAD]) is not None
+    if inner == "perhaps pickle" and not is_other and not is_pickled(data[:limit], len(data)):
         return
     if len(data) > limit:
         raise LimitError(f"holds more than {limit:,} bytes of compressed data")
@@ -237,11 +239,13 @@ def _unpacker(data: bytes) -> Any:
 
         form = lzma.FORMAT_XZ if data.startswith(_XZ) else lzma.FORMAT_ALONE
         return lzma.LZMADecompressor(form, memlimit=_PACK_MEMORY)
-    is_zlib = len(data) > 1 and data[0] & 15 == 8 and data[0] < 0x80 and int.from_bytes(data[:2], "big") % 31 == 0
-    is_zlib = is_zlib or data.startswith(_GZIP) or _Z_FILE.match(data) is not None
-    if is_zlib:
+    if _is_zlib(data) or data.startswith(_GZIP) or _Z_FILE.match(data):
         return zlib.decompressobj(47)  # either of both
     return zlib.decompressobj(-15) if _is_deflated(data) else None
+
+
+def _is_zlib(data: bytes) -> bool:
+    return len(data) > 1 and data[0] & 15 == 8 and data[0] < 0x80 and int.from_bytes(data[:2], "big") % 31 == 0
 
 
 def _is_deflated(head: bytes) -> bool:
@@ -250,7 +254,8 @@ def _is_deflated(head: bytes) -> bool:
         start = zlib.decompressobj(-15).decompress(head, HEAD)
     except zlib.error:
         return False
-    return len(start) > 8 and (start.startswith((*_ZIP, _ARRAY)) or bool(_FIRST.match(start) and _is_decoded(start)))
+    is_opened = start.startswith((*_ZIP, _ARRAY)) or is_packed(start) or _is_zlib(start) or is_tar(start)
+    return len(start) > 8 and (is_opened or bool(_FIRST.match(start) and _is_decoded(start)))
 
 
 # ---------------------------------------------------------------- arrays

@@ -474,7 +474,12 @@ def _inside(item: _File, content: FileContent) -> list[TorchFile]:
     try:
         with item.folder.open(item.name) as file:
             for pickled in pickles_in(content, file, _PLAIN_LIMIT):
-                inside.append(read_torch_stream(pickled))
+                try:
+                    inside.append(read_torch_stream(pickled))
+                except ForeignError:
+                    pickled.seek(0)
+                    if file_content(pickled.read(HEAD)) != "archive":
+                        raise
     except UnreadableError as error:
         if not any(found.unpickled.refused for found in inside):
             raise _NotToItsEndError(str(error), error.position) from None
