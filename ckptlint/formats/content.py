@@ -47,7 +47,6 @@ _FIRST = re.compile(
 _NAMES = ("GLOBAL", "STACK_GLOBAL", "INST", "EXT1", "EXT2", "EXT4")
 _DEPTH = 3  # archives and packed files in one another that are opened
 _TOO_DEEP = f"holds archives or packed files in one another, more than {_DEPTH} deep"
-_OLD_TAR = "is a tar archive with the storages that torch.load unpickles, a form of torch < 0.2"
 _MEMBERS = 65_535  # of a zip or tar file that are looked at
 _HEADER = 2**20  # bytes of the header of an array, which grows with its named fields
 _NOT_ASCII = bytes.maketrans(bytes(range(128, 256)), b"?" * 128)
@@ -287,7 +286,7 @@ def _in_arrays(file: BinaryIO, size: int, limit: int) -> Iterator[BinaryIO]:
         length = None if file_content(head) in ("pickle", "perhaps pickle") else 0
         file.seek(start)
         if length == 0 and any(piece.strip(b"\0") for piece in iter(partial(file.read, _FEW), b"")):
-            raise UnreadableError(f"has {size - start:,} bytes after its array, which are no array")
+            raise UnreadableError(f"has {size - start:,} bytes after its array, which are no array and no pickle")
     if length is None:
         yield _in_memory(file, limit)
 
@@ -377,7 +376,9 @@ def _in_tar(file: BinaryIO, limit: int, depth: int) -> Iterator[BinaryIO]:
         with tarfile.open(fileobj=file, mode="r:") as archive:
             for number, member in enumerate(archive):
                 if member.name == "storages":
-                    raise UnreadableError(_OLD_TAR)
+                    raise UnreadableError(
+                        "is a tar archive with the storages of torch < 0.2, which torch.load unpickles"
+                    )
                 if number == _MEMBERS:
                     raise LimitError(f"has more than {_MEMBERS:,} members")
                 if member.isfile() and (opened := archive.extractfile(member)) is not None:
