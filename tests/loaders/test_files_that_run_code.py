@@ -464,3 +464,19 @@ def test_settings_without_code_are_quiet(step: Path) -> None:
             assert judged(step, name, text.encode()) == (0, []), name
     (step / "sub").mkdir()
     assert judged(step, "sub/config.json", json.dumps({"model_type": "llama"}).encode()) == (0, [])
+
+
+@pytest.mark.parametrize(
+    ("name", "entry", "known", "other"),
+    [
+        ("modules.json", "[{{'idx': 0, 'type': '{}'}}]", "sentence_transformers.models.Transformer", "net.Pooling"),
+        ("adapter_config.json", "{{'auto_mapping': {{'parent_library': '{}'}}}}", "transformers.models.llama", "os"),
+    ],
+)
+def test_modules_that_a_library_imports_by_name_are_told(
+    step: Path, name: str, entry: str, known: str, other: str
+) -> None:
+    for module, is_told in ((known, False), (other, True)):
+        (step / "sub").mkdir(exist_ok=True)
+        rows = judged(step, f"sub/{name}", entry.format(module).replace("'", '"').encode())[1]
+        assert any("contains code" in text and module in text for _, _, text in rows) is is_told
