@@ -398,6 +398,17 @@ def test_containers_are_followed_three_deep(step: Path, evil: bytes) -> None:
             assert depth == 4 or judged(step, "x", good) == (0, [])
 
 
+def test_payload_behind_a_link_inside_the_folder_is_no_other_file(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as writer
+
+    step = tmp_path / "step-10"
+    writer.save({"w": torch.ones(4), "v": torch.ones(3)}, checkpoint_id=str(step), no_dist=True)
+    (step / "data").mkdir()
+    (step / "__0_0.distcp").rename(step / "data" / "0")
+    (step / "__0_0.distcp").symlink_to("data/0")
+    assert ckptlint.check(step, fail_on="error").exit_code == 0
+
+
 # ---------------------------------------------------------------- bounds
 
 

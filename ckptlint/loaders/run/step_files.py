@@ -190,6 +190,9 @@ def _survey(whole: CheckpointPlace, ckpt: Checkpoint) -> _Survey:
     unclaimed = [name for name, is_claimed in pairs if not is_claimed and name.endswith(_PAYLOAD)]
     taken = {name for name in ckpt.files.names if not is_plain(name)}.difference(unclaimed) | {METADATA}
     taken |= {ckpt.index.file} if ckpt.index else set()
+    unlisted = whole.folder.entries.positions([*ckpt.files.names]) < 0  # links are; what they lead to is payload too
+    named = (name for name, is_link in zip(ckpt.files.names, unlisted.tolist(), strict=True) if is_link)
+    taken |= {target for name in named if "/" not in name and (target := whole.folder.inner_target(name))}
     taken |= {f"{name.rpartition('/')[0]}/" for name in taken if "/" in name}
     is_dcp = not (ckpt.is_safetensors or ckpt.storages is not None)
     read = {*_READ_ELSEWHERE, *(["train_state.pt"] if is_dcp else []), *([ckpt.config.file] if ckpt.config else [])}
