@@ -10,10 +10,13 @@ import warnings
 import zlib
 from collections.abc import Iterator
 from contextlib import suppress
-from io import BytesIO
+from functools import partial
+from io import SEEK_END, BytesIO
+from math import prod
 from typing import Any, BinaryIO, Literal
+from zipfile import BadZipFile, ZipExtFile, ZipFile
 
-from ckptlint.errors import LimitError, UnreadableError
+from ckptlint.errors import LimitError, ScriptError, UnreadableError
 from ckptlint.formats.pickles.joblib_arrays import MARK
 from ckptlint.formats.pickles.safe_pickle import asks_for_names
 from ckptlint.formats.torch_legacy import is_tar
@@ -26,7 +29,9 @@ FileContent = Literal["pickle", "perhaps pickle", "archive", "array", "packed", 
 
 _ZIP, _ARRAY = (b"PK\3\4", b"PK\5\6"), b"\x93NUMPY"  # numpy.load opens what starts with the end of an empty zip too
 _GZIP, _BZIP2, _XZ = b"\x1f\x8b", b"BZh", b"\xfd7zXZ\0"
-_NOT_UNPACKED = (b'\x04"M\x18', b"\x02!L\x18", b"\x28\xb5\x2f\xfd")  # LZ4 frames, its older ones, Zstandard
+# frames of LZ4, its older ones, Zstandard; 7z, RAR, lzip, compress, Snappy
+_NOT_UNPACKED = (b'\x04"M\x18', b"\x02!L\x18", b"\x28\xb5\x2f\xfd", *(bytes([80 + n]) + b"*M\x18" for n in range(16)))
+_NOT_UNPACKED += (b"7z\xbc\xaf\x27\x1c", b"Rar!\x1a\x07", b"LZIP\1", b"\x1f\x9d\x90", b"\xff\6\0\0sNaPpY")
 # properties, size of the dictionary, size of the content or -1, first byte of the coder (xz, doc/lzma-file-format.txt)
 _LZMA = re.compile(rb"(?:].{4}(?:\xff{8}|.{5}\0{3})|[\0-\xe0].{4}\xff{8})\0", re.DOTALL)
 _Z_FILE = re.compile(rb"ZF[-+\w\s]{19} ?")  # joblib < 0.10, read_zfile of joblib.numpy_pickle_compat: then zlib
@@ -40,6 +45,8 @@ _FIRST = re.compile(
     rb"|[IL]\s*[-+]?\d|F[-+.\dinIN]|S['\"]"
 )
 _NAMES = ("GLOBAL", "STACK_GLOBAL", "INST", "EXT1", "EXT2", "EXT4")
+_DEPTH = 3  # archives and packed files in one another that are opened
+_TOO_DEEP = f"holds archives or packed files in one another, more than {_DEPTH} deep"
 _MEMBERS = 65_535  # of a zip or tar file that are looked at
 _HEADER = 2**20  # bytes of the header of an array, which grows with its named fields
 _NOT_ASCII = bytes.maketrans(bytes(range(128, 256)), b"?" * 128)
@@ -55,6 +62,8 @@ def file_content(head: bytes) -> FileContent | None:
         return "archive"
     if head.startswith(_ARRAY):
         return "array"
+    if head.startswith(_NOT_UNPACKED):
+        return "packed"
     if not (_FIRST.match(head) and _is_decoded(head)):
         return "tar" if is_tar(head) else "packed" if _unpacker(head) is not None else None
     return "pickle" if head[0] == 0x80 and head[1:2] > b"\1" else "perhaps pickle"  # no pickler writes PROTO 0 or 1
@@ -108,37 +117,86 @@ def _may_reach_a_name(data: bytes) -> bool:
     return False
 
 
-def pickles_in(content: FileContent | None, file: BinaryIO, limit: int) -> Iterator[bytes]:
-    """The pickles inside a file of this content: in its arrays of objects, or packed, then a file of torch.save too.
+def pickles_in(content: FileContent | None, file: BinaryIO, limit: int, depth: int = 1) -> Iterator[BinaryIO]:
+    """The pickles inside a file of this content: members, packed, in arrays of objects; and zip files, torch's or not.
+
+    Archives and packed data in one another are followed down to `_DEPTH`. Each of the files is to be read before the
+    next is asked for. To be asked in a child process.
+
+    Args:
+        limit: bytes of one of them that are read, where it is packed or in a zip file.
+        depth: how many archives and packed files one is in then.
 
     Raises:
-        UnreadableError: one is damaged, or in an archive of torch < 0.2.
-        LimitError: one has more than `limit` bytes.
+        UnreadableError: something inside is damaged, packed in a way that is not unpacked here, or too deep.
+        LimitError: something inside that may be a pickle has more than `limit` bytes.
     """
-    if content == "archive":
-        yield from _object_pickles(file, limit)
-    elif content == "array" and (found := _object_pickle(file, limit)):
-        yield found
-    elif content == "tar" and _has_storages(file):
-        raise UnreadableError("is a tar archive with the storages that torch.load unpickles, a form of torch < 0.2")
+    if content == "array":
+        yield from _in_arrays(file, file.seek(0, SEEK_END), limit)
+    elif content == "archive":
+        yield from _in_zip(file, limit, depth)
+    elif content == "tar":
+        yield from _in_tar(file, limit, depth)
     elif content == "packed":
-        packed = file.read(_FEW)
-        inner = file_content(_unpacked(packed, HEAD) or _unpacked(packed + file.read(limit), HEAD))
-        if inner is None or inner == "packed":
-            return
+        yield from _in_packed(file, limit, depth)
+
+
+def _in_member(file: BinaryIO, size: int, limit: int, depth: int) -> Iterator[BinaryIO]:
+    """The pickles in what is inside `depth` others, itself too where it is one or a file of torch.save."""
+    head = file.read(HEAD)
+    content = file_content(head)
+    if content is None:
+        return
+    file.seek(0)
+    if content == "array":
+        yield from _in_arrays(file, size, limit)
+        return
+    if content == "perhaps pickle":
+        other: FileContent = "tar" if is_tar(head) else "packed"  # which may start with the same bytes
+        content = "pickle" if is_pickled(file.read(limit), size) else other
         file.seek(0)
-        data = _unpacked(file.read(limit), limit + 1)
-        if inner == "perhaps pickle" and not is_pickled(data[:limit], len(data)):
-            return
-        if len(data) > limit:
-            raise LimitError(f"holds more than {limit:,} bytes of compressed data")
-        if inner in ("pickle", "perhaps pickle") or (inner == "archive" and b"data.pkl" in data.lower()):
-            yield data
-        else:
-            yield from pickles_in(inner, BytesIO(data), limit)
+    if isinstance(file, ZipExtFile):  # to go back in one unpacks it again
+        file = _in_memory(file, limit)
+    if content == "pickle":
+        yield file
+        return
+    if content == "archive":
+        yield file
+    if depth >= _DEPTH and content != "packed" and not (content == "archive" and _is_torch(file)):
+        raise LimitError(_TOO_DEEP)
+    file.seek(0)
+    yield from pickles_in(content, file, limit, depth + 1)
+
+
+def _in_memory(file: BinaryIO, limit: int) -> BytesIO:
+    data = file.read(limit + 1)
+    if len(data) > limit:
+        raise LimitError(f"holds more than {limit:,} bytes in one member")
+    return BytesIO(data)
 
 
 # ---------------------------------------------------------------- packed
+
+
+def _in_packed(file: BinaryIO, limit: int, depth: int) -> Iterator[BinaryIO]:
+    """The pickles in packed data; texts are not unpacked further than their first bytes."""
+    packed = file.read(_FEW)
+    if packed.startswith(_NOT_UNPACKED):
+        raise UnreadableError("is packed, or holds what is packed, in a way that ckptlint does not unpack")
+    start = _unpacked(packed, HEAD) or _unpacked(packed + file.read(limit), HEAD)
+    inner = file_content(start)
+    if inner is None or (inner == "packed" and not is_packed(start) and not _unpacked(start, 1)):
+        return  # numbers often start as zlib does
+    if depth > _DEPTH:
+        raise LimitError(_TOO_DEEP)
+    file.seek(0)
+    data = _unpacked(file.read(limit), limit + 1)
+    is_other = is_tar(data[:HEAD]) or _unpacker(data[:HEAD]) is not None
+    if inner == "perhaps pickle" and not is_other and not is_pickled(data[:limit], len(data)):
+        return
+    if len(data) > limit:
+        raise LimitError(f"holds more than {limit:,} bytes of compressed data")
+    yield from _in_member(BytesIO(data), len(data), limit, depth)
 
 
 def _unpacked(data: bytes, limit: int) -> bytes:
@@ -180,37 +238,61 @@ def _unpacker(data: bytes) -> Any:
 
         form = lzma.FORMAT_XZ if data.startswith(_XZ) else lzma.FORMAT_ALONE
         return lzma.LZMADecompressor(form, memlimit=_PACK_MEMORY)
-    is_zlib = len(data) > 1 and data[0] & 15 == 8 and data[0] < 0x80 and int.from_bytes(data[:2], "big") % 31 == 0
-    is_zlib = is_zlib or data.startswith(_GZIP) or _Z_FILE.match(data) is not None
-    return zlib.decompressobj(47) if is_zlib else None  # 47: either of both
+    if _is_zlib(data) or data.startswith(_GZIP) or _Z_FILE.match(data):
+        return zlib.decompressobj(47)  # either of both
+    return zlib.decompressobj(-15) if _is_deflated(data) else None
+
+
+def _is_zlib(data: bytes) -> bool:
+    return len(data) > 1 and data[0] & 15 == 8 and data[0] < 0x80 and int.from_bytes(data[:2], "big") % 31 == 0
+
+
+def _is_deflated(head: bytes) -> bool:
+    """Whether bytes without any mark inflate to what is opened: numbers and texts hardly ever do."""
+    try:
+        start = zlib.decompressobj(-15).decompress(head, HEAD)
+    except zlib.error:
+        return False
+    is_opened = start.startswith((*_ZIP, _ARRAY)) or is_packed(start) or _is_zlib(start) or is_tar(start)
+    return len(start) > 8 and (is_opened or bool(_FIRST.match(start) and _is_decoded(start)))
 
 
 # ---------------------------------------------------------------- arrays
 
 
-def _object_pickle(file: BinaryIO, limit: int) -> bytes:
-    """The pickle in an array of objects; b"" for an array of numbers, and for what is none.
+def _in_arrays(file: BinaryIO, size: int, limit: int) -> Iterator[BinaryIO]:
+    """The pickle in arrays that stand in a row, as `numpy.load` reads one after another from an open file.
+
+    Args:
+        size: bytes of the file.
 
     Raises:
-        UnreadableError: it is damaged.
-        LimitError: it has more than `limit` bytes.
+        UnreadableError: one is damaged, or what follows the last is no array, no pickle and not zeros alone.
+        LimitError: the pickle has more than `limit` bytes.
 
     Source:
         numpy.lib.format.read_array
     """
-    if file.read(len(_ARRAY)) != _ARRAY or not _has_objects(file):
-        return b""
-    try:
-        data = file.read(limit + 1)
-    except _damages() as error:
-        raise UnreadableError(f"holds an array of objects that is damaged ({type(error).__name__})") from None
-    if len(data) > limit:
-        raise LimitError(f"holds an array of more than {limit:,} bytes of objects")
-    return data
+    start, head = 0, _ARRAY
+    while head.startswith(_ARRAY):
+        file.seek(start + len(_ARRAY))
+        length = _bytes_of_array(file)
+        if length is None or file.tell() + length >= size:
+            break
+        start = file.tell() + length
+        file.seek(start)
+        head = file.read(HEAD)
+    else:
+        length = None if file_content(head) in ("pickle", "perhaps pickle") else 0
+        file.seek(start)
+        if length == 0 and any(piece.strip(b"\0") for piece in iter(partial(file.read, _FEW), b"")):
+            raise UnreadableError(f"has {size - start:,} bytes after its array, which are no array and no pickle")
+    if length is None:
+        yield _in_memory(file, limit)
 
 
-def _has_objects(file: BinaryIO) -> bool:
-    """Whether an array is one of objects, by its version and its header.
+def _bytes_of_array(file: BinaryIO) -> int | None:
+    """Bytes of the elements of an array by its version and its header, which is read; None for one of objects.
 
     Raises:
         UnreadableError: numpy cannot read the header, or it has more than `_HEADER` bytes.
@@ -227,58 +309,82 @@ def _has_objects(file: BinaryIO) -> bool:
         size = file.read(struct.calcsize(form))
         header = BytesIO(size + file.read(min(*struct.unpack(form, size), _HEADER)))
         with warnings.catch_warnings(action="ignore"):
-            return bool(read_header(header, max_header_size=_HEADER)[2].hasobject)
+            shape, _, dtype = read_header(header, max_header_size=_HEADER)
+        return None if dtype.hasobject else max(prod(shape) * dtype.itemsize, 0)
     except Exception as error:  # a header can make numpy raise anything
         raise UnreadableError(f"holds an array whose header is damaged ({type(error).__name__})") from None
 
 
-def _object_pickles(file: BinaryIO, limit: int) -> Iterator[bytes]:
-    """The pickles in the arrays of a zip file, whatever its members are called.
+# ---------------------------------------------------------------- archives
 
-    Raises:
-        as `pickles_in`
+
+def _in_zip(file: BinaryIO, limit: int, depth: int) -> Iterator[BinaryIO]:
+    """The pickles in the members of a zip file, whatever they are called, but for those that torch.load reads itself.
 
     Source:
-        numpy.lib.npyio.NpzFile, which reads it by Python's zipfile
+        numpy.lib.npyio.NpzFile, which reads it by Python's zipfile; torch.serialization; torch.package
     """
-    import zipfile
-
-    with suppress(*_damages()), zipfile.ZipFile(file) as archive:
-        members = sorted(archive.infolist(), key=lambda member: not member.filename.endswith(".npy"))
-        for member in members[:_MEMBERS]:
-            try:
+    try:
+        with ZipFile(file) as archive:
+            members = sorted(archive.infolist(), key=lambda member: not member.filename.endswith(".npy"))
+            names = {member.filename.partition("/")[2].lower() for member in members}
+            if ".data/extern_modules" in names and any(name.endswith(".py") for name in names):
+                raise ScriptError("is an archive of torch.package with code, which runs when it is loaded")
+            for member in members[:_MEMBERS]:
+                inner = member.filename.partition("/")[2].lower()
+                is_torchs = "data.pkl" in names and (inner == "data.pkl" or inner.startswith("data/"))
                 with archive.open(member) as opened:
-                    pickled = _object_pickle(opened, limit)  # type: ignore[arg-type]
-            except _damages() as error:
-                if isinstance(error, NotImplementedError) and member.filename.endswith(".npy"):
-                    raise UnreadableError("holds an array whose compression this Python cannot read") from None
-                continue  # the loader cannot open it either
-            if pickled:
-                yield pickled
-        if len(members) > _MEMBERS:
-            raise LimitError(f"has {len(members):,} members, the limit is {_MEMBERS:,}")
+                    if is_torchs and opened.read(len(_ARRAY)) != _ARRAY:
+                        continue
+                    opened.seek(0)
+                    yield from _in_member(opened, member.file_size, limit, depth)  # type: ignore[arg-type]
+            if len(members) > _MEMBERS:
+                raise LimitError(f"has {len(members):,} members, the limit is {_MEMBERS:,}")
+    except _damages() as error:
+        raise UnreadableError(
+            f"is a zip file, or holds one, that cannot be unpacked ({type(error).__name__})"
+        ) from None
+
+
+def _is_torch(file: BinaryIO) -> bool:
+    """Whether an archive has what torch.load reads first."""
+    with suppress(*_damages()), ZipFile(file) as archive:
+        return any(name.partition("/")[2].lower() == "data.pkl" for name in archive.namelist())
+    return False
 
 
 def _damages() -> tuple[type[Exception], ...]:
     """What reading a damaged zip file raises."""
     import lzma
-    import zipfile
 
-    return zipfile.BadZipFile, zlib.error, lzma.LZMAError, OSError, EOFError, ValueError, RuntimeError
+    return BadZipFile, zlib.error, lzma.LZMAError, OSError, EOFError, ValueError, RuntimeError
 
 
-def _has_storages(file: BinaryIO) -> bool:
-    """Whether a tar file has the member that torch.load unpickles first (torch.serialization._legacy_load, torch 2.13).
+def _in_tar(file: BinaryIO, limit: int, depth: int) -> Iterator[BinaryIO]:
+    """The pickles in the members of a tar file.
 
     Raises:
+        UnreadableError: it is damaged, goes on after its end, or has what torch.load unpickles first.
         LimitError: it has too many members.
+
+    Source:
+        torch.serialization._legacy_load (torch 2.13)
     """
     import tarfile
 
-    with suppress(tarfile.TarError), tarfile.open(fileobj=file, mode="r:") as archive:
-        for number, member in enumerate(archive):
-            if member.name == "storages":
-                return True
-            if number == _MEMBERS:
-                raise LimitError(f"has more than {_MEMBERS:,} members")
-    return False
+    try:
+        with tarfile.open(fileobj=file, mode="r:") as archive:
+            for number, member in enumerate(archive):
+                if member.name == "storages":
+                    raise UnreadableError(
+                        "is a tar archive with the storages of torch < 0.2, which torch.load unpickles"
+                    )
+                if number == _MEMBERS:
+                    raise LimitError(f"has more than {_MEMBERS:,} members")
+                if member.isfile() and (opened := archive.extractfile(member)) is not None:
+                    yield from _in_member(opened, member.size, limit, depth)  # type: ignore[arg-type]
+            file.seek(archive.offset)
+            if any(piece.strip(b"\0") for piece in iter(partial(file.read, _FEW), b"")):
+                raise UnreadableError("is a tar file, or holds one, that goes on after its last member")
+    except (tarfile.TarError, OSError, ValueError) as error:
+        raise UnreadableError(f"is a tar file, or holds one, that is damaged ({type(error).__name__})") from None

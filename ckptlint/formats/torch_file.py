@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from io import SEEK_END
 from math import prod
-from typing import Any, Literal, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -100,6 +101,15 @@ def read_torch_file(folder: Folder, name: str, read_bare: Callable[[bytes], Unpi
 def read_torch_bytes(data: bytes) -> TorchFile:
     """The same for bytes in memory, such as a record of a payload file."""
     return _read(ranges_in(data), len(data), without_content=ForeignError)
+
+
+def read_torch_stream(file: BinaryIO) -> TorchFile:
+    """The same for an open file that can be read at any place."""
+
+    def read(spans: Sequence[tuple[int, int]]) -> list[bytes]:
+        return [file.read(length) for start, length in spans if file.seek(start) >= 0]
+
+    return _read(read, file.seek(0, SEEK_END), without_content=ForeignError)
 
 
 def ranges_of(folder: Folder, name: str) -> Read:

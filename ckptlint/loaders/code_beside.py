@@ -11,13 +11,14 @@ from typing import Any
 
 from ckptlint.errors import CkptlintError, LimitError
 from ckptlint.model import Problem
-from ckptlint.model.text import first_names, join_words, plural
+from ckptlint.model.text import first_names, join_words, plural, printable
 from ckptlint.sandbox import isolated
 from ckptlint.storage.folder import Folder
 
 _LIMIT = 2**26  # bytes of all files together
 _LEAST = {True: 2**16, False: 2**20}  # as which the smallest file counts, near and over a network
-_LOOKED_AT = re.compile(r".*config\.json|chat_template\.json|.*\.(jinja2?|ya?ml)")
+_LOOKED_AT = re.compile(r".*config\.json|modules\.json|chat_template\.json|.*\.(jinja2?|ya?ml)")
+_LIBRARIES = ("sentence_transformers.", "transformers.", "diffusers.", "peft.", "timm.", "torch.", "__main__.")
 _TEMPLATE = re.compile(r"__\w+__")  # what a template needs to leave its sandbox, and no healthy one has
 _SPELLS_TAG = re.compile(r"python/|%TAG|%[0-9a-fA-F]{2}")  # no text spells that tag without one of these
 
@@ -31,7 +32,8 @@ def code_beside(files: Sequence[tuple[Folder, str, str]], reported: Collection[s
 
     Source:
         transformers 5.23, dynamic_module_utils.py (`auto_map`, with `trust_remote_code`); PyYAML 6, `!!python/` tags of
-        `yaml.unsafe_load`
+        `yaml.unsafe_load`; sentence-transformers, `import_from_string` of `type` in modules.json; peft/auto.py,
+        `import_module` of `parent_library` in adapter_config.json
     """
     settings = [item for item in files if _LOOKED_AT.fullmatch(item[1]) and item[0].has(item[1])]
     try:
@@ -81,10 +83,21 @@ def _brought(name: str, data: bytes) -> str:
     document: Any = None
     with suppress(ValueError, RecursionError):
         document = json.loads(data)
+    if name == "modules.json" and isinstance(document, list):
+        return _imports("type", document)
     if not isinstance(document, dict):
         return ""
+    if what := _imports("parent_library", [document.get("auto_mapping")]):
+        return what
     return "auto_map" if document.get("auto_map") else _names(json.dumps(document.get("chat_template", "")))
 
 
 def _names(template: str) -> str:
     return f"a template with {match[0]}" if (match := _TEMPLATE.search(template)) else ""
+
+
+def _imports(key: str, entries: list[Any]) -> str:
+    """The module outside the known libraries that an entry has a library import, "" for none."""
+    named = [entry.get(key) for entry in entries if isinstance(entry, dict)]
+    other = (name for name in named if isinstance(name, str) and name and not f"{name}.".startswith(_LIBRARIES))
+    return f"{key} {printable(name)}" if (name := next(other, "")) else ""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from ckptlint.errors import AccessError, CkptlintError, ForeignError, LimitError, ScriptError, UnreadableError
 from ckptlint.formats.content import HEAD, FileContent, file_content, is_packed, is_pickled, pickles_in
 from ckptlint.formats.pickles.safe_pickle import read_metadata, read_state
-from ckptlint.formats.torch_file import TorchFile, number_in, ranges_of, read_torch_bytes, read_torch_file
+from ckptlint.formats.torch_file import TorchFile, number_in, ranges_of, read_torch_file, read_torch_stream
 from ckptlint.formats.torch_legacy import is_tar
 from ckptlint.loaders.code_beside import code_beside
 from ckptlint.loaders.json_file import read_json
@@ -190,6 +190,9 @@ def _survey(whole: CheckpointPlace, ckpt: Checkpoint) -> _Survey:
     unclaimed = [name for name, is_claimed in pairs if not is_claimed and name.endswith(_PAYLOAD)]
     taken = {name for name in ckpt.files.names if not is_plain(name)}.difference(unclaimed) | {METADATA}
     taken |= {ckpt.index.file} if ckpt.index else set()
+    unlisted = whole.folder.entries.positions([*ckpt.files.names]) < 0  # links are; what they lead to is payload too
+    named = (name for name, is_link in zip(ckpt.files.names, unlisted.tolist(), strict=True) if is_link)
+    taken |= {target for name in named if "/" not in name and (target := whole.folder.inner_target(name))}
     taken |= {f"{name.rpartition('/')[0]}/" for name in taken if "/" in name}
     is_dcp = not (ckpt.is_safetensors or ckpt.storages is not None)
     read = {*_READ_ELSEWHERE, *(["train_state.pt"] if is_dcp else []), *([ckpt.config.file] if ckpt.config else [])}
@@ -387,7 +390,12 @@ def _read(item: _File) -> _Read:
             return item.reported("read", _step(item, document)), []
         files, is_inside = _pickled(item) if is_open else ([_torch_file(item)], False)
     except _NotToItsEndError as error:
-        sentence = f"{item.label} starts as a pickle does and was not read to its end: it {error}"
+        kind = (
+            "starts as a pickle does and"
+            if item.content in ("pickle", "perhaps pickle", None)
+            else "may hold pickles and"
+        )
+        sentence = f"{item.label} {kind} was not read to its end: it {error}"
         problem = Problem("unread", item.label, sentence, why=_RESUME)
         return item.reported(), [] if _is_partial(item, error) else [problem]
     except UnreadableError as error:
@@ -433,26 +441,52 @@ def _pickled(item: _File) -> tuple[list[TorchFile], bool]:
     try:
         if content == "perhaps pickle" and not is_pickled(folder.read_range(name, 0, _PLAIN_LIMIT), item.size):
             content = "tar" if is_tar(head) else "packed"  # which may start with the same bytes
-        if content in ("archive", "array", "packed", "tar"):
-            with folder.open(name) as file:
-                inside = [read_torch_bytes(data) for data in pickles_in(content, file, _PLAIN_LIMIT)]
-            if inside or content == "array" or (is_known and content != "archive"):
+        if content in ("array", "packed", "tar"):
+            inside = _inside(item, content)
+            if inside or content == "array" or is_known:
                 return inside, True
     except UnreadableError as error:
         raise _NotToItsEndError(str(error), error.position) from None
     if content == "perhaps pickle" and item.size > _PLAIN_LIMIT:
         raise _NotToItsEndError(f"has {item.size:,} bytes, the limit is {_PLAIN_LIMIT:,}")
     try:
-        return [_torch_file(item)], False
-    except ScriptError:
+        whole = _torch_file(item)
+        return [*(_inside(item, content) if content == "archive" else []), whole], False
+    except (ScriptError, _NotToItsEndError):
         raise
     except UnreadableError as error:
+        if (
+            content == "archive"
+            and isinstance(error, ForeignError)
+            and ((inside := _inside(item, content)) or is_known)
+        ):
+            return inside, True  # a zip file of something else
         is_foreign = isinstance(error, ForeignError) or content == "packed"
         if content in ("pickle", "perhaps pickle") or (item.content is not None and not is_foreign):
             raise _NotToItsEndError(str(error), error.position) from None
-        if is_known:
-            return [], False  # a zip file of something else
         raise (ForeignError(f"is no pickle: it {error}") if content == "packed" else error) from None
+
+
+def _inside(item: _File, content: FileContent) -> list[TorchFile]:
+    """What the pickles inside a container hold; up to one that cannot be read, where those before are refused.
+
+    Raises:
+        _NotToItsEndError: not all of it can be read.
+    """
+    inside: list[TorchFile] = []
+    try:
+        with item.folder.open(item.name) as file:
+            for pickled in pickles_in(content, file, _PLAIN_LIMIT):
+                try:
+                    inside.append(read_torch_stream(pickled))
+                except ForeignError:
+                    pickled.seek(0)
+                    if file_content(pickled.read(HEAD)) != "archive":
+                        raise
+    except UnreadableError as error:
+        if not any(found.unpickled.refused for found in inside):
+            raise _NotToItsEndError(str(error), error.position) from None
+    return inside
 
 
 def _torch_file(item: _File) -> TorchFile:
