@@ -73,7 +73,7 @@ def find_checkpoints(folder: Folder, all_steps: bool) -> list[CheckpointPlace]:
             hint = f"name the checkpoint folder itself, {folder.not_looked_at}"
             raise NothingToCheckError(f"no .metadata under {folder.display}: {hint}")
         payload = walk.payload(folder)
-        if payload and _others_hold_checkpoints(folder):  # it lost its own
+        if _others_hold_checkpoints(folder) if payload else _is_empty_step(folder):  # it lost its own, or all
             found = [CheckpointPlace.at(folder)]
         elif payload:
             raise UnknownLayoutError(
@@ -96,6 +96,11 @@ def find_checkpoints(folder: Folder, all_steps: bool) -> list[CheckpointPlace]:
     number = None if folder.name.isdecimal() else step_number(folder.name)  # a number alone may be a year
     at = None if number is None else (folder.display, number)
     return [replace(part, claimed=places, around_claimed=around, step=part.step or at) for part in found]
+
+
+def _is_empty_step(folder: Folder) -> bool:
+    """Whether a folder is a step by its name, and nothing is in it."""
+    return not (folder.entries or folder.name.isdecimal()) and step_number(folder.name) is not None
 
 
 def _others_hold_checkpoints(step: Folder) -> bool:

@@ -40,3 +40,13 @@ def test_several_are_all_named(tmp_path: Path) -> None:
         empty(tmp_path / "logs" / name)
     titles = [item.title for item in report_on(tmp_path).diagnostics]
     assert titles == ["a.pt is empty (0 bytes)", "b.pt is empty (0 bytes)"]
+
+
+def test_an_empty_step_is_named_by_itself_as_in_its_run(tmp_path: Path) -> None:
+    step = tmp_path / "run/step-30"
+    step.mkdir(parents=True)
+    for path in (step, step.parent):
+        (finding,) = report_on(path).diagnostics
+        assert (finding.code, finding.title) == ("COM001", "the step's folder is empty")
+    (year := tmp_path / "2024").mkdir()
+    assert report_on(year).exit_code == 3
