@@ -66,6 +66,7 @@ def check(
     fail_on: FailOn | None = None,
     all_steps: bool | None = None,
     expect: str | PathLike[str] | None = None,
+    before: str | PathLike[str] | None = None,
     expect_hashes: str | PathLike[str] | None = None,
     baseline: str | PathLike[str] | None = None,
     config: str | PathLike[str] | None = None,
@@ -99,6 +100,7 @@ def check(
         fail_on: the lowest severity that makes `Report.exit_code` 1; `warning` by default.
         all_steps: every step of a run folder, not only the newest.
         expect: what to compare with: a manifest, a safetensors file or index, a model folder, another checkpoint.
+        before: the step to compare with, in place of the one before in the run.
         expect_hashes: a list of sha256sum with what the files must hold, at depth `data`.
         baseline: an earlier JSON report, whose findings do not count.
         config: a settings file (docs/reference.md): what it says about checking, where the arguments say nothing;
@@ -128,6 +130,7 @@ def check(
         "fail-on": fail_on,
         "all-steps": all_steps,
         "expect": None if expect is None else str(expect),
+        "before": None if before is None else str(before),
         "expect-hashes": None if expect_hashes is None else str(expect_hashes),
         "baseline": None if baseline is None else str(baseline),
         "sample": sample,

@@ -23,7 +23,7 @@ SCHEMA = "ckptlint.deletable/1"
 @click.argument("run_dir")
 @click.option("--keep", type=click.IntRange(min=1), required=True, metavar="N", help="How many whole steps must stay.")
 @click.option("--format", "answer", type=click.Choice(["text", "json"]), default="text", show_default=True)
-@check_options(but=(*OF_REPORTS, *LOOSENING))
+@check_options(but=(*OF_REPORTS, *LOOSENING, "before"))
 def deletable(run_dir: str, keep: int, answer: str, **options: Any) -> None:
     """Print the paths of the steps of a run that may be deleted, and nothing else.
 

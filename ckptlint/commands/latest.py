@@ -36,7 +36,7 @@ OF_REPORTS = (
 )
 @click.option("--before", type=click.IntRange(min=0), metavar="STEP", help="Look only at steps below this number.")
 @click.option("--format", "answer", type=click.Choice(["text", "json"]), default="text", show_default=True)
-@check_options(but=(*OF_REPORTS, "exit-zero"))
+@check_options(but=(*OF_REPORTS, "exit-zero", "before"))
 def latest(run_dir: str, require: tuple[str, ...], before: int | None, answer: str, **options: Any) -> None:
     """Print the path of the newest step that has no errors, and nothing else.
 

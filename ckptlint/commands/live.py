@@ -24,7 +24,7 @@ from ckptlint.live.shared_check import joined
     metavar="SECONDS",
     help="Wait at most this long until all nodes see the same files.",
 )
-@check_options(but=["all-steps"])
+@check_options(but=["all-steps", "before"])
 def live(path: str, every_node: bool, digest: bool, settle: float, **options: Any) -> None:
     """Check a checkpoint with all ranks of a job: every node must see the same files.
 

@@ -65,7 +65,7 @@ def _seconds(_context: click.Context, _param: click.Parameter, value: str) -> fl
 @click.option("--once", is_flag=True, help="Check the finished steps, and exit with the worst code.")
 @click.option("--exec", "command", metavar="CMD", help="Run CMD on each step that does not exit with 0.")
 @click.option("--jsonl", is_flag=True, help="Print one line of JSON for each step, in place of the reports.")
-@check_options(but=["all-steps"])
+@check_options(but=["all-steps", "before"])
 def watch(
     run_dir: str,
     interval: float,

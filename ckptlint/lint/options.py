@@ -119,6 +119,9 @@ CHECK_OPTIONS = (
     CheckOption(
         "expect", "read", "Compare with a manifest, safetensors, a model folder or another checkpoint.", metavar="REF"
     ),
+    CheckOption(
+        "before", "read", "Compare with this step, not with the one before in the run.", metavar="STEP", in_files=False
+    ),
     CheckOption("expect-hashes", "read", "Compare files with this output of sha256sum, at depth data.", metavar="FILE"),
     CheckOption(
         "jobs",

@@ -43,6 +43,7 @@ class Request(NamedTuple):
         fail_on: the lowest severity that fails the run.
         all_steps: every step of a run folder, not only the newest.
         expect: the reference to compare each checkpoint with; without one the rules that need it are not run.
+        before: the step to compare each checkpoint with, in place of the one before it in its run.
         reading: how to read the payload, at depths `headers` and `data`; None at others.
         ignores: findings that do not count, by key.
         baseline: an earlier JSON report, whose findings do not count.
@@ -58,6 +59,7 @@ class Request(NamedTuple):
     fail_on: FailOn = "warning"
     all_steps: bool = False
     expect: str | None = None
+    before: str | None = None
     reading: ReadOptions | None = None
     ignores: tuple[KeyIgnore, ...] = ()
     baseline: str | None = None
@@ -92,6 +94,8 @@ class Request(NamedTuple):
         if purpose == "delete":
             said = {name: value for name, value in said.items() if name not in LOOSENING}
             settings = settings._replace(ignores=(), rule_options={})
+        if "before" in said and said.get("all-steps"):
+            raise ConfigError("--before names one step, and --all-steps compares each with the one before it")
         depth, draws = said.get("depth", AUTO), False
         if depth not in [AUTO, *Depth]:
             raise ConfigError(f"there is no depth {depth!r}: {AUTO}, {', '.join(Depth)}")
@@ -119,6 +123,7 @@ class Request(NamedTuple):
             fail_on,
             said.get("all-steps", False),
             said.get("expect"),
+            said.get("before"),
             _reading(depth, said, draws),
             () if said.get("no-ignores") else ignores,
             said.get("baseline"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptlint.depth import Depth
-from ckptlint.errors import AccessError, CkptlintError, NothingToCheckError, ReaderError
+from ckptlint.errors import AccessError, CkptlintError, ConfigError, NothingToCheckError, ReaderError
 from ckptlint.formats.pickles.names import call_table
 from ckptlint.lint.engine import run_rules
 from ckptlint.lint.ignores import apply_baseline, read_baseline, set_aside
@@ -44,6 +44,7 @@ def opened(
     reading: ReadOptions | None,
     jobs: int | None = None,
     seen: set[str] | None = None,
+    before: str | None = None,
 ) -> Iterator[Opened]:
     """Each checkpoint under a path; with the first one of a step what the whole step lacks.
 
@@ -52,9 +53,11 @@ def opened(
             nobody says.
         seen: the checkpoints that other paths brought, to which those of this one are added. A path that names a file
             brings none of them again: pre-commit names every changed file of a checkpoint.
+        before: the step to compare each with; the one before it in its run, if nobody says.
 
     Raises:
         NothingToCheckError, AccessError: as `find`.
+        ConfigError: `before` cannot be compared with.
     """
     every = find(path, all_steps)
     if seen is not None:
@@ -62,7 +65,8 @@ def opened(
             every = [found for found in every if found.display not in seen]
         seen.update(found.display for found in every)
     reads = _all_read(every, depth, reading, jobs or min(8, os.cpu_count() or 1)) if every else iter(())
-    for step, of_step in groupby(_with_steps_before(every, reads, reading), key=lambda item: item[0].step):
+    named = None if before is None else _of_named_step(before, path, every)
+    for step, of_step in groupby(_with_steps_before(every, reads, reading, named), key=lambda item: item[0].step):
         members = list(of_step)
         checkpoints = [ckpt for _, ckpt in members if isinstance(ckpt, Checkpoint)]
         problem = None
@@ -73,8 +77,38 @@ def opened(
         yield from members
 
 
+def _of_named_step(before: str, path: str, every: Sequence[CheckpointPlace]) -> dict[str, CheckpointPlace]:
+    """Checkpoint of the step at a path -> the same part of the step that the user named to compare with.
+
+    Raises:
+        ConfigError: that one cannot be found, is what is checked, or has none of these parts.
+    """
+    try:
+        named = find(before)
+    except CkptlintError as error:
+        raise ConfigError(f"{shown(before)} cannot be compared with: {error}") from None
+    if {found.folder.place for found in every} & {found.folder.place for found in named}:
+        raise ConfigError(f"--before names {shown(before)}, which is what is checked: name an older step")
+    if len(every) == len(named) == 1:
+        return {every[0].display: named[0]}
+    by_part = {_part_of_step(found, before): found for found in named}
+    pairs = {found.display: by_part.get(_part_of_step(found, path)) for found in every}
+    same = {checked: older for checked, older in pairs.items() if older is not None}
+    if not same:
+        raise ConfigError(f"{shown(before)} cannot be compared with: name the same part of a step as is checked")
+    return same
+
+
+def _part_of_step(found: CheckpointPlace, path: str) -> str:
+    """The path of a checkpoint in the step that it belongs to; without a number, that is the path of the user."""
+    return found.display.removeprefix(found.step[0] if found.step else shown(path)).strip("/")
+
+
 def _with_steps_before(
-    every: list[CheckpointPlace], reads: Iterator[Checkpoint | CkptlintError], reading: ReadOptions | None
+    every: list[CheckpointPlace],
+    reads: Iterator[Checkpoint | CkptlintError],
+    reading: ReadOptions | None,
+    named: Mapping[str, CheckpointPlace] | None,
 ) -> Iterator[Opened]:
     """Each checkpoint with the step before it.
 
@@ -87,7 +121,9 @@ def _with_steps_before(
     read: dict[str, Checkpoint | CkptlintError] = {}
     for found in every:
         read[found.display] = ckpt = next(reads)
-        older = step_before(found.folder) if isinstance(ckpt, Checkpoint) and ckpt.readable else None
+        older = None
+        if isinstance(ckpt, Checkpoint) and ckpt.readable:
+            older = step_before(found.folder) if named is None else named.get(found.display)
         if older is not None and older.display not in asked:
             least = Depth.FILES if isinstance(ckpt, Checkpoint) and _counts_another_step(ckpt) else Depth.METADATA
             headers = None
@@ -99,6 +135,8 @@ def _with_steps_before(
         while waiting and (waiting[0][2] is None or waiting[0][2].display in read):
             found, ckpt, older = waiting.pop(0)
             before = None if older is None else read[older.display]
+            if named is not None and isinstance(ckpt, Checkpoint) and ckpt.readable:
+                ckpt = _checked_named(ckpt, before)
             if isinstance(ckpt, Checkpoint) and isinstance(before, Checkpoint) and before.readable:
                 # an export beside the saves of a run has names of its own
                 ckpt = replace(ckpt, before=before if before.format == ckpt.format else None)
@@ -107,6 +145,25 @@ def _with_steps_before(
 
                     ckpt = with_changes(found.folder, ckpt, older.folder, reading)
             yield found, ckpt
+
+
+def _checked_named(ckpt: Checkpoint, before: Checkpoint | CkptlintError | None) -> Checkpoint:
+    """The checkpoint, with a sentence where the named step lacks its part.
+
+    Raises:
+        ConfigError: the part of the named step cannot be compared with.
+    """
+    if before is None:
+        sentence = f"{ckpt.path} was not compared: the step of --before has no such part"
+        return replace(ckpt, not_looked_at=(*ckpt.not_looked_at, sentence))
+    why = str(before) if isinstance(before, CkptlintError) else ""
+    if isinstance(before, Checkpoint) and not before.readable:
+        why = next((problem.message for problem in before.problems if problem.blocks), "it is not readable")
+    elif isinstance(before, Checkpoint) and before.format != ckpt.format:
+        why = f"it is {before.format}, and {ckpt.path} is {ckpt.format}"
+    if why:
+        raise ConfigError(f"the step of --before cannot be compared with: {why}")
+    return ckpt
 
 
 def _counts_another_step(ckpt: Checkpoint) -> bool:
@@ -158,7 +215,7 @@ def run(request: Request, source: Opener | None = None) -> Report:
         source: reads what is under a path otherwise than `opened` does, which it is called like.
 
     Raises:
-        ConfigError: the reference or the baseline cannot be used.
+        ConfigError: the reference, the step before or the baseline cannot be used.
     """
     started = time.perf_counter()
     rules, depth, reading, reference = request.rules, request.depth, request.reading, None
@@ -175,7 +232,7 @@ def run(request: Request, source: Opener | None = None) -> Report:
     not_found: list[str] = []
     unreadable: list[str] = []
     unread_steps: list[tuple[str, int, str]] = []
-    source = source or partial(opened, jobs=request.jobs, seen=set())
+    source = source or partial(opened, jobs=request.jobs, seen=set(), before=request.before)
     for path in request.paths:
         try:
             for found, ckpt in source(path, request.all_steps, depth, reading):

@@ -1,0 +1,68 @@
+"""A step that is checked alone, held against the one that the user names."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from damages import Save
+from support import REAL, codes, report_on, run
+
+import ckptlint
+from ckptlint.errors import ConfigError
+
+RUN = REAL / "numbers"
+
+
+@pytest.fixture
+def stale(tmp_path: Path) -> Path:
+    """A copy of a step, without its run, of which one rank holds the weights of the step before."""
+    now, was = Save("fsdp2_4r"), Save("before", RUN / "step-190")
+    for row in now.rows("", rank=2):
+        now.values[row] = was.values[row]
+    now.write(tmp_path / "final")
+    return tmp_path / "final"
+
+
+@pytest.mark.parametrize("depth", ["headers", "data"])
+def test_a_step_is_held_against_the_named_one(stale: Path, depth: str) -> None:
+    assert report_on(stale, depth=depth).exit_code == 0
+    report = report_on(stale, before=RUN / "step-190", depth=depth)
+    assert codes(report, "error", "warning") == {"RUN009"}
+    healthy = report_on(RUN / "step-200", before=RUN / "step-190", depth=depth)
+    assert healthy.exit_code == 0
+
+
+def test_the_parts_of_a_step_are_held_against_the_same_parts(stale: Path, tmp_path: Path) -> None:
+    for step, source in (("new", stale), ("old", RUN / "step-190")):
+        shutil.copytree(source, tmp_path / step / "model")
+        shutil.copytree(RUN / "step-190", tmp_path / step / "optimizer")
+    report = report_on(tmp_path / "new", before=tmp_path / "old", depth="headers")
+    assert [codes(part, "error", "warning") for part in report.checkpoints] == [{"RUN009"}, {"RUN005"}]
+    shutil.rmtree(tmp_path / "old/optimizer")
+    report = report_on(tmp_path / "new", before=tmp_path / "old", depth="headers")
+    assert codes(report, "error", "warning") == {"RUN009"}
+    assert [part.checkpoint.not_looked_at for part in report.checkpoints][1][0].endswith("--before has no such part")
+
+
+@pytest.mark.parametrize(
+    ("before", "sentence"),
+    [
+        ("final", "which is what is checked"),
+        (REAL / "exports", "name the same part of a step"),
+        ("nowhere", "does not exist"),
+        (REAL / "metadata_truncated", "cannot be compared with: .metadata"),
+        (REAL / "exports/ok_bamba", "cannot be compared with: it is"),
+    ],
+)
+def test_what_cannot_be_compared_with_is_refused(stale: Path, before: str | Path, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        ckptlint.check(stale, before=stale.parent / before)
+    done = run("--isolated", stale, "--before", stale.parent / before)
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False)
+
+
+def test_one_named_step_is_no_step_before_of_all(stale: Path) -> None:
+    with pytest.raises(ConfigError, match="--before names one step"):
+        ckptlint.check(RUN, all_steps=True, before=stale)
