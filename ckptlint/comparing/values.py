@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ckptlint.analysis.movement import Movement
 from ckptlint.comparing.differences import differences
 from ckptlint.comparing.locate_differences import locate_differences
 from ckptlint.comparing.match import Match, Side
@@ -21,7 +22,7 @@ from ckptlint.comparing.quantised import with_quantised
 from ckptlint.comparing.regions import TensorBytes
 from ckptlint.comparing.same_bytes import UnequalError, twins_of
 from ckptlint.comparing.sides import OpenedCheckpoint
-from ckptlint.comparing.updates import Update, updates, weights_of
+from ckptlint.comparing.updates import movements
 from ckptlint.depth import Depth
 from ckptlint.formats.pickles.safe_pickle import paused_gc
 from ckptlint.model import Tensor
@@ -47,7 +48,7 @@ class Values(Shown):
         old, new: key -> tensor.
         matches: related tensors of both sides.
         sentences: obstacles to reading a side.
-        updates: change of each weight, where the sides are two steps of a run.
+        movements: how far each weight moved, where the sides are two steps of a run.
         lone: weights without any counterpart, except buffers and copies of matched weights.
     """
 
@@ -55,7 +56,7 @@ class Values(Shown):
     new: Mapping[str, Side]
     matches: Sequence[Match]
     sentences: tuple[str, ...] = ()
-    updates: Sequence[Update] = ()
+    movements: Sequence[Movement] = ()
     lone: Sequence[str] = ()
 
     def __repr__(self) -> str:
@@ -151,7 +152,7 @@ def compared_values(
     pairs = with_quantised(pairs, (where[0], where[1]))
     if adapter:
         pairs = with_merges(pairs, (where[0], where[1]), adapter)
-    moved = [] if adapter else updates(pairs, weights_of(new))
+    moved = [] if adapter else movements(pairs, new, read[1])
     lone = _lone(pairs, (read[0], read[1]))
     return Values(read[0], read[1], pairs, tuple(sentences), moved, lone)
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from math import isfinite, prod
+from statistics import median
 
+from ckptlint.analysis.movement import astray
 from ckptlint.comparing.match import Match, Relation
-from ckptlint.comparing.updates import Update, short_names
 from ckptlint.comparing.values import Values
-from ckptlint.model.text import first_names, fold_names, human_bytes, plural, table, verb
-from ckptlint.reporters.style import NAME_LIMIT, Style, cut
+from ckptlint.model.text import first_names, human_bytes, plural, verb
+from ckptlint.reporters.movement import change_text, moved_lines
+from ckptlint.reporters.style import NAME_LIMIT, Style
 from ckptlint.reporters.tensor_table import fitting, folded, starred
 from ckptlint.vocabulary.dtypes import ITEM_BITS
 from ckptlint.vocabulary.keys import parse, role
@@ -58,68 +60,8 @@ def values_as_text(found: Values, style: Style) -> str:
             lines += _lines(words, members, found, style)
         if left:
             lines.append(f"{words:{_WIDTH}}{plural(left, 'more pattern')} (--format json has all)")
-    lines += _moved(found.updates, style)
+    lines += moved_lines(found.movements, style)
     return "\n".join([*lines, "", *_verdict(found, style)]) + "\n"
-
-
-def _moved(updates: Sequence[Update], style: Style) -> list[str]:
-    """How far the weights of a run moved, kind by kind."""
-    if not updates:
-        return []
-    head, *still = moved_sentences(updates)
-    moved = table(_rows(updates), MOVED_HEAD, tablefmt="plain", disable_numparse=False).splitlines()
-    lines = ["", *style.wrap(f"{head}:", "", ""), "", *moved, ""]
-    return [*lines, *(line for sentence in still for line in style.wrap(sentence, "  ", ""))]
-
-
-def moved_sentences(updates: Sequence[Update]) -> list[str]:
-    """How many weights moved, and which did not."""
-    count = sum(update.change > 0 for update in updates)
-    lines = [f"{plural(count, 'weight')} moved; by how much, as the norm of the difference relative to the weight's"]
-    still = [update for update in updates if not update.change]
-    trained = [update.fqn for update in still if update.is_trained]
-    if still:
-        names = ", ".join(map(cut, fold_names(update.fqn for update in still)))
-        lines.append(f"{plural(len(still), 'weight')} did not move: {names}")
-    if trained:
-        old_names = ", ".join(map(cut, fold_names(trained)))
-        lines.append(f"The optimizer holds state for {len(trained):,} of them: {old_names}")
-    return lines
-
-
-def _rows(updates: Sequence[Update]) -> list[tuple[str, ...]]:
-    """Kind, least change, median and most, each with the layer."""
-    by_kind = kinds_of(updates)
-    names = short_names(by_kind)
-    rows: list[tuple[str, ...]] = []
-    for kind, members in by_kind.items():
-        changes = sorted((update.change, -1 if update.layer is None else update.layer) for update in members)
-        least, most = changes[0], changes[-1]
-        rows.append(
-            (
-                cut(names[kind]),
-                change_text(least[0]) + (f" (layer {least[1]})" if len(members) > 1 else ""),
-                change_text(changes[len(changes) // 2][0]) if len(members) > 1 else "",
-                change_text(most[0]) + f" (layer {most[1]})" if len(members) > 1 else "",
-            )
-        )
-    return rows
-
-
-def kinds_of(updates: Sequence[Update]) -> dict[str, list[Update]]:
-    """Kind -> the weights of it."""
-    found: dict[str, list[Update]] = defaultdict(list)
-    for update in updates:
-        found[update.kind].append(update)
-    return found
-
-
-MOVED_HEAD = ("weights", "least", "median", "most")
-
-
-def change_text(value: float) -> str:
-    """A change with two digits."""
-    return f"{value:.2g}" if value else "0"
 
 
 def groups_of(found: Values) -> Iterator[tuple[str, list[list[Match]], int]]:
@@ -127,7 +69,7 @@ def groups_of(found: Values) -> Iterator[tuple[str, list[list[Match]], int]]:
 
     Of two steps of a run, the weights that moved are left to the table, and the state of the job is one group.
     """
-    moved = {update.fqn for update in found.updates if update.change}
+    moved = {one.fqn for one in found.movements if one.change}
     for relation, words in _WORDS.items():
         members = [m for m in found.matches if m.relation == relation and not (m.old and m.old[0] in moved)]
         state: list[str] = []
@@ -199,12 +141,13 @@ def _lines(words: str, members: list[Match], found: Values, style: Style) -> lis
     return lines
 
 
-def values_verdict(found: Values) -> tuple[str, str]:
-    """`Proven` or `Not proven`, and the rest of the sentence."""
+def values_verdict(found: Values) -> tuple[str, str, bool]:
+    """`Proven`, `Not proven`, or `Moved` for two steps of a run; the rest of the sentence; whether nothing is wrong."""
     count, whole = found.proven
     if found.exit_code == 0:
-        return "Proven", f"{plural(count, 'tensor')} of {whole:,} {verb(count, 'holds')} the same values."
-    lacking = (match for match in found.matches if not match.is_proven)
+        return "Proven", f"{plural(count, 'tensor')} of {whole:,} {verb(count, 'holds')} the same values.", True
+    moved = {one.fqn: one.change for one in found.movements if one.change}
+    lacking = [match for match in found.matches if not match.is_proven and not _is_of_training(match, moved)]
     kinds = Counter("order" if match.relation in _ORDERS else match.relation for match in lacking)
     kinds["absent"] = len(found.lone) or kinds["absent"] * (count < whole)
     rest = [
@@ -212,19 +155,34 @@ def values_verdict(found: Values) -> tuple[str, str]:
         for kind, (one, more, text) in _REST.items()
         if kinds[kind]
     ]
+    if moved:
+        strays = len(astray(found.movements))
+        far = f"by {change_text(median(moved.values()))} of their norm in the median"
+        if strays:
+            rest.insert(0, f"{strays:,} {verb(strays, 'does')} not continue the old step")
+        return (
+            "Moved",
+            "; ".join([f"{len(moved):,} of {plural(len(found.movements), 'weight')}, {far}", *rest]) + ".",
+            not rest,
+        )
     hold = verb(count, "holds")
-    return "Not proven", f"{count:,} of {plural(whole, 'tensor')} {hold} the same values; {', '.join(rest)}."
+    return "Not proven", f"{count:,} of {plural(whole, 'tensor')} {hold} the same values; {', '.join(rest)}.", False
+
+
+def _is_of_training(match: Match, moved: Collection[str]) -> bool:
+    """Whether a match differs as training makes it: a weight that moved, or state beside one."""
+    return bool(moved) and match.relation == "differ" and (match.old[0] in moved or parse(match.old[0]).kind != "model")
 
 
 def _verdict(found: Values, style: Style) -> list[str]:
-    word, sentence = values_verdict(found)
-    verdict = f"{style.paint(word, 'error' if found.exit_code else 'good')}: {sentence}"
+    word, sentence, is_good = values_verdict(found)
+    verdict = f"{style.paint(word, 'good' if is_good else 'error')}: {sentence}"
     return [*found.sentences[:_PATTERNS], *style.wrap(verdict, "", "")]
 
 
 def values_as_json(found: Values, paths: tuple[str, str]) -> str:
     """Every match as JSON."""
-    count, whole = found.proven
+    (count, whole), strays = found.proven, astray(found.movements)
     document = {
         "schema": VALUES_SCHEMA,
         "old": paths[0],
@@ -247,8 +205,17 @@ def values_as_json(found: Values, paths: tuple[str, str]) -> str:
             }
             for match in found.matches
         ],
-        "did_not_move": [
-            {"tensor": update.fqn, "trained": update.is_trained} for update in found.updates if not update.change
+        "moved": [
+            {
+                "tensor": one.fqn,
+                "layer": one.layer,
+                "change": one.change,
+                "cosine": one.cosine,
+                "continues": one not in strays,
+            }
+            for one in found.movements
+            if one.change
         ],
+        "did_not_move": [{"tensor": one.fqn, "trained": one.is_trained} for one in found.movements if not one.change],
     }
     return json.dumps(document, indent=2) + "\n"

@@ -64,7 +64,7 @@ def _summary(shown: Shown) -> tuple[list[str], list[dict[str, Any]]]:
         case Diff():
             return ["", "".join(diff.diff_verdict(shown))], shown.rows()
         case Values():
-            return [*values.values_verdict(shown), *shown.sentences], shown.rows()
+            return [*values.values_verdict(shown)[:2], *shown.sentences], shown.rows()
         case Search():
             return ["", *run.search_lines(shown)], shown.rows()
         case Retention():

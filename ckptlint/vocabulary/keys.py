@@ -308,6 +308,12 @@ def module_path(key: Key) -> tuple[str, ...]:
     return tuple(parts)
 
 
+def layer_number(fqn: str) -> int | None:
+    """The number of the layer in a key, or else its first number; None without one."""
+    layer = parse(fqn).layer
+    return layer if isinstance(layer, int) else next(iter(numbers_in(fqn)), None)
+
+
 def inside_layer(key: Key) -> tuple[str, ...]:
     """The parts of a path after the layer number."""
     parts = key.path.split(".")[len(key.block.split(".")) :] if key.block else key.path.split(".")

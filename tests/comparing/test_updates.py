@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import ckptlint
-from ckptlint.comparing.updates import short_names
+from ckptlint.analysis.movement import short_names
 from ckptlint.comparing.values import Values
 
 FROZEN, STUCK = "model.layers.1.up.weight", "model.layers.3.up.weight"
@@ -89,6 +89,7 @@ def test_the_table_and_the_page(steps: tuple[Path, Path], tmp_path: Path) -> Non
     assert "state of the optimizer and of the job" in printed
     assert f"The optimizer holds state for 1 of them: {STUCK}" in " ".join(printed.split())
     assert max(map(len, printed.splitlines())) <= 80
+    assert printed.splitlines()[-1].startswith("Moved: ")
     text = page.read_text(encoding="utf-8")
     assert text.count("heat-still") >= 3  # its style, and both weights
     assert f"{STUCK} did not move" in text
@@ -98,7 +99,7 @@ def test_the_table_and_the_page(steps: tuple[Path, Path], tmp_path: Path) -> Non
 def test_two_sides_that_are_no_steps_have_no_table(steps: tuple[Path, Path]) -> None:
     same = ckptlint.diff(steps[0], steps[0], values=True)
     assert isinstance(same, Values)
-    assert (same.exit_code, list(same.updates)) == (0, [])
+    assert (same.exit_code, list(same.movements)) == (0, [])
 
 
 def test_names_are_as_short_as_they_can_be() -> None:

@@ -15,7 +15,7 @@ from ckptlint.comparing.pairs.canonical import Heads, in_one_order
 from ckptlint.model.text import NUMBER
 from ckptlint.seals.digests import MASK, Words
 from ckptlint.seals.row_hashes import can_be_rounded, digest, matrix, multiset
-from ckptlint.vocabulary.keys import numbers_in, parse
+from ckptlint.vocabulary.keys import layer_number, parse
 from ckptlint.vocabulary.namings import StoredRoles, is_bias, roles_of
 
 _RolesOfBoth = tuple[StoredRoles | None, StoredRoles | None]
@@ -314,12 +314,6 @@ def _longer(old: Sides, new: Sides, vocabulary: int) -> Iterator[Match]:
                 taken.add(other.fqn)
                 yield match
                 break
-
-
-def layer_number(name: str) -> int | None:
-    """The number of the layer in a name, None without one."""
-    layer = parse(name).layer
-    return layer if isinstance(layer, int) else next(iter(numbers_in(name)), None)
 
 
 # ---------------------------------------------------------------- the whole

@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ckptlint._version import __version__
+from ckptlint.analysis.movement import movements_of
 from ckptlint.analysis.rank_contents import rank_contents_of
+from ckptlint.analysis.step_change import older_name
 from ckptlint.geometry.chunk_graph import axis_graph, axis_name, rank_of
 from ckptlint.geometry.chunk_map import Grid, make_grid, marked_boxes
 from ckptlint.geometry.record_states import NOT_CHECKED, STATES, chunk_states
@@ -38,8 +40,9 @@ from ckptlint.reporters.full import (
     step_rows,
 )
 from ckptlint.reporters.html import svg
+from ckptlint.reporters.html.movement import movement_map
 from ckptlint.reporters.style import Style, cut, cut_names
-from ckptlint.rule import SECTIONS, Finding, Note
+from ckptlint.rule import SECTIONS, Finding, Note, Severity
 from ckptlint.vocabulary.dtypes import nbytes
 from ckptlint.vocabulary.keys import numbers_in, role
 from ckptlint.vocabulary.strict_toml import own_file
@@ -62,6 +65,8 @@ _CHUNK_LIMIT = 16
 _MARK_LIMIT = 64
 _GRAPH_LIMIT = 4096  # chunks of a tensor: the graph is made of Python objects
 _SAME_ROLE = 6  # tensors of one role in one layer that are not folded away
+_FEWEST_MOVED = 4  # weights that make a map
+_CELL = 160  # characters of a cell of it
 _OPEN_LIMIT = 60  # tensors in the layers with findings, up to which these are open from the start
 _LEGEND = {
     "gap": "in no chunk",
@@ -277,6 +282,7 @@ def _checkpoint(part: CheckpointReport, anchor: str, room: int, work: _Work) -> 
         "causes": [_cause(part, cause, anchor) for cause in part.causes],
         "worst": part.groups[0].lead.severity.label if part.groups else "incomplete" if part.is_incomplete else "",
         "holdings": _holdings(ckpt, work),
+        "movement": _movement(part, anchor, work),
         "appendix": _appendix(part, room, work),
         "rules": [
             ("did not finish", list(part.failed.items())),
@@ -321,6 +327,25 @@ def _holdings(ckpt: Checkpoint, work: _Work) -> dict[str, Any] | None:
         ],
         "sentences": list(ranks.sentences(contents)),
     }
+
+
+def _movement(part: CheckpointReport, anchor: str, work: _Work) -> dict[str, Any] | None:
+    """The map of how far weights moved since the step before, with links to findings; None where few were compared."""
+    ckpt = part.checkpoint
+    movements = movements_of(ckpt) if work.room > 0 else []
+    if len(movements) < _FEWEST_MOVED or ckpt.changes is None:
+        return None
+    marked: dict[str, str] = {}
+    for group in part.groups:
+        if group.lead.severity > Severity.INFO:
+            for key in (key for item in group.members for key in item.keys):
+                marked.setdefault(key, f"{anchor}-{group.number}")
+    made = movement_map(f"How far the weights moved since {older_name(ckpt)}", movements, marked)
+    drawn, whole = len(ckpt.changes.rows), ckpt.changes.chunks
+    if drawn < whole:
+        made["sentences"].append(f"By elements of {drawn:,} of {plural(whole, 'chunk')} of weights and states.")
+    work.room -= _CELL * sum(len(cells) for _, cells in made["rows"])
+    return made
 
 
 def _cause(part: CheckpointReport, cause: Cause, anchor: str) -> dict[str, Any]:

@@ -1,0 +1,62 @@
+"""The map of a run's page and of `diff`: how far weights moved, layers down and kinds across."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import log10
+from typing import Any
+
+from ckptlint.analysis.movement import Movement, by_kind, short_names
+from ckptlint.model.text import plural
+from ckptlint.reporters.movement import change_text, moved_sentences
+from ckptlint.reporters.style import cut
+
+_SHADES = 9
+_ROWS = 512  # layers of the map
+_COLUMNS = 64
+
+
+def movement_map(
+    title: str, movements: Sequence[Movement], marked: Mapping[str, str], strays: Sequence[Movement] = ()
+) -> dict[str, Any]:
+    """Sentences, and of each cell its text, shade, what it says when pointed at, and where it leads.
+
+    A cell of several weights is the marked one, or the one that did not move, or else the one that moved furthest.
+
+    Args:
+        marked: key of a weight that stands out -> id of its finding, "" for none.
+        strays: those that do not continue the step before, where no finding says so.
+    """
+    kinds = by_kind(movements)
+    names = short_names(kinds)
+    inside = [kind for kind, members in kinds.items() if any(one.layer is not None for one in members)]
+    changes = [one.change for one in movements if one.change > 0] or [1.0]
+    least, most = log10(min(changes)), log10(max(changes))
+
+    def cell(members: Sequence[Movement]) -> tuple[str, str, str, str]:
+        if not members:
+            return "", "none", "", ""
+        one = max(members, key=lambda one: (one.fqn in marked, not one.change, one.change))
+        place = (log10(one.change) - least) / (most - least) if one.change and most > least else 0.5
+        said = f"{cut(one.fqn)}: {one.change:.3g} of its norm, cosine {one.cosine:.6f}"
+        shade = str(1 + round(place * (_SHADES - 1)))
+        if not one.change:
+            said, shade = f"{cut(one.fqn)} did not move", "still"
+        if one.fqn in marked:
+            shade += " marked"
+        return change_text(one.change), shade, said, marked.get(one.fqn, "")
+
+    columns = inside[:_COLUMNS]
+    layers = sorted({one.layer for one in movements if one.layer is not None})[:_ROWS]
+    at: dict[tuple[str, int | None], list[Movement]] = {}
+    for one in movements:
+        at.setdefault((one.kind, one.layer), []).append(one)
+    left = len(inside) - len(columns)
+    return {
+        "title": title,
+        "sentences": moved_sentences(movements, strays),
+        "head": [cut(names[kind]) for kind in columns],
+        "rows": [(layer, [cell(at.get((kind, layer), [])) for kind in columns]) for layer in layers],
+        "others": [(cut(names[kind]), cell(members)) for kind, members in kinds.items() if kind not in inside],
+        "left": f"{plural(left, 'more kind')} of weights are left out." if left > 0 else "",
+    }
