@@ -37,8 +37,13 @@ UNDECIDED: dict[str, dict[str, str]] = {
     "the step is not known, or has not moved a weight for certain: the layers may have been stacked": {
         "dcp_fsdp2_4r": "layer_copied",
         "deepspeed_z1_4r": "layer_copied",
+        "deepspeed_z3_4r": "layer_copied",
+        "deepspeed_trainer_z3_2r": "layer_copied",
         "deepspeed_trainer_2r": "layer_copied",
         "safetensors": "layer_copied",
+    },
+    "each rank holds a few whole parameters, which no other rank shares": {
+        "deepspeed_z1_4r": "squares_zeroed_in_a_rank moments_zeroed_in_a_rank",
     },
     "the model was never trained: all its norms hold one value": {"safetensors": "one_norm_less_1"},
 }
