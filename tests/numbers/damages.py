@@ -482,4 +482,4 @@ def copied(what: str, states: tuple[str, ...]) -> Callable[[Save, random.Random]
 
 operator("PAY020")(copied("layer", ("",)))
 operator("")(copied("layer", ("", *MOMENTS)))
-operator("PAY020 PAY010")(copied("expert", ("",)))
+operator("PAY020")(copied("expert", ("",)))

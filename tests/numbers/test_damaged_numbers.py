@@ -72,8 +72,7 @@ def test_damage_is_told_once_by_its_rule(layout: str, tmp_path: Path) -> None:
             loud = found(report_on(place, depth="data"), "error", "warning")
             codes = {code for code, _, _ in loud}
             may_be_silent = not operator.codes or operator.name in undecided(layout)
-            is_told_twice = len(codes) > 1 and operator.name != "expert_copied"  # PAY010 warns of it, PAY020 is sure
-            if codes - operator.codes or is_told_twice or not (codes or may_be_silent):
+            if codes - operator.codes or len(codes) > 1 or not (codes or may_be_silent):
                 wrong.append((operator.name, about, loud))
             if may_be_silent and not codes:
                 silent.add(operator.name)
