@@ -6,14 +6,14 @@ import random
 from pathlib import Path
 
 import pytest
-from damages import LAYOUTS, OPERATORS, Save
+from damages import LAYOUTS, MOMENTS, OPERATORS, Save, matrices
 from support import SWEEP, examples, found, report_on
 
 UNDECIDED: dict[str, dict[str, str]] = {
     "moments of a few rows differ by more than the scale": {
         "fsdp2_4r": "moments_of_a_rank_times_2 moments_of_a_rank_times_0.5 moments_of_a_rank_times_8",
     },
-    "no rank has eight matrices with chunks of 64 elements": {
+    "of some ranks fewer than eight matrices have chunks of 16 elements": {
         "dcp_fsdp2_4r": "weights_of_a_rank_times_2 weights_of_a_rank_times_0.5 weights_of_a_rank_times_8 "
         "moments_of_a_rank_times_2 moments_of_a_rank_times_0.5 moments_of_a_rank_times_8",
         "verl_fsdp2_4r": "weights_of_a_rank_times_2 weights_of_a_rank_times_0.5 weights_of_a_rank_times_8 "
@@ -82,3 +82,15 @@ def test_damage_is_told_once_by_its_rule(layout: str, tmp_path: Path) -> None:
     assert judged
     assert wrong == []
     assert not SWEEP or undecided(layout) <= silent, "these are told: strike them out of UNDECIDED"
+
+
+@pytest.mark.parametrize("by", [4.0, 0.25])
+def test_scaled_moments_of_a_small_save_are_told(by: float, tmp_path: Path) -> None:
+    save = Save("dcp_fsdp2_4r")
+    for row in (row for state in MOMENTS for row in matrices(save, state) if save.chunks[row].rank == 1):
+        save.values[row] *= by
+    save.write(tmp_path / "save")
+    told = [
+        title for code, _, title in found(report_on(tmp_path / "save", depth="data"), "warning") if code == "PAY018"
+    ]
+    assert sorted(title.partition(" are ")[0] for title in told) == [f"the {state} of rank 1" for state in MOMENTS]
