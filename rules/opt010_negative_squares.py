@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from ckptlint.analysis.beside import of_each
 from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint, OddValues
 from ckptlint.model.text import plural
@@ -60,6 +61,11 @@ def negative_squares(ckpt: Checkpoint) -> Iterator[Finding]:
                 identity=(state,),
                 hint=_HINT,
             )
+    yield from of_each(ckpt, _below_second)
+
+
+def _below_second(ckpt: Checkpoint) -> Iterator[Finding]:
+    """Largest second moments that are below the second moments."""
     pairs = ckpt.pairs
     if pairs is None:  # of a sample
         return

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ckptlint.analysis.beside import of_each
 from ckptlint.analysis.pairs import breaking
 from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint, Pair
@@ -33,6 +34,10 @@ def moments_apart(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.optim.Adam
     """
+    yield from of_each(ckpt, _apart)
+
+
+def _apart(ckpt: Checkpoint) -> Iterator[Finding]:
     pairs = require(ckpt.pairs)
     for row in breaking(ckpt, "moments").tolist():
         pair, chunk = pairs.pairs[int(pairs.pair[row])], int(pairs.chunk[row])

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from ckptlint.analysis.beside import of_each
 from ckptlint.analysis.odd_ones import OddOne, odd_ones, sees_all
 from ckptlint.analysis.optimizer_records import highest_step
 from ckptlint.analysis.pairs import moments_that_do_not_fit
@@ -40,6 +41,10 @@ def zero_states(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.optim.Adam, torch.distributed.checkpoint.state_dict.get_optimizer_state_dict
     """
+    yield from of_each(ckpt, _zero)
+
+
+def _zero(ckpt: Checkpoint) -> Iterator[Finding]:
     if _never_stepped(ckpt):
         moments, counters = _moments(ckpt), _counters(ckpt)
         yield Finding(

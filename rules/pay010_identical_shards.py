@@ -24,7 +24,7 @@ _BUILT = "every layer repeats it, so ignore this if the model was built so"
 _UNTRAINED = "ignore this if the tensor still has its initial values"
 
 
-@rule("PAY010", "identical-shards", Severity.ERROR, depth=Depth.HEADERS)
+@rule("PAY010", "identical-shards", Severity.ERROR, depth=Depth.HEADERS, yields_to=("PAY020",))
 def identical_shards(ckpt: Checkpoint) -> Iterator[Finding]:
     """Two chunks of a tensor, two experts of a layer, or gate and up of an MLP hold the same data.
 
@@ -153,6 +153,7 @@ def _chunks(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, pairs: list
         hint=hint,
         inferred_from=_INFERRED,
         group=f"chunks {pairs}",
+        is_apart=True,
     )
 
 
@@ -238,6 +239,7 @@ def _halves(ckpt: Checkpoint, payload: PayloadTable, tensors: list[Tensor]) -> F
         hint=_UNTRAINED if confidence == "possible" else "export the model again",
         inferred_from=_INFERRED,
         group="gate and up",
+        is_apart=True,
     )
 
 

@@ -1,22 +1,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import exp, log
+from math import exp, log, sqrt
 
 import numpy as np
-import numpy.typing as npt
 
 from ckptlint.analysis.odd_ones import sees_all
 from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import plural
 from ckptlint.model.tiling import IntArray
-from ckptlint.numerics.chunks import ChunkNumbers, chunk_numbers
+from ckptlint.numerics.chunks import ChunkNumbers, Floats, chunk_numbers
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 
-_LEAST_TENSORS, _LEAST_RANKS, _LEAST_ELEMENTS = 8, 3, 64
+_LEAST_TENSORS, _LEAST_RANKS, _LEAST_ELEMENTS = 8, 3, 16
 _FAR, _NEAR, _SPREAD = log(1.8), log(1.3), log(1.25)  # of logarithms of ratios of root mean squares
 _NEARLY_ALL = 0.8
+_ERRORS = 6.0  # standard errors of a median, beyond which it is no chance
+_OF_MEDIAN = 1.25  # the standard error of a median is that of a mean times this
 
 
 @rule("PAY018", "scaled-rank", Severity.WARNING, depth=Depth.DATA)
@@ -26,7 +27,8 @@ def scaled_rank(ckpt: Checkpoint) -> Iterator[Finding]:
     What it checks:
         Of three or more ranks that share eight or more matrices, the root mean square of each rank's chunks is that of
         the others' chunks of the same tensor: in weights, first and second moments. A rank is named where four of five
-        of its chunks have the same ratio, far from 1, and the other ranks are near 1. Experts and tables of tokens are
+        of its chunks have the same ratio, far from 1, and the other ranks are near 1: the ratios may spread as those of
+        the other ranks do, if the median is six standard errors from 1. Experts and tables of tokens are
         left out.
     Why it matters:
         A part of every matrix is scaled: the model computes something else after a load.
@@ -46,19 +48,20 @@ def scaled_rank(ckpt: Checkpoint) -> Iterator[Finding]:
     is_judged &= (numbers.rank >= 0) & (numbers.elements >= _LEAST_ELEMENTS) & (numbers.rms > 0)
     for state in dict.fromkeys(numbers.states):
         rows = np.flatnonzero(is_judged & numbers.are_state(state))
-        ratios = _ratios(numbers, rows)
-        medians: dict[int, tuple[float, IntArray]] = {}
-        for rank in np.unique(numbers.rank[rows]).tolist():
-            mine = rows[(numbers.rank[rows] == rank) & np.isfinite(ratios)]
-            if len(mine) >= _LEAST_TENSORS:
-                medians[rank] = float(np.median(ratios[np.isin(rows, mine)])), mine
-        far = {rank: item for rank, item in medians.items() if abs(item[0]) > _FAR}
-        if len(far) != 1 or len(medians) < _LEAST_RANKS:
+        all_medians = _medians(numbers, rows)
+        if len(all_medians) < _LEAST_RANKS:
             continue
-        [(rank, (middle, mine))] = far.items()
-        of_rank = ratios[np.isin(rows, mine)]
-        is_sure = float((np.abs(of_rank - middle) < _SPREAD).mean()) >= _NEARLY_ALL
-        if is_sure and all(abs(item[0]) < _NEAR for other, item in medians.items() if other != rank):
+        rank, (middle, mine, of_rank) = max(all_medians.items(), key=lambda item: abs(item[1][0]))
+        # beside one that is scaled, the others are not what they are among themselves
+        others = _medians(numbers, rows[numbers.rank[rows] != rank])
+        if abs(middle) <= _FAR or len(others) < _LEAST_RANKS - 1:
+            continue
+        of_others = np.concatenate([ratios - median for median, _, ratios in others.values()])
+        usual = float(np.sqrt(np.mean(of_others**2)))
+        is_alike = float((np.abs(of_rank - middle) < max(_SPREAD, 2 * usual)).mean()) >= _NEARLY_ALL
+        is_sure = is_alike and abs(middle) > _ERRORS * _OF_MEDIAN * usual / sqrt(len(mine))
+        near = max(_NEAR, abs(middle) / 4)  # of moments, which differ more from rank to rank
+        if is_sure and all(abs(median) < near for median, _, _ in others.values()):
             row = int(mine[0])
             tensor, chunk = numbers.tensors[int(numbers.tensor[row])], int(numbers.chunk[row])
             names = [numbers.tensors[number].fqn for number in np.unique(numbers.tensor[mine]).tolist()]
@@ -79,7 +82,17 @@ def scaled_rank(ckpt: Checkpoint) -> Iterator[Finding]:
             )
 
 
-def _ratios(numbers: ChunkNumbers, rows: IntArray) -> npt.NDArray[np.float64]:
+def _medians(numbers: ChunkNumbers, rows: IntArray) -> dict[int, tuple[float, IntArray, Floats]]:
+    """Rank -> median of the ratios of its chunks, these rows, and their ratios; of ranks with enough of them."""
+    ratios, medians = _ratios(numbers, rows), dict[int, tuple[float, IntArray, Floats]]()
+    for rank in np.unique(numbers.rank[rows]).tolist():
+        is_mine = (numbers.rank[rows] == rank) & np.isfinite(ratios)
+        if is_mine.sum() >= _LEAST_TENSORS:
+            medians[rank] = float(np.median(ratios[is_mine])), rows[is_mine], ratios[is_mine]
+    return medians
+
+
+def _ratios(numbers: ChunkNumbers, rows: IntArray) -> Floats:
     """float64 [k], logarithm of each chunk's root mean square over the median of the tensor's other ranks."""
     found = np.full(len(rows), np.nan)
     rms = numbers.rms

@@ -5,6 +5,7 @@ from math import isnan
 
 import numpy as np
 
+from ckptlint.analysis.beside import of_each
 from ckptlint.analysis.leaps import are_few, keys_of, kinds_of, leap_of, place_of
 from ckptlint.analysis.pairs import breaking_share
 from ckptlint.analysis.step_change import older_name
@@ -35,6 +36,10 @@ def moments_leapt(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.optim.Adam
     """
+    yield from of_each(ckpt, _leapt)
+
+
+def _leapt(ckpt: Checkpoint) -> Iterator[Finding]:
     table = ckpt.changes
     if table is None:
         raise NotApplicable("the elements of the step before were not read")

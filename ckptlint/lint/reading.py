@@ -10,12 +10,18 @@ import numpy as np
 
 from ckptlint.analysis.follows import follows_of
 from ckptlint.analysis.pairs import pairs_of
-from ckptlint.model import Checkpoint, Pair, PairTable
+from ckptlint.depth import Depth
+from ckptlint.errors import UnreadableError
+from ckptlint.loaders.problems import from_error
+from ckptlint.model import Checkpoint, Damage, Pair, PairTable, PayloadTable, Problem
+from ckptlint.model.checkpoint import with_optimizers
 from ckptlint.model.text import plural
 from ckptlint.numerics.draw import Elements, draw_changes, draw_pairs, records_to_draw
 from ckptlint.numerics.settings import setting_records
+from ckptlint.payload.archives.whole import place_beside
 from ckptlint.payload.reader import read_payload
 from ckptlint.payload.reading import ReadOptions
+from ckptlint.rule import require
 from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.keys import parse, state_name
 
@@ -26,7 +32,7 @@ _OPENED = 2_048  # chunks whose records are opened only to draw from them, with 
 
 
 def read_records(folder: Folder, ckpt: Checkpoint, how: ReadOptions, after: Checkpoint | None = None) -> Checkpoint:
-    """The checkpoint with `payload`, and with `pairs` where all records were asked for.
+    """The checkpoint with `payload`, and with `pairs` where all records were asked for; so with its `optimizers`.
 
     Args:
         after: the step that it is to be compared with; its tensors are then not compared with each other.
@@ -38,10 +44,71 @@ def read_records(folder: Folder, ckpt: Checkpoint, how: ReadOptions, after: Chec
         drawn = records_to_draw(ckpt, after or ckpt, _drawn_together(after or ckpt), _OPENED)
         how = replace(how, wanted=np.union1d(drawn, setting_records(ckpt)))
     ckpt = read_payload(folder, ckpt, how)
-    if how.percent is not None or after is not None:
+    if how.percent is not None:
         return ckpt
+    ckpt = _with_optimizers(folder, ckpt, how, after)
+    return ckpt if after is not None else _with_pairs(folder, ckpt, how)
+
+
+def _with_pairs(folder: Folder, ckpt: Checkpoint, how: ReadOptions) -> Checkpoint:
     pairs = draw_pairs(folder, ckpt, pairs_of(ckpt), *_amounts(how))
     return replace(ckpt, pairs=pairs, not_looked_at=(*ckpt.not_looked_at, *_not_drawn(pairs, how.draws)))
+
+
+def _with_optimizers(folder: Folder, ckpt: Checkpoint, how: ReadOptions, after: Checkpoint | None) -> Checkpoint:
+    """The checkpoint with what was read of its `optimizers`; their values were read with it, at depth `data`."""
+    unread = {problem.file for problem in ckpt.problems if problem.kind in ("unreadable", "container", "limit")}
+    later = {_place_of(states): states for states in ([] if after is None else after.optimizers)}
+    problems, unseen, read = list[Problem](), list[str](), list[Checkpoint]()
+    for states in ckpt.optimizers:
+        label = states.files.names[0]
+        states = replace(states, path=ckpt.path, run=ckpt.run, claims=(*states.claims, *ckpt.claims))
+        try:
+            if label not in unread:
+                states = _read_optimizer(place_beside(folder, label)[0], states, how, later.get(_place_of(states)))
+        except UnreadableError as error:
+            problems += [] if how.depth.reads_all else [from_error(error, label)]  # else it is told already
+        if states.payload is not None:
+            states = replace(states, payload=_with_values(states.payload, states, require(ckpt.payload)))
+            if after is None:
+                states = _with_pairs(place_beside(folder, label)[0], states, how)
+            problems += [] if how.depth.reads_all else states.problems
+            unseen += [f"of {label} only {sample} were read"] if (sample := require(states.payload).sample) else []
+            unseen += states.not_looked_at
+        read.append(states)
+    ckpt = replace(
+        ckpt, problems=[*ckpt.problems, *problems], not_looked_at=tuple(dict.fromkeys([*ckpt.not_looked_at, *unseen]))
+    )
+    return with_optimizers(ckpt, read)
+
+
+def _place_of(states: Checkpoint) -> tuple[str, str]:
+    """The file of an optimizer, and the stem of its keys, by which it is found in another step."""
+    return states.files.names[0], next(iter(states.tensors), "").partition(".state.")[0]
+
+
+def _read_optimizer(folder: Folder, states: Checkpoint, how: ReadOptions, after: Checkpoint | None) -> Checkpoint:
+    """The states with the places of their records."""
+    how, other = replace(how, depth=Depth.HEADERS, wanted=None, digests={}, rows=(), sums=None), after or states
+    if how.draws:
+        how = replace(how, wanted=records_to_draw(states, other, _drawn_together(other), _OPENED))
+    return read_payload(folder, states, how)
+
+
+def _with_values(payload: PayloadTable, states: Checkpoint, whole: PayloadTable) -> PayloadTable:
+    """The payload of an optimizer with the values and damages that were found in its file with the whole checkpoint."""
+    label, damaged = states.files.names[0], {(damage.file, damage.member): damage for damage in whole.damages}
+    damages = list[Damage]()
+    for record in range(len(states.records)):
+        content = payload.of(record)
+        member = "" if content is None else content.key
+        if (label, member) in damaged:
+            damages.append(damaged[label, member]._replace(record=record))
+        elif content is not None and content.offset == 0 and (values := whole.beside.get((label, member))) is not None:
+            payload.scanned[record] = True
+            for column, value in values.items():
+                payload.rows[column][record] = value
+    return replace(payload, damages=(*payload.damages, *damages))
 
 
 def with_changes(folder: Folder, ckpt: Checkpoint, before: Folder, how: ReadOptions) -> Checkpoint:
@@ -53,6 +120,19 @@ def with_changes(folder: Folder, ckpt: Checkpoint, before: Folder, how: ReadOpti
     older = ckpt.before
     if ckpt.payload is None or older is None or older.payload is None or how.percent is not None:
         return ckpt
+    earlier = {_place_of(states): states for states in older.optimizers}
+    optimizers = list[Checkpoint]()
+    for states in ckpt.optimizers:
+        label = states.files.names[0]
+        other = earlier.get(_place_of(states))
+        if states.payload is not None and other is not None and other.payload is not None:
+            places = place_beside(folder, label)[0], place_beside(before, label)[0]
+            states = _with_changes(replace(states, before=other), other, *places, how)
+        optimizers.append(states)
+    return _with_changes(with_optimizers(ckpt, optimizers), older, folder, before, how)
+
+
+def _with_changes(ckpt: Checkpoint, older: Checkpoint, folder: Folder, before: Folder, how: ReadOptions) -> Checkpoint:
     now, was = Elements(folder, ckpt), Elements(before, older)
     return replace(ckpt, changes=draw_changes(now, was, follows_of(ckpt, older), *_amounts(how)))
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
@@ -134,6 +134,8 @@ class OptimizerFile:
         shapes_beside: of the tensors in other models of the step, which it may have trained too.
         storages: key of a storage in the archive -> parameter, state and dtype of the tensor that fills it.
         groups: the settings of each group, as stored; of its `params` only whether there are any.
+        states: its states as tensors (`optimizer.state.0.exp_avg`) of a checkpoint that is this file alone; None where
+            nobody knows where they lie.
 
     Source:
         torch.optim.Optimizer.state_dict; names in place of numbers: FullyShardedDataParallel.optim_state_dict
@@ -145,6 +147,7 @@ class OptimizerFile:
     shapes_beside: tuple[tuple[int, ...], ...] = ()
     storages: dict[str, tuple[str, str, str]] = field(default_factory=dict)
     groups: tuple[Mapping[Any, Any], ...] = ()
+    states: Checkpoint | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,6 +359,12 @@ class Checkpoint:
         """Whether its files are those that a library loads a model from: safetensors, or whole files of torch.save."""
         return self.is_safetensors or self.format == "torch"
 
+    @property
+    def optimizers(self) -> list[Checkpoint]:
+        """The states in files of an optimizer beside the tensors, one checkpoint for each optimizer."""
+        files = (file.optimizer for file in self.step_files)
+        return [optimizer.states for optimizer in files if optimizer is not None and optimizer.states is not None]
+
     def sound_tensors(self) -> Iterator[Tensor]:
         """The tensors that geometry rules can judge."""
         return (tensor for tensor in self.tensors.values() if tensor.is_sound)
@@ -387,3 +396,13 @@ class Checkpoint:
     def total_bytes(self) -> int:
         """Bytes of all payload files that were looked at."""
         return sum(self.files.size[self.files.size > 0].tolist())
+
+
+def with_optimizers(ckpt: Checkpoint, optimizers: Sequence[Checkpoint]) -> Checkpoint:
+    """The checkpoint with these in place of its `optimizers`, in their order."""
+    rest, files = iter(optimizers), list[StepFile]()
+    for file in ckpt.step_files:
+        if file.optimizer is not None and file.optimizer.states is not None:
+            file = replace(file, optimizer=replace(file.optimizer, states=next(rest)))
+        files.append(file)
+    return replace(ckpt, step_files=tuple(files))

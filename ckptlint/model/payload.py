@@ -154,6 +154,7 @@ class PayloadTable:
         unlisted: payload files that `integrity.json` leaves out.
         bare: files of torch.save beside the records that have bytes without a checksum (depth `data`).
         odd_values: of the tensors in the optimizer's files beside the records (depth `data`).
+        beside: file and member of each such tensor -> the columns of its values.
         depth: how deep the records were read.
         sample: what was read of all records (`5% of the records (12 of 240), seed 7`), "" for all of them.
         values: key -> dtype -> digest of the tensor's elements in it, where these were wanted and read to the last.
@@ -196,6 +197,7 @@ class PayloadTable:
     unlisted: tuple[str, ...] = ()
     bare: tuple[str, ...] = ()
     odd_values: tuple[OddValues, ...] = ()
+    beside: Mapping[tuple[str, str], Mapping[str, Any]] = field(default_factory=dict)
     depth: Depth = Depth.HEADERS
     sample: str = ""
     values: Mapping[str, Mapping[str, int]] = field(default_factory=dict)

@@ -107,11 +107,16 @@ def may_be_padding(tensor: Tensor) -> BoolArray:
 
 @fact
 def ranks_by_file(ckpt: Checkpoint) -> IntArray:
-    """int64 [n], for each file the rank that saved it, -1 where nothing says so."""
-    ranks = ranks_of_files(ckpt).copy()
-    known = (
-        {} if ckpt.rank_files is None else {file.name: file.numbers.get("rank", -1) for file in ckpt.rank_files.files}
-    )
+    """int64 [n], for each file the rank that saved it, -1 where nothing says so.
+
+    Source:
+        deepspeed.runtime.engine.DeepSpeedEngine._get_zero_ckpt_name: `zero_pp_rank_<data parallel>_mp_rank_<model>`,
+        in which the data parallel rank is the rank of the job where there is no model parallelism
+    """
+    ranks, files = ranks_of_files(ckpt).copy(), () if ckpt.rank_files is None else ckpt.rank_files.files
+    is_cut_by_model = any(file.numbers.get("mp") for file in files)
+    names = ("rank",) if is_cut_by_model else ("rank", "dp")
+    known = {file.name: file.numbers[name] for file in files for name in names if name in file.numbers}
     for number, name in enumerate(ckpt.files.names if known else ()):
         ranks[number] = known.get(name, ranks[number])
     return ranks

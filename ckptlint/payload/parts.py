@@ -126,6 +126,7 @@ def join(folder: Folder, ckpt: Checkpoint, how: ReadOptions, parts: Sequence[Par
         unlisted=tuple(name for part in parts for name in part.table.unlisted),
         bare=tuple(name for part in parts for name in part.table.bare),
         odd_values=tuple(item for part in parts for item in part.table.odd_values),
+        beside={place: item for part in parts for place, item in part.table.beside.items()},
         sample=parts[0].table.sample,
         values=parts[0].table.values,
         row_hashes=parts[0].table.row_hashes,

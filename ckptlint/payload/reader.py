@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -45,6 +45,7 @@ from ckptlint.payload.reading import ReadOptions, hashes_of
 from ckptlint.payload.records import by_file, file_sizes, is_bare, path_of
 from ckptlint.payload.safetensors_blob import read_blob
 from ckptlint.payload.stream import BLOCK, Members, Meter, Streamed, stream
+from ckptlint.payload.values import VALUE_COLUMNS
 from ckptlint.progress import advance
 from ckptlint.seals.file import SEAL, metadata_hash, read_seal
 from ckptlint.seals.row_hashes import RowHashes, digest
@@ -56,22 +57,6 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
 _TICK = 0.1
-_OF_VALUES = (
-    "nan",
-    "plus_inf",
-    "minus_inf",
-    "first",
-    "masks",
-    "zeros",
-    "edge_zeros",
-    "denormals",
-    "least",
-    "most",
-    "one_value",
-    "squares",
-    "negatives",
-    "used_bits",
-)
 _NO_SEAL = "copy the seal again from where it was written, or remove it; without it the contents are not compared"
 Gatherers = Mapping[str, tuple[RowHashes, ...]]
 _T = TypeVar("_T")
@@ -133,6 +118,7 @@ class Reader:
         unlisted: tuple[str, ...] = ()
         bare: tuple[str, ...] = ()
         odd_values: tuple[OddValues, ...] = ()
+        beside: Mapping[tuple[str, str], Mapping[str, Any]] = {}
         try:
             if self.ckpt.storages is None:
                 self._read_headers(rows)
@@ -149,7 +135,7 @@ class Reader:
                 result.problems += problems
                 self._read_data(recorded)
                 if self.leads and not sample:
-                    damages, bare, odd_values, problems = compare_archives(self.folder, self.ckpt)
+                    damages, bare, odd_values, beside, problems = compare_archives(self.folder, self.ckpt)
                     result.damages += damages
                     result.problems += problems
                 if self.leads:
@@ -172,6 +158,7 @@ class Reader:
             unlisted=unlisted,
             bare=bare,
             odd_values=odd_values,
+            beside=beside,
             sample=sample,
             values={fqn: {dtype: digest(rows) for dtype, rows in own.items()} for fqn, own in hashes_of_key.items()},
             row_hashes={fqn: own for fqn, own in hashes_of_key.items() if fqn in self.how.rows},
@@ -437,7 +424,7 @@ class Reader:
         table = self.result.table
         scanned = members.row[np.array([*seen.values], np.int64)]
         table.scanned[scanned] = True
-        for column in _OF_VALUES:
+        for column in VALUE_COLUMNS:
             table.rows[column][scanned] = [getattr(values, column) for values in seen.values.values()]
         for member, found_digest in seen.digests.items():
             row = int(members.row[member])

@@ -17,6 +17,25 @@ _TINY = 1e-12
 _WIDE = 127  # exponent bias of bfloat16 and float32
 
 
+VALUE_COLUMNS = (
+    "nan",
+    "plus_inf",
+    "minus_inf",
+    "first",
+    "masks",
+    "zeros",
+    "edge_zeros",
+    "denormals",
+    "least",
+    "most",
+    "one_value",
+    "squares",
+    "negatives",
+    "used_bits",
+)
+"""The columns of a `PayloadTable` that are attributes of `RecordValues`."""
+
+
 @dataclass(slots=True)
 class RecordValues:
     """Statistics of one record so far; a complex element counts as two numbers.

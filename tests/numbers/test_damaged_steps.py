@@ -134,3 +134,20 @@ def test_what_does_not_continue_is_named(damage: Damage, tmp_path: Path, monkeyp
     assert report.depth == "files"
     (skipped,) = ckptlint.latest(tmp_path / "run").skipped
     assert skipped.code in DAMAGES[damage]
+
+
+def test_a_stale_rank_of_deepspeed_is_named(tmp_path: Path) -> None:
+    """Its files number the data parallel ranks, which are those of the job without model parallelism."""
+    save = Save("deepspeed_z3_4r")
+    shutil.copytree(save.folder, tmp_path / "run/global_step2")
+    for stale, told in ((2, ["the weights and first moments and second moments of rank 2"]), (None, [])):
+        save.values = [
+            values if chunk.rank == stale else np.float32(values * 1.01)
+            for values, chunk in zip(save.before, save.chunks, strict=True)
+        ]
+        later = tmp_path / "run/global_step3"
+        shutil.rmtree(later, ignore_errors=True)
+        save.write(later)
+        report = report_on(tmp_path / "run", depth="headers")
+        titles = [item.title for item in report.diagnostics if item.code == "RUN009"]
+        assert [title.partition(" are those of ")[0] for title in titles] == told

@@ -13,11 +13,10 @@ from typing import Any, Literal
 from ckptlint.errors import ForeignError, LimitError, UnreadableError
 from ckptlint.formats.pickles.safe_pickle import Opaque
 from ckptlint.formats.torch_file import TorchFile, read_torch_file
-from ckptlint.loaders.optimizer_state import optimizer_file
 from ckptlint.loaders.readers.common_state import read_configs
 from ckptlint.loaders.readers.model_files import read_set
 from ckptlint.loaders.readers.sets import PICKLE_SHARE, FileSet, weight_sets
-from ckptlint.loaders.readers.torch_files import Columns, damaged, read_file
+from ckptlint.loaders.readers.torch_files import Columns, damaged, optimizer_in, read_file
 from ckptlint.model import (
     Checkpoint,
     Problem,
@@ -68,10 +67,12 @@ def read_named(folder: Folder, name: str, look_at_files: bool) -> Checkpoint | N
         return None
     ckpt = read_states(folder, FileSet([name]), look_at_files)
     label = printable(name)
-    optimizers = found.root.get("optimizer_states", [found.root.get("optimizer")])
-    states = [made for state in _listed(optimizers) if (made := optimizer_file(state)) is not None]
+    optimizers = _listed(found.root.get("optimizer_states", [found.root.get("optimizer")]))
+    stems = ["optimizer"] if len(optimizers) == 1 else [f"optimizer.{number}" for number in range(len(optimizers))]
+    named = zip(optimizers, stems, strict=True)
+    states = [made for state, stem in named if (made := optimizer_in(folder, name, label, found, state, stem))]
     size = folder.stat(name)[1] or 0
-    beside = tuple(StepFile(label, "optimizer state", "read", size, optimizer=state) for state in states)
+    beside = tuple(StepFile(label, "optimizer state", "read", size, optimizer=state) for state, _ in states)
     step = found.root.get("global_step")
     claims = (StepClaim(f"global_step of {label}", step),) if type(step) is int and step >= 0 else ()
     return replace(ckpt, step_files=beside, claims=claims)

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, TypeGuard
 
 import numpy as np
 
 from ckptlint.errors import LimitError, ScriptError, UnreadableError
-from ckptlint.formats.torch_file import Storage, TorchFile, read_torch_file, record_content
-from ckptlint.loaders.optimizer_state import param_groups_in, settings_of
+from ckptlint.formats.torch_file import Storage, TorchFile, number_in, ranges_of, read_torch_file, record_content
+from ckptlint.loaders.optimizer_state import optimizer_file, param_groups_in, settings_of
 from ckptlint.loaders.problems import from_error, from_refusals, of_format
 from ckptlint.loaders.readers.model_files import looked_at
 from ckptlint.loaders.readers.rows import Row, tables
 from ckptlint.model import (
     Checkpoint,
     FileTable,
+    OptimizerFile,
     Problem,
     RankFile,
     RankFileSet,
     RecordContent,
     RecordTable,
+    StepClaim,
     StoredFile,
     Tensor,
 )
@@ -169,6 +172,52 @@ class SetFiles:
             param_groups=tuple(self.param_groups),
             **more,
         )
+
+
+def optimizer_in(
+    folder: Folder, name: str, label: str, found: TorchFile, state: Any, stem: str = "optimizer"
+) -> tuple[OptimizerFile, int | None] | None:
+    """The state dict of an optimizer in a file, with its states as tensors, and its steps; None for another form.
+
+    Args:
+        name, label: of the file in its folder, and from the checkpoint, printable.
+        found, state: what the file holds, and the state dict in it.
+        stem: before the keys of the states, which differs where a file holds several.
+    """
+    made = optimizer_file(state)
+    if made is None:
+        return None
+    step, columns = _steps_counted(folder, name, found, state), Columns()
+    for param, of_param in state["state"].items():
+        for what, value in of_param.items() if isinstance(of_param, dict) else ():
+            if isinstance(value, StoredTensor):
+                columns.add(f"{stem}.state.{param}.{what}", value, 0, found)
+    tensors, records, storages = columns.made()
+    states = Checkpoint(
+        path=label,
+        format="torch",
+        tensors=tensors,
+        records=records,
+        storages=storages,
+        files=FileTable.of([StoredFile(label, name, found.size, "ok", True)]),
+        claims=() if step is None else (StepClaim("optimizer.state.step", step),),
+        param_groups=tuple((f"{label}: param_groups[{number}]", group) for number, group in enumerate(made.groups)),
+    )
+    return replace(made, states=states), step
+
+
+def _steps_counted(folder: Folder, name: str, found: TorchFile, state: Mapping[Any, Any]) -> int | None:
+    """The highest step count among the first parameters of an optimizer's state; None without any.
+
+    Source:
+        torch.optim.Adam (torch 1.13 to 2.13): `step` of each parameter, a tensor of one element
+    """
+    steps = (of_param.get("step") for of_param in state["state"].values() if isinstance(of_param, dict))
+    numbers = [number_in(ranges_of(folder, name), found, step) for step in islice(steps, _COUNTED)]
+    return max((number for number in numbers if number is not None), default=None)
+
+
+_COUNTED = 64  # parameters of an optimizer whose steps are read
 
 
 def is_dict(value: Any) -> TypeGuard[dict[Any, Any]]:

@@ -7,22 +7,22 @@ from collections import deque
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby, islice
+from itertools import groupby
 from os.path import relpath
 from typing import Any, NamedTuple
 
 from ckptlint.errors import AccessError, CkptlintError, ForeignError, LimitError, ScriptError, UnreadableError
 from ckptlint.formats.content import HEAD, FileContent, file_content, is_packed, is_pickled, pickles_in
 from ckptlint.formats.pickles.safe_pickle import read_metadata, read_state
-from ckptlint.formats.torch_file import TorchFile, number_in, ranges_of, read_torch_file, read_torch_stream
+from ckptlint.formats.torch_file import TorchFile, read_torch_file, read_torch_stream
 from ckptlint.formats.torch_legacy import is_tar
 from ckptlint.loaders.code_beside import code_beside
 from ckptlint.loaders.json_file import read_json
 from ckptlint.loaders.layouts import CheckpointPlace
-from ckptlint.loaders.optimizer_state import optimizer_file
 from ckptlint.loaders.problems import from_error, from_torch_file
 from ckptlint.loaders.readers.common_state import COMMON_FILE, RUN_CONFIG
 from ckptlint.loaders.readers.megatron import CONFIG_FILE
+from ckptlint.loaders.readers.torch_files import optimizer_in
 from ckptlint.loaders.run.finished import missing_parts, stated_world
 from ckptlint.loaders.run.steps import is_alike, steps_of, sub_folder
 from ckptlint.model import Checkpoint, Problem, StepFile, StepFileState
@@ -51,7 +51,6 @@ _ZIP_END = 2**17  # bytes in which every reader looks for the end record of a zi
 _HEADS = {True: 2**14, False: 2**8}  # files of a step whose first bytes are looked at, near and over a network
 _FOLDERS = {True: 2**10, False: 2**5}  # that are listed below those whose files are reported one by one
 _SHOWN = 8
-_MOMENTS = 64  # parameters of an optimizer whose steps are read
 _RESUME = "a resume from this step reads it"
 _AGAIN = "copy it again from where it was written, or use another step"
 _KEPT = ("unsafe", "unread", "limit")  # kinds of problems that count whatever the file is
@@ -409,9 +408,10 @@ def _read(item: _File) -> _Read:
     if not files:
         return item.reported(), []
     root = files[-1].root
+    # nothing else is opened by that name, so the state is not packed in another file
     is_optimizer = item.family is not None and item.family.name == "optimizer state"
-    optimizer = optimizer_file(root) if is_optimizer else None
-    step = _moments_step(item, files[-1]) if optimizer is not None and not is_inside else _step(item, root)
+    made = optimizer_in(item.folder, item.name, item.label, files[-1], root) if is_optimizer else None
+    optimizer, step = made or (None, _step(item, root))
     # of what is inside nobody compares checksums
     file = replace(item.reported("unknown" if is_inside else "read", step), optimizer=optimizer)
     problems = [problem for found in files for problem in from_torch_file(found, item.label, why=_RESUME)]
@@ -513,14 +513,3 @@ def _step(item: _File, state: Any) -> int | None:
     name = item.family.step if item.family else "global_step"
     step = state.get(name) if name and isinstance(state, dict) else None
     return step if isinstance(step, int) and not isinstance(step, bool) else None
-
-
-def _moments_step(item: _File, found: TorchFile) -> int | None:
-    """The highest step count among the first parameters of an optimizer's state.
-
-    Source:
-        torch.optim.Adam (torch 1.13 to 2.13): `step` of each parameter, a tensor of one element
-    """
-    states = (state.get("step") for state in found.root["state"].values() if isinstance(state, dict))
-    numbers = [number_in(ranges_of(item.folder, item.name), found, step) for step in islice(states, _MOMENTS)]
-    return max((number for number in numbers if number is not None), default=None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import PurePosixPath
+from typing import Any
 
 import numpy as np
 
@@ -13,17 +14,21 @@ from ckptlint.formats.torch_file import ranges_of
 from ckptlint.loaders.problems import from_error
 from ckptlint.model import Checkpoint, Damage, OddValues, Problem
 from ckptlint.payload.stream import Members, Meter, Scan, stream
+from ckptlint.payload.values import VALUE_COLUMNS
 from ckptlint.storage.folder import READABLE, Folder
 from ckptlint.vocabulary.dtypes import ENCODINGS, ITEM_BITS
 from ckptlint.vocabulary.keys import SQUARES
 
 _UNREAD = ("unreadable", "container", "limit")
+Beside = dict[tuple[str, str], dict[str, Any]]
 
 
 def compare_archives(
     folder: Folder, ckpt: Checkpoint
-) -> tuple[list[Damage], tuple[str, ...], tuple[OddValues, ...], list[Problem]]:
-    """Members that do not match their checksums, files that have none, values that cannot be, unreadable files.
+) -> tuple[list[Damage], tuple[str, ...], tuple[OddValues, ...], Beside, list[Problem]]:
+    """Members that do not match their checksums, files that have none, values that cannot be, all values, lost files.
+
+    The values are those of an optimizer, as `PayloadTable.beside` has them.
 
     A storage of a rank file that has a record is checked with that record, not here.
 
@@ -35,16 +40,20 @@ def compare_archives(
     damages: list[Damage] = []
     bare: list[str] = []
     odd_values: list[OddValues] = []
-    optimizers = {file.name: file.optimizer.storages for file in ckpt.step_files if file.optimizer is not None}
+    beside: Beside = {}
+    optimizers: dict[str, dict[str, tuple[str, str, str]]] = {}
+    for file in ckpt.step_files:  # one may hold several
+        optimizers.setdefault(file.name, {}).update({} if file.optimizer is None else file.optimizer.storages)
     problems: list[Problem] = []
     for label in dict.fromkeys(_opened(ckpt)):
         if label in reported:
             continue
         try:
-            place, name = _place(folder, label)
+            place, name = place_beside(folder, label)
             if place.head(name, 4) == b"PK\3\4":
                 skipped, tensors = covered.get(label, ()), optimizers.get(label, {})
-                differing, values, is_bare = _compare(place, name, label, skipped, tensors)
+                differing, values, columns, is_bare = _compare(place, name, label, skipped, tensors)
+                beside |= columns
                 damages += differing
                 odd_values += values
             else:
@@ -52,7 +61,7 @@ def compare_archives(
             bare += [label] if is_bare else []
         except UnreadableError as error:
             problems.append(from_error(error, label))
-    return damages, tuple(bare), tuple(odd_values), problems
+    return damages, tuple(bare), tuple(odd_values), beside, problems
 
 
 def _opened(ckpt: Checkpoint) -> Iterator[str]:
@@ -74,8 +83,12 @@ def _covered(ckpt: Checkpoint) -> dict[str, Collection[int]]:
     return dict(found)
 
 
-def _place(folder: Folder, label: str) -> tuple[Folder, str]:
-    """The folder that a file is in, and its name there."""
+def place_beside(folder: Folder, label: str) -> tuple[Folder, str]:
+    """The folder that a file of the step is in, and its name there.
+
+    Raises:
+        UnreadableError: it is gone.
+    """
     *parts, name = PurePosixPath(label).parts
     for part in parts:
         above = folder.parent if part == ".." else folder.sub(part)
@@ -91,8 +104,8 @@ def _place(folder: Folder, label: str) -> tuple[Folder, str]:
 
 def _compare(
     folder: Folder, name: str, label: str, covered: Collection[int], tensors: Mapping[str, tuple[str, str, str]]
-) -> tuple[list[Damage], list[OddValues], bool]:
-    """Members that do not match, tensors with values that cannot be, whether a member has no checksum.
+) -> tuple[list[Damage], list[OddValues], Beside, bool]:
+    """Members that do not match, tensors with values that cannot be, all values, whether a member has no checksum.
 
     Args:
         tensors: storage -> parameter, state and dtype of what it holds.
@@ -120,9 +133,10 @@ def _compare(
     results = stream(folder, name, members, scans, None, Meter())
     bad = np.flatnonzero((results.crc != crc) & (crc > 0)).tolist()
     damages = [Damage(-1, label, names[i], f"CRC-32 {crc[i]:08x}", f"{results.crc[i]:08x}") for i in bad]
-    values = []
+    values, beside = [], Beside()
     for i, one in results.values.items():
         param, state, _ = tensors[names[i].removeprefix("data/")]
+        beside[label, names[i]] = {column: getattr(one, column) for column in VALUE_COLUMNS}
         counts = one.nan, one.plus_inf, one.minus_inf, one.negatives if state in SQUARES else 0
         values += [OddValues(label, param, state, *counts, scans[i].count)] if any(counts) else []
-    return damages, values, bool(((crc == 0) & (size > 0)).any())
+    return damages, values, beside, bool(((crc == 0) & (size > 0)).any())
