@@ -2,20 +2,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
-
-from ckptlint.analysis.leaps import Leap, are_few, keys_of, kinds_of, leap_of, place_of, tensor_of
-from ckptlint.analysis.pairs import breaking_share
+from ckptlint.analysis.leaps import Leap, keys_of, leapt_weights, place_of
 from ckptlint.analysis.step_change import older_name
 from ckptlint.depth import Depth
 from ckptlint.model import ChangeTable, Checkpoint
 from ckptlint.model.text import plural
-from ckptlint.model.tiling import BoolArray
-from ckptlint.rule import Confidence, Finding, NotApplicable, Severity, require, rule
-
-_ALIKE, _OTHER = 0.9, 0.5  # cosines with the step before: of weights that were trained on, and of other ones
-_SCALE = 2.0
-_LEAST = 64  # elements of a chunk whose angle counts
+from ckptlint.rule import Confidence, Finding, NotApplicable, Severity, rule
 
 
 @rule(
@@ -49,30 +41,11 @@ def weights_leapt(ckpt: Checkpoint) -> Iterator[Finding]:
     table = ckpt.changes
     if table is None:
         raise NotApplicable("the elements of the step before were not read")
-    weights = kinds_of(table, "weight") & (table.now > 0) & (table.was > 0)
-    if not weights.any():
-        return
-    with np.errstate(invalid="ignore", divide="ignore"):
-        scale = table.now / table.was
-    is_elsewhere = (table.cosine < _OTHER) | (scale > _SCALE) | (scale < 1 / _SCALE)
-    reach = np.array([follow.reach for follow in table.follows])[table.follow]
-    bounded = weights & np.isfinite(reach)
-    is_far = bounded & (table.odd > 0)
-    if is_far.any() and not are_few(ckpt, table, bounded, is_far):
-        is_far &= is_elsewhere & (breaking_share(ckpt, "moments") < _OTHER)
-    if (leap := leap_of(ckpt, table, bounded, is_far)) is not None:
-        yield _finding(ckpt, table, leap, "certain")
-    turned = weights & ~np.isfinite(reach) & (table.drawn >= _LEAST) & _are_matrices(ckpt, table)
-    if turned.any() and float(np.nanmedian(table.cosine[turned])) >= _ALIKE:
-        is_other = turned & (table.cosine < _OTHER)
-        if are_few(ckpt, table, turned, is_other):
-            yield _finding(ckpt, table, require(leap_of(ckpt, table, turned, is_other)), "likely")
-
-
-def _are_matrices(ckpt: Checkpoint, table: ChangeTable) -> BoolArray:
-    follows = range(len(table.follows))
-    axes = np.array([len(tensor_of(ckpt, table, i).global_shape) for i in follows], np.int64)
-    return np.asarray(axes[table.follow] > 1)
+    certain, likely = leapt_weights(ckpt)
+    if certain is not None:
+        yield _finding(ckpt, table, certain, "certain")
+    if likely is not None:
+        yield _finding(ckpt, table, likely, "likely")
 
 
 def _finding(ckpt: Checkpoint, table: ChangeTable, leap: Leap, confidence: Confidence) -> Finding:
