@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -92,6 +93,14 @@ def leapt_moments(ckpt: Checkpoint) -> Leap | None:
     if not are_few(ckpt, table, judged, is_odd) and breaking_share(ckpt, "moments") > _OTHERS:
         raise NotApplicable("the moments do not follow Adam's bound")
     return leap_of(ckpt, table, judged, is_odd)
+
+
+def leaps_of(ckpt: Checkpoint) -> list[Leap]:
+    """All that leapt."""
+    leaps: list[Leap | None] = [*leapt_weights(ckpt)]
+    with suppress(NotApplicable):
+        leaps.append(leapt_moments(ckpt))
+    return [leap for leap in leaps if leap is not None]
 
 
 def _are_matrices(ckpt: Checkpoint, table: ChangeTable) -> BoolArray:

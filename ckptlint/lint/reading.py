@@ -9,10 +9,12 @@ from dataclasses import replace
 import numpy as np
 
 from ckptlint.analysis.follows import follows_of
+from ckptlint.analysis.leaps import leaps_of
 from ckptlint.analysis.pairs import pairs_of
 from ckptlint.model import Checkpoint, Pair, PairTable
 from ckptlint.model.text import plural
 from ckptlint.numerics.draw import Elements, draw_changes, draw_pairs, records_to_draw
+from ckptlint.numerics.origins import origins_of
 from ckptlint.numerics.settings import setting_records
 from ckptlint.payload.reader import read_payload
 from ckptlint.payload.reading import ReadOptions
@@ -45,7 +47,7 @@ def read_records(folder: Folder, ckpt: Checkpoint, how: ReadOptions, after: Chec
 
 
 def with_changes(folder: Folder, ckpt: Checkpoint, before: Folder, how: ReadOptions) -> Checkpoint:
-    """The checkpoint with `changes`, where it and the step before it were read.
+    """The checkpoint with `changes`, and what leapt chunks hold, where it and the step before it were read.
 
     Raises:
         AccessError: a read was refused.
@@ -54,7 +56,10 @@ def with_changes(folder: Folder, ckpt: Checkpoint, before: Folder, how: ReadOpti
     if ckpt.payload is None or older is None or older.payload is None or how.percent is not None:
         return ckpt
     now, was = Elements(folder, ckpt), Elements(before, older)
-    return replace(ckpt, changes=draw_changes(now, was, follows_of(ckpt, older), *_amounts(how)))
+    changes = draw_changes(now, was, follows_of(ckpt, older), *_amounts(how))
+    leaps = leaps_of(replace(ckpt, changes=changes))
+    origins = {row: origin for leap in leaps for row, origin in origins_of(now, was, changes, leap.rows).items()}
+    return replace(ckpt, changes=replace(changes, origins=origins))
 
 
 def _amounts(how: ReadOptions) -> tuple[int, int]:
