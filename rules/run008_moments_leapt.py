@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import isnan
 
+from ckptlint.analysis.leap_causes import cause_of, moments_that_leapt_along, params_of
 from ckptlint.analysis.leaps import keys_of, leapt_moments, place_of
 from ckptlint.analysis.step_change import older_name
 from ckptlint.depth import Depth
@@ -11,7 +12,15 @@ from ckptlint.model.text import plural, verb
 from ckptlint.rule import Finding, NotApplicable, Severity, rule
 
 
-@rule("RUN008", "moments-leapt", Severity.ERROR, depth=Depth.HEADERS, whole=True, needs=("step before",))
+@rule(
+    "RUN008",
+    "moments-leapt",
+    Severity.ERROR,
+    depth=Depth.HEADERS,
+    whole=True,
+    needs=("step before",),
+    yields_to=("RUN007",),
+)
 def moments_leapt(ckpt: Checkpoint) -> Iterator[Finding]:
     """Moments are not what any gradients can have made of those of the step before.
 
@@ -19,7 +28,8 @@ def moments_leapt(ckpt: Checkpoint) -> Iterator[Finding]:
         Elements drawn from both steps, n updates apart with the same betas: a second moment keeps at least b2^n of what
         it was; and what the first gained, m - b1^n * m_was, is bounded by what the second gained, as OPT011 bounds the
         moments. First moments did not all become zero. Where more than a quarter of the chunks break it, of several
-        ranks, the moments of the step itself must keep Adam's bound: else the optimizer is another one.
+        ranks, the moments of the step itself must keep Adam's bound: else the optimizer is another one. What the
+        moments hold instead is looked for as RUN007 does, which also reports moments that leapt with their weights.
     Why it matters:
         The next steps go in a direction, and are of a size, that this run's gradients do not explain.
     Usual causes:
@@ -40,11 +50,14 @@ def moments_leapt(ckpt: Checkpoint) -> Iterator[Finding]:
     drawn = f"{int(table.odd[row]):,} of {int(table.drawn[row]):,} elements are beyond what any gradients allow"
     cosine = float(table.cosine[row])
     between = plural(max(follow.updates for follow in table.follows if follow.betas is not None), "update")
+    along = moments_that_leapt_along(ckpt)
     yield Finding(
-        f"the moments of {leap.title} cannot come from those of {older} by {between}{zeros}",
+        cause_of(ckpt, table, leap, "moments")
+        or f"the moments of {leap.title} cannot come from those of {older} by {between}{zeros}",
         at=place_of(ckpt, table, leap),
         identity=(leap.title,),
         keys=keys_of(table, leap.rows),
+        partners=() if along is None else tuple(sorted(params_of(ckpt, along))),  # RUN007 reports both
         notes=(
             (
                 "first",

@@ -15,7 +15,7 @@ from ckptlint.numerics.draw import Elements, Floats, drawn_places
 _CHUNKS, _READS = 64, 4_096  # chunks that are looked at, and parts of the step before that they are compared with
 _ELEMENTS = 1_024  # of a chunk that are compared
 _SCATTERED = 256  # of these, where each may cost a read
-_LEAST = 64  # elements whose likeness counts
+LEAST_ELEMENTS = 64  # whose likeness counts
 _LIKE, _SAME = 0.9, 0.95  # likeness to another part, and to itself
 _WHOLE, _LINE = 65_536, 32  # elements of a chunk whose rows are compared with each other, and the least of a row
 _SCALE = 1.1  # numbers this much larger, or smaller, are scaled
@@ -27,7 +27,7 @@ def origins_of(now: Elements, was: Elements, table: ChangeTable, rows: IntArray)
     Raises:
         AccessError: a read was refused.
     """
-    rows = rows[table.drawn[rows] >= _LEAST]
+    rows = rows[table.drawn[rows] >= LEAST_ELEMENTS]
     if len(rows) > _CHUNKS:
         rows = rows[np.linspace(0, len(rows) - 1, _CHUNKS).astype(np.int64)]
     return {row: _origin(now, was, table, row, _READS // len(rows)) for row in rows.tolist()}
@@ -102,7 +102,7 @@ def _likeness(one: Floats, other: Floats) -> float:
     if one.min() >= 0 and other.min() >= 0:
         used &= (one > 0) & (other > 0)
         one, other = np.log(one, where=used, out=np.zeros(len(one))), np.log(other, where=used, out=np.zeros(len(one)))
-    if used.sum() < _LEAST:
+    if used.sum() < LEAST_ELEMENTS:
         return 0.0
     one, other = (numbers[used] - numbers[used].mean() for numbers in (one, other))
     size = float(np.sqrt(np.dot(one, one) * np.dot(other, other)))
@@ -135,4 +135,6 @@ def _is_shuffled(now: Floats, was: Floats) -> bool:
     likeness = np.nan_to_num(now @ was.T)
     nearest = likeness.argmax(axis=1)
     is_like = likeness.max(axis=1) > _LIKE
-    return bool(is_like.all() and len(np.unique(nearest)) == len(nearest) and (nearest != np.arange(len(nearest))).any())
+    return bool(
+        is_like.all() and len(np.unique(nearest)) == len(nearest) and (nearest != np.arange(len(nearest))).any()
+    )
