@@ -19,7 +19,7 @@ from ckptlint.numerics.origins import LEAST_ELEMENTS
 from ckptlint.rule import NotApplicable
 from ckptlint.vocabulary.keys import Key, parse
 
-_NEARLY_ALL = 0.9  # share of the chunks looked at that have to hold the same kind of thing
+_MANY = 0.75  # share of the chunks looked at that have to hold the same kind of thing
 _ALIKE = 1.2  # ratio up to which scales are one
 _MOST = 0.5  # share of their parameters that weights and moments must have in common to have leapt together
 
@@ -40,7 +40,7 @@ class Exchange(NamedTuple):
 
 
 def cause_of(ckpt: Checkpoint, table: ChangeTable, leap: Leap, what: str) -> str:
-    """What leapt chunks are, as a sentence; "" where that is not known of nearly all that were looked at.
+    """What leapt chunks are, as a sentence; "" where that is not known of many of those looked at.
 
     Args:
         what: `weights`, `moments`, or both.
@@ -50,16 +50,22 @@ def cause_of(ckpt: Checkpoint, table: ChangeTable, leap: Leap, what: str) -> str
     rows = [row for row in rows if table.follows[table.follow[row]].kind != "first"] or rows
     kinds = Counter(table.origins[row].kind for row in rows)
     kind, count = max(kinds.items(), key=lambda item: item[1], default=("unknown", 0))
-    if kind == "unknown" or count < _NEARLY_ALL * len(rows):
+    if kind == "unknown" or count < _MANY * len(rows):
         return ""
     of_kind = [row for row in rows if table.origins[row].kind == kind]
-    older = older_name(ckpt)
+    sentence = _sentence(ckpt, table, leap, of_kind, what)
+    return sentence and sentence + ("" if count == len(rows) else f", in {count:,} of {len(rows):,} chunks looked at")
+
+
+def _sentence(ckpt: Checkpoint, table: ChangeTable, leap: Leap, rows: list[int], what: str) -> str:
+    """What chunks with one kind of origin are; "" where their scales differ."""
+    kind, older = table.origins[rows[0]].kind, older_name(ckpt)
     if kind == "other tensor":
-        return _exchanged(_between_tensors(ckpt, table, leap, of_kind), what, older)
+        return _exchanged(_between_tensors(ckpt, table, leap, rows), what, older)
     if kind == "other chunk":
-        return _exchanged(_between_ranks(ckpt, table, leap, of_kind), what, older)
+        return _exchanged(_between_ranks(ckpt, table, leap, rows), what, older)
     if kind == "scaled":
-        scales = sorted(table.origins[row].scale for row in of_kind)
+        scales = sorted(table.origins[row].scale for row in rows)
         scale = scales[len(scales) // 2]
         if scales[0] * scales[-1] < 0 or max(map(abs, scales)) > _ALIKE * min(map(abs, scales)):
             return ""

@@ -17,7 +17,7 @@ _ELEMENTS = 1_024  # of a chunk that are compared
 _SCATTERED = 256  # of these, where each may cost a read
 LEAST_ELEMENTS = 64  # whose likeness counts
 _LIKE, _SAME = 0.9, 0.95  # likeness to another part, and to itself
-_WHOLE, _LINE = 65_536, 32  # elements of a chunk whose rows are compared with each other, and the least of a row
+_WHOLE, _LINE, _LINES = 65_536, 16, 2_048  # elements of a chunk whose rows are compared, of a row at least, and rows
 _SCALE = 1.1  # numbers this much larger, or smaller, are scaled
 
 
@@ -127,7 +127,7 @@ def _reordered(now: Elements, was: Elements, tensors: tuple[Tensor, Tensor], chu
 
 
 def _is_shuffled(now: Floats, was: Floats) -> bool:
-    if len(now) < 2 or now.shape[1] < _LINE or not (np.isfinite(now).all() and np.isfinite(was).all()):
+    if not 2 <= len(now) <= _LINES or now.shape[1] < _LINE or not (np.isfinite(now).all() and np.isfinite(was).all()):
         return False
     with np.errstate(invalid="ignore", divide="ignore"):
         lines = [one - one.mean(axis=1, keepdims=True) for one in (now, was)]
