@@ -214,6 +214,7 @@ def test_what_two_tensors_held_is_not_said_of_one(tmp_path: Path) -> None:
         now.values[row] = was.values[one]
         now.values[other] = now.values[one]
     was.write(tmp_path / "run/step-190")
+    was.reset()
     now.write(tmp_path / "run/step-200")
     messages = [item.finding.message for item in report_on(tmp_path / "run", depth="headers").diagnostics]
     (told,) = [message for message in messages if name.format(0) in message and "moved up to" in message]
