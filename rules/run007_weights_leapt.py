@@ -2,20 +2,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
-
-from ckptlint.analysis.leaps import Leap, are_few, keys_of, kinds_of, leap_of, place_of, tensor_of
-from ckptlint.analysis.pairs import breaking_share
+from ckptlint.analysis.leap_causes import cause_of, copied_from_here, moments_that_leapt_along
+from ckptlint.analysis.leaps import Leap, keys_of, leapt_weights, place_of
 from ckptlint.analysis.step_change import older_name
 from ckptlint.depth import Depth
 from ckptlint.model import ChangeTable, Checkpoint
-from ckptlint.model.text import plural
-from ckptlint.model.tiling import BoolArray
-from ckptlint.rule import Confidence, Finding, NotApplicable, Severity, require, rule
-
-_ALIKE, _OTHER = 0.9, 0.5  # cosines with the step before: of weights that were trained on, and of other ones
-_SCALE = 2.0
-_LEAST = 64  # elements of a chunk whose angle counts
+from ckptlint.model.text import plural, verb
+from ckptlint.rule import Confidence, Finding, NotApplicable, Severity, rule
 
 
 @rule(
@@ -35,7 +28,9 @@ def weights_leapt(ckpt: Checkpoint) -> Iterator[Finding]:
         decay, with the highest rate of both steps and C of the betas (OPT011). Where more than a quarter of the chunks
         did, of several ranks, other optimizers and rates explain it: then chunks count that point elsewhere (cosine
         below 0.5) or are twice or half as large. Without a rate and betas, matrices count that point elsewhere while
-        nine of ten others hardly turned: a warning.
+        nine of ten others hardly turned: a warning. The chunks are then compared with other tensors, experts, layers
+        and ranks of the step before, with themselves transposed, times a number, and with their rows or columns in
+        another order; what nearly all of them are is said.
     Why it matters:
         These weights are not of this run's training: the model computes something else there.
     Usual causes:
@@ -49,51 +44,42 @@ def weights_leapt(ckpt: Checkpoint) -> Iterator[Finding]:
     table = ckpt.changes
     if table is None:
         raise NotApplicable("the elements of the step before were not read")
-    weights = kinds_of(table, "weight") & (table.now > 0) & (table.was > 0)
-    if not weights.any():
-        return
-    with np.errstate(invalid="ignore", divide="ignore"):
-        scale = table.now / table.was
-    is_elsewhere = (table.cosine < _OTHER) | (scale > _SCALE) | (scale < 1 / _SCALE)
-    reach = np.array([follow.reach for follow in table.follows])[table.follow]
-    bounded = weights & np.isfinite(reach)
-    is_far = bounded & (table.odd > 0)
-    if is_far.any() and not are_few(ckpt, table, bounded, is_far):
-        is_far &= is_elsewhere & (breaking_share(ckpt, "moments") < _OTHER)
-    if (leap := leap_of(ckpt, table, bounded, is_far)) is not None:
-        yield _finding(ckpt, table, leap, "certain")
-    turned = weights & ~np.isfinite(reach) & (table.drawn >= _LEAST) & _are_matrices(ckpt, table)
-    if turned.any() and float(np.nanmedian(table.cosine[turned])) >= _ALIKE:
-        is_other = turned & (table.cosine < _OTHER)
-        if are_few(ckpt, table, turned, is_other):
-            yield _finding(ckpt, table, require(leap_of(ckpt, table, turned, is_other)), "likely")
-
-
-def _are_matrices(ckpt: Checkpoint, table: ChangeTable) -> BoolArray:
-    follows = range(len(table.follows))
-    axes = np.array([len(tensor_of(ckpt, table, i).global_shape) for i in follows], np.int64)
-    return np.asarray(axes[table.follow] > 1)
+    certain, likely = leapt_weights(ckpt)
+    if certain is not None:
+        yield _finding(ckpt, table, certain, "certain")
+    if likely is not None:
+        yield _finding(ckpt, table, likely, "likely")
 
 
 def _finding(ckpt: Checkpoint, table: ChangeTable, leap: Leap, confidence: Confidence) -> Finding:
     row = int(leap.rows[0])
+    along = moments_that_leapt_along(ckpt) if confidence == "certain" else None
+    words = "weights" if along is None else "weights and moments"
+    cause = cause_of(ckpt, table, leap, words)
     follow = table.follows[int(table.follow[row])]
     older = older_name(ckpt)
     cosine, scale = float(table.cosine[row]), float(table.now[row] / table.was[row])
     moved = f"{int(table.odd[row]):,} of {int(table.drawn[row]):,} elements"
+    what, notes = f"the {words} of {leap.title} do not continue {older}, unlike the others", []
     if confidence == "certain":
         worst = float(table.worst[leap.rows].max())
-        beyond = f"up to {worst:.3g} times as far as {plural(follow.updates, 'update')} can"
-        what = f"the weights of {leap.title} moved {beyond} since {older}"
-    else:
-        what = f"the weights of {leap.title} do not continue {older}, unlike the others"
+        far = f"moved up to {worst:.3g} times as far as {plural(follow.updates, 'update')} can"
+        what = f"the weights of {leap.title} {far} since {older}"
+        if along is not None:
+            what = f"the {words} of {leap.title} do not continue {older}: the weights {far}"
+        if cause:
+            notes.append(("how far", f"weights {far}"))
+    if along is not None and (lost := int((table.now[along.rows] == 0).sum())):
+        notes.append(("moments", f"{lost:,} of {plural(len(along.rows), 'chunk')} {verb(lost, 'holds')} zeros alone"))
+    notes.append(("first", f"{moved} there, cosine {cosine:.2f} with the step before, {scale:.3g} times its size"))
     return Finding(
-        what,
+        cause or what,
         at=place_of(ckpt, table, leap),
         identity=(leap.title,),
         keys=keys_of(table, leap.rows),
         confidence=confidence,
-        notes=(("first", f"{moved} there, cosine {cosine:.2f} with the step before, {scale:.3g} times its size"),),
-        hint=f"compare with `ckptlint diff --values`; take these weights from {older}, or resume there",
+        notes=tuple(notes),
+        partners=copied_from_here(table, leap) if cause else (),  # PAY020 says it of this step alone
+        hint=f"compare with `ckptlint diff --values`; take these {words} from {older}, or resume there",
         inferred_from="" if confidence == "certain" else "the other weights, which hardly turned",
     )

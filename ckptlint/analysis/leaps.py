@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
 
+from ckptlint.analysis.pairs import breaking_share
 from ckptlint.model import ChangeTable, Checkpoint, Tensor
+from ckptlint.model.facts import fact
 from ckptlint.model.text import plural
 from ckptlint.model.tiling import BoolArray, IntArray
 from ckptlint.numerics.chunks import ranks_by_file
-from ckptlint.rule import Location
+from ckptlint.rule import Location, NotApplicable
 from ckptlint.vocabulary.keys import parse
 
 _FEW = 0.25  # share of chunks up to which they are odd among others, not changed on purpose
+ALIKE, OTHER = 0.9, 0.5  # cosines with the step before: of weights that were trained on, and of other ones
+_SCALE = 2.0
+LEAST_ELEMENTS = 64  # elements of a chunk whose angle counts
+_OFTEN = 0.001  # share of elements that break the law where it does not hold
+_OTHERS = 0.05  # share of chunks that break Adam's bound by themselves, where the optimizer is another one
 
 
 class Leap(NamedTuple):
@@ -28,6 +36,77 @@ class Leap(NamedTuple):
     title: str
     rows: IntArray
     rank: int
+
+
+class WeightLeaps(NamedTuple):
+    """Weights that are not what training can have made of them; None where there are none.
+
+    Attributes:
+        certain: they moved further than the optimizer can.
+        likely: they point elsewhere while the others hardly turned; the rate or the betas are not known.
+    """
+
+    certain: Leap | None = None
+    likely: Leap | None = None
+
+
+@fact
+def leapt_weights(ckpt: Checkpoint) -> WeightLeaps:
+    """The weights that do not continue those of the step before."""
+    table = ckpt.changes
+    if table is None:
+        return WeightLeaps()
+    weights = kinds_of(table, "weight") & (table.now > 0) & (table.was > 0)
+    if not weights.any():
+        return WeightLeaps()
+    with np.errstate(invalid="ignore", divide="ignore"):
+        scale = table.now / table.was
+    is_elsewhere = (table.cosine < OTHER) | (scale > _SCALE) | (scale < 1 / _SCALE)
+    reach = np.array([follow.reach for follow in table.follows])[table.follow]
+    bounded = weights & np.isfinite(reach)
+    is_far = bounded & (table.odd > 0)
+    if is_far.any() and not are_few(ckpt, table, bounded, is_far):
+        is_far &= is_elsewhere & (breaking_share(ckpt, "moments") < OTHER)
+    likely, turned = None, weights & ~np.isfinite(reach) & (table.drawn >= LEAST_ELEMENTS) & _are_matrices(ckpt, table)
+    if turned.any() and float(np.nanmedian(table.cosine[turned])) >= ALIKE:
+        is_other = turned & (table.cosine < OTHER)
+        if are_few(ckpt, table, turned, is_other):
+            likely = leap_of(ckpt, table, turned, is_other)
+    return WeightLeaps(leap_of(ckpt, table, bounded, is_far), likely)
+
+
+@fact
+def leapt_moments(ckpt: Checkpoint) -> Leap | None:
+    """The moments that do not continue those of the step before.
+
+    Raises:
+        NotApplicable: they are not Adam's.
+    """
+    table = ckpt.changes
+    if table is None:
+        return None
+    updates = np.array([0 if follow.betas is None else follow.updates for follow in table.follows], np.int64)
+    judged = kinds_of(table, "first", "second") & (table.was > 0) & (updates[table.follow] > 0)
+    is_odd = judged & ((table.odd > _OFTEN * table.drawn) | ((table.now == 0) & kinds_of(table, "first")))
+    if not is_odd.any():
+        return None
+    if not are_few(ckpt, table, judged, is_odd) and breaking_share(ckpt, "moments") > _OTHERS:
+        raise NotApplicable("the moments do not follow Adam's bound")
+    return leap_of(ckpt, table, judged, is_odd)
+
+
+def leaps_of(ckpt: Checkpoint) -> list[Leap]:
+    """All that leapt."""
+    leaps: list[Leap | None] = [*leapt_weights(ckpt)]
+    with suppress(NotApplicable):
+        leaps.append(leapt_moments(ckpt))
+    return [leap for leap in leaps if leap is not None]
+
+
+def _are_matrices(ckpt: Checkpoint, table: ChangeTable) -> BoolArray:
+    follows = range(len(table.follows))
+    axes = np.array([len(tensor_of(ckpt, table, i).global_shape) for i in follows], np.int64)
+    return np.asarray(axes[table.follow] > 1)
 
 
 def kinds_of(table: ChangeTable, *kinds: str) -> BoolArray:

@@ -11,13 +11,11 @@ from statistics import median
 import numpy as np
 
 from ckptlint.analysis.inventory import inventory_of
-from ckptlint.analysis.leaps import kinds_of
+from ckptlint.analysis.leaps import ALIKE, LEAST_ELEMENTS, OTHER, kinds_of
 from ckptlint.model import Checkpoint
 from ckptlint.vocabulary.keys import MOMENTS, layer_number, role
 
-_ALIKE, _OTHER = 0.9, 0.5  # cosines with the step before: of weights that were trained on, and of other ones
 _SCALED = 0.5  # change of a weight that is half as large
-_LEAST = 64  # elements of a weight whose angle counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +42,7 @@ class Movement:
     @classmethod
     def of(cls, fqn: str, shape: tuple[int, ...], change: float, cosine: float, is_trained: bool) -> Movement:
         """The movement of the weight of a key."""
-        is_matrix = len(shape) > 1 and int(np.prod(shape)) >= _LEAST
+        is_matrix = len(shape) > 1 and int(np.prod(shape)) >= LEAST_ELEMENTS
         return cls(fqn, layer_number(fqn), role(fqn), change, cosine, is_trained, is_matrix)
 
 
@@ -89,10 +87,10 @@ def by_kind(movements: Iterable[Movement]) -> dict[str, list[Movement]]:
 def astray(movements: Collection[Movement]) -> list[Movement]:
     """The matrices that point elsewhere, or are scaled, where most others hardly turned; the furthest first."""
     matrices = [one for one in movements if one.is_matrix and isfinite(one.cosine)]
-    if not matrices or median(one.cosine for one in matrices) < _ALIKE:
+    if not matrices or median(one.cosine for one in matrices) < ALIKE:
         return []
     # of one that hardly turned, so large a change is one of scale
-    far = [one for one in matrices if one.cosine < _OTHER or (one.cosine > _ALIKE and one.change >= _SCALED)]
+    far = [one for one in matrices if one.cosine < OTHER or (one.cosine > ALIKE and one.change >= _SCALED)]
     return sorted(far, key=lambda one: -one.change)
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from ckptlint.analysis.follows import follows_of
+from ckptlint.analysis.leaps import leaps_of
 from ckptlint.analysis.pairs import pairs_of
 from ckptlint.depth import Depth
 from ckptlint.errors import UnreadableError
@@ -17,6 +18,7 @@ from ckptlint.model import Checkpoint, Damage, Pair, PairTable, PayloadTable, Pr
 from ckptlint.model.checkpoint import with_optimizers
 from ckptlint.model.text import plural
 from ckptlint.numerics.draw import Elements, draw_changes, draw_pairs, records_to_draw
+from ckptlint.numerics.origins import origins_of
 from ckptlint.numerics.settings import setting_records
 from ckptlint.payload.archives.whole import place_beside
 from ckptlint.payload.reader import read_payload
@@ -112,7 +114,7 @@ def _with_values(payload: PayloadTable, states: Checkpoint, whole: PayloadTable)
 
 
 def with_changes(folder: Folder, ckpt: Checkpoint, before: Folder, how: ReadOptions) -> Checkpoint:
-    """The checkpoint with `changes`, where it and the step before it were read.
+    """The checkpoint with `changes`, and what leapt chunks hold, where it and the step before it were read.
 
     Raises:
         AccessError: a read was refused.
@@ -134,7 +136,10 @@ def with_changes(folder: Folder, ckpt: Checkpoint, before: Folder, how: ReadOpti
 
 def _with_changes(ckpt: Checkpoint, older: Checkpoint, folder: Folder, before: Folder, how: ReadOptions) -> Checkpoint:
     now, was = Elements(folder, ckpt), Elements(before, older)
-    return replace(ckpt, changes=draw_changes(now, was, follows_of(ckpt, older), *_amounts(how)))
+    changes = draw_changes(now, was, follows_of(ckpt, older), *_amounts(how))
+    leaps = leaps_of(replace(ckpt, changes=changes))
+    origins = {row: origin for leap in leaps for row, origin in origins_of(now, was, changes, leap.rows).items()}
+    return replace(ckpt, changes=replace(changes, origins=origins))
 
 
 def _amounts(how: ReadOptions) -> tuple[int, int]:

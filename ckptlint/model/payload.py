@@ -310,6 +310,25 @@ class Follow(NamedTuple):
     decay: float = 0.0
 
 
+OriginKind = Literal["unknown", "other tensor", "other chunk", "transposed", "scaled", "rows", "columns"]
+
+
+class Origin(NamedTuple):
+    """What a chunk that does not continue itself holds of the step before.
+
+    Attributes:
+        kind: another tensor, or another chunk of the same one; itself, but transposed, times a number, or with its rows
+            or columns in another order; or nothing that is known.
+        key: of the other tensor; chunk: row of the other chunk.
+        scale: the number.
+    """
+
+    kind: OriginKind = "unknown"
+    key: str = ""
+    chunk: int = -1
+    scale: float = 1.0
+
+
 _CHANGE_ROW = np.dtype(
     [
         ("follow", np.int32),
@@ -336,6 +355,7 @@ class ChangeTable:
         follows: the tensors.
         rows: [n], the columns below, each an attribute of the table too.
         chunks: chunks that could have been drawn.
+        origins: row of a chunk that does not continue itself -> what it holds, as far as these were looked at.
 
     Columns:
         follow: position in `follows`; chunk: row of its chunk.
@@ -349,6 +369,7 @@ class ChangeTable:
     follows: list[Follow]
     rows: npt.NDArray[np.void]
     chunks: int = 0
+    origins: Mapping[int, Origin] = field(default_factory=dict)
 
     def __getattr__(self, column: str) -> npt.NDArray[Any]:
         if column not in (_CHANGE_ROW.names or ()):

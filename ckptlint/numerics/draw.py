@@ -42,7 +42,7 @@ def draw_pairs(folder: Folder, ckpt: Checkpoint, pairs: Sequence[Pair], per_chun
         pair = pairs[number]
         first, second = firsts[number], ckpt.tensors[pair.second]
         box = first.tiling.box(chunk)
-        at = _drawn(box.volume, per_chunk)
+        at = drawn_places(box.volume, per_chunk)
         numbers = [reader.read(tensor, first, chunk, at) for tensor in (first, second)]
         if numbers[0] is None or numbers[1] is None:
             continue
@@ -90,7 +90,7 @@ def draw_changes(now: Elements, was: Elements, follows: Sequence[Follow], per_ch
     for number, chunk in places:
         follow, tensor = follows[number], tensors[number]
         box = tensor.tiling.box(chunk)
-        at = _drawn(box.volume, per_chunk)
+        at = drawn_places(box.volume, per_chunk)
         both = [step.read(step.ckpt.tensors[follow.key], tensor, chunk, at) for step in (now, was)]
         beside: list[Floats | None] = [None, None]
         if follow.second:
@@ -141,7 +141,7 @@ def _cannot(tensor: Tensor) -> str:
     return "" if tensor.is_tiled else "its chunks do not tile it"
 
 
-def _drawn(volume: int, most: int) -> IntArray:
+def drawn_places(volume: int, most: int) -> IntArray:
     """int64 [k], ascending, positions among the elements of a chunk: all, or runs at equal distances."""
     if volume <= most:
         return np.arange(volume)
@@ -178,7 +178,25 @@ class Elements:
             if len(touching) == 1 and tiling.box(int(touching[0])) == box:
                 return _of_chunk(self.folder, self.ckpt, tensor, int(touching[0]), at)
             places = np.stack(np.unravel_index(at, box.sizes), axis=1) + np.array(box.offsets, np.int64)
-        elements, left = np.empty(len(at), np.float64), np.ones(len(at), bool)
+        return self._of_chunks(tensor, touching, places)
+
+    def read_places(self, tensor: Tensor, places: IntArray) -> Floats | None:
+        """float64 [k], the elements of a tensor at some places; None if one is unreadable.
+
+        Args:
+            places: int64 [k, axes], in C order.
+
+        Raises:
+            AccessError: a read was refused.
+        """
+        touching = _meeting(tensor, places.min(axis=0), places.max(axis=0) + 1)
+        if self._damaged.intersection(tensor.chunks.record[touching].tolist()):
+            return None
+        return self._of_chunks(tensor, touching, places)
+
+    def _of_chunks(self, tensor: Tensor, touching: IntArray, places: IntArray) -> Floats | None:
+        tiling = tensor.tiling
+        elements, left = np.empty(len(places), np.float64), np.ones(len(places), bool)
         for chunk in touching.tolist():
             inner = places - tiling.offsets[chunk]
             inside = ((inner >= 0) & (inner < tiling.sizes[chunk])).all(axis=1)
@@ -206,6 +224,12 @@ def _touching(tensor: Tensor, first: Tensor, box: Box, chunk: int) -> IntArray:
         return np.array([chunk])
     else:
         low, high = np.array(box.offsets, np.int64), np.array(box.ends, np.int64)
+    return _meeting(tensor, low, high)
+
+
+def _meeting(tensor: Tensor, low: IntArray, high: IntArray) -> IntArray:
+    """int64 [k], the live chunks of a tensor that have elements in a region."""
+    tiling = tensor.tiling
     ends = tiling.offsets + tiling.sizes
     return np.flatnonzero(tiling.live & (tiling.offsets < high).all(axis=1) & (ends > low).all(axis=1))
 

@@ -26,7 +26,9 @@ from ckptlint.reporters.values import groups_of, sentence_of, values_as_text, va
 )
 def test_the_verdict_on_values_counts_in_good_grammar(relations: list[Relation], says: str) -> None:
     matches = tuple(Match(relation, (f"w{i}",), (), False) for i, relation in enumerate(relations))
-    word, sentence, _ = values_verdict(Values({}, {}, matches, lone=[m.old[0] for m in matches if m.relation == "absent"]))
+    word, sentence, _ = values_verdict(
+        Values({}, {}, matches, lone=[m.old[0] for m in matches if m.relation == "absent"])
+    )
     assert word == "Not proven" and sentence.endswith(f"; {says}")
 
 
