@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from fractions import Fraction
 
-from ckptlint.analysis.fit.judgement import has_known_config
+from ckptlint.analysis.fit.judgement import config_fit, has_known_config
 from ckptlint.analysis.inventory import Param, inventory_of
 from ckptlint.analysis.trusted_config import flag, is_defined, trusted, trusted_topology
 from ckptlint.model import Checkpoint, Tensor
@@ -120,6 +120,14 @@ def _alias(ckpt: Checkpoint, first: Param, second: Param) -> Finding:
     )
 
 
+def _needed(ckpt: Checkpoint) -> set[str]:
+    """The keys without which the model of the configuration does not load: a class that needs both ties neither."""
+    fit = config_fit(ckpt)
+    if isinstance(fit, str):
+        return set()
+    return {key for name, key in fit.pairing.stored.items() if fit.expected.tensors[name].needed}
+
+
 def _tied_by_config(ckpt: Checkpoint) -> set[bool]:
     """What the export's configuration sets `tie_word_embeddings` to, wherever it does."""
     # Multimodal configurations have the field at the top and in `text_config`, and classes differ in which they read.
@@ -134,7 +142,7 @@ def _tied_weights(ckpt: Checkpoint) -> Iterator[Finding]:
     name = "tied" if flag(declared, "tied") else "untied" if flag(declared, "untied") is False else ""
     if not name:
         return
-    by_config = _tied_by_config(ckpt)
+    by_config, needed = _tied_by_config(ckpt), _needed(ckpt)
     by_scope: dict[tuple[str, ...], dict[str, list[Param]]] = defaultdict(lambda: defaultdict(list))
     for param in inventory_of(ckpt).params:
         if param.key.function in ("embedding", "output") and param.key.path.endswith(".weight") and not param.key.block:
@@ -147,7 +155,7 @@ def _tied_weights(ckpt: Checkpoint) -> Iterator[Finding]:
         if len(a.global_shape) != 2 or a.global_shape[1:] != b.global_shape[1:]:
             continue
         same_shape = a.global_shape == b.global_shape
-        if same_shape and not _values_differ(ckpt, a, b):
+        if (same_shape and not _values_differ(ckpt, a, b)) or {a.fqn, b.fqn} <= needed:
             continue
         shapes = f": {shape_text(a.global_shape)} and {shape_text(b.global_shape)}"
         quotient = f"{Fraction(b.global_shape[0], a.global_shape[0])} of its rows" if a.volume else "no rows"
