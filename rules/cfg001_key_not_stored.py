@@ -5,11 +5,11 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ckptlint.analysis.fit.judgement import Fit, fit_of, implied_bytes, numbered_layer
+from ckptlint.analysis.fit.judgement import BadConfig, Fit, config_fit, fit_of, implied_bytes, numbered_layer
 from ckptlint.analysis.fit.wording import core_note, doubt_note, field_text, keys_in_words, model_name, whole_layers
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import first_names, fold_names, human_bytes, numbered, plural, verb
-from ckptlint.rule import Finding, Location, Severity, rule
+from ckptlint.rule import Finding, Location, Severity, require, rule
 
 _MOST = 100_000
 _EXPERT = re.compile(r"experts\.(\d{1,9})\.")
@@ -29,6 +29,7 @@ def key_not_stored(ckpt: Checkpoint) -> Iterator[Finding]:
         tower is a warning if the configuration has a section for it and nothing else is absent, info if the name of the
         folder or the class is that of a part. It is only info, too, if the configuration names code of its own or
         leaves a field open that decides (in a training checkpoint: any).
+        A text or a negative number in the place of a size is an error by itself.
     Why it matters:
         A load that is not strict leaves absent parameters at their initial values and raises no error.
     Usual causes:
@@ -39,6 +40,14 @@ def key_not_stored(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         transformers.PreTrainedModel.from_pretrained (output_loading_info)
     """
+    if isinstance(fault := config_fit(ckpt), BadConfig):
+        yield Finding(
+            f"{fault}",
+            at=Location(label=require(ckpt.config).file),
+            why="a load stops at it, and what should be stored is not known",
+            hint="correct the field, or take the configuration from where the model came from",
+        )
+        return
     fit = fit_of(ckpt)
     doubts: dict[str, list[str]] = defaultdict(list)
     for name in fit.missing:

@@ -10,6 +10,10 @@ class NoTable(Exception):  # noqa: N818  an answer, not an error
     """Raised where nothing is known of a configuration's model, with the reason as one sentence."""
 
 
+class BadValue(NoTable):
+    """Raised where a field holds what no model has in it: a text or a negative number for a size."""
+
+
 class UnknownModel(NoTable):
     """Raised where no table has the model's type or class, which its library may know."""
 

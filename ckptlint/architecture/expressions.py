@@ -36,6 +36,10 @@ class ExpressionError(Exception):
     """Raised where a text is no expression, or has no value for these fields; the message is one clause."""
 
 
+class SizeError(ExpressionError):
+    """A field whose number is no size."""
+
+
 @dataclass(frozen=True, slots=True)
 class Expression:
     """A parsed text.
@@ -77,7 +81,8 @@ def whole(expression: Expression, fields: Mapping[str, Value]) -> int:
     """
     value = expression.value(fields)
     if not isinstance(value, int) or not 0 <= value < LARGEST:
-        raise ExpressionError(f"{expression.text} is {_shown(value)}, which is no size")
+        is_field = type(value) is int and expression.text.isidentifier()
+        raise (SizeError if is_field else ExpressionError)(f"{expression.text} is {_shown(value)}, which is no size")
     return int(value)
 
 

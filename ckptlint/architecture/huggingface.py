@@ -10,7 +10,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-from ckptlint.architecture.expected import Expected, NoTable, UnknownModel
+from ckptlint.architecture.expected import BadValue, Expected, NoTable, UnknownModel
 from ckptlint.architecture.expressions import ExpressionError, parse_expression, whole
 from ckptlint.architecture.tables import MOST_KEYS, TableRow, expand, rows_of
 from ckptlint.model.text import printable
@@ -93,7 +93,7 @@ def expected_models(
                 )
             )
     except NoTable as error:
-        raise NoTable(f"{source} of model_type {model_type}: {error}") from None
+        raise type(error)(f"{source} of model_type {model_type}: {error}") from None
     except ExpressionError as error:
         raise NoTable(f"{source} of model_type {model_type} describes no model: {error}") from None
     return tuple(forms)
@@ -238,7 +238,8 @@ def _values(config: Mapping[str, object], table: Mapping[str, Any], model_class:
             declared = [value for path in paths if path.startswith(flat) for value in _at(config, path[len(flat) :])]
         value = declared[0] if declared else None
         if value is not None and not _is_kind(value, kind):
-            raise NoTable(f"{name} is {printable(repr(value)[:60])}, which is no {kind}")
+            is_wrong = kind == "int" and (isinstance(value, str) or (isinstance(value, float) and abs(value) > 2**31))
+            raise (BadValue if is_wrong else NoTable)(f"{name} is {printable(repr(value)[:60])}, which is no {kind}")
         if not declared and not defaults:
             raise NoTable(f"it does not give {name}")
         if value is None and defaults and (not declared or len(defaults) > 1):

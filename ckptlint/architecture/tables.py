@@ -15,8 +15,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ckptlint.architecture.expected import ExpectedTensor, NoTable
-from ckptlint.architecture.expressions import Expression, ExpressionError, parse_expression, true, whole
+from ckptlint.architecture.expected import BadValue, ExpectedTensor, NoTable
+from ckptlint.architecture.expressions import Expression, ExpressionError, SizeError, parse_expression, true, whole
 from ckptlint.vocabulary.strict_toml import own_file
 
 MOST_KEYS = 2_000_000
@@ -104,7 +104,8 @@ def expand(
         for plan in plans:
             plan.fill(found, fields, at_most)
     except ExpressionError as error:
-        raise NoTable(f"it describes no model: {error}") from None
+        kind = BadValue if isinstance(error, SizeError) else NoTable
+        raise kind(f"it describes no model: {error}") from None
     return found
 
 

@@ -74,7 +74,7 @@ class Request(NamedTuple):
         """The request that options make, and a settings file where they say nothing.
 
         A step is chosen by fixed severities: neither options nor settings make an error less than that. What may be
-        deleted is decided by all rules with their own options, at depth `files` at least.
+        deleted is decided by all rules with their own options; both look at files at least.
 
         Args:
             options: long option of `check` -> value; None and empty lists say nothing.
@@ -102,7 +102,7 @@ class Request(NamedTuple):
         if depth == AUTO:
             depth, draws = _cheap_depth(paths, purpose, said)
         depth = Depth(depth)
-        if purpose == "delete" and not depth.looks_at_files:
+        if chooses and not depth.looks_at_files:
             depth = Depth.FILES
         known = every_rule(settings, paths)
         ignores = key_ignores(settings, known)

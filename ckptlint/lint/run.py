@@ -190,7 +190,7 @@ def _read(
     try:
         if found.recognised is not None and found.recognised.kind != "safetensors":
             call_table()  # each child that reads pickles would read it anew
-        return _with_records(found, open_checkpoint(found, depth.looks_at_files), reading, after)
+        return _with_records(found, open_checkpoint(found, depth.looks_at_files, after is None), reading, after)
     except CkptlintError as error:
         return error
 

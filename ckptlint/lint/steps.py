@@ -480,7 +480,7 @@ def _finished(steps: Iterable[Step], depth: Depth) -> Iterator[tuple[str, tuple[
         try:
             if step_state(step.folder) != "unfinished":
                 found = find_checkpoints(step.folder, False)
-                parts = parts_of(open_checkpoint(one, depth.looks_at_files) for one in found)
+                parts = parts_of(open_checkpoint(one, depth.looks_at_files, False) for one in found)
                 yield printable(step.name), parts if depth.looks_at_files else _by_names(step, parts)
         except CkptlintError:
             continue

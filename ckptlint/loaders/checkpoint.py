@@ -26,14 +26,17 @@ from ckptlint.sandbox import isolated, one_budget
 from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.metadata_files import METADATA
 
+_OF_SAFETY = ("unsafe", "unread", "limit")  # kinds of problems that count at every depth
+
 
 @one_budget()
-def open_checkpoint(found: CheckpointPlace, look_at_files: bool = True) -> Checkpoint:
+def open_checkpoint(found: CheckpointPlace, look_at_files: bool = True, is_judged: bool = True) -> Checkpoint:
     """Read one checkpoint, in a child process under limits.
 
     Args:
         found: what `find` returned.
         look_at_files: whether to stat payload files (depth `files`), not only read the metadata.
+        is_judged: whether it is to be safe, also where its other files are not judged; not for one to compare with.
 
     Raises:
         AccessError: the operating system refused a read, or the place is not to be read; damage and malice become
@@ -43,7 +46,9 @@ def open_checkpoint(found: CheckpointPlace, look_at_files: bool = True) -> Check
     if found.refused:
         raise AccessError(found.refused)
     folder = found.folder
-    if look_at_files and found.reports_for:  # before a child reads the run around the step: it is listed once
+    if (
+        look_at_files or is_judged
+    ) and found.reports_for:  # before a child reads the run around the step: it is listed once
         found = replace(found, reports_for=(*found.reports_for, *folders_beside(folder)))
     ckpt = _open(found, look_at_files)
     recognised = found.recognised
@@ -57,8 +62,11 @@ def open_checkpoint(found: CheckpointPlace, look_at_files: bool = True) -> Check
         ckpt = replace(ckpt, problems=[*ckpt.problems, note])
     redirected = (folder.redirected,) if folder.redirected else ()
     ckpt = replace(ckpt, not_looked_at=(*ckpt.not_looked_at, *found.not_followed, *redirected), step=found.step)
-    if not look_at_files:
+    if not (look_at_files or is_judged):
         return ckpt
+    if not look_at_files:
+        unsafe = (problem for problem in with_step_files(found, ckpt).problems if problem.kind in _OF_SAFETY)
+        return replace(ckpt, problems=list(dict.fromkeys([*ckpt.problems, *unsafe])))
     ckpt = with_step_files(found, with_vocabulary(folder, ckpt))
     if not any(file.optimizer for file in ckpt.step_files):
         return ckpt

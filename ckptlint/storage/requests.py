@@ -111,6 +111,7 @@ def _made(protocol: str, _process: int) -> Any:
             *settings.get("client_kwargs", {}).get("trace_configs", []),
             redirects,
         ]
+        options["get_client"] = _client
     elif "s3" in names:
         patience = {"connect_timeout": CONNECT_SECONDS, "read_timeout": READ_SECONDS, "retries": {"max_attempts": 0}}
         options["config_kwargs"] = patience | settings.get("config_kwargs", {})
@@ -170,18 +171,60 @@ async def _redirected(_session: Any, context: Any, redirect: Any) -> None:
         return
     if isinstance(context.trace_request_ctx, dict):
         context.trace_request_ctx[host] = None
-    if await _is_private(host) and not await _is_private(before):
-        raise RedirectError(f"the server redirects to {printable(host)}, a private address: pass it if you trust it")
+    if all(await _are_private(before) or [False]):  # a host with a public address too is a public one
+        return
+    _GUARDED.add(host)
+    if any(await _are_private(host)):
+        raise _to_private(host)
 
 
-async def _is_private(host: str) -> bool:
-    """Whether an address of a host is not of the public internet; False for a name that only a proxy knows."""
+_GUARDED: set[str] = set()
+"""Hosts to which a public one has sent a request of this process, and which must be public too."""
+
+
+async def _client(**settings: Any) -> Any:
+    """A session whose guarded hosts are judged by the addresses that it connects to: a name may have others by then."""
+    from aiohttp import ClientSession, TCPConnector, ThreadedResolver
+
+    class Resolver(ThreadedResolver):
+        async def resolve(self, host: str, *where: Any, **more: Any) -> list[Any]:
+            answers: list[Any] = await super().resolve(host, *where, **more)
+            if host in _GUARDED and any(_is_private(answer["host"]) for answer in answers):
+                raise _to_private(host)
+            return answers
+
+    return ClientSession(**({"connector": TCPConnector(resolver=Resolver())} | settings))
+
+
+def _to_private(host: str) -> RedirectError:
+    return RedirectError(f"the server redirects to {printable(host)}, a private address: pass it if you trust it")
+
+
+async def _are_private(host: str) -> list[bool]:
+    """Whether each address of a host is not of the public internet; [] for a name that only a proxy knows."""
     try:
         answers = await get_running_loop().getaddrinfo(host, None)
     except OSError:
-        return False
-    found = [ipaddress.ip_address(str(answer[4][0]).partition("%")[0]) for answer in answers]
-    return any(not (getattr(address, "ipv4_mapped", None) or address).is_global for address in found)
+        return []
+    return [_is_private(str(answer[4][0])) for answer in answers]
+
+
+def _is_private(text: str) -> bool:
+    """Whether an address is not of the public internet, by the IPv4 address in it where it leads to one.
+
+    Source:
+        RFC 4291 2.5.5 (mapped and compatible), RFC 3056 (6to4), RFC 6052 and 8215 (NAT64), RFC 6890 (192.0.0.0/24)
+    """
+    address: Any = ipaddress.ip_address(text.partition("%")[0])
+    if address.version == 6:
+        leads_on = any(address in network for network in _LEADS_TO_IPV4)
+        last = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF) if leads_on else None
+        address = address.ipv4_mapped or address.sixtofour or last or address
+    return not address.is_global or address in _PROTOCOLS
+
+
+_LEADS_TO_IPV4 = tuple(map(ipaddress.IPv6Network, ("64:ff9b::/96", "64:ff9b:1::/48", "::/96")))
+_PROTOCOLS = ipaddress.IPv4Network("192.0.0.0/24")  # of which Python calls some global; a cloud has its metadata there
 
 
 def _missing(protocol: str) -> str:
@@ -341,8 +384,10 @@ def reason(error: BaseException, protocol: str) -> str:
         return "there is no such bucket"
     if status is not None:
         return f"the server answers {status}" + (f" ({printable(code)})" if code and code != str(status) else "")
-    if isinstance(error, CutShortError | RangesError | SlowError | EndlessError | RedirectError):
+    if isinstance(error, CutShortError | RangesError | SlowError | EndlessError):
         return str(error)
+    if (refused := next((part for part in _chain(error) if isinstance(part, RedirectError)), None)) is not None:
+        return str(refused)
     for part in _chain(error):
         if isinstance(part, socket.gaierror) or type(part).__name__ == "ClientConnectorDNSError":
             return "its host name cannot be resolved"

@@ -73,7 +73,7 @@ def test_a_long_text_takes_no_pattern_long(pattern: Pattern, ways: set[str]) -> 
 
 
 def test_a_pattern_that_backtracks_is_noticed() -> None:
-    assert _slowest(re.compile(r"(.*,)(.*,)x"), {"fullmatch"})[0] > _MOST_SECONDS
+    assert _slowest(re.compile(r"(.*,)(.*,)x"), {"fullmatch"})[0] > _MOST_SECONDS / 8  # linear ones take a hundredth
 
 
 def test_a_tokenizer_of_many_brackets_is_read_in_linear_time() -> None:

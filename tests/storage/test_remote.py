@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -919,17 +920,59 @@ def test_the_host_that_a_server_redirects_to_is_named(web: Server) -> None:
 def test_no_redirect_of_a_public_host_to_a_private_one_is_followed(
     web: Server, monkeypatch: pytest.MonkeyPatch, target: str
 ) -> None:
-    is_private = requests._is_private
+    are_private = requests._are_private
 
-    async def of_others(host: str) -> bool:
-        return host != "localhost" and await is_private(host)
+    async def of_others(host: str) -> list[bool]:
+        # the first host has a private address beside its public one
+        return [False, True] if host == "localhost" else await are_private(host)
 
-    monkeypatch.setattr(requests, "_is_private", of_others)
+    monkeypatch.setattr(requests, "_are_private", of_others)
     with serving(files_of(REAL)) as front:
         front.trouble = sent_on(target.format(port=web.port))
         report = ckptlint.check(f"http://localhost:{front.port}/edit_base")
     assert report.exit_code == 4 and not web.asked
     assert "a private address: pass it if you trust it" in only_sentence(report)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "127.0.0.1",
+        "192.0.0.192",
+        "::1",
+        "fd00::1",
+        "::ffff:10.0.0.1",
+        "::10.0.0.1",
+        "64:ff9b::a00:1",
+        "64:ff9b:1::a00:1",
+        "2002:a00:1::",
+    ],
+)
+def test_a_private_address_is_one_in_every_form(address: str) -> None:
+    assert requests._is_private(address)
+
+
+@pytest.mark.parametrize(
+    "address", ["8.8.8.8", "2606:4700::1111", "64:ff9b::808:808", "2002:808:808::", "::ffff:8.8.8.8"]
+)
+def test_a_public_address_is_none(address: str) -> None:
+    assert not requests._is_private(address)
+
+
+def test_a_host_that_was_redirected_to_is_judged_by_the_address_that_is_connected_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its name had another address when the redirect came."""
+
+    async def connect() -> None:
+        async with await requests._client() as session:
+            await session.get("http://localhost:9")
+
+    monkeypatch.setattr(requests, "_GUARDED", {"localhost"})
+    with pytest.raises(OSError, match="localhost") as raised:
+        asyncio.run(connect())
+    assert isinstance(raised.value.__cause__, requests.RedirectError)
+    assert "a private address: pass it if you trust it" in requests.reason(raised.value, "http")
 
 
 def test_a_server_that_sends_zeros_is_an_incomplete_verdict() -> None:

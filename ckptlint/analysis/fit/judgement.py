@@ -180,13 +180,17 @@ def shapes_reported(ckpt: Checkpoint) -> Mapping[str, Shape]:
     return {} if isinstance(fit, str) else {item.tensor.fqn: item.expected.shape for item in fit.shapes}
 
 
+class BadConfig(str):
+    """Why nothing is known of a model: a field of its configuration holds what no model has in it."""
+
+
 @fact
 def expectations(ckpt: Checkpoint) -> tuple[Expected, ...] | str:
     """The models that the configuration implies, one for each naming scheme; or why there is none, as text."""
     if ckpt.config is None:
         return "no configuration of a model lies beside these tensors"
     from ckptlint.architecture import huggingface, megatron, mistral
-    from ckptlint.architecture.expected import NoTable
+    from ckptlint.architecture.expected import BadValue, NoTable
 
     values, source = ckpt.config.values, ckpt.config.file
     try:
@@ -200,6 +204,8 @@ def expectations(ckpt: Checkpoint) -> tuple[Expected, ...] | str:
         if source == ADAPTER_CONFIG:
             return "the configuration here is the adapter's, which CFG006 and CFG007 judge"
         return huggingface.expected_models(values, source, most)
+    except BadValue as reason:
+        return BadConfig(reason)
     except NoTable as reason:
         return str(reason)
 

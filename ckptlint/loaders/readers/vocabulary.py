@@ -9,11 +9,11 @@ from functools import partial
 from heapq import nlargest
 from typing import Any
 
-from ckptlint.errors import LimitError, UnreadableError
+from ckptlint.errors import ForeignError, LimitError, UnreadableError
 from ckptlint.formats.pickles.safe_pickle import paused_gc
 from ckptlint.formats.strict_json import is_size
 from ckptlint.loaders.readers.common_state import read_model_config
-from ckptlint.model import Checkpoint, ModelConfig, TokenFiles
+from ckptlint.model import Checkpoint, ModelConfig, Problem, TokenFiles
 from ckptlint.model.text import printable
 from ckptlint.sandbox import isolated
 from ckptlint.storage.folder import READABLE, Folder
@@ -28,7 +28,7 @@ _MERGES = re.compile(rb'"merges"\s*:\s*\[')  # most of the file, and last in it
 
 
 def with_vocabulary(folder: Folder, ckpt: Checkpoint) -> Checkpoint:
-    """The checkpoint with the token files beside an export; `not_looked_at` names what cannot be read.
+    """The checkpoint with the token files beside an export; `not_looked_at` names what is of no known form.
 
     Raises:
         AccessError: the operating system refused a read.
@@ -47,8 +47,12 @@ def with_vocabulary(folder: Folder, ckpt: Checkpoint) -> Checkpoint:
             else:
                 values = isolated(partial(read_model_config, folder, name), folder.size(name))
                 found = found._replace(generation=ModelConfig(name, values))
-        except (LimitError, UnreadableError) as error:
+        except ForeignError as error:
             ckpt = replace(ckpt, not_looked_at=(*ckpt.not_looked_at, f"the token ids in {name}, since it {error}"))
+        except (LimitError, UnreadableError) as error:
+            why = "a load of the model fails at it, or takes other tokens"
+            unread = Problem("unread", name, f"{name} {error}", why=why)
+            ckpt = replace(ckpt, problems=[*ckpt.problems, unread])
     return replace(ckpt, token_files=found)
 
 
@@ -56,7 +60,8 @@ def highest_tokens(folder: Folder, name: str = _TOKENIZER) -> tuple[tuple[int, s
     """The 64 highest ids of a tokenizer's file and their tokens, printable, the highest first; () where it has none.
 
     Raises:
-        LimitError, UnreadableError: it is too large, or not what tokenizers write.
+        LimitError, UnreadableError: it is too large, or damaged.
+        ForeignError: it is not of a form that is known.
 
     Source:
         tokenizers 0.22 (BPE, WordPiece, WordLevel: token -> id; Unigram: a list of tokens with their scores);
@@ -70,8 +75,10 @@ def highest_tokens(folder: Folder, name: str = _TOKENIZER) -> tuple[tuple[int, s
             if name != _TOKENIZER:
                 return _highest({"model": {"vocab": json.loads(folder.read(name, _LIMIT))}})
             return _highest(json.loads(_without_merges(folder.read(_TOKENIZER, _LIMIT))))
-    except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
-        raise UnreadableError(f"is no tokenizer ({printable(str(error)[:200])})") from None
+    except (ValueError, RecursionError) as error:
+        raise UnreadableError(f"is damaged: it is no text of a tokenizer ({printable(str(error)[:200])})") from None
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ForeignError(f"is no tokenizer of a known form ({printable(str(error)[:200])})") from None
 
 
 def _without_merges(text: bytes) -> bytes:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from os.path import relpath
+from pathlib import PurePath
 from typing import Any, NamedTuple
 
 from ckptlint.errors import AccessError, CkptlintError, ForeignError, LimitError, ScriptError, UnreadableError
@@ -57,6 +58,7 @@ _KEPT = ("unsafe", "unread", "limit")  # kinds of problems that count whatever t
 _PAYLOAD = ".distcp"  # many archives in one file
 _TEXTS = (CONFIG_FILE, RUN_CONFIG, "config.json", "fsdp_config.json")
 _READ_ELSEWHERE = (COMMON_FILE, *_TEXTS)
+_ELSEWHERE = Family("a folder elsewhere", "other", re.compile(""))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,6 +95,11 @@ class _File:
         if self.family is None:
             return may_be_pickle(self.name)
         return self.family.content != "other" or self.label in _READ_ELSEWHERE
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether a load, or a reader of ckptlint, asks for a file of this name."""
+        return self.is_opened or self.label == METADATA or (self.family is not None and not self.family.idle)
 
     @property
     def alike(self) -> tuple[str, str]:
@@ -187,7 +194,8 @@ def _survey(whole: CheckpointPlace, ckpt: Checkpoint) -> _Survey:
     # what the loaders read, beside safetensors too; `_listed` leaves out plain payload of the folder itself
     pairs = zip(ckpt.files.names, ckpt.files.referenced.tolist(), strict=True)
     unclaimed = [name for name, is_claimed in pairs if not is_claimed and name.endswith(_PAYLOAD)]
-    taken = {name for name in ckpt.files.names if not is_plain(name)}.difference(unclaimed) | {METADATA}
+    taken = {name for name in ckpt.files.names if not is_plain(name)}.difference(unclaimed)
+    taken |= {METADATA}.difference(whole.folder.entries.strange)
     taken |= {ckpt.index.file} if ckpt.index else set()
     unlisted = whole.folder.entries.positions([*ckpt.files.names]) < 0  # links are; what they lead to is payload too
     named = (name for name, is_link in zip(ckpt.files.names, unlisted.tolist(), strict=True) if is_link)
@@ -207,7 +215,8 @@ def _survey(whole: CheckpointPlace, ckpt: Checkpoint) -> _Survey:
     ]
     files, late = _with_content(found)
     wanted = [item for item in files if item.is_opened]
-    shut = {item: None for item in wanted if item.what or item.folder.stat(item.name)[0] not in READABLE}
+    shut = {item: None for item in files if item.what and item.is_wanted}
+    shut |= {item: None for item in wanted if item.folder.stat(item.name)[0] not in READABLE}
     opened = [item for item in wanted if (item.content or not item.is_read) and item not in shut]
     opened.sort(key=lambda item: item.family is None or item.content is not None)
     return _Survey(found, files, opened, [*shut], late + [item for item in below if item.label.endswith("/")])
@@ -226,7 +235,8 @@ def _files_of(whole: CheckpointPlace) -> Iterator[_File]:
         several = len(steps_of(place)) > (step_number(place.name) is not None)
         for name in place.folders():
             label = f"{prefix}{name}/"
-            if (family := family_of(name)) is not None and family.content != "other":
+            family, is_named_file = family_of(name), bool(PurePath(name).suffix)  # `.hydra` is a folder's name
+            if family is not None and (family.content != "other" or (is_named_file and not family.idle)):
                 yield _File(place, name, printable(prefix + name), family, what="a folder")
             is_idle = holds_no_state(name) and place.sub(name).place not in known
             sub = None if is_idle else sub_folder(place, name)
@@ -256,6 +266,13 @@ def _listed(folder: Folder, prefix: str, names: Collection[str]) -> Iterator[_Fi
         yield _File(folder, name, printable(prefix + name), family_of(name), what=what)
 
 
+def _is_of_checkpoint(item: _File, whole: CheckpointPlace) -> bool:
+    """Whether a folder may hold state of the checkpoint: it is not in the run around it, and none for logs or code."""
+    place = item.folder
+    is_run = place.place != whole.folder.place and step_number(place.name) is None and bool(steps_of(place))
+    return not (is_run or any(map(holds_no_state, item.label.split("/"))))
+
+
 def _below(found: list[_File], whole: CheckpointPlace) -> Iterator[_File]:
     """The files in folders whose files are not reported one by one, the nearest first; and the folders passed over."""
     queue = deque(item for item in found if item.label.endswith("/") and item.family is None)
@@ -263,7 +280,12 @@ def _below(found: list[_File], whole: CheckpointPlace) -> Iterator[_File]:
     while queue:
         item = queue.popleft()
         folder = item.folder.sub(item.name)
-        if item.folder.escapes_to(item.name) or folder.place in whole.claimed:
+        if item.folder.escapes_to(item.name):
+            if _is_of_checkpoint(item, whole):
+                label, what = item.label.removesuffix("/"), "a link to a folder outside of the checkpoint"
+                yield replace(item, label=label, family=_ELSEWHERE, what=what)
+            continue
+        if folder.place in whole.claimed:
             continue
         try:
             if listed == _FOLDERS[folder.is_near]:
@@ -310,7 +332,10 @@ def _with_content(found: list[_File]) -> tuple[list[_File], list[_File]]:
 def _unopened(item: _File) -> Problem:
     what = item.what or "gone since the folder was listed"
     sentence = f"{item.label} is {what}, so ckptlint did not read it"
-    return Problem("unread", item.label, sentence, why=f"{_RESUME}, and nobody knows what it finds there")
+    why = f"{_RESUME}, and nobody knows what it finds there"
+    if item.family is _ELSEWHERE:
+        why = "nobody knows whether state of this step lies there, or code that a load runs"
+    return Problem("unread", item.label, sentence, why=why)
 
 
 def _lost_links(files: list[_File], ckpt: Checkpoint) -> Iterator[Problem]:

@@ -63,6 +63,7 @@ class Family(NamedTuple):
         counted_by: what the number counts, where a finished save has all of them from 0 on.
         part: the part of a step that they hold, of `vocabulary.parts.PARTS`.
         step: the entry of the state in them that counts steps.
+        idle: whether no load asks for them: logs, code, texts.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Family(NamedTuple):
     counted_by: Counted = ""
     part: str = ""
     step: str = ""
+    idle: bool = False
 
 
 class Mark(NamedTuple):
@@ -292,8 +294,8 @@ def _matches(patterns: tuple[re.Pattern[str], ...], name: str) -> bool:
     return any(pattern.fullmatch(name) for pattern in patterns)
 
 
-LITTER = Family("left by other tools", "other", re.compile(""))
-OTHER_STEP = Family("another step", "other", re.compile(""))
+LITTER = Family("left by other tools", "other", re.compile(""), idle=True)
+OTHER_STEP = Family("another step", "other", re.compile(""), idle=True)
 """Families that no pattern matches: `is_system_file` does, and the number in the name of a folder."""
 
 _ENDING = r"\.(pt|pth|pkl|pickle|bin|ckpt|p|pck|joblib|sav|dill|jit|pth?\.tar)(\.(z|gz|bz2|xz|lzma|lz4|zst))?"
