@@ -16,7 +16,7 @@ from ckptlint.vocabulary.dtypes import ENCODINGS, ITEM_BITS, Encoding
 
 _TINY = 1e-12
 _WIDE = 127  # exponent bias of bfloat16 and float32
-_PIECE = 2**15  # numbers that are worked on at once: what is made of them stays in the cache of a processor
+_PIECE = 2**16  # numbers that are worked on at once: what is made of them stays in the cache of a processor
 
 
 VALUE_COLUMNS = (
