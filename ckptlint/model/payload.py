@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import lru_cache
 from math import inf, prod
 from typing import Any, Literal, NamedTuple
 
@@ -382,6 +383,7 @@ def change_rows(rows: Sequence[tuple[float, ...]]) -> npt.NDArray[np.void]:
     return np.array([tuple(row) for row in rows], _CHANGE_ROW)
 
 
+@lru_cache(1024)
 def plain_content(dtype: str, sizes: tuple[int, ...]) -> RecordContent:
     """The content of a record with raw bytes in C order."""
     return RecordContent("tensor", dtype, sizes, tuple(prod(sizes[axis + 1 :]) for axis in range(len(sizes))))

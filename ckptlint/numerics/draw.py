@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from math import prod
 
 import numpy as np
@@ -65,10 +66,9 @@ def records_to_draw(ckpt: Checkpoint, after: Checkpoint, groups: Sequence[Sequen
     firsts = [after.tensors[group[0]] for group in groups]
     rows = [np.zeros(0, np.int64)]
     for number, chunk in _chunks_in_turn(after, firsts, [not _cannot(first) for first in firsts], most)[0]:
-        box = firsts[number].tiling.box(chunk)
         for tensor in filter(None, map(ckpt.tensors.get, groups[number])):
             if tensor.is_tiled and tensor.volume == firsts[number].volume:
-                rows.append(tensor.chunks.record[_touching(tensor, firsts[number], box, chunk)])
+                rows.append(tensor.chunks.record[_touching(tensor, firsts[number], chunk)])
     wanted = np.unique(np.concatenate(rows))
     return wanted[wanted >= 0]
 
@@ -86,18 +86,24 @@ def draw_changes(now: Elements, was: Elements, follows: Sequence[Follow], per_ch
     tensors = [now.ckpt.tensors[follow.key] for follow in follows]
     can = [not _cannot(tensor) and not _cannot(was.ckpt.tensors[tensor.fqn]) for tensor in tensors]
     places, chunks = _chunks_in_turn(now.ckpt, tensors, can, most)
-    rows = list[tuple[float, ...]]()
+    first_of = {follow.second: number for number, follow in enumerate(follows) if follow.second}
+    # a second moment comes right after the first one beside which it was read
+    places.sort(key=lambda at: (first_of.get(follows[at[0]].key, at[0]), at[1], not follows[at[0]].second))
+    rows, beside, place_beside = list[tuple[float, ...]](), list[Floats | None](), None
     for number, chunk in places:
         follow, tensor = follows[number], tensors[number]
         box = tensor.tiling.box(chunk)
         at = drawn_places(box.volume, per_chunk)
-        both = [step.read(step.ckpt.tensors[follow.key], tensor, chunk, at) for step in (now, was)]
-        beside: list[Floats | None] = [None, None]
+        both, place = beside, (follow.key, box)
+        if place != place_beside:
+            both = [step.read(step.ckpt.tensors[follow.key], tensor, chunk, at) for step in (now, was)]
+        beside, place_beside = [None, None], (follow.second, box)
         if follow.second:
             beside = [step.read(step.ckpt.tensors[follow.second], tensor, chunk, at) for step in (now, was)]
         if both[0] is not None and both[1] is not None:
             dtypes = tensor.dtype, now.ckpt.tensors[follow.second or follow.key].dtype
             rows.append((number, chunk, *changed(follow, both[0], both[1], beside[0], beside[1], dtypes)))
+    rows.sort(key=lambda row: row[:2])
     return ChangeTable(list(follows), change_rows(rows), chunks)
 
 
@@ -141,6 +147,7 @@ def _cannot(tensor: Tensor) -> str:
     return "" if tensor.is_tiled else "its chunks do not tile it"
 
 
+@lru_cache(64)
 def drawn_places(volume: int, most: int) -> IntArray:
     """int64 [k], ascending, positions among the elements of a chunk: all, or runs at equal distances."""
     if volume <= most:
@@ -168,15 +175,14 @@ class Elements:
         Raises:
             AccessError: a read was refused.
         """
-        tiling, box, is_row = tensor.tiling, first.tiling.box(chunk), tensor.global_shape != first.global_shape
-        touching = _touching(tensor, first, box, chunk)
-        if self._damaged.intersection(tensor.chunks.record[touching].tolist()):
+        touching, box = _touching(tensor, first, chunk), first.tiling.box(chunk)
+        if not self._damaged.isdisjoint(tensor.chunks.record[touching].tolist()):
             return None
-        if is_row:
+        if tensor.global_shape != first.global_shape:
             places = _in_row(at, box, first)
+        elif len(touching) == 1 and _is_same(tensor, int(touching[0]), first, chunk):
+            return _of_chunk(self.folder, self.ckpt, tensor, int(touching[0]), at)
         else:
-            if len(touching) == 1 and tiling.box(int(touching[0])) == box:
-                return _of_chunk(self.folder, self.ckpt, tensor, int(touching[0]), at)
             places = np.stack(np.unravel_index(at, box.sizes), axis=1) + np.array(box.offsets, np.int64)
         return self._of_chunks(tensor, touching, places)
 
@@ -211,20 +217,28 @@ class Elements:
         return None if left.any() else elements
 
 
-def _touching(tensor: Tensor, first: Tensor, box: Box, chunk: int) -> IntArray:
+def _touching(tensor: Tensor, first: Tensor, chunk: int) -> IntArray:
     """int64 [k], the live chunks of a tensor that have elements in a chunk of another, which it has the shape of.
 
     Or it is the other tensor as one row.
     """
-    tiling = tensor.tiling
+    box = first.tiling.box(chunk)
     if tensor.global_shape != first.global_shape:
         low, last = _in_row(np.array([0, box.volume - 1]), box, first)
         high = last + 1
-    elif chunk < len(tiling.sizes) and tiling.live[chunk] and tiling.box(chunk) == box:  # most are cut alike
-        return np.array([chunk])
+    elif chunk < len(tensor.chunks) and tensor.tiling.live[chunk] and _is_same(tensor, chunk, first, chunk):
+        return np.array([chunk])  # most are cut alike
     else:
         low, high = np.array(box.offsets, np.int64), np.array(box.ends, np.int64)
     return _meeting(tensor, low, high)
+
+
+def _is_same(tensor: Tensor, row: int, first: Tensor, chunk: int) -> bool:
+    """Whether a chunk of a tensor is the region of a chunk of another of its shape."""
+    one, other = tensor.tiling, first.tiling
+    if one is other:
+        return row == chunk
+    return one.box(row) == other.box(chunk)
 
 
 def _meeting(tensor: Tensor, low: IntArray, high: IntArray) -> IntArray:
@@ -245,10 +259,11 @@ def _of_chunk(folder: Folder, ckpt: Checkpoint, tensor: Tensor, chunk: int, at: 
     record, payload, item = int(tensor.chunks.record[chunk]), ckpt.payload, ITEM_BITS[tensor.dtype] // 8
     if record < 0 or payload is None:
         return None
-    content, start, size = payload.of(record), int(payload.start[record]), int(payload.size[record])
-    sizes = tensor.tiling.box(chunk).sizes
+    row, content = payload.rows[record], payload.of(record)
+    start, size = int(row["start"]), int(row["size"])
+    sizes = tuple(tensor.tiling.sizes[chunk].tolist())
     plain = plain_content(tensor.dtype, sizes)
-    if content is None and payload.state[record] == RecordState.RAW:
+    if content is None and row["state"] == RecordState.RAW:
         content = plain
         start, size = int(ckpt.records.byte_offset[record]), int(ckpt.records.byte_length[record])
     if content is None or (content.form, content.dtype, content.shape) != ("tensor", tensor.dtype, sizes) or start < 0:
@@ -262,14 +277,16 @@ def _of_chunk(folder: Folder, ckpt: Checkpoint, tensor: Tensor, chunk: int, at: 
         order = np.argsort(at, kind="stable")
         at = at[order]
     at = at + content.offset
-    is_run = int(at[-1]) - int(at[0]) < len(at)  # faster than to split it
+    is_run = order is None and int(at[-1]) - int(at[0]) == len(at) - 1  # as most are
     groups = [at] if is_run else np.split(at, np.flatnonzero(np.diff(at) > _GAP) + 1)
     spans = [(start + int(group[0]) * item, (int(group[-1]) - int(group[0]) + 1) * item) for group in groups]
     parts = folder.ranges(path, spans)
     if any(len(part) != length for part, (_, length) in zip(parts, spans, strict=True)):
         return None
-    words = [np.frombuffer(part, f"<u{item}")[group - group[0]] for part, group in zip(parts, groups, strict=True)]
-    numbers = decoded(np.concatenate(words), tensor.dtype)
+    words = [np.frombuffer(part, f"<u{item}") for part in parts]
+    if not is_run:
+        words = [np.concatenate([part[group - group[0]] for part, group in zip(words, groups, strict=True)])]
+    numbers = decoded(words[0], tensor.dtype)
     if numbers is None:
         return None
     with np.errstate(invalid="ignore"):

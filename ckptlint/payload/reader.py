@@ -37,7 +37,14 @@ from ckptlint.payload.archives.members import (
     scans_of,
     with_bare_tensors,
 )
-from ckptlint.payload.archives.record_headers import AlikeRecords, ArchiveMember, Headers, RecordPlace, read_headers
+from ckptlint.payload.archives.record_headers import (
+    AlikeRecords,
+    ArchiveMember,
+    Forms,
+    Headers,
+    RecordPlace,
+    read_headers,
+)
 from ckptlint.payload.archives.whole import compare_archives
 from ckptlint.payload.integrity import compare_others, differs, not_expected, recorded_sums
 from ckptlint.payload.parts import EXAMINED, Contents, PartialRead, by_content, join, zero_bytes
@@ -57,6 +64,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
 _TICK = 0.1
+_TOGETHER = 512  # records that one thread reads before it takes others
 _NO_SEAL = "copy the seal again from where it was written, or remove it; without it the contents are not compared"
 Gatherers = Mapping[str, tuple[RowHashes, ...]]
 _T = TypeVar("_T")
@@ -205,13 +213,16 @@ class Reader:
         """Read the headers of records, file by file, and fill the columns on their content."""
         records = self.ckpt.records
         self.meter = Meter("records", len(rows))
+        forms: Forms = {}
         tasks = {
-            file: partial(self._file_headers, path_of(self.ckpt, file), self._places(mine))
+            file: partial(self._file_headers, path_of(self.ckpt, file), self._places(mine), forms)
             for file, mine in by_file(rows, records.file, records.byte_offset).items()
         }
+        # a file that few records are read of takes less time than to hand it to a thread; each still has some to do
+        few = min(_TOGETHER * len(tasks) // max(len(rows), 1), len(tasks) // (8 * self.how.jobs))
         contents, table = self.contents, self.result.table
         several: dict[int, tuple[ArchiveMember, ...]] = {}
-        for file, headers in self._run(tasks):
+        for file, headers in self._run(tasks, max(few, 1)):
             self.result.broken[file] += headers.broken
             for record in headers.records:
                 parts = _storages(record.parts)
@@ -253,9 +264,9 @@ class Reader:
         columns = (rows, records.byte_offset[rows], records.byte_length[rows])
         return [RecordPlace(*place) for place in zip(*(column.tolist() for column in columns), strict=True)]
 
-    def _file_headers(self, path: str, places: list[RecordPlace]) -> Headers:
+    def _file_headers(self, path: str, places: list[RecordPlace], forms: Forms) -> Headers:
         headers = Headers()
-        for batch in read_headers(self.folder, path, places):
+        for batch in read_headers(self.folder, path, places, forms):
             headers.records += batch.records
             headers.alike += batch.alike
             headers.broken += batch.broken
@@ -452,10 +463,13 @@ class Reader:
 
     # ------------------------------------------------------------ threads, problems
 
-    def _run(self, tasks: Mapping[int, Callable[[], _T]]) -> Iterator[tuple[int, _T]]:
-        """Results in order of completion; at most 2 x jobs tasks are queued, so that results do not pile up.
+    def _run(self, tasks: Mapping[int, Callable[[], _T]], together: int = 1) -> Iterator[tuple[int, _T]]:
+        """Results in order of completion; at most 2 x jobs lots are queued, so that results do not pile up.
 
         All threads stop when the caller, the user or an error ends the iteration.
+
+        Args:
+            together: tasks in a lot, which one thread does.
         """
         if self.folder.is_near and file_sizes(self.ckpt)[[*tasks]].sum() <= BLOCK:  # read before threads have started
             yield from ((file, task()) for file, task in tasks.items())
@@ -463,18 +477,19 @@ class Reader:
         from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 
         waiting = iter(tasks.items())
+        lots = iter(lambda: [*islice(waiting, together)], [])
         with ThreadPoolExecutor(self.how.jobs) as pool:
-            going: dict[Future[_T], int] = {}
+            going: set[Future[list[tuple[int, _T]]]] = set()
             try:
                 while True:
-                    for file, task in islice(waiting, 2 * self.how.jobs - len(going)):
-                        going[pool.submit(task)] = file
+                    going |= {pool.submit(_done, lot) for lot in islice(lots, 2 * self.how.jobs - len(going))}
                     if not going:
                         return
                     done, _ = wait(going, _TICK, FIRST_COMPLETED)
                     advance(self.meter.unit, self.meter.done, self.meter.total)
+                    going -= done
                     for future in done:
-                        yield going.pop(future), future.result()
+                        yield from future.result()
             finally:
                 self.meter.stop.set()
                 for future in going:
@@ -488,6 +503,10 @@ class Reader:
         count = len(self.result.damages)
         bad = f"{count:,} checksums do not match" if count else "no damage was found"
         return f"interrupted after {done:,} of {total:,} bytes{share} of {self.ckpt.path} were checked; {bad} so far"
+
+
+def _done(tasks: Iterable[tuple[int, Callable[[], _T]]]) -> list[tuple[int, _T]]:
+    return [(file, task()) for file, task in tasks]
 
 
 def _storages(parts: Iterable[ArchiveMember]) -> tuple[ArchiveMember, ...]:

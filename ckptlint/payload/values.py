@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf, ldexp
 
@@ -15,6 +16,7 @@ from ckptlint.vocabulary.dtypes import ENCODINGS, ITEM_BITS, Encoding
 
 _TINY = 1e-12
 _WIDE = 127  # exponent bias of bfloat16 and float32
+_PIECE = 2**16  # numbers that are worked on at once: what is made of them stays in the cache of a processor
 
 
 VALUE_COLUMNS = (
@@ -151,7 +153,7 @@ def values_of(data: memoryview, dtype: str, position: int) -> RecordValues:
         values.used_bits = int(np.bitwise_or.reduce(words))
         sign = 1 << (8 * words.itemsize - 1)
         if values.used_bits & sign and not encoding.unsigned:
-            values.negatives = int(np.count_nonzero(words > words.dtype.type(sign)))
+            values.negatives = sum(int(np.count_nonzero(part > words.dtype.type(sign))) for part in _pieces(words))
         if high or encoding.unsigned:
             values.squares = _squares(words, dtype, top, _magnitude(high, encoding))
     values.least, values.most = _magnitude(low, encoding), _magnitude(high, encoding)
@@ -169,12 +171,18 @@ def values_of(data: memoryview, dtype: str, position: int) -> RecordValues:
 
 def _squares(words: Bits, dtype: str, top: int, most: float) -> float:
     """Sum of the squares of finite numbers, that of the number at `top` left out: beside 1e30 no other one counts."""
-    numbers = decoded(words, dtype)
-    assert numbers is not None
-    if not _TINY < most < 1 / _TINY:  # whose squares float32 cannot hold
-        numbers = numbers.astype(np.float64)
+    is_held, squares = _TINY < most < 1 / _TINY, 0.0  # whether float32 can hold the squares
     with np.errstate(over="ignore"):
-        return float(np.dot(numbers[:top], numbers[:top])) + float(np.dot(numbers[top + 1 :], numbers[top + 1 :]))
+        for part in (*_pieces(words[:top]), *_pieces(words[top + 1 :])):
+            numbers = decoded(part, dtype)
+            assert numbers is not None
+            numbers = numbers if is_held else numbers.astype(np.float64)
+            squares += float(np.dot(numbers, numbers))
+    return squares
+
+
+def _pieces(words: Bits) -> Iterator[Bits]:
+    return (words[start : start + _PIECE] for start in range(0, len(words), _PIECE))
 
 
 def _has_bad(words: Bits, low: int, high: int, encoding: Encoding) -> bool:

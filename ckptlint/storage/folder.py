@@ -281,6 +281,8 @@ class Folder(ABC):
         Ranges that touch or nearly touch are read at once, over a network several at the same time. The caller bounds
         the memory by what it asks for.
         """
+        if not wanted:
+            return []
         groups = coalesced(wanted)
         found = [b""] * len(wanted)
         data = self.spans(name, [(start, stop) for start, stop, _ in groups])

@@ -33,6 +33,7 @@ _EDGE = 1024  # bytes read at each end: a tensor's record has headers and data.p
 _WHOLE = 4096  # bytes up to which a record is read whole
 _BATCH = 512  # records in one call for ranges
 _FORMS = 8  # most layouts that records of one length are compared with
+_LENGTHS = 256  # of records, whose layouts are kept from file to file
 
 
 class RecordPlace(NamedTuple):
@@ -111,16 +112,21 @@ class _Archive(NamedTuple):
     pickled: int
 
 
-def read_headers(folder: Folder, path: str, places: Sequence[RecordPlace]) -> Iterator[Headers]:
+def read_headers(
+    folder: Folder, path: str, places: Sequence[RecordPlace], forms: Forms | None = None
+) -> Iterator[Headers]:
     """The archives of these records of one file, batch by batch, with their pickles still undecoded.
 
     Args:
         path: the file, raw.
+        forms: layouts from other files of the checkpoint, extended here; threads may share them.
 
     Raises:
         AccessError: a read was refused.
     """
-    forms: dict[int, list[_Form]] = {}
+    forms = {} if forms is None else forms
+    if len(forms) > _LENGTHS:
+        forms.clear()
     for at in range(0, len(places), _BATCH):
         yield _read_batch(folder, path, places[at : at + _BATCH], forms)
 
@@ -144,12 +150,8 @@ class _Edges:
         return parts if len(parts) == len(spans) else None
 
 
-def _read_batch(folder: Folder, path: str, places: Sequence[RecordPlace], forms: dict[int, list[_Form]]) -> Headers:
-    """Read all records in lockstep, so that each step is one call for ranges.
-
-    Args:
-        forms: length of a record -> layouts seen with that length; extended here.
-    """
+def _read_batch(folder: Folder, path: str, places: Sequence[RecordPlace], forms: Forms) -> Headers:
+    """Read all records in lockstep, so that each step is one call for ranges; extend `forms`."""
     headers = Headers()
     edges = _edges(folder, path, places)
     by_length: dict[int, list[RecordPlace]] = {}
@@ -160,7 +162,7 @@ def _read_batch(folder: Folder, path: str, places: Sequence[RecordPlace], forms:
     rest = [_read_alike(forms.setdefault(length, []), alike, edges, headers) for length, alike in by_length.items()]
     first = [alike.pop(0) for alike in rest if alike]
     _read_singly(folder, path, first, edges, headers, forms)  # adds their layouts to `forms`
-    rest = [_read_alike(forms[alike[0].length][-1:], alike, edges, headers) for alike in rest if alike]
+    rest = [_read_alike(forms.get(alike[0].length, [])[-1:], alike, edges, headers) for alike in rest if alike]
     _read_singly(folder, path, [place for alike in rest for place in alike], edges, headers, forms)
     return headers
 
@@ -171,7 +173,7 @@ def _read_singly(
     places: Sequence[RecordPlace],
     edges: dict[int, _Edges],
     found: Headers,
-    forms: dict[int, list[_Form]],
+    forms: Forms,
 ) -> None:
     going = [(place, walk, next(walk)) for place in places for walk in [_walk(place)]]
     while going:
@@ -183,7 +185,7 @@ def _read_singly(
 
 
 def _advance(
-    place: RecordPlace, walk: _Walk, spans: list[_Span], edges: _Edges, found: Headers, forms: dict[int, list[_Form]]
+    place: RecordPlace, walk: _Walk, spans: list[_Span], edges: _Edges, found: Headers, forms: Forms
 ) -> tuple[RecordPlace, _Walk, list[_Span]] | None:
     """Advance a walk as far as the available bytes allow; None once it is finished."""
     try:
@@ -192,8 +194,10 @@ def _advance(
     except StopIteration as end:
         record, archive = end.value
         found.records.append(record)
-        if len(forms[place.length]) < _FORMS and (form := _form(place.length, archive, edges)) is not None:
-            forms[place.length].append(form)
+        if (form := _form(place.length, archive, edges)) is not None:
+            alike = forms.setdefault(place.length, [])
+            alike.append(form)
+            del alike[: max(len(alike) - _FORMS, 0)]
         return None
     except UnreadableError as error:
         found.broken.append((place.row, error))
@@ -281,6 +285,10 @@ class _Form(NamedTuple):
     crcs: tuple[int, IntArray]
 
 
+Forms = dict[int, list[_Form]]
+"""Length of a record -> the layouts last seen with that length."""
+
+
 def _form(length: int, archive: _Archive, known: _Edges) -> _Form | None:
     """The form of a parsed record; None where parsing needed more than its edges."""
     members, directory = archive.members, archive.directory
@@ -316,7 +324,7 @@ def _read_alike(
     forms: Sequence[_Form], places: list[RecordPlace], edges: dict[int, _Edges], found: Headers
 ) -> list[RecordPlace]:
     """Read the records with one of these layouts; returns the others, and those with a damaged `data.pkl`."""
-    for form in forms:
+    for form in [*forms]:  # another thread may change them
         if places:
             places = _read_form(form, places, edges, found)
     return places
