@@ -16,6 +16,8 @@ from ckptlint.vocabulary.dtypes import ENCODINGS, ITEM_BITS, Encoding
 
 _TINY = 1e-12
 _WIDE = 127  # exponent bias of bfloat16 and float32
+_MANY, _RUN, _EVERY = 2**18, 2**10, 16  # numbers of which some are squared; how many together, and of how many runs
+_PLAUSIBLE = 1e4  # square of the largest number over the mean of the squares, as of weights and moments
 _PIECE = 2**16  # numbers that are worked on at once: what is made of them stays in the cache of a processor
 
 
@@ -150,9 +152,10 @@ def values_of(data: memoryview, dtype: str, position: int) -> RecordValues:
     values.one_value &= low == high and (high == 0 or bool((words == words[0]).all()))
     values.bits = int(words[0]) if high else 0
     if encoding is not None:
-        values.used_bits = int(np.bitwise_or.reduce(words))
         sign = 1 << (8 * words.itemsize - 1)
-        if values.used_bits & sign and not encoding.unsigned:
+        if words.itemsize > 2:  # narrower ones hold no narrower numbers
+            values.used_bits = int(np.bitwise_or.reduce(words))
+        if not encoding.unsigned and (words.itemsize <= 2 or values.used_bits & sign):
             values.negatives = sum(int(np.count_nonzero(part > words.dtype.type(sign))) for part in _pieces(words))
         if high or encoding.unsigned:
             values.squares = _squares(words, dtype, top, _magnitude(high, encoding))
@@ -170,7 +173,15 @@ def values_of(data: memoryview, dtype: str, position: int) -> RecordValues:
 
 
 def _squares(words: Bits, dtype: str, top: int, most: float) -> float:
-    """Sum of the squares of finite numbers, that of the number at `top` left out: beside 1e30 no other one counts."""
+    """Sum of the squares of finite numbers, that of the number at `top` left out: beside 1e30 no other one counts.
+
+    Of many numbers it is estimated from every 16th run of them, unless the largest is far above those.
+    """
+    if len(words) > _MANY:
+        runs = np.concatenate([words[start : start + _RUN] for start in range(0, len(words) - _RUN, _EVERY * _RUN)])
+        squares = _squares(runs, dtype, len(runs), most) * (len(words) / len(runs))
+        if most * most * len(words) < _PLAUSIBLE * squares:
+            return squares
     is_held, squares = _TINY < most < 1 / _TINY, 0.0  # whether float32 can hold the squares
     with np.errstate(over="ignore"):
         for part in (*_pieces(words[:top]), *_pieces(words[top + 1 :])):
