@@ -184,9 +184,9 @@ class PayloadTable:
             and fp8, whose denormals are everyday numbers.
         least, most: magnitudes of the finite numbers; inf and -inf where there is none.
         one_value: whether all numbers are one finite value; False where none were looked at.
-        squares: sum of the squares of the finite numbers, one of magnitude `most` left out, of many estimated; of floats.
+        squares: sum of the squares of the finite numbers but one of magnitude `most`; of many an estimate
         negatives: finite numbers below 0; of floats alone.
-        used_bits: the bits that at least one finite number of 32 bits or more has, as the dtype of the record writes it.
+        used_bits: the bits that at least one finite number of 32 bits or more has, as its dtype writes it.
         digest: of the elements at their places in the whole tensor (`digests.elem_digest`).
         digested: whether there is one: at depth `data`, where a seal asks for it.
         unsummed: whether bytes of it were read that have no checksum (depth `data`).
