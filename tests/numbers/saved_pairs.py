@@ -157,19 +157,19 @@ BY_RANKS: dict[str, Save] = {
 LAYOUTS = ("one_rank", *BY_RANKS)
 
 
-def saved(steps: dict[int, State], folder: Path) -> dict[str, dict[int, Path]]:
+def saved(steps: dict[int, State], folder: Path, layouts: tuple[str, ...] = LAYOUTS) -> dict[str, dict[int, Path]]:
     """Layout -> step -> its folder below `folder`; each layout is a run of its own."""
 
     def work(_: int) -> None:
-        for layout, save in BY_RANKS.items():
-            for step, state in steps.items():
-                save(step, state, folder / layout)
+        for layout in layouts:
+            for step, state in steps.items() if layout in BY_RANKS else ():
+                BY_RANKS[layout](step, state, folder / layout)
 
     for step, state in steps.items():
         one_rank(step, state, folder / "one_rank")
     on_ranks({"x": 4}, work, folder)
-    names = {layout: "global_step_{}/actor" if layout == "rank_files" else "step-{}" for layout in LAYOUTS}
-    return {layout: {step: folder / layout / names[layout].format(step) for step in steps} for layout in LAYOUTS}
+    names = {layout: "global_step_{}/actor" if layout == "rank_files" else "step-{}" for layout in layouts}
+    return {layout: {step: folder / layout / names[layout].format(step) for step in steps} for layout in layouts}
 
 
 def placed(step: Path, run: Path) -> Path:
