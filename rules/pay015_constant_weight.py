@@ -52,7 +52,7 @@ class _Weight:
     value: float
 
 
-@rule("PAY015", "constant-weight", Severity.ERROR, depth=Depth.DATA)
+@rule("PAY015", "constant-weight", Severity.ERROR, depth=Depth.DATA, yields_to=("RUN007",))
 def constant_weight(ckpt: Checkpoint) -> Iterator[Finding]:
     """A weight, or a whole shard of one, holds one repeated value, such as 0, unlike other weights.
 

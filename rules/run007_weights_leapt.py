@@ -64,14 +64,17 @@ def _finding(ckpt: Checkpoint, table: ChangeTable, leap: Leap, confidence: Confi
     if confidence == "certain":
         worst = float(table.worst[leap.rows].max())
         far = f"moved up to {worst:.3g} times as far as {plural(follow.updates, 'update')} can"
-        what = f"the weights of {leap.title} {far} since {older}"
+        zeros = int((table.now[leap.rows] == 0).sum())
+        alone = f"; {zeros:,} of {plural(len(leap.rows), 'chunk')} {verb(zeros, 'holds')} zeros alone" if zeros else ""
+        what = f"the weights of {leap.title} {far} since {older}{alone}"
         if along is not None:
             what = f"the {words} of {leap.title} do not continue {older}: the weights {far}"
         if cause:
             notes.append(("how far", f"weights {far}"))
     if along is not None and (lost := int((table.now[along.rows] == 0).sum())):
         notes.append(("moments", f"{lost:,} of {plural(len(along.rows), 'chunk')} {verb(lost, 'holds')} zeros alone"))
-    notes.append(("first", f"{moved} there, cosine {cosine:.2f} with the step before, {scale:.3g} times its size"))
+    like = f"cosine {cosine:.2f} with the step before, {scale:.3g} times its size" if scale else "all are 0"
+    notes.append(("first", f"{moved} there, {like}"))
     return Finding(
         cause or what,
         at=place_of(ckpt, table, leap),

@@ -20,7 +20,7 @@ from ckptlint.rule import Finding, NotApplicable, Severity, rule
     depth=Depth.HEADERS,
     whole=True,
     needs=("step before",),
-    yields_to=("RUN007",),
+    yields_to=("RUN007", "RUN009"),
 )
 def moments_leapt(ckpt: Checkpoint) -> Iterator[Finding]:
     """Moments are not what any gradients can have made of those of the step before.
@@ -56,13 +56,15 @@ def _leapt(ckpt: Checkpoint) -> Iterator[Finding]:
     cosine = float(table.cosine[row])
     between = plural(max(follow.updates for follow in table.follows if follow.betas is not None), "update")
     along = moments_that_leapt_along(ckpt)
+    seconds = {second for follow in table.follow[leap.rows].tolist() if (second := table.follows[follow].second)}
     yield Finding(
         cause_of(ckpt, table, leap, "moments")
         or f"the moments of {leap.title} cannot come from those of {older} by {between}{zeros}",
         at=place_of(ckpt, table, leap),
         identity=(leap.title,),
         keys=keys_of(table, leap.rows),
-        partners=() if along is None else tuple(sorted(params_of(ckpt, along))),  # RUN007 reports both
+        # RUN007 reports weights and moments, RUN009 the second moments that stayed behind
+        partners=tuple(sorted(seconds | (set() if along is None else params_of(ckpt, along)))),
         notes=(
             (
                 "first",

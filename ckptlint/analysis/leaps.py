@@ -56,7 +56,7 @@ def leapt_weights(ckpt: Checkpoint) -> WeightLeaps:
     table = ckpt.changes
     if table is None:
         return WeightLeaps()
-    weights = kinds_of(table, "weight") & (table.now > 0) & (table.was > 0)
+    weights = kinds_of(table, "weight") & (table.was > 0)
     if not weights.any():
         return WeightLeaps()
     with np.errstate(invalid="ignore", divide="ignore"):

@@ -136,6 +136,8 @@ def _checkpoint(files: SetFiles, reader: _RankReader, rank_files: RankFileSet) -
         sentence, why = f"no rank has a file of the model beside {label}", "they hold random states alone"
         files.problems.append(Problem("incomplete", label, sentence, why=why, blocks=True))
     declared, config, config_problems = read_configs(files.folder, None)
+    if reader.updates is not None:  # no claim: a rollout takes several updates
+        files.param_groups = [(place, {"step": reader.updates, **group}) for place, group in files.param_groups]
     return files.checkpoint(
         reader.columns,
         rank_files,
@@ -252,6 +254,7 @@ class _RankReader:
     left_out: set[str] = field(default_factory=set)
     unplaced: list[str] = field(default_factory=list)
     step_files: tuple[StepFile, ...] = ()
+    updates: int | None = None
 
     def read(self, folder: Folder) -> None:
         """Fill everything but `files`."""
@@ -486,6 +489,9 @@ class _RankReader:
             counted = (of_param.get("step") for of_param in state.values() if isinstance(of_param, dict))
             if step := next((step for step in counted if isinstance(step, StoredTensor) and not step.shape), None):
                 steps.append(((step, files[rank]), files[rank].label))
+        if steps:
+            (step, file), label = steps[0]
+            self.updates = number_in(ranges_of(folder, label), file.found, step)
 
         def number(counted: tuple[StoredTensor, OpenedFile]) -> str:
             value = number_in(ranges_of(folder, counted[1].label), counted[1].found, counted[0])
