@@ -21,7 +21,6 @@ from ckptlint.formats.pickles import names
 from ckptlint.lint import run as pipeline
 from ckptlint.lint.options import FORMATS
 from ckptlint.model import Checkpoint
-from ckptlint.storage.folder import Folder
 from ckptlint.storage.local import LocalFolder
 
 Copy = Callable[[str], Path]
@@ -101,8 +100,8 @@ def after_the_metadata(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object
     """Do something between the reading of the metadata and that of the payload."""
     real = pipeline.open_checkpoint
 
-    def opened(folder: Folder, look_at_files: bool = True) -> Checkpoint:
-        ckpt = real(folder, look_at_files)
+    def opened(*arguments: Any) -> Checkpoint:
+        ckpt = real(*arguments)
         act()
         return ckpt
 
