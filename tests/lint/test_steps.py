@@ -147,10 +147,10 @@ def test_one_step_that_cannot_be_read_spoils_no_other(run: Path, monkeypatch: py
 
     opened = pipeline.open_checkpoint
 
-    def refused(folder: object, look: bool) -> object:
+    def refused(folder: object, *how: bool) -> object:
         if str(getattr(folder, "display", "")).endswith("step-2"):
             raise AccessError("step-2 cannot be listed: Permission denied")
-        return opened(folder, look)  # type: ignore[arg-type]
+        return opened(folder, *how)  # type: ignore[arg-type]
 
     monkeypatch.setattr(pipeline, "open_checkpoint", refused)
     report = ckptlint.check(run, all_steps=True)

@@ -58,6 +58,7 @@ _KEPT = ("unsafe", "unread", "limit")  # kinds of problems that count whatever t
 _PAYLOAD = ".distcp"  # many archives in one file
 _TEXTS = (CONFIG_FILE, RUN_CONFIG, "config.json", "fsdp_config.json")
 _READ_ELSEWHERE = (COMMON_FILE, *_TEXTS)
+_LEVELS = 3  # of parts of a step inside each other, and the folder around it
 _ELSEWHERE = Family("a folder elsewhere", "other", re.compile(""))
 
 
@@ -211,7 +212,7 @@ def _survey(whole: CheckpointPlace, ckpt: Checkpoint) -> _Survey:
         replace(item, is_read=item.label in read and not item.what)
         for item in [*listed, *below]
         # of a DCP checkpoint a loader has read the metadata, that of single ranks too
-        if item.label not in taken and not (is_dcp and RANK_METADATA.fullmatch(item.label))
+        if not {item.label, f"{item.label}/"} & taken and not (is_dcp and RANK_METADATA.fullmatch(item.label))
     ]
     files, late = _with_content(found)
     wanted = [item for item in files if item.is_opened]
@@ -267,10 +268,21 @@ def _listed(folder: Folder, prefix: str, names: Collection[str]) -> Iterator[_Fi
 
 
 def _is_of_checkpoint(item: _File, whole: CheckpointPlace) -> bool:
-    """Whether a folder may hold state of the checkpoint: it is not in the run around it, and none for logs or code."""
-    place = item.folder
+    """Whether a link out of a folder may lead to state of the checkpoint alone, not to its run, to logs or code."""
+    place, run = item.folder, _run_around(whole.folder)
     is_run = place.place != whole.folder.place and step_number(place.name) is None and bool(steps_of(place))
-    return not (is_run or any(map(holds_no_state, item.label.split("/"))))
+    leads_back = f"{place.escapes_to(item.name)}/".startswith(f"{run}/")
+    return not (is_run or leads_back or any(map(holds_no_state, item.label.split("/"))))
+
+
+def _run_around(folder: Folder) -> str:
+    """The place of the run of a step, or of a part of one; of any other folder its own."""
+    step: Folder | None = folder
+    for _ in range(_LEVELS):
+        if step is not None and step_number(step.name) is None:
+            step = step.parent
+    run = None if step is None or step_number(step.name) is None else step.parent
+    return folder.place if run is None else run.place
 
 
 def _below(found: list[_File], whole: CheckpointPlace) -> Iterator[_File]:
