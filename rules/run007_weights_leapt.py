@@ -65,7 +65,9 @@ def _finding(ckpt: Checkpoint, table: ChangeTable, leap: Leap, confidence: Confi
         worst = float(table.worst[leap.rows].max())
         far = f"moved up to {worst:.3g} times as far as {plural(follow.updates, 'update')} can"
         zeros = int((table.now[leap.rows] == 0).sum())
-        some = "they hold" if zeros == len(leap.rows) else f"{zeros:,} of {len(leap.rows):,} chunks {verb(zeros, 'holds')}"
+        some = (
+            "they hold" if zeros == len(leap.rows) else f"{zeros:,} of {len(leap.rows):,} chunks {verb(zeros, 'holds')}"
+        )
         alone = f"; {some} zeros alone" if zeros else ""
         what = f"the weights of {leap.title} {far} since {older}{alone}"
         if along is not None:
