@@ -337,7 +337,7 @@ def _movement(part: CheckpointReport, anchor: str, work: _Work) -> dict[str, Any
         return None
     marked: dict[str, str] = {}
     for group in part.groups:
-        if group.lead.severity > Severity.INFO:
+        if group.lead.severity > Severity.INFO and group.lead.rule.depth.opens_records:  # on numbers
             for key in (key for item in group.members for key in item.keys):
                 marked.setdefault(key, f"{anchor}-{group.number}")
     made = movement_map(f"How far the weights moved since {older_name(ckpt)}", movements, marked)
