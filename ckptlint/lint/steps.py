@@ -21,7 +21,7 @@ from ckptlint.loaders.layouts import CheckpointPlace
 from ckptlint.loaders.readers.payload_files import file_table
 from ckptlint.loaders.run.finished import lacking_files, step_state
 from ckptlint.loaders.run.folder import read_tracker
-from ckptlint.loaders.run.steps import Step, is_alike, newness, run_at, runs_below, steps_of
+from ckptlint.loaders.run.steps import Step, is_alike, is_followed, newness, run_at, runs_below, steps_of
 from ckptlint.loaders.step_parts import parts_of
 from ckptlint.model import Checkpoint
 from ckptlint.model.checkpoint import ProblemKind
@@ -237,7 +237,7 @@ def judge_step(step: Step, path: str, judge: Judge) -> JudgedStep:
     try:
         outcome = replace(outcome, written=step.folder.newest)
         if step_state(step.folder) == "unfinished":
-            outcome = replace(outcome, verdict="unfinished", code="COM001", size=_payload_bytes(path))
+            outcome = replace(outcome, verdict="unfinished", code="COM001", size=_payload_bytes(step, path))
             why = step.run.lost_link(step.name) or _unfinished(outcome.written)
             told = verdict_of(judge(path)) if step.folder.entries else outcome
             if told.verdict == "fails":  # what is written last is there, and damaged
@@ -248,16 +248,16 @@ def judge_step(step: Step, path: str, judge: Judge) -> JudgedStep:
     except NothingToCheckError:
         return replace(outcome, verdict="gone", why="somebody removed it during the check")
     except CkptlintError as error:
-        return replace(outcome, why=str(error), size=_payload_bytes(path))
+        return replace(outcome, why=str(error), size=_payload_bytes(step, path))
     if not _is_there(step):
         return replace(outcome, verdict="gone", why="somebody removed it during the check")
     return replace(verdict_of(report), number=outcome.number, name=outcome.name, path=path, written=outcome.written)
 
 
-def _payload_bytes(step: str) -> int:
-    """Bytes of the payload in the step at a path, as a report says; 0 where it holds no checkpoint yet."""
+def _payload_bytes(step: Step, path: str) -> int:
+    """Bytes of the payload in a step, as a report says; 0 where it holds no checkpoint yet, or is not followed."""
     with suppress(CkptlintError):
-        return sum(map(_bytes_of, find(step)))
+        return sum(map(_bytes_of, find(path))) if is_followed(step.run, step.name) else 0
     return 0
 
 

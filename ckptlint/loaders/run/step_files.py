@@ -270,7 +270,8 @@ def _listed(folder: Folder, prefix: str, names: Collection[str]) -> Iterator[_Fi
 def _is_of_checkpoint(item: _File, whole: CheckpointPlace) -> bool:
     """Whether a link out of a folder may lead to state of the checkpoint alone, not to its run, to logs or code."""
     place, run = item.folder, _run_around(whole.folder)
-    is_run = place.place != whole.folder.place and step_number(place.name) is None and bool(steps_of(place))
+    accounted = {one.place for one in whole.reports_for} - {whole.folder.place}
+    is_run = place.place in accounted and step_number(place.name) is None and bool(steps_of(place))
     leads_back = f"{place.escapes_to(item.name)}/".startswith(f"{run}/")
     return not (is_run or leads_back or any(map(holds_no_state, item.label.split("/"))))
 
