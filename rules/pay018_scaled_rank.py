@@ -12,6 +12,7 @@ from ckptlint.model.text import plural
 from ckptlint.model.tiling import IntArray
 from ckptlint.numerics.chunks import ChunkNumbers, Floats, chunk_numbers
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
+from ckptlint.vocabulary.keys import SQUARES
 
 _LEAST_TENSORS, _LEAST_RANKS, _LEAST_ELEMENTS = 8, 3, 16
 _FAR, _NEAR, _SPREAD = log(1.8), log(1.3), log(1.25)  # of logarithms of ratios of root mean squares
@@ -29,7 +30,7 @@ def scaled_rank(ckpt: Checkpoint) -> Iterator[Finding]:
         the others' chunks of the same tensor: in weights, first and second moments. A rank is named where four of five
         of its chunks have the same ratio, far from 1, and the other ranks are near 1: the ratios may spread as those of
         the other ranks do, if the median is six standard errors from 1. Experts and tables of tokens are
-        left out.
+        left out, and the moments of a rank whose second moments are below 0: they are other numbers (OPT010).
     Why it matters:
         A part of every matrix is scaled: the model computes something else after a load.
     Usual causes:
@@ -46,6 +47,8 @@ def scaled_rank(ckpt: Checkpoint) -> Iterator[Finding]:
         numbers.tensor
     ]
     is_judged &= (numbers.rank >= 0) & (numbers.elements >= _LEAST_ELEMENTS) & (numbers.rms > 0)
+    is_below = (numbers.column("negatives") > 0) & numbers.are_state(*SQUARES)
+    is_judged &= numbers.are_state("") | ~np.isin(numbers.rank, numbers.rank[is_below])
     for state in dict.fromkeys(numbers.states):
         rows = np.flatnonzero(is_judged & numbers.are_state(state))
         all_medians = _medians(numbers, rows)

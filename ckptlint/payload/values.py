@@ -16,7 +16,8 @@ from ckptlint.vocabulary.dtypes import ENCODINGS, ITEM_BITS, Encoding
 
 _TINY = 1e-12
 _WIDE = 127  # exponent bias of bfloat16 and float32
-_MANY, _RUN, _EVERY = 2**18, 2**10, 16  # numbers of which some are squared; how many together, and of how many runs
+_MANY, _RUN, _EVERY = 2**18, 2**10, 64  # numbers of which a sample is taken; how many together, and of how many runs
+_FEW = 0.1  # share of negative numbers up to which they are counted one by one
 _PLAUSIBLE = 1e4  # square of the largest number over the mean of the squares, as of weights and moments
 _PIECE = 2**16  # numbers that are worked on at once: what is made of them stays in the cache of a processor
 
@@ -55,9 +56,11 @@ class RecordValues:
             bits are taken as they are: -1 in int8 is 255.
         one_value: whether everything seen is one finite value.
         bits: those of the first number seen, -1 before; 0 for a zero of either sign.
-        squares: sum of the squares of the finite numbers, one of magnitude `most` left out; of floats alone.
-        negatives: finite numbers below 0; of floats alone.
-        used_bits: the bits that at least one finite number has, as its dtype writes it; of floats alone.
+        squares: sum of the squares of the finite numbers, one of magnitude `most` left out; of floats alone. Of many
+            numbers an estimate, unless the largest is far above the others.
+        negatives: finite numbers below 0; of floats alone. Of many numbers an estimate where a tenth of them are.
+        used_bits: the bits that at least one finite number has, as its dtype writes it; of floats of more than 16 bits
+            alone. Of many numbers those of a sample, if that has all bits of the fraction.
     """
 
     nan: int = 0
@@ -152,13 +155,16 @@ def values_of(data: memoryview, dtype: str, position: int) -> RecordValues:
     values.one_value &= low == high and (high == 0 or bool((words == words[0]).all()))
     values.bits = int(words[0]) if high else 0
     if encoding is not None:
-        sign = 1 << (8 * words.itemsize - 1)
+        sample = _sample(words)
         if words.itemsize > 2:  # narrower ones hold no narrower numbers
-            values.used_bits = int(np.bitwise_or.reduce(words))
-        if not encoding.unsigned and (words.itemsize <= 2 or values.used_bits & sign):
-            values.negatives = sum(int(np.count_nonzero(part > words.dtype.type(sign))) for part in _pieces(words))
+            fraction = (1 << encoding.mantissa) - 1
+            values.used_bits = int(np.bitwise_or.reduce(sample))
+            if values.used_bits & fraction != fraction:
+                values.used_bits = int(np.bitwise_or.reduce(words))
+        if not encoding.unsigned:
+            values.negatives = _negatives(words, sample)
         if high or encoding.unsigned:
-            values.squares = _squares(words, dtype, top, _magnitude(high, encoding))
+            values.squares = _squares(words, sample, dtype, top, _magnitude(high, encoding))
     values.least, values.most = _magnitude(low, encoding), _magnitude(high, encoding)
     if values.most == 0:
         values.zeros = values.leading = values.trailing = len(sizes)
@@ -172,24 +178,37 @@ def values_of(data: memoryview, dtype: str, position: int) -> RecordValues:
     return values
 
 
-def _squares(words: Bits, dtype: str, top: int, most: float) -> float:
-    """Sum of the squares of finite numbers, that of the number at `top` left out: beside 1e30 no other one counts.
+def _sample(words: Bits) -> Bits:
+    """Every 64th run of many numbers; few numbers as they are."""
+    if len(words) <= _MANY:
+        return words
+    return np.concatenate([words[start : start + _RUN] for start in range(0, len(words) - _RUN, _EVERY * _RUN)])
 
-    Of many numbers it is estimated from every 16th run of them, unless the largest is far above those.
-    """
-    if len(words) > _MANY:
-        runs = np.concatenate([words[start : start + _RUN] for start in range(0, len(words) - _RUN, _EVERY * _RUN)])
-        squares = _squares(runs, dtype, len(runs), most) * (len(words) / len(runs))
+
+def _negatives(words: Bits, sample: Bits) -> int:
+    """How many are below 0: estimated where many of the sample are, as of weights; of second moments none is."""
+    sign = words.dtype.type(1 << (8 * words.itemsize - 1))
+    share = int(np.count_nonzero(sample > sign)) / len(sample)
+    if share > _FEW or sample is words:
+        return round(share * len(words))
+    return sum(int(np.count_nonzero(part > sign)) for part in _pieces(words)) if words.max() > sign else 0
+
+
+def _squares(words: Bits, sample: Bits, dtype: str, top: int, most: float) -> float:
+    """Sum of the squares of finite numbers, that of the number at `top` left out: beside 1e30 no other one counts."""
+    if sample is not words:
+        squares = _sum_of_squares(sample, dtype, most) * (len(words) / len(sample))
         if most * most * len(words) < _PLAUSIBLE * squares:
             return squares
-    is_held, squares = _TINY < most < 1 / _TINY, 0.0  # whether float32 can hold the squares
+    return sum(_sum_of_squares(part, dtype, most) for part in (*_pieces(words[:top]), *_pieces(words[top + 1 :])))
+
+
+def _sum_of_squares(words: Bits, dtype: str, most: float) -> float:
+    numbers = decoded(words, dtype)
+    assert numbers is not None
     with np.errstate(over="ignore"):
-        for part in (*_pieces(words[:top]), *_pieces(words[top + 1 :])):
-            numbers = decoded(part, dtype)
-            assert numbers is not None
-            numbers = numbers if is_held else numbers.astype(np.float64)
-            squares += float(np.dot(numbers, numbers))
-    return squares
+        numbers = numbers if _TINY < most < 1 / _TINY else numbers.astype(np.float64)  # float32 holds no larger squares
+        return float(np.dot(numbers, numbers))
 
 
 def _pieces(words: Bits) -> Iterator[Bits]:

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 from damages import LAYOUTS, MOMENTS, OPERATORS, Save, matrices
-from support import found, report_on
+from support import SWEEP, found, report_on
 
-BY_HAND = bool(os.environ.get("DAMAGES"))  # all operators, six draws of each
+DRAWS = int(os.environ.get("DAMAGES", 1))
+"""Draws of each operator: `DAMAGES=6 SWEEP=1 pytest tests/numbers/test_damaged_numbers.py`."""
 
 UNDECIDED: dict[str, dict[str, str]] = {
     "moments of a few rows differ by more than the scale": {
@@ -62,10 +63,10 @@ pytestmark = pytest.mark.sweep
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_damage_is_told_once_by_its_rule(layout: str, tmp_path: Path) -> None:
-    """Two operators in every run; by hand all of them, with several draws."""
+    """Two operators in every run, all of them in a sweep."""
     save, wrong, silent, judged = Save(layout), [], set[str](), 0
     for operator in random.Random(layout).sample(OPERATORS, len(OPERATORS)):
-        for number in range(6 if BY_HAND else 1):
+        for number in range(DRAWS):
             save.reset()
             about = operator.damage(save, random.Random(f"{layout} {operator.name} {number}"))
             if not about or not save.is_changed:
@@ -80,11 +81,11 @@ def test_damage_is_told_once_by_its_rule(layout: str, tmp_path: Path) -> None:
             if may_be_silent and not codes:
                 silent.add(operator.name)
             judged += 1
-        if judged >= 2 and not BY_HAND:
+        if judged >= 2 * DRAWS and not SWEEP:
             break
     assert judged
     assert wrong == []
-    assert not BY_HAND or undecided(layout) <= silent, "these are told: strike them out of UNDECIDED"
+    assert DRAWS < 6 or undecided(layout) <= silent, "these are told: strike them out of UNDECIDED"
 
 
 @pytest.mark.parametrize("by", [4.0, 0.25])
