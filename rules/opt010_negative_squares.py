@@ -14,6 +14,7 @@ from ckptlint.rule import Finding, Location, Severity, require, rule
 from ckptlint.vocabulary.keys import SQUARES
 
 _HINT = "go back to a step whose second moments are whole, or resume with this state reset to zero"
+_EXACT = 20_000  # negative numbers that are surely counted one by one
 
 
 @rule("OPT010", "negative-squares", Severity.ERROR, depth=Depth.HEADERS, needs=("moments",))
@@ -43,7 +44,7 @@ def negative_squares(ckpt: Checkpoint) -> Iterator[Finding]:
         box, name = tensor.tiling.box(int(chunks[0])), ckpt.chunk_file(tensor, int(chunks[0]))
         where = f"chunk {box}" if len(chunks) == 1 else f"{len(chunks):,} chunks, the first {box},"
         yield Finding(
-            f"{count:,} of {plural(whole, 'value')} in {where}{{of}} are below 0, which no sum of squares is",
+            f"{_counted(count)} of {plural(whole, 'value')} in {where}{{of}} are below 0, which no sum of squares is",
             at=Location(tensor, region=box, rows=tuple(chunks[:16].tolist()), file=name),
             hint=_HINT,
             group=f"negative {name}",
@@ -53,15 +54,20 @@ def negative_squares(ckpt: Checkpoint) -> Iterator[Finding]:
         by_file[item.file, item.state] += [item] if item.negatives else []
     for (file, state), items in by_file.items():
         if items:
+            count = _counted(sum(item.negatives for item in items))
             first, more = items[0].param, f" and {plural(len(items) - 1, 'more parameter')}" if len(items) > 1 else ""
             yield Finding(
-                f"{sum(item.negatives for item in items):,} values in {state} of parameter {first}{more} are below 0, "
-                "which no sum of squares is",
+                f"{count} values in {state} of parameter {first}{more} are below 0, which no sum of squares is",
                 at=Location(file=file),
                 identity=(state,),
                 hint=_HINT,
             )
     yield from of_each(ckpt, _below_second)
+
+
+def _counted(count: int) -> str:
+    """The count; "about" where it may be that of a sample (payload/values.py)."""
+    return f"{'about ' if count > _EXACT else ''}{count:,}"
 
 
 def _below_second(ckpt: Checkpoint) -> Iterator[Finding]:

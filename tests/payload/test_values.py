@@ -30,6 +30,7 @@ dcp = pytest.importorskip("torch.distributed.checkpoint")
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:ComplexHalf support")
 
 NARROW = {"float16", "complex32"}
+_UNSAMPLED = 5_000  # position of a number that no sample of many holds
 
 
 def wanted(raw: bytes, dtype: str) -> tuple[object, ...]:
@@ -122,6 +123,28 @@ def test_parts_joined_are_the_whole(dtype: str, data: Any) -> None:
     assert whole.squares == pytest.approx(squares_but_most(raw, dtype), rel=1e-5, abs=slack)
     if whole.first < 0:
         assert (joined.leading, joined.trailing) == (whole.leading, whole.trailing)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_sample_of_many_numbers_never_hides_a_rare_one(dtype: str) -> None:
+    """One number below 0, one of 1e9 or one with low bits among many, where no sample looks; many below 0 nearly."""
+    weights = torch.randn(300_000, generator=torch.Generator().manual_seed(7)).to(getattr(torch, dtype))
+    seen = {}
+    for name, (values, odd) in {
+        "weights": (weights, None), "squares": (weights * weights, None), "one below 0": (weights * weights, -1e-3),
+        "one of 1e9": (weights, 1e9), "rounded": (weights.bfloat16(), None), "one not": (weights.bfloat16(), 0.1),
+    }.items():  # fmt: skip
+        made = values.to(getattr(torch, dtype)).clone()
+        made[_UNSAMPLED] = made[_UNSAMPLED] if odd is None else odd
+        raw = made.view(torch.uint8).numpy().tobytes()
+        seen[name] = values_of(memoryview(raw), dtype, 0)
+        assert seen[name].negatives == pytest.approx(below_zero(raw, dtype), rel=0.02)
+        assert seen[name].squares == pytest.approx(squares_but_most(raw, dtype), rel=0.1)
+    assert (seen["squares"].negatives, seen["one below 0"].negatives) == (0, 1)
+    if dtype == "float32":
+        low = (1 << 16) - 1
+        assert seen["rounded"].used_bits & low == 0
+        assert seen["one not"].used_bits & low == int(np.float32(0.1).view(np.uint32)) & low
 
 
 def save(state: dict[str, Any], folder: Path) -> Path:
