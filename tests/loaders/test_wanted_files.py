@@ -101,6 +101,38 @@ def test_a_damaged_file_of_tokens_is_not_read(tmp_path: Path, name: str, damage:
     assert report.exit_code == 4
 
 
+SETTINGS = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "chat_template.json",
+)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("damage", [*DAMAGES, "list"])
+def test_damaged_settings_of_a_tokenizer_are_not_read(tmp_path: Path, name: str, damage: str) -> None:
+    folder = shutil.copytree(REAL / "exports/ok_llama", tmp_path / "export")
+    (folder / name).write_text("{}")
+    assert report_on(folder).exit_code == 0
+    (folder / name).write_bytes(DAMAGES.get(damage, b"[]"))
+    report = report_on(folder)
+    (finding,) = [item for item in report.diagnostics if item.code == "SAF002"]
+    assert finding.title.startswith(f"{name} is damaged: ")
+    assert report.exit_code == 4
+
+
+@pytest.mark.parametrize("name", ["special_tokens_map.json", "added_tokens.json"])
+def test_tokens_that_no_load_reads_may_be_damaged(tmp_path: Path, name: str) -> None:
+    folder = shutil.copytree(REAL / "exports/ok_llama", tmp_path / "export")
+    (folder / "tokenizer_config.json").write_text('{"added_tokens_decoder": {}}')
+    (folder / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
+    (folder / name).write_text("{")
+    assert report_on(folder).exit_code == 0
+
+
 @pytest.mark.parametrize("value", ["two", -1, 1e308, 2.5, [], [2], None])
 @pytest.mark.parametrize("name", ["num_hidden_layers", "hidden_size"])
 def test_a_size_that_is_none_is_an_error(tmp_path: Path, name: str, value: object) -> None:
