@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 from ckptlint.errors import CkptlintError, LimitError
@@ -65,7 +66,8 @@ def code_beside(files: Sequence[tuple[Folder, str, str]], reported: Collection[s
         `import_from_string` of `type` in modules.json; peft/auto.py, `import_module` of `parent_library` in
         adapter_config.json; hydra 1.3, `instantiate`, which calls `_target_`
     """
-    settings = [item for item in files if _is_looked_at(*item) and item[0].has(item[1])]
+    settings = [item for item in files if _LOOKED_AT.fullmatch(item[1]) and item[0].has(item[1])]
+    settings += islice((item for item in files if _is_small(*item)), _LIMIT // _LEAST[True])
     try:
         size = min(sum(folder.size(name) for folder, name, _ in settings), _LIMIT)
         searched = isolated(partial(_searched, settings), size) if settings else _Searched({}, {}, [])
@@ -88,8 +90,9 @@ def code_beside(files: Sequence[tuple[Folder, str, str]], reported: Collection[s
     return problems
 
 
-def _is_looked_at(folder: Folder, name: str, _: str) -> bool:
-    return bool(_LOOKED_AT.fullmatch(name)) or (folder.is_near and folder.has(name) and folder.size(name) <= _SMALL)
+def _is_small(folder: Folder, name: str, _: str) -> bool:
+    """Whether a file of another name is looked at: that costs a request on a store."""
+    return not _LOOKED_AT.fullmatch(name) and folder.is_near and folder.has(name) and 0 < folder.size(name) <= _SMALL
 
 
 def _searched(settings: Sequence[tuple[Folder, str, str]]) -> _Searched:
