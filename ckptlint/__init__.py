@@ -207,12 +207,12 @@ def latest(
     from ckptlint.lint.steps import newest_good, runs_at
     from ckptlint.model.text import texts
 
-    request, judge, compare = _judging("resume", run, depth, select, ignore, fail_on, config)
+    _, judge, compare = _judging("resume", run, depth, select, ignore, fail_on, config)
     runs = runs_at(str(run))
     if len(runs) > 1:
         raise ConfigError(f"{run} holds {len(runs)} runs: name one of them ({', '.join(path for path, _ in runs)})")
     ((path, folder),) = runs
-    return newest_good(folder, path, judge, texts(require), before, compare, request.depth)
+    return newest_good(folder, path, judge, texts(require), before, compare)
 
 
 def _judging(

@@ -29,7 +29,8 @@ def key_not_stored(ckpt: Checkpoint) -> Iterator[Finding]:
         tower is a warning if the configuration has a section for it and nothing else is absent, info if the name of the
         folder or the class is that of a part. It is only info, too, if the configuration names code of its own or
         leaves a field open that decides (in a training checkpoint: any).
-        A text or a negative number in the place of a size is an error by itself.
+        A text, a fraction, a list, a null or a negative number in the place of a size is an error by itself, where the
+        library builds no model from it.
     Why it matters:
         A load that is not strict leaves absent parameters at their initial values and raises no error.
     Usual causes:

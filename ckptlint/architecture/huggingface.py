@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,10 @@ from ckptlint.vocabulary.strict_toml import own_file
 
 _LONGEST_TEXT = 10_000
 _LONGEST_LIST = 20_000
+_COUNTED = frozenset(
+    ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "n_embd", "n_head", "n_layer")
+)
+_NO_FRACTION = _COUNTED | {"num_key_value_heads", "vocab_size"}  # which may be null: no classes, or as many as heads
 
 _KINDS: Mapping[str, tuple[type, ...]] = {
     "int": (int,),
@@ -237,9 +241,13 @@ def _values(config: Mapping[str, object], table: Mapping[str, Any], model_class:
         if flat and not declared:
             declared = [value for path in paths if path.startswith(flat) for value in _at(config, path[len(flat) :])]
         value = declared[0] if declared else None
+        if value == "auto" and kind == "int" and isinstance(next(iter(defaults), None), dict):
+            declared, value = [], None  # mamba's word for the default
         if value is not None and not _is_kind(value, kind):
-            is_wrong = kind == "int" and (isinstance(value, str) or (isinstance(value, float) and abs(value) > 2**31))
+            is_wrong = kind == "int" and _stops_the_library(name, value, defaults)
             raise (BadValue if is_wrong else NoTable)(f"{name} is {printable(repr(value)[:60])}, which is no {kind}")
+        if declared and value is None and kind == "int" and _stops_the_library(name, value, defaults):
+            raise BadValue(f"{name} is null, which is no size")
         if not declared and not defaults:
             raise NoTable(f"it does not give {name}")
         if value is None and defaults and (not declared or len(defaults) > 1):
@@ -260,6 +268,17 @@ def _values(config: Mapping[str, object], table: Mapping[str, Any], model_class:
     if "tied_by" in table and next(_at(config, table["tied_by"]), None) is True:
         values["tie_word_embeddings"] = True
     return values
+
+
+def _stops_the_library(name: str, value: object, defaults: Sequence[object]) -> bool:
+    """Whether no model is built from a field that holds this instead of a size, in any version of the library."""
+    if isinstance(value, str) or (isinstance(value, float) and abs(value) > 2**31):
+        return True
+    last = name.rpartition(".")[2]
+    if value is None:
+        return last in _COUNTED and len(defaults) == 1 and isinstance(defaults[0], int)
+    is_own_size = len(defaults) > 1 or isinstance(next(iter(defaults), None), int)  # else what the class overwrites
+    return last in _NO_FRACTION and is_own_size and isinstance(value, (float, list, dict))
 
 
 def _at(config: Mapping[str, object], path: str) -> Iterator[object]:

@@ -56,7 +56,7 @@ def latest(run_dir: str, require: tuple[str, ...], before: int | None, answer: s
     judged, compare = looks_at(request, judge)
     runs = runs_at(run_dir)
     with progress(options["no_progress"]):
-        asked = tokens(require), before, compare, request.depth
+        asked = tokens(require), before, compare
         searches = [newest_good(run, path, judged, *asked) for path, run in runs]
     if answer == "json":
         show_text(inert(_as_json(searches), JSON_ESCAPE))

@@ -12,6 +12,7 @@ from typing import Any
 from ckptlint.errors import AccessError, CkptlintError, NothingToCheckError
 from ckptlint.lint.report import Report
 from ckptlint.lint.steps import (
+    LEVELS,
     Judge,
     JudgedStep,
     judge_step,
@@ -19,6 +20,7 @@ from ckptlint.lint.steps import (
     looked_closer,
     results_in_order,
     runs_at,
+    stamp_of,
     with_all,
 )
 from ckptlint.loaders.json_file import read_json
@@ -34,7 +36,6 @@ from ckptlint.storage.paths import shown
 from ckptlint.vocabulary.frameworks import is_newest, step_number
 from ckptlint.vocabulary.keys import parse
 
-_LEVELS = 32  # folders below a step or beside the steps; deeper ones are a doubt
 _TRAINER_STATE, _STATE_LIMIT = "trainer_state.json", 64 * 1024**2
 
 
@@ -134,7 +135,7 @@ def deletable(path: str, keep: int, judge: Judge, compare: Judge | None = None) 
         return Retention(path, keep, refused=f"{shown(path)} holds {len(runs)} runs: name one of them")
     ((place, run),) = runs
     steps = steps_of(run)
-    stamps = {step.name: _stamp(step) for step in steps}
+    stamps = {step.name: stamp_of(step) for step in steps}
     pointers = _pointers(run, steps)
     contents: dict[str, _Contents] = {}
     judged: list[JudgedStep] = []
@@ -302,7 +303,7 @@ def _own_reason(step: Step, judged_step: JudgedStep, newest: Step) -> str:
         return str(error)
 
 
-def _holds_steps(folder: Folder, number: int, levels: int = _LEVELS) -> bool:
+def _holds_steps(folder: Folder, number: int, levels: int = LEVELS) -> bool:
     """Whether a folder holds several steps, or one of another number; DeepSpeed's of the same number is a part of it.
 
     Raises:
@@ -312,7 +313,7 @@ def _holds_steps(folder: Folder, number: int, levels: int = _LEVELS) -> bool:
         return True
     inner = [name for name in folder.folders() if not folder.escapes_to(name)]
     if not levels and inner:
-        raise AccessError(f"{folder.display} holds more than {_LEVELS} levels of folders")
+        raise AccessError(f"{folder.display} holds more than {LEVELS} levels of folders")
     named = {step_number(name) for name in inner if not name.isdecimal()} - {None, number}
     return bool(named) or any(_holds_steps(folder.sub(name), number, levels - 1) for name in inner)
 
@@ -399,7 +400,7 @@ def _best(folder: Folder, label: str) -> Iterator[tuple[str, str]]:
         yield PurePath(best).name, f"the best, says {_TRAINER_STATE}{' of ' + printable(label) if label else ''}"
 
 
-def _links(folder: Folder, label: str, but: Collection[str], levels: int = _LEVELS) -> Iterator[tuple[str, str]]:
+def _links(folder: Folder, label: str, but: Collection[str], levels: int = LEVELS) -> Iterator[tuple[str, str]]:
     """Each name on the way of a link in a folder or below it, and which link that is.
 
     Args:
@@ -418,29 +419,12 @@ def _links(folder: Folder, label: str, but: Collection[str], levels: int = _LEVE
     except NothingToCheckError:
         return  # it went meanwhile
     if inner and not levels:
-        raise AccessError(f"{folder.display} holds more than {_LEVELS} levels of folders")
+        raise AccessError(f"{folder.display} holds more than {LEVELS} levels of folders")
     for name in inner:
         yield from _links(folder.sub(name), f"{label}/{name}" if label else name, (), levels - 1)
 
 
 # ---------------------------------------------------------------- whether the run is still what was judged
-
-
-def _stamp(step: Step) -> int | None:
-    """A hash of what tells whether something in a step changed (`Folder.stamps`); None where it cannot be listed."""
-    try:
-        if step.is_folder:
-            return _stamp_of(step.folder)
-        return hash(tuple(row for row in step.run.stamps() if row[0] == step.name))
-    except CkptlintError:
-        return None
-
-
-def _stamp_of(folder: Folder, levels: int = _LEVELS) -> int:
-    inner = [folder.sub(name) for name in folder.folders() if not folder.escapes_to(name)]
-    if inner and not levels:
-        raise AccessError(f"{folder.display} holds more than {_LEVELS} levels of folders")
-    return hash((*folder.stamps(), *(_stamp_of(sub, levels - 1) for sub in inner)))
 
 
 def _changed(
@@ -461,7 +445,7 @@ def _changed(
         run = run_at(place)
         steps = {step.name: step for step in steps_of(run)}
         for name, stamp in relied_on.items():
-            if stamp is None or name not in steps or _stamp(steps[name]) != stamp:
+            if stamp is None or name not in steps or stamp_of(steps[name]) != stamp:
                 return f"{printable(name)} changed while ckptlint judged the others: {again}"
         there = {*map(printable, run.entries), *map(printable, run.entries.strange)}
         stay = [decision.step.name for decision in found.decisions if decision.kept_because]

@@ -12,7 +12,7 @@ from itertools import takewhile
 from typing import Any, Literal, TypeVar
 
 from ckptlint.depth import Depth
-from ckptlint.errors import CkptlintError, ConfigError, NothingToCheckError, UnknownLayoutError
+from ckptlint.errors import AccessError, CkptlintError, ConfigError, NothingToCheckError, UnknownLayoutError
 from ckptlint.lint.report import CheckpointReport, Diagnostic, Report
 from ckptlint.lint.request import Request
 from ckptlint.loaders.checkpoint import open_checkpoint
@@ -46,6 +46,9 @@ _DOUBTFUL: tuple[ProblemKind, ...] = (
     "limit",
 )  # kinds of problems that say nothing about the checkpoint itself
 
+
+LEVELS = 32
+"""Folders below a step or beside the steps that are looked into; deeper ones are a doubt."""
 
 _FEW = 8  # most searches end with one of them
 _T = TypeVar("_T")
@@ -169,7 +172,6 @@ def newest_good(
     required: Sequence[str] = (),
     before: int | None = None,
     compare: Judge | None = None,
-    depth: Depth = Depth.FILES,
 ) -> Search:
     """Judge the steps of a run from the newest down to the first that passes.
 
@@ -178,7 +180,6 @@ def newest_good(
         required: the parts that the step must hold; without any, those that the step before it holds.
         before: only steps below this number.
         compare: a closer look at a step that passes, None where `judge` sees all.
-        depth: of the reports; where it does not look at files, what they hold is known by their names alone.
 
     Raises:
         ConfigError: there is no such part.
@@ -189,18 +190,53 @@ def newest_good(
     steps = [step for step in [*steps_of(run), *_released(run)] if before is None or step.number < before]
     skipped: list[JudgedStep] = []
     with listed_once(path, run):
-        works = [partial(judge_step, step, f"{path.rstrip('/')}/{step.name}", judge) for step in steps]
-        for position, judged in enumerate(results_in_order(works)):
+        works = [partial(_stamped, step, f"{path.rstrip('/')}/{step.name}", judge) for step in steps]
+        for position, (stamp, judged) in enumerate(results_in_order(works)):
             if judged.hidden and judged.verdict == "passes":
                 judged = replace(judged, verdict="fails", why=judged.hidden)
             older = steps[position + 1 :]
-            judged = with_parts(judged, steps[position], required, older, depth)
+            judged = with_parts(judged, steps[position], required, older)
             if judged.verdict == "passes" and compare is not None:
                 judged = looked_closer(judged, compare)
+            if judged.verdict == "passes" and not _is_still(path, steps[position], stamp):
+                why = "it changed while ckptlint judged it: run ckptlint again"
+                judged = replace(judged, verdict="not judged", why=why)
             if judged.verdict == "passes":
                 return Search(path, judged, skipped, _tracking(run, judged))
             skipped.append(judged)
     return Search(path, None, skipped)
+
+
+def _stamped(step: Step, path: str, judge: Judge) -> tuple[int | None, JudgedStep]:
+    """The stamp of a step before it is judged, and what is said of it."""
+    return stamp_of(step), judge_step(step, path, judge)
+
+
+def _is_still(path: str, step: Step, stamp: int | None) -> bool:
+    """Whether a step is still what it was under this stamp; a store is listed once more for that."""
+    try:
+        run = run_at(path)
+    except (CkptlintError, NothingToCheckError):
+        return False
+    again = step._replace(run=run) if run.place == step.run.place else step
+    return stamp is not None and stamp_of(again) == stamp
+
+
+def stamp_of(step: Step) -> int | None:
+    """A hash of what tells whether something in a step changed (`Folder.stamps`); None where it cannot be listed."""
+    try:
+        if step.is_folder:
+            return _stamp_below(step.folder)
+        return hash(tuple(row for row in step.run.stamps() if row[0] == step.name))
+    except CkptlintError:
+        return None
+
+
+def _stamp_below(folder: Folder, levels: int = LEVELS) -> int:
+    inner = [folder.sub(name) for name in folder.folders() if not folder.escapes_to(name)]
+    if inner and not levels:
+        raise AccessError(f"{folder.display} holds more than {LEVELS} levels of folders")
+    return hash((*folder.stamps(), *(_stamp_below(sub, levels - 1) for sub in inner)))
 
 
 def results_in_order(works: Sequence[Callable[[], _T]]) -> Iterator[_T]:
@@ -425,13 +461,14 @@ def newest_passing(steps: Iterable[JudgedStep]) -> dict[str, JudgedStep | None]:
 
 
 def with_parts(
-    judged: JudgedStep, step: Step, required: Sequence[str], older: Sequence[Step], depth: Depth
+    judged: JudgedStep, step: Step, required: Sequence[str], older: Sequence[Step], depth: Depth = Depth.FILES
 ) -> JudgedStep:
     """The verdict on a step, once the parts that it must hold are compared with those it holds.
 
     Args:
         required: the parts; without any, those that the finished step before it holds.
         older: the older steps of its run, the newest first.
+        depth: of the report; where it does not look at files, parts are known by their names alone.
     """
     if judged.verdict != "passes":
         return judged
@@ -442,10 +479,6 @@ def with_parts(
     if not required:
         before = next(_finished(older, depth), None)
         return judged if before is None else with_all(judged, before[1], step_before_has(before[0]))
-    lost = [part for part in required if part not in judged.parts]
-    if lost and not depth.looks_at_files:
-        why = f"--depth {depth} does not read the files that may hold {join_words(lost)}"
-        return replace(judged, verdict="not judged", why=why)
     return with_all(judged, required, f"--require {','.join(required)} asks for it")
 
 

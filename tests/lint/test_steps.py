@@ -89,6 +89,21 @@ def test_steps_that_are_judged_in_other_processes_are_found_and_kept(tmp_path: P
     assert [Path(path).name for path in ckptlint.deletable(tmp_path, 1).paths] == ["step-2", "step-1"]
 
 
+def test_a_step_that_changes_while_it_is_judged_is_no_answer(run: Path) -> None:
+    def judged(path: str) -> Report:
+        report = judge(path)
+        if path.endswith("step-3"):
+            (Path(path) / "late.bin").write_bytes(b"late")
+        return report
+
+    ((place, folder),) = runs_at(str(run))
+    search = newest_good(folder, place, judged)
+    assert search.found is not None and search.found.name == "step-2"
+    assert search.path is None, "the newer one is not judged"
+    assert [step.why for step in search.skipped] == ["it changed while ckptlint judged it: run ckptlint again"]
+    assert newest_good(folder, place, judge).path == f"{run}/step-3"
+
+
 def test_numbers_beyond_64_bits_are_numbers(run: Path) -> None:
     shutil.copytree(GOOD, run / f"step-{10**30}")
     ((place, folder),) = runs_at(str(run))

@@ -436,6 +436,7 @@ YAMLS: dict[str, Callable[[str], bytes]] = {
     "verbatim escape": lambda call: f"- !<tag:yaml.org,2002:p%79thon/{call.replace(' ', '> ')}".encode(),
     "utf-16": lambda call: f"a: !!python/{call}".encode("utf-16"),
     "utf-16 of the other order": lambda call: b"\xfe\xff" + f"a: !!python/{call}".encode("utf-16-be"),
+    "utf-32": lambda call: f"a: !!python/{call}".encode("utf-32"),
     "late": lambda call: b"# x\n" * 300_000 + f"a: !!python/{call}".encode(),
     "second document": lambda call: f"a: 1\n---\n!!python/{call}".encode(),
     "key": lambda call: f"? !!python/{call}\n: 1".encode(),
@@ -447,9 +448,10 @@ YAMLS: dict[str, Callable[[str], bytes]] = {
 def test_tags_of_python_are_told_however_they_are_spelled(step: Path, mark: Path, form: str) -> None:
     yaml = pytest.importorskip("yaml")
     data = YAMLS[form](CALL.format(mark))
-    events = yaml.parse(data.replace(b"# x\n", b""), yaml.SafeLoader)
+    events = yaml.parse(data.replace(b"# x\n", b"").decode(json.detect_encoding(data)), yaml.SafeLoader)
     assert any((getattr(event, "tag", None) or "").startswith("tag:yaml.org,2002:python/") for event in events)
-    for name in ("x.yaml", "a/b/c/x.yml", ".hydra/config.yaml"):
+    others = ("settings.txt", "hparams", "a/x.cfg") if len(data) <= 2**20 else ()
+    for name in ("x.yaml", "a/b/c/x.yml", ".hydra/config.yaml", *others):
         code, rows = judged(step, name, data)
         assert (code, rows) == (0, [("SAF001", "info", f"this folder contains code: {name} (a tag !!python/)")])
     assert not mark.exists()
@@ -475,6 +477,23 @@ def test_settings_without_code_are_quiet(step: Path) -> None:
             assert judged(step, name, text.encode()) == (0, []), name
     (step / "sub").mkdir()
     assert judged(step, "sub/config.json", json.dumps({"model_type": "llama"}).encode()) == (0, [])
+
+
+TARGETS = {
+    "x.yaml": "a:\n- _target_: {}\n  _args_: [1]\n",
+    "hparams": '{{"a": [1, {{"_target_": "{}"}}]}}',
+    "setup.json": '{{"a": [{{"\\u005ftarget_": "{}"}}]}}',
+    "z.yml": '? "_tar\\\nget_"\n: {}\n',
+    "m_config.json": '{{"_target_": "{}"}}',
+}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_what_hydra_would_call_is_told(step: Path, name: str) -> None:
+    code, rows = judged(step, name, TARGETS[name].format("os.system").encode())
+    assert (code, rows) == (0, [("SAF001", "info", f"this folder contains code: {name} (_target_ os.system)")])
+    for quiet in ("torch.optim.AdamW", "${model.kind}", "none"):
+        assert judged(step, name, TARGETS[name].format(quiet).encode()) == (0, [])
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from support import REAL, codes, report_on, run
 
+from ckptlint.architecture.huggingface import expected_models
+
 WANTED = ("config.json", "model.safetensors.index.json", "sha256sums.txt", "ckptlint.seal.json", "tokenizer.json")
 IDLE = ("README.md", "events.log", "train.py", "model.gguf")
 KINDS: dict[str, Callable[[Path], object]] = {
@@ -99,12 +101,61 @@ def test_a_damaged_file_of_tokens_is_not_read(tmp_path: Path, name: str, damage:
     assert report.exit_code == 4
 
 
-@pytest.mark.parametrize("value", ["two", -1, 1e308])
-def test_a_size_that_is_none_is_an_error(tmp_path: Path, value: object) -> None:
+SETTINGS = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "chat_template.json",
+)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("damage", [*DAMAGES, "list"])
+def test_damaged_settings_of_a_tokenizer_are_not_read(tmp_path: Path, name: str, damage: str) -> None:
     folder = shutil.copytree(REAL / "exports/ok_llama", tmp_path / "export")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": value}))
+    (folder / name).write_text("{}")
+    assert report_on(folder).exit_code == 0
+    (folder / name).write_bytes(DAMAGES.get(damage, b"[]"))
     report = report_on(folder)
+    (finding,) = [item for item in report.diagnostics if item.code == "SAF002"]
+    assert finding.title.startswith(f"{name} is damaged: ")
+    assert report.exit_code == 4
+
+
+@pytest.mark.parametrize("name", ["special_tokens_map.json", "added_tokens.json"])
+def test_tokens_that_no_load_reads_may_be_damaged(tmp_path: Path, name: str) -> None:
+    folder = shutil.copytree(REAL / "exports/ok_llama", tmp_path / "export")
+    (folder / "tokenizer_config.json").write_text('{"added_tokens_decoder": {}}')
+    (folder / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
+    (folder / name).write_text("{")
+    assert report_on(folder).exit_code == 0
+
+
+@pytest.mark.parametrize("value", ["two", -1, 1e308, 2.5, [], [2], None])
+@pytest.mark.parametrize("name", ["num_hidden_layers", "hidden_size"])
+def test_a_size_that_is_none_is_an_error(tmp_path: Path, name: str, value: object) -> None:
+    report = report_on(export_with(tmp_path, {name: value}))
     (finding,) = [item for item in report.diagnostics if item.code == "CFG001"]
-    assert "num_hidden_layers is " in finding.title
+    assert f"{name} is " in finding.title
     assert report.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    "change", [{"num_key_value_heads": None, "num_attention_heads": 2}, {"head_dim": None}, {"vocab_size": None}]
+)
+def test_a_null_that_a_library_takes_is_no_error(tmp_path: Path, change: dict[str, object]) -> None:
+    assert not [item for item in report_on(export_with(tmp_path, change)).diagnostics if "null" in item.title]
+
+
+def test_a_size_that_the_library_works_out_is_none_in_words() -> None:
+    worded = expected_models({"model_type": "jamba", "mamba_dt_rank": "auto"})
+    assert [model.tensors for model in worded] == [model.tensors for model in expected_models({"model_type": "jamba"})]
+
+
+def export_with(folder: Path, change: dict[str, object]) -> Path:
+    export = Path(shutil.copytree(REAL / "exports/ok_llama", folder / "export"))
+    config = json.loads((export / "config.json").read_text())
+    (export / "config.json").write_text(json.dumps(config | change))
+    return export
