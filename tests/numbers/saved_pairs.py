@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,13 @@ State = dict[str, Any]
 """`model` and `optim` of one step, whole, as `get_state_dict` gives them."""
 
 BEFORE, NOW = 190, 200
+OF_THE_RESTART, WITH_NEW_TOKENS, MUCH_LATER = 195, 210, 9_000
+HEALTHY_RUNS = {
+    "restarted from an older step": (BEFORE, OF_THE_RESTART, NOW),
+    "new tokens": (NOW, WITH_NEW_TOKENS),
+    "thousands of updates apart": (NOW, MUCH_LATER),
+}
+"""What a run does -> its steps."""
 BY_COLUMNS = ("o_proj", "down_proj")
 WHOLE = ("norm", "gate")
 
@@ -35,29 +42,64 @@ def committed_run() -> dict[int, State]:
     return {step: _apart(_loaded(REAL / f"numbers/step-{step}")) for step in (BEFORE, NOW)}
 
 
-def trained_run(seed: int) -> dict[int, State]:
-    """Two steps of a new run of a decoder whose layers have experts."""
-    from test_healthy_optimizers import OPTIMIZERS, Decoder, train
-
-    steps: dict[int, State] = {}
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = Decoder(has_experts=True)
-        for layer in model.layers:  # all experts are chosen
-            del layer.mlp.experts[3:]
-            layer.mlp.gate = torch.nn.Linear(16, 3, bias=False)
-
-        def keep(step: int, optimizers: list[torch.optim.Optimizer]) -> None:
-            if step == BEFORE:
-                steps[step] = _copied(get_state_dict(model, optimizers))
-
-        optimizers = train(model, OPTIMIZERS["AdamW"], steps=NOW, each=keep)
-    steps[NOW] = _copied(get_state_dict(model, optimizers))
-    return steps
+def healthy_runs(steps: dict[int, State]) -> dict[int, State]:
+    """Steps that go on from others in legal ways, by their number: see `HEALTHY_RUNS`."""
+    return {
+        OF_THE_RESTART: trained_on(steps[BEFORE], OF_THE_RESTART - BEFORE),
+        WITH_NEW_TOKENS: trained_on(_with_new_tokens(steps[NOW]), WITH_NEW_TOKENS - NOW),
+        MUCH_LATER: trained_on(steps[NOW], MUCH_LATER - NOW),
+    }
 
 
-def _copied(states: tuple[Any, Any]) -> State:
-    return copy.deepcopy({"model": states[0], "optim": states[1]})
+def trained_on(state: State, updates: int) -> State:
+    """The state after more updates of torch's AdamW, by drawn gradients of the size that its second moments say."""
+    (group,) = state["optim"]["param_groups"]
+    made = copy.deepcopy(state)
+    weights = {name: _weight(made, name) for name in group["params"]}
+    states = [made["optim"]["state"][name] for name in weights]
+    flat = torch.nn.Parameter(_in_row(weights.values()))  # AdamW knows no borders of tensors
+    settings = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
+    optimizer = torch.optim.AdamW([flat], **settings)
+    moments = {name: _in_row(one[name] for one in states) for name in ("exp_avg", "exp_avg_sq")}
+    optimizer.state[flat] = {"step": states[0]["step"].clone(), **moments}
+    numbers = torch.Generator().manual_seed(updates)
+    size = moments["exp_avg_sq"].sqrt().clone()
+    for _ in range(updates):
+        flat.grad = torch.empty_like(flat).normal_(generator=numbers) * size
+        optimizer.step()
+    now = optimizer.state[flat]
+    begin = 0
+    for weight, one in zip(weights.values(), states, strict=True):
+        of_tensor = slice(begin, begin := begin + weight.numel())
+        weight.copy_(flat.detach()[of_tensor].view_as(weight))
+        one["step"] = now["step"].clone()
+        for name in moments:
+            one[name].copy_(now[name][of_tensor].view_as(weight))
+    return made
+
+
+def _weight(state: State, name: str) -> Tensor:
+    model: dict[str, Tensor] = state["model"]
+    return model[name] if name in model else model[f"model.{name}"]
+
+
+def _in_row(tensors: Iterable[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def _with_new_tokens(state: State) -> State:
+    """The state with more rows for tokens, which the optimizer begins with."""
+    made = copy.deepcopy(state)
+    for name, whole in made["model"].items():
+        if "embed_tokens" in name or "lm_head" in name:
+            numbers = torch.Generator().manual_seed(whole.shape[0])
+            rows = torch.empty(8, whole.shape[1]).normal_(0, 0.02, generator=numbers)
+            made["model"][name] = torch.cat([whole, rows])
+    for name, moments in made["optim"]["state"].items():
+        if "embed_tokens" in name or "lm_head" in name:
+            for what in ("exp_avg", "exp_avg_sq"):
+                moments[what] = torch.cat([moments[what], torch.zeros(8, moments[what].shape[1])])
+    return made
 
 
 def _loaded(step: Path) -> State:

@@ -23,15 +23,6 @@ COUNT = int(
 )  # by hand: so many damaged pairs in all layouts, and half as many healthy ones
 DRAWN = LAYOUTS if COUNT else tuple(random.Random(SEED).sample(LAYOUTS, 2))
 
-UNDECIDED = {
-    "of a tensor that several ranks hold, each saves some of the states: two laws break at different places": {
-        ("stale_rank", "tp_4"),
-        ("stale_rank", "tp2_fsdp2"),
-        ("stale_rank", "hsdp_2x2"),
-    },
-}
-"""Why a damage is told by two rules -> (operator, layout)."""
-
 READ_WHOLE = {"PAY017"}  # rules at depth data alone
 Saved = dict[str, dict[int, Path]]
 
@@ -86,9 +77,7 @@ def wrong_with(case: Drawn, made: Saved, pair: Pair, run: Path) -> str | None:
         return f"{about}: {loud}" if loud else ""
     codes = {code for code, _, _ in loud}
     is_told = bool(codes & operator.codes) and any(re.search(operator.words, said) for *_, said in loud)
-    may_be_two = any((case.name, case.layout) in cases for cases in UNDECIDED.values())
-    is_right = is_told and (may_be_two or len(codes) == 1)
-    return "" if is_right else f"{about}: {loud}"
+    return "" if is_told and len(codes) == 1 else f"{about}: {loud}"
 
 
 def older_run(step: Path) -> Path:
