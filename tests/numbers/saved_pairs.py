@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from support import REAL
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
@@ -52,24 +51,26 @@ def healthy_runs(steps: dict[int, State]) -> dict[int, State]:
 
 
 def trained_on(state: State, updates: int) -> State:
-    """The state after more updates of torch's AdamW, by drawn gradients of the size that its second moments say."""
-    (group,) = state["optim"]["param_groups"]
-    made = copy.deepcopy(state)
-    weights = {name: _weight(made, name) for name in group["params"]}
-    states = [made["optim"]["state"][name] for name in weights]
-    flat = torch.nn.Parameter(_in_row(weights.values()))  # AdamW knows no borders of tensors
+    """The state after more updates of torch's AdamW, all but the last 100 at a rate of 0.
+
+    The gradients are drawn: half of each is that of the update before, and their size is that of the second moments.
+    """
+    (group,), made = state["optim"]["param_groups"], copy.deepcopy(state)
+    weights = [made["model"].get(name, made["model"].get(f"model.{name}")) for name in group["params"]]
+    states = [made["optim"]["state"][name] for name in group["params"]]
+    flat = torch.nn.Parameter(_in_row(weights))  # AdamW knows no borders of tensors
+    moments = {name: _in_row([one[name] for one in states]) for name in ("exp_avg", "exp_avg_sq")}
     settings = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
-    optimizer = torch.optim.AdamW([flat], **settings)
-    moments = {name: _in_row(one[name] for one in states) for name in ("exp_avg", "exp_avg_sq")}
-    optimizer.state[flat] = {"step": states[0]["step"].clone(), **moments}
+    optimizer = torch.optim.AdamW([flat], **settings, fused=True)
+    optimizer.state[flat] = {"step": states[0]["step"] + max(updates - 100, 0), **moments}
     numbers = torch.Generator().manual_seed(updates)
     size = moments["exp_avg_sq"].sqrt().clone()
-    for _ in range(updates):
-        flat.grad = torch.empty_like(flat).normal_(generator=numbers) * size
+    always = torch.empty_like(size).normal_(generator=numbers)
+    for _ in range(min(updates, 100)):
+        flat.grad = (torch.empty_like(size).normal_(generator=numbers) + always) * size / 2
         optimizer.step()
-    now = optimizer.state[flat]
-    begin = 0
-    for weight, one in zip(weights.values(), states, strict=True):
+    begin, now = 0, optimizer.state[flat]
+    for weight, one in zip(weights, states, strict=True):
         of_tensor = slice(begin, begin := begin + weight.numel())
         weight.copy_(flat.detach()[of_tensor].view_as(weight))
         one["step"] = now["step"].clone()
@@ -78,12 +79,7 @@ def trained_on(state: State, updates: int) -> State:
     return made
 
 
-def _weight(state: State, name: str) -> Tensor:
-    model: dict[str, Tensor] = state["model"]
-    return model[name] if name in model else model[f"model.{name}"]
-
-
-def _in_row(tensors: Iterable[Tensor]) -> Tensor:
+def _in_row(tensors: list[Tensor]) -> Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import pytest
 from damages import Save
 from pair_damages import HEALTHY, OPERATORS, Pair, pair_of
-from saved_pairs import BEFORE, LAYOUTS, NOW, RESHARDABLE, committed_run, placed, saved
-from support import found, report_on
+from saved_pairs import BEFORE, HEALTHY_RUNS, LAYOUTS, NOW, RESHARDABLE, committed_run, healthy_runs, placed, saved
+from support import found, report_on, swept
 
 SEED = 79
 COUNT = int(
@@ -86,7 +86,8 @@ def older_run(step: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    return saved(committed_run(), tmp_path_factory.mktemp("pairs"), DRAWN)
+    steps = committed_run()
+    return saved(steps | healthy_runs(steps), tmp_path_factory.mktemp("pairs"), DRAWN)
 
 
 @pytest.mark.parametrize(("names", "count"), [([*OPERATORS], 20), ([*HEALTHY], 10)], ids=["damaged", "healthy"])
@@ -96,3 +97,20 @@ def test_drawn_pairs_are_judged_rightly(names: list[str], count: int, made: Save
         if said := wrong_with(case, made, pairs(case.layout, case.older), tmp_path / "run"):
             wrong.append((case, said))
     assert wrong == []
+
+
+@pytest.mark.parametrize("depth", ["headers", *swept("data")])
+@pytest.mark.parametrize("layout", DRAWN)
+@pytest.mark.parametrize("name", HEALTHY_RUNS)
+def test_a_run_that_goes_on_in_a_legal_way_is_healthy(
+    name: str, layout: str, depth: str, made: Saved, tmp_path: Path
+) -> None:
+    for step in HEALTHY_RUNS[name]:
+        placed(made[layout][step], tmp_path)
+    loud = found(report_on(tmp_path, depth=depth), "error", "warning")
+    if name == "restarted from an older step":
+        ((code, severity, said),) = loud
+        assert (code, severity) == ("RUN008", "warning")
+        assert said.endswith("perhaps the run went on from another step")
+    else:
+        assert loud == []
