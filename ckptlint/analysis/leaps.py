@@ -109,7 +109,7 @@ def went_on_from_elsewhere(ckpt: Checkpoint) -> bool:
         leap = leapt_moments(ckpt)
     if table is None or leap is None or leap.rank >= 0 or not table.now[leap.rows].all():
         return False
-    return len(leap.rows) > _FEW * _judged_moments(table).sum()
+    return bool(len(leap.rows) > _FEW * _judged_moments(table).sum())
 
 
 def leaps_of(ckpt: Checkpoint) -> list[Leap]:
