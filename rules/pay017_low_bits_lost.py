@@ -5,11 +5,12 @@ from collections.abc import Iterator
 import numpy as np
 
 from ckptlint.analysis.inventory import moments_of
-from ckptlint.analysis.odd_ones import odd_ones
+from ckptlint.analysis.odd_ones import OddOne, odd_ones
+from ckptlint.analysis.step_change import older_name
 from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import plural
-from ckptlint.numerics.chunks import chunk_numbers
+from ckptlint.numerics.chunks import ChunkNumbers, chunk_numbers
 from ckptlint.rule import Finding, Location, Severity, rule
 
 _LEAST = 16  # numbers: of fewer the low bits may be zero by chance
@@ -61,7 +62,20 @@ def low_bits_lost(ckpt: Checkpoint) -> Iterator[Finding]:
                     ),
                     identity=(odd.title, words),
                     keys=tuple(names),
-                    hint="compare with the step before; if it has all bits there, take the part from it",
+                    hint=f"{older_name(ckpt)} has all bits there: take the part from it"
+                    if _had_all_bits(ckpt, numbers, odd)
+                    else "compare with the step before; if it has all bits there, take the part from it",
                 )
             if odds:
                 break
+
+
+def _had_all_bits(ckpt: Checkpoint, numbers: ChunkNumbers, odd: OddOne) -> bool:
+    """Whether elements of these chunks were drawn from the step before too, and use all bits in each of them."""
+    table = ckpt.changes
+    if table is None:
+        return False
+    places = {(numbers.tensors[int(numbers.tensor[row])].fqn, int(numbers.chunk[row])) for row in odd.rows.tolist()}
+    drawn = zip(table.follow.tolist(), table.chunk.tolist(), table.short_was.tolist(), strict=True)
+    were_short = [was for follow, chunk, was in drawn if (table.follows[follow].key, chunk) in places]
+    return bool(were_short) and not any(were_short)

@@ -26,11 +26,11 @@ def weights_leapt(ckpt: Checkpoint) -> Iterator[Finding]:
     What it checks:
         Elements drawn from both steps: none moved further than n updates of Adam can, n * rate * max(1, sqrt C) plus
         decay, with the highest rate of both steps and C of the betas (OPT011). Where more than a quarter of the chunks
-        did, of several ranks, other optimizers and rates explain it: then chunks count that point elsewhere (cosine
-        below 0.5) or are twice or half as large. Without a rate and betas, matrices count that point elsewhere while
-        nine of ten others hardly turned: a warning. The chunks are then compared with other tensors, experts, layers
-        and ranks of the step before, with themselves transposed, times a number, and with their rows or columns in
-        another order; what nearly all of them are is said.
+        did, of several ranks, other optimizers and rates explain it, and where many moments leapt, another branch of
+        the run: then chunks count that point elsewhere (cosine below 0.5) or are twice or half as large. Without a rate
+        and betas, matrices count that point elsewhere while nine of ten others hardly turned: a warning. The chunks are
+        then compared with other tensors, experts, layers and ranks of the step before, with themselves transposed,
+        times a number, and with their rows or columns in another order; what nearly all of them are is said.
     Why it matters:
         These weights are not of this run's training: the model computes something else there.
     Usual causes:

@@ -5,7 +5,7 @@ from math import isnan
 
 from ckptlint.analysis.beside import of_each
 from ckptlint.analysis.leap_causes import cause_of, moments_that_leapt_along, params_of
-from ckptlint.analysis.leaps import keys_of, leapt_moments, place_of
+from ckptlint.analysis.leaps import keys_of, leapt_moments, place_of, went_on_from_elsewhere
 from ckptlint.analysis.step_change import older_name
 from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint
@@ -29,8 +29,9 @@ def moments_leapt(ckpt: Checkpoint) -> Iterator[Finding]:
         Elements drawn from both steps, n updates apart with the same betas: a second moment keeps at least b2^n of what
         it was; and what the first gained, m - b1^n * m_was, is bounded by what the second gained, as OPT011 bounds the
         moments. First moments did not all become zero. Where more than a quarter of the chunks break it, of several
-        ranks, the moments of the step itself must keep Adam's bound: else the optimizer is another one. What the
-        moments hold instead is looked for as RUN007 does, which also reports moments that leapt with their weights.
+        ranks, the moments of the step itself must keep Adam's bound: else the optimizer is another one; and it is a
+        warning, since a run that was restarted from an older step has steps of two branches. What the moments hold
+        instead is looked for as RUN007 does, which also reports moments that leapt with their weights.
     Why it matters:
         The next steps go in a direction, and are of a size, that this run's gradients do not explain.
     Usual causes:
@@ -57,12 +58,15 @@ def _leapt(ckpt: Checkpoint) -> Iterator[Finding]:
     between = plural(max(follow.updates for follow in table.follows if follow.betas is not None), "update")
     along = moments_that_leapt_along(ckpt)
     seconds = {second for follow in table.follow[leap.rows].tolist() if (second := table.follows[follow].second)}
+    cause = cause_of(ckpt, table, leap, "moments")
+    is_elsewhere = not cause and went_on_from_elsewhere(ckpt)
+    perhaps = "; perhaps the run went on from another step" if is_elsewhere else zeros
     yield Finding(
-        cause_of(ckpt, table, leap, "moments")
-        or f"the moments of {leap.title} cannot come from those of {older} by {between}{zeros}",
+        cause or f"the moments of {leap.title} cannot come from those of {older} by {between}{perhaps}",
         at=place_of(ckpt, table, leap),
         identity=(leap.title,),
         keys=keys_of(table, leap.rows),
+        confidence="likely" if is_elsewhere else "certain",
         # RUN007 reports weights and moments, RUN009 the second moments that stayed behind
         partners=tuple(sorted(seconds | (set() if along is None else params_of(ckpt, along)))),
         notes=(
@@ -73,5 +77,8 @@ def _leapt(ckpt: Checkpoint) -> Iterator[Finding]:
                 else f"{drawn}, cosine {cosine:.2f} with the step before",
             ),
         ),
-        hint=f"resume from {older}, or without the optimizer's state and with a warm-up",
+        hint=f"if the run was restarted, remove what the older branch saved; else resume from {older}"
+        if is_elsewhere
+        else f"resume from {older}, or without the optimizer's state and with a warm-up",
+        inferred_from=f"what {between} leave of moments" if is_elsewhere else "",
     )

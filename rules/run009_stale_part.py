@@ -53,12 +53,16 @@ def stale_part(ckpt: Checkpoint) -> Iterator[Finding]:
         if len(keys_of(table, whole.rows)) < (_LEAST_LARGE if is_large else _LEAST):
             continue
         words = " and ".join(_WORDS[kind] for kind, _ in members)
-        yield _finding(ckpt, table, whole, f"the {words} of rank {rank} are those of {older_name(ckpt)}, bit for bit")
+        # a tensor of which the rank saved the only chunk stayed for the same reason
+        stayed = np.flatnonzero(is_same & (table.was > 0) & (ranks_of(ckpt, table) == rank))
+        what = f"the {words} of rank {rank} are those of {older_name(ckpt)}, bit for bit"
+        yield _finding(ckpt, table, whole, what, keys_of(table, stayed))
     moments, weights = varies & kinds_of(table, "first", "second"), varies & kinds_of(table, "weight")
     if moments.any() and weights.any() and is_same[moments].mean() >= _NEARLY_ALL and is_same[weights].mean() <= 0.5:
         leap = leap_of(ckpt, table, moments, is_same)
         assert leap is not None
-        yield _finding(ckpt, table, leap, f"all moments are those of {older_name(ckpt)}, though the weights changed")
+        what = f"all moments are those of {older_name(ckpt)}, though the weights changed"
+        yield _finding(ckpt, table, leap, what, keys_of(table, leap.rows))
 
 
 def _of_rank(ckpt: Checkpoint, table: ChangeTable, judged: BoolArray, is_same: BoolArray) -> Leap | None:
@@ -76,12 +80,12 @@ def _of_rank(ckpt: Checkpoint, table: ChangeTable, judged: BoolArray, is_same: B
     return Leap(f"rank {stale[0]}", mine, stale[0]) if len(mine) else None
 
 
-def _finding(ckpt: Checkpoint, table: ChangeTable, leap: Leap, what: str) -> Finding:
+def _finding(ckpt: Checkpoint, table: ChangeTable, leap: Leap, what: str, keys: tuple[str, ...]) -> Finding:
     older = older_name(ckpt)
     return Finding(
         f"{what}, in {plural(len(leap.rows), 'chunk')}; the rest changed",
         at=place_of(ckpt, table, leap),
         identity=(leap.title, what),
-        keys=keys_of(table, leap.rows),
+        keys=keys,
         hint=f"resume from {older}, and find out what the save copies and when",
     )

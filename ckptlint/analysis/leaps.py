@@ -65,6 +65,8 @@ def leapt_weights(ckpt: Checkpoint) -> WeightLeaps:
     reach = np.array([follow.reach for follow in table.follows])[table.follow]
     bounded = weights & np.isfinite(reach)
     is_far = bounded & (table.odd > 0)
+    if went_on_from_elsewhere(ckpt):
+        is_far &= is_elsewhere
     if is_far.any() and not are_few(ckpt, table, bounded, is_far):
         is_far &= is_elsewhere & (breaking_share(ckpt, "moments") < OTHER)
     likely, turned = None, weights & ~np.isfinite(reach) & (table.drawn >= LEAST_ELEMENTS) & _are_matrices(ckpt, table)
@@ -85,14 +87,29 @@ def leapt_moments(ckpt: Checkpoint) -> Leap | None:
     table = ckpt.changes
     if table is None:
         return None
-    updates = np.array([0 if follow.betas is None else follow.updates for follow in table.follows], np.int64)
-    judged = kinds_of(table, "first", "second") & (table.was > 0) & (updates[table.follow] > 0)
+    judged = _judged_moments(table)
     is_odd = judged & ((table.odd > _OFTEN * table.drawn) | ((table.now == 0) & kinds_of(table, "first")))
     if not is_odd.any():
         return None
     if not are_few(ckpt, table, judged, is_odd) and breaking_share(ckpt, "moments") > _OTHERS:
         raise NotApplicable("the moments do not follow Adam's bound")
     return leap_of(ckpt, table, judged, is_odd)
+
+
+def _judged_moments(table: ChangeTable) -> BoolArray:
+    updates = np.array([0 if follow.betas is None else follow.updates for follow in table.follows], np.int64)
+    return np.asarray(kinds_of(table, "first", "second") & (table.was > 0) & (updates[table.follow] > 0))
+
+
+@fact
+def went_on_from_elsewhere(ckpt: Checkpoint) -> bool:
+    """Whether moments of many tensors and ranks leapt and none were lost, as in a step of another branch of the run."""
+    leap, table = None, ckpt.changes
+    with suppress(NotApplicable):
+        leap = leapt_moments(ckpt)
+    if table is None or leap is None or leap.rank >= 0 or not table.now[leap.rows].all():
+        return False
+    return bool(len(leap.rows) > _FEW * _judged_moments(table).sum())
 
 
 def leaps_of(ckpt: Checkpoint) -> list[Leap]:

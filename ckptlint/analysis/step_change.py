@@ -194,10 +194,14 @@ def _altered(was: Mapping[str, StoredKey], now: Mapping[str, StoredKey]) -> Iter
         total[kind_of[name]] += len(fqns)
         recast[kind_of[name]] += sum(was[fqn].dtype != now[fqn].dtype for fqn in fqns)
     recut = sum(was[fqn].parts != now[fqn].parts for fqn in shared)
+    reshaped = {fqn: (was[fqn].shape, now[fqn].shape) for fqn in shared if was[fqn].shape != now[fqn].shape}
+    of_param = {parse(fqn).path: shapes for fqn, shapes in reshaped.items() if parse(fqn).kind == "model"}
+    # states that changed as their parameter did are no second fault
+    reshaped = {fqn: shapes for fqn, shapes in reshaped.items() if of_param.get(_param(fqn) or "") != shapes}
     for name, fqns in by_role.items():
-        shapes = [fqn for fqn in fqns if was[fqn].shape != now[fqn].shape]
+        shapes = [fqn for fqn in fqns if fqn in reshaped]
         dtypes = [fqn for fqn in fqns if was[fqn].dtype != now[fqn].dtype]
-        fewer = [fqn for fqn in fqns if was[fqn].parts > now[fqn].parts and fqn not in shapes]
+        fewer = [fqn for fqn in fqns if was[fqn].parts > now[fqn].parts and was[fqn].shape == now[fqn].shape]
         if shapes:
             first = shapes[0]
             # Added tokens lengthen embedding and head together, which is intended.

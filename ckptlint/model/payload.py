@@ -342,7 +342,6 @@ _CHANGE_ROW = np.dtype(
         ("change", np.float64),
         ("odd", np.int64),
         ("worst", np.float64),
-        ("short_now", np.bool_),
         ("short_was", np.bool_),
     ]
 )
@@ -364,7 +363,7 @@ class ChangeTable:
         now, was: root mean squares; cosine: of the angle between both, NaN for zeros.
         change: root mean square of the difference over that of the step before; NaN where that is 0.
         odd: elements that no optimizer of these settings can have moved so: see `laws`; worst: how far beyond.
-        short_now, short_was: whether the low 16 bits of float32 were zero in all of them.
+        short_was: whether the low 16 bits of float32 were zero in all of them in the step before.
     """
 
     follows: list[Follow]

@@ -82,9 +82,8 @@ def changed(
         change = np.sqrt(squares[3] / squares[1])
         worst = float(ratio[is_odd].max(initial=0.0))
     rms = [float(np.sqrt(square / count)) for square in squares[:2]]
-    shorts = [_is_short(numbers) for numbers in (now, was)]
     same = int(np.count_nonzero(apart == 0))
-    return (len(now), same, *rms, float(cosine), float(change), int(is_odd.sum()), worst, *shorts)
+    return (len(now), same, *rms, float(cosine), float(change), int(is_odd.sum()), worst, _is_short(was))
 
 
 def _moved(

@@ -17,7 +17,6 @@ from support import REAL
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
@@ -26,6 +25,13 @@ State = dict[str, Any]
 """`model` and `optim` of one step, whole, as `get_state_dict` gives them."""
 
 BEFORE, NOW = 190, 200
+OF_THE_RESTART, WITH_NEW_TOKENS, MUCH_LATER = 195, 210, 9_000
+HEALTHY_RUNS = {
+    "restarted from an older step": (BEFORE, OF_THE_RESTART, NOW),
+    "new tokens": (NOW, WITH_NEW_TOKENS),
+    "thousands of updates apart": (NOW, MUCH_LATER),
+}
+"""What a run does -> its steps."""
 BY_COLUMNS = ("o_proj", "down_proj")
 WHOLE = ("norm", "gate")
 
@@ -35,29 +41,61 @@ def committed_run() -> dict[int, State]:
     return {step: _apart(_loaded(REAL / f"numbers/step-{step}")) for step in (BEFORE, NOW)}
 
 
-def trained_run(seed: int) -> dict[int, State]:
-    """Two steps of a new run of a decoder whose layers have experts."""
-    from test_healthy_optimizers import OPTIMIZERS, Decoder, train
-
-    steps: dict[int, State] = {}
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = Decoder(has_experts=True)
-        for layer in model.layers:  # all experts are chosen
-            del layer.mlp.experts[3:]
-            layer.mlp.gate = torch.nn.Linear(16, 3, bias=False)
-
-        def keep(step: int, optimizers: list[torch.optim.Optimizer]) -> None:
-            if step == BEFORE:
-                steps[step] = _copied(get_state_dict(model, optimizers))
-
-        optimizers = train(model, OPTIMIZERS["AdamW"], steps=NOW, each=keep)
-    steps[NOW] = _copied(get_state_dict(model, optimizers))
-    return steps
+def healthy_runs(steps: dict[int, State]) -> dict[int, State]:
+    """Steps that go on from others in legal ways, by their number: see `HEALTHY_RUNS`."""
+    return {
+        OF_THE_RESTART: trained_on(steps[BEFORE], OF_THE_RESTART - BEFORE),
+        WITH_NEW_TOKENS: trained_on(_with_new_tokens(steps[NOW]), WITH_NEW_TOKENS - NOW),
+        MUCH_LATER: trained_on(steps[NOW], MUCH_LATER - NOW),
+    }
 
 
-def _copied(states: tuple[Any, Any]) -> State:
-    return copy.deepcopy({"model": states[0], "optim": states[1]})
+def trained_on(state: State, updates: int) -> State:
+    """The state after more updates of torch's AdamW, all but the last 100 at a rate of 0.
+
+    The gradients are drawn: half of each is that of the update before, and their size is that of the second moments.
+    """
+    (group,), made = state["optim"]["param_groups"], copy.deepcopy(state)
+    weights = [made["model"].get(name, made["model"].get(f"model.{name}")) for name in group["params"]]
+    states = [made["optim"]["state"][name] for name in group["params"]]
+    flat = torch.nn.Parameter(_in_row(weights))  # AdamW knows no borders of tensors
+    moments = {name: _in_row([one[name] for one in states]) for name in ("exp_avg", "exp_avg_sq")}
+    settings = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
+    optimizer = torch.optim.AdamW([flat], **settings, fused=True)
+    optimizer.state[flat] = {"step": states[0]["step"] + max(updates - 100, 0), **moments}
+    numbers = torch.Generator().manual_seed(updates)
+    size = moments["exp_avg_sq"].sqrt().clone()
+    always = torch.empty_like(size).normal_(generator=numbers)
+    for _ in range(min(updates, 100)):
+        flat.grad = (torch.empty_like(size).normal_(generator=numbers) + always) * size / 2
+        optimizer.step()
+    begin, now = 0, optimizer.state[flat]
+    for weight, one in zip(weights, states, strict=True):
+        of_tensor = slice(begin, begin := begin + weight.numel())
+        weight.copy_(flat.detach()[of_tensor].view_as(weight))
+        one["step"] = now["step"].clone()
+        for name in moments:
+            one[name].copy_(now[name][of_tensor].view_as(weight))
+    return made
+
+
+def _in_row(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def _with_new_tokens(state: State) -> State:
+    """The state with more rows for tokens, which the optimizer begins with."""
+    made = copy.deepcopy(state)
+    for name, whole in made["model"].items():
+        if "embed_tokens" in name or "lm_head" in name:
+            numbers = torch.Generator().manual_seed(whole.shape[0])
+            rows = torch.empty(8, whole.shape[1]).normal_(0, 0.02, generator=numbers)
+            made["model"][name] = torch.cat([whole, rows])
+    for name, moments in made["optim"]["state"].items():
+        if "embed_tokens" in name or "lm_head" in name:
+            for what in ("exp_avg", "exp_avg_sq"):
+                moments[what] = torch.cat([moments[what], torch.zeros(8, moments[what].shape[1])])
+    return made
 
 
 def _loaded(step: Path) -> State:

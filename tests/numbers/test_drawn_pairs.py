@@ -14,23 +14,14 @@ from typing import NamedTuple
 import pytest
 from damages import Save
 from pair_damages import HEALTHY, OPERATORS, Pair, pair_of
-from saved_pairs import BEFORE, LAYOUTS, NOW, RESHARDABLE, committed_run, placed, saved
-from support import found, report_on
+from saved_pairs import BEFORE, HEALTHY_RUNS, LAYOUTS, NOW, RESHARDABLE, committed_run, healthy_runs, placed, saved
+from support import found, report_on, swept
 
 SEED = 79
 COUNT = int(
     os.environ.get("PAIRS", "0")
 )  # by hand: so many damaged pairs in all layouts, and half as many healthy ones
 DRAWN = LAYOUTS if COUNT else tuple(random.Random(SEED).sample(LAYOUTS, 2))
-
-UNDECIDED = {
-    "of a tensor that several ranks hold, each saves some of the states: two laws break at different places": {
-        ("stale_rank", "tp_4"),
-        ("stale_rank", "tp2_fsdp2"),
-        ("stale_rank", "hsdp_2x2"),
-    },
-}
-"""Why a damage is told by two rules -> (operator, layout)."""
 
 READ_WHOLE = {"PAY017"}  # rules at depth data alone
 Saved = dict[str, dict[int, Path]]
@@ -86,9 +77,7 @@ def wrong_with(case: Drawn, made: Saved, pair: Pair, run: Path) -> str | None:
         return f"{about}: {loud}" if loud else ""
     codes = {code for code, _, _ in loud}
     is_told = bool(codes & operator.codes) and any(re.search(operator.words, said) for *_, said in loud)
-    may_be_two = any((case.name, case.layout) in cases for cases in UNDECIDED.values())
-    is_right = is_told and (may_be_two or len(codes) == 1)
-    return "" if is_right else f"{about}: {loud}"
+    return "" if is_told and len(codes) == 1 else f"{about}: {loud}"
 
 
 def older_run(step: Path) -> Path:
@@ -97,7 +86,8 @@ def older_run(step: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    return saved(committed_run(), tmp_path_factory.mktemp("pairs"), DRAWN)
+    steps = committed_run()
+    return saved(steps | healthy_runs(steps), tmp_path_factory.mktemp("pairs"), DRAWN)
 
 
 @pytest.mark.parametrize(("names", "count"), [([*OPERATORS], 20), ([*HEALTHY], 10)], ids=["damaged", "healthy"])
@@ -107,3 +97,20 @@ def test_drawn_pairs_are_judged_rightly(names: list[str], count: int, made: Save
         if said := wrong_with(case, made, pairs(case.layout, case.older), tmp_path / "run"):
             wrong.append((case, said))
     assert wrong == []
+
+
+@pytest.mark.parametrize("depth", ["headers", *swept("data")])
+@pytest.mark.parametrize("layout", DRAWN)
+@pytest.mark.parametrize("name", HEALTHY_RUNS)
+def test_a_run_that_goes_on_in_a_legal_way_is_healthy(
+    name: str, layout: str, depth: str, made: Saved, tmp_path: Path
+) -> None:
+    for step in HEALTHY_RUNS[name]:
+        placed(made[layout][step], tmp_path)
+    loud = found(report_on(tmp_path, depth=depth), "error", "warning")
+    if name == "restarted from an older step":
+        ((code, severity, said),) = loud
+        assert (code, severity) == ("RUN008", "warning")
+        assert said.endswith("perhaps the run went on from another step")
+    else:
+        assert loud == []
