@@ -54,10 +54,10 @@ def negative_squares(ckpt: Checkpoint) -> Iterator[Finding]:
         by_file[item.file, item.state] += [item] if item.negatives else []
     for (file, state), items in by_file.items():
         if items:
-            count = _counted(sum(item.negatives for item in items))
+            values = _counted(sum(item.negatives for item in items))
             first, more = items[0].param, f" and {plural(len(items) - 1, 'more parameter')}" if len(items) > 1 else ""
             yield Finding(
-                f"{count} values in {state} of parameter {first}{more} are below 0, which no sum of squares is",
+                f"{values} values in {state} of parameter {first}{more} are below 0, which no sum of squares is",
                 at=Location(file=file),
                 identity=(state,),
                 hint=_HINT,
