@@ -29,7 +29,7 @@ def quantised_scales(ckpt: Checkpoint) -> Iterator[Finding]:
     """A quantised weight has codes that are all the same, or scales that are zero or far from its siblings'.
 
     What it checks:
-        A scale that is all zero, beside codes that are not, is an error; with some zeros over codes that are not zero
+        A scale that is all zero, beside codes that differ, is an error; with some zeros over codes that are not zero
         it is a warning (info for float16 in over two weights: small numbers underflow). Integer codes that are all the
         same, beside scales that are not zero, are an error in all weights, else a warning, and info where the weight
         may be zeros (output projections, declared pruning). It is a warning if the largest scale of a weight is 1,000
@@ -52,7 +52,7 @@ def quantised_scales(ckpt: Checkpoint) -> Iterator[Finding]:
     for one in stored.weights:
         for part, tensor in one.parts.items():
             most = _largest(payload, tensor) if part.needed and tensor.dtype in FLOATS else None
-            if most == 0 and _largest(payload, one.codes) != 0:
+            if most == 0 and _largest(payload, one.codes) != 0 and not _is_constant(payload, one.codes):
                 dead[one.scheme, part].append(tensor)
             elif most:
                 if not part.may_be_zero and _has_gaps(payload, one.codes, tensor):

@@ -30,8 +30,8 @@ def moments_leapt(ckpt: Checkpoint) -> Iterator[Finding]:
         it was; and what the first gained, m - b1^n * m_was, is bounded by what the second gained, as OPT011 bounds the
         moments. First moments did not all become zero. Where more than a quarter of the chunks break it, of several
         ranks, the moments of the step itself must keep Adam's bound: else the optimizer is another one; and it is a
-        warning, since a run that was restarted from an older step has steps of two branches. What the moments hold
-        instead is looked for as RUN007 does, which also reports moments that leapt with their weights.
+        warning: a run restarted from an older step has two branches. What the moments hold instead is looked for as
+        RUN007 does, which also reports moments that leapt with their weights.
     Why it matters:
         The next steps go in a direction, and are of a size, that this run's gradients do not explain.
     Usual causes:

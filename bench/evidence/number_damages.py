@@ -62,7 +62,7 @@ def section(found: list[Row], draws: int) -> str:
         by_operator[name, codes].append(end)
     by_operator["**all**", ""] = [end for _, _, end in found]
     lines = [
-        f"| {name} | {codes} | {len(ends)} | {' | '.join(str(ends.count(end)) for end in ('told', 'silent', 'wrong'))} |"
+        f"| {name} | {codes} | {len(ends)} | {ends.count('told')} | {ends.count('silent')} | {ends.count('wrong')} |"
         for (name, codes), ends in sorted(by_operator.items(), key=lambda item: (not item[0][1], item[0]))
     ]
     reasons = [f"- {reason}: in {', '.join(layouts)}" for reason, layouts in UNDECIDED.items()]

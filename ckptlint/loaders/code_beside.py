@@ -92,7 +92,12 @@ def code_beside(files: Sequence[tuple[Folder, str, str]], reported: Collection[s
 
 def _is_small(folder: Folder, name: str, _: str) -> bool:
     """Whether a file of another name is looked at: that costs a request on a store."""
-    return not _LOOKED_AT.fullmatch(name) and folder.is_near and folder.has(name) and 0 < folder.size(name) <= _SMALL
+    if _LOOKED_AT.fullmatch(name) or not (folder.is_near and folder.has(name)):
+        return False
+    try:
+        return 0 < folder.size(name) <= _SMALL
+    except CkptlintError:  # it is gone, and who needs it says so
+        return False
 
 
 def _searched(settings: Sequence[tuple[Folder, str, str]]) -> _Searched:
