@@ -29,8 +29,8 @@ def weights_leapt(ckpt: Checkpoint) -> Iterator[Finding]:
         did, of several ranks, other optimizers and rates explain it, and where many moments leapt, another branch of
         the run: then chunks count that point elsewhere (cosine below 0.5) or are twice or half as large. Without a rate
         and betas, matrices count that point elsewhere while nine of ten others hardly turned: a warning. The chunks are
-        then compared with other tensors, experts, layers and ranks of the step before, with themselves transposed, times
-        a number, or with rows or columns in another order.
+        then compared with other tensors, experts, layers and ranks of the step before, with themselves transposed,
+        times a number, or with rows or columns in another order.
     Why it matters:
         These weights are not of this run's training: the model computes something else there.
     Usual causes:
