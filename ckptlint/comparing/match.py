@@ -8,8 +8,8 @@ from functools import cached_property
 from math import nan, prod
 from typing import Literal
 
-from ckptlint.comparing.regions import TensorBytes
 from ckptlint.model.cover import Shape
+from ckptlint.payload.tensor_bytes import TensorBytes
 from ckptlint.seals.row_hashes import RowHashes, matrix
 from ckptlint.vocabulary.namings import StoredRoles
 

@@ -18,14 +18,15 @@ import numpy as np
 
 from ckptlint.architecture.adapters import BASE_LAYER, PREFIX, AdapterConfig, Factors, factors_of, read_adapter_config
 from ckptlint.comparing.match import Match
-from ckptlint.comparing.regions import BytesByKey, Matrix, TensorBytes
-from ckptlint.comparing.rows import ROUNDING, compare_rows, row_ranges
+from ckptlint.comparing.rows import compare_rows, row_ranges
 from ckptlint.comparing.sides import OpenedCheckpoint
 from ckptlint.depth import Depth
 from ckptlint.errors import ConfigError
 from ckptlint.model.cover import Shape
+from ckptlint.numerics.distance import ROUNDING
 from ckptlint.payload.reader import read_payload
 from ckptlint.payload.reading import default_reading
+from ckptlint.payload.tensor_bytes import BytesByKey, Matrix, TensorBytes
 from ckptlint.seals.row_hashes import matrix
 from ckptlint.vocabulary.keys import parse, role
 

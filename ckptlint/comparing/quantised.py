@@ -12,9 +12,10 @@ import numpy.typing as npt
 
 from ckptlint.comparing.match import Match
 from ckptlint.comparing.quantised_weights import Quantised, Rows, quantised_of
-from ckptlint.comparing.regions import BytesByKey, Matrix, TensorBytes
-from ckptlint.comparing.rows import ROUNDING, compare_rows, tall
+from ckptlint.comparing.rows import compare_rows, tall
 from ckptlint.model.text import ranges
+from ckptlint.numerics.distance import ROUNDING
+from ckptlint.payload.tensor_bytes import BytesByKey, Matrix, TensorBytes
 from ckptlint.seals.row_hashes import matrix
 
 _SAMPLE = 2**24  # most elements of a weight that are compared

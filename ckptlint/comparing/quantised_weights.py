@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ckptlint.comparing.regions import BytesByKey, Matrix, TensorBytes
 from ckptlint.model.cover import Shape
 from ckptlint.numerics.decode import decoded
+from ckptlint.payload.tensor_bytes import BytesByKey, Matrix, TensorBytes
 from ckptlint.seals.row_hashes import matrix
 from ckptlint.vocabulary.dtypes import ENCODINGS
 

@@ -7,9 +7,6 @@ from typing import TypeVar
 
 _TILE = 2**20  # elements of a side that are compared at once
 
-ROUNDING = {"float64": 2**-52, "float32": 2**-23, "float16": 2**-11, "bfloat16": 2**-8}
-"""By how much, relatively, a number may be off that was rounded to a dtype."""
-
 _Expected = TypeVar("_Expected")
 _Found = TypeVar("_Found")
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ckptlint.comparing.regions import TensorBytes
 from ckptlint.comparing.sides import OpenedCheckpoint
 from ckptlint.depth import Depth
 from ckptlint.model import Tensor
 from ckptlint.payload.reader import read_payload
 from ckptlint.payload.reading import default_reading
+from ckptlint.payload.tensor_bytes import TensorBytes
 from ckptlint.seals.digests import Words
 from ckptlint.seals.row_hashes import Bits, RowHashes, canonical, matrix
 from ckptlint.vocabulary.dtypes import ITEM_BITS

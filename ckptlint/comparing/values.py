@@ -19,7 +19,6 @@ from ckptlint.comparing.pairs.canonical import Heads
 from ckptlint.comparing.pairs.matching import matches
 from ckptlint.comparing.pairs.stacked import layer_by_layer, stacked
 from ckptlint.comparing.quantised import with_quantised
-from ckptlint.comparing.regions import TensorBytes
 from ckptlint.comparing.same_bytes import UnequalError, twins_of
 from ckptlint.comparing.sides import OpenedCheckpoint
 from ckptlint.comparing.updates import movements
@@ -30,6 +29,7 @@ from ckptlint.model.cover import Shape
 from ckptlint.model.text import first_names, plural, printable
 from ckptlint.payload.reader import read_payload
 from ckptlint.payload.reading import default_reading
+from ckptlint.payload.tensor_bytes import TensorBytes
 from ckptlint.seals.digests import Words
 from ckptlint.seals.row_hashes import RowHashes, can_be_rounded, digest, new_salt
 from ckptlint.shown import Shown

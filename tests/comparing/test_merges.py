@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from support import REAL, run
 
 from ckptlint.comparing import rows
-from ckptlint.comparing.regions import TensorBytes
 from ckptlint.comparing.sides import open_side
 from ckptlint.comparing.values import compared_values
 from ckptlint.model.cover import Shape
+from ckptlint.payload.tensor_bytes import TensorBytes
 
 PAIRS = REAL / "conversions"
 Made = tuple[Path, Path, Path]
