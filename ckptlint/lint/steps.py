@@ -32,7 +32,7 @@ from ckptlint.shown import Shown
 from ckptlint.storage.folder import Folder
 from ckptlint.storage.locate import listed_once
 from ckptlint.storage.paths import shown
-from ckptlint.vocabulary.frameworks import family_of, step_number
+from ckptlint.vocabulary.frameworks import family_of, step_number, steps_like
 from ckptlint.vocabulary.parts import PARTS, not_stored, part_of_file
 
 StepVerdict = Literal["passes", "fails", "unfinished", "lacks parts", "not judged", "gone"]
@@ -202,7 +202,7 @@ def newest_good(
                 why = "it changed while ckptlint judged it: run ckptlint again"
                 judged = replace(judged, verdict="not judged", why=why)
             if judged.verdict == "passes":
-                return Search(path, judged, skipped, _tracking(run, judged))
+                return Search(path, judged, skipped, _tracking(run, judged, steps))
             skipped.append(judged)
     return Search(path, None, skipped)
 
@@ -254,17 +254,30 @@ def _released(run: Folder) -> list[Step]:
     return []
 
 
-def _tracking(run: Folder, found: JudgedStep) -> str:
+def _tracking(run: Folder, found: JudgedStep, steps: Sequence[Step]) -> str:
     try:
         tracker, named = isolated(partial(read_tracker, run), 0)  # one of them is a pickle
     except CkptlintError as error:
         return f"the run's tracker cannot be read: {error}"
-    if tracker is None or named in ("release", found.number):
+    if tracker is None:
+        return _without_tracker(found, steps)
+    if named in ("release", found.number):
         return ""
     order = {"folder": f"write {found.name} into it", "link": f"point it to {found.name}"}
     step = "no step" if named is None else f"step {named}"
     how = order.get(tracker.holds, f"write {found.number} into it")
     return f"{tracker.file} names {step}: {how} to resume from {found.name}"
+
+
+def _without_tracker(found: JudgedStep, steps: Sequence[Step]) -> str:
+    """What a trainer does that looks for its tracker alone; "" for other trainers, and for one step, copied alone."""
+    _, like = steps_like(found.name) or ("", None)
+    step = next((step for step in steps if printable(step.name) == found.name and step.is_folder), None)
+    if like is None or step is None or not like.tracker or len(steps) < 2:
+        return ""
+    if like.holding and not {*like.holding} & {*step.folder.folders()}:
+        return ""
+    return f"no {like.tracker}: training starts over; write {found.number} into it to resume from {found.name}"
 
 
 def judge_step(step: Step, path: str, judge: Judge) -> JudgedStep:

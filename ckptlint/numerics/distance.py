@@ -1,4 +1,4 @@
-"""How far two tensors are apart, seen in pieces: norms, angle, and whether one is the other times or plus a constant."""
+"""How far two tensors are apart, seen in pieces: norm, angle, whether one is the other times or plus a constant."""
 
 from __future__ import annotations
 

@@ -44,6 +44,27 @@ def test_a_step_that_vanishes_while_it_is_judged_is_no_answer(run: Path) -> None
     assert search.exit_code == 0
 
 
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_run_that_lost_the_tracker_its_trainer_needs_is_told_so(lost: bool, tmp_path: Path) -> None:
+    """verl starts over without it (rllm#897), and so does Megatron; a run of other names is resumed by its names."""
+    verl, megatron, other = tmp_path / "verl", tmp_path / "megatron", tmp_path / "other"
+    shutil.copytree(REAL / "frameworks" / "verl_megatron", verl)
+    for number in (1, 2):
+        copy_step(GOOD, other / f"global_step_{number}", number)
+        shutil.copytree(REAL / "megatron_0.19_tp2", megatron / f"iter_{number:07}")
+    if lost:
+        (verl / "latest_checkpointed_iteration.txt").unlink()
+    else:
+        (megatron / "latest_checkpointed_iteration.txt").write_text("2")
+    advice = {}
+    for run in (verl, megatron, other):
+        ((place, folder),) = runs_at(str(run))
+        advice[run.name] = newest_good(folder, place, lambda path: ckptlint.check(path, select=["GEO"])).tracker
+    text = "no latest_checkpointed_iteration.txt: training starts over; write {} into it to resume from {}"
+    said = {"verl": text.format(20, "global_step_20"), "megatron": text.format(2, "iter_0000002")}
+    assert advice == {"other": ""} | (said if lost else dict.fromkeys(said, ""))
+
+
 def test_a_tracker_that_names_the_release_needs_no_advice(run: Path) -> None:
     (run / "latest_checkpointed_iteration.txt").write_text("release")
     ((place, folder),) = runs_at(str(run))

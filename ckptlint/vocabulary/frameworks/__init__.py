@@ -34,6 +34,8 @@ class Steps(NamedTuple):
         pattern: matches their whole names; its first group is the number.
         digits: to how many the number is padded, 0 for as many as it has.
         tracked: whether a run of them always has a tracker.
+        tracker: the file without which the trainer starts over, "" where it looks for the newest step by itself.
+        holding: folders of which a step has one where that trainer wrote it; none where the name alone says so.
         beside: folders beside the steps, in which a folder of a step's own name holds more files of it.
         source: library and version.
     """
@@ -42,6 +44,8 @@ class Steps(NamedTuple):
     source: str
     digits: int = 0
     tracked: bool = False
+    tracker: str = ""
+    holding: tuple[str, ...] = ()
     beside: tuple[str, ...] = ()
 
 
