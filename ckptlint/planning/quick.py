@@ -25,6 +25,7 @@ from ckptlint.model.tiling import BoolArray, IntArray
 from ckptlint.planning.job import Job, Target, TensorRequest
 from ckptlint.planning.model_sizes import undivided
 from ckptlint.planning.outcome import Constraint
+from ckptlint.planning.rank_files import lost_by_dp_ranks
 from ckptlint.vocabulary.keys import Key, block_of
 
 JOB_AXES = ("dp", "dp_shard", "dp_replicate", "fsdp", "tp", "pp", "vpp", "ep", "etp", "cp")
@@ -93,7 +94,7 @@ def quick_job(ckpt: Checkpoint, to: str) -> Job:
     if unsound := tuple(name for name, tensor in ckpt.tensors.items() if not tensor.is_sound):
         constraints.insert(0, Constraint("fails", "the chunks do not fit the tensor's shape", unsound))
     refused = () if ckpt.is_torch_dist else undivided(ckpt, sizes)
-    return Job("quick", to, world_of(sizes), requests, (*refused, *constraints))
+    return Job("quick", to, world_of(sizes), requests, (*refused, *lost_by_dp_ranks(ckpt, sizes), *constraints))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

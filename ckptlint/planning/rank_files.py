@@ -1,12 +1,17 @@
-"""Obstacles to loading rank files into a job of another shape, from the table of layouts."""
+"""Obstacles to loading what each rank saved for itself, files or objects, into a job of another shape."""
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 from ckptlint.loaders.layouts import layout_of
 from ckptlint.model import Checkpoint
 from ckptlint.planning.outcome import Constraint
+
+_OF_DP_RANK = re.compile(r"(.*)\bdp_rank_(\d+)")
+_TORCHTITAN = "torchtitan 0.3, components/dataloader.py, ParallelAwareDataloader.load_state_dict"
 
 
 def refusals(ckpt: Checkpoint, to: Mapping[str, int], world: int) -> Iterator[Constraint]:
@@ -36,3 +41,22 @@ def refusals(ckpt: Checkpoint, to: Mapping[str, int], world: int) -> Iterator[Co
         title = layout.formats[ckpt.format]
         sentence = f"ckptlint does not know whether {title} loads with a different {' and '.join(changed)}"
         yield Constraint("note", sentence, guessed=True)
+
+
+def lost_by_dp_ranks(ckpt: Checkpoint, to: Mapping[str, int]) -> Iterator[Constraint]:
+    """The obstacles from objects that each data parallel rank saved for itself, such as where its data stood.
+
+    Args:
+        to: sizes of axes that the job has.
+    """
+    asked = to.get("dp", 1) * to.get("dp_replicate", 1)
+    keys: dict[str, list[str]] = defaultdict(list)
+    for item in ckpt.byte_objects:
+        if match := _OF_DP_RANK.fullmatch(item.fqn):
+            keys[match[1]].append(item.fqn)
+    for name, of_ranks in keys.items():
+        if len(of_ranks) != asked:
+            rest = f"; else those of ranks {asked} to {len(of_ranks) - 1} are dropped" if asked < len(of_ranks) else ""
+            saved = f"{name.rstrip('._') or 'a state'} was saved by each of {len(of_ranks)} data parallel ranks"
+            sentence = f"{saved}, and the job has {asked}: torchtitan stops at it{rest}"
+            yield Constraint("fails", sentence, tuple(of_ranks), _TORCHTITAN)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from support import REAL
 
@@ -39,3 +41,24 @@ def test_another_layout_is_refused_where_the_loader_refuses_it(save: str, to: st
 def test_a_function_is_not_asked_for_what_its_planner_does_not_load() -> None:
     with pytest.raises(ConfigError, match=r"torch\.distributed\.checkpoint does not load"):
         ckptlint.plan(REAL / "rank_files" / "verl_fsdp2_4r", "job.py:state_dict", world=4)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize(
+    ("to", "refused"),
+    [
+        ("dp=4", ""),
+        ("dp=2,dp_replicate=2", ""),
+        ("dp=2", "ranks 2 to 3 are dropped"),
+        ("dp=8", "the job has 8"),
+    ],
+)
+def test_states_of_each_dp_rank_are_for_as_many_ranks(to: str, refused: str, tmp_path: Path) -> None:
+    """torchtitan's dataloaders: each data parallel rank saves where its data stood, and none is resharded."""
+    torch, dcp = pytest.importorskip("torch"), pytest.importorskip("torch.distributed.checkpoint")
+    loaders = {f"dp_rank_{rank}": bytes([rank]) * 8 for rank in range(4)} | {"world_size": 4}
+    dcp.save({"model": {"w": torch.ones(8, 8)}, "dataloader": loaders}, checkpoint_id=tmp_path / "step-5", no_dist=True)
+    made = ckptlint.plan(tmp_path / "step-5", to)
+    told = [item.sentence for item in made.constraints if item.effect == "fails"]
+    assert (made.exit_code, len(told)) == (int(bool(refused)), int(bool(refused)))
+    assert refused in "".join(told)
