@@ -99,6 +99,19 @@ def test_drawn_pairs_are_judged_rightly(names: list[str], count: int, made: Save
     assert wrong == []
 
 
+def test_second_moments_that_a_rank_lost_of_copies_are_told(made: Saved, tmp_path: Path) -> None:
+    """Copies of one tensor are on all ranks: their two moments may be in the files of two of them."""
+    pair = pairs_in(made)("tp_4", "tp_4")
+    about = OPERATORS["squares_zeroed_in_a_rank"].damage(pair, random.Random(SEED))
+    pair.now.write(tmp_path / "run/step-200")
+    loud = found(report_on(tmp_path / "run", depth="data"), "error", "warning")
+    assert {code for code, _, _ in loud} == {"OPT011"}
+    placed(made["tp_4"][BEFORE], tmp_path / "run")
+    ((code, _, said),) = found(report_on(tmp_path / "run", depth="data"), "error", "warning")
+    assert code == "RUN008"
+    assert said.startswith(f"the moments of {about} cannot come from those of step-190 by 10 updates")
+
+
 @pytest.mark.parametrize("depth", ["headers", *swept("data")])
 @pytest.mark.parametrize("layout", DRAWN)
 @pytest.mark.parametrize("name", HEALTHY_RUNS)
