@@ -13,8 +13,19 @@ from typing import NamedTuple
 
 import pytest
 from damages import Save
-from pair_damages import HEALTHY, OPERATORS, Pair, pair_of
-from saved_pairs import BEFORE, HEALTHY_RUNS, LAYOUTS, NOW, RESHARDABLE, committed_run, healthy_runs, placed, saved
+from pair_damages import HEALTHY, OPERATORS, Pair, pair_of, round_masters
+from saved_pairs import (
+    BEFORE,
+    COMMITTED,
+    HEALTHY_RUNS,
+    LAYOUTS,
+    NOW,
+    RESHARDABLE,
+    committed_run,
+    healthy_runs,
+    placed,
+    saved,
+)
 from support import found, report_on, swept
 
 SEED = 79
@@ -65,6 +76,7 @@ def wrong_with(case: Drawn, made: Saved, pair: Pair, run: Path) -> str | None:
     operator = OPERATORS.get(case.name)
     change = HEALTHY[case.name] if operator is None else operator.damage
     about = change(pair, random.Random(f"{case}"))
+    round_masters(pair)
     if not about or (operator is not None and not pair.now.is_changed):
         return None
     placed(made[case.older][BEFORE], run)
@@ -97,6 +109,15 @@ def test_drawn_pairs_are_judged_rightly(names: list[str], count: int, made: Save
         if said := wrong_with(case, made, pairs(case.layout, case.older), tmp_path / "run"):
             wrong.append((case, said))
     assert wrong == []
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in OPERATORS if "expert" in name] + [name for name in HEALTHY if "expert" in name]
+)
+def test_experts_that_are_stacked_are_named_by_their_numbers(name: str, tmp_path: Path) -> None:
+    made = saved({}, tmp_path, (COMMITTED,))
+    case = Drawn(name, COMMITTED, COMMITTED, SEED)
+    assert wrong_with(case, made, pairs_in(made)(COMMITTED, COMMITTED), tmp_path / "run") == ""
 
 
 def test_second_moments_that_a_rank_lost_of_copies_are_told(made: Saved, tmp_path: Path) -> None:
