@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ckptlint.analysis.inventory import inventory_of
-from ckptlint.analysis.leaps import Leap, keys_of, leapt_moments, leapt_weights, ranks_of
+from ckptlint.analysis.leaps import Leap, keys_of, leapt_moments, leapt_weights, ranks_of, tensor_of
 from ckptlint.analysis.odd_ones import param_keys
 from ckptlint.analysis.step_change import older_name
 from ckptlint.model import ChangeTable, Checkpoint, Origin
@@ -30,7 +30,7 @@ class Exchange(NamedTuple):
     Attributes:
         noun: `expert`, `layer`, `rank`, or "" for tensors with names of their own.
         now: who holds it; was: whose it was in the step before.
-        where: ` of layer 2` for experts, ` in 3 of 9 tensors` for ranks.
+        where: ` of layer 2` for experts, ` in 3 of 9 tensors` for ranks, or for experts of which others did not leap.
     """
 
     noun: str
@@ -63,7 +63,8 @@ def _sentence(ckpt: Checkpoint, table: ChangeTable, leap: Leap, rows: list[int],
     if kind == "other tensor":
         return _exchanged(_between_tensors(ckpt, table, leap, rows), what, older)
     if kind == "other chunk":
-        return _exchanged(_between_ranks(ckpt, table, leap, rows), what, older)
+        between = _between_experts(ckpt, table, leap, rows) or _between_ranks(ckpt, table, leap, rows)
+        return _exchanged(between, what, older)
     if kind == "scaled":
         scales = sorted(table.origins[row].scale for row in rows)
         scale = scales[len(scales) // 2]
@@ -135,6 +136,35 @@ def _is_most(ckpt: Checkpoint, table: ChangeTable, leap: Leap, param: Key, noun:
         if follow.kind in kinds and (key.scope, key.layer, key.expert)[:width] == unit:
             members.add(number)
     return len(members & leapt) > _MOST * len(members)
+
+
+def _between_experts(ckpt: Checkpoint, table: ChangeTable, leap: Leap, rows: list[int]) -> list[Exchange]:
+    """Between experts that are stacked in one tensor, each in chunks of its own; none where chunks are other parts."""
+    inventory, exchanges = inventory_of(ckpt), []
+    params = {param.tensor.fqn: param for param in inventory.params}
+    params |= {state.tensor.fqn: state.param for state in inventory.states if state.param is not None}
+    leapt = {*keys_of(table, leap.rows)}
+    kinds = {table.follows[follow].kind for follow in table.follow[leap.rows].tolist()}
+    for row in rows:
+        tensor = tensor_of(ckpt, table, int(table.follow[row]))
+        now, was = (tensor.tiling.box(chunk) for chunk in (int(table.chunk[row]), table.origins[row].chunk))
+        param, places = params.get(tensor.fqn), [*zip(now.offsets, was.offsets, strict=True)]
+        axes = [axis for axis, (one, other) in enumerate(places) if one != other]
+        if param is None or axes != [param.expert_axis] or now.sizes[axes[0]] != 1:
+            return []
+        layer = param.key.layer if param.layer_axis is None else now.offsets[param.layer_axis]
+        alike = {
+            follow.key
+            for follow in table.follows
+            if follow.kind in kinds
+            and (of := params.get(follow.key)) is not None
+            and of.expert_axis is not None
+            and (of.key.scope, of.key.layer) == (param.key.scope, param.key.layer)
+        }
+        is_most = layer is not None and len(alike & leapt) > _MOST * len(alike)
+        where = f" of layer {layer}" if is_most else f" in {leap.title}"
+        exchanges.append(Exchange("expert", str(now.offsets[axes[0]]), str(was.offsets[axes[0]]), where))
+    return exchanges
 
 
 def _between_ranks(ckpt: Checkpoint, table: ChangeTable, leap: Leap, rows: list[int]) -> list[Exchange]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 
-from ckptlint.analysis.pairs import breaking_share
+from ckptlint.analysis.pairs import LEAST_JUDGED, breaking_share, ranks_of_both
 from ckptlint.model import ChangeTable, Checkpoint, Tensor
 from ckptlint.model.facts import fact
 from ckptlint.model.text import plural
@@ -156,9 +158,34 @@ def leap_of(ckpt: Checkpoint, table: ChangeTable, judged: BoolArray, is_odd: Boo
         return Leap(keys[0], rows, int(ranks[0]) if len(ranks) == 1 else -1)
     if len(ranks) == 1 and ranks[0] >= 0 and len(np.unique(rank[judged])) > 1:
         return Leap(f"rank {ranks[0]}", rows, int(ranks[0]))
+    if (lost := _rank_of_either(ckpt, table, np.flatnonzero(judged), rows)) >= 0:
+        return Leap(f"rank {lost}", rows, lost)
     layers = {parse(key).layer for key in keys}
     of_layer = f" of layer {layers.pop()}" if len(layers) == 1 and None not in layers else ""
     return Leap(f"{len(keys):,} of {plural(len(keys_of(table, np.flatnonzero(judged))), 'tensor')}{of_layer}", rows, -1)
+
+
+def _rank_of_either(ckpt: Checkpoint, table: ChangeTable, judged: IntArray, odd: IntArray) -> int:
+    """The rank that saved each odd row's chunk, or the second moment beside it; -1 if none, or if few rows are others'.
+
+    Copies of one tensor are on all ranks, and its two moments may have been saved by two of them.
+    """
+    tensors = [(ckpt.tensors[follow.key], ckpt.tensors[follow.second or follow.key]) for follow in table.follows]
+
+    def ranks(rows: IntArray) -> Iterator[tuple[int, int]]:
+        for follow, chunk in zip(table.follow[rows].tolist(), table.chunk[rows].tolist(), strict=True):
+            yield ranks_of_both(ckpt, tensors[follow][0], chunk, tensors[follow][1])
+
+    of_all: set[int] = {*ranks_by_file(ckpt).tolist()} - {-1}
+    for both in ranks(odd):
+        of_all &= {*both}
+        if not of_all:  # mostly at once
+            return -1
+    rest = np.setdiff1d(judged, odd)
+    for rank in sorted(of_all):
+        if len([*islice((both for both in ranks(rest) if rank not in both), LEAST_JUDGED)]) == LEAST_JUDGED:
+            return rank
+    return -1
 
 
 def are_few(ckpt: Checkpoint, table: ChangeTable, judged: BoolArray, is_odd: BoolArray) -> bool:

@@ -12,6 +12,7 @@ from ckptlint.model.facts import fact
 from ckptlint.model.payload import PairLaw
 from ckptlint.model.tiling import BoolArray, IntArray
 from ckptlint.numerics.chunks import ranks_by_file
+from ckptlint.numerics.draw import touching
 from ckptlint.numerics.settings import optimizer_settings
 from ckptlint.vocabulary.dtypes import ENCODINGS
 from ckptlint.vocabulary.keys import MASTER_COPIES, parse, state_name
@@ -25,7 +26,7 @@ _FOLLOWS: dict[str, tuple[str, PairLaw]] = {
 
 
 _OFTEN, _SELDOM = 0.001, 0.02  # share of elements that break the law where it does not hold; of chunks where it does
-_LEAST = 5  # chunks that are compared
+LEAST_JUDGED = 5  # chunks that are compared
 
 
 @fact
@@ -71,7 +72,8 @@ def breaking(ckpt: Checkpoint, law: PairLaw) -> IntArray:
     """Rows of `Checkpoint.pairs` that break a law which nearly all others keep; none where it is not theirs.
 
     Another optimizer breaks it in the same way in all ranks, and in tensors of as many axes. So a row counts where four
-    of five tensors like it keep the law, or where other ranks keep it.
+    of five tensors like it keep the law, or where other ranks keep it: copies of one tensor are on all ranks, and the
+    two of a pair may have been saved by two of them.
     """
     pairs = ckpt.pairs
     if pairs is None or not (pairs.odd > 0).any():
@@ -80,15 +82,12 @@ def breaking(ckpt: Checkpoint, law: PairLaw) -> IntArray:
     tensors = [ckpt.tensors[pair.first] for pair in pairs.pairs]
     is_odd = pairs.odd[rows] > _OFTEN * pairs.drawn[rows]
     axes = np.array([len(tensor.global_shape) for tensor in tensors])[pairs.pair[rows]]
-    file = np.array(
-        [
-            int(ckpt.records.file[tensors[pair].chunks.record[chunk]])
-            for pair, chunk in zip(pairs.pair[rows].tolist(), pairs.chunk[rows].tolist(), strict=True)
-        ],
-        np.int64,
-    )
-    rank = ranks_by_file(ckpt)[file] if len(file) else file
-    is_lone = _of_few(is_odd, axes) | _of_rank(is_odd, rank)
+    ranks = [
+        ranks_of_both(ckpt, tensors[pair], chunk, ckpt.tensors[pairs.pairs[pair].second])
+        for pair, chunk in zip(pairs.pair[rows].tolist(), pairs.chunk[rows].tolist(), strict=True)
+    ]
+    of_first, of_second = np.array(ranks, np.int64).reshape(-1, 2).T
+    is_lone = _of_few(is_odd, axes) | _of_rank(is_odd, of_first) | _of_rank(is_odd, of_second)
     return np.asarray(rows[is_odd & is_lone])
 
 
@@ -113,18 +112,28 @@ def moments_that_do_not_fit(ckpt: Checkpoint) -> frozenset[tuple[str, int]]:
     return frozenset(places)
 
 
+def ranks_of_both(ckpt: Checkpoint, first: Tensor, chunk: int, second: Tensor) -> tuple[int, int]:
+    """The ranks that saved a chunk of a first tensor, and what of a second one lies there.
+
+    -1 where nothing says so, or where the second's is of several ranks.
+    """
+    records = first.chunks.record[[chunk]], second.chunks.record[touching(second, first, chunk)]
+    (one,), others = ({*ranks_by_file(ckpt)[ckpt.records.file[record]].tolist()} for record in records)
+    return one, others.pop() if len(others) == 1 else -1
+
+
 def _of_few(is_odd: BoolArray, axes: IntArray) -> BoolArray:
     """Whether few chunks of tensors with as many axes are odd."""
     few = np.zeros(len(is_odd), bool)
     for count in np.unique(axes).tolist():
         alike = axes == count
-        few[alike] = alike.sum() >= _LEAST and 5 * is_odd[alike].sum() <= alike.sum()
+        few[alike] = alike.sum() >= LEAST_JUDGED and 5 * is_odd[alike].sum() <= alike.sum()
     return few
 
 
 def _of_rank(is_odd: BoolArray, rank: IntArray) -> BoolArray:
     """Whether a chunk is of a rank with odd ones, while others have next to none."""
     shares = {number: float(is_odd[rank == number].mean()) for number in np.unique(rank[rank >= 0]).tolist()}
-    good = [number for number, share in shares.items() if share <= _SELDOM and (rank == number).sum() >= _LEAST]
+    good = [number for number, share in shares.items() if share <= _SELDOM and (rank == number).sum() >= LEAST_JUDGED]
     bad = [number for number, share in shares.items() if share > _SELDOM]
     return np.isin(rank, bad) & (len(good) >= max(len(bad), 1))

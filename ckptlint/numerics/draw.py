@@ -68,7 +68,7 @@ def records_to_draw(ckpt: Checkpoint, after: Checkpoint, groups: Sequence[Sequen
     for number, chunk in _chunks_in_turn(after, firsts, [not _cannot(first) for first in firsts], most)[0]:
         for tensor in filter(None, map(ckpt.tensors.get, groups[number])):
             if tensor.is_tiled and tensor.volume == firsts[number].volume:
-                rows.append(tensor.chunks.record[_touching(tensor, firsts[number], chunk)])
+                rows.append(tensor.chunks.record[touching(tensor, firsts[number], chunk)])
     wanted = np.unique(np.concatenate(rows))
     return wanted[wanted >= 0]
 
@@ -175,16 +175,16 @@ class Elements:
         Raises:
             AccessError: a read was refused.
         """
-        touching, box = _touching(tensor, first, chunk), first.tiling.box(chunk)
-        if not self._damaged.isdisjoint(tensor.chunks.record[touching].tolist()):
+        rows, box = touching(tensor, first, chunk), first.tiling.box(chunk)
+        if not self._damaged.isdisjoint(tensor.chunks.record[rows].tolist()):
             return None
         if tensor.global_shape != first.global_shape:
             places = _in_row(at, box, first)
-        elif len(touching) == 1 and _is_same(tensor, int(touching[0]), first, chunk):
-            return _of_chunk(self.folder, self.ckpt, tensor, int(touching[0]), at)
+        elif len(rows) == 1 and _is_same(tensor, int(rows[0]), first, chunk):
+            return _of_chunk(self.folder, self.ckpt, tensor, int(rows[0]), at)
         else:
             places = np.stack(np.unravel_index(at, box.sizes), axis=1) + np.array(box.offsets, np.int64)
-        return self._of_chunks(tensor, touching, places)
+        return self._of_chunks(tensor, rows, places)
 
     def read_places(self, tensor: Tensor, places: IntArray) -> Floats | None:
         """float64 [k], the elements of a tensor at some places; None if one is unreadable.
@@ -217,7 +217,7 @@ class Elements:
         return None if left.any() else elements
 
 
-def _touching(tensor: Tensor, first: Tensor, chunk: int) -> IntArray:
+def touching(tensor: Tensor, first: Tensor, chunk: int) -> IntArray:
     """int64 [k], the live chunks of a tensor that have elements in a chunk of another, which it has the shape of.
 
     Or it is the other tensor as one row.

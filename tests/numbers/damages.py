@@ -31,6 +31,7 @@ LAYOUTS = {
     "dcp_fsdp2_4r": "fsdp2_4r",
     "fsdp1_sharded": "fsdp1_sharded",
     "megatron_tp2_pp2": "megatron_tp2_pp2/iter_0000010",
+    "megatron_experts": "megatron_numbers/iter_0000200",
     "megatron_fsdp_4r": "megatron_fsdp_4r/iter_0000010",
     "verl_fsdp2_4r": "rank_files/verl_fsdp2_4r",
     "flat_2r": "rank_files/flat_2r",
@@ -417,7 +418,7 @@ def scaled(what: str, by: float) -> Callable[[Save, random.Random], str]:
 
 for _what in ("weights", "moments"):
     for _by in (2, 0.5, 8):
-        operator("PAY018")(scaled(_what, _by))
+        operator("PAY018 OPT012" if _what == "weights" else "PAY018")(scaled(_what, _by))  # masters are left
 
 
 @operator("")

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import numpy as np
 from damages import MOMENTS, Save, Values, rounded
 
+from ckptlint.vocabulary.keys import MASTER_COPIES
+
 Place = tuple[str, str]
 """Path of a parameter, and the name of a state, "" for the weight."""
 
@@ -20,16 +22,20 @@ class Pair(NamedTuple):
     Attributes:
         now: the later one, which an operator changes.
         was: what the one before holds, whole.
-        rows: the chunks of `now` of each tensor.
+        rows: the chunks of `now` of each tensor; of a weight with a master copy those of the copy.
+        rounded: pairs of chunks, of a master copy and of the weight that is rounded from it.
         layout: of `now`.
     """
 
     now: Save
     was: dict[Place, Values]
     rows: dict[Place, list[int]]
+    rounded: list[tuple[int, int]]
     layout: str
 
 
+STACKED = "experts.experts."
+"""What stands in Megatron's name of a tensor whose first axis is the experts."""
 Damage = Callable[[Pair, random.Random], str]
 
 
@@ -59,16 +65,28 @@ def operator(codes: str, words: str = "") -> Callable[[Damage], Damage]:
 
 def pair_of(now: Save, was: Save, layout: str) -> Pair:
     older = rows_of(was)
-    return Pair(now, {place: whole(was, older[place]) for place in older}, rows_of(now), layout)
+    masters = {(now.chunks[row].param, now.chunks[row].box): row for state in MASTER_COPIES for row in now.rows(state)}
+    weights = [(masters.get((now.chunks[row].param, now.chunks[row].box), row), row) for row in now.rows("")]
+    pairs = [(master, row) for master, row in weights if master != row]
+    return Pair(now, {place: whole(was, older[place]) for place in older}, rows_of(now), pairs, layout)
 
 
 def rows_of(save: Save) -> dict[Place, list[int]]:
-    """The chunks of each weight and moment."""
+    """The chunks of each weight, or of its master copy, and of each moment."""
     rows: dict[Place, list[int]] = defaultdict(list)
+    with_master = {save.chunks[row].param for state in MASTER_COPIES for row in save.rows(state)}
     for row, chunk in enumerate(save.chunks):
-        if chunk.key is not None and chunk.state in ("", *MOMENTS):
-            rows[chunk.param.removeprefix("model."), chunk.state].append(row)
+        state = "" if chunk.state in MASTER_COPIES else chunk.state
+        if chunk.key is not None and state in ("", *MOMENTS) and (chunk.state or chunk.param not in with_master):
+            rows[chunk.param.removeprefix("model."), state].append(row)
     return rows
+
+
+def round_masters(pair: Pair) -> None:
+    """Make the weights those of their master copies, where these changed."""
+    for master, row in pair.rounded:
+        if not np.array_equal(pair.now.values[master], pair.now.before[master]):
+            pair.now.values[row] = pair.now.values[master].copy()
 
 
 def whole(save: Save, rows: list[int]) -> Values:
@@ -136,7 +154,7 @@ def stale(pair: Pair, draw: random.Random, *states: str) -> str:
     return f"rank {rank}"
 
 
-@operator("RUN009", r"the weights of rank \d are those of")
+@operator("RUN009", r"the weights (and states )?of rank \d are those of")
 def stale_weights_of_a_rank(pair: Pair, draw: random.Random) -> str:
     return stale(pair, draw, "")
 
@@ -146,7 +164,7 @@ def stale_moments_of_a_rank(pair: Pair, draw: random.Random) -> str:
     return stale(pair, draw, *MOMENTS)
 
 
-@operator("RUN009", r"the weights and first moments and second moments of rank \d are those of")
+@operator("RUN009", r"the weights and first moments and second moments (and states )?of rank \d are those of")
 def stale_rank(pair: Pair, draw: random.Random) -> str:
     return stale(pair, draw, "", *MOMENTS)
 
@@ -181,6 +199,10 @@ def experts_exchanged(pair: Pair, draw: random.Random, *states: str) -> str:
         return ""
     stem, (one, other) = draw.choice(names), draw.sample(range(3), 2)
     for name, state in pair.rows:
+        if name.startswith(f"{stem}.{STACKED}") and state in states:
+            values = now_of(pair, (name, state))
+            values[[one, other]] = values[[other, one]]
+            put(pair, (name, state), values)
         if name.startswith(f"{stem}.experts.{one}.") and state in states:
             there = name.replace(f".experts.{one}.", f".experts.{other}.")
             exchange(pair, (name, state), (there, state))
@@ -206,13 +228,14 @@ def layers_exchanged(pair: Pair, draw: random.Random, *states: str) -> str:
     """Two layers with the same tensors."""
     members: dict[str, set[str]] = defaultdict(set)
     for name, _ in pair.rows:
-        if name.startswith("layers."):
-            members[name.split(".")[1]].add(name.split(".", 2)[2])
+        stem, _, rest = name.partition("layers.")
+        if rest:
+            members[f"{stem}layers.{rest.partition('.')[0]}"].add(rest.partition(".")[2])
     pairs = [(a, b) for a in members for b in members if a < b and members[a] == members[b]]
     one, other = draw.choice(pairs)
     for state in states:
         for name in members[one]:
-            exchange(pair, (f"layers.{one}.{name}", state), (f"layers.{other}.{name}", state))
+            exchange(pair, (f"{one}.{name}", state), (f"{other}.{name}", state))
     return f"{one} {other}"
 
 
@@ -233,13 +256,24 @@ def moments_of_layers_exchanged(pair: Pair, draw: random.Random) -> str:
 
 @operator("RUN007", r"the weights of \S+ and \S+ are exchanged")
 def keys_and_values_exchanged(pair: Pair, draw: random.Random) -> str:
-    name = draw.choice([name for name, state in pair.rows if "k_proj" in name and not state])
+    names = [name for name, state in pair.rows if "k_proj" in name and not state]
+    if not names:
+        return ""
+    name = draw.choice(names)
     exchange(pair, (name, ""), (name.replace("k_proj", "v_proj"), ""))
     return name
 
 
 @operator("RUN007 PAY020", "are those of")
 def an_expert_of_the_step_before_over_another(pair: Pair, draw: random.Random) -> str:
+    names = sorted(name for name, state in pair.rows if f".{STACKED}" in name and not state)
+    if names:
+        stem = draw.choice(names).partition(STACKED)[0]
+        for name in (name for name in names if name.startswith(stem)):
+            values = now_of(pair, (name, ""))
+            values[0] = pair.was[name, ""][1]
+            put(pair, (name, ""), values)
+        return stem
     names = sorted(name for name, state in pair.rows if ".experts.0." in name and not state)
     stem = draw.choice(names).partition(".experts.")[0]
     for name in (name for name in names if name.startswith(f"{stem}.")):
@@ -296,12 +330,12 @@ def lines_shuffled_over_chunks(pair: Pair, draw: random.Random) -> str:
     return changed(pair, draw.choice(matrices(pair)), lambda values: numbers.permuted(values, axis=draw.randrange(2)))
 
 
-@operator("RUN007", r"(3\.9\d?|4(\.0\d)?) times")
+@operator("RUN007", r"(3\.9\d?|4(\.[012]\d?)?) times")
 def a_tensor_times_4(pair: Pair, draw: random.Random) -> str:
     return changed(pair, draw.choice(matrices(pair)), lambda values: values * 4)
 
 
-@operator("RUN007", r"(3\.9\d?|4(\.0\d)?) times")
+@operator("RUN007", r"(3\.9\d?|4(\.[012]\d?)?) times")
 def all_matrices_times_4(pair: Pair, draw: random.Random) -> str:
     for name in matrices(pair):
         changed(pair, name, lambda values: values * 4)
@@ -362,7 +396,7 @@ def weights_of_a_rank_times_4(pair: Pair, draw: random.Random) -> str:
 
 @operator("PAY017")
 def low_bits_lost_in_a_rank(pair: Pair, draw: random.Random) -> str:
-    if (rank := a_rank(pair, draw)) < 0:
+    if pair.rounded or (rank := a_rank(pair, draw)) < 0:
         return ""
     for place in pair.rows:
         if not place[1]:
@@ -448,7 +482,7 @@ def a_frozen_tensor(pair: Pair, draw: random.Random) -> str:
 def a_frozen_layer(pair: Pair, draw: random.Random) -> str:
     layer = draw.randrange(4)
     for place in pair.rows:
-        if place[0].startswith(f"layers.{layer}."):
+        if f"layers.{layer}." in place[0]:
             put(pair, place, pair.was[place])
     return f"layer {layer}"
 
@@ -457,7 +491,11 @@ def a_frozen_layer(pair: Pair, draw: random.Random) -> str:
 def an_expert_that_no_token_reached(pair: Pair, draw: random.Random) -> str:
     expert = draw.randrange(3)
     for place in pair.rows:
-        if f".experts.{expert}." in place[0]:
+        if f".{STACKED}" in place[0]:
+            values = now_of(pair, place)
+            values[expert] = pair.was[place][expert]
+            put(pair, place, values)
+        elif f".experts.{expert}." in place[0]:
             put(pair, place, pair.was[place])
     return f"expert {expert}"
 

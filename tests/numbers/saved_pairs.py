@@ -192,22 +192,28 @@ BY_RANKS: dict[str, Save] = {
     "tp2_fsdp2": _by_dcp((2, 2), lambda name: [Shard(0), *_tensor_parallel(name)]),
     "rank_files": rank_files,
 }
-LAYOUTS = ("one_rank", *BY_RANKS)
+COMMITTED = "megatron_experts"
+"""As Megatron-Core saved both steps of a run of its own: fixtures/real/megatron_numbers."""
+LAYOUTS = ("one_rank", *BY_RANKS, COMMITTED)
 
 
 def saved(steps: dict[int, State], folder: Path, layouts: tuple[str, ...] = LAYOUTS) -> dict[str, dict[int, Path]]:
-    """Layout -> step -> its folder below `folder`; each layout is a run of its own."""
+    """Layout -> step -> its folder, below `folder` or of `COMMITTED`; each layout is a run of its own."""
 
     def work(_: int) -> None:
         for layout in layouts:
             for step, state in steps.items() if layout in BY_RANKS else ():
                 BY_RANKS[layout](step, state, folder / layout)
 
-    for step, state in steps.items():
+    for step, state in steps.items() if "one_rank" in layouts else ():
         one_rank(step, state, folder / "one_rank")
-    on_ranks({"x": 4}, work, folder)
+    if BY_RANKS.keys() & {*layouts}:
+        on_ranks({"x": 4}, work, folder)
     names = {layout: "global_step_{}/actor" if layout == "rank_files" else "step-{}" for layout in layouts}
-    return {layout: {step: folder / layout / names[layout].format(step) for step in steps} for layout in layouts}
+    made = {layout: {step: folder / layout / names[layout].format(step) for step in steps} for layout in layouts}
+    if COMMITTED in layouts:
+        made[COMMITTED] = {step: REAL / f"megatron_numbers/iter_{step:07d}" for step in (BEFORE, NOW)}
+    return made
 
 
 def placed(step: Path, run: Path) -> Path:

@@ -29,6 +29,13 @@ UNDECIDED: dict[str, dict[str, str]] = {
         "fsdp1_sharded": "moments_of_a_rank_times_2 moments_of_a_rank_times_0.5 moments_of_a_rank_times_8",
         "megatron_tp2_pp2": "weights_of_a_rank_times_2 weights_of_a_rank_times_0.5 weights_of_a_rank_times_8",
         "megatron_fsdp_4r": "moments_of_a_rank_times_2 moments_of_a_rank_times_0.5 moments_of_a_rank_times_8",
+        "megatron_experts": "moments_of_a_rank_times_2 moments_of_a_rank_times_0.5 moments_of_a_rank_times_8",
+    },
+    "one of four tensors with as many axes breaks the law in all ranks: it may be stored in another way": {
+        "megatron_experts": "first_moment_times_100 squares_of_another_scale masters_shifted",
+    },
+    "without experts and tables of tokens a rank shares fewer than four tensors with others": {
+        "megatron_experts": "moments_zeroed_in_a_rank",
     },
     "of two ranks nobody knows which is scaled": {
         "experimental_2r": "weights_of_a_rank_times_2 weights_of_a_rank_times_0.5 weights_of_a_rank_times_8 "
@@ -48,6 +55,7 @@ UNDECIDED: dict[str, dict[str, str]] = {
         "deepspeed_z3_4r": "layer_copied",
         "deepspeed_trainer_z3_2r": "layer_copied",
         "deepspeed_trainer_2r": "layer_copied",
+        "megatron_experts": "layer_copied",
         "safetensors": "layer_copied",
     },
     "each rank holds a few whole parameters, which no other rank shares": {

@@ -13,15 +13,27 @@ from typing import NamedTuple
 
 import pytest
 from damages import Save
-from pair_damages import HEALTHY, OPERATORS, Pair, pair_of
-from saved_pairs import BEFORE, HEALTHY_RUNS, LAYOUTS, NOW, RESHARDABLE, committed_run, healthy_runs, placed, saved
-from support import found, report_on, swept
+from pair_damages import HEALTHY, OPERATORS, Pair, pair_of, round_masters
+from saved_pairs import (
+    BEFORE,
+    COMMITTED,
+    HEALTHY_RUNS,
+    LAYOUTS,
+    NOW,
+    RESHARDABLE,
+    committed_run,
+    healthy_runs,
+    placed,
+    saved,
+)
+from support import SWEEP, found, report_on, swept
 
 SEED = 79
-COUNT = int(
-    os.environ.get("PAIRS", "0")
-)  # by hand: so many damaged pairs in all layouts, and half as many healthy ones
-DRAWN = LAYOUTS if COUNT else tuple(random.Random(SEED).sample(LAYOUTS, 2))
+COUNT = int(os.environ.get("PAIRS", 40 if SWEEP else 16))
+"""Damaged pairs; healthy ones are half as many: `PAIRS=300 SWEEP=1 pytest tests/numbers/test_drawn_pairs.py`."""
+DRAWN = LAYOUTS if SWEEP else ("one_rank", "tp_4", COMMITTED)
+GOING_ON = tuple(layout for layout in DRAWN if layout != COMMITTED) if SWEEP else ("one_rank",)
+"""Layouts of the runs that go on in a legal way."""
 
 READ_WHOLE = {"PAY017"}  # rules at depth data alone
 Saved = dict[str, dict[int, Path]]
@@ -65,6 +77,7 @@ def wrong_with(case: Drawn, made: Saved, pair: Pair, run: Path) -> str | None:
     operator = OPERATORS.get(case.name)
     change = HEALTHY[case.name] if operator is None else operator.damage
     about = change(pair, random.Random(f"{case}"))
+    round_masters(pair)
     if not about or (operator is not None and not pair.now.is_changed):
         return None
     placed(made[case.older][BEFORE], run)
@@ -86,27 +99,57 @@ def older_run(step: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    return saved(committed_run(), tmp_path_factory.mktemp("pairs"), DRAWN)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     steps = committed_run()
-    return saved(steps | healthy_runs(steps), tmp_path_factory.mktemp("pairs"), DRAWN)
+    return saved(steps | healthy_runs(steps), tmp_path_factory.mktemp("runs"), GOING_ON)
 
 
-@pytest.mark.parametrize(("names", "count"), [([*OPERATORS], 20), ([*HEALTHY], 10)], ids=["damaged", "healthy"])
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    ("names", "count"), [([*OPERATORS], COUNT), ([*HEALTHY], COUNT // 2)], ids=["damaged", "healthy"]
+)
 def test_drawn_pairs_are_judged_rightly(names: list[str], count: int, made: Saved, tmp_path: Path) -> None:
     pairs, wrong = pairs_in(made), []
-    for case in drawn(names, COUNT * count // 20 or count, SEED, DRAWN):
+    for case in drawn(names, count, SEED, DRAWN):
         if said := wrong_with(case, made, pairs(case.layout, case.older), tmp_path / "run"):
             wrong.append((case, said))
     assert wrong == []
 
 
+@pytest.mark.parametrize(
+    "name", [name for name in OPERATORS if "expert" in name] + [name for name in HEALTHY if "expert" in name]
+)
+def test_experts_that_are_stacked_are_named_by_their_numbers(name: str, tmp_path: Path) -> None:
+    made = saved({}, tmp_path, (COMMITTED,))
+    case = Drawn(name, COMMITTED, COMMITTED, SEED)
+    assert wrong_with(case, made, pairs_in(made)(COMMITTED, COMMITTED), tmp_path / "run") == ""
+
+
+def test_second_moments_that_a_rank_lost_of_copies_are_told(made: Saved, tmp_path: Path) -> None:
+    """Copies of one tensor are on all ranks: their two moments may be in the files of two of them."""
+    pair = pairs_in(made)("tp_4", "tp_4")
+    about = OPERATORS["squares_zeroed_in_a_rank"].damage(pair, random.Random(SEED))
+    pair.now.write(tmp_path / "run/step-200")
+    loud = found(report_on(tmp_path / "run", depth="data"), "error", "warning")
+    assert {code for code, _, _ in loud} == {"OPT011"}
+    placed(made["tp_4"][BEFORE], tmp_path / "run")
+    ((code, _, said),) = found(report_on(tmp_path / "run", depth="data"), "error", "warning")
+    assert code == "RUN008"
+    assert said.startswith(f"the moments of {about} cannot come from those of step-190 by 10 updates")
+
+
 @pytest.mark.parametrize("depth", ["headers", *swept("data")])
-@pytest.mark.parametrize("layout", DRAWN)
+@pytest.mark.parametrize("layout", GOING_ON)
 @pytest.mark.parametrize("name", HEALTHY_RUNS)
 def test_a_run_that_goes_on_in_a_legal_way_is_healthy(
-    name: str, layout: str, depth: str, made: Saved, tmp_path: Path
+    name: str, layout: str, depth: str, runs: Saved, tmp_path: Path
 ) -> None:
     for step in HEALTHY_RUNS[name]:
-        placed(made[layout][step], tmp_path)
+        placed(runs[layout][step], tmp_path)
     loud = found(report_on(tmp_path, depth=depth), "error", "warning")
     if name == "restarted from an older step":
         ((code, severity, said),) = loud
