@@ -81,6 +81,8 @@ def breaking(ckpt: Checkpoint, law: PairLaw) -> IntArray:
     rows = np.flatnonzero(np.array([pair.law == law for pair in pairs.pairs], bool)[pairs.pair])
     tensors = [ckpt.tensors[pair.first] for pair in pairs.pairs]
     is_odd = pairs.odd[rows] > _OFTEN * pairs.drawn[rows]
+    if not is_odd.any():
+        return np.zeros(0, np.int64)
     axes = np.array([len(tensor.global_shape) for tensor in tensors])[pairs.pair[rows]]
     ranks = [
         ranks_of_both(ckpt, tensors[pair], chunk, ckpt.tensors[pairs.pairs[pair].second])
