@@ -259,9 +259,12 @@ def crossed_experts(folder: Path, count: int) -> None:
 
 
 def long_names(folder: Path, count: int) -> None:
-    """Ten keys of `count` characters, each of which repeats one word."""
+    """Keys of almost as many characters as are read, a hundredth as many, which repeat one word."""
     words = "a.", "0.", "layers.0.", "param_groups.", "experts.1.w.", "_", "(", "weight", "exp_avg.", "module."
-    write(folder, {f"model.{word * (count // len(word))}weight": (SHAPE, WHOLE) for word in words})
+    names = (
+        f"model.{words[i % 10] * (4000 // len(words[i % 10]))}{i * 7919 % count}.weight" for i in range(count // 100)
+    )
+    write(folder, dict.fromkeys(names, (SHAPE, WHOLE)))
 
 
 def entries(folder: Path, count: int) -> None:
