@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+TYPE_CHECKING = False  # with `-m` the working directory is still on the import path: its `typing.py` would run
+if TYPE_CHECKING:
+    from typing import Any
 
 
 class CkptlintError(Exception):

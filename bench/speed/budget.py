@@ -250,6 +250,23 @@ def permuted_layers(folder: Path, count: int) -> None:
     write(folder, {f"a.{number}.b.{number * 7919 % count}.w": held for number in range(count)})
 
 
+def crossed_experts(folder: Path, count: int) -> None:
+    """Experts of layers whose two numbers are as if drawn, every second with the same hole."""
+    shape, whole = next(_model(1))[1]
+    lost = [((4, 0), (12, 8))]
+    names = [f"model.layers.{i * 7919 % count}.mlp.experts.{i * 104_729 % count}.w{i % 3}.weight" for i in range(count)]
+    write(folder, {name: (shape, lost if number % 2 else whole) for number, name in enumerate(names)})
+
+
+def long_names(folder: Path, count: int) -> None:
+    """Keys of almost as many characters as are read, a hundredth as many, which repeat one word."""
+    words = "a.", "0.", "layers.0.", "param_groups.", "experts.1.w.", "_", "(", "weight", "exp_avg.", "module."
+    names = (
+        f"model.{words[i % 10] * (4000 // len(words[i % 10]))}{i * 7919 % count}.weight" for i in range(count // 100)
+    )
+    write(folder, dict.fromkeys(names, (SHAPE, WHOLE)))
+
+
 def entries(folder: Path, count: int) -> None:
     """Storage entries of one file."""
     write(folder, dict(_model(count // 7)))
@@ -320,6 +337,8 @@ KINDS = {
         experts,
         lost_experts,
         permuted_layers,
+        crossed_experts,
+        long_names,
         entries,
         overlapping_entries,
         misplaced_keys,

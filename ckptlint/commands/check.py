@@ -97,7 +97,8 @@ def emitter(options: Mapping[str, Any], prints: bool = True) -> Callable[[Report
         if format_ != "full":
             raise click.UsageError(f"--statistics prints a table of its own: leave out --format {format_}")
         format_ = "statistics"
-    outputs = [_output(value) for value in options["output"]]
+    _, checked = click.get_current_context().obj
+    outputs = [_output(value, checked) for value in options["output"]]
     style = terminal_style(
         options["color"], options["ascii_"], options["max_per_rule"], options["quiet"], options["verbose"]
     )
@@ -147,15 +148,19 @@ def _level() -> Any:
     return None
 
 
-def _output(value: str) -> tuple[str, Path]:
-    """The format and file of an `--output`."""
+def _output(value: str, checked: Sequence[str]) -> tuple[str, Path]:
+    """The format and file of an `--output`.
+
+    Args:
+        checked: the paths that are checked.
+    """
     name, equals, path = value.partition("=")
     if equals and name in FORMATS:
-        return name, checked_target(Path(path))
+        return name, checked_target(Path(path), checked)
     suffix = Path(value).suffix
     if suffix not in SUFFIXES:
         raise click.UsageError(f"--output {value} has no known suffix: use one of {', '.join(SUFFIXES)}, or F=FILE")
-    return SUFFIXES[suffix], checked_target(Path(value))
+    return SUFFIXES[suffix], checked_target(Path(value), checked)
 
 
 # ---------------------------------------------------------------- ckptlint config

@@ -9,7 +9,7 @@ import click
 
 from ckptlint.commands.shared import (
     ENVIRONMENT,
-    Output,
+    OUTPUT,
     described_or_exit,
     opened_or_exit,
     progress,
@@ -20,6 +20,7 @@ from ckptlint.commands.shared import (
 from ckptlint.comparing.differences import differences
 from ckptlint.model.text import JSON_ESCAPE, MARKUP_ESCAPE, inert
 from ckptlint.reporters.diff import as_json, as_text
+from ckptlint.storage.writing import checked_target
 
 
 @click.command(context_settings=ENVIRONMENT)
@@ -31,7 +32,7 @@ from ckptlint.reporters.diff import as_json, as_text
 @click.option("--ignore", multiple=True, metavar="GLOB", help="With --values, leave out tensors that match.")
 @click.option("--adapter", metavar="DIR", help="With --values, a LoRA adapter: NEW should be OLD with it merged in.")
 @click.option("--jobs", type=click.IntRange(1, 64), metavar="N", help="With --values, how many threads read.")
-@click.option("--html", type=Output(), help="With --values, also write a page.")
+@click.option("--html", type=OUTPUT, help="With --values, also write a page.")
 @click.option("--format", "format_", type=click.Choice(["text", "json"]), default="text", show_default=True)
 @click.option("--color", type=click.Choice(["auto", "always", "never"]), default="auto", show_default=True)
 def diff(
@@ -56,6 +57,8 @@ def diff(
     """
     if not values and (select or ignore or adapter or jobs or html):
         raise click.UsageError("--select, --ignore, --adapter, --jobs and --html need --values")
+    if html is not None:
+        checked_target(html, (old, new, adapter or old))
     style = terminal_style(color, False, 0, 0, False)
     if values:
         from ckptlint.comparing.values import compared_values

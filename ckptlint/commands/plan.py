@@ -11,7 +11,7 @@ import click
 from ckptlint.commands.completion import jobs
 from ckptlint.commands.shared import (
     ENVIRONMENT,
-    Output,
+    OUTPUT,
     described_or_exit,
     progress,
     show_text,
@@ -19,6 +19,7 @@ from ckptlint.commands.shared import (
     write_file,
 )
 from ckptlint.errors import ConfigError
+from ckptlint.storage.writing import checked_target
 
 _SIZE = click.IntRange(min=1)
 
@@ -44,7 +45,7 @@ _SIZE = click.IntRange(min=1)
 @click.option("--no-load-rng", is_flag=True, help="Megatron-LM loads no random states.")
 @click.option("--megatron", metavar="V", help="The version of megatron-core that loads: 0.16.  [default: any]")
 @click.option("--format", "format_", type=click.Choice(["text", "json"]), default="text", show_default=True)
-@click.option("--html", type=Output(), help="Also write a page to this file.")
+@click.option("--html", type=OUTPUT, help="Also write a page to this file.")
 @click.option("--color", type=click.Choice(["auto", "always", "never"]), default="auto", show_default=True)
 @click.option("--no-progress", is_flag=True, help="Show no progress bar.")
 def plan(
@@ -65,6 +66,8 @@ def plan(
     Exit codes: 0 it loads, 1 it does not, or loses something, or is unsafe or unreadable, 2 wrong use, 3 no checkpoint
     there, 4 could not tell.
     """
+    if html is not None:
+        checked_target(html, (path,))
     found = described_or_exit(path, files=True)
     if len(found) > 1:
         raise ConfigError(f"{path} holds {len(found)} checkpoints: name one of them ({', '.join(found)})")

@@ -20,7 +20,7 @@ from ckptlint.commands.completion import many_rules
 from ckptlint.errors import CkptlintError
 from ckptlint.lint.options import CHECK_OPTIONS, GROUPS, CheckOption
 from ckptlint.progress import listening
-from ckptlint.storage.writing import checked_target, write_whole
+from ckptlint.storage.writing import write_whole
 
 if TYPE_CHECKING:
     from ckptlint.comparing.sides import OpenedCheckpoint
@@ -168,14 +168,8 @@ def say(*sentences: object) -> None:
         click.echo(inert(f"ckptlint: {sentence}"), err=True)
 
 
-class Output(click.Path):
-    """The type of an option that names a file to write; a link is refused, before anything is read."""
-
-    def __init__(self) -> None:
-        super().__init__(dir_okay=False)
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return checked_target(Path(os.fsdecode(super().convert(value, param, ctx))))
+OUTPUT = click.Path(dir_okay=False, path_type=Path)
+"""The type of an option that names a file to write; its command calls `checked_target` before it reads anything."""
 
 
 def write_file(path: Path, text: str) -> None:

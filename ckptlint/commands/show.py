@@ -9,7 +9,7 @@ import click
 
 from ckptlint.commands.shared import (
     ENVIRONMENT,
-    Output,
+    OUTPUT,
     opened_or_exit,
     progress,
     say,
@@ -18,6 +18,7 @@ from ckptlint.commands.shared import (
     write_file,
 )
 from ckptlint.depth import Depth
+from ckptlint.storage.writing import checked_target
 
 
 @click.command(context_settings=ENVIRONMENT)
@@ -61,7 +62,7 @@ def show(
 
 @click.command(context_settings=ENVIRONMENT)
 @click.argument("path")
-@click.option("--output", type=Output(), help="Write to this file, not to stdout.")
+@click.option("--output", type=OUTPUT, help="Write to this file, not to stdout.")
 @click.option("--values", is_flag=True, help="Read the tensors, and write digests of what they hold.")
 @click.option("--rows", is_flag=True, help="With --values, also a digest of each row: findings then name rows.")
 def manifest(path: str, output: Path | None, values: bool, rows: bool) -> None:
@@ -75,6 +76,8 @@ def manifest(path: str, output: Path | None, values: bool, rows: bool) -> None:
 
     if rows and not values:
         raise click.UsageError("--rows needs --values")
+    if output is not None:
+        checked_target(output, (path,))
     with progress(off=not values):
         text, unread = manifest_of(opened_or_exit(path, files=values), values, rows)
     if unread:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -117,8 +118,9 @@ def read_baseline(path: str) -> dict[str, str]:
     """
     try:
         with Path(path).open("rb") as source:
-            data = source.read(_SIZE_LIMIT + 1)
-        if len(data) > _SIZE_LIMIT:
+            is_larger = os.fstat(source.fileno()).st_size > _SIZE_LIMIT  # a device does not say
+            data = b"" if is_larger else source.read(_SIZE_LIMIT + 1)
+        if is_larger or len(data) > _SIZE_LIMIT:
             raise ConfigError(f"the baseline {path} has more than {_SIZE_LIMIT:,} bytes")
         document = json.loads(data.decode("utf-8"))
     except OSError as error:

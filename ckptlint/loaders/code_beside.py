@@ -22,7 +22,7 @@ _SMALL = 2**20  # bytes up to which files of other names are looked at, on a loc
 _LOOKED_AT = re.compile(
     r".*config\.json|(modules|chat_template|special_tokens_map|added_tokens)\.json|.*\.(jinja2?|ya?ml)"
 )
-_LIBRARIES: tuple[str, ...] = (
+_LIBRARIES = (
     "sentence_transformers.",
     "transformers.",
     "diffusers.",
@@ -30,8 +30,14 @@ _LIBRARIES: tuple[str, ...] = (
     "timm.",
     "torch.",
     "__main__.",
+    "torchvision.",
+    "torchmetrics.",
+    "lightning.",
+    "pytorch_lightning.",
+    "nemo.",
+    "megatron.",
+    "verl.",
 )
-_LIBRARIES += ("torchvision.", "torchmetrics.", "lightning.", "pytorch_lightning.", "nemo.", "megatron.", "verl.")
 _TOKENIZER = "tokenizer_config.json"
 _OLDER = (
     "special_tokens_map.json",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,8 +16,8 @@ from ckptlint.model.facts import fact
 from ckptlint.model.tiling import IntArray
 from ckptlint.vocabulary.keys import parse
 
-_NAMES = "params|betas|lr|initial_lr|weight_decay|step"
-_SETTING = re.compile(rf"(?P<stem>.*param_groups)\.(?P<group>.+)\.(?P<name>{_NAMES})")
+_NAMES = ("params", "betas", "lr", "initial_lr", "weight_decay", "step")
+_GROUPS = "param_groups."
 _MOST_READS = 8_192
 
 
@@ -65,8 +64,7 @@ def setting_records(ckpt: Checkpoint) -> IntArray:
 
     Some of them alone would hide the group with the highest rate.
     """
-    matches = ((entry.record, _SETTING.fullmatch(entry.fqn)) for entry in ckpt.byte_objects if entry.record >= 0)
-    rows = [record for record, match in matches if match is not None]
+    rows = [item.record for item in ckpt.byte_objects if item.record >= 0 and _setting(item.fqn) is not None]
     return np.array(rows if len(rows) <= _MOST_READS else [], np.int64)
 
 
@@ -75,14 +73,25 @@ def _of_records(ckpt: Checkpoint) -> Iterator[GroupSettings]:
         return
     groups: dict[tuple[str, str], dict[str, Any]] = defaultdict(dict)
     for entry in ckpt.byte_objects:
-        match = _SETTING.fullmatch(entry.fqn)
-        content = ckpt.payload.of(entry.record) if match is not None else None
-        if match is not None and content is not None and content.value is not None:
-            groups[match["stem"], match["group"]][match["name"]] = content.value
+        setting = _setting(entry.fqn)
+        content = ckpt.payload.of(entry.record) if setting is not None else None
+        if setting is not None and content is not None and content.value is not None:
+            groups[setting[:2]][setting[2]] = content.value
     for (stem, group), values in groups.items():
         if not group.isdecimal():
             values.setdefault("params", [parse(group).path])
         yield _settings(f"{stem}.{group}", values)
+
+
+def _setting(key: str) -> tuple[str, str, str] | None:
+    """Where the groups are, the group and the name of a setting that is stored under a key of its own.
+
+    >>> _setting("optim.param_groups.layer.weight.lr")
+    ('optim.param_groups', 'layer.weight', 'lr')
+    """
+    rest, _, name = key.rpartition(".")
+    before, groups, group = rest.rpartition(_GROUPS)
+    return (before + groups[:-1], group, name) if groups and group and name in _NAMES else None
 
 
 def _settings(place: str, group: Mapping[Any, Any]) -> GroupSettings:

@@ -377,6 +377,10 @@ def reason(error: BaseException, protocol: str) -> str:
     code = str(_response(error).get("Error", {}).get("Code", ""))
     if _NO_CREDENTIALS & kinds:
         return "there are no usable credentials" + remedy
+    if "HttpProcessingError" in kinds:  # to which aiohttp gives a status of 400 that no server sent
+        return "the server's answer is not HTTP"
+    if "TooManyRedirects" in kinds:
+        return "the server redirects again and again"
     if status in (401, 403) or isinstance(error, PermissionError):
         named = f"{status}" if not code or code == str(status) else f"{status}, {printable(code)}"
         return f"access is denied ({named})" + remedy if status else "access is denied" + remedy

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
 from ckptlint.errors import ConfigError
+from ckptlint.storage.paths import is_url
 
 
-def checked_target(path: Path) -> Path:
-    """The path of an output that may be written: no link, which a checkpoint may bring to lead a report elsewhere.
+def checked_target(path: Path, read: Iterable[str] = ()) -> Path:
+    """The path of an output that may be written: a checkpoint may bring a link that leads a report elsewhere.
+
+    Args:
+        read: what the command reads.
 
     Raises:
-        ConfigError: it is a link.
+        ConfigError: it is a link, or lies behind a link that is in what the command reads.
     """
+    places = [name.removeprefix("file://") for name in read if not is_url(name) and "\0" not in name]
+    folders = [os.path.realpath(place if os.path.isdir(place) else os.path.dirname(place)) for place in places]  # noqa: PTH112, PTH120  no access is no error here
+    for parent in path.absolute().parents:
+        around = Path(os.path.realpath(parent.parent))
+        if os.path.islink(parent) and any(around.is_relative_to(folder) for folder in folders):  # noqa: PTH114
+            raise ConfigError(f"{path} lies behind {parent}, a link in a checkpoint: name a folder that is no link")
     if path.is_symlink() and not _is_of_the_system(path):
         raise ConfigError(f"{path} is a link, and ckptlint writes through none: name the file itself")
     return path

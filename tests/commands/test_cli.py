@@ -542,6 +542,28 @@ def test_no_output_is_written_through_a_link(command: str, tmp_path: Path) -> No
     assert (tmp_path / "report.html").stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.parametrize("command", WRITERS)
+def test_no_output_is_written_behind_a_link_of_a_checkpoint(command: str, tmp_path: Path) -> None:
+    (tmp_path / "kept").mkdir()
+    shutil.copytree(GOOD, tmp_path / "reports" / "step-1")
+    step = tmp_path / "disk" / "step-1"
+    (tmp_path / "disk").symlink_to("reports")  # of the user
+    (step / "there").symlink_to(tmp_path / "kept")
+    (step / "here").mkdir()
+
+    def written(place: Path) -> Any:
+        return run(*(argument.format(place).replace(GOOD, str(step)) for argument in WRITERS[command]))
+
+    for folder in (step / "there", step / "here" / ".." / "there", tmp_path / "reports" / "step-1" / "there"):
+        done = written(folder / "report.html")
+        said = f"{folder}/report.html lies behind {folder}, a link in a checkpoint: name a folder that is no link"
+        assert (done.returncode, done.stdout, done.stderr) == (2, "", f"ckptlint: {said}\n")
+        assert [*(tmp_path / "kept").iterdir()] == []
+    for folder in (step / "here", tmp_path / "disk"):
+        assert written(folder / "report.html").returncode in (0, 4)  # a check does not read what is behind `there`
+        assert len((folder / "report.html").read_text()) > 100
+
+
 def test_a_link_in_the_settings_is_refused_before_the_check(tmp_path: Path) -> None:
     (tmp_path / "kept").write_text("kept")
     (tmp_path / "report.json").symlink_to("kept")

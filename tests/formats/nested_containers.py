@@ -9,11 +9,13 @@ import json
 import lzma
 import os
 import pickle
+import struct
 import tarfile
 import warnings
 import zipfile
 import zlib
 from collections.abc import Callable
+from functools import cache
 from random import Random
 from typing import Any, NamedTuple
 
@@ -43,7 +45,8 @@ class Nested(NamedTuple):
     Attributes:
         kinds: from the outermost in.
         depth: how many are archives or packed.
-        is_clear: whether no zip file shows a `data.pkl` that is not its own: torch may read that, so it is not passed.
+        is_clear: whether none is TorchScript, which is not read, and no zip file shows a `data.pkl` that is not its
+            own: torch may read that, so it is not passed.
     """
 
     data: bytes
@@ -113,6 +116,37 @@ def torch_file(_: Random, name: str, data: bytes) -> bytes:
     return file.getvalue()
 
 
+def script(_: Random, name: str, data: bytes) -> bytes:
+    """An archive of TorchScript with this file among its extra ones."""
+    file = io.BytesIO()
+    torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), file, _extra_files={name: data})
+    return file.getvalue()
+
+
+def program(_: Random, name: str, data: bytes) -> bytes:
+    """A program that `torch.export.save` wrote, to whose extra files somebody added one."""
+    file = io.BytesIO(_program())
+    with zipfile.ZipFile(file, "a") as archive:
+        archive.writestr(f"archive/extra/{name}", data)
+    return file.getvalue()
+
+
+@cache
+def _program() -> bytes:
+    file = io.BytesIO()
+    torch.export.save(torch.export.export(torch.nn.Linear(2, 2), (torch.ones(1, 2),)), file)
+    return file.getvalue()
+
+
+def events(*values: bytes) -> bytes:
+    """A file of TensorBoard's events: of each its length, a sum of that, itself and its sum."""
+    file = b""
+    for value in values:
+        size = struct.pack("<Q", len(value))
+        file += size + struct.pack("<I", zlib.crc32(size)) + value + struct.pack("<I", zlib.crc32(value))
+    return file
+
+
 def deflated(data: bytes) -> bytes:
     """Deflated data without any header."""
     pack = zlib.compressobj(wbits=-15)
@@ -137,6 +171,8 @@ ARCHIVES: dict[str, Wrap] = {
     "pt2": of_torch,
     "package": package,
     "torch file": torch_file,
+    "script": script,
+    "program": program,
 }
 LEAVES: dict[str, Callable[[Any], bytes]] = {
     **{f"protocol {number}": lambda value, number=number: pickle.dumps(value, number) for number in (0, 1, 2, 4, 5)},
@@ -146,11 +182,24 @@ LEAVES: dict[str, Callable[[Any], bytes]] = {
     "array, pickle": lambda value: array(np.arange(9.0)) + pickle.dumps(value, 2),
     "array, objects": lambda value: array(np.arange(9)) + array(np.array([value], object)),
 }
+_LINES = b'{"text": "a", "ids": [1, 2]}\n' * 99
+_TRACE = json.dumps({"schemaVersion": 1, "traceEvents": [{"ph": "X", "name": "aten::mm"}] * 9}).encode()
+_COLUMN = np.arange(99).tobytes()
 HEALTHY: dict[str, bytes] = {
     "log": b"step 1 loss 2.0\n" * 99,
-    "lines": b'{"text": "a", "ids": [1, 2]}\n' * 99,
+    "lines": _LINES,
+    "lines, gzip": gzip.compress(_LINES),
     "tokenizer": json.dumps({"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}).encode(),
-    "trace": json.dumps({"schemaVersion": 1, "traceEvents": [{"ph": "X", "name": "aten::mm"}] * 9}).encode(),
+    "trace": _TRACE,
+    "trace, gzip": gzip.compress(_TRACE),
+    "events": events(b"\x09\0\0\x80\xf1\x92\x92\xdaA\x1a\rbrain.Event:2", *[b"\x10\1*\x0b\n\t\n\4loss\x15\0\0\0@"] * 9),
+    "parquet": b"PAR1\x15\0\x15\xb0\x0c\x15\xb0\x0c"
+    + _COLUMN
+    + b"\x15\4\x19,5\0\x18\6schema\x15\2\0" * 2
+    + b"\x1a\0\0\0PAR1",
+    "arrow": b"ARROW1\0\0\xff\xff\xff\xff\x78\0\0\0\x10\0\0\0\0\0\n\0"
+    + _COLUMN
+    + b"\xff\xff\xff\xff\0\0\0\0\x90\0\0\0ARROW1",
     "settings": b"model:\n  layers: 2\n",
     "numbers": array(np.random.default_rng(0).normal(size=(64, 8)).astype("f4")),
     "arrays": array(np.arange(9)) + array(np.ones(3)),
@@ -161,7 +210,7 @@ HEALTHY: dict[str, bytes] = {
 NAMES = [
     *("x", "vocab.txt", "weights.bin", "m.pt2", "state.zip", "a.nemo", "b.tgz", "log.jsonl.gz", "data.npz", "x.npy"),
     *("tokens.json", "sub/a/x", "README.md", ".hidden", "trace.json.gz", "data/0", "storage"),
-    *("model.mar", "events.log", "scaler", "b.xz"),
+    *("model.mar", "events.log", "scaler", "b.xz", "rows.parquet", "rows.arrow", "events.out.tfevents.1.host.2.0"),
 ]
 
 
@@ -188,5 +237,7 @@ def nested(rng: Random, mark: str | None, most: int = 4) -> Nested:
             name = rng.choice(NAMES)
             data = PACKS[kind](data) if kind in PACKS else ARCHIVES[kind](rng, name, data)
         kinds.insert(0, kind)
-        is_clear &= kind in PACKS or kind in ("tar", "pt2", "package", "torch file") or b"data.pkl" not in data
+        is_clear &= (
+            kind in PACKS or kind in ("tar", "pt2", "package", "torch file", "program") or b"data.pkl" not in data
+        )
     return Nested(data, tuple(kinds), depth, is_clear)

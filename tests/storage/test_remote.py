@@ -14,7 +14,20 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from loopback import BUCKET, CREDENTIALS, PAGE, Handler, Server, client, files_of, forwarded_to, moto, serving, upload
+from loopback import (
+    BUCKET,
+    CREDENTIALS,
+    PAGE,
+    Asked,
+    Handler,
+    Server,
+    client,
+    files_of,
+    forwarded_to,
+    moto,
+    serving,
+    upload,
+)
 from support import REAL, codes, found, manifest, report_on, run
 
 import ckptlint
@@ -847,6 +860,71 @@ def test_a_server_that_drips_is_given_up(web: Server, monkeypatch: pytest.Monkey
     monkeypatch.setattr(requests, "READ_SECONDS", 0.5)
     web.trouble = dripping
     assert "did not answer within" in only_sentence(ckptlint.check(f"{web.url}/edit_base"))
+
+
+def without_end(start: bytes, piece: bytes) -> Callable[[Handler], bool]:
+    """An answer that goes on for as long as somebody reads it, at most 100 MB of it."""
+
+    def trouble(handler: Handler) -> bool:
+        handler.server_state.asked.append(Asked(handler.command, handler.path, "", "", 0, 0))
+        handler.close_connection = True
+        with suppress(OSError):
+            handler.wfile.write(start)
+            for _ in range(100 * 2**20 // len(piece)):
+                handler.wfile.write(piece)
+        return True
+
+    return trouble
+
+
+def in_chunks(handler: Handler) -> bool:
+    """A body whose last chunk never comes."""
+    start = b"HTTP/1.1 206 Partial Content\r\nTransfer-Encoding: chunked\r\n\r\n"
+    return handler.command == "GET" and without_end(start, b"10000\r\n" + b"\x80\2NN" * 2**14 + b"\r\n")(handler)
+
+
+def of_ten_terabytes(handler: Handler) -> bool:
+    """A file of that size where one is asked for."""
+    if not handler.path.endswith("/.metadata"):
+        return False
+    handler.reply(200 if handler.command == "HEAD" else 206, {"Content-Length": str(10**13)}, b"\x80")
+    return True
+
+
+def sent_round(handler: Handler) -> bool:
+    """A redirect to the next name, for ever."""
+    handler.reply(302, {"Location": f"/{len(handler.server_state.asked)}"})
+    return True
+
+
+@pytest.mark.usefixtures("afresh")
+@pytest.mark.parametrize(
+    ("trouble", "says"),
+    {
+        "headers": (without_end(b"HTTP/1.1 200 OK\r\n", b"a: b\r\n" * 2**12), "answer is not HTTP"),
+        "one header": (without_end(b"HTTP/1.1 200 OK\r\na: ", b"b" * 2**16), "answer is not HTTP"),
+        "10 TB": (of_ten_terabytes, "the server did not answer within 0.5 s"),
+        "redirects": (sent_round, "the server redirects again and again"),
+    }.values(),
+    ids=["headers", "one header", "10 TB", "redirects"],
+)
+def test_an_answer_without_an_end_is_given_up(
+    web: Server, monkeypatch: pytest.MonkeyPatch, trouble: Callable[[Handler], bool], says: str
+) -> None:
+    monkeypatch.setattr(requests, "READ_SECONDS", 0.5)
+    web.trouble = trouble
+    begun = time.monotonic()
+    report = ckptlint.check(f"{web.url}/edit_base")
+    assert says in only_sentence(report)
+    assert time.monotonic() - begun < 10
+
+
+@pytest.mark.usefixtures("afresh")
+def test_a_body_without_an_end_is_read_as_far_as_it_was_asked_for(web: Server) -> None:
+    web.trouble = in_chunks
+    begun = time.monotonic()
+    assert codes(ckptlint.check(f"{web.url}/edit_base")) == {"SAF002"}
+    assert time.monotonic() - begun < 10
 
 
 @pytest.mark.usefixtures("afresh")

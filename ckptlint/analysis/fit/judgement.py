@@ -34,7 +34,7 @@ _WIDE = 8
 _MOST_AXES = 8
 _FEW, _MORE = 20_000, 50  # most tensors that a configuration may imply: in all, and per stored one
 _LAYERS = re.compile(r"(?P<home>.*?)\.?(?:layers|h|blocks?|layer)\.(?P<number>\d{1,18})\..+")
-_PART_CLASS = re.compile(r"Text|CausalLM|(Vision|Audio)\w*(Model|Encoder|Tower)$")
+_PART_CLASS = re.compile(r"Text|CausalLM|^(?>.*?(?:Vision|Audio))\w*(?:Model|Encoder|Tower)$")
 _PART_WORDS = frozenset({"text", "language", "llm", "lm", "only", "encoder", "decoder", "backbone", "tower", "vit"})
 _MTP = {"num_nextn_predict_layers": 1, "num_mtp_layers": 1, "mtp_num_layers": 0, "mtp_num_hidden_layers": 0}
 """Fields that declare layers for multi-token prediction, and how many a class of transformers declares by itself.

@@ -272,7 +272,7 @@ def raw_bytes(value: Any) -> bytes | None:
 
 # ---------------------------------------------------------------- the names of one pickle
 
-_CLASS_NAME = re.compile(r"[A-Z]\w*[a-z]\w*")
+_CLASS_NAME = re.compile(r"[A-Z](?=\w*[a-z])\w*")
 
 
 class StandIns:

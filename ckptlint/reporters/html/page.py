@@ -59,7 +59,7 @@ PICTURE_LIMIT = 5_000_000
 """Characters of markup for pictures and chunk tables; later findings have their sentences and notes only."""
 
 _LISTS = ("tensors", "keys", "modules")  # labels of notes that are names
-_BETWEEN = re.compile(r", (?![^(]*\))| (?=and [\d,]+ more )")  # a name may have a comma in its parentheses
+_BETWEEN = re.compile(r"\([^()]*\)|, | (?=and [\d,]+ more )")  # a name may have a comma in its parentheses
 _MATRIX = 48  # cells across
 _CHUNK_LIMIT = 16
 _MARK_LIMIT = 64
@@ -417,7 +417,9 @@ def _is_gap(finding: Finding) -> bool:
 
 def _items(label: str, text: str) -> str | list[str]:
     """A note of several names as a list, one of a single name or of a sentence as it is."""
-    items = _BETWEEN.split(text) if label in _LISTS else []
+    if label not in _LISTS:
+        return text
+    items = _BETWEEN.sub(lambda match: match[0] if match[0].startswith("(") else "\0", text).split("\0")
     return items if len(items) > 1 else text
 
 
