@@ -20,7 +20,7 @@ _DUMMY = 1  # steps that torch counts for the state of an optimizer that never s
 _STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg")
 
 
-@rule("OPT013", "zero-states", Severity.ERROR, depth=Depth.DATA, needs=("moments",))
+@rule("OPT013", "zero-states", Severity.ERROR, depth=Depth.DATA, needs=("moments",), yields_to=("RUN008",))
 def zero_states(ckpt: Checkpoint) -> Iterator[Finding]:
     """All optimizer state of one rank, or of one layer, is zero, unlike that of the others.
 

@@ -20,7 +20,7 @@ from ckptlint.loaders.readers.vocabulary import _without_merges
 
 _PIECE = re.compile(r"\w{2,}|\\?[^\w\s]")
 _LENGTH = int(os.environ.get("LENGTH", "4096"))
-"""Of each text: `LENGTH=131072 pytest tests/formats/test_patterns.py` takes minutes, and makes what is quadratic plain."""
+"""Of each text: `LENGTH=131072 pytest tests/formats/test_patterns.py` takes minutes, and shows what is quadratic."""
 _MOST_SECONDS = max(0.1, _LENGTH / 2**20)
 _SOURCES = {path: path.read_text() for path in Path(ckptlint.__file__).parent.rglob("*.py")}
 
