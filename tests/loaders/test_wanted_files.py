@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support import REAL, codes, report_on, run
+from support import REAL, codes, found, report_on, run
 
 from ckptlint.architecture.huggingface import expected_models
 
@@ -159,3 +159,13 @@ def export_with(folder: Path, change: dict[str, object]) -> Path:
     config = json.loads((export / "config.json").read_text())
     (export / "config.json").write_text(json.dumps(config | change))
     return export
+
+
+def test_a_configuration_beyond_the_limit_is_not_passed_over(step: Path) -> None:
+    """An export is built by it; beside a DCP save it says what the job declared, and is named."""
+    path = step / "config.json"
+    declared = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(declared | {"notes": "x" * 2**21}))
+    report = report_on(step)
+    assert any("config.json cannot be read" in title for _, _, title in found(report))
+    assert report.exit_code == (4 if "model.safetensors" in os.listdir(step) else 0)

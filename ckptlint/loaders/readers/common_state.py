@@ -132,7 +132,7 @@ def read_configs(
             try:
                 config = ModelConfig(name, read_model_config(place, MODEL_CONFIG))
             except LimitError as error:
-                problems.append(_unused(name, error))
+                problems.append(_unused(name, error, is_export and place is folder))
             except UnreadableError as error:
                 problems.append(_damaged(name, error, is_export and place is folder))
             break
@@ -150,9 +150,10 @@ def _of_megatron(common: CommonState | None, sources: list[tuple[str, Any]]) -> 
     return ModelConfig(RUN_CONFIG, model) if model else None
 
 
-def _unused(name: str, error: Exception) -> Problem:
+def _unused(name: str, error: Exception, is_needed: bool = False) -> Problem:
     sentence = f"{name} cannot be read ({_reason(error)}); ckptlint does not use what it declares"
-    return Problem("note", name, sentence, why="ckptlint judges the tensors without it")
+    why = "ckptlint judges the tensors without it"
+    return Problem("unread" if is_needed else "note", name, sentence, why=why)
 
 
 def _damaged(name: str, error: UnreadableError, is_needed: bool = False) -> Problem:
