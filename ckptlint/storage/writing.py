@@ -8,7 +8,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from ckptlint.errors import ConfigError
-from ckptlint.storage.paths import is_url
 
 
 def checked_target(path: Path, read: Iterable[str] = ()) -> Path:
@@ -20,6 +19,8 @@ def checked_target(path: Path, read: Iterable[str] = ()) -> Path:
     Raises:
         ConfigError: it is a link, or lies behind a link that is in what the command reads.
     """
+    from ckptlint.storage.paths import is_url  # with numpy, which --help need not wait for
+
     places = [name.removeprefix("file://") for name in read if not is_url(name) and "\0" not in name]
     folders = [os.path.realpath(place if os.path.isdir(place) else os.path.dirname(place)) for place in places]  # noqa: PTH112, PTH120  no access is no error here
     for parent in path.absolute().parents:

@@ -168,4 +168,4 @@ def test_a_configuration_beyond_the_limit_is_not_passed_over(step: Path) -> None
     path.write_text(json.dumps(declared | {"notes": "x" * 2**21}))
     report = report_on(step)
     assert any("config.json cannot be read" in title for _, _, title in found(report))
-    assert report.exit_code == (4 if "model.safetensors" in os.listdir(step) else 0)
+    assert report.exit_code == (4 if (step / "model.safetensors").exists() else 0)
