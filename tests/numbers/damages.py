@@ -481,6 +481,6 @@ def copied(what: str, states: tuple[str, ...]) -> Callable[[Save, random.Random]
     return damage
 
 
-operator("PAY020")(copied("layer", ("",)))
+operator("OPT012 PAY020")(copied("layer", ("",)))
 operator("")(copied("layer", ("", *MOMENTS)))
-operator("PAY020")(copied("expert", ("",)))
+operator("OPT012 PAY020")(copied("expert", ("",)))

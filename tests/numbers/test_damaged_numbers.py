@@ -54,7 +54,6 @@ UNDECIDED: dict[str, dict[str, str]] = {
         "deepspeed_z1_4r": "layer_copied",
         "deepspeed_z3_4r": "layer_copied",
         "deepspeed_trainer_z3_2r": "layer_copied",
-        "deepspeed_trainer_2r": "layer_copied",
         "megatron_experts": "layer_copied",
         "safetensors": "layer_copied",
     },
