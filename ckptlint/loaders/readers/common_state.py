@@ -152,8 +152,7 @@ def _of_megatron(common: CommonState | None, sources: list[tuple[str, Any]]) -> 
 
 def _unused(name: str, error: Exception, is_needed: bool = False) -> Problem:
     sentence = f"{name} cannot be read ({_reason(error)}); ckptlint does not use what it declares"
-    why = "ckptlint judges the tensors without it"
-    return Problem("unread" if is_needed else "note", name, sentence, why=why)
+    return Problem("unread" if is_needed else "note", name, sentence, why="ckptlint judges the tensors without it")
 
 
 def _damaged(name: str, error: UnreadableError, is_needed: bool = False) -> Problem:
