@@ -106,7 +106,7 @@ def _fits(model_type: str, table: dict[str, Any], found: Study, section: str, ot
         except Exception:
             continue
         try:
-            prover(model_type)(table, found.name, [one])
+            prover(model_type)(table, found.name, [one], False)
         except NotTraced:
             return False
         done += 1

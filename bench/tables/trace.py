@@ -775,7 +775,7 @@ _MAPPINGS = (
 
 
 def table_of(
-    model_type: str, prove: Callable[[dict[str, Any], str, list[Build]], None]
+    model_type: str, prove: Callable[[dict[str, Any], str, list[Build], bool], None]
 ) -> tuple[dict[str, Any] | None, list[str]]:
     """The table of a type, and the classes that were left out with the reason."""
     table: dict[str, Any] = {"usual": "", "fields": {}, "ranges": {}, "rows": [], "models": {}, "made_with": ""}
@@ -818,7 +818,8 @@ def with_class(found: Study, table: dict[str, Any], names: dict[tuple[str, str, 
                 found.pinned |= {f"len({n})": len(value)} if lengths == {len(value)} else {}
         try:
             new = _merged(found, builds, json.loads(json.dumps(table)), names)
-            prove(new, found.name, builds[:4] + drawn(found, PROOFS, 100 + turn, stray=True))
+            proofs = builds[:4] + drawn(found, PROOFS, 100 + turn, stray=True)
+            prove(new, found.name, proofs, count >= 8 * DRAWS)
             return new, names
         except (NotTraced, ExpressionError) as error:
             if isinstance(error, ExpressionError):
