@@ -148,12 +148,15 @@ class LocalFolder(Folder):
             raise AccessError(f"{printable(name)} cannot be read: {error.strerror}") from None
 
     def _spans(self, name: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
-        found = []
-        with self.open(name) as file:
-            for start, stop in spans:
-                file.seek(start)
-                found.append(file.read(stop - start))
-        return found
+        data = []
+        try:
+            with open(f"{self.path}/{name}", "rb") as file:  # noqa: PTH123  as in `_head`
+                for start, stop in spans:
+                    file.seek(start)
+                    data.append(file.read(stop - start))
+        except OSError as error:
+            raise AccessError(f"{printable(name)} cannot be read: {error.strerror}") from None
+        return data
 
     def _head(self, count: int, name: str) -> bytes | None:
         try:

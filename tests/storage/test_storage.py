@@ -37,7 +37,7 @@ def refused(report: Report) -> str:
 
 def raising(monkeypatch: pytest.MonkeyPatch, call: str, where: Path, number: int) -> None:
     """Let `stat` or `open` of one path fail as an operating system would."""
-    real = getattr(Path, call)
+    real = io.open if call == "open" else getattr(Path, call)
 
     def failing(path: Path, *arguments: Any, **options: Any) -> Any:
         if path == where:
@@ -45,6 +45,8 @@ def raising(monkeypatch: pytest.MonkeyPatch, call: str, where: Path, number: int
         return real(path, *arguments, **options)
 
     monkeypatch.setattr(Path, call, failing)
+    if call == "open":
+        monkeypatch.setattr("builtins.open", lambda name, *more, **how: failing(Path(name), *more, **how))
 
 
 # ---------------------------------------------------------------- links
@@ -189,12 +191,13 @@ def test_a_file_handle_that_goes_stale_while_reading(
         def readinto(self, buffer: Any) -> int:
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
-    real = Path.open
+    real = io.open
 
-    def opened(path: Path, *arguments: Any, **options: Any) -> Any:
-        return Stale(path) if path.name == name else real(path, *arguments, **options)
+    def opened(path: Any, *arguments: Any, **options: Any) -> Any:
+        return io.BufferedReader(Stale(path)) if Path(path).name == name else real(path, *arguments, **options)
 
     monkeypatch.setattr(Path, "open", opened)
+    monkeypatch.setattr("builtins.open", opened)
     assert f"{name} cannot be read: {os.strerror(errno.ESTALE)}" in refused(ckptlint.check(folder))
 
 
