@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 from pickles import named, number, stream
-from support import REAL, codes, found, run, run_python, takes_ctrl_c
+from support import REAL, codes, found, report_on, run, run_python, takes_ctrl_c
 
 import ckptlint
 from ckptlint.depth import Depth
@@ -523,3 +523,19 @@ def test_a_list_of_hashes_from_outside_is_compared(tmp_path: Path) -> None:
     for path, depth in ((tmp_path / "none", "data"), (tmp_path / "gone", "data"), (tmp_path / "same", "files")):
         with pytest.raises(ConfigError):
             ckptlint.check(folder, depth=depth, expect_hashes=path)
+
+
+def test_a_file_whose_records_are_all_zeros_is_one_finding(real_copy: Callable[[str], Path]) -> None:
+    folder = real_copy("fsdp2_4r")
+    os.truncate(folder / "__0_0.distcp", 0)
+    os.truncate(folder / "__0_0.distcp", 10 << 40)
+    for depth in ("files", "headers"):
+        assert codes(report_on(folder, depth=depth)) == {"PAY013"}
+
+
+def test_bytes_beyond_readable_records_are_named_beside_a_damaged_one(real_copy: Callable[[str], Path]) -> None:
+    file = real_copy("fsdp2_4r") / "__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    data[:4] = bytes(4)
+    file.write_bytes(data + bytes(4096))
+    assert codes(report_on(file.parent, depth="headers")) >= {"PAY006", "PAY013"}

@@ -682,6 +682,14 @@ def test_a_web_server_is_asked_for_names_and_sends_only_metadata(web: Server) ->
     assert "not known: because a web server does not list" in text
 
 
+def test_a_page_in_place_of_the_metadata_on_a_web_server_is_named(real_copy: Callable[[str], Path]) -> None:
+    folder = real_copy("fsdp2_4r")
+    (folder / ".metadata").write_text("<html>not found</html>")
+    with serving(files_of(folder)) as server:
+        report = ckptlint.check(server.url)
+    assert (report.exit_code, codes(report)) == (1, {"SAF002"})
+
+
 def test_a_lost_payload_file_is_found_on_a_web_server(web: Server) -> None:
     web.trouble = failing(1000, 404, only="__2_0.distcp")
     assert codes(ckptlint.check(f"{web.url}/fsdp2_4r"), "error") == {"PAY003"}

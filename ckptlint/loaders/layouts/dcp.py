@@ -63,8 +63,10 @@ def has_payload(folder: Folder) -> str:
 
 
 def _whole(folder: Folder) -> Evidence | None:
-    there = METADATA in folder.files_beside() and (has_payload(folder) or _is_metadata(folder))
-    return Evidence(METADATA) if there else None
+    if METADATA not in folder.files_beside():
+        return None
+    is_one = has_payload(folder) or _is_metadata(folder) or folder.not_looked_at  # unlisted payload may be there
+    return Evidence(METADATA) if is_one else None
 
 
 def _of_ranks(folder: Folder) -> Evidence | None:
