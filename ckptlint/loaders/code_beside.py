@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ckptlint.errors import CkptlintError, LimitError
 from ckptlint.loaders.json_file import read_json
 from ckptlint.model import Problem
-from ckptlint.model.text import first_names, join_words, plural, printable
+from ckptlint.model.text import first_names, human_bytes, join_words, plural, printable
 from ckptlint.sandbox import isolated
 from ckptlint.storage.folder import Folder
 
@@ -89,7 +89,7 @@ def code_beside(files: Sequence[tuple[Folder, str, str]], reported: Collection[s
     for label, error in searched.damaged.items():
         if label not in reported:
             why = "a load of the tokenizer or of the processor stops at it"
-            problems.append(Problem("unread", label, f"{label} is damaged: {error}", why=why))
+            problems.append(Problem("unread", label, f"{label} {error}", why=why))
     if unread := [label for label in searched.unread if label not in reported]:
         sentence = f"{plural(len(unread), 'file')} of settings could not be searched for code: {first_names(unread)}"
         problems.append(Problem("note", unread[0], sentence))
@@ -118,10 +118,13 @@ def _searched(settings: Sequence[tuple[Folder, str, str]]) -> _Searched:
         try:
             data = folder.read(name, _LIMIT if spent <= _LIMIT else 0)
         except CkptlintError:
-            searched.unread.extend([label] if is_setting else [])
+            if name in _LOADED and (size := folder.size(name)) > _LIMIT:
+                searched.damaged[label] = f"has {human_bytes(size)}, more than the {human_bytes(_LIMIT)} that are read"
+            elif is_setting:
+                searched.unread.append(label)
             continue
         if name in _LOADED and (error := _damage(folder, name, data)):
-            searched.damaged[label] = error
+            searched.damaged[label] = f"is damaged: {error}"
             continue
         try:
             if what := _brought(name, data):

@@ -124,6 +124,16 @@ def test_damaged_settings_of_a_tokenizer_are_not_read(tmp_path: Path, name: str,
     assert report.exit_code == 4
 
 
+def test_settings_of_a_tokenizer_that_are_too_large_are_not_read(tmp_path: Path) -> None:
+    folder = shutil.copytree(REAL / "exports/ok_llama", tmp_path / "export")
+    (folder / "tokenizer_config.json").touch()
+    os.truncate(folder / "tokenizer_config.json", 10 << 40)
+    report = report_on(folder)
+    (finding,) = report.diagnostics
+    assert finding.title == "tokenizer_config.json has 10.0 TiB, more than the 64.0 MiB that are read"
+    assert (finding.code, report.exit_code) == ("SAF002", 4)
+
+
 @pytest.mark.parametrize("name", ["special_tokens_map.json", "added_tokens.json"])
 def test_tokens_that_no_load_reads_may_be_damaged(tmp_path: Path, name: str) -> None:
     folder = shutil.copytree(REAL / "exports/ok_llama", tmp_path / "export")
