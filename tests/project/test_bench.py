@@ -27,8 +27,7 @@ def test_a_healthy_kind_passes(generate: ModuleType, tmp_path: Path, kind: str) 
 
 @pytest.mark.parametrize(
     "kind",
-    ["tensors", "chunks", "irregular_chunks", "files", "objects", "layers", "entries"]
-    + ["permuted_layers", "long_names"],
+    ["tensors", "chunks", "irregular_chunks", "files", "objects", "layers", "entries", "permuted_layers", "long_names"],
 )
 def test_what_grows_healthy_passes(
     generate: ModuleType, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
