@@ -33,13 +33,15 @@ def chunk_missing(ckpt: Checkpoint) -> Iterator[Finding]:
     table = require(view.ranks)
     rows = {key_rows.fqn: key_rows for key_rows in holders(table)}
     holes_with_ranks = [(finding, _without(table, rows, finding)) for finding in holes(view)]
-    lacking = Counter(absent for absent, _ in {(absent, finding.at.fqn) for finding, absent in holes_with_ranks})
+    lacking = Counter[tuple[int, ...]]()
+    for absent, fqn in {(absent, finding.at.fqn or "") for finding, absent in holes_with_ranks}:
+        lacking[absent] += 1 + len(table.alike.get(fqn, ()))
     for finding, absent in holes_with_ranks:
         at = finding.at
         assert at.tensor is not None
         writers = named_ranks(np.unique(table.rank[at.tensor.chunks.record]).tolist())
         finding = replace(finding, at=replace(at, label=f"written by {writers}", ranks=absent or at.ranks))
-        counts = lacking[absent], len(rows)
+        counts = lacking[absent], len(rows) + sum(map(len, table.alike.values()))
         yield _with_absent(finding, absent, table.world_size, counts) if absent else finding
     for tensor in view.sound_tensors():
         key_rows = rows[tensor.fqn]

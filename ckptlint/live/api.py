@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args
 import numpy as np
 
 from ckptlint._version import __version__
-from ckptlint.analysis.ranks.rank_chunks import as_checkpoint
+from ckptlint.analysis.ranks.rank_chunks import as_checkpoint, with_alike
 from ckptlint.depth import Depth
 from ckptlint.errors import CheckpointError, CkptlintError
 from ckptlint.formats.pickles.safe_pickle import paused_gc
@@ -517,6 +517,7 @@ def judge_ranks(table: RankTable, path: str, seconds: float) -> Report:
     """The report on what ranks hold: the same words, severities and formats as for files."""
     rules = _rules()
     part = run_rules(as_checkpoint(table, path), rules, Depth.METADATA)
+    part.diagnostics[:] = [replace(item, finding=with_alike(item.finding, table)) for item in part.diagnostics]
     part.seconds.clear()  # they differ between ranks, and the report must not
     return Report([part], rules, Depth.METADATA, seconds=seconds)
 

@@ -155,6 +155,34 @@ def test_a_healthy_save_goes_on_whatever_becomes_of_a_message(tmp_path: Path) ->
     assert (tmp_path / "a warning" / ".metadata").exists()
 
 
+# ---------------------------------------------------------------- what states hold
+
+
+def test_of_keys_that_all_differ_the_first_hundred_are_shown() -> None:
+    """Other faults among them are told as ever."""
+
+    def job(rank: int) -> Any:
+        live.install(timeout=60)
+        state: State = {f"layers.{i}.weight": torch.full((2 + i % 2,), float(rank)) for i in range(3000)}
+        state |= {f"step {i}": i + rank for i in range(300)} | {f"even {i}": torch.ones(2) for i in range(3000)}
+        state |= {"layers.2998.weight": torch.full((2 + rank,), 7.0), "even 7": torch.full((2,), 1.0 + rank / 2)}
+        try:
+            live.check(state)
+        except live.LiveError as error:
+            found = error.report.diagnostics
+            return [(item.code, item.keys) for item in found], str(error)
+
+    (found, text), _ = run_ranks(job, world=2, timeout=120)
+    codes = [code for code, _ in found]
+    assert (codes.count("LIV201"), codes.count("LIV205"), codes.count("LIV209")) == (1, 100, 100), "not one each"
+    keys = {code: {key for other, named in found for key in named if other == code} for code in set(codes)}
+    assert keys["LIV201"] == {"layers.2998.weight"}
+    assert keys["LIV205"] == {f"layers.{i}.weight" for i in range(3000) if i != 2998} | {"even 7"}
+    assert keys["LIV209"] == {f"step {i}" for i in range(300)}
+    assert "more: 2,900 more keys like the first 100, counted and not listed" in text
+    assert "first difference at [0]: 1.0 against 1.5" in text
+
+
 # ---------------------------------------------------------------- threads, tags, signals, installations
 
 

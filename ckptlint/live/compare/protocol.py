@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from ckptlint.analysis.ranks.rank_chunks import ChunkCopies, cells, digest_groups
+from ckptlint.analysis.ranks.rank_chunks import ChunkCopies, cells, condensed, digest_groups
 from ckptlint.analysis.step_change import StoredKey
 from ckptlint.analysis.step_change import changes as step_changes
 from ckptlint.live.compare import fingerprints as fp
@@ -158,7 +158,7 @@ def exchange(group: RankGroup, local: RankInput, memory: Memory) -> Outcome:
     memory.turn += 1
     memory.reference, memory.of_rank = common, (local.rows, by_key)
     count = 0 if common is None else len(common.key)
-    table = _table(group.world, count, parts, tuple(findings))
+    table = condensed(_table(group.world, count, parts, tuple(findings)))
     return Outcome(replace(table, differences=_differences(group, local, table)), common, seconds)
 
 
@@ -268,7 +268,10 @@ def _gathered(
     by_fqn: dict[str, list[RankFinding]] = {}
     for finding in local.findings:
         by_fqn.setdefault(finding.fqn, []).append(finding)
-    mine = [np.flatnonzero(local.rows.bucket == bucket) for bucket in bad.tolist()]
+    bucket = local.rows.bucket
+    by_bucket = np.argsort(bucket, kind="stable")
+    ends = np.searchsorted(bucket[by_bucket], [bad, bad + 1]).T.tolist()
+    mine = [by_bucket[low:high] for low, high in ends]
     texts = [_text(local.rows, rows, by_fqn) for rows in mine] + [_line([], [], changes[:_NAMED])]
     counts = np.array([len(rows) for rows in mine] + [0], np.int64)
     sizes = group.reduce(np.concatenate([counts, np.array([len(text) for text in texts], np.int64)]), "max")
