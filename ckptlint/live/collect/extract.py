@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
@@ -258,10 +257,14 @@ def _kind(value: Any) -> _Kind:
 
 def _read(fqn: str, value: Any, parts: _Parts) -> list[RankChunk]:
     """The chunks of a value; one that cannot be read as what it is, or has too many axes, is an object."""
-    with suppress(Exception):  # code of the value's own class
+    try:
         items = [_with_freed(item) for item in _READERS[_kind(value)](fqn, value, parts)]
         if all(len(item.shape) <= AXIS_LIMIT and set(map(type, item.shape)) <= {int} for item in items):
             return items
+    except MemoryError:
+        raise
+    except Exception:  # code of the value's own class
+        return [_plain_object(fqn, value)]
     return [_plain_object(fqn, value)]
 
 
