@@ -3,11 +3,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from math import prod
 
 import numpy as np
 
 from ckptlint.analysis.chunks.coverage import holes
-from ckptlint.analysis.ranks.rank_chunks import KeyRows, at_ranks, holders, sound
+from ckptlint.analysis.ranks.rank_chunks import KeyRows, at_ranks, described_row, holders, sound, torn
 from ckptlint.model import Checkpoint, RankTable
 from ckptlint.model.text import named_ranks, verb
 from ckptlint.rule import Finding, Severity, require, rule
@@ -18,8 +19,9 @@ def chunk_missing(ckpt: Checkpoint) -> Iterator[Finding]:
     """A part of a tensor is missing: no rank writes it.
 
     What it checks:
-        Every element of the global shape lies in a chunk that some rank writes; replicas do not count, since nobody
-        writes them. Says nothing where a rank has a finding about its own chunk, or ranks disagree on the shape.
+        Every element of the global shape lies in a chunk that some rank writes, and so does every object of a grid of
+        Megatron-Core's ShardedObjects; replicas do not count, since nobody writes them. Says nothing where a rank has a
+        finding about its own chunk, or ranks disagree on the shape.
     Why it matters:
         Loading raises no error; this part keeps whatever was in memory.
     Usual causes:
@@ -33,14 +35,19 @@ def chunk_missing(ckpt: Checkpoint) -> Iterator[Finding]:
     table = require(view.ranks)
     rows = {key_rows.fqn: key_rows for key_rows in holders(table)}
     holes_with_ranks = [(finding, _without(table, rows, finding)) for finding in holes(view)]
-    lacking = Counter(absent for absent, _ in {(absent, finding.at.fqn) for finding, absent in holes_with_ranks})
+    lacking = Counter[tuple[int, ...]]()
+    for absent, fqn in {(absent, finding.at.fqn or "") for finding, absent in holes_with_ranks}:
+        lacking[absent] += 1 + len(table.alike.get(fqn, ()))
     for finding, absent in holes_with_ranks:
         at = finding.at
         assert at.tensor is not None
         writers = named_ranks(np.unique(table.rank[at.tensor.chunks.record]).tolist())
         finding = replace(finding, at=replace(at, label=f"written by {writers}", ranks=absent or at.ranks))
-        counts = lacking[absent], len(rows)
+        counts = lacking[absent], len(rows) + sum(map(len, table.alike.values()))
         yield _with_absent(finding, absent, table.world_size, counts) if absent else finding
+    for key_rows in rows.values():
+        if table.strict[key_rows.rows].all() and table.is_object[key_rows.rows].all():
+            yield from _missing_objects(table, key_rows)
     for tensor in view.sound_tensors():
         key_rows = rows[tensor.fqn]
         if len(tensor.chunks) == 0 and len(key_rows.live):
@@ -50,6 +57,21 @@ def chunk_missing(ckpt: Checkpoint) -> Iterator[Finding]:
                 identity=("owner",),
                 hint="find the rank that should hold replica 0, the copy that is written",
             )
+
+
+def _missing_objects(table: RankTable, key_rows: KeyRows) -> Iterator[Finding]:
+    """Cells of the grid of a ShardedObject that no rank writes."""
+    _, _, grid = described_row(table, int(key_rows.rows[0]))
+    written = key_rows.live[table.replica[key_rows.live] == 0]
+    present = key_rows.live if len(written) else written  # LIV206 tells replicas of cells that nobody writes
+    count = prod(grid) - len(np.unique(table.offsets[present], axis=0))
+    if count > 0 and key_rows.fqn not in torn(table):
+        what = "the object{of} is" if prod(grid) == 1 else f"{count:,} of {prod(grid):,} objects{{of}} are"
+        yield Finding(
+            f"{what} missing: no rank writes {'it' if prod(grid) == 1 else 'them'}",
+            at=at_ranks(table, key_rows.fqn, key_rows.rows),
+            identity=("objects",),
+        )
 
 
 def _without(table: RankTable, rows: Mapping[str, KeyRows], finding: Finding) -> tuple[int, ...]:

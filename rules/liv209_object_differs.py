@@ -13,7 +13,7 @@ def object_differs(ckpt: Checkpoint) -> Iterator[Finding]:
 
     What it checks:
         Numbers, strings, lists and mappings under one key are equal on all ranks. Leaves out the keys of random states,
-        data loaders and the like, and values of classes that ckptlint does not know (LIV213 counts them).
+        data loaders and the like, and values of classes that ckptlint does not know (LIV213 names them).
     Why it matters:
         The save keeps the value of one rank, and a load gives it to all.
     Usual causes:

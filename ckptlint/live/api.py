@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args
 import numpy as np
 
 from ckptlint._version import __version__
-from ckptlint.analysis.ranks.rank_chunks import as_checkpoint
+from ckptlint.analysis.ranks.rank_chunks import as_checkpoint, with_alike
 from ckptlint.depth import Depth
 from ckptlint.errors import CheckpointError, CkptlintError
 from ckptlint.formats.pickles.safe_pickle import paused_gc
@@ -49,20 +49,17 @@ State = Mapping[Any, Any] | Callable[[], Mapping[Any, Any]]
 """A state dict, or the function that makes it."""
 
 UNEQUAL = (
-    "*rng_state*",
-    "*_extra_state*",
-    "*amax*",
-    "*dataloader*",
-    "*dataset_state*",
-    "*running_mean",  # of batch norm: each rank's own data
-    "*running_var",
-    "*tokens_per_expert*",
-    "*.rank",  # in the arguments of a job
-    "*.local_rank",
-    "*.global_rank",
-    "*.node_rank",
+    "rng_states?",
+    "extra_states?",
+    "amax",
+    "dataloaders?",
+    "dataset_states?",
+    "running_(mean|var)$",  # of batch norm: each rank's own data
+    "tokens_per_expert",
+    r"(?<=\.)((local|global|node)_)?rank$",  # in the arguments of a job
 )
-"""Keys whose contents differ between ranks by design: they are described to the others, not compared."""
+"""Whole words, as regular expressions, of keys whose contents differ between ranks by design: they are described to the
+others, not compared. Random states are known by what they are, too."""
 
 REFUSED = "Nothing was written."
 """Ends the text of an error that is raised before a save."""
@@ -89,9 +86,8 @@ class LiveError(CheckpointError):
         super().__init__(text)
         self.report = report
 
-    def __reduce__(self) -> tuple[type[CheckpointError], tuple[str]]:
-        """To another process goes the text alone: reports hold functions."""
-        return CheckpointError, (str(self),)
+    def __reduce__(self) -> tuple[type[LiveError], tuple[Report, str]]:
+        return LiveError, (self.report, str(self))
 
 
 class Absence(NamedTuple):
@@ -199,10 +195,10 @@ class Live:
             from ckptlint.live.collect.extract import extract, findings_of, resolved
 
             options = checked_options(options)
-            digest, patterns, expect = options["digest"], (*UNEQUAL, *options["ignore"]), options["expect"]
+            digest, patterns, expect = options["digest"], options["ignore"], options["expect"]
             asked = digest, options["on_error"], options["on_incomplete"], patterns, expect, resolve_stateful
             settings = _short_hash((protocol.VERSION, __version__, *asked))
-            state = state_dict() if callable(state_dict) else state_dict
+            state = state_dict if isinstance(state_dict, Mapping) else state_dict()
             limit = self.limit()
             state = dict(resolved(state, limit)) if resolve_stateful else state
             with paused_gc():
@@ -517,6 +513,7 @@ def judge_ranks(table: RankTable, path: str, seconds: float) -> Report:
     """The report on what ranks hold: the same words, severities and formats as for files."""
     rules = _rules()
     part = run_rules(as_checkpoint(table, path), rules, Depth.METADATA)
+    part.diagnostics[:] = [replace(item, finding=with_alike(item.finding, table)) for item in part.diagnostics]
     part.seconds.clear()  # they differ between ranks, and the report must not
     return Report([part], rules, Depth.METADATA, seconds=seconds)
 
@@ -577,40 +574,40 @@ def _print(text: str) -> None:
 
 def _digests(
     rank_chunks: Sequence[Any], patterns: Sequence[str], with_contents: bool, limit: Limit
-) -> tuple[Words, bool, int]:
-    """uint64 [n], digest of each row's contents (0 for none); whether there was memory; how many are left out."""
+) -> tuple[Words, bool, list[str]]:
+    """uint64 [n], digest of each row's contents (0 for none); whether there was memory; keys that are left out."""
     import torch
 
     from ckptlint.live.collect.tensor_digest import live_object_digest
 
     out = np.zeros(len(rank_chunks), np.uint64)
     if not with_contents:
-        return out, True, 0
+        return out, True, []
     is_unequal = _unequal(patterns)
     # what placements give to one rank alone is hashed if others turn out to hold it (`_late_digests`)
     shared = [i for i, item in enumerate(rank_chunks) if item.copies != 1]
-    compared = [i for i in shared if is_unequal(rank_chunks[i].fqn) is None]
+    compared = [i for i in shared if not is_unequal(rank_chunks[i].fqn, rank_chunks[i].data)]
     tensors = [i for i in compared if rank_chunks[i].kind == "tensor" and isinstance(rank_chunks[i].data, torch.Tensor)]
-    left = len(shared) - len(compared)
+    meta = {i for i, item in enumerate(rank_chunks) if isinstance(item.data, torch.Tensor) and item.data.is_meta}
+    left = ({*shared} - {*compared}) | meta
     started = time.monotonic()
     try:
         out[tensors], known = _tensor_digests([rank_chunks[i].data for i in tensors])
     except torch.OutOfMemoryError:
-        return out, False, left
+        return out, False, []
     limit.extend(time.monotonic() - started)  # it grows with memory that is there, much alike on all ranks
-    left += int((~known).sum())
+    left |= {i for i, is_known in zip(tensors, known, strict=True) if not is_known}
     for i in compared:
         if rank_chunks[i].kind != "object":
             continue
         value = rank_chunks[i].data
-        if isinstance(value, argparse.Namespace):
-            value = {
-                name: part for name, part in vars(value).items() if is_unequal(f"{rank_chunks[i].fqn}.{name}") is None
-            }
+        if type(value) is argparse.Namespace:
+            items = vars(value).items()
+            value = {name: part for name, part in items if not is_unequal(f"{rank_chunks[i].fqn}.{name}", part)}
         digest = live_object_digest(value, limit)
         out[i] = 0 if digest is None else digest or 1
-        left += digest is None
-    return out, True, left
+        left |= {i} if digest is None else set()
+    return out, True, [*dict.fromkeys(rank_chunks[i].fqn for i in sorted(left))]
 
 
 def _late_digests(rank_chunks: Sequence[Any], patterns: Sequence[str], rows: IntArray) -> Words:
@@ -627,7 +624,7 @@ def _late_digests(rank_chunks: Sequence[Any], patterns: Sequence[str], rows: Int
     at = [
         i
         for i, row in enumerate(rows.tolist())
-        if isinstance(data[i], torch.Tensor) and is_unequal(rank_chunks[row].fqn) is None
+        if isinstance(data[i], torch.Tensor) and not is_unequal(rank_chunks[row].fqn, data[i])
     ]
     with suppress(Exception):
         out[at], _ = _tensor_digests([data[i] for i in at])
@@ -652,9 +649,25 @@ def _tensor_digests(data: Sequence[Any]) -> tuple[Words, BoolArray]:
     return np.where(known, np.maximum(found.view(np.uint64), np.uint64(1)), np.uint64(0)), known
 
 
-def _unequal(patterns: Sequence[str]) -> Callable[[str], object]:
-    """Tells of a key whether its contents differ by design: None for those that are compared."""
-    return re.compile("|".join(fnmatch.translate(pattern) for pattern in patterns) or "(?!)").match
+def _unequal(patterns: Sequence[str]) -> Callable[[str, Any], bool]:
+    """Tells of a key and what it holds whether it differs between ranks by design."""
+    is_named = re.compile("|".join(fnmatch.translate(pattern) for pattern in patterns) or "(?!)").match
+    has_word = re.compile(f"(?<![a-zA-Z])({'|'.join(UNEQUAL)})(?![a-zA-Z])").search
+    return lambda fqn, value: bool(is_named(fqn) or has_word(fqn)) or _is_random_state(fqn, value)
+
+
+def _is_random_state(fqn: str, value: Any) -> bool:
+    """Whether a value is what a generator of torch, Python or numpy goes on from."""
+    import torch
+
+    if type(value) is torch.Tensor and value.dtype == torch.uint8 and value.ndim == 1:
+        # on the CPU and on a GPU
+        return len(value) == 5056 or (len(value) == 16 and re.search("(?<![a-zA-Z])rng", fqn) is not None)
+    if type(value) is dict:
+        return {"bit_generator", "state"} <= value.keys()
+    if type(value) is not tuple or not 3 <= len(value) <= 5:
+        return False
+    return value[0] == "MT19937" or (value[0] == 3 and type(value[1]) is tuple and len(value[1]) == 625)
 
 
 def _expected(expect: Expect | None) -> dict[str, tuple[Sequence[int] | None, str | None]] | None:

@@ -6,7 +6,6 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -335,7 +334,7 @@ def _local(
     try:
         from ckptlint.live.collect.extract import extract, findings_of
 
-        patterns = (*api.UNEQUAL, *api.checked_options({"ignore": ignore})["ignore"])
+        patterns = api.checked_options({"ignore": ignore})["ignore"]
         asked = ALGORITHM, patterns, resolve_stateful, compares_copies
         settings = api._short_hash((protocol.VERSION, __version__, *asked))
         limit = live.limit()
@@ -366,8 +365,9 @@ def _rows(rank_chunks: Sequence[Any], seeds: list[int], patterns: Sequence[str])
     reason = np.zeros(len(rank_chunks), np.int64)
     digest, count = np.zeros(len(rank_chunks), np.uint64), np.zeros(len(rank_chunks), np.int64)
     chosen = []
+    is_unequal = api._unequal(patterns)
     for i, item in enumerate(rank_chunks):
-        if any(fnmatchcase(item.fqn, pattern) for pattern in patterns):
+        if is_unequal(item.fqn, item.data):
             reason[i] = _IGNORED
         elif item.kind == "object":
             reason[i] = _OBJECT

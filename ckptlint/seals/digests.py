@@ -8,11 +8,13 @@ wants to can balance a sum.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from io import BytesIO
 from math import prod
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -177,7 +179,8 @@ def object_digest(
 ) -> int | None:
     """The digest of a value as it reads, independent of the order of mappings and sets; None when it has none.
 
-    Types are part of it, floats count by every bit but the payload of a NaN, arrays by dtype, shape and bytes.
+    Types are part of it, floats count by every bit but the payload of a NaN, arrays by dtype, shape and bytes. A value
+    that holds more than its kind does, as a list with attributes or a masked array, has no digest.
 
     Args:
         leaf: what stands for a value of a type that is not known here, a tensor say; None for no idea.
@@ -199,42 +202,56 @@ def _canonical(value: Any, leaf: _Leaf, before_each: Callable[[], object], depth
     if depth > _DEEP:
         return None
     before_each()
-    name = type(value).__qualname__
+    kind = type(value)
+    name = kind.__qualname__
     if isinstance(value, Enum):
-        return _tagged(name, value.name.encode())
-    if isinstance(value, int):
+        return _joined(name, [value.name, value.value], leaf, before_each, depth)
+    if kind in (int, bool):
         return _tagged(name, f"{value:x}".encode())  # decimal digits are limited to some thousands
-    if value is None or isinstance(value, (str, complex)):
+    if value is None or kind in (str, complex):
         return _tagged(name, repr(value).encode("utf-8", "surrogatepass"))
-    if isinstance(value, (np.ndarray, np.generic)):
+    if kind is np.ndarray or isinstance(value, np.generic):
         if value.dtype.hasobject:
             return None
         head = f"{value.dtype.str} {value.shape}".encode()
         return _tagged("array", _tagged("", head) + np.ascontiguousarray(value).tobytes())
-    if isinstance(value, float):
+    if kind is float:
         return _tagged(name, b"nan" if math.isnan(value) else value.hex().encode())
-    if isinstance(value, (bytes, bytearray, memoryview)):
+    if kind in (bytes, bytearray, memoryview):
         return _tagged(name, bytes(value))
-    if isinstance(value, BytesIO):
+    if kind is BytesIO:
         return _tagged(name, value.getvalue())
     from argparse import Namespace  # of these Megatron's arguments are; a check of metadata meets none
 
-    if isinstance(value, Namespace):
+    if kind is Namespace:
         return _joined(name, [vars(value)], leaf, before_each, depth)
-    if is_dataclass(value) and not isinstance(value, type):
-        return _joined(
-            name, [{field.name: getattr(value, field.name) for field in fields(value)}], leaf, before_each, depth
-        )
-    if isinstance(value, Mapping):
-        pairs = [_joined("", pair, leaf, before_each, depth) for pair in value.items()]
-        return None if None in pairs else _tagged(name, b"".join(sorted(pair for pair in pairs if pair is not None)))
-    if isinstance(value, Set):
-        members = [_canonical(member, leaf, before_each, depth + 1) for member in value]
-        return None if None in members else _tagged(name, b"".join(sorted(m for m in members if m is not None)))
-    if isinstance(value, (list, tuple)):
-        return _joined(name, value, leaf, before_each, depth)
-    known = leaf(value)
-    return None if known is None else _tagged(name, known)
+    base = next((base for base in _CONTAINERS if isinstance(value, base)), None)
+    if base is None and is_dataclass(value) and not isinstance(value, type):
+        content = {field.name: getattr(value, field.name) for field in fields(value)}
+        return _joined(name, [content], leaf, before_each, depth) if _attributes(value) <= content.keys() else None
+    if base is None:
+        known = leaf(value)
+        return None if known is None else _tagged(name, known)
+    if kind not in _PLAIN and _attributes(value):
+        return None
+    if base in (list, tuple):
+        return _joined(name, [*base.__iter__(value)], leaf, before_each, depth)
+    if base in (set, frozenset):
+        members = [_canonical(member, leaf, before_each, depth + 1) for member in base.__iter__(value)]
+    else:
+        members = [_joined("", pair, leaf, before_each, depth) for pair in base.items(value)]
+    return None if None in members else _tagged(name, b"".join(sorted(m for m in members if m is not None)))
+
+
+_CONTAINERS: tuple[Any, ...] = (dict, list, tuple, set, frozenset, MappingProxyType)
+_PLAIN = {*_CONTAINERS, OrderedDict, defaultdict, Counter}
+
+
+def _attributes(value: Any) -> set[str]:
+    """What an instance holds beside what its kind does, by name."""
+    slots = [kind.__dict__.get("__slots__", ()) for kind in type(value).__mro__]
+    names = {name for some in slots for name in ((some,) if isinstance(some, str) else some)}
+    return (names - {"__dict__", "__weakref__"}) | getattr(value, "__dict__", {}).keys()
 
 
 def _joined(

@@ -216,7 +216,6 @@ def test_what_has_no_digest_is_known() -> None:
         Wrapper(value),
         value.to_sparse(),
         value.to("meta"),
-        torch.ones(4, 4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
         torch.quantize_per_tensor(value, 0.1, 0, torch.qint8),
     ]
     some = [value, torch.nn.Parameter(value), value.as_subclass(Marked), torch.ones(4, 4, requires_grad=True)]
@@ -225,6 +224,8 @@ def test_what_has_no_digest_is_known() -> None:
     assert len(set(found[len(none) :].tolist())) == 1
     chunks = [Chunk(t, (0, 0), (4, 4), (4, 4)) for t in (*none, *some)]
     assert elem_digests(chunks)[1].tolist() == known.tolist()
+    packed = torch.ones(4, 4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    assert word_digests([packed])[1].all() and not elem_digests([Chunk(packed, (0, 0), (4, 4), (4, 4))])[1].any()
     assert [len(part) for part in (*word_digests([]), *elem_digests([]))] == [0] * 4
 
 

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import pickle
+import random
 import signal
 import subprocess
 import sys
 import time
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from jobs import run_ranks
 from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckptlint import live
@@ -153,6 +160,207 @@ def test_a_healthy_save_goes_on_whatever_becomes_of_a_message(tmp_path: Path) ->
 
     assert run_ranks(job, world=2, timeout=60) == [["full", "closed", "none"]] * 2
     assert (tmp_path / "a warning" / ".metadata").exists()
+
+
+# ---------------------------------------------------------------- what states hold
+
+
+def test_of_keys_that_all_differ_the_first_hundred_are_shown() -> None:
+    """Other faults among them are told as ever."""
+
+    def job(rank: int) -> Any:
+        live.install(timeout=60)
+        state: State = {f"layers.{i}.weight": torch.full((2 + i % 2,), float(rank)) for i in range(3000)}
+        state |= {f"step {i}": i + rank for i in range(300)} | {f"even {i}": torch.ones(2) for i in range(3000)}
+        state |= {"layers.2998.weight": torch.full((2 + rank,), 7.0), "even 7": torch.full((2,), 1.0 + rank / 2)}
+        try:
+            live.check(state)
+        except live.LiveError as error:
+            found = error.report.diagnostics
+            return [(item.code, item.keys) for item in found], str(error)
+
+    (found, text), _ = run_ranks(job, world=2, timeout=120)
+    codes = [code for code, _ in found]
+    assert (codes.count("LIV201"), codes.count("LIV205"), codes.count("LIV209")) == (1, 100, 100), "not one each"
+    keys = {code: {key for other, named in found for key in named if other == code} for code in set(codes)}
+    assert keys["LIV201"] == {"layers.2998.weight"}
+    assert keys["LIV205"] == {f"layers.{i}.weight" for i in range(3000) if i != 2998} | {"even 7"}
+    assert keys["LIV209"] == {f"step {i}" for i in range(300)}
+    assert "more: 2,900 more keys like the first 100, counted and not listed" in text
+    assert "first difference at [0]: 1.0 against 1.5" in text
+
+
+class CallableState(dict[str, Any]):
+    """A state that can be called."""
+
+    def __call__(self) -> None:
+        raise RuntimeError("it is no function that makes a state")
+
+
+class Listed(list[int]):
+    """A list with attributes."""
+
+
+class Noted(dict[str, int]):
+    """A mapping within a tuple, with attributes."""
+
+
+@dataclass
+class Settings:
+    """Somebody adds to it what is no field."""
+
+    lr: float = 0.1
+
+
+class Hour(Enum):
+    """A value that differs from process to process."""
+
+    START = 0
+
+
+class AnyName(type):
+    """Its classes have whatever one asks for."""
+
+    def __getattr__(cls, name: str) -> Any:
+        return lambda *_: None
+
+
+class Anything(metaclass=AnyName):
+    """It looks like a value of any library."""
+
+
+class Unprintable(int):
+    """A number without a text."""
+
+    def __format__(self, spec: str) -> str:
+        raise RuntimeError("no text")
+
+    __str__ = __repr__ = lambda self: format(self)
+
+
+class Shy:
+    """An object that hides what it holds."""
+
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]
+        raise RuntimeError("not for you")
+
+
+class Wrapped(torch.Tensor):
+    """A weight of codes and scales, as torchao has it."""
+
+    def __new__(cls, codes: torch.Tensor, scale: torch.Tensor) -> Wrapped:
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)  # type: ignore[no-any-return]
+
+    def __init__(self, codes: torch.Tensor, scale: torch.Tensor) -> None:
+        self.codes, self.scale = codes, scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["codes", "scale"], [torch.float32]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(func)
+
+
+def with_attribute(value: Any, content: object) -> Any:
+    value.note = content
+    return value
+
+
+def shard(key: str, data: Any, offset: int, replica: int) -> Any:
+    return SimpleNamespace(key=key, data=data, global_shape=(2,), global_offset=(offset,), replica_id=replica)
+
+
+def odd_values(rank: int, fault: int) -> State:
+    """Values that a save takes; `fault` is 1 on rank 1 of a job with faults, else 0."""
+    mesh = init_device_mesh("cpu", (2,))
+    Hour.START._value_ = fault
+    local = torch.ones(2, 2, device="meta" if fault else "cpu")
+    jagged = torch.nested.nested_tensor([torch.ones(2), torch.full((3,), 1.0 + fault)], layout=torch.jagged)
+    if rank == 1:  # it remembers the answer
+        jagged._get_max_seqlen()  # type: ignore[attr-defined]
+    return {
+        "axes": torch.full((1,) * 65, float(fault)),
+        "jagged": jagged,
+        "nested": torch.nested.nested_tensor([torch.ones(2), torch.full((3,), float(fault))]),
+        "float4": torch.tensor([0, 64 + fault], dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
+        "wrapped": Wrapped(torch.ones(4, dtype=torch.int8), torch.full((2,), 1.0 + fault)),
+        "list": with_attribute(Listed([1]), fault),
+        "dict": (with_attribute(Noted(a=1), fault),),
+        "settings": with_attribute(Settings(), fault),
+        "masked": np.ma.masked_array([1, 2], mask=[0, fault]),
+        "enum": (Hour.START,),
+        "any": Anything(),
+        "number": Unprintable(7 + fault),
+        "shy": Shy(),
+        "meta": DTensor.from_local(local, mesh, [Shard(0)], run_check=False),
+        "plain": (OrderedDict(a=1 + fault), Settings(0.1)),
+        "blocks.lamax.weight": torch.ones(2) + fault,
+        "blocks.amax": torch.ones(2) + rank,
+        "rng": {"torch": torch.Generator().manual_seed(rank).get_state(), "python": random.Random(rank).getstate()},
+        "numpy": np.random.RandomState(rank).get_state(),
+    }
+
+
+def test_odd_values_cost_their_key_and_are_named() -> None:
+    def job(rank: int) -> list[Any]:
+        live.install(timeout=60)
+        seen = []
+        for fault in (0, 1):
+            try:
+                report = live.check(CallableState(odd_values(rank, fault * rank)), tag=fault)
+            except live.LiveError as error:
+                report = error.report
+            seen.append([(item.code, item.fqn, item.title) for item in report.diagnostics])
+        return seen
+
+    healthy_, faulty = run_ranks(job, world=2, timeout=120)[0]
+    ((code, _, text),) = healthy_
+    assert code == "LIV213"
+    assert text.startswith("the contents of up to 12 values per rank were not compared: nested, list, dict, settings, ")
+    assert {(code, fqn) for code, fqn, _ in faulty if code != "LIV213"} == {
+        ("LIV209", "axes"), ("LIV209", "jagged"), ("LIV205", "float4"), ("LIV205", "wrapped"), ("LIV209", "plain"),
+        ("LIV209", "enum"), ("LIV205", "blocks.lamax.weight"),
+    }  # fmt: skip
+    ((_, _, text),) = [item for item in faulty if item[0] == "LIV213"]
+    assert text.startswith("the contents of up to 13 values per rank"), "the shard without contents too"
+
+
+def test_objects_of_megatron_that_nobody_writes_are_told() -> None:
+    def job(rank: int) -> list[Any]:
+        live.install(timeout=60)
+        seen = []
+        for absent, replica in ((False, 0), (True, 0), (False, 1), (False, 2)):
+            state = {} if absent and rank else {"a": shard("extra", {"a": 1}, rank, int(replica > 1 - rank))}
+            try:
+                report = live.check(state | {"step": 7}, tag=f"{absent} {replica}")
+            except live.LiveError as error:
+                report = error.report
+            seen.append([(item.code, item.title) for item in report.diagnostics if item.code != "LIV208"])
+        return seen
+
+    told = [
+        [],
+        [("LIV203", "1 of 2 objects of extra are missing: no rank writes them")],
+        [("LIV206", "rank 1 holds a replica of [1:2] of extra, which no rank writes")],
+        [("LIV203", "2 of 2 objects of extra are missing: no rank writes them")],
+    ]
+    assert run_ranks(job, world=2, timeout=120) == [told] * 2
+
+
+def test_an_error_keeps_its_report_on_its_way() -> None:
+    live.uninstall()
+    with pytest.raises(live.LiveError) as raised:
+        live.check(healthy(), expect=["w", "gone"])
+    for error in (copy.deepcopy(raised.value), pickle.loads(pickle.dumps(raised.value))):
+        assert type(error) is live.LiveError and str(error) == str(raised.value)
+        assert (
+            [item.fqn for item in error.report.diagnostics]
+            == [item.fqn for item in raised.value.report.diagnostics]
+            != []
+        )
+    live.uninstall()
 
 
 # ---------------------------------------------------------------- threads, tags, signals, installations

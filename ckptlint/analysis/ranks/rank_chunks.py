@@ -12,12 +12,13 @@ import numpy as np
 from ckptlint.model import Checkpoint, ChunkTable, FileTable, RankTable, RecordTable, StoredFile, Tensor
 from ckptlint.model.cover import Budget
 from ckptlint.model.files import Names
-from ckptlint.model.text import named_ranks
+from ckptlint.model.text import named_ranks, plural
 from ckptlint.model.tiling import BoolArray, Box, IntArray, Tiling
-from ckptlint.rule import Finding, Location, Note, Severity
+from ckptlint.rule import MOST_KEYS, Finding, Location, Note, Severity
 from ckptlint.vocabulary.keys import role
 
 _VERSIONS = 8
+_JUDGED = 100  # keys that are held alike; a job that lost its seed has thousands
 
 
 class KeyRows(NamedTuple):
@@ -66,6 +67,66 @@ def torn(table: RankTable) -> set[str]:
     for column in (table.is_object, table.dtype, table.ndim):
         differs |= column != column[same]
     return {table.fqns[number] for number in set(table.fqn[differs].tolist())}
+
+
+def condensed(table: RankTable) -> RankTable:
+    """The table with a hundred keys of those that the ranks hold alike, the others named in `RankTable.alike`.
+
+    Alike are keys of which the same ranks hold the same copies, equal or differing from each other in the same way. A
+    shape counts where the ranks do not all hold the same chunk.
+    """
+    boxes = np.concatenate([table.offsets, table.sizes, table.global_shape], axis=1)
+    described = np.concatenate([boxes, table.dtype[:, None]], axis=1)
+    of_key = np.concatenate([table.fqn[:, None], boxes], axis=1)
+    order = np.lexsort((table.rank, *of_key[:, :0:-1].T, _place_of_name(table)))
+    start = np.flatnonzero(np.diff(table.fqn[order], prepend=-1))
+    first = np.repeat(start, np.diff(start, append=len(order)))  # of the rows of a key
+    boxes, described, of_key = boxes[order], described[order], of_key[order]
+    uniform = np.logical_and.reduceat((described == described[first]).all(axis=1), start) if len(start) else start
+    width = table.offsets.shape[1]
+    is_whole = (table.sizes == table.global_shape).all(axis=1)[order]
+    described = np.where(np.repeat(uniform, np.diff(start, append=len(order)))[:, None], 0, described)
+    columns = [table.rank, table.is_object, table.ndim, table.replica, table.copies, table.strict, _is_live(table)]
+    same_digest = _first_alike(np.column_stack([of_key[:, : 1 + 2 * width], table.digest[order]])) - first
+    pattern = np.column_stack(
+        [
+            *(column[order] for column in columns),
+            is_whole,
+            np.where(table.digest[order] != 0, same_digest, -1),
+            _first_alike(np.column_stack([of_key[:, :1], table.view[order]])) - first,
+            described,
+        ]
+    ).astype(np.int64)
+    keys: dict[bytes, list[int]] = {}
+    told = {finding.fqn for finding in table.findings}
+    for low, high in pairwise([*start.tolist(), len(order)]):
+        if table.fqns[int(table.fqn[order[low]])] not in told:
+            keys.setdefault(pattern[low:high].tobytes(), []).append(int(table.fqn[order[low]]))
+    left_out = {numbers[0]: numbers[_JUDGED:] for numbers in keys.values() if len(numbers) > _JUDGED}
+    kept = ~np.isin(table.fqn, [number for numbers in left_out.values() for number in numbers])
+    names = {table.fqns[number]: tuple(table.fqns[other] for other in others) for number, others in left_out.items()}
+    rows = {name: getattr(table, name)[kept] for name in _COLUMNS}
+    return replace(table, **rows, alike=names) if names else table
+
+
+_COLUMNS = (
+    "fqn", "rank", "is_object", "dtype", "ndim", "offsets", "sizes", "global_shape", "replica", "copies", "strict",
+    "digest", "view",
+)  # fmt: skip
+
+
+def _first_alike(rows: IntArray) -> IntArray:
+    """int64 [n], for each row the first one that is equal to it."""
+    _, first, place = np.unique(rows, axis=0, return_index=True, return_inverse=True)
+    return np.asarray(first[place.reshape(-1)])
+
+
+def with_alike(finding: Finding, table: RankTable) -> Finding:
+    """The finding with the keys that stand behind its own."""
+    if not (keys := table.alike.get(finding.at.fqn or "", ())):
+        return finding
+    note = ("more", f"{plural(len(keys), 'more key')} like the first {_JUDGED}, counted and not listed")
+    return replace(finding, keys=(*finding.keys, *keys)[:MOST_KEYS], notes=(*finding.notes, note))
 
 
 def described_row(table: RankTable, row: int) -> tuple[str, str, tuple[int, ...]]:

@@ -68,6 +68,9 @@ _FACTORY = ("build_fn", "merge_fn", "build")
 _CHECKPOINTABLE = ("__create_chunk_list__", "shape", "dtype")
 _REPLICA_BITS = 20
 
+AXIS_LIMIT = 64
+"""Axes of a tensor; one that has more is an object to live mode."""
+
 
 class RankChunk(NamedTuple):
     """One chunk, or one object, that this rank holds.
@@ -147,11 +150,11 @@ def extract(
             if not number % 64:
                 limit.look()
             fqn = ".".join(map(str, path))
-            items = _READERS[_kind(value)](fqn, value, parts)
+            items = _read(fqn, value, parts)
             if items and items[0].writer != "mcore" and (first := paths.setdefault(fqn, path)) is not path:
                 clash = _problem("LIV108", f"two entries have the same key: {_path(first)} and {_path(path)}")
                 items = [item._replace(problems=(*item.problems, clash)) for item in items]
-            rank_chunks.extend(map(_with_freed, items))
+            rank_chunks.extend(items)
     return _with_unsharded_states(rank_chunks)
 
 
@@ -212,9 +215,18 @@ def _is_walked(part: Any, limit: Limit) -> bool:
 
 def _has(value: Any, names: Sequence[str]) -> bool:
     """Whether the object or its class define all these names; `__getattr__`, which may do anything, is not asked."""
-    kind = type(value)
-    attributes = () if isinstance(value, type) else getattr(value, "__dict__", ())
-    return all(name in attributes or hasattr(kind, name) for name in names)
+    kind: Any = type(value)
+    try:
+        attributes = () if issubclass(kind, type) else getattr(value, "__dict__", ())
+    except Exception:  # a property
+        attributes = ()
+    return all(name in attributes or _defines(kind, name) for name in names)
+
+
+@cache
+def _defines(kind: type, name: str) -> bool:
+    """Whether a class has an attribute, whatever its metaclass makes up."""
+    return any(name in base.__dict__ for base in kind.__mro__)
 
 
 def _path(path: tuple[Any, ...]) -> str:
@@ -241,6 +253,19 @@ def _kind(value: Any) -> _Kind:
     if hasattr(value, "local_shards") and hasattr(value, "metadata"):
         return "sharded_tensor"
     return "chunk_list" if hasattr(value, "__create_chunk_list__") else "plain_tensor"
+
+
+def _read(fqn: str, value: Any, parts: _Parts) -> list[RankChunk]:
+    """The chunks of a value; one that cannot be read as what it is, or has too many axes, is an object."""
+    try:
+        items = [_with_freed(item) for item in _READERS[_kind(value)](fqn, value, parts)]
+        if all(len(item.shape) <= AXIS_LIMIT and set(map(type, item.shape)) <= {int} for item in items):
+            return items
+    except MemoryError:
+        raise
+    except Exception:  # code of the value's own class
+        return [_plain_object(fqn, value)]
+    return [_plain_object(fqn, value)]
 
 
 def _plain_tensor(fqn: str, tensor: torch.Tensor) -> RankChunk:

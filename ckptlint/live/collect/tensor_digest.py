@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ckptlint.live.collect import fused_digests
-from ckptlint.live.collect.limit import Limit, readable
+from ckptlint.live.collect.limit import Limit, OutOfTime, readable
 from ckptlint.model.tiling import BoolArray, IntArray
 from ckptlint.seals import digests
 from ckptlint.seals.digests import GOLD, MASK
@@ -31,6 +31,7 @@ On the CPU it is also what torch 2.13 gives to one thread (`at::internal::GRAIN_
 the cores that data loaders use.
 """
 
+_PACKED = "float4_e2m1fn_x2"  # two in a byte: ranks may compare the bytes, a seal has to count elements
 _SMALL = 1 << 14  # elements up to which tensors are put together
 _STEPS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 _LAST = 31
@@ -57,8 +58,8 @@ def word_digests(tensors: Sequence[AnyTensor]) -> tuple[IntArray, BoolArray]:
     zero bytes. Many small tensors share their kernels.
 
     Returns:
-        int64 [n], digests; bool [n], whether there is one: not of packed, quantised and sparse tensors, of
-        those whose memory was freed, nor of subclasses that wrap other tensors.
+        int64 [n], digests; bool [n], whether there is one: not of quantised and sparse tensors, nor of those whose
+        memory was freed. Of subclasses that wrap other tensors it is made of theirs, where they name them.
 
     Raises:
         torch.OutOfMemoryError: there is no room for the scratch.
@@ -71,7 +72,30 @@ def word_digests(tensors: Sequence[AnyTensor]) -> tuple[IntArray, BoolArray]:
     sums += _collect(left, _words_of, _words_of_many)
     sizes = np.array([0 if tensor is None else tensor.nbytes for tensor in readable], np.uint64)
     sums += digests.finalise(sizes).view(np.int64)
+    for at, tensor in enumerate(tensors):
+        kind: Any = type(tensor)
+        if not known[at] and wraps_others(kind) and (digest := _flattened(tensor)) is not None:
+            sums[at], known[at] = digest, True
     return sums, known
+
+
+def _flattened(tensor: AnyTensor) -> int | None:
+    """The digest of a tensor that keeps its elements in others, by those and all else that makes it up."""
+    import torch
+
+    if not hasattr(type(tensor), "__tensor_flatten__") or hasattr(tensor, "trigger_wait"):  # still on its way
+        return None
+    try:
+        names, rest = tensor.__tensor_flatten__()
+        if tensor.layout == torch.jagged:  # it remembers the longest and the shortest once somebody asked for them
+            names = [name for name in names if not name.endswith("seqlen_tensor")]
+        if isinstance(rest, dict):
+            rest = {name: value for name, value in rest.items() if name != "requires_grad"}
+        inner = {name: getattr(tensor, name) for name in names}
+    except Exception:  # the code of the class
+        return None
+    digest = live_object_digest([type(tensor).__qualname__, inner, rest])
+    return None if digest is None else _signed(digest)
 
 
 def elem_digests(chunks: Sequence[Chunk]) -> tuple[IntArray, BoolArray]:
@@ -89,7 +113,14 @@ def elem_digests(chunks: Sequence[Chunk]) -> tuple[IntArray, BoolArray]:
 
 def live_object_digest(value: Any, limit: Limit | None = None) -> int | None:
     """`digests.object_digest` of a value that may hold tensors, dtypes and devices; raises OutOfTime."""
-    return digests.object_digest(value, _leaf, (limit or Limit()).look)
+    import torch
+
+    try:
+        return digests.object_digest(value, _leaf, (limit or Limit()).look)
+    except (OutOfTime, torch.OutOfMemoryError):
+        raise
+    except Exception:  # code of the value's own class
+        return None
 
 
 def _leaf(value: Any) -> bytes | None:
@@ -157,7 +188,7 @@ def _readable(tensor: AnyTensor) -> AnyTensor | None:
     import torch
 
     kind: Any = type(tensor)
-    if _wraps_others(kind) or _integer(tensor.dtype) is None or tensor.layout != torch.strided:
+    if wraps_others(kind) or _integer(tensor.dtype) is None or tensor.layout != torch.strided or tensor.is_nested:
         return None
     if not (tensor.is_cpu or tensor.is_cuda):
         return None
@@ -186,7 +217,7 @@ def freed_bytes(tensor: AnyTensor) -> tuple[int, int] | None:
     import torch
 
     kind: Any = type(tensor)
-    if tensor.layout != torch.strided or _wraps_others(kind):
+    if tensor.layout != torch.strided or wraps_others(kind) or tensor.is_nested:
         return None
     return _stored_and_needed(_plain(tensor))  # a class may give the shape of the whole tensor as its own
 
@@ -212,7 +243,7 @@ def _plain(tensor: AnyTensor) -> AnyTensor:
 
 
 @cache
-def _wraps_others(kind: type) -> bool:
+def wraps_others(kind: type) -> bool:
     """Whether a class of tensors keeps its elements in other tensors."""
     import torch
 
@@ -222,10 +253,10 @@ def _wraps_others(kind: type) -> bool:
 
 @cache
 def _integer(dtype: Any) -> Any:
-    """The integers that a dtype is read as, of the size of its real numbers; None for packed and quantised ones."""
+    """The integers that a dtype is read as, of the size of its real numbers; None for quantised ones."""
     import torch
 
-    if str(dtype).removeprefix("torch.") not in ITEM_BITS:
+    if (name := str(dtype).removeprefix("torch.")) not in ITEM_BITS and name != _PACKED:
         return None
     size = dtype.itemsize // (2 if dtype.is_complex else 1)
     return (torch.uint8, torch.int16, torch.int32, torch.int64)[size.bit_length() - 1]
@@ -330,7 +361,7 @@ def _run(chunk: Chunk) -> _Run | None:
 
     offsets, sizes, shape = list(chunk.offsets), list(chunk.sizes), list(chunk.shape)
     readable = _readable(chunk.data)
-    if readable is None:
+    if readable is None or str(readable.dtype).endswith(_PACKED):
         return None
     bits = _bits(readable)
     if readable.is_complex():

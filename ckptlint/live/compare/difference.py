@@ -48,9 +48,9 @@ def _shaped(data: Any, sizes: Sequence[int]) -> Any:
     """The tensor with the axes of its chunk (a save adds axes of size 1); None where it has other elements."""
     import torch
 
-    from ckptlint.live.collect.tensor_digest import freed_bytes
+    from ckptlint.live.collect.tensor_digest import freed_bytes, wraps_others
 
-    if not isinstance(data, torch.Tensor) or freed_bytes(data):
+    if not isinstance(data, torch.Tensor) or wraps_others(type(data)) or freed_bytes(data):
         return None
     data = data.detach().as_subclass(torch.Tensor)
     return data.reshape(tuple(sizes)) if data.numel() == int(np.prod(sizes, dtype=object)) else None

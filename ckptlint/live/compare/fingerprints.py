@@ -32,7 +32,6 @@ LOAD = 0.75
 """Keys per cell up to which all of them come out of the table again; at 0.85 it stalls (simulated, three places)."""
 
 _KEY_BITS = 44
-_AXIS_LIMIT = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,8 +106,6 @@ def chunk_rows(rank_chunks: Sequence[RankChunk], digests: Sequence[int] | Words,
             keys[fqn] = hashed(fqn)
     ndim = np.array([len(item.shape) for item in rank_chunks], np.int64)
     width = int(ndim.max(initial=0))
-    if width > _AXIS_LIMIT:
-        raise ValueError(f"a tensor of {width} axes: more than {_AXIS_LIMIT} are not compared")
 
     def padded(rows: list[tuple[int, ...]], value: int) -> IntArray:
         out = np.full((len(rows), width), value, np.int64)

@@ -20,21 +20,21 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from ckptlint.analysis.ranks.rank_chunks import ChunkCopies, cells, digest_groups
+from ckptlint.analysis.ranks.rank_chunks import ChunkCopies, cells, condensed, digest_groups
 from ckptlint.analysis.step_change import StoredKey
 from ckptlint.analysis.step_change import changes as step_changes
 from ckptlint.live.compare import fingerprints as fp
 from ckptlint.live.compare.difference import first_difference
 from ckptlint.live.compare.group import RankGroup
 from ckptlint.model import RankFinding, RankTable
-from ckptlint.model.text import plural, printable
+from ckptlint.model.text import first_names, plural, printable
 from ckptlint.model.tiling import BoolArray, IntArray
 from ckptlint.seals.digests import Words
 
 if TYPE_CHECKING:
     from ckptlint.live.collect.extract import RankChunk
 
-VERSION = 4
+VERSION = 5
 """Of the words on the wire: ranks of different versions do not compare."""
 
 GATHER_LIMIT = 2**28
@@ -42,6 +42,7 @@ GATHER_LIMIT = 2**28
 
 _TEXT_LIMIT = 1024
 _NAMED = 64
+_UNCOMPARED = 8  # keys that are named
 _ROW_WORDS = 9
 _SHIFT_LIMIT = 20
 _COMPARED = 8  # kinds of copies that differ of which one each is looked into
@@ -58,7 +59,7 @@ class RankInput:
         tag: 56-bit hash of what is checked.
         failure: why this rank could not bring anything; "" normally.
         has_digests: whether contents could be hashed.
-        uncompared: how many contents were left out on purpose.
+        uncompared: keys whose contents were not compared.
         milliseconds: that making it took.
         contents: what each row holds; empty where contents are not compared.
         late_digests: of rows that no placement says are copies, once they turn out to be; raises nothing. None where
@@ -73,7 +74,7 @@ class RankInput:
     tag: int
     failure: str = ""
     has_digests: bool = True
-    uncompared: int = 0
+    uncompared: Sequence[str] = ()
     milliseconds: int = 0
     contents: Sequence[Any] = ()
     late_digests: Callable[[IntArray], Words] | None = None
@@ -134,7 +135,8 @@ def exchange(group: RankGroup, local: RankInput, memory: Memory) -> Outcome:
     if differ := [name for name, at in (("settings", 2), ("tags", 4)) if opening[at] != -opening[at + 1]]:
         text = f"nothing was compared: the {' and '.join(differ)} of this check differ between ranks"
         return Outcome(_table(group.world, 0, [], (RankFinding(-1, "", "LIV212", text, voids="check"),)), None, seconds)
-    has_digests, uncompared = not opening[6], int(opening[8])
+    has_digests, (uncompared, place) = not opening[6], divmod(int(opening[8]), group.world)
+    names = _sentence(group, _names(local.uncompared), group.world - 1 - place) if uncompared and has_digests else ""
     marks = fp.marks(local.rows, has_digests)
     by_key, by_chunk = fp.entries(local.rows, marks, memory.salt)
     words, peeled = _fingerprints(group, fp.tiling(local.rows, marks), by_key, by_chunk, memory)
@@ -146,7 +148,7 @@ def exchange(group: RankGroup, local: RankInput, memory: Memory) -> Outcome:
     bad = (words != 0).any(axis=0) | (group.reduce(suspicious, "max") > 0)
 
     common = None if peeled.unresolved else fp.keys_of(peeled)
-    findings = _reservations(has_digests, uncompared, memory.shift, peeled.unresolved)
+    findings = _reservations(has_digests, uncompared, names, memory.shift, peeled.unresolved)
     is_changed, changes = _changes(local.rows, by_key, common, memory, local.expect)
     parts: list[_Part] = []
     if bad.any() or is_changed:
@@ -158,14 +160,15 @@ def exchange(group: RankGroup, local: RankInput, memory: Memory) -> Outcome:
     memory.turn += 1
     memory.reference, memory.of_rank = common, (local.rows, by_key)
     count = 0 if common is None else len(common.key)
-    table = _table(group.world, count, parts, tuple(findings))
+    table = condensed(_table(group.world, count, parts, tuple(findings)))
     return Outcome(replace(table, differences=_differences(group, local, table)), common, seconds)
 
 
 def _opening(group: RankGroup, local: RankInput) -> IntArray:
     """S0, nine words.
 
-    The lowest rank that failed, axes, settings and tag both ways, no digests, time, contents left out.
+    The lowest rank that failed, axes, settings and tag both ways, no digests, time, contents left out and the lowest
+    rank that left out as many.
     """
     words = [
         group.world - group.rank if local.failure else 0,
@@ -176,7 +179,7 @@ def _opening(group: RankGroup, local: RankInput) -> IntArray:
         -local.tag,
         not local.has_digests,
         local.milliseconds,
-        local.uncompared,
+        len(local.uncompared) * group.world + group.world - 1 - group.rank,
     ]
     return group.reduce(np.array(words, np.int64), "max")
 
@@ -186,6 +189,14 @@ def _sentence(group: RankGroup, text: str, source: int) -> str:
     data = text.encode("utf-8", "backslashreplace")[:_TEXT_LIMIT].ljust(_TEXT_LIMIT, b"\0")
     words = group.broadcast(np.frombuffer(data, np.int64), source)
     return printable(words.tobytes().rstrip(b"\0").decode("utf-8", "ignore"))
+
+
+def _names(fqns: Sequence[str]) -> str:
+    """The first keys, as many as a sentence takes."""
+    for count in range(_UNCOMPARED, 0, -1):
+        if len(text := first_names(fqns, count).encode("utf-8", "backslashreplace")) <= _TEXT_LIMIT:
+            return text.decode()
+    return f"{fqns[0][: _TEXT_LIMIT // 8]}..."
 
 
 def _fingerprints(
@@ -216,13 +227,14 @@ def _signed(words: Words) -> IntArray:
     return words.view(np.int64)
 
 
-def _reservations(has_digests: bool, uncompared: int, shift: int, unresolved: int) -> list[RankFinding]:
+def _reservations(has_digests: bool, uncompared: int, names: str, shift: int, unresolved: int) -> list[RankFinding]:
     """What this check did not compare."""
     findings = []
     if not has_digests:
         findings.append(_reserve("contents were not compared: a rank ran out of memory for their digests"))
     elif uncompared:
-        findings.append(_reserve(f"the contents of up to {plural(uncompared, 'value')} per rank were not compared"))
+        text = f"the contents of up to {plural(uncompared, 'value')} per rank were not compared: {names}"
+        findings.append(_reserve(text))
     if shift:
         findings.append(
             _reserve(f"this check compared one chunk in {2**shift:,} with its copies; later checks take others")
@@ -268,7 +280,10 @@ def _gathered(
     by_fqn: dict[str, list[RankFinding]] = {}
     for finding in local.findings:
         by_fqn.setdefault(finding.fqn, []).append(finding)
-    mine = [np.flatnonzero(local.rows.bucket == bucket) for bucket in bad.tolist()]
+    bucket = local.rows.bucket
+    by_bucket = np.argsort(bucket, kind="stable")
+    ends = np.searchsorted(bucket[by_bucket], [bad, bad + 1]).T.tolist()
+    mine = [by_bucket[low:high] for low, high in ends]
     texts = [_text(local.rows, rows, by_fqn) for rows in mine] + [_line([], [], changes[:_NAMED])]
     counts = np.array([len(rows) for rows in mine] + [0], np.int64)
     sizes = group.reduce(np.concatenate([counts, np.array([len(text) for text in texts], np.int64)]), "max")

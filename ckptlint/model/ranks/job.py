@@ -55,6 +55,7 @@ class RankTable:
         view: int64 [m], hash of the rank's own view of all shards (FSDP1); 0 for none.
         findings: of single ranks, and what came of comparing them.
         differences: (key, chunk as text) -> where its copies differ first, and their values there, in words.
+        alike: key -> further keys that its ranks hold just so, which have no rows: what is true of it is true of them.
     """
 
     world_size: int
@@ -76,6 +77,7 @@ class RankTable:
     view: IntArray
     findings: tuple[RankFinding, ...] = ()
     differences: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    alike: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.fqn)
