@@ -175,6 +175,7 @@ class Finding:
             hint=hint,
             detail=problem.detail,
             lost_files=problem.lost_files,
+            of_run=problem.of_run,
         )
 
 

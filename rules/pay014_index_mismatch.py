@@ -103,15 +103,26 @@ def _misplaced(index: WeightIndex, stored_keys: KeysByFile, instead: Mapping[str
         is_absent = file in index.absent
         homes = sorted({other for key in lost for other in files_of_key.get(key, ())})
         is_stored = all(key in files_of_key for key in lost)
+        present = stored_keys.get(file, {}).keys()
+        is_moved = bool(present) and any(present == others for name, others in wanted.items() if name != file)
+        names = ", ".join(homes[:_SHOWN])
         yield Finding(
-            f"{index.file} places {_keys_text(lost)} in {file}, which "
-            f"{'is missing' if is_absent else 'does not hold ' + ('it' if len(lost) == 1 else 'them')}",
+            f"{file} is missing: {index.file} places {_keys_text(lost)} in it"
+            if is_absent
+            else f"{index.file} places {_keys_text(lost)} in {file}, which does not hold "
+            f"{'it' if len(lost) == 1 else 'them'}",
             at=Location(file=file, label=f"{index.file}: {file}"),
             identity=(file, *lost[:MOST_KEYS]),
             keys=tuple(lost[:MOST_KEYS]),
             notes=_key_note(lost),
-            hint=f"write the index again from the headers: {'it lies' if len(lost) == 1 else 'they lie'} in "
-            f"{', '.join(homes[:_SHOWN])}"
+            why="a loader that follows the index does not find these tensors"
+            if is_stored
+            else "no tensor in a missing file can be loaded"
+            if is_absent
+            else "",
+            hint=f"swap back files that changed places: what the index places here lies in {names}"
+            if is_moved and homes
+            else f"write the index again from the headers: {'it lies' if len(lost) == 1 else 'they lie'} in {names}"
             if homes
             else instead.get(file) or "copy the file again from where the model was written",
             group="absent" if is_absent else "lacking",

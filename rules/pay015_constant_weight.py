@@ -209,11 +209,13 @@ def _constant_weights(
 def _constant_model(ckpt: Checkpoint, payload: PayloadTable, peers: Sequence[_Weight]) -> Finding:
     """The finding that every weight matrix of the model holds the same value."""
     first = peers[0]
-    what = "0" if not first.value else f"the same, {first.value:.3g} in magnitude"
-    message = f"every value{{of}} is {what}, as in all {len(peers):,} weight matrices"
+    what = "0" if not first.value else f"one value, {first.value:.3g} in magnitude"
+    message = f"all {len(peers):,} weight matrices are {what}: convert or save the model again"
     doubt = _doubt(ckpt, payload, peers, first, first.rows)
     file_note = "no model starts with one value everywhere, and no training leads to it"
-    return _finding(ckpt, first.param, first.rows, message, _box_around(first), (("file", file_note), ("doubt", doubt)))
+    notes = (("file", file_note), ("doubt", doubt))
+    finding = _finding(ckpt, first.param, first.rows, message, _box_around(first), notes)
+    return replace(finding, why="the model computes nothing, and no checksum shows it: the records are whole")
 
 
 def _constant_names(ckpt: Checkpoint, payload: PayloadTable, groups: Sequence[Sequence[_Weight]]) -> Iterator[Finding]:

@@ -171,7 +171,10 @@ def _output(value: str, checked: Sequence[str]) -> tuple[str, Path]:
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[OPTIONS AND PATHS OF check]")
 def config(format_: str, arguments: tuple[str, ...]) -> None:
     """Show the settings of `check`, and where each comes from: default, file, environment or option."""
+    from ckptlint.depth import Depth
+    from ckptlint.lint.request import FAILS
     from ckptlint.lint.settings_file import every_rule, key_ignores
+    from ckptlint.payload.reading import default_reading
 
     context = check.make_context("check", [*arguments], parent=click.get_current_context().parent)
     found, checked = context.obj
@@ -185,9 +188,11 @@ def config(format_: str, arguments: tuple[str, ...]) -> None:
         ParameterSource.ENVIRONMENT: "environment",
     }
     rows = {}
+    by_default = {"fail-on": context.invoke(_level) or FAILS["report"], "jobs": default_reading(Depth.DATA).jobs}
     for option in CHECK_OPTIONS:
         source = sources.get(context.get_parameter_source(option.variable), "option")
-        rows[option.name] = (context.params[option.variable], source)
+        value = context.params[option.variable]
+        rows[option.name] = (by_default.get(option.name) if value is None else value, source)
     click.echo(_in_force(found, rows, known, format_))
 
 
@@ -214,7 +219,7 @@ def _in_force(settings: Settings, rows: Mapping[str, tuple[Any, str]], rules: Se
         return json.dumps(document, indent=2)
     from ckptlint.model.text import table
 
-    cells = [(name, json.dumps(value), source) for name, (value, source) in shown.items()]
+    cells = [(name, "none" if value is None else json.dumps(value), source) for name, (value, source) in shown.items()]
     lines = [table(cells, ("setting", "value", "from")), ""]
     lines += [f"ignored: {item['keys']} {', '.join(item['rules'])}: {item['reason']}" for item in ignores]
     lines += [f"plug-in: {name}" for name in settings.plugins]

@@ -30,7 +30,7 @@ from ckptlint.storage.writing import checked_target
 @click.option("--values", is_flag=True, help="Read both, and compare the contents of tensors under any name.")
 @click.option("--select", multiple=True, metavar="GLOB", help="With --values, compare only tensors that match.")
 @click.option("--ignore", multiple=True, metavar="GLOB", help="With --values, leave out tensors that match.")
-@click.option("--adapter", metavar="DIR", help="With --values, a LoRA adapter: NEW should be OLD with it merged in.")
+@click.option("--adapter", metavar="DIR", help="A LoRA adapter: NEW should be OLD with it merged in. Implies --values.")
 @click.option("--jobs", type=click.IntRange(1, 64), metavar="N", help="With --values, how many threads read.")
 @click.option("--html", type=OUTPUT, help="With --values, also write a page.")
 @click.option("--format", "format_", type=click.Choice(["text", "json"]), default="text", show_default=True)
@@ -55,8 +55,9 @@ def diff(
     Exit codes: 0 the same (with --values: proven), 1 different, or one is unsafe or unreadable, 2 wrong use, 3 no
     checkpoint there, 4 not read.
     """
-    if not values and (select or ignore or adapter or jobs or html):
-        raise click.UsageError("--select, --ignore, --adapter, --jobs and --html need --values")
+    values = values or adapter is not None
+    if not values and (select or ignore or jobs or html):
+        raise click.UsageError("--select, --ignore, --jobs and --html need --values")
     if html is not None:
         checked_target(html, (old, new, adapter or old))
     style = terminal_style(color, False, 0, 0, False)

@@ -26,7 +26,7 @@ _FILES = 2  # named in a label
 @click.command(context_settings=ENVIRONMENT)
 @click.argument("path")
 @click.argument("fqn")
-@click.option("--axis", type=click.IntRange(min=0), help="Draw this axis.  [default: those that are cut]")
+@click.option("--dim", "axis", type=click.IntRange(min=0), help="Draw this dim.  [default: those that are cut]")
 @click.option(
     "--format",
     "format_",
@@ -35,11 +35,11 @@ _FILES = 2  # named in a label
     show_default=True,
 )
 def graph(path: str, fqn: str, axis: int | None, format_: str) -> None:
-    """Draw the chunks of one tensor as a graph: on each axis, which intervals they cover and where one is missing.
+    """Draw the chunks of one tensor as a graph: on each dim, which intervals they cover and where one is missing.
 
     Two intervals are joined where one ends and the next starts.
 
-    Exit codes: 0 drawn, 1 unsafe or unreadable, 2 no such tensor or axis, 3 no checkpoint there, 4 not read.
+    Exit codes: 0 drawn, 1 unsafe or unreadable, 2 no such tensor or dim, 3 no checkpoint there, 4 not read.
     """
     checkpoints = list(described_or_exit(path, files=True, partial=True).values())
     found = [(ckpt, ckpt.tensors[key]) for ckpt in checkpoints for key in (fqn, printable(fqn)) if key in ckpt.tensors]
@@ -77,8 +77,8 @@ def drawing(ckpt: Checkpoint, tensor: Tensor, axis: int | None) -> nx.DiGraph[st
         raise ConfigError(f"the chunks of {tensor.fqn} do not fit its shape: run `ckptlint {ckpt.path}`")
     rank = len(tensor.global_shape)
     if axis is not None and not 0 <= axis < rank:
-        axes = "no axes" if not rank else f"the axes 0 to {rank - 1}" if rank > 1 else "only axis 0"
-        raise ConfigError(f"{tensor.fqn} has no axis {axis}: its shape {list(tensor.global_shape)} has {axes}")
+        axes = "no dims" if not rank else f"the dims 0 to {rank - 1}" if rank > 1 else "only dim 0"
+        raise ConfigError(f"{tensor.fqn} has no dim {axis}: its shape {list(tensor.global_shape)} has {axes}")
     cut = [a for a in range(rank) if len(tensor.tiling.intervals(a)) > 1 or _has_gap(tensor, a)]
     graph: nx.DiGraph[str] = nx.DiGraph(fqn=tensor.fqn, dtype=tensor.dtype, shape=str(list(tensor.global_shape)))
     for a in [axis] if axis is not None else cut or list(range(min(rank, 1))):

@@ -228,7 +228,8 @@ class _Bar:
             from ckptlint.model.text import human_bytes
 
             return f"{human_bytes(amount)}, {human_bytes(int(rate))}/s"
-        return f"{amount:,} {self.unit}, {rate:,.0f}/s"
+        unit = self.unit.removesuffix("s") if amount == 1 else self.unit
+        return f"{amount:,} {unit}" + (f", {rate:,.0f}/s" if rate >= 1 else "")
 
     def close(self) -> None:
         """End the line of the bar."""

@@ -24,6 +24,9 @@ from ckptlint.payload.tensor_bytes import TensorBytes
 from ckptlint.seals.digests import Words
 from ckptlint.seals.row_hashes import Bits, comparable, matrix
 
+ROUNDED_WITHIN = "equal after rounding to bfloat16, stored as float32"
+"""What is said of a tensor that lost half of its bits and kept its dtype: a load cannot know it, so it is no match."""
+
 _WIDEST = 2**24  # most columns of a tensor that is read again
 _RUNS = 4  # most runs of rows that a sentence names
 
@@ -74,6 +77,8 @@ def _with_differences(match: Match, sides: tuple[Side, Side], holders: _Holders)
     notes = [] if is_all and not ends else [_where(rows, columns, a.shape, sides[1].stored) + ends]
     if distance is None:
         return replace(match, notes=(*match.notes, *notes))
+    if distance.is_rounded:
+        return replace(match, notes=(*match.notes, ROUNDED_WITHIN), change=distance.change, cosine=distance.cosine)
     if relation := distance.line.text:
         notes.append(relation)
     elif notes:

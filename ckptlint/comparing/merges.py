@@ -144,7 +144,7 @@ def _of_base(match: Match, judged: Mapping[str, Match]) -> Match:
     if match.old and match.old[0] in judged:
         return judged[match.old[0]]
     if match.relation == "differ":
-        return replace(match, notes=(*match.notes, "the adapter does not change it"))
+        return replace(match, notes=(*match.notes, "the adapter has nothing for it, so it should be equal"))
     return match
 
 

@@ -82,7 +82,7 @@ def header_length(start: bytes, size: int) -> int:
     if not start:
         raise UnreadableError("is empty (0 bytes)", 0)
     if len(start) < 8:
-        raise UnreadableError(f"ends after {len(start)} bytes, before the length of its header", 0)
+        raise UnreadableError(f"is cut short: {len(start)} B are there, its header is not", 0)
     length = int.from_bytes(start[:8], "little")
     if start[8:].lstrip(_SPACES)[:1] not in (b"{", b""):
         raise UnreadableError("does not start like a safetensors file: its header is not a JSON object", 8)

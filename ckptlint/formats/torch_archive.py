@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ckptlint.errors import ForeignError, LimitError, ScriptError, UnreadableError
-from ckptlint.model.text import printable
+from ckptlint.model.text import human_bytes, printable
 
 MEMBERS_LIMIT = 65_535
 """Most members of one record; an optimizer state that was not flattened has one for each of its tensors."""
@@ -311,6 +311,8 @@ def read_archive(read: Read, size: int) -> Archive:
         or the file's stem; names are looked up without regard to case
     """
     [tail] = read([(max(size - _TAIL, 0), min(size, _TAIL))])
+    if _is_cut(tail):
+        raise UnreadableError(f"is cut short: {human_bytes(size)} are there, the end of its archive is not", size)
     directory = read_end(tail[-END_SIZE:], size)
     if directory.size > DIRECTORY_LIMIT:
         raise LimitError(f"has a directory of {directory.size:,} bytes, the limit is {DIRECTORY_LIMIT:,}")
@@ -339,6 +341,13 @@ def read_archive(read: Read, size: int) -> Archive:
     if contents.get("byteorder", b"little") != b"little":  # numbers would be read in the wrong order
         raise UnreadableError("holds numbers in big-endian order, which ckptlint does not read")
     return Archive(members, limits, contents["data.pkl"])
+
+
+def _is_cut(tail: bytes) -> bool:
+    """Whether an archive stops before its end records; one that ends in zeros, or goes on after them, does not."""
+    at = tail.rfind(b"PK\5\6")
+    has_end = 0 <= at <= len(tail) - _PLAIN_END.size or tail[-42:-38] == b"PK\6\7"
+    return not has_end and any(tail[-_PLAIN_END.size :])
 
 
 def member_data(raw: bytes, member: Member, limit: int) -> bytes:

@@ -142,7 +142,7 @@ def mesh_note(ckpt: Checkpoint, tensor: Tensor, region: Box) -> str:
         elif len(inside) < count:
             crossing.append(f"{shards} of {count} on {name}")
     if crossing and not parts:
-        parts.append("no axis lacks a shard; what is missing is " + " x ".join(crossing))
+        parts.append("no dim lacks a shard; what is missing is " + " x ".join(crossing))
     elif crossing:
         parts.append("at " + " x ".join(crossing))
     return "; ".join(parts)

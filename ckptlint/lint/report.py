@@ -259,6 +259,12 @@ class CheckpointReport:
         return [code for code, why in self.not_run.items() if why == reason]
 
     @property
+    def needing_the_rest(self) -> list[str]:
+        """Codes of the rules that could not run because files of the save are missing or not read."""
+        reason = self.checkpoint.partial_because
+        return [code for code, why in self.not_applicable.items() if reason and why == reason]
+
+    @property
     def is_incomplete(self) -> bool:
         """Whether a rule ended in an error, or something could not be judged; findings that fail the run go first."""
         problems = self.checkpoint.problems

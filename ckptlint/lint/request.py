@@ -30,7 +30,7 @@ AUTO = "auto"
 CHEAP_BYTES = 512 * 1024**2
 """What a reader takes about two seconds for, from a local disk."""
 
-_FAILS: dict[Purpose, FailOn] = {"report": "warning", "job": "warning", "resume": "error", "delete": "warning"}
+FAILS: dict[Purpose, FailOn] = {"report": "warning", "job": "warning", "resume": "error", "delete": "warning"}
 """What fails a step where nobody says another: to resume from an older step costs days, to delete a good one more."""
 
 
@@ -84,12 +84,12 @@ class Request(NamedTuple):
         """
         paths = tuple(paths)
         given = {name: value for name, value in options.items() if value is not None and value != () and value != []}
-        fail_on: FailOn = given.get("fail-on") or settings.fail_on or _FAILS[purpose]
+        fail_on: FailOn = given.get("fail-on") or settings.fail_on or FAILS[purpose]
         if fail_on not in get_args(FailOn):
             raise ConfigError(f"there is no level {fail_on!r} to fail on: {', '.join(get_args(FailOn))}")
         chooses = purpose in ("resume", "delete")
         if chooses:
-            fail_on = min(fail_on, _FAILS[purpose], key=get_args(FailOn).index)
+            fail_on = min(fail_on, FAILS[purpose], key=get_args(FailOn).index)
         said = {**settings.options, **given}
         if purpose == "delete":
             said = {name: value for name, value in said.items() if name not in LOOSENING}

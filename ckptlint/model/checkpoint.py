@@ -204,6 +204,7 @@ class Problem:
         fqn: the key concerned, if one is.
         blocks: whether the description of the tensors, or of a file's tensors, is missing because of it.
         outside_checkpoint: whether what is unsupported or unreadable is next to a checkpoint that loads without it.
+        of_run: whether it is a fault of the run around a step, for which no step fails.
         unknown: the names it is about, where a user who knows their packages may vouch for them.
         lost_files: all files that are missing, by the ranks that wrote them.
     """
@@ -217,6 +218,7 @@ class Problem:
     fqn: str | None = None
     blocks: bool = False
     outside_checkpoint: bool = False
+    of_run: bool = False
     unknown: tuple[str, ...] = ()
     lost_files: LostFiles = ()
 

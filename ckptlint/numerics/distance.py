@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptlint.numerics.decode import Numbers, decoded
-from ckptlint.seals.row_hashes import Bits
+from ckptlint.seals.row_hashes import Bits, canonical, rounded
 
 ROUNDING = {"float64": 2**-52, "float32": 2**-23, "float16": 2**-11, "bfloat16": 2**-8}
 """By how much, relatively, a number may be off that was rounded to a dtype."""
@@ -59,6 +59,12 @@ class Line:
         return f"{relation} {value:.6g}"
 
 
+def _is_rounded(old: Bits, new: Bits) -> bool:
+    narrow = rounded(old, "float32", "bfloat16")
+    wide = None if narrow is None else rounded(narrow, "bfloat16", "float32")
+    return wide is not None and np.array_equal(canonical(wide, "float32"), new)
+
+
 @dataclass(slots=True)
 class Distance:
     """The distance between two tensors.
@@ -69,6 +75,7 @@ class Distance:
         count: number of differing elements.
         lost: number of elements that became NaN or infinite.
         largest: largest absolute difference; NaN for dtypes without numbers.
+        is_rounded: whether new is old rounded to bfloat16 and stored as float32.
         squares: float64 [4], sums of squares of the difference, of old and of new, and of the product old * new.
     """
 
@@ -77,6 +84,7 @@ class Distance:
     count: int = 0
     lost: int = 0
     largest: float = 0.0
+    is_rounded: bool = True
     squares: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(4))
     line: Line = field(default_factory=Line)
 
@@ -85,6 +93,7 @@ class Distance:
         is_off = old != new
         self.count += int(np.count_nonzero(is_off))
         self.is_off |= is_off.any(axis=0)
+        self.is_rounded = self.is_rounded and self.dtype == "float32" and _is_rounded(old, new)
         numbered = decoded(old, self.dtype), decoded(new, self.dtype)
         if numbered[0] is None or numbered[1] is None:
             self.largest = nan

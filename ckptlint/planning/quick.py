@@ -265,7 +265,7 @@ class _Cutter:
         if axis is None:
             return []
         if tensor is param.tensor:  # one guess for the parameter covers its states
-            self._guess(f"tp cuts axis {axis}, as is usual for such a tensor", tensor.fqn)
+            self._guess(f"tp cuts dim {axis}, as is usual for such a tensor", tensor.fqn)
         return [(axis, self._runs(key, tensor, axis) if self.ckpt.is_torch_dist else 1)]
 
     def _by_role(self, param: Param) -> int | None:

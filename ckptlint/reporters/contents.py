@@ -267,7 +267,7 @@ def _map(ckpt: Checkpoint, tensor: Tensor, names_alike: list[str], style: Style)
         lines = draw(ckpt, grid, region, style.ascii_only, style.width - 2, style.lost)
         yield from (f"  {line}".rstrip() for line in lines)
     elif tensor.malformed:
-        yield "  the chunks have a different number of axes from the tensor"
+        yield "  the chunks have a different number of dims from the tensor"
     else:
         files = dict.fromkeys(ckpt.chunk_file(tensor, row) or "stored nowhere" for row in range(len(tensor.chunks)))
         yield "  " + (", ".join(list(files)[:_LISTED]) or "stored in no chunk")

@@ -24,6 +24,7 @@ from ckptlint.model.text import (
     ranges,
     shape_text,
     table,
+    verb,
 )
 from ckptlint.model.tiling import Box
 from ckptlint.reporters.style import Style, cut, cut_names
@@ -427,13 +428,22 @@ def _verdict(report: Report, verbose: bool) -> list[tuple[str, str, str]]:
     if counts:
         where = f" in {plural(len(report.checkpoints), 'checkpoint')}" if several else ""
         head = f"{', '.join(counts)}{where}{_set_aside(report)}."
-        sentences.append(("error" if report.counts["error"] else "warning", head, f" {_ran(report, _judged(report))}."))
+        kind = "error" if report.counts["error"] else "warning"
+        if report.exit_code == 0:  # by an option
+            does = verb(report.counts["error"] + report.counts["warning"], "does")
+            kind, head = "good", f"Passed: {head.removesuffix('.')} {does} not fail (--fail-on {report.fail_on})."
+        sentences.append((kind, head, f" {_ran(report, _judged(report))}."))
         codes = (g.lead.code for part in report.checkpoints for g in part.groups if g.lead.severity > Severity.INFO)
         first = next(chain((cause.name for part in report.checkpoints for cause in part.causes), codes))
         sentences.append(("", "", f"`ckptlint explain {first}` shows more.{_other_steps(report)}"))
     if failed:
-        verb = "rule did not finish" if len(failed) == 1 else "rules did not finish"
-        sentences.append(("error", f"{len(failed)} {verb}: {', '.join(failed)}. The verdict is incomplete.", ""))
+        sentences.append(
+            (
+                "error",
+                f"{plural(len(failed), 'rule')} did not finish: {', '.join(failed)}. The verdict is incomplete.",
+                "",
+            )
+        )
     elif report.is_incomplete and not report.fails:
         sentences.append(("error", "The verdict is incomplete.", ""))
     if report.not_found:
@@ -472,6 +482,8 @@ def _blocked(report: Report) -> Iterator[str]:
             why = f"{need} {'the state dict of every rank' if report.is_live else f'a readable {ckpt.metadata_file}'}"
             why = "not a checkpoint that ckptlint checks" if ckpt.format == "unsupported" else why
             alike.setdefault((count, why), []).append(part.checkpoint.path)
+        if count := len(selected.intersection(part.needing_the_rest)):
+            alike.setdefault((count, part.checkpoint.partial_because), []).append(part.checkpoint.path)
     for (count, why), paths in alike.items():
         where = f" on {', '.join(cut(path) for path in fold_names(paths))}" if len(report.checkpoints) > 1 else ""
         yield f"{plural(count, 'rule')} could not run{where}: {why}."

@@ -9,6 +9,7 @@ from math import isfinite, prod
 from statistics import median
 
 from ckptlint.analysis.movement import astray
+from ckptlint.comparing.locate_differences import ROUNDED_WITHIN
 from ckptlint.comparing.match import Match, Relation
 from ckptlint.comparing.values import Values
 from ckptlint.model.text import first_names, human_bytes, plural, verb
@@ -90,7 +91,7 @@ def _groups(matches: list[Match]) -> list[list[Match]]:
     alike: dict[tuple[object, ...], list[Match]] = defaultdict(list)
     for match in matches:
         names = tuple(role(starred(name)) for name in (*match.old, "", *match.new))
-        if match.relation in ("equal", "rounded"):
+        if match.relation in ("equal", "rounded") or ROUNDED_WITHIN in match.notes:
             names = ("",)
         elif match.relation == "absent":
             names = (parse((match.old or match.new)[0]).kind, "old" if match.old else "new")
@@ -144,6 +145,9 @@ def _lines(words: str, members: list[Match], found: Values, style: Style) -> lis
 def values_verdict(found: Values) -> tuple[str, str, bool]:
     """`Proven`, `Not proven`, or `Moved` for two steps of a run; the rest of the sentence; whether nothing is wrong."""
     count, whole = found.proven
+    merged = sum(len(match.old) for match in found.matches if match.relation == "merged")
+    if found.exit_code == 0 and merged:
+        return "Proven", f"NEW is OLD with the adapter merged in: {merged:,} merged, {count - merged:,} equal.", True
     if found.exit_code == 0:
         return "Proven", f"{plural(count, 'tensor')} of {whole:,} {verb(count, 'holds')} the same values.", True
     moved = {one.fqn: one.change for one in found.movements if one.change}

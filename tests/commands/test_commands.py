@@ -74,7 +74,7 @@ def test_unsafe_or_unreadable_input_is_exit_1_with_a_sentence(command: str, name
         (["show", str(REAL / "edit_base"), "nothing*"], 2),
         (["show", str(REAL / "edit_base"), "--tree", "--format", "json"], 2),
         (["graph", str(REAL / "edit_base"), "nothing"], 2),
-        (["graph", str(REAL / "edit_base"), UP, "--axis", "2"], 2),
+        (["graph", str(REAL / "edit_base"), UP, "--dim", "2"], 2),
         (["graph", str(REAL / "rank_mismatch"), UP], 2),
         (["graph", str(REAL / "edit_base"), UP, "--format", "png"], 2),
     ],
@@ -266,7 +266,7 @@ def load(name: str) -> Checkpoint:
 
 
 def test_mermaid_of_a_hole_is_the_sample_of_the_documentation() -> None:
-    done = invoke("graph", REAL / "fsdp2_4r_hole", W1, "--axis", "0", "--format", "mermaid")
+    done = invoke("graph", REAL / "fsdp2_4r_hole", W1, "--dim", "0", "--format", "mermaid")
     assert done.output == (
         'graph LR\n  a["0:3<br/>__0_0"] --> b["3:6<br/>__1_0"]\n  b -. "6:9 missing" .-> c["9:10<br/>__3_0"]\n'
     )
@@ -337,7 +337,7 @@ def test_several_axes_are_apart(tmp_path: Path) -> None:
     text = invoke("graph", folder, "w", "--format", "mermaid").output
     assert text.count("subgraph") == text.count("  end\n") == 2
     assert '"0:2<br/>__0_0, __1_0"' in text
-    assert invoke("graph", folder, "w", "--axis", "1").output.count("subgraph") == 1
+    assert invoke("graph", folder, "w", "--dim", "1").output.count("subgraph") == 1
 
 
 # ---------------------------------------------------------------- completion

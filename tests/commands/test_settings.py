@@ -474,6 +474,14 @@ def test_config_as_text(here: Path) -> None:
     assert lines[-1] == ["file:", "ckptlint.toml"]
 
 
+def test_config_shows_the_value_in_force(here: Path) -> None:
+    text = run("config", cwd=here).stdout
+    assert "null" not in text and '"warning"' in text
+    settings = json.loads(run("config", "--format", "json", "--exit-zero", cwd=here).stdout)["settings"]
+    assert settings["fail-on"]["value"] == "never" and settings["jobs"]["value"] > 0
+    assert settings["sample"]["value"] is None
+
+
 def test_config_refuses_what_check_refuses(here: Path, usage_error: Callable[..., str]) -> None:
     assert "No such option" in usage_error("config", "--no-such-option")
     (here / "ckptlint.toml").write_text("mistake = 1\n")

@@ -114,7 +114,15 @@ def test_a_difference_beside_the_targets(lora: Made, tmp_path: Path) -> None:
     code, document = compared(lora[0], edited(lora, tmp_path, edit), lora[2])
     (match,) = of(document, "differ")
     assert (code, match["old"]) == (1, ["model.norm.weight"])
-    assert "the adapter does not change it" in match["notes"]
+    assert "the adapter has nothing for it, so it should be equal" in match["notes"]
+
+
+def test_an_adapter_asks_for_values_and_the_last_line_says_what_new_is(lora: Made) -> None:
+    answer = run("diff", lora[0], lora[1], "--adapter", lora[2])
+    assert answer.returncode == 0 and "Proven: NEW is OLD with the adapter merged in: " in answer.stdout
+    answer = run("diff", lora[0], lora[0], "--adapter", lora[2])
+    assert answer.returncode == 1 and "not the base with the" in answer.stdout
+    assert "hold the same values" in run("diff", lora[0], lora[0], "--values").stdout
 
 
 def test_square_experts_of_which_two_were_exchanged(tmp_path: Path) -> None:
@@ -167,4 +175,3 @@ def test_something_else_than_an_adapter_is_wrong_use(lora: Made) -> None:
         answer = run("diff", str(lora[0]), str(lora[1]), "--values", "--adapter", str(other))
         assert (answer.returncode, answer.stdout) == (2, "")
         assert "--adapter takes the folder of a LoRA adapter" in answer.stderr
-    assert run("diff", str(lora[0]), str(lora[1]), "--adapter", str(lora[2])).returncode == 2

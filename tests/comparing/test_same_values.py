@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from support import REAL, SWEEP, codes, run
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import ckptlint
+from ckptlint.comparing.locate_differences import ROUNDED_WITHIN
 from ckptlint.seals.row_hashes import RowHashes
 
 H, HEAD, LAYERS, ROWS, INNER = 64, 16, 3, 96, 80
@@ -244,7 +245,7 @@ FAULTS: dict[str, tuple[Edit, str, str]] = {
     "one ulp": (assigned(W2, nudged), W2, "rows 3 of 64"),
     "two rows exchanged": (assigned(W2, swapped_rows), W2, "rows 3, 7 of 64"),
     "rows of the layer before": (assigned(W2, stale), W2, "rows 32-63 of 64 hold what layers.0.feed_forward.w2.weight"),
-    "through bfloat16": (assigned(W2, lambda w, _: w.bfloat16().float()), W2, ""),
+    "through float16": (assigned(W2, lambda w, _: w.half().float()), W2, ""),
     "a transposed square": (assigned("layers.1.attention.wo.weight", lambda w, _: w.t().contiguous()),
                             "layers.1.attention.wo.weight", ""),
     "zeros": (assigned(W2, lambda w, _: torch.cat([w[:16], torch.zeros(48, INNER)])), W2, "rows 16-63 of 64 are zeros"),
@@ -513,6 +514,19 @@ def test_values_of_any_size_are_compared_without_a_message(tmp_path: Path) -> No
     answer = run("diff", str(export(tmp_path / "a", old)), str(export(tmp_path / "b", new)), "--values")
     assert (answer.returncode, answer.stderr) == (1, "")
     assert "0 of 3 tensors hold the same values; 3 differ." in answer.stdout
+
+
+def test_an_export_that_was_rounded_on_the_way_is_told_as_such(tmp_path: Path) -> None:
+    base = REAL / "conversions" / "peft_lora" / "base"
+    state = load_file(base / "model.safetensors")
+    short = {name: weight.bfloat16().float() for name, weight in state.items()}
+    answer = run("diff", "--values", base, export(tmp_path / "short", short))
+    assert answer.returncode == 1 and " ".join(answer.stdout.split()).count(ROUNDED_WITHIN) == 1
+    short["model.norm.weight"][3] += 2**-12  # one value that no rounding makes
+    matches = compared(base, export(tmp_path / "other", short))[1]["matches"]
+    assert [
+        match["old"] for match in matches if match["relation"] == "differ" and ROUNDED_WITHIN not in match["notes"]
+    ] == [["model.norm.weight"]]
 
 
 def test_what_is_equal_after_rounding_alone_is_no_pair_of_one_dtype(tmp_path: Path) -> None:

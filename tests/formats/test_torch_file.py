@@ -69,7 +69,10 @@ def test_what_is_no_such_file_is_said_in_a_sentence(tmp_path: Path) -> None:
     whole = (tmp_path / "state.pt").read_bytes()
     path = tmp_path / "other.pt"
     assert edited(path, b"") == "is empty (0 bytes)"
-    assert "where the archive's end record should be" in edited(path, whole[: len(whole) // 2])
+    for lost in (1, 10, 30, 90, len(whole) // 2):
+        assert edited(path, whole[:-lost]).startswith("is cut short: "), lost
+    for not_cut in (whole + b"more", whole[:-22] + bytes(22), whole[:-22] + b"?" + whole[-21:]):
+        assert "where the archive's end record should be" in edited(path, not_cut)
     assert "Git LFS pointer" in edited(path, b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
     assert "starts with zero bytes" in edited(path, bytes(5000))
     assert "is not a file of torch.save" in edited(path, b"<html>not found</html>")

@@ -145,7 +145,7 @@ def test_coordinates_leave_out_an_axis_that_is_not_cut() -> None:
             [8, 6],
             ["0:4, 0:3", "0:4, 3:6", "4:8, 0:3"],
             Box((4, 3), (4, 3)),
-            "no axis lacks a shard; what is missing is shard 1 of 2 on dim 0 x shard 1 of 2 on dim 1",
+            "no dim lacks a shard; what is missing is shard 1 of 2 on dim 0 x shard 1 of 2 on dim 1",
         ),
         (
             [12, 6],

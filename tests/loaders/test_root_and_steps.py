@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from safetensors.torch import save_file
 from support import codes
 
 import ckptlint
+from ckptlint.lint.steps import steps_in
 
 
 @pytest.fixture
@@ -41,6 +43,23 @@ def test_older_steps_are_judged_where_all_are_asked_for(run: Path) -> None:
     os.truncate(run / "checkpoint-4" / "model.safetensors", 300)
     assert not codes(ckptlint.check(run), "error")
     assert codes(ckptlint.check(run, all_steps=True), "error")
+
+
+def test_a_cut_file_beside_the_steps_is_a_fault_of_the_run(tmp_path: Path) -> None:
+    """It is told, and the steps pass: the table, `latest` and `deletable` say the same."""
+    for number in (190, 200):
+        shutil.copytree(support.REAL / "numbers" / f"step-{number}", tmp_path / f"step-{number}")
+    torch.save({"model": {"w": torch.randn(64, 64)}}, tmp_path / "final.pt")
+    assert not codes(ckptlint.check(tmp_path), "error", "warning")
+    os.truncate(tmp_path / "final.pt", 9000)
+    report = ckptlint.check(tmp_path, all_steps=True)
+    assert [title for _, _, title in support.found(report, "error", "warning")] == [
+        "../final.pt is cut short: 8.8 KiB are there, the end of its archive is not"
+    ]
+    assert report.exit_code == 1 and {step.verdict for step in steps_in(report)} == {"passes"}
+    assert (ckptlint.latest(tmp_path).path or "").endswith("step-200")
+    shutil.move(tmp_path / "final.pt", tmp_path / "step-200")
+    assert [step.verdict for step in steps_in(ckptlint.check(tmp_path, all_steps=True))] == ["fails", "passes"]
 
 
 def test_a_link_to_a_step_is_that_step(run: Path) -> None:

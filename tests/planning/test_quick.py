@@ -149,7 +149,7 @@ def test_experts_go_to_ep_ranks() -> None:
 def test_a_guess_is_marked_and_what_the_cuts_show_is_none() -> None:
     guesses = {item.sentence: item.keys for item in quick_job(ckptlint.load(REAL / "fsdp2_4r"), "tp=2").constraints}
     assert all(item.guessed for item in quick_job(ckptlint.load(REAL / "fsdp2_4r"), "tp=2").constraints)
-    assert "model.layers.0.attention.wo.weight" in guesses["tp cuts axis 1, as is usual for such a tensor"]
+    assert "model.layers.0.attention.wo.weight" in guesses["tp cuts dim 1, as is usual for such a tensor"]
     shown = quick_job(ckptlint.load(REAL / "megatron_tp2_pp2"), "tp=2,pp=2")
     assert not any("tp cuts" in item.sentence for item in shown.constraints)  # the chunks are those of tp ranks
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from support import REAL
+from support import REAL, run
 
 import ckptlint
 
@@ -536,3 +536,30 @@ def test_a_whole_layer_for_multi_token_prediction_passes(export: str, change: Da
     shutil.copytree(REAL / export, folder := tmp_path / "export")
     change(folder)
     assert not ckptlint.check(folder, depth="headers").diagnostics
+
+
+def test_a_lost_shard_and_two_that_changed_places_are_told_apart(tmp_path: Path) -> None:
+    export = tmp_path / "export"
+    shutil.copytree(REAL / SHARDED, export)
+    first, second = (export / f"model-0000{number}-of-00007.safetensors" for number in (1, 2))
+    assert "could not run" not in run("check", export).stdout
+    aside = first.rename(tmp_path / "aside")
+    told = " ".join(run("check", export).stdout.split())
+    assert "model-00001-of-00007.safetensors is missing: model.safetensors.index.json places 3 keys in it" in told
+    assert "no tensor in a missing file can be loaded" in told and "stale" not in told
+    assert "rules could not run: 1 of 7 files of this model is missing or unreadable." in told
+    second.rename(first)
+    aside.rename(second)
+    assert "swap back files that changed places" in " ".join(run("check", export).stdout.split())
+
+
+def test_what_an_option_lets_pass_is_said_to_pass(tmp_path: Path) -> None:
+    export = tmp_path / "export"
+    shutil.copytree(REAL / SHARDED, export)
+    index = json.loads((export / "model.safetensors.index.json").read_text())
+    index["metadata"]["total_size"] = 10**9
+    (export / "model.safetensors.index.json").write_text(json.dumps(index))
+    answer = run("check", export, "--fail-on", "error")
+    assert answer.returncode == 0 and "Passed: 1 warning does not fail (--fail-on error)." in answer.stdout
+    answer = run("check", export)
+    assert answer.returncode == 1 and "Passed" not in answer.stdout

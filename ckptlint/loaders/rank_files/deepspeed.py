@@ -21,7 +21,7 @@ from ckptlint.loaders.rank_files.deepspeed_groups import EXPERT, Cut, flat_group
 from ckptlint.loaders.readers.torch_files import Columns
 from ckptlint.model import Checkpoint, Misfit, Problem, RankFile
 from ckptlint.model.stored import StoredTensor
-from ckptlint.model.text import first_names, plural, printable, ranges
+from ckptlint.model.text import first_names, plural, printable, ranges, verb
 from ckptlint.storage.folder import Folder
 
 
@@ -67,7 +67,7 @@ def assembled(
     lost = sum(map(len, files.missing.values()))
     partial = ""
     if missing := lost + sum(not file.is_read or file.same_as != "" for file in files.files):
-        partial = f"{missing} of {lost + len(files.files)} files of this save are missing or unread"
+        partial = f"{missing} of {lost + len(files.files)} files of this save {verb(missing, 'is')} missing or unread"
     elif (
         files.misfits or any(item.what in STRUCTURE for item in files.statements) or (cut is not None and cut.unplaced)
     ):

@@ -46,7 +46,7 @@ from ckptlint.loaders.readers.torch_files import Columns, OpenedFile, SetFiles, 
 from ckptlint.model import Checkpoint, CommonState, Misfit, Problem, RankFile, empty_objects
 from ckptlint.model.cover import Shape
 from ckptlint.model.stored import StoredTensor
-from ckptlint.model.text import first_names, plural, printable, shape_text
+from ckptlint.model.text import first_names, plural, printable, shape_text, verb
 from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.config_fields import is_scalar
 from ckptlint.vocabulary.mesh import read_topology
@@ -117,7 +117,9 @@ def read_legacy(folder: Folder, look_at_files: bool) -> Checkpoint:
         topology=read_topology(declared, empty_objects(), None),
         problems=problems + reader.notes + config_problems,
         readable=used is not None,
-        partial_because=f"{short} of {len(labels) + lost} rank files are missing or unusable" if short else "",
+        partial_because=f"{short} of {len(labels) + lost} rank files {verb(short, 'is')} missing or unusable"
+        if short
+        else "",
         metadata_file=labels[0] if len(labels) == 1 else f"{labels[0]} .. {labels[-1]}",
     )
 

@@ -30,7 +30,7 @@ from ckptlint.model import Checkpoint, Misfit, Problem, RankFile, RankFileSet, S
 from ckptlint.model.cover import Shape
 from ckptlint.model.facts import fact
 from ckptlint.model.stored import Placement, Stored, StoredDTensor, StoredShards, StoredTensor
-from ckptlint.model.text import plural, printable, ranges, shape_text
+from ckptlint.model.text import plural, printable, ranges, shape_text, verb
 from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.keys import is_adapter, parse
 from ckptlint.vocabulary.mesh import read_topology
@@ -126,7 +126,8 @@ def _checkpoint(files: SetFiles, reader: _RankReader, rank_files: RankFileSet) -
     lost = [file for missing in rank_files.missing.values() for file in missing]
     absent = [*lost, *(file for file in files.files if not file.is_read)]
     doubtful = sum(file.kind != "random state" for file in absent) + len(reader.left_out)
-    partial = f"{doubtful} of {len(files.files) + len(lost)} rank files are missing or unusable" if doubtful else ""
+    lack = f"rank files {verb(doubtful, 'is')} missing or unusable"
+    partial = f"{doubtful} of {len(files.files) + len(lost)} {lack}" if doubtful else ""
     if reader.unplaced and not doubtful:
         partial = f"the rank files contradict each other on {plural(len(reader.unplaced), 'key')}"
     first, last = files.files[0].name, files.files[-1].name

@@ -12,7 +12,7 @@ from ckptlint.formats.safetensors_header import HEADER_LIMIT
 from ckptlint.formats.strict_json import checked_key, is_size, json_object
 from ckptlint.loaders.problems import from_error
 from ckptlint.model import FileState, FileTable, Problem, StoredFile, WeightIndex
-from ckptlint.model.text import plural, printable
+from ckptlint.model.text import plural, printable, verb
 from ckptlint.storage.folder import READABLE, Folder
 from ckptlint.storage.paths import is_safe
 
@@ -75,7 +75,8 @@ def read_set(
     is_readable = len(unread) < len(names)
     if not is_readable:
         problems = [replace(problem, blocks=True) for problem in problems] or [_no_files(label, files, absent)]
-    partial = f"{len(unread)} of {len(files)} files of this model are missing or unreadable" if unread else ""
+    lack = f"files of this model {verb(len(unread), 'is')} missing or unreadable"
+    partial = f"{len(unread)} of {len(files)} {lack}" if unread else ""
     table = None
     if places is not None:
         by_key = {printable(key): printable(name) for key, name in places.items()}

@@ -154,13 +154,15 @@ def with_step_files(whole: CheckpointPlace, ckpt: Checkpoint) -> Checkpoint:
     read = dict(zip(survey.opened, _read_within_limits(survey.opened), strict=False))
     files: list[StepFile] = []
     problems = [*ckpt.problems, *(lack for place in whole.reports_for for lack in missing_parts(place))]
+    run = "" if (around := _run_around(whole.folder)) == whole.folder.place else around
     whole_sets = {item.alike for item, (file, _) in read.items() if file.state == "read"}
     for item in survey.files:
         file, file_problems = read.get(item) or (item.reported(), [])
         files += [] if item.is_below else [file]
         # what no name says to be a pickle should be one where files beside it are that differ in a number alone
         is_foreign = file.state != "read" and item.alike not in whole_sets
-        problems += [problem for problem in file_problems if not is_foreign or problem.kind in _KEPT]
+        counted = [problem for problem in file_problems if not is_foreign or problem.kind in _KEPT]
+        problems += [_of_run(problem) for problem in counted] if item.folder.place == run else counted
     said = {problem.file for problem in ckpt.problems}
     problems += [_unopened(item) for item in survey.shut if item.label not in said]
     problems += _lost_links(survey.files, ckpt)
@@ -274,6 +276,14 @@ def _is_of_checkpoint(item: _File, whole: CheckpointPlace) -> bool:
     is_run = place.place in accounted and step_number(place.name) is None and bool(steps_of(place))
     leads_back = f"{place.escapes_to(item.name)}/".startswith(f"{run}/")
     return not (is_run or leads_back or any(map(holds_no_state, item.label.split("/"))))
+
+
+def _of_run(problem: Problem) -> Problem:
+    """What is wrong with a file beside the steps, which load without it."""
+    if problem.kind != "unreadable":
+        return problem
+    hint = "copy it again from where it was written, or delete it"
+    return replace(problem, why="it lies beside the steps, which load without it", hint=hint, of_run=True)
 
 
 def _run_around(folder: Folder) -> str:

@@ -374,7 +374,7 @@ class _Boxes:
 
     def drawn(self, texts: Sequence[tuple[str, str, str]]) -> list[str]:
         """All boxes; texts are the second line, the tooltip and the lost kind of each interval that is shown."""
-        parts = [self._box_at(0, "0", "", "end", "start of the axis")]
+        parts = [self._box_at(0, "0", "", "end", "start of the dim")]
         if self.before:
             parts.append(self._box_at(1, "…", f"{self.before} more", "folded", "intervals before, left out"))
         for node, (line, title, lost) in zip(self.shown, texts, strict=True):
@@ -383,7 +383,7 @@ class _Boxes:
             parts.append(self._box_at(self._index[node], f"{node[0]}:{node[1]}", line, kind, title))
         if self.after:
             parts.append(self._box_at(self.last - 1, "…", f"{self.after} more", "folded", "intervals after, left out"))
-        return [*parts, self._box_at(self.last, str(self.size), "", "end", "end of the axis")]
+        return [*parts, self._box_at(self.last, str(self.size), "", "end", "end of the dim")]
 
     def _box_at(self, i: int, name: str, line: str, kind: str, title: str) -> str:
         x, y, width = self._left[i], self.middle(i), self._widths[i]
