@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from ckptlint.analysis.experts import MoeLayer, moe_layers, owners_note
 from ckptlint.analysis.trusted_config import number, trusted
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import numbered, ranges, verb
+from ckptlint.model.text import gaps, ranges, verb
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 from ckptlint.vocabulary.schemes import quantised_weight
 
@@ -42,20 +42,22 @@ def expert_index_set(ckpt: Checkpoint) -> Iterator[Finding]:
         keys = max(union) + 1 if declared == layer.count else _expected_keys(layer, max(union) + 1)
         keys = min(keys, _LIMIT)
         for role in stored:
-            missing = set(range(keys)) - set(role.numbers)
-            if missing and role.numbers != tuple(range(declared or 0)):
+            present, count = set(role.numbers), keys - sum(n < keys for n in role.numbers)
+            if count and role.numbers != tuple(range(declared or 0)):
                 # the tail alone is missing everywhere: that is what EXP001 counts
-                is_tail = layer.rows is not None and missing == set(range(len(role.numbers), keys))
+                is_tail = layer.rows is not None and role.numbers == tuple(range(len(present)))
                 others = (item for item in stored if item is not role)
-                partners = tuple(p.tensor.fqn for item in others for p in item.params if p.key.expert in missing)
-                same = all(set(r.numbers) == set(role.numbers) for r in stored)
+                experts = ((p.tensor.fqn, p.key.expert) for item in others for p in item.params)
+                partners = tuple(fqn for fqn, n in experts if n is not None and n < keys and n not in present)
+                same = all(set(r.numbers) == present for r in stored)
+                missing = gaps(role.numbers, keys)
                 yield Finding(
-                    f"{numbered('expert', missing)} of {keys}{{of}} {verb(len(missing), 'is')} missing; "
+                    f"{'expert' if count == 1 else 'experts'} {missing} of {keys}{{of}} {verb(count, 'is')} missing; "
                     f"{ranges(role.numbers)} {verb(len(role.numbers), 'is')} stored",
                     at=Location(role.params[0].tensor),
-                    identity=tuple(map(str, sorted(missing))),
+                    identity=(missing,),
                     severity=Severity.INFO if is_tail and same else None,
-                    notes=owners_note(ckpt, missing, keys),
+                    notes=owners_note(ckpt, (n for n in range(keys) if n not in present), keys),
                     hint="check which ranks should write these experts: none of them did",
                     inferred_from="the rows of the router"
                     if keys > max(union) + 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ckptlint.analysis.hidden_size import hidden_sizes
@@ -83,12 +84,12 @@ def moe_layers(ckpt: Checkpoint) -> tuple[MoeLayer, ...]:
     return tuple(layers)
 
 
-def owners_note(ckpt: Checkpoint, experts: set[int], total: int) -> tuple[Note, ...]:
+def owners_note(ckpt: Checkpoint, numbers: Iterable[int], total: int) -> tuple[Note, ...]:
     """Note on the expert-parallel ranks that own exactly these experts; () where no ranks do."""
     size = trusted_topology(ckpt).get("ep")
     if size is None or size.size < 2 or total % size.size:
         return ()
-    each = total // size.size
+    each, experts = total // size.size, set(numbers)
     owners = {number // each for number in experts}
     if experts != {number for number in range(total) if number // each in owners}:
         return ()
