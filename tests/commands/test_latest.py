@@ -319,7 +319,7 @@ def test_the_warnings_of_the_answer_are_reported(tmp_path: Path) -> None:
     assert [warning[:6] for warning in document["runs"][0]["step"]["warnings"]] == ["COM002"]
 
 
-@pytest.mark.parametrize(("name", "step"), [("_SUCCESS", 1), ("notes.bin", 2)])
+@pytest.mark.parametrize(("name", "step"), [("_SUCCESS", 1), ("DONE", 1), ("notes.bin", 2)])
 def test_a_mark_of_the_only_older_step_is_missed(tmp_path: Path, name: str, step: int) -> None:
     for number in (1, 2):
         copy_step(GOOD, tmp_path / f"step-{number}", number)

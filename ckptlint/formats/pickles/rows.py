@@ -2,7 +2,7 @@
 
 A row is opcodes of one object whose constant parts (classes, names of attributes) are the same in every row and whose
 values are integers, None, texts, references to the memo, torch.Size, or other objects likewise. `learn` takes the form
-from one row, `read_table` reads all rows of it. `pickle_columns` confirms what the constant parts mean, and knows where
+from one row, `read_table` reads all rows of it. `columns` confirms what the constant parts mean, and knows where
 rows may be.
 
 Source:

@@ -5,7 +5,7 @@ becomes a stand-in that keeps what it was given and does nothing (`pickle_stand_
 `.metadata` are refused: they become stand-ins too, so that the rest can still be read, and are reported with their byte
 offset. In a state the call decides: its name and the shape of its arguments must be in the table (`names`).
 Pickles inside bytes are read by the same reader. A pickle is read a second time, in Python, only to explain a refusal
-(`pickle_refusals`). Of a large `.metadata` the regular row runs become columns first (`pickle_columns`), and the
+(`refusals`). Of a large `.metadata` the regular row runs become columns first (`columns`), and the
 unpickler reads the rest.
 
 A crafted stream may still crash, starve or stall the C unpickler, which is why loaders run in a `sandbox`.
