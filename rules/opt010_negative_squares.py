@@ -9,6 +9,7 @@ from ckptlint.analysis.beside import of_each
 from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint, OddValues
 from ckptlint.model.text import plural
+from ckptlint.model.tiling import distinct
 from ckptlint.numerics.chunks import chunk_numbers
 from ckptlint.rule import Finding, Location, Severity, require, rule
 from ckptlint.vocabulary.keys import SQUARES
@@ -37,7 +38,7 @@ def negative_squares(ckpt: Checkpoint) -> Iterator[Finding]:
     numbers = chunk_numbers(ckpt)
     negatives = numbers.column("negatives")
     rows = np.flatnonzero((negatives > 0) & numbers.are_state(*SQUARES))
-    for number in np.unique(numbers.tensor[rows]).tolist():
+    for number in distinct(numbers.tensor[rows]).tolist():
         mine = rows[numbers.tensor[rows] == number]
         tensor, chunks = numbers.tensors[number], numbers.chunk[mine]
         count, whole = int(negatives[mine].sum()), int(numbers.elements[mine].sum())

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from statistics import median
 
 import numpy as np
 
@@ -54,7 +55,7 @@ def outlier_element(ckpt: Checkpoint) -> Iterator[Finding]:
         if not len(mine):
             continue
         far = _FAR * _FAR if state in SQUARES else _FAR
-        usual = float(np.median(rms[mine]))
+        usual = median(rms[mine].tolist())
         for number in mine[top[mine] > far * np.maximum(rms[mine], usual)].tolist():
             tensor = numbers.tensors[number]
             if tensor.fqn.rpartition(".")[2] in COMPUTED:

@@ -10,6 +10,7 @@ from ckptlint.analysis.step_change import older_name
 from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import plural
+from ckptlint.model.tiling import distinct
 from ckptlint.numerics.chunks import ChunkNumbers, chunk_numbers
 from ckptlint.rule import Finding, Location, Severity, rule
 
@@ -45,7 +46,7 @@ def low_bits_lost(ckpt: Checkpoint) -> Iterator[Finding]:
         for dtype, low in _LOW.items():
             odds = odd_ones(ckpt, judged, used & np.uint64(low) == 0)
             for odd in odds:
-                names = [numbers.tensors[number].fqn for number in np.unique(numbers.tensor[odd.rows]).tolist()]
+                names = [numbers.tensors[number].fqn for number in distinct(numbers.tensor[odd.rows]).tolist()]
                 if odd.rank < 0 and not state and not trained.issuperset(names):
                     continue  # a frozen layer keeps the values that it was loaded with
                 row = int(odd.rows[0])

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import exp, log, sqrt
+from statistics import median
 
 import numpy as np
 
@@ -9,7 +10,7 @@ from ckptlint.analysis.odd_ones import sees_all
 from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import plural
-from ckptlint.model.tiling import IntArray
+from ckptlint.model.tiling import IntArray, distinct
 from ckptlint.numerics.chunks import ChunkNumbers, Floats, chunk_numbers
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 from ckptlint.vocabulary.keys import SQUARES
@@ -41,7 +42,7 @@ def scaled_rank(ckpt: Checkpoint) -> Iterator[Finding]:
         torch.distributed.ReduceOp
     """
     numbers = chunk_numbers(ckpt)
-    if len(np.unique(numbers.rank[numbers.rank >= 0])) < _LEAST_RANKS:
+    if len(distinct(numbers.rank[numbers.rank >= 0])) < _LEAST_RANKS:
         raise NotApplicable("fewer than three ranks saved")
     is_judged = np.array([len(tensor.global_shape) > 1 and sees_all(tensor.fqn) for tensor in numbers.tensors], bool)[
         numbers.tensor
@@ -67,7 +68,7 @@ def scaled_rank(ckpt: Checkpoint) -> Iterator[Finding]:
         if is_sure and all(abs(median) < near for median, _, _ in others.values()):
             row = int(mine[0])
             tensor, chunk = numbers.tensors[int(numbers.tensor[row])], int(numbers.chunk[row])
-            names = [numbers.tensors[number].fqn for number in np.unique(numbers.tensor[mine]).tolist()]
+            names = [numbers.tensors[number].fqn for number in distinct(numbers.tensor[mine]).tolist()]
             what = state or "weights"
             yield Finding(
                 f"the {what} of rank {rank} are {exp(middle):.3g} times as large as those of the other ranks, in "
@@ -88,10 +89,10 @@ def scaled_rank(ckpt: Checkpoint) -> Iterator[Finding]:
 def _medians(numbers: ChunkNumbers, rows: IntArray) -> dict[int, tuple[float, IntArray, Floats]]:
     """Rank -> median of the ratios of its chunks, these rows, and their ratios; of ranks with enough of them."""
     ratios, medians = _ratios(numbers, rows), dict[int, tuple[float, IntArray, Floats]]()
-    for rank in np.unique(numbers.rank[rows]).tolist():
+    for rank in distinct(numbers.rank[rows]).tolist():
         is_mine = (numbers.rank[rows] == rank) & np.isfinite(ratios)
         if is_mine.sum() >= _LEAST_TENSORS:
-            medians[rank] = float(np.median(ratios[is_mine])), rows[is_mine], ratios[is_mine]
+            medians[rank] = median(ratios[is_mine].tolist()), rows[is_mine], ratios[is_mine]
     return medians
 
 
@@ -105,5 +106,5 @@ def _ratios(numbers: ChunkNumbers, rows: IntArray) -> Floats:
         for at in mine.tolist():
             others = rows[mine][numbers.rank[rows[mine]] != numbers.rank[rows[at]]]
             if len(others):
-                found[at] = log(float(rms[rows[at]]) / float(np.median(rms[others])))
+                found[at] = log(float(rms[rows[at]]) / median(rms[others].tolist()))
     return found

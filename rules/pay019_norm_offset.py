@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from statistics import median
 from typing import NamedTuple
 
 import numpy as np
@@ -63,7 +64,7 @@ def norm_offset(ckpt: Checkpoint) -> Iterator[Finding]:
 
 def _offset(norm: _Norm, others: list[_Norm]) -> str:
     """How one norm differs from all others of its name; "" where it does not."""
-    usual = float(np.median([other.rms for other in others]))
+    usual = median(other.rms for other in others)
     if norm.is_constant:
         may_be_stuck = ITEM_BITS[norm.param.tensor.dtype] <= 16 and abs(usual - norm.rms) <= _STUCK * norm.rms
         is_odd = not may_be_stuck and not any(other.is_constant for other in others)

@@ -10,7 +10,7 @@ from ckptlint.analysis.step_change import older_name
 from ckptlint.depth import Depth
 from ckptlint.model import ChangeTable, Checkpoint
 from ckptlint.model.text import plural
-from ckptlint.model.tiling import BoolArray
+from ckptlint.model.tiling import BoolArray, distinct
 from ckptlint.rule import Finding, NotApplicable, Severity, rule
 
 _NEARLY_ALL, _NEARLY_NONE = 0.9, 0.1
@@ -72,7 +72,7 @@ def _of_rank(ckpt: Checkpoint, table: ChangeTable, judged: BoolArray, is_same: B
     rows = np.flatnonzero(judged)
     rows = rows[changed[table.follow[rows]]]
     rank = ranks_of(ckpt, table)
-    shares = {number: float(is_same[rows[rank[rows] == number]].mean()) for number in np.unique(rank[rows]).tolist()}
+    shares = {number: float(is_same[rows[rank[rows] == number]].mean()) for number in distinct(rank[rows]).tolist()}
     stale = [number for number, share in shares.items() if number >= 0 and share >= _NEARLY_ALL]
     if len(stale) != 1 or any(share > _NEARLY_NONE for number, share in shares.items() if number not in stale):
         return None

@@ -6,8 +6,6 @@ from collections import Counter
 from contextlib import suppress
 from typing import NamedTuple
 
-import numpy as np
-
 from ckptlint.analysis.inventory import inventory_of
 from ckptlint.analysis.leaps import Leap, keys_of, leapt_moments, leapt_weights, ranks_of, tensor_of
 from ckptlint.analysis.odd_ones import param_keys
@@ -15,6 +13,7 @@ from ckptlint.analysis.step_change import older_name
 from ckptlint.model import ChangeTable, Checkpoint, Origin
 from ckptlint.model.facts import fact
 from ckptlint.model.text import plural
+from ckptlint.model.tiling import distinct
 from ckptlint.numerics.origins import LEAST_ELEMENTS
 from ckptlint.rule import NotApplicable
 from ckptlint.vocabulary.keys import Key, parse
@@ -130,7 +129,7 @@ def _is_most(ckpt: Checkpoint, table: ChangeTable, leap: Leap, param: Key, noun:
     leapt = {*table.follow[leap.rows].tolist()}
     kinds = {table.follows[follow].kind for follow in leapt}
     members = set[int]()
-    for number in np.unique(table.follow[table.drawn >= LEAST_ELEMENTS]).tolist():
+    for number in distinct(table.follow[table.drawn >= LEAST_ELEMENTS]).tolist():
         follow = table.follows[number]
         key = keys.get(follow.key, parse(follow.key))
         if follow.kind in kinds and (key.scope, key.layer, key.expert)[:width] == unit:

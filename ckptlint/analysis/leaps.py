@@ -13,7 +13,7 @@ from ckptlint.analysis.pairs import LEAST_JUDGED, breaking_share, ranks_of_both
 from ckptlint.model import ChangeTable, Checkpoint, Tensor
 from ckptlint.model.facts import fact
 from ckptlint.model.text import plural
-from ckptlint.model.tiling import BoolArray, IntArray
+from ckptlint.model.tiling import BoolArray, IntArray, distinct
 from ckptlint.numerics.chunks import ranks_by_file
 from ckptlint.rule import Location, NotApplicable
 from ckptlint.vocabulary.keys import parse
@@ -153,10 +153,10 @@ def leap_of(ckpt: Checkpoint, table: ChangeTable, judged: BoolArray, is_odd: Boo
     if not len(rows):
         return None
     rank = ranks_of(ckpt, table)
-    ranks, keys = np.unique(rank[rows]), keys_of(table, rows)
+    ranks, keys = distinct(rank[rows]), keys_of(table, rows)
     if len(keys) == 1:
         return Leap(keys[0], rows, int(ranks[0]) if len(ranks) == 1 else -1)
-    if len(ranks) == 1 and ranks[0] >= 0 and len(np.unique(rank[judged])) > 1:
+    if len(ranks) == 1 and ranks[0] >= 0 and len(distinct(rank[judged])) > 1:
         return Leap(f"rank {ranks[0]}", rows, int(ranks[0]))
     if (lost := _rank_of_either(ckpt, table, np.flatnonzero(judged), rows)) >= 0:
         return Leap(f"rank {lost}", rows, lost)
@@ -181,7 +181,7 @@ def _rank_of_either(ckpt: Checkpoint, table: ChangeTable, judged: IntArray, odd:
         of_all &= {*both}
         if not of_all:  # mostly at once
             return -1
-    rest = np.setdiff1d(judged, odd)
+    rest = judged[~np.isin(judged, odd)]
     for rank in sorted(of_all):
         if len([*islice((both for both in ranks(rest) if rank not in both), LEAST_JUDGED)]) == LEAST_JUDGED:
             return rank
@@ -205,4 +205,4 @@ def place_of(ckpt: Checkpoint, table: ChangeTable, leap: Leap) -> Location:
 
 def keys_of(table: ChangeTable, rows: IntArray) -> tuple[str, ...]:
     """The keys of these rows, in order."""
-    return tuple(table.follows[follow].key for follow in np.unique(table.follow[rows]).tolist())
+    return tuple(table.follows[follow].key for follow in distinct(table.follow[rows]).tolist())

@@ -13,6 +13,7 @@ import numpy as np
 from ckptlint.analysis.inventory import inventory_of
 from ckptlint.analysis.leaps import ALIKE, LEAST_ELEMENTS, OTHER, kinds_of
 from ckptlint.model import Checkpoint
+from ckptlint.model.tiling import distinct
 from ckptlint.vocabulary.keys import MOMENTS, layer_number, role
 
 _SCALED = 0.5  # change of a weight that is half as large
@@ -54,7 +55,7 @@ def movements_of(ckpt: Checkpoint) -> list[Movement]:
     trained = trained_weights(ckpt)
     rows = np.flatnonzero(kinds_of(table, "weight") & (table.was > 0) & np.isfinite(table.was) & np.isfinite(table.now))
     movements = []
-    for follow in np.unique(table.follow[rows]).tolist():
+    for follow in distinct(table.follow[rows]).tolist():
         chunks = rows[table.follow[rows] == follow]
         # the drawn elements of a chunk stand for all of it
         tensor = ckpt.tensors[table.follows[follow].key]

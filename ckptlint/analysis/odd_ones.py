@@ -10,7 +10,7 @@ import numpy as np
 from ckptlint.analysis.inventory import inventory_of
 from ckptlint.model import Checkpoint
 from ckptlint.model.facts import fact
-from ckptlint.model.tiling import BoolArray, IntArray
+from ckptlint.model.tiling import BoolArray, IntArray, distinct
 from ckptlint.numerics.chunks import ChunkNumbers, chunk_numbers
 from ckptlint.vocabulary.keys import Key, parse
 
@@ -68,10 +68,10 @@ def _ranks(numbers: ChunkNumbers, judged: IntArray, has_trait: BoolArray) -> lis
     without[numbers.tensor[judged[~has_trait[judged]]]] = True
     judged = judged[without[numbers.tensor[judged]] & (numbers.rank[judged] >= 0)]
     odd, others = [], 0
-    for rank in np.unique(numbers.rank[judged]).tolist():
+    for rank in distinct(numbers.rank[judged]).tolist():
         mine = judged[numbers.rank[judged] == rank]
         share = float(has_trait[mine].mean())
-        if share >= _NEARLY_ALL and len(np.unique(numbers.tensor[mine])) >= _LEAST_CHUNKS:
+        if share >= _NEARLY_ALL and len(distinct(numbers.tensor[mine])) >= _LEAST_CHUNKS:
             odd.append(OddOne(f"rank {rank}", rank, mine[has_trait[mine]], len(mine)))
         elif share <= _NEARLY_NONE:
             others += 1

@@ -10,7 +10,7 @@ from ckptlint.analysis.inventory import inventory_of, optimizer_parts, split_sta
 from ckptlint.model import Checkpoint, Pair, Tensor
 from ckptlint.model.facts import fact
 from ckptlint.model.payload import PairLaw
-from ckptlint.model.tiling import BoolArray, IntArray
+from ckptlint.model.tiling import BoolArray, IntArray, distinct
 from ckptlint.numerics.chunks import ranks_by_file
 from ckptlint.numerics.draw import touching
 from ckptlint.numerics.settings import optimizer_settings
@@ -127,7 +127,7 @@ def ranks_of_both(ckpt: Checkpoint, first: Tensor, chunk: int, second: Tensor) -
 def _of_few(is_odd: BoolArray, axes: IntArray) -> BoolArray:
     """Whether few chunks of tensors with as many axes are odd."""
     few = np.zeros(len(is_odd), bool)
-    for count in np.unique(axes).tolist():
+    for count in distinct(axes).tolist():
         alike = axes == count
         few[alike] = alike.sum() >= LEAST_JUDGED and 5 * is_odd[alike].sum() <= alike.sum()
     return few
@@ -135,7 +135,7 @@ def _of_few(is_odd: BoolArray, axes: IntArray) -> BoolArray:
 
 def _of_rank(is_odd: BoolArray, rank: IntArray) -> BoolArray:
     """Whether a chunk is of a rank with odd ones, while others have next to none."""
-    shares = {number: float(is_odd[rank == number].mean()) for number in np.unique(rank[rank >= 0]).tolist()}
+    shares = {number: float(is_odd[rank == number].mean()) for number in distinct(rank[rank >= 0]).tolist()}
     good = [number for number, share in shares.items() if share <= _SELDOM and (rank == number).sum() >= LEAST_JUDGED]
     bad = [number for number, share in shares.items() if share > _SELDOM]
     return np.isin(rank, bad) & (len(good) >= max(len(bad), 1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
 import numpy as np
 import numpy.typing as npt
@@ -148,7 +149,7 @@ def rank_contents_of(ckpt: Checkpoint) -> RankContents:
     factor = np.ones(len(rows))
     for kind in (1, 2, 3):
         peers = peer_group == kind
-        factor[peers] = size[peers] / np.median(size[peers]) if peers.any() else 1.0
+        factor[peers] = size[peers] / median(size[peers].tolist()) if peers.any() else 1.0
 
     unread += _of_lost_rank_files(ckpt, lost_files, column)
     gone = np.array([(row_of[file], column_of_loss) for file, column_of_loss in unread], np.int64).reshape(-1, 2)

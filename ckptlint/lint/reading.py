@@ -17,6 +17,7 @@ from ckptlint.loaders.problems import from_error
 from ckptlint.model import Checkpoint, Damage, Pair, PairTable, PayloadTable, Problem
 from ckptlint.model.checkpoint import with_optimizers
 from ckptlint.model.text import plural
+from ckptlint.model.tiling import distinct
 from ckptlint.numerics.draw import Elements, draw_changes, draw_pairs, records_to_draw
 from ckptlint.numerics.origins import origins_of
 from ckptlint.numerics.settings import setting_records
@@ -44,7 +45,7 @@ def read_records(folder: Folder, ckpt: Checkpoint, how: ReadOptions, after: Chec
     """
     if how.draws:
         drawn = records_to_draw(ckpt, after or ckpt, _drawn_together(after or ckpt), _OPENED)
-        how = replace(how, wanted=np.union1d(drawn, setting_records(ckpt)))
+        how = replace(how, wanted=distinct(np.concatenate([drawn, setting_records(ckpt)])))
     ckpt = read_payload(folder, ckpt, how)
     if how.percent is not None:
         return ckpt

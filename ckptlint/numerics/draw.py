@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ckptlint.model import ChangeTable, Checkpoint, Follow, Pair, PairTable, RecordState, Tensor
 from ckptlint.model.payload import change_rows, pair_rows, plain_content
-from ckptlint.model.tiling import Box, IntArray
+from ckptlint.model.tiling import Box, IntArray, distinct
 from ckptlint.numerics.chunks import may_be_padding
 from ckptlint.numerics.decode import decoded
 from ckptlint.numerics.laws import changed, odd_elements
@@ -69,7 +69,7 @@ def records_to_draw(ckpt: Checkpoint, after: Checkpoint, groups: Sequence[Sequen
         for tensor in filter(None, map(ckpt.tensors.get, groups[number])):
             if tensor.is_tiled and tensor.volume == firsts[number].volume:
                 rows.append(tensor.chunks.record[touching(tensor, firsts[number], chunk)])
-    wanted = np.unique(np.concatenate(rows))
+    wanted = distinct(np.concatenate(rows))
     return wanted[wanted >= 0]
 
 

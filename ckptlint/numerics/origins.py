@@ -9,7 +9,7 @@ import numpy as np
 
 from ckptlint.model import ChangeTable, Origin, Tensor
 from ckptlint.model.payload import OriginKind
-from ckptlint.model.tiling import Box, IntArray
+from ckptlint.model.tiling import Box, IntArray, distinct
 from ckptlint.numerics.draw import Elements, Floats, drawn_places
 
 _CHUNKS, _READS = 64, 4_096  # chunks that are looked at, and parts of the step before that they are compared with
@@ -136,5 +136,5 @@ def _is_shuffled(now: Floats, was: Floats) -> bool:
     nearest = likeness.argmax(axis=1)
     is_like = likeness.max(axis=1) > _LIKE
     return bool(
-        is_like.all() and len(np.unique(nearest)) == len(nearest) and (nearest != np.arange(len(nearest))).any()
+        is_like.all() and len(distinct(nearest)) == len(nearest) and (nearest != np.arange(len(nearest))).any()
     )
