@@ -32,12 +32,13 @@ def movement_map(
     inside = [kind for kind, members in kinds.items() if any(one.layer is not None for one in members)]
     changes = [one.change for one in movements if one.change > 0] or [1.0]
     least, most = log10(min(changes)), log10(max(changes))
+    wide = max(most - least, 1)  # a decade at least: what moved alike looks alike
 
     def cell(members: Sequence[Movement]) -> tuple[str, str, str, str]:
         if not members:
             return "", "none", "", ""
         one = max(members, key=lambda one: (one.fqn in marked, not one.change, one.change))
-        place = (log10(one.change) - least) / (most - least) if one.change and most > least else 0.5
+        place = 0.5 + (log10(one.change) - (least + most) / 2) / wide if one.change else 0.5
         said = f"{cut(one.fqn)}: {one.change:.3g} of its norm, cosine {one.cosine:.6f}"
         shade = str(1 + round(place * (_SHADES - 1)))
         if not one.change:
