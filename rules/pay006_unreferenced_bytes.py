@@ -11,7 +11,6 @@ from ckptlint.depth import Depth
 from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model import Checkpoint
 from ckptlint.model.facts import fact
-from ckptlint.model.payload import RecordState
 from ckptlint.model.text import at_most, byte_span, first_names, human_bytes, join_words
 from ckptlint.model.tiling import distinct
 from ckptlint.rule import Finding, Location, Note, Severity, rule
@@ -30,7 +29,7 @@ def unreferenced_bytes(ckpt: Checkpoint, min_bytes: int = 64) -> Iterator[Findin
         (option `min-bytes`), and a file that no entry names is empty. In the safetensors serialisation entries have no
         byte offsets, so only files that no entry names count, unless they hold a header alone. It is only info if the
         plans of all ranks show a second writer: OBJ001 reports it, or it is a replica. Files with entries that PAY004
-        calls damaged are left to it, files without a readable record to PAY013.
+        calls damaged are left to it, files that begin with zeros to PAY013.
     Why it matters:
         A rank wrote these bytes, but no load will read them. Where each rank plans for itself (Megatron-Core, NVRx)
         two ranks may write one key; the metadata keeps one entry, and what the other rank held is lost.
@@ -47,9 +46,10 @@ def unreferenced_bytes(ckpt: Checkpoint, min_bytes: int = 64) -> Iterator[Findin
     # as a whole, and a rank without tensors writes a file that holds nothing but a header.
     table, least = ckpt.records, max(min_bytes, 1 if ckpt.locates_bytes else _HEADER_ALONE)
     duplicating, number = _duplicating_ranks(ckpt), {name: i for i, name in enumerate(ckpt.files.names)}
-    lengths, unreadable = set(distinct(table.byte_length).tolist()), _unreadable_files(ckpt)
+    lengths = set(distinct(table.byte_length).tolist())
+    zeros = {problem.file for problem in ckpt.problems_of("container") if not problem.detail}
     for name, gaps in unnamed_bytes(ckpt, least).items():
-        if name in unreadable:
+        if name in zeros:
             continue
         file, size = ckpt.files[number[name]], int(ckpt.files.size[number[name]])
         total = sum(stop - start for start, stop in gaps)
@@ -86,15 +86,6 @@ def unreferenced_bytes(ckpt: Checkpoint, min_bytes: int = 64) -> Iterator[Findin
 
 
 _LOST_ENTRY = "the bytes of the missing part are probably here; without their entry no load finds them"
-
-
-def _unreadable_files(ckpt: Checkpoint) -> set[str]:
-    """The files of which no record can be read."""
-    damaged = {problem.file for problem in ckpt.problems_of("container")}
-    if ckpt.payload is None:
-        return damaged
-    readable = ckpt.records.file[ckpt.payload.state < RecordState.ELSEWHERE]
-    return damaged - {ckpt.files.names[file] for file in distinct(readable).tolist()}
 
 
 def _hint(is_named: bool, is_duplicating: bool) -> str:
