@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.analysis.fit.judgement import Fit, OtherDtype, fit_of, implied_bytes, other_dtypes
+from ckptlint.analysis.fit.judgement import Fit, OtherDtype, fit_of, implied_bytes, other_dtypes, rounded_by_export
 from ckptlint.analysis.fit.wording import doubt_note
 from ckptlint.analysis.layer_outliers import dtype_outliers
 from ckptlint.model import Checkpoint
@@ -23,7 +23,8 @@ def dtype_not_of_config(ckpt: Checkpoint) -> Iterator[Finding]:
         warning if other tensors add a quarter or more to the model's bytes or take as much from them, or if norms are
         float64. It is info for a few others, such as routers kept in float32, from 1% of the bytes on. Quantised
         models, training checkpoints and variants (`model.fp16.safetensors`) are left out, and a model beside a variant
-        whose dtype is the declared one.
+        whose dtype is the declared one. It is info if a router's bias is in 16 bits and transformers loads it in
+        float32 for this class.
     Why it matters:
         A wider dtype wastes space; a narrower one has lost the declared precision. A loader that
         uses the declared dtype converts every tensor.
@@ -46,6 +47,27 @@ def dtype_not_of_config(ckpt: Checkpoint) -> Iterator[Finding]:
         is_double = _has_double_norms(ckpt, item)
         if is_double or item.declared >= _LEAST * implied_bytes(fit):
             yield _finding(ckpt, fit, item, is_double)
+    yield from _rounded_biases(ckpt, fit)
+
+
+def _rounded_biases(ckpt: Checkpoint, fit: Fit) -> Iterator[Finding]:
+    """That biases of routers are in 16 bits; their other tensors are so in most published models.
+
+    With tensors to compare with, REF002 tells whether any bits were lost.
+    """
+    biases = sorted(name for name in rounded_by_export(ckpt) if name.endswith("_bias"))
+    if not biases or (ckpt.reference is not None and ckpt.reference.tensors):
+        return
+    names, dtype = fold_names(biases), ckpt.tensors[biases[0]].dtype
+    yield Finding(
+        f"{names[0]} is {dtype}, and {fit.expected.model_class} keeps it in float32",
+        at=Location(ckpt.tensors[biases[0]], label=f"{ckpt.metadata_file}, compared with {fit.place}"),
+        identity=("rounded bias", dtype),
+        severity=Severity.INFO,
+        why="a router learns it in small steps and chooses experts by it: 16 bits may choose others",
+        notes=(("tensors", first_names(names, noun="pattern") if len(names) > 1 else ""),),
+        hint="check with --expect the training checkpoint whether it lost bits there",
+    )
 
 
 def _has_double_norms(ckpt: Checkpoint, item: OtherDtype) -> bool:

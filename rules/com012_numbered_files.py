@@ -14,6 +14,7 @@ from ckptlint.rule import Confidence, Finding, Location, NotApplicable, Note, Se
 from ckptlint.vocabulary.parts import part_of_file, part_of_key
 
 _DATALOADER = re.compile(r"((?:.+\.)?dataloader\.dp_rank_)(\d{1,9})(?:\..*)?")
+_OF_ALL_RANKS = re.compile(r"(?:.*/)?dl_state_dict(?:_\d+)?\.bin")
 _NAMED = 8
 _LISTED = 2**16
 _MANY = 3  # stored files for each missing one, at least, where nothing says what the numbers count
@@ -36,7 +37,7 @@ def numbered_files(ckpt: Checkpoint) -> Iterator[Finding]:
         for a number of data-parallel ranks (0-3 of 8). All files of a set state one step, but for objects that count by
         themselves (`optimizer_1.bin`). None is of a rank beyond those that the job states exactly (VeOmni's manifest):
         a warning, or an error if two agree. Data-parallel ranks (`train_dataloader_dprank000.pt`) are as many as the
-        arguments state.
+        arguments state. One `dl_state_dict.bin` beside random states of several ranks is info.
     Why it matters:
         A resume continues with different random numbers or data on these ranks, or does not find the state of an
         optimizer or another object.
@@ -49,6 +50,7 @@ def numbered_files(ckpt: Checkpoint) -> Iterator[Finding]:
         accelerate.checkpointing.save_accelerator_state, NVIDIA/Megatron-LM#7413
     """
     file_sets = sets_of(ckpt)
+    yield from _of_all_ranks(ckpt, file_sets)
     entries = _dataloader_ranks(ckpt) if not ckpt.partial_because else {}
     if not file_sets and not entries:
         raise NotApplicable("no files or entries are numbered by rank or object")
@@ -77,6 +79,25 @@ def numbered_files(ckpt: Checkpoint) -> Iterator[Finding]:
             yield from _files_beyond(numbered, stated, size)
         if not any(is_one_of_several(ckpt, file.name) for file in numbered.files.values()):
             yield from _other_steps(numbered)
+
+
+def _of_all_ranks(ckpt: Checkpoint, file_sets: Iterable[NumberedFiles]) -> Iterator[Finding]:
+    """That several ranks wrote where their data stood into one file.
+
+    Source:
+        accelerate.checkpointing.save_accelerator_state (1.15): the name has no rank; huggingface/accelerate#4165
+    """
+    ranks = max((len(files.files) for files in file_sets if files.pattern.endswith("random_states_{}.pkl")), default=0)
+    names = [file.name for file in ckpt.step_files if _OF_ALL_RANKS.fullmatch(file.name)]
+    if ranks > 1 and names:
+        yield Finding(
+            f"{names[0]} says where the data of one rank stood, and {ranks} ranks wrote this file",
+            at=Location(file=names[0]),
+            severity=Severity.INFO,
+            kind="one file",
+            why="the last rank that wrote it stays, and after a resume all ranks read on from there",
+            hint="nothing is lost if rank 0 reads the data for all (dispatch_batches)",
+        )
 
 
 def _missing_files(numbered: NumberedFiles, stated: dict[str, int]) -> Iterator[Finding]:

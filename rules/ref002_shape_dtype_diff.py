@@ -5,7 +5,7 @@ from dataclasses import replace
 from fractions import Fraction
 from math import prod
 
-from ckptlint.analysis.fit.judgement import has_known_config, shapes_reported
+from ckptlint.analysis.fit.judgement import has_known_config, rounded_by_export, shapes_reported
 from ckptlint.analysis.key_matching import KeyComparison, KeyPair, match_keys
 from ckptlint.analysis.trusted_config import contradictions, main_params, number
 from ckptlint.model import Checkpoint, Declared, Reference
@@ -181,14 +181,20 @@ def _times(ratio: Fraction) -> str:
 
 
 def _dtype_finding(ckpt: Checkpoint, reference: Reference, pair: KeyPair) -> Finding:
+    """One group for each change of dtype; those that the model's class would not make are a group of their own."""
+    is_kept = pair.expected.dtype == "float32" and pair.stored.fqn in rounded_by_export(ckpt)
     return Finding(
         f"the dtype{{of}} is {pair.stored.dtype}, the reference has {pair.expected.dtype}",
         at=Location(ckpt.tensors[pair.stored.fqn], label=_label(ckpt, reference, pair)),
         severity=Severity.WARNING,
-        why="a load converts the values without an error, and lost precision stays lost",
-        hint="if the change was intended, pass --expect a reference of the same precision",
+        why="transformers keeps it in float32 whatever the dtype of the model, and its lost bits stay lost"
+        if is_kept
+        else "a load converts the values without an error, and lost precision stays lost",
+        hint="export it again in float32"
+        if is_kept
+        else "if the change was intended, pass --expect a reference of the same precision",
         is_apart=True,
-        group=f"dtype {pair.stored.kind} {pair.stored.dtype} {pair.expected.dtype}",
+        group=f"dtype {pair.stored.kind} {pair.stored.dtype} {pair.expected.dtype}{' kept' if is_kept else ''}",
     )
 
 

@@ -79,6 +79,7 @@ def one(model_type: str) -> dict[str, Any]:
         if base in table["models"]:
             table["base"] = base
         table["prefixes"] = prefixes_of(model_type, table["models"])
+        table["float32"] = float32_of(table["models"])
         write(model_type, table)
     return {
         "type": model_type,
@@ -96,6 +97,12 @@ def prefixes_of(model_type: str, classes: Iterable[str]) -> list[str]:
             if isinstance(change, PrefixChange) and change.prefix_to_remove:
                 words.add(".".join(filter(None, (change.model_prefix, change.prefix_to_remove))))
     return sorted(words - {""})
+
+
+def float32_of(classes: Iterable[str]) -> list[str]:
+    """The ends of names of tensors that classes keep in float32, even where bfloat16 is asked for."""
+    kept = [getattr(getattr(transformers, name, None), "_keep_in_fp32_modules_strict", None) or () for name in classes]
+    return sorted({word for words in kept for word in words})
 
 
 def write(model_type: str, table: dict[str, Any]) -> None:

@@ -53,6 +53,7 @@ class Expected:
         ignored: patterns of keys that the loader passes over without a word, as its class names them.
         remote_code: whether the configuration names code of its own, which may be another model of the same name.
         prefixes: what its loader takes off the names or puts before them (`base_model_prefix`).
+        float32: words in the names of tensors that the library loads in float32 whatever is asked for (`gate.weight`).
     """
 
     source: str
@@ -66,3 +67,4 @@ class Expected:
     ignored: tuple[str, ...] = ()
     remote_code: bool = False
     prefixes: frozenset[str] = frozenset()
+    float32: tuple[str, ...] = ()

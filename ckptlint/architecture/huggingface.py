@@ -94,6 +94,7 @@ def expected_models(
                     ignored=tuple(table.get("ignored", ())),
                     remote_code="auto_map" in config,
                     prefixes=frozenset(table.get("prefixes", ())),
+                    float32=tuple(table.get("float32", ())),
                 )
             )
     except NoTable as error:
@@ -108,7 +109,8 @@ def model_table(model_type: str) -> Mapping[str, Any] | None:
     """The table of a model type, as `bench/tables` writes it; None where there is none.
 
     Its keys: `usual` class, `fields` with their kinds and defaults, `ranges` of indices, `rows`, `models` (class ->
-    form -> numbers of rows), `made_with`, `prefixes` that its loader takes off names or puts before them.
+    form -> numbers of rows), `made_with`, `prefixes` that its loader takes off names or puts before them, `float32`:
+    words of the names of tensors that its classes keep in float32.
 
     Raises:
         OwnFileError: it is broken.
@@ -116,7 +118,15 @@ def model_table(model_type: str) -> Mapping[str, Any] | None:
     if not re.fullmatch(r"\w[\w.-]*", model_type, re.ASCII):
         return None
     path = Path(__file__).parent / "tables" / f"{model_type}.json"
-    return own_file(path, json.loads) if path.exists() else None
+    return own_file(path, _parsed) if path.exists() else None
+
+
+def _parsed(text: str) -> Any:
+    table = json.loads(text)
+    kept = table.get("float32", [])
+    if not isinstance(kept, list) or not all(isinstance(word, str) and word for word in kept):
+        raise ValueError("float32 is no list of words")
+    return table
 
 
 def is_known_model(config: Mapping[str, object]) -> bool:

@@ -6,9 +6,12 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
+from ckptlint.analysis.ranks.numbered_files import exact_ranks, numbered_files
 from ckptlint.loaders.layouts import layout_of
 from ckptlint.model import Checkpoint
+from ckptlint.model.text import plural
 from ckptlint.planning.outcome import Constraint
+from ckptlint.vocabulary.parts import part_of_file
 
 _OF_DP_RANK = re.compile(r"(.*)\bdp_rank_(\d+)")
 _TORCHTITAN = "torchtitan 0.3, components/dataloader.py, ParallelAwareDataloader.load_state_dict"
@@ -44,7 +47,7 @@ def refusals(ckpt: Checkpoint, to: Mapping[str, int], world: int) -> Iterator[Co
 
 
 def lost_by_dp_ranks(ckpt: Checkpoint, to: Mapping[str, int]) -> Iterator[Constraint]:
-    """The obstacles from objects that each data parallel rank saved for itself, such as where its data stood.
+    """The obstacles from what each data parallel rank saved for itself, objects or files: where its data stood.
 
     Args:
         to: sizes of axes that the job has.
@@ -60,3 +63,12 @@ def lost_by_dp_ranks(ckpt: Checkpoint, to: Mapping[str, int]) -> Iterator[Constr
             saved = f"{name.rstrip('._') or 'a state'} was saved by each of {len(of_ranks)} data parallel ranks"
             sentence = f"{saved}, and the job has {asked}: torchtitan stops at it{rest}"
             yield Constraint("fails", sentence, tuple(of_ranks), _TORCHTITAN)
+    for files in numbered_files(ckpt):
+        ranks = len(files.files)
+        count = min([ranks, *exact_ranks(ckpt, "dp").values()])  # more were left by a larger job
+        is_whole = ranks > 1 and max(files.files) == ranks - 1
+        if files.axis == "dp" and is_whole and part_of_file(files.what) == "dataloader" and count != asked:
+            names = tuple(files.files[number].name for number in range(count))
+            rest = f"{plural(count - asked, 'position')} dropped" if asked < count else "other ranks begin anew"
+            sentence = f"{count} data parallel ranks saved where their data stood, and the job has {asked}: {rest}"
+            yield Constraint("drops", sentence, names)

@@ -62,3 +62,23 @@ def test_states_of_each_dp_rank_are_for_as_many_ranks(to: str, refused: str, tmp
     told = [item.sentence for item in made.constraints if item.effect == "fails"]
     assert (made.exit_code, len(told)) == (int(bool(refused)), int(bool(refused)))
     assert refused in "".join(told)
+
+
+@pytest.mark.parametrize(
+    ("save", "to", "lost"),
+    [
+        ("energon/whole", "dp=2", ""),
+        ("energon/larger_job", "dp=2", ""),  # ranks 2 and 3 are of a job before
+        ("ranks/automodel", "dp=4", ""),
+        ("ranks/prime_rl", "dp=2", ""),  # one file of each rank of the job, which may share their data
+        ("energon/whole", "dp=1", "the job has 1: 1 position dropped"),
+        ("energon/whole", "dp=4", "the job has 4: other ranks begin anew"),
+        ("ranks/automodel", "dp=2", "the job has 2: 2 positions dropped"),
+    ],
+)
+def test_files_of_each_dp_rank_are_for_as_many_ranks(save: str, to: str, lost: str) -> None:
+    """Megatron-Bridge#5637: files of Energon's dataloaders lie beside the steps."""
+    made = ckptlint.plan(REAL / "frameworks" / save, to)
+    told = [item.sentence for item in made.constraints if item.effect == "drops" and "their data" in item.sentence]
+    assert len(told) == int(bool(lost))
+    assert lost in "".join(told)

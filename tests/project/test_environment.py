@@ -229,6 +229,7 @@ def test_nothing_is_imported_from_the_working_directory(real_copy: Copy, argumen
         (tables, tables._lines, "megatron.json", MEGATRON, None),
         (tables, tables._lines, "megatron.json", MEGATRON, '{\n"": '),
         (huggingface, huggingface.model_table, "tables/llama.json", "exports/ok_llama", "{"),
+        (huggingface, huggingface.model_table, "tables/llama.json", "exports/ok_llama", '{"float32": "gate"}'),
     ],
 )
 def test_a_lost_file_of_ckptlint_is_no_fault_of_the_checkpoint(

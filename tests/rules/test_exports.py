@@ -96,3 +96,46 @@ def test_transformers_loads_the_last_copy_of_a_key_whatever_the_index_says(place
     assert loaded.state_dict()[key].tolist() == [2.0] * 16
     said = [item for item in ckptlint.check(tmp_path, depth="data").diagnostics if key in item.keys]
     assert [item.severity for item in said] == [Severity.INFO if place else Severity.WARNING]
+
+
+def float32_told(path: Path, expect: Path | None = None) -> list[tuple[str, str, Severity]]:
+    """The findings that say that a class keeps tensors in float32: code, end of the key, severity."""
+    given = {} if expect is None else {"expect": str(expect)}
+    every = ckptlint.check(path, **given).diagnostics
+    told = [item for item in every if "keeps it in float32" in f"{item.message} {item.why}"]
+    return [(item.code, str(item.fqn).rpartition("gate.")[2], item.severity) for item in told]
+
+
+def in_dtype(name: str, folder: Path, **dtypes: str) -> Path:
+    """An export with tensors of other dtypes: those whose name ends as the words do, `_` for all others."""
+    folder.mkdir()
+    shutil.copy(EXPORTS / name / "config.json", folder)
+    tensors = ckptlint.check(EXPORTS / name).checkpoints[0].checkpoint.tensors
+    chosen = {key: next((d for end, d in dtypes.items() if key.endswith(end)), dtypes["_"]) for key in tensors}
+    table = {key: {"shape": list(tensors[key].global_shape), "dtype": dtype} for key, dtype in chosen.items()}
+    write_safetensors(folder / "model.safetensors", {"tensors": table})
+    return folder
+
+
+BIAS = "e_score_correction_bias"
+
+
+@pytest.mark.parametrize("name", ["ok_deepseek_v3", "ok_mtp"])
+def test_a_routers_bias_in_16_bits_is_a_note_and_a_warning_beside_float32(name: str, tmp_path: Path) -> None:
+    """Automodel#2553. transformers itself writes it after `.to(bfloat16)`."""
+    full = in_dtype(name, tmp_path / "full", _="float32")
+    assert float32_told(EXPORTS / name) == [("CFG005", BIAS, Severity.INFO)]
+    beside = float32_told(EXPORTS / name, full)
+    assert {code for code, _, _ in beside} == {"REF002"}
+    assert ("REF002", BIAS, Severity.WARNING) in beside
+
+
+def test_what_a_class_keeps_in_float32_is_silent_where_nothing_was_lost(tmp_path: Path) -> None:
+    name = "ok_deepseek_v3"
+    assert not float32_told(EXPORTS / "ok_glm4_moe")  # as published: its bias is float32, the gate is not
+    assert not float32_told(EXPORTS / "ok_llama")
+    assert not float32_told(in_dtype(name, tmp_path / "full", _="float32"))
+    kept = in_dtype(name, tmp_path / "kept", _="bfloat16", **{BIAS: "float32", "gate.weight": "float32"})
+    assert not float32_told(kept)
+    assert not float32_told(kept, tmp_path / "full")
+    assert not float32_told(EXPORTS / name, EXPORTS / name)  # the training held 16 bits

@@ -681,6 +681,20 @@ def other_dtypes(ckpt: Checkpoint, fit: Fit) -> list[OtherDtype]:
     ]
 
 
+def rounded_by_export(ckpt: Checkpoint) -> frozenset[str]:
+    """The stored keys in 16 bits that the model's class keeps in float32; none where no table knows the class.
+
+    Source:
+        transformers.PreTrainedModel._keep_in_fp32_modules_strict (5.24)
+    """
+    fit = config_fit(ckpt)
+    if isinstance(fit, str) or not fit.expected.float32:
+        return frozenset()
+    kept = re.compile(rf"(?:^|\.)(?:{'|'.join(map(re.escape, fit.expected.float32))})(?:\.|$)")
+    names = (stored for name, stored in fit.pairing.stored.items() if kept.search(name))
+    return frozenset(name for name in names if ckpt.tensors[name].dtype in ("bfloat16", "float16"))
+
+
 def explains_bytes(ckpt: Checkpoint, size: int) -> bool:
     """Whether a size in bytes fits the declared model, and other findings already explain the difference."""
     fit = config_fit(ckpt)
