@@ -13,6 +13,7 @@ from typing import Any
 from ckptlint.depth import Depth
 from ckptlint.lint.causes import Clause, KnownCause, fixture_of, load_causes
 from ckptlint.lint.fixture_cases import case_tables
+from ckptlint.lint.ignores import to_paste
 from ckptlint.lint.registry import FAMILIES
 from ckptlint.lint.selection import find_rule
 from ckptlint.model.text import at_most, join_words, table
@@ -44,8 +45,13 @@ def page_of(rules: Sequence[Rule], name: str, width: int = 80) -> str:
         ConfigError: there is none.
     """
     causes = {known.name: known for known in load_causes()}
-    cause = causes.get(name.lower())
-    return cause_page(cause, width) if cause else page(find_rule(rules, name, causes), width)
+    if cause := causes.get(name.lower()):
+        return cause_page(cause, width)
+    rule = find_rule(rules, name, causes)
+    if rule.fixed or rule.live:
+        return page(rule, width)
+    lines = ["", "To ignore it for a key or a file, with the reason, in ckptlint.toml:", ""]
+    return "\n".join([page(rule, width), *lines, *to_paste("KEY", rule.code)])
 
 
 def page(rule: Rule, width: int = 80) -> str:

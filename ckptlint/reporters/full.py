@@ -10,6 +10,7 @@ from dataclasses import replace
 from itertools import chain, takewhile
 
 from ckptlint.depth import Depth
+from ckptlint.lint.ignores import ignore_of_the_rest
 from ckptlint.lint.report import Cause, CheckpointReport, Diagnostic, FindingGroup, Report, worst
 from ckptlint.lint.steps import JudgedStep, newest_passing, step_around, steps_in, verdict_of
 from ckptlint.model import Checkpoint, RecordState, StepFile
@@ -64,7 +65,9 @@ def render(report: Report, style: Style) -> str:
         unread = [line for text in report.unread if not outcomes for line in style.wrap(text, "  ", "")]
         files = [file for part in report.checkpoints for file in part.checkpoint.step_files]
         others = style.wrap(other_files_line(files), "  ", "") if any(file.state != "read" for file in files) else []
-        blocks.append("\n".join([*unread, *others, *verdict(report, style, wrapped=True)]))
+        ignore = ignore_of_the_rest(report)
+        ignore[:0] = ["If that is meant, say so with the reason in your settings:"] if ignore else []
+        blocks.append("\n".join([*unread, *others, *verdict(report, style, wrapped=True), *ignore]))
         if steps:
             lines = [line for text in step_lines(steps, report.lenient) for line in style.wrap(text, "  ", "")]
             blocks += ["", step_table(steps, style.width), *lines]
