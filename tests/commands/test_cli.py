@@ -474,7 +474,8 @@ def test_an_output_of_unknown_format_is_a_usage_error_before_anything_is_checked
 def test_an_output_that_cannot_be_written_is_no_pass(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert main(monkeypatch, GOOD, "--output", str(tmp_path / "no" / "report.json")) not in (0, 1)
+    (tmp_path / "report.json").mkdir()
+    assert main(monkeypatch, GOOD, "--output", str(tmp_path / "report.json")) == 4
     assert "cannot be written" in capsys.readouterr().err
 
 
@@ -540,6 +541,18 @@ def test_no_output_is_written_through_a_link(command: str, tmp_path: Path) -> No
     assert ((tmp_path / "kept").read_text(), sorted(tmp_path.iterdir())) == ("kept", before)
     assert len((tmp_path / "report.html").read_text()) > 100
     assert (tmp_path / "report.html").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("command", [*WRITERS, "watch"])
+def test_a_folder_that_is_not_there_is_named_before_anything_is_read(command: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    writer = WRITERS.get(command, ("watch", str(tmp_path), "--once", "--output", "{}"))
+    for name, what in (("no", "does not exist: make the folder first"), ("file", "is no folder")):
+        target = tmp_path / name / "report.html"
+        # what is to be read is not there either: whoever read it first would say so
+        done = run(*(argument.format(target).replace(GOOD, f"{tmp_path}/nothing") for argument in writer))
+        said = f"ckptlint: {target} cannot be written: {target.parent} {what}\n"
+        assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
 
 
 @pytest.mark.parametrize("command", WRITERS)
