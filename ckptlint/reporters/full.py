@@ -28,6 +28,7 @@ from ckptlint.model.text import (
     verb,
 )
 from ckptlint.model.tiling import Box
+from ckptlint.reporters.agreement import agreement, is_verified
 from ckptlint.reporters.style import Style, cut, cut_names
 from ckptlint.rule import Finding, Note, Severity
 
@@ -503,9 +504,13 @@ def _judged(report: Report) -> str:
 
 
 def left_unread(report: Report) -> str:
-    """What the depth leaves out, and how many rules a greater one adds."""
+    """What matches something from elsewhere, what the depth leaves out, and how many rules a greater one adds."""
     if report.is_live:
         return "Files were not looked at."
+    return " ".join(filter(None, [agreement(report), _left_out(report)]))
+
+
+def _left_out(report: Report) -> str:
     if report.depth.reads_all:
         is_known = all(part.checkpoint.readable for part in report.checkpoints)  # else nobody knows what there was
         every = "Every record was read." if is_known else ""
@@ -530,9 +535,13 @@ def left_unread(report: Report) -> str:
 
 def _unsummed(report: Report) -> str:
     """What was read without a checksum to compare it with; "" for nothing."""
-    payloads = [part.checkpoint.payload for part in report.checkpoints if part.checkpoint.payload is not None]
-    records = sum(int((payload.unsummed & (payload.state == RecordState.READ)).sum()) for payload in payloads)
-    files = sum(len(payload.bare) for payload in payloads)
+    read = [(part.checkpoint, part.checkpoint.payload) for part in report.checkpoints]
+    payloads = [(ckpt, payload) for ckpt, payload in read if payload is not None]
+    records = sum(
+        int((payload.unsummed & (payload.state == RecordState.READ) & ~is_verified(ckpt, payload)).sum())
+        for ckpt, payload in payloads
+    )
+    files = sum(len({*payload.bare}.difference(payload.matched)) for _, payload in payloads)
     counts = [plural(count, noun) for count, noun in ((records, "record"), (files, "other file")) if count]
     have = "has" if records + files == 1 else "have"
     return f"{' and '.join(counts)} {have} no checksum: ckptlint cannot see changed bytes there." if counts else ""
@@ -540,8 +549,9 @@ def _unsummed(report: Report) -> str:
 
 def _limits(report: Report) -> str:
     """Which records were not read though the depth asks for it; "" when all were."""
-    payloads = [part.checkpoint.payload for part in report.checkpoints if part.checkpoint.payload is not None]
-    texts = [f"Only a sample was read: {payload.sample}." for payload in payloads if payload.sample]
+    read = [(part.checkpoint, part.checkpoint.payload) for part in report.checkpoints]
+    payloads = [(ckpt, payload) for ckpt, payload in read if payload is not None]
+    texts = [f"Only a sample was read: {payload.sample}." for _, payload in payloads if payload.sample]
     for state, is_scanned, why in (
         (RecordState.ELSEWHERE, None, "not read because a file is missing or damaged"),
         (RecordState.UNREADABLE, None, "opened and cannot be read"),
@@ -549,7 +559,12 @@ def _limits(report: Report) -> str:
         (RecordState.RAW, True, "read; this format stores no checksums"),
         (RecordState.RAW, False, "not checked: this format has no record headers"),
     ):
-        chosen = [(p.state == state) & (True if is_scanned is None else p.scanned == is_scanned) for p in payloads]
+        chosen = [
+            (p.state == state)
+            & (True if is_scanned is None else p.scanned == is_scanned)
+            & ~(is_verified(ckpt, p) & bool(is_scanned))
+            for ckpt, p in payloads
+        ]
         if count := sum(int(rows.sum()) for rows in chosen):
             noun = "tensor" if state == RecordState.RAW else "record"
             texts.append(f"{plural(count, noun, 'was')} {why}.")
