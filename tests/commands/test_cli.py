@@ -26,6 +26,7 @@ import ckptlint
 from ckptlint.commands import main as cli
 from ckptlint.commands.shared import progress
 from ckptlint.errors import CheckpointError, ConfigError
+from ckptlint.lint.causes import load_causes
 from ckptlint.lint.options import CHECK_OPTIONS, GROUPS
 from ckptlint.lint.registry import load_rules
 from ckptlint.progress import is_listened_to
@@ -260,15 +261,20 @@ def test_options_stand_below_headings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("width", ["80", "120"])
-def test_the_list_of_rules_has_a_line_for_each_that_fits(width: str) -> None:
-    lines = invoke("rules", env={"COLUMNS": width}).output.splitlines()
-    rules = [line for line in lines if line.startswith("  ")]
+def test_the_list_of_rules_has_a_row_for_each_that_is_wrapped(width: str) -> None:
+    text, _, causes = invoke("rules", env={"COLUMNS": width}).output.partition("Causes, ")
+    assert max(map(len, causes.splitlines())) <= int(width)
+    assert all(f"{cause.name} {cause.summary}" in " ".join(causes.split()) for cause in load_causes())
+    assert all(rule.summary in " ".join(text.split()) for rule in load_rules())
+    assert "Causes, " not in invoke("rules", "GEO", env={"COLUMNS": width}).output
+    lines = text.splitlines()
+    rules = [line for line in lines if re.match(r"  \S", line)]
     assert {line.split()[0] for line in rules} == {rule.code for rule in load_rules()} and len(rules) == len(
         load_rules()
     )
     assert max(map(len, lines)) <= int(width)
     first_live = next(place for place, line in enumerate(lines) if line.startswith("LIV"))
-    assert all(line.split()[0].startswith("LIV") for line in lines[first_live:] if line.startswith("  "))
+    assert all(line.split()[0].startswith("LIV") for line in lines[first_live:] if line in rules)
     by_code = {line.split()[0]: line for line in rules}
     assert "error, data" in by_code["PAY012"] and "error, --expect" in by_code["REF001"]
     assert "  error  " in by_code["GEO004"]
