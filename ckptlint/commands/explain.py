@@ -37,17 +37,22 @@ def explain(rule: str, config: str | None) -> None:
 def rules(format_: str, named: tuple[str, ...], config: str | None) -> None:
     """List all rules: code, name, severity, the depth they need, what they find.
 
-    RULES are codes, prefixes such as GEO, or names: then only these.
+    The causes follow. RULES are codes, prefixes such as GEO, or names: then only these.
 
     A rule without a depth runs at the default depth of `check`.
     """
-    from ckptlint.lint.rule_page import catalogue
+    from ckptlint.lint.rule_page import catalogue, cause_listing
     from ckptlint.lint.selection import matching
 
     known = _known(config)
     codes = matching(known, named or ["ALL"])
     chosen = [rule for rule in known if rule.code in codes]
-    click.echo(catalogue(chosen, format_, shutil.get_terminal_size().columns))
+    width = shutil.get_terminal_size().columns
+    click.echo(catalogue(chosen, format_, width))
+    if format_ == "table":
+        if not named:
+            click.echo(cause_listing(width) + "\n")
+        click.echo("`ckptlint explain CODE` prints the page of a rule, or of a cause by its name.")
 
 
 def _known(config: str | None) -> tuple[Rule, ...]:

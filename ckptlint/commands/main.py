@@ -24,7 +24,7 @@ COMMANDS = {
     "deletable": "Print the paths of the steps of a run that may be deleted, and nothing else.",
     "diff": "Compare the keys, shapes and dtypes of two checkpoints; resharding does not count as one.",
     "explain": "Print the page of a rule, or of a cause: what it is, why it matters, how to fix it.",
-    "graph": "Draw the chunks of one tensor as a graph: on each axis, which intervals they cover and where one is "
+    "graph": "Draw the chunks of one tensor as a graph: on each dim, which intervals they cover and where one is "
     "missing.",
     "latest": "Print the path of the newest step that has no errors, and nothing else.",
     "live": "Check a checkpoint with all ranks of a job: every node must see the same files.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import glob
 import json
 import os
 import re
@@ -12,10 +13,11 @@ from typing import Any, NamedTuple
 
 from ckptlint.errors import ConfigError
 from ckptlint.lint.engine import report_unused
-from ckptlint.lint.report import CheckpointReport, Diagnostic, Ignored
+from ckptlint.lint.report import CheckpointReport, Diagnostic, Ignored, Report
 from ckptlint.model import Problem
-from ckptlint.model.text import nearest, printable
+from ckptlint.model.text import NUMBER, nearest, printable
 from ckptlint.rule import Rule
+from ckptlint.vocabulary.keys import role
 
 _SCHEMA = "ckptlint.report/1"
 _SIZE_LIMIT = 512 * 1024**2  # bytes; a device has no end
@@ -66,7 +68,7 @@ def _by_key(
 
     def why(item: Diagnostic) -> Ignored | None:
         subject = item.fqn or item.finding.at.file
-        hits = [ignore for ignore, glob in globs if item.code in ignore.codes and glob.match(subject)]
+        hits = [ignore for ignore, wanted in globs if item.code in ignore.codes and wanted.match(subject)]
         used.update(hits)
         return Ignored("per-key-ignores", hits[0].reason) if hits else None
 
@@ -91,10 +93,10 @@ def _problem(ignore: KeyIgnore, parts: Sequence[CheckpointReport]) -> Problem:
         keys |= dict.fromkeys(item.fqn for item in ckpt.byte_objects)
         keys |= dict.fromkeys(ckpt.files.names)
         keys |= dict.fromkeys(ckpt.reference.tensors if ckpt.reference else ())
-    glob = re.compile(fnmatch.translate(ignore.pattern))
+    wanted = re.compile(fnmatch.translate(ignore.pattern))
     codes = ", ".join(sorted(ignore.codes))
     message = f"the ignore of {codes} for {printable(ignore.pattern)!r} matched no finding"
-    if any(glob.match(key) for key in keys):
+    if any(wanted.match(key) for key in keys):
         return Problem("unused", printable(ignore.file), message, fqn=ignore.pattern, hint="delete it")
     near = nearest(ignore.pattern, keys) if len(keys) <= _NEAR_LIMIT else ""
     return Problem(
@@ -105,6 +107,35 @@ def _problem(ignore: KeyIgnore, parts: Sequence[CheckpointReport]) -> Problem:
         hint=f"did you mean {near}?" if near else "delete it unless other checkpoints need it",
         outside_checkpoint=True,
     )
+
+
+def to_paste(pattern: str, code: str, file: str = "") -> list[str]:
+    """The ignore of a rule for the keys of a glob, as three lines of TOML that lack only the reason.
+
+    Args:
+        file: the settings file that they are for, "" for one that is not there yet.
+    """
+    table = "tool.ckptlint.per-key-ignores" if Path(file).name == "pyproject.toml" else "per-key-ignores"
+    return [f"[{table}.{json.dumps(pattern, ensure_ascii=False)}]", f'rules = ["{code}"]', 'reason = ""']
+
+
+def ignore_of_the_rest(report: Report) -> list[str]:
+    """`to_paste` for a report that fails by one rule on keys alike alone; without lines where an ignore cannot mend it.
+
+    Keys that differ in their numbers share a glob, unless it would also hide keys of another kind.
+    """
+    failing = [item for item in report.diagnostics if report.is_failing(item)]
+    kinds = {(item.code, role(item.fqn or "")) for item in failing}
+    names = {item.fqn or "" for item in failing}
+    if len(kinds) != 1 or report.is_live or report.is_incomplete or report.not_found or failing[0].rule.fixed:
+        return []
+    name = next(iter(names))
+    pattern = "*".join(map(glob.escape, NUMBER.split(name))) if len(names) > 1 else glob.escape(name)
+    fits = re.compile(fnmatch.translate(pattern)).match
+    keys = (key for part in report.checkpoints for key in part.checkpoint.tensors if len(names) > 1)
+    hides_others = any(fits(key) and role(key) != role(name) for key in keys)
+    is_exact = name and name.isprintable() and all(map(fits, names)) and not hides_others
+    return to_paste(pattern, failing[0].code, report.settings) if is_exact else []
 
 
 # ---------------------------------------------------------------- findings of an earlier report

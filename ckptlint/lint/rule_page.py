@@ -13,6 +13,7 @@ from typing import Any
 from ckptlint.depth import Depth
 from ckptlint.lint.causes import Clause, KnownCause, fixture_of, load_causes
 from ckptlint.lint.fixture_cases import case_tables
+from ckptlint.lint.ignores import to_paste
 from ckptlint.lint.registry import FAMILIES
 from ckptlint.lint.selection import find_rule
 from ckptlint.model.text import at_most, join_words, table
@@ -44,8 +45,13 @@ def page_of(rules: Sequence[Rule], name: str, width: int = 80) -> str:
         ConfigError: there is none.
     """
     causes = {known.name: known for known in load_causes()}
-    cause = causes.get(name.lower())
-    return cause_page(cause, width) if cause else page(find_rule(rules, name, causes), width)
+    if cause := causes.get(name.lower()):
+        return cause_page(cause, width)
+    rule = find_rule(rules, name, causes)
+    if rule.fixed or rule.live:
+        return page(rule, width)
+    lines = ["", "To ignore it for a key or a file, with the reason, in ckptlint.toml:", ""]
+    return "\n".join([page(rule, width), *lines, *to_paste("KEY", rule.code)])
 
 
 def page(rule: Rule, width: int = 80) -> str:
@@ -197,7 +203,7 @@ _RUNNING = "what the ranks of a running job hold: needs ckptlint.live or SaveLin
 
 
 def _listing(rules: Sequence[Rule], width: int) -> Iterator[str]:
-    """One line for each rule that fits the width, by family; those of live mode come last.
+    """A row for each rule, wrapped to the width, by family; those of live mode come last.
 
     The depth stands beside the severity where it is more than the one that `check` reads by default.
     """
@@ -209,11 +215,22 @@ def _listing(rules: Sequence[Rule], width: int) -> Iterator[str]:
         marks = [_mark(rule) for rule in members]
         name_width, mark_width = max(len(rule.name) for rule in members), max(map(len, marks))
         for rule, mark in zip(members, marks, strict=True):
-            line = f"  {rule.code}  {rule.name:{name_width}}  {mark:{mark_width}}  "
-            room = max(width - len(line), 12)
-            yield line + textwrap.shorten(rule.summary, room, placeholder="...")
+            yield _row(f"  {rule.code}  {rule.name:{name_width}}  {mark:{mark_width}}  ", rule.summary, width)
         yield ""
-    yield "`ckptlint explain CODE` prints the page of a rule."
+
+
+def _row(line: str, text: str, width: int) -> str:
+    """The text behind the beginning of a line, wrapped beside it."""
+    room, indent = max(width, len(line) + 12), " " * len(line)
+    return textwrap.fill(text, room, initial_indent=line, subsequent_indent=indent, break_on_hyphens=False)
+
+
+def cause_listing(width: int) -> str:
+    """The causes, each with what it says of itself."""
+    known = load_causes()
+    name_width = max(len(cause.name) for cause in known)
+    rows = [_row(f"  {cause.name:{name_width}}  ", cause.summary, width) for cause in known]
+    return "\n".join(["Causes, which a report names above the findings that they explain", *rows])
 
 
 def _mark(rule: Rule) -> str:

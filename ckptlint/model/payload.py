@@ -152,6 +152,7 @@ class PayloadTable:
         rows: [m], the columns below, each an attribute of the table too.
         contents: the distinct contents.
         damages: checksums that do not match (depth `data`).
+        matched: files, printable, whose SHA-256 is the recorded one (depth `data`).
         unlisted: payload files that `integrity.json` leaves out.
         bare: files of torch.save beside the records that have bytes without a checksum (depth `data`).
         odd_values: of the tensors in the optimizer's files beside the records (depth `data`).
@@ -195,6 +196,7 @@ class PayloadTable:
     rows: npt.NDArray[np.void]
     contents: list[RecordContent]
     damages: tuple[Damage, ...] = ()
+    matched: tuple[str, ...] = ()
     unlisted: tuple[str, ...] = ()
     bare: tuple[str, ...] = ()
     odd_values: tuple[OddValues, ...] = ()

@@ -84,14 +84,14 @@ def differs(computed: str, recorded: str) -> bool:
     return computed != recorded[8:72].strip()
 
 
-def compare_others(folder: Folder, ckpt: Checkpoint, recorded: Mapping[str, str]) -> list[Damage]:
-    """Damages for files with a checksum that are absent, or differ and are no payload.
+def compare_others(folder: Folder, ckpt: Checkpoint, recorded: Mapping[str, str]) -> tuple[list[Damage], list[str]]:
+    """(Damages for files with a checksum that are absent, or differ and are no payload; those that match, printable).
 
     Raises:
         AccessError: a read was refused.
     """
     payload = {file.path for file in ckpt.files if file.path is not None and file.size is not None}
-    damages = []
+    damages, matched = [], []
     for name, recorded_sum in recorded.items():
         if name in payload:
             continue
@@ -100,7 +100,9 @@ def compare_others(folder: Folder, ckpt: Checkpoint, recorded: Mapping[str, str]
         computed = stream(folder, name, members_of([]), {}, size, Meter()).sha256 if is_there else "absent"
         if not is_there or differs(computed, recorded_sum):
             damages.append(Damage(-1, printable(name), "", recorded_sum, computed))
-    return damages
+        else:
+            matched.append(printable(name))
+    return damages, matched
 
 
 def _integrity(folder: Folder) -> tuple[dict[str, str] | None, list[Problem]]:

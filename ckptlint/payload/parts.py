@@ -123,6 +123,7 @@ def join(folder: Folder, ckpt: Checkpoint, how: ReadOptions, parts: Sequence[Par
     payload = replace(
         table,
         damages=tuple(dict.fromkeys([*of_parts, *damages])),
+        matched=tuple(name for part in parts for name in part.table.matched),
         unlisted=tuple(name for part in parts for name in part.table.unlisted),
         bare=tuple(name for part in parts for name in part.table.bare),
         odd_values=tuple(item for part in parts for item in part.table.odd_values),

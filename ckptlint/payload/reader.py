@@ -113,6 +113,7 @@ class Reader:
         self.sealed: set[str] = set()
         self.hashes = hashes_of(ckpt, how) if hashes is None else hashes
         self.chunks: dict[int, tuple[Tensor, int]] = {}
+        self.matched: list[str] = []
         self.meter = Meter()
 
     def part(self) -> PartialRead:
@@ -147,7 +148,9 @@ class Reader:
                     result.damages += damages
                     result.problems += problems
                 if self.leads:
-                    result.damages += compare_others(self.folder, self.ckpt, recorded)
+                    damages, matched = compare_others(self.folder, self.ckpt, recorded)
+                    result.damages += damages
+                    self.matched += matched
                     result.damages += not_expected(self.ckpt, self.how.sums) if self.how.sums else []
                 if listed is not None and self.leads:
                     unlisted = tuple(file.name for file in self.ckpt.files if file.path and file.path not in listed)
@@ -163,6 +166,7 @@ class Reader:
         table = replace(
             result.table,
             rows=result.table.rows if len(result.rows) == len(self.ckpt.records) else result.table.rows[result.rows],
+            matched=tuple(self.matched),
             unlisted=unlisted,
             bare=bare,
             odd_values=odd_values,
@@ -457,8 +461,11 @@ class Reader:
             for turn, i in enumerate(bad.tolist())
         ]
         recorded = sums.get(self.ckpt.files[file].path or "")
-        if recorded is not None and seen.sha256 and differs(seen.sha256, recorded):
-            damages.append(Damage(-1, name, "", recorded, seen.sha256))
+        if recorded is not None and seen.sha256:
+            if differs(seen.sha256, recorded):
+                damages.append(Damage(-1, name, "", recorded, seen.sha256))
+            else:
+                self.matched.append(name)
         return damages
 
     # ------------------------------------------------------------ threads, problems

@@ -10,6 +10,7 @@ from dataclasses import replace
 from itertools import chain, takewhile
 
 from ckptlint.depth import Depth
+from ckptlint.lint.ignores import ignore_of_the_rest
 from ckptlint.lint.report import Cause, CheckpointReport, Diagnostic, FindingGroup, Report, worst
 from ckptlint.lint.steps import JudgedStep, newest_passing, step_around, steps_in, verdict_of
 from ckptlint.model import Checkpoint, RecordState, StepFile
@@ -27,6 +28,7 @@ from ckptlint.model.text import (
     verb,
 )
 from ckptlint.model.tiling import Box
+from ckptlint.reporters.agreement import agreement, is_verified
 from ckptlint.reporters.style import Style, cut, cut_names
 from ckptlint.rule import Finding, Note, Severity
 
@@ -64,7 +66,9 @@ def render(report: Report, style: Style) -> str:
         unread = [line for text in report.unread if not outcomes for line in style.wrap(text, "  ", "")]
         files = [file for part in report.checkpoints for file in part.checkpoint.step_files]
         others = style.wrap(other_files_line(files), "  ", "") if any(file.state != "read" for file in files) else []
-        blocks.append("\n".join([*unread, *others, *verdict(report, style, wrapped=True)]))
+        ignore = ignore_of_the_rest(report)
+        ignore[:0] = ["If that is meant, say so with the reason in your settings:"] if ignore else []
+        blocks.append("\n".join([*unread, *others, *verdict(report, style, wrapped=True), *ignore]))
         if steps:
             lines = [line for text in step_lines(steps, report.lenient) for line in style.wrap(text, "  ", "")]
             blocks += ["", step_table(steps, style.width), *lines]
@@ -500,9 +504,13 @@ def _judged(report: Report) -> str:
 
 
 def left_unread(report: Report) -> str:
-    """What the depth leaves out, and how many rules a greater one adds."""
+    """What matches something from elsewhere, what the depth leaves out, and how many rules a greater one adds."""
     if report.is_live:
         return "Files were not looked at."
+    return " ".join(filter(None, [agreement(report), _left_out(report)]))
+
+
+def _left_out(report: Report) -> str:
     if report.depth.reads_all:
         is_known = all(part.checkpoint.readable for part in report.checkpoints)  # else nobody knows what there was
         every = "Every record was read." if is_known else ""
@@ -527,9 +535,13 @@ def left_unread(report: Report) -> str:
 
 def _unsummed(report: Report) -> str:
     """What was read without a checksum to compare it with; "" for nothing."""
-    payloads = [part.checkpoint.payload for part in report.checkpoints if part.checkpoint.payload is not None]
-    records = sum(int((payload.unsummed & (payload.state == RecordState.READ)).sum()) for payload in payloads)
-    files = sum(len(payload.bare) for payload in payloads)
+    read = [(part.checkpoint, part.checkpoint.payload) for part in report.checkpoints]
+    payloads = [(ckpt, payload) for ckpt, payload in read if payload is not None]
+    records = sum(
+        int((payload.unsummed & (payload.state == RecordState.READ) & ~is_verified(ckpt, payload)).sum())
+        for ckpt, payload in payloads
+    )
+    files = sum(len({*payload.bare}.difference(payload.matched)) for _, payload in payloads)
     counts = [plural(count, noun) for count, noun in ((records, "record"), (files, "other file")) if count]
     have = "has" if records + files == 1 else "have"
     return f"{' and '.join(counts)} {have} no checksum: ckptlint cannot see changed bytes there." if counts else ""
@@ -537,8 +549,9 @@ def _unsummed(report: Report) -> str:
 
 def _limits(report: Report) -> str:
     """Which records were not read though the depth asks for it; "" when all were."""
-    payloads = [part.checkpoint.payload for part in report.checkpoints if part.checkpoint.payload is not None]
-    texts = [f"Only a sample was read: {payload.sample}." for payload in payloads if payload.sample]
+    read = [(part.checkpoint, part.checkpoint.payload) for part in report.checkpoints]
+    payloads = [(ckpt, payload) for ckpt, payload in read if payload is not None]
+    texts = [f"Only a sample was read: {payload.sample}." for _, payload in payloads if payload.sample]
     for state, is_scanned, why in (
         (RecordState.ELSEWHERE, None, "not read because a file is missing or damaged"),
         (RecordState.UNREADABLE, None, "opened and cannot be read"),
@@ -546,7 +559,12 @@ def _limits(report: Report) -> str:
         (RecordState.RAW, True, "read; this format stores no checksums"),
         (RecordState.RAW, False, "not checked: this format has no record headers"),
     ):
-        chosen = [(p.state == state) & (True if is_scanned is None else p.scanned == is_scanned) for p in payloads]
+        chosen = [
+            (p.state == state)
+            & (True if is_scanned is None else p.scanned == is_scanned)
+            & ~(is_verified(ckpt, p) & bool(is_scanned))
+            for ckpt, p in payloads
+        ]
         if count := sum(int(rows.sum()) for rows in chosen):
             noun = "tensor" if state == RecordState.RAW else "record"
             texts.append(f"{plural(count, noun, 'was')} {why}.")

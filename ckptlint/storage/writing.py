@@ -17,7 +17,7 @@ def checked_target(path: Path, read: Iterable[str] = ()) -> Path:
         read: what the command reads.
 
     Raises:
-        ConfigError: it is a link, or lies behind a link that is in what the command reads.
+        ConfigError: it is a link, lies behind a link that is in what the command reads, or in no folder.
     """
     from ckptlint.storage.paths import is_url  # with numpy, which --help need not wait for
 
@@ -29,6 +29,9 @@ def checked_target(path: Path, read: Iterable[str] = ()) -> Path:
             raise ConfigError(f"{path} lies behind {parent}, a link in a checkpoint: name a folder that is no link")
     if path.is_symlink() and not _is_of_the_system(path):
         raise ConfigError(f"{path} is a link, and ckptlint writes through none: name the file itself")
+    if not path.parent.is_dir():
+        what = "is no folder" if path.parent.exists() else "does not exist: make the folder first"
+        raise ConfigError(f"{path} cannot be written: {path.parent} {what}")
     return path
 
 

@@ -26,6 +26,7 @@ import ckptlint
 from ckptlint.commands import main as cli
 from ckptlint.commands.shared import progress
 from ckptlint.errors import CheckpointError, ConfigError
+from ckptlint.lint.causes import load_causes
 from ckptlint.lint.options import CHECK_OPTIONS, GROUPS
 from ckptlint.lint.registry import load_rules
 from ckptlint.progress import is_listened_to
@@ -260,15 +261,20 @@ def test_options_stand_below_headings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("width", ["80", "120"])
-def test_the_list_of_rules_has_a_line_for_each_that_fits(width: str) -> None:
-    lines = invoke("rules", env={"COLUMNS": width}).output.splitlines()
-    rules = [line for line in lines if line.startswith("  ")]
+def test_the_list_of_rules_has_a_row_for_each_that_is_wrapped(width: str) -> None:
+    text, _, causes = invoke("rules", env={"COLUMNS": width}).output.partition("Causes, ")
+    assert max(map(len, causes.splitlines())) <= int(width)
+    assert all(f"{cause.name} {cause.summary}" in " ".join(causes.split()) for cause in load_causes())
+    assert all(rule.summary in " ".join(text.split()) for rule in load_rules())
+    assert "Causes, " not in invoke("rules", "GEO", env={"COLUMNS": width}).output
+    lines = text.splitlines()
+    rules = [line for line in lines if re.match(r"  \S", line)]
     assert {line.split()[0] for line in rules} == {rule.code for rule in load_rules()} and len(rules) == len(
         load_rules()
     )
     assert max(map(len, lines)) <= int(width)
     first_live = next(place for place, line in enumerate(lines) if line.startswith("LIV"))
-    assert all(line.split()[0].startswith("LIV") for line in lines[first_live:] if line.startswith("  "))
+    assert all(line.split()[0].startswith("LIV") for line in lines[first_live:] if line in rules)
     by_code = {line.split()[0]: line for line in rules}
     assert "error, data" in by_code["PAY012"] and "error, --expect" in by_code["REF001"]
     assert "  error  " in by_code["GEO004"]
@@ -474,7 +480,8 @@ def test_an_output_of_unknown_format_is_a_usage_error_before_anything_is_checked
 def test_an_output_that_cannot_be_written_is_no_pass(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert main(monkeypatch, GOOD, "--output", str(tmp_path / "no" / "report.json")) not in (0, 1)
+    (tmp_path / "report.json").mkdir()
+    assert main(monkeypatch, GOOD, "--output", str(tmp_path / "report.json")) == 4
     assert "cannot be written" in capsys.readouterr().err
 
 
@@ -540,6 +547,18 @@ def test_no_output_is_written_through_a_link(command: str, tmp_path: Path) -> No
     assert ((tmp_path / "kept").read_text(), sorted(tmp_path.iterdir())) == ("kept", before)
     assert len((tmp_path / "report.html").read_text()) > 100
     assert (tmp_path / "report.html").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("command", [*WRITERS, "watch"])
+def test_a_folder_that_is_not_there_is_named_before_anything_is_read(command: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    writer = WRITERS.get(command, ("watch", str(tmp_path), "--once", "--output", "{}"))
+    for name, what in (("no", "does not exist: make the folder first"), ("file", "is no folder")):
+        target = tmp_path / name / "report.html"
+        # what is to be read is not there either: whoever read it first would say so
+        done = run(*(argument.format(target).replace(GOOD, f"{tmp_path}/nothing") for argument in writer))
+        said = f"ckptlint: {target} cannot be written: {target.parent} {what}\n"
+        assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
 
 
 @pytest.mark.parametrize("command", WRITERS)

@@ -527,6 +527,59 @@ def test_other_keys_and_rules_still_count(here: Path) -> None:
     assert invoke(BAD).exit_code == 1
 
 
+def pasted(text: str) -> str:
+    """The lines of TOML at the end of a text, with a reason."""
+    lines = text[text.index("[per-key-ignores.") :].splitlines()
+    assert (len(lines), lines[2]) == (3, 'reason = ""'), text
+    return "\n".join(lines).replace('""', '"known"')
+
+
+@pytest.mark.parametrize(
+    "name", ["boundary_mismatch", "experts_same_offset", "fsdp2_4r_hole", "rank_mismatch", "storage_past_eof"]
+)
+def test_the_ignore_below_a_report_is_pasted(here: Path, name: str) -> None:
+    (here / "ckptlint.toml").write_text(pasted(invoke(REAL / name).output))
+    done = invoke(REAL / name, "--strict")
+    assert (done.exit_code, "If that is meant" in done.output) == (0, False), done.output
+    assert invoke(REAL / name, "--no-ignores").exit_code == 1
+
+
+def test_the_ignore_is_for_the_table_of_a_pyproject(here: Path) -> None:
+    (here / "pyproject.toml").write_text("[tool.ckptlint]\n")
+    text = invoke(BAD).output
+    lines = text[text.index("[tool.ckptlint.per-key-ignores.") :].replace('""', '"known"')
+    (here / "pyproject.toml").write_text(lines)
+    assert invoke(BAD).exit_code == 0
+
+
+def test_a_key_is_pasted_as_it_is_named(here: Path) -> None:
+    tensors = {name: {"shape": [8], "chunks": chunks} for name, chunks in {'w["*"]': ["0:4"], "wxb": ["0:8"]}.items()}
+    write_checkpoint({"tensors": tensors}, here.parent / "named")
+    (here / "ckptlint.toml").write_text(pasted(invoke("../named").output))
+    assert invoke("../named", "--strict").exit_code == 0
+
+
+@pytest.mark.parametrize("name", ["fsdp2_4r", "distcp_missing", "gap_middle", "metadata_malicious", "metadata_missing"])
+def test_no_ignore_below_a_pass_several_kinds_files_and_what_none_mends(name: str) -> None:
+    assert "per-key-ignores" not in invoke(REAL / name).output
+
+
+def test_a_glob_that_would_hide_other_keys_is_not_offered(here: Path) -> None:
+    broken = {f"layers.{n}.weight": {"shape": [8], "chunks": ["0:4"]} for n in range(2)}
+    beside = {f"layers.{n}.norm.weight": {"shape": [8]} for n in range(2)}
+    write_checkpoint({"tensors": broken}, here / "alone")
+    write_checkpoint({"tensors": broken | beside}, here / "both")
+    assert '[per-key-ignores."layers.*.weight"]' in invoke("alone").output
+    assert "per-key-ignores" not in invoke("both").output
+
+
+def test_explain_ends_with_the_ignore(here: Path) -> None:
+    text = invoke("explain", "GEO004").output
+    (here / "ckptlint.toml").write_text(pasted(text).replace("KEY", "*"))
+    assert invoke(BAD).exit_code == 0
+    assert "per-key-ignores" not in invoke("explain", "SAF001").output
+
+
 def test_a_finding_without_key_is_ignored_by_its_file(here: Path) -> None:
     path = REAL / "orphan_distcp"
     found = json.loads(invoke(path, "--format", "json").output)["checkpoints"][0]["findings"]

@@ -263,7 +263,8 @@ def test_the_command_gets_what_it_needs_in_its_environment_and_may_fail(tmp_path
 def test_an_output_that_cannot_be_written_does_not_end_the_watch(tmp_path: Path) -> None:
     save(tmp_path / "run" / "step-1")()
     save(tmp_path / "run" / "step-2")()
-    done = run("watch", tmp_path / "run", "--once", "--interval", "0", "--output", tmp_path / "no" / "report.json")
+    (tmp_path / "report.json").mkdir()
+    done = run("watch", tmp_path / "run", "--once", "--interval", "0", "--output", tmp_path / "report.json")
     assert done.returncode == 4
     assert done.stderr.count("cannot be written") == 2
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from ckptlint.formats.pointers import POINTER_LIMIT, pointer_in
 from ckptlint.loaders.readers.dcp_metadata import Description
-from ckptlint.model import FILE_STATES, FileTable, Problem, StoredFile
+from ckptlint.model import FILE_STATES, FileTable, Problem, RecordTable, StoredFile
 from ckptlint.model.files import Names
 from ckptlint.model.text import first_names, printable, verb
 from ckptlint.model.tiling import IntArray
@@ -41,9 +41,25 @@ def payload_files(folder: Folder, described: Description, look: bool) -> tuple[F
         known.add(folder.other_case(paths[row]) or "")
         if instead := folder.absent_hint(paths[row]):
             named.instead[row] = instead
+    for row, name in renamed_files(folder, named, described.records).items():
+        named.instead.setdefault(row, f"{printable(name)} has the size of the missing {named.names[row]}: rename it")
     named.instead.update(_pointers(folder, named))
     others = file_table(folder, known, found.at[found.at >= 0])
     return named.followed_by(others), not _shares_offsets(folder, described, look)
+
+
+def renamed_files(folder: Folder, files: FileTable, records: RecordTable) -> dict[int, str]:
+    """Row of an absent file -> the file beside it that differs in its ending alone and has its size, where one does."""
+    absent = files.are("absent") & files.referenced
+    if not absent.any():
+        return {}
+    beside: dict[tuple[str, int], str] = {}
+    for name in folder.files_beside():
+        beside.setdefault((name.partition(".")[0], folder.entries[name].size), name)
+    ends = np.zeros(len(files), np.int64)
+    np.maximum.at(ends, records.file, records.byte_offset + records.byte_length)
+    places = {row: (files.names[row].partition(".")[0], int(ends[row])) for row in np.flatnonzero(absent).tolist()}
+    return {row: beside[place] for row, place in places.items() if place[0] and place[1] > 0 and place in beside}
 
 
 def _pointers(folder: Folder, files: FileTable) -> dict[int, str]:

@@ -23,6 +23,7 @@ from ckptlint.loaders.layouts import CheckpointPlace
 from ckptlint.loaders.problems import from_error, from_torch_file
 from ckptlint.loaders.readers.common_state import COMMON_FILE, RUN_CONFIG
 from ckptlint.loaders.readers.megatron import CONFIG_FILE
+from ckptlint.loaders.readers.payload_files import renamed_files
 from ckptlint.loaders.readers.torch_files import optimizer_in
 from ckptlint.loaders.run.finished import missing_parts, stated_world
 from ckptlint.loaders.run.steps import is_alike, steps_of, sub_folder
@@ -205,6 +206,7 @@ def _survey(whole: CheckpointPlace, ckpt: Checkpoint) -> _Survey:
     taken |= {target for name in named if "/" not in name and (target := whole.folder.inner_target(name))}
     taken |= {f"{name.rpartition('/')[0]}/" for name in taken if "/" in name}
     is_dcp = not (ckpt.is_safetensors or ckpt.storages is not None)
+    taken |= {*renamed_files(whole.folder, ckpt.files, ckpt.records).values()} if is_dcp else set()  # PAY003 names them
     read = {*_READ_ELSEWHERE, *(["train_state.pt"] if is_dcp else []), *([ckpt.config.file] if ckpt.config else [])}
     listed = [*_files_of(whole)]
     plain = [name for name in unclaimed if is_plain(name) and whole.folder.has(name)]  # rules of payload report them
