@@ -6,7 +6,7 @@ from ckptlint.errors import LimitError, ScriptError, UnreadableError
 from ckptlint.formats.pickles.safe_pickle import Unpickled
 from ckptlint.formats.torch_file import TorchFile
 from ckptlint.model import Problem, ProblemKind
-from ckptlint.model.text import unknown_classes
+from ckptlint.model.text import plural, unknown_classes
 from ckptlint.vocabulary.frameworks import world
 from ckptlint.vocabulary.metadata_files import METADATA, RANK_METADATA
 
@@ -40,6 +40,22 @@ def of_format(file: str, name: str, outside_checkpoint: bool = False) -> Problem
         hint=next((known.hint for known in world().unread if known.name == name), ""),
         blocks=not outside_checkpoint,
         outside_checkpoint=outside_checkpoint,
+    )
+
+
+def optimizer_never_written(file: str, steps: int, lack: str) -> Problem:
+    """That a job stepped and no optimizer is stored: a scheduler proves that it had one.
+
+    Args:
+        lack: where it should be and is not, as the end of a sentence.
+    """
+    return Problem(
+        "incomplete",
+        file,
+        f"the job stepped {plural(steps, 'time')} and has a scheduler, but {lack}",
+        why="the optimizer was never written: a resume continues with zero moments",
+        hint="resume with the weights alone and warm up again, or use a step that has its optimizer",
+        outside_checkpoint=True,
     )
 
 

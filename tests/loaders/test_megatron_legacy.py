@@ -182,6 +182,12 @@ def cut(name: str, keep: int) -> Damage:
     return lambda step: (step / name).write_bytes((step / name).read_bytes()[:keep])
 
 
+def set_steps(state: Any, *steps: int | None) -> None:
+    """Let the groups of a rank's optimizer say these steps, the last of them from there on."""
+    for number, group in enumerate(state["optimizer"]["optimizer"]["param_groups"]):
+        group["step"] = steps[min(number, len(steps) - 1)]
+
+
 def shorten(state: Any) -> None:
     """Let the buffer of a distributed optimizer lack its last elements, and say so."""
     [buffer] = state[0].values()
@@ -215,6 +221,10 @@ BROKEN: dict[str, tuple[str, Damage, str, tuple[str, ...]]] = {
     "an iteration that differs": (
         "tp2_pp2", edited(f"mp_rank_00_001/{MODEL}", lambda state: state.update(iteration=9)),
         "RNK003", (f"mp_rank_00_001/{MODEL} comes from step 9",),
+    ),
+    "an optimizer of one rank at another step": (
+        "tp2_pp2", edited(f"mp_rank_00_001/{MODEL}", lambda state: set_steps(state, 1)),
+        "RNK003", (f"mp_rank_00_001/{MODEL} comes from step 1",),
     ),
     "parts of different shape": (
         "tp2", edited(f"mp_rank_01/{MODEL}", lambda state: state["model"].update(
@@ -255,6 +265,24 @@ def test_a_fault_is_told_once_and_by_its_place(copied: Copied, fault: str) -> No
     step = copied(name)
     damage(step)
     only(step, code, *words)
+
+
+@pytest.mark.parametrize("name", ["tp2", "tp2_pp2", "pp2_tied"])
+def test_groups_that_count_no_steps_are_silent(copied: Copied, name: str) -> None:
+    """An optimizer that counts in the states of parameters, and a group that a rank has no parameters for."""
+    step = copied(name)
+    for rank in step.iterdir():
+        edit(rank / MODEL, lambda state: set_steps(state, None))
+    assert found(ckptlint.check(step)) == []
+    last = max(rank.name for rank in step.iterdir())
+
+    def empty(state: Any) -> None:
+        set_steps(state, 10)
+        state["optimizer"]["optimizer"]["param_groups"].append({"params": [], "step": 11})
+        state["optimizer"]["fp32_from_fp16_params"].append([])
+
+    edit(step / last / MODEL, empty)
+    assert found(ckptlint.check(step)) == []
 
 
 def test_a_folder_of_another_step(copied: Copied) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import report_on
+from support import REAL, report_on
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
@@ -110,7 +110,41 @@ def test_an_engine_that_stepped_and_never_wrote_its_optimizer_is_told(
 ) -> None:
     (step := tmp_path / "global_step2").mkdir()
     torch.save(engine_states(**changes), step / "mp_rank_00_model_states.pt")
-    assert ["the engine stepped 2 times" in text for text in told(step, "COM001")] == [True] * is_told
+    assert ["the job stepped 2 times" in text for text in told(step, "COM001")] == [True] * is_told
+
+
+@pytest.mark.parametrize(
+    ("lost", "changes", "is_told"),
+    [
+        ((), {}, False),
+        ((), {"optimizer_states": []}, True),
+        (("optimizer_states",), {}, True),
+        (("optimizer_states", "lr_schedulers"), {}, False),  # save_weights_only
+        ((), {"optimizer_states": [], "lr_schedulers": []}, False),
+        ((), {"optimizer_states": [], "global_step": 0}, False),
+        (("optimizer_states", "pytorch-lightning_version"), {}, False),  # whose optimizer may be anywhere
+        (("optimizer_states", "pytorch-lightning_version"), {"optimizer": None}, True),
+    ],
+)
+def test_a_file_with_a_scheduler_and_no_optimizer_is_told(
+    tmp_path: Path, lost: tuple[str, ...], changes: dict[str, Any], is_told: bool
+) -> None:
+    """A file that Lightning's Trainer wrote, with the scheduler that it had been given."""
+    state = torch.load(REAL / "frameworks/lightning/epoch=0-step=4.ckpt", weights_only=False)
+    _, optimizer = trained()
+    state |= {"lr_schedulers": [torch.optim.lr_scheduler.StepLR(optimizer, 2).state_dict()]} | changes
+    torch.save({name: value for name, value in state.items() if name not in lost}, tmp_path / "epoch=0-step=4.ckpt")
+    assert ["the job stepped 4 times" in text for text in told(tmp_path, "COM001")] == [True] * is_told
+
+
+@pytest.mark.parametrize("is_beside", [False, True])
+def test_an_optimizer_in_a_file_beside_is_not_lost(tmp_path: Path, is_beside: bool) -> None:
+    model, optimizer = trained()
+    state = {"model": model.state_dict(), "optimizer": None, "scheduler": {"last_epoch": 4}, "global_step": 4}
+    torch.save(state, tmp_path / "state.pt")
+    if is_beside:
+        torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    assert len(told(tmp_path, "COM001")) == (not is_beside)
 
 
 @pytest.mark.parametrize("folder", ["orchestrator", "results", "export"])

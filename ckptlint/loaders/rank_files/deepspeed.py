@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ckptlint.loaders.problems import optimizer_never_written
 from ckptlint.loaders.rank_files.deepspeed_files import Source, Tag, count_of, dict_of, read_tag, shapes_of
 from ckptlint.loaders.rank_files.deepspeed_grid import (
     STRUCTURE,
@@ -106,15 +107,8 @@ def _never_written(tag: Tag, grid_facts: GridFacts) -> Iterator[Problem]:
     if lacking and not is_told and len(lacking) == sum(1 for _ in tag.of("model")):
         file, steps = lacking[0].file.name, lacking[0].root["global_steps"]
         others = f" (as in {plural(len(lacking) - 1, 'other file')})" if len(lacking) > 1 else ""
-        yield Problem(
-            "incomplete",
-            file,
-            f"the engine stepped {plural(steps, 'time')} and has a scheduler, but optimizer in {file} is None{others} "
-            "and no *_optim_states.pt is there",
-            why="the optimizer was never written: a resume continues with zero moments",
-            hint="resume with the weights alone and warm up again, or use a step that has its optimizer",
-            outside_checkpoint=True,
-        )
+        lack = f"optimizer in {file} is None{others} and no *_optim_states.pt is there"
+        yield optimizer_never_written(file, steps, lack)
 
 
 # ---------------------------------------------------------------- against the parameters that are listed

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, NamedTuple
 
+from ckptlint.loaders.optimizer_state import param_groups_in
 from ckptlint.loaders.rank_files.megatron_keys import (
     MODEL_FILES,
     OPTIMIZER_FILE,
@@ -244,6 +245,12 @@ class _RankTensor(NamedTuple):
     file: OpenedFile
 
 
+def _highest_step(rank: _Rank) -> int | None:
+    """The step of the optimizer's groups, of which OPT014 compares those of one rank; None where they count none."""
+    groups = [group for _, group in param_groups_in("", rank.root.get("optimizer")) if group.get("params") != []]
+    return max((int(step) for group in groups if isinstance(step := group.get("step"), (int, float))), default=None)
+
+
 RankTensorsByName = dict[str, list[_RankTensor]]
 
 
@@ -270,6 +277,9 @@ class _RankReader:
         self._arguments()
         steps = [(rank.root.get("iteration"), rank.label) for rank in self.ranks.values()]
         self.statements.note_if_different("step", [item for item in steps if type(item[0]) is int], text="{:,}".format)
+        if len({step for step, _ in steps}) == 1:
+            counted = [(step, rank.label) for rank in self.ranks.values() if (step := _highest_step(rank)) is not None]
+            self.statements.note_if_different("step", counted, text="{:,}".format)
         self._names()
         self._presence()
         self.args = next((rank.args for rank in self.ranks.values()), {})

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from ckptlint.errors import ForeignError, LimitError, UnreadableError
 from ckptlint.formats.pickles.safe_pickle import Opaque
 from ckptlint.formats.torch_file import TorchFile, read_torch_file
+from ckptlint.loaders.problems import optimizer_never_written
 from ckptlint.loaders.readers.common_state import read_configs
 from ckptlint.loaders.readers.model_files import read_set
 from ckptlint.loaders.readers.sets import PICKLE_SHARE, FileSet, weight_sets
@@ -37,6 +38,7 @@ _META = re.compile(r"consolidated\.\d{1,3}\.pth")
 _MOST_STATES = 64  # files of a folder that are judged each by itself
 _NUMBERS = re.compile(r"\d+")
 _EPOCHS = ("epoch", "iteration", "iter")
+_SCHEDULERS = ("lr_schedulers", "lr_scheduler", "scheduler")
 _STATES = ("state_dict", "model", "module", "model_state_dict", "model_state")
 
 
@@ -75,7 +77,24 @@ def read_named(folder: Folder, name: str, look_at_files: bool) -> Checkpoint | N
     beside = tuple(StepFile(label, "optimizer state", "read", size, optimizer=state) for state, _ in states)
     step = found.root.get("global_step")
     claims = (StepClaim(f"global_step of {label}", step),) if type(step) is int and step >= 0 else ()
-    return replace(ckpt, step_files=beside, claims=claims)
+    problems = [*ckpt.problems, *_never_written(folder, label, found.root)]
+    return replace(ckpt, step_files=beside, claims=claims, problems=problems)
+
+
+def _never_written(folder: Folder, label: str, root: dict[Any, Any]) -> Iterator[Problem]:
+    """That a job stepped and its file has a scheduler and no optimizer, which lies in no file beside it either.
+
+    Source:
+        lightning 2.6, CheckpointConnector.dump_checkpoint: weights alone are saved without `lr_schedulers` too
+    """
+    steps = max((step for name, step in root.items() if type(step) is int and is_counter(str(name))), default=0)
+    states = {str(name): value for name, value in root.items() if "optim" in str(name).lower()}
+    names = [*states, *(["optimizer_states"] if "pytorch-lightning_version" in root and not states else ())]
+    whole = folder.parent.sub(folder.name) if folder.is_one_file and folder.parent is not None else folder
+    is_apart = any("optim" in name.lower() for name in whole.files_beside())
+    if steps > 0 and names and not any(states.values()) and not is_apart and any(map(root.get, _SCHEDULERS)):
+        how = "is not there" if not states else "is None" if states[names[0]] is None else "is empty"
+        yield optimizer_never_written(label, steps, f"{printable(names[0])} in {label} {how}")
 
 
 def states_apart(folder: Folder) -> list[str]:
