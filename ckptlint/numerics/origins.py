@@ -135,6 +135,4 @@ def _is_shuffled(now: Floats, was: Floats) -> bool:
     likeness = np.nan_to_num(now @ was.T)
     nearest = likeness.argmax(axis=1)
     is_like = likeness.max(axis=1) > _LIKE
-    return bool(
-        is_like.all() and len(distinct(nearest)) == len(nearest) and (nearest != np.arange(len(nearest))).any()
-    )
+    return bool(is_like.all() and len(distinct(nearest)) == len(nearest) and (nearest != np.arange(len(nearest))).any())
