@@ -26,13 +26,11 @@ def dtype_not_of_config(ckpt: Checkpoint) -> Iterator[Finding]:
         whose dtype is the declared one. It is info if a router's bias is in 16 bits and transformers loads it in
         float32 for this class.
     Why it matters:
-        A wider dtype wastes space; a narrower one has lost the declared precision. A loader that
-        uses the declared dtype converts every tensor.
+        A wider dtype wastes space; a narrower one has lost the declared precision.
     Usual causes:
-        Master weights were saved instead of the model's, or the model was not cast before the export. An option that
-        asked for float32 was not obeyed.
+        Master weights were saved, or the model was not cast before the export.
     How to fix:
-        Cast the model to the declared dtype and export again, or declare the dtype that is stored.
+        Cast the model to the declared dtype and export again, or declare the stored one.
     See:
         transformers.PreTrainedModel.save_pretrained
     """

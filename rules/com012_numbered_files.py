@@ -39,8 +39,7 @@ def numbered_files(ckpt: Checkpoint) -> Iterator[Finding]:
         a warning, or an error if two agree. Data-parallel ranks (`train_dataloader_dprank000.pt`) are as many as the
         arguments state. One `dl_state_dict.bin` beside random states of several ranks is info.
     Why it matters:
-        A resume continues with different random numbers or data on these ranks, or does not find the state of an
-        optimizer or another object.
+        A resume continues with other random numbers or data on these ranks, or lacks the state of an object.
     Usual causes:
         A copy stopped midway, or a rank was killed during the save; ranks wrote one file over each other; a smaller job
         saved into the folder of a larger one.

@@ -19,8 +19,8 @@ def chunk_missing(ckpt: Checkpoint) -> Iterator[Finding]:
     """A part of a tensor is missing: no rank writes it.
 
     What it checks:
-        Every element of the global shape lies in a chunk that some rank writes, and so does every object of a grid of
-        Megatron-Core's ShardedObjects; replicas do not count, since nobody writes them. Says nothing where a rank has a
+        Every element of the global shape lies in a chunk that some rank writes, and each of Megatron-Core's
+        ShardedObjects is there; replicas do not count, since nobody writes them. Says nothing where a rank has a
         finding about its own chunk, or ranks disagree on the shape.
     Why it matters:
         Loading raises no error; this part keeps whatever was in memory.

@@ -34,8 +34,8 @@ def unreferenced_bytes(ckpt: Checkpoint, min_bytes: int = 64) -> Iterator[Findin
         A rank wrote these bytes, but no load will read them. Where each rank plans for itself (Megatron-Core, NVRx)
         two ranks may write one key; the metadata keeps one entry, and what the other rank held is lost.
     Usual causes:
-        Two ranks were main replica of one tensor or object (see OBJ001), the metadata lost an entry (see GEO004), or an
-        older or interrupted save left its files.
+        Two ranks were main replica of one tensor or object (OBJ001), the metadata lost an entry (GEO004), or another
+        save left its files.
     How to fix:
         If a tensor lacks exactly as many bytes, restore the original .metadata. If two ranks wrote one key, give the
         second one the missing mesh axis or prefix. Delete leftovers before you save into a used folder.

@@ -44,10 +44,9 @@ def index_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
     Why it matters:
         A loader that follows the index misses tensors; one that reads every file loads stale ones.
     Usual causes:
-        An interrupted upload or download, the index of another export, an export into a folder that held another one,
-        or a map of keys that was built on one rank.
+        An interrupted upload or download, the index of another export, or a map of keys that was built on one rank.
     How to fix:
-        Copy the missing file again, or write the index again from the headers of the files.
+        Copy the missing file again, or write the index again from the files' headers.
     See:
         huggingface_hub.split_torch_state_dict_into_shards
     """

@@ -71,8 +71,8 @@ def constant_weight(ckpt: Checkpoint) -> Iterator[Finding]:
     Why it matters:
         The layer, expert or shard does nothing after a load, and no checksum shows it: the record is whole.
     Usual causes:
-        Somebody uploaded zeros, pages of the file never reached the disk, a rank saved before it had loaded its
-        weights, or a parameter left the meta device and was never initialised.
+        Pages of the file never reached the disk, a rank saved before it had loaded its weights, or a parameter left
+        the meta device and was never initialised.
     How to fix:
         Go back to a step where the weight has values, or copy the file again.
     See:
