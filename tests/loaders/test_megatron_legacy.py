@@ -278,7 +278,7 @@ def test_groups_that_count_no_steps_are_silent(copied: Copied, name: str) -> Non
 
     def empty(state: Any) -> None:
         set_steps(state, 10)
-        state["optimizer"]["optimizer"]["param_groups"].append({"params": [], "step": 11})
+        state["optimizer"]["optimizer"]["param_groups"].append({"params": [], "step": 11, "is_expert_parallel": True})
         state["optimizer"]["fp32_from_fp16_params"].append([])
 
     edit(step / last / MODEL, empty)
