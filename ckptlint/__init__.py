@@ -16,7 +16,15 @@ from collections.abc import Collection, Iterable, Mapping
 from os import PathLike, fspath
 
 from ckptlint._version import __version__
-from ckptlint.errors import CheckpointError, CkptlintError, ConfigError, NothingToCheckError
+from ckptlint.errors import (
+    AccessError,
+    BudgetError,
+    CheckpointError,
+    CkptlintError,
+    ConfigError,
+    NothingToCheckError,
+    UnknownLayoutError,
+)
 from ckptlint.shown import Shown
 
 TYPE_CHECKING = False  # as type checkers read it; the typing module takes longer to import than all else here
@@ -24,7 +32,7 @@ if TYPE_CHECKING:
     from ckptlint.comparing.differences import Diff
     from ckptlint.comparing.values import Values
     from ckptlint.depth import Depth
-    from ckptlint.lint.report import FailOn, Report
+    from ckptlint.lint.report import Diagnostic, FailOn, Report
     from ckptlint.lint.request import Purpose, Request
     from ckptlint.lint.retention import Retention
     from ckptlint.lint.steps import Judge, Search
@@ -32,9 +40,16 @@ if TYPE_CHECKING:
     from ckptlint.planning.outcome import Plan
 
 __all__ = [
+    "AccessError",
+    "BudgetError",
+    "Checkpoint",
     "CheckpointError",
     "CkptlintError",
     "ConfigError",
+    "Diagnostic",
+    "NothingToCheckError",
+    "Report",
+    "UnknownLayoutError",
     "__version__",
     "check",
     "deletable",
@@ -46,6 +61,23 @@ __all__ = [
     "plan",
     "show",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+if not TYPE_CHECKING:  # a type checker would take any name
+
+    def __getattr__(name: str) -> object:
+        """The classes of what the functions return, imported once somebody asks: they need numpy."""
+        if name in ("Diagnostic", "Report"):
+            from ckptlint.lint import report as module
+        elif name == "Checkpoint":
+            from ckptlint import model as module
+        else:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(module, name)
 
 
 def _views() -> object:

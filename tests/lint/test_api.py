@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,6 +24,23 @@ from ckptlint.reporters.style import Style
 
 GOOD, BAD, WARNING = REAL / "fsdp2_4r", REAL / "fsdp2_4r_hole", REAL / "boundary_mismatch"
 UNSAFE = REAL / "metadata_malicious"
+
+
+def test_the_package_names_what_it_returns_and_raises_and_nothing_else() -> None:
+    from ckptlint import errors
+    from ckptlint.lint.report import Diagnostic, Report
+
+    public = [*ckptlint.__all__]
+    program = "import ckptlint; print(dir(ckptlint)); print(ckptlint.Report, ckptlint.Checkpoint)"
+    listed, classes = run_python(program).stdout.splitlines()
+    assert listed == str(public) == str(sorted(public))
+    assert "Report" in classes and "Checkpoint" in classes
+    assert (ckptlint.Report, ckptlint.Diagnostic, ckptlint.Checkpoint) == (Report, Diagnostic, Checkpoint)
+    raised = {name for name in public if name.endswith("Error")}
+    told = {name for name in public for name in re.findall(r"\w+Error\b", getattr(ckptlint, name).__doc__ or "")}
+    assert raised >= told & {*vars(errors)} and all(getattr(ckptlint, name) is getattr(errors, name) for name in raised)
+    with pytest.raises(AttributeError, match="has no attribute 'Reprot'"):
+        _ = ckptlint.Reprot  # type: ignore[attr-defined]
 
 
 def test_importing_it_imports_nothing_heavy_and_checking_no_torch() -> None:
