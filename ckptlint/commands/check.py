@@ -86,7 +86,9 @@ def judge(request: Request, source: Opener | None = None) -> Report:
     return replace(run(request, source), command=_command_line())
 
 
-def emitter(options: Mapping[str, Any], prints: bool = True) -> Callable[[Report], None]:
+def emitter(
+    options: Mapping[str, Any], prints: bool = True, looks_for_folders: bool = True
+) -> Callable[[Report], None]:
     """What prints a report, unless somebody else does, and writes the files of `--output`, as the options say.
 
     Raises:
@@ -98,7 +100,7 @@ def emitter(options: Mapping[str, Any], prints: bool = True) -> Callable[[Report
             raise click.UsageError(f"--statistics prints a table of its own: leave out --format {format_}")
         format_ = "statistics"
     _, checked = click.get_current_context().obj
-    outputs = [_output(value, checked) for value in options["output"]]
+    outputs = [_output(value, checked, looks_for_folders) for value in options["output"]]
     style = terminal_style(
         options["color"], options["ascii_"], options["max_per_rule"], options["quiet"], options["verbose"]
     )
@@ -148,7 +150,7 @@ def _level() -> Any:
     return None
 
 
-def _output(value: str, checked: Sequence[str]) -> tuple[str, Path]:
+def _output(value: str, checked: Sequence[str], looks_for_folder: bool) -> tuple[str, Path]:
     """The format and file of an `--output`.
 
     Args:
@@ -156,11 +158,11 @@ def _output(value: str, checked: Sequence[str]) -> tuple[str, Path]:
     """
     name, equals, path = value.partition("=")
     if equals and name in FORMATS:
-        return name, checked_target(Path(path), checked)
+        return name, checked_target(Path(path), checked, looks_for_folder)
     suffix = Path(value).suffix
     if suffix not in SUFFIXES:
         raise click.UsageError(f"--output {value} has no known suffix: use one of {', '.join(SUFFIXES)}, or F=FILE")
-    return SUFFIXES[suffix], checked_target(Path(value), checked)
+    return SUFFIXES[suffix], checked_target(Path(value), checked, looks_for_folder)
 
 
 # ---------------------------------------------------------------- ckptlint config

@@ -39,7 +39,7 @@ def live(path: str, every_node: bool, digest: bool, settle: float, **options: An
         if options["seed"] is None:
             options["seed"] = job.seed
         try:
-            emit = emitter(options)
+            emit = emitter(options, looks_for_folders=False)
             request = requested(options, "job").only(path)
             with progress(options["no_progress"] or job.rank > 0):
                 report = judge(request, job.source)

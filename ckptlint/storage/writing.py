@@ -10,11 +10,12 @@ from pathlib import Path
 from ckptlint.errors import ConfigError
 
 
-def checked_target(path: Path, read: Iterable[str] = ()) -> Path:
+def checked_target(path: Path, read: Iterable[str] = (), looks_for_folder: bool = True) -> Path:
     """The path of an output that may be written: a checkpoint may bring a link that leads a report elsewhere.
 
     Args:
         read: what the command reads.
+        looks_for_folder: whether the folder has to be there; of the nodes of a job only one may have it.
 
     Raises:
         ConfigError: it is a link, lies behind a link that is in what the command reads, or in no folder.
@@ -29,7 +30,7 @@ def checked_target(path: Path, read: Iterable[str] = ()) -> Path:
             raise ConfigError(f"{path} lies behind {parent}, a link in a checkpoint: name a folder that is no link")
     if path.is_symlink() and not _is_of_the_system(path):
         raise ConfigError(f"{path} is a link, and ckptlint writes through none: name the file itself")
-    if not path.parent.is_dir():
+    if looks_for_folder and not path.parent.is_dir():
         what = "is no folder" if path.parent.exists() else "does not exist: make the folder first"
         raise ConfigError(f"{path} cannot be written: {path.parent} {what}")
     return path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import tempfile
@@ -409,7 +410,7 @@ class _Refused:
         self._patch.setattr(os, "scandir", scandir)
 
     def opening(self, file: Path) -> None:
-        real = Path.open
+        real = io.open
 
         def opened(path: Path, *arguments: Any, **options: Any) -> Any:
             if path == file:
@@ -417,6 +418,7 @@ class _Refused:
             return real(path, *arguments, **options)
 
         self._patch.setattr(Path, "open", opened)
+        self._patch.setattr("builtins.open", lambda name, *more, **how: opened(Path(name), *more, **how))
 
     def looking(self, file: Path) -> None:
         real = Path.stat

@@ -535,7 +535,8 @@ def test_an_index_whose_keys_lie_in_another_file_is_no_stopped_copy(tmp_path: Pa
 def test_a_whole_layer_for_multi_token_prediction_passes(export: str, change: Damage, tmp_path: Path) -> None:
     shutil.copytree(REAL / export, folder := tmp_path / "export")
     change(folder)
-    assert not ckptlint.check(folder, depth="headers").diagnostics
+    report = ckptlint.check(folder, depth="headers")
+    assert {item.code for item in report.diagnostics} <= {"CFG005"} and report.verdict == "pass"  # a bias in 16 bits
 
 
 def test_a_lost_shard_and_two_that_changed_places_are_told_apart(tmp_path: Path) -> None:
