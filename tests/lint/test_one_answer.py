@@ -93,6 +93,38 @@ def test_an_optimizer_that_lies_by_itself_on_purpose(tmp_path: Path, place: Call
     assert not codes(ckptlint.check(place(tmp_path)), "error", "warning")
 
 
+def save_beside(run_folder: Path, number: int, model: str) -> Path:
+    """A step with the files of accelerate 1.12's `save_state`, its model under a path of its own."""
+    step = run_folder / f"checkpoint_{number}"
+    (step / model).parent.mkdir(parents=True)
+    save_file({key: value + number for key, value in WEIGHTS.items()}, step / model)
+    weights = [torch.nn.Parameter(torch.zeros(4, 8)) for _ in WEIGHTS]
+    optimizer = torch.optim.AdamW(weights)
+    torch.save(optimizer.state_dict(), step / "optimizer.bin")
+    torch.save(torch.optim.lr_scheduler.StepLR(optimizer, 1).state_dict(), step / "scheduler.bin")
+    return step
+
+
+@pytest.mark.parametrize(
+    ("model", "also", "is_lost"),
+    [
+        ("consolidated/model.safetensors", "consolidated/config.json", True),
+        ("export/model.safetensors", "export/config.json", True),
+        ("model/model.safetensors", "", False),  # saved elsewhere from now on
+        ("weights.safetensors", "", False),
+    ],
+)
+def test_an_export_in_a_step_is_not_the_model_that_a_resume_reads(
+    tmp_path: Path, model: str, also: str, is_lost: bool
+) -> None:
+    older, step = save_beside(tmp_path, 20, "model.safetensors"), save_beside(tmp_path, 40, model)
+    if also:
+        (step / also).write_text('{"architectures": ["Invented"]}')
+    newest = str(older if is_lost else step)
+    assert answers(tmp_path) == (["COM001"] * is_lost, newest, newest)
+    assert {view["checkpoint_40"] for view in verdicts(tmp_path).values()} == {"unfinished" if is_lost else "passes"}
+
+
 def test_an_unknown_file_as_large_as_a_model_may_be_the_model(tmp_path: Path) -> None:
     step = save(tmp_path, 10, model="")
     (step / "policy" / "blob.xyz").write_bytes(bytes(range(256)) * 16)

@@ -161,9 +161,9 @@ def _hollow(step: Folder) -> list[str]:
 def lacking_files(step: Folder, older: Iterable[Folder], kinds_of: int = 1) -> tuple[list[str], str]:
     """The files that a step lacks beside older ones of its kind, printable, and who has them, as the end of a sentence.
 
-    Missed is a kind of state that one of the nearest older steps has, by its name, a file that all of several older
-    steps have, and a mark, a model's configuration or a whole folder of known state that a single one has. Older steps
-    whose save did not finish say nothing.
+    Missed is a kind of state that one of the nearest older steps has, by its name, the model of which only an export is
+    left, a file that all of several older steps have, and a mark, a model's configuration or a whole folder of known
+    state that a single one has. Older steps whose save did not finish say nothing.
 
     Args:
         older: the nearest first.
@@ -177,7 +177,9 @@ def lacking_files(step: Folder, older: Iterable[Folder], kinds_of: int = 1) -> t
         there = _files_of_state(step)
         kinds = {*map(_kind, there.values())}
         for one in finished[:kinds_of]:
-            if lost := [name for name in _files_of_state(one).values() if (kind := _kind(name)) and kind not in kinds]:
+            before = _files_of_state(one)
+            lost = [name for name in before.values() if (kind := _kind(name)) and kind not in kinds]
+            if lost := lost or _model_beside_export(there, before):
                 return sorted(map(printable, lost)), f"{printable(one.name)} has"
         state_files = [_files_of_state(folder) for folder in finished]
         lost = [
@@ -228,6 +230,26 @@ def _kind(path: str) -> str:
     return "" if family is None or family.content == "other" or family.part == "model" else family.name
 
 
+def _model_beside_export(there: dict[str, str], before: dict[str, str]) -> list[str]:
+    """The weights that lie beside the state of an older step, where a step has that state and weights in exports alone.
+
+    No resume reads an export. That a step has no weights at all is said by `loaders.step_parts.lost_model`. A new file
+    beside the state may hold them under another name.
+    """
+    beside = [pattern for pattern in there if "/" not in pattern]
+    folders = {path.rpartition("/")[0] for path in there.values() if _holds_weights(path)}
+    if not folders or "" in folders or not beside or any(pattern not in before for pattern in beside):
+        return []
+    if any(f"{folder}/{CONFIG}" not in there.values() for folder in folders):
+        return []
+    return [path for path in before.values() if "/" not in path and _holds_weights(path)]
+
+
+def _holds_weights(path: str) -> bool:
+    family = family_of(path.rpartition("/")[2])
+    return path.endswith(".safetensors") or (family is not None and family.part == "model")
+
+
 def _is_judged_alone(step: Folder, name: str) -> bool:
     """Whether a step without this file of Megatron-Core is right or wrong by what it holds itself.
 
@@ -259,8 +281,7 @@ def _is_of_lost_folder(path: str, step: Folder, beside: Iterable[str]) -> bool:
     folder, _, name = path.rpartition("/")
     if not folder or is_part(folder) or folder in step.folders():
         return False
-    families = [family_of(other.rpartition("/")[2]) for other in beside if other.startswith(f"{folder}/")]
-    is_export = any(family is not None and family.part == "model" for family in families)
+    is_export = any(_holds_weights(other) for other in beside if other.startswith(f"{folder}/"))
     family = family_of(name)
     return family is not None and family.content == "pickle" and not is_export and f"{folder}/{CONFIG}" not in beside
 
