@@ -9,7 +9,9 @@ from ckptlint.model.text import plural
 from ckptlint.rule import Finding, Location, Severity, require, rule
 
 
-@rule("OPT012", "weight-not-master", Severity.ERROR, depth=Depth.HEADERS, needs=("states", "pairs"))
+@rule(
+    "OPT012", "weight-not-master", Severity.ERROR, depth=Depth.HEADERS, needs=("states", "pairs"), yields_to=("RUN009",)
+)
 def weight_not_master(ckpt: Checkpoint) -> Iterator[Finding]:
     """A weight is not its master copy rounded.
 

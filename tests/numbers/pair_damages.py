@@ -151,6 +151,11 @@ def stale(pair: Pair, draw: random.Random, *states: str) -> str:
     for place in pair.rows:
         if place[1] in states:
             put(pair, place, pair.was[place], rank)
+    for master, row in pair.rounded if "" in states else ():  # the master copy may be in the file of another rank
+        chunk = pair.now.chunks[row]
+        if chunk.rank == rank and pair.now.chunks[master].rank != rank:
+            was = pair.was[chunk.param.removeprefix("model."), ""]
+            pair.now.values[row] = np.float32(was[inside(chunk.box)]).astype(np.float64).reshape(-1)
     return f"rank {rank}"
 
 
