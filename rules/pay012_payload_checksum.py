@@ -18,8 +18,8 @@ def payload_checksum(ckpt: Checkpoint) -> Iterator[Finding]:
     What it checks:
         The CRC-32 of every member of every record, and of every other file of torch.save, matches its bytes. The
         SHA-256 of every file matches Megatron-Core's integrity.json, and every file it lists is there; a payload file
-        that it does not list is info, and an error if `--expect-hashes` names the list. Lists of sha256sum beside the
-        payload (SHA256SUMS, sha256sums.txt, *.sha256) hold for payload files, and for absent ones that are named as
+        that it or model.sig leaves out is info, and an error if `--expect-hashes` names the list. Lists of sha256sum
+        (SHA256SUMS, sha256sums.txt, *.sha256) and model.sig hold for payload files, and absent ones with names like
         these but for a number. So do those that the Hub keeps (`hf://`), or that a download noted in
         `.cache/huggingface`. In huggingface_hub's cache a large file matches the name of its blob, which is its
         SHA-256. Records that zeros have overwritten are named too. A CRC of 0 means none.
@@ -43,12 +43,12 @@ def payload_checksum(ckpt: Checkpoint) -> Iterator[Finding]:
         else:
             yield _whole(file, damages[0]) if kind == "file" else _records(ckpt, file, damages)
     if payload.unlisted:
-        files = plural(len(payload.unlisted), "payload file")
+        first, *others = payload.unlisted
         yield Finding(
-            f"integrity.json does not list {files}, first {payload.unlisted[0]}",
-            at=Location(file=payload.unlisted[0]),
-            identity=payload.unlisted,
-            files=payload.unlisted[1:],
+            f"{payload.unlisted[first]} does not list {plural(1 + len(others), 'payload file')}, first {first}",
+            at=Location(file=first),
+            identity=(first, *others),
+            files=tuple(others),
             severity=Severity.INFO,
             why="they were added after the checksums were taken, by another save or by hand",
         )
@@ -72,6 +72,7 @@ def _whole(file: str, damage: Damage) -> Finding:
         at=Location(file=file),
         identity=(file,),
         group="absent" if lost else "sha256",
+        why="it was there when the checksums were taken, and a load that reads it fails" if lost else "",
         hint="copy it again from where it was written",
     )
 

@@ -153,7 +153,8 @@ class PayloadTable:
         contents: the distinct contents.
         damages: checksums that do not match (depth `data`).
         matched: files, printable, whose SHA-256 is the recorded one (depth `data`).
-        unlisted: payload files that `integrity.json` leaves out.
+        unlisted: payload file that a list of all files leaves out -> the list.
+        verifying: the command that verifies who signed the files (depth `data`); "" without a signature.
         bare: files of torch.save beside the records that have bytes without a checksum (depth `data`).
         odd_values: of the tensors in the optimizer's files beside the records (depth `data`).
         beside: file and member of each such tensor -> the columns of its values.
@@ -197,7 +198,8 @@ class PayloadTable:
     contents: list[RecordContent]
     damages: tuple[Damage, ...] = ()
     matched: tuple[str, ...] = ()
-    unlisted: tuple[str, ...] = ()
+    unlisted: Mapping[str, str] = field(default_factory=dict)
+    verifying: str = ""
     bare: tuple[str, ...] = ()
     odd_values: tuple[OddValues, ...] = ()
     beside: Mapping[tuple[str, str], Mapping[str, Any]] = field(default_factory=dict)

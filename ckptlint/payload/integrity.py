@@ -1,8 +1,10 @@
-"""Checksums of whole files, from lists of Megatron-Core or sha256sum and from the metadata of download caches."""
+"""Checksums of whole files, from Megatron-Core, sha256sum, signatures and the metadata of download caches."""
 
 from __future__ import annotations
 
+import json
 import re
+from binascii import a2b_base64
 from collections.abc import Mapping
 from pathlib import Path, PurePath
 
@@ -17,12 +19,14 @@ from ckptlint.storage.folder import READABLE, Folder
 from ckptlint.vocabulary.frameworks import family_of
 
 INTEGRITY = "integrity.json"
+SIGNATURE = "model.sig"
 _BLOB = "the name of its blob"
 _DOWNLOADS, _NOTE, _NOTE_LIMIT = ".cache/huggingface/download", ".metadata", 4096
 _JSON_LIMIT = 64 * 1024**2
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _LISTS = re.compile(r"sha256sums(\.txt)?|checksums\.sha256|.+\.sha256", re.IGNORECASE)
 _LIST_LIMIT = 1024**2
+_WHY, _HINT = "no file can be compared with it", "copy it again from where it was written"
 _NUMBER = re.compile(r"\d+")
 _LINES = (
     re.compile(r"(?P<sum>[0-9a-fA-F]{64}) [ *](?:\./)?(?P<name>.+)"),
@@ -47,25 +51,29 @@ def expected_sums(file: str) -> dict[str, str]:
 
 def recorded_sums(
     folder: Folder, ckpt: Checkpoint, expected: Mapping[str, str]
-) -> tuple[dict[str, str], set[str] | None, list[Problem]]:
-    """(file -> checksum with its source as text, files that Megatron-Core lists or None, problems).
+) -> tuple[dict[str, str], dict[str, str], list[Problem]]:
+    """(file -> checksum with its source as text, payload file -> the list of all files that lacks it, problems).
 
     Args:
         expected: checksums from the user's list, which take precedence.
     """
     listed, problems = _integrity(folder)
-    lists = {name: _list(folder, ckpt, name, problems) for name in folder.files_beside() if _LISTS.fullmatch(name)}
+    signed = _signed(folder, problems)
+    names = [name for name in folder.files_beside() if _LISTS.fullmatch(name)]
+    lists = {name: _list(folder, name, problems) for name in names} | {SIGNATURE: signed or {}}
     # Later sources win. Assumed: the closer a source is to the save, the better. A cache only knows the download, and
     # integrity.json was written by the save itself.
     sums = (
         (_BLOB, _blob_names(folder)),
         (_DOWNLOADS, _downloaded(folder)),
         ("the Hub", folder.sums),
-        *((printable(name), own) for name, own in lists.items()),
+        *((printable(name), _of_payload(folder, ckpt, sums)) for name, sums in lists.items()),
         (INTEGRITY, listed or {}),
     )
     sums_by_file = {name: _recorded(recorded, source) for source, own in sums for name, recorded in own.items()}
-    return {**sums_by_file, **expected}, None if listed is None else {*listed}, problems
+    whole = [(name, files) for name, files in ((SIGNATURE, signed), (INTEGRITY, listed)) if files is not None]
+    unlisted = {file.name: name for name, files in whole for file in ckpt.files if file.path and file.path not in files}
+    return {**sums_by_file, **expected}, unlisted, problems
 
 
 def _recorded(digest: str, source: str) -> str:
@@ -115,26 +123,66 @@ def _integrity(folder: Folder) -> tuple[dict[str, str] | None, list[Problem]]:
         return None, []
     listed, error = read_json(folder, INTEGRITY, _JSON_LIMIT)
     if error is not None:
-        return None, [from_error(error, INTEGRITY)]
+        return None, [from_error(error, INTEGRITY, hint=_HINT, why=_WHY)]
     files = listed.get("files")
     if not isinstance(files, dict) or listed.get("algorithm") != "sha256":
-        return None, [from_error(UnreadableError("lists no SHA-256 checksums of files"), INTEGRITY)]
+        error = UnreadableError("lists no SHA-256 checksums of files")
+        return None, [from_error(error, INTEGRITY, hint=_HINT, why=_WHY)]
     return {name: str(text).lower() for name, text in files.items()}, []
 
 
-def _list(folder: Folder, ckpt: Checkpoint, name: str, problems: list[Problem]) -> dict[str, str]:
-    """File -> SHA-256 of a list, for present files and for absent ones whose name differs from payload only in numbers.
+def _list(folder: Folder, name: str, problems: list[Problem]) -> dict[str, str]:
+    """File -> SHA-256 of a list of sha256sum; {} for one that cannot be read."""
+    try:
+        return _sums_in(folder.read(name, _LIST_LIMIT))
+    except UnreadableError as error:
+        problems.append(from_error(error, name, hint=_HINT, why=_WHY))
+        return {}
+
+
+def _signed(folder: Folder, problems: list[Problem]) -> dict[str, str] | None:
+    """File -> SHA-256 from a model's signature, which nobody verified; None without one, or with other hashes.
+
+    Source:
+        model_signing (1.1) signing: `model.sig` is a bundle of Sigstore whose `dsseEnvelope` has an in-toto statement
+        in Base64, and its `predicate.resources` name, algorithm and digest of each file
+    """
+    if not folder.has(SIGNATURE):
+        return None
+    bundle, error = read_json(folder, SIGNATURE, _JSON_LIMIT)
+    try:
+        listed = json.loads(a2b_base64(bundle["dsseEnvelope"]["payload"]))["predicate"]["resources"]
+        return {str(each["name"]): str(each["digest"]) for each in listed if each["algorithm"] == "sha256"} or None
+    except (ValueError, TypeError, LookupError, RecursionError):
+        error = error or UnreadableError("holds no list of hashes, as model_signing signs one")
+        problems.append(from_error(error, SIGNATURE, hint=_HINT, why=_WHY))
+        return None
+
+
+def verifying(folder: Folder) -> str:
+    """The command that verifies who signed the checkpoint in a folder; "" without a signature.
+
+    Source:
+        model_signing (1.1) verify: `verificationMaterial` of the bundle holds what its way of signing needs
+    """
+    material = read_json(folder, SIGNATURE, _JSON_LIMIT)[0].get("verificationMaterial")
+    how = {
+        "publicKey": "key --public_key KEY.pem",
+        "x509CertificateChain": "certificate --certificate_chain CHAIN.pem",
+        "certificate": "sigstore --identity WHO --identity_provider URL",
+    }
+    known = [how[kind] for kind in how if isinstance(material, dict) and kind in material]
+    return f"model_signing verify {known[0]} --signature {SIGNATURE}" if known else ""
+
+
+def _of_payload(folder: Folder, ckpt: Checkpoint, sums: Mapping[str, str]) -> dict[str, str]:
+    """The checksums of present files, and of absent ones whose name differs from payload only in numbers.
 
     Other absent files are what a download skips (PAY012: "a variant that was not downloaded is not missed"), and texts
     may be edited legally, so neither is compared.
     """
     payload = {file.path: file.size for file in ckpt.files if file.path is not None}
     numbered = {_NUMBER.sub("#", path) for path in payload}
-    try:
-        sums = _sums_in(folder.read(name, _LIST_LIMIT))
-    except UnreadableError as error:
-        problems.append(from_error(error, name))
-        return {}
     return {
         path: sum_
         for path, sum_ in sums.items()

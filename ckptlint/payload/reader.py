@@ -46,7 +46,7 @@ from ckptlint.payload.archives.record_headers import (
     read_headers,
 )
 from ckptlint.payload.archives.whole import compare_archives
-from ckptlint.payload.integrity import compare_others, differs, not_expected, recorded_sums
+from ckptlint.payload.integrity import compare_others, differs, not_expected, recorded_sums, verifying
 from ckptlint.payload.parts import EXAMINED, Contents, PartialRead, by_content, join, zero_bytes
 from ckptlint.payload.reading import ReadOptions, hashes_of
 from ckptlint.payload.records import by_file, file_sizes, is_bare, path_of
@@ -124,7 +124,7 @@ class Reader:
         """
         result, contents = self.result, self.contents
         rows, sample = self._choose()
-        unlisted: tuple[str, ...] = ()
+        unlisted: Mapping[str, str] = {}
         bare: tuple[str, ...] = ()
         odd_values: tuple[OddValues, ...] = ()
         beside: Mapping[tuple[str, str], Mapping[str, Any]] = {}
@@ -138,8 +138,8 @@ class Reader:
             if self.how.depth.reads_all:
                 self._read_seal()
                 self._find_chunks()
-                recorded, listed, problems = (
-                    ({}, None, []) if sample else recorded_sums(self.folder, self.ckpt, self.how.sums or {})
+                recorded, left_out, problems = (
+                    ({}, {}, []) if sample else recorded_sums(self.folder, self.ckpt, self.how.sums or {})
                 )
                 result.problems += problems
                 self._read_data(recorded)
@@ -152,8 +152,7 @@ class Reader:
                     result.damages += damages
                     self.matched += matched
                     result.damages += not_expected(self.ckpt, self.how.sums) if self.how.sums else []
-                if listed is not None and self.leads:
-                    unlisted = tuple(file.name for file in self.ckpt.files if file.path and file.path not in listed)
+                    unlisted = left_out
         except KeyboardInterrupt:
             raise KeyboardInterrupt(self._covered()) from None
         finally:
@@ -168,6 +167,7 @@ class Reader:
             rows=result.table.rows if len(result.rows) == len(self.ckpt.records) else result.table.rows[result.rows],
             matched=tuple(self.matched),
             unlisted=unlisted,
+            verifying=verifying(self.folder) if self.how.depth.reads_all and self.leads else "",
             bare=bare,
             odd_values=odd_values,
             beside=beside,

@@ -15,18 +15,23 @@ from ckptlint.seals.verify import compare_with_seal, misfit
 
 
 def agreement(report: Report) -> str:
-    """Sentences on how many files and tensors match what they were compared with; "" where nothing was."""
+    """Sentences on how many files and tensors match what they were compared with, and what was not; "" for nothing."""
     counts = Counter[tuple[str, str]]()
     for part in report.checkpoints:
         for key, count in _matches(part):
             counts[key] += count
-    return " ".join(
+    commands = dict.fromkeys(
+        part.checkpoint.payload.verifying for part in report.checkpoints if part.checkpoint.payload
+    )
+    unverified = [f"Who signed was not verified: `{command} PATH` does that." for command in commands if command]
+    matches = [
         f"1 {noun} matches {what or 'its hash'}."
         if count == 1
         else f"{count:,} {noun}s match {what or 'their hashes'}."
         for (noun, what), count in counts.items()
         if count
-    )
+    ]
+    return " ".join([*matches, *unverified])
 
 
 def _matches(part: CheckpointReport) -> Iterator[tuple[tuple[str, str], int]]:

@@ -561,6 +561,7 @@ def _limits(report: Report) -> str:
     ):
         chosen = [
             (p.state == state)
+            & ((state != RecordState.ELSEWHERE) | (ckpt.records.byte_length > 0))  # of an empty one nothing is missed
             & (True if is_scanned is None else p.scanned == is_scanned)
             & ~(is_verified(ckpt, p) & bool(is_scanned))
             for ckpt, p in payloads

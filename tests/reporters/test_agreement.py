@@ -9,12 +9,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 from support import REAL, run
 
+import ckptlint
 from ckptlint import live
 
 GOOD = REAL / "fsdp2_4r"
+EMPTY = save({}, {"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": "{}", "format": "pt"})
 
 
 def said(*arguments: str | Path) -> str:
@@ -57,6 +59,40 @@ def test_a_format_without_checksums_is_verified_by_a_hash_of_its_file(tmp_path: 
     assert "3 files match their hashes. Every record was read." in text and "checksum" not in text
     (tmp_path / "a" / "sha256sums.txt").write_text(sums.splitlines()[0])
     assert "1 file matches its hash. 1 tensor was read; this format stores no checksums." in said(tmp_path / "a")
+
+
+def test_a_signature_lists_hashes_and_who_signed_is_not_verified(tmp_path: Path) -> None:
+    signed = shutil.copytree(REAL / "signed", tmp_path / "signed")
+    command = "`model_signing verify key --public_key KEY.pem --signature model.sig PATH`"
+    assert f" 7 files match their hashes. Who signed was not verified: {command} does that." in said(signed)
+    shard, extra = min(signed.glob("*.safetensors")), signed / "shard-00009-model-00001-of-00001.safetensors"
+    data = shard.read_bytes()
+
+    def fault(depth: str = "data") -> str:
+        [item] = ckptlint.check(signed, depth=depth).diagnostics
+        assert item.code in ("PAY012", "SAF002")
+        return f"{item.severity.label} {item.title}"
+
+    shard.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    assert fault().startswith(f"error {shard.name} is not the file that was written: its SHA-256 starts with ")
+    shard.write_bytes(data)
+    extra.write_bytes(EMPTY)
+    assert fault() == f"info model.sig does not list 1 payload file, first {extra.name}"
+    extra.unlink()
+    shard.unlink()
+    assert f"model.sig lists {shard.name}, which is missing" in " ".join(run(signed, "--depth", "data").stdout.split())
+    shard.write_bytes(data)
+    for text in (
+        b"",
+        b"{}",
+        (signed / "model.sig").read_bytes()[:-9],
+        b'{"dsseEnvelope": {"payload": "e30="}}',
+        b"[" * 9999,
+    ):
+        (signed / "model.sig").write_bytes(text)
+        assert fault().startswith("error model.sig ")
+    (signed / "model.sig").unlink()
+    assert "match" not in said(signed)
 
 
 def test_tensors_that_match_a_seal(tmp_path: Path) -> None:
