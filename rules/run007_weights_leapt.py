@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptlint.analysis.leap_causes import cause_of, copied_from_here, moments_that_leapt_along
-from ckptlint.analysis.leaps import Leap, keys_of, leapt_weights, place_of
+from ckptlint.analysis.leaps import Leap, key_notes, keys_of, leapt_weights, place_of
 from ckptlint.analysis.step_change import older_name
 from ckptlint.depth import Depth
 from ckptlint.model import ChangeTable, Checkpoint
@@ -84,7 +84,7 @@ def _finding(ckpt: Checkpoint, table: ChangeTable, leap: Leap, confidence: Confi
         identity=(leap.title,),
         keys=keys_of(table, leap.rows),
         confidence=confidence,
-        notes=tuple(notes),
+        notes=(*notes, *key_notes(keys_of(table, leap.rows))),
         partners=copied_from_here(table, leap) if cause else (),  # PAY020 says it of this step alone
         hint=f"compare with `ckptlint diff --values`; take these {words} from {older}, or resume there",
         inferred_from="" if confidence == "certain" else "the other weights, which hardly turned",

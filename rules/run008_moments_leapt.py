@@ -5,7 +5,7 @@ from math import isnan
 
 from ckptlint.analysis.beside import of_each
 from ckptlint.analysis.leap_causes import cause_of, moments_that_leapt_along, params_of
-from ckptlint.analysis.leaps import keys_of, leapt_moments, place_of, went_on_from_elsewhere
+from ckptlint.analysis.leaps import key_notes, keys_of, leapt_moments, place_of, went_on_from_elsewhere
 from ckptlint.analysis.step_change import older_name
 from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint
@@ -76,6 +76,7 @@ def _leapt(ckpt: Checkpoint) -> Iterator[Finding]:
                 if isnan(cosine)
                 else f"{drawn}, cosine {cosine:.2f} with the step before",
             ),
+            *key_notes(keys_of(table, leap.rows)),
         ),
         hint=f"if the run was restarted, remove what the older branch saved; else resume from {older}"
         if is_elsewhere

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ckptlint.analysis.leaps import Leap, keys_of, kinds_of, leap_of, place_of, ranks_of
+from ckptlint.analysis.leaps import Leap, key_notes, keys_of, kinds_of, leap_of, place_of, ranks_of
 from ckptlint.analysis.odd_ones import sees_all
 from ckptlint.analysis.step_change import older_name
 from ckptlint.depth import Depth
@@ -87,5 +87,6 @@ def _finding(ckpt: Checkpoint, table: ChangeTable, leap: Leap, what: str, keys: 
         at=place_of(ckpt, table, leap),
         identity=(leap.title, what),
         keys=keys,
+        notes=key_notes(keys),
         hint=f"resume from {older}, and find out what the save copies and when",
     )

@@ -12,10 +12,10 @@ import numpy as np
 from ckptlint.analysis.pairs import LEAST_JUDGED, breaking_share, ranks_of_both
 from ckptlint.model import ChangeTable, Checkpoint, Tensor
 from ckptlint.model.facts import fact
-from ckptlint.model.text import plural
+from ckptlint.model.text import first_names, fold_names, plural
 from ckptlint.model.tiling import BoolArray, IntArray, distinct
 from ckptlint.numerics.chunks import ranks_by_file
-from ckptlint.rule import Location, NotApplicable
+from ckptlint.rule import Location, NotApplicable, Note
 from ckptlint.vocabulary.keys import parse
 
 _FEW = 0.25  # share of chunks up to which they are odd among others, not changed on purpose
@@ -201,6 +201,11 @@ def place_of(ckpt: Checkpoint, table: ChangeTable, leap: Leap) -> Location:
     ranks = (leap.rank,) if leap.rank >= 0 else ()
     box = tensor.tiling.box(chunk)
     return Location(tensor, region=box, rows=(chunk,), file=ckpt.chunk_file(tensor, chunk), ranks=ranks)
+
+
+def key_notes(keys: tuple[str, ...]) -> tuple[Note, ...]:
+    """Which tensors leapt, where the sentence on them names none."""
+    return (("keys", first_names(fold_names(keys))),) if len(keys) > 1 else ()
 
 
 def keys_of(table: ChangeTable, rows: IntArray) -> tuple[str, ...]:
