@@ -10,7 +10,7 @@ from ckptlint.errors import ConfigError, UnreadableError
 from ckptlint.loaders.json_file import read_json
 from ckptlint.loaders.problems import from_error
 from ckptlint.model import Checkpoint, Damage, Problem
-from ckptlint.model.text import printable
+from ckptlint.model.text import plural, printable
 from ckptlint.payload.archives.members import members_of
 from ckptlint.payload.stream import Meter, stream
 from ckptlint.storage.folder import READABLE, Folder
@@ -25,8 +25,8 @@ _LISTS = re.compile(r"sha256sums(\.txt)?|checksums\.sha256|.+\.sha256", re.IGNOR
 _LIST_LIMIT = 1024**2
 _NUMBER = re.compile(r"\d+")
 _LINES = (
-    re.compile(r"(?P<sum>[0-9a-fA-F]{64}) [ *](?:\./)?(?P<name>.+)"),
-    re.compile(r"SHA256 \((?:\./)?(?P<name>.+)\) = (?P<sum>[0-9a-fA-F]{64})"),
+    re.compile(r"(?P<sum>[0-9a-fA-F]{32,128}) [ *](?:\./)?(?P<name>.+)"),
+    re.compile(r"SHA256 \((?:\./)?(?P<name>.+)\) = (?P<sum>[0-9a-fA-F]{32,128})"),
 )
 
 
@@ -40,6 +40,7 @@ def expected_sums(file: str) -> dict[str, str]:
         listed = _sums_in(Path(file).read_bytes()[:_LIST_LIMIT])
     except OSError as error:
         raise ConfigError(f"{printable(file)}: {error.strerror}") from None
+    listed = {name: digest for name, digest in listed.items() if _SHA256.fullmatch(digest)}
     if not listed:
         raise ConfigError(f"{printable(file)} lists no SHA-256: its lines are a digest, two spaces, a name")
     return {name: _recorded(sums, printable(Path(file).name)) for name, sums in listed.items()}
@@ -135,12 +136,19 @@ def _list(folder: Folder, ckpt: Checkpoint, name: str, problems: list[Problem]) 
     except UnreadableError as error:
         problems.append(from_error(error, name))
         return {}
-    return {
-        path: sum_
-        for path, sum_ in sums.items()
+    sums = {
+        path: digest
+        for path, digest in sums.items()
         if (payload[path] is not None if path in payload else _NUMBER.sub("#", path) in numbered)
         or (path not in payload and folder.has(path) and not _is_text(path))
     }
+    if odd := [path for path, digest in sums.items() if not _SHA256.fullmatch(digest)]:
+        label, digits = printable(name), len(sums[odd[0]])
+        also = f" (and {plural(len(odd) - 1, 'more file')})" if len(odd) > 1 else ""
+        sentence = f"{label} has {digits} digits for {printable(odd[0])}{also}, and a SHA-256 has 64: not compared"
+        hint = f"take the list again from where the files were written: sha256sum * > {label}"
+        problems.append(Problem("unread", label, sentence, why="the list is cut, or of another sum", hint=hint))
+    return {path: digest for path, digest in sums.items() if path not in odd}
 
 
 def _is_text(name: str) -> bool:
@@ -176,7 +184,7 @@ def _downloaded(folder: Folder) -> dict[str, str]:
 
 
 def _sums_in(text: bytes) -> dict[str, str]:
-    """File -> SHA-256 from the lines of a list.
+    """File -> digest, of 64 digits if it is a SHA-256, from the lines of a list.
 
     Source:
         GNU coreutils (9) sha256sum: a digest, a space, a space or `*`, a name; with --tag, and of BSD's sha256: both
