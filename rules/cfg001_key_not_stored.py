@@ -80,7 +80,7 @@ def _prediction_layers(ckpt: Checkpoint, fit: Fit) -> Iterator[Finding]:
             at=Location(fit.mtp_lost[0], label=f"{ckpt.metadata_file}, compared with the layer most like it"),
             identity=tuple(fit.mtp_lost[:_MOST]),
             keys=tuple(fit.mtp_lost[:_MOST]),
-            confidence="possible" if fit.doubt else "certain" if declared else "likely",
+            confidence="possible" if fit.doubt else "certain" if declared > 0 else "likely",
             notes=(doubt_note(fit.doubt), ("missing", first_names(folded, noun="pattern"))),
             hint="copy the whole layer from the source checkpoint, or leave the whole layer out",
         )
