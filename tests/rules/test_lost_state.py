@@ -228,3 +228,25 @@ def test_an_adapter_that_a_run_never_trained_is_told(tmp_path: Path, step: int) 
     """One that peft initialised, at a step in the name of its folder alone; at step 1 a warm-up trained nothing yet."""
     shutil.copytree(REAL / "adapters/lora_untrained", place := tmp_path / f"checkpoint-{step}")
     assert ["but this is step 100" in text for text in told(place, "CFG007")] == [True] * (step > 1)
+
+
+@pytest.mark.parametrize(
+    ("lost", "is_new", "is_told"), [((), False, False), ((2, 3), False, True), ((2, 3), True, False)]
+)
+def test_states_that_the_step_before_has_are_told(
+    tmp_path: Path, lost: tuple[int, ...], is_new: bool, is_told: bool
+) -> None:
+    """One whose groups list other parameters is a new optimizer."""
+    for step in (1, 2):
+        model, optimizer = trained(step)
+        (place := tmp_path / f"checkpoint_{step}").mkdir()
+        torch.save(model.state_dict(), place / "pytorch_model.bin")
+        state = optimizer.state_dict()
+        state["state"] = {param: of for param, of in state["state"].items() if step == 1 or param not in lost}
+        if is_new and step == 2:
+            state["param_groups"][1]["params"] = [param for param in state["param_groups"][1]["params"] if param != 2]
+        torch.save(state, place / "optimizer.bin")
+    assert (
+        told(tmp_path / "checkpoint_2", "RUN001")
+        == ["optimizer.bin has no state for 2 of its 6 parameters; checkpoint_1 has it"] * is_told
+    )
