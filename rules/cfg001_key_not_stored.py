@@ -7,11 +7,14 @@ from dataclasses import replace
 
 from ckptlint.analysis.fit.judgement import BadConfig, Fit, config_fit, fit_of, implied_bytes, numbered_layer
 from ckptlint.analysis.fit.wording import core_note, doubt_note, field_text, keys_in_words, model_name, whole_layers
+from ckptlint.formats.strict_json import is_size
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import first_names, fold_names, human_bytes, numbered, plural, verb
+from ckptlint.model.text import first_names, fold_names, human_bytes, join_words, numbered, plural, verb
 from ckptlint.rule import Finding, Location, Severity, require, rule
 
 _MOST = 100_000
+_PER_LAYER = ("vocab_size_per_layer_input", "hidden_size_per_layer_input")
+_TABLE, _PROJECTION = "embed_tokens_per_layer", "per_layer_model_projection"
 _EXPERT = re.compile(r"experts\.(\d{1,9})\.")
 
 
@@ -49,6 +52,8 @@ def key_not_stored(ckpt: Checkpoint) -> Iterator[Finding]:
             hint="correct the field, or take the configuration from where the model came from",
         )
         return
+    if lost := _lost_table(ckpt):
+        yield lost  # of models that have no table of keys, of which `fit_of` says nothing
     fit = fit_of(ckpt)
     doubts: dict[str, list[str]] = defaultdict(list)
     for name in fit.missing:
@@ -66,6 +71,28 @@ def key_not_stored(ckpt: Checkpoint) -> Iterator[Finding]:
             why=_consequence(fit, one=False) if is_lost else "the parts of such a model are often saved separately",
         )
     yield from _prediction_layers(ckpt, fit)
+
+
+def _lost_table(ckpt: Checkpoint) -> Finding | None:
+    """The finding that the embedding of each layer's input is lost, whose sizes are declared and projection is stored.
+
+    Source:
+        transformers gemma3n.modeling_gemma3n.Gemma3nTextModel: `embed_tokens_per_layer`, `per_layer_model_projection`
+    """
+    sections = dict(ckpt.config.sections()) if ckpt.config is not None else {}
+    sizes = {place: [section.get(name) for name in _PER_LAYER] for place, section in sections.items()}
+    declared = [place for place, pair in sizes.items() if all(is_size(size) and size > 0 for size in pair)]
+    beside = next((key for key in ckpt.tensors if _PROJECTION in key), "")
+    if not declared or not beside or any(_TABLE in key for key in ckpt.tensors):
+        return None
+    key = f"{beside.partition(_PROJECTION)[0]}{_TABLE}.weight"
+    return Finding(
+        f"{key} is not stored, but {declared[0]} declares its sizes and {beside} is stored",
+        at=Location(key, label=f"{ckpt.metadata_file}, compared with {declared[0]}"),
+        why="from_pretrained starts it untrained and only warns",
+        notes=(("declared", join_words(_PER_LAYER)),),
+        hint="export again from the training checkpoint",
+    )
 
 
 def _prediction_layers(ckpt: Checkpoint, fit: Fit) -> Iterator[Finding]:

@@ -19,10 +19,10 @@ def lost_since_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
 
     What it checks:
         Every tensor, object, bytes entry, kind of side file and state in an optimizer's file of the nearest older
-        finished step of the run is here too. What is gone while its siblings stay is a warning: one layer, one moment, the random state of a step that
-        keeps its optimizer. What is gone with everything of its kind (a module of the model, the whole optimizer) is
-        only info. If more than half of the model's keys are gone, one finding says so; it is only info if all of them
-        are, because then somebody renamed them.
+        finished step of the run is here too. What is gone while its siblings stay is a warning: one layer, one
+        moment, the random state of a step that keeps its optimizer. What is gone with everything of its kind (a
+        module of the model, the whole optimizer) is only info. If more than half of the model's keys are gone, one
+        finding says so; it is only info if all of them are, because then somebody renamed them.
     Why it matters:
         A resume from this step loads without these values, or stops at the first missing one.
     Usual causes:
