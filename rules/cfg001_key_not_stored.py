@@ -37,10 +37,10 @@ def key_not_stored(ckpt: Checkpoint) -> Iterator[Finding]:
     Why it matters:
         A load that is not strict leaves absent parameters at their initial values and raises no error.
     Usual causes:
-        An export lost some of its shards and wrote its index from the others; only one rank's part was saved; a filter
+        An export lost shards and wrote its index from the others; only one rank's part was saved; a filter
         or map of keys dropped a role; an untied head was treated as tied.
     How to fix:
-        Export again from the training checkpoint and compare, or correct the wrong field of the configuration.
+        Export again from the training checkpoint, or correct the wrong field.
     See:
         transformers.PreTrainedModel.from_pretrained (output_loading_info)
     """
@@ -81,7 +81,7 @@ def _lost_table(ckpt: Checkpoint) -> Finding | None:
     """
     sections = dict(ckpt.config.sections()) if ckpt.config is not None else {}
     sizes = {place: [section.get(name) for name in _PER_LAYER] for place, section in sections.items()}
-    declared = [place for place, pair in sizes.items() if all(is_size(size) and size > 0 for size in pair)]
+    declared = [place for place, pair in sizes.items() if all(is_size(size) and size for size in pair)]
     beside = next((key for key in ckpt.tensors if _PROJECTION in key), "")
     if not declared or not beside or any(_TABLE in key for key in ckpt.tensors):
         return None

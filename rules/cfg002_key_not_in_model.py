@@ -20,8 +20,8 @@ def key_not_in_model(ckpt: Checkpoint) -> Iterator[Finding]:
         Every stored tensor belongs to the model that the `config.json` beside it declares, or the arguments of a
         Megatron job. Layers and experts beyond the declared number, and biases of weights that have none, are a
         warning; whole modules that the model does not know, such as a custom head, are info. Buffers, scales of
-        quantised weights, adapters, second copies and layers for multi-token prediction are left out, and so are keys
-        that stand where CFG001 misses others.
+        quantised weights, adapters, second copies and keys that stand where CFG001 misses others are left out, and so
+        are layers for multi-token prediction, but where 0 are declared: a warning.
     Why it matters:
         A loader ignores keys that its model does not have, so part of the trained weights has no effect.
     Usual causes:

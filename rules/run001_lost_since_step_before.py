@@ -21,12 +21,12 @@ def lost_since_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
         Every tensor, object, bytes entry, kind of side file and state in an optimizer's file of the nearest older
         finished step of the run is here too. What is gone while its siblings stay is a warning: one layer, one
         moment, the random state of a step that keeps its optimizer. What is gone with everything of its kind (a
-        module of the model, the whole optimizer) is only info. If more than half of the model's keys are gone, one
+        module of the model, the whole optimizer) is info. If more than half of the model's keys are gone, one
         finding says so; it is only info if all of them are, because then somebody renamed them.
     Why it matters:
         A resume from this step loads without these values, or stops at the first missing one.
     Usual causes:
-        A plan that was reused after the structure changed, a save that is incomplete from the second step on, a rank
+        A plan reused after the structure changed, a save incomplete from the second step on, a rank
         that never saved its part, a rotation that removed files.
     How to fix:
         Compare with `ckptlint diff OLDER THIS`, and resume from the older step unless the change was meant.
