@@ -7,11 +7,14 @@ from dataclasses import replace
 
 from ckptlint.analysis.fit.judgement import BadConfig, Fit, config_fit, fit_of, implied_bytes, numbered_layer
 from ckptlint.analysis.fit.wording import core_note, doubt_note, field_text, keys_in_words, model_name, whole_layers
+from ckptlint.formats.strict_json import is_size
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import first_names, fold_names, human_bytes, numbered, plural, verb
+from ckptlint.model.text import first_names, fold_names, human_bytes, join_words, numbered, plural, verb
 from ckptlint.rule import Finding, Location, Severity, require, rule
 
 _MOST = 100_000
+_PER_LAYER = ("vocab_size_per_layer_input", "hidden_size_per_layer_input")
+_TABLE, _PROJECTION = "embed_tokens_per_layer", "per_layer_model_projection"
 _EXPERT = re.compile(r"experts\.(\d{1,9})\.")
 
 
@@ -34,10 +37,10 @@ def key_not_stored(ckpt: Checkpoint) -> Iterator[Finding]:
     Why it matters:
         A load that is not strict leaves absent parameters at their initial values and raises no error.
     Usual causes:
-        An export lost some of its shards and wrote its index from the others; only one rank's part was saved; a filter
+        An export lost shards and wrote its index from the others; only one rank's part was saved; a filter
         or map of keys dropped a role; an untied head was treated as tied.
     How to fix:
-        Export again from the training checkpoint and compare, or correct the wrong field of the configuration.
+        Export again from the training checkpoint, or correct the wrong field.
     See:
         transformers.PreTrainedModel.from_pretrained (output_loading_info)
     """
@@ -49,6 +52,8 @@ def key_not_stored(ckpt: Checkpoint) -> Iterator[Finding]:
             hint="correct the field, or take the configuration from where the model came from",
         )
         return
+    if lost := _lost_table(ckpt):
+        yield lost  # of models that have no table of keys, of which `fit_of` says nothing
     fit = fit_of(ckpt)
     doubts: dict[str, list[str]] = defaultdict(list)
     for name in fit.missing:
@@ -68,6 +73,28 @@ def key_not_stored(ckpt: Checkpoint) -> Iterator[Finding]:
     yield from _prediction_layers(ckpt, fit)
 
 
+def _lost_table(ckpt: Checkpoint) -> Finding | None:
+    """The finding that the embedding of each layer's input is lost, whose sizes are declared and projection is stored.
+
+    Source:
+        transformers gemma3n.modeling_gemma3n.Gemma3nTextModel: `embed_tokens_per_layer`, `per_layer_model_projection`
+    """
+    sections = dict(ckpt.config.sections()) if ckpt.config is not None else {}
+    sizes = {place: [section.get(name) for name in _PER_LAYER] for place, section in sections.items()}
+    declared = [place for place, pair in sizes.items() if all(is_size(size) and size for size in pair)]
+    beside = next((key for key in ckpt.tensors if _PROJECTION in key), "")
+    if not declared or not beside or any(_TABLE in key for key in ckpt.tensors):
+        return None
+    key = f"{beside.partition(_PROJECTION)[0]}{_TABLE}.weight"
+    return Finding(
+        f"{key} is not stored, but {declared[0]} declares its sizes and {beside} is stored",
+        at=Location(key, label=f"{ckpt.metadata_file}, compared with {declared[0]}"),
+        why="from_pretrained starts it untrained and only warns",
+        notes=(("declared", join_words(_PER_LAYER)),),
+        hint="export again from the training checkpoint",
+    )
+
+
 def _prediction_layers(ckpt: Checkpoint, fit: Fit) -> Iterator[Finding]:
     """Findings on layers for multi-token prediction that lack tensors or are fewer than declared."""
     stored, declared = fit.mtp_layers
@@ -80,7 +107,7 @@ def _prediction_layers(ckpt: Checkpoint, fit: Fit) -> Iterator[Finding]:
             at=Location(fit.mtp_lost[0], label=f"{ckpt.metadata_file}, compared with the layer most like it"),
             identity=tuple(fit.mtp_lost[:_MOST]),
             keys=tuple(fit.mtp_lost[:_MOST]),
-            confidence="possible" if fit.doubt else "certain" if declared else "likely",
+            confidence="possible" if fit.doubt else "certain" if declared > 0 else "likely",
             notes=(doubt_note(fit.doubt), ("missing", first_names(folded, noun="pattern"))),
             hint="copy the whole layer from the source checkpoint, or leave the whole layer out",
         )

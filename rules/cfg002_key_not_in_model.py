@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from ckptlint.analysis.fit.judgement import Fit, fit_of
 from ckptlint.analysis.fit.wording import core_note, doubt_note, model_name
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import first_names, fold_names, human_bytes, plural
+from ckptlint.model.text import first_names, fold_names, human_bytes, plural, verb
 from ckptlint.rule import Finding, Location, Severity, rule
 from ckptlint.vocabulary.dtypes import nbytes
 
@@ -20,8 +20,8 @@ def key_not_in_model(ckpt: Checkpoint) -> Iterator[Finding]:
         Every stored tensor belongs to the model that the `config.json` beside it declares, or the arguments of a
         Megatron job. Layers and experts beyond the declared number, and biases of weights that have none, are a
         warning; whole modules that the model does not know, such as a custom head, are info. Buffers, scales of
-        quantised weights, adapters, second copies and layers for multi-token prediction are left out, and so are keys
-        that stand where CFG001 misses others.
+        quantised weights, adapters, second copies and keys that stand where CFG001 misses others are left out, and so
+        are layers for multi-token prediction, but where 0 are declared: a warning.
     Why it matters:
         A loader ignores keys that its model does not have, so part of the trained weights has no effect.
     Usual causes:
@@ -37,6 +37,16 @@ def key_not_in_model(ckpt: Checkpoint) -> Iterator[Finding]:
         yield _finding(ckpt, fit, fit.beyond, is_beyond=True)
     if fit.foreign:
         yield _finding(ckpt, fit, fit.foreign, is_beyond=False)
+    stored, declared = fit.mtp_layers
+    if stored > declared == 0:
+        yield Finding(
+            f"{fit.expected.source} declares 0 multi-token-prediction layers, but {stored} {verb(stored, 'is')} stored",
+            at=Location(file=fit.expected.source),
+            identity=("prediction",),
+            kind="prediction",
+            why="a server that skips the declared ones takes these for layers of the model and stops, or drops them",
+            hint="declare as many as are stored, or leave them out",
+        )
 
 
 def _finding(ckpt: Checkpoint, fit: Fit, names: list[str], is_beyond: bool) -> Finding:

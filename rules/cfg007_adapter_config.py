@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
+from ckptlint.analysis.optimizer_records import highest_step
 from ckptlint.architecture.adapters import PREFIX, AdapterConfig, Factors, endings, factors_of, read_adapter_config
 from ckptlint.model import Checkpoint, ModelConfig, PayloadTable
 from ckptlint.model.text import first_names, fold_names, numbered, plural, printable, ranges
@@ -329,7 +330,8 @@ def _layer_gaps(modules: Iterable[Factors]) -> Iterator[Finding]:
 def _zero_factors(ckpt: Checkpoint, payload: PayloadTable, modules: Iterable[Factors]) -> Iterator[Finding]:
     """A finding on factors B that hold only zeros although they were trained."""
     # peft initialises B with zeros and A at random, so zeros in B are normal before training. They are a loss if most
-    # other factors B were trained, if the step is above 0, or if A is zero too, which no initialisation gives.
+    # other factors B were trained, if the step is above 1 (a warm-up begins at a rate of 0), or if A is zero too, which
+    # no initialisation gives.
     pairs = [f.keys for f in modules if {"A", "B"} <= f.keys.keys() and not parse(f.keys["B"]).in_experts]
     factors = [ckpt.tensors[key] for keys in pairs for key in (keys["A"], keys["B"])]
     if any((one.chunks.record < 0).any() or not payload.scanned[one.chunks.record].all() for one in factors):
@@ -337,9 +339,9 @@ def _zero_factors(ckpt: Checkpoint, payload: PayloadTable, modules: Iterable[Fac
     zeros = {one.fqn for one in factors if payload.zeros[one.chunks.record].sum() == one.volume}
     dead = [keys["B"] for keys in pairs if {keys["A"], keys["B"]} <= zeros]
     keys = dead or [keys["B"] for keys in pairs if keys["B"] in zeros]
-    step = max([*(claim.step for claim in ckpt.claims), *(file.step or 0 for file in ckpt.step_files)], default=0)
+    step = highest_step(ckpt)
     is_lone = 0 < _FEW * len(keys) <= len(pairs) - len(keys)
-    if dead or is_lone or (keys and len(keys) == len(pairs) and step > 0):
+    if dead or is_lone or (keys and len(keys) == len(pairs) and step > 1):
         where = "so does factor A" if dead else "the others were trained" if is_lone else f"this is step {step:,}"
         yield _finding(
             f"factor B of {plural(len(keys), 'module')} holds only zeros, {'and' if dead else 'but'} {where}",

@@ -22,7 +22,7 @@ def completeness_marker(ckpt: Checkpoint) -> Iterator[Finding]:
         (`step_30.tmp`, `ckpt-step-30.incomplete`).
         A step has the kinds of state beside the model that the step before it has (`optimizer.pt`, `rng_state.pth`),
         the whole folders of such state, and the files that all of several older steps have: a warning. So is an
-        optimizer in a step that holds no model.
+        optimizer in a step without a model, and a scheduler of Trainer's, after a step, in one without an optimizer.
         The files `model-rank-R-part-P.safetensors` of vLLM's sharded_state count ranks and parts from 0 without a gap.
         A file of weights, an index or a step is no link that leads nowhere, and no download that did not end
         (`*.incomplete`) where nothing else of a checkpoint is there.
@@ -30,8 +30,7 @@ def completeness_marker(ckpt: Checkpoint) -> Iterator[Finding]:
     Why it matters:
         Each of these files is written last in its stage, so the save or the copy did not finish.
     Usual causes:
-        The job was killed; nobody waited for an asynchronous save; a copy left files out (dot files are easily
-        forgotten).
+        The job was killed; nobody waited for an asynchronous save; a copy left dot files out.
     How to fix:
         Use the newest complete step, or copy again from where the checkpoint was written.
     See:

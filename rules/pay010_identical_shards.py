@@ -31,7 +31,7 @@ def identical_shards(ckpt: Checkpoint) -> Iterator[Finding]:
     What it checks:
         No two chunks of a floating tensor, and no two experts of a layer, agree in length, CRC-32 and up to 1 KiB of
         samples: a warning. With `--depth data` no two experts of an export do, and it is an error if its `up_proj`
-        repeats its `gate_proj`. Experts that repeat alike in every layer of an export are info: built so.
+        repeats its `gate_proj`. If all experts repeat, alike in every layer of an export, it is info: built so.
         What may repeat is left out: fewer than 64 elements, one repeated value, rows that are all alike, views of a
         larger storage, records without a CRC, flat optimizer buckets, attention heads that ranks share, experts
         upcycled from a dense model. It is only info if nothing shows that the model was trained (iteration 0, moments
@@ -72,11 +72,11 @@ def identical_shards(ckpt: Checkpoint) -> Iterator[Finding]:
     weights = _weight_counts(ckpt)
     layers = Counter((scope, role) for scope, _, role in weights)
     for (scope, layer, role), repeats in pairs_of.items():
-        # Exports of mixtures that were built from a dense model hold equal experts by design: all of a layer, or the
-        # same pairs in every layer. A lost rank or a bad copy does not strike each layer alike.
+        # Exports of mixtures that were built from dense models hold equal experts by design: all of a layer, or each of
+        # them as often as the others in every layer. A bad map of experts strikes some of them, in each layer alike.
         if repeats and not (ckpt.is_safetensors and _are_all_equal(repeats, weights[scope, layer, role])):
             everywhere = same_numbers[scope, role, _expert_numbers(repeats)] == layers[scope, role] > 1
-            is_built = everywhere and ckpt.is_safetensors
+            is_built = everywhere and ckpt.is_safetensors and _are_alike_often(repeats, weights[scope, layer, role])
             yield _experts(ckpt, payload, repeats, is_built)
     for tensors in halves.values():
         if len({parse(tensor.fqn).role for tensor in tensors}) == 2:
@@ -205,6 +205,12 @@ def _expert_numbers(pairs: _Pairs) -> tuple[tuple[int, int], ...]:
 def _are_all_equal(pairs: _Pairs, count: int) -> bool:
     """Whether all experts of a layer are equal, as those of a model that was built from a dense one."""
     return len(pairs) == count - 1 and len({earlier for _, _, earlier in pairs}) == 1
+
+
+def _are_alike_often(pairs: _Pairs, count: int) -> bool:
+    """Whether each of the experts of a layer repeats, as often as the others: several models, each taken as often."""
+    copies = Counter(earlier for _, _, earlier in pairs)
+    return len(set(copies.values())) == 1 and len(pairs) + len(copies) == count
 
 
 def _experts(ckpt: Checkpoint, payload: PayloadTable, pairs: _Pairs, is_built: bool) -> Finding:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 
 from ckptlint.analysis.step_change import KIND_NAMES, Change, changes, older_name, stored_keys
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import plural
+from ckptlint.model.text import first_few, plural, printable
 from ckptlint.rule import Finding, Location, Severity, require, rule
 from ckptlint.vocabulary.keys import parse
 from ckptlint.vocabulary.parts import part_of_file
@@ -18,15 +18,15 @@ def lost_since_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
     """This step lacks keys or files that the step before it has.
 
     What it checks:
-        Every tensor, object, bytes entry and kind of side file of the nearest older finished step of the run is here
-        too. What is gone while its siblings stay is a warning: one layer, one moment, the random state of a step that
-        keeps its optimizer. What is gone with everything of its kind (a module of the model, the whole optimizer) is
-        only info. If more than half of the model's keys are gone, one finding says so; it is only info if all of them
-        are, because then somebody renamed them.
+        Every tensor, object, bytes entry, kind of side file and state in an optimizer's file of the nearest older
+        finished step of the run is here too. What is gone while its siblings stay is a warning: one layer, one
+        moment, the random state of a step that keeps its optimizer. What is gone with everything of its kind (a
+        module of the model, the whole optimizer) is info. If more than half of the model's keys are gone, one
+        finding says so; it is only info if all of them are, because then somebody renamed them.
     Why it matters:
         A resume from this step loads without these values, or stops at the first missing one.
     Usual causes:
-        A plan that was reused after the structure changed, a save that is incomplete from the second step on, a rank
+        A plan reused after the structure changed, a save incomplete from the second step on, a rank
         that never saved its part, a rotation that removed files.
     How to fix:
         Compare with `ckptlint diff OLDER THIS`, and resume from the older step unless the change was meant.
@@ -108,3 +108,25 @@ def _files(ckpt: Checkpoint, before: Checkpoint, keeps_optimizer: bool) -> Itera
             hint="" if is_meant else "resume from the older step, or copy the file from where this step was written",
             inferred_from=f"the files of {older_name(ckpt)}",
         )
+    yield from _states(ckpt, before)
+
+
+def _states(ckpt: Checkpoint, before: Checkpoint) -> Iterator[Finding]:
+    """Parameters that have a state in the optimizer's file of the step before, and none in this one."""
+    older = {file.name: file.optimizer for file in before.step_files if file.optimizer is not None}
+    for file in ckpt.step_files:
+        now, was = file.optimizer, older.get(file.name)
+        # an optimizer drops no state; one whose groups list others was made anew, and one without any is told by OPT008
+        if now is None or was is None or now.params != was.params or not now.shapes:
+            continue
+        if lost := [str(param) for param in was.shapes if param not in now.shapes]:
+            yield Finding(
+                f"{file.name} has no state for {len(lost):,} of its {plural(len(now.params), 'parameter')}; "
+                f"{older_name(ckpt)} has it",
+                at=Location(file=file.name),
+                identity=("states", file.name),
+                notes=(("parameters", first_few([printable(param) for param in lost])),),
+                why="a resume continues with zero moments there",
+                hint="resume from the older step",
+                inferred_from=f"the files of {older_name(ckpt)}",
+            )

@@ -12,7 +12,7 @@ from ckptlint.errors import ConfigError, UnreadableError
 from ckptlint.loaders.json_file import read_json
 from ckptlint.loaders.problems import from_error
 from ckptlint.model import Checkpoint, Damage, Problem
-from ckptlint.model.text import printable
+from ckptlint.model.text import plural, printable
 from ckptlint.payload.archives.members import members_of
 from ckptlint.payload.stream import Meter, stream
 from ckptlint.storage.folder import READABLE, Folder
@@ -29,8 +29,8 @@ _LIST_LIMIT = 1024**2
 _WHY, _HINT = "no file can be compared with it", "copy it again from where it was written"
 _NUMBER = re.compile(r"\d+")
 _LINES = (
-    re.compile(r"(?P<sum>[0-9a-fA-F]{64}) [ *](?:\./)?(?P<name>.+)"),
-    re.compile(r"SHA256 \((?:\./)?(?P<name>.+)\) = (?P<sum>[0-9a-fA-F]{64})"),
+    re.compile(r"(?P<sum>[0-9a-fA-F]{32,128}) [ *](?:\./)?(?P<name>.+)"),
+    re.compile(r"SHA256 \((?:\./)?(?P<name>.+)\) = (?P<sum>[0-9a-fA-F]{32,128})"),
 )
 
 
@@ -44,6 +44,7 @@ def expected_sums(file: str) -> dict[str, str]:
         listed = _sums_in(Path(file).read_bytes()[:_LIST_LIMIT])
     except OSError as error:
         raise ConfigError(f"{printable(file)}: {error.strerror}") from None
+    listed = {name: digest for name, digest in listed.items() if _SHA256.fullmatch(digest)}
     if not listed:
         raise ConfigError(f"{printable(file)} lists no SHA-256: its lines are a digest, two spaces, a name")
     return {name: _recorded(sums, printable(Path(file).name)) for name, sums in listed.items()}
@@ -67,7 +68,7 @@ def recorded_sums(
         (_BLOB, _blob_names(folder)),
         (_DOWNLOADS, _downloaded(folder)),
         ("the Hub", folder.sums),
-        *((printable(name), _of_payload(folder, ckpt, sums)) for name, sums in lists.items()),
+        *((printable(name), _of_payload(folder, ckpt, name, sums, problems)) for name, sums in lists.items()),
         (INTEGRITY, listed or {}),
     )
     sums_by_file = {name: _recorded(recorded, source) for source, own in sums for name, recorded in own.items()}
@@ -175,7 +176,9 @@ def verifying(folder: Folder) -> str:
     return f"model_signing verify {known[0]} --signature {SIGNATURE}" if known else ""
 
 
-def _of_payload(folder: Folder, ckpt: Checkpoint, sums: Mapping[str, str]) -> dict[str, str]:
+def _of_payload(
+    folder: Folder, ckpt: Checkpoint, name: str, sums: Mapping[str, str], problems: list[Problem]
+) -> dict[str, str]:
     """The checksums of present files, and of absent ones whose name differs from payload only in numbers.
 
     Other absent files are what a download skips (PAY012: "a variant that was not downloaded is not missed"), and texts
@@ -183,12 +186,19 @@ def _of_payload(folder: Folder, ckpt: Checkpoint, sums: Mapping[str, str]) -> di
     """
     payload = {file.path: file.size for file in ckpt.files if file.path is not None}
     numbered = {_NUMBER.sub("#", path) for path in payload}
-    return {
-        path: sum_
-        for path, sum_ in sums.items()
+    compared = {
+        path: digest
+        for path, digest in sums.items()
         if (payload[path] is not None if path in payload else _NUMBER.sub("#", path) in numbered)
         or (path not in payload and folder.has(path) and not _is_text(path))
     }
+    if odd := [path for path, digest in compared.items() if not _SHA256.fullmatch(digest)]:
+        label, digits = printable(name), len(compared[odd[0]])
+        also = f" (and {plural(len(odd) - 1, 'more file')})" if len(odd) > 1 else ""
+        sentence = f"{label} has {digits} digits for {printable(odd[0])}{also}, and a SHA-256 has 64: not compared"
+        hint = f"take the list again from where the files were written: sha256sum * > {label}"
+        problems.append(Problem("unread", label, sentence, why="the list is cut, or of another sum", hint=hint))
+    return {path: digest for path, digest in compared.items() if path not in odd}
 
 
 def _is_text(name: str) -> bool:
@@ -224,7 +234,7 @@ def _downloaded(folder: Folder) -> dict[str, str]:
 
 
 def _sums_in(text: bytes) -> dict[str, str]:
-    """File -> SHA-256 from the lines of a list.
+    """File -> digest, of 64 digits if it is a SHA-256, from the lines of a list.
 
     Source:
         GNU coreutils (9) sha256sum: a digest, a space, a space or `*`, a name; with --tag, and of BSD's sha256: both

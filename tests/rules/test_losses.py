@@ -370,6 +370,15 @@ LOSSES: list[tuple[str, str, Damage, str, str]] = [
         "eh_proj",
     ),
     ("an undeclared one", "exports/ok_mtp", both(UNDECLARED, without("layers.2.eh_proj")), "CFG001w", "eh_proj"),
+    ("one where 0 are declared", "exports/ok_mtp", config(num_nextn_predict_layers=0), "CFG002w", "but 1 is stored"),
+    (
+        "half a projection",
+        "exports/ok_mtp",
+        valued(lambda t: t[:, :16], "eh_proj"),
+        "CFG003w",
+        "joins its norms is [16, 32]",
+    ),
+    ("half a projection", QWEN, both(tensors(with_mtp), valued(lambda t: t[:8], "mtp.fc")), "CFG003w", "mtp.fc.weight"),
     ("its expert", "exports/ok_mtp", both(UNDECLARED, without("layers.2.mlp.experts.3.")), "CFG001w", "experts.3"),
     ("its rows", "exports/ok_mtp", valued(cut_rows, "layers.2.", "q_b_proj"), "CFG003w", "q_b_proj"),
     (

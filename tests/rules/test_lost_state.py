@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -148,21 +149,20 @@ def test_an_optimizer_in_a_file_beside_is_not_lost(tmp_path: Path, is_beside: bo
 
 
 @pytest.mark.parametrize("folder", ["orchestrator", "results", "export"])
-@pytest.mark.parametrize("is_lost", [False, True])
-def test_a_folder_of_state_that_the_only_older_step_has_is_told(tmp_path: Path, folder: str, is_lost: bool) -> None:
+@pytest.mark.parametrize("lost", ["nothing", "the file", "the folder"])
+def test_a_folder_of_state_that_the_only_older_step_has_is_told(tmp_path: Path, folder: str, lost: str) -> None:
     model, optimizer = trained()
     for step in (10, 20):
         (place := tmp_path / f"step_{step}").mkdir()
         torch.save(model.state_dict(), place / "pytorch_model.bin")
         torch.save(optimizer.state_dict(), place / "optimizer.pt")
-        if step == 10 or not is_lost:
+        if step == 10 or lost != "the folder":
             (place / folder).mkdir()
+        if step == 10 or lost == "nothing":
             name = {"orchestrator": "progress.pt", "results": "scores.pt", "export": "pytorch_model.bin"}[folder]
             torch.save({"step": step}, place / folder / name)
-    lost = is_lost and folder == "orchestrator"
-    assert (
-        told(tmp_path / "step_20", "COM001") == ["the step has no orchestrator/progress.pt, which step_10 has"] * lost
-    )
+    sentences = ["the step has no orchestrator/progress.pt, which step_10 has"]
+    assert told(tmp_path / "step_20", "COM001") == sentences * (lost != "nothing" and folder == "orchestrator")
 
 
 @pytest.mark.parametrize(("world", "there"), [(4, 4), (4, 3), (4, 2), (8, 4)])
@@ -189,3 +189,64 @@ def test_an_optimizer_that_never_stepped_in_a_job_that_did_is_told(tmp_path: Pat
     sentences = told(tmp_path / name, "OPT013")
     assert len(sentences) == (steps == 0 and name == "step-500")
     assert all(text.startswith("all 12 moments are zero and 6 counters of the optimizer say 1") for text in sentences)
+
+
+@pytest.mark.parametrize(
+    ("kept", "step", "is_told"),
+    [
+        (("optimizer.pt",), 10, False),
+        ((), 10, True),
+        ((), 0, False),
+        (("optimizer_0",), 10, False),  # FSDP
+        (("global_step10/zero_pp_rank_0_mp_rank_00_optim_states.pt",), 10, False),  # DeepSpeed
+        (("rank0-of-1-optimizer.pt",), 10, False),  # TPUs
+    ],
+)
+def test_a_step_of_a_trainer_without_an_optimizer_is_told(
+    tmp_path: Path, kept: tuple[str, ...], step: int, is_told: bool
+) -> None:
+    model, optimizer = trained()
+    (place := tmp_path / f"checkpoint-{step}").mkdir()
+    torch.save(model.state_dict(), place / "pytorch_model.bin")
+    torch.save(torch.optim.lr_scheduler.StepLR(optimizer, 2).state_dict(), place / "scheduler.pt")
+    (place / "trainer_state.json").write_text(f'{{"global_step": {step}}}')
+    for name in kept:
+        (place / name).parent.mkdir(exist_ok=True)
+        if "." in name:
+            torch.save(optimizer.state_dict(), place / name)
+        else:
+            dcp.save(
+                {"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=place / name, no_dist=True
+            )
+    assert [text for text in told(place, "COM001") if "stepped 10 times" in text] == [
+        "the job stepped 10 times and has a scheduler, but no file or folder of the step holds an optimizer"
+    ] * is_told
+
+
+@pytest.mark.parametrize("step", [1, 100])
+def test_an_adapter_that_a_run_never_trained_is_told(tmp_path: Path, step: int) -> None:
+    """One that peft initialised, at a step in the name of its folder alone; at step 1 a warm-up trained nothing yet."""
+    shutil.copytree(REAL / "adapters/lora_untrained", place := tmp_path / f"checkpoint-{step}")
+    assert ["but this is step 100" in text for text in told(place, "CFG007")] == [True] * (step > 1)
+
+
+@pytest.mark.parametrize(
+    ("lost", "is_new", "is_told"), [((), False, False), ((2, 3), False, True), ((2, 3), True, False)]
+)
+def test_states_that_the_step_before_has_are_told(
+    tmp_path: Path, lost: tuple[int, ...], is_new: bool, is_told: bool
+) -> None:
+    """One whose groups list other parameters is a new optimizer."""
+    for step in (1, 2):
+        model, optimizer = trained(step)
+        (place := tmp_path / f"checkpoint_{step}").mkdir()
+        torch.save(model.state_dict(), place / "pytorch_model.bin")
+        state = optimizer.state_dict()
+        state["state"] = {param: of for param, of in state["state"].items() if step == 1 or param not in lost}
+        if is_new and step == 2:
+            state["param_groups"][1]["params"] = [param for param in state["param_groups"][1]["params"] if param != 2]
+        torch.save(state, place / "optimizer.bin")
+    assert (
+        told(tmp_path / "checkpoint_2", "RUN001")
+        == ["optimizer.bin has no state for 2 of its 6 parameters; checkpoint_1 has it"] * is_told
+    )

@@ -77,7 +77,7 @@ class Fit:
         absent_towers: modules of a multimodal model (`model.vision_tower`) that have no stored key.
         lost_towers: the absent towers that a section of the configuration describes, unless the export is partial.
         mtp_lost: keys that a stored layer for multi-token prediction lacks, though the model's layers have them.
-        mtp_layers: numbers of stored and of declared layers for multi-token prediction.
+        mtp_layers: numbers of stored and of declared layers for multi-token prediction; -1 where no field declares any.
         mtp_by_class: whether the declared number is only the default of a transformers class, which builds none.
         beyond: stored keys of surplus layers and experts, and of biases that the model does not have.
         foreign: other stored keys outside the model: a trainer's head, a custom module.
@@ -421,7 +421,7 @@ class _Judge:
         for block, layers in _by_layer(self._beyond_model()).items():
             homes = [block] if block in main else [*main]
             for number, tensors in sorted(layers.items()):
-                is_declared = block in main and self._declared_mtp()
+                is_declared = block in main and self._declared_mtp() > 0
                 if not main or number in main.get(block, ()) or not ("mtp" in block or tensors & joints or is_declared):
                     continue
                 others = [(f"{home}.{n}.", main[home][n]) for home in homes for n in sorted(main[home], reverse=True)]
@@ -458,8 +458,8 @@ class _Judge:
         return lost, (count, declared if count or self.ckpt.is_export else 0)
 
     def _declared_mtp(self) -> int:
-        """The declared number of layers for multi-token prediction."""
-        return max((count for _, count in self._mtp_fields()), default=0)
+        """The declared number of layers for multi-token prediction; -1 where no field declares any."""
+        return max((count for _, count in self._mtp_fields()), default=-1)
 
     def _mtp_fields(self) -> Iterator[tuple[str, int]]:
         for section in (self.config, *(section for section in self.config.values() if isinstance(section, Mapping))):
@@ -519,7 +519,19 @@ class _Judge:
             # not.
             if len(modules) > 1 or modules & fitting:
                 differences += odd.values()
-        return differences
+        return [*differences, *self._joint_shapes()]
+
+    def _joint_shapes(self) -> Iterator[ShapeDifference]:
+        """Projections that join two normed inputs and are not as wide as both, or not as tall as one."""
+        for projection, *norms in _MTP_JOINTS:
+            for key, tensor in self.ckpt.tensors.items():
+                stem = key.removesuffix(projection)
+                sides = [one.global_shape for norm in norms if (one := self.ckpt.tensors.get(stem + norm))]
+                shape = (*sides[0], 2 * sides[0][0]) if len(sides) == 2 and set(map(len, sides)) == {1} else ()
+                is_plain = _is_wide_float(tensor.dtype) and len(tensor.global_shape) == 2 and not tensor.is_flattened
+                if stem != key and is_plain and shape and sides[0] == sides[1] and tensor.global_shape != shape:
+                    like = next(iter(self.tensors.values()))
+                    yield ShapeDifference("one that joins its norms", tensor, replace(like, shape=shape), ())
 
     def _shapes(self) -> list[ShapeDifference]:
         differences = []

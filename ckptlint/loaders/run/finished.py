@@ -11,6 +11,7 @@ from typing import Any
 from ckptlint.errors import CkptlintError
 from ckptlint.loaders.json_file import read_json
 from ckptlint.loaders.layouts import recognise
+from ckptlint.loaders.problems import optimizer_never_written
 from ckptlint.loaders.readers.common_state import COMMON_FILE
 from ckptlint.loaders.readers.megatron import CONFIG_FILE
 from ckptlint.loaders.run.bare_parts import CONFIG, bare_parts
@@ -30,6 +31,7 @@ from ckptlint.vocabulary.frameworks import (
 )
 from ckptlint.vocabulary.metadata_files import METADATA, RANK_METADATA
 
+_TRAINER = "trainer_state.json"
 _LEVELS = 5  # folders between a part and its step
 _STEPS_TRIED = 16
 _OLDER = 8  # steps that one is compared with
@@ -128,6 +130,9 @@ def missing_parts(folder: Folder) -> list[Problem]:
                 outside_checkpoint=True,
             )
         )
+    if _lacks_optimizer(folder) and not any("optim" in name for name in files):
+        lack = "no file or folder of the step holds an optimizer"
+        problems.append(optimizer_never_written("scheduler.pt", step_number(folder.name) or 0, lack))
     for tracker in world().trackers if step_number(folder.name) is not None else ():
         named = folder.short_text(tracker.file) if folder.has(tracker.file) else ""
         if tracker.holds == "folder" and step_number(named) is not None and named not in folder.folders():
@@ -147,6 +152,19 @@ def missing_parts(folder: Folder) -> list[Problem]:
     return problems
 
 
+def _lacks_optimizer(step: Folder) -> bool:
+    """Whether transformers' Trainer saved its scheduler after a step, and no optimizer.
+
+    Source:
+        transformers 5.23: Trainer._save_optimizer_and_scheduler writes both or none; those of FSDP and DeepSpeed are
+        folders, `optimizer_0` and `global_step10`
+    """
+    if step.is_one_file or not step_number(step.name) or not (step.has("scheduler.pt") and step.has(_TRAINER)):
+        return False
+    names = (*step.files_beside(), *step.entries.strange, *step.folders())
+    return not any("optim" in name or step_number(name) is not None for name in names)
+
+
 def _hollow(step: Folder) -> list[str]:
     """The folders of parts in which nothing lies, printable, of a step that is not whole by itself."""
     found = None if step.is_one_file else recognise(step)
@@ -154,8 +172,12 @@ def _hollow(step: Folder) -> list[str]:
         return []
     if found is not None and found.layout.state(step) == "complete":
         return []
-    subs = ((name, sub_folder(step, name)) for name in step.folders() if is_part(name))
-    return [printable(name) for name, sub in subs if sub is not None and not (sub.entries or sub.folders())]
+    return [printable(name) for name in step.folders() if is_part(name) and _is_empty(step, name)]
+
+
+def _is_empty(step: Folder, name: str) -> bool:
+    sub = sub_folder(step, name)
+    return sub is not None and not (sub.entries or sub.folders())
 
 
 def lacking_files(step: Folder, older: Iterable[Folder], kinds_of: int = 1) -> tuple[list[str], str]:
@@ -273,13 +295,13 @@ def _is_in_all(path: str, beside: Iterable[str]) -> bool:
 
 
 def _is_of_lost_folder(path: str, step: Folder, beside: Iterable[str]) -> bool:
-    """Whether a file is state by its name and lies in a folder of a step's state that another step lacks whole.
+    """Whether a file is state by its name and lies in a folder of a step's state that another step lacks, or has empty.
 
     No export, which somebody makes of one step, and no part, which is compared by itself. A folder of results or of
     unknown files may be written now and then.
     """
     folder, _, name = path.rpartition("/")
-    if not folder or is_part(folder) or folder in step.folders():
+    if not folder or is_part(folder) or (folder in step.folders() and not _is_empty(step, folder)):
         return False
     is_export = any(_holds_weights(other) for other in beside if other.startswith(f"{folder}/"))
     family = family_of(name)
