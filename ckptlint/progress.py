@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 Listener = Callable[[str, int, int], None]
 """Called now and then with the unit (`records`, `bytes`), how many are done, and of how many."""
+
+COUNTED = ("steps", "checkpoints")
+"""Units of `counted`; what is read of one of them is told in the units of `UNITS` meanwhile."""
 
 UNITS = ("", "chunks and records", "files", "records", "bytes")
 
 _PLACE = struct.Struct("3q")
 _listener: Listener | None = None
+_T = TypeVar("_T")
 
 
 @contextmanager
@@ -36,6 +41,14 @@ def advance(unit: str, done: int, total: int) -> None:
     """Say how far the reading is; cheap, and nothing when nobody listens."""
     if _listener is not None:
         _listener(unit, done, total)
+
+
+def counted(unit: str, things: Iterable[_T], total: int, before: int = 0) -> Iterator[_T]:
+    """The things, while it is told how many of the total are done; `before` of them were before these."""
+    advance(unit, before, total)
+    for done, thing in enumerate(things, before + 1):
+        yield thing
+        advance(unit, done, total)
 
 
 class Shared:

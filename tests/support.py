@@ -225,6 +225,25 @@ def takes_ctrl_c() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+def on_terminal(code: str, *arguments: str) -> bytes:
+    """What a program writes to standard error when that is a terminal."""
+    import pty  # which Windows lacks
+
+    ours, theirs = pty.openpty()
+    subprocess.run(
+        [sys.executable, "-c", code, *arguments], stdout=subprocess.DEVNULL, stderr=theirs, check=False, timeout=600
+    )
+    os.close(theirs)
+    shown = b""
+    try:
+        while part := os.read(ours, 65536):
+            shown += part
+    except OSError:
+        pass
+    os.close(ours)
+    return shown
+
+
 def run_python(code: str, *arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
     """A Python program in a process of its own; it may crash, hang or run out of memory without harm to the tests."""
     command = [sys.executable, "-c", code, *map(str, arguments)]

@@ -53,8 +53,14 @@ def check(paths: tuple[str, ...], **options: Any) -> None:
     request = requested(options)
     if not paths:
         raise click.UsageError("which checkpoint? name a PATH; `ckptlint --help` shows how")
-    with progress(options["no_progress"]):
-        report = judge(request)
+    from ckptlint.lint.run import Interrupted
+
+    try:
+        with progress(options["no_progress"]):
+            report = judge(request)
+    except Interrupted as stopped:
+        emit(stopped.report)
+        raise
     emit(report)
     sys.exit(report.exit_code)
 

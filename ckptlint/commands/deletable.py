@@ -27,10 +27,11 @@ SCHEMA = "ckptlint.deletable/1"
 def deletable(run_dir: str, keep: int, answer: str, **options: Any) -> None:
     """Print the paths of the steps of a run that may be deleted, and nothing else.
 
-    It deletes nothing: `| xargs -d '\\n' -r rm -r --` does. These steps stay: the N newest whole ones, every newer one,
-    those that a tracker or a link names, the trainer's best one, and those that could not be judged. stderr says why
-    each step stays. All rules judge each step at their own severities, at depth files or deeper; options and settings
-    can only make this stricter. ckptlint compares each step with older ones, as `latest` does.
+    It deletes nothing: `| xargs -d '\\n' -r rm -r --` does. These steps stay: the N newest whole ones, every newer
+    one, those that a tracker or a link names, the trainer's best one, and those that could not be judged. stderr says
+    why each step stays; with -q only where the exit code is not 0. All rules judge each step at their own severities,
+    at depth files or deeper; options and settings can only make this stricter. ckptlint compares each step with older
+    ones, as `latest` does.
 
     Exit codes: 0 N whole steps stay, 1 there are fewer (nothing is printed), 2 wrong use, 3 no step there, 4 the run
     could not be judged or changed meanwhile, or the folder holds several runs.
@@ -47,9 +48,10 @@ def deletable(run_dir: str, keep: int, answer: str, **options: Any) -> None:
     if answer == "json":
         show_text(inert(_as_json(found), JSON_ESCAPE))
     else:
-        if found.decisions:
+        is_told = options["quiet"] < (2 if found.exit_code else 1)
+        if found.decisions and is_told:
             click.echo(inert(decision_table(found)) + "\n", err=True)
-        say(*retention_lines(found), *(not_judged_by(request) if found.paths else []))
+        say(*(*retention_lines(found), *(not_judged_by(request) if found.paths else [])) if is_told else ())
         show_text("".join(f"{path}\n" for path in found.paths))
     sys.exit(found.exit_code)
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 SCHEMA = "ckptlint.latest/1"
 OF_REPORTS = (
-    "all-steps", "ascii", "color", "format", "max-per-rule", "output", "quiet", "statistics", "verbose",
+    "all-steps", "ascii", "color", "format", "max-per-rule", "output", "statistics", "verbose",
 )  # fmt: skip
 """The options of `check` that are about its report alone."""
 
@@ -41,7 +41,8 @@ def latest(run_dir: str, require: tuple[str, ...], before: int | None, answer: s
     """Print the path of the newest step that has no errors, and nothing else.
 
     ckptlint judges the steps from the newest down, with the options of `check`. --ignore leaves a rule out; no option
-    makes an error less severe. stderr says which steps were skipped, and why.
+    makes an error less severe. stderr says which steps were skipped, and why; with -q only that,
+    with -qq nothing.
     Without --require a step must hold the same parts as the finished step before it. ckptlint also skips a step that is
     a copy of the step before it.
 
@@ -66,7 +67,8 @@ def latest(run_dir: str, require: tuple[str, ...], before: int | None, answer: s
     elif (found := searches[0].path) and not (found.isprintable() and inert(found) == found):
         raise AccessError(f"{printable(found)} passes, but its path is not plain text: use --format json")
     else:
-        say(*search_lines(searches[0]), *(not_judged_by(request) if searches[0].path else []))
+        about = [] if options["quiet"] or not searches[0].path else not_judged_by(request)
+        say(*(*search_lines(searches[0], options["quiet"]), *about))
         show_text(f"{searches[0].path}\n" if searches[0].path else "")
     sys.exit(_exit_code(searches))
 

@@ -47,12 +47,14 @@ _SIZE = click.IntRange(min=1)
 @click.option("--format", "format_", type=click.Choice(["text", "json"]), default="text", show_default=True)
 @click.option("--html", type=OUTPUT, help="Also write a page to this file.")
 @click.option("--color", type=click.Choice(["auto", "always", "never"]), default="auto", show_default=True)
+@click.option("-q", "--quiet", count=True, help="-q prints what is wrong only, -qq prints nothing.")
 @click.option("--no-progress", is_flag=True, help="Show no progress bar.")
 def plan(
     path: str,
     format_: str,
     html: Path | None,
     color: str,
+    quiet: int,
     no_progress: bool,
     no_load_optim: bool,
     no_load_rng: bool,
@@ -84,6 +86,6 @@ def plan(
         write_file(html, inert(plan_page.render(made), MARKUP_ESCAPE))
     if format_ == "json":
         show_text(inert(as_json(made), JSON_ESCAPE))
-    else:
-        show_text(inert(as_text(made, terminal_style(color, False, 0, 0, False))))
+    elif quiet < (2 if made.exit_code else 1):
+        show_text(inert(as_text(made, terminal_style(color, False, 0, quiet, False))))
     sys.exit(made.exit_code)

@@ -6,6 +6,7 @@ Made light: `ckptlint check --help` and the shell's completion import this modul
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -19,7 +20,7 @@ from click.core import ParameterSource
 from ckptlint.commands.completion import many_rules
 from ckptlint.errors import CkptlintError
 from ckptlint.lint.options import CHECK_OPTIONS, GROUPS, CheckOption
-from ckptlint.progress import listening
+from ckptlint.progress import COUNTED, listening
 from ckptlint.storage.writing import write_whole
 
 if TYPE_CHECKING:
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
 ENVIRONMENT: dict[str, Any] = {"auto_envvar_prefix": "CKPTLINT", "help_option_names": ["-h", "--help"]}
 """Context settings of a command whose options can stand in the environment."""
 
-_PATIENCE = 1.0  # seconds without a progress bar
+_PATIENCE = 1.0  # seconds without a line of progress
+_TICK = 0.1  # seconds between two of its states
 
 
 # ---------------------------------------------------------------- options and settings
@@ -135,8 +137,6 @@ def _paths(paths: Iterable[str]) -> list[str]:
 
 def terminal_style(color: str, ascii_only: bool, per_rule: int, quiet: int, verbose: bool) -> Style:
     """What standard output can show, and what the options say about it."""
-    import shutil
-
     from ckptlint.reporters.style import Style
 
     is_terminal = sys.stdout.isatty()
@@ -186,56 +186,64 @@ def write_file(path: Path, text: str) -> None:
 
 @contextmanager
 def progress(off: bool) -> Iterator[None]:
-    """A bar on standard error, on a terminal that is not dumb, once a phase has taken a second."""
+    """A line on standard error, on a terminal that is not dumb, after a second; it is gone at the end."""
     if off or not sys.stderr.isatty() or _is_dumb():
         yield
         return
-    bar = _Bar()
+    line = _Line()
     try:
-        with listening(bar.show):
+        with listening(line.show):
             yield
     finally:
-        bar.close()
+        line.write("")
 
 
-class _Bar:
-    """One bar at a time on standard error; a new one when the unit or the amount changes."""
+class _Line:
+    """How far a command is: which step and checkpoint of how many, what is read of it, and how long it may take."""
 
     def __init__(self) -> None:
-        self.phase: tuple[str, int] | None = None
-        self.started = 0.0
-        self.bar: Any = None
+        self.places: dict[str, tuple[int, int]] = {}  # unit -> done and total, what holds the others first
+        self.phase: object = None
+        self.started = self.phase_started = self.shown = time.monotonic()
+        self.text = ""
 
     def show(self, unit: str, done: int, total: int) -> None:
-        """Bring the bar up to date; it appears once the phase has taken a second."""
-        if self.phase != (unit, total):
-            self.close()
-            self.phase, self.started = (unit, total), time.monotonic()
-        seconds = time.monotonic() - self.started
-        if seconds < _PATIENCE:
-            return
-        if self.bar is None:
-            self.bar = click.progressbar(length=total, file=sys.stderr, show_eta=True, item_show_func=self._text)
-            self.bar.__enter__()
-        self.seconds, self.done, self.unit = seconds, done, unit
-        self.bar.update(done - self.bar.pos, done)
+        """Bring the line up to date."""
+        inner = COUNTED.index(unit) if unit in COUNTED else len(COUNTED)
+        self.places = {held: place for held, place in self.places.items() if held in COUNTED[:inner]}
+        if total > 1 or unit not in COUNTED:
+            self.places[unit] = done, total
+        now, outermost = time.monotonic(), next(iter(self.places), "")
+        phase = outermost if outermost in COUNTED else (unit, total)
+        if self.phase != phase:
+            self.phase, self.phase_started = phase, now
+        if self.places and now - self.started >= _PATIENCE and now - self.shown >= _TICK:
+            self.shown = now
+            self.write(self._text(now - self.phase_started))
 
-    def _text(self, done: int | None) -> str:
-        if done is None:
-            return ""
-        amount, rate = done, done / self.seconds
-        if self.unit == "bytes":
-            from ckptlint.model.text import human_bytes
+    def _text(self, seconds: float) -> str:
+        from ckptlint.model.text import human_bytes, human_duration
 
-            return f"{human_bytes(amount)}, {human_bytes(int(rate))}/s"
-        unit = self.unit.removesuffix("s") if amount == 1 else self.unit
-        return f"{amount:,} {unit}" + (f", {rate:,.0f}/s" if rate >= 1 else "")
+        share, size, texts = 0.0, 1.0, []
+        for unit, (done, total) in self.places.items():
+            share += size * min(done / max(total, 1), 1)
+            size /= max(total, 1)
+            if unit in COUNTED:
+                texts.append(f"{unit.removesuffix('s')} {min(done + 1, total):,} of {total:,}")
+            elif unit == "bytes":
+                texts.append(f"{human_bytes(done)} of {human_bytes(total)}")
+            else:
+                texts.append(f"{done:,} of {total:,} {unit}")
+        left = [f"{human_duration(seconds / share - seconds)} left"] if 0 < share < 1 and seconds >= _PATIENCE else []
+        return f"{share:4.0%}  {', '.join(texts + left)}"
 
-    def close(self) -> None:
-        """End the line of the bar."""
-        if self.bar is not None:
-            self.bar.__exit__(None, None, None)
-        self.bar = self.phase = None
+    def write(self, text: str) -> None:
+        """Put a text in place of the one before."""
+        text = text[: shutil.get_terminal_size((80, 24)).columns - 1]
+        if text != self.text:
+            sys.stderr.write(f"\r{text.ljust(len(self.text))}" + ("" if text else "\r"))
+            sys.stderr.flush()
+            self.text = text
 
 
 # ---------------------------------------------------------------- checkpoints to describe

@@ -85,18 +85,19 @@ def watch(
     be read, 3 no step is finished, 0 all pass.
     """
     emit = emitter(options, prints=not jsonl)
+    emit_pass = emit if options["verbose"] else emitter(options | {"quiet": options["quiet"] or 1}, prints=not jsonl)
     request = requested(options, "job")
     open_run = partial(run_at, run_dir)
     if not once:
         _wait_for(run_dir, interval)
-    if options["quiet"] < 2:
+    if not options["quiet"]:
         say(_banner(open_run(), shown(run_dir), interval, stale, once))
     codes: list[int] = []
     with TemporaryDirectory(prefix="ckptlint-") as folder:
         for event in events(open_run, interval, once, stale):
-            text = event.text or f"{event.step} is finished"
-            if event.text or options["quiet"] < 2:
-                say(f"{datetime.now():%Y-%m-%d %H:%M:%S} {text}")
+            now = f"{datetime.now():%Y-%m-%d %H:%M:%S}"
+            if event.text:
+                say(f"{now} {event.text}")
             step = f"{run_dir.rstrip('/') or '/'}/{event.step}"
             code, report, file = 4, None, Path(folder, f"{len(codes)}.json")
             if event.kind == "writing":
@@ -107,8 +108,10 @@ def watch(
                 try:
                     with progress(options["no_progress"]):
                         report = judge(request.only(step))
-                    emit(report)
                     code = report.exit_code
+                    if not event.text and options["quiet"] < (2 if code else 1):
+                        say(f"{now} {event.step} is finished{'' if code else ' and passes'}")
+                    (emit if code else emit_pass)(report)
                     if command:
                         write_file(file, REPORTERS["json"](report, Style()))
                 except ConfigError:
@@ -126,6 +129,10 @@ def watch(
                 show_text(_line(event, step, code, _judged(open_run, event, step, request.depth, report)) + "\n")
             if code and command and event.kind != "unread":
                 _execute(command, step, code, file)
+    if not options["quiet"] and len(codes) > 1:
+        counts = {"passed": codes.count(0), "failed": codes.count(1), "not judged": codes.count(3) + codes.count(4)}
+        told = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
+        say(f"{plural(len(codes), 'step')}: {told}")
     if not codes:
         raise NothingToCheckError(f"nothing to check: no step of {run_dir} is finished")
     sys.exit(next((code for code in (1, 4, 3) if code in codes), 0))
@@ -144,7 +151,7 @@ def _banner(run: Folder, name: str, interval: float, stale: float, once: bool) -
     """What is watched, how often, and what is there."""
     steps = steps_in_run(run)
     there = f"{plural(len(steps), 'step')} there" + (f", the newest {printable(steps[0].name)}" if steps else "")
-    often = f"looks twice, {interval:g} s apart" if once else f"looks every {interval:g} s"
+    often = f"looks again after {interval:g} s if a file is newer" if once else f"looks every {interval:g} s"
     patience = f"reports an unfinished step after {human_duration(stale)} without a change"
     return f"watching {name}: {there}; {often}; {patience}"
 

@@ -47,12 +47,14 @@ class SaveCheck:
         verdict: as `Report.verdict`; `incomplete` also where the check could not run.
         text: what is wrong and what to do, or why the check could not run; "" for a pass.
         report: the report of `--format json`; empty where the check could not run.
+        seconds: how long the job waited for it.
     """
 
     path: str
     verdict: Verdict
     text: str = ""
     report: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    seconds: float = 0.0
 
 
 class _CannotRunError(Exception):
@@ -67,7 +69,7 @@ def check_saved(
     keep_good: bool | str | os.PathLike[str] = True,
     timeout: float = 120,
 ) -> SaveCheck:
-    """Check a finished save in a process of its own, and log one warning unless it passes.
+    """Check a finished save in a process of its own, and log one warning unless it passes; what it took is in the line.
 
     Call it on one rank. That rank waits, so the others wait for it at their next collective: keep `timeout` well below
     the time limit of the process group. In a job of several ranks a save that does not pass is checked once more after
@@ -85,16 +87,20 @@ def check_saved(
         ConfigError: `on_fault` is none of these.
     """
     require(on_fault)
-    step, end = os.fspath(path), time.monotonic() + timeout
+    step, started = os.fspath(path), time.monotonic()
+    end = started + timeout
     saved = _judged(step, depth, bool(keep_good), end)
     if saved.verdict != "pass" and os.environ.get("WORLD_SIZE", "1") != "1" and time.monotonic() + _SETTLE < end:
         time.sleep(_SETTLE)
         saved = _judged(step, depth, bool(keep_good), end)
+    seconds = time.monotonic() - started
     if saved.verdict == "pass":
+        log.info("ckptlint: %s passes (%.1f s)", printable(Path(step).name), seconds)
         if keep_good and not is_url(step):
             _point_to(Path(step).absolute(), None if keep_good is True else Path(keep_good).absolute())
-        return saved
-    saved = replace(saved, text=inert(saved.text))
+        return replace(saved, seconds=seconds)
+    head, line_end, rest = inert(saved.text).partition("\n")
+    saved = replace(saved, text=f"{head} ({seconds:.1f} s){line_end}{rest}", seconds=seconds)
     log.warning(saved.text)
     if on_fault == "raise":
         raise CheckpointError(saved.text)

@@ -27,6 +27,7 @@ from ckptlint.loaders.json_file import read_json
 from ckptlint.loaders.run.folder import read_trackers, trackers
 from ckptlint.loaders.run.steps import Step, is_alike, numberless, run_at, runs_below, steps_of
 from ckptlint.model.text import inert, join_words, plural, printable
+from ckptlint.progress import counted
 from ckptlint.rule import Severity
 from ckptlint.sandbox import isolated
 from ckptlint.shown import Shown
@@ -142,7 +143,7 @@ def deletable(path: str, keep: int, judge: Judge, compare: Judge | None = None) 
     last: _Contents | None = None
     with listed_once(place, run):
         works = [partial(_judged, step, f"{place.rstrip('/')}/{step.name}", judge) for step in steps]
-        for judged_step, made in results_in_order(works):
+        for judged_step, made in counted("steps", results_in_order(works), len(works)):
             judged.append(judged_step)
             if made is not None:
                 contents[judged_step.path] = last = last if last == made else made  # most steps of a run hold the same

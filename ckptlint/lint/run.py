@@ -24,6 +24,8 @@ from ckptlint.loaders.layouts import CheckpointPlace
 from ckptlint.loaders.run.folder import step_before
 from ckptlint.loaders.step_parts import lost_model
 from ckptlint.model import Checkpoint
+from ckptlint.model.text import plural
+from ckptlint.progress import counted
 from ckptlint.sandbox import one_budget, prefetch
 from ckptlint.storage.paths import is_url, shown
 
@@ -34,6 +36,15 @@ if TYPE_CHECKING:
 Opened = tuple[CheckpointPlace, Checkpoint | CkptlintError]
 """A checkpoint that a path means and what is in it, or why it could not be read."""
 
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C among several checkpoints, with a sentence that says how many are finished, and the report on those."""
+
+    def __init__(self, sentence: str, report: Report) -> None:
+        super().__init__(sentence)
+        self.report = report
+
+
 Opener = Callable[[str, bool, Depth, "ReadOptions | None"], Iterator[Opened]]
 
 
@@ -43,8 +54,9 @@ def opened(
     depth: Depth,
     reading: ReadOptions | None,
     jobs: int | None = None,
-    seen: set[str] | None = None,
+    seen: dict[str, CheckpointPlace] | None = None,
     before: str | None = None,
+    more: int = 0,
 ) -> Iterator[Opened]:
     """Each checkpoint under a path; with the first one of a step what the whole step lacks.
 
@@ -54,17 +66,20 @@ def opened(
         seen: the checkpoints that other paths brought, to which those of this one are added. A path that names a file
             brings none of them again: pre-commit names every changed file of a checkpoint.
         before: the step to compare each with; the one before it in its run, if nobody says.
+        more: paths that come after this one, each of which counts as a checkpoint in the progress.
 
     Raises:
         NothingToCheckError, AccessError: as `find`.
         ConfigError: `before` cannot be compared with.
     """
     every = find(path, all_steps)
+    done = len(seen or ())
     if seen is not None:
         if not is_url(path) and not Path(path.removeprefix("file://")).is_dir():
             every = [found for found in every if found.display not in seen]
-        seen.update(found.display for found in every)
+        seen.update((found.display, found) for found in every)
     reads = _all_read(every, depth, reading, jobs or min(8, os.cpu_count() or 1)) if every else iter(())
+    reads = counted("checkpoints", reads, done + len(every) + more, done)
     named = None if before is None else _of_named_step(before, path, every)
     for step, of_step in groupby(_with_steps_before(every, reads, reading, named), key=lambda item: item[0].step):
         members = list(of_step)
@@ -216,6 +231,7 @@ def run(request: Request, source: Opener | None = None) -> Report:
 
     Raises:
         ConfigError: the reference, the step before or the baseline cannot be used.
+        Interrupted: Ctrl-C, after the first of several checkpoints.
     """
     started = time.perf_counter()
     rules, depth, reading, reference = request.rules, request.depth, request.reading, None
@@ -227,52 +243,63 @@ def run(request: Request, source: Opener | None = None) -> Report:
             from ckptlint.payload.reading import with_reference
 
             reading = with_reference(reading, reference)
-    known = {} if request.baseline is None else read_baseline(request.baseline)
+    hidden = {} if request.baseline is None else read_baseline(request.baseline)
     parts: list[CheckpointReport] = []
     not_found: list[str] = []
     unreadable: list[str] = []
     unread_steps: list[tuple[str, int, str]] = []
-    source = source or partial(opened, jobs=request.jobs, seen=set(), before=request.before)
-    for path in request.paths:
+    seen = dict[str, CheckpointPlace]()
+    handled, stop = 0, ""
+    for more, path in zip(reversed(range(len(request.paths))), request.paths, strict=True):
+        read = source or partial(opened, jobs=request.jobs, seen=seen, before=request.before, more=more)
         try:
-            for found, ckpt in source(path, request.all_steps, depth, reading):
-                if not isinstance(ckpt, Checkpoint):
+            for found, ckpt in read(path, request.all_steps, depth, reading):
+                if isinstance(ckpt, Checkpoint):
+                    if reference is not None:
+                        unseen = (*ckpt.not_looked_at, *filter(None, [reference.not_looked_at]))
+                        ckpt = replace(ckpt, reference=reference.part(found.folder.name), not_looked_at=unseen)
+                    deepest = depth if ckpt.payload is None else ckpt.payload.depth  # where numbers were drawn
+                    parts.append(run_rules(ckpt, rules, deepest))
+                else:
                     (not_found if isinstance(ckpt, NothingToCheckError) else unreadable).append(_sentence(path, ckpt))
                     unread_steps += [(*found.step, _sentence(path, ckpt))] if found.step else []
-                    continue
-                if reference is not None:
-                    unseen = (
-                        (*ckpt.not_looked_at, reference.not_looked_at)
-                        if reference.not_looked_at
-                        else ckpt.not_looked_at
-                    )
-                    ckpt = replace(ckpt, reference=reference.part(found.folder.name), not_looked_at=unseen)
-                read = depth if ckpt.payload is None else ckpt.payload.depth  # deeper where numbers were drawn
-                parts.append(run_rules(ckpt, rules, read))
+                handled += 1
         except NothingToCheckError as error:
             not_found.append(str(error))
         except (AccessError, ReaderError) as error:
             unreadable.append(_sentence(path, error))
+        except KeyboardInterrupt as error:
+            total = max(len(seen), handled + 1) + more
+            stop = f"interrupted: {len(parts):,} of {plural(total, 'checkpoint')} checked"
+            if source is not None or not parts or total == 1:
+                raise KeyboardInterrupt(*(error.args or [stop] * (total > 1))) from None
+            # steps come newest first: that the next one was not checked is all that the advice on a step must know
+            unread_steps += [(*place.step, stop) for place in [*seen.values()][handled : handled + 1] if place.step]
+            break
     judging = tuple(rule for rule in rules if (reference is not None or not rule.expects) and not rule.live)
-    parts = set_aside(parts, rules, request.ignores, is_whole=not (not_found or unreadable))
-    parts, solved = apply_baseline(parts, rules, known)
+    parts = set_aside(parts, rules, request.ignores, is_whole=not (not_found or unreadable or stop))
+    parts, solved = apply_baseline(parts, rules, hidden)
     if any(part.diagnostics for part in parts):
         from ckptlint.lint.causes import with_causes
 
         parts = [with_causes(part) for part in parts]
-    return Report(
+    report = Report(
         parts,
         judging,
         depth,
         request.fail_on,
         tuple(not_found),
-        tuple(unreadable),
+        (*unreadable, *filter(None, [stop])),
         tuple(unread_steps),
         request.lenient,
         time.perf_counter() - started,
-        solved,
+        () if stop else solved,
         shown(request.settings),
     )
+    if stop:
+        failed = sum(any(map(report.is_failing, part.diagnostics)) for part in parts)
+        raise Interrupted(f"{stop}, {failed or 'none'} failed", report)
+    return report
 
 
 def _sentence(path: str, error: CkptlintError) -> str:

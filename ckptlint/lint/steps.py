@@ -26,6 +26,7 @@ from ckptlint.loaders.step_parts import parts_of
 from ckptlint.model import Checkpoint
 from ckptlint.model.checkpoint import ProblemKind
 from ckptlint.model.text import human_duration, join_words, plural, printable
+from ckptlint.progress import counted
 from ckptlint.rule import Severity
 from ckptlint.sandbox import isolated, prefetch
 from ckptlint.shown import Shown
@@ -191,7 +192,7 @@ def newest_good(
     skipped: list[JudgedStep] = []
     with listed_once(path, run):
         works = [partial(_stamped, step, f"{path.rstrip('/')}/{step.name}", judge) for step in steps]
-        for position, (stamp, judged) in enumerate(results_in_order(works)):
+        for position, (stamp, judged) in enumerate(counted("steps", results_in_order(works), len(works))):
             if judged.hidden and judged.verdict == "passes":
                 judged = replace(judged, verdict="fails", why=judged.hidden)
             older = steps[position + 1 :]

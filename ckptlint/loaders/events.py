@@ -43,13 +43,17 @@ class Event:
 
 @dataclass(slots=True)
 class _Memory:
-    """What a watch remembers: the sizes of the last look and since when they are so, and the steps handed out."""
+    """What a watch remembers: the sizes of the last look and since when they are so, and the steps handed out.
+
+    `latest` is the latest time of any file or folder that was looked at, infinity where the store does not say.
+    """
 
     since: dict[str, float] = field(default_factory=dict)
     sizes: dict[str, FileSizes] = field(default_factory=dict)
     finished: set[str] = field(default_factory=set)
     left_behind: set[str] = field(default_factory=set)
     trouble: dict[str, str] = field(default_factory=dict)
+    latest: float = 0.0
 
     def note_trouble(self, step: str, number: int | None, error: CkptlintError) -> list[Event]:
         """The error as an event, unless it was the last one there: a store that is away for an hour is one message."""
@@ -77,7 +81,8 @@ def events(
     Args:
         open_run: the run folder, not listed yet; called for each look.
         interval: seconds between two looks.
-        once: look twice, tell what is there, and end.
+        once: look twice, tell what is there, and end; no time passes between where all files and folders are older
+            than an interval. A mark that the save is complete would not do: other ranks, or a copy, may still write.
         stale: seconds without a change after which an unfinished step is reported, whether or not a later one finished.
 
     Raises:
@@ -87,7 +92,8 @@ def events(
     memory = _Memory()
     yield from _look(open_run(), memory, stale)
     while True:
-        sleep(interval)
+        if not once or memory.latest > time.time() - interval:
+            sleep(interval)
         try:
             yield from _look(open_run(), memory, stale, once)
             memory.trouble.pop("", None)
@@ -118,6 +124,8 @@ def _look(run: Folder, memory: _Memory, stale: float, is_last: bool = False) -> 
             if step is None:
                 raise AccessError(not_followed(run, name))
             sizes = dict(_sizes(step))
+            times = [run.entries[name].mtime, *(written for _, written in sizes.values())]
+            memory.latest = max(memory.latest, *(written or inf for written in times))
             if memory.sizes.get(name) == sizes:
                 still.add(name)
                 if is_finished(step, number, tracker):
@@ -180,11 +188,10 @@ def steps_in_run(run: Folder) -> list[Step]:
 
 
 def _sizes(folder: Folder, levels: int = _LEVELS, prefix: str = "") -> Iterator[tuple[str, tuple[int, float]]]:
-    """Size and time of every file in a step."""
+    """Size and time of every file and folder in a step."""
     for name, entry in folder.entries.items():
-        if not entry.is_folder:
-            yield prefix + name, (entry.size, entry.mtime)
-        elif levels > 1 and (sub := sub_folder(folder, name)) is not None:
+        yield prefix + name, (entry.size, entry.mtime)
+        if entry.is_folder and levels > 1 and (sub := sub_folder(folder, name)) is not None:
             yield from _sizes(sub, levels - 1, f"{prefix}{name}/")
 
 

@@ -8,11 +8,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, takewhile
+from typing import get_args
 
 from ckptlint.depth import Depth
 from ckptlint.lint.ignores import ignore_of_the_rest
 from ckptlint.lint.report import Cause, CheckpointReport, Diagnostic, FindingGroup, Report, worst
-from ckptlint.lint.steps import JudgedStep, newest_passing, step_around, steps_in, verdict_of
+from ckptlint.lint.steps import JudgedStep, StepVerdict, newest_passing, step_around, steps_in, verdict_of
 from ckptlint.model import Checkpoint, RecordState, StepFile
 from ckptlint.model.text import (
     at_most,
@@ -87,13 +88,17 @@ def _outcomes(report: Report, style: Style) -> Iterator[str]:
     for part in report.checkpoints:
         step = step_around(part.checkpoint)
         if step is None or step[0] not in tabled:
-            outcome = verdict_of(replace(report, checkpoints=[part], not_found=(), unreadable=()))
+            outcome = _outcome(report, part)
             rows.append((f"{outcome.verdict} {outcome.code}".rstrip(), part.checkpoint.path))
     if len(report.checkpoints) + len(report.unread) > 1 and any(word != "passes" for word, _ in rows):
         order = ("passes", "not read", "not judged", "unfinished COM001")
         width = max(len(word) for word, _ in rows)
         for word, text in sorted(rows, key=lambda row: order.index(row[0]) if row[0] in order else len(order)):
             yield from style.wrap(f"{word:{width}}  {text}", "  ", "")
+
+
+def _outcome(report: Report, part: CheckpointReport) -> JudgedStep:
+    return verdict_of(replace(report, checkpoints=[part], not_found=(), unreadable=()))
 
 
 def header(ckpt: Checkpoint, style: Style) -> str:
@@ -431,7 +436,8 @@ def _verdict(report: Report, verbose: bool) -> list[tuple[str, str, str]]:
     sentences: list[tuple[str, str, str]] = []
     if counts:
         where = f" in {plural(len(report.checkpoints), 'checkpoint')}" if several else ""
-        head = f"{', '.join(counts)}{where}{_set_aside(report)}."
+        by_outcome = f": {_by_outcome(report)}" if several and report.exit_code else ""
+        head = f"{', '.join(counts)}{where}{by_outcome}{_set_aside(report)}."
         kind = "error" if report.counts["error"] else "warning"
         if report.exit_code == 0:  # by an option
             does = verb(report.counts["error"] + report.counts["warning"], "does")
@@ -449,7 +455,8 @@ def _verdict(report: Report, verbose: bool) -> list[tuple[str, str, str]]:
             )
         )
     elif report.is_incomplete and not report.fails:
-        sentences.append(("error", "The verdict is incomplete.", ""))
+        by_outcome = f" Of {plural(len(report.checkpoints), 'checkpoint')}: {_by_outcome(report)}." if several else ""
+        sentences.append(("error", "The verdict is incomplete.", by_outcome))
     if report.not_found:
         sentences.append(("error", f"{plural(len(report.not_found), 'path')} without a checkpoint.", ""))
     if not sentences:
@@ -459,6 +466,15 @@ def _verdict(report: Report, verbose: bool) -> list[tuple[str, str, str]]:
     elif report.depth.opens_records and (limits := _limits(report)):
         sentences.append(("", "", limits))
     return [*sentences[:1], *(("", "", sentence) for sentence in _blocked(report)), *sentences[1:]]
+
+
+def _by_outcome(report: Report) -> str:
+    """How many checkpoints passed, failed and so on."""
+    words = {"passes": "passed", "fails": "failed"}
+    counts = Counter(_outcome(report, part).verdict for part in report.checkpoints)
+    return ", ".join(
+        f"{counts[verdict]:,} {words.get(verdict, verdict)}" for verdict in get_args(StepVerdict) if counts[verdict]
+    )
 
 
 def _other_steps(report: Report) -> str:

@@ -38,8 +38,9 @@ def as_text(plan: Plan, style: Style) -> str:
         _verdict(plan, style),
     ]
     blocks += ["\n".join(_section(*section, style)) for section in sections(plan)]
-    costs = table(rows(plan.cost), TABLE_HEAD, colalign=("left", *["right"] * 4))
-    blocks += [costs, "\n".join(line for text in plan_facts(plan) for line in style.wrap(text, "  ", ""))]
+    if not style.quiet:
+        costs = table(rows(plan.cost), TABLE_HEAD, colalign=("left", *["right"] * 4))
+        blocks += [costs, "\n".join(line for text in plan_facts(plan) for line in style.wrap(text, "  ", ""))]
     if plan.nodes:
         blocks.append("\n".join(_nodes(plan, style)))
     return "\n\n".join(block for block in blocks if block) + "\n"

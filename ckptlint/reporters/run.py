@@ -16,8 +16,10 @@ def search_as_text(search: Search) -> str:
     return "".join(f"{line}\n" for line in [*search_lines(search), *filter(None, [search.path])])
 
 
-def search_lines(search: Search) -> list[str]:
-    """What was skipped and what was found, a sentence each."""
+def search_lines(search: Search, quiet: int = 0) -> list[str]:
+    """What was skipped and what was found, a sentence each; quiet as of `Style`."""
+    if quiet >= 2:
+        return []
     lines = [f"{step.name} skipped: {step.why}" for step in search.skipped]
     doubt = next((step.name for step in search.skipped if step.verdict == "not judged"), "")
     if search.found is None:
@@ -25,10 +27,8 @@ def search_lines(search: Search) -> list[str]:
     elif doubt:
         lines.append(f"{search.found.name} passes, but {doubt} may be a newer good step: no answer")
     else:
-        lines.append(
-            f"{search.found.name} passes (it holds {join_words(search.found.parts) or 'none of the named parts'})"
-            f"{_with_warnings(search.found)}"
-        )
+        parts = join_words(search.found.parts) or "none of the named parts"
+        lines += [f"{search.found.name} passes (it holds {parts}){_with_warnings(search.found)}"][quiet:]
         lines += [f"warning {sentence}" for sentence in search.found.warnings[:_WARNINGS]]
     return lines + ([search.tracker] if search.tracker else [])
 

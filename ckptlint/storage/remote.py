@@ -9,7 +9,7 @@ from ckptlint.errors import ConfigError
 from ckptlint.storage.folder import Folder
 from ckptlint.storage.object_store import ObjectFolder
 from ckptlint.storage.paths import shown
-from ckptlint.storage.requests import WEB, filesystem, reset_time_budget
+from ckptlint.storage.requests import PACKAGES, WEB, filesystem, reset_time_budget
 from ckptlint.storage.web_server import WebFolder
 
 _FILES = re.compile(r".*\.(metadata|distcp|json|safetensors|pt|yaml)")
@@ -19,7 +19,7 @@ def remote_at(url: str) -> tuple[Folder, str]:
     """The folder that a URL means, and the name of the file in it where the URL names a file.
 
     Raises:
-        ConfigError: fsspec does not know the scheme, or a package for it is missing.
+        ConfigError: it lacks its bucket or host, fsspec does not know the scheme, or a package for it is missing.
         NothingToCheckError: nothing is there.
         AccessError: the store refused, or could not be reached.
     """
@@ -27,6 +27,10 @@ def remote_at(url: str) -> tuple[Folder, str]:
     protocol = protocol.lower()
     if "::" in url:
         raise ConfigError(f"{shown(url)} chains file systems, which ckptlint does not follow")
+    path = path.rstrip("/")
+    if not path or (path.startswith("/") and protocol in PACKAGES):  # in other stores `/` is the root
+        what, below = "host" if protocol in WEB else "bucket", path.lstrip("/")
+        raise ConfigError(f"{shown(url)} names no {what}: write {shown(f'{protocol}://{what.upper()}/{below}')}")
     filesystem(protocol)
     reset_time_budget()
     if protocol in WEB:
@@ -35,9 +39,6 @@ def remote_at(url: str) -> tuple[Folder, str]:
         if _FILES.fullmatch(folder.name):
             return WebFolder(folder.url.rpartition("/")[0], parts.query), folder.name
         return folder, ""
-    path = path.rstrip("/")
-    if not path:
-        raise ConfigError(f"{shown(url)} names no bucket")
     place = ObjectFolder(protocol, path)
     parent = place.parent
     if parent is not None and place.is_file:

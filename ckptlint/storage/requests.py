@@ -52,7 +52,7 @@ WORKERS = 8
 """Requests at the same time."""
 
 WEB = ("http", "https")
-_PACKAGES = {
+PACKAGES = {
     "s3": "s3fs",
     "s3a": "s3fs",
     "gs": "gcsfs",
@@ -64,6 +64,7 @@ _PACKAGES = {
     "http": "aiohttp",
     "https": "aiohttp",
 }
+"""What each scheme needs; these name a bucket or a host first."""
 
 _CREDENTIALS = {
     "s3": "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; FSSPEC_S3_ANON=true for a public bucket",
@@ -229,7 +230,7 @@ _PROTOCOLS = ipaddress.IPv4Network("192.0.0.0/24")  # of which Python calls some
 
 def _missing(protocol: str) -> str:
     """Which packages a scheme needs, and how to get them."""
-    package = _PACKAGES.get(protocol, "fsspec")
+    package = PACKAGES.get(protocol, "fsspec")
     return f"{protocol}:// needs {package}: pip install fsspec{'' if package == 'fsspec' else f' {package}'}"
 
 

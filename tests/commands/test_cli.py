@@ -20,13 +20,14 @@ from typing import IO, Any
 import jsonschema
 import pytest
 from click.testing import CliRunner, Result
-from support import REAL, REPOSITORY, SWEEP, broken_rule, report_on, run, run_python, swept
+from support import REAL, REPOSITORY, SWEEP, broken_rule, on_terminal, report_on, run, run_python, swept
 
 import ckptlint
 from ckptlint.commands import main as cli
 from ckptlint.commands.shared import progress
 from ckptlint.errors import CheckpointError, ConfigError
 from ckptlint.lint.causes import load_causes
+from ckptlint.lint.engine import run_rules
 from ckptlint.lint.options import CHECK_OPTIONS, GROUPS
 from ckptlint.lint.registry import load_rules
 from ckptlint.progress import is_listened_to
@@ -735,6 +736,74 @@ def test_a_dumb_terminal_gets_no_progress_bar(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setenv("TERM", term)
         with progress(off=False):
             assert is_listened_to() == is_shown
+
+
+def test_one_line_of_progress_for_all_checkpoints_is_gone_at_the_end() -> None:
+    code = (
+        "import sys,time\n"
+        "from ckptlint.commands import shared\n"
+        "from ckptlint.lint import run\n"
+        "shared._PATIENCE=shared._TICK=0\n"
+        "from ckptlint.commands.main import main\n"
+        f"sys.argv=['ckptlint',{GOOD!r},{BAD!r},{WARNING!r},'--jobs','1']\n"
+        "main()\n"
+    )
+    shown = on_terminal(code).decode()
+    texts = [text.strip() for text in shown.split("\r")]
+    assert {*re.findall(r"%  (checkpoint \d of \d)", shown)} == {f"checkpoint {place} of 3" for place in (1, 2, 3)}
+    assert any(re.fullmatch(r"67%  checkpoint 2 of 3, 3 of 3 files, \d+ s left", text) for text in texts)
+    assert "\n" not in shown and texts[-2:] == ["", ""] and run_python(code).stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("paths", "failed"), [([GOOD, WARNING, BAD], "1"), ([GOOD, UNREADABLE, BAD], "1"), ([GOOD, GOOD, BAD], "none")]
+)
+def test_ctrl_c_among_several_tells_what_is_finished(
+    monkeypatch: pytest.MonkeyPatch, paths: list[str], failed: str
+) -> None:
+    def stops(ckpt: Any, *rest: Any) -> Any:
+        if ckpt.path.endswith("fsdp2_4r_hole"):
+            raise KeyboardInterrupt
+        return run_rules(ckpt, *rest)
+
+    monkeypatch.setattr("ckptlint.lint.run.run_rules", stops)
+    ended = run(*paths)
+    assert (ended.returncode, ended.stderr.strip()) == (
+        130,
+        f"ckptlint: interrupted: 2 of 3 checkpoints checked, {failed} failed",
+    )
+    assert "not read" in ended.stdout and "interrupted: 2 of 3 checkpoints checked" in ended.stdout
+    told = json.loads(run(*paths, "--format", "json").stdout)
+    VALIDATOR.validate(told)
+    assert (told["verdict"] == "pass", len(told["checkpoints"])) == (False, 2)
+    assert told["unreadable"] == ["interrupted: 2 of 3 checkpoints checked"]
+    with pytest.raises(KeyboardInterrupt):
+        ckptlint.check(*paths)
+    ended = run(BAD, *paths)
+    assert (ended.returncode, ended.stdout) == (130, "")
+    assert ended.stderr.strip() == "ckptlint: interrupted: 0 of 4 checkpoints checked"
+    assert run(BAD).stderr.strip() == ""
+
+
+def test_after_ctrl_c_no_step_is_advised_that_a_newer_one_may_replace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in range(1, 5):
+        write_checkpoint({"tensors": {"w": {"shape": [4, 4]}}}, tmp_path / f"step-{step}" / "model")
+
+    def stops(ckpt: Any, *rest: Any) -> Any:
+        if "step-2" in ckpt.path:
+            raise KeyboardInterrupt
+        return run_rules(ckpt, *rest)
+
+    monkeypatch.setattr("ckptlint.lint.run.run_rules", stops)
+    newest_first = run(tmp_path, "--all-steps", "--depth", "files").stdout
+    assert f"The newest step that passes: {tmp_path}/step-4" in " ".join(newest_first.split())
+    assert re.search(r"step-2 +not judged", newest_first) and "step-1 " not in newest_first
+    oldest_first = run(*(tmp_path / f"step-{step}" for step in (1, 3, 2)), "--depth", "files").stdout
+    assert "newest step that passes: " + str(tmp_path / "step-3") in " ".join(oldest_first.split())
+    oldest_first = run(*(tmp_path / f"step-{step}" for step in (1, 2, 3)), "--depth", "files").stdout
+    assert "step-1 passes, but step-2 may be a newer good step: no answer." in " ".join(oldest_first.split())
 
 
 # ---------------------------------------------------------------- environment

@@ -54,6 +54,24 @@ def test_what_was_read_is_not_said_to_be_unread(run: Path) -> None:
     assert answer.stdout == f"{run}/step-200\n" and "not read" not in answer.stderr
 
 
+def test_for_cron_a_pass_says_no_more_than_its_paths(run: Path) -> None:
+    """With -q stderr has what failed, with -qq nothing."""
+    answer = latest(run, "-q")
+    assert (answer.returncode, answer.stdout) == (0, f"{run}/step-200\n")
+    assert [line.split()[1:3] for line in answer.stderr.splitlines()] == [
+        [f"step-{number}", "skipped:"] for number in (500, 400, 300)
+    ]
+    assert latest(run, "-qq").stderr == "" and latest(run, "-qq").stdout == answer.stdout
+    assert latest(run, "-q", "--before", "300").stderr == ""
+    none = latest(run, "-q", "--before", "500", "--require", "scheduler")
+    assert (none.returncode, none.stderr.splitlines()[-1]) == (1, "ckptlint: no step passes")
+    shutil.rmtree(run / "step-100")
+    enough, short = (support.run("deletable", "--isolated", run, "--keep", keep, "-q") for keep in ("1", "2"))
+    assert (enough.returncode, enough.stderr) == (0, "")
+    assert short.returncode == 1 and "2 whole steps must stay; this run has 1" in short.stderr
+    assert support.run("deletable", "--isolated", run, "--keep", "2", "-qq").stderr == ""
+
+
 def test_deletable_says_what_it_did_not_read(tmp_path: Path) -> None:
     for number in (10, 20, 30):
         step = tmp_path / f"checkpoint-{number}"

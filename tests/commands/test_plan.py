@@ -100,6 +100,14 @@ def test_one_node_has_all() -> None:
     assert (code, found["astray"], found["nodes"][0]["absent"]) == (0, [], [])
 
 
+def test_quiet_leaves_out_a_pass_and_what_ranks_read() -> None:
+    for path, code in (("fsdp2_4r", 0), ("fsdp2_4r_hole", 1)):
+        plain, quiet, silent = (run("plan", REAL / path, "--to", "dp=2", *o) for o in ([], ["-q"], ["-qq"]))
+        assert {plain.returncode, quiet.returncode, silent.returncode} == {code} and silent.stdout == ""
+        assert bool(quiet.stdout) == bool(code) and "GiB" not in quiet.stdout
+        assert len(quiet.stdout) < len(plain.stdout)
+
+
 def test_text_fits_a_terminal() -> None:
     for arguments in (["--to", "dp=64,tp=4,pp=2"], ["--from-nodes", "2"], ["--to", "dp=5", "--nodes", "3"]):
         done = run("plan", REAL / "fsdp2_4r", *arguments)

@@ -313,10 +313,56 @@ def test_a_stale_step_counts_as_one_that_fails(tmp_path: Path) -> None:
 def test_banner_and_times(tmp_path: Path) -> None:
     save(tmp_path / "step-1")()
     lines = run("watch", tmp_path, "--once", "--interval", "0", "--stale", "2h").stderr.splitlines()
-    there = f"ckptlint: watching {tmp_path}: 1 step there, the newest step-1; looks twice, 0 s apart; "
+    there = (
+        f"ckptlint: watching {tmp_path}: 1 step there, the newest step-1; looks again after 0 s if a file is newer; "
+    )
     assert lines[0] == there + "reports an unfinished step after 2 h without a change"
-    assert re.fullmatch(r"ckptlint: \d{4}-\d\d-\d\d \d\d:\d\d:\d\d step-1 is finished", lines[1])
+    assert re.fullmatch(r"ckptlint: \d{4}-\d\d-\d\d \d\d:\d\d:\d\d step-1 is finished and passes", lines[1])
     assert run("watch", tmp_path, "--once", "--interval", "0", "-qq").stderr == ""
+
+
+def test_a_pass_is_one_line_and_the_last_line_counts_them(tmp_path: Path) -> None:
+    once = ("watch", tmp_path, "--once", "--interval", "0", "--depth", "files")
+    save(tmp_path / "step-1")()
+    save(tmp_path / "step-2")()
+    passing = run(*once)
+    assert (passing.stdout, len(passing.stderr.splitlines())) == ("", 4)
+    assert passing.stderr.endswith("ckptlint: 2 steps: 2 passed\n")
+    assert [run(*once, quiet).stderr + run(*once, quiet).stdout for quiet in ("-q", "-qq")] == ["", ""]
+    assert "rules ran" in run(*once, "-v").stdout
+    save(tmp_path / "step-3", HOLE)()
+    failing, quiet = run(*once), run(*once, "-q")
+    assert failing.stderr.endswith("ckptlint: 3 steps: 2 passed, 1 failed\n") and "2 warnings" not in failing.stdout
+    assert failing.stdout.count("GEO004") > 1 and quiet.stdout.startswith("error[GEO004]")
+    assert re.fullmatch(r"ckptlint: [-\d]+ [:\d]+ step-3 is finished\n", quiet.stderr)
+    assert (run(*once, "-qq").stdout, run(*once, "-qq").stderr, run(*once, "-qq").returncode) == ("", "", 1)
+
+
+def test_once_waits_only_where_something_is_young(tmp_path: Path) -> None:
+    """A copy that keeps the times of files, but for the folders that it is still filling, is young."""
+    slept: list[float] = []
+
+    def look_once(interval: float = 30) -> list[tuple[str, str]]:
+        slept.clear()
+        told = events(partial(run_at, str(tmp_path)), interval, once=True, sleep=slept.append)
+        return [(event.kind, event.step) for event in told]
+
+    save(tmp_path / "step-1")()
+    save(tmp_path / "step-2" / "model")()
+    told = [("finished", "step-1"), ("finished", "step-2")]
+    assert (look_once(), slept) == (told, [30])
+    for step in tmp_path.iterdir():
+        age(step, 60)
+    assert (look_once(), slept) == (told, [])
+    assert (look_once(90), slept) == (told, [90])
+    os.utime(tmp_path / "step-2" / "model")
+    assert (look_once(), slept) == (told, [30])
+    age(tmp_path / "step-2", 60)
+    os.utime(tmp_path / "step-1")
+    assert (look_once(), slept) == (told, [30])
+    unfinished(tmp_path / "step-3", 60)
+    age(tmp_path / "step-1", 60)
+    assert (look_once(), slept) == ([*told, ("writing", "step-3")], [])
 
 
 def test_a_line_of_json_for_each_step(tmp_path: Path) -> None:

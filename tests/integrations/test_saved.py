@@ -39,6 +39,15 @@ def test_only_a_step_that_passes_becomes_the_good_one(job: Path, caplog: pytest.
     assert "model.layers.0.feed_forward.w1.weight" in saved.text and "What to do: " in saved.text
 
 
+def test_the_line_says_what_the_check_cost(job: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "ckptlint"):
+        saved = [check_saved(job / name) for name in ("step-10", "step-20", "step-30")]
+    lines = [message.splitlines()[0] for message in caplog.messages]
+    heads = ("step-10 passes", "step-20 did not pass: 2 problems", "step-30 could not be judged: .+ does not exist")
+    for line, check, head in zip(lines, saved, heads, strict=True):
+        assert re.fullmatch(rf"ckptlint: {head} \({check.seconds:.1f} s\)", line) and check.seconds > 0.05
+
+
 def test_raise_is_for_whatever_is_no_pass(job: Path) -> None:
     with pytest.raises(CheckpointError, match="GEO004"):
         check_saved(job / "step-20", on_fault="raise")

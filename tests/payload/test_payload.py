@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import pty
 import shutil
 import signal
 import subprocess
@@ -19,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from pickles import named, number, stream
-from support import REAL, codes, found, report_on, run, run_python, takes_ctrl_c
+from support import REAL, codes, found, on_terminal, report_on, run, run_python, takes_ctrl_c
 
 import ckptlint
 from ckptlint.depth import Depth
@@ -444,27 +443,10 @@ def test_the_bar_shows_on_a_terminal_only(tmp_path: Path) -> None:
         f"sys.argv=['ckptlint',{str(folder)!r},'--depth','data']+sys.argv[1:]\n"
         "main()\n"
     )
-    shown = _on_terminal(code)
-    assert b"%" in shown and b"bytes" not in shown
-    assert _on_terminal(code, "--no-progress") == b""
+    shown = on_terminal(code)
+    assert b"%" in shown and b" of 4.0 MiB" in shown and b"bytes" not in shown
+    assert on_terminal(code, "--no-progress") == b""
     assert run_python(code).stderr == ""
-
-
-def _on_terminal(code: str, *arguments: str) -> bytes:
-    """What a program writes to standard error when that is a terminal."""
-    ours, theirs = pty.openpty()
-    subprocess.run(
-        [sys.executable, "-c", code, *arguments], stdout=subprocess.DEVNULL, stderr=theirs, check=False, timeout=600
-    )
-    os.close(theirs)
-    shown = b""
-    try:
-        while part := os.read(ours, 65536):
-            shown += part
-    except OSError:
-        pass
-    os.close(ours)
-    return shown
 
 
 def test_ctrl_c_says_what_was_covered(tmp_path: Path) -> None:

@@ -522,7 +522,7 @@ def test_statistics_are_a_table_of_rules() -> None:
     assert lines[0].split() == ["count", "code", "name", "tensors"]
     assert lines[2].split() == ["1", "GEO004", "coverage-hole", "2"]
     assert lines[3].split() == ["1", "GEO008", "boundary-mismatch", "1"]
-    assert lines[-2].startswith("1 error, 1 warning in 2 checkpoints.")
+    assert lines[-2].startswith("1 error, 1 warning in 2 checkpoints: 1 passed, 1 failed.")
 
 
 # ---------------------------------------------------------------- many layers

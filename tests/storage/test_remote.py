@@ -586,7 +586,9 @@ def test_the_command_prints_one_sentence_and_no_secret(s3: Server, monkeypatch: 
     [
         ("gopher://host/run", "not a scheme that fsspec knows"),
         ("simplecache::s3://bucket/run", "chains file systems"),
-        ("s3://", "names no bucket"),
+        ("s3://", "names no bucket: write s3://BUCKET/"),
+        ("s3:///run/step-1?X-Amz-Signature=abc", "s3:///run/step-1 names no bucket: write s3://BUCKET/run/step-1\n"),
+        ("https:///run", "names no host: write https://HOST/run"),
     ],
 )
 def test_a_url_that_cannot_be_read_is_wrong_use(url: str, says: str) -> None:
