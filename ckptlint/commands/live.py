@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from ckptlint.commands.check import emitter, judge, requested
-from ckptlint.commands.shared import ENVIRONMENT, WithSettings, check_options, progress
+from ckptlint.commands.shared import ENVIRONMENT, WithSettings, check_options, progress, say
 from ckptlint.errors import CkptlintError
 from ckptlint.live.shared_check import joined
 
@@ -31,7 +31,7 @@ def live(path: str, every_node: bool, digest: bool, settle: float, **options: An
     Run `torchrun --nproc-per-node N -m ckptlint live PATH`, on one node or many; one process alone is a job too. At
     depths headers and data the ranks share the reading. Rank 0 prints, and every rank ends with the same exit code.
     """
-    with joined(every_node, settle) as job:
+    with joined(every_node, settle, say) as job:
         if digest:
             options["depth"] = "data"
         if options["jobs"] is None:
@@ -44,6 +44,8 @@ def live(path: str, every_node: bool, digest: bool, settle: float, **options: An
             with progress(options["no_progress"] or job.rank > 0):
                 report = judge(request, job.source)
             emit(report)
+            if job.said and not options["quiet"]:
+                say(job.said)
         except CkptlintError:
             job.send_exit_code(4)
             raise

@@ -10,22 +10,23 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from threading import Timer
 from typing import Any
 
 import numpy as np
 
 from ckptlint.depth import Depth
-from ckptlint.errors import AccessError, CkptlintError, NothingToCheckError
+from ckptlint.errors import AccessError, CkptlintError, ConfigError, NothingToCheckError
 from ckptlint.live.compare.group import GroupBroken, RankGroup, Solo, new_torch_group
 from ckptlint.loaders.checkpoint import open_checkpoint
 from ckptlint.loaders.discover import find
 from ckptlint.loaders.layouts import CheckpointPlace
 from ckptlint.model import Checkpoint, Problem
-from ckptlint.model.text import named_ranks, plural, printable, verb
+from ckptlint.model.text import human_bytes, human_duration, named_ranks, plural, printable, verb
 from ckptlint.model.tiling import IntArray
 from ckptlint.payload.integrity import INTEGRITY
 from ckptlint.payload.parts import PartialRead, join
@@ -40,6 +41,7 @@ _HASHED = (".metadata", "common.pt", "metadata.json", INTEGRITY, SEAL)
 _PATIENCE = 120.0  # seconds; beyond it a rank counts as lost
 _SLOWEST = 2 * 1024**2  # bytes a second; a rank that reads slower counts as lost
 _PAUSE = 1.0
+_SILENT = 5.0  # seconds of waiting for other ranks before it is said
 _SHOWN = 8
 _BLOCK = 8 * 1024**2
 
@@ -54,6 +56,7 @@ class SharedCheck:
         every_node: whether each node reads all of the payload.
         settle: seconds to wait for all ranks to see the same.
         seed: of a sample; the same on all ranks.
+        said: on rank 0, how many ranks saw the same files and what each read, as a sentence; "" for one rank alone.
     """
 
     group: RankGroup
@@ -62,6 +65,7 @@ class SharedCheck:
     nodes: int = 1
     every_node: bool = False
     settle: float = 0.0
+    said: str = ""
     _waits: bool = field(default=False)
 
     @property
@@ -117,6 +121,7 @@ class SharedCheck:
             return
         if view.reason:
             raise NothingToCheckError(view.reason)
+        shared, hosts = 0, {*self._texts(socket.gethostname().encode())}
         for found in view.found:
             reader, part, reason = self._read(found, depth, reading)
             self._agree(reason, part is not None, 0 if reader is None else int(reader.ckpt.records.byte_length.sum()))
@@ -129,8 +134,13 @@ class SharedCheck:
                     continue
                 ckpt = join(found.folder, reader.ckpt, reader.how, parts)
                 ckpt = replace(ckpt, problems=[*ckpt.problems, *_conflicts(ckpt, parts)])
+                shared += ckpt.total_bytes if reader.how.depth.reads_all and reader.how.percent is None else 0
             if self.rank == 0:
                 yield found, ckpt
+        if self.group.world > 1:
+            ranks = f"{self.group.world:,} ranks on {plural(len(hosts), 'node')}"
+            each = f"; each read {human_bytes(shared // (self.nodes if self.every_node else self.group.world))}"
+            self.said = f"{ranks} see the same {plural(len(view.sizes), 'file')}{each if shared else ''}"
 
     @one_budget()
     def _read(
@@ -238,15 +248,45 @@ class SharedCheck:
 _HINT = "compare the mounts and the clocks of these hosts; --settle 60 waits for a slow network file system"
 
 
+_PLACE = (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+
+
+def _environment() -> list[int]:
+    """RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, as torchrun sets them.
+
+    Raises:
+        ConfigError: they exclude each other, or lack what a job of several ranks needs.
+    """
+    numbers = list[int]()
+    for place, count in _PLACE:
+        texts = [os.environ.get(place, "0"), os.environ.get(count, "1")]
+        for name, text in zip((place, count), texts, strict=True):
+            if not text.isdecimal():
+                raise ConfigError(f"{name} is {printable(text)!r}, not a number: let torchrun set it")
+        number, world = map(int, texts)
+        if number >= world and count in os.environ:
+            raise ConfigError(f"{place} is {number}, but {count} is {world}: the last one is {world - 1}")
+        numbers += [number, world]
+    lacking = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if numbers[1] > 1 and lacking:
+        raise ConfigError(f"WORLD_SIZE is {numbers[1]}, and {lacking[0]} is not set: let torchrun start the ranks")
+    if numbers[1] > 1 and not os.environ["MASTER_PORT"].isdecimal():
+        raise ConfigError(f"MASTER_PORT is {printable(os.environ['MASTER_PORT'])!r}, not a number")
+    return numbers
+
+
 @contextmanager
-def joined(every_node: bool, settle: float) -> Iterator[SharedCheck]:
+def joined(every_node: bool, settle: float, waiting: Callable[[str], None]) -> Iterator[SharedCheck]:
     """The job that torchrun started, or a job of this one process; torch is imported for the former alone.
+
+    Args:
+        waiting: called with a sentence once this rank has waited a while for the others.
 
     Raises:
         AccessError: the other ranks did not come.
+        ConfigError: the environment is that of no job.
     """
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    node, nodes = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    rank, world, node, nodes = _environment()
     if world == 1:
         yield SharedCheck(Solo(), secrets.randbelow(2**31), every_node=every_node, settle=settle)
         return
@@ -257,12 +297,22 @@ def joined(every_node: bool, settle: float) -> Iterator[SharedCheck]:
             "several ranks need torch to talk to each other, and it is not installed; without a GPU: "
             "pip install torch --index-url https://download.pytorch.org/whl/cpu"
         ) from None
+    others = (
+        f"rank 0 of {world:,}" if rank else f"the other {plural(world - 1, 'rank')}" if world > 2 else "the other rank"
+    )
+    place = printable(f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}")
+    sentence = f"rank {rank:,} waits for {others} at {place}, for at most {human_duration(_PATIENCE)}"
+    timer = Timer(_SILENT, waiting, [sentence])
+    timer.daemon = True
+    timer.start()
     try:
         dist.init_process_group("gloo", timeout=timedelta(seconds=_PATIENCE))
         group = new_torch_group("gloo", _PATIENCE)
         seed = int(group.broadcast(np.array([secrets.randbelow(2**31)]), 0)[0])
     except (RuntimeError, ValueError, GroupBroken) as error:
         raise AccessError(f"the ranks did not find each other: {printable(str(error))}") from None
+    finally:
+        timer.cancel()
     try:
         yield SharedCheck(group, seed, node, nodes, every_node, settle)
     finally:

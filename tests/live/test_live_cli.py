@@ -141,6 +141,42 @@ def test_torchrun_of_three_reports_once_what_one_process_reports(saved: Path) ->
     assert {row[0] for row in findings(done.stdout)} == {"LIV302", "PAY012"}
 
 
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"RANK": "5"}, "RANK is 5, but WORLD_SIZE is 2: the last one is 1"),
+        ({"RANK": "a"}, "RANK is 'a', not a number: let torchrun set it"),
+        ({"WORLD_SIZE": "-2"}, "WORLD_SIZE is '-2', not a number: let torchrun set it"),
+        ({"RANK": None}, "WORLD_SIZE is 2, and RANK is not set: let torchrun start the ranks"),
+        ({"MASTER_ADDR": None}, "WORLD_SIZE is 2, and MASTER_ADDR is not set: let torchrun start the ranks"),
+        ({"MASTER_PORT": "x"}, "MASTER_PORT is 'x', not a number"),
+        ({"LOCAL_RANK": "2"}, "LOCAL_RANK is 2, but LOCAL_WORLD_SIZE is 2: the last one is 1"),
+    ],
+)
+def test_an_environment_of_no_job_is_refused(
+    changed: dict[str, str | None], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in (there | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"} | changed).items():
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+    done = run("live", REAL / "fsdp2_4r")
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"ckptlint: {said}\n")
+
+
+def test_a_rank_says_whom_it_waits_for_and_all_what_they_shared() -> None:
+    one, other = started(
+        2, ["live", REAL / "fsdp2_4r", "--digest"], "import ckptlint.live.shared_check as c\nc._SILENT = 0\n" + MAIN
+    )
+    (code, _, errors), (_, out, others) = ended([one, other])
+    assert code == 0 and out == ""
+    assert errors.endswith("ckptlint: 2 ranks on 1 node see the same 5 files; each read 230.4 KiB\n")
+    assert "rank 0 waits for the other rank at 127.0.0.1:" in errors
+    assert "rank 1 waits for rank 0 of 2 at 127.0.0.1:" in others
+
+
 @pytest.mark.parametrize("name", ["fsdp2_4r_hole", "zstd", *swept("hf_sharded", "safetensors_mode")])
 @pytest.mark.parametrize("depth", ["headers", "data"])
 def test_real_checkpoints_are_judged_as_by_one_process(name: str, depth: str) -> None:
