@@ -48,6 +48,7 @@ class Folder(ABC):
         part: the name of the part that a view of the folder shows.
         is_near: whether a small read costs next to nothing; otherwise each is a request.
         bytes_read: that `spans` has returned.
+        is_read_whole: whether somebody reads all of its files, so that a server that sends no parts may send them.
 
     Raises:
         AccessError: the operating system, a store or the network refused; every method may raise it.
@@ -57,6 +58,7 @@ class Folder(ABC):
     part = ""
     is_near = True
     bytes_read = 0
+    is_read_whole = False
 
     @property
     def redirected(self) -> str:

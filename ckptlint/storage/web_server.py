@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from asyncio import wait_for
 from functools import cached_property, partial
-from typing import Any
+from tempfile import TemporaryFile
+from threading import Lock
+from typing import IO, Any
 from urllib.parse import quote, unquote, urlsplit
 
 from ckptlint.errors import AccessError
@@ -14,7 +17,16 @@ from ckptlint.storage.folder import Folder
 from ckptlint.storage.listing import FolderEntry, Listing
 from ckptlint.storage.paths import is_safe, shown
 from ckptlint.storage.remote_folder import RemoteFolder
-from ckptlint.storage.requests import RangesError, filesystem, is_absent, longest, pool, reason, with_retries
+from ckptlint.storage.requests import (
+    CutShortError,
+    RangesError,
+    filesystem,
+    is_absent,
+    longest,
+    pool,
+    reason,
+    with_retries,
+)
 
 ASKED = (
     ".metadata",
@@ -29,6 +41,7 @@ ASKED = (
 )
 """The names that a web server is asked for, since it does not list."""
 
+_MOST_COPIED, _ALL_COPIED = 512 * 1024**2, 4 * 1024**3  # bytes of one file, and of all of a folder
 _NEVER_THERE = "ckptlint-asks-for-a-file-that-is-not-there"
 
 
@@ -50,6 +63,8 @@ class WebFolder(RemoteFolder):
         self.query = query
         self.protocol = url.partition(":")[0]
         self._sizes: dict[str, int | None] = {}
+        self._copies: dict[str, IO[bytes]] = {}
+        self._copying = Lock()
         self._redirects: dict[str, None] = {}  # the hosts that requests were sent on to
 
     @property
@@ -115,7 +130,33 @@ class WebFolder(RemoteFolder):
         return ""
 
     def fetch(self, name: str, start: int, stop: int) -> bytes:
-        return self._request("GET", name, start, stop)[1]
+        if (copy := self._copies.get(name)) is None:
+            try:
+                return self._request("GET", name, start, stop)[1]
+            except RangesError:
+                if not self.is_read_whole:
+                    raise
+                copy = self._copied(name)
+        return os.pread(copy.fileno(), stop - start, start)
+
+    def _copied(self, name: str) -> IO[bytes]:
+        """A file of a server that sends whole files alone, in a temporary one.
+
+        Raises:
+            RangesError: it is large, or the copies together are.
+        """
+        with self._copying:
+            if name not in self._copies:
+                size = self.size(name)
+                if size > _MOST_COPIED or size + sum(map(self.size, self._copies)) > _ALL_COPIED:
+                    raise RangesError("the server does not support range requests, and sends it only as a whole")
+                copy = TemporaryFile()  # noqa: SIM115
+                copy.write(self._request("GET", name, 0, size)[1])
+                copy.flush()
+                if copy.tell() < size:
+                    raise CutShortError(f"the answer ends after {copy.tell():,} of {size:,} bytes")
+                self._copies[name] = copy
+            return self._copies[name]
 
     def _ask(self, name: str) -> int | bool | None:
         """The size of a file, None when the server does not tell, False when there is no such file."""

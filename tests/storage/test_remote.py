@@ -748,6 +748,17 @@ def test_a_server_without_ranges_sends_no_whole_payload() -> None:
         assert folder.head("__0_0.distcp", 4) == b"PK\x03\x04"
         with pytest.raises(AccessError, match="does not support range requests"):
             folder.read_range("__0_0.distcp", 100, 4)
+        server.asked.clear()
+        assert codes(ckptlint.check(f"{server.url}/fsdp2_4r_hole", depth="data"), "error") == {"GEO004"}
+        of_files = [server.names().count(f"__{rank}_0.distcp") for rank in range(4)]
+        assert max(of_files) <= 2 + requests.WORKERS, of_files  # those that were under way, and one as a whole
+
+
+def test_a_server_without_ranges_sends_a_large_file_never(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(web_server, "_MOST_COPIED", 1000)
+    with serving(files_of(REAL, ranges=False)) as server:
+        said = only_sentence(ckptlint.check(f"{server.url}/fsdp2_4r", depth="data"), 4)
+        assert "the server does not support range requests, and sends it only as a whole" in said
 
 
 def test_a_run_folder_of_a_web_server_is_nothing_to_check(web: Server) -> None:
