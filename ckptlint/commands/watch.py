@@ -131,8 +131,8 @@ def watch(
                 _execute(command, step, code, file)
     if not options["quiet"] and len(codes) > 1:
         counts = {"passed": codes.count(0), "failed": codes.count(1), "not judged": codes.count(3) + codes.count(4)}
-        told = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
-        say(f"{plural(len(codes), 'step')}: {told}")
+        sums = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
+        say(f"{plural(len(codes), 'step')}: {sums}")
     if not codes:
         raise NothingToCheckError(f"nothing to check: no step of {run_dir} is finished")
     sys.exit(next((code for code in (1, 4, 3) if code in codes), 0))

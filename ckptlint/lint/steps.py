@@ -289,10 +289,10 @@ def judge_step(step: Step, path: str, judge: Judge) -> JudgedStep:
         if step_state(step.folder) == "unfinished":
             outcome = replace(outcome, verdict="unfinished", code="COM001", size=_payload_bytes(step, path))
             why = step.run.lost_link(step.name) or _unfinished(outcome.written)
-            told = verdict_of(judge(path)) if step.folder.entries else outcome
-            if told.verdict == "fails":  # what is written last is there, and damaged
-                outcome = replace(outcome, verdict="fails", code=told.code)
-                why = told.why
+            what_is_there = verdict_of(judge(path)) if step.folder.entries else outcome
+            if what_is_there.verdict == "fails":  # what is written last is there, and damaged
+                outcome = replace(outcome, verdict="fails", code=what_is_there.code)
+                why = what_is_there.why
             return replace(outcome, why=why)
         report = judge(path)
     except NothingToCheckError:

@@ -98,9 +98,9 @@ def condensed(table: RankTable) -> RankTable:
         ]
     ).astype(np.int64)
     keys: dict[bytes, list[int]] = {}
-    told = {finding.fqn for finding in table.findings}
+    reported = {finding.fqn for finding in table.findings}
     for low, high in pairwise([*start.tolist(), len(order)]):
-        if table.fqns[int(table.fqn[order[low]])] not in told:
+        if table.fqns[int(table.fqn[order[low]])] not in reported:
             keys.setdefault(pattern[low:high].tobytes(), []).append(int(table.fqn[order[low]]))
     left_out = {numbers[0]: numbers[_JUDGED:] for numbers in keys.values() if len(numbers) > _JUDGED}
     kept = ~np.isin(table.fqn, [number for numbers in left_out.values() for number in numbers])
