@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
 from importlib import import_module
-from typing import Literal, TypeVar
+from typing import Literal, Self, TypeVar
 
 from ckptlint.depth import Depth
 from ckptlint.errors import GIT_LFS_POINTER, LINK_AS_TEXT
@@ -82,6 +82,12 @@ class Location:
     byte_range: tuple[int, int] | None = None
     label: str = ""
     ranks: tuple[int, ...] = ()
+
+    @classmethod
+    def of_chunk(cls, ckpt: Checkpoint, tensor: Tensor, chunk: int, rank: int = -1) -> Self:
+        """A row of the tensor's table, and the rank concerned, -1 for several."""
+        box, file = tensor.tiling.box(chunk), ckpt.chunk_file(tensor, chunk)
+        return cls(tensor, region=box, rows=(chunk,), file=file, ranks=(rank,) if rank >= 0 else ())
 
     @property
     def fqn(self) -> str | None:

@@ -75,13 +75,7 @@ def _zero(ckpt: Checkpoint) -> Iterator[Finding]:
         rank = members[0][1].rank
         yield Finding(
             f"{states} of {title} are zero in {len(rows):,} of {plural(judged, 'chunk')}; those of the others are not",
-            at=Location(
-                tensor,
-                region=tensor.tiling.box(chunk),
-                rows=(chunk,),
-                file=ckpt.chunk_file(tensor, chunk),
-                ranks=(rank,) if rank >= 0 else (),
-            ),
+            at=Location.of_chunk(ckpt, tensor, chunk, rank),
             identity=(title,),
             keys=tuple(dict.fromkeys(numbers.tensors[number].fqn for number in numbers.tensor[rows].tolist())),
             confidence="certain" if len(members) > 1 else "likely",

@@ -68,7 +68,7 @@ def outlier_element(ckpt: Checkpoint) -> Iterator[Finding]:
             yield Finding(
                 f"one element in chunk {box}{{of}} is {top[number]:.3g} in magnitude, the root mean square of the "
                 f"{count[number] - 1:,} others {rms[number]:.3g}",
-                at=Location(tensor, region=box, rows=(chunk,), file=ckpt.chunk_file(tensor, chunk)),
+                at=Location.of_chunk(ckpt, tensor, chunk),
                 hint="take the element or the tensor from another step, and test the memory of that rank's host",
             )
 

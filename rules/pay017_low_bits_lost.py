@@ -54,13 +54,7 @@ def low_bits_lost(ckpt: Checkpoint) -> Iterator[Finding]:
                 yield Finding(
                     f"the {words} of {odd.title} hold no more bits than {dtype} has, in {len(odd.rows):,} of "
                     f"{plural(odd.judged, 'chunk')}; those of the others use all of float32",
-                    at=Location(
-                        tensor,
-                        region=tensor.tiling.box(chunk),
-                        rows=(chunk,),
-                        file=ckpt.chunk_file(tensor, chunk),
-                        ranks=(odd.rank,) if odd.rank >= 0 else (),
-                    ),
+                    at=Location.of_chunk(ckpt, tensor, chunk, odd.rank),
                     identity=(odd.title, words),
                     keys=tuple(names),
                     hint=f"{older_name(ckpt)} has all bits there: take the part from it"

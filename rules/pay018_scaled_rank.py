@@ -73,13 +73,7 @@ def scaled_rank(ckpt: Checkpoint) -> Iterator[Finding]:
             yield Finding(
                 f"the {what} of rank {rank} are {exp(middle):.3g} times as large as those of the other ranks, in "
                 f"{plural(len(mine), 'tensor')}",
-                at=Location(
-                    tensor,
-                    region=tensor.tiling.box(chunk),
-                    rows=(chunk,),
-                    file=ckpt.chunk_file(tensor, chunk),
-                    ranks=(rank,),
-                ),
+                at=Location.of_chunk(ckpt, tensor, chunk, rank),
                 identity=(f"rank {rank}", what),
                 keys=tuple(names),
                 hint=f"take the part of rank {rank} from another step, and look for a sum that should be a mean",

@@ -197,10 +197,7 @@ def are_few(ckpt: Checkpoint, table: ChangeTable, judged: BoolArray, is_odd: Boo
 def place_of(ckpt: Checkpoint, table: ChangeTable, leap: Leap) -> Location:
     """Where the first chunk is."""
     row = int(leap.rows[0])
-    tensor, chunk = tensor_of(ckpt, table, int(table.follow[row])), int(table.chunk[row])
-    ranks = (leap.rank,) if leap.rank >= 0 else ()
-    box = tensor.tiling.box(chunk)
-    return Location(tensor, region=box, rows=(chunk,), file=ckpt.chunk_file(tensor, chunk), ranks=ranks)
+    return Location.of_chunk(ckpt, tensor_of(ckpt, table, int(table.follow[row])), int(table.chunk[row]), leap.rank)
 
 
 def key_notes(keys: tuple[str, ...]) -> tuple[Note, ...]:
