@@ -12,7 +12,7 @@ from typing import Literal, Self, TypeVar
 
 from ckptlint.depth import Depth
 from ckptlint.errors import GIT_LFS_POINTER, LINK_AS_TEXT
-from ckptlint.model import Problem, Tensor
+from ckptlint.model import Checkpoint, Problem, Tensor
 from ckptlint.model.lost_files import LostFiles
 from ckptlint.model.tiling import Box
 
