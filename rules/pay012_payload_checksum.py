@@ -21,8 +21,8 @@ def payload_checksum(ckpt: Checkpoint) -> Iterator[Finding]:
         that it or model.sig leaves out is info, and an error if `--expect-hashes` names the list. Lists of sha256sum
         (SHA256SUMS, sha256sums.txt, *.sha256) and model.sig hold for payload files, and absent ones with names like
         these but for a number. So do those that the Hub keeps (`hf://`), or that a download noted in
-        `.cache/huggingface`. In huggingface_hub's cache a large file matches the name of its blob, which is its
-        SHA-256. Records that zeros have overwritten are named too. A CRC of 0 means none.
+        `.cache/huggingface`. In huggingface_hub's cache the name of a large file's blob is its SHA-256.
+        Records that zeros have overwritten are named too. A CRC of 0 means none.
     Why it matters:
         The bytes changed after they were written, and torch does not check them when it loads a tensor.
     Usual causes:
