@@ -484,7 +484,10 @@ def _other_steps(report: Report) -> str:
     is_said = any("`ckptlint latest" in item.finding.hint for part in failed for item in part.diagnostics)
     if is_said or not any(len(run.steps) > 1 for run in runs):
         return ""
-    return " `ckptlint latest RUN_DIR` prints the newest step that passes."
+    # `latest` passes over no step for a warning: it would print this one
+    is_skipped = any(_outcome(replace(report, fail_on="error"), part).verdict != "passes" for part in failed)
+    command = "latest RUN_DIR" if is_skipped else "RUN_DIR --all-steps"
+    return f" `ckptlint {command}` prints the newest step that passes."
 
 
 def _ran(report: Report, on: str = "") -> str:

@@ -91,6 +91,8 @@ def test_a_report_on_a_step_that_fails_names_what_finds_another(
     said = " ".join(support.run("check", "--isolated", run / "step-400").stdout.split())
     assert said.count(advice) == 1
     assert advice not in " ".join(support.run("check", "--isolated", run / "step-200").stdout.split())
+    milder = support.run("check", "--isolated", run / "step-400", "--severity", "GEO004=warning").stdout
+    assert advice.replace("latest RUN_DIR", "RUN_DIR --all-steps") in " ".join(milder.split())
     alone = Path(shutil.copytree(HOLE, tmp_path_factory.mktemp("alone") / "step-400"))
     assert "ckptlint latest" not in support.run("check", "--isolated", alone).stdout
 
