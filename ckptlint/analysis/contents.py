@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from ckptlint.analysis.quantised import quantisation
 from ckptlint.model import Checkpoint, Tensor
-from ckptlint.numerics.settings import optimizer_settings
+from ckptlint.model.text import printable
+from ckptlint.numerics.settings import is_number, optimizer_settings
 from ckptlint.vocabulary.config_fields import ADAPTER_CONFIG, is_scalar
 from ckptlint.vocabulary.dtypes import FLOATS, nbytes
 from ckptlint.vocabulary.keys import COMPUTED, COPIES, MASTER_COPIES, MOMENTS, Key, is_token_table, parse, state_name
@@ -112,12 +113,12 @@ def _values(ckpt: Checkpoint) -> Iterator[tuple[str, Any]]:
         for claim in of.claims:
             yield "optimizer step" if parse(claim.source).kind == "optimizer" else claim.source, claim.step
     for name, value in ckpt.common.values.items() if ckpt.common is not None else ():
-        if type(value) in (int, float):
-            yield str(name), value
+        if is_number(value):
+            yield printable(str(name)), value
     for group in (group for of in (ckpt, *ckpt.optimizers) for group in optimizer_settings(of)):
         yield from (("lr", group.lr), ("weight_decay", group.weight_decay), ("betas", group.betas))
     for name, value in ckpt.object_values.items():
-        if type(value) in (int, float):
+        if is_number(value):
             is_setting = parse(name).kind == "optimizer" or "param_groups" in name
             yield name.rpartition(".")[2] if is_setting else name, value
 

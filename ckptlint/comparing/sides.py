@@ -44,7 +44,7 @@ def open_side(path: str, files: bool = False, partial: bool = False) -> list[Ope
 
 
 def read_records(side: Sequence[OpenedCheckpoint], depth: Depth) -> list[Checkpoint]:
-    """The checkpoints with their numbers, their records read as deep as that where it is deeper than `files`.
+    """The checkpoints with the numbers in small entries, and records read as deep as that beyond `files`.
 
     Raises:
         AccessError: the operating system refused a read.

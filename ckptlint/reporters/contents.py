@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
-from fnmatch import fnmatchcase
+from fnmatch import translate
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,7 @@ from ckptlint.vocabulary.dtypes import nbytes
 from ckptlint.vocabulary.keys import role
 
 SCHEMA = "ckptlint.show/1"
+_FOLDED = re.compile(r"\{(\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)\}")
 _DEEPEST = 32  # a forged name may have thousands of dots
 _LISTED, _VALUES = 12, 3
 
@@ -100,12 +102,25 @@ def _region(checkpoints: Sequence[Checkpoint], pattern: str | None) -> list[Stor
 
 
 def matching(ckpt: Checkpoint, pattern: str | None) -> list[Tensor]:
-    """The tensors whose name matches a glob or is the very text; all of them without one."""
+    """The tensors whose name matches a glob, is the very text, or is folded in it (`h.{0-3}.w`); all without one."""
     tensors = list(ckpt.tensors.values())
     if pattern is None:
         return tensors
     names = (pattern, printable(pattern))  # as reports show it, or as the checkpoint has it
-    return [tensor for tensor in tensors if tensor.fqn in names or fnmatchcase(tensor.fqn, pattern)]
+    glob = re.compile(translate(_FOLDED.sub("\0", pattern)).replace("\0", r"(\d+)"))
+    folded = _FOLDED.findall(pattern)
+    return [
+        tensor
+        for tensor in tensors
+        if tensor.fqn in names
+        or ((like := glob.match(tensor.fqn)) and all(map(_is_among, map(int, like.groups()), folded)))
+    ]
+
+
+def _is_among(number: int, folded: str) -> bool:
+    """Whether a number is one of those that `ranges` wrote."""
+    spans = (span.partition("-") for span in folded.split(","))
+    return any(int(first) <= number <= int(last or first) for first, _, last in spans)
 
 
 def _tables(checkpoints: Sequence[Checkpoint], pattern: str | None, tree: bool, style: Style) -> str:
@@ -189,7 +204,7 @@ def _said(value: object) -> str:
         return "/".join(map(_said, value))
     if isinstance(value, float):
         return f"{value:g}"
-    return f"{value:,}" if type(value) is int and abs(value) >= 10_000 else cut(printable(str(value)))
+    return cut(f"{value:,}" if type(value) is int and abs(value) >= 10_000 else printable(str(value)))
 
 
 def _tree(tensors: Iterable[Tensor], style: Style) -> Iterator[str]:

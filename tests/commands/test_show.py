@@ -102,6 +102,21 @@ def test_a_key_that_is_not_there_is_told_with_the_one_that_ends_so() -> None:
             raise invoke("show", REAL / "exports/ok_llama", key).exception
 
 
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [("model.layers.{0-1}.attention.wk.weight", 2), ("model.layers.{1}.attention.w*.weight", 4),
+     ("model.layers.{2-9}.*", 0),     ("optimizer.state.layers.{0-1}.attention.wk.weight.*", 6),
+     ("model.layers.{0,1}.{0}.*", 0), ("model.{x}", 0)],
+)  # fmt: skip
+def test_a_name_as_the_table_folds_it_can_be_asked_for(name: str, count: int) -> None:
+    if not count:
+        with pytest.raises(ConfigError, match="no tensor of"):
+            raise invoke("show", REAL / "fsdp2_4r", name).exception
+    else:
+        done = invoke("show", REAL / "fsdp2_4r", name, "--format", "json")
+        assert len(json.loads(done.output)["checkpoints"][0]["tensors"]) == count
+
+
 # ---------------------------------------------------------------- the table of tensors
 
 
