@@ -377,6 +377,7 @@ def plan(
     give_up: Collection[str] = (),
     megatron: str | None = None,
     timeout: float = 600,
+    memory: str | None = None,
 ) -> Plan:
     """Whether the checkpoint under a path loads into a job of another shape, and what each of its ranks would read.
 
@@ -394,6 +395,7 @@ def plan(
         give_up: `optim`, `rng`: what Megatron-LM does without (--no-load-optim, --no-load-rng).
         megatron: the version of megatron-core that loads (`0.16`); None for any from the one that saved on.
         timeout: seconds for the function.
+        memory: what a rank has for the state that it loads (`80GiB`).
 
     Raises:
         CheckpointError: the checkpoint is unsafe, unreadable or incomplete.
@@ -414,7 +416,7 @@ def plan(
     ckpt = open_checkpoint(found[0])
     if why := obstacle(ckpt):
         raise CheckpointError(why)
-    asked = PlanRequest(to, world, mesh, nodes, ranks_per_node, from_nodes, texts(give_up), megatron, timeout)
+    asked = PlanRequest(to, world, mesh, nodes, ranks_per_node, from_nodes, texts(give_up), megatron, timeout, memory)
     return make_plan(ckpt, asked)
 
 

@@ -31,7 +31,7 @@ COMMANDS = {
     "manifest": "Write the tensors of a checkpoint as JSON, to compare others with: `ckptlint OTHER --expect FILE`.",
     "plan": "Say whether a checkpoint loads into a job of another shape, and what each rank would read.",
     "rules": "List all rules: code, name, severity, the depth they need, what they find.",
-    "show": "Show what is in a checkpoint, without a verdict: tensors, shapes, dtypes, chunks, objects, topology.",
+    "show": "Show what a checkpoint is and holds, without a verdict: parameters, tensors, chunks, objects, topology.",
     "watch": "Check each step of a running job once, as soon as it is finished.",
 }
 """The commands, each with the first sentence of its help."""

@@ -41,6 +41,7 @@ _SIZE = click.IntRange(min=1)
 @click.option("--nodes", type=_SIZE, metavar="N", help="The job has N nodes: show which files each must see.")
 @click.option("--ranks-per-node", type=_SIZE, metavar="N", help="Like --nodes, with N ranks on each node.")
 @click.option("--from-nodes", type=_SIZE, metavar="N", help="N nodes saved, and each has only the files that it wrote.")
+@click.option("--memory", metavar="SIZE", help="What a rank has for what it loads, 80GiB: exit 1 where that is less.")
 @click.option("--no-load-optim", is_flag=True, help="Megatron-LM loads no optimizer state.")
 @click.option("--no-load-rng", is_flag=True, help="Megatron-LM loads no random states.")
 @click.option("--megatron", metavar="V", help="The version of megatron-core that loads: 0.16.  [default: any]")
@@ -65,8 +66,8 @@ def plan(
     Axes: dp (FSDP shards), dp_replicate, tp, pp, vpp, ep, etp, cp. A function takes a DeviceMesh, or nothing, and
     returns the state dict that its rank loads into. It runs on the CPU, without memory and network.
 
-    Exit codes: 0 it loads, 1 it does not, or loses something, or is unsafe or unreadable, 2 wrong use, 3 no checkpoint
-    there, 4 could not tell.
+    Exit codes: 0 it loads, 1 it does not, or loses something, does not fit, is unsafe or unreadable, 2 wrong use,
+    3 no checkpoint there, 4 could not tell.
     """
     if html is not None:
         checked_target(html, (path,))

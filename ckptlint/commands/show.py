@@ -39,10 +39,10 @@ from ckptlint.storage.writing import checked_target
 def show(
     path: str, pattern: str | None, tree: bool, ranks: bool, depth: str, format_: str, color: str, ascii_only: bool
 ) -> None:
-    """Show what is in a checkpoint, without a verdict: tensors, shapes, dtypes, chunks, objects, topology.
+    """Show what a checkpoint is and holds, without a verdict: parameters, tensors, chunks, objects, topology.
 
-    With a GLOB, show the tensors whose key matches, and a map of their chunks. With a key and slices as Python writes
-    them (`'w[128:256, :]'`), show who holds these rows.
+    With a GLOB, or a name as the table folds it (`h.{0-3}.w`), show the tensors whose key matches, and a map of their
+    chunks. With a key and slices as Python writes them (`'w[128:256, :]'`), show who holds these rows.
 
     Exit codes: 0 shown, 1 unsafe or unreadable, 2 no tensor or region matches, 3 no checkpoint there, 4 not read.
     """

@@ -10,6 +10,7 @@ from ckptlint.depth import Depth
 from ckptlint.errors import CheckpointError
 from ckptlint.loaders.checkpoint import open_checkpoint
 from ckptlint.loaders.discover import find
+from ckptlint.loaders.readers.common_state import read_numbers
 from ckptlint.loaders.reference import obstacle
 from ckptlint.model import Checkpoint
 from ckptlint.storage.folder import Folder
@@ -43,11 +44,15 @@ def open_side(path: str, files: bool = False, partial: bool = False) -> list[Ope
 
 
 def read_records(side: Sequence[OpenedCheckpoint], depth: Depth) -> list[Checkpoint]:
-    """The checkpoints, their records read as deep as that where it is deeper than `files`.
+    """The checkpoints with the numbers in small entries, and records read as deep as that beyond `files`.
 
     Raises:
         AccessError: the operating system refused a read.
     """
+    side = [
+        replace(one, ckpt=replace(one.ckpt, object_values=one.ckpt.object_values | read_numbers(one.folder, one.ckpt)))
+        for one in side
+    ]
     if not depth.opens_records:
         return [item.ckpt for item in side]
     from ckptlint.payload.reader import read_payload

@@ -165,6 +165,16 @@ def human_bytes(count: int) -> str:
     raise AssertionError
 
 
+def bytes_in(text: str) -> int | None:
+    """The amount that a text names, as `human_bytes` writes it or in powers of 1,000 (`80 GB`); None for none.
+
+    >>> bytes_in("80GiB"), bytes_in("1.5 kB"), bytes_in("much")
+    (85899345920, 1500, None)
+    """
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?) *([kmgt]?)(i?)b", text.strip(), re.IGNORECASE)
+    return match and int(float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2].lower() or " "))
+
+
 def byte_span(start: int, length: int) -> str:
     """The bytes from a first one on as an inclusive range.
 

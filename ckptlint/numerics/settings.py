@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -106,5 +105,9 @@ def _settings(place: str, group: Mapping[Any, Any]) -> GroupSettings:
 
 
 def _number(value: Any) -> float | None:
-    is_number = type(value) in (int, float) and abs(value) < 2**63
-    return float(value) if is_number and isfinite(value) else None
+    return float(value) if is_number(value) else None
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a number, finite and no flag, that fits in 64 bits."""
+    return type(value) in (int, float) and abs(value) < 2**63  # no NaN is less

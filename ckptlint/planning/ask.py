@@ -9,6 +9,7 @@ from math import prod
 
 from ckptlint.errors import ConfigError
 from ckptlint.model import Checkpoint
+from ckptlint.model.text import bytes_in
 from ckptlint.planning.job import Job
 from ckptlint.planning.megatron import MEGATRON_AXES, Version, constraints
 from ckptlint.planning.outcome import Constraint, Plan
@@ -33,6 +34,7 @@ class PlanRequest:
         give_up: state that Megatron-LM does not load: `optim`, `rng` (--no-load-optim, --no-load-rng).
         megatron: the version of megatron-core that loads (`0.16`); None for any from the one that saved on.
         timeout: seconds after which a function is given up.
+        memory: what a rank has for the state that it loads (`80GiB`).
     """
 
     to: str | None = None
@@ -44,6 +46,7 @@ class PlanRequest:
     give_up: Collection[str] = ()
     megatron: str | None = None
     timeout: float = 600
+    memory: str | None = None
 
 
 def make_plan(ckpt: Checkpoint, asked: PlanRequest) -> Plan:
@@ -57,6 +60,9 @@ def make_plan(ckpt: Checkpoint, asked: PlanRequest) -> Plan:
         value = getattr(asked, name)
         if value is not None and value < 1:
             raise ConfigError(f"{name.replace('_', '-')} is {value}: give a whole number from 1 up")
+    memory = None if asked.memory is None else bytes_in(asked.memory)
+    if asked.memory is not None and not memory:
+        raise ConfigError(f"memory is {asked.memory!r}: give an amount for each rank, --memory 80GiB")
     is_exact = asked.to is not None and ":" in asked.to
     if not ckpt.is_torch_dist and (asked.megatron or asked.give_up):
         raise ConfigError("--megatron, --no-load-optim and --no-load-rng are for checkpoints of Megatron-Core only")
@@ -73,7 +79,7 @@ def make_plan(ckpt: Checkpoint, asked: PlanRequest) -> Plan:
         job = _of_megatron(ckpt, job, frozenset(asked.give_up), asked.megatron)
     if ckpt.rank_files is not None:
         job = replace(job, constraints=(*refusals(ckpt, axis_sizes(job.to), job.world), *job.constraints))
-    return plan_of(ckpt, job, _per_node(ckpt, job, asked), asked.from_nodes)
+    return replace(plan_of(ckpt, job, _per_node(ckpt, job, asked), asked.from_nodes), memory=memory)
 
 
 def _exact(ckpt: Checkpoint, to: str, asked: PlanRequest) -> Job:

@@ -127,6 +127,7 @@ class Plan(Shown):
         cost: what the ranks read.
         nodes: what each node must see; empty where no nodes were named.
         astray: keys with a part that a node lacks, where each node has only its own files.
+        memory: bytes that a rank has; None where none were named.
     """
 
     checkpoint: Checkpoint
@@ -141,6 +142,7 @@ class Plan(Shown):
     cost: Cost
     nodes: tuple[NodeReads, ...] = ()
     astray: tuple[str, ...] = ()
+    memory: int | None = None
 
     def __repr__(self) -> str:
         return f"<Plan {self.checkpoint.path} into {self.to}: {self.verdict}, {plural(self.world, 'rank')}>"
@@ -172,6 +174,12 @@ class Plan(Shown):
         return "fails" if refused or any(item.effect == "fails" for item in self.constraints) else "loads"
 
     @property
+    def fits(self) -> bool:
+        """Whether the rank that needs the most has memory for it; True where none was named."""
+        return self.memory is None or int(self.cost.needed.max(initial=0)) <= self.memory
+
+    @property
     def exit_code(self) -> int:
-        """0 it loads, and whole; 1 it does not, or something is lost."""
-        return int(self.verdict == "fails" or any(item.effect == "drops" for item in self.constraints))
+        """0 it loads, and whole; 1 it does not, or something is lost, or a rank has too little memory."""
+        is_lost = any(item.effect == "drops" for item in self.constraints)
+        return int(self.verdict == "fails" or is_lost or not self.fits)

@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import json
-from collections import Counter, defaultdict
+import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
-from fnmatch import fnmatchcase
+from fnmatch import translate
 from typing import Any
 
 import numpy as np
 
+from ckptlint.analysis.contents import description_of, parameters_of, parts_of, values_of
 from ckptlint.analysis.rank_contents import rank_contents_of
 from ckptlint.errors import ConfigError
 from ckptlint.geometry.chunk_map import draw, make_grid
 from ckptlint.geometry.record_states import MISSING, NOT_CHECKED, STATES, chunk_states, record_states
 from ckptlint.model import Checkpoint, Tensor
-from ckptlint.model.text import JSON_ESCAPE, first_names, fold_names, inert, plural, printable, ranges, shape_text
+from ckptlint.model.text import (
+    JSON_ESCAPE,
+    at_most,
+    first_names,
+    fold_names,
+    inert,
+    join_words,
+    plural,
+    printable,
+    ranges,
+    shape_text,
+)
 from ckptlint.reporters.full import header
 from ckptlint.reporters.ranks import as_json as ranks_as_json
 from ckptlint.reporters.ranks import matrix
@@ -24,13 +37,14 @@ from ckptlint.reporters.region import StoredRegion, region_asked
 from ckptlint.reporters.region import as_json as region_as_json
 from ckptlint.reporters.region import as_text as region_as_text
 from ckptlint.reporters.style import Style, cut
-from ckptlint.reporters.tensor_table import broken, chunk_count, chunks_text, degrees, fitted, size_text, tensor_table
+from ckptlint.reporters.tensor_table import chunk_count, chunks_text, degrees, fitted, size_text, tensor_table
 from ckptlint.vocabulary.dtypes import nbytes
 from ckptlint.vocabulary.keys import role
 
 SCHEMA = "ckptlint.show/1"
+_FOLDED = re.compile(r"\{(\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)\}")
 _DEEPEST = 32  # a forged name may have thousands of dots
-_LISTED = 12
+_LISTED, _VALUES = 12, 3
 
 Branch = dict[str, "Branch | Tensor"]
 
@@ -56,7 +70,7 @@ def contents_text(checkpoints: Sequence[Checkpoint], pattern: str | None, tree: 
         return inert("\n\n".join(texts) + "\n")
     if ranks:
         blocks = (
-            [header(ckpt, style), *_facts(ckpt, ranks, style), "", *matrix(rank_contents_of(ckpt), style)]
+            [header(ckpt, style), *_facts(ckpt, style, with_ranks=True), "", *matrix(rank_contents_of(ckpt), style)]
             for ckpt in checkpoints
         )
         return inert("\n\n".join("\n".join(line.rstrip() for line in block) for block in blocks) + "\n")
@@ -88,12 +102,25 @@ def _region(checkpoints: Sequence[Checkpoint], pattern: str | None) -> list[Stor
 
 
 def matching(ckpt: Checkpoint, pattern: str | None) -> list[Tensor]:
-    """The tensors whose name matches a glob or is the very text; all of them without one."""
+    """The tensors whose name matches a glob, is the very text, or is folded in it (`h.{0-3}.w`); all without one."""
     tensors = list(ckpt.tensors.values())
     if pattern is None:
         return tensors
     names = (pattern, printable(pattern))  # as reports show it, or as the checkpoint has it
-    return [tensor for tensor in tensors if tensor.fqn in names or fnmatchcase(tensor.fqn, pattern)]
+    glob = re.compile(translate(_FOLDED.sub("\0", pattern)).replace("\0", r"(\d+)"))
+    folded = _FOLDED.findall(pattern)
+    return [
+        tensor
+        for tensor in tensors
+        if tensor.fqn in names
+        or ((like := glob.match(tensor.fqn)) and all(map(_is_among, map(int, like.groups()), folded)))
+    ]
+
+
+def _is_among(number: int, folded: str) -> bool:
+    """Whether a number is one of those that `ranges` wrote."""
+    spans = (span.partition("-") for span in folded.split(","))
+    return any(int(first) <= number <= int(last or first) for first, _, last in spans)
 
 
 def _tables(checkpoints: Sequence[Checkpoint], pattern: str | None, tree: bool, style: Style) -> str:
@@ -102,7 +129,7 @@ def _tables(checkpoints: Sequence[Checkpoint], pattern: str | None, tree: bool, 
     blocks = []
     for ckpt in checkpoints:
         tensors = matching(ckpt, pattern)
-        lines = [header(ckpt, style), *_facts(ckpt, False, style), ""]
+        lines = [header(ckpt, style), *_facts(ckpt, style, is_whole=pattern is None), ""]
         one_dtype = len({tensor.dtype for tensor in ckpt.tensors.values()}) == 1
         if not tensors:
             lines.append("no tensors")
@@ -125,7 +152,7 @@ def _demand_match(checkpoints: Sequence[Checkpoint], pattern: str | None) -> Non
 def no_tensor(checkpoints: Sequence[Checkpoint], name: str) -> str:
     """The sentence for a name or glob that no tensor has, with the nearest name."""
     names = [fqn for ckpt in checkpoints for fqn in ckpt.tensors]
-    near = get_close_matches(name, names[:10_000], 1)
+    near = [fqn for fqn in names if fqn.endswith(f".{name}")] or get_close_matches(name, names[:10_000], 1)
     did_you_mean = f", did you mean {cut(near[0])}?" if near else "; `ckptlint show PATH` lists them"
     return f"no tensor of {checkpoints[0].path} matches {cut(printable(name))}{did_you_mean}"
 
@@ -133,24 +160,51 @@ def no_tensor(checkpoints: Sequence[Checkpoint], name: str) -> str:
 # ---------------------------------------------------------------- text
 
 
-def _facts(ckpt: Checkpoint, ranks: bool, style: Style) -> Iterator[str]:
-    """Topology, bytes by dtype, and records that are not known to be there."""
+def _facts(ckpt: Checkpoint, style: Style, is_whole: bool = True, with_ranks: bool = False) -> Iterator[str]:
+    """What it is, its topology, and records that are not known to be there."""
     if ckpt.partial_because:
         yield from style.wrap(f"partial: {ckpt.partial_because}", "    ", "  ")
+    for line in _about(ckpt) if is_whole else ():
+        yield from style.wrap(line, "    ", "  ")
     if ckpt.topology:
         sizes = ", ".join(f"{axis} = {size.size:,} ({size.source})" for axis, size in ckpt.topology.items())
         yield from style.wrap(f"topology: {sizes}", "    ", "  ")
-    count, total = Counter[str](), Counter[str]()
-    for tensor in ckpt.tensors.values():
-        count[tensor.dtype] += 1
-        total[tensor.dtype] += nbytes(tensor.dtype, tensor.volume) or 0
-    if count:
-        parts = [f"{dtype} {count[dtype]:,} ({size_text(total[dtype] or None)})" for dtype in sorted(count)]
-        yield from style.wrap("dtypes: " + ", ".join(parts), "    ", "  ")
     states = np.bincount(record_states(ckpt), minlength=len(STATES)).tolist()
     if bad := [f"{plural(states[i], 'record')} {STATES[i]}" for i in range(NOT_CHECKED, len(STATES)) if states[i]]:
-        whose = "" if ranks else "; --ranks shows whose"
+        whose = "" if with_ranks else "; --ranks shows whose"
         yield from map(style.lost, style.wrap(f"not known to be there: {', '.join(bad)}{whose}", "    ", "  "))
+
+
+def _about(ckpt: Checkpoint) -> Iterator[str]:
+    """What it is: the model that it is of, parameters, parts and values."""
+    source, fields = description_of(ckpt)
+    if fields:
+        yield f"{source}: {', '.join(f'{name} {_said(value)}' for name, value in fields.items())}"
+    parameters = parameters_of(ckpt)
+    amounts = [f"{dtype} {count:,}" for dtype, count in sorted(parameters.by_dtype.items())]
+    if len(amounts) == 1:
+        amounts = [*parameters.by_dtype]
+    if parameters.packed:
+        amounts.append(f"{plural(parameters.packed, 'packed weight')} not counted")
+    if parameters.are_masters and amounts:
+        amounts.append("the optimizer's master copies")
+    if amounts:
+        yield f"parameters: {parameters.total:,} ({', '.join(amounts)})"
+    for part, dtypes in parts_of(ckpt).items():
+        sizes = (f"{dtype} {count:,} ({size_text(size or None)})" for dtype, (count, size) in sorted(dtypes.items()))
+        yield f"{part}: {', '.join(sizes)}"
+    if values := values_of(ckpt):
+        shown = [f"{cut(name)} = {join_words([*map(_said, each[:_VALUES])])}" for name, each in values.items()]
+        yield f"values: {', '.join(at_most(shown, _LISTED))}"
+
+
+def _said(value: object) -> str:
+    """A value as text: whole numbers with commas, others with six digits."""
+    if isinstance(value, tuple):
+        return "/".join(map(_said, value))
+    if isinstance(value, float):
+        return f"{value:g}"
+    return cut(f"{value:,}" if type(value) is int and abs(value) >= 10_000 else printable(str(value)))
 
 
 def _tree(tensors: Iterable[Tensor], style: Style) -> Iterator[str]:
@@ -182,18 +236,17 @@ def _branches(node: Branch, indent: str, style: Style) -> Iterator[str]:
         elements = list(_leaves(child))
         size = sum(nbytes(tensor.dtype, tensor.volume) or 0 for tensor in elements) * count
         if isinstance(child, dict):
-            about = f"  {plural(len(elements) * count, 'tensor')}, {size_text(size or None)}"
-            yield _branch(indent + lead, name, about, style.width)
-            yield from _branches(child, indent + below, style)
+            about = f"{plural(len(elements) * count, 'tensor')}, {size_text(size or None)}"
         else:
             often = f"  x {count:,}" if count > 1 else ""
             chunks = f"{chunks_text([child])} chunk" + "s" * (chunk_count(child) != 1)
-            about = f"  {child.dtype} {shape_text(child.global_shape)}  {chunks}"
-            yield _branch(indent + lead, name, f"{about}  {size_text(size or None)}{often}", style.width)
-
-
-def _branch(lead: str, name: str, about: str, width: int) -> str:
-    return lead + cut(name, max(width - len(lead) - len(about), 12)) + about
+            shape = f"{child.dtype} {shape_text(child.global_shape)}"
+            about = f"{shape}  {chunks}  {size_text(size or None)}{often}"
+        name = indent + lead + cut(name)
+        is_short = len(name) + 2 + len(about) <= style.width
+        yield name + ("  " if is_short else f"\n{indent}{below}   ") + about
+        if isinstance(child, dict):
+            yield from _branches(child, indent + below, style)
 
 
 def _folded(node: Branch) -> list[tuple[str, Branch | Tensor, int]]:
@@ -210,7 +263,7 @@ def _folded(node: Branch) -> list[tuple[str, Branch | Tensor, int]]:
 
 def _look(child: Branch | Tensor) -> object:
     if isinstance(child, dict):
-        return tuple((name, _look(inner)) for name, inner in child.items())
+        return frozenset((name, _look(inner)) for name, inner in child.items())
     return child.dtype, child.global_shape, degrees(child), chunk_count(child)
 
 
@@ -256,10 +309,9 @@ def _alike(ckpt: Checkpoint, tensors: Iterable[Tensor]) -> list[tuple[Tensor, li
 def _map(ckpt: Checkpoint, tensor: Tensor, names_alike: list[str], style: Style) -> Iterator[str]:
     """A tensor with its chunk map around the first chunk that is lost."""
     about = f"{tensor.dtype} {shape_text(tensor.global_shape)}, {plural(chunk_count(tensor), 'chunk')}"
-    name = broken(tensor.fqn, style.width)
-    is_short = len(name) == 1 and len(name[0]) + len(about) + 2 <= style.width
-    bold = "\n".join(style.paint(line, "bold") for line in name)
-    yield bold + ("  " if is_short else "\n  ") + about
+    name = cut(tensor.fqn)
+    is_short = len(name) + len(about) + 2 <= style.width
+    yield style.paint(name, "bold") + ("  " if is_short else "\n  ") + about
     lost = np.flatnonzero(chunk_states(ckpt, tensor) > NOT_CHECKED)
     region = tensor.tiling.box(int(lost[0])) if len(lost) and tensor.is_sound else None
     grid = make_grid(tensor, region) if tensor.volume else None
@@ -281,6 +333,8 @@ def _map(ckpt: Checkpoint, tensor: Tensor, names_alike: list[str], style: Style)
 
 def _checkpoint(ckpt: Checkpoint, pattern: str | None) -> dict[str, Any]:
     """A checkpoint for `show --format json`."""
+    source, fields = description_of(ckpt)
+    counted = parameters_of(ckpt)
     grids = {(key, shape): len(rows) for key, shape, rows in ckpt.objects.rows_by_grid()}
     return {
         "path": ckpt.path,
@@ -294,6 +348,18 @@ def _checkpoint(ckpt: Checkpoint, pattern: str | None) -> dict[str, Any]:
             "files": len(ckpt.files),
             "bytes": ckpt.total_bytes,
         },
+        "description": {"source": source, **fields} if fields else None,
+        "parameters": {
+            "total": counted.total,
+            "by_dtype": counted.by_dtype,
+            "packed_weights": counted.packed,
+            "are_masters": counted.are_masters,
+        },
+        "parts": {
+            part: {dtype: {"tensors": count, "bytes": size} for dtype, (count, size) in dtypes.items()}
+            for part, dtypes in parts_of(ckpt).items()
+        },
+        "values": values_of(ckpt),
         "topology": {axis: {"size": size.size, "source": size.source} for axis, size in ckpt.topology.items()},
         "tensors": [_tensor(ckpt, tensor, pattern is not None) for tensor in matching(ckpt, pattern)],
         "objects": [{"key": key, "grid": list(shape), "shards": count} for (key, shape), count in grids.items()],

@@ -22,8 +22,10 @@ from ckptlint.model.text import (
 from ckptlint.planning.outcome import Cost, Plan
 from ckptlint.reporters.full import header
 from ckptlint.reporters.style import Style, cut
+from ckptlint.reporters.tensor_table import fitted
 
 SCHEMA = "ckptlint.plan/1"
+NO_ROOM = "Loads, but does not fit"
 _PATTERNS = 6  # of keys
 _NODES = 16
 
@@ -37,6 +39,9 @@ def as_text(plan: Plan, style: Style) -> str:
         "\n".join([header(plan.checkpoint, style), *style.wrap(job_line(plan), "    ", "  ")]),
         _verdict(plan, style),
     ]
+    if plan.mismatches:
+        table_of_shapes = fitted([*SHAPES_HEAD], shape_rows(plan), style.width)
+        blocks.append("\n".join([style.paint(shapes_heading(plan), "bold"), *table_of_shapes]))
     blocks += ["\n".join(_section(*section, style)) for section in sections(plan)]
     if not style.quiet:
         costs = table(rows(plan.cost), TABLE_HEAD, colalign=("left", *["right"] * 4))
@@ -66,8 +71,8 @@ def verdict_line(plan: Plan) -> tuple[str, str]:
     if plan.astray:
         return "Does not load", f"nodes lack parts of {plural(len(plan.astray), 'key')}."
     if plan.exit_code:
-        lost = next(item.sentence for item in plan.constraints if item.effect == "drops")
-        return "Loads, but loses something", f"{lost}."
+        lost = next((item.sentence for item in plan.constraints if item.effect == "drops"), "")
+        return ("Loads, but loses something", f"{lost}.") if lost else (NO_ROOM, memory_sentence(plan))
     if plan.form == "quick":
         return "Loads", "as far as sizes tell; only the job's own code says which keys it asks for."
     return "Loads", "every key that the job asks for is there, in the shape that it wants."
@@ -85,10 +90,6 @@ def sections(plan: Plan) -> list[tuple[str, list[str], list[str]]]:
     if plan.missing:
         untouched = "with allow_partial_load=True they keep what the job put there"
         add(f"Not in the checkpoint: {plural(len(plan.missing), 'key')}", plan.missing, untouched)
-    shapes = [
-        f"{item.key}  {shape_text(item.stored)} stored, {shape_text(item.wanted)} wanted" for item in plan.mismatches
-    ]
-    add(f"With a different shape: {plural(len(shapes), 'tensor')}", shapes) if shapes else None
     add(f"Partly on another node: {plural(len(plan.astray), 'key')}", plan.astray) if plan.astray else None
     for effect, word in (("fails", "Refused"), ("drops", "Lost"), ("note", "Note")):
         for item in plan.constraints:
@@ -105,6 +106,26 @@ def sections(plan: Plan) -> list[tuple[str, list[str], list[str]]]:
         if item.guessed:
             add(f"Guessed: {item.sentence}", item.keys)
     return found
+
+
+SHAPES_HEAD = ("key", "stored", "wanted")
+
+
+def shapes_heading(plan: Plan) -> str:
+    """What stands above `shape_rows`."""
+    return f"With a different shape: {plural(len(plan.mismatches), 'tensor')}"
+
+
+def shape_rows(plan: Plan) -> list[list[str]]:
+    """The tensors that the job wants in another shape, folded over layers, below `SHAPES_HEAD`."""
+    keys: dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]] = {}
+    for item in plan.mismatches:
+        keys.setdefault((item.stored, item.wanted), []).append(item.key)
+    return [
+        [name, shape_text(stored), shape_text(wanted)]
+        for (stored, wanted), names in keys.items()
+        for name in patterns(names)
+    ]
 
 
 def patterns(keys: Sequence[str]) -> list[str]:
@@ -165,7 +186,8 @@ def plan_facts(plan: Plan) -> list[str]:
     """What the table does not show: amplification, the ideal, the worst ranks, the balance of the writers."""
     cost = plan.cost
     read = int(cost.read[cost.kind].sum())
-    lines = []
+    is_said = plan.memory is None or verdict_line(plan)[0] == NO_ROOM
+    lines = [] if is_said else [f"{'Fits' if plan.fits else 'Does not fit'}: {memory_sentence(plan)}"]
     if read:
         worst = named_ranks(cost.worst).capitalize()
         most = human_bytes(int(cost.read.max()))
@@ -185,6 +207,17 @@ def plan_facts(plan: Plan) -> list[str]:
         wrote = f"{plural(len(sizes), 'rank')} wrote it, {least} to {largest} each"
         lines.append(f"{wrote}; rank {heaviest} wrote {_of_mean(sizes)} the mean.")
     return lines
+
+
+def memory_sentence(plan: Plan) -> str:
+    """What the rank that needs the most needs of the memory that was named."""
+    needed = plan.cost.needed[plan.cost.kind]
+    most, rank = int(needed.max(initial=0)), int(needed.argmax())
+    least = "at least " if plan.verdict == "fails" else ""  # what it cannot load is not counted
+    return (
+        f"rank {rank} needs {least}{human_bytes(most)} of {human_bytes(plan.memory or 0)} for what it loads, as "
+        "stored; gradients, activations and buffers come on top."
+    )
 
 
 def _of_mean(values: Any) -> str:
@@ -252,6 +285,7 @@ def as_json(plan: Plan) -> str:
             "distinct_bytes": cost.distinct,
             "read_amplification": round(cost.amplification, 4),
         },
+        "memory": None if plan.memory is None else {"bytes": plan.memory, "fits": plan.fits},
         "worst_ranks": [*cost.worst],
         "written_bytes": {str(rank): size for rank, size in cost.written.items()},
         "ranks": [

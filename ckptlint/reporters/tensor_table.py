@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-import textwrap
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from itertools import takewhile
 from math import prod
@@ -75,19 +74,15 @@ def meaning_of_star(moments: Collection[str], style: Style, others: str = "") ->
 
 
 def fitted(heads: list[str], rows: list[list[str]], width: int) -> Iterator[str]:
-    """A table of shortened names; one that would lose digits, look like another or be hard to read has a line alone."""
+    """A table of whole names, which can be copied: one that does not fit has a line alone."""
     others = [*zip(*(row[1:] for row in [heads, *rows]), strict=True)]
     room = max(width - sum(2 + max(map(len, column)) for column in others), len(heads[0]))
-    names = [row[0] for row in rows]
-    short = [cut(name, room) for name in names]
-    times = Counter(short)
-    fits = [times[new] == 1 and _is_clear(old, new) for old, new in zip(names, short, strict=True)]
-    cells = [[name if fit else "", *row[1:]] for name, fit, row in zip(short, fits, rows, strict=True)]
+    cells = [row if len(row[0]) <= room else ["", *row[1:]] for row in rows]
     head, *lines = aligned(heads, cells)
     yield head
-    for name, fit, line in zip(names, fits, lines, strict=True):
-        if not fit:
-            yield from broken(name, width)
+    for row, cell, line in zip(rows, cells, lines, strict=True):
+        if row is not cell:
+            yield cut(row[0])
         yield line
 
 
@@ -107,11 +102,6 @@ def fitting(name: str, width: int) -> str:
     """A name shortened to a width, whole where it would lose digits or be hard to read."""
     short = cut(name, width)
     return short if _is_clear(name, short) else cut(name)
-
-
-def broken(name: str, width: int) -> list[str]:
-    """A name in lines that fit."""
-    return textwrap.wrap(cut(name), width, break_on_hyphens=False)
 
 
 def chunks_text(tensors: Sequence[Tensor]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,40 @@ def test_one_node_has_all() -> None:
     assert (code, found["astray"], found["nodes"][0]["absent"]) == (0, [], [])
 
 
+def test_memory_is_compared_with_the_rank_that_needs_the_most() -> None:
+    for memory, code, word in (
+        ("80GiB", 0, "\nFits: rank 0 needs 32.1 KiB of 80.0 GiB"),
+        ("32.2 KiB", 0, "\nFits: rank 0 needs 32.1 KiB of 32.2 KiB"),
+        ("32 kB", 1, "\nLoads, but does not fit: rank 0 needs 32.1 KiB of 31.2 KiB"),
+    ):
+        done = run("plan", REAL / "fsdp2_4r", "--to", "dp=2", "--memory", memory)
+        assert done.returncode == code and word in done.stdout and done.stdout.count(" needs 32.1 KiB") == 1
+        found = planned(REAL / "fsdp2_4r", "--to", "dp=2", "--memory", memory)
+        assert found[0] == code and found[1]["memory"]["fits"] is not bool(code)
+    lost = run("plan", REAL / "fsdp2_4r_hole", "--to", "dp=2", "--memory", "1 B").stdout
+    assert "Loads, but loses something" in lost and "\nDoes not fit: rank 0 needs " in lost
+
+
+def test_other_shapes_are_a_table_with_whole_names(tmp_path: Path) -> None:
+    file, page = tmp_path / "job.py", tmp_path / "plan.html"
+    name = "model.layers.{}.a_module_with_a_long_name.another_with_a_long_name.weight_of_it"
+    tensors = {name.format(i): {"shape": [8, 4]} for i in range(3)} | {"w": {"shape": [4]}}
+    folder = write_checkpoint({"tensors": tensors}, tmp_path / "step")
+    names = [*tensors]
+    file.write_text(f"import torch\ndef state():\n    return {{name: torch.zeros(5, 4) for name in {names}}}\n")
+    done = run("plan", folder, "--to", f"{file}:state", "--world", "1", "--html", page)
+    lines = done.stdout.splitlines()
+    start = lines.index("With a different shape: 4 tensors")
+    assert lines[start + 1].split() == ["key", "stored", "wanted"]
+    assert name.format("{0-2}") in lines[start + 2 :]
+    assert [re.split("  +", line)[-2:] for line in lines if "  [5, 4]" in line] == [
+        ["[8, 4]", "[5, 4]"],
+        ["[4]", "[5, 4]"],
+    ]
+    text = page.read_text(encoding="utf-8")
+    assert "<th>wanted</th>" in text and '<td class="key" data-name="stored">[8, 4]</td>' in text
+
+
 def test_quiet_leaves_out_a_pass_and_what_ranks_read() -> None:
     for path, code in (("fsdp2_4r", 0), ("fsdp2_4r_hole", 1)):
         plain, quiet, silent = (run("plan", REAL / path, "--to", "dp=2", *o) for o in ([], ["-q"], ["-qq"]))
@@ -150,6 +185,7 @@ def test_the_page(tmp_path: Path) -> None:
         (["--to", "job.py:f", "--mesh", "dp=2", "--world", "3"], "but --world is 3"),
         (["--to", "job.py:f", "--world", "99999"], "1 to 4,096 ranks"),
         (["--to", "job.py:1f", "--world", "2"], "is not a function"),
+        (["--to", "dp=2", "--memory", "lots"], "memory is 'lots'"),
         (["--mesh", "dp=2"], "--mesh needs a function"),
     ],
 )

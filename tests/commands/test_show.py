@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support import REAL
@@ -24,6 +26,97 @@ def shown(*arguments: object) -> list[str]:
     return done.output.splitlines()
 
 
+def described(path: Path) -> dict[str, Any]:
+    (ckpt,) = json.loads(invoke("show", path, "--format", "json").output)["checkpoints"]
+    return ckpt  # type: ignore[no-any-return]
+
+
+# ---------------------------------------------------------------- what it is
+
+
+@pytest.mark.parametrize(
+    ("name", "begins"),
+    [
+        ("fsdp2_4r", ["parameters: 2,412 (float32)", "model: float32 21 (9.4 KiB)",
+                      "optimizer: float32 63 (18.9 KiB)"]),
+        ("megatron_tp2_pp2/iter_0000010", ["args: layers 2, hidden size 8", "parameters: 2,088 (bfloat16)"]),
+        ("exports/ok_llama", ["config.json: type llama, layers 2, hidden size 16, vocabulary 24",
+                              "parameters: 5,072 (bfloat16)"]),
+        ("exports/ok_tied_and_stored", ["config.json: type llama, layers 2, hidden size 16, vocabulary 24",
+                                        "parameters: 4,688 (bfloat16)", "model: bfloat16 21 (9.9 KiB)"]),
+        ("exports/ok_llama_tied", ["config.json: type llama, layers 2, hidden size 16, vocabulary 24",
+                                   "parameters: 4,688 (bfloat16)", "model: bfloat16 20 (9.2 KiB)"]),
+        ("exports/ok_ema", ["config.json: type llama, layers 2, hidden size 16, vocabulary 24",
+                            "parameters: 5,072 (bfloat16)", "ema: bfloat16 21 (9.9 KiB)"]),
+        ("adapters/lora", ["adapter_config.json: type LORA, r 4, alpha 8", "parameters: 1,632 (float32)",
+                           "adapter: float32 24 (6.4 KiB)"]),
+        ("deepspeed/z1_bf16_4r", ["parameters: 469 (bfloat16)", "model: bfloat16 9 (938 B)"]),
+        ("deepspeed/z3_bf16_4r", ["parameters: 469 (bfloat16 168, float32 301)"]),
+        ("deepspeed/universal_z3", ["parameters: 469 (float32, the optimizer's master copies)"]),
+        ("frameworks/lightning/last.ckpt", ["parameters: 10 (float32)", "model: float32 2 (40 B)"]),
+        ("quantised_exports/ct_fp8", ["config.json: type llama, layers 2, hidden size 32, vocabulary 32",
+                                      "parameters: 20,640 (bfloat16 2,208, float8_e4m3fn 18,432)"]),
+        ("quantised_exports/wide", ["config.json: type llama, layers 2, hidden size 32, vocabulary 32",
+                                    "parameters: 20,640 (bfloat16)"]),
+        ("quantised_exports/bnb_nf4", ["config.json: type llama, layers 2, hidden size 32, vocabulary 32",
+                                       "parameters: 2,208 (bfloat16, 14 packed weights not counted)"]),
+    ],
+)  # fmt: skip
+def test_it_begins_with_what_it_is_and_counts_each_weight_once(name: str, begins: list[str]) -> None:
+    lines = [line.strip() for line in shown(REAL / name)]
+    start = next(i for i, line in enumerate(lines) if line.startswith(("parameters", "args", "config", "adapter_")))
+    assert lines[start : start + len(begins)] == begins
+
+
+def test_values_that_are_cheap_to_read_are_shown() -> None:
+    values = described(REAL / "fsdp2_4r")["values"]
+    assert values["train.step"] == [10] and values["lr"] == [0.0003] and values["train.tokens"] == [81920]
+    values = described(REAL / "deepspeed/z1_bf16_4r")["values"]
+    assert values["weight_decay"] == [0.1, 0.0] and values["betas"] == [[0.9, 0.999]]
+    assert described(REAL / "frameworks/lightning/last.ckpt")["values"]["global_step of last.ckpt"] == [4]
+    assert described(REAL / "megatron_tp2_pp2/iter_0000010")["values"]["iteration"] == [10]
+    ckpt = described(REAL / "exports/ok_llama")
+    assert ckpt["description"]["type"] == "llama" and ckpt["parameters"]["by_dtype"] == {"bfloat16": 5072}
+
+
+def test_an_entry_that_is_damaged_or_gone_is_no_value(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(REAL / "async_save", tmp_path / "c"))
+    assert described(folder)["values"] == {"step": [10]}
+    for file in folder.glob("*.distcp"):
+        file.write_bytes(b"Z" * file.stat().st_size)
+    assert described(folder)["values"] == {}
+    for file in folder.glob("*.distcp"):
+        file.unlink()
+    assert described(folder)["values"] == {}
+
+
+def test_a_tree_joins_equal_layers_whatever_the_order_of_their_keys(tmp_path: Path) -> None:
+    names = ["h.0.up.weight", "h.0.down.weight", "h.1.down.weight", "h.1.up.weight"]
+    folder = write_checkpoint({"tensors": {name: {"shape": [4]} for name in names}}, tmp_path / "c")
+    assert any("h.{0-1}  4 tensors" in line for line in shown(folder, "--tree"))
+
+
+def test_a_key_that_is_not_there_is_told_with_the_one_that_ends_so() -> None:
+    for key in ("q_proj.weight", "embed_tokens.weigth", "embed_tokens.weight[0:2]"):
+        with pytest.raises(ConfigError, match=r"did you mean model\."):
+            raise invoke("show", REAL / "exports/ok_llama", key).exception
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [("model.layers.{0-1}.attention.wk.weight", 2), ("model.layers.{1}.attention.w*.weight", 4),
+     ("model.layers.{2-9}.*", 0),     ("optimizer.state.layers.{0-1}.attention.wk.weight.*", 6),
+     ("model.layers.{0,1}.{0}.*", 0), ("model.{x}", 0)],
+)  # fmt: skip
+def test_a_name_as_the_table_folds_it_can_be_asked_for(name: str, count: int) -> None:
+    if not count:
+        with pytest.raises(ConfigError, match="no tensor of"):
+            raise invoke("show", REAL / "fsdp2_4r", name).exception
+    else:
+        done = invoke("show", REAL / "fsdp2_4r", name, "--format", "json")
+        assert len(json.loads(done.output)["checkpoints"][0]["tensors"]) == count
+
+
 # ---------------------------------------------------------------- the table of tensors
 
 
@@ -35,21 +128,25 @@ def shown(*arguments: object) -> list[str]:
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("options", [[], ["--tree"], ["*"]])
-def test_what_is_shown_fits_80_columns(name: str, options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_shown_fits_80_columns_but_for_whole_names(
+    name: str, options: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     lines = [line.replace(str(REAL), "") for line in shown(REAL / name, *options)]
-    assert [line for line in lines if len(line) > 80] == []
+    assert [line for line in lines if len(line) > 80 and "  " in line.strip("│├└─ ")] == []
+    assert not any("..." in line for line in lines)
 
 
 def test_moments_scalars_and_layers_are_one_line_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     lines = shown(REAL / "fsdp2_4r")
     assert "optimizer.state.*.weight.step                   21 x []       1        4 B" in lines
-    assert "op...er.state.layers.{0-1}.at...on.wk.weight.*  2 x [6, 12]   4 (3x1)  288 B" in lines
+    row = lines.index("optimizer.state.layers.{0-1}.attention.wk.weight.*") + 1
+    assert lines[row].split() == ["2", "x", "[6,", "12]", "4", "(3x1)", "288", "B"]
     assert "* is exp_avg or exp_avg_sq; of scalars, a parameter" in lines
     assert any(
-        re.fullmatch(r"op.*er\.state\.\*\.layers\.\{1-2\}\.down\.weight +float32 +3 x \[77\] +1 to 2 +308 B", line)
-        for line in shown(REAL / "deepspeed/z2_bf16_4r")
+        re.fullmatch(r"optimizer\.state\.\*\.layers\.\{1-2\}\.down\.weight\n +float32 +3 x \[77\] +1 to 2 +308 B", pair)
+        for pair in map("\n".join, pairwise(shown(REAL / "deepspeed/z2_bf16_4r")))
     )
     assert "each tensor is one chunk" in shown(REAL / "exports/ok_llama")
 

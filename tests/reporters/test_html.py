@@ -309,6 +309,11 @@ def test_steps_are_one_table_with_links(tmp_path: Path) -> None:
     assert len({a["href"] for a in Page(drawn).all("a")}) == len(report.checkpoints) == 4
     assert f"The newest step that passes: {steps[0]}" in page.text
     assert len(page.all("table", "steps")) == 1
+    (strip,) = re.findall(r'<ul class="steps-strip">.*?</ul>', page.source, re.DOTALL)
+    marks = re.findall(r'class="level (.*?)"><b title=".*?">(.)</b> <a href="#(.*?)">(.*?)</a>', strip)
+    hole = next(part["id"] for part in page.all("section", "checkpoint") if "blameless" not in part["class"])
+    assert marks == [("error", "F", hole, "step-20"), ("good blameless", "P", marks[1][2], "step-10")]
+    assert "F fails · P passes" in page.text
 
 
 def test_a_healthy_page_shows_who_holds_what() -> None:

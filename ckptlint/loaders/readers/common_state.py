@@ -12,7 +12,7 @@ from ckptlint.formats.pointers import pointer_in
 from ckptlint.formats.torch_archive import PICKLE_LIMIT, ranges_in
 from ckptlint.formats.torch_file import TorchFile, number_in, read_torch_bytes, read_torch_file
 from ckptlint.loaders.problems import from_error, from_refusals, from_torch_file
-from ckptlint.model import CommonState, Declared, ModelConfig, Problem, StepClaim
+from ckptlint.model import Checkpoint, CommonState, Declared, ModelConfig, Problem, StepClaim
 from ckptlint.model.text import printable
 from ckptlint.storage.folder import READABLE, Folder
 from ckptlint.vocabulary.config_fields import MODEL_CONFIG, attributes, read_declared
@@ -28,7 +28,7 @@ _CONTAINERS_LIMIT = 50_000  # lists and objects, each of which takes up to 232 b
 _NESTED_LIMIT = 12
 _YAML_LIMIT, _YAML_VALUES = 4 * 1024**2, 100_000  # a thousand lines are usual, tens of thousands of data files possible
 _YAML_SCALAR = 4096  # characters of a value that may be more than a text
-_OBJECT_LIMIT, _CLAIM_LIMIT, _MOST_CLAIMS = 16 * 1024**2, 64 * 1024, 4
+_OBJECT_LIMIT, _CLAIM_LIMIT, _MOST_CLAIMS, _MOST_NUMBERS = 16 * 1024**2, 64 * 1024, 4, 256
 
 StoragePlace = tuple[str, int, int]
 """Raw file path, byte offset and byte length of a record."""
@@ -97,6 +97,22 @@ def read_claims(folder: Folder, entries: dict[str, StoragePlace]) -> tuple[tuple
         if (step := number_in(read, found, found.root)) is not None:
             claims.append(StepClaim(printable(name), step))
     return tuple(claims), problems
+
+
+def read_numbers(folder: Folder, ckpt: Checkpoint) -> dict[str, int | float]:
+    """The numbers that a checkpoint keeps in small entries of their own, by name; none over a network."""
+    numbers: dict[str, int | float] = {}
+    for entry in ckpt.byte_objects[:_MOST_NUMBERS] if folder.is_near else ():
+        label, offset, length = ckpt.byte_range_of(entry.record) if entry.record >= 0 else ("", 0, 0)
+        path = ckpt.files[int(ckpt.records.file[entry.record])].path if label else None
+        if path is not None and length <= _CLAIM_LIMIT:
+            try:
+                found = _entry(folder, entry.fqn, (path, offset, length), [])
+            except UnreadableError:
+                continue  # the check names it
+            if found is not None and type(found.root) in (int, float):
+                numbers[entry.fqn] = found.root
+    return numbers
 
 
 def read_configs(

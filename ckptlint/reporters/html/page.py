@@ -80,6 +80,7 @@ _LEGEND = {
     "mark": "what a finding is about",
 }
 _VERDICTS = {"pass": ("✓", "Passed"), "fail": ("✕", "Failed"), "incomplete": ("?", "Incomplete")}
+_STEP_LEVELS = {"fails": "error", "passes": "good"}
 _LET_PASS = "!", "Errors, and exit 0"  # --exit-zero or --fail-on never
 
 
@@ -235,13 +236,20 @@ def _origin(report: Report) -> list[tuple[str, str]]:
 
 
 def _steps(report: Report, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The table of steps with links to their checkpoints, the sentences below it, and the parts in no step of it."""
-    steps = steps_in(report)
+    """What the page shows of steps, with links to their checkpoints, and the parts in no step.
+
+    A strip, those that fail first; a table, and the sentences below it.
+    """
+    steps, strip = steps_in(report), []
     around = [step_around(part.checkpoint) for part in report.checkpoints]
     rows, others = [], list(parts)
     for step, cells in zip(steps, step_rows(steps), strict=True):
         of_step = [part for part, at in zip(parts, around, strict=True) if at is not None and at[0] == step.path]
         others = [part for part in others if part not in of_step]
+        level = "warning" if step.hidden else _STEP_LEVELS.get(step.verdict, "warning")
+        first = min(of_step, key=lambda part: not part["worst"], default=None)
+        target, worst = (first["id"], first["worst"]) if first is not None else ("", step.verdict)
+        strip.append((level, step.verdict, cells[0], target, worst))
         rows.append(
             (
                 cells,
@@ -249,6 +257,7 @@ def _steps(report: Report, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
             )
         )
     return {
+        "strip": sorted(strip, key=lambda mark: ("error", "warning", "good").index(mark[0])),
         "columns": STEP_COLUMNS,
         "rows": rows,
         "others": others,

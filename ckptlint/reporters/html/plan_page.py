@@ -11,6 +11,7 @@ from ckptlint.planning.outcome import Cost, Plan
 from ckptlint.reporters.full import summary
 from ckptlint.reporters.html.page import environment, frame, markup
 from ckptlint.reporters.plan import (
+    SHAPES_HEAD,
     TABLE_HEAD,
     job_line,
     listed_patterns,
@@ -18,6 +19,8 @@ from ckptlint.reporters.plan import (
     plan_facts,
     rows,
     sections,
+    shape_rows,
+    shapes_heading,
     verdict_line,
 )
 
@@ -50,6 +53,9 @@ def render(plan: Plan) -> str:
         path=plan.checkpoint.path,
         facts=summary(plan.checkpoint),
         sections=[(heading, patterns(keys), lines) for heading, keys, lines in sections(plan)],
+        shapes=shape_rows(plan),
+        shapes_heading=shapes_heading(plan),
+        shapes_head=SHAPES_HEAD,
         head=TABLE_HEAD,
         rows=rows(plan.cost),
         lines=plan_facts(plan),
