@@ -70,7 +70,7 @@ def adapter_factors(ckpt: Checkpoint) -> Iterator[Finding]:
     if empty:
         yield _shapeless(tensors, empty, len(keys) + len(other_keys), "empty")
     if flat:
-        yield _shapeless(tensors, flat, len(keys), "flat (fewer than two axes)")
+        yield _shapeless(tensors, flat, len(keys), "flat (fewer than two dims)")
     yield from _lone_factors(modules, tensors)
     yield from _two_namings(tensors)
     bad = {*empty, *flat}
@@ -305,7 +305,7 @@ def _against_experts(
             at=Location(b),
             severity=Severity.ERROR if is_late else Severity.INFO if version else Severity.WARNING,
             notes=tuple(notes),
-            why="these versions stop with a size mismatch; earlier ones took the middle axis of [experts, out, in] for "
+            why="these versions stop with a size mismatch; earlier ones took the middle dim of [experts, out, in] for "
             "the input",
             hint=("save it again with the peft that trained it, " if is_late else "load it with an earlier peft, ")
             + "or exchange the two factors of each expert",

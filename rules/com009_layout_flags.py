@@ -49,7 +49,7 @@ def layout_flags(ckpt: Checkpoint) -> Iterator[Finding]:
     if flags.get("singleton_local_shards") is True and fused and not halves and flag(trusted(ckpt), "gated"):
         yield _finding(ckpt, "singleton_local_shards", True, fused, "fused weights", "halves _w and _v")
     if flags.get("non_homogeneous_layers") is True and stacked:
-        yield _finding(ckpt, "non_homogeneous_layers", True, stacked, "layers stacked on an axis", "numbered layers")
+        yield _finding(ckpt, "non_homogeneous_layers", True, stacked, "layers stacked on a dim", "numbered layers")
     if flags.get("chained_optim_avoid_prefix") is True and prefixed:
         yield _finding(ckpt, "chained_optim_avoid_prefix", True, prefixed, "states with a prefix chained_<i>.", "none")
     if flags.get("chained_optim_avoid_prefix") is False and bare and _chains(ckpt) > 1:

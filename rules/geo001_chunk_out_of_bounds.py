@@ -16,7 +16,7 @@ def chunk_out_of_bounds(ckpt: Checkpoint) -> Iterator[Finding]:
     """A chunk lies partly or wholly outside its tensor.
 
     What it checks:
-        On every axis a chunk starts at 0 or later, has a size of 0 or more, and ends at the global size or before. An
+        On every dim a chunk starts at 0 or later, has a size of 0 or more, and ends at the global size or before. An
         empty chunk outside the tensor is only info.
     Why it matters:
         Loading reads the wrong rows, or fails on this tensor.
@@ -51,7 +51,7 @@ def _fault(box: Box, shape: tuple[int, ...]) -> str:
     """By how many elements a box leaves a shape on its worst axis, or which of its sizes is negative.
 
     >>> _fault(Box((12,), (8,)), (16,)), _fault(Box((4, 0), (-2, 8)), (16, 8))
-    ('reaches 4 beyond the tensor on dim 0 (size 16, 1/4 of the axis)', 'has size -2 on dim 0')
+    ('reaches 4 beyond the tensor on dim 0 (size 16, 1/4 of it)', 'has size -2 on dim 0')
     """
     axis = min(range(len(shape)), key=lambda a: box.sizes[a])
     if box.sizes[axis] < 0:
@@ -60,5 +60,5 @@ def _fault(box: Box, shape: tuple[int, ...]) -> str:
     axis = max(range(len(shape)), key=lambda a: excess[a])
     size = shape[axis]
     ratio = Fraction(excess[axis], size) if size else Fraction(1, _DENOMINATOR + 1)
-    share = f", {ratio} of the axis" if ratio.denominator <= _DENOMINATOR else ""
+    share = f", {ratio} of it" if ratio.denominator <= _DENOMINATOR else ""
     return f"reaches {excess[axis]:,} beyond the tensor on dim {axis} (size {size:,}{share})"

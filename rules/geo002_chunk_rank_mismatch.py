@@ -9,16 +9,16 @@ from ckptlint.rule import Finding, Location, Severity, rule
 
 @rule("GEO002", "chunk-rank-mismatch", Severity.ERROR)
 def chunk_rank_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
-    """A chunk has a different number of axes from its tensor.
+    """A chunk has a different number of dims from its tensor.
 
     What it checks:
         The offsets and the sizes of each chunk have as many numbers as the global shape.
     Why it matters:
-        torch raises an IndexError that does not name the tensor, or slices the wrong axes.
+        torch raises an IndexError that does not name the tensor, or slices the wrong dims.
     Usual causes:
-        A layer or expert axis was prepended to the offsets but not to the sizes, or somebody edited the shape.
+        A layer or expert dim was prepended to the offsets but not to the sizes, or somebody edited the shape.
     How to fix:
-        Prepend the same axes to the sizes as to the offsets, and save again.
+        Prepend the same dims to the sizes as to the offsets, and save again.
     See:
         torch.distributed.checkpoint.metadata.ChunkStorageMetadata
     """
@@ -29,9 +29,9 @@ def chunk_rank_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
         chunk = chunks[0]
         yield Finding(
             f"{len(chunks)} of {plural(len(chunks) + len(tensor.chunks), 'chunk')}{{of}} "
-            f"{verb(len(chunks), 'does')} not have the tensor's {len(tensor.global_shape)} axes: "
+            f"{verb(len(chunks), 'does')} not have the tensor's {len(tensor.global_shape)} dims: "
             f"offsets {shape_text(chunk.offsets)}, sizes {shape_text(chunk.sizes)}, "
             f"shape {shape_text(tensor.global_shape)}",
             at=Location(tensor),
-            hint="look for an axis (layer, expert) that was prepended or dropped on one side only",
+            hint="look for a dim (layer, expert) that was prepended or dropped on one side only",
         )

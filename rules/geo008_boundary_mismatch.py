@@ -18,15 +18,15 @@ _MOST = 0.8
 
 @rule("GEO008", "boundary-mismatch", Severity.WARNING)
 def boundary_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
-    """Chunks of one tensor divide an axis at different indices.
+    """Chunks of one tensor divide a dim at different indices.
 
     What it checks:
-        On no axis do the intervals of two chunks cross. None lies strictly inside another either, where at least 80% of
+        On no dim do the intervals of two chunks cross. None lies strictly inside another either, where at least 80% of
         three or more siblings (the same tensor of other layers) form a plain grid. Tensors with holes, overlaps or
         duplicates are left to GEO001 to GEO007; flattened tensors, whose chunks are contiguous runs or pieces of single
         rows, are allowed.
     Why it matters:
-        Ranks disagree where a shared axis is divided, so code that assumes one grid mixes rows. torch accepts the plan,
+        Ranks disagree where a shared dim is divided, so code that assumes one grid mixes rows. torch accepts the plan,
         since every element is stored once.
     Usual causes:
         Each tensor-parallel rank computed uneven boundaries of its own; one rank has a different bucket layout; the

@@ -120,7 +120,7 @@ def _padding_reason(ckpt: Checkpoint, pair: KeyPair) -> str:
 
 def _ratios(expected: Shape, stored: Shape) -> tuple[Note, ...]:
     if len(expected) != len(stored):
-        axes = f"{len(stored)} axes instead of {len(expected)}"
+        axes = f"{len(stored)} dims instead of {len(expected)}"
         return (("ratio", f"{axes}, {prod(stored):,} elements instead of {prod(expected):,}"),)
     dims = [
         f"dim {axis}: {a:,} instead of {b:,}" + (f" = {_times(Fraction(a, b))}" if a and b else "")

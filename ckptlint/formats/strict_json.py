@@ -40,7 +40,7 @@ def checked_shape(name: str, value: Any) -> tuple[int, ...]:
     if not isinstance(value, list) or not all(is_size(size) for size in value):
         raise UnreadableError(f"has a shape of {shown} that is not a list of sizes", 8)
     if len(value) > RANK_LIMIT or prod(value) >= 2**63:
-        raise LimitError(f"has a shape of {shown} with {len(value)} axes whose elements do not fit 64 bits")
+        raise LimitError(f"has a shape of {shown} with {len(value)} dims whose elements do not fit 64 bits")
     return tuple(value)
 
 

@@ -182,7 +182,7 @@ def _tensors(
             shape = _int_tuple(states[0].get("size"))
             listed = list(chain(*(_list(state.get("chunks")) for state in states)))
             if len(shape) > RANK_LIMIT:
-                problems.append(_limit(file, fqn, f"it has {len(shape):,} axes, the limit is {RANK_LIMIT}"))
+                problems.append(_limit(file, fqn, f"it has {len(shape):,} dims, the limit is {RANK_LIMIT}"))
                 listed = []
             offsets, sizes, malformed = _chunks(listed, len(shape))
         except UnreadableError as error:
