@@ -8,6 +8,7 @@ from ckptlint.analysis.inventory import inventory_of
 from ckptlint.analysis.step_change import older_name
 from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint, Tensor
+from ckptlint.model.text import plural
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, require, rule
 from ckptlint.vocabulary.keys import MOMENTS
 
@@ -41,13 +42,18 @@ def identical_to_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
     if not weights or not all(weights):
         return
     is_copy = bool(moments) and all(moments)
-    subject = "all weights and all moments are" if is_copy else f"all {len(weights):,} weights that can be compared are"
+    subject = "all weights and all moments are" if is_copy else "all weights that can be compared are"
     yield Finding(
         f"{subject} bit-identical to {older_name(ckpt)}",
         at=Location(label="compared with the step before"),
         identity=("identical",),
         confidence="certain" if is_copy else "possible",
-        notes=(("compared", f"{len(weights):,} weights and {len(moments):,} moments, by CRC-32 and length"),),
+        notes=(
+            (
+                "compared",
+                f"{plural(len(weights), 'weight')} and {plural(len(moments), 'moment')}, by CRC-32 and length",
+            ),
+        ),
         hint="resume from the older step: this one is a copy of it"
         if is_copy
         else "check whether the weights were frozen or the learning rate was zero between the two steps",

@@ -19,7 +19,7 @@ from ckptlint.analysis.projections import (
 from ckptlint.geometry.chunk_graph import axis_name
 from ckptlint.model import Checkpoint
 from ckptlint.model.cover import Shape
-from ckptlint.model.text import ranges, shape_text
+from ckptlint.model.text import numbered, shape_text
 from ckptlint.rule import Confidence, Finding, Location, Note, Severity, rule
 from ckptlint.vocabulary.keys import is_adapter
 
@@ -210,7 +210,7 @@ def _from_layers(ckpt: Checkpoint) -> Iterator[Swap]:
             numbers = {param.key.layer or 0 for param in others}
             evidence = _evidence(_fits_partners(others, partners), layers, len(numbers))
             for param in group:
-                yield Swap(param, expected, f"layers {ranges(numbers)}", (("evidence", evidence),), "likely")
+                yield Swap(param, expected, numbered("layer", numbers), (("evidence", evidence),), "likely")
 
 
 def _evidence(fits: bool, suspected: int, others: int) -> str:
