@@ -43,6 +43,7 @@ def identical_to_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
         return
     is_copy = bool(moments) and all(moments)
     subject = "all weights and all moments are" if is_copy else "all weights that can be compared are"
+    counts = f"{plural(len(weights), 'weight')} and {plural(len(moments), 'moment')}"
     yield Finding(
         f"{subject} bit-identical to {older_name(ckpt)}",
         at=Location(label="compared with the step before"),
