@@ -49,12 +49,7 @@ def identical_to_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
         at=Location(label="compared with the step before"),
         identity=("identical",),
         confidence="certain" if is_copy else "possible",
-        notes=(
-            (
-                "compared",
-                f"{plural(len(weights), 'weight')} and {plural(len(moments), 'moment')}, by CRC-32 and length",
-            ),
-        ),
+        notes=(("compared", f"{counts}, by CRC-32 and length"),),
         hint="resume from the older step: this one is a copy of it"
         if is_copy
         else "check whether the weights were frozen or the learning rate was zero between the two steps",
