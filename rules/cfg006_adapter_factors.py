@@ -27,7 +27,7 @@ _FEW = 5  # a gap is at most one layer in five
 _LEAST = 3
 
 
-@rule("CFG006", "adapter-factors", Severity.ERROR, whole=True)
+@rule("CFG006", "adapter-factors", Severity.ERROR, whole=True, yields_to=("CFG007",))
 def adapter_factors(ckpt: Checkpoint) -> Iterator[Finding]:
     """The two factors of a low-rank adapter do not fit each other, or one is missing.
 
