@@ -57,7 +57,7 @@ def trained_model(steps: int) -> tuple[nn.Module, torch.optim.Optimizer, State, 
 
 def trained(step: int) -> Save:
     """A model with AdamW in three groups, after some updates, at a step that may be later."""
-    model, optimizer, scheduler, names = trained_model(min(step, 3))
+    model, optimizer, scheduler, names = trained_model(min(step, 3) + step // 10 % 10)
     state = optimizer.state_dict()
     for of_param in state["state"].values():
         of_param["step"] = torch.tensor(float(step))
@@ -143,7 +143,7 @@ def as_named_file(place: Path, save: Save) -> None:
 def as_lightning(place: Path, save: Save) -> None:
     """A file that Lightning's Trainer wrote, with another model and optimizer in it."""
     place.mkdir(parents=True)
-    state = _loaded(REAL / "frameworks/lightning/epoch=0-step=4.ckpt")
+    state = loaded(REAL / "frameworks/lightning/epoch=0-step=4.ckpt")
     state |= {"state_dict": save.model, "optimizer_states": [save.optimizer], "lr_schedulers": [save.scheduler]}
     torch.save(state | {"global_step": save.step}, place / f"epoch=0-step={save.step}.ckpt")
 
@@ -159,7 +159,7 @@ LAYOUTS: dict[str, Callable[[Path, Save], None]] = {
 # ---------------------------------------------------------------- what libraries wrote
 
 
-def _loaded(path: Path) -> Any:
+def loaded(path: Path) -> Any:
     return torch.load(path, weights_only=False, map_location="cpu")
 
 
@@ -186,7 +186,7 @@ def optimizers_in(value: Any) -> Iterator[State]:
 def later(step: Path, number: int) -> Path:
     """A step of DeepSpeed with the counters of a later one."""
     for path in step.glob("*_states.pt"):
-        state = _loaded(path)
+        state = loaded(path)
         for optimizer in optimizers_in(state):
             for of_param in optimizer["state"].values():
                 of_param["step"] = torch.full_like(of_param["step"], number)
@@ -206,7 +206,7 @@ def with_change(written: str, place: Path, change: Change, draw: random.Random) 
     paths = sorted(step.rglob(f"*{ending}"))
     seed = draw.random()
     for path in paths if draw.random() < 0.5 else [draw.choice(paths)]:
-        state = _loaded(path)
+        state = loaded(path)
         said = change(next(one for one in optimizers_in(state) if len(one["param_groups"]) > 1), random.Random(seed))
         torch.save(state, path)
     return said
