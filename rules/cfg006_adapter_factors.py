@@ -27,7 +27,7 @@ _FEW = 5  # a gap is at most one layer in five
 _LEAST = 3
 
 
-@rule("CFG006", "adapter-factors", Severity.ERROR, whole=True)
+@rule("CFG006", "adapter-factors", Severity.ERROR, whole=True, yields_to=("CFG007",))
 def adapter_factors(ckpt: Checkpoint) -> Iterator[Finding]:
     """The two factors of a low-rank adapter do not fit each other, or one is missing.
 
@@ -72,13 +72,15 @@ def adapter_factors(ckpt: Checkpoint) -> Iterator[Finding]:
     if flat:
         yield _shapeless(tensors, flat, len(keys), "flat (fewer than two dims)")
     yield from _lone_factors(modules, tensors)
-    yield from _two_namings(tensors)
+    namings = [*_two_namings(tensors)]
+    yield from namings
     bad = {*empty, *flat}
     sound = [factors for factors in modules if not bad.intersection(factors.keys.values())]
     yield from _wrong_ranks(sound, tensors)
     yield from _wrong_magnitudes(sound, tensors)
     yield from _against_base(ckpt, sound, tensors)
-    yield from _layer_gaps(ckpt, modules)
+    if not namings:  # what is named otherwise is no gap
+        yield from _layer_gaps(ckpt, modules)
     if ckpt.payload is not None:
         yield from _zero_factors(ckpt.payload, [tensors[factors.keys["B"]] for factors in sound if "B" in factors.keys])
 

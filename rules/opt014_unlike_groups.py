@@ -88,8 +88,7 @@ def _of_keys(ckpt: Checkpoint) -> Iterator[_Groups]:
         group, _, name = rest.rpartition(".")
         if is_group and group:
             content = ckpt.payload.of(record) if ckpt.payload is not None and record >= 0 else None
-            value = content.value if content is not None else None
-            group_lists[f"{stem}param_groups"][group][name] = ... if value is None else value
+            group_lists[f"{stem}param_groups"][group][name] = content.value if content is not None else ...
     yield from (_Groups(ckpt.metadata_file, stem, {**groups}) for stem, groups in group_lists.items())
 
 
@@ -103,13 +102,13 @@ def _lost_settings(one: _Groups) -> Iterator[Finding]:
         if lost := tuple(setting for setting in wanted if setting in owner_of and setting not in group):
             lost_of[lost].append(name)
     for lost, names in lost_of.items():
-        what, owner = join_words(lost, "or"), printable(owner_of[lost[0]])
         yield Finding(
-            f"{_named(names, len(one.groups))} no {what}, which group {owner} has",
+            f"{_named(names, len(one.groups))} no {join_words(lost, 'or')}, which {_owner(owner_of[lost[0]])}",
             at=Location(file=one.file, label=one.place),
             identity=("settings", one.place, *names[:_SHOWN]),
             keys=_keys(one, names),
             kind="settings",
+            group=f"settings {names} {lost}",
             why="the next step of the optimizer stops, or runs with its defaults",
             hint="save again from an optimizer whose groups are whole, or use an earlier step of the run",
         )
@@ -131,17 +130,18 @@ def _other_steps(one: _Groups, is_fixed: bool) -> Iterator[Finding]:
             if step is None or (name in counted and step != most):
                 apart[step].append(name)
         for step, names in apart.items():
-            at = "no step" if step is None else f"step {step:,}"
+            at = "no step" if step is None else f"step {_count(step)}"
             confidence: Confidence = "certain" if is_fixed or step is None else "possible"
             yield Finding(
-                f"{_named(names, len(one.groups))} {at}, but group {printable(first)} has step {most:,}",
+                f"{_named(names, len(one.groups))} {at}, but {_owner(first)} step {_count(most)}",
                 at=Location(file=one.file, label=one.place),
                 identity=("step", one.place, *names[:_SHOWN]),
                 keys=_keys(one, names),
                 confidence=confidence,
                 kind="step",
+                group=f"step {names} {at} {most}",
                 why="a resume corrects the bias of Adam's moments in this group as at another step",
-                hint=f"set the step of the group to {most:,} before you resume, or use an earlier step of the run",
+                hint=f"set this step to {_count(most)} before you resume, or use an earlier step of the run",
             )
 
 
@@ -152,6 +152,18 @@ def _keys(one: _Groups, names: list[str]) -> tuple[str, ...]:
 
 
 def _named(names: list[str], total: int) -> str:
-    if len(names) == 1:
-        return f"parameter group {printable(names[0])} of {total:,} has"
-    return f"{plural(len(names), 'parameter group')} of {total:,} ({first_names(map(printable, names), _SHOWN)}) have"
+    """Groups as the begin of a sentence; where torch flattened the state, each parameter has settings of its own."""
+    if names[0].isdecimal() and len(names) == 1:
+        return f"parameter group {names[0]} of {total:,} has"
+    shown = first_names(map(printable, names), _SHOWN)
+    if names[0].isdecimal():
+        return f"{plural(len(names), 'parameter group')} of {total:,} ({shown}) have"
+    return f"the settings of {len(names):,} of {total:,} parameters ({shown}) have"
+
+
+def _owner(name: str) -> str:
+    return f"group {name} has" if name.isdecimal() else f"those of {printable(name)} have"
+
+
+def _count(step: float) -> str:
+    return f"{step:,}".removesuffix(".0")

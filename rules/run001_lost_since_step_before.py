@@ -95,7 +95,10 @@ def _files(ckpt: Checkpoint, before: Checkpoint, keeps_optimizer: bool) -> Itera
     here = {file.family for file in ckpt.step_files}
     names: dict[str, str] = {}
     for file in before.step_files:
-        if file.family not in here and (part_of_file(file.family) or file.family == "trainer state"):
+        part = part_of_file(file.family)
+        # in a folder: an export, which somebody makes of one step; or a state that COM001 misses with its folder
+        is_inner = part in ("model", None) and "/" in file.name
+        if file.family not in here and (part or file.family == "trainer state") and not is_inner:
             names.setdefault(file.family, file.name)
     is_meant = "optimizer state" in names and not keeps_optimizer
     for family, name in names.items():

@@ -47,12 +47,14 @@ def optimizer_never_written(file: str, steps: int, lack: str) -> Problem:
     """That a job stepped and no optimizer is stored: a scheduler proves that it had one.
 
     Args:
+        steps: of the job; 0 where they are not known.
         lack: where it should be and is not, as the end of a sentence.
     """
+    who = f"the job stepped {plural(steps, 'time')} and has" if steps else "the step has"
     return Problem(
         "incomplete",
         file,
-        f"the job stepped {plural(steps, 'time')} and has a scheduler, but {lack}",
+        f"{who} a scheduler, but {lack}",
         why="the optimizer was never written: a resume continues with zero moments",
         hint="resume with the weights alone and warm up again, or use a step that has its optimizer",
         outside_checkpoint=True,

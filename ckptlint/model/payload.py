@@ -38,7 +38,7 @@ class RecordContent:
         offset: its first element in the storage.
         key: name of the storage's member (`data/0`).
         length: elements of a list, -1 for anything else.
-        value: the content itself, for the few objects that rules read.
+        value: the content itself, for the few objects that rules read; `...` where it was not kept.
         declared_offsets: the offsets at which its writer said it is in the whole tensor; None where it said nothing.
     """
 
@@ -49,7 +49,7 @@ class RecordContent:
     offset: int = 0
     key: str = ""
     length: int = -1
-    value: Any = None
+    value: Any = ...
     declared_offsets: tuple[int, ...] | None = None
 
     @property

@@ -74,7 +74,7 @@ def _of_records(ckpt: Checkpoint) -> Iterator[GroupSettings]:
     for entry in ckpt.byte_objects:
         setting = _setting(entry.fqn)
         content = ckpt.payload.of(entry.record) if setting is not None else None
-        if setting is not None and content is not None and content.value is not None:
+        if setting is not None and content is not None and content.value not in (None, ...):
             groups[setting[:2]][setting[2]] = content.value
     for (stem, group), values in groups.items():
         if not group.isdecimal():

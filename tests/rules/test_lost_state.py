@@ -11,7 +11,7 @@ import torch
 from support import REAL, report_on
 from torch import nn
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 
 def told(folder: Path, code: str) -> list[str]:
@@ -37,55 +37,6 @@ def trained(steps: int = 2) -> tuple[nn.Module, torch.optim.Optimizer]:
         model(torch.randn(4, 8)).square().sum().backward()
         optimizer.step()
     return model, optimizer
-
-
-@pytest.mark.parametrize("is_flat", [False, True])
-@pytest.mark.parametrize("is_lost", [False, True])
-def test_a_group_that_lost_its_settings_is_told(tmp_path: Path, is_flat: bool, is_lost: bool) -> None:
-    model, optimizer = trained()
-    options = StateDictOptions(flatten_optimizer_state_dict=is_flat)
-    state: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=options)
-    settings = ("lr", "betas", "eps", "weight_decay") if is_lost else ()
-    for name in settings:
-        del (state if is_flat else state["param_groups"][1])[f"param_groups.1.bias.{name}" if is_flat else name]
-    dcp.save({"model": model.state_dict(), "optimizer": state}, checkpoint_id=tmp_path / "step-2", no_dist=True)
-    assert [text.partition(",")[0] for text in told(tmp_path / "step-2", "OPT014")] == [
-        f"parameter group {'1.bias of 6' if is_flat else '1 of 2'} has no lr"
-    ] * is_lost
-
-
-@pytest.mark.parametrize("is_lost", [False, True])
-def test_a_group_of_an_optimizers_file_that_lost_its_settings_is_told(tmp_path: Path, is_lost: bool) -> None:
-    model, optimizer = trained()
-    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    state = optimizer.state_dict()
-    if is_lost:
-        del state["param_groups"][0]["lr"]
-    torch.save(state, tmp_path / "optimizer.pt")
-    assert told(tmp_path, "OPT014") == ["parameter group 0 of 2 has no lr, which group 1 has"] * is_lost
-
-
-def cast(state: Any, is_whole: bool) -> Any:
-    """The state of an optimizer in bfloat16, with its counters or without."""
-    if isinstance(state, dict):
-        return {key: value if key == "step" and not is_whole else cast(value, is_whole) for key, value in state.items()}
-    return state.to(torch.bfloat16) if isinstance(state, torch.Tensor) else state
-
-
-@pytest.mark.parametrize("steps", [2, 300])
-@pytest.mark.parametrize("is_whole", [False, True])
-@pytest.mark.parametrize("is_dcp", [False, True])
-def test_step_counters_that_were_cast_are_told(tmp_path: Path, is_dcp: bool, is_whole: bool, steps: int) -> None:
-    model, optimizer = trained(steps)
-    if is_dcp:
-        state = cast(get_optimizer_state_dict(model, optimizer), is_whole)
-        dcp.save({"model": model.state_dict(), "optimizer": state}, checkpoint_id=tmp_path, no_dist=True)
-    else:
-        torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-        torch.save(cast(optimizer.state_dict(), is_whole), tmp_path / "optimizer.pt")
-    sentences = told(tmp_path, "OPT015")
-    assert len(sentences) == (is_whole and steps == 300)
-    assert all(text.startswith("6 step counters are bfloat16, which counts to 256") for text in sentences)
 
 
 def engine_states(**changes: Any) -> dict[str, Any]:
@@ -177,18 +128,6 @@ def test_a_rank_folder_without_its_file_is_told(tmp_path: Path, world: int, ther
         (tmp_path / "rank_00003" / "distrib_optim.pt").unlink()
     whole = {4: [], 3: ["of 1 rank of 4 is missing: rank_00001/distrib_optim.pt"], 2: []}[there]
     assert told(tmp_path, "COM012") == [f"the distrib_optim.pt file {text}" for text in whole]
-
-
-@pytest.mark.parametrize("steps", [0, 3])
-@pytest.mark.parametrize("name", ["step-1", "step-500"])
-def test_an_optimizer_that_never_stepped_in_a_job_that_did_is_told(tmp_path: Path, name: str, steps: int) -> None:
-    model, optimizer = trained(steps)
-    model.zero_grad()
-    state = get_optimizer_state_dict(model, optimizer)  # which makes a first state where there is none
-    dcp.save({"model": model.state_dict(), "optimizer": state}, checkpoint_id=tmp_path / name, no_dist=True)
-    sentences = told(tmp_path / name, "OPT013")
-    assert len(sentences) == (steps == 0 and name == "step-500")
-    assert all(text.startswith("all 12 moments are zero and 6 counters of the optimizer say 1") for text in sentences)
 
 
 @pytest.mark.parametrize(

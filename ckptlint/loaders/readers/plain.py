@@ -38,7 +38,7 @@ _META = re.compile(r"consolidated\.\d{1,3}\.pth")
 _MOST_STATES = 64  # files of a folder that are judged each by itself
 _NUMBERS = re.compile(r"\d+")
 _EPOCHS = ("epoch", "iteration", "iter")
-_SCHEDULERS = ("lr_schedulers", "lr_scheduler", "scheduler")
+_SCHEDULER = re.compile(r"(lr_)?schedulers?(_states?|_state_dict)?")
 _STATES = ("state_dict", "model", "module", "model_state_dict", "model_state")
 
 
@@ -87,12 +87,14 @@ def _never_written(folder: Folder, label: str, root: dict[Any, Any]) -> Iterator
     Source:
         lightning 2.6, CheckpointConnector.dump_checkpoint: weights alone are saved without `lr_schedulers` too
     """
-    steps = max((step for name, step in root.items() if type(step) is int and is_counter(str(name))), default=0)
+    counters = (step for name, step in root.items() if is_counter(str(name)) or name in _EPOCHS[1:])
+    steps = max((step for step in counters if type(step) is int), default=0)
+    has_scheduler = any(value for name, value in root.items() if _SCHEDULER.fullmatch(str(name)))
     states = {str(name): value for name, value in root.items() if "optim" in str(name).lower()}
     names = [*states, *(["optimizer_states"] if "pytorch-lightning_version" in root and not states else ())]
     whole = folder.parent.sub(folder.name) if folder.is_one_file and folder.parent is not None else folder
     is_apart = any("optim" in name.lower() for name in whole.files_beside())
-    if steps > 0 and names and not any(states.values()) and not is_apart and any(map(root.get, _SCHEDULERS)):
+    if steps > 0 and names and not any(states.values()) and not is_apart and has_scheduler:
         how = "is not there" if not states else "is None" if states[names[0]] is None else "is empty"
         yield optimizer_never_written(label, steps, f"{printable(names[0])} in {label} {how}")
 

@@ -150,8 +150,8 @@ class SetFiles:
         self.files.append(RankFile(label, kind, numbers, found is not None))
         if found is not None:
             groups = [(place, settings_of(group)) for place, group in param_groups_in(label, found.root)]
-            steps = {repr(group.get("step")) for _, group in groups if group["params"] != []}
-            if not self.param_groups or len(steps) > 1:  # those of all ranks have the same settings
+            kinds = {(repr(group.get("step")), *map(str, group)) for _, group in groups if group["params"] != []}
+            if not self.param_groups or len(kinds) > 1:  # those of all ranks have the same settings
                 self.param_groups += groups
         return None if found is None else OpenedFile(self.files[-1], len(self.stored) - 1, found)
 

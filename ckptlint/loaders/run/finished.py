@@ -40,6 +40,7 @@ _NUMBERS = re.compile(r"\d+")
 _SHARDED = re.compile(r"-\d+-of-\d+(?=\.\w+$)|\.index\.json$")
 _INVENTORY_LIMIT = 1024**2
 _MOST_RANKS = 2**31
+_EMPTY = "the folder {} is empty"
 
 
 def step_state(step: Folder, levels: int = _LEVELS) -> StepState:
@@ -130,9 +131,11 @@ def missing_parts(folder: Folder) -> list[Problem]:
                 outside_checkpoint=True,
             )
         )
-    if _lacks_optimizer(folder) and not any("optim" in name for name in files):
+    scheduler = _without_optimizer(folder)
+    if scheduler and not any("optim" in name for name in files):
+        steps = step_number(folder.name) or 0 if folder.has(_TRAINER) else 0  # accelerate may count saves
         lack = "no file or folder of the step holds an optimizer"
-        problems.append(optimizer_never_written("scheduler.pt", step_number(folder.name) or 0, lack))
+        problems.append(optimizer_never_written(scheduler, steps, lack))
     for tracker in world().trackers if step_number(folder.name) is not None else ():
         named = folder.short_text(tracker.file) if folder.has(tracker.file) else ""
         if tracker.holds == "folder" and step_number(named) is not None and named not in folder.folders():
@@ -141,9 +144,7 @@ def missing_parts(folder: Folder) -> list[Problem]:
             problems.append(Problem("incomplete", tracker.file, sentence, why=why, hint=hint, outside_checkpoint=True))
     for name in hollow:
         why = "a save makes a part's folder to write into it, so the save or the copy lost what it held"
-        problems.append(
-            Problem("incomplete", name, f"the folder {name} is empty", why=why, hint=hint, outside_checkpoint=True)
-        )
+        problems.append(Problem("incomplete", name, _EMPTY.format(name), why=why, hint=hint, outside_checkpoint=True))
     for part in bare:
         sentence = f"{part.name} holds the configuration of {part.model} and no weights"
         why = f"{part.named_by}, so the save or the copy lost the weights of this part"
@@ -152,17 +153,24 @@ def missing_parts(folder: Folder) -> list[Problem]:
     return problems
 
 
-def _lacks_optimizer(step: Folder) -> bool:
-    """Whether transformers' Trainer saved its scheduler after a step, and no optimizer.
+def _without_optimizer(step: Folder) -> str:
+    """The scheduler that transformers' Trainer or accelerate saved after a step without an optimizer; "" for none.
 
     Source:
-        transformers 5.23: Trainer._save_optimizer_and_scheduler writes both or none; those of FSDP and DeepSpeed are
-        folders, `optimizer_0` and `global_step10`
+        transformers 5.23: Trainer._save_optimizer_and_scheduler writes both or none; accelerate 1.15:
+        save_accelerator_state; those of FSDP and DeepSpeed are folders, `optimizer_0`, `global_step10`, `pytorch_model`
     """
-    if step.is_one_file or not step_number(step.name) or not (step.has("scheduler.pt") and step.has(_TRAINER)):
-        return False
+    scheduler = next((name for name in ("scheduler.pt", "scheduler.bin") if step.has(name)), "")
+    if step.is_one_file or not scheduler or not step_number(step.name) or step.has(_TRAINER) != (scheduler[-1] == "t"):
+        return ""
     names = (*step.files_beside(), *step.entries.strange, *step.folders())
-    return not any("optim" in name or step_number(name) is not None for name in names)
+    is_there = any("optim" in name or step_number(name) is not None for name in names)
+    return "" if is_there or "pytorch_model" in step.folders() else scheduler
+
+
+def is_empty_part(problem: Problem) -> bool:
+    """Whether it says that the folder of a part is empty."""
+    return problem.message == _EMPTY.format(problem.file)
 
 
 def _hollow(step: Folder) -> list[str]:

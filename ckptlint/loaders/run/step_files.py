@@ -154,7 +154,12 @@ def with_step_files(whole: CheckpointPlace, ckpt: Checkpoint) -> Checkpoint:
     survey = _survey(whole, ckpt)
     read = dict(zip(survey.opened, _read_within_limits(survey.opened), strict=False))
     files: list[StepFile] = []
-    problems = [*ckpt.problems, *(lack for place in whole.reports_for for lack in missing_parts(place))]
+    lacks = [lack for place in whole.reports_for for lack in missing_parts(place)]
+    problems = [*ckpt.problems, *lacks]
+    if ckpt.format == "incomplete" and ckpt.problems and lacks:  # one loss: what is gone, and who has it
+        first, *rest = ckpt.problems
+        more = "; ".join(lack.message for lack in lacks)
+        problems = [replace(first, message=f"{first.message}; {more}"), *rest]
     run = "" if (around := _run_around(whole.folder)) == whole.folder.place else around
     whole_sets = {item.alike for item, (file, _) in read.items() if file.state == "read"}
     for item in survey.files:

@@ -66,7 +66,7 @@ def root_content(root: Any) -> RecordContent:
         shape, strides = subclass_form(root)
         return RecordContent("subclass", shape=shape, strides=strides)
     length = len(root) if isinstance(root, list) else -1
-    return RecordContent("object", length=length, value=root if _is_small(root, [_VALUE_LIMIT]) else None)
+    return RecordContent("object", length=length, value=root if _is_small(root, [_VALUE_LIMIT]) else ...)
 
 
 def _is_small(value: Any, budget: list[int], depth: int = 0) -> bool:
