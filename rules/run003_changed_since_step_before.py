@@ -13,7 +13,7 @@ from ckptlint.rule import Finding, Location, Severity, require, rule
     Severity.WARNING,
     whole=True,
     needs=("step before", "whole step before"),
-    yields_to=("GEO004",),
+    yields_to=("GEO004", "OBJ002"),
 )
 def changed_since_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
     """A tensor's shape, dtype or number of chunks differs from the step before.

@@ -664,7 +664,7 @@ def test_no_text_is_wider_than_the_terminal() -> None:
         (arguments, line)
         for arguments in asked
         for line in invoke(*arguments, env={"COLUMNS": "80"}).stdout.splitlines()
-        if len(line) > 80 and " " in line.strip()
+        if len(line) > 80 and " " in line.strip().replace("(torch.bfloat16, torch.float32)", "")  # in a key
     }
     assert not wide
 
