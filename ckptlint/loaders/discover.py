@@ -70,8 +70,8 @@ def find_checkpoints(folder: Folder, all_steps: bool) -> list[CheckpointPlace]:
     found = walk.units(folder, "all" if all_steps else "newest", _DEPTH)
     if not found:
         if folder.not_looked_at:
-            hint = f"name the checkpoint folder itself, {folder.not_looked_at}"
-            raise NothingToCheckError(f"no .metadata under {folder.display}: {hint}")
+            hint = "name the checkpoint folder itself, since a web server does not list what it has"
+            raise NothingToCheckError(f"no checkpoint at {folder.display}: {hint}")
         payload = walk.payload(folder)
         if _others_hold_checkpoints(folder) if payload else _is_empty_step(folder):  # it lost its own, or all
             found = [CheckpointPlace.at(folder)]
