@@ -41,7 +41,8 @@ def identical_to_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
     if not weights or not all(weights):
         return
     is_copy = bool(moments) and all(moments)
-    subject = "all weights and all moments are" if is_copy else f"all {len(weights):,} weights that can be compared are"
+    some = f"all weights that can be compared ({len(weights):,}) are"
+    subject = "all weights and all moments are" if is_copy else some
     yield Finding(
         f"{subject} bit-identical to {older_name(ckpt)}",
         at=Location(label="compared with the step before"),

@@ -323,8 +323,8 @@ def _not_read(folder: Folder, steps: Iterable[str], found: list[CheckpointPlace]
     """What is said of the steps in a folder that none of the checkpoints is, or lies in."""
     late = [name for name in steps if not _is_at_any(folder, name, found)]
     verb, them = ("passes", "it") if len(late) == 1 else ("pass", "them")
-    named = first_names([*map(printable, late)])
-    return [f"whether {plural(len(late), 'other step')} {verb}: {named} (--all-steps checks {them})"] if late else []
+    count, named = plural(len(late), "other step"), first_names([*map(printable, late)])
+    return [f"whether {count} {verb}: {named} (`ckptlint RUN_DIR --all-steps` checks {them})"] if late else []
 
 
 def _is_at(folder: Folder, name: str, unit: CheckpointPlace) -> bool:
