@@ -47,8 +47,8 @@ def moved_sentences(movements: Sequence[Movement], strays: Sequence[Movement]) -
         names = ", ".join(map(cut, fold_names(one.fqn for one in still)))
         lines.append(f"{plural(len(still), 'weight')} did not move: {names}")
     if trained:
-        old_names = ", ".join(map(cut, fold_names(trained)))
-        lines.append(f"The optimizer holds state for {len(trained):,} of them: {old_names}")
+        some = f"{len(trained):,} of them: {', '.join(map(cut, fold_names(trained)))}"
+        lines.append(f"The optimizer holds state for {some if len(trained) < len(still) else 'all of them'}")
     return lines
 
 
