@@ -66,7 +66,7 @@ def drawing(ckpt: Checkpoint, tensor: Tensor, axis: int | None) -> nx.DiGraph[st
     """The chunk graphs of the axes that are cut, or of one axis, in one graph.
 
     Node attributes: `axis`; `start` and `stop` in elements; `chunks`, how many lie on the interval; `files`, the names
-    of their files; `lost`, how many of them are lost and how ("1 missing"), "" for none; a node of the attribute `edge`
+    of their files; `lost`, how many are lost and how ("1 missing", or "missing"), "" for none; a node with `edge`
     alone is an end of the axis that no chunk reaches. The attribute `missing` of a link is the interval [start, stop)
     that no chunk occupies. Graph attributes: `fqn`, `dtype`, `shape` and for each axis its label.
 
@@ -112,7 +112,8 @@ def _add_axis(graph: nx.DiGraph[str], ckpt: Checkpoint, tensor: Tensor, axis: in
         rows = intervals.nodes[start, stop]["rows"]
         files = _files(ckpt, tensor, rows)
         counts = np.bincount(states[rows], minlength=len(STATES)).tolist()
-        lost = ", ".join(f"{counts[i]} {STATES[i]}" for i in range(NOT_CHECKED + 1, len(STATES)) if counts[i])
+        bad = [i for i in range(NOT_CHECKED + 1, len(STATES)) if counts[i]]
+        lost = ", ".join(f"{counts[i]} {STATES[i]}" if len(rows) > 1 else STATES[i] for i in bad)
         graph.add_node(names[start, stop], axis=axis, start=start, stop=stop, chunks=len(rows), files=files, lost=lost)
     graph.add_edges_from((names[a], names[b]) for a, b in sorted(intervals.edges))
     ends = {stop: names[start, stop] for start, stop in reversed(nodes)}

@@ -169,4 +169,5 @@ def _not_drawn(pairs: PairTable, draws: bool) -> Iterator[str]:
         more = f" and {plural(len(members) - 1, 'more pair')}" if len(members) > 1 else ""
         yield f"{first.first} was not compared with {first.second}{more}: {reason}"
     if len(pairs.rows) < pairs.chunks and not draws:
-        yield f"moments and master copies were compared in {len(pairs.rows):,} of {plural(pairs.chunks, 'chunk')}"
+        left = plural(pairs.chunks - len(pairs.rows), "chunk")
+        yield f"whether moments and master copies fit in {left} of {pairs.chunks:,} that could not be compared"

@@ -70,8 +70,8 @@ def find_checkpoints(folder: Folder, all_steps: bool) -> list[CheckpointPlace]:
     found = walk.units(folder, "all" if all_steps else "newest", _DEPTH)
     if not found:
         if folder.not_looked_at:
-            hint = f"name the checkpoint folder itself, {folder.not_looked_at}"
-            raise NothingToCheckError(f"no .metadata under {folder.display}: {hint}")
+            hint = "name the checkpoint folder itself, since a web server does not list what it has"
+            raise NothingToCheckError(f"no checkpoint at {folder.display}: {hint}")
         payload = walk.payload(folder)
         if _others_hold_checkpoints(folder) if payload else _is_empty_step(folder):  # it lost its own, or all
             found = [CheckpointPlace.at(folder)]
@@ -323,8 +323,8 @@ def _not_read(folder: Folder, steps: Iterable[str], found: list[CheckpointPlace]
     """What is said of the steps in a folder that none of the checkpoints is, or lies in."""
     late = [name for name in steps if not _is_at_any(folder, name, found)]
     verb, them = ("passes", "it") if len(late) == 1 else ("pass", "them")
-    named = first_names([*map(printable, late)])
-    return [f"whether {plural(len(late), 'other step')} {verb}: {named} (--all-steps checks {them})"] if late else []
+    count, named = plural(len(late), "other step"), first_names([*map(printable, late)])
+    return [f"whether {count} {verb}: {named} (`ckptlint RUN_DIR --all-steps` checks {them})"] if late else []
 
 
 def _is_at(folder: Folder, name: str, unit: CheckpointPlace) -> bool:

@@ -21,6 +21,7 @@ from ckptlint.analysis.inventory import Param, inventory_of
 from ckptlint.analysis.projections import axis_factor
 from ckptlint.errors import BudgetError, ConfigError
 from ckptlint.model import Checkpoint, Tensor
+from ckptlint.model.text import plural
 from ckptlint.model.tiling import BoolArray, IntArray
 from ckptlint.planning.job import Job, Target, TensorRequest
 from ckptlint.planning.model_sizes import undivided
@@ -66,9 +67,10 @@ def axis_sizes(text: str) -> dict[str, int]:
         raise ConfigError(f"{text} has {world:,} ranks: plan {MOST_RANKS:,} at most")
     tp, ep = sizes.get("tp", 1), sizes.get("ep", 1)
     if world // sizes.get("pp", 1) % (sizes.get("etp", tp) * ep):
-        shared = "a stage" if "etp" in sizes else "a stage and a tp rank"
+        count = world // sizes.get("pp", 1) // (1 if "etp" in sizes else tp)
         cells = f"ep={ep} x etp={sizes['etp']}" if "etp" in sizes else f"ep={ep}"
-        raise ConfigError(f"{cells} does not divide the ranks that share {shared} in {text}")
+        axes = "dp, cp and tp" if "etp" in sizes else "dp and cp"
+        raise ConfigError(f"{cells} does not divide the {plural(count, 'rank')} of {axes} in {text}: ep adds no ranks")
     return sizes
 
 

@@ -6,6 +6,7 @@ from collections import defaultdict
 
 import numpy as np
 
+from ckptlint.geometry.record_states import CUT, record_states
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.tiling import IntArray
 from ckptlint.planning.cost import Tally, needs_away, nodes_of, writer_nodes
@@ -22,6 +23,7 @@ _SENTENCES: dict[tuple[Effect, str], str] = {
     ("fails", "not sound"): "the chunks do not fit the tensor's shape",
     ("fails", "no record"): "some chunks have no storage entry: the reader raises KeyError",
     ("fails", "no file"): "some chunks lie in files that are missing: the reader raises FileNotFoundError",
+    ("fails", "cut file"): "some chunks end after the end of their file, which is cut short: torch cannot read them",
     ("fails", "other axes"): "the job wants a different number of axes from what the chunks have",
     ("drops", "hole"): "some elements are missing: the load skips them, and they keep what the job put there",
     (
@@ -89,6 +91,7 @@ class _Work:
         self.records |= {item.fqn: item.record for item in ckpt.byte_objects}
         self.homes = None if from_nodes is None else writer_nodes(ckpt, from_nodes)
         self.gone = ckpt.files.are("absent")
+        self.cut = record_states(ckpt) == CUT
         self.missing: dict[str, None] = {}
         self.mismatches: dict[Mismatch, None] = {}
         self.converted: dict[str, Conversion] = {}
@@ -172,6 +175,8 @@ class _Work:
             needed = None if needed is None else needed[has_record]
         if self.gone.any() and self.gone[self.ckpt.records.file[records]].any():
             self._note("fails", "no file", key)
+        if self.cut[records].any():
+            self._note("fails", "cut file", key)
         if needed is None:
             needed = self.ckpt.records.byte_length[records]
         self.tally.add(target, items, records, needed)

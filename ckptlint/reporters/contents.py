@@ -172,7 +172,7 @@ def _facts(ckpt: Checkpoint, style: Style, is_whole: bool = True, with_ranks: bo
     states = np.bincount(record_states(ckpt), minlength=len(STATES)).tolist()
     if bad := [f"{plural(states[i], 'record')} {STATES[i]}" for i in range(NOT_CHECKED, len(STATES)) if states[i]]:
         whose = "" if with_ranks else "; --ranks shows whose"
-        yield from map(style.lost, style.wrap(f"not known to be there: {', '.join(bad)}{whose}", "    ", "  "))
+        yield from map(style.lost, style.wrap(f"{', '.join(bad)}{whose}", "    ", "  "))
 
 
 def _about(ckpt: Checkpoint) -> Iterator[str]:

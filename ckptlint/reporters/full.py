@@ -74,6 +74,8 @@ def render(report: Report, style: Style) -> str:
             lines = [line for text in step_lines(steps, report.lenient) for line in style.wrap(text, "  ", "")]
             blocks += ["", step_table(steps, style.width), *lines]
         blocks.append("\n".join(outcomes))
+    elif report.unread:
+        blocks.append("\n".join(line for text in report.unread for line in style.wrap(text, "  ", "")))
     separator = "\n" if _is_clean(report, style) else "\n\n"
     return separator.join(text for text in blocks if text) + ("\n" if blocks else "")
 

@@ -18,8 +18,10 @@ def moved_lines(movements: Sequence[Movement], style: Style) -> list[str]:
     if not movements:
         return []
     head, *more = moved_sentences(movements, astray(movements))
+    if not any(one.change for one in movements):
+        return ["", *(line for sentence in (head, *more) for line in style.wrap(sentence, "  ", ""))]
     moved = table(_rows(movements), _HEAD, tablefmt="plain", disable_numparse=False).splitlines()
-    lines = ["", *style.wrap(f"{head}:", "", ""), "", *moved, ""]
+    lines = ["", *style.wrap(head, "", ""), "", *moved, ""]
     return [*lines, *(line for sentence in more for line in style.wrap(sentence, "  ", ""))]
 
 
@@ -30,9 +32,8 @@ def moved_sentences(movements: Sequence[Movement], strays: Sequence[Movement]) -
         strays: those that do not continue the old ones.
     """
     moved = sorted((one for one in movements if one.change > 0), key=lambda one: -one.change)
-    lines = [
-        f"{plural(len(moved), 'weight')} moved; by how much, as the norm of the difference relative to the weight's"
-    ]
+    much = "the norm of the difference divided by the weight's norm"
+    lines = [f"{plural(len(moved), 'weight')} moved. How far: {much}."] if moved else []
     if len(moved) > _FURTHEST:
         far = (f"{cut(one.fqn)} {change_text(one.change)}" for one in moved[:_FURTHEST])
         lines.append(f"The furthest: {', '.join(far)}")
@@ -46,8 +47,8 @@ def moved_sentences(movements: Sequence[Movement], strays: Sequence[Movement]) -
         names = ", ".join(map(cut, fold_names(one.fqn for one in still)))
         lines.append(f"{plural(len(still), 'weight')} did not move: {names}")
     if trained:
-        old_names = ", ".join(map(cut, fold_names(trained)))
-        lines.append(f"The optimizer holds state for {len(trained):,} of them: {old_names}")
+        some = f"{len(trained):,} of them: {', '.join(map(cut, fold_names(trained)))}"
+        lines.append(f"The optimizer holds state for {some if len(trained) < len(still) else 'all of them'}")
     return lines
 
 

@@ -74,7 +74,7 @@ def verdict_line(plan: Plan) -> tuple[str, str]:
         lost = next((item.sentence for item in plan.constraints if item.effect == "drops"), "")
         return ("Loads, but loses something", f"{lost}.") if lost else (NO_ROOM, memory_sentence(plan))
     if plan.form == "quick":
-        return "Loads", "as far as sizes tell; only the job's own code says which keys it asks for."
+        return "Loads", "as far as sizes tell; only the job's own code says which keys it asks for (--to job.py:NAME)."
     return "Loads", "every key that the job asks for is there, in the shape that it wants."
 
 
@@ -158,7 +158,7 @@ def listed_patterns(keys: Sequence[str]) -> str:
     return ", ".join(patterns(keys))
 
 
-TABLE_HEAD = ("rank", "needed", "read", "requests", "files")
+TABLE_HEAD = ("by bytes read", "needed", "read", "requests", "files")
 
 
 def rows(cost: Cost) -> list[tuple[str, ...]]:

@@ -17,9 +17,9 @@ def render(report: Report, style: Style) -> str:
     rows = []
     for rule in sorted({group.lead.rule for _, group in groups}, key=lambda rule: (-rule.severity, rule.code)):
         of_rule = [(path, group) for path, group in groups if group.lead.rule is rule]
-        keys = {(path, item.fqn) for path, group in of_rule for item in group.members if item.fqn}
+        keys = {(path, key) for path, group in of_rule for item in group.members for key in item.keys}
         rows.append((len(of_rule), rule.code, rule.name, len(keys)))
-    heads = ("count", "code", "name", "tensors")
+    heads = ("count", "code", "name", "keys")
     counts = [table(rows, heads, intfmt=",", disable_numparse=False), ""] if rows else []
     lines = counts if style.quiet else [*counts, *report.unread, *verdict(report, style)]
     return "".join(line + "\n" for line in lines)

@@ -153,7 +153,7 @@ def values_verdict(found: Values) -> tuple[str, str, bool]:
     moved = {one.fqn: one.change for one in found.movements if one.change}
     lacking = [match for match in found.matches if not match.is_proven and not _is_of_training(match, moved)]
     kinds = Counter("order" if match.relation in _ORDERS else match.relation for match in lacking)
-    kinds["absent"] = len(found.lone) or kinds["absent"] * (count < whole)
+    kinds["absent"] *= bool(found.lone) or count < whole
     rest = [
         f"{kinds[kind]:,} {one if kinds[kind] == 1 else more} {text}".rstrip()
         for kind, (one, more, text) in _REST.items()

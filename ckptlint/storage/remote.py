@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from urllib.parse import urlsplit
 
-from ckptlint.errors import ConfigError
+from ckptlint.errors import ConfigError, NothingToCheckError
 from ckptlint.storage.folder import Folder
 from ckptlint.storage.object_store import ObjectFolder
 from ckptlint.storage.paths import shown
 from ckptlint.storage.requests import PACKAGES, WEB, filesystem, reset_time_budget
 from ckptlint.storage.web_server import WebFolder
 
-_FILES = re.compile(r".*\.(metadata|distcp|json|safetensors|pt|yaml)")
+_FILES = re.compile(r".*\.(metadata|distcp|json|safetensors|pth?|bin|ckpt|yaml)")
 
 
 def remote_at(url: str) -> tuple[Folder, str]:
@@ -37,7 +37,10 @@ def remote_at(url: str) -> tuple[Folder, str]:
         parts = urlsplit(url)
         folder = WebFolder(f"{protocol}://{parts.netloc}{parts.path}".rstrip("/"), parts.query)
         if _FILES.fullmatch(folder.name):
-            return WebFolder(folder.url.rpartition("/")[0], parts.query), folder.name
+            around = WebFolder(folder.url.rpartition("/")[0], parts.query, folder.name)
+            if not around.has(folder.name):
+                raise NothingToCheckError(f"{shown(url)} does not exist")
+            return around, folder.name
         return folder, ""
     place = ObjectFolder(protocol, path)
     parent = place.parent

@@ -38,6 +38,8 @@ ASKED = (
     "train_state.pt",
     "model.safetensors.index.json",
     "model.safetensors",
+    "adapter_config.json",
+    "adapter_model.safetensors",
 )
 """The names that a web server is asked for, since it does not list."""
 
@@ -51,16 +53,16 @@ class WebFolder(RemoteFolder):
     Attributes:
         url: without query, without a slash at the end.
         query: what follows every name, such as the signature of a storage account.
+        named: the file that the user named.
     """
 
-    not_looked_at = (
-        "because a web server does not list its files: ckptlint did not look for files that .metadata does not name"
-    )
+    not_looked_at = "whether files lie here that .metadata does not name: a web server does not list them"
 
-    def __init__(self, url: str, query: str) -> None:
+    def __init__(self, url: str, query: str, named: str = "") -> None:
         super().__init__()
         self.url = url
         self.query = query
+        self.named = named
         self.protocol = url.partition(":")[0]
         self._sizes: dict[str, int | None] = {}
         self._copies: dict[str, IO[bytes]] = {}
@@ -95,7 +97,7 @@ class WebFolder(RemoteFolder):
 
     @cached_property
     def entries(self) -> Listing:
-        names = (_NEVER_THERE, *ASKED)
+        names = dict.fromkeys((_NEVER_THERE, *ASKED, self.named or ASKED[0]))
         answers = dict(zip(names, pool(self.protocol).map(self._ask, names), strict=True))
         if answers[_NEVER_THERE] is not False:
             raise AccessError(f"{self.display} cannot be checked: the server answers for files that do not exist")
@@ -160,6 +162,8 @@ class WebFolder(RemoteFolder):
 
     def _ask(self, name: str) -> int | bool | None:
         """The size of a file, None when the server does not tell, False when there is no such file."""
+        if not name:
+            return False  # a server that lists answers for the folder itself
         if name not in self._sizes:
             try:
                 size: int | bool | None = with_retries(lambda: self._request("HEAD", name)[0])

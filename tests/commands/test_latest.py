@@ -276,7 +276,7 @@ def test_what_only_its_number_makes_an_older_step_is_named_and_models_of_two_siz
         save_file({"w": torch.ones(size, size)}, place / "model.safetensors")
     checked = ckptlint.check(tmp_path / "bs").checkpoints
     assert [part.checkpoint.not_looked_at for part in checked] == [
-        ("whether 1 other step passes: bs32 (--all-steps checks it)",)
+        ("whether 1 other step passes: bs32 (`ckptlint RUN_DIR --all-steps` checks it)",)
     ]
     table = support.run("check", tmp_path / "bs", "--all-steps", "--format", "json")
     assert [step["step"] for step in json.loads(table.stdout)["steps"]] == [64, 32]

@@ -154,7 +154,7 @@ def test_text_fits_a_terminal() -> None:
 def test_ranks_that_read_the_same_are_one_row_and_none_reads_the_most(tmp_path: Path) -> None:
     folder = write_checkpoint({"tensors": {"w": {"shape": [8], "chunks": ["0:4", "4:8"]}}}, tmp_path / "step")
     said = run("plan", folder, "--to", "dp=2").stdout
-    table = said.partition("\nrank ")[2].partition("\n\n")[0].splitlines()
+    table = said.partition("\nby bytes read ")[2].partition("\n\n")[0].splitlines()
     assert [line.partition("  ")[0] for line in table[2:]] == ["least, median, most (rank 0)", "all 2"]
     assert "All ranks read the same amount: " in said
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -137,3 +138,11 @@ def test_an_array_of_objects_of_joblib_is_judged(tmp_path: Path) -> None:
     start = data.index(b"\x80", 2)
     (tmp_path / "forest.pkl").write_bytes(data[:start] + b"cos\nsystem\n(S'x'\ntR.0N.")
     assert "os.system" in found(ckptlint.check(tmp_path / "forest.pkl"))[0][2]
+
+
+@pytest.mark.parametrize("wrap", [lambda module: module, lambda module: {"model": module, "epoch": 3}])
+def test_a_pickled_module_is_named_with_what_to_save_instead(tmp_path: Path, wrap: Callable[[Any], Any]) -> None:
+    torch = pytest.importorskip("torch")
+    torch.save(wrap(torch.nn.Linear(3, 3)), tmp_path / "model.pt")
+    problem = next(d for d in ckptlint.check(tmp_path / "model.pt").diagnostics if d.code == "SAF004")
+    assert "a whole Linear module: torch.save its state_dict()" in problem.finding.hint

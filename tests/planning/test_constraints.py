@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -361,7 +362,7 @@ def test_experts_over_tensor_ranks() -> None:
     """EP 4 and ETP 1 on the ranks of TP 4: each rank reads a quarter of the experts."""
     plan = ckptlint.plan(REAL / "megatron_moe_ep2_dp2", "tp=4,ep=4,etp=1", give_up=["optim", "rng"])
     assert plan.world == 4 and not plan.missing
-    with pytest.raises(ckptlint.ConfigError, match="ep=8 x etp=1 does not divide"):
+    with pytest.raises(ckptlint.ConfigError, match="ep=8 x etp=1 does not divide the 4 ranks of dp, cp and tp"):
         ckptlint.plan(REAL / "megatron_moe_ep2_dp2", "tp=4,ep=8,etp=1")
 
 
@@ -376,3 +377,11 @@ def test_experts_over_tensor_ranks() -> None:
 def test_what_makes_no_sense(name: str, options: dict[str, Any], says: str) -> None:
     with pytest.raises(ckptlint.ConfigError, match=says):
         ckptlint.plan(REAL / name, "tp=1,dp=2", **options)
+
+
+def test_a_file_that_is_cut_short_does_not_load(real_copy: Callable[[str], Path]) -> None:
+    folder = real_copy("fsdp2_4r")
+    path = folder / "__2_0.distcp"
+    path.write_bytes(path.read_bytes()[:-1000])
+    plan = ckptlint.plan(folder, "dp=8")
+    assert plan.verdict == "fails" and "cut short" in plan.constraints[0].sentence

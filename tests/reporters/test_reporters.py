@@ -519,7 +519,7 @@ def test_markdown_stays_below_what_a_comment_holds(tmp_path: Path, monkeypatch: 
 
 def test_statistics_are_a_table_of_rules() -> None:
     lines = render(check("fsdp2_4r_hole", "boundary_mismatch"), "statistics").splitlines()
-    assert lines[0].split() == ["count", "code", "name", "tensors"]
+    assert lines[0].split() == ["count", "code", "name", "keys"]
     assert lines[2].split() == ["1", "GEO004", "coverage-hole", "2"]
     assert lines[3].split() == ["1", "GEO008", "boundary-mismatch", "1"]
     assert lines[-2].startswith("1 error, 1 warning in 2 checkpoints: 1 passed, 1 failed.")

@@ -681,7 +681,7 @@ def test_a_web_server_is_asked_for_names_and_sends_only_metadata(web: Server) ->
     (sentence,) = report.checkpoints[0].checkpoint.not_looked_at
     assert "does not list" in sentence
     text = REPORTERS["full"](report, Style(False, True, 100, 0, 0, False))
-    assert "not known: because a web server does not list" in text
+    assert "web server does not list them" in text
 
 
 def test_a_page_in_place_of_the_metadata_on_a_web_server_is_named(real_copy: Callable[[str], Path]) -> None:
@@ -759,6 +759,21 @@ def test_a_server_without_ranges_sends_a_large_file_never(monkeypatch: pytest.Mo
     with serving(files_of(REAL, ranges=False)) as server:
         said = only_sentence(ckptlint.check(f"{server.url}/fsdp2_4r", depth="data"), 4)
         assert "the server does not support range requests, and sends it only as a whole" in said
+
+
+@pytest.mark.parametrize("name", ["exports/ok_llama", "exports/ok_adapter", "torch.pt"])
+def test_a_server_that_lists_folders_gives_the_findings_of_the_local_folder(tmp_path: Path, name: str) -> None:
+    files = files_of(tmp_path)
+
+    def with_pages(handler: Handler) -> tuple[int, dict[str, str], bytes]:
+        return (200, {}, b"<html>") if handler.path.endswith("/") else files(handler)
+
+    torch = pytest.importorskip("torch")
+    shutil.copytree(REAL / "exports", tmp_path / "exports")
+    torch.save({"a.weight": torch.ones(3, 4)}, tmp_path / "torch.pt")
+    with serving(with_pages) as server:
+        assert ckptlint.check(f"{server.url}/{name}").verdict == "pass"
+        assert "does not exist" in only_sentence(report_on(f"{server.url}/{name}/other.pt"), 3)
 
 
 def test_a_run_folder_of_a_web_server_is_nothing_to_check(web: Server) -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import PurePath
 
+from ckptlint.errors import LimitError, UnreadableError
+from ckptlint.formats.pickles.safe_pickle import Opaque
+from ckptlint.formats.torch_file import read_torch_file
 from ckptlint.loaders.layouts import CheckpointPlace, Evidence, Layout
 from ckptlint.loaders.readers.plain import read_named
 from ckptlint.model import Checkpoint, Problem
 from ckptlint.model.text import printable
+from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.frameworks import family_of
 
 
@@ -19,9 +24,19 @@ def _read(found: CheckpointPlace, look_at_files: bool) -> Checkpoint:
     family = family_of(folder.part)
     kind = f" (by its name: {family.name})" if family is not None else ""
     sentence = f"{name} is not a checkpoint that ckptlint checks{kind}"
-    hint = _INSTEAD.get(PurePath(folder.part).suffix.lower(), "")
+    hint = _of_module(folder) or _INSTEAD.get(PurePath(folder.part).suffix.lower(), "")
     problem = Problem("unsupported", name, sentence, hint=hint, blocks=True)
     return Checkpoint(folder.display, "unsupported", problems=[problem], readable=False, metadata_file=name)
+
+
+def _of_module(folder: Folder) -> str:
+    """What to do where the file is a pickle of a module, alone or in a dict, in place of its weights; "" otherwise."""
+    with suppress(UnreadableError, LimitError):
+        root = read_torch_file(folder, folder.part).root
+        for value in (root, *(root.values() if isinstance(root, dict) else ())):
+            if isinstance(value, Opaque) and isinstance(value.state, dict) and "_parameters" in value.state:
+                return f"it holds a whole {printable(value.name)} module: torch.save its state_dict(), and check that"
+    return ""
 
 
 _RESTORE = "name the folder of the checkpoint, the one that holds .metadata, *.safetensors or rank files"
