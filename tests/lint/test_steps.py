@@ -65,6 +65,40 @@ def test_a_run_that_lost_the_tracker_its_trainer_needs_is_told_so(lost: bool, tm
     assert advice == {"other": ""} | (said if lost else dict.fromkeys(said, ""))
 
 
+@pytest.mark.parametrize("layout", ["verl", "megatron"])
+@pytest.mark.parametrize("numbers", [(1, 2), (5, 10, 15), (999, 1000), (10, 400), (0, 7, 1234567)])
+def test_what_a_tracker_says_is_compared_with_the_newest_step_that_passes(
+    layout: str, numbers: tuple[int, ...], tmp_path: Path
+) -> None:
+    whole, name = REAL / "frameworks" / "verl_megatron" / "global_step_20", "global_step_{}"
+    if layout == "megatron":
+        whole, name = REAL / "megatron_0.19_tp2", "iter_{:07}"
+    for number in numbers:
+        shutil.copytree(whole, tmp_path / name.format(number))
+    tracker, newest = tmp_path / "latest_checkpointed_iteration.txt", numbers[-1]
+
+    def advice() -> str:
+        ((place, folder),) = runs_at(str(tmp_path))
+        return newest_good(folder, place, lambda path: ckptlint.check(path, select=["GEO"])).tracker
+
+    resume = f"to resume from {name.format(newest)}"
+    assert advice() == f"no {tracker.name}: training starts over; write {newest} into it {resume}"
+    for said, named in (
+        (str(numbers[0]), f"step {numbers[0]}"),
+        (str(newest + 1), f"step {newest + 1}"),
+        ("x", "no step"),
+    ):
+        tracker.write_text(said)
+        assert advice() == f"{tracker.name} names {named}: write {newest} into it {resume}"
+    for said in (str(newest), f"{newest}\n"):
+        tracker.write_text(said)
+        assert advice() == ""
+    tracker.unlink()
+    for number in numbers[:-1]:
+        shutil.rmtree(tmp_path / name.format(number))
+    assert advice() == ""  # a step that was copied alone
+
+
 def test_a_tracker_that_names_the_release_needs_no_advice(run: Path) -> None:
     (run / "latest_checkpointed_iteration.txt").write_text("release")
     ((place, folder),) = runs_at(str(run))
