@@ -8,6 +8,7 @@ import random
 import shutil
 from collections.abc import Callable, Iterator
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -172,6 +173,8 @@ WRITTEN = {
     "deepspeed_moe": ("deepspeed/moe_ep2_z0/global_step2", "_optim_states.pt"),
 }
 """Steps that libraries wrote, and how the names of the files end that hold their optimizers."""
+if find_spec("megatron") is None:  # torch loads its arguments by its classes
+    WRITTEN = {name: written for name, written in WRITTEN.items() if not name.startswith("megatron")}
 
 
 def optimizers_in(value: Any) -> Iterator[State]:

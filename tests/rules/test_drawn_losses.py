@@ -296,7 +296,7 @@ KINDS = {
     ),
     "settings": Kind(
         "OPT014",
-        (*TORCH, "megatron", "megatron_legacy", *DEEPSPEED),
+        (*TORCH, *(name for name in MEGATRON if name in ("megatron", "megatron_legacy")), *DEEPSPEED),
         lambda draw: trained(draw.choice([10, 300])),
         changes(no_rate, no_settings, no_betas, no_decay),
         changes(as_it_is, sgd_beside, extra_setting, rate_of_0, empty_group),

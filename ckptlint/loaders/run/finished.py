@@ -160,8 +160,10 @@ def _without_optimizer(step: Folder) -> str:
         transformers 5.23: Trainer._save_optimizer_and_scheduler writes both or none; accelerate 1.15:
         save_accelerator_state; those of FSDP and DeepSpeed are folders, `optimizer_0`, `global_step10`, `pytorch_model`
     """
+    if step.is_one_file or not step_number(step.name):
+        return ""
     scheduler = next((name for name in ("scheduler.pt", "scheduler.bin") if step.has(name)), "")
-    if step.is_one_file or not scheduler or not step_number(step.name) or step.has(_TRAINER) != (scheduler[-1] == "t"):
+    if not scheduler or step.has(_TRAINER) != (scheduler[-1] == "t"):
         return ""
     names = (*step.files_beside(), *step.entries.strange, *step.folders())
     is_there = any("optim" in name or step_number(name) is not None for name in names)
