@@ -120,7 +120,7 @@ def _notes(ckpt: Checkpoint, lost: list[RecordKind], kept: dict[RecordKind, list
     common = require(ckpt.common)
     optimizer = common.values.get("optimizer")
     if isinstance(optimizer, dict):
-        there = f"its optimizer holds {', '.join(map(str, list(optimizer)[:6])) or 'nothing'}"
+        there = f"below its key optimizer: {', '.join(map(str, list(optimizer)[:6])) or 'nothing'}"
     else:
         there = "it has no key optimizer"
     notes: list[Note] = [(common.source, there)]

@@ -10,7 +10,7 @@ from ckptlint.analysis.inventory import Inventory, Param, inventory_of
 from ckptlint.analysis.trusted_config import trusted_topology
 from ckptlint.geometry.chunk_graph import ranks_of_files
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import first_names, fold_names, named_ranks, numbered, plural, ranges, verb
+from ckptlint.model.text import first_names, fold_names, layers_in, named_ranks, plural, ranges, verb
 from ckptlint.model.tiling import distinct
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.keys import Key, parse
@@ -77,7 +77,7 @@ def _states_without_parameter(ckpt: Checkpoint, inventory: Inventory, stateful: 
         key = parse(state.path)
         if tied and _may_be_tied(key):  # the weight is stored under its other name
             continue
-        where = f"layer {key.layer} of {key.block}" if key.layer is not None else state.path
+        where = layers_in([key.layer], key.block) if key.layer is not None else state.path
         notes: list[Note] = [("parameter", f"no {state.path} in the model")]
         if layers := layers_of.get(key.role):
             notes.append(("layers", f"the model has it in layers {ranges(layers)}; the state is of {where}"))
@@ -227,7 +227,7 @@ def _layers_finding(
     may_be_frozen = not named and (gap.is_bottom or not gap.is_stage)
     numbers = ranges(gap.layers)
     lead = lost[0]
-    subject = f"{numbered('layer', gap.layers)} of {block} {verb(len(gap.layers), 'has')}"
+    subject = f"{layers_in(gap.layers, block)} {verb(len(gap.layers), 'has')}"
     others = count - len(gap.layers)
     ranks = _savers(ckpt, lost)
     cause = "the lowest layers, often frozen" if gap.is_bottom else gap.pattern or "no pattern"
@@ -242,7 +242,7 @@ def _layers_finding(
             *_trained_note(named),
         ),
         hint=f"look for the optimizer part of {_ranks_text(ranks, 'these layers')}" + ("" if named else _FROZEN),
-        inferred_from="" if named else f"the other layers of {block}",
+        inferred_from="" if named else "the other layers" + ("" if block == "layers" else f" of {block}"),
     )
 
 

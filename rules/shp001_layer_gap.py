@@ -7,7 +7,7 @@ from itertools import pairwise
 from ckptlint.analysis.inventory import Param, inventory_of
 from ckptlint.analysis.trusted_config import number, trusted
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import numbered, plural, ranges
+from ckptlint.model.text import layers_in, numbered, plural, ranges, verb
 from ckptlint.rule import Confidence, Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.keys import Block, block_of, inside_layer, is_adapter, module_path, parse
 
@@ -83,9 +83,7 @@ def _missing_layers(ckpt: Checkpoint, block: Block, numbers: dict[Block, set[int
     stride = steps.pop() if len(steps) == 1 and len(present) > 2 else 1
     word = {2: "every second", 3: "every third"}.get(stride, f"every {stride}th")
     name = ".".join((*block[0], block[1]))
-    sentence = f"layers {ranges(missing)} of {name} are missing; {ranges(present)} are there"
-    if len(missing) == 1:
-        sentence = f"layer {ranges(missing)} of {name} is missing; {ranges(present)} are there"
+    sentence = f"{layers_in(missing, name)} {verb(len(missing), 'is')} missing; {ranges(present)} are there"
     notes: list[Note] = []
     is_declared = count == present[-1] + 1
     if stride > 1:

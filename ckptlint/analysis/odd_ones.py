@@ -10,6 +10,7 @@ import numpy as np
 from ckptlint.analysis.inventory import inventory_of
 from ckptlint.model import Checkpoint
 from ckptlint.model.facts import fact
+from ckptlint.model.text import layers_in
 from ckptlint.model.tiling import BoolArray, IntArray, distinct
 from ckptlint.numerics.chunks import ChunkNumbers, chunk_numbers
 from ckptlint.vocabulary.keys import Key, parse
@@ -97,7 +98,7 @@ def _layers(ckpt: Checkpoint, numbers: ChunkNumbers, judged: IntArray, has_trait
             rows = np.array([row for members in kinds.values() for row in members], np.int64)
             share = float(has_trait[rows].mean())
             if share >= _NEARLY_ALL and len(kinds) >= _LEAST_KINDS:
-                of_block.append(OddOne(f"layer {layer} of {name}", -1, rows[has_trait[rows]], len(rows)))
+                of_block.append(OddOne(layers_in([layer], name), -1, rows[has_trait[rows]], len(rows)))
             elif share <= _NEARLY_NONE:
                 usual += 1
         if len(of_block) == 1 and usual == len(layers) - 1 >= _LEAST_LAYERS - 1:

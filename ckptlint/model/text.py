@@ -305,6 +305,15 @@ def numbered(noun: str, numbers: Iterable[int]) -> str:
     return f"{noun}{'' if len(distinct) == 1 else 's'} {ranges(distinct)}"
 
 
+def layers_in(numbers: Iterable[int], block: str) -> str:
+    """Layers of a block; one whose name is `layers` alone is not named again.
+
+    >>> layers_in([0, 1], "decoder.layers"), layers_in([2], "layers")
+    ('layers 0-1 of decoder.layers', 'layer 2')
+    """
+    return numbered("layer", numbers) + ("" if block == "layers" else f" of {block}")
+
+
 def unknown_classes(names: Sequence[str]) -> str:
     """How many classes ckptlint does not know, and the first of them."""
     return f"{len(names)} {'class' if len(names) == 1 else 'classes'} unknown to ckptlint: {first_few(names, 8)}"
