@@ -81,7 +81,7 @@ def _part(key: Key) -> str:
     return "other" if key.kind == "runtime" else next((part for part in key.scope if part in COPIES), "model")
 
 
-def parts_of(ckpt: Checkpoint) -> dict[str, dict[str, tuple[int, int]]]:
+def tensors_by_part(ckpt: Checkpoint) -> dict[str, dict[str, tuple[int, int]]]:
     """Part -> dtype -> how many tensors and bytes: model or adapter, second copies by name, optimizer, others."""
     model = "adapter" if ckpt.config is not None and ckpt.config.file.endswith(ADAPTER_CONFIG) else "model"
     parts: dict[str, dict[str, tuple[int, int]]] = defaultdict(dict)

@@ -91,10 +91,10 @@ def opened(
         if problem is not None:
             # that a part's folder is empty is said by it
             kept = [[one for one in ckpt.problems if not is_empty_part(one)] for ckpt in checkpoints]
-            told = [kept[0] + [problem], *kept[1:]]
+            problems_of_each = [kept[0] + [problem], *kept[1:]]
             members = [
                 (found, replace(ckpt, problems=problems))
-                for (found, _), ckpt, problems in zip(members, checkpoints, told, strict=True)
+                for (found, _), ckpt, problems in zip(members, checkpoints, problems_of_each, strict=True)
             ]
         yield from members
 

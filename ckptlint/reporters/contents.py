@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ckptlint.analysis.contents import description_of, parameters_of, parts_of, values_of
+from ckptlint.analysis.contents import description_of, parameters_of, tensors_by_part, values_of
 from ckptlint.analysis.rank_contents import rank_contents_of
 from ckptlint.errors import ConfigError
 from ckptlint.geometry.chunk_map import draw, make_grid
@@ -190,7 +190,7 @@ def _about(ckpt: Checkpoint) -> Iterator[str]:
         amounts.append("the optimizer's master copies")
     if amounts:
         yield f"parameters: {parameters.total:,} ({', '.join(amounts)})"
-    for part, dtypes in parts_of(ckpt).items():
+    for part, dtypes in tensors_by_part(ckpt).items():
         sizes = (f"{dtype} {count:,} ({size_text(size or None)})" for dtype, (count, size) in sorted(dtypes.items()))
         yield f"{part}: {', '.join(sizes)}"
     if values := values_of(ckpt):
@@ -357,7 +357,7 @@ def _checkpoint(ckpt: Checkpoint, pattern: str | None) -> dict[str, Any]:
         },
         "parts": {
             part: {dtype: {"tensors": count, "bytes": size} for dtype, (count, size) in dtypes.items()}
-            for part, dtypes in parts_of(ckpt).items()
+            for part, dtypes in tensors_by_part(ckpt).items()
         },
         "values": values_of(ckpt),
         "topology": {axis: {"size": size.size, "source": size.source} for axis, size in ckpt.topology.items()},
