@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.analysis.fit.judgement import Fit, OtherDtype, fit_of, implied_bytes, other_dtypes, rounded_by_export
+from ckptlint.analysis.fit.judgement import Fit, OtherDtype, fit_of, implied_bytes, kept_in_float32, other_dtypes
 from ckptlint.analysis.fit.wording import doubt_note
 from ckptlint.analysis.layer_outliers import dtype_outliers
 from ckptlint.model import Checkpoint
@@ -42,6 +42,8 @@ def dtype_not_of_config(ckpt: Checkpoint) -> Iterator[Finding]:
     if ckpt.declared_variant:  # the last export wrote the configuration, for its own dtype
         raise NotApplicable(f"the declared dtype is that of {ckpt.declared_variant} beside it")
     for item in other_dtypes(ckpt, fit):
+        if item.dtype == "float32" and kept_in_float32(ckpt).issuperset(item.names):
+            continue
         is_double = _has_double_norms(ckpt, item)
         if is_double or item.declared >= _LEAST * implied_bytes(fit):
             yield _finding(ckpt, fit, item, is_double)
@@ -53,7 +55,8 @@ def _rounded_biases(ckpt: Checkpoint, fit: Fit) -> Iterator[Finding]:
 
     With tensors to compare with, REF002 tells whether any bits were lost.
     """
-    biases = sorted(name for name in rounded_by_export(ckpt) if name.endswith("_bias"))
+    biases = sorted(name for name in kept_in_float32(ckpt) if name.endswith(("_bias", "gate.bias")))
+    biases = [name for name in biases if ckpt.tensors[name].dtype in ("bfloat16", "float16")]
     if not biases or (ckpt.reference is not None and ckpt.reference.tensors):
         return
     names, dtype = fold_names(biases), ckpt.tensors[biases[0]].dtype

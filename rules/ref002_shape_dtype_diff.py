@@ -5,7 +5,7 @@ from dataclasses import replace
 from fractions import Fraction
 from math import prod
 
-from ckptlint.analysis.fit.judgement import has_known_config, rounded_by_export, shapes_reported
+from ckptlint.analysis.fit.judgement import has_known_config, kept_in_float32, shapes_reported
 from ckptlint.analysis.key_matching import KeyComparison, KeyPair, match_keys
 from ckptlint.analysis.trusted_config import contradictions, main_params, number
 from ckptlint.model import Checkpoint, Declared, Reference
@@ -182,7 +182,7 @@ def _times(ratio: Fraction) -> str:
 
 def _dtype_finding(ckpt: Checkpoint, reference: Reference, pair: KeyPair) -> Finding:
     """One group for each change of dtype; those that the model's class would not make are a group of their own."""
-    is_kept = pair.expected.dtype == "float32" and pair.stored.fqn in rounded_by_export(ckpt)
+    is_kept = pair.expected.dtype == "float32" and pair.stored.fqn in kept_in_float32(ckpt)
     return Finding(
         f"the dtype{{of}} is {pair.stored.dtype}, the reference has {pair.expected.dtype}",
         at=Location(ckpt.tensors[pair.stored.fqn], label=_label(ckpt, reference, pair)),

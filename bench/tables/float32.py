@@ -16,7 +16,7 @@ def main() -> None:
     """Write the field into the tables that there are."""
     for path in sorted(OUT.glob("*.json")):
         table = json.loads(path.read_text(encoding="utf-8"))
-        kept = float32_of(table["models"])
+        kept = float32_of(path.stem, table)
         if kept != table.get("float32", []):
             write(path.stem, table | {"float32": kept})
             print(path.stem, *kept)

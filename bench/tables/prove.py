@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import resource
 import sys
 import time
@@ -24,7 +25,7 @@ from trace import Build, config_of, nested, quiet, table_of
 import transformers
 from rows import NotTraced
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-from transformers.core_model_loading import PrefixChange
+from transformers.core_model_loading import PrefixChange, WeightRenaming, apply_renamings
 from transformers.models.auto import modeling_auto as auto
 
 from ckptlint.architecture import huggingface
@@ -79,7 +80,7 @@ def one(model_type: str) -> dict[str, Any]:
         if base in table["models"]:
             table["base"] = base
         table["prefixes"] = prefixes_of(model_type, table["models"])
-        table["float32"] = float32_of(table["models"])
+        table["float32"] = float32_of(model_type, table)
         write(model_type, table)
     return {
         "type": model_type,
@@ -99,10 +100,21 @@ def prefixes_of(model_type: str, classes: Iterable[str]) -> list[str]:
     return sorted(words - {""})
 
 
-def float32_of(classes: Iterable[str]) -> list[str]:
-    """The ends of names of tensors that classes keep in float32, even where bfloat16 is asked for."""
-    kept = [getattr(getattr(transformers, name, None), "_keep_in_fp32_modules_strict", None) or () for name in classes]
-    return sorted({word for words in kept for word in words})
+def float32_of(model_type: str, table: dict[str, Any]) -> list[str]:
+    """The ends of names of tensors that a table's classes keep in float32, in the model and as they are stored.
+
+    A class names modules of the model; a loader may know them by other names in files (`mlp.expert_bias`).
+    """
+    classes = [getattr(transformers, name, None) for name in table["models"]]
+    words = {word for cls in classes for word in getattr(cls, "_keep_in_fp32_modules_strict", None) or ()}
+    if not words:
+        return []
+    kept = re.compile(rf"(?:^|\.)(?:{'|'.join(map(re.escape, words))})(?:\.|$)")
+    changes = [c for c in get_checkpoint_conversion_mapping(model_type) or () if isinstance(c, WeightRenaming)]
+    for name in {re.sub(r"\{\w+\}", "0", row[0]) for row in table["rows"]}:
+        if not kept.search(name) and kept.search(apply_renamings(name, changes)):
+            words.add(".".join(name.split(".")[-2:]))
+    return sorted(words)
 
 
 def write(model_type: str, table: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from support import REAL, manifest
+from support import REAL, bench, manifest, swept
 
 import ckptlint
 from ckptlint.rule import Severity
@@ -139,3 +139,22 @@ def test_what_a_class_keeps_in_float32_is_silent_where_nothing_was_lost(tmp_path
     assert not float32_told(kept)
     assert not float32_told(kept, tmp_path / "full")
     assert not float32_told(EXPORTS / name, EXPORTS / name)  # the training held 16 bits
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("kind", ["hy_v3", "glm4_moe", *swept("exaone_moe", "ernie4_5_moe", "kolibri1")])
+def test_what_transformers_keeps_in_float32_under_the_names_that_it_writes(kind: str, tmp_path: Path) -> None:
+    """A class names modules of the model (`e_score_correction_bias`); its files may name them otherwise."""
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    if kind not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {kind}")
+    precision = bench("evidence/precision")
+    model = precision.build(kind, precision.tiny(kind, 3))
+    model.save_pretrained(tmp_path / "float32")
+    type(model).from_pretrained(tmp_path / "float32", dtype=torch.bfloat16).save_pretrained(tmp_path / "loaded")
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "cast")
+    for name in ("float32", "loaded"):
+        assert not [item for item in ckptlint.check(tmp_path / name).diagnostics if item.code == "CFG005"]
+    assert [(code, severity) for code, _, severity in float32_told(tmp_path / "cast")] == [("CFG005", Severity.INFO)]
+    assert ("REF002", Severity.WARNING) in {(c, s) for c, _, s in float32_told(tmp_path / "cast", tmp_path / "loaded")}

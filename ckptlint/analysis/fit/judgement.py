@@ -693,8 +693,8 @@ def other_dtypes(ckpt: Checkpoint, fit: Fit) -> list[OtherDtype]:
     ]
 
 
-def rounded_by_export(ckpt: Checkpoint) -> frozenset[str]:
-    """The stored keys in 16 bits that the model's class keeps in float32; none where no table knows the class.
+def kept_in_float32(ckpt: Checkpoint) -> frozenset[str]:
+    """The stored keys that the model's class keeps in float32; none where no table knows the class.
 
     Source:
         transformers.PreTrainedModel._keep_in_fp32_modules_strict (5.24)
@@ -703,8 +703,7 @@ def rounded_by_export(ckpt: Checkpoint) -> frozenset[str]:
     if isinstance(fit, str) or not fit.expected.float32:
         return frozenset()
     kept = re.compile(rf"(?:^|\.)(?:{'|'.join(map(re.escape, fit.expected.float32))})(?:\.|$)")
-    names = (stored for name, stored in fit.pairing.stored.items() if kept.search(name))
-    return frozenset(name for name in names if ckpt.tensors[name].dtype in ("bfloat16", "float16"))
+    return frozenset(stored for name, stored in fit.pairing.stored.items() if kept.search(name))
 
 
 def explains_bytes(ckpt: Checkpoint, size: int) -> bool:
