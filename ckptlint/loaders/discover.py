@@ -73,7 +73,7 @@ def find_checkpoints(folder: Folder, all_steps: bool) -> list[CheckpointPlace]:
             hint = "name the checkpoint folder itself, since a web server does not list what it has"
             raise NothingToCheckError(f"no checkpoint at {folder.display}: {hint}")
         payload = walk.payload(folder)
-        if _others_hold_checkpoints(folder) if payload else _is_empty_step(folder):  # it lost its own, or all
+        if _lost_model(folder) or _others_hold_checkpoints(folder) if payload else _is_empty_step(folder):
             found = [CheckpointPlace.at(folder)]
         elif payload:
             raise UnknownLayoutError(
@@ -101,6 +101,25 @@ def find_checkpoints(folder: Folder, all_steps: bool) -> list[CheckpointPlace]:
 def _is_empty_step(folder: Folder) -> bool:
     """Whether a folder is a step by its name, and nothing is in it."""
     return not (folder.entries or folder.name.isdecimal()) and step_number(folder.name) is not None
+
+
+def _lost_model(step: Folder) -> bool:
+    """Whether a step's files are all known, an optimizer's among them, and none can hold a model."""
+    if step.name.isdecimal() or step_number(step.name) is None or has_twin(step) or step.folders():
+        return False
+    families = [*map(family_of, step.files())]
+    is_known = all(family is not None and family.part != "model" for family in families)
+    has_optimizer = any(family is not None and family.part == "optimizer" for family in families)
+    return is_known and has_optimizer and any(_states(step))
+
+
+def has_twin(step: Folder) -> bool:
+    """Whether the run is one part of a job's saves: by its name, or as another part beside it has the same step."""
+    run = step.parent
+    if run is None or run.parent is None:
+        return run is not None and is_part(run.name)
+    siblings = (sub_folder(run.parent, name) for name in run.parent.folders() if name != run.name and is_part(name))
+    return is_part(run.name) or any(sub is not None and step.name in sub.folders() for sub in siblings)
 
 
 def _others_hold_checkpoints(step: Folder) -> bool:
@@ -264,8 +283,8 @@ class _Walk:
             unfinished += [] if inside else [replace(CheckpointPlace.at(step), step=at)]
             if found and steps == "newest":
                 break
-        if not found and all(unit.folder.entries for unit in unfinished[:1]):  # what it holds, nobody knows
-            return []
+        if not found and all(unit.folder.entries and not _lost_model(unit.folder) for unit in unfinished[:1]):
+            return []  # what it holds, nobody knows
         # a newer step without a checkpoint in it is no reason to pass an older one
         return found + unfinished if steps == "all" else unfinished[:1] or found
 

@@ -7,14 +7,14 @@ from contextlib import suppress
 from itertools import islice
 
 from ckptlint.errors import CkptlintError
-from ckptlint.loaders.discover import find_checkpoints
+from ckptlint.loaders.discover import find_checkpoints, has_twin
 from ckptlint.loaders.layouts import CheckpointPlace
 from ckptlint.loaders.run.finished import other_step, step_state
 from ckptlint.loaders.run.steps import older_steps, sub_folder
 from ckptlint.model import Checkpoint, Problem
 from ckptlint.model.text import join_words, printable
 from ckptlint.storage.folder import Folder
-from ckptlint.vocabulary.frameworks import family_of, is_part, step_number
+from ckptlint.vocabulary.frameworks import family_of, step_number
 from ckptlint.vocabulary.keys import parse
 from ckptlint.vocabulary.parts import PARTS, part_of_file, part_of_key
 
@@ -61,7 +61,7 @@ def lost_model(places: Sequence[CheckpointPlace], checkpoints: Sequence[Checkpoi
     if not any(parse(name).kind == "optimizer" for name in moments) or sum(unknown) * _MINOR > stored or step is None:
         return None
     with suppress(CkptlintError):
-        if _has_twin(step):
+        if has_twin(step):
             return None
         lost, holder = _model_of_older(step, places)
         what = f": {join_words(lost)} {'is' if len(lost) == 1 else 'are'} missing, which {holder} has" if lost else ""
@@ -84,15 +84,6 @@ def _step_folder(place: CheckpointPlace) -> Folder | None:
             break
         folder = folder.parent
     return folder if folder is not None and not folder.is_one_file else None
-
-
-def _has_twin(step: Folder) -> bool:
-    """Whether the run is one part of a job's saves: by its name, or as another part beside it has the same step."""
-    run = step.parent
-    if run is None or run.parent is None:
-        return run is not None and is_part(run.name)
-    siblings = (sub_folder(run.parent, name) for name in run.parent.folders() if name != run.name and is_part(name))
-    return is_part(run.name) or any(sub is not None and step.name in sub.folders() for sub in siblings)
 
 
 def _model_of_older(step: Folder, places: Sequence[CheckpointPlace]) -> tuple[list[str], str]:

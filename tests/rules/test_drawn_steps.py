@@ -157,14 +157,18 @@ def parts_in_folders(place: Path, draw: random.Random) -> str:
 
 @of("weights")
 def files_beside(place: Path, draw: random.Random) -> str:
-    layout, numbers = draw.choice(["trainer", "accelerate"]), draw.choice([[5, 10], [5, 10, 20]])
+    """Files of one folder; the weights may be an adapter, or lie in a folder of FSDP's."""
+    layout, numbers = draw.choice(["trainer", "accelerate"]), draw.choice([[10], [5, 10], [5, 10, 20]])
+    kind = draw.choice(["gone", "gone", "gone", "whole", "adapter", "FSDP"])
     for number in numbers:
-        LAYOUTS[layout](place / f"checkpoint-{number}", trained(number))
-    if draw.random() < 0.7:
-        for name in ("model.safetensors", "pytorch_model.bin"):
-            (place / f"checkpoint-{numbers[-1]}" / name).unlink(missing_ok=True)
-        return "^COM001 the step's folder holds an optimizer and no model"
-    return ""
+        LAYOUTS[layout](step := place / f"checkpoint-{number}", trained(number))
+        if kind in ("adapter", "FSDP") or (kind == "gone" and number == numbers[-1]):
+            (step / {"trainer": "model.safetensors", "accelerate": "pytorch_model.bin"}[layout]).unlink()
+        if kind == "adapter":
+            shutil.copytree(REAL / "adapters/lora", step, dirs_exist_ok=True)
+        if kind == "FSDP":
+            dcp.save({"model": trained(number).model}, checkpoint_id=step / "pytorch_model_fsdp_0", no_dist=True)
+    return "^COM001 the step's folder holds an optimizer and no model" if kind == "gone" else ""
 
 
 # ---------------------------------------------------------------- a folder of a step that is gone

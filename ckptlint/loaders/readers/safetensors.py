@@ -223,7 +223,7 @@ def read_safetensors(folder: Folder, look_at_files: bool, is_first: bool = True)
         if all(map(_OF_RANK.fullmatch, group.files)):
             partial = "the files of each rank hold its part of the model"
     tensors, records = tables(rows, owner)
-    problems = states.problems + _mixed(rows, shards, names) + _lost_of_ranks(group.files)
+    problems = states.problems + _mixed(rows, shards, names) + _lost_of_ranks(folder, group.files, rows)
     for tensor in tensors.values():
         if not tensor.is_representable:
             shape = list(tensor.global_shape)
@@ -282,11 +282,14 @@ def _declared_variant(folder: Folder, config: ModelConfig | None) -> str:
     return next((name for name in names if folder.stat(name)[0] in READABLE), "")
 
 
-def _lost_of_ranks(files: list[str]) -> list[Problem]:
+def _lost_of_ranks(folder: Folder, files: list[str], rows: list[Row]) -> list[Problem]:
     """The files of ranks that are not there: the ranks, and the files of each, are counted from 0 on.
 
+    The last ranks leave no gap; they are lost where all ranks store fewer rows of the embedding than there are words.
+
     Source:
-        vllm 0.11, model_executor/model_loader/sharded_state_loader.py, ShardedStateLoader.save_model; SGLang has a copy
+        vllm 0.11, model_executor/model_loader/sharded_state_loader.py, ShardedStateLoader.save_model, and
+        model_executor/layers/vocab_parallel_embedding.py, which pads each rank's rows; SGLang has a copy
     """
     there: dict[int, set[int]] = {}
     for match in filter(None, map(_OF_RANK.fullmatch, files)):
@@ -297,13 +300,26 @@ def _lost_of_ranks(files: list[str]) -> list[Problem]:
         for part in range(max(there.get(rank, {0})) + 1)
         if part not in there.get(rank, ())
     }
+    sentence = f"{first_names([*lost])} {verb(len(lost), 'is')} missing; {plural(len(there), 'rank')} wrote files"
+    if there and not lost and (words := _lost_words(folder, rows)):
+        lost, sentence = {f"model-rank-{max(there) + 1}-part-0.safetensors": max(there) + 1}, words
     if not lost:
         return []
-    names = first_names([*lost])
-    sentence = f"{names} {verb(len(lost), 'is')} missing; {plural(len(there), 'rank')} wrote files"
     why = "each rank loads only its own files, so these ranks miss some or all of their weights"
     hint = "copy the files from where they were written; if they are not there either, save the model again"
     return [Problem("incomplete", next(iter(lost)), sentence, why=why, hint=hint, lost_files=by_node(lost, there))]
+
+
+def _lost_words(folder: Folder, rows: list[Row]) -> str:
+    """That ranks store fewer rows of an embedding than its vocabulary has; "" where that is not so."""
+    words: Any = None
+    with suppress(UnreadableError, LimitError):
+        words = read_model_config(folder, MODEL_CONFIG).get("vocab_size") if folder.has(MODEL_CONFIG) else None
+    stored = [row.sizes[0] for row in rows if row.fqn.endswith("embed_tokens.weight") and row.sizes]
+    if not stored or not is_size(words) or sum(stored) >= words:
+        return ""
+    of = f"{sum(stored):,} of {words:,} rows of the embedding"
+    return f"the last ranks' files are missing: {plural(len(stored), 'rank')} {verb(len(stored), 'stores')} {of}"
 
 
 def _is_numbered(group: ModelFiles) -> bool:
