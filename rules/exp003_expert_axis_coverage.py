@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from ckptlint.analysis.chunks.missing import absent_ranks
 from ckptlint.analysis.experts import owners_note
 from ckptlint.analysis.inventory import Param, inventory_of
-from ckptlint.geometry.chunk_graph import ranks_of_files
+from ckptlint.geometry.writers import ranks_of_chunks
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import named_ranks, numbered
 from ckptlint.model.tiling import distinct
@@ -53,8 +53,7 @@ def expert_axis_coverage(ckpt: Checkpoint) -> Iterator[Finding]:
 def _too_many_writers(ckpt: Checkpoint, tensor: Tensor, total: int, missing: int) -> tuple[int, ...]:
     """The ranks whose files hold the other experts, where more ranks wrote these than own them."""
     world = ckpt.topology.get("world")
-    records = tensor.chunks.record
-    ranks = distinct(ranks_of_files(ckpt)[ckpt.records.file[records[records >= 0]]])
+    ranks = distinct(ranks_of_chunks(ckpt, tensor)[tensor.chunks.record >= 0])
     if world is None or world.source == "files" or len(ranks) < 2 or ranks[0] < 0:
         return ()
     return tuple(ranks.tolist()) if len(ranks) * total > world.size * (total - missing) else ()

@@ -4,8 +4,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from itertools import islice
 
-from ckptlint.analysis.chunks.missing import saved_by
 from ckptlint.analysis.chunks.two_saves import saves_hint, saves_note
+from ckptlint.geometry.writers import saved_by
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import join_words, shape_text
 from ckptlint.rule import Finding, Location, Severity, rule

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ckptlint.analysis.chunks.missing import saved_by
+from ckptlint.geometry.writers import saved_by
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import span
 from ckptlint.model.tiling import Box, Coverage, Crossing, Tiling

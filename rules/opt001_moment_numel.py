@@ -4,9 +4,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from math import prod
 
-from ckptlint.analysis.chunks.missing import saved_by
 from ckptlint.analysis.inventory import OptimizerState, Param
 from ckptlint.analysis.optimizer_fit import PAIR, StateMismatch, elementwise_states, moment_pairs, state_mismatches
+from ckptlint.geometry.writers import saved_by
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import named_ranks, ranges, shape_text
 from ckptlint.rule import Confidence, Finding, Location, Note, Severity, rule

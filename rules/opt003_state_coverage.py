@@ -5,10 +5,9 @@ from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
-from ckptlint.analysis.chunks.missing import saved_by
 from ckptlint.analysis.inventory import Inventory, Param, inventory_of
 from ckptlint.analysis.trusted_config import trusted_topology
-from ckptlint.geometry.chunk_graph import ranks_of_files
+from ckptlint.geometry.writers import ranks_of_files, saved_by
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import first_names, fold_names, layers_in, named_ranks, plural, ranges, verb
 from ckptlint.model.tiling import distinct

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.analysis.chunks.missing import saved_by
 from ckptlint.analysis.inventory import OptimizerState, Param, inventory_of
 from ckptlint.analysis.optimizer_fit import elementwise_states, is_whole, mismatched_params
+from ckptlint.geometry.writers import saved_by
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import shape_text
 from ckptlint.rule import Finding, Location, Severity, rule

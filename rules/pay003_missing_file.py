@@ -5,13 +5,14 @@ from collections.abc import Iterator
 import numpy as np
 
 from ckptlint.depth import Depth
-from ckptlint.geometry.chunk_graph import rank_of, ranks_of_files
+from ckptlint.geometry.writers import ranks_of_files
 from ckptlint.model import FILE_STATES, Checkpoint, FileState
 from ckptlint.model.lost_files import by_node
 from ckptlint.model.text import at_most, first_names, plural, ranges
 from ckptlint.model.tiling import IntArray, distinct
 from ckptlint.rule import MOST_KEYS, Finding, Location, Severity, rule
 from ckptlint.vocabulary.keys import parse
+from ckptlint.vocabulary.metadata_files import rank_of, ranks_in
 
 _SENTENCES: dict[FileState, tuple[str, str]] = {
     "absent": ("is missing", "are missing"),
@@ -75,7 +76,7 @@ def missing_file(ckpt: Checkpoint) -> Iterator[Finding]:
             at=Location(
                 file=names[0],
                 label=f"{ckpt.metadata_file}: {first_names(names, 6)}",
-                ranks=tuple(sorted({rank for name in names if (rank := rank_of(name)) is not None})),
+                ranks=ranks_in(names),
             ),
             identity=tuple(names),
             keys=tuple(keys[:MOST_KEYS]),
@@ -108,8 +109,7 @@ def _instead(ckpt: Checkpoint, numbers: IntArray) -> str:
 
 def _pattern(ckpt: Checkpoint, names: list[str]) -> str:
     """The hint, by the pattern in the rank numbers of the missing files."""
-    lost = {rank for name in names if (rank := rank_of(name)) is not None}
-    lost -= _ranks_there(ckpt)
+    lost = {*ranks_in(names)} - _ranks_there(ckpt)
     if not lost:
         return f"copy the missing {'file' if len(names) == 1 else 'files'} again from where the checkpoint was written"
     low, high = min(lost), max(lost)

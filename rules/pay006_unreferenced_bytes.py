@@ -8,12 +8,12 @@ import numpy as np
 from ckptlint.analysis.chunks.missing import unnamed_bytes
 from ckptlint.analysis.ranks.save_plans import duplicates, planned_by
 from ckptlint.depth import Depth
-from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model import Checkpoint
 from ckptlint.model.facts import fact
 from ckptlint.model.text import at_most, byte_span, first_names, human_bytes, join_words
 from ckptlint.model.tiling import distinct
 from ckptlint.rule import Finding, Location, Note, Severity, rule
+from ckptlint.vocabulary.metadata_files import rank_of
 
 _SHOWN = 3
 _HEADER_ALONE = 512

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from itertools import islice
 
 from ckptlint.depth import Depth
-from ckptlint.geometry.chunk_graph import ranks_of_files
+from ckptlint.geometry.writers import ranks_of_files
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import gaps, plural, ranges
 from ckptlint.model.tiling import distinct

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ckptlint.depth import Depth
-from ckptlint.geometry.chunk_graph import rank_of
+from ckptlint.geometry.writers import ranks_of_chunks
 from ckptlint.model import Checkpoint, PayloadTable, RecordContent, Tensor
 from ckptlint.model.text import byte_span, named_ranks, plural
 from ckptlint.model.tiling import IntArray
@@ -160,11 +160,11 @@ def _dtype_notes(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, read: 
     """A note on the dtypes of the records, with the ranks that wrote them."""
     by_dtype: dict[str, set[int]] = {}
     count: Counter[str] = Counter()
-    for row in read:
+    for row, rank in zip(read, ranks_of_chunks(ckpt, tensor, read).tolist(), strict=True):
         content = payload.of(int(tensor.chunks.record[row]))
         assert content is not None
         count[content.dtype] += 1
-        if (rank := rank_of(ckpt.chunk_file(tensor, row))) is not None:
+        if rank >= 0:
             by_dtype.setdefault(content.dtype, set()).add(rank)
     texts = [
         f"{dtype} in {plural(count[dtype], 'chunk')}"

@@ -8,12 +8,13 @@ import numpy as np
 from ckptlint.analysis.inventory import inventory_of, moments_of
 from ckptlint.analysis.trusted_config import flag, number, trusted, trusted_topology
 from ckptlint.depth import Depth
-from ckptlint.geometry.chunk_graph import rank_of
+from ckptlint.geometry.writers import saved_by
 from ckptlint.model import Checkpoint, PayloadTable, Tensor
 from ckptlint.model.facts import fact
 from ckptlint.model.text import ranges
 from ckptlint.rule import Confidence, Finding, Location, NotApplicable, Note, Severity, require, rule
 from ckptlint.vocabulary.keys import Key, gated_role, parse
+from ckptlint.vocabulary.metadata_files import rank_of
 
 _SHOWN = 3
 _HINTS = {
@@ -131,7 +132,6 @@ def _chunks(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, pairs: list
         what = f"{count}{{of}} repeat another one, the first: {box} repeats {other}"
     more = f" and {len(pairs) - _SHOWN:,} more" if len(pairs) > _SHOWN else ""
     listed = "; ".join(f"{_files(ckpt, tensor, a)} repeats {_files(ckpt, tensor, b)}" for a, b in pairs[:_SHOWN])
-    ranks = {rank_of(ckpt.chunk_file(tensor, member)) for pair in pairs for member in pair}
     confidence = _confidence(ckpt, payload, tensor, pairs)
     key = parse(tensor.fqn)
     why, hint = "", _HINTS[key.in_experts]
@@ -144,7 +144,7 @@ def _chunks(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, pairs: list
             region=box,
             rows=(row, earlier),
             file=ckpt.chunk_file(tensor, row),
-            ranks=tuple(sorted(rank for rank in ranks if rank is not None)),
+            ranks=saved_by(ckpt, tensor, [member for pair in pairs for member in pair]),
         ),
         severity=Severity.WARNING,
         confidence=confidence,

@@ -8,7 +8,7 @@ import numpy as np
 
 from ckptlint.analysis.inventory import Param, inventory_of, is_weight, moments_of, siblings
 from ckptlint.depth import Depth
-from ckptlint.geometry.chunk_graph import rank_of
+from ckptlint.geometry.writers import saved_by
 from ckptlint.model import Checkpoint, PayloadTable
 from ckptlint.model.text import at_most, join_words, plural
 from ckptlint.model.tiling import BoolArray, Box, IntArray, distinct
@@ -383,11 +383,10 @@ def _chunk_finding(
     doubt = "" if file_note else _doubt(ckpt, payload, peers, weight, rows)
     if not doubt and not weight.param.key.block and int(tiling.sizes[rows, 0].sum()) < _TOKENS:
         doubt = "these few rows may belong to tokens that never occurred"
-    ranks = {rank_of(ckpt.chunk_file(weight.param.tensor, int(row))) for row in rows}
     others = len(weight.rows) - len(rows)
     message = f"{where} only zeros, unlike its {plural(others, 'other chunk')}"
     finding = _finding(ckpt, weight.param, rows, message, box, (("file", file_note), ("doubt", doubt)))
-    at = replace(finding.at, ranks=tuple(sorted(rank for rank in ranks if rank is not None)))
+    at = replace(finding.at, ranks=saved_by(ckpt, weight.param.tensor, rows))
     is_sure = not doubt and (file_note or (weight.param.key.block and len(peers) > 1))
     confidence = "certain" if is_sure else finding.confidence
     return replace(finding, at=at, confidence=confidence, inferred_from="the other chunks of the tensor")

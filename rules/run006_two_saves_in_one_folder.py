@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from ckptlint.analysis.chunks.two_saves import replaced_files
 from ckptlint.analysis.inventory import OptimizerState, inventory_of
 from ckptlint.depth import Depth
-from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model import Checkpoint, PayloadTable
 from ckptlint.model.text import first_names, human_duration, verb
 from ckptlint.rule import MOST_KEYS, Finding, Location, NotApplicable, Severity, rule
 from ckptlint.vocabulary.dtypes import FORMS
 from ckptlint.vocabulary.keys import parse
+from ckptlint.vocabulary.metadata_files import ranks_in
 
 _LARGEST = 2_000_000
 _SEVERAL = 2
@@ -63,7 +63,7 @@ def _times_differ(ckpt: Checkpoint, names: list[str], pause: float) -> Finding:
     return Finding(
         f"{what}: {first_names(names, 3)} {are} {human_duration(pause)} younger than .metadata and the other files"
         + f", and {fail}" * is_changed,
-        at=Location(file=names[0], ranks=_ranks(names)),
+        at=Location(file=names[0], ranks=ranks_in(names)),
         identity=("times",),
         keys=tuple(dict.fromkeys(ckpt.records.name(damage.record) for damage in damages))[:MOST_KEYS]
         if is_changed
@@ -131,7 +131,7 @@ def _steps_differ(ckpt: Checkpoint, groups: list[tuple[str, list[str], int]], yo
     also = ", and so do their times" if is_young else f"; the checkpoint says step {step}" if is_stated else ""
     return Finding(
         f"files of two saves: the optimizer's step in {first_names(names, 3)} differs from the other files{also}",
-        at=Location(file=names[0], ranks=_ranks(names)),
+        at=Location(file=names[0], ranks=ranks_in(names)),
         identity=("steps",),
         kind="steps",
         confidence="certain" if is_young or is_stated else "likely",
@@ -139,10 +139,6 @@ def _steps_differ(ckpt: Checkpoint, groups: list[tuple[str, list[str], int]], yo
         hint="compare the times of these files with the others', and copy the files of one save again",
         inferred_from="the optimizer's step in each file" + (" and the times of the files" if is_young else ""),
     )
-
-
-def _ranks(names: list[str]) -> tuple[int, ...]:
-    return tuple(sorted({rank for name in names if (rank := rank_of(name)) is not None}))
 
 
 def _value(dtype: str, crc: int) -> str:

@@ -9,7 +9,7 @@ from ckptlint.analysis.inventory import Param
 from ckptlint.analysis.optimizer_records import content_metadata
 from ckptlint.analysis.projections import axis_factor, families, short_name
 from ckptlint.analysis.trusted_config import MAIN_BLOCKS, flag, main_params, number, trusted, trusted_topology
-from ckptlint.geometry.chunk_graph import rank_of
+from ckptlint.geometry.writers import ranks_of_chunks
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import first_few, plural, ranges
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
@@ -90,8 +90,9 @@ def _writers(ckpt: Checkpoint, param: Param, axis: int) -> tuple[Note, ...]:
     """A note on ranks that own two chunks half the tensor apart, as when one shard was taken for two halves."""
     tensor = param.tensor
     starts: dict[int, list[int]] = {}
-    for row in np.flatnonzero(tensor.tiling.live)[:1024].tolist():
-        if (rank := rank_of(ckpt.chunk_file(tensor, row))) is not None:
+    rows = np.flatnonzero(tensor.tiling.live)[:1024]
+    for row, rank in zip(rows.tolist(), ranks_of_chunks(ckpt, tensor, rows).tolist(), strict=True):
+        if rank >= 0:
             starts.setdefault(rank, []).append(int(tensor.tiling.offsets[row, axis]))
     half = tensor.global_shape[axis] // 2
     paired = {

@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from ckptlint.analysis.inventory import inventory_of, siblings
-from ckptlint.geometry.chunk_graph import rank_of
+from ckptlint.geometry.writers import saved_by
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import shape_text
 from ckptlint.rule import Finding, Location, Severity, rule
@@ -53,10 +53,9 @@ def _outliers(ckpt: Checkpoint, tensors: list[Tensor]) -> Iterator[Finding]:
         if count != 1 or tensor.volume < max(least, 2):
             continue
         row = int(tensor.tiling.live.argmax())
-        writer = rank_of(ckpt.chunk_file(tensor, row))
         yield Finding(
             f"tensor{{of}} is 1 chunk, but {len(cut)} of {len(tensors)} of its role have several",
-            at=Location(tensor, ranks=() if writer is None else (writer,)),
+            at=Location(tensor, ranks=saved_by(ckpt, tensor, [row])),
             notes=(
                 ("chunks", f"{shape_text(tensor.global_shape)} in 1, {shape_text(shape)} in {usual} ({members}x)"),
                 ("written in", ckpt.chunk_file(tensor, row) or "no file"),

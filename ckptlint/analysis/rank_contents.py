@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptlint.analysis.inventory import inventory_of
-from ckptlint.geometry.chunk_graph import ranks_of_files
 from ckptlint.geometry.record_states import MISSING, NOT_CHECKED, STATES, THERE, record_states
+from ckptlint.geometry.writers import ranks_of_files
 from ckptlint.model import Checkpoint
 from ckptlint.model.facts import fact
 from ckptlint.model.ranks.files import RankFile

@@ -15,7 +15,6 @@ import numpy as np
 from ckptlint.comparing.match import Match, Side
 from ckptlint.comparing.pairs.matching import common
 from ckptlint.comparing.rows import compare_rows, row_ranges
-from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model.cover import Shape
 from ckptlint.model.text import at_most, first_names, plural, ranges
 from ckptlint.model.tiling import IntArray
@@ -23,6 +22,7 @@ from ckptlint.numerics.distance import Distance
 from ckptlint.payload.tensor_bytes import TensorBytes
 from ckptlint.seals.digests import Words
 from ckptlint.seals.row_hashes import Bits, comparable, matrix
+from ckptlint.vocabulary.metadata_files import rank_of
 
 ROUNDED_WITHIN = "equal after rounding to bfloat16, stored as float32"
 """What is said of a tensor that lost half of its bits and kept its dtype: a load cannot know it, so it is no match."""

@@ -7,7 +7,6 @@ one crossing of two healthy axes leaves both paths whole, which is why verdicts 
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -146,24 +145,3 @@ def mesh_note(ckpt: Checkpoint, tensor: Tensor, region: Box) -> str:
     elif crossing:
         parts.append("at " + " x ".join(crossing))
     return "; ".join(parts)
-
-
-def rank_of(file: str) -> int | None:
-    """The plan index in a payload file's name; the saving rank unless a group of ranks saved (HSDP).
-
-    >>> rank_of("__3_0.distcp"), rank_of("step5__2_1.distcp"), rank_of("w.bin")
-    (3, 2, None)
-    >>> rank_of("shard-00004-model-00001-of-00002.safetensors")
-    3
-    """
-    if match := re.search(r"__([0-9]{1,9})_[0-9]+\.distcp$", file):
-        return int(match[1])
-    match = re.fullmatch(r"shard-([0-9]{5,9})-model-[0-9]+-of-[0-9]+\.safetensors", file)
-    return int(match[1]) - 1 if match else None
-
-
-@fact
-def ranks_of_files(ckpt: Checkpoint) -> IntArray:
-    """int64 [n], `rank_of` each payload file; -1 where the name has none."""
-    ranks = (rank_of(name) for name in ckpt.files.names)
-    return np.fromiter((-1 if rank is None else rank for rank in ranks), np.int64, len(ckpt.files))

@@ -14,11 +14,11 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
-from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.lint.registry import load_rules, rules_package
 from ckptlint.lint.report import Cause, CheckpointReport, Diagnostic
 from ckptlint.model.text import at_most, fold_names, join_words, plural, ranges
 from ckptlint.rule import Severity
+from ckptlint.vocabulary.metadata_files import rank_of
 from ckptlint.vocabulary.strict_toml import made_of, own_file, toml_table
 
 InCommon = Literal["keys", "files", "ranks"]

@@ -10,13 +10,13 @@ from typing import Any, Literal
 
 from ckptlint.depth import Depth
 from ckptlint.errors import CheckpointError, ConfigError
-from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import plural, ranges
 from ckptlint.rule import MOST_KEYS, Finding, Location, Note, Rule, Severity
 from ckptlint.shown import Shown
 from ckptlint.vocabulary.frameworks import number_of
 from ckptlint.vocabulary.keys import role
+from ckptlint.vocabulary.metadata_files import rank_of
 
 FailOn = Literal["info", "warning", "error", "never"]
 _PROPER_NAMES = ("Megatron", "PyTorch", "DCP")

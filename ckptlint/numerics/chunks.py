@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ckptlint.geometry.chunk_graph import ranks_of_files
+from ckptlint.geometry.writers import ranks_of_files
 from ckptlint.model import Checkpoint, PayloadTable, Tensor
 from ckptlint.model.facts import fact
 from ckptlint.model.tiling import BoolArray, IntArray

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from ckptlint.geometry.chunk_graph import ranks_of_files
+from ckptlint.geometry.writers import ranks_of_files
 from ckptlint.model import Checkpoint
 from ckptlint.model.tiling import IntArray
 from ckptlint.planning.job import Target

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from ckptlint.errors import ConfigError
-from ckptlint.geometry.chunk_graph import ranks_of_files
 from ckptlint.geometry.record_states import NOT_CHECKED, STATES, StateArray, chunk_states
+from ckptlint.geometry.writers import ranks_of_chunks
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import byte_span, first_names, human_bytes, plural, printable
 from ckptlint.model.tiling import Box, Coverage, IntArray, Tiling
@@ -112,11 +112,12 @@ def as_text(stored: StoredRegion) -> Iterator[str]:
     count = nbytes(tensor.dtype, region.volume)
     size = "" if count is None else f", {human_bytes(count)}"
     yield f"{tensor.fqn} {region}  {tensor.dtype}, {region.volume:,} of {plural(tensor.volume, 'element')}{size}"
+    ranks = ranks_of_chunks(ckpt, tensor)
     table, order = [], np.argsort(stored.states <= NOT_CHECKED, kind="stable")[:_LISTED].tolist()
     for row, state in zip(stored.rows[order].tolist(), stored.states[order].tolist(), strict=True):
         box, record = tensor.tiling.box(row), int(tensor.chunks.record[row])
         file, start, length = ckpt.byte_range_of(record) if record >= 0 else ("stored nowhere", 0, 0)
-        rank = ranks_of_files(ckpt)[ckpt.records.file[record]] if record >= 0 else -1
+        rank = ranks[row]
         place = [cut(file), "-" if rank < 0 else str(rank), byte_span(start, length) if record >= 0 else "-"]
         table.append([str(box.intersect(region)), str(box), *place, STATES[state]])
     if table:

@@ -7,11 +7,33 @@ Source:
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 METADATA = ".metadata"
 RANK_METADATA = re.compile(r"__([0-9]{1,9})\.metadata")
-PAYLOAD_RANK = re.compile(r"__([0-9]{1,9})_[0-9]+\.distcp$")
 UNFINISHED_METADATA = ".metadata.tmp"
 """Renamed to `.metadata` as the last act of a save."""
 WRITTEN_LAST = "the writer writes it last, after all payload files, so the save or the copy never finished"
 """Why `.metadata` is absent, or empty."""
+
+_PAYLOAD = re.compile(r"__([0-9]{1,9})_[0-9]+\.distcp$")
+_SHARD = re.compile(r"shard-([0-9]{5,9})-model-[0-9]+-of-[0-9]+\.safetensors")
+
+
+def rank_of(file: str) -> int | None:
+    """The plan index in a payload file's name; the saving rank unless a group of ranks saved (HSDP).
+
+    >>> rank_of("__3_0.distcp"), rank_of("step5__2_1.distcp"), rank_of("w.bin")
+    (3, 2, None)
+    >>> rank_of("shard-00004-model-00001-of-00002.safetensors")
+    3
+    """
+    if match := _PAYLOAD.search(file):
+        return int(match[1])
+    match = _SHARD.fullmatch(file)
+    return int(match[1]) - 1 if match else None
+
+
+def ranks_in(files: Iterable[str]) -> tuple[int, ...]:
+    """The ranks in the names of payload files, each once, in order."""
+    return tuple(sorted({rank for name in files if (rank := rank_of(name)) is not None}))

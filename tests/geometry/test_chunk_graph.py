@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from one_tensor import opened, the_tensor
 
-from ckptlint.geometry.chunk_graph import AxisSlots, axis_graph, axis_name, axis_slots, coordinates, mesh_note, rank_of
+from ckptlint.geometry.chunk_graph import AxisSlots, axis_graph, axis_name, axis_slots, coordinates, mesh_note
 from ckptlint.model import AxisSize
 from ckptlint.model.tiling import Box, Tiling
+from ckptlint.vocabulary.metadata_files import rank_of
 
 
 def strip(size: int, *spans: tuple[int, int]) -> Tiling:

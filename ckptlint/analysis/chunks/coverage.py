@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import combinations
 
-from ckptlint.analysis.chunks.missing import Absent, absent_hint, absent_ranks, rank_note, ranks_with_entries, saved_by
+from ckptlint.analysis.chunks.missing import Absent, absent_hint, absent_ranks, rank_note, ranks_with_entries
 from ckptlint.analysis.chunks.two_saves import saves_hint, saves_note
 from ckptlint.errors import BudgetError
 from ckptlint.geometry.chunk_graph import mesh_note, place_on_mesh
+from ckptlint.geometry.writers import saved_by
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import first_few, join_words, plural, shape_text, span, verb
 from ckptlint.model.tiling import Box

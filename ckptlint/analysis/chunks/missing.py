@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 
-from ckptlint.geometry.chunk_graph import coordinates, ranks_of_files
+from ckptlint.geometry.chunk_graph import coordinates
+from ckptlint.geometry.writers import ranks_of_chunks, ranks_of_files
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.facts import fact
 from ckptlint.model.text import join_words, named_ranks
@@ -169,7 +170,7 @@ def absent_writer(ckpt: Checkpoint, tensor: Tensor, region: Box) -> int | None:
     others = [axis for axis in range(len(tiling.shape)) if axis not in at and tiling.shape[axis] > 1]
     if any(len(tiling.intervals(axis)) > 1 for axis in others):
         return None
-    ranks = _ranks_of(ckpt, tensor, rows)
+    ranks = ranks_of_chunks(ckpt, tensor, rows)
     if (ranks < 0).any():
         return None
     position = np.ones((len(rows), len(axes) + 1))
@@ -184,18 +185,6 @@ def absent_writer(ckpt: Checkpoint, tensor: Tensor, region: Box) -> int | None:
     missing = float(np.array([at[axis][1][0] for axis in axes] + [1.0]) @ factors)
     rank = round(missing)
     return rank if rank >= 0 and abs(missing - rank) < 1e-6 else None
-
-
-def saved_by(ckpt: Checkpoint, tensor: Tensor, rows: Sequence[int] | None = None) -> tuple[int, ...]:
-    """The ranks whose files hold these chunks (all without `rows`), where file names contain a rank."""
-    chosen = np.arange(len(tensor.chunks)) if rows is None else np.array(rows, np.int64)
-    ranks = distinct(_ranks_of(ckpt, tensor, chosen[tensor.chunks.record[chosen] >= 0]))
-    return tuple(ranks[ranks >= 0].tolist())
-
-
-def _ranks_of(ckpt: Checkpoint, tensor: Tensor, rows: IntArray) -> IntArray:
-    ranks: IntArray = ranks_of_files(ckpt)[ckpt.records.file[tensor.chunks.record[rows]]]
-    return ranks
 
 
 def _planned(ckpt: Checkpoint, tensor: Tensor, region: Box) -> tuple[int, ...]:
@@ -270,7 +259,7 @@ def _whole_tensors(ckpt: Checkpoint) -> Mapping[tuple[int, ...], list[Tensor]]:
 
 def _rank_by_box(ckpt: Checkpoint, tensor: Tensor) -> Mapping[Box, int]:
     rows = np.flatnonzero(tensor.tiling.live & (tensor.chunks.record >= 0))
-    return dict(zip(map(tensor.tiling.box, rows.tolist()), _ranks_of(ckpt, tensor, rows).tolist(), strict=True))
+    return dict(zip(map(tensor.tiling.box, rows.tolist()), ranks_of_chunks(ckpt, tensor, rows).tolist(), strict=True))
 
 
 # ---------------------------------------------------------------- in words

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
 from functools import reduce
 from math import gcd, inf, prod
 from typing import Literal, NamedTuple
 
 from ckptlint.analysis.trusted_config import contradictions, main_params, number, trusted
+from ckptlint.geometry.writers import ranks_of_files
 from ckptlint.model import AxisSize, Checkpoint, StepFile
 from ckptlint.model.facts import fact
 from ckptlint.vocabulary.frameworks import family_of, may_be_pickle, number_of, step_number, world
 from ckptlint.vocabulary.mesh import AXES
-from ckptlint.vocabulary.metadata_files import PAYLOAD_RANK
 
 PAYLOAD = "the payload files"
 """Name of the witness that gives only a lower bound: ranks after the last payload file may exist."""
@@ -186,5 +185,4 @@ def exact_ranks(ckpt: Checkpoint, axis: str) -> dict[str, int]:
 
 def _payload_ranks(ckpt: Checkpoint) -> int:
     """One more than the last rank that wrote payload, by the names of its files; 0 where they name none."""
-    names: Iterable[str] = ckpt.files.names
-    return max((int(match[1]) for name in names if (match := PAYLOAD_RANK.search(name))), default=-1) + 1
+    return int(ranks_of_files(ckpt).max(initial=-1)) + 1

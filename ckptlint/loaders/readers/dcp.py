@@ -37,7 +37,7 @@ from ckptlint.storage.folder import Folder
 from ckptlint.storage.paths import is_safe
 from ckptlint.vocabulary.frameworks import counts_moments, is_counter
 from ckptlint.vocabulary.mesh import read_topology
-from ckptlint.vocabulary.metadata_files import METADATA, PAYLOAD_RANK, WRITTEN_LAST
+from ckptlint.vocabulary.metadata_files import METADATA, WRITTEN_LAST, ranks_in
 
 _MOMENTS = 16  # parameters of an optimizer whose steps are read
 _RENAMED = "the writer renames a finished file into place, so an interrupted copy or a full disk truncated it"
@@ -125,7 +125,7 @@ def _assemble(
     if isinstance(backend := config.get("sharded_backend"), str):
         declared["sharded_backend"] = Declared(backend, CONFIG_FILE)
     problems += config_problems
-    ranks = {int(match[1]) for path in described.paths if (match := PAYLOAD_RANK.search(path))}
+    ranks = {*ranks_in(described.paths)}
     return Checkpoint(
         path=folder.display,
         format=format_,

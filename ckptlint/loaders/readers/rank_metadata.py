@@ -14,7 +14,7 @@ from ckptlint.model import Problem
 from ckptlint.model.lost_files import by_node
 from ckptlint.model.text import first_few, plural, verb
 from ckptlint.storage.folder import Folder
-from ckptlint.vocabulary.metadata_files import METADATA, PAYLOAD_RANK, RANK_METADATA, UNFINISHED_METADATA
+from ckptlint.vocabulary.metadata_files import METADATA, RANK_METADATA, UNFINISHED_METADATA, ranks_in
 
 _SHOWN = 8
 _LISTED = 2**16
@@ -30,7 +30,7 @@ def rank_files(folder: Folder) -> dict[str, int]:
 def lost_ranks(folder: Folder) -> tuple[str, list[Problem]]:
     """Why per-rank metadata is partial ("" when it is whole) and the problem to report for it."""
     present = {*rank_files(folder).values()}
-    payload = {int(m[1]) for name in folder.files() if (m := PAYLOAD_RANK.fullmatch(name))}
+    payload = {*ranks_in(folder.files())}
     lost = max(present | payload) + 1 - len(present)
     if not lost:
         return "", []

@@ -21,7 +21,7 @@ from ckptlint._version import __version__
 from ckptlint.analysis.movement import movements_of
 from ckptlint.analysis.rank_contents import rank_contents_of
 from ckptlint.analysis.step_change import older_name
-from ckptlint.geometry.chunk_graph import axis_graph, axis_name, rank_of
+from ckptlint.geometry.chunk_graph import axis_graph, axis_name
 from ckptlint.geometry.chunk_map import Grid, make_grid, marked_boxes
 from ckptlint.geometry.record_states import NOT_CHECKED, STATES, chunk_states
 from ckptlint.lint.report import Cause, CheckpointReport, Diagnostic, FindingGroup, Report
@@ -45,6 +45,7 @@ from ckptlint.reporters.style import Style, cut, cut_names
 from ckptlint.rule import SECTIONS, Finding, Note, Severity
 from ckptlint.vocabulary.dtypes import nbytes
 from ckptlint.vocabulary.keys import numbers_in, role
+from ckptlint.vocabulary.metadata_files import rank_of
 from ckptlint.vocabulary.strict_toml import own_file
 
 if TYPE_CHECKING:

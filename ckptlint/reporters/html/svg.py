@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.geometry.chunk_map import Grid, MapCell, axis_label, fixed_label
 from ckptlint.geometry.record_states import NOT_CHECKED, STATES, StateArray, chunk_states
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import plural
 from ckptlint.model.tiling import Box, Tiling
 from ckptlint.reporters.style import cut
+from ckptlint.vocabulary.metadata_files import rank_of
 
 if TYPE_CHECKING:
     import networkx as nx
