@@ -250,7 +250,7 @@ def _beside_older(
     passing = [pair for pair in older if pair[1].verdict == "passes"]
     parts = {part for _, other in passing for part in other.parts}
     if why := lacking(step, [older_step for older_step, _ in passing], len(passing)):
-        return replace(judged_step, verdict="unfinished", code="COM001", why=why)
+        return judged_step.as_unfinished(why)
     judged_step = with_all(judged_step, parts, "an older step has it")
     if judged_step.verdict != "passes":
         return judged_step

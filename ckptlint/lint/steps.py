@@ -24,7 +24,7 @@ from ckptlint.loaders.run.folder import read_tracker
 from ckptlint.loaders.run.steps import Step, is_alike, is_followed, newness, run_at, runs_below, steps_of
 from ckptlint.loaders.step_parts import parts_of
 from ckptlint.model import Checkpoint
-from ckptlint.model.checkpoint import ProblemKind
+from ckptlint.model.checkpoint import UNFINISHED, ProblemKind
 from ckptlint.model.text import human_duration, join_words, plural, printable
 from ckptlint.progress import counted
 from ckptlint.rule import Severity
@@ -83,6 +83,10 @@ class JudgedStep:
     written: float = 0.0
     warnings: tuple[str, ...] = ()
     hidden: str = ""
+
+    def as_unfinished(self, why: str) -> JudgedStep:
+        """The same step, whose save never finished."""
+        return replace(self, verdict="unfinished", code=UNFINISHED, why=why)
 
     def row(self) -> dict[str, Any]:
         """What became of it, as a row of a table."""
@@ -287,13 +291,12 @@ def judge_step(step: Step, path: str, judge: Judge) -> JudgedStep:
     try:
         outcome = replace(outcome, written=step.folder.newest)
         if step_state(step.folder) == "unfinished":
-            outcome = replace(outcome, verdict="unfinished", code="COM001", size=_payload_bytes(step, path))
             why = step.run.lost_link(step.name) or _unfinished(outcome.written)
+            outcome = replace(outcome.as_unfinished(why), size=_payload_bytes(step, path))
             what_is_there = verdict_of(judge(path)) if step.folder.entries else outcome
             if what_is_there.verdict == "fails":  # what is written last is there, and damaged
-                outcome = replace(outcome, verdict="fails", code=what_is_there.code)
-                why = what_is_there.why
-            return replace(outcome, why=why)
+                return replace(outcome, verdict="fails", code=what_is_there.code, why=what_is_there.why)
+            return outcome
         report = judge(path)
     except NothingToCheckError:
         return replace(outcome, verdict="gone", why="somebody removed it during the check")
@@ -354,9 +357,9 @@ def verdict_of(report: Report) -> JudgedStep:
     outcome = replace(outcome, warnings=sentences, hidden=_hidden(report))
     doubts = [p.message for ckpt in checkpoints if not ckpt.readable for p in ckpt.problems_of(*_DOUBTFUL)]
     is_wrong = bool(failing) and failing[0].severity == Severity.ERROR
-    torn = [lead for lead in leads if lead.code == "COM001" and lead.severity > Severity.INFO]
+    torn = [lead for lead in leads if lead.code == UNFINISHED and lead.severity > Severity.INFO]
     if torn and (torn[0].severity == Severity.ERROR or not (is_wrong or doubts)):
-        return replace(outcome, verdict="unfinished", code="COM001", why=torn[0].title)
+        return outcome.as_unfinished(torn[0].title)
     if doubts:
         return replace(outcome, verdict="not judged", why=doubts[0])
     if failing and (is_wrong or not report.is_incomplete):
@@ -489,7 +492,7 @@ def with_parts(
     if not depth.looks_at_files:
         judged = replace(judged, parts=_by_names(step, judged.parts))
     if why := lacking(step, older):
-        return replace(judged, verdict="unfinished", code="COM001", why=why)
+        return judged.as_unfinished(why)
     if not required:
         before = next(_finished(older, depth), None)
         return judged if before is None else with_all(judged, before[1], step_before_has(before[0]))

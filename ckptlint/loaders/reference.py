@@ -29,6 +29,7 @@ from ckptlint.loaders.discover import find_at
 from ckptlint.loaders.layouts import CheckpointPlace, recognise
 from ckptlint.loaders.readers.model_files import is_stale, weight_map
 from ckptlint.model import Checkpoint, Reference
+from ckptlint.model.checkpoint import RULE_OF_PROBLEM, UNFINISHED
 from ckptlint.model.text import printable
 from ckptlint.sandbox import isolated
 from ckptlint.seals.row_hashes import VALUES
@@ -292,12 +293,10 @@ def _readable(found: CheckpointPlace, source: str) -> Checkpoint:
 
 def obstacle(ckpt: Checkpoint) -> str:
     """Why a checkpoint does not show what another one must hold, with the code of the rule that says more; or ""."""
-    codes = {"unsafe": "SAF001", "unreadable": "SAF002", "limit": "SAF003", "unsupported": "SAF004"}
-    codes["container"] = "PAY013"
     for problem in ckpt.problems:
         if problem.blocks or problem.kind in ("unsafe", "unreadable", "limit", "container"):
-            return f"{codes.get(problem.kind, 'COM001')} {problem.message}"
-    return f"COM001 {ckpt.partial_because}" if ckpt.partial_because else ""
+            return f"{RULE_OF_PROBLEM.get(problem.kind, UNFINISHED)} {problem.message}"
+    return f"{UNFINISHED} {ckpt.partial_because}" if ckpt.partial_because else ""
 
 
 def tensors_of(ckpt: Checkpoint) -> Tensors:

@@ -188,15 +188,22 @@ ProblemKind = Literal[
 ]
 
 
+RULE_OF_PROBLEM = {
+    "unsafe": "SAF001", "unreadable": "SAF002", "limit": "SAF003", "unsupported": "SAF004",
+    "incomplete": "COM001", "container": "PAY013",
+}  # fmt: skip
+"""The rule that says what a loader could not take at face value, by the kind of problem."""
+UNFINISHED = RULE_OF_PROBLEM["incomplete"]
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """What a loader could not take at face value; a SAF or COM rule turns it into a finding.
 
     Attributes:
-        kind: `unsafe` SAF001, `unreadable` SAF002, `unread` a warning of SAF002 that makes the verdict incomplete,
-            `limit` SAF003, `unsupported` SAF004, `incomplete` COM001, `container` PAY013, `note` an info of SAF001,
-            `crashed` LNT002 (made by the engine), `unused` LNT001 (made where ignores are applied), `view` LIV301 (made
-            by `ckptlint live`).
+        kind: one of `RULE_OF_PROBLEM`, or `unread` a warning of SAF002 that makes the verdict incomplete, `note` an
+            info of SAF001, `crashed` LNT002 (made by the engine), `unused` LNT001 (made where ignores are applied),
+            `view` LIV301 (made by `ckptlint live`).
         file: the file it is in, relative to the checkpoint.
         message: one sentence.
         detail: lines shown below it (the opcodes of a refused call).

@@ -15,6 +15,7 @@ from ckptlint.lint.ignores import ignore_of_the_rest
 from ckptlint.lint.report import Cause, CheckpointReport, Diagnostic, FindingGroup, Report, worst
 from ckptlint.lint.steps import JudgedStep, StepVerdict, newest_passing, step_around, steps_in, verdict_of
 from ckptlint.model import Checkpoint, RecordState, StepFile
+from ckptlint.model.checkpoint import UNFINISHED
 from ckptlint.model.text import (
     at_most,
     first_names,
@@ -93,7 +94,7 @@ def _outcomes(report: Report, style: Style) -> Iterator[str]:
             outcome = _outcome(report, part)
             rows.append((f"{outcome.verdict} {outcome.code}".rstrip(), part.checkpoint.path))
     if len(report.checkpoints) + len(report.unread) > 1 and any(word != "passes" for word, _ in rows):
-        order = ("passes", "not read", "not judged", "unfinished COM001")
+        order = ("passes", "not read", "not judged", f"unfinished {UNFINISHED}")
         width = max(len(word) for word, _ in rows)
         for word, text in sorted(rows, key=lambda row: order.index(row[0]) if row[0] in order else len(order)):
             yield from style.wrap(f"{word:{width}}  {text}", "  ", "")
