@@ -2,7 +2,8 @@
 
 It also writes `tests/rules/messages.txt`: every sentence that a user can meet, to be read from top to bottom.
 
-Run it from anywhere.
+Run it from anywhere. With codes of rules it writes their pages and sentences alone, in seconds; the whole takes two
+minutes, and each page is named when its turn comes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from html import escape
 from pathlib import Path
@@ -122,6 +123,7 @@ def pages() -> dict[Path, str]:
     found[DOCS / "limits.md"] = _BLIND.sub(_cannot, (DOCS / "limits.md").read_text(encoding="utf-8"))
     found[DOCS / "design.md"] = _WAY.sub(_way, (DOCS / "design.md").read_text(encoding="utf-8"))
     for name in ("tour.md", "questions.md", "gates.md"):
+        print(f"docs/{name}: runs its commands", file=sys.stderr)
         found[DOCS / name] = played(printed((DOCS / name).read_text(encoding="utf-8")))
     found[DOCS / "finding.svg"] = finding_picture()
     return found
@@ -340,13 +342,34 @@ def _run(run: str, column: int, y: int, kind: str) -> str:
 
 def messages() -> str:
     """What the rules say about all cases, what `--help` prints, and the errors: what tests compare part by part."""
+    print("tests/rules/messages.txt: judges all cases", file=sys.stderr)
+    return "\n".join([*sentences_of(()).values(), help_texts(), error_texts()])
+
+
+def sentences_of(codes: Collection[str]) -> dict[str, str]:
+    """The sentences of these rules (all without any) about their cases, by code."""
     rules = {rule.code: rule for rule in load_rules()}
     reports: dict[str, list[CheckpointReport]] = {}
     with TemporaryDirectory() as work:
         for number, (code, case) in enumerate(fixture_cases(DOCS.parent / "fixtures")):
-            (folder := Path(work, str(number))).mkdir()
-            reports.setdefault(code, []).append(run_case(rules[code], case, folder / "case"))
-    return "\n".join([*(sentences(code, own) for code, own in reports.items()), help_texts(), error_texts()])
+            if not codes or code in codes:
+                (folder := Path(work, str(number))).mkdir()
+                reports.setdefault(code, []).append(run_case(rules[code], case, folder / "case"))
+    return {code: sentences(code, of_code) for code, of_code in reports.items()}
+
+
+def of_rules(codes: Sequence[str]) -> dict[Path, str]:
+    """The pages that show these rules, and all sentences, of which theirs are new."""
+    rules = load_rules()
+    if unknown := sorted({*codes} - {rule.code for rule in rules}):
+        sys.exit(f"no rule has the code {unknown[0]}")
+    made = {DOCS / "rules" / f"{code[:3]}.md": family_page(code[:3], rules) for code in codes}
+    said = MESSAGES.read_text(encoding="utf-8").split("\n# ")
+    by_head = {part.partition("\n")[0].removeprefix("# "): part for part in said}
+    by_head |= {code: text.removeprefix("# ").rstrip("\n") + "\n" for code, text in sentences_of(codes).items()}
+    order = [rule.code for rule in rules] + ["help", "errors"]
+    text = "\n# ".join(by_head[head].removeprefix("# ") for head in order if head in by_head)
+    return made | {DOCS / "rules" / "README.md": rule_list(rules), MESSAGES: f"# {text}"}
 
 
 def sentences(code: str, reports: Iterable[CheckpointReport]) -> str:
@@ -398,15 +421,23 @@ def _texts(call: ast.Call) -> Iterator[str]:
         yield " ".join("".join(texts).split())
 
 
-def write(made: Mapping[Path, str], docs: Path = DOCS) -> None:
-    """Write every generated page, and remove the pages of families that are gone."""
+def write(made: Mapping[Path, str]) -> None:
+    """Write pages."""
     for path, text in made.items():
         path.parent.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")
+
+
+def remove_others(made: Mapping[Path, str], docs: Path = DOCS) -> None:
+    """Remove the pages of families that are gone."""
     for path in (docs / "rules").glob("*.md"):
         if path not in made:
             path.unlink()
 
 
 if __name__ == "__main__":
-    write(pages() | {MESSAGES: messages()})
+    if sys.argv[1:]:
+        write(of_rules(sys.argv[1:]))
+    else:
+        write(made := pages() | {MESSAGES: messages()})
+        remove_others(made)

@@ -67,9 +67,17 @@ def test_the_page_of_a_family_that_is_gone_goes_too(make: ModuleType, tmp_path: 
     (tmp_path / "rules").mkdir()
     (tmp_path / "rules" / "XYZ.md").write_text("# a family that was removed")
     (tmp_path / "by-hand.md").write_text("stays")
-    make.write({tmp_path / "rules" / "GEO.md": "new"}, tmp_path)
+    make.write(made := {tmp_path / "rules" / "GEO.md": "new"})
+    make.remove_others(made, tmp_path)
     left = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.md")}
     assert left == {"by-hand.md", "rules/GEO.md"}
+
+
+def test_one_rules_pages_are_those_of_all(make: ModuleType) -> None:
+    """`docs/make.py CODE` writes what a whole run writes."""
+    made = make.of_rules(["GEO004", "SAF001"])
+    assert {path.name for path in made} == {"GEO.md", "SAF.md", "README.md", "messages.txt"}
+    assert not [path for path, text in made.items() if read(path) != text]
 
 
 def test_pages_keep_the_whole_text_of_a_rule(make: ModuleType) -> None:
