@@ -123,7 +123,7 @@ def pages() -> dict[Path, str]:
     found[DOCS / "limits.md"] = _BLIND.sub(_cannot, (DOCS / "limits.md").read_text(encoding="utf-8"))
     found[DOCS / "design.md"] = _WAY.sub(_way, (DOCS / "design.md").read_text(encoding="utf-8"))
     for name in ("tour.md", "questions.md", "gates.md"):
-        print(f"docs/{name}: runs its commands", file=sys.stderr)
+        print(f"docs/{name}: runs its commands", file=sys.stderr)  # noqa: T201
         found[DOCS / name] = played(printed((DOCS / name).read_text(encoding="utf-8")))
     found[DOCS / "finding.svg"] = finding_picture()
     return found
@@ -342,7 +342,7 @@ def _run(run: str, column: int, y: int, kind: str) -> str:
 
 def messages() -> str:
     """What the rules say about all cases, what `--help` prints, and the errors: what tests compare part by part."""
-    print("tests/rules/messages.txt: judges all cases", file=sys.stderr)
+    print("tests/rules/messages.txt: judges all cases", file=sys.stderr)  # noqa: T201
     return "\n".join([*sentences_of(()).values(), help_texts(), error_texts()])
 
 

@@ -119,7 +119,7 @@ def _is_state(name: str) -> bool:
 def declared_ranks(ckpt: Checkpoint) -> AxisSize | None:
     """The number of ranks, where the framework writes a file that states it; else None."""
     size = ckpt.topology.get("world")
-    is_said = size is not None and any(known.ranks and known.file == size.source for known in world().inventories)
+    is_said = size is not None and any(known.ranks and known.file == size.source for known in world().written_last)
     return size if is_said else None
 
 
@@ -158,8 +158,8 @@ def exact_ranks(ckpt: Checkpoint, axis: str) -> dict[str, int]:
         of its parts with `use_dist_train`
     """
     stated = {}
-    if axis == "world" and (inventory := declared_ranks(ckpt)) is not None:
-        stated[inventory.source] = inventory.size
+    if axis == "world" and (said := declared_ranks(ckpt)) is not None:
+        stated[said.source] = said.size
     mesh = ckpt.topology.get("world")
     mesh = None if mesh is None or mesh.source != "metadata" or ckpt.save_plans is not None else mesh
     if axis == "world" and mesh is not None:

@@ -1,4 +1,4 @@
-"""Whether a save was finished: what its layout writes last, marks, inventories; and which other step was."""
+"""Whether a save was finished: what is written last, and marks of one that still runs; and which other step was."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ckptlint.storage.folder import Folder
 from ckptlint.storage.paths import is_safe
 from ckptlint.vocabulary.frameworks import (
     Mark,
-    SaveInventory,
+    WrittenLast,
     family_of,
     holds_no_state,
     is_part,
@@ -38,7 +38,7 @@ _OLDER = 8  # steps that one is compared with
 _OLDEST = 64  # steps among which these are looked for: a run may hold thousands that never finished
 _NUMBERS = re.compile(r"\d+")
 _SHARDED = re.compile(r"-\d+-of-\d+(?=\.\w+$)|\.index\.json$")
-_INVENTORY_LIMIT = 1024**2
+_LAST_FILE_LIMIT = 1024**2
 _MOST_RANKS = 2**31
 _EMPTY = "the folder {} is empty"
 
@@ -108,7 +108,7 @@ def _is_named_by(mark: Mark, name: str) -> bool:
 
 
 def missing_parts(folder: Folder) -> list[Problem]:
-    """What an inventory names and the folder lacks, an inventory that was never written, and parts without weights.
+    """A file that is written last and is not there, or names what the folder lacks, and parts without weights.
 
     And of a step what the steps before it have.
     """
@@ -299,7 +299,7 @@ def _is_in_all(path: str, beside: Iterable[str]) -> bool:
     """
     family, folder = family_of(path), path.rpartition("/")[0]
     others = [name.removeprefix(f"{folder}/") for name in beside if name.startswith(f"{folder}/")]
-    is_marked = any(inventory.file in others for inventory in world().inventories)
+    is_marked = any(known.file in others for known in world().written_last)
     is_export = folder != "" and not is_marked and any(not _is_config(name) for name in others)
     return (_is_config(path) and not is_export) or (family is not None and family.name == "mark")
 
@@ -324,7 +324,7 @@ def _is_config(path: str) -> bool:
 
 def _lacking(folder: Folder) -> Iterator[tuple[str, str, str]]:
     """(what is missing, where that is known from as a sentence, why that matters)."""
-    for known in world().inventories:
+    for known in world().written_last:
         if folder.is_one_file or not known.only.fullmatch(folder.name):
             continue  # of a file that is named by itself nothing else is in view
         if known.file in folder.entries.strange or known.file in folder.folders():
@@ -351,8 +351,8 @@ def _lacking(folder: Folder) -> Iterator[tuple[str, str, str]]:
 
 
 def stated_world(folder: Folder) -> AxisSize | None:
-    """How many ranks wrote the step, as its inventory says; None where none does."""
-    for known in world().inventories:
+    """How many ranks wrote the step, as the file that is written last says; None where none does."""
+    for known in world().written_last:
         if known.ranks and known.only.fullmatch(folder.name) and folder.has(known.file):
             stated: Any = _stated(folder, known)
             for key in known.ranks:
@@ -362,9 +362,9 @@ def stated_world(folder: Folder) -> AxisSize | None:
     return None
 
 
-def _stated(folder: Folder, known: SaveInventory) -> dict[str, Any]:
-    """What an inventory of JSON states; {} for others and a damaged one, which is reported with the step's files."""
-    return read_json(folder, known.file, _INVENTORY_LIMIT)[0] if known.entries or known.ranks else {}
+def _stated(folder: Folder, known: WrittenLast) -> dict[str, Any]:
+    """What such a file of JSON states; {} for others and a damaged one, which is reported with the step's files."""
+    return read_json(folder, known.file, _LAST_FILE_LIMIT)[0] if known.entries or known.ranks else {}
 
 
 def _step_before(folder: Folder) -> Folder | None:

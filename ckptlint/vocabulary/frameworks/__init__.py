@@ -96,7 +96,7 @@ class Mark(NamedTuple):
     only: re.Pattern[str] = re.compile(".*")
 
 
-class SaveInventory(NamedTuple):
+class WrittenLast(NamedTuple):
     """A file that is written last, and may be JSON that names every part of the folder that it is in.
 
     Attributes:
@@ -168,7 +168,7 @@ class World(NamedTuple):
     trackers: tuple[Tracker, ...] = ()
     files: tuple[Family, ...] = ()
     unfinished: tuple[Mark, ...] = ()
-    inventories: tuple[SaveInventory, ...] = ()
+    written_last: tuple[WrittenLast, ...] = ()
     no_state: tuple[re.Pattern[str], ...] = ()
     keys: Mapping[str, re.Pattern[str]] = MappingProxyType({})
     counters: tuple[re.Pattern[str], ...] = ()
