@@ -6,11 +6,11 @@ Source:
 
 from __future__ import annotations
 
-import re
+from ckptlint.patterns import lazy_pattern
 
 METADATA = ".metadata"
-RANK_METADATA = re.compile(r"__([0-9]{1,9})\.metadata")
-PAYLOAD_RANK = re.compile(r"__([0-9]{1,9})_[0-9]+\.distcp$")
+RANK_METADATA = lazy_pattern(r"__([0-9]{1,9})\.metadata")
+PAYLOAD_RANK = lazy_pattern(r"__([0-9]{1,9})_[0-9]+\.distcp$")
 UNFINISHED_METADATA = ".metadata.tmp"
 """Renamed to `.metadata` as the last act of a save."""
 WRITTEN_LAST = "the writer writes it last, after all payload files, so the save or the copy never finished"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import _compat_pickle
 import ast
-import re
 import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from ckptlint.patterns import lazy_pattern
 from ckptlint.vocabulary.strict_toml import own_file
 
 CALLS_FILE = "calls.toml"
@@ -217,7 +217,7 @@ def is_plain_data(value: Any) -> bool:
 
 
 def _matches(pattern: str) -> Fits:
-    found = re.compile(pattern)
+    found = lazy_pattern(pattern)
     return lambda value: type(value) is str and found.fullmatch(value) is not None
 
 
@@ -305,7 +305,7 @@ def _any_of(shapes: list[Fits]) -> Fits:
 
 # ---------------------------------------------------------------- names that are not in the table
 
-_WORD = re.compile(r"[\w-]{0,64}")
+_WORD = lazy_pattern(r"[\w-]{0,64}")
 
 
 def of_python_3(module: str, name: str) -> Pair:
