@@ -25,7 +25,7 @@ EXAMINED = 64
 """Most damaged records whose zero bytes are counted."""
 
 _PENDING_LIMIT = 32 * 1024**2
-_SHORT = 512
+_SHORT = 1_024
 _SECTOR = 512
 _NAMED = 4
 
