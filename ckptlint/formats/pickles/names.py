@@ -255,8 +255,10 @@ _PRIMITIVE: dict[str, Fits] = {
 
 def _arguments(text: str, words: Mapping[str, Fits]) -> Fits:
     """The shape of the arguments that a text says, which Python's own parser reads: `A, B | C, [D]`."""
+    if not text:
+        return is_nothing
     try:
-        made = ast.parse(f"({text},)" if text else "()", mode="eval").body
+        made = ast.parse(f"({text},)", mode="eval").body
     except SyntaxError:
         raise ValueError(f"{text!r} is no shape") from None
     return _sequence(made.elts if isinstance(made, ast.Tuple) else [made], words)
