@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,12 +9,13 @@ from ckptlint.analysis.fit.wording import core_note, doubt_note, field_text, key
 from ckptlint.formats.strict_json import is_size
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import first_names, fold_names, human_bytes, join_words, numbered, plural, verb
+from ckptlint.patterns import lazy_pattern
 from ckptlint.rule import Finding, Location, Severity, require, rule
 
 _MOST = 100_000
 _PER_LAYER = ("vocab_size_per_layer_input", "hidden_size_per_layer_input")
 _TABLE, _PROJECTION = "embed_tokens_per_layer", "per_layer_model_projection"
-_EXPERT = re.compile(r"experts\.(\d{1,9})\.")
+_EXPERT = lazy_pattern(r"experts\.(\d{1,9})\.")
 
 
 @rule("CFG001", "key-not-stored", Severity.ERROR, whole=True)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator
 
@@ -9,6 +8,7 @@ from ckptlint.analysis.fit.pairing import INNER_WORDS, WRAPPER_WORDS, bare_name,
 from ckptlint.analysis.trusted_config import contradictions
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import first_names, fold_names
+from ckptlint.patterns import lazy_pattern
 from ckptlint.rule import Confidence, Finding, Location, Severity, rule
 from ckptlint.vocabulary.config_fields import MODEL_CONFIG
 from ckptlint.vocabulary.keys import role
@@ -16,7 +16,7 @@ from ckptlint.vocabulary.keys import role
 _LEAST = 0.5
 _PARTS = frozenset({"base_layer", "lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"})
 _LEADING = frozenset({"module", "base_model"})
-_FILES = re.compile(r"(model|pytorch_model)[.-].*(safetensors|bin)(\.index\.json)?")
+_FILES = lazy_pattern(r"(model|pytorch_model)[.-].*(safetensors|bin)(\.index\.json)?")
 _FILES_OF_DIFFUSERS = ("diffusion_pytorch_model", "pytorch_lora_weights")
 _USUAL = 4  # times as many names of a role must have no wrapper
 _ROLES = 3  # fewer roles with a wrapper's name may be a module of the model

@@ -10,13 +10,14 @@ from ckptlint.analysis.trusted_config import is_known_model, main_params
 from ckptlint.formats.strict_json import is_size
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import first_names
+from ckptlint.patterns import lazy_pattern
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 from ckptlint.vocabulary.dtypes import FLOATS
 from ckptlint.vocabulary.keys import is_token_table
 
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 _REPLACED = ("_token_id", "_token_ids", "_token_index")
-_MODALITY = re.compile("image|img|video|vision|audio|speech", re.IGNORECASE)
+_MODALITY = lazy_pattern("image|img|video|vision|audio|speech", re.IGNORECASE)
 _LONGEST = 40
 
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,10 +8,11 @@ from typing import Literal, NamedTuple
 from ckptlint.analysis.ranks.numbered_files import is_one_of_several
 from ckptlint.model import Checkpoint, RunFolder, StepClaim, StepFile
 from ckptlint.model.text import first_names, join_words
+from ckptlint.patterns import lazy_pattern
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.frameworks import world
 
-_NUMBERS = re.compile(r"\d+")
+_NUMBERS = lazy_pattern(r"\d+")
 _TRAIN_STATE = "train_state.pt"
 
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from math import prod
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 from ckptlint.model import Checkpoint
 from ckptlint.model.stored import StoredTensor
 from ckptlint.model.text import printable
+from ckptlint.patterns import lazy_pattern
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 from ckptlint.vocabulary.config_fields import attributes
 from ckptlint.vocabulary.dtypes import nbytes
@@ -15,7 +15,7 @@ from ckptlint.vocabulary.keys import role
 
 _RUNTIME_ARGS = ("loaded_iteration",)
 _RUNTIME_TOPS = ("args", "rng_state", "rerun_state_machine", "opt_param_scheduler")
-_STEP = re.compile(r"(?:^|\.)(?:param_state|state)\.\d+\.step$")
+_STEP = lazy_pattern(r"(?:^|\.)(?:param_state|state)\.\d+\.step$")
 _DEPTH = 12
 
 

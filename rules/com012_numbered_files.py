@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import count, islice
@@ -10,11 +9,12 @@ from ckptlint.analysis.ranks.numbered_files import numbered_files as sets_of
 from ckptlint.model import Checkpoint
 from ckptlint.model.lost_files import by_node
 from ckptlint.model.text import join_words, plural, verb
+from ckptlint.patterns import lazy_pattern
 from ckptlint.rule import Confidence, Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.parts import part_of_file, part_of_key
 
-_DATALOADER = re.compile(r"((?:.+\.)?dataloader\.dp_rank_)(\d{1,9})(?:\..*)?")
-_OF_ALL_RANKS = re.compile(r"(?:.*/)?dl_state_dict(?:_\d+)?\.bin")
+_DATALOADER = lazy_pattern(r"((?:.+\.)?dataloader\.dp_rank_)(\d{1,9})(?:\..*)?")
+_OF_ALL_RANKS = lazy_pattern(r"(?:.*/)?dl_state_dict(?:_\d+)?\.bin")
 _NAMED = 8
 _LISTED = 2**16
 _MANY = 3  # stored files for each missing one, at least, where nothing says what the numbers count

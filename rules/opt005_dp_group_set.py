@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -10,11 +9,12 @@ from ckptlint.analysis.optimizer_fit import PAIR
 from ckptlint.analysis.trusted_config import trusted_topology
 from ckptlint.model import AxisSize, Checkpoint
 from ckptlint.model.text import ranges, verb
+from ckptlint.patterns import lazy_pattern
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 
 _NUMEL = "per_bucket_numel"
 _UNPADDED = "per_bucket_numel_unpadded"
-_BUCKET = re.compile(r"gbuf_idx_(?P<gbuf>\d{1,9})\.dtype_\((?P<types>[^)]*)\)\.bucket_idx_(?P<bucket>\d{1,9})\.")
+_BUCKET = lazy_pattern(r"gbuf_idx_(?P<gbuf>\d{1,9})\.dtype_\((?P<types>[^)]*)\)\.bucket_idx_(?P<bucket>\d{1,9})\.")
 _EXACT = ("metadata", "args", "run_config", "config.json")
 
 _MOST = 2**16  # groups of a job

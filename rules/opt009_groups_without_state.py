@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -8,12 +7,13 @@ from typing import Any
 from ckptlint.analysis.inventory import inventory_of
 from ckptlint.analysis.optimizer_records import optimizer_records
 from ckptlint.model import Checkpoint
+from ckptlint.patterns import lazy_pattern
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 from ckptlint.vocabulary.keys import parse
 
 _GROUPS = ("param_groups", "param_to_group_meta")
 _ADAM = ".betas"
-_GROUP = re.compile(r"param_groups\.\d+\.betas$")
+_GROUP = lazy_pattern(r"param_groups\.\d+\.betas$")
 
 
 @rule("OPT009", "groups-without-state", Severity.WARNING, whole=True, needs=("sound",))

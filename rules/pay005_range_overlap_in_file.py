@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 import numpy as np
@@ -8,11 +7,12 @@ import numpy as np
 from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import byte_span
+from ckptlint.patterns import lazy_pattern
 from ckptlint.rule import Finding, Location, Severity, rule
 
 _SHOWN = 32
-_EMBEDDING = re.compile(r"(?:^|\.)(?:word_embeddings|embed_tokens|tok_embeddings|wte)\.weight$")
-_OUTPUT = re.compile(r"(?:^|\.)(?:output_layer|lm_head|head|output)\.weight$")
+_EMBEDDING = lazy_pattern(r"(?:^|\.)(?:word_embeddings|embed_tokens|tok_embeddings|wte)\.weight$")
+_OUTPUT = lazy_pattern(r"(?:^|\.)(?:output_layer|lm_head|head|output)\.weight$")
 
 
 @rule(

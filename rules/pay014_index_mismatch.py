@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Literal
@@ -10,13 +9,14 @@ import numpy as np
 from ckptlint.analysis.fit.judgement import explains_bytes, has_known_config
 from ckptlint.model import Checkpoint, RecordState, WeightIndex
 from ckptlint.model.text import first_names, fold_names, human_bytes, numbered, plural, verb
+from ckptlint.patterns import lazy_pattern
 from ckptlint.rule import MOST_KEYS, Finding, Location, Note, Severity, rule
 from ckptlint.vocabulary.config_fields import MODEL_CONFIG
 from ckptlint.vocabulary.dtypes import nbytes
 from ckptlint.vocabulary.keys import parse
 
-_NUMBERS = re.compile(r".*?([0-9]{1,9})-of-([0-9]{1,9})(?:\.[^-]+)?\.(?:safetensors|bin)")
-_STATE = re.compile(r"(?:state\.)?(\d+)\..+")
+_NUMBERS = lazy_pattern(r".*?([0-9]{1,9})-of-([0-9]{1,9})(?:\.[^-]+)?\.(?:safetensors|bin)")
+_STATE = lazy_pattern(r"(?:state\.)?(\d+)\..+")
 _SHOWN = 6
 _MOST = 100_000
 _SLACK = 0.01

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
 from typing import NamedTuple
 
@@ -11,9 +10,10 @@ from ckptlint.analysis.trusted_config import FINAL_NORMS, MAIN_BLOCKS, number, t
 from ckptlint.model import Checkpoint
 from ckptlint.model.cover import Shape
 from ckptlint.model.facts import fact
+from ckptlint.patterns import lazy_pattern
 from ckptlint.vocabulary.keys import Block, Key, block_of, inside_layer, module_path, modules_of
 
-_INNER_NORM = re.compile(r"(q|k|v|kv|qk|query|key|value)(_a|_b)?_?(layer)?norm|norm_[qkv]")
+_INNER_NORM = lazy_pattern(r"(q|k|v|kv|qk|query|key|value)(_a|_b)?_?(layer)?norm|norm_[qkv]")
 _FUSED_NORM_OWNERS = frozenset({"linear_qkv", "linear_fc1", "in_proj"})
 
 

@@ -10,10 +10,11 @@ from typing import NamedTuple
 
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.facts import fact
+from ckptlint.patterns import lazy_pattern
 from ckptlint.vocabulary.dtypes import FLOATS
 from ckptlint.vocabulary.keys import COPIES, STATE_NAMES, Key, parse
 
-_BUCKET = re.compile(
+_BUCKET = lazy_pattern(
     r"(?:distributed\.)?dp_group_idx_(?P<group>\d+)\.(?:gbuf_idx_(?P<gbuf>\d+)\.dtype_\([^)]*\)\.bucket_idx_(?P<bucket>\d+)\.)?(?P<what>.+)"
 )
 

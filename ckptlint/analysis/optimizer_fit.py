@@ -5,7 +5,6 @@ One fault must be reported once, so this module also decides which rule leaves a
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterable
 from fractions import Fraction
@@ -18,6 +17,7 @@ from ckptlint.analysis.trusted_config import trusted_topology
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.facts import fact
 from ckptlint.model.tiling import Coverage, Tiling
+from ckptlint.patterns import lazy_pattern
 from ckptlint.vocabulary.dtypes import ITEM_BITS
 from ckptlint.vocabulary.keys import MOMENTS
 from ckptlint.vocabulary.mesh import AXES
@@ -25,7 +25,7 @@ from ckptlint.vocabulary.mesh import AXES
 PAIR = ("exp_avg", "exp_avg_sq")
 """The two moments that Adam creates and shards together."""
 
-_COMPANION = re.compile(r"absmax|scale|qmap|codes|quant")
+_COMPANION = lazy_pattern(r"absmax|scale|qmap|codes|quant")
 _NO_FLOAT = ("int", "uint", "bool", "float8")
 _EXACT = ("metadata", "args", "run_config", "config.json")
 

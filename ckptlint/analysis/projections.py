@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -14,6 +13,7 @@ from ckptlint.model.cover import Shape
 from ckptlint.model.facts import fact
 from ckptlint.model.text import shape_text
 from ckptlint.model.tiling import distinct
+from ckptlint.patterns import lazy_pattern
 from ckptlint.vocabulary.keys import Block, block_of, inside_layer, is_adapter, module_path
 
 
@@ -41,11 +41,11 @@ class ProjectionFamily(NamedTuple):
 
 
 _PARTNER = {"mlp_in": "mlp_out", "mlp_out": "mlp_in", "q": "attn_out", "attn_out": "q", "k": "v", "v": "k"}
-_LATENT = re.compile(r"(linear_)?(q|kv)_(a|b|down|up)_proj(_with_mqa)?")
+_LATENT = lazy_pattern(r"(linear_)?(q|kv)_(a|b|down|up)_proj(_with_mqa)?")
 _HALVES = (("gate_proj", "up_proj"), ("w1", "w3"))
 _UNTRANSPOSED = frozenset({"w1", "w2"})
 _LEAST_HEAD = 8  # least head size for which surplus query rows may be one gate per head
-_SCALES = re.compile(r".*(scale|zero|g_idx|absmax|norm).*")  # of a quantised weight, shaped by its blocks
+_SCALES = lazy_pattern(r".*(scale|zero|g_idx|absmax|norm).*")  # of a quantised weight, shaped by its blocks
 _SINGLE = frozenset({"gate_proj", "up_proj", "w3", "up"})
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.facts import fact
+from ckptlint.patterns import lazy_pattern
 from ckptlint.vocabulary.config_fields import QUANTISATION
 from ckptlint.vocabulary.dtypes import FLOATS, ITEM_BITS
 from ckptlint.vocabulary.keys import parse, role
@@ -21,8 +22,8 @@ WIDE = frozenset(dtype for dtype in FLOATS if ITEM_BITS[dtype] > 8)
 """Dtypes of weights that are not quantised."""
 
 _BARE = "{weight}"
-_PLAIN = re.compile(r"[\w./*\-]+")
-_NOTHING = re.compile(r"(?!)")
+_PLAIN = lazy_pattern(r"[\w./*\-]+")
+_NOTHING = lazy_pattern(r"(?!)")
 _IGNORED = ("ignore", "modules_to_not_convert", "exclude_modules", "llm_int8_skip_modules")
 _CACHE_BITS = {"fp8": 8, "int8": 8, "nvfp4": 4}  # nvidia-modelopt 0.47: kv_cache_quant_algo
 _UNFINISHED = ("initialized", "calibration", "frozen")  # compressed-tensors 0.20: weights are not compressed yet

@@ -14,6 +14,7 @@ from itertools import islice
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
+from ckptlint.patterns import lazy_pattern
 from ckptlint.vocabulary.keys import parse
 
 Part = Literal["A", "B", "magnitude"]
@@ -27,7 +28,7 @@ _PARTS: Mapping[str, Part] = {
     "lora_up": "B",
     "lora_magnitude_vector": "magnitude",
 }
-_DIFFUSERS = re.compile(r"(.+?)[._]lora(?:_linear_layer)?\.(?:down|up)\.weight")
+_DIFFUSERS = lazy_pattern(r"(.+?)[._]lora(?:_linear_layer)?\.(?:down|up)\.weight")
 """The names that diffusers gave factors first: `to_q.lora.down`, `to_q.lora_linear_layer.up`, `to_q_lora.down`."""
 PREFIX = "base_model.model."
 """What peft puts before the names of the base model."""
@@ -40,7 +41,7 @@ Source:
     peft 0.17 to 0.21: tuners.lora.layer.ParamWrapper.update_layer
 """
 
-_LITERAL = re.compile(r"[\w.\-]+")
+_LITERAL = lazy_pattern(r"[\w.\-]+")
 _DEPTH = 32
 _SAVED = 100  # each is looked for in all keys
 

@@ -10,7 +10,6 @@ import importlib.util
 import inspect
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ from typing import Any
 from ckptlint.architecture.expected import NoTable
 from ckptlint.architecture.huggingface import declared_quantisation
 from ckptlint.model.text import printable
+from ckptlint.patterns import lazy_pattern
 
 SECONDS = 60
 """Processor time that building a model may take."""
@@ -29,7 +29,7 @@ WAIT = 300
 MEMORY = 4 << 30
 """Bytes that it may ask for."""
 
-_ERROR = re.compile(r"[\w.]*(Error|Exception|Interrupt)\b")
+_ERROR = lazy_pattern(r"[\w.]*(Error|Exception|Interrupt)\b")
 _MOST_MODULES = 2_000  # layers or experts
 _COUNTS = ("layer", "expert", "depth", "blocks")
 _NEVER = ("auto_map", "custom_pipelines")  # what names code; attention may name kernels of a hub as well

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -11,6 +10,7 @@ from ckptlint.architecture.expected import Expected, ExpectedTensor, NoTable
 from ckptlint.architecture.expressions import LARGEST, ExpressionError
 from ckptlint.architecture.tables import MOST_KEYS, TableRow, entry, expand, rows_of
 from ckptlint.model.text import printable
+from ckptlint.patterns import lazy_pattern
 
 LayerNaming = Literal["stacked", "numbered", "split"]
 """How the layers are named: one key for all of them, a key each, or a key for each expert and half of a projection."""
@@ -21,11 +21,11 @@ _NAMINGS: Mapping[LayerNaming, str] = {
     "split": "numbered layers, experts and halves apart",
 }
 _CLASSES = {"gpt": "Megatron's GPTModel", "hybrid": "Megatron's hybrid model"}
-_CHOICE = re.compile(r"\(([^()]+) if (\w+) else ([^()]+)\)")
-_STACKED = re.compile(r"decoder\.layers\.\D")
-_SPLIT = re.compile(r"experts\.\d+\.|linear_fc1\.(?:weight|bias)_[wv]$")
+_CHOICE = lazy_pattern(r"\(([^()]+) if (\w+) else ([^()]+)\)")
+_STACKED = lazy_pattern(r"decoder\.layers\.\D")
+_SPLIT = lazy_pattern(r"experts\.\d+\.|linear_fc1\.(?:weight|bias)_[wv]$")
 
-_STACKED_EXPERTS = re.compile(r"(?P<home>.*\.experts\.)experts\.linear_fc(?P<fc>[12])\.(?P<what>weight|bias)")
+_STACKED_EXPERTS = lazy_pattern(r"(?P<home>.*\.experts\.)experts\.linear_fc(?P<fc>[12])\.(?P<what>weight|bias)")
 _LOCAL_NORMS = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",

@@ -8,7 +8,6 @@ expression too, which may use the indices before it.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,12 +16,13 @@ from typing import Any
 
 from ckptlint.architecture.expected import BadValue, ExpectedTensor, NoTable
 from ckptlint.architecture.expressions import Expression, ExpressionError, SizeError, parse_expression, true, whole
+from ckptlint.patterns import lazy_pattern
 from ckptlint.vocabulary.strict_toml import own_file
 
 MOST_KEYS = 2_000_000
 """Keys of the largest model that is expanded."""
 
-_INDEX = re.compile(r"\{(\w+)\}")
+_INDEX = lazy_pattern(r"\{(\w+)\}")
 
 
 @dataclass(frozen=True, slots=True)

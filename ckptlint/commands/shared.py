@@ -6,7 +6,6 @@ Made light: `ckptlint check --help` and the shell's completion import this modul
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -145,8 +144,17 @@ def terminal_style(color: str, ascii_only: bool, per_rule: int, quiet: int, verb
         is_forced = bool(os.environ.get("FORCE_COLOR"))
         chosen = not os.environ.get("NO_COLOR") and (is_forced or (is_terminal and not _is_dumb()))
     encoding = (sys.stdout.encoding or "").lower()
-    width = min(max(shutil.get_terminal_size((80, 24)).columns, 60), 120)
+    width = min(max(_columns(is_terminal), 60), 120)
     return Style(chosen, ascii_only or "utf" not in encoding or _is_dumb(), width, per_rule, quiet, verbose)
+
+
+def _columns(is_terminal: bool) -> int:
+    """How wide the output may be: as the terminal is, or as COLUMNS says; 80 without either."""
+    if not is_terminal and "COLUMNS" not in os.environ:
+        return 80
+    from shutil import get_terminal_size  # it loads all that can pack files
+
+    return get_terminal_size((80, 24)).columns
 
 
 def _is_dumb() -> bool:
@@ -239,7 +247,7 @@ class _Line:
 
     def write(self, text: str) -> None:
         """Put a text in place of the one before."""
-        text = text[: shutil.get_terminal_size((80, 24)).columns - 1]
+        text = text[: _columns(True) - 1]
         if text != self.text:
             sys.stderr.write(f"\r{text.ljust(len(self.text))}" + ("" if text else "\r"))
             sys.stderr.flush()

@@ -14,12 +14,12 @@ from functools import partial
 from io import SEEK_END, BytesIO
 from math import prod
 from typing import Any, BinaryIO, Literal
-from zipfile import BadZipFile, ZipExtFile, ZipFile
 
 from ckptlint.errors import LimitError, ScriptError, UnreadableError
 from ckptlint.formats.pickles.joblib_arrays import MARK
 from ckptlint.formats.pickles.safe_pickle import asks_for_names
 from ckptlint.formats.torch_legacy import is_tar
+from ckptlint.patterns import lazy_pattern
 
 HEAD = 512
 """Bytes that `file_content` asks for."""
@@ -33,14 +33,14 @@ _GZIP, _BZIP2, _XZ = b"\x1f\x8b", b"BZh", b"\xfd7zXZ\0"
 _NOT_UNPACKED = (b'\x04"M\x18', b"\x02!L\x18", b"\x28\xb5\x2f\xfd", *(bytes([80 + n]) + b"*M\x18" for n in range(16)))
 _NOT_UNPACKED += (b"7z\xbc\xaf\x27\x1c", b"Rar!\x1a\x07", b"LZIP\1", b"\x1f\x9d\x90", b"\xff\6\0\0sNaPpY")
 # properties, size of the dictionary, size of the content or -1, first byte of the coder (xz, doc/lzma-file-format.txt)
-_LZMA = re.compile(rb"(?:].{4}(?:\xff{8}|.{5}\0{3})|[\0-\xe0].{4}\xff{8})\0", re.DOTALL)
-_Z_FILE = re.compile(rb"ZF[-+\w\s]{19} ?")  # joblib < 0.10, read_zfile of joblib.numpy_pickle_compat: then zlib
-_ZEROS = re.compile(rb"\0*")
+_LZMA = lazy_pattern(rb"(?:].{4}(?:\xff{8}|.{5}\0{3})|[\0-\xe0].{4}\xff{8})\0", re.DOTALL)
+_Z_FILE = lazy_pattern(rb"ZF[-+\w\s]{19} ?")  # joblib < 0.10, read_zfile of joblib.numpy_pickle_compat: then zlib
+_ZEROS = lazy_pattern(rb"\0*")
 _PACK_MEMORY = 2**28  # bytes that an unpacker may take
 _FEW = 2**20  # packed bytes that tell what they hold: bzip2 packs almost as many at once
 _PIECE = 2**16  # packed bytes that are unpacked at once: damage hides what came out of one piece
 # what can be the first opcode: it takes nothing from the stack or the memo, and C's readers take its argument
-_FIRST = re.compile(
+_FIRST = lazy_pattern(
     rb"[()\]}NJKMGTUVXBCP\x80\x82-\x84\x88-\x8f\x95\x96]|c[\w.\x80-\xff]+\n[\w.\x80-\xff]+\n"
     rb"|[IL]\s*[-+]?\d|F[-+.\dinIN]|S['\"]"
 )
@@ -155,6 +155,8 @@ def _in_member(file: BinaryIO, size: int, limit: int, depth: int) -> Iterator[Bi
         other: FileContent = "tar" if is_tar(head) else "packed"  # which may start with the same bytes
         content = "pickle" if is_pickled(file.read(limit), size) else other
         file.seek(0)
+    from zipfile import ZipExtFile
+
     if isinstance(file, ZipExtFile):  # to go back in one unpacks it again
         file = _in_memory(file, limit)
     if content == "pickle":
@@ -324,6 +326,8 @@ def _in_zip(file: BinaryIO, limit: int, depth: int) -> Iterator[BinaryIO]:
     Source:
         numpy.lib.npyio.NpzFile, which reads it by Python's zipfile; torch.serialization; torch.package
     """
+    from zipfile import ZipFile
+
     try:
         with ZipFile(file) as archive:
             members = sorted(archive.infolist(), key=lambda member: not member.filename.endswith(".npy"))
@@ -348,6 +352,8 @@ def _in_zip(file: BinaryIO, limit: int, depth: int) -> Iterator[BinaryIO]:
 
 def _is_torch(file: BinaryIO) -> bool:
     """Whether an archive has what torch.load reads first."""
+    from zipfile import ZipFile
+
     with suppress(*_damages()), ZipFile(file) as archive:
         return any(name.partition("/")[2].lower() == "data.pkl" for name in archive.namelist())
     return False
@@ -356,6 +362,7 @@ def _is_torch(file: BinaryIO) -> bool:
 def _damages() -> tuple[type[Exception], ...]:
     """What reading a damaged zip file raises."""
     import lzma
+    from zipfile import BadZipFile
 
     return BadZipFile, zlib.error, lzma.LZMAError, OSError, EOFError, ValueError, RuntimeError
 

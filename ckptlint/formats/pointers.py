@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
-
 from ckptlint.errors import GIT_LFS_POINTER, LINK_AS_TEXT
+from ckptlint.patterns import lazy_pattern
 
 POINTER_LIMIT = 1024 + 4
 """Bytes of such a text, at most."""
 
-_LINK = re.compile(rb"(\.{1,2}/|/)[^\x00-\x20\x7f]{1,1024}\n?")
+_LINK = lazy_pattern(rb"(\.{1,2}/|/)[^\x00-\x20\x7f]{1,1024}\n?")
 
 
 def pointer_in(start: bytes) -> str:

@@ -8,7 +8,6 @@ of torch < 1.6 are pickles in a row, with the storages after them.
 
 from __future__ import annotations
 
-import re
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ from ckptlint.formats.torch_legacy import PICKLES, PICKLES_LIMIT, is_legacy, is_
 from ckptlint.model import RANK_LIMIT, RecordContent
 from ckptlint.model.stored import Mesh, Placement, StoredDTensor, StoredShards, StoredTensor
 from ckptlint.model.text import printable
+from ckptlint.patterns import lazy_pattern
 from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.dtypes import FORMS, ITEM_BITS, STORAGES
 
@@ -36,7 +36,7 @@ _HEAD = 4096
 _ALIGNMENT = 64
 _MESH_LIMIT = 8 * 2**20  # bytes of the ranks of a mesh
 _PICKLED_LIMIT = 64 * 1024**2  # a bare pickle in place of an archive
-_PICKLED = re.compile(rb"\x80[\2-\5]")
+_PICKLED = lazy_pattern(rb"\x80[\2-\5]")
 _WIDE = 0xFFFFFFFF
 
 

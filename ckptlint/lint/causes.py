@@ -17,6 +17,7 @@ from typing import Any, Literal
 from ckptlint.lint.registry import load_rules, rules_package
 from ckptlint.lint.report import Cause, CheckpointReport, Diagnostic
 from ckptlint.model.text import at_most, fold_names, join_words, plural, ranges
+from ckptlint.patterns import lazy_pattern
 from ckptlint.rule import Severity
 from ckptlint.vocabulary.metadata_files import rank_of
 from ckptlint.vocabulary.strict_toml import made_of, own_file, toml_table
@@ -26,8 +27,8 @@ InCommon = Literal["keys", "files", "ranks"]
 
 _SHOWN = 3
 _LISTED_RANKS = 3
-_PLACEHOLDER = re.compile(r"\{([a-z+]+)\.([a-z]+)(?::([a-z ]+))?\}")
-_OPTIONAL = re.compile(r"\[([^\[\]]*)\]")
+_PLACEHOLDER = lazy_pattern(r"\{([a-z+]+)\.([a-z]+)(?::([a-z ]+))?\}")
+_OPTIONAL = lazy_pattern(r"\[([^\[\]]*)\]")
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import traceback
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
@@ -101,6 +100,8 @@ def _run(rule: Rule, ckpt: Checkpoint, report: CheckpointReport) -> list[Problem
     except Exception as error:  # the one place where any error of a rule is caught
         text = printable(f"{type(error).__name__}: {error}"[:300])
         report.failed[rule.code] = text
+        import traceback
+
         lines = tuple(printable(line) for line in traceback.format_exception(error)[-2].splitlines())
         message, hint = (
             f"{rule.code} {rule.name} crashed: {text}",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import glob
 import json
 import os
 import re
@@ -129,6 +128,8 @@ def ignore_of_the_rest(report: Report) -> list[str]:
     names = {item.fqn or "" for item in failing}
     if len(kinds) != 1 or report.is_live or report.is_incomplete or report.not_found or failing[0].rule.fixed:
         return []
+    import glob
+
     name = next(iter(names))
     pattern = "*".join(map(glob.escape, NUMBER.split(name))) if len(names) > 1 else glob.escape(name)
     fits = re.compile(fnmatch.translate(pattern)).match

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
@@ -13,13 +12,14 @@ from ckptlint.errors import CkptlintError, LimitError
 from ckptlint.loaders.json_file import read_json
 from ckptlint.model import Problem
 from ckptlint.model.text import first_names, human_bytes, join_words, plural, printable
+from ckptlint.patterns import lazy_pattern
 from ckptlint.sandbox import isolated
 from ckptlint.storage.folder import Folder
 
 _LIMIT = 2**26  # bytes of all files together
 _LEAST = {True: 2**16, False: 2**20}  # as which the smallest file counts, near and over a network
 _SMALL = 2**20  # bytes up to which files of other names are looked at, on a local disk
-_LOOKED_AT = re.compile(
+_LOOKED_AT = lazy_pattern(
     r".*config\.json|(modules|chat_template|special_tokens_map|added_tokens)\.json|.*\.(jinja2?|ya?ml)"
 )
 _LIBRARIES = (
@@ -44,9 +44,9 @@ _OLDER = (
     "added_tokens.json",
 )  # read where that one does not list the added tokens
 _LOADED = (_TOKENIZER, *_OLDER, "preprocessor_config.json", "processor_config.json", "chat_template.json")
-_TEMPLATE = re.compile(r"__\w+__")  # what a template needs to leave its sandbox, and no healthy one has
-_SPELLS_TAG = re.compile(r"python/|%TAG|%[0-9a-fA-F]{2}")  # no text spells that tag without one of these
-_SPELLS_TARGET = re.compile(r"_target_|\\[xuU\r\n]")  # nor hydra's key
+_TEMPLATE = lazy_pattern(r"__\w+__")  # what a template needs to leave its sandbox, and no healthy one has
+_SPELLS_TAG = lazy_pattern(r"python/|%TAG|%[0-9a-fA-F]{2}")  # no text spells that tag without one of these
+_SPELLS_TARGET = lazy_pattern(r"_target_|\\[xuU\r\n]")  # nor hydra's key
 
 
 class _Searched(NamedTuple):

@@ -7,7 +7,6 @@ the header is read, and a checkpoint is read by the loader that reads every othe
 from __future__ import annotations
 
 import json
-import re
 from base64 import b64decode, b64encode
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -31,6 +30,7 @@ from ckptlint.loaders.readers.model_files import is_stale, weight_map
 from ckptlint.model import Checkpoint, Reference
 from ckptlint.model.checkpoint import RULE_OF_PROBLEM, UNFINISHED
 from ckptlint.model.text import printable
+from ckptlint.patterns import lazy_pattern
 from ckptlint.sandbox import isolated
 from ckptlint.seals.row_hashes import VALUES
 from ckptlint.storage.folder import READABLE, Folder
@@ -39,7 +39,7 @@ from ckptlint.storage.paths import is_safe, shown
 from ckptlint.vocabulary.config_fields import read_declared
 from ckptlint.vocabulary.dtypes import DTYPES
 
-_DIGEST = re.compile(r"[0-9a-f]{16}")
+_DIGEST = lazy_pattern(r"[0-9a-f]{16}")
 MANIFEST_SCHEMA = "ckptlint.manifest/1"
 _INDEX = "model.safetensors.index.json"
 _CONFIG = "config.json"

@@ -14,6 +14,7 @@ from ckptlint.loaders.run.steps import older_steps, sub_folder
 from ckptlint.model import Checkpoint, Problem
 from ckptlint.model.text import join_words, printable
 from ckptlint.storage.folder import Folder
+from ckptlint.storage.listing import is_plain
 from ckptlint.vocabulary.frameworks import family_of, step_number
 from ckptlint.vocabulary.keys import parse
 from ckptlint.vocabulary.parts import PARTS, part_of_file, part_of_key
@@ -28,8 +29,8 @@ def parts_of(checkpoints: Iterable[Checkpoint]) -> tuple[str, ...]:
     found: set[str | None] = set()
     for ckpt in checkpoints:
         found |= {part_of_file(file.family) for file in ckpt.step_files}
-        families = [family_of(name.rpartition("/")[2]) for name in ckpt.files.names]
-        if families and all(family is not None and family.part == "optimizer" for family in families):
+        files = ckpt.files.names
+        if files and not is_plain(files[0]) and all(map(_is_of_optimizer, files)):
             found.add("optimizer")  # whose keys are numbers of parameters
             continue
         names: set[str] = {entry.fqn for entry in ckpt.byte_objects} | ckpt.objects.keys.keys()
@@ -37,6 +38,11 @@ def parts_of(checkpoints: Iterable[Checkpoint]) -> tuple[str, ...]:
             names |= {key for key in ckpt.common.values if isinstance(key, str)}
         found |= {part_of_key(name) for name in names.union(ckpt.tensors)}
     return tuple(part for part in PARTS if part in found)
+
+
+def _is_of_optimizer(file: str) -> bool:
+    family = family_of(file.rpartition("/")[2])
+    return family is not None and family.part == "optimizer"
 
 
 def lost_model(places: Sequence[CheckpointPlace], checkpoints: Sequence[Checkpoint]) -> Problem | None:

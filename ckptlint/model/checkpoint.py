@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ckptlint.model.facts import Facts
+from ckptlint.model.facts import Facts, fact
 from ckptlint.model.files import FileTable
 from ckptlint.model.lost_files import LostFiles
 from ckptlint.model.payload import ChangeTable, PairTable, PayloadTable
@@ -374,9 +374,10 @@ class Checkpoint:
         files = (file.optimizer for file in self.step_files)
         return [optimizer.states for optimizer in files if optimizer is not None and optimizer.states is not None]
 
-    def sound_tensors(self) -> Iterator[Tensor]:
+    @fact
+    def sound_tensors(self) -> list[Tensor]:
         """The tensors that geometry rules can judge."""
-        return (tensor for tensor in self.tensors.values() if tensor.is_sound)
+        return [tensor for tensor in self.tensors.values() if tensor.is_sound]
 
     def problems_of(self, *kinds: ProblemKind) -> Iterator[Problem]:
         """The problems of these kinds, in the order in which they were found."""

@@ -215,9 +215,10 @@ class PayloadTable:
 
     def of(self, record: int) -> RecordContent | None:
         """What a record holds, None when it was not read or does not exist."""
-        if record < 0 or self.state[record] != RecordState.READ:
+        # an int compares with an enum ten times as fast as a number of numpy's
+        if record < 0 or int(self.rows["state"][record]) != RecordState.READ:
             return None
-        return self.contents[int(self.content[record])]
+        return self.contents[int(self.rows["content"][record])]
 
 
 def empty_payload(count: int, depth: Depth) -> PayloadTable:

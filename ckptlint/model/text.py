@@ -10,9 +10,11 @@ from math import prod
 from operator import itemgetter
 from typing import Any
 
+from ckptlint.patterns import lazy_pattern
+
 JSON_ESCAPE, MARKUP_ESCAPE = r"\u{:04x}", "&#x{:x};"
 """For `inert`: inside the strings of a JSON text; in HTML, XML, and labels of Graphviz and Mermaid."""
-_COMMAND = re.compile(r"^([^\S\n]*):(?=:)|:(?=:[\w-]+(?: [^\n]*?)?::)|##(?=\w*\[)", re.MULTILINE)
+_COMMAND = lazy_pattern(r"^([^\S\n]*):(?=:)|:(?=:[\w-]+(?: [^\n]*?)?::)|##(?=\w*\[)", re.MULTILINE)
 
 
 def printable(text: str) -> str:
@@ -64,10 +66,10 @@ def texts(values: Iterable[str]) -> tuple[str, ...]:
     return (values,) if isinstance(values, str) else tuple(values)
 
 
-NUMBER = re.compile(r"(?<![^./(_])\d+(?![^./)_,])|(?<=\bweight)\d+$|(?<=\bbias)\d+$")
+NUMBER = lazy_pattern(r"(?<![^./(_])\d+(?![^./)_,])|(?<=\bweight)\d+$|(?<=\bbias)\d+$")
 _OF_SEVERAL = {"is": "are", "was": "were", "has": "have", "does": "do"}
 _MOST_NUMBERS = 8  # in a name that is folded; each costs a look at all names
-_PLAIN_NUMBER = re.compile(r"0|[1-9][0-9]{0,15}")
+_PLAIN_NUMBER = lazy_pattern(r"0|[1-9][0-9]{0,15}")
 
 
 def ranges(values: Iterable[int]) -> str:

@@ -13,6 +13,7 @@ from ckptlint.loaders.json_file import read_json
 from ckptlint.loaders.problems import from_error
 from ckptlint.model import Checkpoint, Damage, Problem
 from ckptlint.model.text import plural, printable
+from ckptlint.patterns import lazy_pattern
 from ckptlint.payload.archives.members import members_of
 from ckptlint.payload.stream import Meter, stream
 from ckptlint.storage.folder import READABLE, Folder
@@ -23,14 +24,14 @@ SIGNATURE = "model.sig"
 _BLOB = "the name of its blob"
 _DOWNLOADS, _NOTE, _NOTE_LIMIT = ".cache/huggingface/download", ".metadata", 4096
 _JSON_LIMIT = 64 * 1024**2
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-_LISTS = re.compile(r"sha256sums(\.txt)?|checksums\.sha256|.+\.sha256", re.IGNORECASE)
+_SHA256 = lazy_pattern(r"[0-9a-f]{64}")
+_LISTS = lazy_pattern(r"sha256sums(\.txt)?|checksums\.sha256|.+\.sha256", re.IGNORECASE)
 _LIST_LIMIT = 1024**2
 _WHY, _HINT = "no file can be compared with it", "copy it again from where it was written"
-_NUMBER = re.compile(r"\d+")
+_NUMBER = lazy_pattern(r"\d+")
 _LINES = (
-    re.compile(r"(?P<sum>[0-9a-fA-F]{32,128}) [ *](?:\./)?(?P<name>.+)"),
-    re.compile(r"SHA256 \((?:\./)?(?P<name>.+)\) = (?P<sum>[0-9a-fA-F]{32,128})"),
+    lazy_pattern(r"(?P<sum>[0-9a-fA-F]{32,128}) [ *](?:\./)?(?P<name>.+)"),
+    lazy_pattern(r"SHA256 \((?:\./)?(?P<name>.+)\) = (?P<sum>[0-9a-fA-F]{32,128})"),
 )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,6 +25,7 @@ EXAMINED = 64
 """Most damaged records whose zero bytes are counted."""
 
 _PENDING_LIMIT = 32 * 1024**2
+_SHORT = 1_024
 _SECTOR = 512
 _NAMED = 4
 
@@ -81,8 +81,7 @@ class Contents:
         # Thousands of records share one pickle, so it is decoded once. The storage it refers to is part of its
         # identity: an archive that lost its data member has the same pickle and must still be an error.
         name = storages[0] if len(storages) == 1 else None if storages else ""
-        key = hashlib.blake2b(pickle + (name or "-").encode(), digest_size=16).digest()
-        number = self.numbers.setdefault(key, len(self.numbers))
+        number = self.numbers.setdefault(_key(pickle + (name or "-").encode()), len(self.numbers))
         if number == len(self._names):
             self._pending.append(pickle)
             self._names.append(name)
@@ -102,6 +101,15 @@ class Contents:
             self.decoded.append(decoded_pickle)
             contents.append(content or RecordContent("object"))
         self._pending, self._bytes = [], 0
+
+
+def _key(identity: bytes) -> bytes:
+    """A short key of long ones, as of objects; no pickle starts with `b`."""
+    if len(identity) <= _SHORT:
+        return identity
+    from hashlib import blake2b  # it loads a library of its own
+
+    return b"blake2b " + blake2b(identity, digest_size=16).digest()
 
 
 # ---------------------------------------------------------------- joining

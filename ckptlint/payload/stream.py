@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import deque
 from collections.abc import Generator, Iterator
 from contextlib import closing
@@ -131,7 +130,9 @@ def stream(
         {member: RecordValues() for member, scan in scans.items() if scan.looks},
         {member: 0 for member, scan in scans.items() if scan.where is not None},
     )
-    file_hash = hashlib.sha256() if size is not None else None
+    if size is not None:
+        from hashlib import sha256  # it loads a library of its own
+    file_hash = None if size is None else sha256()
     starts, ends = members.start.tolist(), (members.start + members.size).tolist()
     if (members.size.sum() if size is None else size) <= BLOCK:
         threads = 0

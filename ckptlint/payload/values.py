@@ -117,10 +117,10 @@ _rooms = threading.local()
 
 def _room(words: Bits) -> Bits:
     """An array of this thread as long as the words: new memory for each block costs more than the statistics."""
-    room = getattr(_rooms, words.dtype.name, None)
+    room = getattr(_rooms, words.dtype.char, None)
     if room is None or len(room) < len(words):
         room = np.empty(len(words), words.dtype)
-        setattr(_rooms, words.dtype.name, room)
+        setattr(_rooms, words.dtype.char, room)
     found: Bits = room[: len(words)]
     return found
 
@@ -154,6 +154,7 @@ def values_of(data: memoryview, dtype: str, position: int) -> RecordValues:
         low, high = int(sizes.min()), int(sizes[top])
     values.one_value &= low == high and (high == 0 or bool((words == words[0]).all()))
     values.bits = int(words[0]) if high else 0
+    values.least, values.most = _magnitude(low, encoding), _magnitude(high, encoding)
     if encoding is not None:
         sample = _sample(words)
         if words.itemsize > 2:  # narrower ones hold no narrower numbers
@@ -164,8 +165,7 @@ def values_of(data: memoryview, dtype: str, position: int) -> RecordValues:
         if not encoding.unsigned:
             values.negatives = _negatives(words, sample)
         if high or encoding.unsigned:
-            values.squares = _squares(words, sample, dtype, top, _magnitude(high, encoding))
-    values.least, values.most = _magnitude(low, encoding), _magnitude(high, encoding)
+            values.squares = _squares(words, sample, dtype, top, values.most)
     if values.most == 0:
         values.zeros = values.leading = values.trailing = len(sizes)
     elif values.least == 0:
@@ -206,8 +206,10 @@ def _squares(words: Bits, sample: Bits, dtype: str, top: int, most: float) -> fl
 def _sum_of_squares(words: Bits, dtype: str, most: float) -> float:
     numbers = decoded(words, dtype)
     assert numbers is not None
+    if _TINY < most < 1 / _TINY:
+        return float(np.dot(numbers, numbers))
+    numbers = numbers.astype(np.float64)  # float32 holds no such squares
     with np.errstate(over="ignore"):
-        numbers = numbers if _TINY < most < 1 / _TINY else numbers.astype(np.float64)  # float32 holds no larger squares
         return float(np.dot(numbers, numbers))
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from ckptlint.errors import ConfigError
+from ckptlint.patterns import lazy_pattern
 from ckptlint.planning.job import Job, Target, TensorRequest
 from ckptlint.planning.outcome import Constraint
 from ckptlint.planning.quick import JOB_AXES
@@ -30,8 +31,8 @@ _MISPLACED = "torch takes the shards that ranks hold to be larger or smaller, so
 _SOURCE = "torch 2.13, torch/distributed/tensor/_utils.py: _compute_local_shape_and_global_offset of _StridedShard"
 _Name = tuple[str, tuple[int, ...] | None, str | None]
 _Chunk = tuple[int, list[int], list[int]]  # rank, offsets, sizes
-_AXIS = re.compile(r"\s*([A-Za-z_]\w*)\s*=\s*([1-9][0-9]{0,8})\s*")
-_FUNCTION = re.compile(r"(.+):([A-Za-z_][\w.]*)")
+_AXIS = lazy_pattern(r"\s*([A-Za-z_]\w*)\s*=\s*([1-9][0-9]{0,8})\s*")
+_FUNCTION = lazy_pattern(r"(.+):([A-Za-z_][\w.]*)")
 
 
 def exact_job(

@@ -7,7 +7,6 @@ The prediction uses only metadata and common state, and repeats the decisions of
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +18,7 @@ from ckptlint.analysis.trusted_config import flag, number, trusted, trusted_topo
 from ckptlint.loaders.readers.common_state import COMMON_ENTRY
 from ckptlint.model import Checkpoint, ShardedObject
 from ckptlint.model.text import plural
+from ckptlint.patterns import lazy_pattern
 from ckptlint.planning.outcome import Constraint, Effect
 from ckptlint.vocabulary.config_fields import attributes
 from ckptlint.vocabulary.keys import parse
@@ -68,7 +68,7 @@ _UNEVEN = (
 )
 """Arguments that give pipeline stages different numbers of layers."""
 
-_BUCKET_KEY = re.compile(r"(.*)\.bucket_idx_\d+\.(\w+)")
+_BUCKET_KEY = lazy_pattern(r"(.*)\.bucket_idx_\d+\.(\w+)")
 _BUCKET = 40_000_000  # elements of a bucket
 _BUCKET_PER_RANK = 1_000_000  # more elements for each data-parallel rank
 
@@ -594,7 +594,7 @@ def _vocabulary(change: _Change) -> Iterator[Constraint]:
     yield Constraint("note", sentence, keys, source, guessed=True)
 
 
-_EMBEDDING = re.compile(r"(?:.*\.)?(?:embedding\.word_embeddings|output_layer)\.weight")
+_EMBEDDING = lazy_pattern(r"(?:.*\.)?(?:embedding\.word_embeddings|output_layer)\.weight")
 
 
 def _not_judged(change: _Change) -> Iterator[Constraint]:

@@ -8,7 +8,6 @@ to ep ranks. `Job.constraints` lists every assumption, marked as guessed.
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from ckptlint.errors import BudgetError, ConfigError
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import plural
 from ckptlint.model.tiling import BoolArray, IntArray
+from ckptlint.patterns import lazy_pattern
 from ckptlint.planning.job import Job, Target, TensorRequest
 from ckptlint.planning.model_sizes import undivided
 from ckptlint.planning.outcome import Constraint
@@ -34,7 +34,7 @@ JOB_AXES = ("dp", "dp_shard", "dp_replicate", "fsdp", "tp", "pp", "vpp", "ep", "
 
 MOST_RANKS = 1 << 17
 _MOST_ROWS = 1 << 24  # of all targets
-_SIZE = re.compile(r"\s*(\w+)\s*=\s*(-?[0-9]+)\s*")
+_SIZE = lazy_pattern(r"\s*(\w+)\s*=\s*(-?[0-9]+)\s*")
 _COLUMN = frozenset({"qkv", "q", "k", "v", "mlp_in", "output", "embedding"})
 _ROW = frozenset({"attn_out", "mlp_out"})
 _FIRST, _LAST = frozenset({"embedding"}), frozenset({"norm", "output"})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
@@ -10,10 +9,11 @@ from ckptlint.analysis.ranks.numbered_files import exact_ranks, numbered_files
 from ckptlint.loaders.layouts import layout_of
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import plural
+from ckptlint.patterns import lazy_pattern
 from ckptlint.planning.outcome import Constraint
 from ckptlint.vocabulary.parts import part_of_file
 
-_OF_DP_RANK = re.compile(r"(.*)\bdp_rank_(\d+)")
+_OF_DP_RANK = lazy_pattern(r"(.*)\bdp_rank_(\d+)")
 _TORCHTITAN = "torchtitan 0.3, components/dataloader.py, ParallelAwareDataloader.load_state_dict"
 
 

@@ -30,6 +30,7 @@ from ckptlint.model.text import (
     ranges,
     shape_text,
 )
+from ckptlint.patterns import lazy_pattern
 from ckptlint.reporters.full import header
 from ckptlint.reporters.ranks import as_json as ranks_as_json
 from ckptlint.reporters.ranks import matrix
@@ -42,7 +43,7 @@ from ckptlint.vocabulary.dtypes import nbytes
 from ckptlint.vocabulary.keys import role
 
 SCHEMA = "ckptlint.show/1"
-_FOLDED = re.compile(r"\{(\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)\}")
+_FOLDED = lazy_pattern(r"\{(\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)\}")
 _DEEPEST = 32  # a forged name may have thousands of dots
 _LISTED, _VALUES = 12, 3
 

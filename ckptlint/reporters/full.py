@@ -86,6 +86,8 @@ def _outcomes(report: Report, style: Style) -> Iterator[str]:
 
     Checkpoints in the table of steps are left out.
     """
+    if len(report.checkpoints) + len(report.unread) < 2:
+        return
     tabled = {step.path for step in steps_in(report)}
     rows = [("not read", text) for text in (*report.not_found, *report.unreadable)]
     for part in report.checkpoints:
@@ -93,7 +95,7 @@ def _outcomes(report: Report, style: Style) -> Iterator[str]:
         if step is None or step[0] not in tabled:
             outcome = _outcome(report, part)
             rows.append((f"{outcome.verdict} {outcome.code}".rstrip(), part.checkpoint.path))
-    if len(report.checkpoints) + len(report.unread) > 1 and any(word != "passes" for word, _ in rows):
+    if any(word != "passes" for word, _ in rows):
         order = ("passes", "not read", "not judged", f"unfinished {UNFINISHED}")
         width = max(len(word) for word, _ in rows)
         for word, text in sorted(rows, key=lambda row: order.index(row[0]) if row[0] in order else len(order)):

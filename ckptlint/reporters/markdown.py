@@ -6,12 +6,13 @@ import re
 
 from ckptlint.lint.report import CheckpointReport, FindingGroup, Report, worst
 from ckptlint.model.text import plural
+from ckptlint.patterns import lazy_pattern
 from ckptlint.reporters.full import block, details, groups_to_show, summary, verdict
 from ckptlint.reporters.style import Style, cut, cut_names
 
 TEXT_LIMIT = 50_000
 """Characters after which findings are only counted: a GitHub comment holds 65,536."""
-_WORDS = re.compile(
+_WORDS = lazy_pattern(
     r"((?!www\.)[\w .,;:()/'+-](?!//)|`ckptlint [\w ]+`)*"
 )  # no markup, mention or link is made of these
 _MARKS = {"pass": "✅", "fail": "❌", "incomplete": "⚠️"}

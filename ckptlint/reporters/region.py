@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import add
@@ -16,11 +15,12 @@ from ckptlint.geometry.writers import ranks_of_chunks
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import byte_span, first_names, human_bytes, plural, printable
 from ckptlint.model.tiling import Box, Coverage, IntArray, Tiling
+from ckptlint.patterns import lazy_pattern
 from ckptlint.reporters.style import aligned, cut
 from ckptlint.vocabulary.dtypes import nbytes
 
-_SLICED = re.compile(r"(.+)\[([-\d:,.\s]*)\]")
-_ITEM = re.compile(r"(-?\d{1,18})?(?:\s*(:)\s*(-?\d{1,18})?)?")
+_SLICED = lazy_pattern(r"(.+)\[([-\d:,.\s]*)\]")
+_ITEM = lazy_pattern(r"(-?\d{1,18})?(?:\s*(:)\s*(-?\d{1,18})?)?")
 _LISTED = 32
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
 from bisect import bisect
 from collections import Counter
@@ -10,11 +9,12 @@ from typing import NamedTuple
 
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import table
+from ckptlint.patterns import lazy_pattern
 from ckptlint.storage.paths import is_safe
 
 _CODES = {"error": "31;1", "warning": "33;1", "info": "36", "good": "32", "dim": "2", "bold": "1"}
 NAME_LIMIT = 200
-_WORD = re.compile(r"[^\W\d]+")
+_WORD = lazy_pattern(r"[^\W\d]+")
 _SHORTEST = 5  # characters of a word that is left: "d...r"
 
 

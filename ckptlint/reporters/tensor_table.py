@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from itertools import takewhile
@@ -10,12 +9,13 @@ from math import prod
 
 from ckptlint.model import Tensor
 from ckptlint.model.text import fold_names, human_bytes, join_words, shape_text
+from ckptlint.patterns import lazy_pattern
 from ckptlint.reporters.style import Style, aligned, cut
 from ckptlint.vocabulary.dtypes import nbytes
 from ckptlint.vocabulary.keys import MOMENTS, parse, role
 
-_FRAME = re.compile(r"\d+|\.")
-_SHORTENED = re.compile(r"(?<![^\W\d])[^\W\d]+\.\.\.[^\W\d]+")
+_FRAME = lazy_pattern(r"\d+|\.")
+_SHORTENED = lazy_pattern(r"(?<![^\W\d])[^\W\d]+\.\.\.[^\W\d]+")
 _SHORTEST = len("ab...yz")
 
 

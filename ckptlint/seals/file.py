@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from ckptlint.formats.safetensors_header import HEADER_LIMIT
 from ckptlint.formats.strict_json import checked_shape, json_object
 from ckptlint.model import Seal, SealEntry
 from ckptlint.model.text import printable
+from ckptlint.patterns import lazy_pattern
 from ckptlint.seals.digests import ALGORITHM
 from ckptlint.storage.folder import Folder
 from ckptlint.storage.writing import write_whole
@@ -21,7 +21,7 @@ SEAL = "ckptlint.seal.json"
 SCHEMA = "ckptlint.seal/1"
 _METADATA = ".metadata"
 _METADATA_LIMIT = 8 * 1024**3
-_WORD, _HASH = re.compile(r"[0-9a-f]{16}"), re.compile(r"([0-9a-f]{32})?")
+_WORD, _HASH = lazy_pattern(r"[0-9a-f]{16}"), lazy_pattern(r"([0-9a-f]{32})?")
 _TEXT_LIMIT = 200
 
 

@@ -12,8 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptlint.model.tiling import IntArray
+from ckptlint.patterns import lazy_pattern
 
-_PLAIN = re.compile(r"\w[\w.-]{0,112}\.distcp", re.ASCII)
+_PLAIN = lazy_pattern(r"\w[\w.-]{0,112}\.distcp", re.ASCII)
 _LONGEST = 120
 _PART = 65536  # names that are turned into a column at once
 

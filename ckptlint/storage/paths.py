@@ -6,9 +6,10 @@ import re
 from pathlib import PurePosixPath, PureWindowsPath
 
 from ckptlint.model.text import printable
+from ckptlint.patterns import lazy_pattern
 
-_PLAIN = re.compile(r"\w[\w.-]*", re.ASCII)
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.:-]+)://")
+_PLAIN = lazy_pattern(r"\w[\w.-]*", re.ASCII)
+_URL = lazy_pattern(r"([A-Za-z][A-Za-z0-9+.:-]+)://")
 
 
 def is_url(path: str) -> bool:

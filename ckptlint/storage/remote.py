@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from urllib.parse import urlsplit
 
 from ckptlint.errors import ConfigError, NothingToCheckError
+from ckptlint.patterns import lazy_pattern
 from ckptlint.storage.folder import Folder
 from ckptlint.storage.object_store import ObjectFolder
 from ckptlint.storage.paths import shown
 from ckptlint.storage.requests import PACKAGES, WEB, filesystem, reset_time_budget
 from ckptlint.storage.web_server import WebFolder
 
-_FILES = re.compile(r".*\.(metadata|distcp|json|safetensors|pth?|bin|ckpt|yaml)")
+_FILES = lazy_pattern(r".*\.(metadata|distcp|json|safetensors|pth?|bin|ckpt|yaml)")
 
 
 def remote_at(url: str) -> tuple[Folder, str]:

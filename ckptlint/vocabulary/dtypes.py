@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import NamedTuple
+
+from ckptlint.patterns import lazy_pattern
 
 
 class Encoding(NamedTuple):
@@ -163,7 +164,7 @@ FORMS: Mapping[str, str] = {"float32": "<f", "float64": "<d", "int64": "<q", "in
 """dtype -> how `struct` packs one value of it, for those in which optimizers count their steps."""
 
 
-TORCH_NAME = re.compile(
+TORCH_NAME = lazy_pattern(
     r"(b?float|complex|u?int|bits|q?u?int)\d[\w]*|bool|half|float|double|short|int|long|cfloat|cdouble"
 )
 """What dtypes are called in the module torch."""

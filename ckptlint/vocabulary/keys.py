@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from ckptlint.model.text import NUMBER
+from ckptlint.patterns import lazy_pattern
 
 
 def role(fqn: str) -> str:
@@ -55,21 +56,21 @@ COPIES = frozenset({"ema", "ema_model", "model_ema", "teacher", "ref_model", "ta
 WRAPPING = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Parts that a wrapper puts into the names of what it wraps."""
 
-_STAGE = re.compile(r"model\d+|model_pp\d+|mp_rank_\d+|chained_\d+")
+_STAGE = lazy_pattern(r"model\d+|model_pp\d+|mp_rank_\d+|chained_\d+")
 _LAYER_WORDS = frozenset(
     {"layers", "h", "blocks", "block", "layer"}
     | {"double_blocks", "single_blocks", "transformer_blocks", "single_transformer_blocks"}
 )
 _EXPERT_WORDS = frozenset({"experts", "local_experts", "deepspeed_experts"})
 
-_RUNTIME = re.compile(
+_RUNTIME = lazy_pattern(
     r"(rng_state|rerun_state_machine_state|dataloader\w*|lr_scheduler|opt_param_scheduler|train_state|args|iteration|"
     r"checkpoint_version|num_floating_point_operations_so_far|common_state|scheduler|train)([./].*)?"
 )
 
-_OPTIMIZER = re.compile(r"(optim|optimizer|opt|optimizers)(_?\d+)?")
-_SHORT_NUMBER = re.compile(r"[0-9]{1,9}")
-_NUMBERED_WEIGHT = re.compile(r"(weight|bias)([0-9]{1,9})")
+_OPTIMIZER = lazy_pattern(r"(optim|optimizer|opt|optimizers)(_?\d+)?")
+_SHORT_NUMBER = lazy_pattern(r"[0-9]{1,9}")
+_NUMBERED_WEIGHT = lazy_pattern(r"(weight|bias)([0-9]{1,9})")
 _COMPONENTS = frozenset({"query", "key", "value", "z", "beta", "alpha"})
 
 _TOKEN_TABLES = (["shared"], ["embed_in"], ["embeddings"], ["additional_embedding"])
@@ -267,7 +268,7 @@ def _function_of(parts: list[str], in_experts: bool) -> KeyFunction:
     return "other"
 
 
-_HALF = re.compile(r"(^|\.)(gate_proj|up_proj|w1|w3)\.weight$")
+_HALF = lazy_pattern(r"(^|\.)(gate_proj|up_proj|w1|w3)\.weight$")
 
 
 def gated_role(key: Key) -> str:
@@ -282,7 +283,7 @@ def gated_role(key: Key) -> str:
 Block = tuple[tuple[str, ...], str]
 """The module of a multimodal job, and the path up to the layer number."""
 
-_ADAPTER = re.compile(r"lora|adapter|dora|ia3|prompt|prefix_tuning|boft|oft_", re.IGNORECASE)
+_ADAPTER = lazy_pattern(r"lora|adapter|dora|ia3|prompt|prefix_tuning|boft|oft_", re.IGNORECASE)
 
 
 def block_of(key: Key) -> Block:

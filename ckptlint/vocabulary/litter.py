@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 
-_LITTER = re.compile(
+from ckptlint.patterns import lazy_pattern
+
+_LITTER = lazy_pattern(
     r"""\._.+                       # AppleDouble: what macOS, tar and SMB write beside each file on foreign disks
     |\.DS_Store|Thumbs\.db|desktop\.ini|\.directory
     |\.nfs[0-9a-f]{8,}           # deleted on NFS while it was open
@@ -16,7 +18,7 @@ _LITTER = re.compile(
     re.VERBOSE,
 )
 
-_DOWNLOAD = re.compile(r"(.+?)(\.[\w=-]{20,})?\.(part|partial|crdownload|download|incomplete)")  # that did not end
+_DOWNLOAD = lazy_pattern(r"(.+?)(\.[\w=-]{20,})?\.(part|partial|crdownload|download|incomplete)")  # that did not end
 
 
 def downloaded_name(name: str) -> str:

@@ -6,18 +6,19 @@ Source:
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 
+from ckptlint.patterns import lazy_pattern
+
 METADATA = ".metadata"
-RANK_METADATA = re.compile(r"__([0-9]{1,9})\.metadata")
+RANK_METADATA = lazy_pattern(r"__([0-9]{1,9})\.metadata")
 UNFINISHED_METADATA = ".metadata.tmp"
 """Renamed to `.metadata` as the last act of a save."""
 WRITTEN_LAST = "the writer writes it last, after all payload files, so the save or the copy never finished"
 """Why `.metadata` is absent, or empty."""
 
-_PAYLOAD = re.compile(r"__([0-9]{1,9})_[0-9]+\.distcp$")
-_SHARD = re.compile(r"shard-([0-9]{5,9})-model-[0-9]+-of-[0-9]+\.safetensors")
+_PAYLOAD = lazy_pattern(r"__([0-9]{1,9})_[0-9]+\.distcp$")
+_SHARD = lazy_pattern(r"shard-([0-9]{5,9})-model-[0-9]+-of-[0-9]+\.safetensors")
 
 
 def rank_of(file: str) -> int | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 from ckptlint.errors import OwnFileError
+from ckptlint.patterns import lazy_pattern
 
 Made = TypeVar("Made")
 
@@ -42,7 +43,7 @@ def toml_table(file: str, text: str) -> dict[str, Any]:
 
 
 def made_of(kind: type[Made], file: str, table: Mapping[str, Any], **given: Any) -> Made:
-    """The dataclass or named tuple of a file, each entry as its annotation has it: tuples of lists, patterns compiled.
+    """The dataclass or named tuple of a file, each entry of its annotated type: lists as tuples, strings as patterns.
 
     Args:
         given: fields that the file may not state.
@@ -89,10 +90,7 @@ def _value(kind: Any, value: Any, place: str) -> Any:
     if origin is Mapping and isinstance(value, dict):
         return {key: _value(arguments[1], item, f"{place}.{key}") for key, item in value.items()}
     if origin is re.Pattern and isinstance(value, str):
-        try:
-            return re.compile(value)
-        except re.error as error:
-            raise ValueError(f"{place} is no regular expression: {error}") from None
+        return lazy_pattern(value)
     if origin is Literal and value in arguments:
         return value
     if isinstance(kind, type) and (hasattr(kind, "__dataclass_fields__") or hasattr(kind, "_fields")):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections import defaultdict
 from itertools import combinations
@@ -14,6 +13,7 @@ from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.facts import fact
 from ckptlint.model.text import join_words, plural
 from ckptlint.model.tiling import Coverage, IntArray, Tiling, distinct
+from ckptlint.patterns import lazy_pattern
 
 _FORMATS = ("dcp-safetensors", "dcp-per-rank")
 """Formats in which each file describes its own content, so that leftovers of an older save are read too."""
@@ -22,7 +22,7 @@ _TENSORS, _ROWS, _NAMED = 64, 16, 2
 _APART = 2.0  # least seconds between two saves; assumed: files of one small save are closer
 _PAUSE, _LONGER = 60.0, 4.0  # seconds that node clocks may differ; least ratio of pause to save time
 _COPIED = 1e6  # bytes/s of a slow copy
-_COUNT = re.compile(r"-of-(\d+)\.safetensors$")
+_COUNT = lazy_pattern(r"-of-(\d+)\.safetensors$")
 
 
 class FilesOfSave(NamedTuple):

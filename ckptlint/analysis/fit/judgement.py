@@ -19,6 +19,7 @@ from ckptlint.model import Checkpoint, Declared, Tensor
 from ckptlint.model.cover import Shape
 from ckptlint.model.facts import fact
 from ckptlint.model.text import first_names
+from ckptlint.patterns import lazy_pattern
 from ckptlint.rule import NotApplicable
 from ckptlint.vocabulary.config_fields import ADAPTER_CONFIG, MISTRAL_CONFIG, QUANTISATION
 from ckptlint.vocabulary.dtypes import FLOATS, ITEM_BITS
@@ -29,12 +30,12 @@ if TYPE_CHECKING:
     from ckptlint.architecture.expected import Expected, ExpectedTensor
 
 _LABELS = frozenset({"id2label"})  # set for classifiers only, so its absence leaves nothing open
-_FIELD = re.compile(r"[A-Za-z_][\w.]*")
+_FIELD = lazy_pattern(r"[A-Za-z_][\w.]*")
 _WIDE = 8
 _MOST_AXES = 8
 _FEW, _MORE = 20_000, 50  # most tensors that a configuration may imply: in all, and per stored one
-_LAYERS = re.compile(r"(?P<home>.*?)\.?(?:layers|h|blocks?|layer)\.(?P<number>\d{1,18})\..+")
-_PART_CLASS = re.compile(r"Text|CausalLM|^(?>.*?(?:Vision|Audio))\w*(?:Model|Encoder|Tower)$")
+_LAYERS = lazy_pattern(r"(?P<home>.*?)\.?(?:layers|h|blocks?|layer)\.(?P<number>\d{1,18})\..+")
+_PART_CLASS = lazy_pattern(r"Text|CausalLM|^(?>.*?(?:Vision|Audio))\w*(?:Model|Encoder|Tower)$")
 _PART_WORDS = frozenset({"text", "language", "llm", "lm", "only", "encoder", "decoder", "backbone", "tower", "vit"})
 _MTP = {"num_nextn_predict_layers": 1, "num_mtp_layers": 1, "mtp_num_layers": 0, "mtp_num_hidden_layers": 0}
 """Fields that declare layers for multi-token prediction, and how many a class of transformers declares by itself.

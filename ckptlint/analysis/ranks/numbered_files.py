@@ -12,21 +12,22 @@ from ckptlint.analysis.trusted_config import contradictions, main_params, number
 from ckptlint.geometry.writers import ranks_of_files
 from ckptlint.model import AxisSize, Checkpoint, StepFile
 from ckptlint.model.facts import fact
+from ckptlint.patterns import lazy_pattern
 from ckptlint.vocabulary.frameworks import family_of, may_be_pickle, number_of, step_number, world
 from ckptlint.vocabulary.mesh import AXES
 
 PAYLOAD = "the payload files"
 """Name of the witness that gives only a lower bound: ranks after the last payload file may exist."""
 
-_NUMBER = re.compile(r"\d+")
-_COUNTER = re.compile(r"_\d+(?=\.\w+$)")
-_OF_MANY = re.compile(r"\d[-_]of[-_]\d")  # parts of one state, which an index or their count describes
+_NUMBER = lazy_pattern(r"\d+")
+_COUNTER = lazy_pattern(r"_\d+(?=\.\w+$)")
+_OF_MANY = lazy_pattern(r"\d[-_]of[-_]\d")  # parts of one state, which an index or their count describes
 _OTHER_AXES = ("mp", "local", r"e(xpert[-_.]?)?dp", r"dp[-_.]?(cp|shard|replicate)", r"[a-z]+[-_.]?parallel")
 _AXES = "|".join([*(axis for axis in AXES if axis != "world"), *_OTHER_AXES])
 _JOB = ("args", "run_config")  # what a job writes about itself at each save
-_RANK_FOLDER = re.compile(r"(.*rank[-_.]?)(\d{1,9})", re.IGNORECASE)
+_RANK_FOLDER = lazy_pattern(r"(.*rank[-_.]?)(\d{1,9})", re.IGNORECASE)
 _IN_FOLDER = -2  # in place of the place of the number in a file's name: the folder has it
-_RANK = re.compile(rf"(?:.*?[^a-z])??(?P<axis>{_AXES})?[-_.]?rank[-_.]?", re.IGNORECASE | re.DOTALL)
+_RANK = lazy_pattern(rf"(?:.*?[^a-z])??(?P<axis>{_AXES})?[-_.]?rank[-_.]?", re.IGNORECASE | re.DOTALL)
 
 
 class NumberedFiles(NamedTuple):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import _compat_pickle
 import ast
-import re
 import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from ckptlint.patterns import lazy_pattern
 from ckptlint.vocabulary.strict_toml import own_file
 
 CALLS_FILE = "calls.toml"
@@ -217,7 +217,7 @@ def is_plain_data(value: Any) -> bool:
 
 
 def _matches(pattern: str) -> Fits:
-    found = re.compile(pattern)
+    found = lazy_pattern(pattern)
     return lambda value: type(value) is str and found.fullmatch(value) is not None
 
 
@@ -255,8 +255,10 @@ _PRIMITIVE: dict[str, Fits] = {
 
 def _arguments(text: str, words: Mapping[str, Fits]) -> Fits:
     """The shape of the arguments that a text says, which Python's own parser reads: `A, B | C, [D]`."""
+    if not text:
+        return is_nothing
     try:
-        made = ast.parse(f"({text},)" if text else "()", mode="eval").body
+        made = ast.parse(f"({text},)", mode="eval").body
     except SyntaxError:
         raise ValueError(f"{text!r} is no shape") from None
     return _sequence(made.elts if isinstance(made, ast.Tuple) else [made], words)
@@ -305,7 +307,7 @@ def _any_of(shapes: list[Fits]) -> Fits:
 
 # ---------------------------------------------------------------- names that are not in the table
 
-_WORD = re.compile(r"[\w-]{0,64}")
+_WORD = lazy_pattern(r"[\w-]{0,64}")
 
 
 def of_python_3(module: str, name: str) -> Pair:

@@ -49,6 +49,7 @@ from ckptlint.formats.pointers import pointer_in
 from ckptlint.formats.torch_archive import ranges_in, read_archive
 from ckptlint.formats.torch_legacy import PICKLES, is_magic, is_tar
 from ckptlint.model.text import printable
+from ckptlint.patterns import lazy_pattern
 from ckptlint.sandbox import give_back_freed_memory
 
 __all__ = [
@@ -73,8 +74,8 @@ _ZIP = b"PK\3\4"
 _TIMES_AS_FAST = 10  # as `pickletools` the C unpickler goes through a pickle
 _POP_AND_BYTES = b"0C\x10"  # POP, then 16 bytes
 _TOO_LARGE = "would take more memory to read than its size explains"
-_FRAME = re.compile(rb"\x95.{4}\0{4}", re.DOTALL)  # the opcode and a length that a file can have
-_INNER_PICKLE = re.compile(rb"\x80[\x02-\x05]")
+_FRAME = lazy_pattern(rb"\x95.{4}\0{4}", re.DOTALL)  # the opcode and a length that a file can have
+_INNER_PICKLE = lazy_pattern(rb"\x80[\x02-\x05]")
 _HOLDS_BYTES = ((b"CU\x8c", 1), (b"BTX", 4), (b"\x8e\x96\x8d", 8))  # opcodes of bytes and texts, width of their length
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copyreg
 import pickle
-import re
 from collections.abc import Callable
 from functools import partial
 from math import prod
@@ -18,6 +17,7 @@ from typing import Any, Literal
 from ckptlint.formats.pickles import names
 from ckptlint.formats.pickles.names import CallRow, Fits, Pair, always, never
 from ckptlint.model.text import printable
+from ckptlint.patterns import lazy_pattern
 from ckptlint.vocabulary.dtypes import ALIASES, TORCH_NAME
 from ckptlint.vocabulary.metadata_classes import METADATA_CLASSES, METADATA_ENUMS
 
@@ -272,7 +272,7 @@ def raw_bytes(value: Any) -> bytes | None:
 
 # ---------------------------------------------------------------- the names of one pickle
 
-_CLASS_NAME = re.compile(r"[A-Z](?=\w*[a-z])\w*")
+_CLASS_NAME = lazy_pattern(r"[A-Z](?=\w*[a-z])\w*")
 
 
 class StandIns:

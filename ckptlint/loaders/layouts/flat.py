@@ -16,11 +16,12 @@ _POINTER = "last_checkpoint.rank_"
 
 def _evidence(folder: Folder) -> Evidence | None:
     """Names that count ranks, and sharded tensors in the first file of the newest save."""
+    file_set = next(iter(flat_sets(folder)), None)
+    if file_set is None:
+        return None
     from ckptlint.loaders.rank_files.verl import writer_of
 
-    file_set = next(iter(flat_sets(folder)), None)
-    writer = None if file_set is None else writer_of(folder, file_set.files[0])
-    if file_set is None or writer is None:
+    if (writer := writer_of(folder, file_set.files[0])) is None:
         return None
     is_counted = "rank" in file_set.files[0] or flat_name(file_set.files[0])[1] in (0, writer)
     return Evidence(printable(file_set.files[0])) if is_counted else None

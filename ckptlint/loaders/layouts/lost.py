@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import re
-
 from ckptlint.loaders.layouts import CheckpointPlace, Evidence, Layout
 from ckptlint.loaders.readers.payload_files import file_table
 from ckptlint.model import Checkpoint, Problem
 from ckptlint.model.text import first_names, printable
+from ckptlint.patterns import lazy_pattern
 from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.frameworks import WEIGHT_FILES, step_number
 from ckptlint.vocabulary.litter import downloaded_name
 
-_WEIGHTS = re.compile(WEIGHT_FILES)
+_WEIGHTS = lazy_pattern(WEIGHT_FILES)
 
 
 def _lost(folder: Folder) -> dict[str, str]:

@@ -6,7 +6,6 @@ of twice the number of ranks. Stage 3 cuts each parameter separately into equal 
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -24,8 +23,9 @@ from ckptlint.loaders.rank_files.deepspeed_files import (
 from ckptlint.loaders.readers.torch_files import Columns
 from ckptlint.model.ranks.flat_groups import FlatGroup, FlatPart, Shapes
 from ckptlint.model.stored import StoredTensor
+from ckptlint.patterns import lazy_pattern
 
-EXPERT = re.compile(r"(.*deepspeed_experts\.)(\d{1,6})(\..*)")
+EXPERT = lazy_pattern(r"(.*deepspeed_experts\.)(\d{1,6})(\..*)")
 
 
 @dataclass(slots=True)

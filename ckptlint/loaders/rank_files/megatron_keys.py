@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
@@ -13,32 +12,33 @@ from ckptlint.errors import LimitError
 from ckptlint.loaders.readers.sets import PICKLE_SHARE
 from ckptlint.model.facts import fact
 from ckptlint.model.stored import StoredTensor
+from ckptlint.patterns import lazy_pattern
 from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.config_fields import attributes
 
 MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
 OPTIMIZER_FILE = "distrib_optim.pt"
-_FOLDER = re.compile(r"mp_rank_(\d{2,5})(?:_(\d{3,5}))?(?:_(\d{3,5}))?")
+_FOLDER = lazy_pattern(r"mp_rank_(\d{2,5})(?:_(\d{3,5}))?(?:_(\d{3,5}))?")
 _MOST = 2**16  # most files of a grid
 _LOOKED = 8  # most rank folders that are searched for a model file
-_LAYER = re.compile(r"(?P<block>(?:.*?\.)?layers)\.(?P<number>\d{1,6})(?P<rest>\..+)")
-_EXPERT = re.compile(r"(?P<home>.*\.local_experts\.)(?P<number>\d{1,6})(?P<rest>\..+)")
-_NUMBERED_EXPERT = re.compile(r"(?P<home>.*\.experts\.linear_fc[12]\.(?:weight|bias))(?P<number>\d{1,6})(?P<rest>)")
-_ROWS = re.compile(
+_LAYER = lazy_pattern(r"(?P<block>(?:.*?\.)?layers)\.(?P<number>\d{1,6})(?P<rest>\..+)")
+_EXPERT = lazy_pattern(r"(?P<home>.*\.local_experts\.)(?P<number>\d{1,6})(?P<rest>\..+)")
+_NUMBERED_EXPERT = lazy_pattern(r"(?P<home>.*\.experts\.linear_fc[12]\.(?:weight|bias))(?P<number>\d{1,6})(?P<rest>)")
+_ROWS = lazy_pattern(
     r"(?:.*\.)?(?:word_embeddings\.weight|(?:output_layer|linear_(?:qkv|q|kv|fc1|q_proj|q_up_proj|kv_up_proj)"
     r"|query_key_value|dense_h_to_4h)\.(?:weight|bias))"
 )
-_COLUMNS = re.compile(
+_COLUMNS = lazy_pattern(
     r".*\.(?:linear_proj|linear_fc2|mixer\.out_proj|(?:self|inter)_attention\.dense|dense_4h_to_h)\.weight"
 )
-_NORM = re.compile(r"norm\w*(?:\.\w+)?")
-_WHOLE = re.compile(
+_NORM = lazy_pattern(r"norm\w*(?:\.\w+)?")
+_WHOLE = lazy_pattern(
     r".*(?:router|position_embeddings|tokentype_embeddings)(?:\.\w+)?"
     r"|.*\.(?:expert_bias|local_tokens_per_expert)"
     r"|.*\.(?:linear_proj|linear_fc2|dense|dense_4h_to_h)\.bias"
 )
-_MIXER_ROWS = re.compile(r".*\.mixer\.(?:(?:in_proj|conv1d)\.(?:weight|bias)|A_log|D|dt_bias|norm\.weight)")
-_HALVED = re.compile(r".*\.(?:linear_fc1|dense_h_to_4h)\.(?:weight|bias)")
+_MIXER_ROWS = lazy_pattern(r".*\.mixer\.(?:(?:in_proj|conv1d)\.(?:weight|bias)|A_log|D|dt_bias|norm\.weight)")
+_HALVED = lazy_pattern(r".*\.(?:linear_fc1|dense_h_to_4h)\.(?:weight|bias)")
 _UNEVEN = (
     "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split", "pipeline_model_parallel_layout", "standalone_embedding_stage",

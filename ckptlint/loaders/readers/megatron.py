@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -17,6 +16,7 @@ from ckptlint.model import ByteObject, ObjectTable, Problem, empty_objects
 from ckptlint.model.facts import fact
 from ckptlint.model.text import printable
 from ckptlint.model.tiling import IntArray
+from ckptlint.patterns import lazy_pattern
 from ckptlint.storage.folder import Folder
 
 CONFIG_FILE = "metadata.json"
@@ -24,12 +24,12 @@ _CONFIG_LIMIT = 1024**2
 _DIGITS = 15
 _NUMBERS = rf"[0-9]{{1,{_DIGITS}}}(?:\.[0-9]{{1,{_DIGITS}}})*"
 _MARK = "/shard_"
-_OBJECT = re.compile(rf"[^/\n]+{_MARK}{_NUMBERS}_{_NUMBERS}")
+_OBJECT = lazy_pattern(rf"[^/\n]+{_MARK}{_NUMBERS}_{_NUMBERS}")
 _AS_SPACES = bytes.maketrans(b"._\n", b"   ")
-_PADDED = re.compile("[._]0[0-9]")  # a number that is not spelled as Python spells it
-_DESCRIBING = re.compile(r"(?:^|\.)(?:dp_group_idx_\d+\.optimizer|param_groups|param_state_sharding_type)$")
+_PADDED = lazy_pattern("[._]0[0-9]")  # a number that is not spelled as Python spells it
+_DESCRIBING = lazy_pattern(r"(?:^|\.)(?:dp_group_idx_\d+\.optimizer|param_groups|param_state_sharding_type)$")
 _DESCRIBING_LIMIT = 64
-_GROUP = re.compile(r"dp_group_idx_\d+")
+_GROUP = lazy_pattern(r"dp_group_idx_\d+")
 _RUNTIME_KEYS = ("rng_state", "rerun_state_machine_state")
 
 

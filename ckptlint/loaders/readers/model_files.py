@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,10 +12,11 @@ from ckptlint.formats.strict_json import checked_key, is_size, json_object
 from ckptlint.loaders.problems import from_error
 from ckptlint.model import FileState, FileTable, Problem, StoredFile, WeightIndex
 from ckptlint.model.text import plural, printable, verb
+from ckptlint.patterns import lazy_pattern
 from ckptlint.storage.folder import READABLE, Folder
 from ckptlint.storage.paths import is_safe
 
-_WHOLE = re.compile(r"(pytorch_)?model(\.\w+)?\.(safetensors|bin)")
+_WHOLE = lazy_pattern(r"(pytorch_)?model(\.\w+)?\.(safetensors|bin)")
 
 
 @dataclass(frozen=True, slots=True)

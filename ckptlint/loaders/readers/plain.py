@@ -26,6 +26,7 @@ from ckptlint.model import (
 )
 from ckptlint.model.stored import StoredDTensor, StoredShards, StoredTensor
 from ckptlint.model.text import first_names, plural, printable
+from ckptlint.patterns import lazy_pattern
 from ckptlint.sandbox import isolated
 from ckptlint.storage.folder import READABLE, Folder
 from ckptlint.vocabulary.dtypes import FLOATS
@@ -34,11 +35,11 @@ from ckptlint.vocabulary.keys import numbers_in
 from ckptlint.vocabulary.litter import is_system_file
 
 _OPTIMIZER = {"state", "param_groups"}  # torch.optim.Optimizer.state_dict
-_META = re.compile(r"consolidated\.\d{1,3}\.pth")
+_META = lazy_pattern(r"consolidated\.\d{1,3}\.pth")
 _MOST_STATES = 64  # files of a folder that are judged each by itself
-_NUMBERS = re.compile(r"\d+")
+_NUMBERS = lazy_pattern(r"\d+")
 _EPOCHS = ("epoch", "iteration", "iter")
-_SCHEDULER = re.compile(r"(lr_)?schedulers?(_states?|_state_dict)?")
+_SCHEDULER = lazy_pattern(r"(lr_)?schedulers?(_states?|_state_dict)?")
 _STATES = ("state_dict", "model", "module", "model_state_dict", "model_state")
 
 

@@ -6,7 +6,6 @@ of files, known from their names alone, and judged by itself.
 
 from __future__ import annotations
 
-import re
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -29,6 +28,7 @@ from ckptlint.model import (
 from ckptlint.model.facts import fact
 from ckptlint.model.lost_files import by_node
 from ckptlint.model.text import first_few, first_names, plural, printable, verb
+from ckptlint.patterns import lazy_pattern
 from ckptlint.sandbox import isolated
 from ckptlint.storage.folder import READABLE, Folder
 from ckptlint.vocabulary.config_fields import (
@@ -44,21 +44,21 @@ from ckptlint.vocabulary.litter import is_system_file
 from ckptlint.vocabulary.mesh import read_topology
 from ckptlint.vocabulary.schemes import quantised_weights
 
-SHARD = re.compile(r"shard-(?P<rank>\d{5,9})-model-(?P<k>\d{5,9})-of-(?P<n>\d{5,9})\.safetensors")
-NUMBERED = re.compile(
+SHARD = lazy_pattern(r"shard-(?P<rank>\d{5,9})-model-(?P<k>\d{5,9})-of-(?P<n>\d{5,9})\.safetensors")
+NUMBERED = lazy_pattern(
     r"(?P<stem>.+?)(?:\.safetensors)?[-_.](?P<k>\d{1,9})-of-(?P<n>\d{1,9})(?P<variant>\.[^-]+)?\.safetensors"
 )
 """`model-00001-of-00002.safetensors`; the variant (`fp16`) stands before or behind the numbers."""
 
-_INDEX = re.compile(r"(?P<stem>.+)\.safetensors\.index(?P<variant>\.[^.]+)?\.json")
-_FRAGMENT = re.compile(r"model_(?:weight|bias)(?:_pp-rank-.*)?\.safetensors")  # nanotron: one file per module
-_ADAPTER = re.compile(r"adapter[_-].*")
-_OF_RANK = re.compile(r"model-rank-(?P<rank>\d{1,4})-part-(?P<part>\d{1,4})\.safetensors")  # vLLM's sharded_state
-_LOADED = re.compile(r"model[-.](?!rank-)|pytorch_model[-.]|shard-")  # what is loaded by the config.json beside it
-_MISTRAL = re.compile(r"consolidated[-.].*")
+_INDEX = lazy_pattern(r"(?P<stem>.+)\.safetensors\.index(?P<variant>\.[^.]+)?\.json")
+_FRAGMENT = lazy_pattern(r"model_(?:weight|bias)(?:_pp-rank-.*)?\.safetensors")  # nanotron: one file per module
+_ADAPTER = lazy_pattern(r"adapter[_-].*")
+_OF_RANK = lazy_pattern(r"model-rank-(?P<rank>\d{1,4})-part-(?P<part>\d{1,4})\.safetensors")  # vLLM's sharded_state
+_LOADED = lazy_pattern(r"model[-.](?!rank-)|pytorch_model[-.]|shard-")  # what is loaded by the config.json beside it
+_MISTRAL = lazy_pattern(r"consolidated[-.].*")
 _VARIANTS = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 _MOST_LEFT_OUT = 8  # files whose headers are read to find layers that an index lacks
-_DIGITS = re.compile(r"\d+")
+_DIGITS = lazy_pattern(r"\d+")
 _INFO = "DCP_SHARDING_INFO"
 _BITMASK = ".bitmask"  # compressed-tensors 0.17: compressors/sparse_compressors/sparse_bitmask.py
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ckptlint.model import RankFile
+from ckptlint.patterns import lazy_pattern
 from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.litter import is_system_file
 
@@ -45,12 +45,12 @@ def _names(folder: Folder) -> list[str]:
 
 # ---------------------------------------------------------------- whole states
 
-_WEIGHTS = re.compile(
+_WEIGHTS = lazy_pattern(
     r"(?P<stem>(?:diffusion_)?pytorch_model(?:_fsdp)?(?:_\d{1,3})?|adapter_model)"
     r"(?P<part>-(?P<k>\d{1,9})-of-(?P<n>\d{1,9}))?"
     r"(?P<variant>\.[^-.]+)?\.bin"
 )
-_INDEX = re.compile(r"(?P<stem>.+)\.bin\.index(?P<variant>\.[^.]+)?\.json")
+_INDEX = lazy_pattern(r"(?P<stem>.+)\.bin\.index(?P<variant>\.[^.]+)?\.json")
 
 
 def weight_sets(folder: Folder) -> list[FileSet]:
@@ -76,7 +76,7 @@ def weight_sets(folder: Folder) -> list[FileSet]:
 
 # ---------------------------------------------------------------- verl, and FSDP's files by rank
 
-_VERL = re.compile(r"(model|optim|extra_state)_world_size_(\d+)_rank_(\d+)\.pt")
+_VERL = lazy_pattern(r"(model|optim|extra_state)_world_size_(\d+)_rank_(\d+)\.pt")
 
 
 def verl_name(name: str) -> tuple[str, int, int]:
@@ -105,7 +105,7 @@ def verl_sets(folder: Folder) -> list[FileSet]:
     ]
 
 
-_FLAT = re.compile(r"((?:.*\D)?)(\d{1,6})\.pth?")
+_FLAT = lazy_pattern(r"((?:.*\D)?)(\d{1,6})\.pth?")
 
 
 def flat_name(name: str) -> tuple[str, int]:
@@ -136,15 +136,15 @@ def flat_sets(folder: Folder) -> list[FileSet]:
 # ---------------------------------------------------------------- DeepSpeed
 
 _NAMES = (
-    ("optimizer", re.compile(r"(?:[a-z0-9]+_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_?optim_states\.pt")),
-    ("model", re.compile(r"zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_model_states\.pt")),
-    ("model", re.compile(r"mp_rank_(?P<mp>\d+)_model_states\.pt")),
-    ("layer", re.compile(r"layer_(?P<layer>\d+)(?:-model_(?P<tp>\d+))?-model_states\.pt")),
+    ("optimizer", lazy_pattern(r"(?:[a-z0-9]+_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_?optim_states\.pt")),
+    ("model", lazy_pattern(r"zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_model_states\.pt")),
+    ("model", lazy_pattern(r"mp_rank_(?P<mp>\d+)_model_states\.pt")),
+    ("layer", lazy_pattern(r"layer_(?P<layer>\d+)(?:-model_(?P<tp>\d+))?-model_states\.pt")),
     (
         "expert",
-        re.compile(r"layer_(?P<layer>\d+)_expert_(?P<expert>\d+)_mp_rank_(?P<mp>\d+)_model_states\.pt"),
+        lazy_pattern(r"layer_(?P<layer>\d+)_expert_(?P<expert>\d+)_mp_rank_(?P<mp>\d+)_model_states\.pt"),
     ),
-    ("expert optimizer", re.compile(r"expp_rank_(?P<ep>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")),
+    ("expert optimizer", lazy_pattern(r"expp_rank_(?P<ep>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")),
 )  # fmt: skip
 """Kinds of files and what their names count; `zero_pp_rank` counts data parallel ranks.
 

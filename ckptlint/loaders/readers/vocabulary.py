@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
 from functools import partial
 from heapq import nlargest
@@ -15,6 +14,7 @@ from ckptlint.formats.strict_json import is_size
 from ckptlint.loaders.readers.common_state import read_model_config
 from ckptlint.model import Checkpoint, ModelConfig, Problem, TokenFiles
 from ckptlint.model.text import printable
+from ckptlint.patterns import lazy_pattern
 from ckptlint.sandbox import isolated
 from ckptlint.storage.folder import READABLE, Folder
 from ckptlint.vocabulary.config_fields import GENERATION_CONFIG, MODEL_CONFIG
@@ -24,7 +24,7 @@ _TOKENIZER = "tokenizer.json"
 _SLOW = ("vocab.json", "vocab.txt", "added_tokens.json")  # what stands in its place
 _LIMIT = 64 * 1024**2
 _SHOWN = 64
-_MERGES = re.compile(rb'"merges"\s*:\s*\[')  # most of the file, and last in it
+_MERGES = lazy_pattern(rb'"merges"\s*:\s*\[')  # most of the file, and last in it
 
 
 def with_vocabulary(folder: Folder, ckpt: Checkpoint) -> Checkpoint:

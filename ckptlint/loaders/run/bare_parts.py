@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -10,6 +9,7 @@ from ckptlint.errors import CkptlintError
 from ckptlint.loaders.json_file import read_json
 from ckptlint.loaders.run.steps import sub_folder
 from ckptlint.model.text import join_words, printable, verb
+from ckptlint.patterns import lazy_pattern
 from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.frameworks import holds_no_state, step_number, world
 from ckptlint.vocabulary.litter import is_system_file
@@ -18,8 +18,8 @@ CONFIG = "config.json"
 _PIPELINE = "model_index.json"
 _CONFIG_LIMIT = 4 * 1024**2
 _LEVELS = 3  # folders below a part that may hold its weights
-_TEXT = re.compile(r".+(?<!\.index)\.(json|md|txt|ya?ml|py)")  # an index without its files is reported elsewhere
-_NO_MODEL = re.compile(r".*(Processor|Pachifier|Callback)")  # the other classes of diffusers that write a config.json
+_TEXT = lazy_pattern(r".+(?<!\.index)\.(json|md|txt|ya?ml|py)")  # an index without its files is reported elsewhere
+_NO_MODEL = lazy_pattern(r".*(Processor|Pachifier|Callback)")  # the other classes of diffusers that write a config.json
 
 
 class BarePart(NamedTuple):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import islice
@@ -18,6 +17,7 @@ from ckptlint.loaders.run.bare_parts import CONFIG, bare_parts
 from ckptlint.loaders.run.steps import older_steps, steps_of, sub_folder
 from ckptlint.model import AxisSize, Problem, StepState
 from ckptlint.model.text import join_words, printable
+from ckptlint.patterns import lazy_pattern
 from ckptlint.storage.folder import Folder
 from ckptlint.storage.paths import is_safe
 from ckptlint.vocabulary.frameworks import (
@@ -36,8 +36,8 @@ _LEVELS = 5  # folders between a part and its step
 _STEPS_TRIED = 16
 _OLDER = 8  # steps that one is compared with
 _OLDEST = 64  # steps among which these are looked for: a run may hold thousands that never finished
-_NUMBERS = re.compile(r"\d+")
-_SHARDED = re.compile(r"-\d+-of-\d+(?=\.\w+$)|\.index\.json$")
+_NUMBERS = lazy_pattern(r"\d+")
+_SHARDED = lazy_pattern(r"-\d+-of-\d+(?=\.\w+$)|\.index\.json$")
 _LAST_FILE_LIMIT = 1024**2
 _MOST_RANKS = 2**31
 _EMPTY = "the folder {} is empty"

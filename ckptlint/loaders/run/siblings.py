@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
-_NUMBER = re.compile(r"\d+(?:\.\d+)?")
+from ckptlint.patterns import lazy_pattern
+
+_NUMBER = lazy_pattern(r"\d+(?:\.\d+)?")
 _MOST = 2**40
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import deque
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
@@ -29,6 +28,7 @@ from ckptlint.loaders.run.finished import missing_parts, stated_world
 from ckptlint.loaders.run.steps import is_alike, steps_of, sub_folder
 from ckptlint.model import Checkpoint, Problem, StepFile, StepFileState
 from ckptlint.model.text import first_few, plural, printable, verb
+from ckptlint.patterns import lazy_pattern
 from ckptlint.sandbox import isolated
 from ckptlint.storage.folder import READABLE, Folder
 from ckptlint.storage.listing import is_plain
@@ -48,7 +48,7 @@ from ckptlint.vocabulary.metadata_files import METADATA, RANK_METADATA
 _PLAIN_LIMIT = 64 * 1024**2
 _BYTES_LIMIT = 4 * 1024**3  # that are read of all these files together
 _LEAST = 64 * 1024  # as which the smallest file counts
-_NUMBERS = re.compile(r"\d+")
+_NUMBERS = lazy_pattern(r"\d+")
 _ZIP_END = 2**17  # bytes in which every reader looks for the end record of a zip file
 _HEADS = {True: 2**14, False: 2**8}  # files of a step whose first bytes are looked at, near and over a network
 _FOLDERS = {True: 2**10, False: 2**5}  # that are listed below those whose files are reported one by one
@@ -60,7 +60,7 @@ _PAYLOAD = ".distcp"  # many archives in one file
 _TEXTS = (CONFIG_FILE, RUN_CONFIG, "config.json", "fsdp_config.json")
 _READ_ELSEWHERE = (COMMON_FILE, *_TEXTS)
 _LEVELS = 3  # of parts of a step inside each other, and the folder around it
-_ELSEWHERE = Family("a folder elsewhere", "other", re.compile(""))
+_ELSEWHERE = Family("a folder elsewhere", "other", lazy_pattern(""))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

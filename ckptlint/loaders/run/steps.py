@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
@@ -20,13 +19,14 @@ from ckptlint.loaders.readers.safetensors import groups
 from ckptlint.loaders.run.siblings import series
 from ckptlint.model.facts import fact
 from ckptlint.model.text import printable
+from ckptlint.patterns import lazy_pattern
 from ckptlint.storage.folder import READABLE, Folder
 from ckptlint.storage.locate import folder_at
 from ckptlint.storage.paths import shown
 from ckptlint.vocabulary.frameworks import family_of, holds_no_state, is_newest, is_part, may_be_pickle, step_number
 from ckptlint.vocabulary.metadata_files import METADATA, RANK_METADATA
 
-_NUMBERS = re.compile(r"[\d.]+")
+_NUMBERS = lazy_pattern(r"[\d.]+")
 _SIBLINGS_TRIED = 16
 _LIKE = 0.01  # by which the largest files of two steps differ: what is pickled with the tensors varies
 

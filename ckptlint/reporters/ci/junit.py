@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import re
 import xml.etree.ElementTree as ET
 from collections import Counter
 
 from ckptlint.lint.report import CheckpointReport, FindingGroup, Report
 from ckptlint.model.text import plural
+from ckptlint.patterns import lazy_pattern
 from ckptlint.reporters.full import block
 from ckptlint.reporters.json_report import sampled
 from ckptlint.reporters.style import Style
 from ckptlint.rule import Rule
 
-_FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+_FORBIDDEN = lazy_pattern("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def render(report: Report, style: Style) -> str:

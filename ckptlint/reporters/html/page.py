@@ -6,7 +6,6 @@ The page is `report.html.jinja` with `report.css`; here is what it shows. Every 
 from __future__ import annotations
 
 import hashlib
-import re
 import time
 from base64 import b64encode
 from collections.abc import Iterable, Sequence
@@ -29,6 +28,7 @@ from ckptlint.lint.steps import step_around, steps_in
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import human_bytes, named_ranks, plural, ranges, shape_text
 from ckptlint.model.tiling import Box, Tiling
+from ckptlint.patterns import lazy_pattern
 from ckptlint.reporters import ranks
 from ckptlint.reporters.full import (
     STEP_COLUMNS,
@@ -60,7 +60,7 @@ PICTURE_LIMIT = 5_000_000
 """Characters of markup for pictures and chunk tables; later findings have their sentences and notes only."""
 
 _LISTS = ("tensors", "keys", "modules")  # labels of notes that are names
-_BETWEEN = re.compile(r"\([^()]*\)|, | (?=and [\d,]+ more )")  # a name may have a comma in its parentheses
+_BETWEEN = lazy_pattern(r"\([^()]*\)|, | (?=and [\d,]+ more )")  # a name may have a comma in its parentheses
 _MATRIX = 48  # cells across
 _CHUNK_LIMIT = 16
 _MARK_LIMIT = 64

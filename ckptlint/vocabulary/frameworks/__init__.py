@@ -12,6 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
+from ckptlint.patterns import lazy_pattern
 from ckptlint.vocabulary.litter import is_system_file
 from ckptlint.vocabulary.strict_toml import made_of, own_file, toml_table
 
@@ -93,7 +94,7 @@ class Mark(NamedTuple):
     where: Where
     source: str
     above: tuple[str, ...] = ()
-    only: re.Pattern[str] = re.compile(".*")
+    only: re.Pattern[str] = lazy_pattern(".*")
 
 
 class WrittenLast(NamedTuple):
@@ -117,7 +118,7 @@ class WrittenLast(NamedTuple):
     path: str = ""
     parts: tuple[str, ...] = ()
     ranks: tuple[str, ...] = ()
-    only: re.Pattern[str] = re.compile(".*")
+    only: re.Pattern[str] = lazy_pattern(".*")
 
 
 class Counter(NamedTuple):
@@ -298,12 +299,12 @@ def _matches(patterns: tuple[re.Pattern[str], ...], name: str) -> bool:
     return any(pattern.fullmatch(name) for pattern in patterns)
 
 
-LITTER = Family("left by other tools", "other", re.compile(""), idle=True)
-OTHER_STEP = Family("another step", "other", re.compile(""), idle=True)
+LITTER = Family("left by other tools", "other", lazy_pattern(""), idle=True)
+OTHER_STEP = Family("another step", "other", lazy_pattern(""), idle=True)
 """Families that no pattern matches: `is_system_file` does, and the number in the name of a folder."""
 
 _ENDING = r"\.(pt|pth|pkl|pickle|bin|ckpt|p|pck|joblib|sav|dill|jit|pth?\.tar)(\.(z|gz|bz2|xz|lzma|lz4|zst))?"
-_PICKLES = re.compile(f".+{_ENDING}", re.IGNORECASE | re.DOTALL)
+_PICKLES = lazy_pattern(f".+{_ENDING}", re.IGNORECASE | re.DOTALL)
 
 WEIGHT_FILES = (
     r"\.metadata|__\d+\.metadata|[^/]+\.(distcp|safetensors|ckpt|pt|pth)|[^/]+\.(safetensors|bin)\.index\.json"
