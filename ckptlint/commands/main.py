@@ -129,8 +129,8 @@ def _main() -> None:
     try:
         cli.main(standalone_mode=False)
     except click.exceptions.Abort as error:
-        if error.__cause__ is not None and error.__cause__.args:  # how far a reading of the payload came
-            say(error.__cause__)
+        how_far = error.__cause__ is not None and error.__cause__.args
+        say(error.__cause__ if how_far else "interrupted: no answer")
         sys.exit(130)
     except click.ClickException as error:
         from ckptlint.model.text import inert, printable
@@ -148,5 +148,3 @@ def _main() -> None:
     except (CkptlintError, OwnFileError) as error:
         say(error)
         sys.exit(4)
-    except KeyboardInterrupt:
-        sys.exit(130)

@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -34,6 +34,7 @@ from ckptlint.lint.steps import JudgedStep, judge_step, with_parts
 from ckptlint.loaders.events import Event, events, is_vanishing, steps_in_run
 from ckptlint.loaders.run.steps import Step, run_at, steps_of
 from ckptlint.model.text import JSON_ESCAPE, human_duration, inert, plural, printable
+from ckptlint.progress import telling_ctrl_c
 from ckptlint.reporters import REPORTERS
 from ckptlint.reporters.json_report import step_object
 from ckptlint.reporters.style import Style
@@ -93,7 +94,7 @@ def watch(
     if not options["quiet"]:
         say(_banner(open_run(), shown(run_dir), interval, stale, once))
     codes: list[int] = []
-    with TemporaryDirectory(prefix="ckptlint-") as folder:
+    with TemporaryDirectory(prefix="ckptlint-") as folder, telling_ctrl_c(lambda: _sum(codes)):
         for event in events(open_run, interval, once, stale):
             now = f"{datetime.now():%Y-%m-%d %H:%M:%S}"
             if event.text:
@@ -130,12 +131,17 @@ def watch(
             if code and command and event.kind != "unread":
                 _execute(command, step, code, file)
     if not options["quiet"] and len(codes) > 1:
-        counts = {"passed": codes.count(0), "failed": codes.count(1), "not judged": codes.count(3) + codes.count(4)}
-        sums = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
-        say(f"{plural(len(codes), 'step')}: {sums}")
+        say(_sum(codes))
     if not codes:
         raise NothingToCheckError(f"nothing to check: no step of {run_dir} is finished")
     sys.exit(next((code for code in (1, 4, 3) if code in codes), 0))
+
+
+def _sum(codes: Sequence[int]) -> str:
+    """How many steps ended how, in words."""
+    counts = {"passed": codes.count(0), "failed": codes.count(1), "not judged": codes.count(3) + codes.count(4)}
+    sums = ", ".join(f"{count:,} {word}" for word, count in counts.items() if count)
+    return f"{plural(len(codes), 'step')}: {sums}" if codes else "no step is finished"
 
 
 def _wait_for(run_dir: str, interval: float) -> None:
