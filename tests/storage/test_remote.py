@@ -758,7 +758,20 @@ def test_a_server_without_ranges_sends_a_large_file_never(monkeypatch: pytest.Mo
     monkeypatch.setattr(web_server, "_MOST_COPIED", 1000)
     with serving(files_of(REAL, ranges=False)) as server:
         said = only_sentence(ckptlint.check(f"{server.url}/fsdp2_4r", depth="data"), 4)
-        assert "the server does not support range requests, and sends it only as a whole" in said
+        assert "does not support range requests, and whole files are read up to 1000 B: download the checkpoint" in said
+
+
+def test_an_archive_is_read_at_depth_data_from_a_server_without_ranges(tmp_path: Path) -> None:
+    """Where its entries begin stands at its end, so it is not known before either."""
+    torch = pytest.importorskip("torch")
+    torch.save({"a.weight": torch.ones(300, 400)}, tmp_path / "model.pt")
+    with serving(files_of(tmp_path, ranges=False)) as server:
+        said = only_sentence(report_on(f"{server.url}/model.pt"), 4)
+        assert "does not support range requests: download the file, or check it with --depth data" in said
+        server.asked.clear()
+        report = ckptlint.check(f"{server.url}/model.pt", depth="data")
+        assert (report.verdict, report.unreadable) == ("pass", ())
+        assert server.names().count("model.pt") <= 6
 
 
 @pytest.mark.parametrize("name", ["exports/ok_llama", "exports/ok_adapter", "torch.pt"])
