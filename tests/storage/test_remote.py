@@ -793,6 +793,14 @@ def test_a_run_folder_of_a_web_server_is_nothing_to_check(web: Server) -> None:
     assert "name the checkpoint folder itself" in only_sentence(report_on(f"{web.url}/megatron_tp2_pp2"), 3)
 
 
+@pytest.mark.parametrize("command", [["latest"], ["deletable", "--keep", "1"], ["watch"], ["watch", "-q", "--once"]])
+def test_a_web_server_is_not_asked_for_the_steps_of_a_run(web: Server, command: list[str]) -> None:
+    answer = run(*command, f"{web.url}/megatron_tp2_pp2/")
+    assert (answer.returncode, answer.stdout, web.asked) == (3, "", [])
+    how = f"check each by its own URL, as in `ckptlint {web.url}/megatron_tp2_pp2/step-100`"
+    assert answer.stderr == f"ckptlint: a web server does not list the steps of {web.url}/megatron_tp2_pp2/: {how}\n"
+
+
 def test_a_signed_url_is_used_and_never_printed(web: Server, tmp_path: Path) -> None:
     def trouble(handler: Handler) -> bool:
         signed = "X-Amz-Signature=s3cr3t" in handler.path
