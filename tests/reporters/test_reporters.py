@@ -522,7 +522,15 @@ def test_statistics_are_a_table_of_rules() -> None:
     assert lines[0].split() == ["count", "code", "name", "keys"]
     assert lines[2].split() == ["1", "GEO004", "coverage-hole", "2"]
     assert lines[3].split() == ["1", "GEO008", "boundary-mismatch", "1"]
-    assert lines[-2].startswith("1 error, 1 warning in 2 checkpoints: 1 passed, 1 failed.")
+    assert " ".join(lines[5:]).startswith("1 error, 1 warning in 2 checkpoints: 1 passed, 1 failed.")
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_the_lines_below_the_table_of_rules_are_wrapped(width: int) -> None:
+    report = check("fsdp2_4r_hole", "boundary_mismatch", "metadata_truncated")
+    text = render(report, "statistics", STYLE._replace(width=width))
+    assert max(map(len, text.splitlines())) <= width
+    assert "rules could not run on fixtures/real/metadata_truncated" in " ".join(text.split())
 
 
 # ---------------------------------------------------------------- many layers
