@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -28,7 +29,7 @@ from loopback import (
     serving,
     upload,
 )
-from support import REAL, codes, found, manifest, report_on, run
+from support import REAL, codes, copy_step, found, manifest, report_on, run
 
 import ckptlint
 from ckptlint.commands.main import cli
@@ -217,6 +218,22 @@ def test_latest_of_a_run_in_an_object_store(
     assert (ended.value.code, answer.out) == (0, f"{url}/step-100\n")
     assert "step-300 skipped: its save did not finish" in answer.err
     assert "step-200 skipped: error GEO004" in answer.err
+
+
+@pytest.mark.parametrize("command", [["latest", "-q"], ["deletable", "--keep", "2", "-q"]])
+def test_a_search_lists_each_step_of_a_run_a_few_times(
+    s3: Server, put: Callable[..., str], tmp_path: Path, command: list[str]
+) -> None:
+    """Once before it is judged and once after, and where it is the older neighbour of another."""
+    steps = range(12)
+    for step in steps:
+        copy_step(REAL / "fsdp2_4r", tmp_path / f"step-{step}", step)
+    url = put(tmp_path)
+    s3.asked.clear()
+    answer = run(*command, url)
+    assert answer.returncode == 0 and answer.stdout.startswith(f"{url}/step-")
+    listings = Counter(asked.query.partition("prefix=")[2].partition("&")[0] for asked in s3.asked if not asked.name)
+    assert len(listings) <= len(steps) + 1 and max(listings.values()) <= 4, listings
 
 
 def test_components_are_found(s3: Server, put: Callable[..., str]) -> None:
