@@ -33,9 +33,11 @@ from ckptlint.lint.registry import load_rules
 from ckptlint.lint.report import FailOn, Report
 from ckptlint.lint.request import Request
 from ckptlint.lint.run import run
+from ckptlint.lint.steps import JudgedStep
 from ckptlint.loaders.layouts import layouts
 from ckptlint.model.text import printable
 from ckptlint.reporters import REPORTERS
+from ckptlint.reporters.full import step_table
 from ckptlint.reporters.style import Style
 from ckptlint.rule import Confidence, Finding, Location, Rule
 from ckptlint.testing import checkpoint_of_ranks, read_cases, write_checkpoint
@@ -531,6 +533,15 @@ def test_the_lines_below_the_table_of_rules_are_wrapped(width: int) -> None:
     text = render(report, "statistics", STYLE._replace(width=width))
     assert max(map(len, text.splitlines())) <= width
     assert "rules could not run on fixtures/real/metadata_truncated" in " ".join(text.split())
+
+
+def test_a_table_of_steps_without_times_has_no_column_for_them() -> None:
+    step = JudgedStep(5, "step-5", "s3://bucket/run/step-5", "passes", parts=("model",), size=1024)
+    assert step_table([step], 80).split() == [
+        *("step", "holds", "payload", "verdict"),
+        *("step-5", "model", "1.0", "KiB", "passes"),
+    ]
+    assert "written" in step_table([replace(step, written=1.0), step], 80)
 
 
 # ---------------------------------------------------------------- many layers
