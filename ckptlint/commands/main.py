@@ -22,7 +22,7 @@ COMMANDS = {
     "completion": "Print the script that completes commands, options and rule codes in a shell.",
     "config": "Show the settings of `check`, and where each comes from: default, file, environment or option.",
     "deletable": "Print the paths of the steps of a run that may be deleted, and nothing else.",
-    "diff": "Compare the keys, shapes and dtypes of two checkpoints; resharding does not count as one.",
+    "diff": "Compare the keys, shapes and dtypes of two checkpoints, however each is sharded.",
     "explain": "Print the page of a rule, or of a cause: what it is, why it matters, how to fix it.",
     "graph": "Draw the chunks of one tensor as a graph: on each dim, which intervals they cover and where one is "
     "missing.",

@@ -57,8 +57,9 @@ def _seconds(_context: click.Context, _param: click.Parameter, value: str) -> fl
 @click.command(cls=WithSettings, context_settings=ENVIRONMENT)
 @click.argument("run_dir")
 @click.option(
-    "--interval", type=click.FloatRange(min=0), default=30, show_default=True, help="Seconds between two looks."
-)
+    "--interval", type=click.FloatRange(min=0), metavar="SECONDS", default=30, show_default=True,
+    help="How long to wait between two looks.",
+)  # fmt: skip
 @click.option(
     "--stale", callback=_seconds, metavar="TIME", default="30m", show_default=True,
     help="Report an unfinished step after this time without a change in it.",
@@ -78,9 +79,10 @@ def watch(
 ) -> None:
     """Check each step of a running job once, as soon as it is finished.
 
-    If the run folder does not exist yet, ckptlint waits for it. CMD finds CKPTLINT_STEP_PATH, CKPTLINT_EXIT_CODE and
-    CKPTLINT_REPORT (a JSON file) in its environment. A file that --output names holds the report on the last step.
-    Ctrl-C ends the watch (130). --once names a step that may still be written, and does not count it.
+    If the run folder does not exist yet, ckptlint waits for it. The CMD of --exec finds CKPTLINT_STEP_PATH,
+    CKPTLINT_EXIT_CODE and CKPTLINT_REPORT (a JSON file) in its environment. A file that --output names holds the report
+    on the last step. Ctrl-C ends the watch (130). --once names a step that may still be written, and does not count
+    it.
 
     Exit codes of --once, the first that applies: 1 a step has findings, or its save did not finish, 4 a step could not
     be read, 3 no step is finished, 0 all pass.

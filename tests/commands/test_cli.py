@@ -246,6 +246,11 @@ def test_the_list_of_commands_says_what_each_says_of_itself(name: str) -> None:
     assert f"{name} {cli.COMMANDS[name]}" in whole
 
 
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_help_names_values_in_the_words_of_the_field(name: str) -> None:
+    assert not re.search(r"\b(INTEGER|FLOAT|TEXT|RANGE|FQN)\b", invoke(name, "--help").output)
+
+
 def test_options_stand_below_headings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     for command in ("check", "watch", "latest", "live"):
