@@ -34,6 +34,9 @@ def main() -> None:
         from ckptlint.commands.main import main as run
 
         run()
+    except KeyboardInterrupt:  # before there is a command that says how far it came
+        sys.stderr.write("\nckptlint: interrupted: no answer\n")
+        sys.exit(130)
     except MemoryError:
         _stop("there is not enough memory (a limit of the system or of `ulimit -v`)")
     except Exception as error:  # exit 1, which Python would make of it, claims findings

@@ -51,6 +51,19 @@ def counted(unit: str, things: Iterable[_T], total: int, before: int = 0) -> Ite
         advance(unit, done, total)
 
 
+@contextmanager
+def telling_ctrl_c(so_far: Callable[[], str]) -> Iterator[None]:
+    """Have Ctrl-C say how far the whole work is, whatever it says of the piece of work that it stops.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C, with that sentence.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"interrupted: {so_far()}") from None
+
+
 class Shared:
     """Three numbers that a forked child writes and its parent reads."""
 

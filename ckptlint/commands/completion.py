@@ -38,7 +38,7 @@ Source:
 def completion(shell: str, install: bool) -> None:
     """Print the script that completes commands, options and rule codes in a shell.
 
-    SHELL is the one in use by default.
+    Without a name it is for the shell that you use.
     """
     from click.shell_completion import get_completion_class
 

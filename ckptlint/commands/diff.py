@@ -48,7 +48,7 @@ def diff(
     format_: str,
     color: str,
 ) -> None:
-    """Compare the keys, shapes and dtypes of two checkpoints; resharding does not count as one.
+    """Compare the keys, shapes and dtypes of two checkpoints, however each is sharded.
 
     With --values also what the tensors hold: equal, rounded, renamed, reordered, put together, or different and where.
 

@@ -25,8 +25,10 @@ _FILES = 2  # named in a label
 
 @click.command(context_settings=ENVIRONMENT)
 @click.argument("path")
-@click.argument("fqn")
-@click.option("--dim", "axis", type=click.IntRange(min=0), help="Draw this dim.  [default: those that are cut]")
+@click.argument("fqn", metavar="KEY")
+@click.option(
+    "--dim", "axis", type=click.IntRange(min=0), metavar="N", help="Draw this dim.  [default: those that are cut]"
+)
 @click.option(
     "--format",
     "format_",

@@ -22,7 +22,7 @@ COMMANDS = {
     "completion": "Print the script that completes commands, options and rule codes in a shell.",
     "config": "Show the settings of `check`, and where each comes from: default, file, environment or option.",
     "deletable": "Print the paths of the steps of a run that may be deleted, and nothing else.",
-    "diff": "Compare the keys, shapes and dtypes of two checkpoints; resharding does not count as one.",
+    "diff": "Compare the keys, shapes and dtypes of two checkpoints, however each is sharded.",
     "explain": "Print the page of a rule, or of a cause: what it is, why it matters, how to fix it.",
     "graph": "Draw the chunks of one tensor as a graph: on each dim, which intervals they cover and where one is "
     "missing.",
@@ -129,8 +129,8 @@ def _main() -> None:
     try:
         cli.main(standalone_mode=False)
     except click.exceptions.Abort as error:
-        if error.__cause__ is not None and error.__cause__.args:  # how far a reading of the payload came
-            say(error.__cause__)
+        how_far = error.__cause__ is not None and error.__cause__.args
+        say(error.__cause__ if how_far else "interrupted: no answer")
         sys.exit(130)
     except click.ClickException as error:
         from ckptlint.model.text import inert, printable
@@ -148,5 +148,3 @@ def _main() -> None:
     except (CkptlintError, OwnFileError) as error:
         say(error)
         sys.exit(4)
-    except KeyboardInterrupt:
-        sys.exit(130)

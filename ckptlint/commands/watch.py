@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -34,6 +34,7 @@ from ckptlint.lint.steps import JudgedStep, judge_step, with_parts
 from ckptlint.loaders.events import Event, events, is_vanishing, steps_in_run
 from ckptlint.loaders.run.steps import Step, run_at, steps_of
 from ckptlint.model.text import JSON_ESCAPE, human_duration, inert, plural, printable
+from ckptlint.progress import telling_ctrl_c
 from ckptlint.reporters import REPORTERS
 from ckptlint.reporters.json_report import step_object
 from ckptlint.reporters.style import Style
@@ -56,8 +57,9 @@ def _seconds(_context: click.Context, _param: click.Parameter, value: str) -> fl
 @click.command(cls=WithSettings, context_settings=ENVIRONMENT)
 @click.argument("run_dir")
 @click.option(
-    "--interval", type=click.FloatRange(min=0), default=30, show_default=True, help="Seconds between two looks."
-)
+    "--interval", type=click.FloatRange(min=0), metavar="SECONDS", default=30, show_default=True,
+    help="How long to wait between two looks.",
+)  # fmt: skip
 @click.option(
     "--stale", callback=_seconds, metavar="TIME", default="30m", show_default=True,
     help="Report an unfinished step after this time without a change in it.",
@@ -77,9 +79,10 @@ def watch(
 ) -> None:
     """Check each step of a running job once, as soon as it is finished.
 
-    If the run folder does not exist yet, ckptlint waits for it. CMD finds CKPTLINT_STEP_PATH, CKPTLINT_EXIT_CODE and
-    CKPTLINT_REPORT (a JSON file) in its environment. A file that --output names holds the report on the last step.
-    Ctrl-C ends the watch (130). --once names a step that may still be written, and does not count it.
+    If the run folder does not exist yet, ckptlint waits for it. The CMD of --exec finds CKPTLINT_STEP_PATH,
+    CKPTLINT_EXIT_CODE and CKPTLINT_REPORT (a JSON file) in its environment. A file that --output names holds the report
+    on the last step. Ctrl-C ends the watch (130). --once names a step that may still be written, and does not count
+    it.
 
     Exit codes of --once, the first that applies: 1 a step has findings, or its save did not finish, 4 a step could not
     be read, 3 no step is finished, 0 all pass.
@@ -93,7 +96,7 @@ def watch(
     if not options["quiet"]:
         say(_banner(open_run(), shown(run_dir), interval, stale, once))
     codes: list[int] = []
-    with TemporaryDirectory(prefix="ckptlint-") as folder:
+    with TemporaryDirectory(prefix="ckptlint-") as folder, telling_ctrl_c(lambda: _sum(codes)):
         for event in events(open_run, interval, once, stale):
             now = f"{datetime.now():%Y-%m-%d %H:%M:%S}"
             if event.text:
@@ -130,12 +133,17 @@ def watch(
             if code and command and event.kind != "unread":
                 _execute(command, step, code, file)
     if not options["quiet"] and len(codes) > 1:
-        counts = {"passed": codes.count(0), "failed": codes.count(1), "not judged": codes.count(3) + codes.count(4)}
-        sums = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
-        say(f"{plural(len(codes), 'step')}: {sums}")
+        say(_sum(codes))
     if not codes:
         raise NothingToCheckError(f"nothing to check: no step of {run_dir} is finished")
     sys.exit(next((code for code in (1, 4, 3) if code in codes), 0))
+
+
+def _sum(codes: Sequence[int]) -> str:
+    """How many steps ended how, in words."""
+    counts = {"passed": codes.count(0), "failed": codes.count(1), "not judged": codes.count(3) + codes.count(4)}
+    sums = ", ".join(f"{count:,} {word}" for word, count in counts.items() if count)
+    return f"{plural(len(codes), 'step')}: {sums}" if codes else "no step is finished"
 
 
 def _wait_for(run_dir: str, interval: float) -> None:

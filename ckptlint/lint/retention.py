@@ -16,6 +16,7 @@ from ckptlint.lint.steps import (
     Judge,
     JudgedStep,
     judge_step,
+    judged_of,
     lacking,
     looked_closer,
     results_in_order,
@@ -27,7 +28,7 @@ from ckptlint.loaders.json_file import read_json
 from ckptlint.loaders.run.folder import read_trackers, trackers
 from ckptlint.loaders.run.steps import Step, is_alike, numberless, run_at, runs_below, steps_of
 from ckptlint.model.text import inert, join_words, plural, printable
-from ckptlint.progress import counted
+from ckptlint.progress import counted, telling_ctrl_c
 from ckptlint.rule import Severity
 from ckptlint.sandbox import isolated
 from ckptlint.shown import Shown
@@ -141,7 +142,7 @@ def deletable(path: str, keep: int, judge: Judge, compare: Judge | None = None) 
     contents: dict[str, _Contents] = {}
     judged: list[JudgedStep] = []
     last: _Contents | None = None
-    with listed_once(place, run):
+    with listed_once(place, run), telling_ctrl_c(lambda: f"{judged_of(judged, steps)}, none may be deleted yet"):
         works = [partial(_judged, step, f"{place.rstrip('/')}/{step.name}", judge) for step in steps]
         for judged_step, made in counted("steps", results_in_order(works), len(works)):
             judged.append(judged_step)

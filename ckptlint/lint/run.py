@@ -212,6 +212,8 @@ def _read(
     try:
         if found.recognised is not None and found.recognised.kind != "safetensors":
             call_table()  # each child that reads pickles would read it anew
+        # an archive has its metadata at its end
+        found.folder.is_read_whole = reading is not None and reading.reads_whole
         return _with_records(found, open_checkpoint(found, depth.looks_at_files, after is None), reading, after)
     except CkptlintError as error:
         return error

@@ -55,7 +55,7 @@ def select(
             raise ConfigError(f"{level!r} is not a severity: use error, warning or info")
         for code in matching(rules, [token]):
             if code in fixed:
-                raise ConfigError(f"the severity of {code} cannot be changed")
+                raise ConfigError(f"the severity of {code} cannot be changed: unsafe input must never pass")
             levels[code] = Severity[level.upper()]
     if only_raise:
         levels = {rule.code: max(levels[rule.code], rule.severity) for rule in rules if rule.code in levels}

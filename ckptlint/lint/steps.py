@@ -26,7 +26,7 @@ from ckptlint.loaders.step_parts import parts_of
 from ckptlint.model import Checkpoint
 from ckptlint.model.checkpoint import UNFINISHED, ProblemKind
 from ckptlint.model.text import human_duration, join_words, plural, printable
-from ckptlint.progress import counted
+from ckptlint.progress import counted, telling_ctrl_c
 from ckptlint.rule import Severity
 from ckptlint.sandbox import isolated, prefetch
 from ckptlint.shown import Shown
@@ -194,7 +194,7 @@ def newest_good(
         raise ConfigError(f"there is no part {unknown[0]!r}, only {', '.join(PARTS)}")
     steps = [step for step in [*steps_of(run), *_released(run)] if before is None or step.number < before]
     skipped: list[JudgedStep] = []
-    with listed_once(path, run):
+    with listed_once(path, run), telling_ctrl_c(lambda: f"{judged_of(skipped, steps)}, none is recommended"):
         works = [partial(_stamped, step, f"{path.rstrip('/')}/{step.name}", judge) for step in steps]
         for position, (stamp, judged) in enumerate(counted("steps", results_in_order(works), len(works))):
             if judged.hidden and judged.verdict == "passes":
@@ -210,6 +210,11 @@ def newest_good(
                 return Search(path, judged, skipped, _tracking(run, judged, steps))
             skipped.append(judged)
     return Search(path, None, skipped)
+
+
+def judged_of(judged: Sequence[JudgedStep], steps: Sequence[Step]) -> str:
+    """How many of the steps are judged, in words."""
+    return f"{len(judged):,} of {plural(len(steps), 'step')} judged"
 
 
 def _stamped(step: Step, path: str, judge: Judge) -> tuple[int | None, JudgedStep]:

@@ -104,7 +104,7 @@ class Reader:
         hashes: Gatherers | None = None,
     ) -> None:
         self.folder, self.ckpt, self.how, self.leads = folder, ckpt, how, leads
-        folder.is_read_whole = folder.is_read_whole or (how.depth.reads_all and how.percent is None)
+        folder.is_read_whole = folder.is_read_whole or how.reads_whole
         count = len(ckpt.records)
         rows = np.arange(count) if share is None else share
         self.result = PartialRead(rows, empty_payload(count, how.depth), np.zeros(count, np.int64))

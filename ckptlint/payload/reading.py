@@ -43,6 +43,11 @@ class ReadOptions:
     sums: Mapping[str, str] | None = None
     hashes_only: bool = False
 
+    @property
+    def reads_whole(self) -> bool:
+        """Whether every byte of each file is read."""
+        return self.depth.reads_all and self.percent is None
+
 
 def with_reference(how: ReadOptions, reference: Reference | None) -> ReadOptions:
     """Options that compute the digests a reference has."""

@@ -166,11 +166,14 @@ def step_rows(steps: Sequence[JudgedStep]) -> list[tuple[str, ...]]:
 
 
 def step_table(steps: Sequence[JudgedStep], width: int) -> str:
-    """The steps as a table; what they hold is wrapped, and with long names the times are left out, to fit the width."""
+    """The steps as a table; what they hold is wrapped, to fit the width.
+
+    The times are left out where names are long, or no time is known: a store knows only when a file was uploaded.
+    """
     rows: list[tuple[str, ...]] = step_rows(steps)
     heads: tuple[str, ...] = STEP_COLUMNS
     least = len("dataloader,")
-    if (room := _room_to_hold(rows, heads, width)) < least:
+    if (room := _room_to_hold(rows, heads, width)) < least or not any(step.written for step in steps):
         rows, heads = [(row[0], *row[2:]) for row in rows], (heads[0], *heads[2:])
         room = _room_to_hold(rows, heads, width)
     longest = max(len(row[0]) for row in rows) + min(room - least, 0)

@@ -21,5 +21,6 @@ def render(report: Report, style: Style) -> str:
         rows.append((len(of_rule), rule.code, rule.name, len(keys)))
     heads = ("count", "code", "name", "keys")
     counts = [table(rows, heads, intfmt=",", disable_numparse=False), ""] if rows else []
-    lines = counts if style.quiet else [*counts, *report.unread, *verdict(report, style)]
+    unread = [line for text in report.unread for line in style.wrap(text, "  ", "")]
+    lines = counts if style.quiet else [*counts, *unread, *verdict(report, style, wrapped=True)]
     return "".join(line + "\n" for line in lines)

@@ -19,8 +19,8 @@ _listed: ContextVar[tuple[str, Folder] | None] = ContextVar("_listed", default=N
 
 @contextmanager
 def listed_once(path: str, folder: Folder) -> Iterator[None]:
-    """Let `folder_at` reach the folders in this local one from it: a run is listed once, not for each of its steps."""
-    token = _listed.set((path.rstrip("/"), folder) if isinstance(folder, LocalFolder) else None)
+    """Let `folder_at` reach the folders in this one from it: a run is listed once, not for each of its steps."""
+    token = _listed.set((path.rstrip("/"), folder))
     try:
         yield
     finally:
@@ -37,6 +37,10 @@ def folder_at(path: str) -> tuple[Folder, str]:
     """
     if not path:
         raise ConfigError("the path is empty: a variable may not be set")
+    if is_url(path):
+        from ckptlint.storage.requests import reset_time_budget
+
+        reset_time_budget()
     around, (above, _, name) = _listed.get(), path.rpartition("/")
     if around is not None and above == around[0] and name in around[1].entries and around[1].entries[name].is_folder:
         return around[1].sub(name), ""

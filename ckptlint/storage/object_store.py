@@ -51,7 +51,8 @@ class ObjectFolder(RemoteFolder):
 
     def sub(self, name: str) -> Folder:
         if name not in self._subs:
-            self._subs[name] = ObjectFolder(self.protocol, f"{self.path}/{name}")
+            inner = self._subs[name] = ObjectFolder(self.protocol, f"{self.path}/{name}")
+            inner.parent = self
         return self._subs[name]
 
     @cached_property

@@ -9,7 +9,7 @@ from ckptlint.patterns import lazy_pattern
 from ckptlint.storage.folder import Folder
 from ckptlint.storage.object_store import ObjectFolder
 from ckptlint.storage.paths import shown
-from ckptlint.storage.requests import PACKAGES, WEB, filesystem, reset_time_budget
+from ckptlint.storage.requests import PACKAGES, WEB, filesystem
 from ckptlint.storage.web_server import WebFolder
 
 _FILES = lazy_pattern(r".*\.(metadata|distcp|json|safetensors|pth?|bin|ckpt|yaml)")
@@ -32,7 +32,6 @@ def remote_at(url: str) -> tuple[Folder, str]:
         what, below = "host" if protocol in WEB else "bucket", path.lstrip("/")
         raise ConfigError(f"{shown(url)} names no {what}: write {shown(f'{protocol}://{what.upper()}/{below}')}")
     filesystem(protocol)
-    reset_time_budget()
     if protocol in WEB:
         parts = urlsplit(url)
         folder = WebFolder(f"{protocol}://{parts.netloc}{parts.path}".rstrip("/"), parts.query)

@@ -12,7 +12,7 @@ from urllib.parse import quote, unquote, urlsplit
 
 from ckptlint.errors import AccessError
 from ckptlint.model import FileState
-from ckptlint.model.text import first_names, printable
+from ckptlint.model.text import first_names, human_bytes, printable
 from ckptlint.storage.folder import Folder
 from ckptlint.storage.listing import FolderEntry, Listing
 from ckptlint.storage.paths import is_safe, shown
@@ -44,6 +44,7 @@ ASKED = (
 """The names that a web server is asked for, since it does not list."""
 
 _MOST_COPIED, _ALL_COPIED = 512 * 1024**2, 4 * 1024**3  # bytes of one file, and of all of a folder
+_NO_RANGES = "the server does not support range requests"
 _NEVER_THERE = "ckptlint-asks-for-a-file-that-is-not-there"
 
 
@@ -137,7 +138,7 @@ class WebFolder(RemoteFolder):
                 return self._request("GET", name, start, stop)[1]
             except RangesError:
                 if not self.is_read_whole:
-                    raise
+                    raise RangesError(f"{_NO_RANGES}: download the file, or check it with --depth data") from None
                 copy = self._copied(name)
         return os.pread(copy.fileno(), stop - start, start)
 
@@ -151,7 +152,8 @@ class WebFolder(RemoteFolder):
             if name not in self._copies:
                 size = self.size(name)
                 if size > _MOST_COPIED or size + sum(map(self.size, self._copies)) > _ALL_COPIED:
-                    raise RangesError("the server does not support range requests, and sends it only as a whole")
+                    limit = human_bytes(_MOST_COPIED if size > _MOST_COPIED else _ALL_COPIED)
+                    raise RangesError(f"{_NO_RANGES}, and whole files are read up to {limit}: download the checkpoint")
                 copy = TemporaryFile()  # noqa: SIM115
                 copy.write(self._request("GET", name, 0, size)[1])
                 copy.flush()
@@ -196,7 +198,7 @@ class WebFolder(RemoteFolder):
             if answer.status == 206:
                 length = answer.headers.get("Content-Range", "").rpartition("/")[2]
             elif start:
-                raise RangesError("the server does not support range requests")
+                raise RangesError(_NO_RANGES)
             data = bytearray()
             while len(data) < stop - start and (piece := await answer.content.read(stop - start - len(data))):
                 data += piece  # a server without ranges would send the whole file

@@ -246,6 +246,11 @@ def test_the_list_of_commands_says_what_each_says_of_itself(name: str) -> None:
     assert f"{name} {cli.COMMANDS[name]}" in whole
 
 
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_help_names_values_in_the_words_of_the_field(name: str) -> None:
+    assert not re.search(r"\b(INTEGER|FLOAT|TEXT|RANGE|FQN)\b", invoke(name, "--help").output)
+
+
 def test_options_stand_below_headings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     for command in ("check", "watch", "latest", "live"):
@@ -782,7 +787,7 @@ def test_ctrl_c_among_several_tells_what_is_finished(
     ended = run(BAD, *paths)
     assert (ended.returncode, ended.stdout) == (130, "")
     assert ended.stderr.strip() == "ckptlint: interrupted: 0 of 4 checkpoints checked"
-    assert run(BAD).stderr.strip() == ""
+    assert run(BAD).stderr.strip() == "ckptlint: interrupted: no answer"
 
 
 def test_after_ctrl_c_no_step_is_advised_that_a_newer_one_may_replace(
@@ -804,6 +809,52 @@ def test_after_ctrl_c_no_step_is_advised_that_a_newer_one_may_replace(
     assert "newest step that passes: " + str(tmp_path / "step-3") in " ".join(oldest_first.split())
     oldest_first = run(*(tmp_path / f"step-{step}" for step in (1, 2, 3)), "--depth", "files").stdout
     assert "step-1 passes, but step-2 may be a newer good step: no answer." in " ".join(oldest_first.split())
+
+
+@pytest.mark.parametrize(
+    ("command", "so_far"),
+    [
+        (["latest"], "1 of 4 steps judged, none is recommended"),
+        (["latest", "--format", "json"], "1 of 4 steps judged, none is recommended"),
+        (["deletable", "--keep", "1"], "1 of 4 steps judged, none may be deleted yet"),
+        (["deletable", "--keep", "1", "--format", "json"], "1 of 4 steps judged, none may be deleted yet"),
+        (["watch", "--once", "--interval", "0", "-qq"], "2 steps: 2 passed"),
+        (["show"], "no answer"),
+    ],
+)
+def test_ctrl_c_leaves_nothing_that_could_be_taken_for_an_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str], so_far: str
+) -> None:
+    for step in range(1, 5):
+        chunks = {"chunks": ["0:2, :"]} if step == 4 else {}
+        for part in ("model", "optim"):
+            write_checkpoint({"tensors": {"w": {"shape": [4, 4]} | chunks}}, tmp_path / f"step-{step}" / part)
+
+    def stops(ckpt: Any, *rest: Any) -> Any:
+        if "step-3/optim" in ckpt.path:
+            raise KeyboardInterrupt
+        return run_rules(ckpt, *rest)
+
+    def stops_at_once(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ckptlint.lint.run.run_rules", stops)
+    monkeypatch.setattr("ckptlint.comparing.sides.open_side", stops_at_once)
+    ended = run(*command, tmp_path)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", f"\nckptlint: interrupted: {so_far}\n")
+
+
+def test_ctrl_c_while_ckptlint_is_still_imported() -> None:
+    code = (
+        "import sys, types\n"
+        "def stopped(name): raise KeyboardInterrupt\n"
+        "sys.modules['ckptlint.commands.main'] = unfinished = types.ModuleType('main')\n"
+        "unfinished.__getattr__ = stopped\n"
+        "from ckptlint.__main__ import main\n"
+        "main()\n"
+    )
+    ended = run_python(code)
+    assert (ended.returncode, ended.stderr) == (130, "\nckptlint: interrupted: no answer\n")
 
 
 # ---------------------------------------------------------------- environment

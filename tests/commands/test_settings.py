@@ -306,7 +306,7 @@ def test_a_named_file_without_settings_is_refused(
     [
         ("select = ['NOPE']", "there is no rule 'NOPE'"),
         ("ignore = ['SAF001']", "SAF001 cannot be ignored"),
-        ("severity = { SAF = 'info' }", "the severity of SAF001 cannot be changed"),
+        ("severity = { SAF = 'info' }", "the severity of SAF001 cannot be changed: unsafe input must never pass"),
         ("severity = { GEO004 = 'bad' }", "'bad' is not a severity"),
         ("rules.NOPE.x = 1", "ckptlint.toml, table rules: there is no rule 'NOPE'"),
         ("rules.PAY006.min-byte = 1", "PAY006 unreferenced-bytes has no option 'min-byte', did you mean min-bytes?"),

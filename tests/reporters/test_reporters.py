@@ -33,9 +33,11 @@ from ckptlint.lint.registry import load_rules
 from ckptlint.lint.report import FailOn, Report
 from ckptlint.lint.request import Request
 from ckptlint.lint.run import run
+from ckptlint.lint.steps import JudgedStep
 from ckptlint.loaders.layouts import layouts
 from ckptlint.model.text import printable
 from ckptlint.reporters import REPORTERS
+from ckptlint.reporters.full import step_table
 from ckptlint.reporters.style import Style
 from ckptlint.rule import Confidence, Finding, Location, Rule
 from ckptlint.testing import checkpoint_of_ranks, read_cases, write_checkpoint
@@ -522,7 +524,24 @@ def test_statistics_are_a_table_of_rules() -> None:
     assert lines[0].split() == ["count", "code", "name", "keys"]
     assert lines[2].split() == ["1", "GEO004", "coverage-hole", "2"]
     assert lines[3].split() == ["1", "GEO008", "boundary-mismatch", "1"]
-    assert lines[-2].startswith("1 error, 1 warning in 2 checkpoints: 1 passed, 1 failed.")
+    assert " ".join(lines[5:]).startswith("1 error, 1 warning in 2 checkpoints: 1 passed, 1 failed.")
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_the_lines_below_the_table_of_rules_are_wrapped(width: int) -> None:
+    report = check("fsdp2_4r_hole", "boundary_mismatch", "metadata_truncated")
+    text = render(report, "statistics", STYLE._replace(width=width))
+    assert max(map(len, text.splitlines())) <= width
+    assert "rules could not run on fixtures/real/metadata_truncated" in " ".join(text.split())
+
+
+def test_a_table_of_steps_without_times_has_no_column_for_them() -> None:
+    step = JudgedStep(5, "step-5", "s3://bucket/run/step-5", "passes", parts=("model",), size=1024)
+    assert step_table([step], 80).split() == [
+        *("step", "holds", "payload", "verdict"),
+        *("step-5", "model", "1.0", "KiB", "passes"),
+    ]
+    assert "written" in step_table([replace(step, written=1.0), step], 80)
 
 
 # ---------------------------------------------------------------- many layers

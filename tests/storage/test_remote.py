@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -28,7 +29,7 @@ from loopback import (
     serving,
     upload,
 )
-from support import REAL, codes, found, manifest, report_on, run
+from support import REAL, codes, copy_step, found, manifest, report_on, run
 
 import ckptlint
 from ckptlint.commands.main import cli
@@ -217,6 +218,22 @@ def test_latest_of_a_run_in_an_object_store(
     assert (ended.value.code, answer.out) == (0, f"{url}/step-100\n")
     assert "step-300 skipped: its save did not finish" in answer.err
     assert "step-200 skipped: error GEO004" in answer.err
+
+
+@pytest.mark.parametrize("command", [["latest", "-q"], ["deletable", "--keep", "2", "-q"]])
+def test_a_search_lists_each_step_of_a_run_a_few_times(
+    s3: Server, put: Callable[..., str], tmp_path: Path, command: list[str]
+) -> None:
+    """Once before it is judged and once after, and where it is the older neighbour of another."""
+    steps = range(12)
+    for step in steps:
+        copy_step(REAL / "fsdp2_4r", tmp_path / f"step-{step}", step)
+    url = put(tmp_path)
+    s3.asked.clear()
+    answer = run(*command, url)
+    assert answer.returncode == 0 and answer.stdout.startswith(f"{url}/step-")
+    listings = Counter(asked.query.partition("prefix=")[2].partition("&")[0] for asked in s3.asked if not asked.name)
+    assert len(listings) <= len(steps) + 1 and max(listings.values()) <= 4, listings
 
 
 def test_components_are_found(s3: Server, put: Callable[..., str]) -> None:
@@ -758,7 +775,20 @@ def test_a_server_without_ranges_sends_a_large_file_never(monkeypatch: pytest.Mo
     monkeypatch.setattr(web_server, "_MOST_COPIED", 1000)
     with serving(files_of(REAL, ranges=False)) as server:
         said = only_sentence(ckptlint.check(f"{server.url}/fsdp2_4r", depth="data"), 4)
-        assert "the server does not support range requests, and sends it only as a whole" in said
+        assert "does not support range requests, and whole files are read up to 1000 B: download the checkpoint" in said
+
+
+def test_an_archive_is_read_at_depth_data_from_a_server_without_ranges(tmp_path: Path) -> None:
+    """Where its entries begin stands at its end, so it is not known before either."""
+    torch = pytest.importorskip("torch")
+    torch.save({"a.weight": torch.ones(300, 400)}, tmp_path / "model.pt")
+    with serving(files_of(tmp_path, ranges=False)) as server:
+        said = only_sentence(report_on(f"{server.url}/model.pt"), 4)
+        assert "does not support range requests: download the file, or check it with --depth data" in said
+        server.asked.clear()
+        report = ckptlint.check(f"{server.url}/model.pt", depth="data")
+        assert (report.verdict, report.unreadable) == ("pass", ())
+        assert server.names().count("model.pt") <= 6
 
 
 @pytest.mark.parametrize("name", ["exports/ok_llama", "exports/ok_adapter", "torch.pt"])
@@ -778,6 +808,14 @@ def test_a_server_that_lists_folders_gives_the_findings_of_the_local_folder(tmp_
 
 def test_a_run_folder_of_a_web_server_is_nothing_to_check(web: Server) -> None:
     assert "name the checkpoint folder itself" in only_sentence(report_on(f"{web.url}/megatron_tp2_pp2"), 3)
+
+
+@pytest.mark.parametrize("command", [["latest"], ["deletable", "--keep", "1"], ["watch"], ["watch", "-q", "--once"]])
+def test_a_web_server_is_not_asked_for_the_steps_of_a_run(web: Server, command: list[str]) -> None:
+    answer = run(*command, f"{web.url}/megatron_tp2_pp2/")
+    assert (answer.returncode, answer.stdout, web.asked) == (3, "", [])
+    how = f"check each by its own URL, as in `ckptlint {web.url}/megatron_tp2_pp2/step-100`"
+    assert answer.stderr == f"ckptlint: a web server does not list the steps of {web.url}/megatron_tp2_pp2/: {how}\n"
 
 
 def test_a_signed_url_is_used_and_never_printed(web: Server, tmp_path: Path) -> None:

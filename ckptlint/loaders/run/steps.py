@@ -78,12 +78,15 @@ def run_at(path: str) -> Folder:
     """The folder that a path means, in which or below which steps are looked for.
 
     Raises:
-        NothingToCheckError: nothing is there, or a file.
+        NothingToCheckError: nothing is there, or a file, or the web server does not list.
         AccessError, ConfigError: as `folder_at`.
     """
     folder, file = folder_at(path)
     if file:
         raise NothingToCheckError(f"{shown(path)} is a file: name the run folder that holds the steps")
+    if folder.not_looked_at:
+        how = f"check each by its own URL, as in `ckptlint {shown(path).rstrip('/')}/step-100`"
+        raise NothingToCheckError(f"a web server does not list the steps of {shown(path)}: {how}")
     return folder
 
 
