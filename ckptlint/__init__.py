@@ -30,12 +30,12 @@ from ckptlint.shown import Shown
 TYPE_CHECKING = False  # as type checkers read it; the typing module takes longer to import than all else here
 if TYPE_CHECKING:
     from ckptlint.comparing.differences import Diff
-    from ckptlint.comparing.values import Values
+    from ckptlint.comparing.values.compare import Values
     from ckptlint.depth import Depth
     from ckptlint.lint.report import Diagnostic, FailOn, Report
-    from ckptlint.lint.request import Purpose, Request
-    from ckptlint.lint.retention import Retention
-    from ckptlint.lint.steps import Judge, Search
+    from ckptlint.lint.settings.request import Purpose, Request
+    from ckptlint.lint.steps.retention import Retention
+    from ckptlint.lint.steps.trust import Judge, Search
     from ckptlint.model import Checkpoint
     from ckptlint.planning.outcome import Plan
 
@@ -146,9 +146,9 @@ def check(
         NothingToCheckError: one of the paths holds no checkpoint, or there is no path; its `report` has what was
             found at the others.
     """
-    from ckptlint.lint.request import Request
     from ckptlint.lint.run import run
-    from ckptlint.lint.settings_file import Settings, read_settings
+    from ckptlint.lint.settings.files import Settings, read_settings
+    from ckptlint.lint.settings.request import Request
     from ckptlint.model.text import texts
 
     if unknown := [path for path in paths if not isinstance(path, (str, bytes, PathLike))]:
@@ -200,7 +200,7 @@ def deletable(
         ConfigError: as `check`; or `keep` is less than 1.
         NothingToCheckError, UnknownLayoutError, AccessError: no step is there, or the folder could not be listed.
     """
-    from ckptlint.lint.retention import deletable as judged_run
+    from ckptlint.lint.steps.retention import deletable as judged_run
 
     if keep < 1:
         raise ConfigError(f"keep is {keep}: at least one whole step must stay")
@@ -236,7 +236,7 @@ def latest(
         ConfigError: as `check`; there is no such part, or several runs lie there.
         NothingToCheckError, UnknownLayoutError, AccessError: no step is there, or the folder could not be listed.
     """
-    from ckptlint.lint.steps import newest_good, runs_at
+    from ckptlint.lint.steps.trust import newest_good, runs_at
     from ckptlint.model.text import texts
 
     _, judge, compare = _judging("resume", run, depth, select, ignore, fail_on, config)
@@ -257,10 +257,10 @@ def _judging(
     config: str | PathLike[str] | None,
 ) -> tuple[Request, Judge, Judge | None]:
     """What is asked of each step of a run; what judges one, and what looks closer at one that passes."""
-    from ckptlint.lint.request import Request
     from ckptlint.lint.run import run as report_on
-    from ckptlint.lint.settings_file import Settings, read_settings
-    from ckptlint.lint.steps import looks_at
+    from ckptlint.lint.settings.files import Settings, read_settings
+    from ckptlint.lint.settings.request import Request
+    from ckptlint.lint.steps.trust import looks_at
     from ckptlint.model.text import texts
 
     place = str(run)
@@ -314,7 +314,7 @@ def show(
     """
     from ckptlint.comparing.sides import open_side, read_records
     from ckptlint.depth import Depth
-    from ckptlint.reporters.contents import contents_text
+    from ckptlint.reporters.contents.checkpoint import contents_text
     from ckptlint.reporters.style import Style
 
     if depth not in [known for known in Depth if known.looks_at_files]:
@@ -359,8 +359,8 @@ def explain(name: str) -> str:
     Raises:
         ConfigError: there is none of this name.
     """
+    from ckptlint.lint.pages.rule_page import page_of
     from ckptlint.lint.registry import load_rules
-    from ckptlint.lint.rule_page import page_of
 
     return page_of(load_rules(), name, 80)
 
@@ -451,7 +451,7 @@ def diff(
 
     sides = [open_side(str(path), files=values) for path in (old, new)]
     if values:
-        from ckptlint.comparing.values import compared_values
+        from ckptlint.comparing.values.compare import compared_values
 
         merged = open_side(str(adapter), files=True) if adapter is not None else ()
         return compared_values(sides[0], sides[1], texts(select), texts(ignore), merged)

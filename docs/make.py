@@ -31,9 +31,9 @@ from ckptlint.commands.main import cli, command
 from ckptlint.depth import Depth
 from ckptlint.lint.causes import KnownCause, fixture_of, load_causes, with_causes
 from ckptlint.lint.engine import run_rules
+from ckptlint.lint.pages.rule_page import catalogue, in_words, page
 from ckptlint.lint.registry import FAMILIES, load_rules
 from ckptlint.lint.report import CheckpointReport
-from ckptlint.lint.rule_page import catalogue, in_words, page
 from ckptlint.reporters import full
 from ckptlint.reporters.style import Style
 from ckptlint.rule import Rule

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from ckptlint.analysis.fit.judgement import Fit, config_fit, expectations
 from ckptlint.analysis.fit.pairing import INNER_WORDS, WRAPPER_WORDS, bare_name, best_pairing
-from ckptlint.analysis.trusted_config import contradictions
+from ckptlint.analysis.fit.trusted_config import contradictions
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import first_names, fold_names
 from ckptlint.patterns import lazy_pattern

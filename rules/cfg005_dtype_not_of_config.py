@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from ckptlint.analysis.fit.judgement import Fit, OtherDtype, fit_of, implied_bytes, kept_in_float32, other_dtypes
 from ckptlint.analysis.fit.wording import doubt_note
-from ckptlint.analysis.layer_outliers import dtype_outliers
+from ckptlint.analysis.layers.outliers import dtype_outliers
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import first_names, fold_names, human_bytes, plural
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule

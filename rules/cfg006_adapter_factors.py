@@ -6,7 +6,7 @@ from contextlib import suppress
 from fractions import Fraction
 from math import prod
 
-from ckptlint.analysis.inventory import inventory_of
+from ckptlint.analysis.optimizer.inventory import inventory_of
 from ckptlint.architecture.adapters import (
     EXPERTS_TURNED,
     Factors,

@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
-from ckptlint.analysis.optimizer_records import highest_step
+from ckptlint.analysis.optimizer.records import highest_step
 from ckptlint.architecture.adapters import PREFIX, AdapterConfig, Factors, endings, factors_of, read_adapter_config
 from ckptlint.model import Checkpoint, ModelConfig, PayloadTable
 from ckptlint.model.text import first_names, fold_names, numbered, plural, printable, ranges

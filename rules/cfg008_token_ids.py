@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
 
-from ckptlint.analysis.trusted_config import is_known_model, main_params
+from ckptlint.analysis.fit.trusted_config import is_known_model, main_params
 from ckptlint.formats.strict_json import is_size
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import first_names

@@ -4,8 +4,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Literal
 
-from ckptlint.analysis.inventory import dp_group, inventory_of
-from ckptlint.analysis.optimizer_records import Module, content_metadata, optimizer_module, optimizer_records
+from ckptlint.analysis.optimizer.inventory import dp_group, inventory_of
+from ckptlint.analysis.optimizer.records import Module, content_metadata, optimizer_module, optimizer_records
 from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.analysis.inventory import inventory_of
-from ckptlint.analysis.optimizer_records import (
+from ckptlint.analysis.optimizer.inventory import inventory_of
+from ckptlint.analysis.optimizer.records import (
     Module,
     RecordKind,
     content_metadata,

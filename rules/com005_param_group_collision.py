@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-from ckptlint.analysis.optimizer_records import optimizer_records
+from ckptlint.analysis.optimizer.records import optimizer_records
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import join_words, printable
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from itertools import chain
 from pathlib import PurePath
 
-from ckptlint.analysis.trusted_config import flag, trusted
+from ckptlint.analysis.fit.trusted_config import flag, trusted
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import first_few
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 
 from ckptlint.analysis.fit.judgement import foreign_sizes, has_known_config
-from ckptlint.analysis.trusted_config import Contradiction, LayerCount, contradictions, is_defined, layer_counts
+from ckptlint.analysis.fit.trusted_config import Contradiction, LayerCount, contradictions, is_defined, layer_counts
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import gaps, ranges
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.analysis.inventory import inventory_of
-from ckptlint.analysis.optimizer_records import content_metadata
-from ckptlint.analysis.trusted_config import flag, trusted
+from ckptlint.analysis.fit.trusted_config import flag, trusted
+from ckptlint.analysis.optimizer.inventory import inventory_of
+from ckptlint.analysis.optimizer.records import content_metadata
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import first_few, plural, printable
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule

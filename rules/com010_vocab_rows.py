@@ -3,8 +3,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptlint.analysis.fit.judgement import judged_shapes
-from ckptlint.analysis.inventory import Param
-from ckptlint.analysis.trusted_config import is_defined, main_params, number, trusted, trusted_topology
+from ckptlint.analysis.fit.trusted_config import is_defined, main_params, number, trusted, trusted_topology
+from ckptlint.analysis.optimizer.inventory import Param
 from ckptlint.model import Checkpoint
 from ckptlint.rule import Confidence, Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.dtypes import FLOATS

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.analysis.experts import ExpertRole, MoeLayer, moe_layers
-from ckptlint.analysis.trusted_config import mesh_axes, number, trusted
+from ckptlint.analysis.fit.trusted_config import mesh_axes, number, trusted
+from ckptlint.analysis.layers.experts import ExpertRole, MoeLayer, moe_layers
 from ckptlint.geometry.writers import saved_by
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import named_ranks, ranges, shape_text

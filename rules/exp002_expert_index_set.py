@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.analysis.experts import MoeLayer, moe_layers, owners_note
-from ckptlint.analysis.trusted_config import number, trusted
+from ckptlint.analysis.fit.trusted_config import number, trusted
+from ckptlint.analysis.layers.experts import MoeLayer, moe_layers, owners_note
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import gaps, ranges, verb
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule

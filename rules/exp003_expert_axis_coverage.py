@@ -3,8 +3,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptlint.analysis.chunks.missing import absent_ranks
-from ckptlint.analysis.experts import owners_note
-from ckptlint.analysis.inventory import Param, inventory_of
+from ckptlint.analysis.layers.experts import owners_note
+from ckptlint.analysis.optimizer.inventory import Param, inventory_of
 from ckptlint.geometry.writers import ranks_of_chunks
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import named_ranks, numbered

@@ -3,9 +3,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
-from ckptlint.analysis.experts import MoeLayer, moe_layers
-from ckptlint.analysis.inventory import inventory_of
-from ckptlint.analysis.layer_outliers import shape_outliers
+from ckptlint.analysis.layers.experts import MoeLayer, moe_layers
+from ckptlint.analysis.layers.outliers import shape_outliers
+from ckptlint.analysis.optimizer.inventory import inventory_of
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import numbered, plural, ranges, shape_text, verb
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule

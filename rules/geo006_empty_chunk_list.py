@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptlint.analysis.fit.judgement import config_fit
-from ckptlint.analysis.inventory import Param, inventory_of, siblings
+from ckptlint.analysis.optimizer.inventory import Param, inventory_of, siblings
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import first_names, fold_names, plural, shape_text
 from ckptlint.rule import Finding, Location, Severity, rule

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from fractions import Fraction
 
 from ckptlint.analysis.fit.judgement import config_fit, has_known_config
-from ckptlint.analysis.inventory import Param, inventory_of
-from ckptlint.analysis.trusted_config import flag, is_defined, trusted, trusted_topology
+from ckptlint.analysis.fit.trusted_config import flag, is_defined, trusted, trusted_topology
+from ckptlint.analysis.optimizer.inventory import Param, inventory_of
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import shape_text
 from ckptlint.rule import Finding, Location, Severity, rule

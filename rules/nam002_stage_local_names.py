@@ -4,9 +4,9 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ckptlint.analysis.inventory import optimizer_parts, split_state
+from ckptlint.analysis.fit.trusted_config import trusted_topology
+from ckptlint.analysis.optimizer.inventory import optimizer_parts, split_state
 from ckptlint.analysis.ranks.save_plans import Duplicate, duplicates
-from ckptlint.analysis.trusted_config import trusted_topology
 from ckptlint.model import Checkpoint, SavePlans
 from ckptlint.model.text import first_names, join_words, named_ranks, numbered, shape_text
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.analysis.trusted_config import flag, trusted, trusted_topology
+from ckptlint.analysis.fit.trusted_config import flag, trusted, trusted_topology
 from ckptlint.model import Checkpoint, Declared
 from ckptlint.model.text import shape_text
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule

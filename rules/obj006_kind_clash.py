@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ckptlint.analysis.inventory import dp_group
+from ckptlint.analysis.optimizer.inventory import dp_group
 from ckptlint.model import ByteObject, Checkpoint, Tensor
 from ckptlint.model.text import first_names, fold_names, plural
 from ckptlint.model.tiling import IntArray

@@ -4,8 +4,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from math import prod
 
-from ckptlint.analysis.inventory import OptimizerState, Param
-from ckptlint.analysis.optimizer_fit import PAIR, StateMismatch, elementwise_states, moment_pairs, state_mismatches
+from ckptlint.analysis.optimizer.fit import PAIR, StateMismatch, elementwise_states, moment_pairs, state_mismatches
+from ckptlint.analysis.optimizer.inventory import OptimizerState, Param
 from ckptlint.geometry.writers import saved_by
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import named_ranks, ranges, shape_text

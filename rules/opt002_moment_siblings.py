@@ -3,8 +3,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from ckptlint.analysis.inventory import OptimizerState, Param, inventory_of
-from ckptlint.analysis.optimizer_fit import (
+from ckptlint.analysis.optimizer.fit import (
     PAIR,
     MomentPair,
     elementwise_states,
@@ -13,6 +12,7 @@ from ckptlint.analysis.optimizer_fit import (
     moment_pairs,
     same_chunks,
 )
+from ckptlint.analysis.optimizer.inventory import OptimizerState, Param, inventory_of
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import plural, shape_text
 from ckptlint.rule import Confidence, Finding, Location, NotApplicable, Note, Severity, rule

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
-from ckptlint.analysis.inventory import Inventory, Param, inventory_of
-from ckptlint.analysis.trusted_config import trusted_topology
+from ckptlint.analysis.fit.trusted_config import trusted_topology
+from ckptlint.analysis.optimizer.inventory import Inventory, Param, inventory_of
 from ckptlint.geometry.writers import ranks_of_files, saved_by
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import first_names, fold_names, layers_in, named_ranks, plural, ranges, verb

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.analysis.inventory import inventory_of
+from ckptlint.analysis.optimizer.inventory import inventory_of
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import ranges
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule

@@ -4,9 +4,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from ckptlint.analysis.inventory import Bucket, dp_group, inventory_of
-from ckptlint.analysis.optimizer_fit import PAIR
-from ckptlint.analysis.trusted_config import trusted_topology
+from ckptlint.analysis.fit.trusted_config import trusted_topology
+from ckptlint.analysis.optimizer.fit import PAIR
+from ckptlint.analysis.optimizer.inventory import Bucket, dp_group, inventory_of
 from ckptlint.model import AxisSize, Checkpoint
 from ckptlint.model.text import ranges, verb
 from ckptlint.patterns import lazy_pattern

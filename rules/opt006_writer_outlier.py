@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.analysis.inventory import OptimizerState, Param, inventory_of
-from ckptlint.analysis.optimizer_fit import elementwise_states, is_whole, mismatched_params
+from ckptlint.analysis.optimizer.fit import elementwise_states, is_whole, mismatched_params
+from ckptlint.analysis.optimizer.inventory import OptimizerState, Param, inventory_of
 from ckptlint.geometry.writers import saved_by
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import shape_text

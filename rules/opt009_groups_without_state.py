@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from ckptlint.analysis.inventory import inventory_of
-from ckptlint.analysis.optimizer_records import optimizer_records
+from ckptlint.analysis.optimizer.inventory import inventory_of
+from ckptlint.analysis.optimizer.records import optimizer_records
 from ckptlint.model import Checkpoint
 from ckptlint.patterns import lazy_pattern
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule

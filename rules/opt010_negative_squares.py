@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ckptlint.analysis.beside import of_each
+from ckptlint.analysis.optimizer.beside import of_each
 from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint, OddValues
 from ckptlint.model.text import plural

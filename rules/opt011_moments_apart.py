@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.analysis.beside import of_each
-from ckptlint.analysis.pairs import breaking
+from ckptlint.analysis.optimizer.beside import of_each
+from ckptlint.analysis.optimizer.pairs import breaking
 from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint, Pair
 from ckptlint.model.text import plural

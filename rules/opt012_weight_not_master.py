@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.analysis.pairs import breaking
+from ckptlint.analysis.optimizer.pairs import breaking
 from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import plural

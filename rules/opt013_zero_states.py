@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ckptlint.analysis.beside import of_each
-from ckptlint.analysis.odd_ones import OddOne, odd_ones, sees_all
-from ckptlint.analysis.optimizer_records import highest_step
-from ckptlint.analysis.pairs import moments_that_do_not_fit
+from ckptlint.analysis.layers.odd_ones import OddOne, odd_ones, sees_all
+from ckptlint.analysis.optimizer.beside import of_each
+from ckptlint.analysis.optimizer.pairs import moments_that_do_not_fit
+from ckptlint.analysis.optimizer.records import highest_step
 from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import plural, verb

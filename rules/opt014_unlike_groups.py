@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from ckptlint.analysis.optimizer_records import optimizer_records
+from ckptlint.analysis.optimizer.records import optimizer_records
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import first_names, join_words, plural, printable
 from ckptlint.rule import Confidence, Finding, Location, NotApplicable, Severity, rule

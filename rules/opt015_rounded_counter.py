@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ckptlint.analysis.optimizer_records import highest_step
+from ckptlint.analysis.optimizer.records import highest_step
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import plural, verb
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from ckptlint.analysis.inventory import inventory_of, moments_of
-from ckptlint.analysis.trusted_config import flag, number, trusted, trusted_topology
+from ckptlint.analysis.fit.trusted_config import flag, number, trusted, trusted_topology
+from ckptlint.analysis.optimizer.inventory import inventory_of, moments_of
 from ckptlint.depth import Depth
 from ckptlint.geometry.writers import saved_by
 from ckptlint.model import Checkpoint, PayloadTable, Tensor

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator
 
 import numpy as np
 
-from ckptlint.analysis.inventory import OptimizerState, inventory_of
+from ckptlint.analysis.optimizer.inventory import OptimizerState, inventory_of
 from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint, OddValues, PayloadTable, RecordContent, Tensor
 from ckptlint.model.facts import fact

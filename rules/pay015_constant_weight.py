@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ckptlint.analysis.inventory import Param, inventory_of, is_weight, moments_of, siblings
+from ckptlint.analysis.optimizer.inventory import Param, inventory_of, is_weight, moments_of, siblings
 from ckptlint.depth import Depth
 from ckptlint.geometry.writers import saved_by
 from ckptlint.model import Checkpoint, PayloadTable

@@ -5,8 +5,8 @@ from statistics import median
 
 import numpy as np
 
-from ckptlint.analysis.odd_ones import param_keys
-from ckptlint.analysis.pairs import moments_that_do_not_fit
+from ckptlint.analysis.layers.odd_ones import param_keys
+from ckptlint.analysis.optimizer.pairs import moments_that_do_not_fit
 from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.numerics.chunks import chunk_numbers

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ckptlint.analysis.inventory import moments_of
-from ckptlint.analysis.odd_ones import OddOne, odd_ones
-from ckptlint.analysis.step_change import older_name
+from ckptlint.analysis.layers.odd_ones import OddOne, odd_ones
+from ckptlint.analysis.optimizer.inventory import moments_of
+from ckptlint.analysis.step_before.step_change import older_name
 from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import plural

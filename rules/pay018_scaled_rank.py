@@ -6,7 +6,7 @@ from statistics import median
 
 import numpy as np
 
-from ckptlint.analysis.odd_ones import sees_all
+from ckptlint.analysis.layers.odd_ones import sees_all
 from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import plural

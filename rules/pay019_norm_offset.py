@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ckptlint.analysis.inventory import Param, inventory_of, siblings
+from ckptlint.analysis.optimizer.inventory import Param, inventory_of, siblings
 from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint
 from ckptlint.numerics.chunks import chunk_numbers

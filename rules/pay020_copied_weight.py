@@ -6,7 +6,7 @@ from typing import Literal
 
 import numpy as np
 
-from ckptlint.analysis.inventory import Param, inventory_of, is_weight, moments_of
+from ckptlint.analysis.optimizer.inventory import Param, inventory_of, is_weight, moments_of
 from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint, PayloadTable
 from ckptlint.model.text import plural

@@ -3,8 +3,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
+from ckptlint.analysis.fit.trusted_config import is_defined, number, trusted
 from ckptlint.analysis.quantised import QuantisedWeight, in_other_blocks, misfit, quantisation, stored_otherwise
-from ckptlint.analysis.trusted_config import is_defined, number, trusted
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import first_names, fold_names, join_words, plural, shape_text
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule

@@ -4,8 +4,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 
+from ckptlint.analysis.fit.trusted_config import is_defined, number, trusted
 from ckptlint.analysis.quantised import WIDE, Declaration, Quantisation, QuantisedWeight, quantisation
-from ckptlint.analysis.trusted_config import is_defined, number, trusted
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import first_names, fold_names, join_words, plural, verb
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule

@@ -3,8 +3,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 
-from ckptlint.analysis.key_matching import KeyComparison, KeyEntry, LoneKeys, match_keys
-from ckptlint.analysis.trusted_config import flag
+from ckptlint.analysis.fit.key_matching import KeyComparison, KeyEntry, LoneKeys, match_keys
+from ckptlint.analysis.fit.trusted_config import flag
 from ckptlint.model import Checkpoint, Reference
 from ckptlint.model.text import first_names, fold_names, plural, ranges, shape_text
 from ckptlint.rule import Finding, Location, Note, Severity, require, rule

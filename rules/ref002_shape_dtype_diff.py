@@ -6,8 +6,8 @@ from fractions import Fraction
 from math import prod
 
 from ckptlint.analysis.fit.judgement import has_known_config, kept_in_float32, shapes_reported
-from ckptlint.analysis.key_matching import KeyComparison, KeyPair, match_keys
-from ckptlint.analysis.trusted_config import contradictions, main_params, number
+from ckptlint.analysis.fit.key_matching import KeyComparison, KeyPair, match_keys
+from ckptlint.analysis.fit.trusted_config import contradictions, main_params, number
 from ckptlint.model import Checkpoint, Declared, Reference
 from ckptlint.model.cover import Shape
 from ckptlint.model.text import shape_text, verb

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
-from ckptlint.analysis.key_matching import KeyComparison, KeyEntry, match_keys
+from ckptlint.analysis.fit.key_matching import KeyComparison, KeyEntry, match_keys
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import human_bytes, verb
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, require, rule

@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from ckptlint.analysis.step_change import KIND_NAMES, Change, changes, older_name, stored_keys
+from ckptlint.analysis.step_before.step_change import KIND_NAMES, Change, changes, older_name, stored_keys
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import first_few, plural, printable
 from ckptlint.rule import Finding, Location, Severity, require, rule

@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from ckptlint.analysis.step_change import KIND_NAMES, changes, older_name, stored_keys
+from ckptlint.analysis.step_before.step_change import KIND_NAMES, changes, older_name, stored_keys
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import fold_names, plural
 from ckptlint.rule import Finding, Location, Severity, require, rule

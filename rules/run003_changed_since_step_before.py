@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.analysis.step_change import Change, changes, older_name, stored_keys
+from ckptlint.analysis.step_before.step_change import Change, changes, older_name, stored_keys
 from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, Location, Severity, require, rule
 

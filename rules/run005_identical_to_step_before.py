@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ckptlint.analysis.inventory import inventory_of
-from ckptlint.analysis.step_change import older_name
+from ckptlint.analysis.optimizer.inventory import inventory_of
+from ckptlint.analysis.step_before.step_change import older_name
 from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import plural

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from ckptlint.analysis.chunks.two_saves import replaced_files
-from ckptlint.analysis.inventory import OptimizerState, inventory_of
+from ckptlint.analysis.optimizer.inventory import OptimizerState, inventory_of
 from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint, PayloadTable
 from ckptlint.model.text import first_names, human_duration, verb

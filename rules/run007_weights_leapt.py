@@ -2,9 +2,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.analysis.leap_causes import cause_of, copied_from_here, moments_that_leapt_along
-from ckptlint.analysis.leaps import Leap, key_notes, keys_of, leapt_weights, place_of
-from ckptlint.analysis.step_change import older_name
+from ckptlint.analysis.step_before.leap_causes import cause_of, copied_from_here, moments_that_leapt_along
+from ckptlint.analysis.step_before.leaps import Leap, key_notes, keys_of, leapt_weights, place_of
+from ckptlint.analysis.step_before.step_change import older_name
 from ckptlint.depth import Depth
 from ckptlint.model import ChangeTable, Checkpoint
 from ckptlint.model.text import plural, verb

@@ -3,10 +3,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import isnan
 
-from ckptlint.analysis.beside import of_each
-from ckptlint.analysis.leap_causes import cause_of, moments_that_leapt_along, params_of
-from ckptlint.analysis.leaps import key_notes, keys_of, leapt_moments, place_of, went_on_from_elsewhere
-from ckptlint.analysis.step_change import older_name
+from ckptlint.analysis.optimizer.beside import of_each
+from ckptlint.analysis.step_before.leap_causes import cause_of, moments_that_leapt_along, params_of
+from ckptlint.analysis.step_before.leaps import key_notes, keys_of, leapt_moments, place_of, went_on_from_elsewhere
+from ckptlint.analysis.step_before.step_change import older_name
 from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import plural, verb

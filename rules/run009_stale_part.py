@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ckptlint.analysis.leaps import Leap, key_notes, keys_of, kinds_of, leap_of, place_of, ranks_of
-from ckptlint.analysis.odd_ones import sees_all
-from ckptlint.analysis.step_change import older_name
+from ckptlint.analysis.layers.odd_ones import sees_all
+from ckptlint.analysis.step_before.leaps import Leap, key_notes, keys_of, kinds_of, leap_of, place_of, ranks_of
+from ckptlint.analysis.step_before.step_change import older_name
 from ckptlint.depth import Depth
 from ckptlint.model import ChangeTable, Checkpoint
 from ckptlint.model.text import plural

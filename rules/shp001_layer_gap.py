@@ -4,8 +4,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
 
-from ckptlint.analysis.inventory import Param, inventory_of
-from ckptlint.analysis.trusted_config import number, trusted
+from ckptlint.analysis.fit.trusted_config import number, trusted
+from ckptlint.analysis.optimizer.inventory import Param, inventory_of
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import layers_in, numbered, plural, ranges, verb
 from ckptlint.rule import Confidence, Finding, Location, NotApplicable, Note, Severity, rule

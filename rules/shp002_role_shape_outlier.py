@@ -3,10 +3,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ckptlint.analysis.inventory import inventory_of
-from ckptlint.analysis.key_matching import is_confirmed
-from ckptlint.analysis.layer_outliers import Outlier, dtype_outliers, shape_outliers
-from ckptlint.analysis.projections import mismatches
+from ckptlint.analysis.fit.key_matching import is_confirmed
+from ckptlint.analysis.layers.outliers import Outlier, dtype_outliers, shape_outliers
+from ckptlint.analysis.layers.projections import mismatches
+from ckptlint.analysis.optimizer.inventory import inventory_of
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import plural, shape_text
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule

@@ -4,10 +4,9 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ckptlint.analysis.hidden_size import Hidden
-from ckptlint.analysis.inventory import Param, inventory_of, is_weight
-from ckptlint.analysis.key_matching import is_confirmed, reference_shapes
-from ckptlint.analysis.projections import (
+from ckptlint.analysis.fit.key_matching import is_confirmed, reference_shapes
+from ckptlint.analysis.layers.hidden_size import Hidden
+from ckptlint.analysis.layers.projections import (
     ProjectionFamily,
     axis_factor,
     families,
@@ -16,6 +15,7 @@ from ckptlint.analysis.projections import (
     short_name,
     swap_factor,
 )
+from ckptlint.analysis.optimizer.inventory import Param, inventory_of, is_weight
 from ckptlint.geometry.chunk_graph import axis_name
 from ckptlint.model import Checkpoint
 from ckptlint.model.cover import Shape

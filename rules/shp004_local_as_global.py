@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ckptlint.analysis.hidden_size import Hidden, hidden_params
-from ckptlint.analysis.inventory import Param, inventory_of, is_weight
-from ckptlint.analysis.key_matching import is_confirmed, reference_shapes
-from ckptlint.analysis.layer_outliers import local_factor, shape_outliers
-from ckptlint.analysis.projections import (
+from ckptlint.analysis.fit.key_matching import is_confirmed, reference_shapes
+from ckptlint.analysis.fit.trusted_config import knows_mesh, mesh_axes, number, trusted
+from ckptlint.analysis.layers.hidden_size import Hidden, hidden_params
+from ckptlint.analysis.layers.outliers import local_factor, shape_outliers
+from ckptlint.analysis.layers.projections import (
     ProjectionFamily,
     axis_factor,
     families,
@@ -20,7 +20,7 @@ from ckptlint.analysis.projections import (
     is_width,
     short_name,
 )
-from ckptlint.analysis.trusted_config import knows_mesh, mesh_axes, number, trusted
+from ckptlint.analysis.optimizer.inventory import Param, inventory_of, is_weight
 from ckptlint.geometry.chunk_graph import axis_name
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import first_names

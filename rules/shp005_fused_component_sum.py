@@ -4,10 +4,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ckptlint.analysis.inventory import Param, inventory_of
-from ckptlint.analysis.key_matching import is_confirmed
-from ckptlint.analysis.projections import ProjectionFamily, families, short_name
-from ckptlint.analysis.trusted_config import number
+from ckptlint.analysis.fit.key_matching import is_confirmed
+from ckptlint.analysis.fit.trusted_config import number
+from ckptlint.analysis.layers.projections import ProjectionFamily, families, short_name
+from ckptlint.analysis.optimizer.inventory import Param, inventory_of
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import shape_text
 from ckptlint.rule import Finding, Location, Note, Severity, rule

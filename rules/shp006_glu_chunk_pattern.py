@@ -5,10 +5,10 @@ from functools import partial
 
 import numpy as np
 
-from ckptlint.analysis.inventory import Param
-from ckptlint.analysis.optimizer_records import content_metadata
-from ckptlint.analysis.projections import axis_factor, families, short_name
-from ckptlint.analysis.trusted_config import MAIN_BLOCKS, flag, main_params, number, trusted, trusted_topology
+from ckptlint.analysis.fit.trusted_config import MAIN_BLOCKS, flag, main_params, number, trusted, trusted_topology
+from ckptlint.analysis.layers.projections import axis_factor, families, short_name
+from ckptlint.analysis.optimizer.inventory import Param
+from ckptlint.analysis.optimizer.records import content_metadata
 from ckptlint.geometry.writers import ranks_of_chunks
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import first_few, plural, ranges

@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
-from ckptlint.analysis.inventory import inventory_of, siblings
+from ckptlint.analysis.optimizer.inventory import inventory_of, siblings
 from ckptlint.geometry.writers import saved_by
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import shape_text

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from fractions import Fraction
 
-from ckptlint.analysis.inventory import Param, inventory_of
+from ckptlint.analysis.optimizer.inventory import Param, inventory_of
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import first_few, ranges, shape_text
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.analysis.inventory import Param
-from ckptlint.analysis.key_matching import is_confirmed
-from ckptlint.analysis.projections import ProjectionFamily, mismatches, short_name
+from ckptlint.analysis.fit.key_matching import is_confirmed
+from ckptlint.analysis.layers.projections import ProjectionFamily, mismatches, short_name
+from ckptlint.analysis.optimizer.inventory import Param
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import shape_text
 from ckptlint.rule import Finding, Location, Note, Severity, rule

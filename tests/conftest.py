@@ -20,7 +20,7 @@ from support import REAL, REPOSITORY, examples
 
 from ckptlint import sandbox
 from ckptlint.formats.pickles import safe_pickle as unpickle
-from ckptlint.lint import request
+from ckptlint.lint.settings import request
 
 if sys.dont_write_bytecode:  # each process of a test would compile the package anew, in a quarter of a second
     sys.dont_write_bytecode = False

@@ -28,7 +28,7 @@ from ckptlint.depth import Depth
 from ckptlint.errors import NothingToCheckError
 from ckptlint.lint.registry import load_rules
 from ckptlint.lint.report import Report
-from ckptlint.lint.request import Request
+from ckptlint.lint.settings.request import Request
 from ckptlint.payload.reading import default_reading
 from ckptlint.rule import Finding, Rule, Severity
 

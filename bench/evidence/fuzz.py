@@ -161,7 +161,7 @@ def metadata(data: bytes) -> None:
 def described(found: Any) -> Any:
     """What the loader makes of a root, comparable."""
     from ckptlint.errors import UnreadableError
-    from ckptlint.loaders.readers.dcp_metadata import describe
+    from ckptlint.loaders.readers.dcp.metadata import describe
 
     if found.root is None:
         return found.refused
@@ -327,7 +327,7 @@ def header(data: bytes) -> None:
 
 def keys(data: bytes) -> None:
     """Names of tensors taken apart, and folded into as few as possible."""
-    from ckptlint.analysis.inventory import dp_group, optimizer_parts, split_state
+    from ckptlint.analysis.optimizer.inventory import dp_group, optimizer_parts, split_state
     from ckptlint.model import text
     from ckptlint.vocabulary import keys as names
 
@@ -357,7 +357,7 @@ def yaml(data: bytes) -> None:
 def toml(data: bytes) -> None:
     """A settings file, and the rules as it sets them."""
     from ckptlint.errors import ConfigError
-    from ckptlint.lint import settings_file
+    from ckptlint.lint.settings import files as settings_file
 
     file = scratch("toml").path / "ckptlint.toml"
     file.write_bytes(data)
@@ -370,7 +370,7 @@ def toml(data: bytes) -> None:
 def baseline(data: bytes) -> None:
     """An earlier JSON report."""
     from ckptlint.errors import ConfigError
-    from ckptlint.lint.ignores import read_baseline
+    from ckptlint.lint.settings.ignores import read_baseline
 
     file = scratch("baseline").path / "report.json"
     file.write_bytes(data)
@@ -397,8 +397,8 @@ def expected(name: str, data: bytes) -> None:
 def check(base: str, name: str, depth: str, data: bytes) -> None:
     """A real checkpoint with one file replaced, from the path to the report in every format."""
     from ckptlint.depth import Depth
-    from ckptlint.lint.request import Request
     from ckptlint.lint.run import run
+    from ckptlint.lint.settings.request import Request
     from ckptlint.payload.reading import default_reading
     from ckptlint.reporters import REPORTERS
     from ckptlint.reporters.style import Style

@@ -37,7 +37,7 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 import ckptlint
 from ckptlint.depth import Depth
 from ckptlint.errors import CkptlintError
-from ckptlint.lint.steps import newest_good, runs_at
+from ckptlint.lint.steps.trust import newest_good, runs_at
 
 Dice = random.Random
 Steps = dict[Path, int]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ckptlint.analysis.fit.judgement import has_known_config
-from ckptlint.analysis.inventory import inventory_of
+from ckptlint.analysis.optimizer.inventory import inventory_of
 from ckptlint.model import Checkpoint
 from ckptlint.vocabulary.keys import SQUARES, state_name
 

@@ -27,14 +27,14 @@ from ckptlint.commands.shared import (
     terminal_style,
     write_file,
 )
-from ckptlint.lint.options import CHECK_OPTIONS, FORMATS, SUFFIXES
+from ckptlint.lint.settings.options import CHECK_OPTIONS, FORMATS, SUFFIXES
 from ckptlint.storage.writing import checked_target
 
 if TYPE_CHECKING:
     from ckptlint.lint.report import Report
-    from ckptlint.lint.request import Purpose, Request
     from ckptlint.lint.run import Opener
-    from ckptlint.lint.settings_file import Settings
+    from ckptlint.lint.settings.files import Settings
+    from ckptlint.lint.settings.request import Purpose, Request
     from ckptlint.rule import Rule
 
 
@@ -75,7 +75,7 @@ def requested(options: Mapping[str, Any], purpose: Purpose = "report") -> Reques
     Raises:
         UsageError, ConfigError: an option or a setting is wrong.
     """
-    from ckptlint.lint.request import Request
+    from ckptlint.lint.settings.request import Request
 
     settings, checked = click.get_current_context().obj
     level = _level()
@@ -180,8 +180,8 @@ def _output(value: str, checked: Sequence[str], looks_for_folder: bool) -> tuple
 def config(format_: str, arguments: tuple[str, ...]) -> None:
     """Show the settings of `check`, and where each comes from: default, file, environment or option."""
     from ckptlint.depth import Depth
-    from ckptlint.lint.request import FAILS
-    from ckptlint.lint.settings_file import every_rule, key_ignores
+    from ckptlint.lint.settings.files import every_rule, key_ignores
+    from ckptlint.lint.settings.request import FAILS
     from ckptlint.payload.reading import default_reading
 
     context = check.make_context("check", [*arguments], parent=click.get_current_context().parent)

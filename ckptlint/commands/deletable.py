@@ -11,10 +11,10 @@ import click
 from ckptlint.commands.check import judge, requested
 from ckptlint.commands.latest import OF_REPORTS
 from ckptlint.commands.shared import ENVIRONMENT, WithSettings, check_options, progress, say, show_text
-from ckptlint.lint.options import LOOSENING
+from ckptlint.lint.settings.options import LOOSENING
 
 if TYPE_CHECKING:
-    from ckptlint.lint.retention import Retention
+    from ckptlint.lint.steps.retention import Retention
 
 SCHEMA = "ckptlint.deletable/1"
 
@@ -37,8 +37,8 @@ def deletable(run_dir: str, keep: int, answer: str, **options: Any) -> None:
     could not be judged or changed meanwhile, or the folder holds several runs.
     """
     request = requested(options, "delete")
-    from ckptlint.lint.retention import deletable as judged_run
-    from ckptlint.lint.steps import looks_at
+    from ckptlint.lint.steps.retention import deletable as judged_run
+    from ckptlint.lint.steps.trust import looks_at
     from ckptlint.model.text import JSON_ESCAPE, inert
     from ckptlint.reporters.run import decision_table, not_judged_by, retention_lines
 

@@ -19,7 +19,7 @@ from ckptlint.commands.shared import (
 )
 from ckptlint.comparing.differences import differences
 from ckptlint.model.text import JSON_ESCAPE, MARKUP_ESCAPE, inert
-from ckptlint.reporters.diff import as_json, as_text
+from ckptlint.reporters.comparing.diff import as_json, as_text
 from ckptlint.storage.writing import checked_target
 
 
@@ -62,8 +62,8 @@ def diff(
         checked_target(html, (old, new, adapter or old))
     style = terminal_style(color, False, 0, 0, False)
     if values:
-        from ckptlint.comparing.values import compared_values
-        from ckptlint.reporters.values import values_as_json, values_as_text
+        from ckptlint.comparing.values.compare import compared_values
+        from ckptlint.reporters.comparing.values import values_as_json, values_as_text
 
         with progress(off=False):
             sides = [opened_or_exit(path, files=True) for path in (old, new)]

@@ -23,7 +23,7 @@ _config = click.option(
 @_config
 def explain(rule: str, config: str | None) -> None:
     """Print the page of a rule, or of a cause: what it is, why it matters, how to fix it."""
-    from ckptlint.lint.rule_page import page_of
+    from ckptlint.lint.pages.rule_page import page_of
 
     click.echo(page_of(_known(config), rule, min(shutil.get_terminal_size().columns, 100)))
 
@@ -41,8 +41,8 @@ def rules(format_: str, named: tuple[str, ...], config: str | None) -> None:
 
     A rule without a depth runs at the default depth of `check`.
     """
-    from ckptlint.lint.rule_page import catalogue, cause_listing
-    from ckptlint.lint.selection import matching
+    from ckptlint.lint.pages.rule_page import catalogue, cause_listing
+    from ckptlint.lint.settings.selection import matching
 
     known = _known(config)
     codes = matching(known, named or ["ALL"])
@@ -57,7 +57,7 @@ def rules(format_: str, named: tuple[str, ...], config: str | None) -> None:
 
 def _known(config: str | None) -> tuple[Rule, ...]:
     """All rules as the settings have them."""
-    from ckptlint.lint.settings_file import every_rule, find_settings, read_settings
+    from ckptlint.lint.settings.files import every_rule, find_settings, read_settings
 
     settings = read_settings(config) if config else find_settings()
     say(*settings.unread)

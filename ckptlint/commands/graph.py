@@ -18,7 +18,7 @@ from ckptlint.geometry.chunk_graph import axis_graph
 from ckptlint.geometry.record_states import NOT_CHECKED, STATES, chunk_states
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import JSON_ESCAPE, MARKUP_ESCAPE, inert, printable
-from ckptlint.reporters.contents import no_tensor
+from ckptlint.reporters.contents.checkpoint import no_tensor
 
 _FILES = 2  # named in a label
 

@@ -12,12 +12,12 @@ import click
 from ckptlint.commands.check import judge, requested
 from ckptlint.commands.shared import ENVIRONMENT, WithSettings, check_options, progress, say, show_text
 from ckptlint.errors import AccessError
-from ckptlint.lint.options import tokens
+from ckptlint.lint.settings.options import tokens
 from ckptlint.storage.paths import shown
 from ckptlint.vocabulary.parts import PARTS
 
 if TYPE_CHECKING:
-    from ckptlint.lint.steps import Search
+    from ckptlint.lint.steps.trust import Search
 
 SCHEMA = "ckptlint.latest/1"
 OF_REPORTS = (
@@ -50,7 +50,7 @@ def latest(run_dir: str, require: tuple[str, ...], before: int | None, answer: s
     folder holds several runs.
     """
     request = requested(options, "resume")
-    from ckptlint.lint.steps import looks_at, newest_good, runs_at
+    from ckptlint.lint.steps.trust import looks_at, newest_good, runs_at
     from ckptlint.model.text import JSON_ESCAPE, inert, printable
     from ckptlint.reporters.run import not_judged_by, search_lines
 

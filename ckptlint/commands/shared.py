@@ -18,7 +18,7 @@ from click.core import ParameterSource
 
 from ckptlint.commands.completion import many_rules
 from ckptlint.errors import CkptlintError
-from ckptlint.lint.options import CHECK_OPTIONS, GROUPS, CheckOption
+from ckptlint.lint.settings.options import CHECK_OPTIONS, GROUPS, CheckOption
 from ckptlint.progress import COUNTED, listening
 from ckptlint.storage.writing import write_whole
 
@@ -96,7 +96,7 @@ class WithSettings(click.Command):
 
     def settle(self, ctx: click.Context, args: list[str]) -> None:
         """Find out what is checked and which file has the settings, before click asks for defaults."""
-        from ckptlint.lint.settings_file import Settings, find_settings, read_settings
+        from ckptlint.lint.settings.files import Settings, find_settings, read_settings
 
         given, _, _ = self.make_parser(ctx).parse_args([*args])
         values = {}

@@ -47,7 +47,7 @@ def show(
     Exit codes: 0 shown, 1 unsafe or unreadable, 2 no tensor or region matches, 3 no checkpoint there, 4 not read.
     """
     from ckptlint.comparing.sides import read_records
-    from ckptlint.reporters.contents import contents_json, contents_text
+    from ckptlint.reporters.contents.checkpoint import contents_json, contents_text
 
     if tree and format_ == "json":
         raise click.UsageError("--tree prints text: leave out --format json")

@@ -30,7 +30,7 @@ from ckptlint.commands.shared import (
     write_file,
 )
 from ckptlint.errors import CkptlintError, ConfigError, NothingToCheckError
-from ckptlint.lint.steps import JudgedStep, judge_step, with_parts
+from ckptlint.lint.steps.trust import JudgedStep, judge_step, with_parts
 from ckptlint.loaders.events import Event, events, is_vanishing, steps_in_run
 from ckptlint.loaders.run.steps import Step, run_at, steps_of
 from ckptlint.model.text import JSON_ESCAPE, human_duration, inert, plural, printable

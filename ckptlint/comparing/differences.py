@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ckptlint.analysis.key_matching import match_keys
+from ckptlint.analysis.fit.key_matching import match_keys
 from ckptlint.loaders.reference import tensors_of
 from ckptlint.model import Checkpoint, Reference, Tensor
 from ckptlint.model.text import plural

@@ -12,9 +12,9 @@ from math import prod
 
 import numpy as np
 
-from ckptlint.comparing.match import Match, Side
 from ckptlint.comparing.pairs.matching import common
-from ckptlint.comparing.rows import compare_rows, row_ranges
+from ckptlint.comparing.values.match import Match, Side
+from ckptlint.comparing.values.rows import compare_rows, row_ranges
 from ckptlint.model.cover import Shape
 from ckptlint.model.text import at_most, first_names, plural, ranges
 from ckptlint.model.tiling import IntArray

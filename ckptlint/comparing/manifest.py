@@ -22,7 +22,7 @@ def manifest_of(side: Sequence[OpenedCheckpoint], values: bool, rows: bool) -> t
     checkpoints = [item.ckpt for item in side]
     if not values:
         return inert(manifest_text(checkpoints), JSON_ESCAPE), []
-    from ckptlint.comparing.values import row_hashes_of
+    from ckptlint.comparing.values.compare import row_hashes_of
     from ckptlint.seals.row_hashes import digest, new_salt
 
     salt = new_salt()

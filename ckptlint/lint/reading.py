@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from ckptlint.analysis.follows import follows_of
-from ckptlint.analysis.leaps import leaps_of
-from ckptlint.analysis.pairs import pairs_of
+from ckptlint.analysis.optimizer.pairs import pairs_of
+from ckptlint.analysis.step_before.follows import follows_of
+from ckptlint.analysis.step_before.leaps import leaps_of
 from ckptlint.depth import Depth
 from ckptlint.errors import UnreadableError
 from ckptlint.loaders.problems import from_error

@@ -15,9 +15,9 @@ from ckptlint.depth import Depth
 from ckptlint.errors import AccessError, CkptlintError, ConfigError, NothingToCheckError, ReaderError
 from ckptlint.formats.pickles.names import call_table
 from ckptlint.lint.engine import run_rules
-from ckptlint.lint.ignores import apply_baseline, read_baseline, set_aside
 from ckptlint.lint.report import CheckpointReport, Report
-from ckptlint.lint.request import Request
+from ckptlint.lint.settings.ignores import apply_baseline, read_baseline, set_aside
+from ckptlint.lint.settings.request import Request
 from ckptlint.loaders.checkpoint import open_checkpoint
 from ckptlint.loaders.discover import find
 from ckptlint.loaders.layouts import CheckpointPlace

@@ -14,7 +14,7 @@ from ckptlint.loaders.layouts import CheckpointPlace, Layout
 from ckptlint.loaders.layouts.incomplete import INCOMPLETE, unfinished
 from ckptlint.loaders.layouts.unsupported import unread_beside
 from ckptlint.loaders.problems import from_error
-from ckptlint.loaders.readers.payload_files import file_table
+from ckptlint.loaders.readers.dcp.payload_files import file_table
 from ckptlint.loaders.readers.vocabulary import with_vocabulary
 from ckptlint.loaders.run.finished import is_unfinished_name, other_step, unfinished_marks
 from ckptlint.loaders.run.folder import read_run, read_train_state

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from ckptlint.analysis.inventory import dp_group
-from ckptlint.analysis.optimizer_records import content_metadata, is_training_state, optimizer_records
-from ckptlint.analysis.trusted_config import flag, number, trusted, trusted_topology
+from ckptlint.analysis.fit.trusted_config import flag, number, trusted, trusted_topology
+from ckptlint.analysis.optimizer.inventory import dp_group
+from ckptlint.analysis.optimizer.records import content_metadata, is_training_state, optimizer_records
 from ckptlint.loaders.readers.common_state import COMMON_ENTRY
 from ckptlint.model import Checkpoint, ShardedObject
 from ckptlint.model.text import plural

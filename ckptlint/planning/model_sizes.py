@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from ckptlint.analysis.trusted_config import number, trusted
+from ckptlint.analysis.fit.trusted_config import number, trusted
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import plural
 from ckptlint.planning.outcome import Constraint

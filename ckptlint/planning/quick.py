@@ -15,9 +15,9 @@ from math import prod
 
 import numpy as np
 
-from ckptlint.analysis.hidden_size import hidden_sizes
-from ckptlint.analysis.inventory import Param, inventory_of
-from ckptlint.analysis.projections import axis_factor
+from ckptlint.analysis.layers.hidden_size import hidden_sizes
+from ckptlint.analysis.layers.projections import axis_factor
+from ckptlint.analysis.optimizer.inventory import Param, inventory_of
 from ckptlint.errors import BudgetError, ConfigError
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import plural

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Set
 from typing import TypeVar
 
-from ckptlint.analysis.inventory import inventory_of
+from ckptlint.analysis.optimizer.inventory import inventory_of
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import join_words, numbered, plural
 from ckptlint.planning.job import Job

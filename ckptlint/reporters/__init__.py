@@ -6,8 +6,8 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import cast
 
-from ckptlint.lint.options import FORMATS, ReportFormat
 from ckptlint.lint.report import Report
+from ckptlint.lint.settings.options import FORMATS, ReportFormat
 from ckptlint.model.text import JSON_ESCAPE, MARKUP_ESCAPE, inert
 from ckptlint.reporters.style import Style
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from ckptlint.analysis.key_matching import match_keys
+from ckptlint.analysis.fit.key_matching import match_keys
 from ckptlint.lint.report import CheckpointReport, Report
 from ckptlint.model import Checkpoint, PayloadTable
 from ckptlint.seals.verify import compare_with_seal, misfit

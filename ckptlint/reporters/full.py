@@ -11,9 +11,9 @@ from itertools import chain, takewhile
 from typing import get_args
 
 from ckptlint.depth import Depth
-from ckptlint.lint.ignores import ignore_of_the_rest
 from ckptlint.lint.report import Cause, CheckpointReport, Diagnostic, FindingGroup, Report, worst
-from ckptlint.lint.steps import JudgedStep, StepVerdict, newest_passing, step_around, steps_in, verdict_of
+from ckptlint.lint.settings.ignores import ignore_of_the_rest
+from ckptlint.lint.steps.trust import JudgedStep, StepVerdict, newest_passing, step_around, steps_in, verdict_of
 from ckptlint.model import Checkpoint, RecordState, StepFile
 from ckptlint.model.checkpoint import UNFINISHED
 from ckptlint.model.text import (

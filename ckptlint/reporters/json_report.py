@@ -12,7 +12,7 @@ import numpy as np
 from ckptlint._version import __version__
 from ckptlint.geometry.chunk_graph import coordinates
 from ckptlint.lint.report import Cause, CheckpointReport, Diagnostic, FindingGroup, Ignored, Report, ranks_named
-from ckptlint.lint.steps import JudgedStep, steps_in
+from ckptlint.lint.steps.trust import JudgedStep, steps_in
 from ckptlint.model import Checkpoint, Reference
 from ckptlint.model.checkpoint import StepFileState
 from ckptlint.model.files import FILE_STATES

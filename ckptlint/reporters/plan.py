@@ -20,9 +20,9 @@ from ckptlint.model.text import (
     verb,
 )
 from ckptlint.planning.outcome import Cost, Plan
+from ckptlint.reporters.contents.tensor_table import fitted
 from ckptlint.reporters.full import header
 from ckptlint.reporters.style import Style, cut
-from ckptlint.reporters.tensor_table import fitted
 
 SCHEMA = "ckptlint.plan/1"
 NO_ROOM = "Loads, but does not fit"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ckptlint.lint.request import Request
-from ckptlint.lint.retention import Decision, Retention
-from ckptlint.lint.steps import JudgedStep, Search
+from ckptlint.lint.settings.request import Request
+from ckptlint.lint.steps.retention import Decision, Retention
+from ckptlint.lint.steps.trust import JudgedStep, Search
 from ckptlint.model.text import human_bytes, join_words, plural, table
 
 _WARNINGS = 8  # that are shown

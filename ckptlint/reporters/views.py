@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from ckptlint.comparing.differences import Diff
-from ckptlint.comparing.values import Values
+from ckptlint.comparing.values.compare import Values
 from ckptlint.lint.report import Report
-from ckptlint.lint.retention import Retention
-from ckptlint.lint.steps import Search
+from ckptlint.lint.steps.retention import Retention
+from ckptlint.lint.steps.trust import Search
 from ckptlint.model.text import MARKUP_ESCAPE, inert, plural
 from ckptlint.planning.outcome import Plan
-from ckptlint.reporters import diff, full, plan, run, values
+from ckptlint.reporters import full, plan, run
+from ckptlint.reporters.comparing import diff, values
 from ckptlint.reporters.html import page
 from ckptlint.reporters.style import Style, cut
 from ckptlint.shown import Shown

@@ -16,12 +16,12 @@ import numpy as np
 from ckptlint.analysis.ranks.rank_chunks import as_checkpoint
 from ckptlint.depth import Depth
 from ckptlint.lint.engine import run_rules
-from ckptlint.lint.fixture_cases import case_tables
-from ckptlint.lint.ignores import KeyIgnore, set_aside
+from ckptlint.lint.pages.fixture_cases import case_tables
 from ckptlint.lint.reading import read_records, with_changes
 from ckptlint.lint.registry import load_rules
 from ckptlint.lint.report import CheckpointReport
-from ckptlint.lint.selection import ignorable
+from ckptlint.lint.settings.ignores import KeyIgnore, set_aside
+from ckptlint.lint.settings.selection import ignorable
 from ckptlint.loaders.checkpoint import open_checkpoint
 from ckptlint.loaders.layouts import CheckpointPlace
 from ckptlint.loaders.reference import read_reference

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support import REAL
 
-from ckptlint.analysis.rank_contents import CELL_STATES, Column, RankContents, rank_contents_of
+from ckptlint.analysis.ranks.contents import CELL_STATES, Column, RankContents, rank_contents_of
 from ckptlint.comparing.sides import open_side
 from ckptlint.testing import load_folder, write_checkpoint
 

@@ -28,8 +28,8 @@ from ckptlint.commands.shared import progress
 from ckptlint.errors import CheckpointError, ConfigError
 from ckptlint.lint.causes import load_causes
 from ckptlint.lint.engine import run_rules
-from ckptlint.lint.options import CHECK_OPTIONS, GROUPS
 from ckptlint.lint.registry import load_rules
+from ckptlint.lint.settings.options import CHECK_OPTIONS, GROUPS
 from ckptlint.progress import is_listened_to
 from ckptlint.rule import Severity
 from ckptlint.testing import write_checkpoint

@@ -20,7 +20,7 @@ from support import HOSTILE, examples
 
 from ckptlint.commands.graph import GRAPH_FORMATS as GRAPHS
 from ckptlint.commands.main import main
-from ckptlint.lint.options import FORMATS
+from ckptlint.lint.settings.options import FORMATS
 from ckptlint.model.text import printable
 from ckptlint.reporters import REPORTERS
 from ckptlint.testing import write_checkpoint

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from support import REAL, copy_step
 
 import ckptlint
-from ckptlint.lint import request
+from ckptlint.lint.settings import request
 
 GOOD, HOLE = REAL / "fsdp2_4r", REAL / "fsdp2_4r_hole"
 

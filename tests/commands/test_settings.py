@@ -18,7 +18,7 @@ from ckptlint.commands import main as cli
 from ckptlint.commands.main import COMMANDS
 from ckptlint.depth import Depth
 from ckptlint.errors import ConfigError
-from ckptlint.lint.options import CHECK_OPTIONS, FORMATS, CheckOption
+from ckptlint.lint.settings.options import CHECK_OPTIONS, FORMATS, CheckOption
 from ckptlint.testing import write_checkpoint
 
 GOOD, BAD = str(REAL / "fsdp2_4r"), str(REAL / "fsdp2_4r_hole")
@@ -662,7 +662,7 @@ def test_findings_of_the_baseline_do_not_count(baseline: Path) -> None:
 @pytest.mark.skipif(not Path("/dev/zero").exists(), reason="this system has no /dev/zero")
 @pytest.mark.parametrize("option", ["--baseline", "--config"])
 def test_a_device_without_an_end_is_not_read_for_ever(monkeypatch: pytest.MonkeyPatch, option: str) -> None:
-    monkeypatch.setattr("ckptlint.lint.ignores._SIZE_LIMIT", 1000)
+    monkeypatch.setattr("ckptlint.lint.settings.ignores._SIZE_LIMIT", 1000)
     result = invoke(GOOD, option, "/dev/zero")
     assert isinstance(result.exception, ConfigError) and "has more than" in str(result.exception)
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from support import REAL, SWEEP, bench, examples
 
 import ckptlint
-from ckptlint.comparing.values import Values
+from ckptlint.comparing.values.compare import Values
 from ckptlint.errors import UnknownLayoutError
 
 PAIRS = REAL / "conversions"

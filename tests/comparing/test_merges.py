@@ -13,9 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from support import REAL, run
 
-from ckptlint.comparing import rows
 from ckptlint.comparing.sides import open_side
-from ckptlint.comparing.values import compared_values
+from ckptlint.comparing.values.compare import compared_values, rows
 from ckptlint.model.cover import Shape
 from ckptlint.payload.tensor_bytes import TensorBytes
 

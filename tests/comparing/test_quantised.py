@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support import REAL, run
 
-from ckptlint.comparing.quantised_weights import unpacked
+from ckptlint.comparing.values.quantised_weights import unpacked
 
 State = dict[str, torch.Tensor]
 PAIRS = REAL / "conversions"

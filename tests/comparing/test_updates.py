@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import ckptlint
-from ckptlint.analysis.movement import short_names
-from ckptlint.comparing.values import Values
+from ckptlint.analysis.step_before.movement import short_names
+from ckptlint.comparing.values.compare import Values
 
 FROZEN, STUCK = "model.layers.1.up.weight", "model.layers.3.up.weight"
 

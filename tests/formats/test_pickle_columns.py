@@ -23,8 +23,8 @@ from ckptlint.formats.pickles import safe_pickle as unpickle
 from ckptlint.formats.pickles.columns import scan
 from ckptlint.formats.pickles.rows import Buffer
 from ckptlint.formats.pickles.safe_pickle import Opaque, read_metadata
-from ckptlint.loaders.readers.dcp_metadata import describe
-from ckptlint.loaders.readers.save_plans import read_plans
+from ckptlint.loaders.readers.dcp.metadata import describe
+from ckptlint.loaders.readers.dcp.save_plans import read_plans
 from ckptlint.sandbox import isolated
 
 NEVER = 1 << 60

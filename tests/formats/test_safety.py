@@ -31,8 +31,8 @@ from ckptlint.errors import LimitError, UnreadableError
 from ckptlint.formats.pickles import safe_pickle
 from ckptlint.formats.pickles.safe_pickle import read_metadata, read_state
 from ckptlint.formats.torch_archive import ranges_in, read_archive
-from ckptlint.lint.options import FORMATS
 from ckptlint.lint.report import Report
+from ckptlint.lint.settings.options import FORMATS
 from ckptlint.loaders.readers.common_state import _yaml
 from ckptlint.model.text import printable
 from ckptlint.reporters import REPORTERS

@@ -26,13 +26,13 @@ from archives import with_other_values
 from safetensors.torch import save
 from support import REAL, drawing
 
-from ckptlint.lint import steps
 from ckptlint.lint.report import Report
-from ckptlint.lint.request import Request
-from ckptlint.lint.retention import Retention, deletable
 from ckptlint.lint.run import run
-from ckptlint.lint.settings_file import Settings
-from ckptlint.lint.steps import looks_at
+from ckptlint.lint.settings.files import Settings
+from ckptlint.lint.settings.request import Request
+from ckptlint.lint.steps import trust as steps
+from ckptlint.lint.steps.retention import Retention, deletable
+from ckptlint.lint.steps.trust import looks_at
 
 REQUEST = Request.of({}, Settings(), [])
 _REPORTS: dict[tuple[str, str], Report] = {}

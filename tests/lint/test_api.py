@@ -17,7 +17,7 @@ from support import REAL, broken_rule, codes, report_on, run, run_python
 
 import ckptlint
 from ckptlint.commands import main as cli
-from ckptlint.lint.request import Request
+from ckptlint.lint.settings.request import Request
 from ckptlint.model import Checkpoint
 from ckptlint.reporters import REPORTERS
 from ckptlint.reporters.style import Style
@@ -256,17 +256,17 @@ def test_the_default_depth_reads_what_is_cheap(monkeypatch: pytest.MonkeyPatch) 
     run = REAL / "frameworks" / "trackers" / "older"
     small, newest = (sum(path.stat().st_size for path in step.rglob("*")) for step in (GOOD, run / "iter_0000020"))
     for limit, depth in ((small, "data"), (small - 1, "files")):
-        monkeypatch.setattr("ckptlint.lint.request.CHEAP_BYTES", limit)
+        monkeypatch.setattr("ckptlint.lint.settings.request.CHEAP_BYTES", limit)
         assert ckptlint.check(GOOD).depth == depth
-    monkeypatch.setattr("ckptlint.lint.request.CHEAP_BYTES", 2 * small - 1)
+    monkeypatch.setattr("ckptlint.lint.settings.request.CHEAP_BYTES", 2 * small - 1)
     assert ckptlint.check(GOOD, GOOD).depth == "files"
-    monkeypatch.setattr("ckptlint.lint.request.CHEAP_BYTES", 1 << 40)
+    monkeypatch.setattr("ckptlint.lint.settings.request.CHEAP_BYTES", 1 << 40)
     assert ckptlint.check(GOOD, depth="metadata").depth == "metadata"
     assert report_on(GOOD, "/nowhere/at/all").depth == "data"  # what is not there costs nothing
     seen: list[Request] = []
     real = Request.of.__func__  # type: ignore[attr-defined]
     monkeypatch.setattr(Request, "of", classmethod(lambda cls, *args: seen.append(real(cls, *args)) or seen[-1]))
-    monkeypatch.setattr("ckptlint.lint.request.CHEAP_BYTES", 2 * newest - 1)
+    monkeypatch.setattr("ckptlint.lint.settings.request.CHEAP_BYTES", 2 * newest - 1)
     for choose in (ckptlint.latest, partial(ckptlint.deletable, keep=1)):
         choose(run)
     assert [(asked.depth, asked.fail_on) for asked in seen] == [("data", "error"), ("files", "warning")]

@@ -17,11 +17,11 @@ from support import drawing, examples
 from support import run as command
 
 from ckptlint.errors import NothingToCheckError, UnknownLayoutError
-from ckptlint.lint import request
 from ckptlint.lint.report import Report
-from ckptlint.lint.retention import deletable
 from ckptlint.lint.run import run
-from ckptlint.lint.steps import looks_at, newest_good, newest_passing, runs_at, steps_in, verdict_of
+from ckptlint.lint.settings import request
+from ckptlint.lint.steps.retention import deletable
+from ckptlint.lint.steps.trust import looks_at, newest_good, newest_passing, runs_at, steps_in, verdict_of
 from ckptlint.reporters import REPORTERS
 from ckptlint.reporters.style import Style
 from ckptlint.vocabulary.frameworks import step_number

@@ -19,9 +19,9 @@ from safetensors.torch import save_file
 from support import REAL, copy_step, examples
 
 import ckptlint
-from ckptlint.lint import request
 from ckptlint.lint.report import Report
-from ckptlint.lint.retention import deletable
+from ckptlint.lint.settings import request
+from ckptlint.lint.steps.retention import deletable
 
 GOOD = REAL / "edit_base"
 

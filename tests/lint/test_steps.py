@@ -11,7 +11,7 @@ from support import REAL, copy_step
 
 import ckptlint
 from ckptlint.lint.report import Report
-from ckptlint.lint.steps import JudgedStep, newest_good, newest_passing, runs_at, steps_in
+from ckptlint.lint.steps.trust import JudgedStep, newest_good, newest_passing, runs_at, steps_in
 from ckptlint.reporters.full import step_table
 
 GOOD, HOLE = REAL / "edit_base", REAL / "fsdp2_4r_hole"
@@ -115,7 +115,7 @@ def test_a_step_that_vanishes_before_it_is_judged_is_no_answer(run: Path) -> Non
 
 
 def test_thousands_of_steps_and_names_that_are_none(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptlint.lint.steps._FEW", 1 << 20)  # what is asked is seen in this process alone
+    monkeypatch.setattr("ckptlint.lint.steps.trust._FEW", 1 << 20)  # what is asked is seen in this process alone
     for number in range(10, 3010):
         (run / f"step-{number}").mkdir()
     for name in ("step-", "step-x", "checkpoint", "latest", "step-1e9", "99"):

@@ -16,9 +16,9 @@ from support import drawing, examples
 from ckptlint.commands.main import cli
 from ckptlint.errors import NothingToCheckError
 from ckptlint.lint.report import Report
-from ckptlint.lint.retention import deletable
 from ckptlint.lint.run import run
-from ckptlint.lint.steps import looks_at, newest_good, runs_at
+from ckptlint.lint.steps.retention import deletable
+from ckptlint.lint.steps.trust import looks_at, newest_good, runs_at
 from ckptlint.reporters import REPORTERS
 from ckptlint.reporters.style import Style
 

@@ -21,7 +21,7 @@ from ckptlint.errors import UnreadableError
 from ckptlint.formats.pickles.safe_pickle import read_metadata
 from ckptlint.formats.safetensors_header import header_length, layout_faults, parse_header
 from ckptlint.lint.registry import load_rules
-from ckptlint.loaders.readers.dcp_metadata import describe
+from ckptlint.loaders.readers.dcp.metadata import describe
 from ckptlint.model import Checkpoint, ChunkTable, Tensor
 from ckptlint.model.cover import REGION_LIMIT
 from ckptlint.model.text import printable

@@ -13,7 +13,7 @@ from support import REAL, codes, found
 
 import ckptlint
 from ckptlint.lint.report import Report
-from ckptlint.lint.steps import steps_in
+from ckptlint.lint.steps.trust import steps_in
 from ckptlint.loaders.discover import find
 from ckptlint.testing import write_checkpoint, write_safetensors
 

@@ -17,7 +17,7 @@ from support import REAL, codes, found, manifest
 from torch.distributed.tensor import DTensor
 
 import ckptlint
-from ckptlint.analysis.inventory import inventory_of
+from ckptlint.analysis.optimizer.inventory import inventory_of
 from ckptlint.depth import Depth
 
 DEPTHS = ("metadata", "files", "headers", "data")

@@ -13,7 +13,7 @@ import pytest
 from support import REAL, REPOSITORY, codes, found, run
 
 import ckptlint
-from ckptlint.analysis.key_matching import match_keys
+from ckptlint.analysis.fit.key_matching import match_keys
 from ckptlint.errors import ConfigError
 from ckptlint.lint.registry import load_rules
 from ckptlint.loaders.reference import MANIFEST_SCHEMA, manifest_text, read_reference

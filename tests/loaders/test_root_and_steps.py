@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from support import codes
 
 import ckptlint
-from ckptlint.lint.steps import steps_in
+from ckptlint.lint.steps.trust import steps_in
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ from layouts import LayoutTests
 from support import REAL, codes, copy_step, examples, found
 
 import ckptlint
-from ckptlint.lint import request
 from ckptlint.lint.report import Report
-from ckptlint.lint.steps import JudgedStep, steps_in
+from ckptlint.lint.settings import request
+from ckptlint.lint.steps.trust import JudgedStep, steps_in
 from ckptlint.vocabulary.frameworks import family_of, step_number
 
 torch = pytest.importorskip("torch")

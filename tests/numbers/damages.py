@@ -15,7 +15,7 @@ import numpy.typing as npt
 from archives import with_checksums
 from support import REAL
 
-from ckptlint.analysis.inventory import inventory_of
+from ckptlint.analysis.optimizer.inventory import inventory_of
 from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint
 from ckptlint.numerics.chunks import ChunkNumbers, chunk_numbers

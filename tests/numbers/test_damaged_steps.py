@@ -15,7 +15,7 @@ from damages import Save
 from support import REAL, codes, report_on
 
 import ckptlint
-from ckptlint.lint import request
+from ckptlint.lint.settings import request
 
 RUN = REAL / "numbers"
 NUMBERS = {"OPT010", "OPT011", "OPT012", "OPT013", "RUN005", "RUN007", "RUN008", "RUN009"} | {

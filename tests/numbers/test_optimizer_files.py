@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from support import REAL, codes, report_on
 from test_healthy_optimizers import Decoder, of_all, train
 
-from ckptlint.lint import request
+from ckptlint.lint.settings import request
 
 NUMBERS = {f"OPT01{n}" for n in range(4)} | {"RUN007", "RUN008", "RUN009"} | {f"PAY0{n}" for n in range(16, 21)}
 State = dict[str, Any]

@@ -13,9 +13,9 @@ from unittest.mock import patch
 import pytest
 from support import REAL, REPOSITORY, SWEEP, bench, manifest
 
-from ckptlint.lint import request
-from ckptlint.lint.options import FORMATS
 from ckptlint.lint.registry import FAMILIES, load_rules
+from ckptlint.lint.settings import request
+from ckptlint.lint.settings.options import FORMATS
 from ckptlint.loaders.layouts import layouts
 
 DOCS = REPOSITORY / "docs"

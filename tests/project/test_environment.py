@@ -19,7 +19,7 @@ import ckptlint
 from ckptlint.architecture import huggingface, tables
 from ckptlint.formats.pickles import names
 from ckptlint.lint import run as pipeline
-from ckptlint.lint.options import FORMATS
+from ckptlint.lint.settings.options import FORMATS
 from ckptlint.model import Checkpoint
 from ckptlint.storage.local import LocalFolder
 

@@ -21,12 +21,13 @@ import pytest
 from support import REAL, examples, report_on, run, sweep_only
 
 import ckptlint
-from ckptlint.analysis.rank_contents import rank_contents_of
+from ckptlint.analysis.ranks.contents import rank_contents_of
 from ckptlint.lint.registry import load_rules
 from ckptlint.lint.report import Report
 from ckptlint.model.tiling import Box
-from ckptlint.reporters import full, ranks
+from ckptlint.reporters import full
 from ckptlint.reporters.ci import junit
+from ckptlint.reporters.contents import ranks
 from ckptlint.reporters.html import page as html
 from ckptlint.reporters.style import Style
 from ckptlint.testing import load_folder, write_checkpoint

@@ -26,14 +26,14 @@ import ckptlint
 from ckptlint import __version__
 from ckptlint.commands import main as cli
 from ckptlint.depth import Depth
-from ckptlint.lint import options
 from ckptlint.lint.engine import run_rules
-from ckptlint.lint.options import SUFFIXES
 from ckptlint.lint.registry import load_rules
 from ckptlint.lint.report import FailOn, Report
-from ckptlint.lint.request import Request
 from ckptlint.lint.run import run
-from ckptlint.lint.steps import JudgedStep
+from ckptlint.lint.settings import options
+from ckptlint.lint.settings.options import SUFFIXES
+from ckptlint.lint.settings.request import Request
+from ckptlint.lint.steps.trust import JudgedStep
 from ckptlint.loaders.layouts import layouts
 from ckptlint.model.text import printable
 from ckptlint.reporters import REPORTERS

@@ -7,11 +7,11 @@ from support import REAL
 
 import ckptlint
 from ckptlint.comparing.differences import Diff
-from ckptlint.comparing.match import Match, Relation
-from ckptlint.comparing.values import Values
-from ckptlint.reporters.diff import diff_verdict
+from ckptlint.comparing.values.compare import Values
+from ckptlint.comparing.values.match import Match, Relation
+from ckptlint.reporters.comparing.diff import diff_verdict
+from ckptlint.reporters.comparing.values import groups_of, sentence_of, values_as_text, values_verdict
 from ckptlint.reporters.style import Style
-from ckptlint.reporters.values import groups_of, sentence_of, values_as_text, values_verdict
 
 
 @pytest.mark.parametrize(

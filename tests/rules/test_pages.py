@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from support import REPOSITORY
 
+from ckptlint.lint.pages.rule_page import page
 from ckptlint.lint.registry import load_rules
-from ckptlint.lint.rule_page import page
 from ckptlint.rule import SECTIONS, Rule
 from ckptlint.testing import read_cases
 

@@ -13,8 +13,8 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckptlint.analysis.fit.pairing import Pairing, best_pairing
+from ckptlint.analysis.fit.trusted_config import Contradiction, contradictions
 from ckptlint.analysis.quantised import quantisation
-from ckptlint.analysis.trusted_config import Contradiction, contradictions
 from ckptlint.model import Checkpoint, Declared, Tensor
 from ckptlint.model.cover import Shape
 from ckptlint.model.facts import fact

@@ -8,7 +8,7 @@ from functools import reduce
 from math import gcd, inf, prod
 from typing import Literal, NamedTuple
 
-from ckptlint.analysis.trusted_config import contradictions, main_params, number, trusted
+from ckptlint.analysis.fit.trusted_config import contradictions, main_params, number, trusted
 from ckptlint.geometry.writers import ranks_of_files
 from ckptlint.model import AxisSize, Checkpoint, StepFile
 from ckptlint.model.facts import fact

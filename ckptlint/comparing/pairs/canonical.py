@@ -9,7 +9,7 @@ from math import gcd
 
 import numpy as np
 
-from ckptlint.comparing.match import Side, Sides
+from ckptlint.comparing.values.match import Side, Sides
 from ckptlint.model.tiling import IntArray
 from ckptlint.seals.row_hashes import RowHashes, digest, matrix
 from ckptlint.vocabulary.keys import parse

@@ -10,8 +10,8 @@ from itertools import combinations
 
 import numpy as np
 
-from ckptlint.comparing.match import Match, Side, Sides
 from ckptlint.comparing.pairs.canonical import Heads, in_one_order
+from ckptlint.comparing.values.match import Match, Side, Sides
 from ckptlint.model.text import NUMBER
 from ckptlint.seals.digests import MASK, Words
 from ckptlint.seals.row_hashes import can_be_rounded, digest, matrix, multiset

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from ckptlint.analysis.inventory import inventory_of
-from ckptlint.comparing.match import Side
+from ckptlint.analysis.optimizer.inventory import inventory_of
 from ckptlint.comparing.sides import OpenedCheckpoint
+from ckptlint.comparing.values.match import Side
 from ckptlint.vocabulary.keys import parse
 
 

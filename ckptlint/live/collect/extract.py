@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from ckptlint.analysis.inventory import optimizer_parts, split_state
+from ckptlint.analysis.optimizer.inventory import optimizer_parts, split_state
 from ckptlint.live.collect import compat
 from ckptlint.live.collect.limit import Limit
 from ckptlint.live.collect.tensor_digest import freed_bytes

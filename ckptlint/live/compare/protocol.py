@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from ckptlint.analysis.ranks.rank_chunks import ChunkCopies, cells, condensed, digest_groups
-from ckptlint.analysis.step_change import StoredKey
-from ckptlint.analysis.step_change import changes as step_changes
+from ckptlint.analysis.step_before.step_change import StoredKey
+from ckptlint.analysis.step_before.step_change import changes as step_changes
 from ckptlint.live.compare import fingerprints as fp
 from ckptlint.live.compare.difference import first_difference
 from ckptlint.live.compare.group import RankGroup

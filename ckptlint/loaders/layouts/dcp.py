@@ -10,8 +10,8 @@ from ckptlint.formats.pickles.safe_pickle import SIZE_LIMIT, asks_for_names
 from ckptlint.formats.pointers import pointer_in
 from ckptlint.loaders.layouts import Evidence, Layout
 from ckptlint.loaders.readers.common_state import COMMON_FILE
-from ckptlint.loaders.readers.dcp import read_dcp
-from ckptlint.loaders.readers.megatron import CONFIG_FILE
+from ckptlint.loaders.readers.dcp.folder import read_dcp
+from ckptlint.loaders.readers.dcp.megatron import CONFIG_FILE
 from ckptlint.model import StepState
 from ckptlint.sandbox import isolated
 from ckptlint.storage.folder import Folder

@@ -6,8 +6,8 @@ from ckptlint.loaders.layouts import CheckpointPlace, Evidence, Layout
 from ckptlint.loaders.layouts.dcp import has_payload
 from ckptlint.loaders.layouts.unsupported import backend
 from ckptlint.loaders.readers.common_state import COMMON_FILE, read_common
-from ckptlint.loaders.readers.megatron import CONFIG_FILE, read_config
-from ckptlint.loaders.readers.payload_files import file_table
+from ckptlint.loaders.readers.dcp.megatron import CONFIG_FILE, read_config
+from ckptlint.loaders.readers.dcp.payload_files import file_table
 from ckptlint.model import Checkpoint, Problem
 from ckptlint.model.text import first_names, plural, printable, verb
 from ckptlint.storage.folder import Folder

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ckptlint.loaders.layouts import CheckpointPlace, Evidence, Layout
-from ckptlint.loaders.readers.payload_files import file_table
+from ckptlint.loaders.readers.dcp.payload_files import file_table
 from ckptlint.model import Checkpoint, Problem
 from ckptlint.model.text import first_names, printable
 from ckptlint.patterns import lazy_pattern

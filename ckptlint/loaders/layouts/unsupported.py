@@ -8,7 +8,7 @@ from ckptlint.errors import CkptlintError, NothingToCheckError
 from ckptlint.loaders.layouts import CheckpointPlace, Evidence, Layout, recognise
 from ckptlint.loaders.problems import of_format
 from ckptlint.loaders.rank_files.megatron_keys import is_rank_folder, legacy_file
-from ckptlint.loaders.readers.megatron import CONFIG_FILE, read_config
+from ckptlint.loaders.readers.dcp.megatron import CONFIG_FILE, read_config
 from ckptlint.model import Checkpoint, Problem
 from ckptlint.model.text import printable
 from ckptlint.storage.folder import Folder

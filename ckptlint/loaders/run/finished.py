@@ -12,7 +12,7 @@ from ckptlint.loaders.json_file import read_json
 from ckptlint.loaders.layouts import recognise
 from ckptlint.loaders.problems import optimizer_never_written
 from ckptlint.loaders.readers.common_state import COMMON_FILE
-from ckptlint.loaders.readers.megatron import CONFIG_FILE
+from ckptlint.loaders.readers.dcp.megatron import CONFIG_FILE
 from ckptlint.loaders.run.bare_parts import CONFIG, bare_parts
 from ckptlint.loaders.run.steps import older_steps, steps_of, sub_folder
 from ckptlint.model import AxisSize, Problem, StepState

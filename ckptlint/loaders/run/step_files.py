@@ -21,8 +21,8 @@ from ckptlint.loaders.json_file import read_json
 from ckptlint.loaders.layouts import CheckpointPlace
 from ckptlint.loaders.problems import from_error, from_torch_file
 from ckptlint.loaders.readers.common_state import COMMON_FILE, RUN_CONFIG
-from ckptlint.loaders.readers.megatron import CONFIG_FILE
-from ckptlint.loaders.readers.payload_files import renamed_files
+from ckptlint.loaders.readers.dcp.megatron import CONFIG_FILE
+from ckptlint.loaders.readers.dcp.payload_files import renamed_files
 from ckptlint.loaders.readers.torch_files import optimizer_in
 from ckptlint.loaders.run.finished import missing_parts, stated_world
 from ckptlint.loaders.run.steps import is_alike, steps_of, sub_folder

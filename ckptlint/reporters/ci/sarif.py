@@ -13,8 +13,8 @@ from urllib.parse import quote
 
 from ckptlint._version import __version__
 from ckptlint.geometry.chunk_map import make_grid
+from ckptlint.lint.pages.rule_page import page
 from ckptlint.lint.report import CheckpointReport, FindingGroup, Ignored, Report, ranks_named
-from ckptlint.lint.rule_page import page
 from ckptlint.model import Checkpoint
 from ckptlint.reporters.full import note_line, notes
 from ckptlint.reporters.json_report import sampled

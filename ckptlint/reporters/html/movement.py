@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from math import log10
 from typing import Any
 
-from ckptlint.analysis.movement import Movement, by_kind, short_names
+from ckptlint.analysis.step_before.movement import Movement, by_kind, short_names
 from ckptlint.model.text import plural
-from ckptlint.reporters.movement import change_text, moved_sentences
+from ckptlint.reporters.comparing.movement import change_text, moved_sentences
 from ckptlint.reporters.style import cut
 
 _SHADES = 9

@@ -17,19 +17,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ckptlint._version import __version__
-from ckptlint.analysis.movement import movements_of
-from ckptlint.analysis.rank_contents import rank_contents_of
-from ckptlint.analysis.step_change import older_name
+from ckptlint.analysis.ranks.contents import rank_contents_of
+from ckptlint.analysis.step_before.movement import movements_of
+from ckptlint.analysis.step_before.step_change import older_name
 from ckptlint.geometry.chunk_graph import axis_graph, axis_name
 from ckptlint.geometry.chunk_map import Grid, make_grid, marked_boxes
 from ckptlint.geometry.record_states import NOT_CHECKED, STATES, chunk_states
 from ckptlint.lint.report import Cause, CheckpointReport, Diagnostic, FindingGroup, Report
-from ckptlint.lint.steps import step_around, steps_in
+from ckptlint.lint.steps.trust import step_around, steps_in
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import human_bytes, named_ranks, plural, ranges, shape_text
 from ckptlint.model.tiling import Box, Tiling
 from ckptlint.patterns import lazy_pattern
-from ckptlint.reporters import ranks
+from ckptlint.reporters.contents import ranks
 from ckptlint.reporters.full import (
     STEP_COLUMNS,
     left_unread,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ckptlint.analysis.movement import astray
-from ckptlint.comparing.values import Values
+from ckptlint.analysis.step_before.movement import astray
+from ckptlint.comparing.values.compare import Values
+from ckptlint.reporters.comparing.values import groups_of, sentence_of, values_verdict
 from ckptlint.reporters.html.movement import movement_map
 from ckptlint.reporters.html.page import environment, frame
-from ckptlint.reporters.values import groups_of, sentence_of, values_verdict
 
 
 def render(found: Values, paths: tuple[str, str]) -> str:

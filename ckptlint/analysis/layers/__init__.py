@@ -1,0 +1,1 @@
+"""Layers, experts and ranks against their siblings."""

@@ -1,0 +1,144 @@
+"""Records on optimizers besides their tensors: modules, parameter groups, sharding types.
+
+Megatron-Core keeps these records in the common state, or in objects of each module where ranks hold different modules.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, NamedTuple
+
+from ckptlint.analysis.optimizer.inventory import inventory_of, optimizer_parts
+from ckptlint.model import Checkpoint, ShardedObject, Tensor
+from ckptlint.model.facts import fact
+from ckptlint.vocabulary.keys import parse
+
+RecordKind = Literal["param_groups", "param_state_sharding_type"]
+_DEPTH = 12
+
+
+class Module(NamedTuple):
+    """An optimizer of its own: a chain of a chained optimizer, a module of a multimodal job, or the only one.
+
+    Attributes:
+        name: the module's name (`vision`), "" where there is only one.
+        chain: number of the chain, "" where keys name none.
+    """
+
+    name: str = ""
+    chain: str = ""
+
+    @property
+    def title(self) -> str:
+        """Its name in a sentence; "" for the only one."""
+        parts = [f"mimo.{self.name}"] if self.name else []
+        return " ".join([*parts, f"chained_{self.chain}"] if self.chain else parts)
+
+    def covers(self, other: Module) -> bool:
+        """Whether a record kept for this module also speaks for another; where names say nothing it does."""
+        named = not (self.name and other.name) or self.name.startswith(other.name) or other.name.startswith(self.name)
+        return named and (not (self.chain and other.chain) or self.chain == other.chain)
+
+
+class OptimizerRecord(NamedTuple):
+    """A record that a module needs besides its tensors.
+
+    Attributes:
+        place: where it is, for people: `common.pt: optimizer.1`, or the object's entry name.
+        value: the list of groups or the type's name; None where the object was not read.
+    """
+
+    kind: RecordKind
+    module: Module
+    place: str
+    value: Any
+
+
+def modules(ckpt: Checkpoint) -> dict[Module, list[Tensor]]:
+    """The optimizers that have state tensors or buckets, and these."""
+    names: dict[Module, list[Tensor]] = {}
+    for state in inventory_of(ckpt).states:
+        names.setdefault(optimizer_module(state.chain), []).append(state.tensor)
+    for bucket in inventory_of(ckpt).buckets:
+        names.setdefault(optimizer_module(bucket.chain), []).append(bucket.tensor)
+    return names
+
+
+def optimizer_module(chain: tuple[str, ...]) -> Module:
+    """The optimizer that a state or bucket of this chain belongs to."""
+    names = [part.removeprefix("mimo.") for part in chain if part.startswith("mimo.")]
+    chains = [part.removeprefix("chained_") for part in chain if part.startswith("chained_")]
+    return Module(names[0] if names else "", chains[0] if chains else "")
+
+
+def highest_step(ckpt: Checkpoint) -> int:
+    """The highest step that the name of the step, an entry or a file beside the tensors states; 0 without any."""
+    run = ckpt.run.step if ckpt.run is not None else 0
+    return max(run, *(claim.step for claim in ckpt.claims), *(file.step or 0 for file in ckpt.step_files), 0)
+
+
+def is_training_state(ckpt: Checkpoint) -> bool:
+    """Whether the common state is one that a training loop wrote, not a caller of the library."""
+    return ckpt.common is not None and bool({"args", "checkpoint_version"} & ckpt.common.values.keys())
+
+
+def content_metadata(ckpt: Checkpoint) -> Mapping[str, Any]:
+    """The flags that say how the state was laid out; {} before Megatron-Core 0.13."""
+    flags = ckpt.common_value("content_metadata")
+    return flags if isinstance(flags, dict) else {}
+
+
+@fact
+def optimizer_records(ckpt: Checkpoint) -> tuple[OptimizerRecord, ...]:
+    """Every list of parameter groups and every sharding type, from the common state and from objects."""
+    grids = (rows for key, _, rows in ckpt.objects.rows_by_grid() if parse(key).kind == "optimizer")
+    shards = (ckpt.objects[row] for row in sorted(row for rows in grids for row in rows.tolist()))
+    in_objects = [record for obj in shards if (record := _in_object(ckpt, obj))]
+    names = {module.name for module in modules(ckpt)} | {record.module.name for record in in_objects}
+    in_common = [] if ckpt.common is None else _in_common(ckpt.common.source, ckpt.common.values, names - {""})
+    return (*in_common, *in_objects)
+
+
+def _in_common(source: str, values: Mapping[Any, Any], names: set[str]) -> Iterator[OptimizerRecord]:
+    for top, value in values.items():
+        if top != "args":
+            yield from _walk(source, (top,), value, names)
+
+
+def _walk(source: str, path: tuple[Any, ...], value: Any, names: set[str]) -> Iterator[OptimizerRecord]:
+    """Source: `optimizer`, or `optimizer` by number of the chain, or by name of the module (Megatron-Core)"""
+    kind: RecordKind
+    last = path[-1]
+    if last in ("param_groups", "param_state_sharding_type"):
+        kind = last
+        chains = [str(part) for part in path if str(part).isdecimal()]
+        chains += [part.removeprefix("chained_") for part in path if re.fullmatch(r"chained_\d+", str(part))]
+        named = [part for part in path if part in names]
+        module = Module(named[0] if named else "", chains[0] if chains else "")
+        yield OptimizerRecord(kind, module, f"{source}: {'.'.join(map(str, path[:-1]))}", value)
+    elif len(path) < _DEPTH and isinstance(value, dict):
+        for key, part in value.items():
+            if isinstance(key, (str, int)):
+                yield from _walk(source, (*path, key), part, names)
+    elif len(path) < _DEPTH and isinstance(value, list):
+        for part in value:
+            if isinstance(part, (dict, list)):
+                yield from _walk(source, (*path, "*"), part, names)
+
+
+def _in_object(ckpt: Checkpoint, obj: ShardedObject) -> OptimizerRecord | None:
+    key = parse(obj.key)
+    if key.kind != "optimizer":
+        return None
+    chain, rest = optimizer_parts(key)
+    last = rest.rpartition(".")[2]
+    value = ckpt.object_values.get(obj.fqn)
+    if last == "param_state_sharding_type":
+        return OptimizerRecord("param_state_sharding_type", optimizer_module(chain), obj.fqn, value)
+    if last == "param_groups":
+        return OptimizerRecord("param_groups", optimizer_module(chain), obj.fqn, value)
+    if last == "optimizer" and (not isinstance(value, dict) or "param_groups" in value):
+        groups = value["param_groups"] if isinstance(value, dict) else None
+        return OptimizerRecord("param_groups", optimizer_module(chain), obj.fqn, groups)
+    return None

@@ -1,0 +1,1 @@
+"""A checkpoint against the step before it: what follows from what, how far it moved, and what leapt."""

@@ -1,0 +1,1 @@
+"""The page of a rule, with its cases as examples."""

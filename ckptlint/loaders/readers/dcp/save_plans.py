@@ -1,0 +1,184 @@
+"""What every rank planned to write, as Megatron-Core keeps it in the metadata, as columns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain, compress
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+
+from ckptlint.errors import UnreadableError
+from ckptlint.formats.pickles.columns import END, OneChunk, PlanRows, RowRun
+from ckptlint.formats.pickles.rows import Table
+from ckptlint.formats.pickles.safe_pickle import Node
+from ckptlint.loaders.readers.dcp.metadata import Numbering, attributes_of, attributes_of_all
+from ckptlint.model import SavePlans
+from ckptlint.model.files import Names
+from ckptlint.model.text import all_printable
+from ckptlint.model.tiling import COORDINATE_LIMIT, IntArray
+
+
+def read_plans(plans: Any) -> SavePlans | None:
+    """Every rank's plan as columns, or None where there are none or they make no sense (they are advisory).
+
+    Source:
+        `all_local_plans` of megatron-core >= 0.11: a list by rank of SavePlan or MCoreSavePlan
+    """
+    if not isinstance(plans, list) or not plans:
+        return None
+    try:
+        listed = [attributes_of(plan, "SavePlan").get("items") or () for plan in plans]
+        items = [*chain.from_iterable(listed)]
+        is_node = [type(item) is not RowRun and item is not END for item in items]
+        lengths = np.array([item.count if type(item) is RowRun else item is not END for item in items], np.int64)
+        starts = np.cumsum(lengths) - lengths
+        parts = [_of_nodes([*compress(items, is_node)], starts[is_node])]
+        runs: dict[int, list[tuple[RowRun, int]]] = {}
+        for item, start in zip(items, starts.tolist(), strict=True):
+            if type(item) is RowRun:
+                runs.setdefault(id(item.table), []).append((item, start))
+        parts += [_of_runs(same[0][0].table, same) for same in runs.values()]
+        rank = np.repeat(np.arange(len(plans), dtype=np.int32), [*map(len, listed)])
+        return _joined(parts, len(plans), np.repeat(rank, lengths))
+    except (UnreadableError, KeyError, TypeError, ValueError, OverflowError):
+        return None
+
+
+@dataclass(slots=True, eq=False)
+class _Items:
+    """Planned items.
+
+    Attributes:
+        rows: int64 [n], where each is among all.
+        names, dtypes: different ones; name, dtype: int [n], position in them, -1 for the dtype of bytes.
+        offsets, sizes, global_shape: int64 [n, d], padded with -1.
+    """
+
+    rows: IntArray
+    names: Names | list[str]
+    name: IntArray
+    dtypes: list[str]
+    dtype: IntArray
+    offsets: IntArray
+    sizes: IntArray
+    global_shape: IntArray
+
+
+def _of_nodes(nodes: list[Any], rows: IntArray) -> _Items:
+    """The planned items that the general reader found, as columns."""
+    states = attributes_of_all(nodes, "WriteItem") if nodes else []
+    index = attributes_of_all([state["index"] for state in states], "MetadataIndex") if states else []
+    data = [state.get("tensor_data") for state in states]
+    of_tensors = np.flatnonzero([item is not None for item in data])
+    write_data = (
+        attributes_of_all([item for item in data if item is not None], "TensorWriteData") if len(of_tensors) else []
+    )
+    extents = [_extents(item["chunk"]) for item in write_data]
+    unique = {name: number for number, name in enumerate(dict.fromkeys(map(itemgetter("fqn"), index)))}
+    dtypes = [_dtype_of(item.get("properties")) for item in write_data]
+    unique_dtypes = {name: number for number, name in enumerate(dict.fromkeys(dtypes))}
+    dtype = np.full(len(states), -1, np.int64)
+    dtype[of_tensors] = [unique_dtypes[name] for name in dtypes]
+    return _Items(
+        rows,
+        [*unique],
+        np.array([unique[item["fqn"]] for item in index], np.int64),
+        [*unique_dtypes],
+        dtype,
+        _padded([offsets for offsets, _ in extents], of_tensors, len(states)),
+        _padded([sizes for _, sizes in extents], of_tensors, len(states)),
+        _padded([*map(itemgetter("size"), write_data)], of_tensors, len(states)),
+    )
+
+
+def _of_runs(table: Table, runs: list[tuple[RowRun, int]]) -> _Items:
+    """The rows of some row runs of one table; with each, where its first is among all."""
+    planned = table.rows
+    assert isinstance(planned, PlanRows)
+    rows = np.concatenate([np.arange(start, start + run.count) for run, start in runs])
+    own = np.concatenate([np.arange(run.first, run.first + run.count) for run, _ in runs])
+    dtypes = [value if isinstance(value, str) else _dtype_of(value) for value in planned.properties]
+    unique = {name: number for number, name in enumerate(dict.fromkeys(dtypes))}
+    number = np.array([*map(unique.__getitem__, dtypes), -1], np.int64)  # the last for bytes
+    chunk = planned.chunk
+    return _Items(
+        rows,
+        planned.names,
+        planned.name[own],
+        [*unique],
+        number[planned.of_properties[own]],
+        _with_padding(chunk.offset_rank[own], chunk.offsets[own]),
+        _with_padding(chunk.size_rank[own], chunk.sizes[own]),
+        _with_padding(planned.size_rank[own], planned.sizes[own]),
+    )
+
+
+def _joined(parts: list[_Items], world_size: int, rank: Any) -> SavePlans:
+    """One table of parts that together have all rows."""
+    fqn, dtype = np.zeros(len(rank), np.int32), np.full(len(rank), -1, np.int32)
+    names, dtypes = Numbering([]), Numbering([])
+    for part in parts:
+        of_names, of_dtypes = names.add([*part.names]), dtypes.add(part.dtypes)
+        fqn[part.rows] = of_names[part.name]
+        tensors = part.dtype >= 0
+        dtype[part.rows[tensors]] = of_dtypes[part.dtype[tensors]]
+    is_bytes = dtype < 0
+    used, fqn = names.in_order_of_use(fqn)
+    used_dtypes, dtype[~is_bytes] = dtypes.in_order_of_use(dtype[~is_bytes])
+    offsets, sizes, shapes = (
+        _stacked(len(rank), [(part.rows, table) for part, table in zip(parts, tables, strict=True)])
+        for tables in zip(*((part.offsets, part.sizes, part.global_shape) for part in parts), strict=True)
+    )
+    return SavePlans(
+        world_size=world_size,
+        fqns=all_printable(used),
+        fqn=fqn,
+        rank=rank,
+        is_bytes=is_bytes,
+        offsets=offsets,
+        sizes=sizes,
+        dtypes=all_printable(used_dtypes),
+        dtype=dtype.astype(np.int16),
+        global_shape=shapes,
+    )
+
+
+def _extents(chunk: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    if type(chunk) is OneChunk:
+        return chunk.extents()
+    state = attributes_of(chunk, "ChunkStorageMetadata")
+    return state["offsets"], state["sizes"]
+
+
+def _dtype_of(properties: Any) -> str:
+    if type(properties).__base__ is Node and properties and isinstance(properties[0], tuple):
+        return str(properties[0][0])
+    return "unknown"
+
+
+def _padded(values: list[tuple[int, ...]], rows: IntArray, count: int) -> IntArray:
+    """int64 [count, d], the values in their rows, -1 everywhere else."""
+    lengths = np.array([*map(len, values)], np.int64)
+    flat = np.fromiter(chain.from_iterable(values), np.int64, int(lengths.sum()))
+    if ((flat <= -COORDINATE_LIMIT) | (flat >= COORDINATE_LIMIT)).any():
+        raise ValueError("a plan's numbers do not fit")
+    table = np.full((count, int(lengths.max(initial=0))), -1, np.int64)
+    own = np.repeat(np.cumsum(lengths) - lengths, lengths)
+    table[np.repeat(rows, lengths), np.arange(len(flat)) - own] = flat
+    return table
+
+
+def _with_padding(rank: IntArray, coordinates: IntArray) -> IntArray:
+    """int64 [n, d], the coordinates with -1 after the rank of each row."""
+    axes = max(int(rank.max(initial=0)), 0)
+    return np.where(np.arange(axes) < rank[:, None], coordinates[:, :axes], np.int64(-1))
+
+
+def _stacked(count: int, parts: list[tuple[IntArray, IntArray]]) -> IntArray:
+    """int64 [count, d], the tables at their rows, -1 everywhere else."""
+    whole = np.full((count, max(table.shape[1] for _, table in parts)), -1, np.int64)
+    for rows, table in parts:
+        whole[rows, : table.shape[1]] = table
+    return whole

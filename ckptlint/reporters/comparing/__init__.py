@@ -1,0 +1,1 @@
+"""What differs between two checkpoints, and how far one step is from another."""

@@ -1,0 +1,81 @@
+"""How far weights moved since the step before, as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ckptlint.analysis.step_before.movement import Movement, astray, by_kind, short_names
+from ckptlint.model.text import first_names, fold_names, plural, table, verb
+from ckptlint.reporters.style import Style, cut
+
+_PATTERNS = 12
+_FURTHEST = 5  # weights that are named where more moved
+_HEAD = ("weights", "least", "median", "most")
+
+
+def moved_lines(movements: Sequence[Movement], style: Style) -> list[str]:
+    """How far the weights of a run moved, kind by kind."""
+    if not movements:
+        return []
+    head, *more = moved_sentences(movements, astray(movements))
+    if not any(one.change for one in movements):
+        return ["", *(line for sentence in (head, *more) for line in style.wrap(sentence, "  ", ""))]
+    moved = table(_rows(movements), _HEAD, tablefmt="plain", disable_numparse=False).splitlines()
+    lines = ["", *style.wrap(head, "", ""), "", *moved, ""]
+    return [*lines, *(line for sentence in more for line in style.wrap(sentence, "  ", ""))]
+
+
+def moved_sentences(movements: Sequence[Movement], strays: Sequence[Movement]) -> list[str]:
+    """How many weights moved, which the furthest, which do not continue the old ones, and which did not move.
+
+    Args:
+        strays: those that do not continue the old ones.
+    """
+    moved = sorted((one for one in movements if one.change > 0), key=lambda one: -one.change)
+    much = "the norm of the difference divided by the weight's norm"
+    lines = [f"{plural(len(moved), 'weight')} moved. How far: {much}."] if moved else []
+    if len(moved) > _FURTHEST:
+        far = (f"{cut(one.fqn)} {change_text(one.change)}" for one in moved[:_FURTHEST])
+        lines.append(f"The furthest: {', '.join(far)}")
+    if strays:
+        names = first_names([*map(cut, fold_names(one.fqn for one in strays))], _PATTERNS)
+        count = f"{plural(len(strays), 'weight')} {verb(len(strays), 'does')}"
+        lines.append(f"{count} not continue the old step, unlike the others: {names} ({_cosines(strays)})")
+    still = [one for one in movements if not one.change]
+    trained = [one.fqn for one in still if one.is_trained]
+    if still:
+        names = ", ".join(map(cut, fold_names(one.fqn for one in still)))
+        lines.append(f"{plural(len(still), 'weight')} did not move: {names}")
+    if trained:
+        some = f"{len(trained):,} of them: {', '.join(map(cut, fold_names(trained)))}"
+        lines.append(f"The optimizer holds state for {some if len(trained) < len(still) else 'all of them'}")
+    return lines
+
+
+def _cosines(movements: Sequence[Movement]) -> str:
+    least, most = (f"{f(one.cosine for one in movements) + 0.0:.2f}" for f in (min, max))
+    return f"cosine {least}" if least == most else f"cosines {least} to {most}"
+
+
+def _rows(movements: Sequence[Movement]) -> list[tuple[str, ...]]:
+    """Kind, least change, median and most, each with the layer."""
+    kinds = by_kind(movements)
+    names = short_names(kinds)
+    rows: list[tuple[str, ...]] = []
+    for kind, members in kinds.items():
+        changes = sorted((one.change, -1 if one.layer is None else one.layer) for one in members)
+        least, most = changes[0], changes[-1]
+        rows.append(
+            (
+                cut(names[kind]),
+                change_text(least[0]) + (f" (layer {least[1]})" if len(members) > 1 else ""),
+                change_text(changes[len(changes) // 2][0]) if len(members) > 1 else "",
+                change_text(most[0]) + f" (layer {most[1]})" if len(members) > 1 else "",
+            )
+        )
+    return rows
+
+
+def change_text(value: float) -> str:
+    """A change with two digits."""
+    return f"{value:.2g}" if value else "0"

@@ -1,0 +1,1 @@
+"""What a checkpoint holds, without a verdict: whole, by rank, by tensor and in one region."""
