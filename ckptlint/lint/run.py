@@ -21,7 +21,6 @@ from ckptlint.lint.settings.request import Request
 from ckptlint.loaders.checkpoint import open_checkpoint
 from ckptlint.loaders.discover import find
 from ckptlint.loaders.layouts import CheckpointPlace
-from ckptlint.loaders.run.finished import is_empty_part
 from ckptlint.loaders.run.folder import step_before
 from ckptlint.loaders.step_parts import lost_model
 from ckptlint.model import Checkpoint
@@ -89,8 +88,7 @@ def opened(
         if step is not None and depth.looks_at_files and len(checkpoints) == len(members):
             problem = lost_model([found for found, _ in members], checkpoints)
         if problem is not None:
-            # that a part's folder is empty is said by it
-            kept = [[one for one in ckpt.problems if not is_empty_part(one)] for ckpt in checkpoints]
+            kept = [[one for one in ckpt.problems if not one.of_empty_part] for ckpt in checkpoints]
             problems_of_each = [kept[0] + [problem], *kept[1:]]
             members = [
                 (found, replace(ckpt, problems=problems))

@@ -212,6 +212,7 @@ class Problem:
         blocks: whether the description of the tensors, or of a file's tensors, is missing because of it.
         outside_checkpoint: whether what is unsupported or unreadable is next to a checkpoint that loads without it.
         of_run: whether it is a fault of the run around a step, for which no step fails.
+        of_empty_part: whether it says that a part's folder is empty, which the lost model of a step says better.
         unknown: the names it is about, where a user who knows their packages may vouch for them.
         lost_files: all files that are missing, by the ranks that wrote them.
     """
@@ -226,6 +227,7 @@ class Problem:
     blocks: bool = False
     outside_checkpoint: bool = False
     of_run: bool = False
+    of_empty_part: bool = False
     unknown: tuple[str, ...] = ()
     lost_files: LostFiles = ()
 

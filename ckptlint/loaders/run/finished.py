@@ -40,7 +40,6 @@ _NUMBERS = lazy_pattern(r"\d+")
 _SHARDED = lazy_pattern(r"-\d+-of-\d+(?=\.\w+$)|\.index\.json$")
 _LAST_FILE_LIMIT = 1024**2
 _MOST_RANKS = 2**31
-_EMPTY = "the folder {} is empty"
 
 
 def step_state(step: Folder, levels: int = _LEVELS) -> StepState:
@@ -144,7 +143,9 @@ def missing_parts(folder: Folder) -> list[Problem]:
             problems.append(Problem("incomplete", tracker.file, sentence, why=why, hint=hint, outside_checkpoint=True))
     for name in hollow:
         why = "a save makes a part's folder to write into it, so the save or the copy lost what it held"
-        problems.append(Problem("incomplete", name, _EMPTY.format(name), why=why, hint=hint, outside_checkpoint=True))
+        sentence = f"the folder {name} is empty"
+        problem = Problem("incomplete", name, sentence, why=why, hint=hint, outside_checkpoint=True, of_empty_part=True)
+        problems.append(problem)
     for part in bare:
         sentence = f"{part.name} holds the configuration of {part.model} and no weights"
         why = f"{part.named_by}, so the save or the copy lost the weights of this part"
@@ -168,11 +169,6 @@ def _without_optimizer(step: Folder) -> str:
     names = (*step.files_beside(), *step.entries.strange, *step.folders())
     is_there = any("optim" in name or step_number(name) is not None for name in names)
     return "" if is_there or "pytorch_model" in step.folders() else scheduler
-
-
-def is_empty_part(problem: Problem) -> bool:
-    """Whether it says that the folder of a part is empty."""
-    return problem.message == _EMPTY.format(problem.file)
 
 
 def _hollow(step: Folder) -> list[str]:
