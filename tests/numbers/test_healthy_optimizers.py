@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -332,11 +333,12 @@ CASES: dict[str, Callable[[Make], Trained]] = {
 
 
 def combinations() -> Iterator[tuple[str, str]]:
-    """(optimizer, case): all in a sweep, else a drawn third of one for each optimizer and one for each case."""
-    if SWEEP:
-        yield from ((name, case) for name in OPTIMIZERS for case in CASES)
-        return
+    """(optimizer, case): all with OPTIMIZERS=all, a third of them in a sweep, else a third of one for each of both."""
     draw = random.Random(SEED)
+    every = [(name, case) for name in OPTIMIZERS for case in CASES]
+    if SWEEP or os.environ.get("OPTIMIZERS") == "all":
+        yield from every if "OPTIMIZERS" in os.environ else draw.sample(every, len(every) // 3)
+        return
     cases = [case for case in CASES if case != "plain"]
     each = [(name, "plain") for name in OPTIMIZERS] + [(draw.choice([*OPTIMIZERS]), case) for case in cases]
     yield from draw.sample(each, len(each) // 3)

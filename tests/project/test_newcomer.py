@@ -91,13 +91,16 @@ def test_a_new_framework_is_one_file_of_data_and_two_fixtures(clone: Path) -> No
     for run, verdict, codes, latest in (
         ("acme", "healthy", "", "snap@20"),
         ("acme_broken", "broken", "COM001", "snap@10"),
+        ("acme_torn", "broken", "COM001", "snap@10"),
     ):
         for step in (10, 20):
             saved = REAL / "frameworks" / "trackers" / "link" / f"step-{step}"
             shutil.copytree(saved, world / run / f"snap@{step}" / "net")
+            (world / run / f"snap@{step}" / "complete.json").write_text("{}")
         (world / run / "newest.txt").write_text("snap@20")
         rows.append("\t".join((run, verdict, codes, latest, "torch", "acme 1.2", "an invented framework")))
     (world / "acme_broken" / "snap@20" / "saving").write_text("")
+    (world / "acme_torn" / "snap@20" / "complete.json").unlink()
     (world / "MANIFEST.tsv").write_text("\n".join(rows) + "\n", encoding="utf-8")
 
     def tested() -> str:
@@ -107,6 +110,6 @@ def test_a_new_framework_is_one_file_of_data_and_two_fixtures(clone: Path) -> No
 
     without = tested()
     (clone / name).write_text(text, encoding="utf-8")
-    assert (without.count("FAILED "), without.count("PASSED ")) == (2, 3)  # read by content, not known as steps
+    assert (without.count("FAILED "), without.count("PASSED ")) == (3, 3)  # read by content, not known as steps
     whole = tested()
-    assert (whole.count("FAILED "), whole.count("PASSED ")) == (0, 5), whole
+    assert (whole.count("FAILED "), whole.count("PASSED ")) == (0, 6), whole
