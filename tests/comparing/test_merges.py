@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from support import REAL, run
 
 from ckptlint.comparing.sides import open_side
-from ckptlint.comparing.values.compare import compared_values, rows
+from ckptlint.comparing.values import rows
+from ckptlint.comparing.values.compare import compared_values
 from ckptlint.model.cover import Shape
 from ckptlint.payload.tensor_bytes import TensorBytes
 

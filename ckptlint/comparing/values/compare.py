@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from math import isfinite, prod
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -65,18 +65,11 @@ class Values(Shown):
 
     def rows(self) -> list[dict[str, Any]]:
         """One row per match; several keys of one side are joined into one text, and absent values are None."""
-        return [
-            {
-                "relation": match.relation,
-                "old": ", ".join(match.old) or None,
-                "new": ", ".join(match.new) or None,
-                "proven": match.is_proven,
-                "what": match.what or None,
-                "change": match.change if isfinite(match.change) else None,
-                "cosine": match.cosine if isfinite(match.cosine) else None,
-            }
-            for match in self.matches
-        ]
+        rows = [match.as_dict() for match in self.matches]
+        for row in rows:
+            del row["notes"]
+            row |= {side: ", ".join(row[side]) or None for side in ("old", "new")}
+        return rows
 
     @property
     def is_read(self) -> bool:

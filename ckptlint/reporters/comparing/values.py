@@ -106,11 +106,12 @@ def sentence_of(members: list[Match], found: Values, limit: int = NAME_LIMIT) ->
         limit: columns for a name; one that would be unclear in so few is whole.
     """
     first = members[0]
-    sides = [folded([name for match in members for name in getattr(match, side)])[0] for side in ("old", "new")]
-    trained_names = [name for match in members for name in match.old]
-    count = plural(len(trained_names) or len(members), "tensor")
+    old, new = ([name for match in members for name in getattr(match, side)] for side in ("old", "new"))
+    sides = [folded(names)[0] for names in (old, new)]
+    count = plural(len(old) or len(members), "tensor")
     if first.relation == "equal":
-        size = sum(volume_of(found, name) for name in trained_names)
+        sizes = ((prod(side.shape), side.dtype) for name in old if (side := found.old.get(name)) is not None)
+        size = sum(volume * ITEM_BITS.get(dtype, 0) // 8 for volume, dtype in sizes)
         return f"{count}, {human_bytes(size)}", []
     if first.relation == "absent":
         where = "only in the old one" if first.old else "only in the new one"
@@ -125,12 +126,6 @@ def sentence_of(members: list[Match], found: Values, limit: int = NAME_LIMIT) ->
         notes.append(f"every row; the norm of the difference is {changes[0]:.2g}{to} of the old one's")
     names = " -> ".join(dict.fromkeys(", ".join(fitting(name, limit) for name in side) for side in sides if side))
     return f"{count}: {names}", [note for note in notes if note]
-
-
-def volume_of(found: Values, name: str) -> int:
-    """Bytes of a tensor of the old side."""
-    side = found.old.get(name)
-    return prod(side.shape) * ITEM_BITS.get(side.dtype, 0) // 8 if side is not None else 0
 
 
 def _lines(words: str, members: list[Match], found: Values, style: Style) -> list[str]:
@@ -164,11 +159,8 @@ def values_verdict(found: Values) -> tuple[str, str, bool]:
         far = f"by {change_text(median(moved.values()))} of their norm in the median"
         if strays:
             rest.insert(0, f"{strays:,} {verb(strays, 'does')} not continue the old step")
-        return (
-            "Moved",
-            "; ".join([f"{len(moved):,} of {plural(len(found.movements), 'weight')}, {far}", *rest]) + ".",
-            not rest,
-        )
+        some = f"{len(moved):,} of {plural(len(found.movements), 'weight')}, {far}"
+        return "Moved", "; ".join([some, *rest]) + ".", not rest
     hold = verb(count, "holds")
     return "Not proven", f"{count:,} of {plural(whole, 'tensor')} {hold} the same values; {', '.join(rest)}.", False
 
@@ -196,27 +188,10 @@ def values_as_json(found: Values, paths: tuple[str, str]) -> str:
         "tensors": {"proven": count, "of": whole, "old": len(found.old), "new": len(found.new)},
         "problems": list(found.sentences),
         "lone": list(found.lone),
-        "matches": [
-            {
-                "relation": match.relation,
-                "old": list(match.old),
-                "new": list(match.new),
-                "proven": match.is_proven,
-                "what": match.what or None,
-                "notes": list(match.notes),
-                "change": match.change if isfinite(match.change) else None,
-                "cosine": match.cosine if isfinite(match.cosine) else None,
-            }
-            for match in found.matches
-        ],
+        "matches": [match.as_dict() for match in found.matches],
         "moved": [
-            {
-                "tensor": one.fqn,
-                "layer": one.layer,
-                "change": one.change,
-                "cosine": one.cosine,
-                "continues": one not in strays,
-            }
+            {"tensor": one.fqn, "layer": one.layer, "change": one.change, "cosine": one.cosine}
+            | {"continues": one not in strays}
             for one in found.movements
             if one.change
         ],
