@@ -7,7 +7,7 @@ their keys counts as absent.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple
 
 from ckptlint.analysis.fit.judgement import judged_shapes
 from ckptlint.analysis.optimizer.inventory import Param, optimizer_parts, split_state
+from ckptlint.grouping import grouped
 from ckptlint.model import Checkpoint, Reference
 from ckptlint.model.cover import Shape
 from ckptlint.model.facts import fact
@@ -132,11 +133,7 @@ def match_keys(ckpt: Checkpoint, reference: Reference) -> KeyComparison:
 
 
 def _families(entries: Iterable[KeyEntry | None]) -> dict[KeyFamily, list[KeyEntry]]:
-    families: dict[KeyFamily, list[KeyEntry]] = defaultdict(list)
-    for entry in entries:
-        if entry is not None:
-            families[entry.family].append(entry)
-    return dict(families)
+    return grouped((entry.family, entry) for entry in entries if entry is not None)
 
 
 def _entry(fqn: str, dtype: str | None, shape: Shape | None) -> KeyEntry | None:
@@ -175,9 +172,7 @@ def _path(key: Key) -> str:
 
 def _lies_in(fqn: str, names: set[str]) -> bool:
     """Whether an entry of bytes holds the key, itself or in a dict that was stored whole."""
-    if not names:
-        return False
-    parts = fqn.split(".")
+    parts = fqn.split(".") if names else []
     return any(".".join(parts[:stop]) in names for stop in range(1, len(parts) + 1))
 
 
@@ -228,9 +223,7 @@ def _renamed(
 
     Their functions agree by name, and the candidates hold at least half as many elements as the lost family.
     """
-    room: dict[tuple[bool, str], list[KeyFamily]] = defaultdict(list)
-    for family, entries in extra.items():
-        room[bool(entries[0].key.block), _function(entries[0])].append(family)
+    room = grouped(((bool(entries[0].key.block), _function(entries[0])), family) for family, entries in extra.items())
 
     @cache
     def near(inside: bool, function: str) -> tuple[list[KeyFamily], int | None]:
@@ -360,10 +353,7 @@ def _slots(entries: list[KeyEntry], form: tuple[str, str], other: tuple[str, str
 
 def _singles(mine: Slots, others: Slots) -> list[LoneKeys]:
     """Tensors of one side without a counterpart; of a stacked tensor only the unmatched layers or experts."""
-    places: dict[KeyEntry, list[Slot]] = defaultdict(list)
-    for slot, (entry, _) in mine.items():
-        if slot not in others:
-            places[entry].append(slot)
+    places = grouped((entry, slot) for slot, (entry, _) in mine.items() if slot not in others)
     return [LoneKeys(entry, _part(slots, entry)) for entry, slots in places.items()]
 
 
