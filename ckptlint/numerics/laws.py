@@ -103,9 +103,8 @@ def _moved(
     assert follow.betas is not None
     steps = follow.updates
     if follow.kind == "second":
-        least = follow.betas[1] ** steps * (1 - min(steps * rounding(dtypes[0]), 1.0)) * was - steps * _smallest(
-            dtypes[0]
-        )
+        kept = follow.betas[1] ** steps * (1 - min(steps * rounding(dtypes[0]), 1.0))
+        least = kept * was - steps * _smallest(dtypes[0])
         return np.where(least > 0, least / np.maximum(now, 1e-300), 0.0)
     if second_now is None or second_was is None:
         return np.zeros(len(now))

@@ -76,7 +76,6 @@ def totals_of(ckpt: Checkpoint) -> dict[str, int]:
 
 
 def _checkpoint(report: Report, part: CheckpointReport) -> dict[str, Any]:
-    """A checkpoint of the report, as report.schema.json describes it."""
     ckpt, reference, groups = part.checkpoint, part.checkpoint.reference, [*part.groups, *part.ignored_groups]
     numbers = {id(item): n for n, item in enumerate(item for group in groups for item in group.members)}
     return {
@@ -124,7 +123,6 @@ def _cause(cause: Cause, numbers: dict[int, int]) -> dict[str, Any]:
 
 
 def _finding(part: CheckpointReport, item: Diagnostic, group: FindingGroup) -> dict[str, Any]:
-    """A finding of the report, as report.schema.json describes it."""
     ckpt, finding, tensor = part.checkpoint, item.finding, item.finding.at.tensor
     # what costs time to explain is the same for all members of a group
     notes = item.all_notes() if item is group.lead else [*finding.notes, ("hint", finding.hint)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -126,11 +127,9 @@ def _where_lost(
 
     Empty where save plans exist or several ranks planned one part: the gaps are then copies that were dropped.
     """
-    if absent is not None and len(absent.ranks) == 1 and not absent.instead:
-        return by_rank.get(absent.ranks[0], [])
-    return (
-        [] if absent is not None or ckpt.save_plans is not None else [gap for gaps in by_rank.values() for gap in gaps]
-    )
+    if absent is None:
+        return [] if ckpt.save_plans is not None else [gap for gaps in by_rank.values() for gap in gaps]
+    return by_rank.get(absent.ranks[0], []) if len(absent.ranks) == 1 and not absent.instead else []
 
 
 def _record_lengths(ckpt: Checkpoint, tensor: Tensor, region: Box) -> frozenset[int]:
@@ -200,7 +199,7 @@ def _planned(ckpt: Checkpoint, tensor: Tensor, region: Box) -> tuple[int, ...]:
         return tuple(distinct(plans.rank[rows[exact]]).tolist())
     owners: dict[tuple[int, ...], set[int]] = defaultdict(set)
     for row, offset, size in zip(rows.tolist(), offsets.tolist(), sizes.tolist(), strict=True):
-        if Box(tuple(offset), tuple(size)).volume and region.volume % Box(tuple(offset), tuple(size)).volume == 0:
+        if prod(size) and region.volume % prod(size) == 0:
             owners[tuple(offset)].add(int(plans.rank[row]))
     # Nobody planned the region: a rank computed a wrong offset. Two ranks with one part are then the suspects (GEO004:
     # "two ranks planned the same half"); two such groups name nobody.
@@ -248,12 +247,9 @@ def _whole_tensors(ckpt: Checkpoint) -> Mapping[tuple[int, ...], list[Tensor]]:
     """Shape -> its first complete tensors, at most `_SIBLINGS`."""
     whole_tensors: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
     for tensor in ckpt.sound_tensors():
-        if (
-            len(tensor.chunks) <= _PARTS
-            and len(whole_tensors[tensor.global_shape]) < _SIBLINGS
-            and not tensor.tiling.coverage.missing
-        ):
-            whole_tensors[tensor.global_shape].append(tensor)
+        siblings = whole_tensors[tensor.global_shape]
+        if len(tensor.chunks) <= _PARTS and len(siblings) < _SIBLINGS and not tensor.tiling.coverage.missing:
+            siblings.append(tensor)
     return whole_tensors
 
 

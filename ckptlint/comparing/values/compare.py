@@ -197,9 +197,8 @@ def _content(side: Side) -> tuple[str, int]:
 
 def _is_meant(key: str, select: Sequence[str], ignore: Sequence[str]) -> bool:
     """Whether a key matches a glob of `select`, if any, and none of `ignore`."""
-    return (not select or any(fnmatchcase(key, glob) for glob in select)) and not any(
-        fnmatchcase(key, glob) for glob in ignore
-    )
+    is_selected = not select or any(fnmatchcase(key, glob) for glob in select)
+    return is_selected and not any(fnmatchcase(key, glob) for glob in ignore)
 
 
 def row_hashes_of(
@@ -219,15 +218,14 @@ def row_hashes_of(
     tensors = _tensors(side)
     wanted = {name: _gatherers(tensor, None, {"bfloat16"}, salt, by_columns=False) for name, tensor in tensors.items()}
     read, sentences = _read(side, tensors, wanted, jobs)
-    hashes_by_key = {}
-    for name, tensor in read.items():
-        if tensor.is_read:
-            hashes_by_key[printable(name)] = {dtype: hashes.rows for dtype, hashes in tensor.hashes.items()}
-    unread = [name for name, tensor in read.items() if not tensor.is_read]
-    if unread:
-        sentences.append(
-            f"{plural(len(unread), 'tensor')} could not be read to the last element: {first_names(unread)}"
-        )
+    hashes_by_key = {
+        printable(name): {dtype: hashes.rows for dtype, hashes in tensor.hashes.items()}
+        for name, tensor in read.items()
+        if tensor.is_read
+    }
+    if unread := [name for name, tensor in read.items() if not tensor.is_read]:
+        count = plural(len(unread), "tensor")
+        sentences.append(f"{count} could not be read to the last element: {first_names(unread)}")
     return hashes_by_key, sentences
 
 

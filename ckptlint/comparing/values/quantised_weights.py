@@ -83,9 +83,7 @@ def quantised_of(places: BytesByKey) -> Iterator[Quantised]:
 
 def _whole(place: TensorBytes | None) -> Matrix | None:
     """A tensor as float32; None where it is unreadable or larger than `_LARGEST`."""
-    if place is None or prod(place.shape) > _LARGEST:
-        return None
-    return place.whole()
+    return None if place is None or prod(place.shape) > _LARGEST else place.whole()
 
 
 def _words(place: TensorBytes) -> npt.NDArray[np.uint32] | None:
@@ -224,11 +222,10 @@ def _beside(key: str) -> str:
 
 def _of_library(key: str, place: TensorBytes, places: BytesByKey) -> Quantised | None:
     """A weight of torchao or quanto in an unsupported packing (int4): its rows are unreadable, and reported so."""
-    weight = _weight_of_library(key)
-    keys = tuple(name for name in places if name.startswith(_beside(key))) if weight else ()
-    return (
-        Quantised(weight, keys, (), f"packed {place.tensor.dtype}", 1, lambda _first, _last: None) if weight else None
-    )
+    if not (weight := _weight_of_library(key)):
+        return None
+    keys = tuple(name for name in places if name.startswith(_beside(key)))
+    return Quantised(weight, keys, (), f"packed {place.tensor.dtype}", 1, lambda _first, _last: None)
 
 
 def _shifted(half: Matrix, codes: Matrix, zero: Matrix) -> tuple[Matrix, Matrix]:

@@ -62,7 +62,9 @@ def values_as_text(found: Values, style: Style) -> str:
         if left:
             lines.append(f"{words:{_WIDTH}}{plural(left, 'more pattern')} (--format json has all)")
     lines += moved_lines(found.movements, style)
-    return "\n".join([*lines, "", *_verdict(found, style)]) + "\n"
+    word, sentence, is_good = values_verdict(found)
+    verdict = f"{style.paint(word, 'good' if is_good else 'error')}: {sentence}"
+    return "\n".join([*lines, "", *found.sentences[:_PATTERNS], *style.wrap(verdict, "", "")]) + "\n"
 
 
 def groups_of(found: Values) -> Iterator[tuple[str, list[list[Match]], int]]:
@@ -168,12 +170,6 @@ def values_verdict(found: Values) -> tuple[str, str, bool]:
 def _is_of_training(match: Match, moved: Collection[str]) -> bool:
     """Whether a match differs as training makes it: a weight that moved, or state beside one."""
     return bool(moved) and match.relation == "differ" and (match.old[0] in moved or parse(match.old[0]).kind != "model")
-
-
-def _verdict(found: Values, style: Style) -> list[str]:
-    word, sentence, is_good = values_verdict(found)
-    verdict = f"{style.paint(word, 'good' if is_good else 'error')}: {sentence}"
-    return [*found.sentences[:_PATTERNS], *style.wrap(verdict, "", "")]
 
 
 def values_as_json(found: Values, paths: tuple[str, str]) -> str:

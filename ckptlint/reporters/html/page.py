@@ -92,7 +92,6 @@ def render(report: Report, style: Style) -> str:
         .get_template("report.html.jinja")
         .render(
             **frame(),
-            hatches=markup(svg.HATCHES),
             verdict="incomplete" if is_let_pass else report.verdict,
             shown=_LET_PASS if is_let_pass else _VERDICTS[report.verdict],
             sentence=_sentence(report),
