@@ -254,11 +254,9 @@ def block(ckpt: Checkpoint, group: FindingGroup, style: Style) -> list[str]:
     lines += [f"   | {line}".rstrip() for line in _figure(ckpt, finding, style)]
     for note in notes(group):
         lines += style.wrap(note_line(note), "     ", "   = ")
-    for whose, names in finding.lost_files if style.verbose else ():  # one to a line, to copy
-        lines += [
-            *style.wrap(f"missing{' of ' * bool(whose)}{whose}:", "     ", "   = "),
-            *(f"     {name}" for name in names),
-        ]
+    for whose, names in finding.lost_files if style.verbose else ():
+        lines += style.wrap(f"missing{' of ' * bool(whose)}{whose}:", "     ", "   = ")
+        lines += [f"     {name}" for name in names]  # one to a line, to copy
     return lines
 
 
@@ -371,10 +369,8 @@ def folded(codes: Iterable[str]) -> str:
     'GEO001-003,007 PAY009'
     """
     families = grouped((code[:3], int(code[3:])) for code in codes)
-    return " ".join(
-        family + re.sub(r"\d+", lambda number: number[0].zfill(3), ranges(numbers))
-        for family, numbers in families.items()
-    )
+    padded = {family: re.sub(r"\d+", lambda number: number[0].zfill(3), ranges(of)) for family, of in families.items()}
+    return " ".join(family + numbers for family, numbers in padded.items())
 
 
 def _ignored(group: FindingGroup) -> str:
@@ -517,10 +513,8 @@ def _left_out(report: Report) -> str:
         return limits
     files = " and files were not looked at" if not report.depth.looks_at_files else ""
     deeper = [(depth, report.added_by(depth)) for depth in Depth if report.added_by(depth)]
-    more = ", ".join(
-        f"--depth {depth} adds {plural(count, 'rule')}" if not place else f"--depth {depth} {count:,}"
-        for place, (depth, count) in enumerate(deeper)
-    )
+    adds = [f"--depth {depth} adds {plural(count, 'rule')}" for depth, count in deeper[:1]]
+    more = ", ".join(adds + [f"--depth {depth} {count:,}" for depth, count in deeper[1:]])
     seconds = sum(part.checkpoint.total_bytes for part in report.checkpoints) / _BYTES_A_SECOND
     takes = f", and takes about {human_duration(seconds)}" if more and seconds >= 2 else ""
     unread = f"Tensor bytes were not read{files}"

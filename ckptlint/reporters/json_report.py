@@ -133,8 +133,7 @@ def _finding(part: CheckpointReport, item: Diagnostic, group: FindingGroup) -> d
     chunks = []
     for row in finding.at.rows if tensor is not None else ():
         box, record = tensor.tiling.box(row), int(tensor.chunks.record[row])  # type: ignore[union-attr]
-        file, offset, length = ckpt.byte_range_of(record) if record >= 0 else (None, None, None)
-        chunks.append(_box(box) | {"file": file, "byte_offset": offset, "byte_length": length})
+        chunks.append(_box(box) | place_of(ckpt, record))
     return {
         "code": item.code,
         "name": item.rule.name,
@@ -162,6 +161,12 @@ def _finding(part: CheckpointReport, item: Diagnostic, group: FindingGroup) -> d
         "fingerprint": item.fingerprint,
         "ignored": ignored and {"by": ignored.by} | ({"reason": ignored.reason} if ignored.reason else {}),
     }
+
+
+def place_of(ckpt: Checkpoint, record: int) -> dict[str, Any]:
+    """Where the bytes of a record are; None for what is stored nowhere, by a row of -1."""
+    file, offset, length = ckpt.byte_range_of(record) if record >= 0 else (None, None, None)
+    return {"file": file, "byte_offset": offset, "byte_length": length}
 
 
 def _box(box: Box) -> dict[str, Any]:

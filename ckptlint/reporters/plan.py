@@ -36,10 +36,8 @@ _NODES = 16
 
 def as_text(plan: Plan, style: Style) -> str:
     """The verdict, what it rests on, and one table of what the ranks read."""
-    blocks = [
-        "\n".join([header(plan.checkpoint, style), *style.wrap(job_line(plan), "    ", "  ")]),
-        _verdict(plan, style),
-    ]
+    head = [header(plan.checkpoint, style), *style.wrap(job_line(plan), "    ", "  ")]
+    blocks = ["\n".join(head), _verdict(plan, style)]
     if plan.mismatches:
         table_of_shapes = fitted([*SHAPES_HEAD], shape_rows(plan), style.width)
         blocks.append("\n".join([style.paint(shapes_heading(plan), "bold"), *table_of_shapes]))
@@ -139,14 +137,9 @@ def _verdict(plan: Plan, style: Style) -> str:
 
 
 def _section(heading: str, keys: list[str], lines: list[str], style: Style) -> list[str]:
-    made = style.wrap(heading, "    ", "")
-    made[0] = style.paint(made[0], "bold")
-    patterns = listed_patterns(keys)
-    return [
-        *made,
-        *(style.wrap(patterns, "    ", "  ") if patterns else []),
-        *(part for line in lines for part in style.wrap(line, "    ", "  ")),
-    ]
+    first, *rest = style.wrap(heading, "    ", "")
+    texts = filter(None, [listed_patterns(keys), *lines])
+    return [style.paint(first, "bold"), *rest, *(part for text in texts for part in style.wrap(text, "    ", "  "))]
 
 
 def listed_patterns(keys: Sequence[str]) -> str:
@@ -187,15 +180,10 @@ def plan_facts(plan: Plan) -> list[str]:
     if read:
         worst = named_ranks(cost.worst).capitalize()
         most = human_bytes(int(cost.read.max()))
-        lines.append(
-            f"{worst} {verb(len(cost.worst), 'reads')} the most: {most}, {_of_mean(cost.read[cost.kind])} the mean."
-            if len(cost.worst) < len(cost.kind)
-            else f"All ranks read the same amount: {most}."
-        )
-        lines.append(
-            f"Read amplification {cost.amplification:.2f}: bytes read per byte needed, ideally 1. Reading each needed "
-            f"record once would be {human_bytes(cost.distinct)}."
-        )
+        more = f"{worst} {verb(len(cost.worst), 'reads')} the most: {most}, {_of_mean(cost.read[cost.kind])} the mean."
+        lines.append(more if len(cost.worst) < len(cost.kind) else f"All ranks read the same amount: {most}.")
+        amplified = f"Read amplification {cost.amplification:.2f}: bytes read per byte needed, ideally 1."
+        lines.append(f"{amplified} Reading each needed record once would be {human_bytes(cost.distinct)}.")
     if len(cost.written) > 1:
         sizes = np.array([*cost.written.values()])
         heaviest = max(cost.written, key=lambda rank: cost.written[rank])

@@ -171,8 +171,5 @@ def _neighbours(tensor: Tensor, region: Box) -> tuple[int, ...]:
 
 def _explain(ckpt: Checkpoint, tensor: Tensor, region: Box) -> tuple[Note, ...]:
     absent = absent_ranks(ckpt, tensor, region)
-    return (
-        ("mesh", mesh_note(ckpt, tensor, region)),
-        ("rank", rank_note(absent)),
-        ("hint", absent_hint(ckpt, tensor, region)),
-    )
+    mesh, hint = mesh_note(ckpt, tensor, region), absent_hint(ckpt, tensor, region)
+    return ("mesh", mesh), ("rank", rank_note(absent)), ("hint", hint)

@@ -100,7 +100,6 @@ def owners_note(ckpt: Checkpoint, numbers: Iterable[int], total: int) -> tuple[N
 
 
 def _roles(params: list[Param], hidden: int | None) -> list[ExpertRole]:
-    """The expert weights of a layer by role."""
     by_role: dict[str, list[Param]] = defaultdict(list)
     for param in params:
         is_expert = param.expert_axis is not None or (param.key.in_experts and param.key.expert is not None)
@@ -113,15 +112,11 @@ def _roles(params: list[Param], hidden: int | None) -> list[ExpertRole]:
         key, shape = members[0].key, members[0].own_shape
         if key.expert is not None and key.function == "mlp_out" and hidden and hidden not in shape[1:]:
             per_key = max(1, shape[0] // hidden) if shape[0] % hidden == 0 else 1
-    return [
-        ExpertRole(
-            role,
-            members,
-            tuple(sorted({p.key.expert for p in members if p.key.expert is not None})),
-            per_key if members[0].key.expert is not None else 1,
-        )
-        for role, members in by_role.items()
-    ]
+    roles = []
+    for role, members in by_role.items():
+        numbers = tuple(sorted({p.key.expert for p in members if p.key.expert is not None}))
+        roles.append(ExpertRole(role, members, numbers, per_key if members[0].key.expert is not None else 1))
+    return roles
 
 
 def _common_home(params: list[Param]) -> str:

@@ -64,15 +64,9 @@ def _rows(movements: Sequence[Movement]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for kind, members in kinds.items():
         changes = sorted((one.change, -1 if one.layer is None else one.layer) for one in members)
-        least, most = changes[0], changes[-1]
-        rows.append(
-            (
-                cut(names[kind]),
-                change_text(least[0]) + (f" (layer {least[1]})" if len(members) > 1 else ""),
-                change_text(changes[len(changes) // 2][0]) if len(members) > 1 else "",
-                change_text(most[0]) + f" (layer {most[1]})" if len(members) > 1 else "",
-            )
-        )
+        least, middle, most = (change_text(changes[i][0]) for i in (0, len(changes) // 2, -1))
+        texts = f"{least} (layer {changes[0][1]})", middle, f"{most} (layer {changes[-1][1]})"
+        rows.append((cut(names[kind]), *(texts if len(members) > 1 else (least, "", ""))))
     return rows
 
 

@@ -35,7 +35,7 @@ from ckptlint.reporters.contents import ranks as by_rank
 from ckptlint.reporters.contents import region
 from ckptlint.reporters.contents.tensor_table import chunk_count, chunks_text, degrees, fitted, size_text, tensor_table
 from ckptlint.reporters.full import header
-from ckptlint.reporters.json_report import totals_of
+from ckptlint.reporters.json_report import place_of, totals_of
 from ckptlint.reporters.style import Style, cut
 from ckptlint.vocabulary.dtypes import nbytes
 from ckptlint.vocabulary.keys import role
@@ -369,22 +369,12 @@ def _tensor(ckpt: Checkpoint, tensor: Tensor, with_chunks: bool) -> dict[str, An
     if with_chunks:
         sound = zip(tensor.tiling.offsets.tolist(), tensor.tiling.sizes.tolist(), strict=True)
         boxes = [*sound, *((list(chunk.offsets), list(chunk.sizes)) for chunk in tensor.malformed)]
-        records = [*tensor.chunks.record.tolist(), *(chunk.record for chunk in tensor.malformed)]
-        of_malformed = (
-            record_states(ckpt)[chunk.record] if chunk.record >= 0 else MISSING for chunk in tensor.malformed
-        )
-        states = [*chunk_states(ckpt, tensor).tolist(), *of_malformed]
-        described["layout"] = [_chunk(ckpt, *chunk) for chunk in zip(boxes, records, states, strict=True)]
+        malformed = [chunk.record for chunk in tensor.malformed]
+        records = [*tensor.chunks.record.tolist(), *malformed]
+        states = [record_states(ckpt)[record] if record >= 0 else MISSING for record in malformed]
+        states = [*chunk_states(ckpt, tensor).tolist(), *states]
+        described["layout"] = [
+            {"offsets": offsets, "sizes": sizes} | place_of(ckpt, record) | {"state": STATES[state]}
+            for (offsets, sizes), record, state in zip(boxes, records, states, strict=True)
+        ]
     return described
-
-
-def _chunk(ckpt: Checkpoint, box: tuple[list[int], list[int]], record: int, state: int) -> dict[str, Any]:
-    file, byte_offset, byte_length = ckpt.byte_range_of(record) if record >= 0 else (None, None, None)
-    return {
-        "offsets": box[0],
-        "sizes": box[1],
-        "file": file,
-        "byte_offset": byte_offset,
-        "byte_length": byte_length,
-        "state": STATES[state],
-    }

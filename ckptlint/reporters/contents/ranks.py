@@ -112,10 +112,10 @@ def cells_of(contents: RankContents, row: int, places: Sequence[Run | None]) -> 
 
 
 def _alike(contents: RankContents) -> list[list[int]]:
-    is_off = contents.out_of_balance
+    is_off, starts = contents.out_of_balance, contents.starts
 
     def look(row: int) -> tuple[object, ...]:
-        cells = slice(contents.starts[row], contents.starts[row + 1])
+        cells = slice(starts[row], starts[row + 1])
         return contents.column[cells].tobytes(), contents.state[cells].tobytes(), is_off[row], contents.size[row] < 0
 
     return [*grouped((look(row), row) for row in range(len(contents.names))).values()]

@@ -178,7 +178,6 @@ def _most_cut(tiling: Tiling) -> tuple[int, int]:
 
 
 def _sentence(report: Report) -> str:
-    """The verdict of the page in sentences."""
     if not report.checkpoints:
         return "Nothing was checked."
     found = [plural(report.counts[level], level) for level in ("error", "warning") if report.counts[level]]
@@ -335,10 +334,9 @@ def _movement(part: CheckpointReport, anchor: str, work: _Work) -> dict[str, Any
 
 def _cause(part: CheckpointReport, cause: Cause, anchor: str) -> dict[str, Any]:
     """A cause with a link to the first of its findings of each rule."""
-    groups: dict[str, str] = {}
-    for group in part.groups_of(cause):
-        groups.setdefault(group.lead.code, f"{anchor}-{group.number}")
-    return {"name": cause.name, "sentence": cause.sentence, "do": cause.do, "groups": list(groups.items())}
+    groups = grouped((group.lead.code, f"{anchor}-{group.number}") for group in part.groups_of(cause))
+    firsts = [(code, anchors[0]) for code, anchors in groups.items()]
+    return {"name": cause.name, "sentence": cause.sentence, "do": cause.do, "groups": firsts}
 
 
 def _notes(part: CheckpointReport, group: FindingGroup) -> list[Note]:
@@ -490,8 +488,8 @@ def _appendix(part: CheckpointReport, room: int, work: _Work) -> dict[str, Any]:
     shown = list(dict.fromkeys([*concerned, *tensors]))[:room]
     layers: dict[tuple[str, int], dict[str, list[dict[str, Any]]]] = {}
     for fqn in sorted(shown, key=lambda fqn: (role(fqn), numbers_in(fqn))):
-        found = numbers_in(fqn)
-        layer = (role(fqn).partition("*")[0], found[0]) if found else ("", 0)
+        numbers = numbers_in(fqn)
+        layer = (role(fqn).partition("*")[0], numbers[0]) if numbers else ("", 0)
         layers.setdefault(layer, {}).setdefault(role(fqn), []).append(_row(ckpt, fqn, flags.get(fqn, []), work))
     flagged = [roles for roles in layers.values() if any(row["level"] for rows in roles.values() for row in rows)]
     is_few = sum(len(rows) for roles in flagged for rows in roles.values()) <= _OPEN_LIMIT

@@ -19,17 +19,11 @@ _HEIGHT, _TOP = 220, 12
 def render(plan: Plan) -> str:
     """The page; every text is escaped, by jinja2 or here."""
     word, sentence = texts.verdict_line(plan)
-    nodes = [
-        (
-            number,
-            named_ranks(range(node.ranks[0], node.ranks[1] + 1)),
-            len(node.files),
-            human_bytes(node.bytes),
-            texts.listed_patterns(node.files),
-            texts.listed_patterns(node.absent),
-        )
-        for number, node in enumerate(plan.nodes)
-    ]
+    nodes = []
+    for number, node in enumerate(plan.nodes):
+        ranks, size = named_ranks(range(node.ranks[0], node.ranks[1] + 1)), human_bytes(node.bytes)
+        files, absent = (texts.listed_patterns(names) for names in (node.files, node.absent))
+        nodes.append((number, ranks, len(node.files), size, files, absent))
     template = environment().get_template("plan.html.jinja")
     return template.render(
         **frame(),
