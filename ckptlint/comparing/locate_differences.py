@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -12,7 +12,7 @@ from math import prod
 import numpy as np
 
 from ckptlint.comparing.pairs.matching import common
-from ckptlint.comparing.values.match import Match, Side
+from ckptlint.comparing.values.match import Match, Side, Sides
 from ckptlint.comparing.values.rows import compare_rows, row_ranges
 from ckptlint.grouping import grouped
 from ckptlint.model.cover import Shape
@@ -31,11 +31,7 @@ _WIDEST = 2**24  # most columns of a tensor that is read again
 _RUNS = 4  # most runs of rows that a sentence names
 
 
-def locate_differences(
-    found: Sequence[Match],
-    sides: tuple[Mapping[str, Side], Mapping[str, Side]],
-    jobs: int,
-) -> list[Match]:
+def locate_differences(found: Sequence[Match], sides: tuple[Sides, Sides], jobs: int) -> list[Match]:
     """The matches, with notes on rows, chunks, content and distance for tensors that differ.
 
     Args:
@@ -137,7 +133,7 @@ def _of_chunks(rows: IntArray, columns: IntArray, stored: TensorBytes | None) ->
 class _Holders:
     """Finds tensors of the old side by the hash of one row."""
 
-    sides: Mapping[str, Side]
+    sides: Sides
     known: dict[tuple[object, ...], dict[int, list[str]]] = field(default_factory=dict)
 
     def say(self, fqn: str, dtype: str, rows: IntArray, hashes: Words) -> str:

@@ -103,7 +103,7 @@ def draw_changes(now: Elements, was: Elements, follows: Sequence[Follow], per_ch
             beside = [step.read(step.ckpt.tensors[follow.second], tensor, chunk, at) for step in (now, was)]
         if both[0] is not None and both[1] is not None:
             dtypes = tensor.dtype, now.ckpt.tensors[follow.second or follow.key].dtype
-            rows.append((number, chunk, *changed(follow, both[0], both[1], beside[0], beside[1], dtypes)))
+            rows.append((number, chunk, *changed(follow, both[0], both[1], beside, dtypes)))
     rows.sort(key=lambda row: row[:2])
     return ChangeTable(list(follows), change_rows(rows), chunks)
 

@@ -446,7 +446,6 @@ def _verdict(report: Report, verbose: bool) -> list[tuple[str, str, str]]:
 
 
 def _by_outcome(report: Report) -> str:
-    """How many checkpoints passed, failed and so on."""
     words = {"passes": "passed", "fails": "failed"}
     counts = Counter(_outcome(report, part).verdict for part in report.checkpoints)
     return ", ".join(
@@ -468,7 +467,6 @@ def _other_steps(report: Report) -> str:
 
 
 def _ran(report: Report, on: str = "") -> str:
-    """How many rules ran, on what and how long."""
     return f"{plural(report.rule_counts.ran, 'rule')} ran{f' on {on}' if on else ''} in {report.seconds:.2f} s"
 
 

@@ -27,6 +27,7 @@ from ckptlint.vocabulary.keys import COPIES, MASTER_COPIES, Key, parse
 EntryKind = Literal["model", "copy", "optimizer"]
 KeyFamily = tuple[EntryKind, str, tuple[str, ...], str]
 Slot = tuple[object, ...]
+Form = tuple[str, str]
 _PACKED = frozenset({"uint8", "int8", "float4_e2m1fn_x2"})
 _SLOT_LIMIT = 1 << 20
 
@@ -53,7 +54,7 @@ class KeyEntry:
         return self.family[0]
 
     @property
-    def form(self) -> tuple[str, str]:
+    def form(self) -> Form:
         """Position of (layers, experts): `number` in the name, `axis` of the tensor, or "" for neither."""
         key = self.key
         layer = "number" if key.layer is not None else "axis" if key.is_stacked else ""
@@ -270,8 +271,7 @@ def _compare_family(result: KeyComparison, expected: list[KeyEntry], stored: lis
     if forms[0] == forms[1]:
         _compare_places(result, expected, stored)
     elif len(forms[0]) == len(forms[1]) == 1:
-        (there,), (here,) = forms
-        _compare_slots(result, expected, stored, there, here)
+        _compare_slots(result, expected, stored, (forms[0].pop(), forms[1].pop()))
     else:
         _leave_open(result, expected, stored)
 
@@ -294,14 +294,10 @@ def _compare_places(result: KeyComparison, expected: list[KeyEntry], stored: lis
 
 
 def _compare_slots(
-    result: KeyComparison,
-    expected: list[KeyEntry],
-    stored: list[KeyEntry],
-    there: tuple[str, str],
-    here: tuple[str, str],
+    result: KeyComparison, expected: list[KeyEntry], stored: list[KeyEntry], forms: tuple[Form, Form]
 ) -> None:
     """Pair stacked layers or experts of one side with numbered ones of the other."""
-    theirs, mine = _slots(expected, there, here), _slots(stored, here, there)
+    theirs, mine = _slots(expected, *forms), _slots(stored, *forms[::-1])
     pairs: list[KeyPair] = []
     if theirs is not None and mine is not None:
         common = [slot for slot in theirs if slot in mine]
@@ -323,7 +319,7 @@ def _leave_open(result: KeyComparison, expected: Iterable[KeyEntry], stored: Ite
 Slots = dict[Slot, tuple[KeyEntry, Shape | None]]
 
 
-def _slots(entries: list[KeyEntry], form: tuple[str, str], other: tuple[str, str]) -> Slots | None:
+def _slots(entries: list[KeyEntry], form: Form, other: Form) -> Slots | None:
     """The entries by (layer, expert); a stacked axis is split where the other side has numbers.
 
     None where that is impossible: an unknown shape, too few axes, or two entries with one number.

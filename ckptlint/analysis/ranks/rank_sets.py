@@ -78,7 +78,6 @@ def _merged(found: Iterable[Disagreement]) -> Iterable[Disagreement]:
 
 
 def _differing(statements: Iterable[Statement]) -> Iterator[Disagreement]:
-    """The statements that differ between files that are compared."""
     for (what, _, fqn), items in grouped(((item.what, item.among, item.fqn), item) for item in statements).items():
         found = grouped((item.value, item.file) for item in items)
         if len(found) > 1:

@@ -109,7 +109,10 @@ def stored_keys(ckpt: Checkpoint) -> dict[str, StoredKey]:
     return entries | {key: StoredKey("object", (), count) for key, count in shards.items()}
 
 
-def changes(was: Mapping[str, StoredKey], now: Mapping[str, StoredKey]) -> Iterator[Change]:
+Entries = Mapping[str, StoredKey]
+
+
+def changes(was: Entries, now: Entries) -> Iterator[Change]:
     """The changes, one for all keys of a role that changed alike."""
     yield from _gone(was, now, _by_role(now))
     before = {role(fqn) for fqn in was}
@@ -122,9 +125,7 @@ def _by_role(fqns: Iterable[str]) -> dict[str, list[str]]:
     return grouped((role(fqn), fqn) for fqn in fqns)
 
 
-def _gone(
-    was: Mapping[str, StoredKey], now: Mapping[str, StoredKey], after: Mapping[str, list[str]]
-) -> Iterator[Change]:
+def _gone(was: Entries, now: Entries, after: Mapping[str, list[str]]) -> Iterator[Change]:
     """Keys that this step lacks, by role, with the siblings that show whether the change was intended."""
     kinds = {parse(fqn).kind for fqn in now}
     params = {role(path) for state, path in map(_state, now) if state}
@@ -161,7 +162,7 @@ def _state(fqn: str) -> tuple[str, str]:
     return ("", "") if named is None else (named[0], parse(named[1]).path)
 
 
-def _altered(was: Mapping[str, StoredKey], now: Mapping[str, StoredKey]) -> Iterator[Change]:
+def _altered(was: Entries, now: Entries) -> Iterator[Change]:
     """Shared keys whose shape, dtype or number of chunks changed, by role."""
     shared = [fqn for fqn in was if fqn in now]
     by_role = _by_role(shared)
@@ -196,12 +197,7 @@ def _altered(was: Mapping[str, StoredKey], now: Mapping[str, StoredKey]) -> Iter
 
 
 def _alike(
-    kind: ChangeKind,
-    fqns: Iterable[str],
-    was: Mapping[str, StoredKey],
-    now: Mapping[str, StoredKey],
-    is_partial: bool,
-    rest: str = "",
+    kind: ChangeKind, fqns: Iterable[str], was: Entries, now: Entries, is_partial: bool, rest: str = ""
 ) -> Iterator[Change]:
     """One change for each set of keys with the same entries before and after."""
 

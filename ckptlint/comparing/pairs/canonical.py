@@ -102,7 +102,7 @@ def _moved(side: Side, heads: Heads, keys: Mapping[int | None, int], is_old: boo
     if "[in, out]" in stored_roles.how and len(shape) > 1:
         shape = (*shape[:-2], shape[-1], shape[-2])
         steps.append("transposed")
-    rows = shape[-2] if len(shape) > 1 else shape[0]
+    rows = shape[-2:][0]
     order: IntArray = np.arange(rows)
     if "by group" in stored_roles.how:
         of_keys = keys.get(parse(side.fqn).layer, 0) // max(heads.size, 1)

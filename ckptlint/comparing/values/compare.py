@@ -125,10 +125,7 @@ def compared_values(
     blocks = [stacked(side, there) for side, there in ((old, sides[1]), (new, sides[0]))]
     read: list[dict[str, Side]] = []
     sentences: list[str] = []
-    for tensors, there, names, opened, block in (
-        (sides[0], sides[1], forth, old, blocks[0]),
-        (sides[1], sides[0], back, new, blocks[1]),
-    ):
+    for tensors, there, names, opened, block in zip(sides, sides[::-1], (forth, back), (old, new), blocks, strict=True):
         wanted = {}
         others = {there[name].dtype for name in there.keys() - {*names.values()}}
         for name, tensor in tensors.items():
@@ -151,9 +148,7 @@ def compared_values(
 
 
 def _equal_bytes(
-    opened: tuple[Sequence[OpenedCheckpoint], Sequence[OpenedCheckpoint]],
-    tensors: Sequence[Mapping[str, Tensor]],
-    jobs: int | None,
+    opened: Sequence[Sequence[OpenedCheckpoint]], tensors: Sequence[Mapping[str, Tensor]], jobs: int | None
 ) -> dict[str, Side]:
     """All tensors, if every one has equal bytes on both sides; else {}.
 
@@ -267,12 +262,7 @@ def _tensors(side: Sequence[OpenedCheckpoint]) -> dict[str, Tensor]:
 
 
 def _gatherers(
-    tensor: Tensor,
-    other: Tensor | None,
-    dtypes: set[str],
-    salt: int,
-    is_stacked: bool = False,
-    by_columns: bool = True,
+    tensor: Tensor, other: Tensor | None, dtypes: set[str], salt: int, is_stacked: bool = False, by_columns: bool = True
 ) -> tuple[RowHashes, ...]:
     """Collectors of a tensor's row hashes: in its own dtype, and rounded to narrower dtypes of the other side.
 

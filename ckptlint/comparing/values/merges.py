@@ -380,13 +380,10 @@ def _saved(adapter: _Adapter, base: BytesByKey) -> Iterator[tuple[str, str, _Row
             continue
         name, kept = key.removeprefix(PREFIX).replace(f"{BASE_LAYER}.", "."), adapter.places[key]
         if name.endswith(_TOKENS):
-            fqn = _key(f"{name.removesuffix(_TOKENS)}.weight", base, endings)
-            rows = adapter.places[key].whole()
+            fqn, rows = _key(f"{name.removesuffix(_TOKENS)}.weight", base, endings), kept.whole()
             if fqn and rows is not None and len(rows) == len(adapter.config.tokens):
                 yield key, fqn, partial(_with_tokens, base[fqn], dict(zip(adapter.config.tokens, rows, strict=True)))
-            continue
-        fqn = _key(name, base, endings)
-        if fqn and base[fqn].shape == kept.shape:
+        elif (fqn := _key(name, base, endings)) and base[fqn].shape == kept.shape:
             yield key, fqn, kept.numbers
 
 

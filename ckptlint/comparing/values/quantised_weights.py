@@ -194,10 +194,7 @@ def _scaled(key: str, place: TensorBytes, places: BytesByKey) -> Quantised | Non
         values = np.asarray(codes, np.float32)
         half = _half_floats(dtype)[bits] if is_float else np.full(values.shape, 0.5, np.float32)
         is_end = (np.abs(values) >= last_code) | (values == -128)
-        by = scales(first, last)
-        if shift is not None:
-            half, values = _shifted(half, values, shift(first, last))
-        return Rows(values * by, half * np.abs(by), is_end)
+        return _shifted(values, half, is_end, scales(first, last), shift and shift(first, last))
 
     keys = tuple(found for found in (key, name, zero_key) if found in places)
     return Quantised(weight or key, keys, shape, f"{dtype}, {_in_words(scale, shape)}", _group(scale, shape), rows)
@@ -228,9 +225,11 @@ def _of_library(key: str, place: TensorBytes, places: BytesByKey) -> Quantised |
     return Quantised(weight, keys, (), f"packed {place.tensor.dtype}", 1, lambda _first, _last: None)
 
 
-def _shifted(half: Matrix, codes: Matrix, zero: Matrix) -> tuple[Matrix, Matrix]:
-    """(half a step, codes minus zero points); quantisers add zero points in bfloat16, which rounds once more."""
-    return np.asarray(half + _ROUNDING * np.abs(codes), np.float32), codes - zero
+def _shifted(codes: Matrix, half: Matrix, is_end: npt.NDArray[np.bool_], scale: Matrix, zero: Matrix | None) -> Rows:
+    """Codes less their zero points, which quantisers add in bfloat16, so that it rounds once more, by their scales."""
+    if zero is not None:
+        codes, half = codes - zero, np.asarray(half + _ROUNDING * np.abs(codes), np.float32)
+    return Rows(codes * scale, half * np.abs(scale), is_end)
 
 
 def _floats(dtype: str) -> Matrix:
@@ -294,11 +293,9 @@ def _packed(key: str, place: TensorBytes, places: BytesByKey) -> Quantised | Non
         if words is None:
             return None
         codes = unpacked(words.view(np.uint32), bits)[:, : shape[1]]
-        by, values = scales(first, last), (codes - (1 << bits - 1)).astype(np.float32)
+        values = (codes - (1 << bits - 1)).astype(np.float32)
         half = np.full(values.shape, 0.5, np.float32)
-        if shift is not None:
-            half, values = _shifted(half, values, shift(first, last))
-        return Rows(values * by, half * np.abs(by), _is_end(codes, bits))
+        return _shifted(values, half, _is_end(codes, bits), scales(first, last), shift and shift(first, last))
 
     parts = ("_packed", "_scale", "_zero_point", "_g_idx", "_shape")
     keys = tuple(name for part in parts if (name := weight + part) in places)

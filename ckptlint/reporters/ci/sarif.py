@@ -138,7 +138,6 @@ def _artifacts(report: Report, results: list[dict[str, Any]]) -> list[dict[str, 
 
 
 def _result(part: CheckpointReport, base: str, group: FindingGroup, index: dict[str, int]) -> dict[str, Any]:
-    """A group of findings as a result of SARIF 2.1.0."""
     ckpt, lead = part.checkpoint, group.lead
     text = "\n".join([lead.title, *map(note_line, notes(group))])
     result: dict[str, Any] = {

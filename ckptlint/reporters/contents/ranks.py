@@ -71,8 +71,9 @@ def matrix(contents: RankContents, style: Style) -> Iterator[str]:
 def as_json(contents: RankContents) -> dict[str, Any]:
     """The matrix as plain values; `cells` has for each state the numbers of the columns, all others are `nothing`."""
     rows = []
+    starts = contents.starts
     for row, name in enumerate(contents.names):
-        places = range(contents.starts[row], contents.starts[row + 1])
+        places = range(starts[row], starts[row + 1])
         cells = grouped((CELL_STATES[contents.state[at]], int(contents.column[at])) for at in places)
         size, factor = int(contents.size[row]), round(float(contents.factor[row]), 3)
         rows.append(
