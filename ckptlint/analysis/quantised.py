@@ -112,7 +112,10 @@ class Quantisation:
 def quantisation(ckpt: Checkpoint) -> Quantisation:
     """The quantised weights; empty without any and without a declaration."""
     declared = _declaration(ckpt)
-    if declared is None and not _may_hold_codes(ckpt):
+    # asked before the schemes are read, in which wide codes have parts below them
+    tensors = ckpt.tensors
+    may_be_codes = (tensor.dtype not in WIDE or key.rpartition(".")[0] in tensors for key, tensor in tensors.items())
+    if declared is None and not any(may_be_codes):
         return Quantisation(None, [], frozenset())
     with_parts = quantised_weights(ckpt.tensors)
     few = (tensor for key, tensor in ckpt.tensors.items() if key in with_parts or tensor.dtype not in WIDE)
@@ -142,12 +145,6 @@ def quantisation(ckpt: Checkpoint) -> Quantisation:
     used = {named(name, one.weight) for one in weights for part in one.scheme.parts for name in part.names}
     used |= {one.codes.fqn for one in weights}
     return Quantisation(declared, weights, known, _alone(ckpt, known, used, {role(one.weight) for one in weights}))
-
-
-def _may_hold_codes(ckpt: Checkpoint) -> bool:
-    """Whether any tensor may be codes; asked before the schemes are read, in which wide codes have parts below them."""
-    tensors = ckpt.tensors
-    return any(tensor.dtype not in WIDE or key.rpartition(".")[0] in tensors for key, tensor in tensors.items())
 
 
 def _rank(one: QuantisedWeight) -> int:
@@ -358,16 +355,13 @@ def _options(weights: Mapping[str, Any], found: Mapping[str, Any]) -> Mapping[st
     options["cache_bits"] = cache.get("num_bits") if isinstance(cache, dict) else _CACHE_BITS.get(str(algo).casefold())
     if isinstance(block, list) and len(block) == 2:
         options |= {"tall": block[0], "wide": block[1], "strategy": "block"}
-    options = {name: value for name, value in options.items() if name == "strategy" or _is_count(value)}
+    counts = {name for name, value in options.items() if type(value) is int and value > 0}  # a flag is no count
+    options = {name: value for name, value in options.items() if name in counts | {"strategy"}}
     if isinstance(symmetric := weights.get("symmetric"), bool):
         options["symmetric"] = str(symmetric).lower()
     if isinstance(strategy := weights.get("strategy"), str):
         options["strategy"] = "group" if strategy == "tensor_group" else strategy
     return options
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _ignored(found: Mapping[str, Any]) -> tuple[frozenset[str], bool]:

@@ -77,13 +77,18 @@ def totals_of(ckpt: Checkpoint) -> dict[str, int]:
 
 def _checkpoint(report: Report, part: CheckpointReport) -> dict[str, Any]:
     ckpt, reference, groups = part.checkpoint, part.checkpoint.reference, [*part.groups, *part.ignored_groups]
+    states = zip(FILE_STATES, np.bincount(ckpt.files.state, minlength=len(FILE_STATES)).tolist(), strict=True)
+    beside = Counter(file.state for file in ckpt.step_files)
     numbers = {id(item): n for n, item in enumerate(item for group in groups for item in group.members)}
     return {
         "path": ckpt.path,
         "format": ckpt.format,
         "writer": ckpt.writer or None,
         "totals": totals_of(ckpt),
-        "files": _files(ckpt),
+        "files": {
+            "payload": {state: count for state, count in states if count},
+            "beside": {state: beside[state] for state in get_args(StepFileState)},
+        },
         "step_files": [
             {"name": file.name, "family": file.family or None, "state": file.state, "size": file.size}
             for file in ckpt.step_files
@@ -97,16 +102,6 @@ def _checkpoint(report: Report, part: CheckpointReport) -> dict[str, Any]:
         "rules": asdict(report.rule_counts_of(part)),
         "not_run": [{"code": code, "reason": reason} for code, reason in part.silent.items()],
         "failed": [{"code": code, "error": error} for code, error in part.failed.items()],
-    }
-
-
-def _files(ckpt: Checkpoint) -> dict[str, dict[str, int]]:
-    """How many payload files are in each state, and what became of those beside them."""
-    states = zip(FILE_STATES, np.bincount(ckpt.files.state, minlength=len(FILE_STATES)).tolist(), strict=True)
-    beside = Counter(file.state for file in ckpt.step_files)
-    return {
-        "payload": {state: count for state, count in states if count},
-        "beside": {state: beside[state] for state in get_args(StepFileState)},
     }
 
 

@@ -37,7 +37,10 @@ _NODES = 16
 def as_text(plan: Plan, style: Style) -> str:
     """The verdict, what it rests on, and one table of what the ranks read."""
     head = [header(plan.checkpoint, style), *style.wrap(job_line(plan), "    ", "  ")]
-    blocks = ["\n".join(head), _verdict(plan, style)]
+    word, sentence = verdict_line(plan)
+    painted = style.paint(word, "good" if not plan.exit_code else "error")
+    verdict = "\n".join(style.wrap(f"{word}: {sentence}", "    ", "")).replace(word, painted, 1)
+    blocks = ["\n".join(head), verdict]
     if plan.mismatches:
         table_of_shapes = fitted([*SHAPES_HEAD], shape_rows(plan), style.width)
         blocks.append("\n".join([style.paint(shapes_heading(plan), "bold"), *table_of_shapes]))
@@ -128,12 +131,6 @@ def patterns(keys: Sequence[str]) -> list[str]:
     """Keys folded over layers, cut after some."""
     folded = [cut(name) for name in fold_names(keys)]
     return folded if len(folded) <= _PATTERNS + 1 else at_most(folded, _PATTERNS, "pattern", "and ")
-
-
-def _verdict(plan: Plan, style: Style) -> str:
-    word, sentence = verdict_line(plan)
-    painted = style.paint(word, "good" if not plan.exit_code else "error")
-    return "\n".join(style.wrap(f"{word}: {sentence}", "    ", "")).replace(word, painted, 1)
 
 
 def _section(heading: str, keys: list[str], lines: list[str], style: Style) -> list[str]:

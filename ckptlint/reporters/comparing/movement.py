@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ckptlint.analysis.step_before.movement import Movement, astray, by_kind, short_names
-from ckptlint.model.text import first_names, fold_names, plural, table, verb
+from ckptlint.model.text import first_names, fold_names, plural, table
 from ckptlint.reporters.style import Style, cut
 
 _PATTERNS = 12
@@ -39,8 +39,10 @@ def moved_sentences(movements: Sequence[Movement], strays: Sequence[Movement]) -
         lines.append(f"The furthest: {', '.join(far)}")
     if strays:
         names = first_names([*map(cut, fold_names(one.fqn for one in strays))], _PATTERNS)
-        count = f"{plural(len(strays), 'weight')} {verb(len(strays), 'does')}"
-        lines.append(f"{count} not continue the old step, unlike the others: {names} ({_cosines(strays)})")
+        least, most = (f"{f(one.cosine for one in strays) + 0.0:.2f}" for f in (min, max))
+        cosines = f"cosine {least}" if least == most else f"cosines {least} to {most}"
+        count = plural(len(strays), "weight", "does")
+        lines.append(f"{count} not continue the old step, unlike the others: {names} ({cosines})")
     still = [one for one in movements if not one.change]
     trained = [one.fqn for one in still if one.is_trained]
     if still:
@@ -50,11 +52,6 @@ def moved_sentences(movements: Sequence[Movement], strays: Sequence[Movement]) -
         some = f"{len(trained):,} of them: {', '.join(map(cut, fold_names(trained)))}"
         lines.append(f"The optimizer holds state for {some if len(trained) < len(still) else 'all of them'}")
     return lines
-
-
-def _cosines(movements: Sequence[Movement]) -> str:
-    least, most = (f"{f(one.cosine for one in movements) + 0.0:.2f}" for f in (min, max))
-    return f"cosine {least}" if least == most else f"cosines {least} to {most}"
 
 
 def _rows(movements: Sequence[Movement]) -> list[tuple[str, ...]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Iterator
 from math import isfinite, prod
 from statistics import median
@@ -12,6 +12,7 @@ from ckptlint.analysis.step_before.movement import astray
 from ckptlint.comparing.locate_differences import ROUNDED_WITHIN
 from ckptlint.comparing.values.compare import Values
 from ckptlint.comparing.values.match import Match, Relation
+from ckptlint.grouping import grouped
 from ckptlint.model.text import first_names, human_bytes, plural, verb
 from ckptlint.reporters.comparing.movement import change_text, moved_lines
 from ckptlint.reporters.contents.tensor_table import fitting, folded, starred
@@ -90,15 +91,15 @@ STATE = "state of the optimizer and of the job"
 
 
 def _groups(matches: list[Match]) -> list[list[Match]]:
-    alike: dict[tuple[object, ...], list[Match]] = defaultdict(list)
-    for match in matches:
+    def look(match: Match) -> tuple[object, ...]:
         names = tuple(role(starred(name)) for name in (*match.old, "", *match.new))
         if match.relation in ("equal", "rounded") or ROUNDED_WITHIN in match.notes:
             names = ("",)
         elif match.relation == "absent":
             names = (parse((match.old or match.new)[0]).kind, "old" if match.old else "new")
-        alike[names, match.what, match.notes, match.is_proven].append(match)
-    return list(alike.values())
+        return names, match.what, match.notes, match.is_proven
+
+    return [*grouped((look(match), match) for match in matches).values()]
 
 
 def sentence_of(members: list[Match], found: Values, limit: int = NAME_LIMIT) -> tuple[str, list[str]]:

@@ -482,8 +482,8 @@ def _graphs(ckpt: Checkpoint, finding: Finding) -> list[dict[str, Any]]:
 
 def _appendix(part: CheckpointReport, room: int, work: _Work) -> dict[str, Any]:
     """The tensors by layer and by role, at most `room` of them, those that a finding concerns first."""
-    ckpt, flags = part.checkpoint, _flags(part)
-    tensors = ckpt.tensors
+    ckpt, tensors = part.checkpoint, part.checkpoint.tensors
+    flags = grouped((key, item) for group in part.groups for item in group.members for key in item.keys)  # worst first
     concerned = [fqn for fqn in flags if fqn in tensors]
     shown = list(dict.fromkeys([*concerned, *tensors]))[:room]
     layers: dict[tuple[str, int], dict[str, list[dict[str, Any]]]] = {}
@@ -516,11 +516,6 @@ def _appendix(part: CheckpointReport, room: int, work: _Work) -> dict[str, Any]:
         "is_mixed": 0 < len(concerned) < len(shown),
         "has_all_flagged": 0 < len(concerned) <= len(shown),
     }
-
-
-def _flags(part: CheckpointReport) -> dict[str, list[Diagnostic]]:
-    """Key -> the findings that concern it, worst first."""
-    return grouped((key, item) for group in part.groups for item in group.members for key in item.keys)
 
 
 def _row(ckpt: Checkpoint, fqn: str, found: list[Diagnostic], work: _Work) -> dict[str, Any]:
