@@ -266,10 +266,10 @@ def _packed(key: str, place: TensorBytes, places: BytesByKey) -> Quantised | Non
     """Codes in words (`weight_packed`) with `weight_scale`: int1-8 of compressed-tensors, or FP4 in bytes."""
     if not key.endswith("_packed"):
         is_modelopt = place.tensor.dtype == "uint8" and f"{key}_scale_2" in places
-        return _fp4(key, place, places, key, f"{key}_scale", f"{key}_scale_2") if is_modelopt else None
+        return _fp4(key, place, places, key, f"{key}_scale_2") if is_modelopt else None
     weight = key.removesuffix("_packed")
     if place.tensor.dtype == "uint8":
-        return _fp4(key, place, places, weight, f"{weight}_scale", f"{weight}_global_scale")
+        return _fp4(key, place, places, weight, f"{weight}_global_scale")
     sizes, scale = _whole(places.get(f"{weight}_shape")), _whole(places.get(f"{weight}_scale"))
     if sizes is None or scale is None or sizes.shape != (2,) or place.tensor.dtype != "int32":
         return None
@@ -315,13 +315,10 @@ def _packed_zeros(place: TensorBytes | None, rows: int, bits: int) -> Matrix | N
     return np.asarray(codes - (1 << bits - 1), np.float32)
 
 
-def _fp4(
-    key: str, place: TensorBytes, places: BytesByKey, weight: str, scale_key: str, global_key: str
-) -> Quantised | None:
+def _fp4(key: str, place: TensorBytes, places: BytesByKey, weight: str, global_key: str) -> Quantised | None:
     """Two FP4 numbers in a byte, the first in the lower half; scales of 32 (MXFP4) or 16 (NVFP4) of them."""
-    scale_place = places.get(scale_key)
-    shape = place.shape
-    scale = _whole(scale_place)
+    scale_place = places.get(f"{weight}_scale")
+    scale, shape = _whole(scale_place), place.shape
     if scale_place is None or scale is None or len(shape) < 2:
         return None
     is_power = scale_place.tensor.dtype == "uint8"
@@ -335,7 +332,7 @@ def _fp4(
     scales = _spread(scale, real, None)
     if scales is None:
         return None
-    keys = tuple(name for name in (key, scale_key, global_key) if name in places)
+    keys = tuple(name for name in (key, f"{weight}_scale", global_key) if name in places)
     rows = _rows_of_fp4(place, shape, scales)
     return Quantised(weight, keys, real, "MXFP4" if is_power else "NVFP4", _group(scale, real), rows)
 
