@@ -16,22 +16,11 @@ from ckptlint.model import AxisSize, Checkpoint, Declared
 from ckptlint.model.facts import fact
 from ckptlint.vocabulary.config_fields import MODEL_CONFIG, read_declared
 
-MAIN_BLOCKS = frozenset(
-    {
-        "layers",
-        "h",
-        "decoder.layers",
-        "encoder.layers",
-        "transformer.h",
-        "transformer.layers",
-        "backbone.layers",
-        "gpt_neox.layers",
-        "language_model.layers",
-        "language_model.model.layers",
-        "language_model.decoder.layers",
-        "language_model.encoder.layers",
-    }
-)
+MAIN_BLOCKS = frozenset({
+    "layers", "h", "decoder.layers", "encoder.layers", "transformer.h", "transformer.layers", "backbone.layers",
+    "gpt_neox.layers", "language_model.layers", "language_model.model.layers", "language_model.decoder.layers",
+    "language_model.encoder.layers",
+})  # fmt: skip
 """The blocks whose layers the declared number of layers counts; towers, heads and draft models are not among them."""
 
 _HYBRID_SEPARATORS = "/|"

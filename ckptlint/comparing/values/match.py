@@ -14,22 +14,9 @@ from ckptlint.seals.row_hashes import RowHashes, matrix
 from ckptlint.vocabulary.namings import StoredRoles
 
 Relation = Literal[
-    "equal",
-    "rounded",
-    "renamed",
-    "padded",
-    "transposed",
-    "reordered",
-    "joined",
-    "split",
-    "merged",
-    "quantised",
-    "unmerged",
-    "exchanged",
-    "differ",
-    "absent",
-    "unread",
-]
+    "equal", "rounded", "renamed", "padded", "transposed", "reordered", "joined", "split", "merged", "quantised",
+    "unmerged", "exchanged", "differ", "absent", "unread",
+]  # fmt: skip
 """Relation between tensors of both sides; `joined` and `split` describe the step from old to new."""
 
 _FEW = 64  # fewer elements may be equal in unrelated tensors

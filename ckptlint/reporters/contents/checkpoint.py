@@ -108,12 +108,12 @@ def matching(ckpt: Checkpoint, pattern: str | None) -> list[Tensor]:
     names = (pattern, printable(pattern))  # as reports show it, or as the checkpoint has it
     glob = re.compile(translate(_FOLDED.sub("\0", pattern)).replace("\0", r"(\d+)"))
     folded = _FOLDED.findall(pattern)
-    return [
-        tensor
-        for tensor in tensors
-        if tensor.fqn in names
-        or ((like := glob.match(tensor.fqn)) and all(map(_is_among, map(int, like.groups()), folded)))
-    ]
+
+    def is_meant(fqn: str) -> bool:
+        like = glob.match(fqn)
+        return fqn in names or (like is not None and all(map(_is_among, map(int, like.groups()), folded)))
+
+    return [tensor for tensor in tensors if is_meant(tensor.fqn)]
 
 
 def _is_among(number: int, folded: str) -> bool:
