@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from ckptlint.analysis.quantised import quantisation
-from ckptlint.model import Checkpoint, Tensor
+from ckptlint.model import Checkpoint
 from ckptlint.model.text import printable
 from ckptlint.numerics.settings import is_number, optimizer_settings
 from ckptlint.vocabulary.config_fields import ADAPTER_CONFIG, is_scalar
@@ -85,17 +85,12 @@ def tensors_by_part(ckpt: Checkpoint) -> dict[str, dict[str, tuple[int, int]]]:
     """Part -> dtype -> how many tensors and bytes: model or adapter, second copies by name, optimizer, others."""
     model = "adapter" if ckpt.config is not None and ckpt.config.file.endswith(ADAPTER_CONFIG) else "model"
     parts: dict[str, dict[str, tuple[int, int]]] = defaultdict(dict)
-
-    def add(part: str, tensor: Tensor) -> None:
-        count, size = parts[part].get(tensor.dtype, (0, 0))
-        parts[part][tensor.dtype] = count + 1, size + (nbytes(tensor.dtype, tensor.volume) or 0)
-
-    for tensor in ckpt.tensors.values():
-        part = _part(parse(tensor.fqn))
-        add(model if part == "model" else part, tensor)
-    for states in ckpt.optimizers:
-        for tensor in states.tensors.values():
-            add("optimizer", tensor)
+    tensors = [(_part(parse(tensor.fqn)), tensor) for tensor in ckpt.tensors.values()]
+    tensors += [("optimizer", tensor) for states in ckpt.optimizers for tensor in states.tensors.values()]
+    for part, tensor in tensors:
+        sizes = parts[model if part == "model" else part]
+        count, size = sizes.get(tensor.dtype, (0, 0))
+        sizes[tensor.dtype] = count + 1, size + (nbytes(tensor.dtype, tensor.volume) or 0)
     return parts
 
 

@@ -10,6 +10,7 @@ from fnmatch import translate
 from functools import cache
 from typing import Any, NamedTuple
 
+from ckptlint.grouping import grouped
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.facts import fact
 from ckptlint.patterns import lazy_pattern
@@ -111,21 +112,20 @@ class Quantisation:
 def quantisation(ckpt: Checkpoint) -> Quantisation:
     """The quantised weights; empty without any and without a declaration."""
     declared = _declaration(ckpt)
-    if declared is None and not _may_hold_codes(ckpt):
+    # asked before the schemes are read, in which wide codes have parts below them
+    tensors = ckpt.tensors
+    may_be_codes = (tensor.dtype not in WIDE or key.rpartition(".")[0] in tensors for key, tensor in tensors.items())
+    if declared is None and not any(may_be_codes):
         return Quantisation(None, [], frozenset())
     with_parts = quantised_weights(ckpt.tensors)
     few = (tensor for key, tensor in ckpt.tensors.items() if key in with_parts or tensor.dtype not in WIDE)
     candidates = {tensor.fqn: key_candidates for tensor in few if (key_candidates := list(_candidates(ckpt, tensor)))}
-    complete = Counter(
-        one.scheme
-        for key_candidates in candidates.values()
-        for one in key_candidates
-        if one.parts and not [*one.lacks()]
-    )
+    with_any = [one for key_candidates in candidates.values() for one in key_candidates if one.parts]
+    complete = Counter(one.scheme for one in with_any if not any(one.lacks()))
     if not candidates and declared is None:
         return Quantisation(None, [], frozenset())
     expected = declared.schemes if declared else ()
-    roles = {role(one.weight) for key_candidates in candidates.values() for one in key_candidates if one.parts}
+    roles = {role(one.weight) for one in with_any}
     weights = []
     for key_candidates in candidates.values():
         # Codes alone do not name their scheme: FP8, int8 and packed int4 share dtypes. The fullest set of parts
@@ -147,12 +147,6 @@ def quantisation(ckpt: Checkpoint) -> Quantisation:
     return Quantisation(declared, weights, known, _alone(ckpt, known, used, {role(one.weight) for one in weights}))
 
 
-def _may_hold_codes(ckpt: Checkpoint) -> bool:
-    """Whether any tensor may be codes; asked before the schemes are read, in which wide codes have parts below them."""
-    tensors = ckpt.tensors
-    return any(tensor.dtype not in WIDE or key.rpartition(".")[0] in tensors for key, tensor in tensors.items())
-
-
 def _rank(one: QuantisedWeight) -> int:
     """2 if all needed parts of the scheme are stored, 1 if some parts are, 0 for none."""
     return 0 if not one.parts else 1 if any(one.lacks()) else 2
@@ -166,20 +160,15 @@ def _candidates(ckpt: Checkpoint, tensor: Tensor) -> Iterator[QuantisedWeight]:
         weight = weight_of(tensor.fqn, scheme.weight)
         if not weight or (scheme.weight == _BARE and quantised_weight(weight)):
             continue
-        parts = {
-            part: tensor_of_part for part in scheme.parts if (tensor_of_part := _stored(ckpt, part, weight)) is not None
-        }
+        stored = ((part, _stored(ckpt, part, weight)) for part in scheme.parts)
+        parts = {part: tensor_of_part for part, tensor_of_part in stored if tensor_of_part is not None}
         if parts or tensor.dtype not in WIDE:
             yield QuantisedWeight(weight, tensor, scheme, parts)
 
 
 @cache
 def _by_dtype() -> dict[str, list[Scheme]]:
-    schemes_by_dtype: dict[str, list[Scheme]] = defaultdict(list)
-    for scheme in schemes():
-        for dtype in scheme.dtypes:
-            schemes_by_dtype[dtype].append(scheme)
-    return schemes_by_dtype
+    return grouped((dtype, scheme) for scheme in schemes() for dtype in scheme.dtypes)
 
 
 def _stored(ckpt: Checkpoint, part: Part, weight: str) -> Tensor | None:
@@ -218,13 +207,10 @@ def _alone(
         for name in part.names
     ]
     for key, tensor in ckpt.tensors.items():
-        if key in used:
-            continue
-        for scheme, part, name in needed:
+        for scheme, part, name in needed if key not in used else ():
             weight = weight_of(key, name)
-            if not weight or quantised_weight(weight):
-                continue
-            if tensor.dtype not in part.common.get(name, (tensor.dtype,)):
+            is_scale = tensor.dtype in part.common.get(name, (tensor.dtype,))
+            if not weight or quantised_weight(weight) or not is_scale:
                 continue
             if role(weight) in roles or _is_of_a_weight(tensor, weight, scheme):
                 keys_by_scheme[scheme][key] = weight
@@ -339,9 +325,7 @@ def _understood(file: str, method: str, config: Mapping[str, Any]) -> Declaratio
         of_weights = weights if isinstance(weights, dict) else group
         stated = {**config, **of_weights, "quant_method": method, "format": group.get("format") or config.get("format")}
         settings = {name: str(value).casefold() for name, value in stated.items() if isinstance(value, (str, bool))}
-        declared_schemes = [
-            scheme for scheme in schemes() if any(_is_meant(settings, wanted) for wanted in scheme.declared)
-        ]
+        declared_schemes = [one for one in schemes() if any(_is_meant(settings, wanted) for wanted in one.declared)]
         meant |= dict.fromkeys(declared_schemes)
         is_exact &= bool(declared_schemes)
         options.append(_options(of_weights, config))
@@ -371,7 +355,8 @@ def _options(weights: Mapping[str, Any], found: Mapping[str, Any]) -> Mapping[st
     options["cache_bits"] = cache.get("num_bits") if isinstance(cache, dict) else _CACHE_BITS.get(str(algo).casefold())
     if isinstance(block, list) and len(block) == 2:
         options |= {"tall": block[0], "wide": block[1], "strategy": "block"}
-    options = {name: value for name, value in options.items() if name == "strategy" or _is_count(value)}
+    counts = {name for name, value in options.items() if type(value) is int and value > 0}  # a flag is no count
+    options = {name: value for name, value in options.items() if name in counts | {"strategy"}}
     if isinstance(symmetric := weights.get("symmetric"), bool):
         options["symmetric"] = str(symmetric).lower()
     if isinstance(strategy := weights.get("strategy"), str):
@@ -379,19 +364,12 @@ def _options(weights: Mapping[str, Any], found: Mapping[str, Any]) -> Mapping[st
     return options
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
 def _ignored(found: Mapping[str, Any]) -> tuple[frozenset[str], bool]:
     """The modules that a configuration leaves unquantised, and whether every pattern was understood.
 
     Regular expressions come from an untrusted file and are never run: only plain text and `.*` are understood.
     """
-    entries: list[object] = []
-    for name in _IGNORED:
-        if isinstance(listed := found.get(name), list):
-            entries += listed
+    entries: list[object] = [entry for name in _IGNORED if isinstance(found.get(name), list) for entry in found[name]]
     if isinstance(dynamic := found.get("dynamic"), dict):
         entries += [f"re:{name[2:]}" for name in dynamic if isinstance(name, str) and name.startswith("-:")]
     kept, is_plain = [], True

@@ -96,19 +96,15 @@ def differences(old: Mapping[str, Checkpoint], new: Mapping[str, Checkpoint], la
         old, new: component -> checkpoint. Single ones are compared whatever their names.
         layout: also compare chunks, and the files that hold them.
     """
-    result = Diff(list(old.values()), list(new.values()))
-    shared = 0
-    if len(old) == len(new) == 1:
-        pairs: list[tuple[str, Checkpoint | None, Checkpoint | None]] = [
-            ("", next(iter(old.values())), next(iter(new.values())))
-        ]
-    else:
-        pairs = [(f"{name}/", old.get(name), new.get(name)) for name in dict.fromkeys([*old, *new])]
-    for prefix, before, after in pairs:
-        count, differences = _compare(before or Checkpoint("", "dcp"), after or Checkpoint("", "dcp"), layout)
+    shared, found = 0, list[Difference]()
+    if is_single := len(old) == len(new) == 1:
+        old, new = ({"": ckpt} for ckpt in (*old.values(), *new.values()))
+    for name in dict.fromkeys([*old, *new]):
+        before, after = (side.get(name) or Checkpoint("", "dcp") for side in (old, new))
+        count, changes = _compare(before, after, layout)
         shared += count
-        result.differences.extend(replace(item, key=prefix + item.key) for item in differences)
-    return replace(result, shared=shared)
+        found += [item if is_single else replace(item, key=f"{name}/{item.key}") for item in changes]
+    return Diff([*old.values()], [*new.values()], shared, found)
 
 
 def _compare(old: Checkpoint, new: Checkpoint, layout: bool) -> tuple[int, list[Difference]]:
@@ -148,9 +144,8 @@ def _renamed(old: Checkpoint, new: Checkpoint, removed: list[str], added: list[s
     if mine.tensors and theirs:
         for pair in match_keys(mine, Reference("", "checkpoint", theirs)).pairs:
             key, other = pair.expected.fqn, pair.stored.fqn
-            is_same = pair.expected_shape == pair.stored_shape or (
-                pair.alike and before[key].has_shape_of(after[other])
-            )
+            is_same = pair.expected_shape == pair.stored_shape
+            is_same = is_same or (pair.alike and before[key].has_shape_of(after[other]))
             if is_same and (key, other) not in paired:
                 paired.add((key, other))
                 yield Difference("renamed", key, str(before[key]), str(after[other]), other)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,8 +12,9 @@ from math import prod
 import numpy as np
 
 from ckptlint.comparing.pairs.matching import common
-from ckptlint.comparing.values.match import Match, Side
+from ckptlint.comparing.values.match import Match, Side, Sides
 from ckptlint.comparing.values.rows import compare_rows, row_ranges
+from ckptlint.grouping import grouped
 from ckptlint.model.cover import Shape
 from ckptlint.model.text import at_most, first_names, plural, ranges
 from ckptlint.model.tiling import IntArray
@@ -31,11 +31,7 @@ _WIDEST = 2**24  # most columns of a tensor that is read again
 _RUNS = 4  # most runs of rows that a sentence names
 
 
-def locate_differences(
-    found: Sequence[Match],
-    sides: tuple[Mapping[str, Side], Mapping[str, Side]],
-    jobs: int,
-) -> list[Match]:
+def locate_differences(found: Sequence[Match], sides: tuple[Sides, Sides], jobs: int) -> list[Match]:
     """The matches, with notes on rows, chunks, content and distance for tensors that differ.
 
     Args:
@@ -137,7 +133,7 @@ def _of_chunks(rows: IntArray, columns: IntArray, stored: TensorBytes | None) ->
 class _Holders:
     """Finds tensors of the old side by the hash of one row."""
 
-    sides: Mapping[str, Side]
+    sides: Sides
     known: dict[tuple[object, ...], dict[int, list[str]]] = field(default_factory=dict)
 
     def say(self, fqn: str, dtype: str, rows: IntArray, hashes: Words) -> str:
@@ -147,12 +143,9 @@ class _Holders:
         first, shape = int(rows[0]), matrix(self.sides[fqn].hashes[dtype].shape)
         lookup = dtype, shape, first
         if lookup not in self.known:
-            holders: dict[int, list[str]] = defaultdict(list)
-            for name, side in self.sides.items():
-                of_dtype = side.hashes.get(dtype)
-                if of_dtype is not None and matrix(of_dtype.shape) == shape and not side.is_dull:
-                    holders[int(of_dtype.rows[first])].append(name)
-            self.known[lookup] = holders
+            gathered = ((name, side.hashes[dtype]) for name, side in self.sides.items() if dtype in side.hashes)
+            alike = ((name, of) for name, of in gathered if matrix(of.shape) == shape and not self.sides[name].is_dull)
+            self.known[lookup] = grouped((int(of.rows[first]), name) for name, of in alike)
         for name in self.known[lookup].get(int(hashes[first]), ()):
             if name != fqn and np.array_equal(self.sides[name].hashes[dtype].rows[rows], hashes[rows]):
                 return f" hold what {name} holds there"

@@ -48,6 +48,7 @@ class AxisSlots:
         return np.flatnonzero((self.starts >= start) & (self.stops <= stop)).tolist()
 
 
+@fact
 def axis_graph(tiling: Tiling, axis: int) -> nx.DiGraph[tuple[int, int]]:
     """The chunk graph of one axis; node attribute `rows` lists the chunks on each interval."""
     import networkx as nx

@@ -66,7 +66,8 @@ class ChunkNumbers:
 @fact
 def chunk_numbers(ckpt: Checkpoint) -> ChunkNumbers:
     """The chunks whose values were read and match their checksum; empty below depth `data`."""
-    payload, tensors, parts = ckpt.payload, list[Tensor](), list[tuple[IntArray, IntArray]]()
+    payload, tensors, none = ckpt.payload, list[Tensor](), np.zeros(0, np.int64)
+    columns = [(none, none, none, none)]
     assert payload is not None
     is_read = payload.scanned.copy()
     is_read[[damage.record for damage in payload.damages if damage.record >= 0]] = False
@@ -77,15 +78,9 @@ def chunk_numbers(ckpt: Checkpoint) -> ChunkNumbers:
         rows = np.flatnonzero(tensor.tiling.live & (record >= 0) & ~may_be_padding(tensor))
         rows = rows[is_read[record[rows]]]
         if len(rows):
-            parts.append((rows, np.full(len(rows), len(tensors))))
+            columns.append((np.full(len(rows), len(tensors)), rows, record[rows], tensor.tiling.sizes[rows].prod(1)))
             tensors.append(tensor)
-    none = np.zeros(0, np.int64)
-    chunk = np.concatenate([none, *(rows for rows, _ in parts)])
-    number = np.concatenate([none, *(numbers for _, numbers in parts)])
-    record = np.concatenate([none, *(t.chunks.record[rows] for t, (rows, _) in zip(tensors, parts, strict=True))])
-    elements = np.concatenate(
-        [none, *(t.tiling.sizes[rows].prod(axis=1) for t, (rows, _) in zip(tensors, parts, strict=True))]
-    )
+    number, chunk, record, elements = map(np.concatenate, zip(*columns, strict=True))
     rank = ranks_by_file(ckpt)[ckpt.records.file[record]] if len(record) else none
     states = ["" if parse(t.fqn).kind == "model" else state_name(t.fqn) or "other" for t in tensors]
     return ChunkNumbers(tensors, states, number, chunk, record, rank, elements, payload)

@@ -41,22 +41,14 @@ class Line:
                 ("the old one plus", float(b[at] - a[at]), np.add),
             ]
         with np.errstate(invalid="ignore", over="ignore"):
-            self.fitting = [
-                (relation, value, apply)
-                for relation, value, apply in self.fitting
-                if value
-                and bool(
-                    (np.abs((made := apply(a, value)) - b) <= 4 * ROUNDING[dtype] * (np.abs(made) + np.abs(b))).all()
-                )
-            ]
+            made = [apply(a, value) for _, value, apply in self.fitting]
+            fits = [(np.abs(c - b) <= 4 * ROUNDING[dtype] * (np.abs(c) + np.abs(b))).all() for c in made]
+            self.fitting = [way for way, is_fitting in zip(self.fitting, fits, strict=True) if way[1] and is_fitting]
 
     @property
     def text(self) -> str:
         """The relation in words, "" for none."""
-        if not self.fitting:
-            return ""
-        relation, value, _ = self.fitting[0]
-        return f"{relation} {value:.6g}"
+        return f"{self.fitting[0][0]} {self.fitting[0][1]:.6g}" if self.fitting else ""
 
 
 def _is_rounded(old: Bits, new: Bits) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import compress
 from math import prod
 
 import numpy as np
@@ -102,7 +103,7 @@ def draw_changes(now: Elements, was: Elements, follows: Sequence[Follow], per_ch
             beside = [step.read(step.ckpt.tensors[follow.second], tensor, chunk, at) for step in (now, was)]
         if both[0] is not None and both[1] is not None:
             dtypes = tensor.dtype, now.ckpt.tensors[follow.second or follow.key].dtype
-            rows.append((number, chunk, *changed(follow, both[0], both[1], beside[0], beside[1], dtypes)))
+            rows.append((number, chunk, *changed(follow, both[0], both[1], beside, dtypes)))
     rows.sort(key=lambda row: row[:2])
     return ChangeTable(list(follows), change_rows(rows), chunks)
 
@@ -115,20 +116,16 @@ def _chunks_in_turn(
     At most so many, as many of each file as of the others, of a file at equal distances. Each file begins at another
     one, so that all tensors are among those of many files.
     """
-    none = np.zeros(0, np.int64)
-    numbers, chunks, records, total = [none], [none], [none], 0
-    for number, tensor in enumerate(tensors):
-        if not can[number]:
-            continue
+    none, total = np.zeros(0, np.int64), 0
+    columns = [(none, none, none)]
+    for number, tensor in compress(enumerate(tensors), can):
         rows = np.flatnonzero(tensor.tiling.live & ~may_be_padding(tensor))
         total += len(rows)
         if ckpt.payload is not None:
             record = tensor.chunks.record[rows]
             rows = rows[(record < 0) | (ckpt.payload.state[record] != RecordState.UNSAMPLED)]
-        numbers.append(np.full(len(rows), number))
-        chunks.append(rows)
-        records.append(tensor.chunks.record[rows])
-    at, chunk, record = map(np.concatenate, (numbers, chunks, records))
+        columns.append((np.full(len(rows), number), rows, tensor.chunks.record[rows]))
+    at, chunk, record = map(np.concatenate, zip(*columns, strict=True))
     file = np.where(record < 0, -1, ckpt.records.file[record]) if len(record) else none
     order = np.argsort(file, kind="stable")
     _, begin, count = np.unique(file[order], return_index=True, return_counts=True)
@@ -236,9 +233,7 @@ def touching(tensor: Tensor, first: Tensor, chunk: int) -> IntArray:
 def _is_same(tensor: Tensor, row: int, first: Tensor, chunk: int) -> bool:
     """Whether a chunk of a tensor is the region of a chunk of another of its shape."""
     one, other = tensor.tiling, first.tiling
-    if one is other:
-        return row == chunk
-    return one.box(row) == other.box(chunk)
+    return row == chunk if one is other else one.box(row) == other.box(chunk)
 
 
 def _meeting(tensor: Tensor, low: IntArray, high: IntArray) -> IntArray:

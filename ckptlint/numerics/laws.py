@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -10,6 +12,7 @@ from ckptlint.vocabulary.dtypes import ENCODINGS
 
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
+Beside = Sequence[Floats | None]
 
 _LEAST = 16  # numbers: of fewer the low bits may be zero by chance
 _IDLE = 64  # updates in which a parameter may not have taken part
@@ -53,18 +56,11 @@ def odd_elements(pair: Pair, first: Floats, second: Floats, dtypes: tuple[str, s
     return is_odd, float(ratio.max(initial=0.0))
 
 
-def changed(
-    follow: Follow,
-    now: Floats,
-    was: Floats,
-    second_now: Floats | None,
-    second_was: Floats | None,
-    dtypes: tuple[str, str],
-) -> tuple[float, ...]:
+def changed(follow: Follow, now: Floats, was: Floats, beside: Beside, dtypes: tuple[str, str]) -> tuple[float, ...]:
     """The columns of a `ChangeTable` after `chunk`, of elements [k] at the same places of two steps.
 
     Args:
-        second_now, second_was: of the second moment beside a first one.
+        beside: of the second moment beside a first one, now and before.
         dtypes: of the tensor, and of that second moment.
     """
     with np.errstate(all="ignore"):
@@ -74,7 +70,7 @@ def changed(
             allowed = 1.05 * follow.reach + follow.decay * np.abs(was) + room
             ratio = np.abs(apart) / allowed
         elif follow.betas is not None and follow.updates:
-            ratio = _moved(follow, now, was, second_now, second_was, dtypes)
+            ratio = _moved(follow, now, was, beside, dtypes)
         is_odd = (ratio > 1) & np.isfinite(now) & np.isfinite(was)
         squares = [np.float64(np.dot(one, two)) for one, two in ((now, now), (was, was), (now, was), (apart, apart))]
         count = max(len(now), 1)
@@ -86,14 +82,7 @@ def changed(
     return (len(now), same, *rms, float(cosine), float(change), int(is_odd.sum()), worst, _is_short(was))
 
 
-def _moved(
-    follow: Follow,
-    now: Floats,
-    was: Floats,
-    second_now: Floats | None,
-    second_was: Floats | None,
-    dtypes: tuple[str, str],
-) -> Floats:
+def _moved(follow: Follow, now: Floats, was: Floats, beside: Beside, dtypes: tuple[str, str]) -> Floats:
     """float64 [k], how far each moment is beyond what n updates leave of it: above 1 no gradients lead there.
 
     v keeps b2^n of what it was, and only grows from there. What m gained, m - b1^n * m_was, comes of the same gradients
@@ -103,10 +92,10 @@ def _moved(
     assert follow.betas is not None
     steps = follow.updates
     if follow.kind == "second":
-        least = follow.betas[1] ** steps * (1 - min(steps * rounding(dtypes[0]), 1.0)) * was - steps * _smallest(
-            dtypes[0]
-        )
+        kept = follow.betas[1] ** steps * (1 - min(steps * rounding(dtypes[0]), 1.0))
+        least = kept * was - steps * _smallest(dtypes[0])
         return np.where(least > 0, least / np.maximum(now, 1e-300), 0.0)
+    second_now, second_was = beside
     if second_now is None or second_was is None:
         return np.zeros(len(now))
     best: Floats | None = None

@@ -11,10 +11,11 @@ from itertools import chain, takewhile
 from typing import get_args
 
 from ckptlint.depth import Depth
+from ckptlint.grouping import grouped
 from ckptlint.lint.report import Cause, CheckpointReport, Diagnostic, FindingGroup, Report, worst
 from ckptlint.lint.settings.ignores import ignore_of_the_rest
 from ckptlint.lint.steps.trust import JudgedStep, StepVerdict, newest_passing, step_around, steps_in, verdict_of
-from ckptlint.model import Checkpoint, RecordState, StepFile
+from ckptlint.model import Checkpoint, PayloadTable, RecordState, StepFile
 from ckptlint.model.checkpoint import UNFINISHED
 from ckptlint.model.text import (
     at_most,
@@ -77,7 +78,7 @@ def render(report: Report, style: Style) -> str:
         blocks.append("\n".join(outcomes))
     elif report.unread:
         blocks.append("\n".join(line for text in report.unread for line in style.wrap(text, "  ", "")))
-    separator = "\n" if _is_clean(report, style) else "\n\n"
+    separator = "\n\n" if any(groups_to_show(part, style) for part in report.checkpoints) else "\n"
     return separator.join(text for text in blocks if text) + ("\n" if blocks else "")
 
 
@@ -110,9 +111,9 @@ def header(ckpt: Checkpoint, style: Style) -> str:
     """What was looked at: path, dialect, counts."""
     about = summary(ckpt)
     unseen = [line for sentence in ckpt.not_looked_at for line in style.wrap(f"not known: {sentence}", "    ", "  ")]
-    if len(ckpt.path) + len(about) + 2 <= style.width:
-        return "\n".join([style.paint(ckpt.path, "bold") + "  " + about, *unseen])
-    return "\n".join([style.paint(ckpt.path, "bold"), *style.wrap(about, "  "), *unseen])
+    path = style.paint(ckpt.path, "bold")
+    is_short = len(ckpt.path) + len(about) + 2 <= style.width
+    return "\n".join([*([f"{path}  {about}"] if is_short else [path, *style.wrap(about, "  ")]), *unseen])
 
 
 def summary(ckpt: Checkpoint) -> str:
@@ -210,10 +211,6 @@ def step_lines(steps: Sequence[JudgedStep], lenient: Sequence[str]) -> list[str]
     return lines
 
 
-def _is_clean(report: Report, style: Style) -> bool:
-    return all(not groups_to_show(part, style) for part in report.checkpoints)
-
-
 def groups_to_show(part: CheckpointReport, style: Style) -> list[FindingGroup]:
     """The groups to show: notes only with -v or beside something worse, which they may explain."""
     loud = any(item.severity > Severity.INFO for item in part.diagnostics)
@@ -225,11 +222,9 @@ def _findings(part: CheckpointReport, style: Style) -> list[str]:
     causes = ["\n".join(cause_block(part, cause, style)) for cause in part.causes] if groups else []
     folded = {} if style.verbose else part.folded
     shown, cut_off = worst([group for group in groups if group not in folded], style.per_rule)
-    blocks = causes + ["\n".join(block(part.checkpoint, group, style)) for group in shown]
-    blocks += [
-        f"{plural(count, 'more group')} of {code} (--max-per-rule 0 shows all)" for code, count in cut_off.items()
-    ]
-    return blocks
+    blocks = ["\n".join(block(part.checkpoint, group, style)) for group in shown]
+    more = "(--max-per-rule 0 shows all)"
+    return causes + blocks + [f"{plural(count, 'more group')} of {code} {more}" for code, count in cut_off.items()]
 
 
 def cause_block(part: CheckpointReport, cause: Cause, style: Style) -> list[str]:
@@ -259,11 +254,9 @@ def block(ckpt: Checkpoint, group: FindingGroup, style: Style) -> list[str]:
     lines += [f"   | {line}".rstrip() for line in _figure(ckpt, finding, style)]
     for note in notes(group):
         lines += style.wrap(note_line(note), "     ", "   = ")
-    for whose, names in finding.lost_files if style.verbose else ():  # one to a line, to copy
-        lines += [
-            *style.wrap(f"missing{' of ' * bool(whose)}{whose}:", "     ", "   = "),
-            *(f"     {name}" for name in names),
-        ]
+    for whose, names in finding.lost_files if style.verbose else ():
+        lines += style.wrap(f"missing{' of ' * bool(whose)}{whose}:", "     ", "   = ")
+        lines += [f"     {name}" for name in names]  # one to a line, to copy
     return lines
 
 
@@ -310,11 +303,10 @@ def _figure(ckpt: Checkpoint, finding: Finding, style: Style) -> list[str]:
         return []
     from ckptlint.geometry.chunk_map import draw, make_grid
 
-    tensor, region, rows = finding.at.tensor, finding.at.region, finding.at.rows
-    grid = make_grid(tensor, region)
+    grid, width = make_grid(finding.at.tensor, finding.at.region), style.width - len("   | ")
     if grid is None:
         return []
-    return draw(ckpt, grid, region, style.ascii_only, style.width - 5, style.lost, rows)
+    return draw(ckpt, grid, finding.at.region, style.ascii_only, width, style.lost, finding.at.rows)
 
 
 def other_members(group: FindingGroup) -> str:
@@ -327,11 +319,8 @@ def other_members(group: FindingGroup) -> str:
 
 def details(report: Report, style: Style) -> str:
     """Which rules did not run, by reason; checkpoints of which the same is true share their lines."""
-    alike: dict[tuple[str, ...], list[CheckpointReport]] = {}
-    for part in report.checkpoints:
-        alike.setdefault(tuple(_part_details(part, style)), []).append(part)
     lines = []
-    for texts, parts in alike.items():
+    for texts, parts in grouped((tuple(_part_details(part, style)), part) for part in report.checkpoints).items():
         if len(report.checkpoints) > 1:
             paths = ", ".join(fold_names(part.checkpoint.path for part in parts))
             lines.append(f"{paths}: {plural(report.rule_counts_of(parts[0]).ran, 'rule')} ran")
@@ -341,16 +330,13 @@ def details(report: Report, style: Style) -> str:
         slow.update(part.seconds)
     if slow:
         lines.append("slowest: " + ", ".join(f"{code} {seconds:.3f} s" for code, seconds in slow.most_common(3)))
-    lines += [
-        line for text in report.fixed_since_baseline for line in style.wrap(f"no longer occurs: {text}", "    ", "")
-    ]
+    for text in report.fixed_since_baseline:
+        lines += style.wrap(f"no longer occurs: {text}", "    ", "")
     return "\n".join(lines)
 
 
 def _part_details(part: CheckpointReport, style: Style) -> Iterator[str]:
-    sizes: dict[str, list[str]] = {}
-    for axis, size in part.checkpoint.topology.items():
-        sizes.setdefault(size.source, []).append(f"{axis}={size.size}")
+    sizes = grouped((size.source, f"{axis}={size.size}") for axis, size in part.checkpoint.topology.items())
     if sizes:
         yield from style.wrap("; ".join(f"{', '.join(of)} ({source})" for source, of in sizes.items()), "    ", "  ")
     families: dict[str, dict[str, str]] = {}
@@ -367,7 +353,7 @@ def _part_details(part: CheckpointReport, style: Style) -> Iterator[str]:
 def _reasons(reasons: Mapping[str, str]) -> Iterator[str]:
     """Why the rules of one family did not run, in about three lines; every code is named."""
     room, left = _REASONS_LIMIT, dict(reasons)
-    for reason, codes in _by_reason(reasons).items():
+    for reason, codes in grouped((reason, code) for code, reason in reasons.items()).items():
         room -= len(reason)
         if room < 0:
             yield f"{folded(left)} for other reasons (see --format json)"
@@ -376,27 +362,15 @@ def _reasons(reasons: Mapping[str, str]) -> Iterator[str]:
         left = {code: other for code, other in left.items() if other != reason}
 
 
-def _by_reason(reasons: Mapping[str, str]) -> dict[str, list[str]]:
-    """Reason -> the codes that have it."""
-    found: dict[str, list[str]] = {}
-    for code, reason in reasons.items():
-        found.setdefault(reason, []).append(code)
-    return found
-
-
 def folded(codes: Iterable[str]) -> str:
     """Codes of rules by family, their numbers as ranges.
 
     >>> folded(["GEO001", "GEO002", "GEO003", "PAY009", "GEO007"])
     'GEO001-003,007 PAY009'
     """
-    families: dict[str, list[int]] = {}
-    for code in codes:
-        families.setdefault(code[:3], []).append(int(code[3:]))
-    return " ".join(
-        family + re.sub(r"\d+", lambda number: number[0].zfill(3), ranges(numbers))
-        for family, numbers in families.items()
-    )
+    families = grouped((code[:3], int(code[3:])) for code in codes)
+    padded = {family: re.sub(r"\d+", lambda number: number[0].zfill(3), ranges(of)) for family, of in families.items()}
+    return " ".join(family + numbers for family, numbers in padded.items())
 
 
 def _ignored(group: FindingGroup) -> str:
@@ -455,13 +429,8 @@ def _verdict(report: Report, verbose: bool) -> list[tuple[str, str, str]]:
         first = next(chain((cause.name for part in report.checkpoints for cause in part.causes), codes))
         sentences.append(("", "", f"`ckptlint explain {first}` shows more.{_other_steps(report)}"))
     if failed:
-        sentences.append(
-            (
-                "error",
-                f"{plural(len(failed), 'rule')} did not finish: {', '.join(failed)}. The verdict is incomplete.",
-                "",
-            )
-        )
+        unfinished = f"{plural(len(failed), 'rule')} did not finish: {', '.join(failed)}."
+        sentences.append(("error", f"{unfinished} The verdict is incomplete.", ""))
     elif report.is_incomplete and not report.fails:
         by_outcome = f" Of {plural(len(report.checkpoints), 'checkpoint')}: {_by_outcome(report)}." if several else ""
         sentences.append(("error", "The verdict is incomplete.", by_outcome))
@@ -477,7 +446,6 @@ def _verdict(report: Report, verbose: bool) -> list[tuple[str, str, str]]:
 
 
 def _by_outcome(report: Report) -> str:
-    """How many checkpoints passed, failed and so on."""
     words = {"passes": "passed", "fails": "failed"}
     counts = Counter(_outcome(report, part).verdict for part in report.checkpoints)
     return ", ".join(
@@ -499,7 +467,6 @@ def _other_steps(report: Report) -> str:
 
 
 def _ran(report: Report, on: str = "") -> str:
-    """How many rules ran, on what and how long."""
     return f"{plural(report.rule_counts.ran, 'rule')} ran{f' on {on}' if on else ''} in {report.seconds:.2f} s"
 
 
@@ -522,12 +489,10 @@ def _blocked(report: Report) -> Iterator[str]:
 
 def _judged(report: Report) -> str:
     """How much was judged: tensors, or the keys of a running job; "" for none."""
-    checkpoints = [part.checkpoint for part in report.checkpoints]
+    noun, count = "tensor", sum(len(part.checkpoint.tensors) for part in report.checkpoints)
     if report.is_live:
-        count = sum(ckpt.ranks.keys for ckpt in checkpoints if ckpt.ranks is not None)
-        return plural(count, "key") if count else ""
-    count = sum(len(ckpt.tensors) for ckpt in checkpoints)
-    return plural(count, "tensor") if count else ""
+        noun, count = "key", sum(part.checkpoint.ranks.keys for part in report.checkpoints if part.checkpoint.ranks)
+    return plural(count, noun) if count else ""
 
 
 def left_unread(report: Report) -> str:
@@ -546,24 +511,25 @@ def _left_out(report: Report) -> str:
         return limits
     files = " and files were not looked at" if not report.depth.looks_at_files else ""
     deeper = [(depth, report.added_by(depth)) for depth in Depth if report.added_by(depth)]
-    more = ", ".join(
-        f"--depth {depth} adds {plural(count, 'rule')}" if not place else f"--depth {depth} {count:,}"
-        for place, (depth, count) in enumerate(deeper)
-    )
+    adds = [f"--depth {depth} adds {plural(count, 'rule')}" for depth, count in deeper[:1]]
+    more = ", ".join(adds + [f"--depth {depth} {count:,}" for depth, count in deeper[1:]])
     seconds = sum(part.checkpoint.total_bytes for part in report.checkpoints) / _BYTES_A_SECOND
     takes = f", and takes about {human_duration(seconds)}" if more and seconds >= 2 else ""
     unread = f"Tensor bytes were not read{files}"
     if report.draws:
-        payloads = (part.checkpoint.payload for part in report.checkpoints)
-        samples = [payload.sample or "headers and some numbers" for payload in payloads if payload is not None]
+        samples = [payload.sample or "headers and some numbers" for _, payload in _payloads(report)]
         unread = f"Of tensor bytes only {join_words([*dict.fromkeys(samples)])} were read"
     return unread + (f": {more}{takes}." if more else ".")
 
 
+def _payloads(report: Report) -> list[tuple[Checkpoint, PayloadTable]]:
+    read = ((part.checkpoint, part.checkpoint.payload) for part in report.checkpoints)
+    return [(ckpt, payload) for ckpt, payload in read if payload is not None]
+
+
 def _unsummed(report: Report) -> str:
     """What was read without a checksum to compare it with; "" for nothing."""
-    read = [(part.checkpoint, part.checkpoint.payload) for part in report.checkpoints]
-    payloads = [(ckpt, payload) for ckpt, payload in read if payload is not None]
+    payloads = _payloads(report)
     records = sum(
         int((payload.unsummed & (payload.state == RecordState.READ) & ~is_verified(ckpt, payload)).sum())
         for ckpt, payload in payloads
@@ -576,8 +542,7 @@ def _unsummed(report: Report) -> str:
 
 def _limits(report: Report) -> str:
     """Which records were not read though the depth asks for it; "" when all were."""
-    read = [(part.checkpoint, part.checkpoint.payload) for part in report.checkpoints]
-    payloads = [(ckpt, payload) for ckpt, payload in read if payload is not None]
+    payloads = _payloads(report)
     texts = [f"Only a sample was read: {payload.sample}." for _, payload in payloads if payload.sample]
     for state, is_scanned, why in (
         (RecordState.ELSEWHERE, None, "not read because a file is missing or damaged"),

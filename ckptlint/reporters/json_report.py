@@ -11,11 +11,12 @@ import numpy as np
 
 from ckptlint._version import __version__
 from ckptlint.geometry.chunk_graph import coordinates
-from ckptlint.lint.report import Cause, CheckpointReport, Diagnostic, FindingGroup, Ignored, Report, ranks_named
+from ckptlint.lint.report import Cause, CheckpointReport, Diagnostic, FindingGroup, Report, ranks_named
 from ckptlint.lint.steps.trust import JudgedStep, steps_in
-from ckptlint.model import Checkpoint, Reference
+from ckptlint.model import Checkpoint
 from ckptlint.model.checkpoint import StepFileState
 from ckptlint.model.files import FILE_STATES
+from ckptlint.model.tiling import Box
 from ckptlint.reporters.style import Style
 
 SCHEMA = "ckptlint.report/1"
@@ -68,43 +69,39 @@ def sampled(report: Report) -> str | None:
     return "; ".join(payload.sample for payload in payloads if payload.sample) or None
 
 
+def totals_of(ckpt: Checkpoint) -> dict[str, int]:
+    """How much a checkpoint holds."""
+    objects = len(ckpt.objects) + len(ckpt.byte_objects)
+    return {"tensors": len(ckpt.tensors), "objects": objects, "files": len(ckpt.files), "bytes": ckpt.total_bytes}
+
+
 def _checkpoint(report: Report, part: CheckpointReport) -> dict[str, Any]:
-    """A checkpoint of the report, as report.schema.json describes it."""
-    ckpt, groups = part.checkpoint, [*part.groups, *part.ignored_groups]
+    ckpt, reference, groups = part.checkpoint, part.checkpoint.reference, [*part.groups, *part.ignored_groups]
+    states = zip(FILE_STATES, np.bincount(ckpt.files.state, minlength=len(FILE_STATES)).tolist(), strict=True)
+    beside = Counter(file.state for file in ckpt.step_files)
     numbers = {id(item): n for n, item in enumerate(item for group in groups for item in group.members)}
     return {
         "path": ckpt.path,
         "format": ckpt.format,
         "writer": ckpt.writer or None,
-        "totals": {
-            "tensors": len(ckpt.tensors),
-            "objects": len(ckpt.objects) + len(ckpt.byte_objects),
-            "files": len(ckpt.files),
-            "bytes": ckpt.total_bytes,
+        "totals": totals_of(ckpt),
+        "files": {
+            "payload": {state: count for state, count in states if count},
+            "beside": {state: beside[state] for state in get_args(StepFileState)},
         },
-        "files": _files(ckpt),
         "step_files": [
             {"name": file.name, "family": file.family or None, "state": file.state, "size": file.size}
             for file in ckpt.step_files
         ],
         "unseen": list(ckpt.not_looked_at),
-        "reference": _reference(ckpt.reference),
+        "reference": reference
+        and {"source": reference.source, "kind": reference.kind, "tensors": len(reference.tensors)},
         "topology": {axis: {"size": size.size, "source": size.source} for axis, size in ckpt.topology.items()},
         "causes": [_cause(cause, numbers) for cause in part.causes],
         "findings": [_finding(part, item, group) for group in groups for item in group.members],
         "rules": asdict(report.rule_counts_of(part)),
         "not_run": [{"code": code, "reason": reason} for code, reason in part.silent.items()],
         "failed": [{"code": code, "error": error} for code, error in part.failed.items()],
-    }
-
-
-def _files(ckpt: Checkpoint) -> dict[str, dict[str, int]]:
-    """How many payload files are in each state, and what became of those beside them."""
-    states = zip(FILE_STATES, np.bincount(ckpt.files.state, minlength=len(FILE_STATES)).tolist(), strict=True)
-    beside = Counter(file.state for file in ckpt.step_files)
-    return {
-        "payload": {state: count for state, count in states if count},
-        "beside": {state: beside[state] for state in get_args(StepFileState)},
     }
 
 
@@ -120,41 +117,18 @@ def _cause(cause: Cause, numbers: dict[int, int]) -> dict[str, Any]:
     }
 
 
-def _reference(reference: Reference | None) -> dict[str, Any] | None:
-    if reference is None:
-        return None
-    return {"source": reference.source, "kind": reference.kind, "tensors": len(reference.tensors)}
-
-
-def _ignored(ignored: Ignored | None) -> dict[str, str] | None:
-    if ignored is None:
-        return None
-    return {"by": ignored.by} | ({"reason": ignored.reason} if ignored.reason else {})
-
-
 def _finding(part: CheckpointReport, item: Diagnostic, group: FindingGroup) -> dict[str, Any]:
-    """A finding of the report, as report.schema.json describes it."""
     ckpt, finding, tensor = part.checkpoint, item.finding, item.finding.at.tensor
     # what costs time to explain is the same for all members of a group
     notes = item.all_notes() if item is group.lead else [*finding.notes, ("hint", finding.hint)]
     notes = [note for note in notes if note[1] and note[0] not in ("inferred", "confidence")]
-    region = finding.at.region
-    mesh = {}
+    region, ignored, mesh = finding.at.region, item.ignored, {}
     if tensor is not None and region is not None and tensor.is_sound:
         mesh = {f"dim {axis}": inside for axis, (_, inside) in coordinates(tensor.tiling, region).items()}
     chunks = []
     for row in finding.at.rows if tensor is not None else ():
         box, record = tensor.tiling.box(row), int(tensor.chunks.record[row])  # type: ignore[union-attr]
-        file, byte_offset, byte_length = ckpt.byte_range_of(record) if record >= 0 else (None, None, None)
-        chunks.append(
-            {
-                "offsets": list(box.offsets),
-                "sizes": list(box.sizes),
-                "file": file,
-                "byte_offset": byte_offset,
-                "byte_length": byte_length,
-            }
-        )
+        chunks.append(_box(box) | place_of(ckpt, record))
     return {
         "code": item.code,
         "name": item.rule.name,
@@ -164,7 +138,7 @@ def _finding(part: CheckpointReport, item: Diagnostic, group: FindingGroup) -> d
         "keys": list(item.keys),
         "dtype": tensor.dtype if tensor else None,
         "global_shape": list(tensor.global_shape) if tensor else None,
-        "region": {"offsets": list(region.offsets), "sizes": list(region.sizes)} if region else None,
+        "region": _box(region) if region else None,
         "ranks": ranks_named(ckpt, finding.at),
         "mesh": mesh,
         "chunks": chunks,
@@ -180,5 +154,15 @@ def _finding(part: CheckpointReport, item: Diagnostic, group: FindingGroup) -> d
         "url": None,
         "group": f"{item.code}/{group.number}",
         "fingerprint": item.fingerprint,
-        "ignored": _ignored(item.ignored),
+        "ignored": ignored and {"by": ignored.by} | ({"reason": ignored.reason} if ignored.reason else {}),
     }
+
+
+def place_of(ckpt: Checkpoint, record: int) -> dict[str, Any]:
+    """Where the bytes of a record are; None for what is stored nowhere, by a row of -1."""
+    file, offset, length = ckpt.byte_range_of(record) if record >= 0 else (None, None, None)
+    return {"file": file, "byte_offset": offset, "byte_length": length}
+
+
+def _box(box: Box) -> dict[str, Any]:
+    return {"offsets": list(box.offsets), "sizes": list(box.sizes)}

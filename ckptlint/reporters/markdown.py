@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from ckptlint.lint.report import CheckpointReport, FindingGroup, Report, worst
+from ckptlint.lint.report import CheckpointReport, Report, worst
 from ckptlint.model.text import plural
 from ckptlint.patterns import lazy_pattern
 from ckptlint.reporters.full import block, details, groups_to_show, summary, verdict
@@ -12,9 +12,7 @@ from ckptlint.reporters.style import Style, cut, cut_names
 
 TEXT_LIMIT = 50_000
 """Characters after which findings are only counted: a GitHub comment holds 65,536."""
-_WORDS = lazy_pattern(
-    r"((?!www\.)[\w .,;:()/'+-](?!//)|`ckptlint [\w ]+`)*"
-)  # no markup, mention or link is made of these
+_WORDS = lazy_pattern(r"((?!www\.)[\w .,;:()/'+-](?!//)|`ckptlint [\w ]+`)*")  # no markup, mention or link
 _MARKS = {"pass": "✅", "fail": "❌", "incomplete": "⚠️"}
 
 
@@ -57,7 +55,9 @@ def _checkpoint(part: CheckpointReport, style: Style, room: int) -> list[str]:
         return [*texts, "No problems." if not part.is_incomplete else "Not judged."]
     rows, details = [], []
     for group in shown:
-        row = _row(group)
+        lead = group.lead
+        problem = code(cut(cut_names(lead.title, lead.fqn)), in_table=True)
+        row = f"| {lead.severity.label} | {lead.code} {lead.rule.name} | {problem} | {group.key_count} |"
         detail = "" if group in part.folded else _fenced("\n".join(block(part.checkpoint, group, style)))
         if len(row) + len(detail) > room:
             left_out[group.lead.code] += 1
@@ -69,12 +69,6 @@ def _checkpoint(part: CheckpointReport, style: Style, room: int) -> list[str]:
         texts.append("\n".join(["| severity | rule | problem | keys |", "|---|---|---|---:|", *rows]))
     more = [f"{plural(count, 'more group')} of {name} not shown." for name, count in left_out.items()]
     return texts + details + ([" ".join(more)] if more else [])
-
-
-def _row(group: FindingGroup) -> str:
-    lead = group.lead
-    problem = code(cut(cut_names(lead.title, lead.fqn)), in_table=True)
-    return f"| {lead.severity.label} | {lead.code} {lead.rule.name} | {problem} | {group.key_count} |"
 
 
 def _fenced(text: str) -> str:

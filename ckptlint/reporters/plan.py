@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ckptlint.grouping import grouped
 from ckptlint.model.text import (
     at_most,
     fold_names,
@@ -19,7 +20,7 @@ from ckptlint.model.text import (
     table,
     verb,
 )
-from ckptlint.planning.outcome import Cost, Plan
+from ckptlint.planning.outcome import Constraint, Cost, Plan
 from ckptlint.reporters.contents.tensor_table import fitted
 from ckptlint.reporters.full import header
 from ckptlint.reporters.style import Style, cut
@@ -35,10 +36,11 @@ _NODES = 16
 
 def as_text(plan: Plan, style: Style) -> str:
     """The verdict, what it rests on, and one table of what the ranks read."""
-    blocks = [
-        "\n".join([header(plan.checkpoint, style), *style.wrap(job_line(plan), "    ", "  ")]),
-        _verdict(plan, style),
-    ]
+    head = [header(plan.checkpoint, style), *style.wrap(job_line(plan), "    ", "  ")]
+    word, sentence = verdict_line(plan)
+    painted = style.paint(word, "good" if not plan.exit_code else "error")
+    verdict = "\n".join(style.wrap(f"{word}: {sentence}", "    ", "")).replace(word, painted, 1)
+    blocks = ["\n".join(head), verdict]
     if plan.mismatches:
         table_of_shapes = fitted([*SHAPES_HEAD], shape_rows(plan), style.width)
         blocks.append("\n".join([style.paint(shapes_heading(plan), "bold"), *table_of_shapes]))
@@ -90,14 +92,13 @@ def sections(plan: Plan) -> list[tuple[str, list[str], list[str]]]:
     if plan.missing:
         untouched = "with allow_partial_load=True they keep what the job put there"
         add(f"Not in the checkpoint: {plural(len(plan.missing), 'key')}", plan.missing, untouched)
-    add(f"Partly on another node: {plural(len(plan.astray), 'key')}", plan.astray) if plan.astray else None
+    if plan.astray:
+        add(f"Partly on another node: {plural(len(plan.astray), 'key')}", plan.astray)
     for effect, word in (("fails", "Refused"), ("drops", "Lost"), ("note", "Note")):
         for item in plan.constraints:
             if item.effect == effect and not item.guessed:
                 add(f"{word}: {item.sentence}", item.keys, item.source and f"source: {item.source}")
-    changes: dict[tuple[str, str, bool], list[str]] = {}
-    for change in plan.converted:
-        changes.setdefault((change.stored, change.wanted, change.loses), []).append(change.key)
+    changes = grouped(((change.stored, change.wanted, change.loses), change.key) for change in plan.converted)
     for (stored, wanted, loses), keys in changes.items():
         add(f"Converted from {stored} to {wanted}{', which loses precision' if loses else ''}", keys)
     if plan.unexpected:
@@ -118,9 +119,7 @@ def shapes_heading(plan: Plan) -> str:
 
 def shape_rows(plan: Plan) -> list[list[str]]:
     """The tensors that the job wants in another shape, folded over layers, below `SHAPES_HEAD`."""
-    keys: dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]] = {}
-    for item in plan.mismatches:
-        keys.setdefault((item.stored, item.wanted), []).append(item.key)
+    keys = grouped(((item.stored, item.wanted), item.key) for item in plan.mismatches)
     return [
         [name, shape_text(stored), shape_text(wanted)]
         for (stored, wanted), names in keys.items()
@@ -134,23 +133,10 @@ def patterns(keys: Sequence[str]) -> list[str]:
     return folded if len(folded) <= _PATTERNS + 1 else at_most(folded, _PATTERNS, "pattern", "and ")
 
 
-def _verdict(plan: Plan, style: Style) -> str:
-    word, sentence = verdict_line(plan)
-    painted = style.paint(word, "good" if not plan.exit_code else "error")
-    return "\n".join(style.wrap(f"{word}: {sentence}" if sentence else f"{word}.", "    ", "")).replace(
-        word, painted, 1
-    )
-
-
 def _section(heading: str, keys: list[str], lines: list[str], style: Style) -> list[str]:
-    made = style.wrap(heading, "    ", "")
-    made[0] = style.paint(made[0], "bold")
-    patterns = listed_patterns(keys)
-    return [
-        *made,
-        *(style.wrap(patterns, "    ", "  ") if patterns else []),
-        *(part for line in lines for part in style.wrap(line, "    ", "  ")),
-    ]
+    first, *rest = style.wrap(heading, "    ", "")
+    texts = filter(None, [listed_patterns(keys), *lines])
+    return [style.paint(first, "bold"), *rest, *(part for text in texts for part in style.wrap(text, "    ", "  "))]
 
 
 def listed_patterns(keys: Sequence[str]) -> str:
@@ -191,15 +177,10 @@ def plan_facts(plan: Plan) -> list[str]:
     if read:
         worst = named_ranks(cost.worst).capitalize()
         most = human_bytes(int(cost.read.max()))
-        lines.append(
-            f"{worst} {verb(len(cost.worst), 'reads')} the most: {most}, {_of_mean(cost.read[cost.kind])} the mean."
-            if len(cost.worst) < len(cost.kind)
-            else f"All ranks read the same amount: {most}."
-        )
-        lines.append(
-            f"Read amplification {cost.amplification:.2f}: bytes read per byte needed, ideally 1. Reading each needed "
-            f"record once would be {human_bytes(cost.distinct)}."
-        )
+        more = f"{worst} {verb(len(cost.worst), 'reads')} the most: {most}, {_of_mean(cost.read[cost.kind])} the mean."
+        lines.append(more if len(cost.worst) < len(cost.kind) else f"All ranks read the same amount: {most}.")
+        amplified = f"Read amplification {cost.amplification:.2f}: bytes read per byte needed, ideally 1."
+        lines.append(f"{amplified} Reading each needed record once would be {human_bytes(cost.distinct)}.")
     if len(cost.written) > 1:
         sizes = np.array([*cost.written.values()])
         heaviest = max(cost.written, key=lambda rank: cost.written[rank])
@@ -248,8 +229,7 @@ def as_json(plan: Plan) -> str:
     """All of it; ranks that read the same are listed each."""
     cost = plan.cost
     files = [[cost.names[row] for row in of_kind.tolist()] for of_kind in cost.files]
-    columns = [column.tolist() for column in (cost.needed, cost.read, cost.requests)]
-    names = ("needed_bytes", "read_bytes", "requests")
+    columns = {"needed_bytes": cost.needed, "read_bytes": cost.read, "requests": cost.requests}
     document = {
         "schema": SCHEMA,
         "verdict": plan.verdict,
@@ -268,20 +248,11 @@ def as_json(plan: Plan) -> str:
             for item in plan.converted
         ],
         "constraints": [
-            {"effect": item.effect, "sentence": item.sentence, "keys": [*item.keys], "source": item.source or None}
-            for item in plan.constraints
-            if not item.guessed
+            _constraint(item) | {"source": item.source or None} for item in plan.constraints if not item.guessed
         ],
-        "guessed": [
-            {"effect": item.effect, "sentence": item.sentence, "keys": [*item.keys]}
-            for item in plan.constraints
-            if item.guessed
-        ],
+        "guessed": [_constraint(item) for item in plan.constraints if item.guessed],
         "totals": {
-            **{
-                name: int(column[cost.kind].sum())
-                for name, column in zip(names, (cost.needed, cost.read, cost.requests), strict=True)
-            },
+            **{name: int(column[cost.kind].sum()) for name, column in columns.items()},
             "distinct_bytes": cost.distinct,
             "read_amplification": round(cost.amplification, 4),
         },
@@ -289,23 +260,17 @@ def as_json(plan: Plan) -> str:
         "worst_ranks": [*cost.worst],
         "written_bytes": {str(rank): size for rank, size in cost.written.items()},
         "ranks": [
-            {
-                "rank": rank,
-                **{name: column[kind] for name, column in zip(names, columns, strict=True)},
-                "files": files[kind],
-            }
+            {"rank": rank, **{name: int(column[kind]) for name, column in columns.items()}, "files": files[kind]}
             for rank, kind in enumerate(cost.kind.tolist())
         ],
         "nodes": [
-            {
-                "node": number,
-                "ranks": [*node.ranks],
-                "bytes": node.bytes,
-                "files": [*node.files],
-                "absent": [*node.absent],
-            }
+            {"node": number, "ranks": node.ranks, "bytes": node.bytes, "files": node.files, "absent": node.absent}
             for number, node in enumerate(plan.nodes)
         ],
         "astray": [*plan.astray],
     }
     return json.dumps(document, indent=2) + "\n"
+
+
+def _constraint(item: Constraint) -> dict[str, Any]:
+    return {"effect": item.effect, "sentence": item.sentence, "keys": [*item.keys]}

@@ -53,16 +53,10 @@ def retention_lines(found: Retention) -> list[str]:
 
 def decision_table(found: Retention) -> str:
     """Each step, whether it is whole, and why it stays."""
-    gone = {*found.paths}
-    rows = [
-        (
-            decision.step.name,
-            _whole(decision),
-            human_bytes(decision.step.size),
-            "" if decision.step.path in gone else decision.kept_because,
-        )
-        for decision in found.decisions
-    ]
+    gone, rows = {*found.paths}, []
+    for decision in found.decisions:
+        why = "" if decision.step.path in gone else decision.kept_because
+        rows.append((decision.step.name, _whole(decision), human_bytes(decision.step.size), why))
     head, most = ("step", "whole", "payload", "stays because"), (None, _WIDE, None, _WIDE)
     return table(rows, head, maxcolwidths=most)
 

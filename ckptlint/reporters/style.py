@@ -47,14 +47,9 @@ class Style(NamedTuple):
 
     def wrap(self, text: str, indent: str, first: str | None = None) -> list[str]:
         """The text in lines of at most `width` columns; names are never broken."""
-        return textwrap.wrap(
-            text,
-            self.width,
-            initial_indent=indent if first is None else first,
-            subsequent_indent=indent,
-            break_long_words=False,
-            break_on_hyphens=False,
-        ) or [indent if first is None else first]
+        first = indent if first is None else first
+        wrapper = textwrap.TextWrapper(self.width, first, indent, break_long_words=False, break_on_hyphens=False)
+        return wrapper.wrap(text) or [first]
 
 
 def cut(name: str, limit: int = NAME_LIMIT) -> str:

@@ -33,10 +33,10 @@ def overlaps(ckpt: Checkpoint) -> Iterator[Finding]:
         if not pairs:
             continue
         region, first, second = pairs[0]
-        count = f"{len(pairs)}{'+' if len(pairs) >= _PAIR_LIMIT else ''} pairs of chunks"
-        message = (
-            f"{count}{{of}} overlap, the first in {region}" if len(pairs) > 1 else f"2 chunks{{of}} both hold {region}"
-        )
+        message = f"2 chunks{{of}} both hold {region}"
+        if len(pairs) > 1:
+            count = f"{len(pairs)}{'+' if len(pairs) >= _PAIR_LIMIT else ''}"
+            message = f"{count} pairs of chunks{{of}} overlap, the first in {region}"
         yield Finding(
             message,
             at=Location(tensor, region=region, rows=(first, second), ranks=saved_by(ckpt, tensor, (first, second))),
@@ -65,14 +65,10 @@ def holes(ckpt: Checkpoint, padded: str | None = None) -> Iterator[Finding]:
             yield Finding(message, at=Location(tensor), severity=severity, notes=_total(tensor))
         for number, region in enumerate(coverage.missing[:_SHOWN]):
             absent = absent_ranks(ckpt, tensor, region)
+            ranks = absent.ranks if absent else ()
             yield Finding(
                 _sentence(region, tensor.global_shape),
-                at=Location(
-                    tensor,
-                    region=region,
-                    rows=_neighbours(tensor, region),
-                    ranks=absent.ranks if absent else (),
-                ),
+                at=Location(tensor, region=region, rows=_neighbours(tensor, region), ranks=ranks),
                 kind=_kind(ckpt, absent),
                 severity=severity,
                 notes=_total(tensor) if number == 0 else (),
@@ -111,9 +107,7 @@ def _sizes(ckpt: Checkpoint, tensor: Tensor, first: int, second: int) -> tuple[N
     boxes = " and ".join(
         f"{tensor.tiling.box(row)} in {ckpt.chunk_file(tensor, row) or 'no file'}" for row in (first, second)
     )
-    if not coverage.exact:
-        return (("chunks", f"{boxes}; at least {stored}: {_STOPPED}"),)
-    return (("chunks", f"{boxes}; {stored}"),)
+    return (("chunks", f"{boxes}; {stored}" if coverage.exact else f"{boxes}; at least {stored}: {_STOPPED}"),)
 
 
 def _odd_one(ckpt: Checkpoint, tensor: Tensor, *rows: int) -> str:
@@ -123,11 +117,9 @@ def _odd_one(ckpt: Checkpoint, tensor: Tensor, *rows: int) -> str:
         same = int((sizes == sizes[row]).all(axis=1).sum())
         others = {tuple(size) for i, size in enumerate(sizes.tolist()) if i != row}
         if same == 1 and len(others) == 1:
-            box_sizes, peers = shape_text(tensor.tiling.box(row).sizes), shape_text(others.pop())
+            size, usual = shape_text(sizes[row].tolist()), shape_text(others.pop())
             where = ckpt.chunk_file(tensor, row) or "no file"
-            return (
-                f"look at who wrote {where}: its chunk has sizes {box_sizes}, the {len(sizes) - 1} other chunks {peers}"
-            )
+            return f"look at who wrote {where}: its chunk has sizes {size}, the {len(sizes) - 1} other chunks {usual}"
     files = list(dict.fromkeys(name for row in rows if (name := ckpt.chunk_file(tensor, row))))
     return f"compare the offsets of this key on the ranks that wrote {join_words(files)}" if files else ""
 
@@ -153,7 +145,7 @@ def _total(tensor: Tensor) -> tuple[Note, ...]:
     percent = f"{covered:.1%}"
     if percent in ("0.0%", "100.0%"):
         percent = "almost all" if covered > 0.5 else "almost none"
-    lost = f"{plural(coverage.missing_volume, 'element', 'is')}"
+    lost = plural(coverage.missing_volume, "element", "is")
     if not coverage.exact:
         return (("covered", f"at most {percent} of the tensor; at least {lost} missing{more}: {_STOPPED}"),)
     return (("covered", f"{percent} of the tensor; {lost} missing{more}"),)
@@ -179,8 +171,5 @@ def _neighbours(tensor: Tensor, region: Box) -> tuple[int, ...]:
 
 def _explain(ckpt: Checkpoint, tensor: Tensor, region: Box) -> tuple[Note, ...]:
     absent = absent_ranks(ckpt, tensor, region)
-    return (
-        ("mesh", mesh_note(ckpt, tensor, region)),
-        ("rank", rank_note(absent)),
-        ("hint", absent_hint(ckpt, tensor, region)),
-    )
+    mesh, hint = mesh_note(ckpt, tensor, region), absent_hint(ckpt, tensor, region)
+    return ("mesh", mesh), ("rank", rank_note(absent)), ("hint", hint)

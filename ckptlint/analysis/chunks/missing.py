@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
 
 from ckptlint.geometry.chunk_graph import coordinates
 from ckptlint.geometry.writers import ranks_of_chunks, ranks_of_files
+from ckptlint.grouping import grouped
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.facts import fact
 from ckptlint.model.text import join_words, named_ranks
@@ -34,23 +36,6 @@ class Absent(NamedTuple):
     ranks: tuple[int, ...]
     shown_by: str
     instead: tuple[Box, int] | None = None
-
-
-class LostRecord(NamedTuple):
-    """Unreferenced bytes with the length that the record of a missing part would have.
-
-    Attributes:
-        fqn, region: the missing part.
-        file: payload file with these bytes.
-        starts: first bytes of all such gaps; several where records of one length are lost together.
-        length: length of the record in bytes.
-    """
-
-    fqn: str
-    region: Box
-    file: str
-    starts: tuple[int, ...]
-    length: int
 
 
 # ---------------------------------------------------------------- bytes without an entry
@@ -99,12 +84,14 @@ def _ends(starts: IntArray, lengths: IntArray) -> IntArray:
 
 
 @fact
-def lost_records(ckpt: Checkpoint) -> Mapping[tuple[str, Box], LostRecord]:
-    """(key, missing region) -> the record that probably holds it and that no entry names."""
-    by_rank: dict[int, list[tuple[str, int, int]]] = defaultdict(list)
+def lost_records(ckpt: Checkpoint) -> Mapping[tuple[str, Box], tuple[str, list[int]]]:
+    """(key, missing region) -> payload file, and first bytes of the records in it that no entry names: one holds it.
+
+    There are several where records of one length are lost together.
+    """
     rank_of_file = dict(zip(ckpt.files.names, ranks_of_files(ckpt).tolist(), strict=True))
-    for file, gaps in unnamed_bytes(ckpt).items():
-        by_rank[rank_of_file[file]] += [(file, start, stop - start) for start, stop in gaps]
+    unnamed = ((file, start, stop - start) for file, gaps in unnamed_bytes(ckpt).items() for start, stop in gaps)
+    by_rank = grouped((rank_of_file[gap[0]], gap) for gap in unnamed)
     records = {}
     for tensor in ckpt.sound_tensors() if by_rank else ():
         for region in tensor.tiling.coverage.missing[:_REGIONS] if tensor.tiling.live.any() else ():
@@ -114,8 +101,7 @@ def lost_records(ckpt: Checkpoint) -> Mapping[tuple[str, Box], LostRecord]:
             hits = [gap for gap in _where_lost(ckpt, absent_ranks(ckpt, tensor, region), by_rank) if gap[2] in lengths]
             if hits and len({file for file, *_ in hits}) == 1:
                 file, _, length = hits[0]
-                starts = tuple(start for name, start, size in hits if (name, size) == (file, length))
-                records[tensor.fqn, region] = LostRecord(tensor.fqn, region, file, starts, length)
+                records[tensor.fqn, region] = file, [start for _, start, size in hits if size == length]
     return records
 
 
@@ -126,11 +112,9 @@ def _where_lost(
 
     Empty where save plans exist or several ranks planned one part: the gaps are then copies that were dropped.
     """
-    if absent is not None and len(absent.ranks) == 1 and not absent.instead:
-        return by_rank.get(absent.ranks[0], [])
-    return (
-        [] if absent is not None or ckpt.save_plans is not None else [gap for gaps in by_rank.values() for gap in gaps]
-    )
+    if absent is None:
+        return [] if ckpt.save_plans is not None else [gap for gaps in by_rank.values() for gap in gaps]
+    return by_rank.get(absent.ranks[0], []) if len(absent.ranks) == 1 and not absent.instead else []
 
 
 def _record_lengths(ckpt: Checkpoint, tensor: Tensor, region: Box) -> frozenset[int]:
@@ -200,7 +184,7 @@ def _planned(ckpt: Checkpoint, tensor: Tensor, region: Box) -> tuple[int, ...]:
         return tuple(distinct(plans.rank[rows[exact]]).tolist())
     owners: dict[tuple[int, ...], set[int]] = defaultdict(set)
     for row, offset, size in zip(rows.tolist(), offsets.tolist(), sizes.tolist(), strict=True):
-        if Box(tuple(offset), tuple(size)).volume and region.volume % Box(tuple(offset), tuple(size)).volume == 0:
+        if prod(size) and region.volume % prod(size) == 0:
             owners[tuple(offset)].add(int(plans.rank[row]))
     # Nobody planned the region: a rank computed a wrong offset. Two ranks with one part are then the suspects (GEO004:
     # "two ranks planned the same half"); two such groups name nobody.
@@ -248,12 +232,9 @@ def _whole_tensors(ckpt: Checkpoint) -> Mapping[tuple[int, ...], list[Tensor]]:
     """Shape -> its first complete tensors, at most `_SIBLINGS`."""
     whole_tensors: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
     for tensor in ckpt.sound_tensors():
-        if (
-            len(tensor.chunks) <= _PARTS
-            and len(whole_tensors[tensor.global_shape]) < _SIBLINGS
-            and not tensor.tiling.coverage.missing
-        ):
-            whole_tensors[tensor.global_shape].append(tensor)
+        siblings = whole_tensors[tensor.global_shape]
+        if len(tensor.chunks) <= _PARTS and len(siblings) < _SIBLINGS and not tensor.tiling.coverage.missing:
+            siblings.append(tensor)
     return whole_tensors
 
 
@@ -280,11 +261,9 @@ def rank_note(absent: Absent | None) -> str:
 def absent_hint(ckpt: Checkpoint, tensor: Tensor, region: Box) -> str:
     """Hint for a missing part: where its record probably is, or which rank's state dict or offsets to inspect."""
     if lost := lost_records(ckpt).get((tensor.fqn, region)):
-        at = join_words([f"{start:,}" for start in lost.starts[:_NAMED]], "or")
-        return (
-            f"restore {ckpt.metadata_file} from a copy: the record is probably still in {lost.file} at byte {at}; "
-            "only its entry is missing"
-        )
+        at = f"in {lost[0]} at byte {join_words([f'{start:,}' for start in lost[1][:_NAMED]], 'or')}"
+        copy = f"restore {ckpt.metadata_file} from a copy"
+        return f"{copy}: the record is probably still {at}; only its entry is missing"
     absent = absent_ranks(ckpt, tensor, region)
     if absent is None:
         return _ANYONE

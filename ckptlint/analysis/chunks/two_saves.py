@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections.abc import Iterable
 from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
 
+from ckptlint.grouping import grouped
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.facts import fact
 from ckptlint.model.text import join_words, plural
@@ -94,16 +95,14 @@ def _older_by_time(ckpt: Checkpoint, used: set[int]) -> set[int]:
 
 def _older_by_count(ckpt: Checkpoint, used: set[int]) -> set[int]:
     """The older files of two that have different totals in their names (`-of-00002`); empty without two totals."""
-    by_count: dict[str, set[int]] = defaultdict(set)
-    for number in used:
-        match = _COUNT.search(ckpt.files.names[number])
-        by_count[match[1] if match else ""].add(number)
+    totals = ((_COUNT.search(ckpt.files.names[number]), number) for number in used)
+    by_count = grouped((match[1] if match else "", number) for match, number in totals)
     if len(by_count) != 2:
         return set()
-    return min(by_count.values(), key=lambda files: _written(ckpt, files))
+    return set(min(by_count.values(), key=lambda files: _written(ckpt, files)))
 
 
-def _written(ckpt: Checkpoint, files: set[int]) -> float:
+def _written(ckpt: Checkpoint, files: Iterable[int]) -> float:
     return max(_time(ckpt, number) for number in files)
 
 
@@ -163,13 +162,12 @@ def replaced_files(ckpt: Checkpoint) -> Replaced | None:
 
 def saves_note(ckpt: Checkpoint) -> str:
     """Sentence on the two saves; "" without them."""
-    saves = two_saves(ckpt)
-    return "" if saves is None else "; ".join(map(_described, saves))
-
-
-def _described(save: FilesOfSave) -> str:
-    state = "complete by themselves" if save.is_complete else "not complete"
-    return f"{plural(len(save.files), 'file')}{_when(save)}, {state} ({_names(save)})"
+    texts = []
+    for save in two_saves(ckpt) or ():
+        state = "complete by themselves" if save.is_complete else "not complete"
+        when = time.strftime(" written %Y-%m-%d %H:%M:%S", time.localtime(save.written)) if save.written else ""
+        texts.append(f"{plural(len(save.files), 'file')}{when}, {state} ({_names(save)})")
+    return "; ".join(texts)
 
 
 def saves_hint(ckpt: Checkpoint) -> str:
@@ -183,10 +181,6 @@ def saves_hint(ckpt: Checkpoint) -> str:
     if newer.is_complete:
         return f"move {_names(older)} away: these files are left from an older save, and the newer one is complete"
     return f"save again into an empty folder, or move {_names(newer)} away: this newer save is not complete"
-
-
-def _when(save: FilesOfSave) -> str:
-    return time.strftime(" written %Y-%m-%d %H:%M:%S", time.localtime(save.written)) if save.written else ""
 
 
 def _names(save: FilesOfSave) -> str:

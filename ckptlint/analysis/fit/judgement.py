@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ckptlint.analysis.fit.pairing import Pairing, best_pairing
 from ckptlint.analysis.fit.trusted_config import Contradiction, contradictions
 from ckptlint.analysis.quantised import quantisation
+from ckptlint.grouping import grouped
 from ckptlint.model import Checkpoint, Declared, Tensor
 from ckptlint.model.cover import Shape
 from ckptlint.model.facts import fact
@@ -294,21 +295,17 @@ class _Judge:
         self.ckpt, self.pairing = ckpt, pairing
         self.tensors = pairing.expected.tensors
         self.config: Mapping[str, object] = ckpt.config.values if ckpt.config is not None else {}
-        self.unknown = [name for name in pairing.unknown if not _may_lie_beside(name)]
+        self.plain = {name for name in pairing.unknown if not _may_lie_beside(name) and not quantised_weight(name)}
         self.quantised = {stem for name in pairing.unknown if (stem := quantised_weight(name))}
         self.is_quantised = any(name in self.config for name in QUANTISATION) or bool(self.quantised)
         ignored = [re.compile(pattern) for pattern in pairing.expected.ignored]
-        self.unknown = [
-            name
-            for name in self.unknown
-            if not quantised_weight(name)
-            and not self._is_value_head(name)
-            and not any(pattern.search(name) for pattern in ignored)
-        ]
+        unknown = (name for name in pairing.unknown if name in self.plain and not self._is_value_head(name))
+        self.unknown = [name for name in unknown if not any(pattern.search(name) for pattern in ignored)]
         self.renamed_modules = {name.rpartition(".")[0] for name in self.unknown} if self.is_quantised else set()
 
     def fit(self) -> Fit:
-        self._take_odd_apart()
+        if not self.ckpt.is_export:  # the loader of a training checkpoint asks for the common prefix
+            self.unknown += [self.pairing.stored.pop(name) for name in self.pairing.odd]
         missing = [
             name
             for name, tensor in self.tensors.items()
@@ -341,18 +338,11 @@ class _Judge:
             self.is_quantised,
         )
 
-    def _take_odd_apart(self) -> None:
-        """Treat keys without the common prefix as unknown in a training checkpoint: its loader asks for the prefix."""
-        if not self.ckpt.is_export:
-            for name in self.pairing.odd:
-                self.unknown.append(self.pairing.stored.pop(name))
-
     def _is_excused(self, name: str) -> bool:
         """Whether a load does not need the key: the head of a base model, or a weight that is stored quantised."""
         if self.pairing.base and not name.startswith(f"{self.pairing.base}."):
             return True
-        module = name.rpartition(".")[0]
-        return bool({name, module} & self.quantised) or module in self.renamed_modules
+        return self._is_quantised(name) or name.rpartition(".")[0] in self.renamed_modules
 
     def _without_joined(self, missing: list[str]) -> list[str]:
         """The missing keys, without those whose rows a fused quantised weight holds under its in-memory name.
@@ -430,8 +420,7 @@ class _Judge:
 
     def _beyond_model(self) -> set[str]:
         """Stored weights outside the model, by their unquantised names."""
-        plain = {name for name in self.pairing.unknown if not _may_lie_beside(name) and not quantised_weight(name)}
-        return plain | {f"{name.removesuffix('.weight')}.weight" for name in self.quantised}
+        return self.plain | {f"{name.removesuffix('.weight')}.weight" for name in self.quantised}
 
     def _predicting(self) -> tuple[list[str], tuple[int, int]]:
         """Keys that prediction layers lack beside the most similar layer; numbers of stored and declared ones."""
@@ -472,27 +461,23 @@ class _Judge:
         """The unknown keys as (beyond, instead, foreign): see `Fit`."""
         if not self.unknown:
             return [], [], []
-        layers: dict[str, set[int]] = defaultdict(set)
-        weights = set()
-        for name in self.tensors:
-            if position := _place(name):
-                layers[position.home].add(position.number)
-            weights.add(name.rpartition(".")[0])
+        numbers = grouped((place.home, place.number) for name in self.tensors if (place := _place(name)))
+        layers = {home: {*found} for home, found in numbers.items()}
+        weights = {name.rpartition(".")[0] for name in self.tensors}
         gaps = {_module(name) for name in missing}
         tails = {name.partition(".")[2] for name in missing} | set(missing)
         roles = {role(name) for name in self.tensors}
         mtp = {start for start, _, _ in self._mtp_layers()}
         beyond, instead, foreign = [], [], []
         for name in self.unknown:
+            position = _place(name)
+            is_new_layer = position and layers.get(position.home) and position.number not in layers[position.home]
             # A key equal to a missing one without its first part was saved below another module: renamed, not added.
             if name in tails:
                 instead.append(name)
+            elif position and is_new_layer and f"{position.block}.{position.number}." in mtp:
                 continue
-            position = _place(name)
-            is_new_layer = position and layers.get(position.home) and position.number not in layers[position.home]
-            if position and is_new_layer and f"{position.block}.{position.number}." in mtp:
-                continue
-            if is_new_layer or role(name) in roles:
+            elif is_new_layer or role(name) in roles:
                 beyond.append(name)
             elif _module(name) in gaps:
                 instead.append(name)
@@ -680,18 +665,13 @@ def other_dtypes(ckpt: Checkpoint, fit: Fit) -> list[OtherDtype]:
     declared = fit.expected.dtype
     if declared not in FLOATS or fit.is_quantised or not fit.is_export:
         return []
-    dtypes: dict[str, list[str]] = defaultdict(list)
-    elements: dict[str, int] = defaultdict(int)
-    for name in fit.pairing.stored.values():
-        tensor = ckpt.tensors[name]
-        if tensor.dtype != declared and _is_wide_float(tensor.dtype):
-            dtypes[tensor.dtype].append(name)
-            elements[tensor.dtype] += tensor.volume
-    bits = ITEM_BITS[declared]
-    return [
-        OtherDtype(dtype, tuple(names), count * bits // 8, count * (ITEM_BITS[dtype] - bits) // 8)
-        for (dtype, names), count in zip(dtypes.items(), elements.values(), strict=True)
-    ]
+    stored = [ckpt.tensors[name] for name in fit.pairing.stored.values()]
+    others = grouped((t.dtype, t) for t in stored if t.dtype != declared and _is_wide_float(t.dtype))
+    bits, dtypes = ITEM_BITS[declared], []
+    for dtype, tensors in others.items():
+        names, count = tuple(tensor.fqn for tensor in tensors), sum(tensor.volume for tensor in tensors)
+        dtypes.append(OtherDtype(dtype, names, count * bits // 8, count * (ITEM_BITS[dtype] - bits) // 8))
+    return dtypes
 
 
 def kept_in_float32(ckpt: Checkpoint) -> frozenset[str]:

@@ -7,7 +7,7 @@ their keys counts as absent.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple
 
 from ckptlint.analysis.fit.judgement import judged_shapes
 from ckptlint.analysis.optimizer.inventory import Param, optimizer_parts, split_state
+from ckptlint.grouping import grouped
 from ckptlint.model import Checkpoint, Reference
 from ckptlint.model.cover import Shape
 from ckptlint.model.facts import fact
@@ -26,6 +27,7 @@ from ckptlint.vocabulary.keys import COPIES, MASTER_COPIES, Key, parse
 EntryKind = Literal["model", "copy", "optimizer"]
 KeyFamily = tuple[EntryKind, str, tuple[str, ...], str]
 Slot = tuple[object, ...]
+Form = tuple[str, str]
 _PACKED = frozenset({"uint8", "int8", "float4_e2m1fn_x2"})
 _SLOT_LIMIT = 1 << 20
 
@@ -52,7 +54,7 @@ class KeyEntry:
         return self.family[0]
 
     @property
-    def form(self) -> tuple[str, str]:
+    def form(self) -> Form:
         """Position of (layers, experts): `number` in the name, `axis` of the tensor, or "" for neither."""
         key = self.key
         layer = "number" if key.layer is not None else "axis" if key.is_stacked else ""
@@ -132,11 +134,7 @@ def match_keys(ckpt: Checkpoint, reference: Reference) -> KeyComparison:
 
 
 def _families(entries: Iterable[KeyEntry | None]) -> dict[KeyFamily, list[KeyEntry]]:
-    families: dict[KeyFamily, list[KeyEntry]] = defaultdict(list)
-    for entry in entries:
-        if entry is not None:
-            families[entry.family].append(entry)
-    return dict(families)
+    return grouped((entry.family, entry) for entry in entries if entry is not None)
 
 
 def _entry(fqn: str, dtype: str | None, shape: Shape | None) -> KeyEntry | None:
@@ -175,9 +173,7 @@ def _path(key: Key) -> str:
 
 def _lies_in(fqn: str, names: set[str]) -> bool:
     """Whether an entry of bytes holds the key, itself or in a dict that was stored whole."""
-    if not names:
-        return False
-    parts = fqn.split(".")
+    parts = fqn.split(".") if names else []
     return any(".".join(parts[:stop]) in names for stop in range(1, len(parts) + 1))
 
 
@@ -228,9 +224,7 @@ def _renamed(
 
     Their functions agree by name, and the candidates hold at least half as many elements as the lost family.
     """
-    room: dict[tuple[bool, str], list[KeyFamily]] = defaultdict(list)
-    for family, entries in extra.items():
-        room[bool(entries[0].key.block), _function(entries[0])].append(family)
+    room = grouped(((bool(entries[0].key.block), _function(entries[0])), family) for family, entries in extra.items())
 
     @cache
     def near(inside: bool, function: str) -> tuple[list[KeyFamily], int | None]:
@@ -277,8 +271,7 @@ def _compare_family(result: KeyComparison, expected: list[KeyEntry], stored: lis
     if forms[0] == forms[1]:
         _compare_places(result, expected, stored)
     elif len(forms[0]) == len(forms[1]) == 1:
-        (there,), (here,) = forms
-        _compare_slots(result, expected, stored, there, here)
+        _compare_slots(result, expected, stored, (forms[0].pop(), forms[1].pop()))
     else:
         _leave_open(result, expected, stored)
 
@@ -301,14 +294,10 @@ def _compare_places(result: KeyComparison, expected: list[KeyEntry], stored: lis
 
 
 def _compare_slots(
-    result: KeyComparison,
-    expected: list[KeyEntry],
-    stored: list[KeyEntry],
-    there: tuple[str, str],
-    here: tuple[str, str],
+    result: KeyComparison, expected: list[KeyEntry], stored: list[KeyEntry], forms: tuple[Form, Form]
 ) -> None:
     """Pair stacked layers or experts of one side with numbered ones of the other."""
-    theirs, mine = _slots(expected, there, here), _slots(stored, here, there)
+    theirs, mine = _slots(expected, *forms), _slots(stored, *forms[::-1])
     pairs: list[KeyPair] = []
     if theirs is not None and mine is not None:
         common = [slot for slot in theirs if slot in mine]
@@ -330,7 +319,7 @@ def _leave_open(result: KeyComparison, expected: Iterable[KeyEntry], stored: Ite
 Slots = dict[Slot, tuple[KeyEntry, Shape | None]]
 
 
-def _slots(entries: list[KeyEntry], form: tuple[str, str], other: tuple[str, str]) -> Slots | None:
+def _slots(entries: list[KeyEntry], form: Form, other: Form) -> Slots | None:
     """The entries by (layer, expert); a stacked axis is split where the other side has numbers.
 
     None where that is impossible: an unknown shape, too few axes, or two entries with one number.
@@ -360,10 +349,7 @@ def _slots(entries: list[KeyEntry], form: tuple[str, str], other: tuple[str, str
 
 def _singles(mine: Slots, others: Slots) -> list[LoneKeys]:
     """Tensors of one side without a counterpart; of a stacked tensor only the unmatched layers or experts."""
-    places: dict[KeyEntry, list[Slot]] = defaultdict(list)
-    for slot, (entry, _) in mine.items():
-        if slot not in others:
-            places[entry].append(slot)
+    places = grouped((entry, slot) for slot, (entry, _) in mine.items() if slot not in others)
     return [LoneKeys(entry, _part(slots, entry)) for entry, slots in places.items()]
 
 

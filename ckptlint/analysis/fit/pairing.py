@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING
@@ -73,15 +73,9 @@ def _paired(form: Expected, names: Sequence[str]) -> Pairing:
     if not rest or len(stored) == len(wanted):
         return Pairing(form, stored, rest)
     carried: Counter[str] = Counter()
-    unknown = []
-    for name in rest:  # words inside of names
-        parts = name.split(".")
-        bare = bare_name(name)
-        if bare != name and bare in wanted and bare not in stored:
-            stored[bare] = name
-            carried.update(f"{part}." for part in dict.fromkeys(parts) if part in _BETWEEN)
-        else:
-            unknown.append(name)
+    paired, unknown = _pair(form, rest, stored, bare_name)  # words inside of names
+    for name in paired:
+        carried.update(f"{part}." for part in dict.fromkeys(name.split(".")) if part in _BETWEEN)
     base = words = ""
     odd: tuple[str, ...] = ()
     if unknown and len(stored) < len(wanted):
@@ -90,12 +84,14 @@ def _paired(form: Expected, names: Sequence[str]) -> Pairing:
         prefix, words = _prefix(form, unknown, stored)
         if prefix:
             odd = tuple(stored)
-            unknown = _strip(form, unknown, stored, prefix)
+            _, unknown = _pair(form, unknown, stored, lambda name: _below(prefix, name))
             carried[words] += len(rest) - len(unknown)
         else:
-            unknown = _once(form, unknown, stored, carried)
+            paired, unknown = _pair(form, unknown, stored, _once)
+            for name in paired:
+                carried.update({f"{part}.{part}." for part, other in pairwise(name.split(".")) if part == other})
             base = _base(form, unknown, stored)
-            unknown = _join(form, unknown, stored, base)
+            _, unknown = _pair(form, unknown, stored, lambda name: f"{base}.{name}" if base else "")
     return Pairing(form, stored, unknown, carried, base, words, odd)
 
 
@@ -144,31 +140,29 @@ def _as_stored(name: str, before: tuple[str, ...]) -> str:
     return ".".join(before) + "."
 
 
-def _strip(form: Expected, names: list[str], stored: dict[str, str], prefix: tuple[str, ...]) -> list[str]:
-    """Pair the names with this prefix; returns the other names."""
-    left = []
+def _pair(
+    form: Expected, names: list[str], stored: dict[str, str], expected: Callable[[str], str]
+) -> tuple[list[str], list[str]]:
+    """Pair each name with the expected key that it may stand for, where that is free; (paired names, other names)."""
+    paired, left = list[str](), list[str]()
     for name in names:
-        parts = _bare(name)
-        tail = ".".join(parts[len(prefix) :])
-        if tuple(parts[: len(prefix)]) == prefix and tail in form.tensors and tail not in stored:
-            stored[tail] = name
-        else:
-            left.append(name)
-    return left
+        key = expected(name)
+        is_free = key in form.tensors and key not in stored
+        if is_free:
+            stored[key] = name
+        (paired if is_free else left).append(name)
+    return paired, left
 
 
-def _once(form: Expected, names: list[str], stored: dict[str, str], carried: Counter[str]) -> list[str]:
-    """Pair names that repeat a part (`encoder.encoder.`); returns the other names."""
-    left = []
-    for name in names:
-        parts = name.split(".")
-        single = ".".join(part for part, _ in groupby(parts))
-        if single != name and single in form.tensors and single not in stored:
-            stored[single] = name
-            carried.update({f"{part}.{part}." for part, other in pairwise(parts) if part == other})
-        else:
-            left.append(name)
-    return left
+def _once(name: str) -> str:
+    """A name without the second of two equal parts in a row (`encoder.encoder.`)."""
+    return ".".join(part for part, _ in groupby(name.split(".")))
+
+
+def _below(prefix: tuple[str, ...], name: str) -> str:
+    """What follows a prefix in a name without wrapper words; "" for a name without the prefix."""
+    parts = _bare(name)
+    return ".".join(parts[len(prefix) :]) if tuple(parts[: len(prefix)]) == prefix else ""
 
 
 def _base(form: Expected, names: list[str], stored: dict[str, str]) -> str:
@@ -179,14 +173,3 @@ def _base(form: Expected, names: list[str], stored: dict[str, str]) -> str:
     }
     first = max(votes, key=lambda name: votes[name], default="")
     return first if votes.get(first, 0) > max(len(stored), _LEAST * len(names) / 2) else ""
-
-
-def _join(form: Expected, names: list[str], stored: dict[str, str], base: str) -> list[str]:
-    left = []
-    for name in names:
-        full_name = f"{base}.{name}"
-        if base and full_name in form.tensors and full_name not in stored:
-            stored[full_name] = name
-        else:
-            left.append(name)
-    return left

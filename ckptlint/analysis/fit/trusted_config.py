@@ -11,26 +11,16 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from ckptlint.analysis.optimizer.inventory import Param, inventory_of
+from ckptlint.grouping import grouped
 from ckptlint.model import AxisSize, Checkpoint, Declared
 from ckptlint.model.facts import fact
 from ckptlint.vocabulary.config_fields import MODEL_CONFIG, read_declared
 
-MAIN_BLOCKS = frozenset(
-    {
-        "layers",
-        "h",
-        "decoder.layers",
-        "encoder.layers",
-        "transformer.h",
-        "transformer.layers",
-        "backbone.layers",
-        "gpt_neox.layers",
-        "language_model.layers",
-        "language_model.model.layers",
-        "language_model.decoder.layers",
-        "language_model.encoder.layers",
-    }
-)
+MAIN_BLOCKS = frozenset({
+    "layers", "h", "decoder.layers", "encoder.layers", "transformer.h", "transformer.layers", "backbone.layers",
+    "gpt_neox.layers", "language_model.layers", "language_model.model.layers", "language_model.decoder.layers",
+    "language_model.encoder.layers",
+})  # fmt: skip
 """The blocks whose layers the declared number of layers counts; towers, heads and draft models are not among them."""
 
 _HYBRID_SEPARATORS = "/|"
@@ -148,10 +138,7 @@ def main_params(ckpt: Checkpoint) -> list[Param]:
 @fact
 def layer_counts(ckpt: Checkpoint) -> tuple[LayerCount, ...]:
     """The layers of each block that a declared number of layers describes."""
-    by_name: dict[str, list[Param]] = defaultdict(list)
-    for param in main_params(ckpt):
-        if param.key.block in MAIN_BLOCKS:
-            by_name[param.key.block].append(param)
+    by_name = grouped((param.key.block, param) for param in main_params(ckpt) if param.key.block in MAIN_BLOCKS)
     blocks = {name: params for name, params in by_name.items() if not _are_convolutions(params)}
     if "heterogeneous" in ckpt.declared or not ckpt.is_sound:
         return ()
@@ -202,16 +189,9 @@ def _count(ckpt: Checkpoint, block: str, params: list[Param], declared: Declared
             layer_count = sum(stages)
     else:
         return None
-    accepted = _accepted(ckpt.declared, int(declared.value))
-    return LayerCount(
-        block,
-        declared,
-        layer_count,
-        () if stages else tuple(sorted(numbers)),
-        stages,
-        layer_count in accepted,
-        params[0],
-    )
+    agrees = layer_count in _accepted(ckpt.declared, int(declared.value))
+    counted = () if stages else tuple(sorted(numbers))
+    return LayerCount(block, declared, layer_count, counted, stages, agrees, params[0])
 
 
 def _accepted(declared: Mapping[str, Declared], layers: int) -> set[int]:
@@ -235,14 +215,12 @@ def _model_sizes(params: Iterable[Param]) -> dict[str, tuple[int, str]]:
     hidden: dict[str, set[int]] = defaultdict(set)
     routers: set[tuple[int, ...]] = set()
     for param in params:
-        parts, shape = param.key.path.split("."), param.own_shape
-        if param.key.function == "embedding" and len(shape) == 2 and _EMBEDDINGS & set(parts):
+        key, parts, shape = param.key, param.key.path.split("."), param.own_shape
+        if key.function == "embedding" and len(shape) == 2 and _EMBEDDINGS & set(parts):
             hidden["embedding columns"].add(shape[1])
-        elif (
-            param.key.function == "norm" and len(shape) == 1 and not param.key.block and FINAL_NORMS & set(parts[-2:-1])
-        ):
+        elif key.function == "norm" and len(shape) == 1 and not key.block and FINAL_NORMS & set(parts[-2:-1]):
             hidden["final norm"].add(shape[0])
-        elif param.key.function == "router" and len(shape) == 2 and param.key.block in MAIN_BLOCKS:
+        elif key.function == "router" and len(shape) == 2 and key.block in MAIN_BLOCKS:
             routers.add(shape)
     sizes: dict[str, tuple[int, str]] = {}
     values = set().union(*hidden.values())
@@ -263,9 +241,8 @@ _LOST_AXES = ("tp", "ep", "etp", "dp", "world")
 def mesh_axes(ckpt: Checkpoint, factor: int) -> list[str]:
     """The axes of this size along which a tensor may have been split; a bound from file names is no axis."""
     sizes = trusted_topology(ckpt)
-    return [
-        axis for axis in _LOST_AXES if axis in sizes and sizes[axis].size == factor and sizes[axis].source != "files"
-    ]
+    known = {axis: sizes[axis] for axis in _LOST_AXES if axis in sizes}
+    return [axis for axis, size in known.items() if size.size == factor and size.source != "files"]
 
 
 def knows_mesh(ckpt: Checkpoint) -> bool:

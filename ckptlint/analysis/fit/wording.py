@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 
 from ckptlint.analysis.fit.judgement import Fit, numbered_layer
+from ckptlint.grouping import grouped
 from ckptlint.model.text import first_names, fold_names, plural, printable, ranges
 from ckptlint.rule import Note
 
@@ -29,11 +30,8 @@ def keys_in_words(fit: Fit, names: Collection[str], whole: Mapping[str, Sequence
     for block, numbers in whole.items():
         count = sum(1 for name in lost if (at := numbered_layer(name)) and at == (block, numbers[0]))
         shown = fit.shown(block)
-        parts.append(
-            f"{shown}.{_braced(numbers)}.* ({plural(count, 'key')} each)"
-            if len(numbers) > 1
-            else f"{shown}.{numbers[0]}.*"
-        )
+        some = f"{shown}.{{{ranges(numbers)}}}.* ({plural(count, 'key')} each)"
+        parts.append(some if len(numbers) > 1 else f"{shown}.{numbers[0]}.*")
     gone = {(block, number) for block, numbers in whole.items() for number in numbers}
     rest = [name for name in names if numbered_layer(name) not in gone]
     parts = [*fold_names(fit.shown(n) for n in rest if numbered_layer(n) is None), *parts]
@@ -43,22 +41,13 @@ def keys_in_words(fit: Fit, names: Collection[str], whole: Mapping[str, Sequence
 
 def whole_layers(fit: Fit, lost: Collection[str]) -> dict[str, list[int]]:
     """Block of layers (`model.layers`) -> the numbers of those of which every tensor is among some keys."""
-    needed: dict[tuple[str, int], int] = defaultdict(int)
-    missing: dict[tuple[str, int], int] = defaultdict(int)
+    needed, missing = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
     for name, tensor in fit.expected.tensors.items():
         at = numbered_layer(name)
         if at is not None and tensor.needed:
             needed[at] += 1
             missing[at] += name in lost
-    found: dict[str, list[int]] = defaultdict(list)
-    for (block, number), count in needed.items():
-        if count > 1 and missing[block, number] == count:
-            found[block].append(number)
-    return dict(found)
-
-
-def _braced(numbers: Iterable[int]) -> str:
-    return "{" + ranges(numbers) + "}"
+    return grouped(at for at, count in needed.items() if count > 1 and missing[at] == count)
 
 
 def field_text(fit: Fit, name: str) -> str:

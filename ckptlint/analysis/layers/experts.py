@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import takewhile
 
 from ckptlint.analysis.fit.trusted_config import trusted_topology
 from ckptlint.analysis.layers.hidden_size import hidden_sizes
 from ckptlint.analysis.optimizer.inventory import Param, inventory_of
+from ckptlint.grouping import grouped
 from ckptlint.model import Checkpoint
 from ckptlint.model.facts import fact
 from ckptlint.model.text import ranges
@@ -66,17 +68,18 @@ class MoeLayer:
 def moe_layers(ckpt: Checkpoint) -> tuple[MoeLayer, ...]:
     """The layers with routed experts whose number is known, in order of their keys."""
     hidden = hidden_sizes(ckpt)
-    grouped: dict[tuple[Block, tuple[str, ...], int | None], list[Param]] = defaultdict(list)
-    for param in inventory_of(ckpt).params:
-        if param.key.block and not (param.key.is_stacked and param.layer_axis is None):
-            grouped[block_of(param.key), param.key.scope, param.key.layer].append(param)
+    by_layer = grouped(
+        ((block_of(param.key), param.key.scope, param.key.layer), param)
+        for param in inventory_of(ckpt).params
+        if param.key.block and not (param.key.is_stacked and param.layer_axis is None)
+    )
     layers = []
-    for (block, _, layer), params in grouped.items():
-        roles = _roles(params, hidden[block].size if block in hidden else None)
-        if roles:
+    for (block, _, layer), params in by_layer.items():
+        size = hidden[block].size if block in hidden else None
+        if roles := _roles(params, size):
             home = _common_home([param for role in roles for param in role.params])
             routers = [p for p in params if p.key.function == "router" and not p.key.in_experts and _serves(p, home)]
-            rows = [(r, n) for r in routers if (n := _rows(r, hidden[block].size if block in hidden else None))]
+            rows = [(router, count) for router in routers if (count := _rows(router, size))]
             # A layer may hold other gates, such as that of a shared expert. If the candidates disagree, nothing shows
             # which of them counts these experts.
             router, expected = rows[0] if len({n for _, n in rows}) == 1 else (None, None)
@@ -97,7 +100,6 @@ def owners_note(ckpt: Checkpoint, numbers: Iterable[int], total: int) -> tuple[N
 
 
 def _roles(params: list[Param], hidden: int | None) -> list[ExpertRole]:
-    """The expert weights of a layer by role."""
     by_role: dict[str, list[Param]] = defaultdict(list)
     for param in params:
         is_expert = param.expert_axis is not None or (param.key.in_experts and param.key.expert is not None)
@@ -107,34 +109,22 @@ def _roles(params: list[Param], hidden: int | None) -> list[ExpertRole]:
     # experts of several ranks end to end (EXP001: "each numbered key holds the experts of two ranks, concatenated").
     per_key = 1
     for members in by_role.values():
-        first = members[0]
-        if (
-            first.key.expert is not None
-            and first.key.function == "mlp_out"
-            and hidden
-            and hidden not in first.own_shape[1:]
-        ):
-            per_key = max(1, first.own_shape[0] // hidden) if first.own_shape[0] % hidden == 0 else 1
-    return [
-        ExpertRole(
-            role,
-            members,
-            tuple(sorted({p.key.expert for p in members if p.key.expert is not None})),
-            per_key if members[0].key.expert is not None else 1,
-        )
-        for role, members in by_role.items()
-    ]
+        key, shape = members[0].key, members[0].own_shape
+        if key.expert is not None and key.function == "mlp_out" and hidden and hidden not in shape[1:]:
+            per_key = max(1, shape[0] // hidden) if shape[0] % hidden == 0 else 1
+    roles = []
+    for role, members in by_role.items():
+        numbers = tuple(sorted({p.key.expert for p in members if p.key.expert is not None}))
+        roles.append(ExpertRole(role, members, numbers, per_key if members[0].key.expert is not None else 1))
+    return roles
 
 
 def _common_home(params: list[Param]) -> str:
     """The path of the module that holds all these experts."""
     paths = [param.key.path.split(".") for param in params]
-    home = []
-    for parts in zip(*paths, strict=False):
-        if len(set(parts)) > 1 or parts[0] in ("experts", "local_experts"):
-            break
-        home.append(parts[0])
-    return ".".join(home)
+    levels = zip(*paths, strict=False)
+    home = takewhile(lambda parts: len({*parts}) == 1 and parts[0] not in ("experts", "local_experts"), levels)
+    return ".".join(parts[0] for parts in home)
 
 
 def _serves(router: Param, home: str) -> bool:
@@ -150,6 +140,4 @@ def _rows(router: Param, hidden: int | None) -> int | None:
         return shape[0] if "scale" not in router.key.path else None
     if len(shape) != 2:
         return None
-    if hidden == shape[0] != shape[1]:  # stored as [hidden, experts]
-        return shape[1]
-    return shape[0]
+    return shape[1] if hidden == shape[0] else shape[0]  # some are stored as [hidden, experts]

@@ -10,6 +10,7 @@ from ckptlint.analysis.optimizer.inventory import Param, inventory_of, is_weight
 from ckptlint.model import Checkpoint
 from ckptlint.model.cover import Shape
 from ckptlint.model.facts import fact
+from ckptlint.model.text import join_words
 from ckptlint.patterns import lazy_pattern
 from ckptlint.vocabulary.keys import Block, Key, block_of, inside_layer, module_path, modules_of
 
@@ -32,8 +33,7 @@ class Hidden(NamedTuple):
     def __str__(self) -> str:
         counted = [f"{n} {what}{'s' if n > 1 else ''}" for what, n in self.sources]
         parts = [f"hidden_size of {self.declared}"] * bool(self.declared) + counted
-        listed = " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
-        return f"hidden size {self.size:,} from {listed}"
+        return f"hidden size {self.size:,} from {join_words(parts)}"
 
 
 @fact
@@ -124,13 +124,9 @@ def _home(key: Key) -> str:
 
 
 def _agreed(sizes: dict[str, Counter[int]], routers: list[Shape]) -> Hidden | None:
-    candidates = {size for counts in sizes.values() for size in counts}
-    if not candidates:
-        candidates = {shape[1] for shape in routers}
-    if len(candidates) != 1:
-        return None
-    size = candidates.pop()
-    if any(size not in shape for shape in routers):
+    candidates = {size for counts in sizes.values() for size in counts} or {shape[1] for shape in routers}
+    size = candidates.pop() if len(candidates) == 1 else None
+    if size is None or any(size not in shape for shape in routers):
         return None
     counts = {what: found[size] for what, found in sizes.items()} | {"router weight": len(routers)}
     return Hidden(size, tuple((what, n) for what, n in counts.items() if n))

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from ckptlint.analysis.fit.trusted_config import mesh_axes
 from ckptlint.analysis.optimizer.inventory import Param, inventory_of
+from ckptlint.grouping import grouped
 from ckptlint.model import Checkpoint
 from ckptlint.model.cover import Shape
 from ckptlint.model.facts import fact
@@ -89,15 +90,12 @@ def _alike(ckpt: Checkpoint) -> list[tuple[list[Param], set[str]]]:
     roles: dict[tuple[object, ...], set[str]] = defaultdict(set)
     classes: dict[tuple[object, ...], set[str]] = defaultdict(set)
     members = [p for p in inventory_of(ckpt).params if p.key.layer is not None and not is_adapter(p.key)]
-    layers = [_layer_of(param) for param in members]
-    for param, layer in zip(members, layers, strict=True):
-        roles[layer].add(param.key.role)
+    for param in members:
+        roles[_layer_of(param)].add(param.key.role)
         if param.key.function != "other":
-            classes[layer].add(param.key.function)
+            classes[_layer_of(param)].add(param.key.function)
     kinds = {layer: frozenset(found) for layer, found in roles.items()}
-    groups: dict[tuple[object, ...], list[Param]] = defaultdict(list)
-    for param, layer in zip(members, layers, strict=True):
-        groups[param.key.scope, param.key.role, kinds[layer]].append(param)
+    groups = grouped(((param.key.scope, param.key.role, kinds[_layer_of(param)]), param) for param in members)
     return [(group, classes[_layer_of(group[0])]) for group in groups.values() if len(group) > _MAJORITY]
 
 

@@ -95,9 +95,8 @@ def fused_factors(param: Param) -> tuple[int, ...]:
 
 def is_width(param: Param, inner: int, partner: Param, width: int) -> bool:
     """Whether the inner sizes of two projections fit, allowing for a fused gate and up."""
-    return any(inner == k * width for k in fused_factors(param)) or any(
-        width == k * inner for k in fused_factors(partner)
-    )
+    pairs = ((inner, width, param), (width, inner, partner))
+    return any(size == k * other for size, other, weight in pairs for k in fused_factors(weight))
 
 
 def short_name(param: Param) -> str:
@@ -217,8 +216,7 @@ def _attention(family: ProjectionFamily) -> Iterator[_Mismatch]:
     heads = q - o  # a gate of one number for each head
     if is_plain or is_gated or (k == v and heads > 0 and o % heads == 0 and o // heads >= _LEAST_HEAD):
         return
-    text = f"but {short_name(out)} after it is {shape_text(out.tensor.global_shape)}"
-    yield query, out, text
+    yield query, out, f"but {short_name(out)} after it is {shape_text(out.tensor.global_shape)}"
 
 
 def _turned(hidden: int, weights: list[Param]) -> Iterator[_Mismatch]:

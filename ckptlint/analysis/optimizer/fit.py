@@ -5,7 +5,7 @@ One fault must be reported once, so this module also decides which rule leaves a
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from fractions import Fraction
 from typing import NamedTuple
@@ -68,7 +68,7 @@ def state_mismatches(ckpt: Checkpoint) -> list[StateMismatch]:
     halves: dict[tuple[Param, str, tuple[str, ...]], list[OptimizerState]] = defaultdict(list)
     misfits: list[tuple[tuple[OptimizerState, ...], int]] = []
     peers: dict[tuple[tuple[int, ...], str], set[Fraction]] = defaultdict(set)
-    odd: dict[tuple[tuple[int, ...], str], int] = defaultdict(int)
+    odd = Counter[tuple[tuple[int, ...], str]]()
     for state in states:
         if state.is_component:
             halves[state.params[0], state.what, state.chain].append(state)
@@ -94,9 +94,8 @@ def state_mismatches(ckpt: Checkpoint) -> list[StateMismatch]:
     # share below 1 for all shapes, vectors included, is a loss (OPT001: "every moment holds a quarter of its
     # parameter").
     has_vector = is_loss and any(len(shape) == 1 for shape in shapes)
-    is_loss = has_vector or (
-        is_loss and len({_rank(misfit_states[0]) or misfit_states[0] for misfit_states, _ in misfits}) > 1
-    )
+    ranks = {_rank(misfit_states[0]) or misfit_states[0] for misfit_states, _ in misfits}
+    is_loss = has_vector or (is_loss and len(ranks) > 1)
     result = []
     for misfit_states, expected in misfits:
         state = misfit_states[0]
@@ -106,18 +105,9 @@ def state_mismatches(ckpt: Checkpoint) -> list[StateMismatch]:
         is_local = any(_is_one_chunk(state.tensor, param.tensor) for param in state.params)
         shared = len(peers[_peer(state)]) == 1 and (odd[_peer(state)] > 1 or not is_rare)
         weak = shared and not has_vector and not is_local and not any(source in _EXACT for _, source in axes)
-        result.append(
-            StateMismatch(
-                state.params,
-                misfit_states,
-                elements,
-                expected,
-                tuple(axes),
-                is_local,
-                is_pattern=(weak and not axes and not is_loss) or (rank is not None and _rank(state) == rank),
-                is_inferred=weak and (bool(axes) or is_loss),
-            )
-        )
+        is_pattern = (weak and not axes and not is_loss) or (rank is not None and _rank(state) == rank)
+        about = tuple(axes), is_local, is_pattern, weak and (bool(axes) or is_loss)
+        result.append(StateMismatch(state.params, misfit_states, elements, expected, *about))
     return result
 
 
@@ -174,9 +164,7 @@ def moment_pairs(ckpt: Checkpoint) -> list[MomentPair]:
     for state in elementwise_states(ckpt):
         if state.param is not None and state.what in PAIR and state.param not in left_out:
             by_param[state.param, state.chain].setdefault(state.what, state)
-    return [
-        MomentPair(param, found[PAIR[0]], found[PAIR[1]]) for (param, _), found in by_param.items() if len(found) == 2
-    ]
+    return [MomentPair(param, *(of[what] for what in PAIR)) for (param, _), of in by_param.items() if len(of) == 2]
 
 
 def same_chunks(a: Tiling, b: Tiling) -> bool:
@@ -246,6 +234,5 @@ def _axes(ckpt: Checkpoint, quotient: Fraction) -> list[tuple[str, str]]:
         return []
     factor = max(quotient.numerator, quotient.denominator)
     sizes = trusted_topology(ckpt)
-    return [
-        (axis, sizes[axis].source) for axis in AXES if axis != "vpp" and axis in sizes and sizes[axis].size == factor
-    ]
+    known = {axis: sizes[axis] for axis in AXES if axis != "vpp" and axis in sizes}
+    return [(axis, size.source) for axis, size in known.items() if size.size == factor]

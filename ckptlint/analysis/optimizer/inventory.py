@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ckptlint.grouping import grouped
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.facts import fact
 from ckptlint.patterns import lazy_pattern
@@ -36,8 +36,7 @@ class Param:
     @property
     def own_shape(self) -> tuple[int, ...]:
         """The shape of one layer's and one expert's weight: the global shape without those two axes."""
-        dropped = (self.layer_axis, self.expert_axis)
-        return tuple(size for axis, size in enumerate(self.tensor.global_shape) if axis not in dropped)
+        return tuple(self.tensor.global_shape[axis] for axis in self.own_axes)
 
     @property
     def own_axes(self) -> tuple[int, ...]:
@@ -121,26 +120,28 @@ def inventory_of(ckpt: Checkpoint) -> Inventory:
             (inventory.params if copy is None else inventory.copies.setdefault(copy, [])).append(param)
     index = _Index(inventory.params)
     for tensor, key in optimizer:
-        _add_optimizer(inventory, tensor, key, index)
+        chain, rest = optimizer_parts(key)
+        if bucket := _BUCKET.fullmatch(rest):
+            inventory.buckets.append(Bucket(tensor, chain, int(bucket["group"]), bucket["what"]))
+        elif not rest.startswith("state."):
+            continue
+        elif state := _state(tensor, chain, rest.removeprefix("state."), index):
+            inventory.states.append(state)
+        else:
+            inventory.numbered.append(tensor)
     return inventory
 
 
 @fact
 def moments_of(ckpt: Checkpoint) -> dict[str, list[OptimizerState]]:
     """Key of a parameter -> its moments; a fused moment is listed under each of its components."""
-    moments: dict[str, list[OptimizerState]] = defaultdict(list)
-    for state in inventory_of(ckpt).states:
-        for param in state.params if state.what.startswith(("exp_avg", "momentum")) else ():
-            moments[param.tensor.fqn].append(state)
-    return moments
+    moments = (state for state in inventory_of(ckpt).states if state.what.startswith(("exp_avg", "momentum")))
+    return grouped((param.tensor.fqn, state) for state in moments for param in state.params)
 
 
 def siblings(params: Iterable[Param]) -> dict[tuple[tuple[str, ...], str], list[Param]]:
     """(scope, role) -> the parameters that play one role in different layers or experts."""
-    params_by_role: dict[tuple[tuple[str, ...], str], list[Param]] = defaultdict(list)
-    for param in params:
-        params_by_role[param.key.scope, param.key.role].append(param)
-    return params_by_role
+    return grouped(((param.key.scope, param.key.role), param) for param in params)
 
 
 def _param(tensor: Tensor, key: Key) -> Param:
@@ -161,9 +162,7 @@ class _Index:
     """Finds the parameter that an optimizer state names, by its path."""
 
     def __init__(self, params: list[Param]) -> None:
-        self._by_path: dict[str, list[Param]] = defaultdict(list)
-        for param in params:
-            self._by_path[param.key.path].append(param)
+        self._by_path = grouped((param.key.path, param) for param in params)
 
     def find(self, path: str, scope: tuple[str, ...]) -> Param | None:
         """The parameter with this path: of the same scope, else of the same module, else the only one."""
@@ -231,18 +230,6 @@ def split_state(rest: str) -> tuple[str, str] | None:
     parts = rest.split(".")
     known = next((i for i, part in enumerate(parts) if part in STATE_NAMES and i), None)
     return None if known is None else (".".join(parts[known:]), ".".join(parts[:known]))
-
-
-def _add_optimizer(inventory: Inventory, tensor: Tensor, key: Key, index: _Index) -> None:
-    scope, rest = optimizer_parts(key)
-    if rest.startswith("state."):
-        named = _state(tensor, scope, rest.removeprefix("state."), index)
-        if named is None:
-            inventory.numbered.append(tensor)
-        else:
-            inventory.states.append(named)
-    elif bucket := _BUCKET.fullmatch(rest):
-        inventory.buckets.append(Bucket(tensor, scope, int(bucket["group"]), bucket["what"]))
 
 
 def _state(tensor: Tensor, chain: tuple[str, ...], rest: str, index: _Index) -> OptimizerState | None:

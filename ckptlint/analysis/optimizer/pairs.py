@@ -48,14 +48,10 @@ def _states(ckpt: Checkpoint) -> Iterator[Pair]:
             second = ckpt.tensors.get(".".join([*parts[:at], other, *parts[at + 1 :]])) if at >= 0 else None
             if second is not None and second.is_sound and second.global_shape == tensor.global_shape:
                 # the betas of the groups that list the parameter; where none names it, those of all
-                betas = by_path.get(_parameter(tensor), everywhere)
+                named = split_state(optimizer_parts(parse(tensor.fqn))[1].removeprefix("state."))
+                betas = by_path.get(parse(named[1]).path, everywhere) if named is not None else everywhere
                 known = next(iter(betas)) if law == "moments" and len(betas) == 1 else None
                 yield Pair(law, tensor.fqn, second.fqn, known)
-
-
-def _parameter(state: Tensor) -> str:
-    named = split_state(optimizer_parts(parse(state.fqn))[1].removeprefix("state."))
-    return "" if named is None else parse(named[1]).path
 
 
 def _copies(ckpt: Checkpoint) -> Iterator[Pair]:

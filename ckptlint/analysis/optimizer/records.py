@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 from ckptlint.analysis.optimizer.inventory import inventory_of, optimizer_parts
+from ckptlint.grouping import grouped
 from ckptlint.model import Checkpoint, ShardedObject, Tensor
 from ckptlint.model.facts import fact
 from ckptlint.vocabulary.keys import parse
@@ -57,12 +58,10 @@ class OptimizerRecord(NamedTuple):
 
 def modules(ckpt: Checkpoint) -> dict[Module, list[Tensor]]:
     """The optimizers that have state tensors or buckets, and these."""
-    names: dict[Module, list[Tensor]] = {}
-    for state in inventory_of(ckpt).states:
-        names.setdefault(optimizer_module(state.chain), []).append(state.tensor)
-    for bucket in inventory_of(ckpt).buckets:
-        names.setdefault(optimizer_module(bucket.chain), []).append(bucket.tensor)
-    return names
+    inventory = inventory_of(ckpt)
+    states = [(state.chain, state.tensor) for state in inventory.states]
+    buckets = [(bucket.chain, bucket.tensor) for bucket in inventory.buckets]
+    return grouped((optimizer_module(chain), tensor) for chain, tensor in states + buckets)
 
 
 def optimizer_module(chain: tuple[str, ...]) -> Module:

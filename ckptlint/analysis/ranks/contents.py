@@ -12,6 +12,7 @@ import numpy.typing as npt
 from ckptlint.analysis.optimizer.inventory import inventory_of
 from ckptlint.geometry.record_states import MISSING, NOT_CHECKED, STATES, THERE, record_states
 from ckptlint.geometry.writers import ranks_of_files
+from ckptlint.grouping import grouped
 from ckptlint.model import Checkpoint
 from ckptlint.model.facts import fact
 from ckptlint.model.ranks.files import RankFile
@@ -119,10 +120,7 @@ def rank_contents_of(ckpt: Checkpoint) -> RankContents:
     number = {owner: i for i, owner in enumerate(rows)}
     row_of = np.array([number[owner] for owner in owners], np.int64)
     file_names = [*ckpt.files.names, *(file.name for file in lost_files)]
-    files: list[list[str]] = [[] for _ in rows]
-    for name, row in zip(file_names, row_of.tolist(), strict=True):
-        files[row].append(name)
-
+    files = grouped(zip(row_of.tolist(), file_names, strict=True))
     columns, column, twice, unread = _columns(ckpt)
     row, is_there = row_of[table.file], states <= NOT_CHECKED
     kinds = np.array([column_of_loss.kind for column_of_loss in columns], object)[column]
@@ -131,10 +129,8 @@ def rank_contents_of(ckpt: Checkpoint) -> RankContents:
         for at, weights in (
             (row_of[: len(sizes)], np.maximum(sizes, 0)),
             (row_of[: len(sizes)], sizes >= 0),
-            *(
-                (row, np.maximum(table.byte_length, 0) * (is_there & (kinds == kind)))
-                for kind in ("model", "optimizer")
-            ),
+            (row, np.maximum(table.byte_length, 0) * (is_there & (kinds == "model"))),
+            (row, np.maximum(table.byte_length, 0) * (is_there & (kinds == "optimizer"))),
         )
     )
     worst = np.full(len(file_names), MISSING)
@@ -160,7 +156,7 @@ def rank_contents_of(ckpt: Checkpoint) -> RankContents:
     return RankContents(
         names=[name for _, name in rows],
         ranks=np.array([rank for rank, _ in rows], np.int64),
-        files=files,
+        files=[files[row] for row in range(len(rows))],
         size=np.where(looked_at > 0, size, -1),
         model=model,
         optimizer=optimizer,
@@ -230,17 +226,13 @@ def _columns(ckpt: Checkpoint) -> tuple[list[Column], IntArray, npt.NDArray[np.b
     ]
     used = dict.fromkeys([*parts.tolist(), *(part for _, part in unread)])
     sections, blocks = ([*dict.fromkeys(getattr(part, what) for part in used)] for what in ("section", "block"))
-    columns = sorted(
-        used,
-        key=lambda part: (
-            _KINDS.index(part.kind),
-            part.section in _KINDS[1:],
-            sections.index(part.section) * (part.section != "model"),
-            _PLACES.index(part.place),
-            blocks.index(part.block),
-            part.layer,
-        ),
-    )
+
+    def place(part: Column) -> tuple[int, ...]:
+        section = sections.index(part.section) * (part.section != "model")
+        kind = _KINDS.index(part.kind), part.section in _KINDS[1:], section
+        return (*kind, _PLACES.index(part.place), blocks.index(part.block), part.layer)
+
+    columns = sorted(used, key=place)
     number = {part: i for i, part in enumerate(columns)}
     column = np.array([number[part] for part in parts.tolist()], np.int64)
     return columns, column, twice, [(file, number[part]) for file, part in unread]

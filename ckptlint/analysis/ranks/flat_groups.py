@@ -67,9 +67,8 @@ def _lengths(group: FlatGroup, part: FlatPart) -> Iterator[Misfit]:
     padded = length + (part.padding or 0)
     for name, moment in part.moments.items():
         if moment.shape[0] not in (length, padded):
-            yield odd(
-                moment.shape[0], padded, "the fp32 weights and their padding have as many", at=f"{name} of {what}"
-            )
+            because = "the fp32 weights and their padding have as many"
+            yield odd(moment.shape[0], padded, because, at=f"{name} of {what}")
 
 
 def _names(group: FlatGroup) -> Iterator[Misfit]:

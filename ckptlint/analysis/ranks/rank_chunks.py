@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ckptlint.grouping import grouped
 from ckptlint.model import Checkpoint, ChunkTable, FileTable, RankTable, RecordTable, StoredFile, Tensor
 from ckptlint.model.cover import Budget
 from ckptlint.model.files import Names
@@ -88,20 +89,14 @@ def condensed(table: RankTable) -> RankTable:
     described = np.where(np.repeat(uniform, np.diff(start, append=len(order)))[:, None], 0, described)
     columns = [table.rank, table.is_object, table.ndim, table.replica, table.copies, table.strict, _is_live(table)]
     same_digest = _first_alike(np.column_stack([of_key[:, : 1 + 2 * width], table.digest[order]])) - first
-    pattern = np.column_stack(
-        [
-            *(column[order] for column in columns),
-            is_whole,
-            np.where(table.digest[order] != 0, same_digest, -1),
-            _first_alike(np.column_stack([of_key[:, :1], table.view[order]])) - first,
-            described,
-        ]
-    ).astype(np.int64)
-    keys: dict[bytes, list[int]] = {}
+    same_digest = np.where(table.digest[order] != 0, same_digest, -1)
+    same_view = _first_alike(np.column_stack([of_key[:, :1], table.view[order]])) - first
+    parts = [*(column[order] for column in columns), is_whole, same_digest, same_view, described]
+    pattern = np.column_stack(parts).astype(np.int64)
     reported = {finding.fqn for finding in table.findings}
-    for low, high in pairwise([*start.tolist(), len(order)]):
-        if table.fqns[int(table.fqn[order[low]])] not in reported:
-            keys.setdefault(pattern[low:high].tobytes(), []).append(int(table.fqn[order[low]]))
+    ends = pairwise([*start.tolist(), len(order)])
+    patterns = ((pattern[low:high].tobytes(), int(table.fqn[order[low]])) for low, high in ends)
+    keys = grouped((each, number) for each, number in patterns if table.fqns[number] not in reported)
     left_out = {numbers[0]: numbers[_JUDGED:] for numbers in keys.values() if len(numbers) > _JUDGED}
     kept = ~np.isin(table.fqn, [number for numbers in left_out.values() for number in numbers])
     names = {table.fqns[number]: tuple(table.fqns[other] for other in others) for number, others in left_out.items()}
@@ -261,18 +256,15 @@ def as_checkpoint(table: RankTable, path: str) -> Checkpoint:
         _, dtype, shape = described_row(table, int(key_rows.rows[0]))
         tiling = Tiling(shape, table.offsets[rows, : len(shape)], table.sizes[rows, : len(shape)], budget)
         tensors[key_rows.fqn] = Tensor(key_rows.fqn, dtype, shape, ChunkTable(tiling, rows.astype(np.int64)))
-    names, none = Names.of(table.fqns), np.zeros(len(table), np.int64)
+    none, no, yes = (np.full(len(table), value) for value in (0, False, True))
+    files = (StoredFile(f"rank {rank}", None, None, "unchecked", True) for rank in range(table.world_size))
     return Checkpoint(
         path,
         "live",
         "running job",
         tensors=tensors,
-        records=RecordTable(
-            names, table.fqn, table.rank, none, none, np.zeros(len(table), bool), np.ones(len(table), bool), {}
-        ),
-        files=FileTable.of(
-            StoredFile(f"rank {rank}", None, None, "unchecked", True) for rank in range(table.world_size)
-        ),
+        records=RecordTable(Names.of(table.fqns), table.fqn, table.rank, none, none, no, yes, {}),
+        files=FileTable.of(files),
         readable=not any(finding.voids == "check" for finding in table.findings),
         metadata_file="state dict",
         ranks=table,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import NamedTuple
 
+from ckptlint.grouping import grouped
 from ckptlint.model import Checkpoint, Misfit, RankFileSet, Statement
 from ckptlint.model.facts import fact
 from ckptlint.model.text import plural
@@ -61,10 +61,9 @@ def compared(ckpt: Checkpoint) -> Compared:
     disagreements = list(_differing(rank_files.statements))
     odd = {id(item): _shapes(item) for item in disagreements if item.what == _PART}
     judged = {number for number, misfits in odd.items() if misfits}
+    others = (item for item in disagreements if item.what not in (_STEP, *_COPIES) and id(item) not in judged)
     return Compared(
-        job=tuple(
-            _merged(item for item in disagreements if item.what not in (_STEP, *_COPIES) and id(item) not in judged)
-        ),
+        job=tuple(_merged(others)),
         steps=tuple(item for item in disagreements if item.what == _STEP),
         copies=tuple(item for item in disagreements if item.what in _COPIES),
         shapes=(*(item for item in rank_files.misfits if item.what == "shape"), *chain(*odd.values())),
@@ -74,18 +73,13 @@ def compared(ckpt: Checkpoint) -> Compared:
 
 def _merged(found: Iterable[Disagreement]) -> Iterable[Disagreement]:
     """One disagreement for all keys with the same files on both sides."""
-    alike: dict[tuple[object, ...], list[Disagreement]] = {}
-    for item in found:
-        alike.setdefault((item.what, bool(item.fqns), *(files for _, files in item.says)), []).append(item)
+    alike = grouped(((item.what, bool(item.fqns), *(files for _, files in item.says)), item) for item in found)
     return (members[0]._replace(fqns=tuple(fqn for item in members for fqn in item.fqns)) for members in alike.values())
 
 
 def _differing(statements: Iterable[Statement]) -> Iterator[Disagreement]:
-    """The statements that differ between files that are compared."""
-    values: dict[tuple[str, str, str], dict[str, list[str]]] = defaultdict(dict)
-    for item in statements:
-        values[item.what, item.among, item.fqn].setdefault(item.value, []).append(item.file)
-    for (what, _, fqn), found in values.items():
+    for (what, _, fqn), items in grouped(((item.what, item.among, item.fqn), item) for item in statements).items():
+        found = grouped((item.value, item.file) for item in items)
         if len(found) > 1:
             ordered = sorted(found.items(), key=lambda pair: -len(pair[1]))
             says = tuple((value, tuple(files)) for value, files in ordered)

@@ -38,18 +38,12 @@ def duplicates(table: SavePlans) -> list[Duplicate]:
     duplicate_rows = []
     bounds = np.flatnonzero(np.concatenate([[True], ~same, [True]]))
     for start, stop in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
-        if stop - start < 2:
-            continue
         rows = order[start:stop]
-        ranks = tuple(sorted(set(table.rank[rows].tolist())))
+        ranks = tuple(sorted(set(table.rank[rows].tolist()))) if len(rows) > 1 else ()
         if len(ranks) < 2:
             continue
-        first = rows[:1]
-        equal = (
-            (table.sizes[rows] == table.sizes[first]).all()
-            and (table.global_shape[rows] == table.global_shape[first]).all()
-            and (table.dtype[rows] == table.dtype[first]).all()
-        )
+        described = (table.sizes[rows], table.global_shape[rows], table.dtype[rows])
+        equal = all((column == column[:1]).all() for column in described)
         is_bytes = bool(table.is_bytes[rows[0]])
         offset = None if is_bytes else tuple(v for v in table.offsets[rows[0]].tolist() if v >= 0)
         fqn = table.fqns[int(table.fqn[rows[0]])]

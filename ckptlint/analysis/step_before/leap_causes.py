@@ -144,6 +144,8 @@ def _between_experts(ckpt: Checkpoint, table: ChangeTable, leap: Leap, rows: lis
     params |= {state.tensor.fqn: state.param for state in inventory.states if state.param is not None}
     leapt = {*keys_of(table, leap.rows)}
     kinds = {table.follows[follow].kind for follow in table.follow[leap.rows].tolist()}
+    keys = (follow.key for follow in table.follows if follow.kind in kinds and follow.key in params)
+    stacked = {key: params[key] for key in keys if params[key].expert_axis is not None}
     for row in rows:
         tensor = tensor_of(ckpt, table, int(table.follow[row]))
         now, was = (tensor.tiling.box(chunk) for chunk in (int(table.chunk[row]), table.origins[row].chunk))
@@ -152,14 +154,8 @@ def _between_experts(ckpt: Checkpoint, table: ChangeTable, leap: Leap, rows: lis
         if param is None or axes != [param.expert_axis] or now.sizes[axes[0]] != 1:
             return []
         layer = param.key.layer if param.layer_axis is None else now.offsets[param.layer_axis]
-        alike = {
-            follow.key
-            for follow in table.follows
-            if follow.kind in kinds
-            and (of := params.get(follow.key)) is not None
-            and of.expert_axis is not None
-            and (of.key.scope, of.key.layer) == (param.key.scope, param.key.layer)
-        }
+        home = param.key.scope, param.key.layer
+        alike = {key for key, of in stacked.items() if (of.key.scope, of.key.layer) == home}
         is_most = layer is not None and len(alike & leapt) > _MOST * len(alike)
         where = f" of layer {layer}" if is_most else f" in {leap.title}"
         exchanges.append(Exchange("expert", str(now.offsets[axes[0]]), str(was.offsets[axes[0]]), where))
@@ -182,9 +178,8 @@ def _exchanged(exchanges: list[Exchange], what: str, older: str) -> str:
     first, rest = each[0], {*each[1:]}
     back = Exchange(first.noun, first.was, first.now, first.where)
     if rest <= {back}:
-        noun = f"{first.noun} " if first.noun else ""
+        noun, nouns = (f"{first.noun} ", f"{first.noun}s ") if first.noun else ("", "")
         if rest:
-            nouns = f"{first.noun}s " if first.noun else ""
             low, high = sorted((first.now, first.was), key=lambda name: (len(name), name))
             return f"the {what} of {nouns}{low} and {high}{first.where} are exchanged since {older}"
         return f"the {what} of {noun}{first.now}{first.where} are those of {noun}{first.was} in {older}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from math import isfinite, sqrt
@@ -12,6 +11,7 @@ import numpy as np
 
 from ckptlint.analysis.optimizer.inventory import inventory_of
 from ckptlint.analysis.step_before.leaps import ALIKE, LEAST_ELEMENTS, OTHER, kinds_of
+from ckptlint.grouping import grouped
 from ckptlint.model import Checkpoint
 from ckptlint.model.tiling import distinct
 from ckptlint.vocabulary.keys import MOMENTS, layer_number, role
@@ -79,10 +79,7 @@ def trained_weights(ckpt: Checkpoint) -> frozenset[str]:
 
 def by_kind(movements: Iterable[Movement]) -> dict[str, list[Movement]]:
     """Kind -> the weights of it."""
-    found: dict[str, list[Movement]] = defaultdict(list)
-    for movement in movements:
-        found[movement.kind].append(movement)
-    return found
+    return grouped((movement.kind, movement) for movement in movements)
 
 
 def astray(movements: Collection[Movement]) -> list[Movement]:
@@ -97,21 +94,12 @@ def astray(movements: Collection[Movement]) -> list[Movement]:
 
 def short_names(kinds: Collection[str]) -> dict[str, str]:
     """The shortest ending of each kind that no other one has."""
+    stems = {kind: kind.removesuffix(".weight") for kind in kinds}
     names = {}
-    for kind in kinds:
-        parts = kind.removesuffix(".weight").split(".")
-        endings = [".".join(parts[start:]) for start in range(len(parts) - 1, -1, -1)]
-        names[kind] = next(
-            (
-                end
-                for end in endings
-                if not end.startswith("*") and sum(_ends(other, end) for other in kinds) == 1 and end.strip("*.")
-            ),
-            kind,
-        )
+    for kind, stem in stems.items():
+        parts = stem.split(".")
+        endings = (".".join(parts[start:]) for start in range(len(parts) - 1, -1, -1))
+        clear = (end for end in endings if end.strip("*.") and not end.startswith("*"))
+        ends = (end for end in clear if sum(f".{other}".endswith(f".{end}") for other in stems.values()) == 1)
+        names[kind] = next(ends, kind)
     return names
-
-
-def _ends(kind: str, end: str) -> bool:
-    stem = kind.removesuffix(".weight")
-    return stem == end or stem.endswith(f".{end}")

@@ -6,13 +6,14 @@ counts as intended; one that leaves siblings unchanged (a layer, one moment) doe
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal, NamedTuple
 
 from ckptlint.analysis.optimizer.inventory import optimizer_parts, split_state
+from ckptlint.grouping import grouped
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import shape_text
+from ckptlint.model.text import plural, shape_text
 from ckptlint.vocabulary.keys import parse, role
 
 KIND_NAMES = {
@@ -100,23 +101,20 @@ def older_name(ckpt: Checkpoint) -> str:
 
 def stored_keys(ckpt: Checkpoint) -> dict[str, StoredKey]:
     """Key -> its entry, for all tensors, objects and bytes of a checkpoint."""
-    entries = {
-        tensor.fqn: StoredKey(tensor.dtype, tensor.global_shape, len(tensor.chunks)) for tensor in ckpt.tensors.values()
-    }
-    for entry in ckpt.byte_objects:
-        entries[entry.fqn] = StoredKey("bytes")
-    shards: dict[str, int] = defaultdict(int)
+    entries = {t.fqn: StoredKey(t.dtype, t.global_shape, len(t.chunks)) for t in ckpt.tensors.values()}
+    entries |= {entry.fqn: StoredKey("bytes") for entry in ckpt.byte_objects}
+    shards = Counter[str]()
     for key, _, rows in ckpt.objects.rows_by_grid():
         shards[key] += len(rows)
     return entries | {key: StoredKey("object", (), count) for key, count in shards.items()}
 
 
-def changes(was: Mapping[str, StoredKey], now: Mapping[str, StoredKey]) -> Iterator[Change]:
+Entries = Mapping[str, StoredKey]
+
+
+def changes(was: Entries, now: Entries) -> Iterator[Change]:
     """The changes, one for all keys of a role that changed alike."""
-    after: dict[str, list[str]] = defaultdict(list)
-    for fqn in now:
-        after[role(fqn)].append(fqn)
-    yield from _gone(was, now, after)
+    yield from _gone(was, now, _by_role(now))
     before = {role(fqn) for fqn in was}
     for name, fqns in _by_role(fqn for fqn in now if fqn not in was).items():
         yield from _alike("new", fqns, was, now, name in before)
@@ -124,25 +122,19 @@ def changes(was: Mapping[str, StoredKey], now: Mapping[str, StoredKey]) -> Itera
 
 
 def _by_role(fqns: Iterable[str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = defaultdict(list)
-    for fqn in fqns:
-        found[role(fqn)].append(fqn)
-    return found
+    return grouped((role(fqn), fqn) for fqn in fqns)
 
 
-def _gone(
-    was: Mapping[str, StoredKey], now: Mapping[str, StoredKey], after: Mapping[str, list[str]]
-) -> Iterator[Change]:
+def _gone(was: Entries, now: Entries, after: Mapping[str, list[str]]) -> Iterator[Change]:
     """Keys that this step lacks, by role, with the siblings that show whether the change was intended."""
     kinds = {parse(fqn).kind for fqn in now}
-    states = {state for fqn in now if (state := _state(fqn))}
-    params = {param for _, param in states}
+    params = {role(path) for state, path in map(_state, now) if state}
     lost = [fqn for fqn in was if fqn not in now]
     params_lost = {parse(fqn).path for fqn in lost if parse(fqn).kind == "model"}
-    lost = [fqn for fqn in lost if _param(fqn) not in params_lost]  # states of a lost parameter are no second fault
+    lost = [fqn for fqn in lost if _state(fqn)[1] not in params_lost]  # states of a lost parameter are no second fault
     modules = {name.rpartition(".")[0] for name in after}
     for name, fqns in _by_role(lost).items():
-        key, state = parse(fqns[0]), _state(fqns[0])
+        key, (state, path) = parse(fqns[0]), _state(fqns[0])
         rest = ""
         # Evidence from strong to weak that the loss was not intended. None of it: a module or the optimizer was left
         # out on purpose (RUN001: "the whole optimizer was left out: info", "a module was taken out of the model:
@@ -151,7 +143,7 @@ def _gone(
             rest = f"{len(after[name]):,} of the same role still stored"
         elif key.kind not in kinds:
             rest = ""  # the step holds nothing of the kind any more
-        elif state is not None and state[1] in params:
+        elif state and role(path) in params:
             rest = "other states of the same parameters are still stored"
         elif key.kind == "model" and role(key.path) in params:
             rest = "its optimizer state stays"
@@ -162,42 +154,28 @@ def _gone(
         yield from _alike("gone", fqns, was, now, bool(rest), rest)
 
 
-def _named(fqn: str) -> tuple[str, str] | None:
-    """Name of an optimizer state and of its parameter."""
+def _state(fqn: str) -> tuple[str, str]:
+    """Name of an optimizer state and path of its parameter; "" for both where it names none."""
     key = parse(fqn)
-    if key.kind != "optimizer":
-        return None
-    _, rest = optimizer_parts(key)
-    found = split_state(rest.removeprefix("state.")) if rest.startswith("state.") else None
-    return None if found is None else (found[0], parse(found[1]).path)
+    rest = optimizer_parts(key)[1] if key.kind == "optimizer" else ""
+    named = split_state(rest.removeprefix("state.")) if rest.startswith("state.") else None
+    return ("", "") if named is None else (named[0], parse(named[1]).path)
 
 
-def _param(fqn: str) -> str | None:
-    found = _named(fqn)
-    return None if found is None else found[1]
-
-
-def _state(fqn: str) -> tuple[str, str] | None:
-    """Name of an optimizer state and the role of its parameter."""
-    found = _named(fqn)
-    return None if found is None else (found[0], role(found[1]))
-
-
-def _altered(was: Mapping[str, StoredKey], now: Mapping[str, StoredKey]) -> Iterator[Change]:
+def _altered(was: Entries, now: Entries) -> Iterator[Change]:
     """Shared keys whose shape, dtype or number of chunks changed, by role."""
     shared = [fqn for fqn in was if fqn in now]
     by_role = _by_role(shared)
-    kind_of = {name: _dtype_family(fqns[0]) for name, fqns in by_role.items()}
-    recast: dict[str, int] = defaultdict(int)  # family -> keys of another dtype
-    total: dict[str, int] = defaultdict(int)
+    # all parameters change their dtype together, or all states of one name
+    kind_of = {name: _state(fqns[0])[0] or parse(fqns[0]).kind for name, fqns in by_role.items()}
+    same_dtype = Counter[str]()
     for name, fqns in by_role.items():
-        total[kind_of[name]] += len(fqns)
-        recast[kind_of[name]] += sum(was[fqn].dtype != now[fqn].dtype for fqn in fqns)
+        same_dtype[kind_of[name]] += sum(was[fqn].dtype == now[fqn].dtype for fqn in fqns)
     recut = sum(was[fqn].parts != now[fqn].parts for fqn in shared)
     reshaped = {fqn: (was[fqn].shape, now[fqn].shape) for fqn in shared if was[fqn].shape != now[fqn].shape}
     of_param = {parse(fqn).path: shapes for fqn, shapes in reshaped.items() if parse(fqn).kind == "model"}
     # states that changed as their parameter did are no second fault
-    reshaped = {fqn: shapes for fqn, shapes in reshaped.items() if of_param.get(_param(fqn) or "") != shapes}
+    reshaped = {fqn: shapes for fqn, shapes in reshaped.items() if of_param.get(_state(fqn)[1]) != shapes}
     for name, fqns in by_role.items():
         shapes = [fqn for fqn in fqns if fqn in reshaped]
         dtypes = [fqn for fqn in fqns if was[fqn].dtype != now[fqn].dtype]
@@ -209,7 +187,7 @@ def _altered(was: Mapping[str, StoredKey], now: Mapping[str, StoredKey]) -> Iter
             rest = _stay(len(fqns) - len(shapes))
             yield from _alike("shape", shapes, was, now, bool(rest) or not grown, rest)
         if dtypes:
-            rest = _stay(total[kind_of[name]] - recast[kind_of[name]])
+            rest = _stay(same_dtype[kind_of[name]])
             yield from _alike("dtype", dtypes, was, now, bool(rest), rest)
         # Another world size cuts most keys anew (RUN001: "another world size"). Below half, fewer chunks are a lost
         # rank.
@@ -219,27 +197,16 @@ def _altered(was: Mapping[str, StoredKey], now: Mapping[str, StoredKey]) -> Iter
 
 
 def _alike(
-    kind: ChangeKind,
-    fqns: Iterable[str],
-    was: Mapping[str, StoredKey],
-    now: Mapping[str, StoredKey],
-    is_partial: bool,
-    rest: str = "",
+    kind: ChangeKind, fqns: Iterable[str], was: Entries, now: Entries, is_partial: bool, rest: str = ""
 ) -> Iterator[Change]:
     """One change for each set of keys with the same entries before and after."""
-    found: dict[tuple[object, ...], list[str]] = defaultdict(list)
-    for fqn in fqns:
-        entries = was.get(fqn), now.get(fqn)
-        found[tuple(part and (part.parts if kind == "cut" else str(part)) for part in entries)].append(fqn)
-    for names in found.values():
+
+    def look(fqn: str) -> tuple[object, ...]:
+        return tuple(part and (part.parts if kind == "cut" else str(part)) for part in (was.get(fqn), now.get(fqn)))
+
+    for names in grouped((look(fqn), fqn) for fqn in fqns).values():
         yield Change(kind, tuple(names), was.get(names[0]), now.get(names[0]), is_partial, rest)
 
 
 def _stay(count: int) -> str:
-    return f"{count:,} other{' is' if count == 1 else 's are'} unchanged" if count else ""
-
-
-def _dtype_family(fqn: str) -> str:
-    """The group that changes dtype together: all parameters, or all states with one name."""
-    state = _state(fqn)
-    return parse(fqn).kind if state is None else state[0]
+    return f"{plural(count, 'other', 'is')} unchanged" if count else ""

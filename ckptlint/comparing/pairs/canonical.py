@@ -44,14 +44,11 @@ def in_one_order(old: Sides, new: Sides, heads: Heads) -> tuple[Sides, Sides]:
         return sides
     ways = [{(one.stored_as.roles, one.stored_as.how) for one in side.values() if one.stored_as} for side in sides]
     apart = {roles for roles, _ in ways[0] ^ ways[1]}
-    wanted = [
-        [
-            one
-            for one in side.values()
-            if one.stored_as and one.stored_as.how and one.stored_as.roles in apart and one.is_read
-        ]
-        for side in sides
-    ]
+
+    def is_apart(one: Side) -> bool:
+        return bool(one.stored_as and one.stored_as.how and one.stored_as.roles in apart and one.is_read)
+
+    wanted = [[*filter(is_apart, side.values())] for side in sides]
     keys = _rows_of_keys(sides[0]) | _rows_of_keys(sides[1])
     sizes = [heads.size] if heads.size else _sizes([*wanted[0], *wanted[1]])
     best: list[Sides] = [*sides]
@@ -105,7 +102,7 @@ def _moved(side: Side, heads: Heads, keys: Mapping[int | None, int], is_old: boo
     if "[in, out]" in stored_roles.how and len(shape) > 1:
         shape = (*shape[:-2], shape[-1], shape[-2])
         steps.append("transposed")
-    rows = shape[-2] if len(shape) > 1 else shape[0]
+    rows = shape[-2:][0]
     order: IntArray = np.arange(rows)
     if "by group" in stored_roles.how:
         of_keys = keys.get(parse(side.fqn).layer, 0) // max(heads.size, 1)
@@ -127,10 +124,8 @@ def _moved(side: Side, heads: Heads, keys: Mapping[int | None, int], is_old: boo
         order = order.reshape(-1, heads.size // 2, 2).transpose(0, 2, 1).reshape(-1)
         way = "each head's even rows first, then the odd ones" if is_old else "the two halves of each head interleaved"
         steps.append(f"{way} ({heads.size} rows a head)")
-    hashes = {
-        dtype: _in_order(hashes_of_dtype, order, steps[:1] == ["transposed"])
-        for dtype, hashes_of_dtype in side.hashes.items()
-    }
+    is_turned = steps[:1] == ["transposed"]
+    hashes = {dtype: _in_order(gathered, order, is_turned) for dtype, gathered in side.hashes.items()}
     return replace(side, shape=shape, hashes=hashes, moved=", ".join(steps))
 
 

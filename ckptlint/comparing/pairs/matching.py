@@ -187,13 +187,10 @@ def _paired(old: list[Side], new: list[Side], dtype: str) -> Iterator[tuple[Side
     old, new = (sorted(sides, key=lambda side: _order(side.fqn)) for sides in (old, new))
     for by_role in (True, False):
         for side in [*old]:
+            roles = side.stored_as.roles if side.stored_as else None
             fitting = (other for other in new if common(side, other) == dtype)
             if by_role:
-                fitting = (
-                    one
-                    for one in fitting
-                    if side.stored_as and one.stored_as and side.stored_as.roles == one.stored_as.roles
-                )
+                fitting = (other for other in fitting if other.stored_as and other.stored_as.roles == roles)
             if (other := next(fitting, None)) is not None:
                 old.remove(side)
                 new.remove(other)
@@ -239,9 +236,8 @@ def _adding_up(
     sums = []
     for members in roles.values():
         addends = [side for side in members if side.fqn not in gone and common(side, whole) == dtype]
-        if addends and (
-            not whole.stored_as or not addends[0].stored_as or {*addends[0].stored_as.roles} <= {*whole.stored_as.roles}
-        ):
+        of_part, of_whole = addends[0].stored_as if addends else None, whole.stored_as
+        if addends and (not of_whole or not of_part or {*of_part.roles} <= {*of_whole.roles}):
             count = sum(len(side.hashes[dtype].rows) for side in addends)
             sums.append((addends, count, sum(multiset(side.hashes[dtype].rows) for side in addends) & MASK))
     for number in range(1, min(_MOST_PARTS, len(sums)) + 1):
@@ -287,9 +283,7 @@ def _in_order(parts: Sequence[Side], whole: Side, dtype: str) -> tuple[bool, str
 
 def _unknown(rows: Words, whole: Side, dtype: str) -> tuple[str, tuple[str, ...]]:
     """(unexpected order of rows in a whole in words, notes)."""
-    text = (
-        "in an order that the names do not suggest" if whole.stored_as else "in an order that no known conversion makes"
-    )
+    text = f"in an order that {'the names do not suggest' if whole.stored_as else 'no known conversion makes'}"
     order = np.argsort(rows, kind="stable")
     ordered = rows[order]
     if (ordered[1:] == ordered[:-1]).any():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from math import isfinite, prod
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -65,18 +65,11 @@ class Values(Shown):
 
     def rows(self) -> list[dict[str, Any]]:
         """One row per match; several keys of one side are joined into one text, and absent values are None."""
-        return [
-            {
-                "relation": match.relation,
-                "old": ", ".join(match.old) or None,
-                "new": ", ".join(match.new) or None,
-                "proven": match.is_proven,
-                "what": match.what or None,
-                "change": match.change if isfinite(match.change) else None,
-                "cosine": match.cosine if isfinite(match.cosine) else None,
-            }
-            for match in self.matches
-        ]
+        rows = [match.as_dict() for match in self.matches]
+        for row in rows:
+            del row["notes"]
+            row |= {side: ", ".join(row[side]) or None for side in ("old", "new")}
+        return rows
 
     @property
     def is_read(self) -> bool:
@@ -132,10 +125,7 @@ def compared_values(
     blocks = [stacked(side, there) for side, there in ((old, sides[1]), (new, sides[0]))]
     read: list[dict[str, Side]] = []
     sentences: list[str] = []
-    for tensors, there, names, opened, block in (
-        (sides[0], sides[1], forth, old, blocks[0]),
-        (sides[1], sides[0], back, new, blocks[1]),
-    ):
+    for tensors, there, names, opened, block in zip(sides, sides[::-1], (forth, back), (old, new), blocks, strict=True):
         wanted = {}
         others = {there[name].dtype for name in there.keys() - {*names.values()}}
         for name, tensor in tensors.items():
@@ -158,9 +148,7 @@ def compared_values(
 
 
 def _equal_bytes(
-    opened: tuple[Sequence[OpenedCheckpoint], Sequence[OpenedCheckpoint]],
-    tensors: Sequence[Mapping[str, Tensor]],
-    jobs: int | None,
+    opened: Sequence[Sequence[OpenedCheckpoint]], tensors: Sequence[Mapping[str, Tensor]], jobs: int | None
 ) -> dict[str, Side]:
     """All tensors, if every one has equal bytes on both sides; else {}.
 
@@ -204,9 +192,8 @@ def _content(side: Side) -> tuple[str, int]:
 
 def _is_meant(key: str, select: Sequence[str], ignore: Sequence[str]) -> bool:
     """Whether a key matches a glob of `select`, if any, and none of `ignore`."""
-    return (not select or any(fnmatchcase(key, glob) for glob in select)) and not any(
-        fnmatchcase(key, glob) for glob in ignore
-    )
+    is_selected = not select or any(fnmatchcase(key, glob) for glob in select)
+    return is_selected and not any(fnmatchcase(key, glob) for glob in ignore)
 
 
 def row_hashes_of(
@@ -226,15 +213,14 @@ def row_hashes_of(
     tensors = _tensors(side)
     wanted = {name: _gatherers(tensor, None, {"bfloat16"}, salt, by_columns=False) for name, tensor in tensors.items()}
     read, sentences = _read(side, tensors, wanted, jobs)
-    hashes_by_key = {}
-    for name, tensor in read.items():
-        if tensor.is_read:
-            hashes_by_key[printable(name)] = {dtype: hashes.rows for dtype, hashes in tensor.hashes.items()}
-    unread = [name for name, tensor in read.items() if not tensor.is_read]
-    if unread:
-        sentences.append(
-            f"{plural(len(unread), 'tensor')} could not be read to the last element: {first_names(unread)}"
-        )
+    hashes_by_key = {
+        printable(name): {dtype: hashes.rows for dtype, hashes in tensor.hashes.items()}
+        for name, tensor in read.items()
+        if tensor.is_read
+    }
+    if unread := [name for name, tensor in read.items() if not tensor.is_read]:
+        count = plural(len(unread), "tensor")
+        sentences.append(f"{count} could not be read to the last element: {first_names(unread)}")
     return hashes_by_key, sentences
 
 
@@ -276,12 +262,7 @@ def _tensors(side: Sequence[OpenedCheckpoint]) -> dict[str, Tensor]:
 
 
 def _gatherers(
-    tensor: Tensor,
-    other: Tensor | None,
-    dtypes: set[str],
-    salt: int,
-    is_stacked: bool = False,
-    by_columns: bool = True,
+    tensor: Tensor, other: Tensor | None, dtypes: set[str], salt: int, is_stacked: bool = False, by_columns: bool = True
 ) -> tuple[RowHashes, ...]:
     """Collectors of a tensor's row hashes: in its own dtype, and rounded to narrower dtypes of the other side.
 

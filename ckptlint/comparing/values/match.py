@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from math import nan, prod
-from typing import Literal
+from math import isfinite, nan, prod
+from typing import Any, Literal
 
 from ckptlint.model.cover import Shape
 from ckptlint.payload.tensor_bytes import TensorBytes
@@ -14,22 +14,9 @@ from ckptlint.seals.row_hashes import RowHashes, matrix
 from ckptlint.vocabulary.namings import StoredRoles
 
 Relation = Literal[
-    "equal",
-    "rounded",
-    "renamed",
-    "padded",
-    "transposed",
-    "reordered",
-    "joined",
-    "split",
-    "merged",
-    "quantised",
-    "unmerged",
-    "exchanged",
-    "differ",
-    "absent",
-    "unread",
-]
+    "equal", "rounded", "renamed", "padded", "transposed", "reordered", "joined", "split", "merged", "quantised",
+    "unmerged", "exchanged", "differ", "absent", "unread",
+]  # fmt: skip
 """Relation between tensors of both sides; `joined` and `split` describe the step from old to new."""
 
 _FEW = 64  # fewer elements may be equal in unrelated tensors
@@ -101,3 +88,16 @@ class Match:
     notes: tuple[str, ...] = ()
     change: float = nan
     cosine: float = nan
+
+    def as_dict(self) -> dict[str, Any]:
+        """The match as JSON has it; None for what is absent."""
+        return {
+            "relation": self.relation,
+            "old": [*self.old],
+            "new": [*self.new],
+            "proven": self.is_proven,
+            "what": self.what or None,
+            "notes": [*self.notes],
+            "change": self.change if isfinite(self.change) else None,
+            "cosine": self.cosine if isfinite(self.cosine) else None,
+        }

@@ -22,6 +22,7 @@ from ckptlint.comparing.values.match import Match
 from ckptlint.comparing.values.rows import compare_rows, row_ranges
 from ckptlint.depth import Depth
 from ckptlint.errors import ConfigError
+from ckptlint.grouping import grouped
 from ckptlint.model.cover import Shape
 from ckptlint.numerics.distance import ROUNDING
 from ckptlint.payload.reader import read_payload
@@ -118,15 +119,15 @@ def with_merges(
     by_key = {match.old[0]: match for match in found if len(match.old) == len(match.new) == 1}
     judged: dict[str, Match] = {}
     for options in _targets(opened, places[0]):
-        known = [target for target in options if target.fqn in by_key and target.fqn not in judged]
         judgements = []
-        for target in known:
-            match = by_key[target.fqn]
-            judgements.append(_judge(match, target, places[0][match.old[0]], places[1][match.new[0]]))
-            if judgements[-1].is_proven:
-                break
+        for target in options:
+            if target.fqn in by_key and target.fqn not in judged:
+                match = by_key[target.fqn]
+                judgements.append(_judge(match, target, places[0][match.old[0]], places[1][match.new[0]]))
+                if judgements[-1].is_proven:
+                    break
         if judgements:
-            best = next((match for match in judgements if match.is_proven), judgements[0])
+            best = judgements[-1] if judgements[-1].is_proven else judgements[0]
             judged[best.old[0]] = best
     for key, fqn, expected in _saved(opened, places[0]):
         if fqn in by_key:
@@ -134,10 +135,7 @@ def with_merges(
             judged[fqn] = _replaced(by_key[fqn], expected, places[1][by_key[fqn].new[0]])
     left = sorted(opened.places.keys() - opened.used)
     what = "the adapter holds it, and the base has nothing that it fits"
-    return [
-        *(_of_base(match, judged) for match in found),
-        *(Match("unmerged", (key,), (), False, what) for key in left),
-    ]
+    return [_of_base(match, judged) for match in found] + [Match("unmerged", (key,), (), False, what) for key in left]
 
 
 def _of_base(match: Match, judged: Mapping[str, Match]) -> Match:
@@ -199,21 +197,13 @@ def _key(name: str, base: BytesByKey, endings: Mapping[str, str]) -> str:
 
 def _experts(module: str, base: BytesByKey) -> dict[int, list[str]]:
     """Number of an expert -> its keys, where experts have separate keys below a module."""
-    keys_by_expert: dict[int, list[str]] = {}
-    for key in base:
-        at = key.rfind(f"{module}.")
-        number = key[at + len(module) + 1 :].partition(".")[0] if at >= 0 else ""
-        if number.isdecimal():
-            keys_by_expert.setdefault(int(number), []).append(key)
-    return keys_by_expert
+    below = ((key.rpartition(f"{module}.")[2].partition(".")[0], key) for key in base if f"{module}." in key)
+    return grouped((int(number), key) for number, key in below if number.isdecimal())
 
 
 def _stacked(module: str, base: BytesByKey) -> list[str]:
-    return [
-        key
-        for key, place in base.items()
-        if f"{module}." in key and len(place.shape) == 3 and "." not in key.rpartition(f"{module}.")[2]
-    ]
+    matrices = (key for key, place in base.items() if f"{module}." in key and len(place.shape) == 3)
+    return [key for key in matrices if "." not in key.rpartition(f"{module}.")[2]]
 
 
 def _rank(a: Matrix, factors: Factors, base: BytesByKey, endings: Mapping[str, str]) -> int:
@@ -390,13 +380,10 @@ def _saved(adapter: _Adapter, base: BytesByKey) -> Iterator[tuple[str, str, _Row
             continue
         name, kept = key.removeprefix(PREFIX).replace(f"{BASE_LAYER}.", "."), adapter.places[key]
         if name.endswith(_TOKENS):
-            fqn = _key(f"{name.removesuffix(_TOKENS)}.weight", base, endings)
-            rows = adapter.places[key].whole()
+            fqn, rows = _key(f"{name.removesuffix(_TOKENS)}.weight", base, endings), kept.whole()
             if fqn and rows is not None and len(rows) == len(adapter.config.tokens):
                 yield key, fqn, partial(_with_tokens, base[fqn], dict(zip(adapter.config.tokens, rows, strict=True)))
-            continue
-        fqn = _key(name, base, endings)
-        if fqn and base[fqn].shape == kept.shape:
+        elif (fqn := _key(name, base, endings)) and base[fqn].shape == kept.shape:
             yield key, fqn, kept.numbers
 
 

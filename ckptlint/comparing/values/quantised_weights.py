@@ -83,9 +83,7 @@ def quantised_of(places: BytesByKey) -> Iterator[Quantised]:
 
 def _whole(place: TensorBytes | None) -> Matrix | None:
     """A tensor as float32; None where it is unreadable or larger than `_LARGEST`."""
-    if place is None or prod(place.shape) > _LARGEST:
-        return None
-    return place.whole()
+    return None if place is None or prod(place.shape) > _LARGEST else place.whole()
 
 
 def _words(place: TensorBytes) -> npt.NDArray[np.uint32] | None:
@@ -196,10 +194,7 @@ def _scaled(key: str, place: TensorBytes, places: BytesByKey) -> Quantised | Non
         values = np.asarray(codes, np.float32)
         half = _half_floats(dtype)[bits] if is_float else np.full(values.shape, 0.5, np.float32)
         is_end = (np.abs(values) >= last_code) | (values == -128)
-        by = scales(first, last)
-        if shift is not None:
-            half, values = _shifted(half, values, shift(first, last))
-        return Rows(values * by, half * np.abs(by), is_end)
+        return _shifted(values, half, is_end, scales(first, last), shift and shift(first, last))
 
     keys = tuple(found for found in (key, name, zero_key) if found in places)
     return Quantised(weight or key, keys, shape, f"{dtype}, {_in_words(scale, shape)}", _group(scale, shape), rows)
@@ -224,16 +219,17 @@ def _beside(key: str) -> str:
 
 def _of_library(key: str, place: TensorBytes, places: BytesByKey) -> Quantised | None:
     """A weight of torchao or quanto in an unsupported packing (int4): its rows are unreadable, and reported so."""
-    weight = _weight_of_library(key)
-    keys = tuple(name for name in places if name.startswith(_beside(key))) if weight else ()
-    return (
-        Quantised(weight, keys, (), f"packed {place.tensor.dtype}", 1, lambda _first, _last: None) if weight else None
-    )
+    if not (weight := _weight_of_library(key)):
+        return None
+    keys = tuple(name for name in places if name.startswith(_beside(key)))
+    return Quantised(weight, keys, (), f"packed {place.tensor.dtype}", 1, lambda _first, _last: None)
 
 
-def _shifted(half: Matrix, codes: Matrix, zero: Matrix) -> tuple[Matrix, Matrix]:
-    """(half a step, codes minus zero points); quantisers add zero points in bfloat16, which rounds once more."""
-    return np.asarray(half + _ROUNDING * np.abs(codes), np.float32), codes - zero
+def _shifted(codes: Matrix, half: Matrix, is_end: npt.NDArray[np.bool_], scale: Matrix, zero: Matrix | None) -> Rows:
+    """Codes less their zero points, which quantisers add in bfloat16, so that it rounds once more, by their scales."""
+    if zero is not None:
+        codes, half = codes - zero, np.asarray(half + _ROUNDING * np.abs(codes), np.float32)
+    return Rows(codes * scale, half * np.abs(scale), is_end)
 
 
 def _floats(dtype: str) -> Matrix:
@@ -270,10 +266,10 @@ def _packed(key: str, place: TensorBytes, places: BytesByKey) -> Quantised | Non
     """Codes in words (`weight_packed`) with `weight_scale`: int1-8 of compressed-tensors, or FP4 in bytes."""
     if not key.endswith("_packed"):
         is_modelopt = place.tensor.dtype == "uint8" and f"{key}_scale_2" in places
-        return _fp4(key, place, places, key, f"{key}_scale", f"{key}_scale_2") if is_modelopt else None
+        return _fp4(key, place, places, key, f"{key}_scale_2") if is_modelopt else None
     weight = key.removesuffix("_packed")
     if place.tensor.dtype == "uint8":
-        return _fp4(key, place, places, weight, f"{weight}_scale", f"{weight}_global_scale")
+        return _fp4(key, place, places, weight, f"{weight}_global_scale")
     sizes, scale = _whole(places.get(f"{weight}_shape")), _whole(places.get(f"{weight}_scale"))
     if sizes is None or scale is None or sizes.shape != (2,) or place.tensor.dtype != "int32":
         return None
@@ -297,11 +293,9 @@ def _packed(key: str, place: TensorBytes, places: BytesByKey) -> Quantised | Non
         if words is None:
             return None
         codes = unpacked(words.view(np.uint32), bits)[:, : shape[1]]
-        by, values = scales(first, last), (codes - (1 << bits - 1)).astype(np.float32)
+        values = (codes - (1 << bits - 1)).astype(np.float32)
         half = np.full(values.shape, 0.5, np.float32)
-        if shift is not None:
-            half, values = _shifted(half, values, shift(first, last))
-        return Rows(values * by, half * np.abs(by), _is_end(codes, bits))
+        return _shifted(values, half, _is_end(codes, bits), scales(first, last), shift and shift(first, last))
 
     parts = ("_packed", "_scale", "_zero_point", "_g_idx", "_shape")
     keys = tuple(name for part in parts if (name := weight + part) in places)
@@ -321,13 +315,10 @@ def _packed_zeros(place: TensorBytes | None, rows: int, bits: int) -> Matrix | N
     return np.asarray(codes - (1 << bits - 1), np.float32)
 
 
-def _fp4(
-    key: str, place: TensorBytes, places: BytesByKey, weight: str, scale_key: str, global_key: str
-) -> Quantised | None:
+def _fp4(key: str, place: TensorBytes, places: BytesByKey, weight: str, global_key: str) -> Quantised | None:
     """Two FP4 numbers in a byte, the first in the lower half; scales of 32 (MXFP4) or 16 (NVFP4) of them."""
-    scale_place = places.get(scale_key)
-    shape = place.shape
-    scale = _whole(scale_place)
+    scale_place = places.get(f"{weight}_scale")
+    scale, shape = _whole(scale_place), place.shape
     if scale_place is None or scale is None or len(shape) < 2:
         return None
     is_power = scale_place.tensor.dtype == "uint8"
@@ -341,7 +332,7 @@ def _fp4(
     scales = _spread(scale, real, None)
     if scales is None:
         return None
-    keys = tuple(name for name in (key, scale_key, global_key) if name in places)
+    keys = tuple(name for name in (key, f"{weight}_scale", global_key) if name in places)
     rows = _rows_of_fp4(place, shape, scales)
     return Quantised(weight, keys, real, "MXFP4" if is_power else "NVFP4", _group(scale, real), rows)
 

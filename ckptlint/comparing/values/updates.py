@@ -28,9 +28,6 @@ def movements(
     moved = [match for match in pairs if match.relation == "differ" and not match.notes and isfinite(match.change)]
     if len(moved) < _LEAST or 2 * len(moved) < len(pairs):
         return []
-    still = [match for match in pairs if match.relation == "equal"]
-    changes = [*((match, match.change, match.cosine) for match in moved), *((match, 0.0, 1.0) for match in still)]
-    return [
-        Movement.of(name, tensors[name].shape, change, cosine, name in trained)
-        for (name, *_), change, cosine in ((match.old, change, cosine) for match, change, cosine in changes)
-    ]
+    changes = [(match.old[0], match.change, match.cosine) for match in moved]
+    changes += [(match.old[0], 0.0, 1.0) for match in pairs if match.relation == "equal"]
+    return [Movement.of(name, tensors[name].shape, change, cosine, name in trained) for name, change, cosine in changes]

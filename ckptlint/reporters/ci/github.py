@@ -30,8 +30,8 @@ def render(report: Report, style: Style) -> str:
             annotations.insert(SHOWN - 1, _command(command, {"title": "ckptlint"}, more))
         lines += annotations
     for ckpt in (part.checkpoint for part in report.checkpoints):
-        unseen = [f"{ckpt.path}: not known: {sentence}" for sentence in ckpt.not_looked_at]
-        lines += [_command("notice", {"title": "ckptlint"}, sentence) for sentence in unseen]
+        for sentence in ckpt.not_looked_at:
+            lines.append(_command("notice", {"title": "ckptlint"}, f"{ckpt.path}: not known: {sentence}"))
     if not style.quiet:
         lines += map(inert, verdict(report, style))
     return "".join(line + "\n" for line in lines)
@@ -46,13 +46,10 @@ def _annotation(command: str, part: CheckpointReport, group: FindingGroup) -> st
 
 
 def _command(command: str, properties: dict[str, str], message: str) -> str:
-    listed = ",".join(f"{name}={inert(_property(value))}" for name, value in properties.items())
+    values = (inert(_data(value).replace(":", "%3A").replace(",", "%2C")) for value in properties.values())
+    listed = ",".join(f"{name}={value}" for name, value in zip(properties, values, strict=True))
     return f"::{command} {listed}::{inert(_data(message))}"
 
 
 def _data(text: str) -> str:
     return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
-
-
-def _property(text: str) -> str:
-    return _data(text).replace(":", "%3A").replace(",", "%2C")

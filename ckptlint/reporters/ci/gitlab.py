@@ -22,8 +22,8 @@ def render(report: Report, style: Style) -> str:
     Source:
         GitLab, "Code Quality": description, check_name, fingerprint, severity, location.path, location.lines.begin.
     """
-    issues = [_unread(sentence) for sentence in report.unread]
-    issues += [_issue(part, group) for part in report.checkpoints for group in part.groups]
+    issues = [_issue(sentence, "unread", _digest(sentence), "blocker", ".") for sentence in report.unread]
+    issues += [_of_group(part, group) for part in report.checkpoints for group in part.groups]
     seen: set[str] = set()
     for number, issue in enumerate(issues):
         # GitLab drops an issue whose fingerprint another one has: the same fault in two checkpoints of one run
@@ -33,30 +33,22 @@ def render(report: Report, style: Style) -> str:
     return json.dumps(issues, indent=2) + "\n"
 
 
-def _issue(part: CheckpointReport, group: FindingGroup) -> dict[str, Any]:
+def _of_group(part: CheckpointReport, group: FindingGroup) -> dict[str, Any]:
     lead = group.lead
     more = f" (+{len(group.members) - 1:,} more)" if len(group.members) > 1 else ""
+    description = f"{lead.code} {lead.title}{confidence_text(lead)}{more}"
+    path = f"{part.checkpoint.path}/{shown_file(part.checkpoint, lead.finding.at.file)}"
+    return _issue(description, lead.rule.name, lead.fingerprint, _SEVERITIES[lead.severity], path)
+
+
+def _issue(description: str, name: str, fingerprint: str, severity: str, path: str) -> dict[str, Any]:
     return {
-        "description": f"{lead.code} {lead.title}{confidence_text(lead)}{more}",
-        "check_name": lead.rule.name,
-        "fingerprint": lead.fingerprint,
-        "severity": _SEVERITIES[lead.severity],
-        "location": _location(f"{part.checkpoint.path}/{shown_file(part.checkpoint, lead.finding.at.file)}"),
+        "description": description,
+        "check_name": name,
+        "fingerprint": fingerprint,
+        "severity": severity,
+        "location": {"path": path if is_url(path) else posixpath.normpath(path), "lines": {"begin": 1}},
     }
-
-
-def _unread(sentence: str) -> dict[str, Any]:
-    return {
-        "description": sentence,
-        "check_name": "unread",
-        "fingerprint": _digest(sentence),
-        "severity": "blocker",
-        "location": _location("."),
-    }
-
-
-def _location(path: str) -> dict[str, Any]:
-    return {"path": path if is_url(path) else posixpath.normpath(path), "lines": {"begin": 1}}
 
 
 def _digest(text: str) -> str:

@@ -47,10 +47,9 @@ def render(report: Report, style: Style) -> str:
     if any("baselineState" in result for result in results):
         for result in results:  # compared with a baseline, every result has a state
             result.setdefault("baselineState", "new")
+    driver = {"name": "ckptlint", "version": __version__, "rules": [_rule(rule, pages) for rule in report.rules]}
     run = {
-        "tool": {
-            "driver": {"name": "ckptlint", "version": __version__, "rules": [_rule(r, pages) for r in report.rules]}
-        },
+        "tool": {"driver": driver},
         "invocations": [_invocation(report, index)],
         "originalUriBaseIds": {_ROOT: root, **bases},
         "artifacts": _artifacts(report, results),
@@ -102,9 +101,8 @@ def _invocation(report: Report, index: dict[str, int]) -> dict[str, Any]:
             text = f"{code} did not finish on {part.checkpoint.path}: {error}"
             rule = {"id": code, "index": index[code]}
             errors.append({"level": "error", "message": {"text": text}, "associatedRule": rule})
-    unknown = [
-        f"{p.checkpoint.path}: not known: {text}" for p in report.checkpoints for text in p.checkpoint.not_looked_at
-    ]
+    checkpoints = [part.checkpoint for part in report.checkpoints]
+    unknown = (f"{ckpt.path}: not known: {text}" for ckpt in checkpoints for text in ckpt.not_looked_at)
     remarks = [{"level": "note", "message": {"text": text}} for text in unknown]
     return {
         "executionSuccessful": not errors,
@@ -140,14 +138,14 @@ def _artifacts(report: Report, results: list[dict[str, Any]]) -> list[dict[str, 
 
 
 def _result(part: CheckpointReport, base: str, group: FindingGroup, index: dict[str, int]) -> dict[str, Any]:
-    """A group of findings as a result of SARIF 2.1.0."""
     ckpt, lead = part.checkpoint, group.lead
+    text = "\n".join([lead.title, *map(note_line, notes(group))])
     result: dict[str, Any] = {
         "ruleId": lead.code,
         "ruleIndex": index[lead.code],
         "level": _LEVELS[lead.severity],
         "kind": "fail",  # any other kind has no level (SARIF 3.27.10)
-        "message": {"text": _plain("\n".join([lead.title, *map(note_line, notes(group))]))},
+        "message": {"text": text.replace("](", "] (")},  # `[text](target)` is an embedded link
         "locations": [_location(ckpt, base, group)],
         "relatedLocations": _chunks(ckpt, base, group),
         "partialFingerprints": {"ckptlint/v1": lead.fingerprint},
@@ -176,10 +174,8 @@ def _set_aside(ignored: Ignored | None) -> dict[str, Any]:
 
 def _location(ckpt: Checkpoint, base: str, group: FindingGroup) -> dict[str, Any]:
     finding, name = group.lead.finding, shown_file(ckpt, group.lead.finding.at.file)
-    # viewers want a line, for binary files too
-    region = {"startLine": 1} | (
-        _bytes(*finding.at.byte_range) if finding.at.byte_range and name == finding.at.file else {}
-    )
+    span = finding.at.byte_range if name == finding.at.file else None
+    region = {"startLine": 1} | (_bytes(*span) if span else {})  # viewers want a line, for binary files too
     location: dict[str, Any] = {"physicalLocation": {"artifactLocation": _file(name, base), "region": region}}
     if finding.at.fqn:
         location["logicalLocations"] = [{"fullyQualifiedName": finding.at.fqn, "kind": "object"}]
@@ -213,8 +209,3 @@ def _bytes(start: int, length: int) -> dict[str, int]:
 
 def _file(name: str, base: str) -> dict[str, str]:
     return {"uri": quote(name), "uriBaseId": base}
-
-
-def _plain(text: str) -> str:
-    """The text without what SARIF takes for an embedded link, `[text](target)`."""
-    return text.replace("](", "] (")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 
 from ckptlint.comparing.differences import Diff, Difference, DifferenceKind
+from ckptlint.grouping import grouped
 from ckptlint.model.text import plural
 from ckptlint.reporters.contents.tensor_table import fitted, folded, meaning_of_star, starred
 from ckptlint.reporters.full import header
@@ -55,11 +55,9 @@ def diff_verdict(found: Diff) -> tuple[str, str]:
 
 def _grouped(items: list[Difference], style: Style) -> list[str]:
     """A line for each difference; keys that differ alike are folded into one."""
-    alike: dict[tuple[str, ...], list[Difference]] = defaultdict(list)
-    for item in items:
-        alike[role(starred(item.key)), item.old, item.new, role(starred(item.other))].append(item)
+    looks = ((role(starred(item.key)), item.old, item.new, role(starred(item.other))) for item in items)
     rows, moments = list[list[str]](), set[str]()
-    for members in alike.values():
+    for members in grouped(zip(looks, items, strict=True)).values():
         first = members[0]
         names, moment_names = folded([item.key for item in members])
         others, also = folded([item.other for item in members if item.other])

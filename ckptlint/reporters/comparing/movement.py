@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ckptlint.analysis.step_before.movement import Movement, astray, by_kind, short_names
-from ckptlint.model.text import first_names, fold_names, plural, table, verb
+from ckptlint.model.text import first_names, fold_names, plural, table
 from ckptlint.reporters.style import Style, cut
 
 _PATTERNS = 12
@@ -39,8 +39,10 @@ def moved_sentences(movements: Sequence[Movement], strays: Sequence[Movement]) -
         lines.append(f"The furthest: {', '.join(far)}")
     if strays:
         names = first_names([*map(cut, fold_names(one.fqn for one in strays))], _PATTERNS)
-        count = f"{plural(len(strays), 'weight')} {verb(len(strays), 'does')}"
-        lines.append(f"{count} not continue the old step, unlike the others: {names} ({_cosines(strays)})")
+        least, most = (f"{f(one.cosine for one in strays) + 0.0:.2f}" for f in (min, max))
+        cosines = f"cosine {least}" if least == most else f"cosines {least} to {most}"
+        count = plural(len(strays), "weight", "does")
+        lines.append(f"{count} not continue the old step, unlike the others: {names} ({cosines})")
     still = [one for one in movements if not one.change]
     trained = [one.fqn for one in still if one.is_trained]
     if still:
@@ -52,11 +54,6 @@ def moved_sentences(movements: Sequence[Movement], strays: Sequence[Movement]) -
     return lines
 
 
-def _cosines(movements: Sequence[Movement]) -> str:
-    least, most = (f"{f(one.cosine for one in movements) + 0.0:.2f}" for f in (min, max))
-    return f"cosine {least}" if least == most else f"cosines {least} to {most}"
-
-
 def _rows(movements: Sequence[Movement]) -> list[tuple[str, ...]]:
     """Kind, least change, median and most, each with the layer."""
     kinds = by_kind(movements)
@@ -64,15 +61,9 @@ def _rows(movements: Sequence[Movement]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for kind, members in kinds.items():
         changes = sorted((one.change, -1 if one.layer is None else one.layer) for one in members)
-        least, most = changes[0], changes[-1]
-        rows.append(
-            (
-                cut(names[kind]),
-                change_text(least[0]) + (f" (layer {least[1]})" if len(members) > 1 else ""),
-                change_text(changes[len(changes) // 2][0]) if len(members) > 1 else "",
-                change_text(most[0]) + f" (layer {most[1]})" if len(members) > 1 else "",
-            )
-        )
+        least, middle, most = (change_text(changes[i][0]) for i in (0, len(changes) // 2, -1))
+        texts = f"{least} (layer {changes[0][1]})", middle, f"{most} (layer {changes[-1][1]})"
+        rows.append((cut(names[kind]), *(texts if len(members) > 1 else (least, "", ""))))
     return rows
 
 

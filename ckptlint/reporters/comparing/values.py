@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Iterator
 from math import isfinite, prod
 from statistics import median
@@ -12,6 +12,7 @@ from ckptlint.analysis.step_before.movement import astray
 from ckptlint.comparing.locate_differences import ROUNDED_WITHIN
 from ckptlint.comparing.values.compare import Values
 from ckptlint.comparing.values.match import Match, Relation
+from ckptlint.grouping import grouped
 from ckptlint.model.text import first_names, human_bytes, plural, verb
 from ckptlint.reporters.comparing.movement import change_text, moved_lines
 from ckptlint.reporters.contents.tensor_table import fitting, folded, starred
@@ -62,7 +63,9 @@ def values_as_text(found: Values, style: Style) -> str:
         if left:
             lines.append(f"{words:{_WIDTH}}{plural(left, 'more pattern')} (--format json has all)")
     lines += moved_lines(found.movements, style)
-    return "\n".join([*lines, "", *_verdict(found, style)]) + "\n"
+    word, sentence, is_good = values_verdict(found)
+    verdict = f"{style.paint(word, 'good' if is_good else 'error')}: {sentence}"
+    return "\n".join([*lines, "", *found.sentences[:_PATTERNS], *style.wrap(verdict, "", "")]) + "\n"
 
 
 def groups_of(found: Values) -> Iterator[tuple[str, list[list[Match]], int]]:
@@ -88,15 +91,15 @@ STATE = "state of the optimizer and of the job"
 
 
 def _groups(matches: list[Match]) -> list[list[Match]]:
-    alike: dict[tuple[object, ...], list[Match]] = defaultdict(list)
-    for match in matches:
+    def look(match: Match) -> tuple[object, ...]:
         names = tuple(role(starred(name)) for name in (*match.old, "", *match.new))
         if match.relation in ("equal", "rounded") or ROUNDED_WITHIN in match.notes:
             names = ("",)
         elif match.relation == "absent":
             names = (parse((match.old or match.new)[0]).kind, "old" if match.old else "new")
-        alike[names, match.what, match.notes, match.is_proven].append(match)
-    return list(alike.values())
+        return names, match.what, match.notes, match.is_proven
+
+    return [*grouped((look(match), match) for match in matches).values()]
 
 
 def sentence_of(members: list[Match], found: Values, limit: int = NAME_LIMIT) -> tuple[str, list[str]]:
@@ -106,11 +109,12 @@ def sentence_of(members: list[Match], found: Values, limit: int = NAME_LIMIT) ->
         limit: columns for a name; one that would be unclear in so few is whole.
     """
     first = members[0]
-    sides = [folded([name for match in members for name in getattr(match, side)])[0] for side in ("old", "new")]
-    trained_names = [name for match in members for name in match.old]
-    count = plural(len(trained_names) or len(members), "tensor")
+    old, new = ([name for match in members for name in getattr(match, side)] for side in ("old", "new"))
+    sides = [folded(names)[0] for names in (old, new)]
+    count = plural(len(old) or len(members), "tensor")
     if first.relation == "equal":
-        size = sum(volume_of(found, name) for name in trained_names)
+        sizes = ((prod(side.shape), side.dtype) for name in old if (side := found.old.get(name)) is not None)
+        size = sum(volume * ITEM_BITS.get(dtype, 0) // 8 for volume, dtype in sizes)
         return f"{count}, {human_bytes(size)}", []
     if first.relation == "absent":
         where = "only in the old one" if first.old else "only in the new one"
@@ -125,12 +129,6 @@ def sentence_of(members: list[Match], found: Values, limit: int = NAME_LIMIT) ->
         notes.append(f"every row; the norm of the difference is {changes[0]:.2g}{to} of the old one's")
     names = " -> ".join(dict.fromkeys(", ".join(fitting(name, limit) for name in side) for side in sides if side))
     return f"{count}: {names}", [note for note in notes if note]
-
-
-def volume_of(found: Values, name: str) -> int:
-    """Bytes of a tensor of the old side."""
-    side = found.old.get(name)
-    return prod(side.shape) * ITEM_BITS.get(side.dtype, 0) // 8 if side is not None else 0
 
 
 def _lines(words: str, members: list[Match], found: Values, style: Style) -> list[str]:
@@ -164,11 +162,8 @@ def values_verdict(found: Values) -> tuple[str, str, bool]:
         far = f"by {change_text(median(moved.values()))} of their norm in the median"
         if strays:
             rest.insert(0, f"{strays:,} {verb(strays, 'does')} not continue the old step")
-        return (
-            "Moved",
-            "; ".join([f"{len(moved):,} of {plural(len(found.movements), 'weight')}, {far}", *rest]) + ".",
-            not rest,
-        )
+        some = f"{len(moved):,} of {plural(len(found.movements), 'weight')}, {far}"
+        return "Moved", "; ".join([some, *rest]) + ".", not rest
     hold = verb(count, "holds")
     return "Not proven", f"{count:,} of {plural(whole, 'tensor')} {hold} the same values; {', '.join(rest)}.", False
 
@@ -176,12 +171,6 @@ def values_verdict(found: Values) -> tuple[str, str, bool]:
 def _is_of_training(match: Match, moved: Collection[str]) -> bool:
     """Whether a match differs as training makes it: a weight that moved, or state beside one."""
     return bool(moved) and match.relation == "differ" and (match.old[0] in moved or parse(match.old[0]).kind != "model")
-
-
-def _verdict(found: Values, style: Style) -> list[str]:
-    word, sentence, is_good = values_verdict(found)
-    verdict = f"{style.paint(word, 'good' if is_good else 'error')}: {sentence}"
-    return [*found.sentences[:_PATTERNS], *style.wrap(verdict, "", "")]
 
 
 def values_as_json(found: Values, paths: tuple[str, str]) -> str:
@@ -196,27 +185,10 @@ def values_as_json(found: Values, paths: tuple[str, str]) -> str:
         "tensors": {"proven": count, "of": whole, "old": len(found.old), "new": len(found.new)},
         "problems": list(found.sentences),
         "lone": list(found.lone),
-        "matches": [
-            {
-                "relation": match.relation,
-                "old": list(match.old),
-                "new": list(match.new),
-                "proven": match.is_proven,
-                "what": match.what or None,
-                "notes": list(match.notes),
-                "change": match.change if isfinite(match.change) else None,
-                "cosine": match.cosine if isfinite(match.cosine) else None,
-            }
-            for match in found.matches
-        ],
+        "matches": [match.as_dict() for match in found.matches],
         "moved": [
-            {
-                "tensor": one.fqn,
-                "layer": one.layer,
-                "change": one.change,
-                "cosine": one.cosine,
-                "continues": one not in strays,
-            }
+            {"tensor": one.fqn, "layer": one.layer, "change": one.change, "cosine": one.cosine}
+            | {"continues": one not in strays}
             for one in found.movements
             if one.change
         ],

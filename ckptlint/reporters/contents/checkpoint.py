@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from fnmatch import translate
 from typing import Any
@@ -17,6 +16,7 @@ from ckptlint.analysis.ranks.contents import rank_contents_of
 from ckptlint.errors import ConfigError
 from ckptlint.geometry.chunk_map import draw, make_grid
 from ckptlint.geometry.record_states import MISSING, NOT_CHECKED, STATES, chunk_states, record_states
+from ckptlint.grouping import grouped
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import (
     JSON_ESCAPE,
@@ -31,13 +31,11 @@ from ckptlint.model.text import (
     shape_text,
 )
 from ckptlint.patterns import lazy_pattern
-from ckptlint.reporters.contents.ranks import as_json as ranks_as_json
-from ckptlint.reporters.contents.ranks import matrix
-from ckptlint.reporters.contents.region import StoredRegion, region_asked
-from ckptlint.reporters.contents.region import as_json as region_as_json
-from ckptlint.reporters.contents.region import as_text as region_as_text
+from ckptlint.reporters.contents import ranks as by_rank
+from ckptlint.reporters.contents import region
 from ckptlint.reporters.contents.tensor_table import chunk_count, chunks_text, degrees, fitted, size_text, tensor_table
 from ckptlint.reporters.full import header
+from ckptlint.reporters.json_report import place_of, totals_of
 from ckptlint.reporters.style import Style, cut
 from ckptlint.vocabulary.dtypes import nbytes
 from ckptlint.vocabulary.keys import role
@@ -67,11 +65,11 @@ def contents_text(checkpoints: Sequence[Checkpoint], pattern: str | None, tree: 
     if regions and tree:
         raise ConfigError("--tree is about whole tensors: leave out the slices")
     if regions:
-        texts = ("\n".join([header(part.ckpt, style), "", *region_as_text(part)]) for part in regions)
+        texts = ("\n".join([header(part.ckpt, style), "", *region.as_text(part)]) for part in regions)
         return inert("\n\n".join(texts) + "\n")
     if ranks:
         blocks = (
-            [header(ckpt, style), *_facts(ckpt, style, with_ranks=True), "", *matrix(rank_contents_of(ckpt), style)]
+            [header(ckpt, style), *_facts(ckpt, style, True, True), "", *by_rank.matrix(rank_contents_of(ckpt), style)]
             for ckpt in checkpoints
         )
         return inert("\n\n".join("\n".join(line.rstrip() for line in block) for block in blocks) + "\n")
@@ -85,21 +83,21 @@ def contents_json(checkpoints: Sequence[Checkpoint], pattern: str | None, ranks:
         ConfigError: no tensor or region matches.
     """
     if regions := _region(checkpoints, pattern):
-        found = [_checkpoint(part.ckpt, part.tensor.fqn) | {"region": region_as_json(part)} for part in regions]
+        found = [_checkpoint(part.ckpt, part.tensor.fqn) | {"region": region.as_json(part)} for part in regions]
     else:
         _demand_match(checkpoints, pattern)
         found = [
-            _checkpoint(ckpt, pattern) | ({"ranks": ranks_as_json(rank_contents_of(ckpt))} if ranks else {})
+            _checkpoint(ckpt, pattern) | ({"ranks": by_rank.as_json(rank_contents_of(ckpt))} if ranks else {})
             for ckpt in checkpoints
         ]
     return inert(json.dumps({"schema": SCHEMA, "checkpoints": found}, indent=2) + "\n", JSON_ESCAPE)
 
 
-def _region(checkpoints: Sequence[Checkpoint], pattern: str | None) -> list[StoredRegion]:
+def _region(checkpoints: Sequence[Checkpoint], pattern: str | None) -> list[region.StoredRegion]:
     """Who holds the region that a pattern means; none where it is a glob: then tensors match it."""
     if pattern is None or (":" not in pattern and any(matching(ckpt, pattern) for ckpt in checkpoints)):
         return []
-    return region_asked(checkpoints, pattern)
+    return region.region_asked(checkpoints, pattern)
 
 
 def matching(ckpt: Checkpoint, pattern: str | None) -> list[Tensor]:
@@ -110,12 +108,12 @@ def matching(ckpt: Checkpoint, pattern: str | None) -> list[Tensor]:
     names = (pattern, printable(pattern))  # as reports show it, or as the checkpoint has it
     glob = re.compile(translate(_FOLDED.sub("\0", pattern)).replace("\0", r"(\d+)"))
     folded = _FOLDED.findall(pattern)
-    return [
-        tensor
-        for tensor in tensors
-        if tensor.fqn in names
-        or ((like := glob.match(tensor.fqn)) and all(map(_is_among, map(int, like.groups()), folded)))
-    ]
+
+    def is_meant(fqn: str) -> bool:
+        like = glob.match(fqn)
+        return fqn in names or (like is not None and all(map(_is_among, map(int, like.groups()), folded)))
+
+    return [tensor for tensor in tensors if is_meant(tensor.fqn)]
 
 
 def _is_among(number: int, folded: str) -> bool:
@@ -252,17 +250,14 @@ def _branches(node: Branch, indent: str, style: Style) -> Iterator[str]:
 
 def _folded(node: Branch) -> list[tuple[str, Branch | Tensor, int]]:
     """The children by name, those with a number for a name folded where they look the same."""
-    alike: dict[object, list[str]] = {}
-    for name, child in node.items():
-        alike.setdefault(_look(child) if name.isdecimal() and len(name) < 10 else name, []).append(name)
-    found = []
-    for names in alike.values():
-        label = names[0] if len(names) == 1 else "{" + ranges(map(int, names)) + "}"
-        found.append((label, node[names[0]], len(names)))
-    return found
+    alike = grouped(
+        (_look(child) if name.isdecimal() and len(name) < 10 else name, name) for name, child in node.items()
+    )
+    labels = (names[0] if len(names) == 1 else "{" + ranges(map(int, names)) + "}" for names in alike.values())
+    return [(label, node[names[0]], len(names)) for label, names in zip(labels, alike.values(), strict=True)]
 
 
-def _look(child: Branch | Tensor) -> object:
+def _look(child: Branch | Tensor) -> Hashable:
     if isinstance(child, dict):
         return frozenset((name, _look(inner)) for name, inner in child.items())
     return child.dtype, child.global_shape, degrees(child), chunk_count(child)
@@ -280,13 +275,10 @@ def _others(ckpt: Checkpoint, style: Style) -> Iterator[str]:
     """Objects and bytes entries."""
     grids = {(key, shape): len(rows) for key, shape, rows in ckpt.objects.rows_by_grid()}
     if grids:
-        alike: dict[tuple[object, ...], list[str]] = defaultdict(list)
-        for (key, shape), count in grids.items():
-            alike[role(key), shape, count].append(key)
+        alike = grouped(((role(key), shape, count), key) for (key, shape), count in grids.items())
         rows = [
             [name, " x ".join(map(str, shape)) or "1", f"{count:,}"]
             for (_, shape, count), keys in alike.items()
-            if isinstance(shape, tuple)
             for name in fold_names(keys)
         ]
         yield from ["", *fitted(["object", "grid", "shards"], rows, style.width)]
@@ -314,10 +306,10 @@ def _map(ckpt: Checkpoint, tensor: Tensor, names_alike: list[str], style: Style)
     is_short = len(name) + len(about) + 2 <= style.width
     yield style.paint(name, "bold") + ("  " if is_short else "\n  ") + about
     lost = np.flatnonzero(chunk_states(ckpt, tensor) > NOT_CHECKED)
-    region = tensor.tiling.box(int(lost[0])) if len(lost) and tensor.is_sound else None
-    grid = make_grid(tensor, region) if tensor.volume else None
+    around = tensor.tiling.box(int(lost[0])) if len(lost) and tensor.is_sound else None
+    grid = make_grid(tensor, around) if tensor.volume else None
     if grid is not None:
-        lines = draw(ckpt, grid, region, style.ascii_only, style.width - 2, style.lost)
+        lines = draw(ckpt, grid, around, style.ascii_only, style.width - 2, style.lost)
         yield from (f"  {line}".rstrip() for line in lines)
     elif tensor.malformed:
         yield "  the chunks have a different number of dims from the tensor"
@@ -333,7 +325,6 @@ def _map(ckpt: Checkpoint, tensor: Tensor, names_alike: list[str], style: Style)
 
 
 def _checkpoint(ckpt: Checkpoint, pattern: str | None) -> dict[str, Any]:
-    """A checkpoint for `show --format json`."""
     source, fields = description_of(ckpt)
     counted = parameters_of(ckpt)
     grids = {(key, shape): len(rows) for key, shape, rows in ckpt.objects.rows_by_grid()}
@@ -343,12 +334,7 @@ def _checkpoint(ckpt: Checkpoint, pattern: str | None) -> dict[str, Any]:
         "writer": ckpt.writer or None,
         "partial": ckpt.partial_because or None,
         "unseen": list(ckpt.not_looked_at),
-        "totals": {
-            "tensors": len(ckpt.tensors),
-            "objects": len(ckpt.objects) + len(ckpt.byte_objects),
-            "files": len(ckpt.files),
-            "bytes": ckpt.total_bytes,
-        },
+        "totals": totals_of(ckpt),
         "description": {"source": source, **fields} if fields else None,
         "parameters": {
             "total": counted.total,
@@ -383,22 +369,12 @@ def _tensor(ckpt: Checkpoint, tensor: Tensor, with_chunks: bool) -> dict[str, An
     if with_chunks:
         sound = zip(tensor.tiling.offsets.tolist(), tensor.tiling.sizes.tolist(), strict=True)
         boxes = [*sound, *((list(chunk.offsets), list(chunk.sizes)) for chunk in tensor.malformed)]
-        records = [*tensor.chunks.record.tolist(), *(chunk.record for chunk in tensor.malformed)]
-        of_malformed = (
-            record_states(ckpt)[chunk.record] if chunk.record >= 0 else MISSING for chunk in tensor.malformed
-        )
-        states = [*chunk_states(ckpt, tensor).tolist(), *of_malformed]
-        described["layout"] = [_chunk(ckpt, *chunk) for chunk in zip(boxes, records, states, strict=True)]
+        malformed = [chunk.record for chunk in tensor.malformed]
+        records = [*tensor.chunks.record.tolist(), *malformed]
+        states = [record_states(ckpt)[record] if record >= 0 else MISSING for record in malformed]
+        states = [*chunk_states(ckpt, tensor).tolist(), *states]
+        described["layout"] = [
+            {"offsets": offsets, "sizes": sizes} | place_of(ckpt, record) | {"state": STATES[state]}
+            for (offsets, sizes), record, state in zip(boxes, records, states, strict=True)
+        ]
     return described
-
-
-def _chunk(ckpt: Checkpoint, box: tuple[list[int], list[int]], record: int, state: int) -> dict[str, Any]:
-    file, byte_offset, byte_length = ckpt.byte_range_of(record) if record >= 0 else (None, None, None)
-    return {
-        "offsets": box[0],
-        "sizes": box[1],
-        "file": file,
-        "byte_offset": byte_offset,
-        "byte_length": byte_length,
-        "state": STATES[state],
-    }

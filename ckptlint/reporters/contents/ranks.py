@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from ckptlint.analysis.ranks.contents import CELL_STATES, Column, RankContents
 from ckptlint.geometry.chunk_map import MARKS
+from ckptlint.grouping import grouped
 from ckptlint.model.text import first_names, fold_names, human_bytes, named_ranks, plural, ranges, verb
 from ckptlint.reporters.style import Style, cut
 
@@ -70,10 +71,10 @@ def matrix(contents: RankContents, style: Style) -> Iterator[str]:
 def as_json(contents: RankContents) -> dict[str, Any]:
     """The matrix as plain values; `cells` has for each state the numbers of the columns, all others are `nothing`."""
     rows = []
+    starts = contents.starts
     for row, name in enumerate(contents.names):
-        cells: dict[str, list[int]] = {}
-        for at in range(contents.starts[row], contents.starts[row + 1]):
-            cells.setdefault(CELL_STATES[contents.state[at]], []).append(int(contents.column[at]))
+        places = range(starts[row], starts[row + 1])
+        cells = grouped((CELL_STATES[contents.state[at]], int(contents.column[at])) for at in places)
         size, factor = int(contents.size[row]), round(float(contents.factor[row]), 3)
         rows.append(
             {
@@ -112,12 +113,13 @@ def cells_of(contents: RankContents, row: int, places: Sequence[Run | None]) -> 
 
 
 def _alike(contents: RankContents) -> list[list[int]]:
-    found: dict[object, list[int]] = {}
-    is_off = contents.out_of_balance
-    for row, (start, stop) in enumerate(zip(contents.starts, contents.starts[1:], strict=False)):
-        cells = contents.column[start:stop].tobytes(), contents.state[start:stop].tobytes()
-        found.setdefault((cells, is_off[row], contents.size[row] < 0), []).append(row)
-    return list(found.values())
+    is_off, starts = contents.out_of_balance, contents.starts
+
+    def look(row: int) -> tuple[object, ...]:
+        cells = slice(starts[row], starts[row + 1])
+        return contents.column[cells].tobytes(), contents.state[cells].tobytes(), is_off[row], contents.size[row] < 0
+
+    return [*grouped((look(row), row) for row in range(len(contents.names))).values()]
 
 
 def _states(contents: RankContents, row: int) -> npt.NDArray[np.uint8]:
@@ -192,9 +194,7 @@ def places_of(columns: Sequence[Column], wide: int, in_words: bool) -> tuple[tup
 
 def _sections(columns: Sequence[Column], room: int, in_words: bool) -> tuple[list[Section], int]:
     """The sections, and how many layers share a mark so that all fit; a mark is of the same layers in each section."""
-    layers: dict[str, list[int]] = {}
-    for block, layer in sorted({(column.block, column.layer) for column in columns if column.layer >= 0}):
-        layers.setdefault(block, []).append(layer)
+    layers = grouped(sorted({(column.block, column.layer) for column in columns if column.layer >= 0}))
     number = {column: i for i, column in enumerate(columns)}
     kinds = [*dict.fromkeys((column.section, column.place, column.block) for column in columns)]
     most = sum(len(layers[block]) for _, place, block in kinds if place == "layer")
@@ -230,10 +230,7 @@ def _wide(section: Section, title: int) -> int:
 
 
 def _legend(columns: Sequence[Column], sections: Sequence[Section], per: int, is_cut: bool, in_words: bool) -> str:
-    blocks: dict[str, set[int]] = {}
-    for column in columns:
-        if column.layer >= 0:
-            blocks.setdefault(column.block, set()).add(column.layer)
+    blocks = grouped((column.block, column.layer) for column in columns if column.layer >= 0)
     places = {column.place for column in columns}
     parts = [f"{letter} {_WORDS[letter]}" for place, letter in _LETTERS.items() if place in places and not in_words]
     said = "" if in_words else "digits "
@@ -259,9 +256,8 @@ def sentences(contents: RankContents) -> Iterator[str]:
             of = f"of {_label(contents, rows)}: " if (contents.ranks[rows] >= 0).all() else ""
             yield f"{CELL_STATES[state]} {of}{first_names(map(cut, files), 3)}"
     odd = np.flatnonzero(contents.out_of_balance)
-    factors: dict[str, list[int]] = {}
-    for row in odd[np.argsort(-np.abs(np.log(contents.factor[odd])), kind="stable")].tolist():
-        factors.setdefault(f"{contents.factor[row]:.1f}", []).append(row)
+    furthest = odd[np.argsort(-np.abs(np.log(contents.factor[odd])), kind="stable")].tolist()
+    factors = grouped((f"{contents.factor[row]:.1f}", row) for row in furthest)
     for factor, rows in [*factors.items()][:4]:
         its = "its" if len(rows) == 1 else "their"
         yield f"{_label(contents, rows)} {verb(len(rows), 'has')} {factor} times the median size of {its} kind"

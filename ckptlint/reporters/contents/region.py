@@ -98,10 +98,8 @@ def parse_region(tensor: Tensor, slices: str) -> Box:
         start = low or 0
         stop = (size if high is None else high) if match[2] else start + 1
         if not 0 <= start < stop <= size:
-            raise ConfigError(
-                f"{item} is {'outside' if not 0 <= start <= stop <= size or start == size else 'an empty slice of'} "
-                f"dim {axis} of {tensor.fqn}, which has {plural(size, 'element')}"
-            )
+            what = "outside" if not 0 <= start <= stop <= size or start == size else "an empty slice of"
+            raise ConfigError(f"{item} is {what} dim {axis} of {tensor.fqn}, which has {plural(size, 'element')}")
         found.append((start, stop - start))
     return Box(tuple(start for start, _ in found), tuple(size for _, size in found))
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from itertools import takewhile
 from math import prod
 
+from ckptlint.grouping import grouped
 from ckptlint.model import Tensor
 from ckptlint.model.text import fold_names, human_bytes, join_words, shape_text
 from ckptlint.patterns import lazy_pattern
@@ -25,11 +25,9 @@ def tensor_table(tensors: Sequence[Tensor], one_dtype: bool, style: Style) -> It
     Args:
         one_dtype: whether the checkpoint has one dtype, so that no column says it.
     """
-    alike: dict[tuple[object, ...], list[Tensor]] = defaultdict(list)
-    for tensor in tensors:
-        alike[role(_folded_name(tensor)), tensor.dtype, tensor.global_shape].append(tensor)
+    looks = ((role(_folded_name(tensor)), tensor.dtype, tensor.global_shape) for tensor in tensors)
     rows, moments, is_star = list[list[str]](), set[str](), False
-    for members in alike.values():
+    for members in grouped(zip(looks, tensors, strict=True)).values():
         names, moment_names = folded([tensor.fqn for tensor in members])
         times = max(len(moment_names), 1)
         if _is_scalar(members[0]) and len(members) > 1:

@@ -7,6 +7,7 @@ from math import log10
 from typing import Any
 
 from ckptlint.analysis.step_before.movement import Movement, by_kind, short_names
+from ckptlint.grouping import grouped
 from ckptlint.model.text import plural
 from ckptlint.reporters.comparing.movement import change_text, moved_sentences
 from ckptlint.reporters.style import cut
@@ -49,9 +50,7 @@ def movement_map(
 
     columns = inside[:_COLUMNS]
     layers = sorted({one.layer for one in movements if one.layer is not None})[:_ROWS]
-    at: dict[tuple[str, int | None], list[Movement]] = {}
-    for one in movements:
-        at.setdefault((one.kind, one.layer), []).append(one)
+    at = grouped(((one.kind, one.layer), one) for one in movements)
     left = len(inside) - len(columns)
     return {
         "title": title,

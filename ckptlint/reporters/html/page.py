@@ -23,22 +23,16 @@ from ckptlint.analysis.step_before.step_change import older_name
 from ckptlint.geometry.chunk_graph import axis_graph, axis_name
 from ckptlint.geometry.chunk_map import Grid, make_grid, marked_boxes
 from ckptlint.geometry.record_states import NOT_CHECKED, STATES, chunk_states
+from ckptlint.grouping import grouped
 from ckptlint.lint.report import Cause, CheckpointReport, Diagnostic, FindingGroup, Report
 from ckptlint.lint.steps.trust import step_around, steps_in
 from ckptlint.model import Checkpoint
+from ckptlint.model.facts import fact
 from ckptlint.model.text import human_bytes, named_ranks, plural, ranges, shape_text
 from ckptlint.model.tiling import Box, Tiling
 from ckptlint.patterns import lazy_pattern
+from ckptlint.reporters import full
 from ckptlint.reporters.contents import ranks
-from ckptlint.reporters.full import (
-    STEP_COLUMNS,
-    left_unread,
-    notes,
-    other_files_line,
-    place_in_words,
-    step_lines,
-    step_rows,
-)
 from ckptlint.reporters.html import svg
 from ckptlint.reporters.html.movement import movement_map
 from ckptlint.reporters.style import Style, cut, cut_names
@@ -49,8 +43,7 @@ from ckptlint.vocabulary.metadata_files import rank_of
 from ckptlint.vocabulary.strict_toml import own_file
 
 if TYPE_CHECKING:
-    import networkx as nx
-    from jinja2 import Environment, Template
+    from jinja2 import Environment
     from markupsafe import Markup
 
 STRIP_LIMIT = 2000
@@ -94,19 +87,22 @@ def render(report: Report, style: Style) -> str:
         parts.append(_checkpoint(part, f"c{number}", room, work))
         room -= parts[-1]["appendix"]["shown"]
     is_let_pass = _is_let_pass(report)
-    return _template().render(
-        **frame(),
-        hatches=markup(svg.HATCHES),
-        verdict="incomplete" if is_let_pass else report.verdict,
-        shown=_LET_PASS if is_let_pass else _VERDICTS[report.verdict],
-        sentence=_sentence(report),
-        unread=left_unread(report),
-        counts=[(level, report.counts[level]) for level in ("error", "warning", "info")],
-        totals=_totals(report),
-        origin=_origin(report),
-        steps=_steps(report, parts),
-        messages=[*report.unreadable, *report.not_found],
-        parts=parts,
+    return (
+        environment()
+        .get_template("report.html.jinja")
+        .render(
+            **frame(),
+            verdict="incomplete" if is_let_pass else report.verdict,
+            shown=_LET_PASS if is_let_pass else _VERDICTS[report.verdict],
+            sentence=_sentence(report),
+            unread=full.left_unread(report),
+            counts=[(level, report.counts[level]) for level in ("error", "warning", "info")],
+            totals=_totals(report),
+            origin=_origin(report),
+            steps=_steps(report, parts),
+            messages=[*report.unreadable, *report.not_found],
+            parts=parts,
+        )
     )
 
 
@@ -114,7 +110,7 @@ def summary(report: Report) -> list[str]:
     """The verdict in a word or two, and the sentences of the head and of the causes."""
     causes = (f"cause: {cause.sentence}. Do: {cause.do}" for part in report.checkpoints for cause in part.causes)
     verdict = _LET_PASS if _is_let_pass(report) else _VERDICTS[report.verdict]
-    return [verdict[1], _sentence(report), left_unread(report), *report.unread, *causes]
+    return [verdict[1], _sentence(report), full.left_unread(report), *report.unread, *causes]
 
 
 def group_rows(report: Report) -> list[dict[str, Any]]:
@@ -146,17 +142,13 @@ def frame() -> dict[str, Any]:
     return {"policy": policy, "css": markup(css), "version": __version__}
 
 
+@cache
 def environment() -> Environment:
     """The templates of this folder, which escape every text."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     loader = PackageLoader("ckptlint.reporters.html", "")
     return Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
-
-
-@cache
-def _template() -> Template:
-    return environment().get_template("report.html.jinja")
 
 
 @dataclass(slots=True)
@@ -166,37 +158,26 @@ class _Work:
     Attributes:
         room: what is left of PICTURE_LIMIT.
         pages: code -> id of the group that shows the rule's page.
-        graphs: the chunk graphs of tilings, by axis.
-        axes: the most cut axis of tilings, and into how many intervals.
         strips: the strip of a tiling with its marks; tensors that are cut alike share it.
     """
 
     room: int = PICTURE_LIMIT
     pages: dict[str, str] = field(default_factory=dict)
-    graphs: dict[tuple[Tiling, int], nx.DiGraph[tuple[int, int]]] = field(default_factory=dict)
-    axes: dict[Tiling, tuple[int, int]] = field(default_factory=dict)
     strips: dict[tuple[Tiling, tuple[tuple[int, int, str], ...]], str] = field(default_factory=dict)
 
-    def graph(self, tiling: Tiling, axis: int) -> nx.DiGraph[tuple[int, int]]:
-        """The chunk graph of one axis."""
-        if (tiling, axis) not in self.graphs:
-            self.graphs[tiling, axis] = axis_graph(tiling, axis)
-        return self.graphs[tiling, axis]
 
-    def most_cut(self, tiling: Tiling) -> tuple[int, int]:
-        """The axis with the most intervals, and how many it has; axis -1 for a tensor without axes."""
-        if tiling not in self.axes:
-            counts = [(len(tiling.intervals(axis)), -axis) for axis in range(len(tiling.shape))]
-            count, axis = max(counts, default=(0, 1))
-            self.axes[tiling] = -axis, count
-        return self.axes[tiling]
+@fact
+def _most_cut(tiling: Tiling) -> tuple[int, int]:
+    """The axis with the most intervals, and how many it has; axis -1 for a tensor without axes."""
+    counts = [(len(tiling.intervals(axis)), -axis) for axis in range(len(tiling.shape))]
+    count, axis = max(counts, default=(0, 1))
+    return -axis, count
 
 
 # ---------------------------------------------------------------- the head
 
 
 def _sentence(report: Report) -> str:
-    """The verdict of the page in sentences."""
     if not report.checkpoints:
         return "Nothing was checked."
     found = [plural(report.counts[level], level) for level in ("error", "warning") if report.counts[level]]
@@ -244,25 +225,21 @@ def _steps(report: Report, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     steps, strip = steps_in(report), []
     around = [step_around(part.checkpoint) for part in report.checkpoints]
     rows, others = [], list(parts)
-    for step, cells in zip(steps, step_rows(steps), strict=True):
+    for step, cells in zip(steps, full.step_rows(steps), strict=True):
         of_step = [part for part, at in zip(parts, around, strict=True) if at is not None and at[0] == step.path]
         others = [part for part in others if part not in of_step]
         level = "warning" if step.hidden else _STEP_LEVELS.get(step.verdict, "warning")
         first = min(of_step, key=lambda part: not part["worst"], default=None)
         target, worst = (first["id"], first["worst"]) if first is not None else ("", step.verdict)
         strip.append((level, step.verdict, cells[0], target, worst))
-        rows.append(
-            (
-                cells,
-                [(part["id"], part["path"].removeprefix(step.path).strip("/") or cells[0], part) for part in of_step],
-            )
-        )
+        links = [(part["id"], part["path"].removeprefix(step.path).strip("/") or cells[0], part) for part in of_step]
+        rows.append((cells, links))
     return {
         "strip": sorted(strip, key=lambda mark: ("error", "warning", "good").index(mark[0])),
-        "columns": STEP_COLUMNS,
+        "columns": full.STEP_COLUMNS,
         "rows": rows,
         "others": others,
-        "lines": step_lines(steps, report.lenient) if steps else [],
+        "lines": full.step_lines(steps, report.lenient) if steps else [],
     }
 
 
@@ -281,7 +258,7 @@ def _checkpoint(part: CheckpointReport, anchor: str, room: int, work: _Work) -> 
     if ckpt.files and ckpt.ranks is None:
         about += [plural(len(ckpt.files), "file"), human_bytes(ckpt.total_bytes)]
     if ckpt.step_files:
-        about.append(other_files_line(ckpt.step_files).rstrip("."))
+        about.append(full.other_files_line(ckpt.step_files).rstrip("."))
     found = {item.code for item in part.diagnostics}
     return {
         "id": anchor,
@@ -294,10 +271,7 @@ def _checkpoint(part: CheckpointReport, anchor: str, room: int, work: _Work) -> 
         "holdings": _holdings(ckpt, work),
         "movement": _movement(part, anchor, work),
         "appendix": _appendix(part, room, work),
-        "rules": [
-            ("did not finish", list(part.failed.items())),
-            ("not run", list(part.silent.items())),
-        ],
+        "rules": [("did not finish", [*part.failed.items()]), ("not run", [*part.silent.items()])],
         "ran": [(code, code in found) for code in part.passed],
     }
 
@@ -360,15 +334,14 @@ def _movement(part: CheckpointReport, anchor: str, work: _Work) -> dict[str, Any
 
 def _cause(part: CheckpointReport, cause: Cause, anchor: str) -> dict[str, Any]:
     """A cause with a link to the first of its findings of each rule."""
-    groups: dict[str, str] = {}
-    for group in part.groups_of(cause):
-        groups.setdefault(group.lead.code, f"{anchor}-{group.number}")
-    return {"name": cause.name, "sentence": cause.sentence, "do": cause.do, "groups": list(groups.items())}
+    groups = grouped((group.lead.code, f"{anchor}-{group.number}") for group in part.groups_of(cause))
+    firsts = [(code, anchors[0]) for code, anchors in groups.items()]
+    return {"name": cause.name, "sentence": cause.sentence, "do": cause.do, "groups": firsts}
 
 
 def _notes(part: CheckpointReport, group: FindingGroup) -> list[Note]:
     """The notes of a group; of one that a cause explains it says so, not what a fault of its own would ask for."""
-    listed = notes(group)
+    listed = full.notes(group)
     if group not in part.folded:
         return listed
     explained = "explained", f"by the cause {part.folded[group].name} above"
@@ -382,15 +355,15 @@ def _group(part: CheckpointReport, group: FindingGroup, anchor: str, work: _Work
     page = work.pages.setdefault(lead.code, anchor)
     pictures: dict[str, Any] = {}
     if is_shown := work.room > 0:
-        pictures = _pictures(ckpt, finding, work)
+        pictures = _pictures(ckpt, finding)
         work.room -= len(str(pictures))
     return {
         "id": anchor,
         "level": lead.severity.label,
         "code": lead.code,
         "name": lead.rule.name,
-        "sentence": (_cut(before, lead.fqn), cut(lead.fqn or "") if has_name else "", _cut(after, lead.fqn)),
-        "place": finding.at.label or place_in_words(ckpt, finding),
+        "sentence": (cut_names(before, lead.fqn), cut(lead.fqn or "") if has_name else "", cut_names(after, lead.fqn)),
+        "place": finding.at.label or full.place_in_words(ckpt, finding),
         "keys": group.key_count,
         "ranks": ranges(_ranks(group.members)),
         "missing": _missing_from([lead]),
@@ -433,11 +406,7 @@ def _items(label: str, text: str) -> str | list[str]:
     return items if len(items) > 1 else text
 
 
-def _cut(text: str, fqn: str | None) -> str:
-    return text.replace(fqn, cut(fqn)) if fqn else text
-
-
-def _pictures(ckpt: Checkpoint, finding: Finding, work: _Work) -> dict[str, Any]:
+def _pictures(ckpt: Checkpoint, finding: Finding) -> dict[str, Any]:
     """The chunk map, the chunk table and the graphs of a finding."""
     tensor, region = finding.at.tensor, finding.at.region
     grid = make_grid(tensor, region) if tensor and region else None
@@ -445,7 +414,7 @@ def _pictures(ckpt: Checkpoint, finding: Finding, work: _Work) -> dict[str, Any]
     return {
         "map": None if grid is None or finding.detail else _map(ckpt, grid, marked),
         "chunks": _chunks(ckpt, finding, grid),
-        "graphs": _graphs(ckpt, finding, work),
+        "graphs": _graphs(ckpt, finding),
     }
 
 
@@ -490,18 +459,18 @@ def _chunks(ckpt: Checkpoint, finding: Finding, grid: Grid | None) -> dict[str, 
     return {"rows": rows, "more": len(named) - len(rows)}
 
 
-def _graphs(ckpt: Checkpoint, finding: Finding, work: _Work) -> list[dict[str, Any]]:
+def _graphs(ckpt: Checkpoint, finding: Finding) -> list[dict[str, Any]]:
     """The graphs of at most two axes that are cut: those on which the region is a part, else the most cut one."""
     tensor, region = finding.at.tensor, finding.at.region
     if tensor is None or region is None or not tensor.is_sound or len(tensor.chunks) > _GRAPH_LIMIT:
         return []
     tiling, shape = tensor.tiling, tensor.global_shape
     axes = [a for a in range(len(shape)) if (region.offsets[a], region.ends[a]) != (0, shape[a])][:2]
-    if not axes and work.most_cut(tiling)[1] > 1:
-        axes = [work.most_cut(tiling)[0]]
+    if not axes and _most_cut(tiling)[1] > 1:
+        axes = [_most_cut(tiling)[0]]
     drawn = []
     for axis in axes:
-        graph = work.graph(tiling, axis)
+        graph = axis_graph(tiling, axis)
         name = axis_name(ckpt, axis, len(graph))
         label = f"{name}: {plural(len(graph), 'interval')}, {plural(graph.number_of_edges(), 'link')}"
         drawn.append({"label": label, "svg": markup(svg.axis_chain(ckpt, tensor, graph, region, axis, label))})
@@ -513,14 +482,14 @@ def _graphs(ckpt: Checkpoint, finding: Finding, work: _Work) -> list[dict[str, A
 
 def _appendix(part: CheckpointReport, room: int, work: _Work) -> dict[str, Any]:
     """The tensors by layer and by role, at most `room` of them, those that a finding concerns first."""
-    ckpt, flags = part.checkpoint, _flags(part)
-    tensors = ckpt.tensors
+    ckpt, tensors = part.checkpoint, part.checkpoint.tensors
+    flags = grouped((key, item) for group in part.groups for item in group.members for key in item.keys)  # worst first
     concerned = [fqn for fqn in flags if fqn in tensors]
     shown = list(dict.fromkeys([*concerned, *tensors]))[:room]
     layers: dict[tuple[str, int], dict[str, list[dict[str, Any]]]] = {}
     for fqn in sorted(shown, key=lambda fqn: (role(fqn), numbers_in(fqn))):
-        found = numbers_in(fqn)
-        layer = (role(fqn).partition("*")[0], found[0]) if found else ("", 0)
+        numbers = numbers_in(fqn)
+        layer = (role(fqn).partition("*")[0], numbers[0]) if numbers else ("", 0)
         layers.setdefault(layer, {}).setdefault(role(fqn), []).append(_row(ckpt, fqn, flags.get(fqn, []), work))
     flagged = [roles for roles in layers.values() if any(row["level"] for rows in roles.values() for row in rows)]
     is_few = sum(len(rows) for roles in flagged for rows in roles.values()) <= _OPEN_LIMIT
@@ -549,16 +518,6 @@ def _appendix(part: CheckpointReport, room: int, work: _Work) -> dict[str, Any]:
     }
 
 
-def _flags(part: CheckpointReport) -> dict[str, list[Diagnostic]]:
-    """Key -> the findings that concern it, worst first."""
-    flags: dict[str, list[Diagnostic]] = {}
-    for group in part.groups:
-        for item in group.members:
-            for key in item.keys:
-                flags.setdefault(key, []).append(item)
-    return flags
-
-
 def _row(ckpt: Checkpoint, fqn: str, found: list[Diagnostic], work: _Work) -> dict[str, Any]:
     """What the template needs of a tensor in the table of all."""
     tensor = ckpt.tensors[fqn]
@@ -574,7 +533,7 @@ def _row(ckpt: Checkpoint, fqn: str, found: list[Diagnostic], work: _Work) -> di
     if not tensor.is_sound or not tensor.volume or not tensor.global_shape:
         return row
     tiling = tensor.tiling
-    axis, count = work.most_cut(tiling)
+    axis, count = _most_cut(tiling)
     here = [item for item in found if item.fqn == fqn]  # of others the region lies in another tensor
     places = ((item.finding.at.region, item.finding.at.rows) for item in here)
     boxes = dict.fromkeys(box for region, rows in places if region for box in marked_boxes(tensor, region, rows))

@@ -8,21 +8,9 @@ import numpy as np
 
 from ckptlint.model.text import human_bytes, named_ranks
 from ckptlint.planning.outcome import Cost, Plan
+from ckptlint.reporters import plan as texts
 from ckptlint.reporters.full import summary
 from ckptlint.reporters.html.page import environment, frame, markup
-from ckptlint.reporters.plan import (
-    SHAPES_HEAD,
-    TABLE_HEAD,
-    job_line,
-    listed_patterns,
-    patterns,
-    plan_facts,
-    rows,
-    sections,
-    shape_rows,
-    shapes_heading,
-    verdict_line,
-)
 
 _BARS = 64
 _HEIGHT, _TOP = 220, 12
@@ -30,18 +18,12 @@ _HEIGHT, _TOP = 220, 12
 
 def render(plan: Plan) -> str:
     """The page; every text is escaped, by jinja2 or here."""
-    word, sentence = verdict_line(plan)
-    nodes = [
-        (
-            number,
-            named_ranks(range(node.ranks[0], node.ranks[1] + 1)),
-            len(node.files),
-            human_bytes(node.bytes),
-            listed_patterns(node.files),
-            listed_patterns(node.absent),
-        )
-        for number, node in enumerate(plan.nodes)
-    ]
+    word, sentence = texts.verdict_line(plan)
+    nodes = []
+    for number, node in enumerate(plan.nodes):
+        ranks, size = named_ranks(range(node.ranks[0], node.ranks[1] + 1)), human_bytes(node.bytes)
+        files, absent = (texts.listed_patterns(names) for names in (node.files, node.absent))
+        nodes.append((number, ranks, len(node.files), size, files, absent))
     template = environment().get_template("plan.html.jinja")
     return template.render(
         **frame(),
@@ -49,16 +31,16 @@ def render(plan: Plan) -> str:
         icon="✕" if plan.exit_code else "✓",
         word=word,
         sentence=sentence[:1].upper() + sentence[1:],
-        job=job_line(plan),
+        job=texts.job_line(plan),
         path=plan.checkpoint.path,
         facts=summary(plan.checkpoint),
-        sections=[(heading, patterns(keys), lines) for heading, keys, lines in sections(plan)],
-        shapes=shape_rows(plan),
-        shapes_heading=shapes_heading(plan),
-        shapes_head=SHAPES_HEAD,
-        head=TABLE_HEAD,
-        rows=rows(plan.cost),
-        lines=plan_facts(plan),
+        sections=[(heading, texts.patterns(keys), lines) for heading, keys, lines in texts.sections(plan)],
+        shapes=texts.shape_rows(plan),
+        shapes_heading=texts.shapes_heading(plan),
+        shapes_head=texts.SHAPES_HEAD,
+        head=texts.TABLE_HEAD,
+        rows=texts.rows(plan.cost),
+        lines=texts.plan_facts(plan),
         histogram=markup(histogram(plan.cost)),
         nodes=nodes,
         is_own=any(node.absent for node in plan.nodes),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from html import escape
-from itertools import groupby, pairwise
+from itertools import groupby, pairwise, product
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,32 +30,6 @@ _RUN_LIMIT = 64
 _NODE_LIMIT = 5
 _NODE, _LINK, _LANE = 84, 56, 52
 _CELL, _BAR = 8, 96
-
-HATCHES = """\
-<svg class="defs" width="0" height="0" aria-hidden="true"><defs>
-<pattern id="hatch-gap" width="8" height="8" patternUnits="userSpaceOnUse">
-<rect width="8" height="8" class="gap-ground"/><path d="M-2 2l4-4M0 8l8-8M6 10l4-4" class="gap-line"/></pattern>
-<pattern id="hatch-overlap" width="8" height="8" patternUnits="userSpaceOnUse">
-<rect width="8" height="8" class="overlap-ground"/><path d="M0 0l8 8M0 8l8-8" class="overlap-line"/></pattern>
-<pattern id="hatch-outside" width="6" height="6" patternUnits="userSpaceOnUse">
-<rect width="6" height="6" class="outside-ground"/><path d="M0 1.5h6M0 4.5h6" class="outside-line"/></pattern>
-<pattern id="hatch-mark" width="8" height="8" patternUnits="userSpaceOnUse">
-<rect width="8" height="8" class="mark-ground"/><path d="M2 0v8M6 0v8" class="mark-line"/></pattern>
-<pattern id="hatch-missing" width="6" height="6" patternUnits="userSpaceOnUse">
-<rect width="6" height="6" class="ok"/><path d="M-2 4l4 4M0 0l6 6M4 -2l4 4" class="lost-line"/></pattern>
-<pattern id="hatch-cut" width="8" height="8" patternUnits="userSpaceOnUse">
-<rect width="8" height="8" class="ok"/><path d="M0 6l4-4l4 4" class="lost-line"/></pattern>
-<pattern id="hatch-failed" width="6" height="6" patternUnits="userSpaceOnUse">
-<rect width="6" height="6" class="ok"/><path d="M3 1v4M1 3h4" class="lost-line"/></pattern>
-<pattern id="hatch-unchecked" width="4" height="4" patternUnits="userSpaceOnUse">
-<rect width="4" height="4" class="nothing"/><rect x="1" y="1" width="1.5" height="1.5" class="dot"/></pattern>
-<pattern id="hatch-partly" width="8" height="12" patternUnits="userSpaceOnUse">
-<rect width="8" height="12" class="nothing"/><path d="M0 12L8 0v12z" class="held"/></pattern>
-<pattern id="hatch-grid" width="8" height="12" patternUnits="userSpaceOnUse">
-<path d="M8 0v12" class="grid-line"/></pattern>
-</defs></svg>"""
-"""The hatching that the classes refer to; a page holds it once."""
-
 
 CELL_KINDS = ("nothing", "held", "overlap", "unchecked", "lost-failed", "lost-cut", "lost-missing", "partly")
 """The classes of `ranks.STATE_NAMES`, in the same order."""
@@ -81,15 +55,14 @@ def chunk_map(ckpt: Checkpoint, grid: Grid, marked: Iterable[Box]) -> str:
     if grid.down is not None:
         parts += [_text(label, left - 8, top + i * height + 4, "cut side") for i, label in enumerate(rows)]
     counts = dict.fromkeys(("gap", "overlap", "outside"), 0)
-    for r in range(len(grid.rows)):
-        for c in range(len(grid.columns)):
-            kind = _cell_kind(grid, states, r, c)
-            counts[kind] = counts.get(kind, 0) + 1
-            x, y = left + c * width, top + r * height
-            title = _tag("title", escape(_cell_title(ckpt, grid, states, r, c, kind)))
-            parts.append(_tag("rect", title, class_=kind, x=x, y=y, width=width, height=height))
-            if name := _cell_name(grid, r, c):
-                parts.append(_text(name, x + width // 2, y + height // 2 + 4, "name"))
+    for r, c in product(range(len(grid.rows)), range(len(grid.columns))):
+        kind = _cell_kind(grid, states, r, c)
+        counts[kind] = counts.get(kind, 0) + 1
+        x, y = left + c * width, top + r * height
+        title = _tag("title", escape(_cell_title(ckpt, grid, states, r, c, kind)))
+        parts.append(_tag("rect", title, class_=kind, x=x, y=y, width=width, height=height))
+        if name := _cell_name(grid, r, c):
+            parts.append(_text(name, x + width // 2, y + height // 2 + 4, "name"))
     solid, dashed = _edges(grid, left, top, width, height)
     parts.append(_tag("path", class_="boundary", d=dashed) if dashed else "")
     parts.append(_tag("path", class_="edge", d=solid))
@@ -267,18 +240,17 @@ def _edges(grid: Grid, left: int, top: int, width: int, height: int) -> tuple[st
     rows, columns = len(grid.rows), len(grid.columns)
     solid = [f"M{left} {top}h{columns * width}v{rows * height}h{-columns * width}z"]
     dashed = []
-    for r in range(rows):
-        for c in range(columns):
-            x, y = left + c * width, top + r * height
-            for other, line in (((r, c + 1), f"M{x + width} {y}v{height}"), ((r + 1, c), f"M{x} {y + height}h{width}")):
-                if other[0] == rows or other[1] == columns:
-                    continue
-                here, there = grid.holders[r][c], grid.holders[other[0]][other[1]]
-                inside = grid.inside[r][c], grid.inside[other[0]][other[1]]
-                if here != there or here is None or inside[0] != inside[1]:
-                    solid.append(line)
-                elif here:
-                    dashed.append(line)
+    for r, c in product(range(rows), range(columns)):
+        x, y = left + c * width, top + r * height
+        below, beside = ((r + 1, c), f"M{x} {y + height}h{width}"), ((r, c + 1), f"M{x + width} {y}v{height}")
+        for (row, column), line in (beside, below):
+            if row == rows or column == columns:
+                continue
+            here, there = grid.holders[r][c], grid.holders[row][column]
+            if here != there or here is None or grid.inside[r][c] != grid.inside[row][column]:
+                solid.append(line)
+            elif here:
+                dashed.append(line)
     return "".join(solid), "".join(dashed)
 
 
