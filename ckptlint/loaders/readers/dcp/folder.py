@@ -182,8 +182,8 @@ def _content(folder: Folder, name: str) -> bytes | Buffer:
 def _locations(described: Description, wanted: set[str], of_tensors: bool = False) -> dict[str, StoragePlace]:
     """Where the records of these entries lie; of tensors, where asked for, those that are one chunk."""
     table = described.records
-    rows = {fqn: described.byte_records[fqn] for fqn in wanted & described.byte_records.keys()}
-    names = wanted if of_tensors else ()
+    rows = {fqn: described.byte_records[fqn] for fqn in sorted(wanted & described.byte_records.keys())}
+    names = sorted(wanted) if of_tensors else ()
     tensors = [tensor for fqn in names if (tensor := described.tensors.get(fqn)) is not None]
     rows |= {tensor.fqn: int(tensor.chunks.record[0]) for tensor in tensors if len(tensor.chunks) == 1}
     return {
