@@ -112,23 +112,23 @@ def _finding(ckpt: Checkpoint, fit: Fit, items: list[ShapeDifference]) -> Findin
     lead = items[0]
     stored, expected = lead.tensor.global_shape, lead.expected.shape
     source, count, doubt = fit.expected.source, len(items), _shared_doubt(fit, items)
-    name = lead.tensor.fqn
+    shapes = f"{lead.tensor.fqn} is {shape_text(stored)}, but {source} gives {shape_text(expected)}"
     notes: tuple[Note, ...] = ()
+    # the fields that give the expected shape, with their values
+    words = {word for dim in lead.expected.dims for word in dim.replace("(", " ").replace(")", " ").split()}
+    fields = ", ".join(field_text(fit, name) for name in fit.expected.fields if name in words)
     again = f"{'export' if fit.is_export else 'save'} again"
     hint = f"gather the whole tensor before the save, and {again}"
     if _is_empty(lead):
-        subject = f"{name} is" if count == 1 else f"{plural(count, 'tensor')} have a size of 0: {name} is"
-        message = f"{subject} {shape_text(stored)}, but {source} gives {shape_text(expected)}"
+        message = shapes if count == 1 else f"{plural(count, 'tensor')} have a size of 0: {shapes}"
         hint = "gather the parameters before the save (stage3_gather_16bit_weights): ZeRO-3 leaves empty placeholders"
     elif not lead.axes:
-        subject = f"{name} is" if count == 1 else f"{plural(count, 'tensor')} have the wrong number of dims: {name} is"
-        message = f"{subject} {shape_text(stored)}, but {source} gives {shape_text(expected)}"
+        message = shapes if count == 1 else f"{plural(count, 'tensor')} have the wrong number of dims: {shapes}"
         share = Fraction(prod(stored), prod(expected) or 1)
         if share != 1:
             notes = (("ratio", f"{prod(stored):,} of {prod(expected):,} elements = {_times(share)}"),)
     elif _is_transposed(lead):
-        subject = f"{name} is" if count == 1 else f"{plural(count, 'tensor')} are transposed: {name} is"
-        message = f"{subject} {shape_text(stored)}, but {source} gives {shape_text(expected)}"
+        message = shapes if count == 1 else f"{plural(count, 'tensor')} are transposed: {shapes}"
         hint = f"store them in the layout of the model's class, and {again}"
     else:
         # A whole multiple looks like replicas that were joined (verl#7610), 1/k like one rank's part. Any other ratio
@@ -151,7 +151,7 @@ def _finding(ckpt: Checkpoint, fit: Fit, items: list[ShapeDifference]) -> Findin
         kind=cause if isinstance(cause := _cause(ckpt, lead)[0], str) else "size",
         confidence="possible" if doubt or _is_constant(lead) else "certain",
         why=_consequence(fit),
-        notes=(doubt_note(doubt), ("tensors", _patterns(items)), *notes, ("fields", _fields(fit, lead))),
+        notes=(doubt_note(doubt), ("tensors", _patterns(items)), *notes, ("fields", fields)),
         hint=hint,
         group=f"shape {_cause(ckpt, lead)}",
     )
@@ -202,20 +202,12 @@ def _relation(ckpt: Checkpoint, dim: str, ratio: Fraction) -> tuple[Note, ...]:
     return (("relation", f"{what} ({factor} ranks{mesh})"),)
 
 
-def _fields(fit: Fit, item: ShapeDifference) -> str:
-    """The fields that give the expected shape, with their values."""
-    words = {word for dim in item.expected.dims for word in dim.replace("(", " ").replace(")", " ").split()}
-    return ", ".join(field_text(fit, name) for name in fit.expected.fields if name in words)
-
-
 def _consequence(fit: Fit) -> str:
     return "from_pretrained refuses a tensor of a different size" if fit.is_export else ""
 
 
 def _patterns(items: list[ShapeDifference]) -> str:
-    if len(items) == 1:
-        return ""
-    return first_names(fold_names(item.tensor.fqn for item in items), noun="pattern")
+    return first_names(fold_names(item.tensor.fqn for item in items), noun="pattern") if len(items) > 1 else ""
 
 
 def _shared_doubt(fit: Fit, items: list[ShapeDifference]) -> str:

@@ -76,9 +76,6 @@ def _distinct(pairs: list[KeyPair]) -> Iterator[KeyPair]:
             yield pair
 
 
-# ---------------------------------------------------------------- shapes
-
-
 def _differs(ckpt: Checkpoint, pair: KeyPair) -> bool:
     """Whether two shapes differ by more than the form in which a writer stores the same elements."""
     expected, stored = pair.expected_shape or (), pair.stored_shape or ()
@@ -110,10 +107,9 @@ def _shape_finding(ckpt: Checkpoint, reference: Reference, pair: KeyPair) -> Fin
 def _padding_reason(ckpt: Checkpoint, pair: KeyPair) -> str:
     """The reason if the number of vocabulary rows is the padded one that the job declares; "" otherwise."""
     expected, stored = pair.expected_shape or (), pair.stored_shape or ()
-    if pair.stored.key.function not in ("embedding", "output") or not stored or expected[1:] != stored[1:]:
-        return ""
+    is_table = pair.stored.key.function in ("embedding", "output") and stored and expected[1:] == stored[1:]
     padded = number(ckpt.declared, "padded_vocab")
-    if padded == stored[0]:
+    if is_table and padded == stored[0]:
         return f"the job declares {padded:,} padded vocabulary rows, which depend on the tensor-parallel size"
     return ""
 
@@ -137,47 +133,28 @@ def _relation(ckpt: Checkpoint, expected: Shape, stored: Shape) -> tuple[Note, .
     axes = [axis for axis, (a, b) in enumerate(zip(stored, expected, strict=False)) if a != b]
     if len(expected) != len(stored) or 0 in expected or 0 in stored:
         return ()
+    text, factor = "", Fraction(1)
     if len(axes) == 2 and prod(expected) == prod(stored):
         long, short = sorted(axes, key=lambda axis: Fraction(expected[axis], stored[axis]))
         factor = Fraction(stored[long], expected[long])
-        if factor.denominator != 1:
-            return ()
-        swapped = f"dim {long} is {factor} times as long, dim {short} 1/{factor}, at equal volume"
-        if (stored[long], stored[short]) == (expected[short], expected[long]):
-            return (
-                ("relation", f"{swapped}: transposed, or the sharded dims swapped (SHP003){_axes_text(ckpt, factor)}"),
-            )
-        return (("relation", f"{swapped}: the sharded dims were swapped (SHP003){_axes_text(ckpt, factor)}"),)
-    if len(axes) == 1:
-        ratio = Fraction(stored[axes[0]], expected[axes[0]])
-        if ratio.numerator == 1:
-            k = Fraction(ratio.denominator)
-            return (
-                (
-                    "relation",
-                    f"dim {axes[0]} is 1/{k}: one rank's shard saved as the whole (SHP004){_axes_text(ckpt, k)}",
-                ),
-            )
-        if ratio.denominator == 1:
-            return (
-                (
-                    "relation",
-                    f"dim {axes[0]} is {ratio} times as long: copies saved as shards (SHP004){_axes_text(ckpt, ratio)}",
-                ),
-            )
-    return ()
-
-
-def _axes_text(ckpt: Checkpoint, factor: Fraction) -> str:
+        is_transposed = (stored[long], stored[short]) == (expected[short], expected[long])
+        how = "transposed, or the sharded dims swapped" if is_transposed else "the sharded dims were swapped"
+        text = f"dim {long} is {factor} times as long, dim {short} 1/{factor}, at equal volume: {how} (SHP003)"
+    elif len(axes) == 1:
+        factor = Fraction(stored[axes[0]], expected[axes[0]])
+        text = f"dim {axes[0]} is {factor} times as long: copies saved as shards (SHP004)"
+        if factor.numerator == 1:
+            factor = 1 / factor
+            text = f"dim {axes[0]} is 1/{factor}: one rank's shard saved as the whole (SHP004)"
+    if not text or factor.denominator != 1:
+        return ()
     names = axes_of_size(ckpt.topology, int(factor))
-    return f"; {', '.join(names)} {verb(len(names), 'has')} size {factor}" if names else ""
+    sizes = f"; {', '.join(names)} {verb(len(names), 'has')} size {factor}" if names else ""
+    return (("relation", f"{text}{sizes}"),)
 
 
 def _times(ratio: Fraction) -> str:
     return f"{ratio} x" if ratio.denominator == 1 or ratio.denominator < 1000 else f"{float(ratio):.3f} x"
-
-
-# ---------------------------------------------------------------- dtypes
 
 
 def _dtype_finding(ckpt: Checkpoint, reference: Reference, pair: KeyPair) -> Finding:
@@ -196,9 +173,6 @@ def _dtype_finding(ckpt: Checkpoint, reference: Reference, pair: KeyPair) -> Fin
         is_apart=True,
         group=f"dtype {pair.stored.kind} {pair.stored.dtype} {pair.expected.dtype}{' kept' if is_kept else ''}",
     )
-
-
-# ---------------------------------------------------------------- what a config.json declares
 
 
 def _wrong_counts(ckpt: Checkpoint, reference: Reference, comparison: KeyComparison) -> Iterator[Finding]:
