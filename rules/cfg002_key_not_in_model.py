@@ -50,7 +50,6 @@ def key_not_in_model(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def _finding(ckpt: Checkpoint, fit: Fit, names: list[str], is_beyond: bool) -> Finding:
-    """One finding for all keys beyond the declared numbers, or of modules that the model does not know."""
     folded = fold_names(names)
     size = sum(nbytes(t.dtype, t.volume) or 0 for t in map(ckpt.tensors.__getitem__, names))
     subject = f"{folded[0]} is" if len(names) == 1 else f"{plural(len(names), 'tensor')} are"

@@ -78,7 +78,6 @@ def _has_double_norms(ckpt: Checkpoint, item: OtherDtype) -> bool:
 
 
 def _finding(ckpt: Checkpoint, fit: Fit, item: OtherDtype, is_double: bool) -> Finding:
-    """One finding for each stored dtype that is not the declared one; loud by the bytes that it costs."""
     size = implied_bytes(fit)
     is_loud = (is_double or abs(item.extra) >= _SHARE * size) and not fit.doubt
     names = fold_names(item.names)

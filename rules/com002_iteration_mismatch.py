@@ -76,7 +76,6 @@ def iteration_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def _tracker_findings(run: RunFolder, tracker: int | Literal["release"], notes: tuple[Note, ...]) -> Iterator[Finding]:
-    """Findings on the step that the tracker names; they belong to the run, not to this step."""
     target, newest = tracker if tracker == "release" else f"step {tracker}", run.newest_complete
     at, names = Location(file=run.tracker_file), f"{run.tracker_file} names {target}"
     finding = Finding("", at=at, notes=notes, of_run=True)

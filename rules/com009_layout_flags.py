@@ -108,6 +108,5 @@ def _flattened(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def _chains(ckpt: Checkpoint) -> int:
-    """How many chains the common state's optimizer has."""
     optimizer = ckpt.common_value("optimizer")
     return sum(str(key).isdecimal() for key in optimizer) if isinstance(optimizer, dict) else 0

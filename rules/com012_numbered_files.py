@@ -68,8 +68,8 @@ def numbered_files(ckpt: Checkpoint) -> Iterator[Finding]:
     for numbered in file_sets:
         stated = stated_ranks(ckpt, numbered)
         size = max(exact_ranks(ckpt, numbered.axis).values(), default=0)
-        numbers = numbered.files.keys()
-        from_1 = numbered.counts == "rank" and (min(numbers), max(numbers), len(numbers)) == (1, size, size)
+        files = numbered.files
+        from_1 = numbered.counts == "rank" and (min(files), max(files), len(files)) == (1, size, size)
         if not from_1:
             yield from _missing_files(numbered, stated)
             yield from _files_beyond(numbered, stated, size)

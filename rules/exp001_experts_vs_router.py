@@ -51,7 +51,6 @@ def experts_vs_router(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def _short(layer: MoeLayer, role: ExpertRole) -> Finding:
-    """A stacked weight with fewer experts than router and other weights agree on."""
     assert layer.router is not None
     [param] = role.params[:1]
     agree = [other.role for other in layer.roles if other.count == layer.rows]

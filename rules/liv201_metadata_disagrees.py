@@ -45,7 +45,6 @@ def metadata_disagrees(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def _finding(table: RankTable, key_rows: KeyRows) -> Finding:
-    """The finding on a key for which ranks have different kinds, shapes or dtypes; it names the minority."""
     variants: dict[tuple[str, str, tuple[int, ...]], list[int]] = defaultdict(list)
     for row in key_rows.rows.tolist():
         variants[described_row(table, row)].append(row)

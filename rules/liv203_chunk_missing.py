@@ -75,7 +75,6 @@ def _missing_objects(table: RankTable, key_rows: KeyRows) -> Iterator[Finding]:
 
 
 def _without(table: RankTable, rows: Mapping[str, KeyRows], finding: Finding) -> tuple[int, ...]:
-    """The ranks that hold no part of the key."""
     there = table.rank[rows[finding.at.fqn or ""].rows].tolist()
     return tuple(sorted({*range(table.world_size)}.difference(there)))
 

@@ -118,7 +118,6 @@ def _difference(
 def _finding(
     ckpt: Checkpoint, shared: _Shared, stages: tuple[int, ...], evidence: tuple[Note, ...], per_stage: int
 ) -> Finding:
-    """The finding on keys under which several pipeline stages wrote layers of their own."""
     lead = shared.same[0]
     ranks = {rank for duplicate in shared.same for rank in duplicate.ranks}
     texts = [named_ranks(range(stage * per_stage, (stage + 1) * per_stage)) for stage in stages]

@@ -45,7 +45,6 @@ def inconsistent_object_shape(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def _place(ckpt: Checkpoint, row: int) -> str:
-    """The offset of an object and the name of its file, as text."""
     obj = ckpt.objects[row]
     file = ckpt.byte_range_of(obj.record)[0] if obj.record >= 0 else "no file"
     return f"{'.'.join(map(str, obj.offset))} in {file}"

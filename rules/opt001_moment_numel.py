@@ -45,7 +45,6 @@ def moment_numel(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def _misfit_finding(ckpt: Checkpoint, misfit: StateMismatch, state: OptimizerState) -> Finding:
-    """The finding on one state with another number of elements than its parameter."""
     ratio = f"{misfit.quotient} of them" if misfit.quotient < 1 else f"{misfit.quotient} times as many"
     elements = (
         f"{misfit.elements:,} elements" if len(misfit.states) == 1 else f"{misfit.elements:,} with its other half"
@@ -125,37 +124,27 @@ def _transposed_states(ckpt: Checkpoint) -> Iterator[Finding]:
         # Adam creates its moments with zeros_like(parameter), so a transposed one is a fault even if all of them are.
         # Another optimizer may keep its states in a shape of its own.
         pattern = len(odd) == len(pairs) and len(odd) > 1 and what not in _MADE_LIKE
-        peers = _peer_notes(pairs, len(odd)) if odd else ()
+        layers = [param.key.layer for _, param in pairs if param.key.layer is not None]
+        where = f" (layers {ranges(layers)})" if layers else ""
+        differ = f"{len(odd)} of {len(pairs)} parameters of this shape{where}" if len(pairs) > 1 else ""
         for state, param in odd:
             shape = state.tensor.global_shape
+            hint = "check how this state was gathered: save it in the shape of its parameter"
+            if (count := shapes[param, shape]) > 1:
+                hint = f"check the shape of the parameter: {count} of its states have this shape"
             word = "is transposed" if shape == expected[::-1] else "has a different shape"
             yield Finding(
                 f"state{{of}} {word}: {shape_text(shape)} for a parameter of {shape_text(expected)}",
                 at=Location(state.tensor),
                 confidence="possible" if pattern else "likely",
-                notes=(("parameter", f"{param.tensor.fqn}: {_described(param.tensor)}"), *peers),
+                notes=(("parameter", f"{param.tensor.fqn}: {_described(param.tensor)}"), ("differ", differ)),
                 why="the number of elements is right, so it loads, and each element gets the moments of another",
-                hint=_transposed_hint(shapes[param, shape]),
+                hint=hint,
                 group=f"{param.key.scope} {param.key.role} {shape} {expected}",
             )
-
-
-def _transposed_hint(count: int) -> str:
-    if count > 1:
-        return f"check the shape of the parameter: {count} of its states have this shape"
-    return "check how this state was gathered: save it in the shape of its parameter"
 
 
 def _is_reshaped(tensor: Tensor, expected: tuple[int, ...]) -> bool:
     shape = tensor.global_shape
     same_size = len(shape) == len(expected) and tensor.volume == prod(expected)
     return same_size and shape != expected and not tensor.is_flattened
-
-
-def _peer_notes(pairs: list[tuple[OptimizerState, Param]], odd: int) -> tuple[Note, ...]:
-    """A note on how many parameters of this shape deviate."""
-    if len(pairs) < 2:
-        return ()
-    layers = [param.key.layer for _, param in pairs if param.key.layer is not None]
-    where = f" (layers {ranges(layers)})" if layers else ""
-    return (("differ", f"{odd} of {len(pairs)} parameters of this shape{where}"),)

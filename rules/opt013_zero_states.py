@@ -88,7 +88,6 @@ def _moments(ckpt: Checkpoint) -> list[Tensor]:
 
 
 def _counters(ckpt: Checkpoint) -> list[Tensor]:
-    """The counters of single parameters."""
     counted = (tensor for key, tensor in ckpt.tensors.items() if key.endswith(".step") and tensor.volume == 1)
     return [tensor for tensor in counted if parse(tensor.fqn).kind == "optimizer"]
 

@@ -13,7 +13,7 @@ from ckptlint.geometry.writers import saved_by
 from ckptlint.model import Checkpoint, PayloadTable, Tensor
 from ckptlint.model.facts import fact
 from ckptlint.model.text import ranges
-from ckptlint.rule import Confidence, Finding, Location, NotApplicable, Note, Severity, require, rule
+from ckptlint.rule import Confidence, Finding, Location, Note, Severity, require, rule
 from ckptlint.vocabulary.keys import Key, gated_role, parse
 from ckptlint.vocabulary.metadata_files import rank_of
 
@@ -27,7 +27,7 @@ _INFERRED = "equal lengths, CRC-32s and samples"
 _UNTRAINED = "ignore this if the tensor still has its initial values"
 
 
-@rule("PAY010", "identical-shards", Severity.ERROR, depth=Depth.HEADERS, yields_to=("PAY020",))
+@rule("PAY010", "identical-shards", Severity.ERROR, depth=Depth.HEADERS, needs=("checksums",), yields_to=("PAY020",))
 def identical_shards(ckpt: Checkpoint) -> Iterator[Finding]:
     """Two chunks of a tensor, two experts of a layer, or gate and up of an MLP hold the same data.
 
@@ -52,8 +52,6 @@ def identical_shards(ckpt: Checkpoint) -> Iterator[Finding]:
         torch.distributed.tensor.placement_types.Replicate
     """
     payload = require(ckpt.payload)
-    if not (payload.crc > 0).any():
-        raise NotApplicable("the records hold no checksums to compare")
     experts: dict[tuple[object, ...], list[tuple[Key, Tensor, int]]] = defaultdict(list)
     halves: dict[tuple[object, ...], list[Tensor]] = defaultdict(list)
     for tensor in ckpt.sound_tensors():

@@ -108,7 +108,6 @@ def _label(entry: KeyEntry) -> str:
 
 
 def _held(tensor: Tensor) -> int:
-    """Elements that some chunk holds."""
     return tensor.volume - (tensor.tiling.coverage.missing_volume if tensor.is_sound else 0)
 
 

@@ -194,7 +194,6 @@ def _from_layers(ckpt: Checkpoint) -> Iterator[Swap]:
 
 
 def _evidence(fits: bool, suspected: int, others: int) -> str:
-    """The evidence that the other layers have the right shape, as text."""
     if fits:
         return "the other projections of these layers fit the expected shape"
     if suspected == others:

@@ -67,7 +67,6 @@ def _is_dense(param: Param) -> bool:
 
 
 def _finding(ckpt: Checkpoint, fc1: Param, fc2: Param, tp: int, places: int) -> Finding:
-    """The finding on a gated projection whose shards cut across gate and up."""
     axis = fc1.own_axes[0]
     starts = [int(start) for start in fc1.tensor.tiling.intervals(axis)[: _STARTS + 1, 0]]
     shown = first_few([f"{start:,}" for start in starts], _STARTS)
