@@ -81,10 +81,8 @@ def _notes(ckpt: Checkpoint, misfit: StateMismatch, state: OptimizerState) -> It
         yield "parameter", f"{param.tensor.fqn}: {_described(param.tensor)}"
     if misfit.axes:
         one = "1/" if misfit.quotient < 1 else ""
-        yield (
-            "ratio",
-            f"{misfit.quotient} = " + " = ".join(f"{one}{axis} ({source})" for axis, source in misfit.axes),
-        )
+        shares = [f"{one}{axis} ({source})" for axis, source in misfit.axes]
+        yield "ratio", " = ".join([f"{misfit.quotient}", *shares])
     if misfit.is_local:
         yield "part", "the state is as long as one chunk of the parameter, which is what one rank holds"
     if misfit.is_pattern:

@@ -70,15 +70,18 @@ def identical_shards(ckpt: Checkpoint) -> Iterator[Finding]:
             if ckpt.is_safetensors and gated_role(key):
                 halves[key.scope, key.layer, gated_role(key), key.expert, int(numbers.max())].append(tensor)
     pairs_of = {unit: _expert_pairs(members) for unit, members in experts.items()}
-    same_numbers = Counter((unit[0], unit[2], _expert_numbers(repeats)) for unit, repeats in pairs_of.items())
+    numbers_of = {unit: tuple((expert, earlier) for _, expert, earlier in pairs) for unit, pairs in pairs_of.items()}
+    same_numbers = Counter((scope, role, pairs) for (scope, _, role), pairs in numbers_of.items())
     weights = _weight_counts(ckpt)
     layers = Counter((scope, role) for scope, _, role in weights)
     for (scope, layer, role), repeats in pairs_of.items():
         # Exports of mixtures that were built from dense models hold equal experts by design: all of a layer, or each of
         # them as often as the others in every layer. A bad map of experts strikes some of them, in each layer alike.
-        if repeats and not (ckpt.is_safetensors and _are_all_equal(repeats, weights[scope, layer, role])):
-            everywhere = same_numbers[scope, role, _expert_numbers(repeats)] == layers[scope, role] > 1
-            is_built = everywhere and ckpt.is_safetensors and _are_alike_often(repeats, weights[scope, layer, role])
+        copies = Counter(earlier for _, _, earlier in repeats)
+        are_alike = len(set(copies.values())) == 1 and len(repeats) + len(copies) == weights[scope, layer, role]
+        is_built = ckpt.is_safetensors and are_alike
+        if repeats and not (is_built and len(copies) == 1):
+            is_built &= same_numbers[scope, role, numbers_of[scope, layer, role]] == layers[scope, role] > 1
             yield _experts(ckpt, payload, repeats, is_built)
     for tensors in halves.values():
         if len({parse(tensor.fqn).role for tensor in tensors}) == 2:
@@ -181,21 +184,6 @@ def _expert_pairs(members: list[tuple[Key, Tensor, int]]) -> _Pairs:
     first: dict[int, int] = {}
     pairs = [(tensor, key.expert or 0, first.setdefault(group, key.expert or 0)) for key, tensor, group in members]
     return [pair for pair in pairs if pair[1] != pair[2]]
-
-
-def _expert_numbers(pairs: _Pairs) -> tuple[tuple[int, int], ...]:
-    return tuple((expert, earlier) for _, expert, earlier in pairs)
-
-
-def _are_all_equal(pairs: _Pairs, count: int) -> bool:
-    """Whether all experts of a layer are equal, as those of a model that was built from a dense one."""
-    return len(pairs) == count - 1 and len({earlier for _, _, earlier in pairs}) == 1
-
-
-def _are_alike_often(pairs: _Pairs, count: int) -> bool:
-    """Whether each of the experts of a layer repeats, as often as the others: several models, each taken as often."""
-    copies = Counter(earlier for _, _, earlier in pairs)
-    return len(set(copies.values())) == 1 and len(pairs) + len(copies) == count
 
 
 def _experts(ckpt: Checkpoint, payload: PayloadTable, pairs: _Pairs, is_built: bool) -> Finding:

@@ -47,7 +47,10 @@ def shape_dtype_diff(ckpt: Checkpoint) -> Iterator[Finding]:
         raise NotApplicable("the reference gives no shapes")
     comparison = match_keys(ckpt, reference)
     has_wrong_shape = False
-    for pair in _distinct(comparison.pairs):
+    pairs: dict[tuple[object, ...], KeyPair] = {}  # numbered layers against one stacked tensor give many alike
+    for pair in comparison.pairs:
+        pairs.setdefault((pair.stored.fqn, pair.expected_shape, pair.expected.dtype), pair)
+    for pair in pairs.values():
         if pair.expected_shape is not None and pair.stored_shape is not None and _differs(ckpt, pair):
             has_wrong_shape = True
             yield _shape_finding(ckpt, reference, pair)
@@ -64,16 +67,6 @@ def _declares_the_same(ckpt: Checkpoint, reference: Reference) -> bool:
     return has_known_config(ckpt) and all(
         name in ckpt.declared and ckpt.declared[name].value == reference.declared[name].value for name in shared
     )
-
-
-def _distinct(pairs: list[KeyPair]) -> Iterator[KeyPair]:
-    """The pairs without repetitions: numbered layers against one stacked tensor give many pairs of one meaning."""
-    seen: set[tuple[str, Shape | None, str | None]] = set()
-    for pair in pairs:
-        key = pair.stored.fqn, pair.expected_shape, pair.expected.dtype
-        if key not in seen:
-            seen.add(key)
-            yield pair
 
 
 def _differs(ckpt: Checkpoint, pair: KeyPair) -> bool:
@@ -118,11 +111,11 @@ def _ratios(expected: Shape, stored: Shape) -> tuple[Note, ...]:
     if len(expected) != len(stored):
         axes = f"{len(stored)} dims instead of {len(expected)}"
         return (("ratio", f"{axes}, {prod(stored):,} elements instead of {prod(expected):,}"),)
-    dims = [
-        f"dim {axis}: {a:,} instead of {b:,}" + (f" = {_times(Fraction(a, b))}" if a and b else "")
-        for axis, (a, b) in enumerate(zip(stored, expected, strict=True))
-        if a != b
-    ]
+    dims = []
+    for axis, (a, b) in enumerate(zip(stored, expected, strict=True)):
+        share = Fraction(a, b or 1)
+        times = f" = {share if share.denominator < 1000 else f'{float(share):.3f}'} x" if a and b else ""
+        dims += [f"dim {axis}: {a:,} instead of {b:,}{times}"] if a != b else []
     return (("ratio", "; ".join(dims)),)
 
 
@@ -151,10 +144,6 @@ def _relation(ckpt: Checkpoint, expected: Shape, stored: Shape) -> tuple[Note, .
     names = axes_of_size(ckpt.topology, int(factor))
     sizes = f"; {', '.join(names)} {verb(len(names), 'has')} size {factor}" if names else ""
     return (("relation", f"{text}{sizes}"),)
-
-
-def _times(ratio: Fraction) -> str:
-    return f"{ratio} x" if ratio.denominator == 1 or ratio.denominator < 1000 else f"{float(ratio):.3f} x"
 
 
 def _dtype_finding(ckpt: Checkpoint, reference: Reference, pair: KeyPair) -> Finding:
