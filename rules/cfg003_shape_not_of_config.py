@@ -166,18 +166,15 @@ def _sizes_message(source: str, items: list[ShapeDifference]) -> str:
     wanted = f"{dim} = {expected[axis]}" if dim and dim != str(expected[axis]) else str(expected[axis])
     ratio = _times(Fraction(stored[axis], expected[axis] or 1))
     if len({_dim(item, item.axes[0]) for item in items}) > 1:
-        return (
-            f"{plural(len(items), 'tensor')} have {ratio} of the size that {source} gives: {lead.tensor.fqn} is "
-            f"{shape_text(stored)} instead of {shape_text(expected)}"
-        )
+        shapes = f"{lead.tensor.fqn} is {shape_text(stored)} instead of {shape_text(expected)}"
+        return f"{plural(len(items), 'tensor')} have {ratio} of the size that {source} gives: {shapes}"
     if len(items) == 1 or len(lead.axes) > 1:
-        dims = f" [{', '.join(lead.expected.dims)}]" if lead.expected.dims else ""
+        is_named = any(not dim.isdecimal() for dim in lead.expected.dims)
+        dims = f" = [{', '.join(lead.expected.dims)}]" if is_named else ""
         more = f", and {plural(len(items) - 1, 'other')} like it" if len(items) > 1 else ""
         tail = f": {ratio}" if len(lead.axes) == 1 else ""
-        return (
-            f"{lead.tensor.fqn} is {shape_text(stored)}, but {source} gives {shape_text(expected)}"
-            f"{' =' + dims if dims and any(not d.isdecimal() for d in lead.expected.dims) else ''}{tail}{more}"
-        )
+        shapes = f"{lead.tensor.fqn} is {shape_text(stored)}, but {source} gives {shape_text(expected)}"
+        return f"{shapes}{dims}{tail}{more}"
     return f"{plural(len(items), 'tensor')} have size {stored[axis]}, but {source} gives {wanted}: {ratio}"
 
 

@@ -75,10 +75,9 @@ def _finding(ckpt: Checkpoint, layer: MoeLayer, rows: int, router_is_odd: bool) 
     stored = layer.count
     shape = shape_text(layer.router.tensor.global_shape)
     notes: list[Note] = [("router", f"{layer.router.key.fqn} {shape} has {rows} rows")]
-    notes += [
-        ("stored", f"{role.role}: {role.count} experts" + (f", keys {ranges(role.numbers)}" if role.numbers else ""))
-        for role in layer.roles
-    ]
+    for role in layer.roles:
+        keys = f", keys {ranges(role.numbers)}" if role.numbers else ""
+        notes.append(("stored", f"{role.role}: {role.count} experts{keys}"))
     ranks = tuple(sorted(set().union(*(saved_by(ckpt, p.tensor) for role in layer.roles for p in role.params))))
     notes += [("saved by", named_ranks(ranks))] if ranks else []
     confidence: Confidence = "certain"

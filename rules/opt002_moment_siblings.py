@@ -87,16 +87,15 @@ def _chunks(pairs: list[MomentPair]) -> Iterator[Finding]:
         a, b = pair.first.tensor, pair.second.tensor
         if not (is_whole(a.tiling) and is_whole(b.tiling)):
             continue
-        first = [
-            f"{name} {one.tiling.box(int(one.tiling.live.argmax()))}" for name, one in zip(PAIR, (a, b), strict=True)
-        ]
+        boxes = [tensor.tiling.box(int(tensor.tiling.live.argmax())) for tensor in (a, b)]
+        first = f"{PAIR[0]} {boxes[0]}, {PAIR[1]} {boxes[1]}"
         yield Finding(
             f"moment{{of}} is split differently from its sibling {PAIR[0]}: {plural(_count(b), 'chunk')} against "
             f"{_count(a)}",
             at=Location(b),
             # No element is lost, so never an error. All second moments cut alike is how this job wraps them.
             severity=Severity.INFO if len(odd) == len(split) > 1 else Severity.WARNING,
-            notes=(_parameter(pair.param, f", {_count(pair.param.tensor)} chunks"), ("first chunks", ", ".join(first))),
+            notes=(_parameter(pair.param, f", {_count(pair.param.tensor)} chunks"), ("first chunks", first)),
             why="both are sharded together, so one of them took a different path; every element is stored",
             hint="compare how the ranks wrapped the two before they wrote them",
         )

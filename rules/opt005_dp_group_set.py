@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -124,10 +124,7 @@ def _group_findings(
 
 def _has_partial_stage(numbers: list[int], kind: _Kind) -> bool:
     """Whether some stage has only a part of its groups, which no stage without parameters explains."""
-    groups_of_stage: dict[int, int] = defaultdict(int)
-    for number in numbers:
-        groups_of_stage[number // kind.per_stage] += 1
-    return any(count != kind.per_stage for count in groups_of_stage.values())
+    return any(count != kind.per_stage for count in Counter(n // kind.per_stage for n in numbers).values())
 
 
 def _finding(
@@ -245,12 +242,8 @@ def _recorded_length(value: object, fqn: str) -> int | None:
     try:
         buffers = value[0][int(match["gbuf"])]  # type: ignore[index]
         number = int(match["bucket"])  # type: ignore[index]
-        size = next(sizes[number] for types, sizes in buffers.items() if _dtypes(types) == match["types"])  # type: ignore[index]
+        names = {types: ", ".join(f"torch.{name}" for name in types) for types in buffers if isinstance(types, tuple)}
+        size = next(buffers[types][number] for types, name in names.items() if name == match["types"])  # type: ignore[index]
     except (TypeError, KeyError, IndexError, AttributeError, StopIteration):
         return None
     return size if type(size) is int else None
-
-
-def _dtypes(types: object) -> str:
-    """The dtypes of a buffer in the spelling of its key; "" if they are no tuple."""
-    return ", ".join(f"torch.{name}" for name in types) if isinstance(types, tuple) else ""

@@ -127,9 +127,8 @@ def _misplaced(index: WeightIndex, stored_keys: KeysByFile, instead: Mapping[str
 
 def _files_by_key(stored_keys: KeysByFile) -> dict[str, list[str]]:
     homes: dict[str, list[str]] = defaultdict(list)
-    for file, present in stored_keys.items():
-        for key in present:
-            homes[key].append(file)
+    for file, key in ((file, key) for file, present in stored_keys.items() for key in present):
+        homes[key].append(file)
     return homes
 
 
@@ -366,8 +365,7 @@ def _lost_numbers(ckpt: Checkpoint) -> list[tuple[int, set[int], set[int]]]:
     lost = []
     for total, present in by_total.items():
         first = 0 if 0 in present else 1
-        missing = set(range(first, min(first + total, _MOST))) - present
-        if missing:
+        if missing := set(range(first, min(first + total, _MOST))) - present:
             lost.append((total, present, missing))
     return lost
 

@@ -108,11 +108,9 @@ def _label(entry: KeyEntry) -> str:
 
 def _finding(ckpt: Checkpoint, subject: str, part: str, total: _Sum, factor: int, parts: dict[str, _Sum]) -> Finding:
     """The finding on a part of the model that is a whole factor smaller than the reference."""
-    sizes = [
-        f"{label} {human_bytes(inner.stored)} of {human_bytes(inner.expected)}"
-        for label, inner in sorted(parts.items(), key=lambda item: item[1].stored - item[1].expected)
-        if inner.stored != inner.expected
-    ]
+    odd = sorted(parts.items(), key=lambda item: item[1].stored - item[1].expected)
+    odd = [(label, inner) for label, inner in odd if inner.stored != inner.expected]
+    sizes = [f"{label} {human_bytes(inner.stored)} of {human_bytes(inner.expected)}" for label, inner in odd]
     names = axes_of_size(ckpt.topology, factor)
     mesh = f"{', '.join(names)} {verb(len(names), 'has')} size {factor}" if names else ""
     stored, expected = human_bytes(total.stored), human_bytes(total.expected)

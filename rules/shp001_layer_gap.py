@@ -106,10 +106,8 @@ def _confidence(ckpt: Checkpoint, missing: set[int], is_declared: bool) -> Confi
     # A missing start may be no loss: a save of the upper layers alone, or numbers from 1, look the same.
     if is_declared or missing != set(range(len(missing))):
         return "certain"
-    if missing == {0}:
-        return "possible"
     has_embedding = any(param.key.function == "embedding" for param in inventory_of(ckpt).params)
-    return "likely" if has_embedding else "possible"
+    return "likely" if has_embedding and missing != {0} else "possible"
 
 
 def _missing_weights(ckpt: Checkpoint, layers: Layers) -> Iterator[Finding]:
