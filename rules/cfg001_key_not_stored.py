@@ -10,9 +10,8 @@ from ckptlint.formats.strict_json import is_size
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import first_names, fold_names, human_bytes, join_words, numbered, plural, verb
 from ckptlint.patterns import lazy_pattern
-from ckptlint.rule import Finding, Location, Severity, require, rule
+from ckptlint.rule import MOST_KEYS, Finding, Location, Severity, require, rule
 
-_MOST = 100_000
 _PER_LAYER = ("vocab_size_per_layer_input", "hidden_size_per_layer_input")
 _TABLE, _PROJECTION = "embed_tokens_per_layer", "per_layer_model_projection"
 _EXPERT = lazy_pattern(r"experts\.(\d{1,9})\.")
@@ -104,8 +103,8 @@ def _prediction_layers(ckpt: Checkpoint, fit: Fit) -> Iterator[Finding]:
         yield Finding(
             f"{what} of a multi-token-prediction layer {verb(count, 'is')} not stored, but its other tensors are",
             at=Location(fit.mtp_lost[0], label=f"{ckpt.metadata_file}, compared with the layer most like it"),
-            identity=tuple(fit.mtp_lost[:_MOST]),
-            keys=tuple(fit.mtp_lost[:_MOST]),
+            identity=tuple(fit.mtp_lost[:MOST_KEYS]),
+            keys=tuple(fit.mtp_lost[:MOST_KEYS]),
             confidence="possible" if fit.doubt else "certain" if declared > 0 else "likely",
             notes=(doubt_note(fit.doubt), ("missing", first_names(folded, noun="pattern"))),
             hint="copy the whole layer from the source checkpoint, or leave the whole layer out",
@@ -155,8 +154,8 @@ def _finding(ckpt: Checkpoint, fit: Fit, doubt: str) -> Finding:
     return Finding(
         message,
         at=Location(fit.shown(missing[0]), label=f"{ckpt.metadata_file}, compared with {fit.place}"),
-        identity=tuple(map(fit.shown, missing[:_MOST])),
-        keys=tuple(map(fit.shown, missing[:_MOST])),
+        identity=tuple(map(fit.shown, missing[:MOST_KEYS])),
+        keys=tuple(map(fit.shown, missing[:MOST_KEYS])),
         confidence="possible" if doubt else "certain",
         why=_consequence(fit, len(missing)),
         notes=(

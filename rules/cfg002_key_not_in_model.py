@@ -6,10 +6,8 @@ from ckptlint.analysis.fit.judgement import Fit, fit_of
 from ckptlint.analysis.fit.wording import core_note, doubt_note, model_name
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import first_names, fold_names, human_bytes, plural, verb
-from ckptlint.rule import Finding, Location, Severity, rule
+from ckptlint.rule import MOST_KEYS, Finding, Location, Severity, rule
 from ckptlint.vocabulary.dtypes import nbytes
-
-_MOST = 100_000
 
 
 @rule("CFG002", "key-not-in-model", Severity.WARNING, whole=True)
@@ -56,8 +54,8 @@ def _finding(ckpt: Checkpoint, fit: Fit, names: list[str], is_beyond: bool) -> F
     return Finding(
         f"{subject} stored, but {model_name(fit)} does not have {'it' if len(names) == 1 else 'them'}",
         at=Location(names[0], label=f"{ckpt.metadata_file}, compared with {fit.place}"),
-        identity=tuple(names[:_MOST]),
-        keys=tuple(names[:_MOST]),
+        identity=tuple(names[:MOST_KEYS]),
+        keys=tuple(names[:MOST_KEYS]),
         confidence="certain" if is_beyond and not fit.doubt_of(fit.open) else "possible",
         why="from_pretrained ignores them and only warns" if fit.is_export else "",
         notes=(

@@ -9,10 +9,9 @@ from ckptlint.analysis.fit.judgement import Fit, ShapeDifference, fit_of
 from ckptlint.analysis.fit.wording import doubt_note, field_text
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import first_names, fold_names, plural, shape_text, verb
-from ckptlint.rule import Finding, Location, Note, Severity, rule
+from ckptlint.rule import MOST_KEYS, Finding, Location, Note, Severity, rule
 from ckptlint.vocabulary.mesh import axes_of_size
 
-_MOST = 100_000
 _GROUPS = 6
 _SMALL = 8  # kernels, channels of an image and the like
 
@@ -146,8 +145,8 @@ def _finding(ckpt: Checkpoint, fit: Fit, items: list[ShapeDifference]) -> Findin
     return Finding(
         message,
         at=Location(lead.tensor, label=f"{ckpt.metadata_file}, compared with {fit.place}"),
-        identity=tuple(item.tensor.fqn for item in items[:_MOST]),
-        keys=tuple(item.tensor.fqn for item in items[:_MOST]),
+        identity=tuple(item.tensor.fqn for item in items[:MOST_KEYS]),
+        keys=tuple(item.tensor.fqn for item in items[:MOST_KEYS]),
         kind=cause if isinstance(cause := _cause(ckpt, lead)[0], str) else "size",
         confidence="possible" if doubt or _is_constant(lead) else "certain",
         why=_consequence(fit),
@@ -221,8 +220,8 @@ def _summary(ckpt: Checkpoint, fit: Fit) -> Finding:
         f"{len(fit.shapes):,} of {plural(compared, 'tensor')} have shapes different from {fit.expected.source}: "
         f"{lead.tensor.fqn} is {shape_text(lead.tensor.global_shape)} instead of {shape_text(lead.expected.shape)}",
         at=Location(lead.tensor, label=f"{ckpt.metadata_file}, compared with {fit.place}"),
-        identity=tuple(item.tensor.fqn for item in fit.shapes[:_MOST]),
-        keys=tuple(item.tensor.fqn for item in fit.shapes[:_MOST]),
+        identity=tuple(item.tensor.fqn for item in fit.shapes[:MOST_KEYS]),
+        keys=tuple(item.tensor.fqn for item in fit.shapes[:MOST_KEYS]),
         confidence="possible" if doubt else "certain",
         why=_consequence(fit),
         notes=(doubt_note(doubt), ("tensors", _patterns(fit.shapes))),

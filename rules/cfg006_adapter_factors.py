@@ -141,15 +141,11 @@ def _shapeless(tensors: dict[str, Tensor], keys: list[str], total: int, how: str
 
 def _lone_factors(modules: list[Factors], tensors: dict[str, Tensor]) -> Iterator[Finding]:
     """Findings on modules with one of the two factors, one for all modules that lack A and one for B."""
-    lacking: dict[Part, list[str]] = {"A": [], "B": []}
-    both = 0
-    for factors in modules:
-        has_a, has_b = "A" in factors.keys, "B" in factors.keys
-        both += has_a and has_b
-        if has_a != has_b:
-            lacking["B" if has_a else "A"].append(factors.keys["A" if has_a else "B"])
-    for part, keys in lacking.items():
-        if keys:
+    both = sum({"A", "B"} <= factors.keys.keys() for factors in modules)
+    parts: tuple[tuple[Part, Part], ...] = (("A", "B"), ("B", "A"))
+    for part, other in parts:
+        lone = [factors.keys for factors in modules if other in factors.keys and part not in factors.keys]
+        if keys := [of_module[other] for of_module in lone]:
             these = "this module does" if len(keys) == 1 else f"these {len(keys)} modules do"
             yield Finding(
                 f"factor {part} is not stored for {len(keys)} of {plural(both + len(keys), 'module')}",
@@ -337,11 +333,11 @@ def _layer_gaps(ckpt: Checkpoint, modules: list[Factors]) -> Iterator[Finding]:
         # A layer with modules that the others lack is of another kind, and need not have this one.
         is_run = bool(lost) and lost[-1] - lost[0] == len(lost) - 1 and all(roles_of[layer] <= usual for layer in lost)
         if is_run and len(stored) >= _LEAST and _FEW * len(lost) <= len(stored) + len(lost):
-            lead = next(iter(stored.values()))
+            first, lead = next(iter(stored.items()))
             name = role.rpartition("*.")[2]
             yield Finding(
                 f"{name} has no adapter in {numbered('layer', lost)}, but has one in {len(stored)} other layers",
-                at=Location(lead.replace(f".{next(iter(stored))}.", f".{lost[0]}.", 1)),
+                at=Location(lead.replace(f".{first}.", f".{lost[0]}.", 1)),
                 identity=tuple(map(str, lost)),
                 confidence="likely",
                 notes=(("others", f"other modules of {role.rpartition('.')[0]} have one in these layers"),),

@@ -9,7 +9,7 @@ from ckptlint.analysis.optimizer.inventory import OptimizerState, Param
 from ckptlint.geometry.writers import saved_by
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import named_ranks, ranges, shape_text
-from ckptlint.rule import Confidence, Finding, Location, Note, Severity, rule
+from ckptlint.rule import Finding, Location, Note, Severity, rule
 from ckptlint.vocabulary.keys import MASTER_COPIES
 
 _FILES = 4
@@ -46,19 +46,16 @@ def moment_numel(ckpt: Checkpoint) -> Iterator[Finding]:
 
 def _misfit_finding(ckpt: Checkpoint, misfit: StateMismatch, state: OptimizerState) -> Finding:
     ratio = f"{misfit.quotient} of them" if misfit.quotient < 1 else f"{misfit.quotient} times as many"
-    elements = (
-        f"{misfit.elements:,} elements" if len(misfit.states) == 1 else f"{misfit.elements:,} with its other half"
-    )
+    elements = f"{misfit.elements:,} {'elements' if len(misfit.states) == 1 else 'with its other half'}"
     lead = misfit.params[0]
     ranks = saved_by(ckpt, state.tensor)
     source = "the sizes of the mesh axes" if misfit.axes else "the same share of every other state"
     # A lost shard hits some parameters of a shape. Deviation of all of them may be an unknown optimizer's own form
     # (GaLore projects each moment), and a ratio that only inferred axes explain may be chance.
-    confidence: Confidence = "possible" if misfit.is_pattern else "likely" if misfit.is_inferred else "certain"
     return Finding(
         f"state{{of}} has {elements}, but its parameter has {misfit.expected:,}: {ratio}",
         at=Location(state.tensor, ranks=ranks),
-        confidence=confidence,
+        confidence="possible" if misfit.is_pattern else "likely" if misfit.is_inferred else "certain",
         notes=tuple(_notes(ckpt, misfit, state)),
         hint=_hint(misfit, ranks),
         inferred_from=source if misfit.is_inferred and not misfit.is_pattern else "",

@@ -59,9 +59,6 @@ def state_coverage(ckpt: Checkpoint) -> Iterator[Finding]:
     yield from _single_params(inventory, stateful, reported)
 
 
-# ---------------------------------------------------------------- states without a parameter
-
-
 def _states_without_parameter(ckpt: Checkpoint, inventory: Inventory, stateful: set[Param]) -> Iterator[Finding]:
     """Findings on states whose parameter is not stored."""
     known = {parse(entry.fqn).path for entry in ckpt.byte_objects}
@@ -99,9 +96,6 @@ def _states_without_parameter(ckpt: Checkpoint, inventory: Inventory, stateful: 
 def _may_be_tied(key: Key) -> bool:
     """Whether the key may be one of the two names of a weight that embedding and output layer share."""
     return key.function in ("embedding", "output")
-
-
-# ---------------------------------------------------------------- layers and blocks without state
 
 
 class _Gap(NamedTuple):

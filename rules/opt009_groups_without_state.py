@@ -44,8 +44,7 @@ def groups_without_state(ckpt: Checkpoint) -> Iterator[Finding]:
         raise NotApplicable("the optimizer has state of a form that is not known")
     is_declared = not optimizer and any(name in ckpt.declared for name in ("save_optim", "no_save_optim"))  # by COM007
     for record in () if is_declared else optimizer_records(ckpt):
-        step = _step(record.value) if record.kind == "param_groups" else 0
-        if step:
+        if record.kind == "param_groups" and (step := _step(record.value)):
             yield _finding(record.place.partition(": ")[0], record.place, f"say step {step:,}")
     adam = [name for name in optimizer if name.endswith(_ADAM) and any(word in name for word in _GROUPS)]
     if adam:

@@ -108,8 +108,7 @@ def _finding(
     texts = (f"{ckpt.chunk_file(tensor, int(r))}: {_counts(payload, np.array([n]))} in {tensor.tiling.box(int(r))}"
              for r, n in zip(rows[:_SHOWN], records, strict=False))  # fmt: skip
     more = f", and {plural(len(rows) - _SHOWN, 'more chunk')}" if len(rows) > _SHOWN else ""
-    columns = (payload.nan, payload.plus_inf, payload.minus_inf)
-    is_whole = sum(int(column[records].sum()) for column in columns) == tensor.volume
+    is_whole = int((payload.nan + payload.plus_inf + payload.minus_inf)[records].sum()) == tensor.volume
     file, start, length = ckpt.byte_range_of(record)
     return Finding(
         f"{_counts(payload, records)} in {where}{{of}}{at}",

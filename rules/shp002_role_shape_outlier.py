@@ -41,12 +41,9 @@ def role_shape_outlier(ckpt: Checkpoint) -> Iterator[Finding]:
 
 def _shape(item: Outlier, usual: tuple[int, ...], is_unmatched: bool) -> Finding:
     shape = item.param.own_shape
-    quotients = ", ".join(
-        f"dim {item.param.own_axes[i]}: {size:,} instead of {other:,}"
-        for i, (size, other) in enumerate(zip(shape, usual, strict=False))
-        if size != other
-    )
-    sizes = quotients if len(shape) == len(usual) else ""
+    sides = zip(item.param.own_axes, shape, usual, strict=False)
+    quotients = [f"dim {axis}: {size:,} instead of {other:,}" for axis, size, other in sides if size != other]
+    sizes = ", ".join(quotients) if len(shape) == len(usual) else ""
     finding = _finding(item, f"shape{{of}} is {shape_text(shape)}", shape_text(usual), sizes)
     if not is_unmatched or item.changed > 1:
         return finding

@@ -151,9 +151,6 @@ def _if_too_short(
         yield Local(param, axis, expected, short_name(partner), cause)
 
 
-# ---------------------------------------------------------------- what the expected size comes from
-
-
 def _from_reference(ckpt: Checkpoint) -> Iterator[Local]:
     """Axes that are 1/k of the reference's, or k times as long if the parameter is replicated."""
     shapes = reference_shapes(ckpt)
