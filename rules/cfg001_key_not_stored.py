@@ -10,9 +10,8 @@ from ckptlint.formats.strict_json import is_size
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import first_names, fold_names, human_bytes, join_words, numbered, plural, verb
 from ckptlint.patterns import lazy_pattern
-from ckptlint.rule import Finding, Location, Severity, require, rule
+from ckptlint.rule import MOST_KEYS, Finding, Location, Severity, require, rule
 
-_MOST = 100_000
 _PER_LAYER = ("vocab_size_per_layer_input", "hidden_size_per_layer_input")
 _TABLE, _PROJECTION = "embed_tokens_per_layer", "per_layer_model_projection"
 _EXPERT = lazy_pattern(r"experts\.(\d{1,9})\.")
@@ -68,7 +67,7 @@ def key_not_stored(ckpt: Checkpoint) -> Iterator[Finding]:
             f"no tensor of {tower} is stored, but {model_name(fit)} has this part",
             at=Location(tower, label=f"{ckpt.metadata_file}, compared with {fit.place}"),
             severity=Severity.WARNING if is_lost else Severity.INFO,
-            why=_consequence(fit, one=False) if is_lost else "the parts of such a model are often saved separately",
+            why=_consequence(fit, 2) if is_lost else "the parts of such a model are often saved separately",
         )
     yield from _prediction_layers(ckpt, fit)
 
@@ -99,14 +98,13 @@ def _prediction_layers(ckpt: Checkpoint, fit: Fit) -> Iterator[Finding]:
     """Findings on layers for multi-token prediction that lack tensors or are fewer than declared."""
     stored, declared = fit.mtp_layers
     if fit.mtp_lost:
-        folded = fold_names(fit.mtp_lost)
-        what = folded[0] if len(fit.mtp_lost) == 1 else plural(len(fit.mtp_lost), "tensor")
-        are = verb(len(fit.mtp_lost), "is")
+        folded, count = fold_names(fit.mtp_lost), len(fit.mtp_lost)
+        what = folded[0] if count == 1 else plural(count, "tensor")
         yield Finding(
-            f"{what} of a multi-token-prediction layer {are} not stored, but its other tensors are",
+            f"{what} of a multi-token-prediction layer {verb(count, 'is')} not stored, but its other tensors are",
             at=Location(fit.mtp_lost[0], label=f"{ckpt.metadata_file}, compared with the layer most like it"),
-            identity=tuple(fit.mtp_lost[:_MOST]),
-            keys=tuple(fit.mtp_lost[:_MOST]),
+            identity=tuple(fit.mtp_lost[:MOST_KEYS]),
+            keys=tuple(fit.mtp_lost[:MOST_KEYS]),
             confidence="possible" if fit.doubt else "certain" if declared > 0 else "likely",
             notes=(doubt_note(fit.doubt), ("missing", first_names(folded, noun="pattern"))),
             hint="copy the whole layer from the source checkpoint, or leave the whole layer out",
@@ -114,10 +112,9 @@ def _prediction_layers(ckpt: Checkpoint, fit: Fit) -> Iterator[Finding]:
     # Converters often drop these layers on purpose, but then all of them: only some stored is an error. Some classes
     # of transformers declare a layer that they never save, so none stored is no loss there.
     if stored < declared and (stored or not fit.missing):
-        number = "none is" if not stored else "1 is" if stored == 1 else f"{stored} are"
-        layers = plural(declared, "multi-token-prediction layer")
+        number = f"{stored} {verb(stored, 'is')}" if stored else "none is"
         yield Finding(
-            f"{fit.expected.source} declares {layers}, but {number} stored",
+            f"{fit.expected.source} declares {plural(declared, 'multi-token-prediction layer')}, but {number} stored",
             at=Location(file=fit.expected.source),
             severity=None if stored else Severity.INFO if fit.mtp_by_class else Severity.WARNING,
             why="transformers declares this layer by itself and saves none; speculative decoding needs it"
@@ -132,12 +129,11 @@ def _finding(ckpt: Checkpoint, fit: Fit, doubt: str) -> Finding:
     missing, tensors = fit.missing, fit.expected.tensors
     needed = sum(tensor.needed for tensor in tensors.values())
     lost_layers = whole_layers(fit, set(missing))
-    layer_count = sum(len(numbers) for numbers in lost_layers.values())
+    gone = {(block, number) for block, numbers in lost_layers.items() for number in numbers}
+    of_layers = [name for name in missing if numbered_layer(name) in gone]
     reasons = {tensors[name].because for name in missing}
     because = reasons.pop() if len(reasons) == 1 else ()
-    names = fold_names(map(fit.shown, missing))
-    one = len(missing) == 1
-    are = verb(len(missing), "is")
+    names, are = fold_names(map(fit.shown, missing)), verb(len(missing), "is")
     if because and len(names) == 1:
         fields = f"but {fit.expected.source} says {' and '.join(field_text(fit, name) for name in because)}"
         if because == ("tie_word_embeddings",):
@@ -146,26 +142,27 @@ def _finding(ckpt: Checkpoint, fit: Fit, doubt: str) -> Finding:
     elif experts := _experts_message(fit):
         message = experts
     elif len(names) == 1:
-        message = f"{names[0]} {are} not stored, but {model_name(fit)} has {'it' if one else 'them'}"
-    elif len(lost_layers) == 1 and len(names) == _pattern_count(fit, lost_layers):
+        message = f"{names[0]} {are} not stored, but {model_name(fit)} has {_them(len(missing))}"
+    elif len(lost_layers) == 1 and len(names) == len(fold_names(of_layers)):
         ((block, numbers),) = lost_layers.items()
-        layers = f"{numbered('layer', numbers)} of {fit.shown(block)} {verb(layer_count, 'is')}"
+        layers = f"{numbered('layer', numbers)} of {fit.shown(block)} {verb(len(numbers), 'is')}"
         message = f"{layers} not stored, but {fit.expected.source} declares {_layers_field(fit, missing[0])}"
     else:
         message = f"{len(missing):,} of the {plural(needed, 'tensor')} of {model_name(fit)} {are} not stored"
     lost = implied_bytes(fit, missing)
+    instead = f"the same modules hold {first_names(fold_names(fit.instead), noun='pattern')}" if fit.instead else ""
     return Finding(
         message,
         at=Location(fit.shown(missing[0]), label=f"{ckpt.metadata_file}, compared with {fit.place}"),
-        identity=tuple(map(fit.shown, missing[:_MOST])),
-        keys=tuple(map(fit.shown, missing[:_MOST])),
+        identity=tuple(map(fit.shown, missing[:MOST_KEYS])),
+        keys=tuple(map(fit.shown, missing[:MOST_KEYS])),
         confidence="possible" if doubt else "certain",
-        why=_consequence(fit, one),
+        why=_consequence(fit, len(missing)),
         notes=(
             doubt_note(doubt),
             ("missing", keys_in_words(fit, missing, lost_layers) if len(names) > 1 else ""),
             ("bytes", f"{human_bytes(lost)} of the model's {human_bytes(implied_bytes(fit))} are missing"),
-            ("instead", _stored_instead(fit)),
+            ("instead", instead),
             core_note(fit) if len(names) > 1 else ("declared", ""),
         ),
         hint=_hint(fit, because),
@@ -179,50 +176,31 @@ def _experts_message(fit: Fit) -> str:
     """
     lost: dict[int, set[int]] = defaultdict(set)
     for name in fit.missing:
-        at, expert = numbered_layer(name), _expert(name)
+        at, expert = numbered_layer(name), _EXPERT.search(name)
         if at is None or expert is None:
             return ""
-        lost[at[1]].add(expert)
+        lost[at[1]].add(int(expert[1]))
     if len(set(map(frozenset, lost.values()))) != 1:
         return ""
     numbers = next(iter(lost.values()))
-    count = 1 + max(expert for name in fit.expected.tensors if (expert := _expert(name)) is not None)
+    count = 1 + max(int(expert[1]) for expert in map(_EXPERT.search, fit.expected.tensors) if expert)
     experts = f"{numbered('expert', numbers)} of {count} {verb(len(numbers), 'is')}"
     return f"{experts} not stored in {numbered('layer', lost)}"
-
-
-def _expert(name: str) -> int | None:
-    """The number of the expert that a key belongs to."""
-    match = _EXPERT.search(name)
-    return int(match[1]) if match else None
-
-
-def _pattern_count(fit: Fit, lost_layers: dict[str, list[int]]) -> int:
-    """How many patterns of keys the tensors of the lost layers (block -> layer numbers) fold into."""
-    gone = {(block, number) for block, numbers in lost_layers.items() for number in numbers}
-    return len(fold_names(name for name in fit.missing if numbered_layer(name) in gone))
 
 
 def _layers_field(fit: Fit, key: str) -> str:
     """The field that counts the layers of this key's kind, with its value; "them" if no field does."""
     layers = ("num_hidden_layers", "n_layer", "num_layers")
     counts = fit.expected.tensors[key].counted or [name for name in fit.expected.fields if name.endswith(layers)]
-    name = next(iter(counts), "")
-    return field_text(fit, name) if name else "them"
+    return next((field_text(fit, name) for name in counts), "them")
 
 
-def _consequence(fit: Fit, one: bool) -> str:
-    if not fit.is_export:
-        return ""
-    them = "it" if one else "them"
-    return f"from_pretrained starts {them} untrained and only warns"
+def _consequence(fit: Fit, count: int) -> str:
+    return f"from_pretrained starts {_them(count)} untrained and only warns" if fit.is_export else ""
 
 
-def _stored_instead(fit: Fit) -> str:
-    """Names that the same modules hold in place of the missing ones, as text; "" if there are none."""
-    if not fit.instead:
-        return ""
-    return f"the same modules hold {first_names(fold_names(fit.instead), noun='pattern')}"
+def _them(count: int) -> str:
+    return "it" if count == 1 else "them"
 
 
 def _hint(fit: Fit, because: tuple[str, ...]) -> str:

@@ -6,10 +6,8 @@ from ckptlint.analysis.fit.judgement import Fit, fit_of
 from ckptlint.analysis.fit.wording import core_note, doubt_note, model_name
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import first_names, fold_names, human_bytes, plural, verb
-from ckptlint.rule import Finding, Location, Severity, rule
+from ckptlint.rule import MOST_KEYS, Finding, Location, Severity, rule
 from ckptlint.vocabulary.dtypes import nbytes
-
-_MOST = 100_000
 
 
 @rule("CFG002", "key-not-in-model", Severity.WARNING, whole=True)
@@ -50,15 +48,14 @@ def key_not_in_model(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def _finding(ckpt: Checkpoint, fit: Fit, names: list[str], is_beyond: bool) -> Finding:
-    """One finding for all keys beyond the declared numbers, or of modules that the model does not know."""
     folded = fold_names(names)
     size = sum(nbytes(t.dtype, t.volume) or 0 for t in map(ckpt.tensors.__getitem__, names))
     subject = f"{folded[0]} is" if len(names) == 1 else f"{plural(len(names), 'tensor')} are"
     return Finding(
         f"{subject} stored, but {model_name(fit)} does not have {'it' if len(names) == 1 else 'them'}",
         at=Location(names[0], label=f"{ckpt.metadata_file}, compared with {fit.place}"),
-        identity=tuple(names[:_MOST]),
-        keys=tuple(names[:_MOST]),
+        identity=tuple(names[:MOST_KEYS]),
+        keys=tuple(names[:MOST_KEYS]),
         confidence="certain" if is_beyond and not fit.doubt_of(fit.open) else "possible",
         why="from_pretrained ignores them and only warns" if fit.is_export else "",
         notes=(

@@ -9,10 +9,9 @@ from ckptlint.analysis.fit.judgement import Fit, ShapeDifference, fit_of
 from ckptlint.analysis.fit.wording import doubt_note, field_text
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import first_names, fold_names, plural, shape_text, verb
-from ckptlint.rule import Finding, Location, Note, Severity, rule
+from ckptlint.rule import MOST_KEYS, Finding, Location, Note, Severity, rule
 from ckptlint.vocabulary.mesh import axes_of_size
 
-_MOST = 100_000
 _GROUPS = 6
 _SMALL = 8  # kernels, channels of an image and the like
 
@@ -112,23 +111,23 @@ def _finding(ckpt: Checkpoint, fit: Fit, items: list[ShapeDifference]) -> Findin
     lead = items[0]
     stored, expected = lead.tensor.global_shape, lead.expected.shape
     source, count, doubt = fit.expected.source, len(items), _shared_doubt(fit, items)
-    name = lead.tensor.fqn
+    shapes = f"{lead.tensor.fqn} is {shape_text(stored)}, but {source} gives {shape_text(expected)}"
     notes: tuple[Note, ...] = ()
+    # the fields that give the expected shape, with their values
+    words = {word for dim in lead.expected.dims for word in dim.replace("(", " ").replace(")", " ").split()}
+    fields = ", ".join(field_text(fit, name) for name in fit.expected.fields if name in words)
     again = f"{'export' if fit.is_export else 'save'} again"
     hint = f"gather the whole tensor before the save, and {again}"
     if _is_empty(lead):
-        subject = f"{name} is" if count == 1 else f"{plural(count, 'tensor')} have a size of 0: {name} is"
-        message = f"{subject} {shape_text(stored)}, but {source} gives {shape_text(expected)}"
+        message = shapes if count == 1 else f"{plural(count, 'tensor')} have a size of 0: {shapes}"
         hint = "gather the parameters before the save (stage3_gather_16bit_weights): ZeRO-3 leaves empty placeholders"
     elif not lead.axes:
-        subject = f"{name} is" if count == 1 else f"{plural(count, 'tensor')} have the wrong number of dims: {name} is"
-        message = f"{subject} {shape_text(stored)}, but {source} gives {shape_text(expected)}"
+        message = shapes if count == 1 else f"{plural(count, 'tensor')} have the wrong number of dims: {shapes}"
         share = Fraction(prod(stored), prod(expected) or 1)
         if share != 1:
             notes = (("ratio", f"{prod(stored):,} of {prod(expected):,} elements = {_times(share)}"),)
     elif _is_transposed(lead):
-        subject = f"{name} is" if count == 1 else f"{plural(count, 'tensor')} are transposed: {name} is"
-        message = f"{subject} {shape_text(stored)}, but {source} gives {shape_text(expected)}"
+        message = shapes if count == 1 else f"{plural(count, 'tensor')} are transposed: {shapes}"
         hint = f"store them in the layout of the model's class, and {again}"
     else:
         # A whole multiple looks like replicas that were joined (verl#7610), 1/k like one rank's part. Any other ratio
@@ -146,12 +145,12 @@ def _finding(ckpt: Checkpoint, fit: Fit, items: list[ShapeDifference]) -> Findin
     return Finding(
         message,
         at=Location(lead.tensor, label=f"{ckpt.metadata_file}, compared with {fit.place}"),
-        identity=tuple(item.tensor.fqn for item in items[:_MOST]),
-        keys=tuple(item.tensor.fqn for item in items[:_MOST]),
+        identity=tuple(item.tensor.fqn for item in items[:MOST_KEYS]),
+        keys=tuple(item.tensor.fqn for item in items[:MOST_KEYS]),
         kind=cause if isinstance(cause := _cause(ckpt, lead)[0], str) else "size",
         confidence="possible" if doubt or _is_constant(lead) else "certain",
         why=_consequence(fit),
-        notes=(doubt_note(doubt), ("tensors", _patterns(items)), *notes, ("fields", _fields(fit, lead))),
+        notes=(doubt_note(doubt), ("tensors", _patterns(items)), *notes, ("fields", fields)),
         hint=hint,
         group=f"shape {_cause(ckpt, lead)}",
     )
@@ -166,18 +165,15 @@ def _sizes_message(source: str, items: list[ShapeDifference]) -> str:
     wanted = f"{dim} = {expected[axis]}" if dim and dim != str(expected[axis]) else str(expected[axis])
     ratio = _times(Fraction(stored[axis], expected[axis] or 1))
     if len({_dim(item, item.axes[0]) for item in items}) > 1:
-        return (
-            f"{plural(len(items), 'tensor')} have {ratio} of the size that {source} gives: {lead.tensor.fqn} is "
-            f"{shape_text(stored)} instead of {shape_text(expected)}"
-        )
+        shapes = f"{lead.tensor.fqn} is {shape_text(stored)} instead of {shape_text(expected)}"
+        return f"{plural(len(items), 'tensor')} have {ratio} of the size that {source} gives: {shapes}"
     if len(items) == 1 or len(lead.axes) > 1:
-        dims = f" [{', '.join(lead.expected.dims)}]" if lead.expected.dims else ""
+        is_named = any(not dim.isdecimal() for dim in lead.expected.dims)
+        dims = f" = [{', '.join(lead.expected.dims)}]" if is_named else ""
         more = f", and {plural(len(items) - 1, 'other')} like it" if len(items) > 1 else ""
         tail = f": {ratio}" if len(lead.axes) == 1 else ""
-        return (
-            f"{lead.tensor.fqn} is {shape_text(stored)}, but {source} gives {shape_text(expected)}"
-            f"{' =' + dims if dims and any(not d.isdecimal() for d in lead.expected.dims) else ''}{tail}{more}"
-        )
+        shapes = f"{lead.tensor.fqn} is {shape_text(stored)}, but {source} gives {shape_text(expected)}"
+        return f"{shapes}{dims}{tail}{more}"
     return f"{plural(len(items), 'tensor')} have size {stored[axis]}, but {source} gives {wanted}: {ratio}"
 
 
@@ -202,20 +198,12 @@ def _relation(ckpt: Checkpoint, dim: str, ratio: Fraction) -> tuple[Note, ...]:
     return (("relation", f"{what} ({factor} ranks{mesh})"),)
 
 
-def _fields(fit: Fit, item: ShapeDifference) -> str:
-    """The fields that give the expected shape, with their values."""
-    words = {word for dim in item.expected.dims for word in dim.replace("(", " ").replace(")", " ").split()}
-    return ", ".join(field_text(fit, name) for name in fit.expected.fields if name in words)
-
-
 def _consequence(fit: Fit) -> str:
     return "from_pretrained refuses a tensor of a different size" if fit.is_export else ""
 
 
 def _patterns(items: list[ShapeDifference]) -> str:
-    if len(items) == 1:
-        return ""
-    return first_names(fold_names(item.tensor.fqn for item in items), noun="pattern")
+    return first_names(fold_names(item.tensor.fqn for item in items), noun="pattern") if len(items) > 1 else ""
 
 
 def _shared_doubt(fit: Fit, items: list[ShapeDifference]) -> str:
@@ -232,8 +220,8 @@ def _summary(ckpt: Checkpoint, fit: Fit) -> Finding:
         f"{len(fit.shapes):,} of {plural(compared, 'tensor')} have shapes different from {fit.expected.source}: "
         f"{lead.tensor.fqn} is {shape_text(lead.tensor.global_shape)} instead of {shape_text(lead.expected.shape)}",
         at=Location(lead.tensor, label=f"{ckpt.metadata_file}, compared with {fit.place}"),
-        identity=tuple(item.tensor.fqn for item in fit.shapes[:_MOST]),
-        keys=tuple(item.tensor.fqn for item in fit.shapes[:_MOST]),
+        identity=tuple(item.tensor.fqn for item in fit.shapes[:MOST_KEYS]),
+        keys=tuple(item.tensor.fqn for item in fit.shapes[:MOST_KEYS]),
         confidence="possible" if doubt else "certain",
         why=_consequence(fit),
         notes=(doubt_note(doubt), ("tensors", _patterns(fit.shapes))),

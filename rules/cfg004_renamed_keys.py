@@ -55,8 +55,17 @@ def renamed_keys(ckpt: Checkpoint) -> Iterator[Finding]:
         yield from _wrapped_layers(ckpt)
         return
     unmerged = [key for key in ckpt.tensors if _PARTS.intersection(key.split("."))]
-    if unmerged and not any(map(_declares_adapters, ckpt.config.values)):
-        yield _unmerged(ckpt, unmerged)
+    # `kv_lora_rank` of latent attention declares no adapter.
+    of_lora = [name for name in ckpt.config.values if "lora" in name and not name.endswith("lora_rank")]
+    if unmerged and not of_lora and "auto_map" not in ckpt.config.values:
+        yield Finding(
+            f"{len(unmerged):,} of {len(ckpt.tensors):,} keys belong to an adapter that was not merged into the model",
+            at=Location(label=ckpt.metadata_file),
+            identity=("unmerged",),
+            why="from_pretrained finds no weight for these modules, leaves them untrained and raises no error",
+            notes=(("keys", first_names(fold_names(unmerged), noun="pattern")),),
+            hint="save what merge_and_unload() returns, or save the adapter and its base model separately",
+        )
         return
     fit = config_fit(ckpt)
     if isinstance(fit, Fit):
@@ -71,8 +80,13 @@ def renamed_keys(ckpt: Checkpoint) -> Iterator[Finding]:
             hint="rename the keys to the library's names, or set model_type and architectures for this model",
         )
     else:
-        likely = [*_wrappers_by_count(ckpt)]
-        yield from likely or _wrapped_layers(ckpt)
+        counts = Counter(word for name in ckpt.tensors for word in _wrapper_words(name))
+        word, count = next(iter(counts.most_common(1)), ("", 0))
+        if count > _LEAST * len(ckpt.tensors) and count > 1:
+            first = next(name for name in ckpt.tensors if word in _wrapper_words(name))
+            yield _finding(ckpt, f"{word}.", count, len(ckpt.tensors), ckpt.metadata_file, first, "likely")
+        else:
+            yield from _wrapped_layers(ckpt)
 
 
 def _is_of_transformers(ckpt: Checkpoint) -> bool:
@@ -117,48 +131,18 @@ def _wrapped_layers(ckpt: Checkpoint) -> Iterator[Finding]:
         yield _finding(ckpt, f"{word}.", len(odd), len(ckpt.tensors), ckpt.metadata_file, odd[0], "certain")
 
 
-def _declares_adapters(field: str) -> bool:
-    """Whether a field shows that adapters belong to the model; `kv_lora_rank` of latent attention does not."""
-    return field == "auto_map" or ("lora" in field and not field.endswith("lora_rank"))
-
-
-def _unmerged(ckpt: Checkpoint, keys: list[str]) -> Finding:
-    return Finding(
-        f"{len(keys):,} of {len(ckpt.tensors):,} keys belong to an adapter that was not merged into the model",
-        at=Location(label=ckpt.metadata_file),
-        identity=("unmerged",),
-        why="from_pretrained finds no weight for these modules, leaves them untrained and raises no error",
-        notes=(("keys", first_names(fold_names(keys), noun="pattern")),),
-        hint="save what merge_and_unload() returns, or save the adapter and its base model separately",
-    )
-
-
 def _wrappers_by_model(ckpt: Checkpoint, fit: Fit) -> Iterator[Finding]:
     """Findings on extra words in the stored names, which fit the model's names without them."""
     total = len(fit.pairing.stored) + len(fit.pairing.unknown)
     for words, count in fit.pairing.carried.items():
-        shown = next(
-            (
-                f"{stored} instead of {name}"
-                for name, stored in fit.pairing.stored.items()
-                if stored != name and words in stored
-            ),
-            "",
-        )
+        names = (pair for pair in fit.pairing.stored.items() if pair[0] != pair[1] and words in pair[1])
+        shown = next((f"{stored} instead of {name}" for name, stored in names), "")
         prefix = words.removesuffix(".")
         is_known = prefix in fit.expected.prefixes or (words.count(".") == 1 and not _is_of_transformers(ckpt))
         is_base = prefix not in WRAPPER_WORDS and is_known
         if not is_base or any(name.startswith(words) for name in fit.expected.tensors):
             label = f"{ckpt.metadata_file}, compared with {fit.place}"
             yield _finding(ckpt, words, count, total, label, shown, "likely" if fit.doubt_of(()) else "certain")
-
-
-def _wrappers_by_count(ckpt: Checkpoint) -> Iterator[Finding]:
-    counts = Counter(word for name in ckpt.tensors for word in _wrapper_words(name))
-    for word, count in counts.most_common(1):
-        if count > _LEAST * len(ckpt.tensors) and count > 1:
-            first = next(name for name in ckpt.tensors if word in _wrapper_words(name))
-            yield _finding(ckpt, f"{word}.", count, len(ckpt.tensors), ckpt.metadata_file, first, "likely")
 
 
 def _wrapper_words(name: str) -> frozenset[str]:
@@ -170,7 +154,6 @@ def _wrapper_words(name: str) -> frozenset[str]:
 def _finding(
     ckpt: Checkpoint, words: str, count: int, total: int, label: str, shown: str, confidence: Confidence
 ) -> Finding:
-    """The finding on a word that all or many keys contain."""
     is_twice = words == words[: len(words) // 2] * 2
     which = f"all {total:,} keys contain" if count == total else f"{count:,} of {total:,} keys contain"
     return Finding(

@@ -44,7 +44,9 @@ def dtype_not_of_config(ckpt: Checkpoint) -> Iterator[Finding]:
     for item in other_dtypes(ckpt, fit):
         if item.dtype == "float32" and kept_in_float32(ckpt).issuperset(item.names):
             continue
-        is_double = _has_double_norms(ckpt, item)
+        norms = {name for name in item.names if parse(name).function == "norm"}
+        # SHP002 reports single layers
+        is_double = item.dtype == "float64" and not norms <= {one.param.tensor.fqn for one in dtype_outliers(ckpt)}
         if is_double or item.declared >= _LEAST * implied_bytes(fit):
             yield _finding(ckpt, fit, item, is_double)
     yield from _rounded_biases(ckpt, fit)
@@ -71,14 +73,7 @@ def _rounded_biases(ckpt: Checkpoint, fit: Fit) -> Iterator[Finding]:
     )
 
 
-def _has_double_norms(ckpt: Checkpoint, item: OtherDtype) -> bool:
-    """Whether norms are float64, not counting single layers, which SHP002 reports."""
-    reported = {outlier.param.tensor.fqn for outlier in dtype_outliers(ckpt)}
-    return item.dtype == "float64" and any(parse(n).function == "norm" and n not in reported for n in item.names)
-
-
 def _finding(ckpt: Checkpoint, fit: Fit, item: OtherDtype, is_double: bool) -> Finding:
-    """One finding for each stored dtype that is not the declared one; loud by the bytes that it costs."""
     size = implied_bytes(fit)
     is_loud = (is_double or abs(item.extra) >= _SHARE * size) and not fit.doubt
     names = fold_names(item.names)

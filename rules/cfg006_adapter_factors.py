@@ -64,9 +64,9 @@ def adapter_factors(ckpt: Checkpoint) -> Iterator[Finding]:
     of_modules, is_own_file = set(keys), ckpt.metadata_file.startswith("adapter_model")
     other_keys = [key for key in tensors if is_own_file and key not in of_modules]
     empty = [key for key in (*keys, *other_keys) if 0 in tensors[key].global_shape]
-    shapeless = set(empty)
-    flat = [key for factors in modules for part, key in factors.keys.items() if _is_flat(part, tensors[key])]
-    flat = [key for key in flat if key not in shapeless]
+    bad = set(empty)
+    matrices = [key for factors in modules for part, key in factors.keys.items() if part != "magnitude"]
+    flat = [key for key in matrices if len(tensors[key].global_shape) < 2 and key not in bad]
     if empty:
         yield _shapeless(tensors, empty, len(keys) + len(other_keys), "empty")
     if flat:
@@ -74,7 +74,7 @@ def adapter_factors(ckpt: Checkpoint) -> Iterator[Finding]:
     yield from _lone_factors(modules, tensors)
     namings = [*_two_namings(tensors)]
     yield from namings
-    bad = {*empty, *flat}
+    bad.update(flat)
     sound = [factors for factors in modules if not bad.intersection(factors.keys.values())]
     yield from _wrong_ranks(sound, tensors)
     yield from _wrong_magnitudes(sound, tensors)
@@ -108,12 +108,11 @@ def _zero_factors(payload: PayloadTable, factors: list[Tensor]) -> Iterator[Find
             identity=("untrained",),
             why="the product of the factors is 0: the adapter was not trained, or does nothing",
         )
-    elif (
-        share != 1
-        and share.denominator - share.numerator == 1
-        and len(keys) >= _LEAST
-        and _lacks_rows(payload, by_share[share])
-    ):
+        return
+    # The first or the last row is zero, so that rows are absent and not columns.
+    edges = [payload.edge_zeros[one.chunks.record] >= prod(one.global_shape[1:]) for one in by_share[share]]
+    is_of_ranks = share != 1 and share.denominator - share.numerator == 1
+    if is_of_ranks and len(keys) >= _LEAST and all(edge.any() for edge in edges):
         yield Finding(
             f"{share} of factor B is exactly zero in {len(keys)} of {plural(len(factors), 'module')}",
             at=Location(by_share[share][0]),
@@ -124,17 +123,6 @@ def _zero_factors(payload: PayloadTable, factors: list[Tensor]) -> Iterator[Find
             hint="gather the factors from all ranks of tensor parallelism before saving",
             group=f"zeros {share}",
         )
-
-
-def _lacks_rows(payload: PayloadTable, factors: list[Tensor]) -> bool:
-    """Whether the first or the last row of each factor is all zero, so that rows are absent and not columns."""
-    return all(
-        bool((payload.edge_zeros[factor.chunks.record] >= prod(factor.global_shape[1:])).any()) for factor in factors
-    )
-
-
-def _is_flat(part: Part, tensor: Tensor) -> bool:
-    return part != "magnitude" and len(tensor.global_shape) < 2
 
 
 def _shapeless(tensors: dict[str, Tensor], keys: list[str], total: int, how: str) -> Finding:
@@ -153,15 +141,12 @@ def _shapeless(tensors: dict[str, Tensor], keys: list[str], total: int, how: str
 
 def _lone_factors(modules: list[Factors], tensors: dict[str, Tensor]) -> Iterator[Finding]:
     """Findings on modules with one of the two factors, one for all modules that lack A and one for B."""
-    lacking: dict[Part, list[str]] = {"A": [], "B": []}
-    both = 0
-    for factors in modules:
-        has_a, has_b = "A" in factors.keys, "B" in factors.keys
-        both += has_a and has_b
-        if has_a != has_b:
-            lacking["B" if has_a else "A"].append(factors.keys["A" if has_a else "B"])
-    for part, keys in lacking.items():
-        if keys:
+    both = sum({"A", "B"} <= factors.keys.keys() for factors in modules)
+    parts: tuple[tuple[Part, Part], ...] = (("A", "B"), ("B", "A"))
+    for part, other in parts:
+        lone = [factors.keys for factors in modules if other in factors.keys and part not in factors.keys]
+        if keys := [of_module[other] for of_module in lone]:
+            these = "this module does" if len(keys) == 1 else f"these {len(keys)} modules do"
             yield Finding(
                 f"factor {part} is not stored for {len(keys)} of {plural(both + len(keys), 'module')}",
                 at=Location(tensors[keys[0]]),
@@ -169,9 +154,7 @@ def _lone_factors(modules: list[Factors], tensors: dict[str, Tensor]) -> Iterato
                 keys=tuple(keys),
                 notes=_keys(keys, "stored alone"),
                 why="loading only warns and keeps the initial values: "
-                + (
-                    f"zeros, so {_these(len(keys))} nothing" if part == "B" else "random numbers under a trained factor"
-                ),
+                + (f"zeros, so {these} nothing" if part == "B" else "random numbers under a trained factor"),
                 hint="save again with both, or take the adapter from an earlier step",
                 group=f"alone {part}",
             )
@@ -200,10 +183,6 @@ def _two_namings(tensors: dict[str, Tensor]) -> Iterator[Finding]:
             hint="rename the keys of the fewer modules as the others are, or save again",
             is_apart=True,
         )
-
-
-def _these(count: int) -> str:
-    return "this module does" if count == 1 else f"these {count} modules do"
 
 
 def _wrong_ranks(modules: list[Factors], tensors: dict[str, Tensor]) -> Iterator[Finding]:
@@ -239,12 +218,11 @@ def _against_base(ckpt: Checkpoint, modules: list[Factors], tensors: dict[str, T
         key, rows, columns = f"{factors.base_module}.weight", b.global_shape[0], a.global_shape[1]
         shape = shapes.get(key, ())
         if len(shape) == 2 and (rows, columns) not in (shape, shape[::-1]):
-            side, at, size, wanted = (
-                ("rows", b, rows, shape[0]) if rows not in shape else ("columns", a, columns, shape[1])
-            )
+            is_b = rows not in shape
+            name, side, at, size = ("B", "rows", b, rows) if is_b else ("A", "columns", a, columns)
+            wanted = shape[0 if is_b else 1]
             yield Finding(
-                f"factor {'B' if at is b else 'A'}{{of}} has {size:,} {side}, but the weight in the base model has "
-                f"{wanted:,}",
+                f"factor {name}{{of}} has {size:,} {side}, but the weight in the base model has {wanted:,}",
                 at=Location(at),
                 notes=(("base model", f"{source}: {key} {shape_text(shape)}"),),
                 why="peft stops with a size mismatch"
@@ -355,11 +333,11 @@ def _layer_gaps(ckpt: Checkpoint, modules: list[Factors]) -> Iterator[Finding]:
         # A layer with modules that the others lack is of another kind, and need not have this one.
         is_run = bool(lost) and lost[-1] - lost[0] == len(lost) - 1 and all(roles_of[layer] <= usual for layer in lost)
         if is_run and len(stored) >= _LEAST and _FEW * len(lost) <= len(stored) + len(lost):
-            lead = next(iter(stored.values()))
+            first, lead = next(iter(stored.items()))
             name = role.rpartition("*.")[2]
             yield Finding(
                 f"{name} has no adapter in {numbered('layer', lost)}, but has one in {len(stored)} other layers",
-                at=Location(lead.replace(f".{next(iter(stored))}.", f".{lost[0]}.", 1)),
+                at=Location(lead.replace(f".{first}.", f".{lost[0]}.", 1)),
                 identity=tuple(map(str, lost)),
                 confidence="likely",
                 notes=(("others", f"other modules of {role.rpartition('.')[0]} have one in these layers"),),
@@ -370,5 +348,4 @@ def _layer_gaps(ckpt: Checkpoint, modules: list[Factors]) -> Iterator[Finding]:
 
 
 def _keys(keys: list[str], label: str = "keys") -> tuple[Note, ...]:
-    folded = fold_names(keys)
-    return ((label, first_names(folded)),)
+    return ((label, first_names(fold_names(keys))),)

@@ -63,7 +63,13 @@ def adapter_config(ckpt: Checkpoint) -> Iterator[Finding]:
         raise NotApplicable("no adapter as peft saves them")
     if ckpt.config is None:
         if ckpt.tensors and not any(problem.file == ADAPTER_CONFIG for problem in ckpt.problems):
-            yield _without_config(ckpt)
+            yield Finding(
+                f"{ckpt.metadata_file} is here without {ADAPTER_CONFIG}",
+                at=Location(file=ckpt.metadata_file),
+                identity=(ADAPTER_CONFIG,),
+                why="peft cannot load it, and the factor that scales it (lora_alpha / r) is stored nowhere else",
+                hint="copy it from where the adapter was written",
+            )
         return
     config = read_adapter_config(ckpt.config.values)
     if config.kind != "LORA" or not ckpt.tensors:
@@ -79,9 +85,15 @@ def adapter_config(ckpt: Checkpoint) -> Iterator[Finding]:
     yield from _zero_scale(modules.values(), ckpt, config)
     yield from _wrong_ranks(ckpt, config)
     yield from _magnitudes(ckpt, config)
-    native = _with_native_names(modules)
-    if native:
-        yield _native_finding(native)
+    if native := _with_native_names(modules):
+        yield _finding(
+            f"{plural(len(native), 'module', 'has')} a Megatron-Core name, others in "
+            "the same layers have transformers names",
+            "native",
+            notes=_name_notes("modules", native),
+            why="no model has both, so peft misses one kind, warns, and keeps the initial values",
+            hint="export the adapter again with a key mapping that covers these modules",
+        )
     else:
         yield from _missing_targets(set(modules), config)
         yield from _unlisted_modules(set(modules), config)
@@ -91,16 +103,6 @@ def adapter_config(ckpt: Checkpoint) -> Iterator[Finding]:
         yield from _layer_gaps(modules.values())
     if ckpt.payload is not None:
         yield from _zero_factors(ckpt, ckpt.payload, modules.values())
-
-
-def _without_config(ckpt: Checkpoint) -> Finding:
-    return Finding(
-        f"{ckpt.metadata_file} is here without {ADAPTER_CONFIG}",
-        at=Location(file=ckpt.metadata_file),
-        identity=(ADAPTER_CONFIG,),
-        why="peft cannot load it, and the factor that scales it (lora_alpha / r) is stored nowhere else",
-        hint="copy it from where the adapter was written",
-    )
 
 
 def _wrong_names(ckpt: Checkpoint) -> Iterator[Finding]:
@@ -113,7 +115,7 @@ def _wrong_names(ckpt: Checkpoint) -> Iterator[Finding]:
         yield _finding(
             f"{len(wrapped)} of {plural(len(keys), 'key')} contain {word}., left by a model wrapper",
             word,
-            notes=_name_notes("keys", fold_names(wrapped)),
+            notes=_name_notes("keys", wrapped),
             why="a model without that wrapper has no such keys: peft warns and keeps the initial values",
             hint=f"strip {word}. from the keys, or save the unwrapped model",
         )
@@ -121,7 +123,7 @@ def _wrong_names(ckpt: Checkpoint) -> Iterator[Finding]:
         yield _finding(
             f"no key starts with {PREFIX}",
             PREFIX,
-            notes=_name_notes("keys", fold_names(keys)),
+            notes=_name_notes("keys", keys),
             why="PeftModel.from_pretrained finds none of them, warns, and keeps the initial values",
             hint=f"put {PREFIX} before every key, or save with save_pretrained",
         )
@@ -130,7 +132,7 @@ def _wrong_names(ckpt: Checkpoint) -> Iterator[Finding]:
             f"the name of the adapter ({', '.join(named[:_SHOWN])}) is part of the keys, as in memory",
             "name",
             Severity.WARNING,
-            notes=_name_notes("keys", fold_names(keys)),
+            notes=_name_notes("keys", keys),
             why="peft puts the name there itself: release 0.21 finds the keys only under this name, 0.17 under none; "
             "whatever is not found keeps its initial values",
             hint="strip the name from the keys, or save with save_pretrained",
@@ -144,7 +146,6 @@ def _wrapping(key: str) -> str:
 
 
 def _zero_scale(modules: Iterable[Factors], ckpt: Checkpoint, config: AdapterConfig) -> Iterator[Finding]:
-    """A finding on modules whose factors are multiplied by 0."""
     # A configuration may set lora_alpha to 0 and give each module its own by alpha_pattern, which is no fault.
     ranks = {f.module: ckpt.tensors[f.keys["A"]].global_shape[:1] for f in modules if "A" in f.keys}
     nothing = [module for module, rank in ranks.items() if rank and config.scale_of(module, rank[0]) == 0]
@@ -152,7 +153,7 @@ def _zero_scale(modules: Iterable[Factors], ckpt: Checkpoint, config: AdapterCon
         yield _finding(
             f"lora_alpha is 0 for {len(nothing)} of {plural(len(ranks), 'module')}",
             "lora_alpha",
-            notes=_name_notes("modules", fold_names(nothing)),
+            notes=_name_notes("modules", nothing),
             why="peft multiplies the factors by lora_alpha / r, so the adapter does nothing",
             hint=f"set lora_alpha in {ADAPTER_CONFIG} to the value of the run",
         )
@@ -177,17 +178,6 @@ def _module_name(module: str) -> str:
     return module.rpartition(".")[2]
 
 
-def _native_finding(modules: list[str]) -> Finding:
-    return _finding(
-        f"{plural(len(modules), 'module', 'has')} a Megatron-Core name, others in "
-        "the same layers have transformers names",
-        "native",
-        notes=_name_notes("modules", fold_names(modules)),
-        why="no model has both, so peft misses one kind, warns, and keeps the initial values",
-        hint="export the adapter again with a key mapping that covers these modules",
-    )
-
-
 def _missing_layers(modules: Iterable[str], config: ModelConfig) -> Iterator[Finding]:
     """A finding if the attention adapters are those of one run of layers, and the base model has more."""
     from ckptlint.architecture.huggingface import is_known_model
@@ -201,8 +191,7 @@ def _missing_layers(modules: Iterable[str], config: ModelConfig) -> Iterator[Fin
         if key.layer is not None and key.function in _ATTENTION:
             blocks[key.block].add(key.layer)
     stored = next(iter(blocks.values())) if len(blocks) == 1 else set()
-    is_run = bool(stored) and max(stored) - min(stored) < len(stored) < total and max(stored) < total
-    if is_run:
+    if stored and max(stored) - min(stored) < len(stored) < total and max(stored) < total:
         yield _finding(
             f"adapters are stored for {numbered('layer', stored)}, but the base model has {total} layers",
             "layers",
@@ -213,7 +202,6 @@ def _missing_layers(modules: Iterable[str], config: ModelConfig) -> Iterator[Fin
 
 
 def _wrong_ranks(ckpt: Checkpoint, config: AdapterConfig) -> Iterator[Finding]:
-    """Findings on modules whose rank differs from the declared one, one for each pair of ranks."""
     odd: dict[tuple[int, tuple[int, ...]], list[str]] = {}
     for factors in factors_of(ckpt.tensors):
         shape = ckpt.tensors[factors.keys["A"]].global_shape if "A" in factors.keys else ()
@@ -232,7 +220,7 @@ def _wrong_ranks(ckpt: Checkpoint, config: AdapterConfig) -> Iterator[Finding]:
             at=Location(ckpt.tensors[keys[0]]),
             notes=(
                 ("declared", f"r {config.rank}, rank_pattern of {plural(len(config.ranks), 'name')}"),
-                *_name_notes("keys", fold_names(keys)),
+                *_name_notes("keys", keys),
             ),
             why="peft builds the adapter with the declared rank and stops with a size mismatch",
             hint=f"set r or rank_pattern and lora_alpha in {ADAPTER_CONFIG} to the values of the run",
@@ -240,7 +228,6 @@ def _wrong_ranks(ckpt: Checkpoint, config: AdapterConfig) -> Iterator[Finding]:
 
 
 def _magnitudes(ckpt: Checkpoint, config: AdapterConfig) -> Iterator[Finding]:
-    """Findings if DoRA lacks magnitudes, or plain LoRA has some."""
     modules = [f for f in factors_of(ckpt.tensors) if not config.ranks_of_experts(f.module)]
     with_one = [f for f in modules if "magnitude" in f.keys]
     if config.magnitudes and len(with_one) < len(modules):
@@ -248,7 +235,7 @@ def _magnitudes(ckpt: Checkpoint, config: AdapterConfig) -> Iterator[Finding]:
         yield _finding(
             f"use_dora is true, but {len(keys)} of {plural(len(modules), 'module')} have no magnitude vector",
             "magnitude",
-            notes=_name_notes("modules", fold_names(keys)),
+            notes=_name_notes("modules", keys),
             why="peft warns and uses the norms of the base model instead of the trained magnitudes",
             hint="save again with save_pretrained",
         )
@@ -271,14 +258,13 @@ def _missing_targets(modules: set[str], config: AdapterConfig) -> Iterator[Findi
     lost = [name for name in lost if config.exclusion_of(name) != "all"]
     not_excluded = [name for name in lost if not config.exclusion_of(name)]
     proven = {name for name in not_excluded if _PROVEN_BY.get(name, frozenset()) & stored or _has_number(name)}
-    surely, perhaps = [n for n in lost if n in proven], [n for n in lost if n not in proven]
-    for names, severity in ((surely, Severity.WARNING), (perhaps, Severity.INFO)):
-        if names:
-            is_sure, them = severity is Severity.WARNING, "it" if len(names) == 1 else "them"
+    for is_sure in (True, False):
+        if names := [name for name in lost if (name in proven) == is_sure]:
+            them = "it" if len(names) == 1 else "them"
             yield _finding(
                 f"target_modules names {_quoted(names)}, but no adapter for {them} is stored",
                 "target_modules",
-                severity,
+                Severity.WARNING if is_sure else Severity.INFO,
                 why="peft warns that the keys are missing and keeps the initial values: the adapter does nothing there"
                 if is_sure
                 else "the base model may have no such module; if it has one, its adapter is lost",
@@ -287,14 +273,13 @@ def _missing_targets(modules: set[str], config: AdapterConfig) -> Iterator[Findi
 
 
 def _unlisted_modules(modules: set[str], config: AdapterConfig) -> Iterator[Finding]:
-    """A finding on modules with factors that match no name in the list `target_modules`."""
     targets = set(() if config.parameters else config.targets)
     odd = [module for module in modules if targets and targets.isdisjoint(endings(module))]
     if odd:
         yield _finding(
             f"target_modules lists none of {plural(len(odd), 'module')} with factors",
             "untargeted",
-            notes=_name_notes("modules", fold_names(sorted(odd))),
+            notes=_name_notes("modules", sorted(odd)),
             why="peft builds no adapter there and ignores the factors, so the adapter does nothing there",
             hint=f"add them to target_modules in {ADAPTER_CONFIG}",
         )
@@ -328,7 +313,6 @@ def _layer_gaps(modules: Iterable[Factors]) -> Iterator[Finding]:
 
 
 def _zero_factors(ckpt: Checkpoint, payload: PayloadTable, modules: Iterable[Factors]) -> Iterator[Finding]:
-    """A finding on factors B that hold only zeros although they were trained."""
     # peft initialises B with zeros and A at random, so zeros in B are normal before training. They are a loss if most
     # other factors B were trained, if the step is above 1 (a warm-up begins at a rate of 0), or if A is zero too, which
     # no initialisation gives.
@@ -348,7 +332,7 @@ def _zero_factors(ckpt: Checkpoint, payload: PayloadTable, modules: Iterable[Fac
             "zeros",
             Severity.WARNING,
             at=Location(keys[0]),
-            notes=_name_notes("keys", fold_names(keys)),
+            notes=_name_notes("keys", keys),
             why="the product of the factors is 0: the adapter does nothing there"
             + ", and no gradient ever reaches it" * bool(dead),
             hint="see whether the optimizer had these parameters, and whether they were gathered before the save",
@@ -407,8 +391,8 @@ def _finding(
     )
 
 
-def _name_notes(label: str, texts: list[str]) -> tuple[Note, ...]:
-    return ((label, first_names(texts, _SHOWN)),)
+def _name_notes(label: str, names: Iterable[str]) -> tuple[Note, ...]:
+    return ((label, first_names(fold_names(names), _SHOWN)),)
 
 
 def _quoted(names: list[str]) -> str:

@@ -77,10 +77,7 @@ def token_ids(ckpt: Checkpoint) -> Iterator[Finding]:
             severity=None if is_set else Severity.INFO,
             notes=(
                 ("tokens", first_names(f"{token[:_LONGEST]} {number}" for number, token in sorted(tokens.items()))),
-                (
-                    "special",
-                    first_names(f"{name} {number}" for number, names in sorted(special.items()) for name in names),
-                ),
+                ("special", first_names(f"{name} {n}" for n, names in sorted(special.items()) for name in names)),
             ),
             hint="resize the embedding to the tokenizer and train the new rows, or take the tokenizer of this model"
             if tokens

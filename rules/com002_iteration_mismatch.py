@@ -6,14 +6,13 @@ from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from ckptlint.analysis.ranks.numbered_files import is_one_of_several
-from ckptlint.model import Checkpoint, RunFolder, StepClaim, StepFile
-from ckptlint.model.text import first_names, join_words
+from ckptlint.model import Checkpoint, RunFolder, StepClaim
+from ckptlint.model.text import first_names, join_words, verb
 from ckptlint.patterns import lazy_pattern
-from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
+from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, require, rule
 from ckptlint.vocabulary.frameworks import world
 
 _NUMBERS = lazy_pattern(r"\d+")
-_TRAIN_STATE = "train_state.pt"
 
 
 @rule("COM002", "iteration-mismatch", Severity.ERROR)
@@ -56,10 +55,19 @@ def iteration_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
     iterations = _stored_iterations(ckpt, run)
     if run and run.tracker is None and run.prefix != "iter_" and not claims and not trainer_states:
         raise NotApplicable("nothing but the folder's name says which step this is")
-    counters = [_trainer_counter(file) for file in trainer_states]
+    counters = []
+    for file in trainer_states:
+        hint = f"rename the folder to checkpoint-{file.step}, or restore the {file.name} of its step"
+        because = "the Trainer writes both from one counter"
+        counters.append(_Counter(file.name, file.step or 0, Severity.WARNING, hint, because))
     if run is not None:
-        counters += [_iteration_counter(run, *item) for item in iterations if run.prefix == "iter_"]
-        counters += [_claim_counter(ckpt, run, claim) for claim in claims]
+        for source, iteration in iterations if run.prefix == "iter_" else ():
+            hint = f"if the content is right, rename the folder to {run.folder_of(iteration)}; otherwise restore the "
+            counters.append(_Counter(source, iteration, Severity.ERROR, f"{hint}{source} of step {run.step}"))
+        for claim in claims:
+            level, because = _level(ckpt, run, claim)
+            hint = f"compare this folder with step {claim.step} before you resume"
+            counters.append(_Counter(claim.source, claim.step, level, hint, because))
     folder = run.step if run is not None else next((file.folder_step for file in trainer_states), None)
     notes = _number_notes(run, iterations[0][1] if iterations else None) if run is not None else ()
     yield from _contradiction(ckpt, folder, counters, notes if iterations else ())
@@ -68,25 +76,24 @@ def iteration_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def _tracker_findings(run: RunFolder, tracker: int | Literal["release"], notes: tuple[Note, ...]) -> Iterator[Finding]:
-    """Findings on the step that the tracker names; they belong to the run, not to this step."""
     target, newest = tracker if tracker == "release" else f"step {tracker}", run.newest_complete
-    finding = Finding("", at=Location(file=run.tracker_file), notes=notes, of_run=True)
+    at, names = Location(file=run.tracker_file), f"{run.tracker_file} names {target}"
+    finding = Finding("", at=at, notes=notes, of_run=True)
     resume = "copy the step back" if newest is None else run.tracking(newest)
     if run.tracked == "absent":
         # A tracker names its step only after the save, so an absent step was lost. Where one step is all there is,
         # it was more probably copied out of the run together with the tracker, and nothing is lost here.
-        alone = len(run.steps) == 1
         yield replace(
             finding,
-            message=f"{run.tracker_file} names {target}, which does not exist",
+            message=f"{names}, which does not exist",
             identity=("tracked", str(tracker)),
-            severity=Severity.WARNING if alone else None,
+            severity=Severity.WARNING if len(run.steps) == 1 else None,
             hint=f"{resume} to resume from this step, or restore {run.folder_of(tracker)}",
         )
     elif run.tracked == "unfinished" and tracker != run.step:
         yield replace(
             finding,
-            message=f"{run.tracker_file} names {target}, whose save did not finish",
+            message=f"{names}, whose save did not finish",
             identity=("unfinished", str(tracker)),
             hint=f"{resume}, the newest finished step",
         )
@@ -94,7 +101,7 @@ def _tracker_findings(run: RunFolder, tracker: int | Literal["release"], notes: 
     elif tracker != "release" and tracker < run.step == newest:
         yield replace(
             finding,
-            message=f"{run.tracker_file} names step {tracker}, but step {run.step} is newer and finished",
+            message=f"{names}, but step {run.step} is newer and finished",
             identity=("newer", str(tracker)),
             severity=Severity.INFO,
             why=f"a resume starts from step {tracker} and repeats the training since then",
@@ -104,7 +111,7 @@ def _tracker_findings(run: RunFolder, tracker: int | Literal["release"], notes: 
 
 def _stored_iterations(ckpt: Checkpoint, run: RunFolder | None) -> list[tuple[str, int]]:
     """(file, iteration) for each iteration that the step itself stores, the common state's first."""
-    iterations = [] if run is None or run.saved is None else [(_TRAIN_STATE, run.saved)]
+    iterations = [] if run is None or run.saved is None else [("train_state.pt", run.saved)]
     value = ckpt.common_value("iteration")
     if ckpt.common is not None and isinstance(value, int) and not isinstance(value, bool):
         iterations.insert(0, (ckpt.common.source, value))
@@ -113,35 +120,23 @@ def _stored_iterations(ckpt: Checkpoint, run: RunFolder | None) -> list[tuple[st
 
 def _number_notes(run: RunFolder, stored: int | None) -> tuple[Note, ...]:
     states = {"unfinished": ", which is not complete", "absent": ", which does not exist"}
-    shown = [str(step) for step in run.steps[-8:]]
-    steps = ", ".join((["..."] if len(run.steps) > 8 else []) + shown)
+    steps = ", ".join(["..."] * (len(run.steps) > 8) + [str(step) for step in run.steps[-8:]])
     sentences = [f"the folder is step {run.step}"]
     sentences += [f"the common state says {stored}"] if stored is not None else []
     if run.tracker is not None:
         sentences.append(f"the tracker points to {run.tracker}{states.get(run.tracked, '')}")
     newest = "none" if run.newest_complete is None else str(run.newest_complete)
-    return (
-        ("numbers", join_words(sentences)),
-        ("steps", f"{steps or run.step}; newest finished {newest}"),
-    )
-
-
-# ---------------------------------------------------------------- what counts steps
+    return ("numbers", join_words(sentences)), ("steps", f"{steps or run.step}; newest finished {newest}")
 
 
 class _Counter(NamedTuple):
-    """A step number that is stored inside the step.
-
-    Attributes:
-        level: severity if it differs from the folder's number; None if it may count something else than steps.
-        because: why it must equal the folder's number; "" where the message says enough.
-    """
+    """A step number that is stored inside the step."""
 
     source: str
     step: int
-    level: Severity | None
+    level: Severity | None  # if it differs from the folder's number; None if it may count something else than steps
     hint: str
-    because: str = ""
+    because: str = ""  # why it must equal the folder's number, where the message does not say enough
 
 
 def _contradiction(
@@ -156,7 +151,6 @@ def _contradiction(
     for counter in counters:
         sources_of[counter.step].append(counter.source)
     steps = [f"{step}: {first_names(dict.fromkeys(sources))}" for step, sources in sorted(sources_of.items())]
-    counter_notes = (("because", lead.because), ("counters", "; ".join(steps) if steps[1:] else ""))
     is_file = any(file.name == lead.source for file in ckpt.step_files)
     yield Finding(
         f"the folder is named for step {folder}, but {lead.source} says step {lead.step}",
@@ -164,25 +158,9 @@ def _contradiction(
         identity=("step", str(lead.step)),
         severity=lead.level,
         why="a resume picks the step by its folder name, and continues counting from the number inside",
-        notes=tuple(note for note in counter_notes if note[1]) + notes,
+        notes=(("because", lead.because), ("counters", "; ".join(steps) if steps[1:] else ""), *notes),
         hint=lead.hint,
     )
-
-
-def _trainer_counter(file: StepFile) -> _Counter:
-    hint = f"rename the folder to checkpoint-{file.step}, or restore the {file.name} of its step"
-    return _Counter(file.name, file.step or 0, Severity.WARNING, hint, "the Trainer writes both from one counter")
-
-
-def _iteration_counter(run: RunFolder, source: str, iteration: int) -> _Counter:
-    hint = f"if the content is right, rename the folder to {run.folder_of(iteration)}; otherwise restore the "
-    return _Counter(source, iteration, Severity.ERROR, f"{hint}{source} of step {run.step}")
-
-
-def _claim_counter(ckpt: Checkpoint, run: RunFolder, claim: StepClaim) -> _Counter:
-    hint = f"compare this folder with step {claim.step} before you resume"
-    level, because = _level(ckpt, run, claim)
-    return _Counter(claim.source, claim.step, level, hint, because)
 
 
 def _claims(ckpt: Checkpoint) -> list[StepClaim]:
@@ -201,9 +179,9 @@ def _rank_disagreements(claims: list[StepClaim]) -> Iterator[Finding]:
         # right, and the later step of two with as many files.
         most, *others = sorted(steps, key=lambda step: (-len(steps[step]), -step))
         for step in others:
-            verb = "says" if len(steps[step]) == 1 else "say"
+            claims_it = f"{join_words(steps[step])} {verb(len(steps[step]), 'says')} step {step}"
             yield Finding(
-                f"{join_words(steps[step])} {verb} step {step}, but {join_words(steps[most])} step {most}",
+                f"{claims_it}, but {join_words(steps[most])} step {most}",
                 at=Location(file=steps[step][0]),
                 identity=("ranks", str(step)),
                 severity=Severity.WARNING,
@@ -226,13 +204,10 @@ def _level(ckpt: Checkpoint, run: RunFolder, claim: StepClaim) -> tuple[Severity
     if claim.step not in run.steps or claim.step == run.step:
         return None, ""
     before = ckpt.before
-    if before is not None and before.run is not None and "last_epoch" not in claim.source:
-        # It counted steps in the step before, and has not moved since: the value of that save was stored again.
-        # `last_epoch` is excluded: a scheduler that starts anew may reach the number of an earlier step by itself.
-        is_stale = claim.step == before.run.step and claim in _claims(before)
-        if is_stale:
-            return Severity.WARNING, f"in {run.folder_of(claim.step)} the same counter matches the folder"
-    return (
-        Severity.INFO,
-        f"{run.folder_of(claim.step)} is another step of the run; this counter may count something else",
-    )
+    # It counted steps in the step before, and has not moved since: the value of that save was stored again.
+    # `last_epoch` is excluded: a scheduler that starts anew may reach the number of an earlier step by itself.
+    is_step_before = before is not None and before.run is not None and claim.step == before.run.step
+    if is_step_before and "last_epoch" not in claim.source and claim in _claims(require(before)):
+        return Severity.WARNING, f"in {run.folder_of(claim.step)} the same counter matches the folder"
+    because = f"{run.folder_of(claim.step)} is another step of the run; this counter may count something else"
+    return Severity.INFO, because

@@ -65,14 +65,14 @@ def sharding_type_vs_keys(ckpt: Checkpoint) -> Iterator[Finding]:
         if wanted is None or forms[name].get(wanted):
             continue
         stored, count = max(forms[name].items(), key=lambda item: item[1])
+        file = places[0].partition(": ")[0]
+        if file == "content_metadata":
+            file = ckpt.common.source if ckpt.common is not None else ""
         of = f" of mimo.{name}" if name else ""
         fitting = " or ".join(kind for kind, form in _FORMS.items() if form == stored)
         yield Finding(
             f"sharding type {declared_type}{of} needs keys {_WORDS[wanted]}, but all {count:,} are {_WORDS[stored]}",
-            at=Location(
-                file=places[0].partition(": ")[0] if places[0] != "content_metadata" else _source(ckpt),
-                label=", ".join(places[:4]),
-            ),
+            at=Location(file=file, label=", ".join(places[:4])),
             identity=(declared_type, name),
             notes=(("keys", ", ".join(f"{_WORDS[form]}: {forms[name].get(form, 0):,}" for form in (wanted, stored))),),
             hint=f"set the type to {fitting}, which matches these keys, and load again",
@@ -92,7 +92,3 @@ def _forms(ckpt: Checkpoint) -> dict[str, dict[_Form, int]]:
         if group is not None and group[2] == "param_state":
             counts[optimizer_module(group[0]).name]["one object"] += len(rows)
     return counts
-
-
-def _source(ckpt: Checkpoint) -> str:
-    return ckpt.common.source if ckpt.common is not None else ""

@@ -53,12 +53,8 @@ def optimizer_module_record(ckpt: Checkpoint) -> Iterator[Finding]:
         kind: [record.module for record in optimizer_records(ckpt) if record.kind == kind] for kind in _WORDS
     }
     for module, tensors in optimizers.items():
-        lost = [
-            kind
-            for kind in _WORDS
-            if (kind == "param_groups" or _is_distributed(ckpt, module, kept[kind]))
-            and not any(owner.covers(module) for owner in kept[kind])
-        ]
+        absent = [kind for kind in _WORDS if not any(owner.covers(module) for owner in kept[kind])]
+        lost = [kind for kind in absent if kind == "param_groups" or _is_distributed(ckpt, module, kept[kind])]
         if not lost:
             continue
         of = f" of {module.title}" if module.title else ""
@@ -109,33 +105,24 @@ def _is_distributed(ckpt: Checkpoint, module: Module, types: list[Module]) -> bo
     """
     if not module.chain and (types or "distrib_optim_sharding_type" in content_metadata(ckpt)):
         return True
-    inventory = inventory_of(ckpt)
-    return any(optimizer_module(bucket.chain) == module for bucket in inventory.buckets) or any(
-        state.what == "param" and optimizer_module(state.chain) == module for state in inventory.states
-    )
+    chains = [bucket.chain for bucket in inventory_of(ckpt).buckets]
+    chains += [state.chain for state in inventory_of(ckpt).states if state.what == "param"]
+    return any(optimizer_module(chain) == module for chain in chains)
 
 
 def _notes(ckpt: Checkpoint, lost: list[RecordKind], kept: dict[RecordKind, list[Module]]) -> tuple[Note, ...]:
-    """Notes on the contents of the common state, and on the optimizers that have the records."""
     common = require(ckpt.common)
-    optimizer = common.values.get("optimizer")
+    optimizer, there = common.values.get("optimizer"), "it has no key optimizer"
     if isinstance(optimizer, dict):
         there = f"below its key optimizer: {', '.join(map(str, list(optimizer)[:6])) or 'nothing'}"
-    else:
-        there = "it has no key optimizer"
-    notes: list[Note] = [(common.source, there)]
-    for kind in lost:
-        owners = sorted({owner.title or "an optimizer without a name" for owner in kept[kind]})
-        if owners:
-            notes.append((kind, f"stored for {', '.join(owners[:6])}"))
-    return tuple(notes)
+    names = {kind: sorted({owner.title or "an optimizer without a name" for owner in kept[kind]}) for kind in lost}
+    stored = [(kind, f"stored for {', '.join(owners[:6])}") for kind, owners in names.items() if owners]
+    return (common.source, there), *stored
 
 
 def _hint(ckpt: Checkpoint, lost: list[RecordKind]) -> str:
     declared = content_metadata(ckpt).get("distrib_optim_sharding_type")
     if lost == ["param_state_sharding_type"] and isinstance(declared, str):
         return f"put {printable(declared)}, which content_metadata declares, into the common state beside param_groups"
-    return (
-        "take the values from another step of the same job, or load without the optimizer (no_load_optim), "
-        "which starts with fresh moments"
-    )
+    values = "take the values from another step of the same job"
+    return f"{values}, or load without the optimizer (no_load_optim), which starts with fresh moments"

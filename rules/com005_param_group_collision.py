@@ -32,10 +32,11 @@ def param_group_collision(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         megatron.core.optimizer.optimizer.MegatronOptimizer._filter_and_reorder_param_groups
     """
-    lists = [
-        record for record in optimizer_records(ckpt) if record.kind == "param_groups" and isinstance(record.value, list)
-    ]
-    identified = [(record, groups) for record in lists if (groups := _identified(record.value))]
+    identified = []
+    for record in optimizer_records(ckpt):
+        if record.kind == "param_groups" and isinstance(record.value, list):
+            groups = {number: group for number, group in enumerate(record.value) if _is_identified(group)}
+            identified += [(record, groups)] if groups else []
     if not identified:
         raise NotApplicable("no parameter groups of Megatron-Core were found")
     for record, groups in identified:
@@ -66,13 +67,8 @@ def param_group_collision(ckpt: Checkpoint) -> Iterator[Finding]:
             )
 
 
-def _identified(groups: list[Any]) -> dict[int, dict[Any, Any]]:
-    """Number -> group, for groups that have all fields that identify a group."""
-    return {
-        number: group
-        for number, group in enumerate(groups)
-        if isinstance(group, dict) and all(is_scalar(group.get(name)) for name in _IDENTITY)
-    }
+def _is_identified(group: Any) -> bool:
+    return isinstance(group, dict) and all(is_scalar(group.get(name)) for name in _IDENTITY)
 
 
 def _value(group: dict[Any, Any], name: str) -> Any:

@@ -44,14 +44,13 @@ def runtime_state_in_common(ckpt: Checkpoint) -> Iterator[Finding]:
             for path, size in _walk(str(top), value, 0):
                 by_role.setdefault(role(path), []).append((printable(path), size))
     for members in by_role.values():
-        path, sizes = members[0][0], [size for _, size in members]
-        known = [size for size in sizes if size is not None]
+        path, known = members[0][0], [size for _, size in members if size is not None]
         what = f"{path} is" if len(members) == 1 else f"{len(members):,} values like {path} are"
         yield Finding(
             f"{what} in the common state, which every rank restores",
             at=Location(file=ckpt.common.source, label=f"{ckpt.common.source}: {path}"),
             identity=(role(path),),
-            notes=(("size", f"{sum(known):,} bytes"),) if known else (),
+            notes=(("size", f"{sum(known):,} bytes" if known else ""),),
         )
     arguments = attributes(ckpt.common.values.get("args"))
     present = [name for name in _RUNTIME_ARGS if arguments.get(name) is not None]

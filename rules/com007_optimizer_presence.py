@@ -38,7 +38,9 @@ def optimizer_presence(ckpt: Checkpoint) -> Iterator[Finding]:
     promised = saved if saved is not None else not not_saved
     names = chain(ckpt.tensors, ckpt.objects.keys, (entry.fqn for entry in ckpt.byte_objects))
     keys = [fqn for fqn in names if parse(fqn).kind == "optimizer"]
-    if bool(keys) == promised or (promised and _is_export(ckpt)):
+    # such a folder holds only weights by design
+    is_first = PurePath(ckpt.path).name == "release" or ckpt.common_value("iteration") == 0
+    if bool(keys) == promised or (promised and (is_first or flag(ckpt.declared, "finetune") is True)):
         return
     source = declared[name].source
     value = declared[name].value
@@ -53,9 +55,3 @@ def optimizer_presence(ckpt: Checkpoint) -> Iterator[Finding]:
         if keys
         else "load with finetune or no_load_optim if you only want the weights",
     )
-
-
-def _is_export(ckpt: Checkpoint) -> bool:
-    """Whether a folder like this holds only weights by design."""
-    is_first = ckpt.common_value("iteration") == 0
-    return PurePath(ckpt.path).name == "release" or is_first or flag(ckpt.declared, "finetune") is True

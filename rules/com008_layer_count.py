@@ -7,7 +7,7 @@ from ckptlint.analysis.fit.judgement import foreign_sizes, has_known_config
 from ckptlint.analysis.fit.trusted_config import Contradiction, LayerCount, contradictions, is_defined, layer_counts
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import gaps, ranges
-from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
+from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 from ckptlint.vocabulary.mesh import axes_of_size
 
 _MODEL_SIZES = ("layers", "hidden", "experts")
@@ -54,21 +54,19 @@ def layer_count(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def _finding(ckpt: Checkpoint, count: LayerCount) -> Finding:
-    """The finding on a number of layers that is not the declared one."""
     declared = int(count.declared.value)
-    notes: list[Note] = []
+    stages = layers = share = ""
     if count.stages:
-        notes.append(("stages", f"{', '.join(map(str, count.stages))} layers under {len(count.stages)} prefixes"))
+        stages = f"{', '.join(map(str, count.stages))} layers under {len(count.stages)} prefixes"
     elif count.numbers:
         lost = gaps(count.numbers, declared)
-        notes.append(("layers", f"{ranges(count.numbers)} stored" + (f", {lost} missing" if lost else "")))
+        layers = f"{ranges(count.numbers)} stored" + (f", {lost} missing" if lost else "")
     else:
-        notes.append(("layers", f"{count.found} stacked on dim 0 of {count.lead.key.fqn}"))
+        layers = f"{count.found} stacked on dim 0 of {count.lead.key.fqn}"
     ratio = Fraction(count.found, declared)
     axes = axes_of_size(ckpt.topology, ratio.denominator) if ratio.numerator == 1 else []
     if ratio.numerator == 1 and ratio.denominator > 1:
-        equal = " = ".join(f"1/{axis}" for axis in axes)
-        notes.append(("ratio", f"{count.found}/{declared} = {ratio}" + (f" = {equal}" if axes else "")))
+        share = " = ".join([f"{count.found}/{declared}", f"{ratio}", *(f"1/{axis}" for axis in axes)])
     if "pp" in axes:
         hint = "number layers across all stages and save again: each pipeline stage probably started at 0"
     elif count.found < declared:
@@ -86,7 +84,7 @@ def _finding(ckpt: Checkpoint, count: LayerCount) -> Finding:
         at=Location(count.block, label=ckpt.metadata_file),
         severity=Severity.INFO if not is_certain else Severity.WARNING if count.found > declared else None,
         why=why,
-        notes=tuple(notes),
+        notes=(("stages", stages), ("layers", layers), ("ratio", share)),
         hint=hint,
         inferred_from=f"the {'numbers in the keys' if count.numbers or count.stages else 'shapes'} of {count.block}",
         kind="one stage" if "pp" in axes else "",

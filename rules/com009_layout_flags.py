@@ -35,7 +35,16 @@ def layout_flags(ckpt: Checkpoint) -> Iterator[Finding]:
     yield from _backend(ckpt)
     if not ckpt.is_torch_dist:
         raise NotApplicable("only Megatron-Core's torch_dist declares its layout")
-    yield from _flattened(ckpt)
+    if flattened := [tensor for tensor in ckpt.sound_tensors() if tensor.is_flattened]:
+        yield Finding(
+            f"{len(flattened):,} optimizer states are stored flattened; Megatron-Core reads these up to version 0.15",
+            at=Location(file=ckpt.metadata_file),
+            identity=("flattened",),
+            severity=Severity.INFO,
+            why="later versions refuse flattened_range, so they cannot resume the optimizer",
+            notes=(("keys", flattened[0].fqn),),
+            hint="resume once with Megatron-Core 0.15 and save as fully_reshardable to carry the moments over",
+        )
     flags = content_metadata(ckpt)
     inventory = inventory_of(ckpt)
     halves = [p.key.fqn for p in inventory.params if p.key.component in ("w", "v")]
@@ -93,21 +102,6 @@ def _backend(ckpt: Checkpoint) -> Iterator[Finding]:
     )
 
 
-def _flattened(ckpt: Checkpoint) -> Iterator[Finding]:
-    flattened = [tensor for tensor in ckpt.sound_tensors() if tensor.is_flattened]
-    if flattened:
-        yield Finding(
-            f"{len(flattened):,} optimizer states are stored flattened; Megatron-Core reads these up to version 0.15",
-            at=Location(file=ckpt.metadata_file),
-            identity=("flattened",),
-            severity=Severity.INFO,
-            why="later versions refuse flattened_range, so they cannot resume the optimizer",
-            notes=(("keys", flattened[0].fqn),),
-            hint="resume once with Megatron-Core 0.15 and save as fully_reshardable to carry the moments over",
-        )
-
-
 def _chains(ckpt: Checkpoint) -> int:
-    """How many chains the common state's optimizer has."""
     optimizer = ckpt.common_value("optimizer")
     return sum(str(key).isdecimal() for key in optimizer) if isinstance(optimizer, dict) else 0

@@ -6,7 +6,7 @@ from ckptlint.analysis.fit.judgement import judged_shapes
 from ckptlint.analysis.fit.trusted_config import is_defined, main_params, number, trusted, trusted_topology
 from ckptlint.analysis.optimizer.inventory import Param
 from ckptlint.model import Checkpoint
-from ckptlint.rule import Confidence, Finding, Location, NotApplicable, Note, Severity, rule
+from ckptlint.rule import Confidence, Finding, Location, NotApplicable, Severity, rule
 from ckptlint.vocabulary.dtypes import FLOATS
 
 _TABLES = frozenset({"word_embeddings", "embed_tokens", "tok_embeddings", "wte", "output_layer", "lm_head"})
@@ -59,7 +59,10 @@ def _against_declared(ckpt: Checkpoint, tables: list[Param]) -> Iterator[Finding
     base = padded or _rounded(vocab or 0, (divisor or 1) * tp)
     for param in tables:
         rows = param.own_shape[0]
-        if rows not in (vocab, base, *_module_vocabularies(ckpt, param)) and not _is_rounded(rows, vocab, divisor):
+        # padding for some tensor-parallel size explains the rows
+        padding = range(1, _TP_LIMIT + 1) if vocab is not None and divisor is not None else ()
+        is_padded = any(rows == _rounded(vocab or 0, (divisor or 0) * size) for size in padding)
+        if rows not in (vocab, base, *_module_vocabularies(ckpt, param)) and not is_padded:
             yield from _row_findings(ckpt, param, rows, base, tp, padded is not None)
 
 
@@ -100,54 +103,31 @@ def _row_findings(ckpt: Checkpoint, param: Param, rows: int, base: int, tp: int,
     """Findings on a number of rows that is not declared: copies, one rank's part, or too much padding."""
     # Up to a few thousand rows, or 1/16, above the padded size are tokens that somebody added, which is no fault.
     what = "the padded vocabulary" if is_padded else "the vocabulary"
-    if rows % base == 0:
-        times = rows // base
-        twice = times == tp
-        yield _finding(
-            ckpt,
-            param,
-            f"{rows:,} rows{{of}} are {times} times {what} of {base:,}" + (f", and TP is {tp}" if twice else ""),
-            confidence="certain" if twice else "likely",
-            tp=tp,
-            hint="declare the padded size once, as the global size: it was multiplied by TP a second time"
-            if twice
-            else "find out which size the writer declared for this table",
-        )
+    times, hint = f"{rows // base} times {what} of {base:,}", ""
+    confidence: Confidence = "likely"
+    if rows == base * tp:
+        times, confidence = f"{times}, and TP is {tp}", "certain"
+        hint = "declare the padded size once, as the global size: it was multiplied by TP a second time"
+    elif rows % base == 0:
+        hint = "find out which size the writer declared for this table"
     elif tp > 1 and rows * tp == base:
-        yield _finding(
-            ckpt,
-            param,
-            f"{rows:,} rows{{of}} are 1/{tp} of {what} of {base:,}, and TP is {tp}",
-            confidence="likely",
-            tp=tp,
-            hint="declare the tensor-parallel axis and save again: one rank's rows were declared as the whole table",
-        )
+        times = f"1/{tp} of {what} of {base:,}, and TP is {tp}"
+        hint = "declare the tensor-parallel axis and save again: one rank's rows were declared as the whole table"
     elif rows - base > max(_ADDED_TOKENS, base // 16):
-        yield _finding(
-            ckpt,
-            param,
-            f"{rows:,} rows{{of}} are {rows - base:,} more than {what} of {base:,}",
-            confidence="possible",
-            tp=tp,
-            hint="",
-        )
-
-
-def _finding(ckpt: Checkpoint, param: Param, message: str, confidence: Confidence, tp: int, hint: str) -> Finding:
+        times, confidence = f"{rows - base:,} more than {what} of {base:,}", "possible"
+    else:
+        return
     names = ("vocab", "padded_vocab", "vocab_divisor")
     shown = ", ".join(f"{n} {ckpt.declared[n].value} ({ckpt.declared[n].source})" for n in names if n in ckpt.declared)
-    notes: tuple[Note, ...] = (("declared", f"{shown}, tp {tp}"),)
-    severity = None if all(is_defined(ckpt, ckpt.declared.get(name)) for name in names) else Severity.INFO
-    at = Location(param.tensor)
-    return Finding(message, at=at, severity=severity, confidence=confidence, notes=notes, hint=hint)
+    yield Finding(
+        f"{rows:,} rows{{of}} are {times}",
+        at=Location(param.tensor),
+        severity=None if all(is_defined(ckpt, ckpt.declared.get(name)) for name in names) else Severity.INFO,
+        confidence=confidence,
+        notes=(("declared", f"{shown}, tp {tp}"),),
+        hint=hint,
+    )
 
 
 def _rounded(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
-
-
-def _is_rounded(rows: int, vocab: int | None, divisor: int | None) -> bool:
-    """Whether padding for some tensor-parallel size explains the rows."""
-    if vocab is None or divisor is None:
-        return False
-    return any(rows == _rounded(vocab, divisor * tp) for tp in range(1, _TP_LIMIT + 1))

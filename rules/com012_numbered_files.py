@@ -10,7 +10,7 @@ from ckptlint.model import Checkpoint
 from ckptlint.model.lost_files import by_node
 from ckptlint.model.text import join_words, plural, verb
 from ckptlint.patterns import lazy_pattern
-from ckptlint.rule import Confidence, Finding, Location, NotApplicable, Note, Severity, rule
+from ckptlint.rule import Confidence, Finding, Location, NotApplicable, Severity, rule
 from ckptlint.vocabulary.parts import part_of_file, part_of_key
 
 _DATALOADER = lazy_pattern(r"((?:.+\.)?dataloader\.dp_rank_)(\d{1,9})(?:\..*)?")
@@ -68,11 +68,8 @@ def numbered_files(ckpt: Checkpoint) -> Iterator[Finding]:
     for numbered in file_sets:
         stated = stated_ranks(ckpt, numbered)
         size = max(exact_ranks(ckpt, numbered.axis).values(), default=0)
-        from_1 = (
-            numbered.counts == "rank"
-            and min(numbered.files) == 1
-            and max(numbered.files) == len(numbered.files) == size
-        )
+        files = numbered.files
+        from_1 = numbered.counts == "rank" and (min(files), max(files), len(files)) == (1, size, size)
         if not from_1:
             yield from _missing_files(numbered, stated)
             yield from _files_beyond(numbered, stated, size)
@@ -118,16 +115,13 @@ def _missing_files(numbered: NumberedFiles, stated: dict[str, int]) -> Iterator[
         if 0 not in numbers or stride > 1 or len(numbers) < _MANY * lost:
             return
         confidence = "likely" if agreeing else "possible"
-    elif (
-        counts_all
-        and not inside
-        and (stride > 1 or _may_be_all_written(set(numbers), total, agreeing) or _may_be_data_parallel(numbered, total))
-    ):
-        confidence = "possible"
+    elif counts_all and not inside:
+        may_be_all = _may_be_all_written(set(numbers), total, agreeing) or _may_be_data_parallel(numbered, total)
+        confidence = "possible" if stride > 1 or may_be_all else confidence
     missing = _missing_names(numbered.pattern, set(numbers), lost, first, stride, numbered)
     names = _first_names(missing, lost)
     what = f"the {numbered.what} of {plural(lost, 'rank')}" if is_of_ranks else plural(lost, numbered.what)
-    notes: tuple[Note, ...] = (("because", f"{total:,} ranks according to {join_words(agreeing)}"),)
+    because = f"{total:,} ranks according to {join_words(agreeing)}" if agreeing and is_of_ranks else ""
     yield Finding(
         f"{what} of {len(numbers) + lost:,} {verb(1 if is_of_ranks else lost, 'is')} missing: {', '.join(names)}",
         at=Location(file=names[0]),
@@ -135,7 +129,7 @@ def _missing_files(numbered: NumberedFiles, stated: dict[str, int]) -> Iterator[
         confidence=confidence,
         group=numbered.pattern,
         lost_files=by_node(missing if counts_all else dict.fromkeys(missing), numbers if counts_all else ()),
-        notes=notes if agreeing and is_of_ranks else (),
+        notes=(("because", because),),
         hint="" if confidence == "possible" else "copy the files again from where they were written",
     )
 
@@ -159,7 +153,6 @@ def _files_beyond(numbered: NumberedFiles, stated: dict[str, int], size: int) ->
 
 
 def _other_steps(numbered: NumberedFiles) -> Iterator[Finding]:
-    """A finding on files of a set that state another step than most of its files."""
     steps = Counter(file.step for file in numbered.files.values() if file.step is not None)
     if len(steps) < 2:
         return

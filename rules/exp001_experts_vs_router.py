@@ -51,7 +51,6 @@ def experts_vs_router(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def _short(layer: MoeLayer, role: ExpertRole) -> Finding:
-    """A stacked weight with fewer experts than router and other weights agree on."""
     assert layer.router is not None
     [param] = role.params[:1]
     agree = [other.role for other in layer.roles if other.count == layer.rows]
@@ -76,10 +75,9 @@ def _finding(ckpt: Checkpoint, layer: MoeLayer, rows: int, router_is_odd: bool) 
     stored = layer.count
     shape = shape_text(layer.router.tensor.global_shape)
     notes: list[Note] = [("router", f"{layer.router.key.fqn} {shape} has {rows} rows")]
-    notes += [
-        ("stored", f"{role.role}: {role.count} experts" + (f", keys {ranges(role.numbers)}" if role.numbers else ""))
-        for role in layer.roles
-    ]
+    for role in layer.roles:
+        keys = f", keys {ranges(role.numbers)}" if role.numbers else ""
+        notes.append(("stored", f"{role.role}: {role.count} experts{keys}"))
     ranks = tuple(sorted(set().union(*(saved_by(ckpt, p.tensor) for role in layer.roles for p in role.params))))
     notes += [("saved by", named_ranks(ranks))] if ranks else []
     confidence: Confidence = "certain"

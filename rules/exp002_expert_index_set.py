@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptlint.analysis.fit.trusted_config import number, trusted
-from ckptlint.analysis.layers.experts import MoeLayer, moe_layers, owners_note
+from ckptlint.analysis.layers.experts import moe_layers, owners_note
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import gaps, ranges, verb
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
@@ -39,8 +39,9 @@ def expert_index_set(ckpt: Checkpoint) -> Iterator[Finding]:
         stored = [role for role in layer.roles if role.numbers]
         union = set().union(*(role.numbers for role in stored))
         declared = number(trusted(ckpt), "experts")  # the router has rows of zero experts besides
-        keys = max(union) + 1 if declared == layer.count else _expected_keys(layer, max(union) + 1)
-        keys = min(keys, _LIMIT)
+        of_rows, rest = divmod(layer.rows or 0, stored[0].per_key)
+        is_router_right = declared != layer.count and not rest
+        keys = min(max(max(union) + 1, of_rows if is_router_right else 0), _LIMIT)
         for role in stored:
             present, count = set(role.numbers), keys - sum(n < keys for n in role.numbers)
             if count and role.numbers != tuple(range(declared or 0)):
@@ -65,9 +66,3 @@ def expert_index_set(ckpt: Checkpoint) -> Iterator[Finding]:
                     partners=partners,
                     is_apart=not quantised_weight(role.params[0].tensor.fqn),
                 )
-
-
-def _expected_keys(layer: MoeLayer, least: int) -> int:
-    """How many numbered keys there should be."""
-    per_key = next(role.per_key for role in layer.roles if role.numbers)
-    return max(least, layer.rows // per_key) if layer.rows is not None and layer.rows % per_key == 0 else least

@@ -31,8 +31,7 @@ def expert_axis_coverage(ckpt: Checkpoint) -> Iterator[Finding]:
     if not stacked:
         raise NotApplicable("no experts are stacked on an axis")
     for param in stacked:
-        experts = _missing_experts(param)
-        if experts:
+        if experts := _missing_experts(param):
             axis = param.expert_axis or 0
             total = param.tensor.global_shape[axis]
             absences = [absent_ranks(ckpt, param.tensor, region) for region in param.tensor.tiling.coverage.missing]
@@ -67,8 +66,7 @@ def _missing_experts(param: Param) -> set[int]:
     shape = param.tensor.global_shape
     experts: set[int] = set()
     for region in coverage.missing:
-        is_full = all(region.sizes[axis] == shape[axis] for axis in param.own_axes)
-        if not is_full:
+        if any(region.sizes[axis] != shape[axis] for axis in param.own_axes):
             return set()
         start = region.offsets[param.expert_axis]
         experts.update(range(start, start + region.sizes[param.expert_axis]))

@@ -70,7 +70,6 @@ def _experts(layer: MoeLayer) -> Experts:
 
 
 def _finding(layers: list[MoeLayer], experts: Experts, usual: Experts, others: list[int]) -> Finding:
-    """The finding on layers whose experts differ from their peers', about the first weight that differs."""
     number = next(i for i, (one, other) in enumerate(zip(experts, usual, strict=True)) if one != other)
     (name, count, shapes), (_, usual_count, usual_shapes) = experts[number], usual[number]
     lead = next(role.params[0] for role in layers[0].roles if role.role == name)

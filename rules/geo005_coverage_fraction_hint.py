@@ -37,11 +37,9 @@ def coverage_fraction_hint(ckpt: Checkpoint) -> Iterator[Finding]:
         axes = axes_of_size(ckpt.topology, factor)
         if not axes and (len(holed) < _FEW or len(tensors) < _MOST * len(holed)):
             continue
-        named = (
-            f"and {factor} is the size of {' and '.join(axes)}"
-            if axes
-            else f"the same share in {len(tensors)} of {len(holed)} tensors with holes"
-        )
+        named = f"the same share in {len(tensors)} of {len(holed)} tensors with holes"
+        if axes:
+            named = f"and {factor} is the size of {' and '.join(axes)}"
         whose = "the tensor with a hole" if len(tensors) == 1 else f"each of {len(tensors)} tensors with holes"
         lost = f"{' or '.join(axes)} axis" if axes else f"mesh axis of size {factor}"
         keys = first_few([tensor.fqn for tensor in tensors], 4)

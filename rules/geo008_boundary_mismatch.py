@@ -8,8 +8,8 @@ import numpy as np
 from ckptlint.geometry.writers import saved_by
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import span
-from ckptlint.model.tiling import Box, Coverage, Crossing, Tiling
-from ckptlint.rule import Finding, Location, Note, Severity, rule
+from ckptlint.model.tiling import Coverage, Crossing, Tiling
+from ckptlint.rule import Finding, Location, Severity, rule
 from ckptlint.vocabulary.keys import role
 
 _SIBLINGS = 3
@@ -42,23 +42,16 @@ def boundary_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
     for group in siblings.values():
         grids = sum(tensor.tiling.is_grid for tensor in group)
         for tensor in group:
-            if not _may_judge(tensor):
+            layout = tensor.tiling
+            if len(layout.shape) < 2 or layout.is_grid or tensor.is_flattened or not layout.live.any():
                 continue
-            misfits = [
-                misfit for layout, axis in _by_axis(tensor) for misfit in layout.crossings if misfit.axis == axis
-            ]
+            if len(layout.outside) or layout.duplicates or layout.coverage != Coverage() or layout.is_row_major:
+                continue
+            misfits = [misfit for part, axis in _by_axis(tensor) for misfit in part.crossings if misfit.axis == axis]
             if not misfits and len(group) > _SIBLINGS and grids >= _MOST * (len(group) - 1):
                 misfits = tensor.tiling.nestings
             if misfits:
                 yield _finding(ckpt, tensor, misfits[0])
-
-
-def _may_judge(tensor: Tensor) -> bool:
-    layout = tensor.tiling
-    if len(layout.shape) < 2 or layout.is_grid or tensor.is_flattened or not layout.live.any():
-        return False
-    broken = len(layout.outside) or layout.duplicates or layout.coverage != Coverage()
-    return not broken and not layout.is_row_major
 
 
 def _by_axis(tensor: Tensor) -> Iterator[tuple[Tiling, int]]:
@@ -76,23 +69,14 @@ def _by_axis(tensor: Tensor) -> Iterator[tuple[Tiling, int]]:
 
 
 def _finding(ckpt: Checkpoint, tensor: Tensor, misfit: Crossing) -> Finding:
-    (a, b), (c, d) = misfit.first, misfit.second
-    rows = tuple(_holder(tensor, misfit.axis, interval) for interval in (misfit.first, misfit.second))
-    where: tuple[Note, ...] = tuple(
-        ("cut", f"{span(start, stop)} by chunk {tensor.tiling.box(row)} in {ckpt.chunk_file(tensor, row)}")
-        for (start, stop), row in zip((misfit.first, misfit.second), rows, strict=True)
-    )
-    region = tensor.tiling.box(rows[1])
+    layout, axis, spans = tensor.tiling, misfit.axis, [span(*misfit.first), span(*misfit.second)]
+    starts, stops = layout.offsets[:, axis], (layout.offsets + layout.sizes)[:, axis]
+    holders = [layout.live & (starts == start) & (stops == stop) for start, stop in (misfit.first, misfit.second)]
+    rows = tuple(int(holds.argmax()) for holds in holders)
+    places = [f"chunk {layout.box(row)} in {ckpt.chunk_file(tensor, row)}" for row in rows]
     return Finding(
-        f"no data is missing, but the ranks disagree where dim {misfit.axis}{{of}} is cut: {span(a, b)} against "
-        f"{span(c, d)}",
-        at=Location(tensor, region=Box(region.offsets, region.sizes), rows=rows, ranks=saved_by(ckpt, tensor, rows)),
-        notes=where,
+        f"no data is missing, but the ranks disagree where dim {axis}{{of}} is cut: {spans[0]} against {spans[1]}",
+        at=Location(tensor, region=layout.box(rows[1]), rows=rows, ranks=saved_by(ckpt, tensor, rows)),
+        notes=tuple(("cut", f"{cut} by {place}") for cut, place in zip(spans, places, strict=True)),
         hint="check that the ranks that wrote these files agree on the shard order",
     )
-
-
-def _holder(tensor: Tensor, axis: int, interval: tuple[int, int]) -> int:
-    layout = tensor.tiling
-    stops = layout.offsets[:, axis] + layout.sizes[:, axis]
-    return int(np.flatnonzero(layout.live & (layout.offsets[:, axis] == interval[0]) & (stops == interval[1]))[0])

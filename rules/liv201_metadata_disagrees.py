@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from ckptlint.analysis.ranks.rank_chunks import KeyRows, at_ranks, described_row, holders, ranks_of, torn
 from ckptlint.model import Checkpoint, RankTable
 from ckptlint.model.text import shape_text
-from ckptlint.rule import Finding, Note, Severity, require, rule
+from ckptlint.rule import Finding, Severity, require, rule
 
 
 @rule("LIV201", "metadata-disagrees", Severity.ERROR, live=True)
@@ -45,24 +45,22 @@ def metadata_disagrees(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def _finding(table: RankTable, key_rows: KeyRows) -> Finding:
-    """The finding on a key for which ranks have different kinds, shapes or dtypes; it names the minority."""
     variants: dict[tuple[str, str, tuple[int, ...]], list[int]] = defaultdict(list)
     for row in key_rows.rows.tolist():
         variants[described_row(table, row)].append(row)
     ordered = sorted(variants.items(), key=lambda item: -len(item[1]))
     kinds, dtypes, shapes = (len({variant[i] for variant in variants}) > 1 for i in range(3))
     what = "kind" if kinds else " and ".join(["global shape"] * shapes + ["dtype"] * dtypes)
-    notes: list[Note] = [
-        ("held", f"{kind if kind == 'object' else dtype} {shape_text(shape)} on {ranks_of(table, rows)}")
+    texts = [
+        f"{kind if kind == 'object' else dtype} {shape_text(shape)} on {ranks_of(table, rows)}"
         for (kind, dtype, shape), rows in ordered
     ]
-    few = ordered[-1][1]
     odd = len(ordered[0][1]) > sum(len(rows) for _, rows in ordered[1:])
     return Finding(
         f"the ranks disagree on the {what}{{of}}",
         at=at_ranks(table, key_rows.fqn, key_rows.rows),
         identity=(what,),
-        notes=tuple(notes),
-        hint=f"most ranks agree: look at {ranks_of(table, few)} first" if odd else "",
+        notes=tuple(("held", text) for text in texts),
+        hint=f"most ranks agree: look at {ranks_of(table, ordered[-1][1])} first" if odd else "",
         group=what,
     )

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
 
@@ -34,7 +34,11 @@ def chunk_missing(ckpt: Checkpoint) -> Iterator[Finding]:
     view = sound(ckpt)
     table = require(view.ranks)
     rows = {key_rows.fqn: key_rows for key_rows in holders(table)}
-    holes_with_ranks = [(finding, _without(table, rows, finding)) for finding in holes(view)]
+    everyone = {*range(table.world_size)}
+    holes_with_ranks = [
+        (finding, tuple(sorted(everyone.difference(table.rank[rows[finding.at.fqn or ""].rows].tolist()))))
+        for finding in holes(view)
+    ]
     lacking = Counter[tuple[int, ...]]()
     for absent, fqn in {(absent, finding.at.fqn or "") for finding, absent in holes_with_ranks}:
         lacking[absent] += 1 + len(table.alike.get(fqn, ()))
@@ -74,12 +78,6 @@ def _missing_objects(table: RankTable, key_rows: KeyRows) -> Iterator[Finding]:
         )
 
 
-def _without(table: RankTable, rows: Mapping[str, KeyRows], finding: Finding) -> tuple[int, ...]:
-    """The ranks that hold no part of the key."""
-    there = table.rank[rows[finding.at.fqn or ""].rows].tolist()
-    return tuple(sorted({*range(table.world_size)}.difference(there)))
-
-
 def _with_absent(finding: Finding, absent: tuple[int, ...], world: int, counts: tuple[int, int]) -> Finding:
     """The finding with a note on the ranks that hold no part of the key; the hint names them if they are few.
 
@@ -89,8 +87,7 @@ def _with_absent(finding: Finding, absent: tuple[int, ...], world: int, counts: 
     text = f"{named_ranks(absent)} {verb(len(absent), 'has')} no such key, or an empty shard"
     if counts[0] > 1:
         text += f"; the same holds for {counts[0]:,} of {counts[1]:,} keys"
-    note = ("absent", text)
-    with_ranks = replace(finding, notes=(note, *finding.notes))
+    with_ranks = replace(finding, notes=(("absent", text), *finding.notes))
     if 2 * len(absent) > world:
         return with_ranks
     explain = finding.explain or tuple

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.analysis.ranks.rank_chunks import ChunkCopies, at_cell, cells
+from ckptlint.analysis.ranks.rank_chunks import at_cell, cells
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import named_ranks
 from ckptlint.rule import Finding, Severity, require, rule
@@ -38,7 +38,7 @@ def duplicate_owner(ckpt: Checkpoint) -> Iterator[Finding]:
         lesser = Severity.INFO if len(digests) == 1 and 0 not in digests else Severity.WARNING
         who = f"{len(ranks)} ranks write" if len(ranks) > 1 else f"rank {min(ranks)} writes twice"
         yield Finding(
-            f"{who} {_what(cell)}",
+            f"{who} {'the whole' if cell.is_whole else cell.box}{{of}}",
             at=at_cell(ckpt, cell, mains),
             identity=(str(cell.box),),
             severity=None if is_strict else lesser,
@@ -46,7 +46,3 @@ def duplicate_owner(ckpt: Checkpoint) -> Iterator[Finding]:
             hint=f"compare replica_id of {named_ranks(ranks)}" if is_strict and len(ranks) > 1 else "",
             group=contents,
         )
-
-
-def _what(cell: ChunkCopies) -> str:
-    return "the whole{of}" if cell.is_whole else f"{cell.box}{{of}}"

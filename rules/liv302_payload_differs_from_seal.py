@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptlint.depth import Depth
-from ckptlint.model import Checkpoint, Tensor
+from ckptlint.model import Checkpoint
 from ckptlint.model.text import first_names
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, require, rule
 from ckptlint.seals.file import SEAL
@@ -35,22 +35,18 @@ def payload_differs_from_seal(ckpt: Checkpoint) -> Iterator[Finding]:
     is_older = not seal.metadata and len(comparison.different) > 1 and not comparison.equal
     for fqn, digest in comparison.different.items():
         tensor = ckpt.tensors[fqn]
+        files = dict.fromkeys(ckpt.chunk_file(tensor, row) for row in tensor.tiling.live.nonzero()[0].tolist())
         yield Finding(
             f"the stored values{{of}} differ from those that the job sealed: digest {digest:016x}, "
             f"sealed {seal.entries[fqn].digest:016x}",
             at=Location(tensor),
             severity=Severity.WARNING if is_older else None,
-            notes=(("files", _files(ckpt, tensor)), ("sealed", _sealed(ckpt))),
+            notes=(("files", first_names(files)), ("sealed", _sealed(ckpt))),
             hint=f"every tensor differs: check whether {SEAL} belongs to an earlier save into this folder"
             if is_older
             else "",
             group="different",
         )
-
-
-def _files(ckpt: Checkpoint, tensor: Tensor) -> str:
-    rows = tensor.tiling.live.nonzero()[0].tolist()
-    return first_names(dict.fromkeys(ckpt.chunk_file(tensor, row) for row in rows))
 
 
 def _sealed(ckpt: Checkpoint) -> str:

@@ -43,5 +43,5 @@ def seal_not_applicable(ckpt: Checkpoint) -> Iterator[Finding]:
             f"{len(fqns):,} key{'s were' if len(fqns) > 1 else ' was'} not compared with {SEAL}: {why}",
             at=Location(file=SEAL),
             identity=tuple(fqns[:_SHOWN]),
-            notes=(("keys", first_names(fold_names(dict.fromkeys(fqns)), _SHOWN, "pattern")),),
+            notes=(("keys", first_names(fold_names(fqns), _SHOWN, "pattern")),),
         )

@@ -47,10 +47,9 @@ def alias_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
     for first, second in twins:
         # Two unrelated dicts may share a short name (`step`, `weight`) by chance. Two prefixes are taken for wrappers
         # of one module only if half of the keys under the larger one have a twin.
-        prefixes = _prefix(first), _prefix(second)
-        if prefixes[0] != prefixes[1] and 2 * twin_counts[prefixes] < max(key_counts[prefix] for prefix in prefixes):
-            continue
-        yield _alias(ckpt, first, second)
+        a, b = _prefix(first), _prefix(second)
+        if a == b or 2 * twin_counts[a, b] >= max(key_counts[a], key_counts[b]):
+            yield _alias(ckpt, first, second)
     yield from _tied_weights(ckpt)
 
 
@@ -94,19 +93,14 @@ def _alias(ckpt: Checkpoint, first: Param, second: Param) -> Finding:
     if a.volume < b.volume:
         a, b = b, a
     # A counter is a scalar in one dict and has one element in another: same value, so never an error.
-    is_scalar = max(a.volume, b.volume) <= 1
-    shapes = f"{shape_text(b.global_shape)} and {shape_text(a.global_shape)}"
-    text = (
-        f"two keys name one parameter, both {shape_text(b.global_shape)}"
-        if equal
-        else f"two keys name one parameter but differ: {shapes}"
-    )
+    is_scalar = a.volume <= 1
+    shapes = f" but differ: {shape_text(b.global_shape)} and {shape_text(a.global_shape)}"
     share = Fraction(b.volume, a.volume) if a.volume else Fraction(1)
     part = f", {share} of the elements" if share != 1 else ""
     axes = axes_of_size(trusted_topology(ckpt), share.denominator) if share.numerator == 1 else []
     part += "".join(f" = 1/{axis}" for axis in axes)
     return Finding(
-        text,
+        f"two keys name one parameter{f', both {shape_text(b.global_shape)}' if equal else shapes}",
         at=Location(b),
         identity=(a.fqn,),
         severity=Severity.INFO if equal or is_scalar else None,
@@ -118,14 +112,6 @@ def _alias(ckpt: Checkpoint, first: Param, second: Param) -> Finding:
         hint="" if equal else "find out which of the two your loader asks for; the smaller is probably one rank's part",
         inferred_from="the two keys, which are equal without wrappers",
     )
-
-
-def _needed(ckpt: Checkpoint) -> set[str]:
-    """The keys without which the model of the configuration does not load: a class that needs both ties neither."""
-    fit = config_fit(ckpt)
-    if isinstance(fit, str):
-        return set()
-    return {key for name, key in fit.pairing.stored.items() if fit.expected.tensors[name].needed}
 
 
 def _tied_by_config(ckpt: Checkpoint) -> set[bool]:
@@ -142,7 +128,9 @@ def _tied_weights(ckpt: Checkpoint) -> Iterator[Finding]:
     name = "tied" if flag(declared, "tied") else "untied" if flag(declared, "untied") is False else ""
     if not name:
         return
-    by_config, needed = _tied_by_config(ckpt), _needed(ckpt)
+    by_config, fit, needed = _tied_by_config(ckpt), config_fit(ckpt), set[str]()
+    if not isinstance(fit, str):  # a class that needs both ties neither
+        needed = {key for name, key in fit.pairing.stored.items() if fit.expected.tensors[name].needed}
     by_scope: dict[tuple[str, ...], dict[str, list[Param]]] = defaultdict(lambda: defaultdict(list))
     for param in inventory_of(ckpt).params:
         if param.key.function in ("embedding", "output") and param.key.path.endswith(".weight") and not param.key.block:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 from ckptlint.analysis.fit.trusted_config import trusted_topology
 from ckptlint.analysis.optimizer.inventory import optimizer_parts, split_state
@@ -15,16 +14,8 @@ from ckptlint.vocabulary.keys import Key, parse
 _SHOWN = 4
 
 
-@dataclass(slots=True)
-class _Shared:
-    """Keys that several pipeline stages planned to write under the layer numbers of one block.
-
-    Attributes:
-        same: the keys that they planned at the same offset.
-    """
-
-    same: list[Duplicate] = field(default_factory=list)
-    layers: set[int] = field(default_factory=set)
+_Shared = list[tuple[Duplicate, Key]]
+"""Keys that several pipeline stages planned at the same offset, and the layer's keys, of one block."""
 
 
 @rule("NAM002", "stage-local-names", Severity.WARNING)
@@ -53,14 +44,12 @@ def stage_local_names(ckpt: Checkpoint) -> Iterator[Finding]:
     if stages < 2 or ckpt.save_plans.world_size % stages:
         raise NotApplicable("there is one pipeline stage, or their number is not known")
     per_stage = ckpt.save_plans.world_size // stages
-    groups: dict[tuple[str, tuple[int, ...]], _Shared] = defaultdict(_Shared)
+    groups: dict[tuple[str, tuple[int, ...]], _Shared] = defaultdict(list)
     for duplicate in duplicates(ckpt.save_plans):
         key = _layer_key(duplicate.fqn)
         touched = tuple(sorted({rank // per_stage for rank in duplicate.ranks}))
-        if key is not None and key.layer is not None and len(touched) > 1:
-            shared = groups[f"{parse(duplicate.fqn).kind} {key.block}", touched]
-            shared.same.append(duplicate)
-            shared.layers.add(key.layer)
+        if key is not None and len(touched) > 1:
+            groups[f"{parse(duplicate.fqn).kind} {key.block}", touched].append((duplicate, key))
     if not groups:
         return
     roles = _roles(ckpt.save_plans, per_stage)
@@ -95,22 +84,16 @@ def _difference(
     """A note that proves that the stages planned different layers under one name; () without such proof."""
     # Two stages may plan equal tensors (the tied embedding), which OBJ001 reports. Only another shape at the same
     # offset, or roles that one stage has and another lacks, show that two layers share a name.
-    for duplicate in shared.same:
+    for duplicate, _ in shared:
         shapes = {tuple(v for v in table.global_shape[row].tolist() if v >= 0) for row in duplicate.rows}
         if len(shapes) > 1 and duplicate.offset is not None:
             return (("shapes", f"{duplicate.fqn}: {' and '.join(shape_text(shape) for shape in sorted(shapes))}"),)
-    for duplicate in shared.same:
-        key = _layer_key(duplicate.fqn)
-        if key is None or key.layer is None:
-            continue
-        sets = [roles.get((key.block, key.layer, stage), set()) for stage in stages]
+    for _, key in shared:
+        sets = [roles.get((key.block, key.layer or 0, stage), set()) for stage in stages]
         differing = {name for names in sets for name in names if any(name not in other for other in sets)}
         if differing and all(sets):
-            alone = [
-                f"stage {stage} has {', '.join(sorted(names & differing)[:_SHOWN])}"
-                for stage, names in zip(stages, sets, strict=True)
-                if names & differing
-            ]
+            odd = [(stage, sorted(names & differing)) for stage, names in zip(stages, sets, strict=True)]
+            alone = [f"stage {stage} has {', '.join(names[:_SHOWN])}" for stage, names in odd if names]
             return (("roles", f"in layer {key.layer} {', '.join(alone)}; not all stages have these"),)
     return ()
 
@@ -118,14 +101,13 @@ def _difference(
 def _finding(
     ckpt: Checkpoint, shared: _Shared, stages: tuple[int, ...], evidence: tuple[Note, ...], per_stage: int
 ) -> Finding:
-    """The finding on keys under which several pipeline stages wrote layers of their own."""
-    lead = shared.same[0]
-    ranks = {rank for duplicate in shared.same for rank in duplicate.ranks}
+    lead = shared[0][0]
+    ranks = {rank for duplicate, _ in shared for rank in duplicate.ranks}
     texts = [named_ranks(range(stage * per_stage, (stage + 1) * per_stage)) for stage in stages]
-    keys = list(dict.fromkeys(duplicate.fqn for duplicate in shared.same))
+    keys = list(dict.fromkeys(duplicate.fqn for duplicate, _ in shared))
     return Finding(
         f"pipeline stages {join_words([*map(str, stages)])} planned different layers under "
-        f"{numbered('number', shared.layers)}",
+        f"{numbered('number', (key.layer or 0 for _, key in shared))}",
         at=Location(ckpt.tensors.get(lead.fqn, lead.fqn), ranks=tuple(sorted(ranks))),
         identity=tuple(keys),
         keys=tuple(keys),

@@ -77,7 +77,6 @@ def _lists(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def _finding(ckpt: Checkpoint, same: list[Duplicate]) -> Finding:
-    """The finding on one key that several ranks planned to write."""
     first = same[0]
     ranks = f"ranks {join_words([*map(str, first.ranks)])}" if len(first.ranks) < 4 else named_ranks(first.ranks)
     all_ = "both" if len(first.ranks) == 2 else "all"
@@ -100,35 +99,25 @@ def _finding(ckpt: Checkpoint, same: list[Duplicate]) -> Finding:
 
 def _plans(ckpt: Checkpoint, duplicate: Duplicate) -> tuple[Note, ...]:
     """Notes on the file that the entry points to, and on how the ranks' plans differ."""
-    table = require(ckpt.save_plans)
-    record = _record(ckpt, duplicate)
-    notes: list[Note] = [
-        ("kept", f"the entry points to {ckpt.byte_range_of(record)[0]}" if record >= 0 else "no entry is left")
-    ]
+    table, record = require(ckpt.save_plans), -1
+    tensor = ckpt.tensors.get(duplicate.fqn)
+    if duplicate.offset is None:
+        records = {o.fqn: o.record for o in ckpt.objects} | {b.fqn: b.record for b in ckpt.byte_objects}
+        record = records.get(duplicate.fqn, -1)
+    elif tensor is not None and len(duplicate.offset) == len(tensor.global_shape):
+        is_there = (tensor.tiling.offsets == np.array(duplicate.offset, np.int64)).all(axis=1)
+        record = int(tensor.chunks.record[is_there][0]) if is_there.any() else -1
+    kept = f"the entry points to {ckpt.byte_range_of(record)[0]}" if record >= 0 else "no entry is left"
+    notes: list[Note] = [("kept", kept)]
     if duplicate.offset is None:
         notes.append(("plans", "the plans do not say whether the objects are equal"))
     elif duplicate.equal:
-        notes.append(
-            ("plans", "sizes and dtypes are equal on these ranks; the plans do not say whether the values are")
-        )
+        text = "sizes and dtypes are equal on these ranks; the plans do not say whether the values are"
+        notes.append(("plans", text))
     else:
         for row in duplicate.rows[:4]:
-            sizes = [v for v in table.sizes[row].tolist() if v >= 0]
-            shape = [v for v in table.global_shape[row].tolist() if v >= 0]
+            sizes, shape = ([v for v in column[row].tolist() if v >= 0] for column in (table.sizes, table.global_shape))
             dtype = table.dtypes[int(table.dtype[row])] if table.dtype[row] >= 0 else "bytes"
-            notes.append(
-                ("plan", f"rank {int(table.rank[row])}: sizes {shape_text(sizes)} of {shape_text(shape)}, {dtype}")
-            )
+            text = f"rank {int(table.rank[row])}: sizes {shape_text(sizes)} of {shape_text(shape)}, {dtype}"
+            notes.append(("plan", text))
     return tuple(notes)
-
-
-def _record(ckpt: Checkpoint, duplicate: Duplicate) -> int:
-    """Number of the record with the copy that was kept; -1 without one."""
-    if duplicate.offset is None:
-        records = {o.fqn: o.record for o in ckpt.objects} | {b.fqn: b.record for b in ckpt.byte_objects}
-        return records.get(duplicate.fqn, -1)
-    tensor = ckpt.tensors.get(duplicate.fqn)
-    if tensor is None or len(duplicate.offset) != len(tensor.global_shape):
-        return -1
-    rows = np.flatnonzero((tensor.tiling.offsets == np.array(duplicate.offset, np.int64)).all(axis=1))
-    return int(tensor.chunks.record[rows[0]]) if len(rows) else -1

@@ -46,7 +46,9 @@ def incomplete_shard_set(ckpt: Checkpoint) -> Iterator[Finding]:
             message = f"{subject} outside its grid {shape_text(shape)}, the first at {shape_text(far.tolist())}"
         else:
             message = f"{lost:,} of {prod(shape):,} ShardedObject shards{{of}} {verb(lost, 'is')} missing"
-        missing = _missing(shape, set(map(tuple, inside.tolist())))
+        there = set(map(tuple, inside.tolist()))
+        cells = product(*map(range, shape)) if prod(shape) <= _GRID_LIMIT else ()
+        missing = [cell for cell in cells if cell not in there]
         yield Finding(
             message,
             at=Location(key, label=place),
@@ -64,12 +66,6 @@ def _distinct(offsets: IntArray) -> IntArray:
     """The distinct rows, in their order."""
     offsets = offsets[np.lexsort(offsets.T[::-1])]
     return np.asarray(offsets[np.append(True, (offsets[1:] != offsets[:-1]).any(axis=1))[: len(offsets)]])
-
-
-def _missing(shape: tuple[int, ...], present: set[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    if prod(shape) > _GRID_LIMIT:
-        return []
-    return [offset for offset in product(*map(range, shape)) if offset not in present]
 
 
 def _which(ckpt: Checkpoint, shape: tuple[int, ...], missing: list[tuple[int, ...]], lost: int) -> tuple[Note, ...]:

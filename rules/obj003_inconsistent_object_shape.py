@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import first_names, shape_text
 from ckptlint.model.tiling import IntArray
-from ckptlint.rule import Finding, Location, Note, Severity, rule
+from ckptlint.rule import Finding, Location, Severity, rule
 
 
 @rule("OBJ003", "inconsistent-object-shape", Severity.ERROR, needs=("ShardedObjects",))
@@ -30,22 +30,16 @@ def inconsistent_object_shape(ckpt: Checkpoint) -> Iterator[Finding]:
     for key, rows_of in shapes.items():
         if len(rows_of) < 2:
             continue
-        places_of = {shape: [_place(ckpt, row) for row in rows.tolist()] for shape, rows in rows_of.items()}
+        places_of: dict[tuple[int, ...], list[str]] = defaultdict(list)
+        for shape, obj in ((shape, ckpt.objects[row]) for shape, rows in rows_of.items() for row in rows.tolist()):
+            file = ckpt.byte_range_of(obj.record)[0] if obj.record >= 0 else "no file"
+            places_of[shape].append(f"{'.'.join(map(str, obj.offset))} in {file}")
         grids = " and ".join(map(shape_text, sorted(places_of)))
-        notes: list[Note] = [
-            ("grid", f"{shape_text(shape)}: {first_names(shards)}") for shape, shards in sorted(places_of.items())
-        ]
+        texts = [f"{shape_text(shape)}: {first_names(shards)}" for shape, shards in sorted(places_of.items())]
         yield Finding(
             f"shards{{of}} name different grids: {grids}",
             at=Location(key),
             identity=tuple(map(str, sorted(places_of))),
-            notes=tuple(notes),
+            notes=tuple(("grid", text) for text in texts),
             hint="compare the times of these files: the older set is probably left from a save of another topology",
         )
-
-
-def _place(ckpt: Checkpoint, row: int) -> str:
-    """The offset of an object and the name of its file, as text."""
-    obj = ckpt.objects[row]
-    file = ckpt.byte_range_of(obj.record)[0] if obj.record >= 0 else "no file"
-    return f"{'.'.join(map(str, obj.offset))} in {file}"

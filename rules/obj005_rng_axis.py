@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptlint.analysis.fit.trusted_config import flag, trusted, trusted_topology
-from ckptlint.model import Checkpoint, Declared
+from ckptlint.model import Checkpoint
 from ckptlint.model.text import shape_text
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 
@@ -48,7 +48,8 @@ def rng_axis(ckpt: Checkpoint) -> Iterator[Finding]:
     cells = grid[0] * grid[1]
     if world <= cells:
         return
-    matters = [name for name in _RANDOM if _positive(declared.get(name))]
+    values = {name: declared[name].value for name in _RANDOM if name in declared}
+    matters = [name for name, value in values.items() if isinstance(value, (int, float)) and value > 0]
     matters += ["data_parallel_random_init"] if random_init else []
     because = f"EP is {ep}" if ep > 1 else "data_parallel_random_init is set"
     yield Finding(
@@ -61,7 +62,3 @@ def rng_axis(ckpt: Checkpoint) -> Iterator[Finding]:
         ),
         hint="resume from it if equal random numbers do no harm: nothing else in this checkpoint is affected",
     )
-
-
-def _positive(item: Declared | None) -> bool:
-    return item is not None and isinstance(item.value, (int, float)) and item.value > 0

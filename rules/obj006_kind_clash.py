@@ -72,7 +72,6 @@ def _logical(fqn: str) -> tuple[object, ...] | None:
 
 
 def _finding(ckpt: Checkpoint, kinds: _Kinds) -> Finding:
-    """The finding on a key that is a tensor in one place and bytes in another."""
     lead = kinds.tensors[0]
     is_extra = lead.fqn.endswith(_EXTRA)
     shards = [ckpt.objects[row] for rows in kinds.shards for row in rows.tolist()]

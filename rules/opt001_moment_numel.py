@@ -9,7 +9,7 @@ from ckptlint.analysis.optimizer.inventory import OptimizerState, Param
 from ckptlint.geometry.writers import saved_by
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import named_ranks, ranges, shape_text
-from ckptlint.rule import Confidence, Finding, Location, Note, Severity, rule
+from ckptlint.rule import Finding, Location, Note, Severity, rule
 from ckptlint.vocabulary.keys import MASTER_COPIES
 
 _FILES = 4
@@ -45,21 +45,17 @@ def moment_numel(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def _misfit_finding(ckpt: Checkpoint, misfit: StateMismatch, state: OptimizerState) -> Finding:
-    """The finding on one state with another number of elements than its parameter."""
     ratio = f"{misfit.quotient} of them" if misfit.quotient < 1 else f"{misfit.quotient} times as many"
-    elements = (
-        f"{misfit.elements:,} elements" if len(misfit.states) == 1 else f"{misfit.elements:,} with its other half"
-    )
+    elements = f"{misfit.elements:,} {'elements' if len(misfit.states) == 1 else 'with its other half'}"
     lead = misfit.params[0]
     ranks = saved_by(ckpt, state.tensor)
     source = "the sizes of the mesh axes" if misfit.axes else "the same share of every other state"
     # A lost shard hits some parameters of a shape. Deviation of all of them may be an unknown optimizer's own form
     # (GaLore projects each moment), and a ratio that only inferred axes explain may be chance.
-    confidence: Confidence = "possible" if misfit.is_pattern else "likely" if misfit.is_inferred else "certain"
     return Finding(
         f"state{{of}} has {elements}, but its parameter has {misfit.expected:,}: {ratio}",
         at=Location(state.tensor, ranks=ranks),
-        confidence=confidence,
+        confidence="possible" if misfit.is_pattern else "likely" if misfit.is_inferred else "certain",
         notes=tuple(_notes(ckpt, misfit, state)),
         hint=_hint(misfit, ranks),
         inferred_from=source if misfit.is_inferred and not misfit.is_pattern else "",
@@ -82,10 +78,8 @@ def _notes(ckpt: Checkpoint, misfit: StateMismatch, state: OptimizerState) -> It
         yield "parameter", f"{param.tensor.fqn}: {_described(param.tensor)}"
     if misfit.axes:
         one = "1/" if misfit.quotient < 1 else ""
-        yield (
-            "ratio",
-            f"{misfit.quotient} = " + " = ".join(f"{one}{axis} ({source})" for axis, source in misfit.axes),
-        )
+        shares = [f"{one}{axis} ({source})" for axis, source in misfit.axes]
+        yield "ratio", " = ".join([f"{misfit.quotient}", *shares])
     if misfit.is_local:
         yield "part", "the state is as long as one chunk of the parameter, which is what one rank holds"
     if misfit.is_pattern:
@@ -125,37 +119,27 @@ def _transposed_states(ckpt: Checkpoint) -> Iterator[Finding]:
         # Adam creates its moments with zeros_like(parameter), so a transposed one is a fault even if all of them are.
         # Another optimizer may keep its states in a shape of its own.
         pattern = len(odd) == len(pairs) and len(odd) > 1 and what not in _MADE_LIKE
-        peers = _peer_notes(pairs, len(odd)) if odd else ()
+        layers = [param.key.layer for _, param in pairs if param.key.layer is not None]
+        where = f" (layers {ranges(layers)})" if layers else ""
+        differ = f"{len(odd)} of {len(pairs)} parameters of this shape{where}" if len(pairs) > 1 else ""
         for state, param in odd:
             shape = state.tensor.global_shape
+            hint = "check how this state was gathered: save it in the shape of its parameter"
+            if (count := shapes[param, shape]) > 1:
+                hint = f"check the shape of the parameter: {count} of its states have this shape"
             word = "is transposed" if shape == expected[::-1] else "has a different shape"
             yield Finding(
                 f"state{{of}} {word}: {shape_text(shape)} for a parameter of {shape_text(expected)}",
                 at=Location(state.tensor),
                 confidence="possible" if pattern else "likely",
-                notes=(("parameter", f"{param.tensor.fqn}: {_described(param.tensor)}"), *peers),
+                notes=(("parameter", f"{param.tensor.fqn}: {_described(param.tensor)}"), ("differ", differ)),
                 why="the number of elements is right, so it loads, and each element gets the moments of another",
-                hint=_transposed_hint(shapes[param, shape]),
+                hint=hint,
                 group=f"{param.key.scope} {param.key.role} {shape} {expected}",
             )
-
-
-def _transposed_hint(count: int) -> str:
-    if count > 1:
-        return f"check the shape of the parameter: {count} of its states have this shape"
-    return "check how this state was gathered: save it in the shape of its parameter"
 
 
 def _is_reshaped(tensor: Tensor, expected: tuple[int, ...]) -> bool:
     shape = tensor.global_shape
     same_size = len(shape) == len(expected) and tensor.volume == prod(expected)
     return same_size and shape != expected and not tensor.is_flattened
-
-
-def _peer_notes(pairs: list[tuple[OptimizerState, Param]], odd: int) -> tuple[Note, ...]:
-    """A note on how many parameters of this shape deviate."""
-    if len(pairs) < 2:
-        return ()
-    layers = [param.key.layer for _, param in pairs if param.key.layer is not None]
-    where = f" (layers {ranges(layers)})" if layers else ""
-    return (("differ", f"{odd} of {len(pairs)} parameters of this shape{where}"),)

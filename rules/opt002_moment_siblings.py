@@ -87,13 +87,15 @@ def _chunks(pairs: list[MomentPair]) -> Iterator[Finding]:
         a, b = pair.first.tensor, pair.second.tensor
         if not (is_whole(a.tiling) and is_whole(b.tiling)):
             continue
+        boxes = [tensor.tiling.box(int(tensor.tiling.live.argmax())) for tensor in (a, b)]
+        first = f"{PAIR[0]} {boxes[0]}, {PAIR[1]} {boxes[1]}"
         yield Finding(
             f"moment{{of}} is split differently from its sibling {PAIR[0]}: {plural(_count(b), 'chunk')} against "
             f"{_count(a)}",
             at=Location(b),
             # No element is lost, so never an error. All second moments cut alike is how this job wraps them.
             severity=Severity.INFO if len(odd) == len(split) > 1 else Severity.WARNING,
-            notes=(_parameter(pair.param, f", {_count(pair.param.tensor)} chunks"), _first_chunks(a, b)),
+            notes=(_parameter(pair.param, f", {_count(pair.param.tensor)} chunks"), ("first chunks", first)),
             why="both are sharded together, so one of them took a different path; every element is stored",
             hint="compare how the ranks wrapped the two before they wrote them",
         )
@@ -125,6 +127,10 @@ def _missing_moments(ckpt: Checkpoint) -> Iterator[Finding]:
         if not both[group] and not is_usual:
             continue
         confidence: Confidence = "certain" if both[group] else "possible" if len(members) > 1 else "likely"
+        shared = sum(both.values())
+        peers = f"{shared} of {len(states_of)} parameters with state have both, but none of the role {group[1]}"
+        if siblings := both[group]:
+            peers = f"{siblings} other parameter{'s' if siblings > 1 else ''} of the role {group[1]} have both"
         for state in members:
             absent = _OTHER[state.what]
             yield Finding(
@@ -132,18 +138,12 @@ def _missing_moments(ckpt: Checkpoint) -> Iterator[Finding]:
                 at=Location(state.tensor),
                 identity=(absent,),
                 confidence=confidence,
-                notes=(_peer_note(group[1], both[group], sum(both.values()), len(states_of)),),
+                notes=(("others", peers),),
                 why=f"a strict load fails on the missing key; any other resumes with {absent} at zero",
                 hint="save again once every state exists; without the job, reset both moments of this parameter",
                 group=f"{group} {absent}",
                 inferred_from="the same parameter of other layers" if both[group] else "the other parameters",
             )
-
-
-def _peer_note(role: str, siblings: int, total: int, of: int) -> Note:
-    if siblings:
-        return "others", f"{siblings} other parameter{'s' if siblings > 1 else ''} of the role {role} have both"
-    return "others", f"{total} of {of} parameters with state have both, but none of the role {role}"
 
 
 def _fits(state: OptimizerState, shape: tuple[int, ...]) -> bool:
@@ -156,8 +156,3 @@ def _count(tensor: Tensor) -> int:
 
 def _parameter(param: Param, more: str) -> Note:
     return "parameter", f"{param.tensor.fqn}: {shape_text(param.tensor.global_shape)}{more}"
-
-
-def _first_chunks(a: Tensor, b: Tensor) -> Note:
-    boxes = [str(tensor.tiling.box(int(tensor.tiling.live.argmax()))) for tensor in (a, b)]
-    return "first chunks", f"{PAIR[0]} {boxes[0]}, {PAIR[1]} {boxes[1]}"

@@ -11,7 +11,7 @@ from ckptlint.geometry.writers import ranks_of_files, saved_by
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import first_names, fold_names, layers_in, named_ranks, plural, ranges, verb
 from ckptlint.model.tiling import distinct
-from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
+from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 from ckptlint.vocabulary.keys import Key, parse
 
 _MOST = 0.9
@@ -59,16 +59,15 @@ def state_coverage(ckpt: Checkpoint) -> Iterator[Finding]:
     yield from _single_params(inventory, stateful, reported)
 
 
-# ---------------------------------------------------------------- states without a parameter
-
-
 def _states_without_parameter(ckpt: Checkpoint, inventory: Inventory, stateful: set[Param]) -> Iterator[Finding]:
     """Findings on states whose parameter is not stored."""
     known = {parse(entry.fqn).path for entry in ckpt.byte_objects}
-    layers_of: dict[str, list[int]] = defaultdict(list)
+    layers_of: dict[str, set[int]] = defaultdict(set)
+    incomplete = set()
     for param in inventory.params:
-        layers_of[param.key.role] += [] if param.key.layer is None else [param.key.layer]
-    is_complete = _complete_layers(inventory, stateful)
+        layers_of[param.key.role] |= set() if param.key.layer is None else {param.key.layer}
+        if param not in stateful and not _is_buffer(param):
+            incomplete.add((param.key.block, param.key.layer))
     tied = any(_may_be_tied(param.key) for param in inventory.params)
     for state in inventory.states:
         if state.params or state.path in known or "_flat_param" in state.path:
@@ -77,18 +76,17 @@ def _states_without_parameter(ckpt: Checkpoint, inventory: Inventory, stateful: 
         if tied and _may_be_tied(key):  # the weight is stored under its other name
             continue
         where = layers_in([key.layer], key.block) if key.layer is not None else state.path
-        notes: list[Note] = [("parameter", f"no {state.path} in the model")]
-        if layers := layers_of.get(key.role):
-            notes.append(("layers", f"the model has it in layers {ranges(layers)}; the state is of {where}"))
+        layers = layers_of.get(key.role, ())
+        others = f"the model has it in layers {ranges(layers)}; the state is of {where}" if layers else ""
         # The state may be of a parameter that the model names otherwise (a fused name over split weights). That is
         # ruled out if other layers store this very role, or if every parameter of this layer has its own state.
-        certain = key.role in layers_of or is_complete.get(_layer_of(key), True)
+        certain = key.role in layers_of or (key.block, key.layer) not in incomplete
         yield Finding(
             "state{of} belongs to no parameter",
             at=Location(state.tensor),
             severity=Severity.WARNING,
             confidence="certain" if certain else "possible",
-            notes=tuple(notes),
+            notes=(("parameter", f"no {state.path} in the model"), ("layers", others)),
             why="either the model part lacks the parameter, or the state is a leftover that nothing loads",
             hint="compare the model's layers with those of the run that wrote the optimizer",
             group=f"{state.chain} {key.role} {key.layer}",
@@ -100,37 +98,14 @@ def _may_be_tied(key: Key) -> bool:
     return key.function in ("embedding", "output")
 
 
-def _layer_of(key: Key) -> tuple[str, int | None]:
-    return key.block, key.layer
-
-
-def _complete_layers(inventory: Inventory, stateful: set[Param]) -> dict[tuple[str, int | None], bool]:
-    """(block, layer) -> whether all parameters of this layer have state."""
-    is_complete: dict[tuple[str, int | None], bool] = {}
-    for param in inventory.params:
-        layer = _layer_of(param.key)
-        is_complete[layer] = is_complete.get(layer, True) and (param in stateful or _is_buffer(param))
-    return is_complete
-
-
-# ---------------------------------------------------------------- layers and blocks without state
-
-
 class _Gap(NamedTuple):
-    """Layers of one block without state.
-
-    Attributes:
-        pattern: how the numbers follow each other, as text; "" if they are neither consecutive nor a stride.
-        is_bottom: whether they are the lowest layers, which are often frozen on purpose.
-        is_stage: whether they are whole pipeline stages, or the last layers together with final norm and output.
-        is_passed: whether they are the last layers and the final norm has state: its gradient went through them.
-    """
+    """Layers of one block without state."""
 
     layers: tuple[int, ...]
-    pattern: str
-    is_bottom: bool
-    is_stage: bool = False
-    is_passed: bool = False
+    pattern: str  # how the numbers follow each other; "" if they are neither consecutive nor a stride
+    is_bottom: bool = False  # the lowest layers are often frozen on purpose
+    is_stage: bool = False  # whole pipeline stages, or the last layers together with final norm and output
+    is_passed: bool = False  # the last layers, where the final norm has state: its gradient went through them
 
 
 def _layers_without_state(
@@ -170,10 +145,9 @@ def _layers_without_state(
             # A trained final norm passes its gradient into the last layers, so these should have state as well, unless
             # the groups leave them out. A prediction layer and the unused last layer of LLaVA's tower do not qualify.
             is_left_out = bool(in_groups) and not any(param.key.path in in_groups for param in last)
-            is_passed = (
-                gap.layers[-1] == max(of_layer) and not is_left_out and _norms_trained(inventory, stateful, last)
-            )
-            gap = gap._replace(is_stage=is_stage, is_passed=is_passed and {p.key.role for p in last} <= roles)
+            is_last = gap.layers[-1] == max(of_layer) and {param.key.role for param in last} <= roles
+            is_passed = is_last and not is_left_out and _norms_trained(inventory, stateful, last)
+            gap = gap._replace(is_stage=is_stage, is_passed=is_passed)
             yield _layers_finding(ckpt, block, gap, lost, len(of_layer), trained), lost
 
 
@@ -214,31 +188,28 @@ def _gap(without: list[int], present: list[int]) -> _Gap:
     # A stride over the whole block is a choice: jobs that insert layers train those alone.
     if len(steps) == 1 and len(indices) >= (len(present) - 1) // min(steps):
         step = steps.pop()
-        return _Gap(tuple(without), "every second layer" if step == 2 else f"one layer in {step}", False)
-    return _Gap(tuple(without), "", False)
+        return _Gap(tuple(without), "every second layer" if step == 2 else f"one layer in {step}")
+    return _Gap(tuple(without), "")
 
 
 def _layers_finding(
     ckpt: Checkpoint, block: str, gap: _Gap, lost: list[Param], count: int, trained: set[str]
 ) -> Finding:
-    """The finding on whole layers without state."""
     named = [param for param in lost if param.key.path in trained]
     may_be_frozen = not named and (gap.is_bottom or not gap.is_stage)
-    numbers = ranges(gap.layers)
-    lead = lost[0]
     subject = f"{layers_in(gap.layers, block)} {verb(len(gap.layers), 'has')}"
     others = count - len(gap.layers)
     ranks = _savers(ckpt, lost)
     cause = "the lowest layers, often frozen" if gap.is_bottom else gap.pattern or "no pattern"
     return Finding(
         f"{subject} no optimizer state; the other {plural(others, 'layer', 'has')} it",
-        at=Location(lead.tensor, ranks=ranks),
-        identity=(block, numbers),
+        at=Location(lost[0].tensor, ranks=ranks),
+        identity=(block, ranges(gap.layers)),
         confidence="certain" if not may_be_frozen else "likely" if gap.is_passed and not gap.is_bottom else "possible",
         notes=(
             ("layers", f"{len(gap.layers)} of {count}: {cause}"),
             ("parameters", _patterns(lost)),
-            *_trained_note(named),
+            ("trained", _trained(named)),
         ),
         hint=f"look for the optimizer part of {_ranks_text(ranks, 'these layers')}" + ("" if named else _FROZEN),
         inferred_from="" if named else "the other layers" + ("" if block == "layers" else f" of {block}"),
@@ -252,7 +223,7 @@ def _block_finding(ckpt: Checkpoint, block: str, params: list[Param], trained: s
         at=Location(params[0].tensor, ranks=(ranks := _savers(ckpt, params))),
         identity=(block,),
         confidence="certain" if named else "possible",
-        notes=(("parameters", _patterns(params)), *_trained_note(named)),
+        notes=(("parameters", _patterns(params)), ("trained", _trained(named))),
         hint=f"look for the optimizer part of {_ranks_text(ranks, 'this block')}" + ("" if named else _FROZEN),
         inferred_from="" if named else "the other blocks",
     )
@@ -268,10 +239,8 @@ def _ranks_text(ranks: tuple[int, ...], what: str) -> str:
     return f"{named_ranks(ranks)}, which saved the weights of {what}" if ranks else f"the ranks that held {what}"
 
 
-def _trained_note(named: list[Param]) -> tuple[Note, ...]:
-    if not named:
-        return ()
-    return (("trained", f"{_META[:-1]} names {len(named)} of them, so the optimizer updated them"),)
+def _trained(named: list[Param]) -> str:
+    return f"{_META[:-1]} names {len(named)} of them, so the optimizer updated them" if named else ""
 
 
 def _single_params(inventory: Inventory, stateful: set[Param], reported: set[Param]) -> Iterator[Finding]:
@@ -280,7 +249,7 @@ def _single_params(inventory: Inventory, stateful: set[Param], reported: set[Par
     judged = [param for param in inventory.params if not _is_buffer(param) and not (tied and _may_be_tied(param.key))]
     absent = [param for param in judged if param not in stateful and param not in reported]
     roles = {(param.key.scope, param.key.role) for param in stateful}
-    layers = {_layer_of(param.key) for param in stateful}
+    layers = {(param.key.block, param.key.layer) for param in stateful if param.key.layer is not None}
     # Few without state are worth a look. Many were frozen on purpose where a whole role or layer has none. Weights here
     # and there were lost in a merge of optimizer shards, or frozen by Spectrum (axolotl).
     shown = absent
@@ -289,7 +258,7 @@ def _single_params(inventory: Inventory, stateful: set[Param], reported: set[Par
             param
             for param in absent
             if (param.key.scope, param.key.role) in roles
-            and (param.key.in_experts or (param.key.layer is not None and _layer_of(param.key) in layers))
+            and (param.key.in_experts or (param.key.block, param.key.layer) in layers)
         ]
     if shown:
         yield Finding(
@@ -300,9 +269,6 @@ def _single_params(inventory: Inventory, stateful: set[Param], reported: set[Par
             notes=(("parameters", _patterns(shown)),),
             why="buffers, frozen parameters and experts that no token reached have none; others restart their moments",
         )
-
-
-# ---------------------------------------------------------------- helpers
 
 
 def _params_in_groups(ckpt: Checkpoint, word: str) -> set[str]:
@@ -325,4 +291,4 @@ def _is_buffer(param: Param) -> bool:
 
 
 def _patterns(params: Iterable[Param]) -> str:
-    return first_names(fold_names(dict.fromkeys(param.tensor.fqn for param in params)), _SHOWN, "pattern")
+    return first_names(fold_names(param.tensor.fqn for param in params), _SHOWN, "pattern")

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -22,17 +22,12 @@ _MOST = 2**16  # groups of a job
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """The groups that a chain has if it is of this kind: dense or expert parameters.
-
-    Attributes:
-        per_stage: groups of one pipeline stage; their numbers follow each other.
-        formula: the mesh axes that multiply to the count, with their sizes.
-    """
+    """The groups that a chain has if it is of this kind: dense or expert parameters."""
 
     name: str
-    per_stage: int
+    per_stage: int  # groups of one pipeline stage; their numbers follow each other
     stages: int
-    formula: str
+    formula: str  # the mesh axes that multiply to the count, with their sizes
 
     @property
     def count(self) -> int:
@@ -96,11 +91,7 @@ def _kinds(chain: tuple[str, ...], sizes: Mapping[str, AxisSize], has_experts: b
 def _group_findings(
     chain: tuple[str, ...], group_keys: Mapping[int, str], kinds: list[_Kind], sizes: Mapping[str, AxisSize]
 ) -> Iterator[Finding]:
-    """Findings on the group numbers of one chain: gaps, or another count than the mesh has.
-
-    Args:
-        group_keys: group number -> key of its first bucket.
-    """
+    """Findings on the group numbers of one chain (-> key of the first bucket): gaps, or another count than the mesh."""
     numbers = sorted(group_keys)
     name = ".".join(chain) or "the optimizer"
     if any(numbers == list(range(kind.count)) for kind in kinds):
@@ -133,10 +124,7 @@ def _group_findings(
 
 def _has_partial_stage(numbers: list[int], kind: _Kind) -> bool:
     """Whether some stage has only a part of its groups, which no stage without parameters explains."""
-    groups_of_stage: dict[int, int] = defaultdict(int)
-    for number in numbers:
-        groups_of_stage[number // kind.per_stage] += 1
-    return any(count != kind.per_stage for count in groups_of_stage.values())
+    return any(count != kind.per_stage for count in Counter(n // kind.per_stage for n in numbers).values())
 
 
 def _finding(
@@ -148,22 +136,20 @@ def _finding(
     severity: Severity | None,
     notes: tuple[Note, ...],
 ) -> Finding:
-    """The finding on the group numbers of one chain, at the key of its first group."""
     numbers = sorted(group_keys)
     extra = [number for number in numbers if kind is not None and number >= kind.count]
-    odd = f"{ranges(missing)} {verb(len(missing), 'is')} missing" if missing else f"{ranges(extra)} too many"
-    if missing and extra:
-        odd += f", {ranges(extra)} too many"
-    stages = ""
+    odd = [f"{ranges(missing)} {verb(len(missing), 'is')} missing"] * bool(missing)
+    odd += [f"{ranges(extra)} too many"] * (bool(extra) or not missing)
+    where = ""
     if kind is not None and missing and kind.stages > 1:
         stages = ranges(number // kind.per_stage for number in missing)
-    where: tuple[Note, ...] = (("stage", f"the missing groups belong to pipeline stage {stages}"),) if stages else ()
+        where = f"the missing groups belong to pipeline stage {stages}"
     return Finding(
-        f"{name} has buckets of dp groups {ranges(numbers)}, {expected}: {odd}",
+        f"{name} has buckets of dp groups {ranges(numbers)}, {expected}: {', '.join(odd)}",
         at=Location(group_keys[numbers[0]]),
         identity=tuple(map(str, missing or extra)),
         severity=severity,
-        notes=(*notes, *where),
+        notes=(*notes, ("stage", where)),
         hint="check what the ranks of the missing groups wrote: two groups under one number overwrite each other",
     )
 
@@ -181,15 +167,10 @@ def _missing_records(
         witness = recorded.get(other, set()) & set(group_keys)
         # Which records a version writes is not known: where most groups lack one, it may be new or optional.
         if lacking and len(lacking) <= len(witness):
+            they_have = "they have" if len(lacking) > 1 else "it has"
+            although = f"which {_groups_have(sorted(witness))}" if having else f"though {they_have} {other}"
             yield Finding(
-                f"{_groups_have(lacking)} buckets but no {name}, "
-                + (
-                    f"which {_groups_have(sorted(witness))}"
-                    if having
-                    else f"though they have {other}"
-                    if len(lacking) > 1
-                    else f"though it has {other}"
-                ),
+                f"{_groups_have(lacking)} buckets but no {name}, {although}",
                 at=Location(group_keys[lacking[0]]),
                 identity=tuple(f"dp_group_idx_{number}.{name}" for number in lacking),
                 notes=(("chain", ".".join(chain) or "the optimizer without a chain"),),
@@ -208,12 +189,11 @@ def _missing_moments(buckets: list[Bucket]) -> Iterator[Finding]:
     by_prefix: dict[str, dict[str, Bucket]] = defaultdict(dict)
     for bucket in buckets:
         by_prefix[bucket.tensor.fqn.removesuffix(f".{bucket.what}")][bucket.what] = bucket
-    both = [prefix for prefix, states in by_prefix.items() if all(what in states for what in PAIR)]
-    alone = [
-        (prefix, what) for prefix, states in by_prefix.items() if prefix not in both for what in PAIR if what in states
-    ]
+    stored = {prefix: [what for what in PAIR if what in states] for prefix, states in by_prefix.items()}
+    both = [prefix for prefix, names in stored.items() if len(names) == 2]
+    alone = [(prefix, names[0]) for prefix, names in stored.items() if len(names) == 1]
     for prefix, what in alone if len(alone) <= len(both) else ():
-        absent = next(other for other in PAIR if other != what)
+        absent = PAIR[what == PAIR[0]]
         yield Finding(
             f"bucket{{of}} has no {absent}, unlike {len(both)} other bucket{'s' * (len(both) > 1)} of the chain",
             at=Location(by_prefix[prefix][what].tensor),
@@ -262,12 +242,8 @@ def _recorded_length(value: object, fqn: str) -> int | None:
     try:
         buffers = value[0][int(match["gbuf"])]  # type: ignore[index]
         number = int(match["bucket"])  # type: ignore[index]
-        size = next(sizes[number] for types, sizes in buffers.items() if _dtypes(types) == match["types"])  # type: ignore[index]
+        names = {types: ", ".join(f"torch.{name}" for name in types) for types in buffers if isinstance(types, tuple)}
+        size = next(buffers[types][number] for types, name in names.items() if name == match["types"])  # type: ignore[index]
     except (TypeError, KeyError, IndexError, AttributeError, StopIteration):
         return None
     return size if type(size) is int else None
-
-
-def _dtypes(types: object) -> str:
-    """The dtypes of a buffer in the spelling of its key; "" if they are no tuple."""
-    return ", ".join(f"torch.{name}" for name in types) if isinstance(types, tuple) else ""

@@ -33,7 +33,8 @@ def writer_outlier(ckpt: Checkpoint) -> Iterator[Finding]:
     states = inventory_of(ckpt).states
     exact = {state.tensor.fqn for state in elementwise_states(ckpt)}
     left_out = mismatched_params(ckpt)
-    gathered = _is_gathered(ckpt)
+    content = attributes(ckpt.common_value("content_metadata"))
+    gathered = content.get("distrib_optim_sharding_type") == "fully_reshardable"
     for state in states:
         param = state.param
         if param is None or param in left_out or state.tensor.volume <= 1:
@@ -50,7 +51,6 @@ def writer_outlier(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def _finding(ckpt: Checkpoint, state: OptimizerState, param: Param, count: int, is_full: bool) -> Finding:
-    """The finding on a state in one chunk whose parameter is split; info if it has as many elements."""
     row = int(state.tensor.tiling.live.argmax())
     in_state, of = f"{state.tensor.volume:,}", f"{param.tensor.volume:,}"
     return Finding(
@@ -68,9 +68,3 @@ def _finding(ckpt: Checkpoint, state: OptimizerState, param: Param, count: int, 
         else "compare its length with what one rank holds; the parts of the other ranks are not stored",
         inferred_from=f"the chunks of {param.tensor.fqn}",
     )
-
-
-def _is_gathered(ckpt: Checkpoint) -> bool:
-    """Whether the optimizer declares that it gathers its states over the data-parallel ranks."""
-    content = attributes(ckpt.common_value("content_metadata"))
-    return content.get("distrib_optim_sharding_type") == "fully_reshardable"

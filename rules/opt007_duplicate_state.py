@@ -33,18 +33,14 @@ def duplicate_state(ckpt: Checkpoint) -> Iterator[Finding]:
     seen: dict[tuple[object, ...], list[OptimizerState]] = defaultdict(list)
     for state in states:
         if state.tensor.volume > 1:
-            seen[_identity(state)].append(state)
+            optimizer = state.tensor.fqn.partition(".state.")[0]
+            entry = optimizer, state.chain, state.scope, state.path, state.what, state.tensor.volume
+            seen[entry].append(state)
     doubled = [(first, other) for group in seen.values() for first, *rest in [group] for other in rest]
     doubled += _second_masters(list(dict.fromkeys(group[0] for group in seen.values())))
     total = sum(nbytes(second.tensor.dtype, second.tensor.volume) or 0 for _, second in doubled)
     for first, second in doubled:
         yield _finding(first, second, total, len(doubled), _compared(ckpt, first, second))
-
-
-def _identity(state: OptimizerState) -> tuple[object, ...]:
-    """A key that is equal for two entries of one state: optimizer, chain, stage, parameter, name, length."""
-    optimizer = state.tensor.fqn.partition(".state.")[0]
-    return optimizer, state.chain, state.scope, state.path, state.what, state.tensor.volume
 
 
 def _second_masters(states: list[OptimizerState]) -> list[tuple[OptimizerState, OptimizerState]]:

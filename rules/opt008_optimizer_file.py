@@ -57,11 +57,8 @@ def _contradictions(
     """(message, identity, whether it is unsure) for each contradiction in one optimizer's file."""
     listed, shapes = Counter(optimizer.params), optimizer.shapes
     if twice := [param for param, count in listed.items() if count > 1]:
-        yield (
-            f"the groups of {file} list {plural(len(twice), 'parameter')} twice: {_params_text(twice)}",
-            "twice",
-            False,
-        )
+        count = plural(len(twice), "parameter")
+        yield f"the groups of {file} list {count} twice: {_params_text(twice)}", "twice", False
     if unlisted := [param for param in shapes if param not in listed]:
         yield f"{file} has state for {_params_text(unlisted)}, which none of its groups lists", "unlisted", False
     if listed and not shapes and step and "betas" in optimizer.settings:
@@ -99,19 +96,13 @@ def _against_model(ckpt: Checkpoint, file: str, optimizer: OptimizerFile) -> Ite
     for param, shape in moments.items():
         states = tensors.get(param) if isinstance(param, str) else None
         if states is not None and states != shape:
-            yield (
-                f"the moments of {printable(str(param))} in {file} are {shape_text(shape)}, but the tensor is "
-                f"{shape_text(states)}",
-                str(param),
-                False,
-            )
+            has = f"are {shape_text(shape)}, but the tensor is {shape_text(states)}"
+            yield f"the moments of {printable(str(param))} in {file} {has}", str(param), False
     wanted, stored = Counter(moments.values()), Counter(tensors.values())
     if wanted <= stored and (layers := _last_layers(optimizer, moments, tensors)):
         lost = numbered("layer", layers)
         yield f"{file} lists all parameters, but has no moments for {lost}, the last", "last", False
-    if any(isinstance(param, str) for param in moments):
-        return
-    if wanted <= stored + Counter(optimizer.shapes_beside):
+    if any(isinstance(param, str) for param in moments) or wanted <= stored + Counter(optimizer.shapes_beside):
         return
     odd, left = wanted - stored, stored - wanted
     moment_count, weight_count = sum(map(prod, moments.values())), sum(map(prod, tensors.values()))
@@ -131,22 +122,14 @@ def _against_model(ckpt: Checkpoint, file: str, optimizer: OptimizerFile) -> Ite
     # (transformers#23111). The files of verl hold one rank's part by design.
     is_flat = ckpt.format != "verl" and all(len(shape) == 1 for shape in moments.values())
     if is_flat and moment_count < weight_count and not wanted & stored:
-        yield (
-            f"the moments in {file} are one-dimensional and fit no tensor: {moment_count:,} of {weight_count:,} "
-            "elements, one rank's part saved as the whole",
-            "part",
-            False,
-        )
+        fit = f"no tensor: {moment_count:,} of {weight_count:,} elements, one rank's part saved as the whole"
+        yield f"the moments in {file} are one-dimensional and fit {fit}", "part", False
         return
     # Few moments without a tensor and as many tensors without moments: a weight was resized after the save. More of
     # them may as well be weights that were saved in another form (merged, split, fused).
     is_one_to_one = odd.total() == left.total() and 2 * odd.total() < len(moments)
-    yield (
-        f"too few tensors have the moment shapes of {odd.total()} of {plural(len(moments), 'parameter')} in {file}: "
-        f"{shapes}",
-        f"shapes {shapes}",
-        not is_one_to_one,
-    )
+    of = f"{odd.total()} of {plural(len(moments), 'parameter')} in {file}"
+    yield f"too few tensors have the moment shapes of {of}: {shapes}", f"shapes {shapes}", not is_one_to_one
 
 
 def _last_layers(

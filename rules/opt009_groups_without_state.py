@@ -39,27 +39,21 @@ def groups_without_state(ckpt: Checkpoint) -> Iterator[Finding]:
     if inventory.states or inventory.numbered or inventory.buckets or is_sharded:
         raise NotApplicable("there is optimizer state")
     optimizer = [entry.fqn for entry in ckpt.byte_objects if parse(entry.fqn).kind == "optimizer"]
-    if any(".state." in f".{name}" for name in optimizer) or any(
-        parse(key).kind == "optimizer" for key in ckpt.tensors
-    ):
+    has_tensors = any(parse(key).kind == "optimizer" for key in ckpt.tensors)
+    if has_tensors or any(".state." in f".{name}" for name in optimizer):
         raise NotApplicable("the optimizer has state of a form that is not known")
     is_declared = not optimizer and any(name in ckpt.declared for name in ("save_optim", "no_save_optim"))  # by COM007
     for record in () if is_declared else optimizer_records(ckpt):
-        step = _step(record.value) if record.kind == "param_groups" else 0
-        if step:
+        if record.kind == "param_groups" and (step := _step(record.value)):
             yield _finding(record.place.partition(": ")[0], record.place, f"say step {step:,}")
     adam = [name for name in optimizer if name.endswith(_ADAM) and any(word in name for word in _GROUPS)]
     if adam:
         count = "1 entry" if len(adam) == 1 else f"{len(adam)} entries"
         finding = _finding(ckpt.metadata_file, adam[0], f"({count}) have betas, as Adam's do")
         # a key with a name is one parameter, which may be frozen; one with a number is a group of them
-        is_sure = len(adam) > 1 or (_GROUP.search(adam[0]) is not None and _has_stepped(ckpt))
+        has_stepped = bool(ckpt.run and ckpt.run.step) or any(claim.step > 0 for claim in ckpt.claims)
+        is_sure = len(adam) > 1 or (_GROUP.search(adam[0]) is not None and has_stepped)
         yield finding if is_sure else replace(finding, confidence="possible")
-
-
-def _has_stepped(ckpt: Checkpoint) -> bool:
-    """Whether the step of the run, or a counter in it, is above 0: Adam has no state before its first step."""
-    return bool(ckpt.run and ckpt.run.step) or any(claim.step > 0 for claim in ckpt.claims)
 
 
 def _finding(file: str, place: str, text: str) -> Finding:

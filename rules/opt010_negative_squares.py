@@ -52,17 +52,17 @@ def negative_squares(ckpt: Checkpoint) -> Iterator[Finding]:
         )
     by_file: dict[tuple[str, str], list[OddValues]] = defaultdict(list)
     for item in require(ckpt.payload).odd_values:
-        by_file[item.file, item.state] += [item] if item.negatives else []
+        if item.negatives:
+            by_file[item.file, item.state].append(item)
     for (file, state), items in by_file.items():
-        if items:
-            values = _counted(sum(item.negatives for item in items))
-            first, more = items[0].param, f" and {plural(len(items) - 1, 'more parameter')}" if len(items) > 1 else ""
-            yield Finding(
-                f"{values} values in {state} of parameter {first}{more} are below 0, which no sum of squares is",
-                at=Location(file=file),
-                identity=(state,),
-                hint=_HINT,
-            )
+        values = _counted(sum(item.negatives for item in items))
+        first, more = items[0].param, f" and {plural(len(items) - 1, 'more parameter')}" if len(items) > 1 else ""
+        yield Finding(
+            f"{values} values in {state} of parameter {first}{more} are below 0, which no sum of squares is",
+            at=Location(file=file),
+            identity=(state,),
+            hint=_HINT,
+        )
     yield from of_each(ckpt, _below_second)
 
 
@@ -72,7 +72,6 @@ def _counted(count: int) -> str:
 
 
 def _below_second(ckpt: Checkpoint) -> Iterator[Finding]:
-    """Largest second moments that are below the second moments."""
     pairs = ckpt.pairs
     if pairs is None:  # of a sample
         return
@@ -80,12 +79,12 @@ def _below_second(ckpt: Checkpoint) -> Iterator[Finding]:
         pair, chunk = pairs.pairs[int(pairs.pair[row])], int(pairs.chunk[row])
         if pair.law == "maximum":
             tensor = ckpt.tensors[pair.first]
-            box, name = tensor.tiling.box(chunk), ckpt.chunk_file(tensor, chunk)
+            at = Location.of_chunk(ckpt, tensor, chunk)
             yield Finding(
-                f"{int(pairs.odd[row]):,} of {plural(int(pairs.drawn[row]), 'value')} in chunk {box}{{of}} are below "
-                f"those of {pair.second}, of which it holds the largest so far",
-                at=Location(tensor, region=box, rows=(chunk,), file=name),
+                f"{int(pairs.odd[row]):,} of {plural(int(pairs.drawn[row]), 'value')} in chunk {at.region}{{of}} are "
+                f"below those of {pair.second}, of which it holds the largest so far",
+                at=at,
                 hint=_HINT,
-                group=f"maximum {name}",
+                group=f"maximum {at.file}",
                 partners=(pair.second,),
             )

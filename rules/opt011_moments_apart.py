@@ -14,14 +14,7 @@ from ckptlint.rule import Finding, Location, Severity, require, rule
 _ABSURD = 1e6  # m^2 / v that says no more than that v is lost
 
 
-@rule(
-    "OPT011",
-    "moments-apart",
-    Severity.ERROR,
-    depth=Depth.HEADERS,
-    needs=("moments", "pairs"),
-    yields_to=("RUN008",),
-)
+@rule("OPT011", "moments-apart", Severity.ERROR, depth=Depth.HEADERS, needs=("moments", "pairs"), yields_to=("RUN008",))
 def moments_apart(ckpt: Checkpoint) -> Iterator[Finding]:
     """The first moment is larger than the second allows, so the two are not of one parameter, part or step.
 

@@ -33,13 +33,12 @@ def weight_not_master(ckpt: Checkpoint) -> Iterator[Finding]:
     pairs = require(ckpt.pairs)
     for row in breaking(ckpt, "copy").tolist():
         pair, chunk = pairs.pairs[int(pairs.pair[row])], int(pairs.chunk[row])
-        tensor = ckpt.tensors[pair.first]
-        box, name = tensor.tiling.box(chunk), ckpt.chunk_file(tensor, chunk)
+        at = Location.of_chunk(ckpt, ckpt.tensors[pair.first], chunk)
         yield Finding(
-            f"{int(pairs.odd[row]):,} of {plural(int(pairs.drawn[row]), 'value')} in chunk {box}{{of}} differ from its "
-            f"master copy {pair.second}, by up to {float(pairs.worst[row]):.3g} times what rounding does",
-            at=Location(tensor, region=box, rows=(chunk,), file=name),
+            f"{int(pairs.odd[row]):,} of {plural(int(pairs.drawn[row]), 'value')} in chunk {at.region}{{of}} differ "
+            f"from its master copy {pair.second}, by up to {float(pairs.worst[row]):.3g} times what rounding does",
+            at=at,
             hint="go back to a step where both agree, or load the weights without the optimizer if they were edited",
-            group=f"copy {name}",
+            group=f"copy {at.file}",
             partners=(pair.second,),
         )

@@ -11,8 +11,7 @@ from ckptlint.analysis.optimizer.records import highest_step
 from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import plural, verb
-from ckptlint.model.tiling import IntArray
-from ckptlint.numerics.chunks import ChunkNumbers, chunk_numbers
+from ckptlint.numerics.chunks import chunk_numbers
 from ckptlint.rule import Finding, Location, Severity, rule
 from ckptlint.vocabulary.keys import parse
 
@@ -66,18 +65,19 @@ def _zero(ckpt: Checkpoint) -> Iterator[Finding]:
             by_title.setdefault(odd.title, []).append((state, odd))
     for title, members in by_title.items():
         rows = np.concatenate([odd.rows for _, odd in members])
-        if len(members) == 1 and _is_of_opt011(ckpt, numbers, rows):
+        places = [(numbers.tensors[int(numbers.tensor[row])].fqn, int(numbers.chunk[row])) for row in rows.tolist()]
+        of_opt011 = moments_that_do_not_fit(ckpt).intersection(places) if len(members) == 1 else ()
+        if 2 * len(of_opt011) > len(places):
             continue
         judged = sum(odd.judged for _, odd in members)
         first = int(rows[0])
         tensor, chunk = numbers.tensors[int(numbers.tensor[first])], int(numbers.chunk[first])
         states = " and ".join(state for state, _ in members)
-        rank = members[0][1].rank
         yield Finding(
             f"{states} of {title} are zero in {len(rows):,} of {plural(judged, 'chunk')}; those of the others are not",
-            at=Location.of_chunk(ckpt, tensor, chunk, rank),
+            at=Location.of_chunk(ckpt, tensor, chunk, members[0][1].rank),
             identity=(title,),
-            keys=tuple(dict.fromkeys(numbers.tensors[number].fqn for number in numbers.tensor[rows].tolist())),
+            keys=tuple(dict.fromkeys(fqn for fqn, _ in places)),
             confidence="certain" if len(members) > 1 else "likely",
             hint="go back to a step whose states are whole, or load without the optimizer and warm up again",
         )
@@ -88,7 +88,6 @@ def _moments(ckpt: Checkpoint) -> list[Tensor]:
 
 
 def _counters(ckpt: Checkpoint) -> list[Tensor]:
-    """The counters of single parameters."""
     counted = (tensor for key, tensor in ckpt.tensors.items() if key.endswith(".step") and tensor.volume == 1)
     return [tensor for tensor in counted if parse(tensor.fqn).kind == "optimizer"]
 
@@ -102,9 +101,3 @@ def _never_stepped(ckpt: Checkpoint) -> bool:
     if any((records < 0).any() or not payload.scanned[records].all() for records in rows):
         return False
     return bool((payload.most[rows[0]] == 0).all() and (payload.most[rows[1]] == _DUMMY).all())
-
-
-def _is_of_opt011(ckpt: Checkpoint, numbers: ChunkNumbers, rows: IntArray) -> bool:
-    """Whether OPT011 says of most of these chunks that they do not fit the other moment."""
-    places = [(numbers.tensors[int(numbers.tensor[row])].fqn, int(numbers.chunk[row])) for row in rows.tolist()]
-    return 2 * len(moments_that_do_not_fit(ckpt).intersection(places)) > len(places)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from ckptlint.analysis.optimizer.records import optimizer_records
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import first_names, join_words, plural, printable
-from ckptlint.rule import Confidence, Finding, Location, NotApplicable, Severity, rule
+from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 
 _OF_CLASS = {"amsgrad": ("lr", "betas", "eps", "weight_decay"), "nesterov": ("lr", "momentum", "weight_decay")}
 """A setting that only optimizers of one family have -> those that each group of it has."""
@@ -15,16 +15,11 @@ _SHOWN = 6
 
 
 class _Groups(NamedTuple):
-    """The parameter groups of one optimizer.
-
-    Attributes:
-        file, place: the file, and what is in it, for people.
-        groups: name, a number or a parameter, -> its settings; a value is `...` where it was not read.
-    """
+    """The parameter groups of one optimizer."""
 
     file: str
-    place: str
-    groups: dict[str, Mapping[Any, Any]]
+    place: str  # what is in the file, for people
+    groups: dict[str, Mapping[Any, Any]]  # name, a number or a parameter -> settings; `...` where one was not read
 
 
 @rule("OPT014", "unlike-groups", Severity.WARNING, whole=True, needs=("sound",))
@@ -131,13 +126,12 @@ def _other_steps(one: _Groups, is_fixed: bool) -> Iterator[Finding]:
                 apart[step].append(name)
         for step, names in apart.items():
             at = "no step" if step is None else f"step {_count(step)}"
-            confidence: Confidence = "certain" if is_fixed or step is None else "possible"
             yield Finding(
                 f"{_named(names, len(one.groups))} {at}, but {_owner(first)} step {_count(most)}",
                 at=Location(file=one.file, label=one.place),
                 identity=("step", one.place, *names[:_SHOWN]),
                 keys=_keys(one, names),
-                confidence=confidence,
+                confidence="certain" if is_fixed or step is None else "possible",
                 kind="step",
                 group=f"step {names} {at} {most}",
                 why="a resume corrects the bias of Adam's moments in this group as at another step",

@@ -15,17 +15,12 @@ _COUNTS_TO = {"bfloat16": 256, "float16": 2048}
 
 
 class _Counters(NamedTuple):
-    """The step counters of a dtype in one file, or in the tensors of the checkpoint.
-
-    Attributes:
-        at: where they are, the first of them.
-        highest: the most that one of them says, rounded; 0 where that was not read.
-    """
+    """The step counters of a dtype in one file, or in the tensors of the checkpoint."""
 
     dtype: str
     total: int
-    at: Location
-    highest: int
+    at: Location  # of the first
+    highest: int  # the most that one of them says, rounded; 0 where that was not read
 
 
 @rule("OPT015", "rounded-counter", Severity.WARNING)

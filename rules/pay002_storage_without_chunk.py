@@ -47,13 +47,8 @@ def storage_without_chunk(ckpt: Checkpoint) -> Iterator[Finding]:
         offset = table.unreferenced[row]
         where = "without an offset" if offset is None else f"at offset {list(offset)}"
         file, start, length = ckpt.byte_range_of(row)
-        known = (
-            "no chunk starts there"
-            if fqn in ckpt.tensors
-            else "it is not a tensor"
-            if fqn in others
-            else "there is no such key"
-        )
+        known = "it is not a tensor" if fqn in others else "there is no such key"
+        known = "no chunk starts there" if fqn in ckpt.tensors else known
         yield Finding(
             f"{len(rows):,} storage entries{{of}} match nothing, the first {where}: {known}"
             if more

@@ -9,7 +9,7 @@ from ckptlint.geometry.writers import ranks_of_files
 from ckptlint.model import FILE_STATES, Checkpoint, FileState
 from ckptlint.model.lost_files import by_node
 from ckptlint.model.text import at_most, first_names, plural, ranges
-from ckptlint.model.tiling import IntArray, distinct
+from ckptlint.model.tiling import distinct
 from ckptlint.rule import MOST_KEYS, Finding, Location, Severity, rule
 from ckptlint.vocabulary.keys import parse
 from ckptlint.vocabulary.metadata_files import rank_of, ranks_in
@@ -62,22 +62,19 @@ def missing_file(ckpt: Checkpoint) -> Iterator[Finding]:
         names = [ckpt.files.names[number] or '""' for number in numbers.tolist()]
         rows = np.flatnonzero(np.isin(table.file, numbers))
         filed, lost = len(rows), sum(length for length in table.byte_length[rows].tolist() if length > 0)
-        keys = sorted(dict.fromkeys(table.name(row) for row in rows.tolist()), key=_weights_first)
-        of_model, of_optimizer = (sum(parse(key).kind == kind for key in keys) for kind in ("model", "optimizer"))
-        kinds = (
-            f"parts of {plural(of_model, 'weight')} and {of_optimizer:,} of the optimizer: "
-            if of_model and of_optimizer
-            else ""
+        keys = sorted(
+            dict.fromkeys(table.name(row) for row in rows.tolist()), key=lambda key: parse(key).kind != "model"
         )
+        of_model, of_optimizer = (sum(parse(key).kind == kind for key in keys) for kind in ("model", "optimizer"))
+        kinds = f"parts of {plural(of_model, 'weight')} and {of_optimizer:,} of the optimizer: "
+        there = list(dict.fromkeys(filter(None, map(ckpt.files.instead.get, numbers.tolist()))))
+        instead = "; ".join(at_most(there, 3, before="and ")) + " like that" * (len(there) > 3)
         count = names[0] if len(names) == 1 else f"{len(names)} of {len(used)} payload files"
+        label = f"{ckpt.metadata_file}: {first_names(names, 6)}"
         verb = _SENTENCES[state][len(names) > 1]
         yield Finding(
             f"{count} {verb}: {filed:,} {'entry' if filed == 1 else 'entries'}, {lost:,} bytes",
-            at=Location(
-                file=names[0],
-                label=f"{ckpt.metadata_file}: {first_names(names, 6)}",
-                ranks=ranks_in(names),
-            ),
+            at=Location(file=names[0], label=label, ranks=ranks_in(names)),
             identity=tuple(names),
             keys=tuple(keys[:MOST_KEYS]),
             files=tuple(names[1:]),
@@ -87,24 +84,13 @@ def missing_file(ckpt: Checkpoint) -> Iterator[Finding]:
             kind=state,
             severity=Severity.INFO if state in ("link-outside", "other-case") else None,
             why=_OTHER_CASE if state == "other-case" else "",
-            notes=(("keys", kinds + first_names(keys)),),
-            hint=_instead(ckpt, numbers) or (_pattern(ckpt, names) if state == "absent" else _HINTS.get(state, "")),
+            notes=(("keys", kinds * bool(of_model and of_optimizer) + first_names(keys)),),
+            hint=instead or (_pattern(ckpt, names) if state == "absent" else _HINTS.get(state, "")),
         )
 
 
-def _weights_first(key: str) -> bool:
-    return parse(key).kind != "model"
-
-
 def _ranks_there(ckpt: Checkpoint) -> set[int]:
-    """The ranks that have at least one payload file."""
     return {*ranks_of_files(ckpt)[ckpt.files.are("ok")].tolist()} - {-1}
-
-
-def _instead(ckpt: Checkpoint, numbers: IntArray) -> str:
-    """Text on what was found in place of the missing files; "" without any."""
-    sentences = list(dict.fromkeys(filter(None, map(ckpt.files.instead.get, numbers.tolist()))))
-    return "; ".join(at_most(sentences, 3, before="and ")) + (" like that" if len(sentences) > 3 else "")
 
 
 def _pattern(ckpt: Checkpoint, names: list[str]) -> str:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -40,10 +41,10 @@ def range_past_eof(ckpt: Checkpoint) -> Iterator[Finding]:
     negative = (table.byte_offset < 0) | (table.byte_length < 0)
     beyond = (size >= 0) & (table.byte_length > size - table.byte_offset)
     short = rows_by_file(table, beyond & ~negative)
-    kind = _kind(ckpt, len(short))
+    is_all = len(short) == len(distinct(table.file)) > 1  # which no interrupted copy leaves
     files_by_bytes = _files_by_bytes(ckpt) if short else {}
     for rows in short:
-        yield _truncated(ckpt, rows, kind, files_by_bytes)
+        yield replace(_truncated(ckpt, rows, files_by_bytes), kind="all short" if is_all else "short")
     for rows in rows_by_file(table, negative):
         yield _damaged(ckpt, rows)
 
@@ -72,7 +73,6 @@ def _smaller_than_tensors(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def _files_by_bytes(ckpt: Checkpoint) -> dict[tuple[int, int], list[int]]:
-    """The files by the bytes that they have and the bytes that their entries need."""
     needed = np.zeros(len(ckpt.files), np.int64)
     np.maximum.at(needed, ckpt.records.file, ckpt.records.byte_offset + ckpt.records.byte_length)
     files: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -90,23 +90,14 @@ def _hint(size: int, other: str = "") -> str:
     return _COPY + "; an interrupted copy often ends at a block, as this one does" * (size % _BLOCK == 0)
 
 
-def _kind(ckpt: Checkpoint, short: int) -> str:
-    """`all short` if every file is too short, which no interrupted copy leaves; else `short`."""
-    return "all short" if short > 1 and short == len(distinct(ckpt.records.file)) else "short"
-
-
-def _truncated(
-    ckpt: Checkpoint, rows: IntArray, kind: str, files_by_bytes: Mapping[tuple[int, int], list[int]]
-) -> Finding:
+def _truncated(ckpt: Checkpoint, rows: IntArray, files_by_bytes: Mapping[tuple[int, int], list[int]]) -> Finding:
     """The finding for the entries of one file that reach past its end."""
     table = ckpt.records
     file, start, length = ckpt.byte_range_of(int(rows[np.argmin(table.byte_offset[rows])]))
     stored = ckpt.files[int(table.file[rows[0]])]
     has = stored.size or 0
     # as Python ints: the end of a forged entry does not fit int64
-    needed = max(
-        sum(pair) for pair in zip(table.byte_offset[rows].tolist(), table.byte_length[rows].tolist(), strict=True)
-    )
+    needed = max(map(sum, zip(table.byte_offset[rows].tolist(), table.byte_length[rows].tolist(), strict=True)))
     keys = _keys(ckpt, rows)
     exchanged = files_by_bytes.get((needed, has), [])  # one of many may be any of them
     what = stored.instead or f"is {f'{human_bytes(needed - has)} short' if has else 'empty'}"
@@ -122,7 +113,6 @@ def _truncated(
             label=f"{file}: {_entries(len(rows))} past the end, the first from byte {start:,}",
         ),
         identity=(file,),
-        kind=kind,
         keys=tuple(keys[:MOST_KEYS]),
         notes=_key_note(keys),
         why=why,

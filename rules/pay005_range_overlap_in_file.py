@@ -54,28 +54,20 @@ def range_overlap_in_file(ckpt: Checkpoint) -> Iterator[Finding]:
         names = table.name(first), table.name(second)
         shared = int(min(stop[hit], stop[other]) - start[hit])
         place = ckpt.files.names[int(file[hit])]
-        spans = [
-            f"{byte_span(int(start[i]), int(stop[i] - start[i]))} {name}"
-            for i, name in ((other, names[0]), (hit, names[1]))
-        ]
+        spans = [byte_span(int(start[i]), int(stop[i] - start[i])) for i in (other, hit)]
+        label = f"{place}: bytes {spans[0]} {names[0]}, {spans[1]} {names[1]}"
+        is_same = start[hit] == start[other] and stop[hit] == stop[other]
+        # an input embedding and an output layer, which models often share
+        is_tied = any(_EMBEDDING.search(a) and _OUTPUT.search(b) for a, b in (names, names[::-1]))
         more = f" (the first of {len(hits):,} such pairs)" if hit == hits[0] and len(hits) > 1 else ""
         yield Finding(
             f"{shared:,} bytes of {place} belong to two entries: {names[0]} and {names[1]}{more}",
-            at=Location(
-                names[1], file=place, byte_range=(int(start[hit]), shared), label=f"{place}: bytes " + ", ".join(spans)
-            ),
+            at=Location(names[1], file=place, byte_range=(int(start[hit]), shared), label=label),
             identity=(names[0],),
             keys=(names[0],),
-            severity=Severity.WARNING
-            if start[hit] == start[other] and stop[hit] == stop[other] and _tied(*names)
-            else None,
+            severity=Severity.WARNING if is_same and is_tied else None,
             hint="compare both offsets with the file's other entries: records lie end to end, so one of them is wrong",
         )
-
-
-def _tied(*names: str) -> bool:
-    """Whether the two keys are an input embedding and an output layer, which models often share."""
-    return any(_EMBEDDING.search(a) and _OUTPUT.search(b) for a, b in (names, names[::-1]))
 
 
 def _running_argmax(values: np.ndarray, starts: np.ndarray) -> np.ndarray:

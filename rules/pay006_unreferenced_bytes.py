@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
@@ -53,39 +53,37 @@ def unreferenced_bytes(ckpt: Checkpoint, min_bytes: int = 64) -> Iterator[Findin
             continue
         file, size = ckpt.files[number[name]], int(ckpt.files.size[number[name]])
         total = sum(stop - start for start, stop in gaps)
+        start, stop = gaps[0]
+        what = f"{total:,} bytes of {file.name} ({total / size:.1%})"
         if not file.referenced:
-            message = f"no tensor or object claims {file.name}, which holds {human_bytes(size)}"
-        else:
-            message = f"no tensor or object claims {total:,} bytes of {file.name} ({total / size:.1%})"
+            what = f"{file.name}, which holds {human_bytes(size)}"
         spans = first_names((byte_span(start, stop - start) for start, stop in gaps), _SHOWN, "gap")
         # The plans show what a duplicating rank wrote, so the lengths of its gaps are no evidence of a lost entry.
         is_duplicating = rank_of(file.name) in duplicating
-        lost = [] if is_duplicating else _lost_records(ckpt, gaps)
+        by_length = _missing_lengths(ckpt) if ckpt.locates_bytes and not is_duplicating else {}
+        lost = [(start, by_length[stop - start]) for start, stop in gaps if stop - start in by_length]
+        texts = [f"the bytes from {start:,} on are as long as the missing record of {fqn}" for start, fqn in lost]
+        keys = [fqn for _, fqn in lost]
+        # where each gap is as long as some record, only entries may be lost
+        kind = "records" if all(stop - start in lengths for start, stop in gaps) else "inside"
         yield Finding(
-            message,
-            at=Location(
-                file=file.name,
-                byte_range=(gaps[0][0], gaps[0][1] - gaps[0][0]),
-                label=f"{file.name}: bytes {spans}",
-            ),
+            f"no tensor or object claims {what}",
+            at=Location(file=file.name, byte_range=(start, stop - start), label=f"{file.name}: bytes {spans}"),
             identity=(file.name,),
-            kind=_gap_kind(lengths, gaps) if file.referenced else "whole file",
+            kind=kind if file.referenced else "whole file",
             severity=Severity.INFO if is_duplicating else None,
-            group=("gaps" if file.referenced else "unnamed") + " ".join(fqn for _, fqn in lost),
-            why=_LOST_ENTRY if lost else "",
-            notes=(("record", _lost_text(lost)),) if lost else (),
-            explain=partial(_planned_elsewhere, ckpt, file.name),
-            inferred_from=f"the length of the other records of {join_words([fqn for _, fqn in lost][:_SHOWN])}"
+            group=("gaps" if file.referenced else "unnamed") + " ".join(keys),
+            why="the bytes of the missing part are probably here; without their entry no load finds them"
             if lost
             else "",
+            notes=(("record", "; ".join(at_most(texts, _SHOWN, before="and "))),),
+            explain=partial(_planned_elsewhere, ckpt, file.name),
+            inferred_from=f"the length of the other records of {join_words(keys[:_SHOWN])}" if lost else "",
             hint="compare .metadata with the original: either it lost an entry, or this rank saved its part under the "
             "offsets of another rank"
             if lost
             else _hint(is_named=file.referenced, is_duplicating=is_duplicating),
         )
-
-
-_LOST_ENTRY = "the bytes of the missing part are probably here; without their entry no load finds them"
 
 
 def _hint(is_named: bool, is_duplicating: bool) -> str:
@@ -94,17 +92,6 @@ def _hint(is_named: bool, is_duplicating: bool) -> str:
     if is_named:
         return "list the keys that this file's rank passed to save, and find the one without an entry"
     return "delete the file if it is left from another save into this folder; compare its time with .metadata's"
-
-
-def _lost_text(lost: list[tuple[int, str]]) -> str:
-    sentences = (f"the bytes from {start:,} on are as long as the missing record of {fqn}" for start, fqn in lost)
-    return "; ".join(at_most(sentences, _SHOWN, before="and "))
-
-
-def _lost_records(ckpt: Checkpoint, gaps: Sequence[tuple[int, int]]) -> list[tuple[int, str]]:
-    """(first byte of the gap, key of the tensor) for each gap that is exactly as long as a missing record."""
-    lengths = _missing_lengths(ckpt) if ckpt.locates_bytes else {}
-    return [(start, lengths[stop - start]) for start, stop in gaps if stop - start in lengths]
 
 
 @fact
@@ -138,11 +125,6 @@ def _duplicating_ranks(ckpt: Checkpoint) -> set[int]:
     if plans is None or set(plans.fqns) != set(ckpt.records.fqns):
         return set()
     return {rank for duplicate in duplicates(plans) for rank in duplicate.ranks}
-
-
-def _gap_kind(lengths: Set[int], gaps: Sequence[tuple[int, int]]) -> str:
-    """`records` if each gap is as long as some record, so that only entries may be lost; else `inside`."""
-    return "records" if all(stop - start in lengths for start, stop in gaps) else "inside"
 
 
 def _planned_elsewhere(ckpt: Checkpoint, name: str) -> tuple[Note, ...]:

@@ -49,7 +49,8 @@ def payload_length(ckpt: Checkpoint) -> Iterator[Finding]:
         rows, records = rows[keep], records[keep]
         if not len(rows):
             continue
-        needed = _nbytes(tensor, rows)
+        # as floats: a chunk may claim more bytes than int64 holds
+        needed = tensor.tiling.sizes[rows].astype(float).prod(axis=1) * (nbytes(tensor.dtype, 8) or 0) / 8
         stored = table.byte_length[records].astype(float)
         is_short = (stored < needed) & (stored >= 0)
         short = np.flatnonzero(is_short)
@@ -59,7 +60,11 @@ def payload_length(ckpt: Checkpoint) -> Iterator[Finding]:
             finding = _too_short(ckpt, tensor, rows[short], int(records[short[0]]))
             is_unread = payload is None or (payload.sample and not any(map(payload.of, records[short].tolist())))
             is_unsure = is_unread and not ckpt.is_safetensors and is_short.all()
-            yield _perhaps_quantised(finding) if is_unsure and _may_be_quantised(tensor, rows, stored) else finding
+            if is_unsure and _may_be_quantised(tensor, rows, stored):
+                why = "the record is cut, or holds a quantised tensor, and .metadata does not say which"
+                hint = "run with --depth headers: the header of the record says what it holds"
+                finding = replace(finding, severity=Severity.INFO, confidence="possible", why=why, hint=hint)
+            yield finding
         slack = 0 if ckpt.is_safetensors else np.maximum(_FRAMING, _SHARE * needed)
         long = np.flatnonzero(stored > needed + slack)
         if len(long):
@@ -79,11 +84,6 @@ def payload_length(ckpt: Checkpoint) -> Iterator[Finding]:
             )
 
 
-def _nbytes(tensor: Tensor, rows: np.ndarray) -> np.ndarray:
-    """Payload bytes of the chunks, as floats: a chunk may claim more than int64 holds."""
-    return np.asarray(tensor.tiling.sizes[rows].astype(float).prod(axis=1) * (nbytes(tensor.dtype, 8) or 0) / 8)
-
-
 def _is_subclass(payload: PayloadTable, tensor: Tensor, row: int) -> bool:
     """Whether a record holds the chunk as a tensor subclass whose form ckptlint does not know."""
     content = payload.of(int(tensor.chunks.record[row]))
@@ -101,16 +101,6 @@ def _may_be_quantised(tensor: Tensor, rows: np.ndarray, stored: np.ndarray) -> b
     least, most = _SUBCLASS_FRAMING
     fits = [(stored >= size + least) & (stored <= size * (1 + _SCALES) + most) for size in values]
     return len(tensor.global_shape) > 1 and tensor.dtype in FLOATS and any(fit.all() for fit in fits)
-
-
-def _perhaps_quantised(finding: Finding) -> Finding:
-    return replace(
-        finding,
-        severity=Severity.INFO,
-        confidence="possible",
-        why="the record is cut, or holds a quantised tensor, and .metadata does not say which",
-        hint="run with --depth headers: the header of the record says what it holds",
-    )
 
 
 def _too_short(ckpt: Checkpoint, tensor: Tensor, rows: np.ndarray, record: int) -> Finding:

@@ -39,10 +39,8 @@ def rank_files(ckpt: Checkpoint) -> Iterator[Finding]:
     world = ckpt.topology.get("world")
     last = max(present) if planning is None or world is None else world.size - 1
     if planning is None:
-        silent, named = (
-            [*islice((rank for rank in range(last + 1) if rank not in present), _MOST)],
-            gaps(present, last + 1),
-        )
+        silent = [*islice((rank for rank in range(last + 1) if rank not in present), _MOST)]
+        named = gaps(present, last + 1)
     else:
         silent = sorted(rank for rank in planning - present if rank <= last)
         named = ranges(silent)

@@ -18,19 +18,12 @@ _PACKED = 2
 
 
 class _Mismatch(NamedTuple):
-    """A chunk whose record contradicts the metadata.
-
-    Attributes:
-        row: index of the chunk in the tensor.
-        what: the property that differs: `shape`, `dtype`, `bytes`, `offsets`, or `kind` for a record without a tensor.
-        text: what the record holds.
-        weak: whether the record may be read in more than one way: a tensor subclass, or several storages.
-    """
+    """A chunk whose record contradicts the metadata."""
 
     row: int
-    what: str
-    text: str
-    weak: bool
+    what: str  # that differs: `shape`, `dtype`, `bytes`, `offsets`, or `kind` for a record without a tensor
+    text: str  # what the record holds
+    weak: bool  # it may be read in more than one way: a tensor subclass, or several storages
 
 
 @rule("PAY009", "payload-header-mismatch", Severity.ERROR, depth=Depth.HEADERS)
@@ -83,8 +76,8 @@ def _compare(payload: PayloadTable, tensor: Tensor, row: int) -> _Mismatch | Non
     if content is None or any(size < 0 for size in sizes):
         return None
     if content.form == "object":
-        content_text = "no tensor" if content.length < 0 else f"a list of {content.length}"
-        return _Mismatch(row, "kind", content_text, weak=False)
+        text = "no tensor" if content.length < 0 else f"a list of {content.length}"
+        return _Mismatch(row, "kind", text, weak=False)
     if content.dtype == "unknown" and not content.shape:
         return None  # a tensor subclass with its own __reduce__, which only its code can rebuild
     weak = content.form == "subclass" or int(payload.storages[record]) > 1
@@ -110,7 +103,6 @@ def _differs_by_packing(tensor: Tensor, content: RecordContent, sizes: tuple[int
 
 
 def _finding(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, mismatches: list[_Mismatch]) -> Finding:
-    """The finding on all chunks of a tensor whose records contradict the metadata."""
     first = mismatches[0]
     box = tensor.tiling.box(first.row)
     record = int(tensor.chunks.record[first.row])
@@ -120,16 +112,14 @@ def _finding(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, mismatches
         expected = f"{nbytes(tensor.dtype, box.volume) or 0:,} bytes"
     elif first.what == "offsets":
         expected = f"offsets {list(box.offsets)}"
-    count = len(mismatches)
+    count, rows = len(mismatches), tuple(mismatch.row for mismatch in mismatches[:16])
     which = f"the record of chunk {box}{{of}} holds" if count == 1 else f"{count:,} records{{of}} hold"
     read = [row for row in range(len(tensor.chunks)) if payload.of(int(tensor.chunks.record[row])) is not None]
     # If all ranks wrote the same other dtype, torch converts on load, and only a conversion that loses values does
     # harm. If some did, their parts of one tensor differ in precision, which nobody wants.
     agreed = first.what == "dtype" and count == len(read) and len({mismatch.text for mismatch in mismatches}) == 1
     is_harmless = agreed and not loses(first.text, tensor.dtype)
-    severity = (
-        Severity.INFO if all(mismatch.weak for mismatch in mismatches) else Severity.WARNING if is_harmless else None
-    )
+    is_weak = all(mismatch.weak for mismatch in mismatches)
     content = payload.of(record)
     stored = f"{content.dtype} {list(content.shape)}" if content and content.form != "object" else first.text
     notes: list[Note] = [
@@ -143,14 +133,8 @@ def _finding(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, mismatches
         notes.append(("load", f"a reader that takes the dtype of the metadata, such as dcp_to_torch_save, {cost}"))
     return Finding(
         f"{which} {first.text} where the metadata says {expected}",
-        at=Location(
-            tensor,
-            region=box,
-            rows=tuple(mismatch.row for mismatch in mismatches[:16]),
-            file=file,
-            byte_range=(start, length),
-        ),
-        severity=severity,
+        at=Location(tensor, region=box, rows=rows, file=file, byte_range=(start, length)),
+        severity=Severity.INFO if is_weak else Severity.WARNING if is_harmless else None,
         notes=tuple(notes),
         hint="compare with the same tensor of another step; the record shows what its rank held",
     )
@@ -161,14 +145,10 @@ def _dtype_notes(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, read: 
     by_dtype: dict[str, set[int]] = {}
     count: Counter[str] = Counter()
     for row, rank in zip(read, ranks_of_chunks(ckpt, tensor, read).tolist(), strict=True):
-        content = payload.of(int(tensor.chunks.record[row]))
-        assert content is not None
+        content = require(payload.of(int(tensor.chunks.record[row])))
         count[content.dtype] += 1
         if rank >= 0:
             by_dtype.setdefault(content.dtype, set()).add(rank)
-    texts = [
-        f"{dtype} in {plural(count[dtype], 'chunk')}"
-        + (f" of {named_ranks(by_dtype[dtype])}" if dtype in by_dtype else "")
-        for dtype in count
-    ]
+    of = {dtype: f" of {named_ranks(ranks)}" for dtype, ranks in by_dtype.items()}
+    texts = [f"{dtype} in {plural(count[dtype], 'chunk')}{of.get(dtype, '')}" for dtype in count]
     return [("dtypes", ", ".join(texts))]

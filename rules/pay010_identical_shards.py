@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from ckptlint.geometry.writers import saved_by
 from ckptlint.model import Checkpoint, PayloadTable, Tensor
 from ckptlint.model.facts import fact
 from ckptlint.model.text import ranges
-from ckptlint.rule import Confidence, Finding, Location, NotApplicable, Note, Severity, require, rule
+from ckptlint.rule import Confidence, Finding, Location, Note, Severity, require, rule
 from ckptlint.vocabulary.keys import Key, gated_role, parse
 from ckptlint.vocabulary.metadata_files import rank_of
 
@@ -22,10 +23,11 @@ _HINTS = {
     False: "check whether the parameter should be Replicate on this axis; if so, load one copy of it",
 }
 _BUILT = "every layer repeats it, so ignore this if the model was built so"
+_INFERRED = "equal lengths, CRC-32s and samples"
 _UNTRAINED = "ignore this if the tensor still has its initial values"
 
 
-@rule("PAY010", "identical-shards", Severity.ERROR, depth=Depth.HEADERS, yields_to=("PAY020",))
+@rule("PAY010", "identical-shards", Severity.ERROR, depth=Depth.HEADERS, needs=("checksums",), yields_to=("PAY020",))
 def identical_shards(ckpt: Checkpoint) -> Iterator[Finding]:
     """Two chunks of a tensor, two experts of a layer, or gate and up of an MLP hold the same data.
 
@@ -50,8 +52,6 @@ def identical_shards(ckpt: Checkpoint) -> Iterator[Finding]:
         torch.distributed.tensor.placement_types.Replicate
     """
     payload = require(ckpt.payload)
-    if not (payload.crc > 0).any():
-        raise NotApplicable("the records hold no checksums to compare")
     experts: dict[tuple[object, ...], list[tuple[Key, Tensor, int]]] = defaultdict(list)
     halves: dict[tuple[object, ...], list[Tensor]] = defaultdict(list)
     for tensor in ckpt.sound_tensors():
@@ -59,7 +59,8 @@ def identical_shards(ckpt: Checkpoint) -> Iterator[Finding]:
         if not (numbers >= 0).any():
             continue
         key = parse(tensor.fqn)
-        if "gbuf_idx_" in tensor.fqn or _may_repeat(ckpt, key) or _is_misshapen(ckpt, tensor):
+        param = _parameters(ckpt).get(tensor.fqn, tensor)  # OPT001 and OPT002 report states of other shapes
+        if "gbuf_idx_" in tensor.fqn or _may_repeat(ckpt, key) or param.global_shape != tensor.global_shape:
             continue
         if pairs := _unexplained(payload, tensor, _pairs(numbers)):
             yield _chunks(ckpt, payload, tensor, pairs)
@@ -69,15 +70,18 @@ def identical_shards(ckpt: Checkpoint) -> Iterator[Finding]:
             if ckpt.is_safetensors and gated_role(key):
                 halves[key.scope, key.layer, gated_role(key), key.expert, int(numbers.max())].append(tensor)
     pairs_of = {unit: _expert_pairs(members) for unit, members in experts.items()}
-    same_numbers = Counter((unit[0], unit[2], _expert_numbers(repeats)) for unit, repeats in pairs_of.items())
+    numbers_of = {unit: tuple((expert, earlier) for _, expert, earlier in pairs) for unit, pairs in pairs_of.items()}
+    same_numbers = Counter((scope, role, pairs) for (scope, _, role), pairs in numbers_of.items())
     weights = _weight_counts(ckpt)
     layers = Counter((scope, role) for scope, _, role in weights)
     for (scope, layer, role), repeats in pairs_of.items():
         # Exports of mixtures that were built from dense models hold equal experts by design: all of a layer, or each of
         # them as often as the others in every layer. A bad map of experts strikes some of them, in each layer alike.
-        if repeats and not (ckpt.is_safetensors and _are_all_equal(repeats, weights[scope, layer, role])):
-            everywhere = same_numbers[scope, role, _expert_numbers(repeats)] == layers[scope, role] > 1
-            is_built = everywhere and ckpt.is_safetensors and _are_alike_often(repeats, weights[scope, layer, role])
+        copies = Counter(earlier for _, _, earlier in repeats)
+        are_alike = len(set(copies.values())) == 1 and len(repeats) + len(copies) == weights[scope, layer, role]
+        is_built = ckpt.is_safetensors and are_alike
+        if repeats and not (is_built and len(copies) == 1):
+            is_built &= same_numbers[scope, role, numbers_of[scope, layer, role]] == layers[scope, role] > 1
             yield _experts(ckpt, payload, repeats, is_built)
     for tensors in halves.values():
         if len({parse(tensor.fqn).role for tensor in tensors}) == 2:
@@ -93,12 +97,9 @@ def _numbers(payload: PayloadTable, tensor: Tensor) -> np.ndarray:
 def _pairs(numbers: np.ndarray) -> list[tuple[int, int]]:
     """(chunk, earlier chunk with the same data), in order."""
     first: dict[int, int] = {}
-    pairs = []
-    for row in np.flatnonzero(numbers >= 0).tolist():
-        earlier = first.setdefault(int(numbers[row]), row)
-        if earlier != row:
-            pairs.append((row, earlier))
-    return pairs
+    rows = np.flatnonzero(numbers >= 0).tolist()
+    pairs = [(row, first.setdefault(int(numbers[row]), row)) for row in rows]
+    return [(row, earlier) for row, earlier in pairs if earlier != row]
 
 
 def _unexplained(payload: PayloadTable, tensor: Tensor, pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -122,9 +123,10 @@ def _may_repeat(ckpt: Checkpoint, key: Key) -> bool:
 
 
 def _chunks(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, pairs: list[tuple[int, int]]) -> Finding:
-    """The finding on chunks of one tensor with equal bytes."""
     row, earlier = pairs[0]
     box, other = tensor.tiling.box(row), tensor.tiling.box(earlier)
+    rows = [member for pair in pairs for member in pair]
+    at = Location.of_chunk(ckpt, tensor, row)
     record = int(tensor.chunks.record[row])
     what = f"chunk {box}{{of}} repeats chunk {other}"
     if len(pairs) > 1:
@@ -139,13 +141,7 @@ def _chunks(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, pairs: list
         why, hint = _state_advice(ckpt, payload, tensor, row, earlier) if key.kind == "optimizer" else ("", _UNTRAINED)
     return Finding(
         what,
-        at=Location(
-            tensor,
-            region=box,
-            rows=(row, earlier),
-            file=ckpt.chunk_file(tensor, row),
-            ranks=saved_by(ckpt, tensor, [member for pair in pairs for member in pair]),
-        ),
+        at=replace(at, rows=(row, earlier), ranks=saved_by(ckpt, tensor, rows)),
         severity=Severity.WARNING,
         confidence=confidence,
         why=why,
@@ -155,9 +151,6 @@ def _chunks(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, pairs: list
         group=f"chunks {pairs}",
         is_apart=True,
     )
-
-
-_INFERRED = "equal lengths, CRC-32s and samples"
 
 
 def _state_advice(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, row: int, earlier: int) -> tuple[str, str]:
@@ -189,32 +182,11 @@ _Pairs = list[tuple[Tensor, int, int]]
 def _expert_pairs(members: list[tuple[Key, Tensor, int]]) -> _Pairs:
     members.sort(key=lambda member: member[0].expert or 0)
     first: dict[int, int] = {}
-    pairs: _Pairs = []
-    for key, tensor, number_ in members:
-        assert key.expert is not None
-        earlier = first.setdefault(number_, key.expert)
-        if earlier != key.expert:
-            pairs.append((tensor, key.expert, earlier))
-    return pairs
-
-
-def _expert_numbers(pairs: _Pairs) -> tuple[tuple[int, int], ...]:
-    return tuple((expert, earlier) for _, expert, earlier in pairs)
-
-
-def _are_all_equal(pairs: _Pairs, count: int) -> bool:
-    """Whether all experts of a layer are equal, as those of a model that was built from a dense one."""
-    return len(pairs) == count - 1 and len({earlier for _, _, earlier in pairs}) == 1
-
-
-def _are_alike_often(pairs: _Pairs, count: int) -> bool:
-    """Whether each of the experts of a layer repeats, as often as the others: several models, each taken as often."""
-    copies = Counter(earlier for _, _, earlier in pairs)
-    return len(set(copies.values())) == 1 and len(pairs) + len(copies) == count
+    pairs = [(tensor, key.expert or 0, first.setdefault(group, key.expert or 0)) for key, tensor, group in members]
+    return [pair for pair in pairs if pair[1] != pair[2]]
 
 
 def _experts(ckpt: Checkpoint, payload: PayloadTable, pairs: _Pairs, is_built: bool) -> Finding:
-    """The finding on experts with equal bytes."""
     tensor = pairs[0][0]
     repeating, repeated = ranges(p[1] for p in pairs), ranges(p[2] for p in pairs)
     record = int(tensor.chunks.record.max())
@@ -260,16 +232,14 @@ def _evidence(payload: PayloadTable, record: int) -> Note:
     return "evidence", f"{size:,} bytes with CRC-32 {crc:08x} and equal samples in both"
 
 
-# ---------------------------------------------------------------- what may be so by construction
-
-
 def _confidence(
     ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, pairs: Sequence[tuple[int, int]] = ()
 ) -> Confidence:
     """`possible` where equal bytes may come from the initialisation or from equal gradients, else `certain`."""
     # Equal shards are a fault only if training or unlike seeds should have made them differ. Witnesses, in order of
     # trust: iteration 0, the weight's own moments, norms (which start as ones), a later iteration, other weights.
-    iteration = _iteration(ckpt)
+    step = None if ckpt.run is None else ckpt.run.step
+    iteration = step if ckpt.common is None else ckpt.common.values.get("iteration", step)
     if iteration == 0:
         return "possible"
     if parse(tensor.fqn).kind == "optimizer":
@@ -292,24 +262,13 @@ def _parameters(ckpt: Checkpoint) -> dict[str, Tensor]:
     return {state.tensor.fqn: state.param.tensor for state in inventory_of(ckpt).states if state.param is not None}
 
 
-def _is_misshapen(ckpt: Checkpoint, tensor: Tensor) -> bool:
-    """Whether the tensor is a state whose shape differs from its parameter's; OPT001 and OPT002 report that."""
-    param = _parameters(ckpt).get(tensor.fqn)
-    return param is not None and param.global_shape != tensor.global_shape
-
-
 def _parameter_repeats(payload: PayloadTable, param: Tensor, tensor: Tensor, pairs: Sequence[tuple[int, int]]) -> bool:
     """Whether the parameter's chunks at the boxes of these pairs are equal too."""
     numbers = _numbers(payload, param)
     boxes = {tensor.tiling.box(row) for pair in pairs for row in pair}
     rows = {box: i for i in range(len(param.chunks)) if (box := param.tiling.box(i)) in boxes}
-    for row, earlier in pairs:
-        a, b = (rows.get(tensor.tiling.box(i)) for i in (row, earlier))
-        if a is None or b is None:
-            return False  # the parameter has no chunk at this box
-        if numbers[a] < 0 or numbers[a] != numbers[b]:
-            return False
-    return True
+    places = [[rows.get(tensor.tiling.box(row), -1) for row in pair] for pair in pairs]
+    return all(min(a, b) >= 0 and 0 <= numbers[a] == numbers[b] for a, b in places)
 
 
 @fact
@@ -320,29 +279,19 @@ def _unseeded_weights(ckpt: Checkpoint, payload: PayloadTable) -> frozenset[str]
         records = param.tensor.chunks.record
         read = records[records >= 0]
         read = read[(payload.start[read] >= 0) & (payload.crc[read] > 0)]
-        if len(read) < 2 or len(param.own_shape) < 2:
-            continue
-        if not payload.constant[read].any() and (payload.equal_group[read] < 0).all():
+        is_judged = len(read) > 1 and len(param.own_shape) > 1 and not payload.constant[read].any()
+        if is_judged and (payload.equal_group[read] < 0).all():
             fqns.add(param.tensor.fqn)
     return frozenset(fqns)
 
 
-def _iteration(ckpt: Checkpoint) -> object:
-    if ckpt.common is not None and "iteration" in ckpt.common.values:
-        return ckpt.common.values["iteration"]
-    return None if ckpt.run is None else ckpt.run.step
-
-
 def _moments(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor) -> bool | None:
     """Whether the parameter's moments hold more than one value; None if no moment was read."""
-    varies = None
-    for state in (state for state in moments_of(ckpt).get(tensor.fqn, ()) if state.param is not None):
-        records = state.tensor.chunks.record
-        read = records[(records >= 0)]
-        read = read[payload.state[read] == 0]
-        if len(read):
-            varies = bool(varies) or not payload.constant[read].all()
-    return varies
+    moments = [state.tensor for state in moments_of(ckpt).get(tensor.fqn, ()) if state.param is not None]
+    records = np.concatenate([np.zeros(0, np.int64), *(moment.chunks.record for moment in moments)])
+    read = records[records >= 0]
+    read = read[payload.state[read] == 0]
+    return not payload.constant[read].all() if len(read) else None
 
 
 @fact
@@ -351,10 +300,9 @@ def _norms_are_constant(ckpt: Checkpoint, payload: PayloadTable) -> bool | None:
     # A norm whose chunks repeat was seeded alike on all ranks: it may vary and still show no training.
     norms = []
     for param in inventory_of(ckpt).params:
-        if param.key.function == "norm" and param.tensor.fqn.endswith("weight"):
+        is_norm = param.key.function == "norm" and param.tensor.fqn.endswith("weight")
+        if is_norm and (_numbers(payload, param.tensor) < 0).all():
             records = param.tensor.chunks.record
-            if (_numbers(payload, param.tensor) >= 0).any():
-                continue
             norms += [bool(payload.constant[r]) for r in records.tolist() if r >= 0 and payload.start[r] >= 0]
     return all(norms) if norms else None
 

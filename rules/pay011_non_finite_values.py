@@ -63,9 +63,8 @@ def _file_findings(payload: PayloadTable, model_has_nan: bool) -> Iterator[Findi
     """One finding for each file of an optimizer and each state in it that holds NaN or infinity."""
     groups: dict[tuple[str, str], list[OddValues]] = defaultdict(list)
     for item in payload.odd_values:
-        if not item.nan + item.plus_inf + item.minus_inf:
-            continue  # OPT010 reports squares below 0
-        groups[item.file, item.state].append(item)
+        if item.nan + item.plus_inf + item.minus_inf:  # OPT010 reports squares below 0
+            groups[item.file, item.state].append(item)
     for (file, state), items in groups.items():
         nan, infinite = sum(item.nan for item in items), sum(item.plus_inf + item.minus_inf for item in items)
         counts = " and ".join(f"{count:,} {name}" for count, name in ((nan, "NaN"), (infinite, "Inf")) if count)
@@ -98,11 +97,9 @@ def _is_mask(payload: PayloadTable, tensor: Tensor) -> bool:
 def _finding(
     ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, rows: IntArray, with_nan: Collection[str]
 ) -> Finding:
-    """The finding on chunks of a tensor that hold NaN or infinity."""
     records = tensor.chunks.record[rows]
-    row, record = int(rows[0]), int(records[0])
-    box = tensor.tiling.box(row)
-    key = parse(tensor.fqn)
+    record, key = int(records[0]), parse(tensor.fqn)
+    box = tensor.tiling.box(int(rows[0]))
     chunk = f"chunk {box}" if box.sizes else "the value"
     where = chunk if len(rows) == 1 else f"{len(rows):,} of {len(tensor.chunks):,} chunks"
     content = payload.of(record)
@@ -111,8 +108,7 @@ def _finding(
     texts = (f"{ckpt.chunk_file(tensor, int(r))}: {_counts(payload, np.array([n]))} in {tensor.tiling.box(int(r))}"
              for r, n in zip(rows[:_SHOWN], records, strict=False))  # fmt: skip
     more = f", and {plural(len(rows) - _SHOWN, 'more chunk')}" if len(rows) > _SHOWN else ""
-    columns = (payload.nan, payload.plus_inf, payload.minus_inf)
-    is_whole = sum(int(column[records].sum()) for column in columns) == tensor.volume
+    is_whole = int((payload.nan + payload.plus_inf + payload.minus_inf)[records].sum()) == tensor.volume
     file, start, length = ckpt.byte_range_of(record)
     return Finding(
         f"{_counts(payload, records)} in {where}{{of}}{at}",
@@ -134,7 +130,6 @@ def _moments(ckpt: Checkpoint) -> dict[str, OptimizerState]:
 
 
 def _severity(ckpt: Checkpoint, tensor: Tensor, key: Key, with_nan: Collection[str]) -> Severity:
-    """The severity of NaN or infinity in a tensor, by its role."""
     # Not every infinity is a fault: the best loss so far starts as one, and the padding of a flat state is memory that
     # nobody initialised. It is an error only where the name, the function or an optimizer shows a weight.
     if quantised_weight(tensor.fqn):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint, Damage
 from ckptlint.model.text import plural
-from ckptlint.rule import MOST_KEYS, Finding, Location, Note, Severity, require, rule
+from ckptlint.rule import MOST_KEYS, Finding, Location, Severity, require, rule
 
 _SHOWN = 4
 
@@ -109,22 +109,18 @@ def _records(ckpt: Checkpoint, file: str, damages: list[Damage]) -> Finding:
     else:
         records = f"{plural(count, 'record')} in {file}"
         message = f"zeros have overwritten {records}, checksums included: {zeros:,} of {total:,} bytes"
-    notes: list[Note] = [("keys", ", ".join(_region(ckpt, damage) for damage in damages[:_SHOWN]))]
-    if len(damages) > _SHOWN:
-        notes.append(("more", f"{len(damages) - _SHOWN:,} more members of this file"))
-    if first.member and zeros:
-        notes.append(
-            (
-                "zeros",
-                f"{zeros:,} of {total:,} bytes of these records lie in blocks of 512 zeros, as a lost page leaves",
-            )
-        )
+    more = f"{len(damages) - _SHOWN:,} more members of this file" if len(damages) > _SHOWN else ""
+    lost_page = f"{zeros:,} of {total:,} bytes of these records lie in blocks of 512 zeros, as a lost page leaves"
     return Finding(
         message,
         at=Location(one, file=file, byte_range=(start, length)),
         identity=(file, *names[:_SHOWN]),
         keys=tuple(names[:MOST_KEYS]),
-        notes=tuple(notes),
+        notes=(
+            ("keys", ", ".join(_region(ckpt, damage) for damage in damages[:_SHOWN])),
+            ("more", more),
+            ("zeros", lost_page if first.member and zeros else ""),
+        ),
         group="crc" if first.member else "zeros",
         hint="compare the file with the one on the node that wrote it, and copy it again",
     )

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from typing import Literal
 
 import numpy as np
@@ -86,11 +86,7 @@ def _stale(index: WeightIndex, whole: str, present: Set[str]) -> Finding:
 
 
 def _misplaced(index: WeightIndex, stored_keys: KeysByFile, instead: Mapping[str, str]) -> Iterator[Finding]:
-    """Findings on keys that are not in the file that the index names.
-
-    Args:
-        instead: file -> what is there in its place.
-    """
+    """Findings on keys that are not in the file that the index names, and on what is there `instead` of a file."""
     wanted: dict[str, set[str]] = defaultdict(set)
     for key, file in index.places.items():
         wanted[file].add(key)
@@ -131,14 +127,12 @@ def _misplaced(index: WeightIndex, stored_keys: KeysByFile, instead: Mapping[str
 
 def _files_by_key(stored_keys: KeysByFile) -> dict[str, list[str]]:
     homes: dict[str, list[str]] = defaultdict(list)
-    for file, present in stored_keys.items():
-        for key in present:
-            homes[key].append(file)
+    for file, key in ((file, key) for file, present in stored_keys.items() for key in present):
+        homes[key].append(file)
     return homes
 
 
 def _unlisted(ckpt: Checkpoint, index: WeightIndex, stored_keys: KeysByFile) -> Iterator[Finding]:
-    """Findings on keys that the index does not list."""
     named = set(index.places.values())
     series = {match[2] for match in map(_NUMBERS.fullmatch, named) if match}
     blocks = {parse(key).block for key in index.places} - {""}
@@ -146,20 +140,21 @@ def _unlisted(ckpt: Checkpoint, index: WeightIndex, stored_keys: KeysByFile) -> 
         lacking = sorted(key for key in present if key not in index.places)  # a difference walks through all
         if lacking:
             of_model = [] if file in named else [key for key in map(parse, lacking) if key.block in blocks]
-            layers = (
-                {key.layer for key in of_model if key.layer is not None} if len(of_model) == len(lacking) else set()
-            )
+            is_all = len(of_model) == len(lacking)
+            layers = {key.layer for key in of_model if is_all and key.layer is not None}
             # without its own layers the model is not loaded; those for multi-token prediction come behind them
             count = ckpt.declared["layers"].value if layers and "layers" in ckpt.declared else 0
             is_needed = isinstance(count, int) and any(layer < count for layer in layers)
             them = "it" if len(lacking) == 1 else "them"
+            number = _NUMBERS.fullmatch(file)
+            is_left_out = number is not None and number[2] in series and file not in named
             which = f" of this model ({numbered('layer', layers)})" if layers else ""
             yield Finding(
                 f"{file} holds {_keys_text(lacking)}{which} that {index.file} does not list",
                 at=Location(file=file),
                 identity=(file, *lacking[:MOST_KEYS]),
                 keys=tuple(lacking[:MOST_KEYS]),
-                severity=None if is_needed or _is_left_out(file, named, series) else Severity.WARNING,
+                severity=None if is_needed or is_left_out else Severity.WARNING,
                 notes=_key_note(lacking),
                 why="a loader that follows the index never reads them, one that takes every file does",
                 hint="write the index again from the headers"
@@ -198,14 +193,14 @@ def _double(ckpt: Checkpoint, index: WeightIndex, stored_keys: KeysByFile) -> It
         size = human_bytes(sum(int(ckpt.records.byte_length[stored_keys[file][key]]) for key in keys))
         message, why, hint = (text.format(index=index.file, place=place, file=file, size=size) for text in _DOUBLE[use])
         rows = stored_keys[place][keys[0]], stored_keys[file][keys[0]]
-        sizes = ("sizes", f"{keys[0]} is {' and '.join(f'{d} {list(s)}' for d, s in _described(ckpt, *rows))}")
+        sizes = f"{keys[0]} is {' and '.join(f'{d} {list(s)}' for d, s in _described(ckpt, *rows))}"
         yield Finding(
             message.replace("KEYS", _keys_text(keys)),
             at=Location(file=file),
             identity=(file, *keys[:MOST_KEYS]),
             keys=tuple(keys[:MOST_KEYS]),
             severity=Severity.INFO if not hint else None if use == "reshaped" else Severity.WARNING,
-            notes=(*_key_note(keys), *([sizes] if use == "reshaped" else [])),
+            notes=(*_key_note(keys), ("sizes", sizes if use == "reshaped" else "")),
             why=why,
             hint=hint,
             group="double",
@@ -261,17 +256,6 @@ def _described(ckpt: Checkpoint, *rows: int) -> list[tuple[str, tuple[int, ...]]
     return [copies.get(row, (tensor.dtype, tensor.global_shape)) for row in rows]
 
 
-def _is_left_out(file: str, named: set[str], series: set[str]) -> bool:
-    """Whether the index lists files of the same numbered series, but no key of this file.
-
-    Args:
-        named: the files that the index names.
-        series: how many files their names count (`-of-<N>`).
-    """
-    match = _NUMBERS.fullmatch(file)
-    return match is not None and match[2] in series and file not in named
-
-
 def _total_size(ckpt: Checkpoint, index: WeightIndex) -> Iterator[Finding]:
     """A finding if `total_size` of the index is not the sum of the tensors' bytes and every file could be read."""
     records = ckpt.records
@@ -287,10 +271,10 @@ def _total_size(ckpt: Checkpoint, index: WeightIndex) -> Iterator[Finding]:
     if index.total_size is None or stored in (index.total_size, index.total_size << 20) or index.unread:
         return  # ColossalAI counts in MiB
     # Writers sum the bytes before they drop one of two tied weights, or count headers (less than 1 %): no fault.
-    tied = {
-        nbytes(tensor.dtype, tensor.volume) for tensor in ckpt.tensors.values() if parse(tensor.fqn).function in _TIED
-    }
+    tables = [one for one in ckpt.tensors.values() if parse(one.fqn).function in ("embedding", "output")]
+    tied = {nbytes(table.dtype, table.volume) for table in tables}
     difference = index.total_size - stored
+    fewer = "fewer" if difference > 0 else "more"
     if explains_bytes(ckpt, index.total_size):
         return
     is_close = abs(difference) <= _SLACK * stored or difference in tied
@@ -306,8 +290,7 @@ def _total_size(ckpt: Checkpoint, index: WeightIndex) -> Iterator[Finding]:
         why="its writer counted something else, which says nothing against the weights"
         if counted
         else "the index was written for files different from these",
-        notes=(("difference", f"{human_bytes(abs(difference))} {'fewer' if difference > 0 else 'more'} are stored"),)
-        * (not counted),
+        notes=() if counted else (("difference", f"{human_bytes(abs(difference))} {fewer} are stored"),),
         hint=""
         if is_close
         else f"set total_size to {stored:,}"
@@ -323,9 +306,6 @@ def _counted_instead(ckpt: Checkpoint, total: int) -> str:
     for dtype, size in (("float32", 4), ("bfloat16", 2)):
         counts.setdefault(size * elements, f"the size of the same elements in {dtype}")
     return counts.get(total, "")
-
-
-_TIED = ("embedding", "output")
 
 
 def _without_index(ckpt: Checkpoint, stored_keys: KeysByFile) -> Iterator[Finding]:
@@ -344,10 +324,7 @@ def _without_index(ckpt: Checkpoint, stored_keys: KeysByFile) -> Iterator[Findin
         yield Finding(
             f"several files hold {_keys_text(shared)}, and no index names the right one"
             + f"; the copies differ in {differ}" * bool(differ),
-            at=Location(
-                file=files[0],
-                label=first_names(files, _SHOWN),
-            ),
+            at=Location(file=files[0], label=first_names(files, _SHOWN)),
             identity=tuple(shared[:MOST_KEYS]),
             keys=tuple(shared[:MOST_KEYS]),
             kind="double",
@@ -388,8 +365,7 @@ def _lost_numbers(ckpt: Checkpoint) -> list[tuple[int, set[int], set[int]]]:
     lost = []
     for total, present in by_total.items():
         first = 0 if 0 in present else 1
-        missing = set(range(first, min(first + total, _MOST))) - present
-        if missing:
+        if missing := set(range(first, min(first + total, _MOST))) - present:
             lost.append((total, present, missing))
     return lost
 
@@ -397,9 +373,8 @@ def _lost_numbers(ckpt: Checkpoint) -> list[tuple[int, set[int], set[int]]]:
 def _missing_numbers(ckpt: Checkpoint) -> Iterator[Finding]:
     """Findings on numbers k of the names `<stem>-<k>-of-<N>` that no file has."""
     is_listed = ckpt.index is not None
-    if is_listed and has_known_config(ckpt):
-        return  # CFG001 reports what the lost files held
-    for total, present, missing in _lost_numbers(ckpt):
+    is_judged = not (is_listed and has_known_config(ckpt))  # else CFG001 reports what the lost files held
+    for total, present, missing in _lost_numbers(ckpt) if is_judged else ():
         yield Finding(
             f"{numbered('file', missing)} of {total} {verb(len(missing), 'is')} missing",
             at=Location(label=f"{len(present)} of {total} files are there"),
@@ -415,11 +390,9 @@ def _missing_numbers(ckpt: Checkpoint) -> Iterator[Finding]:
         )
 
 
-def _keys_text(keys: Iterable[str]) -> str:
-    listed = list(keys)
-    return f"the key {listed[0]}" if len(listed) == 1 else f"{len(listed):,} keys"
+def _keys_text(keys: list[str]) -> str:
+    return f"the key {keys[0]}" if len(keys) == 1 else f"{len(keys):,} keys"
 
 
 def _key_note(keys: list[str]) -> tuple[Note, ...]:
-    folded = fold_names(keys)
-    return (("keys", first_names(folded, _SHOWN)),)
+    return (("keys", first_names(fold_names(keys), _SHOWN)),)

@@ -34,22 +34,17 @@ _WHOLE = "every weight in this file is zeros"
 _HINT = "copy the file again from where it was written, or compare the values with those of an earlier step"
 
 
-_Layer = tuple[tuple[str, ...], str, int | None]
-"""Scope, block and number of a layer."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Weight:
-    """A weight of one layer and expert, or of the few experts that share a chunk.
-
-    Attributes:
-        rows: indices of its chunks in the tensor.
-        value: the magnitude of all its values if there is only one, else -1.
-    """
+    """A weight of one layer and expert, or of the few experts that share a chunk."""
 
     param: Param
-    rows: IntArray
-    value: float
+    rows: IntArray  # of its chunks in the tensor
+    value: float  # the magnitude of all its values if there is only one, else -1
+
+    @property
+    def records(self) -> IntArray:
+        return self.param.tensor.chunks.record[self.rows]
 
 
 @rule("PAY015", "constant-weight", Severity.ERROR, depth=Depth.DATA, yields_to=("RUN007",))
@@ -84,7 +79,7 @@ def constant_weight(ckpt: Checkpoint) -> Iterator[Finding]:
     different = {} if misfit(ckpt) else compare_with_seal(ckpt).different  # LIV302 reports it
     judged = [param for param in inventory_of(ckpt).params if _is_judged(param) and param.tensor.fqn not in different]
     is_odd = is_read & (payload.one_value | (payload.zeros >= _HALF_PAGE // 8))
-    if not any(is_odd[_records(param, _live_rows(param))].any() for param in judged):
+    if not any(is_odd[param.tensor.chunks.record[_live_rows(param)]].any() for param in judged):
         return
     groups = [
         [weight for param in members for weight in _weights_of(payload, is_read, param)]
@@ -96,17 +91,18 @@ def constant_weight(ckpt: Checkpoint) -> Iterator[Finding]:
         and len(all_weights) >= len(judged)
         and {weight.value for weight in all_weights} == {max(all_weights[0].value, 0)}
     ):
-        yield _constant_model(ckpt, payload, all_weights)
+        yield _constant_model(ckpt, all_weights)
         return
-    yield from _constant_names(ckpt, payload, groups)
-    dead = _files_of_zeros(ckpt, payload, is_read, judged)
+    yield from _constant_names(ckpt, groups)
+    is_zero = is_read & payload.one_value & (payload.most == 0)
+    dead = _files_of_zeros(ckpt, is_zero, judged)
     added = _added_layers(groups)
     for peers in groups:
         yield from _constant_weights(ckpt, payload, peers, added, dead)
-        yield from _zero_chunks(ckpt, payload, is_read, peers, dead)
+        yield from _zero_chunks(ckpt, is_zero, peers, dead)
     torn = [item for peers in groups for item in _with_pages(payload, is_read, peers)]
     for weight, zeros, usual in torn:
-        yield _page_finding(ckpt, payload, weight, zeros, usual, len(torn))
+        yield _page_finding(ckpt, weight, zeros, usual, len(torn))
 
 
 def _is_judged(param: Param) -> bool:
@@ -119,16 +115,6 @@ def _live_rows(param: Param) -> IntArray:
     return np.flatnonzero(param.tensor.tiling.live & (param.tensor.chunks.record >= 0))
 
 
-def _records(param: Param, rows: IntArray) -> IntArray:
-    return param.tensor.chunks.record[rows]
-
-
-def _is_zero(payload: PayloadTable, is_read: BoolArray, param: Param, rows: IntArray) -> BoolArray:
-    """For each of these chunks whether it was read and holds only zeros."""
-    records = _records(param, rows)
-    return np.asarray((payload.most[records] == 0) & payload.one_value[records] & is_read[records])
-
-
 def _weights_of(payload: PayloadTable, is_read: BoolArray, param: Param) -> Iterator[_Weight]:
     """The weights of single layers and experts in a parameter, without those of which too little was read."""
     rows, tiling = _live_rows(param), param.tensor.tiling
@@ -136,7 +122,7 @@ def _weights_of(payload: PayloadTable, is_read: BoolArray, param: Param) -> Iter
     order = rows[np.lexsort((rows, *(tiling.offsets[rows, axis] for axis in stacked)))]
     cuts = np.flatnonzero((tiling.offsets[order[1:]] != tiling.offsets[order[:-1]])[:, stacked].any(axis=1)) + 1
     for weight_rows in np.split(order, cuts) if len(order) else ():
-        records = _records(param, weight_rows)
+        records = param.tensor.chunks.record[weight_rows]
         read = records[is_read[records]]
         magnitudes = payload.most[read]
         # Two values in what was read settle it; that all are one value is known only if every chunk was read.
@@ -146,17 +132,14 @@ def _weights_of(payload: PayloadTable, is_read: BoolArray, param: Param) -> Iter
             yield _Weight(param, weight_rows, float(magnitudes[0]))
 
 
-def _files_of_zeros(
-    ckpt: Checkpoint, payload: PayloadTable, is_read: BoolArray, params: Sequence[Param]
-) -> frozenset[int]:
+def _files_of_zeros(ckpt: Checkpoint, is_zero: BoolArray, params: Sequence[Param]) -> frozenset[int]:
     """Numbers of the files with weights of at least two roles that hold only zeros."""
     # Weights of several roles do not become zero together: the bytes of the file were lost, or its rank never loaded.
     alive: set[int] = set()
     roles: dict[int, set[str]] = defaultdict(set)
     for param in params:
-        rows = _live_rows(param)
-        zero = _is_zero(payload, is_read, param, rows)
-        files = ckpt.records.file[_records(param, rows)]
+        records = param.tensor.chunks.record[_live_rows(param)]
+        files, zero = ckpt.records.file[records], is_zero[records]
         alive.update(distinct(files[~zero]).tolist())
         for file in distinct(files[zero]).tolist():
             roles[file].add(param.key.role)
@@ -170,7 +153,7 @@ def _constant_weights(
     ckpt: Checkpoint,
     payload: PayloadTable,
     peers: Sequence[_Weight],
-    added: frozenset[_Layer],
+    added: frozenset[tuple[object, ...]],
     dead: frozenset[int],
 ) -> Iterator[Finding]:
     """Findings on weights with one value, whose peers in other layers or experts hold several."""
@@ -179,46 +162,37 @@ def _constant_weights(
         return
     numbers = [weight.param.key.layer for weight in peers if weight.param.key.layer is not None]
     ends = {min(numbers), max(numbers)} if numbers else set()
-    records = np.concatenate([_records(weight.param, weight.rows) for weight in usual])
+    records = np.concatenate([weight.records for weight in usual])
     records = records[payload.scanned[records]]
     span = f"{payload.least[records].min():.3g} to {payload.most[records].max():.3g}"
     zeros = int(payload.zeros[records].sum())
     holds = f"{plural(len(usual), 'weight')} of this name: magnitudes from {span}, {plural(zeros, 'zero')}"
     for weight in odd:
-        tensor, box = weight.param.tensor, _box_around(weight)
-        where = "" if box.volume == tensor.volume else f" in {box}"
-        file_note = _WHOLE if not weight.value and _files(ckpt, weight.param, weight.rows) <= dead else ""
+        box = _box_around(weight)
+        where = "" if box.volume == weight.param.tensor.volume else f" in {box}"
+        file_note = _WHOLE if not weight.value and dead.issuperset(ckpt.records.file[weight.records].tolist()) else ""
         what = "0" if not weight.value else f"the same, {weight.value:.3g} in magnitude"
-        doubt = _doubt(ckpt, payload, peers, weight, weight.rows)
+        doubt = _doubt(ckpt, peers, weight)
         if not doubt and _layer(weight) in added:
             doubt = "only the two output projections of this layer are zeros: an added layer starts like this"
         if not doubt and len(odd) > len(usual):
             doubt = f"{len(odd)} of {len(peers)} weights of this name hold one value"
         if not doubt and weight.param.key.function == "other" and weight.param.key.layer in ends:
             doubt = "the first and the last layer may have parts that nothing uses or changes"
-        yield _finding(
-            ckpt,
-            weight.param,
-            weight.rows,
-            f"every value{where}{{of}} is {what}; other weights of this name hold several values",
-            box,
-            (("others", holds), ("file", file_note), ("doubt", doubt)),
-        )
+        message = f"every value{where}{{of}} is {what}; other weights of this name hold several values"
+        yield _finding(ckpt, weight, message, doubt, others=holds, file_note=file_note)
 
 
-def _constant_model(ckpt: Checkpoint, payload: PayloadTable, peers: Sequence[_Weight]) -> Finding:
-    """The finding that every weight matrix of the model holds the same value."""
+def _constant_model(ckpt: Checkpoint, peers: Sequence[_Weight]) -> Finding:
     first = peers[0]
     what = "0" if not first.value else f"one value, {first.value:.3g} in magnitude"
     message = f"all {len(peers):,} weight matrices are {what}: convert or save the model again"
-    doubt = _doubt(ckpt, payload, peers, first, first.rows)
     file_note = "no model starts with one value everywhere, and no training leads to it"
-    notes = (("file", file_note), ("doubt", doubt))
-    finding = _finding(ckpt, first.param, first.rows, message, _box_around(first), notes)
+    finding = _finding(ckpt, first, message, _doubt(ckpt, peers, first), file_note=file_note)
     return replace(finding, why="the model computes nothing, and no checksum shows it: the records are whole")
 
 
-def _constant_names(ckpt: Checkpoint, payload: PayloadTable, groups: Sequence[Sequence[_Weight]]) -> Iterator[Finding]:
+def _constant_names(ckpt: Checkpoint, groups: Sequence[Sequence[_Weight]]) -> Iterator[Finding]:
     """Findings on weights that hold one value in every layer, although no model starts so and other matrices vary."""
     all_weights = [weight for peers in groups for weight in peers]
     varying = sum(weight.value < 0 for weight in all_weights)
@@ -230,16 +204,13 @@ def _constant_names(ckpt: Checkpoint, payload: PayloadTable, groups: Sequence[Se
     for peers in constant if varying else ():
         first, function = peers[0], peers[0].param.key.function
         # muP starts queries and heads with zeros, so zeros there count only after training.
-        if function in _FROM_ZERO and not first.value and not _is_trained(ckpt, payload):
+        if function in _FROM_ZERO and not first.value and not _is_trained(ckpt):
             continue
-        doubt = _doubt(ckpt, payload, all_weights, first, first.rows) or (
-            "so are most of the weights" if is_most else ""
-        )
+        doubt = _doubt(ckpt, all_weights, first) or "so are most of the weights" * is_most
         what = "0" if not first.value else f"the same, {first.value:.3g} in magnitude"
         also = f", and so in all {len(peers)} weights of this name" if len(peers) > 1 else ""
         message = f"every value{{of}} is {what}{also}; {plural(varying, 'other weight')} of the model vary"
-        notes = (("others", "no model starts with one value here"), ("file", ""), ("doubt", doubt))
-        finding = _finding(ckpt, first.param, first.rows, message, _box_around(first), notes)
+        finding = _finding(ckpt, first, message, doubt, others="no model starts with one value here")
         yield replace(finding, inferred_from="the other weights of the model")
 
 
@@ -264,10 +235,10 @@ def _must_vary(weight: _Weight, tables: set[int], hidden: int) -> bool:
     return key.function in NEVER_ZERO or (weight.value > 0 and key.function in ("attn_out", "mlp_out"))
 
 
-def _is_trained(ckpt: Checkpoint, payload: PayloadTable) -> bool:
+def _is_trained(ckpt: Checkpoint) -> bool:
     """Whether some norm or some moment holds more than one value."""
-    inventory = inventory_of(ckpt)
-    norms = [param.tensor for param in inventory.params if param.key.function == "norm"]
+    payload = require(ckpt.payload)
+    norms = [param.tensor for param in inventory_of(ckpt).params if param.key.function == "norm"]
     moments = [state.tensor for states in moments_of(ckpt).values() for state in states]
     return any(
         bool((payload.scanned & ~payload.one_value)[tensor.chunks.record[tensor.chunks.record >= 0]].any())
@@ -275,15 +246,15 @@ def _is_trained(ckpt: Checkpoint, payload: PayloadTable) -> bool:
     )
 
 
-def _layer(weight: _Weight) -> _Layer:
+def _layer(weight: _Weight) -> tuple[object, ...]:
     return weight.param.key.scope, weight.param.key.block, weight.param.key.layer
 
 
-def _added_layers(groups: Sequence[Sequence[_Weight]]) -> frozenset[_Layer]:
+def _added_layers(groups: Sequence[Sequence[_Weight]]) -> frozenset[tuple[object, ...]]:
     """The layers whose output projections, and only these, are zeros."""
     # Methods that deepen a trained model insert layers so: they add nothing to the residual stream at first.
-    zero: dict[_Layer, set[str]] = defaultdict(set)
-    other: dict[_Layer, set[str]] = defaultdict(set)
+    zero: dict[tuple[object, ...], set[str]] = defaultdict(set)
+    other: dict[tuple[object, ...], set[str]] = defaultdict(set)
     for weight in (weight for peers in groups for weight in peers):
         (other if weight.value else zero)[_layer(weight)].add(weight.param.key.function)
     outputs = {"attn_out", "mlp_out"}
@@ -291,24 +262,23 @@ def _added_layers(groups: Sequence[Sequence[_Weight]]) -> frozenset[_Layer]:
 
 
 def _box_around(weight: _Weight) -> Box:
-    """The box around all chunks of a weight."""
     tiling = weight.param.tensor.tiling
     low = tiling.offsets[weight.rows].min(axis=0)
     high = (tiling.offsets + tiling.sizes)[weight.rows].max(axis=0)
     return Box(tuple(low.tolist()), tuple((high - low).tolist()))
 
 
-def _doubt(ckpt: Checkpoint, payload: PayloadTable, peers: Sequence[_Weight], weight: _Weight, rows: IntArray) -> str:
+def _doubt(ckpt: Checkpoint, peers: Sequence[_Weight], weight: _Weight) -> str:
     """Why one value may be right here, such as an untrained weight; "" without such a reason."""
     if ckpt.common_value("iteration") == 0:
         return "nothing was trained yet: iteration 0"
     if declares_pruning(ckpt.config.values if ckpt.config else {}):
         return "the configuration says that weights are pruned"
-    moments = moments_of(ckpt)
+    payload, moments = require(ckpt.payload), moments_of(ckpt)
     if weight.param.tensor.fqn not in moments:
         others = any(other.param.tensor.fqn in moments for other in peers)
         return "it has no optimizer state, unlike the others: it may not be trained" if others else ""
-    boxes = {weight.param.tensor.tiling.box(row) for row in rows.tolist()}
+    boxes = {weight.param.tensor.tiling.box(row) for row in weight.rows.tolist()}
     for state in moments[weight.param.tensor.fqn]:
         tiling, records = state.tensor.tiling, state.tensor.chunks.record
         same_boxes = [r for row, r in enumerate(records.tolist()) if r >= 0 and tiling.box(row) in boxes]
@@ -321,10 +291,10 @@ def _doubt(ckpt: Checkpoint, payload: PayloadTable, peers: Sequence[_Weight], we
 
 
 def _zero_chunks(
-    ckpt: Checkpoint, payload: PayloadTable, is_read: BoolArray, peers: Sequence[_Weight], dead: frozenset[int]
+    ckpt: Checkpoint, is_zero: BoolArray, peers: Sequence[_Weight], dead: frozenset[int]
 ) -> Iterator[Finding]:
     """Findings on chunks of zeros in weights that hold other values too."""
-    mixed = [(weight, _is_zero(payload, is_read, weight.param, weight.rows)) for weight in peers if weight.value < 0]
+    mixed = [(weight, is_zero[weight.records]) for weight in peers if weight.value < 0]
     if not any(zero.any() for _, zero in mixed):
         return
     # Zeros at one box in most layers are how the model is built (padded heads); at one box in few layers, a lost shard.
@@ -333,7 +303,9 @@ def _zero_chunks(
     empty: Counter[Box] = Counter()
     zeros = {}
     for weight, zero in mixed:
-        boxes = [_box_in_weight(weight.param, row) for row in weight.rows.tolist()]
+        tiling, axes = weight.param.tensor.tiling, list(weight.param.own_axes)
+        starts, sizes = (column[weight.rows][:, axes].tolist() for column in (tiling.offsets, tiling.sizes))
+        boxes = [*map(Box, map(tuple, starts), map(tuple, sizes))]
         holds.update(boxes)
         empty.update(boxes[i] for i in np.flatnonzero(zero).tolist())
         zeros[weight] = {int(weight.rows[i]): boxes[i] for i in np.flatnonzero(zero).tolist()}
@@ -349,13 +321,7 @@ def _zero_chunks(
         if rows and not weight.param.key.block:
             rows = _without_padding(weight.param, rows, zero_boxes)
         if rows:
-            yield _chunk_finding(ckpt, payload, peers, weight, np.array(rows), dead)
-
-
-def _box_in_weight(param: Param, row: int) -> Box:
-    """The box of a chunk without the axes of layers and experts."""
-    tiling, axes = param.tensor.tiling, list(param.own_axes)
-    return Box(tuple(tiling.offsets[row, axes].tolist()), tuple(tiling.sizes[row, axes].tolist()))
+            yield _chunk_finding(ckpt, peers, weight, np.array(rows), dead)
 
 
 def _without_padding(param: Param, rows: Sequence[int], zeros: dict[int, Box]) -> list[int]:
@@ -368,25 +334,19 @@ def _without_padding(param: Param, rows: Sequence[int], zeros: dict[int, Box]) -
 
 
 def _chunk_finding(
-    ckpt: Checkpoint,
-    payload: PayloadTable,
-    peers: Sequence[_Weight],
-    weight: _Weight,
-    rows: IntArray,
-    dead: frozenset[int],
+    ckpt: Checkpoint, peers: Sequence[_Weight], weight: _Weight, rows: IntArray, dead: frozenset[int]
 ) -> Finding:
-    """The finding on chunks of zeros in a tensor with other values."""
-    tiling = weight.param.tensor.tiling
+    chunks, tiling = replace(weight, rows=rows), weight.param.tensor.tiling
     box = tiling.box(int(rows[0]))
     where = f"chunk {box}{{of}} holds" if len(rows) == 1 else f"{len(rows):,} chunks{{of}}, the first {box}, hold"
-    file_note = _WHOLE if _files(ckpt, weight.param, rows) <= dead else ""
-    doubt = "" if file_note else _doubt(ckpt, payload, peers, weight, rows)
+    file_note = _WHOLE if dead.issuperset(ckpt.records.file[chunks.records].tolist()) else ""
+    doubt = "" if file_note else _doubt(ckpt, peers, chunks)
     if not doubt and not weight.param.key.block and int(tiling.sizes[rows, 0].sum()) < _TOKENS:
         doubt = "these few rows may belong to tokens that never occurred"
     others = len(weight.rows) - len(rows)
     message = f"{where} only zeros, unlike its {plural(others, 'other chunk')}"
-    finding = _finding(ckpt, weight.param, rows, message, box, (("file", file_note), ("doubt", doubt)))
-    at = replace(finding.at, ranks=saved_by(ckpt, weight.param.tensor, rows))
+    finding = _finding(ckpt, chunks, message, doubt, file_note=file_note)
+    at = replace(finding.at, region=box, ranks=saved_by(ckpt, weight.param.tensor, rows))
     is_sure = not doubt and (file_note or (weight.param.key.block and len(peers) > 1))
     confidence = "certain" if is_sure else finding.confidence
     return replace(finding, at=at, confidence=confidence, inferred_from="the other chunks of the tensor")
@@ -404,7 +364,7 @@ def _with_pages(
     mixed = [weight for weight in peers if weight.value < 0]
     zeros, volume = np.zeros(len(mixed), np.int64), np.zeros(len(mixed))
     for number, weight in enumerate(mixed):
-        records = _records(weight.param, weight.rows)
+        records = weight.records
         zeros[number] = payload.zeros[records[is_read[records] & ~payload.one_value[records]]].sum()
         volume[number] = weight.param.tensor.tiling.sizes[weight.rows].prod(axis=1).sum()
     items = np.array([ITEM_BITS[weight.param.tensor.dtype] for weight in mixed]) // 8
@@ -418,38 +378,29 @@ def _with_pages(
     return [(mixed[number], int(zeros[number]), usual) for number in np.flatnonzero(is_torn).tolist()]
 
 
-def _page_finding(
-    ckpt: Checkpoint, payload: PayloadTable, weight: _Weight, zeros: int, usual: float, count: int
-) -> Finding:
-    box = _box_around(weight)
-    doubt = _doubt(ckpt, payload, [weight], weight, weight.rows)
+def _page_finding(ckpt: Checkpoint, weight: _Weight, zeros: int, usual: float, count: int) -> Finding:
+    doubt = _doubt(ckpt, [weight], weight)
     if not doubt and count > _MOST_TORN:
         doubt = f"so do {count - 1:,} weights of other names or layers: they may be pruned"
-    message = f"{zeros:,} of {box.volume:,} values{{of}} are 0; other weights of this name have next to none"
+    volume = _box_around(weight).volume
+    message = f"{zeros:,} of {volume:,} values{{of}} are 0; other weights of this name have next to none"
     others = f"at most {usual:.2g} of their values are 0" if usual else "none of their values is 0"
-    notes = (("others", others), ("file", ""), ("doubt", doubt))
-    return _finding(ckpt, weight.param, weight.rows, message, box, notes)
-
-
-# ---------------------------------------------------------------- both
-
-
-def _files(ckpt: Checkpoint, param: Param, rows: IntArray) -> set[int]:
-    return {int(file) for file in ckpt.records.file[_records(param, rows)]}
+    return _finding(ckpt, weight, message, doubt, others=others)
 
 
 def _finding(
-    ckpt: Checkpoint, param: Param, rows: IntArray, message: str, box: Box, notes: tuple[tuple[str, str], ...]
+    ckpt: Checkpoint, weight: _Weight, message: str, doubt: str, *, others: str = "", file_note: str = ""
 ) -> Finding:
-    names = list(dict.fromkeys(ckpt.chunk_file(param.tensor, int(row)) for row in rows))
-    record = int(param.tensor.chunks.record[rows[0]])
-    file, start, length = ckpt.byte_range_of(record)
+    tensor, rows = weight.param.tensor, tuple(weight.rows[:16].tolist())
+    names = list(dict.fromkeys(ckpt.chunk_file(tensor, int(row)) for row in weight.rows))
+    file, start, length = ckpt.byte_range_of(int(weight.records[0]))
+    files = join_words(at_most(names, _SHOWN)) if len(names) > 1 else ""
     return Finding(
         message,
-        at=Location(param.tensor, region=box, rows=tuple(rows[:16].tolist()), file=file, byte_range=(start, length)),
-        confidence="possible" if dict(notes)["doubt"] else "certain" if dict(notes)["file"] else "likely",
-        notes=(*notes, ("files", join_words(at_most(names, _SHOWN)) if len(names) > 1 else "")),
-        hint="" if dict(notes)["doubt"] else _HINT,
+        at=Location(tensor, region=_box_around(weight), rows=rows, file=file, byte_range=(start, length)),
+        confidence="possible" if doubt else "certain" if file_note else "likely",
+        notes=(("others", others), ("file", file_note), ("doubt", doubt), ("files", files)),
+        hint="" if doubt else _HINT,
         inferred_from="the other weights of this name",
         group=f"{names}",
     )

@@ -8,7 +8,7 @@ import numpy as np
 from ckptlint.analysis.layers.odd_ones import param_keys
 from ckptlint.analysis.optimizer.pairs import moments_that_do_not_fit
 from ckptlint.depth import Depth
-from ckptlint.model import Checkpoint, Tensor
+from ckptlint.model import Checkpoint
 from ckptlint.numerics.chunks import chunk_numbers
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 from ckptlint.vocabulary.keys import COMPUTED, SQUARES
@@ -49,7 +49,10 @@ def outlier_element(ckpt: Checkpoint) -> Iterator[Finding]:
         count = np.add.reduceat(numbers.elements, begin)
         rms = np.sqrt(others / np.maximum(count - 1, 1))
     states = np.array(numbers.states)
-    is_flat = np.array([_is_flat(ckpt, tensor) for tensor in numbers.tensors], bool)
+    # what may be a row of parameters with padding between them
+    rows = [tensor.fqn for tensor in numbers.tensors if len(tensor.global_shape) == 1]
+    flat = {fqn for fqn in rows if fqn not in param_keys(ckpt) or fqn.endswith("_flat_param")}
+    is_flat = np.array([tensor.fqn in flat for tensor in numbers.tensors], bool)
     for state in dict.fromkeys(numbers.states):
         mine = np.flatnonzero((states == state) & (count >= _LEAST) & (rms > 0) & ~is_flat)
         if not len(mine):
@@ -71,9 +74,3 @@ def outlier_element(ckpt: Checkpoint) -> Iterator[Finding]:
                 at=Location.of_chunk(ckpt, tensor, chunk),
                 hint="take the element or the tensor from another step, and test the memory of that rank's host",
             )
-
-
-def _is_flat(ckpt: Checkpoint, tensor: Tensor) -> bool:
-    """Whether a tensor may be a row of parameters with padding between them."""
-    is_named = tensor.fqn in param_keys(ckpt) and not tensor.fqn.endswith("_flat_param")
-    return len(tensor.global_shape) == 1 and not is_named

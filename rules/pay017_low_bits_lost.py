@@ -49,7 +49,7 @@ def low_bits_lost(ckpt: Checkpoint) -> Iterator[Finding]:
                 names = [numbers.tensors[number].fqn for number in distinct(numbers.tensor[odd.rows]).tolist()]
                 if odd.rank < 0 and not state and not trained.issuperset(names):
                     continue  # a frozen layer keeps the values that it was loaded with
-                row = int(odd.rows[0])
+                row = odd.rows[0]
                 tensor, chunk = numbers.tensors[int(numbers.tensor[row])], int(numbers.chunk[row])
                 yield Finding(
                     f"the {words} of {odd.title} hold no more bits than {dtype} has, in {len(odd.rows):,} of "

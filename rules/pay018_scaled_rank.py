@@ -44,9 +44,8 @@ def scaled_rank(ckpt: Checkpoint) -> Iterator[Finding]:
     numbers = chunk_numbers(ckpt)
     if len(distinct(numbers.rank[numbers.rank >= 0])) < _LEAST_RANKS:
         raise NotApplicable("fewer than three ranks saved")
-    is_judged = np.array([len(tensor.global_shape) > 1 and sees_all(tensor.fqn) for tensor in numbers.tensors], bool)[
-        numbers.tensor
-    ]
+    is_seen = [len(tensor.global_shape) > 1 and sees_all(tensor.fqn) for tensor in numbers.tensors]
+    is_judged = np.array(is_seen, bool)[numbers.tensor]
     is_judged &= (numbers.rank >= 0) & (numbers.elements >= _LEAST_ELEMENTS) & (numbers.rms > 0)
     is_below = (numbers.column("negatives") > 0) & numbers.are_state(*SQUARES)
     is_judged &= numbers.are_state("") | ~np.isin(numbers.rank, numbers.rank[is_below])
@@ -66,8 +65,7 @@ def scaled_rank(ckpt: Checkpoint) -> Iterator[Finding]:
         is_sure = is_alike and abs(middle) > _ERRORS * _OF_MEDIAN * usual / sqrt(len(mine))
         near = max(_NEAR, abs(middle) / 4)  # of moments, which differ more from rank to rank
         if is_sure and all(abs(median) < near for median, _, _ in others.values()):
-            row = int(mine[0])
-            tensor, chunk = numbers.tensors[int(numbers.tensor[row])], int(numbers.chunk[row])
+            tensor, chunk = numbers.tensors[int(numbers.tensor[mine[0]])], int(numbers.chunk[mine[0]])
             names = [numbers.tensors[number].fqn for number in distinct(numbers.tensor[mine]).tolist()]
             what = state or "weights"
             yield Finding(

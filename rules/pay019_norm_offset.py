@@ -87,20 +87,15 @@ def _by_name(ckpt: Checkpoint) -> Iterator[list[_Norm]]:
     is_norm = np.array([tensor.fqn in wanted for tensor in numbers.tensors], bool)[numbers.tensor]
     for row in np.flatnonzero(is_norm).tolist():
         rows_of[numbers.tensors[int(numbers.tensor[row])].fqn].append(row)
-    negatives, one_value, most, rms = (
-        numbers.column("negatives"),
-        numbers.column("one_value"),
-        numbers.most,
-        numbers.rms,
-    )
+    negatives, one_value = numbers.column("negatives"), numbers.column("one_value")
     for members in siblings(wanted[fqn] for fqn in rows_of).values():
         norms = []
         for param in members:
             rows = np.array(rows_of[param.tensor.fqn])
             count = int(numbers.elements[rows].sum())
             if count == param.tensor.volume >= _LEAST_ELEMENTS:
-                mean_square = float((rms[rows] ** 2 * numbers.elements[rows]).sum()) / count
-                is_constant = bool(one_value[rows].all()) and float(most[rows].max()) == float(most[rows].min())
+                mean_square = float((numbers.rms[rows] ** 2 * numbers.elements[rows]).sum()) / count
+                is_constant = bool(one_value[rows].all() and np.ptp(numbers.most[rows]) == 0)
                 norms.append(_Norm(param, int(negatives[rows].sum()) / count, mean_square**0.5, is_constant))
         if len(norms) > _LEAST_SIBLINGS:
             yield norms

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -10,7 +11,7 @@ from ckptlint.analysis.optimizer.inventory import Param, inventory_of, is_weight
 from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint, PayloadTable
 from ckptlint.model.text import plural
-from ckptlint.rule import Confidence, Finding, Location, NotApplicable, Severity, require, rule
+from ckptlint.rule import Confidence, Finding, Location, Severity, require, rule
 
 _HINTS: dict[Confidence, str] = {
     "certain": "take these weights from another step: their moments show that they were trained apart",
@@ -25,7 +26,7 @@ _Copy = tuple[Param, Param, list[int]]
 """The weight that comes first, the one that repeats it, and the chunks that do."""
 
 
-@rule("PAY020", "copied-weight", Severity.ERROR, depth=Depth.HEADERS)
+@rule("PAY020", "copied-weight", Severity.ERROR, depth=Depth.HEADERS, needs=("checksums",))
 def copied_weight(ckpt: Checkpoint) -> Iterator[Finding]:
     """The weights of a layer or expert are bit for bit those of another one.
 
@@ -46,11 +47,16 @@ def copied_weight(ckpt: Checkpoint) -> Iterator[Finding]:
         torch.distributed.checkpoint.state_dict.set_model_state_dict
     """
     payload = require(ckpt.payload)
-    if not (payload.crc > 0).any():
-        raise NotApplicable("the records hold no checksums to compare")
     by_units: dict[tuple[str, str, Confidence], list[_Copy]] = defaultdict(list)
     all_copies = _copies(ckpt, payload)
-    without_moments: Confidence = "possible" if _each_has_a_twin(ckpt, all_copies) else _without_moments(ckpt)
+    inventory = inventory_of(ckpt)
+    layers = {param.key.layer for param in inventory.params if is_weight(param)} - {None}
+    # A model whose layers share their weights has no layer without a copy; what a stored optimizer does not train may
+    # be equal.
+    has_twins = layers <= {param.key.layer for first, second, _ in all_copies for param in (first, second)}
+    has_optimizer = inventory.states or inventory.numbered or inventory.buckets
+    is_trained = _steps(ckpt) > 0 and not has_optimizer and not has_twins
+    without_moments: Confidence = "likely" if is_trained else "possible"
     for first, second, chunks in all_copies:
         relation = _moments(ckpt, payload, first, second, chunks)
         is_one_layer = first.key.layer == second.key.layer  # whose experts PAY010 judges
@@ -91,12 +97,7 @@ def _finding(ckpt: Checkpoint, one: str, other: str, confidence: Confidence, cop
     apart = ", though their moments differ" if confidence == "certain" else ""
     return Finding(
         f"{tensor.fqn}{more} bit for bit as in {one}{share}{apart}",
-        at=Location(
-            tensor,
-            region=tensor.tiling.box(chunks[0]),
-            rows=tuple(chunks[:16]),
-            file=ckpt.chunk_file(tensor, chunks[0]),
-        ),
+        at=replace(Location.of_chunk(ckpt, tensor, chunks[0]), rows=tuple(chunks[:16])),
         identity=(one, other),
         keys=tuple(copy.tensor.fqn for _, copy, _ in copies),
         confidence=confidence,
@@ -129,20 +130,7 @@ def _moments(
     return "same" if all(sums[0][place] == sums[1][place] for place in shared) else "apart"
 
 
-def _without_moments(ckpt: Checkpoint) -> Confidence:
-    """How sure a copy is of which no moments tell: what a stored optimizer does not train may be equal."""
-    inventory = inventory_of(ckpt)
-    has_optimizer = bool(inventory.states or inventory.numbered or inventory.buckets)
-    return "likely" if _steps(ckpt) > 0 and not has_optimizer else "possible"
-
-
-def _each_has_a_twin(ckpt: Checkpoint, copies: list[_Copy]) -> bool:
-    """Whether no layer is without a copy, as in a model whose layers share their weights."""
-    layers = {param.key.layer for param in inventory_of(ckpt).params if is_weight(param)} - {None}
-    return layers <= {param.key.layer for first, second, _ in copies for param in (first, second)}
-
-
 def _steps(ckpt: Checkpoint) -> int:
     """Steps that were trained, as the run or a counter in the checkpoint says; 0 where nothing does."""
-    named = ckpt.run.step if ckpt.run is not None and ckpt.run.step is not None else 0
-    return max([named, *(claim.step for claim in ckpt.claims)])
+    named = ckpt.run.step if ckpt.run is not None else 0
+    return max([named or 0, *(claim.step for claim in ckpt.claims)])

@@ -44,8 +44,19 @@ def quantised_parts(ckpt: Checkpoint) -> Iterator[Finding]:
     integers = _integer_weights(ckpt, stored) if is_plain else []
     if not stored.weights and not stored.alone and not integers:
         raise NotApplicable("no weight is stored quantised")
-    if integers:
-        yield _integer_finding(integers)
+    if keys := tuple(tensor.fqn for tensor in integers):
+        dtypes = join_words(sorted({tensor.dtype for tensor in integers}))
+        yield Finding(
+            f"{plural(len(keys), 'weight', 'is')} stored in {dtypes} without a scale, and no quantisation is declared",
+            at=Location(integers[0]),
+            identity=keys[1:],
+            keys=keys[1:],
+            confidence="likely",
+            notes=(("weights", first_names(fold_names(keys), _SHOWN)),),
+            why="layer weights are not integers, so a load uses codes or rounded values as weights",
+            hint="export the model again in a floating dtype, or with the scales of the codes",
+            group="without meaning",
+        )
     yield from _missing(ckpt, stored)
     for scheme, parts in stored.alone.items():
         yield from _scales_alone(ckpt, scheme, parts)
@@ -63,11 +74,7 @@ def _integer_weights(ckpt: Checkpoint, stored: Quantisation) -> list[Tensor]:
 
 
 def _is_integer_weight(tensor: Tensor, roles: set[str]) -> bool:
-    """Whether it is the weight of a layer, an embedding or a head in an integer dtype.
-
-    Args:
-        roles: those of all floating tensors; a tensor of such a role is a weight, whatever its name.
-    """
+    """Whether it is an integer weight of a layer, an embedding or a head; what has a role of floats is one, too."""
     key = parse(tensor.fqn)
     is_weight = tensor.dtype in INTEGERS and len(tensor.global_shape) > 1 and key.path.endswith(".weight")
     return is_weight and (key.function in (*NEVER_ZERO, "attn_out", "mlp_out") or role(tensor.fqn) in roles)
@@ -78,22 +85,6 @@ def _has_others_beside(module: str, sorted_keys: list[str]) -> bool:
     rest = islice(sorted_keys, bisect_left(sorted_keys, module), None)
     beside = takewhile(lambda key: key.startswith(module), rest)
     return any(key not in (f"{module}.weight", f"{module}.bias") for key in beside)
-
-
-def _integer_finding(weights: list[Tensor]) -> Finding:
-    keys = tuple(tensor.fqn for tensor in weights)
-    dtypes = join_words(sorted({tensor.dtype for tensor in weights}))
-    return Finding(
-        f"{plural(len(keys), 'weight', 'is')} stored in {dtypes} without a scale, and no quantisation is declared",
-        at=Location(weights[0]),
-        identity=keys[1:],
-        keys=keys[1:],
-        confidence="likely",
-        notes=(("weights", first_names(fold_names(keys), _SHOWN)),),
-        why="layer weights are not integers, so a load uses codes or rounded values as weights",
-        hint="export the model again in a floating dtype, or with the scales of the codes",
-        group="without meaning",
-    )
 
 
 def _missing(ckpt: Checkpoint, stored: Quantisation) -> Iterator[Finding]:
@@ -130,7 +121,6 @@ def _is_declared_part(stored: Quantisation, scheme: Scheme, part: Part) -> bool:
 
 
 def _lacking_finding(stored: Quantisation, scheme: Scheme, lost: list[QuantisedWeight], parts: list[Part]) -> Finding:
-    """One finding for all weights of a scheme that lack the same parts."""
     total = sum(one.scheme is scheme for one in stored.weights)
     is_needed = any(part.needed or _is_declared_part(stored, scheme, part) for part in parts)
     is_declared = stored.declared is not None and scheme in stored.declared.schemes
@@ -160,15 +150,14 @@ def _name(stored: Quantisation, scheme: Scheme, part: Part) -> str:
     """The name that this checkpoint uses for a part of a scheme, or all usual names if it stores none."""
     used = next((one for one in stored.weights if one.scheme is scheme and part in one.parts), None)
     if used is None:
-        leaves = [leaf_of(part, number) for number, name in enumerate(part.names) if name not in part.common]
-        return join_words(leaves, "or")
+        return join_words([leaf_of(part, i) for i, name in enumerate(part.names) if name not in part.common], "or")
     return leaf_of(part, [named(name, used.weight) for name in part.names].index(used.parts[part].fqn))
 
 
 def _scales_alone(ckpt: Checkpoint, scheme: Scheme, parts: dict[str, str]) -> Iterator[Finding]:
     """Scales whose weight is not stored, or is stored in full precision."""
-    wide = {key: weight for key, weight in parts.items() if weight in ckpt.tensors}
-    for keys, is_wide in (([*wide], True), ([key for key in parts if key not in wide], False)):
+    for is_wide in (True, False):
+        keys = [key for key, weight in parts.items() if (weight in ckpt.tensors) == is_wide]
         weights = list(dict.fromkeys(parts[key] for key in keys))
         if not weights:
             continue

@@ -7,13 +7,13 @@ from ckptlint.analysis.fit.trusted_config import is_defined, number, trusted
 from ckptlint.analysis.quantised import QuantisedWeight, in_other_blocks, misfit, quantisation, stored_otherwise
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import first_names, fold_names, join_words, plural, shape_text
-from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
+from ckptlint.rule import Finding, Location, Severity, rule
 from ckptlint.vocabulary.schemes import Part, Scheme, leaf_of, named
 
 _SHOWN = 6
 
 
-@rule("QNT002", "quantised-shapes", Severity.ERROR)
+@rule("QNT002", "quantised-shapes", Severity.ERROR, needs=("quantised weights",))
 def quantised_shapes(ckpt: Checkpoint) -> Iterator[Finding]:
     """The scale of a quantised weight has a shape or a dtype that its scheme does not allow.
 
@@ -33,8 +33,6 @@ def quantised_shapes(ckpt: Checkpoint) -> Iterator[Finding]:
         compressed_tensors.quantization.QuantizationArgs
     """
     stored = quantisation(ckpt)
-    if not stored.weights:
-        raise NotApplicable("no weight is stored quantised")
     wrong: dict[tuple[Scheme, Part, str], list[tuple[QuantisedWeight, Tensor, str]]] = defaultdict(list)
     for one in stored.weights:
         for part in one.scheme.parts:
@@ -124,5 +122,4 @@ def _axes_differ(weights: list[QuantisedWeight], wrong: set[int]) -> Iterator[Fi
 
 
 def _leaf(one: QuantisedWeight, tensor: Tensor, part: Part) -> str:
-    """How the part is called here."""
     return next(leaf_of(part, i) for i, name in enumerate(part.names) if named(name, one.weight) == tensor.fqn)

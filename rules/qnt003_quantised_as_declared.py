@@ -42,7 +42,14 @@ def quantised_as_declared(ckpt: Checkpoint) -> Iterator[Finding]:
     if declared is None:
         if not (stored.weights and ckpt.is_export and ckpt.config is not None and ckpt.config.file == "config.json"):
             raise NotApplicable("no quantisation is declared")
-        yield from _undeclared(ckpt, stored)
+        if complete := [one for one in stored.weights if one.parts and not any(one.lacks())]:
+            yield _finding(
+                f"{plural(len(complete), 'weight', 'is')} stored in {_titles(complete)}, but "
+                "config.json declares no quantisation",
+                [one.codes for one in complete],
+                why="the loader builds a model without scales, and uses the codes as weights",
+                hint="restore quantization_config in config.json",
+            )
         return
     findings = [*_differences(ckpt, stored, declared)] if declared.schemes else []
     yield from findings or _declared_twice(stored, declared)
@@ -73,18 +80,6 @@ def _declared_twice(stored: Quantisation, declared: Declaration) -> Iterator[Fin
             identity=("declared twice",),
             why="vLLM reads the first, TensorRT-LLM the second: one of them decodes the codes with the wrong scheme",
             hint="restore both files from one export",
-        )
-
-
-def _undeclared(ckpt: Checkpoint, stored: Quantisation) -> Iterator[Finding]:
-    complete = [one for one in stored.weights if one.parts and not any(one.lacks())]
-    if complete:
-        yield _finding(
-            f"{plural(len(complete), 'weight', 'is')} stored in {_titles(complete)}, but "
-            "config.json declares no quantisation",
-            [one.codes for one in complete],
-            why="the loader builds a model without scales, and uses the codes as weights",
-            hint="restore quantization_config in config.json",
         )
 
 
@@ -126,9 +121,8 @@ def _differences(ckpt: Checkpoint, stored: Quantisation, declared: Declaration) 
     ends: dict[str, int] = defaultdict(lambda: layers or 0)
     for one in stored.weights:
         ends[role(one.weight)] = max([ends[role(one.weight)], *numbers_in(one.weight)[:1]])
-    left = [tensor for tensor in wide if role(tensor.fqn) in ends and numbers_in(tensor.fqn)]
-    left = [tensor for tensor in left if numbers_in(tensor.fqn)[0] < ends[role(tensor.fqn)]]
-    left = [tensor for tensor in left if not declared.ignores(_module(tensor))]
+    left = [tensor for tensor in wide if role(tensor.fqn) in ends and not declared.ignores(_module(tensor))]
+    left = [tensor for tensor in left if any(n < ends[role(tensor.fqn)] for n in numbers_in(tensor.fqn)[:1])]
     if left and declared.is_exact:
         yield _finding(
             f"{says} and other layers use it, but {plural(len(left), 'weight')} "
@@ -175,12 +169,8 @@ def _is_linear(tensor: Tensor) -> bool:
     """
     key = parse(tensor.fqn)
     is_matrix = len(tensor.global_shape) == 2  # a convolution of one pixel has the names of a linear layer
-    return (
-        is_matrix
-        and bool(key.block)
-        and key.function in _LINEAR
-        and not _module(tensor).rpartition(".")[2].startswith("c_")
-    )
+    is_known = key.function in _LINEAR and not _module(tensor).rpartition(".")[2].startswith("c_")
+    return is_matrix and bool(key.block) and is_known
 
 
 def _titles(weights: list[QuantisedWeight]) -> str:
@@ -194,7 +184,7 @@ def _finding(message: str, tensors: list[Tensor], why: str, hint: str) -> Findin
         at=Location(tensors[0]),
         identity=tuple(keys[1:]),
         keys=tuple(keys[1:]),
-        notes=(("weights", first_names(fold_names(keys), _SHOWN)),) if len(keys) > 1 else (),
+        notes=(("weights", first_names(fold_names(keys), _SHOWN) if len(keys) > 1 else ""),),
         why=why,
         hint=hint,
     )

@@ -10,7 +10,7 @@ from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint, PayloadTable, Tensor
 from ckptlint.model.text import first_names, fold_names, join_words, plural, verb
 from ckptlint.model.tiling import IntArray
-from ckptlint.rule import Confidence, Finding, Location, NotApplicable, Severity, require, rule
+from ckptlint.rule import Confidence, Finding, Location, Severity, require, rule
 from ckptlint.vocabulary.config_fields import declares_pruning
 from ckptlint.vocabulary.dtypes import FLOATS, INTEGERS
 from ckptlint.vocabulary.keys import NEVER_ZERO, parse, role
@@ -24,7 +24,7 @@ _ALL = 3  # least weights for the finding that an export has no codes at all
 _MOST_HIT = 2  # with zeros in the scales of more weights, float16 underflow is the likelier cause
 
 
-@rule("QNT004", "quantised-scales", Severity.ERROR, depth=Depth.DATA)
+@rule("QNT004", "quantised-scales", Severity.ERROR, depth=Depth.DATA, needs=("quantised weights",))
 def quantised_scales(ckpt: Checkpoint) -> Iterator[Finding]:
     """A quantised weight has codes that are all the same, or scales that are zero or far from its siblings'.
 
@@ -44,8 +44,6 @@ def quantised_scales(ckpt: Checkpoint) -> Iterator[Finding]:
     """
     payload = require(ckpt.payload)
     stored = quantisation(ckpt)
-    if not stored.weights:
-        raise NotApplicable("no weight is stored quantised")
     dead: dict[tuple[Scheme, Part], list[Tensor]] = defaultdict(list)
     sizes: dict[tuple[Scheme, Part, str], list[tuple[Tensor, float]]] = defaultdict(list)
     gaps: dict[tuple[Scheme, Part], list[Tensor]] = defaultdict(list)
@@ -61,7 +59,8 @@ def quantised_scales(ckpt: Checkpoint) -> Iterator[Finding]:
     for (scheme, part), tensors in dead.items():
         yield _finding(
             tensors,
-            f"{_leaf(tensors[0])} of {plural(len(tensors), 'weight')} in {scheme.title} is zero, but the codes are not",
+            f"{tensors[0].fqn.rpartition('.')[2]} of {plural(len(tensors), 'weight')} in {scheme.title} is zero, "
+            "but the codes are not",
             f"{scheme.name} {part.names} zero",
         )
     for (scheme, part), tensors in gaps.items():
@@ -89,19 +88,21 @@ def quantised_scales(ckpt: Checkpoint) -> Iterator[Finding]:
             )
 
 
-def _leaf(tensor: Tensor) -> str:
-    return tensor.fqn.rpartition(".")[2]
-
-
 def _constant_codes(ckpt: Checkpoint, payload: PayloadTable, weights: list[QuantisedWeight]) -> Iterator[Finding]:
     """Findings on weights whose integer codes are all the same, although their scales are not zero."""
     judged = [one for one in weights if one.codes.dtype in INTEGERS and one.codes.volume >= _LEAST_CODES]
-    constant = [one for one in judged if _is_constant(payload, one.codes) and 0 not in _largest_scales(payload, one)]
+    constant = []
+    for one in filter(lambda one: _is_constant(payload, one.codes), judged):
+        scales = [tensor for part, tensor in one.parts.items() if part.needed and tensor.dtype in FLOATS]
+        constant += [one] if all(_largest(payload, scale) != 0 for scale in scales) else []
     is_all = len(constant) == len(judged) >= _ALL
     is_pruned = declares_pruning(ckpt.config.values if ckpt.config else {})
     by_confidence: dict[Confidence, list[QuantisedWeight]] = defaultdict(list)
     for one in constant:
-        may_be_meant = is_pruned or _may_be_zeros(payload, one)
+        # some models start with weights of zeros, whose codes are 0 unless the scheme shifts them
+        is_shifted = one.scheme.shifted and not any(part.declared for part in one.parts)
+        is_dead = parse(one.weight).function in NEVER_ZERO or (is_shifted and _largest(payload, one.codes) == 0)
+        may_be_meant = is_pruned or not is_dead
         by_confidence["certain" if is_all else "possible" if may_be_meant else "likely"].append(one)
     for confidence, ones in by_confidence.items():
         titles = join_words(list(dict.fromkeys(one.scheme.title for one in ones)))
@@ -114,21 +115,10 @@ def _constant_codes(ckpt: Checkpoint, payload: PayloadTable, weights: list[Quant
         )
 
 
-def _may_be_zeros(payload: PayloadTable, one: QuantisedWeight) -> bool:
-    """Whether constant codes may be those of a weight of zeros, with which some models start."""
-    is_shifted = one.scheme.shifted and not any(part.declared for part in one.parts)
-    return parse(one.weight).function not in NEVER_ZERO and not (is_shifted and _largest(payload, one.codes) == 0)
-
-
 def _is_constant(payload: PayloadTable, codes: Tensor) -> bool:
     records = _records(codes)
     is_read = _largest(payload, codes) is not None and bool(payload.one_value[records].all())
     return is_read and len(set(payload.most[records].tolist())) == 1
-
-
-def _largest_scales(payload: PayloadTable, one: QuantisedWeight) -> list[float | None]:
-    """The largest magnitude of each needed scale."""
-    return [_largest(payload, tensor) for part, tensor in one.parts.items() if part.needed and tensor.dtype in FLOATS]
 
 
 def _has_gaps(payload: PayloadTable, codes: Tensor, scale: Tensor) -> bool:
@@ -157,7 +147,6 @@ def _largest(payload: PayloadTable, tensor: Tensor) -> float | None:
 def _finding(
     tensors: list[Tensor], message: str, group: str, confidence: Confidence = "certain", inferred_from: str = ""
 ) -> Finding:
-    """One finding for all tensors with the same fault."""
     keys = [tensor.fqn for tensor in tensors]
     return Finding(
         message,

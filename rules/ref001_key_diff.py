@@ -7,7 +7,7 @@ from ckptlint.analysis.fit.key_matching import KeyComparison, KeyEntry, LoneKeys
 from ckptlint.analysis.fit.trusted_config import flag
 from ckptlint.model import Checkpoint, Reference
 from ckptlint.model.text import first_names, fold_names, plural, ranges, shape_text
-from ckptlint.rule import Finding, Location, Note, Severity, require, rule
+from ckptlint.rule import Finding, Location, Severity, require, rule
 from ckptlint.vocabulary.keys import COMPUTED
 from ckptlint.vocabulary.schemes import quantised_weight
 
@@ -47,12 +47,13 @@ def key_diff(ckpt: Checkpoint) -> Iterator[Finding]:
     comparison = match_keys(ckpt, reference)
     yield from _lacking_kinds(ckpt, reference, comparison)
     extents = _extents(comparison.absent)
-    counts = _missing_counts(comparison)
+    counts = Counter(lone.entry.kind for lone in comparison.absent if not lone.part).items()
+    of_kinds = [f"{count:,} of {comparison.expected[kind]:,} keys of the {_KINDS[kind]}" for kind, count in counts]
     for lone in comparison.absent:
-        yield _finding(ckpt, reference, lone, extents, counts, is_absent=True)
+        yield _finding(ckpt, reference, lone, extents, of_kinds, is_absent=True)
     extents = _extents(comparison.added)
     for lone in comparison.added:
-        yield _finding(ckpt, reference, lone, extents, (), is_absent=False)
+        yield _finding(ckpt, reference, lone, extents, [], is_absent=False)
     if comparison.unpaired_expected or comparison.unpaired_stored:
         yield _unpaired(ckpt, reference, comparison)
 
@@ -86,41 +87,30 @@ def _finding(
     reference: Reference,
     lone: LoneKeys,
     extents: dict[KeyEntry, str],
-    notes: tuple[Note, ...],
+    missing: list[str],
     is_absent: bool,
 ) -> Finding:
-    """The finding on a key, or on some layers or experts of it, that only one side has.
-
-    Args:
-        extents: entry -> the block, layers and experts in which its role is absent, as `_extents` returns it.
-    """
+    """The finding on a key, or on some layers or experts of it, that only one side has."""
     entry = lone.entry
     what = " ".join(part for part in (entry.dtype, shape_text(entry.shape) if entry.shape is not None else "") if part)
+    is_one = lone.part.rpartition(" ")[2].isdecimal() and "," not in lone.part
+    subject = f"{lone.part}{{of}} {'is' if is_one else 'are'} not" if lone.part else "no part{of} is"
+    message = f"{subject} in the reference; this checkpoint stores {what}"
+    hint = "if the model changed on purpose, write a new manifest from this step with `ckptlint manifest`"
     if is_absent:
-        subject = f"{lone.part}{{of}} {'is' if _is_one(lone.part) else 'are'} not" if lone.part else ""
-        tail = f"; the reference has {what}" if what else ", but the reference names it"
-        message = f"{subject} stored here{tail}" if subject else f"no part{{of}} is stored here{tail}"
-    else:
-        subject = f"{lone.part}{{of}} {'is' if _is_one(lone.part) else 'are'} not" if lone.part else ""
-        message = f"{subject or 'no part{of} is'} in the reference; this checkpoint stores {what}"
+        message = f"{subject} stored here" + (f"; the reference has {what}" if what else ", but the reference names it")
+        hint = "list the keys that each rank passes to save, and find the rank or stage that should save these"
     severity, reason = _severity(ckpt, reference, entry, is_absent)
-    kind = _KINDS[entry.kind]
     return Finding(
         message,
         at=Location(entry.fqn if is_absent else ckpt.tensors.get(entry.fqn, entry.fqn), label=_place(ckpt, reference)),
         severity=severity,
         identity=(lone.part,) if lone.part else (),
-        why="" if is_absent else f"a strict load fails on unexpected {kind}",
-        notes=(("because", reason), *notes),
-        hint="" if severity is Severity.INFO else _hint(is_absent),
+        why="" if is_absent else f"a strict load fails on unexpected {_KINDS[entry.kind]}",
+        notes=(("because", reason), *(("missing", text) for text in missing)),
+        hint="" if severity is Severity.INFO else hint,
         group=f"{is_absent} {extents.get(entry, '')}" if entry in extents else "",
     )
-
-
-def _hint(is_absent: bool) -> str:
-    if is_absent:
-        return "list the keys that each rank passes to save, and find the rank or stage that should save these"
-    return "if the model changed on purpose, write a new manifest from this step with `ckptlint manifest`"
 
 
 def _severity(ckpt: Checkpoint, reference: Reference, entry: KeyEntry, is_absent: bool) -> tuple[Severity | None, str]:
@@ -138,10 +128,9 @@ def _severity(ckpt: Checkpoint, reference: Reference, entry: KeyEntry, is_absent
 
 
 def _is_tied(ckpt: Checkpoint, reference: Reference, is_absent: bool) -> bool:
-    """Whether the output layer shares the embedding's weight."""
-    for declared in (reference.declared, ckpt.declared):
-        if flag(declared, "tied") is True or flag(declared, "untied") is False:
-            return True
+    declarations = (reference.declared, ckpt.declared)
+    if any(flag(declared, "tied") is True or flag(declared, "untied") is False for declared in declarations):
+        return True
     # safetensors refuses two names of one memory, so save_pretrained writes a tied weight once. A head that such a
     # reference lacks is assumed to be tied; one that it has was stored for a reason, and its absence counts.
     return not is_absent and reference.kind in ("safetensors", "index", "Hugging Face folder")
@@ -159,20 +148,8 @@ def _extents(lone_keys: Iterable[LoneKeys]) -> dict[KeyEntry, str]:
         layers[entry.family].add(entry.key.layer or 0)
         if entry.key.expert is not None:
             experts[entry.family].add(entry.key.expert)
-    extents = {
-        family: f"layers {ranges(numbers)} experts {ranges(experts.get(family, ()))}"
-        for family, numbers in layers.items()
-    }
-    return {entry: f"{entry.kind} {entry.family[2]} {entry.key.block} {extents[entry.family]}" for entry in entries}
-
-
-def _missing_counts(comparison: KeyComparison) -> tuple[Note, ...]:
-    """How many keys of each kind are missing."""
-    missing = Counter(lone.entry.kind for lone in comparison.absent if not lone.part)
-    return tuple(
-        ("missing", f"{count:,} of {comparison.expected[kind]:,} keys of the {_KINDS[kind]}")
-        for kind, count in missing.items()
-    )
+    numbers = {family: f"layers {ranges(layers[family])} experts {ranges(experts[family])}" for family in layers}
+    return {entry: f"{entry.kind} {entry.family[2]} {entry.key.block} {numbers[entry.family]}" for entry in entries}
 
 
 def _unpaired(ckpt: Checkpoint, reference: Reference, comparison: KeyComparison) -> Finding:
@@ -195,12 +172,8 @@ def _unpaired(ckpt: Checkpoint, reference: Reference, comparison: KeyComparison)
 
 
 def _patterns(fqns: list[str]) -> str:
-    return first_names(fold_names(dict.fromkeys(fqns)), _SHOWN, "pattern")
+    return first_names(fold_names(fqns), _SHOWN, "pattern")
 
 
 def _place(ckpt: Checkpoint, reference: Reference) -> str:
     return f"{ckpt.metadata_file}, compared with {reference.source}"
-
-
-def _is_one(part: str) -> bool:
-    return part.rpartition(" ")[2].isdecimal() and "," not in part

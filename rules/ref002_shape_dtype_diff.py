@@ -47,7 +47,10 @@ def shape_dtype_diff(ckpt: Checkpoint) -> Iterator[Finding]:
         raise NotApplicable("the reference gives no shapes")
     comparison = match_keys(ckpt, reference)
     has_wrong_shape = False
-    for pair in _distinct(comparison.pairs):
+    pairs: dict[tuple[object, ...], KeyPair] = {}  # numbered layers against one stacked tensor give many alike
+    for pair in comparison.pairs:
+        pairs.setdefault((pair.stored.fqn, pair.expected_shape, pair.expected.dtype), pair)
+    for pair in pairs.values():
         if pair.expected_shape is not None and pair.stored_shape is not None and _differs(ckpt, pair):
             has_wrong_shape = True
             yield _shape_finding(ckpt, reference, pair)
@@ -64,19 +67,6 @@ def _declares_the_same(ckpt: Checkpoint, reference: Reference) -> bool:
     return has_known_config(ckpt) and all(
         name in ckpt.declared and ckpt.declared[name].value == reference.declared[name].value for name in shared
     )
-
-
-def _distinct(pairs: list[KeyPair]) -> Iterator[KeyPair]:
-    """The pairs without repetitions: numbered layers against one stacked tensor give many pairs of one meaning."""
-    seen: set[tuple[str, Shape | None, str | None]] = set()
-    for pair in pairs:
-        key = pair.stored.fqn, pair.expected_shape, pair.expected.dtype
-        if key not in seen:
-            seen.add(key)
-            yield pair
-
-
-# ---------------------------------------------------------------- shapes
 
 
 def _differs(ckpt: Checkpoint, pair: KeyPair) -> bool:
@@ -110,10 +100,9 @@ def _shape_finding(ckpt: Checkpoint, reference: Reference, pair: KeyPair) -> Fin
 def _padding_reason(ckpt: Checkpoint, pair: KeyPair) -> str:
     """The reason if the number of vocabulary rows is the padded one that the job declares; "" otherwise."""
     expected, stored = pair.expected_shape or (), pair.stored_shape or ()
-    if pair.stored.key.function not in ("embedding", "output") or not stored or expected[1:] != stored[1:]:
-        return ""
+    is_table = pair.stored.key.function in ("embedding", "output") and stored and expected[1:] == stored[1:]
     padded = number(ckpt.declared, "padded_vocab")
-    if padded == stored[0]:
+    if is_table and padded == stored[0]:
         return f"the job declares {padded:,} padded vocabulary rows, which depend on the tensor-parallel size"
     return ""
 
@@ -122,11 +111,11 @@ def _ratios(expected: Shape, stored: Shape) -> tuple[Note, ...]:
     if len(expected) != len(stored):
         axes = f"{len(stored)} dims instead of {len(expected)}"
         return (("ratio", f"{axes}, {prod(stored):,} elements instead of {prod(expected):,}"),)
-    dims = [
-        f"dim {axis}: {a:,} instead of {b:,}" + (f" = {_times(Fraction(a, b))}" if a and b else "")
-        for axis, (a, b) in enumerate(zip(stored, expected, strict=True))
-        if a != b
-    ]
+    dims = []
+    for axis, (a, b) in enumerate(zip(stored, expected, strict=True)):
+        share = Fraction(a, b or 1)
+        times = f" = {share if share.denominator < 1000 else f'{float(share):.3f}'} x" if a and b else ""
+        dims += [f"dim {axis}: {a:,} instead of {b:,}{times}"] if a != b else []
     return (("ratio", "; ".join(dims)),)
 
 
@@ -137,47 +126,24 @@ def _relation(ckpt: Checkpoint, expected: Shape, stored: Shape) -> tuple[Note, .
     axes = [axis for axis, (a, b) in enumerate(zip(stored, expected, strict=False)) if a != b]
     if len(expected) != len(stored) or 0 in expected or 0 in stored:
         return ()
+    text, factor = "", Fraction(1)
     if len(axes) == 2 and prod(expected) == prod(stored):
         long, short = sorted(axes, key=lambda axis: Fraction(expected[axis], stored[axis]))
         factor = Fraction(stored[long], expected[long])
-        if factor.denominator != 1:
-            return ()
-        swapped = f"dim {long} is {factor} times as long, dim {short} 1/{factor}, at equal volume"
-        if (stored[long], stored[short]) == (expected[short], expected[long]):
-            return (
-                ("relation", f"{swapped}: transposed, or the sharded dims swapped (SHP003){_axes_text(ckpt, factor)}"),
-            )
-        return (("relation", f"{swapped}: the sharded dims were swapped (SHP003){_axes_text(ckpt, factor)}"),)
-    if len(axes) == 1:
-        ratio = Fraction(stored[axes[0]], expected[axes[0]])
-        if ratio.numerator == 1:
-            k = Fraction(ratio.denominator)
-            return (
-                (
-                    "relation",
-                    f"dim {axes[0]} is 1/{k}: one rank's shard saved as the whole (SHP004){_axes_text(ckpt, k)}",
-                ),
-            )
-        if ratio.denominator == 1:
-            return (
-                (
-                    "relation",
-                    f"dim {axes[0]} is {ratio} times as long: copies saved as shards (SHP004){_axes_text(ckpt, ratio)}",
-                ),
-            )
-    return ()
-
-
-def _axes_text(ckpt: Checkpoint, factor: Fraction) -> str:
+        is_transposed = (stored[long], stored[short]) == (expected[short], expected[long])
+        how = "transposed, or the sharded dims swapped" if is_transposed else "the sharded dims were swapped"
+        text = f"dim {long} is {factor} times as long, dim {short} 1/{factor}, at equal volume: {how} (SHP003)"
+    elif len(axes) == 1:
+        factor = Fraction(stored[axes[0]], expected[axes[0]])
+        text = f"dim {axes[0]} is {factor} times as long: copies saved as shards (SHP004)"
+        if factor.numerator == 1:
+            factor = 1 / factor
+            text = f"dim {axes[0]} is 1/{factor}: one rank's shard saved as the whole (SHP004)"
+    if not text or factor.denominator != 1:
+        return ()
     names = axes_of_size(ckpt.topology, int(factor))
-    return f"; {', '.join(names)} {verb(len(names), 'has')} size {factor}" if names else ""
-
-
-def _times(ratio: Fraction) -> str:
-    return f"{ratio} x" if ratio.denominator == 1 or ratio.denominator < 1000 else f"{float(ratio):.3f} x"
-
-
-# ---------------------------------------------------------------- dtypes
+    sizes = f"; {', '.join(names)} {verb(len(names), 'has')} size {factor}" if names else ""
+    return (("relation", f"{text}{sizes}"),)
 
 
 def _dtype_finding(ckpt: Checkpoint, reference: Reference, pair: KeyPair) -> Finding:
@@ -196,9 +162,6 @@ def _dtype_finding(ckpt: Checkpoint, reference: Reference, pair: KeyPair) -> Fin
         is_apart=True,
         group=f"dtype {pair.stored.kind} {pair.stored.dtype} {pair.expected.dtype}{' kept' if is_kept else ''}",
     )
-
-
-# ---------------------------------------------------------------- what a config.json declares
 
 
 def _wrong_counts(ckpt: Checkpoint, reference: Reference, comparison: KeyComparison) -> Iterator[Finding]:

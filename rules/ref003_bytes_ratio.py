@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import prod
 
 from ckptlint.analysis.fit.key_matching import KeyComparison, KeyEntry, match_keys
-from ckptlint.model import Checkpoint, Tensor
+from ckptlint.model import Checkpoint
 from ckptlint.model.text import human_bytes, verb
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, require, rule
 from ckptlint.vocabulary.dtypes import ITEM_BITS
@@ -79,11 +79,8 @@ def _sums(ckpt: Checkpoint, comparison: KeyComparison) -> dict[tuple[str, str], 
     counted: set[str] = set()
     # absent layers are REF001's; absent experts beside others of their layer are what a lost axis leaves
     places = {(pair.expected.family, pair.expected.key.layer) for pair in comparison.pairs}
-    absent = [
-        lone.entry
-        for lone in comparison.absent
-        if lone.entry.key.expert is not None and (lone.entry.family, lone.entry.key.layer) in places
-    ]
+    experts = [lone.entry for lone in comparison.absent if lone.entry.key.expert is not None]
+    absent = [entry for entry in experts if (entry.family, entry.key.layer) in places]
     for entry in [*(pair.expected for pair in comparison.pairs), *absent]:
         bits = ITEM_BITS.get(entry.dtype or "")
         if entry.shape is not None and bits is not None and entry.fqn not in counted:
@@ -96,7 +93,9 @@ def _sums(ckpt: Checkpoint, comparison: KeyComparison) -> dict[tuple[str, str], 
         if pair.expected.fqn in known and pair.stored.fqn not in counted:
             counted.add(pair.stored.fqn)
             bits = ITEM_BITS[pair.expected.dtype or ""]
-            sums[pair.expected.kind, _label(pair.expected)].stored += _held(ckpt.tensors[pair.stored.fqn]) * bits // 8
+            tensor = ckpt.tensors[pair.stored.fqn]
+            lost = tensor.tiling.coverage.missing_volume if tensor.is_sound else 0
+            sums[pair.expected.kind, _label(pair.expected)].stored += (tensor.volume - lost) * bits // 8
     return dict(sums)
 
 
@@ -107,18 +106,11 @@ def _label(entry: KeyEntry) -> str:
     return f"the experts of {where}" if key.in_experts else where
 
 
-def _held(tensor: Tensor) -> int:
-    """Elements that some chunk holds."""
-    return tensor.volume - (tensor.tiling.coverage.missing_volume if tensor.is_sound else 0)
-
-
 def _finding(ckpt: Checkpoint, subject: str, part: str, total: _Sum, factor: int, parts: dict[str, _Sum]) -> Finding:
     """The finding on a part of the model that is a whole factor smaller than the reference."""
-    sizes = [
-        f"{label} {human_bytes(inner.stored)} of {human_bytes(inner.expected)}"
-        for label, inner in sorted(parts.items(), key=lambda item: item[1].stored - item[1].expected)
-        if inner.stored != inner.expected
-    ]
+    odd = sorted(parts.items(), key=lambda item: item[1].stored - item[1].expected)
+    odd = [(label, inner) for label, inner in odd if inner.stored != inner.expected]
+    sizes = [f"{label} {human_bytes(inner.stored)} of {human_bytes(inner.expected)}" for label, inner in odd]
     names = axes_of_size(ckpt.topology, factor)
     mesh = f"{', '.join(names)} {verb(len(names), 'has')} size {factor}" if names else ""
     stored, expected = human_bytes(total.stored), human_bytes(total.expected)

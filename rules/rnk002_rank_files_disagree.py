@@ -28,12 +28,10 @@ def rank_files_disagree(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.distributed.tensor.DTensor, verl/model_merger/fsdp_model_merger.py
     """
-    for item in compared(ckpt).job:
-        yield _finding(item)
+    yield from map(_finding, compared(ckpt).job)
 
 
 def _finding(item: Disagreement) -> Finding:
-    """The finding on a value that differs between rank files; it names the minority."""
     fewest, files = item.says[-1]
     others = sum(len(rank_files) for value, rank_files in item.says[:-1])
     shown = first_names(files, _SHOWN)
@@ -51,7 +49,7 @@ def _finding(item: Disagreement) -> Finding:
         at=Location(item.fqns[0] if len(item.fqns) == 1 else None, file=files[0]),
         identity=(item.what, *files, *item.fqns[:1000]),
         confidence="certain" if item.is_sure else "likely",
-        notes=(("keys", first_names(fold_names(item.fqns), _SHOWN)),) if len(item.fqns) > 1 else (),
+        notes=(("keys", first_names(fold_names(item.fqns), _SHOWN) if len(item.fqns) > 1 else ""),),
         hint="take all files from the same save; compare the times of these files with the others'",
         group=f"{item.what} {files[0]}",
     )

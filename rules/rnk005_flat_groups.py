@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptlint.analysis.ranks.flat_groups import misfits
-from ckptlint.model import Checkpoint, Misfit
+from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 
 _SENTENCES = {
@@ -42,16 +42,12 @@ def flat_groups(ckpt: Checkpoint) -> Iterator[Finding]:
         raise NotApplicable("no files of DeepSpeed")
     for item in misfits(ckpt):
         if item.what in _SENTENCES:
-            yield _finding(item)
-
-
-def _finding(item: Misfit) -> Finding:
-    sentence = _SENTENCES[item.what].format(at=item.fqn, file=item.file, stored=item.stored, expected=item.expected)
-    return Finding(
-        sentence,
-        at=Location(item.fqn if item.what in _OF_KEYS else None, file=item.file),
-        identity=(item.fqn, item.file),
-        notes=(("because", item.because),),
-        hint="take all files from the same save, or go back one step",
-        group=f"{item.what} {item.because}",
-    )
+            words = {"at": item.fqn, "file": item.file, "stored": item.stored, "expected": item.expected}
+            yield Finding(
+                _SENTENCES[item.what].format(**words),
+                at=Location(item.fqn if item.what in _OF_KEYS else None, file=item.file),
+                identity=(item.fqn, item.file),
+                notes=(("because", item.because),),
+                hint="take all files from the same save, or go back one step",
+                group=f"{item.what} {item.because}",
+            )

@@ -44,9 +44,8 @@ def optimizer_of_rank(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def _finding(item: Misfit, confidence: Confidence, hint: str) -> Finding:
-    sentence = _SENTENCES[item.what]
     return Finding(
-        sentence.format(at=item.fqn, file=item.file, stored=item.stored, expected=item.expected),
+        _SENTENCES[item.what].format(at=item.fqn, file=item.file, stored=item.stored, expected=item.expected),
         at=Location(file=item.file),
         identity=(item.file, item.fqn),
         confidence=confidence,

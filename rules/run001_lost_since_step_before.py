@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from ckptlint.analysis.step_before.step_change import KIND_NAMES, Change, changes, older_name, stored_keys
+from ckptlint.analysis.step_before.step_change import KIND_NAMES, changes, older_name, stored_keys
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import first_few, plural, printable
 from ckptlint.rule import Finding, Location, Severity, require, rule
@@ -53,21 +53,17 @@ def lost_since_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
     for change in gone:
         kind = parse(change.fqns[0]).kind
         if kind in kept and not (kind == "model" and lost * 2 > kinds["model"]):
-            yield from _findings(ckpt, change)
+            for fqn in change.fqns:
+                yield Finding(
+                    change.sentence("stored here", older_name(ckpt)),
+                    at=Location(fqn, label=_PLACE),
+                    confidence="certain" if change.is_partial else "possible",
+                    notes=(("because", change.rest),),
+                    hint="resume from the older step, unless the job leaves it out on purpose" * change.is_partial,
+                    inferred_from=f"the keys of {older_name(ckpt)}",
+                    group=f"gone {change.fqns[0]}",
+                )
     yield from _files(ckpt, before, keeps_optimizer="optimizer" in kept)
-
-
-def _findings(ckpt: Checkpoint, change: Change) -> Iterator[Finding]:
-    for fqn in change.fqns:
-        yield Finding(
-            change.sentence("stored here", older_name(ckpt)),
-            at=Location(fqn, label=_PLACE),
-            confidence="certain" if change.is_partial else "possible",
-            notes=(("because", change.rest),),
-            hint="resume from the older step, unless the job leaves it out on purpose" if change.is_partial else "",
-            inferred_from=f"the keys of {older_name(ckpt)}",
-            group=f"gone {change.fqns[0]}",
-        )
 
 
 def _renamed(ckpt: Checkpoint, was: Mapping[str, object], now: Mapping[str, object], lost: int, model: int) -> Finding:

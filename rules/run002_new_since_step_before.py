@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from ckptlint.analysis.step_before.step_change import KIND_NAMES, changes, older_name, stored_keys
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import fold_names, plural
+from ckptlint.model.text import at_most, fold_names, plural
 from ckptlint.rule import Finding, Location, Severity, require, rule
 from ckptlint.vocabulary.keys import parse
 
@@ -27,19 +27,15 @@ def new_since_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
         Nothing, if the change was meant.
     """
     before = require(ckpt.before)
-    new = [
-        fqn for change in changes(stored_keys(before), stored_keys(ckpt)) if change.kind == "new" for fqn in change.fqns
-    ]
     kinds: dict[str, list[str]] = defaultdict(list)
-    for fqn in new:
-        kinds[parse(fqn).kind].append(fqn)
+    for change in changes(stored_keys(before), stored_keys(ckpt)):
+        for fqn in change.fqns if change.kind == "new" else ():
+            kinds[parse(fqn).kind].append(fqn)
     for kind, fqns in kinds.items():
-        names = fold_names(fqns)
-        more = [plural(len(names) - _SHOWN, "more pattern")] if len(names) > _SHOWN else []
         yield Finding(
             f"{plural(len(fqns), 'new key')} of the {KIND_NAMES[kind]}, not in {older_name(ckpt)}",
             at=Location(label="compared with the step before"),
             identity=(kind,),
-            notes=(("new", ", ".join([*names[:_SHOWN], *more])),),
+            notes=(("new", ", ".join(at_most(fold_names(fqns), _SHOWN, "pattern"))),),
             inferred_from=f"the keys of {older_name(ckpt)}",
         )

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.analysis.step_before.step_change import Change, changes, older_name, stored_keys
+from ckptlint.analysis.step_before.step_change import changes, older_name, stored_keys
 from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, Location, Severity, require, rule
 
@@ -33,13 +33,9 @@ def changed_since_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
         pytorch#149785
     """
     before = require(ckpt.before)
-    for change in changes(stored_keys(before), stored_keys(ckpt)):
-        if change.kind in ("shape", "dtype", "cut"):
-            yield from _findings(ckpt, older_name(ckpt), change)
-
-
-def _findings(ckpt: Checkpoint, older: str, change: Change) -> Iterator[Finding]:
-    for fqn in change.fqns:
+    older = older_name(ckpt)
+    changed = [one for one in changes(stored_keys(before), stored_keys(ckpt)) if one.kind in ("shape", "dtype", "cut")]
+    for change, fqn in ((one, fqn) for one in changed for fqn in one.fqns):
         yield Finding(
             change.sentence("stored here", older),
             at=Location(ckpt.tensors.get(fqn, fqn)),

@@ -75,7 +75,5 @@ def _sums(ckpt: Checkpoint, tensor: Tensor) -> np.ndarray | None:
     rows, payload = tensor.chunks.record, require(ckpt.payload)
     if not len(rows) or (rows < 0).any() or (payload.crc[rows] <= 0).any():
         return None
-    offsets = tensor.tiling.offsets
-    columns = [*(offsets[:, axis] for axis in range(offsets.shape[1])), payload.crc[rows], payload.size[rows]]
-    table = np.stack(columns, axis=1)
+    table = np.column_stack([tensor.tiling.offsets, payload.crc[rows], payload.size[rows]])
     return table[np.lexsort(table.T[::-1])]

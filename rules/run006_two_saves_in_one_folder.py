@@ -98,14 +98,13 @@ def _by_step(ckpt: Checkpoint, payload: PayloadTable) -> list[tuple[str, list[st
         key = state.param.key if state.param else None
         by_layer[(key.scope, key.block, key.layer) if key else None].add(crc)
         lead.setdefault(crc, state)
-    if len(lead) < 2 or any(len(values) > 1 for values in by_file.values()):
-        return []
     # A layer that was frozen lags by design, and may have a file of its own: then each layer is at one step.
-    if all(len(values) == 1 for values in by_layer.values()):
+    is_by_layer = all(len(values) == 1 for values in by_layer.values())
+    if len(lead) < 2 or is_by_layer or any(len(values) > 1 for values in by_file.values()):
         return []
     files: dict[int, list[str]] = defaultdict(list)
-    for file, values in by_file.items():
-        files[next(iter(values))].append(ckpt.files[file].name)
+    for file, (crc,) in by_file.items():
+        files[crc].append(ckpt.files[file].name)
     counts = Counter(crc for _, _, crc in known)
     groups = [(_value(lead[crc].tensor.dtype, crc), names, counts[crc]) for crc, names in files.items()]
     return sorted(groups, key=lambda group: (group[0] not in _stated(ckpt), -len(group[1])))
@@ -143,8 +142,6 @@ def _steps_differ(ckpt: Checkpoint, groups: list[tuple[str, list[str], int]], yo
 
 def _value(dtype: str, crc: int) -> str:
     """The whole number whose bytes have this CRC-32, as text; "another value" if no small one has."""
-    form = FORMS.get(dtype)
-    for number in range(_LARGEST) if form else ():
-        if zlib.crc32(struct.pack(form or "", number)) == crc:
-            return f"{number:,}"
-    return "another value"
+    form = FORMS.get(dtype, "")
+    numbers = (number for number in range(_LARGEST) if zlib.crc32(struct.pack(form, number)) == crc)
+    return next((f"{number:,}" for number in numbers), "another value") if form else "another value"

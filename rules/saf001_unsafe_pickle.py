@@ -34,7 +34,8 @@ def unsafe_pickle(ckpt: Checkpoint, trusted_modules: tuple[str, ...] = ()) -> It
         torch.distributed.checkpoint.filesystem.FileSystemReader.read_metadata
     """
     for problem in ckpt.problems_of("unsafe", "note"):
-        strange = tuple(name for name in problem.unknown if not _is_of(name, trusted_modules))
+        inside = tuple(f"{module}." for module in trusted_modules)
+        strange = tuple(name for name in problem.unknown if not name.startswith(inside))
         if problem.unknown and not strange:
             continue
         message = problem.message.replace(unknown_classes(problem.unknown), unknown_classes(strange))
@@ -42,8 +43,3 @@ def unsafe_pickle(ckpt: Checkpoint, trusted_modules: tuple[str, ...] = ()) -> It
         if problem.kind == "note":
             finding = replace(finding, severity=Severity.INFO, why=problem.why or _INERT)
         yield finding
-
-
-def _is_of(name: str, modules: tuple[str, ...]) -> bool:
-    """Whether a dotted name is inside one of these packages or modules."""
-    return any(name.startswith(f"{module}.") for module in modules)

@@ -8,7 +8,7 @@ from ckptlint.analysis.fit.trusted_config import number, trusted
 from ckptlint.analysis.optimizer.inventory import Param, inventory_of
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import layers_in, numbered, plural, ranges, verb
-from ckptlint.rule import Confidence, Finding, Location, NotApplicable, Note, Severity, rule
+from ckptlint.rule import Confidence, Finding, Location, NotApplicable, Severity, rule
 from ckptlint.vocabulary.keys import Block, block_of, inside_layer, is_adapter, module_path, parse
 
 Layers = dict[int, list[Param]]
@@ -84,34 +84,30 @@ def _missing_layers(ckpt: Checkpoint, block: Block, numbers: dict[Block, set[int
     word = {2: "every second", 3: "every third"}.get(stride, f"every {stride}th")
     name = ".".join((*block[0], block[1]))
     sentence = f"{layers_in(missing, name)} {verb(len(missing), 'is')} missing; {ranges(present)} are there"
-    notes: list[Note] = []
     is_declared = count == present[-1] + 1
-    if stride > 1:
-        notes.append(("numbers", f"{word} layer is there, as if virtual stages had shared keys"))
-    if is_declared:
-        notes.append(("declared", f"{count} layers in {ckpt.declared['layers'].source}; {len(missing)} missing"))
+    declared = f"{count} layers in {ckpt.declared['layers'].source}; {len(missing)} missing" if is_declared else ""
     sizes = [f"{axis} {ckpt.topology[axis].size}" for axis in ("pp", "vpp") if axis in ckpt.topology]
-    notes.append(("mesh", ", ".join(sizes)))
     yield Finding(
         sentence,
         at=Location(label=f"{ckpt.metadata_file}: {len(present)} layers in {name}"),
         identity=tuple(f"{name}.{layer}" for layer in sorted(missing)),
         confidence=_confidence(ckpt, missing, is_declared),
-        notes=tuple(notes),
+        notes=(
+            ("numbers", f"{word} layer is there, as if virtual stages had shared keys" if stride > 1 else ""),
+            ("declared", declared),
+            ("mesh", ", ".join(sizes)),
+        ),
         hint=f"find the ranks or stages that held {numbered('layer', missing)}, and their keys",
         inferred_from="" if is_declared else f"the numbers of the {plural(len(present), 'other layer')}",
     )
 
 
 def _confidence(ckpt: Checkpoint, missing: set[int], is_declared: bool) -> Confidence:
-    """How sure it is that the missing layers were lost."""
     # A missing start may be no loss: a save of the upper layers alone, or numbers from 1, look the same.
     if is_declared or missing != set(range(len(missing))):
         return "certain"
-    if missing == {0}:
-        return "possible"
     has_embedding = any(param.key.function == "embedding" for param in inventory_of(ckpt).params)
-    return "likely" if has_embedding else "possible"
+    return "likely" if has_embedding and missing != {0} else "possible"
 
 
 def _missing_weights(ckpt: Checkpoint, layers: Layers) -> Iterator[Finding]:
@@ -130,7 +126,8 @@ def _missing_weights(ckpt: Checkpoint, layers: Layers) -> Iterator[Finding]:
         parents = {_parent_path(lead[role]) for role in stored}
         for role in sorted(usual - stored):
             parent = _parent_path(lead[role])
-            fqn = _in_layer(lead[role], layer)
+            word = lead[role].key.block.rpartition(".")[2]
+            fqn = lead[role].tensor.fqn.replace(f"{word}.{lead[role].key.layer}.", f"{word}.{layer}.", 1)
             if not parent or parent not in parents or lead[role].key.function not in _NEEDED or fqn in ckpt.tensors:
                 continue  # a layer may do without a whole module
             if role.rpartition(".")[2] not in ("weight", "bias"):
@@ -145,12 +142,6 @@ def _missing_weights(ckpt: Checkpoint, layers: Layers) -> Iterator[Finding]:
                 inferred_from=f"the keys of layers {others}",
                 group=f"{role} missing",
             )
-
-
-def _in_layer(param: Param, layer: int) -> str:
-    """The key that a parameter has in another layer."""
-    word = param.key.block.rpartition(".")[2]
-    return param.tensor.fqn.replace(f"{word}.{param.key.layer}.", f"{word}.{layer}.", 1)
 
 
 def _roles(params: list[Param]) -> dict[str, Param]:

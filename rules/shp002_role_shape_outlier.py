@@ -9,7 +9,7 @@ from ckptlint.analysis.layers.projections import mismatches
 from ckptlint.analysis.optimizer.inventory import inventory_of
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import plural, shape_text
-from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
+from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 
 
 @rule("SHP002", "role-shape-outlier", Severity.ERROR, yields_to=("SHP003", "SHP004"))
@@ -33,41 +33,33 @@ def role_shape_outlier(ckpt: Checkpoint) -> Iterator[Finding]:
     if "heterogeneous" not in ckpt.declared:
         unmatched = {param for _, odd, partner, _ in mismatches(ckpt) for param in (odd, partner)}
         for item in shape_outliers(ckpt):
-            expected = item.usual
-            if not isinstance(expected, tuple) or is_confirmed(ckpt, item.param):
-                continue
-            yield _shape(item, expected, item.param in unmatched)
+            if isinstance(item.usual, tuple) and not is_confirmed(ckpt, item.param):
+                yield _shape(item, item.usual, item.param in unmatched)
     for item in dtype_outliers(ckpt):
-        yield replace(_finding(item, f"dtype{{of}} is {item.param.tensor.dtype}", str(item.usual), ()), is_apart=True)
+        yield replace(_finding(item, f"dtype{{of}} is {item.param.tensor.dtype}", str(item.usual)), is_apart=True)
 
 
 def _shape(item: Outlier, usual: tuple[int, ...], is_unmatched: bool) -> Finding:
     shape = item.param.own_shape
-    quotients = ", ".join(
-        f"dim {item.param.own_axes[i]}: {size:,} instead of {other:,}"
-        for i, (size, other) in enumerate(zip(shape, usual, strict=False))
-        if size != other
-    )
-    notes: tuple[Note, ...] = (("sizes", quotients if len(shape) == len(usual) else ""),)
-    finding = _finding(item, f"shape{{of}} is {shape_text(shape)}", shape_text(usual), notes)
+    sides = zip(item.param.own_axes, shape, usual, strict=False)
+    quotients = [f"dim {axis}: {size:,} instead of {other:,}" for axis, size, other in sides if size != other]
+    sizes = ", ".join(quotients) if len(shape) == len(usual) else ""
+    finding = _finding(item, f"shape{{of}} is {shape_text(shape)}", shape_text(usual), sizes)
     if not is_unmatched or item.changed > 1:
         return finding
     why = "it does not fit its partner in this layer either, so the model has no such shape"
-    return replace(
-        finding, severity=Severity.ERROR, why=why, hint="take the weight from an earlier step, or save again"
-    )
+    hint = "take the weight from an earlier step, or save again"
+    return replace(finding, severity=Severity.ERROR, why=why, hint=hint)
 
 
-def _finding(item: Outlier, sentence: str, usual: str, notes: tuple[Note, ...]) -> Finding:
-    """The finding on a parameter that differs from the same one of other layers."""
-    number = item.others
+def _finding(item: Outlier, sentence: str, usual: str, sizes: str = "") -> Finding:
     return Finding(
-        f"{sentence}, but {usual} in {plural(number, 'other layer')}",
+        f"{sentence}, but {usual} in {plural(item.others, 'other layer')}",
         at=Location(item.param.tensor),
         severity=Severity.WARNING,
         confidence="possible" if item.changed > 1 else "certain",
         notes=(
-            *notes,
+            ("sizes", sizes),
             ("siblings", f"{usual} in layers {item.agreeing}"),
             ("layer", f"{item.changed} of its modules differ" if item.changed > 1 else ""),
         ),

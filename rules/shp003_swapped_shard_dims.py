@@ -20,25 +20,18 @@ from ckptlint.geometry.chunk_graph import axis_name
 from ckptlint.model import Checkpoint
 from ckptlint.model.cover import Shape
 from ckptlint.model.text import numbered, shape_text
-from ckptlint.rule import Confidence, Finding, Location, Note, Severity, rule
+from ckptlint.rule import Confidence, Finding, Location, Note, Severity, require, rule
 from ckptlint.vocabulary.keys import is_adapter
 
 
 class Swap(NamedTuple):
-    """A weight that is p times too long on one axis and p times too short on another.
-
-    Attributes:
-        expected: the expected shape, without the axes of layers and experts.
-        basis: where the expected shape comes from.
-        notes: further evidence for it.
-        confidence: whether the expected shape is declared or inferred.
-    """
+    """A weight that is p times too long on one axis and p times too short on another."""
 
     param: Param
-    expected: Shape
-    basis: str
+    expected: Shape  # without the axes of layers and experts
+    basis: str  # where the expected shape comes from
     notes: tuple[Note, ...] = ()
-    confidence: Confidence = "certain"
+    confidence: Confidence = "certain"  # if the expected shape is declared
 
 
 @rule("SHP003", "swapped-shard-dims", Severity.ERROR, whole=True, needs=("params",))
@@ -72,11 +65,8 @@ def swapped_shard_dims(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def _finding(ckpt: Checkpoint, swap: Swap) -> Finding:
-    """The finding on a weight whose sizes are swapped by the factor of its shards."""
     param, tensor = swap.param, swap.param.tensor
-    factors = swap_factor(param, swap.expected)
-    assert factors is not None
-    a, b, p = factors
+    a, b, p = require(swap_factor(param, swap.expected))
     expected = list(tensor.global_shape)
     for axis, size in zip(param.own_axes, swap.expected, strict=True):
         expected[axis] = size
@@ -109,9 +99,6 @@ def _from_reference(ckpt: Checkpoint) -> Iterator[Swap]:
             yield Swap(param, expected, f"the reference {ckpt.reference.source}")
 
 
-# ---------------------------------------------------------------- from the hidden size
-
-
 def _from_hidden(ckpt: Checkpoint) -> Iterator[Swap]:
     """Weights that lack the hidden size on both axes, have it after the correction, and then fit their partner."""
     # A writer's fault hits a role in every layer. If one weight of the role does not fit after the correction, the role
@@ -122,15 +109,11 @@ def _from_hidden(ckpt: Checkpoint) -> Iterator[Swap]:
         if family.hidden is None:
             continue
         for param in (param for weights in family.weights.values() for param in weights):
-            name: tuple[object, ...] = (param.key.scope, param.key.role)
-            corrected = _corrected(param, family.hidden.size)
-            if corrected is None:
-                continue
-            swap = _confirmed(family, family.hidden, param, corrected)
-            if swap is None:
-                doubtful.add(name)
-            else:
-                swaps_of[name].append(swap)
+            if (corrected := _corrected(param, family.hidden.size)) is not None:
+                if (swap := _confirmed(family, family.hidden, param, corrected)) is not None:
+                    swaps_of[param.key.scope, param.key.role].append(swap)
+                else:
+                    doubtful.add((param.key.scope, param.key.role))
     yield from (swap for role, swaps in swaps_of.items() if role not in doubtful for swap in swaps)
 
 
@@ -182,9 +165,6 @@ def _fit(param: Param, shape: Shape, partner: Param, other: Shape) -> bool:
     )
 
 
-# ---------------------------------------------------------------- from other layers
-
-
 def _from_layers(ckpt: Checkpoint) -> Iterator[Swap]:
     """Layers of a role whose other layers have a shape that is a swap of theirs."""
     groups: dict[tuple[object, ...], dict[Shape, list[Param]]] = defaultdict(lambda: defaultdict(list))
@@ -214,7 +194,6 @@ def _from_layers(ckpt: Checkpoint) -> Iterator[Swap]:
 
 
 def _evidence(fits: bool, suspected: int, others: int) -> str:
-    """The evidence that the other layers have the right shape, as text."""
     if fits:
         return "the other projections of these layers fit the expected shape"
     if suspected == others:

@@ -28,27 +28,20 @@ from ckptlint.rule import Confidence, Finding, Location, Note, Severity, rule
 from ckptlint.vocabulary.dtypes import FLOATS
 from ckptlint.vocabulary.keys import is_adapter, module_path
 
-_FILES = 4
 _WITNESSES = 3  # tensors with a hidden axis: the odd one, and two others that agree with the job
 _REPLICATED = ("norm", "router")
 _ROW_PARALLEL = ("attn_out", "mlp_out")
 
 
 class Local(NamedTuple):
-    """An axis that is k times too short (one rank's part), or k times too long (k copies of a replica).
-
-    Attributes:
-        basis: where the expected size comes from.
-        cause: the evidence for k: a mesh axis of this size, or the number of shards.
-        confidence: whether the expected size is declared or inferred.
-    """
+    """An axis that is k times too short (one rank's part), or k times too long (k copies of a replica)."""
 
     param: Param
     axis: int
     expected: int
-    basis: str
-    cause: str
-    confidence: Confidence = "likely"
+    basis: str  # where the expected size comes from
+    cause: str  # the evidence for k: a mesh axis of this size, or the number of shards
+    confidence: Confidence = "likely"  # if the expected size is inferred
 
     @property
     def size(self) -> int:
@@ -93,7 +86,6 @@ def local_as_global(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def _finding(ckpt: Checkpoint, local: Local) -> Finding:
-    """The finding on an axis that is one rank's part, or copies end to end."""
     size, expected, tensor = local.size, local.expected, local.param.tensor
     shards = axis_factor(tensor, local.axis)
     k = max(size, expected) // min(size, expected)
@@ -126,15 +118,20 @@ def _split(shards: int) -> str:
 def _files(ckpt: Checkpoint, local: Local) -> tuple[Note, ...]:
     tensor = local.param.tensor
     files = sorted({ckpt.chunk_file(tensor, row) for row in np.flatnonzero(tensor.tiling.live)[:64].tolist()} - {""})
-    return (("written in", first_names(files, _FILES)),)
+    return (("written in", first_names(files)),)
+
+
+def _mesh_text(ckpt: Checkpoint, k: int) -> str:
+    axes = mesh_axes(ckpt, k)
+    return f"{k} is the size of {' and '.join(axes)}" if axes else ""
 
 
 def _cause(ckpt: Checkpoint, k: int, fewer: tuple[Param, int], more: tuple[Param, int]) -> str | None:
     """The evidence for a factor k, as text: a mesh axis of size k, or shards that differ by k; None without any."""
     # Models have ratios of 2 and 4 by design (output gates, wide values, grouped queries), so a ratio alone is never
     # enough. Numbers of shards count only while the mesh is unknown: a known mesh without such an axis refutes k.
-    if axes := mesh_axes(ckpt, k):
-        return f"{k} is the size of {' and '.join(axes)}"
+    if text := _mesh_text(ckpt, k):
+        return text
     mine, theirs = axis_factor(fewer[0].tensor, fewer[1]), axis_factor(more[0].tensor, more[1])
     if knows_mesh(ckpt) or theirs != k * mine:
         return None
@@ -154,9 +151,6 @@ def _if_too_short(
         yield Local(param, axis, expected, short_name(partner), cause)
 
 
-# ---------------------------------------------------------------- what the expected size comes from
-
-
 def _from_reference(ckpt: Checkpoint) -> Iterator[Local]:
     """Axes that are 1/k of the reference's, or k times as long if the parameter is replicated."""
     shapes = reference_shapes(ckpt)
@@ -174,15 +168,13 @@ def _from_reference(ckpt: Checkpoint) -> Iterator[Local]:
         k = max(size, expected) // min(size, expected)
         if max(size, expected) % min(size, expected) or (size > expected and not _is_replicated(param)):
             continue
-        axes = mesh_axes(ckpt, k)
-        if ckpt.reference is not None and (axes or not knows_mesh(ckpt)):
-            shards = f"it is {_split(axis_factor(param.tensor, axis))}"
-            cause = f"{k} is the size of {' and '.join(axes)}" if axes else shards
+        mesh = _mesh_text(ckpt, k)
+        if ckpt.reference is not None and (mesh or not knows_mesh(ckpt)):
+            cause = mesh or f"it is {_split(axis_factor(param.tensor, axis))}"
             yield Local(param, axis, expected, f"the reference {ckpt.reference.source}", cause, "certain")
 
 
 def _is_replicated(param: Param) -> bool:
-    """Whether a parameter is replicated by design."""
     is_bias = param.key.path.rpartition(".")[2].startswith("bias")
     return (
         param.key.function in _REPLICATED
@@ -219,7 +211,7 @@ def _copied_bias(ckpt: Checkpoint, bias: Param, weight: Param) -> Iterator[Local
         yield Local(bias, bias.own_axes[0], rows, short_name(weight), cause)
 
 
-def _from_components(ckpt: Checkpoint) -> Iterator[Local]:
+def _from_parts(ckpt: Checkpoint) -> Iterator[Local]:
     """Components of a linear attention with fewer rows than their partners."""
     # By design, query and key have equal rows, and a component has the same rows in projection and convolution. The
     # real case is a convolution of one TP rank beside a whole projection (Megatron-LM#4799).
@@ -278,10 +270,9 @@ def _hidden_axis(ckpt: Checkpoint, hidden: Hidden, param: Param, partner: Param)
         return
     for axis, inner in enumerate(reversed(param.own_shape)):
         k, rest = divmod(hidden.size, param.own_shape[axis])
-        axes = mesh_axes(ckpt, k)
-        if not rest and axes and is_width(param, inner, partner, width):
+        cause = _mesh_text(ckpt, k)
+        if not rest and cause and is_width(param, inner, partner, width):
             basis = f"{short_name(partner)} and {hidden}"
-            cause = f"{k} is the size of {' and '.join(axes)}"
             confidence: Confidence = "certain" if hidden.declared else "likely"
             yield Local(param, param.own_axes[axis], hidden.size, basis, cause, confidence)
 
@@ -310,13 +301,10 @@ def _inner_axis(param: Param, hidden: Hidden) -> int:
 def _from_siblings(ckpt: Checkpoint) -> Iterator[Local]:
     """Axes that are 1/k of the size that the same tensor has in other layers."""
     for item in shape_outliers(ckpt):
-        axis_and_factor = local_factor(ckpt, item)
-        if axis_and_factor is not None:
+        if (axis_and_factor := local_factor(ckpt, item)) is not None:
             axis, k = axis_and_factor
-            basis = f"layers {item.agreeing}"
-            size = item.param.tensor.global_shape[axis]
-            cause = f"{k} is the size of {' and '.join(mesh_axes(ckpt, k))}"
-            yield Local(item.param, axis, k * size, basis, cause)
+            size = k * item.param.tensor.global_shape[axis]
+            yield Local(item.param, axis, size, f"layers {item.agreeing}", _mesh_text(ckpt, k))
 
 
 def _from_arguments(ckpt: Checkpoint) -> Iterator[Local]:
@@ -335,8 +323,7 @@ def _from_arguments(ckpt: Checkpoint) -> Iterator[Local]:
         width = inner_size(first[0], family.hidden.size)
         if not inner or width not in (inner, 2 * inner) or inner >= ffn or ffn % inner:
             continue
-        if axes := mesh_axes(ckpt, ffn // inner):
-            cause = f"{ffn // inner} is the size of {' and '.join(axes)}"
+        if cause := _mesh_text(ckpt, ffn // inner):
             for param, size in ((first[0], ffn * width // inner), (second[0], ffn)):
                 axis = param.own_axes[_inner_axis(param, family.hidden)]
                 yield Local(param, axis, size, f"ffn_hidden_size {ffn:,} of {item.source}", cause, "certain")
@@ -355,10 +342,10 @@ def _from_hidden(ckpt: Checkpoint) -> Iterator[Local]:
     length = param.own_shape[0]
     k, rest = divmod(max(length, size), min(length, size) or 1)
     shards = axis_factor(param.tensor, axis)
-    axes = mesh_axes(ckpt, k)
-    if rest or not length or not (axes or (length > size and shards == k)):
+    mesh = _mesh_text(ckpt, k)
+    if rest or not length or not (mesh or (length > size and shards == k)):
         return
-    cause = f"{k} is the size of {' and '.join(axes)}" if axes else f"it is {_split(shards)}"
+    cause = mesh or f"it is {_split(shards)}"
     basis = f"hidden_size of {item.source} and {len(witnesses) - 1} other tensors"
     yield Local(param, axis, size, basis, cause, "certain")
 
@@ -370,13 +357,5 @@ def _is_dense(family: ProjectionFamily) -> bool:
     return hidden is not None and bool(hidden.declared) and not any(k.in_experts or "shared" in k.path for k in keys)
 
 
-_SOURCES = (
-    _from_reference,
-    _from_biases,
-    _from_components,
-    _from_partners,
-    _from_siblings,
-    _from_arguments,
-    _from_hidden,
-)
+_SOURCES = (_from_reference, _from_biases, _from_parts, _from_partners, _from_siblings, _from_arguments, _from_hidden)
 """Sources of expected sizes, the most trusted first; the first that gives a tensor's size decides."""

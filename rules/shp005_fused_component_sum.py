@@ -38,16 +38,13 @@ def fused_component_sum(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         megatron.core.transformer.mlp.apply_swiglu_sharded_factory
     """
-    for source in (_halves, _components, _attention):
+    for source in (_halves, _components, _heads):
         for finding, params in source(ckpt):
             if not all(is_confirmed(ckpt, param) for param in params):
                 yield replace(finding, partners=tuple(param.tensor.fqn for param in params))
 
 
 Found = tuple[Finding, tuple[Param, ...]]
-
-
-# ---------------------------------------------------------------- gated projections
 
 
 def _halves(ckpt: Checkpoint) -> Iterator[Found]:
@@ -85,18 +82,14 @@ def _lone_half(param: Param, wanted: str) -> Finding:
 
 
 def _odd_half(param: Param, other: Param) -> Finding:
-    names = [half.key.path.rpartition(".")[2] for half in (param, other)]
-    shapes = [shape_text(half.own_shape) for half in (param, other)]
+    name = other.key.path.rpartition(".")[2]
     return Finding(
-        f"half{{of}} is {shapes[0]}, but {names[1]} is {shapes[1]}",
+        f"half{{of}} is {shape_text(param.own_shape)}, but {name} is {shape_text(other.own_shape)}",
         at=Location(param.tensor),
         notes=(("other half", f"{other.tensor.fqn}: {other.tensor.dtype} {shape_text(other.tensor.global_shape)}"),),
         hint="split the fused weight in the middle, so that both halves are equal, and save again",
         inferred_from="the shape of the other half",
     )
-
-
-# ---------------------------------------------------------------- linear attention
 
 
 def _components(ckpt: Checkpoint) -> Iterator[Found]:
@@ -144,31 +137,26 @@ def _odd_component(odd: Param, partner: Param, parts: dict[tuple[str, str], Para
     table: dict[str, list[str]] = defaultdict(list)
     for (name, component), param in parts.items():
         table[name].append(f"{component} {param.own_shape[0]:,}")
-    notes: tuple[Note, ...] = tuple((f"{name} rows", ", ".join(cells)) for name, cells in table.items())
     return Finding(
         f"component{{of}} has {odd.own_shape[0]:,} rows, but {short_name(partner)} has {partner.own_shape[0]:,}",
         at=Location(odd.tensor),
-        notes=notes,
+        notes=tuple((f"{name} rows", ", ".join(cells)) for name, cells in table.items()),
         hint="split it again: query and key need equal rows, and each component the same in conv1d and in_proj",
         inferred_from="the rows of the other components",
     )
 
 
-# ---------------------------------------------------------------- separate query, key and value
-
-
-def _attention(ckpt: Checkpoint) -> Iterator[Found]:
+def _heads(ckpt: Checkpoint) -> Iterator[Found]:
+    """Findings on key and value with different rows, and on query rows that are no multiple of the key's."""
     for family in families(ckpt):
         projections = [family.weights.get(cls, []) for cls in ("q", "k", "v")]
-        if family.is_latent or any(len(members) != 1 for members in projections):
-            continue
-        query, key, value = (members[0] for members in projections)
-        if len({param.own_shape[1] for param in (query, key, value)}) == 1:
-            yield from _heads(ckpt, family, query, key, value)
+        if not family.is_latent and all(len(members) == 1 for members in projections):
+            query, key, value = (members[0] for members in projections)
+            if len({param.own_shape[1] for param in (query, key, value)}) == 1:
+                yield from ((finding, (query, key, value)) for finding in _misfits(ckpt, family, query, key, value))
 
 
-def _heads(ckpt: Checkpoint, family: ProjectionFamily, query: Param, key: Param, value: Param) -> Iterator[Found]:
-    """Findings on key and value with different rows, and on query rows that are no multiple of the key's."""
+def _misfits(ckpt: Checkpoint, family: ProjectionFamily, query: Param, key: Param, value: Param) -> Iterator[Finding]:
     rows = {name: param.own_shape[0] for name, param in (("query", query), ("key", key), ("value", value))}
     notes: tuple[Note, ...] = (("rows", ", ".join(f"{name} {size:,}" for name, size in rows.items())),)
     out = family.weights.get("attn_out", [])
@@ -185,16 +173,20 @@ def _heads(ckpt: Checkpoint, family: ProjectionFamily, query: Param, key: Param,
             inferred_from="the rows of query, key and value",
         )
         place = _where_declared(ckpt, rows["query"], rows["key"]) if rows["query"] == rows["value"] else None
-        yield (_as_declared(finding, place) if place else finding), (query, key, value)
+        if place:
+            # Nemotron's diarization model has a value head for each query head, whatever the configuration says.
+            hint = "check that the model has as many value heads as query heads; otherwise split the fused weight again"
+            more = (*finding.notes, ("key heads", f"as few as {place} declares"))
+            finding = replace(finding, severity=Severity.INFO, notes=more, hint=hint)
+        yield finding
     elif rows["key"] and rows["query"] % rows["key"]:
-        finding = Finding(
+        yield Finding(
             f"query{{of}} has {rows['query']:,} rows, not a multiple of the {rows['key']:,} of {short_name(key)}",
             at=Location(query.tensor),
             notes=notes,
             hint="check how the job split the fused weight: each key head serves a whole number of query heads",
             inferred_from="the rows of query, key and value",
         )
-        yield finding, (query, key, value)
 
 
 def _where_declared(ckpt: Checkpoint, query_rows: int, key_rows: int) -> str | None:
@@ -205,16 +197,3 @@ def _where_declared(ckpt: Checkpoint, query_rows: int, key_rows: int) -> str | N
         if heads and groups and groups < heads and heads * key_rows == groups * query_rows:
             return place
     return None
-
-
-def _as_declared(finding: Finding, place: str) -> Finding:
-    """The finding as info: the configuration declares as few key heads as there are, so more value heads may be meant.
-
-    Nemotron's diarization model has a value head for each query head, whatever `num_key_value_heads` says.
-    """
-    return replace(
-        finding,
-        severity=Severity.INFO,
-        notes=(*finding.notes, ("key heads", f"as few as {place} declares")),
-        hint="check that the model has as many value heads as query heads; otherwise split the fused weight again",
-    )

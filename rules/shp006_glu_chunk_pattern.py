@@ -67,16 +67,14 @@ def _is_dense(param: Param) -> bool:
 
 
 def _finding(ckpt: Checkpoint, fc1: Param, fc2: Param, tp: int, places: int) -> Finding:
-    """The finding on a gated projection whose shards cut across gate and up."""
     axis = fc1.own_axes[0]
-    starts = [int(start) for start in fc1.tensor.tiling.intervals(axis)[: _STARTS + 1, 0]]
-    shown = first_few([f"{start:,}" for start in starts], _STARTS)
+    starts = [f"{int(start):,}" for start in fc1.tensor.tiling.intervals(axis)[: _STARTS + 1, 0]]
     source = trusted_topology(ckpt)["tp"].source
     return Finding(
         f"dim {axis}{{of}} has {plural(places, 'shard')} where gate and up need {2 * tp} = 2 x tp {tp}",
         at=Location(fc1.tensor),
         notes=(
-            ("starts", shown),
+            ("starts", first_few(starts, _STARTS)),
             ("expected", f"gate and up of {plural(tp, 'tensor-parallel rank')} (tp from {source})"),
             ("partner", f"{fc2.tensor.fqn} has {plural(tp, 'shard')} on dim {fc2.own_axes[1]}"),
         ),
@@ -95,11 +93,7 @@ def _writers(ckpt: Checkpoint, param: Param, axis: int) -> tuple[Note, ...]:
         if rank >= 0:
             starts.setdefault(rank, []).append(int(tensor.tiling.offsets[row, axis]))
     half = tensor.global_shape[axis] // 2
-    paired = {
-        rank: min(first_rows)
-        for rank, first_rows in starts.items()
-        if len(first_rows) == 2 and max(first_rows) - min(first_rows) == half
-    }
+    paired = [rank for rank, rows_of in starts.items() if len(rows_of) == 2 and max(rows_of) - min(rows_of) == half]
     if len(paired) < 2 or len(paired) < len(starts):
         return ()
     return (("writers", f"ranks {ranges(paired)} own two chunks each, {half:,} rows apart"),)

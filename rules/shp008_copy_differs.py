@@ -7,10 +7,8 @@ from fractions import Fraction
 from ckptlint.analysis.optimizer.inventory import Param, inventory_of
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import first_few, ranges, shape_text
-from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
+from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 from ckptlint.vocabulary.keys import COPIES
-
-_FEW = 4
 
 
 @rule("SHP008", "copy-differs", Severity.WARNING, whole=True)
@@ -51,13 +49,9 @@ def _place(copy: Param) -> tuple[tuple[str, ...], str]:
 
 
 def _shape(name: str, param: Param, copy: Param) -> Finding:
-    """The finding on a second copy of the model with another shape."""
     sizes, copy_sizes = param.tensor.global_shape, copy.tensor.global_shape
-    quotients = [
-        f"dim {axis}: {Fraction(b, a)}"
-        for axis, (a, b) in enumerate(zip(sizes, copy_sizes, strict=False))
-        if a != b and a
-    ]
+    pairs = enumerate(zip(sizes, copy_sizes, strict=False))
+    quotients = [f"dim {axis}: {Fraction(b, a)}" for axis, (a, b) in pairs if a != b and a]
     return Finding(
         f"copy{{of}} in {name} is {shape_text(copy_sizes)}, but {shape_text(sizes)} in the model",
         at=Location(copy.tensor),
@@ -84,13 +78,12 @@ def _absent(name: str, params: list[Param], copies: list[Param]) -> Iterator[Fin
     for (what, in_layer), absent in lost.items():
         numbers = [param.key.layer for param in absent if param.key.layer is not None]
         text = f"{what} in" if in_layer else f"all of {what} in"
-        notes: tuple[Note, ...] = (("absent", first_few([p.key.path for p in absent], _FEW)),)
         yield Finding(
             f"copy {name} lacks {text} layer{'s'[: len(set(numbers)) != 1]} {ranges(numbers)}, which the model has",
             at=Location(absent[0].tensor.fqn),
             identity=tuple(param.key.path for param in absent),
             confidence="certain" if in_layer else "possible",
-            notes=notes,
+            notes=(("absent", first_few([param.key.path for param in absent], 4)),),
             why="" if in_layer else "the copy may cover only the trained layers, or have another depth",
             hint="find out which filter drops these keys from the copy" if in_layer else "",
             inferred_from="the keys of the model",

@@ -3,11 +3,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptlint.analysis.fit.key_matching import is_confirmed
-from ckptlint.analysis.layers.projections import ProjectionFamily, mismatches, short_name
-from ckptlint.analysis.optimizer.inventory import Param
+from ckptlint.analysis.layers.projections import mismatches, short_name
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import shape_text
-from ckptlint.rule import Finding, Location, Note, Severity, rule
+from ckptlint.rule import Finding, Location, Severity, rule
 
 
 @rule("SHP009", "projection-misfit", Severity.WARNING, whole=True, needs=("params",), yields_to=("SHP002", "SHP004"))
@@ -32,19 +31,14 @@ def projection_misfit(ckpt: Checkpoint) -> Iterator[Finding]:
     for family, odd, partner, text in mismatches(ckpt):
         if is_confirmed(ckpt, odd) or is_confirmed(ckpt, partner):
             continue
-        yield _finding(family, odd, partner, text)
-
-
-def _finding(family: ProjectionFamily, odd: Param, partner: Param, text: str) -> Finding:
-    notes: tuple[Note, ...] = (
-        ("partner", f"{partner.tensor.fqn}: {shape_text(partner.tensor.global_shape)}"),
-        ("hidden", str(family.hidden)),
-    )
-    return Finding(
-        f"weight{{of}} is {shape_text(odd.tensor.global_shape)}, {text}",
-        at=Location(odd.tensor),
-        notes=notes,
-        partners=(partner.tensor.fqn,),
-        hint="compare both with the configuration of the model, and the same weight in other layers",
-        inferred_from=f"{short_name(partner)} and {family.hidden}",
-    )
+        yield Finding(
+            f"weight{{of}} is {shape_text(odd.tensor.global_shape)}, {text}",
+            at=Location(odd.tensor),
+            notes=(
+                ("partner", f"{partner.tensor.fqn}: {shape_text(partner.tensor.global_shape)}"),
+                ("hidden", str(family.hidden)),
+            ),
+            partners=(partner.tensor.fqn,),
+            hint="compare both with the configuration of the model, and the same weight in other layers",
+            inferred_from=f"{short_name(partner)} and {family.hidden}",
+        )

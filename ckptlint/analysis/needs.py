@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from ckptlint.analysis.fit.judgement import has_known_config
 from ckptlint.analysis.optimizer.inventory import inventory_of
+from ckptlint.analysis.quantised import quantisation
 from ckptlint.model import Checkpoint
 from ckptlint.vocabulary.keys import SQUARES, state_name
 
@@ -18,6 +19,10 @@ def _has_squares(ckpt: Checkpoint) -> bool:
 NEEDS: dict[str, tuple[Callable[[Checkpoint], object], str]] = {
     "Megatron-Core": (lambda ckpt: ckpt.is_torch_dist, "this is no checkpoint of Megatron-Core's torch_dist"),
     "ShardedObjects": (lambda ckpt: ckpt.is_torch_dist and len(ckpt.objects), "there are no ShardedObjects"),
+    "checksums": (
+        lambda ckpt: ckpt.payload and (ckpt.payload.crc > 0).any(),
+        "the records hold no checksums to compare",
+    ),
     "export": (lambda ckpt: ckpt.is_export, "these are no files that a library loads a model from"),
     "offsets": (
         lambda ckpt: ckpt.locates_bytes,
@@ -34,6 +39,7 @@ NEEDS: dict[str, tuple[Callable[[Checkpoint], object], str]] = {
         "PAY013 reports what is wrong in the storages of a torch file",
     ),
     "params": (lambda ckpt: inventory_of(ckpt).params, "no key is that of a parameter"),
+    "quantised weights": (lambda ckpt: quantisation(ckpt).weights, "no weight is stored quantised"),
     "rank files": (lambda ckpt: ckpt.rank_files is not None, "no set of rank files"),
     "reference tensors": (lambda ckpt: ckpt.reference and ckpt.reference.tensors, "the reference names no tensors"),
     "moments": (_has_squares, "no tensor holds second moments"),
