@@ -7,6 +7,7 @@ from dataclasses import replace
 from ckptlint.analysis.fit.judgement import BadConfig, Fit, config_fit, fit_of, implied_bytes, numbered_layer
 from ckptlint.analysis.fit.wording import core_note, doubt_note, field_text, keys_in_words, model_name, whole_layers
 from ckptlint.formats.strict_json import is_size
+from ckptlint.grouping import grouped
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import first_names, fold_names, human_bytes, join_words, numbered, plural, verb
 from ckptlint.patterns import lazy_pattern
@@ -54,9 +55,7 @@ def key_not_stored(ckpt: Checkpoint) -> Iterator[Finding]:
     if lost := _lost_table(ckpt):
         yield lost  # of models that have no table of keys, of which `fit_of` says nothing
     fit = fit_of(ckpt)
-    doubts: dict[str, list[str]] = defaultdict(list)
-    for name in fit.missing:
-        doubts[fit.doubt_that_exists(name)].append(name)
+    doubts = grouped((fit.doubt_that_exists(name), name) for name in fit.missing)
     for doubt, missing in doubts.items():
         yield _finding(ckpt, replace(fit, missing=missing), doubt)
     for tower in fit.absent_towers:

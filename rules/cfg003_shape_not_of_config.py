@@ -1,12 +1,12 @@
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 from fractions import Fraction
 from math import prod
 
 from ckptlint.analysis.fit.judgement import Fit, ShapeDifference, fit_of
 from ckptlint.analysis.fit.wording import doubt_note, field_text
+from ckptlint.grouping import grouped
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import first_names, fold_names, plural, shape_text, verb
 from ckptlint.rule import MOST_KEYS, Finding, Location, Note, Severity, rule
@@ -37,9 +37,7 @@ def shape_not_of_config(ckpt: Checkpoint) -> Iterator[Finding]:
         `ckptlint explain SHP004`
     """
     fit = fit_of(ckpt)
-    groups: dict[tuple[object, ...], list[ShapeDifference]] = defaultdict(list)
-    for item in fit.shapes:
-        groups[_cause(ckpt, item)].append(item)
+    groups = grouped((_cause(ckpt, item), item) for item in fit.shapes)
     # One fault changes shapes in one or two ways. Many ways at once mean another model's configuration.
     if len(groups) > _GROUPS:
         yield _summary(ckpt, fit)

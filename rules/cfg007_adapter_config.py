@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 
 from ckptlint.analysis.optimizer.records import highest_step
 from ckptlint.architecture.adapters import PREFIX, AdapterConfig, Factors, endings, factors_of, read_adapter_config
+from ckptlint.grouping import grouped
 from ckptlint.model import Checkpoint, ModelConfig, PayloadTable
 from ckptlint.model.text import first_names, fold_names, numbered, plural, printable, ranges
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
@@ -163,9 +164,7 @@ def _with_native_names(modules: Iterable[str]) -> list[str]:
     """The modules with Megatron-Core names in blocks that also have modules with transformers names."""
     # Megatron-Core names alone prove nothing (vision towers have a linear_fc1 too). No model has both kinds in one
     # block, so a mix means that the key map of the export missed some modules.
-    blocks: dict[str, list[str]] = defaultdict(list)
-    for module in modules:
-        blocks[parse(module).block].append(module)
+    blocks = grouped((parse(module).block, module) for module in modules)
     mixed = [
         members
         for block, members in blocks.items()

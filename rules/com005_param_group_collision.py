@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
 from ckptlint.analysis.optimizer.records import optimizer_records
+from ckptlint.grouping import grouped
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import join_words, printable
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
@@ -40,9 +40,7 @@ def param_group_collision(ckpt: Checkpoint) -> Iterator[Finding]:
     if not identified:
         raise NotApplicable("no parameter groups of Megatron-Core were found")
     for record, groups in identified:
-        same: dict[tuple[Any, ...], list[int]] = defaultdict(list)
-        for number, group in groups.items():
-            same[tuple(group[name] for name in _IDENTITY)].append(number)
+        same = grouped((tuple(group[name] for name in _IDENTITY), number) for number, group in groups.items())
         for identity, numbers in same.items():
             if len(numbers) < 2:
                 continue

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from ckptlint.analysis.layers.experts import MoeLayer, moe_layers
 from ckptlint.analysis.layers.outliers import shape_outliers
 from ckptlint.analysis.optimizer.inventory import inventory_of
+from ckptlint.grouping import grouped
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import numbered, plural, ranges, shape_text, verb
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
@@ -40,10 +41,11 @@ def experts_by_layer(ckpt: Checkpoint) -> Iterator[Finding]:
     outliers = {item.param for item in shape_outliers(ckpt)}
     for alike in _alike(ckpt, layers):
         usual = Counter(map(_experts, alike)).most_common(1)[0][0]
-        odd: dict[Experts, list[MoeLayer]] = defaultdict(list)
-        for layer in alike:
-            if _experts(layer) != usual and not outliers.intersection(p for role in layer.roles for p in role.params):
-                odd[_experts(layer)].append(layer)
+        odd = grouped(
+            (_experts(layer), layer)
+            for layer in alike
+            if _experts(layer) != usual and not outliers.intersection(p for role in layer.roles for p in role.params)
+        )
         others = [layer.layer or 0 for layer in alike if _experts(layer) == usual]
         for experts, members in odd.items():
             yield _finding(members, experts, usual, others)

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 from itertools import islice
 
 from ckptlint.analysis.chunks.two_saves import saves_hint, saves_note
 from ckptlint.geometry.writers import saved_by
+from ckptlint.grouping import grouped
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import join_words, shape_text
 from ckptlint.rule import Finding, Location, Severity, rule
@@ -31,9 +31,7 @@ def duplicate_chunk(ckpt: Checkpoint) -> Iterator[Finding]:
         torch.distributed.checkpoint.metadata.MetadataIndex
     """
     for tensor in ckpt.sound_tensors():
-        at_place: dict[int, list[int]] = defaultdict(list)
-        for first, other in tensor.tiling.duplicates:
-            at_place[first].append(other)
+        at_place = grouped((first, other) for first, other in tensor.tiling.duplicates)
         for first, others in islice(at_place.items(), _SHOWN):
             files = dict.fromkeys(ckpt.chunk_file(tensor, row) or "no file" for row in (first, *others))
             place = join_words([*files][:_NAMED]) + (" and others" if len(files) > _NAMED else "")

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 
 import numpy as np
 
 from ckptlint.geometry.writers import saved_by
+from ckptlint.grouping import grouped
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import span
 from ckptlint.model.tiling import Coverage, Crossing, Tiling
@@ -36,9 +36,7 @@ def boundary_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.distributed.tensor.placement_types._StridedShard
     """
-    siblings: dict[str, list[Tensor]] = defaultdict(list)
-    for tensor in ckpt.sound_tensors():
-        siblings[role(tensor.fqn)].append(tensor)
+    siblings = grouped((role(tensor.fqn), tensor) for tensor in ckpt.sound_tensors())
     for group in siblings.values():
         grids = sum(tensor.tiling.is_grid for tensor in group)
         for tensor in group:

@@ -1,9 +1,9 @@
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 
 from ckptlint.analysis.ranks.rank_chunks import KeyRows, at_ranks, described_row, holders, ranks_of, torn
+from ckptlint.grouping import grouped
 from ckptlint.model import Checkpoint, RankTable
 from ckptlint.model.text import shape_text
 from ckptlint.rule import Finding, Severity, require, rule
@@ -32,9 +32,7 @@ def metadata_disagrees(ckpt: Checkpoint) -> Iterator[Finding]:
         if key_rows.fqn in disagreed:
             yield _finding(table, key_rows)
         elif len(set(table.view[key_rows.rows].tolist())) > 1:
-            by_view: dict[int, list[int]] = defaultdict(list)
-            for row in key_rows.rows.tolist():
-                by_view[int(table.view[row])].append(row)
+            by_view = grouped((int(table.view[row]), row) for row in key_rows.rows.tolist())
             views = enumerate(by_view.values(), 1)
             yield Finding(
                 "the ranks disagree on where the shards{of} lie",
@@ -45,9 +43,7 @@ def metadata_disagrees(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def _finding(table: RankTable, key_rows: KeyRows) -> Finding:
-    variants: dict[tuple[str, str, tuple[int, ...]], list[int]] = defaultdict(list)
-    for row in key_rows.rows.tolist():
-        variants[described_row(table, row)].append(row)
+    variants = grouped((described_row(table, row), row) for row in key_rows.rows.tolist())
     ordered = sorted(variants.items(), key=lambda item: -len(item[1]))
     kinds, dtypes, shapes = (len({variant[i] for variant in variants}) > 1 for i in range(3))
     what = "kind" if kinds else " and ".join(["global shape"] * shapes + ["dtype"] * dtypes)

@@ -7,6 +7,7 @@ from fractions import Fraction
 from ckptlint.analysis.fit.judgement import config_fit, has_known_config
 from ckptlint.analysis.fit.trusted_config import flag, is_defined, trusted, trusted_topology
 from ckptlint.analysis.optimizer.inventory import Param, inventory_of
+from ckptlint.grouping import grouped
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import shape_text
 from ckptlint.rule import Finding, Location, Severity, rule
@@ -38,9 +39,7 @@ def alias_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
     """
     if not has_known_config(ckpt):  # CFG001 names a key that stands under another name than the model's
         yield from _odd_wrappers(ckpt)
-    by_path: dict[tuple[tuple[str, ...], str], list[Param]] = defaultdict(list)
-    for param in inventory_of(ckpt).params:
-        by_path[param.key.scope, param.key.path].append(param)
+    by_path = grouped(((param.key.scope, param.key.path), param) for param in inventory_of(ckpt).params)
     twins = [(first, other) for group in by_path.values() for first, *rest in [group] for other in rest]
     key_counts = Counter(_prefix(param) for param in inventory_of(ckpt).params) if twins else Counter[str]()
     twin_counts = Counter((_prefix(a), _prefix(b)) for a, b in twins)
@@ -55,10 +54,9 @@ def alias_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
 
 def _odd_wrappers(ckpt: Checkpoint) -> Iterator[Finding]:
     """Findings on keys with another prefix than 80% of the keys of their block, and than other keys of their layer."""
-    blocks: dict[tuple[tuple[str, ...], str], list[Param]] = defaultdict(list)
-    for param in inventory_of(ckpt).params:
-        if param.key.block:
-            blocks[param.key.scope, param.key.block].append(param)
+    blocks = grouped(
+        ((param.key.scope, param.key.block), param) for param in inventory_of(ckpt).params if param.key.block
+    )
     for params in blocks.values():
         # A key map that misses one name leaves a few keys without the prefix of their block. That the majority is
         # right is assumed. A whole layer with another prefix is no fault: a draft model has one of its own.

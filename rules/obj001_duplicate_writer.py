@@ -1,12 +1,12 @@
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
 
 from ckptlint.analysis.ranks.save_plans import Duplicate, duplicates
+from ckptlint.grouping import grouped
 from ckptlint.model import Checkpoint, RecordState
 from ckptlint.model.text import join_words, named_ranks, plural, shape_text
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, require, rule
@@ -42,9 +42,10 @@ def duplicate_writer(ckpt: Checkpoint) -> Iterator[Finding]:
         if ckpt.payload is not None:
             return
         raise NotApplicable("the plans belong to another state: their keys differ from the metadata's")
-    groups: dict[tuple[object, ...], list[Duplicate]] = defaultdict(list)
-    for duplicate in duplicates(ckpt.save_plans):
-        groups[(role(duplicate.fqn), duplicate.fqn, duplicate.ranks, duplicate.equal)].append(duplicate)
+    groups = grouped(
+        ((role(duplicate.fqn), duplicate.fqn, duplicate.ranks, duplicate.equal), duplicate)
+        for duplicate in duplicates(ckpt.save_plans)
+    )
     for same in groups.values():
         yield _finding(ckpt, same)
 

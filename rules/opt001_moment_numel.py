@@ -1,12 +1,13 @@
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from math import prod
 
 from ckptlint.analysis.optimizer.fit import PAIR, StateMismatch, elementwise_states, moment_pairs, state_mismatches
-from ckptlint.analysis.optimizer.inventory import OptimizerState, Param
+from ckptlint.analysis.optimizer.inventory import OptimizerState
 from ckptlint.geometry.writers import saved_by
+from ckptlint.grouping import grouped
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import named_ranks, ranges, shape_text
 from ckptlint.rule import Finding, Location, Note, Severity, rule
@@ -109,10 +110,11 @@ def _transposed_states(ckpt: Checkpoint) -> Iterator[Finding]:
     OPT002 reports the parameters whose two moments differ in shape.
     """
     reported = {pair.param for pair in moment_pairs(ckpt) if pair.differs}
-    members: dict[tuple[tuple[int, ...], str], list[tuple[OptimizerState, Param]]] = defaultdict(list)
-    for state in elementwise_states(ckpt):
-        if (param := state.param) is not None and not (state.what in PAIR and param in reported):
-            members[param.tensor.global_shape, state.what].append((state, param))
+    members = grouped(
+        ((param.tensor.global_shape, state.what), (state, param))
+        for state in elementwise_states(ckpt)
+        if (param := state.param) is not None and not (state.what in PAIR and param in reported)
+    )
     shapes = Counter((param, state.tensor.global_shape) for pairs in members.values() for state, param in pairs)
     for (expected, what), pairs in members.items():
         odd = [(state, param) for state, param in pairs if _is_reshaped(state.tensor, expected)]

@@ -13,6 +13,7 @@ from ckptlint.analysis.optimizer.fit import (
     same_chunks,
 )
 from ckptlint.analysis.optimizer.inventory import OptimizerState, Param, inventory_of
+from ckptlint.grouping import grouped
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import plural, shape_text
 from ckptlint.rule import Confidence, Finding, Location, NotApplicable, Note, Severity, rule
@@ -53,9 +54,7 @@ def moment_siblings(ckpt: Checkpoint) -> Iterator[Finding]:
 
 def _shapes(pairs: list[MomentPair]) -> Iterator[Finding]:
     """Findings on moments of one parameter with different shapes; a warning if all pairs of this shape differ."""
-    peers: dict[tuple[int, ...], list[MomentPair]] = defaultdict(list)
-    for pair in pairs:
-        peers[pair.param.tensor.global_shape].append(pair)
+    peers = grouped((pair.param.tensor.global_shape, pair) for pair in pairs)
     for shape, members in peers.items():
         odd = [pair for pair in members if pair.differs]
         # A fault of a rank or a write hits some parameters of a shape. If it hits all of them, the optimizer may keep

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from ckptlint.analysis.fit.trusted_config import trusted_topology
 from ckptlint.analysis.optimizer.inventory import Inventory, Param, inventory_of
 from ckptlint.geometry.writers import ranks_of_files, saved_by
+from ckptlint.grouping import grouped
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import first_names, fold_names, layers_in, named_ranks, plural, ranges, verb
 from ckptlint.model.tiling import distinct
@@ -112,10 +113,11 @@ def _layers_without_state(
     ckpt: Checkpoint, inventory: Inventory, stateful: set[Param], trained: set[str]
 ) -> Iterator[tuple[Finding, list[Param]]]:
     """(finding, its parameters) for layers without state in a block with some, and for blocks without any."""
-    blocks: dict[tuple[tuple[str, ...], str], list[Param]] = defaultdict(list)
-    for param in inventory.params:
-        if not _is_buffer(param):
-            blocks[param.key.scope, param.key.block or param.key.path.partition(".")[0]].append(param)
+    blocks = grouped(
+        ((param.key.scope, param.key.block or param.key.path.partition(".")[0]), param)
+        for param in inventory.params
+        if not _is_buffer(param)
+    )
     in_groups = _params_in_groups(ckpt, _GROUPS)
     # Where adapters are trained, the blocks of the base are frozen by design.
     has_adapters = any(name in param.key.path for param in stateful for name in _ADAPTERS)

@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from ckptlint.analysis.optimizer.inventory import OptimizerState, inventory_of
+from ckptlint.grouping import grouped
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import shape_text
 from ckptlint.rule import Finding, Location, Severity, rule
@@ -44,10 +45,11 @@ def duplicate_state(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def _second_masters(states: list[OptimizerState]) -> list[tuple[OptimizerState, OptimizerState]]:
-    masters: dict[tuple[object, ...], list[OptimizerState]] = defaultdict(list)
-    for state in states:
-        if state.what in MASTER_COPIES and state.param is not None:
-            masters[state.param, state.chain, state.tensor.volume, state.tensor.dtype].append(state)
+    masters = grouped(
+        ((state.param, state.chain, state.tensor.volume, state.tensor.dtype), state)
+        for state in states
+        if state.what in MASTER_COPIES and state.param is not None
+    )
     return [(group[0], other) for group in masters.values() for other in group[1:] if other.what != group[0].what]
 
 

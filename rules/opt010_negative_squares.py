@@ -1,13 +1,13 @@
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 
 import numpy as np
 
 from ckptlint.analysis.optimizer.beside import of_each
 from ckptlint.depth import Depth
-from ckptlint.model import Checkpoint, OddValues
+from ckptlint.grouping import grouped
+from ckptlint.model import Checkpoint
 from ckptlint.model.text import plural
 from ckptlint.model.tiling import distinct
 from ckptlint.numerics.chunks import chunk_numbers
@@ -50,10 +50,7 @@ def negative_squares(ckpt: Checkpoint) -> Iterator[Finding]:
             hint=_HINT,
             group=f"negative {name}",
         )
-    by_file: dict[tuple[str, str], list[OddValues]] = defaultdict(list)
-    for item in require(ckpt.payload).odd_values:
-        if item.negatives:
-            by_file[item.file, item.state].append(item)
+    by_file = grouped(((item.file, item.state), item) for item in require(ckpt.payload).odd_values if item.negatives)
     for (file, state), items in by_file.items():
         values = _counted(sum(item.negatives for item in items))
         first, more = items[0].param, f" and {plural(len(items) - 1, 'more parameter')}" if len(items) > 1 else ""

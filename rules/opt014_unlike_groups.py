@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from ckptlint.analysis.optimizer.records import optimizer_records
+from ckptlint.grouping import grouped
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import first_names, join_words, plural, printable
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
@@ -120,10 +121,9 @@ def _other_steps(one: _Groups, is_fixed: bool) -> Iterator[Finding]:
         if not counted or not any(type(step) in (int, float) and step > 0 for step in counted.values()):
             continue
         first, most = max(counted.items(), key=lambda item: item[1])
-        apart: dict[Any, list[str]] = defaultdict(list)
-        for name, step in steps.items():
-            if step is None or (name in counted and step != most):
-                apart[step].append(name)
+        apart = grouped(
+            (step, name) for name, step in steps.items() if step is None or (name in counted and step != most)
+        )
         for step, names in apart.items():
             at = "no step" if step is None else f"step {_count(step)}"
             yield Finding(

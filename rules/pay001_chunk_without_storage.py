@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 
 import numpy as np
 
 from ckptlint.analysis.chunks.missing import absent_writer
+from ckptlint.grouping import grouped
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import verb
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
@@ -38,9 +38,7 @@ def chunk_without_storage(ckpt: Checkpoint) -> Iterator[Finding]:
             hint="restore the original .metadata: a rewrite or a merge dropped its storage part",
         )
         return
-    unreferenced: dict[str, list[int]] = defaultdict(list)
-    for row in np.flatnonzero(~ckpt.records.owned).tolist():
-        unreferenced[ckpt.records.name(row)].append(row)
+    unreferenced = grouped((ckpt.records.name(row), row) for row in np.flatnonzero(~ckpt.records.owned).tolist())
     for tensor in ckpt.sound_tensors():
         rows = np.flatnonzero((tensor.chunks.record < 0) & tensor.tiling.live)
         if not len(rows):

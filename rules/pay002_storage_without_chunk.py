@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 
 import numpy as np
 
+from ckptlint.grouping import grouped
 from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, Location, Severity, rule
 
@@ -37,9 +37,7 @@ def storage_without_chunk(ckpt: Checkpoint) -> Iterator[Finding]:
         if not tensor.is_sound or len(tensor.tiling.outside) or ((tensor.chunks.record < 0) & tensor.tiling.live).any()
     }
     others = {entry.fqn for entry in ckpt.objects} | {entry.fqn for entry in ckpt.byte_objects}
-    by_key: dict[str, list[int]] = defaultdict(list)
-    for row in stray.tolist():
-        by_key[table.name(row)].append(row)
+    by_key = grouped((table.name(row), row) for row in stray.tolist())
     for fqn, rows in by_key.items():
         if fqn in excused:
             continue

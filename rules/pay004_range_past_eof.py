@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
@@ -8,6 +7,7 @@ import numpy as np
 
 from ckptlint.depth import Depth
 from ckptlint.geometry.record_states import least_container, rows_by_file
+from ckptlint.grouping import grouped
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import first_names, human_bytes
 from ckptlint.model.tiling import IntArray, distinct
@@ -75,10 +75,9 @@ def _smaller_than_tensors(ckpt: Checkpoint) -> Iterator[Finding]:
 def _files_by_bytes(ckpt: Checkpoint) -> dict[tuple[int, int], list[int]]:
     needed = np.zeros(len(ckpt.files), np.int64)
     np.maximum.at(needed, ckpt.records.file, ckpt.records.byte_offset + ckpt.records.byte_length)
-    files: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for file, pair in enumerate(zip(ckpt.files.size.tolist(), needed.tolist(), strict=True)):
-        files[pair].append(file)
-    return files
+    return grouped(
+        (pair, file) for file, pair in enumerate(zip(ckpt.files.size.tolist(), needed.tolist(), strict=True))
+    )
 
 
 def _hint(size: int, other: str = "") -> str:

@@ -7,6 +7,7 @@ from typing import Literal
 import numpy as np
 
 from ckptlint.analysis.fit.judgement import explains_bytes, has_known_config
+from ckptlint.grouping import grouped
 from ckptlint.model import Checkpoint, RecordState, WeightIndex
 from ckptlint.model.text import first_names, fold_names, human_bytes, numbered, plural, verb
 from ckptlint.patterns import lazy_pattern
@@ -126,10 +127,7 @@ def _misplaced(index: WeightIndex, stored_keys: KeysByFile, instead: Mapping[str
 
 
 def _files_by_key(stored_keys: KeysByFile) -> dict[str, list[str]]:
-    homes: dict[str, list[str]] = defaultdict(list)
-    for file, key in ((file, key) for file, present in stored_keys.items() for key in present):
-        homes[key].append(file)
-    return homes
+    return grouped((key, file) for file, present in stored_keys.items() for key in present)
 
 
 def _unlisted(ckpt: Checkpoint, index: WeightIndex, stored_keys: KeysByFile) -> Iterator[Finding]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from ckptlint.analysis.chunks.two_saves import replaced_files
 from ckptlint.analysis.optimizer.inventory import OptimizerState, inventory_of
 from ckptlint.depth import Depth
+from ckptlint.grouping import grouped
 from ckptlint.model import Checkpoint, PayloadTable
 from ckptlint.model.text import first_names, human_duration, verb
 from ckptlint.rule import MOST_KEYS, Finding, Location, NotApplicable, Severity, rule
@@ -102,9 +103,7 @@ def _by_step(ckpt: Checkpoint, payload: PayloadTable) -> list[tuple[str, list[st
     is_by_layer = all(len(values) == 1 for values in by_layer.values())
     if len(lead) < 2 or is_by_layer or any(len(values) > 1 for values in by_file.values()):
         return []
-    files: dict[int, list[str]] = defaultdict(list)
-    for file, (crc,) in by_file.items():
-        files[crc].append(ckpt.files[file].name)
+    files = grouped((crc, ckpt.files[file].name) for file, (crc,) in by_file.items())
     counts = Counter(crc for _, _, crc in known)
     groups = [(_value(lead[crc].tensor.dtype, crc), names, counts[crc]) for crc, names in files.items()]
     return sorted(groups, key=lambda group: (group[0] not in _stated(ckpt), -len(group[1])))

@@ -8,6 +8,7 @@ from ckptlint.analysis.fit.key_matching import is_confirmed
 from ckptlint.analysis.fit.trusted_config import number
 from ckptlint.analysis.layers.projections import ProjectionFamily, families, short_name
 from ckptlint.analysis.optimizer.inventory import Param, inventory_of
+from ckptlint.grouping import grouped
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import shape_text
 from ckptlint.rule import Finding, Location, Note, Severity, rule
@@ -134,9 +135,7 @@ def _unequal_components(parts: dict[tuple[str, str], Param]) -> Iterator[tuple[P
 
 
 def _odd_component(odd: Param, partner: Param, parts: dict[tuple[str, str], Param]) -> Finding:
-    table: dict[str, list[str]] = defaultdict(list)
-    for (name, component), param in parts.items():
-        table[name].append(f"{component} {param.own_shape[0]:,}")
+    table = grouped((name, f"{component} {param.own_shape[0]:,}") for (name, component), param in parts.items())
     return Finding(
         f"component{{of}} has {odd.own_shape[0]:,} rows, but {short_name(partner)} has {partner.own_shape[0]:,}",
         at=Location(odd.tensor),

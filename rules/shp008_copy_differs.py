@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 
 from ckptlint.analysis.optimizer.inventory import Param, inventory_of
+from ckptlint.grouping import grouped
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import first_few, ranges, shape_text
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
@@ -91,10 +92,11 @@ def _absent(name: str, params: list[Param], copies: list[Param]) -> Iterator[Fin
 
 
 def _dtypes(name: str, pairs: list[tuple[Param, Param]]) -> Iterator[Finding]:
-    differing: dict[tuple[str, str], list[Param]] = defaultdict(list)
-    for param, copy in pairs:
-        if param.tensor.dtype != copy.tensor.dtype:
-            differing[param.tensor.dtype, copy.tensor.dtype].append(copy)
+    differing = grouped(
+        ((param.tensor.dtype, copy.tensor.dtype), copy)
+        for param, copy in pairs
+        if param.tensor.dtype != copy.tensor.dtype
+    )
     for (theirs, dtype), members in differing.items():
         yield Finding(
             f"copy {name} holds {len(members):,} of {len(pairs):,} tensors as {dtype}, the model as {theirs}",

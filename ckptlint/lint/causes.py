@@ -7,13 +7,14 @@ sentence and what to do. It looks at codes, keys, files, ranks and kinds of find
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
+from ckptlint.grouping import grouped
 from ckptlint.lint.registry import load_rules, rules_package
 from ckptlint.lint.report import Cause, CheckpointReport, Diagnostic
 from ckptlint.model.text import at_most, fold_names, join_words, plural, ranges
@@ -143,10 +144,7 @@ def with_causes(report: CheckpointReport) -> CheckpointReport:
 
 
 def _by_code(items: Iterable[Diagnostic]) -> Mapping[str, list[Diagnostic]]:
-    found: dict[str, list[Diagnostic]] = defaultdict(list)
-    for item in items:
-        found[item.code].append(item)
-    return found
+    return grouped((item.code, item) for item in items)
 
 
 def _match(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -13,8 +12,9 @@ from ckptlint.analysis.step_before.follows import follows_of
 from ckptlint.analysis.step_before.leaps import leaps_of
 from ckptlint.depth import Depth
 from ckptlint.errors import UnreadableError
+from ckptlint.grouping import grouped
 from ckptlint.loaders.problems import from_error
-from ckptlint.model import Checkpoint, Damage, Pair, PairTable, PayloadTable, Problem
+from ckptlint.model import Checkpoint, Damage, PairTable, PayloadTable, Problem
 from ckptlint.model.checkpoint import with_optimizers
 from ckptlint.model.text import plural
 from ckptlint.model.tiling import distinct
@@ -161,9 +161,7 @@ def _not_drawn(pairs: PairTable, draws: bool) -> Iterator[str]:
     Args:
         draws: whether only some records were opened, which the report says already.
     """
-    by_reason: dict[str, list[Pair]] = defaultdict(list)
-    for pair, reason in pairs.unread.items():
-        by_reason[reason].append(pair)
+    by_reason = grouped((reason, pair) for pair, reason in pairs.unread.items())
     for reason, members in by_reason.items():
         first = members[0]
         more = f" and {plural(len(members) - 1, 'more pair')}" if len(members) > 1 else ""
