@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import assert_never
 
 import numpy as np
 import numpy.typing as npt
@@ -45,10 +46,12 @@ def odd_elements(pair: Pair, first: Floats, second: Floats, dtypes: tuple[str, s
             there, allowed = first * first, _most_square(second, pair.betas, dtypes)
         elif pair.law == "maximum":
             there, allowed = second, first
-        else:
+        elif pair.law == "copy":
             narrow = max(dtypes, key=rounding)
             there, allowed = np.abs(first - second), 2 * rounding(narrow) * np.maximum(np.abs(first), np.abs(second))
             allowed = allowed + _smallest(narrow)
+        else:
+            assert_never(pair.law)
         is_odd = (there > allowed) & np.isfinite(first) & np.isfinite(second)
         if pair.law == "moments":
             is_odd &= second >= 0

@@ -119,7 +119,7 @@ def wrong_others(case: Case, report: CheckpointReport) -> Iterator[str]:
     yield from (f"{code} failed: {error}" for code, error in report.failed.items())
     loud = [f"{item.code} {item.title}" for item in report.diagnostics if item.severity > Severity.INFO]
     if bool(loud) != case.others:
-        yield f"loud rules: {loud}, others = {case.others}"
+        yield f"other rules say {loud}: mend the case, or write `others = {str(bool(loud)).lower()}` if that is meant"
 
 
 def wrong_causes(code: str, case: Case, report: CheckpointReport) -> Iterator[str]:

@@ -164,7 +164,12 @@ CHECK_OPTIONS = (
         "statistics", "output", "Print a table in place of the findings: count, code, name, tensors.", is_flag=True
     ),
     CheckOption(
-        "quiet", "output", "-q prints findings and unread paths only, -qq nothing.", short="q", minimum=0, counts=True
+        "quiet",
+        "output",
+        "-q prints findings and unread paths only, -qq nothing; formats for machines stay whole.",
+        short="q",
+        minimum=0,
+        counts=True,
     ),
     CheckOption(
         "verbose", "output", "Also print notes, times, and which rules did not run and why.", short="v", is_flag=True

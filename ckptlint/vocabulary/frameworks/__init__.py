@@ -302,6 +302,7 @@ def _matches(patterns: tuple[re.Pattern[str], ...], name: str) -> bool:
 LITTER = Family("left by other tools", "other", lazy_pattern(""), idle=True)
 OTHER_STEP = Family("another step", "other", lazy_pattern(""), idle=True)
 """Families that no pattern matches: `is_system_file` does, and the number in the name of a folder."""
+_LAST = Family("mark", "other", lazy_pattern(""))  # what a framework writes last, and describes no further
 
 _ENDING = r"\.(pt|pth|pkl|pickle|bin|ckpt|p|pck|joblib|sav|dill|jit|pth?\.tar)(\.(z|gz|bz2|xz|lzma|lz4|zst))?"
 _PICKLES = lazy_pattern(f".+{_ENDING}", re.IGNORECASE | re.DOTALL)
@@ -325,6 +326,8 @@ def family_of(name: str) -> Family | None:
     if is_system_file(name):
         return LITTER
     found = next((family for family in world().files if family.pattern.fullmatch(name)), None)
+    if found is None and any(known.file == name for known in world().written_last):
+        return _LAST
     return None if found is not None and found.content == "other" and may_be_pickle(name) else found
 
 
