@@ -26,9 +26,9 @@ def alias_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
         Keys that become equal once wrappers (`_orig_mod.`, `module.`) are stripped have equal global shapes; if they
         do, it is only info. Where only a leading wrapper differs, half of the keys below each must have such a twin. It
         is a warning if embedding and output layer differ in shape although the configuration ties them, an error if
-        their values differ, by their checksums or at `--depth data`, and a warning if a few keys of a block of layers begin with
-        different wrappers (`model.`, none) from most keys of the block and from others of their layer. Keys of
-        different stages, modules, chains or copies of the model are no twins.
+        their values differ in an export, and a warning if a few keys of a block of layers begin with different wrappers
+        (`model.`, none) from most keys of the block and from others of their layer. Keys of different stages, modules,
+        chains or copies of the model are no twins.
     Why it matters:
         One of the two keys bypassed the sharding rule, and a loader may take either. A key that lacks its wrapper is
         not found.
