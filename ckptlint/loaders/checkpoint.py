@@ -46,10 +46,8 @@ def open_checkpoint(found: CheckpointPlace, look_at_files: bool = True, is_judge
     """
     if found.refused:
         raise AccessError(found.refused)
-    folder = found.folder
-    if (
-        look_at_files or is_judged
-    ) and found.reports_for:  # before a child reads the run around the step: it is listed once
+    folder, looks_beside = found.folder, look_at_files or is_judged
+    if looks_beside and found.reports_for:  # before a child reads the run around the step: it is listed once
         found = replace(found, reports_for=(*found.reports_for, *folders_beside(folder)))
     ckpt = _open(found, look_at_files)
     recognised = found.recognised
@@ -63,7 +61,7 @@ def open_checkpoint(found: CheckpointPlace, look_at_files: bool = True, is_judge
         ckpt = replace(ckpt, problems=[*ckpt.problems, note])
     redirected = (folder.redirected,) if folder.redirected else ()
     ckpt = replace(ckpt, not_looked_at=(*ckpt.not_looked_at, *found.not_followed, *redirected), step=found.step)
-    if not (look_at_files or is_judged):
+    if not looks_beside:
         return ckpt
     if not look_at_files:
         unsafe = (problem for problem in with_step_files(found, ckpt).problems if problem.kind in _OF_SAFETY)

@@ -23,26 +23,11 @@ _LOOKED_AT = lazy_pattern(
     r".*config\.json|(modules|chat_template|special_tokens_map|added_tokens)\.json|.*\.(jinja2?|ya?ml)"
 )
 _LIBRARIES = (
-    "sentence_transformers.",
-    "transformers.",
-    "diffusers.",
-    "peft.",
-    "timm.",
-    "torch.",
-    "__main__.",
-    "torchvision.",
-    "torchmetrics.",
-    "lightning.",
-    "pytorch_lightning.",
-    "nemo.",
-    "megatron.",
-    "verl.",
-)
+    "sentence_transformers.", "transformers.", "diffusers.", "peft.", "timm.", "torch.", "__main__.", "torchvision.",
+    "torchmetrics.", "lightning.", "pytorch_lightning.", "nemo.", "megatron.", "verl.",
+)  # fmt: skip
 _TOKENIZER = "tokenizer_config.json"
-_OLDER = (
-    "special_tokens_map.json",
-    "added_tokens.json",
-)  # read where that one does not list the added tokens
+_OLDER = ("special_tokens_map.json", "added_tokens.json")  # read where that one does not list the added tokens
 _LOADED = (_TOKENIZER, *_OLDER, "preprocessor_config.json", "processor_config.json", "chat_template.json")
 _TEMPLATE = lazy_pattern(r"__\w+__")  # what a template needs to leave its sandbox, and no healthy one has
 _SPELLS_TAG = lazy_pattern(r"python/|%TAG|%[0-9a-fA-F]{2}")  # no text spells that tag without one of these
@@ -188,7 +173,6 @@ def _in_yaml(text: str) -> str:
 
 
 def _objects_in(document: Any) -> Iterator[Any]:
-    """All objects of a JSON document."""
     left = [document]
     while left:
         value = left.pop()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ from pathlib import PurePath
 from typing import Literal
 
 from ckptlint.errors import AccessError, CkptlintError, NothingToCheckError, UnknownLayoutError
+from ckptlint.grouping import grouped
 from ckptlint.loaders.layouts import CheckpointPlace, recognise
 from ckptlint.loaders.layouts.unsupported import unsupported
 from ckptlint.loaders.rank_files.megatron_keys import is_rank_folder, legacy_file
@@ -180,7 +180,7 @@ class _Walk:
             apart = [] if is_run else [*numbered]
             parts += self._beside(folder, [*numbered], apart, "all" if steps == "all" else "none", levels)
             if is_run:
-                saves = {name: n for name, n in numbered.items() if not _is_at_any(folder, name, parts)}
+                saves = {name: n for name, n in numbered.items() if not _holds_any(folder, name, parts)}
                 parts += self._newest(folder, saves, steps, levels)
             notes = [] if in_step else _not_read(folder, numbered, parts)
             return [replace(parts[0], not_followed=(*parts[0].not_followed, *notes)), *parts[1:]]
@@ -212,13 +212,9 @@ class _Walk:
         # DeepSpeed writes its part of a step into a folder that is named like a step
         inner += [name for name in parts if name in folder.folders() and (steps == "all" or _is_part(folder, name))]
         is_dcp = not groups(folder)  # the metadata may name payload in sub-folders: these are no saves of their own
-        found = self._below(folder, inner, steps, levels, in_step=True)
         hidden = ("incomplete", "file") if is_dcp else ("file",)  # a file of torch.save is one of the step's own
-        return [
-            unit
-            for unit in found
-            if not (_is_kind(unit.folder, *hidden) or (_is_kind(unit.folder, "incomplete") and _is_bare(unit.folder)))
-        ]
+        found = self._below(folder, inner, steps, levels, in_step=True)
+        return [unit for unit in found if not (_is_kind(unit.folder, *hidden) or _is_bare(unit.folder))]
 
     def _steps(
         self, folder: Folder, numbers: dict[str, int], steps: WhichSteps, levels: int, in_step: bool
@@ -245,18 +241,13 @@ class _Walk:
         for name in folder.folders():
             if is_part(name) and name not in numbers and not folder.escapes_to(name):
                 found = _accounted(found, folder.sub(name))  # state that a run has once, of its newest step
-        return [
-            replace(found[0], not_followed=(*found[0].not_followed, *notes), of_run=not in_step),
-            *found[1:],
-        ]
+        return [replace(found[0], not_followed=(*found[0].not_followed, *notes), of_run=not in_step), *found[1:]]
 
     def _newest(self, folder: Folder, numbers: dict[str, int], steps: WhichSteps, levels: int) -> list[CheckpointPlace]:
         """The checkpoints of the newest step of each series, or of all steps."""
-        alike: dict[str, list[str]] = defaultdict(list)
-        for name in numbers:
-            alike[re.sub("[-_]", "", numberless(name))].append(name)
+        alike = grouped((re.sub("[-_]", "", numberless(name)), name) for name in numbers)
         if "release" in folder.folders() and "release" not in numbers:  # older than all that have a number
-            alike[next(iter(alike), "release")].append("release")
+            alike.setdefault(next(iter(alike), "release"), []).append("release")
         found: list[CheckpointPlace] = []
         for names in alike.values():
             found += self._series(folder, {name: numbers.get(name, 0) for name in names}, steps, levels)
@@ -300,14 +291,12 @@ class _Walk:
         """The checkpoints in a sub-folder; in none of its own where it is a link to a folder of another name."""
         target = folder.escapes_to(name)
         other = PurePath(target).name
-        found = self.units(
-            sub, steps, 0 if target and other != name and step_number(other) is None else levels - 1, in_step
-        )
+        is_elsewhere = target and other != name and step_number(other) is None
+        found = self.units(sub, steps, 0 if is_elsewhere else levels - 1, in_step)
         if not target:
             return found
-        return [
-            replace(unit, linked_to=printable(target)) if unit.folder.place == sub.place else unit for unit in found
-        ]
+        link = printable(target)
+        return [replace(unit, linked_to=link) if unit.folder.place == sub.place else unit for unit in found]
 
     def payload(self, folder: Folder) -> str:
         """A place below a folder where files hold state by their first bytes, with one of them; "" without one."""
@@ -340,22 +329,18 @@ def _accounted(found: list[CheckpointPlace], folder: Folder) -> list[CheckpointP
 
 def _not_read(folder: Folder, steps: Iterable[str], found: list[CheckpointPlace]) -> list[str]:
     """What is said of the steps in a folder that none of the checkpoints is, or lies in."""
-    late = [name for name in steps if not _is_at_any(folder, name, found)]
+    late = [name for name in steps if not _holds_any(folder, name, found)]
     verb, them = ("passes", "it") if len(late) == 1 else ("pass", "them")
     count, named = plural(len(late), "other step"), first_names([*map(printable, late)])
     return [f"whether {count} {verb}: {named} (`ckptlint RUN_DIR --all-steps` checks {them})"] if late else []
 
 
-def _is_at(folder: Folder, name: str, unit: CheckpointPlace) -> bool:
-    """Whether a checkpoint is a step of this name, or lies in it."""
+def _holds_any(folder: Folder, name: str, units: list[CheckpointPlace]) -> bool:
+    """Whether one of the checkpoints is a step of this name, or lies in it."""
     if folder.has(name) or name in folder.entries.strange:
-        return unit.folder.part == name and unit.folder.place == folder.place
-    place = folder.sub(name).place
-    return unit.folder.place == place or unit.folder.place.startswith(f"{place}/")
-
-
-def _is_at_any(folder: Folder, name: str, units: list[CheckpointPlace]) -> bool:
-    return any(_is_at(folder, name, unit) for unit in units)
+        return any(unit.folder.part == name and unit.folder.place == folder.place for unit in units)
+    inside = f"{folder.sub(name).place}/"
+    return any(f"{unit.folder.place}/".startswith(inside) for unit in units)
 
 
 def _linked_step(folder: Folder) -> Folder:
@@ -383,7 +368,7 @@ def _is_part(folder: Folder, name: str) -> bool:
 
 def _is_bare(folder: Folder) -> bool:
     """Whether it holds nothing but side state: Megatron's `common.pt` beside an export, as ms-swift writes it."""
-    found = recognise(folder)
+    found = recognise(folder) if _is_kind(folder, "incomplete") else None
     return found is not None and found.evidence.file in ("common.pt", "metadata.json") and len(folder.files()) <= 2
 
 
@@ -406,11 +391,8 @@ def _states(folder: Folder) -> Iterator[str]:
 
 def _empty(folder: Folder) -> Iterator[str]:
     """The files of a folder that have the ending of a checkpoint and no bytes."""
-    return (
-        name
-        for name in folder.files_beside()
-        if may_be_pickle(name) and not (is_system_file(name) or folder.size(name))
-    )
+    names = (name for name in folder.files_beside() if may_be_pickle(name) and not is_system_file(name))
+    return (name for name in names if not folder.size(name))
 
 
 _WEIGHTS = (".safetensors", ".safetensors.index.json")

@@ -159,8 +159,8 @@ def _manifest(folder: Folder, name: str, source: str) -> Reference:
     if not isinstance(entries, dict):
         raise UnreadableError("its `tensors` is not an object of keys")
     # names come from `ckptlint manifest`, made printable already: escaping them again would change them
-    tensors = {fqn if fqn.isprintable() else printable(fqn): _entry(fqn, entry) for fqn, entry in entries.items()}
     named = [(fqn if fqn.isprintable() else printable(fqn), fqn, entry) for fqn, entry in entries.items()]
+    tensors = {name: _entry(fqn, entry) for name, fqn, entry in named}
     values = {name: hashes for name, fqn, entry in named if (hashes := _values(fqn, entry))}
     rows = {name: words for name, fqn, entry in named if (words := _rows(fqn, entry))}
     salt = _salt(document.get("values")) if values or rows else 0
@@ -362,15 +362,12 @@ def _values(fqn: str, entry: Any) -> dict[str, int]:
     return {dtype: int(text, 16) for dtype, text in values.items()}
 
 
-def _items(entry: Any) -> list[tuple[Any, Any]]:
-    rows = entry.get("rows", {}) if isinstance(entry, dict) else {}
-    return [*rows.items()] if isinstance(rows, dict) else [("", None)]
-
-
 def _rows(fqn: str, entry: Any) -> dict[str, npt.NDArray[np.uint64]]:
     """Dtype -> words of the rows of one tensor of a manifest."""
     found = {}
-    for dtype, text in _items(entry):
+    rows: Any = entry.get("rows", {}) if isinstance(entry, dict) else {}
+    rows = rows if isinstance(rows, dict) else {"": None}
+    for dtype, text in rows.items():
         try:
             data = b64decode(text, validate=True)
         except (TypeError, ValueError):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ckptlint.grouping import grouped
 from ckptlint.model import Checkpoint, PayloadTable
 from ckptlint.model.tiling import IntArray
 from ckptlint.payload.records import path_of
@@ -49,10 +50,7 @@ def find_same(folder: Folder, ckpt: Checkpoint, table: PayloadTable) -> None:
     taken = first | samples.of([int(row) for rows in open_ones for row in rows[1:]])
     number = 0
     for rows in open_ones:
-        by_sample: dict[bytes, list[int]] = {}
-        for row in rows.tolist():
-            by_sample.setdefault(taken[row], []).append(row)
-        for equal in by_sample.values():
+        for equal in grouped((taken[row], row) for row in rows.tolist()).values():
             if len(equal) > 1:
                 table.equal_group[equal] = number
                 table.rows_alike[equal] = samples.has_equal_rows(equal[0])
@@ -115,10 +113,7 @@ class _Samples:
     def of(self, rows: Sequence[int]) -> dict[int, bytes]:
         """The samples of some records."""
         samples: dict[int, bytes] = {}
-        by_file: dict[int, list[int]] = {}
-        for row in rows:
-            by_file.setdefault(int(self.ckpt.records.file[row]), []).append(row)
-        for file, mine in by_file.items():
+        for file, mine in grouped((int(self.ckpt.records.file[row]), row) for row in rows).items():
             for at in range(0, len(mine), _BATCH):
                 batch = mine[at : at + _BATCH]
                 spans = [self._spans(row) for row in batch]

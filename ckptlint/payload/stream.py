@@ -173,13 +173,7 @@ class _Work:
     """Reads blocks of one file in one thread at a time, and processes them in all threads."""
 
     def __init__(
-        self,
-        file: BinaryIO,
-        path: str,
-        starts: list[int],
-        ends: list[int],
-        scans: dict[int, Scan],
-        summed: list[bool],
+        self, file: BinaryIO, path: str, starts: list[int], ends: list[int], scans: dict[int, Scan], summed: list[bool]
     ) -> None:
         self.file, self.path, self.starts, self.ends, self.scans = file, path, starts, ends, scans
         self.summed = summed

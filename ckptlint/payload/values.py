@@ -23,21 +23,9 @@ _PIECE = 2**16  # numbers that are worked on at once: what is made of them stays
 
 
 VALUE_COLUMNS = (
-    "nan",
-    "plus_inf",
-    "minus_inf",
-    "first",
-    "masks",
-    "zeros",
-    "edge_zeros",
-    "denormals",
-    "least",
-    "most",
-    "one_value",
-    "squares",
-    "negatives",
-    "used_bits",
-)
+    "nan", "plus_inf", "minus_inf", "first", "masks", "zeros", "edge_zeros", "denormals", "least", "most", "one_value",
+    "squares", "negatives", "used_bits",
+)  # fmt: skip
 """The columns of a `PayloadTable` that are attributes of `RecordValues`."""
 
 

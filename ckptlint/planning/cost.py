@@ -24,12 +24,14 @@ _MANY = 1 << 22
 
 @dataclass(eq=False)
 class _OfTarget:
-    """Sums over all tensors of one target, per box; and pairs of a box and a file, as `box * files + file`."""
+    """Sums over all tensors of one target, and pairs of a box and a file, as `box * files + file`.
+
+    Attributes:
+        sums: float64 [3, boxes], bytes needed, bytes read, and requests.
+    """
 
     target: Target
-    needed: npt.NDArray[np.float64]
-    read: npt.NDArray[np.float64]
-    requests: npt.NDArray[np.int64]
+    sums: npt.NDArray[np.float64]
     pairs: list[IntArray] = field(default_factory=list)
     waiting: int = 0
 
@@ -53,7 +55,7 @@ class Tally:
         self.ckpt, self.world = ckpt, world
         self.files = max(len(ckpt.files), 1)
         self.touched = np.zeros(len(ckpt.records), bool)
-        self.sums: dict[int, _OfTarget] = {}
+        self.of_targets: dict[int, _OfTarget] = {}
 
     def add(self, target: Target, found: Reads, records: IntArray, needed: IntArray) -> None:
         """One tensor, or one object.
@@ -62,41 +64,33 @@ class Tally:
             records: int64 [n], the record of each item.
             needed: int64 [n], bytes of each item.
         """
-        sums, count = self._of(target), len(target.offsets)
+        if id(target) not in self.of_targets:
+            self.of_targets[id(target)] = _OfTarget(target, np.zeros((3, len(target.offsets))))
+        of_target, count = self.of_targets[id(target)], len(target.offsets)
         # Source: torch 2.13 FileSystemReader.read_data gives torch.load the whole record for each item, and narrows;
         # HuggingFaceStorageReader asks safetensors for the slice.
         whole = needed if self.ckpt.is_safetensors else self.ckpt.records.byte_length[records]
-        sums.needed += np.bincount(found.box, needed, count)
-        sums.read += np.bincount(found.box, whole, count)
-        sums.requests += np.bincount(found.box, minlength=count)
-        sums.add_pairs(found.box * self.files + self.ckpt.records.file[records])
+        of_target.sums += [np.bincount(found.box, weights, count) for weights in (needed, whole, None)]
+        of_target.add_pairs(found.box * self.files + self.ckpt.records.file[records])
         self.touched[records] = True
-
-    def _of(self, target: Target) -> _OfTarget:
-        if id(target) not in self.sums:
-            none = np.zeros(len(target.offsets))
-            self.sums[id(target)] = _OfTarget(target, none, none.copy(), none.astype(np.int64))
-        return self.sums[id(target)]
 
     def cost(self) -> Cost:
         """The total cost by kind of rank."""
-        targets = [sums.target for sums in self.sums.values()]
-        kind, first = _kinds(targets, self.world)
-        needed, read, requests = (np.zeros(len(first)) for _ in range(3))
-        pairs = []
-        for sums in self.sums.values():
-            of_kind, box = _boxes_of(sums.target, first)
-            needed += np.bincount(of_kind, sums.needed[box], len(first))
-            read += np.bincount(of_kind, sums.read[box], len(first))
-            requests += np.bincount(of_kind, sums.requests[box], len(first))
-            pairs.append(_joined(of_kind, box, sums.distinct_pairs(), self.files))
+        of_targets = self.of_targets.values()
+        kind, first = _kinds([of_target.target for of_target in of_targets], self.world)
+        totals, pairs = np.zeros((3, len(first))), []
+        for of_target in of_targets:
+            of_kind, box = _boxes_of(of_target.target, first)
+            totals += [np.bincount(of_kind, sums[box], len(first)) for sums in of_target.sums]
+            pairs.append(_joined(of_kind, box, of_target.distinct_pairs(), self.files))
         opened = np.unique(np.concatenate(pairs)) if pairs else np.zeros(0, np.int64)
         files = np.split(opened % self.files, np.searchsorted(opened // self.files, np.arange(1, len(first))))
+        needed, read, requests = totals.astype(np.int64)
         return Cost(
             kind,
-            needed.astype(np.int64),
-            read.astype(np.int64),
-            requests.astype(np.int64),
+            needed,
+            read,
+            requests,
             tuple(files),
             self.ckpt.files.names,
             int(self.ckpt.records.byte_length[self.touched].sum()),

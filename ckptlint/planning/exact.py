@@ -100,7 +100,6 @@ def _check(function: str) -> None:
 
 
 def _run(folder: Path, function: str, world: int, seconds: float) -> None:
-    """Run all ranks."""
     child = _started(folder)
     waited = 0.0
     try:

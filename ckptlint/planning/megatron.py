@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, get_args
 
 from ckptlint.analysis.fit.trusted_config import flag, number, trusted, trusted_topology
 from ckptlint.analysis.optimizer.inventory import dp_group
 from ckptlint.analysis.optimizer.records import content_metadata, is_training_state, optimizer_records
+from ckptlint.grouping import grouped
 from ckptlint.loaders.readers.common_state import COMMON_ENTRY
 from ckptlint.model import Checkpoint, ShardedObject
 from ckptlint.model.text import plural
@@ -27,13 +28,9 @@ Version = tuple[int, int]
 """Of megatron-core, without the patch."""
 
 Form = Literal[
-    "dp_reshardable",
-    "fully_reshardable",
-    "fully_sharded_model_space",
-    "fully_sharded_bucket_space",
-    "dp_zero_gather_scatter",
-    "plain",
-]
+    "dp_reshardable", "fully_reshardable", "fully_sharded_model_space", "fully_sharded_bucket_space",
+    "dp_zero_gather_scatter", "plain",
+]  # fmt: skip
 """Sharding type of the optimizer state; `plain` without a distributed optimizer."""
 
 KNOWN: tuple[Version, ...] = tuple((0, minor) for minor in range(11, 20))
@@ -54,18 +51,15 @@ MEGATRON_AXES = ("tp", "pp", "vpp", "ep", "etp", "cp", "dp")
 """The axes of a layout, as `--to` names them."""
 
 _LOAD = "megatron.training.checkpointing.load_checkpoint"
+_MEGATRON_LM = f"Megatron-LM core_v0.12.3-core_v0.19.0, {_LOAD}"
 _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer"
 _CONFIG = "megatron.core.transformer.transformer_config.TransformerConfig.__post_init__"
 
 _UNEVEN = (
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-    "num_layers_in_first_pipeline_stage",
-    "num_layers_in_last_pipeline_stage",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-    "pipeline_model_parallel_layout",
-)
+    "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage", "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split", "pipeline_model_parallel_layout",
+)  # fmt: skip
 """Arguments that give pipeline stages different numbers of layers."""
 
 _BUCKET_KEY = lazy_pattern(r"(.*)\.bucket_idx_\d+\.(\w+)")
@@ -110,10 +104,7 @@ class _Change:
 
 
 def constraints(
-    ckpt: Checkpoint,
-    to: Mapping[str, int],
-    give_up: frozenset[str] = frozenset(),
-    reader: Version | None = None,
+    ckpt: Checkpoint, to: Mapping[str, int], give_up: frozenset[str] = frozenset(), reader: Version | None = None
 ) -> list[Constraint]:
     """The obstacles to a load into another layout, worst first; a single note without any.
 
@@ -208,19 +199,14 @@ def _common_state(change: _Change) -> Iterator[Constraint]:
 def _layout(change: _Change) -> Iterator[Constraint]:
     """Axis sizes that no job can have."""
     new = change.new
+    source = "megatron-core 0.12-0.19, parallel_state.initialize_model_parallel"
     if new["vpp"] > 1 and new["pp"] == 1:
-        yield Constraint(
-            "fails",
-            f"virtual stages (vpp {new['vpp']}) need more than one pipeline stage",
-            source="megatron-core 0.12-0.19, parallel_state.initialize_model_parallel",
-        )
+        sentence = f"virtual stages (vpp {new['vpp']}) need more than one pipeline stage"
+        yield Constraint("fails", sentence, source=source)
     ranks, cells = new["tp"] * new["cp"] * new["dp"], new["etp"] * new["ep"]
     if ranks % cells:
-        yield Constraint(
-            "fails",
-            f"a pipeline stage has {plural(ranks, 'rank')}, which cannot hold ep {new['ep']} x etp {new['etp']}",
-            source="megatron-core 0.12-0.19, parallel_state.initialize_model_parallel",
-        )
+        sentence = f"a pipeline stage has {plural(ranks, 'rank')}, which cannot hold ep {new['ep']} x etp {new['etp']}"
+        yield Constraint("fails", sentence, source=source)
 
 
 def _model(change: _Change) -> Iterator[Constraint]:
@@ -238,31 +224,21 @@ def _model(change: _Change) -> Iterator[Constraint]:
             yield refused
         else:  # from 0.16 on ranks may share a group
             yield from _by_version(change, (0, 0), (0, 15), refused)
-    ffn = change.number("ffn")
+    ffn, rows = change.number("ffn"), "megatron-core, tensor_parallel.layers.ColumnParallelLinear"
     # With experts in every layer no dense feed-forward layer exists, and its declared size is unused.
     if ffn and ffn % tp and not (experts and change.argument("moe_layer_freq") in (None, 1)):
-        yield Constraint(
-            "fails",
-            f"the {ffn:,} rows of a feed-forward layer{' and of its gate' if _is_gated(change) else ''} do not divide "
-            f"by tp {tp}",
-            source="megatron-core, tensor_parallel.layers.ColumnParallelLinear",
-        )
+        and_gate = " and of its gate" if flag(trusted(change.ckpt), "gated") is True else ""
+        sentence = f"the {ffn:,} rows of a feed-forward layer{and_gate} do not divide by tp {tp}"
+        yield Constraint("fails", sentence, source=rows)
     moe_ffn = change.number("moe_ffn") or ffn
     if experts and moe_ffn and moe_ffn % new["etp"]:
-        yield Constraint(
-            "fails",
-            f"the {moe_ffn:,} rows of an expert do not divide by etp {new['etp']}",
-            source="megatron-core, tensor_parallel.layers.ColumnParallelLinear",
-        )
+        sentence = f"the {moe_ffn:,} rows of an expert do not divide by etp {new['etp']}"
+        yield Constraint("fails", sentence, source=rows)
     if experts and experts % new["ep"]:
         yield fails(f"{plural(experts, 'expert', 'does')} not divide by ep {new['ep']}")
     elif experts is None and new["ep"] > 1 and change.layout_is_declared:
         yield fails(f"the model has no experts for ep {new['ep']}")
     yield from _layers(change)
-
-
-def _is_gated(change: _Change) -> bool:
-    return flag(trusted(change.ckpt), "gated") is True
 
 
 def _layers(change: _Change) -> Iterator[Constraint]:
@@ -291,7 +267,7 @@ def _training_state(change: _Change) -> Iterator[Constraint]:
     """Obstacles from optimizer, random and rerun state; a release loads without them."""
     if change.ckpt.path.rpartition("/")[2] == "release":
         sentence = "Megatron-LM loads a release without optimizer and random states, at iteration 0"
-        yield Constraint("note", sentence, source=f"Megatron-LM core_v0.12.3-core_v0.19.0, {_LOAD}")
+        yield Constraint("note", sentence, source=_MEGATRON_LM)
         return
     yield from _optimizer(change)
     yield from _random_states(change)
@@ -313,15 +289,9 @@ def form_of(ckpt: Checkpoint) -> Form | None:
         return None
     named_forms = [content_metadata(ckpt).get("distrib_optim_sharding_type")]
     named_forms += [one.value for one in optimizer_records(ckpt) if one.kind == "param_state_sharding_type"]
-    names: tuple[Form, ...] = (
-        "dp_reshardable",
-        "fully_reshardable",
-        "fully_sharded_model_space",
-        "fully_sharded_bucket_space",
-        "dp_zero_gather_scatter",
-    )
+    names: tuple[Form, ...] = get_args(Form)
     for name in names:
-        if name in named_forms:
+        if name in named_forms and name != "plain":
             return name
     # Neither record exists before 0.6. The keys still differ: dp_group_idx names buckets, flattened tensors are cut by
     # elements, and fp32_param is taken for an optimizer that is not distributed.
@@ -337,7 +307,6 @@ def form_of(ckpt: Checkpoint) -> Form | None:
 
 
 def _optimizer_keys(ckpt: Checkpoint) -> tuple[str, ...]:
-    """Keys of all tensors and objects of the optimizer."""
     tensors = [key for key in ckpt.tensors if "optimizer." in key and parse(key).kind == "optimizer"]
     objects = [key for key in ckpt.objects.keys if "optimizer." in key and parse(key).kind == "optimizer"]
     return (*tensors, *objects)
@@ -350,25 +319,22 @@ def _optimizer(change: _Change) -> Iterator[Constraint]:
     if "optim" in change.give_up:
         if keys:
             sentence = "the optimizer and the learning rate schedule start anew (--no-load-optim)"
-            yield Constraint("note", sentence, keys, f"Megatron-LM core_v0.12.3-core_v0.19.0, {_LOAD}")
+            yield Constraint("note", sentence, keys, _MEGATRON_LM)
         return
     if form is None:
         if change.layout_is_declared:
             sentence = "it holds no optimizer state: Megatron-LM loads it only with --no-load-optim or --finetune"
-            yield Constraint("fails", sentence, source=f"Megatron-LM core_v0.12.3-core_v0.19.0, {_LOAD}")
+            yield Constraint("fails", sentence, source=_MEGATRON_LM)
         return
     first, last = _WRITTEN.get(form, (KNOWN[0], KNOWN[-1]))
     unknown = f"the optimizer state is {form}, which exists only since 0.{first[1]}"
     source = f"megatron-core, {_OPTIMIZER}.sharded_state_dict"
     yield from _by_version(change, KNOWN[0], (0, first[1] - 1), Constraint("fails", unknown, keys, source))
     if last < KNOWN[-1]:
-        refused = Constraint(
-            "fails",
-            f"the optimizer state is {form}, which these versions no longer read",
-            keys,
-            "megatron-core 0.15, dist_checkpointing.mapping.ShardedTensor (flattened_range) and "
-            f"{_OPTIMIZER}.sharded_state_dict",
-        )
+        unread = f"the optimizer state is {form}, which these versions no longer read"
+        mapping = "dist_checkpointing.mapping.ShardedTensor (flattened_range)"
+        source = f"megatron-core 0.15, {mapping} and {_OPTIMIZER}.sharded_state_dict"
+        refused = Constraint("fails", unread, keys, source)
         yield from _by_version(change, (0, last[1] + 1), KNOWN[-1], refused)
         if all(version > last for version in change.readers):
             return
@@ -386,7 +352,7 @@ def _buffers(change: _Change, form: Form, keys: tuple[str, ...]) -> Iterator[Con
         sentence = (
             f"the optimizer state ({form}) loads only into the tp and pp that saved it ({', '.join(moved)}): {advice}"
         )
-        yield Constraint("fails", sentence, keys, f"Megatron-LM core_v0.12.3-core_v0.19.0, {_LOAD}")
+        yield Constraint("fails", sentence, keys, _MEGATRON_LM)
         return
     if moved := change.changes("vpp", "ep") + (change.changes("etp") if change.number("experts") else []):
         sentence = (
@@ -422,10 +388,7 @@ def _bucket_cuts(change: _Change) -> Iterator[Constraint]:
     sizes = [max(_BUCKET, _BUCKET_PER_RANK * axes["dp"] * axes["cp"]) for axes in (change.old, change.new)]
     if sizes[0] == sizes[1]:
         return
-    buffers: dict[tuple[str, str], list[str]] = {}
-    for key in change.ckpt.tensors:
-        if match := _BUCKET_KEY.fullmatch(key):
-            buffers.setdefault((match[1], match[2]), []).append(key)
+    buffers = grouped((match.groups(), key) for key in change.ckpt.tensors if (match := _BUCKET_KEY.fullmatch(key)))
     # Bucket boundaries follow parameter ends, which are not stored. Only the count shows a move: a buffer over the
     # smaller bucket size that is one bucket now, or has several, will be cut elsewhere. Sizes over 40 ranks were read,
     # not driven.
@@ -475,16 +438,13 @@ def _chain(change: _Change, form: Form, keys: tuple[str, ...]) -> Iterator[Const
 def _chains(ckpt: Checkpoint) -> int:
     """Number of optimizers in the common state; 0 without any."""
     described = ckpt.common_value("optimizer")
-    if not isinstance(described, dict):
-        return 0
-    return sum(isinstance(key, int) for key in described) or 1
+    return (sum(isinstance(key, int) for key in described) or 1) if isinstance(described, dict) else 0
 
 
 # ---------------------------------------------------------------- what ranks keep for themselves
 
 
 def _objects(ckpt: Checkpoint, key: str) -> list[ShardedObject]:
-    """All shards of an object."""
     grids = (rows for grid_key, _, rows in ckpt.objects.rows_by_grid() if grid_key == key)
     return [ckpt.objects[row] for rows in grids for row in rows.tolist()]
 
@@ -498,30 +458,28 @@ def _random_states(change: _Change) -> Iterator[Constraint]:
     """
     stored = _objects(change.ckpt, "rng_state")
     keys = ("rng_state",) if stored else ()
-    source = f"Megatron-LM core_v0.12.3-core_v0.19.0, {_LOAD}"
     if "rng" in change.give_up:
         if stored:
             sentence = "every rank keeps the random states that it was seeded with (--no-load-rng)"
-            yield Constraint("note", sentence, keys, source)
+            yield Constraint("note", sentence, keys, _MEGATRON_LM)
         return
     moved = change.changes("tp", "pp")
     if not stored:
         if change.layout_is_declared and not moved and not change.argument("no_save_rng"):
             sentence = "it holds no random states, and Megatron-LM needs them without --no-load-rng"
-            yield Constraint("fails", sentence, keys, source)
+            yield Constraint("fails", sentence, keys, _MEGATRON_LM)
         return
     new = change.new
     if moved:
         where = ", ".join(moved)
         exits = f"random states do not fit a different layout ({where}): Megatron-LM exits without --no-load-rng"
-        yield from _by_version(change, (0, 0), (0, 13), Constraint("fails", exits, keys, source))
+        yield from _by_version(change, (0, 0), (0, 13), Constraint("fails", exits, keys, _MEGATRON_LM))
         if change.readers[-1] <= (0, 13):
             return
         left = f"random states do not fit a different layout ({where}): every rank keeps those it was seeded with"
-        yield Constraint("drops", left, keys, source)
+        yield Constraint("drops", left, keys, _MEGATRON_LM)
         return
-    shape = stored[0].shape
-    usual = (new["pp"], new["tp"])
+    shape, usual = stored[0].shape, (new["pp"], new["tp"])
     with_experts = (*usual, new["dp"] * new["cp"]) if new["ep"] > 1 else usual
     # 0.16 alone asks for a grid with a data-parallel axis under expert parallelism (driven: "Missing key ...
     # rng_state/shard_0.0.0_1.1.4" in every other version).
@@ -551,8 +509,7 @@ def _rerun_state(change: _Change) -> Iterator[Constraint]:
     if stored and moved:
         where = ", ".join(moved)
         sentence = f"the rerun state has one part per rank, so Megatron-LM leaves it out ({where}); it holds no weights"
-        source = f"Megatron-LM core_v0.12.3-core_v0.19.0, {_LOAD}"
-        yield Constraint("note", sentence, ("rerun_state_machine_state",), source)
+        yield Constraint("note", sentence, ("rerun_state_machine_state",), _MEGATRON_LM)
 
 
 # ---------------------------------------------------------------- vocabulary, and what is not known
@@ -600,13 +557,10 @@ _EMBEDDING = lazy_pattern(r"(?:.*\.)?(?:embedding\.word_embeddings|output_layer)
 def _not_judged(change: _Change) -> Iterator[Constraint]:
     """Notes on what cannot be judged without the job's arguments."""
     if not change.layout_is_declared:
-        source = f"Megatron-LM core_v0.12.3-core_v0.19.0, {_LOAD}"
-        refused = Constraint("fails", "the checkpoint holds no arguments of the job, so the load stops", source=source)
+        none = "the checkpoint holds no arguments of the job"
+        refused = Constraint("fails", f"{none}, so the load stops", source=_MEGATRON_LM)
         yield from _by_version(change, KNOWN[0], (0, 15), refused)
-        sentence = (
-            "the checkpoint holds no arguments of the job: ckptlint did not judge heads, layers, experts and the "
-            "padding of the vocabulary"
-        )
+        sentence = f"{none}: ckptlint did not judge heads, layers, experts and the padding of the vocabulary"
         known = ", ".join(f"{axis} {size}" for axis, size in change.old.items())
         sentence += f"; it judged the layout ({known})" if known else ", nor the layout"
-        yield Constraint("note", sentence, source=source, guessed=True)
+        yield Constraint("note", sentence, source=_MEGATRON_LM, guessed=True)

@@ -185,7 +185,7 @@ class _Cutter:
         key = param.key
         cuts: list[_Cut] = []
         if param.layer_axis is not None:
-            cuts.append((param.layer_axis, "stage", 1))
+            cuts.append((param.layer_axis, "pp", 1))
         who = self._who(key, param.layer_axis is not None)
         if param.expert_axis is not None:
             cuts += [(param.expert_axis, "ep", 1)] if self.ranks.sizes["ep"] > 1 else []
@@ -216,10 +216,8 @@ class _Cutter:
                 name.append(("pp", stage))
         if ranks.sizes["ep"] > 1 and key.expert is not None:
             ep_rank = key.expert * ranks.sizes["ep"] // max(self.experts, 1)
-            if self.experts % ranks.sizes["ep"]:
-                self._guess(
-                    f"{self.experts} experts are spread over ep {ranks.sizes['ep']} as evenly as possible", key.fqn
-                )
+            if self.experts % (ep := ranks.sizes["ep"]):
+                self._guess(f"{self.experts} experts are spread over ep {ep} as evenly as possible", key.fqn)
             chosen &= ranks.at["ep"] == ep_rank
             name.append(("ep", ep_rank))
         if tuple(name) not in self.everyone:
@@ -237,19 +235,14 @@ class _Cutter:
                 self._guess(f"{count} layers are spread over {pp * vpp} stages as evenly as possible", key.fqn)
             return key.layer * pp * vpp // max(count, 1) % pp
         if key.function in _FIRST:
-            if not self._has("output"):
-                self._guess(
-                    "the first and the last stage hold it: no output layer is stored, so it may be tied", key.fqn
-                )
-                return None
-            return 0
+            if any(param.key.function == "output" for param in inventory_of(self.ckpt).params):
+                return 0
+            self._guess("the first and the last stage hold it: no output layer is stored, so it may be tied", key.fqn)
+            return None
         if key.function in _LAST:
             return pp - 1
         self._guess("every stage holds it: the checkpoint does not say which one does", key.fqn)
         return None
-
-    def _has(self, function: str) -> bool:
-        return any(param.key.function == function for param in inventory_of(self.ckpt).params)
 
     # ------------------------------------------------------------ tensor parallelism
 
@@ -336,12 +329,8 @@ class _Cutter:
                 axis, runs = halves[0]
                 start[:, axis], stop[:, axis] = shape[axis] * run // runs, shape[axis] * (run + 1) // runs
             for axis, over, _ in cuts:
-                if over == "stage":
-                    parts_of_axis, place = self.ranks.sizes["pp"], self.ranks.at["pp"][who]
-                else:
-                    parts_of_axis, place = self.ranks.sizes[over], self.ranks.at[over][who]
-                each = -(-(stop[:, axis] - start[:, axis]) // parts_of_axis)
-                start[:, axis] = np.minimum(start[:, axis] + each * place, stop[:, axis])
+                each = -(-(stop[:, axis] - start[:, axis]) // self.ranks.sizes[over])
+                start[:, axis] = np.minimum(start[:, axis] + each * self.ranks.at[over][who], stop[:, axis])
                 stop[:, axis] = np.minimum(start[:, axis] + each, stop[:, axis])
             live: BoolArray = np.asarray((stop > start).all(axis=1))
             parts.append((who[live], start[live], (stop - start)[live]))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 from ckptlint.analysis.ranks.numbered_files import exact_ranks, numbered_files
+from ckptlint.grouping import grouped
 from ckptlint.loaders.layouts import layout_of
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import plural
@@ -53,11 +53,8 @@ def lost_by_dp_ranks(ckpt: Checkpoint, to: Mapping[str, int]) -> Iterator[Constr
         to: sizes of axes that the job has.
     """
     asked = to.get("dp", 1) * to.get("dp_replicate", 1)
-    keys: dict[str, list[str]] = defaultdict(list)
-    for item in ckpt.byte_objects:
-        if match := _OF_DP_RANK.fullmatch(item.fqn):
-            keys[match[1]].append(item.fqn)
-    for name, of_ranks in keys.items():
+    keys = ((match[1], item.fqn) for item in ckpt.byte_objects if (match := _OF_DP_RANK.fullmatch(item.fqn)))
+    for name, of_ranks in grouped(keys).items():
         if len(of_ranks) != asked:
             rest = f"; else those of ranks {asked} to {len(of_ranks) - 1} are dropped" if asked < len(of_ranks) else ""
             saved = f"{name.rstrip('._') or 'a state'} was saved by each of {len(of_ranks)} data parallel ranks"

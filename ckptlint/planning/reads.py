@@ -74,23 +74,19 @@ def reads(tiling: Tiling, target: Target, budget: ReadBudget | None = None) -> R
         torch 2.13 `torch.distributed.checkpoint.resharding._check_shard_metadata_pair_overlap`,
         `planner_helpers.create_read_items_for_chunk_list`
     """
-    budget = budget or ReadBudget()
-    items = []
+    budget, none = budget or ReadBudget(), np.zeros(0, np.int64)
+    items = [(none, none)]
     for boxes, chunks in _candidates(tiling, target):
         budget.spend(len(boxes), 0)
         items.append(_overlapping(tiling, target, boxes, chunks))
         budget.spend(0, len(items[-1][0]))
-    boxes, chunks = (np.concatenate([pair[side] for pair in items]) for side in (0, 1)) if items else _nothing()
+    boxes, chunks = (np.concatenate([pair[side] for pair in items]) for side in (0, 1))
     order = np.lexsort((chunks, boxes))
     boxes, chunks = boxes[order], chunks[order]
     chunk_start, box_start = tiling.offsets[chunks], target.offsets[boxes]
     start = np.maximum(chunk_start, box_start)
     end = np.minimum(chunk_start + tiling.sizes[chunks], box_start + target.sizes[boxes])
     return Reads(boxes, chunks, start - chunk_start, start - box_start, end - start)
-
-
-def _nothing() -> tuple[IntArray, IntArray]:
-    return np.zeros(0, np.int64), np.zeros(0, np.int64)
 
 
 def _candidates(tiling: Tiling, target: Target) -> Iterator[tuple[IntArray, IntArray]]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Set
 from typing import TypeVar
 
 from ckptlint.analysis.optimizer.inventory import inventory_of
+from ckptlint.grouping import grouped
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import join_words, numbered, plural
 from ckptlint.planning.job import Job
@@ -45,12 +45,8 @@ def unrequested_keys(ckpt: Checkpoint, job: Job) -> Iterator[Constraint]:
 
     layers = _left_out((key for key in stored if part_of_key(key) not in parts), asked, layer)
     if layers:
-        stacks: dict[tuple[str, str], list[int]] = defaultdict(list)
-        for part, _, block, number in layers:
-            stacks[part, block].append(number)
-        named = [
-            f"{numbered('layer', numbers)} of {block}{_OF_PART[part]}" for (part, block), numbers in stacks.items()
-        ]
+        stacks = grouped(((block, part), number) for part, _, block, number in layers).items()
+        named = [f"{numbered('layer', numbers)} of {block}{_OF_PART[part]}" for (block, part), numbers in stacks]
         more = [plural(len(named) - _LAYERS, "more stack")] if len(named) > _LAYERS else []
         lost = tuple(key for keys in layers.values() for key in keys)
         yield Constraint("drops", f"no rank asks for {join_words([*named[:_LAYERS], *more])}", lost)
@@ -60,8 +56,5 @@ def _left_out(
     stored: Iterable[str], asked: Set[str], group_of: Callable[[str], _Group | None]
 ) -> dict[_Group, list[str]]:
     """The groups of keys without any requested key."""
-    groups: dict[_Group, list[str]] = defaultdict(list)
-    for key in stored:
-        if (group := group_of(key)) is not None:
-            groups[group].append(key)
-    return {group: keys for group, keys in groups.items() if asked.isdisjoint(keys)}
+    groups = grouped((group_of(key), key) for key in stored)
+    return {group: keys for group, keys in groups.items() if group is not None and asked.isdisjoint(keys)}

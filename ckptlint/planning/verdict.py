@@ -35,12 +35,8 @@ _SENTENCES: dict[tuple[Effect, str], str] = {
     ("note", "as a tensor"): "the job holds a tensor, the checkpoint an object: the object takes the tensor's place",
 }
 _SOURCES = {
-    "as an object": _HELPERS,
-    "as a tensor": _HELPERS,
-    "no record": _READER,
-    "no file": _READER,
-    "own metadata": _LOADER,
-}
+    "as an object": _HELPERS, "as a tensor": _HELPERS, "no record": _READER, "no file": _READER, "own metadata": _LOADER
+}  # fmt: skip
 
 
 def plan_of(ckpt: Checkpoint, job: Job, per_node: int | None = None, from_nodes: int | None = None) -> Plan:
@@ -118,9 +114,8 @@ class _Work:
             self._note("fails", "not sound", request.key)
         else:
             if request.dtype not in (None, tensor.dtype):
-                change = Conversion(
-                    request.key, tensor.dtype, str(request.dtype), loses(tensor.dtype, str(request.dtype))
-                )
+                wanted = str(request.dtype)
+                change = Conversion(request.key, tensor.dtype, wanted, loses(tensor.dtype, wanted))
                 self.converted.setdefault(request.key, change)
             self._tensor(request.key, tensor, request.target)
 
@@ -149,9 +144,8 @@ class _Work:
             items = reads(tiling, target, self.budget)
             filled = np.bincount(items.box, items.volume, len(target.offsets))
             has_hole = bool((filled < target.sizes.prod(axis=1)).any())
-            if (
-                not has_hole and len(tiling.live) and tiling.coverage.doubled
-            ):  # volumes are sums: an element stored twice hides one that is missing
+            # volumes are sums: an element stored twice hides one that is missing
+            if not has_hole and len(tiling.live) and tiling.coverage.doubled:
                 has_hole = tiling.coverage.missing_volume > 0
             self.reads_of[id(tiling), id(target)] = items, has_hole
         items, has_hole = self.reads_of[id(tiling), id(target)]

@@ -23,12 +23,7 @@ from ckptlint.storage.paths import is_safe
 
 _MANY, _PART, _THREADS = 1024, 256, 16  # files that are looked at at once: on a network each look is a round trip
 _SLOW = 1e-4  # seconds for a look that is one
-_STRANGE = (
-    (stat.S_ISFIFO, "a pipe"),
-    (stat.S_ISSOCK, "a socket"),
-    (stat.S_ISCHR, "a device"),
-    (stat.S_ISBLK, "a device"),
-)
+_STRANGE = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
 
@@ -203,7 +198,7 @@ def _entry(item: os.DirEntry[str]) -> tuple[str, FolderEntry] | None:
         return (item.name, FolderEntry(0, False, what="a link that leads nowhere")) if item.is_symlink() else None
     is_folder = stat.S_ISDIR(status.st_mode)
     if not is_folder and not stat.S_ISREG(status.st_mode):  # reading it might never end
-        what = next((what for is_it, what in _STRANGE if is_it(status.st_mode)), "no regular file")
+        what = _STRANGE.get(stat.S_IFMT(status.st_mode), "no regular file")
         return item.name, FolderEntry(0, False, what=what)
     size = 0 if is_folder else status.st_size
     return item.name, FolderEntry(size, is_folder, status.st_mtime, item.is_symlink())

@@ -97,17 +97,13 @@ class ObjectFolder(RemoteFolder):
         found = {info["name"].rpartition("/")[2]: info.get("lfs") for info in self._infos}
         return {name: str(lfs["sha256"]) for name, lfs in found.items() if isinstance(lfs, Mapping) and "sha256" in lfs}
 
-    @property
-    def _has_nameless(self) -> bool:
-        return any(info["type"] == "directory" and info["name"] == self.path + "/" for info in self._infos)
-
     def absent_hint(self, relative: str) -> str:
         if other := super().absent_hint(relative):
             return other
-        return (
-            "copy the keys with `//` to names with one slash: an upload joined its prefix with one slash too many"
-            * self._has_nameless
-        )
+        if any(info["type"] == "directory" and info["name"] == self.path + "/" for info in self._infos):
+            why = "an upload joined its prefix with one slash too many"
+            return f"copy the keys with `//` to names with one slash: {why}"
+        return ""
 
     def size(self, name: str) -> int:
         if name in self.entries:

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from urllib.parse import urljoin, urlsplit
 
 from ckptlint.errors import AccessError, ConfigError
-from ckptlint.model.text import printable
+from ckptlint.model.text import printable, texts
 from ckptlint.storage.paths import shown
 
 _T = TypeVar("_T")
@@ -53,17 +53,9 @@ WORKERS = 8
 
 WEB = ("http", "https")
 PACKAGES = {
-    "s3": "s3fs",
-    "s3a": "s3fs",
-    "gs": "gcsfs",
-    "gcs": "gcsfs",
-    "az": "adlfs",
-    "abfs": "adlfs",
-    "abfss": "adlfs",
-    "hf": "huggingface_hub",
-    "http": "aiohttp",
-    "https": "aiohttp",
-}
+    "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs",
+    "hf": "huggingface_hub", "http": "aiohttp", "https": "aiohttp",
+}  # fmt: skip
 """What each scheme needs; these name a bucket or a host first."""
 
 _CREDENTIALS = {
@@ -88,15 +80,13 @@ def _made(protocol: str, _process: int) -> Any:
     try:
         import fsspec
         from fsspec.config import conf
-    except ImportError:
-        raise ConfigError(_missing(protocol)) from None
-    try:
+
         kind = fsspec.get_filesystem_class(protocol)
     except ImportError:
         raise ConfigError(_missing(protocol)) from None
     except ValueError:
         raise ConfigError(f"{protocol}:// is not a scheme that fsspec knows") from None
-    names = (kind.protocol,) if isinstance(kind.protocol, str) else kind.protocol
+    names = texts(kind.protocol)
     settings: dict[str, Any] = {key: value for name in names for key, value in conf.get(name, {}).items()}
     options: dict[str, Any] = {"skip_instance_cache": True}
     if protocol != "hf":  # whose files are looked up in the listing

@@ -29,18 +29,9 @@ from ckptlint.storage.requests import (
 )
 
 ASKED = (
-    ".metadata",
-    ".metadata.tmp",
-    "metadata.json",
-    "common.pt",
-    "config.json",
-    "run_config.yaml",
-    "train_state.pt",
-    "model.safetensors.index.json",
-    "model.safetensors",
-    "adapter_config.json",
-    "adapter_model.safetensors",
-)
+    ".metadata", ".metadata.tmp", "metadata.json", "common.pt", "config.json", "run_config.yaml", "train_state.pt",
+    "model.safetensors.index.json", "model.safetensors", "adapter_config.json", "adapter_model.safetensors",
+)  # fmt: skip
 """The names that a web server is asked for, since it does not list."""
 
 _MOST_COPIED, _ALL_COPIED = 512 * 1024**2, 4 * 1024**3  # bytes of one file, and of all of a folder
@@ -76,9 +67,8 @@ class WebFolder(RemoteFolder):
 
     @property
     def source(self) -> str:
-        return (
-            f"{self.display}{', redirected to ' * bool(self._redirects)}{first_names(map(printable, self._redirects))}"
-        )
+        hosts = first_names(map(printable, self._redirects))
+        return f"{self.display}, redirected to {hosts}" if hosts else self.display
 
     @property
     def redirected(self) -> str:

@@ -47,10 +47,6 @@ class FixedAxes(NamedTuple):
     only_with: str = ""
 
 
-def _unknown(_folder: Folder) -> StepState:
-    return "unknown"
-
-
 class Layout(NamedTuple):
     """A kind of folder.
 
@@ -77,7 +73,7 @@ class Layout(NamedTuple):
     recognise: Callable[[Folder], Evidence | None]
     read: Callable[[CheckpointPlace, bool], Checkpoint]
     input_bytes: Callable[[Folder], int]
-    state: Callable[[Folder], StepState] = _unknown
+    state: Callable[[Folder], StepState] = lambda _folder: "unknown"
     marks: tuple[str, ...] = ()
     describes_itself: bool = False
     looks_around: bool = True

@@ -25,11 +25,6 @@ def _lost(folder: Folder) -> dict[str, str]:
     return {name: sentence for name, sentence in lost.items() if sentence}
 
 
-def _evidence(folder: Folder) -> Evidence | None:
-    lost = _lost(folder)
-    return Evidence(printable(next(iter(lost)))) if lost else None
-
-
 def _read(found: CheckpointPlace, _look_at_files: bool) -> Checkpoint:
     folder = found.folder
     lost = _lost(folder)
@@ -54,7 +49,7 @@ LAYOUTS = (
         kind="lost",
         order=95,
         formats={"incomplete": "incomplete"},
-        recognise=_evidence,
+        recognise=lambda folder: next((Evidence(printable(name)) for name in _lost(folder)), None),
         read=_read,
         input_bytes=lambda _folder: 0,
         state=lambda _folder: "unfinished",

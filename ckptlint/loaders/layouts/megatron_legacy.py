@@ -9,11 +9,6 @@ from ckptlint.model import Checkpoint, StepState
 from ckptlint.storage.folder import Folder
 
 
-def _evidence(folder: Folder) -> Evidence | None:
-    file = legacy_file(folder)
-    return Evidence(file) if file else None
-
-
 def _read(found: CheckpointPlace, look_at_files: bool) -> Checkpoint:
     from ckptlint.loaders.rank_files.megatron_legacy import read_legacy
 
@@ -37,7 +32,7 @@ LAYOUTS = (
         kind="megatron-legacy",
         order=70,
         formats={"megatron-legacy": "Megatron-LM legacy torch"},
-        recognise=_evidence,
+        recognise=lambda folder: Evidence(file) if (file := legacy_file(folder)) else None,
         read=_read,
         input_bytes=legacy_bytes,
         state=_state,

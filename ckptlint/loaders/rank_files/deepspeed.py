@@ -69,9 +69,7 @@ def assembled(
     partial = ""
     if missing := lost + sum(not file.is_read or file.same_as != "" for file in files.files):
         partial = f"{missing} of {lost + len(files.files)} files of this save {verb(missing, 'is')} missing or unread"
-    elif (
-        files.misfits or any(item.what in STRUCTURE for item in files.statements) or (cut is not None and cut.unplaced)
-    ):
+    elif files.misfits or any(item.what in STRUCTURE for item in files.statements) or (cut and cut.unplaced):
         partial = "the files of this save contradict each other"
     readable = any(file.is_read for file in files.files)
     problems = tag.files.problems
@@ -205,12 +203,8 @@ def _add_unnamed(columns: Columns, tag: Tag, placed: Collection[int]) -> tuple[s
             name = f"optimizer.{source.file.name.removesuffix('_optim_states.pt')}.{fqn}"
             columns.add(name, tensor, source.number, source.found)
     strange = [source.file.name for source in odd if not source.state.keys() & _FLAT]
-    if not strange:
-        return ()
-    return (
-        f"{first_names(strange)}: ckptlint does not know this form of optimizer state and did not compare it with the "
-        "model",
-    )
+    what = "ckptlint does not know this form of optimizer state and did not compare it with the model"
+    return (f"{first_names(strange)}: {what}",) if strange else ()
 
 
 _FLAT = {"single_partition_of_fp32_groups", "fp32_flat_groups"}

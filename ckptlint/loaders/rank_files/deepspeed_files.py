@@ -12,7 +12,6 @@ from ckptlint.formats.torch_file import number_in, ranges_of
 from ckptlint.loaders.rank_files.statements import Statements, checksums
 from ckptlint.loaders.readers.sets import file_of
 from ckptlint.loaders.readers.torch_files import OpenedFile, SetFiles, is_dict
-from ckptlint.model.stored import StoredTensor
 from ckptlint.model.text import printable
 from ckptlint.storage.folder import Folder
 
@@ -141,11 +140,9 @@ def as_shape(value: Any) -> tuple[int, ...] | None:
     args = getattr(value, "args", ())
     value = args[0] if args else value
     sizes = tuple(value) if isinstance(value, (list, tuple)) else None
-    return (
-        sizes
-        if sizes is not None and all(type(n) is int and 0 <= n < 2**62 for n in sizes) and prod(sizes) < 2**62
-        else None
-    )
+    if sizes is None or not all(type(n) is int and 0 <= n < 2**62 for n in sizes) or prod(sizes) >= 2**62:
+        return None
+    return sizes
 
 
 def moments_of(state: dict[Any, Any]) -> list[dict[str, Any]]:
@@ -166,14 +163,9 @@ def _steps(folder: Folder, source: Source) -> Iterator[int]:
     settings = dict_of(base).get("param_groups")
     groups = [dict_of(group) for group in settings] if isinstance(settings, list) else []
     for entry in [*moments_of(source.state)[:_COUNTED], *groups]:
-        step = entry.get("step")
-        if type(step) is int:
+        step = number_in(ranges_of(folder, source.file.name), source.found, entry.get("step"))
+        if step is not None:
             yield step
-        elif (
-            isinstance(step, StoredTensor)
-            and (value := number_in(ranges_of(folder, source.file.name), source.found, step)) is not None
-        ):
-            yield value
 
 
 _COUNTED = 4  # groups whose count is read; stage 3 has many, all stepped at once

@@ -277,14 +277,11 @@ def note(tag: Tag, grid_facts: GridFacts) -> None:
             if value is not None:
                 things[place].append((value, file.name))
     for (what, among), found in things.items():
-        tag.statements.note_if_different(
-            what, found, among=among, by=repr, text=_counted_lists() if what == "parameters" else _shown
-        )
+        text = _counted_lists() if what == "parameters" else _shown
+        tag.statements.note_if_different(what, found, among=among, by=repr, text=text)
+    sizes = (("dp", grid_facts.dp, grid_facts.dp_source), ("mp", grid_facts.mp, grid_facts.mp_source))
     for file in tag.files.files:
-        for what, size, source_of in (
-            ("dp", grid_facts.dp, grid_facts.dp_source),
-            ("mp", grid_facts.mp, grid_facts.mp_source),
-        ):
+        for what, size, source_of in sizes:
             if source_of and file.kind in ("model", "optimizer") and file.numbers.get(what, 0) >= size:
                 because, every_rank = f"{source_of} is {size}", f"0-{size - 1}" if size > 1 else "0"
                 rank = f"rank {file.numbers[what]}"

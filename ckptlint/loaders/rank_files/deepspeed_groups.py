@@ -12,14 +12,8 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
-from ckptlint.loaders.rank_files.deepspeed_files import (
-    Source,
-    Tag,
-    dict_of,
-    moments_of,
-    partition_counts,
-    shapes_of,
-)
+from ckptlint.grouping import grouped
+from ckptlint.loaders.rank_files.deepspeed_files import Source, Tag, dict_of, moments_of, partition_counts, shapes_of
 from ckptlint.loaders.readers.torch_files import Columns
 from ckptlint.model.ranks.flat_groups import FlatGroup, FlatPart, Shapes
 from ckptlint.model.stored import StoredTensor
@@ -59,9 +53,7 @@ def flat_groups(tag: Tag, tp: int, columns: Columns) -> Cut:
     Args:
         tp: how many ranks hold parts of one tensor under one name.
     """
-    by_mp: dict[int, list[Source]] = defaultdict(list)
-    for source in tag.of("optimizer"):
-        by_mp[source.file.numbers["mp"]].append(source)
+    by_mp = grouped((source.file.numbers["mp"], source) for source in tag.of("optimizer"))
     experts = _local_experts(tag)
     cut = Cut(columns)
     first_mp: dict[str, int] = {}
@@ -266,7 +258,6 @@ def _shares(made: Cut, group: FlatGroup, source: Source, owner: str) -> None:
 
 
 def _frozen(made: Cut, source: Source, owner: str, ranks: int) -> None:
-    """Add the parts of frozen parameters."""
     fragments = dict_of(source.root.get("frozen_param_fragments"))
     [listed] = shapes_of({"param_shapes": dict_of(source.root.get("frozen_param_shapes"))}) or [{}]
     for fqn, shape in listed.items() if ranks else ():
@@ -276,14 +267,7 @@ def _frozen(made: Cut, source: Source, owner: str, ranks: int) -> None:
 
 
 def _share(
-    made: Cut,
-    key: str,
-    shape: tuple[int, ...],
-    index: int,
-    ranks: int,
-    flat: StoredTensor,
-    start: int,
-    source: Source,
+    made: Cut, key: str, shape: tuple[int, ...], index: int, ranks: int, flat: StoredTensor, start: int, source: Source
 ) -> None:
     """Add one rank's part of a parameter, without the padding of the last ranks."""
     numel = prod(shape)

@@ -43,9 +43,8 @@ def read_universal(folder: Folder, look_at_files: bool) -> Checkpoint:
             columns.add(key, tensor, state.number, state.found, is_flat=is_flat)
     add_model(columns, tag, grid_facts)
     note(tag, grid_facts)
-    tag.statements.note_if_different(
-        "step", [(state.step, state.file) for state in states if state.step is not None], among="state"
-    )
+    steps = [(state.step, state.file) for state in states if state.step is not None]
+    tag.statements.note_if_different("step", steps, among="state")
     tag.statements.misfits += _misfits(states, {fqn: wanted[fqn] for fqn in wanted.keys() - joined}, source)
     bare = {*folder.sub("zero").folders()} - {state.fqn for state in states}
     made = assembled(tag, grid_facts, columns, {source: [*_expected(wanted, states, bare)]})

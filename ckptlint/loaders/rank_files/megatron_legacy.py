@@ -10,11 +10,12 @@ Source:
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, NamedTuple
 
+from ckptlint.grouping import grouped
 from ckptlint.loaders.optimizer_state import param_groups_in
 from ckptlint.loaders.rank_files.megatron_keys import (
     MODEL_FILES,
@@ -45,7 +46,6 @@ from ckptlint.loaders.readers.common_state import read_configs
 from ckptlint.loaders.readers.plain import walked
 from ckptlint.loaders.readers.torch_files import Columns, OpenedFile, SetFiles, is_dict
 from ckptlint.model import Checkpoint, CommonState, Misfit, Problem, RankFile, empty_objects
-from ckptlint.model.cover import Shape
 from ckptlint.model.stored import StoredTensor
 from ckptlint.model.text import first_names, plural, printable, shape_text, verb
 from ckptlint.storage.folder import Folder
@@ -70,6 +70,7 @@ _HALF = ("bfloat16", "float16")  # dtypes of weights with an fp32 copy in the op
 _ALIGNED = 64  # elements, to which the start of each parameter in a buffer is rounded up
 _BUFFERS = ("expert_bias", "local_tokens_per_expert", "inv_freq")  # stored with the model, and no parameters
 _EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+_ENCODERS = ("encoder_tensor_model_parallel_size", "encoder_pipeline_model_parallel_size")  # with ranks of their own
 _SHOWN = 8
 
 
@@ -85,12 +86,9 @@ def read_legacy(folder: Folder, look_at_files: bool) -> Checkpoint:
     coordinates = {rank.folder: place_of(rank.folder, sizes) for rank in ranks}
     if outside := [rank.folder for rank in ranks if coordinates[rank.folder] is None]:
         files.problems.append(_leftover(outside, sizes))
-    known = {
-        coordinate: rank
-        for rank in ranks
-        if (coordinate := coordinates[rank.folder]) is not None and rank.model is not None
-    }
-    reader = _RankReader(sizes, known)
+    placed = ((coordinates[rank.folder], rank) for rank in ranks if rank.model is not None)
+    known = {coordinate: rank for coordinate, rank in placed if coordinate is not None}
+    reader = _RankReader(sizes, {**known})
     reader.read()
     for i, file in enumerate(files.files):
         if (coordinate := coordinates[file.name.rpartition("/")[0]]) is not None:
@@ -105,6 +103,7 @@ def read_legacy(folder: Folder, look_at_files: bool) -> Checkpoint:
     declared, config, config_problems = read_configs(folder, common)
     short = lost + sum(not file.is_read for file in files.files) + len(known) - len(reader.ranks)
     labels = [file.name for file in files.files]
+    partial = f"{short} of {len(labels) + lost} rank files {verb(short, 'is')} missing or unusable" if short else ""
     problems = files.problems
     if used is None:
         problems = [replace(problem, blocks=True) for problem in problems] or [_no_models(labels)]
@@ -118,9 +117,7 @@ def read_legacy(folder: Folder, look_at_files: bool) -> Checkpoint:
         topology=read_topology(declared, empty_objects(), None),
         problems=problems + reader.notes + config_problems,
         readable=used is not None,
-        partial_because=f"{short} of {len(labels) + lost} rank files {verb(short, 'is')} missing or unusable"
-        if short
-        else "",
+        partial_because=partial,
         metadata_file=labels[0] if len(labels) == 1 else f"{labels[0]} .. {labels[-1]}",
     )
 
@@ -177,16 +174,13 @@ def _opened(files: SetFiles, name: str) -> _Rank:
         rank.model = files.open(f"{name}/{rank.there[0]}", "model", {}, "state of a model", _is_state)
     if OPTIMIZER_FILE in rank.there:
         path = f"{name}/{OPTIMIZER_FILE}"
-        rank.optimizer = files.open(path, "optimizer", {}, "state of an optimizer", _is_optimizer)
+        holds = "state of an optimizer"
+        rank.optimizer = files.open(path, "optimizer", {}, holds, lambda root: isinstance(root, (dict, list)))
     return rank
 
 
 def _is_state(root: Any) -> bool:
     return is_dict(root) and any(is_dict(root.get(name)) for name in ("model", "model0"))
-
-
-def _is_optimizer(root: Any) -> bool:
-    return isinstance(root, (dict, list))
 
 
 def _sizes(ranks: list[_Rank]) -> tuple[Sizes, str]:
@@ -222,7 +216,6 @@ def _numbers(place: GridCoordinate, sizes: Sizes) -> dict[str, int]:
 
 
 def _expected(sizes: Sizes, ranks: list[_Rank]) -> Iterator[RankFile]:
-    """The files that the grid must have."""
     there = {rank.folder: rank for rank in ranks}
     usual = Counter(rank.there[0] for rank in ranks if rank.there and rank.there[0] in MODEL_FILES)
     model = usual.most_common(1)[0][0] if usual else MODEL_FILES[0]
@@ -252,6 +245,8 @@ def _highest_step(rank: _Rank) -> int | None:
 
 
 RankTensorsByName = dict[str, list[_RankTensor]]
+_Tensors = dict[str, StoredTensor]  # of one rank, by their names in the full model
+_ByStage = dict[tuple[int, int], int]  # chunk and stage -> a number of layers
 
 
 @dataclass(slots=True)
@@ -260,6 +255,7 @@ class _RankReader:
 
     Attributes:
         ranks: the ranks in use.
+        states: what an optimizer keeps of a parameter -> parameter -> the ranks' parts.
         unplaced: files whose optimizer does not show which state belongs to which parameter.
     """
 
@@ -267,13 +263,15 @@ class _RankReader:
     ranks: dict[GridCoordinate, _Rank]
     columns: Columns = field(default_factory=Columns)
     statements: Statements = field(default_factory=Statements)
+    states: dict[str, RankTensorsByName] = field(
+        default_factory=lambda: {what: defaultdict(list) for what in _STATES.values()}
+    )
     unplaced: list[str] = field(default_factory=list)
     notes: list[Problem] = field(default_factory=list)
     args: dict[str, Any] = field(default_factory=dict)
 
     def read(self) -> None:
         """Fill all columns and statements; unusable ranks are removed."""
-        self.ranks = dict(self.ranks)
         self._arguments()
         steps = [(rank.root.get("iteration"), rank.label) for rank in self.ranks.values()]
         self.statements.note_if_different("step", [item for item in steps if type(item[0]) is int], text="{:,}".format)
@@ -285,29 +283,28 @@ class _RankReader:
         self.args = next((rank.args for rank in self.ranks.values()), {})
         offsets = self._offsets()
         model: RankTensorsByName = defaultdict(list)
-        states: dict[str, RankTensorsByName] = {what: defaultdict(list) for what in _STATES.values()}
         for coordinate, rank in self.ranks.items():
-            rank_tensors = self._tensors(coordinate, rank, offsets)
-            for key, tensor in rank_tensors.items():
+            tensors = self._tensors(coordinate, rank, offsets)
+            for key, tensor in tensors.items():
                 assert rank.model is not None
                 model[key].append(_RankTensor(coordinate, tensor, rank.model))
-            self._optimizer(coordinate, rank, rank_tensors, states)
+            self._optimizer(coordinate, rank, tensors)
         self._tied(model)
         for key, copies in model.items():
             self._add(key, key, copies)
-        self._states(states)
+        self._add_states()
 
-    def _states(self, states: Mapping[str, RankTensorsByName]) -> None:
+    def _add_states(self) -> None:
         """Add the optimizer states if all are complete and certain; rules would take a part of them for the whole."""
         if self.unplaced and not self.statements.misfits:
             names = list(dict.fromkeys(self.unplaced))
             sentence = f"ckptlint did not judge the optimizer state in {', '.join(names[:_SHOWN])}"
             why = "the file does not say which state belongs to which parameter"
             self.notes.append(Problem("note", names[0], sentence, why=why))
-        are_whole = [self._is_whole(key, copies) for found in states.values() for key, copies in found.items()]
+        are_whole = [self._is_whole(key, copies) for found in self.states.values() for key, copies in found.items()]
         if self.unplaced or not all(are_whole):
             return
-        for what, found in states.items():
+        for what, found in self.states.items():
             for key, copies in found.items():
                 self._add(f"optimizer.state.{what}.{key}", key, copies)
 
@@ -334,10 +331,7 @@ class _RankReader:
         shared = [name for name in _COMPARED if all(name in arguments for arguments in stated.values())]
         names = [name for name in shared if len({repr(arguments[name]) for arguments in stated.values()}) > 1]
         shown = [
-            (
-                first_names((f"{name} {printable(str(arguments[name]))}" for name in names), 4),
-                self.ranks[coordinate].label,
-            )
+            (first_names(f"{name} {printable(str(arguments[name]))}" for name in names), self.ranks[coordinate].label)
             for coordinate, arguments in stated.items()
         ]
         self.statements.note_if_different("set of arguments", shown)
@@ -360,8 +354,9 @@ class _RankReader:
                 self.statements.other_name(rank.label, self.ranks[other].folder, self.ranks[other].label)
                 del self.ranks[coordinate]
                 writers.pop(coordinate, None)
-        if len(writers) < 2 or len(set(writers.values())) < len(writers) or _has_ranks_of_encoders(self.ranks.values()):
-            # A converter writes all files as one rank, and encoders of their own sizes shift the ranks of the rest.
+        # A converter writes all files as one rank, and encoders of their own sizes shift the ranks of the rest.
+        has_encoders = any(rank.args.get(name) for rank in self.ranks.values() for name in _ENCODERS)
+        if len(writers) < 2 or len(set(writers.values())) < len(writers) or has_encoders:
             return
         for coordinate, number in writers.items():
             tp, pp = number % self.sizes.tp, coordinate.pp
@@ -380,18 +375,16 @@ class _RankReader:
         Source:
             megatron.training.checkpointing.generate_state_dict (core_v0.16): none of a stub optimizer
         """
-        stages: dict[int, list[tuple[str, str]]] = defaultdict(list)
-        for coordinate, rank in self.ranks.items():
-            has = rank.optimizer is not None or bool(rank.root.get("optimizer"))
-            stages[coordinate.pp].append(("there" if has else "missing", rank.label))
-        for states in stages.values():
-            self.statements.note_if_different("optimizer state", states)
+        has = {at: rank.optimizer is not None or bool(rank.root.get("optimizer")) for at, rank in self.ranks.items()}
+        states = ((at.pp, ("there" if has[at] else "missing", rank.label)) for at, rank in self.ranks.items())
+        for of_stage in grouped(states).values():
+            self.statements.note_if_different("optimizer state", of_stage)
 
     # ------------------------------------------------------------ names
 
-    def _offsets(self) -> dict[str, dict[tuple[int, int], int]]:
+    def _offsets(self) -> dict[str, _ByStage]:
         """Block of layers -> (chunk, stage) -> layers before it."""
-        counts: dict[str, dict[tuple[int, int], int]] = defaultdict(dict)
+        counts: dict[str, _ByStage] = defaultdict(dict)
         for coordinate, rank in self.ranks.items():
             for chunk, key, _ in _chunks(rank):
                 if (found := layer_of(key)) is not None:
@@ -399,14 +392,9 @@ class _RankReader:
                     layers = counts[block]
                     layers[chunk, coordinate.pp] = max(layers.get((chunk, coordinate.pp), 0), number + 1)
         share = even_share(self.args, self.sizes)
-        return {
-            block: offsets_of(layers, 0 if "mtp" in block else share, self.sizes) if "mtp" not in block else {}
-            for block, layers in counts.items()
-        }
+        return {block: offsets_of(layers, share, self.sizes) for block, layers in counts.items() if "mtp" not in block}
 
-    def _tensors(
-        self, place: GridCoordinate, rank: _Rank, offsets: dict[str, dict[tuple[int, int], int]]
-    ) -> dict[str, StoredTensor]:
+    def _tensors(self, place: GridCoordinate, rank: _Rank, offsets: dict[str, _ByStage]) -> _Tensors:
         """The tensors of a rank under their names in the full model."""
         experts = self.args.get("num_experts")
         local = experts // self.sizes.ep if type(experts) is int and experts % self.sizes.ep == 0 else 0
@@ -420,34 +408,20 @@ class _RankReader:
 
     # ------------------------------------------------------------ optimizer
 
-    def _optimizer(
-        self,
-        place: GridCoordinate,
-        rank: _Rank,
-        rank_tensors: dict[str, StoredTensor],
-        states: dict[str, RankTensorsByName],
-    ) -> None:
+    def _optimizer(self, place: GridCoordinate, rank: _Rank, tensors: _Tensors) -> None:
         """Collect the optimizer states of a rank under their parameters' names, where these are certain."""
-        keys = [key for key in rank_tensors if not key.rpartition(".")[2].startswith(_BUFFERS)]
+        params = {key: value for key, value in tensors.items() if not key.rpartition(".")[2].startswith(_BUFFERS)}
         saved = rank.root.get("optimizer")
         parts = saved if isinstance(saved, list) else [saved]
         for part in parts:
             if is_dict(part) and isinstance(part.get("fp32_from_fp16_params"), list):
-                self._copies(place, rank, rank_tensors, keys, part, states)
+                self._copies(place, rank, params, part)
             elif is_dict(part) and part.get("state"):  # of a job in fp32
                 self.unplaced.append(rank.label)
         if rank.optimizer is not None:
-            self._buffers(place, rank, rank_tensors, keys, states)
+            self._buffers(place, rank, params, rank.optimizer)
 
-    def _copies(
-        self,
-        place: GridCoordinate,
-        rank: _Rank,
-        rank_tensors: dict[str, StoredTensor],
-        keys: list[str],
-        part: dict[Any, Any],
-        states: dict[str, RankTensorsByName],
-    ) -> None:
+    def _copies(self, place: GridCoordinate, rank: _Rank, params: _Tensors, part: dict[Any, Any]) -> None:
         """Collect fp32 copies, stored in groups, and their moments, stored by number.
 
         Source:
@@ -467,15 +441,15 @@ class _RankReader:
             decays, of_experts = bool(group.get("wd_mult", 1.0)), bool(group.get("is_expert_parallel"))
             chosen = [
                 key
-                for key in keys
-                if rank_tensors[key].dtype in _HALF
-                and (len(rank_tensors[key].shape) > 1 and not key.endswith(".bias")) is decays
+                for key, param in params.items()
+                if param.dtype in _HALF
+                and (len(param.shape) > 1 and not key.endswith(".bias")) is decays
                 and (is_expert(key) and self.sizes.ep > 1) is of_experts
             ]
             # Groups name no parameters. Known: they keep model order, split by weight decay and experts. Assumed: if
             # every shape in a group agrees, so does the order.
             shapes = [tensor.shape if isinstance(tensor, StoredTensor) else None for tensor in tensors]
-            is_known = shapes == [rank_tensors[key].shape for key in chosen]
+            is_known = shapes == [params[key].shape for key in chosen]
             if not is_known:
                 self.unplaced.append(rank.label)
             if not is_known and len(shapes) < len(chosen):
@@ -495,34 +469,23 @@ class _RankReader:
                         stored, wanted = shape_text(value.shape), shape_text(tensor.shape)
                         self._misfit(f"{what} of parameter {position}", rank.label, stored, wanted, because, "state")
                     elif is_known and rank.model is not None:
-                        states[what][chosen[position - number]].append(_RankTensor(place, value, rank.model))
+                        self.states[what][chosen[position - number]].append(_RankTensor(place, value, rank.model))
             number += len(tensors)
 
-    def _buffers(
-        self,
-        place: GridCoordinate,
-        rank: _Rank,
-        rank_tensors: dict[str, StoredTensor],
-        keys: list[str],
-        states: dict[str, RankTensorsByName],
-    ) -> None:
+    def _buffers(self, place: GridCoordinate, rank: _Rank, params: _Tensors, file: OpenedFile) -> None:
         """Collect states from flat buffers, at the offsets that the parameters have in their own shared buffer.
 
         Source:
             megatron.core.optimizer.DistributedOptimizer.get_parameter_state_dp_zero,
             megatron.core.distributed.param_and_grad_buffer
         """
-        assert rank.optimizer is not None
-        file = rank.optimizer
-        groups: dict[tuple[str, str], list[str]] = defaultdict(list)
-        for key in keys:
-            groups[rank_tensors[key].dtype, rank_tensors[key].key].append(key)
+        groups = grouped(((param.dtype, param.key), key) for key, param in params.items())
         # No file names the parameters of a buffer. But the weights are views of a buffer with the same layout, so their
         # storage gives the offsets. Weights that each have their own storage (cloned) leave the file unplaced.
         shared = [
             (dtype, names)
             for (dtype, _), names in groups.items()
-            if rank_tensors[names[0]].length > prod(rank_tensors[names[0]].shape)
+            if params[names[0]].length > prod(params[names[0]].shape)
         ]
         for dtype, entry in _entries(file.found.root):
             numel = entry.get("numel_unpadded")
@@ -537,7 +500,7 @@ class _RankReader:
                 self._misfit(f"the values of {what}", file.label, stored, f"{numel:,}", because, "length")
             starts = None
             for names in [names for own_dtype, names in shared if own_dtype == dtype]:
-                if (starts := _starts([rank_tensors[name] for name in names], numel)) is not None:
+                if (starts := _starts([params[name] for name in names], numel)) is not None:
                     shared.remove((dtype, names))
                     break
             if starts is None or odd:
@@ -545,12 +508,12 @@ class _RankReader:
                 continue
             for name, start in zip(names, starts, strict=True):
                 for what, flat in flats.items():
-                    part = view(flat, start, rank_tensors[name].shape)
+                    part = view(flat, start, params[name].shape)
                     if part is not None:
-                        states[_STATES[what]][name].append(_RankTensor(place, part, file))
-        self._sums(rank, file, [rank_tensors[key] for key in keys])
+                        self.states[_STATES[what]][name].append(_RankTensor(place, part, file))
+        self._sums(rank, file, params.values())
 
-    def _sums(self, rank: _Rank, file: OpenedFile, tensors: list[StoredTensor]) -> None:
+    def _sums(self, rank: _Rank, file: OpenedFile, tensors: Collection[StoredTensor]) -> None:
         """Check that the buffers of a dtype are as long as its parameters, plus at most the alignment gaps."""
         root = file.found.root
         if isinstance(root, list) and any(part is None for part in root):
@@ -592,13 +555,13 @@ class _RankReader:
             if is_alike and axis != "unknown" and fqn == key:
                 self._compare(fqn, copies)
             is_one = is_alike and len({shape for shape, _ in shapes}) == 1
-            for copy, item in enumerate(copies):
+            # other ranks may hold other parts, in an order that is not known: then its shape says nothing of the whole
+            is_cut = axis == "unknown" and len(copies) > 1
+            for copy, (_, tensor, file) in enumerate(copies):
                 offsets = (0,) * len(first.shape) if is_one and copy == 0 else None
-                self._part(fqn, first.shape, offsets, item.tensor, item, axis == "unknown" and len(copies) > 1)
+                self.columns.add(fqn, tensor, file.number, file.found, first.shape, offsets, is_cut)
             return
-        by_part: dict[int, list[_RankTensor]] = defaultdict(list)
-        for item in copies:
-            by_part[item.place.etp if expert else item.place.tp].append(item)
+        by_part = grouped((item.place.etp if expert else item.place.tp, item) for item in copies)
         is_sound = is_alike and axis < len(first.shape) and set(by_part) == set(range(ways))
         shape = tuple(size * ways if i == axis else size for i, size in enumerate(first.shape))
         for part in sorted(by_part):
@@ -609,24 +572,8 @@ class _RankReader:
                 for half, piece in enumerate(pieces):
                     begin = part * piece.shape[axis] + (half * shape[axis] // 2 if cut else 0) if placed else 0
                     offsets = tuple(begin if i == axis else 0 for i in range(len(shape)))
-                    self._part(fqn, shape, offsets if placed else None, piece, item)
-
-    def _part(
-        self,
-        fqn: str,
-        shape: Shape,
-        offsets: Shape | None,
-        tensor: StoredTensor,
-        item: _RankTensor,
-        is_cut: bool = False,
-    ) -> None:
-        """Add a part.
-
-        Args:
-            is_cut: whether other ranks may hold other parts, in an order that is not known, so that its shape says
-                nothing of the whole.
-        """
-        self.columns.add(fqn, tensor, item.file.number, item.file.found, shape, offsets, is_cut)
+                    file = item.file
+                    self.columns.add(fqn, piece, file.number, file.found, shape, offsets if placed else None)
 
     def _compare(self, fqn: str, copies: list[_RankTensor], what: str = "content of other meshes") -> None:
         self.statements.copies(
@@ -635,12 +582,6 @@ class _RankReader:
 
 
 # ---------------------------------------------------------------- one rank
-
-
-def _has_ranks_of_encoders(ranks: Iterable[_Rank]) -> bool:
-    """Whether the first ranks belong to an encoder with its own parallel sizes."""
-    names = ("encoder_tensor_model_parallel_size", "encoder_pipeline_model_parallel_size")
-    return any(rank.args.get(name) for rank in ranks for name in names)
 
 
 def _chunks(rank: _Rank) -> Iterator[tuple[int, str, StoredTensor]]:
@@ -700,7 +641,6 @@ def _starts(tensors: list[StoredTensor], numel: int) -> list[int] | None:
 
 def _axis_by_bytes(copies: list[_RankTensor]) -> Axis:
     """The axis of a parameter with an unknown name: `whole` if all ranks hold the same bytes, else `unknown`."""
-    if len({item.tensor.shape for item in copies}) == 1:
-        sums = {place.crc if (place := item.file.found.storages.get(item.tensor.key)) else 0 for item in copies}
-        return "whole" if len(sums) == 1 and 0 not in sums else "unknown"
-    return "unknown"
+    places = [(item.tensor.shape, item.file.found.storages.get(item.tensor.key)) for item in copies]
+    contents = {(shape, place.crc if place else 0) for shape, place in places}
+    return "whole" if len(contents) == 1 and all(crc for _, crc in contents) else "unknown"

@@ -122,7 +122,6 @@ def _inner(file: OpenedFile, root: Any) -> OpenedFile:
 
 
 def _checkpoint(files: SetFiles, reader: _RankReader, rank_files: RankFileSet) -> Checkpoint:
-    """The checkpoint that the files of all ranks make."""
     lost = [file for missing in rank_files.missing.values() for file in missing]
     absent = [*lost, *(file for file in files.files if not file.is_read)]
     doubtful = sum(file.kind != "random state" for file in absent) + len(reader.left_out)
@@ -330,7 +329,7 @@ class _RankReader:
         keys: dict[str, list[_RankValue]] = {}
         for rank, root in roots.items():
             for key, value in root.items():
-                if isinstance(key, str) and isinstance(value, (StoredTensor, StoredDTensor, StoredShards)):
+                if isinstance(key, str) and isinstance(value, Stored):
                     keys.setdefault(key, []).append(_RankValue(rank, value, files[rank]))
         for fqn, values in keys.items():
             pieces = [_Piece(item.rank, item.file, *local) for item in values for local in _locals(item.value)]
@@ -345,11 +344,8 @@ class _RankReader:
             is_slice = self.is_flat and _is_sliced(values)
             if is_slice and self._agree(fqn, values, files, ("form", "dtype")):
                 lengths = [item.value.shape[0] for item in values]
-                ends = accumulate(lengths)
-                shape, offsets_of_pieces = (
-                    (sum(lengths),),
-                    [(end - length,) for end, length in zip(ends, lengths, strict=True)],
-                )
+                shape = (sum(lengths),)
+                offsets_of_pieces = [(end - own,) for end, own in zip(accumulate(lengths), lengths, strict=True)]
             elif not is_slice and self._agree(fqn, values, files):
                 if isinstance(first, StoredDTensor):
                     offsets_of_pieces = self._boxes(fqn, values)
@@ -377,16 +373,13 @@ class _RankReader:
             aspects: aspects to compare (`_ASPECTS`); all without.
         """
         things = [(item.value, item.file.label) for item in values]
-        if not all(
-            self.statements.note_if_different(what, things, fqn, *_ASPECTS[what]) for what in aspects or _ASPECTS
-        ):
+        note = self.statements.note_if_different
+        if not all(note(what, things, fqn, *_ASPECTS[what]) for what in aspects or _ASPECTS):
             return False
-        value = values[0].value
-        ranks = set(_members(value, values[0].rank)) if isinstance(value, StoredDTensor) else set(files)
-        if isinstance(value, StoredDTensor) and len(ranks) < self.world:
+        lacking = files.keys() - {item.rank for item in values}
+        if isinstance(values[0].value, StoredDTensor):
             # each group of ranks along the other axes has a mesh of its own; pipeline stages have keys of their own
-            ranks = {rank for item in values for rank in _members(item.value, item.rank)}
-        lacking = ranks & files.keys() - {item.rank for item in values}
+            lacking &= {rank for item in values for rank in _members(item.value, item.rank)}
         if not lacking:
             return True
         holds = [(("lack" if rank in lacking else "hold"), file.label) for rank, file in files.items()]
@@ -404,10 +397,8 @@ class _RankReader:
             value = item.value
             assert isinstance(value, StoredDTensor)
             coordinate = value.mesh.place_of(item.rank)
-            if (
-                coordinate is None
-                or (expected := _box(value.shape, value.placements, value.mesh.shape, coordinate, value.order)) is None
-            ):
+            of_mesh = value.shape, value.placements, value.mesh.shape
+            if coordinate is None or (expected := _box(*of_mesh, coordinate, value.order)) is None:
                 return nowhere
             offsets, sizes, by_torch = expected
             stored = value.local.shape
@@ -434,14 +425,11 @@ class _RankReader:
         for rank, file, offsets, tensor in pieces:
             listed = [place[:2] for place in whole.tiling if place[2] in (-1, rank)]
             same = [place for place in listed if place[0] == offsets]
-            at, sizes = (same or listed or [(offsets, ())])[0]
-            if (offsets, tensor.shape) != (at, sizes):
+            stored, wanted = (offsets, tensor.shape), (same or listed or [(offsets, ())])[0]
+            if stored != wanted:
                 fits = False
-                stored, wanted = (
-                    f"{shape_text(size)} at {shape_text(begin)}"
-                    for size, begin in ((tensor.shape, offsets), (sizes, at))
-                )
-                self._misfit(fqn, file, stored, wanted, f"what all files list for rank {rank}")
+                has, should = (f"{shape_text(size)} at {shape_text(begin)}" for begin, size in (stored, wanted))
+                self._misfit(fqn, file, has, should, f"what all files list for rank {rank}")
         return [piece.offsets if fits else None for piece in pieces]
 
     def _misfit(
@@ -458,16 +446,14 @@ class _RankReader:
     def _optimizer(self, folder: Folder) -> None:
         """Add the optimizer states, under their parameters' names where these are certain."""
         files = self._of("optim")
-        states = {
-            rank: state for rank, file in files.items() if isinstance(state := file.found.root.get("state"), dict)
-        }
+        states = {rank: state for rank, file in files.items() if is_dict(state := file.found.root.get("state"))}
         if not states:
             return
         listed = {rank: _params(file.found.root) for rank, file in files.items()}
         first, file = next(((state, files[rank]) for rank, state in states.items() if state), ({}, files[min(files)]))
         moments = [of_param.get("exp_avg") for of_param in first.values() if isinstance(of_param, dict)]
         names = self._names_of(listed[min(files)], first)
-        self._count(listed, states, files, is_named=bool(names))
+        self._count(listed, states, is_named=bool(names))
         # FSDP1 keeps slices of flat parameters, which show no shapes
         is_sliced = any(isinstance(value, StoredTensor) for value in moments)
         if not names and not is_sliced and (made := optimizer_file(file.found.root)) is not None:
@@ -490,38 +476,28 @@ class _RankReader:
             counted = (of_param.get("step") for of_param in state.values() if isinstance(of_param, dict))
             if step := next((step for step in counted if isinstance(step, StoredTensor) and not step.shape), None):
                 steps.append(((step, files[rank]), files[rank].label))
-        if steps:
-            (step, file), label = steps[0]
-            self.updates = number_in(ranges_of(folder, label), file.found, step)
 
-        def number(counted: tuple[StoredTensor, OpenedFile]) -> str:
-            value = number_in(ranges_of(folder, counted[1].label), counted[1].found, counted[0])
-            return "?" if value is None else f"{value:,}"
+        def number(counted: tuple[StoredTensor, OpenedFile]) -> int | None:
+            step, file = counted
+            return number_in(ranges_of(folder, file.label), file.found, step)
 
-        self.statements.note_if_different(
-            "step", steps, by=lambda counted: checksum(counted[0], counted[1].found), text=number
-        )
+        def text(counted: tuple[StoredTensor, OpenedFile]) -> str:
+            return "?" if (value := number(counted)) is None else f"{value:,}"
 
-    def _count(
-        self,
-        listed: Mapping[int, list[Any]],
-        states: Mapping[int, Mapping[Any, Any]],
-        files: Mapping[int, OpenedFile],
-        is_named: bool,
-    ) -> None:
+        self.updates = number(steps[0][0]) if steps else None
+        self.statements.note_if_different("step", steps, by=lambda step: checksum(step[0], step[1].found), text=text)
+
+    def _count(self, listed: Mapping[int, list[Any]], states: Mapping[int, dict[Any, Any]], is_named: bool) -> None:
         """Compare the number of parameters in each rank's optimizer with the model.
 
         FSDP1 joins many parameters into a flat one and cuts it over the ranks, so its elements are counted instead.
         """
         if len({len(state) for state in states.values()}) > 1:
             return  # the ranks' keys differ, which is reported
+        files, model = self._of("optim"), self._of("model")
         counts = [(len(params), files[rank].label) for rank, params in listed.items()]
-        model = self._of("model")
-        if (
-            not self.statements.note_if_different("number of parameters in the optimizer", counts)
-            or is_named
-            or not model
-        ):
+        is_alike = self.statements.note_if_different("number of parameters in the optimizer", counts)
+        if not is_alike or is_named or not model:
             return
         parameters = _parameters(next(iter(model.values())).found.root)
         chosen = [key for key in parameters if is_adapter(parse(key))] or list(parameters)
@@ -532,9 +508,8 @@ class _RankReader:
             for key in chosen
         }
         known, wanted, noun = counts[0][0], len(once), "parameter"
-        moments = (
-            of_param.get("exp_avg") for state in states.values() for of_param in state.values() if is_dict(of_param)
-        )
+        of_params = (of_param for state in states.values() for of_param in state.values() if is_dict(of_param))
+        moments = (of_param.get("exp_avg") for of_param in of_params)
         slices = [prod(value.shape) for value in moments if isinstance(value, StoredTensor) and value.shape]
         if slices:
             known = sum(slices) if len(states) == self.world else 0
@@ -549,12 +524,8 @@ class _RankReader:
             return {param: param for param in listed}
         roots = [file.found.root for file in self._of("model").values()][:1]
         shapes_of_keys = {key: value.shape for root in roots for key, value in _parameters(root).items()}
-        shapes = {
-            param: states["exp_avg"].shape
-            for param, states in state.items()
-            if isinstance(states, dict)
-            and isinstance(states.get("exp_avg"), (StoredTensor, StoredDTensor, StoredShards))
-        }
+        moments = {param: states.get("exp_avg") for param, states in state.items() if is_dict(states)}
+        shapes = {param: moment.shape for param, moment in moments.items() if isinstance(moment, Stored)}
         # The optimizer lists numbers without names. Order alone is a guess, so the counts must agree and nine of ten
         # states must have the shape of their parameter; not all, since one damaged state must not hide the others.
         for chosen in (list(shapes_of_keys), [key for key in shapes_of_keys if is_adapter(parse(key))]):
@@ -588,13 +559,9 @@ def _parameters(root: Mapping[Any, Any]) -> dict[str, StoredDTensor | StoredShar
 
 def _values(root: Any) -> Iterable[Any]:
     """The DTensors and ShardedTensors of a model's or an optimizer's state; all belong to one rank."""
-    states = root.get("state") if isinstance(root.get("state"), dict) else {}
-    for value in (
-        *root.values(),
-        *(part for of_param in states.values() if isinstance(of_param, dict) for part in of_param.values()),
-    ):
-        if isinstance(value, (StoredDTensor, StoredShards)):
-            yield value
+    states = root.get("state") if is_dict(root.get("state")) else {}
+    of_params = (part for of_param in states.values() if is_dict(of_param) for part in of_param.values())
+    return (value for value in (*root.values(), *of_params) if isinstance(value, (StoredDTensor, StoredShards)))
 
 
 def _writer(value: Stored) -> int:

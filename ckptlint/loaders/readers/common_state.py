@@ -311,11 +311,9 @@ def _decoded(
     except UnreadableError as error:
         return None, [from_error(error, source)]
     problems = from_torch_file(found, source)
-    value = found.root
-    if isinstance(value, list) and len(value) == 1 and key is None:
-        value = value[0]
     if key is not None:
-        return CommonState(source, {key: value}), problems
+        return CommonState(source, {key: found.root}), problems
+    value = found.root[0] if isinstance(found.root, list) and len(found.root) == 1 else found.root
     if isinstance(value, dict):
         return CommonState(source, value), problems
     if not problems:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -13,17 +12,13 @@ from typing import Any, Literal
 from ckptlint.errors import ForeignError, LimitError, UnreadableError
 from ckptlint.formats.pickles.safe_pickle import Opaque
 from ckptlint.formats.torch_file import TorchFile, read_torch_file
+from ckptlint.grouping import grouped
 from ckptlint.loaders.problems import optimizer_never_written
 from ckptlint.loaders.readers.common_state import read_configs
 from ckptlint.loaders.readers.model_files import read_set
 from ckptlint.loaders.readers.sets import PICKLE_SHARE, FileSet, weight_sets
 from ckptlint.loaders.readers.torch_files import Columns, damaged, optimizer_in, read_file
-from ckptlint.model import (
-    Checkpoint,
-    Problem,
-    StepClaim,
-    StepFile,
-)
+from ckptlint.model import Checkpoint, Problem, StepClaim, StepFile
 from ckptlint.model.stored import StoredDTensor, StoredShards, StoredTensor
 from ckptlint.model.text import first_names, plural, printable
 from ckptlint.patterns import lazy_pattern
@@ -70,7 +65,8 @@ def read_named(folder: Folder, name: str, look_at_files: bool) -> Checkpoint | N
         return None
     ckpt = read_states(folder, FileSet([name]), look_at_files)
     label = printable(name)
-    optimizers = _listed(found.root.get("optimizer_states", [found.root.get("optimizer")]))
+    optimizers = found.root.get("optimizer_states", [found.root.get("optimizer")])
+    optimizers = optimizers if isinstance(optimizers, list) else []
     stems = ["optimizer"] if len(optimizers) == 1 else [f"optimizer.{number}" for number in range(len(optimizers))]
     named = zip(optimizers, stems, strict=True)
     states = [made for state, stem in named if (made := optimizer_in(folder, name, label, found, state, stem))]
@@ -116,13 +112,11 @@ def states_apart(folder: Folder) -> list[str]:
         kinds = isolated(partial(_kinds_of, folder, names), sum(min(folder.size(name), PICKLE_SHARE) for name in names))
     except LimitError:
         return []
-    alike: dict[str, list[str]] = defaultdict(list)
-    for name in sorted(names, key=numbers_in):
-        if kinds[name] != "other":
-            alike[_NUMBERS.sub("0", name)].append(name)
-    if any(len(members) > 1 and any(kinds[name] == "weights" for name in members) for members in alike.values()):
+    states = (name for name in sorted(names, key=numbers_in) if kinds[name] != "other")
+    alike = grouped((_NUMBERS.sub("0", name), name) for name in states).values()
+    if any(len(members) > 1 and any(kinds[name] == "weights" for name in members) for members in alike):
         return []
-    return sorted(members[-1] for members in alike.values())
+    return sorted(members[-1] for members in alike)
 
 
 def _kinds_of(folder: Folder, names: Sequence[str]) -> dict[str, Literal["weights", "nothing readable", "other"]]:
@@ -196,10 +190,6 @@ def holds_weights(root: Any) -> bool:
         return False
     state = state_of(root)
     return any(getattr(value, "dtype", "") in FLOATS for _, value in walked(state or {}))
-
-
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
 
 
 def read_states(folder: Folder, file_set: FileSet, look_at_files: bool) -> Checkpoint:

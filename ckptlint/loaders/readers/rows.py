@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ckptlint.grouping import grouped
 from ckptlint.model import ChunkTable, MalformedChunk, RecordTable, Tensor
 from ckptlint.model.cover import Budget
 from ckptlint.model.files import Names
@@ -45,10 +46,8 @@ def tables(rows: Sequence[Row], owned: Any) -> tuple[dict[str, Tensor], RecordTa
     Args:
         owned: bool [n], the rows that are a chunk of their tensor.
     """
-    number = {fqn: i for i, fqn in enumerate(dict.fromkeys(row.fqn for row in rows))}
-    by_key: dict[str, list[int]] = {fqn: [] for fqn in number}
-    for i, row in enumerate(rows):
-        by_key[row.fqn].append(i)
+    by_key = grouped((row.fqn, i) for i, row in enumerate(rows))
+    number = {fqn: i for i, fqn in enumerate(by_key)}
     tilings: dict[tuple[Any, ...], Tiling] = {}
     budget = Budget()
     tensors = [_tensor(rows, of_key, owned, tilings, budget) for of_key in by_key.values()]

@@ -19,12 +19,7 @@ from ckptlint.loaders.problems import from_error
 from ckptlint.loaders.readers.common_state import read_configs, read_model_config
 from ckptlint.loaders.readers.model_files import read_index, read_set
 from ckptlint.loaders.readers.rows import Row, tables
-from ckptlint.model import (
-    Checkpoint,
-    ModelConfig,
-    Problem,
-    empty_objects,
-)
+from ckptlint.model import Checkpoint, ModelConfig, Problem, empty_objects
 from ckptlint.model.facts import fact
 from ckptlint.model.lost_files import by_node
 from ckptlint.model.text import first_few, first_names, plural, printable, verb
@@ -218,7 +213,8 @@ def read_safetensors(folder: Folder, look_at_files: bool, is_first: bool = True)
     states = read_set(folder, group.files, group.index, look_at_files, read)
     names, label, partial = states.names, states.label, states.partial_because
     owner = _owners(rows, shards, names, states.places or {})
-    if not partial and not group.index and not shards and not owner.all() and not _is_numbered(group):
+    is_numbered = all(map(NUMBERED.fullmatch, group.files))
+    if not partial and not group.index and not shards and not owner.all() and not is_numbered:
         partial = "files without an index hold the same keys, so they are not parts of one model"
         if all(map(_OF_RANK.fullmatch, group.files)):
             partial = "the files of each rank hold its part of the model"
@@ -320,10 +316,6 @@ def _lost_words(folder: Folder, rows: list[Row]) -> str:
         return ""
     of = f"{sum(stored):,} of {words:,} rows of the embedding"
     return f"the last ranks' files are missing: {plural(len(stored), 'rank')} {verb(len(stored), 'stores')} {of}"
-
-
-def _is_numbered(group: ModelFiles) -> bool:
-    return all(NUMBERED.fullmatch(name) for name in group.files)
 
 
 def _own_config(folder: Folder, files: list[str]) -> tuple[ModelConfig | None, list[Problem]]:

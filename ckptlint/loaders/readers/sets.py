@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from ckptlint.grouping import grouped
 from ckptlint.model import RankFile
 from ckptlint.patterns import lazy_pattern
 from ckptlint.storage.folder import Folder
@@ -93,16 +94,12 @@ def has_all_ranks(names: list[str]) -> bool:
 
 def verl_sets(folder: Folder) -> list[FileSet]:
     """The files of each world size, by rank."""
-    found: dict[int, list[tuple[str, int, str]]] = {}
-    for name in _names(folder):
-        kind, world, rank = verl_name(name)
-        if 0 <= rank < world:
-            found.setdefault(world, []).append((kind, rank, name))
     order = ("model", "optim", "extra_state")
-    return [
-        FileSet([name for *_, name in sorted(file_set, key=lambda item: (order.index(item[0]), item[1]))])
-        for file_set in found.values()
-    ]
+    named = [(*verl_name(name), name) for name in _names(folder)]
+    by_world = grouped(
+        (world, (order.index(kind), rank, name)) for kind, world, rank, name in named if 0 <= rank < world
+    )
+    return [FileSet([name for *_, name in sorted(of_world)]) for of_world in by_world.values()]
 
 
 _FLAT = lazy_pattern(r"((?:.*\D)?)(\d{1,6})\.pth?")
@@ -124,11 +121,8 @@ def flat_sets(folder: Folder) -> list[FileSet]:
     Source:
         dinov2.fsdp.FSDPCheckpointer (2023-04), fvcore.common.checkpoint.PeriodicCheckpointer: `model_final` is the last
     """
-    found: dict[str, list[tuple[int, str]]] = {}
-    for name in _names(folder):
-        save, rank = flat_name(name)
-        if save:
-            found.setdefault(save, []).append((rank, name))
+    named = [(*flat_name(name), name) for name in _names(folder)]
+    found = grouped((save, (rank, name)) for save, rank, name in named if save)
     newest = sorted(found, key=lambda save: ("final" in save, len(save), save), reverse=True)
     return [FileSet([name for _, name in sorted(found[save])]) for save in newest]
 
@@ -140,10 +134,7 @@ _NAMES = (
     ("model", lazy_pattern(r"zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_model_states\.pt")),
     ("model", lazy_pattern(r"mp_rank_(?P<mp>\d+)_model_states\.pt")),
     ("layer", lazy_pattern(r"layer_(?P<layer>\d+)(?:-model_(?P<tp>\d+))?-model_states\.pt")),
-    (
-        "expert",
-        lazy_pattern(r"layer_(?P<layer>\d+)_expert_(?P<expert>\d+)_mp_rank_(?P<mp>\d+)_model_states\.pt"),
-    ),
+    ("expert", lazy_pattern(r"layer_(?P<layer>\d+)_expert_(?P<expert>\d+)_mp_rank_(?P<mp>\d+)_model_states\.pt")),
     ("expert optimizer", lazy_pattern(r"expp_rank_(?P<ep>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")),
 )  # fmt: skip
 """Kinds of files and what their names count; `zero_pp_rank` counts data parallel ranks.

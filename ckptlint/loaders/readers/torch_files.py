@@ -148,12 +148,13 @@ class SetFiles:
             self.problems.append(damaged(label, f"{label} holds no {holds}"))
             found = None
         self.files.append(RankFile(label, kind, numbers, found is not None))
-        if found is not None:
-            groups = [(place, settings_of(group)) for place, group in param_groups_in(label, found.root)]
-            kinds = {(repr(group.get("step")), *map(str, group)) for _, group in groups if group["params"] != []}
-            if not self.param_groups or len(kinds) > 1:  # those of all ranks have the same settings
-                self.param_groups += groups
-        return None if found is None else OpenedFile(self.files[-1], len(self.stored) - 1, found)
+        if found is None:
+            return None
+        groups = [(place, settings_of(group)) for place, group in param_groups_in(label, found.root)]
+        kinds = {(repr(group.get("step")), *map(str, group)) for _, group in groups if group["params"] != []}
+        if not self.param_groups or len(kinds) > 1:  # those of all ranks have the same settings
+            self.param_groups += groups
+        return OpenedFile(self.files[-1], len(self.stored) - 1, found)
 
     def checkpoint(self, columns: Columns, rank_files: RankFileSet, **more: Any) -> Checkpoint:
         """The checkpoint that the files make.

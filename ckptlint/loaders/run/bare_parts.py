@@ -50,7 +50,8 @@ def bare_parts(folder: Folder) -> Iterator[BarePart]:
     """
     names = [name for name in folder.folders() if step_number(name) is None and not holds_no_state(name)]
     is_step = step_number(folder.name) is not None
-    if not names or not (is_step or (folder.has(_PIPELINE) and not _is_cache(folder))):
+    is_cache = folder.parent is not None and folder.parent.name == "snapshots"  # of huggingface_hub
+    if not names or not (is_step or (folder.has(_PIPELINE) and not is_cache)):
         return
     subs = {name: sub for name in names if (sub := sub_folder(folder, name)) is not None and sub.has(CONFIG)}
     bare = {name: sub for name, sub in subs.items() if name not in world().models and not _may_hold_weights(sub)}
@@ -65,11 +66,6 @@ def bare_parts(folder: Folder) -> Iterator[BarePart]:
             yield BarePart(printable(name), printable(classes[0]), f"{_PIPELINE} names it")
         elif classes and class_ is not None and is_step and "_class_name" in _json(sub, CONFIG):
             yield BarePart(printable(name), printable(classes[0]), beside)
-
-
-def _is_cache(folder: Folder) -> bool:
-    """Whether it is a snapshot in the cache of huggingface_hub, which holds what was asked for so far."""
-    return folder.parent is not None and folder.parent.name == "snapshots"
 
 
 def _models(folder: Folder) -> list[str]:

@@ -20,15 +20,7 @@ from ckptlint.model.text import join_words, printable
 from ckptlint.patterns import lazy_pattern
 from ckptlint.storage.folder import Folder
 from ckptlint.storage.paths import is_safe
-from ckptlint.vocabulary.frameworks import (
-    Mark,
-    WrittenLast,
-    family_of,
-    holds_no_state,
-    is_part,
-    step_number,
-    world,
-)
+from ckptlint.vocabulary.frameworks import Mark, WrittenLast, family_of, holds_no_state, is_part, step_number, world
 from ckptlint.vocabulary.metadata_files import METADATA, RANK_METADATA
 
 _TRAINER = "trainer_state.json"
@@ -209,20 +201,17 @@ def lacking_files(step: Folder, older: Iterable[Folder], kinds_of: int = 1) -> t
             lost = [name for name in before.values() if (kind := _kind(name)) and kind not in kinds]
             if lost := lost or _model_beside_export(there, before):
                 return sorted(map(printable, lost)), f"{printable(one.name)} has"
-        state_files = [_files_of_state(folder) for folder in finished]
+        first, *others = map(_files_of_state, finished)
+        beside = first.values()
         lost = [
             name
-            for pattern, name in (state_files[0] if state_files else {}).items()
+            for pattern, name in first.items()
             if pattern not in there
-            and all(pattern in one for one in state_files)
-            and (
-                len(state_files) > 1
-                or _is_in_all(name, state_files[0].values())
-                or _is_of_lost_folder(name, step, state_files[0].values())
-            )
-            if not _is_judged_alone(step, name)
+            and all(pattern in other for other in others)
+            and (others or _is_in_all(name, beside) or _is_of_lost_folder(name, step, beside))
+            and not _is_judged_alone(step, name)
         ]
-        holders = "all older steps have" if len(finished) > 1 else f"{printable(finished[0].name)} has"
+        holders = "all older steps have" if others else f"{printable(finished[0].name)} has"
         return sorted(map(printable, lost)), holders
     except CkptlintError:
         return [], ""
@@ -328,7 +317,7 @@ def _lacking(folder: Folder) -> Iterator[tuple[str, str, str]]:
         if not folder.has(known.file):
             why = "the writer writes it last, so the save or the copy never finished"
             there = [path for path in known.beside if _lies_below(folder, path)]
-            before = _step_before(folder) if there and known.by_run else None
+            before = next(_steps_before(folder), None) if there and known.by_run else None
             if there and (not known.by_run or (before is not None and before.has(known.file))):
                 too = f", and {printable(before.name)} has one" if before is not None else ""
                 yield known.file, f"{known.file} is missing beside {join_words(there)}{too}", why
@@ -361,11 +350,6 @@ def stated_world(folder: Folder) -> AxisSize | None:
 def _stated(folder: Folder, known: WrittenLast) -> dict[str, Any]:
     """What such a file of JSON states; {} for others and a damaged one, which is reported with the step's files."""
     return read_json(folder, known.file, _LAST_FILE_LIMIT)[0] if known.entries or known.ranks else {}
-
-
-def _step_before(folder: Folder) -> Folder | None:
-    """The step of the same run before this one, where both are folders named alike."""
-    return next(_steps_before(folder), None)
 
 
 def _steps_before(folder: Folder) -> Iterator[Folder]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
+from ckptlint.grouping import grouped
 from ckptlint.patterns import lazy_pattern
 
 _NUMBER = lazy_pattern(r"\d+(?:\.\d+)?")
@@ -27,10 +27,7 @@ def series(names: Iterable[str], from_any: bool = False) -> Iterator[dict[str, i
     >>> list(series(["00--1.61.ckpt", "01--1.70.ckpt"]))
     [{'00--1.61.ckpt': 0, '01--1.70.ckpt': 1}]
     """
-    alike: dict[str, list[str]] = defaultdict(list)
-    for name in names:
-        alike[_NUMBER.sub("0", name)].append(name)
-    for members in alike.values():
+    for members in grouped((_NUMBER.sub("0", name), name) for name in names).values():
         columns = [*zip(*(_NUMBER.findall(name) for name in members), strict=True)]
         is_measured = any(len({*column}) > 1 and not any(map(str.isdecimal, column)) for column in columns)
         counted = [[int(text) for text in column] for column in columns if all(map(str.isdecimal, column))]

@@ -444,12 +444,9 @@ def _read(item: _File) -> _Read:
             return item.reported("read", _step(item, document)), []
         files, is_inside = _pickled(item) if is_open else ([_torch_file(item)], False)
     except _NotToItsEndError as error:
-        kind = (
-            "starts as a pickle does and"
-            if item.content in ("pickle", "perhaps pickle", None)
-            else "may hold pickles and"
-        )
-        sentence = f"{item.label} {kind} was not read to its end: it {error}"
+        is_pickle = item.content in ("pickle", "perhaps pickle", None)
+        kind = "starts as a pickle does" if is_pickle else "may hold pickles"
+        sentence = f"{item.label} {kind} and was not read to its end: it {error}"
         problem = Problem("unread", item.label, sentence, why=_RESUME)
         return item.reported(), [] if _is_partial(item, error) else [problem]
     except UnreadableError as error:
@@ -510,13 +507,10 @@ def _pickled(item: _File) -> tuple[list[TorchFile], bool]:
     except (ScriptError, _NotToItsEndError):
         raise
     except UnreadableError as error:
-        if (
-            content == "archive"
-            and isinstance(error, ForeignError)
-            and ((inside := _inside(item, content)) or is_known)
-        ):
+        is_foreign = isinstance(error, ForeignError)
+        if content == "archive" and is_foreign and ((inside := _inside(item, content)) or is_known):
             return inside, True  # a zip file of something else
-        is_foreign = isinstance(error, ForeignError) or content == "packed"
+        is_foreign = is_foreign or content == "packed"
         if content in ("pickle", "perhaps pickle") or (item.content is not None and not is_foreign):
             raise _NotToItsEndError(str(error), error.position) from None
         raise (ForeignError(f"is no pickle: it {error}") if content == "packed" else error) from None

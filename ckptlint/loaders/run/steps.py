@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Sequence
 from itertools import islice
 from math import isclose
@@ -12,6 +11,7 @@ from pathlib import PurePath
 from typing import NamedTuple
 
 from ckptlint.errors import AccessError, NothingToCheckError
+from ckptlint.grouping import grouped
 from ckptlint.loaders.layouts import CheckpointPlace, layouts, recognise
 from ckptlint.loaders.rank_files.megatron_keys import is_rank_folder
 from ckptlint.loaders.readers.plain import are_states, states_apart
@@ -169,11 +169,9 @@ def _unlisted(folder: Folder) -> dict[str, int]:
 
 def _bulk(folder: Folder) -> tuple[str, int, int]:
     """The largest file: its name without numbers, how many are called so, its bytes; sizes of one model differ"""
-    sizes: dict[str, list[int]] = defaultdict(list)
-    for name in folder.files():
-        sizes[numberless(name)].append(folder.size(name))
+    sizes = grouped((numberless(name), folder.size(name)) for name in folder.files())
     name, largest = max(((name, max(of_name)) for name, of_name in sizes.items()), key=itemgetter(1), default=("", 0))
-    return name, len(sizes[name]), largest
+    return name, len(sizes.get(name, ())), largest
 
 
 def _is_place(folder: Folder, name: str) -> bool:

@@ -23,6 +23,7 @@ from ckptlint.formats.torch_archive import (
     read_end,
     read_members,
 )
+from ckptlint.grouping import grouped
 from ckptlint.model.tiling import IntArray
 from ckptlint.storage.folder import Folder
 
@@ -154,9 +155,7 @@ def _read_batch(folder: Folder, path: str, places: Sequence[RecordPlace], forms:
     """Read all records in lockstep, so that each step is one call for ranges; extend `forms`."""
     headers = Headers()
     edges = _edges(folder, path, places)
-    by_length: dict[int, list[RecordPlace]] = {}
-    for place in places:
-        by_length.setdefault(place.length, []).append(place)
+    by_length = grouped((place.length, place) for place in places)
     # Chunks of one shape have archives of one length, and almost always of one layout. So one record of each length is
     # parsed, and the others are compared with its bytes all at once; whatever differs is parsed by itself.
     rest = [_read_alike(forms.setdefault(length, []), alike, edges, headers) for length, alike in by_length.items()]
@@ -168,12 +167,7 @@ def _read_batch(folder: Folder, path: str, places: Sequence[RecordPlace], forms:
 
 
 def _read_singly(
-    folder: Folder,
-    path: str,
-    places: Sequence[RecordPlace],
-    edges: dict[int, _Edges],
-    found: Headers,
-    forms: Forms,
+    folder: Folder, path: str, places: Sequence[RecordPlace], edges: dict[int, _Edges], found: Headers, forms: Forms
 ) -> None:
     going = [(place, walk, next(walk)) for place in places for walk in [_walk(place)]]
     while going:

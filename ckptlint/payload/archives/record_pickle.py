@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 from ckptlint.errors import LimitError, UnreadableError
@@ -36,16 +35,12 @@ def decode(pickles: Sequence[bytes]) -> list[Decoded]:
     if not pickles:
         return []
     try:
-        return isolated(partial(_all, pickles), sum(map(len, pickles)))
+        return isolated(lambda: [*map(_one, pickles)], sum(map(len, pickles)))
     except LimitError as error:
         if len(pickles) == 1:
             return [Decoded(None, error=error)]
         middle = len(pickles) // 2
         return decode(pickles[:middle]) + decode(pickles[middle:])
-
-
-def _all(pickles: Sequence[bytes]) -> list[Decoded]:
-    return [_one(data) for data in pickles]
 
 
 def _one(data: bytes) -> Decoded:

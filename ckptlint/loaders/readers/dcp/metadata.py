@@ -14,6 +14,7 @@ import numpy as np
 from ckptlint.errors import UnreadableError
 from ckptlint.formats.pickles.columns import END, ChunkRows, RecordRows, RowRun
 from ckptlint.formats.pickles.safe_pickle import Node, Opaque
+from ckptlint.grouping import grouped
 from ckptlint.model import KEY_LIMIT, RANK_LIMIT, ChunkTable, MalformedChunk, Problem, RecordTable, Tensor
 from ckptlint.model.cover import Budget
 from ckptlint.model.files import Names
@@ -201,14 +202,11 @@ def _tensors(
             malformed=tuple(malformed),
             is_flattened=isinstance(reformulated, dict) and "nd_reformulated_orig_global_shape" in reformulated,
         )
-        if (len(shape) <= RANK_LIMIT and not tensor.is_representable) or any(
-            _beyond(c.offsets) or _beyond(c.sizes) for c in malformed
-        ):
+        if len(shape) <= RANK_LIMIT and not tensor.is_representable:
             wrong = "is negative" if min(shape, default=0) < 0 else "does not fit 64 bits"
-            reason = f"size {_short(shape)} {wrong}"
-            if tensor.is_representable:
-                reason = "a chunk's offset or size does not fit 64 bits"
-            problems.append(_limit(file, fqn, reason))
+            problems.append(_limit(file, fqn, f"size {_short(shape)} {wrong}"))
+        elif any(_beyond(c.offsets) or _beyond(c.sizes) for c in malformed):
+            problems.append(_limit(file, fqn, "a chunk's offset or size does not fit 64 bits"))
         tensors[fqn] = tensor
     return tensors, byte_names
 
@@ -242,12 +240,10 @@ def _chunks(listed: list[Any], rank: int) -> tuple[IntArray, IntArray, list[Malf
         return _columns(*_extents(listed), rank)
     parts = []
     for are_runs, items in groupby(listed, lambda item: type(item) is RowRun or item is END):
-        if not are_runs:
+        if are_runs:
+            parts += [_row_run_columns(row_run, rank) for row_run in items if row_run is not END]
+        else:
             parts.append(_columns(*_extents(list(items)), rank))
-            continue
-        for row_run in items:
-            if row_run is not END:
-                parts.append(_row_run_columns(row_run, rank))
     offsets, sizes, malformed = zip(*parts, strict=True)
     return np.concatenate(offsets), np.concatenate(sizes), list(chain(*malformed))
 
@@ -266,7 +262,6 @@ def _tuples(rank: IntArray, coordinates: IntArray) -> list[tuple[int, ...]]:
 
 
 def _extents(listed: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Offsets and sizes as stored."""
     chunks = attributes_of_all(listed, "ChunkStorageMetadata")
     try:
         return list(map(itemgetter("offsets"), chunks)), list(map(itemgetter("sizes"), chunks))
@@ -340,7 +335,7 @@ def _records(index: list[Any], infos: list[Any], file: str, problems: list[Probl
         assert isinstance(key.table.rows, RecordRows)
         parts.append((slice(start, start + key.count), key.table.rows, slice(key.first, key.first + key.count)))
     tables = {id(table): table for _, table, _ in parts}
-    names, paths = Numbering([]), Numbering([])
+    names, paths = Numbering(), Numbering()
     numbers = {key: (names.add([*table.names]), paths.add([*table.paths])) for key, table in tables.items()}
     name, path = np.zeros(total, np.int32), np.zeros(total, np.int32)
     hint, rank, byte_offset, byte_length = (np.zeros(total, np.int64) for _ in range(4))
@@ -388,13 +383,10 @@ def _rows_of(index: list[Node], infos: list[Node], file: str, problems: list[Pro
     transformed: list[int] = []
     if not {3} >= set(map(len, values)):
         transformed = [row for row, value in enumerate(values) if value.get("transform_descriptors")]
-    hints = [hint if type(hint) is int and 0 <= hint < COORDINATE_LIMIT else -1 for hint in map(_hint, keys)]
+    stated = (key.get("index") for key in keys)
+    hints = [hint if type(hint) is int and 0 <= hint < COORDINATE_LIMIT else -1 for hint in stated]
     hint, (start, length) = np.array(hints, np.int64), columns
     return RecordRows(different, fqn, hint, rank, offsets, paths, number, start, length, transformed, odd)
-
-
-def _hint(key: dict[str, Any]) -> Any:
-    return key.get("index")
 
 
 def _numbered(texts: list[str]) -> tuple[Any, list[str]]:
@@ -406,8 +398,8 @@ def _numbered(texts: list[str]) -> tuple[Any, list[str]]:
 class Numbering:
     """One numbering for texts that come from several tables."""
 
-    def __init__(self, texts: list[str]) -> None:
-        self.texts = texts
+    def __init__(self) -> None:
+        self.texts: list[str] = []
         self.place: dict[str, int] = {}
 
     def add(self, texts: list[str]) -> Any:
@@ -470,10 +462,8 @@ def _join(
     numbers = dict(zip(names, range(len(names)), strict=True))
     owned = np.zeros(len(raw.name), bool)
 
-    by_rank: dict[int, list[tuple[int, Tensor]]] = {}
-    for name, tensor in tensors.items():
-        if name in numbers and len(tensor.chunks):
-            by_rank.setdefault(len(tensor.global_shape), []).append((numbers[name], tensor))
+    stored_tensors = [(numbers[name], tensor) for name, tensor in tensors.items() if name in numbers]
+    by_rank = grouped((len(item[1].global_shape), item) for item in stored_tensors if len(item[1].chunks))
     for axes, group in by_rank.items():
         rows = np.flatnonzero(raw.rank == axes)
         stored = raw.offsets[rows, :axes]
@@ -567,9 +557,7 @@ def _match(stored: IntArray, wanted: IntArray, rows: IntArray, owned: Any) -> In
     owned[found[equal]] = True
     open_wanted = np.flatnonzero(~equal & (stored_mix[candidate] == wanted_mix))
     if len(open_wanted) or (in_order[1:] == in_order[:-1]).any():
-        by_key: dict[tuple[int, ...], list[int]] = {}
-        for i, key in enumerate(map(tuple, stored.tolist())):
-            by_key.setdefault(key, []).append(int(rows[i]))
+        by_key = grouped(zip(map(tuple, stored.tolist()), rows.tolist(), strict=True))
         for i, key in enumerate(map(tuple, wanted.tolist())):
             if key in by_key:
                 found[i] = by_key[key][-1]

@@ -45,7 +45,7 @@ def payload_files(folder: Folder, described: Description, look: bool) -> tuple[F
         named.instead.setdefault(row, f"{printable(name)} has the size of the missing {named.names[row]}: rename it")
     named.instead.update(_pointers(folder, named))
     others = file_table(folder, known, found.at[found.at >= 0])
-    return named.followed_by(others), not _shares_offsets(folder, described, look)
+    return named.followed_by(others), not _shares_offsets(folder, described)
 
 
 def renamed_files(folder: Folder, files: FileTable, records: RecordTable) -> dict[int, str]:
@@ -99,7 +99,7 @@ def file_table(folder: Folder, known: Collection[str] = (), rows: IntArray | Non
     return FileTable(Names.of(names), listing.size, none, flags, {}, {}).followed_by(FileTable.of(others))
 
 
-def _shares_offsets(folder: Folder, described: Description, look: bool) -> bool:
+def _shares_offsets(folder: Folder, described: Description) -> bool:
     """Whether the tensors of each file share one offset, at which a safetensors header starts.
 
     Where every file is lost or empty, two entries at one offset show it.
@@ -109,7 +109,7 @@ def _shares_offsets(folder: Folder, described: Description, look: bool) -> bool:
     """
     table = described.records
     tensor_rows = np.flatnonzero(described.has_offset)
-    if not look or not len(tensor_rows):
+    if not len(tensor_rows):
         return False
     files, offsets = table.file[tensor_rows], table.byte_offset[tensor_rows]
     order = np.argsort(files, kind="stable")

@@ -118,7 +118,7 @@ def _of_runs(table: Table, runs: list[tuple[RowRun, int]]) -> _Items:
 def _joined(parts: list[_Items], world_size: int, rank: Any) -> SavePlans:
     """One table of parts that together have all rows."""
     fqn, dtype = np.zeros(len(rank), np.int32), np.full(len(rank), -1, np.int32)
-    names, dtypes = Numbering([]), Numbering([])
+    names, dtypes = Numbering(), Numbering()
     for part in parts:
         of_names, of_dtypes = names.add([*part.names]), dtypes.add(part.dtypes)
         fqn[part.rows] = of_names[part.name]
