@@ -108,9 +108,9 @@ def expected_models(
 def model_table(model_type: str) -> Mapping[str, Any] | None:
     """The table of a model type, as `bench/tables` writes it; None where there is none.
 
-    Its keys: `usual` class, `fields` with their kinds and defaults, `ranges` of indices, `rows`, `models` (class ->
-    form -> numbers of rows), `made_with`, `prefixes` that its loader takes off names or puts before them, `float32`:
-    words of the names of tensors that its classes keep in float32.
+    Its keys: the `usual` class; `fields` with their kinds and defaults; `ranges` of indices; `rows`; `models`, class ->
+    form -> numbers of rows; `made_with`; `prefixes` that its loader takes off names or puts before them; `float32`, the
+    ends of names of tensors that its classes keep in float32.
 
     Raises:
         OwnFileError: it is broken.

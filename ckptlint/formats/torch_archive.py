@@ -1,9 +1,9 @@
 """The zip archive that torch.save makes: read strictly, from its end, so that no two readers can see other members.
 
 torch (miniz) follows the places that the end record gives, Python's zipfile those that lie before it, and either may
-name a member from another of the places where a name stands. Here a place that more than one reader could take
-otherwise makes the archive unreadable: the directory ends where the end record starts, local headers agree with it,
-members lie end to end from the first byte on, and none has a field that changes its name. An archive may be a file, a
+name a member from another of the places where a name stands. Here an archive that two readers could take differently
+is unreadable: its directory must end where the end record starts, local headers must agree with it, members must lie
+end to end from the first byte on, and none may have a field that changes its name. An archive may be a file, a
 record inside one (which may hold a whole archive as text, so it is never searched for), or bytes inside a pickle.
 Positions count from its first byte.
 """

@@ -1,10 +1,10 @@
 """Hashes of the rows and columns of a tensor: sums over its elements, the same however it is cut and stored.
 
 All arithmetic is modulo 2^64. An element is mixed, f(bits) = fin(bits * k), which leaves 0 at 0. The hash of row i is
-the sum over the columns j of f(bits(i, j)) * c(j), that of column j the sum over the rows i of f(bits(i, j)) * c(i),
-with the same pseudo-random odd c: the rows of a matrix and the columns of its transpose have the same hashes. k and c
-follow from a salt. Who does not know it can make no other values with the same hashes; to who does they are no
-signatures.
+the sum over the columns j of f(bits(i, j)) * c(j), and that of column j the sum over the rows i of
+f(bits(i, j)) * c(i). Both have the same pseudo-random odd c, so a matrix's rows hash as its transpose's columns. k and
+c follow from a salt: who does not know it cannot make other values with the same hashes; against who does they prove
+nothing.
 """
 
 from __future__ import annotations

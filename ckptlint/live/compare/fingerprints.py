@@ -170,9 +170,9 @@ def marks(rows: Records, with_contents: bool) -> Marks:
 def tiling(rows: Records, marks: Marks) -> Words:
     """uint64 [3, BUCKETS], words that are 0 once summed over all ranks, where all is well.
 
-    The first is the measure of each written chunk, less that of the whole tensor for each chunk at its origin: with
-    g(i) a random function of a position, the measure of a box is the sum over its cells of a product of g's, so chunks
-    that cover the tensor m times, m being the number of chunks at the origin, cancel, and others do not, but by chance.
+    The first adds the measure of each written chunk, and takes off that of the whole tensor for each chunk at its
+    origin. The measure of a box is the sum over its cells of a product of g(i), a random function of a position on each
+    axis. So chunks that cover the tensor as often as there are chunks at its origin cancel; others do by chance alone.
     The second counts what the ranks found by themselves. The third compares the contents of copies whose number is
     known: the written copy counts against the others.
     """

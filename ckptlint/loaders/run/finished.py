@@ -181,9 +181,9 @@ def _is_empty(step: Folder, name: str) -> bool:
 def lacking_files(step: Folder, older: Iterable[Folder], kinds_of: int = 1) -> tuple[list[str], str]:
     """The files that a step lacks beside older ones of its kind, printable, and who has them, as the end of a sentence.
 
-    Missed is a kind of state that one of the nearest older steps has, by its name, the model of which only an export is
-    left, a file that all of several older steps have, and a mark, a model's configuration or a whole folder of known
-    state that a single one has. Older steps whose save did not finish say nothing.
+    One older step is enough for a kind of state, for a mark, a model's configuration or a whole folder of known state,
+    and for a model of which only an export is left. Any other file must be in all of several older steps. Steps whose
+    save did not finish say nothing.
 
     Args:
         older: the nearest first.
