@@ -258,5 +258,6 @@ def bench(name: str, folder: str = "bench") -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
+    with patch.dict(os.environ):  # what it sets for its own run is not for the processes of other tests
+        spec.loader.exec_module(module)
     return module

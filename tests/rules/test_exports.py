@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 from support import REAL, bench, manifest, swept
@@ -151,8 +149,7 @@ def test_what_transformers_keeps_in_float32_under_the_names_that_it_writes(kind:
     torch = pytest.importorskip("torch")
     if kind not in transformers.CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} has no {kind}")
-    with patch.dict(os.environ):  # it sets what other tests' processes must not inherit
-        precision = bench("evidence/precision")
+    precision = bench("evidence/precision")
     model = precision.build(kind, precision.tiny(kind, 3))
     model.save_pretrained(tmp_path / "float32")
     type(model).from_pretrained(tmp_path / "float32", dtype=torch.bfloat16).save_pretrained(tmp_path / "loaded")
