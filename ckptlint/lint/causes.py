@@ -26,8 +26,7 @@ from ckptlint.vocabulary.strict_toml import made_of, own_file, toml_table
 InCommon = Literal["keys", "files", "ranks"]
 """What findings may have in common."""
 
-_SHOWN = 3
-_LISTED_RANKS = 3
+_SHOWN = _LISTED_RANKS = 3
 _PLACEHOLDER = lazy_pattern(r"\{([a-z+]+)\.([a-z]+)(?::([a-z ]+))?\}")
 _OPTIONAL = lazy_pattern(r"\[([^\[\]]*)\]")
 
@@ -85,11 +84,6 @@ class KnownCause:
     never: Mapping[str, Clause] = field(default_factory=dict)
     over: tuple[str, ...] = ()
 
-    @property
-    def excluding(self) -> frozenset[str]:
-        """The codes of the rules that must have judged before it is said."""
-        return frozenset(code for clause in self.never.values() for code in clause.codes)
-
 
 def fixture_of(known: KnownCause) -> Path:
     """The cases of a cause."""
@@ -126,25 +120,27 @@ def with_causes(report: CheckpointReport) -> CheckpointReport:
     """The report with the causes that explain several of the findings that count; none rather than a wrong one."""
     if not any(item.severity > Severity.INFO for item in report.diagnostics):
         return report
-    counting = _by_code(report.diagnostics)
-    found_at_all = _by_code([*report.diagnostics, *report.ignored])  # what was set aside speaks against a cause still
+    counting = grouped((item.code, item) for item in report.diagnostics)
+    # what was set aside speaks against a cause still
+    at_all = grouped((item.code, item) for item in (*report.diagnostics, *report.ignored))
     judged = {*report.passed, *report.not_applicable}
-    asked = [known for known in load_causes() if judged.issuperset(known.excluding)]
-    matched = [(known, found) for known in asked if (found := _match(known, counting, found_at_all))]
+    matched = [
+        (known, found)
+        for known in load_causes()
+        if judged.issuperset(code for clause in known.never.values() for code in clause.codes)
+        and (found := _match(known, counting, at_all))
+    ]
     beaten = {name for known, _ in matched for name in known.over}
     matched = [(known, found) for known, found in matched if known.name not in beaten]
     claims = Counter(number for _, found in matched for number in _members(found))
-    causes = [
-        _cause(known, found, report.diagnostics)
-        for known, found in matched
-        if all(claims[number] == 1 for number in _members(found))  # of two causes of one finding none is sure
-    ]
+    causes = []
+    for known, found in matched:
+        members = _members(found)
+        if all(claims[number] == 1 for number in members):  # of two causes of one finding none is sure
+            findings = tuple(item for item in report.diagnostics if id(item) in members)
+            causes.append(Cause(known.name, _filled(known.sentence, found), known.do, findings))
     causes.sort(key=lambda cause: -max(item.severity for item in cause.findings))
     return replace(report, causes=tuple(causes)) if causes else report
-
-
-def _by_code(items: Iterable[Diagnostic]) -> Mapping[str, list[Diagnostic]]:
-    return grouped((item.code, item) for item in items)
 
 
 def _match(
@@ -224,12 +220,6 @@ _NAMES: dict[InCommon, Callable[[Diagnostic], Set[Any]]] = {
 # ---------------------------------------------------------------- words
 
 
-def _cause(known: KnownCause, found: Mapping[str, list[Diagnostic]], items: Iterable[Diagnostic]) -> Cause:
-    members = _members(found)
-    findings = tuple(item for item in items if id(item) in members)
-    return Cause(known.name, _filled(known.sentence, found), known.do, findings)
-
-
 def _filled(text: str, found: Mapping[str, list[Diagnostic]]) -> str:
     """The text with what the findings name; its optional parts only where they name something."""
 
@@ -243,16 +233,20 @@ def _filled(text: str, found: Mapping[str, list[Diagnostic]]) -> str:
     return _PLACEHOLDER.sub(value, _OPTIONAL.sub(part, text))
 
 
-def _some(names: Iterable[str], noun: str = "") -> str:
+def _with_noun(noun: str, count: int, text: str) -> str:
+    return " ".join(filter(None, [noun and noun + "s" * (count > 1), text]))
+
+
+def _some(names: Iterable[str], noun: str) -> str:
     """A few names, and how many more there are."""
     folded = list(names)
-    return " ".join(filter(None, [noun and noun + "s" * (len(folded) > 1), join_words(at_most(folded, _SHOWN))]))
+    return _with_noun(noun, len(folded), join_words(at_most(folded, _SHOWN)))
 
 
 def _numbers(values: Iterable[int], noun: str) -> str:
     numbers = sorted(set(values))
     text = join_words([*map(str, numbers)]) if len(numbers) <= _LISTED_RANKS else ranges(numbers)
-    return " ".join(filter(None, [noun and noun + "s" * (len(numbers) > 1), text])) if numbers else ""
+    return _with_noun(noun, len(numbers), text) if numbers else ""
 
 
 def _rank_sets(items: Sequence[Diagnostic], noun: str) -> str:
@@ -265,26 +259,19 @@ def _rank_sets(items: Sequence[Diagnostic], noun: str) -> str:
 
 def _identity(items: Sequence[Diagnostic], noun: str) -> str:
     names = dict.fromkeys(name for item in items for name in item.finding.identity)
-    if all(name.isdecimal() for name in names):
-        text = ranges(map(int, names))
-        return " ".join(filter(None, [noun and noun + "s" * (len(names) > 1), text]))
+    if all(map(str.isdecimal, names)):
+        return _with_noun(noun, len(names), ranges(map(int, names)))
     return _some(names, noun)
 
 
-def _codes(items: Iterable[Diagnostic], noun: str = "") -> str:
-    return ", ".join(sorted({item.code for item in items}))
-
-
-def _regions(items: Iterable[Diagnostic], noun: str) -> str:
-    return _some(dict.fromkeys(str(item.finding.at.region) for item in items if item.finding.at.region), noun)
-
-
 _VALUES: dict[str, Callable[[Sequence[Diagnostic], str], str]] = {
-    "codes": _codes,
+    "codes": lambda items, _: ", ".join(sorted({item.code for item in items})),
     "count": lambda items, noun: plural(len(items), noun) if items else "",
     "files": lambda items, noun: _some(sorted(set().union(*map(_files, items))), noun),
     "identity": _identity,
     "keys": lambda items, noun: _some(fold_names(item.fqn for item in items if item.fqn), noun),
     "ranks": _rank_sets,
-    "regions": _regions,
+    "regions": lambda items, noun: _some(
+        dict.fromkeys(str(at) for item in items if (at := item.finding.at.region)), noun
+    ),
 }

@@ -35,11 +35,11 @@ def run_rules(ckpt: Checkpoint, rules: Iterable[Rule], depth: Depth) -> Checkpoi
         elif not ckpt.readable and not rule.always:
             report.not_run[rule.code] = UNREADABLE.format(ckpt.metadata_file)
         else:
-            crashes += _run(rule, ckpt, report)
+            crashes += run_rule(rule, ckpt, report)
     report.diagnostics[:] = _without_duplicates(report.diagnostics)
     for rule in rules:
         if rule.after == "rules":
-            _run(rule, replace(ckpt, problems=crashes), report)
+            run_rule(rule, replace(ckpt, problems=crashes), report)
     return report
 
 
@@ -70,51 +70,37 @@ def _without_duplicates(diagnostics: list[Diagnostic]) -> list[Diagnostic]:
     return [item for item in diagnostics if item.code not in margins or item.finding.is_apart or not is_duplicate(item)]
 
 
-def report_unused(report: CheckpointReport, rule: Rule, problems: list[Problem]) -> None:
-    """Run a rule that comes after all checkpoints on ignores that matched nothing; its findings join the report."""
-    _run(rule, replace(report.checkpoint, problems=problems), report)
-
-
-def _run(rule: Rule, ckpt: Checkpoint, report: CheckpointReport) -> list[Problem]:
-    """Run one rule; returns the crash, if it crashed."""
+def run_rule(rule: Rule, ckpt: Checkpoint, report: CheckpointReport) -> list[Problem]:
+    """Run one rule, whose findings join the report; returns the crash, if it crashed."""
     started = time.perf_counter()
+    hint = f"to go on without it, run again with --ignore {rule.code}"
+    # what ranks found themselves under the code of the rule
+    findings = () if ckpt.ranks is None else ckpt.ranks.findings
+    by_ranks = tuple(finding for finding in findings if finding.code == rule.code)
     try:
         if rule.whole and ckpt.partial_because:
             raise NotApplicable(ckpt.partial_because)
         for is_met, otherwise in (NEEDS[word] for word in rule.needs):
             if not is_met(ckpt):
                 raise NotApplicable(otherwise)
-        for finding in rule.check(_with_rank_findings(ckpt, rule), **rule.values):
+        for finding in rule.check(replace(ckpt, rank_findings=by_ranks) if by_ranks else ckpt, **rule.values):
             severity = min(rule.severity, finding.severity or rule.severity, CEILING[finding.confidence])
             report.diagnostics.append(Diagnostic(rule, finding, severity))
         report.passed.append(rule.code)
     except NotApplicable as reason:
         report.not_applicable[rule.code] = str(reason)
     except BudgetError as error:
-        text = printable(str(error))
-        report.failed[rule.code] = text
-        hint = f"to go on without it, run again with --ignore {rule.code}"
+        report.failed[rule.code] = text = printable(str(error))
         return [Problem("crashed", "", f"{rule.code} {rule.name} cannot tell: {text}", hint=hint, fqn=rule.code)]
     except OwnFileError:
         raise
     except Exception as error:  # the one place where any error of a rule is caught
-        text = printable(f"{type(error).__name__}: {error}"[:300])
-        report.failed[rule.code] = text
         import traceback
 
-        lines = tuple(printable(line) for line in traceback.format_exception(error)[-2].splitlines())
-        message, hint = (
-            f"{rule.code} {rule.name} crashed: {text}",
-            f"to go on without it, run again with --ignore {rule.code}",
-        )
+        report.failed[rule.code] = text = printable(f"{type(error).__name__}: {error}"[:300])
+        lines = tuple(map(printable, traceback.format_exception(error)[-2].splitlines()))
+        message = f"{rule.code} {rule.name} crashed: {text}"
         return [Problem("crashed", "", message, detail=lines, hint=hint, fqn=rule.code)]
     finally:
         report.seconds[rule.code] = time.perf_counter() - started
     return []
-
-
-def _with_rank_findings(ckpt: Checkpoint, rule: Rule) -> Checkpoint:
-    """The checkpoint with what ranks found themselves under the code of the rule."""
-    findings = ckpt.ranks.findings if ckpt.ranks is not None else ()
-    of_rule = tuple(finding for finding in findings if finding.code == rule.code)
-    return replace(ckpt, rank_findings=of_rule) if of_rule else ckpt

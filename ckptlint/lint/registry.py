@@ -98,7 +98,7 @@ def _may_name(place: str) -> bool:
         return True
     except OSError:
         return False
-    return any(_names_rules(*one) for one in described)
+    return any(_names_rules(path, changed) for path, changed in described)
 
 
 @cache
@@ -133,14 +133,13 @@ def _rules_in(package: ModuleType) -> list[Rule]:
     Raises:
         ValueError: a rule needs what is no word of `NEEDS`.
     """
-    modules = [package]
-    for module in pkgutil.iter_modules(getattr(package, "__path__", ())):
-        modules.append(importlib.import_module(f"{package.__name__}.{module.name}"))
-    found = list(dict.fromkeys(item for module in modules for item in vars(module).values() if isinstance(item, Rule)))
-    for rule in found:
-        if unknown := [word for word in rule.needs if word not in NEEDS]:
-            raise ValueError(f"{rule.code} needs {unknown[0]!r}, which is not one of {', '.join(NEEDS)}")
-    return found
+    inner = pkgutil.iter_modules(getattr(package, "__path__", ()))
+    modules = [package, *(importlib.import_module(f"{package.__name__}.{module.name}") for module in inner)]
+    rules = list(dict.fromkeys(item for module in modules for item in vars(module).values() if isinstance(item, Rule)))
+    for code, word in ((rule.code, word) for rule in rules for word in rule.needs):
+        if word not in NEEDS:
+            raise ValueError(f"{code} needs {word!r}, which is not one of {', '.join(NEEDS)}")
+    return rules
 
 
 def _clash(rule: Rule, others: Iterable[Rule]) -> str:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from ckptlint.depth import Depth
 from ckptlint.errors import CheckpointError, ConfigError
+from ckptlint.grouping import grouped
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import plural, ranges
 from ckptlint.rule import MOST_KEYS, Finding, Location, Note, Rule, Severity
@@ -74,8 +75,7 @@ class Diagnostic:
     @property
     def region(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         """Offsets and sizes of the part concerned."""
-        region = self.finding.at.region
-        return None if region is None else (region.offsets, region.sizes)
+        return (region.offsets, region.sizes) if (region := self.finding.at.region) else None
 
     @property
     def message(self) -> str:
@@ -227,20 +227,15 @@ class CheckpointReport:
 
     def groups_of(self, cause: Cause) -> list[FindingGroup]:
         """The groups that hold a finding that the cause explains."""
-        members = set(map(id, cause.findings))
-        return [group for group in self.groups if any(id(item) in members for item in group.members)]
+        explained = {*cause.findings}
+        return [group for group in self.groups if not explained.isdisjoint(group.members)]
 
     @cached_property
     def folded(self) -> dict[FindingGroup, Cause]:
         """The groups that a cause explains together with others: a line of each below the cause is enough."""
-        explained = {id(item) for cause in self.causes for item in cause.findings}
-        several = [(cause, groups) for cause in self.causes if len(groups := self.groups_of(cause)) > 1]
-        return {
-            g: cause
-            for cause, cause_groups in several
-            for g in cause_groups
-            if all(id(item) in explained for item in g.members)
-        }
+        explained = {item for cause in self.causes for item in cause.findings}
+        several = ((cause, groups) for cause in self.causes if len(groups := self.groups_of(cause)) > 1)
+        return {group: cause for cause, groups in several for group in groups if explained.issuperset(group.members)}
 
     @cached_property
     def ignored_groups(self) -> list[FindingGroup]:
@@ -267,11 +262,9 @@ class CheckpointReport:
     @property
     def is_incomplete(self) -> bool:
         """Whether a rule ended in an error, or something could not be judged; findings that fail the run go first."""
-        problems = self.checkpoint.problems
-        unread = any(
-            problem.kind == "unread" or (problem.kind == "container" and problem.blocks) for problem in problems
-        )
-        return bool(self.failed) or not self.checkpoint.readable or unread
+        ckpt = self.checkpoint
+        unread = any(p.kind == "unread" or (p.kind == "container" and p.blocks) for p in ckpt.problems)
+        return bool(self.failed) or not ckpt.readable or unread
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -468,11 +461,11 @@ def _counted(counts: Counter[str]) -> str:
 
 
 def _grouped(diagnostics: list[Diagnostic], first: int) -> list[FindingGroup]:
-    by_key: dict[tuple[object, ...], list[Diagnostic]] = {}
-    for item in diagnostics:
+    def alike(item: Diagnostic) -> tuple[Any, ...]:
         group = item.finding.group or (item.message, role(item.fqn) if item.fqn else item.finding.at.file)
-        by_key.setdefault((-item.severity, item.code, group, item.ignored), []).append(item)
-    ordered = sorted(by_key.items(), key=lambda pair: pair[0][:2])
+        return -item.severity, item.code, group, item.ignored
+
+    ordered = sorted(grouped((alike(item), item) for item in diagnostics).items(), key=lambda pair: pair[0][:2])
     return [FindingGroup(i, members) for i, (_, members) in enumerate(ordered, first)]
 
 

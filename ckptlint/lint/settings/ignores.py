@@ -7,11 +7,12 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ckptlint.errors import ConfigError
-from ckptlint.lint.engine import report_unused
+from ckptlint.lint.engine import run_rule
 from ckptlint.lint.report import CheckpointReport, Diagnostic, Ignored, Report
 from ckptlint.model import Problem
 from ckptlint.model.text import NUMBER, nearest, printable
@@ -48,20 +49,6 @@ def set_aside(
         rules: those that were selected.
         is_whole: whether all that was to be checked could be; without it no ignore is called unused.
     """
-    parts, used = _by_key(parts, ignores)
-    for rule in rules:
-        if rule.after == "all":
-            selected = {other.code for other in rules}
-            dead = [ignore for ignore in ignores if ignore not in used and is_whole and _ran(ignore, selected, parts)]
-            for part in parts:  # an ignore may be for any of the checkpoints, so the last one reports it
-                report_unused(part, rule, [_problem(ignore, parts) for ignore in dead] if part is parts[-1] else [])
-    return parts
-
-
-def _by_key(
-    parts: Sequence[CheckpointReport], ignores: Sequence[KeyIgnore]
-) -> tuple[list[CheckpointReport], set[KeyIgnore]]:
-    """The reports with the findings that an ignore matches apart, and the ignores that matched any."""
     used: set[KeyIgnore] = set()
     globs = [(ignore, re.compile(fnmatch.translate(ignore.pattern))) for ignore in ignores]
 
@@ -71,41 +58,38 @@ def _by_key(
         used.update(hits)
         return Ignored("per-key-ignores", hits[0].reason) if hits else None
 
-    return [part.without(why) for part in parts], used
+    parts, selected = [part.without(why) for part in parts], {rule.code for rule in rules}
+    for rule in (rule for rule in rules if rule.after == "all"):
+        dead = [ignore for ignore in ignores if ignore not in used and is_whole and _ran(ignore, selected, parts)]
+        for part in parts:  # an ignore may be for any of the checkpoints, so the last one reports it
+            problems = [_problem(ignore, parts) for ignore in dead] if part is parts[-1] else []
+            run_rule(rule, replace(part.checkpoint, problems=problems), part)
+    return parts
 
 
 def _ran(ignore: KeyIgnore, selected: set[str], parts: Sequence[CheckpointReport]) -> bool:
     """Whether the rules of an ignore judged every checkpoint, and one of them found something to judge."""
-    judged = all(code in part.passed or code in part.not_applicable for part in parts for code in ignore.codes)
-    return (
-        ignore.codes <= selected and judged and any(part.passed and ignore.codes & set(part.passed) for part in parts)
-    )
+    judged = all(ignore.codes <= {*part.passed, *part.not_applicable} for part in parts)
+    return ignore.codes <= selected and judged and not all(ignore.codes.isdisjoint(part.passed) for part in parts)
 
 
 def _problem(ignore: KeyIgnore, parts: Sequence[CheckpointReport]) -> Problem:
     """An unused ignore; without a key that it could match it is for another checkpoint, or mistyped."""
     keys: dict[str, None] = {}
-    for part in parts:
-        ckpt = part.checkpoint
-        keys |= dict.fromkeys(ckpt.tensors)
-        keys |= dict.fromkeys(name for item in ckpt.objects for name in (item.fqn, item.key))
-        keys |= dict.fromkeys(item.fqn for item in ckpt.byte_objects)
-        keys |= dict.fromkeys(ckpt.files.names)
-        keys |= dict.fromkeys(ckpt.reference.tensors if ckpt.reference else ())
+    for ckpt in (part.checkpoint for part in parts):
+        objects = (name for item in ckpt.objects for name in (item.fqn, item.key))
+        byte_objects = (item.fqn for item in ckpt.byte_objects)
+        expected = ckpt.reference.tensors if ckpt.reference else ()
+        keys |= dict.fromkeys([*ckpt.tensors, *objects, *byte_objects, *ckpt.files.names, *expected])
     wanted = re.compile(fnmatch.translate(ignore.pattern))
     codes = ", ".join(sorted(ignore.codes))
     message = f"the ignore of {codes} for {printable(ignore.pattern)!r} matched no finding"
-    if any(wanted.match(key) for key in keys):
-        return Problem("unused", printable(ignore.file), message, fqn=ignore.pattern, hint="delete it")
+    unused = Problem("unused", printable(ignore.file), message, fqn=ignore.pattern, hint="delete it")
+    if any(map(wanted.match, keys)):
+        return unused
     near = nearest(ignore.pattern, keys) if len(keys) <= _NEAR_LIMIT else ""
-    return Problem(
-        "unused",
-        printable(ignore.file),
-        message + ", and no key has this name",
-        fqn=ignore.pattern,
-        hint=f"did you mean {near}?" if near else "delete it unless other checkpoints need it",
-        outside_checkpoint=True,
-    )
+    hint = f"did you mean {near}?" if near else "delete it unless other checkpoints need it"
+    return replace(unused, message=f"{message}, and no key has this name", hint=hint, outside_checkpoint=True)
 
 
 def to_paste(pattern: str, code: str, file: str = "") -> list[str]:
@@ -163,7 +147,13 @@ def read_baseline(path: str) -> dict[str, str]:
         if document["schema"] != _SCHEMA:
             raise ValueError(document["schema"])
         findings = [item for part in document["checkpoints"] for item in part["findings"]]
-        return {_text(item, "fingerprint"): _entry(item) for item in findings}
+        if any(not isinstance(item[key], str) for item in findings for key in ("fingerprint", "code", "message")):
+            raise ValueError("a text is missing")
+        subjects = [item.get("fqn") or item.get("file") or "" for item in findings]
+        return {
+            item["fingerprint"]: printable(f"{item['code']} {subject}{': ' if subject else ''}{item['message']}")
+            for item, subject in zip(findings, subjects, strict=True)
+        }
     except (KeyError, TypeError, ValueError):
         raise ConfigError(f"the baseline {path} is not a JSON report of ckptlint ({_SCHEMA})") from None
 
@@ -190,14 +180,3 @@ def apply_baseline(
     ran -= {rule.code for rule in rules if rule.fixed}
     solved = (text for mark, text in baseline.items() if mark not in present and text.partition(" ")[0] in ran)
     return [part.without(why) for part in parts], tuple(solved)
-
-
-def _text(item: Any, key: str) -> str:
-    if not isinstance(item[key], str):
-        raise TypeError(key)
-    return str(item[key])
-
-
-def _entry(item: Any) -> str:
-    subject = item.get("fqn") or item.get("file") or ""
-    return printable(f"{_text(item, 'code')} {subject}{': ' if subject else ''}{_text(item, 'message')}")

@@ -19,10 +19,8 @@ from ckptlint.storage.paths import is_url
 if TYPE_CHECKING:
     from ckptlint.payload.reading import ReadOptions
 
-
 Purpose = Literal["report", "job", "resume", "delete"]
 """What a verdict is for: to be read, also while a job runs, or to choose the step to resume from or those to delete."""
-
 
 AUTO = "auto"
 """The depth that reads every byte where that is cheap, and looks at files otherwise."""
@@ -106,12 +104,14 @@ class Request(NamedTuple):
             depth = Depth.FILES
         known = every_rule(settings, paths)
         ignores = key_ignores(settings, known)
+        if wrong := [text for text in said.get("severity", ()) if "=" not in text]:
+            raise ConfigError(f"--severity takes RULE=LEVEL, not {wrong[0]!r}")
         rules = selection.select(
             known,
             chosen=tokens(said.get("select", ())),
             extended=tokens(said.get("extend-select", ())),
             ignored=tokens(said.get("ignore", ())),
-            severities=[_level(text) for text in said.get("severity", ())],
+            severities=[text.split("=", 1) for text in said.get("severity", ())],
             depth=depth,
             has_reference="expect" in said,
             only_raise=chooses,
@@ -135,13 +135,6 @@ class Request(NamedTuple):
     def only(self, path: str) -> Request:
         """The same of one step."""
         return self._replace(paths=(path,), all_steps=False)
-
-
-def _level(text: str) -> tuple[str, str]:
-    rule, equals, level = text.partition("=")
-    if not equals:
-        raise ConfigError(f"--severity takes RULE=LEVEL, not {text!r}")
-    return rule, level
 
 
 def _lenient(said: Mapping[str, Any], known: Iterable[Rule], rules: Iterable[Rule]) -> Iterator[str]:

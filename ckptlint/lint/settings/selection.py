@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from ckptlint.depth import Depth
 from ckptlint.errors import ConfigError
+from ckptlint.grouping import grouped
 from ckptlint.model.text import nearest
 from ckptlint.rule import Option, Rule, Severity
 
@@ -33,22 +34,20 @@ def select(
         ConfigError: an unknown rule or level, an attempt to switch off or lower a fixed rule, or a rule chosen
             by its own code or name that needs a greater depth or a reference.
     """
-    chosen = list(chosen)
-    codes = set(matching(rules, chosen)) if chosen else {rule.code for rule in rules}
-    extended = list(extended)
-    codes |= set(matching(rules, extended))
+    chosen, extended = list(chosen), list(extended)
+    codes = {*matching(rules, chosen or ["ALL"]), *matching(rules, extended)}
     for token in ignored:
         codes -= ignorable(rules, token)
     fixed = {rule.code for rule in rules if rule.fixed}
     codes |= fixed
     for token in [*chosen, *extended]:
-        named = next((rule for rule in rules if token in (rule.code, rule.name)), None)
-        if named and named.live:
-            raise ConfigError(f"{named.code} {named.name} judges a running job: call ckptlint.live.check there")
-        if named and not depth.reaches(named.depth):
-            raise ConfigError(f"{named.code} {named.name} needs --depth {named.depth}, but the depth is {depth}")
-        if named and named.expects and not has_reference:
-            raise ConfigError(f"{named.code} {named.name} needs --expect REF to compare with")
+        for named in [rule for rule in rules if token in (rule.code, rule.name)]:
+            if named.live:
+                raise ConfigError(f"{named.code} {named.name} judges a running job: call ckptlint.live.check there")
+            if not depth.reaches(named.depth):
+                raise ConfigError(f"{named.code} {named.name} needs --depth {named.depth}, but the depth is {depth}")
+            if named.expects and not has_reference:
+                raise ConfigError(f"{named.code} {named.name} needs --expect REF to compare with")
     levels = {}
     for token, level in severities:
         if level.upper() not in Severity.__members__:
@@ -119,10 +118,7 @@ def find_rule(rules: Sequence[Rule], token: str, also: Iterable[str] = ()) -> Ru
 
 def _families(rules: Sequence[Rule]) -> dict[str, list[str]]:
     """The letters of codes -> the codes."""
-    found: dict[str, list[str]] = {}
-    for rule in rules:
-        found.setdefault(rule.code.rstrip("0123456789"), []).append(rule.code)
-    return found
+    return grouped((rule.code.rstrip("0123456789"), rule.code) for rule in rules)
 
 
 def matching(rules: Sequence[Rule], tokens: Iterable[str]) -> list[str]:
@@ -134,10 +130,8 @@ def matching(rules: Sequence[Rule], tokens: Iterable[str]) -> list[str]:
     codes: list[str] = []
     for token in tokens:
         wanted = token.strip()
-        if wanted.upper() == "ALL":
-            hits = [rule.code for rule in rules]
-        else:
-            hits = [rule.code for rule in rules if wanted.lower() == rule.name or rule.code.startswith(wanted.upper())]
+        start = "" if wanted.upper() == "ALL" else wanted.upper()
+        hits = [rule.code for rule in rules if wanted.lower() == rule.name or rule.code.startswith(start)]
         if not wanted or not hits:
             raise ConfigError(_unknown(rules, wanted))
         codes += hits
@@ -145,7 +139,7 @@ def matching(rules: Sequence[Rule], tokens: Iterable[str]) -> list[str]:
 
 
 def _unknown(rules: Sequence[Rule], token: str, also: Iterable[str] = ()) -> str:
-    known = [rule.code for rule in rules] + [rule.name for rule in rules] + [*also]
+    known = [*(rule.code for rule in rules), *(rule.name for rule in rules), *also]
     families = [*_families(rules)]
     is_short = len(token) <= max(map(len, families), default=0)
     tries = [(token.upper(), families if is_short else []), (token.upper(), known), (token.lower(), known)]
