@@ -66,11 +66,7 @@ def check(paths: tuple[str, ...], **options: Any) -> None:
 
 
 def requested(options: Mapping[str, Any], purpose: Purpose = "report") -> Request:
-    """What the options of `check` and the settings ask for.
-
-    Args:
-        options: variable -> value, of a command with `check_options`.
-        purpose: what the verdict is for.
+    """What the options of `check`, variable -> value, and the settings ask for.
 
     Raises:
         UsageError, ConfigError: an option or a setting is wrong.
@@ -79,8 +75,7 @@ def requested(options: Mapping[str, Any], purpose: Purpose = "report") -> Reques
 
     settings, checked = click.get_current_context().obj
     level = _level()
-    for sentence in settings.unread:
-        say(sentence)
+    say(*settings.unread)
     given = {option.name: options[option.variable] for option in CHECK_OPTIONS if option.variable in options}
     return Request.of(given | {"fail-on": level}, settings, checked, purpose)
 
@@ -88,8 +83,9 @@ def requested(options: Mapping[str, Any], purpose: Purpose = "report") -> Reques
 def judge(request: Request, source: Opener | None = None) -> Report:
     """`lint.run.run`, with the command that asked."""
     from ckptlint.lint.run import run
+    from ckptlint.storage.paths import shown  # without what URLs may hold of secrets
 
-    return replace(run(request, source), command=_command_line())
+    return replace(run(request, source), command=shlex.join(["ckptlint", *map(shown, sys.argv[1:])]))
 
 
 def emitter(
@@ -107,9 +103,7 @@ def emitter(
         format_ = "statistics"
     _, checked = click.get_current_context().obj
     outputs = [_output(value, checked, looks_for_folders) for value in options["output"]]
-    style = terminal_style(
-        options["color"], options["ascii_"], options["max_per_rule"], options["quiet"], options["verbose"]
-    )
+    style = terminal_style(*(options[name] for name in ("color", "ascii_", "max_per_rule", "quiet", "verbose")))
 
     def emit(report: Report) -> None:
         from ckptlint.reporters import REPORTERS
@@ -126,24 +120,13 @@ def emitter(
     return emit
 
 
-def _command_line() -> str:
-    """The command that this process runs, without what URLs may hold of secrets."""
-    from ckptlint.storage.paths import shown as shown_path
-
-    return shlex.join(["ckptlint", *map(shown_path, sys.argv[1:])])
-
-
 def _level() -> Any:
     """The lowest severity that fails the run; of three options that say so the one from the strongest source.
 
     None where nobody says one.
     """
     context = click.get_current_context()
-    for source in (
-        ParameterSource.COMMANDLINE,
-        ParameterSource.ENVIRONMENT,
-        ParameterSource.DEFAULT_MAP,
-    ):
+    for source in (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT, ParameterSource.DEFAULT_MAP):
         said = {
             name: value
             for name in ("strict", "exit_zero", "fail_on")
@@ -157,18 +140,13 @@ def _level() -> Any:
 
 
 def _output(value: str, checked: Sequence[str], looks_for_folder: bool) -> tuple[str, Path]:
-    """The format and file of an `--output`.
-
-    Args:
-        checked: the paths that are checked.
-    """
+    """The format and file of an `--output`."""
     name, equals, path = value.partition("=")
-    if equals and name in FORMATS:
-        return name, checked_target(Path(path), checked, looks_for_folder)
-    suffix = Path(value).suffix
-    if suffix not in SUFFIXES:
+    if not equals or name not in FORMATS:
+        name, path = SUFFIXES.get(Path(value).suffix, ""), value
+    if not name:
         raise click.UsageError(f"--output {value} has no known suffix: use one of {', '.join(SUFFIXES)}, or F=FILE")
-    return SUFFIXES[suffix], checked_target(Path(value), checked, looks_for_folder)
+    return name, checked_target(Path(path), checked, looks_for_folder)
 
 
 # ---------------------------------------------------------------- ckptlint config
@@ -186,8 +164,7 @@ def config(format_: str, arguments: tuple[str, ...]) -> None:
 
     context = check.make_context("check", [*arguments], parent=click.get_current_context().parent)
     found, checked = context.obj
-    for sentence in found.unread:
-        say(sentence)
+    say(*found.unread)
     known = every_rule(found, checked)
     key_ignores(found, known)
     sources: dict[ParameterSource | None, str] = {
@@ -205,13 +182,8 @@ def config(format_: str, arguments: tuple[str, ...]) -> None:
 
 
 def _in_force(settings: Settings, rows: Mapping[str, tuple[Any, str]], rules: Sequence[Rule], format_: str) -> str:
-    """The settings as a table or as JSON.
-
-    Args:
-        rows: long option -> value and where it came from.
-    """
-    shown = dict(rows)
-    shown |= {
+    """The settings, long option -> value and where it came from, as a table or as JSON."""
+    shown = {**rows} | {
         f"rules.{rule.name}.{name}": (value, "file" if name.replace("-", "_") in rule.values else "default")
         for rule in rules
         for name, value in rule.options.items()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Iterable
 from importlib import import_module
 from typing import Any
 
@@ -36,11 +35,8 @@ COMMANDS = {
 }
 """The commands, each with the first sentence of its help."""
 
-_MODULES = {
-    "config": "check",
-    "manifest": "show",
-    "rules": "explain",
-}  # a command of another name is in the module of its own name
+# a command of another name is in the module of its own name
+_MODULES = {"config": "check", "manifest": "show", "rules": "explain"}
 
 _NEAR = 0.75  # how alike a word is to the command that was probably meant
 
@@ -50,12 +46,6 @@ def command(name: str) -> click.Command:
     found = getattr(import_module(f"ckptlint.commands.{_MODULES.get(name, name)}"), name)
     assert isinstance(found, click.Command)
     return found
-
-
-def _near(word: str, names: Iterable[str]) -> str:
-    from difflib import get_close_matches  # `model.text` would import numpy first
-
-    return next(iter(get_close_matches(word, names, 1, _NEAR)), "")
 
 
 class _LazyGroup(click.Group):
@@ -73,8 +63,11 @@ class _LazyGroup(click.Group):
             names = [word for word in args if word in self.commands and not os.path.lexists(word)]
             args = [*names[:1], *(word for word in args if word not in names[:1])]
         if args and args[0] not in known and args[0] not in self.commands:
-            if not os.path.lexists(args[0]) and (near := _near(args[0], self.commands)):
-                raise click.UsageError(f"there is no command or path {args[0]!r}, did you mean {near}?", ctx)
+            from difflib import get_close_matches  # `model.text` would import numpy first
+
+            near = [] if os.path.lexists(args[0]) else get_close_matches(args[0], self.commands, 1, _NEAR)
+            if near:
+                raise click.UsageError(f"there is no command or path {args[0]!r}, did you mean {near[0]}?", ctx)
             args = ["check", *args]
         return super().parse_args(ctx, args)
 
@@ -139,12 +132,6 @@ def _main() -> None:
         error.show(shown)
         click.echo(inert("\n".join(map(printable, shown.getvalue().split("\n")))), err=True, nl=False)
         sys.exit(2)
-    except ConfigError as error:
+    except (ConfigError, NothingToCheckError, CkptlintError, OwnFileError) as error:
         say(error)
-        sys.exit(2)
-    except NothingToCheckError as error:
-        say(error)
-        sys.exit(3)
-    except (CkptlintError, OwnFileError) as error:
-        say(error)
-        sys.exit(4)
+        sys.exit(2 if isinstance(error, ConfigError) else 3 if isinstance(error, NothingToCheckError) else 4)

@@ -8,8 +8,9 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,28 +41,20 @@ _TICK = 0.1  # seconds between two of its states
 def check_options(but: Collection[str] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """A decorator that gives a command the options of `check`, in the order of their table, without a few perhaps."""
 
-    def decorated(function: Callable[..., Any]) -> Callable[..., Any]:
-        for option in reversed(CHECK_OPTIONS):  # click reads a stack of decorators upward
-            if option.name not in but:
-                function = _option(option)(function)
-        return function
-
-    return decorated
+    options = [_option(option) for option in reversed(CHECK_OPTIONS) if option.name not in but]
+    # click reads a stack of decorators upward
+    return lambda function: reduce(lambda decorated, option: option(decorated), options, function)
 
 
 def _option(option: CheckOption) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """The click option for a row of `OPTIONS`."""
-    kind: click.Choice[str] | click.IntRange | None = None
-    if option.choices:
-        kind = click.Choice(option.choices)
-    elif option.minimum is not None and not option.counts:
-        kind = click.IntRange(min=option.minimum)
+    """The click option for a row of `CHECK_OPTIONS`."""
+    is_number = option.minimum is not None and not option.counts
     said: dict[str, Any] = {} if option.default is None else {"default": option.default, "show_default": True}
     return click.option(
         *([f"-{option.short}"] if option.short else []),
         f"--{option.name}",
         option.variable,
-        type=kind,
+        type=click.Choice(option.choices) if option.choices else click.IntRange(option.minimum) if is_number else None,
         metavar=option.metavar,
         is_flag=option.is_flag or None,
         count=option.counts,
@@ -103,10 +96,12 @@ class WithSettings(click.Command):
         for parameter in self.params:
             if parameter.name in ("config", "isolated", "paths", "path", "run_dir"):
                 value, source = parameter.consume_value(ctx, given)
-                values[parameter.name] = (
-                    None if source == ParameterSource.DEFAULT else parameter.type_cast_value(ctx, value)
-                )
-        paths = _paths(values.get("paths") or filter(None, [values.get("run_dir") or values.get("path")]))
+                is_said = source != ParameterSource.DEFAULT
+                values[parameter.name] = parameter.type_cast_value(ctx, value) if is_said else None
+        paths: list[str] = []
+        for path in values.get("paths") or filter(None, [values.get("run_dir") or values.get("path")]):
+            # bytes that are no text stay what they are, as in arguments
+            paths += filter(None, os.fsdecode(sys.stdin.buffer.read()).splitlines()) if path == "-" else [path]
         if values["config"] and values["isolated"]:
             raise click.UsageError("--config and --isolated contradict each other")
         if values["config"]:
@@ -122,15 +117,6 @@ class WithSettings(click.Command):
         }
 
 
-def _paths(paths: Iterable[str]) -> list[str]:
-    found: list[str] = []
-    for path in paths:
-        # bytes that are no text stay what they are, as in arguments
-        lines = os.fsdecode(sys.stdin.buffer.read()).splitlines() if path == "-" else [path]
-        found += [line for line in lines if line or path != "-"]
-    return found
-
-
 # ---------------------------------------------------------------- printing and writing
 
 
@@ -139,10 +125,10 @@ def terminal_style(color: str, ascii_only: bool, per_rule: int, quiet: int, verb
     from ckptlint.reporters.style import Style
 
     is_terminal = sys.stdout.isatty()
-    chosen = {"always": True, "never": False}.get(color)
-    if chosen is None:
-        is_forced = bool(os.environ.get("FORCE_COLOR"))
-        chosen = not os.environ.get("NO_COLOR") and (is_forced or (is_terminal and not _is_dumb()))
+    chosen = color == "always"
+    if color == "auto":
+        wanted = bool(os.environ.get("FORCE_COLOR")) or (is_terminal and not _is_dumb())
+        chosen = wanted and not os.environ.get("NO_COLOR")
     encoding = (sys.stdout.encoding or "").lower()
     width = min(max(_columns(is_terminal), 60), 120)
     return Style(chosen, ascii_only or "utf" not in encoding or _is_dumb(), width, per_rule, quiet, verbose)

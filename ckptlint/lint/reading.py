@@ -61,14 +61,19 @@ def _with_pairs(folder: Folder, ckpt: Checkpoint, how: ReadOptions) -> Checkpoin
 def _with_optimizers(folder: Folder, ckpt: Checkpoint, how: ReadOptions, after: Checkpoint | None) -> Checkpoint:
     """The checkpoint with what was read of its `optimizers`; their values were read with it, at depth `data`."""
     unread = {problem.file for problem in ckpt.problems if problem.kind in ("unreadable", "container", "limit")}
-    later = {_place_of(states): states for states in ([] if after is None else after.optimizers)}
+    later = {_place_of(states): states for states in after.optimizers} if after is not None else {}
     problems, unseen, read = list[Problem](), list[str](), list[Checkpoint]()
     for states in ckpt.optimizers:
         label = states.files.names[0]
         states = replace(states, path=ckpt.path, run=ckpt.run, claims=(*states.claims, *ckpt.claims))
         try:
             if label not in unread:
-                states = _read_optimizer(place_beside(folder, label)[0], states, how, later.get(_place_of(states)))
+                # the places of their records
+                other = later.get(_place_of(states), states)
+                places = replace(how, depth=Depth.HEADERS, wanted=None, digests={}, rows=(), sums=None)
+                if how.draws:
+                    places = replace(places, wanted=records_to_draw(states, other, _drawn_together(other), _OPENED))
+                states = read_payload(place_beside(folder, label)[0], states, places)
         except UnreadableError as error:
             problems += [] if how.depth.reads_all else [from_error(error, label)]  # else it is told already
         if states.payload is not None:
@@ -88,14 +93,6 @@ def _with_optimizers(folder: Folder, ckpt: Checkpoint, how: ReadOptions, after: 
 def _place_of(states: Checkpoint) -> tuple[str, str]:
     """The file of an optimizer, and the stem of its keys, by which it is found in another step."""
     return states.files.names[0], next(iter(states.tensors), "").partition(".state.")[0]
-
-
-def _read_optimizer(folder: Folder, states: Checkpoint, how: ReadOptions, after: Checkpoint | None) -> Checkpoint:
-    """The states with the places of their records."""
-    how, other = replace(how, depth=Depth.HEADERS, wanted=None, digests={}, rows=(), sums=None), after or states
-    if how.draws:
-        how = replace(how, wanted=records_to_draw(states, other, _drawn_together(other), _OPENED))
-    return read_payload(folder, states, how)
 
 
 def _with_values(payload: PayloadTable, states: Checkpoint, whole: PayloadTable) -> PayloadTable:
@@ -161,10 +158,8 @@ def _not_drawn(pairs: PairTable, draws: bool) -> Iterator[str]:
     Args:
         draws: whether only some records were opened, which the report says already.
     """
-    by_reason = grouped((reason, pair) for pair, reason in pairs.unread.items())
-    for reason, members in by_reason.items():
-        first = members[0]
-        more = f" and {plural(len(members) - 1, 'more pair')}" if len(members) > 1 else ""
+    for reason, (first, *others) in grouped((reason, pair) for pair, reason in pairs.unread.items()).items():
+        more = f" and {plural(len(others), 'more pair')}" if others else ""
         yield f"{first.first} was not compared with {first.second}{more}: {reason}"
     if len(pairs.rows) < pairs.chunks and not draws:
         left = plural(pairs.chunks - len(pairs.rows), "chunk")

@@ -84,16 +84,14 @@ def opened(
     for step, of_step in groupby(_with_steps_before(every, reads, reading, named), key=lambda item: item[0].step):
         members = list(of_step)
         checkpoints = [ckpt for _, ckpt in members if isinstance(ckpt, Checkpoint)]
-        problem = None
+        places, problem = [found for found, _ in members], None
         if step is not None and depth.looks_at_files and len(checkpoints) == len(members):
-            problem = lost_model([found for found, _ in members], checkpoints)
+            problem = lost_model(places, checkpoints)
         if problem is not None:
-            kept = [[one for one in ckpt.problems if not one.of_empty_part] for ckpt in checkpoints]
-            problems_of_each = [kept[0] + [problem], *kept[1:]]
-            members = [
-                (found, replace(ckpt, problems=problems))
-                for (found, _), ckpt, problems in zip(members, checkpoints, problems_of_each, strict=True)
-            ]
+            problems = [[item for item in ckpt.problems if not item.of_empty_part] for ckpt in checkpoints]
+            problems[0].append(problem)
+            told = map(lambda ckpt, items: replace(ckpt, problems=items), checkpoints, problems)
+            members = list(zip(places, told, strict=True))
         yield from members
 
 
@@ -145,12 +143,13 @@ def _with_steps_before(
         if isinstance(ckpt, Checkpoint) and ckpt.readable:
             older = step_before(found.folder) if named is None else named.get(found.display)
         if older is not None and older.display not in asked:
-            least = Depth.FILES if isinstance(ckpt, Checkpoint) and _counts_another_step(ckpt) else Depth.METADATA
-            headers = None
+            assert isinstance(ckpt, Checkpoint)
+            least, headers, run = Depth.METADATA, None, ckpt.run
+            if run is not None and any(file.step in run.steps and file.step != run.step for file in ckpt.step_files):
+                least = Depth.FILES
             if reading is not None and reading.percent is None and (reading.draws or older.folder.is_near):
                 least, headers = Depth.HEADERS, replace(reading, depth=Depth.HEADERS, digests={}, rows=(), sums=None)
-            after = ckpt if isinstance(ckpt, Checkpoint) else None
-            read[older.display] = _read(older, least, headers, after)
+            read[older.display] = _read(older, least, headers, ckpt)
         waiting.append((found, ckpt, older))
         while waiting and (waiting[0][2] is None or waiting[0][2].display in read):
             found, ckpt, older = waiting.pop(0)
@@ -184,11 +183,6 @@ def _checked_named(ckpt: Checkpoint, before: Checkpoint | CkptlintError | None) 
     if why:
         raise ConfigError(f"the step of --before cannot be compared with: {why}")
     return ckpt
-
-
-def _counts_another_step(ckpt: Checkpoint) -> bool:
-    steps = () if ckpt.run is None else ckpt.run.steps
-    return any(file.step in steps and file.step != ckpt.run.step for file in ckpt.step_files if ckpt.run is not None)
 
 
 def _all_read(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptlint.depth import Depth
+from ckptlint.grouping import grouped
 from ckptlint.lint.causes import Clause, KnownCause, fixture_of, load_causes
 from ckptlint.lint.pages.fixture_cases import case_tables
 from ckptlint.lint.registry import FAMILIES
@@ -59,12 +60,20 @@ def page(rule: Rule, width: int = 80) -> str:
     lines = [f"{rule.code} {rule.name}", f"{rule.severity.label}, needs {_needs(rule, '--depth ')}", ""]
     lines += textwrap.wrap(rule.summary, width)
     for heading in SECTIONS:
-        if text := rule.section(heading):
-            lines += ["", f"{heading}:", *textwrap.wrap(text, width, initial_indent="  ", subsequent_indent="  ")]
+        lines += _section(heading, rule.section(heading), width)
     if options := rule.options:
         lines += ["", f"Options, to set in ckptlint.toml under [rules.{rule.name}]:"]
         lines += [f"  {name} = {json.dumps(value)}" for name, value in options.items()]
-    return "\n".join([*lines, *_examples(rule, width)])
+    # rules and fixtures lie beside each other, in the package as in a clone
+    cases = _cases(Path(inspect.getfile(rule.check)).parent.parent / "fixtures" / f"{rule.code}.toml")
+    for heading, is_bad in (("Bad", True), ("Good", False)):
+        lines += _example(heading, [case for case in cases if bool(case.get("expect")) == is_bad], width)
+    return "\n".join(lines)
+
+
+def _section(heading: str, text: str, width: int) -> list[str]:
+    wrapped = textwrap.wrap(text, width, initial_indent="  ", subsequent_indent="  ")
+    return ["", f"{heading}:", *wrapped] if text else []
 
 
 def cause_page(known: KnownCause, width: int = 80) -> str:
@@ -79,15 +88,8 @@ def cause_page(known: KnownCause, width: int = 80) -> str:
         "See": [known.see],
     }
     for heading, texts in sections.items():
-        if any(texts):
-            text = "; ".join(texts)
-            lines += ["", f"{heading}:", *textwrap.wrap(text, width, initial_indent="  ", subsequent_indent="  ")]
-    fixture = fixture_of(known)
-    for case in _cases(fixture)[:1] if fixture.is_file() else ():
-        lines += ["", f"Bad: {case['name']}"]
-        for line in _facts(case):
-            lines += textwrap.wrap(line, width, initial_indent="  ", subsequent_indent="    ")
-    return "\n".join(lines)
+        lines += _section(heading, "; ".join(texts), width)
+    return "\n".join([*lines, *_example("Bad", _cases(fixture_of(known))[:1], width)])
 
 
 def in_words(clause: Clause) -> str:
@@ -104,30 +106,20 @@ def in_words(clause: Clause) -> str:
 
 
 def _needs(rule: Rule, option: str = "") -> str:
-    if rule.live:
-        return "a running job"
-    return f"{option}{rule.depth}, --expect" if rule.expects else f"{option}{rule.depth}"
+    return "a running job" if rule.live else f"{option}{rule.depth}{', --expect' * rule.expects}"
 
 
-def _examples(rule: Rule, width: int) -> Iterator[str]:
-    """The first bad and the first good case of the rule's fixture."""
-    # rules and fixtures lie beside each other, in the package as in a clone
-    fixture = Path(inspect.getfile(rule.check)).parent.parent / "fixtures" / f"{rule.code}.toml"
-    if not fixture.is_file():
-        return
-    cases = _cases(fixture)
-    for heading, is_bad in (("Bad", True), ("Good", False)):
-        case = next((case for case in cases if bool(case.get("expect")) == is_bad), None)
-        if case is not None:
-            yield ""
-            yield f"{heading}: {case['name']}"
-            for line in _facts(case):
-                yield from textwrap.wrap(line, width, initial_indent="  ", subsequent_indent="    ")
+def _example(heading: str, cases: Sequence[dict[str, Any]], width: int) -> Iterator[str]:
+    """The first of these cases."""
+    for case in cases[:1]:
+        yield from ("", f"{heading}: {case['name']}")
+        for line in _facts(case):
+            yield from textwrap.wrap(line, width, initial_indent="  ", subsequent_indent="    ")
 
 
 @cache  # a SARIF report has the pages of all rules
 def _cases(fixture: Path) -> list[dict[str, Any]]:
-    return case_tables(fixture)
+    return case_tables(fixture) if fixture.is_file() else []
 
 
 def _facts(case: dict[str, Any]) -> Iterator[str]:
@@ -207,9 +199,7 @@ def _listing(rules: Sequence[Rule], width: int) -> Iterator[str]:
 
     The depth stands beside the severity where it is more than the one that `check` reads by default.
     """
-    families: dict[tuple[bool, str], list[Rule]] = {}
-    for rule in rules:
-        families.setdefault((rule.live, rule.code[:3]), []).append(rule)
+    families = grouped(((rule.live, rule.code[:3]), rule) for rule in rules)
     for (is_live, family), members in sorted(families.items(), key=lambda item: (item[0][1] == "LIV", item[0])):
         yield f"{family}  {_RUNNING if is_live else FAMILIES.get(family, 'of a plug-in')}"
         marks = [_mark(rule) for rule in members]

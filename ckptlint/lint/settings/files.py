@@ -186,8 +186,12 @@ def _settings(file: Path, table: dict[str, Any], unread: tuple[str, ...]) -> Set
             options[key] = _severity(name, value)
         elif key in _KNOWN:
             options[key] = _option(name, value, _KNOWN[key])
+        elif key in _REFUSED:
+            raise ConfigError(f"{file}: {key} cannot be set in a file")
         elif key not in _TABLES:
-            raise ConfigError(_unknown(name, key))
+            near = nearest(key.replace("_", "-"), [*_KNOWN, *_TABLES])
+            more = f", did you mean {near}?" if near else "; `ckptlint config` lists them"
+            raise ConfigError(f"{file}: there is no setting {key!r}{more}")
     for key in ("baseline", "expect", "expect-hashes"):
         if key in options:
             options[key] = _anchored(file.parent, options[key])
@@ -200,15 +204,6 @@ def _settings(file: Path, table: dict[str, Any], unread: tuple[str, ...]) -> Set
         _of_tables(name, "rules", table),
         tuple(_texts(name, "plugins", table.get("plugins", []))),
         unread,
-    )
-
-
-def _unknown(file: str, key: str) -> str:
-    if key in _REFUSED:
-        return f"{file}: {key} cannot be set in a file"
-    near = nearest(key.replace("_", "-"), [*_KNOWN, *_TABLES])
-    return f"{file}: there is no setting {key!r}" + (
-        f", did you mean {near}?" if near else "; `ckptlint config` lists them"
     )
 
 

@@ -77,8 +77,8 @@ class Retention(Shown):
     @property
     def deletable(self) -> tuple[JudgedStep, ...]:
         """The steps that may be deleted, the newest first."""
-        is_sure = not self.refused and self.whole >= self.keep
-        return tuple(decision.step for decision in self.decisions if is_sure and not decision.kept_because)
+        decisions = self.decisions if not self.exit_code else ()
+        return tuple(decision.step for decision in decisions if not decision.kept_because)
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -90,8 +90,7 @@ class Retention(Shown):
         """How many steps may be deleted, and how many stay."""
         if self.whole < self.keep:
             return f"{plural(self.keep, 'whole step')} must stay; this run has {self.whole}"
-        gone = len(self.deletable)
-        return f"{gone} of {plural(len(self.decisions), 'step')} may be deleted"
+        return f"{len(self.deletable)} of {plural(len(self.decisions), 'step')} may be deleted"
 
     @property
     def exit_code(self) -> int:
@@ -101,11 +100,10 @@ class Retention(Shown):
     def rows(self) -> list[dict[str, Any]]:
         """A row for each step, the newest first: its name, path, verdict and why, bytes, and why it stays (or "")."""
         gone = {*self.paths}
-        return [
-            decision.step.row()
-            | {"stays": decision.kept_because or ("" if decision.step.path in gone else self.refused)}
-            for decision in self.decisions
-        ]
+        because = (
+            (made.step, made.kept_because or self.refused * (made.step.path not in gone)) for made in self.decisions
+        )
+        return [step.row() | {"stays": why} for step, why in because]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,10 +152,8 @@ def deletable(path: str, keep: int, judge: Judge, compare: Judge | None = None) 
         reasons[name] = reasons[name] or why
     unlinked = {**reasons}
     doubt = pointers.doubt or _follow(run, steps, reasons)
-    decisions = tuple(
-        Decision(judged_step, reasons[step.name]) for step, judged_step in zip(steps, judged, strict=True)
-    )
-    found = Retention(place, keep, len(whole), decisions)
+    decisions = map(Decision, judged, (reasons[step.name] for step in steps))
+    found = Retention(place, keep, len(whole), tuple(decisions))
     if not found.paths:
         return found
     relied_on = {step.name: stamps[step.name] for step in whole}
@@ -224,11 +220,9 @@ def _compared(
     """The verdicts once steps are compared with older ones, and the newest whole steps: `keep` of one name or fewer."""
     found, whole, forms = list(judged), list[Step](), [numberless(step.name) for step in steps]
     for at, (step, judged_step) in enumerate(zip(steps, judged, strict=True)):
-        if (
-            judged_step.verdict != "passes"
-            or is_newest(step.name)
-            or (whole and not is_alike(step.name, whole[0].name))
-        ):
+        if judged_step.verdict != "passes" or is_newest(step.name):
+            continue
+        if whole and not is_alike(step.name, whole[0].name):
             continue
         older = [(steps[n], judged[n]) for n in range(at + 1, len(steps)) if forms[n] == forms[at]]
         judged_step = _beside_older(step, judged_step, older, contents)
@@ -280,9 +274,8 @@ def _stays(steps: Sequence[Step], judged: Sequence[JudgedStep], whole: Sequence[
             reasons[step.name] = f"newer than {printable(whole[-1].name)}"
         else:
             reasons[step.name] = _own_reason(step, judged_step, whole[0])
-            if (
-                not reasons[step.name] and earliest < judged_step.written
-            ):  # few are: the newer ones are not gone through for each
+            # few are written later: the newer ones are not gone through for each
+            if not reasons[step.name] and earliest < judged_step.written:
                 reasons[step.name] = _of_clock(at, steps, judged)
         earliest = min(earliest, judged_step.written or inf)
     return reasons
@@ -322,14 +315,11 @@ def _holds_steps(folder: Folder, number: int, levels: int = LEVELS) -> bool:
 
 def _of_clock(at: int, steps: Sequence[Step], judged: Sequence[JudgedStep]) -> str:
     """Why the time of a step contradicts its number: a new run in the folder of an old one counts from 0 again."""
-    judged_step = judged[at]
-    for step, other in zip(steps[:at], judged[:at], strict=True):
-        if (
-            other.number > judged_step.number
-            and 0 < other.written < judged_step.written
-            and is_alike(step.name, steps[at].name)
-        ):
-            return f"it was written after {other.name}: perhaps two runs lie here"
+    here = judged[at]
+    for step, newer in zip(steps[:at], judged[:at], strict=True):
+        is_older = newer.number > here.number and 0 < newer.written < here.written
+        if is_older and is_alike(step.name, steps[at].name):
+            return f"it was written after {newer.name}: perhaps two runs lie here"
     return ""
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import Any, Literal, TypeVar
 
 from ckptlint.depth import Depth
@@ -42,11 +42,7 @@ StepVerdict = Literal["passes", "fails", "unfinished", "lacks parts", "not judge
 Judge = Callable[[str], Report]
 """What gives the report on the checkpoint at a path."""
 
-_DOUBTFUL: tuple[ProblemKind, ...] = (
-    "unsupported",
-    "limit",
-)  # kinds of problems that say nothing about the checkpoint itself
-
+_DOUBTFUL: tuple[ProblemKind, ...] = ("unsupported", "limit")  # they say nothing about the checkpoint itself
 
 LEVELS = 32
 """Folders below a step or beside the steps that are looked into; deeper ones are a doubt."""
@@ -132,9 +128,7 @@ class Search(Shown):
         """0 found, 4 a newer step might be it, 1 none passes, 3 there is none."""
         if not self.is_certain:
             return 4
-        if self.found is None:
-            return 1 if self.skipped else 3
-        return 0
+        return 0 if self.found else 1 if self.skipped else 3
 
 
 def runs_at(path: str) -> list[tuple[str, Folder]]:
@@ -154,9 +148,8 @@ def runs_at(path: str) -> list[tuple[str, Folder]]:
             there = ""
         if there:
             raise UnknownLayoutError(f"{there} is a checkpoint, not a run: use `ckptlint {there}`")
-        raise NothingToCheckError(
-            f"no step under {shown(path)}: looked for folders such as iter_*, step-*, checkpoint-*"
-        )
+        looked_for = "looked for folders such as iter_*, step-*, checkpoint-*"
+        raise NothingToCheckError(f"no step under {shown(path)}: {looked_for}")
     return [("/".join(filter(None, (path.rstrip("/") or "/", place))), run) for place, run in found]
 
 
@@ -199,8 +192,7 @@ def newest_good(
         for position, (stamp, judged) in enumerate(counted("steps", results_in_order(works), len(works))):
             if judged.hidden and judged.verdict == "passes":
                 judged = replace(judged, verdict="fails", why=judged.hidden)
-            older = steps[position + 1 :]
-            judged = with_parts(judged, steps[position], required, older)
+            judged = with_parts(judged, steps[position], required, steps[position + 1 :])
             if judged.verdict == "passes" and compare is not None:
                 judged = looked_closer(judged, compare)
             if judged.verdict == "passes" and not _is_still(path, steps[position], stamp):
@@ -296,7 +288,9 @@ def judge_step(step: Step, path: str, judge: Judge) -> JudgedStep:
     try:
         outcome = replace(outcome, written=step.folder.newest)
         if step_state(step.folder) == "unfinished":
-            why = step.run.lost_link(step.name) or _unfinished(outcome.written)
+            age = time.time() - outcome.written
+            when = f"; its newest file is {human_duration(age)} old" if outcome.written and age >= 0 else ""
+            why = step.run.lost_link(step.name) or f"its save did not finish{when}"
             outcome = replace(outcome.as_unfinished(why), size=_payload_bytes(step, path))
             what_is_there = verdict_of(judge(path)) if step.folder.entries else outcome
             if what_is_there.verdict == "fails":  # what is written last is there, and damaged
@@ -332,12 +326,6 @@ def _is_there(step: Step) -> bool:
         return False
 
 
-def _unfinished(written: float) -> str:
-    age = time.time() - written
-    when = f"; its newest file is {human_duration(age)} old" if written and age >= 0 else ""
-    return f"its save did not finish{when}"
-
-
 def verdict_of(report: Report) -> JudgedStep:
     """What a report says of the one step that it is about; names and number are the caller's."""
     checkpoints = [part.checkpoint for part in report.checkpoints]
@@ -345,18 +333,20 @@ def verdict_of(report: Report) -> JudgedStep:
     written = max((ckpt.times.newest for ckpt in checkpoints), default=0.0)
     outcome = JudgedStep(0, "", "", "passes", parts=parts_of(checkpoints), size=size, written=written)
     spare = _spare_exports(report)
-    of_exports = [
-        f"{lead.code} in the export {part.checkpoint.path.rpartition('/')[2]}, which the step can make again: "
-        f"{lead.title}"
-        for part in spare
-        for lead in _leads([part])
-        if report.is_failing(lead)
-    ]
+    of_exports = []
+    for part in spare:
+        where = f"in the export {part.checkpoint.path.rpartition('/')[2]}, which the step can make again"
+        of_exports += [f"{lead.code} {where}: {lead.title}" for lead in _leads([part]) if report.is_failing(lead)]
     report = replace(report, checkpoints=[part for part in report.checkpoints if part not in spare])
     checkpoints, leads = [part.checkpoint for part in report.checkpoints], _leads(report.checkpoints)
     is_copy = all(any(map(_says_copy, part.diagnostics)) for part in report.checkpoints)
-    failing = [lead for lead in leads if _fails(report, lead) or (is_copy and _says_copy(lead))]
-    failing.sort(key=lambda lead: -lead.severity)
+    failing = [
+        lead
+        for lead in sorted(leads, key=lambda lead: -lead.severity)
+        if report.is_failing(lead)
+        or (lead.severity == Severity.ERROR and lead.rule.after != "rules")  # also where no error fails the run
+        or (is_copy and _says_copy(lead))
+    ]
     odd = [lead for lead in leads if lead.severity == Severity.WARNING and lead not in failing]
     sentences = (*(f"{lead.code} {lead.title}" for lead in odd), *of_exports)
     outcome = replace(outcome, warnings=sentences, hidden=_hidden(report))
@@ -368,24 +358,16 @@ def verdict_of(report: Report) -> JudgedStep:
     if doubts:
         return replace(outcome, verdict="not judged", why=doubts[0])
     if failing and (is_wrong or not report.is_incomplete):
-        lead = failing[0]
-        more = f" (and {plural(len(failing) - 1, 'more finding')})" if len(failing) > 1 else ""
-        return replace(
-            outcome, verdict="fails", code=lead.code, why=f"{lead.severity.label} {lead.code} {lead.title}{more}"
-        )
+        lead, *others = failing
+        more = f" (and {plural(len(others), 'more finding')})" if others else ""
+        why = f"{lead.severity.label} {lead.code} {lead.title}{more}"
+        return replace(outcome, verdict="fails", code=lead.code, why=why)
     if report.is_incomplete:
-        reasons = [reason for part in report.checkpoints for reason in part.failed.values()]
-        return replace(
-            outcome, verdict="not judged", why=next(iter([*report.unreadable, *reasons]), "it cannot be read")
-        )
+        reasons = (reason for part in report.checkpoints for reason in part.failed.values())
+        return replace(outcome, verdict="not judged", why=next(chain(report.unreadable, reasons), "it cannot be read"))
     if report.not_found or not checkpoints:
         return replace(outcome, verdict="unfinished", why=next(iter(report.not_found), "it holds no checkpoint"))
     return outcome
-
-
-def _fails(report: Report, lead: Diagnostic) -> bool:
-    """Whether a finding makes a step one not to trust: an error does, also where none fails the run."""
-    return report.is_failing(lead) or (lead.severity == Severity.ERROR and lead.rule.after != "rules")
 
 
 def _says_copy(item: Diagnostic) -> bool:
@@ -415,9 +397,7 @@ def _hidden(report: Report) -> str:
 
 def steps_in(report: Report) -> list[JudgedStep]:
     """The steps in a report, the newest first; [] where it has one step or none."""
-    parts: dict[tuple[str, int], list[CheckpointReport]] = {
-        (path, number): [] for path, number, _ in report.unread_steps
-    }
+    parts: dict[tuple[str, int], list[CheckpointReport]] = {item[:2]: [] for item in report.unread_steps}
     for part in report.checkpoints:
         if (step := step_around(part.checkpoint)) is not None:
             parts.setdefault(step, []).append(part)
@@ -428,15 +408,12 @@ def steps_in(report: Report) -> list[JudgedStep]:
         unread = tuple(why for other, _, why in report.unread_steps if other == path)
         outcome = verdict_of(replace(report, checkpoints=members, not_found=(), unreadable=unread))
         outcome = replace(outcome, path=path, name=path.rpartition("/")[2], number=number)
-        judged.append((outcome, not unread and all(map(_is_finished, members))))
+        # whether the save ended, as `step_state` says it; what a step lacks beside others is outside of it
+        torn = (problem for part in members for problem in part.checkpoint.problems_of("incomplete"))
+        judged.append((outcome, not unread and all(problem.outside_checkpoint for problem in torn)))
     judged.sort(key=lambda pair: newness(pair[0].number, pair[0].name), reverse=True)
     judged.sort(key=lambda pair: pair[0].path.rpartition("/")[0])
     return [_beside_before(step, judged[at + 1 :]) for at, (step, _) in enumerate(judged)]
-
-
-def _is_finished(part: CheckpointReport) -> bool:
-    """Whether a save ended, as `step_state` says it; what a step lacks beside others is outside of it."""
-    return all(problem.outside_checkpoint for problem in part.checkpoint.problems_of("incomplete"))
 
 
 def _beside_before(judged: JudgedStep, older: Iterable[tuple[JudgedStep, bool]]) -> JudgedStep:
