@@ -68,13 +68,8 @@ def one_rule(context: click.Context, parameter: click.Parameter, incomplete: str
     """The rules whose code or name starts like this."""
     from click.shell_completion import CompletionItem
 
-    found = []
-    for code, name in rule_names():
-        if code.startswith(incomplete.upper()):
-            found.append(CompletionItem(code, help=name))
-        elif name.startswith(incomplete.lower()):
-            found.append(CompletionItem(name, help=code))
-    return found
+    names = ((code, name) if code.startswith(incomplete.upper()) else (name, code) for code, name in rule_names())
+    return [CompletionItem(word, help=told) for word, told in names if word.lower().startswith(incomplete.lower())]
 
 
 def one_page(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:

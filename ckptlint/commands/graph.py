@@ -81,16 +81,12 @@ def drawing(ckpt: Checkpoint, tensor: Tensor, axis: int | None) -> nx.DiGraph[st
     if axis is not None and not 0 <= axis < rank:
         axes = "no dims" if not rank else f"the dims 0 to {rank - 1}" if rank > 1 else "only dim 0"
         raise ConfigError(f"{tensor.fqn} has no dim {axis}: its shape {list(tensor.global_shape)} has {axes}")
-    cut = [a for a in range(rank) if len(tensor.tiling.intervals(a)) > 1 or _has_gap(tensor, a)]
+    intervals = [tensor.tiling.intervals(a).tolist() for a in range(rank)]
+    cut = [a for a in range(rank) if len(intervals[a]) > 1 or _gaps(intervals[a], tensor.global_shape[a])]
     graph: nx.DiGraph[str] = nx.DiGraph(fqn=tensor.fqn, dtype=tensor.dtype, shape=str(list(tensor.global_shape)))
     for a in [axis] if axis is not None else cut or list(range(min(rank, 1))):
         _add_axis(graph, ckpt, tensor, a)
     return graph
-
-
-def _has_gap(tensor: Tensor, axis: int) -> bool:
-    intervals = tensor.tiling.intervals(axis)
-    return bool(_gaps(intervals.tolist(), tensor.global_shape[axis]))
 
 
 def _gaps(intervals: list[list[int]], size: int) -> list[tuple[int, int]]:
@@ -106,7 +102,6 @@ def _gaps(intervals: list[list[int]], size: int) -> list[tuple[int, int]]:
 def _add_axis(graph: nx.DiGraph[str], ckpt: Checkpoint, tensor: Tensor, axis: int) -> None:
     """Add a node for each interval of an axis, and for each gap between them, and the edges from one to the next."""
     intervals, states = axis_graph(tensor.tiling, axis), chunk_states(ckpt, tensor)
-    size = tensor.global_shape[axis]
     nodes = sorted(intervals)
     graph.graph[f"dim {axis}"] = f"dim {axis} x {len(nodes)}"
     names = {node: f"{axis}:{node[0]}:{node[1]}" for node in nodes}
@@ -120,7 +115,7 @@ def _add_axis(graph: nx.DiGraph[str], ckpt: Checkpoint, tensor: Tensor, axis: in
     graph.add_edges_from((names[a], names[b]) for a, b in sorted(intervals.edges))
     ends = {stop: names[start, stop] for start, stop in reversed(nodes)}
     starts = {start: names[start, stop] for start, stop in reversed(nodes)}
-    for low, high in _gaps([list(node) for node in nodes], size):
+    for low, high in _gaps([list(node) for node in nodes], tensor.global_shape[axis]):
         before, after = ends.get(low, f"{axis}:{low}"), starts.get(high, f"{axis}:{high}")
         for name, at in ((before, low), (after, high)):
             if name not in graph:

@@ -20,9 +20,7 @@ if TYPE_CHECKING:
     from ckptlint.lint.steps.trust import Search
 
 SCHEMA = "ckptlint.latest/1"
-OF_REPORTS = (
-    "all-steps", "ascii", "color", "format", "max-per-rule", "output", "statistics", "verbose",
-)  # fmt: skip
+OF_REPORTS = ("all-steps", "ascii", "color", "format", "max-per-rule", "output", "statistics", "verbose")
 """The options of `check` that are about its report alone."""
 
 
@@ -75,25 +73,19 @@ def latest(run_dir: str, require: tuple[str, ...], before: int | None, answer: s
 
 def _exit_code(searches: Sequence[Search]) -> int:
     """The worst; of several runs no one is the answer, whatever they hold."""
-    codes = {search.exit_code for search in searches}
-    if not codes:
-        return 3
-    if len(searches) > 1:
-        codes.add(4)
-    return next((code for code in (4, 1, 3) if code in codes), 0)
+    return searches[0].exit_code if len(searches) == 1 else 4 if searches else 3
 
 
 def _table(searches: Sequence[Search], top: str) -> str:
     """What was skipped and what was found in each of several runs, which are named from the folder above them."""
     from ckptlint.model.text import table
 
-    found = ((s.run.removeprefix(f"{top.rstrip('/')}/"), s.found.name if s.found else "none", s) for s in searches)
-    rows = [(run, newest, "; ".join(_skipped(search))) for run, newest, search in found]
+    rows = []
+    for search in searches:
+        skipped = [f"{step.name} {step.verdict}{f' ({step.code})' if step.code else ''}" for step in search.skipped]
+        newest = search.found.name if search.found else "none"
+        rows.append((search.run.removeprefix(f"{top.rstrip('/')}/"), newest, "; ".join(skipped)))
     return table(rows, ("run", "newest good step", "newer steps, skipped"))
-
-
-def _skipped(search: Search) -> list[str]:
-    return [f"{step.name} {step.verdict}{f' ({step.code})' if step.code else ''}" for step in search.skipped]
 
 
 def _as_json(searches: Sequence[Search]) -> str:

@@ -20,15 +20,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckptlint.commands.check import emitter, judge, requested
-from ckptlint.commands.shared import (
-    ENVIRONMENT,
-    WithSettings,
-    check_options,
-    progress,
-    say,
-    show_text,
-    write_file,
-)
+from ckptlint.commands.shared import ENVIRONMENT, WithSettings, check_options, progress, say, show_text, write_file
 from ckptlint.errors import CkptlintError, ConfigError, NothingToCheckError
 from ckptlint.lint.steps.trust import JudgedStep, judge_step, with_parts
 from ckptlint.loaders.events import Event, events, is_vanishing, steps_in_run
@@ -69,13 +61,7 @@ def _seconds(_context: click.Context, _param: click.Parameter, value: str) -> fl
 @click.option("--jsonl", is_flag=True, help="Print one line of JSON for each step, in place of the reports.")
 @check_options(but=["all-steps", "before"])
 def watch(
-    run_dir: str,
-    interval: float,
-    stale: float,
-    once: bool,
-    command: str | None,
-    jsonl: bool,
-    **options: Any,
+    run_dir: str, interval: float, stale: float, once: bool, command: str | None, jsonl: bool, **options: Any
 ) -> None:
     """Check each step of a running job once, as soon as it is finished.
 
@@ -91,8 +77,10 @@ def watch(
     emit_pass = emit if options["verbose"] else emitter(options | {"quiet": options["quiet"] or 1}, prints=not jsonl)
     request = requested(options, "job")
     open_run = partial(run_at, run_dir)
-    if not once:
-        _wait_for(run_dir, interval)
+    if not once and not is_url(run_dir) and not os.path.lexists(run_dir):  # the job makes it when it starts
+        say(f"{shown(run_dir)} does not exist yet: waiting for it, looks every {interval:g} s")
+        while not os.path.lexists(run_dir):
+            time.sleep(interval)
     if not options["quiet"]:
         say(_banner(open_run(), shown(run_dir), interval, stale, once))
     codes: list[int] = []
@@ -144,15 +132,6 @@ def _sum(codes: Sequence[int]) -> str:
     counts = {"passed": codes.count(0), "failed": codes.count(1), "not judged": codes.count(3) + codes.count(4)}
     sums = ", ".join(f"{count:,} {word}" for word, count in counts.items() if count)
     return f"{plural(len(codes), 'step')}: {sums}" if codes else "no step is finished"
-
-
-def _wait_for(run_dir: str, interval: float) -> None:
-    """Wait for a folder that the job makes when it starts; on a store there are no folders to wait for."""
-    if is_url(run_dir) or os.path.lexists(run_dir):
-        return
-    say(f"{shown(run_dir)} does not exist yet: waiting for it, looks every {interval:g} s")
-    while not os.path.lexists(run_dir):
-        time.sleep(interval)
 
 
 def _banner(run: Folder, name: str, interval: float, stale: float, once: bool) -> str:

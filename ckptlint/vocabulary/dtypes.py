@@ -107,7 +107,6 @@ Source:
 ENCODINGS: Mapping[str, Encoding] = {name: dtype.encoding for name, dtype in DTYPES.items() if dtype.encoding}
 """How the floating dtypes write numbers."""
 
-
 INTEGERS = frozenset(dtype for dtype in DTYPES if "int" in dtype)
 """Dtypes of whole numbers, in which the codes of quantised weights are stored."""
 
@@ -153,7 +152,7 @@ def loses(stored: str, target: str) -> bool:
     bits = {"bool": 1}.get(stored, ITEM_BITS[stored] - (not stored.startswith("uint")))
     if target in _EXACT:
         return bits > _EXACT[target][0]
-    is_signed = stored not in ("bool",) and not stored.startswith("uint")
+    is_signed = stored != "bool" and not stored.startswith("uint")
     return bits > ITEM_BITS[target] - (not target.startswith("uint")) or (is_signed and target.startswith("uint"))
 
 
@@ -162,7 +161,6 @@ FLOATS = frozenset(dtype for dtype in ITEM_BITS if "float" in dtype)
 
 FORMS: Mapping[str, str] = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}
 """dtype -> how `struct` packs one value of it, for those in which optimizers count their steps."""
-
 
 TORCH_NAME = lazy_pattern(
     r"(b?float|complex|u?int|bits|q?u?int)\d[\w]*|bool|half|float|double|short|int|long|cfloat|cdouble"

@@ -76,9 +76,8 @@ _COMPONENTS = frozenset({"query", "key", "value", "z", "beta", "alpha"})
 _TOKEN_TABLES = (["shared"], ["embed_in"], ["embeddings"], ["additional_embedding"])
 
 _CLASSES: dict[str, KeyFunction] = {
-    **dict.fromkeys(
-        ("word_embeddings", "embed_tokens", "tok_embeddings", "wte", "embed", "token_embedding"), "embedding"
-    ),
+    **dict.fromkeys(("word_embeddings", "embed_tokens", "tok_embeddings"), "embedding"),
+    **dict.fromkeys(("wte", "embed", "token_embedding"), "embedding"),
     **dict.fromkeys(("output_layer", "lm_head", "head", "output"), "output"),
     **dict.fromkeys(("router", "expert_bias", "e_score_correction_bias"), "router"),
     **dict.fromkeys(("linear_qkv", "qkv_proj", "c_attn", "query_key_value", "wqkv", "qkv"), "qkv"),
@@ -86,26 +85,11 @@ _CLASSES: dict[str, KeyFunction] = {
     **dict.fromkeys(("k_proj", "wk", "k", "linear_k"), "k"),
     **dict.fromkeys(("v_proj", "wv", "v", "linear_v"), "v"),
     **dict.fromkeys(("linear_proj", "o_proj", "wo", "out_proj"), "attn_out"),
-    **dict.fromkeys(
-        (
-            "linear_fc1",
-            "gate_up_proj",
-            "gate_and_up_projs",
-            "w13",
-            "gate_proj",
-            "up_proj",
-            "w1",
-            "w3",
-            "fc1",
-            "gate_up",
-            "up",
-        ),
-        "mlp_in",
-    ),
+    **dict.fromkeys(("linear_fc1", "gate_up_proj", "gate_and_up_projs", "w13", "gate_proj", "up_proj"), "mlp_in"),
+    **dict.fromkeys(("w1", "w3", "fc1", "gate_up", "up"), "mlp_in"),
     **dict.fromkeys(("linear_fc2", "down_proj", "down_projs", "w2", "fc2", "down"), "mlp_out"),
     **dict.fromkeys(("in_proj", "conv1d", "A_log", "dt_bias"), "linear_attn"),
 }
-
 
 NEVER_ZERO: frozenset[KeyFunction] = frozenset({"q", "k", "v", "qkv", "mlp_in", "embedding", "output"})
 """What no model starts with one value in; projections back into the residual stream do in some.
@@ -120,7 +104,6 @@ COMPUTED = frozenset(
     | {"num_batches_tracked", "running_mean", "running_var", "num_updates"}
 )
 """Last parts of the names of buffers that a module computes from its configuration, or counts in."""
-
 
 MASTER_COPIES = ("param", "fp32_param", "main_param", "master_param")
 
@@ -230,19 +213,8 @@ def _model_key(fqn: str, scope: tuple[str, ...], parts: list[str]) -> Key:
         component = last
     elif last.endswith(("_w", "_v")) and last[:-2].startswith(("weight", "bias")):
         component = last[-1]
-    return Key(
-        fqn=fqn,
-        kind="model",
-        scope=scope,
-        path=".".join(parts),
-        block=block,
-        layer=layer,
-        expert=expert,
-        in_experts=in_experts,
-        component=component,
-        role=".".join(shown),
-        function=_function_of(parts, in_experts),
-    )
+    path, role_, function = ".".join(parts), ".".join(shown), _function_of(parts, in_experts)
+    return Key(fqn, "model", scope, path, block, layer, expert, in_experts, component, role_, function)
 
 
 def _function_of(parts: list[str], in_experts: bool) -> KeyFunction:
@@ -311,14 +283,13 @@ def module_path(key: Key) -> tuple[str, ...]:
 
 def layer_number(fqn: str) -> int | None:
     """The number of the layer in a key, or else its first number; None without one."""
-    layer = parse(fqn).layer
-    return layer if isinstance(layer, int) else next(iter(numbers_in(fqn)), None)
+    return layer if (layer := parse(fqn).layer) is not None else next(iter(numbers_in(fqn)), None)
 
 
 def inside_layer(key: Key) -> tuple[str, ...]:
     """The parts of a path after the layer number."""
-    parts = key.path.split(".")[len(key.block.split(".")) :] if key.block else key.path.split(".")
-    return tuple(parts[1:] if key.layer is not None else parts)
+    before = len(key.block.split(".")) if key.block else 0
+    return tuple(key.path.split(".")[before + (key.layer is not None) :])
 
 
 def is_token_table(key: Key) -> bool:

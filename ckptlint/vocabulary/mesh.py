@@ -10,10 +10,7 @@ AXES = ("tp", "pp", "vpp", "cp", "ep", "etp", "dp", "world")
 
 
 def read_topology(
-    declared: Mapping[str, Declared],
-    objects: ObjectTable,
-    writers: SavePlans | None,
-    ranks: Iterable[int] = (),
+    declared: Mapping[str, Declared], objects: ObjectTable, writers: SavePlans | None, ranks: Iterable[int] = ()
 ) -> dict[str, AxisSize]:
     """Axis -> size and source: what the metadata counts (`metadata`) beats what the job declared, guesses come last.
 
@@ -37,9 +34,8 @@ def read_topology(
             sizes["world"] = AxisSize(shape[0], "metadata")
     if writers is not None:
         sizes["world"] = AxisSize(writers.world_size, "metadata")
-    numbers = list(ranks)
-    if "world" not in sizes and numbers:
-        sizes["world"] = AxisSize(max(numbers) + 1, "files")
+    if "world" not in sizes and (highest := max(ranks, default=-1)) >= 0:
+        sizes["world"] = AxisSize(highest + 1, "files")
     if "dp" not in sizes and {"world", "tp", "pp"} <= sizes.keys() and sizes["world"].source != "files":
         model_parallel = sizes["tp"].size * sizes["pp"].size * (sizes["cp"].size if "cp" in sizes else 1)
         if sizes["world"].size % model_parallel == 0:
@@ -49,8 +45,5 @@ def read_topology(
 
 def axes_of_size(topology: Mapping[str, AxisSize], size: int) -> list[str]:
     """Names of the axes that have this size, in the order tp, pp, cp, ep, etp, dp; guesses and world left out."""
-    return [
-        axis
-        for axis in AXES
-        if axis not in ("world", "vpp") and axis in topology and topology[axis].size == size and size > 1
-    ]
+    of_size = {axis for axis, found in topology.items() if found.size == size > 1} - {"world", "vpp"}
+    return [axis for axis in AXES if axis in of_size]

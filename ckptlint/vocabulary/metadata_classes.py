@@ -9,28 +9,18 @@ from ckptlint.vocabulary.frameworks import world
 _CHECKPOINT = "torch.distributed.checkpoint"
 _OLD = "torch.distributed._shard"
 _MCORE = "megatron.core.dist_checkpointing.strategies.torch"
-_STORAGE_WRITERS = (
-    f"{_CHECKPOINT}.filesystem",
-    f"{_OLD}.checkpoint.filesystem",
-    *world().storage_writers,
-)
+_PACKAGES = (_CHECKPOINT, f"{_OLD}.checkpoint")  # torch 1.13 wrote the second
+_STORED = ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "MetadataIndex")
+_PLANNED = ("SavePlan", "WriteItem", "TensorWriteData", "BytesIOWriteData")
+_STORAGE_WRITERS = (*(f"{package}.filesystem" for package in _PACKAGES), *world().storage_writers)
 
 METADATA_CLASSES: Mapping[tuple[str, str], str] = {
-    **{
-        (f"{package}.metadata", name): name
-        for package in (_CHECKPOINT, f"{_OLD}.checkpoint")  # torch 1.13 wrote the second
-        for name in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata")
-    },
-    **{(f"{package}.metadata", "MetadataIndex"): "MetadataIndex" for package in (_CHECKPOINT, f"{_OLD}.checkpoint")},
+    **{(f"{package}.metadata", name): name for package in _PACKAGES for name in _STORED},
     (f"{_CHECKPOINT}.metadata", "TensorProperties"): "TensorProperties",
     (f"{_OLD}.sharded_tensor.metadata", "TensorProperties"): "TensorProperties",  # torch <= 2.2
     (f"{_CHECKPOINT}.metadata", "StorageMeta"): "StorageMeta",
-    **{(module, "_StorageInfo"): "_StorageInfo" for module in _STORAGE_WRITERS},
-    **{(module, "_StoragePrefix"): "_StoragePrefix" for module in _STORAGE_WRITERS},
-    **{
-        (f"{_CHECKPOINT}.planner", name): name
-        for name in ("SavePlan", "WriteItem", "TensorWriteData", "BytesIOWriteData")
-    },
+    **{(module, name): name for module in _STORAGE_WRITERS for name in ("_StorageInfo", "_StoragePrefix")},
+    **{(f"{_CHECKPOINT}.planner", name): name for name in _PLANNED},
     (_MCORE, "MCoreMetadata"): "Metadata",  # megatron-core 0.15 and 0.16.0rc0
     (_MCORE, "MCoreSavePlan"): "SavePlan",  # megatron-core 0.11 - 0.15
 }

@@ -31,8 +31,7 @@ def rank_of(file: str) -> int | None:
     """
     if match := _PAYLOAD.search(file):
         return int(match[1])
-    match = _SHARD.fullmatch(file)
-    return int(match[1]) - 1 if match else None
+    return int(match[1]) - 1 if (match := _SHARD.fullmatch(file)) else None
 
 
 def ranks_in(files: Iterable[str]) -> tuple[int, ...]:

@@ -10,7 +10,6 @@ from typing import Any
 
 Run = tuple[int, int]
 """A half-open range [start, stop) of indices of one dim."""
-
 Runs = tuple[Run, ...]
 
 
@@ -46,13 +45,9 @@ def runs(
         if dim is None:
             continue
         pieces, place = mesh_shape[mesh_dim], coordinate[mesh_dim]
-        split = getattr(placement, "split_factor", None)
-        if split is None:
-            runs_by_dim[dim] = _take(runs_by_dim[dim], _piece((0, _length(runs_by_dim[dim])), pieces, place))
-        else:
-            whole = (0, _length(runs_by_dim[dim]))
-            parts = [_take(runs_by_dim[dim], _piece(_piece(whole, split, i), pieces, place)) for i in range(split)]
-            runs_by_dim[dim] = _joined(run for part in parts for run in part)
+        whole, split = (0, _length(runs_by_dim[dim])), getattr(placement, "split_factor", 1)
+        parts = [_take(runs_by_dim[dim], _piece(_piece(whole, split, i), pieces, place)) for i in range(split)]
+        runs_by_dim[dim] = _joined(run for part in parts for run in part)
     return tuple(runs_by_dim)
 
 

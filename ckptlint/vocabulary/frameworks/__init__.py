@@ -221,8 +221,7 @@ def read_framework(name: str, text: str) -> World:
 
 @lru_cache(2**16)
 def _step(name: str) -> tuple[Steps, re.Match[str]] | None:
-    found = ((steps, steps.pattern.fullmatch(name)) for steps in world().steps)
-    return next(((steps, match) for steps, match in found if match is not None), None)
+    return next(((steps, match) for steps in world().steps if (match := steps.pattern.fullmatch(name))), None)
 
 
 def step_number(name: str) -> int | None:
@@ -231,8 +230,7 @@ def step_number(name: str) -> int | None:
     >>> step_number("iter_0000010"), step_number("step-500"), step_number("model")
     (10, 500, None)
     """
-    found = _step(name)
-    return int(found[1][1]) if found else None
+    return int(found[1][1]) if (found := _step(name)) else None
 
 
 def steps_like(name: str) -> tuple[str, Steps] | None:
@@ -255,8 +253,7 @@ def beside_step(name: str) -> tuple[str, ...]:
     >>> beside_step("iter_0000010"), beside_step("step-500")
     (('energon',), ())
     """
-    found = _step(name)
-    return found[0].beside if found else ()
+    return found[0].beside if (found := _step(name)) else ()
 
 
 def is_newest(name: str) -> bool:

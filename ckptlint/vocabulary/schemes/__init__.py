@@ -73,12 +73,12 @@ class Scheme:
 @cache
 def schemes() -> tuple[Scheme, ...]:
     """All of them, by name."""
+
+    def read(file: Path, text: str) -> Scheme:
+        return made_of(Scheme, file.name, toml_table(file.name, text), name=file.stem)
+
     files = sorted(Path(__file__).parent.glob("*.toml"))
-    return tuple(own_file(file, partial(_scheme, file)) for file in files)
-
-
-def _scheme(file: Path, text: str) -> Scheme:
-    return made_of(Scheme, file.name, toml_table(file.name, text), name=file.stem)
+    return tuple(own_file(file, partial(read, file)) for file in files)
 
 
 @cache
