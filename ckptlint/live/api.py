@@ -31,7 +31,7 @@ from ckptlint.lint.report import Report
 from ckptlint.live.collect.limit import Limit, OutOfTime, readable
 from ckptlint.live.compare import fingerprints as fp
 from ckptlint.live.compare import protocol
-from ckptlint.live.compare.gate import Gate, Passage, aside
+from ckptlint.live.compare.gate import Gate, aside
 from ckptlint.live.compare.group import GroupBroken, RankGroup, Solo, TorchGroup, new_torch_group
 from ckptlint.model import RankFinding, RankTable
 from ckptlint.model.text import named_ranks, plural, printable, shape_text, texts
@@ -151,7 +151,7 @@ class Live:
         started = time.monotonic()
         options = {"digest": digest, "on_error": on_error, "on_incomplete": on_incomplete}
         local = self._input(state_dict, name, options | {"ignore": ignore, "expect": expect}, resolve_stateful)
-        local = _with_time(local, started)
+        local = replace(local, milliseconds=int((time.monotonic() - started) * 1000))
         path = f"state dict {name}".rstrip()
 
         def compared() -> Report:
@@ -184,11 +184,7 @@ class Live:
         return self.refusal
 
     def _input(
-        self,
-        state_dict: State,
-        tag: str,
-        options: Mapping[str, Any],
-        resolve_stateful: bool,
+        self, state_dict: State, tag: str, options: Mapping[str, Any], resolve_stateful: bool
     ) -> protocol.RankInput:
         """The local phase: everything that can fail, before any other rank is waited for."""
         try:
@@ -254,7 +250,9 @@ class Live:
             try:
                 passage = gate.enter(tag, self.timeout, veto, repeats, is_main)
                 if not passage.go:
-                    return self._absence(passage)
+                    first = min(set(range(self.group.world)) - set(passage.absent))
+                    absent = f"{named_ranks(passage.absent)} did not come within {self.timeout:g} s"
+                    return Absence(f"nothing was compared: {passage.reason or absent}", first)
                 with gate.in_turn(passage, self.timeout), stream:
                     self.group.begin(self.timeout)
                     return work()
@@ -262,14 +260,6 @@ class Live:
                 return Absence(self.give_up(error), is_shared=False)
 
         return aside(pass_and_work)
-
-    def _absence(self, passage: Passage) -> Absence:
-        if passage.reason:
-            return Absence(f"nothing was compared: {passage.reason}")
-        first = min(set(range(self.group.world)) - set(passage.absent))
-        return Absence(
-            f"nothing was compared: {named_ranks(passage.absent)} did not come within {self.timeout:g} s", first
-        )
 
     def end_alike(self, tag: str, failure: str) -> str:
         """What one rank failed in after the work, on all ranks that came in time; "" where none did.
@@ -295,8 +285,7 @@ class Live:
             return True
 
     def _incomplete(self, path: str, absence: Absence, how: OnError) -> Report:
-        finding = RankFinding(-1, "", "LIV211", absence.text, voids="check")
-        report = judge_ranks(protocol.no_table(self.group.world, finding), path, 0.0)
+        report = judge_ranks(protocol.voided(self.group.world, "LIV211", absence.text), path, 0.0)
         if how == "raise" and absence.is_shared:
             raise LiveError(report, text_for(report, self.group.rank, REFUSED, absence.first))
         warn(lambda: text_for(report, self.group.rank, first=absence.first), stacklevel=4)
@@ -385,9 +374,8 @@ def rank_and_world() -> tuple[int, int]:
     """Rank and number of ranks; (0, 1) without torch.distributed."""
     import torch.distributed as dist
 
-    if not dist.is_available() or not dist.is_initialized():
-        return 0, 1
-    return dist.get_rank(), dist.get_world_size()
+    is_job = dist.is_available() and dist.is_initialized()
+    return (dist.get_rank(), dist.get_world_size()) if is_job else (0, 1)
 
 
 def _can_nccl(backend: str) -> bool:
@@ -503,15 +491,10 @@ def installed() -> Live:
 # ---------------------------------------------------------------- the verdict
 
 
-@functools.cache
-def _rules() -> tuple[Any, ...]:
-    return tuple(rule for rule in load_rules() if rule.live)
-
-
 @paused_gc()
 def judge_ranks(table: RankTable, path: str, seconds: float) -> Report:
     """The report on what ranks hold: the same words, severities and formats as for files."""
-    rules = _rules()
+    rules = tuple(rule for rule in load_rules() if rule.live)
     part = run_rules(as_checkpoint(table, path), rules, Depth.METADATA)
     part.diagnostics[:] = [replace(item, finding=with_alike(item.finding, table)) for item in part.diagnostics]
     part.seconds.clear()  # they differ between ranks, and the report must not
@@ -527,11 +510,7 @@ def as_text(report: Report) -> str:
 
 
 def text_for(report: Report, rank: int, end: str = "", first: int = 0) -> str:
-    """What a rank prints of a report that is the same on all: the first one all of it, each other one a line.
-
-    Args:
-        end: one more sentence.
-    """
+    """What a rank prints of a report that is the same on all: the first all of it, others a line; then the end."""
     if rank == first:
         return as_text(report) + (f"{end}\n" if end else "")
     from ckptlint.model.text import inert
@@ -597,9 +576,7 @@ def _digests(
         return out, False, []
     limit.extend(time.monotonic() - started)  # it grows with memory that is there, much alike on all ranks
     left |= {i for i, is_known in zip(tensors, known, strict=True) if not is_known}
-    for i in compared:
-        if rank_chunks[i].kind != "object":
-            continue
+    for i in (i for i in compared if rank_chunks[i].kind == "object"):
         value = rank_chunks[i].data
         if type(value) is argparse.Namespace:
             items = vars(value).items()
@@ -620,14 +597,10 @@ def _late_digests(rank_chunks: Sequence[Any], patterns: Sequence[str], rows: Int
 
     out = np.zeros(len(rows), np.uint64)
     is_unequal = _unequal(patterns)
-    data = [rank_chunks[i].data for i in rows.tolist()]
-    at = [
-        i
-        for i, row in enumerate(rows.tolist())
-        if isinstance(data[i], torch.Tensor) and not is_unequal(rank_chunks[row].fqn, data[i])
-    ]
+    chunks = [(i, rank_chunks[row]) for i, row in enumerate(rows.tolist())]
+    compared = {i: c.data for i, c in chunks if isinstance(c.data, torch.Tensor) and not is_unequal(c.fqn, c.data)}
     with suppress(Exception):
-        out[at], _ = _tensor_digests([data[i] for i in at])
+        out[[*compared]], _ = _tensor_digests([*compared.values()])
     return out
 
 
@@ -686,15 +659,12 @@ def _against(rank_chunks: Sequence[Any], expect: Mapping[str, Any], rank: int) -
     findings = []
     for item in rank_chunks:
         shape, dtype = expect.get(item.fqn, (None, None))
-        if (shape is not None and tuple(item.shape) != shape) or (dtype is not None and item.dtype != dtype):
-            wanted = f"{dtype or item.dtype} {shape_text(item.shape if shape is None else shape)}"
+        shape, dtype = item.shape if shape is None else shape, item.dtype if dtype is None else dtype
+        if (shape, dtype) != (tuple(item.shape), item.dtype):
+            wanted = f"{dtype or item.dtype} {shape_text(shape)}"
             text = f"the shape or dtype{{of}} is {item.dtype} {shape_text(item.shape)}, not {wanted} as expected"
             findings.append(RankFinding(rank, item.fqn, "LIV208", text))
     return findings
-
-
-def _with_time(local: protocol.RankInput, started: float) -> protocol.RankInput:
-    return replace(local, milliseconds=int((time.monotonic() - started) * 1000))
 
 
 def raise_foreign(error: BaseException | None) -> None:

@@ -70,17 +70,12 @@ class _Sums:
 
     def places(self, fqns: Sequence[str]) -> list[int]:
         """The row of each key, -1 for one that no rank holds."""
-        wanted = fp.numbers(fqns, self.salt)
-        at = np.minimum(np.searchsorted(self.key, wanted), max(len(self.key) - 1, 0))
-        found = self.key[at] == wanted if len(self.key) else np.zeros(len(wanted), bool)
-        return [int(i) if here else -1 for i, here in zip(at, found, strict=True)]
+        rows = {key: row for row, key in enumerate(self.key.tolist())}
+        return [rows.get(key, -1) for key in fp.numbers(fqns, self.salt).tolist()]
 
     def digest(self, row: int, volume: int) -> int | None:
         """The digest of the whole tensor; None where no set of owners holds each element once."""
-        for column in range(2):
-            if self.counts[row, column] == volume:
-                return int(self.digests[row, column])
-        return None
+        return next((int(self.digests[row, i]) for i in range(2) if self.counts[row, i] == volume), None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,12 +121,10 @@ def _entries(sums: _Sums, described: Mapping[str, SealEntry]) -> tuple[dict[str,
     entries, skipped = {}, {}
     seeds = _seeds(described)
     for (fqn, entry), row, seed in zip(described.items(), sums.places(list(described)), seeds, strict=True):
-        reason, digest = _unlike(sums, fqn, row, seed), None
-        if not reason:
-            digest = sums.digest(row, int(np.prod(entry.shape, dtype=object)))
-            reason = "" if digest is not None else _OWNERS
-        if digest is None:
+        if reason := _unlike(sums, fqn, row, seed):
             skipped[fqn] = reason
+        elif (digest := sums.digest(row, int(np.prod(entry.shape, dtype=object)))) is None:
+            skipped[fqn] = _OWNERS
         else:
             entries[fqn] = replace(entry, digest=digest)
     return entries, skipped
@@ -251,13 +244,11 @@ def check_loaded(
         live, state_dict, tag, ignore, resolve_stateful, lambda sums: _against(live, sums, Path(path)), True
     )
     if isinstance(outcome, str):
-        report = api.judge_ranks(
-            protocol.no_table(live.group.world, RankFinding(-1, "", "LIV211", outcome, voids="check")), name, 0.0
-        )
+        table, seconds = protocol.voided(live.group.world, "LIV211", outcome), 0.0
     else:
-        findings, compared = outcome
-        table = replace(compared.table, findings=(*compared.table.findings, *findings))
-        report = api.judge_ranks(table, name, compared.seconds)
+        table, seconds = outcome[1].table, outcome[1].seconds
+        table = replace(table, findings=(*table.findings, *outcome[0]))
+    report = api.judge_ranks(table, name, seconds)
     if report.fails and on_error != "warn" and live.all_raise(tag, True):
         raise api.LiveError(report, api.text_for(report, live.group.rank))
     if report.fails or report.is_incomplete:
@@ -447,12 +438,9 @@ def _against(live: api.Live, sums: _Sums, path: Path) -> list[RankFinding]:
         reasons = "; ".join(f"{plural(number, 'key')} {why}" for why, number in left.items() if number)
         text = f"nothing was compared with the seal: {reasons or 'it has no keys'}"
         return [RankFinding(-1, "", "LIV211", text, voids="check")]
+    counted = {why: f"{number:,} key{'s were' if number > 1 else ' was'}" for why, number in left.items() if number}
     findings = [
-        RankFinding(
-            -1, "", "LIV213", f"{number:,} key{'s were' if number > 1 else ' was'} not compared with the seal: {why}"
-        )
-        for why, number in left.items()
-        if number
+        RankFinding(-1, "", "LIV213", f"{number} not compared with the seal: {why}") for why, number in counted.items()
     ]
     return findings + (_differing(live, sums, names, digests, different) if different else [])
 
@@ -507,7 +495,6 @@ def _differing(
         sentence += f"sealed {int(sealed[row]) & MASK:016x}"
         findings += [RankFinding(rank, fqn, "LIV304", sentence) for rank in np.flatnonzero(holds[:, place]).tolist()]
     if more := len(different) - len(rows):
-        findings.append(
-            RankFinding(-1, "", "LIV304", f"the loaded values of {more:,} more keys differ from the sealed ones")
-        )
+        sentence = f"the loaded values of {more:,} more keys differ from the sealed ones"
+        findings.append(RankFinding(-1, "", "LIV304", sentence))
     return findings

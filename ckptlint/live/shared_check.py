@@ -21,6 +21,7 @@ import numpy as np
 
 from ckptlint.depth import Depth
 from ckptlint.errors import AccessError, CkptlintError, ConfigError, NothingToCheckError
+from ckptlint.grouping import grouped
 from ckptlint.live.compare.group import GroupBroken, RankGroup, Solo, new_torch_group
 from ckptlint.loaders.checkpoint import open_checkpoint
 from ckptlint.loaders.discover import find
@@ -115,7 +116,9 @@ class SharedCheck:
         if view.problems:
             # each sees something else: the reading cannot be shared
             if self.rank == 0:
-                for found in view.found or [_raised(view.reason)]:
+                if not view.found:
+                    raise AccessError(f"other ranks see a checkpoint, rank 0 does not: {view.reason}")
+                for found in view.found:
                     ckpt = open_checkpoint(found, depth.looks_at_files)
                     yield found, replace(ckpt, problems=[*ckpt.problems, *view.problems])
             return
@@ -192,17 +195,16 @@ class SharedCheck:
         hosts = [answer[0] for answer in answers]
         problems = []
         for name in names:
-            by_view: dict[str, list[int]] = {}
+            views: list[tuple[str, int]] = []
             for rank, (_, hashes, differing, count) in enumerate(answers):
                 number, sentence = hashes[name]
-                seen_as = sentence or (f"hash {number:014x}" if number >= 0 else "absent")
-                if name == "the listing":
-                    seen_as = sentence or _listed(differing, count, files)
-                by_view.setdefault(seen_as, []).append(rank)
-            detail = tuple(
-                f"{named_ranks(ranks)} ({', '.join(dict.fromkeys(hosts[rank] for rank in ranks))}): {text}"
-                for text, ranks in by_view.items()
-            )
+                hashed = f"hash {number:014x}" if number >= 0 else "absent"
+                views.append(
+                    (sentence or (_listed(differing, count, files) if name == "the listing" else hashed), rank)
+                )
+            by_view = grouped(views)
+            on = {text: ", ".join(dict.fromkeys(hosts[rank] for rank in ranks)) for text, ranks in by_view.items()}
+            detail = tuple(f"{named_ranks(ranks)} ({on[text]}): {text}" for text, ranks in by_view.items())
             what = {"path": "a different checkpoint", "the listing": "different files"}.get(name, f"a different {name}")
             others = [rank for text, ranks in list(by_view.items())[1:] for rank in ranks] or [0]
             sentence = f"{named_ranks(others)} {verb(len(others), 'sees')} {what} from rank 0"
@@ -246,8 +248,6 @@ class SharedCheck:
 
 
 _HINT = "compare the mounts and the clocks of these hosts; --settle 60 waits for a slow network file system"
-
-
 _PLACE = (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
 
 
@@ -297,9 +297,8 @@ def joined(every_node: bool, settle: float, waiting: Callable[[str], None]) -> I
             "several ranks need torch to talk to each other, and it is not installed; without a GPU: "
             "pip install torch --index-url https://download.pytorch.org/whl/cpu"
         ) from None
-    others = (
-        f"rank 0 of {world:,}" if rank else f"the other {plural(world - 1, 'rank')}" if world > 2 else "the other rank"
-    )
+    others = f"the other {plural(world - 1, 'rank') if world > 2 else 'rank'}"
+    others = f"rank 0 of {world:,}" if rank else others
     place = printable(f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}")
     sentence = f"rank {rank:,} waits for {others} at {place}, for at most {human_duration(_PATIENCE)}"
     timer = Timer(_SILENT, waiting, [sentence])
@@ -369,10 +368,6 @@ def _short(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "little")
 
 
-def _raised(reason: str) -> CheckpointPlace:
-    raise AccessError(f"other ranks see a checkpoint, rank 0 does not: {reason}")
-
-
 def _listed(differing: Mapping[str, int], count: int, files: Mapping[str, int]) -> str:
     """The files that a rank sees otherwise than rank 0."""
     if not count:
@@ -396,16 +391,13 @@ def shares(ckpt: Checkpoint, count: int, by_file: bool) -> list[IntArray]:
     """
     records = ckpt.records
     order = np.lexsort((records.byte_offset, records.file))
-    size = np.maximum(records.byte_length[order], 1)
+    size = np.maximum(records.byte_length[order], 1).astype(float)
+    # the place of the record, or of its file, among those that are shared out
+    unit = records.file[order] if by_file else np.arange(len(order))
     if by_file:
-        files = np.bincount(records.file, weights=np.maximum(records.byte_length, 1), minlength=len(ckpt.files))
-        end = np.cumsum(files)
-        middle = (end - files / 2)[records.file[order]]
-        total = float(end[-1]) if len(end) else 0.0
-    else:
-        end = np.cumsum(size.astype(float))
-        middle = end - size / 2
-        total = float(end[-1]) if len(end) else 0.0
+        size = np.bincount(unit, weights=size, minlength=len(ckpt.files))
+    end = np.cumsum(size)
+    middle, total = (end - size / 2)[unit], float(end[-1]) if len(end) else 0.0
     reader = np.minimum((middle / total * count).astype(np.int64), count - 1) if total else np.zeros(0, np.int64)
     return [np.sort(order[reader == number]) for number in range(count)]
 
@@ -425,8 +417,7 @@ def _conflicts(ckpt: Checkpoint, parts: Sequence[PartialRead]) -> list[Problem]:
     first: dict[int, tuple[Any, ...]] = {}
     rows: dict[int, set[int]] = {}
     for rank, part in enumerate(parts if len(parts) > 1 else ()):
-        seen = zip(part.rows.tolist(), part.sums.tolist(), part.table.state.tolist(), strict=True)
-        for row, *what in seen:
+        for row, *what in zip(part.rows.tolist(), part.sums.tolist(), part.table.state.tolist(), strict=True):
             if first.setdefault(row, tuple(what)) != tuple(what):
                 rows.setdefault(row, set()).add(rank)
     if not rows:

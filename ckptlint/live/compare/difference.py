@@ -6,6 +6,7 @@ Collective: all ranks take part in every broadcast, and what comes next depends 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from math import ceil
 from typing import Any
 
@@ -39,7 +40,7 @@ def first_difference(group: RankGroup, holders: tuple[int, int], mine: Any, box:
         at = f"first difference at {shape_text(index)}" if index else ""  # of a scalar there is one value
         part = None if part is None else part[tuple(place)]
     words = _value(part)
-    first, second = (_text(group.broadcast(words, rank)) for rank in holders)
+    first, second = (text_in(group.broadcast(words, rank)) for rank in holders)
     values = f"{first} against {second}" if first and second else ""
     return ": ".join(filter(None, [at, values]))
 
@@ -81,13 +82,10 @@ def _digests(part: Any, axis: int, starts: range, stop: int) -> IntArray:
     from ckptlint.live.collect.tensor_digest import word_digests
 
     words = np.zeros(1 + len(starts), np.int64)
-    if part is None:
-        return words
-    try:
-        found, known = word_digests([part.narrow(axis, at, min(starts.step, stop - at)) for at in starts])
-    except Exception:  # out of memory, say: the other ranks wait for this one
-        return words
-    words[0], words[1:] = known.all(), found
+    if part is not None:
+        with suppress(Exception):  # out of memory, say: the other ranks wait for this one
+            found, known = word_digests([part.narrow(axis, at, min(starts.step, stop - at)) for at in starts])
+            words[0], words[1:] = known.all(), found
     return words
 
 
@@ -95,19 +93,16 @@ def _value(part: Any) -> IntArray:
     """int64 [16], an element or a plain value as text; zeros where it takes more than 128 bytes, or has no text."""
     import torch
 
-    text = ""
-    try:
-        if isinstance(part, torch.Tensor):
+    text = repr(part) if type(part) in _PLAIN else ""
+    if isinstance(part, torch.Tensor):
+        with suppress(Exception):  # a dtype without values of its own: the other ranks wait for this one
             value = part.cpu()
             # numpy prints a float as shortly as its dtype allows; it does not know the small ones
             text = str(value.numpy()[()] if value.dtype in (torch.float16, torch.float32) else value.item())
-        elif type(part) in _PLAIN:
-            text = repr(part)
-    except Exception:  # a dtype without values of its own: the other ranks wait for this one
-        text = ""
     data, size = text.encode("utf-8", "backslashreplace"), 8 * _TEXT_WORDS
     return np.frombuffer(data.ljust(size, b"\0") if len(data) <= size else bytes(size), np.int64)
 
 
-def _text(words: IntArray) -> str:
+def text_in(words: IntArray) -> str:
+    """The text that fills the first of these words."""
     return printable(words.tobytes().rstrip(b"\0").decode("utf-8", "ignore"))

@@ -99,12 +99,11 @@ class Gate:
     def _enter(self, tag: str, timeout: float, veto: str, repeats: bool, is_main: bool) -> Passage:
         thread = _MAIN if is_main else threading.get_ident()
         with self._lock:
-            attempt = self._passed.get(tag, 0)
-            while repeats and (before := self._decided(self._base(tag, attempt))) and not before.reason:
+            attempt, bases = self._passed.get(tag, 0), f"ckptlint/{self.name}/{tag}"
+            while repeats and (before := self._decided(f"{bases}/{attempt}")) and not before.reason:
                 attempt += 1
             self._passed[tag] = attempt + 1
-            base = self._base(tag, attempt)
-            self._waiting[thread] = base
+            self._waiting[thread] = base = f"{bases}/{attempt}"
             # the main thread's first
             places = [self._waiting.get(_MAIN, ""), *(at for key, at in self._waiting.items() if key != _MAIN)]
             self.store.set(self._place(self.rank), "\n".join(places))
@@ -114,7 +113,7 @@ class Gate:
         elif is_last := self.store.add(f"{base}/count", 1) == self.world:
             self.store.compare_set(decision, "", _GO.decode())
         if not self._wait(decision, timeout, base if is_main else ""):
-            self._refuse(decision, tuple(rank for rank in range(self.world) if not self._is_at(rank, base)), "")
+            self._refuse(decision, tuple(rank for rank in range(self.world) if base not in self._places(rank)), "")
         if not is_main:
             with self._lock:
                 self._waiting.pop(thread)
@@ -137,9 +136,6 @@ class Gate:
             return Passage(True)
         refusal = json.loads(value)
         return Passage(False, tuple(refusal["absent"]), refusal["reason"])
-
-    def _base(self, tag: str, attempt: int) -> str:
-        return f"ckptlint/{self.name}/{tag}/{attempt}"
 
     def _tag(self, base: str) -> str:
         return base.removeprefix(f"ckptlint/{self.name}/").rpartition("/")[0]
@@ -172,9 +168,6 @@ class Gate:
         tags = f"{self._tag(other) or 'none'!r} on rank 0, {self._tag(base) or 'none'!r} on rank {self.rank}"
         for place in (other, base):
             self._refuse(f"{place}/decision", (), f"all ranks came, with different tags: {tags}")
-
-    def _is_at(self, rank: int, base: str) -> bool:
-        return base in self._places(rank)
 
     def _places(self, rank: int) -> list[str]:
         """What a rank waits for or waited for last; that of its main thread first."""

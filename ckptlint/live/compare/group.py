@@ -52,7 +52,7 @@ class RankGroup(Protocol):
 
 
 class Solo:
-    """A group of one: a process without torch.distributed, or a job of one rank."""
+    """A `RankGroup` of one: a process without torch.distributed, or a job of one rank."""
 
     rank = 0
     world = 1
@@ -61,26 +61,23 @@ class Solo:
         self.log: list[tuple[str, int]] = []
 
     def begin(self, seconds: float) -> None:
-        """Nothing can be late."""
+        pass  # nothing can be late
 
     def reduce(self, words: IntArray, how: Reduction) -> IntArray:
-        """The words themselves."""
         self.log.append((how, len(words)))
         return words
 
     def gather(self, words: IntArray) -> IntArray:
-        """int64 [1, n]."""
         self.log.append(("gather", len(words)))
         return words[None]
 
     def broadcast(self, words: IntArray, source: int) -> IntArray:
-        """The words themselves."""
         self.log.append(("broadcast", len(words)))
         return words
 
 
 class TorchGroup:
-    """A `torch.distributed` group of all ranks, which nothing else uses.
+    """A `RankGroup` of all ranks over `torch.distributed`, which nothing else uses.
 
     Args:
         group: what `new_group` returned.
@@ -107,35 +104,29 @@ class TorchGroup:
             return False
 
     def begin(self, seconds: float) -> None:
-        """Set the deadline of the collectives that follow."""
         self._deadline = time.monotonic() + seconds
 
     def reduce(self, words: IntArray, how: Reduction) -> IntArray:
-        """int64 [n], over all ranks."""
         import torch.distributed as dist
 
         tensor = self._sent(words, how)
         op = dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX
-        self._finish(lambda: dist.all_reduce(tensor, op, self._group, async_op=True), how)
-        return self._words(tensor)
+        return self._finish(lambda: dist.all_reduce(tensor, op, self._group, async_op=True), how, tensor)
 
     def gather(self, words: IntArray) -> IntArray:
-        """int64 [world, n]."""
         import torch
         import torch.distributed as dist
 
         tensor = self._sent(words, "gather")
-        parts = list(torch.empty((self.world, len(words)), dtype=torch.int64, device=self._device).unbind())
-        self._finish(lambda: dist.all_gather(parts, tensor, self._group, async_op=True), "gather")
-        return self._words(torch.stack(parts))
+        whole = torch.empty((self.world, len(words)), dtype=torch.int64, device=self._device)
+        parts = list(whole.unbind())
+        return self._finish(lambda: dist.all_gather(parts, tensor, self._group, async_op=True), "gather", whole)
 
     def broadcast(self, words: IntArray, source: int) -> IntArray:
-        """int64 [n], of the source."""
         import torch.distributed as dist
 
         tensor = self._sent(words, "broadcast")
-        self._finish(lambda: dist.broadcast(tensor, source, self._group, async_op=True), "broadcast")
-        return self._words(tensor)
+        return self._finish(lambda: dist.broadcast(tensor, source, self._group, async_op=True), "broadcast", tensor)
 
     def _sent(self, words: IntArray, name: str) -> Any:
         import torch
@@ -143,12 +134,11 @@ class TorchGroup:
         self.log.append((name, len(words)))
         return torch.from_numpy(np.ascontiguousarray(words).copy()).to(self._device)
 
-    def _words(self, tensor: Any) -> IntArray:
-        words: IntArray = tensor.cpu().numpy()
-        return words
+    def _finish(self, start: Callable[[], Any], name: str, tensor: Any) -> IntArray:
+        """What a collective puts into the tensor.
 
-    def _finish(self, start: Callable[[], Any], name: str) -> None:
-        """Wait for a collective without blocking in it, so that a lost rank costs the deadline and not the job."""
+        It is waited for without blocking in it, so that a lost rank costs the deadline and not the job.
+        """
         if self._is_broken:
             raise GroupBroken("its process group was aborted earlier")
         try:
@@ -165,6 +155,8 @@ class TorchGroup:
             self._abort()
             kind = "" if isinstance(error, TimeoutError) else f"{type(error).__name__}: "
             raise GroupBroken(f"{kind}{error}") from error
+        received: IntArray = tensor.cpu().numpy()
+        return received
 
     def _abort(self) -> None:
         try:

@@ -23,8 +23,9 @@ import numpy as np
 from ckptlint.analysis.ranks.rank_chunks import ChunkCopies, cells, condensed, digest_groups
 from ckptlint.analysis.step_before.step_change import StoredKey
 from ckptlint.analysis.step_before.step_change import changes as step_changes
+from ckptlint.grouping import grouped
 from ckptlint.live.compare import fingerprints as fp
-from ckptlint.live.compare.difference import first_difference
+from ckptlint.live.compare.difference import first_difference, text_in
 from ckptlint.live.compare.group import RankGroup
 from ckptlint.model import RankFinding, RankTable
 from ckptlint.model.text import first_names, plural, printable
@@ -129,12 +130,10 @@ def exchange(group: RankGroup, local: RankInput, memory: Memory) -> Outcome:
     if opening[0]:
         failed = group.world - int(opening[0])
         text = f"rank {failed} could not read its own state: {_sentence(group, local.failure, failed)}"
-        return Outcome(
-            _table(group.world, 0, [], (RankFinding(failed, "", "LIV210", text, voids="check"),)), None, seconds
-        )
+        return Outcome(voided(group.world, "LIV210", text, failed), None, seconds)
     if differ := [name for name, at in (("settings", 2), ("tags", 4)) if opening[at] != -opening[at + 1]]:
         text = f"nothing was compared: the {' and '.join(differ)} of this check differ between ranks"
-        return Outcome(_table(group.world, 0, [], (RankFinding(-1, "", "LIV212", text, voids="check"),)), None, seconds)
+        return Outcome(voided(group.world, "LIV212", text), None, seconds)
     has_digests, (uncompared, place) = not opening[6], divmod(int(opening[8]), group.world)
     names = _sentence(group, _names(local.uncompared), group.world - 1 - place) if uncompared and has_digests else ""
     marks = fp.marks(local.rows, has_digests)
@@ -156,7 +155,8 @@ def exchange(group: RankGroup, local: RankInput, memory: Memory) -> Outcome:
             local = replace(local, rows=_with_late_digests(local, bad))
         parts, left = _gathered(group, local, changes, np.flatnonzero(bad), int(opening[1]))
         if left:
-            findings.append(_reserve(f"{left:,} more groups of keys look wrong: too many to compare in one check"))
+            text = f"{left:,} more groups of keys look wrong: too many to compare in one check"
+            findings.append(RankFinding(-1, "", "LIV213", text))
     memory.turn += 1
     memory.reference, memory.of_rank = common, (local.rows, by_key)
     count = 0 if common is None else len(common.key)
@@ -165,21 +165,14 @@ def exchange(group: RankGroup, local: RankInput, memory: Memory) -> Outcome:
 
 
 def _opening(group: RankGroup, local: RankInput) -> IntArray:
-    """S0, nine words.
-
-    The lowest rank that failed, axes, settings and tag both ways, no digests, time, contents left out and the lowest
-    rank that left out as many.
-    """
+    """S0, nine words."""
     words = [
-        group.world - group.rank if local.failure else 0,
+        group.world - group.rank if local.failure else 0,  # the lowest rank that failed
         local.rows.offsets.shape[1],
-        local.settings,
-        -local.settings,
-        local.tag,
-        -local.tag,
+        *(local.settings, -local.settings, local.tag, -local.tag),  # both ways: opposite maxima where all share them
         not local.has_digests,
         local.milliseconds,
-        len(local.uncompared) * group.world + group.world - 1 - group.rank,
+        len(local.uncompared) * group.world + group.world - 1 - group.rank,  # and the lowest rank that left out as many
     ]
     return group.reduce(np.array(words, np.int64), "max")
 
@@ -187,8 +180,7 @@ def _opening(group: RankGroup, local: RankInput) -> IntArray:
 def _sentence(group: RankGroup, text: str, source: int) -> str:
     """The text of one rank, on all ranks."""
     data = text.encode("utf-8", "backslashreplace")[:_TEXT_LIMIT].ljust(_TEXT_LIMIT, b"\0")
-    words = group.broadcast(np.frombuffer(data, np.int64), source)
-    return printable(words.tobytes().rstrip(b"\0").decode("utf-8", "ignore"))
+    return text_in(group.broadcast(np.frombuffer(data, np.int64), source))
 
 
 def _names(fqns: Sequence[str]) -> str:
@@ -208,7 +200,7 @@ def _fingerprints(
         return fp.table((by_key, fp.sample(by_chunk, memory.shift, memory.turn)), memory.cells)
 
     words = np.concatenate([tiling.reshape(-1), cells().reshape(-1)])
-    summed = group.reduce(_signed(words), "sum").view(np.uint64)
+    summed = group.reduce(words.view(np.int64), "sum").view(np.uint64)
     peeled = fp.peel(summed[tiling.size :].reshape(-1, fp.CELL_WORDS))
     while peeled.unresolved:
         wanted = 3 * ceil(max(peeled.estimate / fp.LOAD, 2 * memory.cells) / 3)
@@ -218,34 +210,23 @@ def _fingerprints(
             memory.shift += max(1, ceil(log2(peeled.estimate / fp.LOAD / memory.cells)))
         else:
             break
-        again = group.reduce(_signed(cells().reshape(-1)), "sum").view(np.uint64)
+        again = group.reduce(cells().reshape(-1).view(np.int64), "sum").view(np.uint64)
         peeled = fp.peel(again.reshape(-1, fp.CELL_WORDS))
     return summed[: tiling.size].reshape(tiling.shape), peeled
 
 
-def _signed(words: Words) -> IntArray:
-    return words.view(np.int64)
-
-
 def _reservations(has_digests: bool, uncompared: int, names: str, shift: int, unresolved: int) -> list[RankFinding]:
     """What this check did not compare."""
-    findings = []
+    texts = []
     if not has_digests:
-        findings.append(_reserve("contents were not compared: a rank ran out of memory for their digests"))
+        texts.append("contents were not compared: a rank ran out of memory for their digests")
     elif uncompared:
-        text = f"the contents of up to {plural(uncompared, 'value')} per rank were not compared: {names}"
-        findings.append(_reserve(text))
+        texts.append(f"the contents of up to {plural(uncompared, 'value')} per rank were not compared: {names}")
     if shift:
-        findings.append(
-            _reserve(f"this check compared one chunk in {2**shift:,} with its copies; later checks take others")
-        )
+        texts.append(f"this check compared one chunk in {2**shift:,} with its copies; later checks take others")
     if unresolved:
-        findings.append(_reserve("the holders of some keys were not compared: there are too many keys for one check"))
-    return findings
-
-
-def _reserve(text: str) -> RankFinding:
-    return RankFinding(-1, "", "LIV213", text)
+        texts.append("the holders of some keys were not compared: there are too many keys for one check")
+    return [RankFinding(-1, "", "LIV213", text) for text in texts]
 
 
 # ---------------------------------------------------------------- S2: the records of suspicious keys
@@ -277,9 +258,7 @@ def _gathered(
     group: RankGroup, local: RankInput, changes: Sequence[RankFinding], bad: IntArray, width: int
 ) -> tuple[list[_Part], int]:
     """The records in bad buckets of all ranks, and how many buckets had to be left out."""
-    by_fqn: dict[str, list[RankFinding]] = {}
-    for finding in local.findings:
-        by_fqn.setdefault(finding.fqn, []).append(finding)
+    by_fqn = grouped((finding.fqn, finding) for finding in local.findings)
     bucket = local.rows.bucket
     by_bucket = np.argsort(bucket, kind="stable")
     ends = np.searchsorted(bucket[by_bucket], [bad, bad + 1]).T.tolist()
@@ -316,9 +295,7 @@ def _text(rows: fp.Records, at: IntArray, by_fqn: Mapping[str, list[RankFinding]
 
 
 def _line(fqns: list[str], dtypes: list[str], findings: Sequence[RankFinding]) -> bytes:
-    sent = [
-        [finding.rank, finding.fqn, finding.code, finding.text, finding.level, finding.voids] for finding in findings
-    ]
+    sent = [[found.rank, found.fqn, found.code, found.text, found.level, found.voids] for found in findings]
     return (json.dumps([fqns, dtypes, sent]) + "\n").encode() if fqns or sent else b""
 
 
@@ -352,6 +329,11 @@ def _part(rank: int, rows: IntArray, text: bytes) -> _Part:
 def no_table(world: int, *findings: RankFinding) -> RankTable:
     """A table without rows, for a check that compared nothing."""
     return _table(world, 0, [], findings)
+
+
+def voided(world: int, code: str, text: str, rank: int = -1) -> RankTable:
+    """A table without rows, and the finding that says why."""
+    return no_table(world, RankFinding(rank, "", code, text, voids="check"))
 
 
 def table_of(chunks_by_rank: Sequence[Sequence[RankChunk]]) -> RankTable:
@@ -431,11 +413,7 @@ def _content_at(local: RankInput, cell: ChunkCopies) -> Any:
 
 
 def _changes(
-    rows: fp.Records,
-    by_key: fp.Entries,
-    common: fp.Peeled | None,
-    memory: Memory,
-    expect: Mapping[str, Any] | None,
+    rows: fp.Records, by_key: fp.Entries, common: fp.Peeled | None, memory: Memory, expect: Mapping[str, Any] | None
 ) -> tuple[bool, list[RankFinding]]:
     """Whether the keys are not those expected, or of the last check, and what this rank can say about it.
 
@@ -448,10 +426,9 @@ def _changes(
         is_here = np.isin(wanted, common.key)
         gone = [fqn for fqn, here in zip(expect, is_here, strict=True) if not here]
         new = _named(rows, by_key, common.key[~np.isin(common.key, wanted)])
-        findings = [RankFinding(-1, fqn, "LIV208", "no rank holds any part{of}, but you expect it") for fqn in gone]
-        findings += [
-            RankFinding(-1, fqn, "LIV208", f"{what}{{of}} is not among the expected keys") for fqn, what in new.items()
-        ]
+        texts = [(fqn, "no rank holds any part{of}, but you expect it") for fqn in gone]
+        texts += [(fqn, f"{what}{{of}} is not among the expected keys") for fqn, what in new.items()]
+        findings = [RankFinding(-1, fqn, "LIV208", text) for fqn, text in texts]
         return not is_here.all() or len(common.key) > len(wanted), findings
     before = memory.reference
     if before is None or memory.of_rank is None or not len(before.key):
