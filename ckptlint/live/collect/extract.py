@@ -7,7 +7,7 @@ what a value is, never imports of the libraries that define it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
@@ -44,18 +44,6 @@ class Flaw(NamedTuple):
 
 _Leaf = tuple[tuple[Any, ...], Any]
 """The path of a value in the state dict, and the value."""
-
-_Kind = Literal[
-    "object",
-    "plain_tensor",
-    "dtensor",
-    "mcore_tensor",
-    "wrapped_mcore_tensor",
-    "mcore_object",
-    "sharded_tensor",
-    "chunk_list",
-]
-"""What a value is, by its attributes; the keys of `_READERS`."""
 
 _Box = tuple[Shape, Shape]
 """Offsets and sizes."""
@@ -192,11 +180,10 @@ def _leaves(path: tuple[Any, ...], value: Any, found: list[_Leaf], limit: Limit)
         found.append((path, value))
     elif isinstance(value, Mapping):
         _walk(path, value.items(), found, limit)
+    elif isinstance(value, list) and _is_walked(value, limit):
+        _walk(path, enumerate(value), found, limit)
     elif isinstance(value, list):
-        if _is_walked(value, limit):
-            _walk(path, enumerate(value), found, limit)
-        else:
-            found.append((path, value))
+        found.append((path, value))
     elif _has(value, _FACTORY):
         _leaves(path, value.build(), found, limit)
     elif type(value).__name__ != "LocalNonpersistentObject" and not _has(value, ("obj", "unwrap")):
@@ -236,29 +223,10 @@ def _path(path: tuple[Any, ...]) -> str:
 # ---------------------------------------------------------------- kinds
 
 
-def _kind(value: Any) -> _Kind:
-    """How a value of a state dict is to be read."""
-    if type(value) in _LEAVES:
-        return "object"
-    if not isinstance(value, torch.Tensor):
-        if _has(value, _TENSOR):
-            return "mcore_tensor"
-        if _has(value, _OBJECT):
-            return "mcore_object"
-        return "chunk_list" if _has(value, _CHECKPOINTABLE) else "object"
-    if hasattr(value, "_local_tensor") and hasattr(value, "_spec"):
-        return "dtensor"
-    if hasattr(value, "_sh_ten"):
-        return "wrapped_mcore_tensor"
-    if hasattr(value, "local_shards") and hasattr(value, "metadata"):
-        return "sharded_tensor"
-    return "chunk_list" if hasattr(value, "__create_chunk_list__") else "plain_tensor"
-
-
 def _read(fqn: str, value: Any, parts: _Parts) -> list[RankChunk]:
     """The chunks of a value; one that cannot be read as what it is, or has too many axes, is an object."""
     try:
-        items = [_with_freed(item) for item in _READERS[_kind(value)](fqn, value, parts)]
+        items = [_with_freed(item) for item in _as_it_is(fqn, value, parts)]
         if all(len(item.shape) <= AXIS_LIMIT and set(map(type, item.shape)) <= {int} for item in items):
             return items
     except MemoryError:
@@ -268,9 +236,26 @@ def _read(fqn: str, value: Any, parts: _Parts) -> list[RankChunk]:
     return [_plain_object(fqn, value)]
 
 
-def _plain_tensor(fqn: str, tensor: torch.Tensor) -> RankChunk:
-    shape = tuple(tensor.shape)
-    return RankChunk(fqn, "tensor", "plain", _dtype(tensor.dtype), shape, (0,) * len(shape), shape, -1, 0, tensor)
+def _as_it_is(fqn: str, value: Any, parts: _Parts) -> list[RankChunk]:
+    """The chunks of a value, which is read as its attributes tell; `parts` are of DTensors that were met before."""
+    if type(value) in _LEAVES:
+        return [_plain_object(fqn, value)]
+    if not isinstance(value, torch.Tensor):
+        if _has(value, _TENSOR):
+            return [_mcore_tensor(value.key, value)]
+        if _has(value, _OBJECT):
+            return [_mcore_object(value)]
+        return _chunk_list(fqn, value) if _has(value, _CHECKPOINTABLE) else [_plain_object(fqn, value)]
+    if hasattr(value, "_local_tensor") and hasattr(value, "_spec"):
+        return _dtensor(fqn, value, parts)
+    if hasattr(value, "_sh_ten"):
+        return [_mcore_tensor(fqn, value._sh_ten)]
+    if hasattr(value, "local_shards") and hasattr(value, "metadata"):
+        return _sharded_tensor(fqn, value)
+    if hasattr(value, "__create_chunk_list__"):
+        return _chunk_list(fqn, value)
+    shape = tuple(value.shape)
+    return [RankChunk(fqn, "tensor", "plain", _dtype(value.dtype), shape, (0,) * len(shape), shape, -1, 0, value)]
 
 
 def _plain_object(fqn: str, value: Any) -> RankChunk:
@@ -278,10 +263,9 @@ def _plain_object(fqn: str, value: Any) -> RankChunk:
 
 
 def _mcore_object(value: Any) -> RankChunk:
-    shape, offsets = tuple(value.global_shape), tuple(value.global_offset)
+    shape, offsets, replica = tuple(value.global_shape), tuple(value.global_offset), _replica(value.replica_id)
     cell = (1,) * len(shape)
     problems = _bounds(shape, offsets, cell)
-    replica = _replica(value.replica_id)
     return RankChunk(value.key, "object", "mcore", "", shape, offsets, cell, replica, 0, value.data, problems=problems)
 
 
@@ -309,8 +293,7 @@ def _mcore_tensor(fqn: str, value: Any) -> RankChunk:
         if data.dtype != value.dtype:
             problems += (_payload_dtype(data.dtype, value.dtype),)
     problems += _bounds(shape, offsets, sizes)
-    replica = _replica(value.replica_id)
-    dtype = _dtype(value.dtype)
+    replica, dtype = _replica(value.replica_id), _dtype(value.dtype)
     return RankChunk(fqn, "tensor", "mcore", dtype, shape, offsets, sizes, replica, 0, data, problems=problems)
 
 
@@ -367,23 +350,18 @@ def _sharded_tensor(fqn: str, value: Any) -> list[RankChunk]:
             for item in _sharded_tensor(fqn, shards[0].tensor)
         ]
     found = []
+    writer: Literal["mcore", "sharded_tensor"] = "sharded_tensor" if mcore is None else "mcore"
+    replica = -1 if mcore is None else _replica(mcore.replica_id)
     for shard in shards:
         data, offsets, sizes = shard.tensor, tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes)
         problems = _bounds(shape, offsets, sizes)
         if tuple(data.shape) != sizes:
-            problems += (
-                _problem(
-                    "LIV101", f"the shard{{of}} is {shape_text(data.shape)}, but its metadata says {shape_text(sizes)}"
-                ),
-            )
+            said = f"is {shape_text(data.shape)}, but its metadata says {shape_text(sizes)}"
+            problems += (_problem("LIV101", f"the shard{{of}} {said}"),)
         if data.dtype != dtype:
             problems += (_payload_dtype(data.dtype, dtype),)
-        if mcore is None:
-            item = RankChunk(fqn, "tensor", "sharded_tensor", _dtype(dtype), shape, offsets, sizes, -1, 0, data, view)
-        else:
-            replica = _replica(mcore.replica_id)
-            item = RankChunk(fqn, "tensor", "mcore", _dtype(dtype), shape, offsets, sizes, replica, 0, data)
-        found.append(item._replace(problems=problems) if problems else item)
+        box = shape, offsets, sizes
+        found.append(RankChunk(fqn, "tensor", writer, _dtype(dtype), *box, replica, 0, data, view, problems))
     return found
 
 
@@ -460,8 +438,7 @@ def _part(value: Any, spec: Any, shape: Shape) -> _Part | None:
     declared = f"({', '.join(map(repr, placements))}) of {shape_text(shape)} on a mesh of {shape_text(sizes_of_mesh)}"
     problems: tuple[Flaw, ...] = ()
     if any(placement.is_partial() for placement in placements):
-        said = f"the values{{of}} are partial sums, not reduced yet: {declared}"
-        problems += (_problem("LIV106", said),)
+        problems += (_problem("LIV106", f"the values{{of}} are partial sums, not reduced yet: {declared}"),)
     order = None
     if all(map(compat.is_known, placements)):
         runs_by_dim = runs(shape, placements, sizes_of_mesh, coordinate)
@@ -494,10 +471,9 @@ def _overridden(fqn: str, value: Any, part: _Part) -> list[RankChunk]:
     boxes = written or _live(read)
     if len(boxes) == 1 and not hasattr(local, "_local_shards"):
         problems += _against_placements(value, boxes[0], part)
-    item = RankChunk(
-        fqn, "tensor", "dtensor", _dtype(local.dtype), part.shape, (), (), part.replica, part.copies, local
-    )
-    return _several(item._replace(problems=problems), boxes)
+    owners = part.replica, part.copies
+    item = RankChunk(fqn, "tensor", "dtensor", _dtype(local.dtype), part.shape, (), (), *owners, local, b"", problems)
+    return _several(item, boxes)
 
 
 def _against_placements(value: Any, box: _Box, part: _Part) -> tuple[Flaw, ...]:
@@ -506,9 +482,8 @@ def _against_placements(value: Any, box: _Box, part: _Part) -> tuple[Flaw, ...]:
     if len(shape) != len(sizes):
         return ()
     if tuple(local.shape) != sizes:
-        return (
-            _problem("LIV101", f"the local tensor{{of}} is {shape_text(local.shape)}, but its chunk is {Box(*box)}"),
-        )
+        said = f"is {shape_text(local.shape)}, but its chunk is {Box(*box)}"
+        return (_problem("LIV101", f"the local tensor{{of}} {said}"),)
     sharded = {placement.dim for placement in value._spec.placements if hasattr(placement, "dim")}
     cut = [dim for dim, (size, whole) in enumerate(zip(sizes, shape, strict=True)) if size != whole]
     if all(sizes) and not sharded.issuperset(cut):
@@ -524,19 +499,6 @@ def _live(boxes: list[_Box]) -> list[_Box]:
 
 def _boxes(boxes: list[_Box]) -> str:
     return " ".join(str(Box(*box)) for box in boxes[:3]) + " ..." * (len(boxes) > 3) or "nothing"
-
-
-_READERS: dict[_Kind, Callable[[str, Any, _Parts], list[RankChunk]]] = {
-    "object": lambda fqn, value, _: [_plain_object(fqn, value)],
-    "plain_tensor": lambda fqn, value, _: [_plain_tensor(fqn, value)],
-    "dtensor": _dtensor,
-    "mcore_tensor": lambda _, value, __: [_mcore_tensor(value.key, value)],
-    "wrapped_mcore_tensor": lambda fqn, value, _: [_mcore_tensor(fqn, value._sh_ten)],
-    "mcore_object": lambda _, value, __: [_mcore_object(value)],
-    "sharded_tensor": lambda fqn, value, _: _sharded_tensor(fqn, value),
-    "chunk_list": lambda fqn, value, _: _chunk_list(fqn, value),
-}
-"""What is read of a value of each kind; takes its name, the value, and the parts of DTensors that were met before."""
 
 
 # ---------------------------------------------------------------- problems
@@ -598,9 +560,9 @@ def _with_unsharded_states(rank_chunks: list[RankChunk]) -> list[RankChunk]:
         if item.writer == "dtensor" and item.sizes != item.shape and (key := parse(item.fqn)).kind == "model":
             params.setdefault(key.path, []).append(item)
     for i, path in states.items():
-        item, found = rank_chunks[i], params.get(path, [])
-        if len(found) == 1 and found[0].sizes == item.shape:
-            whole = shape_text(found[0].shape)
+        item, of_path = rank_chunks[i], params.get(path, [])
+        if len(of_path) == 1 and of_path[0].sizes == item.shape:
+            whole = shape_text(of_path[0].shape)
             said = f"is a plain tensor {shape_text(item.shape)}, the size of one shard of its parameter {whole}"
             problem = _problem("LIV109", f"the state{{of}} {said}", voids=False)
             rank_chunks[i] = item._replace(problems=(*item.problems, problem))

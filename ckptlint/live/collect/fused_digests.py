@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ckptlint.grouping import grouped
 from ckptlint.model.tiling import BoolArray, IntArray
 
 AnyTensor = Any
@@ -43,10 +44,7 @@ def kernel_sums(make: Callable[[list[Any]], AnyTensor], items: Sequence[Any], de
 
     global _failed
     sums, made = np.zeros(len(items), np.int64), np.zeros(len(items), bool)
-    places: dict[Any, list[int]] = {}
-    for number, device in enumerate(devices):
-        if device is not None:
-            places.setdefault(device, []).append(number)
+    places = grouped((device, number) for number, device in enumerate(devices) if device is not None)
     try:
         for device, numbers in places.items():
             if device.type == _FUSED_ON and not _failed:

@@ -152,7 +152,8 @@ def _collect(items: Sequence[Any], one: Any, many: Any) -> IntArray:
             if item is None:
                 continue
             data = item.data
-            if data.numel() > _SMALL or not _is_linear(item):
+            # the places of one run follow from the first one
+            if data.numel() > _SMALL or (isinstance(item, _Run) and item.strides not in ((), (1,))):
                 results.setdefault(data.device, []).append(([number], one(item).reshape(1)))
             elif data.numel():
                 batches.setdefault((data.device, data.dtype), []).append(number)
@@ -178,11 +179,6 @@ def _cut(numbers: list[int], counts: list[int], limit: int) -> Iterator[list[int
     yield part
 
 
-def _is_linear(item: Any) -> bool:
-    """Whether an item is one run, whose places follow from the first one."""
-    return not isinstance(item, _Run) or item.strides in ((), (1,))
-
-
 def _readable(tensor: AnyTensor) -> AnyTensor | None:
     """The tensor, its elements in memory as they read; None where there is no digest."""
     import torch
@@ -195,9 +191,7 @@ def _readable(tensor: AnyTensor) -> AnyTensor | None:
     tensor = _plain(tensor)
     if _stored_and_needed(tensor):
         return None
-    if tensor.is_complex() or tensor.is_neg():
-        return tensor.detach().resolve_conj().resolve_neg()
-    return tensor
+    return tensor.detach().resolve_conj().resolve_neg() if tensor.is_complex() or tensor.is_neg() else tensor
 
 
 def _bits(readable: AnyTensor) -> AnyTensor:
@@ -237,9 +231,8 @@ def _plain(tensor: AnyTensor) -> AnyTensor:
     """The tensor without what a subclass of it overrides; a parameter overrides nothing that is read."""
     import torch
 
-    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
-        return tensor
-    return tensor.detach().as_subclass(torch.Tensor)
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    return tensor if is_plain else tensor.detach().as_subclass(torch.Tensor)
 
 
 @cache

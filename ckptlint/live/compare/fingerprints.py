@@ -20,7 +20,6 @@ from ckptlint.seals.digests import GOLD, Words, mix
 if TYPE_CHECKING:
     from ckptlint.live.collect.extract import RankChunk
 
-
 BUCKETS = 4096
 """Keys share so many buckets; the words of a bucket say whether any of its keys is suspicious."""
 
@@ -233,14 +232,8 @@ def entries(rows: Records, marks: Marks, salt: int) -> tuple[Entries, Entries]:
     settled = np.bincount(place[~declared], minlength=len(first)) == 0
     by_key = Entries(_short(rows.key[first], salt, 0), marks.meta[first], mains, filled & settled, first)
     at = np.flatnonzero(rows.is_live & (rows.copies == 0))
-    by_chunk = Entries(
-        _short(marks.chunk[at], salt, 1),
-        marks.content[at],
-        (rows.replica[at] == 0).astype(np.uint64),
-        declared[at],
-        at,
-    )
-    return by_key, by_chunk
+    owned = (rows.replica[at] == 0).astype(np.uint64)
+    return by_key, Entries(_short(marks.chunk[at], salt, 1), marks.content[at], owned, declared[at], at)
 
 
 def _short(key: Words, salt: int, family: int) -> Words:
@@ -324,9 +317,8 @@ def peel(summed: Words) -> Peeled:
         live = np.flatnonzero(cells[:, 0])
     rows = np.concatenate(found) if found else np.zeros((0, CELL_WORDS), np.uint64)
     rows = rows[np.argsort(rows[:, 1], kind="stable")]
-    return Peeled(
-        rows[:, 1], rows[:, 0], rows[:, 3], rows[:, 4], len(live), ceil(-third * log(empty / third)) if third else 0
-    )
+    estimate = ceil(-third * log(empty / third)) if third else 0
+    return Peeled(rows[:, 1], rows[:, 0], rows[:, 3], rows[:, 4], len(live), estimate)
 
 
 def keys_of(peeled: Peeled) -> Peeled:

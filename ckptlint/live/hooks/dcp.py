@@ -52,11 +52,11 @@ def patch_dcp(**options: Any) -> Undo:
         for name in _SAVES
     ]
 
-    def undo() -> None:
-        for one in undos:
-            one()
+    def undo_all() -> None:
+        for undo in undos:
+            undo()
 
-    return undo
+    return undo_all
 
 
 def patch(module: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Undo:
@@ -172,14 +172,12 @@ def compare(plans: Sequence[Any]) -> RankTable:
 
 def _planned(item: Any) -> RankChunk:
     """What a WriteItem says that a rank holds; who writes it is decided later."""
-    data = item.tensor_data
+    fqn, data = item.index.fqn, item.tensor_data
     if data is None:
-        return RankChunk(item.index.fqn, "object", "plain", "", (1,), (0,), (1,), -1, 0, None)
-    dtype = str(data.properties.dtype).removeprefix("torch.")
-    shape, chunk = tuple(data.size), data.chunk
-    return RankChunk(
-        item.index.fqn, "tensor", "plain", dtype, shape, tuple(chunk.offsets), tuple(chunk.sizes), -1, 0, None
-    )
+        return RankChunk(fqn, "object", "plain", "", (1,), (0,), (1,), -1, 0, None)
+    dtype, chunk = str(data.properties.dtype).removeprefix("torch."), data.chunk
+    box = tuple(data.size), tuple(chunk.offsets), tuple(chunk.sizes)
+    return RankChunk(fqn, "tensor", "plain", dtype, *box, -1, 0, None)
 
 
 def _judge(table: RankTable, path: str) -> None:
