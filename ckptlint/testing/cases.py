@@ -59,53 +59,13 @@ class Case:
 
 
 _KEYS = frozenset(
-    [
-        "archives",
-        "before",
-        "beside",
-        "bytes",
-        "common",
-        "crash",
-        "depth",
-        "enums_by_name",
-        "expect",
-        "files",
-        "ignores",
-        "links",
-        "mcore_data",
-        "megatron",
-        "metadata",
-        "name",
-        "names",
-        "objects",
-        "older",
-        "optimizers",
-        "others",
-        "plans",
-        "protocol",
-        "rank_chunks",
-        "rank_files",
-        "rank_findings",
-        "ranks",
-        "raw",
-        "reference",
-        "reference_config",
-        "root",
-        "safetensors",
-        "says",
-        "seal",
-        "state",
-        "step",
-        "stray",
-        "tensors",
-        "torch",
-        "unstored",
-        "views",
-        "yielding",
-        "younger",
-    ]
+    {"archives", "before", "beside", "bytes", "common", "crash", "depth", "enums_by_name", "expect", "files"}
+    | {"ignores", "links", "mcore_data", "megatron", "metadata", "name", "names", "objects", "older", "optimizers"}
+    | {"others", "plans", "protocol", "rank_chunks", "rank_files", "rank_findings", "ranks", "raw", "reference"}
+    | {"reference_config", "root", "safetensors", "says", "seal", "state", "step", "stray", "tensors", "torch"}
+    | {"unstored", "views", "yielding", "younger"}
 )
-_TENSOR_KEYS = frozenset(["chunks", "dtype", "holds", "records", "shape", "transform"])
+_TENSOR_KEYS = frozenset({"chunks", "dtype", "holds", "records", "shape", "transform"})
 
 
 def read_cases(path: Path) -> list[Case]:
@@ -130,9 +90,8 @@ def read_cases(path: Path) -> list[Case]:
 def run_case(rule: Rule, case: Case, folder: Path) -> CheckpointReport:
     """Write the case into an empty folder, read it back, and judge it with one rule; or what its ranks hold."""
     depth = depth_of(rule, case)
-    return judge_case(
-        rule, case, checkpoint_of_ranks(case.table) if case.is_live else open_case(case, folder, depth), depth
-    )
+    ckpt = checkpoint_of_ranks(case.table) if case.is_live else open_case(case, folder, depth)
+    return judge_case(rule, case, ckpt, depth)
 
 
 def depth_of(rule: Rule, case: Case) -> Depth:
@@ -144,7 +103,10 @@ def depth_of(rule: Rule, case: Case) -> Depth:
 def judge_case(rule: Rule, case: Case, ckpt: Checkpoint, depth: Depth) -> CheckpointReport:
     """Judge a case that was read back with one rule, beside the crash and the ignores that the case asks for."""
     rules = [rule, _crashing(case.table["crash"])] if "crash" in case.table else [rule]
-    ignores = [_key_ignore(**table) for table in case.table.get("ignores", ())]
+    ignores = []
+    for table in case.table.get("ignores", ()):
+        codes = frozenset[str]().union(*(ignorable(load_rules(), token) for token in table["rules"]))
+        ignores.append(KeyIgnore(table["key"], codes, "the case says so", "ckptlint.toml"))
     named = set().union(*(ignore.codes for ignore in ignores))
     rules += [other for other in load_rules() if other.code in named]
     return set_aside([run_rules(ckpt, rules, depth)], rules, ignores)[0]
@@ -155,10 +117,10 @@ def open_case(case: Case, folder: Path, depth: Depth = Depth.FILES) -> Checkpoin
     written = write_checkpoint(case.table, folder)
     reference = None
     if case.table.keys() & {"reference", "reference_config"}:
-        place = write_reference(case.table, folder.with_name(f"{folder.name}-expected"))
-        reference = read_reference(str(place))
-    ckpt = replace(load_folder(written, depth, reference), reference=reference)
-    ckpt = replace(ckpt, problems=[*ckpt.problems, *(Problem("view", **view) for view in case.table.get("views", ()))])
+        reference = read_reference(str(write_reference(case.table, folder.with_name(f"{folder.name}-expected"))))
+    ckpt = load_folder(written, depth, reference)
+    views = [Problem("view", **view) for view in case.table.get("views", ())]
+    ckpt = replace(ckpt, reference=reference, problems=[*ckpt.problems, *views])
     if "before" in case.table:
         older = write_checkpoint(case.table["before"], folder)
         ckpt = replace(ckpt, before=load_folder(older, depth))
@@ -208,11 +170,6 @@ def checkpoint_of_ranks(table: Mapping[str, Any]) -> Checkpoint:
     return as_checkpoint(ranks, "state dict")
 
 
-def _key_ignore(key: str, rules: list[str]) -> KeyIgnore:
-    codes = frozenset[str]().union(*(ignorable(load_rules(), token) for token in rules))
-    return KeyIgnore(key, codes, "the case says so", "ckptlint.toml")
-
-
 def _crashing(code: str) -> Rule:
     """A rule that ends in an error of its own."""
 
@@ -246,6 +203,4 @@ def described(report: CheckpointReport) -> list[str]:
 
 def fixture_cases(folder: Path) -> Iterator[tuple[str, Case]]:
     """Every case of every fixture in a folder, with the code that its file is named for."""
-    for path in sorted(folder.glob("*.toml")):
-        for case in read_cases(path):
-            yield path.stem, case
+    yield from ((path.stem, case) for path in sorted(folder.glob("*.toml")) for case in read_cases(path))

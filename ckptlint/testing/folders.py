@@ -5,9 +5,8 @@ from __future__ import annotations
 import io
 import json
 import os
-import random
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -26,6 +25,7 @@ from ckptlint.testing.pickles import (
     Pickler,
     Stub,
     archive,
+    random_bytes,
     rank_file,
     tensor_record,
     torch_file,
@@ -43,13 +43,13 @@ _CP = "torch.distributed.checkpoint.planner"
 def write_checkpoint(table: dict[str, Any], folder: Path) -> Path:
     """Write what a case describes; returns the checkpoint's own folder, below the given one for a step of a run."""
     for name, text in table.get("beside", {}).items():
-        path = _write_file(folder, name, 0)
-        path.write_bytes(text.encode("latin-1"))
+        _write_file(folder, name, 0).write_bytes(text.encode("latin-1"))
     folder = folder / table.get("step", "")
     folder.mkdir(parents=True, exist_ok=True)
     files: dict[str, int | str] = {}
     records: list[tuple[str, int, bytes]] = []
-    for name, part, rank in _parts(table):
+    parts = [(f"__{rank}.metadata", part, rank) for rank, part in enumerate(table.get("ranks", ()))]
+    for name, part, rank in parts if "ranks" in table else [(table.get("metadata_name", ".metadata"), table, None)]:
         content = _read_content(part, rank, "depth" in table)
         if part.get("metadata", not {"safetensors", "rank_files", "torch"} & table.keys()):
             (folder / name).write_bytes(content.pickled(part))
@@ -58,8 +58,7 @@ def write_checkpoint(table: dict[str, Any], folder: Path) -> Path:
     for name, file in table.get("safetensors", {}).items():
         write_safetensors(folder / name, file)
     for name, file in table.get("rank_files", {}).items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(rank_file(file.get("prefix", Path(name).stem), file))
+        _write_file(folder, name, 0).write_bytes(rank_file(file.get("prefix", Path(name).stem), file))
     if table.get("megatron"):
         config = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
         config |= {"common_backend": "torch", "common_backend_version": 1}
@@ -67,8 +66,7 @@ def write_checkpoint(table: dict[str, Any], folder: Path) -> Path:
     if table.get("megatron") or "common" in table:
         (folder / "common.pt").write_bytes(archive("common", table.get("common", {})))
     for name, values in table.get("archives", {}).items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(archive(Path(name).stem, values))
+        _write_file(folder, name, 0).write_bytes(archive(Path(name).stem, values))
     for name, values in table.get("torch", {}).items():
         (folder / name).write_bytes(torch_file(Path(name).stem, values))
     for name, optimizer in table.get("optimizers", {}).items():
@@ -94,9 +92,8 @@ def write_checkpoint(table: dict[str, Any], folder: Path) -> Path:
 
 def _write_seal(table: dict[str, Any], folder: Path) -> None:
     """Write the seal that a case describes; by default it is about the metadata that is there."""
-    tensors = table.get("tensors", {}) | {
-        fqn: entry for file in table.get("safetensors", {}).values() for fqn, entry in file.get("tensors", {}).items()
-    }
+    files = [table, *table.get("safetensors", {}).values()]
+    tensors = {fqn: entry for file in files for fqn, entry in file.get("tensors", {}).items()}
     document: dict[str, Any] = {"schema": SCHEMA, "algorithm": ALGORITHM, "ckptlint": "0.2.0", "step": 10}
     document["metadata_blake2b"] = metadata_hash(LocalFolder(folder))
     document |= {key: value for key, value in table["seal"].items() if key != "digests"}
@@ -149,18 +146,18 @@ def write_safetensors(path: Path, table: Mapping[str, Any]) -> Path:
     if "header" in table:
         text = table["header"].encode("latin-1")
         start = len(text).to_bytes(8, "little") + text
-    ends = [entry["data_offsets"][1] for name, entry in _entries(table.get("tensors", {})).items()]
+    entries = _entries(table.get("tensors", {}))
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:
         file.write(table.get("before", "").encode("latin-1") + start)
         begin = file.tell()
-        file.truncate(table.get("size", begin + max(ends, default=0)))
-        for name, entry in _entries(table.get("tensors", {})).items():
-            if "seed" in (own := table["tensors"][name]):
-                file.seek(begin + entry["data_offsets"][0])
-                count = entry["data_offsets"][1] - entry["data_offsets"][0]
-                data = random.Random(own["seed"]).randbytes(count)  # noqa: S311
-                file.write(bytes(byte & 0x3F for byte in data))
+        end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+        file.truncate(table.get("size", begin + end))
+        for name, entry in entries.items():
+            if "seed" in table["tensors"][name]:
+                start, stop = entry["data_offsets"]
+                file.seek(begin + start)
+                file.write(random_bytes(table["tensors"][name]["seed"], stop - start))
     return path
 
 
@@ -188,15 +185,6 @@ def _entries(tensors: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, An
         start, stop = entry.get("span", (stop, stop + prod(entry["shape"]) * ITEM_BITS.get(dtype, 8) // 8))
         entries[fqn] = {"dtype": names.get(dtype, dtype), "shape": entry["shape"], "data_offsets": [start, stop]}
     return entries
-
-
-def _parts(table: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], int | None]]:
-    """The metadata files of a case: `.metadata`, or one of each entry of `ranks`."""
-    if "ranks" in table:
-        for rank, part in enumerate(table["ranks"]):
-            yield f"__{rank}.metadata", part, rank
-    else:
-        yield table.get("metadata_name", ".metadata"), table, None
 
 
 def _write_file(folder: Path, name: str, size: int | str, link: str | None = None) -> Path:

@@ -7,7 +7,7 @@ import pickle
 import random
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from math import prod
 from types import MappingProxyType
@@ -98,14 +98,22 @@ class Pickler(pickle._Pickler):
             self.write(pickle.GLOBAL + f"{module}\n{attribute}\n".encode())
 
 
+def random_bytes(seed: object, count: int) -> bytes:
+    """So many bytes below 64, of which no float is NaN or infinite."""
+    return bytes(byte & 0x3F for byte in random.Random(seed).randbytes(count))  # type: ignore[arg-type]  # noqa: S311
+
+
+def pickled(value: Any) -> bytes:
+    """The value in protocol 2, as `torch.save` takes it."""
+    file = io.BytesIO()
+    Pickler(file, 2).dump(value)
+    return file.getvalue()
+
+
 def archive(stem: str, values: Any) -> bytes:
     """A torch.save archive of the values; text stands for the bytes of its `data.pkl`."""
-    data = io.BytesIO()
-    if isinstance(values, str):
-        data.write(values.encode("latin-1"))
-    else:
-        Pickler(data, 2).dump(values)
-    return torch_archive({"data.pkl": data.getvalue()}, stem=stem)
+    data = values.encode("latin-1") if isinstance(values, str) else pickled(values)
+    return torch_archive({"data.pkl": data}, stem=stem)
 
 
 def tensor_record(table: Mapping[str, Any]) -> bytes:
@@ -143,19 +151,16 @@ def _tensor_pickle(dtype: str, shape: list[int], count: int, table: Mapping[str,
     """The data.pkl of a record that holds one tensor, as `torch.save` writes it."""
     cls = next((name for name, ours in STORAGES.items() if ours == dtype), None)
     module, name = ("torch", cls) if cls else ("torch.storage", "UntypedStorage")
-    strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
     size = count if cls else count * ITEM_BITS.get(dtype, 8) // 8
-    arguments: tuple[Any, ...] = (PickledStorage(Name(module, name), "0", size), 0, tuple(shape), strides, False, {})
+    storage = PickledStorage(Name(module, name), "0", size)
+    arguments: tuple[Any, ...] = (storage, 0, tuple(shape), strides_of(shape), False, {})
     version = "v2" if cls else "v3"
     rebuild = Name("torch._utils", f"_rebuild_tensor_{version}")
     whole: tuple[Any, ...] = arguments if cls else (*arguments, Name("torch", dtype))
     if table.get("subclass"):
-        made = Call(Name("torch._tensor", "_rebuild_from_type_v2"), (rebuild, Name("job", "Scaled"), whole, None))
-    else:
-        made = Call(rebuild, whole)
-    file = io.BytesIO()
-    Pickler(file, 2).dump(made)
-    return file.getvalue()
+        scaled = Name("job", "Scaled")
+        return pickled(Call(Name("torch._tensor", "_rebuild_from_type_v2"), (rebuild, scaled, whole, None)))
+    return pickled(Call(rebuild, whole))
 
 
 def torch_file(stem: str, values: Any) -> bytes:
@@ -173,26 +178,29 @@ def torch_file(stem: str, values: Any) -> bytes:
         if not isinstance(value, dict):
             return value
         if "tensor" in value:
-            return _tensor(value, members)
+            dtype, shape = value.get("dtype", "float32"), tuple(value["tensor"])
+            item = int(value.get("value", 0)).to_bytes(ITEM_BITS[dtype] // 8, "little")
+            return _rebuilt(dtype, shape, item * prod(shape), members)
         if "class" in value:
             module, _, name = value["class"].rpartition(".")
             return Stub(module, name, made(value["state"]))
         return {int(key) if key.isdecimal() else key: made(item) for key, item in value.items()}
 
-    file = io.BytesIO()
-    Pickler(file, 2).dump(made(values))
-    return torch_archive({"data.pkl": file.getvalue()} | members, stem=stem)
+    data = pickled(made(values))  # which fills the members
+    return torch_archive({"data.pkl": data} | members, stem=stem)
 
 
-def _tensor(table: Mapping[str, Any], members: dict[str, bytes]) -> Call:
-    """A tensor of one value, and its storage among the members."""
-    dtype, shape = table.get("dtype", "float32"), tuple(table["tensor"])
-    key, item = str(len(members)), ITEM_BITS[dtype] // 8
-    members[f"data/{key}"] = int(table.get("value", 0)).to_bytes(item, "little") * prod(shape)
-    strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
-    cls = next(name for name, ours in STORAGES.items() if ours == dtype)
+def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
+    """Those of a contiguous tensor."""
+    return tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+def _rebuilt(dtype: str, shape: tuple[int, ...], data: bytes, members: dict[str, bytes]) -> Call:
+    """The call that rebuilds a tensor of these bytes, which are added to the members of its archive."""
+    key, cls = str(len(members)), next(name for name, ours in STORAGES.items() if ours == dtype)
+    members[f"data/{key}"] = data
     storage = PickledStorage(Name("torch", cls), key, prod(shape))
-    return Call(Name("torch._utils", "_rebuild_tensor_v2"), (storage, 0, shape, strides, False, {}))
+    return Call(Name("torch._utils", "_rebuild_tensor_v2"), (storage, 0, shape, strides_of(shape), False, {}))
 
 
 def rank_file(stem: str, table: Mapping[str, Any]) -> bytes:
@@ -217,29 +225,20 @@ def rank_file(stem: str, table: Mapping[str, Any]) -> bytes:
             number, _, name = key.partition(".")
             owner = root.setdefault("state", {}).setdefault(int(number), {})
         owner[name] = made
-    file = io.BytesIO()
-    Pickler(file, 2).dump(root)
-    return torch_archive({"data.pkl": file.getvalue()} | members, stem=stem)
+    return torch_archive({"data.pkl": pickled(root)} | members, stem=stem)
 
 
 def _stored(seed: str, entry: Mapping[str, Any], members: dict[str, bytes], table: Mapping[str, Any]) -> Call:
     """The call that rebuilds a tensor of random bytes, which are added to the members of its archive."""
     dtype, shape = entry.get("dtype", "float32"), tuple(entry["shape"])
-    local, item = tuple(entry.get("local", shape)), ITEM_BITS[entry.get("dtype", "float32")] // 8
-    cls = Name("torch", next(name for name, ours in STORAGES.items() if ours == dtype))
-    number = str(len(members))
-    data = random.Random(seed).randbytes(prod(local) * item)  # noqa: S311
-    members[f"data/{number}"] = bytes(byte & 0x3F for byte in data)
-    strides = tuple(prod(local[axis + 1 :]) for axis in range(len(local)))
-    arguments: tuple[Any, ...] = (PickledStorage(cls, number, prod(local)), 0, local, strides, False, {})
-    plain = Call(Name("torch._utils", "_rebuild_tensor_v2"), arguments)
+    local = tuple(entry.get("local", shape))
+    plain = _rebuilt(dtype, local, random_bytes(seed, prod(local) * ITEM_BITS[dtype] // 8), members)
     if "placements" not in entry:
         return plain
     sizes, rank = list(entry["mesh"]), table.get("rank", 0)
-    steps = [prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
     axes = [
         Stub("torch.distributed._mesh_layout", "_FlatLayout", {"shape": (size,), "stride": (step,)})
-        for size, step in zip(sizes, steps, strict=True)
+        for size, step in zip(sizes, strides_of(sizes), strict=True)
     ]
     mesh = {
         "_device_type": "cpu",
@@ -257,14 +256,11 @@ def _stored(seed: str, entry: Mapping[str, Any], members: dict[str, bytes], tabl
     spec = {"mesh": Stub("torch.distributed.device_mesh", "DeviceMesh", mesh), "placements": tuple(placed)}
     described = Stub("torch.distributed.tensor._dtensor_spec", "DTensorSpec", spec)
     tensor = Name("torch.distributed.tensor", "DTensor")
-    strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
     cpu = Call(Name("torch", "device"), ("cpu",))
-    whole = (tensor, Name("torch", dtype), shape, strides, 0, Name("torch", "strided"), cpu, False)
+    whole = (tensor, Name("torch", dtype), shape, strides_of(shape), 0, Name("torch", "strided"), cpu, False)
     rebuild = Name("torch._utils", "_rebuild_wrapper_subclass")
-    return Call(
-        Name("torch._tensor", "_rebuild_from_type_v2"),
-        (rebuild, tensor, whole, {"_local_tensor": plain, "_spec": described}),
-    )
+    state: dict[str, Any] = {"_local_tensor": plain, "_spec": described}
+    return Call(Name("torch._tensor", "_rebuild_from_type_v2"), (rebuild, tensor, whole, state))
 
 
 def torch_archive(members: Mapping[str, bytes], crc: bool = True, stem: str = "archive") -> bytes:
