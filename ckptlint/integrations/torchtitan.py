@@ -38,14 +38,14 @@ def check_saves(manager: Any, on_fault: OnFault = "warn", **options: Any) -> Und
         while pending:
             check(pending.pop())
 
-    undoes = (
+    undos = (
         after(manager, "maybe_wait_for_saving", waited),
         after(manager, "save", saved),
         after(manager, "close", lambda _: manager.maybe_wait_for_saving()),
     )
 
-    def undo() -> None:
-        for one in undoes:
-            one()
+    def undo_all() -> None:
+        for undo in undos:
+            undo()
 
-    return undo
+    return undo_all

@@ -155,8 +155,7 @@ def _drawn_together(ckpt: Checkpoint) -> list[tuple[str, ...]]:
 def _not_drawn(pairs: PairTable, draws: bool) -> Iterator[str]:
     """What was left out of the comparison of tensors that follow from each other, as sentences.
 
-    Args:
-        draws: whether only some records were opened, which the report says already.
+    With `draws` only some records were opened, which the report says already.
     """
     for reason, (first, *others) in grouped((reason, pair) for pair, reason in pairs.unread.items()).items():
         more = f" and {plural(len(others), 'more pair')}" if others else ""

@@ -50,11 +50,9 @@ def load_rules() -> tuple[Rule, ...]:
 
 
 def with_plugins(rules: Sequence[Rule], named: Iterable[str] = (), barred: Iterable[Path] = ()) -> tuple[Rule, ...]:
-    """The rules and those of plug-ins, by code.
+    """The rules and those of plug-ins, by code: of the packages that are `named` or installed under `GROUP`.
 
-    Args:
-        named: packages that settings name, besides those installed under the entry-point group `ckptlint.rules`.
-        barred: checked folders, from which nothing is imported.
+    Nothing is imported from checked folders (`barred`).
 
     Raises:
         ConfigError: a plug-in cannot be imported, holds no rule, or one whose code or name is not its own to use.

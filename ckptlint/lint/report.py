@@ -30,12 +30,7 @@ UNREADABLE = "needs {}"
 
 @dataclass(frozen=True, slots=True)
 class Ignored:
-    """Why a finding does not count.
-
-    Attributes:
-        by: what set it aside: the settings, or an earlier report.
-        reason: the reason that the settings give.
-    """
+    """Why a finding does not count: the settings say so and give a reason, or an earlier report has it."""
 
     by: Literal["per-key-ignores", "baseline"]
     reason: str = ""
@@ -43,11 +38,7 @@ class Ignored:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Diagnostic:
-    """A finding together with the rule that made it.
-
-    Attributes:
-        ignored: why it does not count; None when it does.
-    """
+    """A finding together with the rule that made it; where it does not count, with why (`ignored`)."""
 
     rule: Rule
     finding: Finding

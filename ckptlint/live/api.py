@@ -232,12 +232,7 @@ class Live:
         return Limit(self.timeout * _COLLECTING)
 
     def together(self, work: Callable[[], _T], tag: str, repeats: bool, failure: BaseException | None) -> _T | Absence:
-        """What all ranks work out once all are here and no other check of this job runs; or why nothing was.
-
-        Args:
-            work: runs collectives.
-            failure: of this rank.
-        """
+        """What all ranks work out, by collectives, once all are here and no other check of the job runs; or why not."""
         refusal = self.refusal or (str(failure) if isinstance(failure, OutOfTime) else "")
         gate = self.gate
         if gate is None:
@@ -262,11 +257,7 @@ class Live:
         return aside(pass_and_work)
 
     def end_alike(self, tag: str, failure: str) -> str:
-        """What one rank failed in after the work, on all ranks that came in time; "" where none did.
-
-        Args:
-            failure: of this rank; "" for none.
-        """
+        """What one rank failed in after the work, on all ranks that came in time; "" where none did."""
         if self.ends is None:
             return failure
         try:
@@ -605,11 +596,7 @@ def _late_digests(rank_chunks: Sequence[Any], patterns: Sequence[str], rows: Int
 
 
 def _tensor_digests(data: Sequence[Any]) -> tuple[Words, BoolArray]:
-    """uint64 [n], digests, 0 for none; bool [n], whether there is one.
-
-    Raises:
-        torch.OutOfMemoryError: there is no room for the scratch.
-    """
+    """uint64 [n], digests, 0 for none; bool [n], whether there is one. Raises torch.OutOfMemoryError."""
     import torch
 
     from ckptlint.live.collect.tensor_digest import word_digests

@@ -268,11 +268,9 @@ def _measured(
     then: Callable[[_Sums], _T],
     compares_copies: bool = False,
 ) -> tuple[_T, protocol.Outcome] | str:
-    """What is made of the sums over all ranks; why there are none, the same on all ranks that are here.
+    """What `then` makes of the sums while the ranks are together; why there are none, the same on all that are here.
 
-    Args:
-        then: takes them while the ranks are together.
-        compares_copies: whether the copies of each chunk are compared with each other: the sums are of one of them.
+    With `compares_copies` the copies of each chunk are compared with each other: the sums are of one of them.
     """
     rows, local = _local(live, state_dict, tag, ignore, resolve_stateful, compares_copies)
 
@@ -318,7 +316,7 @@ def _local(
     state_dict: Mapping[Any, Any],
     tag: str,
     ignore: Iterable[str],
-    resolve_stateful: bool,
+    resolves: bool,
     compares_copies: bool,
 ) -> tuple[_Rows, protocol.RankInput]:
     """The local phase: everything that can fail, before any other rank is waited for."""
@@ -326,10 +324,10 @@ def _local(
         from ckptlint.live.collect.extract import extract, findings_of
 
         patterns = api.checked_options({"ignore": ignore})["ignore"]
-        asked = ALGORITHM, patterns, resolve_stateful, compares_copies
+        asked = ALGORITHM, patterns, resolves, compares_copies
         settings = api._short_hash((protocol.VERSION, __version__, *asked))
         limit = live.limit()
-        rank_chunks = extract(state_dict, resolve_stateful=resolve_stateful, limit=limit)
+        rank_chunks = extract(state_dict, resolve_stateful=resolves, limit=limit)
         digests, has_digests, _ = api._digests(rank_chunks, patterns, compares_copies, limit)
         digests[[item.kind == "object" for item in rank_chunks]] = 0  # a seal is of tensors alone
         records = fp.chunk_rows(rank_chunks, digests, live.keys)
@@ -339,10 +337,8 @@ def _local(
         rows = _rows(rank_chunks, _short_seeds(records), patterns)
         late = functools.partial(api._late_digests, rank_chunks, patterns) if compares_copies else None
         contents = [item.data for item in rank_chunks] if compares_copies else ()
-        tag_hash = api._short_hash(tag)
-        return rows, protocol.RankInput(
-            records, tuple(findings), settings, tag_hash, "", has_digests, contents=contents, late_digests=late
-        )
+        local = protocol.RankInput(records, tuple(findings), settings, api._short_hash(tag), has_digests=has_digests)
+        return rows, replace(local, contents=contents, late_digests=late)
     except BaseException as error:
         return _rows([], [], ()), live.failed(error, tag)
 
@@ -355,8 +351,7 @@ def _rows(rank_chunks: Sequence[Any], seeds: list[int], patterns: Sequence[str])
 
     reason = np.zeros(len(rank_chunks), np.int64)
     digest, count = np.zeros(len(rank_chunks), np.uint64), np.zeros(len(rank_chunks), np.int64)
-    chosen = []
-    is_unequal = api._unequal(patterns)
+    chosen, is_unequal = [], api._unequal(patterns)
     for i, item in enumerate(rank_chunks):
         if is_unequal(item.fqn, item.data):
             reason[i] = _IGNORED
@@ -368,14 +363,11 @@ def _rows(rank_chunks: Sequence[Any], seeds: list[int], patterns: Sequence[str])
     reason[np.array(chosen, np.int64)[~is_read]] = _NO_DIGEST
     chosen = [i for i, reads in zip(chosen, is_read, strict=True) if reads]
     try:
-        chunks = [
-            Chunk(rank_chunks[i].data, rank_chunks[i].offsets, rank_chunks[i].sizes, rank_chunks[i].shape)
-            for i in chosen
-        ]
-        digests, known = elem_digests(chunks)
+        items = [rank_chunks[i] for i in chosen]
+        digests, known = elem_digests([Chunk(item.data, item.offsets, item.sizes, item.shape) for item in items])
         digest[chosen] = digests.view(np.uint64)
-        count[chosen] = [int(np.prod(rank_chunks[i].sizes, dtype=object)) for i in chosen]
-        freed = [freed_bytes(rank_chunks[i].data) is not None for i in chosen]
+        count[chosen] = [int(np.prod(item.sizes, dtype=object)) for item in items]
+        freed = [freed_bytes(item.data) is not None for item in items]
         reason[chosen] = np.where(known, 0, np.where(freed, _FREED, _NO_DIGEST))
     except torch.OutOfMemoryError:
         reason[chosen] = _NO_MEMORY
@@ -478,11 +470,7 @@ def _fill(words: IntArray, sums: _Sums, path: Path) -> list[str]:
 def _differing(
     live: api.Live, sums: _Sums, names: Sequence[str], sealed: IntArray, different: Mapping[int, int]
 ) -> list[RankFinding]:
-    """One finding for each rank that holds a key whose values differ; all ranks learn its name and holders.
-
-    Args:
-        different: row -> the digest of what was loaded; the same on all ranks.
-    """
+    """One finding for each rank that holds a key whose values differ (row -> digest); all learn its name, and who."""
     rows = list(different)[:_NAMED]
     holds = live.group.gather(np.isin(rows, sums.positions).astype(np.int64)).astype(bool)
     text = "\n".join(names[row] for row in rows).encode("utf-8", "backslashreplace")

@@ -279,8 +279,7 @@ def _environment() -> list[int]:
 def joined(every_node: bool, settle: float, waiting: Callable[[str], None]) -> Iterator[SharedCheck]:
     """The job that torchrun started, or a job of this one process; torch is imported for the former alone.
 
-    Args:
-        waiting: called with a sentence once this rank has waited a while for the others.
+    `waiting` is called with a sentence once this rank has waited a while for the others.
 
     Raises:
         AccessError: the other ranks did not come.
@@ -384,11 +383,7 @@ def _listed(differing: Mapping[str, int], count: int, files: Mapping[str, int]) 
 
 
 def shares(ckpt: Checkpoint, count: int, by_file: bool) -> list[IntArray]:
-    """The rows of `Checkpoint.records` for each of so many readers: runs of neighbours of about equal bytes.
-
-    Args:
-        by_file: whether a file must be read by one of them.
-    """
+    """The rows of `Checkpoint.records` for each of so many readers: runs of neighbours or files of about equal size."""
     records = ckpt.records
     order = np.lexsort((records.byte_offset, records.file))
     size = np.maximum(records.byte_length[order], 1).astype(float)

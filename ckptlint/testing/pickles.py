@@ -259,8 +259,8 @@ def _stored(seed: str, entry: Mapping[str, Any], members: dict[str, bytes], tabl
     cpu = Call(Name("torch", "device"), ("cpu",))
     whole = (tensor, Name("torch", dtype), shape, strides_of(shape), 0, Name("torch", "strided"), cpu, False)
     rebuild = Name("torch._utils", "_rebuild_wrapper_subclass")
-    state: dict[str, Any] = {"_local_tensor": plain, "_spec": described}
-    return Call(Name("torch._tensor", "_rebuild_from_type_v2"), (rebuild, tensor, whole, state))
+    attributes: dict[str, Any] = {"_local_tensor": plain, "_spec": described}
+    return Call(Name("torch._tensor", "_rebuild_from_type_v2"), (rebuild, tensor, whole, attributes))
 
 
 def torch_archive(members: Mapping[str, bytes], crc: bool = True, stem: str = "archive") -> bytes:

@@ -71,9 +71,6 @@ def find_settings(checked: Iterable[str] = ()) -> Settings:
     Such a file is inside of a checked path or of a step, or in a folder that holds steps, payload or a tracker.
     In each folder `ckptlint.toml` comes before `pyproject.toml`, which counts when it has a table `[tool.ckptlint]`.
 
-    Args:
-        checked: the paths that are checked.
-
     Raises:
         ConfigError: the file cannot be read, or says something that it may not.
     """

@@ -93,11 +93,7 @@ def _problem(ignore: KeyIgnore, parts: Sequence[CheckpointReport]) -> Problem:
 
 
 def to_paste(pattern: str, code: str, file: str = "") -> list[str]:
-    """The ignore of a rule for the keys of a glob, as three lines of TOML that lack only the reason.
-
-    Args:
-        file: the settings file that they are for, "" for one that is not there yet.
-    """
+    """The ignore of a rule for the keys of a glob, as three lines of TOML for this file; only the reason lacks."""
     table = "tool.ckptlint.per-key-ignores" if Path(file).name == "pyproject.toml" else "per-key-ignores"
     return [f"[{table}.{json.dumps(pattern, ensure_ascii=False)}]", f'rules = ["{code}"]', 'reason = ""']
 
@@ -161,13 +157,9 @@ def read_baseline(path: str) -> dict[str, str]:
 def apply_baseline(
     parts: Sequence[CheckpointReport], rules: Sequence[Rule], baseline: Mapping[str, str]
 ) -> tuple[list[CheckpointReport], tuple[str, ...]]:
-    """The reports with the findings of an earlier one apart, and the entries of the earlier one that occur no more.
+    """The reports with the findings of an earlier one (`read_baseline`) apart, and those of its that occur no more.
 
-    Findings of fixed rules count all the same.
-
-    Args:
-        rules: those that were selected.
-        baseline: fingerprint -> finding, of `read_baseline`.
+    Findings of fixed rules count all the same. `rules` are those that were selected.
     """
 
     def why(item: Diagnostic) -> Ignored | None:

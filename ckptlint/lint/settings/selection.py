@@ -23,12 +23,9 @@ def select(
     has_reference: bool = False,
     only_raise: bool = False,
 ) -> tuple[Rule, ...]:
-    """The rules to run, with the user's severities.
+    """The rules to run, with the user's severities; with `only_raise` none below a rule's own.
 
     Fixed rules always run: a file that could not be read safely must never pass.
-
-    Args:
-        only_raise: whether severities below a rule's own do not count.
 
     Raises:
         ConfigError: an unknown rule or level, an attempt to switch off or lower a fixed rule, or a rule chosen
@@ -102,11 +99,8 @@ def configured(rules: Sequence[Rule], tables: Mapping[str, Mapping[str, object]]
 def find_rule(rules: Sequence[Rule], token: str, also: Iterable[str] = ()) -> Rule:
     """The rule of a code or name, in any case.
 
-    Args:
-        also: further names that may have been meant.
-
     Raises:
-        ConfigError: there is none; the message names the nearest one.
+        ConfigError: there is none; the message names the nearest one, which may be of `also`.
     """
     for rule in rules:
         if token.upper() == rule.code or token.lower() == rule.name:

@@ -124,7 +124,6 @@ def deletable(path: str, keep: int, judge: Judge, compare: Judge | None = None) 
 
     Args:
         keep: how many whole steps must stay, at least 1.
-        judge: gives the report on the checkpoint at a path.
         compare: a closer look at a step that passes, None where `judge` sees all.
 
     Raises:
@@ -395,11 +394,7 @@ def _best(folder: Folder, label: str) -> Iterator[tuple[str, str]]:
 def _links(folder: Folder, label: str, but: Collection[str], levels: int = LEVELS) -> Iterator[tuple[str, str]]:
     """Each name on the way of a link in a folder or below it, and which link that is.
 
-    Args:
-        but: folders that are not searched.
-
-    Raises:
-        AccessError: something could not be searched.
+    Folders named in `but` are not searched; raises AccessError where something else could not be.
     """
     try:
         names = [name for name, entry in folder.entries.others.items() if entry.is_link]
@@ -420,17 +415,11 @@ def _links(folder: Folder, label: str, but: Collection[str], levels: int = LEVEL
 
 
 def _changed(
-    place: str,
-    found: Retention,
-    pointers: _Pointers,
-    relied_on: Mapping[str, int | None],
-    unlinked: Mapping[str, str],
+    place: str, found: Retention, pointers: _Pointers, relied_on: Mapping[str, int | None], unlinked: Mapping[str, str]
 ) -> str:
     """What became another since it was judged, as a sentence; "" where a deletion is still safe.
 
-    Args:
-        relied_on: the whole steps that stay, each with its stamp.
-        unlinked: why each step stays, before links were followed.
+    The whole steps that stay are relied on, by their stamps; `unlinked` says why each stays before links were followed.
     """
     again = "run ckptlint again"
     try:

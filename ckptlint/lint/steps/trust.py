@@ -425,11 +425,7 @@ def _beside_before(judged: JudgedStep, older: Iterable[tuple[JudgedStep, bool]])
 
 
 def with_all(judged: JudgedStep, required: Iterable[str], asked: str) -> JudgedStep:
-    """The verdict on a step, once the parts that it must hold are compared with those it holds.
-
-    Args:
-        asked: who asks for them, as the end of a sentence.
-    """
+    """The verdict on a step, once the parts that it must hold are compared with those it holds; `asked` says why."""
     lost = [part for part in PARTS if part in required and part not in judged.parts]
     if judged.verdict != "passes" or not lost:
         return judged

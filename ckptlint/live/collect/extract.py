@@ -117,12 +117,10 @@ _Parts = dict[object, tuple[Any, "_Part | None"]]
 def extract(
     state_dict: Mapping[Any, Any], *, resolve_stateful: bool = True, limit: Limit | None = None
 ) -> list[RankChunk]:
-    """All chunks and objects of this rank, in the order of the state dict.
+    """All chunks and objects of this rank, in the order of the state dict, as a save by DCP or Megatron-Core takes it.
 
     Args:
-        state_dict: what would be given to `torch.distributed.checkpoint.save` or to Megatron-Core's `save`.
         resolve_stateful: whether `state_dict()` of top-level values that are Stateful is called, as DCP does.
-        limit: of time and values; none by default.
 
     Raises:
         OutOfTime: the limit is reached.

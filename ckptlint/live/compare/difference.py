@@ -25,7 +25,6 @@ def first_difference(group: RankGroup, holders: tuple[int, int], mine: Any, box:
     """Where the copies of two ranks differ first in row-major order, and their values; "" when unknown.
 
     Args:
-        holders: the two ranks.
         mine: what this rank holds, a torch.Tensor or the value of an object; read on the holders alone.
         box: the chunk, None for an object.
     """
