@@ -66,11 +66,7 @@ def check(paths: tuple[str, ...], **options: Any) -> None:
 
 
 def requested(options: Mapping[str, Any], purpose: Purpose = "report") -> Request:
-    """What the options of `check`, variable -> value, and the settings ask for.
-
-    Raises:
-        UsageError, ConfigError: an option or a setting is wrong.
-    """
+    """What the options of `check`, variable -> value, and the settings ask for; raises UsageError and ConfigError."""
     from ckptlint.lint.settings.request import Request
 
     settings, checked = click.get_current_context().obj
@@ -91,11 +87,7 @@ def judge(request: Request, source: Opener | None = None) -> Report:
 def emitter(
     options: Mapping[str, Any], prints: bool = True, looks_for_folders: bool = True
 ) -> Callable[[Report], None]:
-    """What prints a report, unless somebody else does, and writes the files of `--output`, as the options say.
-
-    Raises:
-        UsageError: an option is wrong.
-    """
+    """What prints a report, unless somebody else does, and writes the files of `--output`; raises UsageError."""
     format_ = options["format_"]
     if options["statistics"]:
         if format_ != "full":

@@ -30,11 +30,7 @@ _FILES = 2  # named in a label
     "--dim", "axis", type=click.IntRange(min=0), metavar="N", help="Draw this dim.  [default: those that are cut]"
 )
 @click.option(
-    "--format",
-    "format_",
-    type=click.Choice(["dot", "mermaid", "graphml", "json"]),
-    default="dot",
-    show_default=True,
+    "--format", "format_", type=click.Choice(["dot", "mermaid", "graphml", "json"]), default="dot", show_default=True
 )
 def graph(path: str, fqn: str, axis: int | None, format_: str) -> None:
     """Draw the chunks of one tensor as a graph: on each dim, which intervals they cover and where one is missing.

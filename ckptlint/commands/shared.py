@@ -167,11 +167,7 @@ OUTPUT = click.Path(dir_okay=False, path_type=Path)
 
 
 def write_file(path: Path, text: str) -> None:
-    """`write_whole` for a command.
-
-    Raises:
-        CkptlintError: the file cannot be written.
-    """
+    """`write_whole` for a command; raises CkptlintError where the file cannot be written."""
     try:
         write_whole(path, text)
     except OSError as error:

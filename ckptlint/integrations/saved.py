@@ -108,21 +108,13 @@ def check_saved(
 
 
 def require(on_fault: str, allowed: Sequence[str] = get_args(OnFault)) -> None:
-    """Refuse what `on_fault` cannot be, before a job has run for hours.
-
-    Raises:
-        ConfigError: it is none of those that are allowed.
-    """
+    """Raise ConfigError for what `on_fault` cannot be, before a job has run for hours."""
     if on_fault not in allowed:
         raise ConfigError(f"on_fault is {on_fault!r}: use one of {', '.join(allowed)}")
 
 
 def stops_alone(world: int) -> None:
-    """Refuse to end the training of one rank while the others go on.
-
-    Raises:
-        ConfigError: there are others.
-    """
+    """Raise ConfigError rather than end the training of one rank while the others go on."""
     if world > 1:
         raise ConfigError(
             "on_fault='stop' needs a job of one rank: only rank 0 checks, and the others would wait for it for ever;"
@@ -172,10 +164,8 @@ def _lacks(step: str, end: float) -> str:
 def _ask(arguments: Sequence[str], end: float) -> dict[str, Any]:
     """What a command answers in JSON, in a process of its own that imports nothing of the job.
 
-    It is started, not forked: a fork would share the CUDA context of this process.
-
-    Raises:
-        _CannotRunError: it did not end in time, or gave no answer.
+    It is started, not forked: a fork would share the CUDA context of this process. Raises _CannotRunError where it did
+    not end in time, or gave no answer.
     """
     environment = {name: value for name, value in os.environ.items() if name not in _OF_THE_JOB}
     with subprocess.Popen(  # noqa: S603  this very package

@@ -92,11 +92,7 @@ def fixture_of(known: KnownCause) -> Path:
 
 @cache
 def load_causes() -> tuple[KnownCause, ...]:
-    """All causes, by name.
-
-    Raises:
-        OwnFileError: a file is not as this module has it; it names file and entry.
-    """
+    """All causes, by name; raises OwnFileError, with file and entry, where a file is not as this module has it."""
     folder = Path(rules_package().__path__[0]) / "causes"
     return tuple(own_file(path, partial(read_cause, path.name)) for path in sorted(folder.glob("*.toml")))
 

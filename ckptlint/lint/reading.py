@@ -37,11 +37,8 @@ _OPENED = 2_048  # chunks whose records are opened only to draw from them, with 
 def read_records(folder: Folder, ckpt: Checkpoint, how: ReadOptions, after: Checkpoint | None = None) -> Checkpoint:
     """The checkpoint with `payload`, and with `pairs` where all records were asked for; so with its `optimizers`.
 
-    Args:
-        after: the step that it is to be compared with; its tensors are then not compared with each other.
-
-    Raises:
-        AccessError, KeyboardInterrupt: as `read_payload`.
+    Where it is read to be compared with the step `after` it, its tensors are not compared with each other. Raises
+    AccessError and KeyboardInterrupt as `read_payload`.
     """
     if how.draws:
         drawn = records_to_draw(ckpt, after or ckpt, _drawn_together(after or ckpt), _OPENED)
@@ -114,8 +111,7 @@ def _with_values(payload: PayloadTable, states: Checkpoint, whole: PayloadTable)
 def with_changes(folder: Folder, ckpt: Checkpoint, before: Folder, how: ReadOptions) -> Checkpoint:
     """The checkpoint with `changes`, and what leapt chunks hold, where it and the step before it were read.
 
-    Raises:
-        AccessError: a read was refused.
+    Raises AccessError where a read is refused.
     """
     older = ckpt.before
     if ckpt.payload is None or older is None or older.payload is None or how.percent is not None:

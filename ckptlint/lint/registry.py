@@ -126,11 +126,7 @@ def _is_below(path: Path, folders: Iterable[Path]) -> bool:
 
 
 def _rules_in(package: ModuleType) -> list[Rule]:
-    """The rules in a package and its modules, or in a module; each once.
-
-    Raises:
-        ValueError: a rule needs what is no word of `NEEDS`.
-    """
+    """The rules in a package and its modules, or in a module; each once. Raises ValueError for needs that are none."""
     inner = pkgutil.iter_modules(getattr(package, "__path__", ()))
     modules = [package, *(importlib.import_module(f"{package.__name__}.{module.name}") for module in inner)]
     rules = list(dict.fromkeys(item for module in modules for item in vars(module).values() if isinstance(item, Rule)))

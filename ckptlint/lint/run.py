@@ -98,8 +98,7 @@ def opened(
 def _of_named_step(before: str, path: str, every: Sequence[CheckpointPlace]) -> dict[str, CheckpointPlace]:
     """Checkpoint of the step at a path -> the same part of the step that the user named to compare with.
 
-    Raises:
-        ConfigError: that one cannot be found, is what is checked, or has none of these parts.
+    Raises ConfigError where that one cannot be found, is what is checked, or has none of these parts.
     """
     try:
         named = find(before)
@@ -167,11 +166,7 @@ def _with_steps_before(
 
 
 def _checked_named(ckpt: Checkpoint, before: Checkpoint | CkptlintError | None) -> Checkpoint:
-    """The checkpoint, with a sentence where the named step lacks its part.
-
-    Raises:
-        ConfigError: the part of the named step cannot be compared with.
-    """
+    """The checkpoint, with a sentence where the named step lacks its part; raises ConfigError where they do not fit."""
     if before is None:
         sentence = f"{ckpt.path} was not compared: the step of --before has no such part"
         return replace(ckpt, not_looked_at=(*ckpt.not_looked_at, sentence))

@@ -23,22 +23,9 @@ _HOMES = {
     "ckptlint.live.sealing": ("Pending", "check_loaded", "prepare_seal", "seal"),
 }
 
-__all__ = [
-    "LightningCheck",
-    "LiveError",
-    "LiveNotInstalled",
-    "Pending",
-    "SaveLint",
-    "accelerate_hook",
-    "check",
-    "check_loaded",
-    "install",
-    "patch_dcp",
-    "patch_mcore",
-    "prepare_seal",
-    "seal",
-    "uninstall",
-]
+__all__ = ["LiveError", "LiveNotInstalled", "check", "install", "uninstall"]
+__all__ += ["LightningCheck", "SaveLint", "accelerate_hook", "patch_dcp", "patch_mcore"]
+__all__ += ["Pending", "check_loaded", "prepare_seal", "seal"]
 
 
 def __getattr__(name: str) -> object:

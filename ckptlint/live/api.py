@@ -467,11 +467,7 @@ def is_off() -> bool:
 
 
 def installed() -> Live:
-    """The live mode of this job; of one rank it is made on the way.
-
-    Raises:
-        LiveNotInstalled: the job has several ranks and `install` was not called.
-    """
+    """The live mode of this job, made on the way for one rank; raises LiveNotInstalled where several have none."""
     if _installed is not None and not _is_outgrown(_installed):
         return _installed
     if rank_and_world()[1] > 1:

@@ -90,8 +90,7 @@ class SharedCheck:
     ) -> Iterator[tuple[CheckpointPlace, Checkpoint]]:
         """As `lint.run.opened`, on rank 0; the other ranks take part, wait for the end, and leave with its exit code.
 
-        Raises:
-            AccessError: a rank could not read its part, or did not come in time; on all ranks.
+        All raise AccessError where a rank could not read its part, or did not come in time.
         """
         self._waits = True
         try:
@@ -214,11 +213,7 @@ class SharedCheck:
     # ------------------------------------------------------------ words between ranks
 
     def _agree(self, reason: str, has_part: bool, size: int) -> None:
-        """Meet the other ranks after reading.
-
-        Raises:
-            AccessError: one of them failed; the sentence of the lowest, on all ranks.
-        """
+        """Meet the other ranks after reading; if any failed, all raise AccessError with the sentence of the lowest."""
         self.group.begin(_PATIENCE + size / _SLOWEST)
         words = [self.group.world - self.rank if reason else 0, has_part, not has_part]
         failed, some, others = self.group.reduce(np.array(words, np.int64), "max").tolist()
@@ -252,11 +247,7 @@ _PLACE = (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
 
 
 def _environment() -> list[int]:
-    """RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, as torchrun sets them.
-
-    Raises:
-        ConfigError: they exclude each other, or lack what a job of several ranks needs.
-    """
+    """RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE of torchrun; raises ConfigError for those of no job."""
     numbers = list[int]()
     for place, count in _PLACE:
         texts = [os.environ.get(place, "0"), os.environ.get(count, "1")]
@@ -279,11 +270,8 @@ def _environment() -> list[int]:
 def joined(every_node: bool, settle: float, waiting: Callable[[str], None]) -> Iterator[SharedCheck]:
     """The job that torchrun started, or a job of this one process; torch is imported for the former alone.
 
-    `waiting` is called with a sentence once this rank has waited a while for the others.
-
-    Raises:
-        AccessError: the other ranks did not come.
-        ConfigError: the environment is that of no job.
+    `waiting` is called with a sentence once this rank has waited a while for the others. Raises AccessError where they
+    do not come, ConfigError where the environment is that of no job.
     """
     rank, world, node, nodes = _environment()
     if world == 1:

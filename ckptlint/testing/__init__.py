@@ -17,17 +17,5 @@ from ckptlint.testing.cases import (
 from ckptlint.testing.folders import safetensors_header, write_checkpoint, write_safetensors
 from ckptlint.testing.pickles import torch_archive
 
-__all__ = [
-    "Case",
-    "checkpoint_of_ranks",
-    "described",
-    "fixture_cases",
-    "load_folder",
-    "open_case",
-    "read_cases",
-    "run_case",
-    "safetensors_header",
-    "torch_archive",
-    "write_checkpoint",
-    "write_safetensors",
-]
+__all__ = ["Case", "checkpoint_of_ranks", "described", "fixture_cases", "load_folder", "open_case", "read_cases"]
+__all__ += ["run_case", "safetensors_header", "torch_archive", "write_checkpoint", "write_safetensors"]

@@ -125,12 +125,7 @@ def write_reference(table: dict[str, Any], place: Path) -> Path:
 
 
 def optimizer_state(groups: Sequence[Mapping[str, Any]], states: Mapping[str, Any]) -> dict[str, Any]:
-    """The state dict of an optimizer as torch.optim has it, in the tables of `torch_file`.
-
-    Args:
-        groups: the parameter groups.
-        states: parameter, a number or a name, -> name of a state -> its shape.
-    """
+    """The state dict of an optimizer as torch.optim has it, for `torch_file`; `states` is parameter, name -> shape."""
     state = {param: {name: {"tensor": shape} for name, shape in shapes.items()} for param, shapes in states.items()}
     return {"state": state, "param_groups": [dict(group) for group in groups]}
 

@@ -266,10 +266,8 @@ def _stored(seed: str, entry: Mapping[str, Any], members: dict[str, bytes], tabl
 def torch_archive(members: Mapping[str, bytes], crc: bool = True, stem: str = "archive") -> bytes:
     """An archive with torch's framing: sizes in the directory alone, data at multiples of 64, zip64 end records.
 
-    Args:
-        members: name without the folder -> bytes.
-        crc: False for what `torch.serialization.set_crc32_options(False)` leaves.
-        stem: name of the folder in it.
+    Members are named without the folder, whose name is `stem`; `crc` is False for what
+    `torch.serialization.set_crc32_options(False)` leaves.
     """
     archive, directory = bytearray(), bytearray()
     for short, data in {**members, "byteorder": b"little", "version": b"3\n"}.items():

@@ -14,8 +14,7 @@ def read_topology(
 ) -> dict[str, AxisSize]:
     """Axis -> size and source: what the metadata counts (`metadata`) beats what the job declared, guesses come last.
 
-    Args:
-        ranks: the numbers in payload file names; the highest is a lower bound of the world size (`files`).
+    Of the ranks in payload file names the highest is a lower bound of the world size (`files`).
 
     Source:
         `rng_state` has the shape (PP, TP), in Megatron-LM 0.16 (PP, TP, DP x CP) where there is expert parallelism;

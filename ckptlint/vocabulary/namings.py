@@ -56,11 +56,7 @@ class _File:
 
 @cache
 def namings() -> dict[str, tuple[Naming, dict[tuple[str, ...], StoredRoles]]]:
-    """Name -> the convention, and what the keys hold that end in some parts.
-
-    Raises:
-        OwnFileError: the file is missing, or says what nobody knows.
-    """
+    """Name -> the convention, and what the keys hold that end in some parts; raises OwnFileError for a broken file."""
     return own_file(Path(__file__).with_suffix(".toml"), _read)
 
 

@@ -23,16 +23,12 @@ def runs(
     """Per dim the runs that the rank at this coordinate of the mesh holds; () where it holds nothing.
 
     A placement with a `dim` shards that dim, one with a `split_factor` too does so strided; any other does not shard.
+    Raises IndexError where it shards a dim that the shape does not have.
 
     Args:
         shape: the global shape, in elements.
         placements: one per mesh dim.
-        mesh_shape: size of each mesh dim.
-        coordinate: place of the rank on each mesh dim.
         order: mesh dims in the order in which they cut; left to right by default.
-
-    Raises:
-        IndexError: a placement shards a dim that the shape does not have.
 
     Source:
         torch 2.13 torch.distributed.tensor._utils._compute_local_shape_and_global_offset; the pieces are those of

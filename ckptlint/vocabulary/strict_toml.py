@@ -17,11 +17,7 @@ Made = TypeVar("Made")
 
 
 def own_file(path: Path, read: Callable[[str], Made]) -> Made:
-    """What `read` makes of the text of a file of ckptlint itself.
-
-    Raises:
-        OwnFileError: it is missing, or `read` says that it is broken.
-    """
+    """What `read` makes of a file of ckptlint itself; raises OwnFileError where it is missing, or broken."""
     try:
         return read(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -31,11 +27,7 @@ def own_file(path: Path, read: Callable[[str], Made]) -> Made:
 
 
 def toml_table(file: str, text: str) -> dict[str, Any]:
-    """The entries of a file.
-
-    Raises:
-        ValueError: this is no TOML; with file.
-    """
+    """The entries of a file; raises ValueError, with its name, where this is no TOML."""
     try:
         return tomllib.loads(text)
     except ValueError as error:
@@ -45,11 +37,8 @@ def toml_table(file: str, text: str) -> dict[str, Any]:
 def made_of(kind: type[Made], file: str, table: Mapping[str, Any], **given: Any) -> Made:
     """The dataclass or named tuple of a file, each entry of its annotated type: lists as tuples, strings as patterns.
 
-    Args:
-        given: fields that the file may not state.
-
-    Raises:
-        ValueError: an entry that nobody knows, one that is missing, or a value of another form; with file and place.
+    The file may not state what is `given`. Raises ValueError, with file and place, for an entry that nobody knows, one
+    that is missing, or a value of another form.
     """
     try:
         made: Made = _made(kind, table, "", given)

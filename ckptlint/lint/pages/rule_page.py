@@ -40,11 +40,7 @@ _KINDS = {
 
 
 def page_of(rules: Sequence[Rule], name: str, width: int = 80) -> str:
-    """The page of the rule or the cause of this name or code.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """The page of the rule or the cause of this name or code; raises ConfigError where there is none."""
     causes = {known.name: known for known in load_causes()}
     if cause := causes.get(name.lower()):
         return cause_page(cause, width)

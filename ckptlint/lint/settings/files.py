@@ -52,11 +52,7 @@ class Settings(NamedTuple):
 
     @property
     def fail_on(self) -> FailOn | None:
-        """The lowest severity that fails a run; None where it is not said.
-
-        Raises:
-            ConfigError: `strict` and `exit-zero` are both set.
-        """
+        """The lowest severity that fails a run, if it is said; raises ConfigError for both `strict` and `exit-zero`."""
         if self.options.get("strict") and self.options.get("exit-zero"):
             raise ConfigError(f"{self.file}: strict and exit-zero contradict each other")
         if self.options.get("strict"):
@@ -95,11 +91,7 @@ def find_settings(checked: Iterable[str] = ()) -> Settings:
 
 
 def read_settings(file: str, checked: Iterable[str] = ()) -> Settings:
-    """The settings of this file.
-
-    Raises:
-        ConfigError: as `find`, and when the file is inside a checked path or has no settings.
-    """
+    """The settings of this file; raises ConfigError as `find_settings`, and where it is checked itself or has none."""
     path = Path(file)
     if _inside(path, local_folders(checked)):
         raise ConfigError(f"{file} lies inside a checked path: ckptlint never reads settings from a checkpoint")
@@ -112,8 +104,7 @@ def read_settings(file: str, checked: Iterable[str] = ()) -> Settings:
 def every_rule(settings: Settings, checked: Iterable[str] = ()) -> tuple[Rule, ...]:
     """All rules, those of plug-ins too, with the options that the settings give them.
 
-    Raises:
-        ConfigError: a plug-in cannot be used, or an option of a rule is unknown or of another type.
+    Raises ConfigError where a plug-in cannot be used, or an option of a rule is unknown or of another type.
     """
     rules = registry.with_plugins(registry.load_rules(), settings.plugins, local_folders(checked))
     try:
@@ -123,11 +114,7 @@ def every_rule(settings: Settings, checked: Iterable[str] = ()) -> tuple[Rule, .
 
 
 def key_ignores(settings: Settings, rules: Sequence[Rule]) -> tuple[KeyIgnore, ...]:
-    """The per-key ignores with the codes they mean.
-
-    Raises:
-        ConfigError: an unknown rule, or one that cannot be ignored.
-    """
+    """The per-key ignores with their codes; raises ConfigError for an unknown rule, or one that cannot be ignored."""
     made = []
     for pattern, named, reason in settings.ignores:
         try:

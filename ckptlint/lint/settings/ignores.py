@@ -123,11 +123,7 @@ def ignore_of_the_rest(report: Report) -> list[str]:
 
 
 def read_baseline(path: str) -> dict[str, str]:
-    """The findings of an earlier JSON report: fingerprint -> code and sentence.
-
-    Raises:
-        ConfigError: it cannot be read, or is no such report.
-    """
+    """The findings of an earlier JSON report: fingerprint -> code and sentence; raises ConfigError for another file."""
     try:
         with Path(path).open("rb") as source:
             is_larger = os.fstat(source.fileno()).st_size > _SIZE_LIMIT  # a device does not say

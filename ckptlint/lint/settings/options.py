@@ -142,10 +142,7 @@ CHECK_OPTIONS = (
     ),
     CheckOption("strict", "rules", "Short for --fail-on warning, the default of check.", is_flag=True),
     CheckOption(
-        "exit-zero",
-        "rules",
-        "Short for --fail-on never; unsafe or unreadable input still exits with 1.",
-        is_flag=True,
+        "exit-zero", "rules", "Short for --fail-on never; unsafe or unreadable input still exits with 1.", is_flag=True
     ),
     CheckOption("baseline", "rules", "Hide the findings of this earlier JSON report.", metavar="FILE"),
     CheckOption("no-ignores", "rules", "Show the findings that the settings ignore.", is_flag=True),

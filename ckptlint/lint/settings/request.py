@@ -69,16 +69,11 @@ class Request(NamedTuple):
     def of(
         cls, options: Mapping[str, Any], settings: Settings, paths: Iterable[str], purpose: Purpose = "report"
     ) -> Request:
-        """The request that options make, and a settings file where they say nothing.
+        """The request that options of `check` make, and a settings file where they say nothing: None or an empty list.
 
         A step is chosen by fixed severities: neither options nor settings make an error less than that. What may be
-        deleted is decided by all rules with their own options; both look at files at least.
-
-        Args:
-            options: long option of `check` -> value; None and empty lists say nothing.
-
-        Raises:
-            ConfigError: an option or a setting is wrong, or two contradict each other.
+        deleted is decided by all rules with their own options; both look at files at least. Raises ConfigError where an
+        option or a setting is wrong, or two contradict each other.
         """
         paths = tuple(paths)
         given = {name: value for name, value in options.items() if value is not None and value != () and value != []}

@@ -59,11 +59,7 @@ def select(
 
 
 def ignorable(rules: Sequence[Rule], token: str) -> set[str]:
-    """The codes that an ignore of this code, name or prefix means.
-
-    Raises:
-        ConfigError: an unknown rule, or one that cannot be ignored.
-    """
+    """The codes that an ignore of this code, name or prefix means; raises ConfigError where there is none to ignore."""
     dropped = set(matching(rules, [token]))
     fixed = {rule.code for rule in rules if rule.fixed and rule.code in dropped}
     if fixed == dropped:
@@ -74,8 +70,7 @@ def ignorable(rules: Sequence[Rule], token: str) -> set[str]:
 def configured(rules: Sequence[Rule], tables: Mapping[str, Mapping[str, object]]) -> tuple[Rule, ...]:
     """The rules with options of their own set: code or name -> option -> value.
 
-    Raises:
-        ConfigError: an unknown rule or option, or a value of another type than the option's default.
+    Raises ConfigError for an unknown rule or option, or a value of another type than the option's default.
     """
     values: dict[str, dict[str, Option]] = {}
     for token, table in tables.items():
@@ -97,11 +92,7 @@ def configured(rules: Sequence[Rule], tables: Mapping[str, Mapping[str, object]]
 
 
 def find_rule(rules: Sequence[Rule], token: str, also: Iterable[str] = ()) -> Rule:
-    """The rule of a code or name, in any case.
-
-    Raises:
-        ConfigError: there is none; the message names the nearest one, which may be of `also`.
-    """
+    """The rule of a code or name, in any case; otherwise raises ConfigError, with the nearest name, also of `also`."""
     for rule in rules:
         if token.upper() == rule.code or token.lower() == rule.name:
             return rule
@@ -116,11 +107,7 @@ def _families(rules: Sequence[Rule]) -> dict[str, list[str]]:
 
 
 def matching(rules: Sequence[Rule], tokens: Iterable[str]) -> list[str]:
-    """The codes that these codes, names and prefixes mean.
-
-    Raises:
-        ConfigError: one means no rule.
-    """
+    """The codes that these codes, names and prefixes mean; raises ConfigError where one means no rule."""
     codes: list[str] = []
     for token in tokens:
         wanted = token.strip()

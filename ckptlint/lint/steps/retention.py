@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 from pathlib import PurePath
@@ -106,17 +106,8 @@ class Retention(Shown):
         return [step.row() | {"stays": why} for step, why in because]
 
 
-@dataclass(frozen=True, slots=True)
-class _Pointers:
-    """What points to steps from outside of them.
-
-    Attributes:
-        named: name of a step -> what names it.
-        doubt: why it is not known which step a resume needs, one sentence; "" otherwise.
-    """
-
-    named: dict[str, str] = field(default_factory=dict)
-    doubt: str = ""
+_Pointers = tuple[dict[str, str], str]
+"""Name of a step -> what names it from outside; and why it is not known which step a resume needs, or ""."""
 
 
 def deletable(path: str, keep: int, judge: Judge, compare: Judge | None = None) -> Retention:
@@ -147,10 +138,10 @@ def deletable(path: str, keep: int, judge: Judge, compare: Judge | None = None) 
                 contents[judged_step.path] = last = last if last == made else made  # most steps of a run hold the same
         judged, whole = _compared(steps, judged, keep, compare, contents)
     reasons = _stays(steps, judged, whole, keep)
-    for name, why in pointers.named.items():
+    for name, why in pointers[0].items():
         reasons[name] = reasons[name] or why
     unlinked = {**reasons}
-    doubt = pointers.doubt or _follow(run, steps, reasons)
+    doubt = pointers[1] or _follow(run, steps, reasons)
     decisions = map(Decision, judged, (reasons[step.name] for step in steps))
     found = Retention(place, keep, len(whole), tuple(decisions))
     if not found.paths:
@@ -300,8 +291,7 @@ def _own_reason(step: Step, judged_step: JudgedStep, newest: Step) -> str:
 def _holds_steps(folder: Folder, number: int, levels: int = LEVELS) -> bool:
     """Whether a folder holds several steps, or one of another number; DeepSpeed's of the same number is a part of it.
 
-    Raises:
-        CkptlintError: it is too deep, or cannot be listed.
+    Raises CkptlintError where it is too deep, or cannot be listed.
     """
     if any(len(steps_of(run)) > 1 for _, run in runs_below(folder)):
         return True
@@ -326,11 +316,7 @@ def _of_clock(at: int, steps: Sequence[Step], judged: Sequence[JudgedStep]) -> s
 
 
 def _pointers(run: Folder, steps: Sequence[Step]) -> _Pointers:
-    """What the trackers of a run name.
-
-    Raises:
-        CkptlintError: a tracker could not be read.
-    """
+    """What the trackers of a run name; raises CkptlintError where one could not be read."""
     named, lost = dict[str, str](), list[str]()
     for tracker, number, text in isolated(lambda: [*read_trackers(run)], 0):  # one of them is a pickle
         names = [step.name for step in steps if step.name == text or (number is not None and step.number == number)]
@@ -339,18 +325,14 @@ def _pointers(run: Folder, steps: Sequence[Step]) -> _Pointers:
             lost.append(tracker.file)
     if lost:
         doubt = f"{join_words(lost)} names no step that ckptlint understands: a resume may need any of them"
-        return _Pointers(named, doubt)
+        return named, doubt
     there = run.entries.strange | dict.fromkeys({*run.folders()} - {step.name for step in steps}, "a folder")
     files = [tracker.file for tracker in trackers() if tracker.holds != "link" and tracker.file in there]
-    return _Pointers(named, f"{files[0]} is {there[files[0]]}: a resume may need any step" if files else "")
+    return named, f"{files[0]} is {there[files[0]]}: a resume may need any step" if files else ""
 
 
 def _follow(run: Folder, steps: Sequence[Step], reasons: dict[str, str]) -> str:
-    """Add what links, and the trainer's states in the run and in steps that stay, name.
-
-    Returns:
-        What could not be searched, one sentence; "" where all was.
-    """
+    """Add what links, and the trainer's states in the run and in steps that stay, name; returns what stays unknown."""
     by_name = {step.name: step for step in steps}
     queue: list[tuple[str, Folder]] = [("", run)]
     queue += [(step.name, step.folder) for step in steps if reasons[step.name] and step.is_folder and _is_near(step)]

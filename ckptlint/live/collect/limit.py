@@ -40,11 +40,7 @@ class Limit:
         self._left = _MOST_VALUES
 
     def look(self) -> None:
-        """Look at the clock.
-
-        Raises:
-            OutOfTime: no time is left.
-        """
+        """Look at the clock; raises OutOfTime where no time is left."""
         if time.monotonic() > self._until:
             raise OutOfTime(f"its state could not be collected within {self.seconds:.3g} s")
 

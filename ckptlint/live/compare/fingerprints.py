@@ -93,11 +93,9 @@ def hashed(text: str | bytes) -> int:
 
 
 def chunk_rows(rank_chunks: Sequence[RankChunk], digests: Sequence[int] | Words, keys: dict[str, int]) -> Records:
-    """Columns of what was extracted.
+    """Columns of what was extracted; the digests are 0 where contents are not to be compared.
 
-    Args:
-        digests: of each row's contents; 0 where they are not to be compared.
-        keys: hashes of names that were met before; new ones are added.
+    Hashes of names are looked up in `keys`, and new ones added to it.
     """
     fqns = [item.fqn for item in rank_chunks]
     for fqn in fqns:

@@ -178,10 +178,8 @@ class Gate:
 def aside(function: Callable[[], _T], seconds: float | None = None) -> _T:
     """What the function returns, run in a thread that no signal handler and no mode of torch's reaches.
 
-    What a signal handler raises meanwhile is raised once the function is over: the other ranks count on it.
-
-    Raises:
-        TimeoutError: it took longer; it is left to itself.
+    What a signal handler raises meanwhile is raised once the function is over: the other ranks count on it. Raises
+    TimeoutError after so many seconds, and leaves the function to itself.
     """
     future: Future[_T] = Future()
 

@@ -173,8 +173,7 @@ def new_torch_group(backend: str, seconds: float, max_ctas: int = 1) -> TorchGro
         seconds: the deadline of a check; the group's own time-out is far beyond it.
         max_ctas: blocks of the GPU that NCCL may take for it.
 
-    Raises:
-        GroupBroken: the first reduction over it fails, which also makes its connections.
+    Raises GroupBroken where the first reduction over it fails, which also makes its connections.
     """
     import torch
     import torch.distributed as dist

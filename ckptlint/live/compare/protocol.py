@@ -120,11 +120,7 @@ class Outcome:
 
 
 def exchange(group: RankGroup, local: RankInput, memory: Memory) -> Outcome:
-    """Run the collectives of one check.
-
-    Raises:
-        GroupBroken: a collective did not finish in time.
-    """
+    """Run the collectives of one check; raises GroupBroken where one did not finish in time."""
     opening = _opening(group, local)
     seconds = int(opening[7]) / 1000
     if opening[0]:

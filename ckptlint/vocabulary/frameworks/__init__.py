@@ -180,11 +180,7 @@ class World(NamedTuple):
 
 @cache
 def world() -> World:
-    """What all files say.
-
-    Raises:
-        OwnFileError: a file is not as this module has it; it names file and entry.
-    """
+    """What all files say; raises OwnFileError, with file and entry, where one is not as this module has it."""
     paths = sorted(Path(__file__).parent.glob("*.toml"), key=lambda path: (path.stem == LAST, path.name))
     return merged([own_file(path, partial(read_framework, path.name)) for path in paths])
 
