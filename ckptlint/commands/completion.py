@@ -86,12 +86,11 @@ def many_rules(context: click.Context, parameter: click.Parameter, incomplete: s
     from click.shell_completion import CompletionItem
 
     before, comma, last = incomplete.rpartition(",")
-    families = dict.fromkeys(code[:3] for code, _ in rule_names())
-    items = [CompletionItem(word, help="all of them") for word in (*families, "ALL") if word.startswith(last.upper())]
-    return [
-        CompletionItem(f"{before}{comma}{item.value}", help=item.help)
-        for item in [*items, *one_rule(context, parameter, last)]
+    families = [
+        word for word in (*dict.fromkeys(code[:3] for code, _ in rule_names()), "ALL") if word.startswith(last.upper())
     ]
+    items = [*(CompletionItem(word, help="all of them") for word in families), *one_rule(context, parameter, last)]
+    return [CompletionItem(f"{before}{comma}{item.value}", help=item.help) for item in items]
 
 
 def rule_names() -> Iterator[tuple[str, str]]:

@@ -40,8 +40,6 @@ FAMILIES = {
 }
 """The letters that codes of ckptlint itself begin with, and what the rules of each family are about."""
 
-_PACKAGE = "ckptlint.rules"
-
 
 @cache
 def load_rules() -> tuple[Rule, ...]:
@@ -57,8 +55,7 @@ def with_plugins(rules: Sequence[Rule], named: Iterable[str] = (), barred: Itera
     Raises:
         ConfigError: a plug-in cannot be imported, holds no rule, or one whose code or name is not its own to use.
     """
-    found = list(rules)
-    barred = tuple(barred)
+    known, barred = list(rules), tuple(barred)
     for name in dict.fromkeys([*_installed(barred), *named]):
         try:
             new = [rule for rule in _rules_in(_imported(name, barred)) if rule not in rules]
@@ -69,10 +66,10 @@ def with_plugins(rules: Sequence[Rule], named: Iterable[str] = (), barred: Itera
         if not new:
             raise ConfigError(f"the plug-in {name} holds no rule")
         for rule in new:
-            if problem := _clash(rule, found):
+            if problem := _clash(rule, known):
                 raise ConfigError(f"the plug-in {name} cannot be used: {problem}")
-            found.append(rule)
-    return tuple(sorted(found, key=lambda rule: rule.code))
+            known.append(rule)
+    return tuple(sorted(known, key=lambda rule: rule.code))
 
 
 def _installed(barred: Iterable[Path]) -> Iterator[str]:
@@ -155,16 +152,17 @@ def _clash(rule: Rule, others: Iterable[Rule]) -> str:
 def rules_package() -> ModuleType:
     """The package of the rules that come with ckptlint, and of the causes beside them."""
     try:
-        return importlib.import_module(_PACKAGE)
+        return importlib.import_module("ckptlint.rules")
     except ModuleNotFoundError:
         # a clone that was not installed: the rules lie beside the package
         folder = Path(__file__).parents[2] / "rules"
+        places = [str(folder)]
         spec = importlib.util.spec_from_file_location(
-            _PACKAGE, folder / "__init__.py", submodule_search_locations=[str(folder)]
+            "ckptlint.rules", folder / "__init__.py", submodule_search_locations=places
         )
         if spec is None or spec.loader is None:
             raise
         package = importlib.util.module_from_spec(spec)
-        sys.modules[_PACKAGE] = package
+        sys.modules[spec.name] = package
         spec.loader.exec_module(package)
         return package

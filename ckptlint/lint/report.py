@@ -50,7 +50,6 @@ class Diagnostic:
 
     @property
     def code(self) -> str:
-        """The rule's code."""
         return self.rule.code
 
     @property
@@ -400,8 +399,7 @@ class Report(Shown):
     @property
     def verdict(self) -> Verdict:
         """`pass` goes with exit 0 alone."""
-        verdicts: dict[int, Verdict] = {0: "pass", 1: "fail"}
-        return verdicts.get(self.exit_code, "incomplete")
+        return "pass" if self.passed else "fail" if self.fails else "incomplete"
 
     @property
     def passed(self) -> bool:

@@ -61,8 +61,7 @@ def opened(
     """Each checkpoint under a path; with the first one of a step what the whole step lacks.
 
     Args:
-        jobs: checkpoints that are read at the same time, in processes of their own; one per processor, 8 at most, if
-            nobody says.
+        jobs: checkpoints that are read at once, in processes of their own; one per processor by default, 8 at most.
         seen: the checkpoints that other paths brought, to which those of this one are added. A path that names a file
             brings none of them again: pre-commit names every changed file of a checkpoint.
         before: the step to compare each with; the one before it in its run, if nobody says.
@@ -170,14 +169,15 @@ def _checked_named(ckpt: Checkpoint, before: Checkpoint | CkptlintError | None) 
     if before is None:
         sentence = f"{ckpt.path} was not compared: the step of --before has no such part"
         return replace(ckpt, not_looked_at=(*ckpt.not_looked_at, sentence))
-    why = str(before) if isinstance(before, CkptlintError) else ""
-    if isinstance(before, Checkpoint) and not before.readable:
+    if isinstance(before, CkptlintError):
+        why = str(before)
+    elif not before.readable:
         why = next((problem.message for problem in before.problems if problem.blocks), "it is not readable")
-    elif isinstance(before, Checkpoint) and before.format != ckpt.format:
+    elif before.format != ckpt.format:
         why = f"it is {before.format}, and {ckpt.path} is {ckpt.format}"
-    if why:
-        raise ConfigError(f"the step of --before cannot be compared with: {why}")
-    return ckpt
+    else:
+        return ckpt
+    raise ConfigError(f"the step of --before cannot be compared with: {why}")
 
 
 def _all_read(

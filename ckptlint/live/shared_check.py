@@ -71,7 +71,6 @@ class SharedCheck:
 
     @property
     def rank(self) -> int:
-        """The rank of this process."""
         return self.group.rank
 
     @property

@@ -181,7 +181,7 @@ def _crashing(code: str) -> Rule:
 
 
 def load_folder(folder: Path, depth: Depth = Depth.FILES, reference: Reference | None = None) -> Checkpoint:
-    """The checkpoint of a folder that is one, without looking for steps or components; to compare with the reference."""
+    """The checkpoint of a folder that is one, without looking for steps or components, to compare with a reference."""
     ckpt = open_checkpoint(replace(CheckpointPlace.at(LocalFolder(folder)), of_run=True))
     deep = depth.opens_records and ckpt.readable
     return read_records(LocalFolder(folder), ckpt, with_reference(default_reading(depth), reference)) if deep else ckpt

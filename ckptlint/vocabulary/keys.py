@@ -31,21 +31,8 @@ def numbers_in(fqn: str) -> tuple[int, ...]:
 
 KeyKind = Literal["model", "optimizer", "runtime"]
 
-KeyFunction = Literal[
-    "embedding",
-    "output",
-    "router",
-    "norm",
-    "qkv",
-    "q",
-    "k",
-    "v",
-    "attn_out",
-    "mlp_in",
-    "mlp_out",
-    "linear_attn",
-    "other",
-]
+_Attention = Literal["qkv", "q", "k", "v", "attn_out", "linear_attn"]
+KeyFunction = Literal[_Attention, "embedding", "output", "router", "norm", "mlp_in", "mlp_out", "other"]
 
 WRAPPERS = frozenset({"app", "state", "model", "module"})
 """Leading parts that say nothing about the parameter."""
@@ -120,12 +107,8 @@ Source:
     torch.optim: Adam, NAdam, RAdam, RMSprop, Adadelta, Adagrad, Adamax, Adafactor; Adafactor of transformers, fairseq
 """
 
-STATE_NAMES = (
-    MOMENTS
-    | SQUARES
-    | {"step", "exp_avg_diff", "grad_avg", "acc_delta", "state1", "state2", "absmax1", "absmax2", "qmap1", "qmap2"}
-    | {"momentum"}
-)
+_QUANTISED_STATES = {"state1", "state2", "absmax1", "absmax2", "qmap1", "qmap2"}
+STATE_NAMES = MOMENTS | SQUARES | _QUANTISED_STATES | {"step", "exp_avg_diff", "grad_avg", "acc_delta", "momentum"}
 """The names of states, which tell them from the path of their parameter."""
 
 
@@ -175,8 +158,7 @@ def parse(fqn: str) -> Key:
             scope.append(f"mimo.{parts[1]}")
             parts = parts[2:]
         elif parts[0] in COPIES or _STAGE.fullmatch(parts[0]):
-            scope.append(parts[0])
-            parts = parts[1:]
+            scope.append(parts.pop(0))
         elif parts[0] in WRAPPERS:
             parts = parts[1:]
         else:
@@ -208,10 +190,8 @@ def _model_key(fqn: str, scope: tuple[str, ...], parts: list[str]) -> Key:
     last = parts[-1]
     if in_experts and expert is None and (match := _NUMBERED_WEIGHT.fullmatch(last)):
         expert, shown[-1], last = int(match[2]), f"{match[1]}*", match[1]
-    component = ""
-    if last in _COMPONENTS and len(parts) > 1:
-        component = last
-    elif last.endswith(("_w", "_v")) and last[:-2].startswith(("weight", "bias")):
+    component = last if last in _COMPONENTS and len(parts) > 1 else ""
+    if last.endswith(("_w", "_v")) and last[:-2].startswith(("weight", "bias")):
         component = last[-1]
     path, role_, function = ".".join(parts), ".".join(shown), _function_of(parts, in_experts)
     return Key(fqn, "model", scope, path, block, layer, expert, in_experts, component, role_, function)
@@ -277,7 +257,7 @@ def module_path(key: Key) -> tuple[str, ...]:
     """
     parts = key.path.split(".")
     while len(parts) > 1 and (parts[-1].startswith(("weight", "bias")) or parts[-1] == key.component):
-        parts = parts[:-1]
+        del parts[-1]
     return tuple(parts)
 
 

@@ -61,13 +61,12 @@ def namings() -> dict[str, tuple[Naming, dict[tuple[str, ...], StoredRoles]]]:
 
 
 def _read(text: str) -> dict[str, tuple[Naming, dict[tuple[str, ...], StoredRoles]]]:
-    made = made_of(_File, "namings.toml", toml_table("namings.toml", text))
-    read = {item.name: item for item in made.namings}
-    found = {}
-    for name, item in read.items():
-        roles = {**(read[item.like].roles if item.like else {}), **item.roles}
-        found[name] = item, {(*end.split("."),): _stored(name, known) for end, known in roles.items()}
-    return found
+    made = {item.name: item for item in made_of(_File, "namings.toml", toml_table("namings.toml", text)).namings}
+    read = {}
+    for name, item in made.items():
+        roles = {**(made[item.like].roles if item.like else {}), **item.roles}
+        read[name] = item, {(*end.split("."),): _stored(name, known) for end, known in roles.items()}
+    return read
 
 
 def _stored(name: str, text: str) -> StoredRoles:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_type_hints
+from typing import Any, Literal, TypeVar, cast, get_args, get_type_hints
 
 from ckptlint.errors import OwnFileError
 from ckptlint.patterns import lazy_pattern
@@ -41,8 +41,7 @@ def made_of(kind: type[Made], file: str, table: Mapping[str, Any], **given: Any)
     that is missing, or a value of another form.
     """
     try:
-        made: Made = _made(kind, table, "", given)
-        return made
+        return cast(Made, _made(kind, table, "", given))
     except (ValueError, TypeError) as error:
         raise ValueError(f"{file}: {error}") from None
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 
+from ckptlint.grouping import grouped
 from ckptlint.vocabulary.strict_toml import made_of, own_file, toml_table
 
 
@@ -115,15 +116,12 @@ def leaf_of(part: Part, number: int = 0) -> str:
 
 
 @cache
-def _templates() -> tuple[tuple[str, ...], dict[str, tuple[str, ...]]]:
+def _templates() -> tuple[tuple[str, ...], dict[str, list[str]]]:
     """The ends of all names but a weight's own, and end -> templates."""
     every = {name for scheme in schemes() for part in scheme.parts for name in part.names if name not in part.common}
     every |= {scheme.weight for scheme in schemes()} - {"{weight}"}
-    tails: dict[str, tuple[str, ...]] = {}
-    for template in sorted(every):
-        tail = template.rpartition("}")[2]
-        tails[tail] = (*tails.get(tail, ()), template)
-    return tuple(tails), tails
+    by_end = grouped((template.rpartition("}")[2], template) for template in sorted(every))
+    return tuple(by_end), by_end
 
 
 def quantised_weights(keys: Iterable[str]) -> set[str]:
@@ -141,5 +139,5 @@ def quantised_weight(key: str) -> str:
     ends, by_end = _templates()
     if not key.endswith(ends):
         return ""
-    found = (weight_of(key, template) for tail in ends if key.endswith(tail) for template in by_end[tail])
-    return next(filter(None, found), "")
+    weights = (weight_of(key, template) for end in ends if key.endswith(end) for template in by_end[end])
+    return next(filter(None, weights), "")
