@@ -131,13 +131,11 @@ def _files(ckpt: Checkpoint, tensor: Tensor, rows: list[int]) -> list[str]:
 def as_mermaid(graph: nx.DiGraph[str]) -> str:
     """A flowchart that GitHub, GitLab and most notebooks draw."""
     axes = list(dict.fromkeys(data["axis"] for _, data in graph.nodes(data=True)))
-    lines = ["graph LR"]
+    lines, indent = ["graph LR"], "  " if len(axes) == 1 else "    "
     letters = {name: _letters(number) for number, name in enumerate(graph)}
     for axis in axes:
-        indent = "  "
         if len(axes) > 1:
             lines.append(f'  subgraph dim{axis} ["{_for_mermaid(graph.graph[f"dim {axis}"])}"]')
-            indent = "    "
         of_axis = [name for name in graph if graph.nodes[name]["axis"] == axis]
         drawn: set[str] = set()
 

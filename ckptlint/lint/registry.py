@@ -9,6 +9,7 @@ import pkgutil
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -99,11 +100,10 @@ def _may_name(place: str) -> bool:
 @cache
 def _names_rules(described: str, _changed: int) -> bool:
     """Whether a distribution names plug-ins; it is asked again when its folder has changed."""
-    try:
-        with open(f"{described}/entry_points.txt", "rb") as file:  # noqa: PTH123  a Path takes longer than the read
-            return f"[{GROUP}]".encode() in file.read().replace(b" ", b"")
-    except OSError:
-        return False
+    # a Path takes longer than the read
+    with suppress(OSError), open(f"{described}/entry_points.txt", "rb") as file:  # noqa: PTH123
+        return f"[{GROUP}]".encode() in file.read().replace(b" ", b"")
+    return False
 
 
 def _imported(name: str, barred: Iterable[Path]) -> ModuleType:

@@ -258,12 +258,9 @@ class Live:
 
     def end_alike(self, tag: str, failure: str) -> str:
         """What one rank failed in after the work, on all ranks that came in time; "" where none did."""
-        if self.ends is None:
-            return failure
-        try:
-            return self.ends.enter(tag, self.timeout, failure, repeats=True).reason
-        except GroupBroken:
-            return ""
+        with suppress(GroupBroken):
+            return self.ends.enter(tag, self.timeout, failure, repeats=True).reason if self.ends else failure
+        return ""
 
     def all_raise(self, tag: str, repeats: bool) -> bool:
         """Whether all ranks have come to the same end: one that lost the others would walk into the save alone."""
@@ -520,14 +517,12 @@ def announce(world: int) -> None:
 
 def warn(text: Callable[[], str], stacklevel: int = 2) -> None:
     """Warn, or print where warnings are errors; raises nothing, since the other ranks go on."""
-    try:
+    with suppress(Exception):  # a hook that shows warnings, or a report that has no text
         said = text()
         try:
             warnings.warn(said, stacklevel=stacklevel + 1)
         except Warning:
             _print(said)
-    except Exception:  # a hook that shows warnings, or a report that has no text
-        return
 
 
 def _print(text: str) -> None:
@@ -658,10 +653,9 @@ def raise_foreign(error: BaseException | None) -> None:
 
 def text_of(error: BaseException) -> str:
     """Class and text of an exception, which may have none."""
-    try:
+    with suppress(Exception):
         return f"{type(error).__name__}: {error}"
-    except Exception:
-        return type(error).__name__
+    return type(error).__name__
 
 
 def name_of(tag: object) -> str:

@@ -381,9 +381,8 @@ def _summed(live: api.Live, rows: _Rows, key: Words, salt: int, torn: frozenset[
     at = np.searchsorted(key, fp.numbers(rows.fqns, salt)) if rows.fqns else np.zeros(0, np.int64)
     table = np.full((4, len(key)), _NOWHERE, np.int64)
     seeds = np.array(rows.seed, np.int64)
-    for fact, values in zip(
-        table, (np.where(rows.undeclared, group.world - group.rank, 0), seeds, -seeds, rows.reason), strict=True
-    ):
+    lowest = np.where(rows.undeclared, group.world - group.rank, 0)
+    for fact, values in zip(table, (lowest, seeds, -seeds, rows.reason), strict=True):
         np.maximum.at(fact, at, values)
     lowest, seed, counter, reason = group.reduce(table.reshape(-1), "max").reshape(table.shape)
     is_first = ~rows.undeclared | (lowest[at] == group.world - group.rank)

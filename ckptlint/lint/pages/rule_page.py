@@ -155,8 +155,7 @@ def _leaves(value: Any, path: str = "") -> Iterator[str]:
     if isinstance(value, dict) and "tensor" in value:
         yield f"{path} {value['tensor']}"
     elif isinstance(value, dict):
-        inner = value["state"] if "class" in value else value
-        for key, item in inner.items():
+        for key, item in (value["state"] if "class" in value else value).items():
             yield from _leaves(item, f"{path}.{key}" if path else key)
     elif isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value):
         for number, item in enumerate(value):
@@ -168,17 +167,11 @@ def _leaves(value: Any, path: str = "") -> Iterator[str]:
 def catalogue(rules: Sequence[Rule], format_: str, width: int = 80) -> str:
     """All rules as a list by family, as a table in Markdown, or as JSON."""
     if format_ == "json":
-        rows = [
-            {
-                "code": rule.code,
-                "name": rule.name,
-                "severity": rule.severity.label,
-                "needs": "live" if rule.live else rule.depth,
-                "default": not (rule.expects or rule.live),
-                "summary": rule.summary,
-            }
-            for rule in rules
-        ]
+        rows = []
+        for rule in rules:
+            row = {"code": rule.code, "name": rule.name, "severity": rule.severity.label}
+            needs = {"needs": "live" if rule.live else rule.depth, "default": not (rule.expects or rule.live)}
+            rows.append(row | needs | {"summary": rule.summary})
         return json.dumps(rows, indent=2)
     if format_ == "table":
         return "\n".join(_listing(rules, width))

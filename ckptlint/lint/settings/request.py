@@ -167,9 +167,8 @@ def _reading(depth: Depth, said: Mapping[str, Any], draws: bool) -> ReadOptions 
             return None
     from ckptlint.payload.reading import default_reading
 
-    reading = default_reading(
-        Depth.HEADERS if draws else depth, None if sample is None else percent(str(sample)), said.get("seed")
-    )
+    share = None if sample is None else percent(str(sample))
+    reading = default_reading(Depth.HEADERS if draws else depth, share, said.get("seed"))
     if hashes is not None:
         from ckptlint.payload.integrity import expected_sums
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
@@ -353,10 +354,9 @@ def _follow(run: Folder, steps: Sequence[Step], reasons: dict[str, str]) -> str:
 
 def _is_near(step: Step) -> bool:
     """Whether a step is in the run, and no link out of it that is not followed."""
-    try:
+    with suppress(CkptlintError):
         return bool(step.folder)
-    except CkptlintError:
-        return False
+    return False
 
 
 def _best(folder: Folder, label: str) -> Iterator[tuple[str, str]]:
@@ -365,10 +365,9 @@ def _best(folder: Folder, label: str) -> Iterator[tuple[str, str]]:
     Source:
         transformers 5.23: TrainerState.best_model_checkpoint, a path in `trainer_state.json`
     """
-    try:
+    best = None
+    with suppress(CkptlintError):  # said of the step
         best = read_json(folder, _TRAINER_STATE, _STATE_LIMIT)[0].get("best_model_checkpoint")
-    except CkptlintError:
-        return  # said of the step
     if isinstance(best, str):
         yield PurePath(best).name, f"the best, says {_TRAINER_STATE}{' of ' + printable(label) if label else ''}"
 

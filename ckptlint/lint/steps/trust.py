@@ -142,11 +142,8 @@ def runs_at(path: str) -> list[tuple[str, Folder]]:
     folder = run_at(path)
     found = runs_below(folder)
     if not found:
-        try:
+        with suppress(NothingToCheckError):
             there = printable(find_checkpoints(folder, False)[0].display)
-        except NothingToCheckError:
-            there = ""
-        if there:
             raise UnknownLayoutError(f"{there} is a checkpoint, not a run: use `ckptlint {there}`")
         looked_for = "looked for folders such as iter_*, step-*, checkpoint-*"
         raise NothingToCheckError(f"no step under {shown(path)}: {looked_for}")
@@ -216,22 +213,20 @@ def _stamped(step: Step, path: str, judge: Judge) -> tuple[int | None, JudgedSte
 
 def _is_still(path: str, step: Step, stamp: int | None) -> bool:
     """Whether a step is still what it was under this stamp; a store is listed once more for that."""
-    try:
+    with suppress(CkptlintError):
         run = run_at(path)
-    except (CkptlintError, NothingToCheckError):
-        return False
-    again = step._replace(run=run) if run.place == step.run.place else step
-    return stamp is not None and stamp_of(again) == stamp
+        again = step._replace(run=run) if run.place == step.run.place else step
+        return stamp is not None and stamp_of(again) == stamp
+    return False
 
 
 def stamp_of(step: Step) -> int | None:
     """A hash of what tells whether something in a step changed (`Folder.stamps`); None where it cannot be listed."""
-    try:
+    with suppress(CkptlintError):
         if step.is_folder:
             return _stamp_below(step.folder)
         return hash(tuple(row for row in step.run.stamps() if row[0] == step.name))
-    except CkptlintError:
-        return None
+    return None
 
 
 def _stamp_below(folder: Folder, levels: int = LEVELS) -> int:
@@ -265,9 +260,9 @@ def _tracking(run: Folder, found: JudgedStep, steps: Sequence[Step]) -> str:
         return _without_tracker(found, steps)
     if named in ("release", found.number):
         return ""
-    order = {"folder": f"write {found.name} into it", "link": f"point it to {found.name}"}
     step = "no step" if named is None else f"step {named}"
-    how = order.get(tracker.holds, f"write {found.number} into it")
+    what = found.name if tracker.holds == "folder" else found.number
+    how = f"point it to {found.name}" if tracker.holds == "link" else f"write {what} into it"
     return f"{tracker.file} names {step}: {how} to resume from {found.name}"
 
 
@@ -320,10 +315,9 @@ def _bytes_of(found: CheckpointPlace) -> int:
 
 
 def _is_there(step: Step) -> bool:
-    try:
+    with suppress(CkptlintError):
         return bool(step.folder.entries)
-    except CkptlintError:
-        return False
+    return False
 
 
 def verdict_of(report: Report) -> JudgedStep:
@@ -485,14 +479,11 @@ def looked_closer(judged: JudgedStep, compare: Judge) -> JudgedStep:
 
 def lacking(step: Step, older: Iterable[Step], kinds_of: int = 1) -> str:
     """That a step lacks files which older ones have (`loaders.run.finished.lacking_files`); "" where it lacks none."""
-    if not step.is_folder:
-        return ""
-    try:
-        alike = (one.folder for one in older if one.is_folder and is_alike(one.name, step.name))
-        files, holders = lacking_files(step.folder, alike, kinds_of)
-    except CkptlintError:
-        return ""
-    return f"the step has no {join_words(files, 'or')}, which {holders}" if files else ""
+    with suppress(CkptlintError):
+        alike = (other.folder for other in older if other.is_folder and is_alike(other.name, step.name))
+        files, holders = lacking_files(step.folder, alike, kinds_of) if step.is_folder else ((), "")
+        return f"the step has no {join_words(files, 'or')}, which {holders}" if files else ""
+    return ""
 
 
 def _by_names(step: Step, parts: Iterable[str]) -> tuple[str, ...]:
@@ -505,10 +496,8 @@ def _by_names(step: Step, parts: Iterable[str]) -> tuple[str, ...]:
 def _finished(steps: Iterable[Step], depth: Depth) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Name and parts of each step whose save finished and that can be read."""
     for step in steps:
-        try:
+        with suppress(CkptlintError):
             if step_state(step.folder) != "unfinished":
-                found = find_checkpoints(step.folder, False)
-                parts = parts_of(open_checkpoint(one, depth.looks_at_files, False) for one in found)
+                places = find_checkpoints(step.folder, False)
+                parts = parts_of(open_checkpoint(place, depth.looks_at_files, False) for place in places)
                 yield printable(step.name), parts if depth.looks_at_files else _by_names(step, parts)
-        except CkptlintError:
-            continue

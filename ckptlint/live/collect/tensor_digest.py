@@ -168,8 +168,7 @@ def _collect(items: Sequence[Any], one: Any, many: Any) -> IntArray:
 
 def _cut(numbers: list[int], counts: list[int], limit: int) -> Iterator[list[int]]:
     """The numbers in parts of a bounded count."""
-    part: list[int] = []
-    total = 0
+    part, total = list[int](), 0
     for number, count in zip(numbers, counts, strict=True):
         if part and total + count > limit:
             yield part
@@ -297,8 +296,7 @@ def _row_major(tensor: AnyTensor, count: int) -> Iterator[AnyTensor]:
     if tensor.is_contiguous():
         yield from tensor.reshape(-1).split(count)
         return
-    pieces: list[AnyTensor] = []
-    have = 0
+    pieces, have = list[AnyTensor](), 0
     for piece in _pieces(tensor, count):
         flat = piece.reshape(-1)
         while len(flat):

@@ -98,9 +98,7 @@ def chunk_rows(rank_chunks: Sequence[RankChunk], digests: Sequence[int] | Words,
     Hashes of names are looked up in `keys`, and new ones added to it.
     """
     fqns = [item.fqn for item in rank_chunks]
-    for fqn in fqns:
-        if fqn not in keys:
-            keys[fqn] = hashed(fqn)
+    keys.update((fqn, hashed(fqn)) for fqn in fqns if fqn not in keys)
     ndim = np.array([len(item.shape) for item in rank_chunks], np.int64)
     width = int(ndim.max(initial=0))
 

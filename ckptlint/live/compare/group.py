@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Literal, Protocol
 
@@ -98,10 +99,9 @@ class TorchGroup:
         """Whether torch knows the group still: `destroy_process_group` ends it."""
         import torch.distributed as dist
 
-        try:
+        with suppress(RuntimeError, ValueError):
             return dist.get_rank(self._group) >= 0
-        except (RuntimeError, ValueError):
-            return False
+        return False
 
     def begin(self, seconds: float) -> None:
         self._deadline = time.monotonic() + seconds
@@ -159,10 +159,8 @@ class TorchGroup:
         return received
 
     def _abort(self) -> None:
-        try:
+        with suppress(AttributeError, RuntimeError):  # a backend that cannot: its own time-out ends it
             self._group._get_backend(self._device).abort()
-        except (AttributeError, RuntimeError):  # a backend that cannot: its own time-out ends it
-            return
 
 
 def new_torch_group(backend: str, seconds: float, max_ctas: int = 1) -> TorchGroup:

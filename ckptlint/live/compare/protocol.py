@@ -297,29 +297,23 @@ def _line(fqns: list[str], dtypes: list[str], findings: Sequence[RankFinding]) -
 
 def _words(rows: fp.Records, at: IntArray, width: int) -> IntArray:
     """int64 [k, 9 + 3 * width], the rows as they travel."""
-    missing = width - rows.offsets.shape[1]
-    boxes = [
-        np.pad(column[at], ((0, 0), (0, missing)), constant_values=fill)
-        for column, fill in ((rows.offsets, 0), (rows.sizes, 1), (rows.global_shape, 1))
-    ]
+    pad = ((0, 0), (0, width - rows.offsets.shape[1]))
+    columns_of_boxes = ((rows.offsets, 0), (rows.sizes, 1), (rows.global_shape, 1))
+    boxes = [np.pad(column[at], pad, constant_values=fill) for column, fill in columns_of_boxes]
     plain = (rows.is_object, rows.ndim, rows.replica, rows.copies, rows.strict, rows.digest, rows.view, rows.flawed)
     columns = [column[at].astype(np.uint64).view(np.int64) for column in plain]
     return np.concatenate([np.stack([*columns, 0 * at], axis=1), *boxes], axis=1)
 
 
 def _part(rank: int, rows: IntArray, text: bytes) -> _Part:
-    fqns: list[str] = []
-    dtypes: list[str] = []
-    findings: list[RankFinding] = []
+    part = _Part(rank, [], [], [], rows)
     for line in text.splitlines():
         names, kinds, sent = json.loads(line)
-        fqns += map(printable, names)
-        dtypes += kinds
-        findings += [
-            RankFinding(who, printable(fqn), code, printable(sentence), level, voids)
-            for who, fqn, code, sentence, level, voids in sent
-        ]
-    return _Part(rank, fqns, dtypes, findings, rows)
+        part.fqns.extend(map(printable, names))
+        part.dtypes.extend(kinds)
+        for who, fqn, code, sentence, level, voids in sent:
+            part.findings.append(RankFinding(who, printable(fqn), code, printable(sentence), level, voids))
+    return part
 
 
 def no_table(world: int, *findings: RankFinding) -> RankTable:
