@@ -106,10 +106,8 @@ class WithSettings(click.Command):
             raise click.UsageError("--config and --isolated contradict each other")
         if values["config"]:
             found = read_settings(values["config"], paths)
-        elif values["isolated"]:
-            found = Settings()
         else:
-            found = find_settings(paths)
+            found = Settings() if values["isolated"] else find_settings(paths)
         ctx.obj = found, paths
         # an option beats the environment, which beats these
         ctx.default_map = {

@@ -20,7 +20,7 @@ from ckptlint.lint.report import Cause, CheckpointReport, Diagnostic
 from ckptlint.model.text import at_most, fold_names, join_words, plural, ranges
 from ckptlint.patterns import lazy_pattern
 from ckptlint.rule import Severity
-from ckptlint.vocabulary.metadata_files import rank_of
+from ckptlint.vocabulary.metadata_files import ranks_in
 from ckptlint.vocabulary.strict_toml import made_of, own_file, toml_table
 
 InCommon = Literal["keys", "files", "ranks"]
@@ -198,12 +198,11 @@ def _apart(items: list[Diagnostic], others: list[Diagnostic]) -> list[Diagnostic
 
 
 def _files(item: Diagnostic) -> set[str]:
-    return {name for name in (item.finding.at.file, *item.finding.files) if name}
+    return {item.finding.at.file, *item.finding.files} - {""}
 
 
 def _ranks(item: Diagnostic) -> set[int]:
-    named = (rank_of(name) for name in _files(item))
-    return {*item.finding.at.ranks, *(rank for rank in named if rank is not None)}
+    return {*item.finding.at.ranks, *ranks_in(_files(item))}
 
 
 _NAMES: dict[InCommon, Callable[[Diagnostic], Set[Any]]] = {

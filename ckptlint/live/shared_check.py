@@ -217,9 +217,8 @@ class SharedCheck:
         words = [self.group.world - self.rank if reason else 0, has_part, not has_part]
         failed, some, others = self.group.reduce(np.array(words, np.int64), "max").tolist()
         if failed:
-            texts = self._texts(reason.encode("utf-8", "backslashreplace"))
             first = self.group.world - failed
-            text = printable(texts[first].decode("utf-8", "replace"))
+            text = printable(self._texts(reason.encode("utf-8", "backslashreplace"))[first].decode("utf-8", "replace"))
             raise AccessError(text if self.group.world == 1 else f"rank {first}: {text}")
         if some and others:
             raise AccessError("only some ranks could read the metadata")
@@ -235,9 +234,8 @@ class SharedCheck:
         """The bytes of every rank."""
         self.group.begin(_PATIENCE)
         length = int(self.group.reduce(np.array([len(text)], np.int64), "max")[0])
-        words = np.zeros(1 + -(-length // 8), np.int64)
-        words[0] = len(text)
-        words[1:].view(np.uint8)[: len(text)] = np.frombuffer(text, np.uint8)
+        data = text.ljust(-(-length // 8) * 8, b"\0")
+        words = np.concatenate([np.array([len(text)], np.int64), np.frombuffer(data, np.int64)])
         return [row[1:].tobytes()[: int(row[0])] for row in self.group.gather(words)]
 
 

@@ -83,9 +83,7 @@ def write_checkpoint(table: dict[str, Any], folder: Path) -> Path:
         (folder / name).write_bytes(text.encode("latin-1"))
     if "seal" in table:
         _write_seal(table, folder)
-    for name in table.get("older", ()):
-        _shift_time(folder / name, -100)
-    for name, seconds in table.get("younger", {}).items():
+    for name, seconds in [*((name, -100) for name in table.get("older", ())), *table.get("younger", {}).items()]:
         _shift_time(folder / name, seconds)
     return folder
 

@@ -53,12 +53,11 @@ class Settings(NamedTuple):
     @property
     def fail_on(self) -> FailOn | None:
         """The lowest severity that fails a run, if it is said; raises ConfigError for both `strict` and `exit-zero`."""
-        if self.options.get("strict") and self.options.get("exit-zero"):
+        is_strict, never_fails = self.options.get("strict"), self.options.get("exit-zero")
+        if is_strict and never_fails:
             raise ConfigError(f"{self.file}: strict and exit-zero contradict each other")
-        if self.options.get("strict"):
-            return "warning"
         level: FailOn | None = self.options.get("fail-on")
-        return "never" if self.options.get("exit-zero") else level
+        return "warning" if is_strict else "never" if never_fails else level
 
 
 def find_settings(checked: Iterable[str] = ()) -> Settings:
@@ -154,8 +153,7 @@ def _table(file: Path) -> dict[str, Any] | None:
         raise ConfigError(f"{file} is not TOML: {error}") from None
     if file.name != SHARED_FILE:
         return document
-    tool = document.get("tool", {})
-    table = tool.get("ckptlint") if isinstance(tool, dict) else None
+    table = tool.get("ckptlint") if isinstance(tool := document.get("tool"), dict) else None
     if table is not None and not isinstance(table, dict):
         raise ConfigError(f"{file}: tool.ckptlint must be a table")
     return table
@@ -176,19 +174,13 @@ def _settings(file: Path, table: dict[str, Any], unread: tuple[str, ...]) -> Set
             near = nearest(key.replace("_", "-"), [*_KNOWN, *_TABLES])
             more = f", did you mean {near}?" if near else "; `ckptlint config` lists them"
             raise ConfigError(f"{file}: there is no setting {key!r}{more}")
-    for key in ("baseline", "expect", "expect-hashes"):
-        if key in options:
-            options[key] = _anchored(file.parent, options[key])
+    for key in options.keys() & {"baseline", "expect", "expect-hashes"}:
+        options[key] = _anchored(file.parent, options[key])
     if "output" in options:
         options["output"] = [_output(file, value) for value in options["output"]]
-    return Settings(
-        name,
-        options,
-        tuple(_ignores(name, _of_tables(name, "per-key-ignores", table))),
-        _of_tables(name, "rules", table),
-        tuple(_texts(name, "plugins", table.get("plugins", []))),
-        unread,
-    )
+    ignores = tuple(_ignores(name, _of_tables(name, "per-key-ignores", table)))
+    rules, plugins = _of_tables(name, "rules", table), tuple(_texts(name, "plugins", table.get("plugins", [])))
+    return Settings(name, options, ignores, rules, plugins, unread)
 
 
 def _option(file: str, value: Any, option: CheckOption) -> Any:
@@ -233,9 +225,8 @@ def _of_tables(file: str, key: str, table: dict[str, Any]) -> dict[str, dict[str
 def _ignores(file: str, tables: dict[str, dict[str, Any]]) -> Iterable[tuple[str, tuple[str, ...], str]]:
     for pattern, entry in tables.items():
         place = f"per-key-ignores, {pattern!r}"
-        for key in entry:
-            if key not in ("rules", "reason"):
-                raise ConfigError(f"{file}, {place}: there is no setting {key!r}, only rules and reason")
+        if unknown := [key for key in entry if key not in ("rules", "reason")]:
+            raise ConfigError(f"{file}, {place}: there is no setting {unknown[0]!r}, only rules and reason")
         rules = _texts(file, f"{place}: rules", entry.get("rules", []))
         if not rules:
             raise ConfigError(f'{file}, {place}: which rules? add rules = ["GEO004"]')

@@ -152,8 +152,7 @@ def compare(plans: Sequence[Any]) -> RankTable:
         torch 2.13 torch.distributed.checkpoint._dedup_save_plans.dedup_save_plans,
         torch.distributed.checkpoint.default_planner.create_default_global_save_plan
     """
-    cached = [rank for rank, plan in enumerate(plans) if not getattr(plan, "usable", True)]
-    if cached:
+    if cached := [rank for rank, plan in enumerate(plans) if not getattr(plan, "usable", True)]:
         api.warn(lambda: f"torch cached the save plans of {named_ranks(cached)}: they were not compared", stacklevel=3)
     described: dict[str, object] = {}
     sizes: dict[tuple[str, Any], Any] = {}
