@@ -412,9 +412,11 @@ class Checkpoint:
 
 def with_optimizers(ckpt: Checkpoint, optimizers: Sequence[Checkpoint]) -> Checkpoint:
     """The checkpoint with these in place of its `optimizers`, in their order."""
-    rest, files = iter(optimizers), list[StepFile]()
-    for file in ckpt.step_files:
-        if file.optimizer is not None and file.optimizer.states is not None:
-            file = replace(file, optimizer=replace(file.optimizer, states=next(rest)))
-        files.append(file)
+    rest = iter(optimizers)
+    files = (
+        replace(file, optimizer=replace(file.optimizer, states=next(rest)))
+        if file.optimizer is not None and file.optimizer.states is not None
+        else file
+        for file in ckpt.step_files
+    )
     return replace(ckpt, step_files=tuple(files))

@@ -82,7 +82,9 @@ def changed(follow: Follow, now: Floats, was: Floats, beside: Beside, dtypes: tu
         worst = float(ratio[is_odd].max(initial=0.0))
     rms = [float(np.sqrt(square / count)) for square in squares[:2]]
     same = int(np.count_nonzero(apart == 0))
-    return (len(now), same, *rms, float(cosine), float(change), int(is_odd.sum()), worst, _is_short(was))
+    words = was.astype(np.float32).view(np.uint32)
+    is_short = len(words) >= _LEAST and bool((words & np.uint32(0xFFFF) == 0).all() and (words != words[0]).any())
+    return (len(now), same, int(is_odd.sum()), *rms, float(cosine), float(change), worst, is_short)
 
 
 def _moved(follow: Follow, now: Floats, was: Floats, beside: Beside, dtypes: tuple[str, str]) -> Floats:
@@ -126,13 +128,6 @@ def _gained(
     allowed = np.sqrt(_most_square(np.maximum(gained, 0.0), betas, dtypes)) + steps * rounding(dtypes[0]) * np.abs(was)
     is_still = (now == was) & (second_now == second_was)
     return np.where(is_still, 0.0, np.abs(now - b1 * was) / allowed)
-
-
-def _is_short(numbers: Floats) -> bool:
-    """Whether no number uses more bits than bfloat16 has, and there are several."""
-    words = numbers.astype(np.float32).view(np.uint32)
-    is_short = len(words) >= _LEAST and bool((words & np.uint32(0xFFFF) == 0).all())
-    return is_short and bool((words != words[0]).any())
 
 
 def rounding(dtype: str) -> float:
