@@ -16,8 +16,7 @@ def by_node(lost: Mapping[str, int | None], there: Collection[int]) -> LostFiles
     """The files of each node, where whole nodes are missing; else those of each run of ranks.
 
     Args:
-        lost: name of a missing file -> the rank that wrote it, None where nothing says.
-        there: the ranks whose files are there.
+        lost: name of a missing file -> the rank that wrote it, None where nothing says; there: all other ranks.
 
     >>> by_node({"__4_0.distcp": 4, "__5_0.distcp": 5, "__6_0.distcp": 6, "__7_0.distcp": 7}, range(4))[0][0]
     'ranks 4-7, probably one node'

@@ -263,10 +263,7 @@ def verb(count: int, one: str) -> str:
 
 
 def table(rows: Iterable[Iterable[object]], heads: Sequence[str], **form: Any) -> str:
-    """Rows of texts below their heads.
-
-    Args:
-        form: as `tabulate` takes it.
+    """Rows of texts below their heads, in a form as `tabulate` takes it.
 
     >>> print(table([["1", "w"]], ["row", "name"], tablefmt="plain"))
     row    name

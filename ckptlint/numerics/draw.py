@@ -8,12 +8,11 @@ from itertools import compress
 from math import prod
 
 import numpy as np
-import numpy.typing as npt
 
 from ckptlint.model import ChangeTable, Checkpoint, Follow, Pair, PairTable, RecordState, Tensor
 from ckptlint.model.payload import CHANGE_ROW, PAIR_ROW, plain_content
 from ckptlint.model.tiling import Box, IntArray, distinct
-from ckptlint.numerics.chunks import may_be_padding
+from ckptlint.numerics.chunks import Floats, may_be_padding
 from ckptlint.numerics.decode import decoded
 from ckptlint.numerics.laws import changed, odd_elements
 from ckptlint.storage.folder import Folder
@@ -22,14 +21,11 @@ from ckptlint.vocabulary.dtypes import ENCODINGS, ITEM_BITS
 _RUN = 1_024  # neighbouring elements, which one read takes
 _GAP = 64  # elements between two that are wanted, up to which reading on costs less than a read of its own
 
-Floats = npt.NDArray[np.float64]
-
 
 def draw_pairs(folder: Folder, ckpt: Checkpoint, pairs: Sequence[Pair], per_chunk: int, most: int) -> PairTable:
     """What drawn elements say of pairs of tensors.
 
     Args:
-        ckpt: with its payload.
         per_chunk: elements of a chunk; of smaller chunks all are taken.
         most: chunks to draw from; of more, as many of each file are taken in turn.
 
@@ -166,7 +162,6 @@ class Elements:
 
         Args:
             first: the tensor of the chunk, of the same shape, or else `tensor` is it as one row.
-            chunk: its row.
             at: int64 [k], ascending, their positions in the chunk, in C order.
 
         Raises:
@@ -184,10 +179,7 @@ class Elements:
         return self._of_chunks(tensor, rows, places)
 
     def read_places(self, tensor: Tensor, places: IntArray) -> Floats | None:
-        """float64 [k], the elements of a tensor at some places; None if one is unreadable.
-
-        Args:
-            places: int64 [k, axes], in C order.
+        """float64 [k], the elements of a tensor at places [k, axes] in C order; None if one is unreadable.
 
         Raises:
             AccessError: a read was refused.
