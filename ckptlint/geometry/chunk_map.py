@@ -140,9 +140,9 @@ def _drawn(
     across = axis_label(ckpt, grid, grid.across)
     names = f"{across} ->" if grid.down is None else f"{pad}{axis_label(ckpt, grid, grid.down)} down, {across} across"
     lines = [names + fixed_label(grid), (pad + "".join(label.ljust(cell + 1) for label in columns)).rstrip()]
-    bar, dash = "|-" if ascii_only else "│─"
-    top, middle, bottom = ("+++",) * 3 if ascii_only else ("┌┬┐", "├┼┤", "└┴┘")
     bar, dash = ("|", "-") if ascii_only else ("│", "─")
+    top, middle, bottom = ("+++",) * 3 if ascii_only else ("┌┬┐", "├┼┤", "└┴┘")
+    for row, (left, between, right) in enumerate([top, *[middle] * (len(grid.rows) - 1), bottom]):
         label = f"{rows[row]:>{side - 1}} " if side else ""
         lines.append(label + left + between.join([dash * cell] * len(grid.columns)) + right)
         if row < len(grid.rows):
