@@ -142,9 +142,9 @@ def _drawn(
     lines = [names + fixed_label(grid), (pad + "".join(label.ljust(cell + 1) for label in columns)).rstrip()]
     bar, dash = ("|", "-") if ascii_only else ("│", "─")
     top, middle, bottom = ("+++",) * 3 if ascii_only else ("┌┬┐", "├┼┤", "└┴┘")
-    for row, (left, between, right) in enumerate([top, *[middle] * (len(grid.rows) - 1), bottom]):
+    for row, corners in enumerate([top, *[middle] * (len(grid.rows) - 1), bottom]):
         label = f"{rows[row]:>{side - 1}} " if side else ""
-        lines.append(label + left + between.join([dash * cell] * len(grid.columns)) + right)
+        lines.append(label + corners[0] + corners[1].join([dash * cell] * len(grid.columns)) + corners[2])
         if row < len(grid.rows):
             cells = [_cell_text(grid, states, row, column, cell, paint) for column in range(len(grid.columns))]
             lines.append(pad + bar + bar.join(cells) + bar)
