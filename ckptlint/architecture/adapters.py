@@ -79,9 +79,7 @@ def factors_of(keys: Iterable[str]) -> list[Factors]:
     for key in keys:
         parts = key.split(".")
         at = next((i for i in range(len(parts) - 1, 0, -1) if parts[i] in _PARTS), 0)
-        behind = parts[at + 1 :]
-        if behind and behind[-1] == "weight":
-            behind = behind[:-1]
+        behind = parts[at + 1 : -1] if parts[-1] == "weight" else parts[at + 1 :]
         if not at or len(behind) > 1 or "bias" in behind:
             continue
         home = ".".join(parts[:at]), "".join(behind)

@@ -152,9 +152,6 @@ def _mounted(
     """The sections whose model is of another type than in the table: section -> the table and the values of that type.
 
     Their values replace those of the section in `values`.
-
-    Raises:
-        NoTable: no table was proven to fit in there.
     """
     mounted = {}
     for section, usual in table.get("sections", {}).items():
@@ -172,11 +169,7 @@ def _mounted(
 
 
 def _class_of(config: Mapping[str, object], table: Mapping[str, Any], model_type: str) -> str:
-    """The class that `architectures` names first, the usual one of the type where there is none.
-
-    Raises:
-        NoTable: the table knows no such class.
-    """
+    """The class that `architectures` names first, the usual one of the type where there is none."""
     named = config.get("architectures")
     if not named:
         return str(table["usual"])
@@ -221,12 +214,7 @@ def _text(value: object) -> str:
 
 
 def _values(config: Mapping[str, object], table: Mapping[str, Any], model_class: str) -> dict[str, object]:
-    """The value of every field that the table asks for: as declared, or what the library takes where it is left out.
-
-    Raises:
-        NoTable: a field has a value of another kind, or is missing and the library has no default for it.
-        ExpressionError: a default that follows from other fields has no value.
-    """
+    """The value of every field that the table asks for: as declared, or what the library takes where it is left out."""
     values: dict[str, object] = {}
     section = table.get("flat", "")
     flat = f"{section}." if section and section not in config else ""

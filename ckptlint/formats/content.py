@@ -193,11 +193,7 @@ def _in_packed(file: BinaryIO, limit: int, depth: int) -> Iterator[BinaryIO]:
 
 
 def _unpacked(data: bytes, limit: int) -> bytes:
-    """What packed bytes hold, up to `limit` bytes of it, and up to where they are cut or damaged.
-
-    Raises:
-        LimitError: unpacking them takes too much memory.
-    """
+    """What packed bytes hold, up to `limit` bytes of it, and up to where they are cut or damaged."""
     import lzma
 
     found, header = bytearray(), _Z_FILE.match(data)
@@ -256,10 +252,6 @@ def _is_deflated(head: bytes) -> bool:
 def _in_arrays(file: BinaryIO, size: int, limit: int) -> Iterator[BinaryIO]:
     """The pickle in arrays that stand in a row, as `numpy.load` reads one after another from an open file.
 
-    Raises:
-        UnreadableError: one is damaged, or what follows the last is no array, no pickle and not zeros alone.
-        LimitError: the pickle has more than `limit` bytes.
-
     Source:
         numpy.lib.format.read_array
     """
@@ -283,9 +275,6 @@ def _in_arrays(file: BinaryIO, size: int, limit: int) -> Iterator[BinaryIO]:
 
 def _bytes_of_array(file: BinaryIO) -> int | None:
     """Bytes of the elements of an array by its version and its header, which is read; None for one of objects.
-
-    Raises:
-        UnreadableError: numpy cannot read the header, or it has more than `_HEADER` bytes.
 
     Source:
         numpy.lib.format, which evaluates literals alone and reads what Python 2 wrote in a second way; version 3.0
@@ -356,10 +345,6 @@ def _damages() -> tuple[type[Exception], ...]:
 
 def _in_tar(file: BinaryIO, limit: int, depth: int) -> Iterator[BinaryIO]:
     """The pickles in the members of a tar file.
-
-    Raises:
-        UnreadableError: it is damaged, goes on after its end, or has what torch.load unpickles first.
-        LimitError: it has too many members.
 
     Source:
         torch.serialization._legacy_load (torch 2.13)

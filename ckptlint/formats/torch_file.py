@@ -220,10 +220,8 @@ def _begin(member: Member, limit: int) -> int:
         caffe2/serialize/inline_container.cc, getPadding
     """
     after = member.header + LOCAL_SIZE + len(member.name)
-    padded = after + 4
-    if member.size >= _WIDE or member.header >= _WIDE:
-        padded += 4 + 16 * (member.size >= _WIDE) + 8 * (member.header >= _WIDE)
-    start = -(-padded // _ALIGNMENT) * _ALIGNMENT
+    wide = 16 * (member.size >= _WIDE) + 8 * (member.header >= _WIDE)
+    start = -(-(after + 4 + (4 + wide if wide else 0)) // _ALIGNMENT) * _ALIGNMENT
     return start if start + member.size <= limit else after
 
 
@@ -234,8 +232,8 @@ def _old_file(read: Read, size: int) -> TorchFile:
         torch.serialization._legacy_save, torch/csrc/serialization.cpp THPStorage_writeFileRaw
     """
     found, at, error = read_row(read([(0, min(size, PICKLES_LIMIT))])[0])
-    refused = tuple(item for part in found for item in part.refused)
-    unknown = tuple(dict.fromkeys(item for part in found for item in part.unknown))
+    refused = tuple(name for pickled in found for name in pickled.refused)
+    unknown = tuple(dict.fromkeys(name for pickled in found for name in pickled.unknown))
     if refused and (error is not None or len(found) < PICKLES or found[3].root is None):
         return _file(Unpickled(None, refused, unknown), "", {}, size, read)
     if error is not None:

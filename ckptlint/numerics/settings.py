@@ -72,10 +72,10 @@ def _of_records(ckpt: Checkpoint) -> Iterator[GroupSettings]:
         return
     groups: dict[tuple[str, str], dict[str, Any]] = defaultdict(dict)
     for entry in ckpt.byte_objects:
-        setting = _setting(entry.fqn)
-        content = ckpt.payload.of(entry.record) if setting is not None else None
-        if setting is not None and content is not None and content.value not in (None, ...):
-            groups[setting[:2]][setting[2]] = content.value
+        if (setting := _setting(entry.fqn)) is not None:
+            content = ckpt.payload.of(entry.record)
+            if content is not None and content.value not in (None, ...):
+                groups[setting[:2]][setting[2]] = content.value
     for (stem, group), values in groups.items():
         if not group.isdecimal():
             values.setdefault("params", [parse(group).path])

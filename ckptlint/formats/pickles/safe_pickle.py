@@ -223,10 +223,7 @@ def _ends_at(data: bytes, end: int, strict: bool) -> bool:
 
 
 def _after_stop(data: bytes, start: int, end: int) -> int:
-    """The end of a pickle whose STOP is between two positions, the first of an opcode; a frame may reach beyond STOP.
-
-    Some readers go on there, others at the end of the frame.
-    """
+    """The end of a pickle whose STOP is between two positions, the first of an opcode: some readers go on there."""
     with suppress(ValueError):  # a name that is not ASCII, which no pickle with frames has
         for opcode, _, at in pickletools.genops(data[start:end]):
             if opcode.name == "STOP":
@@ -281,11 +278,7 @@ def _judged(
 
 
 def _read_bytes(raw: bytes, depth: int) -> Unpickled:
-    """What a pickle inside bytes asks for: an archive, or as many pickles in a row as torch's old format has.
-
-    Raises:
-        UnreadableError: nothing is refused there, and it is cut, damaged or more than one pickle.
-    """
+    """What a pickle inside bytes asks for: an archive, or as many pickles in a row as torch's old format has."""
     if raw[:4] == _ZIP:
         return _read(read_archive(ranges_in(raw), len(raw)).pickle, False, depth)
     if is_tar(raw):  # what torch looks for first
