@@ -51,9 +51,8 @@ def built_model(config: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
     if _has(config, lambda name, value: any(word in name for word in _COUNTS) and _is_huge(value)):
         raise NoTable(f"and it asks for more than {_MOST_MODULES:,} layers or experts")
     if not all(importlib.util.find_spec(name) for name in ("torch", "transformers")):
-        raise NoTable(
-            "and transformers, which could build it, is not installed here (`pip install torch transformers`)"
-        )
+        why = "is not installed here (`pip install torch transformers`)"
+        raise NoTable(f"and transformers, which could build it, {why}")
     quiet = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "critical"}
     try:
         done = subprocess.run(
@@ -90,9 +89,8 @@ def _has(config: object, is_wanted: Callable[[str, object], bool], depth: int = 
 def _is_huge(value: object) -> bool:
     """Whether a field asks for more modules than any model has."""
     values = value if isinstance(value, list) else [value]
-    return len(values) > _MOST_MODULES or any(
-        isinstance(item, (int, float)) and item > _MOST_MODULES for item in values
-    )
+    numbers = (item for item in values if isinstance(item, (int, float)))
+    return len(values) > _MOST_MODULES or any(number > _MOST_MODULES for number in numbers)
 
 
 # ---------------------------------------------------------------- in the other process
@@ -122,11 +120,8 @@ def _build(config: dict[str, Any]) -> dict[str, list[int]]:
 
 def _plain(config: dict[str, Any]) -> dict[str, Any]:
     """The configuration without fields that choose how to compute: kernels may be code of a hub."""
-    return {
-        name: _plain(value) if isinstance(value, dict) else value
-        for name, value in config.items()
-        if not name.endswith("_implementation")
-    }
+    fields = {name: value for name, value in config.items() if not name.endswith("_implementation")}
+    return {name: _plain(value) if isinstance(value, dict) else value for name, value in fields.items()}
 
 
 def _limit(seconds: int, memory: int) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptlint.architecture.expected import BadValue, ExpectedTensor, NoTable
-from ckptlint.architecture.expressions import Expression, ExpressionError, SizeError, parse_expression, whole
+from ckptlint.architecture.expressions import ExpressionError, SizeError, parse_expression, whole
 from ckptlint.patterns import lazy_pattern
 from ckptlint.vocabulary.strict_toml import own_file
 
@@ -121,7 +121,8 @@ class _Plan:
         self.dims = [parse_expression(dim) for dim in row.dims]
         exists = parse_expression(row.exists) if row.exists else None
         self.optional = parse_expression(row.optional) if row.optional else None
-        self.here = exists if exists and self._depends(exists) else None  # asked once for the indices that it names
+        depends = exists and not set(exists.names).isdisjoint(self.indices)
+        self.here = exists if depends else None  # asked once for the indices that it names
         last = max((i for i, index in enumerate(self.indices) if exists and index in exists.names), default=-1)
         self.asked_at = last if self.here else -1
         self.everywhere = None if self.here else exists  # asked once
@@ -129,12 +130,8 @@ class _Plan:
         asked = (name for condition in (exists, self.optional) if condition for name in condition.names)
         self.because = tuple(name for name in asked if name not in self.indices)
 
-    def _depends(self, expression: Expression) -> bool:
-        return any(name in self.indices for name in expression.names)
-
     def steps(self, fields: Mapping[str, object], at_most: int) -> int:
-        """An upper bound of the tensors of this row: the product of its ranges, conditions not counted; of a range
-        whose end depends on another the first value counts."""
+        """An upper bound of the tensors of this row: the product of its ranges, of one that depends its first value."""
         values = dict(fields)
         total = 1
         for index, count in zip(self.indices, self.ranges, strict=True):
@@ -147,7 +144,7 @@ class _Plan:
 
     def fill(self, tensors: dict[str, ExpectedTensor], fields: Mapping[str, object], at_most: int) -> None:
         """Add the tensors of this row; stops with an error beyond the limit for all rows."""
-        same = not any(self._depends(dim) for dim in self.dims)
+        same = all(set(dim.names).isdisjoint(self.indices) for dim in self.dims)
         tensor = None
         for name, values in self._names(0, self.texts[0], dict(fields), iter(range(16 * at_most))):
             if name is None or len(tensors) >= at_most:

@@ -351,8 +351,6 @@ class _Reading:
         self.reported.add(tensor.key)
         self.faults.append((fault, place.header if place is not None else 0))
 
-    # ------------------------------------------------------------ DTensor
-
     def _dtensor(self, made: Any, state: dict[str, Any]) -> StoredDTensor | None:
         """`_rebuild_wrapper_subclass(type, dtype, shape, ...)` with `{_local_tensor, _spec}` as its state.
 
@@ -415,8 +413,6 @@ class _Reading:
             return ()
         numbers = np.frombuffer(storage_bytes(self.read, place), f"<i{bits // 8}", prod(tensor.shape))
         return tuple(numbers.tolist())
-
-    # ------------------------------------------------------------ ShardedTensor
 
     def _shards(self, made: Any, state: Any) -> StoredShards | None:
         """`_rebuild_wrapper_subclass(type, dtype, shape, ...)` with (local shards, metadata, process group, ...).

@@ -44,10 +44,8 @@ def misfit_of(seal: Seal | None, metadata: str) -> str:
 
 def sealed_tensors(ckpt: Checkpoint) -> Iterator[Tensor]:
     """The tensors whose digest can tell whether they hold what was sealed, once all their records are read."""
-    seal = ckpt.seal
-    for fqn, entry in seal.entries.items() if seal else ():
-        tensor = ckpt.tensors.get(fqn)
-        if tensor is not None and not _obstacle(tensor, entry):
+    for fqn, entry in ckpt.seal.entries.items() if ckpt.seal else ():
+        if (tensor := ckpt.tensors.get(fqn)) is not None and not _obstacle(tensor, entry):
             yield tensor
 
 

@@ -62,11 +62,8 @@ class Named(type):
             return cls.give(cls, *args)
         return _made(cls, args)
 
-    def _touched(cls) -> Any:
-        """BUILD sets attributes of the class itself, and the others call what it has of that name."""
-        return lambda *_: cls.tell("state")
-
-    __setstate__ = append = extend = add = property(_touched)
+    # BUILD sets attributes of the class itself, and the others call what it has of that name
+    __setstate__ = append = extend = add = property(lambda cls: lambda *_: cls.tell("state"))
 
 
 class Opaque(metaclass=Named):
@@ -182,9 +179,7 @@ class Dict(dict[Any, Any]):
 
 def _made(cls: Any, args: tuple[Any, ...]) -> Opaque:
     self: Opaque = object.__new__(cls)
-    self.args = args
-    self.state = None
-    self.items = []
+    self.args, self.state, self.items = args, None, []
     return self
 
 
