@@ -75,18 +75,16 @@ def factors_of(keys: Iterable[str]) -> list[Factors]:
     >>> [(f.module, f.adapter, list(f.keys)) for f in factors_of(["h.0.q.lora_A.weight", "h.0.q.lora_B.weight"])]
     [('h.0.q', '', ['A', 'B'])]
     """
-    found: dict[tuple[str, str], Factors] = {}
+    factors: dict[tuple[str, str], Factors] = {}
     for key in keys:
         parts = key.split(".")
         at = next((i for i in range(len(parts) - 1, 0, -1) if parts[i] in _PARTS), 0)
-        behind = parts[at + 1 :]
-        if behind and behind[-1] == "weight":
-            behind = behind[:-1]
+        behind = parts[at + 1 : -1] if parts[-1] == "weight" else parts[at + 1 :]
         if not at or len(behind) > 1 or "bias" in behind:
             continue
         home = ".".join(parts[:at]), "".join(behind)
-        found.setdefault(home, Factors(*home)).keys[_PARTS[parts[at]]] = key
-    return list(found.values())
+        factors.setdefault(home, Factors(*home)).keys[_PARTS[parts[at]]] = key
+    return list(factors.values())
 
 
 Naming = Literal["peft", "diffusers", "kohya"]
@@ -155,8 +153,7 @@ def endings(name: str) -> Iterator[str]:
     ['layers.0.q_proj', '0.q_proj', 'q_proj']
     """
     parts = name.split(".")[-_DEPTH:]
-    for start in range(len(parts)):
-        yield ".".join(parts[start:])
+    return (".".join(parts[start:]) for start in range(len(parts)))
 
 
 def plain_text(pattern: str) -> str | None:
@@ -289,10 +286,9 @@ def _number(value: Any) -> float | None:
 
 def _alphas(pattern: Any) -> dict[str, float] | None:
     items = pattern.items() if isinstance(pattern, dict) else ()
-    found = [(plain_text(name), _number(value)) for name, value in items]
-    if any(name is None or alpha is None for name, alpha in found):
-        return None
-    return {name: alpha for name, alpha in reversed(found) if name is not None and alpha is not None}
+    pairs = [(plain_text(name), _number(value)) for name, value in items]
+    alphas = {name: alpha for name, alpha in reversed(pairs) if name is not None and alpha is not None}
+    return None if any(None in pair for pair in pairs) else alphas
 
 
 def _rank(value: Any) -> int | None:

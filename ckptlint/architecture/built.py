@@ -12,7 +12,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ckptlint.architecture.expected import NoTable
@@ -42,18 +42,17 @@ def built_model(config: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
         NoTable: transformers is not installed, does not know the model, or cannot build it from this configuration;
             the reason as the end of a sentence.
     """
-    if _names_code(config):
+    if _has(config, lambda name, value: name in _NEVER and bool(value)):
         raise NoTable("and it names custom code (auto_map), which ckptlint never runs")
     if declared_quantisation(config):
         raise NoTable("and it declares a quantisation, which renames or reshapes tensors")
     if not config.get("architectures"):
         raise NoTable("and it names no class in `architectures` that transformers could build")
-    if _is_huge(config):
+    if _has(config, lambda name, value: any(word in name for word in _COUNTS) and _is_huge(value)):
         raise NoTable(f"and it asks for more than {_MOST_MODULES:,} layers or experts")
     if not all(importlib.util.find_spec(name) for name in ("torch", "transformers")):
-        raise NoTable(
-            "and transformers, which could build it, is not installed here (`pip install torch transformers`)"
-        )
+        why = "is not installed here (`pip install torch transformers`)"
+        raise NoTable(f"and transformers, which could build it, {why}")
     quiet = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "critical"}
     try:
         done = subprocess.run(
@@ -80,28 +79,18 @@ def built_model(config: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
         raise NoTable(f"and the installed transformers cannot build it{f' ({last})' if last else ''}") from None
 
 
-def _names_code(config: object, depth: int = 0) -> bool:
-    """Whether a configuration or a section of it brings code along."""
+def _has(config: object, is_wanted: Callable[[str, object], bool], depth: int = 0) -> bool:
+    """Whether a configuration or a section of it has such a field."""
     if not isinstance(config, dict) or depth > 5:
         return False
-    return any(bool(config.get(field)) for field in _NEVER) or any(
-        _names_code(value, depth + 1) for value in config.values()
-    )
+    return any(is_wanted(name, value) or _has(value, is_wanted, depth + 1) for name, value in config.items())
 
 
-def _is_huge(config: object, depth: int = 0) -> bool:
-    """Whether a configuration asks for more modules than any model has."""
-    if not isinstance(config, dict) or depth > 5:
-        return False
-    return any(
-        (any(word in name for word in _COUNTS) and _reaches(value, _MOST_MODULES)) or _is_huge(value, depth + 1)
-        for name, value in config.items()
-    )
-
-
-def _reaches(value: object, most: int) -> bool:
+def _is_huge(value: object) -> bool:
+    """Whether a field asks for more modules than any model has."""
     values = value if isinstance(value, list) else [value]
-    return len(values) > most or any(isinstance(item, (int, float)) and item > most for item in values)
+    numbers = (item for item in values if isinstance(item, (int, float)))
+    return len(values) > _MOST_MODULES or any(number > _MOST_MODULES for number in numbers)
 
 
 # ---------------------------------------------------------------- in the other process
@@ -131,11 +120,8 @@ def _build(config: dict[str, Any]) -> dict[str, list[int]]:
 
 def _plain(config: dict[str, Any]) -> dict[str, Any]:
     """The configuration without fields that choose how to compute: kernels may be code of a hub."""
-    return {
-        name: _plain(value) if isinstance(value, dict) else value
-        for name, value in config.items()
-        if not name.endswith("_implementation")
-    }
+    fields = {name: value for name, value in config.items() if not name.endswith("_implementation")}
+    return {name: _plain(value) if isinstance(value, dict) else value for name, value in fields.items()}
 
 
 def _limit(seconds: int, memory: int) -> None:

@@ -47,7 +47,7 @@ class Expression:
     Attributes:
         text: as it was written.
         names: the fields that it may ask for, in the order of the text.
-        value: fields -> the value. Raises ExpressionError.
+        value: fields -> the value. Raises ExpressionError. A condition holds where it is true, as Python has it.
     """
 
     text: str
@@ -86,11 +86,6 @@ def whole(expression: Expression, fields: Mapping[str, Value]) -> int:
     return int(value)
 
 
-def true(expression: Expression, fields: Mapping[str, Value]) -> bool:
-    """Whether the condition holds: None, 0, an empty text and an empty list are false."""
-    return bool(expression.value(fields))
-
-
 def _node(tree: ast.expr, names: dict[str, None], depth: int) -> _Node:
     """What a part of an expression does. Raises ValueError where it is none."""
     if not depth:
@@ -108,7 +103,9 @@ def _node(tree: ast.expr, names: dict[str, None], depth: int) -> _Node:
             constant = CONSTANTS[name]
             return lambda fields: constant
         case ast.Name() | ast.Attribute():
-            return _field(_dotted(tree), names)
+            field = _dotted(tree)
+            names[field] = None
+            return lambda fields: _value(fields, field)
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
             return _arithmetic(*_ARITHMETIC[type(op)], inner(left), inner(right))
         case ast.UnaryOp(op=ast.USub(), operand=part):
@@ -125,8 +122,12 @@ def _node(tree: ast.expr, names: dict[str, None], depth: int) -> _Node:
             return lambda fields: then(fields) if condition(fields) else otherwise(fields)
         case ast.Compare(left=left, ops=[ast.In() | ast.NotIn() as op], comparators=[right]):
             return _member(inner(left), inner(right), wanted=isinstance(op, ast.In))
+        case ast.Compare(left=left, ops=[ast.Eq() | ast.NotEq() as op], comparators=[right]):
+            return _equal(inner(left), inner(right), wanted=isinstance(op, ast.Eq))
         case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _COMPARISONS:
-            return _comparison(*_COMPARISONS[type(op)], inner(left), inner(right))
+            sign, compare = _COMPARISONS[type(op)]
+            low, high = inner(left), inner(right)
+            return lambda fields: compare(_number(low(fields), sign), _number(high(fields), sign))
         case ast.Subscript(value=values, slice=at):
             return _item(inner(values), inner(at))
         case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in FUNCTIONS:
@@ -149,21 +150,14 @@ def _dotted(tree: ast.expr) -> str:
 # ---------------------------------------------------------------- what the parts do
 
 
-def _field(name: str, names: dict[str, None]) -> _Node:
-    names[name] = None
-
-    def value(fields: Mapping[str, Value]) -> Value:
-        try:
-            return fields[name]
-        except KeyError:
-            raise ExpressionError(f"{name} is not given") from None
-
-    return value
+def _value(fields: Mapping[str, Value], name: str) -> Value:
+    try:
+        return fields[name]
+    except KeyError:
+        raise ExpressionError(f"{name} is not given") from None
 
 
 _COMPARISONS: Mapping[type[ast.cmpop], tuple[str, Callable[[float, float], bool]]] = {
-    ast.Eq: ("==", operator.eq),
-    ast.NotEq: ("!=", operator.ne),
     ast.LtE: ("<=", operator.le),
     ast.GtE: (">=", operator.ge),
     ast.Lt: ("<", operator.lt),
@@ -171,14 +165,12 @@ _COMPARISONS: Mapping[type[ast.cmpop], tuple[str, Callable[[float, float], bool]
 }
 
 
-def _comparison(sign: str, compare: Callable[[float, float], bool], left: _Node, right: _Node) -> _Node:
-    if sign in ("==", "!="):
-        return lambda fields: _equal(left(fields), right(fields)) is (sign == "==")
-    return lambda fields: compare(_number(left(fields), sign), _number(right(fields), sign))
+def _equal(left: _Node, right: _Node, wanted: bool) -> _Node:
+    def equal(fields: Mapping[str, Value]) -> bool:
+        a, b = left(fields), right(fields)
+        return (a is b if a is None or b is None else _plain(a) == _plain(b)) is wanted
 
-
-def _equal(a: Value, b: Value) -> bool:
-    return a is b if a is None or b is None else _plain(a) == _plain(b)
+    return equal
 
 
 def _member(left: _Node, right: _Node, wanted: bool) -> _Node:
@@ -270,10 +262,13 @@ def _plain(value: Value) -> Value:
     return value
 
 
-def _shown(value: Value) -> str:
+def large(value: Value) -> str:
+    """What a value is that is too large to be shown; "" for others."""
     if isinstance(value, (list, tuple, dict)):
         return f"a {'mapping' if isinstance(value, dict) else 'list'} of {len(value):,}"
-    if isinstance(value, int) and not -LARGEST < value < LARGEST:
-        return "a number of 2**62 or more"
-    text = repr(value)
+    return "a number of 2**62 or more" if isinstance(value, int) and not -LARGEST < value < LARGEST else ""
+
+
+def _shown(value: Value) -> str:
+    text = large(value) or repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -12,7 +12,7 @@ from typing import Any
 
 from ckptlint.architecture.expected import BadValue, Expected, NoTable, UnknownModel
 from ckptlint.architecture.expressions import ExpressionError, parse_expression, whole
-from ckptlint.architecture.tables import MOST_KEYS, TableRow, expand, rows_of
+from ckptlint.architecture.tables import MOST_KEYS, expand, picked, rows_of
 from ckptlint.model.text import printable
 from ckptlint.vocabulary.schemes import schemes
 from ckptlint.vocabulary.strict_toml import own_file
@@ -45,8 +45,7 @@ def expected_models(
         transformers 5); DCP saves of a training job hold these.
 
     Args:
-        config: a parsed config.json, untrusted.
-        source: its name in a report.
+        config: a parsed config.json, untrusted; source: its name in a report.
         at_most: tensors; a configuration that implies more is refused before any work.
 
     Raises:
@@ -67,20 +66,20 @@ def expected_models(
     try:
         values = _values(config, table, name)
         mounted = _mounted(config, table, values)
+        rows = rows_of(table["rows"])
         forms = []
-        for form, rows in table["models"][name].items():
+        for form, numbers in table["models"][name].items():
             prefixes = table.get("mounts", {}).get(name, {}).get(form, {})
-            if any(section not in prefixes for section in mounted):
-                raise NoTable(f"its {next(section for section in mounted if section not in prefixes)} is another model")
-            unmounted = [
-                row for row in _rows(table, rows) if not row.name.startswith(tuple(prefixes[s] for s in mounted))
-            ]
+            if unknown := [section for section in mounted if section not in prefixes]:
+                raise NoTable(f"its {unknown[0]} is another model")
+            elsewhere = tuple(prefixes[section] for section in mounted)
+            unmounted = (row for row in picked(rows, numbers) if not row.name.startswith(elsewhere))
             tensors = expand(unmounted, table["ranges"], values, at_most)
-            for section, (part, part_values) in mounted.items():
-                base = part["models"][part["base"]]
-                part_rows = _rows(part, base.get(form, base["saved"]))
-                found = expand(part_rows, part["ranges"], part_values, at_most - len(tensors))
-                tensors |= {prefixes[section] + key: tensor for key, tensor in found.items()}
+            for section, (inner, inner_values) in mounted.items():
+                base = inner["models"][inner["base"]]
+                inner_rows = picked(rows_of(inner["rows"]), base.get(form, base["saved"]))
+                inside = expand(inner_rows, inner["ranges"], inner_values, at_most - len(tensors))
+                tensors |= {prefixes[section] + key: tensor for key, tensor in inside.items()}
             forms.append(
                 Expected(
                     source=source,
@@ -137,14 +136,14 @@ def is_known_model(config: Mapping[str, object]) -> bool:
     """
     kind, named = _text(config.get("model_type")), config.get("architectures")
     table = model_table(kind)
-    classes = table["models"] if table is not None else _classes().get(kind, ())
+    classes = table["models"] if table is not None else _toml("classes.toml").get(kind, ())  # of bench/tables
     return bool(classes) and (not named or (isinstance(named, list) and _text(named[0]) in classes))
 
 
 @cache
-def _classes() -> Mapping[str, list[str]]:
-    """Model type without a table -> its classes, as `bench/tables/classes.py` writes them."""
-    return own_file(Path(__file__).with_name("classes.toml"), tomllib.loads)
+def _toml(name: str) -> Mapping[str, list[Any]]:
+    """A file beside this module: model type -> its classes, or its ids."""
+    return own_file(Path(__file__).with_name(name), tomllib.loads)
 
 
 def _mounted(
@@ -153,31 +152,24 @@ def _mounted(
     """The sections whose model is of another type than in the table: section -> the table and the values of that type.
 
     Their values replace those of the section in `values`.
-
-    Raises:
-        NoTable: no table was proven to fit in there.
     """
-    found = {}
+    mounted = {}
     for section, usual in table.get("sections", {}).items():
         declared = next(_at(config, section), None)
         model_type = declared.get("model_type", usual) if isinstance(declared, dict) else usual
         if model_type == usual:
             continue
-        part = model_table(_text(model_type)) if model_type in table.get("others", {}).get(section, ()) else None
-        if part is None:
+        inner = model_table(_text(model_type)) if model_type in table.get("others", {}).get(section, ()) else None
+        if inner is None:
             raise NoTable(f"no table with a {section} of model_type {printable(_text(model_type))}")
-        part_values = _values(declared, part, part["base"])  # type: ignore[arg-type]  # no other value has a model_type
-        values.update({f"{section}.{name}": value for name, value in part_values.items()})
-        found[section] = (part, part_values)
-    return found
+        given = _values(declared, inner, inner["base"])  # type: ignore[arg-type]  # no other value has a model_type
+        values.update({f"{section}.{name}": value for name, value in given.items()})
+        mounted[section] = (inner, given)
+    return mounted
 
 
 def _class_of(config: Mapping[str, object], table: Mapping[str, Any], model_type: str) -> str:
-    """The class that `architectures` names first, the usual one of the type where there is none.
-
-    Raises:
-        NoTable: the table knows no such class.
-    """
+    """The class that `architectures` names first, the usual one of the type where there is none."""
     named = config.get("architectures")
     if not named:
         return str(table["usual"])
@@ -187,11 +179,9 @@ def _class_of(config: Mapping[str, object], table: Mapping[str, Any], model_type
     return name
 
 
-@cache
 def default_ids(model_type: str) -> frozenset[int]:
     """The special token ids of a model type that nobody set."""
-    found = own_file(Path(__file__).with_name("default_ids.toml"), tomllib.loads)
-    return frozenset(found.get(model_type, ()))
+    return frozenset(_toml("default_ids.toml").get(model_type, ()))
 
 
 def declared_quantisation(config: Mapping[str, object]) -> object:
@@ -211,37 +201,20 @@ def _renamed_by(config: Mapping[str, object]) -> str:
 
 def _dtype(config: Mapping[str, object]) -> str | None:
     text = config.get("text_config")
-    for part in (config, text if isinstance(text, dict) else {}):
-        for field in ("dtype", "torch_dtype"):
-            if name := _text(part.get(field)):
-                return printable(name.removeprefix("torch."))
-    return None
+    sections = (config, text if isinstance(text, dict) else {})
+    names = (_text(section.get(field)) for section in sections for field in ("dtype", "torch_dtype"))
+    return next((printable(name.removeprefix("torch.")) for name in names if name), None)
 
 
 def _text(value: object) -> str:
     return value if isinstance(value, str) and len(value) <= 200 else ""
 
 
-def _rows(table: Mapping[str, Any], numbers: str) -> list[TableRow]:
-    """The rows of one form, which lists them as `0-4 7`."""
-    rows = list(rows_of(table["rows"]))
-    picked = []
-    for run in numbers.split():
-        first, _, last = run.partition("-")
-        picked += rows[int(first) : int(last or first) + 1]
-    return picked
-
-
 # ---------------------------------------------------------------- the values of the fields
 
 
 def _values(config: Mapping[str, object], table: Mapping[str, Any], model_class: str) -> dict[str, object]:
-    """The value of every field that the table asks for: as declared, or what the library takes where it is left out.
-
-    Raises:
-        NoTable: a field has a value of another kind, or is missing and the library has no default for it.
-        ExpressionError: a default that follows from other fields has no value.
-    """
+    """The value of every field that the table asks for: as declared, or what the library takes where it is left out."""
     values: dict[str, object] = {}
     section = table.get("flat", "")
     flat = f"{section}." if section and section not in config else ""
@@ -304,11 +277,9 @@ def _at(config: Mapping[str, object], path: str) -> Iterator[object]:
 def _is_kind(value: object, kind: str) -> bool:
     if isinstance(value, bool) and kind not in ("flag", "any"):
         return False
-    if isinstance(value, (str, list, dict)) and len(value) > (
-        _LONGEST_TEXT if isinstance(value, str) else _LONGEST_LIST
-    ):
-        return False
-    return isinstance(value, _KINDS[kind])
+    longest = _LONGEST_TEXT if isinstance(value, str) else _LONGEST_LIST
+    is_short = not isinstance(value, (str, list, dict)) or len(value) <= longest
+    return is_short and isinstance(value, _KINDS[kind])
 
 
 def _default(default: object, values: Mapping[str, object]) -> object:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
 from ckptlint.architecture.expected import Expected, ExpectedTensor, NoTable
-from ckptlint.architecture.expressions import LARGEST, ExpressionError
-from ckptlint.architecture.tables import MOST_KEYS, TableRow, entry, expand, rows_of
+from ckptlint.architecture.expressions import LARGEST, ExpressionError, large
+from ckptlint.architecture.tables import MOST_KEYS, entry, expand, picked, rows_of
 from ckptlint.model.text import printable
 from ckptlint.patterns import lazy_pattern
 
@@ -139,7 +139,6 @@ def megatron_models(
 
     Args:
         args: by name, untrusted: Megatron-LM's arguments, or the `model` section of Megatron-Bridge's run_config.yaml.
-        source: where they are from, in a report.
         naming: that of the checkpoint, where it is known: there are as many keys as layers and experts in others.
         at_most: tensors; arguments that imply more are refused before any work.
 
@@ -153,18 +152,20 @@ def megatron_models(
         values = fields(args)
         kind = "hybrid" if values["hybrid_layer_pattern"] else "gpt"
         table = entry(TABLE_FILE, kind)
-        rows = list(rows_of(table["rows"]))
-        found: dict[str, Expected] = {}
+        rows = [replace(row, dims=tuple(_plain(dim, values) for dim in row.dims)) for row in rows_of(table["rows"])]
+        # of 0.10 and 0.11 the local implementation made a LayerNorm of what was declared an RMSNorm
+        ignored = (r"norm[._]bias$",) if values["normalization"] == "RMSNorm" else ()
+        models: dict[str, Expected] = {}
         for form in table["forms"]:
             if naming not in (None, form["naming"]) or (form["naming"] == "stacked" and not values["is_homogeneous"]):
                 continue
-            tensors = expand(_resolved(_picked(rows, form["rows"]), values), table["ranges"], values, at_most)
-            if any(_are_alike(tensors, other.tensors) for other in found.values()):
+            tensors = expand(picked(rows, form["rows"]), table["ranges"], values, at_most)
+            if any(_are_alike(tensors, model.tensors) for model in models.values()):
                 continue
             name = f"{_NAMINGS[form['naming']]}, {'Transformer Engine' if form['engine'] else 'local'}"
-            if name in found:
+            if name in models:
                 name = f"{name}, megatron-core {form['versions'][0]}"
-            found[name] = Expected(
+            models[name] = Expected(
                 source,
                 f"megatron {kind}",
                 name,
@@ -172,13 +173,13 @@ def megatron_models(
                 values,
                 made_with=entry(TABLE_FILE, "")["made_with"],
                 model_class=_CLASSES[kind],
-                ignored=_ignored(values),
+                ignored=ignored,
             )
-        if not found:
+        if not models:
             raise NoTable("they declare layers that differ, and the keys stack all layers")
     except (NoTable, ExpressionError) as error:
         raise NoTable(f"{source} of Megatron: {error}") from None
-    return tuple(found.values())
+    return tuple(models.values())
 
 
 def rank_models(args: Mapping[str, object], source: str = "args", at_most: int = MOST_KEYS) -> tuple[Expected, ...]:
@@ -192,10 +193,9 @@ def rank_models(args: Mapping[str, object], source: str = "args", at_most: int =
     Source:
         megatron.core.models.gpt.gpt_layer_specs (`sharded_state_dict_keys_map`), megatron.core.transformer.moe.experts
     """
-    found: list[Expected] = []
+    models: list[Expected] = []
     for model in megatron_models(args, source, "numbered", at_most):
-        engine: dict[str, ExpectedTensor] = {}
-        local: dict[str, ExpectedTensor] = {}
+        engine, local = dict[str, ExpectedTensor](), dict[str, ExpectedTensor]()
         for key, tensor in model.tensors.items():
             engine |= _of_experts(key, tensor, "linear_fc{fc}.{what}{expert}")
             name = key
@@ -206,9 +206,9 @@ def rank_models(args: Mapping[str, object], source: str = "args", at_most: int =
             if (embedding := tensors.get(_EMBEDDING)) is not None and _HEAD not in tensors:
                 # the last stage has a copy of its own of what it shares with the first
                 tensors[_HEAD] = replace(embedding, needed=False, because=("untie_embeddings_and_output_weights",))
-            if len(tensors) <= at_most and not any(_are_alike(tensors, other.tensors) for other in found):
-                found.append(replace(model, form=f"the modules of each rank, {form} {len(found)}", tensors=tensors))
-    return tuple(found)
+            if len(tensors) <= at_most and not any(_are_alike(tensors, before.tensors) for before in models):
+                models.append(replace(model, form=f"the modules of each rank, {form} {len(models)}", tensors=tensors))
+    return tuple(models)
 
 
 def _of_experts(key: str, tensor: ExpectedTensor, form: str) -> dict[str, ExpectedTensor]:
@@ -232,27 +232,13 @@ def layer_naming(names: Iterable[str]) -> LayerNaming:
     >>> layer_naming([stacked]), layer_naming([split])
     ('stacked', 'split')
     """
-    found: LayerNaming = "numbered"
+    naming: LayerNaming = "numbered"
     for name in names:
         if _SPLIT.search(name):
             return "split"
         if _STACKED.match(name):
-            found = "stacked"
-    return found
-
-
-def _ignored(values: Mapping[str, object]) -> tuple[str, ...]:
-    """Patterns of keys that may be stored besides the model's own.
-
-    Source:
-        megatron-core 0.10 and 0.11, whose local implementation made a LayerNorm of what was declared an RMSNorm
-    """
-    return (r"norm[._]bias$",) if values["normalization"] == "RMSNorm" else ()
-
-
-def _resolved(rows: Iterable[TableRow], values: Mapping[str, object]) -> list[TableRow]:
-    """Rows whose sizes are those of these values alone, as a report shows them."""
-    return [replace(row, dims=tuple(_plain(dim, values) for dim in row.dims)) for row in rows]
+            naming = "stacked"
+    return naming
 
 
 def _plain(dim: str, values: Mapping[str, object]) -> str:
@@ -268,15 +254,6 @@ def _plain(dim: str, values: Mapping[str, object]) -> str:
     return dim
 
 
-def _picked(rows: Sequence[TableRow], numbers: str) -> list[TableRow]:
-    """The rows of one form, which lists them as `0-4 7`."""
-    picked: list[TableRow] = []
-    for run in numbers.split():
-        first, _, last = run.partition("-")
-        picked += rows[int(first) : int(last or first) + 1]
-    return picked
-
-
 def fields(args: Mapping[str, object]) -> dict[str, object]:
     """The values that the table asks for: as declared, or what Megatron-LM takes where they are left out.
 
@@ -289,10 +266,10 @@ def fields(args: Mapping[str, object]) -> dict[str, object]:
     Source:
         megatron.training.arguments.validate_args, core_transformer_config_from_args (0.19)
     """
-    given = _megatron_names(args)
-    for name in _OTHER_MODELS:
-        if given.get(name):
-            raise NoTable(f"no table for models with {name}")
+    given: dict[str, Any] = {_BRIDGE[name]: value for name, value in args.items() if name in _BRIDGE} | dict(args)
+    given.setdefault("untie_embeddings_and_output_weights", given.get("share_embeddings_and_output_weights") is False)
+    if others := [name for name in _OTHER_MODELS if given.get(name)]:
+        raise NoTable(f"no table for models with {others[0]}")
     spec = _words(given.get("spec", given.get("transformer_layer_spec", given.get("mamba_stack_spec"))))
     if spec and not any(word in spec for word in _SPECS):
         raise NoTable(f"no table for the layers of {printable(spec[:60])}")
@@ -312,9 +289,8 @@ def fields(args: Mapping[str, object]) -> dict[str, object]:
     values["moe_ffn_hidden_size"] = _size(given, "moe_ffn_hidden_size", 0) or values["ffn_hidden_size"]
     grouped = _flag(given, "group_query_attention", "group_query_attention" not in given)
     values["num_query_groups"] = (_size(given, "num_query_groups", 0) if grouped else 0) or heads
-    values["max_position_embeddings"] = (
-        _size(given, "max_position_embeddings", None) if values["position_embedding_type"] == "learned_absolute" else 0
-    )
+    is_learned = values["position_embedding_type"] == "learned_absolute"
+    values["max_position_embeddings"] = _size(given, "max_position_embeddings", None) if is_learned else 0
     values["padded_vocab_size"] = _vocabulary(given)
     values["hybrid_layer_pattern"] = _pattern(given)
     if values["hybrid_layer_pattern"]:
@@ -325,18 +301,6 @@ def fields(args: Mapping[str, object]) -> dict[str, object]:
     values["is_homogeneous"] = not values["hybrid_layer_pattern"] and freq in (None, 1)
     values["moe_layer_freq"] = _moe_layers(freq, layers) if values["num_experts"] else [0] * layers
     return values
-
-
-def _megatron_names(args: Mapping[str, object]) -> dict[str, Any]:
-    """The arguments under Megatron-LM's names."""
-    given = dict(args)
-    for name, pattern in _BRIDGE.items():
-        if pattern not in given and name in given:
-            given[pattern] = given[name]
-    if "untie_embeddings_and_output_weights" not in given:
-        tied = given.get("share_embeddings_and_output_weights")
-        given["untie_embeddings_and_output_weights"] = tied is False
-    return given
 
 
 def _words(spec: object) -> str:
@@ -416,8 +380,4 @@ def _moe_layers(freq: object, layers: int) -> list[int]:
 
 def _shown(value: object) -> str:
     """A value in few words, however large it is."""
-    if isinstance(value, (list, dict, tuple)):
-        return f"a {'mapping' if isinstance(value, dict) else 'list'} of {len(value):,}"
-    if isinstance(value, int) and not -LARGEST < value < LARGEST:
-        return "a number of 2**62 or more"
-    return printable(repr(value)[:40])
+    return large(value) or printable(repr(value)[:40])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from math import prod
 from typing import Any
 
 from ckptlint.architecture.expected import Expected, ExpectedTensor, NoTable
@@ -44,17 +45,12 @@ def mistral_models(params: Mapping[str, Any], source: str = "params.json") -> tu
     """
     if params.get("model_type", "transformer") != "transformer" or params.get("lora") or params.get("use_biases"):
         raise NoTable(f"{source} describes a model other than a plain transformer")
-    _refuse_unknown(params, {*_SIZES, *_ELSEWHERE}, source)
-    sizes = _read(params, _SIZES, source)
+    sizes = _read(params, _SIZES, _ELSEWHERE, source)
     moe, vision = params.get("moe"), params.get("vision_encoder")
-    experts = 0
-    if moe is not None:
-        _refuse_unknown(moe, set(_MOE), f"{source}: moe")
-        experts = _read(moe, _MOE, f"{source}: moe")["num_experts"]
+    experts = 0 if moe is None else _read(moe, _MOE, set(), f"{source}: moe")["num_experts"]
     keys = sizes["n_layers"] * (6 + (1 + 3 * experts if experts else 3))
     if vision is not None:
-        _refuse_unknown(vision, {*_VISION, *_IMAGES, *_PROJECTOR}, f"{source}: vision_encoder")
-        towers = _read(vision, _VISION, f"{source}: vision_encoder")
+        towers = _read(vision, _VISION, _IMAGES | _PROJECTOR, f"{source}: vision_encoder")
         keys += towers["num_hidden_layers"] * 9
     if keys > _KEY_LIMIT:
         raise NoTable(f"{source} describes {keys:,} tensors, more than the {_KEY_LIMIT:,} that are looked at")
@@ -73,13 +69,10 @@ def _language(sizes: Mapping[str, int], experts: int, tied: bool) -> NamedTensor
     yield "tok_embeddings.weight", table
     for layer in range(sizes["n_layers"]):
         home = f"layers.{layer}."
-        for name, rows, columns in (
-            ("wq", "n_heads * head_dim", "dim"),
-            ("wk", "n_kv_heads * head_dim", "dim"),
-            ("wv", "n_kv_heads * head_dim", "dim"),
-            ("wo", "dim", "n_heads * head_dim"),
-        ):
-            yield f"{home}attention.{name}.weight", _tensor(sizes, rows, columns, because=("n_layers",))
+        for name, heads in (("wq", "n_heads"), ("wk", "n_kv_heads"), ("wv", "n_kv_heads"), ("wo", "n_heads")):
+            dims = (f"{heads} * head_dim", "dim")
+            dims = dims[::-1] if name == "wo" else dims
+            yield f"{home}attention.{name}.weight", _tensor(sizes, *dims, because=("n_layers",))
         for name in ("attention_norm", "ffn_norm"):
             yield f"{home}{name}.weight", _tensor(sizes, "dim", because=("n_layers",))
         because: tuple[str, ...] = ("n_layers",)
@@ -89,13 +82,11 @@ def _language(sizes: Mapping[str, int], experts: int, tied: bool) -> NamedTensor
             gate = ExpectedTensor((experts, sizes["dim"]), dims=("moe.num_experts", "dim"), because=("moe", "n_layers"))
             yield f"{home}feed_forward.gate.weight", gate
             mlps = [f"{home}feed_forward.experts.{expert}." for expert in range(experts)]
+        up = _tensor(sizes, "hidden_dim", "dim", because=because)
+        down = _tensor(sizes, "dim", "hidden_dim", because=because)
         for mlp in mlps:
-            for name, rows, columns in (
-                ("w1", "hidden_dim", "dim"),
-                ("w2", "dim", "hidden_dim"),
-                ("w3", "hidden_dim", "dim"),
-            ):
-                yield f"{mlp}{name}.weight", _tensor(sizes, rows, columns, because=because)
+            for name, tensor in (("w1", up), ("w2", down), ("w3", up)):
+                yield f"{mlp}{name}.weight", tensor
     yield "norm.weight", _tensor(sizes, "dim")
     yield "output.weight", ExpectedTensor(table.shape, not tied, table.dims, ("tied_embeddings",))
 
@@ -106,10 +97,8 @@ def _vision(vision: Mapping[str, Any], sizes: Mapping[str, int], dim: int) -> Na
     hidden, inner = "vision_encoder.hidden_size", "vision_encoder.intermediate_size"
     patch = "vision_encoder.patch_size"
     because = ("vision_encoder",)
-    yield (
-        "vision_encoder.patch_conv.weight",
-        _tensor(both, hidden, "vision_encoder.num_channels", patch, patch, because=because),
-    )
+    patches = _tensor(both, hidden, "vision_encoder.num_channels", patch, patch, because=because)
+    yield "vision_encoder.patch_conv.weight", patches
     yield "vision_encoder.ln_pre.weight", _tensor(both, hidden, because=because)
     for layer in range(sizes["num_hidden_layers"]):
         home = f"vision_encoder.transformer.layers.{layer}."
@@ -122,51 +111,33 @@ def _vision(vision: Mapping[str, Any], sizes: Mapping[str, int], dim: int) -> Na
             yield f"{home}feed_forward.{name}.weight", _tensor(both, rows, columns, because=number)
     yield "vision_language_adapter.w_in.weight", _tensor(both, "dim", hidden, because=because)
     yield "vision_language_adapter.w_out.weight", _tensor(both, "dim", "dim", because=because)
-    if vision.get("adapter_bias", True):
-        for name in ("w_in", "w_out"):
-            yield (
-                f"vision_language_adapter.{name}.bias",
-                _tensor(both, "dim", because=("vision_encoder.adapter_bias",)),
-            )
+    for name in ("w_in", "w_out") if vision.get("adapter_bias", True) else ():
+        bias = _tensor(both, "dim", because=("vision_encoder.adapter_bias",))
+        yield f"vision_language_adapter.{name}.bias", bias
     if vision.get("add_pre_mm_projector_layer_norm"):
         reason = ("vision_encoder.add_pre_mm_projector_layer_norm",)
         yield "pre_mm_projector_norm.weight", _tensor(both, hidden, because=reason)
     if vision.get("mm_projector_id") == "patch_merge":
-        merge = _read(vision, ("spatial_merge_size",), "vision_encoder")["spatial_merge_size"]
-        width = sizes["hidden_size"]
-        yield (
-            "patch_merger.merging_layer.weight",
-            ExpectedTensor(
-                (width, width * merge * merge),
-                dims=(hidden, " * ".join((hidden, *["vision_encoder.spatial_merge_size"] * 2))),
-                because=("vision_encoder.mm_projector_id",),
-            ),
-        )
+        merge = "vision_encoder.spatial_merge_size"
+        both[merge] = _read(vision, ("spatial_merge_size",), set(vision), "vision_encoder")["spatial_merge_size"]
+        reason = ("vision_encoder.mm_projector_id",)
+        merging = _tensor(both, hidden, f"{hidden} * {merge} * {merge}", because=reason)
+        yield "patch_merger.merging_layer.weight", merging
 
 
 def _tensor(sizes: Mapping[str, int], *dims: str, because: tuple[str, ...] = ()) -> ExpectedTensor:
-    """A tensor whose axes are fields, or products of two."""
-    shape = []
-    for dim in dims:
-        first, _, second = dim.partition(" * ")
-        shape.append(sizes[first] * (sizes[second] if second else 1))
-    return ExpectedTensor(tuple(shape), True, dims, because)
+    """A tensor whose axes are fields, or products of some."""
+    return ExpectedTensor(tuple(prod(sizes[field] for field in dim.split(" * ")) for dim in dims), True, dims, because)
 
 
-def _read(params: Any, names: tuple[str, ...], source: str) -> dict[str, int]:
-    """The values of fields that are sizes."""
-    found = {}
+def _read(params: Any, names: tuple[str, ...], beside: set[str], source: str) -> dict[str, int]:
+    """The values of fields that are sizes; refuses any that are neither among these nor known beside them."""
+    if not isinstance(params, Mapping):
+        raise NoTable(f"{source} holds no fields")
+    if unknown := sorted(str(name)[:60] for name in params.keys() - beside - {*names} if params[name] is not None):
+        raise NoTable(f"{source} has the field {unknown[0]!r}, which the table does not know")
     for name in names:
         value = params.get(name)
         if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < _SIZE_LIMIT:
             raise NoTable(f"{source} gives no size for {name}")
-        found[name] = value
-    return found
-
-
-def _refuse_unknown(params: Any, known: set[str], source: str) -> None:
-    if not isinstance(params, Mapping):
-        raise NoTable(f"{source} holds no fields")
-    unknown = sorted(str(name)[:60] for name, value in params.items() if name not in known and value is not None)
-    if unknown:
-        raise NoTable(f"{source} has the field {unknown[0]!r}, which the table does not know")
+    return {name: params[name] for name in names}

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptlint.architecture.expected import BadValue, ExpectedTensor, NoTable
-from ckptlint.architecture.expressions import Expression, ExpressionError, SizeError, parse_expression, true, whole
+from ckptlint.architecture.expressions import ExpressionError, SizeError, parse_expression, whole
 from ckptlint.patterns import lazy_pattern
 from ckptlint.vocabulary.strict_toml import own_file
 
@@ -44,10 +44,7 @@ class TableRow:
 
 
 def entry(file: str, key: str) -> Any:
-    """The entry of a key in a data file beside this module; None without one.
-
-    Args:
-        file: its name (`megatron.json`): one JSON object, written with one entry per line.
+    """The entry of a key in a data file beside this module (`megatron.json`); None without one.
 
     Raises:
         OwnFileError: the file is missing or broken.
@@ -69,19 +66,24 @@ def _split(text: str) -> dict[str, str]:
     return {key[1:]: value.strip().rstrip(",") for key, value in pairs}
 
 
-def rows_of(entries: Iterable[Sequence[Any]]) -> Iterator[TableRow]:
+def rows_of(entries: Iterable[Sequence[Any]]) -> list[TableRow]:
     """The rows that a data file holds as `[name, dims]`, `[name, dims, exists]` or `[name, dims, exists, optional]`."""
-    for name, dims, *rest in entries:
-        yield TableRow(name, tuple(dims), *rest)
+    return [TableRow(name, tuple(dims), *rest) for name, dims, *rest in entries]
+
+
+def picked(rows: Sequence[TableRow], numbers: str) -> Iterator[TableRow]:
+    """The rows of one form, which lists them as `0-4 7`."""
+    for run in numbers.split():
+        first, _, last = run.partition("-")
+        yield from rows[int(first) : int(last or first) + 1]
 
 
 def expand(
     rows: Iterable[TableRow], ranges: Mapping[str, str], fields: Mapping[str, object], at_most: int = MOST_KEYS
 ) -> dict[str, ExpectedTensor]:
-    """The tensors that rows mean for given values of the fields.
+    """The tensors that the rows of one form of a model mean for given values of the fields.
 
     Args:
-        rows: of one form of a model.
         ranges: index -> how far it counts from 0 (`layer` -> `num_hidden_layers`).
         fields: name of a field, with dots into sections -> its value, as untrusted as the file that it is from.
         at_most: keys, beyond which the configuration is refused before any work.
@@ -90,23 +92,22 @@ def expand(
         NoTable: the values lead to no model, or to one of more keys.
     """
     at_most = min(at_most, MOST_KEYS)
-    found: dict[str, ExpectedTensor] = {}
+    tensors: dict[str, ExpectedTensor] = {}
     plans = []
     steps = 0
     try:
-        for row in rows:
-            plan = _Plan(row, ranges)
-            if not plan.everywhere or true(plan.everywhere, fields):
+        for plan in (_Plan(row, ranges) for row in rows):
+            if not plan.everywhere or plan.everywhere.value(fields):
                 steps += plan.steps(fields, at_most)
                 plans.append(plan)
             if steps > 8 * at_most:
                 raise NoTable(f"it implies more than {at_most:,} tensors")
         for plan in plans:
-            plan.fill(found, fields, at_most)
+            plan.fill(tensors, fields, at_most)
     except ExpressionError as error:
         kind = BadValue if isinstance(error, SizeError) else NoTable
         raise kind(f"it describes no model: {error}") from None
-    return found
+    return tensors
 
 
 class _Plan:
@@ -120,25 +121,17 @@ class _Plan:
         self.dims = [parse_expression(dim) for dim in row.dims]
         exists = parse_expression(row.exists) if row.exists else None
         self.optional = parse_expression(row.optional) if row.optional else None
-        self.here = exists if exists and self._depends(exists) else None  # asked once for the indices that it names
+        depends = exists and not set(exists.names).isdisjoint(self.indices)
+        self.here = exists if depends else None  # asked once for the indices that it names
         last = max((i for i, index in enumerate(self.indices) if exists and index in exists.names), default=-1)
         self.asked_at = last if self.here else -1
         self.everywhere = None if self.here else exists  # asked once
         self.counted = tuple(name for count in self.ranges for name in count.names if name not in self.indices)
-        self.because = tuple(
-            name
-            for condition in (exists, self.optional)
-            if condition
-            for name in condition.names
-            if name not in self.indices
-        )
-
-    def _depends(self, expression: Expression) -> bool:
-        return any(name in self.indices for name in expression.names)
+        asked = (name for condition in (exists, self.optional) if condition for name in condition.names)
+        self.because = tuple(name for name in asked if name not in self.indices)
 
     def steps(self, fields: Mapping[str, object], at_most: int) -> int:
-        """An upper bound of the tensors of this row: the product of its ranges, conditions not counted; of a range
-        whose end depends on another the first value counts."""
+        """An upper bound of the tensors of this row: the product of its ranges, of one that depends its first value."""
         values = dict(fields)
         total = 1
         for index, count in zip(self.indices, self.ranges, strict=True):
@@ -149,18 +142,18 @@ class _Plan:
                 raise NoTable(f"{count.text} is {size:,}, which implies more than {at_most:,} tensors")
         return total
 
-    def fill(self, found: dict[str, ExpectedTensor], fields: Mapping[str, object], at_most: int) -> None:
+    def fill(self, tensors: dict[str, ExpectedTensor], fields: Mapping[str, object], at_most: int) -> None:
         """Add the tensors of this row; stops with an error beyond the limit for all rows."""
-        same = not any(self._depends(dim) for dim in self.dims)
+        same = all(set(dim.names).isdisjoint(self.indices) for dim in self.dims)
         tensor = None
         for name, values in self._names(0, self.texts[0], dict(fields), iter(range(16 * at_most))):
-            if name is None or len(found) >= at_most:
+            if name is None or len(tensors) >= at_most:
                 raise NoTable(f"it implies more than {at_most:,} tensors")
             if tensor is None or not same:
                 shape = tuple(whole(dim, values) for dim in self.dims)
-                needed = not (self.optional and true(self.optional, values))
+                needed = not (self.optional and self.optional.value(values))
                 tensor = ExpectedTensor(shape, needed, self.row.dims, self.because, self.counted)
-            found[name] = tensor
+            tensors[name] = tensor
 
     def _names(
         self, at: int, name: str, values: dict[str, object], steps: Iterator[int]
@@ -176,6 +169,5 @@ class _Plan:
                 yield None, values
                 return
             values[self.indices[at]] = number
-            if self.here and at == self.asked_at and not true(self.here, values):
-                continue
-            yield from self._names(at + 1, f"{name}{number}{after}", values, steps)
+            if not (self.here and at == self.asked_at) or self.here.value(values):
+                yield from self._names(at + 1, f"{name}{number}{after}", values, steps)

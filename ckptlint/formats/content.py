@@ -83,13 +83,9 @@ def _is_decoded(head: bytes) -> bool:
 
 
 def is_pickled(start: bytes, size: int) -> bool:
-    """Whether a text is a pickle that reaches a name; where the text is cut, its first opcode decides.
+    """Whether a text of so many bytes is a pickle that reaches a name; where it is cut, its first opcode decides.
 
     To be asked in a child process. torch reads texts as UTF-8, and the safe reader as ASCII.
-
-    Args:
-        start: its first bytes, as many as are read.
-        size: bytes of all of it.
 
     Raises:
         LimitError: telling takes too much memory.
@@ -112,9 +108,9 @@ def _may_reach_a_name(data: bytes) -> bool:
             if opcode.name in _NAMES:
                 return True
             end = stream.tell()
+        return False
     except ValueError:
         return data[end : end + 1] in (pickle.INT, pickle.LONG)  # C knows more forms of numbers
-    return False
 
 
 def pickles_in(content: FileContent | None, file: BinaryIO, limit: int, depth: int = 1) -> Iterator[BinaryIO]:
@@ -122,10 +118,6 @@ def pickles_in(content: FileContent | None, file: BinaryIO, limit: int, depth: i
 
     Archives and packed data in one another are followed down to `_DEPTH`. Each of the files is to be read before the
     next is asked for. To be asked in a child process.
-
-    Args:
-        limit: bytes of one of them that are read, where it is packed or in a zip file.
-        depth: how many archives and packed files one is in then.
 
     Raises:
         UnreadableError: something inside is damaged, packed in a way that is not unpacked here, or too deep.
@@ -159,11 +151,10 @@ def _in_member(file: BinaryIO, size: int, limit: int, depth: int) -> Iterator[Bi
 
     if isinstance(file, ZipExtFile):  # to go back in one unpacks it again
         file = _in_memory(file, limit)
+    if content in ("pickle", "archive"):
+        yield file
     if content == "pickle":
-        yield file
         return
-    if content == "archive":
-        yield file
     if depth >= _DEPTH and content != "packed" and not (content == "archive" and _is_torch(file)):
         raise LimitError(_TOO_DEEP)
     file.seek(0)
@@ -202,11 +193,7 @@ def _in_packed(file: BinaryIO, limit: int, depth: int) -> Iterator[BinaryIO]:
 
 
 def _unpacked(data: bytes, limit: int) -> bytes:
-    """What packed bytes hold, up to `limit` bytes of it, and up to where they are cut or damaged.
-
-    Raises:
-        LimitError: unpacking them takes too much memory.
-    """
+    """What packed bytes hold, up to `limit` bytes of it, and up to where they are cut or damaged."""
     import lzma
 
     found, header = bytearray(), _Z_FILE.match(data)
@@ -265,13 +252,6 @@ def _is_deflated(head: bytes) -> bool:
 def _in_arrays(file: BinaryIO, size: int, limit: int) -> Iterator[BinaryIO]:
     """The pickle in arrays that stand in a row, as `numpy.load` reads one after another from an open file.
 
-    Args:
-        size: bytes of the file.
-
-    Raises:
-        UnreadableError: one is damaged, or what follows the last is no array, no pickle and not zeros alone.
-        LimitError: the pickle has more than `limit` bytes.
-
     Source:
         numpy.lib.format.read_array
     """
@@ -295,9 +275,6 @@ def _in_arrays(file: BinaryIO, size: int, limit: int) -> Iterator[BinaryIO]:
 
 def _bytes_of_array(file: BinaryIO) -> int | None:
     """Bytes of the elements of an array by its version and its header, which is read; None for one of objects.
-
-    Raises:
-        UnreadableError: numpy cannot read the header, or it has more than `_HEADER` bytes.
 
     Source:
         numpy.lib.format, which evaluates literals alone and reads what Python 2 wrote in a second way; version 3.0
@@ -345,9 +322,8 @@ def _in_zip(file: BinaryIO, limit: int, depth: int) -> Iterator[BinaryIO]:
             if len(members) > _MEMBERS:
                 raise LimitError(f"has {len(members):,} members, the limit is {_MEMBERS:,}")
     except _damages() as error:
-        raise UnreadableError(
-            f"is a zip file, or holds one, that cannot be unpacked ({type(error).__name__})"
-        ) from None
+        what = f"is a zip file, or holds one, that cannot be unpacked ({type(error).__name__})"
+        raise UnreadableError(what) from None
 
 
 def _is_torch(file: BinaryIO) -> bool:
@@ -370,10 +346,6 @@ def _damages() -> tuple[type[Exception], ...]:
 def _in_tar(file: BinaryIO, limit: int, depth: int) -> Iterator[BinaryIO]:
     """The pickles in the members of a tar file.
 
-    Raises:
-        UnreadableError: it is damaged, goes on after its end, or has what torch.load unpickles first.
-        LimitError: it has too many members.
-
     Source:
         torch.serialization._legacy_load (torch 2.13)
     """
@@ -383,9 +355,8 @@ def _in_tar(file: BinaryIO, limit: int, depth: int) -> Iterator[BinaryIO]:
         with tarfile.open(fileobj=file, mode="r:") as archive:
             for number, member in enumerate(archive):
                 if member.name == "storages":
-                    raise UnreadableError(
-                        "is a tar archive with the storages of torch < 0.2, which torch.load unpickles"
-                    )
+                    what = "is a tar archive with the storages of torch < 0.2, which torch.load unpickles"
+                    raise UnreadableError(what)
                 if number == _MEMBERS:
                     raise LimitError(f"has more than {_MEMBERS:,} members")
                 if member.isfile() and (opened := archive.extractfile(member)) is not None:

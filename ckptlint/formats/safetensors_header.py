@@ -48,10 +48,7 @@ class Header(NamedTuple):
 
 
 def read_header(folder: Folder, name: str, size: int) -> Header:
-    """The header of a file.
-
-    Args:
-        size: bytes of the whole file.
+    """The header of a file of so many bytes.
 
     Raises:
         UnreadableError: the file does not start with a header; its message goes behind the file's name.
@@ -65,42 +62,30 @@ def read_header(folder: Folder, name: str, size: int) -> Header:
     return parse_header(start[8 : 8 + length], 8 + length)
 
 
-_SPACES = b" \t\r\n"
-"""What JSON allows before a value; safetensors 0.8 reads a header that begins with it."""
-
-
 def header_length(start: bytes, size: int) -> int:
     """The length that the first bytes of a file of `size` bytes claim for its header; `read_header` has the errors."""
     if pointer := pointer_in(start):
         raise UnreadableError(pointer)
     if start[:4] == b"PK\x03\x04":
-        raise UnreadableError(
-            "starts with a zip record: torch wrote a value that is not a tensor before the header, and no reader of "
-            "safetensors expects it there",
-            0,
-        )
+        what = "torch wrote a value that is not a tensor before the header, and no reader of safetensors expects it"
+        raise UnreadableError(f"starts with a zip record: {what} there", 0)
     if not start:
         raise UnreadableError("is empty (0 bytes)", 0)
     if len(start) < 8:
         raise UnreadableError(f"is cut short: {len(start)} B are there, its header is not", 0)
     length = int.from_bytes(start[:8], "little")
-    if start[8:].lstrip(_SPACES)[:1] not in (b"{", b""):
+    if start[8:].lstrip(b" \t\r\n")[:1] not in (b"{", b""):  # JSON allows these before it, and safetensors 0.8 does
         raise UnreadableError("does not start like a safetensors file: its header is not a JSON object", 8)
     if length > size - 8:
-        raise UnreadableError(
-            f"ends inside its header, which claims {length:,} bytes; {size - 8:,} are there", min(size, 8)
-        )
+        claim = f"ends inside its header, which claims {length:,} bytes; {size - 8:,} are there"
+        raise UnreadableError(claim, min(size, 8))
     if length > HEADER_LIMIT:
         raise LimitError(f"has a header of {length:,} bytes, the limit is {HEADER_LIMIT:,}")
     return length
 
 
 def parse_header(text: bytes, payload: int) -> Header:
-    """A header from its JSON; `read_header` has the errors.
-
-    Args:
-        payload: the byte of the file at which the payload starts.
-    """
+    """A header from its JSON, before a payload that starts at this byte of the file; `read_header` has the errors."""
     entries = json_object(text)
     metadata = {} if (stored := entries.pop("__metadata__", None)) is None else stored
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
@@ -115,8 +100,12 @@ def parse_header(text: bytes, payload: int) -> Header:
         shapes.append(checked_shape(name, entry.get("shape")))
         dtypes.append(SAFETENSORS.get(entry["dtype"]))
         spans.append(_span(name, entry.get("data_offsets")))
-        if dtypes[-1] is None:
-            _check_packed(name, entry["dtype"], prod(shapes[-1]), spans[-1])
+        if dtypes[-1] is None:  # elements of less than a byte must end with a byte, the last that they are given
+            elements, size = prod(shapes[-1]), spans[-1][1] - spans[-1][0]
+            if (bits := elements * SAFETENSORS_BITS[entry["dtype"]]) != 8 * size:
+                needed = f"{bits:,} bits, which is not a whole number of bytes" if bits % 8 else f"{bits // 8:,} bytes"
+                but = f"but its {elements:,} {entry['dtype']} need {needed}"
+                raise UnreadableError(f"gives {printable(name)} {size:,} bytes, {but}", 8)
     ends = np.array(spans, np.int64).reshape(len(spans), 2)
     return Header(payload, metadata, list(entries), dtypes, shapes, ends[:, 0], ends[:, 1])
 
@@ -145,14 +134,6 @@ def layout_faults(header: Header, size: int) -> list[tuple[str, str, int]]:
     if rest > 0:
         faults.append((f"no tensor claims {rest:,} bytes after the last tensor", "", size - rest))
     return faults
-
-
-def _check_packed(name: str, dtype: str, elements: int, span: tuple[int, int]) -> None:
-    """Refuse elements of less than a byte that do not end with a byte, or not with the bytes that they are given."""
-    bits, size = elements * SAFETENSORS_BITS[dtype], span[1] - span[0]
-    if bits != 8 * size:
-        needed = f"{bits:,} bits, which is not a whole number of bytes" if bits % 8 else f"{bits // 8:,} bytes"
-        raise UnreadableError(f"gives {printable(name)} {size:,} bytes, but its {elements:,} {dtype} need {needed}", 8)
 
 
 def _span(name: str, value: Any) -> tuple[int, int]:

@@ -22,8 +22,8 @@ def json_object(text: bytes) -> dict[str, Any]:
     try:
         document = json.loads(text.decode(), object_pairs_hook=_unique, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
-        pointer = pointer_in(text)
-        raise UnreadableError(pointer or f"is not valid JSON ({printable(str(error))[:120]})", 8) from None
+        what = pointer_in(text) or f"is not valid JSON ({printable(str(error))[:120]})"
+        raise UnreadableError(what, 8) from None
     if not isinstance(document, dict):
         raise UnreadableError("holds no JSON object", 8)
     return document

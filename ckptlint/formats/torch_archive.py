@@ -14,6 +14,7 @@ import struct
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import NamedTuple
 
 from ckptlint.errors import ForeignError, LimitError, ScriptError, UnreadableError
@@ -104,11 +105,7 @@ class Member(NamedTuple):
 
 
 def read_end(tail: bytes, length: int) -> Directory:
-    """The place of the central directory.
-
-    Args:
-        tail: the last bytes of the record, `END_SIZE` or more where it has as many.
-        length: bytes of the record.
+    """The place of the central directory of a record of so many bytes, by its last `END_SIZE` bytes or more.
 
     Raises:
         UnreadableError: there is no end record, or one that contradicts itself or the length.
@@ -145,10 +142,7 @@ def read_end(tail: bytes, length: int) -> Directory:
 
 
 def read_members(data: bytes, directory: Directory) -> list[Member]:
-    """The members in the order of their local headers.
-
-    Args:
-        data: the bytes of the central directory.
+    """The members in the order of their local headers, from the bytes of the central directory.
 
     Raises:
         UnreadableError: an entry is damaged, compressed, or leads outside, members overlap, or two readers would take
@@ -161,9 +155,8 @@ def read_members(data: bytes, directory: Directory) -> list[Member]:
         if at + _CENTRAL.size > len(data):
             raise UnreadableError("has a central directory that ends inside an entry", directory.start + at)
         entry = _CENTRAL.unpack_from(data, at)
-        signature, _, needs, flags, method, _, _, crc, packed, size, named, extra, comment, disk, _, kind, header = (
-            entry
-        )
+        signature, _, needs, flags, method, _, _, crc, packed, size, *lengths, disk, _, kind, header = entry
+        named, extra, comment = lengths
         if signature != b"PK\x01\x02":
             raise UnreadableError(f"has {_seen(signature)} in its central directory", directory.start + at)
         end = at + _CENTRAL.size + named
@@ -211,10 +204,9 @@ def limits_of(members: Sequence[Member], directory: Directory) -> list[int]:
 
 
 def data_start(header: bytes, member: Member, limit: int | None = None) -> int:
-    """First byte of a member's data.
+    """First byte of a member's data, by its local header and name.
 
     Args:
-        header: the bytes of its local header, the name included.
         limit: where the member ends (`limits_of`); None where that is not asked.
 
     Raises:
@@ -226,17 +218,15 @@ def data_start(header: bytes, member: Member, limit: int | None = None) -> int:
     if signature != b"PK\x03\x04":
         raise UnreadableError(f"has {_seen(signature)} where the member {_text(member.name)} starts", member.header)
     if header[LOCAL_SIZE : LOCAL_SIZE + named] != member.name:
-        raise UnreadableError(
-            f"is damaged: the zip's two directories disagree about the name of {_text(member.name)}", member.header
-        )
+        what = f"is damaged: the zip's two directories disagree about the name of {_text(member.name)}"
+        raise UnreadableError(what, member.header)
     # torch leaves CRC and sizes to the central directory
     local = (method, crc, packed, size)
     if local != (0, member.crc, member.size, member.size) and not (local == (0, 0, 0, 0) or _MARK32 in (packed, size)):
         raise UnreadableError(f"has two sizes or checksums for the member {_text(member.name)}", member.header)
     if flags & ~(_DESCRIPTOR | _UTF8):
-        raise UnreadableError(
-            f"has an encrypted member {_text(member.name)}, which torch.save never writes", member.header
-        )
+        what = f"has an encrypted member {_text(member.name)}, which torch.save never writes"
+        raise UnreadableError(what, member.header)
     start = member.header + LOCAL_SIZE + int(named) + int(extra)
     if limit is not None and limit - start - member.size not in _DESCRIPTORS[bool(flags & _DESCRIPTOR)]:
         what = "overlaps the next one" if limit < start + member.size else "leaves bytes before the next one"
@@ -297,9 +287,6 @@ def ranges_in(data: bytes) -> Read:
 def read_archive(read: Read, size: int) -> Archive:
     """An archive by its directory and the members beside its storages; tensors stay where they are.
 
-    Args:
-        size: bytes of the archive.
-
     Raises:
         UnreadableError: it is damaged, no archive of torch.save, or one that two readers may read differently.
         ForeignError: it is an archive of something else, without a `data.pkl`.
@@ -328,16 +315,11 @@ def read_archive(read: Read, size: int) -> Archive:
     pickled = next(member for member in members if member.short.lower() == "data.pkl")
     if pickled.size > PICKLE_LIMIT:
         raise LimitError(f"has a data.pkl of {pickled.size:,} bytes, the limit is {PICKLE_LIMIT:,}")
-    wanted = [
-        (member, limit)
-        for member, limit in zip(members, limits, strict=True)
-        if member is pickled or (member.size <= _SMALL and not member.is_storage)
-    ]
+    is_wanted = [member is pickled or (member.size <= _SMALL and not member.is_storage) for member in members]
+    wanted = [*compress(zip(members, limits, strict=True), is_wanted)]
     raw = read([(member.header, limit - member.header) for member, limit in wanted])
-    contents = {
-        member.short.lower(): member_data(data, member, limit)
-        for data, (member, limit) in zip(raw, wanted, strict=True)
-    }
+    parts = zip(raw, wanted, strict=True)
+    contents = {member.short.lower(): member_data(data, member, limit) for data, (member, limit) in parts}
     if contents.get("byteorder", b"little") != b"little":  # numbers would be read in the wrong order
         raise UnreadableError("holds numbers in big-endian order, which ckptlint does not read")
     return Archive(members, limits, contents["data.pkl"])
@@ -351,10 +333,7 @@ def _is_cut(tail: bytes) -> bool:
 
 
 def member_data(raw: bytes, member: Member, limit: int) -> bytes:
-    """The bytes of a member.
-
-    Args:
-        raw: the archive's bytes from the member's local header up to `limit`.
+    """The bytes of a member, from those between its local header and `limit`.
 
     Raises:
         UnreadableError: they end early, contradict the directory, or do not match the checksum.

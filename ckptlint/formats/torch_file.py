@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import SEEK_END
 from math import prod
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple, TypeVar
 from zlib import crc32
 
 import numpy as np
@@ -38,6 +38,8 @@ _MESH_LIMIT = 8 * 2**20  # bytes of the ranks of a mesh
 _PICKLED_LIMIT = 64 * 1024**2  # a bare pickle in place of an archive
 _PICKLED = lazy_pattern(rb"\x80[\2-\5]")
 _WIDE = 0xFFFFFFFF
+
+Made = TypeVar("Made", Mesh, Placement)
 
 
 class Storage(NamedTuple):
@@ -80,10 +82,7 @@ class TorchFile(NamedTuple):
 
 
 def read_torch_file(folder: Folder, name: str, read_bare: Callable[[bytes], Unpickled] = read_state) -> TorchFile:
-    """A file of torch.save, or a bare pickle.
-
-    Args:
-        read_bare: reads a pickle that stands alone.
+    """A file of torch.save, or a bare pickle, which `read_bare` reads.
 
     Raises:
         UnreadableError: it is empty, cut, damaged, or readers could take it for different things.
@@ -147,10 +146,9 @@ def _read(
         kind = without_content if b"data.pkl" in tail or not tail.strip(b"\0") else ForeignError
         raise kind("starts with zero bytes instead of the first member of a torch.save archive", 0)
     foreign = ForeignError(f"is not a file of torch.save: it starts with the bytes {head[:4].hex(' ')}", 0)
-    if size > _PICKLED_LIMIT and _PICKLED.match(head):
-        raise LimitError(f"has {size:,} bytes, the limit is {_PICKLED_LIMIT:,}")
     if size > _PICKLED_LIMIT:
-        raise foreign
+        too_large = LimitError(f"has {size:,} bytes, the limit is {_PICKLED_LIMIT:,}")
+        raise too_large if _PICKLED.match(head) else foreign
     try:
         return _file(read_bare(read([(0, size)])[0]), "", {}, size, read)
     except ForeignError:
@@ -222,10 +220,8 @@ def _begin(member: Member, limit: int) -> int:
         caffe2/serialize/inline_container.cc, getPadding
     """
     after = member.header + LOCAL_SIZE + len(member.name)
-    padded = after + 4
-    if member.size >= _WIDE or member.header >= _WIDE:
-        padded += 4 + 16 * (member.size >= _WIDE) + 8 * (member.header >= _WIDE)
-    start = -(-padded // _ALIGNMENT) * _ALIGNMENT
+    wide = 16 * (member.size >= _WIDE) + 8 * (member.header >= _WIDE)
+    start = -(-(after + 4 + (4 + wide if wide else 0)) // _ALIGNMENT) * _ALIGNMENT
     return start if start + member.size <= limit else after
 
 
@@ -236,8 +232,8 @@ def _old_file(read: Read, size: int) -> TorchFile:
         torch.serialization._legacy_save, torch/csrc/serialization.cpp THPStorage_writeFileRaw
     """
     found, at, error = read_row(read([(0, min(size, PICKLES_LIMIT))])[0])
-    refused = tuple(item for part in found for item in part.refused)
-    unknown = tuple(dict.fromkeys(item for part in found for item in part.unknown))
+    refused = tuple(name for pickled in found for name in pickled.refused)
+    unknown = tuple(dict.fromkeys(name for pickled in found for name in pickled.unknown))
     if refused and (error is not None or len(found) < PICKLES or found[3].root is None):
         return _file(Unpickled(None, refused, unknown), "", {}, size, read)
     if error is not None:
@@ -247,23 +243,20 @@ def _old_file(read: Read, size: int) -> TorchFile:
     keys = found[4].root
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
         raise UnreadableError("has no list of its storages after its value")
-    lengths = {pid[2]: pid for pid in _storage_ids(found[3].root)}
+    nodes = (node for node in _nodes(found[3].root) if (node.module, node.name) == ("torch", "storage"))
+    lengths = {pid[2]: pid for pid in map(_pid, nodes) if pid is not None}
     storages = {}
     for key in keys:
-        numel, item = _measure(lengths[key]) if key in lengths else (0, 0)
-        if key not in lengths or not item:
+        kind = lengths[key][1].name if key in lengths else ""
+        item = 1 if kind == "UntypedStorage" else ITEM_BITS.get(STORAGES.get(kind, "unknown"), 0) // 8
+        if not item:
             raise UnreadableError(f"has a storage {printable(key)} that nothing in it describes", at)
-        storages[key] = Storage(b"", -1, at + 8, numel * item, 0)
-        at += 8 + numel * item
-    faults = () if at == size else ((f"has {size:,} bytes, its storages end at {at:,}", min(at, size)),)
+        length = lengths[key][4] * item
+        storages[key] = Storage(b"", -1, at + 8, length, 0)
+        at += 8 + length
     made = _file(Unpickled(found[3].root, refused, unknown), "", storages, size, read)
-    return TorchFile(made.root, "", storages, made.unpickled, size, made.faults + faults)
-
-
-def _storage_ids(root: Any) -> Iterator[tuple[Any, ...]]:
-    for node in _nodes(root):
-        if (node.module, node.name) == ("torch", "storage") and (pid := _pid(node)) is not None:
-            yield pid
+    faults = () if at == size else ((f"has {size:,} bytes, its storages end at {at:,}", min(at, size)),)
+    return made._replace(faults=made.faults + faults)
 
 
 def _nodes(root: Any) -> Iterator[Opaque]:
@@ -316,13 +309,12 @@ class _Reading:
             made = self.memo[id(value)] = {}
             for key, item in value.items():
                 kept = item if type(item) in SCALARS else self.value(item)
-                made[key if isinstance(key, str) else _hashable(key)] = kept
-            return made
-        if isinstance(value, list):
+                is_kept = isinstance(key, (str, int, float, bytes, tuple)) or key is None
+                made[key if is_kept else printable(repr(key))] = kept
+        elif isinstance(value, list):
             made = self.memo[id(value)] = []
             made.extend(item if type(item) in SCALARS else self.value(item) for item in value)
-            return made
-        if isinstance(value, tuple):
+        elif isinstance(value, tuple):
             made = value if all(type(item) in SCALARS for item in value) else tuple(map(self.value, value))
         else:
             made = self._node(value)
@@ -336,37 +328,28 @@ class _Reading:
                 return self._dtensor(args[2], _attributes(args[3])) or node
             if _is(args[1], "ShardedTensor"):
                 return self._shards(args[2], args[3]) or node
-        if node.module in ("torch._utils", "torch._tensor"):
-            found = stored_tensor(node)
-            if found is not None:
-                self._judge(found)
-                return found
-        return node
+        tensor = stored_tensor(node) if node.module in ("torch._utils", "torch._tensor") else None
+        if tensor is not None:
+            self._judge(tensor)
+        return node if tensor is None else tensor
 
     def _judge(self, tensor: StoredTensor) -> None:
         """Whether its storage is there, is as long as the pickle says, and holds it."""
         if tensor.key in self.reported:
             return
-        place = self.storages.get(tensor.key)
-        bits = ITEM_BITS.get(tensor.dtype, 0)
-        fault = ""
+        place, member = self.storages.get(tensor.key), f"data/{printable(tensor.key)}"
+        bits, end = ITEM_BITS.get(tensor.dtype, 0), tensor.offset + tensor.extent
+        size = tensor.length * bits // 8
         if place is None:
-            fault = f"has no member data/{printable(tensor.key)}, but its data.pkl has a tensor there"
-        elif bits and tensor.length >= 0 and tensor.length * bits // 8 != place.size:
-            fault = (
-                f"has {place.size:,} bytes in data/{printable(tensor.key)}, but its data.pkl says "
-                f"{tensor.length * bits // 8:,}"
-            )
-        elif 0 <= tensor.length < tensor.offset + tensor.extent:
-            fault = (
-                f"has a tensor of {tensor.offset + tensor.extent:,} elements in data/{printable(tensor.key)}, "
-                f"which has {tensor.length:,}"
-            )
-        if fault:
-            self.reported.add(tensor.key)
-            self.faults.append((fault, place.header if place is not None else 0))
-
-    # ------------------------------------------------------------ DTensor
+            fault = f"has no member {member}, but its data.pkl has a tensor there"
+        elif bits and tensor.length >= 0 and size != place.size:
+            fault = f"has {place.size:,} bytes in {member}, but its data.pkl says {size:,}"
+        elif 0 <= tensor.length < end:
+            fault = f"has a tensor of {end:,} elements in {member}, which has {tensor.length:,}"
+        else:
+            return
+        self.reported.add(tensor.key)
+        self.faults.append((fault, place.header if place is not None else 0))
 
     def _dtensor(self, made: Any, state: dict[str, Any]) -> StoredDTensor | None:
         """`_rebuild_wrapper_subclass(type, dtype, shape, ...)` with `{_local_tensor, _spec}` as its state.
@@ -377,59 +360,33 @@ class _Reading:
         if not isinstance(made, tuple) or len(made) < 3 or not _counts(made[2]):
             return None
         local, stated = self.value(state.get("_local_tensor")), _state(state.get("_spec"))
-        mesh = self._mesh(stated.get("mesh"))
-        placements = stated.get("placements")
-        if not isinstance(local, StoredTensor) or mesh is None or not isinstance(placements, tuple):
+        mesh = self._once(self._mesh, stated.get("mesh"))
+        stated_placements = stated.get("placements")
+        if not isinstance(local, StoredTensor) or mesh is None or not isinstance(stated_placements, tuple):
             return None
-        found = tuple(map(self._placement, placements))
-        if len(found) != len(mesh.shape) or None in found:
+        placements = tuple(self._once(_placement, node) for node in stated_placements)
+        if len(placements) != len(mesh.shape) or None in placements:
             return None
         dtype = str(made[1]) if isinstance(made[1], str) else local.dtype
-        order = self._order(stated.get("shard_order"), len(found))
-        return StoredDTensor(dtype, made[2], local, found, mesh, order)  # type: ignore[arg-type]
+        order = _order(stated.get("shard_order"), len(placements))
+        return StoredDTensor(dtype, made[2], local, placements, mesh, order)  # type: ignore[arg-type]
 
-    def _order(self, entries: Any, axes: int) -> tuple[int, ...] | None:
-        """(dim, axes of the mesh) of each dim that several axes cut, as one order of the axes.
-
-        Source:
-            torch.distributed.tensor._dtensor_spec.ShardOrderEntry (torch 2.13)
-        """
-        if not isinstance(entries, tuple):
-            return None
-        order: list[int] = []
-        for entry in entries:
-            parts = entry.args if isinstance(entry, Opaque) else ()
-            cut = _tuple(parts[1]) if len(parts) == 2 else None
-            if cut is None:
-                return None
-            order += cut
-        return tuple(order) if len(set(order)) == len(order) and all(axis < axes for axis in order) else None
-
-    def _placement(self, node: Any) -> Placement | None:
-        if not isinstance(node, Opaque):
-            return None
-        if id(node) not in self.memo:
-            state = _state(node)
-            dim, factor = state.get("dim"), state.get("split_factor")
-            fits = dim is None or (type(dim) is int and 0 <= dim < RANK_LIMIT)
-            fits &= factor is None or (type(factor) is int and 0 < factor < 2**31)
-            self.memo[id(node)] = Placement(printable(node.name), dim, factor) if fits else None
-        made: Placement | None = self.memo[id(node)]
-        return made
-
-    def _mesh(self, node: Any) -> Mesh | None:
+    def _once(self, make: Callable[[Opaque], Made | None], node: Any) -> Made | None:
+        """What is made of an object, one for all who share it."""
         if not isinstance(node, Opaque):
             return None
         if id(node) not in self.memo:
             self.memo[id(node)] = None  # a mesh that is its own root
-            self.memo[id(node)] = self._new_mesh(_state(node))
-        made: Mesh | None = self.memo[id(node)]
+            self.memo[id(node)] = make(node)
+        made: Made | None = self.memo[id(node)]
         return made
 
-    def _new_mesh(self, state: dict[str, Any]) -> Mesh | None:
+    def _mesh(self, node: Opaque) -> Mesh | None:
         """The mesh that a DeviceMesh states; None where it holds no tensor of ranks."""
+        state = _state(node)
         names = state.get("_mesh_dim_names", state.get("mesh_dim_names"))
-        names = tuple(map(printable, names)) if isinstance(names, tuple) and all(map(_is_text, names)) else ()
+        if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
+            names = ()
         at = _tuple(state.get("_coordinate_on_dim"))
         rank = state.get("_rank")
         rank = rank if type(rank) is int and 0 <= rank < 2**31 else -1
@@ -438,11 +395,9 @@ class _Reading:
             if not isinstance(tensor, StoredTensor):
                 return None
             strides = tuple(prod(tensor.shape[axis + 1 :]) for axis in range(len(tensor.shape)))
-            return Mesh(names, tensor.shape, strides, self._ranks(tensor), False, at, rank)
+            return Mesh(tuple(map(printable, names)), tensor.shape, strides, self._ranks(tensor), False, at, rank)
         axes = _state(state.get("_layout")).get("axes")
-        if not isinstance(axes, tuple):
-            return None
-        sizes = [_axis(axis) for axis in axes]
+        sizes = [_axis(axis) for axis in axes] if isinstance(axes, tuple) else [None]
         if None in sizes:
             return None
         ranks = _tuple(state.get("_flatten_rank_map"))
@@ -450,7 +405,7 @@ class _Reading:
             tensor = self.value(state.get("_rank_map"))
             ranks = self._ranks(tensor) if isinstance(tensor, StoredTensor) else ()
         shape, strides = tuple(axis[0] for axis in sizes if axis), tuple(axis[1] for axis in sizes if axis)
-        return Mesh(names, shape, strides, ranks, True, at, rank)
+        return Mesh(tuple(map(printable, names)), shape, strides, ranks, True, at, rank)
 
     def _ranks(self, tensor: StoredTensor) -> tuple[int, ...]:
         place, bits = self.storages.get(tensor.key), ITEM_BITS.get(tensor.dtype, 0)
@@ -458,8 +413,6 @@ class _Reading:
             return ()
         numbers = np.frombuffer(storage_bytes(self.read, place), f"<i{bits // 8}", prod(tensor.shape))
         return tuple(numbers.tolist())
-
-    # ------------------------------------------------------------ ShardedTensor
 
     def _shards(self, made: Any, state: Any) -> StoredShards | None:
         """`_rebuild_wrapper_subclass(type, dtype, shape, ...)` with (local shards, metadata, process group, ...).
@@ -488,6 +441,29 @@ class _Reading:
         dtype = str(made[1]) if isinstance(made[1], str) else "unknown"
         places = tuple(place for place in tiling if place is not None)
         return StoredShards(dtype, made[2], tuple(shards), places, rank, world)
+
+
+def _placement(node: Opaque) -> Placement | None:
+    state = _state(node)
+    dim, factor = state.get("dim"), state.get("split_factor")
+    fits = dim is None or (type(dim) is int and 0 <= dim < RANK_LIMIT)
+    fits &= factor is None or (type(factor) is int and 0 < factor < 2**31)
+    return Placement(printable(node.name), dim, factor) if fits else None
+
+
+def _order(entries: Any, axes: int) -> tuple[int, ...] | None:
+    """(dim, axes of the mesh) of each dim that several axes cut, as one order of the axes.
+
+    Source:
+        torch.distributed.tensor._dtensor_spec.ShardOrderEntry (torch 2.13)
+    """
+    if not isinstance(entries, tuple):
+        return None
+    cuts = [_tuple(entry.args[1]) if isinstance(entry, Opaque) and len(entry.args) == 2 else None for entry in entries]
+    if None in cuts:
+        return None
+    order = tuple(axis for cut in cuts if cut for axis in cut)
+    return order if len(set(order)) == len(order) and all(axis < axes for axis in order) else None
 
 
 def _axis(layout: Any) -> tuple[int, int] | None:
@@ -532,7 +508,7 @@ def stored_tensor(node: Any) -> StoredTensor | None:
     pid = _pid(storage)
     if pid is None or not (_counts((offset,)) and _counts(shape) and _counts(strides) and len(shape) == len(strides)):
         return None
-    dtype = _dtype(pid)
+    dtype = STORAGES.get(pid[1].name, "unknown")
     if name == "_rebuild_tensor_v3" and len(args) >= 7 and isinstance(args[6], str):
         dtype = str(printable(args[6]))
     rest = args[7:] if name == "_rebuild_tensor_v3" else args[6:]  # a view may be conjugated or negated
@@ -561,12 +537,8 @@ def subclass_form(node: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 def _is_plain(node: Any) -> bool:
     """Whether a class is torch's own: such a tensor has attributes of Python beside its elements, no other meaning."""
-    is_class = isinstance(node, type) and issubclass(node, Opaque)
-    return is_class and (node.module, node.name) in (
-        ("torch", "Tensor"),
-        ("torch.nn.parameter", "Parameter"),
-        ("torch.nn.parameter", "Buffer"),
-    )
+    own = (("torch", "Tensor"), ("torch.nn.parameter", "Parameter"), ("torch.nn.parameter", "Buffer"))
+    return isinstance(node, type) and issubclass(node, Opaque) and (node.module, node.name) in own
 
 
 def record_content(tensor: StoredTensor) -> RecordContent:
@@ -583,35 +555,13 @@ def _pid(storage: Any) -> tuple[Any, ...] | None:
     return pid if is_class and _counts((pid[4],)) else None
 
 
-def _dtype(pid: tuple[Any, ...]) -> str:
-    return STORAGES.get(pid[1].name, "unknown")
-
-
-def _measure(pid: tuple[Any, ...]) -> tuple[int, int]:
-    """Elements of a storage and bytes of each; 0 bytes where nobody knows."""
-    if pid[1].name == "UntypedStorage":
-        return pid[4], 1
-    return pid[4], ITEM_BITS.get(_dtype(pid), 0) // 8
-
-
 def _is(value: Any, name: str) -> bool:
     return isinstance(value, type) and issubclass(value, Opaque) and value.name == name
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
 def _counts(values: Any) -> bool:
-    return (
-        isinstance(values, tuple)
-        and len(values) <= RANK_LIMIT
-        and all(type(value) is int and 0 <= value < 2**62 for value in values)
-    )
-
-
-def _hashable(key: Any) -> Any:
-    return key if isinstance(key, (int, float, bytes, tuple)) or key is None else printable(repr(key))
+    is_short = isinstance(values, tuple) and len(values) <= RANK_LIMIT
+    return is_short and all(type(value) is int and 0 <= value < 2**62 for value in values)
 
 
 def _tuple(values: Any) -> tuple[int, ...] | None:

@@ -24,14 +24,11 @@ def is_magic(root: Any) -> bool:
 
 def is_legacy(head: bytes) -> bool:
     """Whether a file starts with the pickle of the magic number and nothing else, whatever its protocol."""
-    found = []
     try:
-        for opcode, value, _ in pickletools.genops(head[:_MAGIC_BYTES]):
-            found.append((opcode.name, value))
+        opcodes = [(opcode.name, value) for opcode, value, _ in pickletools.genops(head[:_MAGIC_BYTES])]
     except ValueError:
         return False
-    named = [value for name, value in found if name not in ("PROTO", "FRAME", "STOP")]
-    return named == [MAGIC]
+    return [value for name, value in opcodes if name not in ("PROTO", "FRAME", "STOP")] == [MAGIC]
 
 
 def is_tar(head: bytes) -> bool:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from ckptlint.grouping import grouped
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.facts import fact
 from ckptlint.model.text import numbered, ranges, verb
@@ -56,16 +57,11 @@ def axis_graph(tiling: Tiling, axis: int) -> nx.DiGraph[tuple[int, int]]:
     graph: nx.DiGraph[tuple[int, int]] = nx.DiGraph(axis=axis, size=tiling.shape[axis])
     starts = tiling.offsets[:, axis]
     stops = starts + tiling.sizes[:, axis]
-    for row in np.flatnonzero(tiling.live).tolist():
-        node = int(starts[row]), int(stops[row])
-        if node in graph:
-            graph.nodes[node]["rows"].append(row)
-        else:
-            graph.add_node(node, rows=[row])
-    by_start: dict[int, list[tuple[int, int]]] = {}
-    for node in graph:
-        by_start.setdefault(node[0], []).append(node)
-    graph.add_edges_from((node, follower) for node in list(graph) for follower in by_start.get(node[1], ()))
+    rows = np.flatnonzero(tiling.live).tolist()
+    by_node = grouped(((int(starts[row]), int(stops[row])), row) for row in rows)
+    graph.add_nodes_from((node, {"rows": rows}) for node, rows in by_node.items())
+    by_start = grouped((node[0], node) for node in by_node)
+    graph.add_edges_from((node, follower) for node in by_node for follower in by_start.get(node[1], ()))
     return graph
 
 
@@ -77,9 +73,8 @@ def axis_slots(tiling: Tiling, axis: int) -> AxisSlots | None:
     """
     size = tiling.shape[axis]
     starts, stops = tiling.intervals(axis).T
-    if len(starts) > _PLACE_LIMIT or (stops[:-1] > starts[1:]).any():
-        return None
-    if len(starts) and (starts[0] < 0 or stops[-1] > size):
+    is_outside = len(starts) and (starts[0] < 0 or stops[-1] > size)
+    if len(starts) > _PLACE_LIMIT or (stops[:-1] > starts[1:]).any() or is_outside:
         return None
     lengths, counts = np.unique(stops - starts, return_counts=True)
     usual = int(lengths[counts.argmax()]) if len(lengths) else size
@@ -93,11 +88,9 @@ def axis_slots(tiling: Tiling, axis: int) -> AxisSlots | None:
         parts.append(np.arange(low, high, step))
         parts.append(np.append(parts[-1][1:], high))
     absent, ends = (np.concatenate([np.zeros(0, np.int64), *parts[i::2]]) for i in range(2))
-    order = np.argsort(np.concatenate([starts, absent]), kind="stable")
-    is_absent = np.repeat([False, True], [len(starts), len(absent)])
-    return AxisSlots(
-        axis, np.concatenate([starts, absent])[order], np.concatenate([stops, ends])[order], is_absent[order]
-    )
+    starts, stops = np.concatenate([starts, absent]), np.concatenate([stops, ends])
+    order = np.argsort(starts, kind="stable")
+    return AxisSlots(axis, starts[order], stops[order], order >= len(starts) - len(absent))
 
 
 def coordinates(tiling: Tiling, region: Box) -> dict[int, tuple[AxisSlots, list[int]]]:
@@ -126,8 +119,7 @@ def axis_name(ckpt: Checkpoint, axis: int, count: int) -> str:
 
 def mesh_note(ckpt: Checkpoint, tensor: Tensor, region: Box) -> str:
     """Which shard of which axis a missing region is, in one sentence; "" when the axes have no plain path."""
-    parts = []
-    crossing = []
+    parts, crossing = list[str](), list[str]()
     for axis, (slots, inside) in coordinates(tensor.tiling, region).items():
         count = len(slots)
         if count == 1:

@@ -11,7 +11,7 @@ import numpy as np
 from ckptlint.geometry.record_states import NOT_CHECKED, STATES, THERE, StateArray, chunk_states
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import human_bytes, plural
-from ckptlint.model.tiling import Box, IntArray, distinct
+from ckptlint.model.tiling import Box, distinct
 from ckptlint.vocabulary.dtypes import nbytes
 from ckptlint.vocabulary.mesh import axes_of_size
 
@@ -61,7 +61,8 @@ def make_grid(tensor: Tensor, region: Box | None, cells: int = CELL_LIMIT) -> Gr
         return None
     region = region or Box((0,) * len(shape), shape)
     offsets, ends = tiling.offsets[tiling.live], (tiling.offsets + tiling.sizes)[tiling.live]
-    cuts = [_cuts(offsets[:, a], ends[:, a], shape[a], region, a) for a in range(len(shape))]
+    bounds = zip(offsets.T, ends.T, shape, region.offsets, region.ends, strict=True)
+    cuts = [distinct(np.concatenate([starts, stops, [0, *more]])).tolist() for starts, stops, *more in bounds]
     narrow = [a for a in range(len(shape)) if (region.offsets[a], region.ends[a]) != (0, shape[a])]
     cut = [a for a in range(len(shape)) if len(cuts[a]) > 2]
     axes = sorted(sorted(cut, key=lambda a: (a not in narrow, -len(cuts[a])))[:2]) or [0]
@@ -131,34 +132,22 @@ def _drawn(
     ckpt: Checkpoint, grid: Grid, marked: Sequence[Box], ascii_only: bool, width: int, paint: Callable[[str], str]
 ) -> list[str]:
     """The lines of a map: labels, a row of cells for each interval, and the legend."""
-    labels = [_labels(grid.columns)] if grid.down is None else [_labels(grid.columns), _labels(grid.rows)]
-    side = 0 if grid.down is None else max(map(len, labels[1])) + 1
-    longest = max(map(len, labels[0]))
-    room = (width - side - 2) // len(grid.columns) - 1
-    cell = max(longest, min(8, room), 3)
+    columns, rows = _labels(grid.columns), _labels(grid.rows)
+    side = 0 if grid.down is None else max(map(len, rows)) + 1
+    pad, room = " " * side, (width - side - 2) // len(grid.columns) - 1
+    cell = max(*map(len, columns), min(8, room), 3)
     states = chunk_states(ckpt, grid.tensor)
-    texts = [
-        [_cell_text(grid, states, r, c, cell, paint) for c in range(len(grid.columns))] for r in range(len(grid.rows))
-    ]
-    pad = " " * side
-    lines = []
-    if grid.down is None:
-        lines.append(f"{axis_label(ckpt, grid, grid.across)} ->" + fixed_label(grid))
-    else:
-        names = axis_label(ckpt, grid, grid.down), axis_label(ckpt, grid, grid.across)
-        lines.append(f"{pad}{names[0]} down, {names[1]} across" + fixed_label(grid))
-    header = pad + "".join(label.ljust(cell + 1) for label in labels[0])
-    lines.append(header.rstrip())
-    corners = "+++" if ascii_only else "┌┬┐"
+    across = axis_label(ckpt, grid, grid.across)
+    names = f"{across} ->" if grid.down is None else f"{pad}{axis_label(ckpt, grid, grid.down)} down, {across} across"
+    lines = [names + fixed_label(grid), (pad + "".join(label.ljust(cell + 1) for label in columns)).rstrip()]
     bar, dash = ("|", "-") if ascii_only else ("│", "─")
-    for i, row in enumerate(texts):
-        label = f"{labels[1][i]:>{side - 1}} " if side else ""
-        lines.append(label + corners[0] + corners[1].join([dash * cell] * len(row)) + corners[2])
-        lines.append(pad + bar + bar.join(row) + bar)
-        corners = "+++" if ascii_only else "├┼┤"
-    corners = "+++" if ascii_only else "└┴┘"
-    label = f"{labels[1][-1]:>{side - 1}} " if side else ""
-    lines.append(label + corners[0] + corners[1].join([dash * cell] * len(texts[0])) + corners[2])
+    top, middle, bottom = ("+++",) * 3 if ascii_only else ("┌┬┐", "├┼┤", "└┴┘")
+    for row, corners in enumerate([top, *[middle] * (len(grid.rows) - 1), bottom]):
+        label = f"{rows[row]:>{side - 1}} " if side else ""
+        lines.append(label + corners[0] + corners[1].join([dash * cell] * len(grid.columns)) + corners[2])
+        if row < len(grid.rows):
+            cells = [_cell_text(grid, states, row, column, cell, paint) for column in range(len(grid.columns))]
+            lines.append(pad + bar + bar.join(cells) + bar)
     if grid.down is None and marked:
         lines += _marker(grid, marked, cell, width)
     if any(not all(row) for row in grid.inside):
@@ -174,11 +163,6 @@ def axis_label(ckpt: Checkpoint, grid: Grid, axis: int) -> str:
     count = len(grid.tensor.tiling.intervals(axis))
     names = axes_of_size(ckpt.topology, count) if count < grid.tensor.global_shape[axis] else []
     return f"dim {axis} x {count} ({names[0]})" if len(names) == 1 else f"dim {axis}"
-
-
-def _cuts(starts: IntArray, ends: IntArray, size: int, region: Box, axis: int) -> list[int]:
-    points = distinct(np.concatenate([starts, ends, [0, size, region.offsets[axis], region.ends[axis]]]))
-    return [int(point) for point in points]
 
 
 def _fold(cuts: list[int], start: int, stop: int, limit: int) -> list[MapCell]:
@@ -238,11 +222,8 @@ def fixed_label(grid: Grid) -> str:
 def _marker(grid: Grid, marked: Sequence[Box], cell: int, width: int) -> list[str]:
     """Carets below the cells of the regions, and how much these are, beside them where there is room."""
     spans = [(box.offsets[grid.across], box.ends[grid.across]) for box in marked]
-    under = {
-        i
-        for i, c in enumerate(grid.columns)
-        if not c.folded and any(c.start < stop and c.stop > start for start, stop in spans)
-    }
+    cells = [(i, column) for i, column in enumerate(grid.columns) if not column.folded]
+    under = {i for i, column in cells if any(column.start < stop and column.stop > start for start, stop in spans)}
     volume = sum(box.volume for box in marked)
     elements = f"{volume:,} elements"
     count = nbytes(grid.tensor.dtype, volume)
@@ -260,9 +241,8 @@ def _legend_lines(
     ckpt: Checkpoint, grid: Grid, states: StateArray, width: int, paint: Callable[[str], str]
 ) -> list[str]:
     """Which letter is which file; chunks that are lost each on a line."""
-    items = {
-        row: f"{letter} {ckpt.chunk_file(grid.tensor, row) or 'stored nowhere'}" for row, letter in grid.legend.items()
-    }
+    files = {row: ckpt.chunk_file(grid.tensor, row) or "stored nowhere" for row in grid.legend}
+    items = {row: f"{letter} {files[row]}" for row, letter in grid.legend.items()}
     lines = ["   ".join(line) for line in _in_lines([items[row] for row in items if states[row] <= NOT_CHECKED], width)]
     if len(lines) > 3:
         lines = [*lines[:3], f"and {len(grid.legend)} chunks in all"]

@@ -36,8 +36,12 @@ def record_states(ckpt: Checkpoint) -> StateArray:
         return states
     size = files.size[table.file]
     states[size < 0] = NOT_CHECKED
-    if ckpt.payload is not None:
-        states[_failed(ckpt)] = FAILED
+    if ckpt.payload is not None:  # unreadable, or its bytes or file differ from a checksum
+        states[ckpt.payload.state == RecordState.UNREADABLE] = FAILED
+        damages = [damage for damage in ckpt.payload.damages if damage.record >= 0 or not damage.member]
+        states[[damage.record for damage in damages if damage.record >= 0]] = FAILED
+        whole = {damage.file for damage in damages if damage.record < 0}
+        states[np.fromiter((name in whole for name in files.names), bool, len(files))[table.file]] = FAILED
     if ckpt.locates_bytes:
         states[(size >= 0) & (table.byte_length > size - table.byte_offset)] = CUT
     else:
@@ -61,17 +65,6 @@ def chunk_states(ckpt: Checkpoint, tensor: Tensor) -> StateArray:
     states[~tensor.tiling.live] = THERE
     states[record >= 0] = record_states(ckpt)[record[record >= 0]]
     return states
-
-
-def _failed(ckpt: Checkpoint) -> npt.NDArray[np.bool_]:
-    """bool [m], the records that are unreadable, or whose bytes or file differ from a checksum."""
-    assert ckpt.payload is not None
-    failed = np.asarray(ckpt.payload.state == RecordState.UNREADABLE)
-    damages = [damage for damage in ckpt.payload.damages if damage.record >= 0 or not damage.member]
-    failed[[damage.record for damage in damages if damage.record >= 0]] = True
-    whole = {damage.file for damage in damages if damage.record < 0}
-    bad = np.fromiter((name in whole for name in ckpt.files.names), bool, len(ckpt.files))
-    return np.asarray(failed | bad[ckpt.records.file])
 
 
 def rows_by_file(table: RecordTable, chosen: npt.NDArray[np.bool_]) -> list[IntArray]:

@@ -1,109 +1,54 @@
 """What a checkpoint is to every rule, whoever wrote it: data alone."""
 
-from ckptlint.model.checkpoint import (
-    Checkpoint,
-    CommonState,
-    OptimizerFile,
-    Problem,
-    ProblemKind,
-    RunFolder,
-    SaveTimes,
-    StepClaim,
-    StepFile,
-    StepFileState,
-    StepState,
-    TokenFiles,
-    WeightIndex,
-)
-from ckptlint.model.files import FILE_STATES, FileState, FileTable, StoredFile
-from ckptlint.model.payload import (
-    ChangeTable,
-    Damage,
-    Follow,
-    OddValues,
-    Origin,
-    OriginKind,
-    Pair,
-    PairTable,
-    PayloadTable,
-    RecordContent,
-    RecordState,
-    empty_payload,
-)
-from ckptlint.model.ranks.files import Misfit, RankFile, RankFileSet, Statement, StorageTable
-from ckptlint.model.ranks.job import RankFinding, RankTable
-from ckptlint.model.ranks.plans import SavePlans
-from ckptlint.model.reference import AxisSize, Declared, ModelConfig, Reference, ReferenceKind, Seal, SealEntry
-from ckptlint.model.tensors import (
-    KEY_LIMIT,
-    RANK_LIMIT,
-    ByteObject,
-    ChunkTable,
-    MalformedChunk,
-    ObjectTable,
-    RecordTable,
-    ShardedObject,
-    Tensor,
-    empty_objects,
-    empty_records,
-)
-from ckptlint.model.text import printable
-
-__all__ = [
-    "FILE_STATES",
-    "KEY_LIMIT",
-    "RANK_LIMIT",
-    "AxisSize",
-    "ByteObject",
-    "ChangeTable",
-    "Checkpoint",
-    "ChunkTable",
-    "CommonState",
-    "Damage",
-    "Declared",
-    "FileState",
-    "FileTable",
-    "Follow",
-    "MalformedChunk",
-    "Misfit",
-    "ModelConfig",
-    "ObjectTable",
-    "OddValues",
-    "OptimizerFile",
-    "Origin",
-    "OriginKind",
-    "Pair",
-    "PairTable",
-    "PayloadTable",
-    "Problem",
-    "ProblemKind",
-    "RankFile",
-    "RankFileSet",
-    "RankFinding",
-    "RankTable",
-    "RecordContent",
-    "RecordState",
-    "RecordTable",
-    "Reference",
-    "ReferenceKind",
-    "RunFolder",
-    "SavePlans",
-    "SaveTimes",
-    "Seal",
-    "SealEntry",
-    "ShardedObject",
-    "Statement",
-    "StepClaim",
-    "StepFile",
-    "StepFileState",
-    "StepState",
-    "StorageTable",
-    "StoredFile",
-    "Tensor",
-    "TokenFiles",
-    "WeightIndex",
-    "empty_objects",
-    "empty_payload",
-    "empty_records",
-    "printable",
-]
+from ckptlint.model.checkpoint import Checkpoint as Checkpoint
+from ckptlint.model.checkpoint import CommonState as CommonState
+from ckptlint.model.checkpoint import OptimizerFile as OptimizerFile
+from ckptlint.model.checkpoint import Problem as Problem
+from ckptlint.model.checkpoint import ProblemKind as ProblemKind
+from ckptlint.model.checkpoint import RunFolder as RunFolder
+from ckptlint.model.checkpoint import SaveTimes as SaveTimes
+from ckptlint.model.checkpoint import StepClaim as StepClaim
+from ckptlint.model.checkpoint import StepFile as StepFile
+from ckptlint.model.checkpoint import StepFileState as StepFileState
+from ckptlint.model.checkpoint import StepState as StepState
+from ckptlint.model.checkpoint import TokenFiles as TokenFiles
+from ckptlint.model.checkpoint import WeightIndex as WeightIndex
+from ckptlint.model.files import FILE_STATES as FILE_STATES
+from ckptlint.model.files import FileState as FileState
+from ckptlint.model.files import FileTable as FileTable
+from ckptlint.model.files import StoredFile as StoredFile
+from ckptlint.model.payload import ChangeTable as ChangeTable
+from ckptlint.model.payload import Damage as Damage
+from ckptlint.model.payload import Follow as Follow
+from ckptlint.model.payload import OddValues as OddValues
+from ckptlint.model.payload import Origin as Origin
+from ckptlint.model.payload import Pair as Pair
+from ckptlint.model.payload import PairTable as PairTable
+from ckptlint.model.payload import PayloadTable as PayloadTable
+from ckptlint.model.payload import RecordContent as RecordContent
+from ckptlint.model.payload import RecordState as RecordState
+from ckptlint.model.payload import empty_payload as empty_payload
+from ckptlint.model.ranks.files import Misfit as Misfit
+from ckptlint.model.ranks.files import RankFile as RankFile
+from ckptlint.model.ranks.files import RankFileSet as RankFileSet
+from ckptlint.model.ranks.files import Statement as Statement
+from ckptlint.model.ranks.files import StorageTable as StorageTable
+from ckptlint.model.ranks.job import RankFinding as RankFinding
+from ckptlint.model.ranks.job import RankTable as RankTable
+from ckptlint.model.ranks.plans import SavePlans as SavePlans
+from ckptlint.model.reference import AxisSize as AxisSize
+from ckptlint.model.reference import Declared as Declared
+from ckptlint.model.reference import ModelConfig as ModelConfig
+from ckptlint.model.reference import Reference as Reference
+from ckptlint.model.reference import Seal as Seal
+from ckptlint.model.reference import SealEntry as SealEntry
+from ckptlint.model.tensors import KEY_LIMIT as KEY_LIMIT
+from ckptlint.model.tensors import RANK_LIMIT as RANK_LIMIT
+from ckptlint.model.tensors import ByteObject as ByteObject
+from ckptlint.model.tensors import ChunkTable as ChunkTable
+from ckptlint.model.tensors import MalformedChunk as MalformedChunk
+from ckptlint.model.tensors import ObjectTable as ObjectTable
+from ckptlint.model.tensors import RecordTable as RecordTable
+from ckptlint.model.tensors import ShardedObject as ShardedObject
+from ckptlint.model.tensors import Tensor as Tensor
+from ckptlint.model.tensors import empty_objects as empty_objects

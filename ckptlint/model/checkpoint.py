@@ -38,7 +38,6 @@ class WeightIndex:
     """A `*.safetensors.index.json`, which says in which file each key is.
 
     Attributes:
-        file: its name.
         places: key -> name of the file, both printable.
         total_size: bytes of all tensors as it says, None when it does not.
         absent: the files that are not there, or lie outside of the folder.
@@ -110,7 +109,6 @@ class StepClaim(NamedTuple):
 
     Attributes:
         source: the key, or the file, that holds it, printable.
-        step: the number.
         uncounted: how many of these steps the counter in the folder's name may have left out; None where one line of
             code writes both, or nothing is known.
     """
@@ -158,7 +156,6 @@ class StepFile:
         name: its path relative to the checkpoint, printable.
         family: what it holds (the families of `vocabulary.frameworks`), "" when its name says nothing.
         state: `read` and judged, `known` by its name and not judged, or `unknown`.
-        size: bytes.
         step: the step that it says it was saved at, or how often a scheduler in it counted; None when it says none.
         folder_step: the step that the name of its folder must carry as well, None where another may stand there.
         optimizer: the state of an optimizer that it holds, None where it holds none or one of another form.
@@ -412,9 +409,11 @@ class Checkpoint:
 
 def with_optimizers(ckpt: Checkpoint, optimizers: Sequence[Checkpoint]) -> Checkpoint:
     """The checkpoint with these in place of its `optimizers`, in their order."""
-    rest, files = iter(optimizers), list[StepFile]()
-    for file in ckpt.step_files:
-        if file.optimizer is not None and file.optimizer.states is not None:
-            file = replace(file, optimizer=replace(file.optimizer, states=next(rest)))
-        files.append(file)
+    rest = iter(optimizers)
+    files = (
+        replace(file, optimizer=replace(file.optimizer, states=next(rest)))
+        if file.optimizer is not None and file.optimizer.states is not None
+        else file
+        for file in ckpt.step_files
+    )
     return replace(ckpt, step_files=tuple(files))

@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from ckptlint.grouping import grouped
+
 _Int = TypeVar("_Int", bound=np.integer[Any])
 Shape = tuple[int, ...]
 IntArray = npt.NDArray[np.int64]
@@ -63,21 +65,15 @@ class Cover:
 
 @dataclass(slots=True)
 class _Cell:
-    """A part of the region and the boxes inside, clipped; int64 [d, n], one row per axis.
-
-    Attributes:
-        is_covered: whether a box that is not listed holds all of the cell.
-        apart: whether no two boxes are known to overlap.
-        counted: whether what is held twice was counted already.
-    """
+    """A part of the region and the boxes inside, clipped; int64 [d, n], one row per axis."""
 
     starts: IntArray
     ends: IntArray
     low: IntArray
     high: IntArray
-    is_covered: bool = False
-    apart: bool = False
-    counted: bool = False
+    is_covered: bool = False  # by a box that is not listed
+    apart: bool = False  # no two boxes are known to overlap
+    counted: bool = False  # what is held twice
 
     @property
     def whole(self) -> Span:
@@ -102,12 +98,11 @@ def distinct(values: npt.NDArray[_Int]) -> npt.NDArray[_Int]:
 
 
 def cover(starts: IntArray, ends: IntArray, shape: tuple[int, ...], budget: Budget) -> Cover:
-    """What boxes leave out of [0, shape) and hold twice.
+    """What boxes leave out of [0, shape) and hold twice; takes what that costs off the budget.
 
     Args:
         starts, ends: int64 [n, d], boxes with elements, inside the shape.
         shape: one axis or more, whose volume fits int64.
-        budget: what may be spent; what was is taken off.
     """
     low, high = np.zeros(len(shape), np.int64), np.array(shape, np.int64)
     whole = _Cell(np.ascontiguousarray(starts.T), np.ascontiguousarray(ends.T), low, high)
@@ -126,15 +121,12 @@ def cover(starts: IntArray, ends: IntArray, shape: tuple[int, ...], budget: Budg
 
 def _paint_work(cell: _Cell, cuts: list[IntArray]) -> int:
     """Cells and boxes, as often as painting visits them."""
-    active = sum(len(cut) > 2 for cut in cuts)
-    count = int(cell.starts.shape[1])
+    active, count = sum(len(cut) > 2 for cut in cuts), int(cell.starts.shape[1])
     return (prod(len(cut) - 1 for cut in cuts) + count) * (1 << active if active <= _CORNERS else count)
 
 
 def _search(whole: _Cell, found: Cover, extra: int) -> int:
-    """Halve the region until each part can be judged; returns the work done.
-
-    What is beyond the work that may be done is judged by volumes alone.
+    """Halves the region until each part can be judged, the rest by volumes alone; returns the work done.
 
     Damage is certain from its first region on. To name all of it is worth less than to clear what is healthy.
     """
@@ -216,14 +208,13 @@ def _add(regions: list[Span], more: list[Span]) -> None:
 
 def _overlapping(starts: IntArray, ends: IntArray) -> tuple[IntArray, IntArray]:
     """The pairs i < j of boxes that share an element."""
-    count = starts.shape[1]
-    meets: BoolArray = np.ones((count, count), bool)
+    meets: BoolArray = np.ones((starts.shape[1],) * 2, bool)
     for start, end in zip(starts, ends, strict=True):
         before = start[:, None] < end[None, :]
         meets &= before
         meets &= before.T
     firsts, seconds = np.nonzero(np.triu(meets, 1))
-    return firsts.astype(np.int64), seconds.astype(np.int64)
+    return firsts, seconds
 
 
 def _halves(cell: _Cell) -> list[_Cell]:
@@ -276,19 +267,18 @@ def _cuts(cell: _Cell) -> list[IntArray]:
 
 
 def _paint(cell: _Cell, cuts: list[IntArray], found: Cover) -> None:
-    """Count the boxes on each cell of the grid of all cuts."""
+    """Counts the boxes on each cell of the grid of all cuts."""
     counts = _counts(cell, cuts) + cell.is_covered
     missing, doubled = counts == 0, counts > 1
     if missing.any():
         found.missing_volume += _volume(missing, cuts)
-        found.missing.extend(_maximal_boxes(missing, cuts, REGION_LIMIT - len(found.missing)))
+        found.missing += _maximal_boxes(missing, cuts, REGION_LIMIT - len(found.missing))
     if doubled.any() and not cell.counted:
         found.doubled_volume += _volume(doubled, cuts)
-        found.doubled.extend(_maximal_boxes(doubled, cuts, REGION_LIMIT - len(found.doubled)))
+        found.doubled += _maximal_boxes(doubled, cuts, REGION_LIMIT - len(found.doubled))
 
 
 def _counts(cell: _Cell, cuts: list[IntArray]) -> IntArray:
-    """int64, how many boxes hold each cell of the grid."""
     first = [np.searchsorted(cut, start) for cut, start in zip(cuts, cell.starts, strict=True)]
     last = [np.searchsorted(cut, end) for cut, end in zip(cuts, cell.ends, strict=True)]
     active = [a for a, cut in enumerate(cuts) if len(cut) > 2]
@@ -300,9 +290,8 @@ def _counts(cell: _Cell, cuts: list[IntArray]) -> IntArray:
         # a summed difference array: each box adds +-1 at its corners only, whatever number of cells it spans
         for corner in range(2 ** len(active)):
             chosen = [(last if corner >> i & 1 else first)[a] for i, a in enumerate(active)]
-            at = np.ravel_multi_index(chosen, counts.shape)
-            sign = -1 if corner.bit_count() % 2 else 1
-            counts += sign * np.bincount(at, minlength=counts.size).reshape(counts.shape)
+            at = np.bincount(np.ravel_multi_index(chosen, counts.shape), minlength=counts.size).reshape(counts.shape)
+            counts += -at if corner.bit_count() % 2 else at
         for i in range(len(active)):
             np.cumsum(counts, axis=i, out=counts)
         counts = counts[(slice(-1),) * len(active)]
@@ -328,15 +317,14 @@ def _maximal_boxes(mask: BoolArray, cuts: list[IntArray], limit: int) -> list[Sp
         low = [int(i) for i in np.unravel_index(int(mask.argmax()), mask.shape)]
         high = [i + 1 for i in low]
         for axis in reversed(range(mask.ndim)):
-            block = [slice(a, b) for a, b in zip(low, high, strict=True)]
+            block = list(map(slice, low, high))
             while high[axis] < mask.shape[axis]:
                 block[axis] = slice(high[axis], high[axis] + 1)
                 if not mask[tuple(block)].all():
                     break
                 high[axis] += 1
-        mask[tuple(slice(a, b) for a, b in zip(low, high, strict=True))] = False
-        starts = tuple(int(cut[i]) for cut, i in zip(cuts, low, strict=True))
-        ends = tuple(int(cut[i]) for cut, i in zip(cuts, high, strict=True))
+        mask[tuple(map(slice, low, high))] = False
+        starts, ends = (tuple(int(cut[i]) for cut, i in zip(cuts, at, strict=True)) for at in (low, high))
         boxes.append((starts, ends))
     return boxes
 
@@ -352,11 +340,9 @@ def _merged(boxes: list[Span]) -> list[Span]:
 
 
 def _merged_along(boxes: list[Span], axis: int) -> list[Span]:
-    by_rest: dict[Span, list[Span]] = {}
-    for low, high in boxes:
-        by_rest.setdefault((low[:axis] + low[axis + 1 :], high[:axis] + high[axis + 1 :]), []).append((low, high))
     merged: list[Span] = []
-    for group in by_rest.values():
+    rest = [(low[:axis] + low[axis + 1 :], high[:axis] + high[axis + 1 :]) for low, high in boxes]
+    for group in grouped(zip(rest, boxes, strict=True)).values():
         group.sort(key=lambda box: box[0][axis])
         merged.append(group[0])
         for low, high in group[1:]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import lru_cache
@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptlint.depth import Depth
+from ckptlint.model.stored import extent
 
 
 class RecordState(IntEnum):
@@ -60,9 +61,7 @@ class RecordContent:
     @property
     def extent(self) -> int:
         """Elements of the storage from the tensor's first to its last."""
-        if not self.volume:
-            return 0
-        return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        return extent(self.shape, self.strides)
 
 
 class Damage(NamedTuple):
@@ -106,46 +105,37 @@ class OddValues(NamedTuple):
     elements: int
 
 
-_ROW = np.dtype(
-    [
-        ("state", np.int8),
-        ("content", np.int32),
-        ("storages", np.int32),
-        ("stored", np.int64),
-        ("start", np.int64),
-        ("size", np.int64),
-        ("crc", np.int64),
-        ("equal_group", np.int32),
-        ("rows_alike", np.bool_),
-        ("constant", np.bool_),
-        ("scanned", np.bool_),
-        ("nan", np.int64),
-        ("plus_inf", np.int64),
-        ("minus_inf", np.int64),
-        ("first", np.int64),
-        ("masks", np.bool_),
-        ("zeros", np.int64),
-        ("edge_zeros", np.int64),
-        ("denormals", np.int64),
-        ("least", np.float64),
-        ("most", np.float64),
-        ("one_value", np.bool_),
-        ("squares", np.float64),
-        ("negatives", np.int64),
-        ("used_bits", np.uint64),
-        ("digest", np.uint64),
-        ("digested", np.bool_),
-        ("unsummed", np.bool_),
-    ]
+def _row(*columns: tuple[type[np.generic], tuple[str, ...]]) -> np.dtype[np.void]:
+    return np.dtype([(name, kind) for kind, names in columns for name in names])
+
+
+_PAYLOAD_ROW = _row(
+    (np.int64, ("stored", "start", "size", "crc", "nan", "plus_inf", "minus_inf", "first")),
+    (np.int64, ("zeros", "edge_zeros", "denormals", "negatives")),
+    (np.uint64, ("used_bits", "digest")),
+    (np.float64, ("least", "most", "squares")),
+    (np.int32, ("content", "storages", "equal_group")),
+    (np.int8, ("state",)),
+    (np.bool_, ("rows_alike", "constant", "scanned", "masks", "one_value", "digested", "unsummed")),
 )
-_UNREAD: dict[str, float] = {"state": RecordState.ELSEWHERE} | dict.fromkeys(
-    ("content", "start", "crc", "equal_group", "first"), -1
-)
-_UNREAD |= {"least": inf, "most": -inf}
+_UNREAD = dict.fromkeys(("content", "start", "crc", "equal_group", "first"), -1.0)
+_UNREAD |= {"state": RecordState.ELSEWHERE, "least": inf, "most": -inf}
+
+
+class _RowTable:
+    """A table whose columns are attributes."""
+
+    __slots__ = ()
+    rows: npt.NDArray[np.void]
+
+    def __getattr__(self, column: str) -> npt.NDArray[Any]:
+        if column == "rows" or column not in (self.rows.dtype.names or ()):  # a copy has no rows at first
+            raise AttributeError(column)
+        return self.rows[column]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PayloadTable:
+class PayloadTable(_RowTable):
     """What the records themselves say; row i is record i of `Checkpoint.records`.
 
     Attributes:
@@ -208,11 +198,6 @@ class PayloadTable:
     values: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     row_hashes: Mapping[str, Mapping[str, npt.NDArray[np.uint64]]] = field(default_factory=dict)
 
-    def __getattr__(self, column: str) -> npt.NDArray[Any]:
-        if column not in (_ROW.names or ()):
-            raise AttributeError(column)
-        return self.rows[column]
-
     def of(self, record: int) -> RecordContent | None:
         """What a record holds, None when it was not read or does not exist."""
         # an int compares with an enum ten times as fast as a number of numpy's
@@ -223,7 +208,7 @@ class PayloadTable:
 
 def empty_payload(count: int, depth: Depth) -> PayloadTable:
     """A table for so many records, none of which was read."""
-    rows = np.zeros(count, _ROW)
+    rows = np.zeros(count, _PAYLOAD_ROW)
     for column, value in _UNREAD.items():
         rows[column] = value
     return PayloadTable(rows, [], depth=depth)
@@ -248,21 +233,11 @@ class Pair(NamedTuple):
     betas: tuple[float, float] | None = None
 
 
-_PAIR_ROW = np.dtype(
-    [
-        ("pair", np.int32),
-        ("chunk", np.int32),
-        ("drawn", np.int64),
-        ("odd", np.int64),
-        ("worst", np.float64),
-        ("begin", np.int64),
-        ("end", np.int64),
-    ]
-)
+PAIR_ROW = _row((np.int32, ("pair", "chunk")), (np.int64, ("drawn", "odd", "begin", "end")), (np.float64, ("worst",)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PairTable:
+class PairTable(_RowTable):
     """Elements that were drawn from both tensors of pairs, by chunk of the first tensor.
 
     Attributes:
@@ -282,16 +257,6 @@ class PairTable:
     rows: npt.NDArray[np.void]
     chunks: int = 0
     unread: Mapping[Pair, str] = field(default_factory=dict)
-
-    def __getattr__(self, column: str) -> npt.NDArray[Any]:
-        if column not in (_PAIR_ROW.names or ()):
-            raise AttributeError(column)
-        return self.rows[column]
-
-
-def pair_rows(rows: Sequence[tuple[float, ...]]) -> npt.NDArray[np.void]:
-    """The rows of a `PairTable` from tuples in the order of its columns."""
-    return np.array([tuple(row) for row in rows], _PAIR_ROW)
 
 
 class Follow(NamedTuple):
@@ -335,25 +300,16 @@ class Origin(NamedTuple):
     scale: float = 1.0
 
 
-_CHANGE_ROW = np.dtype(
-    [
-        ("follow", np.int32),
-        ("chunk", np.int32),
-        ("drawn", np.int64),
-        ("same", np.int64),
-        ("now", np.float64),
-        ("was", np.float64),
-        ("cosine", np.float64),
-        ("change", np.float64),
-        ("odd", np.int64),
-        ("worst", np.float64),
-        ("short_was", np.bool_),
-    ]
+CHANGE_ROW = _row(
+    (np.int32, ("follow", "chunk")),
+    (np.int64, ("drawn", "same", "odd")),
+    (np.float64, ("now", "was", "cosine", "change", "worst")),
+    (np.bool_, ("short_was",)),
 )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ChangeTable:
+class ChangeTable(_RowTable):
     """Elements of this step beside those at their places in the step before, by chunk of this step.
 
     Attributes:
@@ -375,16 +331,6 @@ class ChangeTable:
     rows: npt.NDArray[np.void]
     chunks: int = 0
     origins: Mapping[int, Origin] = field(default_factory=dict)
-
-    def __getattr__(self, column: str) -> npt.NDArray[Any]:
-        if column not in (_CHANGE_ROW.names or ()):
-            raise AttributeError(column)
-        return self.rows[column]
-
-
-def change_rows(rows: Sequence[tuple[float, ...]]) -> npt.NDArray[np.void]:
-    """The rows of a `ChangeTable` from tuples in the order of its columns."""
-    return np.array([tuple(row) for row in rows], _CHANGE_ROW)
 
 
 @lru_cache(1024)

@@ -49,14 +49,12 @@ class ModelConfig:
 
     def sections(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """The configuration and each of its sections, at any depth, under a name for reports."""
-        yield from _sections(self.file, self.values)
-
-
-def _sections(place: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    yield place, values
-    for name, section in values.items():
-        if isinstance(section, dict):
-            yield from _sections(f"{printable(name)} in {place}", section)
+        sections: list[tuple[str, Mapping[str, Any]]] = [(self.file, self.values)]
+        while sections:
+            place, values = sections.pop()
+            yield place, values
+            inner = [(name, section) for name, section in values.items() if isinstance(section, dict)]
+            sections += [(f"{printable(name)} in {place}", section) for name, section in reversed(inner)]
 
 
 @dataclass(frozen=True, slots=True)

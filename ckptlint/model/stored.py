@@ -7,6 +7,11 @@ from functools import cache
 from math import prod
 
 
+def extent(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """Elements of a storage from a tensor's first to its last."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) if prod(shape) else 0
+
+
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     """A tensor as its pickle describes it.
@@ -31,9 +36,7 @@ class StoredTensor:
     @property
     def extent(self) -> int:
         """Elements of the storage from its first to its last."""
-        if not prod(self.shape):
-            return 0
-        return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        return extent(self.shape, self.strides)
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,9 +104,7 @@ class ShardedObject:
 
     Attributes:
         fqn: the whole entry name.
-        key: the part before `/shard_`.
-        offset: place in the grid of objects.
-        shape: the grid of objects.
+        offset, shape: place in the grid of objects, and the grid.
         record: row in `Checkpoint.records`, -1 without a storage entry.
 
     Source:
@@ -224,6 +222,5 @@ class RecordTable:
 
 def empty_records() -> RecordTable:
     """A table without rows."""
-    none = np.zeros(0, np.int64)
-    flags = np.zeros(0, bool)
-    return RecordTable(Names.of(()), none.astype(np.int32), none.astype(np.int32), none, none, flags, flags, {})
+    small, wide, flags = (np.zeros(0, kind) for kind in (np.int32, np.int64, bool))
+    return RecordTable(Names.of(()), small, small, wide, wide, flags, flags, {})

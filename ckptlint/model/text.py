@@ -78,13 +78,13 @@ def ranges(values: Iterable[int]) -> str:
     >>> ranges([0, 1, 2, 4, 5, 9])
     '0-2,4-5,9'
     """
-    parts: list[list[int]] = []
+    runs: list[list[int]] = []
     for value in sorted(set(values)):
-        if parts and value == parts[-1][1] + 1:
-            parts[-1][1] = value
+        if runs and value == runs[-1][1]:
+            runs[-1][1] += 1
         else:
-            parts.append([value, value])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
+            runs.append([value, value + 1])
+    return ",".join(span(start, stop) for start, stop in runs)
 
 
 def span(start: int, stop: int) -> str:
@@ -103,12 +103,8 @@ def gaps(values: Iterable[int], count: int) -> str:
     ('2,4-999999999', '')
     """
     present = sorted({value for value in values if 0 <= value < count})
-    parts = [
-        str(before + 1) if after == before + 2 else f"{before + 1}-{after - 1}"
-        for before, after in pairwise([-1, *present, count])
-        if after > before + 1
-    ]
-    return ",".join(parts)
+    around = pairwise([-1, *present, count])
+    return ",".join(span(before + 1, after) for before, after in around if after > before + 1)
 
 
 def fold_names(fqns: Iterable[str]) -> list[str]:
@@ -159,12 +155,11 @@ def human_bytes(count: int) -> str:
     >>> human_bytes(512), human_bytes(4 * 2**20)
     ('512 B', '4.0 MiB')
     """
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024 or unit == "TiB":
-            return f"{count} B" if unit == "B" else f"{size:,.1f} {unit}"
+    size, units = float(count), ["TiB", "GiB", "MiB", "KiB", "B"]
+    while size >= 1024 and len(units) > 1:
         size /= 1024
-    raise AssertionError
+        units.pop()
+    return f"{count} B" if units[-1] == "B" else f"{size:,.1f} {units[-1]}"
 
 
 def bytes_in(text: str) -> int | None:
@@ -192,11 +187,10 @@ def human_duration(seconds: float) -> str:
     >>> human_duration(42), human_duration(7_300), human_duration(200_000)
     ('42 s', '2 h', '2 days')
     """
-    for unit, length in (("day", 86_400), ("h", 3_600), ("min", 60)):
-        if seconds >= length:
-            count = int(seconds // length)
-            return plural(count, unit) if unit == "day" else f"{count} {unit}"
-    return f"{int(seconds)} s"
+    if seconds >= 86_400:
+        return plural(int(seconds // 86_400), "day")
+    unit, length = ("h", 3_600) if seconds >= 3_600 else ("min", 60) if seconds >= 60 else ("s", 1)
+    return f"{int(seconds // length)} {unit}"
 
 
 def join_words(words: Sequence[str], last: str = "and") -> str:
@@ -269,10 +263,7 @@ def verb(count: int, one: str) -> str:
 
 
 def table(rows: Iterable[Iterable[object]], heads: Sequence[str], **form: Any) -> str:
-    """Rows of texts below their heads.
-
-    Args:
-        form: as `tabulate` takes it.
+    """Rows of texts below their heads, in a form as `tabulate` takes it.
 
     >>> print(table([["1", "w"]], ["row", "name"], tablefmt="plain"))
     row    name

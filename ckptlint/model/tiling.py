@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ckptlint.model.cover import BoolArray as BoolArray
-from ckptlint.model.cover import Budget, Span, cover
+from ckptlint.model.cover import Budget, cover
 from ckptlint.model.cover import IntArray as IntArray
 from ckptlint.model.cover import distinct as distinct
 from ckptlint.model.facts import Facts
@@ -130,8 +130,7 @@ class Tiling:
         same = (self.offsets[order[1:]] == self.offsets[order[:-1]]).all(axis=1)
         pairs, first = [], 0
         for i in np.flatnonzero(same).tolist():
-            if i == 0 or not same[i - 1]:
-                first = int(order[i])
+            first = first if i and same[i - 1] else int(order[i])
             pairs.append((first, int(order[i + 1])))
         return pairs
 
@@ -153,14 +152,22 @@ class Tiling:
             whole = Box((), ())
             return Coverage((whole,) * (count == 0), int(count == 0), (whole,) * (count > 1), int(count > 1))
         found = cover(*self._clipped(), self.shape, self.budget)
-        missing, doubled = (tuple(map(_box, spans)) for spans in (found.missing, found.doubled))
+        missing, doubled = (
+            tuple(Box(low, tuple(b - a for a, b in zip(low, high, strict=True))) for low, high in spans)
+            for spans in (found.missing, found.doubled)
+        )
         return Coverage(missing, found.missing_volume, doubled, found.doubled_volume, found.exact)
 
     def touching(self, region: Box) -> list[int]:
         """Rows of the live chunks that share an element with `region`."""
         low, high = np.array(region.offsets, np.int64), np.array(region.ends, np.int64)
+        rows: list[int] = self.rows_between(low, high).tolist()
+        return rows
+
+    def rows_between(self, low: IntArray, high: IntArray) -> IntArray:
+        """int64 [k], ascending, the live chunks that share an element with [low, high)."""
         hit = (self.offsets < high).all(axis=1) & (self.offsets + self.sizes > low).all(axis=1)
-        return [int(row) for row in np.flatnonzero(hit & self.live)]
+        return np.flatnonzero(hit & self.live)
 
     def intervals(self, axis: int) -> IntArray:
         """int64 [k, 2], the distinct [start, stop) that live chunks occupy on an axis, by start, longest first."""
@@ -186,10 +193,8 @@ class Tiling:
         if not self.shape:
             return True
         sizes = self.sizes[self.live]
-        n, d = sizes.shape
-        lead = np.ones((n, d), bool)
+        lead, trail = np.ones((2, *sizes.shape), bool)
         lead[:, 1:] = np.logical_and.accumulate(sizes[:, :-1] == 1, axis=1)
-        trail = np.ones((n, d), bool)
         full = sizes[:, 1:] == np.array(self.shape[1:], np.int64)
         trail[:, :-1] = np.logical_and.accumulate(full[:, ::-1], axis=1)[:, ::-1]
         return bool((lead & trail).any(axis=1).all())
@@ -203,25 +208,17 @@ class Tiling:
         return starts[inside], ends[inside]
 
     def _misfits(self, nested: bool) -> list[Crossing]:
-        found = []
+        misfits = []
         for axis in range(len(self.shape)):
             open_intervals: list[tuple[int, int]] = []
             for start, stop in self.intervals(axis).tolist():
                 while open_intervals and open_intervals[-1][1] <= start:
                     open_intervals.pop()
-                if open_intervals:
-                    outer = open_intervals[-1]
-                    is_crossing = outer[0] < start and outer[1] < stop
-                    if is_crossing != nested:
-                        found.append(Crossing(axis, outer, (start, stop)))
-                        break
+                if open_intervals and (open_intervals[-1][0] < start and open_intervals[-1][1] < stop) != nested:
+                    misfits.append(Crossing(axis, open_intervals[-1], (start, stop)))
+                    break
                 open_intervals.append((start, stop))
-        return found
-
-
-def _box(span: Span) -> Box:
-    low, high = span
-    return Box(low, tuple(b - a for a, b in zip(low, high, strict=True)))
+        return misfits
 
 
 def _is_complete_grid(starts: IntArray, ends: IntArray, shape: tuple[int, ...]) -> bool:

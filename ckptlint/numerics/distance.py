@@ -30,8 +30,7 @@ class Line:
         with np.errstate(invalid="ignore"):  # of a NaN
             a, b = one.astype(np.float64), two.astype(np.float64)
         if self.fitting is None:
-            # The largest element gives the most exact factor. A few dozen elements, or a constant tensor, fit any
-            # factor.
+            # the largest element gives the most exact factor; a few dozen, or a constant tensor, fit any
             at = int(np.argmax(np.abs(a)))
             if len(a) < _FEW or not np.isfinite(b[at]) or not a[at] or a[at] == b[at] or b.min() == b.max():
                 self.fitting = []
@@ -49,12 +48,6 @@ class Line:
     def text(self) -> str:
         """The relation in words, "" for none."""
         return f"{self.fitting[0][0]} {self.fitting[0][1]:.6g}" if self.fitting else ""
-
-
-def _is_rounded(old: Bits, new: Bits) -> bool:
-    narrow = rounded(old, "float32", "bfloat16")
-    wide = None if narrow is None else rounded(narrow, "bfloat16", "float32")
-    return wide is not None and np.array_equal(canonical(wide, "float32"), new)
 
 
 @dataclass(slots=True)
@@ -85,7 +78,9 @@ class Distance:
         is_off = old != new
         self.count += int(np.count_nonzero(is_off))
         self.is_off |= is_off.any(axis=0)
-        self.is_rounded = self.is_rounded and self.dtype == "float32" and _is_rounded(old, new)
+        narrow = rounded(old, "float32", "bfloat16") if self.is_rounded and self.dtype == "float32" else None
+        wide = None if narrow is None else rounded(narrow, "bfloat16", "float32")
+        self.is_rounded = wide is not None and np.array_equal(canonical(wide, "float32"), new)
         numbered = decoded(old, self.dtype), decoded(new, self.dtype)
         if numbered[0] is None or numbered[1] is None:
             self.largest = nan

@@ -8,12 +8,11 @@ from itertools import compress
 from math import prod
 
 import numpy as np
-import numpy.typing as npt
 
 from ckptlint.model import ChangeTable, Checkpoint, Follow, Pair, PairTable, RecordState, Tensor
-from ckptlint.model.payload import change_rows, pair_rows, plain_content
+from ckptlint.model.payload import CHANGE_ROW, PAIR_ROW, plain_content
 from ckptlint.model.tiling import Box, IntArray, distinct
-from ckptlint.numerics.chunks import may_be_padding
+from ckptlint.numerics.chunks import Floats, may_be_padding
 from ckptlint.numerics.decode import decoded
 from ckptlint.numerics.laws import changed, odd_elements
 from ckptlint.storage.folder import Folder
@@ -22,14 +21,11 @@ from ckptlint.vocabulary.dtypes import ENCODINGS, ITEM_BITS
 _RUN = 1_024  # neighbouring elements, which one read takes
 _GAP = 64  # elements between two that are wanted, up to which reading on costs less than a read of its own
 
-Floats = npt.NDArray[np.float64]
-
 
 def draw_pairs(folder: Folder, ckpt: Checkpoint, pairs: Sequence[Pair], per_chunk: int, most: int) -> PairTable:
     """What drawn elements say of pairs of tensors.
 
     Args:
-        ckpt: with its payload.
         per_chunk: elements of a chunk; of smaller chunks all are taken.
         most: chunks to draw from; of more, as many of each file are taken in turn.
 
@@ -51,9 +47,9 @@ def draw_pairs(folder: Folder, ckpt: Checkpoint, pairs: Sequence[Pair], per_chun
         is_odd, worst = odd_elements(pair, numbers[0], numbers[1], (first.dtype, second.dtype))
         odd = np.flatnonzero(is_odd)
         lines = box.offsets[0] + at[odd] // prod(box.sizes[1:]) if len(odd) and box.sizes else np.zeros(1, np.int64)
-        rows.append((number, chunk, len(at), len(odd), worst, int(lines.min()), int(lines.max()) + 1))
+        rows.append((number, chunk, len(at), len(odd), int(lines.min()), int(lines.max()) + 1, worst))
     unread = {pair: reason for pair, reason in reasons.items() if reason}
-    return PairTable(list(pairs), pair_rows(rows), chunks, unread)
+    return PairTable(list(pairs), np.array(rows, PAIR_ROW), chunks, unread)
 
 
 def records_to_draw(ckpt: Checkpoint, after: Checkpoint, groups: Sequence[Sequence[str]], most: int) -> IntArray:
@@ -105,7 +101,7 @@ def draw_changes(now: Elements, was: Elements, follows: Sequence[Follow], per_ch
             dtypes = tensor.dtype, now.ckpt.tensors[follow.second or follow.key].dtype
             rows.append((number, chunk, *changed(follow, both[0], both[1], beside, dtypes)))
     rows.sort(key=lambda row: row[:2])
-    return ChangeTable(list(follows), change_rows(rows), chunks)
+    return ChangeTable(list(follows), np.array(rows, CHANGE_ROW), chunks)
 
 
 def _chunks_in_turn(
@@ -166,7 +162,6 @@ class Elements:
 
         Args:
             first: the tensor of the chunk, of the same shape, or else `tensor` is it as one row.
-            chunk: its row.
             at: int64 [k], ascending, their positions in the chunk, in C order.
 
         Raises:
@@ -184,23 +179,20 @@ class Elements:
         return self._of_chunks(tensor, rows, places)
 
     def read_places(self, tensor: Tensor, places: IntArray) -> Floats | None:
-        """float64 [k], the elements of a tensor at some places; None if one is unreadable.
-
-        Args:
-            places: int64 [k, axes], in C order.
+        """float64 [k], the elements of a tensor at places [k, axes] in C order; None if one is unreadable.
 
         Raises:
             AccessError: a read was refused.
         """
-        touching = _meeting(tensor, places.min(axis=0), places.max(axis=0) + 1)
-        if self._damaged.intersection(tensor.chunks.record[touching].tolist()):
+        rows = tensor.tiling.rows_between(places.min(axis=0), places.max(axis=0) + 1)
+        if not self._damaged.isdisjoint(tensor.chunks.record[rows].tolist()):
             return None
-        return self._of_chunks(tensor, touching, places)
+        return self._of_chunks(tensor, rows, places)
 
-    def _of_chunks(self, tensor: Tensor, touching: IntArray, places: IntArray) -> Floats | None:
+    def _of_chunks(self, tensor: Tensor, rows: IntArray, places: IntArray) -> Floats | None:
         tiling = tensor.tiling
         elements, left = np.empty(len(places), np.float64), np.ones(len(places), bool)
-        for chunk in touching.tolist():
+        for chunk in rows.tolist():
             inner = places - tiling.offsets[chunk]
             inside = ((inner >= 0) & (inner < tiling.sizes[chunk])).all(axis=1)
             if not inside.any():
@@ -227,20 +219,13 @@ def touching(tensor: Tensor, first: Tensor, chunk: int) -> IntArray:
         return np.array([chunk])  # most are cut alike
     else:
         low, high = np.array(box.offsets, np.int64), np.array(box.ends, np.int64)
-    return _meeting(tensor, low, high)
+    return tensor.tiling.rows_between(low, high)
 
 
 def _is_same(tensor: Tensor, row: int, first: Tensor, chunk: int) -> bool:
     """Whether a chunk of a tensor is the region of a chunk of another of its shape."""
     one, other = tensor.tiling, first.tiling
     return row == chunk if one is other else one.box(row) == other.box(chunk)
-
-
-def _meeting(tensor: Tensor, low: IntArray, high: IntArray) -> IntArray:
-    """int64 [k], the live chunks of a tensor that have elements in a region."""
-    tiling = tensor.tiling
-    ends = tiling.offsets + tiling.sizes
-    return np.flatnonzero(tiling.live & (tiling.offsets < high).all(axis=1) & (ends > low).all(axis=1))
 
 
 def _in_row(at: IntArray, box: Box, tensor: Tensor) -> IntArray:

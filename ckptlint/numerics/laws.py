@@ -35,11 +35,7 @@ def moment_bound(betas: tuple[float, float]) -> float:
 def odd_elements(pair: Pair, first: Floats, second: Floats, dtypes: tuple[str, str]) -> tuple[Flags, float]:
     """bool [k], the elements that break the law of a pair; and how far the worst goes beyond it, 0 for none.
 
-    What is not finite breaks no law.
-
-    Args:
-        first, second: [k] of both tensors, in the order of the pair.
-        dtypes: that they are stored in, whose rounding is allowed for.
+    What is not finite breaks no law, nor does the rounding to the dtypes that both are stored in.
     """
     with np.errstate(all="ignore"):
         if pair.law == "moments":
@@ -62,9 +58,7 @@ def odd_elements(pair: Pair, first: Floats, second: Floats, dtypes: tuple[str, s
 def changed(follow: Follow, now: Floats, was: Floats, beside: Beside, dtypes: tuple[str, str]) -> tuple[float, ...]:
     """The columns of a `ChangeTable` after `chunk`, of elements [k] at the same places of two steps.
 
-    Args:
-        beside: of the second moment beside a first one, now and before.
-        dtypes: of the tensor, and of that second moment.
+    `beside` are those of the second moment beside a first one, now and before; `dtypes` of the tensor, and of it.
     """
     with np.errstate(all="ignore"):
         apart, ratio = now - was, np.zeros(len(now))
@@ -82,7 +76,9 @@ def changed(follow: Follow, now: Floats, was: Floats, beside: Beside, dtypes: tu
         worst = float(ratio[is_odd].max(initial=0.0))
     rms = [float(np.sqrt(square / count)) for square in squares[:2]]
     same = int(np.count_nonzero(apart == 0))
-    return (len(now), same, *rms, float(cosine), float(change), int(is_odd.sum()), worst, _is_short(was))
+    words = was.astype(np.float32).view(np.uint32)
+    is_short = len(words) >= _LEAST and bool((words & np.uint32(0xFFFF) == 0).all() and (words != words[0]).any())
+    return (len(now), same, int(is_odd.sum()), *rms, float(cosine), float(change), worst, is_short)
 
 
 def _moved(follow: Follow, now: Floats, was: Floats, beside: Beside, dtypes: tuple[str, str]) -> Floats:
@@ -101,38 +97,19 @@ def _moved(follow: Follow, now: Floats, was: Floats, beside: Beside, dtypes: tup
     second_now, second_was = beside
     if second_now is None or second_was is None:
         return np.zeros(len(now))
-    best: Floats | None = None
-    for taken in range(steps, max(steps - _IDLE, -1), -1):
-        ratio = _gained(follow.betas, taken, (now, was), (second_now, second_was), dtypes)
-        if best is None or np.count_nonzero(ratio > 1) < np.count_nonzero(best > 1):
-            best = ratio
-        if not np.count_nonzero(best > 1):
-            break
-    assert best is not None
-    return best
-
-
-def _gained(
-    betas: tuple[float, float],
-    steps: int,
-    first: tuple[Floats, Floats],
-    second: tuple[Floats, Floats],
-    dtypes: tuple[str, str],
-) -> Floats:
-    """float64 [k], the ratio of `_moved` for a first moment, if its parameter took part in so many updates."""
-    (now, was), (second_now, second_was) = first, second
-    b1, b2 = (beta**steps for beta in betas)
-    gained = second_now - b2 * (1 - min(steps * rounding(dtypes[1]), 1.0)) * second_was
-    allowed = np.sqrt(_most_square(np.maximum(gained, 0.0), betas, dtypes)) + steps * rounding(dtypes[0]) * np.abs(was)
+    best, fewest = np.zeros(len(now)), len(now) + 1
     is_still = (now == was) & (second_now == second_was)
-    return np.where(is_still, 0.0, np.abs(now - b1 * was) / allowed)
-
-
-def _is_short(numbers: Floats) -> bool:
-    """Whether no number uses more bits than bfloat16 has, and there are several."""
-    words = numbers.astype(np.float32).view(np.uint32)
-    is_short = len(words) >= _LEAST and bool((words & np.uint32(0xFFFF) == 0).all())
-    return is_short and bool((words != words[0]).any())
+    for taken in range(steps, max(steps - _IDLE, -1), -1):
+        b1, b2 = (beta**taken for beta in follow.betas)
+        gained = second_now - b2 * (1 - min(taken * rounding(dtypes[1]), 1.0)) * second_was
+        most = np.sqrt(_most_square(np.maximum(gained, 0.0), follow.betas, dtypes))
+        moved = np.abs(now - b1 * was) / (most + taken * rounding(dtypes[0]) * np.abs(was))
+        ratio = np.where(is_still, 0.0, moved)
+        if (beyond := int(np.count_nonzero(ratio > 1))) < fewest:
+            best, fewest = ratio, beyond
+        if not fewest:
+            break
+    return best
 
 
 def rounding(dtype: str) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import chain, islice
 
 import numpy as np
@@ -10,7 +10,8 @@ import numpy as np
 from ckptlint.model import ChangeTable, Origin, Tensor
 from ckptlint.model.payload import OriginKind
 from ckptlint.model.tiling import Box, IntArray, distinct
-from ckptlint.numerics.draw import Elements, Floats, drawn_places
+from ckptlint.numerics.chunks import Floats
+from ckptlint.numerics.draw import Elements, drawn_places
 
 _CHUNKS, _READS = 64, 4_096  # chunks that are looked at, and parts of the step before that they are compared with
 _ELEMENTS = 1_024  # of a chunk that are compared
@@ -66,22 +67,13 @@ def _candidates(table: ChangeTable, now: Elements, follow: int, chunk: int) -> I
     """Other chunks of a tensor, and other tensors of its shape and kind, the nearest first."""
     key, is_weight = table.follows[follow].key, table.follows[follow].kind == "weight"
     tensor = now.ckpt.tensors[key]
-    alike = [
-        number
-        for number, other in enumerate(table.follows)
-        if number != follow
-        and (other.kind == "weight") == is_weight
-        and now.ckpt.tensors[other.key].global_shape == tensor.global_shape
-    ]
+    kin = [i for i, known in enumerate(table.follows) if i != follow and (known.kind == "weight") == is_weight]
+    alike = [i for i in kin if now.ckpt.tensors[table.follows[i].key].global_shape == tensor.global_shape]
     tiling = tensor.tiling
     chunks = np.flatnonzero(tiling.live & (tiling.sizes == tiling.sizes[chunk]).all(axis=1)).tolist()
-    tensors = (Origin("other tensor", table.follows[i].key) for i in _nearest(alike, follow))
-    parts = (Origin("other chunk", chunk=i) for i in _nearest(chunks, chunk) if i != chunk)
-    return chain(islice(parts, _READS // _CHUNKS // 2), tensors)
-
-
-def _nearest(numbers: Sequence[int], to: int) -> list[int]:
-    return sorted(numbers, key=lambda number: abs(number - to))
+    tensors = (Origin("other tensor", table.follows[i].key) for i in sorted(alike, key=lambda i: abs(i - follow)))
+    inside = (Origin("other chunk", chunk=i) for i in sorted(chunks, key=lambda i: abs(i - chunk)) if i != chunk)
+    return chain(islice(inside, _READS // _CHUNKS // 2), tensors)
 
 
 def _transposed(was: Elements, older: Tensor, box: Box, at: IntArray) -> Floats | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -72,10 +72,10 @@ def _of_records(ckpt: Checkpoint) -> Iterator[GroupSettings]:
         return
     groups: dict[tuple[str, str], dict[str, Any]] = defaultdict(dict)
     for entry in ckpt.byte_objects:
-        setting = _setting(entry.fqn)
-        content = ckpt.payload.of(entry.record) if setting is not None else None
-        if setting is not None and content is not None and content.value not in (None, ...):
-            groups[setting[:2]][setting[2]] = content.value
+        if (setting := _setting(entry.fqn)) is not None:
+            content = ckpt.payload.of(entry.record)
+            if content is not None and content.value not in (None, ...):
+                groups[setting[:2]][setting[2]] = content.value
     for (stem, group), values in groups.items():
         if not group.isdecimal():
             values.setdefault("params", [parse(group).path])
@@ -96,18 +96,13 @@ def _setting(key: str) -> tuple[str, str, str] | None:
 def _settings(place: str, group: Mapping[Any, Any]) -> GroupSettings:
     params, betas = group.get("params"), group.get("betas")
     names = tuple(p for p in params if isinstance(p, (int, str))) if isinstance(params, list) else ()
-    numbers = [_number(beta) for beta in betas] if isinstance(betas, (list, tuple)) else []
     pair = None
-    if len(numbers) == 2 and numbers[0] is not None and numbers[1] is not None:
-        pair = (numbers[0], numbers[1]) if 0 <= numbers[0] < 1 and 0 < numbers[1] < 1 else None
-    lr, initial, decay, step = (_number(group.get(name)) for name in ("lr", "initial_lr", "weight_decay", "step"))
-    return GroupSettings(place, names, pair, lr, initial, decay, step)
+    if isinstance(betas, (list, tuple)) and len(betas) == 2 and all(map(is_number, betas)):
+        pair = (float(betas[0]), float(betas[1])) if 0 <= betas[0] < 1 and 0 < betas[1] < 1 else None
+    values = [group.get(name) for name in ("lr", "initial_lr", "weight_decay", "step")]
+    return GroupSettings(place, names, pair, *(float(value) if is_number(value) else None for value in values))
 
 
-def _number(value: Any) -> float | None:
-    return float(value) if is_number(value) else None
-
-
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
     """Whether a value is a number, finite and no flag, that fits in 64 bits."""
     return type(value) in (int, float) and abs(value) < 2**63  # no NaN is less

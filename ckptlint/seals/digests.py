@@ -40,11 +40,7 @@ _Leaf = Callable[[Any], "bytes | None"]
 
 
 def finalise(words: Words, scratch: Words | None = None) -> Words:
-    """The words mixed in place: the finaliser of splitmix64, a bijection that leaves 0 at 0.
-
-    Args:
-        words: uint64, any shape; overwritten.
-        scratch: as many, overwritten too; new memory by default.
+    """The words mixed in place: the finaliser of splitmix64, a bijection that leaves 0 at 0; overwrites `scratch` too.
 
     Source:
         Vigna's splitmix64: shifts 30, 27, 31, two multiplications
@@ -81,19 +77,14 @@ class Elements(NamedTuple):
         """Elements of the chunk."""
         return prod(self.sizes)
 
-    @property
-    def runs(self) -> Elements:
-        """The first elements of its runs along the last axis."""
-        return Elements(self.start, self.sizes[:-1], self.strides[:-1])
-
     def places(self, first: int, count: int) -> Words:
         """uint64 [count], the numbers in the whole tensor of the stored elements [first, first + count)."""
         number = np.arange(first, first + count, dtype=np.uint64)
-        found = np.full(count, self.start & MASK, np.uint64)
+        places = np.full(count, self.start & MASK, np.uint64)
         for size, stride in zip(self.sizes[::-1], self.strides[::-1], strict=True):
             number, index = np.divmod(number, np.uint64(size))
-            found += index * np.uint64(stride & MASK)
-        return found
+            places += index * np.uint64(stride & MASK)
+        return places
 
 
 def elements(
@@ -112,11 +103,9 @@ def elements(
     joined: list[tuple[int, int]] = []
     for axis in range(len(shape)) if order is None else order:
         size, stride = sizes[axis], whole[axis]
-        if size == 1:
-            continue
-        if joined and joined[-1][1] == size * stride:
+        if joined and joined[-1][1] == size * stride and size != 1:
             joined[-1] = joined[-1][0] * size, stride
-        else:
+        elif size != 1:
             joined.append((size, stride))
     start = sum(offset * stride for offset, stride in zip(offsets, whole, strict=True))
     return Elements(start, tuple(size for size, _ in joined), tuple(stride for _, stride in joined))
@@ -130,7 +119,6 @@ def elem_digest(bits: npt.NDArray[np.unsignedinteger[Any]], where: Elements, fir
 
     Args:
         bits: [n], the elements' own 1, 2, 4 or 8 bytes as numbers, in the order of storage.
-        where: the chunk that they belong to.
         first: position of the first of them in the chunk, so that a chunk may come in pieces.
         parts: 2 for complex: `bits` are then real and imaginary parts, `where` and `first` still count elements.
     """
@@ -168,7 +156,8 @@ def _keys(where: Elements, first: int, count: int) -> Iterator[tuple[int, Words]
 
 def _starts(where: Elements, row: int, rows: int) -> Words:
     """uint64 [rows], (L + 1) * GOLD at the start of some runs of the last axis."""
-    return (where.runs.places(row, rows) + np.uint64(1)) * np.uint64(GOLD)
+    runs = Elements(where.start, where.sizes[:-1], where.strides[:-1])
+    return (runs.places(row, rows) + np.uint64(1)) * np.uint64(GOLD)
 
 
 # ---------------------------------------------------------------- objects

@@ -103,10 +103,11 @@ def _entry(key: str, entry: Any) -> tuple[str, SealEntry]:
 
 def _text(document: dict[str, Any], key: str) -> str:
     value = document.get(key, "")
+    name = printable(key[:_TEXT_LIMIT])
     if not isinstance(value, str):
-        raise UnreadableError(f"has a {printable(key[:_TEXT_LIMIT])} that is not text")
+        raise UnreadableError(f"has a {name} that is not text")
     if len(value) > _TEXT_LIMIT:
-        raise LimitError(f"has {len(value):,} characters in {printable(key[:_TEXT_LIMIT])}, the limit is {_TEXT_LIMIT}")
+        raise LimitError(f"has {len(value):,} characters in {name}, the limit is {_TEXT_LIMIT}")
     return printable(value)
 
 

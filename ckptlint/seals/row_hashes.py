@@ -132,8 +132,7 @@ class RowHashes:
         return {item.name: getattr(self, item.name) for item in fields(self) if item.name != "lock"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.lock = Lock()
-        for name, value in state.items():
+        for name, value in (state | {"lock": Lock()}).items():
             setattr(self, name, value)
 
     @property
@@ -142,12 +141,7 @@ class RowHashes:
         return self.count == prod(self.shape)
 
     def add(self, bits: Bits, row: int, column: int) -> None:
-        """Add a block of elements.
-
-        Args:
-            bits: [rows, columns], canonical, of any unsigned word; of one slice.
-            row, column: where its first element is: the row among those of all slices.
-        """
+        """Adds a block [rows, columns] of canonical elements of one slice, whose first row counts in all slices."""
         count, width = bits.shape
         per = matrix(self.shape)[1]
         down = _weights(self.salt, row % per, count) if self.columns.size else None
@@ -171,22 +165,17 @@ class RowHashes:
         """The hashes of each part along the first axis, of a tensor that has three axes or more."""
         count, shape = self.shape[0], self.shape[1:]
         rows, columns = self.rows.reshape(count, -1), self.columns.reshape(count, -1, max(self.columns.shape[-1], 1))
-        made = []
+        layers = []
         for number in range(count):
-            part = RowHashes(shape[:1] if shape[1:] == (1,) else shape, self.dtype, self.salt, self.by_columns)
-            part.rows = rows[number]
-            part.columns = columns[number] if part.columns.size else part.columns
-            part.count = prod(shape) if self.is_whole else 0
-            made.append(part)
-        return made
+            layer = RowHashes(shape[:1] if shape[1:] == (1,) else shape, self.dtype, self.salt, self.by_columns)
+            layer.rows = rows[number]
+            layer.columns = columns[number] if layer.columns.size else layer.columns
+            layer.count = prod(shape) if self.is_whole else 0
+            layers.append(layer)
+        return layers
 
     def scatter(self, bits: Bits, places: Words) -> None:
-        """Add elements one by one.
-
-        Args:
-            bits: [n], canonical.
-            places: uint64 [n], their row-major numbers in the whole tensor.
-        """
+        """Adds canonical elements [n] one by one, by their row-major numbers [n] in the whole tensor."""
         _, per, columns = matrix(self.shape)
         row, column = np.divmod(places, np.uint64(columns))
         slices, inside = np.divmod(row, np.uint64(per))
@@ -216,13 +205,7 @@ class Placed(NamedTuple):
     where: Elements
 
     def add(self, bits: Bits, first: int) -> None:
-        """Add a run of its elements.
-
-        Args:
-            bits: [n], as stored.
-            first: position of the first of them in the chunk, in elements.
-        """
-        parts = 2 if self.dtype.startswith("complex") else 1
+        """Adds a run [n] of its elements, as stored, from the element `first` of the chunk on."""
         for hashes in self.hashes:
             words = comparable(bits, self.dtype, hashes.dtype)
             if words is None:
@@ -230,7 +213,7 @@ class Placed(NamedTuple):
             if len(self.hashes) > 1:  # rounding may make zeros
                 with hashes.lock:
                     hashes.zeros += words.size - int(np.count_nonzero(words))
-            if parts > 1:  # both parts are one element
+            if self.dtype.startswith("complex"):  # both parts are one element
                 words = _paired(words.reshape(-1, 2), hashes.salt)
             if self.where.strides and self.where.strides[-1] != 1:
                 hashes.scatter(words, self.where.places(first, len(words)))
@@ -250,8 +233,7 @@ def _paired(parts: Bits, salt: int) -> Words:
 def blocks(where: Elements, first: int, count: int, shape: Shape) -> Iterator[tuple[int, int, int, int, int]]:
     """Blocks of the elements [first, first + count) of a chunk: row, column, position in these, rows, columns.
 
-    Args:
-        shape: of the whole tensor; see `matrix`.
+    Rows and columns are those of the whole tensor, as `matrix` has them.
     """
     _, per, columns = matrix(shape)
     run = where.sizes[-1] if where.sizes else 1
@@ -286,21 +268,14 @@ def first_place(where: Elements, number: int) -> int:
 
 
 def canonical(bits: Bits, dtype: str) -> Bits:
-    """The bits with one zero and one NaN: -0.0 as 0.0, NaN whatever its payload; as they are for other dtypes.
-
-    Args:
-        bits: of real numbers: of complex elements both parts.
-    """
+    """The bits of real numbers with one zero and one NaN, whatever its payload; as they are for other dtypes."""
     encoding = ENCODINGS.get(dtype)
-    if encoding is None or encoding.unsigned:
-        return bits
-    if encoding.single:  # one pattern of bits is NaN, and nothing has two zeros
+    # where encoding.single, one pattern of bits is NaN, and nothing has two zeros
+    if encoding is None or encoding.unsigned or encoding.single or not bits.size:
         return bits
     top = 1 << (8 * bits.itemsize - 1)
     worst = encoding.bad + encoding.has_infinity  # what is from here on is NaN
     signed = bits.view(f"i{bits.itemsize}")
-    if not bits.size:
-        return bits
     is_zero, is_nan = signed.min() == -top, signed.max() >= worst or bits.max() >= top | worst
     if not (is_zero or is_nan):
         return bits
@@ -358,8 +333,7 @@ def can_be_rounded(dtype: str, to: str) -> bool:
 
 def word_of(dtype: str) -> str:
     """The numpy dtype of the elements as unsigned words; complex ones are two."""
-    bits = ITEM_BITS[dtype]
-    return f"<u{bits // 8 // (2 if dtype.startswith('complex') else 1)}"
+    return f"<u{ITEM_BITS[dtype] // (16 if dtype.startswith('complex') else 8)}"
 
 
 def digest(hashes: Words) -> int:

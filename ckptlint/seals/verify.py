@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ckptlint.model import Checkpoint, RecordState, Seal, SealEntry, Tensor
 from ckptlint.seals.digests import ALGORITHM
 from ckptlint.seals.file import SEAL
 
 
-@dataclass(frozen=True, slots=True)
-class SealComparison:
+class SealComparison(NamedTuple):
     """What a seal says of the payload.
 
     Attributes:
@@ -22,7 +21,7 @@ class SealComparison:
 
     equal: int
     different: dict[str, int]
-    unknown: dict[str, list[str]] = field(default_factory=dict)
+    unknown: dict[str, list[str]]
 
 
 def misfit(ckpt: Checkpoint) -> str:
@@ -36,17 +35,17 @@ def misfit_of(seal: Seal | None, metadata: str) -> str:
         return f"there is no {SEAL}"
     if seal.algorithm != ALGORITHM:
         return f"{seal.algorithm!r} made its digests, but this version knows only {ALGORITHM!r}"
-    if seal.metadata == metadata:
-        return ""
-    return f"it belongs to {_named(seal.metadata)}, but this is {_named(metadata)}"
+    belongs, this = (
+        f"a .metadata with the BLAKE2b {name[:12]}..." if name else "a checkpoint without .metadata"
+        for name in (seal.metadata, metadata)
+    )
+    return "" if seal.metadata == metadata else f"it belongs to {belongs}, but this is {this}"
 
 
 def sealed_tensors(ckpt: Checkpoint) -> Iterator[Tensor]:
     """The tensors whose digest can tell whether they hold what was sealed, once all their records are read."""
-    seal = ckpt.seal
-    for fqn, entry in seal.entries.items() if seal else ():
-        tensor = ckpt.tensors.get(fqn)
-        if tensor is not None and not _obstacle(tensor, entry):
+    for fqn, entry in ckpt.seal.entries.items() if ckpt.seal else ():
+        if (tensor := ckpt.tensors.get(fqn)) is not None and not _obstacle(tensor, entry):
             yield tensor
 
 
@@ -62,10 +61,11 @@ def compare_with_seal(ckpt: Checkpoint) -> SealComparison:
         if tensor is not None and not reason:
             records = tensor.chunks.record[tensor.tiling.live]
             if not payload.digested[records].all():
-                is_left_out = payload.state[records] == RecordState.UNSAMPLED
-                reason = "left out by --sample" if is_left_out.any() else _UNREAD
-            elif (found := int(payload.digest[records].sum())) != entry.digest:
-                different[fqn] = found
+                is_left_out = (payload.state[records] == RecordState.UNSAMPLED).any()
+                unread = "the records were not read, or hold no plain tensor of the chunk's dtype and shape"
+                reason = "left out by --sample" if is_left_out else unread
+            elif (digest := int(payload.digest[records].sum())) != entry.digest:
+                different[fqn] = digest
             else:
                 equal += 1
         if reason:
@@ -77,9 +77,6 @@ def compare_with_seal(ckpt: Checkpoint) -> SealComparison:
     return SealComparison(equal, different, unknown)
 
 
-_UNREAD = "the records were not read, or hold no plain tensor of the chunk's dtype and shape"
-
-
 def _obstacle(tensor: Tensor, entry: SealEntry) -> str:
     """Why a tensor cannot be compared with its entry whatever its records hold, or ""."""
     if tensor.global_shape != entry.shape:
@@ -89,7 +86,3 @@ def _obstacle(tensor: Tensor, entry: SealEntry) -> str:
     if not tensor.is_tiled or (tensor.chunks.record[tensor.tiling.live] < 0).any():
         return "its chunks do not tile it"
     return ""
-
-
-def _named(metadata: str) -> str:
-    return f"a .metadata with the BLAKE2b {metadata[:12]}..." if metadata else "a checkpoint without .metadata"

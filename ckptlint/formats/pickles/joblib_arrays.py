@@ -31,29 +31,20 @@ class _Cutter(Tracer):
         super().load_build()  # type: ignore[misc]
         made = self.stack[-1]  # type: ignore[attr-defined]
         if isinstance(made, Opaque) and made.module in _MODULES and made.name == MARK.decode():
-            start, has_objects = self.file.tell(), _has_objects(made.state["dtype"])
-            if has_objects:
+            start, dtype = self.file.tell(), made.state["dtype"]
+            has_objects = dtype.args[0] == "O8" or bool(dtype.state and dtype.state[7] & HAS_OBJECTS)
+            if has_objects:  # which follow as a pickle of their own
                 opcodes: list[tuple[Any, Any, Any]] = [*pickletools.genops(self.file)]
                 ends = [at + _FRAME_SIZE + size for opcode, size, at in opcodes if opcode.name == "FRAME"]
                 if max(ends, default=0) > self.file.tell():
                     raise pickle.UnpicklingError("a frame that reaches beyond its pickle: readers go on elsewhere")
             else:
                 padding = 1 + self.file.read(1)[0] if made.state.get("numpy_array_alignment_bytes") is not None else 0
-                self.file.seek(start + padding + _size(made.state))
+                self.file.seek(start + padding + int(prod(made.state["shape"])) * numpy_bytes(dtype))
             self.cuts.append((start, self.file.tell(), has_objects))
 
 
 _Cutter.dispatch = Tracer.dispatch | {pickle.BUILD[0]: _Cutter.load_build}  # type: ignore[assignment]
-
-
-def _has_objects(dtype: Any) -> bool:
-    """Whether the array is one of objects, which follows as a pickle of its own."""
-    return dtype.args[0] == "O8" or bool(dtype.state and dtype.state[7] & HAS_OBJECTS)
-
-
-def _size(state: dict[str, Any]) -> int:
-    """Bytes of the array."""
-    return int(prod(state["shape"])) * numpy_bytes(state["dtype"])
 
 
 def without_arrays(data: bytes) -> tuple[bytes, list[bytes]]:

@@ -28,11 +28,8 @@ Fits = Callable[[Any], bool]
 class CallRow(NamedTuple):
     """An entry of the table, for one name; `calls.toml` says what each field means.
 
-    Attributes:
-        call: whether arguments have one of the shapes of a call.
-        new: whether arguments have one of the shapes of an object that is made without a call.
-        state: whether BUILD may be given this.
-        touches: whether the object may look at what its state holds.
+    `call` and `new` tell whether arguments fit a call, and an object that is made without one; `state` what BUILD may
+    be given; `touches` whether the object may look at what its state holds.
     """
 
     call: Fits
@@ -65,19 +62,9 @@ class CallTable(NamedTuple):
     tensor: frozenset[str]
 
 
-def never(_: Any) -> bool:
-    """The shape that nothing has."""
-    return False
-
-
-def always(_: Any) -> bool:
-    """The shape that everything has."""
-    return True
-
-
-def is_nothing(args: Any) -> bool:
-    """The shape of no arguments."""
-    return not args
+never: Fits = lambda value: False  # noqa: E731  shapes as those of the table below
+always: Fits = lambda value: True  # noqa: E731
+is_nothing: Fits = lambda args: not args  # noqa: E731
 
 
 @cache
@@ -181,14 +168,6 @@ def _named(word: str) -> Fits:
     return lambda value: isinstance(value, type) and getattr(value, "sort", "") in (word, "refused")
 
 
-def _is_ints(value: Any) -> bool:
-    return type(value) is tuple and all(type(item) is int for item in value)
-
-
-def _is_pairs(value: Any) -> bool:
-    return type(value) is list and all(type(item) in (tuple, list) and len(item) == 2 for item in value)
-
-
 def _is_attributes(value: Any) -> bool:
     """A dict by text, or that and one for slots, which `setattr` sets: no name there may be one of Python's own."""
     if type(value) is dict:
@@ -241,8 +220,10 @@ _PRIMITIVE: dict[str, Fits] = {
     "tuple": _is(tuple),
     "dict": _is(dict),
     "mapping": lambda value: isinstance(value, dict),
-    "ints": _is_ints,
-    "pairs": _is_pairs,
+    "ints": lambda value: type(value) is tuple and all(type(item) is int for item in value),
+    "pairs": lambda value: (
+        type(value) is list and all(type(item) in (tuple, list) and len(item) == 2 for item in value)
+    ),
     "plain": is_plain_data,
     "ratio": _matches(r"-?\d{1,4000}(/\d{1,4000})?"),
     "decimal": _matches(r"-?(\d{1,4000}(\.\d{1,4000})?(E[+-]?\d{1,6})?|s?NaN\d{0,4000}|Infinity)"),
@@ -300,9 +281,7 @@ def _shape(node: ast.expr, words: Mapping[str, Fits]) -> Fits:
 
 
 def _any_of(shapes: list[Fits]) -> Fits:
-    if len(shapes) == 1:
-        return shapes[0]
-    return lambda value: any(shape(value) for shape in shapes)
+    return shapes[0] if len(shapes) == 1 else lambda value: any(shape(value) for shape in shapes)
 
 
 # ---------------------------------------------------------------- names that are not in the table
@@ -348,8 +327,8 @@ def is_own_class(module: str, name: str) -> bool:
 
 def may_call(module: str, name: str, args: tuple[Any, ...]) -> bool:
     """Whether a call of an unknown name with these arguments can be no more than that of an enum or an empty object."""
-    return is_own_class(module, name) and len(args) <= 1 and all(map(_is_word, args))
-
-
-def _is_word(value: Any) -> bool:
-    return type(value) in (int, float, bool) or (isinstance(value, str) and _WORD.fullmatch(value) is not None)
+    return (
+        is_own_class(module, name)
+        and len(args) <= 1
+        and all(type(arg) in (int, float, bool) or (isinstance(arg, str) and _WORD.fullmatch(arg)) for arg in args)
+    )

@@ -44,26 +44,15 @@ from ckptlint.formats.pickles.joblib_arrays import MARK, without_arrays
 from ckptlint.formats.pickles.names import Pair
 from ckptlint.formats.pickles.refusals import Refused, refusal_text
 from ckptlint.formats.pickles.rows import Buffer
-from ckptlint.formats.pickles.stand_ins import SCALARS, Fault, Node, Opaque, StandIns, raw_bytes
+from ckptlint.formats.pickles.stand_ins import SCALARS, Fault, StandIns, raw_bytes
+from ckptlint.formats.pickles.stand_ins import Node as Node
+from ckptlint.formats.pickles.stand_ins import Opaque as Opaque
 from ckptlint.formats.pointers import pointer_in
 from ckptlint.formats.torch_archive import ranges_in, read_archive
 from ckptlint.formats.torch_legacy import PICKLES, is_magic, is_tar
 from ckptlint.model.text import printable
 from ckptlint.patterns import lazy_pattern
 from ckptlint.sandbox import give_back_freed_memory
-
-__all__ = [
-    "SIZE_LIMIT",
-    "Node",
-    "Opaque",
-    "Refused",
-    "Unpickled",
-    "asks_for_names",
-    "paused_gc",
-    "read_metadata",
-    "read_row",
-    "read_state",
-]
 
 SIZE_LIMIT = 2 * 1024**3
 """Largest metadata pickle that is read, in bytes; 10 million chunks take about 1.5 GiB."""
@@ -95,19 +84,15 @@ class Unpickled(NamedTuple):
 
 
 class _Unpickler(StandIns, pickle.Unpickler):
-    """The C unpickler over the stand-ins; one instance reads one pickle.
+    """The C unpickler over the stand-ins; one instance reads one pickle."""
 
-    Args:
-        found: the row runs that the pickle has persistent ids for.
-    """
-
-    def __init__(self, file: io.BytesIO, strict: bool, found: PickleScan | None = None) -> None:
+    def __init__(self, file: io.BytesIO, strict: bool, row_runs: PickleScan | None = None) -> None:
         super().__init__(file, strict)
-        self._found = found
+        self._row_runs = row_runs
 
     def persistent_load(self, pid: Any) -> Any:
         """A storage, or a row run."""
-        return self._found.persistent_load(pid) if self._found else super().persistent_load(pid)
+        return self._row_runs.persistent_load(pid) if self._row_runs else super().persistent_load(pid)
 
 
 # ---------------------------------------------------------------- reading
@@ -141,7 +126,7 @@ def read_state(data: bytes) -> Unpickled:
 
 @contextmanager
 def paused_gc() -> Iterator[None]:
-    """Keep the cyclic garbage collector from walking millions of fresh objects again and again."""
+    """Keeps the cyclic garbage collector from walking millions of fresh objects again and again."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -177,17 +162,12 @@ def asks_for_names(data: bytes) -> bool:
 
 
 class _Loaded(NamedTuple):
-    """One pickle after the unpickler: its object, what it did wrong, why it ended early, and its length.
-
-    Attributes:
-        unknown: names that nobody knows.
-        given: bytes that are handed to a loader.
-    """
+    """One pickle after the unpickler: its object, what it did wrong, why it ended early, and its length."""
 
     root: Any
     faults: list[tuple[Pair, Fault]]
-    unknown: list[Pair]
-    given: list[bytes]
+    unknown: list[Pair]  # names that nobody knows
+    given: list[bytes]  # what is handed to a loader
     error: Exception | None
     end: int
 
@@ -217,13 +197,12 @@ def _load(data: bytes, strict: bool) -> _Loaded:
         raise
     except Exception as caught:  # a crafted stream can make the unpickler raise anything
         error = caught
-    faults, unknown = list(unpickler.faults), list(unpickler.unknown)
     end = stream.tell()
     if error is None and isinstance(stream, _Framed):
         is_short = end > _TIMES_AS_FAST * (end - stream.began)
         if is_short or not _ends_at(data, end, strict):
             end = _after_stop(data, stream.began, end)
-    return _Loaded(root if error is None else None, faults, unknown, unpickler.loaded, error, end)
+    return _Loaded(root, list(unpickler.faults), list(unpickler.unknown), unpickler.loaded, error, end)
 
 
 def _ends_at(data: bytes, end: int, strict: bool) -> bool:
@@ -244,10 +223,7 @@ def _ends_at(data: bytes, end: int, strict: bool) -> bool:
 
 
 def _after_stop(data: bytes, start: int, end: int) -> int:
-    """The end of a pickle whose STOP is between two positions, the first of an opcode; a frame may reach beyond STOP.
-
-    Some readers go on there, others at the end of the frame.
-    """
+    """The end of a pickle whose STOP is between two positions, the first of an opcode: some readers go on there."""
     with suppress(ValueError):  # a name that is not ASCII, which no pickle with frames has
         for opcode, _, at in pickletools.genops(data[start:end]):
             if opcode.name == "STOP":
@@ -302,11 +278,7 @@ def _judged(
 
 
 def _read_bytes(raw: bytes, depth: int) -> Unpickled:
-    """What a pickle inside bytes asks for: an archive, or as many pickles in a row as torch's old format has.
-
-    Raises:
-        UnreadableError: nothing is refused there, and it is cut, damaged or more than one pickle.
-    """
+    """What a pickle inside bytes asks for: an archive, or as many pickles in a row as torch's old format has."""
     if raw[:4] == _ZIP:
         return _read(read_archive(ranges_in(raw), len(raw)).pickle, False, depth)
     if is_tar(raw):  # what torch looks for first
@@ -398,20 +370,19 @@ def _is_whole(raw: bytes) -> bool:
 def _read_row_runs(data: bytes | Buffer) -> Any:
     """The root of a large `.metadata` with its regular row runs as columns; None when it must be read otherwise."""
     try:
-        found = scan(data)
-        if found is None:
+        row_runs = scan(data)
+        if row_runs is None:
             return None
         give_back_freed_memory()
-        unpickler = _Unpickler(io.BytesIO(found.pickle), strict=True, found=found)
+        unpickler = _Unpickler(io.BytesIO(row_runs.pickle), strict=True, row_runs=row_runs)
         with paused_gc(), _no_extensions():
             root = unpickler.load()
-        found.finish(lambda name: getattr(name, "kind", ""), unpickler.find_class("torch", "Size"))
+        row_runs.finish(lambda name: getattr(name, "kind", ""), unpickler.find_class("torch", "Size"))
         give_back_freed_memory()
     except Exception:  # whatever it is, reading the original pickle shows it
         return None
-    if unpickler.faults or _placed(root) != (len(found.row_runs), len(found.single)):
-        return None
-    return root if _spelled_out(root) else None
+    is_placed = not unpickler.faults and _placed(root) == (len(row_runs.row_runs), len(row_runs.single))
+    return root if is_placed and _spelled_out(root) else None
 
 
 def _placed(root: Any) -> tuple[int, int]:
@@ -469,32 +440,27 @@ def _state(node: Any, kind: str) -> dict[str, Any]:
 
 def _wrong_start(data: bytes) -> str:
     """What the first bytes are instead of a pickle's; torch writes no pickle that starts otherwise."""
-    if pointer := pointer_in(data[:2048]):
-        return pointer
+    if not data:
+        return "is empty (0 bytes)"
     if data.lstrip()[:1] in (b"{", b"["):
         return "is JSON, not a pickle"
     if not data.strip(b"\0"):
         return "holds only zero bytes"
-    return f"is not a pickle: it starts with byte 0x{data[0]:02x} instead of 0x80"
+    return pointer_in(data[:2048]) or f"is not a pickle: it starts with byte 0x{data[0]:02x} instead of 0x80"
 
 
 def _unreadable(data: bytes, error: Exception) -> ForeignError:
     """One sentence on why a stream does not decode, with the byte where the opcodes stop making sense."""
     if data[:1] != b"\x80":
-        return ForeignError(_wrong_start(data) if data else "is empty (0 bytes)", 0)
+        return ForeignError(_wrong_start(data), 0)
     position = 0
     try:
-        for opcode, _, at in pickletools.genops(data[:_WALK_LIMIT]):
+        for _, _, at in pickletools.genops(data[:_WALK_LIMIT]):  # up to STOP
             position = at or 0
-            if opcode.name == "STOP":
-                return ForeignError(f"is a pickle that does not decode: {_first_line(error)}")
-    except (ValueError, UnicodeError) as found:
-        if "unknown" in str(found):
+    except (ValueError, UnicodeError) as stop:
+        if "unknown" in str(stop):
             return ForeignError(f"stops being a pickle at byte {position + 1:,}", position + 1)
-    if len(data) <= _WALK_LIMIT or isinstance(error, EOFError) or "truncated" in str(error):
-        return ForeignError(f"ends at byte {len(data):,} inside a pickle (no STOP)", len(data))
-    return ForeignError(f"is a pickle that does not decode: {_first_line(error)}")
-
-
-def _first_line(error: Exception) -> str:
-    return printable((str(error) or type(error).__name__).splitlines()[0][:200])
+        if len(data) <= _WALK_LIMIT or isinstance(error, EOFError) or "truncated" in str(error):
+            return ForeignError(f"ends at byte {len(data):,} inside a pickle (no STOP)", len(data))
+    first_line = printable((str(error) or type(error).__name__).splitlines()[0][:200])
+    return ForeignError(f"is a pickle that does not decode: {first_line}")

@@ -52,30 +52,18 @@ class Named(type):
     call: Fits
     tell: Callable[[Fault], None]
     fault: Fault
+    give: Callable[..., Any] | None  # what makes something else of a call that is as it may be
     __getinitargs__ = None  # with it OBJ and INST without arguments are a call here too, as they are of a function
 
     def __call__(cls, *args: Any) -> Any:
         if not cls.call(args):
             cls.tell(cls.fault)
-        return _made(cls, args)
-
-    def _touched(cls) -> Any:
-        """BUILD sets attributes of the class itself, and the others call what it has of that name."""
-        return lambda *_: cls.tell("state")
-
-    __setstate__ = append = extend = add = property(_touched)
-
-
-class Giving(Named):
-    """The class of stand-ins that give something else when they are called as they may be."""
-
-    give: Callable[..., Any]
-
-    def __call__(cls, *args: Any) -> Any:
-        if cls.call(args):
+        elif cls.give is not None:
             return cls.give(cls, *args)
-        cls.tell(cls.fault)
         return _made(cls, args)
+
+    # BUILD sets attributes of the class itself, and the others call what it has of that name
+    __setstate__ = append = extend = add = property(lambda cls: lambda *_: cls.tell("state"))
 
 
 class Opaque(metaclass=Named):
@@ -86,6 +74,7 @@ class Opaque(metaclass=Named):
     name = ""
     sort = ""
     gives = ""
+    give = None
     call: Fits = staticmethod(always)
     new: Fits = staticmethod(always)
     fits: Fits = staticmethod(always)
@@ -190,9 +179,7 @@ class Dict(dict[Any, Any]):
 
 def _made(cls: Any, args: tuple[Any, ...]) -> Opaque:
     self: Opaque = object.__new__(cls)
-    self.args = args
-    self.state = None
-    self.items = []
+    self.args, self.state, self.items = args, None, []
     return self
 
 
@@ -200,9 +187,7 @@ def opaque(module: str, name: str, **members: Any) -> type[Opaque]:
     """A stand-in class of this name; `give`, where it is among the members, says what a call makes."""
     functions = {key: staticmethod(value) for key, value in members.items() if callable(value)}
     body = {"__slots__": (), "module": module, "name": name, **members, **functions}
-    kind = Giving if "give" in members else Named
-    made: type[Opaque] = kind("Opaque", (Opaque,), body)  # type: ignore[assignment]
-    return made
+    return Named("Opaque", (Opaque,), body)  # type: ignore[return-value]
 
 
 def _remade(module: str, name: str, args: tuple[Any, ...], state: Any, items: list[Any]) -> Opaque:
@@ -212,8 +197,7 @@ def _remade(module: str, name: str, args: tuple[Any, ...], state: Any, items: li
     return made
 
 
-for _kind in (Named, Giving):
-    copyreg.pickle(_kind, lambda cls: (opaque, (cls.module, cls.name)))
+copyreg.pickle(Named, lambda cls: (opaque, (cls.module, cls.name)))
 
 
 # ---------------------------------------------------------------- the names of `.metadata`
@@ -278,22 +262,14 @@ _CLASS_NAME = lazy_pattern(r"[A-Z](?=\w*[a-z])\w*")
 class StandIns:
     """The stand-ins of one pickle: the part of an unpickler that answers for names.
 
-    Args:
-        file: the pickle, for the unpickler that inherits from this.
-        strict: True for `.metadata`, whose list of names is closed; False for a state, where classes of the training
-            code are inert values.
-
-    Attributes:
-        faults: what is wrong, by name.
-        unknown: names that nobody knows.
-        loaded: bytes that are handed to a loader.
+    `strict` is for `.metadata`, whose list of names is closed; in a state classes of training code are inert values.
     """
 
     def __init__(self, file: Any, strict: bool) -> None:
         super().__init__(file)  # type: ignore[call-arg]
         self.faults: dict[tuple[Pair, Fault], tuple[int, str] | None] = {}
-        self.unknown: dict[Pair, None] = {}
-        self.loaded: list[bytes] = []
+        self.unknown: dict[Pair, None] = {}  # names that nobody knows
+        self.loaded: list[bytes] = []  # what is handed to a loader
         self._strict = strict
         self._has_acting = False
         # made anew for each pickle: a crafted BUILD can then damage nothing that outlives the read
@@ -307,9 +283,11 @@ class StandIns:
 
     def find_class(self, module: str, name: str) -> Any:
         """The stand-in of a name; nothing is imported or looked up."""
-        key = (module, name)
+        return self._kept((module, name), self._stand_in)
+
+    def _kept(self, key: Pair, make: Callable[[Pair], Any]) -> Any:
         if key not in self._stand_ins:
-            self._stand_ins[key] = self._guarded(self._stand_in(key))
+            self._stand_ins[key] = self._guarded(make(key))
         return self._stand_ins[key]
 
     def persistent_load(self, pid: Any) -> Any:
@@ -419,9 +397,7 @@ class StandIns:
         if not self._strict and key in names.call_table().rows:
             return self.find_class(*key)
         if is_unknown and _CLASS_NAME.fullmatch(name):
-            if key not in self._stand_ins:
-                self._stand_ins[key] = self._guarded(self._unknown(key))
-            return self._stand_ins[key]
+            return self._kept(key, self._unknown)
         if not owner.members:
             cls.tell("arguments")
         # of a class that nobody knows an attribute may be a method too
@@ -430,7 +406,6 @@ class StandIns:
         return _made(made, (name,))
 
     def _loaded(self, cls: Any, data: Any) -> Opaque:
-        """The bytes go to a loader."""
         self.loaded.append(raw_bytes(data) or b"")
         return _made(cls, (data,))
 
