@@ -27,6 +27,7 @@ from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.frameworks import family_of
 from ckptlint.vocabulary.metadata_files import METADATA
 
+_COPY_WEIGHTS = "copy the weights from where they were written; if they are not there either, use another step"
 _OF_SAFETY = ("unsafe", "unread", "limit")  # kinds of problems that count at every depth
 
 
@@ -127,12 +128,13 @@ def read_checkpoint(found: CheckpointPlace, look_at_files: bool = True) -> Check
     """The same in this process, where a crafted file may crash, starve or stall it."""
     recognised = found.recognised
     if recognised is None:
-        has_optimizer = any(family and family.part == "optimizer" for family in map(family_of, found.folder.files()))
-        what = "holds an optimizer and no model" if has_optimizer else "holds no checkpoint"
-        why = "a resume has moments and no weights to go on from" if has_optimizer else ""
-        sentence = f"the step's folder {what if found.folder.entries else 'is empty'}"
-        ckpt = unfinished(found.folder, sentence, "", why)
-        return _with_surroundings(found.folder, INCOMPLETE, ckpt)
+        if any(family and family.part == "optimizer" for family in map(family_of, found.folder.files())):
+            why = "a resume has moments and no weights to go on from"
+            ckpt = unfinished(found.folder, "the step's folder holds an optimizer and no model", "", why)
+            ckpt = replace(ckpt, metadata_file="file of weights")
+            return _with_surroundings(found.folder, INCOMPLETE._replace(restore={"incomplete": _COPY_WEIGHTS}), ckpt)
+        what = "holds no checkpoint" if found.folder.entries else "is empty"
+        return _with_surroundings(found.folder, INCOMPLETE, unfinished(found.folder, f"the step's folder {what}", ""))
     if is_unfinished_name(found.folder.name):  # what is not yet there is no fault of its own
         return replace(unfinished(found.folder, "", ""), problems=unfinished_marks(found.folder, blocks=True))
     with paused_gc():

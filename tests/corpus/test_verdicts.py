@@ -22,7 +22,7 @@ from ckptlint.rule import Severity
 
 MANIFESTS = sorted(REAL.rglob("MANIFEST.tsv"))
 ROWS = [(path.parent, {"codes": "", "key": ""} | row) for path in MANIFESTS for row in manifest(path.parent)]
-OTHER_DEPTHS = {"healthy": ("metadata", "files", "headers") if SWEEP else ("metadata",)}
+OTHER_DEPTHS = {"healthy": ("metadata", "headers") if SWEEP else ("metadata",)}
 EVERY = [
     pytest.param(folder / row["path"], row, number, id=f"{folder.name}/{row['path']}")
     for number, (folder, row) in enumerate(ROWS)

@@ -836,7 +836,7 @@ def test_anchors_and_merges_of_a_yaml_are_followed_and_a_long_number_is_a_text()
 # ---------------------------------------------------------------- any bytes
 
 
-SETTINGS = settings(max_examples=examples(5, 120), suppress_health_check=[HealthCheck.function_scoped_fixture])
+SETTINGS = settings(max_examples=examples(5, 60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 METADATA = (REAL / "edit_base" / ".metadata").read_bytes()
 WRITTEN = (REAL / MEGATRON / ".metadata").read_bytes()
 with zipfile.ZipFile(REAL / MEGATRON / "common.pt") as _archive:

@@ -26,7 +26,7 @@ from ckptlint.reporters import REPORTERS
 from ckptlint.reporters.style import Style
 from ckptlint.vocabulary.frameworks import step_number
 
-RUNS = int(os.environ.get("RUNS", examples(8, 80)))
+RUNS = int(os.environ.get("RUNS", examples(8, 40)))
 """How many runs are drawn: `RUNS=1000 pytest tests/lint/test_drawn_runs.py`."""
 CODES = {"passes": {0}, "lacks parts": {0}, "fails": {1}, "unfinished": {1, 3}, "not judged": {4}, "gone": {3}}
 """Verdict on a step -> the exit codes of a check of it; warnings and broken exports make a pass 1."""

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import test_contracts
 from layouts import LayoutTests
-from support import REAL, codes, copy_step, examples, found
+from support import REAL, codes, copy_step, examples, found, report_on
 
 import ckptlint
 from ckptlint.lint.report import Report
@@ -341,6 +341,19 @@ def test_damage_to_any_file_is_told_and_all_commands_agree(tmp_path: Path) -> No
         assert {*answers} == {is_whole(report)}, f"{about}: {answers}"
         shutil.rmtree(newest)
         kept.rename(newest)
+
+
+def test_a_step_without_its_weights_is_told_what_to_copy(tmp_path: Path) -> None:
+    step = step_of_two_models(tmp_path, 6, 6)
+    torch.save({"last_epoch": 1, "_step_count": 2}, step / "scheduler.pt")
+    (step / "trainer_state.json").write_text('{"global_step": 2}')
+    (step / "model.safetensors").unlink()
+    shutil.rmtree(step / "2_Dense")
+    report = report_on(step)
+    ((code, severity, sentence),) = found(report)
+    assert (code, severity, sentence.endswith("holds an optimizer and no model")) == ("COM001", "error", True)
+    assert report.diagnostics[0].finding.hint.startswith("copy the weights from where they were written")
+    assert report.checkpoints[0].not_run["GEO004"] == "needs file of weights"
 
 
 def test_the_newest_step_of_a_run_is_no_stale_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,5 +59,5 @@ def test_most_of_a_large_file_is_read_as_columns(generate: ModuleType, tmp_path:
 def test_no_torn_save_passes_and_no_whole_one_fails() -> None:
     """Saves that are killed in a folder with an older step."""
     program = (REPOSITORY / "bench" / "evidence" / "torn_saves.py").read_text(encoding="utf-8")
-    done = run_python(program, "--kills", "6", cwd=REPOSITORY, timeout=600)
+    done = run_python(program, "--kills", "3", cwd=REPOSITORY, timeout=600)
     assert (done.returncode, len(done.stdout.splitlines())) == (0, 3), done.stdout + done.stderr[-2000:]

@@ -14,7 +14,7 @@ def test_what_torch_writes_under_random_names_is_not_flagged(tmp_path: Path) -> 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # ranks are forked beside no threads
     try:
-        judged = list(bench("evidence/healthy").healthy(examples(4, 60), 1, tmp_path))
+        judged = list(bench("evidence/healthy").healthy(examples(4, 40), 1, tmp_path))
     finally:
         torch.set_num_threads(threads)
     assert judged and [one for one in judged if one[2]] == []
