@@ -41,7 +41,7 @@ def runs(
         if dim is None:
             continue
         pieces, place = mesh_shape[mesh_dim], coordinate[mesh_dim]
-        whole, split = (0, _length(runs_by_dim[dim])), getattr(placement, "split_factor", 1)
+        whole, split = (0, _length(runs_by_dim[dim])), getattr(placement, "split_factor", None) or 1
         parts = [_take(runs_by_dim[dim], _piece(_piece(whole, split, i), pieces, place)) for i in range(split)]
         runs_by_dim[dim] = _joined(run for part in parts for run in part)
     return tuple(runs_by_dim)
