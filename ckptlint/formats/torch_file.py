@@ -45,20 +45,15 @@ Made = TypeVar("Made", Mesh, Placement)
 class Storage(NamedTuple):
     """Where the bytes of a storage lie.
 
-    Attributes:
-        name: of the member, "" in a file without members.
-        header: first byte of its local header, -1 without one.
-        start: first byte of its data. In an archive it is foretold from the place of the header, as torch aligns; the
-            header itself is read at the depths that open records.
-        size: bytes of its data.
-        crc: CRC-32 as recorded, 0 where none was.
+    In an archive `start` is foretold from the place of the header, as torch aligns; the header itself is read at the
+    depths that open records.
     """
 
-    name: bytes
-    header: int
-    start: int
-    size: int
-    crc: int
+    name: bytes  # of the member, b"" in a file without members
+    header: int  # first byte of its local header, -1 without one
+    start: int  # first byte of its data
+    size: int  # bytes of its data
+    crc: int  # CRC-32 as recorded, 0 where none was
 
 
 class TorchFile(NamedTuple):

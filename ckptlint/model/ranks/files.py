@@ -49,7 +49,6 @@ class Statement(NamedTuple):
     Attributes:
         what: it, as a noun (`step`, `partition count`, `placements`).
         value: as text.
-        file: its name.
         among: what the files share that are compared with each other, "" where all are.
         fqn: the key that it concerns, "" where it is one thing for the whole file.
     """
