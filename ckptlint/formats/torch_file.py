@@ -59,20 +59,14 @@ class Storage(NamedTuple):
 class TorchFile(NamedTuple):
     """What a file of torch.save holds.
 
-    Attributes:
-        root: the value; dicts, lists and tuples as stored, with `Stored` for tensors.
-        prefix: the folder inside the archive, which is the stem of the file's name when it was written; "" without.
-        storages: key -> place of its bytes.
-        unpickled: the names that the pickles may not ask for, and those nobody knows, without the object.
-        size: bytes of the file.
-        faults: what contradicts itself in it, as sentences without a subject (`has ...`), each with a byte position.
+    `faults` is what contradicts itself in it, as sentences without a subject (`has ...`), each with a byte position.
     """
 
-    root: Any
-    prefix: str
-    storages: Mapping[str, Storage]
-    unpickled: Unpickled
-    size: int
+    root: Any  # the value; dicts, lists and tuples as stored, with `Stored` for tensors
+    prefix: str  # the folder inside the archive, the stem of the file's name when it was written; "" without
+    storages: Mapping[str, Storage]  # key -> place of its bytes
+    unpickled: Unpickled  # the names that the pickles may not ask for, and those nobody knows, without the object
+    size: int  # bytes of the file
     faults: tuple[tuple[str, int], ...] = ()
 
 
