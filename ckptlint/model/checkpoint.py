@@ -22,15 +22,10 @@ from ckptlint.model.tensors import ByteObject, ObjectTable, RecordTable, Tensor,
 
 
 class CommonState(NamedTuple):
-    """The values every rank shares (arguments, iteration, parameter groups).
+    """The values every rank shares (arguments, iteration, parameter groups)."""
 
-    Attributes:
-        source: the file or entry they came from, relative to the checkpoint.
-        values: a dict as stored; classes of the training code are inert `safe_pickle.Node`s.
-    """
-
-    source: str
-    values: dict[Any, Any]
+    source: str  # the file or entry they came from, relative to the checkpoint
+    values: dict[Any, Any]  # as stored; classes of the training code are inert `safe_pickle.Node`s
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -227,15 +222,10 @@ class Problem:
 
 
 class TokenFiles(NamedTuple):
-    """What lies beside an export that knows tokens; nothing where files were not looked at.
+    """What lies beside an export that knows tokens; nothing where files were not looked at."""
 
-    Attributes:
-        generation: what transformers generates by; None without one.
-        highest: the highest ids of the tokenizer and their tokens, printable; () where none was read.
-    """
-
-    generation: ModelConfig | None = None
-    highest: tuple[tuple[int, str], ...] = ()
+    generation: ModelConfig | None = None  # what transformers generates by
+    highest: tuple[tuple[int, str], ...] = ()  # the highest ids of the tokenizer and their tokens, printable
 
 
 class SaveTimes(NamedTuple):

@@ -48,8 +48,7 @@ class ChunkNumbers:
     @property
     def most(self) -> Floats:
         """float64 [n], the largest magnitude; 0 without a finite number."""
-        most: Floats = np.maximum(self.column("most"), 0.0)
-        return most
+        return np.asarray(np.maximum(self.column("most"), 0.0))
 
     @property
     def rms(self) -> Floats:
