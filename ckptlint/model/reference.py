@@ -35,8 +35,8 @@ class Declared(NamedTuple):
 class ModelConfig:
     """The configuration of the model that is with a checkpoint, as it stands there.
 
-    `values` is field -> value, as JSON has it, without what is nested deeper than any field of a model; `base` are those
-    of the base model's `config.json` beside an adapter, where that is there as well.
+    `values` is field -> value, as JSON has it, without what is nested deeper than any field of a model; `base` are
+    those of the base model's `config.json` beside an adapter, where that is there as well.
     """
 
     file: str  # its path relative to the checkpoint (`config.json`)
