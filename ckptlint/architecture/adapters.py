@@ -48,17 +48,11 @@ _SAVED = 100  # each is looked for in all keys
 
 @dataclass(slots=True, eq=False)
 class Factors:
-    """The low-rank factors of one module.
+    """The low-rank factors of one module."""
 
-    Attributes:
-        module: its path, as the keys have it.
-        adapter: the name that the adapter has in memory, where it is part of the keys; "" in files that peft writes.
-        keys: part -> the key that holds it.
-    """
-
-    module: str
-    adapter: str
-    keys: dict[Part, str] = field(default_factory=dict)
+    module: str  # its path, as the keys have it
+    adapter: str  # its name in memory, where it is part of the keys; "" in files that peft writes
+    keys: dict[Part, str] = field(default_factory=dict)  # which holds each part
 
     @property
     def base_module(self) -> str:

@@ -23,7 +23,6 @@ class ExpectedTensor:
     """One tensor of the model.
 
     Attributes:
-        shape: in elements.
         needed: whether a load misses it; False for what may be stored or not: a tied head, buffers.
         dims: how each axis follows from the configuration (`num_key_value_heads * head_dim`), one text per axis.
         because: the fields that decide whether it exists (`tie_word_embeddings`), in the order of their weight.

@@ -42,17 +42,11 @@ class SizeError(ExpressionError):
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """A parsed text.
-
-    Attributes:
-        text: as it was written.
-        names: the fields that it may ask for, in the order of the text.
-        value: fields -> the value. Raises ExpressionError. A condition holds where it is true, as Python has it.
-    """
+    """A parsed text; as a condition it holds where its value is true, as Python has it."""
 
     text: str
-    names: tuple[str, ...]
-    value: _Node
+    names: tuple[str, ...]  # the fields that it may ask for, in the order of the text
+    value: _Node  # fields -> the value; raises ExpressionError
 
 
 @lru_cache(maxsize=4096)

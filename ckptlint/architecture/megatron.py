@@ -153,7 +153,7 @@ def megatron_models(
         kind = "hybrid" if values["hybrid_layer_pattern"] else "gpt"
         table = entry(TABLE_FILE, kind)
         rows = [replace(row, dims=tuple(_plain(dim, values) for dim in row.dims)) for row in rows_of(table["rows"])]
-        # of 0.10 and 0.11 the local implementation made a LayerNorm of what was declared an RMSNorm
+        # the local implementation of megatron-core 0.10 and 0.11 made a LayerNorm of what was declared an RMSNorm
         ignored = (r"norm[._]bias$",) if values["normalization"] == "RMSNorm" else ()
         models: dict[str, Expected] = {}
         for form in table["forms"]:

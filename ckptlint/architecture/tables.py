@@ -29,17 +29,13 @@ _INDEX = lazy_pattern(r"\{(\w+)\}")
 class TableRow:
     """The tensors of one kind.
 
-    Attributes:
-        name: with indices in braces.
-        dims: the size of each axis.
-        exists: when the tensor is part of the model; "" for always. May use the indices.
-        optional: when the tensor need not be stored although it is part of the model (`tie_word_embeddings`); "" for
-            never, `true` for a buffer that the model makes itself.
+    `optional` says when a tensor need not be stored although it is part of the model (`tie_word_embeddings`): "" never,
+    `true` for a buffer that the model makes itself.
     """
 
-    name: str
-    dims: tuple[str, ...]
-    exists: str = ""
+    name: str  # with indices in braces
+    dims: tuple[str, ...]  # the size of each axis
+    exists: str = ""  # when the tensor is part of the model; "" for always; may use the indices
     optional: str = ""
 
 

@@ -26,25 +26,15 @@ _FIRST_READ = 65536  # most headers end within it: one read, and one request to 
 
 
 class Header(NamedTuple):
-    """What a header says; the lists and columns run in the order of the header.
+    """What a header says; the lists and columns run in the order of the header."""
 
-    Attributes:
-        payload: first byte behind the header, in the file.
-        metadata: the texts under `__metadata__`.
-        names: the keys, raw.
-        dtypes: torch's names, None for a dtype that torch has none for.
-        shapes: extents in elements.
-        begin: int64 [n], first byte of each tensor, counted from `payload`.
-        end: int64 [n], the byte behind it.
-    """
-
-    payload: int
-    metadata: dict[str, str]
-    names: list[str]
-    dtypes: list[str | None]
-    shapes: list[tuple[int, ...]]
-    begin: IntArray
-    end: IntArray
+    payload: int  # first byte behind the header, in the file
+    metadata: dict[str, str]  # the texts under `__metadata__`
+    names: list[str]  # the keys, raw
+    dtypes: list[str | None]  # torch's names, None for a dtype that torch has none for
+    shapes: list[tuple[int, ...]]  # extents in elements
+    begin: IntArray  # int64 [n], first byte of each tensor, counted from `payload`
+    end: IntArray  # int64 [n], the byte behind it
 
 
 def read_header(folder: Folder, name: str, size: int) -> Header:

@@ -72,21 +72,13 @@ class Directory:
 
 
 class Member(NamedTuple):
-    """A member of a record as the central directory gives it.
+    """A member of a record as the central directory gives it."""
 
-    Attributes:
-        name: the whole name, with the archive's folder.
-        crc: CRC-32 of its bytes; 0 in every member when the writer had checksums switched off.
-        size: bytes.
-        header: first byte of its local header.
-        entry: first byte of its entry in the central directory.
-    """
-
-    name: bytes
-    crc: int
-    size: int
-    header: int
-    entry: int = 0
+    name: bytes  # the whole name, with the archive's folder
+    crc: int  # CRC-32 of its bytes; 0 in every member when the writer had checksums switched off
+    size: int  # bytes
+    header: int  # first byte of its local header
+    entry: int = 0  # first byte of its entry in the central directory
 
     @property
     def short(self) -> str:
@@ -266,17 +258,11 @@ def _text(name: bytes) -> str:
 
 
 class Archive(NamedTuple):
-    """An archive of torch.save.
+    """An archive of torch.save."""
 
-    Attributes:
-        members: in the order of their data.
-        limits: where each of them ends (`limits_of`).
-        pickle: the `data.pkl`, whose checksum matches.
-    """
-
-    members: list[Member]
-    limits: list[int]
-    pickle: bytes
+    members: list[Member]  # in the order of their data
+    limits: list[int]  # where each of them ends (`limits_of`)
+    pickle: bytes  # the `data.pkl`, whose checksum matches
 
 
 def ranges_in(data: bytes) -> Read:

@@ -45,39 +45,28 @@ Made = TypeVar("Made", Mesh, Placement)
 class Storage(NamedTuple):
     """Where the bytes of a storage lie.
 
-    Attributes:
-        name: of the member, "" in a file without members.
-        header: first byte of its local header, -1 without one.
-        start: first byte of its data. In an archive it is foretold from the place of the header, as torch aligns; the
-            header itself is read at the depths that open records.
-        size: bytes of its data.
-        crc: CRC-32 as recorded, 0 where none was.
+    In an archive `start` is foretold from the place of the header, as torch aligns; the header itself is read at the
+    depths that open records.
     """
 
-    name: bytes
-    header: int
-    start: int
-    size: int
-    crc: int
+    name: bytes  # of the member, b"" in a file without members
+    header: int  # first byte of its local header, -1 without one
+    start: int  # first byte of its data
+    size: int  # bytes of its data
+    crc: int  # CRC-32 as recorded, 0 where none was
 
 
 class TorchFile(NamedTuple):
     """What a file of torch.save holds.
 
-    Attributes:
-        root: the value; dicts, lists and tuples as stored, with `Stored` for tensors.
-        prefix: the folder inside the archive, which is the stem of the file's name when it was written; "" without.
-        storages: key -> place of its bytes.
-        unpickled: the names that the pickles may not ask for, and those nobody knows, without the object.
-        size: bytes of the file.
-        faults: what contradicts itself in it, as sentences without a subject (`has ...`), each with a byte position.
+    `faults` is what contradicts itself in it, as sentences without a subject (`has ...`), each with a byte position.
     """
 
-    root: Any
-    prefix: str
-    storages: Mapping[str, Storage]
-    unpickled: Unpickled
-    size: int
+    root: Any  # the value; dicts, lists and tuples as stored, with `Stored` for tensors
+    prefix: str  # the folder inside the archive, the stem of the file's name when it was written; "" without
+    storages: Mapping[str, Storage]  # key -> place of its bytes
+    unpickled: Unpickled  # the names that the pickles may not ask for, and those nobody knows, without the object
+    size: int  # bytes of the file
     faults: tuple[tuple[str, int], ...] = ()
 
 

@@ -31,7 +31,6 @@ class AxisSlots:
     """The places of one axis: the intervals on its path, and where links are missing the ones that would fill them.
 
     Attributes:
-        axis: the dimension.
         starts, stops: int64 [n], the interval [start, stop) of every place, in order; together they tile the axis.
         is_absent: bool [n], the places that no chunk occupies.
     """

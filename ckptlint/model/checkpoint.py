@@ -22,15 +22,10 @@ from ckptlint.model.tensors import ByteObject, ObjectTable, RecordTable, Tensor,
 
 
 class CommonState(NamedTuple):
-    """The values every rank shares (arguments, iteration, parameter groups).
+    """The values every rank shares (arguments, iteration, parameter groups)."""
 
-    Attributes:
-        source: the file or entry they came from, relative to the checkpoint.
-        values: a dict as stored; classes of the training code are inert `safe_pickle.Node`s.
-    """
-
-    source: str
-    values: dict[Any, Any]
+    source: str  # the file or entry they came from, relative to the checkpoint
+    values: dict[Any, Any]  # as stored; classes of the training code are inert `safe_pickle.Node`s
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,7 +65,6 @@ class RunFolder:
         tracker: the step that the tracker names, or `release`; None without one.
         tracked: what is there; `unknown` for formats that ckptlint does not read.
         prefix, digits: how step folders are named.
-        tracker_file: name of the tracker.
         holds: what the tracker holds of a step: its `number`, the name of its `folder`, or it is a `link` to that.
         is_asked: whether the run was named, and this is its newest step: then faults of the tracker are reported.
         saved: the step that a train state in the step folder holds, None without one.
@@ -202,9 +196,7 @@ class Problem:
             info of SAF001, `crashed` LNT002 (made by the engine), `unused` LNT001 (made where ignores are applied),
             `view` LIV301 (made by `ckptlint live`).
         file: the file it is in, relative to the checkpoint.
-        message: one sentence.
         detail: lines shown below it (the opcodes of a refused call).
-        hint: what to do.
         fqn: the key concerned, if one is.
         blocks: whether the description of the tensors, or of a file's tensors, is missing because of it.
         outside_checkpoint: whether what is unsupported or unreadable is next to a checkpoint that loads without it.
@@ -230,15 +222,10 @@ class Problem:
 
 
 class TokenFiles(NamedTuple):
-    """What lies beside an export that knows tokens; nothing where files were not looked at.
+    """What lies beside an export that knows tokens; nothing where files were not looked at."""
 
-    Attributes:
-        generation: what transformers generates by; None without one.
-        highest: the highest ids of the tokenizer and their tokens, printable; () where none was read.
-    """
-
-    generation: ModelConfig | None = None
-    highest: tuple[tuple[int, str], ...] = ()
+    generation: ModelConfig | None = None  # what transformers generates by
+    highest: tuple[tuple[int, str], ...] = ()  # the highest ids of the tokenizer and their tokens, printable
 
 
 class SaveTimes(NamedTuple):
@@ -266,7 +253,6 @@ class Checkpoint:
     Attributes:
         path: as the user gave it, printable.
         format: the dialect, as its row in `loaders.layouts` names it; `live` for a running job.
-        title: how reports call it.
         writer: the oldest library that writes what was found (`torch >= 2.9`): a lower bound, not a fact.
         readable: whether the tensors were described at all; rules other than SAF and COM001 need it.
         partial_because: why the metadata describes only part of the save, or "".
@@ -291,13 +277,11 @@ class Checkpoint:
         payload: what the records say; None below depth `headers`.
         pairs: what tensors that follow from each other say of each other; None below depth `headers`.
         seal: what the saving job sealed; None without a seal, and below depth `data`.
-        times: when its files were written.
         metadata_hash: BLAKE2b of `.metadata`, as a seal names it; "" without either.
         ranks: what the ranks of a running job hold; None for files.
         rank_files: the files of a checkpoint that is a set of torch files; None elsewhere.
         storages: in which storages of torch's archives the records lie; None where they are records of another kind.
         rank_findings: what the ranks found themselves for the rule that runs; the engine gives each rule its own.
-        facts: what was worked out about it (`fact`).
     """
 
     path: str

@@ -48,12 +48,9 @@ class Budget:
 
 @dataclass(slots=True)
 class Cover:
-    """What was found of a region.
+    """The boxes of a region that are in no box, and in two or more; at most `REGION_LIMIT` of each.
 
-    Attributes:
-        missing, doubled: boxes in no box, and in two or more of them; at most `REGION_LIMIT` of each.
-        missing_volume, doubled_volume: elements of all of them; at least so many where `exact` is False.
-        exact: whether all of the region was looked at.
+    The volumes are of all of them, or at least so many elements where not all of the region was looked at (`exact`).
     """
 
     missing: list[Span] = field(default_factory=list)

@@ -69,7 +69,6 @@ class Damage(NamedTuple):
 
     Attributes:
         record: row in `Checkpoint.records`; -1 for a member of a file beside them, or a whole file in `integrity.json`.
-        file: its file.
         member: the member, "" for a whole record or file.
         recorded, computed: the checksums as text, "" where there are none left; `computed` is `absent` for a file that
             is not there, `unlisted` for one that a list of the user does not have.
@@ -140,7 +139,6 @@ class PayloadTable(_RowTable):
 
     Attributes:
         rows: [m], the columns below, each an attribute of the table too.
-        contents: the distinct contents.
         damages: checksums that do not match (depth `data`).
         matched: files, printable, whose SHA-256 is the recorded one (depth `data`).
         unlisted: payload file that a list of all files leaves out -> the list.
@@ -241,7 +239,6 @@ class PairTable(_RowTable):
     """Elements that were drawn from both tensors of pairs, by chunk of the first tensor.
 
     Attributes:
-        pairs: the pairs.
         rows: [n], the columns below, each an attribute of the table too.
         chunks: chunks that could have been drawn.
         unread: a pair -> why it could not be drawn from.
@@ -313,7 +310,6 @@ class ChangeTable(_RowTable):
     """Elements of this step beside those at their places in the step before, by chunk of this step.
 
     Attributes:
-        follows: the tensors.
         rows: [n], the columns below, each an attribute of the table too.
         chunks: chunks that could have been drawn.
         origins: row of a chunk that does not continue itself -> what it holds, as far as these were looked at.

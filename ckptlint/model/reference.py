@@ -35,17 +35,14 @@ class Declared(NamedTuple):
 class ModelConfig:
     """The configuration of the model that is with a checkpoint, as it stands there.
 
-    Attributes:
-        file: its path relative to the checkpoint (`config.json`).
-        values: field -> value, as JSON has it; what is nested deeper than any field of a model is left out.
-        base: beside an adapter, the values of its base model's `config.json`, where that is there as well.
-        base_layers: the layers that it declares; 0 where it does not.
+    `values` is field -> value, as JSON has it, without what is nested deeper than any field of a model; `base` are
+    those of the base model's `config.json` beside an adapter, where that is there as well.
     """
 
-    file: str
+    file: str  # its path relative to the checkpoint (`config.json`)
     values: Mapping[str, Any]
     base: Mapping[str, Any] = field(default_factory=dict)
-    base_layers: int = 0
+    base_layers: int = 0  # that the base model declares; 0 where it does not
 
     def sections(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """The configuration and each of its sections, at any depth, under a name for reports."""
@@ -59,16 +56,11 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class SealEntry:
-    """What a tensor held when the checkpoint was sealed.
-
-    Attributes:
-        shape: of the whole tensor, in elements.
-        digest: of all its elements (`digests.elem_digest`), whatever the sharding.
-    """
+    """What a tensor held when the checkpoint was sealed."""
 
     dtype: str
-    shape: tuple[int, ...]
-    digest: int
+    shape: tuple[int, ...]  # of the whole tensor, in elements
+    digest: int  # of all its elements (`digests.elem_digest`), whatever the sharding
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -93,7 +93,6 @@ class Tiling:
         offsets: int64 [n, d], first index of each chunk on each axis.
         sizes: int64 [n, d], extent of each chunk on each axis; 0 is legal.
         budget: what the search for holes and overlaps may cost; the tensors of a checkpoint share one.
-        facts: what was worked out about it (`fact`).
     """
 
     shape: tuple[int, ...]

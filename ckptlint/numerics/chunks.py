@@ -25,13 +25,11 @@ class ChunkNumbers:
     """The chunks of floating tensors whose values were read; row i is one chunk.
 
     Attributes:
-        tensors: the tensors.
         states: for each tensor the name of its state, `other` for an unknown one, "" for a weight or buffer.
         tensor: int64 [n], position in `tensors`; chunk: row in its table of chunks.
         record: int64 [n], row in `Checkpoint.records`.
         rank: int64 [n], rank that saved it, as the name of its file says; -1 where it says nothing.
         elements: int64 [n], numbers in it.
-        payload: the table of records.
     """
 
     tensors: list[Tensor]
@@ -50,8 +48,7 @@ class ChunkNumbers:
     @property
     def most(self) -> Floats:
         """float64 [n], the largest magnitude; 0 without a finite number."""
-        most: Floats = np.maximum(self.column("most"), 0.0)
-        return most
+        return np.asarray(np.maximum(self.column("most"), 0.0))
 
     @property
     def rms(self) -> Floats:

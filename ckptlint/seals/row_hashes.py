@@ -192,17 +192,11 @@ class RowHashes:
 
 
 class Placed(NamedTuple):
-    """A chunk of a tensor whose hashes are wanted.
+    """A chunk of a tensor whose hashes are wanted."""
 
-    Attributes:
-        hashes: those to add to; more than one where the elements are wanted after rounding too.
-        dtype: of the elements in the file.
-        where: their places in the whole tensor, row by row.
-    """
-
-    hashes: tuple[RowHashes, ...]
-    dtype: str
-    where: Elements
+    hashes: tuple[RowHashes, ...]  # to add to; more than one where the elements are wanted after rounding too
+    dtype: str  # of the elements in the file
+    where: Elements  # their places in the whole tensor, row by row
 
     def add(self, bits: Bits, first: int) -> None:
         """Adds a run [n] of its elements, as stored, from the element `first` of the chunk on."""

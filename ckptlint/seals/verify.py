@@ -11,17 +11,11 @@ from ckptlint.seals.file import SEAL
 
 
 class SealComparison(NamedTuple):
-    """What a seal says of the payload.
+    """What a seal says of the payload."""
 
-    Attributes:
-        equal: how many tensors hold what was sealed.
-        different: key -> the digest of what its tensor holds, where it is another one.
-        unknown: reason -> the keys that could not be compared for it.
-    """
-
-    equal: int
-    different: dict[str, int]
-    unknown: dict[str, list[str]]
+    equal: int  # tensors that hold what was sealed
+    different: dict[str, int]  # key -> the digest of what its tensor holds, where it is another one
+    unknown: dict[str, list[str]]  # reason -> the keys that could not be compared for it
 
 
 def misfit(ckpt: Checkpoint) -> str:

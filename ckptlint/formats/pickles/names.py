@@ -43,23 +43,14 @@ class CallRow(NamedTuple):
 
 
 class CallTable(NamedTuple):
-    """`calls.toml` as it was read.
+    """`calls.toml` as it was read."""
 
-    Attributes:
-        rows: by module and name.
-        storage: the shape of the persistent id of a storage.
-        closed: packages whose other names are refused.
-        open: beginnings of classes in closed packages that may be made and filled with data.
-        refused: beginnings of names with dots that are refused.
-        tensor: what a tensor has beside the attributes that a program gives it.
-    """
-
-    rows: Mapping[Pair, CallRow]
-    storage: Fits
-    closed: frozenset[str]
-    open: tuple[str, ...]
-    refused: tuple[str, ...]
-    tensor: frozenset[str]
+    rows: Mapping[Pair, CallRow]  # by module and name
+    storage: Fits  # the shape of the persistent id of a storage
+    closed: frozenset[str]  # packages whose other names are refused
+    open: tuple[str, ...]  # beginnings of classes in closed packages that may be made and filled with data
+    refused: tuple[str, ...]  # beginnings of names with dots that are refused
+    tensor: frozenset[str]  # what a tensor has beside the attributes that a program gives it
 
 
 never: Fits = lambda value: False  # noqa: E731  shapes as those of the table below

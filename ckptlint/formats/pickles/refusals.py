@@ -31,24 +31,17 @@ _MISUSE: dict[Fault, str] = {
 class Refused(NamedTuple):
     """A name the pickle may not ask for, or not in this way.
 
-    Attributes:
-        target: `module.name`, printable.
-        position: byte offset of the opcode that names it, or that calls or fills it where that is the fault; -1 when it
-            is too far into the file to be looked for.
-        called: whether an opcode would call it.
-        trace: the opcodes concerned, one line each.
-        unknown: whether it is refused because nobody knows what it does when it is called, or with what it is filled.
-        nested: whether it stands in a pickle inside bytes; the position counts from the start of that one.
-        misuse: how a known name is called that no real file calls so, or with what an unknown one is filled.
+    `position` is the byte offset of the opcode that names it, or that calls or fills it where that is the fault; -1
+    when it is too far into the file to be looked for.
     """
 
-    target: str
+    target: str  # `module.name`, printable
     position: int
-    called: bool
-    trace: tuple[str, ...]
-    unknown: bool = False
-    nested: bool = False
-    misuse: str = ""
+    called: bool  # an opcode would call it
+    trace: tuple[str, ...]  # the opcodes concerned, one line each
+    unknown: bool = False  # nobody knows what it does when it is called, or with what it is filled
+    nested: bool = False  # it stands in a pickle inside bytes; the position counts from the start of that one
+    misuse: str = ""  # how a known name is called that no real file calls so, or with what an unknown one is filled
 
 
 class Tracer(StandIns, pickle._Unpickler):

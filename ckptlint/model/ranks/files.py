@@ -44,39 +44,24 @@ class RankFile:
 
 
 class Statement(NamedTuple):
-    """What a file states of something on which files must agree.
+    """What a file states of something on which files must agree."""
 
-    Attributes:
-        what: it, as a noun (`step`, `partition count`, `placements`).
-        value: as text.
-        file: its name.
-        among: what the files share that are compared with each other, "" where all are.
-        fqn: the key that it concerns, "" where it is one thing for the whole file.
-    """
-
-    what: str
-    value: str
+    what: str  # that, as a noun (`step`, `partition count`, `placements`)
+    value: str  # as text
     file: str
-    among: str = ""
-    fqn: str = ""
+    among: str = ""  # what the files share that are compared with each other, "" where all are
+    fqn: str = ""  # the key that it concerns, "" where it is one thing for the whole file
 
 
 class Misfit(NamedTuple):
-    """A tensor of one file that is not what the files beside it imply.
-
-    Attributes:
-        fqn, file: which tensor, and where.
-        stored, expected: what is there, and what would be, as text.
-        because: from what that follows.
-        what: of what the two are (`shape`, `length`).
-    """
+    """A tensor of one file that is not what the files beside it imply."""
 
     fqn: str
     file: str
-    stored: str
-    expected: str
-    because: str
-    what: str = "shape"
+    stored: str  # what is there, as text
+    expected: str  # what would be
+    because: str  # from what that follows
+    what: str = "shape"  # of what the two are (`shape`, `length`)
 
 
 @dataclass(frozen=True, slots=True)

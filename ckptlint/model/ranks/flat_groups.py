@@ -17,7 +17,6 @@ class FlatPart:
     """What one file holds of a group.
 
     Attributes:
-        file: its name.
         number: of the group in the file.
         index, ranks: its place among the ranks that the group is cut over, and how many these are.
         weights: in fp32; None where they are not there, or not one-dimensional.

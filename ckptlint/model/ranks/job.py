@@ -37,7 +37,6 @@ class RankTable:
     """What the ranks of a running job hold under the keys that were compared; row i is one chunk or object of one rank.
 
     Attributes:
-        world_size: number of ranks.
         keys: how many keys there are in all, 0 when not known; the table holds the suspicious ones alone.
         fqns: the distinct names, printable.
         fqn: int32 [m], position in `fqns`.
