@@ -10,12 +10,6 @@ from ckptlint.analysis.quantised import quantisation
 from ckptlint.model import Checkpoint
 from ckptlint.vocabulary.keys import SQUARES, state_name
 
-
-def _has_squares(ckpt: Checkpoint) -> bool:
-    beside = any(file.optimizer is not None for file in ckpt.step_files)
-    return beside or any(state_name(fqn) in SQUARES for fqn in ckpt.tensors)
-
-
 NEEDS: dict[str, tuple[Callable[[Checkpoint], object], str]] = {
     "Megatron-Core": (lambda ckpt: ckpt.is_torch_dist, "this is no checkpoint of Megatron-Core's torch_dist"),
     "ShardedObjects": (lambda ckpt: ckpt.is_torch_dist and len(ckpt.objects), "there are no ShardedObjects"),
@@ -42,7 +36,13 @@ NEEDS: dict[str, tuple[Callable[[Checkpoint], object], str]] = {
     "quantised weights": (lambda ckpt: quantisation(ckpt).weights, "no weight is stored quantised"),
     "rank files": (lambda ckpt: ckpt.rank_files is not None, "no set of rank files"),
     "reference tensors": (lambda ckpt: ckpt.reference and ckpt.reference.tensors, "the reference names no tensors"),
-    "moments": (_has_squares, "no tensor holds second moments"),
+    "moments": (
+        lambda ckpt: (
+            any(file.optimizer is not None for file in ckpt.step_files)
+            or any(state_name(fqn) in SQUARES for fqn in ckpt.tensors)
+        ),
+        "no tensor holds second moments",
+    ),
     "pairs": (lambda ckpt: ckpt.pairs is not None, "tensors are compared where all records are read, and not a sample"),
     "sound": (lambda ckpt: ckpt.is_sound, "some tensors cannot be judged, so it is not known what is stored"),
     "states": (lambda ckpt: inventory_of(ckpt).states, "no optimizer state names its parameter"),

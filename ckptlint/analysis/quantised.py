@@ -192,12 +192,7 @@ def stored_otherwise(ckpt: Checkpoint, part: Part, one: QuantisedWeight) -> Tens
 def _alone(
     ckpt: Checkpoint, known: frozenset[Scheme], used: set[str], roles: set[str]
 ) -> Mapping[Scheme, dict[str, str]]:
-    """Parts that only a weight of a known scheme can have, where its codes are not stored.
-
-    Args:
-        used: keys of quantised weights and of their parts.
-        roles: roles of the quantised weights.
-    """
+    """Parts that only a weight of a known scheme can have, whose codes are not stored; `used` are keys of others."""
     keys_by_scheme: dict[Scheme, dict[str, str]] = defaultdict(dict)
     needed = [
         (scheme, part, name)

@@ -47,10 +47,9 @@ def overlaps(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def holes(ckpt: Checkpoint, padded: str | None = None) -> Iterator[Finding]:
-    """Regions of a tensor in no chunk, at most three for each tensor; a tensor without any chunk is left out.
+    """Regions in no chunk, at most three a tensor; holes in keys with `padded` may be padding, and are warnings.
 
-    Args:
-        padded: part of the keys whose holes may be padding, which is then a warning.
+    A tensor without any chunk is left out.
     """
     unsure: list[Tensor] = []
     for tensor in ckpt.sound_tensors():
@@ -162,10 +161,9 @@ def _kind(ckpt: Checkpoint, absent: Absent | None) -> str:
 
 def _neighbours(tensor: Tensor, region: Box) -> tuple[int, ...]:
     """Rows of the chunks that touch the region from outside."""
-    shape = tensor.global_shape
     low = tuple(max(0, start - 1) for start in region.offsets)
-    high = tuple(min(extent, stop + 1) for stop, extent in zip(region.ends, shape, strict=True))
-    grown = Box(low, tuple(b - a for a, b in zip(low, high, strict=True)))
+    sides = zip(low, region.ends, tensor.global_shape, strict=True)
+    grown = Box(low, tuple(min(extent, stop + 1) - start for start, stop, extent in sides))
     return tuple(tensor.tiling.touching(grown)[:16])
 
 

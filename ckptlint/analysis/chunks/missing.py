@@ -21,7 +21,6 @@ _REGIONS = 3  # most missing regions of a tensor that findings show
 _SIBLINGS, _PARTS = 16, 64  # most tensors of one shape that are compared, and most chunks of each
 _NAMED = 3
 _PLANS = "the plans of all ranks"
-_ANYONE = "list which ranks pass this key to save, and compare their offsets"
 
 
 class Absent(NamedTuple):
@@ -85,10 +84,7 @@ def _ends(starts: IntArray, lengths: IntArray) -> IntArray:
 
 @fact
 def lost_records(ckpt: Checkpoint) -> Mapping[tuple[str, Box], tuple[str, list[int]]]:
-    """(key, missing region) -> payload file, and first bytes of the records in it that no entry names: one holds it.
-
-    There are several where records of one length are lost together.
-    """
+    """(key, missing region) -> payload file, and first bytes of the records in it that no entry names: one holds it."""
     rank_of_file = dict(zip(ckpt.files.names, ranks_of_files(ckpt).tolist(), strict=True))
     unnamed = ((file, start, stop - start) for file, gaps in unnamed_bytes(ckpt).items() for start, stop in gaps)
     by_rank = grouped((rank_of_file[gap[0]], gap) for gap in unnamed)
@@ -108,10 +104,8 @@ def lost_records(ckpt: Checkpoint) -> Mapping[tuple[str, Box], tuple[str, list[i
 def _where_lost(
     ckpt: Checkpoint, absent: Absent | None, by_rank: Mapping[int, list[tuple[str, int, int]]]
 ) -> list[tuple[str, int, int]]:
-    """The gaps (file, start, length) that may hold a missing part: those of its rank, or all where no rank is known.
-
-    Empty where save plans exist or several ranks planned one part: the gaps are then copies that were dropped.
-    """
+    """The gaps (file, start, length) that may hold a missing part: those of its rank, or all where no rank is known."""
+    # with save plans, or where several ranks planned one part, the gaps are copies that were dropped
     if absent is None:
         return [] if ckpt.save_plans is not None else [gap for gaps in by_rank.values() for gap in gaps]
     return by_rank.get(absent.ranks[0], []) if len(absent.ranks) == 1 and not absent.instead else []
@@ -204,10 +198,7 @@ def _plan_rows(ckpt: Checkpoint) -> Mapping[str, IntArray]:
 
 
 def _by_siblings(ckpt: Checkpoint, tensor: Tensor, region: Box) -> Absent | None:
-    """The rank that saved this region of other tensors with the same shape.
-
-    All other parts must come from the same ranks in both tensors, except one that this rank saved instead of its own.
-    """
+    """The rank that saved this region of tensors of this shape, whose other parts are of the same ranks as here."""
     if len(tensor.chunks) > _PARTS:
         return None
     ranks = _rank_by_box(ckpt, tensor)
@@ -266,7 +257,7 @@ def absent_hint(ckpt: Checkpoint, tensor: Tensor, region: Box) -> str:
         return f"{copy}: the record is probably still {at}; only its entry is missing"
     absent = absent_ranks(ckpt, tensor, region)
     if absent is None:
-        return _ANYONE
+        return "list which ranks pass this key to save, and compare their offsets"
     who = named_ranks(absent.ranks)
     if len(absent.ranks) > 1:
         return f"compare the offsets of this key on {who}, and save again"

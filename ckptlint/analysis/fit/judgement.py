@@ -299,6 +299,12 @@ class _Judge:
         self.quantised = {stem for name in pairing.unknown if (stem := quantised_weight(name))}
         self.is_quantised = any(name in self.config for name in QUANTISATION) or bool(self.quantised)
         ignored = [re.compile(pattern) for pattern in pairing.expected.ignored]
+        # stored weights outside the model, by their unquantised names
+        self.beyond_model = self.plain | {f"{name.removesuffix('.weight')}.weight" for name in self.quantised}
+        sections = (self.config, *(section for section in self.config.values() if isinstance(section, Mapping)))
+        counts = ((name, section.get(name)) for section in sections for name in _MTP)
+        self.mtp_fields = [(name, count) for name, count in counts if isinstance(count, int)]
+        self.declared_mtp = max((count for _, count in self.mtp_fields), default=-1)
         unknown = (name for name in pairing.unknown if name in self.plain and not self._is_value_head(name))
         self.unknown = [name for name in unknown if not any(pattern.search(name) for pattern in ignored)]
         self.renamed_modules = {name.rpartition(".")[0] for name in self.unknown} if self.is_quantised else set()
@@ -306,12 +312,17 @@ class _Judge:
     def fit(self) -> Fit:
         if not self.ckpt.is_export:  # the loader of a training checkpoint asks for the common prefix
             self.unknown += [self.pairing.stored.pop(name) for name in self.pairing.odd]
-        missing = [
-            name
-            for name, tensor in self.tensors.items()
-            if tensor.needed and name not in self.pairing.stored and not self._is_excused(name)
-        ]
-        missing = self._without_joined(missing)
+        base = self.pairing.base and f"{self.pairing.base}."  # a load does not need the head of a base model
+        needed = (name for name, tensor in self.tensors.items() if tensor.needed and name not in self.pairing.stored)
+        missing = self._without_joined(
+            [
+                name
+                for name in needed
+                if name.startswith(base)
+                and not self._is_quantised(name)
+                and name.rpartition(".")[0] not in self.renamed_modules
+            ]
+        )
         towers = self._absent_towers(missing)
         missing = [name for name in missing if _tower(name, towers) is None]
         beyond, instead, foreign = self._sorted_unknown(missing)
@@ -325,7 +336,7 @@ class _Judge:
             towers,
             tuple(tower for tower in towers if self._is_lost(tower)),
             *self._predicting(),
-            all(count <= _MTP[name] for name, count in self._mtp_fields()),
+            all(count <= _MTP[name] for name, count in self.mtp_fields),
             beyond,
             foreign,
             instead,
@@ -337,12 +348,6 @@ class _Judge:
             self.ckpt.is_export,
             self.is_quantised,
         )
-
-    def _is_excused(self, name: str) -> bool:
-        """Whether a load does not need the key: the head of a base model, or a weight that is stored quantised."""
-        if self.pairing.base and not name.startswith(f"{self.pairing.base}."):
-            return True
-        return self._is_quantised(name) or name.rpartition(".")[0] in self.renamed_modules
 
     def _without_joined(self, missing: list[str]) -> list[str]:
         """The missing keys, without those whose rows a fused quantised weight holds under its in-memory name.
@@ -402,30 +407,22 @@ class _Judge:
         return next((r for r in roots if not any(n.startswith(f"{r}.") for n in self.pairing.stored)), home)
 
     def _mtp_layers(self) -> Iterator[tuple[str, set[str], list[tuple[str, set[str]]]]]:
-        """Each stored layer for multi-token prediction, with the model's layers sorted by similarity to it.
-
-        A layer is (prefix of its keys, the key suffixes). It counts as such a layer by its name (`mtp`), by its
-        joining modules, or by a number past the last layer where the configuration declares such layers.
-        """
+        """Each stored layer for multi-token prediction, and the model's by similarity to it: (prefix, key suffixes)."""
+        # by its name (`mtp`), its joining modules, or a number past the last layer where the configuration declares any
         main = _by_layer(name for name, tensor in self.tensors.items() if tensor.needed)
         joints = {part for group in _MTP_JOINTS for part in group}
-        for block, layers in _by_layer(self._beyond_model()).items():
+        for block, layers in _by_layer(self.beyond_model).items():
             homes = [block] if block in main else [*main]
             for number, tensors in sorted(layers.items()):
-                is_declared = block in main and self._declared_mtp() > 0
+                is_declared = block in main and self.declared_mtp > 0
                 if not main or number in main.get(block, ()) or not ("mtp" in block or tensors & joints or is_declared):
                     continue
                 others = [(f"{home}.{n}.", main[home][n]) for home in homes for n in sorted(main[home], reverse=True)]
                 yield f"{block}.{number}.", tensors, sorted(others, key=lambda other: len(other[1] ^ tensors))
 
-    def _beyond_model(self) -> set[str]:
-        """Stored weights outside the model, by their unquantised names."""
-        return self.plain | {f"{name.removesuffix('.weight')}.weight" for name in self.quantised}
-
     def _predicting(self) -> tuple[list[str], tuple[int, int]]:
         """Keys that prediction layers lack beside the most similar layer; numbers of stored and declared ones."""
-        declared, every = self._declared_mtp(), self._beyond_model()
-        lost, count = [], 0
+        every, lost, count = self.beyond_model, [], 0
         for start, tensors, ((_, tails), *_) in self._mtp_layers():
             count += any(name.startswith(f"{start.rstrip('.').rpartition('.')[0]}.") for name in self.tensors)
             # A prediction layer may use another MLP or attention than the model. A module with any key of its own is
@@ -445,24 +442,15 @@ class _Judge:
         lost += sorted(joint for joint in joints - every if not any(n.startswith(joint[:-6]) for n in every))
         if not count and any("mtp" in name or "nextn" in name for name in every):
             return lost, (0, 0)  # such layers exist under unknown names, so their number is unknown
-        return lost, (count, declared if count or self.ckpt.is_export else 0)
-
-    def _declared_mtp(self) -> int:
-        """The declared number of layers for multi-token prediction; -1 where no field declares any."""
-        return max((count for _, count in self._mtp_fields()), default=-1)
-
-    def _mtp_fields(self) -> Iterator[tuple[str, int]]:
-        for section in (self.config, *(section for section in self.config.values() if isinstance(section, Mapping))):
-            for name in _MTP:
-                if isinstance(count := section.get(name), int):
-                    yield name, count
+        return lost, (count, self.declared_mtp if count or self.ckpt.is_export else 0)
 
     def _sorted_unknown(self, missing: list[str]) -> tuple[list[str], list[str], list[str]]:
         """The unknown keys as (beyond, instead, foreign): see `Fit`."""
         if not self.unknown:
             return [], [], []
-        numbers = grouped((place.home, place.number) for name in self.tensors if (place := _place(name)))
-        layers = {home: {*found} for home, found in numbers.items()}
+        numbers: dict[str, set[int]] = defaultdict(set)
+        for place in filter(None, map(_place, self.tensors)):
+            numbers[place.home].add(place.number)
         weights = {name.rpartition(".")[0] for name in self.tensors}
         gaps = {_module(name) for name in missing}
         tails = {name.partition(".")[2] for name in missing} | set(missing)
@@ -471,7 +459,7 @@ class _Judge:
         beyond, instead, foreign = [], [], []
         for name in self.unknown:
             position = _place(name)
-            is_new_layer = position and layers.get(position.home) and position.number not in layers[position.home]
+            is_new_layer = position and position.home in numbers and position.number not in numbers[position.home]
             # A key equal to a missing one without its first part was saved below another module: renamed, not added.
             if name in tails:
                 instead.append(name)
@@ -547,11 +535,8 @@ class _Judge:
         return why if expected.remote_code else ""
 
     def _open(self) -> tuple[str, ...]:
-        """The fields that the configuration does not set.
-
-        transformers writes every field that differs from its default, and its version. With a version, a field that is
-        absent has its default; a configuration without one was written by hand and may omit anything.
-        """
+        """The fields that a configuration does not set that was written by hand."""
+        # transformers writes its version, and every field that differs from its default
         if "transformers_version" in self.config or self.ckpt.config is None or self.ckpt.has_megatron_names:
             return ()
         given = set(self.config) | {inner for part in self.config.values() if isinstance(part, dict) for inner in part}
@@ -692,8 +677,7 @@ def explains_bytes(ckpt: Checkpoint, size: int) -> bool:
     fit = config_fit(ckpt)
     if isinstance(fit, str) or not (fit.missing or fit.shapes or other_dtypes(ckpt, fit)):
         return False
-    every = implied_bytes(fit, fit.expected.tensors)
-    return implied_bytes(fit) <= size <= every
+    return implied_bytes(fit) <= size <= implied_bytes(fit, fit.expected.tensors)
 
 
 def implied_bytes(fit: Fit, names: Iterable[str] | None = None) -> int:

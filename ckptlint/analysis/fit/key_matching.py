@@ -200,19 +200,22 @@ def _compare_kind(
     lost = {family: entries for family, entries in expected.items() if family not in stored}
     extra = {family: entries for family, entries in stored.items() if family not in expected}
     for family in shared:
-        _compare_family(result, expected[family], stored[family])
+        theirs, mine = expected[family], stored[family]
+        forms = {entry.form for entry in theirs}, {entry.form for entry in mine}
+        if forms[0] == forms[1]:
+            _compare_places(result, theirs, mine)
+        elif len(forms[0]) == len(forms[1]) == 1:
+            _compare_slots(result, theirs, mine, (forms[0].pop(), forms[1].pop()))
+        else:
+            _leave_open(result, theirs, mine)
     # Two naming schemes share a few names by chance (norms, biases). Below half, no key is called absent: assumed
     # rather than derived, since a wrong "absent" is an error and a missed one stays visible as an unpaired name.
     if 2 * len(shared) < min(len(expected), len(stored)):
         lost_open, extra_open = set(lost), set(extra)
     else:
         lost_open, extra_open = _renamed(lost, extra)
-    for family, entries in lost.items():
-        if family not in lost_open:
-            result.absent.extend(map(LoneKeys, entries))
-    for family, entries in extra.items():
-        if family not in extra_open:
-            result.added.extend(map(LoneKeys, entries))
+    result.absent.extend(LoneKeys(e) for family, entries in lost.items() if family not in lost_open for e in entries)
+    result.added.extend(LoneKeys(e) for family, entries in extra.items() if family not in extra_open for e in entries)
     result.unpaired_expected.extend(sorted(e.fqn for family in lost_open for e in lost[family]))
     result.unpaired_stored.extend(sorted(e.fqn for family in extra_open for e in extra[family]))
 
@@ -220,10 +223,7 @@ def _compare_kind(
 def _renamed(
     lost: Mapping[KeyFamily, list[KeyEntry]], extra: Mapping[KeyFamily, list[KeyEntry]]
 ) -> tuple[set[KeyFamily], set[KeyFamily]]:
-    """Families of one side that may be families of the other side, renamed, split or fused.
-
-    Their functions agree by name, and the candidates hold at least half as many elements as the lost family.
-    """
+    """Families of one side that may be families of the other, renamed, split or fused: with one function, and room."""
     room = grouped(((bool(entries[0].key.block), _function(entries[0])), family) for family, entries in extra.items())
 
     @cache
@@ -264,16 +264,6 @@ def _volume(entries: Iterable[KeyEntry]) -> int | None:
 
 
 # ---------------------------------------------------------------- one family
-
-
-def _compare_family(result: KeyComparison, expected: list[KeyEntry], stored: list[KeyEntry]) -> None:
-    forms = {entry.form for entry in expected}, {entry.form for entry in stored}
-    if forms[0] == forms[1]:
-        _compare_places(result, expected, stored)
-    elif len(forms[0]) == len(forms[1]) == 1:
-        _compare_slots(result, expected, stored, (forms[0].pop(), forms[1].pop()))
-    else:
-        _leave_open(result, expected, stored)
 
 
 def _compare_places(result: KeyComparison, expected: list[KeyEntry], stored: list[KeyEntry]) -> None:

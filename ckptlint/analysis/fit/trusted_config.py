@@ -139,7 +139,13 @@ def main_params(ckpt: Checkpoint) -> list[Param]:
 def layer_counts(ckpt: Checkpoint) -> tuple[LayerCount, ...]:
     """The layers of each block that a declared number of layers describes."""
     by_name = grouped((param.key.block, param) for param in main_params(ckpt) if param.key.block in MAIN_BLOCKS)
-    blocks = {name: params for name, params in by_name.items() if not _are_convolutions(params)}
+    # audio models call a list of convolutions `encoder.layers` too
+    blocks = {
+        name: params
+        for name, params in by_name.items()
+        if any(param.key.function not in ("other", "norm") for param in params)
+        or not any("conv" in param.key.path for param in params)
+    }
     if "heterogeneous" in ckpt.declared or not ckpt.is_sound:
         return ()
     # One declared number describes one block, or both halves of an encoder-decoder. With other blocks (COM008: "a
@@ -158,12 +164,6 @@ def _declared_layers(ckpt: Checkpoint, block: str, is_only: bool) -> Declared | 
     if config is not None and (part := config.values.get(f"{prefix}_config") or config.values.get(prefix)):
         name, declared = "layers", read_declared([(config.file, part)])
     return declared[name] if number(declared, name) else None
-
-
-def _are_convolutions(params: list[Param]) -> bool:
-    """Whether a block is a list of convolutions, which audio models call `encoder.layers` too."""
-    is_transformer = any(param.key.function not in ("other", "norm") for param in params)
-    return not is_transformer and any("conv" in param.key.path for param in params)
 
 
 def _count(ckpt: Checkpoint, block: str, params: list[Param], declared: Declared) -> LayerCount | None:

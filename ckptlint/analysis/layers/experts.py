@@ -78,7 +78,15 @@ def moe_layers(ckpt: Checkpoint) -> tuple[MoeLayer, ...]:
         size = hidden[block].size if block in hidden else None
         if roles := _roles(params, size):
             home = _common_home([param for role in roles for param in role.params])
-            routers = [p for p in params if p.key.function == "router" and not p.key.in_experts and _serves(p, home)]
+            # in the module that holds the experts, at most two levels below
+            routers = [
+                param
+                for param in params
+                if param.key.function == "router"
+                and not param.key.in_experts
+                and param.key.path.startswith(f"{home}.")
+                and param.key.path.removeprefix(f"{home}.").count(".") <= 2
+            ]
             rows = [(router, count) for router in routers if (count := _rows(router, size))]
             # A layer may hold other gates, such as that of a shared expert. If the candidates disagree, nothing shows
             # which of them counts these experts.
@@ -125,12 +133,6 @@ def _common_home(params: list[Param]) -> str:
     levels = zip(*paths, strict=False)
     home = takewhile(lambda parts: len({*parts}) == 1 and parts[0] not in ("experts", "local_experts"), levels)
     return ".".join(parts[0] for parts in home)
-
-
-def _serves(router: Param, home: str) -> bool:
-    """Whether a router is in the module that holds the experts, at most two levels below."""
-    path = router.key.path
-    return path.startswith(f"{home}.") and path.removeprefix(f"{home}.").count(".") <= 2
 
 
 def _rows(router: Param, hidden: int | None) -> int | None:

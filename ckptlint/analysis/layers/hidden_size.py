@@ -103,10 +103,7 @@ def _is_final(param: Param) -> bool:
 
 
 def _is_layer_norm(param: Param) -> bool:
-    """Whether a norm is as long as the hidden size: a module of the layer itself, or fused into its first projection.
-
-    Norms inside attention, mixers and MLPs have the length of a head, a rank or an inner size.
-    """
+    """Whether it is a norm of the layer itself, or fused into its first projection; inner ones have other lengths."""
     key, tail = param.key, inside_layer(param.key)
     if key.function != "norm" or len(param.own_shape) != 1 or "bias" in tail[-1]:
         return False

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from itertools import chain
 from typing import NamedTuple
 
 from ckptlint.analysis.layers.hidden_size import Hidden, hidden_sizes
@@ -70,13 +71,9 @@ def families(ckpt: Checkpoint) -> list[ProjectionFamily]:
     return [
         ProjectionFamily(hidden.get(blocks[home]), dict(found), home in latent)
         for home, found in weights.items()
-        if _is_of_one_kind(param for members in found.values() for param in members)
+        # convolutions have their outputs on the axis of experts, so in other numbers
+        if len({p.tensor.global_shape[p.expert_axis] for p in chain(*found.values()) if p.expert_axis is not None}) < 2
     ]
-
-
-def _is_of_one_kind(params: Iterable[Param]) -> bool:
-    """Whether all stacked members have the same number of experts; convolutions have their outputs on that axis."""
-    return len({p.tensor.global_shape[p.expert_axis] for p in params if p.expert_axis is not None}) < 2
 
 
 def inner_size(param: Param, hidden: int) -> int | None:
@@ -109,8 +106,7 @@ def short_name(param: Param) -> str:
 def swap_factor(param: Param, expected: Shape) -> tuple[int, int, int] | None:
     """(a, b, p) if axis a is p times too long and cut into p pieces, and axis b is p times too short; else None.
 
-    This is how a transposed weight looks that kept its old Shard placement (Automodel#1691). Where the transposed shape
-    equals the expected one nothing shows it.
+    So looks a transposed weight that kept its old Shard placement (Automodel#1691).
     """
     shape = param.own_shape
     if len(shape) != len(expected) or sorted(shape) == sorted(expected):

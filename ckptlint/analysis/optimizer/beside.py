@@ -10,11 +10,7 @@ from ckptlint.rule import Finding, NotApplicable
 
 
 def of_each(ckpt: Checkpoint, judge: Callable[[Checkpoint], Iterator[Finding]]) -> Iterator[Finding]:
-    """What a rule finds in a checkpoint and in each of its `optimizers`.
-
-    Raises:
-        NotApplicable: none of them can be judged.
-    """
+    """What a rule finds in a checkpoint and each of its `optimizers`, or NotApplicable where none can be judged."""
     reasons = list[NotApplicable]()
     try:
         yield from judge(ckpt)

@@ -75,7 +75,9 @@ def state_mismatches(ckpt: Checkpoint) -> list[StateMismatch]:
             continue
         expected = sum(param.tensor.volume for param in state.params)
         peers[_peer(state)].add(Fraction(state.tensor.volume, expected))
-        if state.tensor.volume == expected or (_is_split(state) and state.tensor.volume > expected):
+        # of several components other than two halves some may have unknown names
+        is_split = len(state.params) > 1 and not state.params[0].key.path.endswith(("_w", "_v"))
+        if state.tensor.volume == expected or (is_split and state.tensor.volume > expected):
             continue
         odd[_peer(state)] += 1
         misfits.append(((state,), expected))
@@ -140,11 +142,7 @@ def elementwise_states(ckpt: Checkpoint) -> list[OptimizerState]:
 
 
 class MomentPair(NamedTuple):
-    """The two moments of one parameter.
-
-    Attributes:
-        chain: the optimizer chain both belong to.
-    """
+    """The two moments of one parameter."""
 
     param: Param
     first: OptimizerState
@@ -180,18 +178,11 @@ def same_chunks(a: Tiling, b: Tiling) -> bool:
 
 def is_whole(tiling: Tiling) -> bool:
     """Whether the chunks cover the tensor exactly once, so that no GEO rule applies."""
-    if tiling.is_grid:
-        return True
-    return not (len(tiling.outside) or tiling.duplicates or tiling.coverage != Coverage())
+    return tiling.is_grid or not (len(tiling.outside) or tiling.duplicates or tiling.coverage != Coverage())
 
 
 def _is_plain(dtype: str) -> bool:
     return dtype in ITEM_BITS and not dtype.startswith(_NO_FLOAT)
-
-
-def _is_split(state: OptimizerState) -> bool:
-    """Whether the parameter is split into components other than two halves; some may have unknown names."""
-    return len(state.params) > 1 and not state.params[0].key.path.endswith(("_w", "_v"))
 
 
 def _peer(state: OptimizerState) -> tuple[tuple[int, ...], str]:
@@ -199,18 +190,14 @@ def _peer(state: OptimizerState) -> tuple[tuple[int, ...], str]:
 
 
 def _is_one_chunk(state: Tensor, param: Tensor) -> bool:
-    live = param.tiling.live
-    if int(live.sum()) < 2:
-        return False
-    return bool((param.tiling.sizes[live].prod(axis=1) == state.volume).any())
+    sizes = param.tiling.sizes[param.tiling.live]
+    return len(sizes) > 1 and bool((sizes.prod(axis=1) == state.volume).any())
 
 
 def _rank(state: OptimizerState) -> int | None:
     """Size of the state on the only axis on which it differs from its parameter; None where several differ."""
-    if state.param is None:
-        return None
-    sizes, expected = state.tensor.global_shape, state.param.tensor.global_shape
-    if len(sizes) != len(expected) or len(sizes) != 2:
+    sizes, expected = state.tensor.global_shape, state.param.tensor.global_shape if state.param is not None else ()
+    if not len(sizes) == len(expected) == 2:
         return None
     other = [a for a, b in zip(sizes, expected, strict=True) if a != b]
     return other[0] if len(other) == 1 else None

@@ -233,11 +233,9 @@ def split_state(rest: str) -> tuple[str, str] | None:
 
 
 def _state(tensor: Tensor, chain: tuple[str, ...], rest: str, index: _Index) -> OptimizerState | None:
-    """The state in a name after `optimizer.state.`; None where it names its parameter by number.
-
-    Megatron-Core writes `<what>.<param>`, torch `<param>.<what>`. Where both are possible, the parameter that exists
-    decides.
-    """
+    """The state in a name after `optimizer.state.`; None where it names its parameter by number."""
+    # Megatron-Core writes `<what>.<param>`, torch `<param>.<what>`; where both are possible, the parameter that exists
+    # decides
     head, _, tail = rest.partition(".")
     if head in STATE_NAMES and tail:
         return _mapped(tensor, head, chain, tail, index)
@@ -257,10 +255,9 @@ def _mapped(tensor: Tensor, what: str, chain: tuple[str, ...], path: str, index:
     key = parse(path)
     inner = tuple(part for part in key.scope if not part.startswith("mimo."))
     scope = (*(_modules(chain) or _modules(key.scope)), *inner)
-    if param := index.find(key.path, scope):
-        return OptimizerState(tensor, what, chain, key.path, (param,), scope=scope)
-    if parts := index.components(key.path, scope):
-        return OptimizerState(tensor, what, chain, key.path, parts, scope=scope)
+    param = index.find(key.path, scope)
+    if params := (param,) if param else index.components(key.path, scope):
+        return OptimizerState(tensor, what, chain, key.path, params, scope=scope)
     whole = key.path[:-2] if key.component in ("w", "v") else key.path.rpartition(".")[0] if key.component else ""
     if whole and (param := index.find(whole, scope)):
         return OptimizerState(tensor, what, chain, key.path, (param,), is_component=True, scope=scope)

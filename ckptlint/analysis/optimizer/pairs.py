@@ -23,8 +23,6 @@ _FOLLOWS: dict[str, tuple[str, PairLaw]] = {
     "exp_avg": ("exp_avg_sq", "moments"),
     "max_exp_avg_sq": ("exp_avg_sq", "maximum"),
 }
-
-
 _OFTEN, _SELDOM = 0.001, 0.02  # share of elements that break the law where it does not hold; of chunks where it does
 LEAST_JUDGED = 5  # chunks that are compared
 
@@ -111,10 +109,7 @@ def moments_that_do_not_fit(ckpt: Checkpoint) -> frozenset[tuple[str, int]]:
 
 
 def ranks_of_both(ckpt: Checkpoint, first: Tensor, chunk: int, second: Tensor) -> tuple[int, int]:
-    """The ranks that saved a chunk of a first tensor, and what of a second one lies there.
-
-    -1 where nothing says so, or where the second's is of several ranks.
-    """
+    """The ranks that saved a chunk of a first tensor, and what of a second lies there; -1 for none, or several."""
     records = first.chunks.record[[chunk]], second.chunks.record[touching(second, first, chunk)]
     (one,), others = ({*ranks_by_file(ckpt)[ckpt.records.file[record]].tolist()} for record in records)
     return one, others.pop() if len(others) == 1 else -1

@@ -94,15 +94,11 @@ def optimizer_records(ckpt: Checkpoint) -> tuple[OptimizerRecord, ...]:
     grids = (rows for key, _, rows in ckpt.objects.rows_by_grid() if parse(key).kind == "optimizer")
     shards = (ckpt.objects[row] for row in sorted(row for rows in grids for row in rows.tolist()))
     in_objects = [record for obj in shards if (record := _in_object(ckpt, obj))]
-    names = {module.name for module in modules(ckpt)} | {record.module.name for record in in_objects}
-    in_common = [] if ckpt.common is None else _in_common(ckpt.common.source, ckpt.common.values, names - {""})
-    return (*in_common, *in_objects)
-
-
-def _in_common(source: str, values: Mapping[Any, Any], names: set[str]) -> Iterator[OptimizerRecord]:
-    for top, value in values.items():
-        if top != "args":
-            yield from _walk(source, (top,), value, names)
+    if (common := ckpt.common) is None:
+        return tuple(in_objects)
+    names = ({module.name for module in modules(ckpt)} | {record.module.name for record in in_objects}) - {""}
+    tops = ((top, value) for top, value in common.values.items() if top != "args")
+    return (*(record for top, value in tops for record in _walk(common.source, (top,), value, names)), *in_objects)
 
 
 def _walk(source: str, path: tuple[Any, ...], value: Any, names: set[str]) -> Iterator[OptimizerRecord]:
@@ -131,12 +127,10 @@ def _in_object(ckpt: Checkpoint, obj: ShardedObject) -> OptimizerRecord | None:
     if key.kind != "optimizer":
         return None
     chain, rest = optimizer_parts(key)
-    last = rest.rpartition(".")[2]
+    last: Any = rest.rpartition(".")[2]
     value = ckpt.object_values.get(obj.fqn)
-    if last == "param_state_sharding_type":
-        return OptimizerRecord("param_state_sharding_type", optimizer_module(chain), obj.fqn, value)
-    if last == "param_groups":
-        return OptimizerRecord("param_groups", optimizer_module(chain), obj.fqn, value)
+    if last in ("param_groups", "param_state_sharding_type"):
+        return OptimizerRecord(last, optimizer_module(chain), obj.fqn, value)
     if last == "optimizer" and (not isinstance(value, dict) or "param_groups" in value):
         groups = value["param_groups"] if isinstance(value, dict) else None
         return OptimizerRecord("param_groups", optimizer_module(chain), obj.fqn, groups)

@@ -201,10 +201,7 @@ def _of_lost_rank_files(ckpt: Checkpoint, lost: Sequence[RankFile], column: IntA
 
 
 def _columns(ckpt: Checkpoint) -> tuple[list[Column], IntArray, npt.NDArray[np.bool_], list[tuple[int, int]]]:
-    """(columns, column of each record, whether its chunk overlaps another, (file, column) of lost parts).
-
-    Lost parts come from a safetensors index, which names the keys of absent files.
-    """
+    """(columns, column of each record, whether its chunk overlaps another, (file, column) of parts an index names)."""
     table, index, states = ckpt.records, ckpt.index, _states(ckpt)
     twice = np.zeros(len(table), bool)
     parts = np.array([*(_column_of(fqn, states) for fqn in table.fqns), None], object)[:-1][table.fqn]

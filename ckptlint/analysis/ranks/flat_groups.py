@@ -19,17 +19,15 @@ def misfits(ckpt: Checkpoint) -> list[Misfit]:
     """Misfits in the flat groups of a DeepSpeed checkpoint."""
     if ckpt.rank_files is None:
         return []
-    return [*(item for group in ckpt.rank_files.flat_groups for item in _misfits(group)), *ckpt.rank_files.misfits]
-
-
-def _misfits(group: FlatGroup) -> Iterator[Misfit]:
-    """The first length of each file that does not fit, and parameters that have no slice, or one too many."""
-    if group.is_by_parameter:
-        yield from _shares(group)
-        return
-    for part in group.parts:
-        yield from islice(_lengths(group, part), 1)  # one follows from the other
-    yield from _names(group)
+    misfits_of_groups = list[Misfit]()
+    for group in ckpt.rank_files.flat_groups:
+        if group.is_by_parameter:
+            misfits_of_groups += _shares(group)
+            continue
+        for part in group.parts:
+            misfits_of_groups += islice(_lengths(group, part), 1)  # one follows from the other
+        misfits_of_groups += _names(group)
+    return [*misfits_of_groups, *ckpt.rank_files.misfits]
 
 
 def padded_part(elements: int, ranks: int, index: int) -> tuple[int, int]:

@@ -48,10 +48,7 @@ class NumberedFiles(NamedTuple):
     files: dict[int, StepFile]
 
     def stride(self, total: int) -> tuple[int, int]:
-        """(lowest number, distance): the distance exceeds 1 where one rank of each node or group writes.
-
-        Two files have only one distance, which counts as regular if it divides the `total` number of ranks.
-        """
+        """(lowest number, distance): over 1 where one rank of each node writes, and for two files divides `total`."""
         numbers = sorted(self.files)
         step = reduce(gcd, (number - numbers[0] for number in numbers[1:]), 0) or 1
         repeats = len(numbers) > 2 or (numbers[0] < step and total % step == 0)
@@ -125,11 +122,7 @@ def declared_ranks(ckpt: Checkpoint) -> AxisSize | None:
 
 
 def stated_ranks(ckpt: Checkpoint, numbered: NumberedFiles) -> dict[str, int]:
-    """Witness -> number of ranks that it gives for the axis of a set.
-
-    For `world`, payload files, the mesh and other complete sets are witnesses besides the exact ones. A set of more
-    ranks than any exact witness states was left by another job.
-    """
+    """Witness -> number of ranks that it gives for the axis of a set; for `world` also witnesses that are not exact."""
     stated = exact_ranks(ckpt, numbered.axis)
     most = max(stated.values(), default=inf)
     if numbered.axis != "world":
@@ -140,7 +133,7 @@ def stated_ranks(ckpt: Checkpoint, numbered: NumberedFiles) -> dict[str, int]:
         stated["the mesh"] = mesh.size
     for other in numbered_files(ckpt):
         ranks = len(other.files)
-        is_whole = 1 < ranks <= most and sorted(other.files) == list(range(ranks))
+        is_whole = 1 < ranks <= most and sorted(other.files) == list(range(ranks))  # of more is another job's
         if other is not numbered and other.counts == "rank" and other.axis == "world" and is_whole:
             stated[other.pattern.replace("{}", "*")] = ranks
     return stated

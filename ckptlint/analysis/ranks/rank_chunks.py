@@ -177,15 +177,15 @@ def digest_groups(table: RankTable, cell: ChunkCopies) -> list[IntArray]:
     return sorted(groups, key=lambda rows: (-len(rows), int(table.rank[rows[0]])))
 
 
+def _flawed(table: RankTable) -> set[str]:
+    return {finding.fqn for finding in table.findings if finding.voids == "chunks"}
+
+
 def sound(ckpt: Checkpoint) -> Checkpoint:
     """The checkpoint without tensors for which a rank reports a fault of its chunks."""
     assert ckpt.ranks is not None
     flawed = _flawed(ckpt.ranks)
     return replace(ckpt, tensors={fqn: tensor for fqn, tensor in ckpt.tensors.items() if fqn not in flawed})
-
-
-def _flawed(table: RankTable) -> set[str]:
-    return {finding.fqn for finding in table.findings if finding.voids == "chunks"}
 
 
 def ranks_of(table: RankTable, rows: Iterable[int]) -> str:
@@ -212,12 +212,7 @@ def at_cell(ckpt: Checkpoint, cell: ChunkCopies, rows: Iterable[int]) -> Locatio
 
 
 def versions(table: RankTable, cell: ChunkCopies, groups: Sequence[IntArray], noun: str) -> tuple[Note, ...]:
-    """Notes on who holds which of several contents, in order of ranks, and where the first two differ.
-
-    Args:
-        groups: as `digest_groups` gives them.
-        noun: what each of them is.
-    """
+    """Notes on who holds which of several contents (`noun`) by rank, and where the first two differ."""
     ordered = sorted(groups, key=lambda rows: int(table.rank[rows[0]]))
     notes = [(f"{noun} {i}", ranks_of(table, rows)) for i, rows in enumerate(ordered[:_VERSIONS], 1)]
     if more := len(ordered) - len(notes):

@@ -96,10 +96,7 @@ def _shapes(item: Disagreement) -> list[Misfit]:
 
 
 def _on_all_ranks(files: RankFileSet) -> tuple[Misfit, ...]:
-    """The optimizers that know fewer parameters than their model, where those of all ranks do.
-
-    A job that trains or saves only a part looks so; one rank of it does not.
-    """
+    """The optimizers that know fewer parameters than their model, where all ranks' do: the job trains a part of it."""
     short = [item for item in files.misfits if item.what in _FEWER]
     said = {item.file for item in short}
     kinds = {file.kind for file in files.files if file.name in said}

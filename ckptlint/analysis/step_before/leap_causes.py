@@ -39,11 +39,7 @@ class Exchange(NamedTuple):
 
 
 def cause_of(ckpt: Checkpoint, table: ChangeTable, leap: Leap, what: str) -> str:
-    """What leapt chunks are, as a sentence; "" where that is not known of many of those looked at.
-
-    Args:
-        what: `weights`, `moments`, or both.
-    """
+    """What leapt chunks (`weights`, `moments`, or both) are, as a sentence; "" where many are not known."""
     rows = [row for row in leap.rows.tolist() if row in table.origins]
     # few updates change a first moment so much that it is like nothing of the step before
     rows = [row for row in rows if table.follows[table.follow[row]].kind != "first"] or rows

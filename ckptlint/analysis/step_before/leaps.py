@@ -81,11 +81,7 @@ def leapt_weights(ckpt: Checkpoint) -> WeightLeaps:
 
 @fact
 def leapt_moments(ckpt: Checkpoint) -> Leap | None:
-    """The moments that do not continue those of the step before.
-
-    Raises:
-        NotApplicable: they are not Adam's.
-    """
+    """The moments that do not continue those of the step before, or NotApplicable where they are not Adam's."""
     table = ckpt.changes
     if table is None:
         return None
@@ -166,10 +162,7 @@ def leap_of(ckpt: Checkpoint, table: ChangeTable, judged: BoolArray, is_odd: Boo
 
 
 def _rank_of_either(ckpt: Checkpoint, table: ChangeTable, judged: IntArray, odd: IntArray) -> int:
-    """The rank that saved each odd row's chunk, or the second moment beside it; -1 if none, or if few rows are others'.
-
-    Copies of one tensor are on all ranks, and its two moments may have been saved by two of them.
-    """
+    """The rank that saved each odd row's chunk, or the second moment beside it; -1 if none, or few rows are others'."""
     tensors = [(ckpt.tensors[follow.key], ckpt.tensors[follow.second or follow.key]) for follow in table.follows]
 
     def ranks(rows: IntArray) -> Iterator[tuple[int, int]]:

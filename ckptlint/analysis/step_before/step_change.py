@@ -69,12 +69,7 @@ class Change(NamedTuple):
     rest: str = ""
 
     def sentence(self, here: str, before: str) -> str:
-        """The change as a sentence, with `{of}` in place of the key, as in a finding.
-
-        Args:
-            here: what keys of the later state are: `stored here`.
-            before: the older state in words.
-        """
+        """The change as a sentence with `{of}` for the key; `here` is as `stored here`, `before` the older state."""
         was, now = self.was or StoredKey("nothing"), self.now or StoredKey("nothing")
         return {
             "gone": f"no part{{of}} is {here}; {before} has {was}",
@@ -86,10 +81,7 @@ class Change(NamedTuple):
 
 
 def older_name(ckpt: Checkpoint) -> str:
-    """The folder name of the step before, without a common end of both paths; "" without an older step.
-
-    One path may be absolute while the other is relative, so only their ends are compared.
-    """
+    """The folder name of the step before, without a common end of both paths; "" without an older step."""
     if ckpt.before is None:
         return ""
     mine, theirs = (path.rstrip("/").split("/") for path in (ckpt.path, ckpt.before.path))
@@ -135,7 +127,6 @@ def _gone(was: Entries, now: Entries, after: Mapping[str, list[str]]) -> Iterato
     modules = {name.rpartition(".")[0] for name in after}
     for name, fqns in _by_role(lost).items():
         key, (state, path) = parse(fqns[0]), _state(fqns[0])
-        rest = ""
         # Evidence from strong to weak that the loss was not intended. None of it: a module or the optimizer was left
         # out on purpose (RUN001: "the whole optimizer was left out: info", "a module was taken out of the model:
         # info").
@@ -151,6 +142,8 @@ def _gone(was: Entries, now: Entries, after: Mapping[str, list[str]]) -> Iterato
             rest = "the optimizer stays, so the job meant to go on"
         elif key.kind == "model" and (key.function in _CORE or name.rpartition(".")[0] in modules):
             rest = "the rest of the model is still stored"
+        else:
+            rest = ""
         yield from _alike("gone", fqns, was, now, bool(rest), rest)
 
 
