@@ -90,11 +90,9 @@ class Diff(Shown):
 
 
 def differences(old: Mapping[str, Checkpoint], new: Mapping[str, Checkpoint], layout: bool = False) -> Diff:
-    """The differences between two steps, component by component; resharding counts only with `layout`.
+    """The differences between two steps, component by component; single ones are compared whatever their names.
 
-    Args:
-        old, new: component -> checkpoint. Single ones are compared whatever their names.
-        layout: also compare chunks, and the files that hold them.
+    With `layout` also chunks are compared, and the files that hold them.
     """
     shared, found = 0, list[Difference]()
     if is_single := len(old) == len(new) == 1:
@@ -123,8 +121,11 @@ def _compare(old: Checkpoint, new: Checkpoint, layout: bool) -> tuple[int, list[
             changes.append(Difference("dtype", key, a.dtype, b.dtype))
         if layout and a.kind == "tensor" and a.shape == b.shape:
             changes += _layout(old, old.tensors[key], new, new.tensors[key])
-    if layout:
-        changes += _grids(old, new)
+    grids = [dict(ckpt.objects.grids) for ckpt in (old, new)] if layout else [{}, {}]
+    for key, shape in grids[0].items():  # of objects: Megatron-Core keeps the mesh in them
+        if (other := grids[1].get(key, shape)) != shape:
+            texts = ("grid " + " x ".join(map(str, grid)) for grid in (shape, other))
+            changes.append(Difference("cut", key, *texts))
     return len(shared), changes
 
 
@@ -165,7 +166,8 @@ def _layout(old: Checkpoint, before: Tensor, new: Checkpoint, after: Tensor) -> 
             texts[1] += ", at different offsets"
         yield Difference("cut", before.fqn, *texts)
         return
-    files = [_files(old, before, a), _files(new, after, b)]
+    placed = ((old, before, a), (new, after, b))
+    files = [[ckpt.chunk_file(tensor, row) for row in rows.tolist()] for ckpt, tensor, rows in placed]
     if files[0] != files[1]:
         first = next(i for i, (x, y) in enumerate(zip(*files, strict=True)) if x != y)
         yield Difference("files", before.fqn, *(names[first] or "stored nowhere" for names in files))
@@ -177,10 +179,6 @@ def _by_place(tensor: Tensor) -> Any:
     return np.lexsort(keys.T) if keys.shape[1] else np.arange(len(keys))
 
 
-def _files(ckpt: Checkpoint, tensor: Tensor, rows: Any) -> list[str]:
-    return [ckpt.chunk_file(tensor, row) for row in rows.tolist()]
-
-
 def _cut(tensor: Tensor) -> str:
     """`4 x 1 in 4 chunks`: into how many intervals each axis is cut."""
     chunks = plural(len(tensor.chunks) + len(tensor.malformed), "chunk")
@@ -188,12 +186,3 @@ def _cut(tensor: Tensor) -> str:
         return chunks
     degrees = " x ".join(str(len(tensor.tiling.intervals(axis))) for axis in range(len(tensor.global_shape)))
     return f"{degrees} in {chunks}"
-
-
-def _grids(old: Checkpoint, new: Checkpoint) -> Iterator[Difference]:
-    """The grids of objects: Megatron-Core keeps the mesh in them."""
-    grids = [dict(ckpt.objects.grids) for ckpt in (old, new)]
-    for key, shape in grids[0].items():
-        other = grids[1].get(key, shape)
-        if other != shape:
-            yield Difference("cut", key, *("grid " + " x ".join(map(str, grid)) for grid in (shape, other)))

@@ -32,15 +32,7 @@ _RUNS = 4  # most runs of rows that a sentence names
 
 
 def locate_differences(found: Sequence[Match], sides: tuple[Sides, Sides], jobs: int) -> list[Match]:
-    """The matches, with notes on rows, chunks, content and distance for tensors that differ.
-
-    Args:
-        sides: tensors of both sides by key.
-        jobs: reader threads.
-
-    Raises:
-        AccessError: a read was refused.
-    """
+    """The matches, with notes on rows, chunks, content and distance for tensors that differ, or AccessError."""
     holders = _Holders(sides[0])
 
     def look(match: Match) -> Match:

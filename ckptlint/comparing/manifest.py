@@ -10,14 +10,10 @@ from ckptlint.model.text import JSON_ESCAPE, inert
 
 
 def manifest_of(side: Sequence[OpenedCheckpoint], values: bool, rows: bool) -> tuple[str, list[str]]:
-    """The manifest as JSON, and what could not be read, a sentence each: then the text is "".
+    """The manifest as JSON, or "" and a sentence for each thing that could not be read, or AccessError.
 
-    Args:
-        values: read the tensors, for digests of what they hold; the side was opened with its files.
-        rows: a digest of each row, too.
-
-    Raises:
-        AccessError: the operating system refused a read.
+    With `values` the tensors of a side that was opened with its files are read for digests of them, with `rows` of
+    each row too.
     """
     checkpoints = [item.ckpt for item in side]
     if not values:

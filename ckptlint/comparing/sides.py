@@ -25,11 +25,7 @@ class OpenedCheckpoint:
 
 
 def open_side(path: str, files: bool = False, partial: bool = False) -> list[OpenedCheckpoint]:
-    """The checkpoints that a path means.
-
-    Args:
-        files: look at the payload files.
-        partial: take one whose metadata describes only part of the save.
+    """The checkpoints that a path means, with `partial` also one whose metadata describes only part of the save.
 
     Raises:
         CheckpointError: one is unsafe or unreadable; a line for each.
@@ -44,11 +40,7 @@ def open_side(path: str, files: bool = False, partial: bool = False) -> list[Ope
 
 
 def read_records(side: Sequence[OpenedCheckpoint], depth: Depth) -> list[Checkpoint]:
-    """The checkpoints with the numbers in small entries, and records read as deep as that beyond `files`.
-
-    Raises:
-        AccessError: the operating system refused a read.
-    """
+    """The checkpoints with the numbers in small entries, and records read as deep as `depth`, or AccessError."""
     side = [
         replace(one, ckpt=replace(one.ckpt, object_values=one.ckpt.object_values | read_numbers(one.folder, one.ckpt)))
         for one in side

@@ -34,10 +34,7 @@ class Heads:
 
 
 def in_one_order(old: Sides, new: Sides, heads: Heads) -> tuple[Sides, Sides]:
-    """Both sides with the roles that their names imply, and with rows in one common order.
-
-    Rows keep their order where both sides store a role alike, or where the head size is unknown.
-    """
+    """Both sides with the roles that their names imply, and rows in one order where roles are not stored alike."""
     namings = naming_of(old), naming_of(new)
     sides = _named(old, namings[0], heads), _named(new, namings[1], heads)
     if namings[0] is None or namings[1] is None or namings[0] is namings[1]:

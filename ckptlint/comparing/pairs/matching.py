@@ -32,7 +32,6 @@ def matches(old: Sides, new: Sides, renamed: Mapping[str, str], heads: Heads, vo
 
     Args:
         renamed: old key -> new key of tensors that are known to be the same.
-        heads: attention heads that the configurations declare.
         vocabulary: smaller number of tokens that the configurations declare; 0 where unknown.
     """
     if old.keys() != new.keys():
@@ -99,18 +98,14 @@ def _alike(old: Side, new: Side) -> Match:
     if what:
         return Match("transposed" if what == "transposed" else "reordered", *names, True, what)
     if old.dtype != new.dtype:
-        lost, of = _rounded_away(old, new.dtype) if new.dtype in old.hashes else _rounded_away(new, old.dtype)
+        wide, dtype = (old, new.dtype) if new.dtype in old.hashes else (new, old.dtype)
+        zeros, full = wide.hashes[dtype].zeros, wide.hashes[wide.dtype]
+        lost, of = zeros - full.zeros, full.count - full.zeros
         if lost > _FEW * of:
             why = f"{old.dtype} -> {new.dtype}: rounding makes {lost:,} of {of:,} values zero"
             return Match("differ", *names, False, why)
         return Match("rounded", *names, True, f"{old.dtype} -> {new.dtype}")
     return Match("renamed" if old.fqn != new.fqn else "equal", *names, True)
-
-
-def _rounded_away(wide: Side, dtype: str) -> tuple[int, int]:
-    """(values that become zero in a narrower dtype, values that are not zero)."""
-    hashes = wide.hashes[wide.dtype]
-    return wide.hashes[dtype].zeros - hashes.zeros, hashes.count - hashes.zeros
 
 
 def _may_be_padded(side: Side) -> bool:
@@ -160,10 +155,7 @@ def _turned(old: Sides, new: Sides) -> Iterator[Match]:
 
 
 def _found_by(old: Sides, new: Sides, key: _Key, other_key: _Key) -> Iterator[tuple[Side, Side, str]]:
-    """(tensor, counterpart, dtype) of tensors with equal keys; None is no key.
-
-    Constant and tiny tensors are equal by chance, so they pair only where both sides have the same number of them.
-    """
+    """(tensor, counterpart, dtype) of tensors with equal keys; None is no key."""
     groups: dict[tuple[str, object], tuple[list[Side], list[Side]]] = defaultdict(lambda: ([], []))
     for number, sides, key_of in ((0, old, key), (1, new, other_key)):
         for side in sides.values():
@@ -175,7 +167,7 @@ def _found_by(old: Sides, new: Sides, key: _Key, other_key: _Key) -> Iterator[tu
         others = [side for side in others if side.fqn not in taken[1]]
         mine = [side for side in mine if side.fqn not in taken[0] and any(common(side, o) == dtype for o in others)]
         if any(side.is_dull for side in mine) and len(mine) != len(others):
-            continue
+            continue  # constant and tiny tensors are equal by chance
         for side, other in _paired(mine, others, dtype):
             taken[0].add(side.fqn)
             taken[1].add(other.fqn)
@@ -316,8 +308,7 @@ def _longer(old: Sides, new: Sides, vocabulary: int) -> Iterator[Match]:
 def _under_right_names(found: Sequence[Match], sides: tuple[Sides, Sides]) -> list[Match]:
     """The matches, where equal contents under the name of another weight become `exchanged`.
 
-    Matching by content ignores names, so exchanged key and value projections, or exchanged layers, still form pairs.
-    Their names, or the other layers, show that no conversion made them.
+    Matching by content ignores names; they, or the other layers, show that no conversion made such a pair.
     """
     alone = [match for match in found if match.is_proven and match.old != match.new]
     layers = Counter(distance for match in alone if (distance := _distance(match)) is not None)

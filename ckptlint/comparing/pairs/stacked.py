@@ -12,11 +12,7 @@ from ckptlint.vocabulary.keys import parse
 
 
 def stacked(side: Sequence[OpenedCheckpoint], there: Collection[str]) -> dict[str, str]:
-    """Key -> the part of it up to the word before the layer's number, of what holds all layers on this side alone.
-
-    Args:
-        there: the keys of the other side.
-    """
+    """Key -> the part of it up to the word before the layer's number, of what holds all layers, but not `there`."""
     if all(key in there for opened in side for key in opened.ckpt.tensors):
         return {}
     layers = len({layer for key in there if (layer := parse(key).layer) is not None})

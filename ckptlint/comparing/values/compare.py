@@ -150,10 +150,8 @@ def compared_values(
 def _equal_bytes(
     opened: Sequence[Sequence[OpenedCheckpoint]], tensors: Sequence[Mapping[str, Tensor]], jobs: int | None
 ) -> dict[str, Side]:
-    """All tensors, if every one has equal bytes on both sides; else {}.
-
-    The side with checksums is streamed, so that bytes equal to it need no further check.
-    """
+    """All tensors, if every one has equal bytes on both sides; else {}."""
+    # the side with checksums is streamed, so that bytes equal to it need no further check
     first = int(all(item.ckpt.is_safetensors for item in opened[0]))
     wanted = twins_of(tensors[first], opened[1 - first], tensors[1 - first], jobs)
     if not wanted:
@@ -172,18 +170,18 @@ def _lone(found: Sequence[Match], sides: tuple[Mapping[str, Side], Mapping[str, 
     for number in (0, 1):
         proven = {name for match in found if match.is_proven for name in (match.old, match.new)[number]}
         absent = [name for match in found if match.relation == "absent" for name in (match.old, match.new)[number]]
-        weights = [side for name in absent if proven and _is_weight(side := sides[number][name])]
+        # those whose loss matters: float weights of the model, no buffers, and not equal to others by chance
+        weights = [
+            side
+            for side in (sides[number][name] for name in absent if proven)
+            if parse(side.fqn).kind == "model" and side.dtype in FLOATS
+            if side.fqn.rpartition(".")[2] not in COMPUTED and not side.is_dull
+        ]
         # Tied weights are stored once or twice: a second key with the content of a matched one loses nothing.
         proven_sides = (side for name, side in sides[number].items() if name in proven and side.is_read)
         proven_contents = {_content(side) for side in proven_sides} if weights else set()
         lone += [side.fqn for side in weights if _content(side) not in proven_contents]
     return lone
-
-
-def _is_weight(side: Side) -> bool:
-    """Whether losing this tensor matters: a float weight of the model, no buffer, and not equal to others by chance."""
-    is_model = parse(side.fqn).kind == "model" and side.dtype in FLOATS
-    return is_model and side.fqn.rpartition(".")[2] not in COMPUTED and not side.is_dull
 
 
 def _content(side: Side) -> tuple[str, int]:
@@ -196,23 +194,14 @@ def _is_meant(key: str, select: Sequence[str], ignore: Sequence[str]) -> bool:
     return is_selected and not any(fnmatchcase(key, glob) for glob in ignore)
 
 
-def row_hashes_of(
-    side: Sequence[OpenedCheckpoint], salt: int, jobs: int | None = None
-) -> tuple[dict[str, dict[str, Words]], list[str]]:
-    """(key -> dtype -> row hashes, obstacles to reading) of a checkpoint.
+def row_hashes_of(side: Sequence[OpenedCheckpoint], salt: int) -> tuple[dict[str, dict[str, Words]], list[str]]:
+    """(key -> dtype -> row hashes, obstacles to reading) of a checkpoint, or AccessError.
 
     Wider floats are also hashed after rounding to bfloat16, the usual dtype of exports.
-
-    Args:
-        salt: salt of the hashes.
-        jobs: see `compared_values`.
-
-    Raises:
-        AccessError: a read was refused.
     """
     tensors = _tensors(side)
     wanted = {name: _gatherers(tensor, None, {"bfloat16"}, salt, by_columns=False) for name, tensor in tensors.items()}
-    read, sentences = _read(side, tensors, wanted, jobs)
+    read, sentences = _read(side, tensors, wanted, None)
     hashes_by_key = {
         printable(name): {dtype: hashes.rows for dtype, hashes in tensor.hashes.items()}
         for name, tensor in read.items()
@@ -264,17 +253,14 @@ def _tensors(side: Sequence[OpenedCheckpoint]) -> dict[str, Tensor]:
 def _gatherers(
     tensor: Tensor, other: Tensor | None, dtypes: set[str], salt: int, is_stacked: bool = False, by_columns: bool = True
 ) -> tuple[RowHashes, ...]:
-    """Collectors of a tensor's row hashes: in its own dtype, and rounded to narrower dtypes of the other side.
-
-    A flat tensor takes the shape of its counterpart; stacked vectors of all layers count one by one.
-    """
+    """Collectors of a tensor's row hashes: in its own dtype, and rounded to narrower dtypes of the other side."""
     if not tensor.is_tiled or ITEM_BITS.get(tensor.dtype, 0) % 8 or tensor.dtype not in ITEM_BITS:
         return ()
     shape: Shape = tensor.global_shape
     if other is not None and prod(other.global_shape) == prod(shape) and len(shape) == 1:
-        shape = other.global_shape
+        shape = other.global_shape  # of a flat tensor
     elif is_stacked and len(shape) == 2:
-        shape = (*shape, 1)
+        shape = (*shape, 1)  # vectors of all layers count one by one
     narrower = [dtype for dtype in _NARROW if dtype in dtypes and can_be_rounded(tensor.dtype, dtype)]
     return tuple(RowHashes(shape, dtype, salt, by_columns) for dtype in (tensor.dtype, *narrower))
 

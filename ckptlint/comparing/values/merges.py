@@ -108,9 +108,6 @@ def with_merges(
 ) -> list[Match]:
     """The matches, with the adapter's targets judged by their expected values, and unused keys of the adapter.
 
-    Args:
-        places: the tensors of the base and of the merged model.
-
     Raises:
         ConfigError: this is no LoRA adapter.
         AccessError: a read was refused.
@@ -133,17 +130,16 @@ def with_merges(
         if fqn in by_key:
             opened.used.add(key)
             judged[fqn] = _replaced(by_key[fqn], expected, places[1][by_key[fqn].new[0]])
-    left = sorted(opened.places.keys() - opened.used)
+    matches = []
+    for match in found:
+        if match.old and match.old[0] in judged:
+            match = judged[match.old[0]]
+        elif match.relation == "differ":
+            match = replace(match, notes=(*match.notes, "the adapter has nothing for it, so it should be equal"))
+        matches.append(match)
     what = "the adapter holds it, and the base has nothing that it fits"
-    return [_of_base(match, judged) for match in found] + [Match("unmerged", (key,), (), False, what) for key in left]
-
-
-def _of_base(match: Match, judged: Mapping[str, Match]) -> Match:
-    if match.old and match.old[0] in judged:
-        return judged[match.old[0]]
-    if match.relation == "differ":
-        return replace(match, notes=(*match.notes, "the adapter has nothing for it, so it should be equal"))
-    return match
+    left = sorted(opened.places.keys() - opened.used)
+    return matches + [Match("unmerged", (key,), (), False, what) for key in left]
 
 
 def _opened(adapter: Sequence[OpenedCheckpoint]) -> _Adapter:
@@ -246,7 +242,7 @@ def _of_experts(module: str, a: Matrix, b: Matrix, base: BytesByKey) -> Iterator
         count, one, two = shape
         if len(a) % count or not count:
             continue
-        pairs = [*_of_each(a, b, count)]
+        pairs = _of_each(a, b, count)
         if (one, two) == (len(b), a.shape[1]):
             options.append(_Target(key, shape, tuple(_Block(e * one, *pair) for e, pair in enumerate(pairs))))
         if (one, two) == (a.shape[1], len(b)):
@@ -278,11 +274,10 @@ def _gate_first(key: str) -> tuple[bool, str]:
     return not ("gate" in key_role or "w1" in key_role), key_role
 
 
-def _of_each(a: Matrix, b: Matrix, count: int) -> Iterator[tuple[Matrix, Matrix]]:
+def _of_each(a: Matrix, b: Matrix, count: int) -> list[tuple[Matrix, Matrix]]:
     """(left, right) of each expert: A is [experts * rank, in], B [out, rank * experts] with the experts fastest."""
-    whole = a.reshape(count, -1, a.shape[1]), b.reshape(len(b), -1, count)
-    for number in range(count):
-        yield whole[1][:, :, number], whole[0][number]
+    lefts, rights = b.reshape(len(b), -1, count), a.reshape(count, -1, a.shape[1])
+    return [(lefts[:, :, number], rights[number]) for number in range(count)]
 
 
 # ---------------------------------------------------------------- judging
@@ -291,9 +286,8 @@ def _of_each(a: Matrix, b: Matrix, count: int) -> Iterator[tuple[Matrix, Matrix]
 def _judge(match: Match, target: _Target, old: TensorBytes, new: TensorBytes) -> Match:
     """The match of a target, by its expected values."""
     dtype = new.tensor.dtype
-    if dtype not in ROUNDING or old.tensor.dtype not in ROUNDING:
-        return match
-    if match.relation not in ("equal", "rounded", "renamed", "differ"):
+    can_be_judged = match.relation in ("equal", "rounded", "renamed", "differ")
+    if not can_be_judged or dtype not in ROUNDING or old.tensor.dtype not in ROUNDING:
         return match
     factor = _factors(target, old) if target.axis else None
     epsilon = 2 * max(ROUNDING[name] for name in ("float32", old.tensor.dtype, dtype))  # computed in float32
@@ -346,15 +340,14 @@ def _verdict(match: Match, change: _Change, target: _Target) -> Match:
     """Whether a weight is the base with the adapter merged into it, not at all, twice, or by another factor."""
     volume = prod(target.shape)
     if not change.far:
-        return replace(match, relation="merged", is_proven=True, what="", notes=(), change=match.change)
-    if not change.actual:
-        what = "the adapter changes it, and it holds the base's values"
-        return replace(match, relation="unmerged", is_proven=False, what=what, notes=())
+        return replace(match, relation="merged", is_proven=True, what="", notes=())
     times = change.both / change.expected if change.expected else 0.0
-    alike = change.both / sqrt(change.actual * change.expected) if change.expected else 0.0
+    alike = change.both / sqrt(change.actual * change.expected) if change.expected and change.actual else 0.0
     # The factor names the likely mistake: 2 for an adapter merged twice, another for a lost scale. Assumed: rounding of
     # the new side stays within 2 %, and below a cosine of 0.9 the change is no multiple of the adapter.
-    if alike > _ALIKE and abs(times - 1) > 0.02:
+    if not change.actual:
+        what = "the adapter changes it, and it holds the base's values"
+    elif alike > _ALIKE and abs(times - 1) > 0.02:
         what = f"holds {times:.3g} times what the adapter adds"
     elif alike < -_ALIKE:
         what = f"the adapter was taken off, {-times:.3g} times, not added"
@@ -369,10 +362,7 @@ _Rows = Callable[[int, int], Matrix | None]
 
 
 def _saved(adapter: _Adapter, base: BytesByKey) -> Iterator[tuple[str, str, _Rows]]:
-    """(adapter key, base key, expected rows) of tensors that the adapter replaces: modules_to_save, biases.
-
-    `trainable_token_indices` replaces single rows.
-    """
+    """(adapter key, base key, expected rows) of what it replaces: modules_to_save, biases, trainable_token_indices."""
     endings = {key.partition(".")[2]: key for key in base}
     for key in sorted(adapter.places.keys() - adapter.used):
         if f"{BASE_LAYER}.weight" in key:  # the base's own, which peft saves beside trained embeddings

@@ -33,14 +33,7 @@ _WIDE = ("float64", "float32", "float16", "bfloat16")
 
 
 def with_quantised(found: Sequence[Match], places: tuple[BytesByKey, BytesByKey]) -> list[Match]:
-    """The matches, with quantised weights of one side compared with unquantised ones of the other.
-
-    Args:
-        places: readable tensors of both sides.
-
-    Raises:
-        AccessError: a read was refused.
-    """
+    """The matches, with quantised weights of one side compared with unquantised ones of the other, or AccessError."""
     judged: list[Match] = []
     for number in (0, 1):
         wide = {key: place for key, place in places[1 - number].items() if place.tensor.dtype in _WIDE}
@@ -158,11 +151,9 @@ def _sums(rows: Rows, wanted: Matrix, group: int) -> npt.NDArray[np.float64]:
 
 
 def _is_scaled(sums: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
-    """Whether the best factor between original and dequantised values differs from 1 by more than chance.
-
-    Rounding lowers the factor by the share of its errors in the squares, and adds noise. Methods that weigh columns
-    make larger errors, so the tolerance grows with the measured error.
-    """
+    """Whether the best factor between original and dequantised values differs from 1 by more than chance."""
+    # Rounding lowers the factor by the share of its errors in the squares, and adds noise. Methods that weigh columns
+    # make larger errors, so the tolerance grows with the measured error.
     both, norm, other, error, product = sums
     with np.errstate(all="ignore"):
         more = np.maximum((norm - both * both / other) / error, 1)

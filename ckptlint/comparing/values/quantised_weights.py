@@ -68,17 +68,11 @@ class Quantised:
 
 
 def quantised_of(places: BytesByKey) -> Iterator[Quantised]:
-    """The quantised weights among tensors.
-
-    Raises:
-        AccessError: a read was refused.
-    """
+    """The quantised weights among tensors, or AccessError."""
+    readers = (_scaled, _packed, _blocks, _transposed, _of_library)
     for key, place in places.items():
-        for find in (_scaled, _packed, _blocks, _transposed, _of_library):
-            found = find(key, place, places)
-            if found is not None:
-                yield found
-                break
+        if quantised := next(filter(None, (read(key, place, places) for read in readers)), None):
+            yield quantised
 
 
 def _whole(place: TensorBytes | None) -> Matrix | None:
@@ -86,12 +80,11 @@ def _whole(place: TensorBytes | None) -> Matrix | None:
     return None if place is None or prod(place.shape) > _LARGEST else place.whole()
 
 
-def _words(place: TensorBytes) -> npt.NDArray[np.uint32] | None:
+def _words(place: TensorBytes | None) -> npt.NDArray[np.uint32] | None:
     """A whole matrix of int32 as unsigned words."""
-    shape = place.shape
-    if place.tensor.dtype not in ("int32", "uint32") or len(shape) != 2 or prod(shape) > _LARGEST:
+    if place is None or place.tensor.dtype not in ("int32", "uint32"):
         return None
-    bits = place.rows(0, shape[0])
+    bits = place.rows(0, place.shape[0]) if len(place.shape) == 2 and prod(place.shape) <= _LARGEST else None
     return None if bits is None else bits.view(np.uint32)
 
 
@@ -109,7 +102,7 @@ def _spread(scale: Matrix, shape: Shape, blocks: Any) -> Callable[[int, int], Ma
 
     Args:
         scale: one number, one per row, or one per block of rows and columns, for each slice.
-        blocks: [rows, columns] of a block from the configuration, or None.
+        blocks: [rows, columns] of a block from the configuration.
     """
     slices, per, width = matrix(shape)
     if scale.size == 1:
@@ -308,8 +301,7 @@ def _is_end(codes: Codes, bits: int) -> npt.NDArray[np.bool_]:
 
 def _packed_zeros(place: TensorBytes | None, rows: int, bits: int) -> Matrix | None:
     """float32 [rows, groups]: zero points, packed along the rows."""
-    words = None if place is None else _words(place)
-    if words is None:
+    if (words := _words(place)) is None:
         return None
     codes = unpacked(np.ascontiguousarray(words.T), bits)[:, :rows].T
     return np.asarray(codes - (1 << bits - 1), np.float32)
@@ -373,8 +365,7 @@ def _transposed(key: str, place: TensorBytes, places: BytesByKey) -> Quantised |
     if not key.endswith(".qweight"):
         return None
     home = key.removesuffix("qweight")
-    scales, zero_place = _whole(places.get(f"{home}scales")), places.get(f"{home}qzeros")
-    words, zeros = _words(place), None if zero_place is None else _words(zero_place)
+    scales, words, zeros = _whole(places.get(f"{home}scales")), _words(place), _words(places.get(f"{home}qzeros"))
     if scales is None or scales.ndim != 2 or words is None or zeros is None or not scales.size:
         return None
     groups, out = scales.shape

@@ -28,15 +28,12 @@ def compare_rows(
     found: Callable[[int, int], _Found | None],
     see: Callable[[int, _Expected, _Found], None],
 ) -> bool:
-    """Whether all rows could be read of both.
+    """Whether all rows could be read of both, or AccessError.
 
     Args:
         rows: first and last of each run.
         expected, found: (first, last) -> what these rows should hold, and what they hold; None for unreadable ones.
         see: is called with the first row of each run and both.
-
-    Raises:
-        AccessError: a read was refused.
     """
     for first, last in rows:
         wanted, stored = expected(first, last), found(first, last)

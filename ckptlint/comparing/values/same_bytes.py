@@ -36,12 +36,8 @@ class Twin(RowHashes):
         self.rows = self.columns = np.zeros(0, np.uint64)
 
     def add(self, bits: Bits, row: int, column: int) -> None:
-        """Compare a block of elements, given as `RowHashes.add` has it.
-
-        Raises:
-            UnequalError: they are not equal, or part of several rows, for which all of these would be read there.
-            AccessError: a read was refused.
-        """
+        """Compare a block of elements, given as `RowHashes.add` has it, or raise UnequalError or AccessError."""
+        # of a part of several rows all of these would be read there
         count, width = bits.shape
         found = self.other.rows(row, row + count) if count == 1 or width == matrix(self.shape)[2] else None
         theirs = None if found is None else found[:, column : column + width]
@@ -58,16 +54,7 @@ class Twin(RowHashes):
 def twins_of(
     tensors: Mapping[str, Tensor], other: Sequence[OpenedCheckpoint], there: Mapping[str, Tensor], jobs: int | None
 ) -> dict[str, tuple[RowHashes, ...]]:
-    """Key -> comparison of a tensor with its twin on the other side; {} unless names, shapes and dtypes are equal.
-
-    Args:
-        tensors: of the side that will be read.
-        other: the components of the other one; there: its tensors.
-        jobs: threads that read.
-
-    Raises:
-        AccessError: a read was refused.
-    """
+    """Key -> comparison of a tensor with its twin in `there`; {} unless all are alike in name, shape, dtype."""
     for name, tensor in tensors.items():
         twin = there.get(name)
         if twin is None or (tensor.global_shape, tensor.dtype) != (twin.global_shape, twin.dtype):

@@ -16,12 +16,7 @@ _LEAST = 4  # weights that moved all over, from which on two sides are steps of 
 def movements(
     matches: Sequence[Match], sides: Sequence[OpenedCheckpoint], tensors: Mapping[str, Side]
 ) -> list[Movement]:
-    """The movement of each weight if most weights changed everywhere, as between two steps of a run; else [].
-
-    Args:
-        sides: the later step.
-        tensors: its tensors by key.
-    """
+    """The movement of each weight if most weights changed everywhere, as between two steps of a run; else []."""
     weights = {param.tensor.fqn for opened in sides for param in inventory_of(opened.ckpt).params}
     trained = frozenset[str]().union(*(trained_weights(opened.ckpt) for opened in sides))
     pairs = [match for match in matches if match.old == match.new and match.old and match.old[0] in weights]
