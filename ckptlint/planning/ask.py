@@ -114,16 +114,16 @@ def _quick(ckpt: Checkpoint, to: str | None, world: int | None) -> Job:
     # Without --to the most likely job is the one that saved. Outside Megatron-Core only the number of ranks is stored,
     # not the mesh, so FSDP over all of them is assumed.
     if ckpt.is_torch_dist and world is None and "tp" in ckpt.topology:
-        sizes = {axis: ckpt.topology[axis].size for axis in MEGATRON_AXES if axis in ckpt.topology}
-        job = quick_job(ckpt, ",".join(f"{axis}={size}" for axis, size in sizes.items()))
-        guess = Constraint("note", "--to names no job, so this plan takes the layout that saved", guessed=True)
-        return Job(job.form, job.to, job.world, job.requests, (guess, *job.constraints))
-    saved = world or (ckpt.topology["world"].size if "world" in ckpt.topology else 0)
-    if not saved:
-        raise ConfigError("the checkpoint does not say how many ranks saved it: name a job, --to dp=8")
-    job = quick_job(ckpt, f"dp={saved}")
-    guess = Constraint("note", f"--to names no job, so this plan takes {saved:,} ranks under FSDP", guessed=True)
-    return Job(job.form, job.to, job.world, job.requests, (guess, *job.constraints))
+        axes = (f"{axis}={ckpt.topology[axis].size}" for axis in MEGATRON_AXES if axis in ckpt.topology)
+        to, what = ",".join(axes), "the layout that saved"
+    else:
+        saved = world or (ckpt.topology["world"].size if "world" in ckpt.topology else 0)
+        if not saved:
+            raise ConfigError("the checkpoint does not say how many ranks saved it: name a job, --to dp=8")
+        to, what = f"dp={saved}", f"{saved:,} ranks under FSDP"
+    job = quick_job(ckpt, to)
+    guess = Constraint("note", f"--to names no job, so this plan takes {what}", guessed=True)
+    return replace(job, constraints=(guess, *job.constraints))
 
 
 def _of_megatron(ckpt: Checkpoint, job: Job, give_up: frozenset[str], megatron: str | None) -> Job:
@@ -138,7 +138,7 @@ def _of_megatron(ckpt: Checkpoint, job: Job, give_up: frozenset[str], megatron: 
     if "optim" in give_up:
         requests = [request for request in requests if parse(request.key).kind != "optimizer"]
     megatron_constraints = constraints(ckpt, axis_sizes(job.to), give_up, reader)
-    return Job(job.form, job.to, job.world, requests, (*megatron_constraints, *job.constraints))
+    return replace(job, requests=requests, constraints=(*megatron_constraints, *job.constraints))
 
 
 def _per_node(ckpt: Checkpoint, job: Job, asked: PlanRequest) -> int | None:

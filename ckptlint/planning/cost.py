@@ -17,7 +17,7 @@ from ckptlint.model import Checkpoint
 from ckptlint.model.tiling import IntArray
 from ckptlint.planning.job import Target
 from ckptlint.planning.outcome import Cost, NodeReads
-from ckptlint.planning.reads import Reads
+from ckptlint.planning.reads import Reads, counted
 
 _MANY = 1 << 22
 
@@ -58,12 +58,7 @@ class Tally:
         self.of_targets: dict[int, _OfTarget] = {}
 
     def add(self, target: Target, found: Reads, records: IntArray, needed: IntArray) -> None:
-        """One tensor, or one object.
-
-        Args:
-            records: int64 [n], the record of each item.
-            needed: int64 [n], bytes of each item.
-        """
+        """Add one tensor, or one object: int64 [n], the record of each item, and its needed bytes."""
         if id(target) not in self.of_targets:
             self.of_targets[id(target)] = _OfTarget(target, np.zeros((3, len(target.offsets))))
         of_target, count = self.of_targets[id(target)], len(target.offsets)
@@ -115,18 +110,14 @@ def _kinds(targets: list[Target], world: int) -> tuple[IntArray, IntArray]:
 def _boxes_of(target: Target, ranks: IntArray) -> tuple[IntArray, IntArray]:
     """(place in `ranks`, box) for each box that one of these ranks wants."""
     low, high = np.searchsorted(target.rank, ranks, "left"), np.searchsorted(target.rank, ranks, "right")
-    count = high - low
-    inside = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
-    return np.repeat(np.arange(len(ranks)), count), target.box[np.repeat(low, count) + inside]
+    return np.repeat(np.arange(len(ranks)), high - low), target.box[counted(low, high - low)]
 
 
 def _joined(kind: IntArray, box: IntArray, pairs: IntArray, files: int) -> IntArray:
     """`kind * files + file` for each file of each box of a kind."""
     of_box = pairs // files
     low, high = np.searchsorted(of_box, box, "left"), np.searchsorted(of_box, box, "right")
-    count = high - low
-    inside = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
-    joined: IntArray = np.repeat(kind, count) * files + pairs[np.repeat(low, count) + inside] % files
+    joined: IntArray = np.repeat(kind, high - low) * files + pairs[counted(low, high - low)] % files
     return np.unique(joined)
 
 
@@ -154,11 +145,7 @@ def writer_nodes(ckpt: Checkpoint, count: int) -> IntArray:
 
 
 def nodes_of(cost: Cost, ckpt: Checkpoint, per_node: int, homes: IntArray | None) -> tuple[NodeReads, ...]:
-    """The files that each node must see.
-
-    Args:
-        homes: int64 [files], the node that has each file; None where all see all.
-    """
+    """The files that each node must see; `homes` has for each file the node that has it, where not all see all."""
     sizes = ckpt.files.size
     world, nodes = len(cost.kind), []
     for number, low in enumerate(range(0, world, per_node)):
@@ -173,11 +160,7 @@ def nodes_of(cost: Cost, ckpt: Checkpoint, per_node: int, homes: IntArray | None
 
 
 def needs_away(target: Target, found: Reads, files: npt.NDArray[np.int32], homes: IntArray, per_node: int) -> bool:
-    """Whether any rank reads a file that its node has not.
-
-    Args:
-        files: int32 [n], the file of each item.
-    """
+    """Whether any rank reads a file (int32 [n], of each item) that its node has not."""
     # Each box has a first and a last node that needs it. If they differ, a file on one node is away from the other.
     low, high = np.full(len(target.offsets), np.iinfo(np.int64).max), np.full(len(target.offsets), -1)
     node = target.rank // per_node

@@ -48,7 +48,6 @@ def exact_job(
         mesh: name of an axis -> its size; their product is the number of ranks.
         keys: of the checkpoint; torch asks for the names of torch 2.3 where the checkpoint has them.
         per_node: ranks that share a node, for `LOCAL_RANK`.
-        seconds: after which it is given up.
 
     Raises:
         ConfigError: torch is not installed, the function is not there, or it gave no state dict.

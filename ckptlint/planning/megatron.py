@@ -415,10 +415,11 @@ def _chain(change: _Change, form: Form, keys: tuple[str, ...]) -> Iterator[Const
     """
     if not (change.number("experts") or any(".experts." in key for key in change.ckpt.tensors)):
         return
-    chains = _chains(change.ckpt)
-    # Rank 0 describes the chain for all ranks. Without its entry, ep above 1 in the saved layout implies two
-    # optimizers.
-    was = chains > 1 if chains else change.old.get("ep", 1) > 1
+    # Rank 0 describes the chain for all ranks, in the common state. Without its entry, ep above 1 in the saved layout
+    # implies two optimizers.
+    chain = change.ckpt.common_value("optimizer")
+    is_described = isinstance(chain, dict)
+    was = sum(isinstance(key, int) for key in chain) > 1 if is_described else change.old.get("ep", 1) > 1
     by_ep = change.new["ep"] > 1
     by_etp = by_ep or change.new["etp"] != change.new["tp"]
     source = "megatron-core 0.12-0.19, optimizer.ChainedOptimizer.load_state_dict"
@@ -433,12 +434,6 @@ def _chain(change: _Change, form: Form, keys: tuple[str, ...]) -> Iterator[Const
             f"experts have an optimizer of their own {which}"
         )
         yield from _by_version(change, first, last, Constraint("fails", sentence, keys, source))
-
-
-def _chains(ckpt: Checkpoint) -> int:
-    """Number of optimizers in the common state; 0 without any."""
-    described = ckpt.common_value("optimizer")
-    return (sum(isinstance(key, int) for key in described) or 1) if isinstance(described, dict) else 0
 
 
 # ---------------------------------------------------------------- what ranks keep for themselves

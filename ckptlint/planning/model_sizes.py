@@ -56,10 +56,8 @@ def undivided(ckpt: Checkpoint, to: Mapping[str, int]) -> Iterator[Constraint]:
 
 
 def _feed_forward(ckpt: Checkpoint, tp: int, etp: int) -> Iterator[Constraint]:
-    """Notes on feed-forward layers, dense ones and experts, of which a rank would hold no whole rows or blocks.
-
-    A configuration may declare a size that no layer has, as where all layers have experts: only stored ones count.
-    """
+    """Notes on feed-forward layers, dense ones and experts, of which a rank would hold no whole rows or blocks."""
+    # a configuration may declare a size that no layer has, as where all layers have experts: only stored ones count
     stored: dict[bool, set[int]] = {False: set(), True: set()}
     for key, tensor in ckpt.tensors.items():
         name = parse(key)

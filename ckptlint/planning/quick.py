@@ -80,10 +80,7 @@ def world_of(sizes: Mapping[str, int]) -> int:
 
 
 def quick_job(ckpt: Checkpoint, to: str) -> Job:
-    """The job with these axis sizes, whose ranks request every stored key.
-
-    Args:
-        to: `dp=8,tp=2`.
+    """The job with these axis sizes (`dp=8,tp=2`), whose ranks request every stored key.
 
     Raises:
         ConfigError: nonsense for sizes.
@@ -151,7 +148,10 @@ class _Cutter:
         for copies in inventory.copies.values():
             params |= {param.tensor.fqn: param for param in copies}
         owners = {state.tensor.fqn: state.param for state in inventory.states if state.param is not None}
-        self.layers = _layer_counts([param.key for param in params.values()])
+        self.layers: dict[str, int] = defaultdict(int)
+        for key in (param.key for param in params.values()):
+            if key.block and key.layer is not None:
+                self.layers[key.block] = max(self.layers[key.block], key.layer + 1)
         self.experts = 1 + max((p.key.expert for p in params.values() if p.key.expert is not None), default=-1)
         self.hidden = hidden_sizes(self.ckpt)
         # Buffers and scalars stay whole under FSDP too. If more than half of the tensors are cut, the
@@ -187,14 +187,13 @@ class _Cutter:
         if param.layer_axis is not None:
             cuts.append((param.layer_axis, "pp", 1))
         who = self._who(key, param.layer_axis is not None)
-        if param.expert_axis is not None:
-            cuts += [(param.expert_axis, "ep", 1)] if self.ranks.sizes["ep"] > 1 else []
+        if param.expert_axis is not None and self.ranks.sizes["ep"] > 1:
+            cuts.append((param.expert_axis, "ep", 1))
         over = "etp" if key.in_experts else "tp"
         if self.ranks.sizes[over] > 1:
             cuts += [(axis, over, runs) for axis, runs in self._tensor_parallel(tensor, param)]
-        return TensorRequest(
-            tensor.fqn, None, self._target(tensor, [*cuts, *self._sharded(tensor, param, part)], who), who[1]
-        )
+        cuts += self._sharded(tensor, param, part)
+        return TensorRequest(tensor.fqn, None, self._target(tensor, cuts, who), who[1])
 
     def _other(self, tensor: Tensor, owner: Param | None) -> TensorRequest:
         """The request for a tensor without a parameter of its shape: steps, factored states, flat buffers."""
@@ -209,11 +208,9 @@ class _Cutter:
         """(name of the group of ranks, ranks) that hold a parameter."""
         ranks, chosen, name = self.ranks, np.ones(self.ranks.world, bool), []
         pp = ranks.sizes["pp"]
-        if pp > 1 and not is_stacked:
-            stage = self._stage(key, pp)
-            if stage is not None:
-                chosen &= ranks.at["pp"] == stage
-                name.append(("pp", stage))
+        if pp > 1 and not is_stacked and (stage := self._stage(key, pp)) is not None:
+            chosen &= ranks.at["pp"] == stage
+            name.append(("pp", stage))
         if ranks.sizes["ep"] > 1 and key.expert is not None:
             ep_rank = key.expert * ranks.sizes["ep"] // max(self.experts, 1)
             if self.experts % (ep := ranks.sizes["ep"]):
@@ -336,12 +333,3 @@ class _Cutter:
             parts.append((who[live], start[live], (stop - start)[live]))
         columns = [np.concatenate([part[column] for part in parts]) for column in range(3)]
         return Target.of_ranks(shape, *columns)
-
-
-def _layer_counts(keys: list[Key]) -> dict[str, int]:
-    """Block -> its number of layers: the highest layer number plus one."""
-    counts: dict[str, int] = {}
-    for key in keys:
-        if key.block and key.layer is not None:
-            counts[key.block] = max(counts.get(key.block, 0), key.layer + 1)
-    return counts

@@ -18,12 +18,7 @@ _TORCHTITAN = "torchtitan 0.3, components/dataloader.py, ParallelAwareDataloader
 
 
 def refusals(ckpt: Checkpoint, to: Mapping[str, int], world: int) -> Iterator[Constraint]:
-    """The obstacles to a load of rank files, which their libraries do not reshard.
-
-    Args:
-        to: sizes of axes that the job has; one that is not named is 1.
-        world: ranks of the job.
-    """
+    """The obstacles to a load of rank files, which their libraries do not reshard, into `world` ranks."""
     layout = layout_of(ckpt.format)
     if layout is None or ckpt.rank_files is None:
         return
@@ -47,11 +42,7 @@ def refusals(ckpt: Checkpoint, to: Mapping[str, int], world: int) -> Iterator[Co
 
 
 def lost_by_dp_ranks(ckpt: Checkpoint, to: Mapping[str, int]) -> Iterator[Constraint]:
-    """The obstacles from what each data parallel rank saved for itself, objects or files: where its data stood.
-
-    Args:
-        to: sizes of axes that the job has.
-    """
+    """The obstacles from what each data parallel rank saved for itself, objects or files: where its data stood."""
     asked = to.get("dp", 1) * to.get("dp_replicate", 1)
     keys = ((match[1], item.fqn) for item in ckpt.byte_objects if (match := _OF_DP_RANK.fullmatch(item.fqn)))
     for name, of_ranks in grouped(keys).items():

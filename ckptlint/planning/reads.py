@@ -23,11 +23,7 @@ class ReadBudget:
     items: int = _ITEMS
 
     def spend(self, pairs: int, items: int) -> None:
-        """Take off what is done.
-
-        Raises:
-            BudgetError: it is used up.
-        """
+        """Take off what is done, or raise BudgetError where it is used up."""
         self.pairs -= pairs
         self.items -= items
         if self.pairs < 0 or self.items < 0:
@@ -106,9 +102,18 @@ def _candidates(tiling: Tiling, target: Target) -> Iterator[tuple[IntArray, IntA
         done = ends[first - 1] if first else 0
         last = max(int(np.searchsorted(ends, done + _BLOCK, "right")), first + 1)
         counts = count[first:last]
-        inside = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        yield np.repeat(boxes[first:last], counts), order[np.repeat(low[first:last], counts) + inside]
+        yield np.repeat(boxes[first:last], counts), order[counted(low[first:last], counts)]
         first = last
+
+
+def counted(low: IntArray, count: IntArray) -> IntArray:
+    """The `count[i]` numbers from `low[i]` on, for one i after the other.
+
+    >>> counted(np.array([5, 0]), np.array([2, 3])).tolist()
+    [5, 6, 0, 1, 2]
+    """
+    numbers: IntArray = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count - low, count)
+    return numbers
 
 
 def _along(tiling: Tiling, target: Target, axis: int) -> tuple[IntArray, IntArray, IntArray]:

@@ -20,12 +20,9 @@ _Group = TypeVar("_Group", bound=Hashable)
 
 
 def unrequested_keys(ckpt: Checkpoint, job: Job) -> Iterator[Constraint]:
-    """The parts without any requested key, and the layers without one in parts that are requested.
+    """The parts without any requested key, and the layers without one in parts that an exact job requests.
 
     A whole part besides the model is a note, since a job may load only the weights. Single layers are a loss.
-
-    Args:
-        job: a job of the exact form; the quick form requests everything.
     """
     asked = {request.key for request in job.requests}
     stored = [*ckpt.tensors, *(item.fqn for item in ckpt.objects), *(item.fqn for item in ckpt.byte_objects)]

@@ -40,14 +40,11 @@ _SOURCES = {
 
 
 def plan_of(ckpt: Checkpoint, job: Job, per_node: int | None = None, from_nodes: int | None = None) -> Plan:
-    """Whether the checkpoint loads into the job, and what each rank reads.
+    """Whether the checkpoint loads into the job, and what each rank reads, or BudgetError.
 
     Args:
         per_node: ranks of the job on one node; None where nodes do not matter.
         from_nodes: so many nodes saved, and each has only the files that it wrote.
-
-    Raises:
-        BudgetError: chunks and parts are too many to compare.
     """
     work = _Work(ckpt, job, per_node or max(job.world, 1), from_nodes)
     for request in job.requests:
@@ -156,11 +153,7 @@ class _Work:
         self._add(key, target, items, tensor.chunks.record[items.chunk], needed)
 
     def _add(self, key: str, target: Target, items: Reads, records: IntArray, needed: IntArray | None) -> None:
-        """Count the items that have a record; those without one fail the load.
-
-        Args:
-            needed: bytes of each item; None for an object, and for a dtype of uncertain size: all of the record.
-        """
+        """Count the items that have a record; those without one fail the load, without `needed` bytes all count."""
         has_record = records >= 0
         if not has_record.all():
             self._note("fails", "no record", key)

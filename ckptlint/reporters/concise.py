@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckptlint.lint.report import Report, worst
 from ckptlint.model.text import plural
-from ckptlint.reporters.full import confidence_text, region_text
+from ckptlint.reporters.full import confidence_text
 from ckptlint.reporters.style import Style, cut
 
 
@@ -18,7 +18,7 @@ def render(report: Report, style: Style) -> str:
         for group in shown:
             lead = group.lead
             subject = cut(lead.fqn or lead.finding.at.file or part.checkpoint.metadata_file)
-            region = region_text(lead.finding.at.region) if lead.finding.at.region else ""
+            region = str(lead.finding.at.region or "").replace(" ", "")
             more = f" (+{len(group.members) - 1:,} more)" if len(group.members) > 1 else ""
             level = style.paint(lead.severity.label, lead.severity.label)
             said = f"{lead.message}{confidence_text(lead)}{more}"

@@ -30,7 +30,6 @@ from ckptlint.model.text import (
     table,
     verb,
 )
-from ckptlint.model.tiling import Box
 from ckptlint.reporters.agreement import agreement, is_verified
 from ckptlint.reporters.style import Style, cut, cut_names
 from ckptlint.rule import Finding, Note, Severity
@@ -83,10 +82,7 @@ def render(report: Report, style: Style) -> str:
 
 
 def _outcomes(report: Report, style: Style) -> Iterator[str]:
-    """A line for each checkpoint of several and each path that was not read, what fails last; none where all pass.
-
-    Checkpoints in the table of steps are left out.
-    """
+    """A line for each of several checkpoints in no table and each path not read, failures last; none if all pass."""
     if len(report.checkpoints) + len(report.unread) < 2:
         return
     tabled = {step.path for step in steps_in(report)}
@@ -167,10 +163,8 @@ def step_rows(steps: Sequence[JudgedStep]) -> list[tuple[str, ...]]:
 
 
 def step_table(steps: Sequence[JudgedStep], width: int) -> str:
-    """The steps as a table; what they hold is wrapped, to fit the width.
-
-    The times are left out where names are long, or no time is known: a store knows only when a file was uploaded.
-    """
+    """The steps as a table; what they hold is wrapped, times are left out where names are long or none is known."""
+    # a store knows only when a file was uploaded
     rows: list[tuple[str, ...]] = step_rows(steps)
     heads: tuple[str, ...] = STEP_COLUMNS
     least = len("dataloader,")
@@ -190,11 +184,7 @@ def _room_to_hold(rows: Sequence[Sequence[str]], heads: Sequence[str], width: in
 
 
 def step_lines(steps: Sequence[JudgedStep], lenient: Sequence[str]) -> list[str]:
-    """For each run a sentence with its newest step that passes; a path stands last, so that a reader finds it.
-
-    Args:
-        lenient: as of `Report`.
-    """
+    """For each run a sentence with its newest step that passes; a path stands last, so that a reader finds it."""
     lines = []
     options = f" with {join_words([f'--{name}' for name in lenient])}" if lenient else ""
     for run, step in newest_passing(steps).items():
@@ -263,8 +253,11 @@ def block(ckpt: Checkpoint, group: FindingGroup, style: Style) -> list[str]:
 def notes(group: FindingGroup) -> list[Note]:
     """Why it matters, every note of the one shown, and the names of the others."""
     listed = [("why", group.lead.why), *group.lead.all_notes()]
-    if len(group.members) > 1:
-        listed.append(("also", other_members(group)))
+    if more := len(group.members) - 1:
+        names = fold_names(dict.fromkeys(item.fqn or item.finding.at.file for item in group.members[1:]))
+        count = plural(more, "more key" if group.lead.fqn else "more file")
+        same = "the same" if len({item.message for item in group.members}) == 1 else "alike"
+        listed.append(("also", f"{count}, {same}: " + first_names(map(cut, names), _MORE_LIMIT, "pattern")))
     return [note for note in listed if note[1]]
 
 
@@ -307,14 +300,6 @@ def _figure(ckpt: Checkpoint, finding: Finding, style: Style) -> list[str]:
     if grid is None:
         return []
     return draw(ckpt, grid, finding.at.region, style.ascii_only, width, style.lost, finding.at.rows)
-
-
-def other_members(group: FindingGroup) -> str:
-    """The other members of a group, their names folded."""
-    names = fold_names(dict.fromkeys(item.fqn or item.finding.at.file for item in group.members[1:]))
-    count = plural(len(group.members) - 1, "more key" if group.lead.fqn else "more file")
-    same = "the same" if len({item.message for item in group.members}) == 1 else "alike"
-    return f"{count}, {same}: " + first_names(map(cut, names), _MORE_LIMIT, "pattern")
 
 
 def details(report: Report, style: Style) -> str:
@@ -390,11 +375,7 @@ def _set_aside(report: Report) -> str:
 
 
 def verdict(report: Report, style: Style, wrapped: bool = False) -> list[str]:
-    """The last lines: what was found, by how many rules, what could not be judged, and whose settings were used.
-
-    Args:
-        wrapped: whether each is cut into lines of the terminal's width.
-    """
+    """The last lines: what was found, by how many rules, what could not be judged, and whose settings were used."""
     sentences = _verdict(report, style.verbose)
     sentences += [("", "", f"Settings: {report.settings}.")] if report.settings else []
     if not wrapped:
@@ -562,8 +543,3 @@ def _limits(report: Report) -> str:
             noun = "tensor" if state == RecordState.RAW else "record"
             texts.append(f"{plural(count, noun, 'was')} {why}.")
     return " ".join(texts)
-
-
-def region_text(region: Box) -> str:
-    """A region as slices without blanks, for one-line formats."""
-    return str(region).replace(" ", "")

@@ -11,11 +11,6 @@ _WARNINGS = 8  # that are shown
 _WIDE = 29  # characters of a reason in a line of the table, so that 80 columns are enough
 
 
-def search_as_text(search: Search) -> str:
-    """What was skipped and found, and the path of the step that is the answer."""
-    return "".join(f"{line}\n" for line in [*search_lines(search), *filter(None, [search.path])])
-
-
 def search_lines(search: Search, quiet: int = 0) -> list[str]:
     """What was skipped and what was found, a sentence each; quiet as of `Style`."""
     if quiet >= 2:
@@ -38,12 +33,6 @@ def not_judged_by(request: Request) -> list[str]:
     rules = [f"{join_words([f'--{name}' for name in request.lenient])} left rules out"] if request.lenient else []
     read = "only some tensor bytes were read" if request.reading else "tensor bytes were not read"
     return rules + ([] if request.depth.reads_all else [f"{read}; --depth data reads them all"])
-
-
-def retention_as_text(found: Retention) -> str:
-    """Why each step stays, and the paths of those that may be deleted."""
-    table = [decision_table(found), ""] if found.decisions else []
-    return "".join(f"{line}\n" for line in [*table, *retention_lines(found), *found.paths])
 
 
 def retention_lines(found: Retention) -> list[str]:

@@ -80,11 +80,8 @@ def cut_names(title: str, fqn: str | None) -> str:
 
 
 def shown_file(ckpt: Checkpoint, name: str) -> str:
-    """The file to point at, relative to the checkpoint: the one of this name, or the metadata where there is none.
-
-    A stored path that leaves the folder is never pointed at, since a viewer would follow it.
-    """
-    return name if is_safe(name) else ckpt.metadata_file
+    """The file to point at, relative to the checkpoint: the one of this name, or the metadata where there is none."""
+    return name if is_safe(name) else ckpt.metadata_file  # a viewer would follow a path that leaves the folder
 
 
 def aligned(heads: list[str], rows: list[list[str]]) -> list[str]:

@@ -33,9 +33,10 @@ def as_text(shown: Shown) -> str:
         case Values():
             text = values.values_as_text(shown, _STYLE)
         case Search():
-            text = run.search_as_text(shown)
+            text = "".join(f"{line}\n" for line in [*run.search_lines(shown), *filter(None, [shown.path])])
         case Retention():
-            text = run.retention_as_text(shown)
+            table = [run.decision_table(shown), ""] if shown.decisions else []
+            text = "".join(f"{line}\n" for line in [*table, *run.retention_lines(shown), *shown.paths])
         case _:
             raise TypeError(f"{type(shown).__name__} has no text")
     return inert(text)

@@ -14,7 +14,7 @@ from urllib.parse import quote
 from ckptlint._version import __version__
 from ckptlint.geometry.chunk_map import make_grid
 from ckptlint.lint.pages.rule_page import page
-from ckptlint.lint.report import CheckpointReport, FindingGroup, Ignored, Report, ranks_named
+from ckptlint.lint.report import CheckpointReport, FindingGroup, Report, ranks_named
 from ckptlint.model import Checkpoint
 from ckptlint.reporters.full import note_line, notes
 from ckptlint.reporters.json_report import sampled
@@ -160,16 +160,12 @@ def _result(part: CheckpointReport, base: str, group: FindingGroup, index: dict[
     }
     if any(about.values()):
         result["properties"] = {name: value for name, value in about.items() if value}
-    return result | _set_aside(lead.ignored)
-
-
-def _set_aside(ignored: Ignored | None) -> dict[str, Any]:
-    """Why a result does not count; nothing for one that does."""
-    if ignored is None:
-        return {}
-    if ignored.by == "baseline":
-        return {"baselineState": "unchanged"}
-    return {"suppressions": [{"kind": "external", "status": "accepted", "justification": ignored.reason}]}
+    if lead.ignored is not None and lead.ignored.by == "baseline":
+        result["baselineState"] = "unchanged"
+    elif lead.ignored is not None:
+        accepted = {"kind": "external", "status": "accepted", "justification": lead.ignored.reason}
+        result["suppressions"] = [accepted]
+    return result
 
 
 def _location(ckpt: Checkpoint, base: str, group: FindingGroup) -> dict[str, Any]:

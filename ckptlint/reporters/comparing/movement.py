@@ -26,11 +26,7 @@ def moved_lines(movements: Sequence[Movement], style: Style) -> list[str]:
 
 
 def moved_sentences(movements: Sequence[Movement], strays: Sequence[Movement]) -> list[str]:
-    """How many weights moved, which the furthest, which do not continue the old ones, and which did not move.
-
-    Args:
-        strays: those that do not continue the old ones.
-    """
+    """How many weights moved, which the furthest, which do not continue the old ones (`strays`), which did not move."""
     moved = sorted((one for one in movements if one.change > 0), key=lambda one: -one.change)
     much = "the norm of the difference divided by the weight's norm"
     lines = [f"{plural(len(moved), 'weight')} moved. How far: {much}."] if moved else []

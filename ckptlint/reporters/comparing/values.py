@@ -103,11 +103,7 @@ def _groups(matches: list[Match]) -> list[list[Match]]:
 
 
 def sentence_of(members: list[Match], found: Values, limit: int = NAME_LIMIT) -> tuple[str, list[str]]:
-    """How many tensors a group has, which these are, and what else is to be said of them.
-
-    Args:
-        limit: columns for a name; one that would be unclear in so few is whole.
-    """
+    """How many tensors a group has, which these are, and what else is to be said of them."""
     first = members[0]
     old, new = ([name for match in members for name in getattr(match, side)] for side in ("old", "new"))
     sides = [folded(names)[0] for names in (old, new)]

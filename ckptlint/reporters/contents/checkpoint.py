@@ -49,16 +49,7 @@ Branch = dict[str, "Branch | Tensor"]
 
 
 def contents_text(checkpoints: Sequence[Checkpoint], pattern: str | None, tree: bool, ranks: bool, style: Style) -> str:
-    """What is in the checkpoints, as text.
-
-    Args:
-        pattern: a glob of keys, or `KEY[slices]`; None for all.
-        tree: keys as a tree.
-        ranks: which rank or file holds which layers.
-
-    Raises:
-        ConfigError: no tensor or region matches, or the arguments do not go together.
-    """
+    """What is in the checkpoints, of keys that match a glob or `KEY[slices]`; ConfigError where nothing matches."""
     if ranks and (tree or pattern is not None):
         raise ConfigError("--ranks is about the whole checkpoint: leave out the pattern and --tree")
     regions = _region(checkpoints, pattern)
@@ -77,11 +68,7 @@ def contents_text(checkpoints: Sequence[Checkpoint], pattern: str | None, tree: 
 
 
 def contents_json(checkpoints: Sequence[Checkpoint], pattern: str | None, ranks: bool) -> str:
-    """The same as JSON; with a glob every chunk of the tensors that match, with `ranks` who holds what.
-
-    Raises:
-        ConfigError: no tensor or region matches.
-    """
+    """The same as JSON; with a glob every chunk of the tensors that match, with `ranks` who holds what."""
     if regions := _region(checkpoints, pattern):
         found = [_checkpoint(part.ckpt, part.tensor.fqn) | {"region": region.as_json(part)} for part in regions]
     else:

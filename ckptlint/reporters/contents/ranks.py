@@ -155,10 +155,8 @@ def sizes_of(contents: RankContents, rows: Sequence[int]) -> tuple[str, ...]:
 
 
 def _bands(columns: Sequence[Column], room: int, rows: int) -> list[list[int]]:
-    """The numbers of the columns of each table, one below the other, so that names fit above the marks.
-
-    The last has room for sizes. One table where all fit, some section fits nowhere, or the lines are too many.
-    """
+    """The numbers of the columns of each table, one below the other, so that names fit above the marks."""
+    # the last has room for sizes; one table where all fit, some section fits nowhere, or the lines are too many
     bands: list[list[int]] = [[]]
     for _, section in groupby(range(len(columns)), key=lambda i: columns[i].section):
         numbers = [*section]
@@ -175,10 +173,7 @@ def _fits(columns: Sequence[Column], numbers: Sequence[int], room: int) -> bool:
 
 
 def places_of(columns: Sequence[Column], wide: int, in_words: bool) -> tuple[tuple[str, str], list[Run | None], str]:
-    """The two lines above the matrix, the columns at each place (None between marks), and what the letters mean.
-
-    `in_words` puts names above the marks in place of letters, where they fit.
-    """
+    """The two lines above the matrix, in words where they fit, the columns at each place, and what the letters mean."""
     sections, per = _sections(columns, wide, in_words)
     if in_words and sum(_wide(section, 4) for section in sections) > wide:
         return places_of(columns, wide, False)

@@ -45,11 +45,7 @@ class StoredRegion:
 
 
 def region_asked(checkpoints: Sequence[Checkpoint], text: str) -> list[StoredRegion]:
-    """Who holds `KEY[slices]`, in each checkpoint that has the key; none where the text is no slice of a key.
-
-    Raises:
-        ConfigError: the slices do not fit the tensor, or its chunks cannot be compared with its shape.
-    """
+    """Who holds `KEY[slices]`, in each checkpoint that has the key, or ConfigError; none for no slice of a key."""
     match = _SLICED.fullmatch(text)
     names = dict.fromkeys((match[1], printable(match[1]))) if match else {}
     found = [(ckpt, ckpt.tensors[name]) for ckpt in checkpoints for name in names if name in ckpt.tensors]
@@ -78,11 +74,7 @@ def _left_out(tensor: Tensor, region: Box, rows: IntArray) -> Coverage:
 
 
 def parse_region(tensor: Tensor, slices: str) -> Box:
-    """The region that slices as Python writes them mean; a single index is a slice of one.
-
-    Raises:
-        ConfigError: they are no slices without a step, they are more than the tensor's dims, or they leave it.
-    """
+    """The region that slices as Python writes them mean, a single index a slice of one; else ConfigError."""
     shape, items = tensor.global_shape, [item.strip() for item in slices.split(",")]
     if "..." in items:
         at = items.index("...")

@@ -22,8 +22,7 @@ _SHORTEST = len("ab...yz")
 def tensor_table(tensors: Sequence[Tensor], one_dtype: bool, style: Style) -> Iterator[str]:
     """A line for all tensors of one role, dtype and shape; last ones for chunks if none is cut, and for what `*` means.
 
-    Args:
-        one_dtype: whether the checkpoint has one dtype, so that no column says it.
+    With `one_dtype` no column says it.
     """
     looks = ((role(_folded_name(tensor)), tensor.dtype, tensor.global_shape) for tensor in tensors)
     rows, moments, is_star = list[list[str]](), set[str](), False

@@ -22,8 +22,6 @@ def movement_map(
 ) -> dict[str, Any]:
     """Sentences, and of each cell its text, shade, what it says when pointed at, and where it leads.
 
-    A cell of several weights is the marked one, or the one that did not move, or else the one that moved furthest.
-
     Args:
         marked: key of a weight that stands out -> id of its finding, "" for none.
         strays: those that do not continue the step before, where no finding says so.
@@ -38,6 +36,7 @@ def movement_map(
     def cell(members: Sequence[Movement]) -> tuple[str, str, str, str]:
         if not members:
             return "", "none", "", ""
+        # the marked one, or one that did not move, or else the one that moved furthest
         one = max(members, key=lambda one: (one.fqn in marked, not one.change, one.change))
         place = 0.5 + (log10(one.change) - (least + most) / 2) / wide if one.change else 0.5
         said = f"{cut(one.fqn)}: {one.change:.3g} of its norm, cosine {one.cosine:.6f}"

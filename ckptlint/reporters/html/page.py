@@ -218,10 +218,7 @@ def _origin(report: Report) -> list[tuple[str, str]]:
 
 
 def _steps(report: Report, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What the page shows of steps, with links to their checkpoints, and the parts in no step.
-
-    A strip, those that fail first; a table, and the sentences below it.
-    """
+    """What the page shows of steps, with links to their checkpoints, and the parts in no step."""
     steps, strip = steps_in(report), []
     around = [step_around(part.checkpoint) for part in report.checkpoints]
     rows, others = [], list(parts)
@@ -355,7 +352,11 @@ def _group(part: CheckpointReport, group: FindingGroup, anchor: str, work: _Work
     page = work.pages.setdefault(lead.code, anchor)
     pictures: dict[str, Any] = {}
     if is_shown := work.room > 0:
-        pictures = _pictures(ckpt, finding)
+        tensor, region = finding.at.tensor, finding.at.region
+        grid = make_grid(tensor, region) if tensor and region else None
+        marked = marked_boxes(tensor, region, finding.at.rows) if tensor and region and grid else []
+        pictures["map"] = None if grid is None or finding.detail else _map(ckpt, grid, marked)
+        pictures |= {"chunks": _chunks(ckpt, finding, grid), "graphs": _graphs(ckpt, finding)}
         work.room -= len(str(pictures))
     return {
         "id": anchor,
@@ -404,18 +405,6 @@ def _items(label: str, text: str) -> str | list[str]:
         return text
     items = _BETWEEN.sub(lambda match: match[0] if match[0].startswith("(") else "\0", text).split("\0")
     return items if len(items) > 1 else text
-
-
-def _pictures(ckpt: Checkpoint, finding: Finding) -> dict[str, Any]:
-    """The chunk map, the chunk table and the graphs of a finding."""
-    tensor, region = finding.at.tensor, finding.at.region
-    grid = make_grid(tensor, region) if tensor and region else None
-    marked = marked_boxes(tensor, region, finding.at.rows) if tensor and region and grid else []
-    return {
-        "map": None if grid is None or finding.detail else _map(ckpt, grid, marked),
-        "chunks": _chunks(ckpt, finding, grid),
-        "graphs": _graphs(ckpt, finding),
-    }
 
 
 def _map(ckpt: Checkpoint, grid: Grid, marked: Sequence[Box]) -> dict[str, Any]:

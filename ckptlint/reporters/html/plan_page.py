@@ -50,8 +50,7 @@ def render(plan: Plan) -> str:
 def histogram(cost: Cost) -> str:
     """What each rank reads, as SVG: a bar for each rank, or for neighbouring ranks the largest of them.
 
-    The solid part of a bar is what is needed, the rest what the reader reads beside it. Only the bars grow with the
-    page; the labels keep their size.
+    The solid part of a bar is what is needed, the rest what the reader reads beside it.
     """
     read, needed = cost.read[cost.kind], cost.needed[cost.kind]
     world = len(read)

@@ -36,10 +36,7 @@ CELL_KINDS = ("nothing", "held", "overlap", "unchecked", "lost-failed", "lost-cu
 
 
 def chunk_map(ckpt: Checkpoint, grid: Grid, marked: Iterable[Box]) -> str:
-    """The grid of a finding: one rectangle per cell, what the finding is about outlined.
-
-    A solid line separates chunks; a dashed one is a cut of other chunks that runs through this one.
-    """
+    """The grid of a finding: one rectangle per cell, what the finding is about outlined."""
     columns, rows = _labels(grid.columns), _labels(grid.rows)
     states = chunk_states(ckpt, grid.tensor)
     width = max(72, *(len(label) * _DIGIT + 12 for label in columns))
@@ -50,7 +47,9 @@ def chunk_map(ckpt: Checkpoint, grid: Grid, marked: Iterable[Box]) -> str:
     top = 42
     total = left + width * len(grid.columns) + len(columns[-1]) * _DIGIT // 2 + 6
     bottom = top + height * len(grid.rows)
-    parts = [_text(map_caption(ckpt, grid), left, 13, "axis")]
+    across = axis_label(ckpt, grid, grid.across)
+    caption = f"{across} →" if grid.down is None else f"{axis_label(ckpt, grid, grid.down)} down, {across} across"
+    parts = [_text(caption + fixed_label(grid), left, 13, "axis")]
     parts += [_text(label, left + i * width, top - 7, "cut") for i, label in enumerate(columns)]
     if grid.down is not None:
         parts += [_text(label, left - 8, top + i * height + 4, "cut side") for i, label in enumerate(rows)]
@@ -66,20 +65,12 @@ def chunk_map(ckpt: Checkpoint, grid: Grid, marked: Iterable[Box]) -> str:
     solid, dashed = _edges(grid, left, top, width, height)
     parts.append(_tag("path", class_="boundary", d=dashed) if dashed else "")
     parts.append(_tag("path", class_="edge", d=solid))
-    for c, r, across, down in filter(None, (_outline(grid, box) for box in marked)):
+    for c, r, wide, tall in filter(None, (_outline(grid, box) for box in marked)):
         x, y = left + c * width, top + r * height
-        parts.append(_tag("rect", class_="region", x=x, y=y, width=across * width, height=down * height))
+        parts.append(_tag("rect", class_="region", x=x, y=y, width=wide * width, height=tall * height))
     found = [plural(n, f"{kind.removeprefix('lost-')} cell") for kind, n in counts.items() if n and kind != "ok"]
     label = f"Chunk map of {cut(grid.tensor.fqn)}: {', '.join(found) or 'every cell is held once'}"
     return _svg("".join(parts), total, bottom + 8, "map", label)
-
-
-def map_caption(ckpt: Checkpoint, grid: Grid) -> str:
-    """Which axes a map shows, in words."""
-    across = axis_label(ckpt, grid, grid.across)
-    if grid.down is None:
-        return f"{across} →" + fixed_label(grid)
-    return f"{axis_label(ckpt, grid, grid.down)} down, {across} across" + fixed_label(grid)
 
 
 def region_kind(tiling: Tiling, region: Box) -> str:
@@ -93,11 +84,7 @@ def region_kind(tiling: Tiling, region: Box) -> str:
 
 
 def strip(tiling: Tiling, axis: int, marks: Iterable[tuple[int, int, str]], label: str) -> str:
-    """A whole tensor on one line, in true proportion: chunks along one axis, and what findings touch.
-
-    Args:
-        marks: start, stop and class of each place that a finding concerns.
-    """
+    """A whole tensor on one line, in true proportion: chunks along one axis, and marks (start, stop, class)."""
     size = tiling.shape[axis]
     starts, stops = np.clip(tiling.intervals(axis), 0, size).T
     runs, parts = _runs(starts, stops), [_tag("title", escape(label))]
@@ -224,15 +211,12 @@ def _cell_title(ckpt: Checkpoint, grid: Grid, states: StateArray, row: int, colu
     holders = grid.holders[row][column] or []
     head = {"gap": "in no chunk", "overlap": f"in {len(holders)} chunks", "outside": "outside the tensor"}.get(kind, "")
     lines = [f"[{', '.join(slices)}]" + (f" {head}" if head else "")]
-    lines += [_chunk_title(ckpt, grid.tensor, i, grid.legend[i], int(states[i])) for i in holders[:4]]
+    for holder in holders[:4]:
+        file, state = ckpt.chunk_file(grid.tensor, holder), int(states[holder])
+        where = (cut(file) or "stored nowhere") + f" ({STATES[state]})" * (state > NOT_CHECKED)
+        rank = "" if (number := rank_of(file)) is None else f", rank {number}"
+        lines.append(f"chunk {grid.legend[holder]} {grid.tensor.tiling.box(holder)} {where}{rank}")
     return "\n".join(lines)
-
-
-def _chunk_title(ckpt: Checkpoint, tensor: Tensor, row: int, letter: str, state: int) -> str:
-    file = ckpt.chunk_file(tensor, row)
-    rank = rank_of(file)
-    where = (cut(file) or "stored nowhere") + f" ({STATES[state]})" * (state > NOT_CHECKED)
-    return f"chunk {letter} {tensor.tiling.box(row)} {where}" + ("" if rank is None else f", rank {rank}")
 
 
 def _edges(grid: Grid, left: int, top: int, width: int, height: int) -> tuple[str, str]:
@@ -298,17 +282,14 @@ def _bar(start: int, stop: int, size: int, kind: str) -> str:
 
 
 class _Boxes:
-    """Where the boxes of an axis graph stand: the start, what is before, the intervals shown, the rest, the end.
-
-    Intervals that share elements stand on lanes below each other.
-    """
+    """Where the boxes of an axis graph stand: the start, what is before, the intervals shown, the rest, the end."""
 
     def __init__(self, size: int, before: int, shown: Sequence[tuple[int, int]], after: int) -> None:
         self.size, self.before, self.shown, self.after = size, before, shown, after
         lead, rear = int(before > 0), int(after > 0)
         self.last = lead + len(shown) + rear + 1
         self._index = {node: i + 1 + lead for i, node in enumerate(shown)}
-        lanes: list[int] = []
+        lanes: list[int] = []  # below each other, for intervals that share elements
         self._lane = [0] * (self.last + 1)
         for node in shown:
             lane = next((i for i, stop in enumerate(lanes) if stop <= node[0]), len(lanes))
