@@ -34,11 +34,6 @@ class Parameters(NamedTuple):
     packed: int
     are_masters: bool
 
-    @property
-    def total(self) -> int:
-        """All that are counted."""
-        return self.by_dtype.total()
-
 
 def parameters_of(ckpt: Checkpoint) -> Parameters:
     """The parameters of the model, each once.

@@ -35,14 +35,6 @@ class _OfTarget:
     pairs: list[IntArray] = field(default_factory=list)
     waiting: int = 0
 
-    def add_pairs(self, pairs: IntArray) -> None:
-        """Keep pairs; equal ones are dropped now and then."""
-        self.pairs.append(pairs)
-        self.waiting += len(pairs)
-        if self.waiting > _MANY:
-            self.pairs = [self.distinct_pairs()]
-            self.waiting = 0
-
     def distinct_pairs(self) -> IntArray:
         """All pairs, each once."""
         return np.unique(np.concatenate(self.pairs)) if self.pairs else np.zeros(0, np.int64)
@@ -66,7 +58,10 @@ class Tally:
         # HuggingFaceStorageReader asks safetensors for the slice.
         whole = needed if self.ckpt.is_safetensors else self.ckpt.records.byte_length[records]
         of_target.sums += [np.bincount(found.box, weights, count) for weights in (needed, whole, None)]
-        of_target.add_pairs(found.box * self.files + self.ckpt.records.file[records])
+        of_target.pairs.append(found.box * self.files + self.ckpt.records.file[records])
+        of_target.waiting += len(found.box)
+        if of_target.waiting > _MANY:
+            of_target.pairs, of_target.waiting = [of_target.distinct_pairs()], 0
         self.touched[records] = True
 
     def cost(self) -> Cost:

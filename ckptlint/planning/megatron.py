@@ -147,11 +147,10 @@ def _change(ckpt: Checkpoint, to: Mapping[str, int], give_up: frozenset[str], re
     old = {axis: size.size for axis, size in trusted_topology(ckpt).items() if axis in new}
     declared = trusted(ckpt)
     layout_is_declared = "tp" in declared or "pp" in declared
-    # Without arguments, versions from 0.16 on assume tp 1 and pp 1 whatever the shards say; older ones stop.
-    if not layout_is_declared and is_training_state(ckpt):
-        old |= {"tp": 1, "pp": 1}
     if layout_is_declared:
         old = {"vpp": 1, "cp": 1, "ep": 1, "etp": old.get("tp", 1)} | old
+    elif is_training_state(ckpt):  # versions from 0.16 on assume tp 1 and pp 1 whatever the shards say; older ones stop
+        old |= {"tp": 1, "pp": 1}
     readers = (reader,) if reader is not None else tuple(v for v in KNOWN if v >= _oldest_writer(ckpt))
     return _Change(ckpt, old, new, give_up, readers, layout_is_declared)
 
@@ -307,9 +306,8 @@ def form_of(ckpt: Checkpoint) -> Form | None:
 
 
 def _optimizer_keys(ckpt: Checkpoint) -> tuple[str, ...]:
-    tensors = [key for key in ckpt.tensors if "optimizer." in key and parse(key).kind == "optimizer"]
-    objects = [key for key in ckpt.objects.keys if "optimizer." in key and parse(key).kind == "optimizer"]
-    return (*tensors, *objects)
+    keys = (*ckpt.tensors, *ckpt.objects.keys)
+    return tuple(key for key in keys if "optimizer." in key and parse(key).kind == "optimizer")
 
 
 def _optimizer(change: _Change) -> Iterator[Constraint]:

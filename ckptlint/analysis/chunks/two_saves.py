@@ -16,9 +16,6 @@ from ckptlint.model.text import join_words, plural
 from ckptlint.model.tiling import Coverage, IntArray, Tiling, distinct
 from ckptlint.patterns import lazy_pattern
 
-_FORMATS = ("dcp-safetensors", "dcp-per-rank")
-"""Formats in which each file describes its own content, so that leftovers of an older save are read too."""
-
 _TENSORS, _ROWS, _NAMED = 64, 16, 2
 _APART = 2.0  # least seconds between two saves; assumed: files of one small save are closer
 _PAUSE, _LONGER = 60.0, 4.0  # seconds that node clocks may differ; least ratio of pause to save time
@@ -42,11 +39,9 @@ class FilesOfSave(NamedTuple):
 
 @fact
 def two_saves(ckpt: Checkpoint) -> tuple[FilesOfSave, FilesOfSave] | None:
-    """The newer and the older save in this folder, if at least one is complete by itself.
-
-    None where nothing is stored twice, or no division into two such saves exists.
-    """
-    if ckpt.format not in _FORMATS:
+    """The newer and the older save in this folder, if at least one is complete by itself; None without two saves."""
+    # in other formats a file does not describe its own content, and leftovers of an older save are not read
+    if ckpt.format not in ("dcp-safetensors", "dcp-per-rank"):
         return None
     pairs, shared = _conflicts(ckpt)
     if not pairs:
@@ -57,9 +52,9 @@ def two_saves(ckpt: Checkpoint) -> tuple[FilesOfSave, FilesOfSave] | None:
     for older in (_older_by_time(ckpt, used), _older_by_count(ckpt, used)):
         if not older or any((a in older) == (b in older) for a, b in pairs):
             continue
-        saves = tuple(_of_save(ckpt, files, shared) for files in (used - older, older))
-        if any(save.is_complete for save in saves):
-            return saves[0], saves[1]
+        newer_save, older_save = (_of_save(ckpt, files, shared) for files in (used - older, older))
+        if newer_save.is_complete or older_save.is_complete:
+            return newer_save, older_save
     return None
 
 

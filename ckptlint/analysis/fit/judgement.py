@@ -149,11 +149,7 @@ class Fit:
 
 
 def fit_of(ckpt: Checkpoint) -> Fit:
-    """The differences between a checkpoint and its configuration.
-
-    Raises:
-        NotApplicable: nothing is known of its model, or the configuration belongs to another one.
-    """
+    """The differences between a checkpoint and its configuration; NotApplicable where `config_fit` says why not."""
     fit = config_fit(ckpt)
     if isinstance(fit, str):
         raise NotApplicable(fit)

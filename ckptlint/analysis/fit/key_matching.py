@@ -93,9 +93,7 @@ class KeyComparison:
 
     Attributes:
         expected: number of reference keys of each kind.
-        pairs: tensors that both sides have.
-        absent: tensors that only the reference has.
-        added: tensors that only the checkpoint has.
+        absent, added: tensors that only the reference, or only the checkpoint has.
         unpaired_expected, unpaired_stored: names on one side that may be the other side's under another name.
         lacking: kinds of keys that the reference has and the checkpoint lacks entirely.
     """
@@ -310,10 +308,7 @@ Slots = dict[Slot, tuple[KeyEntry, Shape | None]]
 
 
 def _slots(entries: list[KeyEntry], form: Form, other: Form) -> Slots | None:
-    """The entries by (layer, expert); a stacked axis is split where the other side has numbers.
-
-    None where that is impossible: an unknown shape, too few axes, or two entries with one number.
-    """
+    """The entries by (layer, expert), a stacked axis split where the other side has numbers; None where impossible."""
     opens = [mine == "axis" and theirs == "number" for mine, theirs in zip(form, other, strict=True)]
     if any(mine != theirs and {mine, theirs} != {"axis", "number"} for mine, theirs in zip(form, other, strict=True)):
         return None

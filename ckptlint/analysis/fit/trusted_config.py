@@ -23,7 +23,6 @@ MAIN_BLOCKS = frozenset({
 })  # fmt: skip
 """The blocks whose layers the declared number of layers counts; towers, heads and draft models are not among them."""
 
-_HYBRID_SEPARATORS = "/|"
 _EMBEDDINGS = frozenset({"word_embeddings", "embed_tokens", "tok_embeddings", "wte"})
 
 FINAL_NORMS = frozenset({"final_layernorm", "final_norm", "ln_f", "norm"})
@@ -195,17 +194,13 @@ def _count(ckpt: Checkpoint, block: str, params: list[Param], declared: Declared
 
 
 def _accepted(declared: Mapping[str, Declared], layers: int) -> set[int]:
-    """The numbers of stored layers that agree with a declared one.
-
-    Source:
-        DeepSeek-V3 stores its layers for multi-token prediction after the others, under the same block
-    """
+    """The numbers of stored layers that agree with a declared one."""
     # One more layer is always accepted: DeepSeek-V3 stores its prediction layer in the same block, and a job may not
     # declare it (COM008: "layers for multi-token prediction in a block of their own and behind the others").
     accepted = {layers, layers + 1, layers + (number(declared, "mtp_layers") or 0)}
     pattern = declared.get("hybrid_pattern")
     if pattern is not None and isinstance(pattern.value, str):
-        accepted.add(sum(symbol not in _HYBRID_SEPARATORS for symbol in pattern.value))
+        accepted.add(sum(symbol not in "/|" for symbol in pattern.value))
         accepted.add(sum(symbol != "|" for symbol in pattern.value.partition("/")[0]))
     return accepted
 
@@ -235,14 +230,11 @@ def _model_sizes(params: Iterable[Param]) -> dict[str, tuple[int, str]]:
     return sizes
 
 
-_LOST_AXES = ("tp", "ep", "etp", "dp", "world")
-
-
 def mesh_axes(ckpt: Checkpoint, factor: int) -> list[str]:
     """The axes of this size along which a tensor may have been split; a bound from file names is no axis."""
     sizes = trusted_topology(ckpt)
-    known = {axis: sizes[axis] for axis in _LOST_AXES if axis in sizes}
-    return [axis for axis, size in known.items() if size.size == factor and size.source != "files"]
+    known = ((axis, sizes[axis]) for axis in ("tp", "ep", "etp", "dp", "world") if axis in sizes)
+    return [axis for axis, size in known if size.size == factor and size.source != "files"]
 
 
 def knows_mesh(ckpt: Checkpoint) -> bool:

@@ -20,11 +20,7 @@ _CORE = (
 
 
 def keys_in_words(fit: Fit, names: Collection[str], whole: Mapping[str, Sequence[int]]) -> str:
-    """Expected keys in few words: whole layers first, then what is outside of layers, then roles.
-
-    Args:
-        whole: what `whole_layers` says of these keys.
-    """
+    """Expected keys in few words: what is outside of layers, then those that `whole_layers` found, then roles."""
     lost = set(names)
     parts = []
     for block, numbers in whole.items():

@@ -17,6 +17,8 @@ from ckptlint.model.text import ranges
 from ckptlint.rule import Note
 from ckptlint.vocabulary.keys import Block, block_of
 
+_EXPERTS = ("experts", "local_experts")
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertRole:
@@ -77,7 +79,9 @@ def moe_layers(ckpt: Checkpoint) -> tuple[MoeLayer, ...]:
     for (block, _, layer), params in by_layer.items():
         size = hidden[block].size if block in hidden else None
         if roles := _roles(params, size):
-            home = _common_home([param for role in roles for param in role.params])
+            paths = (param.key.path.split(".") for role in roles for param in role.params)
+            shared = takewhile(lambda parts: len({*parts}) == 1 and parts[0] not in _EXPERTS, zip(*paths, strict=False))
+            home = ".".join(parts[0] for parts in shared)  # the module that holds all these experts
             # in the module that holds the experts, at most two levels below
             routers = [
                 param
@@ -125,14 +129,6 @@ def _roles(params: list[Param], hidden: int | None) -> list[ExpertRole]:
         numbers = tuple(sorted({p.key.expert for p in members if p.key.expert is not None}))
         roles.append(ExpertRole(role, members, numbers, per_key if members[0].key.expert is not None else 1))
     return roles
-
-
-def _common_home(params: list[Param]) -> str:
-    """The path of the module that holds all these experts."""
-    paths = [param.key.path.split(".") for param in params]
-    levels = zip(*paths, strict=False)
-    home = takewhile(lambda parts: len({*parts}) == 1 and parts[0] not in ("experts", "local_experts"), levels)
-    return ".".join(parts[0] for parts in home)
 
 
 def _rows(router: Param, hidden: int | None) -> int | None:

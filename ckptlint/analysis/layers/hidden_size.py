@@ -15,7 +15,6 @@ from ckptlint.patterns import lazy_pattern
 from ckptlint.vocabulary.keys import Block, Key, block_of, inside_layer, module_path, modules_of
 
 _INNER_NORM = lazy_pattern(r"(q|k|v|kv|qk|query|key|value)(_a|_b)?_?(layer)?norm|norm_[qkv]")
-_FUSED_NORM_OWNERS = frozenset({"linear_qkv", "linear_fc1", "in_proj"})
 
 
 class Hidden(NamedTuple):
@@ -78,10 +77,7 @@ def hidden_sizes(ckpt: Checkpoint) -> dict[Block, Hidden]:
 
 
 def hidden_params(ckpt: Checkpoint) -> list[Param]:
-    """The norms and the embedding whose last axis must be the declared hidden size.
-
-    The arguments describe one main block: [] with none or several of them.
-    """
+    """The norms and the embedding whose last axis must be the declared hidden size, where there is one main block."""
     params = [param for param in inventory_of(ckpt).params if not modules_of(param.key)]
     blocks = {param.key.block for param in params} & MAIN_BLOCKS
     if len(blocks) != 1:
@@ -108,7 +104,7 @@ def _is_layer_norm(param: Param) -> bool:
     if key.function != "norm" or len(param.own_shape) != 1 or "bias" in tail[-1]:
         return False
     if tail[-1] == "layer_norm_weight" and len(tail) > 1:
-        return tail[-2] in _FUSED_NORM_OWNERS
+        return tail[-2] in ("linear_qkv", "linear_fc1", "in_proj")
     return len(tail) == 2 and not _INNER_NORM.match(tail[0])
 
 

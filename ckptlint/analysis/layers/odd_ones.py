@@ -52,11 +52,7 @@ def sees_all(fqn: str) -> bool:
 
 
 def odd_ones(ckpt: Checkpoint, is_judged: BoolArray, has_trait: BoolArray) -> list[OddOne]:
-    """The ranks with a trait, or where there are none the layers.
-
-    Args:
-        is_judged, has_trait: bool [n], for each row of `chunk_numbers(ckpt)`.
-    """
+    """The ranks with a trait, or where there are none the layers; bool [n] for each row of `chunk_numbers(ckpt)`."""
     numbers = chunk_numbers(ckpt)
     judged = np.flatnonzero(is_judged)
     if not len(judged) or not has_trait[judged].any():

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from ckptlint.analysis.fit.trusted_config import contradictions, main_params, number, trusted
 from ckptlint.geometry.writers import ranks_of_files
-from ckptlint.model import AxisSize, Checkpoint, StepFile
+from ckptlint.model import Checkpoint, StepFile
 from ckptlint.model.facts import fact
 from ckptlint.patterns import lazy_pattern
 from ckptlint.vocabulary.frameworks import family_of, may_be_pickle, number_of, step_number, world
@@ -114,13 +114,6 @@ def _is_state(name: str) -> bool:
     return is_read and step_number(stem) is None and step_number(name) is None
 
 
-def declared_ranks(ckpt: Checkpoint) -> AxisSize | None:
-    """The number of ranks, where the framework writes a file that states it; else None."""
-    size = ckpt.topology.get("world")
-    is_said = size is not None and any(known.ranks and known.file == size.source for known in world().written_last)
-    return size if is_said else None
-
-
 def stated_ranks(ckpt: Checkpoint, numbered: NumberedFiles) -> dict[str, int]:
     """Witness -> number of ranks that it gives for the axis of a set; for `world` also witnesses that are not exact."""
     stated = exact_ranks(ckpt, numbered.axis)
@@ -151,10 +144,9 @@ def exact_ranks(ckpt: Checkpoint, axis: str) -> dict[str, int]:
         megatron.bridge.training.config: `data_parallel_size` is 1 where a job trains several models, and that of one
         of its parts with `use_dist_train`
     """
-    stated = {}
-    if axis == "world" and (said := declared_ranks(ckpt)) is not None:
-        stated[said.source] = said.size
-    mesh = ckpt.topology.get("world")
+    stated, mesh = {}, ckpt.topology.get("world")
+    if axis == "world" and mesh is not None and any(f.ranks and f.file == mesh.source for f in world().written_last):
+        stated[mesh.source] = mesh.size  # in a file that the framework writes to state it
     mesh = None if mesh is None or mesh.source != "metadata" or ckpt.save_plans is not None else mesh
     if axis == "world" and mesh is not None:
         stated["the mesh"] = mesh.size
@@ -166,8 +158,8 @@ def exact_ranks(ckpt: Checkpoint, axis: str) -> dict[str, int]:
         stated[job["world"].source] = ranks
     elif axis == "dp" and main_params(ckpt):
         per_rank = prod(size or 0 for size in model)
-        world = {job["world"].source: ranks} if ranks else {"the mesh": mesh.size} if mesh is not None else {}
-        for who, size in world.items():
+        totals = {job["world"].source: ranks} if ranks else {"the mesh": mesh.size} if mesh is not None else {}
+        for who, size in totals.items():
             if per_rank and size % per_rank == 0:
                 stated[f"{who} (world_size by tp, pp and cp)"] = size // per_rank
         if not ranks and dp and dp > 1:

@@ -131,12 +131,6 @@ def described_row(table: RankTable, row: int) -> tuple[str, str, tuple[int, ...]
     return kind, "" if dtype < 0 else table.dtypes[dtype], tuple(table.global_shape[row, : table.ndim[row]].tolist())
 
 
-def box_of_row(table: RankTable, row: int) -> Box:
-    """The box of a row's chunk."""
-    n = int(table.ndim[row])
-    return Box(tuple(table.offsets[row, :n].tolist()), tuple(table.sizes[row, :n].tolist()))
-
-
 def owners(table: RankTable, key_rows: KeyRows) -> IntArray:
     """Rows whose chunk is written: declared writers, and the lowest rank of equal undeclared chunks."""
     rows = key_rows.live[table.replica[key_rows.live] <= 0]
@@ -166,8 +160,9 @@ def cells(table: RankTable) -> Iterator[ChunkCopies]:
     order = np.lexsort((table.rank, *columns[:, :0:-1].T, _place_of_name(table)))
     for rows in _split(order[_is_live(table)[order]], columns):
         if (fqn := table.fqns[int(table.fqn[rows[0]])]) not in left_out:
-            place = box_of_row(table, int(rows[0]))
-            yield ChunkCopies(fqn, place, rows, place.sizes == described_row(table, int(rows[0]))[2])
+            row, axes = int(rows[0]), int(table.ndim[rows[0]])
+            place = Box(tuple(table.offsets[row, :axes].tolist()), tuple(table.sizes[row, :axes].tolist()))
+            yield ChunkCopies(fqn, place, rows, place.sizes == described_row(table, row)[2])
 
 
 def digest_groups(table: RankTable, cell: ChunkCopies) -> list[IntArray]:

@@ -71,7 +71,9 @@ def leapt_weights(ckpt: Checkpoint) -> WeightLeaps:
         is_far &= is_elsewhere
     if is_far.any() and not are_few(ckpt, table, bounded, is_far):
         is_far &= is_elsewhere & (breaking_share(ckpt, "moments") < OTHER)
-    likely, turned = None, weights & ~np.isfinite(reach) & (table.drawn >= LEAST_ELEMENTS) & _are_matrices(ckpt, table)
+    axes = np.array([len(ckpt.tensors[follow.key].global_shape) for follow in table.follows], np.int64)
+    turned = weights & ~np.isfinite(reach) & (table.drawn >= LEAST_ELEMENTS) & (axes[table.follow] > 1)
+    likely = None
     if turned.any() and float(np.nanmedian(table.cosine[turned])) >= ALIKE:
         is_other = turned & (table.cosine < OTHER)
         if are_few(ckpt, table, turned, is_other):
@@ -116,12 +118,6 @@ def leaps_of(ckpt: Checkpoint) -> list[Leap]:
     with suppress(NotApplicable):
         leaps.append(leapt_moments(ckpt))
     return [leap for leap in leaps if leap is not None]
-
-
-def _are_matrices(ckpt: Checkpoint, table: ChangeTable) -> BoolArray:
-    follows = range(len(table.follows))
-    axes = np.array([len(tensor_of(ckpt, table, i).global_shape) for i in follows], np.int64)
-    return np.asarray(axes[table.follow] > 1)
 
 
 def kinds_of(table: ChangeTable, *kinds: str) -> BoolArray:

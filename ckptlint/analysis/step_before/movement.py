@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from math import isfinite, sqrt
 from statistics import median
@@ -11,7 +11,6 @@ import numpy as np
 
 from ckptlint.analysis.optimizer.inventory import inventory_of
 from ckptlint.analysis.step_before.leaps import ALIKE, LEAST_ELEMENTS, OTHER, kinds_of
-from ckptlint.grouping import grouped
 from ckptlint.model import Checkpoint
 from ckptlint.model.tiling import distinct
 from ckptlint.vocabulary.keys import MOMENTS, layer_number, role
@@ -75,11 +74,6 @@ def trained_weights(ckpt: Checkpoint) -> frozenset[str]:
     """The keys of the weights for which the optimizer holds state."""
     states = (state for state in inventory_of(ckpt).states if state.what in MOMENTS)
     return frozenset(param.tensor.fqn for state in states for param in state.params)
-
-
-def by_kind(movements: Iterable[Movement]) -> dict[str, list[Movement]]:
-    """Kind -> the weights of it."""
-    return grouped((movement.kind, movement) for movement in movements)
 
 
 def astray(movements: Collection[Movement]) -> list[Movement]:

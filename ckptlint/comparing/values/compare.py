@@ -37,8 +37,6 @@ from ckptlint.vocabulary.config_fields import read_declared
 from ckptlint.vocabulary.dtypes import FLOATS, ITEM_BITS
 from ckptlint.vocabulary.keys import COMPUTED, parse
 
-_NARROW = ("float32", "float16", "bfloat16")
-
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Values(Shown):
@@ -261,7 +259,8 @@ def _gatherers(
         shape = other.global_shape  # of a flat tensor
     elif is_stacked and len(shape) == 2:
         shape = (*shape, 1)  # vectors of all layers count one by one
-    narrower = [dtype for dtype in _NARROW if dtype in dtypes and can_be_rounded(tensor.dtype, dtype)]
+    narrow = ("float32", "float16", "bfloat16")
+    narrower = [dtype for dtype in narrow if dtype in dtypes and can_be_rounded(tensor.dtype, dtype)]
     return tuple(RowHashes(shape, dtype, salt, by_columns) for dtype in (tensor.dtype, *narrower))
 
 

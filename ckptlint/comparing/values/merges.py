@@ -52,7 +52,6 @@ class _Target:
     Attributes:
         fqn: key on the old side.
         shape: shape that divides the tensor into rows.
-        blocks: products to add.
         magnitudes: norms of rows (`axis` 0) or columns (1) after the change (DoRA); None without them.
     """
 

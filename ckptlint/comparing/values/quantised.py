@@ -59,7 +59,6 @@ class _Seen:
         worst: largest error of a row, relative to the expected error of rounding.
         bad: rows with an error that no rounding explains.
         sums: totals of `_sums`.
-        rows: rows compared.
     """
 
     group: int

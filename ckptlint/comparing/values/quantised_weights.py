@@ -320,28 +320,29 @@ def _fp4(key: str, place: TensorBytes, places: BytesByKey, weight: str, global_k
     if whole is not None and whole.size == 1:
         by = whole.reshape(()).item()
         scale = scale * np.float32(by) if global_key.endswith("_2") else scale / np.float32(by or 1)
+    keys = tuple(name for name in (key, f"{weight}_scale", global_key) if name in places)
+    return _of_fp4(place, shape, scale, weight, keys, "MXFP4" if is_power else "NVFP4")
+
+
+def _of_fp4(
+    place: TensorBytes, shape: Shape, scale: Matrix, weight: str, keys: tuple[str, ...], scheme: str
+) -> Quantised | None:
+    """The weight of which each byte holds two FP4 numbers; None where the scales do not fit."""
     real = (*shape[:-1], shape[-1] * 2)
     scales = _spread(scale, real, None)
     if scales is None:
         return None
-    keys = tuple(name for name in (key, f"{weight}_scale", global_key) if name in places)
-    rows = _rows_of_fp4(place, shape, scales)
-    return Quantised(weight, keys, real, "MXFP4" if is_power else "NVFP4", _group(scale, real), rows)
 
-
-def _rows_of_fp4(
-    place: TensorBytes, shape: Shape, scale: Callable[[int, int], Matrix]
-) -> Callable[[int, int], Rows | None]:
     def rows(first: int, last: int) -> Rows | None:
         pairs = place.rows(first, last, shape)
         if pairs is None:
             return None
         codes = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(len(pairs), -1)
-        by, size = scale(first, last), codes & 7
+        by, size = scales(first, last), codes & 7
         values = np.where(codes > 7, -_FP4[size], _FP4[size])
         return Rows(values * by, _HALF_FP4[size] * np.abs(by), size == 7)
 
-    return rows
+    return Quantised(weight, keys, real, scheme, _group(scale, real), rows)
 
 
 def _blocks(key: str, place: TensorBytes, places: BytesByKey) -> Quantised | None:
@@ -352,12 +353,7 @@ def _blocks(key: str, place: TensorBytes, places: BytesByKey) -> Quantised | Non
     if weight == key or scale is None or len(shape) < 3 or scale.shape != shape[:-1]:
         return None
     joined = *shape[:-2], shape[-2] * shape[-1]
-    real = *joined[:-1], joined[-1] * 2
-    scales = _spread(np.exp2(scale - np.float32(127)), real, None)
-    if scales is None:
-        return None
-    rows = _rows_of_fp4(place, joined, scales)
-    return Quantised(weight, (key, f"{weight}_scales"), real, "MXFP4", _group(scale, real), rows)
+    return _of_fp4(place, joined, np.exp2(scale - np.float32(127)), weight, (key, f"{weight}_scales"), "MXFP4")
 
 
 def _transposed(key: str, place: TensorBytes, places: BytesByKey) -> Quantised | None:

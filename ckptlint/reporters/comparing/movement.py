@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ckptlint.analysis.step_before.movement import Movement, astray, by_kind, short_names
+from ckptlint.analysis.step_before.movement import Movement, astray, short_names
+from ckptlint.grouping import grouped
 from ckptlint.model.text import first_names, fold_names, plural, table
 from ckptlint.reporters.style import Style, cut
 
@@ -52,7 +53,7 @@ def moved_sentences(movements: Sequence[Movement], strays: Sequence[Movement]) -
 
 def _rows(movements: Sequence[Movement]) -> list[tuple[str, ...]]:
     """Kind, least change, median and most, each with the layer."""
-    kinds = by_kind(movements)
+    kinds = grouped((one.kind, one) for one in movements)
     names = short_names(kinds)
     rows: list[tuple[str, ...]] = []
     for kind, members in kinds.items():

@@ -39,7 +39,6 @@ _WORDS: dict[Relation, str] = {
     "absent": "nothing to compare",
     "unread": "not read",
 }
-_ORDERS = ("reordered", "joined", "split", "transposed")
 _REST = {
     "unmerged": ("is", "are", "not the base with the adapter merged in"),
     "exchanged": ("is", "are", "under the name of another"),
@@ -146,7 +145,8 @@ def values_verdict(found: Values) -> tuple[str, str, bool]:
         return "Proven", f"{plural(count, 'tensor')} of {whole:,} {verb(count, 'holds')} the same values.", True
     moved = {one.fqn: one.change for one in found.movements if one.change}
     lacking = [match for match in found.matches if not match.is_proven and not _is_of_training(match, moved)]
-    kinds = Counter("order" if match.relation in _ORDERS else match.relation for match in lacking)
+    orders = ("reordered", "joined", "split", "transposed")
+    kinds = Counter("order" if match.relation in orders else match.relation for match in lacking)
     kinds["absent"] *= bool(found.lone) or count < whole
     rest = [
         f"{kinds[kind]:,} {one if kinds[kind] == 1 else more} {text}".rstrip()

@@ -175,7 +175,7 @@ def _about(ckpt: Checkpoint) -> Iterator[str]:
     if parameters.are_masters and amounts:
         amounts.append("the optimizer's master copies")
     if amounts:
-        yield f"parameters: {parameters.total:,} ({', '.join(amounts)})"
+        yield f"parameters: {parameters.by_dtype.total():,} ({', '.join(amounts)})"
     for part, dtypes in tensors_by_part(ckpt).items():
         sizes = (f"{dtype} {count:,} ({size_text(size or None)})" for dtype, (count, size) in sorted(dtypes.items()))
         yield f"{part}: {', '.join(sizes)}"
@@ -324,7 +324,7 @@ def _checkpoint(ckpt: Checkpoint, pattern: str | None) -> dict[str, Any]:
         "totals": totals_of(ckpt),
         "description": {"source": source, **fields} if fields else None,
         "parameters": {
-            "total": counted.total,
+            "total": counted.by_dtype.total(),
             "by_dtype": counted.by_dtype,
             "packed_weights": counted.packed,
             "are_masters": counted.are_masters,

@@ -48,18 +48,17 @@ def region_asked(checkpoints: Sequence[Checkpoint], text: str) -> list[StoredReg
     """Who holds `KEY[slices]`, in each checkpoint that has the key, or ConfigError; none for no slice of a key."""
     match = _SLICED.fullmatch(text)
     names = dict.fromkeys((match[1], printable(match[1]))) if match else {}
-    found = [(ckpt, ckpt.tensors[name]) for ckpt in checkpoints for name in names if name in ckpt.tensors]
-    return [_stored(ckpt, tensor, match[2]) for ckpt, tensor in found] if match else []
-
-
-def _stored(ckpt: Checkpoint, tensor: Tensor, slices: str) -> StoredRegion:
-    if not tensor.is_sound:
-        raise ConfigError(f"the chunks of {tensor.fqn} do not fit its shape: run `ckptlint {ckpt.path}`")
-    region = parse_region(tensor, slices)
-    rows = np.array(tensor.tiling.touching(region), np.int64)
-    states = chunk_states(ckpt, tensor)[rows]
-    missing, lost = (_left_out(tensor, region, chunk_rows) for chunk_rows in (rows, rows[states <= NOT_CHECKED]))
-    return StoredRegion(ckpt, tensor, region, rows, states, missing, lost)
+    regions = []
+    for ckpt, name in ((ckpt, name) for ckpt in checkpoints for name in names if name in ckpt.tensors):
+        tensor = ckpt.tensors[name]
+        if not tensor.is_sound:
+            raise ConfigError(f"the chunks of {tensor.fqn} do not fit its shape: run `ckptlint {ckpt.path}`")
+        region = parse_region(tensor, match[2] if match else "")
+        rows = np.array(tensor.tiling.touching(region), np.int64)
+        states = chunk_states(ckpt, tensor)[rows]
+        missing, lost = (_left_out(tensor, region, chunk_rows) for chunk_rows in (rows, rows[states <= NOT_CHECKED]))
+        regions.append(StoredRegion(ckpt, tensor, region, rows, states, missing, lost))
+    return regions
 
 
 def _left_out(tensor: Tensor, region: Box, rows: IntArray) -> Coverage:

@@ -24,7 +24,9 @@ def tensor_table(tensors: Sequence[Tensor], one_dtype: bool, style: Style) -> It
 
     With `one_dtype` no column says it.
     """
-    looks = ((role(_folded_name(tensor)), tensor.dtype, tensor.global_shape) for tensor in tensors)
+    # of a scalar `*` stands for whose it is, else for which moment
+    names_of_role = ("*." + t.fqn.rpartition(".")[2] if _is_scalar(t) else starred(t.fqn) for t in tensors)
+    looks = ((role(name), t.dtype, t.global_shape) for name, t in zip(names_of_role, tensors, strict=True))
     rows, moments, is_star = list[list[str]](), set[str](), False
     for members in grouped(zip(looks, tensors, strict=True)).values():
         names, moment_names = folded([tensor.fqn for tensor in members])
@@ -98,7 +100,10 @@ def chunk_count(tensor: Tensor) -> int:
 def fitting(name: str, width: int) -> str:
     """A name shortened to a width, whole where it would lose digits or be hard to read."""
     short = cut(name, width)
-    return short if _is_clear(name, short) else cut(name)
+    # with the dots and digits of the whole one, and four letters of each word
+    is_kept = _FRAME.findall(name) == _FRAME.findall(short.replace("...", ""))
+    is_clear = is_kept and all(len(word) >= _SHORTEST for word in _SHORTENED.findall(short))
+    return short if is_clear else cut(name)
 
 
 def chunks_text(tensors: Sequence[Tensor]) -> str:
@@ -125,11 +130,6 @@ def _is_scalar(tensor: Tensor) -> bool:
     return not tensor.global_shape and parse(tensor.fqn).kind == "optimizer"
 
 
-def _folded_name(tensor: Tensor) -> str:
-    """The name with `*` for which moment it is, of a scalar for whose."""
-    return "*." + tensor.fqn.rpartition(".")[2] if _is_scalar(tensor) else starred(tensor.fqn)
-
-
 def _glob(names: Sequence[str]) -> str:
     """The parts that names have in common at both ends, `*` for what is between.
 
@@ -145,9 +145,3 @@ def _glob(names: Sequence[str]) -> str:
 def _shared(parts: Sequence[Sequence[str]]) -> list[str]:
     """The parts that all begin with."""
     return [same[0] for same in takewhile(lambda same: len({*same}) == 1, zip(*parts, strict=False))]
-
-
-def _is_clear(name: str, short: str) -> bool:
-    """Whether a shortened name has the dots and digits of the whole one, and four letters of each word."""
-    is_kept = _FRAME.findall(name) == _FRAME.findall(short.replace("...", ""))
-    return is_kept and all(len(word) >= _SHORTEST for word in _SHORTENED.findall(short))

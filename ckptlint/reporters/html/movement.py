@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from math import log10
 from typing import Any
 
-from ckptlint.analysis.step_before.movement import Movement, by_kind, short_names
+from ckptlint.analysis.step_before.movement import Movement, short_names
 from ckptlint.grouping import grouped
 from ckptlint.model.text import plural
 from ckptlint.reporters.comparing.movement import change_text, moved_sentences
@@ -26,7 +26,7 @@ def movement_map(
         marked: key of a weight that stands out -> id of its finding, "" for none.
         strays: those that do not continue the step before, where no finding says so.
     """
-    kinds = by_kind(movements)
+    kinds = grouped((one.kind, one) for one in movements)
     names = short_names(kinds)
     inside = [kind for kind, members in kinds.items() if any(one.layer is not None for one in members)]
     changes = [one.change for one in movements if one.change > 0] or [1.0]

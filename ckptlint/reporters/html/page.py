@@ -98,7 +98,12 @@ def render(report: Report, style: Style) -> str:
             unread=full.left_unread(report),
             counts=[(level, report.counts[level]) for level in ("error", "warning", "info")],
             totals=_totals(report),
-            origin=_origin(report),
+            origin=[
+                ("date", f"{time.strftime('%Y-%m-%d %H:%M %z')}, checked in {report.seconds:.2f} s"),
+                *([("command", report.command)] if report.command else []),
+                ("version", f"ckptlint {__version__}"),
+                ("settings", report.settings or "no settings file"),
+            ],
             steps=_steps(report, parts),
             messages=[*report.unreadable, *report.not_found],
             parts=parts,
@@ -204,16 +209,6 @@ def _totals(report: Report) -> list[tuple[str, str]]:
         ("rules that ran", f"{report.rule_counts.ran:,}"),
         ("not run", f"{report.rule_counts.not_run:,}"),
         ("depth", report.depth),
-    ]
-
-
-def _origin(report: Report) -> list[tuple[str, str]]:
-    """When, how and by what the page was made."""
-    return [
-        ("date", f"{time.strftime('%Y-%m-%d %H:%M %z')}, checked in {report.seconds:.2f} s"),
-        *([("command", report.command)] if report.command else []),
-        ("version", f"ckptlint {__version__}"),
-        ("settings", report.settings or "no settings file"),
     ]
 
 
