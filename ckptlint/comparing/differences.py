@@ -109,7 +109,7 @@ def _compare(old: Checkpoint, new: Checkpoint, layout: bool) -> tuple[int, list[
     """(number of shared keys, differences): removed, added and renamed keys, changed kinds, shapes and chunks."""
     before, after = _items(old), _items(new)
     shared = [key for key in before if key in after]
-    changes = list(_renamed(old, new, [k for k in before if k not in after], [k for k in after if k not in before]))
+    changes = list(_renamed(old, new, before, after))
     for key in shared:
         a, b = before[key], after[key]
         if a.kind != b.kind:
@@ -136,9 +136,11 @@ def _items(ckpt: Checkpoint) -> dict[str, Item]:
     return found | {key: Item("object") for key in ckpt.objects.keys}
 
 
-def _renamed(old: Checkpoint, new: Checkpoint, removed: list[str], added: list[str]) -> Iterator[Difference]:
+def _renamed(
+    old: Checkpoint, new: Checkpoint, before: Mapping[str, Item], after: Mapping[str, Item]
+) -> Iterator[Difference]:
     """The keys that one side alone has; those that mean the same under another name or stacking are paired."""
-    before, after = _items(old), _items(new)
+    removed, added = [key for key in before if key not in after], [key for key in after if key not in before]
     mine = replace(new, tensors={key: new.tensors[key] for key in added if key in new.tensors})
     theirs = tensors_of(replace(old, tensors={key: old.tensors[key] for key in removed if key in old.tensors}))
     paired: set[tuple[str, str]] = set()

@@ -77,7 +77,6 @@ class Job:
     Attributes:
         form: `exact`, as the job's own code says, or `quick`, as sizes of axes imply.
         to: what the user named: `dp=8,tp=2`, or a function.
-        world: number of ranks.
         requests: in the order in which a load asks for them.
         constraints: obstacles that follow from the sizes alone, and assumptions.
     """

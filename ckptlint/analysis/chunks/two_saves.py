@@ -27,7 +27,6 @@ class FilesOfSave(NamedTuple):
     """The files of one of two saves.
 
     Attributes:
-        files: their names, in order.
         written: time of the last write, seconds since the epoch; 0 where unknown.
         is_complete: whether they alone hold every element of the shared tensors exactly once.
     """

@@ -74,7 +74,6 @@ class Fit:
     """The differences between a checkpoint and its configuration.
 
     Attributes:
-        pairing: which stored key is which tensor of the model.
         missing: expected keys that a load needs and the checkpoint lacks, in the model's order.
         absent_towers: modules of a multimodal model (`model.vision_tower`) that have no stored key.
         lost_towers: the absent towers that a section of the configuration describes, unless the export is partial.
@@ -84,7 +83,6 @@ class Fit:
         beyond: stored keys of surplus layers and experts, and of biases that the model does not have.
         foreign: other stored keys outside the model: a trainer's head, a custom module.
         instead: unknown stored keys in a module that lacks expected keys.
-        shapes: tensors with an unexpected shape.
         mtp_shapes: tensors of multi-token prediction layers whose shape no layer of the model has.
         grown: rows of embedding and head where they exceed the declared vocabulary; 0 otherwise.
         doubt: why the configuration may describe another model than the table does; "" without doubt.
@@ -326,6 +324,7 @@ class _Judge:
         grown = _grown_vocabulary(shapes)
         if grown:
             shapes = [item for item in shapes if not _is_vocabulary(item)]
+        custom = f"{self.pairing.expected.source} names custom code (auto_map)"
         return Fit(
             self.pairing,
             missing,
@@ -339,7 +338,7 @@ class _Judge:
             shapes,
             self._mtp_shapes(),
             grown,
-            self._doubt(),
+            f"{custom}, whose model may differ from the library's" if self.pairing.expected.remote_code else "",
             self._open(),
             self.ckpt.is_export,
             self.is_quantised,
@@ -390,7 +389,7 @@ class _Judge:
         named = map(str, classes if isinstance(classes, list) else ())
         return (
             self.ckpt.is_export
-            and not self._doubt()
+            and not self.pairing.expected.remote_code
             and any(isinstance(self.config.get(section), dict) for section in sections)
             and not any(map(_PART_CLASS.search, named))
             and not _PART_WORDS & {*re.split(r"[\W_]+", PurePath(self.ckpt.path).name.lower())}
@@ -524,14 +523,8 @@ class _Judge:
     def _is_quantised(self, name: str) -> bool:
         return bool({name, name.rpartition(".")[0]} & self.quantised)
 
-    def _doubt(self) -> str:
-        """Why the configuration may describe another model than the table: it names custom code. "" otherwise."""
-        expected = self.pairing.expected
-        why = f"{expected.source} names custom code (auto_map), whose model may differ from the library's"
-        return why if expected.remote_code else ""
-
     def _open(self) -> tuple[str, ...]:
-        """The fields that a configuration does not set that was written by hand."""
+        """The fields that a hand-written configuration does not set."""
         # transformers writes its version, and every field that differs from its default
         if "transformers_version" in self.config or self.ckpt.config is None or self.ckpt.has_megatron_names:
             return ()
@@ -590,8 +583,7 @@ def numbered_layer(name: str) -> tuple[str, int] | None:
     >>> numbered_layer("model.layers.3.mlp.up_proj.weight"), numbered_layer("lm_head.weight")
     (('model.layers', 3), None)
     """
-    place = _place(name)
-    return None if place is None else (place.block, place.number)
+    return (place := _place(name)) and (place.block, place.number)
 
 
 def _module(name: str) -> str:

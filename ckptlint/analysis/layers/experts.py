@@ -51,7 +51,6 @@ class MoeLayer:
     Attributes:
         router: parameter whose rows count the experts; None without one.
         rows: number of experts by the router, or by its bias; None where unknown.
-        roles: weights of the experts.
     """
 
     block: Block

@@ -15,7 +15,6 @@ class Duplicate(NamedTuple):
 
     Attributes:
         rows: rows of the `SavePlans`, by rank.
-        ranks: the ranks.
         equal: whether sizes, global shapes and dtypes are the same in all plans.
     """
 

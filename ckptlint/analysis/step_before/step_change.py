@@ -55,7 +55,6 @@ class Change(NamedTuple):
 
     Attributes:
         kind: the keys are gone, new, or hold another shape, dtype or number of chunks.
-        fqns: the keys, in order.
         was, now: the entry of the first key in either state.
         is_partial: whether siblings that should have changed too did not.
         rest: the unchanged siblings, in words; "" without any.

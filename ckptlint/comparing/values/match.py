@@ -71,7 +71,6 @@ class Match:
     """Tensors of both sides that belong together.
 
     Attributes:
-        relation: how they are related.
         old, new: keys of either side; () where a side has none.
         is_proven: whether all values are equal up to what a legal conversion changes.
         what: details of the relation (`float32 -> bfloat16`).

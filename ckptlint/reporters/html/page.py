@@ -87,6 +87,7 @@ def render(report: Report, style: Style) -> str:
         parts.append(_checkpoint(part, f"c{number}", room, work))
         room -= parts[-1]["appendix"]["shown"]
     is_let_pass = _is_let_pass(report)
+    checkpoints = [part.checkpoint for part in report.checkpoints]
     return (
         environment()
         .get_template("report.html.jinja")
@@ -97,7 +98,14 @@ def render(report: Report, style: Style) -> str:
             sentence=_sentence(report),
             unread=full.left_unread(report),
             counts=[(level, report.counts[level]) for level in ("error", "warning", "info")],
-            totals=_totals(report),
+            totals=[
+                ("checkpoints", f"{len(checkpoints):,}"),
+                ("tensors", f"{sum(len(ckpt.tensors) for ckpt in checkpoints):,}"),
+                ("payload", human_bytes(sum(ckpt.total_bytes for ckpt in checkpoints))),
+                ("rules that ran", f"{report.rule_counts.ran:,}"),
+                ("not run", f"{report.rule_counts.not_run:,}"),
+                ("depth", report.depth),
+            ],
             origin=[
                 ("date", f"{time.strftime('%Y-%m-%d %H:%M %z')}, checked in {report.seconds:.2f} s"),
                 *([("command", report.command)] if report.command else []),
@@ -198,18 +206,6 @@ def _sentence(report: Report) -> str:
     if report.unreadable:
         sentences.append("Some paths or files could not be opened.")
     return " ".join(sentences)
-
-
-def _totals(report: Report) -> list[tuple[str, str]]:
-    checkpoints = [part.checkpoint for part in report.checkpoints]
-    return [
-        ("checkpoints", f"{len(checkpoints):,}"),
-        ("tensors", f"{sum(len(ckpt.tensors) for ckpt in checkpoints):,}"),
-        ("payload", human_bytes(sum(ckpt.total_bytes for ckpt in checkpoints))),
-        ("rules that ran", f"{report.rule_counts.ran:,}"),
-        ("not run", f"{report.rule_counts.not_run:,}"),
-        ("depth", report.depth),
-    ]
 
 
 def _steps(report: Report, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
