@@ -162,7 +162,9 @@ def _requests(
         key, shape, dtype = name
         target = None
         if shape is not None:
-            target = _target(shape, boxes[name])
+            at, offsets, sizes = ([chunk[part] for chunk in boxes[name]] for part in range(3))
+            columns = (np.array(column, np.int64).reshape(len(at), len(shape)) for column in (offsets, sizes))
+            target = Target.of_ranks(shape, np.array(at, np.int64), *columns)
             target = shared.setdefault(target.content, target)
         requests.append(TensorRequest(key, dtype, target, np.array(asking, np.int64)))
     constraints = (Constraint("fails", _MISPLACED, tuple(misplaced), _SOURCE),) if misplaced else ()
@@ -177,12 +179,6 @@ def _lacking(error: list[str], mesh: Mapping[str, int]) -> list[str]:
         return []
     axes = f"{'axis' if len(mesh) == 1 else 'axes'} {', '.join(mesh)}"
     return [f"the mesh has the {axes} and no {absent[0]}: give --mesh, such as dp=4,{absent[0]}=2"]
-
-
-def _target(shape: tuple[int, ...], chunks: list[_Chunk]) -> Target:
-    ranks, offsets, sizes = ([chunk[part] for chunk in chunks] for part in range(3))
-    boxes = (np.array(column, np.int64).reshape(len(chunks), len(shape)) for column in (offsets, sizes))
-    return Target.of_ranks(shape, np.array(ranks, np.int64), *boxes)
 
 
 def _answer(folder: Path, rank: int) -> dict[str, Any] | None:

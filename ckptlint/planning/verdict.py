@@ -102,7 +102,11 @@ class _Work:
         elif tensor is None:
             if request.target is not None:
                 self._note("note", "as a tensor", request.key)
-            self._object(request)
+            record = np.array([self.records[request.key]], np.int64)
+            target = self.replicated.setdefault(request.ranks.tobytes(), Target.replicated((), request.ranks))
+            none = np.zeros((1, 0), np.int64)
+            item = Reads(np.zeros(1, np.int64), np.zeros(1, np.int64), none, none, none)
+            self._add(request.key, target, item, record, None)
         elif request.target is None:
             self._note("fails", "as an object", request.key)
         elif request.target.shape != tensor.global_shape:
@@ -126,13 +130,6 @@ class _Work:
 
     def _note(self, effect: Effect, what: str, key: str) -> None:
         self.noted[effect, what][key] = None
-
-    def _object(self, request: TensorRequest) -> None:
-        record = np.array([self.records[request.key]], np.int64)
-        target = self.replicated.setdefault(request.ranks.tobytes(), Target.replicated((), request.ranks))
-        none = np.zeros((1, 0), np.int64)
-        item = Reads(np.zeros(1, np.int64), np.zeros(1, np.int64), none, none, none)
-        self._add(request.key, target, item, record, None)
 
     def _tensor(self, key: str, tensor: Tensor, target: Target) -> None:
         """Add what a load reads of a tensor for a target; tensors cut alike are worked out once."""

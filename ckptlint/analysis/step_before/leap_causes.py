@@ -75,7 +75,7 @@ def _sentence(ckpt: Checkpoint, table: ChangeTable, leap: Leap, rows: list[int],
 @fact
 def moments_that_leapt_along(ckpt: Checkpoint) -> Leap | None:
     """The moments that leapt with the weights, of the same parameters and the same rank; None where others did."""
-    weights, moments = leapt_weights(ckpt).certain, None
+    (weights, _), moments = leapt_weights(ckpt), None
     with suppress(NotApplicable):
         moments = leapt_moments(ckpt)
     if ckpt.changes is None or weights is None or moments is None or weights.rank != moments.rank:

@@ -40,27 +40,16 @@ class Leap(NamedTuple):
     rank: int
 
 
-class WeightLeaps(NamedTuple):
-    """Weights that are not what training can have made of them; None where there are none.
-
-    Attributes:
-        certain: they moved further than the optimizer can.
-        likely: they point elsewhere while the others hardly turned; the rate or the betas are not known.
-    """
-
-    certain: Leap | None = None
-    likely: Leap | None = None
-
-
 @fact
-def leapt_weights(ckpt: Checkpoint) -> WeightLeaps:
-    """The weights that do not continue those of the step before."""
+def leapt_weights(ckpt: Checkpoint) -> tuple[Leap | None, Leap | None]:
+    """The weights that certainly, and that likely do not continue those of the step before.
+
+    Certain are those that moved further than the optimizer can. The likely ones point elsewhere while the others hardly
+    turned; the rate or the betas are not known.
+    """
     table = ckpt.changes
-    if table is None:
-        return WeightLeaps()
-    weights = kinds_of(table, "weight") & (table.was > 0)
-    if not weights.any():
-        return WeightLeaps()
+    if table is None or not (weights := kinds_of(table, "weight") & (table.was > 0)).any():
+        return None, None
     with np.errstate(invalid="ignore", divide="ignore"):
         scale = table.now / table.was
     is_elsewhere = (table.cosine < OTHER) | (scale > _SCALE) | (scale < 1 / _SCALE)
@@ -78,7 +67,7 @@ def leapt_weights(ckpt: Checkpoint) -> WeightLeaps:
         is_other = turned & (table.cosine < OTHER)
         if are_few(ckpt, table, turned, is_other):
             likely = leap_of(ckpt, table, turned, is_other)
-    return WeightLeaps(leap_of(ckpt, table, bounded, is_far), likely)
+    return leap_of(ckpt, table, bounded, is_far), likely
 
 
 @fact
