@@ -27,10 +27,7 @@ class OpenedCheckpoint:
 def open_side(path: str, files: bool = False, partial: bool = False) -> list[OpenedCheckpoint]:
     """The checkpoints that a path means, with `partial` also one whose metadata describes only part of the save.
 
-    Raises:
-        CheckpointError: one is unsafe or unreadable; a line for each.
-        NothingToCheckError: there is none.
-        AccessError: the operating system refused a read.
+    Raises CheckpointError with a line for each that is unsafe or unreadable, NothingToCheckError, or AccessError.
     """
     made = [OpenedCheckpoint(found.folder, open_checkpoint(found, files)) for found in find(path)]
     obstacles = ((item, obstacle(replace(item.ckpt, partial_because="") if partial else item.ckpt)) for item in made)

@@ -50,12 +50,7 @@ class PlanRequest:
 
 
 def make_plan(ckpt: Checkpoint, asked: PlanRequest) -> Plan:
-    """Whether the checkpoint loads into a job, and what each of its ranks reads.
-
-    Raises:
-        ConfigError: what was asked is nonsense, or the function gave no state dict.
-        BudgetError: chunks and parts are too many to compare.
-    """
+    """Whether the checkpoint loads into a job, and what each of its ranks reads, or ConfigError, or BudgetError."""
     for name in ("world", "nodes", "ranks_per_node", "from_nodes"):
         value = getattr(asked, name)
         if value is not None and value < 1:

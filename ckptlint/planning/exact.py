@@ -38,7 +38,7 @@ _FUNCTION = lazy_pattern(r"(.+):([A-Za-z_][\w.]*)")
 def exact_job(
     function: str, mesh: Mapping[str, int], keys: Iterable[str], per_node: int = 8, seconds: float = 600
 ) -> Job:
-    """The job whose requests come from a function that returns the sharded state dict of a rank.
+    """The job whose requests come from a function that returns the sharded state dict of a rank, or ConfigError.
 
     The function runs once for each rank, and only because the user named it. It is given a `DeviceMesh` where it takes
     an argument, and builds its own otherwise.
@@ -48,9 +48,6 @@ def exact_job(
         mesh: name of an axis -> its size; their product is the number of ranks.
         keys: of the checkpoint; torch asks for the names of torch 2.3 where the checkpoint has them.
         per_node: ranks that share a node, for `LOCAL_RANK`.
-
-    Raises:
-        ConfigError: torch is not installed, the function is not there, or it gave no state dict.
     """
     world = prod(mesh.values())
     if not 0 < world <= MOST_PROCESSES:
@@ -65,13 +62,10 @@ def exact_job(
 
 
 def axes_of(mesh: str) -> dict[str, int]:
-    """The axes of a mesh, under any names.
+    """The axes of a mesh, under any names, or ConfigError.
 
     >>> axes_of("replicate=2,shard=4")
     {'replicate': 2, 'shard': 4}
-
-    Raises:
-        ConfigError: no name with a size from 1 on, or a name twice.
     """
     sizes: dict[str, int] = {}
     for part in mesh.split(","):

@@ -22,11 +22,7 @@ _BLOCKS = "vLLM, layers/quantization: create_weights of fp8, gptq and awq"
 
 
 def undivided(ckpt: Checkpoint, to: Mapping[str, int]) -> Iterator[Constraint]:
-    """What the sizes of a model keep a job from, as far as they are declared; nothing on others.
-
-    Args:
-        ckpt: a checkpoint of any format but Megatron-Core's, whose own limits `megatron.constraints` knows.
-        to: axis -> size in the job that loads; 1 where none is given.
+    """What the declared sizes of a model, in any format but Megatron-Core's, keep a job of these axis sizes from.
 
     Source:
         transformers 5.23, loaded with `tp_plan="auto"`: heads and KV heads must divide, all else is cut unevenly.

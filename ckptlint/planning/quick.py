@@ -41,13 +41,10 @@ _FIRST, _LAST = frozenset({"embedding"}), frozenset({"norm", "output"})
 
 
 def axis_sizes(text: str) -> dict[str, int]:
-    """The sizes of axes in `dp=8,tp=2`.
+    """The sizes of axes in `dp=8,tp=2`, or ConfigError.
 
     >>> axis_sizes("dp_shard=8, tp=2")
     {'dp': 8, 'tp': 2}
-
-    Raises:
-        ConfigError: an unknown axis, one that is named twice, a size below 1, or too many ranks.
     """
     sizes: dict[str, int] = {}
     for part in text.split(","):
@@ -80,12 +77,7 @@ def world_of(sizes: Mapping[str, int]) -> int:
 
 
 def quick_job(ckpt: Checkpoint, to: str) -> Job:
-    """The job with these axis sizes (`dp=8,tp=2`), whose ranks request every stored key.
-
-    Raises:
-        ConfigError: nonsense for sizes.
-        BudgetError: there are too many ranks for so many shapes.
-    """
+    """The job with these sizes of axes, whose ranks request every stored key, or ConfigError, or BudgetError."""
     sizes = axis_sizes(to)
     work = _Cutter(ckpt, _Ranks.of(sizes))
     requests = list(work.requests())

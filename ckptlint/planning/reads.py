@@ -58,13 +58,10 @@ class Reads:
 
 
 def reads(tiling: Tiling, target: Target, budget: ReadBudget | None = None) -> Reads:
-    """Every pair of a box and a chunk that overlap, by box, then chunk.
+    """Every pair of a box and a chunk that overlap, by box, then chunk, or BudgetError.
 
     A box and a chunk overlap where on no axis one begins at or after the end of the other: an empty box strictly
     inside a chunk makes an item of no elements, as in torch.
-
-    Raises:
-        BudgetError: the budget, which other tensors may share, is used up.
 
     Source:
         torch 2.13 `torch.distributed.checkpoint.resharding._check_shard_metadata_pair_overlap`,

@@ -98,17 +98,13 @@ def compared_values(
     adapter: Sequence[OpenedCheckpoint] = (),
     jobs: int | None = None,
 ) -> Values:
-    """Read both sides and match them.
+    """Read both sides and match them, or raise AccessError, or ConfigError for an adapter that is none.
 
     Args:
         old, new: components of each side; the first component with a key counts.
         select, ignore: globs of keys to compare (default: all), and of keys to skip.
         adapter: adapter that the new side should have merged into the old one.
         jobs: reader threads; by default one per processor, at most 8.
-
-    Raises:
-        ConfigError: the adapter is none.
-        AccessError: a read was refused.
     """
     sides = [
         {name: tensor for name, tensor in _tensors(side).items() if _is_meant(name, select, ignore)}

@@ -105,12 +105,7 @@ class _Adapter:
 def with_merges(
     found: Sequence[Match], places: tuple[BytesByKey, BytesByKey], adapter: Sequence[OpenedCheckpoint]
 ) -> list[Match]:
-    """The matches, with the adapter's targets judged by their expected values, and unused keys of the adapter.
-
-    Raises:
-        ConfigError: this is no LoRA adapter.
-        AccessError: a read was refused.
-    """
+    """The matches, with targets of a LoRA adapter (else ConfigError) judged by expected values, and its unused keys."""
     opened = _opened(adapter)
     by_key = {match.old[0]: match for match in found if len(match.old) == len(match.new) == 1}
     judged: dict[str, Match] = {}

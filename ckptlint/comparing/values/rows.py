@@ -31,7 +31,6 @@ def compare_rows(
     """Whether all rows could be read of both, or AccessError.
 
     Args:
-        rows: first and last of each run.
         expected, found: (first, last) -> what these rows should hold, and what they hold; None for unreadable ones.
         see: is called with the first row of each run and both.
     """
