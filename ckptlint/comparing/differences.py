@@ -90,10 +90,7 @@ class Diff(Shown):
 
 
 def differences(old: Mapping[str, Checkpoint], new: Mapping[str, Checkpoint], layout: bool = False) -> Diff:
-    """The differences between two steps, component by component; single ones are compared whatever their names.
-
-    With `layout` also chunks are compared, and the files that hold them.
-    """
+    """The differences of two steps by component, single ones whatever their names; `layout`: of chunks, files too."""
     shared, found = 0, list[Difference]()
     if is_single := len(old) == len(new) == 1:
         old, new = ({"": ckpt} for ckpt in (*old.values(), *new.values()))

@@ -10,11 +10,7 @@ from ckptlint.model.text import JSON_ESCAPE, inert
 
 
 def manifest_of(side: Sequence[OpenedCheckpoint], values: bool, rows: bool) -> tuple[str, list[str]]:
-    """The manifest as JSON, or "" and a sentence for each thing that could not be read, or AccessError.
-
-    With `values` the tensors of a side that was opened with its files are read for digests of them, with `rows` of
-    each row too.
-    """
+    """The manifest as JSON, with digests of `values` and of `rows` if asked; or "" and sentences on what is unread."""
     checkpoints = [item.ckpt for item in side]
     if not values:
         return inert(manifest_text(checkpoints), JSON_ESCAPE), []

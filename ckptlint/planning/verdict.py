@@ -42,9 +42,7 @@ _SOURCES = {
 def plan_of(ckpt: Checkpoint, job: Job, per_node: int | None = None, from_nodes: int | None = None) -> Plan:
     """Whether the checkpoint loads into the job, and what each rank reads, or BudgetError.
 
-    Args:
-        per_node: ranks of the job on one node; None where nodes do not matter.
-        from_nodes: so many nodes saved, and each has only the files that it wrote.
+    `per_node` ranks of the job are on one node; where `from_nodes` saved, each has only the files that it wrote.
     """
     work = _Work(ckpt, job, per_node or max(job.world, 1), from_nodes)
     for request in job.requests:

@@ -47,10 +47,7 @@ def overlaps(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def holes(ckpt: Checkpoint, padded: str | None = None) -> Iterator[Finding]:
-    """Regions in no chunk, at most three a tensor; holes in keys with `padded` may be padding, and are warnings.
-
-    A tensor without any chunk is left out.
-    """
+    """Regions in no chunk, at most three for each tensor with any chunk; in keys with `padded` they are warnings."""
     unsure: list[Tensor] = []
     for tensor in ckpt.sound_tensors():
         coverage = tensor.tiling.coverage

@@ -120,10 +120,8 @@ class Fit:
         return name if self.is_export else self.pairing.prefix + name
 
     def doubt_of(self, fields: Iterable[str]) -> str:
-        """Why a conclusion from these fields alone is uncertain; "" where it is certain.
-
-        A hand-written configuration does not say which class a training job builds.
-        """
+        """Why a conclusion from these fields alone is uncertain; "" where it is certain."""
+        # a hand-written configuration does not say which class a training job builds
         open_ = [name for name in self.open if not self.is_export or name in {*fields}]
         assumed = f"{self.expected.source} does not set {first_names(open_, 3)}: ckptlint assumed defaults"
         return self.doubt or (assumed if open_ else "")

@@ -57,11 +57,8 @@ def shape_outliers(ckpt: Checkpoint) -> list[Outlier]:
 
 
 def dtype_outliers(ckpt: Checkpoint) -> list[Outlier]:
-    """Parameters in layers that have another float dtype than the same parameter of the other layers.
-
-    Eight-bit floats are left out: recipes keep some layers in more bits.
-    """
-    outliers = []
+    """Parameters in layers that have another float dtype than the same parameter of the other layers."""
+    outliers = []  # without those of eight bits: recipes keep some layers in more
     for members, _ in _alike(ckpt):
         if all(member.tensor.dtype in FLOATS and ITEM_BITS[member.tensor.dtype] > 8 for member in members):
             outliers += _outliers(members, [member.tensor.dtype for member in members])

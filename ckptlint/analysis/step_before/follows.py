@@ -40,10 +40,7 @@ def follows_of(ckpt: Checkpoint, before: Checkpoint) -> list[Follow]:
 
 
 def updates_between(ckpt: Checkpoint, before: Checkpoint) -> int:
-    """Updates of the optimizer between two steps by its own counters; 0 if unknown.
-
-    The numbers of the steps may count epochs, or rollouts of several updates each.
-    """
+    """Updates of the optimizer between two steps by its own counters (steps may count epochs); 0 if unknown."""
     both = ckpt, before
     claims = [[claim.step for claim in one.claims if parse(claim.source).kind == "optimizer"] for one in both]
     steps = [[int(group.step or 0) for group in optimizer_settings(one)] for one in both]

@@ -68,10 +68,8 @@ def values_as_text(found: Values, style: Style) -> str:
 
 
 def groups_of(found: Values) -> Iterator[tuple[str, list[list[Match]], int]]:
-    """What tensors have to do with each other, in words, with the groups that are alike, and how many are left out.
-
-    Of two steps of a run, the weights that moved are left to the table, and the state of the job is one group.
-    """
+    """What tensors have to do with each other, in words, with the groups that are alike, and how many are left out."""
+    # of two steps of a run, the weights that moved are left to the table, and the state of the job is one group
     moved = {one.fqn for one in found.movements if one.change}
     for relation, words in _WORDS.items():
         members = [m for m in found.matches if m.relation == relation and not (m.old and m.old[0] in moved)]

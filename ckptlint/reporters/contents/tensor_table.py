@@ -20,10 +20,7 @@ _SHORTEST = len("ab...yz")
 
 
 def tensor_table(tensors: Sequence[Tensor], one_dtype: bool, style: Style) -> Iterator[str]:
-    """A line for all tensors of one role, dtype and shape; last ones for chunks if none is cut, and for what `*` means.
-
-    With `one_dtype` no column says it.
-    """
+    """A line for all tensors of one role, dtype and shape; last ones: for chunks if none is cut, and on what `*` is."""
     # of a scalar `*` stands for whose it is, else for which moment
     names_of_role = ("*." + t.fqn.rpartition(".")[2] if _is_scalar(t) else starred(t.fqn) for t in tensors)
     looks = ((role(name), t.dtype, t.global_shape) for name, t in zip(names_of_role, tensors, strict=True))
