@@ -75,10 +75,7 @@ def test_what_is_refused_before_any_work(values: dict[str, Any], told: str) -> N
     "values",
     [
         {"architectures": ["os.system"]}, {"model_type": ["convbert"]}, {"hidden_size": -16}, {"vocab_size": 10**30},
-        *swept(
-            {"architectures": [["ConvBertModel"]]}, {"architectures": "ConvBertModel"}, {"model_type": "no such type"},
-            {"hidden_size": "sixteen"},
-        ),
+        *swept({"architectures": [["ConvBertModel"]]}, {"hidden_size": "sixteen"}),
     ],
     ids=str,
 )  # fmt: skip

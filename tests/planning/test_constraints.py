@@ -22,13 +22,10 @@ EVIDENCE = REPOSITORY / "bench" / "evidence"
 
 DRIVEN = [
     "reshardable tp2 to dp2",
-    "reshardable strict",
     "reshardable vocabulary grows with tp",
     "buckets dp1 to dp2",
     "buckets pp2 to pp2 vpp2",
-    "buckets tp2 to tp1 without optimizer",
     "experts ep2 to ep1 without rng",
-    "layers not divisible by vpp",
 ]
 """Pairs of bench/evidence/megatron_loads.py that are driven here; the others were, by several versions."""
 
