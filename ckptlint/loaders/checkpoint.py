@@ -33,17 +33,11 @@ _OF_SAFETY = ("unsafe", "unread", "limit")  # kinds of problems that count at ev
 
 @one_budget()
 def open_checkpoint(found: CheckpointPlace, look_at_files: bool = True, is_judged: bool = True) -> Checkpoint:
-    """Read one checkpoint, in a child process under limits.
+    """Read one checkpoint that `find` returned, in a child process under limits; damage and malice become problems.
 
-    Args:
-        found: what `find` returned.
-        look_at_files: whether to stat payload files (depth `files`), not only read the metadata.
-        is_judged: whether it is to be safe, also where its other files are not judged; not for one to compare with.
-
-    Raises:
-        AccessError: the operating system refused a read, or the place is not to be read; damage and malice become
-            problems instead.
-        ReaderError: ckptlint itself made a mistake.
+    Files are looked at for depth `files`. One that is judged is to be safe, also where its other files are not judged;
+    one to compare with need not be. Raises AccessError where a read is refused or the place is not to be read, and
+    ReaderError for a mistake of ckptlint's.
     """
     if found.refused:
         raise AccessError(found.refused)

@@ -45,11 +45,8 @@ class _Searched(NamedTuple):
 def code_beside(files: Sequence[tuple[Folder, str, str]], reported: Collection[str]) -> list[Problem]:
     """Notes of the modules, settings and templates through which loading may run code, and of those not read.
 
-    Settings that transformers reads and that are damaged are unread.
-
-    Args:
-        files: the folder, the name there and the printable path from the checkpoint of each file of a step.
-        reported: paths of those that are damaged, as other problems say.
+    Settings that transformers reads and that are damaged are unread. Of each file of a step come the folder, the name
+    there and the printable path from the checkpoint; `reported` are the paths that other problems call damaged.
 
     Source:
         transformers 5.23, dynamic_module_utils.py (`auto_map`, with `trust_remote_code`), tokenization_utils_base.py
@@ -132,10 +129,8 @@ def _damage(folder: Folder, name: str, data: bytes) -> str:
 
 
 def _brought(name: str, data: bytes) -> str:
-    """What in a file names code, "" for nothing.
-
-    Raises:
-        yaml.YAMLError, ValueError, RecursionError: it is neither JSON nor YAML.
+    """What in a file names code, "" for nothing; raises YAMLError, ValueError or RecursionError where it is no JSON or
+    YAML.
     """
     if name.endswith((".jinja", ".jinja2")):
         return _names(data.decode("utf-8", "replace"))

@@ -55,16 +55,10 @@ WhichSteps = Literal["newest", "all", "none"]
 
 
 def find_checkpoints(folder: Folder, all_steps: bool) -> list[CheckpointPlace]:
-    """The checkpoints that a path means: the folder itself, its newest step, or the parts of a step.
+    """The checkpoints that a path means: the folder itself, its newest step (or all), or the parts of a step.
 
-    Args:
-        folder: what the user named.
-        all_steps: every step of a run folder instead of the newest one.
-
-    Raises:
-        NothingToCheckError: there is none.
-        UnknownLayoutError: there is payload, and no layout that is known.
-        AccessError: a folder could not be listed, or the newest step is a link that is not followed.
+    Raises NothingToCheckError for none, UnknownLayoutError for payload of no known layout, and AccessError where a
+    folder cannot be listed or the newest step is a link that is not followed.
     """
     walk = _Walk()
     found = walk.units(folder, "all" if all_steps else "newest", _DEPTH)
@@ -142,23 +136,15 @@ def _around(places: Iterable[str]) -> set[str]:
 
 @dataclass(slots=True)
 class _Walk:
-    """One walk over what is below a path.
-
-    Attributes:
-        left: folders that may still be listed.
-        passed: folders that were not looked into, since there are too many.
+    """One walk over what is below a path: how many folders may still be listed, and how many were too many to look
+    into.
     """
 
     left: int = _MOST_FOLDERS
     passed: int = 0
 
     def units(self, folder: Folder, steps: WhichSteps, levels: int, in_step: bool = False) -> list[CheckpointPlace]:
-        """The checkpoints in a folder and below it.
-
-        Args:
-            levels: how many floors below the folder are looked at.
-            in_step: whether it is in a step: one name with a number is a place there, several are steps again.
-        """
+        """The checkpoints in a folder and so many floors below it; in a step one name with a number is a place there."""
         if self.left <= 0:
             self.passed += 1
             return []
@@ -200,9 +186,8 @@ class _Walk:
     ) -> list[CheckpointPlace]:
         """The checkpoints below one: parts of its step, other models.
 
-        Args:
-            numbered: what is named like a step.
-            parts: those of them that may be parts of this one; all of them count where all steps are asked for.
+        What is named like a step is not looked into, but for its `parts`: DeepSpeed's, or all where all steps are asked
+        for.
         """
         other = unsupported(folder)
         but = {*numbered, *([other.file] if other else [])}
@@ -399,9 +384,8 @@ _WEIGHTS = (".safetensors", ".safetensors.index.json")
 
 
 def holds_at_most(paths: Iterable[str], all_steps: bool, most: int) -> bool:
-    """Whether the checkpoints that these paths mean lie on a file system and hold no more than so many bytes.
-
-    False where they cannot be listed: the check says why.
+    """Whether the checkpoints of these paths lie on a file system and hold at most so many bytes; no for what is not
+    listed.
     """
     left = most
     try:
@@ -431,13 +415,8 @@ def find(path: str, all_steps: bool = False) -> list[CheckpointPlace]:
     """The checkpoints that a path means.
 
     A file of a checkpoint stands for its folder, its configuration and the state beside its weights too; safetensors
-    stand for their own model there, any other file for itself.
-
-    Raises:
-        NothingToCheckError: there is none.
-        UnknownLayoutError: there is payload, and no layout that is known.
-        AccessError: a folder could not be listed, or a step is a link out of the run.
-        ConfigError: a URL that cannot be read here.
+    stand for their own model there, any other file for itself. Raises as `find_checkpoints`, and ConfigError for a URL
+    that cannot be read here.
     """
     return find_at(*folder_at(path), all_steps)
 

@@ -25,13 +25,9 @@ FileSizes = dict[str, tuple[int, float]]
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something to act on.
+    """Something to act on: of a step, or of the run itself ("", None), in a sentence, "" for a finished step.
 
-    Attributes:
-        step: the name of the step's folder, "" for the run itself.
-        number: of the step, None for the run itself.
-        text: what happened, as a sentence; "" for a finished step.
-        files: the files of the step at the last look.
+    `files` are those of the step at the last look.
     """
 
     kind: Literal["finished", "unfinished", "writing", "unread"]
@@ -72,22 +68,18 @@ def events(
 ) -> Iterator[Event]:
     """Each finished step once, oldest first, and each that stays unfinished once; without end unless `once`.
 
-    With `once` the steps that a job may still be writing come too.
-
     A step is finished when what is written last is there and its files did not change between two looks, one interval
     apart: `.metadata`; for Megatron `metadata.json` and the tracker too, where the run has one. A step that vanishes is
-    forgotten: one of the same name is a new one.
+    forgotten: one of the same name is a new one. Raises NothingToCheckError for a folder that is a checkpoint itself,
+    and AccessError where the first look is refused.
 
     Args:
         open_run: the run folder, not listed yet; called for each look.
         interval: seconds between two looks.
-        once: look twice, tell what is there, and end; no time passes between where all files and folders are older
-            than an interval. A mark that the save is complete would not do: other ranks, or a copy, may still write.
+        once: look twice, tell what is there, steps that a job may still be writing too, and end; no time passes between
+            where all files and folders are older than an interval. A mark that the save is complete would not do: other
+            ranks, or a copy, may still write.
         stale: seconds without a change after which an unfinished step is reported, whether or not a later one finished.
-
-    Raises:
-        NothingToCheckError: the folder is a checkpoint itself.
-        AccessError: the first look was refused.
     """
     memory = _Memory()
     yield from _look(open_run(), memory, stale)
@@ -176,11 +168,7 @@ def is_vanishing(open_run: Callable[[], Folder], event: Event) -> bool:
 
 
 def steps_in_run(run: Folder) -> list[Step]:
-    """As `steps_of`.
-
-    Raises:
-        NothingToCheckError: the folder is a checkpoint, not a run.
-    """
+    """As `steps_of`; raises NothingToCheckError for a folder that is a checkpoint and not a run."""
     steps = steps_of(run)
     if not any(step.is_folder for step in steps) and components(run):
         raise NothingToCheckError(f"{printable(run.display)} is a checkpoint: name the run folder that holds the steps")

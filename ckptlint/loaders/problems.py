@@ -46,9 +46,7 @@ def of_format(file: str, name: str, outside_checkpoint: bool = False) -> Problem
 def optimizer_never_written(file: str, steps: int, lack: str) -> Problem:
     """That a job stepped and no optimizer is stored: a scheduler proves that it had one.
 
-    Args:
-        steps: of the job; 0 where they are not known.
-        lack: where it should be and is not, as the end of a sentence.
+    0 steps are not known; `lack` says where it should be and is not, as the end of a sentence.
     """
     who = f"the job stepped {plural(steps, 'time')} and has" if steps else "the step has"
     return Problem(

@@ -48,12 +48,9 @@ def _is_of_optimizer(file: str) -> bool:
 def lost_model(places: Sequence[CheckpointPlace], checkpoints: Sequence[Checkpoint]) -> Problem | None:
     """That a whole step holds an optimizer, and nowhere the parameters that it is of; None where that is not so.
 
-    Nothing is said of a step that could not be read whole, that has large files which nobody knows, or whose model
-    lies in a tree of its own: `optim/step-10` beside `model/step-10`.
-
-    Args:
-        places: all checkpoints of one step.
-        checkpoints: what is in them, in the same order.
+    All checkpoints of the step are given, in the order of their places. Nothing is said of a step that could not be
+    read whole, that has large files which nobody knows, or whose model lies in a tree of its own: `optim/step-10`
+    beside `model/step-10`.
     """
     parts = parts_of(checkpoints)
     if places[0].step is None or "model" in parts or "optimizer" not in parts:

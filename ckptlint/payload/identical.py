@@ -25,14 +25,11 @@ _ROWS, _PLACES = 16, 4
 
 
 def find_same(folder: Folder, ckpt: Checkpoint, table: PayloadTable) -> None:
-    """Fill `equal_group`, `rows_alike` and `constant`.
+    """Fill `equal_group`, `rows_alike` and `constant`; raises AccessError where a read is refused.
 
     Records with equal length and CRC-32 are suspects, and up to 1 KiB of each is read. With any suspect the norms are
     sampled too: constant norms show an untrained model, whose chunks may be equal (PAY010: "norms of one value, so
     nothing was trained: info"). One record of each equal group is compared row by row, in up to 4 KiB.
-
-    Raises:
-        AccessError: a read was refused.
     """
     suspects = _alike(ckpt, table)
     if not suspects:

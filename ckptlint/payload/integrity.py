@@ -38,8 +38,7 @@ _LINES = (
 def expected_sums(file: str) -> dict[str, str]:
     """File -> its checksum as text with the name of the list, as sha256sum writes one.
 
-    Raises:
-        ConfigError: it cannot be read, or no line of it is a checksum.
+    Raises ConfigError where it cannot be read, or no line of it is a checksum.
     """
     try:
         listed = _sums_in(Path(file).read_bytes()[:_LIST_LIMIT])
@@ -56,8 +55,7 @@ def recorded_sums(
 ) -> tuple[dict[str, str], dict[str, str], list[Problem]]:
     """(file -> checksum with its source as text, payload file -> the list of all files that lacks it, problems).
 
-    Args:
-        expected: checksums from the user's list, which take precedence.
+    Those of the user's list, `expected`, take precedence.
     """
     listed, problems = _integrity(folder)
     signed = _signed(folder, problems)
@@ -97,8 +95,7 @@ def differs(computed: str, recorded: str) -> bool:
 def compare_others(folder: Folder, ckpt: Checkpoint, recorded: Mapping[str, str]) -> tuple[list[Damage], list[str]]:
     """(Damages for files with a checksum that are absent, or differ and are no payload; those that match, printable).
 
-    Raises:
-        AccessError: a read was refused.
+    Raises AccessError where a read is refused.
     """
     payload = {file.path for file in ckpt.files if file.path is not None and file.size is not None}
     damages, matched = [], []

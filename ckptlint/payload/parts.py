@@ -73,11 +73,7 @@ class Contents:
         self._bytes = 0
 
     def number(self, pickle: bytes, storages: Sequence[str], contents: list[RecordContent]) -> int:
-        """The number of a record's content; a new one is appended to `contents` once it is decoded.
-
-        Args:
-            storages: names of the record's members with tensor data.
-        """
+        """The number of a record's content, whose tensor data is in these members; a new one is decoded later."""
         # Thousands of records share one pickle, so it is decoded once. The storage it refers to is part of its
         # identity: an archive that lost its data member has the same pickle and must still be an error.
         name = storages[0] if len(storages) == 1 else None if storages else ""
@@ -118,8 +114,7 @@ def _key(identity: bytes) -> bytes:
 def join(folder: Folder, ckpt: Checkpoint, how: ReadOptions, parts: Sequence[PartialRead]) -> Checkpoint:
     """The checkpoint with all parts joined; where two parts read one record, the first counts.
 
-    Raises:
-        AccessError: a read was refused.
+    Raises AccessError where a read is refused.
     """
     table, decoded, broken = _merged(len(ckpt.records), how, parts)
     problems = _refusals(ckpt, table, decoded)

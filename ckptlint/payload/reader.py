@@ -73,12 +73,8 @@ _T = TypeVar("_T")
 def read_payload(folder: Folder, ckpt: Checkpoint, how: ReadOptions, hashes: Gatherers | None = None) -> Checkpoint:
     """The checkpoint with its `payload` table, and with a problem for each unreadable record.
 
-    Args:
-        hashes: key -> collectors of the tensor's row hashes at depth `data`, one for each dtype it is rounded to.
-
-    Raises:
-        AccessError: a read was refused.
-        KeyboardInterrupt: the user interrupted the reading; its argument says in a sentence what was covered.
+    `hashes` collects the row hashes of each key at depth `data`, once for each dtype it is rounded to. Raises
+    AccessError where a read is refused, and KeyboardInterrupt, whose argument says in a sentence what was covered.
     """
     reader = Reader(folder, ckpt, how, hashes=hashes)
     part = reader.part()
@@ -86,12 +82,9 @@ def read_payload(folder: Folder, ckpt: Checkpoint, how: ReadOptions, hashes: Gat
 
 
 class Reader:
-    """Reads the payload of one checkpoint, or this process's share of it.
+    """Reads the payload of one checkpoint, or this process's share of it: rows of `Checkpoint.records`, ascending.
 
-    Args:
-        share: int64 [k], ascending, rows of `Checkpoint.records` to read; None for all.
-        leads: whether this process also reads files without records; one of several processes does.
-        hashes: see `read_payload`.
+    One of several processes `leads`: it also reads the files without records.
     """
 
     def __init__(
@@ -118,11 +111,7 @@ class Reader:
         self.meter = Meter()
 
     def part(self) -> PartialRead:
-        """Read the share.
-
-        Raises:
-            AccessError, KeyboardInterrupt: as `read_payload`.
-        """
+        """Read the share; raises AccessError and KeyboardInterrupt as `read_payload`."""
         result, contents = self.result, self.contents
         rows, sample = self._choose()
         unlisted: Mapping[str, str] = {}
@@ -474,10 +463,8 @@ class Reader:
     def _run(self, tasks: Mapping[int, Callable[[], _T]], together: int = 1) -> Iterator[tuple[int, _T]]:
         """Results in order of completion; at most 2 x jobs lots are queued, so that results do not pile up.
 
-        All threads stop when the caller, the user or an error ends the iteration.
-
-        Args:
-            together: tasks in a lot, which one thread does.
+        A thread does a lot of so many tasks `together`. All stop when the caller, the user or an error ends the
+        iteration.
         """
         if self.folder.is_near and file_sizes(self.ckpt)[[*tasks]].sum() <= BLOCK:  # read before threads have started
             yield from ((file, task()) for file, task in tasks.items())

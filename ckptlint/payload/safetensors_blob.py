@@ -23,17 +23,11 @@ class BlobTensor(NamedTuple):
 
 
 def read_blob(folder: Folder, path: str, start: int, size: int) -> dict[str, BlobTensor]:
-    """The tensors of a blob by their printable names.
+    """The tensors of a blob by their printable names; it reaches from its first byte to the end of the raw file of this
+    size.
 
-    Args:
-        path: the file, raw.
-        start: first byte of the blob.
-        size: bytes of the file, which the blob reaches to the end of.
-
-    Raises:
-        UnreadableError: its header is damaged, its tensors leave holes, overlap or do not fill the file, or it does not
-            say the offsets of each.
-        LimitError: the header is larger than the safetensors library reads.
+    Raises UnreadableError where its header is damaged, its tensors leave holes, overlap or do not fill the file, or it
+    does not say the offsets of each; LimitError for a larger header than the safetensors library reads.
 
     Source:
         torch.distributed.checkpoint.filesystem (>= 2.8), SerializationFormat.SAFETENSORS

@@ -112,18 +112,10 @@ def stream(
     threads: int = 2,
     recorded_only: bool = False,
 ) -> Streamed:
-    """Read the members once.
+    """Read the members once, and the whole file for its SHA-256 where its size is given; raises AccessError.
 
-    Args:
-        path: the file, raw.
-        scans: member -> the tensor in it.
-        size: bytes of the whole file, to compute its SHA-256; None without it.
-        meter: counts every block, and may stop the reading.
-        threads: number of threads; one reads a block while the others process theirs.
-        recorded_only: skip the checksum of members without a recorded one.
-
-    Raises:
-        AccessError: a read was refused.
+    The meter counts every block, and may stop the reading. One thread reads a block while the others process theirs.
+    With `recorded_only` members without a recorded checksum get none.
     """
     result = Streamed(
         np.zeros(len(members.start), np.int64),

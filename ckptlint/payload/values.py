@@ -114,12 +114,9 @@ def _room(words: Bits) -> Bits:
 
 
 def values_of(data: memoryview, dtype: str, position: int) -> RecordValues:
-    """Statistics of complete elements.
+    """Statistics of complete elements in bytes of any alignment; the first has this number among the record's.
 
-    Args:
-        data: their bytes, of any alignment.
-        dtype: torch's name, one of `ENCODINGS` or `INTEGERS`.
-        position: number of the first element among the record's.
+    `dtype` is torch's name, one of `ENCODINGS` or `INTEGERS`.
     """
     encoding = ENCODINGS.get(dtype)
     words = np.frombuffer(data, f"<u{ITEM_BITS[dtype] // 8}" if encoding is None else encoding.word)

@@ -83,11 +83,7 @@ class Folder(ABC):
         return Facts()
 
     def without(self, hidden: Collection[str], part: str) -> Folder:
-        """The same folder with some files out of view, to judge by itself what else is there.
-
-        Args:
-            part: the name under which it is reported, "" for the folder's own.
-        """
+        """The same folder with some files out of view, to judge what else is there; a part is reported by its name."""
         view = copy(self)
         view.part = part
         view.__dict__.pop("facts", None)
@@ -117,11 +113,7 @@ class Folder(ABC):
     @property
     @abstractmethod
     def entries(self) -> Listing:
-        """What is directly in the folder, by name, in order.
-
-        Raises:
-            NothingToCheckError: there is no such folder.
-        """
+        """What is directly in the folder, by name, in order; raises NothingToCheckError for no such folder."""
 
     @abstractmethod
     def sub(self, name: str) -> Folder:
@@ -234,22 +226,14 @@ class Folder(ABC):
         return f"rename {printable(other)}, which differs only in letter case" if other else ""
 
     def read(self, name: str, limit: int) -> bytes:
-        """The whole file.
-
-        Raises:
-            LimitError: it has more than `limit` bytes.
-        """
+        """The whole file; raises LimitError for one of more than `limit` bytes."""
         size = self.size_within(name, limit)
         blocks = self.blocks(name)
         first = next(blocks, b"")
         return first if len(first) >= size else b"".join((first, *blocks))
 
     def size_within(self, name: str, limit: int) -> int:
-        """Bytes of a file.
-
-        Raises:
-            LimitError: there are more than `limit`.
-        """
+        """Bytes of a file; raises LimitError for more than `limit`."""
         size = self.size(name)
         if size > limit:
             raise LimitError(f"has {size:,} bytes, the limit is {limit:,}")

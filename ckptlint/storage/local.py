@@ -28,11 +28,7 @@ ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
 
 class LocalFolder(Folder):
-    """A folder on a file system.
-
-    Attributes:
-        above: the folder that it was reached from, which is listed once for all that is in it.
-    """
+    """A folder on a file system; the one that it was reached from (`above`) is listed once for all that is in it."""
 
     def __init__(self, path: Path, above: LocalFolder | None = None) -> None:
         self.path, self.above = path, above

@@ -19,11 +19,7 @@ _LONG_LISTING = 64 * 1024**2  # bytes of the answers to one listing that patienc
 
 
 class ObjectFolder(RemoteFolder):
-    """All keys of an object store below a prefix.
-
-    Attributes:
-        path: bucket and prefix, without a slash at the end.
-    """
+    """All keys of an object store below a prefix; `path` is bucket and prefix, without a slash at the end."""
 
     def __init__(self, protocol: str, path: str) -> None:
         super().__init__()

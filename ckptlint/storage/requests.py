@@ -128,11 +128,7 @@ async def _pages(listing: Callable[..., AsyncIterator[Any]], *arguments: Any, **
 
 
 def listed(protocol: str, path: str) -> list[dict[str, Any]]:
-    """What a store lists at a path, by one attempt.
-
-    Raises:
-        EndlessError: the listing does not end in `PATIENCE_SECONDS`, or after `PAGES` pages.
-    """
+    """What a store lists at a path, by one attempt; raises EndlessError after `PATIENCE_SECONDS` or `PAGES` pages."""
     store = filesystem(protocol)
     if not store.async_impl:
         return list(store.ls(path, detail=True))
@@ -151,11 +147,7 @@ def listed(protocol: str, path: str) -> list[dict[str, Any]]:
 
 
 async def _redirected(_session: Any, context: Any, redirect: Any) -> None:
-    """Note where a request is sent on to, unless that is a private address and this is none.
-
-    Raises:
-        RedirectError: it is.
-    """
+    """Note where a request is sent on to; raises RedirectError where that is a private address and this is none."""
     url = urlsplit(urljoin(str(redirect.url), redirect.response.headers.get("Location", "")))
     host, before = url.hostname or "", redirect.url.host
     if host == before:
@@ -291,13 +283,9 @@ _NO_CREDENTIALS |= {"DefaultCredentialsError", "RefreshError", "ClientAuthentica
 
 
 def with_retries(work: Callable[[], _T], count: int = 0) -> _T:
-    """The result of `work`, tried again while it fails for a reason that may pass, but not after two silences.
+    """The result of `work`, which fetches `count` bytes, tried again while it fails for a reason that may pass.
 
-    Args:
-        count: bytes that it fetches.
-
-    Raises:
-        SlowError: the patience with the servers of this path is spent.
+    Not after two silences. Raises SlowError where the patience with the servers of this path is spent.
     """
     path, started = _path(), time.monotonic()
     for attempt in range(1, ATTEMPTS + 1):

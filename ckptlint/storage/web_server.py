@@ -133,11 +133,7 @@ class WebFolder(RemoteFolder):
         return os.pread(copy.fileno(), stop - start, start)
 
     def _copied(self, name: str) -> IO[bytes]:
-        """A file of a server that sends whole files alone, in a temporary one.
-
-        Raises:
-            RangesError: it is large, or the copies together are.
-        """
+        """A file of a server that sends whole files alone, in a temporary one; RangesError where they are too large."""
         with self._copying:
             if name not in self._copies:
                 size = self.size(name)

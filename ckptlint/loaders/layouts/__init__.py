@@ -20,11 +20,8 @@ from ckptlint.storage.folder import Folder
 
 
 class Evidence(NamedTuple):
-    """What shows that a folder holds a layout.
-
-    Attributes:
-        file: a file that shows it, printable.
-        name: the format, where it is one that is not read.
+    """A file that shows that a folder holds a layout, printable; and the format by name, where it is one that is not
+    read.
     """
 
     file: str

@@ -27,10 +27,7 @@ from ckptlint.storage.folder import Folder
 
 
 def read_deepspeed(folder: Folder, look_at_files: bool) -> Checkpoint:
-    """The checkpoint in the folder of a tag.
-
-    Raises:
-        AccessError: the operating system refused a read.
+    """The checkpoint in the folder of a tag; raises AccessError where a read is refused.
 
     Source:
         deepspeed.runtime.engine.DeepSpeedEngine.save_checkpoint (0.14 - 0.19)
@@ -58,12 +55,7 @@ def read_deepspeed(folder: Folder, look_at_files: bool) -> Checkpoint:
 def assembled(
     tag: Tag, grid_facts: GridFacts, columns: Columns, grid: Mapping[str, Sequence[RankFile]], cut: Cut | None = None
 ) -> Checkpoint:
-    """The checkpoint that the files of a tag make.
-
-    Args:
-        grid: from where the grid is -> its files.
-        cut: the flat groups, None in the universal form.
-    """
+    """The checkpoint of a tag: from where the grid is -> its files, and the flat groups, None in the universal form."""
     files = tag.statements.of(tag.files.files, grid)
     lost = sum(map(len, files.missing.values()))
     partial = ""
@@ -163,10 +155,9 @@ def _gates(tag: Tag, grid: Mapping[str, Sequence[RankFile]]) -> Iterator[Misfit]
 
 
 def add_model(columns: Columns, tag: Tag, grid_facts: GridFacts, odd: Collection[str] = ()) -> None:
-    """Add weights and buffers from the model's files; those that ZeRO-3 removed come from the groups.
+    """Add weights and buffers from the model's files, but for `odd` keys, which are reported as misfits.
 
-    Args:
-        odd: keys that are reported as misfits, and skipped.
+    Those that ZeRO-3 removed come from the groups.
     """
     names: set[str] = set()
     for source in tag.of("model"):

@@ -21,11 +21,7 @@ ShapeLists = list[dict[str, tuple[int, ...]]]
 
 @dataclass(frozen=True, slots=True)
 class Source(OpenedFile):
-    """A file of the tag that was read.
-
-    Attributes:
-        steps: those that the optimizer in it counted.
-    """
+    """A file of the tag that was read, and the steps that the optimizer in it counted."""
 
     steps: frozenset[int] = frozenset()
 
@@ -42,13 +38,7 @@ class Source(OpenedFile):
 
 @dataclass(slots=True)
 class Tag:
-    """The files of a tag.
-
-    Attributes:
-        files: all that are there.
-        sources: those that were read and hold what their names say: no copies of another.
-        statements: what they say of what they share.
-    """
+    """The files of a tag: all, those read that are no copies of another, and what these say of what they share."""
 
     files: SetFiles
     sources: list[Source] = field(default_factory=list)
@@ -146,10 +136,7 @@ def as_shape(value: Any) -> tuple[int, ...] | None:
 
 
 def moments_of(state: dict[Any, Any]) -> list[dict[str, Any]]:
-    """The optimizer's own states of each flat group, in their order.
-
-    An elastic save lists them; others number them as torch does.
-    """
+    """The optimizer's states of each flat group, in order: an elastic save lists them, others number them."""
     base = state.get("base_optimizer_state", state.get("optimizer_state_dict"))
     entries = dict(enumerate(base)) if isinstance(base, list) else dict_of(dict_of(base).get("state"))
     if not all(type(number) is int for number in entries):

@@ -161,11 +161,7 @@ _FILES_LIMIT = 2**18
 
 
 def expected(tag: Tag, grid_facts: GridFacts) -> dict[str, tuple[RankFile, ...]]:
-    """Source of the grid -> the files that it must have.
-
-    Raises:
-        LimitError: the files imply more files than any job has.
-    """
+    """Source of the grid -> the files that it must have; raises LimitError for more files than any job has."""
     sources = {
         "optimizer": grid_facts.dp_source,
         "model": grid_facts.dp_source if grid_facts.sharded_model else grid_facts.mp_source,

@@ -24,10 +24,7 @@ _REST = "optimizer_state.pt"
 
 
 def read_universal(folder: Folder, look_at_files: bool) -> Checkpoint:
-    """The checkpoint in a folder that `ds_to_universal` made.
-
-    Raises:
-        AccessError: the operating system refused a read.
+    """The checkpoint in a folder that `ds_to_universal` made; raises AccessError where a read is refused.
 
     Source:
         deepspeed.checkpoint.ds_to_universal (0.14 - 0.19)
@@ -70,14 +67,9 @@ def _parameters(tag: Tag) -> tuple[dict[str, tuple[int, ...]], set[str], str]:
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """A file of one state of a parameter.
+    """A file of one state of a parameter: its name, path and row among the payload files, and what was read of it.
 
-    Attributes:
-        fqn, name: of which parameter, and the file's own name.
-        file, number: its path, and its row among the payload files.
-        found: what it holds, None where it was not read.
-        tensor: the one in it, None without one.
-        step: what it counts, None for another state.
+    `step` is what it counts, None for another state.
     """
 
     fqn: str

@@ -141,8 +141,7 @@ def legacy_bytes(folder: Folder) -> int:
 def sizes_by_names(names: list[str]) -> Sizes:
     """The smallest grid that contains these folders, for use without arguments; a second number counts as a stage.
 
-    Raises:
-        LimitError: it is larger than any job's.
+    Raises LimitError where it is larger than any job's.
     """
     numbers = [tuple(int(n) for n in match.groups() if n is not None) for n in names if (match := _FOLDER.fullmatch(n))]
     axes = [
@@ -189,11 +188,7 @@ def with_layer(key: str, number: int) -> str:
 
 
 def with_global_expert(key: str, place: GridCoordinate, local: int) -> str:
-    """The key with its expert numbered over all ranks.
-
-    Args:
-        local: experts of each rank; 0 where unknown.
-    """
+    """The key with its expert numbered over all ranks, of which each has `local` ones; 0 where that is unknown."""
     match = _EXPERT.fullmatch(key) or _NUMBERED_EXPERT.fullmatch(key)
     return f"{match['home']}{place.ep * local + int(match['number'])}{match['rest']}" if match and local else key
 
@@ -213,12 +208,7 @@ def even_share(args: Mapping[str, Any], sizes: Sizes) -> int:
 
 
 def offsets_of(counts: Mapping[tuple[int, int], int], share: int, sizes: Sizes) -> dict[tuple[int, int], int]:
-    """(chunk, stage) -> number of layers before its first.
-
-    Args:
-        counts: stored layers of each, where known.
-        share: layers of each by the arguments; 0 where unknown.
-    """
+    """(chunk, stage) -> layers before its first, by those stored in each and the arguments' share (0: unknown)."""
     # Arguments help where the files of a stage are lost. But a stage with more layers than its share shows that the job
     # cut them unevenly in a way that the arguments do not name, and then only the stored numbers count.
     if share and max(counts.values(), default=0) > share:

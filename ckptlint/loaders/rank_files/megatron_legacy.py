@@ -75,11 +75,7 @@ _SHOWN = 8
 
 
 def read_legacy(folder: Folder, look_at_files: bool) -> Checkpoint:
-    """The ranks' files in a step's folder.
-
-    Raises:
-        AccessError: the operating system refused a read.
-    """
+    """The ranks' files in a step's folder; raises AccessError where a read is refused."""
     files = SetFiles(folder, look_at_files)
     ranks = [_opened(files, name) for name in rank_folders(folder)]
     sizes, source = _sizes(ranks)
@@ -132,13 +128,7 @@ def _grid_text(sizes: Sizes) -> str:
 
 @dataclass(slots=True)
 class _Rank:
-    """The folder of a rank.
-
-    Attributes:
-        folder: its name.
-        there: the files of Megatron's in it, read or not.
-        model, optimizer: what these hold, None where they are not there or cannot be read.
-    """
+    """The folder of a rank, Megatron's files in it, and what those hold that could be read."""
 
     folder: str
     there: list[str]
@@ -251,12 +241,10 @@ _ByStage = dict[tuple[int, int], int]  # chunk and stage -> a number of layers
 
 @dataclass(slots=True)
 class _RankReader:
-    """Reads the files of all ranks, compares their statements and places their parts.
+    """Reads the files of the ranks in use, compares their statements and places their parts.
 
-    Attributes:
-        ranks: the ranks in use.
-        states: what an optimizer keeps of a parameter -> parameter -> the ranks' parts.
-        unplaced: files whose optimizer does not show which state belongs to which parameter.
+    `states` has them by state of the optimizer and parameter; `unplaced` are the files whose optimizer does not show
+    which state belongs to which parameter.
     """
 
     sizes: Sizes

@@ -45,12 +45,7 @@ _SAME_SHAPES = 0.9  # least share of states with the shape of the parameter that
 
 
 def read_verl(folder: Folder, look_at_files: bool) -> Checkpoint:
-    """The set of rank files in a folder.
-
-    Raises:
-        AccessError: the operating system refused a read.
-        LimitError: the names count more ranks than any job has.
-    """
+    """The set of rank files in a folder; raises LimitError for more ranks than any job has, AccessError as it reads."""
     sets = verl_sets(folder)
     file_set = _chosen(folder, sets)
     world = verl_name(file_set.files[0])[1]
@@ -75,8 +70,7 @@ def read_verl(folder: Folder, look_at_files: bool) -> Checkpoint:
 def read_flat(folder: Folder, look_at_files: bool) -> Checkpoint:
     """The newest set of FSDP1 files in a folder, each with one rank's part of the flat parameters.
 
-    Raises:
-        AccessError: the operating system refused a read.
+    Raises AccessError where a read is refused.
 
     Source:
         torch 2.13 FullyShardedDataParallel with StateDictType.LOCAL_STATE_DICT; dinov2.fsdp.FSDPCheckpointer
@@ -321,11 +315,7 @@ class _RankReader:
     def _keys(
         self, roots: Mapping[int, Mapping[Any, Any]], files: Mapping[int, OpenedFile], slices: bool = False
     ) -> None:
-        """Place the ranks' parts of each key; no part has a place where the ranks contradict each other.
-
-        Args:
-            slices: whether plain tensors are slices of a flat tensor rather than copies.
-        """
+        """Place the ranks' parts of each key, unless ranks contradict each other; plain tensors may be `slices`."""
         keys: dict[str, list[_RankValue]] = {}
         for rank, root in roots.items():
             for key, value in root.items():
@@ -367,11 +357,7 @@ class _RankReader:
     def _agree(
         self, fqn: str, values: list[_RankValue], files: Mapping[int, OpenedFile], aspects: Iterable[str] | None = None
     ) -> bool:
-        """Whether all ranks agree on a key, and every rank of its mesh holds it.
-
-        Args:
-            aspects: aspects to compare (`_ASPECTS`); all without.
-        """
+        """Whether all ranks agree on aspects of a key (`_ASPECTS`, or all), and every rank of its mesh holds it."""
         things = [(item.value, item.file.label) for item in values]
         note = self.statements.note_if_different
         if not all(note(what, things, fqn, *_ASPECTS[what]) for what in aspects or _ASPECTS):
@@ -386,10 +372,7 @@ class _RankReader:
         return self.statements.note_if_different("keys", sorted(holds), fqn)
 
     def _boxes(self, fqn: str, values: list[_RankValue]) -> Places:
-        """Offsets of each rank's part of a DTensor; None for a copy of a lower rank's part.
-
-        All are None where one of them is unknown.
-        """
+        """Offsets of each rank's part of a DTensor; None for a copy of a lower rank's, for all where one is unknown."""
         nowhere: Places = [None] * len(values)
         owners: dict[tuple[Shape, Shape], list[_RankValue]] = defaultdict(list)
         offsets_of_parts, fits, is_declared = list[Shape | None](), True, False

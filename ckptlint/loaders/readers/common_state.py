@@ -35,11 +35,7 @@ StoragePlace = tuple[str, int, int]
 
 
 def read_common(folder: Folder, entries: dict[str, StoragePlace]) -> tuple[CommonState | None, list[Problem]]:
-    """The common state, and what stood in the way of reading it.
-
-    Args:
-        folder: the checkpoint.
-        entries: where the records lie that may hold common state, by entry name.
+    """The common state, from `common.pt` or the records of these entries, and what stood in the way of reading it.
 
     Source:
         megatron.core.dist_checkpointing.strategies.common (<= 0.18: `common.pt`; 0.19: one ShardedObject holding a
@@ -79,10 +75,7 @@ def read_objects(folder: Folder, entries: dict[str, StoragePlace]) -> tuple[dict
 
 
 def read_claims(folder: Folder, entries: dict[str, StoragePlace]) -> tuple[tuple[StepClaim, ...], list[Problem]]:
-    """What small entries of their own say of the step, and what they must not hold.
-
-    Args:
-        entries: where the records lie whose names are those of counters (`is_counter`).
+    """What small entries with the names of counters (`is_counter`) say of the step, and what they must not hold.
 
     Source:
         torchtitan 0.2.2 Trainer.state_dict: `step` as an integer (0.0.2: a tensor without axes) under `train_state`
@@ -121,11 +114,9 @@ def read_configs(
     """What the job declared, and the configuration of its model as it stands in `config.json`.
 
     Declared is what the arguments of the common state say, `run_config.yaml`, and the `config.json` of the folder
-    itself. Where that folder has none, the model's configuration may lie in one of the folders below it that frameworks
-    keep it in. Before it go the arguments that Megatron builds its model from.
-
-    Args:
-        is_export: whether a library builds the model from the folder's `config.json`, so that no load goes without.
+    itself, which no load of an export goes without. Where that folder has none, the model's configuration may lie in
+    one of the folders below it that frameworks keep it in. Before it go the arguments that Megatron builds its model
+    from.
 
     Source:
         `args` of megatron.training.checkpointing; `run_config.yaml` of Megatron-Bridge; `config.json` of transformers;
@@ -189,12 +180,7 @@ def _written(folder: Folder, name: str, limit: int) -> bytes:
 
 
 def read_model_config(folder: Folder, name: str) -> dict[str, Any]:
-    """The fields of a model's configuration, from its file.
-
-    Raises:
-        LimitError: it is larger than a configuration needs.
-        UnreadableError: it is damaged.
-    """
+    """The fields of a model's configuration, from its file; raises LimitError or UnreadableError."""
     data = _written(folder, name, MODEL_CONFIG_LIMIT)
     try:
         return model_config(data)
@@ -206,9 +192,7 @@ def read_model_config(folder: Folder, name: str) -> dict[str, Any]:
 def model_config(text: bytes) -> dict[str, Any]:
     """The fields of a model's configuration; it may say NaN or a name twice, as the library that reads it allows.
 
-    Raises:
-        ValueError, RecursionError: it is no JSON object.
-        LimitError: it has more lists and objects than a configuration needs.
+    Raises ValueError or RecursionError for what is no JSON object, LimitError for too many lists and objects.
     """
     if text.count(b"[") + text.count(b"{") > _CONTAINERS_LIMIT:
         raise LimitError(f"it has more than {_CONTAINERS_LIMIT:,} lists and objects")
@@ -229,9 +213,8 @@ def _shallow(value: Any, levels: int) -> Any:
 def _yaml(text: str) -> Any:
     """A YAML document as plain values; tags of Python objects become the plain value below them.
 
-    Raises:
-        ValueError: it is no YAML, or a value of it contains itself.
-        LimitError: it has more values than a configuration needs, each counted wherever an alias or a merge repeats it.
+    Raises ValueError for what is no YAML or contains itself, and LimitError for more values than a configuration needs,
+    each counted wherever an alias or a merge repeats it.
     """
     import yaml
 
@@ -271,7 +254,7 @@ def _yaml(text: str) -> Any:
 
 
 def _entry(folder: Folder, name: str, location: StoragePlace, problems: list[Problem]) -> TorchFile | None:
-    """The record of an entry; None, and a problem where it is damaged, for one that cannot be read.
+    """The record of an entry; None for one that cannot be read, and a problem where it is damaged.
 
     Records that are missing, cut, or no archives are left to the payload rules.
     """

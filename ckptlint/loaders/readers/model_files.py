@@ -48,12 +48,9 @@ def read_set(
     look_at_files: bool,
     read: Callable[[int, str, int, list[Problem]], bool],
 ) -> ModelSet:
-    """The files of a model, each of them read, and those that its index names beside them.
+    """The files of a model, each of them read, and those that its index ("" for none) names beside them.
 
-    Args:
-        file_names, index: names of the files, and of their index, "" without one.
-        look_at_files: whether to look at the sizes of files.
-        read: reads a file of this number, name and size, and says whether it could; notes problems.
+    `read` reads a file of this number, name and size, notes problems, and says whether it could.
     """
     problems: list[Problem] = []
     places, total = read_index(folder, index, problems)
@@ -112,11 +109,7 @@ def read_index(folder: Folder, index: str, problems: list[Problem]) -> tuple[dic
 
 
 def weight_map(folder: Folder, index: str) -> tuple[dict[str, str], Any]:
-    """Raw key -> raw file name, and what an index says of itself.
-
-    Raises:
-        UnreadableError: it is no index; the message goes behind its name.
-    """
+    """Raw key -> raw file name, and what an index says of itself; raises UnreadableError, to be put behind its name."""
     document = json_object(folder.read(index, HEADER_LIMIT))
     places = document.get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):

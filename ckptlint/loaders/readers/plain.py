@@ -39,22 +39,15 @@ _STATES = ("state_dict", "model", "module", "model_state_dict", "model_state")
 
 
 def read_weights(folder: Folder, look_at_files: bool) -> Checkpoint:
-    """The first set of whole states in a folder.
+    """The first set of whole states in a folder; pickles are read whether or not the sizes of files are looked at.
 
-    Args:
-        look_at_files: whether to look at the sizes of files (depth `files`); their pickles are read in any case.
-
-    Raises:
-        AccessError: the operating system refused a read.
+    Raises AccessError where a read is refused.
     """
     return read_states(folder, weight_sets(folder)[0], look_at_files)
 
 
 def read_named(folder: Folder, name: str, look_at_files: bool) -> Checkpoint | None:
-    """The state in a file that was named by the user or is alone in its folder.
-
-    None where it holds no weights, or is no file of torch's.
-    """
+    """The state in a file that the user named or that is alone; None without weights, or for no file of torch's."""
     try:
         found = read_torch_file(folder, name)
     except UnreadableError as error:
@@ -150,8 +143,7 @@ def _has_square_outputs(root: Any) -> bool:
 def are_states(folder: Folder, names: Sequence[str], grow: bool) -> bool:
     """Whether files hold a whole state each, with the same keys, as far as the first two that can be read say.
 
-    Args:
-        grow: whether a counter beside the state must grow from file to file, as it does not over ranks.
+    A counter beside the state must `grow` from file to file where asked, as it does not over ranks.
     """
 
     def said() -> bool:

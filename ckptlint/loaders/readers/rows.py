@@ -41,11 +41,7 @@ class Row(NamedTuple):
 
 
 def tables(rows: Sequence[Row], owned: Any) -> tuple[dict[str, Tensor], RecordTable]:
-    """Tensors by their printable keys, and their records; row i is record i.
-
-    Args:
-        owned: bool [n], the rows that are a chunk of their tensor.
-    """
+    """Tensors by their printable keys, and their records; row i is record i, and a chunk where `owned` (bool [n])."""
     by_key = grouped((row.fqn, i) for i, row in enumerate(rows))
     number = {fqn: i for i, fqn in enumerate(by_key)}
     tilings: dict[tuple[Any, ...], Tiling] = {}

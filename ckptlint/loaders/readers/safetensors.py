@@ -190,14 +190,9 @@ def header_bytes(folder: Folder) -> int:
 
 
 def read_safetensors(folder: Folder, look_at_files: bool, is_first: bool = True) -> Checkpoint:
-    """The first group of a folder, from the headers of its files.
+    """The first group of a folder, from the headers of its files, whose sizes are looked at for depth `files`.
 
-    Args:
-        look_at_files: whether to look at the sizes of files (depth `files`); their headers are read in any case.
-        is_first: whether it is the first model of its folder, with which a damaged configuration is reported.
-
-    Raises:
-        AccessError: the operating system refused a read.
+    A damaged configuration is reported with the first model of its folder. Raises AccessError where a read is refused.
     """
     group = groups(folder)[0]
     rows: list[Row] = []
@@ -402,8 +397,7 @@ def _container(file: str, sentence: str, position: int, fqn: str | None = None) 
 def sharding_info(header: Header) -> dict[str, tuple[tuple[int, ...], tuple[int, ...] | None]] | None:
     """Key -> offsets of the file's part of it, and the global shape where the writer stored it; None without.
 
-    Raises:
-        UnreadableError: it does not give the offsets of every tensor in the header.
+    Raises UnreadableError where it does not give the offsets of every tensor in the header.
 
     Source:
         torch.distributed.checkpoint.hf_storage (>= 2.8); `global_shape` is a proposal (pytorch#189945)

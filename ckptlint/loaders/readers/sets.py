@@ -18,12 +18,7 @@ PICKLE_SHARE = 4 * 1024**2
 
 @dataclass(slots=True)
 class FileSet:
-    """Files that are one checkpoint together.
-
-    Attributes:
-        files: names, in order.
-        index: name of the index, "" without one.
-    """
+    """Files that are one checkpoint together, by their names in order, and the name of their index, "" without one."""
 
     files: list[str] = field(default_factory=list)
     index: str = ""

@@ -56,12 +56,7 @@ class Columns:
         is_flat: bool = False,
         dtype: str = "",
     ) -> None:
-        """A tensor in a file.
-
-        Args:
-            file, found: the file's number, and what it holds.
-            shape, offsets, is_flat, dtype: attributes of `Row`; those that are not given are the tensor's own.
-        """
+        """A tensor in the file of this number; attributes of `Row` that are not given are the tensor's own."""
         if shape is None:
             shape, offsets = tensor.shape, None if offsets is None else (0,) * len(tensor.shape)
         place = found.storages.get(tensor.key, _NOWHERE)
@@ -114,13 +109,9 @@ class OpenedFile:
 
 @dataclass(slots=True)
 class SetFiles:
-    """The files of a set, as they are opened one after the other.
+    """The files of a set, as they are opened one after the other, and what stood in the way of reading them.
 
-    Attributes:
-        look_at_files: whether to look at the sizes of files.
-        files: those that are there, read or not.
-        stored: the payload files, in the order of their numbers.
-        problems: what stood in the way of reading them.
+    `files` are those that are there, read or not, `stored` the payload files in the order of their numbers.
     """
 
     folder: Folder
@@ -133,13 +124,7 @@ class SetFiles:
     def open(
         self, path: str, kind: str, numbers: Mapping[str, int], holds: str, is_that: Callable[[Any], bool]
     ) -> OpenedFile | None:
-        """A file; None, and a problem, where it cannot be read or holds another thing.
-
-        Args:
-            kind, numbers: of the `RankFile`.
-            holds: what it must hold, as a noun.
-            is_that: whether a value is such.
-        """
+        """A file; None, and a problem, where it cannot be read or is not what it must hold, a noun with its test."""
         file, size = looked_at(self.folder, path, self.look_at_files)
         self.stored.append(file)
         label = file.name
@@ -157,11 +142,7 @@ class SetFiles:
         return OpenedFile(self.files[-1], len(self.stored) - 1, found)
 
     def checkpoint(self, columns: Columns, rank_files: RankFileSet, **more: Any) -> Checkpoint:
-        """The checkpoint that the files make.
-
-        Args:
-            more: further attributes of it.
-        """
+        """The checkpoint that the files make, with further attributes of it."""
         tensors, records, storages = columns.made()
         return Checkpoint(
             path=self.folder.display,
@@ -180,10 +161,8 @@ def optimizer_in(
 ) -> tuple[OptimizerFile, int | None] | None:
     """The state dict of an optimizer in a file, with its states as tensors, and its steps; None for another form.
 
-    Args:
-        name, label: of the file in its folder, and from the checkpoint, printable.
-        found, state: what the file holds, and the state dict in it.
-        stem: before the keys of the states, which differs where a file holds several.
+    `label` is the file's printable path from the checkpoint; `stem` stands before the keys of the states, where a file
+    holds several.
     """
     made = optimizer_file(state)
     if made is None:

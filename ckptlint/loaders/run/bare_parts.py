@@ -23,12 +23,8 @@ _NO_MODEL = lazy_pattern(r".*(Processor|Pachifier|Callback)")  # the other class
 
 
 class BarePart(NamedTuple):
-    """A folder with the configuration of a model and no weights.
-
-    Attributes:
-        name: the folder's own, printable.
-        model: the class that the configuration names, printable.
-        named_by: what says that weights belong there, as the beginning of a sentence.
+    """A folder with a model's configuration and no weights: its printable name, the class, who says that weights
+    belong.
     """
 
     name: str

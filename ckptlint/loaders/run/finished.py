@@ -50,11 +50,7 @@ def step_state(step: Folder, levels: int = _LEVELS) -> StepState:
 
 
 def unfinished_marks(folder: Folder, blocks: bool = False) -> list[Problem]:
-    """The marks by which frameworks say that a save is still running or was broken off.
-
-    Args:
-        blocks: whether nothing else of the folder was read.
-    """
+    """The marks by which frameworks say that a save runs or was broken off; `blocks` where nothing else was read."""
     by_name = is_unfinished_name(folder.name)
     why = "the writer renames the folder last" if by_name else "the writer removes this mark last"
     hint = other_step(folder) or "wait for the save to finish, or use an earlier checkpoint"
@@ -181,13 +177,9 @@ def _is_empty(step: Folder, name: str) -> bool:
 def lacking_files(step: Folder, older: Iterable[Folder], kinds_of: int = 1) -> tuple[list[str], str]:
     """The files that a step lacks beside older ones of its kind, printable, and who has them, as the end of a sentence.
 
-    One older step is enough for a kind of state, for a mark, a model's configuration or a whole folder of known state,
-    and for a model of which only an export is left. Any other file must be in all of several older steps. Steps whose
-    save did not finish say nothing.
-
-    Args:
-        older: the nearest first.
-        kinds_of: how many of them say which kinds of state there are.
+    One older step (the nearest come first) is enough for a kind of state, for a mark, a model's configuration or a
+    whole folder of known state, and for a model of which only an export is left; `kinds_of` steps say which kinds there
+    are. Any other file must be in all of several older steps. Steps whose save did not finish say nothing.
     """
     try:
         near = islice(older, _OLDEST)

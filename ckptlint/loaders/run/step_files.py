@@ -147,9 +147,6 @@ def with_step_files(whole: CheckpointPlace, ckpt: Checkpoint) -> Checkpoint:
     """The checkpoint with the other files of its step, and what is wrong with them or was not read.
 
     Each is opened in a child process of its own where reading all of them in one breaks a limit.
-
-    Raises:
-        AccessError: the operating system refused a read.
     """
     survey = _survey(whole, ckpt)
     read = dict(zip(survey.opened, _read_within_limits(survey.opened), strict=False))
@@ -186,8 +183,7 @@ def with_step_files(whole: CheckpointPlace, ckpt: Checkpoint) -> Checkpoint:
 def folders_beside(step: Folder) -> list[Folder]:
     """The folders beside a step that hold more files of it, by its name; [] where what is around it cannot be listed.
 
-    Raises:
-        AccessError: such a folder cannot be listed.
+    Raises AccessError where such a folder cannot be listed.
     """
     places, run = beside_step(step.name), step.parent
     try:
@@ -483,9 +479,7 @@ class _NotToItsEndError(UnreadableError):
 def _pickled(item: _File) -> tuple[list[TorchFile], bool]:
     """What the pickles in a file hold, [] where it holds none; and whether they are packed or in arrays of objects.
 
-    Raises:
-        _NotToItsEndError: it starts as one, and reading it to its end fails or takes too much.
-        UnreadableError: it is not what its name promises.
+    Raises _NotToItsEndError where reading it to its end fails or takes too much, UnreadableError for a false name.
     """
     folder, name = item.folder, item.name
     head = folder.read_range(name, 0, HEAD)
@@ -519,8 +513,7 @@ def _pickled(item: _File) -> tuple[list[TorchFile], bool]:
 def _inside(item: _File, content: FileContent) -> list[TorchFile]:
     """What the pickles inside a container hold; up to one that cannot be read, where those before are refused.
 
-    Raises:
-        _NotToItsEndError: not all of it can be read.
+    Raises _NotToItsEndError where not all of it can be read.
     """
     inside: list[TorchFile] = []
     try:

@@ -42,13 +42,7 @@ def is_alike(name: str, other: str) -> bool:
 
 
 class Step(NamedTuple):
-    """A step of a run: a folder, or one file that holds a whole state.
-
-    Attributes:
-        number: the step that its name carries.
-        run: the folder around it.
-        name: its own name there, raw.
-    """
+    """A step of a run, a folder or one file with a whole state: its number, the folder around it, its raw name."""
 
     number: int
     run: Folder
@@ -63,8 +57,7 @@ class Step(NamedTuple):
     def folder(self) -> Folder:
         """The step's folder; of a file the run's, with that file alone in view.
 
-        Raises:
-            AccessError: it is a link out of the run that leads to no checkpoint.
+        Raises AccessError for a link out of the run that leads to no checkpoint.
         """
         if not self.is_folder:
             return self.run.only(self.name)
@@ -77,9 +70,7 @@ class Step(NamedTuple):
 def run_at(path: str) -> Folder:
     """The folder that a path means, in which or below which steps are looked for.
 
-    Raises:
-        NothingToCheckError: nothing is there, or a file, or the web server does not list.
-        AccessError, ConfigError: as `folder_at`.
+    Raises NothingToCheckError for nothing, a file, or a web server, which does not list; and as `folder_at`.
     """
     folder, file = folder_at(path)
     if file:
@@ -93,28 +84,19 @@ def run_at(path: str) -> Folder:
 def steps_of(run: Folder) -> list[Step]:
     """The steps that lie directly in a folder, the newest first; of two with one number the one that sorts later.
 
-    Raises:
-        AccessError: the folder could not be listed.
+    Raises AccessError where the folder cannot be listed.
     """
     return [Step(number, run, name) for name, number in numbered_steps(run).items()]
 
 
 def older_steps(run: Folder, like: str, number: int) -> Sequence[Step]:
-    """The steps of `alike_steps` with a smaller number.
-
-    Raises:
-        AccessError: as `steps_of`.
-    """
+    """The steps of `alike_steps` with a smaller number."""
     alike = alike_steps(run, like)
     return alike[bisect_right(alike, -number, key=lambda step: -step.number) :]
 
 
 def alike_steps(run: Folder, like: str) -> Sequence[Step]:
-    """The folders of `steps_of` that are named like this one, but for those that `sub_folder` does not follow.
-
-    Raises:
-        AccessError: as `steps_of`.
-    """
+    """The folders of `steps_of` that are named like this one, but for those that `sub_folder` does not follow."""
     return _of_form(run, numberless(like))
 
 
@@ -181,12 +163,9 @@ def _is_place(folder: Folder, name: str) -> bool:
 
 
 def runs_below(folder: Folder, levels: int = 3) -> list[tuple[str, Folder]]:
-    """The folders that hold steps, each with its place below the folder: itself (""), or all below it that do.
+    """The folders that hold steps, each with its place below the folder: itself (""), or all of so many floors that do.
 
     Links out of the folder are not followed.
-
-    Args:
-        levels: how many floors below the folder are looked at.
     """
     if steps_of(folder):
         return [("", folder)]

@@ -53,8 +53,7 @@ def member_starts(
 ) -> tuple[dict[int, int], list[tuple[int, UnreadableError]]]:
     """Record -> first byte of the data of its member; and the records whose member's header is damaged.
 
-    Raises:
-        AccessError: a read was refused.
+    Raises AccessError where a read is refused.
     """
     starts_by_row = {row: int(stored.start[row]) for row in rows.tolist() if stored.header[row] < 0}
     wanted = {int(stored.header[row]): row for row in rows.tolist() if row not in starts_by_row}
@@ -133,13 +132,9 @@ def scans_of(
     hashes: Mapping[str, tuple[RowHashes, ...]],
     hashes_only: bool = False,
 ) -> dict[int, Scan]:
-    """Member -> the tensor to scan in it, for tensors of numbers and sealed tensors.
+    """Member -> the tensor to scan in it, for tensors of numbers and sealed tensors, or for their `hashes_only`.
 
-    Args:
-        chunks: record -> (tensor, row of its chunk), for raw, sealed and hashed tensors.
-        sealed: keys that need a digest.
-        hashes: key -> collectors of its row hashes.
-        hashes_only: skip statistics of values, such as NaN.
+    `chunks` are (tensor, row of its chunk) by record, for raw, sealed and hashed tensors; `hashes` collects by key.
     """
     scans = {}
     is_storage = np.flatnonzero((members.start == table.start[members.row]) & (members.size == table.size[members.row]))

@@ -118,12 +118,8 @@ def read_headers(
 ) -> Iterator[Headers]:
     """The archives of these records of one file, batch by batch, with their pickles still undecoded.
 
-    Args:
-        path: the file, raw.
-        forms: layouts from other files of the checkpoint, extended here; threads may share them.
-
-    Raises:
-        AccessError: a read was refused.
+    `forms` are layouts from other files of the checkpoint, extended here; threads may share them. Raises AccessError
+    where a read is refused.
     """
     forms = {} if forms is None else forms
     if len(forms) > _LENGTHS:
@@ -216,9 +212,8 @@ def _edges(folder: Folder, path: str, places: Sequence[RecordPlace]) -> dict[int
 def _walk(place: RecordPlace) -> _Walk:
     """One record's archive: yields spans (from the record's start) and is sent their bytes, fewer where the file ends.
 
-    Raises:
-        UnreadableError: it is no archive that torch.save wrote; the position counts from the record's start.
-        LimitError: it has too many members, or a `data.pkl` that is too large.
+    Raises UnreadableError, with a position from the record's start, for no archive of torch.save, and LimitError for
+    too many members or a `data.pkl` that is too large.
     """
     length = place.length
     size = min(END_SIZE, length)

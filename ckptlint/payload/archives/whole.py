@@ -28,12 +28,8 @@ def compare_archives(
 ) -> tuple[list[Damage], tuple[str, ...], tuple[OddValues, ...], Beside, list[Problem]]:
     """Members that do not match their checksums, files that have none, values that cannot be, all values, lost files.
 
-    The values are those of an optimizer, as `PayloadTable.beside` has them.
-
-    A storage of a rank file that has a record is checked with that record, not here.
-
-    Raises:
-        AccessError: a read was refused.
+    The values are those of an optimizer, as `PayloadTable.beside` has them. A storage of a rank file that has a record
+    is checked with that record, not here. Raises AccessError where a read is refused.
     """
     covered = _covered(ckpt)
     reported = {problem.file for problem in ckpt.problems if problem.kind in _UNREAD}
@@ -84,11 +80,7 @@ def _covered(ckpt: Checkpoint) -> dict[str, Collection[int]]:
 
 
 def place_beside(folder: Folder, label: str) -> tuple[Folder, str]:
-    """The folder that a file of the step is in, and its name there.
-
-    Raises:
-        UnreadableError: it is gone.
-    """
+    """The folder that a file of the step is in, and its name there; raises UnreadableError where it is gone."""
     *parts, name = PurePosixPath(label).parts
     for part in parts:
         above = folder.parent if part == ".." else folder.sub(part)
@@ -107,8 +99,7 @@ def _compare(
 ) -> tuple[list[Damage], list[OddValues], Beside, bool]:
     """Members that do not match, tensors with values that cannot be, all values, whether a member has no checksum.
 
-    Args:
-        tensors: storage -> parameter, state and dtype of what it holds.
+    `tensors` has the parameter, state and dtype of what a storage holds.
     """
     read = ranges_of(folder, name)
     archive = read_archive(read, folder.size(name))

@@ -46,13 +46,10 @@ _BYTECHECKPOINT = "bytecheckpoint."
 
 
 def read_dcp(folder: Folder, look_at_files: bool) -> Checkpoint:
-    """The checkpoint that `.metadata` describes, or the metadata of all ranks.
+    """The checkpoint that `.metadata` describes, or the metadata of all ranks; raises AccessError where a read is
+    refused.
 
-    Args:
-        look_at_files: whether to tell the sizes of payload files (depth `files`).
-
-    Raises:
-        AccessError: the operating system refused a read.
+    The sizes of payload files are looked at for depth `files`.
     """
     is_whole = METADATA in folder.entries
     problems: list[Problem] = []

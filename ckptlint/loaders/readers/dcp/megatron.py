@@ -34,10 +34,7 @@ _RUNTIME_KEYS = ("rng_state", "rerun_state_machine_state")
 
 
 def split_objects(entries: Mapping[str, int]) -> tuple[ObjectTable, list[ByteObject]]:
-    """The ShardedObjects among the bytes entries, by their key, and the other entries.
-
-    Args:
-        entries: printable name -> row of its record.
+    """The ShardedObjects among the bytes entries (printable name -> row of its record) by their key, and other entries.
 
     Source:
         megatron.core.dist_checkpointing.mapping.ShardedObject: `{key}/shard_{offset}_{shape}`, numbers joined by "."

@@ -50,11 +50,7 @@ class Description:
 
 
 def attributes_of(node: Any, kind: str) -> dict[str, Any]:
-    """The attributes of a stand-in of the given class; empty where pickle dropped an empty state.
-
-    Raises:
-        UnreadableError: it is something else.
-    """
+    """The attributes of a stand-in of this class, empty where pickle dropped an empty state; else UnreadableError."""
     if not _is_node(node, kind) or len(node) > 1:
         raise UnreadableError(f"has {_name_of(node)} where a {kind} was expected")
     state = node[0] if node else {}
@@ -77,15 +73,10 @@ def attributes_of_all(nodes: Sequence[Any], kind: str) -> list[dict[str, Any]]:
 
 
 def describe(roots: Sequence[Any], file: str = ".metadata") -> Description:
-    """Columns for everything the metadata describes.
+    """Columns for everything that the root of `.metadata` describes, or those of all `__N.metadata`, merged.
 
-    Args:
-        roots: the unpickled root of `.metadata`, or those of all `__N.metadata`, whose chunks are then merged. Rows of
-            records in them are used up.
-        file: the name that problems are reported under.
-
-    Raises:
-        UnreadableError: a root is no DCP metadata.
+    Rows of records in the roots are used up; problems are reported under `file`. Raises UnreadableError for a root that
+    is no DCP metadata.
 
     Source:
         torch.distributed.checkpoint.metadata.Metadata (1.13 - 2.15)
