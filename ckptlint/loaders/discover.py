@@ -144,7 +144,7 @@ class _Walk:
     passed: int = 0
 
     def units(self, folder: Folder, steps: WhichSteps, levels: int, in_step: bool = False) -> list[CheckpointPlace]:
-        """The checkpoints in a folder and so many floors below it; in a step one name with a number is a place there."""
+        """The checkpoints in a folder and so many floors below it; a single number in a step is a place there."""
         if self.left <= 0:
             self.passed += 1
             return []

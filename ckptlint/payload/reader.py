@@ -19,7 +19,6 @@ from ckptlint.loaders.problems import from_error
 from ckptlint.model import (
     Checkpoint,
     Damage,
-    OddValues,
     RecordContent,
     RecordState,
     StorageTable,
@@ -114,10 +113,7 @@ class Reader:
         """Read the share; raises AccessError and KeyboardInterrupt as `read_payload`."""
         result, contents = self.result, self.contents
         rows, sample = self._choose()
-        unlisted: Mapping[str, str] = {}
-        bare: tuple[str, ...] = ()
-        odd_values: tuple[OddValues, ...] = ()
-        beside: Mapping[tuple[str, str], Mapping[str, Any]] = {}
+        of_files: dict[str, Any] = {}
         try:
             if self.ckpt.storages is None:
                 self._read_headers(rows)
@@ -135,6 +131,7 @@ class Reader:
                 self._read_data(recorded)
                 if self.leads and not sample:
                     damages, bare, odd_values, beside, problems = compare_archives(self.folder, self.ckpt)
+                    of_files |= {"bare": bare, "odd_values": odd_values, "beside": beside}
                     result.damages += damages
                     result.problems += problems
                 if self.leads:
@@ -142,7 +139,7 @@ class Reader:
                     result.damages += damages
                     self.matched += matched
                     result.damages += not_expected(self.ckpt, self.how.sums) if self.how.sums else []
-                    unlisted = left_out
+                    of_files["unlisted"] = left_out
         except KeyboardInterrupt:
             raise KeyboardInterrupt(self._covered()) from None
         finally:
@@ -156,12 +153,9 @@ class Reader:
             result.table,
             rows=result.table.rows if len(result.rows) == len(self.ckpt.records) else result.table.rows[result.rows],
             matched=tuple(self.matched),
-            unlisted=unlisted,
             verifying=verifying(self.folder) if self.how.depth.reads_all and self.leads else "",
-            bare=bare,
-            odd_values=odd_values,
-            beside=beside,
             sample=sample,
+            **of_files,
             values={fqn: {dtype: digest(rows) for dtype, rows in own.items()} for fqn, own in hashes_of_key.items()},
             row_hashes={fqn: own for fqn, own in hashes_of_key.items() if fqn in self.how.rows},
         )
@@ -311,35 +305,29 @@ class Reader:
 
     def _read_blobs(self) -> None:
         """Read the safetensors headers of files that hold all their tensors in one blob."""
+        table, records = self.result.table, self.ckpt.records
         rows = self.result.rows[self.is_tensor[self.result.rows]]
-        for file, mine in by_file(rows, self.ckpt.records.file, self.ckpt.records.byte_offset).items():
-            if self.ckpt.files[file].path is None or self.ckpt.files[file].size is None:
+        for file, mine in by_file(rows, records.file, records.byte_offset).items():
+            path, size = self.ckpt.files[file].path, self.ckpt.files[file].size
+            if path is None or size is None:
                 continue
+            start = int(records.byte_offset[mine[0]])
             try:
-                self._place_blob(file, mine)
+                tensors_by_name = read_blob(self.folder, path, start, size)
             except UnreadableError as error:
                 self.result.broken[file] += [(row, error) for row in mine.tolist()]
-
-    def _place_blob(self, file: int, rows: IntArray) -> None:
-        """Fill the columns of the records in one blob."""
-        size = self.ckpt.files[file].size or 0
-        start = int(self.ckpt.records.byte_offset[rows[0]])
-        tensors_by_name = read_blob(self.folder, path_of(self.ckpt, file), start, size)
-        table = self.result.table
-        for row in rows.tolist():
-            item = tensors_by_name.get(self.ckpt.records.name(row))
-            if item is None:
-                error = UnreadableError("is not listed in the safetensors header", start)
-                self.result.broken[file].append((row, error))
                 continue
-            table.state[row] = RecordState.READ
-            table.content[row] = len(table.contents)
-            table.contents.append(item.content)
-            table.storages[row] = 1
-            table.stored[row] = table.size[row] = item.size
-            table.start[row] = item.start
-        if self.how.depth.reads_all:
-            self._add_bare(file, rows[table.state[rows] == RecordState.READ])
+            for row in mine.tolist():
+                if (tensor := tensors_by_name.get(records.name(row))) is None:
+                    unlisted = UnreadableError("is not listed in the safetensors header", start)
+                    self.result.broken[file].append((row, unlisted))
+                    continue
+                content, table.start[row], table.size[row] = tensor
+                table.stored[row], table.storages[row] = table.size[row], 1
+                table.state[row], table.content[row] = RecordState.READ, len(table.contents)
+                table.contents.append(content)
+            if self.how.depth.reads_all:
+                self._add_bare(file, mine[table.state[mine] == RecordState.READ])
 
     # ------------------------------------------------------------ depth `data`
 
@@ -471,13 +459,16 @@ class Reader:
             return
         from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 
+        def done_lot(lot: Iterable[tuple[int, Callable[[], _T]]]) -> list[tuple[int, _T]]:
+            return [(file, task()) for file, task in lot]
+
         waiting = iter(tasks.items())
         lots = iter(lambda: [*islice(waiting, together)], [])
         with ThreadPoolExecutor(self.how.jobs) as pool:
             going: set[Future[list[tuple[int, _T]]]] = set()
             try:
                 while True:
-                    going |= {pool.submit(_done, lot) for lot in islice(lots, 2 * self.how.jobs - len(going))}
+                    going |= {pool.submit(done_lot, lot) for lot in islice(lots, 2 * self.how.jobs - len(going))}
                     if not going:
                         return
                     done, _ = wait(going, _TICK, FIRST_COMPLETED)
@@ -498,10 +489,6 @@ class Reader:
         count = len(self.result.damages)
         bad = f"{count:,} checksums do not match" if count else "no damage was found"
         return f"interrupted after {done:,} of {total:,} bytes{share} of {self.ckpt.path} were checked; {bad} so far"
-
-
-def _done(tasks: Iterable[tuple[int, Callable[[], _T]]]) -> list[tuple[int, _T]]:
-    return [(file, task()) for file, task in tasks]
 
 
 def _storages(parts: Iterable[ArchiveMember]) -> tuple[ArchiveMember, ...]:

@@ -168,9 +168,7 @@ class _Work:
         self, file: BinaryIO, path: str, starts: list[int], ends: list[int], scans: dict[int, Scan], summed: list[bool]
     ) -> None:
         self.file, self.path, self.starts, self.ends, self.scans = file, path, starts, ends, scans
-        self.summed = summed
-        self.lock = Lock()
-        self.buffers: dict[int, bytearray] = {}
+        self.summed, self.lock, self.buffers = summed, Lock(), dict[int, bytearray]()
 
     def block(self, slot: int, begin: int, end: int, first: int, last: int) -> _Block:
         """Read the bytes [begin, end) and process the members [first, last) in them."""

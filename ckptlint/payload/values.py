@@ -105,12 +105,11 @@ _rooms = threading.local()
 
 def _room(words: Bits) -> Bits:
     """An array of this thread as long as the words: new memory for each block costs more than the statistics."""
-    room = getattr(_rooms, words.dtype.char, None)
+    room: Bits | None = getattr(_rooms, words.dtype.char, None)
     if room is None or len(room) < len(words):
         room = np.empty(len(words), words.dtype)
         setattr(_rooms, words.dtype.char, room)
-    found: Bits = room[: len(words)]
-    return found
+    return room[: len(words)]
 
 
 def values_of(data: memoryview, dtype: str, position: int) -> RecordValues:

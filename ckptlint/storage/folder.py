@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import copy
 from functools import cached_property, partial
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -24,20 +24,6 @@ READABLE: tuple[FileState, ...] = ("ok", "link-outside", "other-case")
 READ_BLOCK = 8 * 1024**2
 _SHORT = 256  # bytes of a file that holds a name or a number
 _GAP = 16 * 1024  # a request or a seek costs more than reading this much for nothing
-
-
-class Looks(NamedTuple):
-    """What a look at many files found.
-
-    Attributes:
-        state: uint8 [n], position in `FILE_STATES`.
-        size: int64 [n], bytes; -1 where there is no such file, or nobody knows its size.
-        at: int64 [n], place in the payload of the folder's listing; -1 for a file elsewhere.
-    """
-
-    state: npt.NDArray[np.uint8]
-    size: IntArray
-    at: IntArray
 
 
 class Folder(ABC):
@@ -141,8 +127,12 @@ class Folder(ABC):
     def blocks(self, name: str, size: int = READ_BLOCK) -> Iterator[bytes]:
         """The whole file in order, in blocks of `size` bytes; memory for a few of them."""
 
-    def stat_many(self, relatives: Sequence[str]) -> Looks:
-        """`stat` for many files. Plain payload files are known from the listing."""
+    def stat_many(self, relatives: Sequence[str]) -> tuple[npt.NDArray[np.uint8], IntArray, IntArray]:
+        """`stat` for many files, of which plain payload is known from the listing.
+
+        Position in `FILE_STATES`, uint8 [n]; bytes, int64 [n], -1 where there is no such file, or nobody knows its
+        size; place in the payload of the listing, int64 [n], -1 for a file elsewhere.
+        """
         at = self.entries.positions(relatives)
         listed = at >= 0
         state, size = np.zeros(len(at), np.uint8), np.full(len(at), -1, np.int64)
@@ -151,7 +141,7 @@ class Folder(ABC):
         for row, (found, count) in zip(others, self._looks([relatives[row] for row in others]), strict=True):
             state[row] = FILE_STATES.index(found)
             size[row] = -1 if count is None else count
-        return Looks(state, size, at)
+        return state, size, at
 
     def _looks(self, relatives: Sequence[str]) -> Iterator[tuple[FileState, int | None]]:
         """`stat` for each of them; where a look is a round trip, for many at the same time."""
@@ -222,8 +212,8 @@ class Folder(ABC):
         """What is there in place of an absent file, as a sentence; "" for nothing."""
         if lost := self.lost_link(relative):
             return f"{lost}: download or copy it again with links followed"
-        other = self.other_case(relative)
-        return f"rename {printable(other)}, which differs only in letter case" if other else ""
+        name = self.other_case(relative)
+        return f"rename {printable(name)}, which differs only in letter case" if name else ""
 
     def read(self, name: str, limit: int) -> bytes:
         """The whole file; raises LimitError for one of more than `limit` bytes."""
@@ -270,13 +260,13 @@ class Folder(ABC):
         if not wanted:
             return []
         groups = coalesced(wanted)
-        found = [b""] * len(wanted)
+        pieces = [b""] * len(wanted)
         data = self.spans(name, [(start, stop) for start, stop, _ in groups])
         for (start, _, members), whole in zip(groups, data, strict=True):
             for i in members:
                 offset, length = wanted[i]
-                found[i] = whole[offset - start : offset - start + length]
-        return found
+                pieces[i] = whole[offset - start : offset - start + length]
+        return pieces
 
     def other_case(self, relative: str) -> str | None:
         """A name of the folder whose name differs from an absent one by case alone."""

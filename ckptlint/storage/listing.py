@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -37,6 +38,7 @@ class FolderEntry(NamedTuple):
     what: str = ""
 
 
+@dataclass(eq=False)
 class Listing(Mapping[str, FolderEntry]):
     """What is directly in a folder, by name, in order.
 
@@ -49,19 +51,11 @@ class Listing(Mapping[str, FolderEntry]):
             They are named, and no part of the mapping.
     """
 
-    def __init__(
-        self,
-        payload: npt.NDArray[Any],
-        size: IntArray,
-        mtime: npt.NDArray[Any],
-        others: dict[str, FolderEntry],
-        strange: dict[str, str],
-    ) -> None:
-        self.payload = payload
-        self.size = size
-        self.mtime = mtime
-        self.others = others
-        self.strange = strange
+    payload: npt.NDArray[Any]
+    size: IntArray
+    mtime: npt.NDArray[Any]
+    others: dict[str, FolderEntry]
+    strange: dict[str, str]
 
     @classmethod
     def of(cls, found: Iterable[tuple[str, FolderEntry]]) -> Listing:
@@ -84,18 +78,15 @@ class Listing(Mapping[str, FolderEntry]):
                 names = []
         payload = np.concatenate([*parts, np.array(names, "S")])
         order = np.argsort(payload)
-        sizes, mtimes = np.frombuffer(size, np.int64), np.frombuffer(mtime, np.float64)
-        return cls(
-            payload[order], sizes[order], mtimes[order], dict(sorted(others.items())), dict(sorted(strange.items()))
-        )
+        sizes, mtimes = np.frombuffer(size, np.int64)[order], np.frombuffer(mtime, np.float64)[order]
+        return cls(payload[order], sizes, mtimes, dict(sorted(others.items())), dict(sorted(strange.items())))
 
     def without(self, hidden: Collection[str], rows: IntArray | None = None) -> Listing:
         """The listing without some names, and without some rows of `payload`."""
         hidden = set(hidden)  # a list would be walked through for each name
         kept = np.ones(len(self.payload) + 1, bool)  # the last one for names that lie elsewhere
         kept[self.positions([*hidden])] = False
-        if rows is not None:
-            kept[rows] = False
+        kept[[] if rows is None else rows] = False
         kept = kept[:-1]
         others = {name: entry for name, entry in self.others.items() if name not in hidden}
         strange = {name: what for name, what in self.strange.items() if name not in hidden}

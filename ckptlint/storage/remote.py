@@ -40,7 +40,4 @@ def remote_at(url: str) -> tuple[Folder, str]:
             return around, folder.name
         return folder, ""
     place = ObjectFolder(protocol, path)
-    parent = place.parent
-    if parent is not None and place.is_file:
-        return parent, place.name
-    return place, ""
+    return (place.parent, place.name) if place.parent is not None and place.is_file else (place, "")

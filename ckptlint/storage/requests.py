@@ -83,7 +83,9 @@ def _made(protocol: str, _process: int) -> Any:
 
         kind = fsspec.get_filesystem_class(protocol)
     except ImportError:
-        raise ConfigError(_missing(protocol)) from None
+        package = PACKAGES.get(protocol, "fsspec")
+        packages = "fsspec" if package == "fsspec" else f"fsspec {package}"
+        raise ConfigError(f"{protocol}:// needs {package}: pip install {packages}") from None
     except ValueError:
         raise ConfigError(f"{protocol}:// is not a scheme that fsspec knows") from None
     names = texts(kind.protocol)
@@ -97,12 +99,9 @@ def _made(protocol: str, _process: int) -> Any:
         redirects = TraceConfig()
         redirects.on_request_redirect.append(_redirected)
         silence = ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=READ_SECONDS)
-        options["client_kwargs"] = {"timeout": silence, "trust_env": True} | settings.get("client_kwargs", {})
-        options["client_kwargs"]["trace_configs"] = [
-            *settings.get("client_kwargs", {}).get("trace_configs", []),
-            redirects,
-        ]
-        options["get_client"] = _client
+        session = {"timeout": silence, "trust_env": True} | settings.get("client_kwargs", {})
+        session["trace_configs"] = [*session.get("trace_configs", []), redirects]
+        options |= {"client_kwargs": session, "get_client": _client}
     elif "s3" in names:
         patience = {"connect_timeout": CONNECT_SECONDS, "read_timeout": READ_SECONDS, "retries": {"max_attempts": 0}}
         options["config_kwargs"] = patience | settings.get("config_kwargs", {})
@@ -210,12 +209,6 @@ _LEADS_TO_IPV4 = tuple(map(ipaddress.IPv6Network, ("64:ff9b::/96", "64:ff9b:1::/
 _PROTOCOLS = ipaddress.IPv4Network("192.0.0.0/24")  # of which Python calls some global; a cloud has its metadata there
 
 
-def _missing(protocol: str) -> str:
-    """Which packages a scheme needs, and how to get them."""
-    package = PACKAGES.get(protocol, "fsspec")
-    return f"{protocol}:// needs {package}: pip install fsspec{'' if package == 'fsspec' else f' {package}'}"
-
-
 def pool(protocol: str) -> ThreadPoolExecutor:
     filesystem(protocol)  # once, before many workers ask for it
     return _pool_of(os.getpid())
@@ -266,11 +259,10 @@ def _path() -> int:
 
 def _spend(path: int, seconds: float) -> None:
     current, spent = struct.unpack("qd", _patience)  # requests beside each other may miss a part, never all
-    if path != current:
-        return
-    _patience[:] = struct.pack("qd", current, spent + max(0.0, seconds))
-    if spent > PATIENCE_SECONDS:
-        raise SlowError(f"the server is too slow: ckptlint waits {PATIENCE_SECONDS} s beyond the time of the bytes")
+    if path == current:
+        _patience[:] = struct.pack("qd", current, spent + max(0.0, seconds))
+        if spent > PATIENCE_SECONDS:
+            raise SlowError(f"the server is too slow: ckptlint waits {PATIENCE_SECONDS} s beyond the time of the bytes")
 
 
 _PASSING = {"ConnectionError", "TimeoutError", "Timeout", "HTTPClientError", "ClientConnectionError"}
@@ -303,8 +295,7 @@ def with_retries(work: Callable[[], _T], count: int = 0) -> _T:
 
 
 def _may_pass(error: BaseException) -> bool:
-    status = _status(error)
-    if status is not None:
+    if (status := _status(error)) is not None:
         return status in (408, 425, 429, 500, 502, 503, 504)
     return bool(_PASSING & _kinds(error)) and not any(isinstance(e, ssl.SSLError) for e in _chain(error))
 

@@ -31,10 +31,7 @@ LAYOUTS = (
     Layout(
         kind="safetensors",
         order=50,
-        formats={
-            "safetensors": "Hugging Face safetensors",
-            "dcp-safetensors": "DCP, one safetensors file per rank",
-        },
+        formats={"safetensors": "Hugging Face safetensors", "dcp-safetensors": "DCP, one safetensors file per rank"},
         recognise=_evidence,
         read=lambda found, look_at_files: read_safetensors(found.folder, look_at_files, bool(found.reports_for)),
         input_bytes=header_bytes,

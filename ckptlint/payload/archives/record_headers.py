@@ -219,7 +219,9 @@ def _walk(place: RecordPlace) -> _Walk:
     size = min(END_SIZE, length)
     start, tail = yield [(0, min(4, length)), (length - size, size)]
     if start != b"PK\x03\x04":
-        raise UnreadableError(f"starts with {_first_bytes(start)} instead of an archive's first member", 0)
+        seen = "a zstd frame" if start == b"\x28\xb5\x2f\xfd" else f"the bytes {start.hex(' ')}"
+        seen = seen if start.strip(b"\0") else f"{len(start)} zero bytes"
+        raise UnreadableError(f"starts with {seen} instead of an archive's first member", 0)
     directory = read_end(tail, length)
     (data,) = yield [(directory.start, directory.size)]
     members = read_members(data, directory)
@@ -245,12 +247,7 @@ def _walk(place: RecordPlace) -> _Walk:
 
 
 class _Edge(NamedTuple):
-    """One end of a record: first byte, length, and the bytes that decide whether another record has this layout.
-
-    Attributes:
-        at: int64 [m], positions in the edge.
-        bytes: uint8 [m], values at these positions.
-    """
+    """One end of a record: first byte, length, and the m bytes, with their positions, that decide on its layout."""
 
     start: int
     length: int
@@ -354,9 +351,3 @@ def _read_form(form: _Form, places: list[RecordPlace], edges: dict[int, _Edges],
             )
         )
     return [place for place, ok in zip(places, is_alike.tolist(), strict=True) if not ok]
-
-
-def _first_bytes(data: bytes) -> str:
-    if not data.strip(b"\0"):
-        return f"{len(data)} zero bytes"
-    return "a zstd frame" if data == b"\x28\xb5\x2f\xfd" else f"the bytes {data.hex(' ')}"

@@ -33,9 +33,9 @@ def payload_files(folder: Folder, described: Description, look: bool) -> tuple[F
     named = FileTable(Names.of(names), np.full(len(paths), -1, np.int64), unchecked, np.ones(len(paths), bool), raw, {})
     if not look:
         return named, True
-    found = folder.stat_many(paths)
-    named = replace(named, state=found.state, size=found.size)
-    elsewhere = [paths[row] for row in np.flatnonzero(found.at < 0).tolist()]
+    state, size, at = folder.stat_many(paths)
+    named = replace(named, state=state, size=size)
+    elsewhere = [paths[row] for row in np.flatnonzero(at < 0).tolist()]
     known = {str(PurePosixPath(path)) if "/" in path else path for path in elsewhere}
     for row in np.flatnonzero(named.are("absent", "other-case", "dangling-link")).tolist():
         known.add(folder.other_case(paths[row]) or "")
@@ -44,7 +44,7 @@ def payload_files(folder: Folder, described: Description, look: bool) -> tuple[F
     for row, name in renamed_files(folder, named, described.records).items():
         named.instead.setdefault(row, f"{printable(name)} has the size of the missing {named.names[row]}: rename it")
     named.instead.update(_pointers(folder, named))
-    others = file_table(folder, known, found.at[found.at >= 0])
+    others = file_table(folder, known, at[at >= 0])
     return named.followed_by(others), not _shares_offsets(folder, described)
 
 
