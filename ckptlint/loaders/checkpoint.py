@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -64,21 +63,16 @@ def open_checkpoint(found: CheckpointPlace, look_at_files: bool = True, is_judge
     ckpt = with_step_files(found, with_vocabulary(folder, ckpt))
     if not any(file.optimizer for file in ckpt.step_files):
         return ckpt
-    shapes = tuple(_shapes_beside(found))
+    # the tensors in other models of a step have shapes too, such as the `2_Dense` of sentence-transformers
+    subs = ((place, sub_folder(place, name)) for place in found.reports_for for name in place.folders())
+    models = (sub for place, sub in subs if sub and sub.place in found.claimed and sub.place != place.place)
+    opened = (_open(CheckpointPlace.at(model), False) for model in models)
+    shapes = tuple(tensor.global_shape for model in opened for tensor in model.tensors.values())
     files = (
         replace(file, optimizer=replace(file.optimizer, shapes_beside=shapes)) if file.optimizer else file
         for file in ckpt.step_files
     )
     return replace(ckpt, step_files=tuple(files))
-
-
-def _shapes_beside(found: CheckpointPlace) -> Iterator[tuple[int, ...]]:
-    """The shapes of the tensors in other models of a step, such as the `2_Dense` of sentence-transformers."""
-    for place in found.reports_for:
-        for name in place.folders():
-            sub = sub_folder(place, name)
-            if sub is not None and sub.place in found.claimed and sub.place != place.place:
-                yield from (tensor.global_shape for tensor in _open(CheckpointPlace.at(sub), False).tensors.values())
 
 
 def _times(folder: Folder, ckpt: Checkpoint) -> SaveTimes:

@@ -17,6 +17,7 @@ from ckptlint.loaders.layouts.unsupported import unsupported
 from ckptlint.loaders.rank_files.megatron_keys import is_rank_folder, legacy_file
 from ckptlint.loaders.readers.safetensors import groups
 from ckptlint.loaders.run.finished import is_unfinished_name
+from ckptlint.loaders.run.folder import is_named_step
 from ckptlint.loaders.run.siblings import series
 from ckptlint.loaders.run.steps import (
     alike_steps,
@@ -43,6 +44,7 @@ from ckptlint.vocabulary.frameworks import (
 )
 from ckptlint.vocabulary.litter import is_system_file
 
+_DEEPSPEED = ("unsupported", "deepspeed", "deepspeed-universal")
 _UNIVERSAL = "_universal"  # what deepspeed.checkpoint.ds_to_universal makes of a step, beside it
 _DEPTH = 6  # folders below the one that the user named: a run, its step, a role, its weights, their counter
 _MOST_FOLDERS = 4096  # that one walk lists
@@ -66,8 +68,9 @@ def find_checkpoints(folder: Folder, all_steps: bool) -> list[CheckpointPlace]:
         if folder.not_looked_at:
             hint = "name the checkpoint folder itself, since a web server does not list what it has"
             raise NothingToCheckError(f"no checkpoint at {folder.display}: {hint}")
-        payload = walk.payload(folder)
-        if _lost_model(folder) or _others_hold_checkpoints(folder) if payload else _is_empty_step(folder):
+        payload = next((file.display for file in walk.files(folder, _states)), "")
+        is_empty_step = is_named_step(folder.name) and not folder.entries
+        if _lost_model(folder) or _others_hold_checkpoints(folder) if payload else is_empty_step:
             found = [CheckpointPlace.at(folder)]
         elif payload:
             raise UnknownLayoutError(
@@ -75,7 +78,7 @@ def find_checkpoints(folder: Folder, all_steps: bool) -> list[CheckpointPlace]:
                 "name one of them to read it alone"
             )
         elif empty := [*islice(walk.files(folder, _empty), _MOST_EMPTY)]:
-            return [CheckpointPlace.at(one) for one in empty]
+            return [CheckpointPlace.at(file) for file in empty]
         else:
             raise NothingToCheckError(
                 f"no checkpoint under {folder.display}: looked for .metadata, __N.metadata, *.distcp, *.safetensors, "
@@ -86,20 +89,18 @@ def find_checkpoints(folder: Folder, all_steps: bool) -> list[CheckpointPlace]:
         sentence = f"{plural(walk.passed, 'folder')} below {folder.display} lie too deep or are too many to look into"
         found[0] = replace(found[0], not_followed=(*found[0].not_followed, sentence))
     places = frozenset(place.place for part in found for place in (part.folder, *part.reports_for))
-    around = frozenset(_around(places))
+    around: set[str] = set()  # the places of all folders around these
+    for place in places:
+        while (place := place.rpartition("/")[0]) and place not in around:
+            around.add(place)
     number = None if folder.name.isdecimal() else step_number(folder.name)  # a number alone may be a year
     at = None if number is None else (folder.display, number)
-    return [replace(part, claimed=places, around_claimed=around, step=part.step or at) for part in found]
-
-
-def _is_empty_step(folder: Folder) -> bool:
-    """Whether a folder is a step by its name, and nothing is in it."""
-    return not (folder.entries or folder.name.isdecimal()) and step_number(folder.name) is not None
+    return [replace(part, claimed=places, around_claimed=frozenset(around), step=part.step or at) for part in found]
 
 
 def _lost_model(step: Folder) -> bool:
     """Whether a step's files are all known, an optimizer's among them, and none can hold a model."""
-    if step.name.isdecimal() or step_number(step.name) is None or has_twin(step) or step.folders():
+    if not is_named_step(step.name) or has_twin(step) or step.folders():
         return False
     families = [*map(family_of, step.files())]
     is_known = all(family is not None and family.part != "model" for family in families)
@@ -119,19 +120,10 @@ def has_twin(step: Folder) -> bool:
 def _others_hold_checkpoints(step: Folder) -> bool:
     """Whether a folder is a step, and one of the nearest others that are named alike holds a checkpoint."""
     run = step.parent
-    if run is None or step.name.isdecimal() or step_number(step.name) is None:
+    if run is None or not is_named_step(step.name):
         return False
-    others = islice((other.folder for other in alike_steps(run, step.name) if other.name != step.name), _OTHERS)
-    return any(_Walk().units(other, "newest", _DEPTH) for other in others)
-
-
-def _around(places: Iterable[str]) -> set[str]:
-    """The places of all folders around some."""
-    around: set[str] = set()
-    for place in places:
-        while (place := place.rpartition("/")[0]) and place not in around:
-            around.add(place)
-    return around
+    siblings = islice((sibling.folder for sibling in alike_steps(run, step.name) if sibling.name != step.name), _OTHERS)
+    return any(_Walk().units(sibling, "newest", _DEPTH) for sibling in siblings)
 
 
 @dataclass(slots=True)
@@ -283,10 +275,6 @@ class _Walk:
         link = printable(target)
         return [replace(unit, linked_to=link) if unit.folder.place == sub.place else unit for unit in found]
 
-    def payload(self, folder: Folder) -> str:
-        """A place below a folder where files hold state by their first bytes, with one of them; "" without one."""
-        return next((one.display for one in self.files(folder, _states)), "")
-
     def files(self, folder: Folder, names: Callable[[Folder], Iterable[str]], levels: int = _DEPTH) -> Iterator[Folder]:
         """The files of these names in a folder and below it, each in a view that hides the others."""
         self.left -= 1
@@ -347,8 +335,7 @@ def _newest_of_series(run: Folder, steps: Collection[str]) -> Folder:
 
 def _is_part(folder: Folder, name: str) -> bool:
     """Whether a folder that is named like a step is DeepSpeed's part of the one that it is in."""
-    sub = sub_folder(folder, name)
-    return sub is not None and _is_kind(sub, "unsupported", "deepspeed", "deepspeed-universal")
+    return (sub := sub_folder(folder, name)) is not None and _is_kind(sub, *_DEEPSPEED)
 
 
 def _is_bare(folder: Folder) -> bool:

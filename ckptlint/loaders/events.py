@@ -135,7 +135,8 @@ def _look(run: Folder, memory: _Memory, stale: float, is_last: bool = False) -> 
     for place, name in enumerate(names):
         if name not in still - memory.finished - memory.left_behind:
             continue
-        quiet = _quiet(memory.since[name], memory.sizes[name], run.entries[name].mtime)
+        now, written = time.time(), max([run.entries[name].mtime, *(at for _, at in memory.sizes[name].values())])
+        quiet = max(now - memory.since[name], now - written if written else 0.0)  # as the watch saw it, or as times say
         if place < newest:
             text = f"{name} is still unfinished, and {names[newest]} is finished"
         elif quiet >= stale:
@@ -149,13 +150,6 @@ def _look(run: Folder, memory: _Memory, stale: float, is_last: bool = False) -> 
         if name not in reported:
             found.append(Event("writing", name, numbers[name], f"{name} is not finished yet: it was not checked"))
     return sorted(found, key=lambda event: names.index(event.step))
-
-
-def _quiet(since: float, sizes: FileSizes, mtime: float) -> float:
-    """Seconds since anything in a step changed: as the watch saw it, or as the times of its files say."""
-    newest = max([mtime, *(written for _, written in sizes.values())])
-    now = time.time()
-    return max(now - since, now - newest if newest else 0.0)
 
 
 def is_vanishing(open_run: Callable[[], Folder], event: Event) -> bool:

@@ -33,14 +33,9 @@ def from_error(error: UnreadableError, file: str, blocks: bool = False, hint: st
 
 def of_format(file: str, name: str, outside_checkpoint: bool = False) -> Problem:
     """That a format, as `unread.toml` calls it, is not checked; `outside_checkpoint` where one beside it is."""
-    return Problem(
-        "unsupported",
-        file,
-        f"{file} belongs to a format that ckptlint does not check: {name}",
-        hint=next((known.hint for known in world().unread if known.name == name), ""),
-        blocks=not outside_checkpoint,
-        outside_checkpoint=outside_checkpoint,
-    )
+    hint = next((known.hint for known in world().unread if known.name == name), "")
+    sentence, blocks = f"{file} belongs to a format that ckptlint does not check: {name}", not outside_checkpoint
+    return Problem("unsupported", file, sentence, hint=hint, blocks=blocks, outside_checkpoint=outside_checkpoint)
 
 
 def optimizer_never_written(file: str, steps: int, lack: str) -> Problem:
@@ -49,14 +44,10 @@ def optimizer_never_written(file: str, steps: int, lack: str) -> Problem:
     0 steps are not known; `lack` says where it should be and is not, as the end of a sentence.
     """
     who = f"the job stepped {plural(steps, 'time')} and has" if steps else "the step has"
-    return Problem(
-        "incomplete",
-        file,
-        f"{who} a scheduler, but {lack}",
-        why="the optimizer was never written: a resume continues with zero moments",
-        hint="resume with the weights alone and warm up again, or use a step that has its optimizer",
-        outside_checkpoint=True,
-    )
+    why = "the optimizer was never written: a resume continues with zero moments"
+    hint = "resume with the weights alone and warm up again, or use a step that has its optimizer"
+    sentence = f"{who} a scheduler, but {lack}"
+    return Problem("incomplete", file, sentence, why=why, hint=hint, outside_checkpoint=True)
 
 
 def from_torch_file(found: TorchFile, file: str, why: str = "") -> list[Problem]:

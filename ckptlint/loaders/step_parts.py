@@ -68,14 +68,11 @@ def lost_model(places: Sequence[CheckpointPlace], checkpoints: Sequence[Checkpoi
             return None
         lost, holder = _model_of_older(step, places)
         what = f": {join_words(lost)} {'is' if len(lost) == 1 else 'are'} missing, which {holder} has" if lost else ""
-        return Problem(
-            "incomplete",
-            lost[0] if lost else places[0].folder.name,
-            f"{printable(step.name)} holds an optimizer and no model{what}",
-            why="a resume has moments and no weights to go on from",
-            hint=other_step(step) or "copy the weights of this step from where they were written",
-            outside_checkpoint=True,
-        )
+        sentence = f"{printable(step.name)} holds an optimizer and no model{what}"
+        why = "a resume has moments and no weights to go on from"
+        hint = other_step(step) or "copy the weights of this step from where they were written"
+        file = lost[0] if lost else places[0].folder.name
+        return Problem("incomplete", file, sentence, why=why, hint=hint, outside_checkpoint=True)
     return None
 
 

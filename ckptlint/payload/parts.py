@@ -207,16 +207,10 @@ def _broken(
     for file, errors in sorted(broken.items()):
         rows = np.array([row for row, _ in errors], np.int64)
         table.state[rows] = np.where(is_reported[rows], RecordState.ELSEWHERE, RecordState.UNREADABLE)
+        new = [item for item in errors if not is_reported[item[0]] and ckpt.records.name(item[0]) not in read]
         for limits in (False, True):
-            mine = [
-                (row, error)
-                for row, error in errors
-                if not is_reported[row]
-                and ckpt.records.name(row) not in read
-                and isinstance(error, LimitError) is limits
-            ]
-            if mine:
-                problems.append(_problem(ckpt, file, mine))
+            if of_kind := [item for item in new if isinstance(item[1], LimitError) is limits]:
+                problems.append(_problem(ckpt, file, of_kind))
         if table.depth.reads_all:
             name = ckpt.files[file].name
             zeros = ((row, zero_bytes(folder, ckpt, row)) for row, _ in errors[:EXAMINED] if not is_reported[row])
@@ -228,19 +222,15 @@ def _problem(ckpt: Checkpoint, file: int, broken: Sequence[tuple[int, Unreadable
     """The problem of a file whose records could not be read, at the first of them."""
     row, error = min(broken, key=lambda item: int(ckpt.records.byte_offset[item[0]]))
     name, fqn = ckpt.files[file].name, ckpt.records.name(row)
-    limit = isinstance(error, LimitError)
     at = "" if error.position is None else f", byte {int(ckpt.records.byte_offset[row]) + error.position:,}"
     fqns = list(dict.fromkeys(ckpt.records.name(r) for r, _ in broken))
     more = f" (and {plural(len(broken) - 1, 'more record')} of this file)" if len(broken) > 1 else ""
-    shown = first_names(fqns, _NAMED)
-    return Problem(
-        "limit" if limit else "container",
-        name,
-        f"the record of {fqn} in {name} {error}{at}{more}",
-        detail=(f"keys: {shown}",),
-        hint="" if limit else "copy the file again from where it was written, or go back one step",
-        fqn=fqn if len(fqns) == 1 else None,
-    )
+    sentence, detail = f"the record of {fqn} in {name} {error}{at}{more}", (f"keys: {first_names(fqns, _NAMED)}",)
+    only = fqn if len(fqns) == 1 else None
+    if isinstance(error, LimitError):
+        return Problem("limit", name, sentence, detail=detail, fqn=only)
+    hint = "copy the file again from where it was written, or go back one step"
+    return Problem("container", name, sentence, detail=detail, hint=hint, fqn=only)
 
 
 _LOADED = "torch reads entries other than tensors with a full unpickler, so a load may run what they name"

@@ -427,17 +427,11 @@ class Reader:
         table.crc[members.row[is_raw]] = seen.crc[is_raw]
         name = self.ckpt.files[file].name
         bad = np.flatnonzero((seen.crc != members.crc) & (members.crc > 0))
-        damages = [
-            Damage(
-                int(members.row[i]),
-                name,
-                members.names[int(members.name[i])],
-                f"CRC-32 {members.crc[i]:08x}",
-                f"{seen.crc[i]:08x}",
-                zero_bytes(self.folder, self.ckpt, int(members.row[i])) if turn < EXAMINED else 0,
-            )
-            for turn, i in enumerate(bad.tolist())
-        ]
+        damages = []
+        for turn, i in enumerate(bad.tolist()):
+            row, named = int(members.row[i]), members.names[int(members.name[i])]
+            zeros = zero_bytes(self.folder, self.ckpt, row) if turn < EXAMINED else 0
+            damages.append(Damage(row, name, named, f"CRC-32 {members.crc[i]:08x}", f"{seen.crc[i]:08x}", zeros))
         recorded = sums.get(self.ckpt.files[file].path or "")
         if recorded is not None and seen.sha256:
             if differs(seen.sha256, recorded):

@@ -40,12 +40,7 @@ def _is_metadata(folder: Folder) -> bool:
         start.decode()
     except UnicodeDecodeError as error:
         return error.start < len(start) - 4
-    return _is_old_pickle(folder)
-
-
-def _is_old_pickle(folder: Folder) -> bool:
-    """Whether a text is a pickle of protocol 0 that would call something; one that is too much work counts too."""
-    try:
+    try:  # whether it is a pickle of protocol 0 that would call something; one that is too much work counts too
         data = folder.read(METADATA, _TEXT_LIMIT)
         if data.count(b"\n") < 2 and pickle.STACK_GLOBAL not in data:  # GLOBAL and INST end two lines
             return False
@@ -56,8 +51,7 @@ def _is_old_pickle(folder: Folder) -> bool:
 
 def has_payload(folder: Folder) -> str:
     """A payload file of the folder, "" without one."""
-    plain = folder.entries.payload[:1].tolist()
-    if plain:
+    if plain := folder.entries.payload[:1].tolist():
         return str(plain[0].decode())
     return next((name for name in folder.files_beside() if name.endswith(".distcp") and not is_system_file(name)), "")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from ckptlint.errors import CkptlintError, NothingToCheckError
+from ckptlint.errors import CkptlintError
 from ckptlint.loaders.layouts import CheckpointPlace, Evidence, Layout, recognise
 from ckptlint.loaders.problems import of_format
 from ckptlint.loaders.rank_files.megatron_keys import is_rank_folder, legacy_file
@@ -53,7 +53,7 @@ def _zarr(folder: Folder) -> str | None:
         try:
             if not folder.escapes_to(name) and folder.sub(name).has(".zarray"):
                 return f"{name}/.zarray"
-        except (CkptlintError, NothingToCheckError):
+        except CkptlintError:
             continue
     return None
 

@@ -86,13 +86,8 @@ def _never_written(tag: Tag, grid_facts: GridFacts) -> Iterator[Problem]:
         deepspeed.DeepSpeedEngine._save_checkpoint (0.19): `optimizer` of the model states, None where each rank writes
         a file of its own; DeepSpeed#7786
     """
-    lacking = [
-        source
-        for source in tag.of("model")
-        if source.root.get("optimizer", ...) is None
-        and source.root.get("lr_scheduler")
-        and count_of(source.root.get("global_steps"))
-    ]
+    stepped = (source for source in tag.of("model") if count_of(source.root.get("global_steps")))
+    lacking = [s for s in stepped if s.root.get("optimizer", ...) is None and s.root.get("lr_scheduler")]
     is_told = any("optimizer" in file.kind for file in tag.files.files) or grid_facts.stage > 0  # by RNK001
     if lacking and not is_told and len(lacking) == sum(1 for _ in tag.of("model")):
         file, steps = lacking[0].file.name, lacking[0].root["global_steps"]
@@ -209,11 +204,7 @@ def _add(columns: Columns, names: set[str], fqn: str, tensor: StoredTensor, sour
 
 def _tensors(value: Any, prefix: str = "", levels: int = 4) -> Iterator[tuple[str, StoredTensor]]:
     """The tensors in dicts and lists by their keys."""
-    items: Iterable[tuple[Any, Any]] = ()
-    if isinstance(value, dict):
-        items = value.items()
-    elif isinstance(value, (list, tuple)):
-        items = enumerate(value)
+    items: Iterable[tuple[Any, Any]] = enumerate(value) if isinstance(value, (list, tuple)) else dict_of(value).items()
     for key, item in items:
         if isinstance(item, StoredTensor):
             yield f"{prefix}{key}", item

@@ -45,7 +45,12 @@ def read_universal(folder: Folder, look_at_files: bool) -> Checkpoint:
     tag.statements.misfits += _misfits(states, {fqn: wanted[fqn] for fqn in wanted.keys() - joined}, source)
     bare = {*folder.sub("zero").folders()} - {state.fqn for state in states}
     made = assembled(tag, grid_facts, columns, {source: [*_expected(wanted, states, bare)]})
-    problems = [*made.problems, *_left_over(folder)]
+    problems = [*made.problems]
+    if "tmp" in folder.folders():  # deepspeed.checkpoint.ds_to_universal: `tmp` is removed at the end
+        sentence = "tmp/ is still there: the conversion to the universal form never finished"
+        why = "ds_to_universal removes it last, unless it ran with --keep_temp_folder"
+        hint = "convert the checkpoint again into a new folder"
+        problems.append(Problem("incomplete", "tmp", sentence, why=why, hint=hint))
     return replace(made, format="deepspeed-universal", problems=problems, metadata_file="zero")
 
 
@@ -132,9 +137,8 @@ def _expected(wanted: Collection[str], states: list[_State], bare: set[str]) -> 
 
 def _misfits(states: list[_State], wanted: Mapping[str, tuple[int, ...]], source: str) -> Iterator[Misfit]:
     """States that are not as large as their parameter, or the fp32 weights beside them where those have other rows."""
-    masters = {
-        state.fqn: state.tensor.shape for state in states if state.name == "fp32.pt" and state.tensor is not None
-    }
+    weights = (state for state in states if state.name == "fp32.pt")
+    masters = {state.fqn: state.tensor.shape for state in weights if state.tensor is not None}
     padded = {state.fqn for state in states if state.is_padded}
     for state in states:
         if state.tensor is None or state.name not in _STATE_NAMES:
@@ -145,16 +149,3 @@ def _misfits(states: list[_State], wanted: Mapping[str, tuple[int, ...]], source
         if shape is not None and prod(state.tensor.shape) != prod(shape):
             stored, expected = f"{[*state.tensor.shape]}", f"{[*shape]}"
             yield Misfit(printable(state.fqn), state.file, stored, expected, because, "state")
-
-
-def _left_over(folder: Folder) -> list[Problem]:
-    """Leftovers of an interrupted conversion.
-
-    Source:
-        deepspeed.checkpoint.ds_to_universal: `tmp` is removed at the end
-    """
-    if "tmp" not in folder.folders():
-        return []
-    sentence = "tmp/ is still there: the conversion to the universal form never finished"
-    why = "ds_to_universal removes it last, unless it ran with --keep_temp_folder"
-    return [Problem("incomplete", "tmp", sentence, why=why, hint="convert the checkpoint again into a new folder")]

@@ -14,7 +14,6 @@ from ckptlint.model.facts import fact
 from ckptlint.model.stored import StoredTensor
 from ckptlint.patterns import lazy_pattern
 from ckptlint.storage.folder import Folder
-from ckptlint.vocabulary.config_fields import attributes
 
 MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
 OPTIMIZER_FILE = "distrib_optim.pt"
@@ -125,11 +124,9 @@ def rank_folders(folder: Folder) -> list[str]:
 
 def legacy_file(folder: Folder) -> str:
     """The first rank file of Megatron's older form; "" without one."""
-    for name in rank_folders(folder)[:_LOOKED]:
-        there = folder.sub(name).files_beside()
-        if found := next((inner for inner in (*MODEL_FILES, OPTIMIZER_FILE) if inner in there), None):
-            return f"{name}/{found}"
-    return ""
+    there = ((name, folder.sub(name).files_beside()) for name in rank_folders(folder)[:_LOOKED])
+    files = (f"{name}/{file}" for name, inner in there for file in (*MODEL_FILES, OPTIMIZER_FILE) if file in inner)
+    return next(files, "")
 
 
 def legacy_bytes(folder: Folder) -> int:
@@ -144,10 +141,7 @@ def sizes_by_names(names: list[str]) -> Sizes:
     Raises LimitError where it is larger than any job's.
     """
     numbers = [tuple(int(n) for n in match.groups() if n is not None) for n in names if (match := _FOLDER.fullmatch(n))]
-    axes = [
-        max((numbers_of_name[i] for numbers_of_name in numbers if len(numbers_of_name) > i), default=0) + 1
-        for i in range(3)
-    ]
+    axes = [1 + max((of_name[i] for of_name in numbers if len(of_name) > i), default=0) for i in range(3)]
     if prod(axes) > _MOST:
         raise LimitError(f"lies in one of {prod(axes):,} rank folders, going by their names; the limit is {_MOST:,}")
     return Sizes(axes[0], axes[1], 1, axes[2], axes[0])
@@ -261,8 +255,3 @@ def view(flat: StoredTensor, start: int, shape: tuple[int, ...]) -> StoredTensor
         return None
     strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
     return replace(flat, shape=shape, strides=strides, offset=flat.offset + start)
-
-
-def args_of(root: Any) -> dict[str, Any]:
-    """The arguments in a rank's file; {} without them."""
-    return attributes(root.get("args")) if isinstance(root, dict) else {}

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, count, takewhile
 from math import prod
 from typing import Any, NamedTuple
 
@@ -23,7 +24,6 @@ from ckptlint.loaders.rank_files.megatron_keys import (
     Axis,
     GridCoordinate,
     Sizes,
-    args_of,
     cut_axis,
     even_share,
     folder_of,
@@ -49,7 +49,7 @@ from ckptlint.model import Checkpoint, CommonState, Misfit, Problem, RankFile, e
 from ckptlint.model.stored import StoredTensor
 from ckptlint.model.text import first_names, plural, printable, shape_text, verb
 from ckptlint.storage.folder import Folder
-from ckptlint.vocabulary.config_fields import is_scalar
+from ckptlint.vocabulary.config_fields import attributes, is_scalar
 from ckptlint.vocabulary.mesh import read_topology
 
 _COMMON = ("args", "checkpoint_version", "iteration", "opt_param_scheduler", "num_floating_point_operations_so_far")
@@ -79,9 +79,14 @@ def read_legacy(folder: Folder, look_at_files: bool) -> Checkpoint:
     files = SetFiles(folder, look_at_files)
     ranks = [_opened(files, name) for name in rank_folders(folder)]
     sizes, source = _sizes(ranks)
+    axes = [("tp", sizes.tp), ("pp", sizes.pp), *([("ep", sizes.ep)] if sizes.ep > 1 else [])]
+    grid_text = " x ".join(f"{axis} {size}" for axis, size in axes)
     coordinates = {rank.folder: place_of(rank.folder, sizes) for rank in ranks}
     if outside := [rank.folder for rank in ranks if coordinates[rank.folder] is None]:
-        files.problems.append(_leftover(outside, sizes))
+        beyond = ", ".join(outside[:_SHOWN])
+        sentence = f"ckptlint did not read the folders of ranks beyond {grid_text}: {beyond}"
+        why = "they are probably left from another job's save into this folder"
+        files.problems.append(Problem("note", outside[0], sentence, why=why))
     placed = ((coordinates[rank.folder], rank) for rank in ranks if rank.model is not None)
     known = {coordinate: rank for coordinate, rank in placed if coordinate is not None}
     reader = _RankReader(sizes, {**known})
@@ -89,8 +94,7 @@ def read_legacy(folder: Folder, look_at_files: bool) -> Checkpoint:
     for i, file in enumerate(files.files):
         if (coordinate := coordinates[file.name.rpartition("/")[0]]) is not None:
             files.files[i] = replace(file, numbers=_numbers(coordinate, sizes))
-    grid_text = f"{_grid_text(sizes)} in {source}"
-    rank_files = reader.statements.of(files.files, {grid_text: [*_expected(sizes, ranks)]})
+    rank_files = reader.statements.of(files.files, {f"{grid_text} in {source}": [*_expected(sizes, ranks)]})
     lost = sum(map(len, rank_files.missing.values()))
     used = next((rank.model for rank in reader.ranks.values() if rank.model is not None), None)
     common = None
@@ -102,7 +106,10 @@ def read_legacy(folder: Folder, look_at_files: bool) -> Checkpoint:
     partial = f"{short} of {len(labels) + lost} rank files {verb(short, 'is')} missing or unusable" if short else ""
     problems = files.problems
     if used is None:
-        problems = [replace(problem, blocks=True) for problem in problems] or [_no_models(labels)]
+        sentence = f"no rank has a {MODEL_FILES[0]} beside {', '.join(labels[:_SHOWN])}"
+        why = "that file holds each rank's model: the save never finished, or the copy left it out"
+        problems = problems or [Problem("incomplete", labels[0], sentence, why=why)]
+        problems = [replace(problem, blocks=True) for problem in problems]
     return files.checkpoint(
         reader.columns,
         rank_files,
@@ -116,11 +123,6 @@ def read_legacy(folder: Folder, look_at_files: bool) -> Checkpoint:
         partial_because=partial,
         metadata_file=labels[0] if len(labels) == 1 else f"{labels[0]} .. {labels[-1]}",
     )
-
-
-def _grid_text(sizes: Sizes) -> str:
-    axes = [("tp", sizes.tp), ("pp", sizes.pp)] + ([("ep", sizes.ep)] if sizes.ep > 1 else [])
-    return " x ".join(f"{axis} {size}" for axis, size in axes)
 
 
 # ---------------------------------------------------------------- which files there are
@@ -148,7 +150,7 @@ class _Rank:
     @property
     def args(self) -> dict[str, Any]:
         """The arguments in that file."""
-        return args_of(self.root)
+        return attributes(self.root.get("args"))
 
     @property
     def needs_optimizer(self) -> bool:
@@ -180,24 +182,9 @@ def _sizes(ranks: list[_Rank]) -> tuple[Sizes, str]:
         return sizes_by_names([rank.folder for rank in ranks]), "the names of the folders"
     # A folder may hold ranks of two jobs. Sizes whose whole grid is here win over more frequent ones: leftovers of a
     # larger job can outnumber the ranks of the one that saved last.
-    count = Counter(stated)
+    times = Counter(stated)
     there = {rank.folder for rank in ranks if rank.there and rank.there[0] in MODEL_FILES}
-    return max(count, key=lambda sizes: (set(grid(sizes)) <= there, count[sizes])), "the arguments of the job"
-
-
-def _no_models(labels: list[str]) -> Problem:
-    sentence = f"no rank has a {MODEL_FILES[0]} beside {', '.join(labels[:_SHOWN])}"
-    why = "that file holds each rank's model: the save never finished, or the copy left it out"
-    return Problem("incomplete", labels[0], sentence, why=why, blocks=True)
-
-
-def _leftover(names: list[str], sizes: Sizes) -> Problem:
-    return Problem(
-        "note",
-        names[0],
-        f"ckptlint did not read the folders of ranks beyond {_grid_text(sizes)}: {', '.join(names[:_SHOWN])}",
-        why="they are probably left from another job's save into this folder",
-    )
+    return max(times, key=lambda sizes: (set(grid(sizes)) <= there, times[sizes])), "the arguments of the job"
 
 
 def _numbers(place: GridCoordinate, sizes: Sizes) -> dict[str, int]:
@@ -446,10 +433,8 @@ class _RankReader:
                 self._misfit("", rank.label, of_key, f"{len(chosen):,}", because, "count")
             for position, tensor in enumerate(tensors, number):
                 state = moments.get(position)
-                found = {"fp32_param": tensor} | (
-                    {what: state.get(what) for what in ("exp_avg", "exp_avg_sq")} if is_dict(state) else {}
-                )
-                for what, value in found.items():
+                moments_of = {what: state.get(what) for what in ("exp_avg", "exp_avg_sq")} if is_dict(state) else {}
+                for what, value in ({"fp32_param": tensor} | moments_of).items():
                     if not isinstance(value, StoredTensor):
                         continue
                     if isinstance(tensor, StoredTensor) and value.shape != tensor.shape:
@@ -479,9 +464,7 @@ class _RankReader:
             numel = entry.get("numel_unpadded")
             if type(numel) is not int:
                 continue
-            flats = {
-                what: tensor for what, tensor in entry.items() if what in _STATES and isinstance(tensor, StoredTensor)
-            }
+            flats = {what: flat for what, flat in entry.items() if what in _STATES and isinstance(flat, StoredTensor)}
             odd = {what: tensor for what, tensor in flats.items() if tensor.shape != (numel,)}
             for what, tensor in odd.items():
                 stored, because = f"{prod(tensor.shape):,}", "numel_unpadded beside it says so"
@@ -564,9 +547,8 @@ class _RankReader:
                     self.columns.add(fqn, piece, file.number, file.found, shape, offsets if placed else None)
 
     def _compare(self, fqn: str, copies: list[_RankTensor], what: str = "content of other meshes") -> None:
-        self.statements.copies(
-            what, [[(checksum(item.tensor, item.file.found), item.file.label) for item in copies]], fqn
-        )
+        sums = [(checksum(item.tensor, item.file.found), item.file.label) for item in copies]
+        self.statements.copies(what, [sums], fqn)
 
 
 # ---------------------------------------------------------------- one rank
@@ -575,12 +557,8 @@ class _RankReader:
 def _chunks(rank: _Rank) -> Iterator[tuple[int, str, StoredTensor]]:
     """Chunk, key and tensor of a rank's model, without extra states; several chunks under interleaved pipelining."""
     root = rank.root
-    names = ["model"] if isinstance(root.get("model"), dict) else []
-    while not names or names[-1] != "model":
-        if not isinstance(root.get(f"model{len(names)}"), dict):
-            break
-        names.append(f"model{len(names)}")
-    for chunk, name in enumerate(names):
+    numbered = takewhile(lambda name: is_dict(root.get(name)), (f"model{number}" for number in count()))
+    for chunk, name in enumerate(["model"] if is_dict(root.get("model")) else numbered):
         for key, value in walked(root[name], levels=6):
             if isinstance(value, StoredTensor) and not key.endswith("_extra_state"):
                 yield chunk, key, value
@@ -618,13 +596,10 @@ def _starts(tensors: list[StoredTensor], numel: int) -> list[int] | None:
         return [tensor.offset for tensor in tensors]
     order = sorted(range(len(tensors)), key=lambda i: tensors[i].offset)
     counts = [prod(tensors[i].shape) for i in order]
-    if sum(counts) != numel or any(count % _ALIGNED for count in counts[:-1]):
+    if sum(counts) != numel or any(elements % _ALIGNED for elements in counts[:-1]):
         return None
-    starts, at = [0] * len(tensors), 0
-    for i, count in zip(order, counts, strict=True):
-        starts[i] = at
-        at += count
-    return starts
+    starts = dict(zip(order, accumulate(counts, initial=0), strict=False))
+    return [starts[i] for i in range(len(tensors))]
 
 
 def _axis_by_bytes(copies: list[_RankTensor]) -> Axis:

@@ -10,7 +10,7 @@ Source:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import accumulate
@@ -58,10 +58,15 @@ def read_verl(folder: Folder, look_at_files: bool) -> Checkpoint:
             reader.files[kind, rank] = opened
     reader.read(folder)
     if (stated := _stated_world(folder)) is not None:
-        reader.statements.note_if_different(
-            "world size", [*((world, file.name) for file in files.files), (stated, _CONFIG)]
-        )
-    files.problems += _leftovers(sets, file_set) + _beyond(folder)
+        worlds = [*((world, file.name) for file in files.files), (stated, _CONFIG)]
+        reader.statements.note_if_different("world size", worlds)
+    for leftover in sets:
+        if leftover is not file_set:
+            what = f"{plural(len(leftover.files), 'file')} of world size {verl_name(leftover.files[0])[1]}"
+            sentence = f"ckptlint did not read {what} beside those of world size {world}"
+            why = "they are probably left from another save into this folder"
+            files.problems.append(Problem("note", printable(leftover.files[0]), sentence, why=why))
+    files.problems += _beyond(folder)
     grid = {f"the world size {world} in the names of the files": _expected(folder, file_set, world)}
     rank_files = reader.statements.of(files.files, grid)
     return replace(_checkpoint(files, reader, rank_files), format="verl")
@@ -181,36 +186,15 @@ def _stated_world(folder: Folder) -> int | None:
     return stated if type(stated) is int and 0 < stated < 2**31 else None
 
 
-def _leftovers(sets: list[FileSet], file_set: FileSet) -> list[Problem]:
-    world = verl_name(file_set.files[0])[1]
-    return [
-        Problem(
-            "note",
-            printable(other.files[0]),
-            f"ckptlint did not read {plural(len(other.files), 'file')} of world size {verl_name(other.files[0])[1]} "
-            f"beside those of world size {world}",
-            why="they are probably left from another save into this folder",
-        )
-        for other in sets
-        if other is not file_set
-    ]
-
-
-def _beyond(folder: Folder) -> list[Problem]:
+def _beyond(folder: Folder) -> Iterator[Problem]:
     """Problems for files whose rank exceeds the world size in their own name."""
     named = ((printable(name), *verl_name(name)[1:]) for name in folder.files_beside() if verl_name(name)[0])
-    return [
-        Problem(
-            "unreadable",
-            label,
-            f"{label} is named for rank {rank:,} of {world:,}, but there is no such rank",
-            why="no load reads it, so its content belongs to another file or to none",
-            hint="compare it with the files of the node that wrote it",
-            outside_checkpoint=True,
-        )
-        for label, world, rank in named
-        if rank >= world
-    ]
+    why = "no load reads it, so its content belongs to another file or to none"
+    hint = "compare it with the files of the node that wrote it"
+    for label, world, rank in named:
+        if rank >= world:
+            sentence = f"{label} is named for rank {rank:,} of {world:,}, but there is no such rank"
+            yield Problem("unreadable", label, sentence, why=why, hint=hint, outside_checkpoint=True)
 
 
 # ---------------------------------------------------------------- the files of all ranks
@@ -365,7 +349,8 @@ class _RankReader:
         lacking = files.keys() - {item.rank for item in values}
         if isinstance(values[0].value, StoredDTensor):
             # each group of ranks along the other axes has a mesh of its own; pipeline stages have keys of their own
-            lacking &= {rank for item in values for rank in _members(item.value, item.rank)}
+            meshes = ((item.value.mesh, item.rank) for item in values if isinstance(item.value, StoredDTensor))
+            lacking &= {member for mesh, rank in meshes for member in mesh.group_of(rank)}
         if not lacking:
             return True
         holds = [(("lack" if rank in lacking else "hold"), file.label) for rank, file in files.items()]
@@ -456,7 +441,7 @@ class _RankReader:
             return  # reported by what the files count themselves
         steps = []
         for rank, state in states.items():  # each parameter counts for itself, all alike
-            counted = (of_param.get("step") for of_param in state.values() if isinstance(of_param, dict))
+            counted = (of_param.get("step") for of_param in state.values() if is_dict(of_param))
             if step := next((step for step in counted if isinstance(step, StoredTensor) and not step.shape), None):
                 steps.append(((step, files[rank]), files[rank].label))
 
@@ -615,11 +600,6 @@ _ASPECTS: dict[str, tuple[Callable[[Any], Hashable], Callable[[Any], str]]] = {
 """Aspect of a key -> (compared value, text for messages)."""
 
 
-def _members(value: Any, rank: int) -> tuple[int, ...]:
-    """The ranks in the same submesh as this rank."""
-    return value.mesh.group_of(rank) if isinstance(value, StoredDTensor) else (rank,)
-
-
 @cache
 def _box(
     shape: Shape, placements: tuple[Placement, ...], mesh: Shape, coordinate: Shape, order: tuple[int, ...] | None
@@ -633,12 +613,13 @@ def _box(
         torch.distributed.tensor._utils (torch 2.13)
     """
     known = ("Shard", "_StridedShard", "Replicate")
-    if any(placement.kind not in known or (placement.dim or 0) >= max(len(shape), 1) for placement in placements):
-        return None
-    if any(placement.kind != "Replicate" and placement.dim is None for placement in placements) or (
-        not shape and any(placement.dim is not None for placement in placements)
-    ):
-        return None
+    for placement in placements:
+        if placement.kind not in known or (placement.dim or 0) >= max(len(shape), 1):
+            return None
+        if placement.kind != "Replicate" and placement.dim is None:
+            return None
+        if placement.dim is not None and not shape:
+            return None
     by_torch = bounding_box(runs(shape, placements, mesh, coordinate, order), shape)
     strided = [axis for axis, placement in enumerate(placements) if placement.split_factor is not None]
     if not strided:

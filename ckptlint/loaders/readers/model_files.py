@@ -130,14 +130,8 @@ def is_stale(folder: Folder, files: Sequence[str], places: Mapping[str, str] | N
 
 def _no_files(label: str, files: Sequence[StoredFile], absent: list[str]) -> Problem:
     """That nothing of what an index names is there."""
-    return Problem(
-        "incomplete",
-        label,
-        f"{label} names {plural(len(absent), 'file')}, and none of them is there"
-        if absent
-        else f"{label} names no file",
-        why="a writer writes the index after the files, so they were deleted, or a copy left them out",
-        hint=next((file.instead for file in files if file.instead), "")
-        or "copy the files from where the index came from; if they are not there, the index is of another export",
-        blocks=True,
-    )
+    what = f"{plural(len(absent), 'file')}, and none of them is there" if absent else "no file"
+    why = "a writer writes the index after the files, so they were deleted, or a copy left them out"
+    copied = "copy the files from where the index came from; if they are not there, the index is of another export"
+    hint = next((file.instead for file in files if file.instead), copied)
+    return Problem("incomplete", label, f"{label} names {what}", why=why, hint=hint, blocks=True)

@@ -16,7 +16,7 @@ from ckptlint.grouping import grouped
 from ckptlint.loaders.problems import optimizer_never_written
 from ckptlint.loaders.readers.common_state import read_configs
 from ckptlint.loaders.readers.model_files import read_set
-from ckptlint.loaders.readers.sets import PICKLE_SHARE, FileSet, weight_sets
+from ckptlint.loaders.readers.sets import PICKLE_SHARE, FileSet
 from ckptlint.loaders.readers.torch_files import Columns, damaged, optimizer_in, read_file
 from ckptlint.model import Checkpoint, Problem, StepClaim, StepFile
 from ckptlint.model.stored import StoredDTensor, StoredShards, StoredTensor
@@ -36,14 +36,6 @@ _NUMBERS = lazy_pattern(r"\d+")
 _EPOCHS = ("epoch", "iteration", "iter")
 _SCHEDULER = lazy_pattern(r"(lr_)?schedulers?(_states?|_state_dict)?")
 _STATES = ("state_dict", "model", "module", "model_state_dict", "model_state")
-
-
-def read_weights(folder: Folder, look_at_files: bool) -> Checkpoint:
-    """The first set of whole states in a folder; pickles are read whether or not the sizes of files are looked at.
-
-    Raises AccessError where a read is refused.
-    """
-    return read_states(folder, weight_sets(folder)[0], look_at_files)
 
 
 def read_named(folder: Folder, name: str, look_at_files: bool) -> Checkpoint | None:
@@ -185,7 +177,7 @@ def holds_weights(root: Any) -> bool:
 
 
 def read_states(folder: Folder, file_set: FileSet, look_at_files: bool) -> Checkpoint:
-    """The same of a set that is known."""
+    """The whole states in a set of files; their pickles are read whether or not their sizes are looked at."""
     columns = Columns()
 
     def read(number: int, name: str, size: int, problems: list[Problem]) -> bool:
@@ -234,10 +226,8 @@ def add_state(columns: Columns, number: int, found: TorchFile, label: str, probl
         else:
             strange.append(printable(fqn))
     if strange:
-        sentence = (
-            f"{label}: {plural(len(strange), 'tensor')} in a form that ckptlint does not read: {first_names(strange)}"
-        )
-        problems.append(Problem("note", label, sentence))
+        what = f"{plural(len(strange), 'tensor')} in a form that ckptlint does not read"
+        problems.append(Problem("note", label, f"{label}: {what}: {first_names(strange)}"))
     return True
 
 
@@ -245,11 +235,8 @@ def state_of(root: Any) -> dict[Any, Any] | None:
     """The dict of a state that holds the model's tensors; None without one."""
     if not isinstance(root, dict):
         return None
-    for name in _STATES:
-        inner = root.get(name)
-        if isinstance(inner, dict) and any(map(_is_tensor, inner.values())):
-            return inner
-    return root
+    inner = (value for name in _STATES if isinstance(value := root.get(name), dict))
+    return next((state for state in inner if any(map(_is_tensor, state.values()))), root)
 
 
 def walked(state: dict[Any, Any], prefix: str = "", levels: int = 3) -> Iterator[tuple[str, Any]]:

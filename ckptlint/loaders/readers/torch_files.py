@@ -85,9 +85,7 @@ class Columns:
 def _span(tensor: StoredTensor, place: Storage) -> tuple[int, int]:
     """First byte and length of a tensor in its file, from its first element to its last."""
     bits = ITEM_BITS.get(tensor.dtype)
-    if bits is None:
-        return place.start, place.size
-    start, length = tensor.offset * bits // 8, tensor.extent * bits // 8
+    start, length = (0, place.size) if bits is None else (tensor.offset * bits // 8, tensor.extent * bits // 8)
     if start + length > place.size:  # reported as a fault of the file
         return place.start, place.size
     return place.start + start, length
@@ -219,23 +217,14 @@ def read_file(folder: Folder, name: str, problems: list[Problem]) -> TorchFile |
     except UnreadableError as error:
         problems.append(damaged(label, f"{label} {error}", error.position))
         return None
-    problems += problems_of(label, found)
+    problems += [replace(problem, blocks=False) for problem in from_refusals(found.unpickled, label, "data.pkl of ")]
+    problems += [damaged(label, f"{label} {sentence}", at) for sentence, at in found.faults]
     return None if found.unpickled.root is None else found
-
-
-def problems_of(file: str, found: TorchFile) -> list[Problem]:
-    """What a torch file asks for that it may not, and what contradicts itself in it."""
-    refused = [replace(problem, blocks=False) for problem in from_refusals(found.unpickled, file, "data.pkl of ")]
-    return refused + [damaged(file, f"{file} {sentence}", at) for sentence, at in found.faults]
 
 
 def damaged(file: str, sentence: str, position: int | None = None) -> Problem:
     """A torch file that is cut or contradicts itself."""
-    return Problem(
-        "container",
-        file,
-        sentence,
-        detail=() if position is None else (f"byte {position:,} of {file}",),
-        why="torch.load refuses the file, or fills tensors with other bytes",
-        hint="copy the file again from where it was written, or go back one step",
-    )
+    detail = () if position is None else (f"byte {position:,} of {file}",)
+    why = "torch.load refuses the file, or fills tensors with other bytes"
+    hint = "copy the file again from where it was written, or go back one step"
+    return Problem("container", file, sentence, detail=detail, why=why, hint=hint)

@@ -108,16 +108,11 @@ def missing_parts(folder: Folder) -> list[Problem]:
     hint = other or "copy it from where it was written, or use another step"
     problems = [Problem("incomplete", label, sentence, why=why, hint=hint) for label, sentence, why in found]
     if files:
-        problems.append(
-            Problem(
-                "incomplete",
-                files[0],
-                f"the step has no {join_words(files, 'or')}, which {holders}",
-                why="a load fails, or a resume goes on without it and says so at most in a log",
-                hint=other or "copy what is missing from where it was written, or ignore this if it is no longer saved",
-                outside_checkpoint=True,
-            )
-        )
+        sentence = f"the step has no {join_words(files, 'or')}, which {holders}"
+        why = "a load fails, or a resume goes on without it and says so at most in a log"
+        copied = "copy what is missing from where it was written, or ignore this if it is no longer saved"
+        lost = Problem("incomplete", files[0], sentence, why=why, hint=other or copied, outside_checkpoint=True)
+        problems.append(lost)
     scheduler = _without_optimizer(folder)
     if scheduler and not any("optim" in name for name in files):
         steps = step_number(folder.name) or 0 if folder.has(_TRAINER) else 0  # accelerate may count saves

@@ -126,7 +126,7 @@ def is_of_a_run(folder: Folder) -> bool:
             is_named_step(folder.name)
             or recognise(folder) is not None
             or any(folder.has(tracker.file) for tracker in trackers())
-            or any(is_named_step(name) or _is_numbered_step(folder, name) for name in folder.folders())
+            or any(_is_step(folder, name) for name in folder.folders())
         )
     except CkptlintError:
         return True
@@ -137,9 +137,9 @@ def is_named_step(name: str) -> bool:
     return step_number(name) is not None and not name.isdecimal()
 
 
-def _is_numbered_step(folder: Folder, name: str) -> bool:
-    """Whether a folder named by a number alone holds a checkpoint: it may be a year."""
-    return step_number(name) is not None and recognise(folder.sub(name)) is not None
+def _is_step(folder: Folder, name: str) -> bool:
+    """Whether a folder is named like a step, and holds a checkpoint if by a number alone, which may be a year."""
+    return step_number(name) is not None and (not name.isdecimal() or recognise(folder.sub(name)) is not None)
 
 
 def trackers() -> list[Tracker]:
@@ -158,21 +158,15 @@ def read_trackers(parent: Folder) -> Iterator[tuple[Tracker, int | Literal["rele
         name = tracker.file
         if tracker.holds == "link":
             target = PurePath(parent.target(name)).name
-            number = step_number(target)
-            if number is not None:
+            if (number := step_number(target)) is not None:
                 yield tracker, number, target
-        if tracker.holds == "link" or not parent.has(name):
-            continue
-        if tracker.holds == "train state":
+        elif parent.has(name) and tracker.holds == "train state":
             yield tracker, read_train_state(parent, name)[0], ""
-            continue
-        text = parent.short_text(name)
-        if text == "release":
-            yield tracker, "release", text
-        elif tracker.holds == "folder":
-            yield tracker, step_number(text), text
-        else:
-            yield tracker, int(text) if re.fullmatch(r"[0-9]{1,18}", text) else None, text
+        elif parent.has(name):
+            text = parent.short_text(name)
+            number = int(text) if re.fullmatch(r"[0-9]{1,18}", text) else None
+            number = step_number(text) if tracker.holds == "folder" else number
+            yield tracker, "release" if text == "release" else number, text
 
 
 def read_train_state(folder: Folder, name: str) -> tuple[int | None, list[Problem]]:

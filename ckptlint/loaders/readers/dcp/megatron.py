@@ -138,13 +138,10 @@ def dialect(
     # a user's own common.pt or keys with "/shard_" in them are no mark; NVRx writes plans for any format
     marks = "mcore_data" in described.extras or root_name == "MCoreMetadata" or has(COMMON_ENTRY)
     planned = "all_local_plans" in described.extras
-    if marks or any(map(_is_megatron_object, objects.keys)) or (planned and folder.has(COMMON_FILE)):
+    marks = marks or (planned and folder.has(COMMON_FILE))
+    if marks or any(k in _RUNTIME_KEYS or k.endswith("._extra_state") or ".dp_group_idx_" in k for k in objects.keys):
         return "torch_dist"
     return "torch_dcp" if run_entries and has("iteration") else "dcp"
-
-
-def _is_megatron_object(key: str) -> bool:
-    return key in _RUNTIME_KEYS or key.endswith("._extra_state") or ".dp_group_idx_" in key
 
 
 def missing_marks(format_: str, config: dict[str, Any], folder: Folder, keys: Collection[str]) -> list[Problem]:
@@ -157,28 +154,18 @@ def missing_marks(format_: str, config: dict[str, Any], folder: Folder, keys: Co
         return []
     problems = []
     if not folder.has(CONFIG_FILE):
-        problems.append(
-            Problem(
-                "incomplete",
-                CONFIG_FILE,
-                f"{CONFIG_FILE} is missing beside the Megatron-Core checkpoint in .metadata",
-                why="Megatron-Core writes it last, so the save never finished, or the copy left it out",
-                hint="go back to the newest complete step; if you know that all files are there, copy it from another "
-                "step of the same job",
-            )
-        )
+        sentence = f"{CONFIG_FILE} is missing beside the Megatron-Core checkpoint in .metadata"
+        why = "Megatron-Core writes it last, so the save never finished, or the copy left it out"
+        copied = "if you know that all files are there, copy it from another step of the same job"
+        hint = f"go back to the newest complete step; {copied}"
+        problems.append(Problem("incomplete", CONFIG_FILE, sentence, why=why, hint=hint))
     has_common = folder.has(COMMON_FILE) or COMMON_ENTRY in keys or folder.has("train_state.pt")
     if config and not has_common:
         declared = config.get("common_backend")
         says = f"; {CONFIG_FILE} declares the common backend {printable(str(declared))!r}" if declared else ""
-        problems.append(
-            Problem(
-                "incomplete",
-                COMMON_FILE,
-                f"{COMMON_FILE} is missing, and so is an entry {COMMON_ENTRY}{says}",
-                why="it holds arguments, iteration and parameter groups; Megatron-Core cannot load without them",
-                hint=f"copy {COMMON_FILE} from where it was written; if it is not there either, the save was killed: "
-                "use another step",
-            )
-        )
+        sentence = f"{COMMON_FILE} is missing, and so is an entry {COMMON_ENTRY}{says}"
+        why = "it holds arguments, iteration and parameter groups; Megatron-Core cannot load without them"
+        killed = "if it is not there either, the save was killed: use another step"
+        hint = f"copy {COMMON_FILE} from where it was written; {killed}"
+        problems.append(Problem("incomplete", COMMON_FILE, sentence, why=why, hint=hint))
     return problems

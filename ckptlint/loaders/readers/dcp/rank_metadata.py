@@ -37,15 +37,12 @@ def lost_ranks(folder: Folder) -> tuple[str, list[Problem]]:
     ranks = islice((rank for rank in count() if rank not in present), min(lost, _LISTED))
     missing = {f"__{rank}.metadata": rank for rank in ranks}
     names = first_few([*missing], _SHOWN)
-    problem = Problem(
-        "incomplete",
-        names,
-        f"{names} {verb(lost, 'is')} missing; {plural(len(present), 'other rank')} wrote "
-        f"{'its own' if len(present) == 1 else 'their own'}",
-        why="with use_collectives=False each rank describes only its own chunks, so the chunks of these ranks are lost",
-        hint="copy the files again from the node of these ranks, or go back to a complete step",
-        lost_files=by_node(missing, present),
-    )
+    wrote = f"{plural(len(present), 'other rank')} wrote {'its' if len(present) == 1 else 'their'} own"
+    sentence = f"{names} {verb(lost, 'is')} missing; {wrote}"
+    why = "with use_collectives=False each rank describes only its own chunks, so the chunks of these ranks are lost"
+    hint = "copy the files again from the node of these ranks, or go back to a complete step"
+    lost_files = by_node(missing, present)
+    problem = Problem("incomplete", names, sentence, why=why, hint=hint, lost_files=lost_files)
     return f"the metadata of {lost:,} of {lost + len(present):,} ranks is missing", [problem]
 
 
