@@ -48,11 +48,10 @@ def code_beside(files: Sequence[tuple[Folder, str, str]], reported: Collection[s
     Settings that transformers reads and that are damaged are unread. Of each file of a step come the folder, the name
     there and the printable path from the checkpoint; `reported` are the paths that other problems call damaged.
 
-    Source:
-        transformers 5.23, dynamic_module_utils.py (`auto_map`, with `trust_remote_code`), tokenization_utils_base.py
-        (which files a tokenizer reads); PyYAML 6, `!!python/` tags of `yaml.unsafe_load`; sentence-transformers,
-        `import_from_string` of `type` in modules.json; peft/auto.py, `import_module` of `parent_library` in
-        adapter_config.json; hydra 1.3, `instantiate`, which calls `_target_`
+    Source: transformers 5.23, dynamic_module_utils.py (`auto_map`, with `trust_remote_code`),
+    tokenization_utils_base.py (which files a tokenizer reads); PyYAML 6, `!!python/` tags of `yaml.unsafe_load`;
+    sentence-transformers, `import_from_string` of `type` in modules.json; peft/auto.py, `import_module` of
+    `parent_library` in adapter_config.json; hydra 1.3, `instantiate`, which calls `_target_`
     """
     settings = [item for item in files if _LOOKED_AT.fullmatch(item[1]) and item[0].has(item[1])]
     settings += islice((item for item in files if _is_small(*item)), _LIMIT // _LEAST[True])

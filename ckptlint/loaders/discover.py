@@ -52,8 +52,7 @@ _OTHERS = 4  # steps beside one that are asked whether they hold checkpoints
 _MOST_HEADS = 16  # files of a folder whose first bytes are looked at
 _MOST_EMPTY = 16  # files that are named where nothing else is there
 
-WhichSteps = Literal["newest", "all", "none"]
-"""Which of the steps in a folder are meant."""
+WhichSteps = Literal["newest", "all", "none"]  # which of the steps in a folder are meant
 
 
 def find_checkpoints(folder: Folder, all_steps: bool) -> list[CheckpointPlace]:

@@ -106,9 +106,6 @@ def _from_file(folder: Folder, name: str, source: str) -> Reference:
     return isolated(partial(_manifest, folder, name, source), size)
 
 
-# ---------------------------------------------------------------- manifest
-
-
 def manifest_text(
     checkpoints: Iterable[Checkpoint],
     values: Mapping[str, Mapping[str, int]] | None = None,
@@ -156,9 +153,6 @@ def _manifest(folder: Folder, name: str, source: str) -> Reference:
     rows = {name: words for name, fqn, entry in named if (words := _rows(fqn, entry))}
     salt = _salt(document.get("values")) if values or rows else 0
     return Reference(source, "manifest", tensors, values=values, rows=rows, salt=salt)
-
-
-# ---------------------------------------------------------------- safetensors
 
 
 def _safetensors_file(folder: Folder, name: str, source: str) -> Reference:
@@ -263,9 +257,6 @@ def _header(folder: Folder, name: str) -> Tensors | None:
     return {printable(fqn): (dtype, None if dtype is None else shape) for fqn, dtype, shape in found}
 
 
-# ---------------------------------------------------------------- another checkpoint
-
-
 def _from_checkpoint(folder: Folder, name: str, source: str) -> Reference:
     parts = {found.folder.name: _readable(found, source) for found in find_at(folder, name)}
     tensors, clashes = _merged({name: tensors_of(ckpt) for name, ckpt in parts.items()}, strict=False)
@@ -306,9 +297,6 @@ def _merged(parts: Mapping[str, Tensors], strict: bool = True) -> tuple[Tensors,
                 raise ConfigError(f"{name} and another component both hold {twice}: name one of the components")
         merged |= tensors
     return merged, clashes
-
-
-# ---------------------------------------------------------------- JSON
 
 
 def _json(folder: Folder, name: str) -> dict[str, Any]:

@@ -14,8 +14,7 @@ from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.dtypes import ITEM_BITS
 from ckptlint.vocabulary.keys import gated_role, parse
 
-LEAST_ELEMENTS = 64
-"""Fewer elements may be equal by chance or by construction."""
+LEAST_ELEMENTS = 64  # fewer elements may be equal by chance or by construction
 
 _POSITIONS = 16
 _SAMPLE = 64

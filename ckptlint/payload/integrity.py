@@ -115,8 +115,7 @@ def compare_others(folder: Folder, ckpt: Checkpoint, recorded: Mapping[str, str]
 def _integrity(folder: Folder) -> tuple[dict[str, str] | None, list[Problem]]:
     """File -> SHA-256 as Megatron-Core recorded it; None without a record.
 
-    Source:
-        megatron.core.dist_checkpointing (>= 0.18) with verify_integrity: `algorithm`, `files` name -> hex digest
+    Source: megatron.core.dist_checkpointing (>= 0.18) with verify_integrity: `algorithm`, `files` name -> hex digest
     """
     if not folder.has(INTEGRITY):
         return None, []
@@ -142,9 +141,8 @@ def _list(folder: Folder, name: str, problems: list[Problem]) -> dict[str, str]:
 def _signed(folder: Folder, problems: list[Problem]) -> dict[str, str] | None:
     """File -> SHA-256 from a model's signature, which nobody verified; None without one, or with other hashes.
 
-    Source:
-        model_signing (1.1) signing: `model.sig` is a bundle of Sigstore whose `dsseEnvelope` has an in-toto statement
-        in Base64, and its `predicate.resources` name, algorithm and digest of each file
+    Source: model_signing (1.1) signing: `model.sig` is a bundle of Sigstore whose `dsseEnvelope` has an in-toto
+    statement in Base64, and its `predicate.resources` name, algorithm and digest of each file
     """
     if not folder.has(SIGNATURE):
         return None
@@ -161,8 +159,7 @@ def _signed(folder: Folder, problems: list[Problem]) -> dict[str, str] | None:
 def verifying(folder: Folder) -> str:
     """The command that verifies who signed the checkpoint in a folder; "" without a signature.
 
-    Source:
-        model_signing (1.1) verify: `verificationMaterial` of the bundle holds what its way of signing needs
+    Source: model_signing (1.1) verify: `verificationMaterial` of the bundle holds what its way of signing needs
     """
     material = read_json(folder, SIGNATURE, _JSON_LIMIT)[0].get("verificationMaterial")
     how = {
@@ -207,9 +204,8 @@ def _is_text(name: str) -> bool:
 def _downloaded(folder: Folder) -> dict[str, str]:
     """File -> SHA-256 of files downloaded into this folder and unchanged since.
 
-    Source:
-        huggingface_hub (2.4) _local_folder: `.cache/huggingface/download/<file>.metadata` holds commit, etag and time,
-        a line each; the etag of a file in LFS is its SHA-256, and a file that is younger by over a second is another
+    Source: huggingface_hub (2.4) _local_folder: `.cache/huggingface/download/<file>.metadata` holds commit, etag and
+    time, a line each; the etag of a file in LFS is its SHA-256, and a file that is younger by over a second is another
     """
     sums = {}
     notes = folder
@@ -234,9 +230,8 @@ def _downloaded(folder: Folder) -> dict[str, str]:
 def _sums_in(text: bytes) -> dict[str, str]:
     """File -> digest, of 64 digits if it is a SHA-256, from the lines of a list.
 
-    Source:
-        GNU coreutils (9) sha256sum: a digest, a space, a space or `*`, a name; with --tag, and of BSD's sha256: both
-        with the name of the algorithm before them
+    Source: GNU coreutils (9) sha256sum: a digest, a space, a space or `*`, a name; with --tag, and of BSD's sha256:
+    both with the name of the algorithm before them
     """
     lines = text.decode(errors="replace").splitlines()
     matches = (match for line in lines for pattern in _LINES if (match := pattern.fullmatch(line)))
@@ -246,9 +241,8 @@ def _sums_in(text: bytes) -> dict[str, str]:
 def _blob_names(folder: Folder) -> dict[str, str]:
     """File -> SHA-256 of files that are links to a blob with that name.
 
-    Source:
-        huggingface_hub (2.4) file_download: `snapshots/<commit>/<file>` is a link to `blobs/<etag>`, and the etag of a
-        file in LFS is its SHA-256; that of others is a Git hash of 40 digits
+    Source: huggingface_hub (2.4) file_download: `snapshots/<commit>/<file>` is a link to `blobs/<etag>`, and the etag
+    of a file in LFS is its SHA-256; that of others is a Git hash of 40 digits
     """
     targets = {name: PurePath(folder.escapes_to(name)) for name in folder.files_beside()}
     return {

@@ -21,8 +21,7 @@ from ckptlint.payload.records import path_of
 from ckptlint.payload.stream import BLOCK
 from ckptlint.storage.folder import Folder
 
-EXAMINED = 64
-"""Most damaged records whose zero bytes are counted."""
+EXAMINED = 64  # most damaged records whose zero bytes are counted
 
 _PENDING_LIMIT = 32 * 1024**2
 _SHORT = 1_024
@@ -106,9 +105,6 @@ def _key(identity: bytes) -> bytes:
     from hashlib import blake2b  # it loads a library of its own
 
     return b"blake2b " + blake2b(identity, digest_size=16).digest()
-
-
-# ---------------------------------------------------------------- joining
 
 
 def join(folder: Folder, ckpt: Checkpoint, how: ReadOptions, parts: Sequence[PartialRead]) -> Checkpoint:

@@ -19,8 +19,7 @@ def read_blob(folder: Folder, path: str, start: int, size: int) -> dict[str, tup
     Raises UnreadableError where its header is damaged, its tensors leave holes, overlap or do not fill the file, or it
     does not say the offsets of each; LimitError for a larger header than the safetensors library reads.
 
-    Source:
-        torch.distributed.checkpoint.filesystem (>= 2.8), SerializationFormat.SAFETENSORS
+    Source: torch.distributed.checkpoint.filesystem (>= 2.8), SerializationFormat.SAFETENSORS
     """
     try:
         length = header_length(folder.read_range(path, start, 64), size - start)

@@ -28,8 +28,7 @@ except ImportError:
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-BLOCK = 2 * 1024**2
-"""Bytes read at once; a multiple of every element's size."""
+BLOCK = 2 * 1024**2  # bytes read at once; a multiple of every element's size
 
 _GAP = 64 * 1024  # bytes between members up to which reading on costs less than a seek
 

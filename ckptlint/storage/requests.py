@@ -28,28 +28,22 @@ from ckptlint.storage.paths import shown
 
 _T = TypeVar("_T")
 
-ATTEMPTS = 4
-"""How often a request is made that fails for a reason that may pass."""
+ATTEMPTS = 4  # how often a request is made that fails for a reason that may pass
 
-BACKOFF = 0.25
-"""Seconds before the second attempt; doubled for each further one, with jitter."""
+BACKOFF = 0.25  # seconds before the second attempt; doubled for each further one, with jitter
 
 CONNECT_SECONDS = 10
 
-READ_SECONDS = 30
-"""How long a server may stay silent."""
+READ_SECONDS = 30  # how long a server may stay silent
 
-SLOWEST = 32 * 1024
-"""Bytes in a second that one request is given time for, beside `READ_SECONDS`."""
+SLOWEST = 32 * 1024  # bytes in a second that one request is given time for, beside `READ_SECONDS`
 
 PATIENCE_SECONDS = 120
 """How long ckptlint waits in all for one path, beyond a second for each request and the time of its bytes."""
 
-PAGES = 1_000
-"""Pages of one listing that are read, of 1,000 names each."""
+PAGES = 1_000  # pages of one listing that are read, of 1,000 names each
 
-WORKERS = 8
-"""Requests at the same time."""
+WORKERS = 8  # requests at the same time
 
 WEB = ("http", "https")
 PACKAGES = {
@@ -194,8 +188,7 @@ async def _are_private(host: str) -> list[bool]:
 def _is_private(text: str) -> bool:
     """Whether an address is not of the public internet, by the IPv4 address in it where it leads to one.
 
-    Source:
-        RFC 4291 2.5.5 (mapped and compatible), RFC 3056 (6to4), RFC 6052 and 8215 (NAT64), RFC 6890 (192.0.0.0/24)
+    Source: RFC 4291 2.5.5 (mapped and compatible), RFC 3056 (6to4), RFC 6052 and 8215 (NAT64), RFC 6890 (192.0.0.0/24)
     """
     address: Any = ipaddress.ip_address(text.partition("%")[0])
     if address.version == 6:

@@ -29,8 +29,7 @@ from ckptlint.storage.folder import Folder
 def read_deepspeed(folder: Folder, look_at_files: bool) -> Checkpoint:
     """The checkpoint in the folder of a tag; raises AccessError where a read is refused.
 
-    Source:
-        deepspeed.runtime.engine.DeepSpeedEngine.save_checkpoint (0.14 - 0.19)
+    Source: deepspeed.runtime.engine.DeepSpeedEngine.save_checkpoint (0.14 - 0.19)
     """
     tag = read_tag(folder, look_at_files)
     columns, grid_facts = Columns(), grid_facts_of(tag)
@@ -82,9 +81,8 @@ def assembled(
 def _never_written(tag: Tag, grid_facts: GridFacts) -> Iterator[Problem]:
     """That the engine stepped and no file has its optimizer; of files of optimizers that are lost the grid tells.
 
-    Source:
-        deepspeed.DeepSpeedEngine._save_checkpoint (0.19): `optimizer` of the model states, None where each rank writes
-        a file of its own; DeepSpeed#7786
+    Source: deepspeed.DeepSpeedEngine._save_checkpoint (0.19): `optimizer` of the model states, None where each rank
+    writes a file of its own; DeepSpeed#7786
     """
     stepped = (source for source in tag.of("model") if count_of(source.root.get("global_steps")))
     lacking = [s for s in stepped if s.root.get("optimizer", ...) is None and s.root.get("lr_scheduler")]
@@ -94,9 +92,6 @@ def _never_written(tag: Tag, grid_facts: GridFacts) -> Iterator[Problem]:
         others = f" (as in {plural(len(lacking) - 1, 'other file')})" if len(lacking) > 1 else ""
         lack = f"optimizer in {file} is None{others} and no *_optim_states.pt is there"
         yield optimizer_never_written(file, steps, lack)
-
-
-# ---------------------------------------------------------------- against the parameters that are listed
 
 
 def _weights(tag: Tag, grid_facts: GridFacts) -> Iterator[Misfit]:
@@ -126,8 +121,7 @@ def _weights(tag: Tag, grid_facts: GridFacts) -> Iterator[Misfit]:
 def _gates(tag: Tag, grid: Mapping[str, Sequence[RankFile]]) -> Iterator[Misfit]:
     """Gates of experts that have another number of rows than there are experts.
 
-    Source:
-        deepspeed.moe.sharded_moe.TopKGate: `wg` is a linear layer from the model's width to the experts
+    Source: deepspeed.moe.sharded_moe.TopKGate: `wg` is a linear layer from the model's width to the experts
     """
     layers = {
         f"{match[1].removesuffix('experts.deepspeed_experts.')}gate.wg.weight": source.file.numbers["layer"]
@@ -144,9 +138,6 @@ def _gates(tag: Tag, grid: Mapping[str, Sequence[RankFile]]) -> Iterator[Misfit]
             if isinstance(gate, StoredTensor) and len(gate.shape) == 2 and gate.shape[0] != number:
                 because = f"the files of its experts are those of {ranges(experts[layer])}"
                 yield Misfit(printable(fqn), source.label, f"{gate.shape[0]} rows", f"{number}", because, "weight")
-
-
-# ---------------------------------------------------------------- the weights
 
 
 def add_model(columns: Columns, tag: Tag, grid_facts: GridFacts, odd: Collection[str] = ()) -> None:

@@ -15,8 +15,7 @@ from ckptlint.loaders.readers.torch_files import OpenedFile, SetFiles, is_dict
 from ckptlint.model.text import printable
 from ckptlint.storage.folder import Folder
 
-ShapeLists = list[dict[str, tuple[int, ...]]]
-"""For each group of parameters: name -> shape."""
+ShapeLists = list[dict[str, tuple[int, ...]]]  # for each group of parameters: name -> shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +71,6 @@ def read_tag(folder: Folder, look_at_files: bool) -> Tag:
 
 
 _ORDER = {"model": 0, "layer": 1, "expert": 2, "optimizer": 3, "expert optimizer": 4}
-
-
-# ---------------------------------------------------------------- values
 
 
 def dict_of(value: Any) -> dict[Any, Any]:

@@ -28,8 +28,6 @@ from ckptlint.model import AxisSize, Declared, Misfit, RankFile, StepClaim
 from ckptlint.model.text import printable, ranges
 from ckptlint.storage.folder import Folder
 
-# ---------------------------------------------------------------- the job
-
 
 @dataclass(frozen=True, slots=True)
 class GridFacts:
@@ -132,9 +130,8 @@ def trainer_claim(folder: Folder) -> tuple[StepClaim, ...]:
     the engine may be behind by one step for each epoch that was begun, and one for the accumulation that is open.
     () where it differs from the name of the Trainer's own folder, since that is reported there.
 
-    Source:
-        transformers.trainer.Trainer._save_optimizer_and_scheduler (5.23): `save_checkpoint` without a tag;
-        deepspeed.DeepSpeedEngine.is_gradient_accumulation_boundary (0.19); DeepSpeed#7405
+    Source: transformers.trainer.Trainer._save_optimizer_and_scheduler (5.23): `save_checkpoint` without a tag;
+    deepspeed.DeepSpeedEngine.is_gradient_accumulation_boundary (0.19); DeepSpeed#7405
     """
     above = folder.parent
     if above is None or not re.fullmatch(r"global_step\d{1,18}", folder.name) or not above.has(_TRAINER):
@@ -154,8 +151,6 @@ def trainer_claim(folder: Folder) -> tuple[StepClaim, ...]:
 _TRAINER = "trainer_state.json"
 _TRAINER_LIMIT = 64 * 1024**2
 
-
-# ---------------------------------------------------------------- the grid
 
 _FILES_LIMIT = 2**18
 
@@ -243,9 +238,6 @@ def _expert_parallel(root: dict[Any, Any]) -> int:
     groups = dict_of(root.get("optimizer")).get("param_groups")
     names = [str(dict_of(group).get("name", "")) for group in groups or ()]
     return max((int(match[1]) for name in names if (match := re.fullmatch(r"ep_size_(\d{1,6})", name))), default=0)
-
-
-# ---------------------------------------------------------------- what must be the same
 
 
 def note(tag: Tag, grid_facts: GridFacts) -> None:

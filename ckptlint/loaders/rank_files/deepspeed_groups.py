@@ -129,8 +129,7 @@ def _cut_groups(
 ) -> None:
     """Add each group; groups of experts exist once per set of experts, over every `parallel`-th rank.
 
-    Source:
-        deepspeed.utils.groups._create_expert_and_data_parallel
+    Source: deepspeed.utils.groups._create_expert_and_data_parallel
     """
     counts = next((counts for source in optimizers if (counts := partition_counts(source.state))), ())
     lists = {source.file.name: groups for source in models if (groups := shapes_of(source.root)) is not None}

@@ -26,8 +26,7 @@ _REST = "optimizer_state.pt"
 def read_universal(folder: Folder, look_at_files: bool) -> Checkpoint:
     """The checkpoint in a folder that `ds_to_universal` made; raises AccessError where a read is refused.
 
-    Source:
-        deepspeed.checkpoint.ds_to_universal (0.14 - 0.19)
+    Source: deepspeed.checkpoint.ds_to_universal (0.14 - 0.19)
     """
     tag = read_tag(folder, look_at_files)
     grid_facts, columns = grid_facts_of(tag), Columns()

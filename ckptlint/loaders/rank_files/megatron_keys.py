@@ -88,9 +88,8 @@ def grid(sizes: Sizes) -> Mapping[str, GridCoordinate]:
     With experts the first etp x ep ranks of each stage write, which hold all experts. If etp is smaller than tp, tensor
     and expert parallel ranks do not form a full grid.
 
-    Source:
-        megatron.training.checkpointing.get_checkpoint_name, save_checkpoint (`get_expert_data_parallel_rank`);
-        megatron.core.parallel_state.RankGenerator: tensor parallel ranks are innermost
+    Source: megatron.training.checkpointing.get_checkpoint_name, save_checkpoint (`get_expert_data_parallel_rank`);
+    megatron.core.parallel_state.RankGenerator: tensor parallel ranks are innermost
     """
     writers = sizes.etp * sizes.ep if sizes.ep > 1 else sizes.tp
     coordinates = [
@@ -166,9 +165,6 @@ def place_of(name: str, sizes: Sizes) -> GridCoordinate | None:
     return GridCoordinate(tp, numbers.get("pp", 0), numbers.get("ep", 0), tp % sizes.etp)
 
 
-# ---------------------------------------------------------------- layers and experts
-
-
 def layer_of(key: str) -> tuple[str, int] | None:
     """(block of layers, number) of a key; numbers start at 0 in each stage and chunk. None outside layers."""
     match = _LAYER.fullmatch(key)
@@ -215,15 +211,11 @@ def offsets_of(counts: Mapping[tuple[int, int], int], share: int, sizes: Sizes) 
     return offsets
 
 
-# ---------------------------------------------------------------- axes
-
-
 def cut_axis(key: str) -> Axis:
     """The axis on which tensor parallel ranks cut a parameter; `whole` if each holds all of it, `unknown` otherwise.
 
-    Source:
-        megatron.core.tensor_parallel.layers: ColumnParallelLinear and VocabParallelEmbedding cut rows,
-        RowParallelLinear columns; those that use them: megatron.core.transformer (0.10 - 0.19), megatron.legacy.model
+    Source: megatron.core.tensor_parallel.layers: ColumnParallelLinear and VocabParallelEmbedding cut rows,
+    RowParallelLinear columns; those that use them: megatron.core.transformer (0.10 - 0.19), megatron.legacy.model
     """
     if is_expert(key):  # weight0, weight1: one for each expert of a rank
         key = key.rstrip("0123456789")

@@ -347,8 +347,7 @@ class _RankReader:
     def _presence(self) -> None:
         """Compare which ranks of a stage have optimizer state; a stage without trained weights may have none.
 
-        Source:
-            megatron.training.checkpointing.generate_state_dict (core_v0.16): none of a stub optimizer
+        Source: megatron.training.checkpointing.generate_state_dict (core_v0.16): none of a stub optimizer
         """
         has = {at: rank.optimizer is not None or bool(rank.root.get("optimizer")) for at, rank in self.ranks.items()}
         states = ((at.pp, ("there" if has[at] else "missing", rank.label)) for at, rank in self.ranks.items())
@@ -399,9 +398,8 @@ class _RankReader:
     def _copies(self, place: GridCoordinate, rank: _Rank, params: _Tensors, part: dict[Any, Any]) -> None:
         """Collect fp32 copies, stored in groups, and their moments, stored by number.
 
-        Source:
-            megatron.core.optimizer.Float16OptimizerWithFloat16Params.state_dict; groups are made by weight decay, which
-            biases and vectors do not have, and keep the order of the model
+        Source: megatron.core.optimizer.Float16OptimizerWithFloat16Params.state_dict; groups are made by weight decay,
+        which biases and vectors do not have, and keep the order of the model
         """
         inner = part.get("optimizer")
         groups = inner.get("param_groups") if is_dict(inner) else None
@@ -448,9 +446,8 @@ class _RankReader:
     def _buffers(self, place: GridCoordinate, rank: _Rank, params: _Tensors, file: OpenedFile) -> None:
         """Collect states from flat buffers, at the offsets that the parameters have in their own shared buffer.
 
-        Source:
-            megatron.core.optimizer.DistributedOptimizer.get_parameter_state_dp_zero,
-            megatron.core.distributed.param_and_grad_buffer
+        Source: megatron.core.optimizer.DistributedOptimizer.get_parameter_state_dp_zero,
+        megatron.core.distributed.param_and_grad_buffer
         """
         groups = grouped(((param.dtype, param.key), key) for key, param in params.items())
         # No file names the parameters of a buffer. But the weights are views of a buffer with the same layout, so their

@@ -77,8 +77,7 @@ def read_flat(folder: Folder, look_at_files: bool) -> Checkpoint:
 
     Raises AccessError where a read is refused.
 
-    Source:
-        torch 2.13 FullyShardedDataParallel with StateDictType.LOCAL_STATE_DICT; dinov2.fsdp.FSDPCheckpointer
+    Source: torch 2.13 FullyShardedDataParallel with StateDictType.LOCAL_STATE_DICT; dinov2.fsdp.FSDPCheckpointer
     """
     file_set, *others = flat_sets(folder)
     save, last = flat_name(file_set.files[-1])
@@ -155,8 +154,7 @@ def _checkpoint(files: SetFiles, reader: _RankReader, rank_files: RankFileSet) -
 def _expected(folder: Folder, file_set: FileSet, world: int) -> list[RankFile]:
     """A file for each rank of each kind present, and of the model unless a subfolder holds its weights.
 
-    Source:
-        verl 0.9.1 BaseCheckpointManager: `checkpoint_save_contents` may have `hf_model` in place of `model`
+    Source: verl 0.9.1 BaseCheckpointManager: `checkpoint_save_contents` may have `hf_model` in place of `model`
     """
     there = {verl_name(name)[0] for name in file_set.files}
     if not any(name.endswith((".safetensors", ".bin")) for sub in folder.folders() for name in folder.sub(sub).files()):
@@ -558,8 +556,7 @@ def _locals(value: Stored) -> list[tuple[Shape, StoredTensor]]:
 def _is_sliced(values: list[_RankValue]) -> bool:
     """Whether plain one-dimensional tensors are slices of an FSDP1 flat parameter rather than copies.
 
-    Source:
-        torch 2.13 torch.distributed.fsdp, use_orig_params: a rank without a part of a parameter holds 0 elements
+    Source: torch 2.13 torch.distributed.fsdp, use_orig_params: a rank without a part of a parameter holds 0 elements
     """
     if not all(isinstance(item.value, StoredTensor) and len(item.value.shape) == 1 for item in values):
         return False
@@ -609,8 +606,7 @@ def _box(
     A `_StridedShard` is cut after the plain shards to its right (tensor parallel, then FSDP). torch reads placements
     from left to right, and assigns other rows to a rank where the dim does not divide.
 
-    Source:
-        torch.distributed.tensor._utils (torch 2.13)
+    Source: torch.distributed.tensor._utils (torch 2.13)
     """
     known = ("Shard", "_StridedShard", "Replicate")
     for placement in placements:

@@ -30,16 +30,14 @@ _YAML_LIMIT, _YAML_VALUES = 4 * 1024**2, 100_000  # a thousand lines are usual, 
 _YAML_SCALAR = 4096  # characters of a value that may be more than a text
 _OBJECT_LIMIT, _CLAIM_LIMIT, _MOST_CLAIMS, _MOST_NUMBERS = 16 * 1024**2, 64 * 1024, 4, 256
 
-StoragePlace = tuple[str, int, int]
-"""Raw file path, byte offset and byte length of a record."""
+StoragePlace = tuple[str, int, int]  # raw file path, byte offset and byte length of a record
 
 
 def read_common(folder: Folder, entries: dict[str, StoragePlace]) -> tuple[CommonState | None, list[Problem]]:
     """The common state, from `common.pt` or the records of these entries, and what stood in the way of reading it.
 
-    Source:
-        megatron.core.dist_checkpointing.strategies.common (<= 0.18: `common.pt`; 0.19: one ShardedObject holding a
-        list of one dict); megatron.training.checkpointing for fsdp_dtensor and torch_dcp (one entry per value).
+    Source: megatron.core.dist_checkpointing.strategies.common (<= 0.18: `common.pt`; 0.19: one ShardedObject holding a
+    list of one dict); megatron.training.checkpointing for fsdp_dtensor and torch_dcp (one entry per value).
     """
     if folder.has(COMMON_FILE):
         return _decoded(COMMON_FILE, lambda: read_torch_file(folder, COMMON_FILE))
@@ -60,8 +58,7 @@ def read_common(folder: Folder, entries: dict[str, StoragePlace]) -> tuple[Commo
 def read_objects(folder: Folder, entries: dict[str, StoragePlace]) -> tuple[dict[str, Any], list[Problem]]:
     """The contents of small ShardedObjects by entry name, and what they must not hold.
 
-    Source:
-        megatron.core.dist_checkpointing.mapping.ShardedObject: stored as a list of the objects under one key
+    Source: megatron.core.dist_checkpointing.mapping.ShardedObject: stored as a list of the objects under one key
     """
     values: dict[str, Any] = {}
     problems: list[Problem] = []
@@ -77,8 +74,7 @@ def read_objects(folder: Folder, entries: dict[str, StoragePlace]) -> tuple[dict
 def read_claims(folder: Folder, entries: dict[str, StoragePlace]) -> tuple[tuple[StepClaim, ...], list[Problem]]:
     """What small entries with the names of counters (`is_counter`) say of the step, and what they must not hold.
 
-    Source:
-        torchtitan 0.2.2 Trainer.state_dict: `step` as an integer (0.0.2: a tensor without axes) under `train_state`
+    Source: torchtitan 0.2.2 Trainer.state_dict: `step` as an integer (0.0.2: a tensor without axes) under `train_state`
     """
     claims: list[StepClaim] = []
     problems: list[Problem] = []
@@ -118,9 +114,8 @@ def read_configs(
     one of the folders below it that frameworks keep it in. Before it go the arguments that Megatron builds its model
     from.
 
-    Source:
-        `args` of megatron.training.checkpointing; `run_config.yaml` of Megatron-Bridge; `config.json` of transformers;
-        `huggingface/` of verl's FSDP checkpoints; `.hf_metadata/` of NeMo Automodel
+    Source: `args` of megatron.training.checkpointing; `run_config.yaml` of Megatron-Bridge; `config.json` of
+    transformers; `huggingface/` of verl's FSDP checkpoints; `.hf_metadata/` of NeMo Automodel
     """
     sources: list[tuple[str, Any]] = [("args", common.values.get("args"))] if common else []
     problems: list[Problem] = []

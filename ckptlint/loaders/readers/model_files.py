@@ -120,8 +120,8 @@ def weight_map(folder: Folder, index: str) -> tuple[dict[str, str], Any]:
 def is_stale(folder: Folder, files: Sequence[str], places: Mapping[str, str] | None) -> bool:
     """Whether nothing that an index names is there, beside the whole model that transformers looks for first.
 
-    Source:
-        transformers 5.23 modeling_utils: save_pretrained removes the shards of an earlier save, and leaves their index
+    Source: transformers 5.23 modeling_utils: save_pretrained removes the shards of an earlier save, and leaves their
+    index
     """
     if not places or len(files) != 1 or not _WHOLE.fullmatch(files[0]):
         return False

@@ -66,8 +66,7 @@ def read_named(folder: Folder, name: str, look_at_files: bool) -> Checkpoint | N
 def _never_written(folder: Folder, label: str, root: dict[Any, Any]) -> Iterator[Problem]:
     """That a job stepped and its file has a scheduler and no optimizer, which lies in no file beside it either.
 
-    Source:
-        lightning 2.6, CheckpointConnector.dump_checkpoint: weights alone are saved without `lr_schedulers` too
+    Source: lightning 2.6, CheckpointConnector.dump_checkpoint: weights alone are saved without `lr_schedulers` too
     """
     counters = (step for name, step in root.items() if is_counter(str(name)) or name in _EPOCHS[1:])
     steps = max((step for step in counters if type(step) is int), default=0)
@@ -123,8 +122,7 @@ def _kinds_of(folder: Folder, names: Sequence[str]) -> dict[str, Literal["weight
 def _has_square_outputs(root: Any) -> bool:
     """Whether each `wo` is square: in Meta's models it is, and that of one rank of several has a part of its columns.
 
-    Source:
-        meta-llama/llama-models: models.llama3.model.Attention, `head_dim` is `dim // n_heads`
+    Source: meta-llama/llama-models: models.llama3.model.Attention, `head_dim` is `dim // n_heads`
     """
     state = root if isinstance(root, dict) else {}
     outputs = [value for fqn, value in walked(state) if fqn.endswith("attention.wo.weight")]
@@ -167,8 +165,7 @@ def _grows(roots: Sequence[Any]) -> bool:
 def holds_weights(root: Any) -> bool:
     """Whether a value is a state with numbers that a model could have: no optimizer's, and not random numbers alone.
 
-    Source:
-        lightning (`state_dict`), torch.optim.Optimizer.state_dict, transformers (`rng_state.pth`)
+    Source: lightning (`state_dict`), torch.optim.Optimizer.state_dict, transformers (`rng_state.pth`)
     """
     if not isinstance(root, dict) or root.keys() >= _OPTIMIZER:
         return False

@@ -77,8 +77,8 @@ def groups(folder: Folder) -> list[ModelFiles]:
     They follow from the names; beside others, a file that an index names belongs to the model of that index, and so
     does one with nothing but whole layers that `config.json` declares and the index lacks.
 
-    Source:
-        transformers and diffusers (`model.safetensors.index.json`, variants); torch.distributed.checkpoint._hf_utils
+    Source: transformers and diffusers (`model.safetensors.index.json`, variants);
+    torch.distributed.checkpoint._hf_utils
     """
     found: dict[str, ModelFiles] = {}
     single: dict[str, str] = {}
@@ -254,8 +254,7 @@ def read_safetensors(folder: Folder, look_at_files: bool, is_first: bool = True)
 def _declared_variant(folder: Folder, config: ModelConfig | None) -> str:
     """The file of a variant of the model that has the declared dtype by its name; "" where none lies there.
 
-    Source:
-        transformers 5.23 save_pretrained(variant=...): each save writes config.json, so the dtype of the last stays
+    Source: transformers 5.23 save_pretrained(variant=...): each save writes config.json, so the dtype of the last stays
     """
     values = config.values if config else {}
     variant = _VARIANTS.get(str(values.get("dtype") or values.get("torch_dtype")).removeprefix("torch."), "")
@@ -268,9 +267,8 @@ def _lost_of_ranks(folder: Folder, files: list[str], rows: list[Row]) -> list[Pr
 
     The last ranks leave no gap; they are lost where all ranks store fewer rows of the embedding than there are words.
 
-    Source:
-        vllm 0.11, model_executor/model_loader/sharded_state_loader.py, ShardedStateLoader.save_model, and
-        model_executor/layers/vocab_parallel_embedding.py, which pads each rank's rows; SGLang has a copy
+    Source: vllm 0.11, model_executor/model_loader/sharded_state_loader.py, ShardedStateLoader.save_model, and
+    model_executor/layers/vocab_parallel_embedding.py, which pads each rank's rows; SGLang has a copy
     """
     there: dict[int, set[int]] = {}
     for match in filter(None, map(_OF_RANK.fullmatch, files)):
@@ -306,8 +304,7 @@ def _lost_words(folder: Folder, rows: list[Row]) -> str:
 def _own_config(folder: Folder, files: list[str]) -> tuple[ModelConfig | None, list[Problem]]:
     """What an adapter, or a model in Mistral's own format, keeps beside it in place of `config.json`.
 
-    Source:
-        peft `adapter_config.json`; mistral-inference `params.json`, beside `consolidated*.safetensors`
+    Source: peft `adapter_config.json`; mistral-inference `params.json`, beside `consolidated*.safetensors`
     """
     kinds = ((_ADAPTER, ADAPTER_CONFIG), (_MISTRAL, MISTRAL_CONFIG))
     name = next((name for kind, name in kinds if files and all(map(kind.fullmatch, files))), "")
@@ -323,8 +320,7 @@ def _own_config(folder: Folder, files: list[str]) -> tuple[ModelConfig | None, l
 def _with_quantisation(folder: Folder, config: ModelConfig) -> ModelConfig:
     """The configuration, with what another file says of the quantisation; in `_beside` where it says it itself, too.
 
-    Source:
-        nvidia-modelopt 0.47 (export_hf_checkpoint); auto-gptq 0.7 (BaseQuantizeConfig); autoawq 0.2 (AwqConfig)
+    Source: nvidia-modelopt 0.47 (export_hf_checkpoint); auto-gptq 0.7 (BaseQuantizeConfig); autoawq 0.2 (AwqConfig)
     """
     place = next((name for name in QUANTISATION if config.values.get(name)), QUANTISATION[0])
     stated = config.values.get(place)
@@ -339,9 +335,6 @@ def _with_quantisation(folder: Folder, config: ModelConfig) -> ModelConfig:
             found = {**stated, "_beside": found} if isinstance(stated, dict) and stated else found
             return ModelConfig(config.file, {**config.values, place: found})
     return config
-
-
-# ---------------------------------------------------------------- one file
 
 
 def _rows(
@@ -384,8 +377,7 @@ def sharding_info(header: Header) -> dict[str, tuple[tuple[int, ...], tuple[int,
 
     Raises UnreadableError where it does not give the offsets of every tensor in the header.
 
-    Source:
-        torch.distributed.checkpoint.hf_storage (>= 2.8); `global_shape` is a proposal (pytorch#189945)
+    Source: torch.distributed.checkpoint.hf_storage (>= 2.8); `global_shape` is a proposal (pytorch#189945)
     """
     text = header.metadata.get(_INFO)
     if not text:

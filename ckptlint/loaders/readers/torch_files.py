@@ -187,8 +187,7 @@ def optimizer_in(
 def _steps_counted(folder: Folder, name: str, found: TorchFile, state: Mapping[Any, Any]) -> int | None:
     """The highest step count among the first parameters of an optimizer's state; None without any.
 
-    Source:
-        torch.optim.Adam (torch 1.13 to 2.13): `step` of each parameter, a tensor of one element
+    Source: torch.optim.Adam (torch 1.13 to 2.13): `step` of each parameter, a tensor of one element
     """
     steps = (of_param.get("step") for of_param in state["state"].values() if isinstance(of_param, dict))
     numbers = [number_in(ranges_of(folder, name), found, step) for step in islice(steps, _COUNTED)]

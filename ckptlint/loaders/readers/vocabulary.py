@@ -60,9 +60,8 @@ def highest_tokens(folder: Folder, name: str = _TOKENIZER) -> tuple[tuple[int, s
 
     Raises LimitError or UnreadableError for a file that is too large or damaged, ForeignError for an unknown form.
 
-    Source:
-        tokenizers 0.22 (BPE, WordPiece, WordLevel: token -> id; Unigram: a list of tokens with their scores);
-        transformers 5.23, models/bert/tokenization_bert.py: `vocab.txt` has a token in each line, numbered from 0
+    Source: tokenizers 0.22 (BPE, WordPiece, WordLevel: token -> id; Unigram: a list of tokens with their scores);
+    transformers 5.23, models/bert/tokenization_bert.py: `vocab.txt` has a token in each line, numbered from 0
     """
     try:
         with paused_gc():

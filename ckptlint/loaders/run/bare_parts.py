@@ -39,10 +39,9 @@ def bare_parts(folder: Folder) -> Iterator[BarePart]:
     frozen tower. So a pipeline must name it, or it is in a step and of diffusers, which saves both at once. The cache
     of huggingface_hub holds what was asked for so far.
 
-    Source:
-        diffusers 0.39 ModelMixin, SchedulerMixin (`scheduler_config.json`), VaeImageProcessor, DiffusionPipeline
-        (`model_index.json`: part -> library and class, two nulls for none); transformers 5.23 PreTrainedModel (sets
-        `architectures`), ProcessorMixin (`processor_config.json`), PreTrainedTokenizerBase (`tokenizer_config.json`)
+    Source: diffusers 0.39 ModelMixin, SchedulerMixin (`scheduler_config.json`), VaeImageProcessor, DiffusionPipeline
+    (`model_index.json`: part -> library and class, two nulls for none); transformers 5.23 PreTrainedModel (sets
+    `architectures`), ProcessorMixin (`processor_config.json`), PreTrainedTokenizerBase (`tokenizer_config.json`)
     """
     names = [name for name in folder.folders() if step_number(name) is None and not holds_no_state(name)]
     is_step = step_number(folder.name) is not None

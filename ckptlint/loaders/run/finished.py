@@ -140,9 +140,8 @@ def missing_parts(folder: Folder) -> list[Problem]:
 def _without_optimizer(step: Folder) -> str:
     """The scheduler that transformers' Trainer or accelerate saved after a step without an optimizer; "" for none.
 
-    Source:
-        transformers 5.23: Trainer._save_optimizer_and_scheduler writes both or none; accelerate 1.15:
-        save_accelerator_state; those of FSDP and DeepSpeed are folders, `optimizer_0`, `global_step10`, `pytorch_model`
+    Source: transformers 5.23: Trainer._save_optimizer_and_scheduler writes both or none; accelerate 1.15:
+    save_accelerator_state; those of FSDP and DeepSpeed are folders, `optimizer_0`, `global_step10`, `pytorch_model`
     """
     if step.is_one_file or not step_number(step.name):
         return ""

@@ -29,10 +29,9 @@ def read_run(folder: Folder) -> RunFolder | None:
     None when no name on the way is that of a step. Where the run has a tracker the tracked step and the newest ones are
     looked into, down to the first that was finished.
 
-    Source:
-        megatron.training.checkpointing: `iter_%07d` and, written last, `latest_checkpointed_iteration.txt`; verl
-        (b178a3cd) writes the same file beside `global_step_%d`; dlrover (7c3e9648) `dlrover_latest.txt`; DeepSpeed
-        (0.19) `latest`, which holds the name of the folder
+    Source: megatron.training.checkpointing: `iter_%07d` and, written last, `latest_checkpointed_iteration.txt`; verl
+    (b178a3cd) writes the same file beside `global_step_%d`; dlrover (7c3e9648) `dlrover_latest.txt`; DeepSpeed (0.19)
+    `latest`, which holds the name of the folder
     """
     step_folder = _step_folder(folder)
     step = None if step_folder is None else step_number(step_folder.name)
@@ -172,8 +171,7 @@ def read_trackers(parent: Folder) -> Iterator[tuple[Tracker, int | Literal["rele
 def read_train_state(folder: Folder, name: str) -> tuple[int | None, list[Problem]]:
     """The step that a train state holds, None where there is none, and what stood in the way of reading it.
 
-    Source:
-        megatron.bridge.training.state.TrainState.state_dict: `step` as an int32 tensor without axes
+    Source: megatron.bridge.training.state.TrainState.state_dict: `step` as an int32 tensor without axes
     """
     if not folder.has(name):
         return None, []

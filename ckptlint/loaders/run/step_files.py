@@ -548,9 +548,8 @@ def _is_partial(item: _File, error: UnreadableError) -> bool:
 def _step(item: _File, state: Any) -> int | None:
     """The step in the state of a trainer or a scheduler.
 
-    Source:
-        lightning 2.6 `meta.pt`, OLMo-core 3.0 `train/rankN.pt`, VeOmni `extra_state_rank_N.pt`: `global_step`;
-        torch.optim.lr_scheduler: `last_epoch`
+    Source: lightning 2.6 `meta.pt`, OLMo-core 3.0 `train/rankN.pt`, VeOmni `extra_state_rank_N.pt`: `global_step`;
+    torch.optim.lr_scheduler: `last_epoch`
     """
     name = item.family.step if item.family else "global_step"
     step = state.get(name) if name and isinstance(state, dict) else None

@@ -27,8 +27,7 @@ from ckptlint.grouping import grouped
 from ckptlint.model.tiling import IntArray
 from ckptlint.storage.folder import Folder
 
-RECORD_PICKLE_LIMIT = 64 * 1024**2
-"""Largest `data.pkl` of a record that is decoded, in bytes."""
+RECORD_PICKLE_LIMIT = 64 * 1024**2  # largest `data.pkl` of a record that is decoded, in bytes
 
 _EDGE = 1024  # bytes read at each end: a tensor's record has headers and data.pkl first, its directory last
 _WHOLE = 4096  # bytes up to which a record is read whole
@@ -243,9 +242,6 @@ def _walk(place: RecordPlace) -> _Walk:
     return Record(place.row, pickle, tuple(parts)), _Archive(directory, members, local, starts, at)
 
 
-# ---------------------------------------------------------------- many records of one form
-
-
 class _Edge(NamedTuple):
     """One end of a record: first byte, length, and the m bytes, with their positions, that decide on its layout."""
 
@@ -271,8 +267,7 @@ class _Form(NamedTuple):
     crcs: tuple[int, IntArray]
 
 
-Forms = dict[int, list[_Form]]
-"""Length of a record -> the layouts last seen with that length."""
+Forms = dict[int, list[_Form]]  # length of a record -> the layouts last seen with that length
 
 
 def _form(length: int, archive: _Archive, known: _Edges) -> _Form | None:

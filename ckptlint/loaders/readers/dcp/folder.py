@@ -193,8 +193,7 @@ def _locations(described: Description, wanted: set[str], of_tensors: bool = Fals
 def _writer(described: Description, root: Any, format_: str) -> str:
     """The oldest writer that leaves what was found; a lower bound, since later versions may write the same.
 
-    Source:
-        formats by version: torch 1.13 - 2.15, megatron-core 0.6 - 0.20
+    Source: formats by version: torch 1.13 - 2.15, megatron-core 0.6 - 0.20
     """
     extras = described.extras
     if format_ == "torch_dist":

@@ -36,8 +36,8 @@ _RUNTIME_KEYS = ("rng_state", "rerun_state_machine_state")
 def split_objects(entries: Mapping[str, int]) -> tuple[ObjectTable, list[ByteObject]]:
     """The ShardedObjects among the bytes entries (printable name -> row of its record) by their key, and other entries.
 
-    Source:
-        megatron.core.dist_checkpointing.mapping.ShardedObject: `{key}/shard_{offset}_{shape}`, numbers joined by "."
+    Source: megatron.core.dist_checkpointing.mapping.ShardedObject: `{key}/shard_{offset}_{shape}`, numbers joined by
+    "."
     """
     marked = [fqn for fqn in entries if _MARK in fqn]
     places = _places(marked)
@@ -107,8 +107,7 @@ def describing_objects(objects: ObjectTable) -> set[str]:
 def read_config(folder: Folder) -> tuple[dict[str, Any], Problem | None]:
     """The content of `metadata.json`, and why it cannot be read; {} where there is none.
 
-    Source:
-        megatron.core.dist_checkpointing.core.CheckpointingConfig
+    Source: megatron.core.dist_checkpointing.core.CheckpointingConfig
     """
     config, error = read_json(folder, CONFIG_FILE, _CONFIG_LIMIT)
     if error is None:
@@ -147,8 +146,7 @@ def dialect(
 def missing_marks(format_: str, config: dict[str, Any], folder: Folder, keys: Collection[str]) -> list[Problem]:
     """What a finished torch_dist save has and this folder lacks.
 
-    Source:
-        megatron.core.dist_checkpointing.serialization.save: `common.pt` first (<= 0.18), `metadata.json` last
+    Source: megatron.core.dist_checkpointing.serialization.save: `common.pt` first (<= 0.18), `metadata.json` last
     """
     if format_ != "torch_dist":
         return []

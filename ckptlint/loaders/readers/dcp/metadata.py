@@ -78,8 +78,7 @@ def describe(roots: Sequence[Any], file: str = ".metadata") -> Description:
     Rows of records in the roots are used up; problems are reported under `file`. Raises UnreadableError for a root that
     is no DCP metadata.
 
-    Source:
-        torch.distributed.checkpoint.metadata.Metadata (1.13 - 2.15)
+    Source: torch.distributed.checkpoint.metadata.Metadata (1.13 - 2.15)
     """
     states = [attributes_of(root, "Metadata") for root in roots]
     entries: dict[str, list[Any] | None] = {}  # of each rank that has one; None for a bytes entry
@@ -127,9 +126,8 @@ def describe(roots: Sequence[Any], file: str = ".metadata") -> Description:
 def _misplaced(planner_data: list[Any], entries: Mapping[str, Any], file: str) -> list[Problem]:
     """The keys that load under another name than their own, or under none, where the state dict is made from them.
 
-    Source:
-        torch.distributed.checkpoint._nested_dict.flatten_state_dict (2.0 - 2.13): the path, joined by dots, is the key;
-        default_planner._EmptyStateDictLoadPlanner puts each tensor at the path of its key
+    Source: torch.distributed.checkpoint._nested_dict.flatten_state_dict (2.0 - 2.13): the path, joined by dots, is the
+    key; default_planner._EmptyStateDictLoadPlanner puts each tensor at the path of its key
     """
     paths = {key: path for part in planner_data if isinstance(part, dict) for key, path in part.items()}
     if not paths:
@@ -505,8 +503,7 @@ def _by_hint(
 ) -> IntArray | None:
     """What `_match` finds, where every record names the number of its chunk and every chunk has one record.
 
-    Source:
-        torch.distributed.checkpoint.default_planner.create_default_global_save_plan (>= 2.0), MetadataIndex.index
+    Source: torch.distributed.checkpoint.default_planner.create_default_global_save_plan (>= 2.0), MetadataIndex.index
     """
     if len(rows) != len(wanted):
         return None

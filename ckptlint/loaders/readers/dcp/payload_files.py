@@ -104,8 +104,7 @@ def _shares_offsets(folder: Folder, described: Description) -> bool:
 
     Where every file is lost or empty, two entries at one offset show it.
 
-    Source:
-        torch.distributed.checkpoint.filesystem (>= 2.8), SerializationFormat.SAFETENSORS
+    Source: torch.distributed.checkpoint.filesystem (>= 2.8), SerializationFormat.SAFETENSORS
     """
     table = described.records
     tensor_rows = np.flatnonzero(described.has_offset)

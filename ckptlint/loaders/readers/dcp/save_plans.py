@@ -23,8 +23,7 @@ from ckptlint.model.tiling import COORDINATE_LIMIT, IntArray
 def read_plans(plans: Any) -> SavePlans | None:
     """Every rank's plan as columns, or None where there are none or they make no sense (they are advisory).
 
-    Source:
-        `all_local_plans` of megatron-core >= 0.11: a list by rank of SavePlan or MCoreSavePlan
+    Source: `all_local_plans` of megatron-core >= 0.11: a list by rank of SavePlan or MCoreSavePlan
     """
     if not isinstance(plans, list) or not plans:
         return None
