@@ -34,9 +34,7 @@ class PartialRead:
     """The results of one process's share of the records.
 
     Attributes:
-        rows: int64 [k], rows of the share.
-        table: payload table with k rows.
-        sums: int64 [k], checksums of the bytes read.
+        rows, table, sums: k rows of the share, int64; their payload table; checksums of the bytes read, int64.
         keys: an identity for each content of the table, equal across processes for equal contents.
         decoded: key -> decoded `data.pkl`.
         broken: file -> (row, error) of each unreadable record.

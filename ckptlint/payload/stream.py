@@ -36,8 +36,7 @@ _GAP = 64 * 1024  # bytes between members up to which reading on costs less than
 class Members(NamedTuple):
     """The members of the records of one file as columns, in the order of their data.
 
-    Attributes:
-        row: record; start: first byte in the file; size: bytes; crc: as recorded; name: position in `names`.
+    `row` of the record; first byte in the file and bytes; `crc` as recorded; `name`, position in `names`.
     """
 
     row: IntArray
@@ -50,10 +49,10 @@ class Members(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """The tensor in a member.
+    """The tensor in a member, with torch's name of its dtype.
 
     Attributes:
-        dtype: torch's name; first: index of its first element in the member; count: elements; item: bytes of one.
+        first, count, item: index of its first element in the member; elements; bytes of one.
         looks: whether to examine the values.
         where: positions of the elements in the whole tensor, for a digest; None without one.
         placed: collector of row hashes; None without them.
@@ -70,14 +69,13 @@ class Scan:
 
 @dataclass(slots=True)
 class Streamed:
-    """The results of streaming one file.
+    """The results of streaming one file, `finished` where everything was read.
 
     Attributes:
         crc: int64 [members], computed CRC-32.
         values: member -> statistics of its values, for scanned members with numbers.
         digests: member -> digest of its elements, where their positions are known.
         sha256: of the whole file; "" where not requested.
-        finished: whether everything was read.
     """
 
     crc: IntArray
@@ -199,10 +197,7 @@ class _Work:
 
 
 def _in_order(work: _Work, plan: Iterator[tuple[int, int, int, int]], threads: int) -> Generator[_Block, None, None]:
-    """The blocks in plan order; a block is valid until the next one is requested, when its buffer is reused.
-
-    Without threads each is processed when it is requested.
-    """
+    """The blocks in plan order, each valid until the next is requested; without threads it is processed then."""
     if not threads:
         yield from (work.block(0, *block) for block in plan)
         return

@@ -27,7 +27,7 @@ _GAP = 16 * 1024  # a request or a seek costs more than reading this much for no
 
 
 class Folder(ABC):
-    """A folder, listed once.
+    """A folder, listed once. Every method may raise AccessError: the operating system, a store or the network refused.
 
     Attributes:
         not_looked_at: what cannot be known about it, as a sentence; "" when its listing is complete.
@@ -35,9 +35,6 @@ class Folder(ABC):
         is_near: whether a small read costs next to nothing; otherwise each is a request.
         bytes_read: that `spans` has returned.
         is_read_whole: whether somebody reads all of its files, so that a server that sends no parts may send them.
-
-    Raises:
-        AccessError: the operating system, a store or the network refused; every method may raise it.
     """
 
     not_looked_at = ""

@@ -21,11 +21,9 @@ _PART = 65536  # names that are turned into a column at once
 
 
 class FolderEntry(NamedTuple):
-    """One name in a folder.
+    """One name in a folder: bytes of a file (0 for a folder), and whether it is a folder, links followed.
 
     Attributes:
-        size: bytes of a file, links followed; 0 for a folder.
-        is_folder: whether it is a folder, links followed.
         mtime: seconds since the epoch; 0 on a store, which knows only when a file was uploaded.
         is_link: whether the name is a link.
         what: what is there that is neither a file nor a folder, in words; "" for these.

@@ -29,20 +29,12 @@ from ckptlint.storage.paths import shown
 _T = TypeVar("_T")
 
 ATTEMPTS = 4  # how often a request is made that fails for a reason that may pass
-
 BACKOFF = 0.25  # seconds before the second attempt; doubled for each further one, with jitter
-
 CONNECT_SECONDS = 10
-
 READ_SECONDS = 30  # how long a server may stay silent
-
 SLOWEST = 32 * 1024  # bytes in a second that one request is given time for, beside `READ_SECONDS`
-
-PATIENCE_SECONDS = 120
-"""How long ckptlint waits in all for one path, beyond a second for each request and the time of its bytes."""
-
+PATIENCE_SECONDS = 120  # waited in all for one path, beyond a second for each request and the time of its bytes
 PAGES = 1_000  # pages of one listing that are read, of 1,000 names each
-
 WORKERS = 8  # requests at the same time
 
 WEB = ("http", "https")

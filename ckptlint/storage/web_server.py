@@ -42,10 +42,7 @@ _NEVER_THERE = "ckptlint-asks-for-a-file-that-is-not-there"
 class WebFolder(RemoteFolder):
     """A folder of a web server, which is asked for each name: pages that list a folder leave out dot files.
 
-    Attributes:
-        url: without query, without a slash at the end.
-        query: what follows every name, such as the signature of a storage account.
-        named: the file that the user named.
+    A query, such as the signature of a storage account, follows every name; `named` is the file that the user named.
     """
 
     not_looked_at = "whether files lie here that .metadata does not name: a web server does not list them"

@@ -94,10 +94,9 @@ class Recognised(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPlace:
-    """A checkpoint that a path means.
+    """A checkpoint that a path means: its folder, in a view that hides the other checkpoints there.
 
     Attributes:
-        folder: its place, in a view that hides the other checkpoints there.
         reports_for: the folders whose other files are reported with it: each file of a step is reported once.
         claimed: the places of all folders whose files are reported with a checkpoint of the same walk.
         around_claimed: the places of all folders around these.

@@ -170,10 +170,7 @@ def add_model(columns: Columns, tag: Tag, grid_facts: GridFacts, odd: Collection
 
 
 def _add_unnamed(columns: Columns, tag: Tag, placed: Collection[int]) -> tuple[str, ...]:
-    """Add tensors of optimizer files without a known group, under their own keys; returns notes on unknown forms.
-
-    Versions before 0.7 do not record where each parameter is.
-    """
+    """Add tensors of optimizer files without a known group (< 0.7), by their keys; returns notes on unknown forms."""
     odd = [source for source in tag.of("optimizer") if source.number not in placed]
     for source in odd:
         for fqn, tensor in _tensors(source.state):

@@ -31,13 +31,12 @@ from ckptlint.storage.folder import Folder
 
 @dataclass(frozen=True, slots=True)
 class GridFacts:
-    """The job that the files describe.
+    """The job that the files describe, with the number of experts in each layer of experts.
 
     Attributes:
         dp, tp, mp: sizes of the grid: data parallel, tensor parallel, and model parallel files (tensor x pipeline).
         dp_source, mp_source: entry and file with that size; "" where only file names show it.
-        stage: ZeRO stage; 0 where unknown.
-        experts: number of experts in each layer of experts.
+        stage: of ZeRO; 0 where unknown.
         sharded_model: whether each data parallel rank has its own model states (stage 3).
     """
 

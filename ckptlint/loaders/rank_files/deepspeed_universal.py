@@ -54,7 +54,7 @@ def read_universal(folder: Folder, look_at_files: bool) -> Checkpoint:
 
 
 def _parameters(tag: Tag) -> tuple[dict[str, tuple[int, ...]], set[str], str]:
-    """The parameters that were trained and their shapes; those that several ranks list a part of; and who lists them.
+    """The parameters that were trained and their shapes, those that several ranks list a part of, and who lists them.
 
     The parts of tensor parallel ranks were joined, and a vocabulary loses its padding.
     """

@@ -454,10 +454,7 @@ class _RankReader:
         self.statements.note_if_different("step", steps, by=lambda step: checksum(step[0], step[1].found), text=text)
 
     def _count(self, listed: Mapping[int, list[Any]], states: Mapping[int, dict[Any, Any]], is_named: bool) -> None:
-        """Compare the number of parameters in each rank's optimizer with the model.
-
-        FSDP1 joins many parameters into a flat one and cuts it over the ranks, so its elements are counted instead.
-        """
+        """Compare the number of parameters in each rank's optimizer with the model; of FSDP1's slices, the elements."""
         if len({len(state) for state in states.values()}) > 1:
             return  # the ranks' keys differ, which is reported
         files, model = self._of("optim"), self._of("model")

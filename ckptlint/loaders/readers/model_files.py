@@ -21,10 +21,9 @@ _WHOLE = lazy_pattern(r"(pytorch_)?model(\.\w+)?\.(safetensors|bin)")
 
 @dataclass(frozen=True, slots=True)
 class ModelSet:
-    """The files of a model, read.
+    """The files of a model, read; `names` are raw, in the order of their numbers, as `files` has them.
 
     Attributes:
-        names: raw, in the order of their numbers; files: the same as a table.
         label: what they are reported under.
         places: raw key -> raw file name as the index says, None without an index; index: the same, printable.
         is_readable: whether one of the files was read.

@@ -16,16 +16,12 @@ from ckptlint.model.tiling import Tiling
 
 
 class Row(NamedTuple):
-    """What one file holds of a tensor.
+    """What one file, by its number, holds of a tensor: raw key, torch's dtype, first byte and length in the file.
 
     Attributes:
-        fqn: the key, raw.
-        dtype: torch's name.
         shape: of the whole tensor, None where its chunks say it.
         offsets: where the part is in that, None where that is not known or another file holds the same.
         sizes: of the part.
-        file: number of its file.
-        start, length: its bytes in the file.
         is_flat: whether it is a piece of a tensor that was made one-dimensional.
     """
 

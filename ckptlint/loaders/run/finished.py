@@ -95,10 +95,7 @@ def _is_named_by(mark: Mark, name: str) -> bool:
 
 
 def missing_parts(folder: Folder) -> list[Problem]:
-    """A file that is written last and is not there, or names what the folder lacks, and parts without weights.
-
-    And of a step what the steps before it have.
-    """
+    """A file written last that is lost or names what the folder lacks, parts without weights, what older steps have."""
     found, bare = list(_lacking(folder)), list(bare_parts(folder))
     whole = folder if folder.parent is None else folder.parent.sub(folder.name)  # a view hides other models
     files, holders = lacking_files(whole, _steps_before(folder))
@@ -204,10 +201,7 @@ def lacking_files(step: Folder, older: Iterable[Folder], kinds_of: int = 1) -> t
 
 
 def _files_of_state(step: Folder) -> dict[str, str]:
-    """What the names of one thing share in all steps -> a file of the step, or of a folder in it, that holds state.
-
-    Weights may become one file or several.
-    """
+    """What the names of one thing share in all steps -> a file of state in the step or a folder of it."""
     inner = [name for name in step.folders() if not (holds_no_state(name) or step_number(name) is not None)]
     subs = [(name, sub_folder(step, name)) for name in inner] if step.is_near else []
     names = [*step.files_beside(), *(f"{name}/{file}" for name, sub in subs if sub for file in sub.files_beside())]
@@ -217,9 +211,8 @@ def _files_of_state(step: Folder) -> dict[str, str]:
 def _is_of_state(path: str) -> bool:
     """Whether a file is of what trainers write with each save: no text, log, code or settings that a run may drop.
 
-    But for a model's configuration, without which nothing builds the model, and that of a Megatron-Core save.
-
-    Nor metadata of a format: the last step of a run may be an export.
+    But for a model's configuration, without which nothing builds the model, and that of a Megatron-Core save. Nor
+    metadata of a format: the last step of a run may be an export.
     """
     name = path.rpartition("/")[2]
     family = family_of(name)

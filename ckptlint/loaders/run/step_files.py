@@ -65,11 +65,9 @@ _ELSEWHERE = Family("a folder elsewhere", "other", lazy_pattern(""))
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _File:
-    """A file of the step, or a folder there.
+    """A file of the step, or a folder there, by its name in the folder where it is.
 
     Attributes:
-        folder: where it is.
-        name: its name there.
         label: its path from the checkpoint, printable; of a folder whose files are not reported it ends in `/`.
         what: why it cannot be opened, in words; "" for files, and folders whose files are not reported.
         is_below: whether it is in a folder whose files are not reported one by one.
@@ -123,10 +121,9 @@ class _File:
 
 
 class _Survey(NamedTuple):
-    """What is beside the tensors of a step, apart from what the loaders took.
+    """What is beside the tensors of a step, apart from what the loaders took: all files and folders, `listed`.
 
     Attributes:
-        listed: all files and folders.
         files: those of the step, and those below folders that start as pickles do.
         opened: which of them to read here, those of known names first, for which the bytes always last.
         shut: which of them cannot be opened.

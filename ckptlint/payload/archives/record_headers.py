@@ -62,7 +62,7 @@ class Record(NamedTuple):
 
 
 class AlikeRecords(NamedTuple):
-    """Records whose archives differ only in checksums and contents.
+    """k records whose archives differ only in checksums and contents.
 
     Attributes:
         rows, offset: int64 [k], row of each record and its first byte in the file.
@@ -254,11 +254,8 @@ class _Edge(NamedTuple):
 class _Form(NamedTuple):
     """A layout with all bytes that it was parsed from, except checksums: equal bytes imply an equal layout.
 
-    Attributes:
-        archive: the layout.
-        edges: both ends of the record.
-        pickled: number of the edge with the `data.pkl`, and its slice there.
-        crcs: number of the edge with the checksums, and int64 [p], position of each member's checksum there.
+    `pickled` is the number of the edge with the `data.pkl`, and its slice there; `crcs` that of the edge with the
+    checksums, and the position of each there, int64 [p].
     """
 
     archive: _Archive

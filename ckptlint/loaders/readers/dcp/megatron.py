@@ -63,10 +63,7 @@ def split_objects(entries: Mapping[str, int]) -> tuple[ObjectTable, list[ByteObj
 
 
 def _places(names: list[str]) -> tuple[IntArray, IntArray, bool] | None:
-    """Numbers and starts of an `ObjectTable`, and whether a number is padded with zeros.
-
-    None where there are no names, or one is not that of a ShardedObject.
-    """
+    """Numbers and starts of an `ObjectTable`, and whether one is padded; None for no names, or one of another form."""
     text = "\n".join((*names, "")).encode()  # printable names have no line breaks, and a key has no slash
     byte = np.frombuffer(text, np.uint8)
     ends, slash = (np.flatnonzero(byte == ord(mark)) for mark in "\n/")

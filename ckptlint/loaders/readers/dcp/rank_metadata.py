@@ -75,10 +75,7 @@ def leftover_files(folder: Folder) -> list[Problem]:
 
 
 def unsafe_leftovers(folder: Folder) -> list[Problem]:
-    """What the metadata of single ranks asks for: torch reads it where `.metadata` is lost.
-
-    One that cannot be read describes nothing, and is the note of a file that belongs to another save.
-    """
+    """What the metadata of single ranks asks for, which torch reads where `.metadata` is lost; not what is unreadable."""
     problems = []
     for name in rank_files(folder):
         try:

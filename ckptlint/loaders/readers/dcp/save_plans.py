@@ -47,12 +47,10 @@ def read_plans(plans: Any) -> SavePlans | None:
 
 @dataclass(slots=True, eq=False)
 class _Items:
-    """Planned items.
+    """Planned items; `rows`, int64 [n], says where each is among all.
 
-    Attributes:
-        rows: int64 [n], where each is among all.
-        names, dtypes: different ones; name, dtype: int [n], position in them, -1 for the dtype of bytes.
-        offsets, sizes, global_shape: int64 [n, d], padded with -1.
+    `name` and `dtype` are positions in `names` and `dtypes`, int [n], -1 for the dtype of bytes; offsets, sizes and
+    global shapes are int64 [n, d], padded with -1.
     """
 
     rows: IntArray
