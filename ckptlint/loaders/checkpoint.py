@@ -101,15 +101,12 @@ def _open(found: CheckpointPlace, look_at_files: bool) -> Checkpoint:
         with paused_gc():  # the answer is millions of objects too
             return isolated(partial(read_checkpoint, found, look_at_files), layout.input_bytes(folder))
     except LimitError as error:
-        label = recognised.evidence.file if layout.describes_itself else METADATA
-        return Checkpoint(
-            folder.display,
-            next(iter(layout.formats)) if layout.describes_itself else "dcp",
-            problems=[from_error(error, label, blocks=True, hint=other_step(folder))],
-            readable=False,
-            files=file_table(folder),
-            metadata_file=label,
-        )
+        format_, label = "dcp", METADATA
+        if layout.describes_itself:
+            format_, label = next(iter(layout.formats)), recognised.evidence.file
+        problems = [from_error(error, label, blocks=True, hint=other_step(folder))]
+        files = file_table(folder)
+        return Checkpoint(folder.display, format_, problems=problems, readable=False, files=files, metadata_file=label)
 
 
 def read_checkpoint(found: CheckpointPlace, look_at_files: bool = True) -> Checkpoint:

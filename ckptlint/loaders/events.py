@@ -20,8 +20,6 @@ from ckptlint.storage.folder import Folder
 
 _LEVELS = 3  # a step, its components, theirs (verl)
 
-FileSizes = dict[str, tuple[int, float]]
-
 
 @dataclass(frozen=True, slots=True)
 class Event:
@@ -45,7 +43,7 @@ class _Memory:
     """
 
     since: dict[str, float] = field(default_factory=dict)
-    sizes: dict[str, FileSizes] = field(default_factory=dict)
+    sizes: dict[str, dict[str, tuple[int, float]]] = field(default_factory=dict)
     finished: set[str] = field(default_factory=set)
     left_behind: set[str] = field(default_factory=set)
     trouble: dict[str, str] = field(default_factory=dict)
@@ -146,9 +144,8 @@ def _look(run: Folder, memory: _Memory, stale: float, is_last: bool = False) -> 
         memory.left_behind.add(name)
         found.append(Event("unfinished", name, numbers[name], text, frozenset(memory.sizes[name])))
     reported = memory.finished | memory.left_behind | {*memory.trouble}
-    for name in names if is_last else ():
-        if name not in reported:
-            found.append(Event("writing", name, numbers[name], f"{name} is not finished yet: it was not checked"))
+    for name in (name for name in names if is_last and name not in reported):
+        found.append(Event("writing", name, numbers[name], f"{name} is not finished yet: it was not checked"))
     return sorted(found, key=lambda event: names.index(event.step))
 
 

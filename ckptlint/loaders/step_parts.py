@@ -10,7 +10,7 @@ from ckptlint.errors import CkptlintError
 from ckptlint.loaders.discover import find_checkpoints, has_twin
 from ckptlint.loaders.layouts import CheckpointPlace
 from ckptlint.loaders.run.finished import other_step, step_state
-from ckptlint.loaders.run.steps import older_steps, sub_folder
+from ckptlint.loaders.run.steps import folder_below, older_steps
 from ckptlint.model import Checkpoint, Problem
 from ckptlint.model.text import join_words, printable
 from ckptlint.storage.folder import Folder
@@ -105,7 +105,7 @@ def _first_missing(step: Folder, place: str) -> str:
     folder, passed = step, list[str]()
     for name in place.split("/"):
         passed.append(printable(name))
-        below = sub_folder(folder, name) if name in folder.folders() else None
+        below = folder_below(folder, [name])
         if below is None or not (below.entries or below.folders()):
             return "/".join(passed)
         folder = below

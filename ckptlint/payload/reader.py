@@ -16,15 +16,7 @@ import numpy as np
 from ckptlint.errors import UnreadableError
 from ckptlint.geometry.record_states import needed_bytes
 from ckptlint.loaders.problems import from_error
-from ckptlint.model import (
-    Checkpoint,
-    Damage,
-    RecordContent,
-    RecordState,
-    StorageTable,
-    Tensor,
-    empty_payload,
-)
+from ckptlint.model import Checkpoint, Damage, RecordContent, RecordState, StorageTable, Tensor, empty_payload
 from ckptlint.model.payload import plain_content
 from ckptlint.model.text import plural
 from ckptlint.model.tiling import IntArray, distinct

@@ -165,8 +165,9 @@ def add_model(columns: Columns, tag: Tag, grid_facts: GridFacts, odd: Collection
         for fqn, tensor in _tensors(source.root):
             _add(columns, names, f"{owner}{fqn}", tensor, source)
     for source in tag.of("expert optimizer"):
+        stem = source.file.name.removesuffix("_optim_states.pt")
         for fqn, tensor in _tensors(source.root.get("optimizer")):
-            _add(columns, names, f"optimizer.{source.file.name.removesuffix('_optim_states.pt')}.{fqn}", tensor, source)
+            _add(columns, names, f"optimizer.{stem}.{fqn}", tensor, source)
 
 
 def _add_unnamed(columns: Columns, tag: Tag, placed: Collection[int]) -> tuple[str, ...]:

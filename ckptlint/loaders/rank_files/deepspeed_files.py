@@ -111,14 +111,13 @@ def zero_stage(state: dict[Any, Any]) -> int | None:
 def shapes_of(root: dict[Any, Any]) -> ShapeLists | None:
     """The trained parameters of each group, None where the file does not list them: with experts before 0.18."""
     groups = root.get("param_shapes")
-    if isinstance(groups, dict):
-        groups = [groups]
+    groups = [groups] if isinstance(groups, dict) else groups
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
         return None
-    found = [
+    shapes = [
         {str(fqn): shape for fqn, value in group.items() if (shape := as_shape(value)) is not None} for group in groups
     ]
-    return found if [*map(len, found)] == [*map(len, groups)] else None
+    return shapes if [*map(len, shapes)] == [*map(len, groups)] else None
 
 
 def as_shape(value: Any) -> tuple[int, ...] | None:

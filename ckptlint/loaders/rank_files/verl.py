@@ -538,9 +538,7 @@ def _world(value: Stored) -> int:
     """Number of ranks of the world that a value is cut over; 0 where unknown."""
     if isinstance(value, StoredDTensor):
         return len(value.mesh.ranks) if value.mesh.spans_world else 0
-    if isinstance(value, StoredShards):
-        return value.world
-    return 0
+    return value.world if isinstance(value, StoredShards) else 0
 
 
 def _locals(value: Stored) -> list[tuple[Shape, StoredTensor]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from ckptlint.errors import CkptlintError
@@ -82,7 +83,6 @@ def _may_hold_weights(folder: Folder, levels: int = _LEVELS) -> bool:
 
 def _json(folder: Folder, name: str) -> dict[str, Any]:
     """A file of JSON; {} where there is none that can be read."""
-    try:
+    with suppress(CkptlintError):
         return read_json(folder, name, _CONFIG_LIMIT)[0]
-    except CkptlintError:
-        return {}
+    return {}

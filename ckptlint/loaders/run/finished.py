@@ -14,7 +14,7 @@ from ckptlint.loaders.problems import optimizer_never_written
 from ckptlint.loaders.readers.common_state import COMMON_FILE
 from ckptlint.loaders.readers.dcp.megatron import CONFIG_FILE
 from ckptlint.loaders.run.bare_parts import CONFIG, bare_parts
-from ckptlint.loaders.run.steps import older_steps, steps_of, sub_folder
+from ckptlint.loaders.run.steps import folder_below, older_steps, steps_of, sub_folder
 from ckptlint.model import AxisSize, Problem, StepState
 from ckptlint.model.text import join_words, printable
 from ckptlint.patterns import lazy_pattern
@@ -152,10 +152,9 @@ def _without_optimizer(step: Folder) -> str:
 
 def _hollow(step: Folder) -> list[str]:
     """The folders of parts in which nothing lies, printable, of a step that is not whole by itself."""
-    found = None if step.is_one_file else recognise(step)
     if step.is_one_file or not (is_part(step.name) or step_number(step.name) is not None):
         return []
-    if found is not None and found.layout.state(step) == "complete":
+    if (found := recognise(step)) is not None and found.layout.state(step) == "complete":
         return []
     return [printable(name) for name in step.folders() if is_part(name) and _is_empty(step, name)]
 
@@ -342,13 +341,10 @@ def _steps_before(folder: Folder) -> Iterator[Folder]:
 def _lies_below(folder: Folder, path: str) -> bool:
     """Whether a file, or a folder that is not empty, is at a relative path."""
     *above, last = path.rstrip("/").split("/")
-    for name in above:
-        below = sub_folder(folder, name) if name in folder.folders() else None
-        if below is None:
-            return False
-        folder = below
-    below = sub_folder(folder, last) if last in folder.folders() else None
-    return bool(below.entries) if below is not None else folder.has(last)
+    if (around := folder_below(folder, above)) is None:
+        return False
+    below = folder_below(around, [last])
+    return bool(below.entries) if below is not None else around.has(last)
 
 
 def _up_to_step(folder: Folder) -> Iterator[Folder]:
@@ -367,12 +363,10 @@ def other_step(folder: Folder) -> str:
     number, parent = step_number(name.name), name.parent
     if number is None or parent is None:
         return ""
-    try:
+    with suppress(CkptlintError):
         others = (step for step in steps_of(parent) if step.number != number)
         for step in islice(others, _STEPS_TRIED):
             there = sub_folder(parent, step.name) if step.is_folder else None
             if there is not None and step_state(there) == "complete":
                 return "use another step: `ckptlint latest RUN_DIR` prints the newest that passes"
-    except CkptlintError:
-        return ""
     return ""

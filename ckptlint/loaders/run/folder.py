@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import PurePath
 from typing import Literal, get_args
@@ -13,7 +14,7 @@ from ckptlint.formats.torch_file import number_in, ranges_of, read_torch_file
 from ckptlint.loaders.layouts import CheckpointPlace, recognise
 from ckptlint.loaders.problems import from_error, from_torch_file
 from ckptlint.loaders.run.finished import step_state
-from ckptlint.loaders.run.steps import alike_steps, checkpoints_in, older_steps, sub_folder
+from ckptlint.loaders.run.steps import alike_steps, checkpoints_in, folder_below, older_steps
 from ckptlint.model import Problem, RunFolder, StepState
 from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.frameworks import Holds, Tracker, is_part, step_number, steps_like, world
@@ -98,24 +99,14 @@ def step_before(folder: Folder) -> CheckpointPlace | None:
     number, run = step_number(step.name), step.parent
     if run is None or number is None:
         return None
-    try:
+    with suppress(CkptlintError):
         for older in older_steps(run, step.name, number):
             there = run.sub(older.name)
-            if step_state(there) != "unfinished" and (found := _part(there, inner, folder.part)):
-                return found
-    except CkptlintError:
-        return None
+            place = None if step_state(there) == "unfinished" else folder_below(there, inner)
+            for part in checkpoints_in(place) if place is not None else ():
+                if part.folder.part == folder.part:
+                    return part
     return None
-
-
-def _part(step: Folder, inner: list[str], label: str) -> CheckpointPlace | None:
-    """The part of a step that is in these sub-folders and has this label."""
-    for name in inner:
-        below = sub_folder(step, name) if name in step.folders() else None
-        if below is None:
-            return None
-        step = below
-    return next((part for part in checkpoints_in(step) if part.folder.part == label), None)
 
 
 def is_of_a_run(folder: Folder) -> bool:

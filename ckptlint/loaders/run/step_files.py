@@ -166,8 +166,11 @@ def with_step_files(whole: CheckpointPlace, ckpt: Checkpoint) -> Checkpoint:
     said = {problem.file for problem in ckpt.problems}
     problems += [_unopened(item) for item in survey.shut if item.label not in said]
     problems += _lost_links(survey.files, ckpt)
-    if unread := survey.opened[len(read) :]:
-        problems.append(_left_out(unread))
+    if unread := [item.label for item in survey.opened[len(read) :]]:
+        names = first_few(unread, _SHOWN)
+        sentence = f"{plural(len(unread), 'file')} beside the tensors {verb(len(unread), 'was')} not read: {names}"
+        why = f"those before took the {_BYTES_LIMIT // 1024**3} GiB that are read of such files together"
+        problems.append(Problem("unread", unread[0], sentence, why=why, hint="pass them one by one to check them"))
     if survey.late:
         problems.append(_not_looked_at(survey.late))
     reported = {problem.file for problem in (*ckpt.problems, *problems)}
@@ -272,7 +275,7 @@ def _listed(folder: Folder, prefix: str, names: Collection[str]) -> Iterator[_Fi
 def _is_of_checkpoint(item: _File, whole: CheckpointPlace) -> bool:
     """Whether a link out of a folder may lead to state of the checkpoint alone, not to its run, to logs or code."""
     place, run = item.folder, _run_around(whole.folder)
-    accounted = {one.place for one in whole.reports_for} - {whole.folder.place}
+    accounted = {folder.place for folder in whole.reports_for} - {whole.folder.place}
     is_run = place.place in accounted and step_number(place.name) is None and bool(steps_of(place))
     leads_back = f"{place.escapes_to(item.name)}/".startswith(f"{run}/")
     return not (is_run or leads_back or any(map(holds_no_state, item.label.split("/"))))
@@ -280,10 +283,11 @@ def _is_of_checkpoint(item: _File, whole: CheckpointPlace) -> bool:
 
 def _of_run(problem: Problem) -> Problem:
     """What is wrong with a file beside the steps, which load without it."""
-    if problem.kind != "unreadable":
-        return problem
-    hint = "copy it again from where it was written, or delete it"
-    return replace(problem, why="it lies beside the steps, which load without it", hint=hint, of_run=True)
+    why, hint = (
+        "it lies beside the steps, which load without it",
+        "copy it again from where it was written, or delete it",
+    )
+    return replace(problem, why=why, hint=hint, of_run=True) if problem.kind == "unreadable" else problem
 
 
 def _run_around(folder: Folder) -> str:
@@ -371,13 +375,6 @@ def _lost_links(files: list[_File], ckpt: Checkpoint) -> Iterator[Problem]:
         if item.what and (is_index or item.alike[1] in alike) and (lost := item.folder.lost_link(item.name)):
             hint = "download it again, or copy with links followed"
             yield Problem("incomplete", item.label, lost, why="a load of the model fails or misses it", hint=hint)
-
-
-def _left_out(late: list[_File]) -> Problem:
-    names = first_few([item.label for item in late], _SHOWN)
-    sentence = f"{plural(len(late), 'file')} beside the tensors {verb(len(late), 'was')} not read: {names}"
-    why = f"those before took the {_BYTES_LIMIT // 1024**3} GiB that are read of such files together"
-    return Problem("unread", late[0].label, sentence, why=why, hint="pass them one by one to check them")
 
 
 def _not_looked_at(late: list[_File]) -> Problem:

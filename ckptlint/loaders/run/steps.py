@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from math import isclose
 from operator import itemgetter
@@ -217,6 +217,16 @@ def is_dcp_file(name: str) -> bool:
 def sub_folder(folder: Folder, name: str) -> Folder | None:
     """A sub-folder; None for a link that is not followed."""
     return folder.sub(name) if is_followed(folder, name) else None
+
+
+def folder_below(folder: Folder, names: Iterable[str]) -> Folder | None:
+    """The folder at names that lie in each other; None where one is not there, or is a link that is not followed."""
+    for name in names:
+        below = sub_folder(folder, name) if name in folder.folders() else None
+        if below is None:
+            return None
+        folder = below
+    return folder
 
 
 def is_followed(folder: Folder, name: str) -> bool:

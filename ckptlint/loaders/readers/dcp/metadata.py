@@ -358,8 +358,8 @@ def _rows_of(index: list[Node], infos: list[Node], file: str, problems: list[Pro
         raise UnreadableError(f"has a storage entry without {error}") from None
     if not {str} >= set(map(type, fqns)) | set(map(type, names)):
         raise UnreadableError("has a storage entry whose key or path is not text")
-    fqn, different = _numbered(fqns)
-    number, paths = _numbered(names)
+    fqn, different = numbered(fqns)
+    number, paths = numbered(names)
     rank, offsets, odd = _filed_under([key.get("offset") for key in keys])  # absent for bytes entries
     columns = []
     for values_of, what in ((starts, "offset"), (lengths, "length")):
@@ -378,7 +378,7 @@ def _rows_of(index: list[Node], infos: list[Node], file: str, problems: list[Pro
     return RecordRows(different, fqn, hint, rank, offsets, paths, number, start, length, transformed, odd)
 
 
-def _numbered(texts: list[str]) -> tuple[Any, list[str]]:
+def numbered(texts: list[str]) -> tuple[Any, list[str]]:
     """int32 [n], positions in the list of distinct texts, and that list, in order of first use."""
     place = {text: number for number, text in enumerate(dict.fromkeys(texts))}
     return np.fromiter(map(place.__getitem__, texts), np.int32, len(texts)), list(place)

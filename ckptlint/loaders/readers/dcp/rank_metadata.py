@@ -75,7 +75,7 @@ def leftover_files(folder: Folder) -> list[Problem]:
 
 
 def unsafe_leftovers(folder: Folder) -> list[Problem]:
-    """What the metadata of single ranks asks for, which torch reads where `.metadata` is lost; not what is unreadable."""
+    """What readable metadata of single ranks asks for, which torch reads where `.metadata` is lost."""
     problems = []
     for name in rank_files(folder):
         try:

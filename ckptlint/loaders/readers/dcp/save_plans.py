@@ -13,7 +13,7 @@ from ckptlint.errors import UnreadableError
 from ckptlint.formats.pickles.columns import END, OneChunk, PlanRows, RowRun
 from ckptlint.formats.pickles.rows import Table
 from ckptlint.formats.pickles.safe_pickle import Node
-from ckptlint.loaders.readers.dcp.metadata import Numbering, attributes_of, attributes_of_all
+from ckptlint.loaders.readers.dcp.metadata import Numbering, attributes_of, attributes_of_all, numbered
 from ckptlint.model import SavePlans
 from ckptlint.model.files import Names
 from ckptlint.model.text import all_printable
@@ -73,16 +73,14 @@ def _of_nodes(nodes: list[Any], rows: IntArray) -> _Items:
         attributes_of_all([item for item in data if item is not None], "TensorWriteData") if len(of_tensors) else []
     )
     extents = [_extents(item["chunk"]) for item in write_data]
-    unique = {name: number for number, name in enumerate(dict.fromkeys(map(itemgetter("fqn"), index)))}
-    dtypes = [_dtype_of(item.get("properties")) for item in write_data]
-    unique_dtypes = {name: number for number, name in enumerate(dict.fromkeys(dtypes))}
+    name, names = numbered([*map(itemgetter("fqn"), index)])
     dtype = np.full(len(states), -1, np.int64)
-    dtype[of_tensors] = [unique_dtypes[name] for name in dtypes]
+    dtype[of_tensors], dtypes = numbered([_dtype_of(item.get("properties")) for item in write_data])
     return _Items(
         rows,
-        [*unique],
-        np.array([unique[item["fqn"]] for item in index], np.int64),
-        [*unique_dtypes],
+        names,
+        name,
+        dtypes,
         dtype,
         _padded([offsets for offsets, _ in extents], of_tensors, len(states)),
         _padded([sizes for _, sizes in extents], of_tensors, len(states)),
@@ -96,15 +94,15 @@ def _of_runs(table: Table, runs: list[tuple[RowRun, int]]) -> _Items:
     assert isinstance(planned, PlanRows)
     rows = np.concatenate([np.arange(start, start + run.count) for run, start in runs])
     own = np.concatenate([np.arange(run.first, run.first + run.count) for run, _ in runs])
-    dtypes = [value if isinstance(value, str) else _dtype_of(value) for value in planned.properties]
-    unique = {name: number for number, name in enumerate(dict.fromkeys(dtypes))}
-    number = np.array([*map(unique.__getitem__, dtypes), -1], np.int64)  # the last for bytes
+    properties = [value if isinstance(value, str) else _dtype_of(value) for value in planned.properties]
+    number, dtypes = numbered(properties)
+    number = np.append(number, -1)  # the last for bytes
     chunk = planned.chunk
     return _Items(
         rows,
         planned.names,
         planned.name[own],
-        [*unique],
+        dtypes,
         number[planned.of_properties[own]],
         _with_padding(chunk.offset_rank[own], chunk.offsets[own]),
         _with_padding(chunk.size_rank[own], chunk.sizes[own]),
