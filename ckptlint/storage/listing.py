@@ -94,7 +94,11 @@ class Listing(Mapping[str, FolderEntry]):
         """int64 [n], where each name is in `payload`; -1 for all others."""
         found = np.full(len(names), -1, np.int64)
         for start in range(0, len(names) if len(self.payload) else 0, _PART):
-            wanted = _encoded(names[start : start + _PART])
+            part = names[start : start + _PART]
+            text = "".join(part)
+            if not text.isascii() or "\0" in text or max(map(len, part)) > _LONGEST:  # of no plain payload file
+                part = [name if is_plain(name) else "" for name in part]
+            wanted = np.array(part, "S")
             at = np.minimum(np.searchsorted(self.payload, wanted), len(self.payload) - 1)
             found[start : start + _PART] = np.where(self.payload[at] == wanted, at, -1)
         return found
@@ -158,11 +162,3 @@ def is_plain(name: str) -> bool:
     [True, False, False]
     """
     return _PLAIN.fullmatch(name) is not None
-
-
-def _encoded(names: Sequence[str]) -> npt.NDArray[Any]:
-    """bytes [n], the names; empty for those that no plain payload file can have, if there are any."""
-    text = "".join(names)
-    if not text.isascii() or "\0" in text or max(map(len, names)) > _LONGEST:
-        names = [name if is_plain(name) else "" for name in names]
-    return np.array(names, "S")

@@ -358,10 +358,7 @@ def reason(error: BaseException, protocol: str) -> str:
         return "the server closed the connection early"
     if any("Timeout" in kind for kind in kinds):
         return f"the server did not answer within {READ_SECONDS} s"
-    return _without_secrets(f"{type(error).__name__}: {error}")
-
-
-def _without_secrets(text: str) -> str:
+    text = f"{type(error).__name__}: {error}"  # which may hold secrets
     text = re.sub(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+", lambda match: shown(match[0]), text)
     text = re.sub(r"(?i)((?:signature|token|secret|password|credential|key|sig)[\w-]*\s*[=:]\s*)\S+", r"\1...", text)
     return printable(" ".join(text.split())[:200])

@@ -63,11 +63,6 @@ def _whole(folder: Folder) -> Evidence | None:
     return Evidence(METADATA) if is_one else None
 
 
-def _of_ranks(folder: Folder) -> Evidence | None:
-    found = next((name for name in folder.files_beside() if RANK_METADATA.fullmatch(name)), None)
-    return None if found is None else Evidence(found)
-
-
 def _state(folder: Folder) -> StepState:
     """`metadata.json` ends the saves that have a `common.pt`; fsdp_dtensor and torch_dcp have neither.
 
@@ -100,7 +95,7 @@ LAYOUTS = (
         kind="per-rank",
         order=20,
         formats={"dcp-per-rank": "DCP, one metadata file per rank"},
-        recognise=_of_ranks,
+        recognise=lambda folder: next(map(Evidence, filter(RANK_METADATA.fullmatch, folder.files_beside())), None),
         read=lambda found, look_at_files: read_dcp(found.folder, look_at_files),
         input_bytes=_metadata_bytes,
         marks=("__0.metadata",),

@@ -66,8 +66,8 @@ def _paddle(folder: Folder) -> Evidence | None:
 
 
 def _any(folder: Folder) -> Evidence | None:
-    if (found := unsupported(folder)) is not None:
-        return found
+    if (evidence := unsupported(folder)) is not None:
+        return evidence
     names = [name for name in folder.files_beside() if not is_system_file(name)]
     for known in world().unread:
         is_bare = folder.is_one_file or not folder.folders() or _first(folder.folders(), known.folders)

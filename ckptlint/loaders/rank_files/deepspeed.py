@@ -20,7 +20,7 @@ from ckptlint.loaders.rank_files.deepspeed_grid import (
 )
 from ckptlint.loaders.rank_files.deepspeed_groups import EXPERT, Cut, flat_groups, owner_of
 from ckptlint.loaders.readers.torch_files import Columns
-from ckptlint.model import Checkpoint, Misfit, Problem, RankFile
+from ckptlint.model import Checkpoint, Declared, Misfit, Problem, RankFile
 from ckptlint.model.stored import StoredTensor
 from ckptlint.model.text import first_names, plural, printable, ranges, verb
 from ckptlint.storage.folder import Folder
@@ -69,7 +69,8 @@ def assembled(
         files if cut is None else replace(files, flat_groups=tuple(cut.groups)),
         format="deepspeed",
         writer=grid_facts.writer,
-        declared=grid_facts.declared,
+        # deepspeed.moe.experts.Experts starts with copies of one expert
+        declared={"moe_upcycled": Declared(True, "num_experts")} if grid_facts.experts else {},
         claims=grid_facts.claims,
         problems=problems if readable else [replace(problem, blocks=True) for problem in problems],
         readable=readable,

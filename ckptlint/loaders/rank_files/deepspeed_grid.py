@@ -24,7 +24,7 @@ from ckptlint.loaders.rank_files.deepspeed_files import (
     version_of,
     zero_stage,
 )
-from ckptlint.model import AxisSize, Declared, Misfit, RankFile, StepClaim
+from ckptlint.model import AxisSize, Misfit, RankFile, StepClaim
 from ckptlint.model.text import printable, ranges
 from ckptlint.storage.folder import Folder
 
@@ -58,11 +58,6 @@ class GridFacts:
         axes = {"dp": (self.dp, self.dp_source), "tp": (self.tp, self.mp_source)}
         axes["pp"] = (self.mp // self.tp, self.mp_source)
         return {axis: AxisSize(size, "metadata") for axis, (size, source) in axes.items() if source}
-
-    @property
-    def declared(self) -> dict[str, Declared]:
-        """Declared values: `moe_upcycled`, since deepspeed.moe.experts.Experts starts with copies of one expert."""
-        return {"moe_upcycled": Declared(True, "num_experts")} if self.experts else {}
 
 
 def grid_facts_of(tag: Tag) -> GridFacts:
@@ -226,17 +221,12 @@ def _expert_files(tag: Tag, grid_facts: GridFacts) -> Iterator[RankFile]:
         name, tp = "layer_{layer}_expert_{expert}_mp_rank_{mp:02d}_model_states.pt", range(grid_facts.tp)
         yield from _grid("expert", name, layer=(layer,), expert=range(count), mp=tp)
     optimizers = [file.numbers for file in tag.files.files if file.kind == "expert optimizer"]
-    size = max([numbers["ep"] + 1 for numbers in optimizers] or [0])
-    size = max([size, *(_expert_parallel(source.root) for source in tag.of("expert optimizer"))])
+    roots = (dict_of(source.root.get("optimizer")) for source in tag.of("expert optimizer"))
+    names = (str(dict_of(group).get("name", "")) for root in roots for group in root.get("param_groups") or ())
+    stated = (int(match[1]) for name in names if (match := re.fullmatch(r"ep_size_(\d{1,6})", name)))
+    size = max([0, *(numbers["ep"] + 1 for numbers in optimizers), *stated])
     mps = sorted({numbers["mp"] for numbers in optimizers})
     yield from _grid("expert optimizer", "expp_rank_{ep}_mp_rank_{mp:02d}_optim_states.pt", ep=range(size), mp=mps)
-
-
-def _expert_parallel(root: dict[Any, Any]) -> int:
-    """The expert parallel size in DeepSpeed's group names (`ep_size_2`); 0 without one."""
-    groups = dict_of(root.get("optimizer")).get("param_groups")
-    names = [str(dict_of(group).get("name", "")) for group in groups or ()]
-    return max((int(match[1]) for name in names if (match := re.fullmatch(r"ep_size_(\d{1,6})", name))), default=0)
 
 
 def note(tag: Tag, grid_facts: GridFacts) -> None:

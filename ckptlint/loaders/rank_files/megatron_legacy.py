@@ -152,11 +152,6 @@ class _Rank:
         """The arguments in that file."""
         return attributes(self.root.get("args"))
 
-    @property
-    def needs_optimizer(self) -> bool:
-        """Whether its model file implies a separate file of optimizer states."""
-        return self.args.get("use_distributed_optimizer") is True and bool(self.root.get("optimizer"))
-
 
 def _opened(files: SetFiles, name: str) -> _Rank:
     there = files.folder.sub(name).files_beside()
@@ -200,7 +195,8 @@ def _expected(sizes: Sizes, ranks: list[_Rank]) -> Iterator[RankFile]:
         numbers, rank = _numbers(place, sizes), there.get(name) or _Rank(name, [])
         file = next((inner for inner in rank.there if inner in MODEL_FILES), model)
         yield RankFile(f"{name}/{file}", "model", numbers)
-        if OPTIMIZER_FILE in rank.there or rank.needs_optimizer:
+        is_apart = rank.args.get("use_distributed_optimizer") is True and rank.root.get("optimizer")
+        if OPTIMIZER_FILE in rank.there or is_apart:
             yield RankFile(f"{name}/{OPTIMIZER_FILE}", "optimizer", numbers)
 
 

@@ -529,9 +529,8 @@ def _values(root: Any) -> Iterable[Any]:
 
 def _writer(value: Stored) -> int:
     """The rank that a value states as its writer; -1 without one."""
-    if isinstance(value, StoredDTensor):
-        return value.mesh.rank
-    return value.rank if isinstance(value, StoredShards) else -1
+    place = value.mesh if isinstance(value, StoredDTensor) else value
+    return -1 if isinstance(place, StoredTensor) else place.rank
 
 
 def _world(value: Stored) -> int:

@@ -35,6 +35,7 @@ from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.dtypes import ITEM_BITS
 
 _NOWHERE = Storage(b"", -1, 0, 0, 0)
+_COUNTED = 64  # parameters of an optimizer whose steps are read
 
 
 @dataclass(slots=True)
@@ -165,7 +166,11 @@ def optimizer_in(
     made = optimizer_file(state)
     if made is None:
         return None
-    step, columns = _steps_counted(folder, name, found, state), Columns()
+    of_params = (of_param for of_param in state["state"].values() if isinstance(of_param, dict))
+    # torch.optim.Adam (torch 1.13 to 2.13): `step` of each parameter, a tensor of one element
+    counts = (of_param.get("step") for of_param in islice(of_params, _COUNTED))
+    numbers = [number_in(ranges_of(folder, name), found, count) for count in counts]
+    step, columns = max((number for number in numbers if number is not None), default=None), Columns()
     for param, of_param in state["state"].items():
         for what, value in of_param.items() if isinstance(of_param, dict) else ():
             if isinstance(value, StoredTensor):
@@ -182,19 +187,6 @@ def optimizer_in(
         param_groups=tuple((f"{label}: param_groups[{number}]", group) for number, group in enumerate(made.groups)),
     )
     return replace(made, states=states), step
-
-
-def _steps_counted(folder: Folder, name: str, found: TorchFile, state: Mapping[Any, Any]) -> int | None:
-    """The highest step count among the first parameters of an optimizer's state; None without any.
-
-    Source: torch.optim.Adam (torch 1.13 to 2.13): `step` of each parameter, a tensor of one element
-    """
-    steps = (of_param.get("step") for of_param in state["state"].values() if isinstance(of_param, dict))
-    numbers = [number_in(ranges_of(folder, name), found, step) for step in islice(steps, _COUNTED)]
-    return max((number for number in numbers if number is not None), default=None)
-
-
-_COUNTED = 64  # parameters of an optimizer whose steps are read
 
 
 def is_dict(value: Any) -> TypeGuard[dict[Any, Any]]:

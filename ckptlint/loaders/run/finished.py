@@ -178,20 +178,23 @@ def lacking_files(step: Folder, older: Iterable[Folder], kinds_of: int = 1) -> t
             return [], ""  # the step is not listed again for nothing
         there = _files_of_state(step)
         kinds = {*map(_kind, there.values())}
-        for one in finished[:kinds_of]:
-            before = _files_of_state(one)
+        for folder in finished[:kinds_of]:
+            before = _files_of_state(folder)
             lost = [name for name in before.values() if (kind := _kind(name)) and kind not in kinds]
             if lost := lost or _model_beside_export(there, before):
-                return sorted(map(printable, lost)), f"{printable(one.name)} has"
+                return sorted(map(printable, lost)), f"{printable(folder.name)} has"
         first, *others = map(_files_of_state, finished)
         beside = first.values()
+        # Of Megatron-Core: an export, which has no `.metadata`, needs no `metadata.json`. Beside that the common state
+        # is `common.pt` or, from 0.19 on, an entry of `.metadata`, which `readers.megatron.missing_marks` looks for.
+        is_judged_alone = {CONFIG_FILE: not step.has(METADATA), COMMON_FILE: step.has(CONFIG_FILE)}
         lost = [
             name
             for pattern, name in first.items()
             if pattern not in there
             and all(pattern in other for other in others)
             and (others or _is_in_all(name, beside) or _is_of_lost_folder(name, step, beside))
-            and not _is_judged_alone(step, name)
+            and not is_judged_alone.get(name)
         ]
         holders = "all older steps have" if others else f"{printable(finished[0].name)} has"
         return sorted(map(printable, lost)), holders
@@ -243,15 +246,6 @@ def _model_beside_export(there: dict[str, str], before: dict[str, str]) -> list[
 def _holds_weights(path: str) -> bool:
     family = family_of(path.rpartition("/")[2])
     return path.endswith(".safetensors") or (family is not None and family.part == "model")
-
-
-def _is_judged_alone(step: Folder, name: str) -> bool:
-    """Whether a step without this file of Megatron-Core is right or wrong by what it holds itself.
-
-    An export, which has no `.metadata`, needs no `metadata.json`. Beside a `metadata.json`, the common state is
-    `common.pt` or, from 0.19 on, an entry of `.metadata`, which `readers.megatron.missing_marks` looks for.
-    """
-    return (name == CONFIG_FILE and not step.has(METADATA)) or (name == COMMON_FILE and step.has(CONFIG_FILE))
 
 
 def _is_in_all(path: str, beside: Iterable[str]) -> bool:

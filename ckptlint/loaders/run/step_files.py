@@ -9,7 +9,7 @@ from functools import partial
 from itertools import groupby
 from os.path import relpath
 from pathlib import PurePath
-from typing import Any, NamedTuple
+from typing import Any
 
 from ckptlint.errors import AccessError, CkptlintError, ForeignError, LimitError, ScriptError, UnreadableError
 from ckptlint.formats.content import HEAD, FileContent, file_content, is_packed, is_pickled, pickles_in
@@ -120,23 +120,6 @@ class _File:
         return StepFile(self.label, self.family.name if self.family else "", state, self.size, step, folder_step)
 
 
-class _Survey(NamedTuple):
-    """What is beside the tensors of a step, apart from what the loaders took: all files and folders, `listed`.
-
-    Attributes:
-        files: those of the step, and those below folders that start as pickles do.
-        opened: which of them to read here, those of known names first, for which the bytes always last.
-        shut: which of them cannot be opened.
-        late: what was not looked at: files, and folders below those whose files are not reported one by one.
-    """
-
-    listed: list[_File]
-    files: list[_File]
-    opened: list[_File]
-    shut: list[_File]
-    late: list[_File]
-
-
 _Read = tuple[StepFile, list[Problem]]
 
 
@@ -145,8 +128,8 @@ def with_step_files(whole: CheckpointPlace, ckpt: Checkpoint) -> Checkpoint:
 
     Each is opened in a child process of its own where reading all of them in one breaks a limit.
     """
-    survey = _survey(whole, ckpt)
-    read = dict(zip(survey.opened, _read_within_limits(survey.opened), strict=False))
+    listed, step_files, opened, shut, late = _survey(whole, ckpt)
+    read = dict(zip(opened, _read_within_limits(opened), strict=False))
     files: list[StepFile] = []
     lacks = [lack for place in whole.reports_for for lack in missing_parts(place)]
     problems = [*ckpt.problems, *lacks]
@@ -156,7 +139,7 @@ def with_step_files(whole: CheckpointPlace, ckpt: Checkpoint) -> Checkpoint:
         problems = [replace(first, message=f"{first.message}; {more}"), *rest]
     run = "" if (around := _run_around(whole.folder)) == whole.folder.place else around
     whole_sets = {item.alike for item, (file, _) in read.items() if file.state == "read"}
-    for item in survey.files:
+    for item in step_files:
         file, file_problems = read.get(item) or (item.reported(), [])
         files += [] if item.is_below else [file]
         # what no name says to be a pickle should be one where files beside it are that differ in a number alone
@@ -164,17 +147,17 @@ def with_step_files(whole: CheckpointPlace, ckpt: Checkpoint) -> Checkpoint:
         counted = [problem for problem in file_problems if not is_foreign or problem.kind in _KEPT]
         problems += [_of_run(problem) for problem in counted] if item.folder.place == run else counted
     said = {problem.file for problem in ckpt.problems}
-    problems += [_unopened(item) for item in survey.shut if item.label not in said]
-    problems += _lost_links(survey.files, ckpt)
-    if unread := [item.label for item in survey.opened[len(read) :]]:
+    problems += [_unopened(item) for item in shut if item.label not in said]
+    problems += _lost_links(step_files, ckpt)
+    if unread := [item.label for item in opened[len(read) :]]:
         names = first_few(unread, _SHOWN)
         sentence = f"{plural(len(unread), 'file')} beside the tensors {verb(len(unread), 'was')} not read: {names}"
         why = f"those before took the {_BYTES_LIMIT // 1024**3} GiB that are read of such files together"
         problems.append(Problem("unread", unread[0], sentence, why=why, hint="pass them one by one to check them"))
-    if survey.late:
-        problems.append(_not_looked_at(survey.late))
+    if late:
+        problems.append(_not_looked_at(late))
     reported = {problem.file for problem in (*ckpt.problems, *problems)}
-    problems += code_beside([(item.folder, item.name, item.label) for item in survey.listed], reported)
+    problems += code_beside([(item.folder, item.name, item.label) for item in listed], reported)
     world = next((size for place in whole.reports_for if (size := stated_world(place)) is not None), None)
     topology = {**ckpt.topology, "world": world} if world is not None else ckpt.topology
     return replace(ckpt, step_files=(*ckpt.step_files, *files), problems=problems, topology=topology)
@@ -194,8 +177,13 @@ def folders_beside(step: Folder) -> list[Folder]:
     return [sub for place in around if step.name in place.folders() and (sub := sub_folder(place, step.name))]
 
 
-def _survey(whole: CheckpointPlace, ckpt: Checkpoint) -> _Survey:
-    """What is beside the tensors of a checkpoint."""
+def _survey(whole: CheckpointPlace, ckpt: Checkpoint) -> tuple[list[_File], ...]:
+    """What is beside the tensors of a checkpoint, apart from what the loaders took.
+
+    All files and folders; those of the step, with those below folders that start as pickles do; of them those to read
+    here, known names first, for which the bytes always last, and those that cannot be opened; what was not looked at:
+    files, and folders below those whose files are not reported one by one.
+    """
     # what the loaders read, beside safetensors too; `_listed` leaves out plain payload of the folder itself
     pairs = zip(ckpt.files.names, ckpt.files.referenced.tolist(), strict=True)
     unclaimed = [name for name, is_claimed in pairs if not is_claimed and name.endswith(_PAYLOAD)]
@@ -225,7 +213,7 @@ def _survey(whole: CheckpointPlace, ckpt: Checkpoint) -> _Survey:
     shut |= {item: None for item in wanted if item.folder.stat(item.name)[0] not in READABLE}
     opened = [item for item in wanted if (item.content or not item.is_read) and item not in shut]
     opened.sort(key=lambda item: item.family is None or item.content is not None)
-    return _Survey(found, files, opened, [*shut], late + [item for item in below if item.label.endswith("/")])
+    return found, files, opened, [*shut], late + [item for item in below if item.label.endswith("/")]
 
 
 def _files_of(whole: CheckpointPlace) -> Iterator[_File]:
@@ -283,10 +271,8 @@ def _is_of_checkpoint(item: _File, whole: CheckpointPlace) -> bool:
 
 def _of_run(problem: Problem) -> Problem:
     """What is wrong with a file beside the steps, which load without it."""
-    why, hint = (
-        "it lies beside the steps, which load without it",
-        "copy it again from where it was written, or delete it",
-    )
+    why = "it lies beside the steps, which load without it"
+    hint = "copy it again from where it was written, or delete it"
     return replace(problem, why=why, hint=hint, of_run=True) if problem.kind == "unreadable" else problem
 
 
