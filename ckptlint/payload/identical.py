@@ -107,7 +107,6 @@ class _Samples:
         self.folder, self.ckpt, self.table = folder, ckpt, table
 
     def of(self, rows: Sequence[int]) -> dict[int, bytes]:
-        """The samples of some records."""
         samples: dict[int, bytes] = {}
         for file, mine in grouped((int(self.ckpt.records.file[row]), row) for row in rows).items():
             for at in range(0, len(mine), _BATCH):

@@ -84,7 +84,6 @@ class Contents:
         return number
 
     def decode(self, contents: list[RecordContent]) -> None:
-        """Decode all pending pickles."""
         for name, decoded_pickle in zip(self._names[len(self.decoded) :], decode(self._pending), strict=True):
             content = decoded_pickle.content
             is_lost = content is not None and name is not None and content.key not in ("", name)

@@ -152,8 +152,6 @@ class _Part(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """A processed block."""
-
     data: memoryview
     parts: list[_Part]
 
@@ -215,7 +213,6 @@ def _in_order(work: _Work, plan: Iterator[tuple[int, int, int, int]], threads: i
 
 
 def _merge(seen: Streamed, block: _Block) -> None:
-    """Add a block to the results of the blocks before it."""
     for part in block.parts:
         before = int(seen.crc[part.member])
         # CRC-32 is linear: that of two parts follows from those of each, and from the length of the second

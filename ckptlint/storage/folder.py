@@ -186,7 +186,6 @@ class Folder(ABC):
         return self.entries.newest
 
     def files(self) -> list[str]:
-        """Names of the files."""
         return sorted([*self.entries.payload_names(), *self.files_beside()])
 
     def files_beside(self) -> list[str]:
@@ -194,7 +193,6 @@ class Folder(ABC):
         return [name for name, entry in self.entries.others.items() if not entry.is_folder]
 
     def folders(self) -> list[str]:
-        """Names of the folders."""
         return [name for name, entry in self.entries.others.items() if entry.is_folder]
 
     def has(self, name: str) -> bool:
@@ -227,7 +225,6 @@ class Folder(ABC):
         return size
 
     def head(self, name: str, count: int) -> bytes:
-        """The first bytes of a file."""
         return self.read_range(name, 0, count)
 
     def short_text(self, name: str) -> str:

@@ -128,7 +128,6 @@ class Listing(Mapping[str, FolderEntry]):
         return len(self.payload) + len(self.others)
 
     def payload_names(self) -> list[str]:
-        """`payload` as text."""
         return [name.decode() for name in self.payload.tolist()]
 
     def of_other_case(self, name: str) -> str | None:

@@ -107,13 +107,13 @@ async def _pages(listing: Callable[..., AsyncIterator[Any]], *arguments: Any, **
     count = 0
     async for page in listing(*arguments, **options):
         if count == PAGES:
-            raise EndlessError(f"its listing does not end after {PAGES:,} pages")
+            raise SlowError(f"its listing does not end after {PAGES:,} pages")
         yield page
         count += 1
 
 
 def listed(protocol: str, path: str) -> list[dict[str, Any]]:
-    """What a store lists at a path, by one attempt; raises EndlessError after `PATIENCE_SECONDS` or `PAGES` pages."""
+    """What a store lists at a path, by one attempt; raises SlowError after `PATIENCE_SECONDS` or `PAGES` pages."""
     store = filesystem(protocol)
     if not store.async_impl:
         return list(store.ls(path, detail=True))
@@ -125,7 +125,7 @@ def listed(protocol: str, path: str) -> list[dict[str, Any]]:
                 return list(await store._ls(path, detail=True))
         except TimeoutError:
             if clock.expired():
-                raise EndlessError(f"its listing does not end within {PATIENCE_SECONDS} s") from None
+                raise SlowError(f"its listing does not end within {PATIENCE_SECONDS} s") from None
             raise
 
     return sync(store.loop, whole)  # type: ignore[no-any-return]
@@ -212,10 +212,6 @@ class RangesError(OSError):
     """A server ignores the header `Range`."""
 
 
-class EndlessError(OSError):
-    """A listing goes on and on."""
-
-
 class RedirectError(OSError):
     """A server sends ckptlint to where it does not go."""
 
@@ -226,7 +222,7 @@ def longest(count: int) -> float:
 
 
 class SlowError(OSError):
-    """All patience with the servers of one path is spent."""
+    """A listing goes on and on, or all patience with the servers of one path is spent."""
 
 
 _patience = mmap.mmap(-1, 16)  # two numbers that forked processes share: of the path, and of the seconds spent on it
@@ -343,7 +339,7 @@ def reason(error: BaseException, protocol: str) -> str:
         return "there is no such bucket"
     if status is not None:
         return f"the server answers {status}" + (f" ({printable(code)})" if code and code != str(status) else "")
-    if isinstance(error, CutShortError | RangesError | SlowError | EndlessError):
+    if isinstance(error, CutShortError | RangesError | SlowError):
         return str(error)
     if (refused := next((part for part in _chain(error) if isinstance(part, RedirectError)), None)) is not None:
         return str(refused)

@@ -88,7 +88,6 @@ class Recognised(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The layout's name."""
         return self.layout.kind
 
 

@@ -10,14 +10,7 @@ from typing import Any
 
 from ckptlint.loaders.problems import optimizer_never_written
 from ckptlint.loaders.rank_files.deepspeed_files import Source, Tag, count_of, dict_of, read_tag, shapes_of
-from ckptlint.loaders.rank_files.deepspeed_grid import (
-    STRUCTURE,
-    GridFacts,
-    expected,
-    grid_facts_of,
-    note,
-    trainer_claim,
-)
+from ckptlint.loaders.rank_files.deepspeed_grid import PLACING, GridFacts, expected, grid_facts_of, note, trainer_claim
 from ckptlint.loaders.rank_files.deepspeed_groups import EXPERT, Cut, flat_groups, owner_of
 from ckptlint.loaders.readers.torch_files import Columns
 from ckptlint.model import Checkpoint, Declared, Misfit, Problem, RankFile
@@ -60,7 +53,7 @@ def assembled(
     partial = ""
     if missing := lost + sum(not file.is_read or file.same_as != "" for file in files.files):
         partial = f"{missing} of {lost + len(files.files)} files of this save {verb(missing, 'is')} missing or unread"
-    elif files.misfits or any(item.what in STRUCTURE for item in files.statements) or (cut and cut.unplaced):
+    elif files.misfits or any(item.what in PLACING for item in files.statements) or (cut and cut.unplaced):
         partial = "the files of this save contradict each other"
     readable = any(file.is_read for file in files.files)
     problems = tag.files.problems

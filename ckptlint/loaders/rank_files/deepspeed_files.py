@@ -26,12 +26,10 @@ class Source(OpenedFile):
 
     @property
     def root(self) -> dict[Any, Any]:
-        """Its value."""
         return dict_of(self.found.root)
 
     @property
     def state(self) -> dict[Any, Any]:
-        """The state dict of the optimizer in it."""
         return dict_of(self.root.get("optimizer_state_dict"))
 
 
@@ -44,7 +42,6 @@ class Tag:
     statements: Statements = field(default_factory=Statements)
 
     def of(self, *kinds: str) -> Iterator[Source]:
-        """The sources of these kinds."""
         return (source for source in self.sources if source.file.kind in kinds)
 
 

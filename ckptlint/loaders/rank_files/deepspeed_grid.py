@@ -8,7 +8,6 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 from ckptlint.errors import CkptlintError, LimitError
@@ -79,11 +78,7 @@ def grid_facts_of(tag: Tag) -> GridFacts:
         stage, _ = _first((*models, *optimizers), "ds_config", lambda root, _: configured_stage(root))
     experts, experts_source = _first(models, "num_experts", lambda root, _: _expert_counts(root))
     version, _ = _first(tag.sources, "ds_version", lambda root, _: version_of(root))
-    steps = (
-        StepClaim(f"{s.file.name}: global_steps", s.root["global_steps"])
-        for s in models
-        if type(s.root.get("global_steps")) is int
-    )
+    steps = [(s.file.name, step) for s in models if type(step := s.root.get("global_steps")) is int]
     return GridFacts(
         dp=dp or max(named["dp"], 1),
         tp=tp or (max(named["tp"], 1) if is_pipeline else mp),
@@ -95,7 +90,7 @@ def grid_facts_of(tag: Tag) -> GridFacts:
         experts_source=experts_source,
         sharded_model=stage == 3 or any("dp" in file.numbers for file in tag.files.files if file.kind == "model"),
         writer=f"DeepSpeed {version or ''}".strip(),
-        claims=(*islice(steps, 1),),
+        claims=tuple(StepClaim(f"{file}: global_steps", step) for file, step in steps[:1]),
     )
 
 
@@ -266,7 +261,7 @@ def note(tag: Tag, grid_facts: GridFacts) -> None:
 
 
 _COUNTS = {"data parallel size": "dp_world_size", "model parallel size": "mp_world_size", "step": "global_steps"}
-STRUCTURE = ("ZeRO stage", "partition count", "data parallel size", "model parallel size", "parameters")
+PLACING = ("ZeRO stage", "partition count", "data parallel size", "model parallel size", "parameters")
 """Statements that decide where parts belong; if files contradict each other on them, tensors are not assembled."""
 
 

@@ -144,12 +144,10 @@ class _Rank:
 
     @property
     def label(self) -> str:
-        """The name of its model file."""
         return self.model.label if self.model is not None else ""
 
     @property
     def args(self) -> dict[str, Any]:
-        """The arguments in that file."""
         return attributes(self.root.get("args"))
 
 
@@ -204,8 +202,6 @@ def _expected(sizes: Sizes, ranks: list[_Rank]) -> Iterator[RankFile]:
 
 
 class _RankTensor(NamedTuple):
-    """One rank's part of a tensor."""
-
     place: GridCoordinate
     tensor: StoredTensor
     file: OpenedFile

@@ -79,7 +79,7 @@ def read_flat(folder: Folder, look_at_files: bool) -> Checkpoint:
 
     Source: torch 2.13 FullyShardedDataParallel with StateDictType.LOCAL_STATE_DICT; dinov2.fsdp.FSDPCheckpointer
     """
-    file_set, *others = flat_sets(folder)
+    file_set, *older = flat_sets(folder)
     save, last = flat_name(file_set.files[-1])
     extension = file_set.files[-1].rpartition(".")[2]
     files, opened = SetFiles(folder, look_at_files), dict[int, OpenedFile]()
@@ -98,9 +98,9 @@ def read_flat(folder: Folder, look_at_files: bool) -> Checkpoint:
     steps = [(file.found.root.get("iteration"), file.label) for file in opened.values()]
     reader.statements.note_if_different("step", [item for item in steps if type(item[0]) is int], text="{:,}".format)
     reader.read(folder)
-    for other in others:
-        sentence = f"ckptlint did not read {plural(len(other.files), 'file')} of another save beside {save}*"
-        files.problems.append(Problem("note", printable(other.files[0]), sentence, why="ckptlint reads the newest one"))
+    for names in (of_save.files for of_save in older):
+        sentence = f"ckptlint did not read {plural(len(names), 'file')} of another save beside {save}*"
+        files.problems.append(Problem("note", printable(names[0]), sentence, why="ckptlint reads the newest one"))
     grid = f"{where} holds tensors of {plural(world, 'rank')}" if world else "the numbers in the names of the files"
     expected = [RankFile(f"{save}{rank}.{extension}", "model", {"rank": rank}) for rank in range(reader.world)]
     return _checkpoint(files, reader, reader.statements.of(files.files, {grid: expected}))
@@ -199,8 +199,6 @@ def _beyond(folder: Folder) -> Iterator[Problem]:
 
 
 class _RankValue(NamedTuple):
-    """The value of a key in one rank's file."""
-
     rank: int
     value: Stored
     file: OpenedFile
@@ -216,6 +214,7 @@ class _Piece(NamedTuple):
 
 
 Places = list[Shape | None]
+_Sharded = StoredDTensor | StoredShards
 
 
 @dataclass(slots=True)
@@ -238,12 +237,9 @@ class _RankReader:
         self._names()
         self._keys({rank: file.found.root for rank, file in self._of("model").items()}, self._of("model"))
         self._optimizer(folder)
-        steps = [
-            (step, file.label)
-            for file in self._of("extra_state").values()
-            if isinstance(scheduler := file.found.root.get("lr_scheduler"), dict)
-            and type(step := scheduler.get("last_epoch")) is int
-        ]
+        states = ((file.found.root.get("lr_scheduler"), file.label) for file in self._of("extra_state").values())
+        epochs = ((scheduler.get("last_epoch"), label) for scheduler, label in states if is_dict(scheduler))
+        steps = [(step, label) for step, label in epochs if type(step) is int]
         self.statements.note_if_different("step", steps, text="{:,}".format)
 
     def _of(self, kind: str) -> dict[int, OpenedFile]:
@@ -259,11 +255,8 @@ class _RankReader:
     def _worlds(self) -> None:
         """Compare the world sizes that meshes span with the names; files of another world are left out."""
         named = self.world
-        sizes = [
-            (world, file.label)
-            for file in self.files.values()
-            if (world := next((size for value in _values(file.found.root) if (size := _world(value)) > 0), 0))
-        ]
+        worlds = ((map(_world, _values(file.found.root)), file.label) for file in self.files.values())
+        sizes = [(world, label) for of_file, label in worlds if (world := next((size for size in of_file if size > 0), 0))]
         things = [(f"a mesh of {plural(size, 'rank')}", label) for size, label in sizes]
         if sizes and all(size != named for size, _ in sizes):
             things.append((f"{plural(named, 'rank')} in the names", next(iter(self.files.values())).label))
@@ -511,33 +504,28 @@ def _params(root: Mapping[Any, Any]) -> list[Any]:
     return [param for params in listed if isinstance(params, list) for param in params]
 
 
-def _parameters(root: Mapping[Any, Any]) -> dict[str, StoredDTensor | StoredShards]:
+def _parameters(root: Mapping[Any, Any]) -> dict[str, _Sharded]:
     """Key -> sharded value in a model's file; plain tensors are buffers."""
-    return {
-        key: value
-        for key, value in root.items()
-        if isinstance(key, str) and isinstance(value, (StoredDTensor, StoredShards))
-    }
+    return {key: value for key, value in root.items() if isinstance(key, str) and isinstance(value, _Sharded)}
 
 
-def _values(root: Any) -> Iterable[Any]:
+def _values(root: Any) -> Iterable[_Sharded]:
     """The DTensors and ShardedTensors of a model's or an optimizer's state; all belong to one rank."""
     states = root.get("state") if is_dict(root.get("state")) else {}
     of_params = (part for of_param in states.values() if is_dict(of_param) for part in of_param.values())
-    return (value for value in (*root.values(), *of_params) if isinstance(value, (StoredDTensor, StoredShards)))
+    return (value for value in (*root.values(), *of_params) if isinstance(value, _Sharded))
 
 
-def _writer(value: Stored) -> int:
+def _writer(value: _Sharded) -> int:
     """The rank that a value states as its writer; -1 without one."""
-    place = value.mesh if isinstance(value, StoredDTensor) else value
-    return -1 if isinstance(place, StoredTensor) else place.rank
+    return value.mesh.rank if isinstance(value, StoredDTensor) else value.rank
 
 
-def _world(value: Stored) -> int:
+def _world(value: _Sharded) -> int:
     """Number of ranks of the world that a value is cut over; 0 where unknown."""
-    if isinstance(value, StoredDTensor):
-        return len(value.mesh.ranks) if value.mesh.spans_world else 0
-    return value.world if isinstance(value, StoredShards) else 0
+    if isinstance(value, StoredShards):
+        return value.world
+    return len(value.mesh.ranks) if value.mesh.spans_world else 0
 
 
 def _locals(value: Stored) -> list[tuple[Shape, StoredTensor]]:

@@ -108,7 +108,6 @@ class _File:
 
     @property
     def input_bytes(self) -> int:
-        """Bytes that are expected to be read of it."""
         return max(min(self.size, _PLAIN_LIMIT), _LEAST)
 
     def reported(self, state: StepFileState = "unknown", step: int | None = None) -> StepFile:

@@ -81,7 +81,6 @@ class AlikeRecords(NamedTuple):
     pickles: list[bytes]
 
     def parts(self, at: int) -> tuple[ArchiveMember, ...]:
-        """The members of record number `at`."""
         starts = (self.start + self.offset[at]).tolist()
         return tuple(map(ArchiveMember, self.names, starts, self.size.tolist(), self.crc[at].tolist()))
 
@@ -235,11 +234,9 @@ def _walk(place: RecordPlace) -> _Walk:
     (pickle,) = yield [(starts[at], members[at].size)]
     if members[at].crc and zlib.crc32(pickle) != members[at].crc:
         raise UnreadableError("has a data.pkl whose bytes do not match its checksum", starts[at])
-    parts = (
-        ArchiveMember(member.short, place.offset + begin, member.size, member.crc)
-        for member, begin in zip(members, starts, strict=True)
-    )
-    return Record(place.row, pickle, tuple(parts)), _Archive(directory, members, local, starts, at)
+    placed = zip(members, starts, strict=True)
+    parts = tuple(ArchiveMember(m.short, place.offset + begin, m.size, m.crc) for m, begin in placed)
+    return Record(place.row, pickle, parts), _Archive(directory, members, local, starts, at)
 
 
 class _Edge(NamedTuple):

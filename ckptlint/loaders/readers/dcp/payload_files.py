@@ -89,11 +89,9 @@ def hollow_files(folder: Folder, files: FileTable) -> list[Problem]:
 def file_table(folder: Folder, known: Collection[str] = (), rows: IntArray | None = None) -> FileTable:
     """The payload files that lie in the folder, but for those known by name, or by row in the listing's payload."""
     listing = folder.entries.without(known, rows)
-    others = [
-        StoredFile(printable(name), name, entry.size, "ok", False)
-        for name, entry in listing.others.items()
-        if name.endswith(".distcp") and not entry.is_folder and not is_system_file(name)
-    ]
+    sizes = {name: entry.size for name, entry in listing.others.items() if not entry.is_folder}
+    payload = [name for name in sizes if name.endswith(".distcp") and not is_system_file(name)]
+    others = [StoredFile(printable(name), name, sizes[name], "ok", False) for name in payload]
     names = listing.payload_names()
     none, flags = np.zeros(len(names), np.uint8), np.zeros(len(names), bool)
     return FileTable(Names.of(names), listing.size, none, flags, {}, {}).followed_by(FileTable.of(others))

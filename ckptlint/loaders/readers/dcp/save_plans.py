@@ -122,21 +122,17 @@ def _joined(parts: list[_Items], world_size: int, rank: Any) -> SavePlans:
     is_bytes = dtype < 0
     used, fqn = names.in_order_of_use(fqn)
     used_dtypes, dtype[~is_bytes] = dtypes.in_order_of_use(dtype[~is_bytes])
-    offsets, sizes, shapes = (
-        _stacked(len(rank), [(part.rows, table) for part, table in zip(parts, tables, strict=True)])
-        for tables in zip(*((part.offsets, part.sizes, part.global_shape) for part in parts), strict=True)
-    )
     return SavePlans(
         world_size=world_size,
         fqns=all_printable(used),
         fqn=fqn,
         rank=rank,
         is_bytes=is_bytes,
-        offsets=offsets,
-        sizes=sizes,
+        offsets=_stacked(len(rank), [(part.rows, part.offsets) for part in parts]),
+        sizes=_stacked(len(rank), [(part.rows, part.sizes) for part in parts]),
         dtypes=all_printable(used_dtypes),
         dtype=dtype.astype(np.int16),
-        global_shape=shapes,
+        global_shape=_stacked(len(rank), [(part.rows, part.global_shape) for part in parts]),
     )
 
 
