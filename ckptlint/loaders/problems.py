@@ -69,18 +69,13 @@ def from_refusals(unpickled: Unpickled, file: str, where: str = "") -> list[Prob
         inside = " of a pickle inside its bytes" if at else " in a pickle inside its bytes"
         way = f" {refused.misuse}" if refused.misuse else ""
         end = f"{way}; ckptlint did not run it" if refused.misuse or not refused.unknown else _UNKNOWN
+        sentence = f"{where}{file} {act} {refused.target}{at}{inside if refused.nested else ''}{end}"
+        why = _FILLED if is_filled else _CALLED if refused.unknown else opened if refused.called else _NAMED
+        hint, blocks = vouch if refused.unknown else _SENDER, unpickled.root is None
+        # what could not be read to its end stays a finding, whoever is trusted
+        unknown = (refused.target,) if refused.unknown and not blocks else ()
         problems.append(
-            Problem(
-                "unsafe",
-                file,
-                f"{where}{file} {act} {refused.target}{at}{inside if refused.nested else ''}{end}",
-                detail=refused.trace,
-                hint=vouch if refused.unknown else _SENDER,
-                why=_FILLED if is_filled else _CALLED if refused.unknown else opened if refused.called else _NAMED,
-                blocks=unpickled.root is None,
-                # what could not be read to its end stays a finding, whoever is trusted
-                unknown=(refused.target,) if refused.unknown and unpickled.root is not None else (),
-            )
+            Problem("unsafe", file, sentence, detail=refused.trace, hint=hint, why=why, blocks=blocks, unknown=unknown)
         )
     if unpickled.unknown:
         sentence = f"{where}{file} holds {unknown_classes(unpickled.unknown)}"

@@ -23,8 +23,7 @@ class ObjectFolder(RemoteFolder):
 
     def __init__(self, protocol: str, path: str) -> None:
         super().__init__()
-        self.protocol = protocol
-        self.path = path
+        self.protocol, self.path = protocol, path
         self._subs: dict[str, ObjectFolder] = {}
         self._sizes: dict[str, int] = {}
 

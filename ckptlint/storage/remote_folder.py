@@ -104,9 +104,7 @@ class _Reader(io.RawIOBase):
     """A file of known size, read by pages of which the last few are kept, and by larger pieces at once."""
 
     def __init__(self, fetch: Callable[[int, int], bytes], size: int) -> None:
-        self._fetch = fetch
-        self._size = size
-        self._at = 0
+        self._fetch, self._size, self._at = fetch, size, 0
         self._page = lru_cache(16)(lambda page: fetch(page * _PAGE, min((page + 1) * _PAGE, size)))
 
     def readable(self) -> bool:

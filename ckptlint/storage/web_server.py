@@ -49,9 +49,7 @@ class WebFolder(RemoteFolder):
 
     def __init__(self, url: str, query: str, named: str = "") -> None:
         super().__init__()
-        self.url = url
-        self.query = query
-        self.named = named
+        self.url, self.query, self.named = url, query, named
         self.protocol = url.partition(":")[0]
         self._sizes: dict[str, int | None] = {}
         self._copies: dict[str, IO[bytes]] = {}

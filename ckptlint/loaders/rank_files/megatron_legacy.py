@@ -125,9 +125,6 @@ def read_legacy(folder: Folder, look_at_files: bool) -> Checkpoint:
     )
 
 
-# ---------------------------------------------------------------- which files there are
-
-
 @dataclass(slots=True)
 class _Rank:
     """The folder of a rank, Megatron's files in it, and what those hold that could be read."""
@@ -196,9 +193,6 @@ def _expected(sizes: Sizes, ranks: list[_Rank]) -> Iterator[RankFile]:
         is_apart = rank.args.get("use_distributed_optimizer") is True and rank.root.get("optimizer")
         if OPTIMIZER_FILE in rank.there or is_apart:
             yield RankFile(f"{name}/{OPTIMIZER_FILE}", "optimizer", numbers)
-
-
-# ---------------------------------------------------------------- the ranks against each other
 
 
 class _RankTensor(NamedTuple):
@@ -538,9 +532,6 @@ class _RankReader:
     def _compare(self, fqn: str, copies: list[_RankTensor], what: str = "content of other meshes") -> None:
         sums = [(checksum(item.tensor, item.file.found), item.file.label) for item in copies]
         self.statements.copies(what, [sums], fqn)
-
-
-# ---------------------------------------------------------------- one rank
 
 
 def _chunks(rank: _Rank) -> Iterator[tuple[int, str, StoredTensor]]:

@@ -195,9 +195,6 @@ def _beyond(folder: Folder) -> Iterator[Problem]:
             yield Problem("unreadable", label, sentence, why=why, hint=hint, outside_checkpoint=True)
 
 
-# ---------------------------------------------------------------- the files of all ranks
-
-
 class _RankValue(NamedTuple):
     rank: int
     value: Stored
@@ -256,7 +253,8 @@ class _RankReader:
         """Compare the world sizes that meshes span with the names; files of another world are left out."""
         named = self.world
         worlds = ((map(_world, _values(file.found.root)), file.label) for file in self.files.values())
-        sizes = [(world, label) for of_file, label in worlds if (world := next((size for size in of_file if size > 0), 0))]
+        firsts = ((next((size for size in of_file if size > 0), 0), label) for of_file, label in worlds)
+        sizes = [(size, label) for size, label in firsts if size]
         things = [(f"a mesh of {plural(size, 'rank')}", label) for size, label in sizes]
         if sizes and all(size != named for size, _ in sizes):
             things.append((f"{plural(named, 'rank')} in the names", next(iter(self.files.values())).label))
@@ -492,9 +490,6 @@ class _RankReader:
             if same >= _SAME_SHAPES * len(shapes) and len(names) == len(listed):
                 return names
         return {}
-
-
-# ---------------------------------------------------------------- one value
 
 
 def _params(root: Mapping[Any, Any]) -> list[Any]:

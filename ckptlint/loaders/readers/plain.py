@@ -182,16 +182,13 @@ def read_states(folder: Folder, file_set: FileSet, look_at_files: bool) -> Check
         return found is not None and add_state(columns, number, found, printable(name), problems)
 
     states = read_set(folder, file_set.files, file_set.index, look_at_files, read)
-    tensors, records, storages = columns.made()
     is_model = not any(name.startswith("adapter_model") for name in states.names)
     is_export = bool(file_set.index) or any(re.fullmatch(r"pytorch_model(\.\w+)?\.bin", name) for name in states.names)
     declared, config, config_problems = read_configs(folder, None, is_model and is_export)
     return Checkpoint(
         path=folder.display,
         format="torch",
-        tensors=tensors,
-        records=records,
-        storages=storages,
+        **columns.made(),
         files=states.files,
         declared=declared if is_model else {},
         config=config if is_model else None,

@@ -23,10 +23,8 @@ from ckptlint.model import (
     RankFile,
     RankFileSet,
     RecordContent,
-    RecordTable,
     StepClaim,
     StoredFile,
-    Tensor,
 )
 from ckptlint.model.ranks.files import StorageTable
 from ckptlint.model.stored import StoredTensor
@@ -66,8 +64,8 @@ class Columns:
         self.places.append(place)
         self.contents.append(record_content(tensor))
 
-    def made(self) -> tuple[dict[str, Tensor], RecordTable, StorageTable]:
-        """Tensors by their printable keys, their records, and where these lie."""
+    def made(self) -> dict[str, Any]:
+        """Tensors by their printable keys, their records, and where these lie, as attributes of a checkpoint."""
         tensors, records = tables(self.rows, np.array([row.offsets is not None for row in self.rows], bool))
         contents: dict[RecordContent, int] = {}
         content = [contents.setdefault(content_of_row, len(contents)) for content_of_row in self.contents]
@@ -80,7 +78,7 @@ class Columns:
             content=np.array(content, np.int32),
             contents=list(contents),
         )
-        return tensors, records, storages
+        return {"tensors": tensors, "records": records, "storages": storages}
 
 
 def _span(tensor: StoredTensor, place: Storage) -> tuple[int, int]:
@@ -142,15 +140,12 @@ class SetFiles:
 
     def checkpoint(self, columns: Columns, rank_files: RankFileSet, **more: Any) -> Checkpoint:
         """The checkpoint that the files make, with further attributes of it."""
-        tensors, records, storages = columns.made()
         return Checkpoint(
             path=self.folder.display,
-            tensors=tensors,
-            records=records,
-            storages=storages,
             files=FileTable.of(self.stored),
             rank_files=rank_files,
             param_groups=tuple(self.param_groups),
+            **columns.made(),
             **more,
         )
 
@@ -175,13 +170,10 @@ def optimizer_in(
         for what, value in of_param.items() if isinstance(of_param, dict) else ():
             if isinstance(value, StoredTensor):
                 columns.add(f"{stem}.state.{param}.{what}", value, 0, found)
-    tensors, records, storages = columns.made()
     states = Checkpoint(
         path=label,
         format="torch",
-        tensors=tensors,
-        records=records,
-        storages=storages,
+        **columns.made(),
         files=FileTable.of([StoredFile(label, name, found.size, "ok", True)]),
         claims=() if step is None else (StepClaim("optimizer.state.step", step),),
         param_groups=tuple((f"{label}: param_groups[{number}]", group) for number, group in enumerate(made.groups)),

@@ -148,9 +148,6 @@ def _path_text(path: Any) -> str:
     return ".".join(map(str, path)) if isinstance(path, (tuple, list)) else printable(repr(path))
 
 
-# ---------------------------------------------------------------- tensors
-
-
 def _tensors(
     entries: dict[str, list[Any] | None], mcore_data: Any, file: str, problems: list[Problem]
 ) -> tuple[dict[str, Tensor], list[str]]:
@@ -304,9 +301,6 @@ def _dtype(properties: Any) -> str:
         if isinstance(first, str):
             return printable(first)
     return "unknown"
-
-
-# ---------------------------------------------------------------- records
 
 
 def _records(index: list[Any], infos: list[Any], file: str, problems: list[Problem]) -> RecordRows:
@@ -559,9 +553,6 @@ def _mix(columns: IntArray) -> Any:
         mixed = (mixed ^ column.astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
         mixed ^= mixed >> np.uint64(29)
     return mixed
-
-
-# ---------------------------------------------------------------- small things
 
 
 def _int_tuple(value: Any) -> tuple[int, ...]:
