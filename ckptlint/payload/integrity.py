@@ -120,13 +120,11 @@ def _integrity(folder: Folder) -> tuple[dict[str, str] | None, list[Problem]]:
     if not folder.has(INTEGRITY):
         return None, []
     listed, error = read_json(folder, INTEGRITY, _JSON_LIMIT)
-    if error is not None:
-        return None, [from_error(error, INTEGRITY, hint=_HINT, why=_WHY)]
     files = listed.get("files")
-    if not isinstance(files, dict) or listed.get("algorithm") != "sha256":
-        error = UnreadableError("lists no SHA-256 checksums of files")
-        return None, [from_error(error, INTEGRITY, hint=_HINT, why=_WHY)]
-    return {name: str(text).lower() for name, text in files.items()}, []
+    if error is None and isinstance(files, dict) and listed.get("algorithm") == "sha256":
+        return {name: str(text).lower() for name, text in files.items()}, []
+    error = error or UnreadableError("lists no SHA-256 checksums of files")
+    return None, [from_error(error, INTEGRITY, hint=_HINT, why=_WHY)]
 
 
 def _list(folder: Folder, name: str, problems: list[Problem]) -> dict[str, str]:

@@ -152,7 +152,7 @@ def _merged(
         new = is_free[part.rows]
         at = part.rows[new]
         is_free[at] = False
-        if table is not part.table:
+        if not is_whole:
             table.rows[at] = part.table.rows[new]
         for key, content in zip(part.keys, part.table.contents, strict=True):
             if number.setdefault(key, len(contents)) == len(contents):

@@ -87,13 +87,10 @@ class WebFolder(RemoteFolder):
         answers = dict(zip(names, pool(self.protocol).map(self._ask, names), strict=True))
         if answers[_NEVER_THERE] is not False:
             raise AccessError(f"{self.display} cannot be checked: the server answers for files that do not exist")
-        found = {}
-        for name, size in answers.items():
-            if size is None:
-                raise AccessError(f"{printable(name)} in {self.display} has no known size")
-            if size is not False:
-                found[name] = FolderEntry(size, is_folder=False)
-        return Listing.of(found.items())
+        if unsized := [name for name, size in answers.items() if size is None]:
+            raise AccessError(f"{printable(unsized[0])} in {self.display} has no known size")
+        sizes = ((name, size) for name, size in answers.items() if size is not None and size is not False)
+        return Listing.of((name, FolderEntry(size, False)) for name, size in sizes)
 
     def has(self, name: str) -> bool:
         return name in self.entries if name in ASKED else self._ask(name) is not False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 
 from ckptlint.errors import CkptlintError
 from ckptlint.loaders.layouts import CheckpointPlace, Evidence, Layout, recognise
@@ -50,11 +51,9 @@ def _first(names: list[str], pattern: re.Pattern[str] | None) -> str | None:
 
 def _zarr(folder: Folder) -> str | None:
     for name in folder.folders()[:8]:
-        try:
+        with suppress(CkptlintError):
             if not folder.escapes_to(name) and folder.sub(name).has(".zarray"):
                 return f"{name}/.zarray"
-        except CkptlintError:
-            continue
     return None
 
 

@@ -97,9 +97,8 @@ def read_legacy(folder: Folder, look_at_files: bool) -> Checkpoint:
     rank_files = reader.statements.of(files.files, {f"{grid_text} in {source}": [*_expected(sizes, ranks)]})
     lost = sum(map(len, rank_files.missing.values()))
     used = next((rank.model for rank in reader.ranks.values() if rank.model is not None), None)
-    common = None
-    if used is not None:
-        common = CommonState(used.label, {name: used.found.root[name] for name in _COMMON if name in used.found.root})
+    stated = used.found.root if used else {}
+    common = CommonState(used.label, {name: stated[name] for name in _COMMON if name in stated}) if used else None
     declared, config, config_problems = read_configs(folder, common)
     short = lost + sum(not file.is_read for file in files.files) + len(known) - len(reader.ranks)
     labels = [file.name for file in files.files]
@@ -155,8 +154,7 @@ def _opened(files: SetFiles, name: str) -> _Rank:
         rank.there = [inner for inner in rank.there if inner in (rank.there[0], OPTIMIZER_FILE)]
         rank.model = files.open(f"{name}/{rank.there[0]}", "model", {}, "state of a model", _is_state)
     if OPTIMIZER_FILE in rank.there:
-        path = f"{name}/{OPTIMIZER_FILE}"
-        holds = "state of an optimizer"
+        path, holds = f"{name}/{OPTIMIZER_FILE}", "state of an optimizer"
         rank.optimizer = files.open(path, "optimizer", {}, holds, lambda root: isinstance(root, (dict, list)))
     return rank
 
@@ -372,8 +370,7 @@ class _RankReader:
         """Collect the optimizer states of a rank under their parameters' names, where these are certain."""
         params = {key: value for key, value in tensors.items() if not key.rpartition(".")[2].startswith(_BUFFERS)}
         saved = rank.root.get("optimizer")
-        parts = saved if isinstance(saved, list) else [saved]
-        for part in parts:
+        for part in saved if isinstance(saved, list) else [saved]:
             if is_dict(part) and isinstance(part.get("fp32_from_fp16_params"), list):
                 self._copies(place, rank, params, part)
             elif is_dict(part) and part.get("state"):  # of a job in fp32

@@ -60,14 +60,10 @@ def read_objects(folder: Folder, entries: dict[str, StoragePlace]) -> tuple[dict
 
     Source: megatron.core.dist_checkpointing.mapping.ShardedObject: stored as a list of the objects under one key
     """
-    values: dict[str, Any] = {}
     problems: list[Problem] = []
-    for name, location in entries.items():
-        if location[2] > _OBJECT_LIMIT:
-            continue
-        found = _entry(folder, name, location, problems)
-        if found is not None and isinstance(found.root, list) and found.root:
-            values[name] = found.root[0]
+    small = {name: location for name, location in entries.items() if location[2] <= _OBJECT_LIMIT}
+    files = ((name, _entry(folder, name, location, problems)) for name, location in small.items())
+    values = {name: file.root[0] for name, file in files if file and isinstance(file.root, list) and file.root}
     return values, problems
 
 
@@ -122,10 +118,8 @@ def read_configs(
     if folder.has(RUN_CONFIG):
         try:
             sources.append(("run_config", _yaml(_written(folder, RUN_CONFIG, _YAML_LIMIT).decode())))
-        except (ValueError, RecursionError, LimitError) as error:
-            problems.append(_unused(RUN_CONFIG, error))
-        except UnreadableError as error:
-            problems.append(_damaged(RUN_CONFIG, error))
+        except (ValueError, RecursionError, UnreadableError) as error:
+            problems.append(_unread(RUN_CONFIG, error))
     config = None
     places = [(folder, MODEL_CONFIG)]
     places += [(folder.sub(name), f"{name}/{MODEL_CONFIG}") for name in world().models if name in folder.folders()]
@@ -133,10 +127,8 @@ def read_configs(
         if place.has(MODEL_CONFIG):
             try:
                 config = ModelConfig(name, read_model_config(place, MODEL_CONFIG))
-            except LimitError as error:
-                problems.append(_unused(name, error, is_export and place is folder))
             except UnreadableError as error:
-                problems.append(_damaged(name, error, is_export and place is folder))
+                problems.append(_unread(name, error, is_export and place is folder))
             break
     if config is not None and config.file == MODEL_CONFIG:
         sources.append((MODEL_CONFIG, config.values))
@@ -152,12 +144,11 @@ def _of_megatron(common: CommonState | None, sources: list[tuple[str, Any]]) -> 
     return ModelConfig(RUN_CONFIG, model) if model else None
 
 
-def _unused(name: str, error: Exception, is_needed: bool = False) -> Problem:
-    sentence = f"{name} cannot be read ({_reason(error)}); ckptlint does not use what it declares"
-    return Problem("unread" if is_needed else "note", name, sentence, why="ckptlint judges the tensors without it")
-
-
-def _damaged(name: str, error: UnreadableError, is_needed: bool = False) -> Problem:
+def _unread(name: str, error: Exception, is_needed: bool = False) -> Problem:
+    """That a configuration is damaged, or is not used: it breaks a limit, or is no text of its form."""
+    if isinstance(error, LimitError) or not isinstance(error, UnreadableError):
+        sentence = f"{name} cannot be read ({_reason(error)}); ckptlint does not use what it declares"
+        return Problem("unread" if is_needed else "note", name, sentence, why="ckptlint judges the tensors without it")
     why = "a load starts with it, so it fails" if is_needed else "what it declares is lost, and other files may be too"
     hint = "restore it from where the checkpoint was written"
     return replace(from_error(error, name, why=why, hint=hint), outside_checkpoint=not is_needed)

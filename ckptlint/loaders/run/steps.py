@@ -61,10 +61,9 @@ class Step(NamedTuple):
         """
         if not self.is_folder:
             return self.run.only(self.name)
-        found = sub_folder(self.run, self.name)
-        if found is None:
+        if (inner := sub_folder(self.run, self.name)) is None:
             raise AccessError(not_followed(self.run, self.name))
-        return found
+        return inner
 
 
 def run_at(path: str) -> Folder:

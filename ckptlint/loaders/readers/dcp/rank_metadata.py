@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from itertools import count, islice
 from operator import itemgetter
@@ -63,8 +64,7 @@ def leftover_files(folder: Folder) -> list[Problem]:
             why = f"it replaced no payload file, so what {METADATA} describes is still there"
             problem = Problem("note", temporary, sentence, why=why)
         problems.append(problem)
-    if METADATA in entries and (others := [name for name in entries.others if RANK_METADATA.fullmatch(name)]):
-        name = others[0]
+    for name in [*filter(RANK_METADATA.fullmatch, entries.others)][:1] if METADATA in entries else ():
         problems.append(Problem("note", name, f"{name} lies beside {METADATA} and belongs to another save"))
     for name in (METADATA, COMMON_FILE):
         if folder.has(name) and folder.stat(name)[0] == "link-outside":
@@ -78,9 +78,7 @@ def unsafe_leftovers(folder: Folder) -> list[Problem]:
     """What readable metadata of single ranks asks for, which torch reads where `.metadata` is lost."""
     problems = []
     for name in rank_files(folder):
-        try:
-            found = read_metadata(folder.read(name, SIZE_LIMIT))
-        except UnreadableError:
-            continue
-        problems += [replace(problem, blocks=False) for problem in from_refusals(found, name)]
+        with suppress(UnreadableError):
+            refusals = from_refusals(read_metadata(folder.read(name, SIZE_LIMIT)), name)
+            problems += [replace(problem, blocks=False) for problem in refusals]
     return problems
