@@ -128,9 +128,7 @@ def _damage(folder: Folder, name: str, data: bytes) -> str:
 
 
 def _brought(name: str, data: bytes) -> str:
-    """What in a file names code, "" for nothing; raises YAMLError, ValueError or RecursionError where it is no JSON or
-    YAML.
-    """
+    """What in a file names code, "" for nothing; raises YAMLError, ValueError or RecursionError for what is damaged."""
     if name.endswith((".jinja", ".jinja2")):
         return _names(data.decode("utf-8", "replace"))
     text = data.decode(json.detect_encoding(data), "replace")

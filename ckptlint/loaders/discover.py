@@ -127,9 +127,7 @@ def _others_hold_checkpoints(step: Folder) -> bool:
 
 @dataclass(slots=True)
 class _Walk:
-    """One walk over what is below a path: how many folders may still be listed, and how many were too many to look
-    into.
-    """
+    """One walk below a path: how many folders may still be listed, and how many were too many to look into."""
 
     left: int = _MOST_FOLDERS
     passed: int = 0
@@ -370,9 +368,7 @@ _WEIGHTS = (".safetensors", ".safetensors.index.json")
 
 
 def holds_at_most(paths: Iterable[str], all_steps: bool, most: int) -> bool:
-    """Whether the checkpoints of these paths lie on a file system and hold at most so many bytes; no for what is not
-    listed.
-    """
+    """Whether the checkpoints of these paths are on a file system and hold at most so many bytes; no if unlisted."""
     left = most
     try:
         for path in paths:

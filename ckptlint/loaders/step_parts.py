@@ -26,18 +26,18 @@ _MINOR = 8  # an unknown file below this share of the step's bytes holds no mode
 
 def parts_of(checkpoints: Iterable[Checkpoint]) -> tuple[str, ...]:
     """The parts that the checkpoints of one step hold together."""
-    found: set[str | None] = set()
+    parts: set[str | None] = set()
     for ckpt in checkpoints:
-        found |= {part_of_file(file.family) for file in ckpt.step_files}
+        parts |= {part_of_file(file.family) for file in ckpt.step_files}
         files = ckpt.files.names
         if files and not is_plain(files[0]) and all(map(_is_of_optimizer, files)):
-            found.add("optimizer")  # whose keys are numbers of parameters
+            parts.add("optimizer")  # whose keys are numbers of parameters
             continue
         names: set[str] = {entry.fqn for entry in ckpt.byte_objects} | ckpt.objects.keys.keys()
         if ckpt.common is not None:
             names |= {key for key in ckpt.common.values if isinstance(key, str)}
-        found |= {part_of_key(name) for name in names.union(ckpt.tensors)}
-    return tuple(part for part in PARTS if part in found)
+        parts |= {part_of_key(name) for name in names.union(ckpt.tensors)}
+    return tuple(part for part in PARTS if part in parts)
 
 
 def _is_of_optimizer(file: str) -> bool:

@@ -20,9 +20,7 @@ from ckptlint.storage.folder import Folder
 
 
 class Evidence(NamedTuple):
-    """A file that shows that a folder holds a layout, printable; and the format by name, where it is one that is not
-    read.
-    """
+    """A file that shows that a folder holds a layout, printable; the name of a format that is not read."""
 
     file: str
     name: str = ""

@@ -24,9 +24,7 @@ _NO_MODEL = lazy_pattern(r".*(Processor|Pachifier|Callback)")  # the other class
 
 
 class BarePart(NamedTuple):
-    """A folder with a model's configuration and no weights: its printable name, the class, who says that weights
-    belong.
-    """
+    """A folder with a model's configuration and no weights: printable name, class, what says that weights belong."""
 
     name: str
     model: str

@@ -128,8 +128,9 @@ def newness(number: int, name: str) -> tuple[int, bool, str]:
 
 
 def _unlisted(folder: Folder) -> dict[str, int]:
-    """The same of names that no framework is known to give: folders with a checkpoint in each, or files with a whole
-    state in each; those of ranks and of parts of one state differ in their keys.
+    """The same of names of no known framework: folders with a checkpoint each, or files with a whole state each.
+
+    Files of ranks and of parts of one state differ in their keys.
     """
     is_model = bool(groups(folder))  # beside a model only files count: folders with a number may be its modules
     if recognise(folder) is not None and not is_model:
