@@ -44,7 +44,7 @@ from ckptlint.vocabulary.frameworks import (
 )
 from ckptlint.vocabulary.litter import is_system_file
 
-_DEEPSPEED = ("unsupported", "deepspeed", "deepspeed-universal")
+_DEEPSPEED = ("unsupported", "deepspeed", "deepspeed-universal")  # kinds of what it writes into a step of others
 _UNIVERSAL = "_universal"  # what deepspeed.checkpoint.ds_to_universal makes of a step, beside it
 _DEPTH = 6  # folders below the one that the user named: a run, its step, a role, its weights, their counter
 _MOST_FOLDERS = 4096  # that one walk lists

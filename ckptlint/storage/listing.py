@@ -84,7 +84,8 @@ class Listing(Mapping[str, FolderEntry]):
         hidden = set(hidden)  # a list would be walked through for each name
         kept = np.ones(len(self.payload) + 1, bool)  # the last one for names that lie elsewhere
         kept[self.positions([*hidden])] = False
-        kept[[] if rows is None else rows] = False
+        if rows is not None:
+            kept[rows] = False
         kept = kept[:-1]
         others = {name: entry for name, entry in self.others.items() if name not in hidden}
         strange = {name: what for name, what in self.strange.items() if name not in hidden}

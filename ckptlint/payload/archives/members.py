@@ -128,7 +128,7 @@ def scans_of(
     hashes: Mapping[str, tuple[RowHashes, ...]],
     hashes_only: bool = False,
 ) -> dict[int, Scan]:
-    """Member -> the tensor to scan in it, for tensors of numbers and sealed tensors, or for their `hashes_only`.
+    """Member -> the tensor to scan in it, for tensors of numbers and sealed tensors; `hashes_only` skips statistics.
 
     `chunks` are (tensor, row of its chunk) by record, for raw, sealed and hashed tensors; `hashes` collects by key.
     """

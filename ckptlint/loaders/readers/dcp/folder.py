@@ -46,10 +46,10 @@ _BYTECHECKPOINT = "bytecheckpoint."
 
 
 def read_dcp(folder: Folder, look_at_files: bool) -> Checkpoint:
-    """The checkpoint that `.metadata` describes, or the metadata of all ranks; raises AccessError where a read is
-    refused.
+    """The checkpoint that `.metadata` describes, or the metadata of all ranks; depth `files` looks at the sizes of
+    files.
 
-    The sizes of payload files are looked at for depth `files`.
+    Raises AccessError where a read is refused.
     """
     is_whole = METADATA in folder.entries
     problems: list[Problem] = []
