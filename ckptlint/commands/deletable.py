@@ -56,18 +56,18 @@ def deletable(run_dir: str, keep: int, answer: str, **options: Any) -> None:
     sys.exit(found.exit_code)
 
 
-def _as_json(found: Retention) -> str:
+def _as_json(retention: Retention) -> str:
     from ckptlint.reporters.json_report import step_object
 
     document = {
         "schema": SCHEMA,
-        "exit_code": found.exit_code,
-        "run": found.run,
-        "keep": found.keep,
-        "delete": found.paths,
-        "refused": found.refused or None,
+        "exit_code": retention.exit_code,
+        "run": retention.run,
+        "keep": retention.keep,
+        "delete": retention.paths,
+        "refused": retention.refused or None,
         "steps": [
-            step_object(decision.step) | {"stays": decision.kept_because or None} for decision in found.decisions
+            step_object(decision.step) | {"stays": decision.kept_because or None} for decision in retention.decisions
         ],
     }
     return json.dumps(document, indent=2) + "\n"

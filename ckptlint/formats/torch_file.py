@@ -166,11 +166,11 @@ def storage_bytes(read: Read, place: Storage) -> bytes:
     return found
 
 
-def number_in(read: Read, found: TorchFile, value: Any) -> int | None:
+def number_in(read: Read, file: TorchFile, value: Any) -> int | None:
     """The whole number that a value is, or that a tensor of one element holds; None for anything else."""
     if isinstance(value, int):
         return None if isinstance(value, bool) else value
-    place = found.storages.get(value.key) if isinstance(value, StoredTensor) else None
+    place = file.storages.get(value.key) if isinstance(value, StoredTensor) else None
     is_bfloat16 = isinstance(value, StoredTensor) and value.dtype == "bfloat16"  # the upper half of a float32
     form = "<H" if is_bfloat16 else FORMS.get(value.dtype) if isinstance(value, StoredTensor) else None
     if place is None or form is None or prod(value.shape) != 1 or place.size > 64:

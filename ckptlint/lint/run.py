@@ -115,9 +115,9 @@ def _of_named_step(before: str, path: str, every: Sequence[CheckpointPlace]) -> 
     return same
 
 
-def _part_of_step(found: CheckpointPlace, path: str) -> str:
+def _part_of_step(place: CheckpointPlace, path: str) -> str:
     """The path of a checkpoint in the step that it belongs to; without a number, that is the path of the user."""
-    return found.display.removeprefix(found.step[0] if found.step else shown(path)).strip("/")
+    return place.display.removeprefix(place.step[0] if place.step else shown(path)).strip("/")
 
 
 def _with_steps_before(
@@ -194,27 +194,27 @@ def _all_read(
 
 @one_budget()
 def _read(
-    found: CheckpointPlace, depth: Depth, reading: ReadOptions | None, after: Checkpoint | None = None
+    place: CheckpointPlace, depth: Depth, reading: ReadOptions | None, after: Checkpoint | None = None
 ) -> Checkpoint | CkptlintError:
     try:
-        if found.recognised is not None and found.recognised.kind != "safetensors":
+        if place.recognised is not None and place.recognised.kind != "safetensors":
             call_table()  # each child that reads pickles would read it anew
         # an archive has its metadata at its end
-        found.folder.is_read_whole = reading is not None and reading.reads_whole
-        return _with_records(found, open_checkpoint(found, depth.looks_at_files, after is None), reading, after)
+        place.folder.is_read_whole = reading is not None and reading.reads_whole
+        return _with_records(place, open_checkpoint(place, depth.looks_at_files, after is None), reading, after)
     except CkptlintError as error:
         return error
 
 
 def _with_records(
-    found: CheckpointPlace, ckpt: Checkpoint, reading: ReadOptions | None, after: Checkpoint | None = None
+    place: CheckpointPlace, ckpt: Checkpoint, reading: ReadOptions | None, after: Checkpoint | None = None
 ) -> Checkpoint | CkptlintError:
     if reading is None or not ckpt.readable:
         return ckpt
     from ckptlint.lint.reading import read_records
 
     try:
-        return read_records(found.folder, ckpt, reading, after)
+        return read_records(place.folder, ckpt, reading, after)
     except CkptlintError as error:
         return error
 

@@ -145,11 +145,11 @@ class SharedCheck:
 
     @one_budget()
     def _read(
-        self, found: CheckpointPlace, depth: Depth, reading: ReadOptions | None
+        self, place: CheckpointPlace, depth: Depth, reading: ReadOptions | None
     ) -> tuple[Reader | None, PartialRead | None, str]:
         """This rank's part of a checkpoint; and why it has none, when it failed."""
         try:
-            ckpt, folder = open_checkpoint(found, depth.looks_at_files), found.folder
+            ckpt, folder = open_checkpoint(place, depth.looks_at_files), place.folder
             number, count = (self.node, self.nodes) if self.every_node else (self.rank, self.group.world)
             share = shares(ckpt, count, by_file=not ckpt.locates_bytes or folder.has(INTEGRITY))[number]
             how = reading or ReadOptions(Depth.HEADERS, 1)

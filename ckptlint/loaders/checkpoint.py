@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -33,17 +32,11 @@ _OF_SAFETY = ("unsafe", "unread", "limit")  # kinds of problems that count at ev
 
 @one_budget()
 def open_checkpoint(found: CheckpointPlace, look_at_files: bool = True, is_judged: bool = True) -> Checkpoint:
-    """Read one checkpoint, in a child process under limits.
+    """Read one checkpoint that `find` returned, in a child process under limits; damage and malice become problems.
 
-    Args:
-        found: what `find` returned.
-        look_at_files: whether to stat payload files (depth `files`), not only read the metadata.
-        is_judged: whether it is to be safe, also where its other files are not judged; not for one to compare with.
-
-    Raises:
-        AccessError: the operating system refused a read, or the place is not to be read; damage and malice become
-            problems instead.
-        ReaderError: ckptlint itself made a mistake.
+    Files are looked at for depth `files`. One that is judged is to be safe, also where its other files are not judged;
+    one to compare with need not be. Raises AccessError where a read is refused or the place is not to be read, and
+    ReaderError for a mistake of ckptlint's.
     """
     if found.refused:
         raise AccessError(found.refused)
@@ -70,21 +63,16 @@ def open_checkpoint(found: CheckpointPlace, look_at_files: bool = True, is_judge
     ckpt = with_step_files(found, with_vocabulary(folder, ckpt))
     if not any(file.optimizer for file in ckpt.step_files):
         return ckpt
-    shapes = tuple(_shapes_beside(found))
+    # the tensors in other models of a step have shapes too, such as the `2_Dense` of sentence-transformers
+    subs = ((place, sub_folder(place, name)) for place in found.reports_for for name in place.folders())
+    models = (sub for place, sub in subs if sub and sub.place in found.claimed and sub.place != place.place)
+    opened = (_open(CheckpointPlace.at(model), False) for model in models)
+    shapes = tuple(tensor.global_shape for model in opened for tensor in model.tensors.values())
     files = (
         replace(file, optimizer=replace(file.optimizer, shapes_beside=shapes)) if file.optimizer else file
         for file in ckpt.step_files
     )
     return replace(ckpt, step_files=tuple(files))
-
-
-def _shapes_beside(found: CheckpointPlace) -> Iterator[tuple[int, ...]]:
-    """The shapes of the tensors in other models of a step, such as the `2_Dense` of sentence-transformers."""
-    for place in found.reports_for:
-        for name in place.folders():
-            sub = sub_folder(place, name)
-            if sub is not None and sub.place in found.claimed and sub.place != place.place:
-                yield from (tensor.global_shape for tensor in _open(CheckpointPlace.at(sub), False).tensors.values())
 
 
 def _times(folder: Folder, ckpt: Checkpoint) -> SaveTimes:
@@ -113,15 +101,12 @@ def _open(found: CheckpointPlace, look_at_files: bool) -> Checkpoint:
         with paused_gc():  # the answer is millions of objects too
             return isolated(partial(read_checkpoint, found, look_at_files), layout.input_bytes(folder))
     except LimitError as error:
-        label = recognised.evidence.file if layout.describes_itself else METADATA
-        return Checkpoint(
-            folder.display,
-            next(iter(layout.formats)) if layout.describes_itself else "dcp",
-            problems=[from_error(error, label, blocks=True, hint=other_step(folder))],
-            readable=False,
-            files=file_table(folder),
-            metadata_file=label,
-        )
+        format_, label = "dcp", METADATA
+        if layout.describes_itself:
+            format_, label = next(iter(layout.formats)), recognised.evidence.file
+        problems = [from_error(error, label, blocks=True, hint=other_step(folder))]
+        files = file_table(folder)
+        return Checkpoint(folder.display, format_, problems=problems, readable=False, files=files, metadata_file=label)
 
 
 def read_checkpoint(found: CheckpointPlace, look_at_files: bool = True) -> Checkpoint:

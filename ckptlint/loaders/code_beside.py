@@ -45,17 +45,13 @@ class _Searched(NamedTuple):
 def code_beside(files: Sequence[tuple[Folder, str, str]], reported: Collection[str]) -> list[Problem]:
     """Notes of the modules, settings and templates through which loading may run code, and of those not read.
 
-    Settings that transformers reads and that are damaged are unread.
+    Settings that transformers reads and that are damaged are unread. Of each file of a step come the folder, the name
+    there and the printable path from the checkpoint; `reported` are the paths that other problems call damaged.
 
-    Args:
-        files: the folder, the name there and the printable path from the checkpoint of each file of a step.
-        reported: paths of those that are damaged, as other problems say.
-
-    Source:
-        transformers 5.23, dynamic_module_utils.py (`auto_map`, with `trust_remote_code`), tokenization_utils_base.py
-        (which files a tokenizer reads); PyYAML 6, `!!python/` tags of `yaml.unsafe_load`; sentence-transformers,
-        `import_from_string` of `type` in modules.json; peft/auto.py, `import_module` of `parent_library` in
-        adapter_config.json; hydra 1.3, `instantiate`, which calls `_target_`
+    Source: transformers 5.23, dynamic_module_utils.py (`auto_map`, with `trust_remote_code`),
+    tokenization_utils_base.py (which files a tokenizer reads); PyYAML 6, `!!python/` tags of `yaml.unsafe_load`;
+    sentence-transformers, `import_from_string` of `type` in modules.json; peft/auto.py, `import_module` of
+    `parent_library` in adapter_config.json; hydra 1.3, `instantiate`, which calls `_target_`
     """
     settings = [item for item in files if _LOOKED_AT.fullmatch(item[1]) and item[0].has(item[1])]
     settings += islice((item for item in files if _is_small(*item)), _LIMIT // _LEAST[True])
@@ -132,11 +128,7 @@ def _damage(folder: Folder, name: str, data: bytes) -> str:
 
 
 def _brought(name: str, data: bytes) -> str:
-    """What in a file names code, "" for nothing.
-
-    Raises:
-        yaml.YAMLError, ValueError, RecursionError: it is neither JSON nor YAML.
-    """
+    """What in a file names code, "" for nothing; raises YAMLError, ValueError or RecursionError for what is damaged."""
     if name.endswith((".jinja", ".jinja2")):
         return _names(data.decode("utf-8", "replace"))
     text = data.decode(json.detect_encoding(data), "replace")

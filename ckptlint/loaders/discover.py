@@ -17,6 +17,7 @@ from ckptlint.loaders.layouts.unsupported import unsupported
 from ckptlint.loaders.rank_files.megatron_keys import is_rank_folder, legacy_file
 from ckptlint.loaders.readers.safetensors import groups
 from ckptlint.loaders.run.finished import is_unfinished_name
+from ckptlint.loaders.run.folder import is_named_step
 from ckptlint.loaders.run.siblings import series
 from ckptlint.loaders.run.steps import (
     alike_steps,
@@ -43,6 +44,7 @@ from ckptlint.vocabulary.frameworks import (
 )
 from ckptlint.vocabulary.litter import is_system_file
 
+_DEEPSPEED = ("unsupported", "deepspeed", "deepspeed-universal")  # kinds of what it writes into a step of others
 _UNIVERSAL = "_universal"  # what deepspeed.checkpoint.ds_to_universal makes of a step, beside it
 _DEPTH = 6  # folders below the one that the user named: a run, its step, a role, its weights, their counter
 _MOST_FOLDERS = 4096  # that one walk lists
@@ -50,21 +52,14 @@ _OTHERS = 4  # steps beside one that are asked whether they hold checkpoints
 _MOST_HEADS = 16  # files of a folder whose first bytes are looked at
 _MOST_EMPTY = 16  # files that are named where nothing else is there
 
-WhichSteps = Literal["newest", "all", "none"]
-"""Which of the steps in a folder are meant."""
+WhichSteps = Literal["newest", "all", "none"]  # which of the steps in a folder are meant
 
 
 def find_checkpoints(folder: Folder, all_steps: bool) -> list[CheckpointPlace]:
-    """The checkpoints that a path means: the folder itself, its newest step, or the parts of a step.
+    """The checkpoints that a path means: the folder itself, its newest step (or all), or the parts of a step.
 
-    Args:
-        folder: what the user named.
-        all_steps: every step of a run folder instead of the newest one.
-
-    Raises:
-        NothingToCheckError: there is none.
-        UnknownLayoutError: there is payload, and no layout that is known.
-        AccessError: a folder could not be listed, or the newest step is a link that is not followed.
+    Raises NothingToCheckError for none, UnknownLayoutError for payload of no known layout, and AccessError where a
+    folder cannot be listed or the newest step is a link that is not followed.
     """
     walk = _Walk()
     found = walk.units(folder, "all" if all_steps else "newest", _DEPTH)
@@ -72,8 +67,9 @@ def find_checkpoints(folder: Folder, all_steps: bool) -> list[CheckpointPlace]:
         if folder.not_looked_at:
             hint = "name the checkpoint folder itself, since a web server does not list what it has"
             raise NothingToCheckError(f"no checkpoint at {folder.display}: {hint}")
-        payload = walk.payload(folder)
-        if _lost_model(folder) or _others_hold_checkpoints(folder) if payload else _is_empty_step(folder):
+        payload = next((file.display for file in walk.files(folder, _states)), "")
+        is_empty_step = is_named_step(folder.name) and not folder.entries
+        if _lost_model(folder) or _others_hold_checkpoints(folder) if payload else is_empty_step:
             found = [CheckpointPlace.at(folder)]
         elif payload:
             raise UnknownLayoutError(
@@ -81,7 +77,7 @@ def find_checkpoints(folder: Folder, all_steps: bool) -> list[CheckpointPlace]:
                 "name one of them to read it alone"
             )
         elif empty := [*islice(walk.files(folder, _empty), _MOST_EMPTY)]:
-            return [CheckpointPlace.at(one) for one in empty]
+            return [CheckpointPlace.at(file) for file in empty]
         else:
             raise NothingToCheckError(
                 f"no checkpoint under {folder.display}: looked for .metadata, __N.metadata, *.distcp, *.safetensors, "
@@ -92,20 +88,18 @@ def find_checkpoints(folder: Folder, all_steps: bool) -> list[CheckpointPlace]:
         sentence = f"{plural(walk.passed, 'folder')} below {folder.display} lie too deep or are too many to look into"
         found[0] = replace(found[0], not_followed=(*found[0].not_followed, sentence))
     places = frozenset(place.place for part in found for place in (part.folder, *part.reports_for))
-    around = frozenset(_around(places))
+    around: set[str] = set()  # the places of all folders around these
+    for place in places:
+        while (place := place.rpartition("/")[0]) and place not in around:
+            around.add(place)
     number = None if folder.name.isdecimal() else step_number(folder.name)  # a number alone may be a year
     at = None if number is None else (folder.display, number)
-    return [replace(part, claimed=places, around_claimed=around, step=part.step or at) for part in found]
-
-
-def _is_empty_step(folder: Folder) -> bool:
-    """Whether a folder is a step by its name, and nothing is in it."""
-    return not (folder.entries or folder.name.isdecimal()) and step_number(folder.name) is not None
+    return [replace(part, claimed=places, around_claimed=frozenset(around), step=part.step or at) for part in found]
 
 
 def _lost_model(step: Folder) -> bool:
     """Whether a step's files are all known, an optimizer's among them, and none can hold a model."""
-    if step.name.isdecimal() or step_number(step.name) is None or has_twin(step) or step.folders():
+    if not is_named_step(step.name) or has_twin(step) or step.folders():
         return False
     families = [*map(family_of, step.files())]
     is_known = all(family is not None and family.part != "model" for family in families)
@@ -125,40 +119,21 @@ def has_twin(step: Folder) -> bool:
 def _others_hold_checkpoints(step: Folder) -> bool:
     """Whether a folder is a step, and one of the nearest others that are named alike holds a checkpoint."""
     run = step.parent
-    if run is None or step.name.isdecimal() or step_number(step.name) is None:
+    if run is None or not is_named_step(step.name):
         return False
-    others = islice((other.folder for other in alike_steps(run, step.name) if other.name != step.name), _OTHERS)
-    return any(_Walk().units(other, "newest", _DEPTH) for other in others)
-
-
-def _around(places: Iterable[str]) -> set[str]:
-    """The places of all folders around some."""
-    around: set[str] = set()
-    for place in places:
-        while (place := place.rpartition("/")[0]) and place not in around:
-            around.add(place)
-    return around
+    siblings = islice((sibling.folder for sibling in alike_steps(run, step.name) if sibling.name != step.name), _OTHERS)
+    return any(_Walk().units(sibling, "newest", _DEPTH) for sibling in siblings)
 
 
 @dataclass(slots=True)
 class _Walk:
-    """One walk over what is below a path.
-
-    Attributes:
-        left: folders that may still be listed.
-        passed: folders that were not looked into, since there are too many.
-    """
+    """One walk below a path: how many folders may still be listed, and how many were too many to look into."""
 
     left: int = _MOST_FOLDERS
     passed: int = 0
 
     def units(self, folder: Folder, steps: WhichSteps, levels: int, in_step: bool = False) -> list[CheckpointPlace]:
-        """The checkpoints in a folder and below it.
-
-        Args:
-            levels: how many floors below the folder are looked at.
-            in_step: whether it is in a step: one name with a number is a place there, several are steps again.
-        """
+        """The checkpoints in a folder and so many floors below it; a single number in a step is a place there."""
         if self.left <= 0:
             self.passed += 1
             return []
@@ -200,9 +175,8 @@ class _Walk:
     ) -> list[CheckpointPlace]:
         """The checkpoints below one: parts of its step, other models.
 
-        Args:
-            numbered: what is named like a step.
-            parts: those of them that may be parts of this one; all of them count where all steps are asked for.
+        What is named like a step is not looked into, but for its `parts`: DeepSpeed's, or all where all steps are asked
+        for.
         """
         other = unsupported(folder)
         but = {*numbered, *([other.file] if other else [])}
@@ -298,10 +272,6 @@ class _Walk:
         link = printable(target)
         return [replace(unit, linked_to=link) if unit.folder.place == sub.place else unit for unit in found]
 
-    def payload(self, folder: Folder) -> str:
-        """A place below a folder where files hold state by their first bytes, with one of them; "" without one."""
-        return next((one.display for one in self.files(folder, _states)), "")
-
     def files(self, folder: Folder, names: Callable[[Folder], Iterable[str]], levels: int = _DEPTH) -> Iterator[Folder]:
         """The files of these names in a folder and below it, each in a view that hides the others."""
         self.left -= 1
@@ -362,8 +332,7 @@ def _newest_of_series(run: Folder, steps: Collection[str]) -> Folder:
 
 def _is_part(folder: Folder, name: str) -> bool:
     """Whether a folder that is named like a step is DeepSpeed's part of the one that it is in."""
-    sub = sub_folder(folder, name)
-    return sub is not None and _is_kind(sub, "unsupported", "deepspeed", "deepspeed-universal")
+    return (sub := sub_folder(folder, name)) is not None and _is_kind(sub, *_DEEPSPEED)
 
 
 def _is_bare(folder: Folder) -> bool:
@@ -399,10 +368,7 @@ _WEIGHTS = (".safetensors", ".safetensors.index.json")
 
 
 def holds_at_most(paths: Iterable[str], all_steps: bool, most: int) -> bool:
-    """Whether the checkpoints that these paths mean lie on a file system and hold no more than so many bytes.
-
-    False where they cannot be listed: the check says why.
-    """
+    """Whether the checkpoints of these paths are on a file system and hold at most so many bytes; no if unlisted."""
     left = most
     try:
         for path in paths:
@@ -431,13 +397,8 @@ def find(path: str, all_steps: bool = False) -> list[CheckpointPlace]:
     """The checkpoints that a path means.
 
     A file of a checkpoint stands for its folder, its configuration and the state beside its weights too; safetensors
-    stand for their own model there, any other file for itself.
-
-    Raises:
-        NothingToCheckError: there is none.
-        UnknownLayoutError: there is payload, and no layout that is known.
-        AccessError: a folder could not be listed, or a step is a link out of the run.
-        ConfigError: a URL that cannot be read here.
+    stand for their own model there, any other file for itself. Raises as `find_checkpoints`, and ConfigError for a URL
+    that cannot be read here.
     """
     return find_at(*folder_at(path), all_steps)
 

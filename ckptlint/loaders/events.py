@@ -20,18 +20,12 @@ from ckptlint.storage.folder import Folder
 
 _LEVELS = 3  # a step, its components, theirs (verl)
 
-FileSizes = dict[str, tuple[int, float]]
-
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something to act on.
+    """Something to act on: of a step, or of the run itself ("", None), in a sentence, "" for a finished step.
 
-    Attributes:
-        step: the name of the step's folder, "" for the run itself.
-        number: of the step, None for the run itself.
-        text: what happened, as a sentence; "" for a finished step.
-        files: the files of the step at the last look.
+    `files` are those of the step at the last look.
     """
 
     kind: Literal["finished", "unfinished", "writing", "unread"]
@@ -49,7 +43,7 @@ class _Memory:
     """
 
     since: dict[str, float] = field(default_factory=dict)
-    sizes: dict[str, FileSizes] = field(default_factory=dict)
+    sizes: dict[str, dict[str, tuple[int, float]]] = field(default_factory=dict)
     finished: set[str] = field(default_factory=set)
     left_behind: set[str] = field(default_factory=set)
     trouble: dict[str, str] = field(default_factory=dict)
@@ -72,22 +66,18 @@ def events(
 ) -> Iterator[Event]:
     """Each finished step once, oldest first, and each that stays unfinished once; without end unless `once`.
 
-    With `once` the steps that a job may still be writing come too.
-
     A step is finished when what is written last is there and its files did not change between two looks, one interval
     apart: `.metadata`; for Megatron `metadata.json` and the tracker too, where the run has one. A step that vanishes is
-    forgotten: one of the same name is a new one.
+    forgotten: one of the same name is a new one. Raises NothingToCheckError for a folder that is a checkpoint itself,
+    and AccessError where the first look is refused.
 
     Args:
         open_run: the run folder, not listed yet; called for each look.
         interval: seconds between two looks.
-        once: look twice, tell what is there, and end; no time passes between where all files and folders are older
-            than an interval. A mark that the save is complete would not do: other ranks, or a copy, may still write.
+        once: look twice, tell what is there, steps that a job may still be writing too, and end; no time passes between
+            where all files and folders are older than an interval. A mark that the save is complete would not do: other
+            ranks, or a copy, may still write.
         stale: seconds without a change after which an unfinished step is reported, whether or not a later one finished.
-
-    Raises:
-        NothingToCheckError: the folder is a checkpoint itself.
-        AccessError: the first look was refused.
     """
     memory = _Memory()
     yield from _look(open_run(), memory, stale)
@@ -143,7 +133,8 @@ def _look(run: Folder, memory: _Memory, stale: float, is_last: bool = False) -> 
     for place, name in enumerate(names):
         if name not in still - memory.finished - memory.left_behind:
             continue
-        quiet = _quiet(memory.since[name], memory.sizes[name], run.entries[name].mtime)
+        now, written = time.time(), max([run.entries[name].mtime, *(at for _, at in memory.sizes[name].values())])
+        quiet = max(now - memory.since[name], now - written if written else 0.0)  # as the watch saw it, or as times say
         if place < newest:
             text = f"{name} is still unfinished, and {names[newest]} is finished"
         elif quiet >= stale:
@@ -153,17 +144,9 @@ def _look(run: Folder, memory: _Memory, stale: float, is_last: bool = False) -> 
         memory.left_behind.add(name)
         found.append(Event("unfinished", name, numbers[name], text, frozenset(memory.sizes[name])))
     reported = memory.finished | memory.left_behind | {*memory.trouble}
-    for name in names if is_last else ():
-        if name not in reported:
-            found.append(Event("writing", name, numbers[name], f"{name} is not finished yet: it was not checked"))
+    for name in (name for name in names if is_last and name not in reported):
+        found.append(Event("writing", name, numbers[name], f"{name} is not finished yet: it was not checked"))
     return sorted(found, key=lambda event: names.index(event.step))
-
-
-def _quiet(since: float, sizes: FileSizes, mtime: float) -> float:
-    """Seconds since anything in a step changed: as the watch saw it, or as the times of its files say."""
-    newest = max([mtime, *(written for _, written in sizes.values())])
-    now = time.time()
-    return max(now - since, now - newest if newest else 0.0)
 
 
 def is_vanishing(open_run: Callable[[], Folder], event: Event) -> bool:
@@ -176,11 +159,7 @@ def is_vanishing(open_run: Callable[[], Folder], event: Event) -> bool:
 
 
 def steps_in_run(run: Folder) -> list[Step]:
-    """As `steps_of`.
-
-    Raises:
-        NothingToCheckError: the folder is a checkpoint, not a run.
-    """
+    """As `steps_of`; raises NothingToCheckError for a folder that is a checkpoint and not a run."""
     steps = steps_of(run)
     if not any(step.is_folder for step in steps) and components(run):
         raise NothingToCheckError(f"{printable(run.display)} is a checkpoint: name the run folder that holds the steps")

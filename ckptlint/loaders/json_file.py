@@ -11,13 +11,9 @@ from ckptlint.storage.folder import Folder
 
 
 def read_json(folder: Folder, name: str, limit: int) -> tuple[dict[str, Any], UnreadableError | None]:
-    """The object in a file, and why it cannot be read; {} without one. It may hold NaN, or a name twice.
+    """The object in a file of so many bytes at most, and why it cannot be read; {} without one.
 
-    Args:
-        limit: bytes that the file may have.
-
-    Raises:
-        AccessError: the operating system refused a read.
+    It may hold NaN, or a name twice. Raises AccessError where a read is refused.
     """
     try:
         document = json.loads(folder.read(name, limit)) if folder.has(name) else {}

@@ -21,19 +21,16 @@ def optimizer_file(root: Any) -> OptimizerFile | None:
     params = [param for group in groups for param in group["params"]]
     if not all(isinstance(param, (int, str)) for param in (*params, *states)):
         return None
+    states = {param: of_param for param, of_param in states.items() if isinstance(of_param, dict)}
+    stored = (StoredTensor, StoredDTensor)
     shapes = {
-        param: {
-            str(name): value.shape
-            for name, value in of_param.items()
-            if isinstance(value, (StoredTensor, StoredDTensor))
-        }
+        param: {str(name): value.shape for name, value in of_param.items() if isinstance(value, stored)}
         for param, of_param in states.items()
-        if isinstance(of_param, dict)
     }
     storages = {
         value.key: (str(param), str(name), value.dtype)
         for param, of_param in states.items()
-        for name, value in (of_param.items() if isinstance(of_param, dict) else ())
+        for name, value in of_param.items()
         if isinstance(value, StoredTensor) and value.offset == 0 and value.extent == value.length
     }
     settings = frozenset(str(name) for group in groups for name in group)

@@ -33,32 +33,21 @@ def from_error(error: UnreadableError, file: str, blocks: bool = False, hint: st
 
 def of_format(file: str, name: str, outside_checkpoint: bool = False) -> Problem:
     """That a format, as `unread.toml` calls it, is not checked; `outside_checkpoint` where one beside it is."""
-    return Problem(
-        "unsupported",
-        file,
-        f"{file} belongs to a format that ckptlint does not check: {name}",
-        hint=next((known.hint for known in world().unread if known.name == name), ""),
-        blocks=not outside_checkpoint,
-        outside_checkpoint=outside_checkpoint,
-    )
+    hint = next((known.hint for known in world().unread if known.name == name), "")
+    sentence, blocks = f"{file} belongs to a format that ckptlint does not check: {name}", not outside_checkpoint
+    return Problem("unsupported", file, sentence, hint=hint, blocks=blocks, outside_checkpoint=outside_checkpoint)
 
 
 def optimizer_never_written(file: str, steps: int, lack: str) -> Problem:
     """That a job stepped and no optimizer is stored: a scheduler proves that it had one.
 
-    Args:
-        steps: of the job; 0 where they are not known.
-        lack: where it should be and is not, as the end of a sentence.
+    0 steps are not known; `lack` says where it should be and is not, as the end of a sentence.
     """
     who = f"the job stepped {plural(steps, 'time')} and has" if steps else "the step has"
-    return Problem(
-        "incomplete",
-        file,
-        f"{who} a scheduler, but {lack}",
-        why="the optimizer was never written: a resume continues with zero moments",
-        hint="resume with the weights alone and warm up again, or use a step that has its optimizer",
-        outside_checkpoint=True,
-    )
+    why = "the optimizer was never written: a resume continues with zero moments"
+    hint = "resume with the weights alone and warm up again, or use a step that has its optimizer"
+    sentence = f"{who} a scheduler, but {lack}"
+    return Problem("incomplete", file, sentence, why=why, hint=hint, outside_checkpoint=True)
 
 
 def from_torch_file(found: TorchFile, file: str, why: str = "") -> list[Problem]:
@@ -80,18 +69,13 @@ def from_refusals(unpickled: Unpickled, file: str, where: str = "") -> list[Prob
         inside = " of a pickle inside its bytes" if at else " in a pickle inside its bytes"
         way = f" {refused.misuse}" if refused.misuse else ""
         end = f"{way}; ckptlint did not run it" if refused.misuse or not refused.unknown else _UNKNOWN
+        sentence = f"{where}{file} {act} {refused.target}{at}{inside if refused.nested else ''}{end}"
+        why = _FILLED if is_filled else _CALLED if refused.unknown else opened if refused.called else _NAMED
+        hint, blocks = vouch if refused.unknown else _SENDER, unpickled.root is None
+        # what could not be read to its end stays a finding, whoever is trusted
+        unknown = (refused.target,) if refused.unknown and not blocks else ()
         problems.append(
-            Problem(
-                "unsafe",
-                file,
-                f"{where}{file} {act} {refused.target}{at}{inside if refused.nested else ''}{end}",
-                detail=refused.trace,
-                hint=vouch if refused.unknown else _SENDER,
-                why=_FILLED if is_filled else _CALLED if refused.unknown else opened if refused.called else _NAMED,
-                blocks=unpickled.root is None,
-                # what could not be read to its end stays a finding, whoever is trusted
-                unknown=(refused.target,) if refused.unknown and unpickled.root is not None else (),
-            )
+            Problem("unsafe", file, sentence, detail=refused.trace, hint=hint, why=why, blocks=blocks, unknown=unknown)
         )
     if unpickled.unknown:
         sentence = f"{where}{file} holds {unknown_classes(unpickled.unknown)}"

@@ -50,13 +50,10 @@ Tensors = dict[str, tuple[str | None, tuple[int, ...] | None]]
 
 
 def read_reference(path: str) -> Reference:
-    """The reference that a path means.
+    """The reference that a path means: a manifest, safetensors or their index, a model folder, or whatever can be
+    checked.
 
-    Args:
-        path: a manifest, a safetensors file or index, a Hugging Face model folder, or whatever can be checked.
-
-    Raises:
-        ConfigError: nothing there can be compared with, or it cannot be read.
+    Raises ConfigError where nothing there can be compared with or read.
     """
     source = shown(path)
     try:
@@ -109,26 +106,17 @@ def _from_file(folder: Folder, name: str, source: str) -> Reference:
     return isolated(partial(_manifest, folder, name, source), size)
 
 
-# ---------------------------------------------------------------- manifest
-
-
 def manifest_text(
     checkpoints: Iterable[Checkpoint],
     values: Mapping[str, Mapping[str, int]] | None = None,
     rows: Mapping[str, Mapping[str, npt.NDArray[np.uint64]]] | None = None,
     salt: int = 0,
 ) -> str:
-    """The tensors of a checkpoint, or of all components of one step, as a manifest.
+    """The tensors of a checkpoint, or of all components of one step, as a manifest; raises ConfigError for a key in
+    two.
 
-    Names are written as ckptlint prints them; a dtype that the metadata does not state is null.
-
-    Args:
-        values: key -> dtype -> digest of the tensor's elements in it.
-        rows: key -> dtype -> words of the tensor's rows in it.
-        salt: with which both were made.
-
-    Raises:
-        ConfigError: two components hold the same key.
+    Names are written as ckptlint prints them; a dtype that the metadata does not state is null. `values` has a digest
+    of the elements by key and dtype, `rows` the words of the rows, both made with `salt`.
     """
     merged, _ = _merged({ckpt.path: tensors_of(ckpt) for ckpt in checkpoints})
     lines = []
@@ -165,9 +153,6 @@ def _manifest(folder: Folder, name: str, source: str) -> Reference:
     rows = {name: words for name, fqn, entry in named if (words := _rows(fqn, entry))}
     salt = _salt(document.get("values")) if values or rows else 0
     return Reference(source, "manifest", tensors, values=values, rows=rows, salt=salt)
-
-
-# ---------------------------------------------------------------- safetensors
 
 
 def _safetensors_file(folder: Folder, name: str, source: str) -> Reference:
@@ -272,9 +257,6 @@ def _header(folder: Folder, name: str) -> Tensors | None:
     return {printable(fqn): (dtype, None if dtype is None else shape) for fqn, dtype, shape in found}
 
 
-# ---------------------------------------------------------------- another checkpoint
-
-
 def _from_checkpoint(folder: Folder, name: str, source: str) -> Reference:
     parts = {found.folder.name: _readable(found, source) for found in find_at(folder, name)}
     tensors, clashes = _merged({name: tensors_of(ckpt) for name, ckpt in parts.items()}, strict=False)
@@ -305,11 +287,7 @@ def tensors_of(ckpt: Checkpoint) -> Tensors:
 
 
 def _merged(parts: Mapping[str, Tensors], strict: bool = True) -> tuple[Tensors, bool]:
-    """The tensors of all components, and whether two of them hold one key.
-
-    Raises:
-        ConfigError: they do, and `strict`.
-    """
+    """The tensors of all components, and whether two hold one key; raises ConfigError for that where `strict`."""
     merged: Tensors = {}
     clashes = False
     for name, tensors in parts.items():
@@ -319,9 +297,6 @@ def _merged(parts: Mapping[str, Tensors], strict: bool = True) -> tuple[Tensors,
                 raise ConfigError(f"{name} and another component both hold {twice}: name one of the components")
         merged |= tensors
     return merged, clashes
-
-
-# ---------------------------------------------------------------- JSON
 
 
 def _json(folder: Folder, name: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from ckptlint.errors import CkptlintError
 from ckptlint.loaders.discover import find_checkpoints, has_twin
 from ckptlint.loaders.layouts import CheckpointPlace
 from ckptlint.loaders.run.finished import other_step, step_state
-from ckptlint.loaders.run.steps import older_steps, sub_folder
+from ckptlint.loaders.run.steps import folder_below, older_steps
 from ckptlint.model import Checkpoint, Problem
 from ckptlint.model.text import join_words, printable
 from ckptlint.storage.folder import Folder
@@ -26,18 +26,18 @@ _MINOR = 8  # an unknown file below this share of the step's bytes holds no mode
 
 def parts_of(checkpoints: Iterable[Checkpoint]) -> tuple[str, ...]:
     """The parts that the checkpoints of one step hold together."""
-    found: set[str | None] = set()
+    parts: set[str | None] = set()
     for ckpt in checkpoints:
-        found |= {part_of_file(file.family) for file in ckpt.step_files}
+        parts |= {part_of_file(file.family) for file in ckpt.step_files}
         files = ckpt.files.names
         if files and not is_plain(files[0]) and all(map(_is_of_optimizer, files)):
-            found.add("optimizer")  # whose keys are numbers of parameters
+            parts.add("optimizer")  # whose keys are numbers of parameters
             continue
         names: set[str] = {entry.fqn for entry in ckpt.byte_objects} | ckpt.objects.keys.keys()
         if ckpt.common is not None:
             names |= {key for key in ckpt.common.values if isinstance(key, str)}
-        found |= {part_of_key(name) for name in names.union(ckpt.tensors)}
-    return tuple(part for part in PARTS if part in found)
+        parts |= {part_of_key(name) for name in names.union(ckpt.tensors)}
+    return tuple(part for part in PARTS if part in parts)
 
 
 def _is_of_optimizer(file: str) -> bool:
@@ -48,12 +48,9 @@ def _is_of_optimizer(file: str) -> bool:
 def lost_model(places: Sequence[CheckpointPlace], checkpoints: Sequence[Checkpoint]) -> Problem | None:
     """That a whole step holds an optimizer, and nowhere the parameters that it is of; None where that is not so.
 
-    Nothing is said of a step that could not be read whole, that has large files which nobody knows, or whose model
-    lies in a tree of its own: `optim/step-10` beside `model/step-10`.
-
-    Args:
-        places: all checkpoints of one step.
-        checkpoints: what is in them, in the same order.
+    All checkpoints of the step are given, in the order of their places. Nothing is said of a step that could not be
+    read whole, that has large files which nobody knows, or whose model lies in a tree of its own: `optim/step-10`
+    beside `model/step-10`.
     """
     parts = parts_of(checkpoints)
     if places[0].step is None or "model" in parts or "optimizer" not in parts:
@@ -71,14 +68,11 @@ def lost_model(places: Sequence[CheckpointPlace], checkpoints: Sequence[Checkpoi
             return None
         lost, holder = _model_of_older(step, places)
         what = f": {join_words(lost)} {'is' if len(lost) == 1 else 'are'} missing, which {holder} has" if lost else ""
-        return Problem(
-            "incomplete",
-            lost[0] if lost else places[0].folder.name,
-            f"{printable(step.name)} holds an optimizer and no model{what}",
-            why="a resume has moments and no weights to go on from",
-            hint=other_step(step) or "copy the weights of this step from where they were written",
-            outside_checkpoint=True,
-        )
+        sentence = f"{printable(step.name)} holds an optimizer and no model{what}"
+        why = "a resume has moments and no weights to go on from"
+        hint = other_step(step) or "copy the weights of this step from where they were written"
+        file = lost[0] if lost else places[0].folder.name
+        return Problem("incomplete", file, sentence, why=why, hint=hint, outside_checkpoint=True)
     return None
 
 
@@ -111,7 +105,7 @@ def _first_missing(step: Folder, place: str) -> str:
     folder, passed = step, list[str]()
     for name in place.split("/"):
         passed.append(printable(name))
-        below = sub_folder(folder, name) if name in folder.folders() else None
+        below = folder_below(folder, [name])
         if below is None or not (below.entries or below.folders()):
             return "/".join(passed)
         folder = below

@@ -122,7 +122,7 @@ def _paint_work(cell: _Cell, cuts: list[IntArray]) -> int:
     return (prod(len(cut) - 1 for cut in cuts) + count) * (1 << active if active <= _CORNERS else count)
 
 
-def _search(whole: _Cell, found: Cover, extra: int) -> int:
+def _search(whole: _Cell, cover: Cover, extra: int) -> int:
     """Halves the region until each part can be judged, the rest by volumes alone; returns the work done.
 
     Damage is certain from its first region on. To name all of it is worth less than to clear what is healthy.
@@ -131,39 +131,39 @@ def _search(whole: _Cell, found: Cover, extra: int) -> int:
     while cells:
         cell = cells.pop()
         work += cell.starts.size * 4 + _WORK_OF_CELL
-        is_damaged = found.missing_volume or found.doubled_volume
+        is_damaged = cover.missing_volume or cover.doubled_volume
         share = _WORK_PER_DAMAGED_BOX if is_damaged else _WORK_PER_BOX
         if work > extra + share * whole.starts.size:
-            found.exact = False
+            cover.exact = False
             for left in (cell, *cells):
-                found.missing_volume += 0 if left.is_covered else max(0, left.volume - left.filled)
+                cover.missing_volume += 0 if left.is_covered else max(0, left.volume - left.filled)
             return work
-        if not _is_settled(cell, found):
+        if not _is_settled(cell, cover):
             cuts = _cuts(cell) if cell.starts.shape[1] <= _FEW else []
             if cuts and prod(len(cut) - 1 for cut in cuts) <= _CELLS_OF_FEW:
                 work += _paint_work(cell, cuts) // 4
-                _paint(cell, cuts, found)
+                _paint(cell, cuts, cover)
             else:
                 cells += _halves(cell)
     return work
 
 
-def _is_settled(cell: _Cell, found: Cover) -> bool:
+def _is_settled(cell: _Cell, cover: Cover) -> bool:
     """Whether a cell is judged without being cut; what it lacks or holds twice is then counted."""
     fills = ((cell.starts == cell.low[:, None]) & (cell.ends == cell.high[:, None])).all(axis=0)
     if fills.any():
         if cell.is_covered or fills.sum() > 1:
             if not cell.counted:
-                _add(found.doubled, [cell.whole])
-                found.doubled_volume += cell.volume
+                _add(cover.doubled, [cell.whole])
+                cover.doubled_volume += cell.volume
             return True
         cell.is_covered = True
         cell.starts, cell.ends = cell.starts[:, ~fills], cell.ends[:, ~fills]
     count = cell.starts.shape[1]
     if count == 0:
         if not cell.is_covered:
-            _add(found.missing, [cell.whole])
-            found.missing_volume += cell.volume
+            _add(cover.missing, [cell.whole])
+            cover.missing_volume += cell.volume
         return True
     if cell.is_covered and cell.counted:
         return True
@@ -178,24 +178,24 @@ def _is_settled(cell: _Cell, found: Cover) -> bool:
             high = np.minimum(cell.ends[:, firsts], cell.ends[:, seconds])
             if not len(_overlapping(low, high)[0]):
                 twice = int((high - low).prod(axis=0).sum())
-                _count_doubled(cell, low, high, twice, found)
+                _count_doubled(cell, low, high, twice, cover)
     if cell.is_covered:
         if cell.apart:
-            _count_doubled(cell, cell.starts, cell.ends, cell.filled, found)
+            _count_doubled(cell, cell.starts, cell.ends, cell.filled, cover)
         return cell.apart
     if not cell.apart and not twice:
         return False
     lost = cell.volume - cell.filled + twice
-    if lost and len(found.missing) >= REGION_LIMIT:
-        found.missing_volume += lost
+    if lost and len(cover.missing) >= REGION_LIMIT:
+        cover.missing_volume += lost
         return True
     return not lost
 
 
-def _count_doubled(cell: _Cell, low: IntArray, high: IntArray, volume: int, found: Cover) -> None:
+def _count_doubled(cell: _Cell, low: IntArray, high: IntArray, volume: int, cover: Cover) -> None:
     if not cell.counted:
-        _add(found.doubled, list(zip(map(tuple, low.T.tolist()), map(tuple, high.T.tolist()), strict=True)))
-        found.doubled_volume += volume
+        _add(cover.doubled, list(zip(map(tuple, low.T.tolist()), map(tuple, high.T.tolist()), strict=True)))
+        cover.doubled_volume += volume
         cell.counted = True
 
 
@@ -263,16 +263,16 @@ def _cuts(cell: _Cell) -> list[IntArray]:
     return [distinct(np.concatenate([start, end, [low, high]])) for start, end, low, high in ends]
 
 
-def _paint(cell: _Cell, cuts: list[IntArray], found: Cover) -> None:
+def _paint(cell: _Cell, cuts: list[IntArray], cover: Cover) -> None:
     """Counts the boxes on each cell of the grid of all cuts."""
     counts = _counts(cell, cuts) + cell.is_covered
     missing, doubled = counts == 0, counts > 1
     if missing.any():
-        found.missing_volume += _volume(missing, cuts)
-        found.missing += _maximal_boxes(missing, cuts, REGION_LIMIT - len(found.missing))
+        cover.missing_volume += _volume(missing, cuts)
+        cover.missing += _maximal_boxes(missing, cuts, REGION_LIMIT - len(cover.missing))
     if doubled.any() and not cell.counted:
-        found.doubled_volume += _volume(doubled, cuts)
-        found.doubled += _maximal_boxes(doubled, cuts, REGION_LIMIT - len(found.doubled))
+        cover.doubled_volume += _volume(doubled, cuts)
+        cover.doubled += _maximal_boxes(doubled, cuts, REGION_LIMIT - len(cover.doubled))
 
 
 def _counts(cell: _Cell, cuts: list[IntArray]) -> IntArray:

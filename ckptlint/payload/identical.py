@@ -14,8 +14,7 @@ from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.dtypes import ITEM_BITS
 from ckptlint.vocabulary.keys import gated_role, parse
 
-LEAST_ELEMENTS = 64
-"""Fewer elements may be equal by chance or by construction."""
+LEAST_ELEMENTS = 64  # fewer elements may be equal by chance or by construction
 
 _POSITIONS = 16
 _SAMPLE = 64
@@ -25,14 +24,11 @@ _ROWS, _PLACES = 16, 4
 
 
 def find_same(folder: Folder, ckpt: Checkpoint, table: PayloadTable) -> None:
-    """Fill `equal_group`, `rows_alike` and `constant`.
+    """Fill `equal_group`, `rows_alike` and `constant`; raises AccessError where a read is refused.
 
     Records with equal length and CRC-32 are suspects, and up to 1 KiB of each is read. With any suspect the norms are
     sampled too: constant norms show an untrained model, whose chunks may be equal (PAY010: "norms of one value, so
     nothing was trained: info"). One record of each equal group is compared row by row, in up to 4 KiB.
-
-    Raises:
-        AccessError: a read was refused.
     """
     suspects = _alike(ckpt, table)
     if not suspects:
@@ -111,7 +107,6 @@ class _Samples:
         self.folder, self.ckpt, self.table = folder, ckpt, table
 
     def of(self, rows: Sequence[int]) -> dict[int, bytes]:
-        """The samples of some records."""
         samples: dict[int, bytes] = {}
         for file, mine in grouped((int(self.ckpt.records.file[row]), row) for row in rows).items():
             for at in range(0, len(mine), _BATCH):

@@ -38,8 +38,7 @@ _LINES = (
 def expected_sums(file: str) -> dict[str, str]:
     """File -> its checksum as text with the name of the list, as sha256sum writes one.
 
-    Raises:
-        ConfigError: it cannot be read, or no line of it is a checksum.
+    Raises ConfigError where it cannot be read, or no line of it is a checksum.
     """
     try:
         listed = _sums_in(Path(file).read_bytes()[:_LIST_LIMIT])
@@ -56,8 +55,7 @@ def recorded_sums(
 ) -> tuple[dict[str, str], dict[str, str], list[Problem]]:
     """(file -> checksum with its source as text, payload file -> the list of all files that lacks it, problems).
 
-    Args:
-        expected: checksums from the user's list, which take precedence.
+    Those of the user's list, `expected`, take precedence.
     """
     listed, problems = _integrity(folder)
     signed = _signed(folder, problems)
@@ -97,8 +95,7 @@ def differs(computed: str, recorded: str) -> bool:
 def compare_others(folder: Folder, ckpt: Checkpoint, recorded: Mapping[str, str]) -> tuple[list[Damage], list[str]]:
     """(Damages for files with a checksum that are absent, or differ and are no payload; those that match, printable).
 
-    Raises:
-        AccessError: a read was refused.
+    Raises AccessError where a read is refused.
     """
     payload = {file.path for file in ckpt.files if file.path is not None and file.size is not None}
     damages, matched = [], []
@@ -118,19 +115,16 @@ def compare_others(folder: Folder, ckpt: Checkpoint, recorded: Mapping[str, str]
 def _integrity(folder: Folder) -> tuple[dict[str, str] | None, list[Problem]]:
     """File -> SHA-256 as Megatron-Core recorded it; None without a record.
 
-    Source:
-        megatron.core.dist_checkpointing (>= 0.18) with verify_integrity: `algorithm`, `files` name -> hex digest
+    Source: megatron.core.dist_checkpointing (>= 0.18) with verify_integrity: `algorithm`, `files` name -> hex digest
     """
     if not folder.has(INTEGRITY):
         return None, []
     listed, error = read_json(folder, INTEGRITY, _JSON_LIMIT)
-    if error is not None:
-        return None, [from_error(error, INTEGRITY, hint=_HINT, why=_WHY)]
     files = listed.get("files")
-    if not isinstance(files, dict) or listed.get("algorithm") != "sha256":
-        error = UnreadableError("lists no SHA-256 checksums of files")
-        return None, [from_error(error, INTEGRITY, hint=_HINT, why=_WHY)]
-    return {name: str(text).lower() for name, text in files.items()}, []
+    if error is None and isinstance(files, dict) and listed.get("algorithm") == "sha256":
+        return {name: str(text).lower() for name, text in files.items()}, []
+    error = error or UnreadableError("lists no SHA-256 checksums of files")
+    return None, [from_error(error, INTEGRITY, hint=_HINT, why=_WHY)]
 
 
 def _list(folder: Folder, name: str, problems: list[Problem]) -> dict[str, str]:
@@ -145,9 +139,8 @@ def _list(folder: Folder, name: str, problems: list[Problem]) -> dict[str, str]:
 def _signed(folder: Folder, problems: list[Problem]) -> dict[str, str] | None:
     """File -> SHA-256 from a model's signature, which nobody verified; None without one, or with other hashes.
 
-    Source:
-        model_signing (1.1) signing: `model.sig` is a bundle of Sigstore whose `dsseEnvelope` has an in-toto statement
-        in Base64, and its `predicate.resources` name, algorithm and digest of each file
+    Source: model_signing (1.1) signing: `model.sig` is a bundle of Sigstore whose `dsseEnvelope` has an in-toto
+    statement in Base64, and its `predicate.resources` name, algorithm and digest of each file
     """
     if not folder.has(SIGNATURE):
         return None
@@ -164,8 +157,7 @@ def _signed(folder: Folder, problems: list[Problem]) -> dict[str, str] | None:
 def verifying(folder: Folder) -> str:
     """The command that verifies who signed the checkpoint in a folder; "" without a signature.
 
-    Source:
-        model_signing (1.1) verify: `verificationMaterial` of the bundle holds what its way of signing needs
+    Source: model_signing (1.1) verify: `verificationMaterial` of the bundle holds what its way of signing needs
     """
     material = read_json(folder, SIGNATURE, _JSON_LIMIT)[0].get("verificationMaterial")
     how = {
@@ -210,9 +202,8 @@ def _is_text(name: str) -> bool:
 def _downloaded(folder: Folder) -> dict[str, str]:
     """File -> SHA-256 of files downloaded into this folder and unchanged since.
 
-    Source:
-        huggingface_hub (2.4) _local_folder: `.cache/huggingface/download/<file>.metadata` holds commit, etag and time,
-        a line each; the etag of a file in LFS is its SHA-256, and a file that is younger by over a second is another
+    Source: huggingface_hub (2.4) _local_folder: `.cache/huggingface/download/<file>.metadata` holds commit, etag and
+    time, a line each; the etag of a file in LFS is its SHA-256, and a file that is younger by over a second is another
     """
     sums = {}
     notes = folder
@@ -237,9 +228,8 @@ def _downloaded(folder: Folder) -> dict[str, str]:
 def _sums_in(text: bytes) -> dict[str, str]:
     """File -> digest, of 64 digits if it is a SHA-256, from the lines of a list.
 
-    Source:
-        GNU coreutils (9) sha256sum: a digest, a space, a space or `*`, a name; with --tag, and of BSD's sha256: both
-        with the name of the algorithm before them
+    Source: GNU coreutils (9) sha256sum: a digest, a space, a space or `*`, a name; with --tag, and of BSD's sha256:
+    both with the name of the algorithm before them
     """
     lines = text.decode(errors="replace").splitlines()
     matches = (match for line in lines for pattern in _LINES if (match := pattern.fullmatch(line)))
@@ -249,9 +239,8 @@ def _sums_in(text: bytes) -> dict[str, str]:
 def _blob_names(folder: Folder) -> dict[str, str]:
     """File -> SHA-256 of files that are links to a blob with that name.
 
-    Source:
-        huggingface_hub (2.4) file_download: `snapshots/<commit>/<file>` is a link to `blobs/<etag>`, and the etag of a
-        file in LFS is its SHA-256; that of others is a Git hash of 40 digits
+    Source: huggingface_hub (2.4) file_download: `snapshots/<commit>/<file>` is a link to `blobs/<etag>`, and the etag
+    of a file in LFS is its SHA-256; that of others is a Git hash of 40 digits
     """
     targets = {name: PurePath(folder.escapes_to(name)) for name in folder.files_beside()}
     return {

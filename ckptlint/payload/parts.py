@@ -21,8 +21,7 @@ from ckptlint.payload.records import path_of
 from ckptlint.payload.stream import BLOCK
 from ckptlint.storage.folder import Folder
 
-EXAMINED = 64
-"""Most damaged records whose zero bytes are counted."""
+EXAMINED = 64  # most damaged records whose zero bytes are counted
 
 _PENDING_LIMIT = 32 * 1024**2
 _SHORT = 1_024
@@ -35,9 +34,7 @@ class PartialRead:
     """The results of one process's share of the records.
 
     Attributes:
-        rows: int64 [k], rows of the share.
-        table: payload table with k rows.
-        sums: int64 [k], checksums of the bytes read.
+        rows, table, sums: k rows of the share, int64; their payload table; checksums of the bytes read, int64.
         keys: an identity for each content of the table, equal across processes for equal contents.
         decoded: key -> decoded `data.pkl`.
         broken: file -> (row, error) of each unreadable record.
@@ -73,11 +70,7 @@ class Contents:
         self._bytes = 0
 
     def number(self, pickle: bytes, storages: Sequence[str], contents: list[RecordContent]) -> int:
-        """The number of a record's content; a new one is appended to `contents` once it is decoded.
-
-        Args:
-            storages: names of the record's members with tensor data.
-        """
+        """The number of a record's content, whose tensor data is in these members; a new one is decoded later."""
         # Thousands of records share one pickle, so it is decoded once. The storage it refers to is part of its
         # identity: an archive that lost its data member has the same pickle and must still be an error.
         name = storages[0] if len(storages) == 1 else None if storages else ""
@@ -91,7 +84,6 @@ class Contents:
         return number
 
     def decode(self, contents: list[RecordContent]) -> None:
-        """Decode all pending pickles."""
         for name, decoded_pickle in zip(self._names[len(self.decoded) :], decode(self._pending), strict=True):
             content = decoded_pickle.content
             is_lost = content is not None and name is not None and content.key not in ("", name)
@@ -112,14 +104,10 @@ def _key(identity: bytes) -> bytes:
     return b"blake2b " + blake2b(identity, digest_size=16).digest()
 
 
-# ---------------------------------------------------------------- joining
-
-
 def join(folder: Folder, ckpt: Checkpoint, how: ReadOptions, parts: Sequence[PartialRead]) -> Checkpoint:
     """The checkpoint with all parts joined; where two parts read one record, the first counts.
 
-    Raises:
-        AccessError: a read was refused.
+    Raises AccessError where a read is refused.
     """
     table, decoded, broken = _merged(len(ckpt.records), how, parts)
     problems = _refusals(ckpt, table, decoded)
@@ -164,7 +152,7 @@ def _merged(
         new = is_free[part.rows]
         at = part.rows[new]
         is_free[at] = False
-        if table is not part.table:
+        if not is_whole:
             table.rows[at] = part.table.rows[new]
         for key, content in zip(part.keys, part.table.contents, strict=True):
             if number.setdefault(key, len(contents)) == len(contents):
@@ -212,16 +200,10 @@ def _broken(
     for file, errors in sorted(broken.items()):
         rows = np.array([row for row, _ in errors], np.int64)
         table.state[rows] = np.where(is_reported[rows], RecordState.ELSEWHERE, RecordState.UNREADABLE)
+        new = [item for item in errors if not is_reported[item[0]] and ckpt.records.name(item[0]) not in read]
         for limits in (False, True):
-            mine = [
-                (row, error)
-                for row, error in errors
-                if not is_reported[row]
-                and ckpt.records.name(row) not in read
-                and isinstance(error, LimitError) is limits
-            ]
-            if mine:
-                problems.append(_problem(ckpt, file, mine))
+            if of_kind := [item for item in new if isinstance(item[1], LimitError) is limits]:
+                problems.append(_problem(ckpt, file, of_kind))
         if table.depth.reads_all:
             name = ckpt.files[file].name
             zeros = ((row, zero_bytes(folder, ckpt, row)) for row, _ in errors[:EXAMINED] if not is_reported[row])
@@ -233,19 +215,15 @@ def _problem(ckpt: Checkpoint, file: int, broken: Sequence[tuple[int, Unreadable
     """The problem of a file whose records could not be read, at the first of them."""
     row, error = min(broken, key=lambda item: int(ckpt.records.byte_offset[item[0]]))
     name, fqn = ckpt.files[file].name, ckpt.records.name(row)
-    limit = isinstance(error, LimitError)
     at = "" if error.position is None else f", byte {int(ckpt.records.byte_offset[row]) + error.position:,}"
     fqns = list(dict.fromkeys(ckpt.records.name(r) for r, _ in broken))
     more = f" (and {plural(len(broken) - 1, 'more record')} of this file)" if len(broken) > 1 else ""
-    shown = first_names(fqns, _NAMED)
-    return Problem(
-        "limit" if limit else "container",
-        name,
-        f"the record of {fqn} in {name} {error}{at}{more}",
-        detail=(f"keys: {shown}",),
-        hint="" if limit else "copy the file again from where it was written, or go back one step",
-        fqn=fqn if len(fqns) == 1 else None,
-    )
+    sentence, detail = f"the record of {fqn} in {name} {error}{at}{more}", (f"keys: {first_names(fqns, _NAMED)}",)
+    only = fqn if len(fqns) == 1 else None
+    if isinstance(error, LimitError):
+        return Problem("limit", name, sentence, detail=detail, fqn=only)
+    hint = "copy the file again from where it was written, or go back one step"
+    return Problem("container", name, sentence, detail=detail, hint=hint, fqn=only)
 
 
 _LOADED = "torch reads entries other than tensors with a full unpickler, so a load may run what they name"

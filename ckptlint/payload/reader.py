@@ -16,16 +16,7 @@ import numpy as np
 from ckptlint.errors import UnreadableError
 from ckptlint.geometry.record_states import needed_bytes
 from ckptlint.loaders.problems import from_error
-from ckptlint.model import (
-    Checkpoint,
-    Damage,
-    OddValues,
-    RecordContent,
-    RecordState,
-    StorageTable,
-    Tensor,
-    empty_payload,
-)
+from ckptlint.model import Checkpoint, Damage, RecordContent, RecordState, StorageTable, Tensor, empty_payload
 from ckptlint.model.payload import plain_content
 from ckptlint.model.text import plural
 from ckptlint.model.tiling import IntArray, distinct
@@ -73,12 +64,8 @@ _T = TypeVar("_T")
 def read_payload(folder: Folder, ckpt: Checkpoint, how: ReadOptions, hashes: Gatherers | None = None) -> Checkpoint:
     """The checkpoint with its `payload` table, and with a problem for each unreadable record.
 
-    Args:
-        hashes: key -> collectors of the tensor's row hashes at depth `data`, one for each dtype it is rounded to.
-
-    Raises:
-        AccessError: a read was refused.
-        KeyboardInterrupt: the user interrupted the reading; its argument says in a sentence what was covered.
+    `hashes` collects the row hashes of each key at depth `data`, once for each dtype it is rounded to. Raises
+    AccessError where a read is refused, and KeyboardInterrupt, whose argument says in a sentence what was covered.
     """
     reader = Reader(folder, ckpt, how, hashes=hashes)
     part = reader.part()
@@ -86,12 +73,9 @@ def read_payload(folder: Folder, ckpt: Checkpoint, how: ReadOptions, hashes: Gat
 
 
 class Reader:
-    """Reads the payload of one checkpoint, or this process's share of it.
+    """Reads the payload of one checkpoint, or this process's share of it: rows of `Checkpoint.records`, ascending.
 
-    Args:
-        share: int64 [k], ascending, rows of `Checkpoint.records` to read; None for all.
-        leads: whether this process also reads files without records; one of several processes does.
-        hashes: see `read_payload`.
+    One of several processes `leads`: it also reads the files without records.
     """
 
     def __init__(
@@ -118,17 +102,10 @@ class Reader:
         self.meter = Meter()
 
     def part(self) -> PartialRead:
-        """Read the share.
-
-        Raises:
-            AccessError, KeyboardInterrupt: as `read_payload`.
-        """
+        """Read the share; raises AccessError and KeyboardInterrupt as `read_payload`."""
         result, contents = self.result, self.contents
         rows, sample = self._choose()
-        unlisted: Mapping[str, str] = {}
-        bare: tuple[str, ...] = ()
-        odd_values: tuple[OddValues, ...] = ()
-        beside: Mapping[tuple[str, str], Mapping[str, Any]] = {}
+        of_files: dict[str, Any] = {}
         try:
             if self.ckpt.storages is None:
                 self._read_headers(rows)
@@ -146,6 +123,7 @@ class Reader:
                 self._read_data(recorded)
                 if self.leads and not sample:
                     damages, bare, odd_values, beside, problems = compare_archives(self.folder, self.ckpt)
+                    of_files |= {"bare": bare, "odd_values": odd_values, "beside": beside}
                     result.damages += damages
                     result.problems += problems
                 if self.leads:
@@ -153,7 +131,7 @@ class Reader:
                     result.damages += damages
                     self.matched += matched
                     result.damages += not_expected(self.ckpt, self.how.sums) if self.how.sums else []
-                    unlisted = left_out
+                    of_files["unlisted"] = left_out
         except KeyboardInterrupt:
             raise KeyboardInterrupt(self._covered()) from None
         finally:
@@ -167,12 +145,9 @@ class Reader:
             result.table,
             rows=result.table.rows if len(result.rows) == len(self.ckpt.records) else result.table.rows[result.rows],
             matched=tuple(self.matched),
-            unlisted=unlisted,
             verifying=verifying(self.folder) if self.how.depth.reads_all and self.leads else "",
-            bare=bare,
-            odd_values=odd_values,
-            beside=beside,
             sample=sample,
+            **of_files,
             values={fqn: {dtype: digest(rows) for dtype, rows in own.items()} for fqn, own in hashes_of_key.items()},
             row_hashes={fqn: own for fqn, own in hashes_of_key.items() if fqn in self.how.rows},
         )
@@ -322,35 +297,29 @@ class Reader:
 
     def _read_blobs(self) -> None:
         """Read the safetensors headers of files that hold all their tensors in one blob."""
+        table, records = self.result.table, self.ckpt.records
         rows = self.result.rows[self.is_tensor[self.result.rows]]
-        for file, mine in by_file(rows, self.ckpt.records.file, self.ckpt.records.byte_offset).items():
-            if self.ckpt.files[file].path is None or self.ckpt.files[file].size is None:
+        for file, mine in by_file(rows, records.file, records.byte_offset).items():
+            path, size = self.ckpt.files[file].path, self.ckpt.files[file].size
+            if path is None or size is None:
                 continue
+            start = int(records.byte_offset[mine[0]])
             try:
-                self._place_blob(file, mine)
+                tensors_by_name = read_blob(self.folder, path, start, size)
             except UnreadableError as error:
                 self.result.broken[file] += [(row, error) for row in mine.tolist()]
-
-    def _place_blob(self, file: int, rows: IntArray) -> None:
-        """Fill the columns of the records in one blob."""
-        size = self.ckpt.files[file].size or 0
-        start = int(self.ckpt.records.byte_offset[rows[0]])
-        tensors_by_name = read_blob(self.folder, path_of(self.ckpt, file), start, size)
-        table = self.result.table
-        for row in rows.tolist():
-            item = tensors_by_name.get(self.ckpt.records.name(row))
-            if item is None:
-                error = UnreadableError("is not listed in the safetensors header", start)
-                self.result.broken[file].append((row, error))
                 continue
-            table.state[row] = RecordState.READ
-            table.content[row] = len(table.contents)
-            table.contents.append(item.content)
-            table.storages[row] = 1
-            table.stored[row] = table.size[row] = item.size
-            table.start[row] = item.start
-        if self.how.depth.reads_all:
-            self._add_bare(file, rows[table.state[rows] == RecordState.READ])
+            for row in mine.tolist():
+                if (tensor := tensors_by_name.get(records.name(row))) is None:
+                    unlisted = UnreadableError("is not listed in the safetensors header", start)
+                    self.result.broken[file].append((row, unlisted))
+                    continue
+                content, table.start[row], table.size[row] = tensor
+                table.stored[row], table.storages[row] = table.size[row], 1
+                table.state[row], table.content[row] = RecordState.READ, len(table.contents)
+                table.contents.append(content)
+            if self.how.depth.reads_all:
+                self._add_bare(file, mine[table.state[mine] == RecordState.READ])
 
     # ------------------------------------------------------------ depth `data`
 
@@ -450,17 +419,11 @@ class Reader:
         table.crc[members.row[is_raw]] = seen.crc[is_raw]
         name = self.ckpt.files[file].name
         bad = np.flatnonzero((seen.crc != members.crc) & (members.crc > 0))
-        damages = [
-            Damage(
-                int(members.row[i]),
-                name,
-                members.names[int(members.name[i])],
-                f"CRC-32 {members.crc[i]:08x}",
-                f"{seen.crc[i]:08x}",
-                zero_bytes(self.folder, self.ckpt, int(members.row[i])) if turn < EXAMINED else 0,
-            )
-            for turn, i in enumerate(bad.tolist())
-        ]
+        damages = []
+        for turn, i in enumerate(bad.tolist()):
+            row, named = int(members.row[i]), members.names[int(members.name[i])]
+            zeros = zero_bytes(self.folder, self.ckpt, row) if turn < EXAMINED else 0
+            damages.append(Damage(row, name, named, f"CRC-32 {members.crc[i]:08x}", f"{seen.crc[i]:08x}", zeros))
         recorded = sums.get(self.ckpt.files[file].path or "")
         if recorded is not None and seen.sha256:
             if differs(seen.sha256, recorded):
@@ -474,15 +437,16 @@ class Reader:
     def _run(self, tasks: Mapping[int, Callable[[], _T]], together: int = 1) -> Iterator[tuple[int, _T]]:
         """Results in order of completion; at most 2 x jobs lots are queued, so that results do not pile up.
 
-        All threads stop when the caller, the user or an error ends the iteration.
-
-        Args:
-            together: tasks in a lot, which one thread does.
+        A thread does a lot of so many tasks `together`. All stop when the caller, the user or an error ends the
+        iteration.
         """
         if self.folder.is_near and file_sizes(self.ckpt)[[*tasks]].sum() <= BLOCK:  # read before threads have started
             yield from ((file, task()) for file, task in tasks.items())
             return
         from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+
+        def done_lot(lot: Iterable[tuple[int, Callable[[], _T]]]) -> list[tuple[int, _T]]:
+            return [(file, task()) for file, task in lot]
 
         waiting = iter(tasks.items())
         lots = iter(lambda: [*islice(waiting, together)], [])
@@ -490,7 +454,7 @@ class Reader:
             going: set[Future[list[tuple[int, _T]]]] = set()
             try:
                 while True:
-                    going |= {pool.submit(_done, lot) for lot in islice(lots, 2 * self.how.jobs - len(going))}
+                    going |= {pool.submit(done_lot, lot) for lot in islice(lots, 2 * self.how.jobs - len(going))}
                     if not going:
                         return
                     done, _ = wait(going, _TICK, FIRST_COMPLETED)
@@ -511,10 +475,6 @@ class Reader:
         count = len(self.result.damages)
         bad = f"{count:,} checksums do not match" if count else "no damage was found"
         return f"interrupted after {done:,} of {total:,} bytes{share} of {self.ckpt.path} were checked; {bad} so far"
-
-
-def _done(tasks: Iterable[tuple[int, Callable[[], _T]]]) -> list[tuple[int, _T]]:
-    return [(file, task()) for file, task in tasks]
 
 
 def _storages(parts: Iterable[ArchiveMember]) -> tuple[ArchiveMember, ...]:

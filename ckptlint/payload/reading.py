@@ -15,13 +15,10 @@ from ckptlint.vocabulary.dtypes import ITEM_BITS
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """How to read the payload.
+    """How to read the payload, at depth `headers` or `data`, with so many threads, one file each.
 
     Attributes:
-        depth: `headers` or `data`.
-        jobs: threads, one file each.
-        percent: share of the records to read, None for all.
-        seed: of the random choice.
+        percent: share of the records to read, None for all; seed: of the random choice.
         draws: whether records are opened only to draw numbers from some, which `wanted` then names.
         wanted: int64 [k], rows of `Checkpoint.records` to read; None for all.
         digests: key -> dtypes in which a digest of the tensor's values is wanted, at depth `data`.

@@ -12,8 +12,7 @@ from ckptlint.storage.folder import READABLE
 def is_bare(ckpt: Checkpoint, needed: IntArray) -> bool:
     """Whether every tensor's record is exactly as long as its elements: then there is no archive around them.
 
-    Source:
-        dlrover.trainer.torch.flash_checkpoint.fsdp_engine and ByteCheckpoint write raw bytes
+    Source: dlrover.trainer.torch.flash_checkpoint.fsdp_engine and ByteCheckpoint write raw bytes
     """
     known = needed > 0
     return bool(known.any() and (needed[known] == ckpt.records.byte_length[known]).all())

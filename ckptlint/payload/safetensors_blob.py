@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from math import prod
-from typing import NamedTuple
 
 from ckptlint.errors import UnreadableError
 from ckptlint.formats.safetensors_header import header_length, layout_faults, parse_header
@@ -14,29 +13,13 @@ from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.dtypes import ITEM_BITS
 
 
-class BlobTensor(NamedTuple):
-    """A tensor of a blob: what it is, first byte in the file, bytes."""
+def read_blob(folder: Folder, path: str, start: int, size: int) -> dict[str, tuple[RecordContent, int, int]]:
+    """What the tensors of a blob are by printable name, first byte in the file, and bytes; it ends as the file does.
 
-    content: RecordContent
-    start: int
-    size: int
+    Raises UnreadableError where its header is damaged, its tensors leave holes, overlap or do not fill the file, or it
+    does not say the offsets of each; LimitError for a larger header than the safetensors library reads.
 
-
-def read_blob(folder: Folder, path: str, start: int, size: int) -> dict[str, BlobTensor]:
-    """The tensors of a blob by their printable names.
-
-    Args:
-        path: the file, raw.
-        start: first byte of the blob.
-        size: bytes of the file, which the blob reaches to the end of.
-
-    Raises:
-        UnreadableError: its header is damaged, its tensors leave holes, overlap or do not fill the file, or it does not
-            say the offsets of each.
-        LimitError: the header is larger than the safetensors library reads.
-
-    Source:
-        torch.distributed.checkpoint.filesystem (>= 2.8), SerializationFormat.SAFETENSORS
+    Source: torch.distributed.checkpoint.filesystem (>= 2.8), SerializationFormat.SAFETENSORS
     """
     try:
         length = header_length(folder.read_range(path, start, 64), size - start)
@@ -59,5 +42,5 @@ def read_blob(folder: Folder, path: str, start: int, size: int) -> dict[str, Blo
         strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
         place, _ = info.get(name, (None, None))
         content = RecordContent("tensor", dtype, shape, strides, declared_offsets=place)
-        tensors[printable(name)] = BlobTensor(content, header.payload + begin, end - begin)
+        tensors[printable(name)] = content, header.payload + begin, end - begin
     return tensors

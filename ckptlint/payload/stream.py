@@ -28,8 +28,7 @@ except ImportError:
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-BLOCK = 2 * 1024**2
-"""Bytes read at once; a multiple of every element's size."""
+BLOCK = 2 * 1024**2  # bytes read at once; a multiple of every element's size
 
 _GAP = 64 * 1024  # bytes between members up to which reading on costs less than a seek
 
@@ -37,8 +36,7 @@ _GAP = 64 * 1024  # bytes between members up to which reading on costs less than
 class Members(NamedTuple):
     """The members of the records of one file as columns, in the order of their data.
 
-    Attributes:
-        row: record; start: first byte in the file; size: bytes; crc: as recorded; name: position in `names`.
+    `row` of the record; first byte in the file and bytes; `crc` as recorded; `name`, position in `names`.
     """
 
     row: IntArray
@@ -51,10 +49,10 @@ class Members(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """The tensor in a member.
+    """The tensor in a member, with torch's name of its dtype.
 
     Attributes:
-        dtype: torch's name; first: index of its first element in the member; count: elements; item: bytes of one.
+        first, count, item: index of its first element in the member; elements; bytes of one.
         looks: whether to examine the values.
         where: positions of the elements in the whole tensor, for a digest; None without one.
         placed: collector of row hashes; None without them.
@@ -71,14 +69,13 @@ class Scan:
 
 @dataclass(slots=True)
 class Streamed:
-    """The results of streaming one file.
+    """The results of streaming one file, `finished` where everything was read.
 
     Attributes:
         crc: int64 [members], computed CRC-32.
         values: member -> statistics of its values, for scanned members with numbers.
         digests: member -> digest of its elements, where their positions are known.
         sha256: of the whole file; "" where not requested.
-        finished: whether everything was read.
     """
 
     crc: IntArray
@@ -112,18 +109,10 @@ def stream(
     threads: int = 2,
     recorded_only: bool = False,
 ) -> Streamed:
-    """Read the members once.
+    """Read the members once, and the whole file for its SHA-256 where its size is given; raises AccessError.
 
-    Args:
-        path: the file, raw.
-        scans: member -> the tensor in it.
-        size: bytes of the whole file, to compute its SHA-256; None without it.
-        meter: counts every block, and may stop the reading.
-        threads: number of threads; one reads a block while the others process theirs.
-        recorded_only: skip the checksum of members without a recorded one.
-
-    Raises:
-        AccessError: a read was refused.
+    The meter counts every block, and may stop the reading. One thread reads a block while the others process theirs.
+    With `recorded_only` members without a recorded checksum get none.
     """
     result = Streamed(
         np.zeros(len(members.start), np.int64),
@@ -163,8 +152,6 @@ class _Part(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """A processed block."""
-
     data: memoryview
     parts: list[_Part]
 
@@ -176,9 +163,7 @@ class _Work:
         self, file: BinaryIO, path: str, starts: list[int], ends: list[int], scans: dict[int, Scan], summed: list[bool]
     ) -> None:
         self.file, self.path, self.starts, self.ends, self.scans = file, path, starts, ends, scans
-        self.summed = summed
-        self.lock = Lock()
-        self.buffers: dict[int, bytearray] = {}
+        self.summed, self.lock, self.buffers = summed, Lock(), dict[int, bytearray]()
 
     def block(self, slot: int, begin: int, end: int, first: int, last: int) -> _Block:
         """Read the bytes [begin, end) and process the members [first, last) in them."""
@@ -210,10 +195,7 @@ class _Work:
 
 
 def _in_order(work: _Work, plan: Iterator[tuple[int, int, int, int]], threads: int) -> Generator[_Block, None, None]:
-    """The blocks in plan order; a block is valid until the next one is requested, when its buffer is reused.
-
-    Without threads each is processed when it is requested.
-    """
+    """The blocks in plan order, each valid until the next is requested; without threads it is processed then."""
     if not threads:
         yield from (work.block(0, *block) for block in plan)
         return
@@ -231,7 +213,6 @@ def _in_order(work: _Work, plan: Iterator[tuple[int, int, int, int]], threads: i
 
 
 def _merge(seen: Streamed, block: _Block) -> None:
-    """Add a block to the results of the blocks before it."""
     for part in block.parts:
         before = int(seen.crc[part.member])
         # CRC-32 is linear: that of two parts follows from those of each, and from the length of the second

@@ -39,11 +39,8 @@ class TensorBytes:
     def rows(self, first: int, last: int, shape: Shape | None = None) -> Bits | None:
         """The rows [first, last), as unsigned words: [rows, columns]; None where the chunks' places are not known.
 
-        Args:
-            shape: shape that divides the elements into rows (`seals.row_hashes.matrix`); by default the global one.
-
-        Raises:
-            AccessError: a read was refused.
+        `shape` divides the elements into rows (`seals.row_hashes.matrix`), by default the global one. Raises
+        AccessError where a read is refused.
         """
         tensor = self.tensor
         shape = self.shape if shape is None else shape
@@ -66,21 +63,13 @@ class TensorBytes:
         return None if left else found
 
     def numbers(self, first: int, last: int, shape: Shape | None = None) -> Matrix | None:
-        """The rows [first, last) as float32, as `rows` has them; None where their numbers are not known.
-
-        Raises:
-            AccessError: a read was refused.
-        """
+        """The rows [first, last) as float32, as `rows` has them; None where their numbers are not known."""
         bits = self.rows(first, last, shape)
         found = None if bits is None else decoded(bits, self.tensor.dtype)
         return None if found is None else np.asarray(found, np.float32)
 
     def whole(self) -> Matrix | None:
-        """All of it as float32 in its shape; None where its numbers are not known.
-
-        Raises:
-            AccessError: a read was refused.
-        """
+        """All of it as float32 in its shape; None where its numbers are not known."""
         slices, per, _ = matrix(self.shape)
         found = self.numbers(0, slices * per)
         return None if found is None else found.reshape(-1)[: prod(self.shape)].reshape(self.shape)

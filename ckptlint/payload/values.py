@@ -105,21 +105,17 @@ _rooms = threading.local()
 
 def _room(words: Bits) -> Bits:
     """An array of this thread as long as the words: new memory for each block costs more than the statistics."""
-    room = getattr(_rooms, words.dtype.char, None)
+    room: Bits | None = getattr(_rooms, words.dtype.char, None)
     if room is None or len(room) < len(words):
         room = np.empty(len(words), words.dtype)
         setattr(_rooms, words.dtype.char, room)
-    found: Bits = room[: len(words)]
-    return found
+    return room[: len(words)]
 
 
 def values_of(data: memoryview, dtype: str, position: int) -> RecordValues:
-    """Statistics of complete elements.
+    """Statistics of complete elements in bytes of any alignment; the first has this number among the record's.
 
-    Args:
-        data: their bytes, of any alignment.
-        dtype: torch's name, one of `ENCODINGS` or `INTEGERS`.
-        position: number of the first element among the record's.
+    `dtype` is torch's name, one of `ENCODINGS` or `INTEGERS`.
     """
     encoding = ENCODINGS.get(dtype)
     words = np.frombuffer(data, f"<u{ITEM_BITS[dtype] // 8}" if encoding is None else encoding.word)
@@ -144,7 +140,10 @@ def values_of(data: memoryview, dtype: str, position: int) -> RecordValues:
     values.bits = int(words[0]) if high else 0
     values.least, values.most = _magnitude(low, encoding), _magnitude(high, encoding)
     if encoding is not None:
-        sample = _sample(words)
+        sample = words  # or every 64th run of many
+        if len(words) > _MANY:
+            starts = range(0, len(words) - _RUN, _EVERY * _RUN)
+            sample = np.concatenate([words[start : start + _RUN] for start in starts])
         if words.itemsize > 2:  # narrower ones hold no narrower numbers
             fraction = (1 << encoding.mantissa) - 1
             values.used_bits = int(np.bitwise_or.reduce(sample))
@@ -164,13 +163,6 @@ def values_of(data: memoryview, dtype: str, position: int) -> RecordValues:
         normal = 2 << encoding.mantissa
         values.denormals = int(np.count_nonzero(sizes < normal)) - values.zeros if low < normal and high else 0
     return values
-
-
-def _sample(words: Bits) -> Bits:
-    """Every 64th run of many numbers; few numbers as they are."""
-    if len(words) <= _MANY:
-        return words
-    return np.concatenate([words[start : start + _RUN] for start in range(0, len(words) - _RUN, _EVERY * _RUN)])
 
 
 def _negatives(words: Bits, sample: Bits) -> int:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import copy
 from functools import cached_property, partial
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -26,22 +26,8 @@ _SHORT = 256  # bytes of a file that holds a name or a number
 _GAP = 16 * 1024  # a request or a seek costs more than reading this much for nothing
 
 
-class Looks(NamedTuple):
-    """What a look at many files found.
-
-    Attributes:
-        state: uint8 [n], position in `FILE_STATES`.
-        size: int64 [n], bytes; -1 where there is no such file, or nobody knows its size.
-        at: int64 [n], place in the payload of the folder's listing; -1 for a file elsewhere.
-    """
-
-    state: npt.NDArray[np.uint8]
-    size: IntArray
-    at: IntArray
-
-
 class Folder(ABC):
-    """A folder, listed once.
+    """A folder, listed once. Every method may raise AccessError: the operating system, a store or the network refused.
 
     Attributes:
         not_looked_at: what cannot be known about it, as a sentence; "" when its listing is complete.
@@ -49,9 +35,6 @@ class Folder(ABC):
         is_near: whether a small read costs next to nothing; otherwise each is a request.
         bytes_read: that `spans` has returned.
         is_read_whole: whether somebody reads all of its files, so that a server that sends no parts may send them.
-
-    Raises:
-        AccessError: the operating system, a store or the network refused; every method may raise it.
     """
 
     not_looked_at = ""
@@ -83,11 +66,7 @@ class Folder(ABC):
         return Facts()
 
     def without(self, hidden: Collection[str], part: str) -> Folder:
-        """The same folder with some files out of view, to judge by itself what else is there.
-
-        Args:
-            part: the name under which it is reported, "" for the folder's own.
-        """
+        """The same folder with some files out of view, to judge what else is there; a part is reported by its name."""
         view = copy(self)
         view.part = part
         view.__dict__.pop("facts", None)
@@ -117,11 +96,7 @@ class Folder(ABC):
     @property
     @abstractmethod
     def entries(self) -> Listing:
-        """What is directly in the folder, by name, in order.
-
-        Raises:
-            NothingToCheckError: there is no such folder.
-        """
+        """What is directly in the folder, by name, in order; raises NothingToCheckError for no such folder."""
 
     @abstractmethod
     def sub(self, name: str) -> Folder:
@@ -149,8 +124,12 @@ class Folder(ABC):
     def blocks(self, name: str, size: int = READ_BLOCK) -> Iterator[bytes]:
         """The whole file in order, in blocks of `size` bytes; memory for a few of them."""
 
-    def stat_many(self, relatives: Sequence[str]) -> Looks:
-        """`stat` for many files. Plain payload files are known from the listing."""
+    def stat_many(self, relatives: Sequence[str]) -> tuple[npt.NDArray[np.uint8], IntArray, IntArray]:
+        """`stat` for many files, of which plain payload is known from the listing.
+
+        Position in `FILE_STATES`, uint8 [n]; bytes, int64 [n], -1 where there is no such file, or nobody knows its
+        size; place in the payload of the listing, int64 [n], -1 for a file elsewhere.
+        """
         at = self.entries.positions(relatives)
         listed = at >= 0
         state, size = np.zeros(len(at), np.uint8), np.full(len(at), -1, np.int64)
@@ -159,7 +138,7 @@ class Folder(ABC):
         for row, (found, count) in zip(others, self._looks([relatives[row] for row in others]), strict=True):
             state[row] = FILE_STATES.index(found)
             size[row] = -1 if count is None else count
-        return Looks(state, size, at)
+        return state, size, at
 
     def _looks(self, relatives: Sequence[str]) -> Iterator[tuple[FileState, int | None]]:
         """`stat` for each of them; where a look is a round trip, for many at the same time."""
@@ -207,7 +186,6 @@ class Folder(ABC):
         return self.entries.newest
 
     def files(self) -> list[str]:
-        """Names of the files."""
         return sorted([*self.entries.payload_names(), *self.files_beside()])
 
     def files_beside(self) -> list[str]:
@@ -215,7 +193,6 @@ class Folder(ABC):
         return [name for name, entry in self.entries.others.items() if not entry.is_folder]
 
     def folders(self) -> list[str]:
-        """Names of the folders."""
         return [name for name, entry in self.entries.others.items() if entry.is_folder]
 
     def has(self, name: str) -> bool:
@@ -230,33 +207,24 @@ class Folder(ABC):
         """What is there in place of an absent file, as a sentence; "" for nothing."""
         if lost := self.lost_link(relative):
             return f"{lost}: download or copy it again with links followed"
-        other = self.other_case(relative)
-        return f"rename {printable(other)}, which differs only in letter case" if other else ""
+        name = self.other_case(relative)
+        return f"rename {printable(name)}, which differs only in letter case" if name else ""
 
     def read(self, name: str, limit: int) -> bytes:
-        """The whole file.
-
-        Raises:
-            LimitError: it has more than `limit` bytes.
-        """
+        """The whole file; raises LimitError for one of more than `limit` bytes."""
         size = self.size_within(name, limit)
         blocks = self.blocks(name)
         first = next(blocks, b"")
         return first if len(first) >= size else b"".join((first, *blocks))
 
     def size_within(self, name: str, limit: int) -> int:
-        """Bytes of a file.
-
-        Raises:
-            LimitError: there are more than `limit`.
-        """
+        """Bytes of a file; raises LimitError for more than `limit`."""
         size = self.size(name)
         if size > limit:
             raise LimitError(f"has {size:,} bytes, the limit is {limit:,}")
         return size
 
     def head(self, name: str, count: int) -> bytes:
-        """The first bytes of a file."""
         return self.read_range(name, 0, count)
 
     def short_text(self, name: str) -> str:
@@ -286,13 +254,13 @@ class Folder(ABC):
         if not wanted:
             return []
         groups = coalesced(wanted)
-        found = [b""] * len(wanted)
+        pieces = [b""] * len(wanted)
         data = self.spans(name, [(start, stop) for start, stop, _ in groups])
         for (start, _, members), whole in zip(groups, data, strict=True):
             for i in members:
                 offset, length = wanted[i]
-                found[i] = whole[offset - start : offset - start + length]
-        return found
+                pieces[i] = whole[offset - start : offset - start + length]
+        return pieces
 
     def other_case(self, relative: str) -> str | None:
         """A name of the folder whose name differs from an absent one by case alone."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -20,11 +21,9 @@ _PART = 65536  # names that are turned into a column at once
 
 
 class FolderEntry(NamedTuple):
-    """One name in a folder.
+    """One name in a folder: bytes of a file (0 for a folder), and whether it is a folder, links followed.
 
     Attributes:
-        size: bytes of a file, links followed; 0 for a folder.
-        is_folder: whether it is a folder, links followed.
         mtime: seconds since the epoch; 0 on a store, which knows only when a file was uploaded.
         is_link: whether the name is a link.
         what: what is there that is neither a file nor a folder, in words; "" for these.
@@ -37,6 +36,7 @@ class FolderEntry(NamedTuple):
     what: str = ""
 
 
+@dataclass(eq=False)
 class Listing(Mapping[str, FolderEntry]):
     """What is directly in a folder, by name, in order.
 
@@ -49,19 +49,11 @@ class Listing(Mapping[str, FolderEntry]):
             They are named, and no part of the mapping.
     """
 
-    def __init__(
-        self,
-        payload: npt.NDArray[Any],
-        size: IntArray,
-        mtime: npt.NDArray[Any],
-        others: dict[str, FolderEntry],
-        strange: dict[str, str],
-    ) -> None:
-        self.payload = payload
-        self.size = size
-        self.mtime = mtime
-        self.others = others
-        self.strange = strange
+    payload: npt.NDArray[Any]
+    size: IntArray
+    mtime: npt.NDArray[Any]
+    others: dict[str, FolderEntry]
+    strange: dict[str, str]
 
     @classmethod
     def of(cls, found: Iterable[tuple[str, FolderEntry]]) -> Listing:
@@ -84,10 +76,8 @@ class Listing(Mapping[str, FolderEntry]):
                 names = []
         payload = np.concatenate([*parts, np.array(names, "S")])
         order = np.argsort(payload)
-        sizes, mtimes = np.frombuffer(size, np.int64), np.frombuffer(mtime, np.float64)
-        return cls(
-            payload[order], sizes[order], mtimes[order], dict(sorted(others.items())), dict(sorted(strange.items()))
-        )
+        sizes, mtimes = np.frombuffer(size, np.int64)[order], np.frombuffer(mtime, np.float64)[order]
+        return cls(payload[order], sizes, mtimes, dict(sorted(others.items())), dict(sorted(strange.items())))
 
     def without(self, hidden: Collection[str], rows: IntArray | None = None) -> Listing:
         """The listing without some names, and without some rows of `payload`."""
@@ -105,7 +95,11 @@ class Listing(Mapping[str, FolderEntry]):
         """int64 [n], where each name is in `payload`; -1 for all others."""
         found = np.full(len(names), -1, np.int64)
         for start in range(0, len(names) if len(self.payload) else 0, _PART):
-            wanted = _encoded(names[start : start + _PART])
+            part = names[start : start + _PART]
+            text = "".join(part)
+            if not text.isascii() or "\0" in text or max(map(len, part)) > _LONGEST:  # of no plain payload file
+                part = [name if is_plain(name) else "" for name in part]
+            wanted = np.array(part, "S")
             at = np.minimum(np.searchsorted(self.payload, wanted), len(self.payload) - 1)
             found[start : start + _PART] = np.where(self.payload[at] == wanted, at, -1)
         return found
@@ -135,7 +129,6 @@ class Listing(Mapping[str, FolderEntry]):
         return len(self.payload) + len(self.others)
 
     def payload_names(self) -> list[str]:
-        """`payload` as text."""
         return [name.decode() for name in self.payload.tolist()]
 
     def of_other_case(self, name: str) -> str | None:
@@ -169,11 +162,3 @@ def is_plain(name: str) -> bool:
     [True, False, False]
     """
     return _PLAIN.fullmatch(name) is not None
-
-
-def _encoded(names: Sequence[str]) -> npt.NDArray[Any]:
-    """bytes [n], the names; empty for those that no plain payload file can have, if there are any."""
-    text = "".join(names)
-    if not text.isascii() or "\0" in text or max(map(len, names)) > _LONGEST:
-        names = [name if is_plain(name) else "" for name in names]
-    return np.array(names, "S")

@@ -7,7 +7,7 @@ import io
 import os
 import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
@@ -28,11 +28,7 @@ ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
 
 class LocalFolder(Folder):
-    """A folder on a file system.
-
-    Attributes:
-        above: the folder that it was reached from, which is listed once for all that is in it.
-    """
+    """A folder on a file system; the one that it was reached from (`above`) is listed once for all that is in it."""
 
     def __init__(self, path: Path, above: LocalFolder | None = None) -> None:
         self.path, self.above = path, above
@@ -174,16 +170,15 @@ def _entries(listing: Iterator[os.DirEntry[str]], total: int) -> Iterator[tuple[
     done, is_slow, pool = 0, False, None
     try:
         while items := list(islice(listing, _PART * _THREADS if is_slow else _MANY)):
+            entries: Iterable[tuple[str, FolderEntry] | None] = map(_entry, items)
             if is_slow:
                 from concurrent.futures import ThreadPoolExecutor
 
                 pool = pool or ThreadPoolExecutor(_THREADS)
                 parts = [items[start : start + _PART] for start in range(0, len(items), _PART)]
-                found = chain.from_iterable(pool.map(lambda part: list(map(_entry, part)), parts))
-            else:
-                found = chain(map(_entry, items))
+                entries = chain.from_iterable(pool.map(lambda part: list(map(_entry, part)), parts))
             started = time.perf_counter()
-            yield from filter(None, found)
+            yield from filter(None, entries)
             is_slow = is_slow or time.perf_counter() - started > _SLOW * len(items)
             done += len(items)
             advance("files", min(done, total), total)
@@ -198,8 +193,7 @@ def _entry(item: os.DirEntry[str]) -> tuple[str, FolderEntry] | None:
         return (item.name, FolderEntry(0, False, what="a link that leads nowhere")) if item.is_symlink() else None
     is_folder = stat.S_ISDIR(status.st_mode)
     if not is_folder and not stat.S_ISREG(status.st_mode):  # reading it might never end
-        what = _STRANGE.get(stat.S_IFMT(status.st_mode), "no regular file")
-        return item.name, FolderEntry(0, False, what=what)
+        return item.name, FolderEntry(0, False, what=_STRANGE.get(stat.S_IFMT(status.st_mode), "no regular file"))
     size = 0 if is_folder else status.st_size
     return item.name, FolderEntry(size, is_folder, status.st_mtime, item.is_symlink())
 
@@ -215,10 +209,7 @@ def _status(item: os.DirEntry[str]) -> os.stat_result | None:
 
 
 def _stamp(status: os.stat_result | None) -> tuple[int, ...]:
-    """A file that is written in place may keep its size and its time, and not the time of the change.
-
-    No inode: file systems over a network may give a file another one at each look.
-    """
+    # of a file that is written in place size and time may stay, not that of the change; on a network inodes vary
     return () if status is None else (status.st_mode, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
@@ -226,8 +217,7 @@ class _Checked(io.RawIOBase):
     """An open file whose failing reads are AccessErrors: to a zip reader an OSError would mean a damaged archive."""
 
     def __init__(self, raw: io.FileIO, name: str) -> None:
-        self._raw = raw
-        self._name = name
+        self._raw, self._name = raw, name
 
     def readable(self) -> bool:
         return True

@@ -30,10 +30,8 @@ def listed_once(path: str, folder: Folder) -> Iterator[None]:
 def folder_at(path: str) -> tuple[Folder, str]:
     """The folder that a path means, and the name of the file in it where the path names a file.
 
-    Raises:
-        NothingToCheckError: nothing is there.
-        AccessError: the operating system, the store or the network refused.
-        ConfigError: the path is empty, or a URL of a scheme that cannot be read, or for which a package is missing.
+    Raises NothingToCheckError for nothing, AccessError for what the system, the store or the network refuses, and
+    ConfigError for an empty path, or a URL of a scheme that cannot be read or lacks a package.
     """
     if not path:
         raise ConfigError("the path is empty: a variable may not be set")

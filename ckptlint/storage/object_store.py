@@ -19,16 +19,11 @@ _LONG_LISTING = 64 * 1024**2  # bytes of the answers to one listing that patienc
 
 
 class ObjectFolder(RemoteFolder):
-    """All keys of an object store below a prefix.
-
-    Attributes:
-        path: bucket and prefix, without a slash at the end.
-    """
+    """All keys of an object store below a prefix; `path` is bucket and prefix, without a slash at the end."""
 
     def __init__(self, protocol: str, path: str) -> None:
         super().__init__()
-        self.protocol = protocol
-        self.path = path
+        self.protocol, self.path = protocol, path
         self._subs: dict[str, ObjectFolder] = {}
         self._sizes: dict[str, int] = {}
 
@@ -89,21 +84,16 @@ class ObjectFolder(RemoteFolder):
 
     @property
     def sums(self) -> Mapping[str, str]:
-        """The checksums that the Hub lists.
-
-        Source:
-            huggingface_hub (2.4) HfFileSystem.ls: `lfs` of a large file has its `sha256`
-        """
-        found = {info["name"].rpartition("/")[2]: info.get("lfs") for info in self._infos}
-        return {name: str(lfs["sha256"]) for name, lfs in found.items() if isinstance(lfs, Mapping) and "sha256" in lfs}
+        """The checksums that the Hub lists; huggingface_hub 2.4 HfFileSystem.ls: `lfs` of a large file has `sha256`."""
+        large = {info["name"].rpartition("/")[2]: info.get("lfs") for info in self._infos}
+        return {name: str(lfs["sha256"]) for name, lfs in large.items() if isinstance(lfs, Mapping) and "sha256" in lfs}
 
     def absent_hint(self, relative: str) -> str:
-        if other := super().absent_hint(relative):
-            return other
-        if any(info["type"] == "directory" and info["name"] == self.path + "/" for info in self._infos):
-            why = "an upload joined its prefix with one slash too many"
-            return f"copy the keys with `//` to names with one slash: {why}"
-        return ""
+        if hint := super().absent_hint(relative):
+            return hint
+        is_doubled = any(info["type"] == "directory" and info["name"] == self.path + "/" for info in self._infos)
+        why = "an upload joined its prefix with one slash too many"
+        return f"copy the keys with `//` to names with one slash: {why}" if is_doubled else ""
 
     def size(self, name: str) -> int:
         if name in self.entries:

@@ -18,10 +18,8 @@ _FILES = lazy_pattern(r".*\.(metadata|distcp|json|safetensors|pth?|bin|ckpt|yaml
 def remote_at(url: str) -> tuple[Folder, str]:
     """The folder that a URL means, and the name of the file in it where the URL names a file.
 
-    Raises:
-        ConfigError: it lacks its bucket or host, fsspec does not know the scheme, or a package for it is missing.
-        NothingToCheckError: nothing is there.
-        AccessError: the store refused, or could not be reached.
+    Raises ConfigError for a URL that lacks its bucket or host, or whose scheme is unknown or lacks a package,
+    NothingToCheckError for nothing, and AccessError for a store that refuses or cannot be reached.
     """
     protocol, path = url.split("://", 1)
     protocol = protocol.lower()
@@ -42,7 +40,4 @@ def remote_at(url: str) -> tuple[Folder, str]:
             return around, folder.name
         return folder, ""
     place = ObjectFolder(protocol, path)
-    parent = place.parent
-    if parent is not None and place.is_file:
-        return parent, place.name
-    return place, ""
+    return (place.parent, place.name) if place.parent is not None and place.is_file else (place, "")

@@ -42,9 +42,8 @@ class RemoteFolder(Folder):
         if len(known) < min(count, self.size(name)):
             self._heads[name] = known = super().head(name, count)
             if not any(known) and self.size(name):
-                raise AccessError(
-                    f"{printable(name)} in {self.source} cannot be read: the server sends zero bytes only"
-                )
+                what = f"{printable(name)} in {self.source}"
+                raise AccessError(f"{what} cannot be read: the server sends zero bytes only")
         return known[:count]
 
     def fetch(self, name: str, start: int, stop: int) -> bytes:
@@ -97,19 +96,15 @@ class RemoteFolder(Folder):
         try:
             return with_retries(whole, stop - start)
         except Exception as error:
-            what = f"{printable(name)} in {self.source}"
-            if is_absent(error):
-                raise AccessError(f"{what} cannot be read: it is gone") from None
-            raise AccessError(f"{what} cannot be read: {reason(error, self.protocol)}") from None
+            why = "it is gone" if is_absent(error) else reason(error, self.protocol)
+            raise AccessError(f"{printable(name)} in {self.source} cannot be read: {why}") from None
 
 
 class _Reader(io.RawIOBase):
     """A file of known size, read by pages of which the last few are kept, and by larger pieces at once."""
 
     def __init__(self, fetch: Callable[[int, int], bytes], size: int) -> None:
-        self._fetch = fetch
-        self._size = size
-        self._at = 0
+        self._fetch, self._size, self._at = fetch, size, 0
         self._page = lru_cache(16)(lambda page: fetch(page * _PAGE, min((page + 1) * _PAGE, size)))
 
     def readable(self) -> bool:

@@ -28,28 +28,14 @@ from ckptlint.storage.paths import shown
 
 _T = TypeVar("_T")
 
-ATTEMPTS = 4
-"""How often a request is made that fails for a reason that may pass."""
-
-BACKOFF = 0.25
-"""Seconds before the second attempt; doubled for each further one, with jitter."""
-
+ATTEMPTS = 4  # how often a request is made that fails for a reason that may pass
+BACKOFF = 0.25  # seconds before the second attempt; doubled for each further one, with jitter
 CONNECT_SECONDS = 10
-
-READ_SECONDS = 30
-"""How long a server may stay silent."""
-
-SLOWEST = 32 * 1024
-"""Bytes in a second that one request is given time for, beside `READ_SECONDS`."""
-
-PATIENCE_SECONDS = 120
-"""How long ckptlint waits in all for one path, beyond a second for each request and the time of its bytes."""
-
-PAGES = 1_000
-"""Pages of one listing that are read, of 1,000 names each."""
-
-WORKERS = 8
-"""Requests at the same time."""
+READ_SECONDS = 30  # how long a server may stay silent
+SLOWEST = 32 * 1024  # bytes in a second that one request is given time for, beside `READ_SECONDS`
+PATIENCE_SECONDS = 120  # waited in all for one path, beyond a second for each request and the time of its bytes
+PAGES = 1_000  # pages of one listing that are read, of 1,000 names each
+WORKERS = 8  # requests at the same time
 
 WEB = ("http", "https")
 PACKAGES = {
@@ -83,7 +69,9 @@ def _made(protocol: str, _process: int) -> Any:
 
         kind = fsspec.get_filesystem_class(protocol)
     except ImportError:
-        raise ConfigError(_missing(protocol)) from None
+        package = PACKAGES.get(protocol, "fsspec")
+        packages = "fsspec" if package == "fsspec" else f"fsspec {package}"
+        raise ConfigError(f"{protocol}:// needs {package}: pip install {packages}") from None
     except ValueError:
         raise ConfigError(f"{protocol}:// is not a scheme that fsspec knows") from None
     names = texts(kind.protocol)
@@ -97,12 +85,9 @@ def _made(protocol: str, _process: int) -> Any:
         redirects = TraceConfig()
         redirects.on_request_redirect.append(_redirected)
         silence = ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=READ_SECONDS)
-        options["client_kwargs"] = {"timeout": silence, "trust_env": True} | settings.get("client_kwargs", {})
-        options["client_kwargs"]["trace_configs"] = [
-            *settings.get("client_kwargs", {}).get("trace_configs", []),
-            redirects,
-        ]
-        options["get_client"] = _client
+        session = {"timeout": silence, "trust_env": True} | settings.get("client_kwargs", {})
+        session["trace_configs"] = [*session.get("trace_configs", []), redirects]
+        options |= {"client_kwargs": session, "get_client": _client}
     elif "s3" in names:
         patience = {"connect_timeout": CONNECT_SECONDS, "read_timeout": READ_SECONDS, "retries": {"max_attempts": 0}}
         options["config_kwargs"] = patience | settings.get("config_kwargs", {})
@@ -122,17 +107,13 @@ async def _pages(listing: Callable[..., AsyncIterator[Any]], *arguments: Any, **
     count = 0
     async for page in listing(*arguments, **options):
         if count == PAGES:
-            raise EndlessError(f"its listing does not end after {PAGES:,} pages")
+            raise SlowError(f"its listing does not end after {PAGES:,} pages")
         yield page
         count += 1
 
 
 def listed(protocol: str, path: str) -> list[dict[str, Any]]:
-    """What a store lists at a path, by one attempt.
-
-    Raises:
-        EndlessError: the listing does not end in `PATIENCE_SECONDS`, or after `PAGES` pages.
-    """
+    """What a store lists at a path, by one attempt; raises SlowError after `PATIENCE_SECONDS` or `PAGES` pages."""
     store = filesystem(protocol)
     if not store.async_impl:
         return list(store.ls(path, detail=True))
@@ -144,18 +125,14 @@ def listed(protocol: str, path: str) -> list[dict[str, Any]]:
                 return list(await store._ls(path, detail=True))
         except TimeoutError:
             if clock.expired():
-                raise EndlessError(f"its listing does not end within {PATIENCE_SECONDS} s") from None
+                raise SlowError(f"its listing does not end within {PATIENCE_SECONDS} s") from None
             raise
 
     return sync(store.loop, whole)  # type: ignore[no-any-return]
 
 
 async def _redirected(_session: Any, context: Any, redirect: Any) -> None:
-    """Note where a request is sent on to, unless that is a private address and this is none.
-
-    Raises:
-        RedirectError: it is.
-    """
+    """Note where a request is sent on to; raises RedirectError where that is a private address and this is none."""
     url = urlsplit(urljoin(str(redirect.url), redirect.response.headers.get("Location", "")))
     host, before = url.hostname or "", redirect.url.host
     if host == before:
@@ -203,8 +180,7 @@ async def _are_private(host: str) -> list[bool]:
 def _is_private(text: str) -> bool:
     """Whether an address is not of the public internet, by the IPv4 address in it where it leads to one.
 
-    Source:
-        RFC 4291 2.5.5 (mapped and compatible), RFC 3056 (6to4), RFC 6052 and 8215 (NAT64), RFC 6890 (192.0.0.0/24)
+    Source: RFC 4291 2.5.5 (mapped and compatible), RFC 3056 (6to4), RFC 6052 and 8215 (NAT64), RFC 6890 (192.0.0.0/24)
     """
     address: Any = ipaddress.ip_address(text.partition("%")[0])
     if address.version == 6:
@@ -216,12 +192,6 @@ def _is_private(text: str) -> bool:
 
 _LEADS_TO_IPV4 = tuple(map(ipaddress.IPv6Network, ("64:ff9b::/96", "64:ff9b:1::/48", "::/96")))
 _PROTOCOLS = ipaddress.IPv4Network("192.0.0.0/24")  # of which Python calls some global; a cloud has its metadata there
-
-
-def _missing(protocol: str) -> str:
-    """Which packages a scheme needs, and how to get them."""
-    package = PACKAGES.get(protocol, "fsspec")
-    return f"{protocol}:// needs {package}: pip install fsspec{'' if package == 'fsspec' else f' {package}'}"
 
 
 def pool(protocol: str) -> ThreadPoolExecutor:
@@ -242,10 +212,6 @@ class RangesError(OSError):
     """A server ignores the header `Range`."""
 
 
-class EndlessError(OSError):
-    """A listing goes on and on."""
-
-
 class RedirectError(OSError):
     """A server sends ckptlint to where it does not go."""
 
@@ -256,7 +222,7 @@ def longest(count: int) -> float:
 
 
 class SlowError(OSError):
-    """All patience with the servers of one path is spent."""
+    """A listing goes on and on, or all patience with the servers of one path is spent."""
 
 
 _patience = mmap.mmap(-1, 16)  # two numbers that forked processes share: of the path, and of the seconds spent on it
@@ -274,11 +240,10 @@ def _path() -> int:
 
 def _spend(path: int, seconds: float) -> None:
     current, spent = struct.unpack("qd", _patience)  # requests beside each other may miss a part, never all
-    if path != current:
-        return
-    _patience[:] = struct.pack("qd", current, spent + max(0.0, seconds))
-    if spent > PATIENCE_SECONDS:
-        raise SlowError(f"the server is too slow: ckptlint waits {PATIENCE_SECONDS} s beyond the time of the bytes")
+    if path == current:
+        _patience[:] = struct.pack("qd", current, spent + max(0.0, seconds))
+        if spent > PATIENCE_SECONDS:
+            raise SlowError(f"the server is too slow: ckptlint waits {PATIENCE_SECONDS} s beyond the time of the bytes")
 
 
 _PASSING = {"ConnectionError", "TimeoutError", "Timeout", "HTTPClientError", "ClientConnectionError"}
@@ -291,13 +256,9 @@ _NO_CREDENTIALS |= {"DefaultCredentialsError", "RefreshError", "ClientAuthentica
 
 
 def with_retries(work: Callable[[], _T], count: int = 0) -> _T:
-    """The result of `work`, tried again while it fails for a reason that may pass, but not after two silences.
+    """The result of `work`, which fetches `count` bytes, tried again while it fails for a reason that may pass.
 
-    Args:
-        count: bytes that it fetches.
-
-    Raises:
-        SlowError: the patience with the servers of this path is spent.
+    Not after two silences. Raises SlowError where the patience with the servers of this path is spent.
     """
     path, started = _path(), time.monotonic()
     for attempt in range(1, ATTEMPTS + 1):
@@ -315,8 +276,7 @@ def with_retries(work: Callable[[], _T], count: int = 0) -> _T:
 
 
 def _may_pass(error: BaseException) -> bool:
-    status = _status(error)
-    if status is not None:
+    if (status := _status(error)) is not None:
         return status in (408, 425, 429, 500, 502, 503, 504)
     return bool(_PASSING & _kinds(error)) and not any(isinstance(e, ssl.SSLError) for e in _chain(error))
 
@@ -379,7 +339,7 @@ def reason(error: BaseException, protocol: str) -> str:
         return "there is no such bucket"
     if status is not None:
         return f"the server answers {status}" + (f" ({printable(code)})" if code and code != str(status) else "")
-    if isinstance(error, CutShortError | RangesError | SlowError | EndlessError):
+    if isinstance(error, CutShortError | RangesError | SlowError):
         return str(error)
     if (refused := next((part for part in _chain(error) if isinstance(part, RedirectError)), None)) is not None:
         return str(refused)
@@ -394,10 +354,7 @@ def reason(error: BaseException, protocol: str) -> str:
         return "the server closed the connection early"
     if any("Timeout" in kind for kind in kinds):
         return f"the server did not answer within {READ_SECONDS} s"
-    return _without_secrets(f"{type(error).__name__}: {error}")
-
-
-def _without_secrets(text: str) -> str:
+    text = f"{type(error).__name__}: {error}"  # which may hold secrets
     text = re.sub(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+", lambda match: shown(match[0]), text)
     text = re.sub(r"(?i)((?:signature|token|secret|password|credential|key|sig)[\w-]*\s*[=:]\s*)\S+", r"\1...", text)
     return printable(" ".join(text.split())[:200])

@@ -42,19 +42,14 @@ _NEVER_THERE = "ckptlint-asks-for-a-file-that-is-not-there"
 class WebFolder(RemoteFolder):
     """A folder of a web server, which is asked for each name: pages that list a folder leave out dot files.
 
-    Attributes:
-        url: without query, without a slash at the end.
-        query: what follows every name, such as the signature of a storage account.
-        named: the file that the user named.
+    A query, such as the signature of a storage account, follows every name; `named` is the file that the user named.
     """
 
     not_looked_at = "whether files lie here that .metadata does not name: a web server does not list them"
 
     def __init__(self, url: str, query: str, named: str = "") -> None:
         super().__init__()
-        self.url = url
-        self.query = query
-        self.named = named
+        self.url, self.query, self.named = url, query, named
         self.protocol = url.partition(":")[0]
         self._sizes: dict[str, int | None] = {}
         self._copies: dict[str, IO[bytes]] = {}
@@ -92,13 +87,10 @@ class WebFolder(RemoteFolder):
         answers = dict(zip(names, pool(self.protocol).map(self._ask, names), strict=True))
         if answers[_NEVER_THERE] is not False:
             raise AccessError(f"{self.display} cannot be checked: the server answers for files that do not exist")
-        found = {}
-        for name, size in answers.items():
-            if size is None:
-                raise AccessError(f"{printable(name)} in {self.display} has no known size")
-            if size is not False:
-                found[name] = FolderEntry(size, is_folder=False)
-        return Listing.of(found.items())
+        if unsized := [name for name, size in answers.items() if size is None]:
+            raise AccessError(f"{printable(unsized[0])} in {self.display} has no known size")
+        sizes = ((name, size) for name, size in answers.items() if size is not None and size is not False)
+        return Listing.of((name, FolderEntry(size, False)) for name, size in sizes)
 
     def has(self, name: str) -> bool:
         return name in self.entries if name in ASKED else self._ask(name) is not False
@@ -133,11 +125,7 @@ class WebFolder(RemoteFolder):
         return os.pread(copy.fileno(), stop - start, start)
 
     def _copied(self, name: str) -> IO[bytes]:
-        """A file of a server that sends whole files alone, in a temporary one.
-
-        Raises:
-            RangesError: it is large, or the copies together are.
-        """
+        """A file of a server that sends whole files alone, in a temporary one; RangesError where they are too large."""
         with self._copying:
             if name not in self._copies:
                 size = self.size(name)

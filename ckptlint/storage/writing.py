@@ -13,12 +13,8 @@ from ckptlint.errors import ConfigError
 def checked_target(path: Path, read: Iterable[str] = (), looks_for_folder: bool = True) -> Path:
     """The path of an output that may be written: a checkpoint may bring a link that leads a report elsewhere.
 
-    Args:
-        read: what the command reads.
-        looks_for_folder: whether the folder has to be there; of the nodes of a job only one may have it.
-
-    Raises:
-        ConfigError: it is a link, lies behind a link that is in what the command reads, or in no folder.
+    `read` is what the command reads. Of the nodes of a job only one may have the folder that is looked for. Raises
+    ConfigError for a link, a path behind a link in what the command reads, or one in no folder.
     """
     from ckptlint.storage.paths import is_url  # with numpy, which --help need not wait for
 
@@ -39,13 +35,8 @@ def checked_target(path: Path, read: Iterable[str] = (), looks_for_folder: bool 
 def write_whole(path: Path, text: str, on_disk: bool = False) -> None:
     """Write a file under a fresh name beside it, then rename it; a pipe or a device is written to as it is.
 
-    A link that came to stand there meanwhile is replaced. The mode of a file that is replaced stays.
-
-    Args:
-        on_disk: the text is on the disk when this returns.
-
-    Raises:
-        OSError: the file cannot be written; nothing is left behind, and what was there stays.
+    A link that came to stand there meanwhile is replaced. The mode of a file that is replaced stays. With `on_disk` the
+    text is on the disk when this returns. Raises OSError, and leaves nothing behind, where it cannot be written.
     """
     if _is_of_the_system(path) or (path.exists() and not path.is_file()):
         flags = os.O_WRONLY | os.O_APPEND | (0 if _is_of_the_system(path) else os.O_NOFOLLOW)

@@ -84,5 +84,5 @@ NEAR = bench("evidence/near_misses")
 @pytest.mark.sweep
 @pytest.mark.parametrize("kind", NEAR.KINDS)
 def test_a_near_miss_of_a_real_conversion_is_not_proven_and_named(tmp_path: Path, kind: str) -> None:
-    judged = list(NEAR.near_misses(examples(1, 12), len(kind), tmp_path, [kind]))
+    judged = list(NEAR.near_misses(examples(1, 6), len(kind), tmp_path, [kind]))
     assert judged and [one for one in judged if one[2]] == []

@@ -101,7 +101,7 @@ def test_codes_are_whole_numbers_whose_bits_count(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", sorted(ENCODINGS))
-@settings(max_examples=examples(20, 300))
+@settings(max_examples=examples(20, 120))
 @given(data=st.data())
 def test_parts_joined_are_the_whole(dtype: str, data: Any) -> None:
     item = ITEM_BITS[dtype] // 8

@@ -25,7 +25,7 @@ from ckptlint.storage.local import LocalFolder
 
 Copy = Callable[[str], Path]
 MEGATRON = "megatron_edit_base/iter_0000010"
-MANY = examples(5_000, 100_000)
+MANY = examples(5_000, 50_000)
 
 
 # ---------------------------------------------------------------- many files

@@ -53,9 +53,19 @@ class CallTable(NamedTuple):
     tensor: frozenset[str]  # what a tensor has beside the attributes that a program gives it
 
 
-never: Fits = lambda value: False  # noqa: E731  shapes as those of the table below
-always: Fits = lambda value: True  # noqa: E731
-is_nothing: Fits = lambda args: not args  # noqa: E731
+def never(_: Any) -> bool:
+    """The shape that nothing has."""
+    return False
+
+
+def always(_: Any) -> bool:
+    """The shape that everything has."""
+    return True
+
+
+def is_nothing(args: Any) -> bool:
+    """The shape of no arguments."""
+    return not args
 
 
 @cache

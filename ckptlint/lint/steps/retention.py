@@ -396,7 +396,11 @@ def _links(folder: Folder, label: str, but: Collection[str], levels: int = LEVEL
 
 
 def _changed(
-    place: str, found: Retention, pointers: _Pointers, relied_on: Mapping[str, int | None], unlinked: Mapping[str, str]
+    place: str,
+    retention: Retention,
+    pointers: _Pointers,
+    relied_on: Mapping[str, int | None],
+    unlinked: Mapping[str, str],
 ) -> str:
     """What became another since it was judged, as a sentence; "" where a deletion is still safe.
 
@@ -410,7 +414,7 @@ def _changed(
             if stamp is None or name not in steps or stamp_of(steps[name]) != stamp:
                 return f"{printable(name)} changed while ckptlint judged the others: {again}"
         there = {*map(printable, run.entries), *map(printable, run.entries.strange)}
-        stay = [decision.step.name for decision in found.decisions if decision.kept_because]
+        stay = [decision.step.name for decision in retention.decisions if decision.kept_because]
         if lost := [name for name in stay if name not in there]:
             return f"somebody removed {join_words(lost)} during the check, so the steps it named are not known: {again}"
         if _pointers(run, [*steps.values()]) != pointers:
@@ -418,7 +422,7 @@ def _changed(
         reasons = {name: unlinked.get(name, "new") for name in steps}
         if doubt := _follow(run, [*steps.values()], reasons):
             return doubt
-        gone_soon = {step.name for step in found.deletable}
+        gone_soon = {step.name for step in retention.deletable}
         if led := [printable(name) for name, why in reasons.items() if why and printable(name) in gone_soon]:
             return f"a new link or tracker leads to {join_words(led)}: {again}"
     except CkptlintError as error:

@@ -308,10 +308,10 @@ def _payload_bytes(step: Step, path: str) -> int:
     return 0
 
 
-def _bytes_of(found: CheckpointPlace) -> int:
-    if found.recognised is None or found.recognised.kind == "incomplete":  # no file describes it: none is read
-        return int(file_table(found.folder).size.sum())
-    return open_checkpoint(found, True).total_bytes
+def _bytes_of(place: CheckpointPlace) -> int:
+    if place.recognised is None or place.recognised.kind == "incomplete":  # no file describes it: none is read
+        return int(file_table(place.folder).size.sum())
+    return open_checkpoint(place, True).total_bytes
 
 
 def _is_there(step: Step) -> bool:

@@ -162,7 +162,7 @@ def resolved(state_dict: Mapping[Any, Any], limit: Limit | None = None) -> Itera
         yield key, value
 
 
-def _walk(path: tuple[Any, ...], entries: Iterable[tuple[Any, Any]], found: list[_Leaf], limit: Limit) -> None:
+def _walk(path: tuple[Any, ...], entries: Iterable[tuple[Any, Any]], leaves: list[_Leaf], limit: Limit) -> None:
     """Add the values that are saved.
 
     Source:
@@ -170,22 +170,22 @@ def _walk(path: tuple[Any, ...], entries: Iterable[tuple[Any, Any]], found: list
         or a mapping, no tuples.
     """
     for key, value in limit.within(entries):
-        _leaves((*path, key), value, found, limit)
+        _leaves((*path, key), value, leaves, limit)
 
 
-def _leaves(path: tuple[Any, ...], value: Any, found: list[_Leaf], limit: Limit) -> None:
+def _leaves(path: tuple[Any, ...], value: Any, leaves: list[_Leaf], limit: Limit) -> None:
     if type(value) in _LEAVES or isinstance(value, torch.Tensor):
-        found.append((path, value))
+        leaves.append((path, value))
     elif isinstance(value, Mapping):
-        _walk(path, value.items(), found, limit)
+        _walk(path, value.items(), leaves, limit)
     elif isinstance(value, list) and _is_walked(value, limit):
-        _walk(path, enumerate(value), found, limit)
+        _walk(path, enumerate(value), leaves, limit)
     elif isinstance(value, list):
-        found.append((path, value))
+        leaves.append((path, value))
     elif _has(value, _FACTORY):
-        _leaves(path, value.build(), found, limit)
+        _leaves(path, value.build(), leaves, limit)
     elif type(value).__name__ != "LocalNonpersistentObject" and not _has(value, ("obj", "unwrap")):
-        found.append((path, value))
+        leaves.append((path, value))
 
 
 def _is_walked(part: Any, limit: Limit) -> bool:

@@ -20,12 +20,7 @@ from ckptlint.storage.folder import Folder
 
 
 class Evidence(NamedTuple):
-    """What shows that a folder holds a layout.
-
-    Attributes:
-        file: a file that shows it, printable.
-        name: the format, where it is one that is not read.
-    """
+    """A file that shows that a folder holds a layout, printable; the name of a format that is not read."""
 
     file: str
     name: str = ""
@@ -91,16 +86,14 @@ class Recognised(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The layout's name."""
         return self.layout.kind
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPlace:
-    """A checkpoint that a path means.
+    """A checkpoint that a path means: its folder, in a view that hides the other checkpoints there.
 
     Attributes:
-        folder: its place, in a view that hides the other checkpoints there.
         reports_for: the folders whose other files are reported with it: each file of a step is reported once.
         claimed: the places of all folders whose files are reported with a checkpoint of the same walk.
         around_claimed: the places of all folders around these.

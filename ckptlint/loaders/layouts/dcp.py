@@ -40,12 +40,7 @@ def _is_metadata(folder: Folder) -> bool:
         start.decode()
     except UnicodeDecodeError as error:
         return error.start < len(start) - 4
-    return _is_old_pickle(folder)
-
-
-def _is_old_pickle(folder: Folder) -> bool:
-    """Whether a text is a pickle of protocol 0 that would call something; one that is too much work counts too."""
-    try:
+    try:  # whether it is a pickle of protocol 0 that would call something; one that is too much work counts too
         data = folder.read(METADATA, _TEXT_LIMIT)
         if data.count(b"\n") < 2 and pickle.STACK_GLOBAL not in data:  # GLOBAL and INST end two lines
             return False
@@ -56,8 +51,7 @@ def _is_old_pickle(folder: Folder) -> bool:
 
 def has_payload(folder: Folder) -> str:
     """A payload file of the folder, "" without one."""
-    plain = folder.entries.payload[:1].tolist()
-    if plain:
+    if plain := folder.entries.payload[:1].tolist():
         return str(plain[0].decode())
     return next((name for name in folder.files_beside() if name.endswith(".distcp") and not is_system_file(name)), "")
 
@@ -67,11 +61,6 @@ def _whole(folder: Folder) -> Evidence | None:
         return None
     is_one = has_payload(folder) or _is_metadata(folder) or folder.not_looked_at  # unlisted payload may be there
     return Evidence(METADATA) if is_one else None
-
-
-def _of_ranks(folder: Folder) -> Evidence | None:
-    found = next((name for name in folder.files_beside() if RANK_METADATA.fullmatch(name)), None)
-    return None if found is None else Evidence(found)
 
 
 def _state(folder: Folder) -> StepState:
@@ -106,7 +95,7 @@ LAYOUTS = (
         kind="per-rank",
         order=20,
         formats={"dcp-per-rank": "DCP, one metadata file per rank"},
-        recognise=_of_ranks,
+        recognise=lambda folder: next(map(Evidence, filter(RANK_METADATA.fullmatch, folder.files_beside())), None),
         read=lambda found, look_at_files: read_dcp(found.folder, look_at_files),
         input_bytes=_metadata_bytes,
         marks=("__0.metadata",),

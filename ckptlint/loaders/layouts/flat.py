@@ -37,8 +37,8 @@ def _read(found: CheckpointPlace, look_at_files: bool) -> Checkpoint:
 def _pointers(folder: Folder) -> Iterator[Problem]:
     """Ranks that find no save: what names the file of each rank is missing, or names none that is there.
 
-    Source:
-        dinov2.fsdp.FSDPCheckpointer.has_checkpoint, get_checkpoint_file: `last_checkpoint.rank_N` holds the file's name
+    Source: dinov2.fsdp.FSDPCheckpointer.has_checkpoint, get_checkpoint_file: `last_checkpoint.rank_N` holds the file's
+    name
     """
     ranks = [flat_name(name)[1] for name in flat_sets(folder)[0].files]
     names = [f"{_POINTER}{rank}" for rank in ranks]

@@ -52,14 +52,9 @@ def unfinished(folder: Folder, sentence: str, file: str, why: str = "", hint: st
     problem = Problem("incomplete", file or folder.display, sentence, why=why, hint=hint, blocks=True)
     _, config_problem = read_config(folder)
     common, common_problems = read_common(folder, {})
-    return Checkpoint(
-        folder.display,
-        "incomplete",
-        files=file_table(folder),
-        common=common,
-        problems=[problem, *([config_problem] if config_problem else []), *common_problems],
-        readable=False,
-    )
+    problems = [problem, *([config_problem] if config_problem else []), *common_problems]
+    files = file_table(folder)
+    return Checkpoint(folder.display, "incomplete", files=files, common=common, problems=problems, readable=False)
 
 
 INCOMPLETE = Layout(

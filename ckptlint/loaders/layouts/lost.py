@@ -29,18 +29,14 @@ def _read(found: CheckpointPlace, _look_at_files: bool) -> Checkpoint:
     folder = found.folder
     lost = _lost(folder)
     name, sentence = next(iter(lost.items()))
-    others = [printable(other) for other in lost if other != name]
+    others = [printable(file) for file in lost if file != name]
     sentence += f"; the same is true of {first_names(others)}" if others else ""
     why = "nothing else of a checkpoint is in the folder, so nothing loads"
     hint = f"download {'them' if others else 'it'} again, or copy with links followed"
     problem = Problem("incomplete", printable(name), sentence, why=why, hint=hint, blocks=True)
+    files, label = file_table(folder), printable(name)
     return Checkpoint(
-        folder.display,
-        "incomplete",
-        files=file_table(folder),
-        problems=[problem],
-        readable=False,
-        metadata_file=printable(name),
+        folder.display, "incomplete", files=files, problems=[problem], readable=False, metadata_file=label
     )
 
 

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from ckptlint.loaders.layouts import Evidence, Layout
+from ckptlint.loaders.layouts import Layout
+from ckptlint.loaders.layouts.torch_files import set_of
 from ckptlint.loaders.readers.safetensors import NUMBERED, SHARD, groups, header_bytes, read_safetensors
 from ckptlint.model import StepState
-from ckptlint.model.text import printable
 from ckptlint.storage.folder import Folder
-
-
-def _evidence(folder: Folder) -> Evidence | None:
-    found = groups(folder)[:1]
-    return Evidence(printable((found[0].files or [found[0].index])[0])) if found else None
 
 
 def _state(folder: Folder) -> StepState:
@@ -31,11 +26,8 @@ LAYOUTS = (
     Layout(
         kind="safetensors",
         order=50,
-        formats={
-            "safetensors": "Hugging Face safetensors",
-            "dcp-safetensors": "DCP, one safetensors file per rank",
-        },
-        recognise=_evidence,
+        formats={"safetensors": "Hugging Face safetensors", "dcp-safetensors": "DCP, one safetensors file per rank"},
+        recognise=set_of(groups),
         read=lambda found, look_at_files: read_safetensors(found.folder, look_at_files, bool(found.reports_for)),
         input_bytes=header_bytes,
         state=_state,

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ckptlint.loaders.layouts import Evidence, Layout
-from ckptlint.loaders.readers.plain import read_weights
-from ckptlint.loaders.readers.sets import Sets, input_bytes, weight_sets
+from ckptlint.loaders.readers.plain import read_states
+from ckptlint.loaders.readers.sets import FileSet, input_bytes, weight_sets
 from ckptlint.model.text import printable
 from ckptlint.storage.folder import Folder
 
 
-def set_of(sets: Sets) -> Callable[[Folder], Evidence | None]:
-    """What shows that a folder holds a set of torch files of a kind."""
+def set_of(sets: Callable[[Folder], Sequence[FileSet]]) -> Callable[[Folder], Evidence | None]:
+    """What shows that a folder holds a set of files of a kind."""
 
     def evidence(folder: Folder) -> Evidence | None:
         file_set = next(iter(sets(folder)), None)
@@ -27,7 +27,7 @@ LAYOUTS = (
         order=85,
         formats={"torch": "torch.save"},
         recognise=set_of(weight_sets),
-        read=lambda found, look_at_files: read_weights(found.folder, look_at_files),
+        read=lambda found, look_at_files: read_states(found.folder, weight_sets(found.folder)[0], look_at_files),
         input_bytes=input_bytes(weight_sets),
         marks=("pytorch_model.bin", "pytorch_model.bin.index.json"),
         describes_itself=True,

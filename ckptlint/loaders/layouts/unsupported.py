@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 
-from ckptlint.errors import CkptlintError, NothingToCheckError
+from ckptlint.errors import CkptlintError
 from ckptlint.loaders.layouts import CheckpointPlace, Evidence, Layout, recognise
 from ckptlint.loaders.problems import of_format
 from ckptlint.loaders.rank_files.megatron_keys import is_rank_folder, legacy_file
@@ -50,11 +51,9 @@ def _first(names: list[str], pattern: re.Pattern[str] | None) -> str | None:
 
 def _zarr(folder: Folder) -> str | None:
     for name in folder.folders()[:8]:
-        try:
+        with suppress(CkptlintError):
             if not folder.escapes_to(name) and folder.sub(name).has(".zarray"):
                 return f"{name}/.zarray"
-        except (CkptlintError, NothingToCheckError):
-            continue
     return None
 
 
@@ -66,8 +65,8 @@ def _paddle(folder: Folder) -> Evidence | None:
 
 
 def _any(folder: Folder) -> Evidence | None:
-    if (found := unsupported(folder)) is not None:
-        return found
+    if (evidence := unsupported(folder)) is not None:
+        return evidence
     names = [name for name in folder.files_beside() if not is_system_file(name)]
     for known in world().unread:
         is_bare = folder.is_one_file or not folder.folders() or _first(folder.folders(), known.folders)

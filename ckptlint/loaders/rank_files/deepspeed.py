@@ -10,30 +10,19 @@ from typing import Any
 
 from ckptlint.loaders.problems import optimizer_never_written
 from ckptlint.loaders.rank_files.deepspeed_files import Source, Tag, count_of, dict_of, read_tag, shapes_of
-from ckptlint.loaders.rank_files.deepspeed_grid import (
-    STRUCTURE,
-    GridFacts,
-    expected,
-    grid_facts_of,
-    note,
-    trainer_claim,
-)
+from ckptlint.loaders.rank_files.deepspeed_grid import PLACING, GridFacts, expected, grid_facts_of, note, trainer_claim
 from ckptlint.loaders.rank_files.deepspeed_groups import EXPERT, Cut, flat_groups, owner_of
 from ckptlint.loaders.readers.torch_files import Columns
-from ckptlint.model import Checkpoint, Misfit, Problem, RankFile
+from ckptlint.model import Checkpoint, Declared, Misfit, Problem, RankFile
 from ckptlint.model.stored import StoredTensor
 from ckptlint.model.text import first_names, plural, printable, ranges, verb
 from ckptlint.storage.folder import Folder
 
 
 def read_deepspeed(folder: Folder, look_at_files: bool) -> Checkpoint:
-    """The checkpoint in the folder of a tag.
+    """The checkpoint in the folder of a tag; raises AccessError where a read is refused.
 
-    Raises:
-        AccessError: the operating system refused a read.
-
-    Source:
-        deepspeed.runtime.engine.DeepSpeedEngine.save_checkpoint (0.14 - 0.19)
+    Source: deepspeed.runtime.engine.DeepSpeedEngine.save_checkpoint (0.14 - 0.19)
     """
     tag = read_tag(folder, look_at_files)
     columns, grid_facts = Columns(), grid_facts_of(tag)
@@ -58,18 +47,13 @@ def read_deepspeed(folder: Folder, look_at_files: bool) -> Checkpoint:
 def assembled(
     tag: Tag, grid_facts: GridFacts, columns: Columns, grid: Mapping[str, Sequence[RankFile]], cut: Cut | None = None
 ) -> Checkpoint:
-    """The checkpoint that the files of a tag make.
-
-    Args:
-        grid: from where the grid is -> its files.
-        cut: the flat groups, None in the universal form.
-    """
+    """The checkpoint of a tag: from where the grid is -> its files, and the flat groups, None in the universal form."""
     files = tag.statements.of(tag.files.files, grid)
     lost = sum(map(len, files.missing.values()))
     partial = ""
     if missing := lost + sum(not file.is_read or file.same_as != "" for file in files.files):
         partial = f"{missing} of {lost + len(files.files)} files of this save {verb(missing, 'is')} missing or unread"
-    elif files.misfits or any(item.what in STRUCTURE for item in files.statements) or (cut and cut.unplaced):
+    elif files.misfits or any(item.what in PLACING for item in files.statements) or (cut and cut.unplaced):
         partial = "the files of this save contradict each other"
     readable = any(file.is_read for file in files.files)
     problems = tag.files.problems
@@ -78,7 +62,8 @@ def assembled(
         files if cut is None else replace(files, flat_groups=tuple(cut.groups)),
         format="deepspeed",
         writer=grid_facts.writer,
-        declared=grid_facts.declared,
+        # deepspeed.moe.experts.Experts starts with copies of one expert
+        declared={"moe_upcycled": Declared(True, "num_experts")} if grid_facts.experts else {},
         claims=grid_facts.claims,
         problems=problems if readable else [replace(problem, blocks=True) for problem in problems],
         readable=readable,
@@ -90,26 +75,17 @@ def assembled(
 def _never_written(tag: Tag, grid_facts: GridFacts) -> Iterator[Problem]:
     """That the engine stepped and no file has its optimizer; of files of optimizers that are lost the grid tells.
 
-    Source:
-        deepspeed.DeepSpeedEngine._save_checkpoint (0.19): `optimizer` of the model states, None where each rank writes
-        a file of its own; DeepSpeed#7786
+    Source: deepspeed.DeepSpeedEngine._save_checkpoint (0.19): `optimizer` of the model states, None where each rank
+    writes a file of its own; DeepSpeed#7786
     """
-    lacking = [
-        source
-        for source in tag.of("model")
-        if source.root.get("optimizer", ...) is None
-        and source.root.get("lr_scheduler")
-        and count_of(source.root.get("global_steps"))
-    ]
+    stepped = (source for source in tag.of("model") if count_of(source.root.get("global_steps")))
+    lacking = [s for s in stepped if s.root.get("optimizer", ...) is None and s.root.get("lr_scheduler")]
     is_told = any("optimizer" in file.kind for file in tag.files.files) or grid_facts.stage > 0  # by RNK001
     if lacking and not is_told and len(lacking) == sum(1 for _ in tag.of("model")):
         file, steps = lacking[0].file.name, lacking[0].root["global_steps"]
         others = f" (as in {plural(len(lacking) - 1, 'other file')})" if len(lacking) > 1 else ""
         lack = f"optimizer in {file} is None{others} and no *_optim_states.pt is there"
         yield optimizer_never_written(file, steps, lack)
-
-
-# ---------------------------------------------------------------- against the parameters that are listed
 
 
 def _weights(tag: Tag, grid_facts: GridFacts) -> Iterator[Misfit]:
@@ -139,8 +115,7 @@ def _weights(tag: Tag, grid_facts: GridFacts) -> Iterator[Misfit]:
 def _gates(tag: Tag, grid: Mapping[str, Sequence[RankFile]]) -> Iterator[Misfit]:
     """Gates of experts that have another number of rows than there are experts.
 
-    Source:
-        deepspeed.moe.sharded_moe.TopKGate: `wg` is a linear layer from the model's width to the experts
+    Source: deepspeed.moe.sharded_moe.TopKGate: `wg` is a linear layer from the model's width to the experts
     """
     layers = {
         f"{match[1].removesuffix('experts.deepspeed_experts.')}gate.wg.weight": source.file.numbers["layer"]
@@ -159,14 +134,10 @@ def _gates(tag: Tag, grid: Mapping[str, Sequence[RankFile]]) -> Iterator[Misfit]
                 yield Misfit(printable(fqn), source.label, f"{gate.shape[0]} rows", f"{number}", because, "weight")
 
 
-# ---------------------------------------------------------------- the weights
-
-
 def add_model(columns: Columns, tag: Tag, grid_facts: GridFacts, odd: Collection[str] = ()) -> None:
-    """Add weights and buffers from the model's files; those that ZeRO-3 removed come from the groups.
+    """Add weights and buffers from the model's files, but for `odd` keys, which are reported as misfits.
 
-    Args:
-        odd: keys that are reported as misfits, and skipped.
+    Those that ZeRO-3 removed come from the groups.
     """
     names: set[str] = set()
     for source in tag.of("model"):
@@ -188,15 +159,13 @@ def add_model(columns: Columns, tag: Tag, grid_facts: GridFacts, odd: Collection
         for fqn, tensor in _tensors(source.root):
             _add(columns, names, f"{owner}{fqn}", tensor, source)
     for source in tag.of("expert optimizer"):
+        stem = source.file.name.removesuffix("_optim_states.pt")
         for fqn, tensor in _tensors(source.root.get("optimizer")):
-            _add(columns, names, f"optimizer.{source.file.name.removesuffix('_optim_states.pt')}.{fqn}", tensor, source)
+            _add(columns, names, f"optimizer.{stem}.{fqn}", tensor, source)
 
 
 def _add_unnamed(columns: Columns, tag: Tag, placed: Collection[int]) -> tuple[str, ...]:
-    """Add tensors of optimizer files without a known group, under their own keys; returns notes on unknown forms.
-
-    Versions before 0.7 do not record where each parameter is.
-    """
+    """Add tensors of optimizer files without a known group (< 0.7), by their keys; returns notes on unknown forms."""
     odd = [source for source in tag.of("optimizer") if source.number not in placed]
     for source in odd:
         for fqn, tensor in _tensors(source.state):
@@ -218,11 +187,7 @@ def _add(columns: Columns, names: set[str], fqn: str, tensor: StoredTensor, sour
 
 def _tensors(value: Any, prefix: str = "", levels: int = 4) -> Iterator[tuple[str, StoredTensor]]:
     """The tensors in dicts and lists by their keys."""
-    items: Iterable[tuple[Any, Any]] = ()
-    if isinstance(value, dict):
-        items = value.items()
-    elif isinstance(value, (list, tuple)):
-        items = enumerate(value)
+    items: Iterable[tuple[Any, Any]] = enumerate(value) if isinstance(value, (list, tuple)) else dict_of(value).items()
     for key, item in items:
         if isinstance(item, StoredTensor):
             yield f"{prefix}{key}", item

@@ -15,47 +15,33 @@ from ckptlint.loaders.readers.torch_files import OpenedFile, SetFiles, is_dict
 from ckptlint.model.text import printable
 from ckptlint.storage.folder import Folder
 
-ShapeLists = list[dict[str, tuple[int, ...]]]
-"""For each group of parameters: name -> shape."""
+ShapeLists = list[dict[str, tuple[int, ...]]]  # for each group of parameters: name -> shape
 
 
 @dataclass(frozen=True, slots=True)
 class Source(OpenedFile):
-    """A file of the tag that was read.
-
-    Attributes:
-        steps: those that the optimizer in it counted.
-    """
+    """A file of the tag that was read, and the steps that the optimizer in it counted."""
 
     steps: frozenset[int] = frozenset()
 
     @property
     def root(self) -> dict[Any, Any]:
-        """Its value."""
         return dict_of(self.found.root)
 
     @property
     def state(self) -> dict[Any, Any]:
-        """The state dict of the optimizer in it."""
         return dict_of(self.root.get("optimizer_state_dict"))
 
 
 @dataclass(slots=True)
 class Tag:
-    """The files of a tag.
-
-    Attributes:
-        files: all that are there.
-        sources: those that were read and hold what their names say: no copies of another.
-        statements: what they say of what they share.
-    """
+    """The files of a tag: all, those read that are no copies of another, and what these say of what they share."""
 
     files: SetFiles
     sources: list[Source] = field(default_factory=list)
     statements: Statements = field(default_factory=Statements)
 
     def of(self, *kinds: str) -> Iterator[Source]:
-        """The sources of these kinds."""
         return (source for source in self.sources if source.file.kind in kinds)
 
 
@@ -82,9 +68,6 @@ def read_tag(folder: Folder, look_at_files: bool) -> Tag:
 
 
 _ORDER = {"model": 0, "layer": 1, "expert": 2, "optimizer": 3, "expert optimizer": 4}
-
-
-# ---------------------------------------------------------------- values
 
 
 def dict_of(value: Any) -> dict[Any, Any]:
@@ -125,14 +108,13 @@ def zero_stage(state: dict[Any, Any]) -> int | None:
 def shapes_of(root: dict[Any, Any]) -> ShapeLists | None:
     """The trained parameters of each group, None where the file does not list them: with experts before 0.18."""
     groups = root.get("param_shapes")
-    if isinstance(groups, dict):
-        groups = [groups]
+    groups = [groups] if isinstance(groups, dict) else groups
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
         return None
-    found = [
+    shapes = [
         {str(fqn): shape for fqn, value in group.items() if (shape := as_shape(value)) is not None} for group in groups
     ]
-    return found if [*map(len, found)] == [*map(len, groups)] else None
+    return shapes if [*map(len, shapes)] == [*map(len, groups)] else None
 
 
 def as_shape(value: Any) -> tuple[int, ...] | None:
@@ -146,10 +128,7 @@ def as_shape(value: Any) -> tuple[int, ...] | None:
 
 
 def moments_of(state: dict[Any, Any]) -> list[dict[str, Any]]:
-    """The optimizer's own states of each flat group, in their order.
-
-    An elastic save lists them; others number them as torch does.
-    """
+    """The optimizer's states of each flat group, in order: an elastic save lists them, others number them."""
     base = state.get("base_optimizer_state", state.get("optimizer_state_dict"))
     entries = dict(enumerate(base)) if isinstance(base, list) else dict_of(dict_of(base).get("state"))
     if not all(type(number) is int for number in entries):

@@ -8,7 +8,6 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 from ckptlint.errors import CkptlintError, LimitError
@@ -24,22 +23,19 @@ from ckptlint.loaders.rank_files.deepspeed_files import (
     version_of,
     zero_stage,
 )
-from ckptlint.model import AxisSize, Declared, Misfit, RankFile, StepClaim
+from ckptlint.model import AxisSize, Misfit, RankFile, StepClaim
 from ckptlint.model.text import printable, ranges
 from ckptlint.storage.folder import Folder
-
-# ---------------------------------------------------------------- the job
 
 
 @dataclass(frozen=True, slots=True)
 class GridFacts:
-    """The job that the files describe.
+    """The job that the files describe, with the number of experts in each layer of experts.
 
     Attributes:
         dp, tp, mp: sizes of the grid: data parallel, tensor parallel, and model parallel files (tensor x pipeline).
         dp_source, mp_source: entry and file with that size; "" where only file names show it.
-        stage: ZeRO stage; 0 where unknown.
-        experts: number of experts in each layer of experts.
+        stage: of ZeRO; 0 where unknown.
         sharded_model: whether each data parallel rank has its own model states (stage 3).
     """
 
@@ -62,11 +58,6 @@ class GridFacts:
         axes["pp"] = (self.mp // self.tp, self.mp_source)
         return {axis: AxisSize(size, "metadata") for axis, (size, source) in axes.items() if source}
 
-    @property
-    def declared(self) -> dict[str, Declared]:
-        """Declared values: `moe_upcycled`, since deepspeed.moe.experts.Experts starts with copies of one expert."""
-        return {"moe_upcycled": Declared(True, "num_experts")} if self.experts else {}
-
 
 def grid_facts_of(tag: Tag) -> GridFacts:
     models, optimizers = list(tag.of("model")), list(tag.of("optimizer"))
@@ -87,11 +78,7 @@ def grid_facts_of(tag: Tag) -> GridFacts:
         stage, _ = _first((*models, *optimizers), "ds_config", lambda root, _: configured_stage(root))
     experts, experts_source = _first(models, "num_experts", lambda root, _: _expert_counts(root))
     version, _ = _first(tag.sources, "ds_version", lambda root, _: version_of(root))
-    steps = (
-        StepClaim(f"{s.file.name}: global_steps", s.root["global_steps"])
-        for s in models
-        if type(s.root.get("global_steps")) is int
-    )
+    steps = [(s.file.name, step) for s in models if type(step := s.root.get("global_steps")) is int]
     return GridFacts(
         dp=dp or max(named["dp"], 1),
         tp=tp or (max(named["tp"], 1) if is_pipeline else mp),
@@ -103,7 +90,7 @@ def grid_facts_of(tag: Tag) -> GridFacts:
         experts_source=experts_source,
         sharded_model=stage == 3 or any("dp" in file.numbers for file in tag.files.files if file.kind == "model"),
         writer=f"DeepSpeed {version or ''}".strip(),
-        claims=(*islice(steps, 1),),
+        claims=tuple(StepClaim(f"{file}: global_steps", step) for file, step in steps[:1]),
     )
 
 
@@ -132,9 +119,8 @@ def trainer_claim(folder: Folder) -> tuple[StepClaim, ...]:
     the engine may be behind by one step for each epoch that was begun, and one for the accumulation that is open.
     () where it differs from the name of the Trainer's own folder, since that is reported there.
 
-    Source:
-        transformers.trainer.Trainer._save_optimizer_and_scheduler (5.23): `save_checkpoint` without a tag;
-        deepspeed.DeepSpeedEngine.is_gradient_accumulation_boundary (0.19); DeepSpeed#7405
+    Source: transformers.trainer.Trainer._save_optimizer_and_scheduler (5.23): `save_checkpoint` without a tag;
+    deepspeed.DeepSpeedEngine.is_gradient_accumulation_boundary (0.19); DeepSpeed#7405
     """
     above = folder.parent
     if above is None or not re.fullmatch(r"global_step\d{1,18}", folder.name) or not above.has(_TRAINER):
@@ -155,17 +141,11 @@ _TRAINER = "trainer_state.json"
 _TRAINER_LIMIT = 64 * 1024**2
 
 
-# ---------------------------------------------------------------- the grid
-
 _FILES_LIMIT = 2**18
 
 
 def expected(tag: Tag, grid_facts: GridFacts) -> dict[str, tuple[RankFile, ...]]:
-    """Source of the grid -> the files that it must have.
-
-    Raises:
-        LimitError: the files imply more files than any job has.
-    """
+    """Source of the grid -> the files that it must have; raises LimitError for more files than any job has."""
     sources = {
         "optimizer": grid_facts.dp_source,
         "model": grid_facts.dp_source if grid_facts.sharded_model else grid_facts.mp_source,
@@ -236,20 +216,12 @@ def _expert_files(tag: Tag, grid_facts: GridFacts) -> Iterator[RankFile]:
         name, tp = "layer_{layer}_expert_{expert}_mp_rank_{mp:02d}_model_states.pt", range(grid_facts.tp)
         yield from _grid("expert", name, layer=(layer,), expert=range(count), mp=tp)
     optimizers = [file.numbers for file in tag.files.files if file.kind == "expert optimizer"]
-    size = max([numbers["ep"] + 1 for numbers in optimizers] or [0])
-    size = max([size, *(_expert_parallel(source.root) for source in tag.of("expert optimizer"))])
+    roots = (dict_of(source.root.get("optimizer")) for source in tag.of("expert optimizer"))
+    names = (str(dict_of(group).get("name", "")) for root in roots for group in root.get("param_groups") or ())
+    stated = (int(match[1]) for name in names if (match := re.fullmatch(r"ep_size_(\d{1,6})", name)))
+    size = max([0, *(numbers["ep"] + 1 for numbers in optimizers), *stated])
     mps = sorted({numbers["mp"] for numbers in optimizers})
     yield from _grid("expert optimizer", "expp_rank_{ep}_mp_rank_{mp:02d}_optim_states.pt", ep=range(size), mp=mps)
-
-
-def _expert_parallel(root: dict[Any, Any]) -> int:
-    """The expert parallel size in DeepSpeed's group names (`ep_size_2`); 0 without one."""
-    groups = dict_of(root.get("optimizer")).get("param_groups")
-    names = [str(dict_of(group).get("name", "")) for group in groups or ()]
-    return max((int(match[1]) for name in names if (match := re.fullmatch(r"ep_size_(\d{1,6})", name))), default=0)
-
-
-# ---------------------------------------------------------------- what must be the same
 
 
 def note(tag: Tag, grid_facts: GridFacts) -> None:
@@ -289,7 +261,7 @@ def note(tag: Tag, grid_facts: GridFacts) -> None:
 
 
 _COUNTS = {"data parallel size": "dp_world_size", "model parallel size": "mp_world_size", "step": "global_steps"}
-STRUCTURE = ("ZeRO stage", "partition count", "data parallel size", "model parallel size", "parameters")
+PLACING = ("ZeRO stage", "partition count", "data parallel size", "model parallel size", "parameters")
 """Statements that decide where parts belong; if files contradict each other on them, tensors are not assembled."""
 
 

@@ -24,12 +24,9 @@ EXPERT = lazy_pattern(r"(.*deepspeed_experts\.)(\d{1,6})(\..*)")
 
 @dataclass(slots=True)
 class Cut:
-    """Groups of parameters, and the pieces cut from them.
+    """Groups of parameters as the files hold them, and the pieces cut from them, each one-dimensional.
 
-    Attributes:
-        columns: receives the pieces of parameters and moments, each one-dimensional.
-        groups: groups as the files hold them.
-        unplaced: keys that would exceed their flat tensor, and files with groups whose lengths do not add up.
+    `unplaced` are the keys that would exceed their flat tensor, and files with groups whose lengths do not add up.
     """
 
     columns: Columns
@@ -48,11 +45,7 @@ class Cut:
 
 
 def flat_groups(tag: Tag, tp: int, columns: Columns) -> Cut:
-    """The groups of all optimizer files of a tag; their pieces join the columns.
-
-    Args:
-        tp: how many ranks hold parts of one tensor under one name.
-    """
+    """The groups of all optimizer files of a tag, whose pieces join the columns; `tp` ranks share each name."""
     by_mp = grouped((source.file.numbers["mp"], source) for source in tag.of("optimizer"))
     experts = _local_experts(tag)
     cut = Cut(columns)
@@ -136,8 +129,7 @@ def _cut_groups(
 ) -> None:
     """Add each group; groups of experts exist once per set of experts, over every `parallel`-th rank.
 
-    Source:
-        deepspeed.utils.groups._create_expert_and_data_parallel
+    Source: deepspeed.utils.groups._create_expert_and_data_parallel
     """
     counts = next((counts for source in optimizers if (counts := partition_counts(source.state))), ())
     lists = {source.file.name: groups for source in models if (groups := shapes_of(source.root)) is not None}
@@ -159,11 +151,7 @@ def _cut_groups(
 
 
 def _pieces(made: Cut, group: FlatGroup, sources: Mapping[str, Source], owner: str, first: Mapping[str, int]) -> None:
-    """Add each rank's slices to the columns.
-
-    Args:
-        first: name prefix of a layer of experts -> number of the first expert here; each rank counts from 0.
-    """
+    """Add each rank's slices to the columns; `first` is the number of the first expert here by its layer's prefix."""
     # With all ranks, slices follow each other in rank order and padding between parameters does not matter. With a
     # lost rank only the position in the group places a slice.
     wanted = next(iter(group.shapes), None) or _sums(group)

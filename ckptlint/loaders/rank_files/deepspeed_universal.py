@@ -24,13 +24,9 @@ _REST = "optimizer_state.pt"
 
 
 def read_universal(folder: Folder, look_at_files: bool) -> Checkpoint:
-    """The checkpoint in a folder that `ds_to_universal` made.
+    """The checkpoint in a folder that `ds_to_universal` made; raises AccessError where a read is refused.
 
-    Raises:
-        AccessError: the operating system refused a read.
-
-    Source:
-        deepspeed.checkpoint.ds_to_universal (0.14 - 0.19)
+    Source: deepspeed.checkpoint.ds_to_universal (0.14 - 0.19)
     """
     tag = read_tag(folder, look_at_files)
     grid_facts, columns = grid_facts_of(tag), Columns()
@@ -48,12 +44,17 @@ def read_universal(folder: Folder, look_at_files: bool) -> Checkpoint:
     tag.statements.misfits += _misfits(states, {fqn: wanted[fqn] for fqn in wanted.keys() - joined}, source)
     bare = {*folder.sub("zero").folders()} - {state.fqn for state in states}
     made = assembled(tag, grid_facts, columns, {source: [*_expected(wanted, states, bare)]})
-    problems = [*made.problems, *_left_over(folder)]
+    problems = [*made.problems]
+    if "tmp" in folder.folders():  # deepspeed.checkpoint.ds_to_universal: `tmp` is removed at the end
+        sentence = "tmp/ is still there: the conversion to the universal form never finished"
+        why = "ds_to_universal removes it last, unless it ran with --keep_temp_folder"
+        hint = "convert the checkpoint again into a new folder"
+        problems.append(Problem("incomplete", "tmp", sentence, why=why, hint=hint))
     return replace(made, format="deepspeed-universal", problems=problems, metadata_file="zero")
 
 
 def _parameters(tag: Tag) -> tuple[dict[str, tuple[int, ...]], set[str], str]:
-    """The parameters that were trained and their shapes; those that several ranks list a part of; and who lists them.
+    """The parameters that were trained and their shapes, those that several ranks list a part of, and who lists them.
 
     The parts of tensor parallel ranks were joined, and a vocabulary loses its padding.
     """
@@ -70,14 +71,9 @@ def _parameters(tag: Tag) -> tuple[dict[str, tuple[int, ...]], set[str], str]:
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """A file of one state of a parameter.
+    """A file of one state of a parameter: its name, path and row among the payload files, and what was read of it.
 
-    Attributes:
-        fqn, name: of which parameter, and the file's own name.
-        file, number: its path, and its row among the payload files.
-        found: what it holds, None where it was not read.
-        tensor: the one in it, None without one.
-        step: what it counts, None for another state.
+    `step` is what it counts, None for another state.
     """
 
     fqn: str
@@ -140,9 +136,8 @@ def _expected(wanted: Collection[str], states: list[_State], bare: set[str]) -> 
 
 def _misfits(states: list[_State], wanted: Mapping[str, tuple[int, ...]], source: str) -> Iterator[Misfit]:
     """States that are not as large as their parameter, or the fp32 weights beside them where those have other rows."""
-    masters = {
-        state.fqn: state.tensor.shape for state in states if state.name == "fp32.pt" and state.tensor is not None
-    }
+    weights = (state for state in states if state.name == "fp32.pt")
+    masters = {state.fqn: state.tensor.shape for state in weights if state.tensor is not None}
     padded = {state.fqn for state in states if state.is_padded}
     for state in states:
         if state.tensor is None or state.name not in _STATE_NAMES:
@@ -153,16 +148,3 @@ def _misfits(states: list[_State], wanted: Mapping[str, tuple[int, ...]], source
         if shape is not None and prod(state.tensor.shape) != prod(shape):
             stored, expected = f"{[*state.tensor.shape]}", f"{[*shape]}"
             yield Misfit(printable(state.fqn), state.file, stored, expected, because, "state")
-
-
-def _left_over(folder: Folder) -> list[Problem]:
-    """Leftovers of an interrupted conversion.
-
-    Source:
-        deepspeed.checkpoint.ds_to_universal: `tmp` is removed at the end
-    """
-    if "tmp" not in folder.folders():
-        return []
-    sentence = "tmp/ is still there: the conversion to the universal form never finished"
-    why = "ds_to_universal removes it last, unless it ran with --keep_temp_folder"
-    return [Problem("incomplete", "tmp", sentence, why=why, hint="convert the checkpoint again into a new folder")]

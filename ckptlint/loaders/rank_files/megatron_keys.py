@@ -14,7 +14,6 @@ from ckptlint.model.facts import fact
 from ckptlint.model.stored import StoredTensor
 from ckptlint.patterns import lazy_pattern
 from ckptlint.storage.folder import Folder
-from ckptlint.vocabulary.config_fields import attributes
 
 MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
 OPTIMIZER_FILE = "distrib_optim.pt"
@@ -89,9 +88,8 @@ def grid(sizes: Sizes) -> Mapping[str, GridCoordinate]:
     With experts the first etp x ep ranks of each stage write, which hold all experts. If etp is smaller than tp, tensor
     and expert parallel ranks do not form a full grid.
 
-    Source:
-        megatron.training.checkpointing.get_checkpoint_name, save_checkpoint (`get_expert_data_parallel_rank`);
-        megatron.core.parallel_state.RankGenerator: tensor parallel ranks are innermost
+    Source: megatron.training.checkpointing.get_checkpoint_name, save_checkpoint (`get_expert_data_parallel_rank`);
+    megatron.core.parallel_state.RankGenerator: tensor parallel ranks are innermost
     """
     writers = sizes.etp * sizes.ep if sizes.ep > 1 else sizes.tp
     coordinates = [
@@ -125,11 +123,9 @@ def rank_folders(folder: Folder) -> list[str]:
 
 def legacy_file(folder: Folder) -> str:
     """The first rank file of Megatron's older form; "" without one."""
-    for name in rank_folders(folder)[:_LOOKED]:
-        there = folder.sub(name).files_beside()
-        if found := next((inner for inner in (*MODEL_FILES, OPTIMIZER_FILE) if inner in there), None):
-            return f"{name}/{found}"
-    return ""
+    there = ((name, folder.sub(name).files_beside()) for name in rank_folders(folder)[:_LOOKED])
+    files = (f"{name}/{file}" for name, inner in there for file in (*MODEL_FILES, OPTIMIZER_FILE) if file in inner)
+    return next(files, "")
 
 
 def legacy_bytes(folder: Folder) -> int:
@@ -141,14 +137,10 @@ def legacy_bytes(folder: Folder) -> int:
 def sizes_by_names(names: list[str]) -> Sizes:
     """The smallest grid that contains these folders, for use without arguments; a second number counts as a stage.
 
-    Raises:
-        LimitError: it is larger than any job's.
+    Raises LimitError where it is larger than any job's.
     """
     numbers = [tuple(int(n) for n in match.groups() if n is not None) for n in names if (match := _FOLDER.fullmatch(n))]
-    axes = [
-        max((numbers_of_name[i] for numbers_of_name in numbers if len(numbers_of_name) > i), default=0) + 1
-        for i in range(3)
-    ]
+    axes = [1 + max((of_name[i] for of_name in numbers if len(of_name) > i), default=0) for i in range(3)]
     if prod(axes) > _MOST:
         raise LimitError(f"lies in one of {prod(axes):,} rank folders, going by their names; the limit is {_MOST:,}")
     return Sizes(axes[0], axes[1], 1, axes[2], axes[0])
@@ -173,9 +165,6 @@ def place_of(name: str, sizes: Sizes) -> GridCoordinate | None:
     return GridCoordinate(tp, numbers.get("pp", 0), numbers.get("ep", 0), tp % sizes.etp)
 
 
-# ---------------------------------------------------------------- layers and experts
-
-
 def layer_of(key: str) -> tuple[str, int] | None:
     """(block of layers, number) of a key; numbers start at 0 in each stage and chunk. None outside layers."""
     match = _LAYER.fullmatch(key)
@@ -189,11 +178,7 @@ def with_layer(key: str, number: int) -> str:
 
 
 def with_global_expert(key: str, place: GridCoordinate, local: int) -> str:
-    """The key with its expert numbered over all ranks.
-
-    Args:
-        local: experts of each rank; 0 where unknown.
-    """
+    """The key with its expert numbered over all ranks, of which each has `local` ones; 0 where that is unknown."""
     match = _EXPERT.fullmatch(key) or _NUMBERED_EXPERT.fullmatch(key)
     return f"{match['home']}{place.ep * local + int(match['number'])}{match['rest']}" if match and local else key
 
@@ -213,12 +198,7 @@ def even_share(args: Mapping[str, Any], sizes: Sizes) -> int:
 
 
 def offsets_of(counts: Mapping[tuple[int, int], int], share: int, sizes: Sizes) -> dict[tuple[int, int], int]:
-    """(chunk, stage) -> number of layers before its first.
-
-    Args:
-        counts: stored layers of each, where known.
-        share: layers of each by the arguments; 0 where unknown.
-    """
+    """(chunk, stage) -> layers before its first, by those stored in each and the arguments' share (0: unknown)."""
     # Arguments help where the files of a stage are lost. But a stage with more layers than its share shows that the job
     # cut them unevenly in a way that the arguments do not name, and then only the stored numbers count.
     if share and max(counts.values(), default=0) > share:
@@ -231,15 +211,11 @@ def offsets_of(counts: Mapping[tuple[int, int], int], share: int, sizes: Sizes) 
     return offsets
 
 
-# ---------------------------------------------------------------- axes
-
-
 def cut_axis(key: str) -> Axis:
     """The axis on which tensor parallel ranks cut a parameter; `whole` if each holds all of it, `unknown` otherwise.
 
-    Source:
-        megatron.core.tensor_parallel.layers: ColumnParallelLinear and VocabParallelEmbedding cut rows,
-        RowParallelLinear columns; those that use them: megatron.core.transformer (0.10 - 0.19), megatron.legacy.model
+    Source: megatron.core.tensor_parallel.layers: ColumnParallelLinear and VocabParallelEmbedding cut rows,
+    RowParallelLinear columns; those that use them: megatron.core.transformer (0.10 - 0.19), megatron.legacy.model
     """
     if is_expert(key):  # weight0, weight1: one for each expert of a rank
         key = key.rstrip("0123456789")
@@ -271,8 +247,3 @@ def view(flat: StoredTensor, start: int, shape: tuple[int, ...]) -> StoredTensor
         return None
     strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
     return replace(flat, shape=shape, strides=strides, offset=flat.offset + start)
-
-
-def args_of(root: Any) -> dict[str, Any]:
-    """The arguments in a rank's file; {} without them."""
-    return attributes(root.get("args")) if isinstance(root, dict) else {}

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, count, takewhile
 from math import prod
 from typing import Any, NamedTuple
 
@@ -23,7 +24,6 @@ from ckptlint.loaders.rank_files.megatron_keys import (
     Axis,
     GridCoordinate,
     Sizes,
-    args_of,
     cut_axis,
     even_share,
     folder_of,
@@ -49,7 +49,7 @@ from ckptlint.model import Checkpoint, CommonState, Misfit, Problem, RankFile, e
 from ckptlint.model.stored import StoredTensor
 from ckptlint.model.text import first_names, plural, printable, shape_text, verb
 from ckptlint.storage.folder import Folder
-from ckptlint.vocabulary.config_fields import is_scalar
+from ckptlint.vocabulary.config_fields import attributes, is_scalar
 from ckptlint.vocabulary.mesh import read_topology
 
 _COMMON = ("args", "checkpoint_version", "iteration", "opt_param_scheduler", "num_floating_point_operations_so_far")
@@ -75,17 +75,18 @@ _SHOWN = 8
 
 
 def read_legacy(folder: Folder, look_at_files: bool) -> Checkpoint:
-    """The ranks' files in a step's folder.
-
-    Raises:
-        AccessError: the operating system refused a read.
-    """
+    """The ranks' files in a step's folder; raises AccessError where a read is refused."""
     files = SetFiles(folder, look_at_files)
     ranks = [_opened(files, name) for name in rank_folders(folder)]
     sizes, source = _sizes(ranks)
+    axes = [("tp", sizes.tp), ("pp", sizes.pp), *([("ep", sizes.ep)] if sizes.ep > 1 else [])]
+    grid_text = " x ".join(f"{axis} {size}" for axis, size in axes)
     coordinates = {rank.folder: place_of(rank.folder, sizes) for rank in ranks}
     if outside := [rank.folder for rank in ranks if coordinates[rank.folder] is None]:
-        files.problems.append(_leftover(outside, sizes))
+        beyond = ", ".join(outside[:_SHOWN])
+        sentence = f"ckptlint did not read the folders of ranks beyond {grid_text}: {beyond}"
+        why = "they are probably left from another job's save into this folder"
+        files.problems.append(Problem("note", outside[0], sentence, why=why))
     placed = ((coordinates[rank.folder], rank) for rank in ranks if rank.model is not None)
     known = {coordinate: rank for coordinate, rank in placed if coordinate is not None}
     reader = _RankReader(sizes, {**known})
@@ -93,20 +94,21 @@ def read_legacy(folder: Folder, look_at_files: bool) -> Checkpoint:
     for i, file in enumerate(files.files):
         if (coordinate := coordinates[file.name.rpartition("/")[0]]) is not None:
             files.files[i] = replace(file, numbers=_numbers(coordinate, sizes))
-    grid_text = f"{_grid_text(sizes)} in {source}"
-    rank_files = reader.statements.of(files.files, {grid_text: [*_expected(sizes, ranks)]})
+    rank_files = reader.statements.of(files.files, {f"{grid_text} in {source}": [*_expected(sizes, ranks)]})
     lost = sum(map(len, rank_files.missing.values()))
     used = next((rank.model for rank in reader.ranks.values() if rank.model is not None), None)
-    common = None
-    if used is not None:
-        common = CommonState(used.label, {name: used.found.root[name] for name in _COMMON if name in used.found.root})
+    stated = used.found.root if used else {}
+    common = CommonState(used.label, {name: stated[name] for name in _COMMON if name in stated}) if used else None
     declared, config, config_problems = read_configs(folder, common)
     short = lost + sum(not file.is_read for file in files.files) + len(known) - len(reader.ranks)
     labels = [file.name for file in files.files]
     partial = f"{short} of {len(labels) + lost} rank files {verb(short, 'is')} missing or unusable" if short else ""
     problems = files.problems
     if used is None:
-        problems = [replace(problem, blocks=True) for problem in problems] or [_no_models(labels)]
+        sentence = f"no rank has a {MODEL_FILES[0]} beside {', '.join(labels[:_SHOWN])}"
+        why = "that file holds each rank's model: the save never finished, or the copy left it out"
+        problems = problems or [Problem("incomplete", labels[0], sentence, why=why)]
+        problems = [replace(problem, blocks=True) for problem in problems]
     return files.checkpoint(
         reader.columns,
         rank_files,
@@ -122,23 +124,9 @@ def read_legacy(folder: Folder, look_at_files: bool) -> Checkpoint:
     )
 
 
-def _grid_text(sizes: Sizes) -> str:
-    axes = [("tp", sizes.tp), ("pp", sizes.pp)] + ([("ep", sizes.ep)] if sizes.ep > 1 else [])
-    return " x ".join(f"{axis} {size}" for axis, size in axes)
-
-
-# ---------------------------------------------------------------- which files there are
-
-
 @dataclass(slots=True)
 class _Rank:
-    """The folder of a rank.
-
-    Attributes:
-        folder: its name.
-        there: the files of Megatron's in it, read or not.
-        model, optimizer: what these hold, None where they are not there or cannot be read.
-    """
+    """The folder of a rank, Megatron's files in it, and what those hold that could be read."""
 
     folder: str
     there: list[str]
@@ -152,18 +140,11 @@ class _Rank:
 
     @property
     def label(self) -> str:
-        """The name of its model file."""
         return self.model.label if self.model is not None else ""
 
     @property
     def args(self) -> dict[str, Any]:
-        """The arguments in that file."""
-        return args_of(self.root)
-
-    @property
-    def needs_optimizer(self) -> bool:
-        """Whether its model file implies a separate file of optimizer states."""
-        return self.args.get("use_distributed_optimizer") is True and bool(self.root.get("optimizer"))
+        return attributes(self.root.get("args"))
 
 
 def _opened(files: SetFiles, name: str) -> _Rank:
@@ -173,8 +154,7 @@ def _opened(files: SetFiles, name: str) -> _Rank:
         rank.there = [inner for inner in rank.there if inner in (rank.there[0], OPTIMIZER_FILE)]
         rank.model = files.open(f"{name}/{rank.there[0]}", "model", {}, "state of a model", _is_state)
     if OPTIMIZER_FILE in rank.there:
-        path = f"{name}/{OPTIMIZER_FILE}"
-        holds = "state of an optimizer"
+        path, holds = f"{name}/{OPTIMIZER_FILE}", "state of an optimizer"
         rank.optimizer = files.open(path, "optimizer", {}, holds, lambda root: isinstance(root, (dict, list)))
     return rank
 
@@ -190,24 +170,9 @@ def _sizes(ranks: list[_Rank]) -> tuple[Sizes, str]:
         return sizes_by_names([rank.folder for rank in ranks]), "the names of the folders"
     # A folder may hold ranks of two jobs. Sizes whose whole grid is here win over more frequent ones: leftovers of a
     # larger job can outnumber the ranks of the one that saved last.
-    count = Counter(stated)
+    times = Counter(stated)
     there = {rank.folder for rank in ranks if rank.there and rank.there[0] in MODEL_FILES}
-    return max(count, key=lambda sizes: (set(grid(sizes)) <= there, count[sizes])), "the arguments of the job"
-
-
-def _no_models(labels: list[str]) -> Problem:
-    sentence = f"no rank has a {MODEL_FILES[0]} beside {', '.join(labels[:_SHOWN])}"
-    why = "that file holds each rank's model: the save never finished, or the copy left it out"
-    return Problem("incomplete", labels[0], sentence, why=why, blocks=True)
-
-
-def _leftover(names: list[str], sizes: Sizes) -> Problem:
-    return Problem(
-        "note",
-        names[0],
-        f"ckptlint did not read the folders of ranks beyond {_grid_text(sizes)}: {', '.join(names[:_SHOWN])}",
-        why="they are probably left from another job's save into this folder",
-    )
+    return max(times, key=lambda sizes: (set(grid(sizes)) <= there, times[sizes])), "the arguments of the job"
 
 
 def _numbers(place: GridCoordinate, sizes: Sizes) -> dict[str, int]:
@@ -223,16 +188,12 @@ def _expected(sizes: Sizes, ranks: list[_Rank]) -> Iterator[RankFile]:
         numbers, rank = _numbers(place, sizes), there.get(name) or _Rank(name, [])
         file = next((inner for inner in rank.there if inner in MODEL_FILES), model)
         yield RankFile(f"{name}/{file}", "model", numbers)
-        if OPTIMIZER_FILE in rank.there or rank.needs_optimizer:
+        is_apart = rank.args.get("use_distributed_optimizer") is True and rank.root.get("optimizer")
+        if OPTIMIZER_FILE in rank.there or is_apart:
             yield RankFile(f"{name}/{OPTIMIZER_FILE}", "optimizer", numbers)
 
 
-# ---------------------------------------------------------------- the ranks against each other
-
-
 class _RankTensor(NamedTuple):
-    """One rank's part of a tensor."""
-
     place: GridCoordinate
     tensor: StoredTensor
     file: OpenedFile
@@ -251,12 +212,10 @@ _ByStage = dict[tuple[int, int], int]  # chunk and stage -> a number of layers
 
 @dataclass(slots=True)
 class _RankReader:
-    """Reads the files of all ranks, compares their statements and places their parts.
+    """Reads the files of the ranks in use, compares their statements and places their parts.
 
-    Attributes:
-        ranks: the ranks in use.
-        states: what an optimizer keeps of a parameter -> parameter -> the ranks' parts.
-        unplaced: files whose optimizer does not show which state belongs to which parameter.
+    `states` has them by state of the optimizer and parameter; `unplaced` are the files whose optimizer does not show
+    which state belongs to which parameter.
     """
 
     sizes: Sizes
@@ -372,8 +331,7 @@ class _RankReader:
     def _presence(self) -> None:
         """Compare which ranks of a stage have optimizer state; a stage without trained weights may have none.
 
-        Source:
-            megatron.training.checkpointing.generate_state_dict (core_v0.16): none of a stub optimizer
+        Source: megatron.training.checkpointing.generate_state_dict (core_v0.16): none of a stub optimizer
         """
         has = {at: rank.optimizer is not None or bool(rank.root.get("optimizer")) for at, rank in self.ranks.items()}
         states = ((at.pp, ("there" if has[at] else "missing", rank.label)) for at, rank in self.ranks.items())
@@ -412,8 +370,7 @@ class _RankReader:
         """Collect the optimizer states of a rank under their parameters' names, where these are certain."""
         params = {key: value for key, value in tensors.items() if not key.rpartition(".")[2].startswith(_BUFFERS)}
         saved = rank.root.get("optimizer")
-        parts = saved if isinstance(saved, list) else [saved]
-        for part in parts:
+        for part in saved if isinstance(saved, list) else [saved]:
             if is_dict(part) and isinstance(part.get("fp32_from_fp16_params"), list):
                 self._copies(place, rank, params, part)
             elif is_dict(part) and part.get("state"):  # of a job in fp32
@@ -424,9 +381,8 @@ class _RankReader:
     def _copies(self, place: GridCoordinate, rank: _Rank, params: _Tensors, part: dict[Any, Any]) -> None:
         """Collect fp32 copies, stored in groups, and their moments, stored by number.
 
-        Source:
-            megatron.core.optimizer.Float16OptimizerWithFloat16Params.state_dict; groups are made by weight decay, which
-            biases and vectors do not have, and keep the order of the model
+        Source: megatron.core.optimizer.Float16OptimizerWithFloat16Params.state_dict; groups are made by weight decay,
+        which biases and vectors do not have, and keep the order of the model
         """
         inner = part.get("optimizer")
         groups = inner.get("param_groups") if is_dict(inner) else None
@@ -458,10 +414,8 @@ class _RankReader:
                 self._misfit("", rank.label, of_key, f"{len(chosen):,}", because, "count")
             for position, tensor in enumerate(tensors, number):
                 state = moments.get(position)
-                found = {"fp32_param": tensor} | (
-                    {what: state.get(what) for what in ("exp_avg", "exp_avg_sq")} if is_dict(state) else {}
-                )
-                for what, value in found.items():
+                moments_of = {what: state.get(what) for what in ("exp_avg", "exp_avg_sq")} if is_dict(state) else {}
+                for what, value in ({"fp32_param": tensor} | moments_of).items():
                     if not isinstance(value, StoredTensor):
                         continue
                     if isinstance(tensor, StoredTensor) and value.shape != tensor.shape:
@@ -475,9 +429,8 @@ class _RankReader:
     def _buffers(self, place: GridCoordinate, rank: _Rank, params: _Tensors, file: OpenedFile) -> None:
         """Collect states from flat buffers, at the offsets that the parameters have in their own shared buffer.
 
-        Source:
-            megatron.core.optimizer.DistributedOptimizer.get_parameter_state_dp_zero,
-            megatron.core.distributed.param_and_grad_buffer
+        Source: megatron.core.optimizer.DistributedOptimizer.get_parameter_state_dp_zero,
+        megatron.core.distributed.param_and_grad_buffer
         """
         groups = grouped(((param.dtype, param.key), key) for key, param in params.items())
         # No file names the parameters of a buffer. But the weights are views of a buffer with the same layout, so their
@@ -491,9 +444,7 @@ class _RankReader:
             numel = entry.get("numel_unpadded")
             if type(numel) is not int:
                 continue
-            flats = {
-                what: tensor for what, tensor in entry.items() if what in _STATES and isinstance(tensor, StoredTensor)
-            }
+            flats = {what: flat for what, flat in entry.items() if what in _STATES and isinstance(flat, StoredTensor)}
             odd = {what: tensor for what, tensor in flats.items() if tensor.shape != (numel,)}
             for what, tensor in odd.items():
                 stored, because = f"{prod(tensor.shape):,}", "numel_unpadded beside it says so"
@@ -576,23 +527,15 @@ class _RankReader:
                     self.columns.add(fqn, piece, file.number, file.found, shape, offsets if placed else None)
 
     def _compare(self, fqn: str, copies: list[_RankTensor], what: str = "content of other meshes") -> None:
-        self.statements.copies(
-            what, [[(checksum(item.tensor, item.file.found), item.file.label) for item in copies]], fqn
-        )
-
-
-# ---------------------------------------------------------------- one rank
+        sums = [(checksum(item.tensor, item.file.found), item.file.label) for item in copies]
+        self.statements.copies(what, [sums], fqn)
 
 
 def _chunks(rank: _Rank) -> Iterator[tuple[int, str, StoredTensor]]:
     """Chunk, key and tensor of a rank's model, without extra states; several chunks under interleaved pipelining."""
     root = rank.root
-    names = ["model"] if isinstance(root.get("model"), dict) else []
-    while not names or names[-1] != "model":
-        if not isinstance(root.get(f"model{len(names)}"), dict):
-            break
-        names.append(f"model{len(names)}")
-    for chunk, name in enumerate(names):
+    numbered = takewhile(lambda name: is_dict(root.get(name)), (f"model{number}" for number in count()))
+    for chunk, name in enumerate(["model"] if is_dict(root.get("model")) else numbered):
         for key, value in walked(root[name], levels=6):
             if isinstance(value, StoredTensor) and not key.endswith("_extra_state"):
                 yield chunk, key, value
@@ -630,13 +573,10 @@ def _starts(tensors: list[StoredTensor], numel: int) -> list[int] | None:
         return [tensor.offset for tensor in tensors]
     order = sorted(range(len(tensors)), key=lambda i: tensors[i].offset)
     counts = [prod(tensors[i].shape) for i in order]
-    if sum(counts) != numel or any(count % _ALIGNED for count in counts[:-1]):
+    if sum(counts) != numel or any(elements % _ALIGNED for elements in counts[:-1]):
         return None
-    starts, at = [0] * len(tensors), 0
-    for i, count in zip(order, counts, strict=True):
-        starts[i] = at
-        at += count
-    return starts
+    starts = dict(zip(order, accumulate(counts, initial=0), strict=False))
+    return [starts[i] for i in range(len(tensors))]
 
 
 def _axis_by_bytes(copies: list[_RankTensor]) -> Axis:

@@ -38,13 +38,8 @@ class Statements:
     ) -> bool:
         """Whether all files state the same of a thing that they share; what they state is noted where they differ.
 
-        Args:
-            what: the thing, as a noun.
-            things: (what is stated, name of the file).
-            fqn: the key concerned, raw.
-            by: what is compared of it.
-            text: how it is shown.
-            among: what these files share, where others are compared by themselves.
+        A thing is what is stated and the file's name. `by` is what is compared of it, `text` how it is shown, `fqn` the
+        raw key concerned; `among` says what these files share, where others are compared by themselves.
         """
         if not things or all(by(thing) == by(things[0][0]) for thing, _ in things[1:]):
             return True
@@ -57,11 +52,7 @@ class Statements:
         return False
 
     def copies(self, what: str, groups: Iterable[Iterable[tuple[int, str]]], fqn: str) -> None:
-        """Note the checksums of copies of a tensor where they differ inside a group.
-
-        Args:
-            groups: (CRC-32, name of the file) of the copies of one part each; 0 where there is none.
-        """
+        """Note the checksums (0: none) and files of copies of a tensor where they differ inside a group."""
         known = [[item for item in group if item[0]] for group in groups]
         things = [item for group in known if len({crc for crc, _ in group}) > 1 for item in group]
         self.note_if_different(what, things, fqn, text=lambda crc: f"CRC-32 {crc:08x}")
@@ -75,11 +66,7 @@ class Statements:
         return {file for file, (_, same_as, is_stated) in self.others.items() if same_as or is_stated}
 
     def of(self, files: Iterable[RankFile], expected: Mapping[str, Sequence[RankFile]]) -> RankFileSet:
-        """The set, with all that was noted.
-
-        Args:
-            expected: from where the grid is -> its files.
-        """
+        """The set, with all that was noted; `expected` says from where the grid is -> its files."""
         named = []
         for file in files:
             inside, same_as, is_stated = self.others.get(file.name, ("", "", False))
@@ -95,11 +82,7 @@ def checksum(tensor: StoredTensor, found: TorchFile) -> int:
 
 
 def checksums(found: TorchFile, keys: Collection[str] | None = None) -> tuple[tuple[int, int], ...]:
-    """(size, CRC-32) of the storages of a file that hold bytes; () where one has no checksum.
-
-    Args:
-        keys: the storages, all without.
-    """
+    """(size, CRC-32) of these storages of a file (or of all) that hold bytes; () where one has no checksum."""
     places = found.storages.values() if keys is None else [place for key in keys if (place := found.storages.get(key))]
     sums = tuple((place.size, place.crc) for place in places if place.size)
     return sums if all(crc for _, crc in sums) else ()

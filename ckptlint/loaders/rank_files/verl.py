@@ -10,7 +10,7 @@ Source:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import accumulate
@@ -45,12 +45,7 @@ _SAME_SHAPES = 0.9  # least share of states with the shape of the parameter that
 
 
 def read_verl(folder: Folder, look_at_files: bool) -> Checkpoint:
-    """The set of rank files in a folder.
-
-    Raises:
-        AccessError: the operating system refused a read.
-        LimitError: the names count more ranks than any job has.
-    """
+    """The set of rank files in a folder; raises LimitError for more ranks than any job has, AccessError as it reads."""
     sets = verl_sets(folder)
     file_set = _chosen(folder, sets)
     world = verl_name(file_set.files[0])[1]
@@ -63,10 +58,15 @@ def read_verl(folder: Folder, look_at_files: bool) -> Checkpoint:
             reader.files[kind, rank] = opened
     reader.read(folder)
     if (stated := _stated_world(folder)) is not None:
-        reader.statements.note_if_different(
-            "world size", [*((world, file.name) for file in files.files), (stated, _CONFIG)]
-        )
-    files.problems += _leftovers(sets, file_set) + _beyond(folder)
+        worlds = [*((world, file.name) for file in files.files), (stated, _CONFIG)]
+        reader.statements.note_if_different("world size", worlds)
+    for leftover in sets:
+        if leftover is not file_set:
+            what = f"{plural(len(leftover.files), 'file')} of world size {verl_name(leftover.files[0])[1]}"
+            sentence = f"ckptlint did not read {what} beside those of world size {world}"
+            why = "they are probably left from another save into this folder"
+            files.problems.append(Problem("note", printable(leftover.files[0]), sentence, why=why))
+    files.problems += _beyond(folder)
     grid = {f"the world size {world} in the names of the files": _expected(folder, file_set, world)}
     rank_files = reader.statements.of(files.files, grid)
     return replace(_checkpoint(files, reader, rank_files), format="verl")
@@ -75,13 +75,11 @@ def read_verl(folder: Folder, look_at_files: bool) -> Checkpoint:
 def read_flat(folder: Folder, look_at_files: bool) -> Checkpoint:
     """The newest set of FSDP1 files in a folder, each with one rank's part of the flat parameters.
 
-    Raises:
-        AccessError: the operating system refused a read.
+    Raises AccessError where a read is refused.
 
-    Source:
-        torch 2.13 FullyShardedDataParallel with StateDictType.LOCAL_STATE_DICT; dinov2.fsdp.FSDPCheckpointer
+    Source: torch 2.13 FullyShardedDataParallel with StateDictType.LOCAL_STATE_DICT; dinov2.fsdp.FSDPCheckpointer
     """
-    file_set, *others = flat_sets(folder)
+    file_set, *older = flat_sets(folder)
     save, last = flat_name(file_set.files[-1])
     extension = file_set.files[-1].rpartition(".")[2]
     files, opened = SetFiles(folder, look_at_files), dict[int, OpenedFile]()
@@ -100,9 +98,9 @@ def read_flat(folder: Folder, look_at_files: bool) -> Checkpoint:
     steps = [(file.found.root.get("iteration"), file.label) for file in opened.values()]
     reader.statements.note_if_different("step", [item for item in steps if type(item[0]) is int], text="{:,}".format)
     reader.read(folder)
-    for other in others:
-        sentence = f"ckptlint did not read {plural(len(other.files), 'file')} of another save beside {save}*"
-        files.problems.append(Problem("note", printable(other.files[0]), sentence, why="ckptlint reads the newest one"))
+    for names in (of_save.files for of_save in older):
+        sentence = f"ckptlint did not read {plural(len(names), 'file')} of another save beside {save}*"
+        files.problems.append(Problem("note", printable(names[0]), sentence, why="ckptlint reads the newest one"))
     grid = f"{where} holds tensors of {plural(world, 'rank')}" if world else "the numbers in the names of the files"
     expected = [RankFile(f"{save}{rank}.{extension}", "model", {"rank": rank}) for rank in range(reader.world)]
     return _checkpoint(files, reader, reader.statements.of(files.files, {grid: expected}))
@@ -156,8 +154,7 @@ def _checkpoint(files: SetFiles, reader: _RankReader, rank_files: RankFileSet) -
 def _expected(folder: Folder, file_set: FileSet, world: int) -> list[RankFile]:
     """A file for each rank of each kind present, and of the model unless a subfolder holds its weights.
 
-    Source:
-        verl 0.9.1 BaseCheckpointManager: `checkpoint_save_contents` may have `hf_model` in place of `model`
+    Source: verl 0.9.1 BaseCheckpointManager: `checkpoint_save_contents` may have `hf_model` in place of `model`
     """
     there = {verl_name(name)[0] for name in file_set.files}
     if not any(name.endswith((".safetensors", ".bin")) for sub in folder.folders() for name in folder.sub(sub).files()):
@@ -187,44 +184,18 @@ def _stated_world(folder: Folder) -> int | None:
     return stated if type(stated) is int and 0 < stated < 2**31 else None
 
 
-def _leftovers(sets: list[FileSet], file_set: FileSet) -> list[Problem]:
-    world = verl_name(file_set.files[0])[1]
-    return [
-        Problem(
-            "note",
-            printable(other.files[0]),
-            f"ckptlint did not read {plural(len(other.files), 'file')} of world size {verl_name(other.files[0])[1]} "
-            f"beside those of world size {world}",
-            why="they are probably left from another save into this folder",
-        )
-        for other in sets
-        if other is not file_set
-    ]
-
-
-def _beyond(folder: Folder) -> list[Problem]:
+def _beyond(folder: Folder) -> Iterator[Problem]:
     """Problems for files whose rank exceeds the world size in their own name."""
     named = ((printable(name), *verl_name(name)[1:]) for name in folder.files_beside() if verl_name(name)[0])
-    return [
-        Problem(
-            "unreadable",
-            label,
-            f"{label} is named for rank {rank:,} of {world:,}, but there is no such rank",
-            why="no load reads it, so its content belongs to another file or to none",
-            hint="compare it with the files of the node that wrote it",
-            outside_checkpoint=True,
-        )
-        for label, world, rank in named
-        if rank >= world
-    ]
-
-
-# ---------------------------------------------------------------- the files of all ranks
+    why = "no load reads it, so its content belongs to another file or to none"
+    hint = "compare it with the files of the node that wrote it"
+    for label, world, rank in named:
+        if rank >= world:
+            sentence = f"{label} is named for rank {rank:,} of {world:,}, but there is no such rank"
+            yield Problem("unreadable", label, sentence, why=why, hint=hint, outside_checkpoint=True)
 
 
 class _RankValue(NamedTuple):
-    """The value of a key in one rank's file."""
-
     rank: int
     value: Stored
     file: OpenedFile
@@ -240,6 +211,7 @@ class _Piece(NamedTuple):
 
 
 Places = list[Shape | None]
+_Sharded = StoredDTensor | StoredShards
 
 
 @dataclass(slots=True)
@@ -262,12 +234,9 @@ class _RankReader:
         self._names()
         self._keys({rank: file.found.root for rank, file in self._of("model").items()}, self._of("model"))
         self._optimizer(folder)
-        steps = [
-            (step, file.label)
-            for file in self._of("extra_state").values()
-            if isinstance(scheduler := file.found.root.get("lr_scheduler"), dict)
-            and type(step := scheduler.get("last_epoch")) is int
-        ]
+        states = ((file.found.root.get("lr_scheduler"), file.label) for file in self._of("extra_state").values())
+        epochs = ((scheduler.get("last_epoch"), label) for scheduler, label in states if is_dict(scheduler))
+        steps = [(step, label) for step, label in epochs if type(step) is int]
         self.statements.note_if_different("step", steps, text="{:,}".format)
 
     def _of(self, kind: str) -> dict[int, OpenedFile]:
@@ -283,11 +252,9 @@ class _RankReader:
     def _worlds(self) -> None:
         """Compare the world sizes that meshes span with the names; files of another world are left out."""
         named = self.world
-        sizes = [
-            (world, file.label)
-            for file in self.files.values()
-            if (world := next((size for value in _values(file.found.root) if (size := _world(value)) > 0), 0))
-        ]
+        worlds = ((map(_world, _values(file.found.root)), file.label) for file in self.files.values())
+        firsts = ((next((size for size in of_file if size > 0), 0), label) for of_file, label in worlds)
+        sizes = [(size, label) for size, label in firsts if size]
         things = [(f"a mesh of {plural(size, 'rank')}", label) for size, label in sizes]
         if sizes and all(size != named for size, _ in sizes):
             things.append((f"{plural(named, 'rank')} in the names", next(iter(self.files.values())).label))
@@ -321,11 +288,7 @@ class _RankReader:
     def _keys(
         self, roots: Mapping[int, Mapping[Any, Any]], files: Mapping[int, OpenedFile], slices: bool = False
     ) -> None:
-        """Place the ranks' parts of each key; no part has a place where the ranks contradict each other.
-
-        Args:
-            slices: whether plain tensors are slices of a flat tensor rather than copies.
-        """
+        """Place the ranks' parts of each key, unless ranks contradict each other; plain tensors may be `slices`."""
         keys: dict[str, list[_RankValue]] = {}
         for rank, root in roots.items():
             for key, value in root.items():
@@ -367,11 +330,7 @@ class _RankReader:
     def _agree(
         self, fqn: str, values: list[_RankValue], files: Mapping[int, OpenedFile], aspects: Iterable[str] | None = None
     ) -> bool:
-        """Whether all ranks agree on a key, and every rank of its mesh holds it.
-
-        Args:
-            aspects: aspects to compare (`_ASPECTS`); all without.
-        """
+        """Whether all ranks agree on aspects of a key (`_ASPECTS`, or all), and every rank of its mesh holds it."""
         things = [(item.value, item.file.label) for item in values]
         note = self.statements.note_if_different
         if not all(note(what, things, fqn, *_ASPECTS[what]) for what in aspects or _ASPECTS):
@@ -379,17 +338,15 @@ class _RankReader:
         lacking = files.keys() - {item.rank for item in values}
         if isinstance(values[0].value, StoredDTensor):
             # each group of ranks along the other axes has a mesh of its own; pipeline stages have keys of their own
-            lacking &= {rank for item in values for rank in _members(item.value, item.rank)}
+            meshes = ((item.value.mesh, item.rank) for item in values if isinstance(item.value, StoredDTensor))
+            lacking &= {member for mesh, rank in meshes for member in mesh.group_of(rank)}
         if not lacking:
             return True
         holds = [(("lack" if rank in lacking else "hold"), file.label) for rank, file in files.items()]
         return self.statements.note_if_different("keys", sorted(holds), fqn)
 
     def _boxes(self, fqn: str, values: list[_RankValue]) -> Places:
-        """Offsets of each rank's part of a DTensor; None for a copy of a lower rank's part.
-
-        All are None where one of them is unknown.
-        """
+        """Offsets of each rank's part of a DTensor; None for a copy of a lower rank's, for all where one is unknown."""
         nowhere: Places = [None] * len(values)
         owners: dict[tuple[Shape, Shape], list[_RankValue]] = defaultdict(list)
         offsets_of_parts, fits, is_declared = list[Shape | None](), True, False
@@ -473,7 +430,7 @@ class _RankReader:
             return  # reported by what the files count themselves
         steps = []
         for rank, state in states.items():  # each parameter counts for itself, all alike
-            counted = (of_param.get("step") for of_param in state.values() if isinstance(of_param, dict))
+            counted = (of_param.get("step") for of_param in state.values() if is_dict(of_param))
             if step := next((step for step in counted if isinstance(step, StoredTensor) and not step.shape), None):
                 steps.append(((step, files[rank]), files[rank].label))
 
@@ -488,10 +445,7 @@ class _RankReader:
         self.statements.note_if_different("step", steps, by=lambda step: checksum(step[0], step[1].found), text=text)
 
     def _count(self, listed: Mapping[int, list[Any]], states: Mapping[int, dict[Any, Any]], is_named: bool) -> None:
-        """Compare the number of parameters in each rank's optimizer with the model.
-
-        FSDP1 joins many parameters into a flat one and cuts it over the ranks, so its elements are counted instead.
-        """
+        """Compare the number of parameters in each rank's optimizer with the model; of FSDP1's slices, the elements."""
         if len({len(state) for state in states.values()}) > 1:
             return  # the ranks' keys differ, which is reported
         files, model = self._of("optim"), self._of("model")
@@ -538,9 +492,6 @@ class _RankReader:
         return {}
 
 
-# ---------------------------------------------------------------- one value
-
-
 def _params(root: Mapping[Any, Any]) -> list[Any]:
     """The parameters that an optimizer lists in its groups."""
     groups = root.get("param_groups")
@@ -548,36 +499,28 @@ def _params(root: Mapping[Any, Any]) -> list[Any]:
     return [param for params in listed if isinstance(params, list) for param in params]
 
 
-def _parameters(root: Mapping[Any, Any]) -> dict[str, StoredDTensor | StoredShards]:
+def _parameters(root: Mapping[Any, Any]) -> dict[str, _Sharded]:
     """Key -> sharded value in a model's file; plain tensors are buffers."""
-    return {
-        key: value
-        for key, value in root.items()
-        if isinstance(key, str) and isinstance(value, (StoredDTensor, StoredShards))
-    }
+    return {key: value for key, value in root.items() if isinstance(key, str) and isinstance(value, _Sharded)}
 
 
-def _values(root: Any) -> Iterable[Any]:
+def _values(root: Any) -> Iterable[_Sharded]:
     """The DTensors and ShardedTensors of a model's or an optimizer's state; all belong to one rank."""
     states = root.get("state") if is_dict(root.get("state")) else {}
     of_params = (part for of_param in states.values() if is_dict(of_param) for part in of_param.values())
-    return (value for value in (*root.values(), *of_params) if isinstance(value, (StoredDTensor, StoredShards)))
+    return (value for value in (*root.values(), *of_params) if isinstance(value, _Sharded))
 
 
-def _writer(value: Stored) -> int:
+def _writer(value: _Sharded) -> int:
     """The rank that a value states as its writer; -1 without one."""
-    if isinstance(value, StoredDTensor):
-        return value.mesh.rank
-    return value.rank if isinstance(value, StoredShards) else -1
+    return value.mesh.rank if isinstance(value, StoredDTensor) else value.rank
 
 
-def _world(value: Stored) -> int:
+def _world(value: _Sharded) -> int:
     """Number of ranks of the world that a value is cut over; 0 where unknown."""
-    if isinstance(value, StoredDTensor):
-        return len(value.mesh.ranks) if value.mesh.spans_world else 0
     if isinstance(value, StoredShards):
         return value.world
-    return 0
+    return len(value.mesh.ranks) if value.mesh.spans_world else 0
 
 
 def _locals(value: Stored) -> list[tuple[Shape, StoredTensor]]:
@@ -590,8 +533,7 @@ def _locals(value: Stored) -> list[tuple[Shape, StoredTensor]]:
 def _is_sliced(values: list[_RankValue]) -> bool:
     """Whether plain one-dimensional tensors are slices of an FSDP1 flat parameter rather than copies.
 
-    Source:
-        torch 2.13 torch.distributed.fsdp, use_orig_params: a rank without a part of a parameter holds 0 elements
+    Source: torch 2.13 torch.distributed.fsdp, use_orig_params: a rank without a part of a parameter holds 0 elements
     """
     if not all(isinstance(item.value, StoredTensor) and len(item.value.shape) == 1 for item in values):
         return False
@@ -632,11 +574,6 @@ _ASPECTS: dict[str, tuple[Callable[[Any], Hashable], Callable[[Any], str]]] = {
 """Aspect of a key -> (compared value, text for messages)."""
 
 
-def _members(value: Any, rank: int) -> tuple[int, ...]:
-    """The ranks in the same submesh as this rank."""
-    return value.mesh.group_of(rank) if isinstance(value, StoredDTensor) else (rank,)
-
-
 @cache
 def _box(
     shape: Shape, placements: tuple[Placement, ...], mesh: Shape, coordinate: Shape, order: tuple[int, ...] | None
@@ -646,16 +583,16 @@ def _box(
     A `_StridedShard` is cut after the plain shards to its right (tensor parallel, then FSDP). torch reads placements
     from left to right, and assigns other rows to a rank where the dim does not divide.
 
-    Source:
-        torch.distributed.tensor._utils (torch 2.13)
+    Source: torch.distributed.tensor._utils (torch 2.13)
     """
     known = ("Shard", "_StridedShard", "Replicate")
-    if any(placement.kind not in known or (placement.dim or 0) >= max(len(shape), 1) for placement in placements):
-        return None
-    if any(placement.kind != "Replicate" and placement.dim is None for placement in placements) or (
-        not shape and any(placement.dim is not None for placement in placements)
-    ):
-        return None
+    for placement in placements:
+        if placement.kind not in known or (placement.dim or 0) >= max(len(shape), 1):
+            return None
+        if placement.kind != "Replicate" and placement.dim is None:
+            return None
+        if placement.dim is not None and not shape:
+            return None
     by_torch = bounding_box(runs(shape, placements, mesh, coordinate, order), shape)
     strided = [axis for axis, placement in enumerate(placements) if placement.split_factor is not None]
     if not strided:

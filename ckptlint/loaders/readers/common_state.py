@@ -30,20 +30,14 @@ _YAML_LIMIT, _YAML_VALUES = 4 * 1024**2, 100_000  # a thousand lines are usual, 
 _YAML_SCALAR = 4096  # characters of a value that may be more than a text
 _OBJECT_LIMIT, _CLAIM_LIMIT, _MOST_CLAIMS, _MOST_NUMBERS = 16 * 1024**2, 64 * 1024, 4, 256
 
-StoragePlace = tuple[str, int, int]
-"""Raw file path, byte offset and byte length of a record."""
+StoragePlace = tuple[str, int, int]  # raw file path, byte offset and byte length of a record
 
 
 def read_common(folder: Folder, entries: dict[str, StoragePlace]) -> tuple[CommonState | None, list[Problem]]:
-    """The common state, and what stood in the way of reading it.
+    """The common state, from `common.pt` or the records of these entries, and what stood in the way of reading it.
 
-    Args:
-        folder: the checkpoint.
-        entries: where the records lie that may hold common state, by entry name.
-
-    Source:
-        megatron.core.dist_checkpointing.strategies.common (<= 0.18: `common.pt`; 0.19: one ShardedObject holding a
-        list of one dict); megatron.training.checkpointing for fsdp_dtensor and torch_dcp (one entry per value).
+    Source: megatron.core.dist_checkpointing.strategies.common (<= 0.18: `common.pt`; 0.19: one ShardedObject holding a
+    list of one dict); megatron.training.checkpointing for fsdp_dtensor and torch_dcp (one entry per value).
     """
     if folder.has(COMMON_FILE):
         return _decoded(COMMON_FILE, lambda: read_torch_file(folder, COMMON_FILE))
@@ -64,28 +58,19 @@ def read_common(folder: Folder, entries: dict[str, StoragePlace]) -> tuple[Commo
 def read_objects(folder: Folder, entries: dict[str, StoragePlace]) -> tuple[dict[str, Any], list[Problem]]:
     """The contents of small ShardedObjects by entry name, and what they must not hold.
 
-    Source:
-        megatron.core.dist_checkpointing.mapping.ShardedObject: stored as a list of the objects under one key
+    Source: megatron.core.dist_checkpointing.mapping.ShardedObject: stored as a list of the objects under one key
     """
-    values: dict[str, Any] = {}
     problems: list[Problem] = []
-    for name, location in entries.items():
-        if location[2] > _OBJECT_LIMIT:
-            continue
-        found = _entry(folder, name, location, problems)
-        if found is not None and isinstance(found.root, list) and found.root:
-            values[name] = found.root[0]
+    small = {name: location for name, location in entries.items() if location[2] <= _OBJECT_LIMIT}
+    files = ((name, _entry(folder, name, location, problems)) for name, location in small.items())
+    values = {name: file.root[0] for name, file in files if file and isinstance(file.root, list) and file.root}
     return values, problems
 
 
 def read_claims(folder: Folder, entries: dict[str, StoragePlace]) -> tuple[tuple[StepClaim, ...], list[Problem]]:
-    """What small entries of their own say of the step, and what they must not hold.
+    """What small entries with the names of counters (`is_counter`) say of the step, and what they must not hold.
 
-    Args:
-        entries: where the records lie whose names are those of counters (`is_counter`).
-
-    Source:
-        torchtitan 0.2.2 Trainer.state_dict: `step` as an integer (0.0.2: a tensor without axes) under `train_state`
+    Source: torchtitan 0.2.2 Trainer.state_dict: `step` as an integer (0.0.2: a tensor without axes) under `train_state`
     """
     claims: list[StepClaim] = []
     problems: list[Problem] = []
@@ -121,25 +106,20 @@ def read_configs(
     """What the job declared, and the configuration of its model as it stands in `config.json`.
 
     Declared is what the arguments of the common state say, `run_config.yaml`, and the `config.json` of the folder
-    itself. Where that folder has none, the model's configuration may lie in one of the folders below it that frameworks
-    keep it in. Before it go the arguments that Megatron builds its model from.
+    itself, which no load of an export goes without. Where that folder has none, the model's configuration may lie in
+    one of the folders below it that frameworks keep it in. Before it go the arguments that Megatron builds its model
+    from.
 
-    Args:
-        is_export: whether a library builds the model from the folder's `config.json`, so that no load goes without.
-
-    Source:
-        `args` of megatron.training.checkpointing; `run_config.yaml` of Megatron-Bridge; `config.json` of transformers;
-        `huggingface/` of verl's FSDP checkpoints; `.hf_metadata/` of NeMo Automodel
+    Source: `args` of megatron.training.checkpointing; `run_config.yaml` of Megatron-Bridge; `config.json` of
+    transformers; `huggingface/` of verl's FSDP checkpoints; `.hf_metadata/` of NeMo Automodel
     """
     sources: list[tuple[str, Any]] = [("args", common.values.get("args"))] if common else []
     problems: list[Problem] = []
     if folder.has(RUN_CONFIG):
         try:
             sources.append(("run_config", _yaml(_written(folder, RUN_CONFIG, _YAML_LIMIT).decode())))
-        except (ValueError, RecursionError, LimitError) as error:
-            problems.append(_unused(RUN_CONFIG, error))
-        except UnreadableError as error:
-            problems.append(_damaged(RUN_CONFIG, error))
+        except (ValueError, RecursionError, UnreadableError) as error:
+            problems.append(_unread(RUN_CONFIG, error))
     config = None
     places = [(folder, MODEL_CONFIG)]
     places += [(folder.sub(name), f"{name}/{MODEL_CONFIG}") for name in world().models if name in folder.folders()]
@@ -147,10 +127,8 @@ def read_configs(
         if place.has(MODEL_CONFIG):
             try:
                 config = ModelConfig(name, read_model_config(place, MODEL_CONFIG))
-            except LimitError as error:
-                problems.append(_unused(name, error, is_export and place is folder))
             except UnreadableError as error:
-                problems.append(_damaged(name, error, is_export and place is folder))
+                problems.append(_unread(name, error, is_export and place is folder))
             break
     if config is not None and config.file == MODEL_CONFIG:
         sources.append((MODEL_CONFIG, config.values))
@@ -166,12 +144,11 @@ def _of_megatron(common: CommonState | None, sources: list[tuple[str, Any]]) -> 
     return ModelConfig(RUN_CONFIG, model) if model else None
 
 
-def _unused(name: str, error: Exception, is_needed: bool = False) -> Problem:
-    sentence = f"{name} cannot be read ({_reason(error)}); ckptlint does not use what it declares"
-    return Problem("unread" if is_needed else "note", name, sentence, why="ckptlint judges the tensors without it")
-
-
-def _damaged(name: str, error: UnreadableError, is_needed: bool = False) -> Problem:
+def _unread(name: str, error: Exception, is_needed: bool = False) -> Problem:
+    """That a configuration is damaged, or is not used: it breaks a limit, or is no text of its form."""
+    if isinstance(error, LimitError) or not isinstance(error, UnreadableError):
+        sentence = f"{name} cannot be read ({_reason(error)}); ckptlint does not use what it declares"
+        return Problem("unread" if is_needed else "note", name, sentence, why="ckptlint judges the tensors without it")
     why = "a load starts with it, so it fails" if is_needed else "what it declares is lost, and other files may be too"
     hint = "restore it from where the checkpoint was written"
     return replace(from_error(error, name, why=why, hint=hint), outside_checkpoint=not is_needed)
@@ -189,12 +166,7 @@ def _written(folder: Folder, name: str, limit: int) -> bytes:
 
 
 def read_model_config(folder: Folder, name: str) -> dict[str, Any]:
-    """The fields of a model's configuration, from its file.
-
-    Raises:
-        LimitError: it is larger than a configuration needs.
-        UnreadableError: it is damaged.
-    """
+    """The fields of a model's configuration, from its file; raises LimitError or UnreadableError."""
     data = _written(folder, name, MODEL_CONFIG_LIMIT)
     try:
         return model_config(data)
@@ -206,9 +178,7 @@ def read_model_config(folder: Folder, name: str) -> dict[str, Any]:
 def model_config(text: bytes) -> dict[str, Any]:
     """The fields of a model's configuration; it may say NaN or a name twice, as the library that reads it allows.
 
-    Raises:
-        ValueError, RecursionError: it is no JSON object.
-        LimitError: it has more lists and objects than a configuration needs.
+    Raises ValueError or RecursionError for what is no JSON object, LimitError for too many lists and objects.
     """
     if text.count(b"[") + text.count(b"{") > _CONTAINERS_LIMIT:
         raise LimitError(f"it has more than {_CONTAINERS_LIMIT:,} lists and objects")
@@ -229,9 +199,8 @@ def _shallow(value: Any, levels: int) -> Any:
 def _yaml(text: str) -> Any:
     """A YAML document as plain values; tags of Python objects become the plain value below them.
 
-    Raises:
-        ValueError: it is no YAML, or a value of it contains itself.
-        LimitError: it has more values than a configuration needs, each counted wherever an alias or a merge repeats it.
+    Raises ValueError for what is no YAML or contains itself, and LimitError for more values than a configuration needs,
+    each counted wherever an alias or a merge repeats it.
     """
     import yaml
 
@@ -271,7 +240,7 @@ def _yaml(text: str) -> Any:
 
 
 def _entry(folder: Folder, name: str, location: StoragePlace, problems: list[Problem]) -> TorchFile | None:
-    """The record of an entry; None, and a problem where it is damaged, for one that cannot be read.
+    """The record of an entry; None for one that cannot be read, and a problem where it is damaged.
 
     Records that are missing, cut, or no archives are left to the payload rules.
     """

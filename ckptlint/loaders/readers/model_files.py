@@ -21,10 +21,9 @@ _WHOLE = lazy_pattern(r"(pytorch_)?model(\.\w+)?\.(safetensors|bin)")
 
 @dataclass(frozen=True, slots=True)
 class ModelSet:
-    """The files of a model, read.
+    """The files of a model, read; `names` are raw, in the order of their numbers, as `files` has them.
 
     Attributes:
-        names: raw, in the order of their numbers; files: the same as a table.
         label: what they are reported under.
         places: raw key -> raw file name as the index says, None without an index; index: the same, printable.
         is_readable: whether one of the files was read.
@@ -48,12 +47,9 @@ def read_set(
     look_at_files: bool,
     read: Callable[[int, str, int, list[Problem]], bool],
 ) -> ModelSet:
-    """The files of a model, each of them read, and those that its index names beside them.
+    """The files of a model, each of them read, and those that its index ("" for none) names beside them.
 
-    Args:
-        file_names, index: names of the files, and of their index, "" without one.
-        look_at_files: whether to look at the sizes of files.
-        read: reads a file of this number, name and size, and says whether it could; notes problems.
+    `read` reads a file of this number, name and size, notes problems, and says whether it could.
     """
     problems: list[Problem] = []
     places, total = read_index(folder, index, problems)
@@ -112,11 +108,7 @@ def read_index(folder: Folder, index: str, problems: list[Problem]) -> tuple[dic
 
 
 def weight_map(folder: Folder, index: str) -> tuple[dict[str, str], Any]:
-    """Raw key -> raw file name, and what an index says of itself.
-
-    Raises:
-        UnreadableError: it is no index; the message goes behind its name.
-    """
+    """Raw key -> raw file name, and what an index says of itself; raises UnreadableError, to be put behind its name."""
     document = json_object(folder.read(index, HEADER_LIMIT))
     places = document.get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
@@ -127,8 +119,8 @@ def weight_map(folder: Folder, index: str) -> tuple[dict[str, str], Any]:
 def is_stale(folder: Folder, files: Sequence[str], places: Mapping[str, str] | None) -> bool:
     """Whether nothing that an index names is there, beside the whole model that transformers looks for first.
 
-    Source:
-        transformers 5.23 modeling_utils: save_pretrained removes the shards of an earlier save, and leaves their index
+    Source: transformers 5.23 modeling_utils: save_pretrained removes the shards of an earlier save, and leaves their
+    index
     """
     if not places or len(files) != 1 or not _WHOLE.fullmatch(files[0]):
         return False
@@ -137,14 +129,8 @@ def is_stale(folder: Folder, files: Sequence[str], places: Mapping[str, str] | N
 
 def _no_files(label: str, files: Sequence[StoredFile], absent: list[str]) -> Problem:
     """That nothing of what an index names is there."""
-    return Problem(
-        "incomplete",
-        label,
-        f"{label} names {plural(len(absent), 'file')}, and none of them is there"
-        if absent
-        else f"{label} names no file",
-        why="a writer writes the index after the files, so they were deleted, or a copy left them out",
-        hint=next((file.instead for file in files if file.instead), "")
-        or "copy the files from where the index came from; if they are not there, the index is of another export",
-        blocks=True,
-    )
+    what = f"{plural(len(absent), 'file')}, and none of them is there" if absent else "no file"
+    why = "a writer writes the index after the files, so they were deleted, or a copy left them out"
+    copied = "copy the files from where the index came from; if they are not there, the index is of another export"
+    hint = next((file.instead for file in files if file.instead), copied)
+    return Problem("incomplete", label, f"{label} names {what}", why=why, hint=hint, blocks=True)

@@ -16,7 +16,7 @@ from ckptlint.grouping import grouped
 from ckptlint.loaders.problems import optimizer_never_written
 from ckptlint.loaders.readers.common_state import read_configs
 from ckptlint.loaders.readers.model_files import read_set
-from ckptlint.loaders.readers.sets import PICKLE_SHARE, FileSet, weight_sets
+from ckptlint.loaders.readers.sets import PICKLE_SHARE, FileSet
 from ckptlint.loaders.readers.torch_files import Columns, damaged, optimizer_in, read_file
 from ckptlint.model import Checkpoint, Problem, StepClaim, StepFile
 from ckptlint.model.stored import StoredDTensor, StoredShards, StoredTensor
@@ -38,23 +38,8 @@ _SCHEDULER = lazy_pattern(r"(lr_)?schedulers?(_states?|_state_dict)?")
 _STATES = ("state_dict", "model", "module", "model_state_dict", "model_state")
 
 
-def read_weights(folder: Folder, look_at_files: bool) -> Checkpoint:
-    """The first set of whole states in a folder.
-
-    Args:
-        look_at_files: whether to look at the sizes of files (depth `files`); their pickles are read in any case.
-
-    Raises:
-        AccessError: the operating system refused a read.
-    """
-    return read_states(folder, weight_sets(folder)[0], look_at_files)
-
-
 def read_named(folder: Folder, name: str, look_at_files: bool) -> Checkpoint | None:
-    """The state in a file that was named by the user or is alone in its folder.
-
-    None where it holds no weights, or is no file of torch's.
-    """
+    """The state in a file that the user named or that is alone; None without weights, or for no file of torch's."""
     try:
         found = read_torch_file(folder, name)
     except UnreadableError as error:
@@ -81,8 +66,7 @@ def read_named(folder: Folder, name: str, look_at_files: bool) -> Checkpoint | N
 def _never_written(folder: Folder, label: str, root: dict[Any, Any]) -> Iterator[Problem]:
     """That a job stepped and its file has a scheduler and no optimizer, which lies in no file beside it either.
 
-    Source:
-        lightning 2.6, CheckpointConnector.dump_checkpoint: weights alone are saved without `lr_schedulers` too
+    Source: lightning 2.6, CheckpointConnector.dump_checkpoint: weights alone are saved without `lr_schedulers` too
     """
     counters = (step for name, step in root.items() if is_counter(str(name)) or name in _EPOCHS[1:])
     steps = max((step for step in counters if type(step) is int), default=0)
@@ -138,8 +122,7 @@ def _kinds_of(folder: Folder, names: Sequence[str]) -> dict[str, Literal["weight
 def _has_square_outputs(root: Any) -> bool:
     """Whether each `wo` is square: in Meta's models it is, and that of one rank of several has a part of its columns.
 
-    Source:
-        meta-llama/llama-models: models.llama3.model.Attention, `head_dim` is `dim // n_heads`
+    Source: meta-llama/llama-models: models.llama3.model.Attention, `head_dim` is `dim // n_heads`
     """
     state = root if isinstance(root, dict) else {}
     outputs = [value for fqn, value in walked(state) if fqn.endswith("attention.wo.weight")]
@@ -150,8 +133,7 @@ def _has_square_outputs(root: Any) -> bool:
 def are_states(folder: Folder, names: Sequence[str], grow: bool) -> bool:
     """Whether files hold a whole state each, with the same keys, as far as the first two that can be read say.
 
-    Args:
-        grow: whether a counter beside the state must grow from file to file, as it does not over ranks.
+    A counter beside the state must `grow` from file to file where asked, as it does not over ranks.
     """
 
     def said() -> bool:
@@ -183,8 +165,7 @@ def _grows(roots: Sequence[Any]) -> bool:
 def holds_weights(root: Any) -> bool:
     """Whether a value is a state with numbers that a model could have: no optimizer's, and not random numbers alone.
 
-    Source:
-        lightning (`state_dict`), torch.optim.Optimizer.state_dict, transformers (`rng_state.pth`)
+    Source: lightning (`state_dict`), torch.optim.Optimizer.state_dict, transformers (`rng_state.pth`)
     """
     if not isinstance(root, dict) or root.keys() >= _OPTIMIZER:
         return False
@@ -193,7 +174,7 @@ def holds_weights(root: Any) -> bool:
 
 
 def read_states(folder: Folder, file_set: FileSet, look_at_files: bool) -> Checkpoint:
-    """The same of a set that is known."""
+    """The whole states in a set of files; their pickles are read whether or not their sizes are looked at."""
     columns = Columns()
 
     def read(number: int, name: str, size: int, problems: list[Problem]) -> bool:
@@ -201,16 +182,13 @@ def read_states(folder: Folder, file_set: FileSet, look_at_files: bool) -> Check
         return found is not None and add_state(columns, number, found, printable(name), problems)
 
     states = read_set(folder, file_set.files, file_set.index, look_at_files, read)
-    tensors, records, storages = columns.made()
     is_model = not any(name.startswith("adapter_model") for name in states.names)
     is_export = bool(file_set.index) or any(re.fullmatch(r"pytorch_model(\.\w+)?\.bin", name) for name in states.names)
     declared, config, config_problems = read_configs(folder, None, is_model and is_export)
     return Checkpoint(
         path=folder.display,
         format="torch",
-        tensors=tensors,
-        records=records,
-        storages=storages,
+        **columns.made(),
         files=states.files,
         declared=declared if is_model else {},
         config=config if is_model else None,
@@ -242,10 +220,8 @@ def add_state(columns: Columns, number: int, found: TorchFile, label: str, probl
         else:
             strange.append(printable(fqn))
     if strange:
-        sentence = (
-            f"{label}: {plural(len(strange), 'tensor')} in a form that ckptlint does not read: {first_names(strange)}"
-        )
-        problems.append(Problem("note", label, sentence))
+        what = f"{plural(len(strange), 'tensor')} in a form that ckptlint does not read"
+        problems.append(Problem("note", label, f"{label}: {what}: {first_names(strange)}"))
     return True
 
 
@@ -253,11 +229,8 @@ def state_of(root: Any) -> dict[Any, Any] | None:
     """The dict of a state that holds the model's tensors; None without one."""
     if not isinstance(root, dict):
         return None
-    for name in _STATES:
-        inner = root.get(name)
-        if isinstance(inner, dict) and any(map(_is_tensor, inner.values())):
-            return inner
-    return root
+    inner = (value for name in _STATES if isinstance(value := root.get(name), dict))
+    return next((state for state in inner if any(map(_is_tensor, state.values()))), root)
 
 
 def walked(state: dict[Any, Any], prefix: str = "", levels: int = 3) -> Iterator[tuple[str, Any]]:

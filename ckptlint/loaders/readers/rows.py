@@ -16,16 +16,12 @@ from ckptlint.model.tiling import Tiling
 
 
 class Row(NamedTuple):
-    """What one file holds of a tensor.
+    """What one file, by its number, holds of a tensor: raw key, torch's dtype, first byte and length in the file.
 
     Attributes:
-        fqn: the key, raw.
-        dtype: torch's name.
         shape: of the whole tensor, None where its chunks say it.
         offsets: where the part is in that, None where that is not known or another file holds the same.
         sizes: of the part.
-        file: number of its file.
-        start, length: its bytes in the file.
         is_flat: whether it is a piece of a tensor that was made one-dimensional.
     """
 
@@ -41,11 +37,7 @@ class Row(NamedTuple):
 
 
 def tables(rows: Sequence[Row], owned: Any) -> tuple[dict[str, Tensor], RecordTable]:
-    """Tensors by their printable keys, and their records; row i is record i.
-
-    Args:
-        owned: bool [n], the rows that are a chunk of their tensor.
-    """
+    """Tensors by their printable keys, and their records; row i is record i, and a chunk where `owned` (bool [n])."""
     by_key = grouped((row.fqn, i) for i, row in enumerate(rows))
     number = {fqn: i for i, fqn in enumerate(by_key)}
     tilings: dict[tuple[Any, ...], Tiling] = {}

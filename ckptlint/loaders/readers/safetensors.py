@@ -7,7 +7,7 @@ of files, known from their names alone, and judged by itself.
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from ckptlint.loaders.problems import from_error
 from ckptlint.loaders.readers.common_state import read_configs, read_model_config
 from ckptlint.loaders.readers.model_files import read_index, read_set
 from ckptlint.loaders.readers.rows import Row, tables
+from ckptlint.loaders.readers.sets import FileSet
 from ckptlint.model import Checkpoint, ModelConfig, Problem, empty_objects
 from ckptlint.model.facts import fact
 from ckptlint.model.lost_files import by_node
@@ -59,19 +60,13 @@ _BITMASK = ".bitmask"  # compressed-tensors 0.17: compressors/sparse_compressors
 
 
 @dataclass(slots=True)
-class ModelFiles:
-    """Files that are one checkpoint together.
+class ModelFiles(FileSet):
+    """Files that are one checkpoint together, under the label that they get when the folder holds more than these.
 
-    Attributes:
-        label: the name to report it under, when the folder holds more than this group.
-        files: names, in order.
-        index: name of the index, "" without one.
-        sharded: whether every file is one rank's part, as torch's HuggingFaceStorageWriter names them.
+    `sharded` says that every file is one rank's part, as torch's HuggingFaceStorageWriter names them.
     """
 
-    label: str
-    files: list[str] = field(default_factory=list)
-    index: str = ""
+    label: str = ""
     sharded: bool = False
 
 
@@ -82,18 +77,18 @@ def groups(folder: Folder) -> list[ModelFiles]:
     They follow from the names; beside others, a file that an index names belongs to the model of that index, and so
     does one with nothing but whole layers that `config.json` declares and the index lacks.
 
-    Source:
-        transformers and diffusers (`model.safetensors.index.json`, variants); torch.distributed.checkpoint._hf_utils
+    Source: transformers and diffusers (`model.safetensors.index.json`, variants);
+    torch.distributed.checkpoint._hf_utils
     """
     found: dict[str, ModelFiles] = {}
     single: dict[str, str] = {}
     names = [name for name in folder.files_beside() if not _FRAGMENT.fullmatch(name) and not is_system_file(name)]
     for name in names:
         if match := SHARD.fullmatch(name):
-            found.setdefault("shard-", ModelFiles("shard-*.safetensors", sharded=True)).files.append(name)
+            found.setdefault("shard-", ModelFiles(label="shard-*.safetensors", sharded=True)).files.append(name)
         elif match := NUMBERED.fullmatch(name):
             stem = match["stem"] + (match["variant"] or "")
-            found.setdefault(stem, ModelFiles(f"{stem}-*.safetensors")).files.append(name)
+            found.setdefault(stem, ModelFiles(label=f"{stem}-*.safetensors")).files.append(name)
         elif match := _INDEX.fullmatch(name):
             single.setdefault(f"{match['stem']}{match['variant'] or ''}", name)
     lone = [n for n in names if n.endswith(".safetensors") and not (SHARD.fullmatch(n) or NUMBERED.fullmatch(n))]
@@ -102,13 +97,13 @@ def groups(folder: Folder) -> list[ModelFiles]:
             alone = [name for name in lone if name == f"{stem}.safetensors"]
             # an index beside files of other names describes all of them, but for adapters
             files = alone or [name for name in lone if not _ADAPTER.fullmatch(name)] * (len(single) == 1)
-            found[stem] = ModelFiles(index, files)
+            found[stem] = ModelFiles(files, label=index)
             lone = [name for name in lone if name not in files]
         found[stem].index = index
     for name in lone:
         # names that differ in numbers alone may be parts of one model: no part is judged as a whole
         pattern = _DIGITS.sub("*", name)
-        found.setdefault(pattern, ModelFiles(name)).files.append(name)
+        found.setdefault(pattern, ModelFiles(label=name)).files.append(name)
     indexed = [group for group in found.values() if group.index]
     for group in indexed if len(found) > len(indexed) else ():
         named = _named_files(folder, group.index)
@@ -131,12 +126,8 @@ def groups(folder: Folder) -> list[ModelFiles]:
 
 def _named_files(folder: Folder, index: str) -> frozenset[str]:
     """The files that an index names; none where it cannot be read, which is reported with the model."""
-
-    def named() -> frozenset[str]:
-        return frozenset((read_index(folder, index, [])[0] or {}).values())
-
     with suppress(UnreadableError, LimitError):
-        return isolated(named, folder.size(index))
+        return isolated(lambda: frozenset((read_index(folder, index, [])[0] or {}).values()), folder.size(index))
     return frozenset()
 
 
@@ -152,7 +143,7 @@ def _left_out(folder: Folder, model: ModelFiles, names: list[str]) -> list[str]:
         if {*places.values()}.isdisjoint(model.files):
             return []  # the index is of other files
         declared = read_declared([(MODEL_CONFIG, read_model_config(folder, MODEL_CONFIG))])
-        counts = [declared[field].value for field in ("layers", "mtp_layers") if field in declared]
+        counts = [declared[name].value for name in ("layers", "mtp_layers") if name in declared]
         count = sum(value for value in counts if isinstance(value, int))
         listed = {layer for layer in map(_layer, places) if layer}
         blocks, roles = {block for block, _ in listed}, {parse(key).role for key in places}
@@ -161,7 +152,7 @@ def _left_out(folder: Folder, model: ModelFiles, names: list[str]) -> list[str]:
             with suppress(UnreadableError, LimitError):
                 keys = read_header(folder, name, folder.size(name)).names
                 layers = {_layer(key) for key in keys}
-                if all(one and one[0] in blocks and one[1] < count and one not in listed for one in layers):
+                if all(layer and layer[0] in blocks and layer[1] < count and layer not in listed for layer in layers):
                     known = sum(parse(key).role in roles for key in keys)
                     chosen += [name] if 2 * known > len(keys) else []
         return chosen
@@ -190,14 +181,9 @@ def header_bytes(folder: Folder) -> int:
 
 
 def read_safetensors(folder: Folder, look_at_files: bool, is_first: bool = True) -> Checkpoint:
-    """The first group of a folder, from the headers of its files.
+    """The first group of a folder, from the headers of its files, whose sizes are looked at for depth `files`.
 
-    Args:
-        look_at_files: whether to look at the sizes of files (depth `files`); their headers are read in any case.
-        is_first: whether it is the first model of its folder, with which a damaged configuration is reported.
-
-    Raises:
-        AccessError: the operating system refused a read.
+    A damaged configuration is reported with the first model of its folder. Raises AccessError where a read is refused.
     """
     group = groups(folder)[0]
     rows: list[Row] = []
@@ -226,8 +212,7 @@ def read_safetensors(folder: Folder, look_at_files: bool, is_first: bool = True)
             sentence = f"{label}: {tensor.fqn}: size {shape} does not fit 64 bits"
             problems.append(Problem("limit", label, sentence, fqn=tensor.fqn))
     if unknown := [printable(row.fqn) for row in rows if row.dtype == "unknown"]:
-        shown_keys = first_few(unknown, 4)
-        note = f"{plural(len(unknown), 'tensor')} of a dtype that torch does not have: {shown_keys}"
+        note = f"{plural(len(unknown), 'tensor')} of a dtype that torch does not have: {first_few(unknown, 4)}"
         problems.append(Problem("note", label, note))
     if packed := [row.fqn for row in rows if row.fqn.endswith(_BITMASK)]:
         note = f"{plural(len(packed), 'weight')} with a bitmask, as compressed-tensors stores sparse ones, not judged"
@@ -269,8 +254,7 @@ def read_safetensors(folder: Folder, look_at_files: bool, is_first: bool = True)
 def _declared_variant(folder: Folder, config: ModelConfig | None) -> str:
     """The file of a variant of the model that has the declared dtype by its name; "" where none lies there.
 
-    Source:
-        transformers 5.23 save_pretrained(variant=...): each save writes config.json, so the dtype of the last stays
+    Source: transformers 5.23 save_pretrained(variant=...): each save writes config.json, so the dtype of the last stays
     """
     values = config.values if config else {}
     variant = _VARIANTS.get(str(values.get("dtype") or values.get("torch_dtype")).removeprefix("torch."), "")
@@ -283,9 +267,8 @@ def _lost_of_ranks(folder: Folder, files: list[str], rows: list[Row]) -> list[Pr
 
     The last ranks leave no gap; they are lost where all ranks store fewer rows of the embedding than there are words.
 
-    Source:
-        vllm 0.11, model_executor/model_loader/sharded_state_loader.py, ShardedStateLoader.save_model, and
-        model_executor/layers/vocab_parallel_embedding.py, which pads each rank's rows; SGLang has a copy
+    Source: vllm 0.11, model_executor/model_loader/sharded_state_loader.py, ShardedStateLoader.save_model, and
+    model_executor/layers/vocab_parallel_embedding.py, which pads each rank's rows; SGLang has a copy
     """
     there: dict[int, set[int]] = {}
     for match in filter(None, map(_OF_RANK.fullmatch, files)):
@@ -321,8 +304,7 @@ def _lost_words(folder: Folder, rows: list[Row]) -> str:
 def _own_config(folder: Folder, files: list[str]) -> tuple[ModelConfig | None, list[Problem]]:
     """What an adapter, or a model in Mistral's own format, keeps beside it in place of `config.json`.
 
-    Source:
-        peft `adapter_config.json`; mistral-inference `params.json`, beside `consolidated*.safetensors`
+    Source: peft `adapter_config.json`; mistral-inference `params.json`, beside `consolidated*.safetensors`
     """
     kinds = ((_ADAPTER, ADAPTER_CONFIG), (_MISTRAL, MISTRAL_CONFIG))
     name = next((name for kind, name in kinds if files and all(map(kind.fullmatch, files))), "")
@@ -338,8 +320,7 @@ def _own_config(folder: Folder, files: list[str]) -> tuple[ModelConfig | None, l
 def _with_quantisation(folder: Folder, config: ModelConfig) -> ModelConfig:
     """The configuration, with what another file says of the quantisation; in `_beside` where it says it itself, too.
 
-    Source:
-        nvidia-modelopt 0.47 (export_hf_checkpoint); auto-gptq 0.7 (BaseQuantizeConfig); autoawq 0.2 (AwqConfig)
+    Source: nvidia-modelopt 0.47 (export_hf_checkpoint); auto-gptq 0.7 (BaseQuantizeConfig); autoawq 0.2 (AwqConfig)
     """
     place = next((name for name in QUANTISATION if config.values.get(name)), QUANTISATION[0])
     stated = config.values.get(place)
@@ -354,9 +335,6 @@ def _with_quantisation(folder: Folder, config: ModelConfig) -> ModelConfig:
             found = {**stated, "_beside": found} if isinstance(stated, dict) and stated else found
             return ModelConfig(config.file, {**config.values, place: found})
     return config
-
-
-# ---------------------------------------------------------------- one file
 
 
 def _rows(
@@ -388,25 +366,18 @@ def _rows(
 
 
 def _container(file: str, sentence: str, position: int, fqn: str | None = None) -> Problem:
-    return Problem(
-        "container",
-        file,
-        sentence,
-        detail=(f"byte {position:,} of {file}",),
-        why="readers of safetensors refuse the whole file, so none of its tensors loads",
-        hint="copy the file again from where it was written, or save again with only tensors in it",
-        fqn=fqn,
-    )
+    why = "readers of safetensors refuse the whole file, so none of its tensors loads"
+    hint = "copy the file again from where it was written, or save again with only tensors in it"
+    detail = (f"byte {position:,} of {file}",)
+    return Problem("container", file, sentence, detail=detail, why=why, hint=hint, fqn=fqn)
 
 
 def sharding_info(header: Header) -> dict[str, tuple[tuple[int, ...], tuple[int, ...] | None]] | None:
     """Key -> offsets of the file's part of it, and the global shape where the writer stored it; None without.
 
-    Raises:
-        UnreadableError: it does not give the offsets of every tensor in the header.
+    Raises UnreadableError where it does not give the offsets of every tensor in the header.
 
-    Source:
-        torch.distributed.checkpoint.hf_storage (>= 2.8); `global_shape` is a proposal (pytorch#189945)
+    Source: torch.distributed.checkpoint.hf_storage (>= 2.8); `global_shape` is a proposal (pytorch#189945)
     """
     text = header.metadata.get(_INFO)
     if not text:
@@ -436,19 +407,14 @@ def _mixed(rows: list[Row], shards: set[int], files: list[str]) -> list[Problem]
     for row in rows:
         if row.file in shards:
             places.setdefault(row.fqn, {}).setdefault(row.dtype, printable(files[row.file]))
-    return [
-        Problem(
-            "container",
-            list(found.values())[1],
-            f"the shards of {printable(name)} are "
-            + " and ".join(f"{dtype} in {file}" for dtype, file in found.items()),
-            why="a tensor has one dtype: a reader uses one shard's dtype for all, or fails",
-            hint="save again from the job, or restore the header of the file that differs",
-            fqn=printable(name),
-        )
-        for name, found in places.items()
-        if len(found) > 1
-    ]
+    problems = []
+    for name, stated in ((printable(fqn), stated) for fqn, stated in places.items() if len(stated) > 1):
+        dtypes = " and ".join(f"{dtype} in {file}" for dtype, file in stated.items())
+        why = "a tensor has one dtype: a reader uses one shard's dtype for all, or fails"
+        hint = "save again from the job, or restore the header of the file that differs"
+        sentence = f"the shards of {name} are {dtypes}"
+        problems.append(Problem("container", list(stated.values())[1], sentence, why=why, hint=hint, fqn=name))
+    return problems
 
 
 def _owners(rows: list[Row], shards: set[int], files: list[str], places: dict[str, str]) -> Any:
@@ -456,11 +422,8 @@ def _owners(rows: list[Row], shards: set[int], files: list[str], places: dict[st
     owner = np.ones(len(rows), bool)
     first: dict[str, int] = {}
     for number, row in enumerate(rows):
-        if row.file in shards:
-            continue
-        other = first.setdefault(row.fqn, number)
-        if other != number:
+        if row.file not in shards and (earlier := first.setdefault(row.fqn, number)) != number:
             is_named = files[row.file] == places.get(row.fqn)
-            owner[other if is_named else number] = False
-            first[row.fqn] = number if is_named else other
+            owner[earlier if is_named else number] = False
+            first[row.fqn] = number if is_named else earlier
     return owner

@@ -12,25 +12,18 @@ from ckptlint.patterns import lazy_pattern
 from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.litter import is_system_file
 
-PICKLE_SHARE = 4 * 1024**2
-"""Bytes of pickle and directory that are expected of a file, at most."""
+PICKLE_SHARE = 4 * 1024**2  # bytes of pickle and directory that are expected of a file, at most
 
 
 @dataclass(slots=True)
 class FileSet:
-    """Files that are one checkpoint together.
-
-    Attributes:
-        files: names, in order.
-        index: name of the index, "" without one.
-    """
+    """Files that are one checkpoint together, by their names in order, and the name of their index, "" without one."""
 
     files: list[str] = field(default_factory=list)
     index: str = ""
 
 
-Sets = Callable[[Folder], list[FileSet]]
-"""The sets of one kind in a folder, that which a loader takes first in front."""
+Sets = Callable[[Folder], list[FileSet]]  # the sets of one kind in a folder, that which a loader takes first in front
 
 
 def input_bytes(sets: Sets) -> Callable[[Folder], int]:
@@ -44,8 +37,6 @@ def _names(folder: Folder) -> list[str]:
     return [name for name in folder.files_beside() if not is_system_file(name)]
 
 
-# ---------------------------------------------------------------- whole states
-
 _WEIGHTS = lazy_pattern(
     r"(?P<stem>(?:diffusion_)?pytorch_model(?:_fsdp)?(?:_\d{1,3})?|adapter_model)"
     r"(?P<part>-(?P<k>\d{1,9})-of-(?P<n>\d{1,9}))?"
@@ -57,8 +48,7 @@ _INDEX = lazy_pattern(r"(?P<stem>.+)\.bin\.index(?P<variant>\.[^.]+)?\.json")
 def weight_sets(folder: Folder) -> list[FileSet]:
     """`pytorch_model.bin`, or its parts with their index.
 
-    Source:
-        transformers (WEIGHTS_NAME, WEIGHTS_INDEX_NAME), diffusers, peft, accelerate
+    Source: transformers (WEIGHTS_NAME, WEIGHTS_INDEX_NAME), diffusers, peft, accelerate
     """
     names, found = _names(folder), dict[str, FileSet]()
     matches = [(name, match) for name in names if (match := _WEIGHTS.fullmatch(name))]
@@ -74,8 +64,6 @@ def weight_sets(folder: Folder) -> list[FileSet]:
         found.values(), key=lambda file_set: not file_set.files[:1] or not file_set.files[0].startswith("pytorch_model")
     )
 
-
-# ---------------------------------------------------------------- verl, and FSDP's files by rank
 
 _VERL = lazy_pattern(r"(model|optim|extra_state)_world_size_(\d+)_rank_(\d+)\.pt")
 
@@ -118,16 +106,14 @@ def flat_name(name: str) -> tuple[str, int]:
 def flat_sets(folder: Folder) -> list[FileSet]:
     """The files of each save, by rank; the newest save first.
 
-    Source:
-        dinov2.fsdp.FSDPCheckpointer (2023-04), fvcore.common.checkpoint.PeriodicCheckpointer: `model_final` is the last
+    Source: dinov2.fsdp.FSDPCheckpointer (2023-04), fvcore.common.checkpoint.PeriodicCheckpointer: `model_final` is the
+    last
     """
     named = [(*flat_name(name), name) for name in _names(folder)]
     found = grouped((save, (rank, name)) for save, rank, name in named if save)
     newest = sorted(found, key=lambda save: ("final" in save, len(save), save), reverse=True)
     return [FileSet([name for _, name in sorted(found[save])]) for save in newest]
 
-
-# ---------------------------------------------------------------- DeepSpeed
 
 _NAMES = (
     ("optimizer", lazy_pattern(r"(?:[a-z0-9]+_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_?optim_states\.pt")),

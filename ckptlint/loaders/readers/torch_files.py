@@ -23,10 +23,8 @@ from ckptlint.model import (
     RankFile,
     RankFileSet,
     RecordContent,
-    RecordTable,
     StepClaim,
     StoredFile,
-    Tensor,
 )
 from ckptlint.model.ranks.files import StorageTable
 from ckptlint.model.stored import StoredTensor
@@ -35,6 +33,7 @@ from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.dtypes import ITEM_BITS
 
 _NOWHERE = Storage(b"", -1, 0, 0, 0)
+_COUNTED = 64  # parameters of an optimizer whose steps are read
 
 
 @dataclass(slots=True)
@@ -56,12 +55,7 @@ class Columns:
         is_flat: bool = False,
         dtype: str = "",
     ) -> None:
-        """A tensor in a file.
-
-        Args:
-            file, found: the file's number, and what it holds.
-            shape, offsets, is_flat, dtype: attributes of `Row`; those that are not given are the tensor's own.
-        """
+        """A tensor in the file of this number; attributes of `Row` that are not given are the tensor's own."""
         if shape is None:
             shape, offsets = tensor.shape, None if offsets is None else (0,) * len(tensor.shape)
         place = found.storages.get(tensor.key, _NOWHERE)
@@ -70,8 +64,8 @@ class Columns:
         self.places.append(place)
         self.contents.append(record_content(tensor))
 
-    def made(self) -> tuple[dict[str, Tensor], RecordTable, StorageTable]:
-        """Tensors by their printable keys, their records, and where these lie."""
+    def made(self) -> dict[str, Any]:
+        """Tensors by their printable keys, their records, and where these lie, as attributes of a checkpoint."""
         tensors, records = tables(self.rows, np.array([row.offsets is not None for row in self.rows], bool))
         contents: dict[RecordContent, int] = {}
         content = [contents.setdefault(content_of_row, len(contents)) for content_of_row in self.contents]
@@ -84,15 +78,13 @@ class Columns:
             content=np.array(content, np.int32),
             contents=list(contents),
         )
-        return tensors, records, storages
+        return {"tensors": tensors, "records": records, "storages": storages}
 
 
 def _span(tensor: StoredTensor, place: Storage) -> tuple[int, int]:
     """First byte and length of a tensor in its file, from its first element to its last."""
     bits = ITEM_BITS.get(tensor.dtype)
-    if bits is None:
-        return place.start, place.size
-    start, length = tensor.offset * bits // 8, tensor.extent * bits // 8
+    start, length = (0, place.size) if bits is None else (tensor.offset * bits // 8, tensor.extent * bits // 8)
     if start + length > place.size:  # reported as a fault of the file
         return place.start, place.size
     return place.start + start, length
@@ -114,13 +106,9 @@ class OpenedFile:
 
 @dataclass(slots=True)
 class SetFiles:
-    """The files of a set, as they are opened one after the other.
+    """The files of a set, as they are opened one after the other, and what stood in the way of reading them.
 
-    Attributes:
-        look_at_files: whether to look at the sizes of files.
-        files: those that are there, read or not.
-        stored: the payload files, in the order of their numbers.
-        problems: what stood in the way of reading them.
+    `files` are those that are there, read or not, `stored` the payload files in the order of their numbers.
     """
 
     folder: Folder
@@ -133,13 +121,7 @@ class SetFiles:
     def open(
         self, path: str, kind: str, numbers: Mapping[str, int], holds: str, is_that: Callable[[Any], bool]
     ) -> OpenedFile | None:
-        """A file; None, and a problem, where it cannot be read or holds another thing.
-
-        Args:
-            kind, numbers: of the `RankFile`.
-            holds: what it must hold, as a noun.
-            is_that: whether a value is such.
-        """
+        """A file; None, and a problem, where it cannot be read or is not what it must hold, a noun with its test."""
         file, size = looked_at(self.folder, path, self.look_at_files)
         self.stored.append(file)
         label = file.name
@@ -157,20 +139,13 @@ class SetFiles:
         return OpenedFile(self.files[-1], len(self.stored) - 1, found)
 
     def checkpoint(self, columns: Columns, rank_files: RankFileSet, **more: Any) -> Checkpoint:
-        """The checkpoint that the files make.
-
-        Args:
-            more: further attributes of it.
-        """
-        tensors, records, storages = columns.made()
+        """The checkpoint that the files make, with further attributes of it."""
         return Checkpoint(
             path=self.folder.display,
-            tensors=tensors,
-            records=records,
-            storages=storages,
             files=FileTable.of(self.stored),
             rank_files=rank_files,
             param_groups=tuple(self.param_groups),
+            **columns.made(),
             **more,
         )
 
@@ -180,45 +155,30 @@ def optimizer_in(
 ) -> tuple[OptimizerFile, int | None] | None:
     """The state dict of an optimizer in a file, with its states as tensors, and its steps; None for another form.
 
-    Args:
-        name, label: of the file in its folder, and from the checkpoint, printable.
-        found, state: what the file holds, and the state dict in it.
-        stem: before the keys of the states, which differs where a file holds several.
+    `label` is the file's printable path from the checkpoint; `stem` stands before the keys of the states, where a file
+    holds several.
     """
     made = optimizer_file(state)
     if made is None:
         return None
-    step, columns = _steps_counted(folder, name, found, state), Columns()
+    of_params = (of_param for of_param in state["state"].values() if isinstance(of_param, dict))
+    # torch.optim.Adam (torch 1.13 to 2.13): `step` of each parameter, a tensor of one element
+    counts = (of_param.get("step") for of_param in islice(of_params, _COUNTED))
+    numbers = [number_in(ranges_of(folder, name), found, count) for count in counts]
+    step, columns = max((number for number in numbers if number is not None), default=None), Columns()
     for param, of_param in state["state"].items():
         for what, value in of_param.items() if isinstance(of_param, dict) else ():
             if isinstance(value, StoredTensor):
                 columns.add(f"{stem}.state.{param}.{what}", value, 0, found)
-    tensors, records, storages = columns.made()
     states = Checkpoint(
         path=label,
         format="torch",
-        tensors=tensors,
-        records=records,
-        storages=storages,
+        **columns.made(),
         files=FileTable.of([StoredFile(label, name, found.size, "ok", True)]),
         claims=() if step is None else (StepClaim("optimizer.state.step", step),),
         param_groups=tuple((f"{label}: param_groups[{number}]", group) for number, group in enumerate(made.groups)),
     )
     return replace(made, states=states), step
-
-
-def _steps_counted(folder: Folder, name: str, found: TorchFile, state: Mapping[Any, Any]) -> int | None:
-    """The highest step count among the first parameters of an optimizer's state; None without any.
-
-    Source:
-        torch.optim.Adam (torch 1.13 to 2.13): `step` of each parameter, a tensor of one element
-    """
-    steps = (of_param.get("step") for of_param in state["state"].values() if isinstance(of_param, dict))
-    numbers = [number_in(ranges_of(folder, name), found, step) for step in islice(steps, _COUNTED)]
-    return max((number for number in numbers if number is not None), default=None)
-
-
-_COUNTED = 64  # parameters of an optimizer whose steps are read
 
 
 def is_dict(value: Any) -> TypeGuard[dict[Any, Any]]:
@@ -240,23 +200,14 @@ def read_file(folder: Folder, name: str, problems: list[Problem]) -> TorchFile |
     except UnreadableError as error:
         problems.append(damaged(label, f"{label} {error}", error.position))
         return None
-    problems += problems_of(label, found)
+    problems += [replace(problem, blocks=False) for problem in from_refusals(found.unpickled, label, "data.pkl of ")]
+    problems += [damaged(label, f"{label} {sentence}", at) for sentence, at in found.faults]
     return None if found.unpickled.root is None else found
-
-
-def problems_of(file: str, found: TorchFile) -> list[Problem]:
-    """What a torch file asks for that it may not, and what contradicts itself in it."""
-    refused = [replace(problem, blocks=False) for problem in from_refusals(found.unpickled, file, "data.pkl of ")]
-    return refused + [damaged(file, f"{file} {sentence}", at) for sentence, at in found.faults]
 
 
 def damaged(file: str, sentence: str, position: int | None = None) -> Problem:
     """A torch file that is cut or contradicts itself."""
-    return Problem(
-        "container",
-        file,
-        sentence,
-        detail=() if position is None else (f"byte {position:,} of {file}",),
-        why="torch.load refuses the file, or fills tensors with other bytes",
-        hint="copy the file again from where it was written, or go back one step",
-    )
+    detail = () if position is None else (f"byte {position:,} of {file}",)
+    why = "torch.load refuses the file, or fills tensors with other bytes"
+    hint = "copy the file again from where it was written, or go back one step"
+    return Problem("container", file, sentence, detail=detail, why=why, hint=hint)

@@ -30,8 +30,7 @@ _MERGES = lazy_pattern(rb'"merges"\s*:\s*\[')  # most of the file, and last in i
 def with_vocabulary(folder: Folder, ckpt: Checkpoint) -> Checkpoint:
     """The checkpoint with the token files beside an export; `not_looked_at` names what is of no known form.
 
-    Raises:
-        AccessError: the operating system refused a read.
+    Raises AccessError where a read is refused.
     """
     if not (ckpt.is_export and ckpt.config and ckpt.config.file == MODEL_CONFIG):
         return ckpt
@@ -59,13 +58,10 @@ def with_vocabulary(folder: Folder, ckpt: Checkpoint) -> Checkpoint:
 def highest_tokens(folder: Folder, name: str = _TOKENIZER) -> tuple[tuple[int, str], ...]:
     """The 64 highest ids of a tokenizer's file and their tokens, printable, the highest first; () where it has none.
 
-    Raises:
-        LimitError, UnreadableError: it is too large, or damaged.
-        ForeignError: it is not of a form that is known.
+    Raises LimitError or UnreadableError for a file that is too large or damaged, ForeignError for an unknown form.
 
-    Source:
-        tokenizers 0.22 (BPE, WordPiece, WordLevel: token -> id; Unigram: a list of tokens with their scores);
-        transformers 5.23, models/bert/tokenization_bert.py: `vocab.txt` has a token in each line, numbered from 0
+    Source: tokenizers 0.22 (BPE, WordPiece, WordLevel: token -> id; Unigram: a list of tokens with their scores);
+    transformers 5.23, models/bert/tokenization_bert.py: `vocab.txt` has a token in each line, numbered from 0
     """
     try:
         with paused_gc():

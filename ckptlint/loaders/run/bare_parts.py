@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from ckptlint.errors import CkptlintError
@@ -23,13 +24,7 @@ _NO_MODEL = lazy_pattern(r".*(Processor|Pachifier|Callback)")  # the other class
 
 
 class BarePart(NamedTuple):
-    """A folder with the configuration of a model and no weights.
-
-    Attributes:
-        name: the folder's own, printable.
-        model: the class that the configuration names, printable.
-        named_by: what says that weights belong there, as the beginning of a sentence.
-    """
+    """A folder with a model's configuration and no weights: printable name, class, what says that weights belong."""
 
     name: str
     model: str
@@ -43,10 +38,9 @@ def bare_parts(folder: Folder) -> Iterator[BarePart]:
     frozen tower. So a pipeline must name it, or it is in a step and of diffusers, which saves both at once. The cache
     of huggingface_hub holds what was asked for so far.
 
-    Source:
-        diffusers 0.39 ModelMixin, SchedulerMixin (`scheduler_config.json`), VaeImageProcessor, DiffusionPipeline
-        (`model_index.json`: part -> library and class, two nulls for none); transformers 5.23 PreTrainedModel (sets
-        `architectures`), ProcessorMixin (`processor_config.json`), PreTrainedTokenizerBase (`tokenizer_config.json`)
+    Source: diffusers 0.39 ModelMixin, SchedulerMixin (`scheduler_config.json`), VaeImageProcessor, DiffusionPipeline
+    (`model_index.json`: part -> library and class, two nulls for none); transformers 5.23 PreTrainedModel (sets
+    `architectures`), ProcessorMixin (`processor_config.json`), PreTrainedTokenizerBase (`tokenizer_config.json`)
     """
     names = [name for name in folder.folders() if step_number(name) is None and not holds_no_state(name)]
     is_step = step_number(folder.name) is not None
@@ -87,7 +81,6 @@ def _may_hold_weights(folder: Folder, levels: int = _LEVELS) -> bool:
 
 def _json(folder: Folder, name: str) -> dict[str, Any]:
     """A file of JSON; {} where there is none that can be read."""
-    try:
+    with suppress(CkptlintError):
         return read_json(folder, name, _CONFIG_LIMIT)[0]
-    except CkptlintError:
-        return {}
+    return {}

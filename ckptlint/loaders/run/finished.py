@@ -14,7 +14,7 @@ from ckptlint.loaders.problems import optimizer_never_written
 from ckptlint.loaders.readers.common_state import COMMON_FILE
 from ckptlint.loaders.readers.dcp.megatron import CONFIG_FILE
 from ckptlint.loaders.run.bare_parts import CONFIG, bare_parts
-from ckptlint.loaders.run.steps import older_steps, steps_of, sub_folder
+from ckptlint.loaders.run.steps import folder_below, older_steps, steps_of, sub_folder
 from ckptlint.model import AxisSize, Problem, StepState
 from ckptlint.model.text import join_words, printable
 from ckptlint.patterns import lazy_pattern
@@ -50,11 +50,7 @@ def step_state(step: Folder, levels: int = _LEVELS) -> StepState:
 
 
 def unfinished_marks(folder: Folder, blocks: bool = False) -> list[Problem]:
-    """The marks by which frameworks say that a save is still running or was broken off.
-
-    Args:
-        blocks: whether nothing else of the folder was read.
-    """
+    """The marks by which frameworks say that a save runs or was broken off; `blocks` where nothing else was read."""
     by_name = is_unfinished_name(folder.name)
     why = "the writer renames the folder last" if by_name else "the writer removes this mark last"
     hint = other_step(folder) or "wait for the save to finish, or use an earlier checkpoint"
@@ -99,10 +95,7 @@ def _is_named_by(mark: Mark, name: str) -> bool:
 
 
 def missing_parts(folder: Folder) -> list[Problem]:
-    """A file that is written last and is not there, or names what the folder lacks, and parts without weights.
-
-    And of a step what the steps before it have.
-    """
+    """A file written last that is lost or names what the folder lacks, parts without weights, what older steps have."""
     found, bare = list(_lacking(folder)), list(bare_parts(folder))
     whole = folder if folder.parent is None else folder.parent.sub(folder.name)  # a view hides other models
     files, holders = lacking_files(whole, _steps_before(folder))
@@ -112,16 +105,11 @@ def missing_parts(folder: Folder) -> list[Problem]:
     hint = other or "copy it from where it was written, or use another step"
     problems = [Problem("incomplete", label, sentence, why=why, hint=hint) for label, sentence, why in found]
     if files:
-        problems.append(
-            Problem(
-                "incomplete",
-                files[0],
-                f"the step has no {join_words(files, 'or')}, which {holders}",
-                why="a load fails, or a resume goes on without it and says so at most in a log",
-                hint=other or "copy what is missing from where it was written, or ignore this if it is no longer saved",
-                outside_checkpoint=True,
-            )
-        )
+        sentence = f"the step has no {join_words(files, 'or')}, which {holders}"
+        why = "a load fails, or a resume goes on without it and says so at most in a log"
+        copied = "copy what is missing from where it was written, or ignore this if it is no longer saved"
+        lost = Problem("incomplete", files[0], sentence, why=why, hint=other or copied, outside_checkpoint=True)
+        problems.append(lost)
     scheduler = _without_optimizer(folder)
     if scheduler and not any("optim" in name for name in files):
         steps = step_number(folder.name) or 0 if folder.has(_TRAINER) else 0  # accelerate may count saves
@@ -149,9 +137,8 @@ def missing_parts(folder: Folder) -> list[Problem]:
 def _without_optimizer(step: Folder) -> str:
     """The scheduler that transformers' Trainer or accelerate saved after a step without an optimizer; "" for none.
 
-    Source:
-        transformers 5.23: Trainer._save_optimizer_and_scheduler writes both or none; accelerate 1.15:
-        save_accelerator_state; those of FSDP and DeepSpeed are folders, `optimizer_0`, `global_step10`, `pytorch_model`
+    Source: transformers 5.23: Trainer._save_optimizer_and_scheduler writes both or none; accelerate 1.15:
+    save_accelerator_state; those of FSDP and DeepSpeed are folders, `optimizer_0`, `global_step10`, `pytorch_model`
     """
     if step.is_one_file or not step_number(step.name):
         return ""
@@ -165,10 +152,9 @@ def _without_optimizer(step: Folder) -> str:
 
 def _hollow(step: Folder) -> list[str]:
     """The folders of parts in which nothing lies, printable, of a step that is not whole by itself."""
-    found = None if step.is_one_file else recognise(step)
     if step.is_one_file or not (is_part(step.name) or step_number(step.name) is not None):
         return []
-    if found is not None and found.layout.state(step) == "complete":
+    if (found := recognise(step)) is not None and found.layout.state(step) == "complete":
         return []
     return [printable(name) for name in step.folders() if is_part(name) and _is_empty(step, name)]
 
@@ -181,13 +167,9 @@ def _is_empty(step: Folder, name: str) -> bool:
 def lacking_files(step: Folder, older: Iterable[Folder], kinds_of: int = 1) -> tuple[list[str], str]:
     """The files that a step lacks beside older ones of its kind, printable, and who has them, as the end of a sentence.
 
-    One older step is enough for a kind of state, for a mark, a model's configuration or a whole folder of known state,
-    and for a model of which only an export is left. Any other file must be in all of several older steps. Steps whose
-    save did not finish say nothing.
-
-    Args:
-        older: the nearest first.
-        kinds_of: how many of them say which kinds of state there are.
+    One older step (the nearest come first) is enough for a kind of state, for a mark, a model's configuration or a
+    whole folder of known state, and for a model of which only an export is left; `kinds_of` steps say which kinds there
+    are. Any other file must be in all of several older steps. Steps whose save did not finish say nothing.
     """
     try:
         near = islice(older, _OLDEST)
@@ -196,20 +178,23 @@ def lacking_files(step: Folder, older: Iterable[Folder], kinds_of: int = 1) -> t
             return [], ""  # the step is not listed again for nothing
         there = _files_of_state(step)
         kinds = {*map(_kind, there.values())}
-        for one in finished[:kinds_of]:
-            before = _files_of_state(one)
+        for folder in finished[:kinds_of]:
+            before = _files_of_state(folder)
             lost = [name for name in before.values() if (kind := _kind(name)) and kind not in kinds]
             if lost := lost or _model_beside_export(there, before):
-                return sorted(map(printable, lost)), f"{printable(one.name)} has"
+                return sorted(map(printable, lost)), f"{printable(folder.name)} has"
         first, *others = map(_files_of_state, finished)
         beside = first.values()
+        # Of Megatron-Core: an export, which has no `.metadata`, needs no `metadata.json`. Beside that the common state
+        # is `common.pt` or, from 0.19 on, an entry of `.metadata`, which `readers.megatron.missing_marks` looks for.
+        is_judged_alone = {CONFIG_FILE: not step.has(METADATA), COMMON_FILE: step.has(CONFIG_FILE)}
         lost = [
             name
             for pattern, name in first.items()
             if pattern not in there
             and all(pattern in other for other in others)
             and (others or _is_in_all(name, beside) or _is_of_lost_folder(name, step, beside))
-            and not _is_judged_alone(step, name)
+            and not is_judged_alone.get(name)
         ]
         holders = "all older steps have" if others else f"{printable(finished[0].name)} has"
         return sorted(map(printable, lost)), holders
@@ -218,10 +203,7 @@ def lacking_files(step: Folder, older: Iterable[Folder], kinds_of: int = 1) -> t
 
 
 def _files_of_state(step: Folder) -> dict[str, str]:
-    """What the names of one thing share in all steps -> a file of the step, or of a folder in it, that holds state.
-
-    Weights may become one file or several.
-    """
+    """What the names of one thing share in all steps -> a file of state in the step or a folder of it."""
     inner = [name for name in step.folders() if not (holds_no_state(name) or step_number(name) is not None)]
     subs = [(name, sub_folder(step, name)) for name in inner] if step.is_near else []
     names = [*step.files_beside(), *(f"{name}/{file}" for name, sub in subs if sub for file in sub.files_beside())]
@@ -231,9 +213,8 @@ def _files_of_state(step: Folder) -> dict[str, str]:
 def _is_of_state(path: str) -> bool:
     """Whether a file is of what trainers write with each save: no text, log, code or settings that a run may drop.
 
-    But for a model's configuration, without which nothing builds the model, and that of a Megatron-Core save.
-
-    Nor metadata of a format: the last step of a run may be an export.
+    But for a model's configuration, without which nothing builds the model, and that of a Megatron-Core save. Nor
+    metadata of a format: the last step of a run may be an export.
     """
     name = path.rpartition("/")[2]
     family = family_of(name)
@@ -265,15 +246,6 @@ def _model_beside_export(there: dict[str, str], before: dict[str, str]) -> list[
 def _holds_weights(path: str) -> bool:
     family = family_of(path.rpartition("/")[2])
     return path.endswith(".safetensors") or (family is not None and family.part == "model")
-
-
-def _is_judged_alone(step: Folder, name: str) -> bool:
-    """Whether a step without this file of Megatron-Core is right or wrong by what it holds itself.
-
-    An export, which has no `.metadata`, needs no `metadata.json`. Beside a `metadata.json`, the common state is
-    `common.pt` or, from 0.19 on, an entry of `.metadata`, which `readers.megatron.missing_marks` looks for.
-    """
-    return (name == CONFIG_FILE and not step.has(METADATA)) or (name == COMMON_FILE and step.has(CONFIG_FILE))
 
 
 def _is_in_all(path: str, beside: Iterable[str]) -> bool:
@@ -363,13 +335,10 @@ def _steps_before(folder: Folder) -> Iterator[Folder]:
 def _lies_below(folder: Folder, path: str) -> bool:
     """Whether a file, or a folder that is not empty, is at a relative path."""
     *above, last = path.rstrip("/").split("/")
-    for name in above:
-        below = sub_folder(folder, name) if name in folder.folders() else None
-        if below is None:
-            return False
-        folder = below
-    below = sub_folder(folder, last) if last in folder.folders() else None
-    return bool(below.entries) if below is not None else folder.has(last)
+    if (around := folder_below(folder, above)) is None:
+        return False
+    below = folder_below(around, [last])
+    return bool(below.entries) if below is not None else around.has(last)
 
 
 def _up_to_step(folder: Folder) -> Iterator[Folder]:
@@ -388,12 +357,10 @@ def other_step(folder: Folder) -> str:
     number, parent = step_number(name.name), name.parent
     if number is None or parent is None:
         return ""
-    try:
+    with suppress(CkptlintError):
         others = (step for step in steps_of(parent) if step.number != number)
         for step in islice(others, _STEPS_TRIED):
             there = sub_folder(parent, step.name) if step.is_folder else None
             if there is not None and step_state(there) == "complete":
                 return "use another step: `ckptlint latest RUN_DIR` prints the newest that passes"
-    except CkptlintError:
-        return ""
     return ""

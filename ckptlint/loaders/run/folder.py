@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import PurePath
 from typing import Literal, get_args
@@ -13,7 +14,7 @@ from ckptlint.formats.torch_file import number_in, ranges_of, read_torch_file
 from ckptlint.loaders.layouts import CheckpointPlace, recognise
 from ckptlint.loaders.problems import from_error, from_torch_file
 from ckptlint.loaders.run.finished import step_state
-from ckptlint.loaders.run.steps import alike_steps, checkpoints_in, older_steps, sub_folder
+from ckptlint.loaders.run.steps import alike_steps, checkpoints_in, folder_below, older_steps
 from ckptlint.model import Problem, RunFolder, StepState
 from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.frameworks import Holds, Tracker, is_part, step_number, steps_like, world
@@ -29,10 +30,9 @@ def read_run(folder: Folder) -> RunFolder | None:
     None when no name on the way is that of a step. Where the run has a tracker the tracked step and the newest ones are
     looked into, down to the first that was finished.
 
-    Source:
-        megatron.training.checkpointing: `iter_%07d` and, written last, `latest_checkpointed_iteration.txt`; verl
-        (b178a3cd) writes the same file beside `global_step_%d`; dlrover (7c3e9648) `dlrover_latest.txt`; DeepSpeed
-        (0.19) `latest`, which holds the name of the folder
+    Source: megatron.training.checkpointing: `iter_%07d` and, written last, `latest_checkpointed_iteration.txt`; verl
+    (b178a3cd) writes the same file beside `global_step_%d`; dlrover (7c3e9648) `dlrover_latest.txt`; DeepSpeed (0.19)
+    `latest`, which holds the name of the folder
     """
     step_folder = _step_folder(folder)
     step = None if step_folder is None else step_number(step_folder.name)
@@ -99,24 +99,14 @@ def step_before(folder: Folder) -> CheckpointPlace | None:
     number, run = step_number(step.name), step.parent
     if run is None or number is None:
         return None
-    try:
+    with suppress(CkptlintError):
         for older in older_steps(run, step.name, number):
             there = run.sub(older.name)
-            if step_state(there) != "unfinished" and (found := _part(there, inner, folder.part)):
-                return found
-    except CkptlintError:
-        return None
+            place = None if step_state(there) == "unfinished" else folder_below(there, inner)
+            for part in checkpoints_in(place) if place is not None else ():
+                if part.folder.part == folder.part:
+                    return part
     return None
-
-
-def _part(step: Folder, inner: list[str], label: str) -> CheckpointPlace | None:
-    """The part of a step that is in these sub-folders and has this label."""
-    for name in inner:
-        below = sub_folder(step, name) if name in step.folders() else None
-        if below is None:
-            return None
-        step = below
-    return next((part for part in checkpoints_in(step) if part.folder.part == label), None)
 
 
 def is_of_a_run(folder: Folder) -> bool:
@@ -126,7 +116,7 @@ def is_of_a_run(folder: Folder) -> bool:
             is_named_step(folder.name)
             or recognise(folder) is not None
             or any(folder.has(tracker.file) for tracker in trackers())
-            or any(is_named_step(name) or _is_numbered_step(folder, name) for name in folder.folders())
+            or any(_is_step(folder, name) for name in folder.folders())
         )
     except CkptlintError:
         return True
@@ -137,9 +127,9 @@ def is_named_step(name: str) -> bool:
     return step_number(name) is not None and not name.isdecimal()
 
 
-def _is_numbered_step(folder: Folder, name: str) -> bool:
-    """Whether a folder named by a number alone holds a checkpoint: it may be a year."""
-    return step_number(name) is not None and recognise(folder.sub(name)) is not None
+def _is_step(folder: Folder, name: str) -> bool:
+    """Whether a folder is named like a step, and holds a checkpoint if by a number alone, which may be a year."""
+    return step_number(name) is not None and (not name.isdecimal() or recognise(folder.sub(name)) is not None)
 
 
 def trackers() -> list[Tracker]:
@@ -158,28 +148,21 @@ def read_trackers(parent: Folder) -> Iterator[tuple[Tracker, int | Literal["rele
         name = tracker.file
         if tracker.holds == "link":
             target = PurePath(parent.target(name)).name
-            number = step_number(target)
-            if number is not None:
+            if (number := step_number(target)) is not None:
                 yield tracker, number, target
-        if tracker.holds == "link" or not parent.has(name):
-            continue
-        if tracker.holds == "train state":
+        elif parent.has(name) and tracker.holds == "train state":
             yield tracker, read_train_state(parent, name)[0], ""
-            continue
-        text = parent.short_text(name)
-        if text == "release":
-            yield tracker, "release", text
-        elif tracker.holds == "folder":
-            yield tracker, step_number(text), text
-        else:
-            yield tracker, int(text) if re.fullmatch(r"[0-9]{1,18}", text) else None, text
+        elif parent.has(name):
+            text = parent.short_text(name)
+            number = int(text) if re.fullmatch(r"[0-9]{1,18}", text) else None
+            number = step_number(text) if tracker.holds == "folder" else number
+            yield tracker, "release" if text == "release" else number, text
 
 
 def read_train_state(folder: Folder, name: str) -> tuple[int | None, list[Problem]]:
     """The step that a train state holds, None where there is none, and what stood in the way of reading it.
 
-    Source:
-        megatron.bridge.training.state.TrainState.state_dict: `step` as an int32 tensor without axes
+    Source: megatron.bridge.training.state.TrainState.state_dict: `step` as an int32 tensor without axes
     """
     if not folder.has(name):
         return None, []

@@ -15,10 +15,8 @@ def series(names: Iterable[str], from_any: bool = False) -> Iterator[dict[str, i
     """Name -> number of those that differ in a number alone, for each set of two or more.
 
     Of several numbers that do, the one that becomes largest counts: epochs are fewer than steps. Decimal fractions are
-    measures. Numbers that only count from 0 or 1 are parts of one thing, or two of a kind, but where a measure differs.
-
-    Args:
-        from_any: whether those that only count from 0 or 1 are given too.
+    measures. Numbers that only count from 0 or 1 are parts of one thing, or two of a kind, but where a measure differs;
+    they are given `from_any` start.
 
     >>> list(series(["3-0.51.ckpt", "12-0.42.ckpt", "model_0.pt", "model_1.pt"]))
     [{'3-0.51.ckpt': 3, '12-0.42.ckpt': 12}]

@@ -9,7 +9,7 @@ from functools import partial
 from itertools import groupby
 from os.path import relpath
 from pathlib import PurePath
-from typing import Any, NamedTuple
+from typing import Any
 
 from ckptlint.errors import AccessError, CkptlintError, ForeignError, LimitError, ScriptError, UnreadableError
 from ckptlint.formats.content import HEAD, FileContent, file_content, is_packed, is_pickled, pickles_in
@@ -65,11 +65,9 @@ _ELSEWHERE = Family("a folder elsewhere", "other", lazy_pattern(""))
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _File:
-    """A file of the step, or a folder there.
+    """A file of the step, or a folder there, by its name in the folder where it is.
 
     Attributes:
-        folder: where it is.
-        name: its name there.
         label: its path from the checkpoint, printable; of a folder whose files are not reported it ends in `/`.
         what: why it cannot be opened, in words; "" for files, and folders whose files are not reported.
         is_below: whether it is in a folder whose files are not reported one by one.
@@ -110,7 +108,6 @@ class _File:
 
     @property
     def input_bytes(self) -> int:
-        """Bytes that are expected to be read of it."""
         return max(min(self.size, _PLAIN_LIMIT), _LEAST)
 
     def reported(self, state: StepFileState = "unknown", step: int | None = None) -> StepFile:
@@ -122,24 +119,6 @@ class _File:
         return StepFile(self.label, self.family.name if self.family else "", state, self.size, step, folder_step)
 
 
-class _Survey(NamedTuple):
-    """What is beside the tensors of a step, apart from what the loaders took.
-
-    Attributes:
-        listed: all files and folders.
-        files: those of the step, and those below folders that start as pickles do.
-        opened: which of them to read here, those of known names first, for which the bytes always last.
-        shut: which of them cannot be opened.
-        late: what was not looked at: files, and folders below those whose files are not reported one by one.
-    """
-
-    listed: list[_File]
-    files: list[_File]
-    opened: list[_File]
-    shut: list[_File]
-    late: list[_File]
-
-
 _Read = tuple[StepFile, list[Problem]]
 
 
@@ -147,12 +126,9 @@ def with_step_files(whole: CheckpointPlace, ckpt: Checkpoint) -> Checkpoint:
     """The checkpoint with the other files of its step, and what is wrong with them or was not read.
 
     Each is opened in a child process of its own where reading all of them in one breaks a limit.
-
-    Raises:
-        AccessError: the operating system refused a read.
     """
-    survey = _survey(whole, ckpt)
-    read = dict(zip(survey.opened, _read_within_limits(survey.opened), strict=False))
+    listed, step_files, opened, shut, late = _survey(whole, ckpt)
+    read = dict(zip(opened, _read_within_limits(opened), strict=False))
     files: list[StepFile] = []
     lacks = [lack for place in whole.reports_for for lack in missing_parts(place)]
     problems = [*ckpt.problems, *lacks]
@@ -162,7 +138,7 @@ def with_step_files(whole: CheckpointPlace, ckpt: Checkpoint) -> Checkpoint:
         problems = [replace(first, message=f"{first.message}; {more}"), *rest]
     run = "" if (around := _run_around(whole.folder)) == whole.folder.place else around
     whole_sets = {item.alike for item, (file, _) in read.items() if file.state == "read"}
-    for item in survey.files:
+    for item in step_files:
         file, file_problems = read.get(item) or (item.reported(), [])
         files += [] if item.is_below else [file]
         # what no name says to be a pickle should be one where files beside it are that differ in a number alone
@@ -170,14 +146,17 @@ def with_step_files(whole: CheckpointPlace, ckpt: Checkpoint) -> Checkpoint:
         counted = [problem for problem in file_problems if not is_foreign or problem.kind in _KEPT]
         problems += [_of_run(problem) for problem in counted] if item.folder.place == run else counted
     said = {problem.file for problem in ckpt.problems}
-    problems += [_unopened(item) for item in survey.shut if item.label not in said]
-    problems += _lost_links(survey.files, ckpt)
-    if unread := survey.opened[len(read) :]:
-        problems.append(_left_out(unread))
-    if survey.late:
-        problems.append(_not_looked_at(survey.late))
+    problems += [_unopened(item) for item in shut if item.label not in said]
+    problems += _lost_links(step_files, ckpt)
+    if unread := [item.label for item in opened[len(read) :]]:
+        names = first_few(unread, _SHOWN)
+        sentence = f"{plural(len(unread), 'file')} beside the tensors {verb(len(unread), 'was')} not read: {names}"
+        why = f"those before took the {_BYTES_LIMIT // 1024**3} GiB that are read of such files together"
+        problems.append(Problem("unread", unread[0], sentence, why=why, hint="pass them one by one to check them"))
+    if late:
+        problems.append(_not_looked_at(late))
     reported = {problem.file for problem in (*ckpt.problems, *problems)}
-    problems += code_beside([(item.folder, item.name, item.label) for item in survey.listed], reported)
+    problems += code_beside([(item.folder, item.name, item.label) for item in listed], reported)
     world = next((size for place in whole.reports_for if (size := stated_world(place)) is not None), None)
     topology = {**ckpt.topology, "world": world} if world is not None else ckpt.topology
     return replace(ckpt, step_files=(*ckpt.step_files, *files), problems=problems, topology=topology)
@@ -186,8 +165,7 @@ def with_step_files(whole: CheckpointPlace, ckpt: Checkpoint) -> Checkpoint:
 def folders_beside(step: Folder) -> list[Folder]:
     """The folders beside a step that hold more files of it, by its name; [] where what is around it cannot be listed.
 
-    Raises:
-        AccessError: such a folder cannot be listed.
+    Raises AccessError where such a folder cannot be listed.
     """
     places, run = beside_step(step.name), step.parent
     try:
@@ -198,8 +176,13 @@ def folders_beside(step: Folder) -> list[Folder]:
     return [sub for place in around if step.name in place.folders() and (sub := sub_folder(place, step.name))]
 
 
-def _survey(whole: CheckpointPlace, ckpt: Checkpoint) -> _Survey:
-    """What is beside the tensors of a checkpoint."""
+def _survey(whole: CheckpointPlace, ckpt: Checkpoint) -> tuple[list[_File], ...]:
+    """What is beside the tensors of a checkpoint, apart from what the loaders took.
+
+    All files and folders; those of the step, with those below folders that start as pickles do; of them those to read
+    here, known names first, for which the bytes always last, and those that cannot be opened; what was not looked at:
+    files, and folders below those whose files are not reported one by one.
+    """
     # what the loaders read, beside safetensors too; `_listed` leaves out plain payload of the folder itself
     pairs = zip(ckpt.files.names, ckpt.files.referenced.tolist(), strict=True)
     unclaimed = [name for name, is_claimed in pairs if not is_claimed and name.endswith(_PAYLOAD)]
@@ -229,7 +212,7 @@ def _survey(whole: CheckpointPlace, ckpt: Checkpoint) -> _Survey:
     shut |= {item: None for item in wanted if item.folder.stat(item.name)[0] not in READABLE}
     opened = [item for item in wanted if (item.content or not item.is_read) and item not in shut]
     opened.sort(key=lambda item: item.family is None or item.content is not None)
-    return _Survey(found, files, opened, [*shut], late + [item for item in below if item.label.endswith("/")])
+    return found, files, opened, [*shut], late + [item for item in below if item.label.endswith("/")]
 
 
 def _files_of(whole: CheckpointPlace) -> Iterator[_File]:
@@ -279,7 +262,7 @@ def _listed(folder: Folder, prefix: str, names: Collection[str]) -> Iterator[_Fi
 def _is_of_checkpoint(item: _File, whole: CheckpointPlace) -> bool:
     """Whether a link out of a folder may lead to state of the checkpoint alone, not to its run, to logs or code."""
     place, run = item.folder, _run_around(whole.folder)
-    accounted = {one.place for one in whole.reports_for} - {whole.folder.place}
+    accounted = {folder.place for folder in whole.reports_for} - {whole.folder.place}
     is_run = place.place in accounted and step_number(place.name) is None and bool(steps_of(place))
     leads_back = f"{place.escapes_to(item.name)}/".startswith(f"{run}/")
     return not (is_run or leads_back or any(map(holds_no_state, item.label.split("/"))))
@@ -287,10 +270,9 @@ def _is_of_checkpoint(item: _File, whole: CheckpointPlace) -> bool:
 
 def _of_run(problem: Problem) -> Problem:
     """What is wrong with a file beside the steps, which load without it."""
-    if problem.kind != "unreadable":
-        return problem
+    why = "it lies beside the steps, which load without it"
     hint = "copy it again from where it was written, or delete it"
-    return replace(problem, why="it lies beside the steps, which load without it", hint=hint, of_run=True)
+    return replace(problem, why=why, hint=hint, of_run=True) if problem.kind == "unreadable" else problem
 
 
 def _run_around(folder: Folder) -> str:
@@ -378,13 +360,6 @@ def _lost_links(files: list[_File], ckpt: Checkpoint) -> Iterator[Problem]:
         if item.what and (is_index or item.alike[1] in alike) and (lost := item.folder.lost_link(item.name)):
             hint = "download it again, or copy with links followed"
             yield Problem("incomplete", item.label, lost, why="a load of the model fails or misses it", hint=hint)
-
-
-def _left_out(late: list[_File]) -> Problem:
-    names = first_few([item.label for item in late], _SHOWN)
-    sentence = f"{plural(len(late), 'file')} beside the tensors {verb(len(late), 'was')} not read: {names}"
-    why = f"those before took the {_BYTES_LIMIT // 1024**3} GiB that are read of such files together"
-    return Problem("unread", late[0].label, sentence, why=why, hint="pass them one by one to check them")
 
 
 def _not_looked_at(late: list[_File]) -> Problem:
@@ -483,9 +458,7 @@ class _NotToItsEndError(UnreadableError):
 def _pickled(item: _File) -> tuple[list[TorchFile], bool]:
     """What the pickles in a file hold, [] where it holds none; and whether they are packed or in arrays of objects.
 
-    Raises:
-        _NotToItsEndError: it starts as one, and reading it to its end fails or takes too much.
-        UnreadableError: it is not what its name promises.
+    Raises _NotToItsEndError where reading it to its end fails or takes too much, UnreadableError for a false name.
     """
     folder, name = item.folder, item.name
     head = folder.read_range(name, 0, HEAD)
@@ -519,8 +492,7 @@ def _pickled(item: _File) -> tuple[list[TorchFile], bool]:
 def _inside(item: _File, content: FileContent) -> list[TorchFile]:
     """What the pickles inside a container hold; up to one that cannot be read, where those before are refused.
 
-    Raises:
-        _NotToItsEndError: not all of it can be read.
+    Raises _NotToItsEndError where not all of it can be read.
     """
     inside: list[TorchFile] = []
     try:
@@ -555,9 +527,8 @@ def _is_partial(item: _File, error: UnreadableError) -> bool:
 def _step(item: _File, state: Any) -> int | None:
     """The step in the state of a trainer or a scheduler.
 
-    Source:
-        lightning 2.6 `meta.pt`, OLMo-core 3.0 `train/rankN.pt`, VeOmni `extra_state_rank_N.pt`: `global_step`;
-        torch.optim.lr_scheduler: `last_epoch`
+    Source: lightning 2.6 `meta.pt`, OLMo-core 3.0 `train/rankN.pt`, VeOmni `extra_state_rank_N.pt`: `global_step`;
+    torch.optim.lr_scheduler: `last_epoch`
     """
     name = item.family.step if item.family else "global_step"
     step = state.get(name) if name and isinstance(state, dict) else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from math import isclose
 from operator import itemgetter
@@ -42,13 +42,7 @@ def is_alike(name: str, other: str) -> bool:
 
 
 class Step(NamedTuple):
-    """A step of a run: a folder, or one file that holds a whole state.
-
-    Attributes:
-        number: the step that its name carries.
-        run: the folder around it.
-        name: its own name there, raw.
-    """
+    """A step of a run, a folder or one file with a whole state: its number, the folder around it, its raw name."""
 
     number: int
     run: Folder
@@ -63,23 +57,19 @@ class Step(NamedTuple):
     def folder(self) -> Folder:
         """The step's folder; of a file the run's, with that file alone in view.
 
-        Raises:
-            AccessError: it is a link out of the run that leads to no checkpoint.
+        Raises AccessError for a link out of the run that leads to no checkpoint.
         """
         if not self.is_folder:
             return self.run.only(self.name)
-        found = sub_folder(self.run, self.name)
-        if found is None:
+        if (inner := sub_folder(self.run, self.name)) is None:
             raise AccessError(not_followed(self.run, self.name))
-        return found
+        return inner
 
 
 def run_at(path: str) -> Folder:
     """The folder that a path means, in which or below which steps are looked for.
 
-    Raises:
-        NothingToCheckError: nothing is there, or a file, or the web server does not list.
-        AccessError, ConfigError: as `folder_at`.
+    Raises NothingToCheckError for nothing, a file, or a web server, which does not list; and as `folder_at`.
     """
     folder, file = folder_at(path)
     if file:
@@ -93,28 +83,19 @@ def run_at(path: str) -> Folder:
 def steps_of(run: Folder) -> list[Step]:
     """The steps that lie directly in a folder, the newest first; of two with one number the one that sorts later.
 
-    Raises:
-        AccessError: the folder could not be listed.
+    Raises AccessError where the folder cannot be listed.
     """
     return [Step(number, run, name) for name, number in numbered_steps(run).items()]
 
 
 def older_steps(run: Folder, like: str, number: int) -> Sequence[Step]:
-    """The steps of `alike_steps` with a smaller number.
-
-    Raises:
-        AccessError: as `steps_of`.
-    """
+    """The steps of `alike_steps` with a smaller number."""
     alike = alike_steps(run, like)
     return alike[bisect_right(alike, -number, key=lambda step: -step.number) :]
 
 
 def alike_steps(run: Folder, like: str) -> Sequence[Step]:
-    """The folders of `steps_of` that are named like this one, but for those that `sub_folder` does not follow.
-
-    Raises:
-        AccessError: as `steps_of`.
-    """
+    """The folders of `steps_of` that are named like this one, but for those that `sub_folder` does not follow."""
     return _of_form(run, numberless(like))
 
 
@@ -147,8 +128,9 @@ def newness(number: int, name: str) -> tuple[int, bool, str]:
 
 
 def _unlisted(folder: Folder) -> dict[str, int]:
-    """The same of names that no framework is known to give: folders with a checkpoint in each, or files with a whole
-    state in each; those of ranks and of parts of one state differ in their keys.
+    """The same of names of no known framework: folders with a checkpoint each, or files with a whole state each.
+
+    Files of ranks and of parts of one state differ in their keys.
     """
     is_model = bool(groups(folder))  # beside a model only files count: folders with a number may be its modules
     if recognise(folder) is not None and not is_model:
@@ -181,12 +163,9 @@ def _is_place(folder: Folder, name: str) -> bool:
 
 
 def runs_below(folder: Folder, levels: int = 3) -> list[tuple[str, Folder]]:
-    """The folders that hold steps, each with its place below the folder: itself (""), or all below it that do.
+    """The folders that hold steps, each with its place below the folder: itself (""), or all of so many floors that do.
 
     Links out of the folder are not followed.
-
-    Args:
-        levels: how many floors below the folder are looked at.
     """
     if steps_of(folder):
         return [("", folder)]
@@ -238,6 +217,16 @@ def is_dcp_file(name: str) -> bool:
 def sub_folder(folder: Folder, name: str) -> Folder | None:
     """A sub-folder; None for a link that is not followed."""
     return folder.sub(name) if is_followed(folder, name) else None
+
+
+def folder_below(folder: Folder, names: Iterable[str]) -> Folder | None:
+    """The folder at names that lie in each other; None where one is not there, or is a link that is not followed."""
+    for name in names:
+        below = sub_folder(folder, name) if name in folder.folders() else None
+        if below is None:
+            return None
+        folder = below
+    return folder
 
 
 def is_followed(folder: Folder, name: str) -> bool:

@@ -37,15 +37,16 @@ def members_of(records: Sequence[Record], alike: Sequence[AlikeRecords] = ()) ->
         parts = (group.rows[:, None], start, group.size, group.crc, named, start[:, :1])
         columns.append(np.stack([np.broadcast_to(part, shape).reshape(-1) for part in parts]))
     whole = np.concatenate(columns, axis=1)
-    return _members(whole[:5, np.argsort(whole[5], kind="stable")], list(names))
+    row, start, size, crc, name = whole[:5, np.argsort(whole[5], kind="stable")]
+    return Members(row, start, size, crc, name, list(names))
 
 
 def with_bare_tensors(first: Members, table: PayloadTable, rows: IntArray) -> Members:
     """The members of a file plus its raw tensors, which have no checksum."""
     bare = [rows, table.start[rows], table.size[rows], np.zeros_like(rows), np.full_like(rows, len(first.names))]
-    columns = np.stack([first.row, first.start, first.size, first.crc, first.name])
-    both = np.concatenate([columns, np.stack(bare)], axis=1)
-    return _members(both[:, np.argsort(both[1], kind="stable")], [*first.names, "tensor"])
+    both = np.concatenate([np.stack(first[:5]), np.stack(bare)], axis=1)
+    row, start, size, crc, name = both[:, np.argsort(both[1], kind="stable")]
+    return Members(row, start, size, crc, name, [*first.names, "tensor"])
 
 
 def member_starts(
@@ -53,8 +54,7 @@ def member_starts(
 ) -> tuple[dict[int, int], list[tuple[int, UnreadableError]]]:
     """Record -> first byte of the data of its member; and the records whose member's header is damaged.
 
-    Raises:
-        AccessError: a read was refused.
+    Raises AccessError where a read is refused.
     """
     starts_by_row = {row: int(stored.start[row]) for row in rows.tolist() if stored.header[row] < 0}
     wanted = {int(stored.header[row]): row for row in rows.tolist() if row not in starts_by_row}
@@ -87,10 +87,10 @@ def members_and_views(table: PayloadTable, stored: StorageTable, rows: IntArray)
     is_first = np.concatenate([[True], np.diff(table.start[order]) != 0])[: len(order)]
     is_first |= table.size[order] == 0
     first, others = order[is_first], order[~is_first]
-    names = dict.fromkeys(table.contents[int(number)].key for number in table.content[first])
-    number_of = {name: i for i, name in enumerate(names)}
-    named = np.array([number_of[table.contents[int(number)].key] for number in table.content[first]], np.int64)
-    storages = np.stack([first, table.start[first], table.size[first], stored.crc[first], named])
+    names: dict[str, int] = {}
+    keys = (table.contents[number].key for number in table.content[first].tolist())
+    named = np.array([names.setdefault(key, len(names)) for key in keys], np.int64)
+    starts, sizes = table.start[first], table.size[first]
     readings: list[list[int]] = []
     ends: list[int] = []
     for row in others.tolist():
@@ -114,15 +114,10 @@ def members_and_views(table: PayloadTable, stored: StorageTable, rows: IntArray)
         readings[turn].append(row)
         ends[turn] = end
     views = [with_bare_tensors(members_of([]), table, np.array(reading, np.int64)) for reading in readings]
-    return [_members(storages, list(names)), *views]
+    return [Members(first, starts, sizes, stored.crc[first], named, list(names)), *views]
 
 
 _READINGS = 4
-
-
-def _members(columns: IntArray, names: list[str]) -> Members:
-    row, start, size, crc, name = columns
-    return Members(row, start, size, crc, name, names)
 
 
 def scans_of(
@@ -133,13 +128,9 @@ def scans_of(
     hashes: Mapping[str, tuple[RowHashes, ...]],
     hashes_only: bool = False,
 ) -> dict[int, Scan]:
-    """Member -> the tensor to scan in it, for tensors of numbers and sealed tensors.
+    """Member -> the tensor to scan in it, for tensors of numbers and sealed tensors; `hashes_only` skips statistics.
 
-    Args:
-        chunks: record -> (tensor, row of its chunk), for raw, sealed and hashed tensors.
-        sealed: keys that need a digest.
-        hashes: key -> collectors of its row hashes.
-        hashes_only: skip statistics of values, such as NaN.
+    `chunks` are (tensor, row of its chunk) by record, for raw, sealed and hashed tensors; `hashes` collects by key.
     """
     scans = {}
     is_storage = np.flatnonzero((members.start == table.start[members.row]) & (members.size == table.size[members.row]))

@@ -27,8 +27,7 @@ from ckptlint.grouping import grouped
 from ckptlint.model.tiling import IntArray
 from ckptlint.storage.folder import Folder
 
-RECORD_PICKLE_LIMIT = 64 * 1024**2
-"""Largest `data.pkl` of a record that is decoded, in bytes."""
+RECORD_PICKLE_LIMIT = 64 * 1024**2  # largest `data.pkl` of a record that is decoded, in bytes
 
 _EDGE = 1024  # bytes read at each end: a tensor's record has headers and data.pkl first, its directory last
 _WHOLE = 4096  # bytes up to which a record is read whole
@@ -63,7 +62,7 @@ class Record(NamedTuple):
 
 
 class AlikeRecords(NamedTuple):
-    """Records whose archives differ only in checksums and contents.
+    """k records whose archives differ only in checksums and contents.
 
     Attributes:
         rows, offset: int64 [k], row of each record and its first byte in the file.
@@ -82,7 +81,6 @@ class AlikeRecords(NamedTuple):
     pickles: list[bytes]
 
     def parts(self, at: int) -> tuple[ArchiveMember, ...]:
-        """The members of record number `at`."""
         starts = (self.start + self.offset[at]).tolist()
         return tuple(map(ArchiveMember, self.names, starts, self.size.tolist(), self.crc[at].tolist()))
 
@@ -118,12 +116,8 @@ def read_headers(
 ) -> Iterator[Headers]:
     """The archives of these records of one file, batch by batch, with their pickles still undecoded.
 
-    Args:
-        path: the file, raw.
-        forms: layouts from other files of the checkpoint, extended here; threads may share them.
-
-    Raises:
-        AccessError: a read was refused.
+    `forms` are layouts from other files of the checkpoint, extended here; threads may share them. Raises AccessError
+    where a read is refused.
     """
     forms = {} if forms is None else forms
     if len(forms) > _LENGTHS:
@@ -216,15 +210,16 @@ def _edges(folder: Folder, path: str, places: Sequence[RecordPlace]) -> dict[int
 def _walk(place: RecordPlace) -> _Walk:
     """One record's archive: yields spans (from the record's start) and is sent their bytes, fewer where the file ends.
 
-    Raises:
-        UnreadableError: it is no archive that torch.save wrote; the position counts from the record's start.
-        LimitError: it has too many members, or a `data.pkl` that is too large.
+    Raises UnreadableError, with a position from the record's start, for no archive of torch.save, and LimitError for
+    too many members or a `data.pkl` that is too large.
     """
     length = place.length
     size = min(END_SIZE, length)
     start, tail = yield [(0, min(4, length)), (length - size, size)]
     if start != b"PK\x03\x04":
-        raise UnreadableError(f"starts with {_first_bytes(start)} instead of an archive's first member", 0)
+        seen = "a zstd frame" if start == b"\x28\xb5\x2f\xfd" else f"the bytes {start.hex(' ')}"
+        seen = seen if start.strip(b"\0") else f"{len(start)} zero bytes"
+        raise UnreadableError(f"starts with {seen} instead of an archive's first member", 0)
     directory = read_end(tail, length)
     (data,) = yield [(directory.start, directory.size)]
     members = read_members(data, directory)
@@ -239,23 +234,13 @@ def _walk(place: RecordPlace) -> _Walk:
     (pickle,) = yield [(starts[at], members[at].size)]
     if members[at].crc and zlib.crc32(pickle) != members[at].crc:
         raise UnreadableError("has a data.pkl whose bytes do not match its checksum", starts[at])
-    parts = (
-        ArchiveMember(member.short, place.offset + begin, member.size, member.crc)
-        for member, begin in zip(members, starts, strict=True)
-    )
-    return Record(place.row, pickle, tuple(parts)), _Archive(directory, members, local, starts, at)
-
-
-# ---------------------------------------------------------------- many records of one form
+    placed = zip(members, starts, strict=True)
+    parts = tuple(ArchiveMember(m.short, place.offset + begin, m.size, m.crc) for m, begin in placed)
+    return Record(place.row, pickle, parts), _Archive(directory, members, local, starts, at)
 
 
 class _Edge(NamedTuple):
-    """One end of a record: first byte, length, and the bytes that decide whether another record has this layout.
-
-    Attributes:
-        at: int64 [m], positions in the edge.
-        bytes: uint8 [m], values at these positions.
-    """
+    """One end of a record: first byte, length, and the m bytes, with their positions, that decide on its layout."""
 
     start: int
     length: int
@@ -266,11 +251,8 @@ class _Edge(NamedTuple):
 class _Form(NamedTuple):
     """A layout with all bytes that it was parsed from, except checksums: equal bytes imply an equal layout.
 
-    Attributes:
-        archive: the layout.
-        edges: both ends of the record.
-        pickled: number of the edge with the `data.pkl`, and its slice there.
-        crcs: number of the edge with the checksums, and int64 [p], position of each member's checksum there.
+    `pickled` is the number of the edge with the `data.pkl`, and its slice there; `crcs` that of the edge with the
+    checksums, and the position of each there, int64 [p].
     """
 
     archive: _Archive
@@ -279,8 +261,7 @@ class _Form(NamedTuple):
     crcs: tuple[int, IntArray]
 
 
-Forms = dict[int, list[_Form]]
-"""Length of a record -> the layouts last seen with that length."""
+Forms = dict[int, list[_Form]]  # length of a record -> the layouts last seen with that length
 
 
 def _form(length: int, archive: _Archive, known: _Edges) -> _Form | None:
@@ -359,9 +340,3 @@ def _read_form(form: _Form, places: list[RecordPlace], edges: dict[int, _Edges],
             )
         )
     return [place for place, ok in zip(places, is_alike.tolist(), strict=True) if not ok]
-
-
-def _first_bytes(data: bytes) -> str:
-    if not data.strip(b"\0"):
-        return f"{len(data)} zero bytes"
-    return "a zstd frame" if data == b"\x28\xb5\x2f\xfd" else f"the bytes {data.hex(' ')}"

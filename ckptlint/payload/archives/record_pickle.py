@@ -17,13 +17,7 @@ _NO_NAMES = Unpickled(None)
 
 
 class Decoded(NamedTuple):
-    """A `data.pkl` after the safe reader.
-
-    Attributes:
-        content: what it holds; None when it could not be read or a refused name left nothing.
-        unpickled: refused and unknown names of the pickle, without its object.
-        error: why it could not be read.
-    """
+    """A `data.pkl` after the safe reader: content (None for none), refused and unknown names, why it is unreadable."""
 
     content: RecordContent | None
     unpickled: Unpickled = _NO_NAMES

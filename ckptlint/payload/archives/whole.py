@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -20,6 +20,7 @@ from ckptlint.vocabulary.dtypes import ENCODINGS, ITEM_BITS
 from ckptlint.vocabulary.keys import SQUARES
 
 _UNREAD = ("unreadable", "container", "limit")
+_TEXT = (".json", ".yaml", ".yml", ".txt")
 Beside = dict[tuple[str, str], dict[str, Any]]
 
 
@@ -28,14 +29,16 @@ def compare_archives(
 ) -> tuple[list[Damage], tuple[str, ...], tuple[OddValues, ...], Beside, list[Problem]]:
     """Members that do not match their checksums, files that have none, values that cannot be, all values, lost files.
 
-    The values are those of an optimizer, as `PayloadTable.beside` has them.
-
-    A storage of a rank file that has a record is checked with that record, not here.
-
-    Raises:
-        AccessError: a read was refused.
+    The values are those of an optimizer, as `PayloadTable.beside` has them. A storage of a rank file that has a record
+    is checked with that record, not here. Raises AccessError where a read is refused.
     """
-    covered = _covered(ckpt)
+    covered: dict[str, set[int]] = {}  # file -> first bytes of the local headers of the members that records stand for
+    opened: list[str] = []  # the files that were read as files of torch.save
+    if ckpt.storages is not None:
+        for number, header in zip(ckpt.records.file.tolist(), ckpt.storages.header.tolist(), strict=True):
+            covered.setdefault(ckpt.files[number].name, set()).add(header)
+        opened = [file.name for file in ckpt.files if file.path is not None and file.state in READABLE]
+    opened += [file.name for file in ckpt.step_files if file.state == "read" and not file.name.endswith(_TEXT)]
     reported = {problem.file for problem in ckpt.problems if problem.kind in _UNREAD}
     damages: list[Damage] = []
     bare: list[str] = []
@@ -45,7 +48,7 @@ def compare_archives(
     for file in ckpt.step_files:  # one may hold several
         optimizers.setdefault(file.name, {}).update({} if file.optimizer is None else file.optimizer.storages)
     problems: list[Problem] = []
-    for label in dict.fromkeys(_opened(ckpt)):
+    for label in dict.fromkeys(opened):
         if label in reported:
             continue
         try:
@@ -64,31 +67,8 @@ def compare_archives(
     return damages, tuple(bare), tuple(odd_values), beside, problems
 
 
-def _opened(ckpt: Checkpoint) -> Iterator[str]:
-    """The files that were read as files of torch.save, by their names."""
-    if ckpt.storages is not None:
-        yield from (file.name for file in ckpt.files if file.path is not None and file.state in READABLE)
-    yield from (file.name for file in ckpt.step_files if file.state == "read" and not file.name.endswith(_TEXT))
-
-
-_TEXT = (".json", ".yaml", ".yml", ".txt")
-
-
-def _covered(ckpt: Checkpoint) -> dict[str, Collection[int]]:
-    """File -> first bytes of the local headers of the members that records stand for."""
-    found: dict[str, set[int]] = {}
-    if ckpt.storages is not None:
-        for file, header in zip(ckpt.records.file.tolist(), ckpt.storages.header.tolist(), strict=True):
-            found.setdefault(ckpt.files[file].name, set()).add(header)
-    return dict(found)
-
-
 def place_beside(folder: Folder, label: str) -> tuple[Folder, str]:
-    """The folder that a file of the step is in, and its name there.
-
-    Raises:
-        UnreadableError: it is gone.
-    """
+    """The folder that a file of the step is in, and its name there; raises UnreadableError where it is gone."""
     *parts, name = PurePosixPath(label).parts
     for part in parts:
         above = folder.parent if part == ".." else folder.sub(part)
@@ -107,22 +87,16 @@ def _compare(
 ) -> tuple[list[Damage], list[OddValues], Beside, bool]:
     """Members that do not match, tensors with values that cannot be, all values, whether a member has no checksum.
 
-    Args:
-        tensors: storage -> parameter, state and dtype of what it holds.
+    `tensors` has the parameter, state and dtype of what a storage holds.
     """
     read = ranges_of(folder, name)
     archive = read_archive(read, folder.size(name))
-    rest = [
-        (member, limit)
-        for member, limit in zip(archive.members, archive.limits, strict=True)
-        if member.header not in covered
-    ]
+    pairs = zip(archive.members, archive.limits, strict=True)
+    rest = [(member, limit) for member, limit in pairs if member.header not in covered]
     headers = read([(member.header, LOCAL_SIZE + len(member.name)) for member, _ in rest])
     starts = [data_start(header, *of_member) for header, of_member in zip(headers, rest, strict=True)]
-    start, size, crc = (
-        np.array(column, np.int64)
-        for column in (starts, [member.size for member, _ in rest], [member.crc for member, _ in rest])
-    )
+    columns = starts, [member.size for member, _ in rest], [member.crc for member, _ in rest]
+    start, size, crc = (np.array(column, np.int64) for column in columns)
     names = [member.short for member, _ in rest]
     members = Members(np.zeros_like(start), start, size, crc, np.arange(len(start)), names)
     scans = {}
@@ -134,9 +108,9 @@ def _compare(
     bad = np.flatnonzero((results.crc != crc) & (crc > 0)).tolist()
     damages = [Damage(-1, label, names[i], f"CRC-32 {crc[i]:08x}", f"{results.crc[i]:08x}") for i in bad]
     values, beside = [], Beside()
-    for i, one in results.values.items():
+    for i, seen in results.values.items():
         param, state, _ = tensors[names[i].removeprefix("data/")]
-        beside[label, names[i]] = {column: getattr(one, column) for column in VALUE_COLUMNS}
-        counts = one.nan, one.plus_inf, one.minus_inf, one.negatives if state in SQUARES else 0
+        beside[label, names[i]] = {column: getattr(seen, column) for column in VALUE_COLUMNS}
+        counts = seen.nan, seen.plus_inf, seen.minus_inf, seen.negatives if state in SQUARES else 0
         values += [OddValues(label, param, state, *counts, scans[i].count)] if any(counts) else []
     return damages, values, beside, bool(((crc == 0) & (size > 0)).any())

@@ -46,13 +46,10 @@ _BYTECHECKPOINT = "bytecheckpoint."
 
 
 def read_dcp(folder: Folder, look_at_files: bool) -> Checkpoint:
-    """The checkpoint that `.metadata` describes, or the metadata of all ranks.
+    """The checkpoint that `.metadata` describes, or the metadata of all ranks; depth `files` looks at the sizes of
+    files.
 
-    Args:
-        look_at_files: whether to tell the sizes of payload files (depth `files`).
-
-    Raises:
-        AccessError: the operating system refused a read.
+    Raises AccessError where a read is refused.
     """
     is_whole = METADATA in folder.entries
     problems: list[Problem] = []
@@ -196,8 +193,7 @@ def _locations(described: Description, wanted: set[str], of_tensors: bool = Fals
 def _writer(described: Description, root: Any, format_: str) -> str:
     """The oldest writer that leaves what was found; a lower bound, since later versions may write the same.
 
-    Source:
-        formats by version: torch 1.13 - 2.15, megatron-core 0.6 - 0.20
+    Source: formats by version: torch 1.13 - 2.15, megatron-core 0.6 - 0.20
     """
     extras = described.extras
     if format_ == "torch_dist":

@@ -34,13 +34,10 @@ _RUNTIME_KEYS = ("rng_state", "rerun_state_machine_state")
 
 
 def split_objects(entries: Mapping[str, int]) -> tuple[ObjectTable, list[ByteObject]]:
-    """The ShardedObjects among the bytes entries, by their key, and the other entries.
+    """The ShardedObjects among the bytes entries (printable name -> row of its record) by their key, and other entries.
 
-    Args:
-        entries: printable name -> row of its record.
-
-    Source:
-        megatron.core.dist_checkpointing.mapping.ShardedObject: `{key}/shard_{offset}_{shape}`, numbers joined by "."
+    Source: megatron.core.dist_checkpointing.mapping.ShardedObject: `{key}/shard_{offset}_{shape}`, numbers joined by
+    "."
     """
     marked = [fqn for fqn in entries if _MARK in fqn]
     places = _places(marked)
@@ -66,10 +63,7 @@ def split_objects(entries: Mapping[str, int]) -> tuple[ObjectTable, list[ByteObj
 
 
 def _places(names: list[str]) -> tuple[IntArray, IntArray, bool] | None:
-    """Numbers and starts of an `ObjectTable`, and whether a number is padded with zeros.
-
-    None where there are no names, or one is not that of a ShardedObject.
-    """
+    """Numbers and starts of an `ObjectTable`, and whether one is padded; None for no names, or one of another form."""
     text = "\n".join((*names, "")).encode()  # printable names have no line breaks, and a key has no slash
     byte = np.frombuffer(text, np.uint8)
     ends, slash = (np.flatnonzero(byte == ord(mark)) for mark in "\n/")
@@ -110,8 +104,7 @@ def describing_objects(objects: ObjectTable) -> set[str]:
 def read_config(folder: Folder) -> tuple[dict[str, Any], Problem | None]:
     """The content of `metadata.json`, and why it cannot be read; {} where there is none.
 
-    Source:
-        megatron.core.dist_checkpointing.core.CheckpointingConfig
+    Source: megatron.core.dist_checkpointing.core.CheckpointingConfig
     """
     config, error = read_json(folder, CONFIG_FILE, _CONFIG_LIMIT)
     if error is None:
@@ -141,47 +134,33 @@ def dialect(
     # a user's own common.pt or keys with "/shard_" in them are no mark; NVRx writes plans for any format
     marks = "mcore_data" in described.extras or root_name == "MCoreMetadata" or has(COMMON_ENTRY)
     planned = "all_local_plans" in described.extras
-    if marks or any(map(_is_megatron_object, objects.keys)) or (planned and folder.has(COMMON_FILE)):
+    marks = marks or (planned and folder.has(COMMON_FILE))
+    if marks or any(k in _RUNTIME_KEYS or k.endswith("._extra_state") or ".dp_group_idx_" in k for k in objects.keys):
         return "torch_dist"
     return "torch_dcp" if run_entries and has("iteration") else "dcp"
-
-
-def _is_megatron_object(key: str) -> bool:
-    return key in _RUNTIME_KEYS or key.endswith("._extra_state") or ".dp_group_idx_" in key
 
 
 def missing_marks(format_: str, config: dict[str, Any], folder: Folder, keys: Collection[str]) -> list[Problem]:
     """What a finished torch_dist save has and this folder lacks.
 
-    Source:
-        megatron.core.dist_checkpointing.serialization.save: `common.pt` first (<= 0.18), `metadata.json` last
+    Source: megatron.core.dist_checkpointing.serialization.save: `common.pt` first (<= 0.18), `metadata.json` last
     """
     if format_ != "torch_dist":
         return []
     problems = []
     if not folder.has(CONFIG_FILE):
-        problems.append(
-            Problem(
-                "incomplete",
-                CONFIG_FILE,
-                f"{CONFIG_FILE} is missing beside the Megatron-Core checkpoint in .metadata",
-                why="Megatron-Core writes it last, so the save never finished, or the copy left it out",
-                hint="go back to the newest complete step; if you know that all files are there, copy it from another "
-                "step of the same job",
-            )
-        )
+        sentence = f"{CONFIG_FILE} is missing beside the Megatron-Core checkpoint in .metadata"
+        why = "Megatron-Core writes it last, so the save never finished, or the copy left it out"
+        copied = "if you know that all files are there, copy it from another step of the same job"
+        hint = f"go back to the newest complete step; {copied}"
+        problems.append(Problem("incomplete", CONFIG_FILE, sentence, why=why, hint=hint))
     has_common = folder.has(COMMON_FILE) or COMMON_ENTRY in keys or folder.has("train_state.pt")
     if config and not has_common:
         declared = config.get("common_backend")
         says = f"; {CONFIG_FILE} declares the common backend {printable(str(declared))!r}" if declared else ""
-        problems.append(
-            Problem(
-                "incomplete",
-                COMMON_FILE,
-                f"{COMMON_FILE} is missing, and so is an entry {COMMON_ENTRY}{says}",
-                why="it holds arguments, iteration and parameter groups; Megatron-Core cannot load without them",
-                hint=f"copy {COMMON_FILE} from where it was written; if it is not there either, the save was killed: "
-                "use another step",
-            )
-        )
+        sentence = f"{COMMON_FILE} is missing, and so is an entry {COMMON_ENTRY}{says}"
+        why = "it holds arguments, iteration and parameter groups; Megatron-Core cannot load without them"
+        killed = "if it is not there either, the save was killed: use another step"
+        hint = f"copy {COMMON_FILE} from where it was written; {killed}"
+        problems.append(Problem("incomplete", COMMON_FILE, sentence, why=why, hint=hint))
     return problems

@@ -50,11 +50,7 @@ class Description:
 
 
 def attributes_of(node: Any, kind: str) -> dict[str, Any]:
-    """The attributes of a stand-in of the given class; empty where pickle dropped an empty state.
-
-    Raises:
-        UnreadableError: it is something else.
-    """
+    """The attributes of a stand-in of this class, empty where pickle dropped an empty state; else UnreadableError."""
     if not _is_node(node, kind) or len(node) > 1:
         raise UnreadableError(f"has {_name_of(node)} where a {kind} was expected")
     state = node[0] if node else {}
@@ -77,18 +73,12 @@ def attributes_of_all(nodes: Sequence[Any], kind: str) -> list[dict[str, Any]]:
 
 
 def describe(roots: Sequence[Any], file: str = ".metadata") -> Description:
-    """Columns for everything the metadata describes.
+    """Columns for everything that the root of `.metadata` describes, or those of all `__N.metadata`, merged.
 
-    Args:
-        roots: the unpickled root of `.metadata`, or those of all `__N.metadata`, whose chunks are then merged. Rows of
-            records in them are used up.
-        file: the name that problems are reported under.
+    Rows of records in the roots are used up; problems are reported under `file`. Raises UnreadableError for a root that
+    is no DCP metadata.
 
-    Raises:
-        UnreadableError: a root is no DCP metadata.
-
-    Source:
-        torch.distributed.checkpoint.metadata.Metadata (1.13 - 2.15)
+    Source: torch.distributed.checkpoint.metadata.Metadata (1.13 - 2.15)
     """
     states = [attributes_of(root, "Metadata") for root in roots]
     entries: dict[str, list[Any] | None] = {}  # of each rank that has one; None for a bytes entry
@@ -136,9 +126,8 @@ def describe(roots: Sequence[Any], file: str = ".metadata") -> Description:
 def _misplaced(planner_data: list[Any], entries: Mapping[str, Any], file: str) -> list[Problem]:
     """The keys that load under another name than their own, or under none, where the state dict is made from them.
 
-    Source:
-        torch.distributed.checkpoint._nested_dict.flatten_state_dict (2.0 - 2.13): the path, joined by dots, is the key;
-        default_planner._EmptyStateDictLoadPlanner puts each tensor at the path of its key
+    Source: torch.distributed.checkpoint._nested_dict.flatten_state_dict (2.0 - 2.13): the path, joined by dots, is the
+    key; default_planner._EmptyStateDictLoadPlanner puts each tensor at the path of its key
     """
     paths = {key: path for part in planner_data if isinstance(part, dict) for key, path in part.items()}
     if not paths:
@@ -157,9 +146,6 @@ def _misplaced(planner_data: list[Any], entries: Mapping[str, Any], file: str) -
 
 def _path_text(path: Any) -> str:
     return ".".join(map(str, path)) if isinstance(path, (tuple, list)) else printable(repr(path))
-
-
-# ---------------------------------------------------------------- tensors
 
 
 def _tensors(
@@ -317,9 +303,6 @@ def _dtype(properties: Any) -> str:
     return "unknown"
 
 
-# ---------------------------------------------------------------- records
-
-
 def _records(index: list[Any], infos: list[Any], file: str, problems: list[Problem]) -> RecordRows:
     """storage_data as one table, of stand-ins, row runs or both; row i is one stored record, texts in order of use."""
     is_node = [type(key) is not RowRun for key in index]
@@ -369,8 +352,8 @@ def _rows_of(index: list[Node], infos: list[Node], file: str, problems: list[Pro
         raise UnreadableError(f"has a storage entry without {error}") from None
     if not {str} >= set(map(type, fqns)) | set(map(type, names)):
         raise UnreadableError("has a storage entry whose key or path is not text")
-    fqn, different = _numbered(fqns)
-    number, paths = _numbered(names)
+    fqn, different = numbered(fqns)
+    number, paths = numbered(names)
     rank, offsets, odd = _filed_under([key.get("offset") for key in keys])  # absent for bytes entries
     columns = []
     for values_of, what in ((starts, "offset"), (lengths, "length")):
@@ -389,7 +372,7 @@ def _rows_of(index: list[Node], infos: list[Node], file: str, problems: list[Pro
     return RecordRows(different, fqn, hint, rank, offsets, paths, number, start, length, transformed, odd)
 
 
-def _numbered(texts: list[str]) -> tuple[Any, list[str]]:
+def numbered(texts: list[str]) -> tuple[Any, list[str]]:
     """int32 [n], positions in the list of distinct texts, and that list, in order of first use."""
     place = {text: number for number, text in enumerate(dict.fromkeys(texts))}
     return np.fromiter(map(place.__getitem__, texts), np.int32, len(texts)), list(place)
@@ -514,8 +497,7 @@ def _by_hint(
 ) -> IntArray | None:
     """What `_match` finds, where every record names the number of its chunk and every chunk has one record.
 
-    Source:
-        torch.distributed.checkpoint.default_planner.create_default_global_save_plan (>= 2.0), MetadataIndex.index
+    Source: torch.distributed.checkpoint.default_planner.create_default_global_save_plan (>= 2.0), MetadataIndex.index
     """
     if len(rows) != len(wanted):
         return None
@@ -571,9 +553,6 @@ def _mix(columns: IntArray) -> Any:
         mixed = (mixed ^ column.astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
         mixed ^= mixed >> np.uint64(29)
     return mixed
-
-
-# ---------------------------------------------------------------- small things
 
 
 def _int_tuple(value: Any) -> tuple[int, ...]:

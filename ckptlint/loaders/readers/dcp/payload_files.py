@@ -33,9 +33,9 @@ def payload_files(folder: Folder, described: Description, look: bool) -> tuple[F
     named = FileTable(Names.of(names), np.full(len(paths), -1, np.int64), unchecked, np.ones(len(paths), bool), raw, {})
     if not look:
         return named, True
-    found = folder.stat_many(paths)
-    named = replace(named, state=found.state, size=found.size)
-    elsewhere = [paths[row] for row in np.flatnonzero(found.at < 0).tolist()]
+    state, size, at = folder.stat_many(paths)
+    named = replace(named, state=state, size=size)
+    elsewhere = [paths[row] for row in np.flatnonzero(at < 0).tolist()]
     known = {str(PurePosixPath(path)) if "/" in path else path for path in elsewhere}
     for row in np.flatnonzero(named.are("absent", "other-case", "dangling-link")).tolist():
         known.add(folder.other_case(paths[row]) or "")
@@ -44,7 +44,7 @@ def payload_files(folder: Folder, described: Description, look: bool) -> tuple[F
     for row, name in renamed_files(folder, named, described.records).items():
         named.instead.setdefault(row, f"{printable(name)} has the size of the missing {named.names[row]}: rename it")
     named.instead.update(_pointers(folder, named))
-    others = file_table(folder, known, found.at[found.at >= 0])
+    others = file_table(folder, known, at[at >= 0])
     return named.followed_by(others), not _shares_offsets(folder, described)
 
 
@@ -89,11 +89,9 @@ def hollow_files(folder: Folder, files: FileTable) -> list[Problem]:
 def file_table(folder: Folder, known: Collection[str] = (), rows: IntArray | None = None) -> FileTable:
     """The payload files that lie in the folder, but for those known by name, or by row in the listing's payload."""
     listing = folder.entries.without(known, rows)
-    others = [
-        StoredFile(printable(name), name, entry.size, "ok", False)
-        for name, entry in listing.others.items()
-        if name.endswith(".distcp") and not entry.is_folder and not is_system_file(name)
-    ]
+    sizes = {name: entry.size for name, entry in listing.others.items() if not entry.is_folder}
+    payload = [name for name in sizes if name.endswith(".distcp") and not is_system_file(name)]
+    others = [StoredFile(printable(name), name, sizes[name], "ok", False) for name in payload]
     names = listing.payload_names()
     none, flags = np.zeros(len(names), np.uint8), np.zeros(len(names), bool)
     return FileTable(Names.of(names), listing.size, none, flags, {}, {}).followed_by(FileTable.of(others))
@@ -104,8 +102,7 @@ def _shares_offsets(folder: Folder, described: Description) -> bool:
 
     Where every file is lost or empty, two entries at one offset show it.
 
-    Source:
-        torch.distributed.checkpoint.filesystem (>= 2.8), SerializationFormat.SAFETENSORS
+    Source: torch.distributed.checkpoint.filesystem (>= 2.8), SerializationFormat.SAFETENSORS
     """
     table = described.records
     tensor_rows = np.flatnonzero(described.has_offset)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from itertools import count, islice
 from operator import itemgetter
@@ -37,15 +38,12 @@ def lost_ranks(folder: Folder) -> tuple[str, list[Problem]]:
     ranks = islice((rank for rank in count() if rank not in present), min(lost, _LISTED))
     missing = {f"__{rank}.metadata": rank for rank in ranks}
     names = first_few([*missing], _SHOWN)
-    problem = Problem(
-        "incomplete",
-        names,
-        f"{names} {verb(lost, 'is')} missing; {plural(len(present), 'other rank')} wrote "
-        f"{'its own' if len(present) == 1 else 'their own'}",
-        why="with use_collectives=False each rank describes only its own chunks, so the chunks of these ranks are lost",
-        hint="copy the files again from the node of these ranks, or go back to a complete step",
-        lost_files=by_node(missing, present),
-    )
+    wrote = f"{plural(len(present), 'other rank')} wrote {'its' if len(present) == 1 else 'their'} own"
+    sentence = f"{names} {verb(lost, 'is')} missing; {wrote}"
+    why = "with use_collectives=False each rank describes only its own chunks, so the chunks of these ranks are lost"
+    hint = "copy the files again from the node of these ranks, or go back to a complete step"
+    lost_files = by_node(missing, present)
+    problem = Problem("incomplete", names, sentence, why=why, hint=hint, lost_files=lost_files)
     return f"the metadata of {lost:,} of {lost + len(present):,} ranks is missing", [problem]
 
 
@@ -66,8 +64,7 @@ def leftover_files(folder: Folder) -> list[Problem]:
             why = f"it replaced no payload file, so what {METADATA} describes is still there"
             problem = Problem("note", temporary, sentence, why=why)
         problems.append(problem)
-    if METADATA in entries and (others := [name for name in entries.others if RANK_METADATA.fullmatch(name)]):
-        name = others[0]
+    for name in [*filter(RANK_METADATA.fullmatch, entries.others)][:1] if METADATA in entries else ():
         problems.append(Problem("note", name, f"{name} lies beside {METADATA} and belongs to another save"))
     for name in (METADATA, COMMON_FILE):
         if folder.has(name) and folder.stat(name)[0] == "link-outside":
@@ -78,15 +75,10 @@ def leftover_files(folder: Folder) -> list[Problem]:
 
 
 def unsafe_leftovers(folder: Folder) -> list[Problem]:
-    """What the metadata of single ranks asks for: torch reads it where `.metadata` is lost.
-
-    One that cannot be read describes nothing, and is the note of a file that belongs to another save.
-    """
+    """What readable metadata of single ranks asks for, which torch reads where `.metadata` is lost."""
     problems = []
     for name in rank_files(folder):
-        try:
-            found = read_metadata(folder.read(name, SIZE_LIMIT))
-        except UnreadableError:
-            continue
-        problems += [replace(problem, blocks=False) for problem in from_refusals(found, name)]
+        with suppress(UnreadableError):
+            refusals = from_refusals(read_metadata(folder.read(name, SIZE_LIMIT)), name)
+            problems += [replace(problem, blocks=False) for problem in refusals]
     return problems

@@ -13,7 +13,7 @@ from ckptlint.errors import UnreadableError
 from ckptlint.formats.pickles.columns import END, OneChunk, PlanRows, RowRun
 from ckptlint.formats.pickles.rows import Table
 from ckptlint.formats.pickles.safe_pickle import Node
-from ckptlint.loaders.readers.dcp.metadata import Numbering, attributes_of, attributes_of_all
+from ckptlint.loaders.readers.dcp.metadata import Numbering, attributes_of, attributes_of_all, numbered
 from ckptlint.model import SavePlans
 from ckptlint.model.files import Names
 from ckptlint.model.text import all_printable
@@ -23,8 +23,7 @@ from ckptlint.model.tiling import COORDINATE_LIMIT, IntArray
 def read_plans(plans: Any) -> SavePlans | None:
     """Every rank's plan as columns, or None where there are none or they make no sense (they are advisory).
 
-    Source:
-        `all_local_plans` of megatron-core >= 0.11: a list by rank of SavePlan or MCoreSavePlan
+    Source: `all_local_plans` of megatron-core >= 0.11: a list by rank of SavePlan or MCoreSavePlan
     """
     if not isinstance(plans, list) or not plans:
         return None
@@ -48,12 +47,10 @@ def read_plans(plans: Any) -> SavePlans | None:
 
 @dataclass(slots=True, eq=False)
 class _Items:
-    """Planned items.
+    """Planned items; `rows`, int64 [n], says where each is among all.
 
-    Attributes:
-        rows: int64 [n], where each is among all.
-        names, dtypes: different ones; name, dtype: int [n], position in them, -1 for the dtype of bytes.
-        offsets, sizes, global_shape: int64 [n, d], padded with -1.
+    `name` and `dtype` are positions in `names` and `dtypes`, int [n], -1 for the dtype of bytes; offsets, sizes and
+    global shapes are int64 [n, d], padded with -1.
     """
 
     rows: IntArray
@@ -76,16 +73,14 @@ def _of_nodes(nodes: list[Any], rows: IntArray) -> _Items:
         attributes_of_all([item for item in data if item is not None], "TensorWriteData") if len(of_tensors) else []
     )
     extents = [_extents(item["chunk"]) for item in write_data]
-    unique = {name: number for number, name in enumerate(dict.fromkeys(map(itemgetter("fqn"), index)))}
-    dtypes = [_dtype_of(item.get("properties")) for item in write_data]
-    unique_dtypes = {name: number for number, name in enumerate(dict.fromkeys(dtypes))}
+    name, names = numbered([*map(itemgetter("fqn"), index)])
     dtype = np.full(len(states), -1, np.int64)
-    dtype[of_tensors] = [unique_dtypes[name] for name in dtypes]
+    dtype[of_tensors], dtypes = numbered([_dtype_of(item.get("properties")) for item in write_data])
     return _Items(
         rows,
-        [*unique],
-        np.array([unique[item["fqn"]] for item in index], np.int64),
-        [*unique_dtypes],
+        names,
+        name,
+        dtypes,
         dtype,
         _padded([offsets for offsets, _ in extents], of_tensors, len(states)),
         _padded([sizes for _, sizes in extents], of_tensors, len(states)),
@@ -99,15 +94,15 @@ def _of_runs(table: Table, runs: list[tuple[RowRun, int]]) -> _Items:
     assert isinstance(planned, PlanRows)
     rows = np.concatenate([np.arange(start, start + run.count) for run, start in runs])
     own = np.concatenate([np.arange(run.first, run.first + run.count) for run, _ in runs])
-    dtypes = [value if isinstance(value, str) else _dtype_of(value) for value in planned.properties]
-    unique = {name: number for number, name in enumerate(dict.fromkeys(dtypes))}
-    number = np.array([*map(unique.__getitem__, dtypes), -1], np.int64)  # the last for bytes
+    properties = [value if isinstance(value, str) else _dtype_of(value) for value in planned.properties]
+    number, dtypes = numbered(properties)
+    number = np.append(number, -1)  # the last for bytes
     chunk = planned.chunk
     return _Items(
         rows,
         planned.names,
         planned.name[own],
-        [*unique],
+        dtypes,
         number[planned.of_properties[own]],
         _with_padding(chunk.offset_rank[own], chunk.offsets[own]),
         _with_padding(chunk.size_rank[own], chunk.sizes[own]),
@@ -127,21 +122,17 @@ def _joined(parts: list[_Items], world_size: int, rank: Any) -> SavePlans:
     is_bytes = dtype < 0
     used, fqn = names.in_order_of_use(fqn)
     used_dtypes, dtype[~is_bytes] = dtypes.in_order_of_use(dtype[~is_bytes])
-    offsets, sizes, shapes = (
-        _stacked(len(rank), [(part.rows, table) for part, table in zip(parts, tables, strict=True)])
-        for tables in zip(*((part.offsets, part.sizes, part.global_shape) for part in parts), strict=True)
-    )
     return SavePlans(
         world_size=world_size,
         fqns=all_printable(used),
         fqn=fqn,
         rank=rank,
         is_bytes=is_bytes,
-        offsets=offsets,
-        sizes=sizes,
+        offsets=_stacked(len(rank), [(part.rows, part.offsets) for part in parts]),
+        sizes=_stacked(len(rank), [(part.rows, part.sizes) for part in parts]),
         dtypes=all_printable(used_dtypes),
         dtype=dtype.astype(np.int16),
-        global_shape=shapes,
+        global_shape=_stacked(len(rank), [(part.rows, part.global_shape) for part in parts]),
     )
 
 
