@@ -1,7 +1,6 @@
 """The low-rank factors of adapters: which keys belong together, and which rank a configuration gives them.
 
-Source:
-    peft 0.21 (tuners.lora.layer, tuners.tuners_utils, utils.save_and_load); kohya-ss sd-scripts for `lora_down`
+Source: peft 0.21 (tuners.lora.layer, tuners.tuners_utils, utils.save_and_load); kohya-ss sd-scripts for `lora_down`
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ BASE_LAYER = ".base_layer"
 EXPERTS_TURNED = (0, 19, 1)
 """The first peft whose factors of [experts, out, in] have A as wide as the last axis; before, as the middle one.
 
-Source:
-    peft 0.17 to 0.21: tuners.lora.layer.ParamWrapper.update_layer
+Source: peft 0.17 to 0.21: tuners.lora.layer.ParamWrapper.update_layer
 """
 
 _LITERAL = lazy_pattern(r"[\w.\-]+")
@@ -87,9 +85,8 @@ Naming = Literal["peft", "diffusers", "kohya"]
 def namings_of(keys: Iterable[str]) -> dict[str, dict[Naming, dict[str, str]]]:
     """Component (`unet`, `text_encoder`, ...) -> how its factors are named -> module -> one of its keys.
 
-    Source:
-        diffusers.loaders.lora_base, diffusers.utils.state_dict_utils: each component is converted by itself, from the
-        first naming of which a key is found (diffusers#14548)
+    Source: diffusers.loaders.lora_base, diffusers.utils.state_dict_utils: each component is converted by itself, from
+    the first naming of which a key is found (diffusers#14548)
 
     >>> {part: [*named] for part, named in namings_of(["unet.q.lora.up.weight", "unet.k.lora_A.weight"]).items()}
     {'unet': ['diffusers', 'peft']}
@@ -208,8 +205,7 @@ class AdapterConfig(NamedTuple):
     def scale_of(self, module: str, rank: int) -> float | None:
         """What the product of the factors is multiplied by; None where the configuration does not say it plainly.
 
-        Source:
-            peft 0.21 tuners.lora.layer.LoraLayer.update_layer
+        Source: peft 0.21 tuners.lora.layer.LoraLayer.update_layer
         """
         if self.alphas is None or self.alpha is None or rank < 1:
             return None
@@ -219,8 +215,7 @@ class AdapterConfig(NamedTuple):
     def exclusion_of(self, target: str) -> Literal["", "perhaps", "all"]:
         """Which of the modules that a name in `target_modules` means get no factors.
 
-        Source:
-            peft 0.21 tuners.tuners_utils.check_target_module_exists
+        Source: peft 0.21 tuners.tuners_utils.check_target_module_exists
         """
         if self.excluded is None:
             return "perhaps"

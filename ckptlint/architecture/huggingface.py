@@ -51,8 +51,7 @@ def expected_models(
     Raises:
         NoTable: nothing is known of the model, or the configuration describes none; the reason in one sentence.
 
-    Source:
-        transformers; the version is in `Expected.made_with`.
+    Source: transformers; the version is in `Expected.made_with`.
     """
     model_type = _text(config.get("model_type"))
     if not model_type:

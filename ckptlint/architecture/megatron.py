@@ -65,8 +65,7 @@ _SIZES: Mapping[str, int | None] = {
 }
 """Sizes and what Megatron-LM takes without them, 0 for none; None where there is no model without them.
 
-Source:
-    megatron.training.arguments, megatron.core.transformer.TransformerConfig (0.19)
+Source: megatron.training.arguments, megatron.core.transformer.TransformerConfig (0.19)
 """
 
 _FLAGS: Mapping[str, bool] = {
@@ -145,8 +144,7 @@ def megatron_models(
     Raises:
         NoTable: the arguments describe no model, or one that the table does not know; the reason in one sentence.
 
-    Source:
-        megatron-core; the versions are in `Expected.made_with`.
+    Source: megatron-core; the versions are in `Expected.made_with`.
     """
     try:
         values = fields(args)
@@ -190,8 +188,8 @@ def rank_models(args: Mapping[str, object], source: str = "args", at_most: int =
     Raises:
         NoTable: as `megatron_models`.
 
-    Source:
-        megatron.core.models.gpt.gpt_layer_specs (`sharded_state_dict_keys_map`), megatron.core.transformer.moe.experts
+    Source: megatron.core.models.gpt.gpt_layer_specs (`sharded_state_dict_keys_map`),
+    megatron.core.transformer.moe.experts
     """
     models: list[Expected] = []
     for model in megatron_models(args, source, "numbered", at_most):
@@ -263,8 +261,7 @@ def fields(args: Mapping[str, object]) -> dict[str, object]:
     Raises:
         NoTable: a value is of another kind, or makes a model that the table does not know.
 
-    Source:
-        megatron.training.arguments.validate_args, core_transformer_config_from_args (0.19)
+    Source: megatron.training.arguments.validate_args, core_transformer_config_from_args (0.19)
     """
     given: dict[str, Any] = {_BRIDGE[name]: value for name, value in args.items() if name in _BRIDGE} | dict(args)
     given.setdefault("untie_embeddings_and_output_weights", given.get("share_embeddings_and_output_weights") is False)
@@ -335,9 +332,8 @@ def _number(values: Mapping[str, object], name: str) -> int:
 def _vocabulary(given: Mapping[str, object]) -> int:
     """Rows of the embedding.
 
-    Source:
-        megatron.training.vocab_utils.calculate_padded_vocab_size; GPTModelProvider of Megatron-Bridge, which pads where
-        `should_pad_vocab` says so
+    Source: megatron.training.vocab_utils.calculate_padded_vocab_size; GPTModelProvider of Megatron-Bridge, which pads
+    where `should_pad_vocab` says so
     """
     if given.get("padded_vocab_size") is not None:
         return _size(given, "padded_vocab_size", None)
@@ -351,8 +347,7 @@ def _vocabulary(given: Mapping[str, object]) -> int:
 def _pattern(given: Mapping[str, object]) -> str:
     """The symbol of every layer of a hybrid model; "" for others.
 
-    Source:
-        megatron.core.ssm.mamba_hybrid_layer_allocation; `|` ends a pipeline stage
+    Source: megatron.core.ssm.mamba_hybrid_layer_allocation; `|` ends a pipeline stage
     """
     pattern = given.get("hybrid_layer_pattern") or given.get("hybrid_override_pattern") or ""
     if not isinstance(pattern, str) or len(pattern) > _LONGEST:
@@ -368,8 +363,7 @@ def _pattern(given: Mapping[str, object]) -> str:
 def _moe_layers(freq: object, layers: int) -> list[int]:
     """0 or 1 for every layer.
 
-    Source:
-        megatron.core.models.gpt.gpt_layer_specs.get_gpt_decoder_layer_specs: every n-th layer from the first one on
+    Source: megatron.core.models.gpt.gpt_layer_specs.get_gpt_decoder_layer_specs: every n-th layer from the first one on
     """
     if isinstance(freq, int) and not isinstance(freq, bool) and freq > 0:
         return [int(layer % freq == 0) for layer in range(layers)]

@@ -39,9 +39,8 @@ def mistral_models(params: Mapping[str, Any], source: str = "params.json") -> tu
     Raises:
         NoTable: a field that decides about tensors is missing, has no size as its value, or is not known here.
 
-    Source:
-        mistral_inference 1.6 (transformer.Transformer, transformer_layers, moe, vision_encoder); `tied_embeddings` as
-        vLLM reads it
+    Source: mistral_inference 1.6 (transformer.Transformer, transformer_layers, moe, vision_encoder); `tied_embeddings`
+    as vLLM reads it
     """
     if params.get("model_type", "transformer") != "transformer" or params.get("lora") or params.get("use_biases"):
         raise NoTable(f"{source} describes a model other than a plain transformer")

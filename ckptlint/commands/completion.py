@@ -27,8 +27,7 @@ _SCRIPTS = {
 }
 """Shell -> the file of the user that it reads: a script of its own, or for zsh the user's settings.
 
-Source:
-    bash-completion 2 (README, `BASH_COMPLETION_USER_DIR`); fish-shell, "Where to put completions"
+Source: bash-completion 2 (README, `BASH_COMPLETION_USER_DIR`); fish-shell, "Where to put completions"
 """
 
 

@@ -31,17 +31,17 @@ _WIDEST = 2**24  # most columns of a tensor that is read again
 _RUNS = 4  # most runs of rows that a sentence names
 
 
-def locate_differences(found: Sequence[Match], sides: tuple[Sides, Sides], jobs: int) -> list[Match]:
+def locate_differences(matches: Sequence[Match], sides: tuple[Sides, Sides], jobs: int) -> list[Match]:
     """The matches, with notes on rows, chunks, content and distance for tensors that differ, or AccessError."""
     holders = _Holders(sides[0])
 
     def look(match: Match) -> Match:
         return _with_differences(match, (sides[0][match.old[0]], sides[1][match.new[0]]), holders)
 
-    differs = [match.relation == "differ" and not match.what.startswith("stored") for match in found]  # not in order
+    differs = [match.relation == "differ" and not match.what.startswith("stored") for match in matches]  # not in order
     with ThreadPoolExecutor(jobs) as pool:
-        looks = pool.map(look, compress(found, differs))
-        return [next(looks) if is_other else match for match, is_other in zip(found, differs, strict=True)]
+        looks = pool.map(look, compress(matches, differs))
+        return [next(looks) if is_other else match for match, is_other in zip(matches, differs, strict=True)]
 
 
 def _with_differences(match: Match, sides: tuple[Side, Side], holders: _Holders) -> Match:

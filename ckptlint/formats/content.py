@@ -252,8 +252,7 @@ def _is_deflated(head: bytes) -> bool:
 def _in_arrays(file: BinaryIO, size: int, limit: int) -> Iterator[BinaryIO]:
     """The pickle in arrays that stand in a row, as `numpy.load` reads one after another from an open file.
 
-    Source:
-        numpy.lib.format.read_array
+    Source: numpy.lib.format.read_array
     """
     start, head = 0, _ARRAY
     while head.startswith(_ARRAY):
@@ -276,9 +275,8 @@ def _in_arrays(file: BinaryIO, size: int, limit: int) -> Iterator[BinaryIO]:
 def _bytes_of_array(file: BinaryIO) -> int | None:
     """Bytes of the elements of an array by its version and its header, which is read; None for one of objects.
 
-    Source:
-        numpy.lib.format, which evaluates literals alone and reads what Python 2 wrote in a second way; version 3.0
-        differs from 2.0 in the encoding of the names of fields
+    Source: numpy.lib.format, which evaluates literals alone and reads what Python 2 wrote in a second way; version 3.0
+    differs from 2.0 in the encoding of the names of fields
     """
     from numpy.lib.format import read_array_header_1_0, read_array_header_2_0
 
@@ -300,8 +298,7 @@ def _bytes_of_array(file: BinaryIO) -> int | None:
 def _in_zip(file: BinaryIO, limit: int, depth: int) -> Iterator[BinaryIO]:
     """The pickles in the members of a zip file, whatever they are called, but for those that torch.load reads itself.
 
-    Source:
-        numpy.lib.npyio.NpzFile, which reads it by Python's zipfile; torch.serialization; torch.package
+    Source: numpy.lib.npyio.NpzFile, which reads it by Python's zipfile; torch.serialization; torch.package
     """
     from zipfile import ZipFile
 
@@ -346,8 +343,7 @@ def _damages() -> tuple[type[Exception], ...]:
 def _in_tar(file: BinaryIO, limit: int, depth: int) -> Iterator[BinaryIO]:
     """The pickles in the members of a tar file.
 
-    Source:
-        torch.serialization._legacy_load (torch 2.13)
+    Source: torch.serialization._legacy_load (torch 2.13)
     """
     import tarfile
 

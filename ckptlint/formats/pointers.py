@@ -17,8 +17,8 @@ def pointer_in(start: bytes) -> str:
     >>> pointer_in(b"../../blobs/0123abcd"), pointer_in(b"../../blobs/0123 is the file")
     ('holds the path of a link, not the file it leads to', '')
 
-    Source:
-        git-lfs docs/spec.md; git-config core.symlinks: links are then checked out as plain files with the path in them
+    Source: git-lfs docs/spec.md; git-config core.symlinks: links are then checked out as plain files with the path in
+    them
     """
     if start.startswith(b"version https://git-lfs"):
         return GIT_LFS_POINTER

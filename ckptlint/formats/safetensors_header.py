@@ -1,7 +1,6 @@
 """The header of a safetensors file: read strictly, without the library and without a byte of a tensor.
 
-Source:
-    safetensors 0.8: u64 little-endian length, a JSON object, then the payload, which the tensors tile without holes
+Source: safetensors 0.8: u64 little-endian length, a JSON object, then the payload, which the tensors tile without holes
 """
 
 from __future__ import annotations

@@ -102,8 +102,7 @@ def read_end(tail: bytes, length: int) -> Directory:
     Raises:
         UnreadableError: there is no end record, or one that contradicts itself or the length.
 
-    Source:
-        miniz in caffe2/serialize/inline_container.cc always writes the zip64 records; Python's zipfile when needed.
+    Source: miniz in caffe2/serialize/inline_container.cc always writes the zip64 records; Python's zipfile when needed.
     """
     at = length - _PLAIN_END.size
     if len(tail) < _PLAIN_END.size:
@@ -279,9 +278,8 @@ def read_archive(read: Read, size: int) -> Archive:
         ScriptError: torch.jit.save wrote it.
         LimitError: its directory or its `data.pkl` is too large.
 
-    Source:
-        torch.serialization.save (>= 1.6), caffe2/serialize/inline_container.cc: one folder in the archive, `archive/`
-        or the file's stem; names are looked up without regard to case
+    Source: torch.serialization.save (>= 1.6), caffe2/serialize/inline_container.cc: one folder in the archive,
+    `archive/` or the file's stem; names are looked up without regard to case
     """
     [tail] = read([(max(size - _TAIL, 0), min(size, _TAIL))])
     if _is_cut(tail):

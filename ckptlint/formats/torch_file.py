@@ -80,8 +80,7 @@ def read_torch_file(folder: Folder, name: str, read_bare: Callable[[bytes], Unpi
         LimitError: it would take more to read than such a file may need.
         AccessError: the operating system refused a read.
 
-    Source:
-        torch.serialization (1.0 - 2.13), caffe2/serialize/inline_container.cc
+    Source: torch.serialization (1.0 - 2.13), caffe2/serialize/inline_container.cc
     """
     return _read(ranges_of(folder, name), folder.stat(name)[1] or 0, read_bare)
 
@@ -205,8 +204,7 @@ def _archive(read: Read, size: int) -> TorchFile:
 def _begin(member: Member, limit: int) -> int:
     """Where torch starts a member's data: at the next multiple of 64 after its local header.
 
-    Source:
-        caffe2/serialize/inline_container.cc, getPadding
+    Source: caffe2/serialize/inline_container.cc, getPadding
     """
     after = member.header + LOCAL_SIZE + len(member.name)
     wide = 16 * (member.size >= _WIDE) + 8 * (member.header >= _WIDE)
@@ -217,8 +215,7 @@ def _begin(member: Member, limit: int) -> int:
 def _old_file(read: Read, size: int) -> TorchFile:
     """Pickles in a row, then for each storage, in the order of the last pickle, its length and its bytes.
 
-    Source:
-        torch.serialization._legacy_save, torch/csrc/serialization.cpp THPStorage_writeFileRaw
+    Source: torch.serialization._legacy_save, torch/csrc/serialization.cpp THPStorage_writeFileRaw
     """
     found, at, error = read_row(read([(0, min(size, PICKLES_LIMIT))])[0])
     refused = tuple(name for pickled in found for name in pickled.refused)
@@ -343,8 +340,7 @@ class _Reading:
     def _dtensor(self, made: Any, state: dict[str, Any]) -> StoredDTensor | None:
         """`_rebuild_wrapper_subclass(type, dtype, shape, ...)` with `{_local_tensor, _spec}` as its state.
 
-        Source:
-            torch.distributed.tensor.DTensor (torch 2.4 - 2.13)
+        Source: torch.distributed.tensor.DTensor (torch 2.4 - 2.13)
         """
         if not isinstance(made, tuple) or len(made) < 3 or not _counts(made[2]):
             return None
@@ -406,8 +402,7 @@ class _Reading:
     def _shards(self, made: Any, state: Any) -> StoredShards | None:
         """`_rebuild_wrapper_subclass(type, dtype, shape, ...)` with (local shards, metadata, process group, ...).
 
-        Source:
-            torch.distributed._shard.sharded_tensor.api.ShardedTensor.__getstate__ (torch 2.13)
+        Source: torch.distributed._shard.sharded_tensor.api.ShardedTensor.__getstate__ (torch 2.13)
         """
         if not isinstance(made, tuple) or len(made) < 3 or not _counts(made[2]):
             return None
@@ -443,8 +438,7 @@ def _placement(node: Opaque) -> Placement | None:
 def _order(entries: Any, axes: int) -> tuple[int, ...] | None:
     """(dim, axes of the mesh) of each dim that several axes cut, as one order of the axes.
 
-    Source:
-        torch.distributed.tensor._dtensor_spec.ShardOrderEntry (torch 2.13)
+    Source: torch.distributed.tensor._dtensor_spec.ShardOrderEntry (torch 2.13)
     """
     if not isinstance(entries, tuple):
         return None
@@ -477,9 +471,8 @@ def _shard_place(node: Any) -> tuple[tuple[int, ...], tuple[int, ...], int] | No
 def stored_tensor(node: Any) -> StoredTensor | None:
     """The plain tensor that a call rebuilds, or that is inside a parameter or a subclass; None for other calls.
 
-    Source:
-        torch._utils._rebuild_tensor_v2 and _v3 (the latter with the dtype as seventh argument, for dtypes without a
-        storage class of their own), torch._tensor._rebuild_from_type_v2, torch._utils._rebuild_parameter
+    Source: torch._utils._rebuild_tensor_v2 and _v3 (the latter with the dtype as seventh argument, for dtypes without a
+    storage class of their own), torch._tensor._rebuild_from_type_v2, torch._utils._rebuild_parameter
     """
     wrapped = False
     if isinstance(node, Opaque) and node.name.startswith("_rebuild_parameter") and node.args:
@@ -511,8 +504,7 @@ def stored_tensor(node: Any) -> StoredTensor | None:
 def subclass_form(node: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape and strides of a tensor of a class that holds other tensors, such as torchao's; both () for other calls.
 
-    Source:
-        torch._utils._rebuild_wrapper_subclass, called by torch._tensor._rebuild_from_type_v2
+    Source: torch._utils._rebuild_wrapper_subclass, called by torch._tensor._rebuild_from_type_v2
     """
     if isinstance(node, Opaque) and node.name.startswith("_rebuild_parameter") and node.args:
         node = node.args[0]

@@ -34,8 +34,7 @@ def is_legacy(head: bytes) -> bool:
 def is_tar(head: bytes) -> bool:
     """Whether the first 512 bytes are a tar header: torch.load tries that before it unpickles.
 
-    Source:
-        torch.serialization._legacy_load (torch 2.13), which asks Python's tarfile; a checksum of the header decides
+    Source: torch.serialization._legacy_load (torch 2.13), which asks Python's tarfile; a checksum of the header decides
     """
     import tarfile
 

@@ -16,9 +16,8 @@ def check_saves(accelerator: Any, on_fault: OnFault = "warn", **options: Any) ->
     Raises:
         ConfigError: `on_fault` is unknown.
 
-    Source:
-        accelerate 1.15 accelerate.Accelerator.save_state, Accelerator.load_state: they return the folder, and end
-        without a barrier after the random states of the other ranks
+    Source: accelerate 1.15 accelerate.Accelerator.save_state, Accelerator.load_state: they return the folder, and end
+    without a barrier after the random states of the other ranks
     """
     require(on_fault)
     if not accelerator.is_main_process:

@@ -19,9 +19,8 @@ class CheckpointLint(Callback):
     Raises:
         ConfigError: `on_fault` is unknown, or is `stop` in a job of several ranks.
 
-    Source:
-        lightning 2.6 lightning.pytorch.Trainer.save_checkpoint, which ends with a barrier: no hook of a callback comes
-        after ModelCheckpoint's own, which are the last
+    Source: lightning 2.6 lightning.pytorch.Trainer.save_checkpoint, which ends with a barrier: no hook of a callback
+    comes after ModelCheckpoint's own, which are the last
     """
 
     def __init__(self, on_fault: Literal["warn", "stop", "raise"] = "warn", **options: Any) -> None:

@@ -21,9 +21,8 @@ def patch_megatron(on_fault: OnFault = "warn", **options: Any) -> Undo:
         ConfigError: `on_fault` is unknown.
         ImportError: megatron.training cannot be imported.
 
-    Source:
-        Megatron-LM (d98e8a64) megatron.training.checkpointing.save_checkpoint, which ends with a barrier; training.py
-        imports its name
+    Source: Megatron-LM (d98e8a64) megatron.training.checkpointing.save_checkpoint, which ends with a barrier;
+    training.py imports its name
     """
     require(on_fault)
     from megatron.training import checkpointing, get_args, training

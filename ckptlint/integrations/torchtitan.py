@@ -17,8 +17,7 @@ def check_saves(manager: Any, on_fault: OnFault = "warn", **options: Any) -> Und
     Raises:
         ConfigError: `on_fault` is unknown.
 
-    Source:
-        torchtitan 0.3 torchtitan.components.checkpointer.dcp.CheckpointManager._save, base.BaseCheckpointManager
+    Source: torchtitan 0.3 torchtitan.components.checkpointer.dcp.CheckpointManager._save, base.BaseCheckpointManager
     """
     require(on_fault)
     if rank_and_world()[0]:

@@ -19,9 +19,8 @@ class CheckpointLint(TrainerCallback):
     Raises:
         ConfigError: `on_fault` is unknown, or is `stop` in a job of several ranks.
 
-    Source:
-        transformers 5.23 transformers.Trainer._maybe_log_save_evaluate, Trainer._save_checkpoint: on_save comes after
-        `trainer_state.json` and the rotation, without a barrier after the random states of the other ranks
+    Source: transformers 5.23 transformers.Trainer._maybe_log_save_evaluate, Trainer._save_checkpoint: on_save comes
+    after `trainer_state.json` and the rotation, without a barrier after the random states of the other ranks
     """
 
     def __init__(self, on_fault: Literal["warn", "stop", "raise"] = "warn", **options: Any) -> None:

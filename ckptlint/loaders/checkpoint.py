@@ -91,15 +91,15 @@ def _times(folder: Folder, ckpt: Checkpoint) -> SaveTimes:
     return SaveTimes(folder.newest, times, finished)
 
 
-def _open(found: CheckpointPlace, look_at_files: bool) -> Checkpoint:
+def _open(place: CheckpointPlace, look_at_files: bool) -> Checkpoint:
     """Read a checkpoint in a child process; one that breaks a limit is a problem of the checkpoint."""
-    recognised, folder = found.recognised, found.folder
+    recognised, folder = place.recognised, place.folder
     if recognised is None:
-        return read_checkpoint(found, look_at_files)
+        return read_checkpoint(place, look_at_files)
     layout = recognised.layout
     try:
         with paused_gc():  # the answer is millions of objects too
-            return isolated(partial(read_checkpoint, found, look_at_files), layout.input_bytes(folder))
+            return isolated(partial(read_checkpoint, place, look_at_files), layout.input_bytes(folder))
     except LimitError as error:
         format_, label = "dcp", METADATA
         if layout.describes_itself:
@@ -109,21 +109,21 @@ def _open(found: CheckpointPlace, look_at_files: bool) -> Checkpoint:
         return Checkpoint(folder.display, format_, problems=problems, readable=False, files=files, metadata_file=label)
 
 
-def read_checkpoint(found: CheckpointPlace, look_at_files: bool = True) -> Checkpoint:
+def read_checkpoint(place: CheckpointPlace, look_at_files: bool = True) -> Checkpoint:
     """The same in this process, where a crafted file may crash, starve or stall it."""
-    recognised = found.recognised
+    recognised = place.recognised
     if recognised is None:
-        if any(family and family.part == "optimizer" for family in map(family_of, found.folder.files())):
+        if any(family and family.part == "optimizer" for family in map(family_of, place.folder.files())):
             why = "a resume has moments and no weights to go on from"
-            ckpt = unfinished(found.folder, "the step's folder holds an optimizer and no model", "", why)
+            ckpt = unfinished(place.folder, "the step's folder holds an optimizer and no model", "", why)
             ckpt = replace(ckpt, metadata_file="file of weights")
-            return _with_surroundings(found.folder, INCOMPLETE._replace(restore={"incomplete": _COPY_WEIGHTS}), ckpt)
-        what = "holds no checkpoint" if found.folder.entries else "is empty"
-        return _with_surroundings(found.folder, INCOMPLETE, unfinished(found.folder, f"the step's folder {what}", ""))
-    if is_unfinished_name(found.folder.name):  # what is not yet there is no fault of its own
-        return replace(unfinished(found.folder, "", ""), problems=unfinished_marks(found.folder, blocks=True))
+            return _with_surroundings(place.folder, INCOMPLETE._replace(restore={"incomplete": _COPY_WEIGHTS}), ckpt)
+        what = "holds no checkpoint" if place.folder.entries else "is empty"
+        return _with_surroundings(place.folder, INCOMPLETE, unfinished(place.folder, f"the step's folder {what}", ""))
+    if is_unfinished_name(place.folder.name):  # what is not yet there is no fault of its own
+        return replace(unfinished(place.folder, "", ""), problems=unfinished_marks(place.folder, blocks=True))
     with paused_gc():
-        return _with_surroundings(found.folder, recognised.layout, recognised.layout.read(found, look_at_files))
+        return _with_surroundings(place.folder, recognised.layout, recognised.layout.read(place, look_at_files))
 
 
 def _with_surroundings(folder: Folder, layout: Layout, ckpt: Checkpoint) -> Checkpoint:

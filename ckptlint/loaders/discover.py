@@ -287,19 +287,19 @@ def _inner(folder: Folder) -> list[str]:
     return sorted(names, key=holds_no_state)
 
 
-def _accounted(found: list[CheckpointPlace], folder: Folder) -> list[CheckpointPlace]:
+def _accounted(places: list[CheckpointPlace], folder: Folder) -> list[CheckpointPlace]:
     """The same checkpoints; the files of the folder around them are reported with the first that a job resumes from."""
     exports = ("safetensors", "torch", "file", "incomplete", "lost", "unsupported")
-    first = next((n for n, unit in enumerate(found) if not (unit.refused or _is_kind(unit.folder, *exports))), 0)
+    first = next((n for n, unit in enumerate(places) if not (unit.refused or _is_kind(unit.folder, *exports))), 0)
     return [
         replace(unit, reports_for=(*unit.reports_for, folder)) if number == first else unit
-        for number, unit in enumerate(found)
+        for number, unit in enumerate(places)
     ]
 
 
-def _not_read(folder: Folder, steps: Iterable[str], found: list[CheckpointPlace]) -> list[str]:
+def _not_read(folder: Folder, steps: Iterable[str], places: list[CheckpointPlace]) -> list[str]:
     """What is said of the steps in a folder that none of the checkpoints is, or lies in."""
-    late = [name for name in steps if not _holds_any(folder, name, found)]
+    late = [name for name in steps if not _holds_any(folder, name, places)]
     verb, them = ("passes", "it") if len(late) == 1 else ("pass", "them")
     count, named = plural(len(late), "other step"), first_names([*map(printable, late)])
     return [f"whether {count} {verb}: {named} (`ckptlint RUN_DIR --all-steps` checks {them})"] if late else []

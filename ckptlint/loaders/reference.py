@@ -266,8 +266,8 @@ def _from_checkpoint(folder: Folder, name: str, source: str) -> Reference:
     return Reference(source, "checkpoint", {} if clashes else tensors, parts=components)
 
 
-def _readable(found: CheckpointPlace, source: str) -> Checkpoint:
-    ckpt = open_checkpoint(found, look_at_files=False)
+def _readable(place: CheckpointPlace, source: str) -> Checkpoint:
+    ckpt = open_checkpoint(place, look_at_files=False)
     if sentence := obstacle(ckpt):
         raise ConfigError(f"the reference {source} cannot be used: {sentence}")
     return ckpt

@@ -39,8 +39,7 @@ class WeightIndex:
         unread: these, and the files whose header could not be read.
         is_stale: whether it is left from an earlier save: none of its files is there, and none is a file of this model.
 
-    Source:
-        huggingface_hub `split_torch_state_dict_into_shards`; torch.distributed.checkpoint.hf_storage
+    Source: huggingface_hub `split_torch_state_dict_into_shards`; torch.distributed.checkpoint.hf_storage
     """
 
     file: str
@@ -70,8 +69,7 @@ class RunFolder:
         saved: the step that a train state in the step folder holds, None without one.
         not_looked_at: why the run folder could not be looked at, "" where it could.
 
-    Source:
-        megatron.training.checkpointing.get_checkpoint_name, read_metadata
+    Source: megatron.training.checkpointing.get_checkpoint_name, read_metadata
     """
 
     step: int
@@ -129,8 +127,7 @@ class OptimizerFile:
         states: its states as tensors (`optimizer.state.0.exp_avg`) of a checkpoint that is this file alone; None where
             nobody knows where they lie.
 
-    Source:
-        torch.optim.Optimizer.state_dict; names in place of numbers: FullyShardedDataParallel.optim_state_dict
+    Source: torch.optim.Optimizer.state_dict; names in place of numbers: FullyShardedDataParallel.optim_state_dict
     """
 
     params: tuple[int | str, ...]

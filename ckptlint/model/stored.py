@@ -73,8 +73,7 @@ class Mesh:
         coordinate: where the writer was on it, None where the file does not say.
         rank: that of the writer in the world, -1 where the file does not say.
 
-    Source:
-        torch.distributed.device_mesh.DeviceMesh: `mesh` (torch 2.4 - 2.9); `_layout` over `_rank_map` (2.13)
+    Source: torch.distributed.device_mesh.DeviceMesh: `mesh` (torch 2.4 - 2.9); `_layout` over `_rank_map` (2.13)
     """
 
     names: tuple[str, ...]

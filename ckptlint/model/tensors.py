@@ -30,8 +30,7 @@ class ChunkTable:
         tiling: offsets and sizes, shared by all tensors that are cut alike.
         record: int64 [n], row of the chunk's stored bytes in `Checkpoint.records`; -1 when no storage entry exists.
 
-    Source:
-        torch.distributed.checkpoint.metadata.ChunkStorageMetadata
+    Source: torch.distributed.checkpoint.metadata.ChunkStorageMetadata
     """
 
     tiling: Tiling
@@ -107,8 +106,7 @@ class ShardedObject:
         offset, shape: place in the grid of objects, and the grid.
         record: row in `Checkpoint.records`, -1 without a storage entry.
 
-    Source:
-        megatron.core.dist_checkpointing.mapping.ShardedObject.unique_key
+    Source: megatron.core.dist_checkpointing.mapping.ShardedObject.unique_key
     """
 
     fqn: str
@@ -198,8 +196,7 @@ class RecordTable:
         unreferenced: row -> the offsets it is filed under (None for bytes), for the rows that nothing refers to.
         copies: row -> dtype and shape, for those of them that hold a key which another file holds too.
 
-    Source:
-        torch.distributed.checkpoint.filesystem._StorageInfo, torch.distributed.checkpoint.metadata.MetadataIndex
+    Source: torch.distributed.checkpoint.filesystem._StorageInfo, torch.distributed.checkpoint.metadata.MetadataIndex
     """
 
     fqns: Names

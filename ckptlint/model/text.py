@@ -45,8 +45,8 @@ def inert(text: str, escape: str = r"\x{:x}") -> str:
     A name may hold these, and wrapping may put it at the start of a line; it gets a visible escape, as `printable`
     gives, or in the form of a format that has its own. Every text that leaves ckptlint goes through here last.
 
-    Source:
-        actions/runner, src/Runner.Common/ActionCommand.cs; Azure Pipelines and TeamCity write `##vso[`, `##teamcity[`
+    Source: actions/runner, src/Runner.Common/ActionCommand.cs; Azure Pipelines and TeamCity write `##vso[`,
+    `##teamcity[`
 
     >>> print(inert("  ::error::a"))
       \x3a:error::a

@@ -86,9 +86,8 @@ def chunk_numbers(ckpt: Checkpoint) -> ChunkNumbers:
 def may_be_padding(tensor: Tensor) -> BoolArray:
     """bool [n], the chunks of a flat bucket that may lie between or after its parameters, in memory nobody wrote.
 
-    Source:
-        megatron.core.distributed.param_and_grad_buffer 0.16: a parameter starts at a multiple of 64 elements, a bucket
-        ends at one of the ranks, 128, or 2^16
+    Source: megatron.core.distributed.param_and_grad_buffer 0.16: a parameter starts at a multiple of 64 elements, a
+    bucket ends at one of the ranks, 128, or 2^16
     """
     is_padding = np.zeros(len(tensor.chunks), bool)
     if "gbuf_idx_" in tensor.fqn and len(tensor.global_shape) == 1:
@@ -101,9 +100,9 @@ def may_be_padding(tensor: Tensor) -> BoolArray:
 def ranks_by_file(ckpt: Checkpoint) -> IntArray:
     """int64 [n], for each file the rank that saved it, -1 where nothing says so.
 
-    Source:
-        deepspeed.runtime.engine.DeepSpeedEngine._get_zero_ckpt_name: `zero_pp_rank_<data parallel>_mp_rank_<model>`,
-        in which the data parallel rank is the rank of the job where there is no model parallelism
+    Source: deepspeed.runtime.engine.DeepSpeedEngine._get_zero_ckpt_name: `zero_pp_rank_<data
+    parallel>_mp_rank_<model>`, in which the data parallel rank is the rank of the job where there is no model
+    parallelism
     """
     ranks, files = ranks_of_files(ckpt).copy(), () if ckpt.rank_files is None else ckpt.rank_files.files
     is_cut_by_model = any(file.numbers.get("mp") for file in files)

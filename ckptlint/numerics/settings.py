@@ -46,9 +46,8 @@ class GroupSettings:
 def optimizer_settings(ckpt: Checkpoint) -> tuple[GroupSettings, ...]:
     """The groups of all optimizers, as far as their settings were read: those of records at depth headers.
 
-    Source:
-        torch.optim.Optimizer.state_dict; torch.distributed.checkpoint.state_dict, which keys the settings
-        `param_groups.<number or parameter>.<setting>`; Megatron-Core's common state; DeepSpeed's `base_optimizer_state`
+    Source: torch.optim.Optimizer.state_dict; torch.distributed.checkpoint.state_dict, which keys the settings
+    `param_groups.<number or parameter>.<setting>`; Megatron-Core's common state; DeepSpeed's `base_optimizer_state`
     """
     groups = [*_of_records(ckpt)]
     sources = [] if ckpt.common is None else [(ckpt.common.source, ckpt.common.values)]

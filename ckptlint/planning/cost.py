@@ -49,7 +49,7 @@ class Tally:
         self.touched = np.zeros(len(ckpt.records), bool)
         self.of_targets: dict[int, _OfTarget] = {}
 
-    def add(self, target: Target, found: Reads, records: IntArray, needed: IntArray) -> None:
+    def add(self, target: Target, reads: Reads, records: IntArray, needed: IntArray) -> None:
         """Add one tensor, or one object: int64 [n], the record of each item, and its needed bytes."""
         if id(target) not in self.of_targets:
             self.of_targets[id(target)] = _OfTarget(target, np.zeros((3, len(target.offsets))))
@@ -57,9 +57,9 @@ class Tally:
         # Source: torch 2.13 FileSystemReader.read_data gives torch.load the whole record for each item, and narrows;
         # HuggingFaceStorageReader asks safetensors for the slice.
         whole = needed if self.ckpt.is_safetensors else self.ckpt.records.byte_length[records]
-        of_target.sums += [np.bincount(found.box, weights, count) for weights in (needed, whole, None)]
-        of_target.pairs.append(found.box * self.files + self.ckpt.records.file[records])
-        of_target.waiting += len(found.box)
+        of_target.sums += [np.bincount(reads.box, weights, count) for weights in (needed, whole, None)]
+        of_target.pairs.append(reads.box * self.files + self.ckpt.records.file[records])
+        of_target.waiting += len(reads.box)
         if of_target.waiting > _MANY:
             of_target.pairs, of_target.waiting = [of_target.distinct_pairs()], 0
         self.touched[records] = True
@@ -154,13 +154,13 @@ def nodes_of(cost: Cost, ckpt: Checkpoint, per_node: int, homes: IntArray | None
     return tuple(nodes)
 
 
-def needs_away(target: Target, found: Reads, files: npt.NDArray[np.int32], homes: IntArray, per_node: int) -> bool:
+def needs_away(target: Target, reads: Reads, files: npt.NDArray[np.int32], homes: IntArray, per_node: int) -> bool:
     """Whether any rank reads a file (int32 [n], of each item) that its node has not."""
     # Each box has a first and a last node that needs it. If they differ, a file on one node is away from the other.
     low, high = np.full(len(target.offsets), np.iinfo(np.int64).max), np.full(len(target.offsets), -1)
     node = target.rank // per_node
     np.minimum.at(low, target.box, node)
     np.maximum.at(high, target.box, node)
-    wanted = high[found.box] >= 0
-    at_home = (low[found.box] == homes[files]) & (high[found.box] == homes[files])
+    wanted = high[reads.box] >= 0
+    at_home = (low[reads.box] == homes[files]) & (high[reads.box] == homes[files])
     return bool((wanted & ~at_home).any())

@@ -116,9 +116,8 @@ def constraints(
         reader: the version of megatron-core that loads. Without one a constraint counts where every version from
             those that wrote the checkpoint to the newest known has it, and is a note where only some have.
 
-    Source:
-        megatron-core 0.11 to 0.19 (`dist_checkpointing`, `optimizer`), Megatron-LM core_v0.12.3 to core_v0.19.0
-        (`megatron.training.checkpointing`)
+    Source: megatron-core 0.11 to 0.19 (`dist_checkpointing`, `optimizer`), Megatron-LM core_v0.12.3 to core_v0.19.0
+    (`megatron.training.checkpointing`)
     """
     change = _change(ckpt, to, give_up, reader)
     collected = [
@@ -158,8 +157,8 @@ def _change(ckpt: Checkpoint, to: Mapping[str, int], give_up: frozenset[str], re
 def _oldest_writer(ckpt: Checkpoint) -> Version:
     """The oldest version of megatron-core that can have written this checkpoint, by the traces that it leaves.
 
-    Source:
-        `common_state` 0.19, plans without `mcore_data` 0.16, `chained_optim_avoid_prefix` 0.14, content metadata 0.13
+    Source: `common_state` 0.19, plans without `mcore_data` 0.16, `chained_optim_avoid_prefix` 0.14, content metadata
+    0.13
     """
     content = content_metadata(ckpt)
     form = form_of(ckpt)
@@ -279,9 +278,8 @@ def _training_state(change: _Change) -> Iterator[Constraint]:
 def form_of(ckpt: Checkpoint) -> Form | None:
     """The sharding type of the optimizer state; None without optimizer state.
 
-    Source:
-        `distrib_optim_sharding_type` of the content metadata (0.13), `param_state_sharding_type` of the state itself
-        (0.6), else the keys: megatron.core.optimizer.distrib_optimizer
+    Source: `distrib_optim_sharding_type` of the content metadata (0.13), `param_state_sharding_type` of the state
+    itself (0.6), else the keys: megatron.core.optimizer.distrib_optimizer
     """
     keys = _optimizer_keys(ckpt)
     if not keys:
@@ -370,9 +368,8 @@ def _buffers(change: _Change, form: Form, keys: tuple[str, ...]) -> Iterator[Con
 def _bucket_cuts(change: _Change) -> Iterator[Constraint]:
     """Obstacles from bucket boundaries, which move because the bucket size grows with the number of ranks.
 
-    Source:
-        megatron.core.distributed.DistributedDataParallel: max(40M, 1M x ranks) elements where gradients are reduced
-        while they are computed, one bucket for the whole buffer elsewhere
+    Source: megatron.core.distributed.DistributedDataParallel: max(40M, 1M x ranks) elements where gradients are reduced
+    while they are computed, one bucket for the whole buffer elsewhere
     """
     if not change.argument("overlap_grad_reduce") or not {"dp", "cp"} <= change.old.keys():
         return
@@ -406,10 +403,9 @@ def _bucket_cuts(change: _Change) -> Iterator[Constraint]:
 def _chain(change: _Change, form: Form, keys: tuple[str, ...]) -> Iterator[Constraint]:
     """Obstacles for forms with one key per weight: only the number of chained optimizers must match.
 
-    Source:
-        megatron.core.optimizer.get_megatron_optimizer: the experts have an optimizer of their own where their
-        parameters have `allreduce` False (tensor_parallel.layers): with ep over 1, from 0.19 on also with an etp other
-        than tp; ChainedOptimizer.load_state_dict
+    Source: megatron.core.optimizer.get_megatron_optimizer: the experts have an optimizer of their own where their
+    parameters have `allreduce` False (tensor_parallel.layers): with ep over 1, from 0.19 on also with an etp other than
+    tp; ChainedOptimizer.load_state_dict
     """
     if not (change.number("experts") or any(".experts." in key for key in change.ckpt.tensors)):
         return
@@ -445,9 +441,8 @@ def _objects(ckpt: Checkpoint, key: str) -> list[ShardedObject]:
 def _random_states(change: _Change) -> Iterator[Constraint]:
     """Obstacles from random states, a grid of objects that cannot be resharded.
 
-    Source:
-        megatron.training.checkpointing.get_rng_state: (PP, TP); in 0.16 (PP, TP, DP x CP) with expert parallelism.
-        load_checkpoint: not asked for where tp or pp differ, and 0.13 and earlier then exit without --no-load-rng
+    Source: megatron.training.checkpointing.get_rng_state: (PP, TP); in 0.16 (PP, TP, DP x CP) with expert parallelism.
+    load_checkpoint: not asked for where tp or pp differ, and 0.13 and earlier then exit without --no-load-rng
     """
     stored = _objects(change.ckpt, "rng_state")
     keys = ("rng_state",) if stored else ()
@@ -494,8 +489,7 @@ def _grid(shape: tuple[int, ...]) -> str:
 def _rerun_state(change: _Change) -> Iterator[Constraint]:
     """Obstacles from the rerun state (of steps repeated to find faults), which matters only during a rerun.
 
-    Source:
-        megatron.core.rerun_state_machine.RerunStateMachine.state_dict, one object per rank (0.13)
+    Source: megatron.core.rerun_state_machine.RerunStateMachine.state_dict, one object per rank (0.13)
     """
     stored = _objects(change.ckpt, "rerun_state_machine_state")
     moved = change.changes("tp", "pp", "dp")
@@ -511,9 +505,8 @@ def _rerun_state(change: _Change) -> Iterator[Constraint]:
 def _vocabulary(change: _Change) -> Iterator[Constraint]:
     """Notes on vocabulary padding, whose number of rows depends on tp.
 
-    Source:
-        megatron.training.vocab_utils.calculate_padded_vocab_size; `allow_shape_mismatch` of
-        megatron.core.tensor_parallel.layers.VocabParallelEmbedding.sharded_state_dict and LanguageModule
+    Source: megatron.training.vocab_utils.calculate_padded_vocab_size; `allow_shape_mismatch` of
+    megatron.core.tensor_parallel.layers.VocabParallelEmbedding.sharded_state_dict and LanguageModule
     """
     divisor, vocab = change.number("vocab_divisor"), change.number("vocab")
     tensors = [tensor for key, tensor in change.ckpt.tensors.items() if _EMBEDDING.fullmatch(key)]

@@ -24,9 +24,8 @@ _BLOCKS = "vLLM, layers/quantization: create_weights of fp8, gptq and awq"
 def undivided(ckpt: Checkpoint, to: Mapping[str, int]) -> Iterator[Constraint]:
     """What the declared sizes of a model, in any format but Megatron-Core's, keep a job of these axis sizes from.
 
-    Source:
-        transformers 5.23, loaded with `tp_plan="auto"`: heads and KV heads must divide, all else is cut unevenly.
-        vLLM (config/model.py, verify_with_parallel_config), SGLang, megatron-core 0.19 (TransformerConfig)
+    Source: transformers 5.23, loaded with `tp_plan="auto"`: heads and KV heads must divide, all else is cut unevenly.
+    vLLM (config/model.py, verify_with_parallel_config), SGLang, megatron-core 0.19 (TransformerConfig)
     """
     declared = trusted(ckpt)
     tp, pp, ep = (to.get(axis, 1) for axis in ("tp", "pp", "ep"))

@@ -195,8 +195,7 @@ def _wanted(state_dict: dict[str, Any], stored: frozenset[str]) -> Iterator[list
 
     `fits`: whether the local shard has as many elements as torch computes from the placements.
 
-    Source:
-        torch 2.13 `DefaultLoadPlanner.set_up_planner`, `create_local_plan`, `create_default_local_load_plan`
+    Source: torch 2.13 `DefaultLoadPlanner.set_up_planner`, `create_local_plan`, `create_default_local_load_plan`
     """
     flat, _ = flatten_state_dict(_flatten_sharded_tensors(state_dict))
     absent = {key for key in stored if key not in {printable(key) for key in flat}}

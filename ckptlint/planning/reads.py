@@ -63,9 +63,8 @@ def reads(tiling: Tiling, target: Target, budget: ReadBudget | None = None) -> R
     A box and a chunk overlap where on no axis one begins at or after the end of the other: an empty box strictly
     inside a chunk makes an item of no elements, as in torch.
 
-    Source:
-        torch 2.13 `torch.distributed.checkpoint.resharding._check_shard_metadata_pair_overlap`,
-        `planner_helpers.create_read_items_for_chunk_list`
+    Source: torch 2.13 `torch.distributed.checkpoint.resharding._check_shard_metadata_pair_overlap`,
+    `planner_helpers.create_read_items_for_chunk_list`
     """
     budget, none = budget or ReadBudget(), np.zeros(0, np.int64)
     items = [(none, none)]

@@ -35,15 +35,15 @@ def not_judged_by(request: Request) -> list[str]:
     return rules + ([] if request.depth.reads_all else [f"{read}; --depth data reads them all"])
 
 
-def retention_lines(found: Retention) -> list[str]:
+def retention_lines(retention: Retention) -> list[str]:
     """What could not be searched, and how many steps may be deleted, or why none may."""
-    return [found.refused or found.sentence]
+    return [retention.refused or retention.sentence]
 
 
-def decision_table(found: Retention) -> str:
+def decision_table(retention: Retention) -> str:
     """Each step, whether it is whole, and why it stays."""
-    gone, rows = {*found.paths}, []
-    for decision in found.decisions:
+    gone, rows = {*retention.paths}, []
+    for decision in retention.decisions:
         why = "" if decision.step.path in gone else decision.kept_because
         rows.append((decision.step.name, _whole(decision), human_bytes(decision.step.size), why))
     head, most = ("step", "whole", "payload", "stays because"), (None, _WIDE, None, _WIDE)

@@ -42,8 +42,7 @@ _Leaf = Callable[[Any], "bytes | None"]
 def finalise(words: Words, scratch: Words | None = None) -> Words:
     """The words mixed in place: the finaliser of splitmix64, a bijection that leaves 0 at 0; overwrites `scratch` too.
 
-    Source:
-        Vigna's splitmix64: shifts 30, 27, 31, two multiplications
+    Source: Vigna's splitmix64: shifts 30, 27, 31, two multiplications
     """
     scratch = np.empty_like(words) if scratch is None else scratch
     for shift, factor in _STEPS:

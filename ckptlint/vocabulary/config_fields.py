@@ -62,8 +62,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
 }
 """Canonical name -> the names that frameworks use, first match wins.
 
-Source:
-    megatron.training.arguments and megatron.core.transformer.TransformerConfig (0.19), transformers config.json
+Source: megatron.training.arguments and megatron.core.transformer.TransformerConfig (0.19), transformers config.json
 """
 
 _SECTIONS = (

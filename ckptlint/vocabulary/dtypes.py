@@ -78,9 +78,8 @@ DTYPES: Mapping[str, Dtype] = {
 Packed and quantised dtypes (float4_e2m1fn_x2, int1-7, quint4x2; F4 and F6_* of safetensors) are left out on purpose:
 their shapes count other things, and no size check is made for them; `SAFETENSORS_BITS` has those of safetensors.
 
-Source:
-    torch 2.13 `torch.dtype.itemsize` and its storage classes; safetensors 0.8 `Dtype`; OCP 8-bit Floating Point
-    Specification (e4m3, e5m2), c10/util/Float8_*.h of torch 2.13 (fnuz, e8m0fnu)
+Source: torch 2.13 `torch.dtype.itemsize` and its storage classes; safetensors 0.8 `Dtype`; OCP 8-bit Floating Point
+Specification (e4m3, e5m2), c10/util/Float8_*.h of torch 2.13 (fnuz, e8m0fnu)
 """
 
 ITEM_BITS: Mapping[str, int] = {name: dtype.bits for name, dtype in DTYPES.items()}
@@ -100,8 +99,7 @@ SAFETENSORS_BITS: Mapping[str, int] = {
 }
 """Names in a safetensors header -> bits per element: all that the format has, those that torch has no dtype for too.
 
-Source:
-    safetensors 0.8 `Dtype`, `TensorInfo`
+Source: safetensors 0.8 `Dtype`, `TensorInfo`
 """
 
 ENCODINGS: Mapping[str, Encoding] = {name: dtype.encoding for name, dtype in DTYPES.items() if dtype.encoding}

@@ -81,8 +81,8 @@ _CLASSES: dict[str, KeyFunction] = {
 NEVER_ZERO: frozenset[KeyFunction] = frozenset({"q", "k", "v", "qkv", "mlp_in", "embedding", "output"})
 """What no model starts with one value in; projections back into the residual stream do in some.
 
-Source:
-    transformers 5.23: 527 types, freshly initialised; Tensor Programs V (muP), where q and output may start as zeros
+Source: transformers 5.23: 527 types, freshly initialised; Tensor Programs V (muP), where q and output may start as
+zeros
 """
 
 COMPUTED = frozenset(
@@ -103,8 +103,8 @@ SQUARES = frozenset(
 )
 """States that are sums, means or maxima of squares or magnitudes.
 
-Source:
-    torch.optim: Adam, NAdam, RAdam, RMSprop, Adadelta, Adagrad, Adamax, Adafactor; Adafactor of transformers, fairseq
+Source: torch.optim: Adam, NAdam, RAdam, RMSprop, Adadelta, Adagrad, Adamax, Adafactor; Adafactor of transformers,
+fairseq
 """
 
 _QUANTISED_STATES = {"state1", "state2", "absmax1", "absmax2", "qmap1", "qmap2"}

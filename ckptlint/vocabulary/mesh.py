@@ -16,9 +16,8 @@ def read_topology(
 
     Of the ranks in payload file names the highest is a lower bound of the world size (`files`).
 
-    Source:
-        `rng_state` has the shape (PP, TP), in Megatron-LM 0.16 (PP, TP, DP x CP) where there is expert parallelism;
-        `rerun_state_machine_state` has one object per rank; `all_local_plans` one plan per rank (Megatron-Core)
+    Source: `rng_state` has the shape (PP, TP), in Megatron-LM 0.16 (PP, TP, DP x CP) where there is expert parallelism;
+    `rerun_state_machine_state` has one object per rank; `all_local_plans` one plan per rank (Megatron-Core)
     """
     sizes: dict[str, AxisSize] = {}
     for axis in AXES:

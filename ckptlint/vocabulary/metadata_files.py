@@ -1,7 +1,6 @@
 """Names of the files of torch.distributed.checkpoint.
 
-Source:
-    torch.distributed.checkpoint.filesystem (1.13 - 2.13): `_metadata_fn`, `_FileSystem`, `DEFAULT_SUFFIX`
+Source: torch.distributed.checkpoint.filesystem (1.13 - 2.13): `_metadata_fn`, `_FileSystem`, `DEFAULT_SUFFIX`
 """
 
 from __future__ import annotations

@@ -30,9 +30,8 @@ def runs(
         placements: one per mesh dim.
         order: mesh dims in the order in which they cut; left to right by default.
 
-    Source:
-        torch 2.13 torch.distributed.tensor._utils._compute_local_shape_and_global_offset; the pieces are those of
-        Shard.local_shard_size_and_offset and _StridedShard.local_shard_size_and_offset.
+    Source: torch 2.13 torch.distributed.tensor._utils._compute_local_shape_and_global_offset; the pieces are those of
+    Shard.local_shard_size_and_offset and _StridedShard.local_shard_size_and_offset.
     """
     runs_by_dim: list[Runs] = [((0, size),) if size else () for size in shape]
     for mesh_dim in range(len(placements)) if order is None else order:

@@ -41,8 +41,8 @@ _PART_WORDS = frozenset({"text", "language", "llm", "lm", "only", "encoder", "de
 _MTP = {"num_nextn_predict_layers": 1, "num_mtp_layers": 1, "mtp_num_layers": 0, "mtp_num_hidden_layers": 0}
 """Fields that declare layers for multi-token prediction, and how many a class of transformers declares by itself.
 
-Source:
-    transformers 5.23 configuration_deepseek_v3, _deepseek_v4, _glm4_moe, _bailing_hybrid: 1, and no such layer is built
+Source: transformers 5.23 configuration_deepseek_v3, _deepseek_v4, _glm4_moe, _bailing_hybrid: 1, and no such layer is
+built
 """
 _MTP_JOINTS = (
     ("eh_proj.weight", "enorm.weight", "hnorm.weight"),
@@ -50,8 +50,7 @@ _MTP_JOINTS = (
 )
 """Modules that combine the embedding with the hidden states before such layers; a model has all of a group or none.
 
-Source:
-    vllm 0.11 model_executor.models.deepseek_mtp, glm4_moe_mtp; qwen3_next_mtp
+Source: vllm 0.11 model_executor.models.deepseek_mtp, glm4_moe_mtp; qwen3_next_mtp
 """
 
 
@@ -345,9 +344,8 @@ class _Judge:
     def _without_joined(self, missing: list[str]) -> list[str]:
         """The missing keys, without those whose rows a fused quantised weight holds under its in-memory name.
 
-        Source:
-            transformers 5.23 quantizer_torchao: the parts of a weight get no names of the saved form:
-            `gate_proj` and `up_proj` stay `gate_up_proj._weight_qdata`
+        Source: transformers 5.23 quantizer_torchao: the parts of a weight get no names of the saved form: `gate_proj`
+        and `up_proj` stay `gate_up_proj._weight_qdata`
         """
         # No file says which parts were fused. Equal sums of rows in one module are taken as proof: torchao 0.18 keeps
         # the names that weights have in memory (quantised_exports/torchao_router). A real loss would leave another sum.
@@ -648,8 +646,7 @@ def other_dtypes(ckpt: Checkpoint, fit: Fit) -> list[OtherDtype]:
 def kept_in_float32(ckpt: Checkpoint) -> frozenset[str]:
     """The stored keys that the model's class keeps in float32; none where no table knows the class.
 
-    Source:
-        transformers.PreTrainedModel._keep_in_fp32_modules_strict (5.24)
+    Source: transformers.PreTrainedModel._keep_in_fp32_modules_strict (5.24)
     """
     fit = config_fit(ckpt)
     if isinstance(fit, str) or not fit.expected.float32:

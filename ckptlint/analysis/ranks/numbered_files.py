@@ -96,8 +96,7 @@ def numbered_files(ckpt: Checkpoint) -> list[NumberedFiles]:
 def is_one_of_several(ckpt: Checkpoint, name: str) -> bool:
     """Whether a file holds one object of several that count by themselves: the first of them has no number.
 
-    Source:
-        accelerate.checkpointing.save_accelerator_state (`optimizer.bin`, `optimizer_1.bin`)
+    Source: accelerate.checkpointing.save_accelerator_state (`optimizer.bin`, `optimizer_1.bin`)
     """
     first = _COUNTER.sub("", name)
     return first != name and any(file.name == first for file in ckpt.step_files)
@@ -138,11 +137,10 @@ def exact_ranks(ckpt: Checkpoint, axis: str) -> dict[str, int]:
     Payload files and save plans do not count, since not all ranks save. Arguments that the metadata or the payload
     contradicts do not count either.
 
-    Source:
-        megatron.training.arguments.validate_args: its `data_parallel_size` counts ranks that share weights
-        (`gtp_weight_remat_size`) once, though each reads data of its own (Megatron-LM#7413);
-        megatron.bridge.training.config: `data_parallel_size` is 1 where a job trains several models, and that of one
-        of its parts with `use_dist_train`
+    Source: megatron.training.arguments.validate_args: its `data_parallel_size` counts ranks that share weights
+    (`gtp_weight_remat_size`) once, though each reads data of its own (Megatron-LM#7413);
+    megatron.bridge.training.config: `data_parallel_size` is 1 where a job trains several models, and that of one of its
+    parts with `use_dist_train`
     """
     stated, mesh = {}, ckpt.topology.get("world")
     if axis == "world" and mesh is not None and any(f.ranks and f.file == mesh.source for f in world().written_last):

@@ -305,12 +305,12 @@ def _longer(old: Sides, new: Sides, vocabulary: int) -> Iterator[Match]:
 # ---------------------------------------------------------------- the whole
 
 
-def _under_right_names(found: Sequence[Match], sides: tuple[Sides, Sides]) -> list[Match]:
+def _under_right_names(matches: Sequence[Match], sides: tuple[Sides, Sides]) -> list[Match]:
     """The matches, where equal contents under the name of another weight become `exchanged`.
 
     Matching by content ignores names; they, or the other layers, show that no conversion made such a pair.
     """
-    alone = [match for match in found if match.is_proven and match.old != match.new]
+    alone = [match for match in matches if match.is_proven and match.old != match.new]
     layers = Counter(distance for match in alone if (distance := _distance(match)) is not None)
     # Some conversions shift all layers by one distance, which is legal. Without a majority the legal distance is 0.
     usual = next((far for far, count in layers.most_common(1) if 2 * count > layers.total()), 0)
@@ -318,7 +318,7 @@ def _under_right_names(found: Sequence[Match], sides: tuple[Sides, Sides]) -> li
     for match in alone:
         roles[_roles(match.old)][_roles(match.new)] += 1
     judged = []
-    for match in found:
+    for match in matches:
         if match.is_proven and match.old != match.new:
             counts = roles[_roles(match.old)]
             most = [role for role, count in counts.items() if count == max(counts.values())]

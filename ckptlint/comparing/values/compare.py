@@ -158,12 +158,12 @@ def _equal_bytes(
     return {name: tensors_read[name] for name in tensors[0]} if is_same else {}
 
 
-def _lone(found: Sequence[Match], sides: tuple[Mapping[str, Side], Mapping[str, Side]]) -> list[str]:
+def _lone(matches: Sequence[Match], sides: tuple[Mapping[str, Side], Mapping[str, Side]]) -> list[str]:
     """The weights of either side without a counterpart."""
     lone = []
     for number in (0, 1):
-        proven = {name for match in found if match.is_proven for name in (match.old, match.new)[number]}
-        absent = [name for match in found if match.relation == "absent" for name in (match.old, match.new)[number]]
+        proven = {name for match in matches if match.is_proven for name in (match.old, match.new)[number]}
+        absent = [name for match in matches if match.relation == "absent" for name in (match.old, match.new)[number]]
         # those whose loss matters: float weights of the model, no buffers, and not equal to others by chance
         weights = [
             side

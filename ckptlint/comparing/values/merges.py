@@ -1,8 +1,7 @@
 """Checks whether the new side is the old one with an adapter merged in, by the expected values of each target.
 
-Source:
-    peft 0.21 (tuners.lora.layer, tuners.lora.variants: LoRA, rsLoRA, DoRA, ParamWrapper; modules_to_save;
-    trainable_token_indices)
+Source: peft 0.21 (tuners.lora.layer, tuners.lora.variants: LoRA, rsLoRA, DoRA, ParamWrapper; modules_to_save;
+trainable_token_indices)
 """
 
 from __future__ import annotations

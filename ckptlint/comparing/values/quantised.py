@@ -32,7 +32,7 @@ _ERRORS = 9.0  # standard errors; no sum of rounding errors is so far out in 2**
 _WIDE = ("float64", "float32", "float16", "bfloat16")
 
 
-def with_quantised(found: Sequence[Match], places: tuple[BytesByKey, BytesByKey]) -> list[Match]:
+def with_quantised(matches: Sequence[Match], places: tuple[BytesByKey, BytesByKey]) -> list[Match]:
     """The matches, with quantised weights of one side compared with unquantised ones of the other, or AccessError."""
     judged: list[Match] = []
     for number in (0, 1):
@@ -45,7 +45,7 @@ def with_quantised(found: Sequence[Match], places: tuple[BytesByKey, BytesByKey]
                     match = _judge(quantised, wide[key], key)
                     judged.append(replace(match, old=match.new, new=match.old) if number else match)
     gone = [{name for match in judged for name in match.old}, {name for match in judged for name in match.new}]
-    left = [match for match in found if not (gone[0].intersection(match.old) or gone[1].intersection(match.new))]
+    left = [match for match in matches if not (gone[0].intersection(match.old) or gone[1].intersection(match.new))]
     return [*left, *judged]
 
 

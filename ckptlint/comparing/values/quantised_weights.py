@@ -1,9 +1,8 @@
 """Finds quantised weights among stored tensors, and decodes their rows to floats.
 
-Source:
-    transformers 5.23 (integrations.finegrained_fp8, mxfp4); compressed-tensors 0.20 (compressors.naive_quantized,
-    pack_quantized, nvfp4, mxfp4); gptqmodel 7.7 (nn_modules.qlinear.pack_original, gemm_awq); bitsandbytes 0.49 (SCB);
-    OCP Microscaling Formats v1.0 (E2M1, E8M0)
+Source: transformers 5.23 (integrations.finegrained_fp8, mxfp4); compressed-tensors 0.20 (compressors.naive_quantized,
+pack_quantized, nvfp4, mxfp4); gptqmodel 7.7 (nn_modules.qlinear.pack_original, gemm_awq); bitsandbytes 0.49 (SCB); OCP
+Microscaling Formats v1.0 (E2M1, E8M0)
 """
 
 from __future__ import annotations

@@ -20,8 +20,7 @@ What keeps the two pickles equal in meaning:
 
 Whoever scans must find each row run where it belongs, or else read the original pickle.
 
-Source:
-    pickle protocols 4 and 5 as CPython 3.8 - 3.14 writes them: everything in frames, MEMOIZE, no PUT
+Source: pickle protocols 4 and 5 as CPython 3.8 - 3.14 writes them: everything in frames, MEMOIZE, no PUT
 """
 
 from __future__ import annotations

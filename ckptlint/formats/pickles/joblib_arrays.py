@@ -50,8 +50,7 @@ _Cutter.dispatch = Tracer.dispatch | {pickle.BUILD[0]: _Cutter.load_build}  # ty
 def without_arrays(data: bytes) -> tuple[bytes, list[bytes]]:
     """The opcodes alone, as far as they can be followed, and the pickles that stood in place of arrays of objects.
 
-    Source:
-        joblib 1.6, joblib/numpy_pickle.py, NumpyArrayWrapper.write_array
+    Source: joblib 1.6, joblib/numpy_pickle.py, NumpyArrayWrapper.write_array
     """
     cutter = _Cutter(data)
     with suppress(Exception):  # a crafted stream can raise anything: what is left then does not decode

@@ -5,8 +5,7 @@ values are integers, None, texts, references to the memo, torch.Size, or other o
 from one row, `read_table` reads all rows of it. `columns` confirms what the constant parts mean, and knows where
 rows may be.
 
-Source:
-    pickle protocols 4 and 5 as CPython 3.8 - 3.14 writes them: everything in frames, MEMOIZE, no PUT
+Source: pickle protocols 4 and 5 as CPython 3.8 - 3.14 writes them: everything in frames, MEMOIZE, no PUT
 """
 
 from __future__ import annotations
@@ -300,8 +299,7 @@ PLAN_ATTRIBUTES = (*_SPELLED, "size")
 def planned_items(size_index: int, memo: dict[bytes, int]) -> RowForm | None:
     """The form of a WriteItem, given the memo indices of its classes and attributes; None while one is unknown.
 
-    Source:
-        torch.distributed.checkpoint.planner.WriteItem, TensorWriteData (2.0 - 2.15)
+    Source: torch.distributed.checkpoint.planner.WriteItem, TensorWriteData (2.0 - 2.15)
     """
     wanted = [name.encode() for name in (*PLAN_CLASSES, *PLAN_ATTRIBUTES)]
     if size_index < 0 or not all(name in memo for name in wanted):

@@ -301,8 +301,7 @@ def read_row(data: bytes, depth: int = 0) -> tuple[list[Unpickled], int, Unreada
     Returns:
         Them, the byte after the last, and why that one does not end.
 
-    Source:
-        torch.serialization._legacy_load
+    Source: torch.serialization._legacy_load
     """
     found: list[Unpickled] = []
     at = 0

@@ -295,8 +295,7 @@ class StandIns:
 
         Of the class of a module, which files before torch 1.6 hold with its source, the class itself.
 
-        Source:
-            torch.serialization._legacy_save (torch 1.0 to 2.13)
+        Source: torch.serialization._legacy_save (torch 1.0 to 2.13)
         """
         if self._strict:
             raise pickle.UnpicklingError("a persistent id, which metadata does not have")
@@ -461,8 +460,7 @@ _OBJECT, _REFERENCES = 63, 7  # all flags of an object itself; those that concer
 def _is_numpy_dtype(args: tuple[Any, ...], state: Any) -> bool:
     """Whether the numbers that a dtype is filled with are those that numpy writes for it: it trusts them.
 
-    Source:
-        numpy 1.26 and 2.4, numpy/core/src/multiarray/descriptor.c, arraydescr_reduce and arraydescr_setstate
+    Source: numpy 1.26 and 2.4, numpy/core/src/multiarray/descriptor.c, arraydescr_reduce and arraydescr_setstate
     """
     _, _, base, _, fields, size, alignment, flags, *_ = state
     kind = args[0][0] if isinstance(args[0], str) else "V"

@@ -362,8 +362,7 @@ def _is_near(step: Step) -> bool:
 def _best(folder: Folder, label: str) -> Iterator[tuple[str, str]]:
     """The step that a trainer calls the best.
 
-    Source:
-        transformers 5.23: TrainerState.best_model_checkpoint, a path in `trainer_state.json`
+    Source: transformers 5.23: TrainerState.best_model_checkpoint, a path in `trainer_state.json`
     """
     best = None
     with suppress(CkptlintError):  # said of the step

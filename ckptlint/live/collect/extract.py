@@ -77,9 +77,8 @@ class RankChunk(NamedTuple):
         view: of a torch ShardedTensor, a hash of where this rank believes all shards are; all ranks must share it.
         problems: what is wrong with this chunk by itself.
 
-    Source:
-        torch 2.13 torch.distributed.checkpoint.planner_helpers._create_write_items
-        megatron-core 0.16 megatron.core.dist_checkpointing.mapping
+    Source: torch 2.13 torch.distributed.checkpoint.planner_helpers._create_write_items megatron-core 0.16
+    megatron.core.dist_checkpointing.mapping
     """
 
     fqn: str
@@ -150,8 +149,7 @@ def extract(
 def resolved(state_dict: Mapping[Any, Any], limit: Limit | None = None) -> Iterator[tuple[Any, Any]]:
     """The entries, with `state_dict()` called where a value is Stateful; entries below are pickled as they are.
 
-    Source:
-        torch 2.13 torch.distributed.checkpoint.state_dict_saver._stateful_to_state_dict
+    Source: torch 2.13 torch.distributed.checkpoint.state_dict_saver._stateful_to_state_dict
     """
     limit = limit or Limit()
     for key, value in limit.within(state_dict.items()):
@@ -165,9 +163,8 @@ def resolved(state_dict: Mapping[Any, Any], limit: Limit | None = None) -> Itera
 def _walk(path: tuple[Any, ...], entries: Iterable[tuple[Any, Any]], leaves: list[_Leaf], limit: Limit) -> None:
     """Add the values that are saved.
 
-    Source:
-        torch 2.13 torch.distributed.checkpoint._traverse.traverse_state_dict: mappings always, lists that hold a tensor
-        or a mapping, no tuples.
+    Source: torch 2.13 torch.distributed.checkpoint._traverse.traverse_state_dict: mappings always, lists that hold a
+    tensor or a mapping, no tuples.
     """
     for key, value in limit.within(entries):
         _leaves((*path, key), value, leaves, limit)
@@ -270,10 +267,9 @@ def _mcore_object(value: Any) -> RankChunk:
 def _mcore_tensor(fqn: str, value: Any) -> RankChunk:
     """One chunk of a Megatron-Core ShardedTensor.
 
-    Source:
-        megatron-core 0.16 dist_checkpointing.strategies.checkpointable (plain), megatron-core 0.11 to 0.15
-        dist_checkpointing.strategies.torch.sharded_tensor_to_torch_sharded_tensor (prepended axes, flattened range;
-        0.10 and older did not give a flattened tensor of one axis a second one).
+    Source: megatron-core 0.16 dist_checkpointing.strategies.checkpointable (plain), megatron-core 0.11 to 0.15
+    dist_checkpointing.strategies.torch.sharded_tensor_to_torch_sharded_tensor (prepended axes, flattened range; 0.10
+    and older did not give a flattened tensor of one axis a second one).
     """
     data, prepended, cut = value.data, getattr(value, "prepend_axis_num", 0), getattr(value, "flattened_range", None)
     local = tuple(value.local_shape)
@@ -316,8 +312,7 @@ def _regular_grid(value: Any, sizes: Shape) -> tuple[Flaw, ...]:
 def _replica(replica_id: Any) -> int:
     """0 for the copy that is written, a positive number for each other one.
 
-    Source:
-        megatron-core 0.16 dist_checkpointing.mapping.is_main_replica
+    Source: megatron-core 0.16 dist_checkpointing.mapping.is_main_replica
     """
     if isinstance(replica_id, int):
         return replica_id
@@ -330,9 +325,8 @@ def _replica(replica_id: Any) -> int:
 def _sharded_tensor(fqn: str, value: Any) -> list[RankChunk]:
     """The shards of a torch ShardedTensor on this rank (FSDP1, torchrec; Megatron-Core makes them too).
 
-    Source:
-        torch 2.13 torch.distributed.checkpoint.planner_helpers._create_write_item_for_shard,
-        torch.distributed.checkpoint._sharded_tensor_utils._flatten_sharded_tensors (a shard that is a ShardedTensor)
+    Source: torch 2.13 torch.distributed.checkpoint.planner_helpers._create_write_item_for_shard,
+    torch.distributed.checkpoint._sharded_tensor_utils._flatten_sharded_tensors (a shard that is a ShardedTensor)
     """
     metadata, shards = value.metadata(), value.local_shards()
     shape, dtype = tuple(metadata.size), metadata.tensor_properties.dtype
@@ -395,9 +389,8 @@ def _several(item: RankChunk, boxes: list[_Box]) -> list[RankChunk]:
 def _dtensor(fqn: str, value: Any, parts: _Parts) -> list[RankChunk]:
     """The chunks of a DTensor on this rank, as DCP would write them.
 
-    Source:
-        torch 2.13 torch.distributed.tensor.DTensor.__create_write_items__ and __create_chunk_list__: what the local
-        tensor overrides counts, else the placements.
+    Source: torch 2.13 torch.distributed.tensor.DTensor.__create_write_items__ and __create_chunk_list__: what the local
+    tensor overrides counts, else the placements.
     """
     local, spec = value._local_tensor, value._spec
     shape = spec.tensor_meta.shape

@@ -124,8 +124,7 @@ class SaveLint(_Planner):
         CheckpointError: there is an error; torch raises CheckpointException from it on all ranks, and no file is
             written. Warnings only warn.
 
-    Source:
-        torch 2.13 torch.distributed.checkpoint.state_dict_saver._save_state_dict (order of the calls)
+    Source: torch 2.13 torch.distributed.checkpoint.state_dict_saver._save_state_dict (order of the calls)
     """
 
     def create_local_plan(self) -> Any:
@@ -148,9 +147,8 @@ def compare(plans: Sequence[Any]) -> RankTable:
     torch drops all but one of the chunks that start at one offset, and takes shape and dtype of a tensor from the first
     rank that has it. So only here is seen that they differ. Holes and other overlaps torch finds by itself.
 
-    Source:
-        torch 2.13 torch.distributed.checkpoint._dedup_save_plans.dedup_save_plans,
-        torch.distributed.checkpoint.default_planner.create_default_global_save_plan
+    Source: torch 2.13 torch.distributed.checkpoint._dedup_save_plans.dedup_save_plans,
+    torch.distributed.checkpoint.default_planner.create_default_global_save_plan
     """
     if cached := [rank for rank, plan in enumerate(plans) if not getattr(plan, "usable", True)]:
         api.warn(lambda: f"torch cached the save plans of {named_ranks(cached)}: they were not compared", stacklevel=3)

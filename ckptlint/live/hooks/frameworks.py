@@ -14,8 +14,7 @@ def accelerate_hook(models: Sequence[Any], weights: Sequence[Mapping[str, Any]],
 
     With FSDP, accelerate saves through DCP before it calls this hook, and passes no weights: use `patch_dcp`.
 
-    Source:
-        accelerate 1.15 accelerate.Accelerator.save_state
+    Source: accelerate 1.15 accelerate.Accelerator.save_state
     """
     check_save({"models": list(weights)}, output_dir, ignore=_buffers(models))
 
@@ -26,8 +25,7 @@ class LightningCheck:
     `class Check(LightningCheck, Callback): ...` and `Trainer(callbacks=[Check()])`. Strategies that save through DCP
     (FSDPStrategy, ModelParallelStrategy) need `patch_dcp` instead.
 
-    Source:
-        lightning 2.6 lightning.pytorch.callbacks.Callback.on_save_checkpoint
+    Source: lightning 2.6 lightning.pytorch.callbacks.Callback.on_save_checkpoint
     """
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Mapping[str, Any]) -> None:

@@ -23,8 +23,7 @@ def patch_mcore(**options: Any) -> Undo:
     Raises:
         ImportError: megatron-core is not installed.
 
-    Source:
-        megatron-core 0.16 megatron.core.dist_checkpointing.serialization.save
+    Source: megatron-core 0.16 megatron.core.dist_checkpointing.serialization.save
     """
     from megatron.core import dist_checkpointing
 

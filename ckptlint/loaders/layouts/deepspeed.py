@@ -12,16 +12,16 @@ _TAG = input_bytes(deepspeed_sets)
 _SMALL = 16 * 1024  # bytes of pickle in the four files of a parameter of the universal form
 
 
-def _read(found: CheckpointPlace, look_at_files: bool) -> Checkpoint:
+def _read(place: CheckpointPlace, look_at_files: bool) -> Checkpoint:
     from ckptlint.loaders.rank_files.deepspeed import read_deepspeed
 
-    return read_deepspeed(found.folder, look_at_files)
+    return read_deepspeed(place.folder, look_at_files)
 
 
-def _read_universal(found: CheckpointPlace, look_at_files: bool) -> Checkpoint:
+def _read_universal(place: CheckpointPlace, look_at_files: bool) -> Checkpoint:
     from ckptlint.loaders.rank_files.deepspeed_universal import read_universal
 
-    return read_universal(found.folder, look_at_files)
+    return read_universal(place.folder, look_at_files)
 
 
 def _universal(folder: Folder) -> Evidence | None:

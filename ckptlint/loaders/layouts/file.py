@@ -16,9 +16,9 @@ from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.frameworks import family_of
 
 
-def _read(found: CheckpointPlace, look_at_files: bool) -> Checkpoint:
+def _read(place: CheckpointPlace, look_at_files: bool) -> Checkpoint:
     """A file by itself: a whole state, or one that belongs to no checkpoint; that is reported with the step files."""
-    folder, name = found.folder, printable(found.folder.part)
+    folder, name = place.folder, printable(place.folder.part)
     if (ckpt := read_named(folder, folder.part, look_at_files)) is not None:
         return ckpt
     family = family_of(folder.part)

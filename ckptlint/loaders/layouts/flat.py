@@ -27,11 +27,11 @@ def _evidence(folder: Folder) -> Evidence | None:
     return Evidence(printable(file_set.files[0])) if is_counted else None
 
 
-def _read(found: CheckpointPlace, look_at_files: bool) -> Checkpoint:
+def _read(place: CheckpointPlace, look_at_files: bool) -> Checkpoint:
     from ckptlint.loaders.rank_files.verl import read_flat
 
-    ckpt = read_flat(found.folder, look_at_files)
-    return replace(ckpt, problems=[*ckpt.problems, *_pointers(found.folder)])
+    ckpt = read_flat(place.folder, look_at_files)
+    return replace(ckpt, problems=[*ckpt.problems, *_pointers(place.folder)])
 
 
 def _pointers(folder: Folder) -> Iterator[Problem]:

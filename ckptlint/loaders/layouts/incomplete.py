@@ -25,8 +25,8 @@ def _evidence(folder: Folder) -> Evidence | None:
     return Evidence(known[0]) if known else None
 
 
-def _read(found: CheckpointPlace, _look_at_files: bool) -> Checkpoint:
-    folder, recognised = found.folder, found.recognised
+def _read(place: CheckpointPlace, _look_at_files: bool) -> Checkpoint:
+    folder, recognised = place.folder, place.recognised
     assert recognised is not None
     files = file_table(folder)
     payload = len(files)

@@ -25,8 +25,8 @@ def _lost(folder: Folder) -> dict[str, str]:
     return {name: sentence for name, sentence in lost.items() if sentence}
 
 
-def _read(found: CheckpointPlace, _look_at_files: bool) -> Checkpoint:
-    folder = found.folder
+def _read(place: CheckpointPlace, _look_at_files: bool) -> Checkpoint:
+    folder = place.folder
     lost = _lost(folder)
     name, sentence = next(iter(lost.items()))
     others = [printable(file) for file in lost if file != name]

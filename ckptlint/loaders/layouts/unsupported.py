@@ -75,10 +75,10 @@ def _any(folder: Folder) -> Evidence | None:
     return None
 
 
-def _read(found: CheckpointPlace, _look_at_files: bool) -> Checkpoint:
-    assert found.recognised is not None
-    problem = of_format(*found.recognised.evidence)
-    return Checkpoint(found.folder.display, "unsupported", problems=[problem], readable=False)
+def _read(place: CheckpointPlace, _look_at_files: bool) -> Checkpoint:
+    assert place.recognised is not None
+    problem = of_format(*place.recognised.evidence)
+    return Checkpoint(place.folder.display, "unsupported", problems=[problem], readable=False)
 
 
 LAYOUTS = tuple(

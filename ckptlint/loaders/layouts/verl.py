@@ -9,10 +9,10 @@ from ckptlint.model import Checkpoint, StepState
 from ckptlint.storage.folder import Folder
 
 
-def _read(found: CheckpointPlace, look_at_files: bool) -> Checkpoint:
+def _read(place: CheckpointPlace, look_at_files: bool) -> Checkpoint:
     from ckptlint.loaders.rank_files.verl import read_verl
 
-    return read_verl(found.folder, look_at_files)
+    return read_verl(place.folder, look_at_files)
 
 
 def _state(folder: Folder) -> StepState:

@@ -3,8 +3,7 @@
 A file holds the rank's part of the model, with layers numbered from 0 in each pipeline stage, the arguments of the job,
 and the optimizer: fp32 copies and moments by number, or (`distrib_optim.pt` beside it) in flat buffers.
 
-Source:
-    megatron/training/checkpointing.py (Megatron-LM core_v0.12 - core_v0.16), megatron.core.optimizer
+Source: megatron/training/checkpointing.py (Megatron-LM core_v0.12 - core_v0.16), megatron.core.optimizer
 """
 
 from __future__ import annotations

@@ -75,14 +75,14 @@ class Statements:
         return RankFileSet(tuple(named), grid, tuple(self.noted), tuple(self.misfits))
 
 
-def checksum(tensor: StoredTensor, found: TorchFile) -> int:
+def checksum(tensor: StoredTensor, file: TorchFile) -> int:
     """CRC-32 of a tensor that fills its storage; 0 where there is none, or it holds more."""
-    place = found.storages.get(tensor.key)
+    place = file.storages.get(tensor.key)
     return place.crc if place is not None and tensor.extent == tensor.length else 0
 
 
-def checksums(found: TorchFile, keys: Collection[str] | None = None) -> tuple[tuple[int, int], ...]:
+def checksums(file: TorchFile, keys: Collection[str] | None = None) -> tuple[tuple[int, int], ...]:
     """(size, CRC-32) of these storages of a file (or of all) that hold bytes; () where one has no checksum."""
-    places = found.storages.values() if keys is None else [place for key in keys if (place := found.storages.get(key))]
+    places = file.storages.values() if keys is None else [place for key in keys if (place := file.storages.get(key))]
     sums = tuple((place.size, place.crc) for place in places if place.size)
     return sums if all(crc for _, crc in sums) else ()

@@ -3,8 +3,7 @@
 A model file is a dict of DTensors (FSDP2, FSDP1 with a mesh) or ShardedTensors (FSDP1 without), and of plain tensors
 that every rank holds whole. From mesh, placements and the rank in the name follows what a file must hold of a tensor.
 
-Source:
-    verl 0.9.1 verl/utils/checkpoint/fsdp_checkpoint_manager.py; SkyRL, oumi and lmms-engine write the same names
+Source: verl 0.9.1 verl/utils/checkpoint/fsdp_checkpoint_manager.py; SkyRL, oumi and lmms-engine write the same names
 """
 
 from __future__ import annotations

@@ -200,23 +200,23 @@ def read_states(folder: Folder, file_set: FileSet, look_at_files: bool) -> Check
     )
 
 
-def add_state(columns: Columns, number: int, found: TorchFile, label: str, problems: list[Problem]) -> bool:
+def add_state(columns: Columns, number: int, file: TorchFile, label: str, problems: list[Problem]) -> bool:
     """Add the tensors of a state; False when there is none.
 
     A state is a dict of tensors, alone or under one of the names that trainers give it, and of dicts of them.
     """
-    state = state_of(found.root)
+    state = state_of(file.root)
     if state is None:
         problems.append(damaged(label, f"{label} holds no dict of tensors"))
         return False
-    if found.root.keys() >= _OPTIMIZER:
+    if file.root.keys() >= _OPTIMIZER:
         sentence = f"{label} holds the state of an optimizer, not of a model"
         problems.append(Problem("container", label, sentence, why="a load finds none of the model's keys in it"))
         return False
     strange = []
     for fqn, value in walked(state):
         if isinstance(value, StoredTensor):
-            columns.add(fqn, value, number, found)
+            columns.add(fqn, value, number, file)
         else:
             strange.append(printable(fqn))
     if strange:

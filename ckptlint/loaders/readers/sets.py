@@ -125,9 +125,8 @@ _NAMES = (
 )  # fmt: skip
 """Kinds of files and what their names count; `zero_pp_rank` counts data parallel ranks.
 
-Source:
-    deepspeed.runtime.engine (0.14 - 0.19): `_get_zero_ckpt_name`, `_get_ckpt_name`, `_get_expert_ckpt_name`,
-    `_get_optimizer_ckpt_name`; deepspeed.runtime.pipe.module: `ckpt_layer_path`
+Source: deepspeed.runtime.engine (0.14 - 0.19): `_get_zero_ckpt_name`, `_get_ckpt_name`, `_get_expert_ckpt_name`,
+`_get_optimizer_ckpt_name`; deepspeed.runtime.pipe.module: `ckpt_layer_path`
 """
 
 

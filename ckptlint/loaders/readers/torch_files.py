@@ -151,7 +151,7 @@ class SetFiles:
 
 
 def optimizer_in(
-    folder: Folder, name: str, label: str, found: TorchFile, state: Any, stem: str = "optimizer"
+    folder: Folder, name: str, label: str, file: TorchFile, state: Any, stem: str = "optimizer"
 ) -> tuple[OptimizerFile, int | None] | None:
     """The state dict of an optimizer in a file, with its states as tensors, and its steps; None for another form.
 
@@ -164,17 +164,17 @@ def optimizer_in(
     of_params = (of_param for of_param in state["state"].values() if isinstance(of_param, dict))
     # torch.optim.Adam (torch 1.13 to 2.13): `step` of each parameter, a tensor of one element
     counts = (of_param.get("step") for of_param in islice(of_params, _COUNTED))
-    numbers = [number_in(ranges_of(folder, name), found, count) for count in counts]
+    numbers = [number_in(ranges_of(folder, name), file, count) for count in counts]
     step, columns = max((number for number in numbers if number is not None), default=None), Columns()
     for param, of_param in state["state"].items():
         for what, value in of_param.items() if isinstance(of_param, dict) else ():
             if isinstance(value, StoredTensor):
-                columns.add(f"{stem}.state.{param}.{what}", value, 0, found)
+                columns.add(f"{stem}.state.{param}.{what}", value, 0, file)
     states = Checkpoint(
         path=label,
         format="torch",
         **columns.made(),
-        files=FileTable.of([StoredFile(label, name, found.size, "ok", True)]),
+        files=FileTable.of([StoredFile(label, name, file.size, "ok", True)]),
         claims=() if step is None else (StepClaim("optimizer.state.step", step),),
         param_groups=tuple((f"{label}: param_groups[{number}]", group) for number, group in enumerate(made.groups)),
     )

@@ -285,9 +285,9 @@ def _run_around(folder: Folder) -> str:
     return folder.place if run is None else run.place
 
 
-def _below(found: list[_File], whole: CheckpointPlace) -> Iterator[_File]:
+def _below(files: list[_File], whole: CheckpointPlace) -> Iterator[_File]:
     """The files in folders whose files are not reported one by one, the nearest first; and the folders passed over."""
-    queue = deque(item for item in found if item.label.endswith("/") and item.family is None)
+    queue = deque(item for item in files if item.label.endswith("/") and item.family is None)
     listed = 0
     while queue:
         item = queue.popleft()
@@ -312,13 +312,13 @@ def _below(found: list[_File], whole: CheckpointPlace) -> Iterator[_File]:
         queue += [_File(folder, name, f"{item.label}{printable(name)}/", None) for name in inner]
 
 
-def _with_content(found: list[_File]) -> tuple[list[_File], list[_File]]:
+def _with_content(files: list[_File]) -> tuple[list[_File], list[_File]]:
     """The same files, of those below folders the ones that a loader may unpickle; and those not looked at.
 
     Those that are named like such a file and are empty, start with zeros or are of no known content are among them, as
     files of the step.
     """
-    items = [item for item in found if not item.is_opened or item.label in _TEXTS]
+    items = [item for item in files if not item.is_opened or item.label in _TEXTS]
     hollow = {item for item in items if item.is_below and not item.size and may_be_pickle(item.name)}
     items = [item for item in items if item.size]
     items.sort(key=lambda item: (item.name.endswith(_PAYLOAD), item.is_below, item.family is not None))
@@ -336,7 +336,7 @@ def _with_content(found: list[_File]) -> tuple[list[_File], list[_File]]:
                 if content is None and item.is_below and may_be_pickle(item.name):
                     hollow |= {item} if _says_pickle(item) or not head.strip(b"\0") else set()
     looked = (
-        replace(item, content=contents.get(item), is_below=item.is_below and item not in hollow) for item in found
+        replace(item, content=contents.get(item), is_below=item.is_below and item not in hollow) for item in files
     )
     return [item for item in looked if item.content or not item.is_below], late
 
@@ -396,10 +396,10 @@ def _read_within_limits(opened: list[_File]) -> list[_Read]:
         return read
 
 
-def _read_all(found: list[_File], spent: int) -> tuple[list[_Read], int]:
+def _read_all(files: list[_File], spent: int) -> tuple[list[_Read], int]:
     """What the files say, and how many bytes were spent then, of which `spent` were before."""
     read: list[_Read] = []
-    for item in found:
+    for item in files:
         if spent > _BYTES_LIMIT:
             break
         before = item.folder.bytes_read

@@ -27,8 +27,7 @@ class SavePlans:
         dtypes: the distinct dtypes; dtype: int16 [m], position in it, -1 for bytes.
         global_shape: int64 [m, d], likewise padded.
 
-    Source:
-        `all_local_plans`, megatron.core.dist_checkpointing.strategies.state_dict_saver (>= 0.11) and NVRx
+    Source: `all_local_plans`, megatron.core.dist_checkpointing.strategies.state_dict_saver (>= 0.11) and NVRx
     """
 
     world_size: int

@@ -161,7 +161,7 @@ def _read_batch(folder: Folder, path: str, places: Sequence[RecordPlace], forms:
 
 
 def _read_singly(
-    folder: Folder, path: str, places: Sequence[RecordPlace], edges: dict[int, _Edges], found: Headers, forms: Forms
+    folder: Folder, path: str, places: Sequence[RecordPlace], edges: dict[int, _Edges], headers: Headers, forms: Forms
 ) -> None:
     going = [(place, walk, next(walk)) for place in places for walk in [_walk(place)]]
     while going:
@@ -169,11 +169,11 @@ def _read_singly(
         data = folder.ranges(path, [(place.offset + start, size) for place, (start, size) in lacking])
         for (place, span), part in zip(lacking, data, strict=True):
             edges[place.row].answers[span] = part
-        going = [item for step in going if (item := _advance(*step, edges[step[0].row], found, forms)) is not None]
+        going = [item for step in going if (item := _advance(*step, edges[step[0].row], headers, forms)) is not None]
 
 
 def _advance(
-    place: RecordPlace, walk: _Walk, spans: list[_Span], edges: _Edges, found: Headers, forms: Forms
+    place: RecordPlace, walk: _Walk, spans: list[_Span], edges: _Edges, headers: Headers, forms: Forms
 ) -> tuple[RecordPlace, _Walk, list[_Span]] | None:
     """Advance a walk as far as the available bytes allow; None once it is finished."""
     try:
@@ -181,14 +181,14 @@ def _advance(
             spans = walk.send(parts)
     except StopIteration as end:
         record, archive = end.value
-        found.records.append(record)
+        headers.records.append(record)
         if (form := _form(place.length, archive, edges)) is not None:
             alike = forms.setdefault(place.length, [])
             alike.append(form)
             del alike[: max(len(alike) - _FORMS, 0)]
         return None
     except UnreadableError as error:
-        found.broken.append((place.row, error))
+        headers.broken.append((place.row, error))
         return None
     return place, walk, spans
 
@@ -296,16 +296,16 @@ def _form(length: int, archive: _Archive, known: _Edges) -> _Form | None:
 
 
 def _read_alike(
-    forms: Sequence[_Form], places: list[RecordPlace], edges: dict[int, _Edges], found: Headers
+    forms: Sequence[_Form], places: list[RecordPlace], edges: dict[int, _Edges], headers: Headers
 ) -> list[RecordPlace]:
     """Read the records with one of these layouts; returns the others, and those with a damaged `data.pkl`."""
     for form in [*forms]:  # another thread may change them
         if places:
-            places = _read_form(form, places, edges, found)
+            places = _read_form(form, places, edges, headers)
     return places
 
 
-def _read_form(form: _Form, places: list[RecordPlace], edges: dict[int, _Edges], found: Headers) -> list[RecordPlace]:
+def _read_form(form: _Form, places: list[RecordPlace], edges: dict[int, _Edges], headers: Headers) -> list[RecordPlace]:
     """Read all records of one layout at once, column by column; returns the records of other layouts."""
     pieces = [[piece for _, piece in edges[place.row].pieces] for place in places]
     lengths = [edge.length for edge in form.edges]
@@ -328,7 +328,7 @@ def _read_form(form: _Form, places: list[RecordPlace], edges: dict[int, _Edges],
     rows = np.flatnonzero(is_alike)
     if len(rows):
         members = form.archive.members
-        found.alike.append(
+        headers.alike.append(
             AlikeRecords(
                 np.array([places[row].row for row in rows.tolist()], np.int64),
                 np.array([places[row].offset for row in rows.tolist()], np.int64),

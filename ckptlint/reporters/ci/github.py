@@ -16,8 +16,7 @@ _COMMANDS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO
 def render(report: Report, style: Style) -> str:
     """One command for every group, the worst first; the last one that GitHub shows says how many more there are.
 
-    Source:
-        GitHub Actions, "Workflow commands"; actions/toolkit packages/core/src/command.ts for the escapes.
+    Source: GitHub Actions, "Workflow commands"; actions/toolkit packages/core/src/command.ts for the escapes.
     """
     if style.quiet >= 2:
         return ""

@@ -19,8 +19,7 @@ _SEVERITIES = {Severity.ERROR: "critical", Severity.WARNING: "major", Severity.I
 def render(report: Report, style: Style) -> str:
     """One issue for every group, as GitLab's subset of the Code Climate format.
 
-    Source:
-        GitLab, "Code Quality": description, check_name, fingerprint, severity, location.path, location.lines.begin.
+    Source: GitLab, "Code Quality": description, check_name, fingerprint, severity, location.path, location.lines.begin.
     """
     issues = [_issue(sentence, "unread", _digest(sentence), "blocker", ".") for sentence in report.unread]
     issues += [_of_group(part, group) for part in report.checkpoints for group in part.groups]

@@ -19,8 +19,8 @@ _FORBIDDEN = lazy_pattern("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff
 def render(report: Report, style: Style) -> str:
     """Failed are the rules whose findings make the run fail; findings below that are the output of a passed case.
 
-    Source:
-        The elements that Jenkins and GitLab read: testsuites, testsuite, testcase, failure, error, skipped, system-out.
+    Source: The elements that Jenkins and GitLab read: testsuites, testsuite, testcase, failure, error, skipped,
+    system-out.
     """
     root = ET.Element("testsuites", name="ckptlint")
     for part in report.checkpoints:

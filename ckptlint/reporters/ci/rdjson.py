@@ -16,8 +16,7 @@ _SEVERITIES = {Severity.ERROR: "ERROR", Severity.WARNING: "WARNING", Severity.IN
 def render(report: Report, style: Style) -> str:
     """One diagnostic for every group, and one for each path that was not read.
 
-    Source:
-        reviewdog, proto/rdf/reviewdog.proto: DiagnosticResult
+    Source: reviewdog, proto/rdf/reviewdog.proto: DiagnosticResult
     """
     found = [_diagnostic(sentence, ".", "ERROR", "unread") for sentence in report.unread]
     found += [_of_group(part, group) for part in report.checkpoints for group in part.groups]

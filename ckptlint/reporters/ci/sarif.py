@@ -31,8 +31,7 @@ _CHUNK_LIMIT = 100
 def render(report: Report, style: Style) -> str:
     """The report as SARIF text, in ASCII.
 
-    Source:
-        OASIS, "Static Analysis Results Interchange Format (SARIF) Version 2.1.0", with errata 01
+    Source: OASIS, "Static Analysis Results Interchange Format (SARIF) Version 2.1.0", with errata 01
     """
     index = {rule.code: number for number, rule in enumerate(report.rules)}
     pages = _pages()

@@ -26,31 +26,31 @@ _HEADINGS: dict[DifferenceKind, str] = {
 _LINES = 40
 
 
-def as_text(found: Diff, style: Style) -> str:
+def as_text(diff: Diff, style: Style) -> str:
     """The differences by kind, those that look alike folded over layers."""
-    blocks = ["\n".join(header(ckpt, style) for ckpt in (*found.old, *found.new))]
+    blocks = ["\n".join(header(ckpt, style) for ckpt in (*diff.old, *diff.new))]
     for kind, heading in _HEADINGS.items():
-        items = [item for item in found.differences if item.kind == kind]
+        items = [item for item in diff.differences if item.kind == kind]
         if items:
             lines = [style.paint(f"{heading}: {plural(len(items), 'key')}", "bold"), *_grouped(items, style)]
             if len(lines) > _LINES + 1:
                 left = plural(len(lines) - _LINES - 1, "more pattern")
                 lines[_LINES + 1 :] = [f"  and {left} (--format json has all)"]
             blocks.append("\n".join(lines))
-    head, rest = diff_verdict(found)
-    verdict = style.paint(head, "error" if found.differences else "good") + rest
+    head, rest = diff_verdict(diff)
+    verdict = style.paint(head, "error" if diff.differences else "good") + rest
     blocks.append("\n".join(line for text in verdict.splitlines() for line in style.wrap(text, "")))
     return "\n\n".join(blocks) + "\n"
 
 
-def diff_verdict(found: Diff) -> tuple[str, str]:
+def diff_verdict(diff: Diff) -> tuple[str, str]:
     """What differs in a few words, and what follows them."""
-    counts = ", ".join(f"{found.counts[kind]:,} {heading}" for kind, heading in _HEADINGS.items() if found.counts[kind])
+    counts = ", ".join(f"{diff.counts[kind]:,} {heading}" for kind, heading in _HEADINGS.items() if diff.counts[kind])
     if counts:
-        both = f"{plural(found.shared, 'key')} in both." if found.shared else "No key is in both."
-        is_named = found.counts["removed"] and found.counts["added"]
+        both = f"{plural(diff.shared, 'key')} in both." if diff.shared else "No key is in both."
+        is_named = diff.counts["removed"] and diff.counts["added"]
         return f"Different: {counts}.", f" {both}" + " --values also finds renamed tensors." * bool(is_named)
-    return "The same", f": {plural(found.shared, 'key')}.\nValues were not compared: --values reads both."
+    return "The same", f": {plural(diff.shared, 'key')}.\nValues were not compared: --values reads both."
 
 
 def _grouped(items: list[Difference], style: Style) -> list[str]:
@@ -70,18 +70,18 @@ def _grouped(items: list[Difference], style: Style) -> list[str]:
     return [f"  {line}" for line in [*lines, *meaning_of_star(moments, style)]]
 
 
-def as_json(found: Diff) -> str:
+def as_json(diff: Diff) -> str:
     """Every difference as JSON."""
     document = {
         "schema": SCHEMA,
-        "same": not found.differences,
-        "old": [ckpt.path for ckpt in found.old],
-        "new": [ckpt.path for ckpt in found.new],
-        "shared": found.shared,
+        "same": not diff.differences,
+        "old": [ckpt.path for ckpt in diff.old],
+        "new": [ckpt.path for ckpt in diff.new],
+        "shared": diff.shared,
         "differences": [
             {"kind": item.kind, "key": item.key, "old": item.old or None, "new": item.new or None}
             | ({"other": item.other} if item.other else {})
-            for item in found.differences
+            for item in diff.differences
         ],
     }
     return json.dumps(document, indent=2) + "\n"

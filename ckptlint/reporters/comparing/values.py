@@ -53,26 +53,26 @@ _WIDTH = max(map(len, _WORDS.values())) + 2
 _PATTERNS = 12
 
 
-def values_as_text(found: Values, style: Style) -> str:
+def values_as_text(values: Values, style: Style) -> str:
     """A line for each group of tensors that are alike, and a last line that a gate can trust."""
     lines = []
-    for words, groups, left in groups_of(found):
+    for words, groups, left in groups_of(values):
         for members in groups:
-            lines += _lines(words, members, found, style)
+            lines += _lines(words, members, values, style)
         if left:
             lines.append(f"{words:{_WIDTH}}{plural(left, 'more pattern')} (--format json has all)")
-    lines += moved_lines(found.movements, style)
-    word, sentence, is_good = values_verdict(found)
+    lines += moved_lines(values.movements, style)
+    word, sentence, is_good = values_verdict(values)
     verdict = f"{style.paint(word, 'good' if is_good else 'error')}: {sentence}"
-    return "\n".join([*lines, "", *found.sentences[:_PATTERNS], *style.wrap(verdict, "", "")]) + "\n"
+    return "\n".join([*lines, "", *values.sentences[:_PATTERNS], *style.wrap(verdict, "", "")]) + "\n"
 
 
-def groups_of(found: Values) -> Iterator[tuple[str, list[list[Match]], int]]:
+def groups_of(values: Values) -> Iterator[tuple[str, list[list[Match]], int]]:
     """What tensors have to do with each other, in words, with the groups that are alike, and how many are left out."""
     # of two steps of a run, the weights that moved are left to the table, and the state of the job is one group
-    moved = {one.fqn for one in found.movements if one.change}
+    moved = {one.fqn for one in values.movements if one.change}
     for relation, words in _WORDS.items():
-        members = [m for m in found.matches if m.relation == relation and not (m.old and m.old[0] in moved)]
+        members = [m for m in values.matches if m.relation == relation and not (m.old and m.old[0] in moved)]
         state: list[str] = []
         if moved and relation == "differ":
             state = [match.old[0] for match in members if parse(match.old[0]).kind != "model"]
@@ -99,14 +99,14 @@ def _groups(matches: list[Match]) -> list[list[Match]]:
     return [*grouped((look(match), match) for match in matches).values()]
 
 
-def sentence_of(members: list[Match], found: Values, limit: int = NAME_LIMIT) -> tuple[str, list[str]]:
+def sentence_of(members: list[Match], values: Values, limit: int = NAME_LIMIT) -> tuple[str, list[str]]:
     """How many tensors a group has, which these are, and what else is to be said of them."""
     first = members[0]
     old, new = ([name for match in members for name in getattr(match, side)] for side in ("old", "new"))
     sides = [folded(names)[0] for names in (old, new)]
     count = plural(len(old) or len(members), "tensor")
     if first.relation == "equal":
-        sizes = ((prod(side.shape), side.dtype) for name in old if (side := found.old.get(name)) is not None)
+        sizes = ((prod(side.shape), side.dtype) for name in old if (side := values.old.get(name)) is not None)
         size = sum(volume * ITEM_BITS.get(dtype, 0) // 8 for volume, dtype in sizes)
         return f"{count}, {human_bytes(size)}", []
     if first.relation == "absent":
@@ -124,8 +124,8 @@ def sentence_of(members: list[Match], found: Values, limit: int = NAME_LIMIT) ->
     return f"{count}: {names}", [note for note in notes if note]
 
 
-def _lines(words: str, members: list[Match], found: Values, style: Style) -> list[str]:
-    sentence, notes = sentence_of(members, found, min(NAME_LIMIT, style.width - 2))
+def _lines(words: str, members: list[Match], values: Values, style: Style) -> list[str]:
+    sentence, notes = sentence_of(members, values, min(NAME_LIMIT, style.width - 2))
     lines = style.wrap(f"{words:{_WIDTH}}{sentence}", " " * _WIDTH, "")
     lines = [line if len(line) <= style.width else f"  {line.lstrip()}" for line in lines]  # a name that needs the room
     for note in notes:
@@ -167,25 +167,25 @@ def _is_of_training(match: Match, moved: Collection[str]) -> bool:
     return bool(moved) and match.relation == "differ" and (match.old[0] in moved or parse(match.old[0]).kind != "model")
 
 
-def values_as_json(found: Values, paths: tuple[str, str]) -> str:
+def values_as_json(values: Values, paths: tuple[str, str]) -> str:
     """Every match as JSON."""
-    (count, whole), strays = found.proven, astray(found.movements)
+    (count, whole), strays = values.proven, astray(values.movements)
     document = {
         "schema": VALUES_SCHEMA,
         "old": paths[0],
         "new": paths[1],
-        "proven": found.exit_code == 0,
-        "exit_code": found.exit_code,
-        "tensors": {"proven": count, "of": whole, "old": len(found.old), "new": len(found.new)},
-        "problems": list(found.sentences),
-        "lone": list(found.lone),
-        "matches": [match.as_dict() for match in found.matches],
+        "proven": values.exit_code == 0,
+        "exit_code": values.exit_code,
+        "tensors": {"proven": count, "of": whole, "old": len(values.old), "new": len(values.new)},
+        "problems": list(values.sentences),
+        "lone": list(values.lone),
+        "matches": [match.as_dict() for match in values.matches],
         "moved": [
             {"tensor": one.fqn, "layer": one.layer, "change": one.change, "cosine": one.cosine}
             | {"continues": one not in strays}
-            for one in found.movements
+            for one in values.movements
             if one.change
         ],
-        "did_not_move": [{"tensor": one.fqn, "trained": one.is_trained} for one in found.movements if not one.change],
+        "did_not_move": [{"tensor": one.fqn, "trained": one.is_trained} for one in values.movements if not one.change],
     }
     return json.dumps(document, indent=2) + "\n"

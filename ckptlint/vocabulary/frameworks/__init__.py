@@ -282,8 +282,7 @@ def counts_moments(entry: str) -> bool:
     >>> counts_moments("optimizer.state.w.step"), counts_moments("train_state.step")
     (True, False)
 
-    Source:
-        torch.distributed.checkpoint.state_dict.get_optimizer_state_dict; torch.optim.Adam
+    Source: torch.distributed.checkpoint.state_dict.get_optimizer_state_dict; torch.optim.Adam
     """
     return entry.endswith(".step") and ".state." in f".{entry}"
 
