@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 import tomllib
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from html import escape
@@ -404,20 +405,35 @@ def error_texts() -> str:
     for path in sorted(_SOURCES.rglob("*.py")):
         if set(_FOR_AUTHORS) & set(path.parts):
             continue
-        calls = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
+        nodes = [*ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+        named = _named(nodes)
+        calls = [node for node in nodes if isinstance(node, ast.Call)]
         raised = [call for call in calls if re.search(r"Error$|^Problem$|^NotApplicable$", _called(call))]
-        found = [text for call in raised for text in _texts(call) if " " in text]
-        lines += [f"{path.relative_to(_SOURCES).as_posix()}: {text}\n" for text in dict.fromkeys(found)]
+        texts = [text for call in raised for text in _texts(call, named) if " " in text]
+        lines += [f"{path.relative_to(_SOURCES).as_posix()}: {text}\n" for text in dict.fromkeys(texts)]
     return "".join(lines)
+
+
+def _named(nodes: Iterable[ast.AST]) -> dict[str, list[ast.expr]]:
+    """Name -> what a module gives it, in whichever function."""
+    named = defaultdict(list)
+    for node in nodes:
+        for target in node.targets if isinstance(node, ast.Assign) else ():
+            several = isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)
+            for name, value in zip(target.elts, node.value.elts, strict=False) if several else [(target, node.value)]:
+                if isinstance(name, ast.Name):
+                    named[name.id].append(value)
+    return named
 
 
 def _called(call: ast.Call) -> str:
     return call.func.id if isinstance(call.func, ast.Name) else getattr(call.func, "attr", "")
 
 
-def _texts(call: ast.Call) -> Iterator[str]:
-    """The literal arguments of a call."""
-    for value in (*call.args, *(keyword.value for keyword in call.keywords)):
+def _texts(call: ast.Call, named: Mapping[str, list[ast.expr]]) -> Iterator[str]:
+    """The literal arguments of a call, and those that have a name."""
+    arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
+    for value in (value for argument in arguments for value in named.get(getattr(argument, "id", ""), [argument])):
         parts = value.values if isinstance(value, ast.JoinedStr) else [value]
         texts = [str(part.value) if isinstance(part, ast.Constant) else "{}" for part in parts]
         yield " ".join("".join(texts).split())

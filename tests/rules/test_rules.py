@@ -54,7 +54,7 @@ def test_the_file_of_all_sentences_is_fresh_and_small() -> None:
     rest = MESSAGES.partition("# help\n")[2]
     assert f"# help\n{rest}" == f"{MAKE.help_texts()}\n{MAKE.error_texts()}", RENEW
     assert [line[2:] for line in MESSAGES.splitlines() if line.startswith("# ")] == [*OF_RULE, "help", "errors"]
-    assert len(MESSAGES.encode()) < 165_000
+    assert len(MESSAGES.encode()) < 175_000
 
 
 def wrong_about(
