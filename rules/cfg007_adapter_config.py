@@ -78,8 +78,7 @@ def adapter_config(ckpt: Checkpoint) -> Iterator[Finding]:
     modules = {factors.module: factors for factors in factors_of(ckpt.tensors)}
     if not modules:
         yield _finding(
-            f"{ADAPTER_CONFIG} says LORA, but none of {plural(len(ckpt.tensors), 'tensor')} is a LoRA factor",
-            "factors",
+            f"{ADAPTER_CONFIG} says LORA, but none of {plural(len(ckpt.tensors), 'tensor')} is a LoRA factor", "factors"
         )
         return
     yield from _wrong_names(ckpt)
