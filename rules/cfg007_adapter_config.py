@@ -120,13 +120,9 @@ def _wrong_names(ckpt: Checkpoint) -> Iterator[Finding]:
             hint=f"strip {word}. from the keys, or save the unwrapped model",
         )
     elif not any(key.startswith("base_model.") for key in keys):
-        yield _finding(
-            f"no key starts with {PREFIX}",
-            PREFIX,
-            notes=_name_notes("keys", keys),
-            why="PeftModel.from_pretrained finds none of them, warns, and keeps the initial values",
-            hint=f"put {PREFIX} before every key, or save with save_pretrained",
-        )
+        why = "PeftModel.from_pretrained finds none of them, warns, and keeps the initial values"
+        hint = f"put {PREFIX} before every key, or save with save_pretrained"
+        yield _finding(f"no key starts with {PREFIX}", PREFIX, notes=_name_notes("keys", keys), why=why, hint=hint)
     if named:
         yield _finding(
             f"the name of the adapter ({', '.join(named[:_SHOWN])}) is part of the keys, as in memory",
@@ -163,12 +159,8 @@ def _with_native_names(modules: Iterable[str]) -> list[str]:
     """The modules with Megatron-Core names in blocks that also have modules with transformers names."""
     # Megatron-Core names alone prove nothing (vision towers have a linear_fc1 too). No model has both kinds in one
     # block, so a mix means that the key map of the export missed some modules.
-    blocks = grouped((parse(module).block, module) for module in modules)
-    mixed = [
-        members
-        for block, members in blocks.items()
-        if block and any(_module_name(module) in _PROVEN_BY for module in members)
-    ]
+    blocks = grouped((block, module) for module in modules if (block := parse(module).block))
+    mixed = [members for members in blocks.values() if any(_module_name(name) in _PROVEN_BY for name in members)]
     return [module for members in mixed for module in members if _module_name(module) in _NATIVE]
 
 
@@ -230,12 +222,10 @@ def _magnitudes(ckpt: Checkpoint, config: AdapterConfig) -> Iterator[Finding]:
     with_one = [f for f in modules if "magnitude" in f.keys]
     if config.magnitudes and len(with_one) < len(modules):
         keys = [next(iter(f.keys.values())) for f in modules if "magnitude" not in f.keys]
+        message = f"use_dora is true, but {len(keys)} of {plural(len(modules), 'module')} have no magnitude vector"
+        why = "peft warns and uses the norms of the base model instead of the trained magnitudes"
         yield _finding(
-            f"use_dora is true, but {len(keys)} of {plural(len(modules), 'module')} have no magnitude vector",
-            "magnitude",
-            notes=_name_notes("modules", keys),
-            why="peft warns and uses the norms of the base model instead of the trained magnitudes",
-            hint="save again with save_pretrained",
+            message, "magnitude", notes=_name_notes("modules", keys), why=why, hint="save again with save_pretrained"
         )
     elif with_one and not config.magnitudes:
         yield _finding(
@@ -377,16 +367,8 @@ def _finding(
     hint: str = "",
 ) -> Finding:
     """A finding on the adapter's configuration; by default a warning on the file."""
-    return Finding(
-        message,
-        at=at or Location(file=ADAPTER_CONFIG),
-        identity=(what,),
-        severity=severity,
-        notes=notes,
-        why=why,
-        hint=hint,
-        group=message,
-    )
+    at = at or Location(file=ADAPTER_CONFIG)
+    return Finding(message, at=at, identity=(what,), severity=severity, notes=notes, why=why, hint=hint, group=message)
 
 
 def _name_notes(label: str, names: Iterable[str]) -> tuple[Note, ...]:

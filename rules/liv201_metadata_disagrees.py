@@ -33,12 +33,11 @@ def metadata_disagrees(ckpt: Checkpoint) -> Iterator[Finding]:
             yield _finding(table, key_rows)
         elif len(set(table.view[key_rows.rows].tolist())) > 1:
             by_view = grouped((int(table.view[row]), row) for row in key_rows.rows.tolist())
-            views = enumerate(by_view.values(), 1)
             yield Finding(
                 "the ranks disagree on where the shards{of} lie",
                 at=at_ranks(table, key_rows.fqn, key_rows.rows),
                 identity=("view",),
-                notes=tuple((f"view {i}", ranks_of(table, rows)) for i, rows in views),
+                notes=tuple((f"view {i}", ranks_of(table, rows)) for i, rows in enumerate(by_view.values(), 1)),
             )
 
 

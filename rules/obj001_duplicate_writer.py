@@ -53,8 +53,7 @@ def duplicate_writer(ckpt: Checkpoint) -> Iterator[Finding]:
 def _lists(ckpt: Checkpoint) -> Iterator[Finding]:
     """Objects with several values in one record.
 
-    Source:
-        megatron.core.dist_checkpointing.strategies.torch.mcore_to_pyt_state_dict: one list per key and rank
+    Source: megatron.core.dist_checkpointing.strategies.torch.mcore_to_pyt_state_dict: one list per key and rank
     """
     payload, record = ckpt.payload, ckpt.objects.record
     if payload is None:
@@ -113,8 +112,9 @@ def _plans(ckpt: Checkpoint, duplicate: Duplicate) -> tuple[Note, ...]:
     if duplicate.offset is None:
         notes.append(("plans", "the plans do not say whether the objects are equal"))
     elif duplicate.equal:
-        text = "sizes and dtypes are equal on these ranks; the plans do not say whether the values are"
-        notes.append(("plans", text))
+        notes.append(
+            ("plans", "sizes and dtypes are equal on these ranks; the plans do not say whether the values are")
+        )
     else:
         for row in duplicate.rows[:4]:
             sizes, shape = ([v for v in column[row].tolist() if v >= 0] for column in (table.sizes, table.global_shape))

@@ -32,11 +32,9 @@ def chunk_without_storage(ckpt: Checkpoint) -> Iterator[Finding]:
         lost = sum(bool(t.tiling.live.any()) for t in ckpt.sound_tensors()) + len(ckpt.objects) + len(ckpt.byte_objects)
         if not lost:
             raise NotApplicable("nothing is stored")
-        yield Finding(
-            f"storage_data is empty: {'1 entry has' if lost == 1 else f'all {lost:,} entries have'} no known file",
-            identity=("all",),
-            hint="restore the original .metadata: a rewrite or a merge dropped its storage part",
-        )
+        message = f"storage_data is empty: {'1 entry has' if lost == 1 else f'all {lost:,} entries have'} no known file"
+        hint = "restore the original .metadata: a rewrite or a merge dropped its storage part"
+        yield Finding(message, identity=("all",), hint=hint)
         return
     unreferenced = grouped((ckpt.records.name(row), row) for row in np.flatnonzero(~ckpt.records.owned).tolist())
     for tensor in ckpt.sound_tensors():

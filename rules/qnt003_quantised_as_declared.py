@@ -109,12 +109,9 @@ def _differences(ckpt: Checkpoint, stored: Quantisation, declared: Declaration) 
     yield from _contradicted(stored, declared, says)
     others = [one for one in stored.weights if one.scheme not in declared.schemes]
     if others and declared.is_exact:
-        yield _finding(
-            f"{says}, but {plural(len(others), 'weight', 'is')} stored in {_titles(others)}",
-            [one.codes for one in others],
-            why="the loader decodes the codes with the wrong scheme, or stops",
-            hint="restore the configuration of this export",
-        )
+        message = f"{says}, but {plural(len(others), 'weight', 'is')} stored in {_titles(others)}"
+        why = "the loader decodes the codes with the wrong scheme, or stops"
+        yield _finding(message, [one.codes for one in others], why=why, hint="restore the configuration of this export")
         return
     # Draft layers come after the declared ones, and exports often leave them in full precision.
     layers = number(trusted(ckpt), "layers") if is_defined(ckpt, ckpt.declared.get("layers")) else None
