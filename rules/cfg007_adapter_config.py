@@ -18,11 +18,7 @@ _SPARSEST = 2  # the highest layer number per stored layer; a key may hold any n
 _LONGEST = 60
 _HEAD, _TABLES = ("classifier", "score"), ("embed_tokens", "lm_head")
 _CLASSIFIERS = ("SEQ_CLS", "TOKEN_CLS")
-"""Tasks for which peft adds both names of a head.
-
-Source:
-    peft 0.21 peft_model.PeftModelForSequenceClassification, PeftModelForTokenClassification
-"""
+"""Tasks for which peft (0.21 PeftModelForSequenceClassification, PeftModelForTokenClassification) adds both names."""
 _NATIVE = frozenset({"linear_qkv", "linear_q", "linear_kv", "linear_proj", "linear_fc1", "linear_fc2"})
 _PROVEN_BY = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})),
@@ -64,13 +60,10 @@ def adapter_config(ckpt: Checkpoint) -> Iterator[Finding]:
         raise NotApplicable("no adapter as peft saves them")
     if ckpt.config is None:
         if ckpt.tensors and not any(problem.file == ADAPTER_CONFIG for problem in ckpt.problems):
-            yield Finding(
-                f"{ckpt.metadata_file} is here without {ADAPTER_CONFIG}",
-                at=Location(file=ckpt.metadata_file),
-                identity=(ADAPTER_CONFIG,),
-                why="peft cannot load it, and the factor that scales it (lora_alpha / r) is stored nowhere else",
-                hint="copy it from where the adapter was written",
-            )
+            message = f"{ckpt.metadata_file} is here without {ADAPTER_CONFIG}"
+            why = "peft cannot load it, and the factor that scales it (lora_alpha / r) is stored nowhere else"
+            hint = "copy it from where the adapter was written"
+            yield Finding(message, at=Location(file=ckpt.metadata_file), identity=(ADAPTER_CONFIG,), why=why, hint=hint)
         return
     config = read_adapter_config(ckpt.config.values)
     if config.kind != "LORA" or not ckpt.tensors:
@@ -146,13 +139,10 @@ def _zero_scale(modules: Iterable[Factors], ckpt: Checkpoint, config: AdapterCon
     ranks = {f.module: ckpt.tensors[f.keys["A"]].global_shape[:1] for f in modules if "A" in f.keys}
     nothing = [module for module, rank in ranks.items() if rank and config.scale_of(module, rank[0]) == 0]
     if nothing and config.alpha == 0:
-        yield _finding(
-            f"lora_alpha is 0 for {len(nothing)} of {plural(len(ranks), 'module')}",
-            "lora_alpha",
-            notes=_name_notes("modules", nothing),
-            why="peft multiplies the factors by lora_alpha / r, so the adapter does nothing",
-            hint=f"set lora_alpha in {ADAPTER_CONFIG} to the value of the run",
-        )
+        message = f"lora_alpha is 0 for {len(nothing)} of {plural(len(ranks), 'module')}"
+        why = "peft multiplies the factors by lora_alpha / r, so the adapter does nothing"
+        hint = f"set lora_alpha in {ADAPTER_CONFIG} to the value of the run"
+        yield _finding(message, "lora_alpha", notes=_name_notes("modules", nothing), why=why, hint=hint)
 
 
 def _with_native_names(modules: Iterable[str]) -> list[str]:
@@ -264,13 +254,10 @@ def _unlisted_modules(modules: set[str], config: AdapterConfig) -> Iterator[Find
     targets = set(() if config.parameters else config.targets)
     odd = [module for module in modules if targets and targets.isdisjoint(endings(module))]
     if odd:
-        yield _finding(
-            f"target_modules lists none of {plural(len(odd), 'module')} with factors",
-            "untargeted",
-            notes=_name_notes("modules", sorted(odd)),
-            why="peft builds no adapter there and ignores the factors, so the adapter does nothing there",
-            hint=f"add them to target_modules in {ADAPTER_CONFIG}",
-        )
+        message = f"target_modules lists none of {plural(len(odd), 'module')} with factors"
+        why = "peft builds no adapter there and ignores the factors, so the adapter does nothing there"
+        hint = f"add them to target_modules in {ADAPTER_CONFIG}"
+        yield _finding(message, "untargeted", notes=_name_notes("modules", sorted(odd)), why=why, hint=hint)
 
 
 def _layer_gaps(modules: Iterable[Factors]) -> Iterator[Finding]:
@@ -290,14 +277,10 @@ def _layer_gaps(modules: Iterable[Factors]) -> Iterator[Finding]:
         is_architecture = block not in dense_blocks and lost[:1] == [0]
         if lost and not is_architecture and lost[-1] - lost[0] < len(lost) and len(stored) >= _FEW * len(lost):
             which = f"{numbered('layer', lost)} of {block}"
-            yield _finding(
-                f"no adapter of {which} is stored, but those of {len(stored)} other layers are",
-                "gap",
-                Severity.WARNING,
-                notes=(("layers", ranges(stored)),),
-                why="peft warns that the keys are missing and keeps the initial values: the adapter does nothing there",
-                hint="take them from an earlier save, or save again",
-            )
+            message = f"no adapter of {which} is stored, but those of {len(stored)} other layers are"
+            why = "peft warns that the keys are missing and keeps the initial values: the adapter does nothing there"
+            hint = "take them from an earlier save, or save again"
+            yield _finding(message, "gap", Severity.WARNING, notes=(("layers", ranges(stored)),), why=why, hint=hint)
 
 
 def _zero_factors(ckpt: Checkpoint, payload: PayloadTable, modules: Iterable[Factors]) -> Iterator[Finding]:
@@ -348,13 +331,10 @@ def _missing_saved_modules(ckpt: Checkpoint, config: AdapterConfig, modules: Ite
     is_sure = (not paths and {*_HEAD} <= {*lost}) or (is_known_models and not {*_TABLES}.isdisjoint(lost))
     names_them = "modules_to_save names" if {*lost} & {*config.saved} else f"for {config.task} peft loads"
     if lost:
-        yield _finding(
-            f"{names_them} {_quoted(lost)}, but nothing of {'it' if len(lost) == 1 else 'them'} is stored",
-            "modules_to_save",
-            None if is_sure else Severity.WARNING,
-            why="peft stops with a KeyError",
-            hint="save again with save_pretrained; if the run is gone, remove the name and lose what was trained",
-        )
+        message = f"{names_them} {_quoted(lost)}, but nothing of {'it' if len(lost) == 1 else 'them'} is stored"
+        why = "peft stops with a KeyError"
+        hint = "save again with save_pretrained; if the run is gone, remove the name and lose what was trained"
+        yield _finding(message, "modules_to_save", None if is_sure else Severity.WARNING, why=why, hint=hint)
 
 
 def _finding(

@@ -85,14 +85,10 @@ def _of_all_ranks(ckpt: Checkpoint, file_sets: Iterable[NumberedFiles]) -> Itera
     ranks = max((len(files.files) for files in file_sets if files.pattern.endswith("random_states_{}.pkl")), default=0)
     names = [file.name for file in ckpt.step_files if _OF_ALL_RANKS.fullmatch(file.name)]
     if ranks > 1 and names:
-        yield Finding(
-            f"{names[0]} says where the data of one rank stood, and {ranks} ranks wrote this file",
-            at=Location(file=names[0]),
-            severity=Severity.INFO,
-            kind="one file",
-            why="the last rank that wrote it stays, and after a resume all ranks read on from there",
-            hint="nothing is lost if rank 0 reads the data for all (dispatch_batches)",
-        )
+        message = f"{names[0]} says where the data of one rank stood, and {ranks} ranks wrote this file"
+        why = "the last rank that wrote it stays, and after a resume all ranks read on from there"
+        hint = "nothing is lost if rank 0 reads the data for all (dispatch_batches)"
+        yield Finding(message, at=Location(file=names[0]), severity=Severity.INFO, kind="one file", why=why, hint=hint)
 
 
 def _missing_files(numbered: NumberedFiles, stated: dict[str, int]) -> Iterator[Finding]:

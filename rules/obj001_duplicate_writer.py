@@ -47,7 +47,24 @@ def duplicate_writer(ckpt: Checkpoint) -> Iterator[Finding]:
         for duplicate in duplicates(ckpt.save_plans)
     )
     for same in groups.values():
-        yield _finding(ckpt, same)
+        first = same[0]
+        ranks = f"ranks {join_words([*map(str, first.ranks)])}" if len(first.ranks) < 4 else named_ranks(first.ranks)
+        all_ = "both" if len(first.ranks) == 2 else "all"
+        if first.offset is None:
+            what = f"{ranks} {all_} wrote a copy{{of}}; one copy was kept"
+        else:
+            each = " of each" if len(same) > 1 else ""
+            what = f"{ranks} {all_} wrote {plural(len(same), 'chunk')}{{of}}; one copy{each} was kept"
+        yield Finding(
+            what,
+            at=Location(ckpt.tensors.get(first.fqn, first.fqn), ranks=first.ranks),
+            identity=tuple(str(duplicate.offset) for duplicate in same),
+            kind="object" if first.offset is None else "chunk",
+            severity=Severity.WARNING if first.equal else None,
+            explain=partial(_plans, ckpt, first),
+            hint=f"compare replica_id of {ranks}; if their values differed, all but one copy is lost",
+            group=f"{first.ranks} {first.equal}",
+        )
 
 
 def _lists(ckpt: Checkpoint) -> Iterator[Finding]:
@@ -74,27 +91,6 @@ def _lists(ckpt: Checkpoint) -> Iterator[Finding]:
             hint="give each module its own prefix: two of them share this key on one rank",
             group=f"list {count}",
         )
-
-
-def _finding(ckpt: Checkpoint, same: list[Duplicate]) -> Finding:
-    first = same[0]
-    ranks = f"ranks {join_words([*map(str, first.ranks)])}" if len(first.ranks) < 4 else named_ranks(first.ranks)
-    all_ = "both" if len(first.ranks) == 2 else "all"
-    if first.offset is None:
-        what = f"{ranks} {all_} wrote a copy{{of}}; one copy was kept"
-    else:
-        each = " of each" if len(same) > 1 else ""
-        what = f"{ranks} {all_} wrote {plural(len(same), 'chunk')}{{of}}; one copy{each} was kept"
-    return Finding(
-        what,
-        at=Location(ckpt.tensors.get(first.fqn, first.fqn), ranks=first.ranks),
-        identity=tuple(str(duplicate.offset) for duplicate in same),
-        kind="object" if first.offset is None else "chunk",
-        severity=Severity.WARNING if first.equal else None,
-        explain=partial(_plans, ckpt, first),
-        hint=f"compare replica_id of {ranks}; if their values differed, all but one copy is lost",
-        group=f"{first.ranks} {first.equal}",
-    )
 
 
 def _plans(ckpt: Checkpoint, duplicate: Duplicate) -> tuple[Note, ...]:

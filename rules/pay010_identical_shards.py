@@ -72,7 +72,7 @@ def identical_shards(ckpt: Checkpoint) -> Iterator[Finding]:
     pairs_of = {unit: _expert_pairs(members) for unit, members in experts.items()}
     numbers_of = {unit: tuple((expert, earlier) for _, expert, earlier in pairs) for unit, pairs in pairs_of.items()}
     same_numbers = Counter((scope, role, pairs) for (scope, _, role), pairs in numbers_of.items())
-    weights = _weight_counts(ckpt)
+    weights = Counter[tuple[object, ...]]((p.key.scope, p.key.layer, p.key.role) for p in inventory_of(ckpt).params)
     layers = Counter((scope, role) for scope, _, role in weights)
     for (scope, layer, role), repeats in pairs_of.items():
         # Exports of mixtures that were built from dense models hold equal experts by design: all of a layer, or each of
@@ -162,12 +162,6 @@ def _state_advice(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, row: 
         "the parameter's shards differ, so it is really split; only equal gradients (a summed loss) make states equal",
         "compare the gradients of the two ranks, unless the loss is a plain sum, as in a toy model",
     )
-
-
-@fact
-def _weight_counts(ckpt: Checkpoint) -> Counter[tuple[object, ...]]:
-    """(scope, layer, role) -> number of weights: the experts of that layer, or one."""
-    return Counter((param.key.scope, param.key.layer, param.key.role) for param in inventory_of(ckpt).params)
 
 
 _Pairs = list[tuple[Tensor, int, int]]

@@ -58,9 +58,8 @@ def quantised_as_declared(ckpt: Checkpoint) -> Iterator[Finding]:
 def _declared_twice(stored: Quantisation, declared: Declaration) -> Iterator[Finding]:
     """A finding if ModelOpt's file and the configuration declare different things.
 
-    Source:
-        nvidia-modelopt 0.47 export_hf_checkpoint writes `quantization_config` from what it writes into the file; of
-        the two vLLM reads the configuration first, TensorRT-LLM the file
+    Source: nvidia-modelopt 0.47 export_hf_checkpoint writes `quantization_config` from what it writes into the file;
+    of the two vLLM reads the configuration first, TensorRT-LLM the file
     """
     if (beside := declared.beside) is None:
         return
@@ -161,8 +160,7 @@ def _module(tensor: Tensor) -> str:
 def _is_linear(tensor: Tensor) -> bool:
     """Whether the tensor is the weight of a linear layer of attention or MLP, which every quantiser quantises.
 
-    Source:
-        transformers 5.23 pytorch_utils.Conv1D: GPT-2 and its kin call theirs c_attn, c_fc, c_proj; most quantisers pass
+    Source: transformers 5.23 pytorch_utils.Conv1D: c_attn, c_fc, c_proj of GPT-2 and its kin; most quantisers pass
     """
     key = parse(tensor.fqn)
     is_matrix = len(tensor.global_shape) == 2  # a convolution of one pixel has the names of a linear layer
@@ -176,12 +174,5 @@ def _titles(weights: list[QuantisedWeight]) -> str:
 
 def _finding(message: str, tensors: list[Tensor], why: str, hint: str) -> Finding:
     keys = [tensor.fqn for tensor in tensors]
-    return Finding(
-        message,
-        at=Location(tensors[0]),
-        identity=tuple(keys[1:]),
-        keys=tuple(keys[1:]),
-        notes=(("weights", first_names(fold_names(keys), _SHOWN) if len(keys) > 1 else ""),),
-        why=why,
-        hint=hint,
-    )
+    more, notes = tuple(keys[1:]), (("weights", first_names(fold_names(keys), _SHOWN) if len(keys) > 1 else ""),)
+    return Finding(message, at=Location(tensors[0]), identity=more, keys=more, notes=notes, why=why, hint=hint)
