@@ -50,13 +50,10 @@ def duplicate_writer(ckpt: Checkpoint) -> Iterator[Finding]:
         first = same[0]
         ranks = f"ranks {join_words([*map(str, first.ranks)])}" if len(first.ranks) < 4 else named_ranks(first.ranks)
         all_ = "both" if len(first.ranks) == 2 else "all"
-        if first.offset is None:
-            what = f"{ranks} {all_} wrote a copy{{of}}; one copy was kept"
-        else:
-            each = " of each" if len(same) > 1 else ""
-            what = f"{ranks} {all_} wrote {plural(len(same), 'chunk')}{{of}}; one copy{each} was kept"
+        what = "a copy" if first.offset is None else plural(len(same), "chunk")
+        each = " of each" if first.offset is not None and len(same) > 1 else ""
         yield Finding(
-            what,
+            f"{ranks} {all_} wrote {what}{{of}}; one copy{each} was kept",
             at=Location(ckpt.tensors.get(first.fqn, first.fqn), ranks=first.ranks),
             identity=tuple(str(duplicate.offset) for duplicate in same),
             kind="object" if first.offset is None else "chunk",
