@@ -18,7 +18,10 @@ _SPARSEST = 2  # the highest layer number per stored layer; a key may hold any n
 _LONGEST = 60
 _HEAD, _TABLES = ("classifier", "score"), ("embed_tokens", "lm_head")
 _CLASSIFIERS = ("SEQ_CLS", "TOKEN_CLS")
-"""Tasks for which peft (0.21 PeftModelForSequenceClassification, PeftModelForTokenClassification) adds both names."""
+"""Tasks for which peft adds both names of a head.
+
+Source: peft 0.21 peft_model.PeftModelForSequenceClassification, PeftModelForTokenClassification
+"""
 _NATIVE = frozenset({"linear_qkv", "linear_q", "linear_kv", "linear_proj", "linear_fc1", "linear_fc2"})
 _PROVEN_BY = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})),
