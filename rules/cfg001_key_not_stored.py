@@ -15,6 +15,7 @@ from ckptlint.rule import MOST_KEYS, Finding, Location, Severity, require, rule
 
 _PER_LAYER = ("vocab_size_per_layer_input", "hidden_size_per_layer_input")
 _TABLE, _PROJECTION = "embed_tokens_per_layer", "per_layer_model_projection"
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 _EXPERT = lazy_pattern(r"experts\.(\d{1,9})\.")
 
 
@@ -45,12 +46,9 @@ def key_not_stored(ckpt: Checkpoint) -> Iterator[Finding]:
         transformers.PreTrainedModel.from_pretrained (output_loading_info)
     """
     if isinstance(fault := config_fit(ckpt), BadConfig):
-        yield Finding(
-            f"{fault}",
-            at=Location(label=require(ckpt.config).file),
-            why="a load stops at it, and what should be stored is not known",
-            hint="correct the field, or take the configuration from where the model came from",
-        )
+        why = "a load stops at it, and what should be stored is not known"
+        hint = "correct the field, or take the configuration from where the model came from"
+        yield Finding(f"{fault}", at=Location(label=require(ckpt.config).file), why=why, hint=hint)
         return
     if lost := _lost_table(ckpt):
         yield lost  # of models that have no table of keys, of which `fit_of` says nothing
@@ -72,11 +70,7 @@ def key_not_stored(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def _lost_table(ckpt: Checkpoint) -> Finding | None:
-    """The finding that the embedding of each layer's input is lost, whose sizes are declared and projection is stored.
-
-    Source:
-        transformers gemma3n.modeling_gemma3n.Gemma3nTextModel: `embed_tokens_per_layer`, `per_layer_model_projection`
-    """
+    """A finding if the table of each layer is lost. Source: transformers gemma3n.modeling_gemma3n.Gemma3nTextModel"""
     sections = dict(ckpt.config.sections()) if ckpt.config is not None else {}
     sizes = {place: [section.get(name) for name in _PER_LAYER] for place, section in sections.items()}
     declared = [place for place, pair in sizes.items() if all(is_size(size) and size for size in pair)]
@@ -145,7 +139,10 @@ def _finding(ckpt: Checkpoint, fit: Fit, doubt: str) -> Finding:
     elif len(lost_layers) == 1 and len(names) == len(fold_names(of_layers)):
         ((block, numbers),) = lost_layers.items()
         layers = f"{numbered('layer', numbers)} of {fit.shown(block)} {verb(len(numbers), 'is')}"
-        message = f"{layers} not stored, but {fit.expected.source} declares {_layers_field(fit, missing[0])}"
+        of_model = [name for name in fit.expected.fields if name.endswith(_LAYERS)]
+        counts = tensors[missing[0]].counted or of_model
+        declared = next((field_text(fit, name) for name in counts), "them")
+        message = f"{layers} not stored, but {fit.expected.source} declares {declared}"
     else:
         message = f"{len(missing):,} of the {plural(needed, 'tensor')} of {model_name(fit)} {are} not stored"
     lost = implied_bytes(fit, missing)
@@ -169,10 +166,7 @@ def _finding(ckpt: Checkpoint, fit: Fit, doubt: str) -> Finding:
 
 
 def _experts_message(fit: Fit) -> str:
-    """The message if only numbered experts are missing, the same in each layer; "" otherwise.
-
-    An export that lost the ranks of some experts looks so (VeOmni#799), whatever the roles of the tensors.
-    """
+    """The message if only numbered experts are missing, the same in each layer (VeOmni#799); "" otherwise."""
     lost: dict[int, set[int]] = defaultdict(set)
     for name in fit.missing:
         at, expert = numbered_layer(name), _EXPERT.search(name)
@@ -185,13 +179,6 @@ def _experts_message(fit: Fit) -> str:
     count = 1 + max(int(expert[1]) for expert in map(_EXPERT.search, fit.expected.tensors) if expert)
     experts = f"{numbered('expert', numbers)} of {count} {verb(len(numbers), 'is')}"
     return f"{experts} not stored in {numbered('layer', lost)}"
-
-
-def _layers_field(fit: Fit, key: str) -> str:
-    """The field that counts the layers of this key's kind, with its value; "them" if no field does."""
-    layers = ("num_hidden_layers", "n_layer", "num_layers")
-    counts = fit.expected.tensors[key].counted or [name for name in fit.expected.fields if name.endswith(layers)]
-    return next((field_text(fit, name) for name in counts), "them")
 
 
 def _consequence(fit: Fit, count: int) -> str:

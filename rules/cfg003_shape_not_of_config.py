@@ -40,7 +40,19 @@ def shape_not_of_config(ckpt: Checkpoint) -> Iterator[Finding]:
     groups = grouped((_cause(ckpt, item), item) for item in fit.shapes)
     # One fault changes shapes in one or two ways. Many ways at once mean another model's configuration.
     if len(groups) > _GROUPS:
-        yield _summary(ckpt, fit)
+        lead, doubt = fit.shapes[0], _shared_doubt(fit, fit.shapes)
+        keys, compared = tuple(item.tensor.fqn for item in fit.shapes[:MOST_KEYS]), len(fit.pairing.stored)
+        yield Finding(
+            f"{len(fit.shapes):,} of {plural(compared, 'tensor')} have shapes different from {fit.expected.source}: "
+            f"{lead.tensor.fqn} is {shape_text(lead.tensor.global_shape)} instead of {shape_text(lead.expected.shape)}",
+            at=Location(lead.tensor, label=f"{ckpt.metadata_file}, compared with {fit.place}"),
+            identity=keys,
+            keys=keys,
+            confidence="possible" if doubt else "certain",
+            why=_consequence(fit),
+            notes=(doubt_note(doubt), ("tensors", _patterns(fit.shapes))),
+            hint="use the configuration of the job that wrote the tensors: this one probably belongs to another model",
+        )
     else:
         for items in groups.values():
             yield _finding(ckpt, fit, items)
@@ -209,22 +221,6 @@ def _shared_doubt(fit: Fit, items: list[ShapeDifference]) -> str:
     # Tensors of one cause are wrong or right together, so one shape that no open field explains settles all.
     doubts = [fit.doubt if _is_empty(item) else fit.doubt_of_shape(item.name, item.axes) for item in items]
     return doubts[0] if all(doubts) else ""
-
-
-def _summary(ckpt: Checkpoint, fit: Fit) -> Finding:
-    lead, doubt = fit.shapes[0], _shared_doubt(fit, fit.shapes)
-    compared = len(fit.pairing.stored)
-    return Finding(
-        f"{len(fit.shapes):,} of {plural(compared, 'tensor')} have shapes different from {fit.expected.source}: "
-        f"{lead.tensor.fqn} is {shape_text(lead.tensor.global_shape)} instead of {shape_text(lead.expected.shape)}",
-        at=Location(lead.tensor, label=f"{ckpt.metadata_file}, compared with {fit.place}"),
-        identity=tuple(item.tensor.fqn for item in fit.shapes[:MOST_KEYS]),
-        keys=tuple(item.tensor.fqn for item in fit.shapes[:MOST_KEYS]),
-        confidence="possible" if doubt else "certain",
-        why=_consequence(fit),
-        notes=(doubt_note(doubt), ("tensors", _patterns(fit.shapes))),
-        hint="use the configuration of the job that wrote the tensors: this one probably belongs to another model",
-    )
 
 
 def _grown(ckpt: Checkpoint, fit: Fit) -> Finding:

@@ -53,10 +53,7 @@ def dtype_not_of_config(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def _rounded_biases(ckpt: Checkpoint, fit: Fit) -> Iterator[Finding]:
-    """That biases of routers are in 16 bits; their other tensors are so in most published models.
-
-    With tensors to compare with, REF002 tells whether any bits were lost.
-    """
+    """A finding on routers' biases in 16 bits, unless there are tensors to compare with: REF002 then tells the loss."""
     biases = sorted(name for name in kept_in_float32(ckpt) if name.endswith(("_bias", "gate.bias")))
     biases = [name for name in biases if ckpt.tensors[name].dtype in ("bfloat16", "float16")]
     if not biases or (ckpt.reference is not None and ckpt.reference.tensors):

@@ -101,13 +101,9 @@ def _zero_factors(payload: PayloadTable, factors: list[Tensor]) -> Iterator[Find
     (share,) = with_zeros
     keys = [factor.fqn for factor in by_share[share]]
     if share == 1 and len(keys) == len(factors):
-        yield Finding(
-            f"factor B of {plural(len(keys), 'module')} holds only zeros",
-            at=Location(factors[0]),
-            severity=Severity.INFO,
-            identity=("untrained",),
-            why="the product of the factors is 0: the adapter was not trained, or does nothing",
-        )
+        message = f"factor B of {plural(len(keys), 'module')} holds only zeros"
+        why = "the product of the factors is 0: the adapter was not trained, or does nothing"
+        yield Finding(message, at=Location(factors[0]), severity=Severity.INFO, identity=("untrained",), why=why)
         return
     # The first or the last row is zero, so that rows are absent and not columns.
     edges = [payload.edge_zeros[one.chunks.record] >= prod(one.global_shape[1:]) for one in by_share[share]]
@@ -309,10 +305,7 @@ def _wrong_magnitudes(modules: list[Factors], tensors: dict[str, Tensor]) -> Ite
 
 
 def _layer_gaps(ckpt: Checkpoint, modules: list[Factors]) -> Iterator[Finding]:
-    """Findings on a few consecutive layers without the adapter of a module whose siblings there have one.
-
-    SHP001 reports layers that lack all adapters; many layers, or a regular pattern, are the model's architecture.
-    """
+    """Findings on a few consecutive layers that lack a module's adapter (SHP001: all), unlike its siblings there."""
     if ckpt.config is not None and read_adapter_config(ckpt.config.values).is_explicit:
         return
     layers: dict[tuple[str, str], dict[int, str]] = defaultdict(dict)

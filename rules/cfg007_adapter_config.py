@@ -20,8 +20,7 @@ _HEAD, _TABLES = ("classifier", "score"), ("embed_tokens", "lm_head")
 _CLASSIFIERS = ("SEQ_CLS", "TOKEN_CLS")
 """Tasks for which peft adds both names of a head.
 
-Source:
-    peft 0.21 peft_model.PeftModelForSequenceClassification, PeftModelForTokenClassification
+Source: peft 0.21 peft_model.PeftModelForSequenceClassification, PeftModelForTokenClassification
 """
 _NATIVE = frozenset({"linear_qkv", "linear_q", "linear_kv", "linear_proj", "linear_fc1", "linear_fc2"})
 _PROVEN_BY = {
@@ -64,13 +63,10 @@ def adapter_config(ckpt: Checkpoint) -> Iterator[Finding]:
         raise NotApplicable("no adapter as peft saves them")
     if ckpt.config is None:
         if ckpt.tensors and not any(problem.file == ADAPTER_CONFIG for problem in ckpt.problems):
-            yield Finding(
-                f"{ckpt.metadata_file} is here without {ADAPTER_CONFIG}",
-                at=Location(file=ckpt.metadata_file),
-                identity=(ADAPTER_CONFIG,),
-                why="peft cannot load it, and the factor that scales it (lora_alpha / r) is stored nowhere else",
-                hint="copy it from where the adapter was written",
-            )
+            message = f"{ckpt.metadata_file} is here without {ADAPTER_CONFIG}"
+            why = "peft cannot load it, and the factor that scales it (lora_alpha / r) is stored nowhere else"
+            hint = "copy it from where the adapter was written"
+            yield Finding(message, at=Location(file=ckpt.metadata_file), identity=(ADAPTER_CONFIG,), why=why, hint=hint)
         return
     config = read_adapter_config(ckpt.config.values)
     if config.kind != "LORA" or not ckpt.tensors:
@@ -78,8 +74,7 @@ def adapter_config(ckpt: Checkpoint) -> Iterator[Finding]:
     modules = {factors.module: factors for factors in factors_of(ckpt.tensors)}
     if not modules:
         yield _finding(
-            f"{ADAPTER_CONFIG} says LORA, but none of {plural(len(ckpt.tensors), 'tensor')} is a LoRA factor",
-            "factors",
+            f"{ADAPTER_CONFIG} says LORA, but none of {plural(len(ckpt.tensors), 'tensor')} is a LoRA factor", "factors"
         )
         return
     yield from _wrong_names(ckpt)
@@ -121,13 +116,9 @@ def _wrong_names(ckpt: Checkpoint) -> Iterator[Finding]:
             hint=f"strip {word}. from the keys, or save the unwrapped model",
         )
     elif not any(key.startswith("base_model.") for key in keys):
-        yield _finding(
-            f"no key starts with {PREFIX}",
-            PREFIX,
-            notes=_name_notes("keys", keys),
-            why="PeftModel.from_pretrained finds none of them, warns, and keeps the initial values",
-            hint=f"put {PREFIX} before every key, or save with save_pretrained",
-        )
+        why = "PeftModel.from_pretrained finds none of them, warns, and keeps the initial values"
+        hint = f"put {PREFIX} before every key, or save with save_pretrained"
+        yield _finding(f"no key starts with {PREFIX}", PREFIX, notes=_name_notes("keys", keys), why=why, hint=hint)
     if named:
         yield _finding(
             f"the name of the adapter ({', '.join(named[:_SHOWN])}) is part of the keys, as in memory",
@@ -151,25 +142,18 @@ def _zero_scale(modules: Iterable[Factors], ckpt: Checkpoint, config: AdapterCon
     ranks = {f.module: ckpt.tensors[f.keys["A"]].global_shape[:1] for f in modules if "A" in f.keys}
     nothing = [module for module, rank in ranks.items() if rank and config.scale_of(module, rank[0]) == 0]
     if nothing and config.alpha == 0:
-        yield _finding(
-            f"lora_alpha is 0 for {len(nothing)} of {plural(len(ranks), 'module')}",
-            "lora_alpha",
-            notes=_name_notes("modules", nothing),
-            why="peft multiplies the factors by lora_alpha / r, so the adapter does nothing",
-            hint=f"set lora_alpha in {ADAPTER_CONFIG} to the value of the run",
-        )
+        message = f"lora_alpha is 0 for {len(nothing)} of {plural(len(ranks), 'module')}"
+        why = "peft multiplies the factors by lora_alpha / r, so the adapter does nothing"
+        hint = f"set lora_alpha in {ADAPTER_CONFIG} to the value of the run"
+        yield _finding(message, "lora_alpha", notes=_name_notes("modules", nothing), why=why, hint=hint)
 
 
 def _with_native_names(modules: Iterable[str]) -> list[str]:
     """The modules with Megatron-Core names in blocks that also have modules with transformers names."""
     # Megatron-Core names alone prove nothing (vision towers have a linear_fc1 too). No model has both kinds in one
     # block, so a mix means that the key map of the export missed some modules.
-    blocks = grouped((parse(module).block, module) for module in modules)
-    mixed = [
-        members
-        for block, members in blocks.items()
-        if block and any(_module_name(module) in _PROVEN_BY for module in members)
-    ]
+    blocks = grouped((block, module) for module in modules if (block := parse(module).block))
+    mixed = [members for members in blocks.values() if any(_module_name(name) in _PROVEN_BY for name in members)]
     return [module for members in mixed for module in members if _module_name(module) in _NATIVE]
 
 
@@ -231,12 +215,10 @@ def _magnitudes(ckpt: Checkpoint, config: AdapterConfig) -> Iterator[Finding]:
     with_one = [f for f in modules if "magnitude" in f.keys]
     if config.magnitudes and len(with_one) < len(modules):
         keys = [next(iter(f.keys.values())) for f in modules if "magnitude" not in f.keys]
+        message = f"use_dora is true, but {len(keys)} of {plural(len(modules), 'module')} have no magnitude vector"
+        why = "peft warns and uses the norms of the base model instead of the trained magnitudes"
         yield _finding(
-            f"use_dora is true, but {len(keys)} of {plural(len(modules), 'module')} have no magnitude vector",
-            "magnitude",
-            notes=_name_notes("modules", keys),
-            why="peft warns and uses the norms of the base model instead of the trained magnitudes",
-            hint="save again with save_pretrained",
+            message, "magnitude", notes=_name_notes("modules", keys), why=why, hint="save again with save_pretrained"
         )
     elif with_one and not config.magnitudes:
         yield _finding(
@@ -275,13 +257,10 @@ def _unlisted_modules(modules: set[str], config: AdapterConfig) -> Iterator[Find
     targets = set(() if config.parameters else config.targets)
     odd = [module for module in modules if targets and targets.isdisjoint(endings(module))]
     if odd:
-        yield _finding(
-            f"target_modules lists none of {plural(len(odd), 'module')} with factors",
-            "untargeted",
-            notes=_name_notes("modules", sorted(odd)),
-            why="peft builds no adapter there and ignores the factors, so the adapter does nothing there",
-            hint=f"add them to target_modules in {ADAPTER_CONFIG}",
-        )
+        message = f"target_modules lists none of {plural(len(odd), 'module')} with factors"
+        why = "peft builds no adapter there and ignores the factors, so the adapter does nothing there"
+        hint = f"add them to target_modules in {ADAPTER_CONFIG}"
+        yield _finding(message, "untargeted", notes=_name_notes("modules", sorted(odd)), why=why, hint=hint)
 
 
 def _layer_gaps(modules: Iterable[Factors]) -> Iterator[Finding]:
@@ -301,14 +280,10 @@ def _layer_gaps(modules: Iterable[Factors]) -> Iterator[Finding]:
         is_architecture = block not in dense_blocks and lost[:1] == [0]
         if lost and not is_architecture and lost[-1] - lost[0] < len(lost) and len(stored) >= _FEW * len(lost):
             which = f"{numbered('layer', lost)} of {block}"
-            yield _finding(
-                f"no adapter of {which} is stored, but those of {len(stored)} other layers are",
-                "gap",
-                Severity.WARNING,
-                notes=(("layers", ranges(stored)),),
-                why="peft warns that the keys are missing and keeps the initial values: the adapter does nothing there",
-                hint="take them from an earlier save, or save again",
-            )
+            message = f"no adapter of {which} is stored, but those of {len(stored)} other layers are"
+            why = "peft warns that the keys are missing and keeps the initial values: the adapter does nothing there"
+            hint = "take them from an earlier save, or save again"
+            yield _finding(message, "gap", Severity.WARNING, notes=(("layers", ranges(stored)),), why=why, hint=hint)
 
 
 def _zero_factors(ckpt: Checkpoint, payload: PayloadTable, modules: Iterable[Factors]) -> Iterator[Finding]:
@@ -359,13 +334,10 @@ def _missing_saved_modules(ckpt: Checkpoint, config: AdapterConfig, modules: Ite
     is_sure = (not paths and {*_HEAD} <= {*lost}) or (is_known_models and not {*_TABLES}.isdisjoint(lost))
     names_them = "modules_to_save names" if {*lost} & {*config.saved} else f"for {config.task} peft loads"
     if lost:
-        yield _finding(
-            f"{names_them} {_quoted(lost)}, but nothing of {'it' if len(lost) == 1 else 'them'} is stored",
-            "modules_to_save",
-            None if is_sure else Severity.WARNING,
-            why="peft stops with a KeyError",
-            hint="save again with save_pretrained; if the run is gone, remove the name and lose what was trained",
-        )
+        message = f"{names_them} {_quoted(lost)}, but nothing of {'it' if len(lost) == 1 else 'them'} is stored"
+        why = "peft stops with a KeyError"
+        hint = "save again with save_pretrained; if the run is gone, remove the name and lose what was trained"
+        yield _finding(message, "modules_to_save", None if is_sure else Severity.WARNING, why=why, hint=hint)
 
 
 def _finding(
@@ -378,16 +350,8 @@ def _finding(
     hint: str = "",
 ) -> Finding:
     """A finding on the adapter's configuration; by default a warning on the file."""
-    return Finding(
-        message,
-        at=at or Location(file=ADAPTER_CONFIG),
-        identity=(what,),
-        severity=severity,
-        notes=notes,
-        why=why,
-        hint=hint,
-        group=message,
-    )
+    at = at or Location(file=ADAPTER_CONFIG)
+    return Finding(message, at=at, identity=(what,), severity=severity, notes=notes, why=why, hint=hint, group=message)
 
 
 def _name_notes(label: str, names: Iterable[str]) -> tuple[Note, ...]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from ckptlint.analysis.ranks.numbered_files import is_one_of_several
+from ckptlint.grouping import grouped
 from ckptlint.model import Checkpoint, RunFolder, StepClaim
 from ckptlint.model.text import first_names, join_words, verb
 from ckptlint.patterns import lazy_pattern
@@ -147,9 +148,7 @@ def _contradiction(
     if not differing:
         return
     lead, *_ = sorted(differing, key=lambda counter: counter.level or Severity.INFO, reverse=True)
-    sources_of = defaultdict(list)
-    for counter in counters:
-        sources_of[counter.step].append(counter.source)
+    sources_of = grouped((counter.step, counter.source) for counter in counters)
     steps = [f"{step}: {first_names(dict.fromkeys(sources))}" for step, sources in sorted(sources_of.items())]
     is_file = any(file.name == lead.source for file in ckpt.step_files)
     yield Finding(

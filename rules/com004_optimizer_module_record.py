@@ -99,9 +99,8 @@ def optimizer_module_record(ckpt: Checkpoint) -> Iterator[Finding]:
 def _is_distributed(ckpt: Checkpoint, module: Module, types: list[Module]) -> bool:
     """Whether the distributed optimizer wrote a module; no other has sharding types, and chains may be mixed.
 
-    Source:
-        `optimizer.state.param.` is written by its fully_reshardable type, `fp32_param` by other optimizers as well;
-        `distrib_optim_sharding_type` is set when `use_distributed_optimizer` is (megatron.training >= 0.13)
+    Source: `optimizer.state.param.` is of its fully_reshardable type, `fp32_param` of other optimizers as well;
+    `distrib_optim_sharding_type` is set when `use_distributed_optimizer` is (megatron.training >= 0.13)
     """
     if not module.chain and (types or "distrib_optim_sharding_type" in content_metadata(ckpt)):
         return True

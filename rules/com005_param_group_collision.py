@@ -81,6 +81,5 @@ def _text(value: Any) -> str:
 def _sizes(groups: dict[int, dict[Any, Any]], numbers: list[int]) -> str:
     """The numbers of parameters of these groups, as text; "" if a group does not list them."""
     params = [groups[number].get("params") for number in numbers]
-    if not all(isinstance(group, list) for group in params):
-        return ""
-    return join_words([f"{len(group):,}" for group in params if isinstance(group, list)]) + " parameters"
+    counts = [f"{len(group):,}" for group in params if isinstance(group, list)]
+    return f"{join_words(counts)} parameters" if len(counts) == len(params) else ""

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from math import prod
 from typing import Any
 
+from ckptlint.grouping import grouped
 from ckptlint.model import Checkpoint
 from ckptlint.model.stored import StoredTensor
 from ckptlint.model.text import printable
@@ -38,11 +39,9 @@ def runtime_state_in_common(ckpt: Checkpoint) -> Iterator[Finding]:
     """
     if ckpt.common is None:
         raise NotApplicable("there is no common state")
-    by_role: dict[str, list[tuple[str, int | None]]] = {}
-    for top, value in ckpt.common.values.items():
-        if top not in _RUNTIME_TOPS:
-            for path, size in _walk(str(top), value, 0):
-                by_role.setdefault(role(path), []).append((printable(path), size))
+    others = ((str(top), value) for top, value in ckpt.common.values.items() if top not in _RUNTIME_TOPS)
+    walked = (place for top, value in others for place in _walk(top, value, 0))
+    by_role = grouped((role(path), (printable(path), size)) for path, size in walked)
     for members in by_role.values():
         path, known = members[0][0], [size for _, size in members if size is not None]
         what = f"{path} is" if len(members) == 1 else f"{len(members):,} values like {path} are"

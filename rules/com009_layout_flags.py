@@ -79,10 +79,9 @@ def _finding(ckpt: Checkpoint, name: str, value: bool, keys: list[str], found: s
 
 
 def _backend(ckpt: Checkpoint) -> Iterator[Finding]:
-    """The backend that Megatron-Core chooses its reader by, against what a DCP folder can be.
+    """A finding if Megatron-Core chooses another reader than the files here need.
 
-    Source:
-        megatron.core.dist_checkpointing.core.CheckpointingConfig: `torch_dist` or, up to 0.15, `zarr`
+    Source: megatron.core.dist_checkpointing.core.CheckpointingConfig: `torch_dist` or, up to 0.15, `zarr`
     """
     declared = ckpt.declared.get("sharded_backend")
     if declared is None:

@@ -80,20 +80,15 @@ def numbered_files(ckpt: Checkpoint) -> Iterator[Finding]:
 def _of_all_ranks(ckpt: Checkpoint, file_sets: Iterable[NumberedFiles]) -> Iterator[Finding]:
     """That several ranks wrote where their data stood into one file.
 
-    Source:
-        accelerate.checkpointing.save_accelerator_state (1.15): the name has no rank; huggingface/accelerate#4165
+    Source: accelerate.checkpointing.save_accelerator_state (1.15): the name has no rank; huggingface/accelerate#4165
     """
     ranks = max((len(files.files) for files in file_sets if files.pattern.endswith("random_states_{}.pkl")), default=0)
     names = [file.name for file in ckpt.step_files if _OF_ALL_RANKS.fullmatch(file.name)]
     if ranks > 1 and names:
-        yield Finding(
-            f"{names[0]} says where the data of one rank stood, and {ranks} ranks wrote this file",
-            at=Location(file=names[0]),
-            severity=Severity.INFO,
-            kind="one file",
-            why="the last rank that wrote it stays, and after a resume all ranks read on from there",
-            hint="nothing is lost if rank 0 reads the data for all (dispatch_batches)",
-        )
+        message = f"{names[0]} says where the data of one rank stood, and {ranks} ranks wrote this file"
+        why = "the last rank that wrote it stays, and after a resume all ranks read on from there"
+        hint = "nothing is lost if rank 0 reads the data for all (dispatch_batches)"
+        yield Finding(message, at=Location(file=names[0]), severity=Severity.INFO, kind="one file", why=why, hint=hint)
 
 
 def _missing_files(numbered: NumberedFiles, stated: dict[str, int]) -> Iterator[Finding]:
@@ -180,22 +175,14 @@ def _may_be_all_written(numbers: set[int], total: int, agree: list[str]) -> bool
 
 
 def _may_be_data_parallel(numbered: NumberedFiles, total: int) -> bool:
-    """Whether these may be all data-parallel ranks: ranks that share their data share one dataloader state.
-
-    Source:
-        torchtitan.components.dataloader.ParallelAwareDataloader, which numbers its states by `dp_rank`
-    """
+    """Whether these may be all data-parallel ranks. Source: torchtitan.components.dataloader.ParallelAwareDataloader"""
     is_data = "dataloader" in (part_of_file(numbered.what), part_of_key(numbered.pattern))
     count = len(numbered.files)
     return is_data and count > 1 and max(numbered.files) == count - 1 and total % count == 0
 
 
 def _dataloader_ranks(ckpt: Checkpoint) -> dict[str, set[int]]:
-    """Prefix of the keys -> ranks whose dataloader state is an entry.
-
-    Source:
-        torchtitan.components.dataloader.ParallelAwareDataloader.state_dict
-    """
+    """Prefix of keys -> ranks. Source: torchtitan.components.dataloader.ParallelAwareDataloader.state_dict"""
     ranks_of: dict[str, set[int]] = {}
     for entry in ckpt.byte_objects:
         if match := _DATALOADER.fullmatch(entry.fqn):

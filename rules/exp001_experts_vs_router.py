@@ -65,11 +65,7 @@ def _short(layer: MoeLayer, role: ExpertRole) -> Finding:
 
 
 def _finding(ckpt: Checkpoint, layer: MoeLayer, rows: int, router_is_odd: bool) -> Finding:
-    """The finding on one layer.
-
-    Args:
-        router_is_odd: whether the other layers' routers have as many rows as this layer has experts.
-    """
+    """The finding on a layer; `router_is_odd` if other layers' routers have as many rows as it has experts."""
     assert layer.router is not None
     lead = max(layer.roles, key=lambda role: role.count).params[0]
     stored = layer.count

@@ -34,10 +34,7 @@ def expert_state_alignment(ckpt: Checkpoint) -> Iterator[Finding]:
         differing = [axis for axis in range(len(expected)) if shape[axis : axis + 1] != expected[axis : axis + 1]]
         if state.what in MOMENTS and len(shape) == len(expected) and differing == [param.expert_axis]:
             here, there = shape[param.expert_axis], expected[param.expert_axis]
-            yield Finding(
-                f"the state{{of}} has {here} experts, but its weight has {there}",
-                at=Location(state.tensor),
-                identity=(str(here), str(there)),
-                notes=(("weight", f"{param.key.fqn} {shape_text(expected)}"),),
-                hint="compare with the expert-parallel size: the state is probably one rank's part",
-            )
+            message = f"the state{{of}} has {here} experts, but its weight has {there}"
+            notes = (("weight", f"{param.key.fqn} {shape_text(expected)}"),)
+            hint = "compare with the expert-parallel size: the state is probably one rank's part"
+            yield Finding(message, at=Location(state.tensor), identity=(str(here), str(there)), notes=notes, hint=hint)

@@ -33,14 +33,13 @@ def chunk_out_of_bounds(ckpt: Checkpoint) -> Iterator[Finding]:
         rows = layout.outside.tolist()
         for row in rows[:_SHOWN]:
             box = layout.box(row)
-            place = f"stored in {ckpt.chunk_file(tensor, row) or 'no file'}"
+            file = ckpt.chunk_file(tensor, row)
+            place = f"stored in {file or 'no file'}"
             if row == rows[0] and len(rows) > 1:
                 place += f"; {len(rows):,} chunks of this tensor lie outside"
             yield Finding(
                 f"chunk {box}{{of}} {_fault(box, tensor.global_shape)}",
-                at=Location(
-                    tensor, region=box if layout.live[row] else None, rows=(row,), file=ckpt.chunk_file(tensor, row)
-                ),
+                at=Location(tensor, region=box if layout.live[row] else None, rows=(row,), file=file),
                 severity=None if layout.live[row] or min(box.sizes) < 0 else Severity.INFO,
                 notes=(("where", place),),
                 hint="compare with the same tensor of the previous step; the other chunks show its true size",

@@ -27,14 +27,6 @@ def coverage_hole(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.distributed.checkpoint.metadata.TensorStorageMetadata
     """
-    yield from holes(ckpt, _BUCKET if _declares_padding(ckpt) else None)
-
-
-def _declares_padding(ckpt: Checkpoint) -> bool:
-    """Whether the common state says that some ranges of the optimizer's buckets are padding.
-
-    Source:
-        `content_metadata` of a development branch of Megatron-Core; no release writes such a declaration yet
-    """
+    # a development branch of Megatron-Core declares which ranges of buckets are padding; no release writes that yet
     content = attributes(ckpt.common_value("content_metadata"))
-    return any("padding" in key for key in content)
+    yield from holes(ckpt, _BUCKET if any("padding" in key for key in content) else None)

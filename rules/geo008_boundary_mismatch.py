@@ -53,11 +53,9 @@ def boundary_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def _by_axis(tensor: Tensor) -> Iterator[tuple[Tiling, int]]:
-    """(chunks to compare, axis) for each axis, without pieces of single rows if other chunks hold whole rows.
-
-    A flat range of a block that starts or ends inside a row leaves pieces that are one long on every axis before the
-    one they are cut on. Axes on which all chunks are one long (stacked layers, experts) say nothing about this.
-    """
+    """(chunks to compare, axis) for each axis, without pieces of single rows if other chunks hold whole rows."""
+    # A flat range of a block that starts or ends inside a row leaves pieces that are one long on every axis before the
+    # one they are cut on. Axes on which all chunks are one long (stacked layers, experts) say nothing about this.
     layout = tensor.tiling
     lead = np.ones(len(layout.sizes), bool)
     for axis in range(len(layout.shape)):

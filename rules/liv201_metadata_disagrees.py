@@ -2,9 +2,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.analysis.ranks.rank_chunks import KeyRows, at_ranks, described_row, holders, ranks_of, torn
+from ckptlint.analysis.ranks.rank_chunks import at_ranks, described_row, holders, ranks_of, torn
 from ckptlint.grouping import grouped
-from ckptlint.model import Checkpoint, RankTable
+from ckptlint.model import Checkpoint
 from ckptlint.model.text import shape_text
 from ckptlint.rule import Finding, Severity, require, rule
 
@@ -30,33 +30,25 @@ def metadata_disagrees(ckpt: Checkpoint) -> Iterator[Finding]:
     disagreed = torn(table)
     for key_rows in holders(table):
         if key_rows.fqn in disagreed:
-            yield _finding(table, key_rows)
+            variants = grouped((described_row(table, row), row) for row in key_rows.rows.tolist())
+            ordered = sorted(variants.items(), key=lambda item: -len(item[1]))
+            kinds, dtypes, shapes = (len({variant[i] for variant in variants}) > 1 for i in range(3))
+            what = "kind" if kinds else " and ".join(["global shape"] * shapes + ["dtype"] * dtypes)
+            texts = [
+                f"{kind if kind == 'object' else dtype} {shape_text(shape)} on {ranks_of(table, rows)}"
+                for (kind, dtype, shape), rows in ordered
+            ]
+            odd = len(ordered[0][1]) > sum(len(rows) for _, rows in ordered[1:])
+            yield Finding(
+                f"the ranks disagree on the {what}{{of}}",
+                at=at_ranks(table, key_rows.fqn, key_rows.rows),
+                identity=(what,),
+                notes=tuple(("held", text) for text in texts),
+                hint=f"most ranks agree: look at {ranks_of(table, ordered[-1][1])} first" if odd else "",
+                group=what,
+            )
         elif len(set(table.view[key_rows.rows].tolist())) > 1:
             by_view = grouped((int(table.view[row]), row) for row in key_rows.rows.tolist())
-            views = enumerate(by_view.values(), 1)
-            yield Finding(
-                "the ranks disagree on where the shards{of} lie",
-                at=at_ranks(table, key_rows.fqn, key_rows.rows),
-                identity=("view",),
-                notes=tuple((f"view {i}", ranks_of(table, rows)) for i, rows in views),
-            )
-
-
-def _finding(table: RankTable, key_rows: KeyRows) -> Finding:
-    variants = grouped((described_row(table, row), row) for row in key_rows.rows.tolist())
-    ordered = sorted(variants.items(), key=lambda item: -len(item[1]))
-    kinds, dtypes, shapes = (len({variant[i] for variant in variants}) > 1 for i in range(3))
-    what = "kind" if kinds else " and ".join(["global shape"] * shapes + ["dtype"] * dtypes)
-    texts = [
-        f"{kind if kind == 'object' else dtype} {shape_text(shape)} on {ranks_of(table, rows)}"
-        for (kind, dtype, shape), rows in ordered
-    ]
-    odd = len(ordered[0][1]) > sum(len(rows) for _, rows in ordered[1:])
-    return Finding(
-        f"the ranks disagree on the {what}{{of}}",
-        at=at_ranks(table, key_rows.fqn, key_rows.rows),
-        identity=(what,),
-        notes=tuple(("held", text) for text in texts),
-        hint=f"most ranks agree: look at {ranks_of(table, ordered[-1][1])} first" if odd else "",
-        group=what,
-    )
+            message = "the ranks disagree on where the shards{of} lie"
+            notes = tuple((f"view {i}", ranks_of(table, rows)) for i, rows in enumerate(by_view.values(), 1))
+            yield Finding(message, at=at_ranks(table, key_rows.fqn, key_rows.rows), identity=("view",), notes=notes)

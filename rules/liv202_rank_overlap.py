@@ -33,11 +33,10 @@ def rank_overlap(ckpt: Checkpoint) -> Iterator[Finding]:
             boxes = tensor.tiling.box(first), tensor.tiling.box(second)
             if boxes[0].sizes != boxes[1].sizes:
                 names, ranks = _writers(view, tensor, (first, second))
+                region = boxes[0].intersect(boxes[1])
                 yield Finding(
                     f"{names} hold chunks{{of}} that start at {shape_text(boxes[0].offsets)} and differ in size",
-                    at=Location(
-                        tensor, region=boxes[0].intersect(boxes[1]), rows=(first, second), label=names, ranks=ranks
-                    ),
+                    at=Location(tensor, region=region, rows=(first, second), label=names, ranks=ranks),
                     notes=(("chunks", f"{boxes[0]} and {boxes[1]}; the save keeps one of them"),),
                 )
     for finding in overlaps(view):

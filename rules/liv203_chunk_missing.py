@@ -55,12 +55,9 @@ def chunk_missing(ckpt: Checkpoint) -> Iterator[Finding]:
     for tensor in view.sound_tensors():
         key_rows = rows[tensor.fqn]
         if len(tensor.chunks) == 0 and len(key_rows.live):
-            yield Finding(
-                "the ranks hold only replicas{of}: no rank writes it",
-                at=at_ranks(table, tensor.fqn, key_rows.live),
-                identity=("owner",),
-                hint="find the rank that should hold replica 0, the copy that is written",
-            )
+            message = "the ranks hold only replicas{of}: no rank writes it"
+            hint = "find the rank that should hold replica 0, the copy that is written"
+            yield Finding(message, at=at_ranks(table, tensor.fqn, key_rows.live), identity=("owner",), hint=hint)
 
 
 def _missing_objects(table: RankTable, key_rows: KeyRows) -> Iterator[Finding]:
@@ -71,19 +68,12 @@ def _missing_objects(table: RankTable, key_rows: KeyRows) -> Iterator[Finding]:
     count = prod(grid) - len(np.unique(table.offsets[present], axis=0))
     if count > 0 and key_rows.fqn not in torn(table):
         what = "the object{of} is" if prod(grid) == 1 else f"{count:,} of {prod(grid):,} objects{{of}} are"
-        yield Finding(
-            f"{what} missing: no rank writes {'it' if prod(grid) == 1 else 'them'}",
-            at=at_ranks(table, key_rows.fqn, key_rows.rows),
-            identity=("objects",),
-        )
+        message = f"{what} missing: no rank writes {'it' if prod(grid) == 1 else 'them'}"
+        yield Finding(message, at=at_ranks(table, key_rows.fqn, key_rows.rows), identity=("objects",))
 
 
 def _with_absent(finding: Finding, absent: tuple[int, ...], world: int, counts: tuple[int, int]) -> Finding:
-    """The finding with a note on the ranks that hold no part of the key; the hint names them if they are few.
-
-    Args:
-        counts: number of keys with a hole that are not on these ranks, and number of all keys.
-    """
+    """Adds a note on the ranks without the key; `counts`: keys with a hole that these ranks lack, and all keys."""
     text = f"{named_ranks(absent)} {verb(len(absent), 'has')} no such key, or an empty shard"
     if counts[0] > 1:
         text += f"; the same holds for {counts[0]:,} of {counts[1]:,} keys"

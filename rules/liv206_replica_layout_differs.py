@@ -27,8 +27,5 @@ def replica_layout_differs(ckpt: Checkpoint) -> Iterator[Finding]:
         if cell.fqn in written and (table.replica[cell.rows] > 0).all():
             ranks = set(table.rank[cell.rows].tolist())
             who = f"{named_ranks(ranks)} {verb(len(ranks), 'holds')}"
-            yield Finding(
-                f"{who} a replica of {cell.box}{{of}}, which no rank writes",
-                at=at_cell(ckpt, cell, cell.rows),
-                identity=(str(cell.box),),
-            )
+            message = f"{who} a replica of {cell.box}{{of}}, which no rank writes"
+            yield Finding(message, at=at_cell(ckpt, cell, cell.rows), identity=(str(cell.box),))

@@ -25,9 +25,8 @@ def replica_count(ckpt: Checkpoint) -> Iterator[Finding]:
     for cell in cells(table):
         copies = int(table.copies[cell.rows[0]])
         if copies and (table.copies[cell.rows] == copies).all() and copies != len(cell.rows):
-            who = f"{plural(len(cell.rows), 'rank', 'holds')}"
             yield Finding(
-                f"{who} {cell.box}{{of}}; its placements say {copies}",
+                f"{plural(len(cell.rows), 'rank', 'holds')} {cell.box}{{of}}; its placements say {copies}",
                 at=at_ranks(table, cell.fqn, cell.rows),
                 identity=(str(cell.box),),
                 group=f"{len(cell.rows)} {copies}",

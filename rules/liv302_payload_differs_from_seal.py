@@ -31,6 +31,8 @@ def payload_differs_from_seal(ckpt: Checkpoint) -> Iterator[Finding]:
     if reason := misfit(ckpt):
         raise NotApplicable(reason)
     seal = require(ckpt.seal)
+    step = f" at step {seal.step}" if seal.step is not None else ""
+    sealed = f"{SEAL}, written by ckptlint {seal.version}{step}"
     comparison = compare_with_seal(ckpt)
     is_older = not seal.metadata and len(comparison.different) > 1 and not comparison.equal
     for fqn, digest in comparison.different.items():
@@ -41,15 +43,9 @@ def payload_differs_from_seal(ckpt: Checkpoint) -> Iterator[Finding]:
             f"sealed {seal.entries[fqn].digest:016x}",
             at=Location(tensor),
             severity=Severity.WARNING if is_older else None,
-            notes=(("files", first_names(files)), ("sealed", _sealed(ckpt))),
+            notes=(("files", first_names(files)), ("sealed", sealed)),
             hint=f"every tensor differs: check whether {SEAL} belongs to an earlier save into this folder"
             if is_older
             else "",
             group="different",
         )
-
-
-def _sealed(ckpt: Checkpoint) -> str:
-    seal = require(ckpt.seal)
-    step = f" at step {seal.step}" if seal.step is not None else ""
-    return f"{SEAL}, written by ckptlint {seal.version}{step}"

@@ -31,12 +31,9 @@ def seal_not_applicable(ckpt: Checkpoint) -> Iterator[Finding]:
     if ckpt.seal is None:
         raise NotApplicable(misfit(ckpt))
     if reason := misfit(ckpt):
-        yield Finding(
-            f"{SEAL} was not compared with the payload: {reason}",
-            at=Location(file=SEAL),
-            identity=(ckpt.seal.algorithm, ckpt.seal.metadata),
-            hint="seal the checkpoint again from the job that wrote it, or remove the seal",
-        )
+        message = f"{SEAL} was not compared with the payload: {reason}"
+        hint = "seal the checkpoint again from the job that wrote it, or remove the seal"
+        yield Finding(message, at=Location(file=SEAL), identity=(ckpt.seal.algorithm, ckpt.seal.metadata), hint=hint)
         return
     for why, fqns in compare_with_seal(ckpt).unknown.items():
         yield Finding(

@@ -112,21 +112,17 @@ def _alias(ckpt: Checkpoint, first: Param, second: Param) -> Finding:
     )
 
 
-def _tied_by_config(ckpt: Checkpoint) -> set[bool]:
-    """What the export's configuration sets `tie_word_embeddings` to, wherever it does."""
-    # Multimodal configurations have the field at the top and in `text_config`, and classes differ in which they read.
-    values = ckpt.config.values if ckpt.config is not None and ckpt.is_export else {}
-    levels = [values, *(part for part in values.values() if isinstance(part, dict))]
-    return {bool(level["tie_word_embeddings"]) for level in levels if "tie_word_embeddings" in level}
-
-
 def _tied_weights(ckpt: Checkpoint) -> Iterator[Finding]:
     """Findings on an embedding and an output layer that differ although the configuration ties them."""
     declared = trusted(ckpt)
     name = "tied" if flag(declared, "tied") else "untied" if flag(declared, "untied") is False else ""
     if not name:
         return
-    by_config, fit, needed = _tied_by_config(ckpt), config_fit(ckpt), set[str]()
+    fit, needed = config_fit(ckpt), set[str]()
+    # Multimodal configurations have the field at the top and in `text_config`, and classes differ in which they read.
+    values = ckpt.config.values if ckpt.config is not None and ckpt.is_export else {}
+    levels = [values, *(part for part in values.values() if isinstance(part, dict))]
+    by_config = {bool(level["tie_word_embeddings"]) for level in levels if "tie_word_embeddings" in level}
     if not isinstance(fit, str):  # a class that needs both ties neither
         needed = {key for name, key in fit.pairing.stored.items() if fit.expected.tensors[name].needed}
     by_scope: dict[tuple[str, ...], dict[str, list[Param]]] = defaultdict(lambda: defaultdict(list))

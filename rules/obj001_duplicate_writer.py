@@ -47,14 +47,27 @@ def duplicate_writer(ckpt: Checkpoint) -> Iterator[Finding]:
         for duplicate in duplicates(ckpt.save_plans)
     )
     for same in groups.values():
-        yield _finding(ckpt, same)
+        first = same[0]
+        ranks = f"ranks {join_words([*map(str, first.ranks)])}" if len(first.ranks) < 4 else named_ranks(first.ranks)
+        all_ = "both" if len(first.ranks) == 2 else "all"
+        what = "a copy" if first.offset is None else plural(len(same), "chunk")
+        each = " of each" if first.offset is not None and len(same) > 1 else ""
+        yield Finding(
+            f"{ranks} {all_} wrote {what}{{of}}; one copy{each} was kept",
+            at=Location(ckpt.tensors.get(first.fqn, first.fqn), ranks=first.ranks),
+            identity=tuple(str(duplicate.offset) for duplicate in same),
+            kind="object" if first.offset is None else "chunk",
+            severity=Severity.WARNING if first.equal else None,
+            explain=partial(_plans, ckpt, first),
+            hint=f"compare replica_id of {ranks}; if their values differed, all but one copy is lost",
+            group=f"{first.ranks} {first.equal}",
+        )
 
 
 def _lists(ckpt: Checkpoint) -> Iterator[Finding]:
     """Objects with several values in one record.
 
-    Source:
-        megatron.core.dist_checkpointing.strategies.torch.mcore_to_pyt_state_dict: one list per key and rank
+    Source: megatron.core.dist_checkpointing.strategies.torch.mcore_to_pyt_state_dict: one list per key and rank
     """
     payload, record = ckpt.payload, ckpt.objects.record
     if payload is None:
@@ -77,27 +90,6 @@ def _lists(ckpt: Checkpoint) -> Iterator[Finding]:
         )
 
 
-def _finding(ckpt: Checkpoint, same: list[Duplicate]) -> Finding:
-    first = same[0]
-    ranks = f"ranks {join_words([*map(str, first.ranks)])}" if len(first.ranks) < 4 else named_ranks(first.ranks)
-    all_ = "both" if len(first.ranks) == 2 else "all"
-    if first.offset is None:
-        what = f"{ranks} {all_} wrote a copy{{of}}; one copy was kept"
-    else:
-        each = " of each" if len(same) > 1 else ""
-        what = f"{ranks} {all_} wrote {plural(len(same), 'chunk')}{{of}}; one copy{each} was kept"
-    return Finding(
-        what,
-        at=Location(ckpt.tensors.get(first.fqn, first.fqn), ranks=first.ranks),
-        identity=tuple(str(duplicate.offset) for duplicate in same),
-        kind="object" if first.offset is None else "chunk",
-        severity=Severity.WARNING if first.equal else None,
-        explain=partial(_plans, ckpt, first),
-        hint=f"compare replica_id of {ranks}; if their values differed, all but one copy is lost",
-        group=f"{first.ranks} {first.equal}",
-    )
-
-
 def _plans(ckpt: Checkpoint, duplicate: Duplicate) -> tuple[Note, ...]:
     """Notes on the file that the entry points to, and on how the ranks' plans differ."""
     table, record = require(ckpt.save_plans), -1
@@ -113,8 +105,9 @@ def _plans(ckpt: Checkpoint, duplicate: Duplicate) -> tuple[Note, ...]:
     if duplicate.offset is None:
         notes.append(("plans", "the plans do not say whether the objects are equal"))
     elif duplicate.equal:
-        text = "sizes and dtypes are equal on these ranks; the plans do not say whether the values are"
-        notes.append(("plans", text))
+        notes.append(
+            ("plans", "sizes and dtypes are equal on these ranks; the plans do not say whether the values are")
+        )
     else:
         for row in duplicate.rows[:4]:
             sizes, shape = ([v for v in column[row].tolist() if v >= 0] for column in (table.sizes, table.global_shape))

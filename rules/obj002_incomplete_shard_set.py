@@ -8,7 +8,6 @@ import numpy as np
 
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import first_names, numbered, plural, shape_text, verb
-from ckptlint.model.tiling import IntArray
 from ckptlint.rule import Finding, Location, Note, Severity, rule
 from ckptlint.vocabulary.mesh import axes_of_size
 
@@ -33,7 +32,9 @@ def incomplete_shard_set(ckpt: Checkpoint) -> Iterator[Finding]:
     """
     for key, shape, rows in ckpt.objects.rows_by_grid():
         # zarr-era names may have a shape one shorter than the offset; they say nothing about the grid
-        present = _distinct(ckpt.objects.offsets_of(rows, len(shape)))
+        offsets = ckpt.objects.offsets_of(rows, len(shape))
+        offsets = offsets[np.lexsort(offsets.T[::-1])]
+        present = offsets[np.append(True, (offsets[1:] != offsets[:-1]).any(axis=1))[: len(offsets)]]
         is_inside = (present < np.array(shape, np.int64)).all(axis=1)
         inside = present[is_inside]
         lost, outside = prod(shape) - len(inside), len(present) - len(inside)
@@ -60,12 +61,6 @@ def incomplete_shard_set(ckpt: Checkpoint) -> Iterator[Finding]:
             if lost
             else "compare its keys with those of another step: they were made for another grid",
         )
-
-
-def _distinct(offsets: IntArray) -> IntArray:
-    """The distinct rows, in their order."""
-    offsets = offsets[np.lexsort(offsets.T[::-1])]
-    return np.asarray(offsets[np.append(True, (offsets[1:] != offsets[:-1]).any(axis=1))[: len(offsets)]])
 
 
 def _which(ckpt: Checkpoint, shape: tuple[int, ...], missing: list[tuple[int, ...]], lost: int) -> tuple[Note, ...]:

@@ -36,10 +36,7 @@ def inconsistent_object_shape(ckpt: Checkpoint) -> Iterator[Finding]:
             places_of[shape].append(f"{'.'.join(map(str, obj.offset))} in {file}")
         grids = " and ".join(map(shape_text, sorted(places_of)))
         texts = [f"{shape_text(shape)}: {first_names(shards)}" for shape, shards in sorted(places_of.items())]
-        yield Finding(
-            f"shards{{of}} name different grids: {grids}",
-            at=Location(key),
-            identity=tuple(map(str, sorted(places_of))),
-            notes=tuple(("grid", text) for text in texts),
-            hint="compare the times of these files: the older set is probably left from a save of another topology",
-        )
+        message = f"shards{{of}} name different grids: {grids}"
+        notes = tuple(("grid", text) for text in texts)
+        hint = "compare the times of these files: the older set is probably left from a save of another topology"
+        yield Finding(message, at=Location(key), identity=tuple(map(str, sorted(places_of))), notes=notes, hint=hint)

@@ -84,14 +84,10 @@ def _finding(ckpt: Checkpoint, kinds: _Kinds) -> Finding:
         at=Location(lead),
         severity=Severity.INFO if is_extra else None,
         notes=(
-            ("tensors", _names([tensor.fqn for tensor in kinds.tensors])),
-            ("bytes", _names([fqn for fqn, _ in in_bytes])),
+            ("tensors", first_names(fold_names(t.fqn for t in kinds.tensors), _SHOWN, "pattern")),
+            ("bytes", first_names(fold_names(fqn for fqn, _ in in_bytes), _SHOWN, "pattern")),
             ("stored in", ", ".join(sorted(files)[:_SHOWN]) + (" and others" if len(files) > _SHOWN else "")),
         ),
         hint="find out which library version wrote each of the two, and load with that one",
         inferred_from="keys that are equal but for a number or a wrapper",
     )
-
-
-def _names(fqns: list[str]) -> str:
-    return first_names(fold_names(fqns), _SHOWN, "pattern")

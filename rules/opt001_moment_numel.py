@@ -105,10 +105,7 @@ def _described(tensor: Tensor) -> str:
 
 
 def _transposed_states(ckpt: Checkpoint) -> Iterator[Finding]:
-    """Findings on states with as many elements as their parameter in another shape of as many axes.
-
-    OPT002 reports the parameters whose two moments differ in shape.
-    """
+    """States as large as their parameter in another shape of as many axes (OPT002: moments that differ in shape)."""
     reported = {pair.param for pair in moment_pairs(ckpt) if pair.differs}
     members = grouped(
         ((param.tensor.global_shape, state.what), (state, param))

@@ -35,8 +35,6 @@ def integer_state_keys(ckpt: Checkpoint) -> Iterator[Finding]:
         return
     ids = {int(number) for key in keys if (number := key.path.split(".state.", 1)[-1].split(".")[0]).isdecimal()}
     several = [f"{stages} pipeline stages"] * (stages > 1) + [f"{parts} optimizers"] * (parts > 1)
-    yield Finding(
-        f"{len(numbered)} states are keyed by integers ({ranges(ids)}) in a job with {' and '.join(several)}",
-        at=Location(numbered[0]),
-        hint="load with the same layout: after a change of stages or groups these states go to other parameters",
-    )
+    message = f"{len(numbered)} states are keyed by integers ({ranges(ids)}) in a job with {' and '.join(several)}"
+    hint = "load with the same layout: after a change of stages or groups these states go to other parameters"
+    yield Finding(message, at=Location(numbered[0]), hint=hint)

@@ -73,10 +73,7 @@ def dp_group_set(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def _kinds(chain: tuple[str, ...], sizes: Mapping[str, AxisSize], has_experts: bool) -> list[_Kind]:
-    """The kinds that the chain may be of: dense, and experts if the model has any; [] if its mesh is unknown.
-
-    The modules of a multimodal job have meshes of their own, which the arguments do not describe.
-    """
+    """The kinds the chain may be of: dense, and experts; [] if its mesh is unknown, as of multimodal modules."""
     if not {"tp", "pp"} <= sizes.keys() or any(part.startswith("mimo.") for part in chain):
         return []
     tp, pp = sizes["tp"].size, sizes["pp"].size
@@ -207,8 +204,7 @@ def _missing_moments(buckets: list[Bucket]) -> Iterator[Finding]:
 def _wrong_lengths(ckpt: Checkpoint) -> Iterator[Finding]:
     """Findings on buckets whose length differs from the unpadded length in their group's record.
 
-    Source:
-        megatron.core.optimizer.distrib_optimizer.DistributedOptimizer: a list by buffer of {(dtypes): [bucket sizes]}
+    Source: megatron.core.optimizer.distrib_optimizer.DistributedOptimizer: a list by buffer of {(dtypes): [sizes]}
     """
     recorded = {}
     payload = ckpt.payload

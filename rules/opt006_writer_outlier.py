@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptlint.analysis.optimizer.fit import elementwise_states, is_whole, mismatched_params
-from ckptlint.analysis.optimizer.inventory import OptimizerState, Param, inventory_of
+from ckptlint.analysis.optimizer.inventory import inventory_of
 from ckptlint.geometry.writers import saved_by
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import shape_text
@@ -47,24 +47,20 @@ def writer_outlier(ckpt: Checkpoint) -> Iterator[Finding]:
         is_full = state.tensor.volume == param.tensor.volume
         if is_full and (gathered or not (is_whole(state.tensor.tiling) and is_whole(param.tensor.tiling))):
             continue
-        yield _finding(ckpt, state, param, count, is_full)
-
-
-def _finding(ckpt: Checkpoint, state: OptimizerState, param: Param, count: int, is_full: bool) -> Finding:
-    row = int(state.tensor.tiling.live.argmax())
-    in_state, of = f"{state.tensor.volume:,}", f"{param.tensor.volume:,}"
-    return Finding(
-        f"state{{of}} is 1 chunk, but its parameter is split into {count}",
-        at=Location(state.tensor, ranks=saved_by(ckpt, state.tensor)),
-        severity=Severity.INFO if is_full else None,
-        notes=(
-            ("parameter", f"{param.tensor.fqn}: {shape_text(param.tensor.global_shape)} in {count} chunks"),
-            ("elements", f"the state holds {in_state}, the parameter {of}"),
-            ("written by", ckpt.chunk_file(state.tensor, row) or "no file"),
-        ),
-        why="the state is complete, so it was gathered or replicated before saving" if is_full else "",
-        hint=""
-        if is_full
-        else "compare its length with what one rank holds; the parts of the other ranks are not stored",
-        inferred_from=f"the chunks of {param.tensor.fqn}",
-    )
+        row = int(state.tensor.tiling.live.argmax())
+        in_state, of = f"{state.tensor.volume:,}", f"{param.tensor.volume:,}"
+        yield Finding(
+            f"state{{of}} is 1 chunk, but its parameter is split into {count}",
+            at=Location(state.tensor, ranks=saved_by(ckpt, state.tensor)),
+            severity=Severity.INFO if is_full else None,
+            notes=(
+                ("parameter", f"{param.tensor.fqn}: {shape_text(param.tensor.global_shape)} in {count} chunks"),
+                ("elements", f"the state holds {in_state}, the parameter {of}"),
+                ("written by", ckpt.chunk_file(state.tensor, row) or "no file"),
+            ),
+            why="the state is complete, so it was gathered or replicated before saving" if is_full else "",
+            hint=""
+            if is_full
+            else "compare its length with what one rank holds; the parts of the other ranks are not stored",
+            inferred_from=f"the chunks of {param.tensor.fqn}",
+        )

@@ -53,11 +53,6 @@ def _second_masters(states: list[OptimizerState]) -> list[tuple[OptimizerState, 
     return [(group[0], other) for group in masters.values() for other in group[1:] if other.what != group[0].what]
 
 
-def _key_prefix(state: OptimizerState) -> str:
-    """The part of a state's key in front of the parameter's path."""
-    return state.tensor.fqn.partition(state.path)[0]
-
-
 def _compared(ckpt: Checkpoint, first: OptimizerState, second: OptimizerState) -> str:
     """Whether the records of the two states are equal, as text; "" if that is not known."""
     payload, one, two = ckpt.payload, first.tensor.chunks, second.tensor.chunks
@@ -72,6 +67,7 @@ def _compared(ckpt: Checkpoint, first: OptimizerState, second: OptimizerState) -
 
 def _finding(first: OptimizerState, second: OptimizerState, total: int, count: int, compared: str) -> Finding:
     tensor = second.tensor
+    prefixes = " ".join(state.tensor.fqn.partition(state.path)[0] for state in (first, second))
     return Finding(
         f"state{{of}} is a second copy: its parameter already has {first.what}{compared}",
         at=Location(tensor),
@@ -81,5 +77,5 @@ def _finding(first: OptimizerState, second: OptimizerState, total: int, count: i
             ("twice", f"{total:,} bytes in {count} tensor{'s' if count > 1 else ''} of this checkpoint"),
         ),
         hint="find out which of the two your loader reads, and stop exporting the other",
-        group=f"{first.chain} {first.what} {second.what} {_key_prefix(first)} {_key_prefix(second)} {compared}",
+        group=f"{first.chain} {first.what} {second.what} {prefixes} {compared}",
     )

@@ -75,10 +75,7 @@ def _contradictions(
 
 
 def _against_model(ckpt: Checkpoint, file: str, optimizer: OptimizerFile) -> Iterator[tuple[str, str, bool]]:
-    """(message, identity, whether it is unsure) for moments that do not fit the tensors beside the file.
-
-    Moments with a name are compared with the tensor of this name. Numbered ones have no names, so shapes are counted.
-    """
+    """(message, identity, is unsure) for moments that misfit the tensor of their name or, numbered, all shapes."""
     moments = {
         param: shape
         for param, states in optimizer.shapes.items()

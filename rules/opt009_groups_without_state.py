@@ -57,12 +57,9 @@ def groups_without_state(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def _finding(file: str, place: str, text: str) -> Finding:
-    return Finding(
-        f"the parameter groups of an optimizer {text}, but no state of it is stored",
-        at=Location(file=file, label=place),
-        identity=("state", place),
-        hint="load without the optimizer, or use a step that has its state",
-    )
+    message = f"the parameter groups of an optimizer {text}, but no state of it is stored"
+    hint = "load without the optimizer, or use a step that has its state"
+    return Finding(message, at=Location(file=file, label=place), identity=("state", place), hint=hint)
 
 
 def _step(groups: Any) -> int:

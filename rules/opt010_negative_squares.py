@@ -54,12 +54,8 @@ def negative_squares(ckpt: Checkpoint) -> Iterator[Finding]:
     for (file, state), items in by_file.items():
         values = _counted(sum(item.negatives for item in items))
         first, more = items[0].param, f" and {plural(len(items) - 1, 'more parameter')}" if len(items) > 1 else ""
-        yield Finding(
-            f"{values} values in {state} of parameter {first}{more} are below 0, which no sum of squares is",
-            at=Location(file=file),
-            identity=(state,),
-            hint=_HINT,
-        )
+        message = f"{values} values in {state} of parameter {first}{more} are below 0, which no sum of squares is"
+        yield Finding(message, at=Location(file=file), identity=(state,), hint=_HINT)
     yield from of_each(ckpt, _below_second)
 
 
@@ -77,11 +73,8 @@ def _below_second(ckpt: Checkpoint) -> Iterator[Finding]:
         if pair.law == "maximum":
             tensor = ckpt.tensors[pair.first]
             at = Location.of_chunk(ckpt, tensor, chunk)
-            yield Finding(
+            message = (
                 f"{int(pairs.odd[row]):,} of {plural(int(pairs.drawn[row]), 'value')} in chunk {at.region}{{of}} are "
-                f"below those of {pair.second}, of which it holds the largest so far",
-                at=at,
-                hint=_HINT,
-                group=f"maximum {at.file}",
-                partners=(pair.second,),
+                f"below those of {pair.second}, of which it holds the largest so far"
             )
+            yield Finding(message, at=at, hint=_HINT, group=f"maximum {at.file}", partners=(pair.second,))

@@ -34,11 +34,9 @@ def weight_not_master(ckpt: Checkpoint) -> Iterator[Finding]:
     for row in breaking(ckpt, "copy").tolist():
         pair, chunk = pairs.pairs[int(pairs.pair[row])], int(pairs.chunk[row])
         at = Location.of_chunk(ckpt, ckpt.tensors[pair.first], chunk)
-        yield Finding(
+        message = (
             f"{int(pairs.odd[row]):,} of {plural(int(pairs.drawn[row]), 'value')} in chunk {at.region}{{of}} differ "
-            f"from its master copy {pair.second}, by up to {float(pairs.worst[row]):.3g} times what rounding does",
-            at=at,
-            hint="go back to a step where both agree, or load the weights without the optimizer if they were edited",
-            group=f"copy {at.file}",
-            partners=(pair.second,),
+            f"from its master copy {pair.second}, by up to {float(pairs.worst[row]):.3g} times what rounding does"
         )
+        hint = "go back to a step where both agree, or load the weights without the optimizer if they were edited"
+        yield Finding(message, at=at, hint=hint, group=f"copy {at.file}", partners=(pair.second,))

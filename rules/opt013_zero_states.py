@@ -4,11 +4,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ckptlint.analysis.layers.odd_ones import OddOne, odd_ones, sees_all
+from ckptlint.analysis.layers.odd_ones import odd_ones, sees_all
 from ckptlint.analysis.optimizer.beside import of_each
 from ckptlint.analysis.optimizer.pairs import moments_that_do_not_fit
 from ckptlint.analysis.optimizer.records import highest_step
 from ckptlint.depth import Depth
+from ckptlint.grouping import grouped
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import plural, verb
 from ckptlint.numerics.chunks import chunk_numbers
@@ -44,8 +45,8 @@ def zero_states(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def _zero(ckpt: Checkpoint) -> Iterator[Finding]:
-    if _never_stepped(ckpt):
-        moments, counters = _moments(ckpt), _counters(ckpt)
+    moments, counters = _never_stepped(ckpt)
+    if moments:
         yield Finding(
             f"all {len(moments):,} moments are zero and {plural(len(counters), 'counter')} of the optimizer "
             f"{verb(len(counters), 'says')} 1, but the job is at step {highest_step(ckpt):,}",
@@ -59,10 +60,8 @@ def _zero(ckpt: Checkpoint) -> Iterator[Finding]:
     numbers = chunk_numbers(ckpt)
     is_seen = np.array([sees_all(tensor.fqn) for tensor in numbers.tensors], bool)[numbers.tensor]
     is_zero = numbers.most == 0
-    by_title: dict[str, list[tuple[str, OddOne]]] = {}
-    for state in _STATES:
-        for odd in odd_ones(ckpt, is_seen & numbers.are_state(state), is_zero):
-            by_title.setdefault(odd.title, []).append((state, odd))
+    odds = ((state, odd_ones(ckpt, is_seen & numbers.are_state(state), is_zero)) for state in _STATES)
+    by_title = grouped((odd.title, (state, odd)) for state, of_state in odds for odd in of_state)
     for title, members in by_title.items():
         rows = np.concatenate([odd.rows for _, odd in members])
         places = [(numbers.tensors[int(numbers.tensor[row])].fqn, int(numbers.chunk[row])) for row in rows.tolist()]
@@ -83,21 +82,15 @@ def _zero(ckpt: Checkpoint) -> Iterator[Finding]:
         )
 
 
-def _moments(ckpt: Checkpoint) -> list[Tensor]:
-    return [tensor for key, tensor in ckpt.tensors.items() if key.endswith((".exp_avg", ".exp_avg_sq"))]
-
-
-def _counters(ckpt: Checkpoint) -> list[Tensor]:
-    counted = (tensor for key, tensor in ckpt.tensors.items() if key.endswith(".step") and tensor.volume == 1)
-    return [tensor for tensor in counted if parse(tensor.fqn).kind == "optimizer"]
-
-
-def _never_stepped(ckpt: Checkpoint) -> bool:
-    """Whether all moments are zero and all counters say 1, at a later step."""
-    moments, counters, payload = _moments(ckpt), _counters(ckpt), ckpt.payload
+def _never_stepped(ckpt: Checkpoint) -> tuple[list[Tensor], list[Tensor]]:
+    """All moments and all counters, if those are zero and these say 1 at a later step; none otherwise."""
+    moments = [tensor for key, tensor in ckpt.tensors.items() if key.endswith((".exp_avg", ".exp_avg_sq"))]
+    scalars = (tensor for key, tensor in ckpt.tensors.items() if key.endswith(".step") and tensor.volume == 1)
+    counters, payload = [tensor for tensor in scalars if parse(tensor.fqn).kind == "optimizer"], ckpt.payload
     if payload is None or not moments or not counters or highest_step(ckpt) <= _DUMMY:
-        return False
+        return [], []
     rows = [np.concatenate([tensor.chunks.record for tensor in tensors]) for tensors in (moments, counters)]
     if any((records < 0).any() or not payload.scanned[records].all() for records in rows):
-        return False
-    return bool((payload.most[rows[0]] == 0).all() and (payload.most[rows[1]] == _DUMMY).all())
+        return [], []
+    is_new = (payload.most[rows[0]] == 0).all() and (payload.most[rows[1]] == _DUMMY).all()
+    return (moments, counters) if is_new else ([], [])

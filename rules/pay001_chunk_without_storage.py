@@ -32,11 +32,9 @@ def chunk_without_storage(ckpt: Checkpoint) -> Iterator[Finding]:
         lost = sum(bool(t.tiling.live.any()) for t in ckpt.sound_tensors()) + len(ckpt.objects) + len(ckpt.byte_objects)
         if not lost:
             raise NotApplicable("nothing is stored")
-        yield Finding(
-            f"storage_data is empty: {'1 entry has' if lost == 1 else f'all {lost:,} entries have'} no known file",
-            identity=("all",),
-            hint="restore the original .metadata: a rewrite or a merge dropped its storage part",
-        )
+        message = f"storage_data is empty: {'1 entry has' if lost == 1 else f'all {lost:,} entries have'} no known file"
+        hint = "restore the original .metadata: a rewrite or a merge dropped its storage part"
+        yield Finding(message, identity=("all",), hint=hint)
         return
     unreferenced = grouped((ckpt.records.name(row), row) for row in np.flatnonzero(~ckpt.records.owned).tolist())
     for tensor in ckpt.sound_tensors():
@@ -46,21 +44,18 @@ def chunk_without_storage(ckpt: Checkpoint) -> Iterator[Finding]:
         box = tensor.tiling.box(int(rows[0]))
         count = f"chunk {box}" if len(rows) == 1 else f"{len(rows):,} of {len(tensor.chunks):,} chunks"
         owner = absent_writer(ckpt, tensor, box) if len(rows) == 1 else None
+        unfiled_rows = unreferenced.get(tensor.fqn, [])[:3]
+        hint = "save again with a fresh plan, or restore the original .metadata"
+        if offsets := [str(list(ckpt.records.unreferenced[row] or ())) for row in unfiled_rows]:
+            hint = f"compare the offsets: storage_data has an entry at {', '.join(offsets)}, where no chunk starts"
         files = sorted({ckpt.chunk_file(tensor, row) for row in range(min(len(tensor.chunks), 512))} - {""})
         yield Finding(
             f"{count}{{of}} {verb(len(rows), 'has')} no storage entry",
             at=Location(tensor, region=box, rows=tuple(rows[:16].tolist()), ranks=() if owner is None else (owner,)),
             notes=(("stored", "its other chunks are in " + ", ".join(files[:6]) if files else "none of it is stored"),),
-            hint=_filed_elsewhere(ckpt, unreferenced.get(tensor.fqn, [])),
+            hint=hint,
         )
     lost_objects = np.flatnonzero(ckpt.objects.record < 0).tolist()
     unfiled = [ckpt.objects[row].fqn for row in lost_objects] + [b.fqn for b in ckpt.byte_objects if b.record < 0]
     for fqn in unfiled:
         yield Finding("the bytes{of} have no storage entry", at=Location(fqn))
-
-
-def _filed_elsewhere(ckpt: Checkpoint, unreferenced: list[int]) -> str:
-    offsets = [str(list(ckpt.records.unreferenced[row] or ())) for row in unreferenced[:3]]
-    if not offsets:
-        return "save again with a fresh plan, or restore the original .metadata"
-    return f"compare the offsets: storage_data has an entry at {', '.join(offsets)}, where no chunk starts"

@@ -99,8 +99,7 @@ def _pattern(ckpt: Checkpoint, names: list[str]) -> str:
     if not lost:
         return f"copy the missing {'file' if len(names) == 1 else 'files'} again from where the checkpoint was written"
     low, high = min(lost), max(lost)
-    whole_node = len(lost) > 1 and high - low + 1 == len(lost) and low % len(lost) == 0
-    if whole_node:
+    if len(lost) > 1 and high - low + 1 == len(lost) and low % len(lost) == 0:
         return f"copy the files of ranks {ranges(lost)}, probably one whole node, from there: none of them is here"
     if len(lost) > 1:
         return f"copy the files of ranks {ranges(lost)} from the nodes that wrote them: none of them is here"

@@ -11,7 +11,7 @@ from ckptlint.grouping import grouped
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import first_names, human_bytes
 from ckptlint.model.tiling import IntArray, distinct
-from ckptlint.rule import MOST_KEYS, Finding, Location, Note, Severity, pointer_advice, rule
+from ckptlint.rule import MOST_KEYS, Finding, Location, Severity, pointer_advice, rule
 
 _COPY = "compare its size with the original's and copy it again"
 _BLOCK = 4096
@@ -57,17 +57,14 @@ def _smaller_than_tensors(ckpt: Checkpoint) -> Iterator[Finding]:
         rows, needed = least_container(table, of_file)
         if file.size is not None and file.size < needed:
             keys = _keys(ckpt, rows)
+            label = f"{file.name}: {_entries(len(rows))} in one safetensors container"
             yield Finding(
                 f"{file.name} is {f'{human_bytes(needed - file.size)} short' if file.size else 'empty'}: it has "
                 f"{file.size:,} bytes, its tensors need {needed:,} or more",
-                at=Location(
-                    keys[0] if len(keys) == 1 else None,
-                    file=file.name,
-                    label=f"{file.name}: {_entries(len(rows))} in one safetensors container",
-                ),
+                at=Location(keys[0] if len(keys) == 1 else None, file=file.name, label=label),
                 identity=(file.name,),
                 keys=tuple(keys[:MOST_KEYS]),
-                notes=_key_note(keys),
+                notes=(("keys", first_names(keys)),),
                 hint=_hint(file.size),
             )
 
@@ -102,18 +99,14 @@ def _truncated(ckpt: Checkpoint, rows: IntArray, files_by_bytes: Mapping[tuple[i
     what = stored.instead or f"is {f'{human_bytes(needed - has)} short' if has else 'empty'}"
     why = "" if has else "the file is empty, so these tensors cannot be loaded"
     hint = _hint(has, ckpt.files[exchanged[0]].name if len(exchanged) == 1 else "")
+    label = f"{file}: {_entries(len(rows))} past the end, the first from byte {start:,}"
     why, hint = pointer_advice(stored.instead) or (why, hint)
     return Finding(
         f"{file} {what}: it has {has:,} bytes, its entries need {needed:,}",
-        at=Location(
-            keys[0] if len(keys) == 1 else None,
-            file=file,
-            byte_range=(start, length),
-            label=f"{file}: {_entries(len(rows))} past the end, the first from byte {start:,}",
-        ),
+        at=Location(keys[0] if len(keys) == 1 else None, file=file, byte_range=(start, length), label=label),
         identity=(file,),
         keys=tuple(keys[:MOST_KEYS]),
-        notes=_key_note(keys),
+        notes=(("keys", first_names(keys)),),
         why=why,
         hint=hint,
     )
@@ -123,20 +116,16 @@ def _damaged(ckpt: Checkpoint, rows: IntArray) -> Finding:
     """The finding for the entries of one file that have a negative offset or length."""
     file, start, length = ckpt.byte_range_of(int(rows[0]))
     keys = _keys(ckpt, rows)
+    label = f"{file}: {_entries(len(rows))} with a negative offset or length"
     return Finding(
         f"the storage entry{{of}} is impossible: {length:,} bytes at offset {start:,} of {file}"
         if len(rows) == 1
         else f"{_entries(len(rows))} of {file} are impossible, the first: {length:,} bytes at offset {start:,}",
-        at=Location(
-            keys[0] if len(keys) == 1 else None,
-            file=file,
-            byte_range=(start, length),
-            label=f"{file}: {_entries(len(rows))} with a negative offset or length",
-        ),
+        at=Location(keys[0] if len(keys) == 1 else None, file=file, byte_range=(start, length), label=label),
         identity=(file, "negative"),
         kind="negative",
         keys=tuple(keys[:MOST_KEYS]),
-        notes=_key_note(keys),
+        notes=(("keys", first_names(keys)),),
         why="the metadata is wrong, not the payload: the bytes may all be there, but a load cannot find them",
         hint="restore .metadata from where it was written",
     )
@@ -148,7 +137,3 @@ def _keys(ckpt: Checkpoint, rows: IntArray) -> list[str]:
 
 def _entries(count: int) -> str:
     return "1 entry" if count == 1 else f"{count:,} entries"
-
-
-def _key_note(keys: list[str]) -> tuple[Note, ...]:
-    return (("keys", first_names(keys)),)

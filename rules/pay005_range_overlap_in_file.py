@@ -10,18 +10,13 @@ from ckptlint.model.text import byte_span
 from ckptlint.patterns import lazy_pattern
 from ckptlint.rule import Finding, Location, Severity, rule
 
+_NEEDS = ("offsets", "no safetensors", "no torch file")
 _SHOWN = 32
 _EMBEDDING = lazy_pattern(r"(?:^|\.)(?:word_embeddings|embed_tokens|tok_embeddings|wte)\.weight$")
 _OUTPUT = lazy_pattern(r"(?:^|\.)(?:output_layer|lm_head|head|output)\.weight$")
 
 
-@rule(
-    "PAY005",
-    "range-overlap-in-file",
-    Severity.ERROR,
-    depth=Depth.FILES,
-    needs=("offsets", "no safetensors", "no torch file"),
-)
+@rule("PAY005", "range-overlap-in-file", Severity.ERROR, depth=Depth.FILES, needs=_NEEDS)
 def range_overlap_in_file(ckpt: Checkpoint) -> Iterator[Finding]:
     """Two entries of a payload file share bytes.
 

@@ -116,10 +116,7 @@ def _missing_lengths(ckpt: Checkpoint) -> dict[int, str]:
 
 
 def _duplicating_ranks(ckpt: Checkpoint) -> set[int]:
-    """The ranks that planned to write what another rank planned to write too; empty without plans of this state.
-
-    OBJ001 names them in a torch_dist checkpoint; elsewhere ranks plan their replicas, and NVRx writes every copy.
-    """
+    """The ranks that planned what others planned too (NVRx writes every copy); empty without plans of this state."""
     plans = ckpt.save_plans
     # Plans with other keys belong to another state (an older save into this folder), and explain nothing here.
     if plans is None or set(plans.fqns) != set(ckpt.records.fqns):
@@ -134,6 +131,5 @@ def _planned_elsewhere(ckpt: Checkpoint, name: str) -> tuple[Note, ...]:
         return ()
     stored = {ckpt.records.name(r) for r in range(len(ckpt.records)) if rank_of(ckpt.byte_range_of(r)[0]) == rank}
     lost = sorted(planned_by(ckpt.save_plans, rank) & set(ckpt.records.fqns) - stored)
-    if not lost:
-        return ()
-    return (("planned", f"rank {rank} also planned {first_names(lost, _SHOWN)}, which another rank stored"),)
+    text = f"rank {rank} also planned {first_names(lost, _SHOWN)}, which another rank stored"
+    return (("planned", text),) if lost else ()

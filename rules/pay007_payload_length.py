@@ -92,11 +92,7 @@ def _is_subclass(payload: PayloadTable, tensor: Tensor, row: int) -> bool:
 
 
 def _may_be_quantised(tensor: Tensor, rows: np.ndarray, stored: np.ndarray) -> bool:
-    """Whether all records of a matrix are as long as quantised values of few bits with their scales.
-
-    Source:
-        torchao 0.18: Int8Tensor, Float8Tensor, Int4Tensor
-    """
+    """Whether records of a matrix fit quantised values. Source: torchao 0.18 Int8Tensor, Float8Tensor, Int4Tensor"""
     values = [tensor.tiling.sizes[rows].astype(float).prod(axis=1) * bits / 8 for bits in _QUANTISED_BITS]
     least, most = _SUBCLASS_FRAMING
     fits = [(stored >= size + least) & (stored <= size * (1 + _SCALES) + most) for size in values]

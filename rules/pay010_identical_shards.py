@@ -62,7 +62,7 @@ def identical_shards(ckpt: Checkpoint) -> Iterator[Finding]:
         param = _parameters(ckpt).get(tensor.fqn, tensor)  # OPT001 and OPT002 report states of other shapes
         if "gbuf_idx_" in tensor.fqn or _may_repeat(ckpt, key) or param.global_shape != tensor.global_shape:
             continue
-        if pairs := _unexplained(payload, tensor, _pairs(numbers)):
+        if pairs := _unexplained(payload, tensor, numbers):
             yield _chunks(ckpt, payload, tensor, pairs)
         else:
             if key.expert is not None:
@@ -72,7 +72,7 @@ def identical_shards(ckpt: Checkpoint) -> Iterator[Finding]:
     pairs_of = {unit: _expert_pairs(members) for unit, members in experts.items()}
     numbers_of = {unit: tuple((expert, earlier) for _, expert, earlier in pairs) for unit, pairs in pairs_of.items()}
     same_numbers = Counter((scope, role, pairs) for (scope, _, role), pairs in numbers_of.items())
-    weights = _weight_counts(ckpt)
+    weights = Counter[tuple[object, ...]]((p.key.scope, p.key.layer, p.key.role) for p in inventory_of(ckpt).params)
     layers = Counter((scope, role) for scope, _, role in weights)
     for (scope, layer, role), repeats in pairs_of.items():
         # Exports of mixtures that were built from dense models hold equal experts by design: all of a layer, or each of
@@ -94,20 +94,15 @@ def _numbers(payload: PayloadTable, tensor: Tensor) -> np.ndarray:
     return np.where(records >= 0, payload.equal_group[records], -1) if len(records) else np.zeros(0, np.int32)
 
 
-def _pairs(numbers: np.ndarray) -> list[tuple[int, int]]:
-    """(chunk, earlier chunk with the same data), in order."""
+def _unexplained(payload: PayloadTable, tensor: Tensor, numbers: np.ndarray) -> list[tuple[int, int]]:
+    """(chunk, earlier chunk with the same data) in order, where rows that are all alike do not explain it."""
     first: dict[int, int] = {}
-    rows = np.flatnonzero(numbers >= 0).tolist()
-    pairs = [(row, first.setdefault(int(numbers[row]), row)) for row in rows]
-    return [(row, earlier) for row, earlier in pairs if earlier != row]
-
-
-def _unexplained(payload: PayloadTable, tensor: Tensor, pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The pairs that are not explained by rows that are all alike."""
+    pairs = [(row, first.setdefault(int(numbers[row]), row)) for row in np.flatnonzero(numbers >= 0).tolist()]
     # Where each row has the same values, any two chunks of the same columns are equal. Real cases: `A_log` of Mamba,
     # which is initialised row by row, and moments under a loss that is a plain sum.
     rows_alike = payload.rows_alike[tensor.chunks.record]
     offsets = tensor.tiling.offsets
+    pairs = [(a, b) for a, b in pairs if a != b]
     return [(a, b) for a, b in pairs if not (rows_alike[a] and (offsets[a, 1:] == offsets[b, 1:]).all())]
 
 
@@ -167,12 +162,6 @@ def _state_advice(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, row: 
         "the parameter's shards differ, so it is really split; only equal gradients (a summed loss) make states equal",
         "compare the gradients of the two ranks, unless the loss is a plain sum, as in a toy model",
     )
-
-
-@fact
-def _weight_counts(ckpt: Checkpoint) -> Counter[tuple[object, ...]]:
-    """(scope, layer, role) -> number of weights: the experts of that layer, or one."""
-    return Counter((param.key.scope, param.key.layer, param.key.role) for param in inventory_of(ckpt).params)
 
 
 _Pairs = list[tuple[Tensor, int, int]]

@@ -1,13 +1,13 @@
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Iterator
 
 import numpy as np
 
 from ckptlint.analysis.optimizer.inventory import OptimizerState, inventory_of
 from ckptlint.depth import Depth
-from ckptlint.model import Checkpoint, OddValues, PayloadTable, RecordContent, Tensor
+from ckptlint.grouping import grouped
+from ckptlint.model import Checkpoint, PayloadTable, RecordContent, Tensor
 from ckptlint.model.facts import fact
 from ckptlint.model.text import plural
 from ckptlint.model.tiling import IntArray
@@ -61,10 +61,8 @@ def non_finite_values(ckpt: Checkpoint) -> Iterator[Finding]:
 
 def _file_findings(payload: PayloadTable, model_has_nan: bool) -> Iterator[Finding]:
     """One finding for each file of an optimizer and each state in it that holds NaN or infinity."""
-    groups: dict[tuple[str, str], list[OddValues]] = defaultdict(list)
-    for item in payload.odd_values:
-        if item.nan + item.plus_inf + item.minus_inf:  # OPT010 reports squares below 0
-            groups[item.file, item.state].append(item)
+    odd = (item for item in payload.odd_values if item.nan + item.plus_inf + item.minus_inf)  # others are OPT010's
+    groups = grouped(((item.file, item.state), item) for item in odd)
     for (file, state), items in groups.items():
         nan, infinite = sum(item.nan for item in items), sum(item.plus_inf + item.minus_inf for item in items)
         counts = " and ".join(f"{count:,} {name}" for count, name in ((nan, "NaN"), (infinite, "Inf")) if count)

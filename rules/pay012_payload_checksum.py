@@ -58,13 +58,9 @@ def _whole(file: str, damage: Damage) -> Finding:
     """The finding on a file that its list of checksums denies, or does not name."""
     recorded, source = damage.recorded[8:20], damage.recorded[76:]
     if damage.computed == "unlisted":
-        return Finding(
-            f"{source} does not list {file}, so its content cannot be verified",
-            at=Location(file=file),
-            identity=(file,),
-            group="unlisted",
-            hint="add it to the list, or remove it: it is not a file of that release",
-        )
+        message = f"{source} does not list {file}, so its content cannot be verified"
+        hint = "add it to the list, or remove it: it is not a file of that release"
+        return Finding(message, at=Location(file=file), identity=(file,), group="unlisted", hint=hint)
     lost = damage.computed == "absent"
     what = f"{source} lists {file}, which is missing" if lost else f"{file} is not the file that was written"
     return Finding(
@@ -81,14 +77,12 @@ def _beside(file: str, damages: list[Damage]) -> Finding:
     """The finding on a file of torch.save in which the checkpoint has no record."""
     first, more = damages[0], len(damages) - 1
     also = f" (and {plural(more, 'more member')} of it)" if more else ""
-    return Finding(
+    message = (
         f"{first.member} in {file} does not match its checksum{also}: {first.recorded} recorded, {first.computed} "
-        "computed",
-        at=Location(file=file),
-        identity=(file,),
-        group="crc",
-        hint="compare the file with the one on the node that wrote it, and copy it again",
+        "computed"
     )
+    hint = "compare the file with the one on the node that wrote it, and copy it again"
+    return Finding(message, at=Location(file=file), identity=(file,), group="crc", hint=hint)
 
 
 def _records(ckpt: Checkpoint, file: str, damages: list[Damage]) -> Finding:

@@ -168,9 +168,8 @@ def _unlisted(ckpt: Checkpoint, index: WeightIndex, stored_keys: KeysByFile) -> 
 def _double(ckpt: Checkpoint, index: WeightIndex, stored_keys: KeysByFile) -> Iterator[Finding]:
     """Findings on keys that a further file holds beside the one that the index names.
 
-    Source:
-        transformers 5.23 get_checkpoint_shard_files, vllm 0.11 filter_duplicate_safetensors_files: they open the files
-        that the index names, in sorted order, and no other; of two copies of a key the later one is loaded
+    Source: transformers 5.23 get_checkpoint_shard_files, vllm 0.11 filter_duplicate_safetensors_files: they open the
+    files that the index names, in sorted order, and no other; of two copies of a key the later one is loaded
     """
     named = set(index.places.values())
     copies: dict[tuple[str, str, _Use], list[str]] = defaultdict(list)

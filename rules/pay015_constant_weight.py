@@ -98,7 +98,7 @@ def constant_weight(ckpt: Checkpoint) -> Iterator[Finding]:
     dead = _files_of_zeros(ckpt, is_zero, judged)
     added = _added_layers(groups)
     for peers in groups:
-        yield from _constant_weights(ckpt, payload, peers, added, dead)
+        yield from _constant_weights(ckpt, peers, added, dead)
         yield from _zero_chunks(ckpt, is_zero, peers, dead)
     torn = [item for peers in groups for item in _with_pages(payload, is_read, peers)]
     for weight, zeros, usual in torn:
@@ -150,16 +150,13 @@ def _files_of_zeros(ckpt: Checkpoint, is_zero: BoolArray, params: Sequence[Param
 
 
 def _constant_weights(
-    ckpt: Checkpoint,
-    payload: PayloadTable,
-    peers: Sequence[_Weight],
-    added: frozenset[tuple[object, ...]],
-    dead: frozenset[int],
+    ckpt: Checkpoint, peers: Sequence[_Weight], added: frozenset[tuple[object, ...]], dead: frozenset[int]
 ) -> Iterator[Finding]:
     """Findings on weights with one value, whose peers in other layers or experts hold several."""
     odd, usual = [weight for weight in peers if weight.value >= 0], [weight for weight in peers if weight.value < 0]
     if not odd or not usual:
         return
+    payload = require(ckpt.payload)
     numbers = [weight.param.key.layer for weight in peers if weight.param.key.layer is not None]
     ends = {min(numbers), max(numbers)} if numbers else set()
     records = np.concatenate([weight.records for weight in usual])
@@ -215,17 +212,12 @@ def _constant_names(ckpt: Checkpoint, groups: Sequence[Sequence[_Weight]]) -> It
 
 
 def _must_vary(weight: _Weight, tables: set[int], hidden: int) -> bool:
-    """Whether no initialisation gives this weight a single value.
-
-    Args:
-        tables: numbers of rows of the token embeddings; the head of a language model has as many.
-        hidden: the size that most matrices share. A projection into it from fewer features is an adapter, which starts
-            as zeros.
-    """
+    """Whether no initialisation gives this weight one value; the head of a text model is as long as its `tables`."""
     key, (rows, columns) = weight.param.key, weight.param.own_shape
     is_plain = key.in_experts or key.path.rpartition(".")[2].rstrip("0123456789") == "weight"
     if not is_plain or any(word in key.path for word in _BY_NAME):
         return False
+    # A projection into the size that most matrices share from fewer features is an adapter, which starts as zeros.
     if key.function == "mlp_in" and rows == hidden > columns:
         return False
     if is_token_table(key):

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 from statistics import median
 from typing import NamedTuple
@@ -9,6 +8,7 @@ import numpy as np
 
 from ckptlint.analysis.optimizer.inventory import Param, inventory_of, siblings
 from ckptlint.depth import Depth
+from ckptlint.grouping import grouped
 from ckptlint.model import Checkpoint
 from ckptlint.numerics.chunks import chunk_numbers
 from ckptlint.rule import Finding, Location, Severity, rule
@@ -78,15 +78,14 @@ def _offset(norm: _Norm, others: list[_Norm]) -> str:
 
 def _by_name(ckpt: Checkpoint) -> Iterator[list[_Norm]]:
     numbers = chunk_numbers(ckpt)
-    rows_of: dict[str, list[int]] = defaultdict(list)
     wanted = {
         param.tensor.fqn: param
         for param in inventory_of(ckpt).params
         if param.key.function == "norm" and param.key.layer is not None and param.tensor.fqn.endswith("weight")
     }
     is_norm = np.array([tensor.fqn in wanted for tensor in numbers.tensors], bool)[numbers.tensor]
-    for row in np.flatnonzero(is_norm).tolist():
-        rows_of[numbers.tensors[int(numbers.tensor[row])].fqn].append(row)
+    norm_rows = np.flatnonzero(is_norm).tolist()
+    rows_of = grouped((numbers.tensors[int(numbers.tensor[row])].fqn, row) for row in norm_rows)
     negatives, one_value = numbers.column("negatives"), numbers.column("one_value")
     for members in siblings(wanted[fqn] for fqn in rows_of).values():
         norms = []

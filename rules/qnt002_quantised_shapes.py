@@ -68,9 +68,8 @@ def quantised_shapes(ckpt: Checkpoint) -> Iterator[Finding]:
 def _experts_differ(ckpt: Checkpoint, weights: list[QuantisedWeight]) -> Iterator[Finding]:
     """Findings on codes of stacked experts whose first axis is not the number of the router's rows.
 
-    Source:
-        transformers 5.23 models.gpt_oss: `mlp.experts.gate_up_proj` [experts, ...] beside `mlp.router.weight`
-        [experts, hidden]; integrations.mxfp4 stores its codes as [experts, rows, groups, 16]
+    Source: transformers 5.23 models.gpt_oss: `mlp.experts.gate_up_proj` [experts, ...] beside `mlp.router.weight`
+    [experts, hidden]; integrations.mxfp4 stores its codes as [experts, rows, groups, 16]
     """
     rows = {
         key.rpartition(".")[0]: tensor.global_shape[0]
@@ -86,13 +85,10 @@ def _experts_differ(ckpt: Checkpoint, weights: list[QuantisedWeight]) -> Iterato
         if not experts or len(shape) != len(one.scheme.axes) + 1 or wanted is None:
             continue
         if shape[0] not in (wanted, declared):  # as declared: a router may have rows for zero experts, too
-            yield Finding(
-                f"codes{{of}} cover {shape[0]} experts, but {source} has {wanted}",
-                at=Location(one.codes),
-                why="the router sends tokens to experts that are not stored, or the load stops",
-                hint="export again with all experts: these probably come from one rank",
-                group=f"experts {name} {shape[0]}",
-            )
+            message = f"codes{{of}} cover {shape[0]} experts, but {source} has {wanted}"
+            why = "the router sends tokens to experts that are not stored, or the load stops"
+            hint = "export again with all experts: these probably come from one rank"
+            yield Finding(message, at=Location(one.codes), why=why, hint=hint, group=f"experts {name} {shape[0]}")
 
 
 def _axes_differ(weights: list[QuantisedWeight], wrong: set[int]) -> Iterator[Finding]:

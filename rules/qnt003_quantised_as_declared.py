@@ -58,9 +58,8 @@ def quantised_as_declared(ckpt: Checkpoint) -> Iterator[Finding]:
 def _declared_twice(stored: Quantisation, declared: Declaration) -> Iterator[Finding]:
     """A finding if ModelOpt's file and the configuration declare different things.
 
-    Source:
-        nvidia-modelopt 0.47 export_hf_checkpoint writes `quantization_config` from what it writes into the file; of
-        the two vLLM reads the configuration first, TensorRT-LLM the file
+    Source: nvidia-modelopt 0.47 export_hf_checkpoint writes `quantization_config` from what it writes into the file;
+    of the two vLLM reads the configuration first, TensorRT-LLM the file
     """
     if (beside := declared.beside) is None:
         return
@@ -109,12 +108,9 @@ def _differences(ckpt: Checkpoint, stored: Quantisation, declared: Declaration) 
     yield from _contradicted(stored, declared, says)
     others = [one for one in stored.weights if one.scheme not in declared.schemes]
     if others and declared.is_exact:
-        yield _finding(
-            f"{says}, but {plural(len(others), 'weight', 'is')} stored in {_titles(others)}",
-            [one.codes for one in others],
-            why="the loader decodes the codes with the wrong scheme, or stops",
-            hint="restore the configuration of this export",
-        )
+        message = f"{says}, but {plural(len(others), 'weight', 'is')} stored in {_titles(others)}"
+        why = "the loader decodes the codes with the wrong scheme, or stops"
+        yield _finding(message, [one.codes for one in others], why=why, hint="restore the configuration of this export")
         return
     # Draft layers come after the declared ones, and exports often leave them in full precision.
     layers = number(trusted(ckpt), "layers") if is_defined(ckpt, ckpt.declared.get("layers")) else None
@@ -164,8 +160,7 @@ def _module(tensor: Tensor) -> str:
 def _is_linear(tensor: Tensor) -> bool:
     """Whether the tensor is the weight of a linear layer of attention or MLP, which every quantiser quantises.
 
-    Source:
-        transformers 5.23 pytorch_utils.Conv1D: GPT-2 and its kin call theirs c_attn, c_fc, c_proj; most quantisers pass
+    Source: transformers 5.23 pytorch_utils.Conv1D: c_attn, c_fc, c_proj of GPT-2 and its kin; most quantisers pass
     """
     key = parse(tensor.fqn)
     is_matrix = len(tensor.global_shape) == 2  # a convolution of one pixel has the names of a linear layer
@@ -179,12 +174,5 @@ def _titles(weights: list[QuantisedWeight]) -> str:
 
 def _finding(message: str, tensors: list[Tensor], why: str, hint: str) -> Finding:
     keys = [tensor.fqn for tensor in tensors]
-    return Finding(
-        message,
-        at=Location(tensors[0]),
-        identity=tuple(keys[1:]),
-        keys=tuple(keys[1:]),
-        notes=(("weights", first_names(fold_names(keys), _SHOWN) if len(keys) > 1 else ""),),
-        why=why,
-        hint=hint,
-    )
+    more, notes = tuple(keys[1:]), (("weights", first_names(fold_names(keys), _SHOWN) if len(keys) > 1 else ""),)
+    return Finding(message, at=Location(tensors[0]), identity=more, keys=more, notes=notes, why=why, hint=hint)

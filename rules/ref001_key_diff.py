@@ -12,17 +12,12 @@ from ckptlint.vocabulary.keys import COMPUTED
 from ckptlint.vocabulary.schemes import quantised_weight
 
 _SHOWN = 6
+_YIELDS_TO = ("CFG001", "CFG002")
 _KINDS = {"model": "parameters of the model", "copy": "the second copy of the model", "optimizer": "optimizer state"}
 
 
 @rule(
-    "REF001",
-    "key-diff",
-    Severity.ERROR,
-    whole=True,
-    expects=True,
-    needs=("reference tensors",),
-    yields_to=("CFG001", "CFG002"),
+    "REF001", "key-diff", Severity.ERROR, whole=True, expects=True, needs=("reference tensors",), yields_to=_YIELDS_TO
 )
 def key_diff(ckpt: Checkpoint) -> Iterator[Finding]:
     """Keys differ from those of the reference.
@@ -50,19 +45,16 @@ def key_diff(ckpt: Checkpoint) -> Iterator[Finding]:
     counts = Counter(lone.entry.kind for lone in comparison.absent if not lone.part).items()
     of_kinds = [f"{count:,} of {comparison.expected[kind]:,} keys of the {_KINDS[kind]}" for kind, count in counts]
     for lone in comparison.absent:
-        yield _finding(ckpt, reference, lone, extents, of_kinds, is_absent=True)
+        yield _finding(ckpt, lone, extents, of_kinds, is_absent=True)
     extents = _extents(comparison.added)
     for lone in comparison.added:
-        yield _finding(ckpt, reference, lone, extents, [], is_absent=False)
+        yield _finding(ckpt, lone, extents, [], is_absent=False)
     if comparison.unpaired_expected or comparison.unpaired_stored:
         yield _unpaired(ckpt, reference, comparison)
 
 
 def _lacking_kinds(ckpt: Checkpoint, reference: Reference, comparison: KeyComparison) -> Iterator[Finding]:
-    """Findings on a kind of state (model, second copy, optimizer) that is not stored at all.
-
-    Jobs often leave out the optimizer or the second copy on purpose, so this is never an error.
-    """
+    """Findings on a kind of state that is not stored at all: never an error, as jobs often leave it out on purpose."""
     saves = {"save_optim": False, "no_save_optim": True}
     left_out = next((name for name, value in saves.items() if flag(ckpt.declared, name) is value), "")
     for kind in sorted(comparison.lacking):
@@ -83,15 +75,10 @@ def _lacking_kinds(ckpt: Checkpoint, reference: Reference, comparison: KeyCompar
 
 
 def _finding(
-    ckpt: Checkpoint,
-    reference: Reference,
-    lone: LoneKeys,
-    extents: dict[KeyEntry, str],
-    missing: list[str],
-    is_absent: bool,
+    ckpt: Checkpoint, lone: LoneKeys, extents: dict[KeyEntry, str], missing: list[str], is_absent: bool
 ) -> Finding:
     """The finding on a key, or on some layers or experts of it, that only one side has."""
-    entry = lone.entry
+    entry, reference = lone.entry, require(ckpt.reference)
     what = " ".join(part for part in (entry.dtype, shape_text(entry.shape) if entry.shape is not None else "") if part)
     is_one = lone.part.rpartition(" ")[2].isdecimal() and "," not in lone.part
     subject = f"{lone.part}{{of}} {'is' if is_one else 'are'} not" if lone.part else "no part{of} is"
@@ -137,10 +124,7 @@ def _is_tied(ckpt: Checkpoint, reference: Reference, is_absent: bool) -> bool:
 
 
 def _extents(lone_keys: Iterable[LoneKeys]) -> dict[KeyEntry, str]:
-    """Entry -> block, layers and experts in which its role is absent, as text.
-
-    Roles of one extent are one group in the report: a lost pipeline stage or a lost rank takes all roles of its layers.
-    """
+    """Entry -> block, layers and experts in which its role is absent: roles of one extent are reported together."""
     layers: dict[tuple[object, ...], set[int]] = defaultdict(set)
     experts: dict[tuple[object, ...], set[int]] = defaultdict(set)
     entries = [lone.entry for lone in lone_keys if not lone.part and lone.entry.key.layer is not None]
@@ -164,15 +148,11 @@ def _unpaired(ckpt: Checkpoint, reference: Reference, comparison: KeyComparison)
         why="ckptlint does not report a key as missing if it may be stored under another name",
         notes=(
             ("paired", f"{paired:,} of {named:,} keys of the reference"),
-            ("expected", _patterns(comparison.unpaired_expected)),
-            ("stored", _patterns(comparison.unpaired_stored)),
+            ("expected", first_names(fold_names(comparison.unpaired_expected), _SHOWN, "pattern")),
+            ("stored", first_names(fold_names(comparison.unpaired_stored), _SHOWN, "pattern")),
         ),
         hint="compare with a reference that uses the keys of this checkpoint, for example another step",
     )
-
-
-def _patterns(fqns: list[str]) -> str:
-    return first_names(fold_names(fqns), _SHOWN, "pattern")
 
 
 def _place(ckpt: Checkpoint, reference: Reference) -> str:

@@ -47,12 +47,9 @@ def values(ckpt: Checkpoint) -> Iterator[Finding]:
         shared = expected.keys() & stored.keys()
         if any(expected[dtype] != stored[dtype] for dtype in shared):
             odd = _odd_rows(reference, payload, fqn)
-            yield Finding(
-                f"the values{{of}} differ from those of the reference{odd}",
-                at=Location(tensor),
-                identity=(fqn,),
-                hint="compare both with `ckptlint diff OLD NEW --values`, which says where they differ",
-            )
+            message = f"the values{{of}} differ from those of the reference{odd}"
+            hint = "compare both with `ckptlint diff OLD NEW --values`, which says where they differ"
+            yield Finding(message, at=Location(tensor), identity=(fqn,), hint=hint)
 
 
 def _odd_rows(reference: Reference, payload: PayloadTable, fqn: str) -> str:

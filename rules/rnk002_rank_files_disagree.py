@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.analysis.ranks.rank_sets import Disagreement, compared
+from ckptlint.analysis.ranks.rank_sets import compared
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import first_names, fold_names, plural, verb
 from ckptlint.rule import Finding, Location, Severity, rule
@@ -28,28 +28,25 @@ def rank_files_disagree(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.distributed.tensor.DTensor, verl/model_merger/fsdp_model_merger.py
     """
-    yield from map(_finding, compared(ckpt).job)
-
-
-def _finding(item: Disagreement) -> Finding:
-    fewest, files = item.says[-1]
-    others = sum(len(rank_files) for value, rank_files in item.says[:-1])
-    shown = first_names(files, _SHOWN)
-    keys = item.fqns[0] if len(item.fqns) == 1 else f"{len(item.fqns):,} keys"
-    if item.what == "keys":
-        few, many = ("holds", "lacks") if fewest == "hold" else ("lacks", "holds")
-        holders = f"{plural(others, 'other file')} {verb(others, many)}"
-        message = f"{shown} {verb(len(files), few)} {keys}, which {holders}"
-    else:
-        of = f" of {keys}" if item.fqns else ""
-        says = "; ".join(f"{value} in {plural(len(rank_files), 'file')}" for value, rank_files in item.says[:-1])
-        message = f"the {item.what}{of} is {fewest} in {shown}, but {says}"
-    return Finding(
-        message,
-        at=Location(item.fqns[0] if len(item.fqns) == 1 else None, file=files[0]),
-        identity=(item.what, *files, *item.fqns[:1000]),
-        confidence="certain" if item.is_sure else "likely",
-        notes=(("keys", first_names(fold_names(item.fqns), _SHOWN) if len(item.fqns) > 1 else ""),),
-        hint="take all files from the same save; compare the times of these files with the others'",
-        group=f"{item.what} {files[0]}",
-    )
+    for item in compared(ckpt).job:
+        fewest, files = item.says[-1]
+        others = sum(len(rank_files) for value, rank_files in item.says[:-1])
+        shown = first_names(files, _SHOWN)
+        keys = item.fqns[0] if len(item.fqns) == 1 else f"{len(item.fqns):,} keys"
+        if item.what == "keys":
+            few, many = ("holds", "lacks") if fewest == "hold" else ("lacks", "holds")
+            holders = f"{plural(others, 'other file')} {verb(others, many)}"
+            message = f"{shown} {verb(len(files), few)} {keys}, which {holders}"
+        else:
+            of = f" of {keys}" if item.fqns else ""
+            says = "; ".join(f"{value} in {plural(len(rank_files), 'file')}" for value, rank_files in item.says[:-1])
+            message = f"the {item.what}{of} is {fewest} in {shown}, but {says}"
+        yield Finding(
+            message,
+            at=Location(item.fqns[0] if len(item.fqns) == 1 else None, file=files[0]),
+            identity=(item.what, *files, *item.fqns[:1000]),
+            confidence="certain" if item.is_sure else "likely",
+            notes=(("keys", first_names(fold_names(item.fqns), _SHOWN) if len(item.fqns) > 1 else ""),),
+            hint="take all files from the same save; compare the times of these files with the others'",
+            group=f"{item.what} {files[0]}",
+        )

@@ -1,9 +1,9 @@
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 
 from ckptlint.analysis.step_before.step_change import KIND_NAMES, changes, older_name, stored_keys
+from ckptlint.grouping import grouped
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import at_most, fold_names, plural
 from ckptlint.rule import Finding, Location, Severity, require, rule
@@ -27,10 +27,8 @@ def new_since_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
         Nothing, if the change was meant.
     """
     before = require(ckpt.before)
-    kinds: dict[str, list[str]] = defaultdict(list)
-    for change in changes(stored_keys(before), stored_keys(ckpt)):
-        for fqn in change.fqns if change.kind == "new" else ():
-            kinds[parse(fqn).kind].append(fqn)
+    new = (change for change in changes(stored_keys(before), stored_keys(ckpt)) if change.kind == "new")
+    kinds = grouped((parse(fqn).kind, fqn) for change in new for fqn in change.fqns)
     for kind, fqns in kinds.items():
         yield Finding(
             f"{plural(len(fqns), 'new key')} of the {KIND_NAMES[kind]}, not in {older_name(ckpt)}",

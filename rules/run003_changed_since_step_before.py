@@ -6,15 +6,10 @@ from ckptlint.analysis.step_before.step_change import changes, older_name, store
 from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, Location, Severity, require, rule
 
+_NEEDS = ("step before", "whole step before")
 
-@rule(
-    "RUN003",
-    "changed-since-step-before",
-    Severity.WARNING,
-    whole=True,
-    needs=("step before", "whole step before"),
-    yields_to=("GEO004", "OBJ002"),
-)
+
+@rule("RUN003", "changed-since-step-before", Severity.WARNING, whole=True, needs=_NEEDS, yields_to=("GEO004", "OBJ002"))
 def changed_since_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
     """A tensor's shape, dtype or number of chunks differs from the step before.
 

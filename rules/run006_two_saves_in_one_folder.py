@@ -53,10 +53,7 @@ def two_saves_in_one_folder(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def _times_differ(ckpt: Checkpoint, names: list[str], pause: float) -> Finding:
-    """The finding on files that are younger than `.metadata`.
-
-    A save writes its checksums with the bytes, so files that all fail theirs were changed, not saved again.
-    """
+    """The finding on files younger than `.metadata`; a save writes checksums, so where all fail they were changed."""
     damages = [] if ckpt.payload is None else [d for d in ckpt.payload.damages if d.file in names and d.record >= 0]
     is_changed = {damage.file for damage in damages} == {*names}
     what = "changed after the save" if is_changed else "files of two saves, or changed after the save"
@@ -84,10 +81,7 @@ def _times_differ(ckpt: Checkpoint, names: list[str], pause: float) -> Finding:
 
 
 def _by_step(ckpt: Checkpoint, payload: PayloadTable) -> list[tuple[str, list[str], int]]:
-    """(step as text, names of the files with it, number of parameters at it), [] if the files are of one save.
-
-    The step of the checkpoint comes first, then the one in the most files.
-    """
+    """(step as text, its files, number of its parameters), the checkpoint's step first; [] if files are of one save."""
     steps = [state for state in inventory_of(ckpt).states if state.what == "step" and state.tensor.volume == 1]
     located = [(state, int(state.tensor.chunks.record[0])) for state in steps if len(state.tensor.chunks) == 1]
     known = [(state, row, int(payload.crc[row])) for state, row in located if row >= 0 and payload.crc[row] > 0]
@@ -117,14 +111,11 @@ def _stated(ckpt: Checkpoint) -> set[str]:
 
 
 def _steps_differ(ckpt: Checkpoint, groups: list[tuple[str, list[str], int]], young: set[str]) -> Finding:
-    """The finding on files whose steps differ; an error if there is further evidence.
-
-    That is the time of the files, or the checkpoint's own step if several parameters of each odd file contradict it:
-    a single one may have had no gradient.
-    """
+    """The finding on files whose steps differ; an error if their times or the checkpoint's own step prove it."""
     (step, _, _), *others = groups
     names = sorted(groups[-1][1])
     is_young = any(young and young >= set(group) for _, group, _ in groups)
+    # of each odd file several parameters must contradict it: a single one may have had no gradient
     is_stated = step in _stated(ckpt) and all(count >= _SEVERAL * len(group) for _, group, count in others)
     also = ", and so do their times" if is_young else f"; the checkpoint says step {step}" if is_stated else ""
     return Finding(

@@ -10,16 +10,10 @@ from ckptlint.model import ChangeTable, Checkpoint
 from ckptlint.model.text import plural, verb
 from ckptlint.rule import Confidence, Finding, NotApplicable, Severity, rule
 
+_NEEDS = ("step before",)
 
-@rule(
-    "RUN007",
-    "weights-leapt",
-    Severity.ERROR,
-    depth=Depth.HEADERS,
-    whole=True,
-    needs=("step before",),
-    yields_to=("PAY020",),
-)
+
+@rule("RUN007", "weights-leapt", Severity.ERROR, depth=Depth.HEADERS, whole=True, needs=_NEEDS, yields_to=("PAY020",))
 def weights_leapt(ckpt: Checkpoint) -> Iterator[Finding]:
     """Weights are not what training can have made of those of the step before.
 

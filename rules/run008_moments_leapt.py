@@ -12,16 +12,10 @@ from ckptlint.model import Checkpoint
 from ckptlint.model.text import plural, verb
 from ckptlint.rule import Finding, NotApplicable, Severity, rule
 
+_NEEDS, _YIELDS_TO = ("step before",), ("RUN007", "RUN009")
 
-@rule(
-    "RUN008",
-    "moments-leapt",
-    Severity.ERROR,
-    depth=Depth.HEADERS,
-    whole=True,
-    needs=("step before",),
-    yields_to=("RUN007", "RUN009"),
-)
+
+@rule("RUN008", "moments-leapt", Severity.ERROR, depth=Depth.HEADERS, whole=True, needs=_NEEDS, yields_to=_YIELDS_TO)
 def moments_leapt(ckpt: Checkpoint) -> Iterator[Finding]:
     """Moments are not what any gradients can have made of those of the step before.
 

@@ -58,10 +58,8 @@ def layer_gap(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def _is_stack_of_blocks(layers: Layers) -> bool:
-    """Whether the layers have several modules, some of a known function; a plain list may skip numbers.
-
-    A norm alone makes no block: convolutions with one lie in lists whose other members have no weights.
-    """
+    """Whether the layers have several modules, some of a known function; a plain list may skip numbers."""
+    # A norm alone makes no block: convolutions with one lie in lists whose other members have no weights.
     return all(
         len({module_path(param.key) for param in params}) > 1
         and any(param.key.function not in ("other", "norm") for param in params)

@@ -118,10 +118,7 @@ def _from_hidden(ckpt: Checkpoint) -> Iterator[Swap]:
 
 
 def _corrected(param: Param, hidden: int) -> Shape | None:
-    """The shape with the split axis p times shorter and the other p times longer; None if that explains nothing.
-
-    It explains a shape that has no axis of the hidden size before the correction, and one after it.
-    """
+    """The shape with the split axis p times shorter, the other longer; None unless only it has the hidden size."""
     shape = param.own_shape
     if hidden in shape or 0 in shape:
         return None

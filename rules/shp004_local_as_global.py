@@ -82,33 +82,29 @@ def local_as_global(ckpt: Checkpoint) -> Iterator[Finding]:
                 sure = local._replace(confidence="certain") if is_sure else local
                 first_by_key.setdefault(local.param.tensor.fqn, sure)
     for local in first_by_key.values():
-        yield _finding(ckpt, local)
-
-
-def _finding(ckpt: Checkpoint, local: Local) -> Finding:
-    size, expected, tensor = local.size, local.expected, local.param.tensor
-    shards = axis_factor(tensor, local.axis)
-    k = max(size, expected) // min(size, expected)
-    if size < expected:
-        numbers = f"{expected:,} = {k} x {size:,}"
-        note = ("lost", f"no file holds the other {expected - size:,} of {expected:,} on dim {local.axis}")
-        hint = f"declare dim {local.axis} as sharded and save again from the job; this step does not hold the rest"
-    else:
-        numbers = f"{size:,} = {k} x {expected:,}"
-        note = ("copies", f"the copies of {k} ranks lie end to end on dim {local.axis}")
-        hint = "declare it replicated on that axis and save again; if all copies are equal, the first is the tensor"
-    return Finding(
-        f"dim {local.axis}{{of}} is {size:,} where {expected:,} fits {local.basis}; {numbers}, and {local.cause}",
-        at=Location(tensor),
-        kind="part" if size < expected else "copies",
-        confidence=local.confidence,
-        why="" if size < expected else "a replica that was saved as shards loads with the wrong shape",
-        notes=(note, ("mesh", f"{axis_name(ckpt, local.axis, shards)} is {_split(shards)}")),
-        explain=partial(_files, ckpt, local),
-        hint=hint,
-        inferred_from=f"the size of {local.basis}" if local.confidence == "likely" else "",
-        group=f"{short_name(local.param)} {numbers} {local.basis}",
-    )
+        size, expected, tensor = local.size, local.expected, local.param.tensor
+        shards = axis_factor(tensor, local.axis)
+        k = max(size, expected) // min(size, expected)
+        if size < expected:
+            numbers = f"{expected:,} = {k} x {size:,}"
+            note = ("lost", f"no file holds the other {expected - size:,} of {expected:,} on dim {local.axis}")
+            hint = f"declare dim {local.axis} as sharded and save again from the job; this step does not hold the rest"
+        else:
+            numbers = f"{size:,} = {k} x {expected:,}"
+            note = ("copies", f"the copies of {k} ranks lie end to end on dim {local.axis}")
+            hint = "declare it replicated on that axis and save again; if all copies are equal, the first is the tensor"
+        yield Finding(
+            f"dim {local.axis}{{of}} is {size:,} where {expected:,} fits {local.basis}; {numbers}, and {local.cause}",
+            at=Location(tensor),
+            kind="part" if size < expected else "copies",
+            confidence=local.confidence,
+            why="" if size < expected else "a replica that was saved as shards loads with the wrong shape",
+            notes=(note, ("mesh", f"{axis_name(ckpt, local.axis, shards)} is {_split(shards)}")),
+            explain=partial(_files, ckpt, local),
+            hint=hint,
+            inferred_from=f"the size of {local.basis}" if local.confidence == "likely" else "",
+            group=f"{short_name(local.param)} {numbers} {local.basis}",
+        )
 
 
 def _split(shards: int) -> str:
@@ -133,9 +129,7 @@ def _cause(ckpt: Checkpoint, k: int, fewer: tuple[Param, int], more: tuple[Param
     if text := _mesh_text(ckpt, k):
         return text
     mine, theirs = axis_factor(fewer[0].tensor, fewer[1]), axis_factor(more[0].tensor, more[1])
-    if knows_mesh(ckpt) or theirs != k * mine:
-        return None
-    return f"it is {_split(mine)}, its partner into {theirs}"
+    return None if knows_mesh(ckpt) or theirs != k * mine else f"it is {_split(mine)}, its partner into {theirs}"
 
 
 def _if_too_short(

@@ -115,15 +115,13 @@ def _components(ckpt: Checkpoint) -> Iterator[Found]:
 
 
 def _unequal_components(parts: dict[tuple[str, str], Param]) -> Iterator[tuple[Param, Param]]:
-    """Pairs of components that must have equal rows and do not.
-
-    Where the key is a multiple of the query in both tensors it holds several copies (a product of delta rules).
-    """
+    """Pairs of components that must have equal rows and do not."""
     ratios = {}
     for name in ("in_proj", "conv1d"):
         query, key = parts.get((name, "query")), parts.get((name, "key"))
         if query and key and query.own_shape[0]:
             ratios[name] = (query, key)
+    # Where the key is a multiple of the query in both tensors it holds several copies (a product of delta rules).
     copies = [key.own_shape[0] % query.own_shape[0] == 0 for query, key in ratios.values()]
     counts = {key.own_shape[0] // query.own_shape[0] for query, key in ratios.values()}
     if not (len(counts) == 1 and all(copies)):
