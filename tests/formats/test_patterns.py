@@ -29,7 +29,7 @@ Pattern = re.Pattern[str] | re.Pattern[bytes]
 
 def _patterns() -> Iterator[Any]:
     for path, source in _SOURCES.items():
-        for name in re.findall(r"^(\w+)(?:: [^=]+)? = lazy_pattern\(", source, re.MULTILINE):
+        for name in re.findall(r"^(\w+)(?:: [^=\n]+)? = lazy_pattern\(", source, re.MULTILINE):
             module = ".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__")
             used = source if name.startswith("_") else "\n".join(_SOURCES.values())
             ways = {*re.findall(rf"\b{name}\.(search|match|fullmatch|finditer|findall|sub|split)\b", used)}

@@ -79,7 +79,7 @@ def disagreements(made: Run) -> list[str]:
 
 def test_views_agree(tmp_path: Path) -> None:
     layouts, unfinished = [*simulated_runs.LAYOUTS.values()], 0
-    for seed in range(examples(10, 400)):
+    for seed in range(examples(10, 60)):
         layout = layouts[seed % len(layouts)]
         folder = tmp_path / str(seed)
         folder.mkdir()

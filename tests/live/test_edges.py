@@ -552,9 +552,9 @@ def test_a_patch_takes_out_itself_wherever_it_stands(tmp_path: Path, monkeypatch
         calls.append(args)
         return below(*args, **named)
 
-    monkeypatch.setattr(dcp, "save", of_user)
-    second()
-    assert saved() == [] and len(calls) == 1 and dcp.save is of_user
-    monkeypatch.setattr(dcp, "save", below)
+    with monkeypatch.context() as patch:
+        patch.setattr(dcp, "save", of_user)
+        second()
+        assert saved() == [] and len(calls) == 1 and dcp.save is of_user
     second()
     assert [getattr(module, name) for module, name in places] == originals

@@ -77,7 +77,7 @@ class RankChunk(NamedTuple):
         view: of a torch ShardedTensor, a hash of where this rank believes all shards are; all ranks must share it.
         problems: what is wrong with this chunk by itself.
 
-    Source: torch 2.13 torch.distributed.checkpoint.planner_helpers._create_write_items megatron-core 0.16
+    Source: torch 2.13 torch.distributed.checkpoint.planner_helpers._create_write_items; megatron-core 0.16
     megatron.core.dist_checkpointing.mapping
     """
 

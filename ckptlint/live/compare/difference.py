@@ -92,12 +92,14 @@ def _value(part: Any) -> IntArray:
     """int64 [16], an element or a plain value as text; zeros where it takes more than 128 bytes, or has no text."""
     import torch
 
-    text = repr(part) if type(part) in _PLAIN else ""
-    if isinstance(part, torch.Tensor):
-        with suppress(Exception):  # a dtype without values of its own: the other ranks wait for this one
+    text = ""
+    with suppress(Exception):  # a dtype without values, an integer of too many digits: the other ranks wait for this one
+        if isinstance(part, torch.Tensor):
             value = part.cpu()
             # numpy prints a float as shortly as its dtype allows; it does not know the small ones
             text = str(value.numpy()[()] if value.dtype in (torch.float16, torch.float32) else value.item())
+        elif type(part) in _PLAIN:
+            text = repr(part)
     data, size = text.encode("utf-8", "backslashreplace"), 8 * _TEXT_WORDS
     return np.frombuffer(data.ljust(size, b"\0") if len(data) <= size else bytes(size), np.int64)
 
