@@ -93,7 +93,7 @@ def _value(part: Any) -> IntArray:
     import torch
 
     text = ""
-    with suppress(Exception):  # a dtype without values, an integer of too many digits: the other ranks wait for this one
+    with suppress(Exception):  # no values, or too many digits: the other ranks wait for this one
         if isinstance(part, torch.Tensor):
             value = part.cpu()
             # numpy prints a float as shortly as its dtype allows; it does not know the small ones
