@@ -317,7 +317,7 @@ def test_damage_to_any_file_is_told_and_all_commands_agree(tmp_path: Path) -> No
     layouts = [kind for kind in layouts if kind.__module__ == test_contracts.__name__]
     runs = {kind: run_of(kind, tmp_path / kind.__name__) for kind in layouts}
     dice = random.Random(64)
-    for number in range(examples(20, 300)):
+    for number in range(examples(20, 60)):
         newest, older = runs[kind := layouts[number % len(layouts)]]
         kept = newest.with_name("kept").parent.parent / "kept"
         shutil.copytree(newest, kept, symlinks=True)
@@ -354,6 +354,10 @@ def test_a_step_without_its_weights_is_told_what_to_copy(tmp_path: Path) -> None
     assert (code, severity, sentence.endswith("holds an optimizer and no model")) == ("COM001", "error", True)
     assert report.diagnostics[0].finding.hint.startswith("copy the weights from where they were written")
     assert report.checkpoints[0].not_run["GEO004"] == "needs file of weights"
+    (step / "optimizer.pt").write_bytes(b"")
+    for path, every in ((step, False), (tmp_path, True)):
+        told = found(report_on(path, all_steps=every))
+        assert [code for code, *_ in told] == ["COM001", "SAF002"]
 
 
 def test_the_newest_step_of_a_run_is_no_stale_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,13 +36,10 @@ LOADED = [
     ("dp2tp2", "fsdp_tp", {"dp": 1, "tp": 3}),
     ("hand3", "by_hand", {"x": 2}),
     ("fsdp4", "hsdp", {"replicate": 2, "shard": 3}),
-    ("hsdp2x2", "fsdp", {"dp": 3}),
     ("hand4", "by_hand", {"x": 6}),
-    ("fsdp4", "fsdp", {"dp": 4}),
     ("fsdp4", "fsdp", {"dp": 7}),
     ("fsdp4", "fsdp_tp", {"dp": 2, "tp": 4}),
     ("dp2tp2", "fsdp_tp", {"dp": 2, "tp": 2}),
-    ("hsdp2x2", "hsdp", {"replicate": 4, "shard": 2}),
 ]
 
 
