@@ -80,8 +80,6 @@ def tree() -> str:
 def pytest_sessionstart(session: pytest.Session) -> None:
     if not hasattr(session.config, "workerinput"):
         session.config.stash[BEFORE] = tree()
-    else:
-        os.environ.pop("PYTEST_ADDOPTS", None)  # meant for this run, not for those that tests start
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
