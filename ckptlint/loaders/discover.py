@@ -98,7 +98,7 @@ def find_checkpoints(folder: Folder, all_steps: bool) -> list[CheckpointPlace]:
 
 
 def _lost_model(step: Folder) -> bool:
-    """Whether all files of a step are known, an optimizer's state (or empty file) among them, and none holds a model."""
+    """Whether all files of a step are known, an optimizer's among them, if an empty one, and none holds a model."""
     if not is_named_step(step.name) or has_twin(step) or step.folders():
         return False
     families = [*map(family_of, step.files())]
