@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import islice
 from pathlib import PurePath
 from typing import Literal
 
@@ -69,7 +69,7 @@ def find_checkpoints(folder: Folder, all_steps: bool) -> list[CheckpointPlace]:
             raise NothingToCheckError(f"no checkpoint at {folder.display}: {hint}")
         payload = next((file.display for file in walk.files(folder, _states)), "")
         is_empty_step = is_named_step(folder.name) and not folder.entries
-        if _lost_model(folder) or (_others_hold_checkpoints(folder) if payload else is_empty_step):
+        if _lost_model(folder) or _others_hold_checkpoints(folder) if payload else is_empty_step:
             found = [CheckpointPlace.at(folder)]
         elif payload:
             raise UnknownLayoutError(
@@ -98,13 +98,13 @@ def find_checkpoints(folder: Folder, all_steps: bool) -> list[CheckpointPlace]:
 
 
 def _lost_model(step: Folder) -> bool:
-    """Whether all files of a step are known, an optimizer's among them, if an empty one, and none holds a model."""
+    """Whether a step's files are all known, an optimizer's among them, and none can hold a model."""
     if not is_named_step(step.name) or has_twin(step) or step.folders():
         return False
     families = [*map(family_of, step.files())]
     is_known = all(family is not None and family.part != "model" for family in families)
     has_optimizer = any(family is not None and family.part == "optimizer" for family in families)
-    return is_known and has_optimizer and any(chain(_states(step), _empty(step)))
+    return is_known and has_optimizer and any(_states(step))
 
 
 def has_twin(step: Folder) -> bool:
