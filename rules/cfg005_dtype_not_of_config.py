@@ -46,7 +46,9 @@ def dtype_not_of_config(ckpt: Checkpoint) -> Iterator[Finding]:
             continue
         norms = {name for name in item.names if parse(name).function == "norm"}
         # SHP002 reports single layers
-        is_double = item.dtype == "float64" and not norms <= {one.param.tensor.fqn for one in dtype_outliers(ckpt)}
+        is_double = item.dtype == "float64" and not norms <= {
+            outlier.param.tensor.fqn for outlier in dtype_outliers(ckpt)
+        }
         if is_double or item.declared >= _LEAST * implied_bytes(fit):
             yield _finding(ckpt, fit, item, is_double)
     yield from _rounded_biases(ckpt, fit)

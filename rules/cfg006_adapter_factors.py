@@ -106,7 +106,7 @@ def _zero_factors(payload: PayloadTable, factors: list[Tensor]) -> Iterator[Find
         yield Finding(message, at=Location(factors[0]), severity=Severity.INFO, identity=("untrained",), why=why)
         return
     # The first or the last row is zero, so that rows are absent and not columns.
-    edges = [payload.edge_zeros[one.chunks.record] >= prod(one.global_shape[1:]) for one in by_share[share]]
+    edges = [payload.edge_zeros[factor.chunks.record] >= prod(factor.global_shape[1:]) for factor in by_share[share]]
     is_of_ranks = share != 1 and share.denominator - share.numerator == 1
     if is_of_ranks and len(keys) >= _LEAST and all(edge.any() for edge in edges):
         yield Finding(
@@ -139,9 +139,9 @@ def _lone_factors(modules: list[Factors], tensors: dict[str, Tensor]) -> Iterato
     """Findings on modules with one of the two factors, one for all modules that lack A and one for B."""
     both = sum({"A", "B"} <= factors.keys.keys() for factors in modules)
     parts: tuple[tuple[Part, Part], ...] = (("A", "B"), ("B", "A"))
-    for part, other in parts:
-        lone = [factors.keys for factors in modules if other in factors.keys and part not in factors.keys]
-        if keys := [of_module[other] for of_module in lone]:
+    for part, partner in parts:
+        lone = [factors.keys for factors in modules if partner in factors.keys and part not in factors.keys]
+        if keys := [of_module[partner] for of_module in lone]:
             these = "this module does" if len(keys) == 1 else f"these {len(keys)} modules do"
             yield Finding(
                 f"factor {part} is not stored for {len(keys)} of {plural(both + len(keys), 'module')}",

@@ -292,9 +292,9 @@ def _zero_factors(ckpt: Checkpoint, payload: PayloadTable, modules: Iterable[Fac
     # no initialisation gives.
     pairs = [f.keys for f in modules if {"A", "B"} <= f.keys.keys() and not parse(f.keys["B"]).in_experts]
     factors = [ckpt.tensors[key] for keys in pairs for key in (keys["A"], keys["B"])]
-    if any((one.chunks.record < 0).any() or not payload.scanned[one.chunks.record].all() for one in factors):
+    if any((factor.chunks.record < 0).any() or not payload.scanned[factor.chunks.record].all() for factor in factors):
         return
-    zeros = {one.fqn for one in factors if payload.zeros[one.chunks.record].sum() == one.volume}
+    zeros = {factor.fqn for factor in factors if payload.zeros[factor.chunks.record].sum() == factor.volume}
     dead = [keys["B"] for keys in pairs if {keys["A"], keys["B"]} <= zeros]
     keys = dead or [keys["B"] for keys in pairs if keys["B"] in zeros]
     step = highest_step(ckpt)

@@ -66,10 +66,10 @@ def layout_flags(ckpt: Checkpoint) -> Iterator[Finding]:
         yield _finding(ckpt, "chained_optim_avoid_prefix", False, bare, "states without a prefix", wanted)
 
 
-def _finding(ckpt: Checkpoint, name: str, value: bool, keys: list[str], found: str, wanted: str) -> Finding:
+def _finding(ckpt: Checkpoint, name: str, value: bool, keys: list[str], stored: str, wanted: str) -> Finding:
     source = ckpt.common.source if ckpt.common is not None else ""
     return Finding(
-        f"{name} is {value}, but {plural(len(keys), 'key', 'is')} {found}",
+        f"{name} is {value}, but {plural(len(keys), 'key', 'is')} {stored}",
         at=Location(file=source, label=f"{source}: content_metadata"),
         identity=(name, str(value)),
         severity=Severity.WARNING,
@@ -89,9 +89,9 @@ def _backend(ckpt: Checkpoint) -> Iterator[Finding]:
     is_fsdp = any(entry.fqn.startswith(_FSDP_RECORD) for entry in ckpt.byte_objects)
     if declared.value == _BACKEND and not is_fsdp:
         return
-    found = "fsdp_dtensor, which has no such file" if is_fsdp else _BACKEND
+    backend = "fsdp_dtensor, which has no such file" if is_fsdp else _BACKEND
     yield Finding(
-        f"{declared.source} says sharded_backend {printable(str(declared.value))}, but the files here are {found}",
+        f"{declared.source} says sharded_backend {printable(str(declared.value))}, but the files here are {backend}",
         at=Location(file=declared.source),
         identity=("sharded_backend",),
         why="Megatron-Core chooses its reader by this, and that reader does not find its files",

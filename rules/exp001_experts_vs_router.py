@@ -53,7 +53,7 @@ def experts_vs_router(ckpt: Checkpoint) -> Iterator[Finding]:
 def _short(layer: MoeLayer, role: ExpertRole) -> Finding:
     assert layer.router is not None
     [param] = role.params[:1]
-    agree = [other.role for other in layer.roles if other.count == layer.rows]
+    agree = [peer.role for peer in layer.roles if peer.count == layer.rows]
     return Finding(
         f"only {role.count} of {layer.rows} experts{{of}} are stored, but {agree[0]} has all of them",
         at=Location(param.tensor),

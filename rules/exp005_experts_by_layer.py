@@ -72,7 +72,7 @@ def _experts(layer: MoeLayer) -> Experts:
 
 
 def _finding(layers: list[MoeLayer], experts: Experts, usual: Experts, others: list[int]) -> Finding:
-    number = next(i for i, (one, other) in enumerate(zip(experts, usual, strict=True)) if one != other)
+    number = next(i for i, (role, usual_role) in enumerate(zip(experts, usual, strict=True)) if role != usual_role)
     (name, count, shapes), (_, usual_count, usual_shapes) = experts[number], usual[number]
     lead = next(role.params[0] for role in layers[0].roles if role.role == name)
     numbers = [layer.layer or 0 for layer in layers]

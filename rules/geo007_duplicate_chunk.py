@@ -31,7 +31,7 @@ def duplicate_chunk(ckpt: Checkpoint) -> Iterator[Finding]:
         torch.distributed.checkpoint.metadata.MetadataIndex
     """
     for tensor in ckpt.sound_tensors():
-        at_place = grouped((first, other) for first, other in tensor.tiling.duplicates)
+        at_place = grouped((first, second) for first, second in tensor.tiling.duplicates)
         for first, others in islice(at_place.items(), _SHOWN):
             files = dict.fromkeys(ckpt.chunk_file(tensor, row) or "no file" for row in (first, *others))
             place = join_words([*files][:_NAMED]) + (" and others" if len(files) > _NAMED else "")

@@ -84,5 +84,5 @@ def _with_absent(finding: Finding, absent: tuple[int, ...], world: int, counts: 
     return replace(
         with_ranks,
         hint=f"look at the state dict of {named_ranks(absent)}",
-        explain=lambda: tuple(other for other in explain() if other[0] != "hint"),
+        explain=lambda: tuple(note for note in explain() if note[0] != "hint"),
     )

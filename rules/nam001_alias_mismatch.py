@@ -40,7 +40,7 @@ def alias_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
     if not has_known_config(ckpt):  # CFG001 names a key that stands under another name than the model's
         yield from _odd_wrappers(ckpt)
     by_path = grouped(((param.key.scope, param.key.path), param) for param in inventory_of(ckpt).params)
-    twins = [(first, other) for group in by_path.values() for first, *rest in [group] for other in rest]
+    twins = [(first, twin) for group in by_path.values() for first, *rest in [group] for twin in rest]
     key_counts = Counter(_prefix(param) for param in inventory_of(ckpt).params) if twins else Counter[str]()
     twin_counts = Counter((_prefix(a), _prefix(b)) for a, b in twins)
     for first, second in twins:

@@ -90,7 +90,7 @@ def _difference(
             return (("shapes", f"{duplicate.fqn}: {' and '.join(shape_text(shape) for shape in sorted(shapes))}"),)
     for _, key in shared:
         sets = [roles.get((key.block, key.layer or 0, stage), set()) for stage in stages]
-        differing = {name for names in sets for name in names if any(name not in other for other in sets)}
+        differing = {name for names in sets for name in names if any(name not in stage_roles for stage_roles in sets)}
         if differing and all(sets):
             odd = [(stage, sorted(names & differing)) for stage, names in zip(stages, sets, strict=True)]
             alone = [f"stage {stage} has {', '.join(names[:_SHOWN])}" for stage, names in odd if names]

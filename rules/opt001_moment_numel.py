@@ -78,8 +78,8 @@ def _notes(ckpt: Checkpoint, misfit: StateMismatch, state: OptimizerState) -> It
     for param in misfit.params:
         yield "parameter", f"{param.tensor.fqn}: {_described(param.tensor)}"
     if misfit.axes:
-        one = "1/" if misfit.quotient < 1 else ""
-        shares = [f"{one}{axis} ({source})" for axis, source in misfit.axes]
+        numerator = "1/" if misfit.quotient < 1 else ""
+        shares = [f"{numerator}{axis} ({source})" for axis, source in misfit.axes]
         yield "ratio", " = ".join([f"{misfit.quotient}", *shares])
     if misfit.is_local:
         yield "part", "the state is as long as one chunk of the parameter, which is what one rank holds"

@@ -62,10 +62,10 @@ def _shapes(pairs: list[MomentPair]) -> Iterator[Finding]:
         pattern = len(odd) == len(members) > 1
         for pair in odd:
             wrong, right = (pair.first, pair.second) if _fits(pair.second, shape) else (pair.second, pair.first)
-            has, other = shape_text(wrong.tensor.global_shape), shape_text(right.tensor.global_shape)
+            has, sibling = shape_text(wrong.tensor.global_shape), shape_text(right.tensor.global_shape)
             agrees = f"; {right.what} agrees with it" if _fits(right, shape) else "; neither agrees with it"
             yield Finding(
-                f"moment{{of}} is {has}, but its sibling {right.what} is {other}",
+                f"moment{{of}} is {has}, but its sibling {right.what} is {sibling}",
                 at=Location(wrong.tensor),
                 confidence="likely" if pattern else "certain",
                 notes=(

@@ -160,12 +160,12 @@ def _missing_records(
         lacking = sorted(set(group_keys) - having)
         # Megatron-Core writes padded and unpadded bucket sizes together. If no group has the padded ones, the unpadded
         # ones are the witness that they were lost.
-        other = name if having or name != _NUMEL else _UNPADDED
-        witness = recorded.get(other, set()) & set(group_keys)
+        witness_name = name if having or name != _NUMEL else _UNPADDED
+        witness = recorded.get(witness_name, set()) & set(group_keys)
         # Which records a version writes is not known: where most groups lack one, it may be new or optional.
         if lacking and len(lacking) <= len(witness):
             they_have = "they have" if len(lacking) > 1 else "it has"
-            although = f"which {_groups_have(sorted(witness))}" if having else f"though {they_have} {other}"
+            although = f"which {_groups_have(sorted(witness))}" if having else f"though {they_have} {witness_name}"
             yield Finding(
                 f"{_groups_have(lacking)} buckets but no {name}, {although}",
                 at=Location(group_keys[lacking[0]]),

@@ -37,7 +37,7 @@ def duplicate_state(ckpt: Checkpoint) -> Iterator[Finding]:
             optimizer = state.tensor.fqn.partition(".state.")[0]
             entry = optimizer, state.chain, state.scope, state.path, state.what, state.tensor.volume
             seen[entry].append(state)
-    doubled = [(first, other) for group in seen.values() for first, *rest in [group] for other in rest]
+    doubled = [(first, second) for group in seen.values() for first, *rest in [group] for second in rest]
     doubled += _second_masters(list(dict.fromkeys(group[0] for group in seen.values())))
     total = sum(nbytes(second.tensor.dtype, second.tensor.volume) or 0 for _, second in doubled)
     for first, second in doubled:
@@ -50,15 +50,19 @@ def _second_masters(states: list[OptimizerState]) -> list[tuple[OptimizerState, 
         for state in states
         if state.what in MASTER_COPIES and state.param is not None
     )
-    return [(group[0], other) for group in masters.values() for other in group[1:] if other.what != group[0].what]
+    return [(group[0], second) for group in masters.values() for second in group[1:] if second.what != group[0].what]
 
 
 def _compared(ckpt: Checkpoint, first: OptimizerState, second: OptimizerState) -> str:
     """Whether the records of the two states are equal, as text; "" if that is not known."""
-    payload, one, two = ckpt.payload, first.tensor.chunks, second.tensor.chunks
-    if payload is None or len(one) != len(two) or not (one.tiling.offsets == two.tiling.offsets).all():
+    payload, first_chunks, second_chunks = ckpt.payload, first.tensor.chunks, second.tensor.chunks
+    if (
+        payload is None
+        or len(first_chunks) != len(second_chunks)
+        or not (first_chunks.tiling.offsets == second_chunks.tiling.offsets).all()
+    ):
         return ""
-    a, b = one.record, two.record
+    a, b = first_chunks.record, second_chunks.record
     if not len(a) or (a < 0).any() or (b < 0).any() or not ((payload.crc[a] > 0) & (payload.crc[b] > 0)).all():
         return ""
     equal = (payload.size[a] == payload.size[b]) & (payload.crc[a] == payload.crc[b])

@@ -47,11 +47,11 @@ def unlike_groups(ckpt: Checkpoint) -> Iterator[Finding]:
         pytorch/pytorch#143828, NVIDIA/TransformerEngine#1986
     """
     lists = [*_of_files(ckpt), *_of_keys(ckpt)]
-    if not any(len(one.groups) > 1 for one in lists):
+    if not any(len(group_list.groups) > 1 for group_list in lists):
         raise NotApplicable("no optimizer with several parameter groups")
-    for one in lists:
-        yield from _lost_settings(one)
-        yield from _other_steps(one, is_fixed=ckpt.common is not None or ckpt.format == "megatron-legacy")
+    for group_list in lists:
+        yield from _lost_settings(group_list)
+        yield from _other_steps(group_list, is_fixed=ckpt.common is not None or ckpt.format == "megatron-legacy")
 
 
 def _of_files(ckpt: Checkpoint) -> Iterator[_Groups]:
@@ -88,21 +88,21 @@ def _of_keys(ckpt: Checkpoint) -> Iterator[_Groups]:
     yield from (_Groups(ckpt.metadata_file, stem, {**groups}) for stem, groups in group_lists.items())
 
 
-def _lost_settings(one: _Groups) -> Iterator[Finding]:
+def _lost_settings(group_list: _Groups) -> Iterator[Finding]:
     """A finding on the groups that lack settings, for each set of settings that is lost."""
     lost_of: dict[tuple[str, ...], list[str]] = defaultdict(list)
-    owner_of = {setting: name for name, group in reversed(one.groups.items()) for setting in group}
-    for name, group in one.groups.items():
+    owner_of = {setting: name for name, group in reversed(group_list.groups.items()) for setting in group}
+    for name, group in group_list.groups.items():
         marks = [settings for mark, settings in _OF_CLASS.items() if mark in group]
         wanted = dict.fromkeys(("lr", *(setting for settings in marks for setting in settings)))
         if lost := tuple(setting for setting in wanted if setting in owner_of and setting not in group):
             lost_of[lost].append(name)
     for lost, names in lost_of.items():
         yield Finding(
-            f"{_named(names, len(one.groups))} no {join_words(lost, 'or')}, which {_owner(owner_of[lost[0]])}",
-            at=Location(file=one.file, label=one.place),
-            identity=("settings", one.place, *names[:_SHOWN]),
-            keys=_keys(one, names),
+            f"{_named(names, len(group_list.groups))} no {join_words(lost, 'or')}, which {_owner(owner_of[lost[0]])}",
+            at=Location(file=group_list.file, label=group_list.place),
+            identity=("settings", group_list.place, *names[:_SHOWN]),
+            keys=_keys(group_list, names),
             kind="settings",
             group=f"settings {names} {lost}",
             why="the next step of the optimizer stops, or runs with its defaults",
@@ -110,10 +110,10 @@ def _lost_settings(one: _Groups) -> Iterator[Finding]:
         )
 
 
-def _other_steps(one: _Groups, is_fixed: bool) -> Iterator[Finding]:
+def _other_steps(group_list: _Groups, is_fixed: bool) -> Iterator[Finding]:
     """A finding on the groups that are at another step than the furthest, or have none."""
     alike: dict[frozenset[Any], dict[str, Any]] = defaultdict(dict)
-    for name, group in one.groups.items():
+    for name, group in group_list.groups.items():
         if group.get("params") != [] and group.get("step") is not ...:
             alike[frozenset(group.keys() - {"step"})][name] = group.get("step")
     for steps in alike.values():
@@ -127,10 +127,10 @@ def _other_steps(one: _Groups, is_fixed: bool) -> Iterator[Finding]:
         for step, names in apart.items():
             at = "no step" if step is None else f"step {_count(step)}"
             yield Finding(
-                f"{_named(names, len(one.groups))} {at}, but {_owner(first)} step {_count(most)}",
-                at=Location(file=one.file, label=one.place),
-                identity=("step", one.place, *names[:_SHOWN]),
-                keys=_keys(one, names),
+                f"{_named(names, len(group_list.groups))} {at}, but {_owner(first)} step {_count(most)}",
+                at=Location(file=group_list.file, label=group_list.place),
+                identity=("step", group_list.place, *names[:_SHOWN]),
+                keys=_keys(group_list, names),
                 confidence="certain" if is_fixed or step is None else "possible",
                 kind="step",
                 group=f"step {names} {at} {most}",
@@ -139,9 +139,9 @@ def _other_steps(one: _Groups, is_fixed: bool) -> Iterator[Finding]:
             )
 
 
-def _keys(one: _Groups, names: list[str]) -> tuple[str, ...]:
+def _keys(group_list: _Groups, names: list[str]) -> tuple[str, ...]:
     """The groups as ignores name them: `optimizer.param_groups.1`."""
-    stem = one.place.rpartition(": ")[2].removesuffix("param_groups").rstrip(".")
+    stem = group_list.place.rpartition(": ")[2].removesuffix("param_groups").rstrip(".")
     return tuple(".".join(filter(None, (stem, "param_groups", name))) for name in names)
 
 

@@ -77,10 +77,10 @@ def _files_by_bytes(ckpt: Checkpoint) -> dict[tuple[int, int], list[int]]:
     )
 
 
-def _hint(size: int, other: str = "") -> str:
-    """The hint for a short file of `size` bytes; `other` is the file that may have been exchanged with it."""
-    if other:
-        return f"exchange it with {other}, which has exactly the bytes that these entries need, and check again"
+def _hint(size: int, partner: str = "") -> str:
+    """The hint for a short file of `size` bytes; `partner` is the file that may have been exchanged with it."""
+    if partner:
+        return f"exchange it with {partner}, which has exactly the bytes that these entries need, and check again"
     if not size:
         return "copy it again from where it was written; if it is empty there too, the writer's disk was full"
     return _COPY + "; an interrupted copy often ends at a block, as this one does" * (size % _BLOCK == 0)

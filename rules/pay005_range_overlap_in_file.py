@@ -44,14 +44,14 @@ def range_overlap_in_file(ckpt: Checkpoint) -> Iterator[Finding]:
     holder = _running_argmax(stop, changes)
     hits = np.flatnonzero((file[1:] == file[:-1]) & (start[1:] < stop[holder[:-1]])) + 1
     for hit in hits[:_SHOWN].tolist():
-        other = int(holder[hit - 1])
-        first, second = int(order[other]), int(order[hit])
+        earlier = int(holder[hit - 1])
+        first, second = int(order[earlier]), int(order[hit])
         names = table.name(first), table.name(second)
-        shared = int(min(stop[hit], stop[other]) - start[hit])
+        shared = int(min(stop[hit], stop[earlier]) - start[hit])
         place = ckpt.files.names[int(file[hit])]
-        spans = [byte_span(int(start[i]), int(stop[i] - start[i])) for i in (other, hit)]
+        spans = [byte_span(int(start[i]), int(stop[i] - start[i])) for i in (earlier, hit)]
         label = f"{place}: bytes {spans[0]} {names[0]}, {spans[1]} {names[1]}"
-        is_same = start[hit] == start[other] and stop[hit] == stop[other]
+        is_same = start[hit] == start[earlier] and stop[hit] == stop[earlier]
         # an input embedding and an output layer, which models often share
         is_tied = any(_EMBEDDING.search(a) and _OUTPUT.search(b) for a, b in (names, names[::-1]))
         more = f" (the first of {len(hits):,} such pairs)" if hit == hits[0] and len(hits) > 1 else ""

@@ -119,14 +119,14 @@ def _may_repeat(ckpt: Checkpoint, key: Key) -> bool:
 
 def _chunks(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, pairs: list[tuple[int, int]]) -> Finding:
     row, earlier = pairs[0]
-    box, other = tensor.tiling.box(row), tensor.tiling.box(earlier)
+    box, earlier_box = tensor.tiling.box(row), tensor.tiling.box(earlier)
     rows = [member for pair in pairs for member in pair]
     at = Location.of_chunk(ckpt, tensor, row)
     record = int(tensor.chunks.record[row])
-    what = f"chunk {box}{{of}} repeats chunk {other}"
+    what = f"chunk {box}{{of}} repeats chunk {earlier_box}"
     if len(pairs) > 1:
         count = f"{len(pairs):,} of {len(tensor.chunks):,} chunks"
-        what = f"{count}{{of}} repeat another one, the first: {box} repeats {other}"
+        what = f"{count}{{of}} repeat another one, the first: {box} repeats {earlier_box}"
     more = f" and {len(pairs) - _SHOWN:,} more" if len(pairs) > _SHOWN else ""
     listed = "; ".join(f"{_files(ckpt, tensor, a)} repeats {_files(ckpt, tensor, b)}" for a, b in pairs[:_SHOWN])
     confidence = _confidence(ckpt, payload, tensor, pairs)

@@ -90,7 +90,7 @@ def _records(ckpt: Checkpoint, file: str, damages: list[Damage]) -> Finding:
     first = min(damages, key=lambda damage: int(ckpt.records.byte_offset[damage.record]))
     _, start, length = ckpt.byte_range_of(first.record)
     names = list(dict.fromkeys(ckpt.records.name(damage.record) for damage in damages))
-    one = names[0] if len(names) == 1 else None
+    name = names[0] if len(names) == 1 else None
     count = len({damage.record for damage in damages})
     zeros = sum({damage.record: damage.zeros for damage in damages}.values())
     total = sum(ckpt.byte_range_of(record)[2] for record in {damage.record for damage in damages if damage.zeros})
@@ -107,7 +107,7 @@ def _records(ckpt: Checkpoint, file: str, damages: list[Damage]) -> Finding:
     lost_page = f"{zeros:,} of {total:,} bytes of these records lie in blocks of 512 zeros, as a lost page leaves"
     return Finding(
         message,
-        at=Location(one, file=file, byte_range=(start, length)),
+        at=Location(name, file=file, byte_range=(start, length)),
         identity=(file, *names[:_SHOWN]),
         keys=tuple(names[:MOST_KEYS]),
         notes=(

@@ -97,7 +97,7 @@ def _misplaced(index: WeightIndex, stored_keys: KeysByFile, instead: Mapping[str
         if not lost or (file in index.unread and file not in index.absent):
             continue  # a file whose header cannot be read has a finding of its own
         is_absent = file in index.absent
-        homes = sorted({other for key in lost for other in files_of_key.get(key, ())})
+        homes = sorted({home for key in lost for home in files_of_key.get(key, ())})
         is_stored = all(key in files_of_key for key in lost)
         present = stored_keys.get(file, {}).keys()
         is_moved = bool(present) and any(present == others for name, others in wanted.items() if name != file)
@@ -230,19 +230,19 @@ _DOUBLE: dict[_Use, tuple[str, str, str]] = {
 """Message, why and hint; what is harmless has no hint."""
 
 
-def _compared(ckpt: Checkpoint, row: int, other: int) -> _Use:
+def _compared(ckpt: Checkpoint, row: int, second: int) -> _Use:
     """How two records of a key differ, as far as was read."""
-    described = _described(ckpt, row, other)
+    described = _described(ckpt, row, second)
     if not described:
         return "unknown"
     if described[0] != described[1]:
         return "reshaped"
-    payload, both = ckpt.payload, [row, other]
+    payload, both = ckpt.payload, [row, second]
     if not ckpt.records.byte_length[row]:
         return "equal"
     if payload is None or (payload.state[both] != RecordState.RAW).any() or (payload.crc[both] < 0).any():
         return "unknown"
-    return "equal" if payload.crc[row] == payload.crc[other] else "changed"
+    return "equal" if payload.crc[row] == payload.crc[second] else "changed"
 
 
 def _described(ckpt: Checkpoint, *rows: int) -> list[tuple[str, tuple[int, ...]]]:
@@ -268,7 +268,7 @@ def _total_size(ckpt: Checkpoint, index: WeightIndex) -> Iterator[Finding]:
     if index.total_size is None or stored in (index.total_size, index.total_size << 20) or index.unread:
         return  # ColossalAI counts in MiB
     # Writers sum the bytes before they drop one of two tied weights, or count headers (less than 1 %): no fault.
-    tables = [one for one in ckpt.tensors.values() if parse(one.fqn).function in ("embedding", "output")]
+    tables = [tensor for tensor in ckpt.tensors.values() if parse(tensor.fqn).function in ("embedding", "output")]
     tied = {nbytes(table.dtype, table.volume) for table in tables}
     difference = index.total_size - stored
     fewer = "fewer" if difference > 0 else "more"

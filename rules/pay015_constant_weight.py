@@ -246,11 +246,13 @@ def _added_layers(groups: Sequence[Sequence[_Weight]]) -> frozenset[tuple[object
     """The layers whose output projections, and only these, are zeros."""
     # Methods that deepen a trained model insert layers so: they add nothing to the residual stream at first.
     zero: dict[tuple[object, ...], set[str]] = defaultdict(set)
-    other: dict[tuple[object, ...], set[str]] = defaultdict(set)
+    nonzero: dict[tuple[object, ...], set[str]] = defaultdict(set)
     for weight in (weight for peers in groups for weight in peers):
-        (other if weight.value else zero)[_layer(weight)].add(weight.param.key.function)
+        (nonzero if weight.value else zero)[_layer(weight)].add(weight.param.key.function)
     outputs = {"attn_out", "mlp_out"}
-    return frozenset(layer for layer, functions in zero.items() if functions == outputs and not outputs & other[layer])
+    return frozenset(
+        layer for layer, functions in zero.items() if functions == outputs and not outputs & nonzero[layer]
+    )
 
 
 def _box_around(weight: _Weight) -> Box:
@@ -268,7 +270,7 @@ def _doubt(ckpt: Checkpoint, peers: Sequence[_Weight], weight: _Weight) -> str:
         return "the configuration says that weights are pruned"
     payload, moments = require(ckpt.payload), moments_of(ckpt)
     if weight.param.tensor.fqn not in moments:
-        others = any(other.param.tensor.fqn in moments for other in peers)
+        others = any(peer.param.tensor.fqn in moments for peer in peers)
         return "it has no optimizer state, unlike the others: it may not be trained" if others else ""
     boxes = {weight.param.tensor.tiling.box(row) for row in weight.rows.tolist()}
     for state in moments[weight.param.tensor.fqn]:

@@ -90,7 +90,7 @@ def _medians(numbers: ChunkNumbers, rows: IntArray) -> dict[int, tuple[float, In
 
 def _ratios(numbers: ChunkNumbers, rows: IntArray) -> Floats:
     """float64 [k], logarithm of each chunk's root mean square over the median of the tensor's other ranks."""
-    found = np.full(len(rows), np.nan)
+    ratios = np.full(len(rows), np.nan)
     rms = numbers.rms
     order = np.argsort(numbers.tensor[rows], kind="stable")
     cuts = np.flatnonzero(np.diff(numbers.tensor[rows][order])) + 1
@@ -98,5 +98,5 @@ def _ratios(numbers: ChunkNumbers, rows: IntArray) -> Floats:
         for at in mine.tolist():
             others = rows[mine][numbers.rank[rows[mine]] != numbers.rank[rows[at]]]
             if len(others):
-                found[at] = log(float(rms[rows[at]]) / median(rms[others].tolist()))
-    return found
+                ratios[at] = log(float(rms[rows[at]]) / median(rms[others].tolist()))
+    return ratios

@@ -50,7 +50,7 @@ def norm_offset(ckpt: Checkpoint) -> Iterator[Finding]:
     """
     for norms in _by_name(ckpt):
         for norm in norms:
-            others = [other for other in norms if other is not norm]
+            others = [sibling for sibling in norms if sibling is not norm]
             if what := _offset(norm, others):
                 tensor = norm.param.tensor
                 yield Finding(
@@ -64,14 +64,14 @@ def norm_offset(ckpt: Checkpoint) -> Iterator[Finding]:
 
 def _offset(norm: _Norm, others: list[_Norm]) -> str:
     """How one norm differs from all others of its name; "" where it does not."""
-    usual = median(other.rms for other in others)
+    usual = median(sibling.rms for sibling in others)
     if norm.is_constant:
         may_be_stuck = ITEM_BITS[norm.param.tensor.dtype] <= 16 and abs(usual - norm.rms) <= _STUCK * norm.rms
-        is_odd = not may_be_stuck and not any(other.is_constant for other in others)
+        is_odd = not may_be_stuck and not any(sibling.is_constant for sibling in others)
         return f"holds one value, {norm.rms:.3g}; its {len(others)} siblings vary" if is_odd else ""
-    if norm.below >= _SIGNED and 2 * norm.rms <= usual and all(other.below <= _UNSIGNED for other in others):
+    if norm.below >= _SIGNED and 2 * norm.rms <= usual and all(sibling.below <= _UNSIGNED for sibling in others):
         return f"has both signs, {norm.rms:.3g} in size; its {len(others)} siblings are positive, around {usual:.3g}"
-    if norm.below <= _UNSIGNED and norm.rms >= 2 * usual and all(other.below >= _SIGNED for other in others):
+    if norm.below <= _UNSIGNED and norm.rms >= 2 * usual and all(sibling.below >= _SIGNED for sibling in others):
         return f"is positive, around {norm.rms:.3g}; its {len(others)} siblings have both signs, {usual:.3g} in size"
     return ""
 

@@ -65,8 +65,8 @@ def copied_weight(ckpt: Checkpoint) -> Iterator[Finding]:
         is_moved = relation == "apart" and _steps(ckpt) >= _STEPS[first.tensor.dtype in ("float32", "float64")]
         confidence: Confidence = "certain" if is_moved else without_moments
         by_units[_unit(first), _unit(second), confidence].append((first, second, chunks))
-    for (one, other, confidence), copies in by_units.items():
-        yield _finding(ckpt, one, other, confidence, copies)
+    for (source, copied, confidence), copies in by_units.items():
+        yield _finding(ckpt, source, copied, confidence, copies)
 
 
 def _copies(ckpt: Checkpoint, payload: PayloadTable) -> list[_Copy]:
@@ -88,7 +88,7 @@ def _copies(ckpt: Checkpoint, payload: PayloadTable) -> list[_Copy]:
     return [*copies.values()]
 
 
-def _finding(ckpt: Checkpoint, one: str, other: str, confidence: Confidence, copies: list[_Copy]) -> Finding:
+def _finding(ckpt: Checkpoint, source: str, copied: str, confidence: Confidence, copies: list[_Copy]) -> Finding:
     _, param, chunks = copies[0]
     tensor = param.tensor
     is_whole = len(chunks) == int(tensor.tiling.live.sum())
@@ -96,9 +96,9 @@ def _finding(ckpt: Checkpoint, one: str, other: str, confidence: Confidence, cop
     more = f" and {plural(len(copies) - 1, 'more weight')} are" if len(copies) > 1 else " is"
     apart = ", though their moments differ" if confidence == "certain" else ""
     return Finding(
-        f"{tensor.fqn}{more} bit for bit as in {one}{share}{apart}",
+        f"{tensor.fqn}{more} bit for bit as in {source}{share}{apart}",
         at=replace(Location.of_chunk(ckpt, tensor, chunks[0]), rows=tuple(chunks[:16])),
-        identity=(one, other),
+        identity=(source, copied),
         keys=tuple(copy.tensor.fqn for _, copy, _ in copies),
         confidence=confidence,
         hint=_HINTS[confidence],

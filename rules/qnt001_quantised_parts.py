@@ -64,11 +64,11 @@ def quantised_parts(ckpt: Checkpoint) -> Iterator[Finding]:
 
 def _integer_weights(ckpt: Checkpoint, stored: Quantisation) -> list[Tensor]:
     """Layer weights of an integer dtype, with no scale or other tensor beside them."""
-    known = {one.codes.fqn for one in stored.weights}
+    known = {weight.codes.fqn for weight in stored.weights}
     roles = {role(tensor.fqn) for tensor in ckpt.tensors.values() if tensor.dtype in FLOATS}
     candidates = (tensor for tensor in ckpt.tensors.values() if _is_integer_weight(tensor, roles))
     weights = [tensor for tensor in candidates if tensor.fqn not in known]
-    all_keys = sorted({*ckpt.tensors, *(one.fqn for one in ckpt.byte_objects)}) if weights else []
+    all_keys = sorted({*ckpt.tensors, *(entry.fqn for entry in ckpt.byte_objects)}) if weights else []
     # Any further key may be a scale under a name that ckptlint does not know, so such a weight is not reported.
     return [tensor for tensor in weights if not _has_others_beside(tensor.fqn.removesuffix(".weight"), all_keys)]
 
@@ -91,24 +91,24 @@ def _missing(ckpt: Checkpoint, stored: Quantisation) -> Iterator[Finding]:
     """Findings on weights without a part that their scheme needs, or that other weights of their role have."""
     lacking: dict[tuple[Scheme, Part], list[QuantisedWeight]] = defaultdict(list)
     by_role: dict[tuple[Scheme, str], list[QuantisedWeight]] = defaultdict(list)
-    for one in stored.weights:
-        by_role[one.scheme, role(one.weight)].append(one)
-        absent = [part for part in one.scheme.parts if part not in one.parts]
-        declared = [part for part in absent if _is_declared_part(stored, one.scheme, part)]
-        for part in (*one.lacks(), *declared):
-            if stored_otherwise(ckpt, part, one) is None:  # QNT002 reports it
-                lacking[one.scheme, part].append(one)
+    for weight in stored.weights:
+        by_role[weight.scheme, role(weight.weight)].append(weight)
+        absent = [part for part in weight.scheme.parts if part not in weight.parts]
+        declared = [part for part in absent if _is_declared_part(stored, weight.scheme, part)]
+        for part in (*weight.lacks(), *declared):
+            if stored_otherwise(ckpt, part, weight) is None:  # QNT002 reports it
+                lacking[weight.scheme, part].append(weight)
     # No scheme needs scales of activations, but calibration measures them for a whole role. An expert that saw no token
     # has none while its siblings do, and a loader fills the gap with an arbitrary number (Model-Optimizer#2038).
     for (scheme, _), peers in by_role.items():
         for part in filter(lambda part: part.uniform, scheme.parts):
-            lost = [one for one in peers if part not in one.parts]
+            lost = [weight for weight in peers if part not in weight.parts]
             if len(lost) < len(peers):
                 lacking[scheme, part] += lost
     together: dict[tuple[Scheme, frozenset[str]], tuple[list[QuantisedWeight], list[Part]]] = {}
     for (scheme, part), lost in lacking.items():
         if lost:
-            keys = frozenset(one.codes.fqn for one in lost)
+            keys = frozenset(weight.codes.fqn for weight in lost)
             together.setdefault((scheme, keys), (lost, []))[1].append(part)
     for (scheme, _), (lost, parts) in together.items():
         yield _lacking_finding(stored, scheme, lost, parts)
@@ -121,14 +121,14 @@ def _is_declared_part(stored: Quantisation, scheme: Scheme, part: Part) -> bool:
 
 
 def _lacking_finding(stored: Quantisation, scheme: Scheme, lost: list[QuantisedWeight], parts: list[Part]) -> Finding:
-    total = sum(one.scheme is scheme for one in stored.weights)
+    total = sum(weight.scheme is scheme for weight in stored.weights)
     is_needed = any(part.needed or _is_declared_part(stored, scheme, part) for part in parts)
     is_declared = stored.declared is not None and scheme in stored.declared.schemes
     # Without a configuration the scheme is a guess from dtypes and names. One weight that has all its parts confirms
     # it (`known`); if every scale is gone, fp8 alone may as well be a dtype that somebody chose.
     is_sure = is_declared or (is_needed and scheme in stored.known)
     names = [_name(stored, scheme, part) for part in parts]
-    keys = tuple(one.codes.fqn for one in lost)
+    keys = tuple(weight.codes.fqn for weight in lost)
     return Finding(
         f"{len(keys)} of {plural(total, 'weight')} in {scheme.title} {verb(len(keys), 'has')} no "
         f"{join_words(names, 'or')}" + ("" if is_needed else ", but their siblings do"),
@@ -148,7 +148,7 @@ def _lacking_finding(stored: Quantisation, scheme: Scheme, lost: list[QuantisedW
 
 def _name(stored: Quantisation, scheme: Scheme, part: Part) -> str:
     """The name that this checkpoint uses for a part of a scheme, or all usual names if it stores none."""
-    used = next((one for one in stored.weights if one.scheme is scheme and part in one.parts), None)
+    used = next((weight for weight in stored.weights if weight.scheme is scheme and part in weight.parts), None)
     if used is None:
         return join_words([leaf_of(part, i) for i, name in enumerate(part.names) if name not in part.common], "or")
     return leaf_of(part, [named(name, used.weight) for name in part.names].index(used.parts[part].fqn))

@@ -34,29 +34,29 @@ def quantised_shapes(ckpt: Checkpoint) -> Iterator[Finding]:
     """
     stored = quantisation(ckpt)
     wrong: dict[tuple[Scheme, Part, str], list[tuple[QuantisedWeight, Tensor, str]]] = defaultdict(list)
-    for one in stored.weights:
-        for part in one.scheme.parts:
-            if (other := stored_otherwise(ckpt, part, one)) is not None:
-                wrong[one.scheme, part, "dtype"].append((one, other, join_words(part.dtypes[:3])))
-            elif part in one.parts and (wanted := misfit(one, part, stored.declared)):
-                wrong[one.scheme, part, "shape"].append((one, one.parts[part], wanted))
+    for weight in stored.weights:
+        for part in weight.scheme.parts:
+            if (odd_tensor := stored_otherwise(ckpt, part, weight)) is not None:
+                wrong[weight.scheme, part, "dtype"].append((weight, odd_tensor, join_words(part.dtypes[:3])))
+            elif part in weight.parts and (wanted := misfit(weight, part, stored.declared)):
+                wrong[weight.scheme, part, "shape"].append((weight, weight.parts[part], wanted))
     yield from _experts_differ(ckpt, stored.weights)
-    for one, part, wanted in in_other_blocks(stored.weights):
-        wrong[one.scheme, part, "shape"].append((one, one.parts[part], wanted))
+    for weight, part, wanted in in_other_blocks(stored.weights):
+        wrong[weight.scheme, part, "shape"].append((weight, weight.parts[part], wanted))
     yield from _axes_differ(stored.weights, {id(case[0]) for cases in wrong.values() for case in cases})
     for (scheme, part, what), cases in wrong.items():
-        one, tensor, wanted = cases[0]
+        weight, tensor, wanted = cases[0]
         keys = [case[1].fqn for case in cases]
         is_shape = what == "shape"
         has = f"has shape {shape_text(tensor.global_shape)}" if is_shape else f"is {tensor.dtype}"
         yield Finding(
-            f"{_leaf(one, tensor, part)} {has}, but {scheme.title} needs {wanted}"
+            f"{_leaf(weight, tensor, part)} {has}, but {scheme.title} needs {wanted}"
             + (f"; the same in {plural(len(cases) - 1, 'other weight')}" if len(cases) > 1 else ""),
             at=Location(tensor),
             identity=(what, *keys[1:]),
             keys=tuple(keys[1:]),
             notes=(
-                ("codes", f"{one.codes.fqn}: {one.codes.dtype} {shape_text(one.codes.global_shape)}"),
+                ("codes", f"{weight.codes.fqn}: {weight.codes.dtype} {shape_text(weight.codes.global_shape)}"),
                 ("tensors", first_names(fold_names(keys), _SHOWN)),
             ),
             why="a load stops with a size mismatch, or uses the scales of other rows",
@@ -77,28 +77,28 @@ def _experts_differ(ckpt: Checkpoint, weights: list[QuantisedWeight]) -> Iterato
         if key.endswith((".router.weight", ".gate.weight")) and len(tensor.global_shape) == 2
     }
     declared = number(trusted(ckpt), "experts") if is_defined(ckpt, ckpt.declared.get("experts")) else None
-    for one in weights:
-        home, experts, name = one.weight.rpartition(".experts.")
-        shape = one.codes.global_shape
+    for weight in weights:
+        home, experts, name = weight.weight.rpartition(".experts.")
+        shape = weight.codes.global_shape
         routers = [key for key in (f"{home}.router", f"{home}.gate") if key in rows]
         wanted, source = (rows[routers[0]], f"{routers[0]}.weight") if routers else (declared, "the configuration")
-        if not experts or len(shape) != len(one.scheme.axes) + 1 or wanted is None:
+        if not experts or len(shape) != len(weight.scheme.axes) + 1 or wanted is None:
             continue
         if shape[0] not in (wanted, declared):  # as declared: a router may have rows for zero experts, too
             message = f"codes{{of}} cover {shape[0]} experts, but {source} has {wanted}"
             why = "the router sends tokens to experts that are not stored, or the load stops"
             hint = "export again with all experts: these probably come from one rank"
-            yield Finding(message, at=Location(one.codes), why=why, hint=hint, group=f"experts {name} {shape[0]}")
+            yield Finding(message, at=Location(weight.codes), why=why, hint=hint, group=f"experts {name} {shape[0]}")
 
 
 def _axes_differ(weights: list[QuantisedWeight], wrong: set[int]) -> Iterator[Finding]:
     """Scales of rows that lack the last axis, of size 1, that those of other weights have, or the reverse."""
     forms: dict[tuple[Scheme, Part], dict[int, list[tuple[QuantisedWeight, Tensor]]]] = defaultdict(dict)
-    for one in weights:
-        for part, tensor in one.parts.items():
-            shape, rows = tensor.global_shape, one.codes.global_shape[:-1]
-            if shape in (rows, (*rows, 1)) and id(one) not in wrong and rows[-1] > 1:
-                forms[one.scheme, part].setdefault(len(shape) - len(rows), []).append((one, tensor))
+    for weight in weights:
+        for part, tensor in weight.parts.items():
+            shape, rows = tensor.global_shape, weight.codes.global_shape[:-1]
+            if shape in (rows, (*rows, 1)) and id(weight) not in wrong and rows[-1] > 1:
+                forms[weight.scheme, part].setdefault(len(shape) - len(rows), []).append((weight, tensor))
     for (scheme, part), by_axes in forms.items():
         if len(by_axes) < 2:
             continue
@@ -117,5 +117,5 @@ def _axes_differ(weights: list[QuantisedWeight], wrong: set[int]) -> Iterator[Fi
         )
 
 
-def _leaf(one: QuantisedWeight, tensor: Tensor, part: Part) -> str:
-    return next(leaf_of(part, i) for i, name in enumerate(part.names) if named(name, one.weight) == tensor.fqn)
+def _leaf(weight: QuantisedWeight, tensor: Tensor, part: Part) -> str:
+    return next(leaf_of(part, i) for i, name in enumerate(part.names) if named(name, weight.weight) == tensor.fqn)

@@ -42,11 +42,11 @@ def quantised_as_declared(ckpt: Checkpoint) -> Iterator[Finding]:
     if declared is None:
         if not (stored.weights and ckpt.is_export and ckpt.config is not None and ckpt.config.file == "config.json"):
             raise NotApplicable("no quantisation is declared")
-        if complete := [one for one in stored.weights if one.parts and not any(one.lacks())]:
+        if complete := [weight for weight in stored.weights if weight.parts and not any(weight.lacks())]:
             yield _finding(
                 f"{plural(len(complete), 'weight', 'is')} stored in {_titles(complete)}, but "
                 "config.json declares no quantisation",
-                [one.codes for one in complete],
+                [weight.codes for weight in complete],
                 why="the loader builds a model without scales, and uses the codes as weights",
                 hint="restore quantization_config in config.json",
             )
@@ -65,10 +65,12 @@ def _declared_twice(stored: Quantisation, declared: Declaration) -> Iterator[Fin
         return
     differing = [(declared.words, beside.words)] if declared.words.casefold() != beside.words.casefold() else []
     for name, title in (("group", "groups of {}"), ("cache_bits", "a KV cache of {} bits")):
-        sizes = [{options[name] for options in one.options if name in options} for one in (declared, beside)]
+        sizes = [
+            {options[name] for options in declaration.options if name in options} for declaration in (declared, beside)
+        ]
         if all(len(stated) == 1 for stated in sizes) and sizes[0] != sizes[1]:
             differing.append((title.format(*sizes[0]), title.format(*sizes[1])))
-    modules = [one.weight.removesuffix(".weight") for one in stored.weights if one.parts]
+    modules = [weight.weight.removesuffix(".weight") for weight in stored.weights if weight.parts]
     left = [module for module in modules if beside.names(module) and not declared.names(module)]
     differing += [(f"{module} as quantised", "it as not quantised") for module in left[:1]]
     if differing:
@@ -106,17 +108,19 @@ def _differences(ckpt: Checkpoint, stored: Quantisation, declared: Declaration) 
             yield replace(finding, severity=Severity.INFO) if is_left else finding
         return
     yield from _contradicted(stored, declared, says)
-    others = [one for one in stored.weights if one.scheme not in declared.schemes]
+    others = [weight for weight in stored.weights if weight.scheme not in declared.schemes]
     if others and declared.is_exact:
         message = f"{says}, but {plural(len(others), 'weight', 'is')} stored in {_titles(others)}"
         why = "the loader decodes the codes with the wrong scheme, or stops"
-        yield _finding(message, [one.codes for one in others], why=why, hint="restore the configuration of this export")
+        yield _finding(
+            message, [weight.codes for weight in others], why=why, hint="restore the configuration of this export"
+        )
         return
     # Draft layers come after the declared ones, and exports often leave them in full precision.
     layers = number(trusted(ckpt), "layers") if is_defined(ckpt, ckpt.declared.get("layers")) else None
     ends: dict[str, int] = defaultdict(lambda: layers or 0)
-    for one in stored.weights:
-        ends[role(one.weight)] = max([ends[role(one.weight)], *numbers_in(one.weight)[:1]])
+    for weight in stored.weights:
+        ends[role(weight.weight)] = max([ends[role(weight.weight)], *numbers_in(weight.weight)[:1]])
     left = [tensor for tensor in wide if role(tensor.fqn) in ends and not declared.ignores(_module(tensor))]
     left = [tensor for tensor in left if any(n < ends[role(tensor.fqn)] for n in numbers_in(tensor.fqn)[:1])]
     if left and declared.is_exact:
@@ -131,23 +135,25 @@ def _differences(ckpt: Checkpoint, stored: Quantisation, declared: Declaration) 
 
 def _contradicted(stored: Quantisation, declared: Declaration, says: str) -> Iterator[Finding]:
     """Findings on quantised modules that the declaration leaves out, and on parts that it rules out."""
-    left_out = [one for one in stored.weights if one.parts and declared.names(one.weight.removesuffix(".weight"))]
+    left_out = [
+        weight for weight in stored.weights if weight.parts and declared.names(weight.weight.removesuffix(".weight"))
+    ]
     if left_out:
         yield _finding(
             f"{declared.file} leaves {plural(len(left_out), 'module')} out of the quantisation, but "
             f"{'it is' if len(left_out) == 1 else 'they are'} stored in {_titles(left_out)}",
-            [one.codes for one in left_out],
+            [weight.codes for weight in left_out],
             why="the loader builds these modules in full precision, without room for their scales",
             hint="remove these modules from the list in the configuration",
         )
     over = [part for scheme in declared.schemes for part in scheme.parts if declared.asks_for(part) is False]
     for part in over:
-        if with_part := [one for one in stored.weights if part in one.parts]:
+        if with_part := [weight for weight in stored.weights if part in weight.parts]:
             words = " and ".join(f"not {name} {value}" for name, value in part.declared.items())
             yield _finding(
                 f"{says}, {words}, but {plural(len(with_part), 'weight')} "
                 f"{verb(len(with_part), 'has')} a {leaf_of(part)}",
-                [one.parts[part] for one in with_part],
+                [weight.parts[part] for weight in with_part],
                 why="a loader that follows the configuration ignores it, so the values are shifted",
                 hint="restore the configuration that the model was exported with",
             )
@@ -169,7 +175,7 @@ def _is_linear(tensor: Tensor) -> bool:
 
 
 def _titles(weights: list[QuantisedWeight]) -> str:
-    return join_words(list(dict.fromkeys(one.scheme.title for one in weights)))
+    return join_words(list(dict.fromkeys(weight.scheme.title for weight in weights)))
 
 
 def _finding(message: str, tensors: list[Tensor], why: str, hint: str) -> Finding:

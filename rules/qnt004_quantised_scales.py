@@ -47,15 +47,15 @@ def quantised_scales(ckpt: Checkpoint) -> Iterator[Finding]:
     dead: dict[tuple[Scheme, Part], list[Tensor]] = defaultdict(list)
     sizes: dict[tuple[Scheme, Part, str], list[tuple[Tensor, float]]] = defaultdict(list)
     gaps: dict[tuple[Scheme, Part], list[Tensor]] = defaultdict(list)
-    for one in stored.weights:
-        for part, tensor in one.parts.items():
+    for weight in stored.weights:
+        for part, tensor in weight.parts.items():
             most = _largest(payload, tensor) if part.needed and tensor.dtype in FLOATS else None
-            if most == 0 and _largest(payload, one.codes) != 0 and not _is_constant(payload, one.codes):
-                dead[one.scheme, part].append(tensor)
+            if most == 0 and _largest(payload, weight.codes) != 0 and not _is_constant(payload, weight.codes):
+                dead[weight.scheme, part].append(tensor)
             elif most:
-                if not part.may_be_zero and _has_gaps(payload, one.codes, tensor):
-                    gaps[one.scheme, part].append(tensor)
-                sizes[one.scheme, part, role(one.weight)].append((tensor, most))
+                if not part.may_be_zero and _has_gaps(payload, weight.codes, tensor):
+                    gaps[weight.scheme, part].append(tensor)
+                sizes[weight.scheme, part, role(weight.weight)].append((tensor, most))
     for (scheme, part), tensors in dead.items():
         yield _finding(
             tensors,
@@ -90,24 +90,24 @@ def quantised_scales(ckpt: Checkpoint) -> Iterator[Finding]:
 
 def _constant_codes(ckpt: Checkpoint, payload: PayloadTable, weights: list[QuantisedWeight]) -> Iterator[Finding]:
     """Findings on weights whose integer codes are all the same, although their scales are not zero."""
-    judged = [one for one in weights if one.codes.dtype in INTEGERS and one.codes.volume >= _LEAST_CODES]
+    judged = [weight for weight in weights if weight.codes.dtype in INTEGERS and weight.codes.volume >= _LEAST_CODES]
     constant = []
-    for one in filter(lambda one: _is_constant(payload, one.codes), judged):
-        scales = [tensor for part, tensor in one.parts.items() if part.needed and tensor.dtype in FLOATS]
-        constant += [one] if all(_largest(payload, scale) != 0 for scale in scales) else []
+    for weight in filter(lambda weight: _is_constant(payload, weight.codes), judged):
+        scales = [tensor for part, tensor in weight.parts.items() if part.needed and tensor.dtype in FLOATS]
+        constant += [weight] if all(_largest(payload, scale) != 0 for scale in scales) else []
     is_all = len(constant) == len(judged) >= _ALL
     is_pruned = declares_pruning(ckpt.config.values if ckpt.config else {})
     by_confidence: dict[Confidence, list[QuantisedWeight]] = defaultdict(list)
-    for one in constant:
+    for weight in constant:
         # some models start with weights of zeros, whose codes are 0 unless the scheme shifts them
-        is_shifted = one.scheme.shifted and not any(part.declared for part in one.parts)
-        is_dead = parse(one.weight).function in NEVER_ZERO or (is_shifted and _largest(payload, one.codes) == 0)
+        is_shifted = weight.scheme.shifted and not any(part.declared for part in weight.parts)
+        is_dead = parse(weight.weight).function in NEVER_ZERO or (is_shifted and _largest(payload, weight.codes) == 0)
         may_be_meant = is_pruned or not is_dead
-        by_confidence["certain" if is_all else "possible" if may_be_meant else "likely"].append(one)
+        by_confidence["certain" if is_all else "possible" if may_be_meant else "likely"].append(weight)
     for confidence, ones in by_confidence.items():
-        titles = join_words(list(dict.fromkeys(one.scheme.title for one in ones)))
+        titles = join_words(list(dict.fromkeys(weight.scheme.title for weight in ones)))
         yield _finding(
-            [one.codes for one in ones],
+            [weight.codes for weight in ones],
             f"the codes of {len(ones)} of {plural(len(judged), 'weight')} in {titles} are all the same, but the scales "
             "are not zero",
             f"{titles} codes {confidence}",

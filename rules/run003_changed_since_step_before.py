@@ -29,8 +29,12 @@ def changed_since_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
     """
     before = require(ckpt.before)
     older = older_name(ckpt)
-    changed = [one for one in changes(stored_keys(before), stored_keys(ckpt)) if one.kind in ("shape", "dtype", "cut")]
-    for change, fqn in ((one, fqn) for one in changed for fqn in one.fqns):
+    changed = [
+        difference
+        for difference in changes(stored_keys(before), stored_keys(ckpt))
+        if difference.kind in ("shape", "dtype", "cut")
+    ]
+    for change, fqn in ((difference, fqn) for difference in changed for fqn in difference.fqns):
         yield Finding(
             change.sentence("stored here", older),
             at=Location(ckpt.tensors.get(fqn, fqn)),

@@ -30,8 +30,8 @@ def smaller_than_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
     if ckpt.format != before.format:
         raise NotApplicable(f"{before.path} is stored in another format")
     was, now = stored_keys(before), stored_keys(ckpt)
-    tensors = {fqn: (one.dtype, one.shape) for fqn, one in now.items() if one.is_tensor}
-    if tensors != {fqn: (one.dtype, one.shape) for fqn, one in was.items() if one.is_tensor}:
+    tensors = {fqn: (stored.dtype, stored.shape) for fqn, stored in now.items() if stored.is_tensor}
+    if tensors != {fqn: (stored.dtype, stored.shape) for fqn, stored in was.items() if stored.is_tensor}:
         raise NotApplicable("the step before holds different tensors")
     if ckpt.records.transformed.any() or before.records.transformed.any():
         raise NotApplicable("records went through a stream transform")

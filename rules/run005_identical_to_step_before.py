@@ -61,10 +61,10 @@ def _compared(ckpt: Checkpoint, before: Checkpoint, tensors: list[Tensor]) -> li
     """Whether the bytes are equal, for each tensor that both steps store in the same chunks with checksums."""
     equal = []
     for tensor in tensors:
-        other = before.tensors.get(tensor.fqn)
-        if other is None or tensor.volume < _LEAST or tensor.global_shape != other.global_shape:
+        older = before.tensors.get(tensor.fqn)
+        if older is None or tensor.volume < _LEAST or tensor.global_shape != older.global_shape:
             continue
-        mine, theirs = _sums(ckpt, tensor), _sums(before, other)
+        mine, theirs = _sums(ckpt, tensor), _sums(before, older)
         if mine is not None and theirs is not None and mine.shape == theirs.shape:
             equal.append(bool((mine == theirs).all()))
     return equal

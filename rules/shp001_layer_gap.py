@@ -71,8 +71,8 @@ def _missing_layers(ckpt: Checkpoint, block: Block, numbers: dict[Block, set[int
     """A finding on layer numbers below the highest stored one that are missing."""
     present = sorted(numbers[block])
     missing = set(range(min(present[-1], _LIMIT) + 1)) - numbers[block]
-    for other, others in numbers.items():  # split models: each block has numbers of its own
-        if other != block and other[0] == block[0] and not numbers[block] & others:
+    for sibling, others in numbers.items():  # split models: each block has numbers of its own
+        if sibling != block and sibling[0] == block[0] and not numbers[block] & others:
             missing -= others
     count = number(trusted(ckpt), "layers")
     if not missing or count == len(present):

@@ -42,7 +42,9 @@ def role_shape_outlier(ckpt: Checkpoint) -> Iterator[Finding]:
 def _shape(item: Outlier, usual: tuple[int, ...], is_unmatched: bool) -> Finding:
     shape = item.param.own_shape
     sides = zip(item.param.own_axes, shape, usual, strict=False)
-    quotients = [f"dim {axis}: {size:,} instead of {other:,}" for axis, size, other in sides if size != other]
+    quotients = [
+        f"dim {axis}: {size:,} instead of {usual_size:,}" for axis, size, usual_size in sides if size != usual_size
+    ]
     sizes = ", ".join(quotients) if len(shape) == len(usual) else ""
     finding = _finding(item, f"shape{{of}} is {shape_text(shape)}", shape_text(usual), sizes)
     if not is_unmatched or item.changed > 1:

@@ -146,8 +146,8 @@ def _confirmed(family: ProjectionFamily, hidden: Hidden, param: Param, expected:
                 return None  # several ranks' experts in one key are longer on the same axes
             note = f"{short_name(partner)} {stored} has both {width:,} and {hidden.size:,}"
         else:
-            other = _corrected(partner, hidden.size)
-            if other is None or not _fit(param, expected, partner, other):
+            corrected = _corrected(partner, hidden.size)
+            if corrected is None or not _fit(param, expected, partner, corrected):
                 continue
             note = f"{short_name(partner)} {stored} fits after the same correction"
         confidence: Confidence = "certain" if hidden.declared else "likely"
@@ -155,10 +155,12 @@ def _confirmed(family: ProjectionFamily, hidden: Hidden, param: Param, expected:
     return None
 
 
-def _fit(param: Param, shape: Shape, partner: Param, other: Shape) -> bool:
+def _fit(param: Param, shape: Shape, partner: Param, partner_shape: Shape) -> bool:
     """Whether two projections share both sizes, in any order of their axes."""
     return any(
-        other[j] == shape[i] and is_width(param, shape[1 - i], partner, other[1 - j]) for i in (0, 1) for j in (0, 1)
+        partner_shape[j] == shape[i] and is_width(param, shape[1 - i], partner, partner_shape[1 - j])
+        for i in (0, 1)
+        for j in (0, 1)
     )
 
 
@@ -204,6 +206,8 @@ def _fits_partners(members: list[Param], partners: dict[int, ProjectionFamily]) 
     """Whether each weight shares both sizes with another projection of its layer."""
     return all(
         id(param) in partners
-        and any(_fit(param, param.own_shape, other, other.own_shape) for other in partners[id(param)].partners(param))
+        and any(
+            _fit(param, param.own_shape, partner, partner.own_shape) for partner in partners[id(param)].partners(param)
+        )
         for param in members
     )

@@ -133,11 +133,11 @@ def _cause(ckpt: Checkpoint, k: int, fewer: tuple[Param, int], more: tuple[Param
 
 
 def _if_too_short(
-    ckpt: Checkpoint, param: Param, small: int, partner: Param, other: int, factor: int = 1
+    ckpt: Checkpoint, param: Param, small: int, partner: Param, partner_axis: int, factor: int = 1
 ) -> Iterator[Local]:
-    """Yields a Local if axis `small` of a weight is 1/k of axis `other` of its partner, times `factor`."""
-    axis, its = param.own_axes[small], partner.own_axes[other]
-    size, expected = param.own_shape[small], factor * partner.own_shape[other]
+    """Yields a Local if axis `small` of a weight is 1/k of axis `partner_axis` of its partner, times `factor`."""
+    axis, its = param.own_axes[small], partner.own_axes[partner_axis]
+    size, expected = param.own_shape[small], factor * partner.own_shape[partner_axis]
     if not 0 < size < expected or expected % size:
         return
     cause = _cause(ckpt, expected // size, (param, axis), (partner, its))
@@ -250,11 +250,11 @@ def _mlp_inner(ckpt: Checkpoint, hidden: Hidden, first: Param, second: Param) ->
     widths = inner_size(first, hidden.size), inner_size(second, hidden.size)
     if None in widths or is_width(first, widths[0] or 0, second, widths[1] or 0):
         return
-    axis, other = _inner_axis(first, hidden), _inner_axis(second, hidden)
+    axis, second_axis = _inner_axis(first, hidden), _inner_axis(second, hidden)
     for factor in fused_factors(first):
-        yield from _if_too_short(ckpt, first, axis, second, other, factor)
+        yield from _if_too_short(ckpt, first, axis, second, second_axis, factor)
     if len(fused_factors(first)) == 1:
-        yield from _if_too_short(ckpt, second, other, first, axis)
+        yield from _if_too_short(ckpt, second, second_axis, first, axis)
 
 
 def _hidden_axis(ckpt: Checkpoint, hidden: Hidden, param: Param, partner: Param) -> Iterator[Local]:
@@ -278,10 +278,13 @@ def _attention_inner(ckpt: Checkpoint, hidden: Hidden, param: Param, partner: Pa
     mine, theirs = inner_size(param, hidden.size), inner_size(partner, hidden.size)
     if mine is None or theirs is None or not 0 < mine < theirs or theirs % mine:
         return
-    axis, other = _inner_axis(param, hidden), _inner_axis(partner, hidden)
-    shards = axis_factor(param.tensor, param.own_axes[axis]), axis_factor(partner.tensor, partner.own_axes[other])
+    axis, partner_axis = _inner_axis(param, hidden), _inner_axis(partner, hidden)
+    shards = (
+        axis_factor(param.tensor, param.own_axes[axis]),
+        axis_factor(partner.tensor, partner.own_axes[partner_axis]),
+    )
     if shards[1] == theirs // mine * shards[0]:
-        yield from _if_too_short(ckpt, param, axis, partner, other)
+        yield from _if_too_short(ckpt, param, axis, partner, partner_axis)
 
 
 def _inner_axis(param: Param, hidden: Hidden) -> int:

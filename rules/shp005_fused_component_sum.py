@@ -60,12 +60,12 @@ def _halves(ckpt: Checkpoint) -> Iterator[Found]:
         if (scope, fused) in by_path or (scope, f"{fused}_g") in by_path:
             continue
         wanted = f"{fused}_{_HALVES[component]}"
-        other = by_path.get((scope, wanted))
-        if other is None:
+        partner = by_path.get((scope, wanted))
+        if partner is None:
             if not any(parse(fqn).path == wanted for fqn in ckpt.tensors):  # that cannot be judged
                 yield _lone_half(param, wanted), (param,)
-        elif component == "w" and param.own_shape != other.own_shape:
-            yield _odd_half(param, other), (param, other)
+        elif component == "w" and param.own_shape != partner.own_shape:
+            yield _odd_half(param, partner), (param, partner)
 
 
 def _lone_half(param: Param, wanted: str) -> Finding:
@@ -82,12 +82,14 @@ def _lone_half(param: Param, wanted: str) -> Finding:
     )
 
 
-def _odd_half(param: Param, other: Param) -> Finding:
-    name = other.key.path.rpartition(".")[2]
+def _odd_half(param: Param, partner: Param) -> Finding:
+    name = partner.key.path.rpartition(".")[2]
     return Finding(
-        f"half{{of}} is {shape_text(param.own_shape)}, but {name} is {shape_text(other.own_shape)}",
+        f"half{{of}} is {shape_text(param.own_shape)}, but {name} is {shape_text(partner.own_shape)}",
         at=Location(param.tensor),
-        notes=(("other half", f"{other.tensor.fqn}: {other.tensor.dtype} {shape_text(other.tensor.global_shape)}"),),
+        notes=(
+            ("other half", f"{partner.tensor.fqn}: {partner.tensor.dtype} {shape_text(partner.tensor.global_shape)}"),
+        ),
         hint="split the fused weight in the middle, so that both halves are equal, and save again",
         inferred_from="the shape of the other half",
     )
@@ -161,9 +163,9 @@ def _misfits(ckpt: Checkpoint, family: ProjectionFamily, query: Param, key: Para
     # fit shows that all heads have one size. Output gates and latent attention fail this test too.
     is_plain = len(out) == 1 and out[0].own_shape == (query.own_shape[1], rows["query"])
     if rows["key"] != rows["value"] and is_plain:
-        odd, other = (key, value) if rows["query"] % (rows["key"] or 1) else (value, key)
+        odd, fitting = (key, value) if rows["query"] % (rows["key"] or 1) else (value, key)
         finding = Finding(
-            f"weight{{of}} has {odd.own_shape[0]:,} rows, but {short_name(other)} has {other.own_shape[0]:,}",
+            f"weight{{of}} has {odd.own_shape[0]:,} rows, but {short_name(fitting)} has {fitting.own_shape[0]:,}",
             at=Location(odd.tensor),
             notes=(*notes, ("head size", f"one for all, because {short_name(out[0])} has {rows['query']:,} columns")),
             hint="check how the job split the fused weight: key and value have the same number of heads",
