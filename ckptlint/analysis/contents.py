@@ -43,8 +43,8 @@ def parameters_of(ckpt: Checkpoint) -> Parameters:
     in a file of torch's, is no further one. Where nothing but master copies is stored, these are counted.
     """
     weights = quantisation(ckpt).weights
-    codes = {one.codes.fqn: one.codes.dtype.startswith(_ONE_CODE_EACH) for one in weights}
-    scales = {tensor.fqn for one in weights for tensor in one.parts.values()}
+    codes = {weight.codes.fqn: weight.codes.dtype.startswith(_ONE_CODE_EACH) for weight in weights}
+    scales = {tensor.fqn for weight in weights for tensor in weight.parts.values()}
     said = ckpt.declared
     is_tied = ("tied" in said and said["tied"].value is True) or ("untied" in said and said["untied"].value is False)
     tables = {tensor.global_shape for tensor in ckpt.tensors.values() if is_token_table(parse(tensor.fqn))}

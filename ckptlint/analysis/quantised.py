@@ -120,19 +120,20 @@ def quantisation(ckpt: Checkpoint) -> Quantisation:
     with_parts = quantised_weights(ckpt.tensors)
     few = (tensor for key, tensor in ckpt.tensors.items() if key in with_parts or tensor.dtype not in WIDE)
     candidates = {tensor.fqn: key_candidates for tensor in few if (key_candidates := list(_candidates(ckpt, tensor)))}
-    with_any = [one for key_candidates in candidates.values() for one in key_candidates if one.parts]
-    complete = Counter(one.scheme for one in with_any if not any(one.lacks()))
+    with_any = [weight for key_candidates in candidates.values() for weight in key_candidates if weight.parts]
+    complete = Counter(weight.scheme for weight in with_any if not any(weight.lacks()))
     if not candidates and declared is None:
         return Quantisation(None, [], frozenset())
     expected = declared.schemes if declared else ()
-    roles = {role(one.weight) for one in with_any}
+    roles = {role(weight.weight) for weight in with_any}
     weights = []
     for key_candidates in candidates.values():
         # Codes alone do not name their scheme: FP8, int8 and packed int4 share dtypes. The fullest set of parts
         # decides, then the declaration, then what most complete weights use, so that one lost scale does not change the
         # scheme of a weight.
         best = max(
-            key_candidates, key=lambda one: (_rank(one), one.scheme in expected, complete[one.scheme], len(one.parts))
+            key_candidates,
+            key=lambda weight: (_rank(weight), weight.scheme in expected, complete[weight.scheme], len(weight.parts)),
         )
         # Codes without any part are a weight only under a scheme that is declared or complete elsewhere. Other integer
         # tensors (QNT001: "whole numbers with scales of another name beside them, and buffers of indices") stay
@@ -142,14 +143,16 @@ def quantisation(ckpt: Checkpoint) -> Quantisation:
         if best.parts or (is_weight and is_sure):
             weights.append(best)
     known = frozenset(complete) | frozenset(expected)
-    used = {named(name, one.weight) for one in weights for part in one.scheme.parts for name in part.names}
-    used |= {one.codes.fqn for one in weights}
-    return Quantisation(declared, weights, known, _alone(ckpt, known, used, {role(one.weight) for one in weights}))
+    used = {named(name, weight.weight) for weight in weights for part in weight.scheme.parts for name in part.names}
+    used |= {weight.codes.fqn for weight in weights}
+    return Quantisation(
+        declared, weights, known, _alone(ckpt, known, used, {role(weight.weight) for weight in weights})
+    )
 
 
-def _rank(one: QuantisedWeight) -> int:
+def _rank(weight: QuantisedWeight) -> int:
     """2 if all needed parts of the scheme are stored, 1 if some parts are, 0 for none."""
-    return 0 if not one.parts else 1 if any(one.lacks()) else 2
+    return 0 if not weight.parts else 1 if any(weight.lacks()) else 2
 
 
 def _candidates(ckpt: Checkpoint, tensor: Tensor) -> Iterator[QuantisedWeight]:
@@ -181,11 +184,11 @@ def _stored(ckpt: Checkpoint, part: Part, weight: str) -> Tensor | None:
     return None
 
 
-def stored_otherwise(ckpt: Checkpoint, part: Part, one: QuantisedWeight) -> Tensor | None:
+def stored_otherwise(ckpt: Checkpoint, part: Part, weight: QuantisedWeight) -> Tensor | None:
     """The tensor under the name of a part whose dtype no such part has; None without one."""
-    if part in one.parts:
+    if part in weight.parts:
         return None
-    keys = (named(name, one.weight) for name in part.names if name not in part.common)
+    keys = (named(name, weight.weight) for name in part.names if name not in part.common)
     return next((ckpt.tensors[key] for key in keys if key in ckpt.tensors), None)
 
 
@@ -227,16 +230,16 @@ def _is_of_a_weight(scale: Tensor, weight: str, scheme: Scheme) -> bool:
 # ---------------------------------------------------------------- shapes
 
 
-def misfit(one: QuantisedWeight, part: Part, declared: Declaration | None) -> str:
+def misfit(weight: QuantisedWeight, part: Part, declared: Declaration | None) -> str:
     """The expected shape of a part as text, where the stored one differs; "" where it fits or is unknown."""
-    lead = one.codes.global_shape[: -len(one.scheme.axes)]
-    sizes = _sizes(one)
-    shape = one.parts[part].global_shape
-    groups = declared.options if declared is not None and one.scheme in declared.schemes else ()
+    lead = weight.codes.global_shape[: -len(weight.scheme.axes)]
+    sizes = _sizes(weight)
+    shape = weight.parts[part].global_shape
+    groups = declared.options if declared is not None and weight.scheme in declared.schemes else ()
     wanted: list[tuple[int | None, ...]] = []
     for options in groups or ({},):
         stated: dict[str, Any] = {**options, **sizes}
-        for name, text in one.scheme.sizes.items():
+        for name, text in weight.scheme.sizes.items():
             if (size := _size(text, stated)) is not None:
                 stated[name] = size
         strategy = options.get("strategy")
@@ -255,26 +258,28 @@ def misfit(one: QuantisedWeight, part: Part, declared: Declaration | None) -> st
     return " or ".join(dict.fromkeys(f"[{', '.join(map(str, (*lead, *w)))}]" for w in wanted if None not in w))
 
 
-def _sizes(one: QuantisedWeight) -> dict[str, int]:
+def _sizes(weight: QuantisedWeight) -> dict[str, int]:
     """Sizes of the axes of the codes by name, and `item`: bytes of one code."""
-    shape = one.codes.global_shape[-len(one.scheme.axes) :]
-    return {**dict(zip(one.scheme.axes, shape, strict=True)), "item": ITEM_BITS.get(one.codes.dtype, 8) // 8}
+    shape = weight.codes.global_shape[-len(weight.scheme.axes) :]
+    return {**dict(zip(weight.scheme.axes, shape, strict=True)), "item": ITEM_BITS.get(weight.codes.dtype, 8) // 8}
 
 
 def in_other_blocks(weights: list[QuantisedWeight]) -> Iterator[tuple[QuantisedWeight, Part, str]]:
     """Weights whose block size differs from that of most weights: (weight, part, expected shape as text)."""
     fits: dict[Part, list[tuple[QuantisedWeight, set[str]]]] = defaultdict(list)
-    for one in weights:
-        for part, tensor in one.parts.items():
+    for weight in weights:
+        for part, tensor in weight.parts.items():
             texts = {text for (text,) in part.shapes.get("same_block", ())}
-            fits[part].append((one, {text for text in texts if (_size(text, _sizes(one)),) == tensor.global_shape}))
+            fits[part].append(
+                (weight, {text for text in texts if (_size(text, _sizes(weight)),) == tensor.global_shape})
+            )
     for part, alike in fits.items():
         # No file declares the block size here, and a short absmax fits a larger block. Only a majority of the weights
         # shows the real size (QNT002: "4 bits of bitsandbytes: half of absmax is lost in one layer of three").
         (usual, count), *_ = Counter(text for _, texts in alike for text in texts).most_common(1) or [("", 0)]
-        for one, texts in alike if 2 * count > len(alike) else ():
+        for weight, texts in alike if 2 * count > len(alike) else ():
             if texts and usual not in texts:
-                yield one, part, f"[{_size(usual, _sizes(one))}] as in most others"
+                yield weight, part, f"[{_size(usual, _sizes(weight))}] as in most others"
 
 
 def _size(text: str, sizes: Mapping[str, Any]) -> int | None:
@@ -301,12 +306,12 @@ def _declaration(ckpt: Checkpoint) -> Declaration | None:
     return None
 
 
-def _method(found: Mapping[str, Any]) -> str:
+def _method(config: Mapping[str, Any]) -> str:
     """`quant_method`, or the method that the fields imply where it is absent; "" for neither."""
-    method = found.get("quant_method")
+    method = config.get("quant_method")
     if isinstance(method, str) and method:
         return method
-    return "modelopt" if found.get("quant_algo") else "mlx" if {"bits", "group_size"} <= found.keys() else ""
+    return "modelopt" if config.get("quant_algo") else "mlx" if {"bits", "group_size"} <= config.keys() else ""
 
 
 def _understood(file: str, method: str, config: Mapping[str, Any]) -> Declaration:
@@ -320,15 +325,21 @@ def _understood(file: str, method: str, config: Mapping[str, Any]) -> Declaratio
         of_weights = weights if isinstance(weights, dict) else group
         stated = {**config, **of_weights, "quant_method": method, "format": group.get("format") or config.get("format")}
         settings = {name: str(value).casefold() for name, value in stated.items() if isinstance(value, (str, bool))}
-        declared_schemes = [one for one in schemes() if any(_is_meant(settings, wanted) for wanted in one.declared)]
+        declared_schemes = [
+            scheme for scheme in schemes() if any(_is_meant(settings, wanted) for wanted in scheme.declared)
+        ]
         meant |= dict.fromkeys(declared_schemes)
         is_exact &= bool(declared_schemes)
         options.append(_options(of_weights, config))
         words.append(str(stated.get("quant_algo") or stated["format"] or method))
     ignored, is_plain = _ignored(config)
     title = ", ".join(dict.fromkeys(words))[:60] or method[:60]
-    other = config.get("_beside")
-    beside = _understood(str(other.get("_file")), "modelopt", other) if isinstance(other, dict) else None
+    config_beside = config.get("_beside")
+    beside = (
+        _understood(str(config_beside.get("_file")), "modelopt", config_beside)
+        if isinstance(config_beside, dict)
+        else None
+    )
     patterns = re.compile("|".join(translate(entry) for entry in ignored if "*" in entry) or _NOTHING.pattern)
     is_exact &= is_plain
     return Declaration(file, title, tuple(meant), tuple(options), ignored, patterns, is_exact, beside)
@@ -338,12 +349,12 @@ def _is_meant(stated: Mapping[str, str], wanted: Mapping[str, str]) -> bool:
     return all(stated.get(name) == value.casefold() for name, value in wanted.items())
 
 
-def _options(weights: Mapping[str, Any], found: Mapping[str, Any]) -> Mapping[str, Any]:
+def _options(weights: Mapping[str, Any], config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The settings of one group of weights under ckptlint's names (see `Declaration.options`)."""
-    if found.get("dynamic") and isinstance(found["dynamic"], dict):  # gptqmodel: other sizes for some modules
+    if config.get("dynamic") and isinstance(config["dynamic"], dict):  # gptqmodel: other sizes for some modules
         return {}
-    block = weights.get("block_structure") or found.get("weight_block_size")
-    stated = {**found, **weights}
+    block = weights.get("block_structure") or config.get("weight_block_size")
+    stated = {**config, **weights}
     options = {"bits": stated.get("num_bits", stated.get("bits", stated.get("w_bit")))}
     options["group"] = stated.get("group_size", stated.get("q_group_size"))
     cache, algo = stated.get("kv_cache_scheme"), stated.get("kv_cache_quant_algo")
@@ -359,13 +370,13 @@ def _options(weights: Mapping[str, Any], found: Mapping[str, Any]) -> Mapping[st
     return options
 
 
-def _ignored(found: Mapping[str, Any]) -> tuple[frozenset[str], bool]:
+def _ignored(config: Mapping[str, Any]) -> tuple[frozenset[str], bool]:
     """The modules that a configuration leaves unquantised, and whether every pattern was understood.
 
     Regular expressions come from an untrusted file and are never run: only plain text and `.*` are understood.
     """
-    entries: list[object] = [entry for name in _IGNORED if isinstance(found.get(name), list) for entry in found[name]]
-    if isinstance(dynamic := found.get("dynamic"), dict):
+    entries: list[object] = [entry for name in _IGNORED if isinstance(config.get(name), list) for entry in config[name]]
+    if isinstance(dynamic := config.get("dynamic"), dict):
         entries += [f"re:{name[2:]}" for name in dynamic if isinstance(name, str) and name.startswith("-:")]
     kept, is_plain = [], True
     for entry in entries:

@@ -203,8 +203,8 @@ def _by_siblings(ckpt: Checkpoint, tensor: Tensor, region: Box) -> Absent | None
         return None
     ranks = _rank_by_box(ckpt, tensor)
     absent_by_rank: dict[int, Absent] = {}
-    for other in _whole_tensors(ckpt).get(tensor.global_shape, ()):
-        theirs = _rank_by_box(ckpt, other)
+    for sibling in _whole_tensors(ckpt).get(tensor.global_shape, ()):
+        theirs = _rank_by_box(ckpt, sibling)
         shared = ranks.keys() & theirs.keys()
         if region not in theirs or not shared:
             continue
@@ -214,7 +214,7 @@ def _by_siblings(ckpt: Checkpoint, tensor: Tensor, region: Box) -> Absent | None
         # mean that the two tensors are simply spread over ranks in another way.
         if len(moved) < 2 and all(ranks[box] == rank for box in moved):
             instead = (moved[0], theirs[moved[0]]) if moved else None
-            absent_by_rank.setdefault(rank, Absent((rank,), f"it saved the same part of {other.fqn}", instead))
+            absent_by_rank.setdefault(rank, Absent((rank,), f"it saved the same part of {sibling.fqn}", instead))
     return next(iter(absent_by_rank.values())) if len(absent_by_rank) == 1 and -1 not in absent_by_rank else None
 
 

@@ -225,7 +225,7 @@ def _first_fit(ckpt: Checkpoint) -> Fit | str:
     if len(contradictions(ckpt)) >= 2:
         return f"{forms[0].source} belongs to another model (COM008)"
     names = [name for name in ckpt.tensors if ckpt.is_export or parse(name).kind == "model"]
-    codes = {one.weight: one.codes.fqn for one in quantisation(ckpt).weights}
+    codes = {weight.weight: weight.codes.fqn for weight in quantisation(ckpt).weights}
     weight_of = {key: weight for weight, key in codes.items()}
     pairing = best_pairing(forms, [weight_of.get(name, name) for name in names])
     stored = {name: codes.get(key, key) for name, key in pairing.stored.items()}
@@ -350,9 +350,9 @@ class _Judge:
         # No file says which parts were fused. Equal sums of rows in one module are taken as proof: torchao 0.18 keeps
         # the names that weights have in memory (quantised_exports/torchao_router). A real loss would leave another sum.
         spare: Counter[str] = Counter()
-        for one in quantisation(self.ckpt).weights:
-            if one.parts and one.weight in self.quantised and one.weight not in self.tensors:
-                spare[_home(one.weight)] += one.codes.global_shape[0]
+        for weight in quantisation(self.ckpt).weights:
+            if weight.parts and weight.weight in self.quantised and weight.weight not in self.tensors:
+                spare[_home(weight.weight)] += weight.codes.global_shape[0]
         wanted: Counter[str] = Counter()
         homes = {name: _home(name.removeprefix(f"{self.pairing.base}.")) for name in missing}
         for name, home in homes.items():
@@ -409,7 +409,7 @@ class _Judge:
                 if not main or number in main.get(block, ()) or not ("mtp" in block or tensors & joints or is_declared):
                     continue
                 others = [(f"{home}.{n}.", main[home][n]) for home in homes for n in sorted(main[home], reverse=True)]
-                yield f"{block}.{number}.", tensors, sorted(others, key=lambda other: len(other[1] ^ tensors))
+                yield f"{block}.{number}.", tensors, sorted(others, key=lambda candidate: len(candidate[1] ^ tensors))
 
     def _predicting(self) -> tuple[list[str], tuple[int, int]]:
         """Keys that prediction layers lack beside the most similar layer; numbers of stored and declared ones."""
@@ -422,12 +422,12 @@ class _Judge:
             gone = sorted(tail for tail in tails - tensors if tail.partition(".")[0] not in built_otherwise)
             lost += [f"{start}{tail}" for tail in gone if tensors & tails]
         joints = {
-            name.removesuffix(part) + other
+            name.removesuffix(part) + joint
             for group in _MTP_JOINTS
             for part in group
             for name in every
             if f".{name}".endswith(f".{part}")
-            for other in group
+            for joint in group
         }
         # A joint counts as present if any key starts with its stem: LongCat writes `enorm.m.weight`.
         lost += sorted(joint for joint in joints - every if not any(n.startswith(joint[:-6]) for n in every))
@@ -491,7 +491,9 @@ class _Judge:
         for projection, *norms in _MTP_JOINTS:
             for key, tensor in self.ckpt.tensors.items():
                 stem = key.removesuffix(projection)
-                sides = [one.global_shape for norm in norms if (one := self.ckpt.tensors.get(stem + norm))]
+                sides = [
+                    norm_tensor.global_shape for norm in norms if (norm_tensor := self.ckpt.tensors.get(stem + norm))
+                ]
                 shape = (*sides[0], 2 * sides[0][0]) if len(sides) == 2 and set(map(len, sides)) == {1} else ()
                 is_plain = _is_wide_float(tensor.dtype) and len(tensor.global_shape) == 2 and not tensor.is_flattened
                 if stem != key and is_plain and shape and sides[0] == sides[1] and tensor.global_shape != shape:

@@ -307,10 +307,12 @@ def _leave_open(result: KeyComparison, expected: Iterable[KeyEntry], stored: Ite
 Slots = dict[Slot, tuple[KeyEntry, Shape | None]]
 
 
-def _slots(entries: list[KeyEntry], form: Form, other: Form) -> Slots | None:
+def _slots(entries: list[KeyEntry], form: Form, opposite: Form) -> Slots | None:
     """The entries by (layer, expert), a stacked axis split where the other side has numbers; None where impossible."""
-    opens = [mine == "axis" and theirs == "number" for mine, theirs in zip(form, other, strict=True)]
-    if any(mine != theirs and {mine, theirs} != {"axis", "number"} for mine, theirs in zip(form, other, strict=True)):
+    opens = [mine == "axis" and theirs == "number" for mine, theirs in zip(form, opposite, strict=True)]
+    if any(
+        mine != theirs and {mine, theirs} != {"axis", "number"} for mine, theirs in zip(form, opposite, strict=True)
+    ):
         return None
     axes = [axis for axis, is_open in ((0, opens[0]), (int(form[0] == "axis"), opens[1])) if is_open]
     slots: Slots = {}

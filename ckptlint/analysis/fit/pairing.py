@@ -89,7 +89,9 @@ def _paired(form: Expected, names: Sequence[str]) -> Pairing:
         else:
             paired, unknown = _pair(form, unknown, stored, _once)
             for name in paired:
-                carried.update({f"{part}.{part}." for part, other in pairwise(name.split(".")) if part == other})
+                carried.update(
+                    {f"{part}.{part}." for part, following in pairwise(name.split(".")) if part == following}
+                )
             base = _base(form, unknown, stored)
             _, unknown = _pair(form, unknown, stored, lambda name: f"{base}.{name}" if base else "")
     return Pairing(form, stored, unknown, carried, base, words, odd)

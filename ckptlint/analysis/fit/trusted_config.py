@@ -120,9 +120,9 @@ def contradictions(ckpt: Checkpoint) -> tuple[Contradiction, ...]:
             structural["layers"] = (count.found, f"the layers of {count.block}")
     structural |= _model_sizes(main_params(ckpt))
     return tuple(
-        Contradiction(name, ckpt.declared[name], found, shown_by)
-        for name, (found, shown_by) in structural.items()
-        if (declared := number(ckpt.declared, name)) is not None and declared != found
+        Contradiction(name, ckpt.declared[name], value, shown_by)
+        for name, (value, shown_by) in structural.items()
+        if (declared := number(ckpt.declared, name)) is not None and declared != value
     )
 
 

@@ -121,5 +121,5 @@ def _agreed(sizes: dict[str, Counter[int]], routers: list[Shape]) -> Hidden | No
     size = candidates.pop() if len(candidates) == 1 else None
     if size is None or any(size not in shape for shape in routers):
         return None
-    counts = {what: found[size] for what, found in sizes.items()} | {"router weight": len(routers)}
+    counts = {what: counter[size] for what, counter in sizes.items()} | {"router weight": len(routers)}
     return Hidden(size, tuple((what, n) for what, n in counts.items() if n))

@@ -91,7 +91,7 @@ def _alike(ckpt: Checkpoint) -> list[tuple[list[Param], set[str]]]:
         roles[_layer_of(param)].add(param.key.role)
         if param.key.function != "other":
             classes[_layer_of(param)].add(param.key.function)
-    kinds = {layer: frozenset(found) for layer, found in roles.items()}
+    kinds = {layer: frozenset(layer_roles) for layer, layer_roles in roles.items()}
     groups = grouped(((param.key.scope, param.key.role, kinds[_layer_of(param)]), param) for param in members)
     return [(group, classes[_layer_of(group[0])]) for group in groups.values() if len(group) > _MAJORITY]
 

@@ -69,10 +69,13 @@ def families(ckpt: Checkpoint) -> list[ProjectionFamily]:
             weights[home][key.function].append(param)
             blocks[home] = block_of(key)
     return [
-        ProjectionFamily(hidden.get(blocks[home]), dict(found), home in latent)
-        for home, found in weights.items()
+        ProjectionFamily(hidden.get(blocks[home]), dict(by_function), home in latent)
+        for home, by_function in weights.items()
         # convolutions have their outputs on the axis of experts, so in other numbers
-        if len({p.tensor.global_shape[p.expert_axis] for p in chain(*found.values()) if p.expert_axis is not None}) < 2
+        if len(
+            {p.tensor.global_shape[p.expert_axis] for p in chain(*by_function.values()) if p.expert_axis is not None}
+        )
+        < 2
     ]
 
 
@@ -93,7 +96,7 @@ def fused_factors(param: Param) -> tuple[int, ...]:
 def is_width(param: Param, inner: int, partner: Param, width: int) -> bool:
     """Whether the inner sizes of two projections fit, allowing for a fused gate and up."""
     pairs = ((inner, width, param), (width, inner, partner))
-    return any(size == k * other for size, other, weight in pairs for k in fused_factors(weight))
+    return any(size == k * theirs for size, theirs, weight in pairs for k in fused_factors(weight))
 
 
 def short_name(param: Param) -> str:
@@ -132,7 +135,7 @@ _Mismatch = tuple[Param, Param, str]
 def mismatches(ckpt: Checkpoint) -> list[tuple[ProjectionFamily, Param, Param, str]]:
     """Weights that cannot be multiplied with their partner: (family, weight, partner, text)."""
     known = [family for family in families(ckpt) if family.hidden is not None and not family.is_latent]
-    return [(family, *found) for family in known for found in (*_mlp(family), *_attention(family))]
+    return [(family, *mismatch) for family in known for mismatch in (*_mlp(family), *_attention(family))]
 
 
 def _weights(family: ProjectionFamily, function: str) -> list[Param]:
@@ -169,12 +172,12 @@ def _mlp(family: ProjectionFamily) -> Iterator[_Mismatch]:
         return
     second = seconds[0]
     for first in firsts:
-        axis, other = _inner(first, hidden), _inner(second, hidden)
-        if axis is None or other is None:
+        axis, second_axis = _inner(first, hidden), _inner(second, hidden)
+        if axis is None or second_axis is None:
             continue
-        size, width = first.own_shape[axis], second.own_shape[other]
+        size, width = first.own_shape[axis], second.own_shape[second_axis]
         shape = shape_text(first.tensor.global_shape)
-        if axis == other and any(size == k * width for k in fused_factors(first)):
+        if axis == second_axis and any(size == k * width for k in fused_factors(first)):
             yield second, first, f"so it looks transposed: {short_name(first)} is {shape}"
             return
         if not any(size == k * width for k in fused_factors(first)):
@@ -191,11 +194,11 @@ def _attention(family: ProjectionFamily) -> Iterator[_Mismatch]:
         return
     query, key, value, out = (members[0] for members in projections)
     axes = [_inner(param, hidden) for param in (query, key, value)]
-    inner, other = axes[0], _inner(out, hidden)
+    inner, out_axis = axes[0], _inner(out, hidden)
     sides = {axis for axis in axes if axis is not None}
     # Beside a square query the side of the output shows nothing.
-    if other is not None and (inner is not None or not sides):
-        sides.add(1 - other)
+    if out_axis is not None and (inner is not None or not sides):
+        sides.add(1 - out_axis)
     if len(sides) > 1:
         yield from _turned(hidden, [query, key, value, out])
         return

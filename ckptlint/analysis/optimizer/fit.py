@@ -199,8 +199,8 @@ def _rank(state: OptimizerState) -> int | None:
     sizes, expected = state.tensor.global_shape, state.param.tensor.global_shape if state.param is not None else ()
     if not len(sizes) == len(expected) == 2:
         return None
-    other = [a for a, b in zip(sizes, expected, strict=True) if a != b]
-    return other[0] if len(other) == 1 else None
+    differing = [a for a, b in zip(sizes, expected, strict=True) if a != b]
+    return differing[0] if len(differing) == 1 else None
 
 
 def _projected(odd: Iterable[OptimizerState]) -> int | None:

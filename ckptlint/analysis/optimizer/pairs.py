@@ -41,9 +41,9 @@ def _states(ckpt: Checkpoint) -> Iterator[Pair]:
             by_path.setdefault(parse(str(name)).path, set()).add(group.betas)
     for tensor in ckpt.sound_tensors():
         parts = tensor.fqn.split(".")
-        for name, (other, law) in _FOLLOWS.items():
+        for name, (partner, law) in _FOLLOWS.items():
             at = len(parts) - 1 - parts[::-1].index(name) if state_name(tensor.fqn) == name else -1
-            second = ckpt.tensors.get(".".join([*parts[:at], other, *parts[at + 1 :]])) if at >= 0 else None
+            second = ckpt.tensors.get(".".join([*parts[:at], partner, *parts[at + 1 :]])) if at >= 0 else None
             if second is not None and second.is_sound and second.global_shape == tensor.global_shape:
                 # the betas of the groups that list the parameter; where none names it, those of all
                 named = split_state(optimizer_parts(parse(tensor.fqn))[1].removeprefix("state."))
@@ -111,8 +111,8 @@ def moments_that_do_not_fit(ckpt: Checkpoint) -> frozenset[tuple[str, int]]:
 def ranks_of_both(ckpt: Checkpoint, first: Tensor, chunk: int, second: Tensor) -> tuple[int, int]:
     """The ranks that saved a chunk of a first tensor, and what of a second lies there; -1 for none, or several."""
     records = first.chunks.record[[chunk]], second.chunks.record[touching(second, first, chunk)]
-    (one,), others = ({*ranks_by_file(ckpt)[ckpt.records.file[record]].tolist()} for record in records)
-    return one, others.pop() if len(others) == 1 else -1
+    (rank,), others = ({*ranks_by_file(ckpt)[ckpt.records.file[record]].tolist()} for record in records)
+    return rank, others.pop() if len(others) == 1 else -1
 
 
 def _of_few(is_odd: BoolArray, axes: IntArray) -> BoolArray:

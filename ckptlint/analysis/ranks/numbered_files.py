@@ -123,11 +123,11 @@ def stated_ranks(ckpt: Checkpoint, numbered: NumberedFiles) -> dict[str, int]:
         stated[PAYLOAD] = payload
     if (mesh := ckpt.topology.get("world")) is not None and mesh.source == "metadata":
         stated["the mesh"] = mesh.size
-    for other in numbered_files(ckpt):
-        ranks = len(other.files)
-        is_whole = 1 < ranks <= most and sorted(other.files) == list(range(ranks))  # of more is another job's
-        if other is not numbered and other.counts == "rank" and other.axis == "world" and is_whole:
-            stated[other.pattern.replace("{}", "*")] = ranks
+    for sibling in numbered_files(ckpt):
+        ranks = len(sibling.files)
+        is_whole = 1 < ranks <= most and sorted(sibling.files) == list(range(ranks))  # of more is another job's
+        if sibling is not numbered and sibling.counts == "rank" and sibling.axis == "world" and is_whole:
+            stated[sibling.pattern.replace("{}", "*")] = ranks
     return stated
 
 

@@ -99,7 +99,10 @@ def condensed(table: RankTable) -> RankTable:
     keys = grouped((each, number) for each, number in patterns if table.fqns[number] not in reported)
     left_out = {numbers[0]: numbers[_JUDGED:] for numbers in keys.values() if len(numbers) > _JUDGED}
     kept = ~np.isin(table.fqn, [number for numbers in left_out.values() for number in numbers])
-    names = {table.fqns[number]: tuple(table.fqns[other] for other in others) for number, others in left_out.items()}
+    names = {
+        table.fqns[number]: tuple(table.fqns[key_number] for key_number in others)
+        for number, others in left_out.items()
+    }
     rows = {name: getattr(table, name)[kept] for name in _COLUMNS}
     return replace(table, **rows, alike=names) if names else table
 

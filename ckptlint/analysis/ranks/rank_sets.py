@@ -69,17 +69,17 @@ def compared(ckpt: Checkpoint) -> Compared:
     )
 
 
-def _merged(found: Iterable[Disagreement]) -> Iterable[Disagreement]:
+def _merged(disagreements: Iterable[Disagreement]) -> Iterable[Disagreement]:
     """One disagreement for all keys with the same files on both sides."""
-    alike = grouped(((item.what, bool(item.fqns), *(files for _, files in item.says)), item) for item in found)
+    alike = grouped(((item.what, bool(item.fqns), *(files for _, files in item.says)), item) for item in disagreements)
     return (members[0]._replace(fqns=tuple(fqn for item in members for fqn in item.fqns)) for members in alike.values())
 
 
 def _differing(statements: Iterable[Statement]) -> Iterator[Disagreement]:
     for (what, _, fqn), items in grouped(((item.what, item.among, item.fqn), item) for item in statements).items():
-        found = grouped((item.value, item.file) for item in items)
-        if len(found) > 1:
-            ordered = sorted(found.items(), key=lambda pair: -len(pair[1]))
+        files_by_value = grouped((item.value, item.file) for item in items)
+        if len(files_by_value) > 1:
+            ordered = sorted(files_by_value.items(), key=lambda pair: -len(pair[1]))
             says = tuple((value, tuple(files)) for value, files in ordered)
             # copies that no library synchronises drift apart, in a healthy save too
             yield Disagreement(what, says, (fqn,) if fqn else (), what != "content of other meshes")

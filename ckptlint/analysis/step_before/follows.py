@@ -15,14 +15,16 @@ from ckptlint.vocabulary.keys import parse, state_name
 def follows_of(ckpt: Checkpoint, before: Checkpoint) -> list[Follow]:
     """The weights and states that both steps have in one shape; betas where both steps have the same."""
     updates = updates_between(ckpt, before)
-    moments, older = ({pair.first: pair for pair in pairs_of(one) if pair.law == "moments"} for one in (ckpt, before))
+    moments, older = (
+        {pair.first: pair for pair in pairs_of(checkpoint) if pair.law == "moments"} for checkpoint in (ckpt, before)
+    )
     betas = {key: pair.betas for key, pair in moments.items() if key in older and older[key].betas == pair.betas}
     first_of = {pair.second: key for key, pair in moments.items()}
     rate, decay = _rate(ckpt, before)
     follows = []
     for tensor in ckpt.sound_tensors():
-        other, key = before.tensors.get(tensor.fqn), tensor.fqn
-        if other is None or not other.is_sound or other.global_shape != tensor.global_shape or tensor.volume < 2:
+        earlier, key = before.tensors.get(tensor.fqn), tensor.fqn
+        if earlier is None or not earlier.is_sound or earlier.global_shape != tensor.global_shape or tensor.volume < 2:
             continue
         if parse(key).kind == "model":
             first = next((state.tensor.fqn for state in moments_of(ckpt).get(key, ()) if state.what == "exp_avg"), "")
@@ -42,8 +44,10 @@ def follows_of(ckpt: Checkpoint, before: Checkpoint) -> list[Follow]:
 def updates_between(ckpt: Checkpoint, before: Checkpoint) -> int:
     """Updates of the optimizer between two steps by its own counters (steps may count epochs); 0 if unknown."""
     both = ckpt, before
-    claims = [[claim.step for claim in one.claims if parse(claim.source).kind == "optimizer"] for one in both]
-    steps = [[int(group.step or 0) for group in optimizer_settings(one)] for one in both]
+    claims = [
+        [claim.step for claim in checkpoint.claims if parse(claim.source).kind == "optimizer"] for checkpoint in both
+    ]
+    steps = [[int(group.step or 0) for group in optimizer_settings(checkpoint)] for checkpoint in both]
     for now, was in (claims, steps):
         if max(now, default=0) and max(was, default=0):
             return max(max(now) - max(was), 0)

@@ -105,14 +105,14 @@ def _between_tensors(ckpt: Checkpoint, table: ChangeTable, leap: Leap, rows: lis
     exchanges = []
     for row in rows:
         now, was = table.follows[table.follow[row]].key, table.origins[row].key
-        one, other = keys.get(now, parse(now)), keys.get(was, parse(was))
+        key_now, key_was = keys.get(now, parse(now)), keys.get(was, parse(was))
         exchange = Exchange("", now, was)
-        if (one.role, one.scope) == (other.role, other.scope) and one.layer is not None:
-            if one.layer == other.layer and one.expert != other.expert:
-                exchange = Exchange("expert", str(one.expert), str(other.expert), f" of layer {one.layer}")
-            elif one.layer != other.layer and one.expert == other.expert:
-                exchange = Exchange("layer", str(one.layer), str(other.layer))
-        if exchange.noun and not _is_most(ckpt, table, leap, one, exchange.noun):
+        if (key_now.role, key_now.scope) == (key_was.role, key_was.scope) and key_now.layer is not None:
+            if key_now.layer == key_was.layer and key_now.expert != key_was.expert:
+                exchange = Exchange("expert", str(key_now.expert), str(key_was.expert), f" of layer {key_now.layer}")
+            elif key_now.layer != key_was.layer and key_now.expert == key_was.expert:
+                exchange = Exchange("layer", str(key_now.layer), str(key_was.layer))
+        if exchange.noun and not _is_most(ckpt, table, leap, key_now, exchange.noun):
             exchange = Exchange("", now, was)
         exchanges.append(exchange)
     return exchanges
@@ -146,7 +146,7 @@ def _between_experts(ckpt: Checkpoint, table: ChangeTable, leap: Leap, rows: lis
         tensor = tensor_of(ckpt, table, int(table.follow[row]))
         now, was = (tensor.tiling.box(chunk) for chunk in (int(table.chunk[row]), table.origins[row].chunk))
         param, places = params.get(tensor.fqn), [*zip(now.offsets, was.offsets, strict=True)]
-        axes = [axis for axis, (one, other) in enumerate(places) if one != other]
+        axes = [axis for axis, (offset_now, offset_was) in enumerate(places) if offset_now != offset_was]
         if param is None or axes != [param.expert_axis] or now.sizes[axes[0]] != 1:
             return []
         layer = param.key.layer if param.layer_axis is None else now.offsets[param.layer_axis]
@@ -179,6 +179,6 @@ def _exchanged(exchanges: list[Exchange], what: str, older: str) -> str:
             low, high = sorted((first.now, first.was), key=lambda name: (len(name), name))
             return f"the {what} of {nouns}{low} and {high}{first.where} are exchanged since {older}"
         return f"the {what} of {noun}{first.now}{first.where} are those of {noun}{first.was} in {older}"
-    one = _exchanged([first], what, older)
-    others = plural(len({other.now for other in rest} - {first.now}), f"other {first.noun or 'tensor'}", "holds")
-    return f"{one}, and {others} another one's too"
+    sentence = _exchanged([first], what, older)
+    others = plural(len({exchange.now for exchange in rest} - {first.now}), f"other {first.noun or 'tensor'}", "holds")
+    return f"{sentence}, and {others} another one's too"

@@ -78,12 +78,16 @@ def trained_weights(ckpt: Checkpoint) -> frozenset[str]:
 
 def astray(movements: Collection[Movement]) -> list[Movement]:
     """The matrices that point elsewhere, or are scaled, where most others hardly turned; the furthest first."""
-    matrices = [one for one in movements if one.is_matrix and isfinite(one.cosine)]
-    if not matrices or median(one.cosine for one in matrices) < ALIKE:
+    matrices = [movement for movement in movements if movement.is_matrix and isfinite(movement.cosine)]
+    if not matrices or median(movement.cosine for movement in matrices) < ALIKE:
         return []
     # of one that hardly turned, so large a change is one of scale
-    far = [one for one in matrices if one.cosine < OTHER or (one.cosine > ALIKE and one.change >= _SCALED)]
-    return sorted(far, key=lambda one: -one.change)
+    far = [
+        movement
+        for movement in matrices
+        if movement.cosine < OTHER or (movement.cosine > ALIKE and movement.change >= _SCALED)
+    ]
+    return sorted(far, key=lambda movement: -movement.change)
 
 
 def short_names(kinds: Collection[str]) -> dict[str, str]:
@@ -94,6 +98,6 @@ def short_names(kinds: Collection[str]) -> dict[str, str]:
         parts = stem.split(".")
         endings = (".".join(parts[start:]) for start in range(len(parts) - 1, -1, -1))
         clear = (end for end in endings if end.strip("*.") and not end.startswith("*"))
-        ends = (end for end in clear if sum(f".{other}".endswith(f".{end}") for other in stems.values()) == 1)
+        ends = (end for end in clear if sum(f".{rival}".endswith(f".{end}") for rival in stems.values()) == 1)
         names[kind] = next(ends, kind)
     return names
