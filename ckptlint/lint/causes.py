@@ -121,20 +121,20 @@ def with_causes(report: CheckpointReport) -> CheckpointReport:
     at_all = grouped((item.code, item) for item in (*report.diagnostics, *report.ignored))
     judged = {*report.passed, *report.not_applicable}
     matched = [
-        (known, found)
+        (known, by_clause)
         for known in load_causes()
         if judged.issuperset(code for clause in known.never.values() for code in clause.codes)
-        and (found := _match(known, counting, at_all))
+        and (by_clause := _match(known, counting, at_all))
     ]
     beaten = {name for known, _ in matched for name in known.over}
-    matched = [(known, found) for known, found in matched if known.name not in beaten]
-    claims = Counter(number for _, found in matched for number in _members(found))
+    matched = [(known, by_clause) for known, by_clause in matched if known.name not in beaten]
+    claims = Counter(number for _, by_clause in matched for number in _members(by_clause))
     causes = []
-    for known, found in matched:
-        members = _members(found)
+    for known, by_clause in matched:
+        members = _members(by_clause)
         if all(claims[number] == 1 for number in members):  # of two causes of one finding none is sure
             findings = tuple(item for item in report.diagnostics if id(item) in members)
-            causes.append(Cause(known.name, _filled(known.sentence, found), known.do, findings))
+            causes.append(Cause(known.name, _filled(known.sentence, by_clause), known.do, findings))
     causes.sort(key=lambda cause: -max(item.severity for item in cause.findings))
     return replace(report, causes=tuple(causes)) if causes else report
 
@@ -143,33 +143,33 @@ def _match(
     known: KnownCause, by_code: Mapping[str, list[Diagnostic]], at_all: Mapping[str, list[Diagnostic]]
 ) -> dict[str, list[Diagnostic]]:
     """Clause -> its findings, where all that must be found is and nothing that must not; {} otherwise."""
-    found = {name: _of(clause, by_code) for name, clause in known.find.items()}
-    if not all(found.values()):
+    by_clause = {name: _of(clause, by_code) for name, clause in known.find.items()}
+    if not all(by_clause.values()):
         return {}
     first = next(iter(known.find))
-    leads = found[first]
+    leads = by_clause[first]
     for name, clause in known.find.items():
-        leads = _sharing(leads, found[name], clause.same)
+        leads = _sharing(leads, by_clause[name], clause.same)
     for clause in known.never.values():
         against = _of(clause, at_all)
         if clause.same:
             leads = _apart(leads, _sharing(leads, against, clause.same))
         elif _apart(against, _sharing(against, leads, clause.other) if clause.other else []):
             return {}
-    found[first] = leads
+    by_clause[first] = leads
     for name, clause in {**known.find, **known.also}.items():
-        matching = found[name] if name in found else _of(clause, by_code)
-        found[name] = _sharing(matching, leads, clause.same)
+        matching = by_clause[name] if name in by_clause else _of(clause, by_code)
+        by_clause[name] = _sharing(matching, leads, clause.same)
     for name, clause in known.find.items():
-        if len(found[name]) < clause.least or 0 < clause.ranks < len(set().union(*map(_ranks, found[name]))):
+        if len(by_clause[name]) < clause.least or 0 < clause.ranks < len(set().union(*map(_ranks, by_clause[name]))):
             return {}
-    is_loud = any(item.severity > Severity.INFO for items in found.values() for item in items)
-    return found if is_loud and len(_members(found)) > 1 else {}
+    is_loud = any(item.severity > Severity.INFO for items in by_clause.values() for item in items)
+    return by_clause if is_loud and len(_members(by_clause)) > 1 else {}
 
 
-def _members(found: Mapping[str, list[Diagnostic]]) -> set[int]:
+def _members(by_clause: Mapping[str, list[Diagnostic]]) -> set[int]:
     """The `id` of every finding."""
-    return {id(item) for items in found.values() for item in items}
+    return {id(item) for items in by_clause.values() for item in items}
 
 
 def _of(clause: Clause, by_code: Mapping[str, list[Diagnostic]]) -> list[Diagnostic]:
@@ -186,7 +186,7 @@ def _sharing(items: list[Diagnostic], others: list[Diagnostic], same: Sequence[I
     """The findings that share something with the others, for each thing that they must share."""
     for what in same:
         names = _NAMES[what]
-        known = set().union(*(names(other) for other in others))
+        known = set().union(*(names(item) for item in others))
         items = [item for item in items if not known.isdisjoint(names(item))]
     return items
 
@@ -215,11 +215,11 @@ _NAMES: dict[InCommon, Callable[[Diagnostic], Set[Any]]] = {
 # ---------------------------------------------------------------- words
 
 
-def _filled(text: str, found: Mapping[str, list[Diagnostic]]) -> str:
+def _filled(text: str, by_clause: Mapping[str, list[Diagnostic]]) -> str:
     """The text with what the findings name; its optional parts only where they name something."""
 
     def value(match: re.Match[str]) -> str:
-        items = [item for clause in match[1].split("+") for item in found.get(clause, ())]
+        items = [item for clause in match[1].split("+") for item in by_clause.get(clause, ())]
         return _VALUES[match[2]](items, match[3] or "")
 
     def part(match: re.Match[str]) -> str:

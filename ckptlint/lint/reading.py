@@ -66,10 +66,12 @@ def _with_optimizers(folder: Folder, ckpt: Checkpoint, how: ReadOptions, after: 
         try:
             if label not in unread:
                 # the places of their records
-                other = later.get(_place_of(states), states)
+                later_states = later.get(_place_of(states), states)
                 places = replace(how, depth=Depth.HEADERS, wanted=None, digests={}, rows=(), sums=None)
                 if how.draws:
-                    places = replace(places, wanted=records_to_draw(states, other, _drawn_together(other), _OPENED))
+                    places = replace(
+                        places, wanted=records_to_draw(states, later_states, _drawn_together(later_states), _OPENED)
+                    )
                 states = read_payload(place_beside(folder, label)[0], states, places)
         except UnreadableError as error:
             problems += [] if how.depth.reads_all else [from_error(error, label)]  # else it is told already
@@ -120,10 +122,10 @@ def with_changes(folder: Folder, ckpt: Checkpoint, before: Folder, how: ReadOpti
     optimizers = list[Checkpoint]()
     for states in ckpt.optimizers:
         label = states.files.names[0]
-        other = earlier.get(_place_of(states))
-        if states.payload is not None and other is not None and other.payload is not None:
+        older_states = earlier.get(_place_of(states))
+        if states.payload is not None and older_states is not None and older_states.payload is not None:
             places = place_beside(folder, label)[0], place_beside(before, label)[0]
-            states = _with_changes(replace(states, before=other), other, *places, how)
+            states = _with_changes(replace(states, before=older_states), older_states, *places, how)
         optimizers.append(states)
     return _with_changes(with_optimizers(ckpt, optimizers), older, folder, before, how)
 

@@ -141,11 +141,11 @@ def _clash(rule: Rule, others: Iterable[Rule]) -> str:
         return f"codes of the family {rule.code[:3]} belong to ckptlint, and {rule.code} is one"
     if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", rule.name):
         return f"the name {rule.name!r} of {rule.code} may have only small letters, digits and hyphens"
-    for other in others:
-        if rule.code == other.code:
-            return f"there are two rules {rule.code}: {other.name} and {rule.name}"
-        if rule.name == other.name:
-            return f"{rule.code} and {other.code} are both named {rule.name}"
+    for rival in others:
+        if rule.code == rival.code:
+            return f"there are two rules {rule.code}: {rival.name} and {rule.name}"
+        if rule.name == rival.name:
+            return f"{rule.code} and {rival.code} are both named {rule.name}"
     return ""
 
 

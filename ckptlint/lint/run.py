@@ -75,22 +75,22 @@ def opened(
     done = len(seen or ())
     if seen is not None:
         if not is_url(path) and not Path(path.removeprefix("file://")).is_dir():
-            every = [found for found in every if found.display not in seen]
-        seen.update((found.display, found) for found in every)
+            every = [place for place in every if place.display not in seen]
+        seen.update((place.display, place) for place in every)
     reads = _all_read(every, depth, reading, jobs or min(8, os.cpu_count() or 1)) if every else iter(())
     reads = counted("checkpoints", reads, done + len(every) + more, done)
     named = None if before is None else _of_named_step(before, path, every)
     for step, of_step in groupby(_with_steps_before(every, reads, reading, named), key=lambda item: item[0].step):
         members = list(of_step)
         checkpoints = [ckpt for _, ckpt in members if isinstance(ckpt, Checkpoint)]
-        places, problem = [found for found, _ in members], None
+        places, problem = [place for place, _ in members], None
         if step is not None and depth.looks_at_files and len(checkpoints) == len(members):
             problem = lost_model(places, checkpoints)
         if problem is not None:
             problems = [[item for item in ckpt.problems if not item.of_empty_part] for ckpt in checkpoints]
             problems[0].append(problem)
-            told = map(lambda ckpt, items: replace(ckpt, problems=items), checkpoints, problems)
-            members = list(zip(places, told, strict=True))
+            with_problem = map(lambda ckpt, items: replace(ckpt, problems=items), checkpoints, problems)
+            members = list(zip(places, with_problem, strict=True))
         yield from members
 
 
@@ -103,12 +103,12 @@ def _of_named_step(before: str, path: str, every: Sequence[CheckpointPlace]) -> 
         named = find(before)
     except CkptlintError as error:
         raise ConfigError(f"{shown(before)} cannot be compared with: {error}") from None
-    if {found.folder.place for found in every} & {found.folder.place for found in named}:
+    if {place.folder.place for place in every} & {place.folder.place for place in named}:
         raise ConfigError(f"--before names {shown(before)}, which is what is checked: name an older step")
     if len(every) == len(named) == 1:
         return {every[0].display: named[0]}
-    by_part = {_part_of_step(found, before): found for found in named}
-    pairs = {found.display: by_part.get(_part_of_step(found, path)) for found in every}
+    by_part = {_part_of_step(place, before): place for place in named}
+    pairs = {place.display: by_part.get(_part_of_step(place, path)) for place in every}
     same = {checked: older for checked, older in pairs.items() if older is not None}
     if not same:
         raise ConfigError(f"{shown(before)} cannot be compared with: name the same part of a step as is checked")
@@ -132,14 +132,14 @@ def _with_steps_before(
     file of the step counts as another one, which may have stood still since; and with the headers of its records where
     those of the step are read from a local disk, or drawn from, to compare their elements.
     """
-    asked = {found.display for found in every}
+    asked = {place.display for place in every}
     waiting: list[tuple[CheckpointPlace, Checkpoint | CkptlintError, CheckpointPlace | None]] = []
     read: dict[str, Checkpoint | CkptlintError] = {}
-    for found in every:
-        read[found.display] = ckpt = next(reads)
+    for place in every:
+        read[place.display] = ckpt = next(reads)
         older = None
         if isinstance(ckpt, Checkpoint) and ckpt.readable:
-            older = step_before(found.folder) if named is None else named.get(found.display)
+            older = step_before(place.folder) if named is None else named.get(place.display)
         if older is not None and older.display not in asked:
             assert isinstance(ckpt, Checkpoint)
             least, headers, run = Depth.METADATA, None, ckpt.run
@@ -148,9 +148,9 @@ def _with_steps_before(
             if reading is not None and reading.percent is None and (reading.draws or older.folder.is_near):
                 least, headers = Depth.HEADERS, replace(reading, depth=Depth.HEADERS, digests={}, rows=(), sums=None)
             read[older.display] = _read(older, least, headers, ckpt)
-        waiting.append((found, ckpt, older))
+        waiting.append((place, ckpt, older))
         while waiting and (waiting[0][2] is None or waiting[0][2].display in read):
-            found, ckpt, older = waiting.pop(0)
+            place, ckpt, older = waiting.pop(0)
             before = None if older is None else read[older.display]
             if named is not None and isinstance(ckpt, Checkpoint) and ckpt.readable:
                 ckpt = _checked_named(ckpt, before)
@@ -160,8 +160,8 @@ def _with_steps_before(
                 if reading is not None and older is not None:
                     from ckptlint.lint.reading import with_changes
 
-                    ckpt = with_changes(found.folder, ckpt, older.folder, reading)
-            yield found, ckpt
+                    ckpt = with_changes(place.folder, ckpt, older.folder, reading)
+            yield place, ckpt
 
 
 def _checked_named(ckpt: Checkpoint, before: Checkpoint | CkptlintError | None) -> Checkpoint:
@@ -185,11 +185,11 @@ def _all_read(
 ) -> Iterator[Checkpoint | CkptlintError]:
     """What is in each place, in their order; metadata is read ahead, by several processes."""
     if len(every) == 1 or jobs == 1 or (reading is not None and not reading.draws):
-        yield from (_read(found, depth, reading) for found in every)
+        yield from (_read(place, depth, reading) for place in every)
         return
-    metadata = prefetch([partial(_read, found, depth, None) for found in every], jobs)
-    for found, ckpt in zip(every, metadata, strict=True):
-        yield _with_records(found, ckpt, reading) if isinstance(ckpt, Checkpoint) else ckpt
+    metadata = prefetch([partial(_read, place, depth, None) for place in every], jobs)
+    for place, ckpt in zip(every, metadata, strict=True):
+        yield _with_records(place, ckpt, reading) if isinstance(ckpt, Checkpoint) else ckpt
 
 
 @one_budget()
@@ -249,16 +249,16 @@ def run(request: Request, source: Opener | None = None) -> Report:
     for more, path in zip(reversed(range(len(request.paths))), request.paths, strict=True):
         read = source or partial(opened, jobs=request.jobs, seen=seen, before=request.before, more=more)
         try:
-            for found, ckpt in read(path, request.all_steps, depth, reading):
+            for opened_place, ckpt in read(path, request.all_steps, depth, reading):
                 if isinstance(ckpt, Checkpoint):
                     if reference is not None:
                         unseen = (*ckpt.not_looked_at, *filter(None, [reference.not_looked_at]))
-                        ckpt = replace(ckpt, reference=reference.part(found.folder.name), not_looked_at=unseen)
+                        ckpt = replace(ckpt, reference=reference.part(opened_place.folder.name), not_looked_at=unseen)
                     deepest = depth if ckpt.payload is None else ckpt.payload.depth  # where numbers were drawn
                     parts.append(run_rules(ckpt, rules, deepest))
                 else:
                     (not_found if isinstance(ckpt, NothingToCheckError) else unreadable).append(_sentence(path, ckpt))
-                    unread_steps += [(*found.step, _sentence(path, ckpt))] if found.step else []
+                    unread_steps += [(*opened_place.step, _sentence(path, ckpt))] if opened_place.step else []
                 handled += 1
         except NothingToCheckError as error:
             not_found.append(str(error))

@@ -131,7 +131,7 @@ def _facts(case: dict[str, Any]) -> Iterator[str]:
         what += f", contents {item['digest']}" if "digest" in item else ""
         verb = "hold" if len(item["ranks"]) > 1 else "holds"
         yield f"{ranks_in_words(item['ranks'])} {verb} {item['fqn']} {what}"
-    yield from (f"said: {found['text'].replace('{of}', '')}" for found in case.get("rank_findings", ()))
+    yield from (f"said: {finding['text'].replace('{of}', '')}" for finding in case.get("rank_findings", ()))
     for name in ("objects", "bytes", "unstored"):
         yield from (f"{fqn}: {name}" for fqn in case.get(name, ()))
     yield from (f"{fqn} is filed under {place}" for fqn, place in case.get("stray", {}).items())

@@ -144,11 +144,11 @@ def deletable(path: str, keep: int, judge: Judge, compare: Judge | None = None) 
     unlinked = {**reasons}
     doubt = pointers[1] or _follow(run, steps, reasons)
     decisions = map(Decision, judged, (reasons[step.name] for step in steps))
-    found = Retention(place, keep, len(whole), tuple(decisions))
-    if not found.paths:
-        return found
+    retention = Retention(place, keep, len(whole), tuple(decisions))
+    if not retention.paths:
+        return retention
     relied_on = {step.name: stamps[step.name] for step in whole}
-    return replace(found, refused=doubt or _changed(place, found, pointers, relied_on, unlinked))
+    return replace(retention, refused=doubt or _changed(place, retention, pointers, relied_on, unlinked))
 
 
 # ---------------------------------------------------------------- which steps are whole
@@ -209,7 +209,7 @@ def _compared(
     contents: Mapping[str, _Contents],
 ) -> tuple[list[JudgedStep], list[Step]]:
     """The verdicts once steps are compared with older ones, and the newest whole steps: `keep` of one name or fewer."""
-    found, whole, forms = list(judged), list[Step](), [numberless(step.name) for step in steps]
+    verdicts, whole, forms = list(judged), list[Step](), [numberless(step.name) for step in steps]
     for at, (step, judged_step) in enumerate(zip(steps, judged, strict=True)):
         if judged_step.verdict != "passes" or is_newest(step.name):
             continue
@@ -219,10 +219,10 @@ def _compared(
         judged_step = _beside_older(step, judged_step, older, contents)
         if judged_step.verdict == "passes" and compare is not None and len(whole) < keep:
             judged_step = looked_closer(judged_step, compare)
-        found[at] = judged_step
+        verdicts[at] = judged_step
         if judged_step.verdict == "passes" and len(whole) < keep:
             whole.append(step)
-    return found, whole
+    return verdicts, whole
 
 
 def _beside_older(
@@ -234,14 +234,16 @@ def _beside_older(
     row the second must not pass for whole.
     """
     passing = [pair for pair in older if pair[1].verdict == "passes"]
-    parts = {part for _, other in passing for part in other.parts}
+    parts = {part for _, older_judged in passing for part in older_judged.parts}
     if why := lacking(step, [older_step for older_step, _ in passing], len(passing)):
         return judged_step.as_unfinished(why)
     judged_step = with_all(judged_step, parts, "an older step has it")
     if judged_step.verdict != "passes":
         return judged_step
     here = contents[judged_step.path]
-    for name, there in [(other.name, contents[other.path]) for _, other in older if other.path in contents]:
+    for name, there in [
+        (older_judged.name, contents[older_judged.path]) for _, older_judged in older if older_judged.path in contents
+    ]:
         if there is not here and (less := here.lacks(there)):
             return replace(judged_step, verdict="lacks parts", why=f"it lacks {less}; {name} has them")
     return judged_step

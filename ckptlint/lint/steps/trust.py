@@ -140,14 +140,14 @@ def runs_at(path: str) -> list[tuple[str, Folder]]:
         AccessError: a folder could not be listed.
     """
     folder = run_at(path)
-    found = runs_below(folder)
-    if not found:
+    runs = runs_below(folder)
+    if not runs:
         with suppress(NothingToCheckError):
             there = printable(find_checkpoints(folder, False)[0].display)
             raise UnknownLayoutError(f"{there} is a checkpoint, not a run: use `ckptlint {there}`")
         looked_for = "looked for folders such as iter_*, step-*, checkpoint-*"
         raise NothingToCheckError(f"no step under {shown(path)}: {looked_for}")
-    return [("/".join(filter(None, (path.rstrip("/") or "/", place))), run) for place, run in found]
+    return [("/".join(filter(None, (path.rstrip("/") or "/", place))), run) for place, run in runs]
 
 
 def looks_at(request: Request, judge: Callable[[Request], Report]) -> tuple[Judge, Judge | None]:
@@ -251,30 +251,30 @@ def _released(run: Folder) -> list[Step]:
     return []
 
 
-def _tracking(run: Folder, found: JudgedStep, steps: Sequence[Step]) -> str:
+def _tracking(run: Folder, newest: JudgedStep, steps: Sequence[Step]) -> str:
     try:
         tracker, named = isolated(partial(read_tracker, run), 0)  # one of them is a pickle
     except CkptlintError as error:
         return f"the run's tracker cannot be read: {error}"
     if tracker is None:
-        return _without_tracker(found, steps)
-    if named in ("release", found.number):
+        return _without_tracker(newest, steps)
+    if named in ("release", newest.number):
         return ""
     step = "no step" if named is None else f"step {named}"
-    what = found.name if tracker.holds == "folder" else found.number
-    how = f"point it to {found.name}" if tracker.holds == "link" else f"write {what} into it"
-    return f"{tracker.file} names {step}: {how} to resume from {found.name}"
+    what = newest.name if tracker.holds == "folder" else newest.number
+    how = f"point it to {newest.name}" if tracker.holds == "link" else f"write {what} into it"
+    return f"{tracker.file} names {step}: {how} to resume from {newest.name}"
 
 
-def _without_tracker(found: JudgedStep, steps: Sequence[Step]) -> str:
+def _without_tracker(newest: JudgedStep, steps: Sequence[Step]) -> str:
     """What a trainer does that looks for its tracker alone; "" for other trainers, and for one step, copied alone."""
-    _, like = steps_like(found.name) or ("", None)
-    step = next((step for step in steps if printable(step.name) == found.name and step.is_folder), None)
+    _, like = steps_like(newest.name) or ("", None)
+    step = next((step for step in steps if printable(step.name) == newest.name and step.is_folder), None)
     if like is None or step is None or not like.tracker or len(steps) < 2:
         return ""
     if like.holding and not {*like.holding} & {*step.folder.folders()}:
         return ""
-    return f"no {like.tracker}: training starts over; write {found.number} into it to resume from {found.name}"
+    return f"no {like.tracker}: training starts over; write {newest.number} into it to resume from {newest.name}"
 
 
 def judge_step(step: Step, path: str, judge: Judge) -> JudgedStep:
@@ -399,7 +399,7 @@ def steps_in(report: Report) -> list[JudgedStep]:
         return []
     judged = []
     for (path, number), members in parts.items():
-        unread = tuple(why for other, _, why in report.unread_steps if other == path)
+        unread = tuple(why for step_path, _, why in report.unread_steps if step_path == path)
         outcome = verdict_of(replace(report, checkpoints=members, not_found=(), unreadable=unread))
         outcome = replace(outcome, path=path, name=path.rpartition("/")[2], number=number)
         # whether the save ended, as `step_state` says it; what a step lacks beside others is outside of it
@@ -480,7 +480,9 @@ def looked_closer(judged: JudgedStep, compare: Judge) -> JudgedStep:
 def lacking(step: Step, older: Iterable[Step], kinds_of: int = 1) -> str:
     """That a step lacks files which older ones have (`loaders.run.finished.lacking_files`); "" where it lacks none."""
     with suppress(CkptlintError):
-        alike = (other.folder for other in older if other.is_folder and is_alike(other.name, step.name))
+        alike = (
+            older_step.folder for older_step in older if older_step.is_folder and is_alike(older_step.name, step.name)
+        )
         files, holders = lacking_files(step.folder, alike, kinds_of) if step.is_folder else ((), "")
         return f"the step has no {join_words(files, 'or')}, which {holders}" if files else ""
     return ""
@@ -489,8 +491,8 @@ def lacking(step: Step, older: Iterable[Step], kinds_of: int = 1) -> str:
 def _by_names(step: Step, parts: Iterable[str]) -> tuple[str, ...]:
     """The parts that a step holds by its metadata, and by the names of its files."""
     names = step.folder.files_beside() if step.is_folder else ()
-    found = {*parts, *(part_of_file(family.name) for family in map(family_of, names) if family is not None)}
-    return tuple(part for part in PARTS if part in found)
+    stored_parts = {*parts, *(part_of_file(family.name) for family in map(family_of, names) if family is not None)}
+    return tuple(part for part in PARTS if part in stored_parts)
 
 
 def _finished(steps: Iterable[Step], depth: Depth) -> Iterator[tuple[str, tuple[str, ...]]]:
